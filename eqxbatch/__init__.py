@@ -1,0 +1,26 @@
+"""Equinox transforms that stay within a memory bound."""
+
+import importlib.metadata
+
+from ._blocks.accumulators import (
+    AbstractAccumulator as AbstractAccumulator,
+    Concat as Concat,
+    Last as Last,
+    LogSumExp as LogSumExp,
+    Max as Max,
+    Min as Min,
+)
+from ._blocks.block import Block as Block, Blocks as Blocks
+from ._blocks.memory import MemoryBudget as MemoryBudget
+from ._blocks.moments import (
+    Mean as Mean,
+    MeanAndVariance as MeanAndVariance,
+    RunningMean as RunningMean,
+    Sum as Sum,
+    Variance as Variance,
+)
+from ._transforms.micro_vmap import filter_micro_vmap as filter_micro_vmap
+from ._transforms.microbatch import filter_microbatch as filter_microbatch
+
+
+__version__ = importlib.metadata.version("eqxbatch")

@@ -1,0 +1,315 @@
+"""Accumulators: how the results of the blocks become one result."""
+
+import abc
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Inexact, PyTree, Shaped
+
+from .block import Block, Blocks
+
+
+_State = TypeVar("_State")
+_Struct = jax.ShapeDtypeStruct
+
+
+class AbstractAccumulator(eqx.Module, Generic[_State]):
+    """How the results of the blocks become one result; subclass it for your own.
+
+    An accumulator is the program
+
+    ```python
+    state = accumulator.init(shape_of_one_value, blocks)
+    for block, value in ...:
+        state = accumulator.update(state, value, block)
+    result = accumulator.finalize(state)
+    ```
+
+    In [`eqxbatch.filter_micro_vmap`][] the `value` of a block is what `aggregate` makes
+    of the results of its examples. In [`eqxbatch.filter_microbatch`][] it is what the
+    function itself returned for the block, and `aggregate` is not called.
+
+    An accumulator is given to each array of the output that it stands for, one at a
+    time. With the class attribute `leafwise = False` it is given the whole sub-PyTree
+    at its place instead, as optax's are.
+
+    !!! example
+
+        The largest absolute value:
+
+        ```python
+        >>> import eqxbatch, jax, jax.numpy as jnp
+        >>> class MaxAbs(eqxbatch.AbstractAccumulator):
+        ...     def init(self, value, blocks):
+        ...         return jnp.zeros(value.shape, value.dtype)
+        ...     def update(self, state, value, block):
+        ...         return jnp.maximum(state, abs(value))
+        ...     def finalize(self, state):
+        ...         return state
+        ...     def aggregate(self, values, block):
+        ...         return abs(values).max(axis=0)
+        >>> largest = eqxbatch.filter_micro_vmap(
+        ...     lambda x: x, microbatch_size=2, accumulator=MaxAbs()
+        ... )
+        >>> print(largest(jnp.array([1.0, -3.0, 2.0])))
+        3.0
+
+        ```
+    """
+
+    leafwise: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def init(self, value: PyTree[_Struct], blocks: Blocks) -> _State:
+        """The state before the first block.
+
+        **Arguments:**
+
+        - `value`: the shape and dtype of the value of one full block.
+        - `blocks`: how the examples are cut: `total`, `size`, `num_full`, `remainder`
+            and `num`, all Python ints.
+        """
+
+    @abc.abstractmethod
+    def update(self, state: _State, value: PyTree[Array], block: Block) -> _State:
+        """The state after one more block.
+
+        **Arguments:**
+
+        - `state`: what `init` or the last `update` returned. Structure, shapes and
+            dtypes must not change.
+        - `value`: the value of the block.
+        - `block`: which block it is; `block.size` examples from `block.start` on.
+        """
+
+    @abc.abstractmethod
+    def finalize(self, state: _State) -> PyTree[Array]:
+        """The result, from the state after the last block."""
+
+    @abc.abstractmethod
+    def aggregate(self, values: PyTree[Array], block: Block) -> PyTree[Array]:
+        """The value of one block, from its examples' results along axis 0."""
+
+
+class Concat(AbstractAccumulator[Array]):
+    """Puts the results of the blocks one after another: what `vmap` returns.
+
+    This is the default. Blocks are written into the result in place; where
+    `num_real_microbatches` stops early, the rows that were not reached are zero.
+    """
+
+    axis: int = eqx.field(static=True, default=0)
+
+    def init(self, value: _Struct, blocks: Blocks) -> Shaped[Array, "..."]:
+        axis = self.axis_of(value)
+        rows = value.shape[axis]
+        # A result with as many rows as examples (or a multiple) scales with the block;
+        # any other number of rows is the same for every block.
+        per_example, per_block = divmod(rows, blocks.size)
+        extent = rows * blocks.num if per_block else per_example * blocks.total
+        shape = (*value.shape[:axis], extent, *value.shape[axis + 1 :])
+        return jnp.zeros(shape, value.dtype)
+
+    def update(
+        self, state: Shaped[Array, "..."], value: Shaped[Array, "..."], block: Block
+    ) -> Shaped[Array, "..."]:
+        axis = self.axis_of(value)
+        rows = value.shape[axis]
+        start = state.shape[axis] - rows if block.is_remainder else block.index * rows
+        return lax.dynamic_update_slice_in_dim(state, value, start, axis)
+
+    def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        return state
+
+    def aggregate(
+        self, values: Shaped[Array, "b ..."], block: Block
+    ) -> Shaped[Array, "..."]:
+        return jnp.moveaxis(values, 0, self.axis)
+
+    def axis_of(self, value: Any) -> int:
+        """`axis`, counted from the front."""
+        if not -len(value.shape) <= self.axis < len(value.shape):
+            raise ValueError(
+                f"Concat(axis={self.axis}) does not fit a result of shape "
+                f"{value.shape}: `fun` must return an array with that axis for each "
+                "microbatch. Return one, or use another accumulator."
+            )
+        return self.axis % len(value.shape)
+
+
+class Last(AbstractAccumulator[Array]):
+    """The result of the last example (or microbatch) that ran.
+
+    Raises `ValueError` where there are no examples.
+    """
+
+    def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
+        if blocks.total == 0:
+            raise ValueError(
+                "Last needs at least one example, but the batch has 0. Use Concat, or "
+                "do not call it with an empty batch."
+            )
+        return jnp.zeros(value.shape, value.dtype)
+
+    def update(
+        self, state: Shaped[Array, "..."], value: Shaped[Array, "..."], block: Block
+    ) -> Shaped[Array, "..."]:
+        return value
+
+    def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        return state
+
+    def aggregate(
+        self, values: Shaped[Array, "b *r"], block: Block
+    ) -> Shaped[Array, "*r"]:
+        return values[-1]
+
+
+class Max(AbstractAccumulator[Array]):
+    """The largest result of all examples, elementwise; NaN where one is NaN.
+
+    For no examples it is the identity of the maximum: `-inf`, or the smallest integer.
+    Raises `TypeError` for complex results, which have no order.
+    """
+
+    def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
+        return jnp.full(value.shape, _extreme("Max", value.dtype, -1), value.dtype)
+
+    def update(
+        self, state: Shaped[Array, "*r"], value: Shaped[Array, "*r"], block: Block
+    ) -> Shaped[Array, "*r"]:
+        return jnp.maximum(state, value)
+
+    def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        return state
+
+    def aggregate(
+        self, values: Shaped[Array, "b *r"], block: Block
+    ) -> Shaped[Array, "*r"]:
+        _extreme("Max", values.dtype, -1)
+        return values.max(axis=0)
+
+
+class Min(AbstractAccumulator[Array]):
+    """The smallest result of all examples, elementwise; NaN where one is NaN.
+
+    For no examples it is the identity of the minimum: `inf`, or the largest integer.
+    Raises `TypeError` for complex results, which have no order.
+    """
+
+    def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
+        return jnp.full(value.shape, _extreme("Min", value.dtype, 1), value.dtype)
+
+    def update(
+        self, state: Shaped[Array, "*r"], value: Shaped[Array, "*r"], block: Block
+    ) -> Shaped[Array, "*r"]:
+        return jnp.minimum(state, value)
+
+    def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        return state
+
+    def aggregate(
+        self, values: Shaped[Array, "b *r"], block: Block
+    ) -> Shaped[Array, "*r"]:
+        _extreme("Min", values.dtype, 1)
+        return values.min(axis=0)
+
+
+class _LogTotal(eqx.Module):
+    log_total: Any
+    dtype: Any = eqx.field(static=True)
+
+
+class LogSumExp(AbstractAccumulator[_LogTotal]):
+    """`log(sum(exp(...)))` over all examples, without overflow.
+
+    **Arguments:**
+
+    - `dtype`: the dtype to compute in: float32 for bfloat16 and float16, and the
+        result's own otherwise. The result comes back in its own dtype.
+
+    For no examples it is `-inf`. Raises `TypeError` for integer results.
+    """
+
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def init(self, value: Any, blocks: Blocks) -> _LogTotal:
+        value = jax.eval_shape(self._whole, value)
+        return jtu.tree_map(lambda s: jnp.full(s.shape, -jnp.inf, s.dtype), value)
+
+    def update(self, state: _LogTotal, value: Any, block: Block) -> _LogTotal:
+        value = self._whole(value)
+        log_total = jnp.logaddexp(state.log_total, value.log_total)
+        return _LogTotal(log_total, state.dtype)
+
+    def finalize(self, state: _LogTotal) -> Inexact[Array, "..."]:
+        return state.log_total.astype(state.dtype)
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _LogTotal:
+        whole = self._whole(values)
+        log_total = jax.nn.logsumexp(whole.log_total, axis=0)
+        return _LogTotal(log_total, whole.dtype)
+
+    def _whole(self, value: Any) -> _LogTotal:
+        if isinstance(value, _LogTotal):
+            return value
+        dtype = accumulation_dtype("LogSumExp", value.dtype, self.dtype, inexact=True)
+        return _LogTotal(value.astype(dtype), value.dtype)
+
+
+def accumulation_dtype(
+    name: str, dtype: Any, requested: DTypeLike | None, *, inexact: bool
+) -> Any:
+    """The dtype in which results of `dtype` are accumulated.
+
+    Raises `TypeError` where `dtype` has no sum, and, for `inexact`, where results are
+    integers and no dtype was requested; `TypeError` or `ValueError` for a requested
+    dtype that would lose the imaginary part or that JAX would quietly narrow.
+    """
+    if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
+        raise TypeError(
+            f"{name} needs numbers, but `fun` returned {dtype}. Use Concat or Last for "
+            "this output: `accumulator` takes a PyTree prefix of the output."
+        )
+    if requested is not None:
+        requested = jnp.dtype(requested)
+        if jnp.empty(0, requested).dtype != requested:
+            raise ValueError(
+                f"{name}(dtype={requested}) needs 64-bit mode, which is off. Set "
+                "`jax.config.update('jax_enable_x64', True)`, or ask for 32 bits."
+            )
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        if is_complex and not jnp.issubdtype(requested, jnp.complexfloating):
+            raise TypeError(
+                f"{name}(dtype={requested}) would drop the imaginary part of the "
+                f"{dtype} that `fun` returned. Ask for a complex dtype, or for none."
+            )
+        dtype = requested
+    elif dtype in (jnp.bfloat16, jnp.float16):
+        dtype = jnp.dtype(jnp.float32)
+    if inexact and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"{name} needs floating-point or complex results, but `fun` returned "
+            f"{dtype}. Cast it in `fun`, or pass `{name}(dtype=jnp.float32)`."
+        )
+    return dtype
+
+
+def _extreme(name: str, dtype: Any, sign: int) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return sign * jnp.inf
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return sign > 0
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return info.max if sign > 0 else info.min
+    raise TypeError(
+        f"{name} needs ordered results, but `fun` returned {dtype}. Return a real "
+        "number for it, such as the absolute value."
+    )

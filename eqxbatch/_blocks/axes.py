@@ -1,0 +1,170 @@
+"""Which axis of which argument is the batch, in the words of `eqx.filter_vmap`."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def broadcast_axes(name: str, spec: PyTree, tree: PyTree) -> list[int | None]:
+    """Resolves a prefix of `int | None | callable` to one axis for each leaf.
+
+    Returns the axes in the order of `jax.tree_util.tree_leaves(tree)`.
+    """
+    pairs = []
+    try:
+        jtu.tree_map(lambda *pair: pairs.append(pair), spec, tree, is_leaf=_is_none)
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"`{name}` must be a PyTree prefix of what it describes; got {spec!r} for "
+            f"the structure {jtu.tree_structure(tree)}. ({e})"
+        ) from e
+    return [
+        _resolve_axis(name, axis(leaf) if callable(axis) else axis)
+        for axis, subtree in pairs
+        for leaf in jtu.tree_leaves(subtree)
+    ]
+
+
+def _resolve_axis(name: str, axis: Any) -> int | None:
+    if axis is None or (isinstance(axis, int) and not isinstance(axis, bool)):
+        return axis
+    raise ValueError(
+        f"`{name}` must consist of ints, None, and callables that return those; got "
+        f"{axis!r} of type {type(axis).__name__}. Give the number of the batch axis, "
+        "or None for what is not batched."
+    )
+
+
+def _parameter_names(fun: Callable) -> list[str]:
+    try:
+        return list(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _axes_by_name(fun: Callable, in_axes: dict, args: tuple, kwargs: dict) -> tuple:
+    in_axes = dict(in_axes)
+    default = eqx.if_array(0)
+    names = _parameter_names(fun)[: len(args)]
+    # Arguments that a `*args` parameter swallows have no name of their own.
+    args_spec = [in_axes.pop(name, default) for name in names]
+    args_spec += [default] * (len(args) - len(args_spec))
+    kwargs_spec = {name: in_axes.pop(name, default) for name in kwargs}
+    if in_axes:
+        raise ValueError(
+            f"The following `in_axes` did not correspond to any argument: "
+            f"{tuple(in_axes)}. The arguments passed are {(*names, *kwargs)}."
+        )
+    return tuple(args_spec), kwargs_spec
+
+
+class Batch(eqx.Module):
+    """The arguments of a call, split into what is batched and what is not.
+
+    `arrays` and `axes` (not negative) run in parallel over the batched leaves;
+    `names` says, for messages, where each of them came from.
+    """
+
+    arrays: list
+    axes: tuple[int, ...] = eqx.field(static=True)
+    names: tuple[str, ...] = eqx.field(static=True)
+    _shared: list
+    _treedef: Any = eqx.field(static=True)
+
+    def arguments(self, arrays: list) -> tuple[tuple, dict]:
+        """`(args, kwargs)` of the call, with `arrays` for the batched leaves."""
+        arrays = list(arrays)
+        leaves = [arrays.pop(0) if x is _Batched else x for x in self._shared]
+        return jtu.tree_unflatten(self._treedef, leaves)
+
+    def total(self, axis_size: int | None = None) -> int:
+        """The number of examples, which all batched arrays must agree on."""
+        sizes = [x.shape[a] for x, a in zip(self.arrays, self.axes, strict=True)]
+        if axis_size is None and not sizes:
+            raise ValueError(
+                "Nothing is batched: `in_axes` gives no array a batch axis, so the "
+                "number of examples is not known. Mark an array argument as batched "
+                "in `in_axes` (or pass `axis_size` where the transform has it)."
+            )
+        found = {*sizes} if axis_size is None else {*sizes, axis_size}
+        if len(found) > 1:
+            listing = [
+                f"{name} has {size} (axis {axis} of shape {x.shape})"
+                for name, size, axis, x in zip(
+                    self.names, sizes, self.axes, self.arrays, strict=True
+                )
+            ]
+            if axis_size is not None:
+                listing.append(f"`axis_size` is {axis_size}")
+            raise ValueError(
+                "Batched arguments must agree on the number of examples, but "
+                f"{'; '.join(listing)}. Mend the shapes, or use `in_axes` to name "
+                "another axis or None."
+            )
+        return found.pop()
+
+
+class _Batched:
+    """Stands where a batched leaf was taken out."""
+
+
+def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Batch:
+    """Resolves `in_axes` against a call of `fun` as `eqx.filter_vmap` does.
+
+    Beyond `eqx.filter_vmap`, keyword arguments are taken: those named in a dict of
+    `in_axes` use that, all others `eqx.if_array(0)`.
+
+    Raises `ValueError` for an `in_axes` that does not fit the arguments, for an axis
+    out of range, and for a batch axis on something that is not an array.
+    """
+    if isinstance(in_axes, dict):
+        args_spec, kwargs_spec = _axes_by_name(fun, in_axes, args, kwargs)
+    else:
+        args_spec, kwargs_spec = in_axes, eqx.if_array(0)
+    axes = broadcast_axes("in_axes", args_spec, args)
+    axes += broadcast_axes("in_axes", kwargs_spec, kwargs)
+    paths, treedef = jtu.tree_flatten_with_path((args, kwargs))
+    parameters = _parameter_names(fun)
+
+    arrays, batch_axes, names, shared = [], [], [], []
+    for (path, leaf), axis in zip(paths, axes, strict=True):
+        if axis is None:
+            shared.append(leaf)
+            continue
+        shared.append(_Batched)
+        name = _leaf_name(path, parameters)
+        if not eqx.is_array(leaf):
+            raise ValueError(
+                f"`in_axes` gives {name} the batch axis {axis}, but it is a "
+                f"{type(leaf).__name__}, not an array. Use `eqx.if_array({axis})` to "
+                "batch just the arrays of an argument, or None."
+            )
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ValueError(
+                f"`in_axes` gives {name} the batch axis {axis}, which is out of range "
+                f"for its shape {leaf.shape}. Name one of its {leaf.ndim} axes, or "
+                "None for an argument that is not batched."
+            )
+        arrays.append(leaf)
+        batch_axes.append(axis % leaf.ndim)
+        names.append(name)
+    return Batch(arrays, tuple(batch_axes), tuple(names), shared, treedef)
+
+
+def _leaf_name(path: tuple, parameters: list[str]) -> str:
+    in_kwargs, argument, *rest = path
+    if in_kwargs.idx == 1:
+        name = argument.key
+    elif argument.idx < len(parameters):
+        name = parameters[argument.idx]
+    else:
+        name = f"args[{argument.idx}]"
+    return f"`{name}{jtu.keystr(tuple(rest))}`"

@@ -1,0 +1,328 @@
+"""The loop: one compiled body for all full blocks, then the remainder."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from .accumulators import Concat
+from .block import Block, Blocks, block_struct, full_block, remainder_block
+from .layout import evaluate_in_loop, evaluate_jaxpr
+from .slots import Slot, Slots
+
+
+class _Operands(eqx.Module):
+    """All arrays of a run. Those that it may be differentiated in are in here."""
+
+    arrays: list
+    full_consts: list
+    remainder_consts: list
+    accumulators: list
+    limit: Any
+
+
+class _Program(eqx.Module):
+    """What is known of a run at trace time. No arrays."""
+
+    full: Any = eqx.field(static=True)
+    remainder: Any = eqx.field(static=True)
+    axes: tuple[int, ...] = eqx.field(static=True)
+    blocks: Blocks
+    slots: list[Slot]
+    checkpoint: bool = eqx.field(static=True)
+
+
+def run_blocks(
+    fun: Callable[[list, int], tuple[PyTree, Any]],
+    arrays: list,
+    axes: tuple[int, ...],
+    blocks: Blocks,
+    make_slots: Callable[[PyTree, Any], Slots],
+    limit: Any,
+    checkpoint: bool,
+) -> PyTree:
+    """Runs `fun` over the blocks of a batch and accumulates what it returns.
+
+    **Arguments:**
+
+    - `fun`: takes the rows of one block, as a list parallel to `arrays`, and their
+        number, and returns `(output, static)`. It is traced once for the full blocks and once for the
+        remainder; nothing else of it ever runs.
+    - `arrays`, `axes`: the batched arrays and the axis along which each is cut.
+    - `blocks`: how they are cut.
+    - `make_slots`: takes the shapes of the output of a full block, and `static`.
+    - `limit`: how many blocks to run: `None`, an int, or an integer scalar array.
+    - `checkpoint`: whether blocks are rematerialised in reverse mode.
+
+    **Returns:**
+
+    The output, with the result of its accumulator in the place of each array.
+    """
+
+    def trace(size: int) -> tuple[Any, PyTree, Any]:
+        pairs = zip(arrays, axes, strict=True)
+        structs = [block_struct(x, axis, size) for x, axis in pairs]
+        jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(structs, size)
+        output, aux = eqx.combine(struct, static)
+        return jaxpr, output, aux
+
+    full, output, aux = trace(blocks.size)
+    slots = make_slots(output, aux)
+    if blocks.num_full > 0 and blocks.remainder > 0:
+        remainder, remainder_output, _ = trace(blocks.remainder)
+        _check_same(output, remainder_output, blocks)
+    else:
+        remainder = full
+
+    operands = _Operands(
+        arrays=arrays,
+        full_consts=list(full.consts),
+        remainder_consts=list(remainder.consts),
+        accumulators=[slot.accumulator for slot in slots.slots],
+        limit=limit,
+    )
+    program = _Program(
+        full=full.jaxpr,
+        remainder=remainder.jaxpr,
+        axes=axes,
+        blocks=blocks,
+        slots=[eqx.tree_at(lambda s: s.accumulator, s, None) for s in slots.slots],
+        checkpoint=checkpoint,
+    )
+    return slots.combine(_loop(operands, program=program))
+
+
+def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
+    is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+    arrays, static = eqx.partition(output, is_struct)
+    other_arrays, other_static = eqx.partition(remainder, is_struct)
+    if not eqx.tree_equal(static, other_static):
+        raise ValueError(
+            "What `fun` returns besides arrays must be the same for every microbatch; "
+            f"got {static} for {blocks.size} examples and {other_static} for the "
+            f"remainder of {blocks.remainder}. Return it as an array, or choose a "
+            f"microbatch size that divides {blocks.total}."
+        )
+    dtypes = [
+        (jtu.tree_structure(tree), [(x.dtype, x.ndim) for x in jtu.tree_leaves(tree)])
+        for tree in (arrays, other_arrays)
+    ]
+    if dtypes[0] != dtypes[1]:
+        raise ValueError(
+            "`fun` must return arrays of the same structure, rank and dtype for every "
+            f"microbatch; got {arrays} for {blocks.size} examples and {other_arrays} "
+            f"for the remainder of {blocks.remainder}."
+        )
+
+
+@eqx.filter_custom_jvp
+def _loop(operands: _Operands, *, program: _Program) -> list[PyTree]:
+    return _Run(operands, program, None).results()
+
+
+@_loop.def_jvp
+def _loop_jvp(primals: tuple, tangents: tuple, *, program: _Program) -> tuple:
+    """The derivative, of a loop that is as good to transpose as to run.
+
+    Reading a block with a dynamic slice and writing it with a dynamic update slice
+    needs no copy of the batch. But in reverse mode, each such slice becomes a sum over
+    an array as large as the batch. `lax.scan` over the blocks themselves transposes in
+    place, so that is what the arrays that are differentiated go through.
+    """
+    (operands,), (tangents,) = primals, tangents
+    perturbed = jtu.tree_map(lambda _, t: t is not None, operands, tangents)
+    diff, nondiff = eqx.partition(operands, perturbed)
+
+    def run(diff: _Operands) -> list[PyTree]:
+        operands = eqx.combine(diff, nondiff)
+        return _Run(operands, program, perturbed.arrays).results()
+
+    out, t_out = jax.jvp(run, (diff,), (tangents,))
+    return out, jtu.tree_map(_none_if_integer, out, t_out)
+
+
+def _none_if_integer(out: Array, t_out: Any) -> Any:
+    return t_out if jnp.issubdtype(out.dtype, jnp.inexact) else None
+
+
+class _Run:
+    """One run of a program. `differentiated` says which arrays, if any, are."""
+
+    def __init__(
+        self,
+        operands: _Operands,
+        program: _Program,
+        differentiated: list[bool] | None,
+    ):
+        self.operands = operands
+        self.program = program
+        self.blocks = program.blocks
+        self.is_derivative = differentiated is not None
+        self.threaded = differentiated or [False] * len(operands.arrays)
+        self.slots = [
+            eqx.tree_at(lambda s: s.accumulator, slot, accumulator, is_leaf=_is_none)
+            for slot, accumulator in zip(
+                program.slots, operands.accumulators, strict=True
+            )
+        ]
+        self.limit = operands.limit
+        self.is_limit_traced = eqx.is_array(self.limit)
+        self.num_steps = self.blocks.num_full
+        self.runs_remainder = self.blocks.remainder > 0
+        if self.limit is not None and not self.is_limit_traced:
+            self.num_steps = min(self.limit, self.num_steps)
+            self.runs_remainder &= self.limit == self.blocks.num
+        # A loop of one step is none, and XLA compiles what is not in a loop better.
+        self.is_loop = self.num_steps > 1
+
+    def results(self) -> list[PyTree]:
+        first = full_block(self.blocks, 0)
+        avals = [v.aval for v in self.program.full.outvars]
+        outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        values = jax.eval_shape(lambda o: [s.value(o, first) for s in self.slots], outs)
+        states = [
+            None if self.is_collected(slot) else slot.init(value, self.blocks)
+            for slot, value in zip(self.slots, values, strict=True)
+        ]
+        states, pieces = self.full_blocks(states)
+        if self.runs_remainder:
+            block = remainder_block(self.blocks)
+            rest = self.values(block, [None] * len(self.operands.arrays))
+            states = self.updated(states, rest, block)
+            pieces.append(rest)
+        return [
+            self.joined(slot, value, [piece[i] for piece in pieces])
+            if self.is_collected(slot)
+            else slot.accumulator.finalize(state)
+            for i, (slot, value, state) in enumerate(
+                zip(self.slots, values, states, strict=True)
+            )
+        ]
+
+    def is_collected(self, slot: Slot) -> bool:
+        """Whether blocks are outputs of the scan, rather than written into its carry.
+
+        See `_loop_jvp`: of these two, it is what transposes in place.
+        """
+        return self.is_derivative and isinstance(slot.accumulator, Concat)
+
+    def full_blocks(self, states: list) -> tuple[list, list[list]]:
+        """The states after the full blocks, and the values of collected slots."""
+        if self.num_steps == 0:
+            return states, []
+        if not self.is_loop:
+            block = full_block(self.blocks, 0)
+            values = self.values(block, [None] * len(self.operands.arrays))
+            return self.updated(states, values, block), [values]
+
+        def step(states: list, xs: tuple) -> tuple[list, list]:
+            index, rows = xs
+            block = full_block(self.blocks, index)
+            values = self.values(block, rows)
+            collected = [
+                value if self.is_collected(slot) else None
+                for slot, value in zip(self.slots, values, strict=True)
+            ]
+            return self.updated(states, values, block), collected
+
+        rows = [
+            self.cut(x, axis) if threaded else None
+            for x, axis, threaded in zip(
+                self.operands.arrays, self.program.axes, self.threaded, strict=True
+            )
+        ]
+        indices = jnp.arange(self.num_steps, dtype=jnp.int32)
+        states, collected = lax.scan(step, states, (indices, rows))
+        merged = [
+            None if value is None else _merge(value, slot.accumulator.axis)
+            for slot, value in zip(self.slots, collected, strict=True)
+        ]
+        return states, [merged]
+
+    def cut(self, x: Array, axis: int) -> Array:
+        """The full blocks of an array, along a new axis 0."""
+        num, size = self.num_steps, self.blocks.size
+        if x.shape[axis] != num * size:
+            x = lax.slice_in_dim(x, 0, num * size, 1, axis)
+        shape = (*x.shape[:axis], num, size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+    def values(self, block: Block, rows: list) -> list[PyTree]:
+        """The values of a block, whose `rows` are given, or None and cut out here."""
+        is_in_loop = self.is_loop and not block.is_remainder
+
+        def compute(rows: list) -> list[PyTree]:
+            arrays = [
+                block.take(x, axis) if given is None else given
+                for x, axis, given in zip(
+                    self.operands.arrays, self.program.axes, rows, strict=True
+                )
+            ]
+            if block.is_remainder:
+                jaxpr, consts = self.program.remainder, self.operands.remainder_consts
+            else:
+                jaxpr, consts = self.program.full, self.operands.full_consts
+            evaluate = evaluate_in_loop if is_in_loop else evaluate_jaxpr
+            outs = [_strip_weak_type(x) for x in evaluate(jaxpr, consts, arrays)]
+            return [slot.value(outs, block) for slot in self.slots]
+
+        if self.program.checkpoint:
+            compute = jax.checkpoint(compute, prevent_cse=not is_in_loop)
+        with jax.named_scope("microbatch"):
+            if not self.is_limit_traced:
+                return compute(rows)
+            shapes = jax.eval_shape(compute, rows)
+            return lax.cond(
+                block.index < self.limit,
+                compute,
+                lambda _: jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+                rows,
+            )
+
+    def updated(self, states: list, values: list, block: Block) -> list:
+        """The states after a block."""
+        new_states = []
+        for slot, state, value in zip(self.slots, states, values, strict=True):
+            if self.is_collected(slot):
+                new_states.append(None)
+                continue
+            new = slot.accumulator.update(state, value, block)
+            # The values of a block past the limit are zero. Where they are written
+            # down, that is what should be there, and a choice would cost a copy.
+            if self.is_limit_traced and not isinstance(slot.accumulator, Concat):
+                choose = functools.partial(lax.select, block.index < self.limit)
+                new = jtu.tree_map(choose, new, state)
+            new_states.append(new)
+        return new_states
+
+    def joined(self, slot: Slot, value: Any, pieces: list) -> Array:
+        """The result of a collected slot; what did not run is zero, as in `Concat`."""
+        axis = slot.accumulator.axis_of(value)
+        whole = jax.eval_shape(lambda: slot.init(value, self.blocks))
+        missing = whole.shape[axis] - sum(piece.shape[axis] for piece in pieces)
+        if missing:
+            shape = (*whole.shape[:axis], missing, *whole.shape[axis + 1 :])
+            pieces = [*pieces, jnp.zeros(shape, whole.dtype)]
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
+
+
+def _merge(x: Array, axis: int) -> Array:
+    """Undoes `_Run.cut`, for the blocks along axis 0."""
+    axis %= x.ndim - 1
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def _strip_weak_type(x: Array) -> Array:
+    # The carry of a loop has no weak types, so that the first block must not either.
+    return lax.convert_element_type(x, x.dtype) if x.weak_type else x
+
+
+def _is_none(x: Any) -> bool:
+    return x is None

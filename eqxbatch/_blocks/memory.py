@@ -1,0 +1,237 @@
+"""Block sizes from a memory budget, by asking the compiler."""
+
+import collections
+import operator
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_MAX_COMPILATIONS = 4
+
+
+class MemoryBudget(eqx.Module):
+    """Stands for a block size: the largest one whose program fits into `max_bytes`.
+
+    What has to fit is what the compiled program allocates: its temporaries and its
+    outputs. The inputs are there already and do not count. The program is compiled,
+    and not run, at two small sizes; memory is fixed + slope x size, so that the largest
+    size that fits can be predicted, and is then checked by compiling it. That takes at
+    most four compilations, once for each function and shapes of its arguments.
+
+    **Arguments:**
+
+    - `max_bytes`: an int, or a string such as `"500MB"` or `"2GiB"`. The default is
+        what the device says is free, or, on a CPU, the machine's physical memory.
+
+    Raises `ValueError` for a size that is not positive or not understood, and, when
+    used, if not even a block of one example fits.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> outer = lambda x: jnp.tanh(x[:, None] * x).sum()
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     outer, microbatch_size=eqxbatch.MemoryBudget("100KB")
+        ... )
+        >>> f(jnp.ones((1_000, 50))).shape
+        (1000,)
+
+        ```
+    """
+
+    max_bytes: int | None = eqx.field(static=True)
+
+    def __init__(self, max_bytes: int | str | None = None):
+        self.max_bytes = None if max_bytes is None else _parse_bytes(max_bytes)
+
+    def resolve(self) -> int:
+        """The budget in bytes."""
+        return _free_bytes() if self.max_bytes is None else self.max_bytes
+
+
+def _parse_bytes(value: int | str) -> int:
+    match = None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtKMGT]?i?[bB]|)\s*", value)
+    if match is not None:
+        number, unit = match.groups()
+        try:
+            value = int(float(number) * _UNITS[unit.upper().removesuffix("B") + "B"])
+        except (KeyError, ValueError):
+            match = None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(
+            f"`max_bytes` must be an int or a string such as '500MB' or '2GiB'; got "
+            f"{value!r}."
+        )
+    if value <= 0:
+        raise ValueError(f"`max_bytes` must be positive; got {value}.")
+    return value
+
+
+def _free_bytes() -> int:
+    stats = jax.local_devices()[0].memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_size(name: str, size: Any) -> int | MemoryBudget | None:
+    """The size as a Python int, a budget, or `None`.
+
+    Raises `TypeError` if it is something else, and `ValueError` if it is below 1.
+    """
+    if size is None or isinstance(size, MemoryBudget):
+        return size
+    try:
+        if isinstance(size, bool) or isinstance(size, jax.Array):
+            raise TypeError
+        size = operator.index(size)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be an int, a `MemoryBudget` or None; got {size!r} of type "
+            f"{type(size).__name__}. It sets the shapes of the compiled program, and so "
+            "must be known when that is made."
+        ) from None
+    if size < 1:
+        raise ValueError(
+            f"`{name}` must be at least 1; got {size}. Use None for one block."
+        )
+    return size
+
+
+def resolve_size(
+    size: int | MemoryBudget | None,
+    total: int,
+    run: Callable[[int], Callable[[PyTree], Any]],
+    operands: PyTree,
+) -> int:
+    """The block size, between 1 and `total` (1 if there are no examples).
+
+    For a [`eqxbatch.MemoryBudget`][], `run(size)(operands)` is the program to fit.
+    """
+    largest = max(total, 1)
+    if size is None:
+        return largest
+    if isinstance(size, int):
+        return min(size, largest)
+
+    def choose() -> int:
+        budget = size.resolve()
+        bytes_at = lambda size: compiled_bytes(run(size), operands)  # noqa: E731
+        return fit_size(budget, largest, bytes_at)
+
+    key = (size.max_bytes, jax.default_backend(), total, *_structure(operands))
+    try:
+        hash(key)
+    except TypeError:  # Something static in the arguments has no hash.
+        return choose()
+    if key not in _SIZES:
+        _SIZES[key] = choose()
+        while len(_SIZES) > _MAX_SIZES:
+            _SIZES.popitem(last=False)
+    return _SIZES[key]
+
+
+_SIZES: collections.OrderedDict[Any, int] = collections.OrderedDict()
+_MAX_SIZES = 1024
+
+
+def _structure(operands: PyTree) -> tuple:
+    dynamic, static = eqx.partition(operands, eqx.is_array)
+    leaves, treedef = jtu.tree_flatten(jtu.tree_map(_struct, dynamic))
+    static_leaves, static_treedef = jtu.tree_flatten(static)
+    return tuple(leaves), treedef, tuple(static_leaves), static_treedef
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
+    """The temporaries and outputs of the compiled `fun(operands)`, which is not run."""
+    dynamic, static = eqx.partition(operands, eqx.is_array)
+    leaves, treedef = jtu.tree_flatten(dynamic)
+
+    def arrays_to_arrays(*leaves: Any) -> PyTree:
+        out = fun(eqx.combine(jtu.tree_unflatten(treedef, leaves), static))
+        return eqx.filter(out, eqx.is_array)
+
+    # A jaxpr has what `fun` closes over in its constants. Those can be tracers, if this
+    # is called inside of another transformation; only their shapes matter here.
+    jaxpr = jax.make_jaxpr(arrays_to_arrays)(*map(_struct, leaves))
+
+    def program(consts: list, leaves: list) -> list:
+        return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr.jaxpr, consts))(*leaves)
+
+    structs = jtu.tree_map(_struct, (list(jaxpr.consts), leaves))
+    stats = jax.jit(program).lower(*structs).compile().memory_analysis()
+    return stats.temp_size_in_bytes + stats.output_size_in_bytes
+
+
+def fit_size(budget: int, largest: int, bytes_at: Callable[[int], int]) -> int:
+    """The largest size in `[1, largest]` with `bytes_at(size) <= budget`.
+
+    Takes `bytes_at` to be affine and increasing, and calls it at most four times. Where
+    it is not affine, the size that is returned fits all the same, but need not be the
+    largest.
+
+    Raises `ValueError` if not even size 1 fits.
+    """
+    found: dict[int, int] = {}
+
+    def fits(size: int) -> bool:
+        if size not in found:
+            found[size] = bytes_at(size)
+        return found[size] <= budget
+
+    first, second = min(16, largest), min(64, largest)
+    if fits(first):
+        fits(second)
+    elif not fits(1):
+        raise ValueError(
+            f"A memory budget of {budget:,} bytes is too small: with blocks of one "
+            f"example, the program needs {found[1]:,} bytes for temporaries and "
+            "outputs. Raise the budget, or let the function return less (an "
+            "accumulator such as `Sum` keeps no row for each example)."
+        )
+    while len(found) < _MAX_COMPILATIONS:
+        guess = _predict(budget, largest, found)
+        if guess in found:
+            break
+        fits(guess)
+    return max(filter(fits, found))
+
+
+def _predict(budget: int, largest: int, found: dict[int, int]) -> int:
+    """The size at which the line through the two sizes next to the budget meets it."""
+    below = [size for size in found if found[size] <= budget]
+    above = [size for size in found if found[size] > budget]
+    points = sorted(below)[-2:] if not above else [max(below), min(above)]
+    if len(points) == 1 or found[points[1]] <= found[points[0]]:
+        return largest
+    (low, high) = points
+    slope = (found[high] - found[low]) / (high - low)
+    guess = int(low + (budget - found[low]) / slope)
+    top = min(above) - 1 if above else largest
+    return max(low, min(guess, top))

@@ -1,0 +1,308 @@
+"""Sums and moments over examples: exact for ragged blocks and after an early stop."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Inexact, Real, Shaped
+
+from .accumulators import AbstractAccumulator, accumulation_dtype
+from .block import Block, Blocks, full_block
+
+
+class _Total(eqx.Module):
+    """A sum over examples, the weight of those examples, and the results' dtype."""
+
+    total: Any
+    weight: Any
+    dtype: Any = eqx.field(static=True)
+
+
+class Sum(AbstractAccumulator[_Total]):
+    """The sum over all examples: `jnp.sum(..., axis=0)` of what `vmap` returns.
+
+    **Arguments:**
+
+    - `weights`: an array of shape `(n,)`; the sum is of `weights[i] * result[i]`. Only
+        for [`eqxbatch.filter_micro_vmap`][].
+    - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
+        what `jnp.sum` uses for integers and bools, and the results' own otherwise.
+
+    The sum comes back in the dtype of the results, except for integers and bools,
+    where it has the dtype that it was added in.
+    """
+
+    weights: Real[Array, " n"] | None = None
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def init(self, value: Any, blocks: Blocks) -> _Total:
+        _check_weights("Sum", self.weights, blocks)
+        if self.weights is not None and not isinstance(value, _Total):
+            raise ValueError(
+                "Sum(weights=...) weights single examples, but here `fun` returns one "
+                "result for a whole microbatch. Pass the weights to `fun` as a batched "
+                "argument, or use `Mean(weights=...)`."
+            )
+        return _zeros(jax.eval_shape(self._whole, value))
+
+    def update(self, state: _Total, value: Any, block: Block) -> _Total:
+        return _Total(state.total + self._whole(value).total, None, state.dtype)
+
+    def finalize(self, state: _Total) -> Shaped[Array, "..."]:
+        return state.total.astype(state.dtype)
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Total:
+        whole = self._whole(values)
+        total = _weighted_sum(whole.total, self.weights, block)
+        return _Total(total, None, whole.dtype)
+
+    def _whole(self, value: Any) -> _Total:
+        if isinstance(value, _Total):
+            return value
+        total, dtype = _cast("Sum", value, self.dtype, self.weights, inexact=False)
+        return _Total(total, None, dtype)
+
+
+class Mean(AbstractAccumulator[_Total]):
+    """The mean over all examples: `jnp.mean(..., axis=0)` of what `vmap` returns.
+
+    Exact whether or not the microbatch size divides the batch: blocks count by their
+    number of examples (or their weight). After an early stop it is the mean over the
+    examples that ran. In [`eqxbatch.filter_microbatch`][] each result is taken to be
+    the mean over its microbatch.
+
+    **Arguments:**
+
+    - `weights`: an array of shape `(n,)`, not negative; the result is
+        `sum(weights[i] * result[i]) / sum(weights)`.
+    - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
+        and the results' own otherwise.
+
+    The mean comes back in the dtype of the results. It is NaN over no examples, and
+    where the weights add up to zero. Raises `TypeError` for integer results unless
+    `dtype` is given, which is then the dtype of the mean.
+    """
+
+    weights: Real[Array, " n"] | None = None
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def init(self, value: Any, blocks: Blocks) -> _Total:
+        _check_weights("Mean", self.weights, blocks)
+        block = full_block(blocks, 0)
+        return _zeros(jax.eval_shape(lambda v: self._whole(v, block), value))
+
+    def update(self, state: _Total, value: Any, block: Block) -> _Total:
+        value = self._whole(value, block)
+        total = state.total + value.total
+        return _Total(total, state.weight + value.weight, state.dtype)
+
+    def finalize(self, state: _Total) -> Inexact[Array, "..."]:
+        mean = state.total / state.weight.astype(state.total.dtype)
+        return mean.astype(state.dtype)
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Total:
+        total, dtype = _cast("Mean", values, self.dtype, self.weights, inexact=True)
+        weight = _block_weight(total.dtype, self.weights, block)
+        return _Total(_weighted_sum(total, self.weights, block), weight, dtype)
+
+    def _whole(self, value: Any, block: Block) -> _Total:
+        if isinstance(value, _Total):
+            return value
+        mean, dtype = _cast("Mean", value, self.dtype, self.weights, inexact=True)
+        weight = _block_weight(mean.dtype, self.weights, block)
+        return _Total(mean * weight.astype(mean.dtype), weight, dtype)
+
+
+class _Spread(eqx.Module):
+    """Mean and sum of squared distances to it over some examples.
+
+    `count` is the number of examples and `observations` the number of results.
+    """
+
+    mean: Any
+    squares: Any
+    count: Any
+    observations: Any
+    dtype: Any = eqx.field(static=True)
+
+
+class RunningMean(AbstractAccumulator[_Spread]):
+    """The mean over all examples, kept as a mean after every block.
+
+    As [`eqxbatch.Mean`][] without weights, for results whose sum would overflow: no
+    number larger than the results themselves is ever formed.
+
+    **Arguments:**
+
+    - `dtype`: the dtype to compute in, as for [`eqxbatch.Mean`][].
+
+    ??? cite
+
+        The update is the one of Welford, "Note on a method for calculating corrected
+        sums of squares and products", Technometrics 4(3), 1962.
+    """
+
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def init(self, value: Any, blocks: Blocks) -> _Spread:
+        block = full_block(blocks, 0)
+        return _zeros(jax.eval_shape(lambda v: self._whole(v, block), value))
+
+    def update(self, state: _Spread, value: Any, block: Block) -> _Spread:
+        value = self._whole(value, block)
+        mean, _, count = _merge_means(state, value)
+        return _Spread(mean, None, count, None, state.dtype)
+
+    def finalize(self, state: _Spread) -> Inexact[Array, "..."]:
+        return _mean_or_nan(state)
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Spread:
+        whole = self._whole(values, block)
+        # Divided before it is added up: the sum is what may overflow.
+        mean = jnp.sum(whole.mean / block.size, axis=0)
+        return _Spread(mean, None, whole.count, None, whole.dtype)
+
+    def _whole(self, value: Any, block: Block) -> _Spread:
+        if isinstance(value, _Spread):
+            return value
+        mean, dtype = _cast("RunningMean", value, self.dtype, None, inexact=True)
+        return _Spread(mean, None, jnp.asarray(block.size, jnp.int32), None, dtype)
+
+
+class MeanAndVariance(NamedTuple):
+    """What [`eqxbatch.Variance`][] returns for an array."""
+
+    mean: Inexact[Array, "..."]
+    variance: Inexact[Array, "..."]
+
+
+class Variance(AbstractAccumulator[_Spread]):
+    """Mean and variance over all examples, in one pass and without cancellation.
+
+    Each array of the output becomes a [`eqxbatch.MeanAndVariance`][], whose fields are
+    `jnp.mean(..., axis=0)` and `jnp.var(..., axis=0, ddof=ddof)` of what `vmap`
+    returns. The variance of complex results is real.
+
+    In [`eqxbatch.filter_microbatch`][] each result is one observation that counts by
+    the examples of its microbatch: it is the variance between microbatches.
+
+    **Arguments:**
+
+    - `ddof`: the variance is divided by the number of results less `ddof`.
+    - `dtype`: the dtype to compute in, as for [`eqxbatch.Mean`][].
+
+    Raises `TypeError` for integer results unless `dtype` is given.
+
+    ??? cite
+
+        Blocks are merged as in Chan, Golub and LeVeque, "Algorithms for computing the
+        sample variance: analysis and recommendations", The American Statistician
+        37(3), 1983.
+    """
+
+    ddof: int = eqx.field(static=True, default=0)
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def init(self, value: Any, blocks: Blocks) -> _Spread:
+        block = full_block(blocks, 0)
+        return _zeros(jax.eval_shape(lambda v: self._whole(v, block), value))
+
+    def update(self, state: _Spread, value: Any, block: Block) -> _Spread:
+        value = self._whole(value, block)
+        mean, delta, count = _merge_means(state, value)
+        real = state.squares.dtype
+        # In floating point, as the product of two counts can overflow an int32.
+        harmonic = state.count.astype(real) * (
+            value.count.astype(real) / count.astype(real)
+        )
+        squares = state.squares + value.squares + _abs_squared(delta) * harmonic
+        observations = state.observations + value.observations
+        return _Spread(mean, squares, count, observations, state.dtype)
+
+    def finalize(self, state: _Spread) -> MeanAndVariance:
+        real = state.squares.dtype
+        observations = state.observations.astype(real)
+        unbiased = observations / (observations - self.ddof)
+        variance = state.squares / state.count.astype(real) * unbiased
+        mean = _mean_or_nan(state)
+        return MeanAndVariance(mean, variance.astype(mean.real.dtype))
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Spread:
+        whole = self._whole(values, block)
+        mean = jnp.mean(whole.mean, axis=0)
+        squares = jnp.sum(_abs_squared(whole.mean - mean[None]), axis=0)
+        return _Spread(mean, squares, whole.count, whole.count, whole.dtype)
+
+    def _whole(self, value: Any, block: Block) -> _Spread:
+        if isinstance(value, _Spread):
+            return value
+        mean, dtype = _cast("Variance", value, self.dtype, None, inexact=True)
+        count = jnp.asarray(block.size, jnp.int32)
+        return _Spread(
+            mean, jnp.zeros_like(mean.real), count, jnp.ones_like(count), dtype
+        )
+
+
+def _zeros(struct: Any) -> Any:
+    return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
+
+
+def _cast(
+    name: str,
+    value: Any,
+    requested: DTypeLike | None,
+    weights: Array | None,
+    *,
+    inexact: bool,
+) -> tuple[Array, Any]:
+    """`value` in the dtype to accumulate in, and the dtype to return it in."""
+    is_exact = not jnp.issubdtype(value.dtype, jnp.inexact)
+    if requested is None and is_exact and not inexact:
+        accumulation_dtype(name, value.dtype, None, inexact=False)
+        if weights is not None and jnp.issubdtype(weights.dtype, jnp.inexact):
+            requested = weights.dtype
+        else:
+            # Only `jnp.sum` knows which dtype it adds integers in.
+            requested = jax.eval_shape(jnp.sum, value).dtype
+    dtype = accumulation_dtype(name, value.dtype, requested, inexact=inexact)
+    return value.astype(dtype), dtype if is_exact else value.dtype
+
+
+def _check_weights(name: str, weights: Any, blocks: Blocks) -> None:
+    if weights is not None and weights.shape != (blocks.total,):
+        raise ValueError(
+            f"{name}(weights=...) needs one weight for each example, shape "
+            f"({blocks.total},); got shape {weights.shape}."
+        )
+
+
+def _weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
+    if weights is not None:
+        rows = block.take(weights).astype(values.dtype)
+        values = values * jnp.expand_dims(rows, tuple(range(1, values.ndim)))
+    return jnp.sum(values, axis=0, dtype=values.dtype)
+
+
+def _block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
+    if weights is None:
+        return jnp.asarray(block.size, jnp.int32)
+    return jnp.sum(block.take(weights).astype(jnp.finfo(dtype).dtype))
+
+
+def _merge_means(state: _Spread, value: _Spread) -> tuple[Array, Array, Array]:
+    count = state.count + value.count
+    real = state.mean.real.dtype
+    fraction = (value.count.astype(real) / count.astype(real)).astype(state.mean.dtype)
+    delta = value.mean - state.mean
+    return state.mean + delta * fraction, delta, count
+
+
+def _mean_or_nan(state: _Spread) -> Array:
+    return jnp.where(state.count > 0, state.mean, jnp.nan).astype(state.dtype)
+
+
+def _abs_squared(x: Array) -> Array:
+    return jnp.real(x * jnp.conj(x))

@@ -1,0 +1,89 @@
+"""What the transforms that run in microbatches have in common."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
+
+from .._blocks.axes import Batch
+from .._blocks.block import Blocks
+from .._blocks.loop import run_blocks
+from .._blocks.memory import check_size, MemoryBudget, resolve_size
+from .._blocks.slots import Slots
+
+
+class Blocking(eqx.Module):
+    """How a batch is cut into microbatches, and how many of them run."""
+
+    microbatch_size: int | MemoryBudget | None
+    num_real_microbatches: int | Int[Array, ""] | None
+    checkpoint: bool
+
+    def __init__(
+        self, microbatch_size: Any, num_real_microbatches: Any, checkpoint: bool
+    ):
+        self.microbatch_size = check_size("microbatch_size", microbatch_size)
+        self.num_real_microbatches = _check_count(num_real_microbatches)
+        self.checkpoint = checkpoint
+
+    def size(
+        self, total: int, run: Callable[["Blocking"], Callable], operands: PyTree
+    ) -> int:
+        """The microbatch size for `total` examples.
+
+        `run(blocking)(operands)` is the whole transform, for a budget to measure.
+        """
+
+        def run_with(size: int) -> Callable[[PyTree], Any]:
+            return run(eqx.tree_at(lambda b: b.microbatch_size, self, size))
+
+        return resolve_size(self.microbatch_size, total, run_with, operands)
+
+    def run(
+        self,
+        batch: Batch,
+        blocks: Blocks,
+        fun: Callable[[list, int], tuple[PyTree, Any]],
+        make_slots: Callable[[PyTree, Any], Slots],
+    ) -> PyTree:
+        """Runs `fun` over the blocks of a batch; see `run_blocks`."""
+        limit = _check_limit(self.num_real_microbatches, blocks.num)
+        return run_blocks(
+            fun, batch.arrays, batch.axes, blocks, make_slots, limit, self.checkpoint
+        )
+
+
+def _check_count(count: Any) -> int | Array | None:
+    if count is None:
+        return None
+    if isinstance(count, jax.Array):
+        if count.shape == () and jnp.issubdtype(count.dtype, jnp.integer):
+            return count
+        got = f"an array of shape {count.shape} and dtype {count.dtype}"
+    else:
+        try:
+            if isinstance(count, bool):
+                raise TypeError
+            return operator.index(count)
+        except TypeError:
+            got = f"{count!r} of type {type(count).__name__}"
+    raise TypeError(
+        "`num_real_microbatches` must be an int, an integer array of shape (), or "
+        f"None; got {got}."
+    )
+
+
+def _check_limit(count: int | Array | None, num: int) -> int | Array | None:
+    remedy = (
+        f"`num_real_microbatches` must be between 0 and the number of microbatches, "
+        f"{num}"
+    )
+    if eqx.is_array(count):
+        return eqx.error_if(count, (count < 0) | (count > num), f"{remedy}.")
+    if count is not None and not 0 <= count <= num:
+        raise ValueError(f"{remedy}; got {count}. Use None to run all of them.")
+    return count

@@ -1,0 +1,55 @@
+"""The one type that every transform returns."""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+
+
+class AbstractTransform(eqx.Module):
+    """The settings of a transform, and what it does with a call."""
+
+    @abc.abstractmethod
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of calling the transformed `fun`."""
+
+
+class Transformed(eqx.Module):
+    """A transformed function.
+
+    It is a PyTree whose leaves are those of the function that it wraps and of the
+    transform's settings, it works as a method, and it looks like what it wraps.
+    """
+
+    _transform: AbstractTransform
+    _fun: Callable
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self._fun
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        return _apply(self._transform, self._fun, args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any) -> Callable:
+        del owner
+        if instance is None:
+            return self
+        return eqx.Partial(self, instance)
+
+
+# One compiled function serves all transforms: what is called is an argument of it, so
+# that the arrays of modules are arguments of the program, and so that an equal call
+# finds the compiled program again.
+@eqx.filter_jit
+def _apply(
+    transform: AbstractTransform, fun: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    return transform.apply(fun, args, kwargs)
+
+
+def transformed(transform: AbstractTransform, fun: Callable) -> Transformed:
+    """Wraps `fun`."""
+    return eqx.module_update_wrapper(Transformed(transform, fun))
