@@ -108,11 +108,7 @@ class Concat(AbstractAccumulator[Array]):
 
     def init(self, value: _Struct, blocks: Blocks) -> Shaped[Array, "..."]:
         axis = self.axis_of(value)
-        rows = value.shape[axis]
-        # A result with as many rows as examples (or a multiple) scales with the block;
-        # any other number of rows is the same for every block.
-        per_example, per_block = divmod(rows, blocks.size)
-        extent = rows * blocks.num if per_block else per_example * blocks.total
+        extent = self.extent(value, blocks)
         shape = (*value.shape[:axis], extent, *value.shape[axis + 1 :])
         return jnp.zeros(shape, value.dtype)
 
@@ -131,6 +127,14 @@ class Concat(AbstractAccumulator[Array]):
         self, values: Shaped[Array, "b ..."], block: Block
     ) -> Shaped[Array, "..."]:
         return jnp.moveaxis(values, 0, self.axis)
+
+    def extent(self, value: Any, blocks: Blocks) -> int:
+        """The number of rows of the result, from the value of a full block."""
+        rows = value.shape[self.axis_of(value)]
+        # A result with as many rows as examples (or a multiple) scales with the block;
+        # any other number of rows is the same for every block.
+        per_example, per_block = divmod(rows, blocks.size)
+        return rows * blocks.num if per_block else per_example * blocks.total
 
     def axis_of(self, value: Any) -> int:
         """`axis`, counted from the front."""
@@ -279,7 +283,7 @@ def accumulation_dtype(
         )
     if requested is not None:
         requested = jnp.dtype(requested)
-        if jnp.empty(0, requested).dtype != requested:
+        if jax.dtypes.canonicalize_dtype(requested) != requested:
             raise ValueError(
                 f"{name}(dtype={requested}) needs 64-bit mode, which is off. Set "
                 "`jax.config.update('jax_enable_x64', True)`, or ask for 32 bits."

@@ -63,9 +63,12 @@ def remainder_block(blocks: Blocks) -> Block:
     return Block(blocks.num_full, start, blocks.remainder, is_remainder=True)
 
 
-def block_struct(
-    x: Shaped[Array, "..."] | jax.ShapeDtypeStruct, axis: int, size: int
-) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of `size` rows of `x` along `axis`."""
-    shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
-    return jax.ShapeDtypeStruct(shape, x.dtype)
+def block_struct(x: Array, axis: int, size: int) -> jax.ShapeDtypeStruct:
+    """What is known of `size` rows of `x` along `axis` at trace time.
+
+    Besides shape and dtype, that is over which axes of a mesh it varies.
+    """
+    if x.shape[axis] < size:  # There are no examples at all.
+        shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+    return jax.eval_shape(lambda x: lax.slice_in_dim(x, 0, size, 1, axis), x)

@@ -31,6 +31,7 @@ class _Program(eqx.Module):
     """What is known of a run at trace time. No arrays."""
 
     full: Any = eqx.field(static=True)
+    outs: list[jax.ShapeDtypeStruct] = eqx.field(static=True)
     remainder: Any = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
     blocks: Blocks
@@ -65,10 +66,12 @@ def run_blocks(
     The output, with the result of its accumulator in the place of each array.
     """
 
-    def trace(size: int) -> tuple[Any, PyTree, Any]:
+    def structs(size: int) -> list[jax.ShapeDtypeStruct]:
         pairs = zip(arrays, axes, strict=True)
-        structs = [block_struct(x, axis, size) for x, axis in pairs]
-        jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(structs, size)
+        return [block_struct(x, axis, size) for x, axis in pairs]
+
+    def trace(size: int) -> tuple[Any, PyTree, Any]:
+        jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(structs(size), size)
         output, aux = eqx.combine(struct, static)
         return jaxpr, output, aux
 
@@ -77,8 +80,15 @@ def run_blocks(
     if blocks.num_full > 0 and blocks.remainder > 0:
         remainder, remainder_output, _ = trace(blocks.remainder)
         _check_same(output, remainder_output, blocks)
+        _check_rows(slots.slots, output, remainder_output, blocks)
     else:
         remainder = full
+
+    outs = [x for x in jtu.tree_leaves(output) if _is_struct(x)]
+    if any(_varying(jax.typeof(x)) for x in [*arrays, *full.consts]):
+        # Not all versions of JAX tell along with the shapes how the arrays vary.
+        evaluate = functools.partial(evaluate_jaxpr, full.jaxpr, full.consts)
+        outs = jax.eval_shape(evaluate, structs(blocks.size))
 
     operands = _Operands(
         arrays=arrays,
@@ -89,6 +99,7 @@ def run_blocks(
     )
     program = _Program(
         full=full.jaxpr,
+        outs=outs,
         remainder=remainder.jaxpr,
         axes=axes,
         blocks=blocks,
@@ -99,9 +110,8 @@ def run_blocks(
 
 
 def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
-    is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
-    arrays, static = eqx.partition(output, is_struct)
-    other_arrays, other_static = eqx.partition(remainder, is_struct)
+    arrays, static = eqx.partition(output, _is_struct)
+    other_arrays, other_static = eqx.partition(remainder, _is_struct)
     if not eqx.tree_equal(static, other_static):
         raise ValueError(
             "What `fun` returns besides arrays must be the same for every microbatch; "
@@ -109,16 +119,39 @@ def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
             f"remainder of {blocks.remainder}. Return it as an array, or choose a "
             f"microbatch size that divides {blocks.total}."
         )
-    dtypes = [
+    ranks = [
         (jtu.tree_structure(tree), [(x.dtype, x.ndim) for x in jtu.tree_leaves(tree)])
         for tree in (arrays, other_arrays)
     ]
-    if dtypes[0] != dtypes[1]:
+    if ranks[0] != ranks[1]:
         raise ValueError(
             "`fun` must return arrays of the same structure, rank and dtype for every "
             f"microbatch; got {arrays} for {blocks.size} examples and {other_arrays} "
             f"for the remainder of {blocks.remainder}."
         )
+
+
+def _check_rows(
+    slots: list[Slot], output: PyTree, remainder: PyTree, blocks: Blocks
+) -> None:
+    full = [x for x in jtu.tree_leaves(output) if _is_struct(x)]
+    rest = [x for x in jtu.tree_leaves(remainder) if _is_struct(x)]
+    for slot in slots:
+        concat = slot.accumulator
+        if not isinstance(concat, Concat) or slot.per_example:
+            continue
+        (index,) = slot.indices
+        axis = concat.axis_of(full[index])
+        rows, rest_rows = full[index].shape[axis], rest[index].shape[axis]
+        expected = concat.extent(full[index], blocks) - blocks.num_full * rows
+        if rest_rows != expected:
+            raise ValueError(
+                f"Concat cannot put output{slot.path} together: it has {rows} rows for "
+                f"a microbatch of {blocks.size} examples, so that {expected} were "
+                f"expected, but there are {rest_rows} rows for the remainder of "
+                f"{blocks.remainder}. Choose a microbatch size that divides "
+                f"{blocks.total}, or one that is no divisor of {rows}."
+            )
 
 
 @eqx.filter_custom_jvp
@@ -183,11 +216,12 @@ class _Run:
 
     def results(self) -> list[PyTree]:
         first = full_block(self.blocks, 0)
-        avals = [v.aval for v in self.program.full.outvars]
-        outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        values = jax.eval_shape(lambda o: [s.value(o, first) for s in self.slots], outs)
+        values = jax.eval_shape(
+            lambda outs: [slot.value(outs, first) for slot in self.slots],
+            self.program.outs,
+        )
         states = [
-            None if self.is_collected(slot) else slot.init(value, self.blocks)
+            None if self.is_collected(slot) else self.initial_state(slot, value)
             for slot, value in zip(self.slots, values, strict=True)
         ]
         states, pieces = self.full_blocks(states)
@@ -204,6 +238,28 @@ class _Run:
                 zip(self.slots, values, states, strict=True)
             )
         ]
+
+    def initial_state(self, slot: Slot, value: PyTree) -> Any:
+        """The state before the first block, with the type that it has after it.
+
+        Inside of `jax.shard_map`, the result of a block differs between devices. The
+        state must be said to do so from the start, although all devices start alike.
+        """
+        with slot.named():
+            state = slot.accumulator.init(value, self.blocks)
+        if self.blocks.total == 0:
+            return state
+        block = full_block(self.blocks, 0)
+        update = lambda state, value: slot.accumulator.update(state, value, block)
+        before = jax.eval_shape(lambda s: s, state)
+        after = jax.eval_shape(update, state, value)
+        if _types(before) != _types(after):
+            raise TypeError(
+                f"The accumulator {slot.accumulator} of output{slot.path} must keep "
+                f"structure, shapes and dtypes of its state: `init` returned {before} "
+                f"and `update` {after}."
+            )
+        return jtu.tree_map(_vary_like, state, after)
 
     def is_collected(self, slot: Slot) -> bool:
         """Whether blocks are outputs of the scan, rather than written into its carry.
@@ -269,7 +325,7 @@ class _Run:
             else:
                 jaxpr, consts = self.program.full, self.operands.full_consts
             evaluate = evaluate_in_loop if is_in_loop else evaluate_jaxpr
-            outs = [_strip_weak_type(x) for x in evaluate(jaxpr, consts, arrays)]
+            outs = [_as_strong(x) for x in evaluate(jaxpr, consts, arrays)]
             return [slot.value(outs, block) for slot in self.slots]
 
         if self.program.checkpoint:
@@ -281,7 +337,7 @@ class _Run:
             return lax.cond(
                 block.index < self.limit,
                 compute,
-                lambda _: jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+                lambda _: jtu.tree_map(jnp.zeros_like, shapes),
                 rows,
             )
 
@@ -304,7 +360,7 @@ class _Run:
     def joined(self, slot: Slot, value: Any, pieces: list) -> Array:
         """The result of a collected slot; what did not run is zero, as in `Concat`."""
         axis = slot.accumulator.axis_of(value)
-        whole = jax.eval_shape(lambda: slot.init(value, self.blocks))
+        whole = jax.eval_shape(lambda: slot.accumulator.init(value, self.blocks))
         missing = whole.shape[axis] - sum(piece.shape[axis] for piece in pieces)
         if missing:
             shape = (*whole.shape[:axis], missing, *whole.shape[axis + 1 :])
@@ -319,10 +375,34 @@ def _merge(x: Array, axis: int) -> Array:
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def _strip_weak_type(x: Array) -> Array:
-    # The carry of a loop has no weak types, so that the first block must not either.
+def _as_strong(x: Any) -> Array:
+    # A constant output is a literal of the jaxpr, and not yet an array. The carry of a
+    # loop has no weak types, so that the first block must not either.
+    x = jnp.asarray(x)
     return lax.convert_element_type(x, x.dtype) if x.weak_type else x
+
+
+def _types(struct: PyTree) -> tuple:
+    leaves, treedef = jtu.tree_flatten(struct)
+    return treedef, [(x.shape, x.dtype) for x in leaves]
+
+
+def _vary_like(x: Array, struct: jax.ShapeDtypeStruct) -> Array:
+    if _varying(struct) <= _varying(jax.typeof(x)):
+        return x
+    # Chooses `x` always, but with the type of both.
+    return lax.select(jnp.ones(x.shape, bool), x, jnp.zeros_like(struct))
+
+
+def _varying(x: Any) -> frozenset:
+    """The mesh axes over which an array varies; JAX 0.10 has another name for it."""
+    manual = getattr(x, "manual_axis_type", None)
+    return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
 
 
 def _is_none(x: Any) -> bool:
     return x is None
+
+
+def _is_struct(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)

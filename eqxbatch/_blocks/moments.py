@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact, Real, Shaped
+from jaxtyping import Array, Inexact, Shaped
 
 from .accumulators import AbstractAccumulator, accumulation_dtype
 from .block import Block, Blocks, full_block
@@ -26,7 +26,7 @@ class Sum(AbstractAccumulator[_Total]):
 
     **Arguments:**
 
-    - `weights`: an array of shape `(n,)`; the sum is of `weights[i] * result[i]`. Only
+    - `weights`: an array of shape `(n,)`, of numbers or bools; the sum is of `weights[i] * result[i]`. Only
         for [`eqxbatch.filter_micro_vmap`][].
     - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
         what `jnp.sum` uses for integers and bools, and the results' own otherwise.
@@ -35,7 +35,7 @@ class Sum(AbstractAccumulator[_Total]):
     where it has the dtype that it was added in.
     """
 
-    weights: Real[Array, " n"] | None = None
+    weights: Shaped[Array, " n"] | None = None
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
     def init(self, value: Any, blocks: Blocks) -> _Total:
@@ -76,7 +76,8 @@ class Mean(AbstractAccumulator[_Total]):
 
     **Arguments:**
 
-    - `weights`: an array of shape `(n,)`, not negative; the result is
+    - `weights`: an array of shape `(n,)`, of numbers that are not negative, or bools;
+        the result is
         `sum(weights[i] * result[i]) / sum(weights)`.
     - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
         and the results' own otherwise.
@@ -86,7 +87,7 @@ class Mean(AbstractAccumulator[_Total]):
     `dtype` is given, which is then the dtype of the mean.
     """
 
-    weights: Real[Array, " n"] | None = None
+    weights: Shaped[Array, " n"] | None = None
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
     def init(self, value: Any, blocks: Blocks) -> _Total:

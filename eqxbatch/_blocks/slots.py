@@ -1,7 +1,8 @@
 """Which accumulator stands for which arrays of an output."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -59,13 +60,16 @@ class Slot(eqx.Module):
     def value(self, arrays: list, block: Block) -> PyTree[Array]:
         """The value of a block, from all arrays of the output for it."""
         value = jtu.tree_unflatten(self.treedef, [arrays[i] for i in self.indices])
-        return self.accumulator.aggregate(value, block) if self.per_example else value
+        with self.named():
+            return self.accumulator.aggregate(value, block) if self.per_example else value
 
-    def init(self, value: PyTree, blocks: Blocks) -> Any:
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Says in errors which output they are about."""
         try:
-            return self.accumulator.init(value, blocks)
+            yield
         except (TypeError, ValueError) as e:
-            e.add_note(f"This was for output{self.path}.")
+            e.add_note(f"This is about output{self.path}.")
             raise
 
 

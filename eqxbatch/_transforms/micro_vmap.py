@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
-from .._blocks.accumulators import AbstractAccumulator, Concat, Last
+from .._blocks.accumulators import Concat, Last
 from .._blocks.axes import Batch, broadcast_axes, split_batch
 from .._blocks.block import Blocks
 from .._blocks.memory import MemoryBudget
@@ -153,7 +153,7 @@ def filter_micro_vmap(
     axis_name: Hashable | None = None,
     axis_size: int | None = None,
     microbatch_size: int | MemoryBudget | None = None,
-    accumulator: PyTree[AbstractAccumulator] = Concat(),
+    accumulator: PyTree = Concat(),
     num_real_microbatches: int | Int[Array, ""] | None = None,
     checkpoint: bool = False,
     vmap_fn: Callable[..., Callable] = jax.vmap,

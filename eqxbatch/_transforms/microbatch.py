@@ -7,7 +7,6 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Int, PyTree
 
-from .._blocks.accumulators import AbstractAccumulator
 from .._blocks.axes import split_batch
 from .._blocks.block import Blocks
 from .._blocks.memory import MemoryBudget
@@ -46,7 +45,7 @@ def filter_microbatch(
     *,
     in_axes: PyTree = eqx.if_array(0),
     microbatch_size: int | MemoryBudget | None = None,
-    accumulator: PyTree[AbstractAccumulator] = Sum(),
+    accumulator: PyTree = Sum(),
     num_real_microbatches: int | Int[Array, ""] | None = None,
     checkpoint: bool = False,
 ) -> Callable[..., Any]:

@@ -1,0 +1,67 @@
+"""What several test modules use."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+
+
+# The number of examples around a block size of 4, and a prime.
+BLOCK = 4
+TOTALS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 13)
+
+TOLERANCES = {
+    jnp.dtype(jnp.bfloat16): 2e-2,
+    jnp.dtype(jnp.float16): 2e-3,
+    jnp.dtype(jnp.float32): 2e-5,
+    jnp.dtype(jnp.complex64): 2e-5,
+    jnp.dtype(jnp.float64): 1e-12,
+    jnp.dtype(jnp.complex128): 1e-12,
+}
+
+
+def assert_same(got, expected, tol=None):
+    """Same structure, static leaves, shapes and dtypes, and values within rounding."""
+    got_arrays, got_static = eqx.partition(got, eqx.is_array)
+    arrays, static = eqx.partition(expected, eqx.is_array)
+    assert eqx.tree_equal(got_static, static)
+    assert jax.tree.structure(got_arrays) == jax.tree.structure(arrays)
+    for a, b in zip(jax.tree.leaves(got_arrays), jax.tree.leaves(arrays), strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jr.key_data(a), jr.key_data(b)
+        if not jnp.issubdtype(a.dtype, jnp.inexact):
+            np.testing.assert_array_equal(a, b)
+            continue
+        rtol = TOLERANCES[a.dtype] if tol is None else tol
+        wide = np.complex128 if jnp.iscomplexobj(a) else np.float64
+        a, b = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
+        scale = np.max(np.abs(b), initial=0, where=np.isfinite(b))
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
+
+
+def normal(key, shape, dtype=jnp.float32):
+    """Standard normal numbers of any inexact dtype."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jr.normal(key, shape, dtype)
+    return jr.normal(key, shape).astype(dtype)
+
+
+def memory(fun, *args):
+    """What the compiled `fun` allocates: `temp_size_in_bytes` and so on."""
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    return jax.jit(fun).lower(*structs).compile().memory_analysis()
+
+
+class CountTraces:
+    """A function that counts how often Python runs it."""
+
+    def __init__(self, fun):
+        self.fun = fun
+        self.num = 0
+
+    def __call__(self, *args, **kwargs):
+        self.num += 1
+        return self.fun(*args, **kwargs)
