@@ -43,20 +43,34 @@ def _resolve_axis(name: str, axis: Any) -> int | None:
     )
 
 
-def _parameter_names(fun: Callable) -> list[str]:
+def _positional_names(fun: Callable, num: int) -> list[str]:
+    """What the first `num` positional arguments of a function are called."""
+    names = []
     try:
-        return list(inspect.signature(fun).parameters)
-    except (TypeError, ValueError):
-        return []
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # Some builtins have no signature.
+        parameters = ()
+    rest = "args"
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            rest = parameter.name
+        elif parameter.kind in _POSITIONAL:
+            names.append(parameter.name)
+    names += [f"{rest}[{i}]" for i in range(num - len(names))]
+    return names[:num]
+
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 
 
 def _axes_by_name(fun: Callable, in_axes: dict, args: tuple, kwargs: dict) -> tuple:
     in_axes = dict(in_axes)
     default = eqx.if_array(0)
-    names = _parameter_names(fun)[: len(args)]
-    # Arguments that a `*args` parameter swallows have no name of their own.
+    names = _positional_names(fun, len(args))
     args_spec = [in_axes.pop(name, default) for name in names]
-    args_spec += [default] * (len(args) - len(args_spec))
     kwargs_spec = {name: in_axes.pop(name, default) for name in kwargs}
     if in_axes:
         raise ValueError(
@@ -132,7 +146,7 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
     axes = broadcast_axes("in_axes", args_spec, args)
     axes += broadcast_axes("in_axes", kwargs_spec, kwargs)
     paths, treedef = jtu.tree_flatten_with_path((args, kwargs))
-    parameters = _parameter_names(fun)
+    parameters = _positional_names(fun, len(args))
 
     arrays, batch_axes, names, shared = [], [], [], []
     for (path, leaf), axis in zip(paths, axes, strict=True):
@@ -163,8 +177,6 @@ def _leaf_name(path: tuple, parameters: list[str]) -> str:
     in_kwargs, argument, *rest = path
     if in_kwargs.idx == 1:
         name = argument.key
-    elif argument.idx < len(parameters):
-        name = parameters[argument.idx]
     else:
-        name = f"args[{argument.idx}]"
+        name = parameters[argument.idx]
     return f"`{name}{jtu.keystr(tuple(rest))}`"

@@ -224,10 +224,15 @@ class _Run:
             None if self.is_collected(slot) else self.initial_state(slot, value)
             for slot, value in zip(self.slots, values, strict=True)
         ]
-        states, pieces = self.full_blocks(states)
+        states, pieces, num_ran = self.full_blocks(states)
         if self.runs_remainder:
             block = remainder_block(self.blocks)
-            rest = self.values(block, [None] * len(self.operands.arrays))
+            rows = [None] * len(self.operands.arrays)
+            # Always true, but only the loop can tell. In a branch of its own, the
+            # remainder gets the memory that the loop has just given back; next to the
+            # loop, XLA gives it more.
+            after_loop = num_ran == self.num_steps if self.is_loop else None
+            rest = self.values(block, rows, after_loop)
             states = self.updated(states, rest, block)
             pieces.append(rest)
         return [
@@ -268,24 +273,25 @@ class _Run:
         """
         return self.is_derivative and isinstance(slot.accumulator, Concat)
 
-    def full_blocks(self, states: list) -> tuple[list, list[list]]:
-        """The states after the full blocks, and the values of collected slots."""
+    def full_blocks(self, states: list) -> tuple[list, list[list], Any]:
+        """The states after the full blocks, values of collected slots, and a count."""
         if self.num_steps == 0:
-            return states, []
+            return states, [], 0
         if not self.is_loop:
             block = full_block(self.blocks, 0)
-            values = self.values(block, [None] * len(self.operands.arrays))
-            return self.updated(states, values, block), [values]
+            values = self.values(block, [None] * len(self.operands.arrays), None)
+            return self.updated(states, values, block), [values], 1
 
-        def step(states: list, xs: tuple) -> tuple[list, list]:
+        def step(carry: tuple, xs: tuple) -> tuple[tuple, list]:
+            states, num_ran = carry
             index, rows = xs
             block = full_block(self.blocks, index)
-            values = self.values(block, rows)
+            values = self.values(block, rows, None)
             collected = [
                 value if self.is_collected(slot) else None
                 for slot, value in zip(self.slots, values, strict=True)
             ]
-            return self.updated(states, values, block), collected
+            return (self.updated(states, values, block), num_ran + 1), collected
 
         rows = [
             self.cut(x, axis) if threaded else None
@@ -294,12 +300,13 @@ class _Run:
             )
         ]
         indices = jnp.arange(self.num_steps, dtype=jnp.int32)
-        states, collected = lax.scan(step, states, (indices, rows))
+        carry = (states, jnp.zeros((), jnp.int32))
+        (states, num_ran), collected = lax.scan(step, carry, (indices, rows))
         merged = [
             None if value is None else _merge(value, slot.accumulator.axis)
             for slot, value in zip(self.slots, collected, strict=True)
         ]
-        return states, [merged]
+        return states, [merged], num_ran
 
     def cut(self, x: Array, axis: int) -> Array:
         """The full blocks of an array, along a new axis 0."""
@@ -309,9 +316,13 @@ class _Run:
         shape = (*x.shape[:axis], num, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(x.reshape(shape), axis, 0)
 
-    def values(self, block: Block, rows: list) -> list[PyTree]:
-        """The values of a block, whose `rows` are given, or None and cut out here."""
-        is_in_loop = self.is_loop and not block.is_remainder
+    def values(
+        self, block: Block, rows: list, condition: Array | None
+    ) -> list[PyTree]:
+        """The values of a block, or zeros if it is not to run.
+
+        Its `rows` are given, or None and cut out here.
+        """
 
         def compute(rows: list) -> list[PyTree]:
             arrays = [
@@ -324,22 +335,22 @@ class _Run:
                 jaxpr, consts = self.program.remainder, self.operands.remainder_consts
             else:
                 jaxpr, consts = self.program.full, self.operands.full_consts
-            evaluate = evaluate_in_loop if is_in_loop else evaluate_jaxpr
+            evaluate = evaluate_in_loop if self.is_loop else evaluate_jaxpr
             outs = [_as_strong(x) for x in evaluate(jaxpr, consts, arrays)]
             return [slot.value(outs, block) for slot in self.slots]
 
         if self.program.checkpoint:
+            is_in_loop = self.is_loop and not block.is_remainder
             compute = jax.checkpoint(compute, prevent_cse=not is_in_loop)
+        if self.is_limit_traced:
+            in_limit = block.index < self.limit
+            condition = in_limit if condition is None else condition & in_limit
         with jax.named_scope("microbatch"):
-            if not self.is_limit_traced:
+            if condition is None:
                 return compute(rows)
             shapes = jax.eval_shape(compute, rows)
-            return lax.cond(
-                block.index < self.limit,
-                compute,
-                lambda _: jtu.tree_map(jnp.zeros_like, shapes),
-                rows,
-            )
+            skip = lambda _: jtu.tree_map(jnp.zeros_like, shapes)
+            return lax.cond(condition, compute, skip, rows)
 
     def updated(self, states: list, values: list, block: Block) -> list:
         """The states after a block."""

@@ -16,14 +16,14 @@ from jaxtyping import PyTree
 
 _UNITS = {
     "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
 }
 _MAX_COMPILATIONS = 4
 
@@ -70,23 +70,19 @@ class MemoryBudget(eqx.Module):
 
 
 def _parse_bytes(value: int | str) -> int:
-    match = None
+    number: Any = value
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtKMGT]?i?[bB]|)\s*", value)
-    if match is not None:
-        number, unit = match.groups()
-        try:
-            value = int(float(number) * _UNITS[unit.upper().removesuffix("B") + "B"])
-        except (KeyError, ValueError):
-            match = None
-    if isinstance(value, bool) or not isinstance(value, int):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, re.I)
+        if match is not None and match[2].upper() in _UNITS:
+            number = int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(number, bool) or not isinstance(number, int):
         raise ValueError(
-            f"`max_bytes` must be an int or a string such as '500MB' or '2GiB'; got "
+            "`max_bytes` must be an int or a string such as '500MB' or '2GiB'; got "
             f"{value!r}."
         )
-    if value <= 0:
-        raise ValueError(f"`max_bytes` must be positive; got {value}.")
-    return value
+    if number <= 0:
+        raise ValueError(f"`max_bytes` must be positive; got {value!r}.")
+    return number
 
 
 def _free_bytes() -> int:
@@ -190,11 +186,11 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
 
 
 def fit_size(budget: int, largest: int, bytes_at: Callable[[int], int]) -> int:
-    """The largest size in `[1, largest]` with `bytes_at(size) <= budget`.
+    """A size in `[1, largest]` with `bytes_at(size) <= budget`, nearly the largest.
 
-    Takes `bytes_at` to be affine and increasing, and calls it at most four times. Where
-    it is not affine, the size that is returned fits all the same, but need not be the
-    largest.
+    Takes `bytes_at` to be about affine and increasing, and calls it at most four times.
+    Where it is not, the size that is returned fits all the same, but there can be much
+    larger ones that do.
 
     Raises `ValueError` if not even size 1 fits.
     """
@@ -216,22 +212,25 @@ def fit_size(budget: int, largest: int, bytes_at: Callable[[int], int]) -> int:
             "accumulator such as `Sum` keeps no row for each example)."
         )
     while len(found) < _MAX_COMPILATIONS:
-        guess = _predict(budget, largest, found)
-        if guess in found:
+        exact = _predict(budget, largest, found)
+        # The first guess is a little low, to have something that fits should the
+        # program be not quite affine; if it does, the second guess is as predicted.
+        has_room = len(found) > 2 and fits(list(found)[-1])
+        cautious = exact if has_room or exact == largest else int(0.95 * exact)
+        guesses = [guess for guess in (cautious, exact) if guess not in found]
+        if not guesses or guesses[0] < 1:
             break
-        fits(guess)
+        fits(guesses[0])
     return max(filter(fits, found))
 
 
 def _predict(budget: int, largest: int, found: dict[int, int]) -> int:
     """The size at which the line through the two sizes next to the budget meets it."""
-    below = [size for size in found if found[size] <= budget]
+    below = sorted(size for size in found if found[size] <= budget)
     above = [size for size in found if found[size] > budget]
-    points = sorted(below)[-2:] if not above else [max(below), min(above)]
-    if len(points) == 1 or found[points[1]] <= found[points[0]]:
+    if not above and (len(below) == 1 or found[below[-1]] <= found[below[-2]]):
         return largest
-    (low, high) = points
+    low, high = (below[-1], min(above)) if above else below[-2:]
     slope = (found[high] - found[low]) / (high - low)
     guess = int(low + (budget - found[low]) / slope)
-    top = min(above) - 1 if above else largest
-    return max(low, min(guess, top))
+    return min(guess, min(above) - 1 if above else largest)

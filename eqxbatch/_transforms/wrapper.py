@@ -51,5 +51,9 @@ def _apply(
 
 
 def transformed(transform: AbstractTransform, fun: Callable) -> Transformed:
-    """Wraps `fun`."""
+    """Wraps `fun`. Raises `TypeError` if it is not callable."""
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be callable; got {fun!r} of type {type(fun).__name__}."
+        )
     return eqx.module_update_wrapper(Transformed(transform, fun))

@@ -1,0 +1,209 @@
+"""Wrong input: each a clear error."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Max, MemoryBudget
+
+
+TRANSFORMS = (filter_micro_vmap, filter_microbatch)
+
+
+@pytest.fixture
+def unchecked():
+    """Without the run-time type checks of the test suite, as users have it."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def total(x, y=0.0):
+    return jnp.sum(x) + jnp.sum(y)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_unequal_batch_axes(transform):
+    fun = transform(total, microbatch_size=4)
+    with pytest.raises(ValueError, match=r"`x` has 9 \(axis 0 of.*`y` has 8 \(axis 0"):
+        fun(jnp.ones(9), jnp.ones(8))
+    with pytest.raises(ValueError, match=r"`x` has 9.*`y` has 8"):
+        fun(jnp.ones(9), y=jnp.ones(8))
+    with pytest.raises(ValueError, match=r"`x\['a'\]` has 9.*`x\['b'\]\[0\]` has 7"):
+        transform(lambda x: x["a"].sum())({"a": jnp.ones(9), "b": [jnp.ones(7)]})
+    with pytest.raises(ValueError, match=r"`args\[1\]` has 8"):
+        transform(lambda x, *args: x.sum())(jnp.ones(9), *[jnp.ones(9), jnp.ones(8)])
+
+
+def test_axis_size_that_disagrees():
+    fun = filter_micro_vmap(total, axis_size=8)
+    with pytest.raises(ValueError, match=r"`x` has 9.*`axis_size` is 8"):
+        fun(jnp.ones(9))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("size", (0, -1, np.int64(0)))
+def test_sizes_below_one(transform, size, unchecked):
+    with pytest.raises(ValueError, match=r"`microbatch_size` must be at least 1; got"):
+        transform(total, microbatch_size=size)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("size", (2.0, "4", True, jnp.array(4), (4,)))
+def test_sizes_that_are_not_ints(transform, size, unchecked):
+    with pytest.raises(TypeError, match="`microbatch_size` must be an int"):
+        transform(total, microbatch_size=size)
+
+
+@pytest.mark.parametrize("size", (np.int64(4), np.array(4)))
+def test_sizes_of_numpy_are_ints(size, unchecked):
+    micro = filter_microbatch(jnp.sum, microbatch_size=size)
+    assert micro(jnp.ones(9)) == 9
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("axis", (1, -2, 7))
+def test_in_axes_out_of_range(transform, axis):
+    fun = transform(total, in_axes=axis)
+    with pytest.raises(ValueError, match=rf"`x` the batch axis {axis}, which is out of"):
+        fun(jnp.ones(9))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_scalars_with_a_batch_axis(transform):
+    with pytest.raises(ValueError, match="`y` the batch axis 0, which is out of range"):
+        transform(total)(jnp.ones(3), jnp.array(1.0))
+
+
+@pytest.mark.parametrize("axis", (2, -3))
+def test_out_axes_out_of_range(axis):
+    fun = filter_micro_vmap(lambda x: {"a": x}, out_axes=axis)
+    with pytest.raises(ValueError, match=rf"output\['a'\] the axis {axis}, which is out"):
+        fun(jnp.ones((9, 2)))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_nothing_batched(transform):
+    with pytest.raises(ValueError, match="Nothing is batched"):
+        transform(total, in_axes=None)(jnp.ones(3))
+    with pytest.raises(ValueError, match="Nothing is batched"):
+        transform(total)(3.0)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_in_axes_that_do_not_fit(transform):
+    with pytest.raises(ValueError, match="`in_axes` must be a PyTree prefix"):
+        transform(total, in_axes=(0, 0, 0))(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"did not correspond to any argument: \('z',"):
+        transform(total, in_axes={"z": 0})(jnp.ones(3))
+    with pytest.raises(ValueError, match="`in_axes` must consist of ints, None"):
+        transform(total, in_axes="x")(jnp.ones(3))
+    with pytest.raises(ValueError, match="`in_axes` must consist of ints, None"):
+        transform(total, in_axes=1.0)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_batch_axis_of_what_is_no_array(transform):
+    fun = transform(lambda x, f: f(x).sum(), in_axes=0)
+    with pytest.raises(ValueError, match="`f` the batch axis 0, but it is a"):
+        fun(jnp.ones(3), jnp.sin)
+
+
+def test_out_axes_that_do_not_fit():
+    x = jnp.ones(3)
+    with pytest.raises(ValueError, match="`out_axes` must be a PyTree prefix"):
+        filter_micro_vmap(lambda x: x, out_axes=(0, 0))(x)
+    with pytest.raises(ValueError, match="`out_axes` gives the axis 0 to a str"):
+        filter_micro_vmap(lambda x: (x, "static"), out_axes=0)(x)
+    with pytest.raises(ValueError, match="out_axes"):
+        filter_micro_vmap(lambda x: x, out_axes=None)(x)
+
+
+def test_unmapped_output_of_no_examples():
+    fun = filter_micro_vmap(lambda x: (x, jnp.array(1.0)), out_axes=(0, None))
+    with pytest.raises(ValueError, match="there are 0 examples to take it from"):
+        fun(jnp.ones(0))
+
+
+def test_concat_with_an_axis():
+    fun = filter_micro_vmap(lambda x: x, accumulator=Concat(1))
+    with pytest.raises(ValueError, match="the axis is set by `out_axes`"):
+        fun(jnp.ones((3, 2)))
+
+
+def test_tree_accumulators_of_unmapped_outputs():
+    class Whole(Max):
+        leafwise = False
+
+    fun = filter_micro_vmap(
+        lambda x: (x, jnp.array(1.0)), out_axes=(0, None), accumulator=Whole()
+    )
+    with pytest.raises(ValueError, match="takes a whole part of the output"):
+        fun(jnp.ones(3))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_static_counts_out_of_range(transform):
+    for count in (-1, 4):
+        fun = transform(total, microbatch_size=4, num_real_microbatches=count)
+        with pytest.raises(ValueError, match=rf"must be between 0 and .* 3; got {count}"):
+            fun(jnp.ones(9))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("count", (-1, 4))
+def test_traced_counts_out_of_range(transform, count):
+    @eqx.filter_jit
+    def run(count):
+        fun = transform(total, microbatch_size=4, num_real_microbatches=count)
+        return fun(jnp.ones(9))
+
+    with pytest.raises(RuntimeError, match="must be between 0 and the number of micro"):
+        jax.block_until_ready(run(jnp.array(count)))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("count", (1.0, True, "1", jnp.array(1.0), jnp.array([1])))
+def test_counts_that_are_no_ints(transform, count, unchecked):
+    with pytest.raises(TypeError, match="`num_real_microbatches` must be an int"):
+        transform(total, num_real_microbatches=count)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_errors_of_the_function_come_through(transform):
+    def fun(x):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        transform(fun, microbatch_size=4)(jnp.ones(9))
+
+
+@pytest.mark.parametrize("value", ("", "lots", "1XB", "GB", 1.5, True, None, "1.2.3MB"))
+def test_budgets_that_are_not_understood(value, unchecked):
+    if value is None:
+        assert MemoryBudget().max_bytes is None
+        return
+    with pytest.raises(ValueError, match="`max_bytes` must be an int or a string"):
+        MemoryBudget(value)
+
+
+@pytest.mark.parametrize("value", (0, -1, "0MB"))
+def test_budgets_that_are_not_positive(value):
+    with pytest.raises(ValueError, match="`max_bytes` must be positive"):
+        MemoryBudget(value)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_wrong_function(transform, unchecked):
+    with pytest.raises(TypeError, match="`fun` must be callable; got 3"):
+        transform(3)
+
+
+def test_decorator_with_arguments_is_a_partial():
+    decorator = filter_micro_vmap(microbatch_size=4)
+    assert isinstance(decorator, functools.partial)
+    assert decorator(jnp.sin)(jnp.ones(9)).shape == (9,)

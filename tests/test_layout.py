@@ -1,0 +1,147 @@
+"""Convolutions in loops."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from eqxbatch import filter_micro_vmap, filter_microbatch, Mean
+from eqxbatch._blocks.layout import evaluate_in_loop
+from jax.extend.core import jaxprs_in_params
+
+from .helpers import assert_same, normal
+
+
+def conv_layouts(fun, *args):
+    """The layouts of all convolutions in the jaxpr of `fun`, loops included."""
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "conv_general_dilated":
+                found.append(tuple(eqn.params["dimension_numbers"]))
+            for sub in jaxprs_in_params(eqn.params):
+                visit(sub)
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return found
+
+
+CHANNELS_LAST = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
+
+CASES = {
+    "plain": dict(),
+    "stride": dict(stride=2, padding=1),
+    "dilation": dict(dilation=2, padding="SAME"),
+    "groups": dict(groups=2),
+    "no_bias": dict(use_bias=False),
+    "circular": dict(padding=1, padding_mode="CIRCULAR"),
+}
+
+
+@pytest.mark.parametrize("dims", (1, 2, 3))
+@pytest.mark.parametrize("case", CASES)
+def test_equals_dense(dims, case, getkey):
+    conv = eqx.nn.Conv(dims, 2, 4, 3, key=getkey(), **CASES[case])
+    x = normal(getkey(), (9, 2, *(7, 6, 5)[:dims]))
+    micro = filter_micro_vmap(lambda x: jnp.tanh(conv(x)), microbatch_size=3)
+    assert_same(micro(x), jnp.tanh(jax.vmap(conv)(x)))
+    # The derivative of every layout, in data and weights.
+    arrays, static = eqx.partition(conv, eqx.is_array)
+
+    def loss(arrays, x, blocked):
+        conv = eqx.combine(arrays, static)
+        run = filter_micro_vmap(conv, microbatch_size=3) if blocked else jax.vmap(conv)
+        return jnp.sum(jnp.sin(run(x)))
+
+    grad = jax.grad(loss, argnums=(0, 1))
+    assert_same(grad(arrays, x, True), grad(arrays, x, False), tol=1e-4)
+
+
+@pytest.mark.parametrize("case", ("plain", "stride", "groups"))
+def test_transposed_convolutions(case, getkey):
+    kwargs = {k: v for k, v in CASES[case].items()}
+    conv = eqx.nn.ConvTranspose2d(2, 4, 3, key=getkey(), **kwargs)
+    x = normal(getkey(), (9, 2, 7, 6))
+    micro = filter_micro_vmap(conv, microbatch_size=3)
+    assert_same(micro(x), jax.vmap(conv)(x))
+
+
+@pytest.mark.parametrize("dtype", (jnp.float16, jnp.bfloat16))
+def test_other_dtypes(dtype, getkey):
+    conv = eqx.nn.Conv2d(2, 4, 3, key=getkey(), dtype=dtype)
+    x = normal(getkey(), (9, 2, 7, 6), dtype)
+    micro = filter_micro_vmap(conv, microbatch_size=3)
+    assert_same(micro(x), jax.vmap(conv)(x))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs need it")
+def test_loops_have_channels_last(getkey):
+    conv = eqx.nn.Conv2d(2, 4, 3, key=getkey())
+    x = normal(getkey(), (9, 2, 7, 6))
+    jitted = eqx.filter_jit(lambda x: jax.nn.relu(conv(x)))
+    for fun in (lambda x: conv(x), jitted):
+        micro = filter_micro_vmap(fun, microbatch_size=3)
+        assert conv_layouts(micro, x) == [CHANNELS_LAST]
+    # Outside of a loop, XLA does it.
+    micro = filter_micro_vmap(lambda x: conv(x), microbatch_size=9)
+    assert CHANNELS_LAST not in conv_layouts(micro, x)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs need it")
+def test_gradients_in_microbatches_have_channels_last(getkey):
+    conv = eqx.nn.Conv2d(2, 4, 3, key=getkey())
+    x = normal(getkey(), (9, 2, 7, 6))
+    loss = lambda conv, x: jnp.mean(jax.vmap(conv)(x) ** 2)
+    grad = eqx.filter_grad(loss)
+    micro = filter_microbatch(
+        grad, in_axes=(None, 0), microbatch_size=3, accumulator=Mean()
+    )
+    assert_same(micro(conv, x), grad(conv, x), tol=1e-4)
+    layouts = conv_layouts(lambda x: micro(conv, x).weight, x)
+    assert layouts == [CHANNELS_LAST] * 2
+
+
+def test_rules_of_functions_around_convolutions_are_kept(getkey):
+    conv = eqx.nn.Conv1d(1, 1, 1, key=getkey())
+
+    @jax.custom_vjp
+    def double(x):
+        return 2 * conv(x)
+
+    double.defvjp(lambda x: (2 * conv(x), x), lambda _, ct: (100 * ct,))
+    x = normal(getkey(), (8, 1, 3))
+    micro = filter_micro_vmap(lambda x: double(conv(x)), microbatch_size=2)
+    expected = jax.grad(lambda x: jax.vmap(lambda x: double(conv(x)))(x).sum())(x)
+    assert_same(jax.grad(lambda x: micro(x).sum())(x), expected)
+
+
+def test_effects_are_kept(getkey, capfd):
+    conv = eqx.nn.Conv1d(1, 1, 1, key=getkey())
+
+    def fun(x):
+        jax.debug.print("sum {s}", s=x.sum())
+        return conv(x)
+
+    x = jnp.zeros((4, 1, 3))
+    assert_same(filter_micro_vmap(fun, microbatch_size=2)(x), jax.vmap(conv)(x))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("sum 0.0") == 4
+
+
+def test_jaxprs_with_literals_constants_and_unused_outputs(getkey):
+    conv = eqx.nn.Conv1d(1, 1, 1, key=getkey())
+    table = normal(getkey(), (3,))
+
+    def fun(x):
+        y = conv(x) * 2.0 + table[None]
+        top, _ = jax.lax.top_k(y, 1)
+        return y, top, x, jnp.array(3.0), conv(y) @ jnp.ones(3)
+
+    x = normal(getkey(), (1, 3))
+    closed = jax.make_jaxpr(fun)(x)
+    got = evaluate_in_loop(closed.jaxpr, closed.consts, [x])
+    assert_same(tuple(map(jnp.asarray, got)), fun(x))
+    run = functools.partial(evaluate_in_loop, closed.jaxpr, closed.consts)
+    assert_same(jax.vmap(lambda x: run([x])[0])(x[None]), fun(x)[0][None])

@@ -1,0 +1,175 @@
+"""Block sizes from a memory budget."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from eqxbatch import filter_micro_vmap, filter_microbatch, Mean, MemoryBudget, Sum
+from eqxbatch._blocks import memory as memory_module
+from eqxbatch._blocks.memory import fit_size
+
+from .helpers import assert_same, CountTraces, memory, normal
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache():
+    memory_module._SIZES.clear()
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The sizes that are compiled to measure them."""
+    sizes = []
+    original = memory_module.fit_size
+
+    def spy(budget, largest, bytes_at):
+        def counted(size):
+            sizes.append(size)
+            return bytes_at(size)
+
+        return original(budget, largest, counted)
+
+    monkeypatch.setattr(memory_module, "fit_size", spy)
+    return sizes
+
+
+def used(fun, x):
+    stats = memory(fun, x)
+    return stats.temp_size_in_bytes + stats.output_size_in_bytes
+
+
+MODEL = eqx.nn.MLP(16, 1, 128, 3, key=jax.random.key(0))
+X = jnp.ones((4096, 16))
+
+
+def per_example_loss(x):
+    return jnp.sum(MODEL(x) ** 2)
+
+
+@pytest.mark.parametrize("budget", ("100kB", "300kB", "1MB", "3MB"))
+def test_is_the_largest_that_fits(budget, compilations):
+    run = lambda size: filter_micro_vmap(
+        per_example_loss, microbatch_size=size, accumulator=Sum()
+    )
+    budget = MemoryBudget(budget)
+    assert_same(run(budget)(X), run(None)(X), tol=1e-4)
+    assert len(compilations) <= 4
+    fitting = [s for s in compilations if used(run(s), X) <= budget.max_bytes]
+    chosen = max(fitting)
+    # It fits, and one that is 10 % larger does not.
+    assert used(run(chosen), X) <= budget.max_bytes
+    assert used(run(int(1.1 * chosen) + 1), X) > budget.max_bytes
+
+
+def test_everything_fits(compilations):
+    run = filter_micro_vmap(per_example_loss, microbatch_size=MemoryBudget("1GB"))
+    assert run(X).shape == (4096,)
+    assert max(compilations) == 4096
+
+
+def test_is_cached(compilations):
+    fun = CountTraces(per_example_loss)
+    run = lambda x: filter_micro_vmap(fun, microbatch_size=MemoryBudget("1MB"))(x)
+    run(X)
+    num, traces = len(compilations), fun.num
+    run(X + 1)
+    jax.jit(run)(X)
+    jax.jit(lambda x: 2 * run(x))(X)
+    assert len(compilations) == num
+    assert fun.num <= traces + 2  # The two programs of the last two lines.
+    run(X[:1000])
+    assert len(compilations) > num
+
+
+def test_impossible_budgets_name_both_figures():
+    run = filter_micro_vmap(per_example_loss, microbatch_size=MemoryBudget(1000))
+    with pytest.raises(ValueError, match=r"budget of 1,000 bytes.*needs [0-9,]+ bytes"):
+        run(X)
+
+
+def test_inside_of_other_transformations(getkey):
+    budget = MemoryBudget("1MB")
+    x = normal(getkey(), (100, 16))
+
+    def loss(scale, x):
+        # `scale` is a tracer that the function closes over.
+        micro = filter_micro_vmap(
+            lambda x: per_example_loss(scale * x),
+            microbatch_size=budget,
+            accumulator=Mean(),
+        )
+        return micro(x)
+
+    dense = lambda scale, x: jnp.mean(jax.vmap(per_example_loss)(scale * x))
+    scale = jnp.array(2.0)
+    got = jax.jit(jax.value_and_grad(loss))(scale, x)
+    assert_same(got, jax.value_and_grad(dense)(scale, x), tol=1e-4)
+    got = jax.vmap(loss, in_axes=(0, None))(jnp.arange(3.0), x)
+    assert_same(got, jax.vmap(dense, in_axes=(0, None))(jnp.arange(3.0), x), tol=1e-4)
+
+
+def test_microbatch(getkey):
+    model = eqx.nn.MLP(16, 1, 64, 2, key=getkey())
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    grad = eqx.filter_grad(loss)
+    micro = filter_microbatch(
+        grad,
+        in_axes=(None, 0),
+        microbatch_size=MemoryBudget("500kB"),
+        accumulator=Mean(),
+    )
+    assert_same(micro(model, X), grad(model, X), tol=1e-3)
+
+
+def test_no_examples():
+    run = filter_micro_vmap(per_example_loss, microbatch_size=MemoryBudget("1MB"))
+    assert run(X[:0]).shape == (0,)
+
+
+def test_default_is_what_the_machine_has():
+    budget = MemoryBudget().resolve()
+    assert 2**28 < budget < 2**50
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    (
+        ("1000", 1000),
+        (1000, 1000),
+        ("1kB", 1000),
+        ("1 KiB", 1024),
+        ("500MB", 500 * 10**6),
+        ("2GiB", 2 * 2**30),
+        ("1.5 gib", 3 * 2**29),
+        ("1T", 10**12),
+        ("7B", 7),
+    ),
+)
+def test_units(text, expected):
+    assert MemoryBudget(text).max_bytes == expected
+
+
+@pytest.mark.parametrize("fixed, slope", ((0, 1), (1000, 7), (12345, 3.7)))
+@pytest.mark.parametrize("largest", (1, 5, 16, 63, 64, 100, 10_000))
+@pytest.mark.parametrize("expected", (1, 2, 15, 16, 17, 40, 64, 65, 99, 5_000, 10_001))
+def test_fit_of_affine_programs(fixed, slope, largest, expected):
+    bytes_at = lambda size: int(fixed + slope * size)
+    budget = bytes_at(expected)
+    calls = []
+    got = fit_size(budget, largest, lambda s: calls.append(s) or bytes_at(s))
+    assert len(calls) <= 4
+    assert len(set(calls)) == len(calls)
+    assert bytes_at(got) <= budget
+    best = max(s for s in range(1, largest + 1) if bytes_at(s) <= budget)
+    assert got >= 0.9 * best
+
+
+@pytest.mark.parametrize("step", (10, 100, 1000))
+def test_fit_of_programs_that_are_not_affine(step):
+    # Memory that grows in steps: what is returned must fit all the same.
+    bytes_at = lambda size: 100 + 1000 * (size // step) + size
+    for budget in (200, 1500, 20_000):
+        calls = []
+        got = fit_size(budget, 5000, lambda s: calls.append(s) or bytes_at(s))  # noqa: B023
+        assert bytes_at(got) <= budget
+        assert len(calls) <= 4

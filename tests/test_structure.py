@@ -1,0 +1,98 @@
+"""The rules of the code base that can be checked by looking at it."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+import pkgutil
+
+import eqxbatch
+import pytest
+
+
+ROOT = pathlib.Path(eqxbatch.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+# Imports point only downwards.
+LAYERS = ("_blocks", "_sites", "_transforms", "_kernels")
+
+
+def modules():
+    for info in pkgutil.walk_packages([str(ROOT)], "eqxbatch."):
+        yield importlib.import_module(info.name)
+
+
+def imports(path):
+    """The absolute names of all that a file imports."""
+    package = ["eqxbatch", *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downwards(path):
+    parts = path.relative_to(ROOT).parts
+    if parts[0] not in LAYERS:
+        return
+    above = LAYERS[LAYERS.index(parts[0]) + 1 :]
+    for name in imports(path):
+        assert not any(name.startswith(f"eqxbatch.{layer}") for layer in above), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_private_modules_of_others(path):
+    for name in imports(path):
+        top, *rest = name.split(".")
+        if top in ("jax", "equinox", "optax", "jaxtyping"):
+            private = [part for part in rest if part.startswith("_")]
+            assert not private and "internal" not in rest, name
+
+
+def test_all_transitive_checks_see_files():
+    # The two tests above are void if they look in the wrong place.
+    assert len(FILES) > 10
+    assert any("eqxbatch._blocks" in name for path in FILES for name in imports(path))
+
+
+def test_classes_are_abstract_or_final():
+    classes = {
+        cls
+        for module in modules()
+        for _, cls in inspect.getmembers(module, inspect.isclass)
+        if cls.__module__.startswith("eqxbatch")
+    }
+    assert len(classes) > 15
+    for cls in classes:
+        is_abstract = inspect.isabstract(cls)
+        named_abstract = cls.__name__.lstrip("_").startswith("Abstract")
+        assert is_abstract == named_abstract, cls
+        for base in cls.__mro__[1:]:
+            if not base.__module__.startswith("eqxbatch"):
+                continue
+            assert base.__name__.lstrip("_").startswith("Abstract"), (cls, base)
+            for name in vars(base):
+                if callable(getattr(base, name)) and not name.startswith("__"):
+                    concrete = name not in base.__abstractmethods__
+                    assert not (concrete and name in vars(cls)), (cls, name)
+
+
+def test_public_names_are_documented():
+    api = pathlib.Path(__file__).parent.parent / "docs" / "api"
+    text = "\n".join(path.read_text() for path in api.glob("*.md"))
+    names = [
+        name
+        for name, value in vars(eqxbatch).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    ]
+    assert "filter_micro_vmap" in names
+    for name in names:
+        assert inspect.getdoc(getattr(eqxbatch, name)), name
+        assert f"::: eqxbatch.{name}\n" in text, name
+
+
+def test_version():
+    assert eqxbatch.__version__.count(".") == 2
