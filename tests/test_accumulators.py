@@ -1,12 +1,13 @@
 import functools
 
-import eqxbatch
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import optax
 import pytest
+
+import eqxbatch
 from eqxbatch import (
     Concat,
     filter_micro_vmap,
@@ -21,7 +22,6 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-
 from .helpers import assert_same, BLOCK, memory, normal, TOTALS
 
 
@@ -405,7 +405,9 @@ class Blocks(eqxbatch.AbstractAccumulator):
         return jnp.zeros((blocks.num, 3), jnp.int32)
 
     def update(self, state, value, block):
-        row = jnp.stack([jnp.asarray(v) for v in (block.index, block.start, block.size)])
+        row = jnp.stack(
+            [jnp.asarray(v) for v in (block.index, block.start, block.size)]
+        )
         return state.at[block.index].set(row)
 
     def finalize(self, state):

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+
 from eqxbatch import (
     Concat,
     filter_micro_vmap,
@@ -17,7 +18,6 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-
 from .helpers import assert_same, BLOCK, memory, normal, TOTALS
 
 
@@ -146,9 +146,7 @@ def test_complex(getkey):
     x = normal(getkey(), (9,), jnp.complex64)
     micro = filter_micro_vmap(lambda x: x**2, microbatch_size=4)
     loss = lambda f: lambda x: jnp.sum(jnp.abs(f(x)) ** 2)
-    assert_same(
-        jax.grad(loss(micro))(x), jax.grad(loss(lambda x: x**2))(x), tol=1e-4
-    )
+    assert_same(jax.grad(loss(micro))(x), jax.grad(loss(lambda x: x**2))(x), tol=1e-4)
 
 
 def test_gradient_through_microbatch(getkey):
@@ -206,7 +204,9 @@ def test_checkpointed_concat_keeps_the_output_only(total):
     activations = 4 * SIZE * WIDTH * (DEPTH + 1)
     used = gradient_memory(total, Concat(), checkpoint=True)
     # The output and its cotangent, which `jnp.sum(... ** 2)` makes and not the map.
-    assert used < 2 * rows + 4 * activations
+    # With a remainder, what is differentiated is copied up to it.
+    copies = 2 if total % SIZE == 0 else 3
+    assert used < copies * rows + 4 * activations
 
 
 def residuals(checkpoint):

@@ -4,14 +4,13 @@ import doctest
 import importlib
 import pkgutil
 
-import eqxbatch
 import jax
 import pytest
 
+import eqxbatch
 
-MODULES = [
-    info.name for info in pkgutil.walk_packages(eqxbatch.__path__, "eqxbatch.")
-]
+
+MODULES = [info.name for info in pkgutil.walk_packages(eqxbatch.__path__, "eqxbatch.")]
 
 
 @pytest.mark.parametrize("name", MODULES)

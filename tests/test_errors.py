@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+
 from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Max, MemoryBudget
 
 
@@ -69,7 +70,9 @@ def test_sizes_of_numpy_are_ints(size, unchecked):
 @pytest.mark.parametrize("axis", (1, -2, 7))
 def test_in_axes_out_of_range(transform, axis):
     fun = transform(total, in_axes=axis)
-    with pytest.raises(ValueError, match=rf"`x` the batch axis {axis}, which is out of"):
+    with pytest.raises(
+        ValueError, match=rf"`x` the batch axis {axis}, which is out of"
+    ):
         fun(jnp.ones(9))
 
 
@@ -82,7 +85,9 @@ def test_scalars_with_a_batch_axis(transform):
 @pytest.mark.parametrize("axis", (2, -3))
 def test_out_axes_out_of_range(axis):
     fun = filter_micro_vmap(lambda x: {"a": x}, out_axes=axis)
-    with pytest.raises(ValueError, match=rf"output\['a'\] the axis {axis}, which is out"):
+    with pytest.raises(
+        ValueError, match=rf"output\['a'\] the axis {axis}, which is out"
+    ):
         fun(jnp.ones((9, 2)))
 
 
@@ -150,7 +155,9 @@ def test_tree_accumulators_of_unmapped_outputs():
 def test_static_counts_out_of_range(transform):
     for count in (-1, 4):
         fun = transform(total, microbatch_size=4, num_real_microbatches=count)
-        with pytest.raises(ValueError, match=rf"must be between 0 and .* 3; got {count}"):
+        with pytest.raises(
+            ValueError, match=rf"must be between 0 and .* 3; got {count}"
+        ):
             fun(jnp.ones(9))
 
 

@@ -6,10 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from eqxbatch import filter_micro_vmap, filter_microbatch, Mean
-from eqxbatch._blocks.layout import evaluate_in_loop
 from jax.extend.core import jaxprs_in_params
 
+from eqxbatch import filter_micro_vmap, filter_microbatch, Mean
+from eqxbatch._blocks.layout import evaluate_in_loop
 from .helpers import assert_same, normal
 
 
@@ -31,12 +31,12 @@ def conv_layouts(fun, *args):
 CHANNELS_LAST = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
 
 CASES = {
-    "plain": dict(),
-    "stride": dict(stride=2, padding=1),
-    "dilation": dict(dilation=2, padding="SAME"),
-    "groups": dict(groups=2),
-    "no_bias": dict(use_bias=False),
-    "circular": dict(padding=1, padding_mode="CIRCULAR"),
+    "plain": {},
+    "stride": {"stride": 2, "padding": 1},
+    "dilation": {"dilation": 2, "padding": "SAME"},
+    "groups": {"groups": 2},
+    "no_bias": {"use_bias": False},
+    "circular": {"padding": 1, "padding_mode": "CIRCULAR"},
 }
 
 
@@ -61,7 +61,7 @@ def test_equals_dense(dims, case, getkey):
 
 @pytest.mark.parametrize("case", ("plain", "stride", "groups"))
 def test_transposed_convolutions(case, getkey):
-    kwargs = {k: v for k, v in CASES[case].items()}
+    kwargs = dict(CASES[case].items())
     conv = eqx.nn.ConvTranspose2d(2, 4, 3, key=getkey(), **kwargs)
     x = normal(getkey(), (9, 2, 7, 6))
     micro = filter_micro_vmap(conv, microbatch_size=3)

@@ -4,10 +4,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+
 from eqxbatch import filter_micro_vmap, filter_microbatch, Mean, MemoryBudget, Sum
 from eqxbatch._blocks import memory as memory_module
 from eqxbatch._blocks.memory import fit_size
-
 from .helpers import assert_same, CountTraces, memory, normal
 
 
@@ -132,7 +132,7 @@ def test_default_is_what_the_machine_has():
 
 
 @pytest.mark.parametrize(
-    "text, expected",
+    ("text", "expected"),
     (
         ("1000", 1000),
         (1000, 1000),
@@ -149,7 +149,7 @@ def test_units(text, expected):
     assert MemoryBudget(text).max_bytes == expected
 
 
-@pytest.mark.parametrize("fixed, slope", ((0, 1), (1000, 7), (12345, 3.7)))
+@pytest.mark.parametrize(("fixed", "slope"), ((0, 1), (1000, 7), (12345, 3.7)))
 @pytest.mark.parametrize("largest", (1, 5, 16, 63, 64, 100, 10_000))
 @pytest.mark.parametrize("expected", (1, 2, 15, 16, 17, 40, 64, 65, 99, 5_000, 10_001))
 def test_fit_of_affine_programs(fixed, slope, largest, expected):
@@ -170,6 +170,6 @@ def test_fit_of_programs_that_are_not_affine(step):
     bytes_at = lambda size: 100 + 1000 * (size // step) + size
     for budget in (200, 1500, 20_000):
         calls = []
-        got = fit_size(budget, 5000, lambda s: calls.append(s) or bytes_at(s))  # noqa: B023
+        got = fit_size(budget, 5000, lambda s: calls.append(s) or bytes_at(s))
         assert bytes_at(got) <= budget
         assert len(calls) <= 4

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 import pytest
-from eqxbatch import Concat, filter_micro_vmap, Mean, Sum
 
+from eqxbatch import Concat, filter_micro_vmap, Mean, Sum
 from .helpers import assert_same, BLOCK, normal, TOTALS
 
 
@@ -85,7 +85,9 @@ def test_axes_by_name_and_defaults(getkey):
     assert_same(micro(in_axes=(0,))(x, y=y.T), 2 * x * y.T)
     scales = jnp.arange(9.0)
     assert_same(micro(in_axes=(0, 1))(x, y, scale=scales), x * y.T * scales[:, None])
-    assert_same(micro(in_axes={"y": 1, "scale": None})(x, y, scale=x[0]), x * y.T * x[:1])
+    assert_same(
+        micro(in_axes={"y": 1, "scale": None})(x, y, scale=x[0]), x * y.T * x[:1]
+    )
 
 
 def test_default_in_axes_batches_arrays_only(getkey):
@@ -120,9 +122,9 @@ def test_vmap_fn_is_used(getkey):
         return jax.vmap(fun, in_axes, out_axes)
 
     x = normal(getkey(), (2, 8))
-    got = filter_micro_vmap(
-        jnp.sin, in_axes=1, microbatch_size=BLOCK, vmap_fn=vmap_fn
-    )(x)
+    got = filter_micro_vmap(jnp.sin, in_axes=1, microbatch_size=BLOCK, vmap_fn=vmap_fn)(
+        x
+    )
     assert_same(got, jnp.sin(x.T))
     assert calls == [(([1],), (0, None))]
 
@@ -173,7 +175,7 @@ def test_weights_of_modules_and_partials_are_arguments(getkey):
     for fun in (model, partial):
         micro = filter_micro_vmap(fun, microbatch_size=BLOCK)
         dynamic, static = eqx.partition(micro, eqx.is_array)
-        call = lambda d, x: eqx.combine(d, static)(x)  # noqa: B023
+        call = lambda d, x: eqx.combine(d, static)(x)
         analysis = jax.jit(call).lower(dynamic, x).compile().memory_analysis()
         assert analysis.argument_size_in_bytes == 4 * (256 * 256 + 256 + x.size)
 
@@ -332,7 +334,9 @@ def test_num_real_microbatches_is_differentiable(count, checkpoint, getkey):
         return jnp.sum(a**2) + jnp.sum(b**2)
 
     def dense(x, w):
-        return jnp.sum(jnp.sin(w * x[:rows]) ** 2) + jnp.sum((x[:rows] ** 2).sum(0) ** 2)
+        return jnp.sum(jnp.sin(w * x[:rows]) ** 2) + jnp.sum(
+            (x[:rows] ** 2).sum(0) ** 2
+        )
 
     w = jnp.array(1.5)
     got = jax.grad(loss, argnums=(0, 1))(x, w, jnp.array(count))

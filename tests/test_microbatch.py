@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 import pytest
+
 from eqxbatch import (
     Concat,
     filter_microbatch,
@@ -16,7 +17,6 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-
 from .helpers import assert_same, BLOCK, CountTraces, normal, TOTALS
 
 
@@ -122,7 +122,8 @@ def test_variance_between_microbatches(getkey):
     x = normal(getkey(), (13,))
     got = micro(accumulator=Variance())(x)
     parts = [x[i : i + 4].mean() for i in range(0, 13, 4)]
-    spread = sum(n * (m - x.mean()) ** 2 for n, m in zip((4, 4, 4, 1), parts)) / 13
+    means = zip((4, 4, 4, 1), parts, strict=True)
+    spread = sum(n * (mean - x.mean()) ** 2 for n, mean in means) / 13
     assert_same(got, MeanAndVariance(x.mean(), spread), tol=1e-4)
 
 

@@ -4,14 +4,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Mean, Sum
 
+from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Mean, Sum
 from .helpers import assert_same, CountTraces, memory, normal
 
 
 @pytest.mark.parametrize("accumulator", (Concat(), Sum(), (Concat(), Mean())))
 @pytest.mark.parametrize(
-    "total, traces", ((3, 1), (4, 1), (8, 1), (5, 2), (9, 2), (0, 1))
+    ("total", "traces"), ((3, 1), (4, 1), (8, 1), (5, 2), (9, 2), (0, 1))
 )
 def test_one_trace_for_the_loop_and_one_for_a_remainder(total, traces, accumulator):
     fun = CountTraces(lambda x: (x, 2 * x))

@@ -1,7 +1,6 @@
 """Accumulators: how the results of the blocks become one result."""
 
 import abc
-from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx

@@ -175,8 +175,5 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
 
 def _leaf_name(path: tuple, parameters: list[str]) -> str:
     in_kwargs, argument, *rest = path
-    if in_kwargs.idx == 1:
-        name = argument.key
-    else:
-        name = parameters[argument.idx]
+    name = argument.key if in_kwargs.idx == 1 else parameters[argument.idx]
     return f"`{name}{jtu.keystr(tuple(rest))}`"

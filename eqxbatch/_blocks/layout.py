@@ -26,7 +26,7 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     spatial) runs several times slower than outside. So it is put into that layout here.
     On other devices, nothing is changed.
     """
-    # Effects (a debug print, say) belong to a jaxpr as a whole, so that one stays whole.
+    # Effects, such as a debug print, belong to a jaxpr as a whole, so it stays whole.
     is_cpu = jax.default_backend() == "cpu"
     if not is_cpu or jaxpr.effects or not _has_convolution(jaxpr):
         return evaluate_jaxpr(jaxpr, consts, args)
@@ -102,7 +102,7 @@ def _run_equations(jaxpr: Any, eqns: list, outs: list, values: dict) -> list:
 
 
 def _channels_last(lhs: Array, rhs: Array, **params: Any) -> Array:
-    """The convolution `conv_general_dilated(lhs, rhs, **params)`, done channels last."""
+    """What `conv_general_dilated` computes of these, done channels last."""
     numbers = params["dimension_numbers"]
     ndim = lhs.ndim
     spatial = tuple(range(1, ndim - 1))

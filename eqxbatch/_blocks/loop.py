@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from .accumulators import Concat
-from .block import Block, Blocks, block_struct, full_block, remainder_block
+from .block import Block, block_struct, Blocks, full_block, remainder_block
 from .layout import evaluate_in_loop, evaluate_jaxpr
 from .slots import Slot, Slots
 
@@ -53,8 +53,8 @@ def run_blocks(
     **Arguments:**
 
     - `fun`: takes the rows of one block, as a list parallel to `arrays`, and their
-        number, and returns `(output, static)`. It is traced once for the full blocks and once for the
-        remainder; nothing else of it ever runs.
+        number, and returns `(output, static)`. It is traced once for the full blocks
+        and once for the remainder; nothing else of it ever runs.
     - `arrays`, `axes`: the batched arrays and the axis along which each is cut.
     - `blocks`: how they are cut.
     - `make_slots`: takes the shapes of the output of a full block, and `static`.
@@ -316,9 +316,7 @@ class _Run:
         shape = (*x.shape[:axis], num, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(x.reshape(shape), axis, 0)
 
-    def values(
-        self, block: Block, rows: list, condition: Array | None
-    ) -> list[PyTree]:
+    def values(self, block: Block, rows: list, condition: Array | None) -> list[PyTree]:
         """The values of a block, or zeros if it is not to run.
 
         Its `rows` are given, or None and cut out here.
@@ -370,8 +368,10 @@ class _Run:
 
     def joined(self, slot: Slot, value: Any, pieces: list) -> Array:
         """The result of a collected slot; what did not run is zero, as in `Concat`."""
-        axis = slot.accumulator.axis_of(value)
-        whole = jax.eval_shape(lambda: slot.accumulator.init(value, self.blocks))
+        concat = slot.accumulator
+        assert isinstance(concat, Concat)
+        axis = concat.axis_of(value)
+        whole = jax.eval_shape(lambda: concat.init(value, self.blocks))
         missing = whole.shape[axis] - sum(piece.shape[axis] for piece in pieces)
         if missing:
             shape = (*whole.shape[:axis], missing, *whole.shape[axis + 1 :])

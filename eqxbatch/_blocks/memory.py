@@ -100,14 +100,14 @@ def check_size(name: str, size: Any) -> int | MemoryBudget | None:
     if size is None or isinstance(size, MemoryBudget):
         return size
     try:
-        if isinstance(size, bool) or isinstance(size, jax.Array):
+        if isinstance(size, (bool, jax.Array)):
             raise TypeError
         size = operator.index(size)
     except TypeError:
         raise TypeError(
             f"`{name}` must be an int, a `MemoryBudget` or None; got {size!r} of type "
-            f"{type(size).__name__}. It sets the shapes of the compiled program, and so "
-            "must be known when that is made."
+            f"{type(size).__name__}. It sets the shapes of the compiled program, so "
+            "it must be known when that is made."
         ) from None
     if size < 1:
         raise ValueError(
@@ -134,7 +134,7 @@ def resolve_size(
 
     def choose() -> int:
         budget = size.resolve()
-        bytes_at = lambda size: compiled_bytes(run(size), operands)  # noqa: E731
+        bytes_at = lambda size: compiled_bytes(run(size), operands)
         return fit_size(budget, largest, bytes_at)
 
     key = (size.max_bytes, jax.default_backend(), total, *_structure(operands))
@@ -182,6 +182,11 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
 
     structs = jtu.tree_map(_struct, (list(jaxpr.consts), leaves))
     stats = jax.jit(program).lower(*structs).compile().memory_analysis()
+    if stats is None:
+        raise RuntimeError(
+            f"The compiler for {jax.default_backend()!r} does not report how much "
+            "memory a program takes. Give a size in place of the `MemoryBudget`."
+        )
     return stats.temp_size_in_bytes + stats.output_size_in_bytes
 
 

@@ -26,8 +26,8 @@ class Sum(AbstractAccumulator[_Total]):
 
     **Arguments:**
 
-    - `weights`: an array of shape `(n,)`, of numbers or bools; the sum is of `weights[i] * result[i]`. Only
-        for [`eqxbatch.filter_micro_vmap`][].
+    - `weights`: an array of shape `(n,)`, of numbers or bools; the sum is of
+        `weights[i] * result[i]`. Only for [`eqxbatch.filter_micro_vmap`][].
     - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
         what `jnp.sum` uses for integers and bools, and the results' own otherwise.
 

@@ -26,7 +26,8 @@ class _OptaxAccumulator(AbstractAccumulator[Any]):
         return self.accumulator.init(value)
 
     def update(self, state: Any, value: PyTree, block: Block) -> Any:
-        return self.accumulator.update(state, value, block.index)
+        index: Any = block.index  # optax says int, and gives a traced array.
+        return self.accumulator.update(state, value, index)
 
     def finalize(self, state: Any) -> PyTree:
         return self.accumulator.finalize(state)
@@ -61,7 +62,9 @@ class Slot(eqx.Module):
         """The value of a block, from all arrays of the output for it."""
         value = jtu.tree_unflatten(self.treedef, [arrays[i] for i in self.indices])
         with self.named():
-            return self.accumulator.aggregate(value, block) if self.per_example else value
+            return (
+                self.accumulator.aggregate(value, block) if self.per_example else value
+            )
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -163,9 +166,7 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
         if acc.leafwise:
             leaf = jtu.tree_structure(0)
             for i, (sub, _) in enumerate(paths):
-                slots.append(
-                    Slot(acc, (first + i,), leaf, jtu.keystr((*path, *sub)))
-                )
+                slots.append(Slot(acc, (first + i,), leaf, jtu.keystr((*path, *sub))))
         else:
             indices = tuple(range(first, first + len(paths)))
             slots.append(Slot(acc, indices, treedef, jtu.keystr(path)))

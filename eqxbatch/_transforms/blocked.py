@@ -82,7 +82,7 @@ def _check_limit(count: int | Array | None, num: int) -> int | Array | None:
         f"`num_real_microbatches` must be between 0 and the number of microbatches, "
         f"{num}"
     )
-    if eqx.is_array(count):
+    if isinstance(count, jax.Array):
         return eqx.error_if(count, (count < 0) | (count > num), f"{remedy}.")
     if count is not None and not 0 <= count <= num:
         raise ValueError(f"{remedy}; got {count}. Use None to run all of them.")

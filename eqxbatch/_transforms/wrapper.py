@@ -56,4 +56,5 @@ def transformed(transform: AbstractTransform, fun: Callable) -> Transformed:
         raise TypeError(
             f"`fun` must be callable; got {fun!r} of type {type(fun).__name__}."
         )
-    return eqx.module_update_wrapper(Transformed(transform, fun))
+    wrapper: Any = eqx.module_update_wrapper(Transformed(transform, fun))
+    return wrapper
