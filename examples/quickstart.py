@@ -125,8 +125,7 @@ for name in steps:
 
 # %%
 difference = max(
-    abs(a - b) / a
-    for (a, _), (b, _) in zip(*history.values(), strict=True)
+    abs(a - b) / a for (a, _), (b, _) in zip(*history.values(), strict=True)
 )
 print(f"largest relative difference of the losses: {difference:.1e}")
 assert difference < 1e-2

@@ -282,16 +282,15 @@ class _Run:
             values = self.values(block, [None] * len(self.operands.arrays), None)
             return self.updated(states, values, block), [values], 1
 
-        def step(carry: tuple, xs: tuple) -> tuple[tuple, list]:
-            states, num_ran = carry
-            index, rows = xs
+        def step(carry: tuple, rows: list) -> tuple[tuple, list]:
+            states, index = carry
             block = full_block(self.blocks, index)
             values = self.values(block, rows, None)
             collected = [
                 value if self.is_collected(slot) else None
                 for slot, value in zip(self.slots, values, strict=True)
             ]
-            return (self.updated(states, values, block), num_ran + 1), collected
+            return (self.updated(states, values, block), index + 1), collected
 
         rows = [
             self.cut(x, axis) if threaded else None
@@ -299,9 +298,8 @@ class _Run:
                 self.operands.arrays, self.program.axes, self.threaded, strict=True
             )
         ]
-        indices = jnp.arange(self.num_steps, dtype=jnp.int32)
         carry = (states, jnp.zeros((), jnp.int32))
-        (states, num_ran), collected = lax.scan(step, carry, (indices, rows))
+        (states, num_ran), collected = lax.scan(step, carry, rows, self.num_steps)
         merged = [
             None if value is None else _merge(value, slot.accumulator.axis)
             for slot, value in zip(self.slots, collected, strict=True)

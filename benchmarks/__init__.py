@@ -1,0 +1,1 @@
+"""Measurements of eqxbatch beside its peers: `python -m benchmarks`."""

@@ -1,0 +1,44 @@
+"""Runs all benchmarks: `python -m benchmarks [--quick] [--no-time-bars]`."""
+
+import argparse
+import pathlib
+import sys
+
+from . import harness, micro_vmap
+
+
+# Each has `NAME` and `run(quick) -> (results, table, bars)`.
+SUITES = (micro_vmap,)
+
+HERE = pathlib.Path(__file__).parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small jobs and few rounds; writes to build/benchmarks and not to the docs",
+    )
+    parser.add_argument(
+        "--no-time-bars",
+        action="store_true",
+        help="for machines that are too busy to judge times: they are shown only",
+    )
+    options = parser.parse_args()
+    root = HERE.parent / "build" / "benchmarks" if options.quick else HERE / "results"
+    missed = 0
+    for suite in SUITES:
+        results, table, bars = suite.run(options.quick)
+        harness.write(root, suite.NAME, results, table)
+        print(f"# {suite.NAME}\n\n{table}\n")
+        for bar in bars:
+            counts = not (bar.is_time and options.no_time_bars)
+            missed += counts and not bar.holds
+            verdict = "ok" if bar.holds else "MISSED" if counts else "missed (no bar)"
+            print(f"{verdict:15} {bar.value:8.3f} <= {bar.limit:.3f}  {bar.name}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""How things are measured here: compiled once, run in turn, medians of ratios."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import jax
+
+
+OURS = "eqxbatch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A job, and several ways to do it.
+
+    - `ways`: what is run, by name; `eqxbatch` is one of them. Each takes `args`.
+    - `unbounded`: the ways whose memory is not meant to be bounded. They are shown,
+        but are no peers to hold the bars against.
+    - `missing`: the peers that cannot do the job, and why.
+    """
+
+    name: str
+    title: str
+    ways: dict[str, Callable]
+    args: tuple
+    unbounded: tuple[str, ...] = ("jax.vmap",)
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """Something that must hold: `value <= limit`."""
+
+    name: str
+    value: float
+    limit: float
+    is_time: bool = False
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was measured of one way to do a job."""
+
+    way: str
+    seconds: float
+    temporaries: int
+    time_ratio: float
+    memory_ratio: float
+    is_unbounded: bool
+
+
+def measure(case: Case, rounds: int) -> list[Row]:
+    """Compiles all ways of a case, and runs them in turn.
+
+    The ratio of two times is the median over rounds of their ratio in one round, in
+    which the machine was about equally busy for both. Where that misses a bar, as many
+    rounds again are added, twice at the most: some peers compile to the very same
+    program, and the ratio of its times to themselves strays by some percent.
+    """
+    compiled = {
+        name: jax.jit(way).lower(*case.args).compile()
+        for name, way in case.ways.items()
+    }
+    for program in compiled.values():
+        jax.block_until_ready(program(*case.args))
+    times: dict[str, list[float]] = {name: [] for name in compiled}
+    memory = {
+        name: program.memory_analysis().temp_size_in_bytes
+        for name, program in compiled.items()
+    }
+    order = list(compiled)
+    shuffle = random.Random(0).shuffle
+    rows: list[Row] = []
+    for _ in range(3):
+        for _ in range(rounds):
+            # Each starts from the caches that some other one left.
+            shuffle(order)
+            for name in order:
+                start = time.perf_counter()
+                jax.block_until_ready(compiled[name](*case.args))
+                times[name].append(time.perf_counter() - start)
+        rows = summarise(case, times, memory)
+        if all(bar.holds for bar in bars_of(case, rows) if bar.is_time):
+            break
+    return rows
+
+
+def summarise(
+    case: Case, times: dict[str, list[float]], memory: dict[str, int]
+) -> list[Row]:
+    return [
+        Row(
+            way=name,
+            seconds=statistics.median(times[name]),
+            temporaries=memory[name],
+            time_ratio=statistics.median(
+                theirs / ours
+                for theirs, ours in zip(times[name], times[OURS], strict=True)
+            ),
+            memory_ratio=memory[name] / max(memory[OURS], 1),
+            is_unbounded=name in case.unbounded,
+        )
+        for name in times
+    ]
+
+
+def bars_of(case: Case, rows: list[Row]) -> list[Bar]:
+    """No more memory than the best peer, and no more than 3 % more time."""
+    peers = [row for row in rows if row.way != OURS and not row.is_unbounded]
+    least = min(row.memory_ratio for row in peers)
+    fastest = min(row.time_ratio for row in peers)
+    return [
+        Bar(f"{case.name}: temporaries, of the best peer's", 1 / least, 1.0),
+        Bar(f"{case.name}: time, of the best peer's", 1 / fastest, 1.03, is_time=True),
+    ]
+
+
+def table(cases: list[tuple[Case, list[Row]]]) -> str:
+    """The table of the docs: all figures are ratios within one run."""
+    lines = [
+        "| job | way | time ÷ eqxbatch's | temporaries ÷ eqxbatch's |",
+        "|---|---|---:|---:|",
+    ]
+    for case, rows in cases:
+        title = case.title
+        for row in rows:
+            if row.way == OURS:
+                continue
+            way = f"{row.way} (unbounded)" if row.is_unbounded else row.way
+            lines.append(
+                f"| {title} | {way} | {row.time_ratio:.2f} | {row.memory_ratio:.2f} |"
+            )
+            title = ""
+        for way, why in case.missing.items():
+            lines.append(f"| {title} | {way} | {why} | |")
+            title = ""
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    packages = ("jax", "jaxlib", "equinox", "optax", "adv-jax-math")
+    return {
+        "device": jax.devices()[0].device_kind,
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in packages},
+    }
+
+
+def describe(machine: dict[str, Any]) -> str:
+    versions = ", ".join(
+        f"{name} {machine[name]}"
+        for name in ("jax", "equinox", "optax", "adv-jax-math")
+    )
+    return (
+        f"Measured on {machine['cores']} cores of an {machine['processor']} (device: "
+        f"{machine['device']}), with Python {machine['python']}, {versions}."
+    )
+
+
+def write(folder: pathlib.Path, name: str, results: dict[str, Any], text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+    (folder / f"{name}.md").write_text(text + "\n")
