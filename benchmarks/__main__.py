@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="small jobs and few rounds; writes to build/benchmarks and not to the docs",
+        help="small jobs and few rounds, written to build/benchmarks, not to the docs",
     )
     parser.add_argument(
         "--no-time-bars",

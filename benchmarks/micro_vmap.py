@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import optax
-from eqxbatch import filter_micro_vmap, filter_microbatch, Mean, Sum
 
+from eqxbatch import filter_micro_vmap, filter_microbatch, Mean, Sum
 from .harness import Bar, bars_of, Case, describe, machine, measure, OURS, table
 
 

@@ -11,13 +11,14 @@ import statistics
 import time
 
 import equinox as eqx
-import eqxbatch
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import matplotlib.pyplot as plt
 import optax
 from sklearn.datasets import load_digits
+
+import eqxbatch
 
 
 # %% [markdown]
