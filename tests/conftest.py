@@ -1,10 +1,14 @@
 import contextlib
 import gc
+import os
 import random
 
 import jax
 import pytest
 
+
+# Read when JAX first looks for devices, which is later than here.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -11,7 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
-from .block import Block, Blocks
+from .block import Block, Blocks, merge_parts, split_parts
+from .mesh import with_type_of
 
 
 _State = TypeVar("_State")
@@ -109,15 +110,21 @@ class Concat(AbstractAccumulator[Array]):
         axis = self.axis_of(value)
         extent = self.extent(value, blocks)
         shape = (*value.shape[:axis], extent, *value.shape[axis + 1 :])
-        return jnp.zeros(shape, value.dtype)
+        return with_type_of(value, jnp.zeros(shape, value.dtype))
 
     def update(
         self, state: Shaped[Array, "..."], value: Shaped[Array, "..."], block: Block
     ) -> Shaped[Array, "..."]:
         axis = self.axis_of(value)
+        parts = self.parts_of(value, block)
+        if parts > 1:
+            state = split_parts(state, axis, parts)
+            value = split_parts(value, axis, parts)
+            axis += 1
         rows = value.shape[axis]
         start = state.shape[axis] - rows if block.is_remainder else block.index * rows
-        return lax.dynamic_update_slice_in_dim(state, value, start, axis)
+        state = lax.dynamic_update_slice_in_dim(state, value, start, axis)
+        return merge_parts(state, axis - 1) if parts > 1 else state
 
     def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         return state
@@ -134,6 +141,11 @@ class Concat(AbstractAccumulator[Array]):
         # any other number of rows is the same for every block.
         per_example, per_block = divmod(rows, blocks.size)
         return rows * blocks.num if per_block else per_example * blocks.total
+
+    def parts_of(self, value: Any, block: Block) -> int:
+        """The parts that the rows of a block are from; 1 if they are of no example."""
+        rows = value.shape[self.axis_of(value)]
+        return 1 if rows % block.size else block.parts
 
     def axis_of(self, value: Any) -> int:
         """`axis`, counted from the front."""

@@ -11,10 +11,16 @@ class Blocks(eqx.Module):
 
     Block `i` holds the examples `[i * size, (i + 1) * size)`; where `size` does not
     divide `total`, one shorter block of `remainder` examples comes last.
+
+    Examples that are spread over a mesh lie in `parts` equal parts, one after the
+    other. A block then has the same share of each of them, so that all devices work on
+    every block and no example leaves its device: of each part, block `i` holds the
+    examples `[i * size / parts, (i + 1) * size / parts)`.
     """
 
     total: int = eqx.field(static=True)
     size: int = eqx.field(static=True)
+    parts: int = eqx.field(static=True, default=1)
 
     @property
     def num_full(self) -> int:
@@ -33,34 +39,60 @@ class Block(eqx.Module):
     """One block of a [`eqxbatch.AbstractAccumulator`][]'s run.
 
     - `index`: the number of the block, counted from 0.
-    - `start`: the first example that it holds.
+    - `start`: how many examples come before it.
     - `size`: how many examples it holds; known at trace time.
     - `is_remainder`: whether it is the shorter block at the end.
+    - `parts`: as in [`eqxbatch.Blocks`][].
     """
 
     index: int | Int[Array, ""]
     start: int | Int[Array, ""]
     size: int = eqx.field(static=True)
     is_remainder: bool = eqx.field(static=True)
+    parts: int = eqx.field(static=True)
 
     def take(self, array: Shaped[Array, "..."], axis: int = 0) -> Shaped[Array, "..."]:
-        """The rows `[start, start + size)` of an array over all examples."""
+        """The rows of this block, of an array over all examples."""
         if array.shape[axis] == self.size:
             return array
-        if isinstance(self.start, int):
-            return lax.slice_in_dim(array, self.start, self.start + self.size, 1, axis)
-        return lax.dynamic_slice_in_dim(array, self.start, self.size, axis)
+        if self.parts == 1:
+            return _rows(array, self.start, self.size, axis)
+        array = split_parts(array, axis, self.parts)
+        start, size = self.start // self.parts, self.size // self.parts
+        return merge_parts(_rows(array, start, size, axis + 1), axis)
+
+
+def _rows(
+    array: Shaped[Array, "..."], start: int | Int[Array, ""], size: int, axis: int
+) -> Shaped[Array, "..."]:
+    if isinstance(start, int):
+        return lax.slice_in_dim(array, start, start + size, 1, axis)
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
+
+
+def split_parts(x: Shaped[Array, "..."], axis: int, parts: int) -> Shaped[Array, "..."]:
+    """Splits an axis into one for the parts and one for the rows of each."""
+    rows = x.shape[axis] // parts
+    return x.reshape(*x.shape[:axis], parts, rows, *x.shape[axis + 1 :])
+
+
+def merge_parts(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
+    """Merges an axis with the one behind it."""
+    rows = x.shape[axis] * x.shape[axis + 1]
+    return x.reshape(*x.shape[:axis], rows, *x.shape[axis + 2 :])
 
 
 def full_block(blocks: Blocks, index: int | Int[Array, ""]) -> Block:
     """The full block number `index`."""
-    return Block(index, index * blocks.size, blocks.size, is_remainder=False)
+    start, size = index * blocks.size, blocks.size
+    return Block(index, start, size, is_remainder=False, parts=blocks.parts)
 
 
 def remainder_block(blocks: Blocks) -> Block:
     """The shorter block that comes after the full ones."""
-    start = blocks.num_full * blocks.size
-    return Block(blocks.num_full, start, blocks.remainder, is_remainder=True)
+    index, size = blocks.num_full, blocks.remainder
+    start = index * blocks.size
+    return Block(index, start, size, is_remainder=True, parts=blocks.parts)
 
 
 def block_struct(x: Array, axis: int, size: int) -> jax.ShapeDtypeStruct:

@@ -12,8 +12,17 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from .accumulators import Concat
-from .block import Block, block_struct, Blocks, full_block, remainder_block
+from .block import (
+    Block,
+    block_struct,
+    Blocks,
+    full_block,
+    merge_parts,
+    remainder_block,
+    split_parts,
+)
 from .layout import evaluate_in_loop, evaluate_jaxpr
+from .mesh import is_on_mesh, with_type_of, zeros_like
 from .slots import Slot, Slots
 
 
@@ -85,8 +94,8 @@ def run_blocks(
         remainder = full
 
     outs = [x for x in jtu.tree_leaves(output) if _is_struct(x)]
-    if any(_varying(jax.typeof(x)) for x in [*arrays, *full.consts]):
-        # Not all versions of JAX tell along with the shapes how the arrays vary.
+    if any(is_on_mesh(x) for x in [*arrays, *full.consts]):
+        # Not all versions of JAX tell along with the shapes how the arrays are spread.
         evaluate = functools.partial(evaluate_jaxpr, full.jaxpr, full.consts)
         outs = jax.eval_shape(evaluate, structs(blocks.size))
 
@@ -247,8 +256,9 @@ class _Run:
     def initial_state(self, slot: Slot, value: PyTree) -> Any:
         """The state before the first block, with the type that it has after it.
 
-        Inside of `jax.shard_map`, the result of a block differs between devices. The
-        state must be said to do so from the start, although all devices start alike.
+        The result of a block is spread over a mesh, or differs between the devices of
+        a `jax.shard_map`. The state must do so from the start, although it is zero, or
+        the like, on all of them.
         """
         with slot.named():
             state = slot.accumulator.init(value, self.blocks)
@@ -264,7 +274,7 @@ class _Run:
                 f"structure, shapes and dtypes of its state: `init` returned {before} "
                 f"and `update` {after}."
             )
-        return jtu.tree_map(_vary_like, state, after)
+        return jtu.tree_map(with_type_of, after, state)
 
     def is_collected(self, slot: Slot) -> bool:
         """Whether blocks are outputs of the scan, rather than written into its carry.
@@ -301,18 +311,22 @@ class _Run:
         carry = (states, jnp.zeros((), jnp.int32))
         (states, num_ran), collected = lax.scan(step, carry, rows, self.num_steps)
         merged = [
-            None if value is None else _merge(value, slot.accumulator.axis)
+            None if value is None else self.merged(slot, value)
             for slot, value in zip(self.slots, collected, strict=True)
         ]
         return states, [merged], num_ran
 
     def cut(self, x: Array, axis: int) -> Array:
         """The full blocks of an array, along a new axis 0."""
-        num, size = self.num_steps, self.blocks.size
-        if x.shape[axis] != num * size:
-            x = lax.slice_in_dim(x, 0, num * size, 1, axis)
-        shape = (*x.shape[:axis], num, size, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x.reshape(shape), axis, 0)
+        num, parts = self.num_steps, self.blocks.parts
+        if parts > 1:
+            x = split_parts(x, axis, parts)
+            axis += 1
+        rows = num * self.blocks.size // parts
+        if x.shape[axis] != rows:
+            x = lax.slice_in_dim(x, 0, rows, 1, axis)
+        x = jnp.moveaxis(split_parts(x, axis, num), axis, 0)
+        return merge_parts(x, axis) if parts > 1 else x
 
     def values(self, block: Block, rows: list, condition: Array | None) -> list[PyTree]:
         """The values of a block, or zeros if it is not to run.
@@ -345,7 +359,7 @@ class _Run:
             if condition is None:
                 return compute(rows)
             shapes = jax.eval_shape(compute, rows)
-            skip = lambda _: jtu.tree_map(jnp.zeros_like, shapes)
+            skip = lambda _: jtu.tree_map(zeros_like, shapes)
             return lax.cond(condition, compute, skip, rows)
 
     def updated(self, states: list, values: list, block: Block) -> list:
@@ -364,24 +378,36 @@ class _Run:
             new_states.append(new)
         return new_states
 
+    def merged(self, slot: Slot, stacked: Array) -> Array:
+        """The rows of all full blocks, which are along a new axis 0: undoes `cut`."""
+        value = jax.eval_shape(lambda x: x[0], stacked)
+        axis, parts = self.rows_of(slot, value)
+        if parts > 1:
+            stacked = split_parts(stacked, axis + 1, parts)
+            x = merge_parts(jnp.moveaxis(stacked, 0, axis + 1), axis + 1)
+        else:
+            x = jnp.moveaxis(stacked, 0, axis)
+        return merge_parts(x, axis)
+
     def joined(self, slot: Slot, value: Any, pieces: list) -> Array:
         """The result of a collected slot; what did not run is zero, as in `Concat`."""
-        concat = slot.accumulator
-        assert isinstance(concat, Concat)
-        axis = concat.axis_of(value)
-        whole = jax.eval_shape(lambda: concat.init(value, self.blocks))
+        axis, parts = self.rows_of(slot, value)
+        whole = jax.eval_shape(lambda: slot.accumulator.init(value, self.blocks))
         missing = whole.shape[axis] - sum(piece.shape[axis] for piece in pieces)
         if missing:
-            shape = (*whole.shape[:axis], missing, *whole.shape[axis + 1 :])
-            pieces = [*pieces, jnp.zeros(shape, whole.dtype)]
-        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
+            pieces = [*pieces, zeros_like(block_struct(whole, axis, missing))]
+        if len(pieces) == 1:
+            return pieces[0]
+        if parts == 1:
+            return jnp.concatenate(pieces, axis)
+        pieces = [split_parts(piece, axis, parts) for piece in pieces]
+        return merge_parts(jnp.concatenate(pieces, axis + 1), axis)
 
-
-def _merge(x: Array, axis: int) -> Array:
-    """Undoes `_Run.cut`, for the blocks along axis 0."""
-    axis %= x.ndim - 1
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    def rows_of(self, slot: Slot, value: Any) -> tuple[int, int]:
+        """The axis of the rows in the value of a full block, and their parts."""
+        concat = slot.accumulator
+        assert isinstance(concat, Concat)
+        return concat.axis_of(value), concat.parts_of(value, full_block(self.blocks, 0))
 
 
 def _as_strong(x: Any) -> Array:
@@ -394,19 +420,6 @@ def _as_strong(x: Any) -> Array:
 def _types(struct: PyTree) -> tuple:
     leaves, treedef = jtu.tree_flatten(struct)
     return treedef, [(x.shape, x.dtype) for x in leaves]
-
-
-def _vary_like(x: Array, struct: jax.ShapeDtypeStruct) -> Array:
-    if _varying(struct) <= _varying(jax.typeof(x)):
-        return x
-    # Chooses `x` always, but with the type of both.
-    return lax.select(jnp.ones(x.shape, bool), x, jnp.zeros_like(struct))
-
-
-def _varying(x: Any) -> frozenset:
-    """The mesh axes over which an array varies; JAX 0.10 has another name for it."""
-    manual = getattr(x, "manual_axis_type", None)
-    return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
 
 
 def _is_none(x: Any) -> bool:

@@ -13,6 +13,7 @@ from .._blocks.axes import Batch
 from .._blocks.block import Blocks
 from .._blocks.loop import run_blocks
 from .._blocks.memory import check_size, MemoryBudget, resolve_size
+from .._blocks.mesh import num_parts
 from .._blocks.slots import Slots
 
 
@@ -30,10 +31,14 @@ class Blocking(eqx.Module):
         self.num_real_microbatches = _check_count(num_real_microbatches)
         self.checkpoint = checkpoint
 
-    def size(
-        self, total: int, run: Callable[["Blocking"], Callable], operands: PyTree
-    ) -> int:
-        """The microbatch size for `total` examples.
+    def blocks(
+        self,
+        batch: Batch,
+        total: int,
+        run: Callable[["Blocking"], Callable],
+        operands: PyTree,
+    ) -> Blocks:
+        """How a batch of `total` examples is cut.
 
         `run(blocking)(operands)` is the whole transform, for a budget to measure.
         """
@@ -41,7 +46,10 @@ class Blocking(eqx.Module):
         def run_with(size: int) -> Callable[[PyTree], Any]:
             return run(eqx.tree_at(lambda b: b.microbatch_size, self, size))
 
-        return resolve_size(self.microbatch_size, total, run_with, operands)
+        size = resolve_size(self.microbatch_size, total, run_with, operands)
+        parts = num_parts(batch.arrays, batch.axes, total)
+        # Each part gives the same share.
+        return Blocks(total, min(-(-size // parts) * parts, max(total, 1)), parts)
 
     def run(
         self,

@@ -32,8 +32,9 @@ class _MicroVmap(AbstractTransform):
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         batch = split_batch(fun, self.in_axes, args, kwargs)
         total = batch.total(self.axis_size)
-        size = self.blocking.size(total, self.with_blocking, (fun, args, kwargs))
-        blocks = Blocks(total, size)
+        blocks = self.blocking.blocks(
+            batch, total, self.with_blocking, (fun, args, kwargs)
+        )
 
         def run(rows: list, size: int) -> tuple[PyTree, tuple]:
             return self.vmap(fun, batch, rows, size)

@@ -8,7 +8,6 @@ import equinox as eqx
 from jaxtyping import Array, Int, PyTree
 
 from .._blocks.axes import split_batch
-from .._blocks.block import Blocks
 from .._blocks.memory import MemoryBudget
 from .._blocks.moments import Sum
 from .._blocks.slots import match_accumulators, Slots
@@ -24,7 +23,9 @@ class _Microbatch(AbstractTransform):
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         batch = split_batch(fun, self.in_axes, args, kwargs)
         total = batch.total()
-        size = self.blocking.size(total, self.with_blocking, (fun, args, kwargs))
+        blocks = self.blocking.blocks(
+            batch, total, self.with_blocking, (fun, args, kwargs)
+        )
 
         def run(rows: list, _: int) -> tuple[PyTree, None]:
             args, kwargs = batch.arguments(rows)
@@ -33,7 +34,7 @@ class _Microbatch(AbstractTransform):
         def make_slots(output: PyTree, _: None) -> Slots:
             return match_accumulators(self.accumulator, output)
 
-        return self.blocking.run(batch, Blocks(total, size), run, make_slots)
+        return self.blocking.run(batch, blocks, run, make_slots)
 
     def with_blocking(self, blocking: Blocking) -> Callable[[PyTree], Any]:
         other = _Microbatch(self.in_axes, self.accumulator, blocking)

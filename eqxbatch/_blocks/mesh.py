@@ -1,0 +1,72 @@
+"""What arrays say of the mesh of devices that they are on."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+from jaxtyping import Array
+
+
+def _axes(x: Any) -> dict[str, tuple[int, AxisType]]:
+    """Size and type of the axes of the mesh that an array, or a struct, is on."""
+    mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty:
+        return {}
+    return {
+        name: (mesh.shape[name], kind)
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    }
+
+
+def is_on_mesh(x: Array) -> bool:
+    return bool(_axes(jax.typeof(x)))
+
+
+def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
+    """The number of equal parts in which to see a batch of `total` examples.
+
+    With that many parts, each of them is on one device, however the arrays are spread
+    over the meshes that they are on. With `jax.sharding.AxisType.Auto`, only the
+    compiler knows how that is, but any way divides the number of devices. (Inside of
+    `jax.shard_map`, there is nothing but the rows of one device, and so one part.)
+    """
+    devices, needed = 1, 1
+    for x, axis in zip(arrays, axes, strict=True):
+        struct = jax.typeof(x)
+        mesh_axes = _axes(struct)
+        sizes = [size for size, kind in mesh_axes.values() if kind != AxisType.Manual]
+        devices = math.lcm(devices, math.prod(sizes))
+        if AxisType.Explicit in [kind for _, kind in mesh_axes.values()]:
+            spec = [*struct.sharding.spec, *[None] * struct.ndim][axis]
+            names = spec if isinstance(spec, tuple) else (spec,)
+            shards = [mesh_axes[name][0] for name in names if name is not None]
+            needed = math.lcm(needed, math.prod(shards))
+    return devices if total % devices == 0 else needed
+
+
+def with_type_of(struct: Any, x: Array) -> Array:
+    """`x`, sharded as `struct` says and varying over the mesh as it does."""
+    if any(kind == AxisType.Explicit for _, kind in _axes(struct).values()):
+        x = jax.sharding.reshard(x, struct.sharding)
+    missing = varying(struct) - varying(jax.typeof(x))
+    if not missing:
+        return x
+    pvary = getattr(lax, "pvary", None)  # Has become `pcast` in JAX 0.9.
+    if pvary is not None:
+        return pvary(x, tuple(missing))
+    return lax.pcast(x, tuple(missing), to="varying")
+
+
+def zeros_like(struct: Any) -> Array:
+    """Zeros of the type of `struct`."""
+    return with_type_of(struct, jnp.zeros(struct.shape, struct.dtype))
+
+
+def varying(x: Any) -> frozenset:
+    """The mesh axes over which an array varies, inside of `jax.shard_map`."""
+    # JAX 0.10 has another name for it.
+    manual = getattr(x, "manual_axis_type", None)
+    return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
