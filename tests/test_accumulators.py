@@ -445,11 +445,8 @@ def test_optax_accumulator_objects(getkey):
     fun = lambda x: (x, {"a": 2 * x})
     for accumulator in (product, (product, {"a": product})):
         got = filter_micro_vmap(fun, microbatch_size=4, accumulator=accumulator)(x)
+        # Not against optax's own `micro_vmap`: that of optax 0.2.7 gets these wrong.
         assert_same(got, (x.prod(0), {"a": (2 * x).prod(0)}), tol=1e-4)
-        theirs = optax.microbatching.micro_vmap(
-            fun, microbatch_size=4, accumulator=accumulator
-        )
-        assert_same(got, theirs(x))
 
 
 # Memory

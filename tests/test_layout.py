@@ -6,11 +6,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from eqxbatch import filter_micro_vmap, filter_microbatch, Mean
 from eqxbatch._blocks.layout import evaluate_in_loop
 from .helpers import assert_same, normal
+
+
+def is_jaxpr(x):
+    return isinstance(x, (Jaxpr, ClosedJaxpr))
 
 
 def conv_layouts(fun, *args):
@@ -21,8 +25,9 @@ def conv_layouts(fun, *args):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "conv_general_dilated":
                 found.append(tuple(eqn.params["dimension_numbers"]))
-            for sub in jaxprs_in_params(eqn.params):
-                visit(sub)
+            for value in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr):
+                if is_jaxpr(value):
+                    visit(getattr(value, "jaxpr", value))
 
     visit(jax.make_jaxpr(fun)(*args).jaxpr)
     return found

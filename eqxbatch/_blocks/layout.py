@@ -38,16 +38,13 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
         return var.val if isinstance(var, jex.Literal) else values[var]
 
     pending: list = []
+    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+    used = {atom for atom in atoms if not isinstance(atom, jex.Literal)}
 
     def flush() -> None:
         # What lies between two convolutions runs as JAX itself would run it.
         if pending:
-            outs = [
-                var
-                for eqn in pending
-                for var in eqn.outvars
-                if not isinstance(var, jex.DropVar)
-            ]
+            outs = [var for eqn in pending for var in eqn.outvars if var in used]
             results = _run_equations(jaxpr, pending, outs, values)
             values.update(zip(outs, results, strict=True))
             pending.clear()

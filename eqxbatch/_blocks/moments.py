@@ -1,5 +1,6 @@
 """Sums and moments over examples: exact for ragged blocks and after an early stop."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -46,7 +47,7 @@ class Sum(AbstractAccumulator[_Total]):
                 "result for a whole microbatch. Pass the weights to `fun` as a batched "
                 "argument, or use `Mean(weights=...)`."
             )
-        return _zeros(jax.eval_shape(self._whole, value))
+        return _zeros_of(lambda value, _: self._whole(value), value, blocks)
 
     def update(self, state: _Total, value: Any, block: Block) -> _Total:
         return _Total(state.total + self._whole(value).total, None, state.dtype)
@@ -92,8 +93,7 @@ class Mean(AbstractAccumulator[_Total]):
 
     def init(self, value: Any, blocks: Blocks) -> _Total:
         _check_weights("Mean", self.weights, blocks)
-        block = full_block(blocks, 0)
-        return _zeros(jax.eval_shape(lambda v: self._whole(v, block), value))
+        return _zeros_of(self._whole, value, blocks)
 
     def update(self, state: _Total, value: Any, block: Block) -> _Total:
         value = self._whole(value, block)
@@ -149,8 +149,7 @@ class RunningMean(AbstractAccumulator[_Spread]):
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
     def init(self, value: Any, blocks: Blocks) -> _Spread:
-        block = full_block(blocks, 0)
-        return _zeros(jax.eval_shape(lambda v: self._whole(v, block), value))
+        return _zeros_of(self._whole, value, blocks)
 
     def update(self, state: _Spread, value: Any, block: Block) -> _Spread:
         value = self._whole(value, block)
@@ -208,8 +207,7 @@ class Variance(AbstractAccumulator[_Spread]):
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
     def init(self, value: Any, blocks: Blocks) -> _Spread:
-        block = full_block(blocks, 0)
-        return _zeros(jax.eval_shape(lambda v: self._whole(v, block), value))
+        return _zeros_of(self._whole, value, blocks)
 
     def update(self, state: _Spread, value: Any, block: Block) -> _Spread:
         value = self._whole(value, block)
@@ -247,7 +245,10 @@ class Variance(AbstractAccumulator[_Spread]):
         )
 
 
-def _zeros(struct: Any) -> Any:
+def _zeros_of(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
+    """Zeros of the form that `whole` brings the value of a block to."""
+    block = full_block(blocks, 0)
+    struct = jax.eval_shape(lambda value: whole(value, block), value)
     return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
 
 
