@@ -7,7 +7,17 @@ import jax.random as jr
 import optax
 import pytest
 
-from eqxbatch import Concat, filter_micro_vmap, Mean, Sum
+from eqxbatch import (
+    Concat,
+    filter_micro_vmap,
+    Last,
+    LogSumExp,
+    Max,
+    Mean,
+    MeanAndVariance,
+    Sum,
+    Variance,
+)
 from .helpers import assert_same, BLOCK, normal, TOTALS
 
 
@@ -313,6 +323,26 @@ def test_num_real_microbatches(count, traced, getkey):
     assert_same(micro(jnp.sin, accumulator=Sum())(x), kept.sum(axis=0))
     mean = micro(jnp.sin, accumulator=Mean())(x)
     assert_same(mean, kept.sum(axis=0) / rows if rows else jnp.full(2, jnp.nan))
+
+
+@pytest.mark.parametrize("traced", (True, False))
+@pytest.mark.parametrize("count", (1, 2, 4))
+def test_accumulators_do_not_see_what_does_not_run(count, traced, getkey):
+    x = normal(getkey(), (13,)) - 10  # So that a zero would be the largest.
+    kept = x[: 4 * count]
+    for accumulator, expected in (
+        (Max(), kept.max()),
+        (LogSumExp(), jax.nn.logsumexp(kept)),
+        (Last(), kept[-1]),
+        (Variance(), MeanAndVariance(kept.mean(), kept.var())),
+    ):
+        micro = filter_micro_vmap(
+            lambda x: x,
+            microbatch_size=4,
+            accumulator=accumulator,
+            num_real_microbatches=jnp.array(count) if traced else count,
+        )
+        assert_same(micro(x), expected, tol=1e-4)
 
 
 @pytest.mark.parametrize("checkpoint", (True, False))
