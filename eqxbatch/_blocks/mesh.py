@@ -21,7 +21,7 @@ def _axes(x: Any) -> dict[str, tuple[int, AxisType]]:
     }
 
 
-def is_on_mesh(x: Array) -> bool:
+def is_on_mesh(x: Any) -> bool:
     return bool(_axes(jax.typeof(x)))
 
 
