@@ -139,7 +139,7 @@ for (name, values), style in zip(history.items(), ("-", "--"), strict=True):
 left.set(xlabel="step", ylabel="loss")
 left.legend(frameon=False)
 right.barh(list(megabytes), list(megabytes.values()), height=0.5)
-right.set(xlabel="peak temporary memory of a step [MB]")
+right.set(xlabel="peak temporaries of a step [MB]")
 right.invert_yaxis()
 path = pathlib.Path("quickstart.png")
 figure.savefig(path, dpi=150)

@@ -102,6 +102,18 @@ class Concat(AbstractAccumulator[Array]):
 
     This is the default. Blocks are written into the result in place; where
     `num_real_microbatches` stops early, the rows that were not reached are zero.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Concat()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        [0. 2. 4. 6. 8.]
+
+        ```
     """
 
     axis: int = eqx.field(static=True, default=0)
@@ -162,6 +174,18 @@ class Last(AbstractAccumulator[Array]):
     """The result of the last example (or microbatch) that ran.
 
     Raises `ValueError` where there are no examples.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Last()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        8.0
+
+        ```
     """
 
     def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
@@ -191,6 +215,18 @@ class Max(AbstractAccumulator[Array]):
 
     For no examples it is the identity of the maximum: `-inf`, or the smallest integer.
     Raises `TypeError` for complex results, which have no order.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Max()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        8.0
+
+        ```
     """
 
     def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
@@ -216,6 +252,18 @@ class Min(AbstractAccumulator[Array]):
 
     For no examples it is the identity of the minimum: `inf`, or the largest integer.
     Raises `TypeError` for complex results, which have no order.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Min()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        0.0
+
+        ```
     """
 
     def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
@@ -250,6 +298,18 @@ class LogSumExp(AbstractAccumulator[_LogTotal]):
         result's own otherwise. The result comes back in its own dtype.
 
     For no examples it is `-inf`. Raises `TypeError` for integer results.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.LogSumExp()
+        ... )
+        >>> print(f(jnp.arange(5.0)).round(3))
+        8.145
+
+        ```
     """
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)

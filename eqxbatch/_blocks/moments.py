@@ -34,6 +34,18 @@ class Sum(AbstractAccumulator[_Total]):
 
     The sum comes back in the dtype of the results, except for integers and bools,
     where it has the dtype that it was added in.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Sum()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        20.0
+
+        ```
     """
 
     weights: Shaped[Array, " n"] | None = None
@@ -86,6 +98,18 @@ class Mean(AbstractAccumulator[_Total]):
     The mean comes back in the dtype of the results. It is NaN over no examples, and
     where the weights add up to zero. Raises `TypeError` for integer results unless
     `dtype` is given, which is then the dtype of the mean.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Mean()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        4.0
+
+        ```
     """
 
     weights: Shaped[Array, " n"] | None = None
@@ -139,6 +163,18 @@ class RunningMean(AbstractAccumulator[_Spread]):
     **Arguments:**
 
     - `dtype`: the dtype to compute in, as for [`eqxbatch.Mean`][].
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.RunningMean()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        4.0
+
+        ```
 
     ??? cite
 
@@ -195,6 +231,19 @@ class Variance(AbstractAccumulator[_Spread]):
     - `dtype`: the dtype to compute in, as for [`eqxbatch.Mean`][].
 
     Raises `TypeError` for integer results unless `dtype` is given.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Variance()
+        ... )
+        >>> mean, variance = f(jnp.arange(5.0))
+        >>> print(mean, variance)
+        4.0 8.0
+
+        ```
 
     ??? cite
 
