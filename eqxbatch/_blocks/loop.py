@@ -23,7 +23,7 @@ from .block import (
 )
 from .layout import evaluate_in_loop, evaluate_jaxpr
 from .mesh import is_on_mesh, with_type_of, zeros_like
-from .slots import Slot, Slots
+from .slots import array_structs, is_struct, Slot, Slots
 
 
 class _Operands(eqx.Module):
@@ -93,7 +93,7 @@ def run_blocks(
     else:
         remainder = full
 
-    outs = [x for x in jtu.tree_leaves(output) if _is_struct(x)]
+    outs = array_structs(output)
     if any(is_on_mesh(x) for x in [*arrays, *full.consts]):
         # Not all versions of JAX tell along with the shapes how the arrays are spread.
         evaluate = functools.partial(evaluate_jaxpr, full.jaxpr, full.consts)
@@ -119,8 +119,8 @@ def run_blocks(
 
 
 def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
-    arrays, static = eqx.partition(output, _is_struct)
-    other_arrays, other_static = eqx.partition(remainder, _is_struct)
+    arrays, static = eqx.partition(output, is_struct)
+    other_arrays, other_static = eqx.partition(remainder, is_struct)
     if not eqx.tree_equal(static, other_static):
         raise ValueError(
             "What `fun` returns besides arrays must be the same for every microbatch; "
@@ -143,8 +143,7 @@ def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
 def _check_rows(
     slots: list[Slot], output: PyTree, remainder: PyTree, blocks: Blocks
 ) -> None:
-    full = [x for x in jtu.tree_leaves(output) if _is_struct(x)]
-    rest = [x for x in jtu.tree_leaves(remainder) if _is_struct(x)]
+    full, rest = array_structs(output), array_structs(remainder)
     for slot in slots:
         concat = slot.accumulator
         if not isinstance(concat, Concat) or slot.per_example:
@@ -424,7 +423,3 @@ def _types(struct: PyTree) -> tuple:
 
 def _is_none(x: Any) -> bool:
     return x is None
-
-
-def _is_struct(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)

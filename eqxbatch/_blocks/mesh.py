@@ -54,10 +54,11 @@ def with_type_of(struct: Any, x: Array) -> Array:
     missing = varying(struct) - varying(jax.typeof(x))
     if not missing:
         return x
-    pvary = getattr(lax, "pvary", None)  # Has become `pcast` in JAX 0.9.
-    if pvary is not None:
-        return pvary(x, tuple(missing))
-    return lax.pcast(x, tuple(missing), to="varying")
+    pcast = getattr(lax, "pcast", None)
+    if pcast is not None:
+        return pcast(x, tuple(missing), to="varying")
+    pvary: Any = getattr(lax, "pvary")  # noqa: B009  # What JAX 0.7 has for it.
+    return pvary(x, tuple(missing))
 
 
 def zeros_like(struct: Any) -> Array:

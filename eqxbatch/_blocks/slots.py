@@ -109,14 +109,14 @@ class Slots:
         remaining = list(results)
 
         def place(leaf: Any) -> PyTree:
-            return remaining.pop(0) if _is_struct(leaf) else leaf
+            return remaining.pop(0) if is_struct(leaf) else leaf
 
         parts = []
         for accumulator, part in self._parts:
             if accumulator is None or accumulator.leafwise:
                 parts.append(jtu.tree_map(place, part))
             else:
-                arrays, static = eqx.partition(part, _is_struct)
+                arrays, static = eqx.partition(part, is_struct)
                 if not jtu.tree_leaves(arrays):
                     parts.append(part)
                     continue
@@ -153,7 +153,7 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
 
     slots: list[Slot] = []
     for path, acc, part in places:
-        arrays = eqx.filter(part, _is_struct)
+        arrays = eqx.filter(part, is_struct)
         paths, treedef = jtu.tree_flatten_with_path(arrays)
         if not paths:
             continue
@@ -175,5 +175,10 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
     return Slots(slots, parts, treedef)
 
 
-def _is_struct(x: Any) -> bool:
+def is_struct(x: Any) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def array_structs(output: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of an output, in the order in which slots number them."""
+    return [x for x in jtu.tree_leaves(output) if is_struct(x)]

@@ -1,5 +1,6 @@
 """What the transforms that run in microbatches have in common."""
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from .._blocks.loop import run_blocks
 from .._blocks.memory import check_size, MemoryBudget, resolve_size
 from .._blocks.mesh import num_parts
 from .._blocks.slots import Slots
+from .wrapper import AbstractTransform
 
 
 class Blocking(eqx.Module):
@@ -35,18 +37,21 @@ class Blocking(eqx.Module):
         self,
         batch: Batch,
         total: int,
-        run: Callable[["Blocking"], Callable],
-        operands: PyTree,
+        transform: AbstractTransform,
+        call: tuple[Callable, tuple, dict[str, Any]],
     ) -> Blocks:
         """How a batch of `total` examples is cut.
 
-        `run(blocking)(operands)` is the whole transform, for a budget to measure.
+        `transform` is what this is the `blocking` of, and `call` what it is applied to:
+        the program for a budget to measure.
         """
 
-        def run_with(size: int) -> Callable[[PyTree], Any]:
-            return run(eqx.tree_at(lambda b: b.microbatch_size, self, size))
+        def run_with(size: int) -> Callable[[tuple], Any]:
+            blocking = dataclasses.replace(self, microbatch_size=size)
+            sized = dataclasses.replace(transform, blocking=blocking)
+            return lambda call: sized.apply(*call)
 
-        size = resolve_size(self.microbatch_size, total, run_with, operands)
+        size = resolve_size(self.microbatch_size, total, run_with, call)
         parts = num_parts(batch.arrays, batch.axes, total)
         # Each part gives the same share.
         return Blocks(total, min(-(-size // parts) * parts, max(total, 1)), parts)

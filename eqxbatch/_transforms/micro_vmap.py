@@ -15,7 +15,7 @@ from .._blocks.accumulators import Concat, Last
 from .._blocks.axes import Batch, broadcast_axes, split_batch
 from .._blocks.block import Blocks
 from .._blocks.memory import MemoryBudget
-from .._blocks.slots import match_accumulators, Slot, Slots
+from .._blocks.slots import array_structs, match_accumulators, Slot, Slots
 from .blocked import Blocking
 from .wrapper import AbstractTransform, transformed
 
@@ -32,28 +32,20 @@ class _MicroVmap(AbstractTransform):
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         batch = split_batch(fun, self.in_axes, args, kwargs)
         total = batch.total(self.axis_size)
-        blocks = self.blocking.blocks(
-            batch, total, self.with_blocking, (fun, args, kwargs)
-        )
+        blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
 
         def run(rows: list, size: int) -> tuple[PyTree, tuple]:
             return self.vmap(fun, batch, rows, size)
 
         def make_slots(output: PyTree, axes: tuple) -> Slots:
             slots = match_accumulators(self.accumulator, output)
-            leaves = jtu.tree_leaves(eqx.filter(output, _is_struct))
+            leaves = array_structs(output)
             return dataclasses.replace(
                 slots,
                 slots=[_per_example(s, leaves, axes, blocks) for s in slots.slots],
             )
 
         return self.blocking.run(batch, blocks, run, make_slots)
-
-    def with_blocking(self, blocking: Blocking) -> Callable[[PyTree], Any]:
-        other = eqx.tree_at(
-            lambda t: t.blocking, self, blocking, is_leaf=lambda x: x is None
-        )
-        return lambda call: other.apply(*call)
 
     def vmap(
         self, fun: Callable, batch: Batch, rows: list, size: int
@@ -94,10 +86,6 @@ class _MicroVmap(AbstractTransform):
                 axes.append(axis)
             leaves.append(leaf)
         return jtu.tree_unflatten(traced["treedef"], leaves), tuple(axes)
-
-
-def _is_struct(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _as_array(leaf: Any, axis: int) -> Array:

@@ -23,9 +23,7 @@ class _Microbatch(AbstractTransform):
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         batch = split_batch(fun, self.in_axes, args, kwargs)
         total = batch.total()
-        blocks = self.blocking.blocks(
-            batch, total, self.with_blocking, (fun, args, kwargs)
-        )
+        blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
 
         def run(rows: list, _: int) -> tuple[PyTree, None]:
             args, kwargs = batch.arguments(rows)
@@ -35,10 +33,6 @@ class _Microbatch(AbstractTransform):
             return match_accumulators(self.accumulator, output)
 
         return self.blocking.run(batch, blocks, run, make_slots)
-
-    def with_blocking(self, blocking: Blocking) -> Callable[[PyTree], Any]:
-        other = _Microbatch(self.in_axes, self.accumulator, blocking)
-        return lambda call: other.apply(*call)
 
 
 def filter_microbatch(
