@@ -178,3 +178,14 @@ def test_fit_of_programs_that_are_not_affine(step):
         got = fit_size(budget, 5000, lambda s: calls.append(s) or bytes_at(s))
         assert bytes_at(got) <= budget
         assert len(calls) <= 4
+
+
+def test_cache_tells_settings_of_the_transform_apart():
+    # Of the same function and arguments: what else the memory depends on.
+    budget = MemoryBudget("40kB")
+    wide = lambda x: jnp.tanh(jnp.outer(x, x))
+    x = X[:64]
+    total = filter_micro_vmap(wide, microbatch_size=budget, accumulator=Sum())
+    assert_same(total(x), jax.vmap(wide)(x).sum(0), tol=1e-4)
+    with pytest.raises(ValueError, match="budget of 40,000 bytes is too small"):
+        filter_micro_vmap(wide, microbatch_size=budget)(x)

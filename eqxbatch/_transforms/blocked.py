@@ -47,11 +47,16 @@ class Blocking(eqx.Module):
         """
 
         def run_with(size: int) -> Callable[[tuple], Any]:
-            blocking = dataclasses.replace(self, microbatch_size=size)
-            sized = dataclasses.replace(transform, blocking=blocking)
-            return lambda call: sized.apply(*call)
+            def run(operands: tuple) -> Any:
+                transform, *call = operands
+                blocking = dataclasses.replace(transform.blocking, microbatch_size=size)
+                return dataclasses.replace(transform, blocking=blocking).apply(*call)
 
-        size = resolve_size(self.microbatch_size, total, run_with, call)
+            return run
+
+        # The transform is one of the operands, as the memory depends on its settings.
+        operands = (transform, *call)
+        size = resolve_size(self.microbatch_size, total, run_with, operands)
         parts = num_parts(batch.arrays, batch.axes, total)
         # Each part gives the same share.
         return Blocks(total, min(-(-size // parts) * parts, max(total, 1)), parts)
