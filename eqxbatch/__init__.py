@@ -19,6 +19,12 @@ from ._blocks.moments import (
     Sum as Sum,
     Variance as Variance,
 )
+from ._transforms.micro_grad import (
+    filter_micro_grad as filter_micro_grad,
+    filter_micro_value_and_grad as filter_micro_value_and_grad,
+    GradientMoments as GradientMoments,
+    GradientStatistics as GradientStatistics,
+)
 from ._transforms.micro_vmap import filter_micro_vmap as filter_micro_vmap
 from ._transforms.microbatch import filter_microbatch as filter_microbatch
 

@@ -43,7 +43,7 @@ def _resolve_axis(name: str, axis: Any) -> int | None:
     )
 
 
-def _positional_names(fun: Callable, num: int) -> list[str]:
+def positional_names(fun: Callable, num: int) -> list[str]:
     """What the first `num` positional arguments of a function are called."""
     names = []
     try:
@@ -69,7 +69,7 @@ _POSITIONAL = (
 def _axes_by_name(fun: Callable, in_axes: dict, args: tuple, kwargs: dict) -> tuple:
     in_axes = dict(in_axes)
     default = eqx.if_array(0)
-    names = _positional_names(fun, len(args))
+    names = positional_names(fun, len(args))
     args_spec = [in_axes.pop(name, default) for name in names]
     kwargs_spec = {name: in_axes.pop(name, default) for name in kwargs}
     if in_axes:
@@ -146,7 +146,7 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
     axes = broadcast_axes("in_axes", args_spec, args)
     axes += broadcast_axes("in_axes", kwargs_spec, kwargs)
     paths, treedef = jtu.tree_flatten_with_path((args, kwargs))
-    parameters = _positional_names(fun, len(args))
+    parameters = positional_names(fun, len(args))
 
     arrays, batch_axes, names, shared = [], [], [], []
     for (path, leaf), axis in zip(paths, axes, strict=True):

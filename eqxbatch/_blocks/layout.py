@@ -1,20 +1,14 @@
 """Convolutions in the one layout that XLA's CPU compiler runs fast inside of loops."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-
-_CALLS = ("pjit", "jit", "closed_call")
-
-
-def evaluate_jaxpr(jaxpr: Any, consts: list, args: list) -> list:
-    """Evaluates a jaxpr as it is."""
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, consts))(*args)
+from .jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
 
 
 def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
@@ -31,46 +25,15 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     if not is_cpu or jaxpr.effects or not _has_convolution(jaxpr):
         return evaluate_jaxpr(jaxpr, consts, args)
 
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, jex.Literal) else values[var]
-
-    pending: list = []
-    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
-    used = {atom for atom in atoms if not isinstance(atom, jex.Literal)}
-
-    def flush() -> None:
-        # What lies between two convolutions runs as JAX itself would run it.
-        if pending:
-            outs = [var for eqn in pending for var in eqn.outvars if var in used]
-            results = _run_equations(jaxpr, pending, outs, values)
-            values.update(zip(outs, results, strict=True))
-            pending.clear()
-
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+    def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
         if _is_convolution(eqn):
-            flush()
-            results = [_channels_last(*map(read, eqn.invars), **eqn.params)]
-        elif name in _CALLS and _has_convolution(_callee(eqn).jaxpr):
-            flush()
-            callee = _callee(eqn)
-            results = evaluate_in_loop(
-                callee.jaxpr, callee.consts, [read(v) for v in eqn.invars]
-            )
-        else:
-            pending.append(eqn)
-            continue
-        values.update(zip(eqn.outvars, results, strict=True))
-    flush()
-    return [read(v) for v in jaxpr.outvars]
+            return lambda ins: [_channels_last(*ins, **eqn.params)]
+        if eqn.primitive.name in CALLS and _has_convolution(callee(eqn).jaxpr):
+            closed = callee(eqn)
+            return lambda ins: evaluate_in_loop(closed.jaxpr, closed.consts, ins)
+        return None
 
-
-def _callee(eqn: Any) -> Any:
-    params = eqn.params
-    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    return evaluate_with(jaxpr, consts, args, replace)
 
 
 def _is_convolution(eqn: Any) -> bool:
@@ -81,21 +44,9 @@ def _is_convolution(eqn: Any) -> bool:
 def _has_convolution(jaxpr: Any) -> bool:
     return any(
         _is_convolution(eqn)
-        or (eqn.primitive.name in _CALLS and _has_convolution(_callee(eqn).jaxpr))
+        or (eqn.primitive.name in CALLS and _has_convolution(callee(eqn).jaxpr))
         for eqn in jaxpr.eqns
     )
-
-
-def _run_equations(jaxpr: Any, eqns: list, outs: list, values: dict) -> list:
-    made: set = set()
-    ins: dict = {}
-    for eqn in eqns:
-        for var in eqn.invars:
-            if not isinstance(var, jex.Literal) and var not in made:
-                ins[var] = None
-        made.update(eqn.outvars)
-    part = jaxpr.replace(constvars=[], invars=list(ins), outvars=outs, eqns=list(eqns))
-    return evaluate_jaxpr(part, [], [values[v] for v in ins])
 
 
 def _channels_last(lhs: Array, rhs: Array, **params: Any) -> Array:

@@ -21,7 +21,8 @@ from .block import (
     remainder_block,
     split_parts,
 )
-from .layout import evaluate_in_loop, evaluate_jaxpr
+from .jaxprs import evaluate_jaxpr
+from .layout import evaluate_in_loop
 from .mesh import is_on_mesh, with_type_of, zeros_like
 from .slots import array_structs, is_struct, Slot, Slots
 

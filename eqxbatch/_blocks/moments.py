@@ -52,7 +52,7 @@ class Sum(AbstractAccumulator[_Total]):
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
     def init(self, value: Any, blocks: Blocks) -> _Total:
-        _check_weights("Sum", self.weights, blocks)
+        check_weights("Sum", self.weights, blocks)
         if self.weights is not None and not isinstance(value, _Total):
             raise ValueError(
                 "Sum(weights=...) weights single examples, but here `fun` returns one "
@@ -116,7 +116,7 @@ class Mean(AbstractAccumulator[_Total]):
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
     def init(self, value: Any, blocks: Blocks) -> _Total:
-        _check_weights("Mean", self.weights, blocks)
+        check_weights("Mean", self.weights, blocks)
         return _zeros_of(self._whole, value, blocks)
 
     def update(self, state: _Total, value: Any, block: Block) -> _Total:
@@ -294,6 +294,36 @@ class Variance(AbstractAccumulator[_Spread]):
         )
 
 
+class OfTotals(AbstractAccumulator[Any]):
+    """A sum or mean over examples whose blocks come as (weighted) sums over them."""
+
+    accumulator: Sum | Mean | RunningMean
+
+    def init(self, value: Any, blocks: Blocks) -> Any:
+        block = full_block(blocks, 0)
+        value = jax.eval_shape(lambda value: self._value(value, block), value)
+        return self.accumulator.init(value, blocks)
+
+    def update(self, state: Any, value: Any, block: Block) -> Any:
+        return self.accumulator.update(state, self._value(value, block), block)
+
+    def finalize(self, state: Any) -> Shaped[Array, "..."]:
+        return self.accumulator.finalize(state)
+
+    def aggregate(self, values: Any, block: Block) -> Any:
+        return self.accumulator.aggregate(values, block)
+
+    def _value(self, total: Array, block: Block) -> Any:
+        accumulator = self.accumulator
+        if isinstance(accumulator, RunningMean):
+            return total / block.size
+        name = type(accumulator).__name__
+        weights = accumulator.weights
+        wide, dtype = _cast(name, total, accumulator.dtype, None, inexact=True)
+        weight = _block_weight(wide.dtype, weights, block)
+        return _Total(wide, weight, dtype)
+
+
 def _zeros_of(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
     """Zeros of the form that `whole` brings the value of a block to."""
     block = full_block(blocks, 0)
@@ -322,7 +352,7 @@ def _cast(
     return value.astype(dtype), dtype if is_exact else value.dtype
 
 
-def _check_weights(name: str, weights: Any, blocks: Blocks) -> None:
+def check_weights(name: str, weights: Any, blocks: Blocks) -> None:
     if weights is not None and weights.shape != (blocks.total,):
         raise ValueError(
             f"{name}(weights=...) needs one weight for each example, shape "

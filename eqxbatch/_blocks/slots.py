@@ -76,12 +76,12 @@ class Slot(eqx.Module):
             raise
 
 
-def _is_accumulator(x: Any) -> bool:
+def is_accumulator(x: Any) -> bool:
     return x is None or isinstance(x, AbstractAccumulator)
 
 
-def _canonicalise(accumulator: Any) -> AbstractAccumulator | None:
-    if _is_accumulator(accumulator):
+def canonicalise(accumulator: Any) -> AbstractAccumulator | None:
+    if is_accumulator(accumulator):
         return accumulator
     if isinstance(accumulator, microbatching.AccumulationType):
         return _FROM_OPTAX[accumulator]()
@@ -135,14 +135,14 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
     Raises `ValueError` where it is no prefix or leaves arrays out, and `TypeError` for
     what is not an accumulator.
     """
-    accumulator = jtu.tree_map(_canonicalise, accumulator, is_leaf=_is_accumulator)
+    accumulator = jtu.tree_map(canonicalise, accumulator, is_leaf=is_accumulator)
     places = []
     try:
         jtu.tree_map_with_path(
             lambda *place: places.append(place),
             accumulator,
             output,
-            is_leaf=_is_accumulator,
+            is_leaf=is_accumulator,
         )
     except (TypeError, ValueError) as e:
         raise ValueError(
@@ -171,7 +171,7 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
             indices = tuple(range(first, first + len(paths)))
             slots.append(Slot(acc, indices, treedef, jtu.keystr(path)))
     parts = [(acc, part) for _, acc, part in places]
-    treedef = jtu.tree_structure(accumulator, is_leaf=_is_accumulator)
+    treedef = jtu.tree_structure(accumulator, is_leaf=is_accumulator)
     return Slots(slots, parts, treedef)
 
 

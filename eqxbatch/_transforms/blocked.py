@@ -61,18 +61,24 @@ class Blocking(eqx.Module):
         # Each part gives the same share.
         return Blocks(total, min(-(-size // parts) * parts, max(total, 1)), parts)
 
+    def num_examples(self, blocks: Blocks) -> int | Array:
+        """How many examples run."""
+        count = self.num_real_microbatches
+        if count is None:
+            return blocks.total
+        return jnp.minimum(count * blocks.size, blocks.total)
+
     def run(
         self,
-        batch: Batch,
+        arrays: list,
+        axes: tuple[int, ...],
         blocks: Blocks,
         fun: Callable[[list, int], tuple[PyTree, Any]],
         make_slots: Callable[[PyTree, Any], Slots],
     ) -> PyTree:
         """Runs `fun` over the blocks of a batch; see `run_blocks`."""
         limit = _check_limit(self.num_real_microbatches, blocks.num)
-        return run_blocks(
-            fun, batch.arrays, batch.axes, blocks, make_slots, limit, self.checkpoint
-        )
+        return run_blocks(fun, arrays, axes, blocks, make_slots, limit, self.checkpoint)
 
 
 def _check_count(count: Any) -> int | Array | None:

@@ -45,7 +45,7 @@ class _MicroVmap(AbstractTransform):
                 slots=[_per_example(s, leaves, axes, blocks) for s in slots.slots],
             )
 
-        return self.blocking.run(batch, blocks, run, make_slots)
+        return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
 
     def vmap(
         self, fun: Callable, batch: Batch, rows: list, size: int

@@ -32,7 +32,7 @@ class _Microbatch(AbstractTransform):
         def make_slots(output: PyTree, _: None) -> Slots:
             return match_accumulators(self.accumulator, output)
 
-        return self.blocking.run(batch, blocks, run, make_slots)
+        return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
 
 
 def filter_microbatch(

@@ -1,0 +1,144 @@
+"""How each leaf's share of the gradients' norms is best computed, from shapes alone."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from .contract import (
+    are_comparable,
+    contract_cost,
+    EXAMPLE,
+    Factors,
+    pair_terms,
+    squared_norm_terms,
+)
+from .trace import Program, Site
+
+
+# How many floating-point operations take as long as moving one byte does: about what
+# matrix products give on CPUs and accelerators. Only orders of magnitude matter.
+FLOPS_PER_BYTE = 16.0
+# Per-example gradients of a convolution, as `vmap` makes them, are grouped
+# convolutions, which compilers run several times slower than matrix products.
+GROUPED_CONVOLUTION = 4.0
+
+Form = Literal["gram", "gradient", "leaf", "unused"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """How the gradients of examples with respect to one leaf are worked with.
+
+    - `form`: `"gram"` forms no gradient, and works with the factors of its sites;
+        `"gradient"` forms the gradient of each example from its factors; `"leaf"` lets
+        automatic differentiation do that, for want of a rule; `"unused"` has no
+        gradient, as the function does not use the leaf.
+    - `keeps`: whether the gradients of a microbatch, once formed for the norms, are
+        kept for the sum. Otherwise the sum is another pass over the factors.
+    - `flops`, `bytes`: for one example, its norm and its share in the sum together.
+    """
+
+    leaf: int
+    form: Form
+    keeps: bool
+    flops: float
+    bytes: float
+
+    @property
+    def cost(self) -> float:
+        return self.flops + FLOPS_PER_BYTE * self.bytes
+
+
+def choose(program: Program, operands: list[jax.ShapeDtypeStruct]) -> list[Contraction]:
+    """The cheapest contraction for each leaf.
+
+    `operands` are the shapes of the operands of one example.
+    """
+    operands = [jax.ShapeDtypeStruct((1, *s.shape), s.dtype) for s in operands]
+    cotangents = [jax.ShapeDtypeStruct((1, *s.shape), s.dtype) for s in program.taps]
+    return [
+        _choose(program, leaf, operands, cotangents)
+        for leaf in range(len(program.leaves))
+    ]
+
+
+def _choose(
+    program: Program, leaf: int, operands: list, cotangents: list
+) -> Contraction:
+    struct = program.leaves[leaf]
+    sites = program.sites_of(leaf)
+    if not sites:
+        return Contraction(leaf, "unused", False, 0.0, 0.0)
+    size = math.prod(struct.shape)
+    width = struct.dtype.itemsize
+    if leaf in program.fallbacks:
+        # Written once and read twice: for the norm, and for the sum.
+        return Contraction(leaf, "leaf", True, 4.0 * size, 3.0 * width * size)
+    factors = sum(_num_factors(site) for site in sites)
+    products = sum(_num_products(site) for site in sites)
+
+    keeps = size <= factors
+    flops = products + 2 * size + (2 * size if keeps else products)
+    traffic = width * ((1 if keeps else 2) * factors + (2 + len(sites)) * size)
+    best = Contraction(leaf, "gradient", keeps, flops, traffic)
+    pairs = [(s, o) for i, s in enumerate(sites) for o in sites[i:]]
+    if not all(are_comparable(site, other) for site, other in pairs):
+        return best
+    gram_flops, gram_size = 0.0, 0.0
+
+    def count(operands: list, cotangents: list) -> list:
+        nonlocal gram_flops, gram_size
+        factors = Factors(operands, cotangents)
+        for site, other in pairs:
+            if site is other:
+                terms = squared_norm_terms(site, factors)
+            else:
+                terms = pair_terms(site, factors, other, factors, EXAMPLE)
+            flops, largest = contract_cost(terms, (EXAMPLE,))
+            gram_flops += flops
+            gram_size += largest
+        return []
+
+    jax.eval_shape(count, operands, cotangents)
+    flops = products + gram_flops
+    traffic = width * (2 * factors + 2 * gram_size)
+    gram = Contraction(leaf, "gram", False, flops, traffic)
+    return min(best, gram, key=lambda contraction: contraction.cost)
+
+
+def prefers_sites(program: Program, contractions: list[Contraction]) -> bool:
+    """Whether the contractions are no dearer than forming all gradients by `vmap`."""
+    flops, traffic = materialised_cost(program)
+    by_sites = sum(contraction.cost for contraction in contractions)
+    return by_sites <= flops + FLOPS_PER_BYTE * traffic
+
+
+def materialised_cost(program: Program) -> tuple[float, float]:
+    """FLOPs and bytes of one example if all its gradients are formed by `vmap`."""
+    flops, traffic = 0.0, 0.0
+    for leaf, struct in enumerate(program.leaves):
+        sites = program.sites_of(leaf)
+        size = math.prod(struct.shape)
+        for site in sites:
+            slow = site.rule.kind == "conv_general_dilated"
+            flops += _num_products(site) * (GROUPED_CONVOLUTION if slow else 1.0)
+        flops += 4 * size
+        # Each use adds to the gradient, which is then read for the norm and the sum.
+        traffic += jnp.dtype(struct.dtype).itemsize * size * (2 + len(sites))
+    return flops, traffic
+
+
+def _num_factors(site: Site) -> int:
+    """How many numbers the factors of a site have, as they are contracted."""
+    sizes = site.sizes
+    return sum(math.prod(sizes[n] for n in axes) for axes in (site.a_axes, site.d_axes))
+
+
+def _num_products(site: Site) -> float:
+    """FLOPs of a site's gradient for one example, or of its share in a sum of them."""
+    sizes = site.sizes
+    axes = {*site.a_axes, *site.d_axes}
+    return 2.0 * math.prod(sizes[name] for name in axes)

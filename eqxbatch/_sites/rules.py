@@ -1,0 +1,347 @@
+"""Rules: what an equation that is linear in a parameter says about its gradient.
+
+At `y = w(a)`, linear in `w`, the gradient of anything with respect to `w` is a
+contraction of two factors: the other operand `a` and the cotangent `d` of `y`. A rule
+names the axes of both and of `w`: the gradient is the sum over all axes that `w` does
+not have.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+
+Axes = tuple[str, ...]
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How one input `w` of an equation meets the rest.
+
+    - `kind`: the name of the equation.
+    - `op`: takes the operand `a` and `w`, and returns `y`; linear in `w`.
+    - `operand`: takes the inputs of the equation and returns `a`; None without one.
+    - `a_axes`, `d_axes`, `w_axes`: the names of the axes of the factors and of `w`.
+    - `sizes`: how long the named axes are.
+    - `expand`, `arrange`: bring `a` and `d` to the form that the names are about.
+    - `token`: for a gather, the axis of `w` that `a`, of integers, chooses from; `a` is
+        then short for a one-hot array with that axis besides.
+    - `scale`: what the contraction is multiplied with.
+    - `splits`: whether `w_axes` splits an axis of `w` in two.
+    """
+
+    kind: str
+    op: Callable[[Any, Array], Array]
+    operand: Callable[[list], Array] | None
+    a_axes: Axes
+    d_axes: Axes
+    w_axes: Axes
+    sizes: dict[str, int]
+    expand: Callable[[Array], Array] = _same
+    arrange: Callable[[Array], Array] = _same
+    token: str | None = None
+    scale: float = 1.0
+    splits: bool = False
+
+
+def find_rule(eqn: Any, index: int) -> Rule | None:
+    """The rule for the input `index` of an equation; None if there is none."""
+    find = _RULES.get(eqn.primitive.name)
+    return None if find is None else find(eqn, index)
+
+
+def leaf_rule(shape: tuple[int, ...]) -> Rule:
+    """The rule of a leaf that is perturbed itself: `d` is its gradient."""
+    axes = _numbered("w", len(shape))
+    sizes = dict(zip(axes, shape, strict=True))
+    return Rule("leaf", lambda _, w: w, None, (), axes, axes, sizes)
+
+
+def _numbered(name: str, num: int) -> Axes:
+    return tuple(f"{name}{i}" for i in range(num))
+
+
+def _shapes(eqn: Any) -> list[tuple[int, ...]]:
+    return [var.aval.shape for var in (*eqn.invars, *eqn.outvars)]
+
+
+def _binary_op(eqn: Any, index: int) -> Callable[[Array, Array], Array]:
+    def op(a: Array, w: Array) -> Array:
+        ins = (w, a) if index == 0 else (a, w)
+        return eqn.primitive.bind(*ins, **eqn.params)
+
+    return op
+
+
+def _dot_general(eqn: Any, index: int) -> Rule:
+    contracted, batched = eqn.params["dimension_numbers"]
+    shapes = _shapes(eqn)
+    names: list[list[str]] = []
+    free: list[str] = []
+    for side in (0, 1):
+        axes = [""] * len(shapes[side])
+        for i, axis in enumerate(batched[side]):
+            axes[axis] = f"b{i}"
+        for i, axis in enumerate(contracted[side]):
+            axes[axis] = f"c{i}"
+        for axis, name in enumerate(axes):
+            if not name:
+                axes[axis] = f"{'lr'[side]}{axis}"
+                free.append(axes[axis])
+        names.append(axes)
+    sizes = {
+        name: size
+        for axes, shape in zip(names, shapes[:2], strict=True)
+        for name, size in zip(axes, shape, strict=True)
+    }
+    return Rule(
+        kind="dot_general",
+        op=_binary_op(eqn, index),
+        operand=lambda ins: ins[1 - index],
+        a_axes=tuple(names[1 - index]),
+        d_axes=(*_numbered("b", len(batched[0])), *free),
+        w_axes=tuple(names[index]),
+        sizes=sizes,
+    )
+
+
+def _elementwise(eqn: Any, index: int) -> Rule | None:
+    name = eqn.primitive.name
+    shapes = _shapes(eqn)
+    out = shapes[-1]
+    sizes = dict(zip(_numbered("m", len(out)), out, strict=True))
+    # An input may be a scalar, or have axes of size 1 that are repeated.
+    named = []
+    for shape in shapes[:2]:
+        axes = [
+            f"m{i}" if size == out[i] else f"one{i}" for i, size in enumerate(shape)
+        ]
+        sizes.update(zip(axes, shape, strict=True))
+        named.append(tuple(axes))
+    d_axes, w_axes, a_axes = _numbered("m", len(out)), named[index], named[1 - index]
+    if name in ("add", "sub"):
+        scale = -1.0 if name == "sub" and index == 1 else 1.0
+        repeat = lambda _, w: jnp.broadcast_to(-w if scale < 0 else w, out)
+        return Rule(name, repeat, None, (), d_axes, w_axes, sizes, scale=scale)
+    if name == "div":
+        if index == 1:  # Not linear in the denominator.
+            return None
+        multiply = lambda a, w: w * a
+        invert = lambda ins: 1 / ins[1]
+        return Rule(name, multiply, invert, a_axes, d_axes, w_axes, sizes)
+    op = _binary_op(eqn, index)
+    return Rule(name, op, lambda ins: ins[1 - index], a_axes, d_axes, w_axes, sizes)
+
+
+def _convolution(eqn: Any, index: int) -> Rule | None:
+    params = eqn.params
+    if index != 1 or params["batch_group_count"] != 1:
+        return None
+    lhs_shape, rhs_shape, out_shape = _shapes(eqn)
+    numbers = params["dimension_numbers"]
+    groups = params["feature_group_count"]
+    lhs_spec, rhs_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    kernel = tuple(rhs_shape[axis] for axis in rhs_spec[2:])
+    out = tuple(out_shape[axis] for axis in out_spec[2:])
+    kernel_axes, out_axes = _numbered("k", len(kernel)), _numbered("t", len(out))
+    grouped = ("g",) if groups > 1 else ()
+    features = lhs_shape[lhs_spec[1]] // groups
+    outputs = rhs_shape[rhs_spec[0]] // groups
+    batch = lhs_shape[lhs_spec[0]]
+
+    w_axes: list[tuple[str, ...]] = [()] * len(rhs_shape)
+    w_axes[rhs_spec[0]] = (*grouped, "o")
+    w_axes[rhs_spec[1]] = ("i",)
+    for axis, name in zip(rhs_spec[2:], kernel_axes, strict=True):
+        w_axes[axis] = (name,)
+
+    def expand(lhs: Array) -> Array:
+        lhs = jnp.transpose(lhs, lhs_spec)
+        patches = _patches(lhs, kernel, out, params)
+        lead = (batch, groups, features) if groups > 1 else (batch, features)
+        return patches.reshape(*lead, *kernel, *out)
+
+    def arrange(d: Array) -> Array:
+        d = jnp.transpose(d, out_spec)
+        lead = (batch, groups, outputs) if groups > 1 else (batch, outputs)
+        return d.reshape(*lead, *out)
+
+    def op(a: Array, w: Array) -> Array:
+        return lax.conv_general_dilated(
+            a,
+            w,
+            params["window_strides"],
+            params["padding"],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            numbers,
+            groups,
+            precision=params["precision"],
+            preferred_element_type=params["preferred_element_type"],
+        )
+
+    sizes = {"n": batch, "g": groups, "i": features, "o": outputs}
+    sizes.update(zip(kernel_axes, kernel, strict=True))
+    sizes.update(zip(out_axes, out, strict=True))
+    return Rule(
+        kind="conv_general_dilated",
+        op=op,
+        operand=lambda ins: ins[0],
+        a_axes=("n", *grouped, "i", *kernel_axes, *out_axes),
+        d_axes=("n", *grouped, "o", *out_axes),
+        w_axes=tuple(itertools.chain.from_iterable(w_axes)),
+        sizes=sizes,
+        expand=expand,
+        arrange=arrange,
+        splits=groups > 1,
+    )
+
+
+def _patches(
+    lhs: Array, kernel: tuple[int, ...], out: tuple[int, ...], params: dict[str, Any]
+) -> Array:
+    """For each output position, what the kernel sees: (batch, features, *kernel, *out).
+
+    Slices are copied one by one. `jax.lax.conv_general_dilated_patches` makes a grouped
+    convolution with a kernel of zeros and ones of it, which CPUs run slowly.
+    """
+    zero = jnp.zeros((), lhs.dtype)
+    padding = zip(params["padding"], params["lhs_dilation"], strict=True)
+    config = [(0, 0, 0), (0, 0, 0), *((lo, hi, dil - 1) for (lo, hi), dil in padding)]
+    lhs = lax.pad(lhs, zero, config)
+    strides, dilation = params["window_strides"], params["rhs_dilation"]
+    slices = []
+    for offset in itertools.product(*map(range, kernel)):
+        start = [k * step for k, step in zip(offset, dilation, strict=True)]
+        limit = [
+            first + (num - 1) * stride + 1
+            for first, num, stride in zip(start, out, strides, strict=True)
+        ]
+        slices.append(
+            lax.slice(lhs, (0, 0, *start), (*lhs.shape[:2], *limit), (1, 1, *strides))
+        )
+    stacked = jnp.stack(slices, axis=2)
+    return stacked.reshape(*lhs.shape[:2], *kernel, *out)
+
+
+def _gather(eqn: Any, index: int) -> Rule | None:
+    """Rows of a table, chosen along one axis of it: what an embedding is."""
+    table, indices, _ = _shapes(eqn)
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    # What comes out of `jax.vmap` over tables.
+    has_batch = numbers.operand_batching_dims or numbers.start_indices_batching_dims
+    if index != 0 or has_batch:
+        return None
+    sizes = params["slice_sizes"]
+    chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
+    if not chosen:  # A table of one row: any axis of one will do.
+        chosen = [axis for axis in numbers.start_index_map if table[axis] == 1][:1]
+    others = [axis for axis in numbers.start_index_map if axis not in chosen]
+    mode = params["mode"]
+    is_dropping = mode == lax.GatherScatterMode.FILL_OR_DROP
+    if len(chosen) != 1 or sizes[chosen[0]] != 1 or (others and is_dropping):
+        return None
+    (token,) = chosen
+    if token not in numbers.start_index_map:
+        return None
+    column = numbers.start_index_map.index(token)
+    token_size = table[token]
+
+    def operand(ins: list) -> Int[Array, "..."]:
+        tokens = ins[1][..., column]
+        if is_dropping:  # One past the last row stands for no row at all.
+            is_in = (tokens >= 0) & (tokens < token_size)
+            return jnp.where(is_in, tokens, token_size).astype(jnp.int32)
+        return jnp.clip(tokens, 0, token_size - 1).astype(jnp.int32)
+
+    def op(tokens: Array, w: Array) -> Array:
+        where = jnp.zeros((*tokens.shape, len(numbers.start_index_map)), jnp.int32)
+        where = where.at[..., column].set(tokens)
+        dropping = lax.GatherScatterMode.FILL_OR_DROP
+        return lax.gather(
+            w,
+            where,
+            numbers,
+            sizes,
+            mode=dropping if is_dropping else lax.GatherScatterMode.CLIP,
+        )
+
+    w_axes = tuple("v" if axis == token else f"w{axis}" for axis in range(len(table)))
+    batch_axes = _numbered("t", len(indices) - 1)
+    collapsed = numbers.collapsed_slice_dims
+    offsets = iter(axis for axis in range(len(table)) if axis not in collapsed)
+    batch = iter(batch_axes)
+    d_axes = tuple(
+        _one_or_same(next(offsets), token)
+        if position in numbers.offset_dims
+        else next(batch)
+        for position in range(len(eqn.outvars[0].aval.shape))
+    )
+    named = dict(zip(w_axes, table, strict=True))
+    named.update(zip(batch_axes, indices[:-1], strict=True))
+    return Rule(
+        kind="gather",
+        op=op,
+        operand=operand,
+        a_axes=batch_axes,
+        d_axes=d_axes,
+        w_axes=w_axes,
+        sizes={"one": 1, **named},
+        token="v",
+    )
+
+
+def _one_or_same(axis: int, token: int) -> str:
+    return "one" if axis == token else f"w{axis}"
+
+
+def _dynamic_slice(eqn: Any, index: int) -> Rule | None:
+    """One row of a table, as an embedding of one token takes it."""
+    table = eqn.invars[0].aval.shape
+    sizes = eqn.params["slice_sizes"]
+    chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
+    if not chosen and 1 in table:
+        chosen = [table.index(1)]
+    if index != 0 or len(chosen) != 1 or sizes[chosen[0]] != 1:
+        return None
+    (token,) = chosen
+
+    def operand(ins: list) -> Int[Array, ""]:
+        return jnp.clip(ins[1 + token], 0, table[token] - 1).astype(jnp.int32)
+
+    def op(row: Array, w: Array) -> Array:
+        return lax.dynamic_slice_in_dim(w, row, 1, token)
+
+    w_axes = tuple("v" if axis == token else f"w{axis}" for axis in range(len(table)))
+    return Rule(
+        kind="dynamic_slice",
+        op=op,
+        operand=operand,
+        a_axes=(),
+        d_axes=tuple(_one_or_same(axis, token) for axis in range(len(table))),
+        w_axes=w_axes,
+        sizes={"one": 1, **dict(zip(w_axes, table, strict=True))},
+        token="v",
+    )
+
+
+_RULES: dict[str, Callable[[Any, int], Rule | None]] = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "mul": _elementwise,
+    "div": _elementwise,
+    "add": _elementwise,
+    "sub": _elementwise,
+    "gather": _gather,
+    "dynamic_slice": _dynamic_slice,
+}

@@ -1,0 +1,451 @@
+"""Finding the sites of a function: where its parameters enter the computation.
+
+Writing `y + z` with `z = 0` for the output `y` of each site, the derivative with
+respect to `z` is the cotangent `d` that the gradient of the parameter is made of. That
+takes no derivative rule of our own: `jax.vjp` does it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._blocks.jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
+from .rules import Axes, find_rule, leaf_rule, Rule
+from .views import extend_sum, extend_view, leaf_view, View
+
+
+_Views = tuple[View, ...]
+_Struct = jax.ShapeDtypeStruct
+_REMAT = ("checkpoint", "remat2")  # Its name depends on the version of JAX.
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One use of a leaf.
+
+    - `view`: what the leaf is there, and `rule` what it meets.
+    - `tap`: which cotangent `d` belongs to it.
+    - `operand`: which operand `a` does; None if it has none.
+    - `loops`: for each `scan` around it, outermost first, whether it takes slices of
+        the leaf, and how many steps it has. `a` and `d` have an axis for each.
+    """
+
+    view: View
+    rule: Rule
+    tap: int
+    operand: int | None
+    loops: tuple[tuple[bool, int], ...] = ()
+
+    @property
+    def leaf(self) -> int:
+        return self.view.leaf
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        steps = {f"loop{i}": length for i, (_, length) in enumerate(self.loops)}
+        return {**steps, **self.rule.sizes}
+
+    @property
+    def a_axes(self) -> Axes:
+        return (*self._loop_axes(), *self.rule.a_axes)
+
+    @property
+    def d_axes(self) -> Axes:
+        return (*self._loop_axes(), *self.rule.d_axes)
+
+    @property
+    def w_axes(self) -> Axes:
+        return (*self._loop_axes(only_sliced=True), *self.rule.w_axes)
+
+    def _loop_axes(self, *, only_sliced: bool = False) -> Axes:
+        return tuple(
+            f"loop{i}"
+            for i, (is_sliced, _) in enumerate(self.loops)
+            if is_sliced or not only_sliced
+        )
+
+    def output(self, a: Array | None, leaf: Array) -> Array:
+        """What comes out of the site, of one example, linear in the leaf."""
+        op = self.rule.op
+        for is_sliced, length in reversed(self.loops):
+            in_axes = (None if a is None else 0, 0 if is_sliced else None)
+            op = jax.vmap(op, in_axes, axis_size=length)
+        return op(a, self.view.apply(leaf))
+
+    def expand(self, a: Array) -> Array:
+        return self._in_loops(self.rule.expand)(a)
+
+    def arrange(self, d: Array) -> Array:
+        return self._in_loops(self.rule.arrange)(d)
+
+    def _in_loops(self, fun: Callable) -> Callable:
+        for _ in self.loops:
+            fun = jax.vmap(fun)
+        return fun
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tap:
+    """An equation with sites: the functions from its inputs to the operands."""
+
+    operands: list[Callable[[list], Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """An equation that calls a jaxpr with sites in it."""
+
+    jaxpr: Any
+    consts: list
+    plan: "_Plan"
+
+
+class _Plan:
+    """What is to be done in one jaxpr, found by going through its equations."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, _Tap | _Call] = {}
+        self.sites: list[Site] = []
+        self.taps: list[_Struct] = []
+        self.num_operands = 0
+        self.outs: list[_Views] = []
+        self.are_outs_constant: list[bool] = []
+
+    def include(self, inner: "_Plan", steps: tuple[int, ...] = ()) -> None:
+        """Takes over the taps and operands of a call, or of the `steps` of a loop."""
+        for site in inner.sites:
+            operand = site.operand
+            self.sites.append(
+                dataclasses.replace(
+                    site,
+                    tap=site.tap + len(self.taps),
+                    operand=None if operand is None else operand + self.num_operands,
+                )
+            )
+        self.taps += [_Struct((*steps, *s.shape), s.dtype) for s in inner.taps]
+        self.num_operands += inner.num_operands
+
+
+class _Finder:
+    """Goes through a jaxpr and what it calls. `failed` has leaves without a rule."""
+
+    def __init__(self) -> None:
+        self.failed: dict[int, str] = {}
+
+    def plan(self, jaxpr: Any, views: list[_Views], constant: list[bool]) -> _Plan:
+        """`views` and `constant` are about the inputs of the jaxpr.
+
+        Constant is what depends neither on examples nor on leaves.
+        """
+        plan = _Plan()
+        tracked = {v: view for v, view in zip(jaxpr.invars, views, strict=True) if view}
+        constants = set(jaxpr.constvars)
+        constants |= {
+            v for v, is_const in zip(jaxpr.invars, constant, strict=True) if is_const
+        }
+
+        def views_of(atom: Any) -> _Views:
+            return () if isinstance(atom, jex.Literal) else tracked.get(atom, ())
+
+        def is_constant(atom: Any) -> bool:
+            return isinstance(atom, jex.Literal) or atom in constants
+
+        for index, eqn in enumerate(jaxpr.eqns):
+            inputs = [views_of(atom) for atom in eqn.invars]
+            are_constant = [is_constant(atom) for atom in eqn.invars]
+            if not any(inputs):
+                if all(are_constant):
+                    constants |= set(eqn.outvars)
+                continue
+            outs = self.step(plan, index, eqn, inputs, are_constant)
+            tracked.update(
+                (var, views)
+                for var, views in zip(eqn.outvars, outs, strict=True)
+                if views
+            )
+        plan.outs = [views_of(atom) for atom in jaxpr.outvars]
+        plan.are_outs_constant = [is_constant(atom) for atom in jaxpr.outvars]
+        return plan
+
+    def step(
+        self,
+        plan: _Plan,
+        index: int,
+        eqn: Any,
+        inputs: list[_Views],
+        constant: list[bool],
+    ) -> list[_Views]:
+        """Adds one equation to the plan, and returns the views that it makes."""
+        name = eqn.primitive.name
+        none: list[_Views] = [() for _ in eqn.outvars]
+        if name in CALLS:
+            return self.call(plan, index, callee(eqn), inputs, constant)
+        if name in _REMAT:
+            closed = jex.ClosedJaxpr(eqn.params["jaxpr"], ())
+            return self.call(plan, index, closed, inputs, constant)
+        if name == "scan":
+            return self.scan(plan, index, eqn, inputs, constant)
+        if name in ("add", "sub") and all(
+            views or is_const for views, is_const in zip(inputs, constant, strict=True)
+        ):
+            sums = [
+                extend_sum(view, eqn, position)
+                for position, views in enumerate(inputs)
+                for view in views
+            ]
+            return [tuple(sums)]
+        extended = self.extended(eqn, inputs)
+        if extended is not None:
+            return extended
+
+        rules = [
+            (view, find_rule(eqn, position))
+            for position, views in enumerate(inputs)
+            for view in views
+        ]
+        unknown = {view.leaf for view, rule in rules if rule is None}
+        if unknown:
+            for leaf in unknown:
+                self.fail(leaf, f"no rule for `{name}` with a parameter in this place")
+            return none
+        numbers: dict[int, int] = {}
+        operands: list[Callable[[list], Array]] = []
+        for position, views in enumerate(inputs):
+            rule = find_rule(eqn, position) if views else None
+            if rule is not None and rule.operand is not None:
+                numbers[position] = plan.num_operands + len(operands)
+                operands.append(rule.operand)
+        for position, views in enumerate(inputs):
+            for view in views:
+                rule = find_rule(eqn, position)
+                assert rule is not None
+                operand = numbers.get(position)
+                site = Site(view, rule, len(plan.taps), operand)
+                plan.sites.append(site)
+        out = eqn.outvars[0].aval
+        plan.taps.append(_Struct(out.shape, out.dtype))
+        plan.num_operands += len(operands)
+        plan.steps[index] = _Tap(operands)
+        return none
+
+    def extended(self, eqn: Any, inputs: list[_Views]) -> list[_Views] | None:
+        """The views that an equation makes; None if it is not linear in all it gets."""
+        results: list[list[View]] = [[] for _ in eqn.outvars]
+        for position, views in enumerate(inputs):
+            for view in views:
+                extended = extend_view(view, eqn, position)
+                if extended is None:
+                    return None
+                for result, new in zip(results, extended, strict=True):
+                    result.append(new)
+        return [tuple(result) for result in results]
+
+    def call(
+        self,
+        plan: _Plan,
+        index: int,
+        closed: Any,
+        inputs: list[_Views],
+        constant: list[bool],
+    ) -> list[_Views]:
+        inner = self.plan(closed.jaxpr, inputs, constant)
+        plan.steps[index] = _Call(closed.jaxpr, list(closed.consts), inner)
+        plan.include(inner)
+        return inner.outs
+
+    def scan(
+        self,
+        plan: _Plan,
+        index: int,
+        eqn: Any,
+        inputs: list[_Views],
+        constant: list[bool],
+    ) -> list[_Views]:
+        closed, length = eqn.params["jaxpr"], eqn.params["length"]
+        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        first_x = num_consts + num_carry
+        none: list[_Views] = [() for _ in eqn.outvars]
+        for views in inputs[num_consts:first_x]:
+            for view in views:
+                self.fail(view.leaf, "a parameter is carried through a `scan`")
+        sliced = {view.leaf for views in inputs[first_x:] for view in views}
+        whole = {view.leaf for views in inputs[:num_consts] for view in views}
+        for leaf in sliced & whole:
+            self.fail(leaf, "a `scan` takes a parameter both whole and in slices")
+        if any(leaf in self.failed for leaf in sliced | whole) or any(
+            inputs[num_consts:first_x]
+        ):
+            return none
+        inner_views = [
+            tuple(view.scanned() for view in views) if position >= first_x else views
+            for position, views in enumerate(inputs)
+        ]
+        # A carry is not constant, even where it starts as one.
+        inner_constant = [
+            is_const and not num_consts <= position < first_x
+            for position, is_const in enumerate(constant)
+        ]
+        inner = self.plan(closed.jaxpr, inner_views, inner_constant)
+        for views in inner.outs:
+            for view in views:
+                self.fail(view.leaf, "a `scan` returns a parameter")
+        inner.sites = [
+            dataclasses.replace(
+                site, loops=((site.leaf in sliced, length), *site.loops)
+            )
+            for site in inner.sites
+        ]
+        plan.steps[index] = _Call(closed.jaxpr, list(closed.consts), inner)
+        plan.include(inner, (length,))
+        return none
+
+    def fail(self, leaf: int, reason: str) -> None:
+        self.failed.setdefault(leaf, reason)
+
+
+class Program:
+    """A function of some leaves and one example, with its sites.
+
+    `closed` is its jaxpr, whose first `num_leaves` inputs are the leaves. All others
+    are of the example; what is the same for all examples is among its constants.
+
+    - `leaves`: shapes and dtypes of the leaves.
+    - `sites`: all sites; every leaf that the function uses has one at least.
+    - `fallbacks`: the leaves that no rule covers, by number, and why. Their one site is
+        the leaf itself.
+    """
+
+    def __init__(self, closed: Any, num_leaves: int):
+        self.jaxpr, self.consts = closed.jaxpr, list(closed.consts)
+        avals = [var.aval for var in self.jaxpr.invars]
+        self.leaves = [_Struct(a.shape, a.dtype) for a in avals[:num_leaves]]
+        self.fallbacks: dict[int, str] = {}
+        if self.jaxpr.effects:
+            reason = "the function has side effects, so it is run as it is"
+            self.fallbacks = dict.fromkeys(range(num_leaves), reason)
+        while True:
+            finder = _Finder()
+            views: list[_Views] = [
+                () if i in self.fallbacks else (leaf_view(i, struct),)
+                for i, struct in enumerate(self.leaves)
+            ]
+            views += [() for _ in avals[num_leaves:]]
+            self.plan = finder.plan(self.jaxpr, views, [False] * len(avals))
+            for outs in self.plan.outs:
+                for view in outs:
+                    finder.fail(view.leaf, "the function returns the parameter itself")
+            if not finder.failed:
+                break
+            # What is not followed any more can no longer be in the way of others.
+            self.fallbacks.update(finder.failed)
+        self.sites = list(self.plan.sites)
+        self.taps = list(self.plan.taps)
+        self._perturbed = sorted(self.fallbacks)
+        for leaf in self._perturbed:
+            struct = self.leaves[leaf]
+            view = leaf_view(leaf, struct)
+            self.sites.append(Site(view, leaf_rule(struct.shape), len(self.taps), None))
+            self.taps.append(struct)
+
+    def sites_of(self, leaf: int) -> list[Site]:
+        return [site for site in self.sites if site.leaf == leaf]
+
+    def linearize(
+        self, leaves: list, example: list, num_outputs: int
+    ) -> tuple[list, list, Callable[[list], list]]:
+        """Runs the function on one example.
+
+        Returns its outputs, the operands `a` of the sites, and the pullback from
+        cotangents of the first `num_outputs` outputs to the cotangents `d`.
+        """
+
+        def run(zs: list) -> tuple[list, tuple[list, list]]:
+            zs = list(zs)
+            perturbed = list(leaves)
+            for leaf in reversed(self._perturbed):
+                perturbed[leaf] = perturbed[leaf] + zs.pop()
+            args = [*perturbed, *example]
+            if self.jaxpr.effects:
+                outs, operands = evaluate_jaxpr(self.jaxpr, self.consts, args), []
+            else:
+                outs, operands = _run(self.plan, self.jaxpr, self.consts, args, zs)
+            return outs[:num_outputs], (outs[num_outputs:], operands)
+
+        zeros = [jnp.zeros(s.shape, s.dtype) for s in self.taps]
+        outs, pullback, (rest, operands) = jax.vjp(run, zeros, has_aux=True)
+        return [*outs, *rest], operands, lambda cotangents: pullback(cotangents)[0]
+
+
+def _run(
+    plan: _Plan, jaxpr: Any, consts: list, args: list, zs: list
+) -> tuple[list, list]:
+    """Evaluates a jaxpr with `zs` added to its taps. Returns the operands as well."""
+    remaining = list(zs)
+    operands: list = []
+
+    def take(num: int) -> list:
+        taken = remaining[:num]
+        del remaining[:num]
+        return taken
+
+    def replace(index: int, eqn: Any) -> Callable[[list], list] | None:
+        step = plan.steps.get(index)
+        if step is None:
+            return None
+        if isinstance(step, _Tap):
+
+            def tap(ins: list) -> list:
+                operands.extend(operand(ins) for operand in step.operands)
+                (z,) = take(1)
+                return [eqn.primitive.bind(*ins, **eqn.params) + z]
+
+            return tap
+
+        run = _run_scan if eqn.primitive.name == "scan" else _run_call
+
+        def call(ins: list) -> list:
+            outs, found = run(eqn, step, ins, take(len(step.plan.taps)))
+            operands.extend(found)
+            return outs
+
+        return call
+
+    return evaluate_with(jaxpr, consts, args, replace), operands
+
+
+def _run_call(eqn: Any, step: _Call, ins: list, zs: list) -> tuple[list, list]:
+    def run(ins: list, zs: list) -> tuple[list, list]:
+        return _run(step.plan, step.jaxpr, step.consts, ins, zs)
+
+    if eqn.primitive.name in _REMAT:
+        prevent_cse, policy = eqn.params["prevent_cse"], eqn.params["policy"]
+        run = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
+    return run(ins, zs)
+
+
+def _run_scan(eqn: Any, step: _Call, ins: list, zs: list) -> tuple[list, list]:
+    params = eqn.params
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+
+    def body(carry: list, slices: tuple[list, list]) -> tuple[list, tuple]:
+        xs, zs = slices
+        args = [*consts, *carry, *xs]
+        outs, operands = _run(step.plan, step.jaxpr, step.consts, args, zs)
+        return outs[:num_carry], (outs[num_carry:], operands)
+
+    carry, (ys, operands) = lax.scan(
+        body,
+        carry,
+        (ins[num_consts + num_carry :], zs),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys], operands

@@ -1,0 +1,236 @@
+"""A loss, and the ways to the gradients of a block of its examples.
+
+Each way is a function of the rows of a block and the weights of its examples, if there
+are any. It returns a dict of dicts: `"whole"` has results for the block as a whole,
+`"total"` sums over its examples, and `"each"` one result for each, along axis 0.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, PyTree
+
+from .._blocks.axes import Batch
+from .._blocks.jaxprs import evaluate_jaxpr
+from .._blocks.slots import is_struct
+from .._sites.choose import choose, prefers_sites
+from .._sites.contract import Factors
+from .._sites.gradients import SiteGradients, squared_norm
+from .._sites.trace import Program
+from .clip import Clipping
+
+
+Way = Callable[[list, Array | None], dict[str, dict[str, PyTree]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A function whose first argument is differentiated, and a call of it.
+
+    `diff` and `nondiff` are the two parts of that argument, and `batch` splits all
+    arguments.
+    """
+
+    fun: Callable
+    batch: Batch
+    diff: PyTree
+    nondiff: PyTree
+    has_aux: bool
+
+    def __call__(self, diff: PyTree, rows: list) -> tuple[Array, PyTree]:
+        """Value and aux for one example, or for a microbatch."""
+        (_, *rest), kwargs = self.batch.arguments(rows)
+        out = self.fun(eqx.combine(diff, self.nondiff), *rest, **kwargs)
+        aux = None
+        if self.has_aux:
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise ValueError(
+                    "With `has_aux=True`, `fun` must return a pair `(value, aux)`; "
+                    f"got {_describe(out)}."
+                )
+            out, aux = out
+        return _check_value(out), aux
+
+
+def _describe(x: Any) -> str:
+    if eqx.is_array(x):
+        return f"an array of shape {x.shape} and dtype {x.dtype}"
+    return f"{x!r} of type {type(x).__name__}"
+
+
+def _check_value(value: Any) -> Array:
+    if eqx.is_array_like(value):
+        value = jnp.asarray(value)
+        if value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+    raise ValueError(
+        "The value that is differentiated must be a real floating-point scalar; `fun` "
+        f"returned {_describe(value)}. Take the sum, the mean or the real part of it, "
+        "or use `has_aux=True` to return more than the value."
+    )
+
+
+def of_microbatch(loss: Loss) -> Way:
+    """For a loss of a whole microbatch: its gradient."""
+    value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
+
+    def way(rows: list, _: Array | None) -> dict:
+        (value, aux), gradient = value_and_grad(loss.diff, rows)
+        return {"whole": {"value": value, "aux": aux, "gradient": gradient}}
+
+    return way
+
+
+class Example:
+    """A loss of one example, traced."""
+
+    def __init__(self, loss: Loss):
+        batch = loss.batch
+        self.leaves, self.treedef = jtu.tree_flatten(loss.diff)
+        self.axes = list(batch.axes)
+        self.structs = [
+            jax.ShapeDtypeStruct(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
+            for x, axis in zip(batch.arrays, batch.axes, strict=True)
+        ]
+
+        def flat(leaves: list, rows: list) -> tuple[Array, PyTree]:
+            return loss(jtu.tree_unflatten(self.treedef, leaves), rows)
+
+        self.closed, arrays, static = eqx.filter_make_jaxpr(flat)(
+            self.leaves, self.structs
+        )
+        self._out = eqx.combine(arrays, static)
+
+    def run(self, leaves: list, rows: tuple) -> list:
+        """The arrays that the loss returns, the value first."""
+        jaxpr, consts = self.closed.jaxpr, list(self.closed.consts)
+        return evaluate_jaxpr(jaxpr, consts, [*leaves, *rows])
+
+    def vmap(self, one: Callable, rows: list) -> Any:
+        """`one(*rows)` for all examples of a block."""
+        return jax.vmap(one, self.axes)(*rows)
+
+    def outputs(self, arrays: list) -> dict[str, PyTree]:
+        """Value and aux, from the arrays that the loss returns."""
+        remaining = list(arrays)
+        value, aux = jtu.tree_map(
+            lambda x: remaining.pop(0) if is_struct(x) else x, self._out
+        )
+        return {"value": value, "aux": aux}
+
+    def gradient(self, leaves: list) -> PyTree:
+        """Arrays for the leaves, in the structure of the gradient."""
+        return jtu.tree_unflatten(self.treedef, leaves)
+
+
+def of_sum(example: Example) -> Way:
+    """The gradient of the sum over the examples, in one backward pass."""
+
+    def way(rows: list, weights: Array | None) -> dict:
+        def total(leaves: list) -> tuple[Array, list]:
+            outs = example.vmap(lambda *rows: example.run(leaves, rows), rows)
+            values = outs[0]
+            if weights is not None:
+                values = values * weights.astype(values.dtype)
+            return jnp.sum(values), outs
+
+        gradient, outs = jax.grad(total, has_aux=True)(example.leaves)
+        total_of = {"gradient": example.gradient(gradient)}
+        return {"total": total_of, "each": example.outputs(outs)}
+
+    return way
+
+
+def of_each(
+    example: Example,
+    clipping: Clipping | None,
+    functions: dict[str, Callable[[PyTree], PyTree]],
+) -> Way:
+    """The gradient of each example, as it is.
+
+    `functions` are what is computed from it besides. That which is called
+    `"transform"` takes its place before it is clipped.
+    """
+    functions = dict(functions)
+    transform = functions.pop("transform", None)
+
+    def one(*rows: Array) -> dict[str, PyTree]:
+        def value(leaves: list) -> tuple[Array, list]:
+            outs = example.run(leaves, rows)
+            return outs[0], outs
+
+        leaves, outs = jax.grad(value, has_aux=True)(example.leaves)
+        gradient = example.gradient(leaves)
+        each = {name: function(gradient) for name, function in functions.items()}
+        if transform is not None:
+            gradient = transform(gradient)
+        if clipping is not None:
+            gradient, each["norms"] = _clipped(gradient, clipping)
+        return {**each, "gradient": gradient, "outs": outs}
+
+    def way(rows: list, _: Array | None) -> dict:
+        # Only arrays can come out of `jax.vmap`, but anything out of `transform`.
+        static: list = []
+
+        def arrays_of_one(*rows: Array) -> PyTree:
+            arrays, rest = eqx.partition(one(*rows), eqx.is_array)
+            static.append(rest)
+            return arrays
+
+        each = eqx.combine(example.vmap(arrays_of_one, rows), static[-1])
+        return {"each": {**each, **example.outputs(each.pop("outs"))}}
+
+    return way
+
+
+def _clipped(gradient: PyTree, clipping: Clipping) -> tuple[PyTree, PyTree]:
+    """The gradient of one example, clipped, and its norms."""
+    groups = clipping.groups(gradient)
+    leaves, treedef = jtu.tree_flatten(gradient)
+    clipped = groups.clip([squared_norm(x[None])[0] for x in leaves])
+    scaled = [
+        x * scale.astype(x.dtype)
+        for x, scale in zip(leaves, clipped.scales, strict=True)
+    ]
+    if clipped.is_kept is not None:
+        is_kept = clipped.is_kept
+        scaled = [jnp.where(is_kept, x, jnp.zeros((), x.dtype)) for x in scaled]
+    return jtu.tree_unflatten(treedef, scaled), clipped.norms
+
+
+def by_sites(
+    example: Example, clipping: Clipping, *, only_if_cheaper: bool
+) -> Way | None:
+    """The sum of the clipped gradients, by the factors of their sites.
+
+    None if `only_if_cheaper` and the cost model says that it is not.
+    """
+    program = Program(example.closed, len(example.leaves))
+    groups = clipping.groups(example.gradient(example.leaves))
+
+    def one(*rows: Array) -> tuple[list, list, list]:
+        outs, operands, pullback = program.linearize(example.leaves, list(rows), 1)
+        return outs, operands, pullback([jnp.ones_like(outs[0])])
+
+    _, operands, _ = jax.eval_shape(one, *example.structs)
+    contractions = choose(program, operands)
+    if only_if_cheaper and not prefers_sites(program, contractions):
+        return None
+
+    def way(rows: list, weights: Array | None) -> dict:
+        outs, operands, cotangents = example.vmap(one, rows)
+        gradients = SiteGradients(program, contractions, Factors(operands, cotangents))
+        clipped = groups.clip(gradients.squared_norms())
+        scales = clipped.scales
+        if weights is not None:
+            scales = [scale * weights.astype(scale.dtype) for scale in scales]
+        total = gradients.weighted_sums(scales, clipped.is_kept)
+        each = {**example.outputs(outs), "norms": clipped.norms}
+        return {"total": {"gradient": example.gradient(total)}, "each": each}
+
+    return way
