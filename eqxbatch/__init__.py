@@ -19,6 +19,11 @@ from ._blocks.moments import (
     Sum as Sum,
     Variance as Variance,
 )
+from ._sites.explain import (
+    explain_sites as explain_sites,
+    LeafReport as LeafReport,
+    SitesReport as SitesReport,
+)
 from ._transforms.micro_grad import (
     filter_micro_grad as filter_micro_grad,
     filter_micro_value_and_grad as filter_micro_value_and_grad,

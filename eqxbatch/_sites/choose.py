@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,12 @@ from .trace import Program, Site
 
 # How many floating-point operations take as long as moving one byte does: about what
 # matrix products give on CPUs and accelerators. Only orders of magnitude matter.
-FLOPS_PER_BYTE = 16.0
+FLOPS_PER_BYTE = 8.0
 # Per-example gradients of a convolution, as `vmap` makes them, are grouped
 # convolutions, which compilers run several times slower than matrix products.
 GROUPED_CONVOLUTION = 4.0
 
+Method = Literal["auto", "sites", "materialise"]
 Form = Literal["gram", "gradient", "leaf", "unused"]
 
 
@@ -52,13 +53,29 @@ class Contraction:
         return self.flops + FLOPS_PER_BYTE * self.bytes
 
 
-def choose(program: Program, operands: list[jax.ShapeDtypeStruct]) -> list[Contraction]:
-    """The cheapest contraction for each leaf.
+def plan(
+    closed: Any, num_leaves: int, method: Method
+) -> tuple[Program, list[Contraction]]:
+    """A function's program, and how each leaf is contracted.
 
-    `operands` are the shapes of the operands of one example.
+    `"sites"` takes the cheapest contraction for each leaf, `"materialise"` leaves all
+    of them to automatic differentiation, and `"auto"` is the cheaper of the two.
     """
-    operands = [jax.ShapeDtypeStruct((1, *s.shape), s.dtype) for s in operands]
-    cotangents = [jax.ShapeDtypeStruct((1, *s.shape), s.dtype) for s in program.taps]
+    program = Program(closed, num_leaves)
+    if method != "materialise":
+        contractions = choose(program)
+        if method == "sites" or prefers_sites(program, contractions):
+            return program, contractions
+    program = Program(closed, num_leaves, use_rules=False)
+    return program, choose(program)
+
+
+def choose(program: Program) -> list[Contraction]:
+    """The cheapest contraction for each leaf."""
+    one = lambda structs: jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype), structs
+    )
+    operands, cotangents = one(program.operands()), one(program.taps)
     return [
         _choose(program, leaf, operands, cotangents)
         for leaf in range(len(program.leaves))
@@ -76,14 +93,28 @@ def _choose(
     width = struct.dtype.itemsize
     if leaf in program.fallbacks:
         # Written once and read twice: for the norm, and for the sum.
-        return Contraction(leaf, "leaf", True, 4.0 * size, 3.0 * width * size)
+        return Contraction(leaf, "leaf", True, 4 * size, 3 * width * size)
     factors = sum(_num_factors(site) for site in sites)
     products = sum(_num_products(site) for site in sites)
 
-    keeps = size <= factors
-    flops = products + 2 * size + (2 * size if keeps else products)
-    traffic = width * ((1 if keeps else 2) * factors + (2 + len(sites)) * size)
-    best = Contraction(leaf, "gradient", keeps, flops, traffic)
+    once = Contraction(
+        leaf,
+        form="gradient",
+        keeps=True,
+        flops=products + 4 * size,
+        bytes=width * (factors + (2 + len(sites)) * size),
+    )
+    twice = Contraction(
+        leaf,
+        form="gradient",
+        keeps=False,
+        flops=2 * products + 2 * size,
+        bytes=width * (2 * factors + (1 + len(sites)) * size),
+    )
+    # What is kept is kept for all leaves at a time, so it must not be much more than
+    # what a backward pass keeps anyway.
+    candidates = [twice, once] if size <= 2 * factors else [twice]
+    best = min(candidates, key=lambda contraction: contraction.cost)
     pairs = [(s, o) for i, s in enumerate(sites) for o in sites[i:]]
     if not all(are_comparable(site, other) for site, other in pairs):
         return best
@@ -103,28 +134,34 @@ def _choose(
         return []
 
     jax.eval_shape(count, operands, cotangents)
-    flops = products + gram_flops
-    traffic = width * (2 * factors + 2 * gram_size)
-    gram = Contraction(leaf, "gram", False, flops, traffic)
+    gram = Contraction(
+        leaf,
+        form="gram",
+        keeps=False,
+        flops=products + gram_flops,
+        bytes=width * (2 * factors + 2 * gram_size),
+    )
     return min(best, gram, key=lambda contraction: contraction.cost)
 
 
 def prefers_sites(program: Program, contractions: list[Contraction]) -> bool:
     """Whether the contractions are no dearer than forming all gradients by `vmap`."""
-    flops, traffic = materialised_cost(program)
+    flops, traffic = vmapped_cost(program)
     by_sites = sum(contraction.cost for contraction in contractions)
     return by_sites <= flops + FLOPS_PER_BYTE * traffic
 
 
-def materialised_cost(program: Program) -> tuple[float, float]:
+def vmapped_cost(program: Program) -> tuple[float, float]:
     """FLOPs and bytes of one example if all its gradients are formed by `vmap`."""
     flops, traffic = 0.0, 0.0
     for leaf, struct in enumerate(program.leaves):
         sites = program.sites_of(leaf)
         size = math.prod(struct.shape)
         for site in sites:
+            # What a leaf without a rule takes to be formed is not known, here or there.
             slow = site.rule.kind == "conv_general_dilated"
-            flops += _num_products(site) * (GROUPED_CONVOLUTION if slow else 1.0)
+            factor = GROUPED_CONVOLUTION if slow else 1.0
+            flops += 0.0 if site.rule.kind == "leaf" else factor * _num_products(site)
         flops += 4 * size
         # Each use adds to the gradient, which is then read for the norm and the sum.
         traffic += jnp.dtype(struct.dtype).itemsize * size * (2 + len(sites))

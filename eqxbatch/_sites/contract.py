@@ -5,6 +5,8 @@ leaf is the sum over the leaf's sites of `einsum(a, d)`, brought from the view b
 the leaf. It is only formed where that is cheaper than to do without.
 """
 
+import collections
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ import opt_einsum
 from jaxtyping import Array, Bool, Inexact
 
 from .._blocks.accumulators import accumulation_dtype
+from .._blocks.mesh import is_on_mesh
 from .trace import Site
 
 
@@ -177,6 +180,7 @@ def _taken(term: _Term, token: tuple[Array, _Labels, _Label]) -> _Term:
 
 def contract(terms: Sequence[_Term], out: _Labels) -> Array:
     """The sum of the product of the terms over all labels that are not in `out`."""
+    terms = _summed(terms, out)
     expression, path, _ = _optimal_path(
         tuple(labels for _, labels in terms),
         tuple(x.shape for x, _ in terms),
@@ -187,11 +191,24 @@ def contract(terms: Sequence[_Term], out: _Labels) -> Array:
 
 def contract_cost(terms: Sequence[_Term], out: _Labels) -> tuple[float, float]:
     """FLOPs of `contract`, and the number of elements of its largest intermediate."""
+    flops = float(sum(x.size for x, _ in terms))
+    terms = _summed(terms, out)
     labels = tuple(labels for _, labels in terms)
     _, _, info = _optimal_path(labels, tuple(x.shape for x, _ in terms), out)
     if info is None:
-        return 0.0, 0.0
-    return float(info.opt_cost), float(info.largest_intermediate)
+        return flops, 0.0
+    return flops + float(info.opt_cost), float(info.largest_intermediate)
+
+
+def _summed(terms: Sequence[_Term], out: _Labels) -> list[_Term]:
+    """The terms, each summed over the labels that only it has."""
+    counts = collections.Counter(label for _, labels in terms for label in labels)
+    summed = []
+    for x, labels in terms:
+        own = [i for i, n in enumerate(labels) if counts[n] == 1 and n not in out]
+        kept = tuple(label for i, label in enumerate(labels) if i not in own)
+        summed.append((jnp.sum(x, axis=tuple(own)), kept))
+    return summed
 
 
 @functools.lru_cache(maxsize=4096)
@@ -305,21 +322,41 @@ def gradients(
 
 
 def _gradients_at(site: Site, factors: Factors, leaf: jax.ShapeDtypeStruct) -> Array:
+    a, d = factors.of(site)
     if site.rule.token is not None:
-        a, d = factors.of(site)
         return jax.vmap(lambda a, d: _transposed([site], leaf, [a], [d]))(a, d)
+
+    def form(a: Array | None, d: Array) -> Array:
+        return _formed(site, Factors([a], [d]), leaf)
+
+    if a is None or is_on_mesh(a):
+        return form(a, d)
+    # Patches are several times as large as what they are taken from, so they are made
+    # for some examples at a time: for so many that they are no larger than that. It is
+    # faster, too, as they stay in the caches. (On a mesh, each device would be asked
+    # for the same examples at the same time, so there it is done at once.)
+    growth = math.prod(site.sizes[name] for name in site.a_axes) * factors.num / a.size
+    if growth <= 1:
+        return form(a, d)
+    one = lambda pair: form(pair[0][None], pair[1][None])[0]
+    return jax.lax.map(one, (a, d), batch_size=max(1, int(factors.num / growth)))
+
+
+def _formed(site: Site, factors: Factors, leaf: jax.ShapeDtypeStruct) -> Array:
+    """The gradients at a site from its own factors."""
+    site = dataclasses.replace(site, tap=0, operand=None if site.operand is None else 0)
     terms = _site_terms(site, factors)
     present = {label for _, own in terms for label in own}
     # An axis of size 1 may be in neither, and is put back by the reshape.
     of_leaf = sorted(label for label in present if label[0] in ("leaf", "view"))
     product = contract(terms, (EXAMPLE, *of_leaf))
     if _is_lettered(site):
-        product = (product * _scale(site)).reshape(-1, *leaf.shape)
+        product = (product * _scale(site)).reshape(factors.num, *leaf.shape)
         return product.astype(leaf.dtype)
     view = jax.eval_shape(site.view.apply, leaf)
-    product = (product * site.rule.scale).reshape(-1, *view.shape).astype(view.dtype)
+    product = (product * site.rule.scale).reshape(factors.num, *view.shape)
     transpose = jax.linear_transpose(site.view.apply, leaf)
-    return jax.vmap(lambda x: transpose(x)[0])(product)
+    return jax.vmap(lambda x: transpose(x)[0])(product.astype(view.dtype))
 
 
 def weighted_sum(

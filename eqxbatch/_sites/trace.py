@@ -313,7 +313,8 @@ class Program:
     """A function of some leaves and one example, with its sites.
 
     `closed` is its jaxpr, whose first `num_leaves` inputs are the leaves. All others
-    are of the example; what is the same for all examples is among its constants.
+    are of the example; what is the same for all examples is among its constants. With
+    `use_rules=False`, all leaves are treated as if no rule covered them.
 
     - `leaves`: shapes and dtypes of the leaves.
     - `sites`: all sites; every leaf that the function uses has one at least.
@@ -321,13 +322,15 @@ class Program:
         the leaf itself.
     """
 
-    def __init__(self, closed: Any, num_leaves: int):
+    def __init__(self, closed: Any, num_leaves: int, *, use_rules: bool = True):
         self.jaxpr, self.consts = closed.jaxpr, list(closed.consts)
         avals = [var.aval for var in self.jaxpr.invars]
         self.leaves = [_Struct(a.shape, a.dtype) for a in avals[:num_leaves]]
         self.fallbacks: dict[int, str] = {}
+        reason = None if use_rules else "no rules are used"
         if self.jaxpr.effects:
             reason = "the function has side effects, so it is run as it is"
+        if reason is not None:
             self.fallbacks = dict.fromkeys(range(num_leaves), reason)
         while True:
             finder = _Finder()
@@ -352,6 +355,16 @@ class Program:
             view = leaf_view(leaf, struct)
             self.sites.append(Site(view, leaf_rule(struct.shape), len(self.taps), None))
             self.taps.append(struct)
+
+    def operands(self) -> list[_Struct]:
+        """The shapes of the operands of one example."""
+        inputs = [_Struct(v.aval.shape, v.aval.dtype) for v in self.jaxpr.invars]
+        num = len(self.leaves)
+
+        def run(leaves: list, example: list) -> list:
+            return self.linearize(leaves, example, 0)[1]
+
+        return jax.eval_shape(run, inputs[:num], inputs[num:])
 
     def sites_of(self, leaf: int) -> list[Site]:
         return [site for site in self.sites if site.leaf == leaf]

@@ -18,10 +18,9 @@ from jaxtyping import Array, PyTree
 from .._blocks.axes import Batch
 from .._blocks.jaxprs import evaluate_jaxpr
 from .._blocks.slots import is_struct
-from .._sites.choose import choose, prefers_sites
+from .._sites.choose import Method, plan
 from .._sites.contract import Factors
 from .._sites.gradients import SiteGradients, squared_norm
-from .._sites.trace import Program
 from .clip import Clipping
 
 
@@ -183,7 +182,8 @@ def of_each(
             return arrays
 
         each = eqx.combine(example.vmap(arrays_of_one, rows), static[-1])
-        return {"each": {**each, **example.outputs(each.pop("outs"))}}
+        outs = each.pop("outs")
+        return {"each": {**each, **example.outputs(outs)}}
 
     return way
 
@@ -203,24 +203,18 @@ def _clipped(gradient: PyTree, clipping: Clipping) -> tuple[PyTree, PyTree]:
     return jtu.tree_unflatten(treedef, scaled), clipped.norms
 
 
-def by_sites(
-    example: Example, clipping: Clipping, *, only_if_cheaper: bool
-) -> Way | None:
-    """The sum of the clipped gradients, by the factors of their sites.
+def by_norms(example: Example, clipping: Clipping, method: Method) -> Way:
+    """The sum of the clipped gradients, from their norms.
 
-    None if `only_if_cheaper` and the cost model says that it is not.
+    What `materialise` forms for each example is not scaled and added up, as that would
+    go through it twice more: like the factors of sites, it is contracted with weights.
     """
-    program = Program(example.closed, len(example.leaves))
+    program, contractions = plan(example.closed, len(example.leaves), method)
     groups = clipping.groups(example.gradient(example.leaves))
 
     def one(*rows: Array) -> tuple[list, list, list]:
         outs, operands, pullback = program.linearize(example.leaves, list(rows), 1)
         return outs, operands, pullback([jnp.ones_like(outs[0])])
-
-    _, operands, _ = jax.eval_shape(one, *example.structs)
-    contractions = choose(program, operands)
-    if only_if_cheaper and not prefers_sites(program, contractions):
-        return None
 
     def way(rows: list, weights: Array | None) -> dict:
         outs, operands, cotangents = example.vmap(one, rows)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, get_args, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -30,14 +30,13 @@ from .._blocks.slots import (
     match_accumulators,
     Slots,
 )
+from .._sites.choose import Method
 from .blocked import Blocking
 from .clip import Clipping
-from .loss import by_sites, Example, Loss, of_each, of_microbatch, of_sum, Way
+from .loss import by_norms, Example, Loss, of_each, of_microbatch, of_sum, Way
 from .wrapper import AbstractTransform, transformed
 
 
-Method = Literal["auto", "sites", "materialise"]
-_METHODS = ("auto", "sites", "materialise")
 _TOTALS = (Sum, Mean, RunningMean)
 
 
@@ -91,10 +90,9 @@ class _MicroGrad(AbstractTransform):
     blocking: Blocking
 
     def __check_init__(self) -> None:
-        if self.method not in _METHODS:
+        if self.method not in get_args(Method):
             raise ValueError(
-                f"`method` must be one of {', '.join(map(repr, _METHODS))}; got "
-                f"{self.method!r}."
+                f"`method` must be one of {get_args(Method)}; got {self.method!r}."
             )
         of_gradients = []
         for name in ("transform", "metrics"):
@@ -183,12 +181,9 @@ class _MicroGrad(AbstractTransform):
         functions = {name: f for name, f in functions.items() if f is not None}
         if not functions and self.clipping is None:
             return of_sum(example)
-        if not functions and self.method != "materialise":
+        if not functions:
             assert self.clipping is not None
-            is_auto = self.method == "auto"
-            way = by_sites(example, self.clipping, only_if_cheaper=is_auto)
-            if way is not None:
-                return way
+            return by_norms(example, self.clipping, self.method)
         return of_each(example, self.clipping, functions)
 
     def slots(self, output: dict, _: None) -> Slots:

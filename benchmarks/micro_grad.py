@@ -1,0 +1,171 @@
+"""`filter_micro_grad` beside its peers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax_privacy.clipping
+import optax
+
+from eqxbatch import filter_micro_grad
+from .harness import OURS
+
+
+NAME = "micro_grad"
+KEY = jr.key(0)
+CLIP = 0.1
+
+
+def cross_entropy(logits, label):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, label)
+
+
+class CNN(eqx.Module):
+    """Three convolutions of 32 channels."""
+
+    convs: list[eqx.nn.Conv2d]
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        *keys, last = jr.split(key, 4)
+        channels = (1, 32, 32)
+        self.convs = [
+            eqx.nn.Conv2d(num, 32, 3, padding=1, key=key)
+            for num, key in zip(channels, keys, strict=True)
+        ]
+        self.linear = eqx.nn.Linear(32, 10, key=last)
+
+    def __call__(self, x, label):
+        for conv in self.convs:
+            x = jax.nn.relu(conv(x))
+        return cross_entropy(self.linear(jnp.mean(x, axis=(1, 2))), label)
+
+
+class Block(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    norm1: eqx.nn.LayerNorm
+    norm2: eqx.nn.LayerNorm
+
+    def __init__(self, width, key):
+        key1, key2 = jr.split(key)
+        self.attention = eqx.nn.MultiheadAttention(4, width, key=key1)
+        self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, key=key2)
+        self.norm1 = eqx.nn.LayerNorm(width)
+        self.norm2 = eqx.nn.LayerNorm(width)
+
+    def __call__(self, x):
+        y = jax.vmap(self.norm1)(x)
+        x = x + self.attention(y, y, y)
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norm2)(x))
+
+
+class Transformer(eqx.Module):
+    """Two blocks of width 128 over a sequence of vectors."""
+
+    blocks: list[Block]
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        *keys, last = jr.split(key, 3)
+        self.blocks = [Block(128, key) for key in keys]
+        self.linear = eqx.nn.Linear(128, 10, key=last)
+
+    def __call__(self, x, label):
+        for block in self.blocks:
+            x = block(x)
+        return cross_entropy(self.linear(jnp.mean(x, axis=0)), label)
+
+
+class Recurrent(eqx.Module):
+    """An embedding of 10,000 words of width 64, and a GRU of 64 over 32 tokens."""
+
+    embedding: eqx.nn.Embedding
+    cell: eqx.nn.GRUCell
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        key1, key2, key3 = jr.split(key, 3)
+        self.embedding = eqx.nn.Embedding(10_000, 64, key=key1)
+        self.cell = eqx.nn.GRUCell(64, 64, key=key2)
+        self.linear = eqx.nn.Linear(64, 10, key=key3)
+
+    def __call__(self, tokens, label):
+        words = jax.vmap(self.embedding)(tokens)
+        step = lambda state, word: (self.cell(word, state), None)
+        state, _ = jax.lax.scan(step, jnp.zeros(64), words)
+        return cross_entropy(self.linear(state), label)
+
+
+class Dense(eqx.Module):
+    """788k parameters."""
+
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        self.mlp = eqx.nn.MLP(256, 256, 512, 3, key=key)
+
+    def __call__(self, x, y):
+        return jnp.mean((self.mlp(x) - y) ** 2)
+
+
+def clipped(model: Any, num: int, size: int) -> dict[str, Callable]:
+    """All ways to the mean of the clipped gradients, as `way(arrays, x, y)`."""
+    _, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(arrays, x, y):
+        return eqx.combine(arrays, static)(x, y)
+
+    def ours(arrays, x, y):
+        fun = lambda model, x, y: model(x, y)
+        grad = filter_micro_grad(fun, microbatch_size=size, clip_norm=CLIP)
+        return grad(eqx.combine(arrays, static), x, y)
+
+    def clip(grads):
+        norm = optax.global_norm(grads)
+        return jax.tree.map(lambda g: g * jnp.minimum(1, CLIP / norm), grads)
+
+    def of_optax(arrays, x, y):
+        grad = optax.microbatching.micro_grad(
+            loss,
+            batch_argnums=(1, 2),
+            keep_batch_dim=False,
+            microbatch_size=size,
+            accumulator=optax.microbatching.AccumulationType.MEAN,
+            transform_fn=clip,
+        )
+        return grad(arrays, x, y)[0]
+
+    def of_jax_privacy(arrays, x, y):
+        grad = jax_privacy.clipping.clipped_grad(
+            loss,
+            batch_argnums=(1, 2),
+            keep_batch_dim=False,
+            l2_clip_norm=CLIP,
+            microbatch_size=size,
+            nan_safe=False,
+        )
+        return jax.tree.map(lambda g: g / num, grad(arrays, x, y))
+
+    def by_hand(arrays, x, y):
+        def step(total, rows):
+            grads = jax.vmap(jax.grad(loss), (None, 0, 0))(arrays, *rows)
+            grads = jax.vmap(clip)(grads)
+            return jax.tree.map(lambda t, g: t + jnp.sum(g, 0), total, grads), None
+
+        rows = [a.reshape(-1, size, *a.shape[1:]) for a in (x, y)]
+        total, _ = jax.lax.scan(step, jax.tree.map(jnp.zeros_like, arrays), rows)
+        return jax.tree.map(lambda t: t / num, total)
+
+    return {
+        OURS: ours,
+        "optax micro_grad": of_optax,
+        "jax_privacy clipped_grad": of_jax_privacy,
+        "lax.scan by hand": by_hand,
+        "one plain gradient": lambda arrays, x, y: jax.grad(
+            lambda arrays: jnp.mean(jax.vmap(loss, (None, 0, 0))(arrays, x, y))
+        )(arrays),
+    }
