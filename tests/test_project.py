@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from .layers import table
+
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -65,3 +67,9 @@ def test_lowest_versions_are_those_of_the_project():
         name, version = line.split("==")
         (declared,) = re.findall(rf'^    "{name}>=([\d.]+)",$', project, re.M)
         assert declared == version
+
+
+def test_table_of_layers_in_the_docs():
+    page = ROOT / "docs" / "sites_layers.md"
+    command = "python -m tests.layers > docs/sites_layers.md"
+    assert page.read_text() == table(), f"Run `{command}`."

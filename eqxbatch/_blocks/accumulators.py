@@ -338,6 +338,17 @@ class LogSumExp(AbstractAccumulator[_LogTotal]):
         return _LogTotal(value.astype(dtype), value.dtype)
 
 
+def widened(x: Array) -> Array:
+    """`x` in the dtype that its sums are added in."""
+    return x.astype(accumulation_dtype("Sum", x.dtype, None, inexact=False))
+
+
+def widest(*dtypes: Any) -> Any:
+    """The real dtype among these that holds most digits, at least float32's."""
+    reals = [jnp.finfo(dtype).dtype for dtype in dtypes]
+    return max((jnp.dtype(jnp.float32), *reals), key=lambda dtype: dtype.itemsize)
+
+
 def accumulation_dtype(
     name: str, dtype: Any, requested: DTypeLike | None, *, inexact: bool
 ) -> Any:

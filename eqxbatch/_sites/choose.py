@@ -5,7 +5,6 @@ import math
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from .contract import (
     are_comparable,
@@ -89,7 +88,7 @@ def _choose(
     sites = program.sites_of(leaf)
     if not sites:
         return Contraction(leaf, "unused", False, 0.0, 0.0)
-    size = math.prod(struct.shape)
+    size = float(math.prod(struct.shape))
     width = struct.dtype.itemsize
     if leaf in program.fallbacks:
         # Written once and read twice: for the norm, and for the sum.
@@ -156,7 +155,7 @@ def vmapped_cost(program: Program) -> tuple[float, float]:
     flops, traffic = 0.0, 0.0
     for leaf, struct in enumerate(program.leaves):
         sites = program.sites_of(leaf)
-        size = math.prod(struct.shape)
+        size = float(math.prod(struct.shape))
         for site in sites:
             # What a leaf without a rule takes to be formed is not known, here or there.
             slow = site.rule.kind == "conv_general_dilated"
@@ -164,14 +163,15 @@ def vmapped_cost(program: Program) -> tuple[float, float]:
             flops += 0.0 if site.rule.kind == "leaf" else factor * _num_products(site)
         flops += 4 * size
         # Each use adds to the gradient, which is then read for the norm and the sum.
-        traffic += jnp.dtype(struct.dtype).itemsize * size * (2 + len(sites))
+        traffic += struct.dtype.itemsize * size * (2 + len(sites))
     return flops, traffic
 
 
-def _num_factors(site: Site) -> int:
+def _num_factors(site: Site) -> float:
     """How many numbers the factors of a site have, as they are contracted."""
     sizes = site.sizes
-    return sum(math.prod(sizes[n] for n in axes) for axes in (site.a_axes, site.d_axes))
+    both = (site.a_axes, site.d_axes)
+    return float(sum(math.prod(sizes[name] for name in axes) for axes in both))
 
 
 def _num_products(site: Site) -> float:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import opt_einsum
 from jaxtyping import Array, Bool, Inexact
 
-from .._blocks.accumulators import accumulation_dtype
+from .._blocks.accumulators import widened
 from .._blocks.mesh import is_on_mesh
 from .trace import Site
 
@@ -60,19 +60,15 @@ class Factors:
         a, d = self.of(site)
         d = jax.vmap(site.arrange)(d)
         if a is None:
-            return None, _widened(d)
+            return None, widened(d)
         a = jax.vmap(site.expand)(a)
-        return a if site.rule.token else _widened(a), _widened(d)
+        return a if site.rule.token else widened(a), widened(d)
 
 
 def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
     """Zeros in place of the examples that are not kept."""
     mask = jnp.expand_dims(is_kept, range(1, x.ndim))
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
-
-
-def _widened(x: Array) -> Array:
-    return x.astype(accumulation_dtype("", x.dtype, None, inexact=False))
 
 
 def _is_lettered(site: Site) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
+from .._blocks.accumulators import widened, widest
 from .choose import Contraction
 from .contract import Factors, gradients, inner_product, kept_examples, weighted_sum
 from .trace import Program
@@ -28,7 +29,9 @@ class SiteGradients:
     def _squared_norm(self, contraction: Contraction) -> Array:
         leaf = contraction.leaf
         if contraction.form == "unused":
-            return jnp.zeros(self._factors.num, _real(self._program.leaves[leaf].dtype))
+            return jnp.zeros(
+                self._factors.num, widest(self._program.leaves[leaf].dtype)
+            )
         sites = self._program.sites_of(leaf)
         if contraction.form == "gram":
             return inner_product(sites, self._factors)
@@ -74,10 +77,6 @@ class SiteGradients:
 
 def squared_norm(gradient: Inexact[Array, "n ..."]) -> Real[Array, " n"]:
     """The squared norm of each example's gradient, in float32 at least."""
-    gradient = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+    gradient = widened(gradient)
     squares = jnp.real(gradient * jnp.conj(gradient))
     return jnp.sum(squares, axis=tuple(range(1, squares.ndim)))
-
-
-def _real(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.finfo(jnp.promote_types(dtype, jnp.float32)).dtype

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, PyTree, Real
 
+from .._blocks.accumulators import widest
+
 
 def _is_none(x: Any) -> bool:
     return x is None
@@ -107,7 +109,7 @@ class Groups:
 
     def clip(self, squared_norms: Sequence[Real[Array, "..."]]) -> Clipped:
         """Factors from the squared norms of each leaf, of one or of many examples."""
-        dtype = jnp.result_type(*(x.dtype for x in squared_norms))
+        dtype = widest(*(x.dtype for x in squared_norms))
         squared = [x.astype(dtype) for x in squared_norms]
         scales, norms = [], []
         is_kept: Bool[Array, "..."] | None = None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree, Real
 
-from .._blocks.accumulators import Concat
+from .._blocks.accumulators import Concat, widened, widest
 from .._blocks.axes import positional_names, split_batch
 from .._blocks.block import Blocks
 from .._blocks.memory import MemoryBudget
@@ -268,12 +268,11 @@ def _moments(moments: PyTree, num: int | Array) -> GradientMoments:
     is_pair = lambda x: isinstance(x, MeanAndVariance)
     mean = jtu.tree_map(lambda pair: pair.mean, moments, is_leaf=is_pair)
     variance = jtu.tree_map(lambda pair: pair.variance, moments, is_leaf=is_pair)
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    sums = lambda tree: [jnp.sum(wide(x)) for x in jtu.tree_leaves(tree)]
-    squares = jtu.tree_map(lambda x: jnp.real(wide(x) * jnp.conj(wide(x))), mean)
-    dtype = jnp.result_type(*(x.dtype for x in sums(variance)))
-    noise = sum(x.astype(dtype) for x in sums(variance))
-    signal = sum(x.astype(dtype) for x in sums(squares))
+    dtype = widest(*(x.dtype for x in jtu.tree_leaves(variance)))
+    total = lambda xs: sum(jnp.sum(widened(x)).astype(dtype) for x in xs)
+    noise = total(jtu.tree_leaves(variance))
+    signal = total(jnp.abs(widened(x)) ** 2 for x in jtu.tree_leaves(mean))
+    # The square of a mean is too large by the variance of that mean.
     signal = signal - noise / jnp.asarray(num).astype(dtype)
     return GradientMoments(mean, variance, noise / signal)
 

@@ -1,0 +1,216 @@
+"""Every layer of Equinox that has parameters, and networks made of them.
+
+`python -m tests.layers` prints the table of the docs, which a test compares with.
+"""
+
+import collections
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from eqxbatch import explain_sites
+
+
+nn = eqx.nn
+KEY = jr.key(0)
+
+
+class Case(NamedTuple):
+    """A model, how one example goes through it, and how an example is made."""
+
+    model: Any
+    fun: Callable
+    example: Callable
+
+
+def vectors(*shape):
+    return lambda key: jr.normal(key, shape)
+
+
+def tokens(*shape):
+    return lambda key: jr.randint(key, shape, 0, 7)
+
+
+def apply(model, x):
+    return model(x)
+
+
+def mapped(model, x):
+    return jax.vmap(model)(x)
+
+
+def gru(cell, x):
+    step = lambda state, x: (cell(x, state), None)
+    return jax.lax.scan(step, jnp.zeros(cell.hidden_size), x)[0]
+
+
+def lstm(cell, x):
+    zeros = jnp.zeros(cell.hidden_size)
+    step = lambda state, x: (cell(x, state), state[0])
+    return jax.lax.scan(step, (zeros, zeros), x, reverse=True)
+
+
+def attention(model, x):
+    return model(x, x, x)
+
+
+def rope(attention, x):
+    embedding = nn.RotaryPositionalEmbedding(2, dtype=x.dtype)
+
+    def process(query, key, value):
+        rotate = jax.vmap(embedding, in_axes=1, out_axes=1)
+        return rotate(query), rotate(key), value
+
+    return attention(x, x, x, process_heads=process)
+
+
+def spectral(model, x):
+    layer, state = model
+    return layer(x, state)[0]
+
+
+def _layers():
+    make = lambda layer, *args, **kwargs: layer(*args, **kwargs, key=KEY)
+    heads = make(nn.MultiheadAttention, 2, 4, use_query_bias=True)
+    conv2d = {"kernel_size": (3, 2), "stride": (2, 1), "padding": ((1, 0), (2, 1))}
+    dilated = {"stride": 2, "padding": 1, "dilation": 2}
+    up = {"stride": 2, "padding": 1, "output_padding": 1}
+    # A layer with a buffer, its state, is made by `make_with_state`.
+    norm = nn.make_with_state(nn.SpectralNorm)(
+        make(nn.Linear, 3, 2), weight_name="weight", key=KEY
+    )
+    return {
+        "Linear": Case(make(nn.Linear, 2, 3), apply, vectors(2)),
+        "Linear, of a sequence": Case(make(nn.Linear, 2, 3), mapped, vectors(5, 2)),
+        "Conv1d": Case(make(nn.Conv1d, 4, 6, 3, **dilated), apply, vectors(4, 9)),
+        "Conv2d": Case(make(nn.Conv2d, 4, 6, **conv2d), apply, vectors(4, 6, 5)),
+        "Conv2d, in groups": Case(
+            make(nn.Conv2d, 4, 6, **conv2d, groups=2), apply, vectors(4, 6, 5)
+        ),
+        "Conv3d": Case(make(nn.Conv3d, 2, 2, 2), apply, vectors(2, 3, 4, 3)),
+        "ConvTranspose1d": Case(
+            make(nn.ConvTranspose1d, 4, 6, 3, stride=2), apply, vectors(4, 5)
+        ),
+        "ConvTranspose2d": Case(
+            make(nn.ConvTranspose2d, 4, 6, 3, **up, groups=2), apply, vectors(4, 5, 4)
+        ),
+        "ConvTranspose3d": Case(
+            make(nn.ConvTranspose3d, 2, 2, 2), apply, vectors(2, 3, 2, 3)
+        ),
+        "Embedding": Case(make(nn.Embedding, 7, 3), apply, tokens()),
+        "Embedding, of a sequence": Case(make(nn.Embedding, 7, 3), mapped, tokens(4)),
+        "LayerNorm": Case(nn.LayerNorm((3, 2)), apply, vectors(3, 2)),
+        "GroupNorm": Case(nn.GroupNorm(2, 4), apply, vectors(4, 3)),
+        "RMSNorm": Case(nn.RMSNorm(3), apply, vectors(3)),
+        "PReLU": Case(nn.PReLU(), apply, vectors(3)),
+        "MultiheadAttention": Case(heads, attention, vectors(5, 4)),
+        "MultiheadAttention, with RotaryPositionalEmbedding": Case(
+            heads, rope, vectors(5, 4)
+        ),
+        "GRUCell, in a scan": Case(make(nn.GRUCell, 2, 3), gru, vectors(4, 2)),
+        "LSTMCell, in a scan": Case(make(nn.LSTMCell, 2, 3), lstm, vectors(4, 2)),
+        "MLP": Case(make(nn.MLP, 2, 3, 4, 2), apply, vectors(2)),
+        "WeightNorm": Case(nn.WeightNorm(make(nn.Linear, 3, 2)), apply, vectors(3)),
+        "SpectralNorm": Case(norm, spectral, vectors(3)),
+    }
+
+
+LAYERS = _layers()
+
+
+class Network(eqx.Module):
+    """Layers in a row, each with the function that applies it."""
+
+    layers: list
+    funs: list[Callable]
+
+    def __call__(self, x):
+        for layer, fun in zip(self.layers, self.funs, strict=True):
+            x = jnp.tanh(fun(layer, x))
+        return x
+
+
+def random_network(key) -> Case:
+    """A network of random layers of all kinds, one of them used twice."""
+    key, key1, key2 = jr.split(key, 3)
+    kind = ("vector", "image", "sequence")[int(jr.randint(key1, (), 0, 3))]
+    order = [int(i) for i in jr.permutation(key2, 6)]
+    keys = jr.split(key, 8)
+    if kind == "vector":
+        choices = [
+            (nn.Linear(4, 4, key=keys[0]), apply),
+            (nn.LayerNorm(4), apply),
+            (nn.RMSNorm(4), apply),
+            (nn.MLP(4, 4, 3, 1, key=keys[1]), apply),
+            (nn.PReLU(), apply),
+            (nn.Linear(4, 4, use_bias=False, key=keys[2]), apply),
+        ]
+        first, last = [], [(nn.Linear(4, 2, key=keys[3]), apply)]
+        example = vectors(4)
+    elif kind == "image":
+        choices = [
+            (nn.Conv2d(2, 2, 3, padding=1, key=keys[0]), apply),
+            (nn.Conv2d(2, 2, 3, padding=2, dilation=2, groups=2, key=keys[1]), apply),
+            (nn.ConvTranspose2d(2, 2, 3, padding=1, key=keys[2]), apply),
+            (nn.GroupNorm(1, 2), apply),
+            (nn.PReLU(), apply),
+            (nn.LayerNorm((2, 4, 3)), apply),
+        ]
+        first, last = [], [(nn.Conv2d(2, 3, 2, stride=2, key=keys[3]), apply)]
+        example = vectors(2, 4, 3)
+    else:
+        choices = [
+            (nn.MultiheadAttention(2, 4, key=keys[0]), attention),
+            (nn.Linear(4, 4, key=keys[1]), mapped),
+            (nn.LayerNorm(4), mapped),
+            (nn.MultiheadAttention(2, 4, key=keys[2]), rope),
+            (nn.MLP(4, 4, 3, 1, key=keys[3]), mapped),
+            (nn.RMSNorm(4), mapped),
+        ]
+        cell = (nn.GRUCell(4, 3, key=keys[4]), gru)
+        first = [(nn.Embedding(7, 4, key=keys[5]), mapped)]
+        last = [cell if order[0] % 2 else (nn.LSTMCell(4, 3, key=keys[4]), lstm_output)]
+        example = tokens(5)
+    chosen = [choices[i] for i in order[:3]]
+    pairs = [*first, *chosen, chosen[0], *last]
+    # The layer that comes twice is one object in the model, and shared by the function.
+    shared = len(first)
+    again = len(first) + len(chosen)
+    layers = [layer for i, (layer, _) in enumerate(pairs) if i != again]
+
+    def fun(layers, x):
+        layers = [*layers[:again], layers[shared], *layers[again:]]
+        return Network(layers, [fun for _, fun in pairs])(x)
+
+    return Case(layers, fun, example)
+
+
+def lstm_output(cell, x):
+    return lstm(cell, x)[1]
+
+
+def table() -> str:
+    """Which layers have rules for all their parameters, in the words of the docs."""
+    lines = ["| layer of `equinox.nn` | sites | without a rule |", "|---|---|---|"]
+    for name, (model, fun, example) in LAYERS.items():
+        report = explain_sites(fun, model, example(KEY))
+        sites = collections.Counter(
+            site for leaf in report.leaves for site in leaf.sites
+        )
+        names = ", ".join(
+            f"{num} x `{site}`" if num > 1 else f"`{site}`"
+            for site, num in sites.items()
+        )
+        failed = [
+            f"`{leaf.path}`: {leaf.reason}" for leaf in report.leaves if leaf.reason
+        ]
+        lines.append(f"| {name} | {names or '-'} | {'; '.join(failed) or '-'} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
