@@ -4,11 +4,11 @@ import argparse
 import pathlib
 import sys
 
-from . import harness, micro_vmap
+from . import harness, micro_grad, micro_vmap
 
 
 # Each has `NAME` and `run(quick) -> (results, table, bars)`.
-SUITES = (micro_vmap,)
+SUITES = (micro_vmap, micro_grad)
 
 HERE = pathlib.Path(__file__).parent
 

@@ -26,6 +26,9 @@ class Case:
     - `unbounded`: the ways whose memory is not meant to be bounded. They are shown,
         but are no peers to hold the bars against.
     - `missing`: the peers that cannot do the job, and why.
+    - `best_memory`, `best_time`: what to hold temporaries and time to, as a part of the
+        best peer's; None for no bar.
+    - `limits`: what to hold the time to, as a part of that of single ways.
     """
 
     name: str
@@ -34,6 +37,9 @@ class Case:
     args: tuple
     unbounded: tuple[str, ...] = ("jax.vmap",)
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    best_memory: float | None = 1.0
+    best_time: float | None = 1.03
+    limits: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +74,8 @@ def measure(case: Case, rounds: int) -> list[Row]:
     The ratio of two times is the median over rounds of their ratio in one round, in
     which the machine was about equally busy for both. Where that misses a bar, as many
     rounds again are added, twice at the most: some peers compile to the very same
-    program, and the ratio of its times to themselves strays by some percent.
+    program, and the ratio of its times to themselves strays by some percent. What takes
+    20 times as long as eqxbatch does is run in the first two rounds only.
     """
     compiled = {
         name: jax.jit(way).lower(*case.args).compile()
@@ -89,6 +96,8 @@ def measure(case: Case, rounds: int) -> list[Row]:
             # Each starts from the caches that some other one left.
             shuffle(order)
             for name in order:
+                if len(times[name]) >= 2 and is_slow(times[name], times[OURS]):
+                    continue
                 start = time.perf_counter()
                 jax.block_until_ready(compiled[name](*case.args))
                 times[name].append(time.perf_counter() - start)
@@ -96,6 +105,10 @@ def measure(case: Case, rounds: int) -> list[Row]:
         if all(bar.holds for bar in bars_of(case, rows) if bar.is_time):
             break
     return rows
+
+
+def is_slow(theirs: list[float], ours: list[float]) -> bool:
+    return min(theirs) > 20 * min(ours)
 
 
 def summarise(
@@ -108,7 +121,7 @@ def summarise(
             temporaries=memory[name],
             time_ratio=statistics.median(
                 theirs / ours
-                for theirs, ours in zip(times[name], times[OURS], strict=True)
+                for theirs, ours in zip(times[name], times[OURS], strict=False)
             ),
             memory_ratio=memory[name] / max(memory[OURS], 1),
             is_unbounded=name in case.unbounded,
@@ -118,14 +131,23 @@ def summarise(
 
 
 def bars_of(case: Case, rows: list[Row]) -> list[Bar]:
-    """No more memory than the best peer, and no more than 3 % more time."""
+    """What a case is held to."""
     peers = [row for row in rows if row.way != OURS and not row.is_unbounded]
-    least = min(row.memory_ratio for row in peers)
-    fastest = min(row.time_ratio for row in peers)
-    return [
-        Bar(f"{case.name}: temporaries, of the best peer's", 1 / least, 1.0),
-        Bar(f"{case.name}: time, of the best peer's", 1 / fastest, 1.03, is_time=True),
-    ]
+    bars = []
+    if case.best_memory is not None:
+        part = 1 / min(row.memory_ratio for row in peers)
+        name = f"{case.name}: temporaries, of the best peer's"
+        bars.append(Bar(name, part, case.best_memory))
+    if case.best_time is not None:
+        part = 1 / min(row.time_ratio for row in peers)
+        name = f"{case.name}: time, of the best peer's"
+        bars.append(Bar(name, part, case.best_time, is_time=True))
+    for row in rows:
+        if row.way in case.limits:
+            name = f"{case.name}: time, of {row.way}'s"
+            limit = case.limits[row.way]
+            bars.append(Bar(name, 1 / row.time_ratio, limit, is_time=True))
+    return bars
 
 
 def table(cases: list[tuple[Case, list[Row]]]) -> str:
@@ -159,7 +181,7 @@ def machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 model = line.split(":", 1)[1].strip()
                 break
-    packages = ("jax", "jaxlib", "equinox", "optax", "adv-jax-math")
+    packages = ("jax", "jaxlib", "equinox", "optax", "adv-jax-math", "jax-privacy")
     return {
         "device": jax.devices()[0].device_kind,
         "processor": model,
@@ -172,7 +194,7 @@ def machine() -> dict[str, Any]:
 def describe(machine: dict[str, Any]) -> str:
     versions = ", ".join(
         f"{name} {machine[name]}"
-        for name in ("jax", "equinox", "optax", "adv-jax-math")
+        for name in ("jax", "equinox", "optax", "adv-jax-math", "jax-privacy")
     )
     return (
         f"Measured on {machine['cores']} cores of an {machine['processor']} (device: "
@@ -184,3 +206,16 @@ def write(folder: pathlib.Path, name: str, results: dict[str, Any], text: str) -
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
     (folder / f"{name}.md").write_text(text + "\n")
+
+
+def results(
+    measured: list[tuple[Case, list[Row]]], bars: list[Bar]
+) -> tuple[dict[str, Any], str]:
+    """The figures as JSON, and the table of the docs."""
+    where = machine()
+    figures = {
+        "machine": where,
+        "cases": {case.title: [vars(row) for row in rows] for case, rows in measured},
+        "bars": [{**vars(bar), "holds": bar.holds} for bar in bars],
+    }
+    return figures, f"{table(measured)}\n\n{describe(where)}"

@@ -12,7 +12,7 @@ import jax.random as jr
 import optax
 
 from eqxbatch import filter_micro_vmap, filter_microbatch, Mean, Sum
-from .harness import Bar, bars_of, Case, describe, machine, measure, OURS, table
+from .harness import Bar, bars_of, Case, measure, OURS, results
 
 
 NAME = "micro_vmap"
@@ -213,10 +213,4 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
             (optax_row,) = [row for row in rows if row.way.startswith("optax")]
             ratio = 1 / optax_row.memory_ratio
             bars.append(Bar("a: temporaries, of optax's", ratio, 1 / 20))
-    where = machine()
-    results = {
-        "machine": where,
-        "cases": {case.title: [vars(row) for row in rows] for case, rows in measured},
-        "bars": [{**vars(bar), "holds": bar.holds} for bar in bars],
-    }
-    return results, f"{table(measured)}\n\n{describe(where)}", bars
+    return (*results(measured, bars), bars)

@@ -61,14 +61,18 @@ def loss(model, images, labels):
 
 
 # %% [markdown]
-# Its gradient, all at once and in microbatches of 64. `in_axes` says that the model is
-# not part of the batch, and `Mean` that value, accuracy and gradient are averages over
-# examples. (The last microbatch has 5 examples, and counts for 5.)
+# Its gradient, all at once and in microbatches of 64. `batched` says that the loss is
+# the mean over a whole batch, and `Mean` that the accuracy is one as well. (The last
+# microbatch has 5 examples, and counts for 5.)
 
 # %%
 at_once = eqx.filter_value_and_grad(loss, has_aux=True)
-in_microbatches = eqxbatch.filter_microbatch(
-    at_once, in_axes=(None, 0, 0), microbatch_size=64, accumulator=eqxbatch.Mean()
+in_microbatches = eqxbatch.filter_micro_value_and_grad(
+    loss,
+    has_aux=True,
+    batched=True,
+    microbatch_size=64,
+    aux_accumulator=eqxbatch.Mean(),
 )
 
 optim = optax.adam(3e-3)

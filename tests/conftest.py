@@ -4,6 +4,7 @@ import os
 import random
 
 import jax
+import jaxtyping
 import pytest
 
 
@@ -49,3 +50,11 @@ def _free_compiled_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture
+def unchecked():
+    """Without the run-time type checks of the test suite, as users have it."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -5,7 +5,6 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -13,14 +12,6 @@ from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Max, MemoryBu
 
 
 TRANSFORMS = (filter_micro_vmap, filter_microbatch)
-
-
-@pytest.fixture
-def unchecked():
-    """Without the run-time type checks of the test suite, as users have it."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def total(x, y=0.0):

@@ -8,8 +8,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqxbatch import (
     Concat,
+    filter_micro_grad,
     filter_micro_vmap,
     filter_microbatch,
+    GradientStatistics,
     Max,
     Mean,
     Sum,
@@ -220,3 +222,69 @@ def test_early_stop_inside_of_shard_map(count, getkey):
     got = mapped(put(x, mesh, "data"), jnp.array(count))
     expected = jnp.sin(x.reshape(4, 8)[:, : 4 * count]).sum()
     assert_same(jax.device_get(got), jax.device_get(expected), tol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", ({}, {"clip_norm": 0.5, "return_norms": True}))
+def test_gradients(kind, options, getkey):
+    mlp = eqx.nn.MLP(3, 2, 4, 1, key=getkey())
+    loss = lambda model, x: jnp.sum(jnp.tanh(jax.vmap(model)(x)) ** 2)
+    x = normal(getkey(), (16, 5, 3))
+    grad = filter_micro_grad(loss, microbatch_size=8, **options)
+    mesh = make_mesh(kind)
+    arrays, static = eqx.partition(mlp, eqx.is_array)
+    spread = eqx.combine(jax.tree.map(lambda x: put(x, mesh), arrays), static)
+    got = grad(spread, put(x, mesh, "data"))
+    assert_same(jax.device_get(got), jax.device_get(grad(mlp, x)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"clip_norm": 0.5, "method": "sites"},
+        {"clip_norm": 0.5, "method": "materialise"},
+        {"clip_norm": 0.5, "metrics": lambda gradient: gradient.cell.bias[0]},
+    ),
+)
+def test_gradients_inside_of_shard_map(kind, options, getkey):
+    class Model(eqx.Module):
+        embedding: eqx.nn.Embedding
+        cell: eqx.nn.GRUCell
+        scale: jax.Array
+
+        def __call__(self, tokens):
+            step = lambda state, word: (self.cell(word, state), None)
+            words = jax.vmap(self.embedding)(tokens)
+            state, _ = jax.lax.scan(step, 0 * self.cell.bias_n, words)
+            return jnp.sum(state * jnp.exp(self.scale))
+
+    key1, key2, key3 = jax.random.split(getkey(), 3)
+    model = Model(
+        eqx.nn.Embedding(7, 3, key=key1),
+        eqx.nn.GRUCell(3, 2, key=key2),
+        jax.random.normal(key3, (2,)),
+    )
+    tokens = jax.random.randint(getkey(), (24, 5), 0, 7)
+    grad = filter_micro_grad(
+        lambda model, x: model(x),
+        microbatch_size=4,
+        accumulator=Sum(),
+        return_norms="clip_norm" in options,
+        **options,
+    )
+    arrays, static = eqx.partition(model, eqx.is_array)
+    # As for `jax.grad`, the gradient is the sum over the devices.
+    out_specs = (P(), GradientStatistics(P("data"), P("data"), None))
+    mesh = make_mesh(kind)
+    mapped = jax.shard_map(
+        lambda arrays, x: grad(eqx.combine(arrays, static), x),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=out_specs if options else P(),
+    )
+    expected = jax.device_get(grad(model, tokens))
+    spread = jax.tree.map(lambda x: put(x, mesh), arrays)
+    got = jax.jit(mapped)(spread, put(tokens, mesh, "data"))
+    assert_same(jax.device_get(got), expected, tol=1e-4)

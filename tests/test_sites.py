@@ -395,7 +395,8 @@ def test_all_contractions_agree(name, form):
             outs, operands, pullback = program.linearize(leaves, [x], 1)
             return operands, pullback([jnp.ones_like(outs[0])])
 
-        found = SiteGradients(program, contractions, Factors(*jax.vmap(one)(xs)))
+        factors = Factors(*jax.vmap(one)(xs))
+        found = SiteGradients(program, contractions, factors, leaves)
         return found.squared_norms(), found.weighted_sums(weights, is_kept)
 
     norms, sums = run(xs)

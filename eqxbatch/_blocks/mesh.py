@@ -51,7 +51,15 @@ def with_type_of(struct: Any, x: Array) -> Array:
     """`x`, sharded as `struct` says and varying over the mesh as it does."""
     if any(kind == AxisType.Explicit for _, kind in _axes(struct).values()):
         x = jax.sharding.reshard(x, struct.sharding)
-    missing = varying(struct) - varying(jax.typeof(x))
+    return vary(x, varying(struct))
+
+
+def vary(x: Array, names: frozenset) -> Array:
+    """`x`, as something that varies over mesh axes inside of `jax.shard_map`.
+
+    Its derivative is then that of one device, and not the sum over all of them.
+    """
+    missing = names - varying(jax.typeof(x))
     if not missing:
         return x
     pcast = getattr(lax, "pcast", None)
@@ -59,6 +67,12 @@ def with_type_of(struct: Any, x: Array) -> Array:
         return pcast(x, tuple(missing), to="varying")
     pvary: Any = getattr(lax, "pvary")  # noqa: B009  # What JAX 0.7 has for it.
     return pvary(x, tuple(missing))
+
+
+def sum_varying(x: Array, names: frozenset) -> Array:
+    """The sum of `x` over the mesh axes that it varies over, other than `names`."""
+    missing = varying(jax.typeof(x)) - names
+    return lax.psum(x, tuple(missing)) if missing else x
 
 
 def zeros_like(struct: Any) -> Array:

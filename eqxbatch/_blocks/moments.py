@@ -320,8 +320,9 @@ class OfTotals(AbstractAccumulator[Any]):
         name = type(accumulator).__name__
         weights = accumulator.weights
         wide, dtype = _cast(name, total, accumulator.dtype, None, inexact=True)
-        weight = _block_weight(wide.dtype, weights, block)
-        return _Total(wide, weight, dtype)
+        if isinstance(accumulator, Sum):
+            return _Total(wide, None, dtype)
+        return _Total(wide, _block_weight(wide.dtype, weights, block), dtype)
 
 
 def _zeros_of(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:

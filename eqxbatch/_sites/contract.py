@@ -25,6 +25,7 @@ from .trace import Site
 _Label = tuple[Any, Any]  # Of one side, or of a leaf or view that both share.
 _Labels = tuple[_Label, ...]
 _Term = tuple[Array, _Labels]
+_Leaf = Array | jax.ShapeDtypeStruct  # Only its type matters.
 EXAMPLE: _Label = ("example", 0)
 OTHER_EXAMPLE: _Label = ("example", 1)
 
@@ -309,7 +310,7 @@ def _conj_scale(site: Site) -> Any:
 
 
 def gradients(
-    sites: Sequence[Site], factors: Factors, leaf: jax.ShapeDtypeStruct
+    sites: Sequence[Site], factors: Factors, leaf: _Leaf
 ) -> Inexact[Array, "n ..."]:
     """The gradient of each example with respect to a leaf, shape `(n, *leaf.shape)`."""
     return functools.reduce(
@@ -317,7 +318,7 @@ def gradients(
     )
 
 
-def _gradients_at(site: Site, factors: Factors, leaf: jax.ShapeDtypeStruct) -> Array:
+def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     a, d = factors.of(site)
     if site.rule.token is not None:
         return jax.vmap(lambda a, d: _transposed([site], leaf, [a], [d]))(a, d)
@@ -338,7 +339,7 @@ def _gradients_at(site: Site, factors: Factors, leaf: jax.ShapeDtypeStruct) -> A
     return jax.lax.map(one, (a, d), batch_size=max(1, int(factors.num / growth)))
 
 
-def _formed(site: Site, factors: Factors, leaf: jax.ShapeDtypeStruct) -> Array:
+def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     """The gradients at a site from its own factors."""
     site = dataclasses.replace(site, tap=0, operand=None if site.operand is None else 0)
     terms = _site_terms(site, factors)
@@ -358,7 +359,7 @@ def _formed(site: Site, factors: Factors, leaf: jax.ShapeDtypeStruct) -> Array:
 def weighted_sum(
     sites: Sequence[Site],
     factors: Factors,
-    leaf: jax.ShapeDtypeStruct,
+    leaf: _Leaf,
     weights: Inexact[Array, " n"],
 ) -> Inexact[Array, "..."]:
     """The weighted sum of the examples' gradients with respect to a leaf.
@@ -377,7 +378,7 @@ def weighted_sum(
 
 def _transposed(
     sites: Sequence[Site],
-    leaf: jax.ShapeDtypeStruct,
+    leaf: _Leaf,
     operands: list,
     cotangents: list,
     num: int | None = None,

@@ -6,18 +6,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._blocks.accumulators import widened, widest
+from .._blocks.mesh import is_on_mesh
 from .choose import Contraction
 from .contract import Factors, gradients, inner_product, kept_examples, weighted_sum
 from .trace import Program
 
 
 class SiteGradients:
-    """The gradients of some examples, by the factors of their sites."""
+    """The gradients of some examples, by the factors of their sites.
+
+    Only the types of the `leaves` matter.
+    """
 
     def __init__(
-        self, program: Program, contractions: list[Contraction], factors: Factors
+        self,
+        program: Program,
+        contractions: list[Contraction],
+        factors: Factors,
+        leaves: list,
     ):
         self._program = program
+        self._leaves = leaves
         self._contractions = contractions
         self._factors = factors
         self._formed: dict[int, Array] = {}
@@ -29,13 +38,11 @@ class SiteGradients:
     def _squared_norm(self, contraction: Contraction) -> Array:
         leaf = contraction.leaf
         if contraction.form == "unused":
-            return jnp.zeros(
-                self._factors.num, widest(self._program.leaves[leaf].dtype)
-            )
+            return jnp.zeros(self._factors.num, widest(self._leaves[leaf].dtype))
         sites = self._program.sites_of(leaf)
         if contraction.form == "gram":
             return inner_product(sites, self._factors)
-        formed = gradients(sites, self._factors, self._program.leaves[leaf])
+        formed = gradients(sites, self._factors, self._leaves[leaf])
         if contraction.keeps:
             self._formed[leaf] = formed
         return squared_norm(formed)
@@ -63,14 +70,19 @@ class SiteGradients:
         is_kept: Array | None,
     ) -> Array:
         leaf = contraction.leaf
-        struct = self._program.leaves[leaf]
+        struct = self._leaves[leaf]
         if contraction.form == "unused":
             return jnp.zeros(struct.shape, struct.dtype)
         if leaf in self._formed:
             formed = self._formed[leaf]
             if is_kept is not None:
                 formed = kept_examples(formed, is_kept)
-            return jnp.tensordot(weights.astype(formed.dtype), formed, 1)
+            weights = weights.astype(formed.dtype)
+            if is_on_mesh(formed):
+                # JAX does not contract axes that are sharded explicitly.
+                weights = jnp.expand_dims(weights, range(1, formed.ndim))
+                return jnp.sum(weights * formed, axis=0)
+            return jnp.tensordot(weights, formed, 1)
         sites = self._program.sites_of(leaf)
         return weighted_sum(sites, factors, struct, weights)
 

@@ -265,8 +265,9 @@ def _gather(eqn: Any, index: int) -> Rule | None:
         return jnp.clip(tokens, 0, token_size - 1).astype(jnp.int32)
 
     def op(tokens: Array, w: Array) -> Array:
-        where = jnp.zeros((*tokens.shape, len(numbers.start_index_map)), jnp.int32)
-        where = where.at[..., column].set(tokens)
+        # Where only one axis is chosen along, the others start at zero.
+        columns = range(len(numbers.start_index_map))
+        where = jnp.stack([tokens if i == column else 0 * tokens for i in columns], -1)
         dropping = lax.GatherScatterMode.FILL_OR_DROP
         return lax.gather(
             w,

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from .._blocks.jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
+from .._blocks.mesh import is_on_mesh, zeros_like
 from .rules import Axes, find_rule, leaf_rule, Rule
 from .views import extend_sum, extend_view, leaf_view, View
 
@@ -113,7 +113,7 @@ class _Plan:
         self.steps: dict[int, _Tap | _Call] = {}
         self.sites: list[Site] = []
         self.taps: list[_Struct] = []
-        self.num_operands = 0
+        self.operands: list[_Struct] = []
         self.outs: list[_Views] = []
         self.are_outs_constant: list[bool] = []
 
@@ -125,11 +125,12 @@ class _Plan:
                 dataclasses.replace(
                     site,
                     tap=site.tap + len(self.taps),
-                    operand=None if operand is None else operand + self.num_operands,
+                    operand=None if operand is None else operand + len(self.operands),
                 )
             )
-        self.taps += [_Struct((*steps, *s.shape), s.dtype) for s in inner.taps]
-        self.num_operands += inner.num_operands
+        stacked = lambda s: _Struct((*steps, *s.shape), s.dtype)
+        self.taps += map(stacked, inner.taps)
+        self.operands += map(stacked, inner.operands)
 
 
 class _Finder:
@@ -216,11 +217,13 @@ class _Finder:
             return none
         numbers: dict[int, int] = {}
         operands: list[Callable[[list], Array]] = []
+        structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
         for position, views in enumerate(inputs):
             rule = find_rule(eqn, position) if views else None
             if rule is not None and rule.operand is not None:
-                numbers[position] = plan.num_operands + len(operands)
+                numbers[position] = len(plan.operands)
                 operands.append(rule.operand)
+                plan.operands.append(jax.eval_shape(rule.operand, structs))
         for position, views in enumerate(inputs):
             for view in views:
                 rule = find_rule(eqn, position)
@@ -230,7 +233,6 @@ class _Finder:
                 plan.sites.append(site)
         out = eqn.outvars[0].aval
         plan.taps.append(_Struct(out.shape, out.dtype))
-        plan.num_operands += len(operands)
         plan.steps[index] = _Tap(operands)
         return none
 
@@ -318,6 +320,7 @@ class Program:
 
     - `leaves`: shapes and dtypes of the leaves.
     - `sites`: all sites; every leaf that the function uses has one at least.
+    - `taps`, `operands`: shapes and dtypes of the cotangents and operands.
     - `fallbacks`: the leaves that no rule covers, by number, and why. Their one site is
         the leaf itself.
     """
@@ -349,22 +352,13 @@ class Program:
             self.fallbacks.update(finder.failed)
         self.sites = list(self.plan.sites)
         self.taps = list(self.plan.taps)
+        self.operands = list(self.plan.operands)
         self._perturbed = sorted(self.fallbacks)
         for leaf in self._perturbed:
             struct = self.leaves[leaf]
             view = leaf_view(leaf, struct)
             self.sites.append(Site(view, leaf_rule(struct.shape), len(self.taps), None))
             self.taps.append(struct)
-
-    def operands(self) -> list[_Struct]:
-        """The shapes of the operands of one example."""
-        inputs = [_Struct(v.aval.shape, v.aval.dtype) for v in self.jaxpr.invars]
-        num = len(self.leaves)
-
-        def run(leaves: list, example: list) -> list:
-            return self.linearize(leaves, example, 0)[1]
-
-        return jax.eval_shape(run, inputs[:num], inputs[num:])
 
     def sites_of(self, leaf: int) -> list[Site]:
         return [site for site in self.sites if site.leaf == leaf]
@@ -379,30 +373,53 @@ class Program:
         """
 
         def run(zs: list) -> tuple[list, tuple[list, list]]:
-            zs = list(zs)
-            perturbed = list(leaves)
-            for leaf in reversed(self._perturbed):
-                perturbed[leaf] = perturbed[leaf] + zs.pop()
-            args = [*perturbed, *example]
-            if self.jaxpr.effects:
-                outs, operands = evaluate_jaxpr(self.jaxpr, self.consts, args), []
-            else:
-                outs, operands = _run(self.plan, self.jaxpr, self.consts, args, zs)
+            outs, operands, _ = self._evaluate(leaves, example, zs)
             return outs[:num_outputs], (outs[num_outputs:], operands)
 
-        zeros = [jnp.zeros(s.shape, s.dtype) for s in self.taps]
+        # On a mesh, a perturbation must be of the type of what it perturbs.
+        typed = any(map(is_on_mesh, [*leaves, *example]))
+        structs = self._tap_types(leaves, example) if typed else self.taps
+        zeros = [zeros_like(struct) for struct in structs]
         outs, pullback, (rest, operands) = jax.vjp(run, zeros, has_aux=True)
         return [*outs, *rest], operands, lambda cotangents: pullback(cotangents)[0]
 
+    def _tap_types(self, leaves: list, example: list) -> list:
+        def run(leaves: list, example: list) -> list:
+            return self._evaluate(leaves, example, None)[2]
 
-def _run(
-    plan: _Plan, jaxpr: Any, consts: list, args: list, zs: list
-) -> tuple[list, list]:
-    """Evaluates a jaxpr with `zs` added to its taps. Returns the operands as well."""
-    remaining = list(zs)
+        return jax.eval_shape(run, leaves, example)
+
+    def _evaluate(
+        self, leaves: list, example: list, zs: list | None
+    ) -> tuple[list, list, list]:
+        """Outputs, operands and, without `zs`, what these would be added to."""
+        leaves, zs = list(leaves), None if zs is None else list(zs)
+        perturbed = [leaves[leaf] for leaf in self._perturbed]
+        if zs is not None:
+            for leaf in reversed(self._perturbed):
+                leaves[leaf] = leaves[leaf] + zs.pop()
+        args = [*leaves, *example]
+        if self.jaxpr.effects:
+            return evaluate_jaxpr(self.jaxpr, self.consts, args), [], perturbed
+        outs, operands, taps = _run(self.plan, self.jaxpr, self.consts, args, zs)
+        return outs, operands, taps + perturbed
+
+
+_Run = tuple[list, list, list]
+
+
+def _run(plan: _Plan, jaxpr: Any, consts: list, args: list, zs: list | None) -> _Run:
+    """Evaluates a jaxpr with `zs` added to its taps.
+
+    Returns its outputs, the operands, and the taps if there are no `zs`.
+    """
+    remaining = None if zs is None else list(zs)
     operands: list = []
+    taps: list = []
 
-    def take(num: int) -> list:
+    def take(num: int) -> list | None:
+        if remaining is None:
+            return None
         taken = remaining[:num]
         del remaining[:num]
         return taken
@@ -415,25 +432,30 @@ def _run(
 
             def tap(ins: list) -> list:
                 operands.extend(operand(ins) for operand in step.operands)
-                (z,) = take(1)
-                return [eqn.primitive.bind(*ins, **eqn.params) + z]
+                out = eqn.primitive.bind(*ins, **eqn.params)
+                z = take(1)
+                if z is None:
+                    taps.append(out)
+                    return [out]
+                return [out + z[0]]
 
             return tap
 
         run = _run_scan if eqn.primitive.name == "scan" else _run_call
 
         def call(ins: list) -> list:
-            outs, found = run(eqn, step, ins, take(len(step.plan.taps)))
-            operands.extend(found)
+            outs, *found = run(eqn, step, ins, take(len(step.plan.taps)))
+            operands.extend(found[0])
+            taps.extend(found[1])
             return outs
 
         return call
 
-    return evaluate_with(jaxpr, consts, args, replace), operands
+    return evaluate_with(jaxpr, consts, args, replace), operands, taps
 
 
-def _run_call(eqn: Any, step: _Call, ins: list, zs: list) -> tuple[list, list]:
-    def run(ins: list, zs: list) -> tuple[list, list]:
+def _run_call(eqn: Any, step: _Call, ins: list, zs: list | None) -> _Run:
+    def run(ins: list, zs: list | None) -> _Run:
         return _run(step.plan, step.jaxpr, step.consts, ins, zs)
 
     if eqn.primitive.name in _REMAT:
@@ -442,18 +464,18 @@ def _run_call(eqn: Any, step: _Call, ins: list, zs: list) -> tuple[list, list]:
     return run(ins, zs)
 
 
-def _run_scan(eqn: Any, step: _Call, ins: list, zs: list) -> tuple[list, list]:
+def _run_scan(eqn: Any, step: _Call, ins: list, zs: list | None) -> _Run:
     params = eqn.params
     num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
 
-    def body(carry: list, slices: tuple[list, list]) -> tuple[list, tuple]:
+    def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
         xs, zs = slices
         args = [*consts, *carry, *xs]
-        outs, operands = _run(step.plan, step.jaxpr, step.consts, args, zs)
-        return outs[:num_carry], (outs[num_carry:], operands)
+        outs, *found = _run(step.plan, step.jaxpr, step.consts, args, zs)
+        return outs[:num_carry], (outs[num_carry:], *found)
 
-    carry, (ys, operands) = lax.scan(
+    carry, (ys, operands, taps) = lax.scan(
         body,
         carry,
         (ins[num_consts + num_carry :], zs),
@@ -461,4 +483,4 @@ def _run_scan(eqn: Any, step: _Call, ins: list, zs: list) -> tuple[list, list]:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*carry, *ys], operands
+    return [*carry, *ys], operands, taps

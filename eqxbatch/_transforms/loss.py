@@ -92,17 +92,19 @@ class Example:
         batch = loss.batch
         self.leaves, self.treedef = jtu.tree_flatten(loss.diff)
         self.axes = list(batch.axes)
-        self.structs = [
-            jax.ShapeDtypeStruct(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
-            for x, axis in zip(batch.arrays, batch.axes, strict=True)
-        ]
+        traced: list = []
 
         def flat(leaves: list, rows: list) -> tuple[Array, PyTree]:
             return loss(jtu.tree_unflatten(self.treedef, leaves), rows)
 
-        self.closed, arrays, static = eqx.filter_make_jaxpr(flat)(
-            self.leaves, self.structs
-        )
+        def trace(*rows: Array) -> list:
+            # Within `jax.vmap`, an example is of the type that it will have there, also
+            # on a mesh.
+            traced.append(eqx.filter_make_jaxpr(flat)(self.leaves, list(rows)))
+            return []
+
+        jax.eval_shape(jax.vmap(trace, self.axes), *batch.arrays)
+        self.closed, arrays, static = traced[-1]
         self._out = eqx.combine(arrays, static)
 
     def run(self, leaves: list, rows: tuple) -> list:
@@ -218,7 +220,8 @@ def by_norms(example: Example, clipping: Clipping, method: Method) -> Way:
 
     def way(rows: list, weights: Array | None) -> dict:
         outs, operands, cotangents = example.vmap(one, rows)
-        gradients = SiteGradients(program, contractions, Factors(operands, cotangents))
+        factors = Factors(operands, cotangents)
+        gradients = SiteGradients(program, contractions, factors, example.leaves)
         clipped = groups.clip(gradients.squared_norms())
         scales = clipped.scales
         if weights is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, get_args, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree, Real
@@ -14,6 +15,7 @@ from .._blocks.accumulators import Concat, widened, widest
 from .._blocks.axes import positional_names, split_batch
 from .._blocks.block import Blocks
 from .._blocks.memory import MemoryBudget
+from .._blocks.mesh import sum_varying, vary, varying
 from .._blocks.moments import (
     check_weights,
     Mean,
@@ -160,7 +162,12 @@ class _MicroGrad(AbstractTransform):
         if self.weights is not None:
             check_weights(type(self.accumulator).__name__, self.weights, blocks)
             arrays, axes = [*arrays, self.weights], (*axes, 0)
-        way = self.way(Loss(fun, batch, diff, nondiff, self.has_aux))
+        # Inside of `jax.shard_map`, a derivative is summed over the devices, if what it
+        # is of does not vary over them. Here that is done once, and not for each
+        # example: what is differentiated varies as the examples do.
+        names = frozenset().union(*(varying(jax.typeof(x)) for x in batch.arrays))
+        local = jtu.tree_map(lambda x: vary(x, names), diff)
+        way = self.way(Loss(fun, batch, local, nondiff, self.has_aux))
 
         def run(rows: list, _: int) -> tuple[dict, None]:
             weights = None if self.weights is None else rows[-1]
@@ -168,6 +175,12 @@ class _MicroGrad(AbstractTransform):
 
         result = self.blocking.run(arrays, axes, blocks, run, self.slots)
         merged = {key: x for section in result.values() for key, x in section.items()}
+        if self.transform is None:
+            merged["gradient"] = jtu.tree_map(
+                lambda x, d: sum_varying(d, varying(jax.typeof(x))),
+                diff,
+                merged["gradient"],
+            )
         return self.returned(merged, blocks)
 
     def way(self, loss: Loss) -> Way:

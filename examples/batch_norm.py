@@ -1,0 +1,163 @@
+# %% [markdown]
+# # Batch normalisation and dropout in microbatches
+#
+# `equinox.nn.BatchNorm` couples the examples of a batch: it normalises each by the
+# statistics of all. In microbatches, it sees one microbatch. This page trains such a
+# network, with its state and with dropout keys, and shows what that changes, and which
+# layers do not mind.
+
+# %%
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import eqxbatch
+
+
+# %%
+digits = load_digits()
+images = jnp.asarray(digits.data[:1200] / 16, jnp.float32)
+labels = jnp.asarray(digits.target[:1200], jnp.int32)
+
+
+class Network(eqx.Module):
+    first: eqx.nn.Linear
+    norm: eqx.Module
+    dropout: eqx.nn.Dropout
+    last: eqx.nn.Linear
+
+    def __init__(self, kind, key):
+        key1, key2 = jr.split(key)
+        self.first = eqx.nn.Linear(64, 64, key=key1)
+        if kind == "batch":
+            self.norm = eqx.nn.BatchNorm(64, axis_name="batch", mode="batch")
+        else:
+            self.norm = eqx.nn.GroupNorm(8, 64)
+        self.dropout = eqx.nn.Dropout(0.2)
+        self.last = eqx.nn.Linear(64, 10, key=key2)
+
+    def __call__(self, image, state, key):
+        hidden, state = self.norm(self.first(image), state=state)
+        hidden = self.dropout(jax.nn.relu(hidden), key=key)
+        return self.last(hidden), state
+
+
+# %% [markdown]
+# The loss of a whole microbatch, as examples are coupled: hence `batched=True` below.
+# The state goes in the same for all microbatches, and each returns its own.
+
+
+# %%
+def loss(model, state, images, labels, keys):
+    logits, state = jax.vmap(
+        model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None)
+    )(images, state, keys)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.mean(losses), state
+
+
+# %% [markdown]
+# The states of the microbatches become one by an accumulator for each array: running
+# means and variances are averaged, by the number of examples; what is not a number, such
+# as the flag that says whether there was a batch before, is that of the last microbatch.
+
+
+# %%
+def merged(state):
+    return jax.tree.map(
+        lambda x: eqxbatch.Mean() if eqx.is_inexact_array(x) else eqxbatch.Last(), state
+    )
+
+
+def gradient_of(model, state, keys, size):
+    value_and_grad = eqxbatch.filter_micro_value_and_grad(
+        loss,
+        has_aux=True,
+        batched=True,
+        in_axes=(None, 0, 0, 0),
+        microbatch_size=size,
+        aux_accumulator=merged(state),
+    )
+    return value_and_grad(model, state, images, labels, keys)
+
+
+# %% [markdown]
+# How far the gradient in microbatches is from that of the whole batch. Dropout makes no
+# difference, as each example has its own key. Group normalisation makes none, as it
+# looks at one example only. Batch normalisation does, the more, the smaller the
+# microbatches are: it is then
+# [ghost batch normalisation](https://arxiv.org/abs/1705.08741), a different function,
+# of which this is the exact gradient.
+
+# %%
+keys = jr.split(jr.key(7), len(images))
+sizes = (8, 32, 128, 512)
+distances = {}
+for kind in ("batch", "group"):
+    model, state = eqx.nn.make_with_state(Network)(kind, key=jr.key(0))
+    whole = gradient_of(model, state, keys, None)[1]
+    distances[kind] = []
+    for size in sizes:
+        gradient = gradient_of(model, state, keys, size)[1]
+        off = jax.tree.map(jnp.subtract, gradient, whole)
+        distances[kind].append(float(optax.tree.norm(off) / optax.tree.norm(whole)))
+    shown = ", ".join(f"{d:.1e} ({n})" for n, d in zip(sizes, distances[kind], strict=True))
+    print(f"{kind} normalisation: {shown}")
+assert max(distances["group"]) < 1e-4 < min(distances["batch"])
+
+# %% [markdown]
+# Training with the state, and new dropout keys in each step; then inference, with the
+# running statistics that were accumulated.
+
+# %%
+optimiser = optax.adam(1e-2)
+
+
+def train(size):
+    model, state = eqx.nn.make_with_state(Network)("batch", key=jr.key(0))
+    opt_state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, state, opt_state, key):
+        keys = jr.split(key, len(images))
+        (value, state), grads = gradient_of(model, state, keys, size)
+        updates, opt_state = optimiser.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), state, opt_state, value
+
+    values = []
+    for i in range(60):
+        model, state, opt_state, value = step(model, state, opt_state, jr.key(i))
+        values.append(float(value))
+    inference = eqx.nn.inference_mode(model)
+    test_images = jnp.asarray(digits.data[1200:] / 16, jnp.float32)
+    logits, _ = jax.vmap(inference, (0, None, None), (0, None), axis_name="batch")(
+        test_images, state, jr.key(0)
+    )
+    right = np.asarray(jnp.argmax(logits, axis=1)) == digits.target[1200:]
+    return values, float(right.mean())
+
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+for kind, values in distances.items():
+    left.loglog(sizes, values, "o-", label=f"{kind} normalisation")
+left.set(xlabel="microbatch size", ylabel="distance of the gradient")
+left.legend(frameon=False)
+for size in (32, None):
+    values, accuracy = train(size)
+    name = "whole batch" if size is None else f"microbatches of {size}"
+    print(f"{name}: loss {values[-1]:.3f}, accuracy at inference {accuracy:.1%}")
+    assert accuracy > 0.85
+    right.semilogy(values, label=name)
+right.set(xlabel="step", ylabel="loss")
+right.legend(frameon=False)
+path = pathlib.Path("batch_norm.png")
+figure.savefig(path, dpi=150)
+print(f"saved {path}")
