@@ -65,8 +65,8 @@ def loss(model, state, images, labels, keys):
 
 # %% [markdown]
 # The states of the microbatches become one by an accumulator for each array: running
-# means and variances are averaged, by the number of examples; what is not a number, such
-# as the flag that says whether there was a batch before, is that of the last microbatch.
+# means and variances are averaged, by the number of examples; the flag that says whether
+# there was a batch before is that of the last microbatch.
 
 
 # %%
@@ -98,7 +98,7 @@ def gradient_of(model, state, keys, size):
 
 # %%
 keys = jr.split(jr.key(7), len(images))
-sizes = (8, 32, 128, 512)
+sizes = (8, 64, 512)
 distances = {}
 for kind in ("batch", "group"):
     model, state = eqx.nn.make_with_state(Network)(kind, key=jr.key(0))
@@ -108,7 +108,9 @@ for kind in ("batch", "group"):
         gradient = gradient_of(model, state, keys, size)[1]
         off = jax.tree.map(jnp.subtract, gradient, whole)
         distances[kind].append(float(optax.tree.norm(off) / optax.tree.norm(whole)))
-    shown = ", ".join(f"{d:.1e} ({n})" for n, d in zip(sizes, distances[kind], strict=True))
+    shown = ", ".join(
+        f"{d:.1e} ({n})" for n, d in zip(sizes, distances[kind], strict=True)
+    )
     print(f"{kind} normalisation: {shown}")
 assert max(distances["group"]) < 1e-4 < min(distances["batch"])
 

@@ -44,11 +44,11 @@ def test_examples_are_in_the_docs():
         assert (ROOT / "docs" / "examples" / path.name).resolve() == path
 
 
-@pytest.mark.parametrize("page", ("README.md", "docs/index.md"))
-def test_code_on_the_front_page_runs(page, tmp_path):
-    (code, *_) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+@pytest.mark.parametrize("page", ("README.md", "docs/index.md", "docs/gradients.md"))
+def test_code_on_the_pages_runs(page, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     script = tmp_path / "page.py"
-    script.write_text(code)
+    script.write_text("\n".join(blocks))
     run(script, cwd=tmp_path)
 
 

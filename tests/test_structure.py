@@ -95,7 +95,15 @@ def test_public_names_are_documented():
         doc = inspect.getdoc(getattr(eqxbatch, name))
         assert doc, name
         # What users only ever receive is shown where it comes from.
-        received = ("Block", "Blocks", "MeanAndVariance")
+        received = (
+            "Block",
+            "Blocks",
+            "GradientMoments",
+            "GradientStatistics",
+            "LeafReport",
+            "MeanAndVariance",
+            "SitesReport",
+        )
         assert ">>>" in doc or name in received, name
         assert f"::: eqxbatch.{name}\n" in text, name
 
