@@ -36,7 +36,7 @@ def main() -> int:
             counts = not (bar.is_time and options.no_time_bars)
             missed += counts and not bar.holds
             verdict = "ok" if bar.holds else "MISSED" if counts else "missed (no bar)"
-            print(f"{verdict:15} {bar.value:8.3f} <= {bar.limit:.3f}  {bar.name}")
+            print(f"{verdict:15} {bar.value:8.3g} <= {bar.limit:.3g}  {bar.name}")
     return 1 if missed else 0
 
 

@@ -312,7 +312,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     """The figures as JSON, the table of the docs, and the bars."""
     bars, measured = exactness_bars(), []
     for case in cases(quick):
-        rows = measure(case, rounds=3 if quick else 15)
+        rows = measure(case, rounds=2 if quick else 15)
         measured.append((case, rows))
         bars += bars_of(case, rows)
     return (*results(measured, bars), bars)

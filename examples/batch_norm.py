@@ -65,8 +65,8 @@ def loss(model, state, images, labels, keys):
 
 # %% [markdown]
 # The states of the microbatches become one by an accumulator for each array: running
-# means and variances are averaged, by the number of examples; the flag that says whether
-# there was a batch before is that of the last microbatch.
+# means and variances are averaged, by the number of examples; the flag that says
+# whether there was a batch before is that of the last microbatch.
 
 
 # %%

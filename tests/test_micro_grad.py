@@ -205,7 +205,7 @@ def test_batched(getkey, total):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("total", (1, BLOCK, 13))
+@pytest.mark.parametrize("total", (1, 13))
 @pytest.mark.usefixtures("x64")
 def test_clips_the_gradient_of_each_example(getkey, total, method):
     model, x, y = data(getkey(), total, jnp.float64)

@@ -107,7 +107,7 @@ def test_layer(name):
     compare(LAYERS[name])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_network(seed):
     program, _ = compare(random_network(jr.key(seed)))
     assert not program.fallbacks
@@ -334,6 +334,18 @@ def test_leaf_without_a_rule_falls_back_alone(name):
     assert comparable == [False, True]
 
 
+def test_many_uses_have_no_gram_matrices():
+    # Their number of pairs is what a trace would take its time for.
+    def unrolled(w, x):
+        for _ in range(choose.MOST_SITES + 1):
+            x = jnp.tanh(w @ x)
+        return x
+
+    (leaf,) = explain_sites(unrolled, weight(4, 4), weight(4)).leaves
+    assert len(leaf.sites) == choose.MOST_SITES + 1
+    assert leaf.contraction == "gradient"
+
+
 def test_effects_keep_the_function_whole(capfd):
     def fun(w, x):
         jax.debug.print("seen {}", x[0])
@@ -364,7 +376,7 @@ def test_leaf_of_size_zero():
     )
 
 
-CONTRACTED = ("Conv2d, in groups", "MultiheadAttention", "Embedding, of a sequence")
+CONTRACTED = ("Conv2d, in groups", "Embedding, of a sequence")
 
 
 @pytest.mark.parametrize("form", ("gram", "once", "twice", "leaf"))

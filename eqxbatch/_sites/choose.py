@@ -24,6 +24,10 @@ FLOPS_PER_BYTE = 8.0
 # convolutions, which compilers run several times slower than matrix products.
 GROUPED_CONVOLUTION = 4.0
 
+# A leaf with more sites, as in an unrolled loop, has so many pairs of them that tracing
+# their products takes seconds; `scan` has one site for all steps.
+MOST_SITES = 16
+
 Method = Literal["auto", "sites", "materialise"]
 Form = Literal["gram", "gradient", "leaf", "unused"]
 
@@ -114,6 +118,8 @@ def _choose(
     # what a backward pass keeps anyway.
     candidates = [twice, once] if size <= 2 * factors else [twice]
     best = min(candidates, key=lambda contraction: contraction.cost)
+    if len(sites) > MOST_SITES:
+        return best
     pairs = [(s, o) for i, s in enumerate(sites) for o in sites[i:]]
     if not all(are_comparable(site, other) for site, other in pairs):
         return best

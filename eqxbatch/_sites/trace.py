@@ -115,7 +115,6 @@ class _Plan:
         self.taps: list[_Struct] = []
         self.operands: list[_Struct] = []
         self.outs: list[_Views] = []
-        self.are_outs_constant: list[bool] = []
 
     def include(self, inner: "_Plan", steps: tuple[int, ...] = ()) -> None:
         """Takes over the taps and operands of a call, or of the `steps` of a loop."""
@@ -171,7 +170,6 @@ class _Finder:
                 if views
             )
         plan.outs = [views_of(atom) for atom in jaxpr.outvars]
-        plan.are_outs_constant = [is_constant(atom) for atom in jaxpr.outvars]
         return plan
 
     def step(
@@ -205,32 +203,29 @@ class _Finder:
         if extended is not None:
             return extended
 
-        rules = [
-            (view, find_rule(eqn, position))
+        rules = {
+            position: find_rule(eqn, position)
             for position, views in enumerate(inputs)
-            for view in views
-        ]
-        unknown = {view.leaf for view, rule in rules if rule is None}
-        if unknown:
-            for leaf in unknown:
-                self.fail(leaf, f"no rule for `{name}` with a parameter in this place")
-            return none
-        numbers: dict[int, int] = {}
+            if views
+        }
+        for position, rule in rules.items():
+            if rule is None:
+                for view in inputs[position]:
+                    reason = f"no rule for `{name}` with a parameter in this place"
+                    self.fail(view.leaf, reason)
         operands: list[Callable[[list], Array]] = []
         structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
-        for position, views in enumerate(inputs):
-            rule = find_rule(eqn, position) if views else None
-            if rule is not None and rule.operand is not None:
-                numbers[position] = len(plan.operands)
+        for position, rule in rules.items():
+            if rule is None:
+                return none
+            operand = None
+            if rule.operand is not None:
+                operand = len(plan.operands)
                 operands.append(rule.operand)
                 plan.operands.append(jax.eval_shape(rule.operand, structs))
-        for position, views in enumerate(inputs):
-            for view in views:
-                rule = find_rule(eqn, position)
-                assert rule is not None
-                operand = numbers.get(position)
-                site = Site(view, rule, len(plan.taps), operand)
-                plan.sites.append(site)
+            plan.sites += [
+                Site(view, rule, len(plan.taps), operand) for view in inputs[position]
+            ]
         out = eqn.outvars[0].aval
         plan.taps.append(_Struct(out.shape, out.dtype))
         plan.steps[index] = _Tap(operands)
