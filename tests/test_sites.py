@@ -178,6 +178,11 @@ BY_FACTORS = {
         lambda w, x: jnp.take(w, x, axis=1),
         tokens(2, 2),
     ),
+    "tokens_one_by_one_along_another_axis": (
+        weight(3, 7),
+        lambda w, x: jax.vmap(lambda i: lax.dynamic_index_in_dim(w, i, 1, False))(x),
+        tokens(4),
+    ),
     "tokens_of_two_axes": (
         weight(7, 7),
         lambda w, x: w[x] @ jnp.take(w, x, axis=1),
