@@ -464,6 +464,15 @@ def test_derivative_of_a_gradient(getkey, clip_norm):
     assert_same(jax.grad(through)(1.0), jax.grad(truth)(1.0), tol=1e-9)
 
 
+def test_derivative_where_a_gradient_is_zero():
+    # The gradient of an example is its data, here times a scale.
+    x = jnp.array([[0.0, 0.0], [3.0, 4.0], [0.3, 0.4]])
+    fun = filter_micro_grad(jnp.dot, clip_norm=1.0, microbatch_size=2)
+    total = lambda scale: jnp.sum(fun(jnp.zeros(2), scale * x))
+    # What is clipped does not change with the scale, so the last example is left.
+    assert_same(jax.grad(total)(1.0), jnp.array(0.7 / 3))
+
+
 @pytest.mark.parametrize(
     "options", ({}, {"clip_norm": 1.0}, {"metrics": optax.tree.norm})
 )

@@ -114,9 +114,13 @@ class Groups:
         scales, norms = [], []
         is_kept: Bool[Array, "..."] | None = None
         for bound, members in zip(self.bounds, self.members, strict=True):
-            norm = jnp.sqrt(
-                sum((squared[i] for i in members), jnp.zeros_like(squared[0]))
-            )
+            square = jnp.zeros_like(squared[0])
+            for i in members:
+                square += squared[i]
+            # The derivative of a norm at zero is taken to be zero, and not NaN.
+            is_positive = square > 0
+            root = jnp.sqrt(jnp.where(is_positive, square, 1))
+            norm = jnp.where(is_positive, root, square)
             if self.nan_safe:
                 is_finite = jnp.isfinite(norm)
                 is_kept = is_finite if is_kept is None else is_kept & is_finite
