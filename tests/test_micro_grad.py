@@ -443,6 +443,13 @@ def test_inside_other_transforms(getkey):
     for i, scale in enumerate(scales):
         one = jax.tree.map(lambda a: a[i], many)
         assert_same(one, fun(model, x * scale, y))
+    models = eqx.filter_vmap(Model)(jr.split(getkey(), 2))
+    of_ensemble = eqx.filter_vmap(fun, in_axes=(eqx.if_array(0), None, None))
+    many = of_ensemble(models, x, y)
+    for i in range(2):
+        first = lambda a: a[i] if eqx.is_array(a) else a
+        one = fun(jax.tree.map(first, models), x, y)
+        assert_same(jax.tree.map(first, many), one)
 
 
 @pytest.mark.parametrize("clip_norm", (None, 0.5))
