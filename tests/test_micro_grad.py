@@ -588,7 +588,7 @@ def test_memory_of_norms_is_not_that_of_gradients(getkey):
         arrays, fun = program(model, 128, clip_norm=1.0, method=method)
         temporaries[method] = memory(fun, arrays, x, y).temp_size_in_bytes
     one = sum(a.size * 4 for a in jax.tree.leaves(arrays))
-    assert temporaries["materialise"] > 128 * one
+    assert temporaries["materialise"] > 64 * one
     assert temporaries["sites"] < 16 * one
 
 
