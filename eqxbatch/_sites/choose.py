@@ -6,14 +6,7 @@ from typing import Any, Literal
 
 import jax
 
-from .contract import (
-    are_comparable,
-    contract_cost,
-    EXAMPLE,
-    Factors,
-    pair_terms,
-    squared_norm_terms,
-)
+from .contract import are_comparable, contract_cost, EXAMPLE, Factors, norm_terms
 from .trace import Program, Site
 
 
@@ -64,8 +57,8 @@ def plan(
     `"sites"` takes the cheapest contraction for each leaf, `"materialise"` leaves all
     of them to automatic differentiation, and `"auto"` is the cheaper of the two.
     """
-    program = Program(closed, num_leaves)
     if method != "materialise":
+        program = Program(closed, num_leaves)
         contractions = choose(program)
         if method == "sites" or prefers_sites(program, contractions):
             return program, contractions
@@ -120,19 +113,14 @@ def _choose(
     best = min(candidates, key=lambda contraction: contraction.cost)
     if len(sites) > MOST_SITES:
         return best
-    pairs = [(s, o) for i, s in enumerate(sites) for o in sites[i:]]
-    if not all(are_comparable(site, other) for site, other in pairs):
+    if not all(are_comparable(site, other) for site in sites for other in sites):
         return best
     gram_flops, gram_size = 0.0, 0.0
 
     def count(operands: list, cotangents: list) -> list:
         nonlocal gram_flops, gram_size
         factors = Factors(operands, cotangents)
-        for site, other in pairs:
-            if site is other:
-                terms = squared_norm_terms(site, factors)
-            else:
-                terms = pair_terms(site, factors, other, factors, EXAMPLE)
+        for terms, _ in norm_terms(sites, factors):
             flops, largest = contract_cost(terms, (EXAMPLE,))
             gram_flops += flops
             gram_size += largest

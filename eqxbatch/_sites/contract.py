@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -250,32 +250,34 @@ def inner_product(
     Of each example with itself: shape `(n,)`. With `others`, of each example with each
     of those: shape `(n, m)`.
     """
-    if others is None:
-        total = 0
-        for i, site in enumerate(sites):
-            total += _squared_norm(site, factors)
-            for other in sites[i + 1 :]:
-                terms = pair_terms(site, factors, other, factors, EXAMPLE)
-                product = contract(terms, (EXAMPLE,)) * (
-                    _scale(site) * _conj_scale(other)
-                )
-                total += 2 * jnp.real(product)
-        return jnp.maximum(total, 0)
     total = 0
+    if others is None:
+        for terms, scale in norm_terms(sites, factors):
+            total += jnp.real(contract(terms, (EXAMPLE,)) * scale)
+        return jnp.maximum(total, 0)
     for site in sites:
         for other in sites:
             terms = pair_terms(site, factors, other, others, OTHER_EXAMPLE)
             product = contract(terms, (EXAMPLE, OTHER_EXAMPLE))
-            total += product * (_scale(site) * _conj_scale(other))
+            total += product * (_scale(site) * _scale(other).conjugate())
     return jnp.asarray(total)
 
 
-def _squared_norm(site: Site, factors: Factors) -> Array:
-    product = contract(squared_norm_terms(site, factors), (EXAMPLE,))
-    return abs(_scale(site)) ** 2 * jnp.real(product)
+def norm_terms(
+    sites: Sequence[Site], factors: Factors
+) -> Iterator[tuple[list[_Term], Any]]:
+    """The arrays to contract for a squared norm, and what to multiply each with.
+
+    It is the sum of the real parts: one for each site, and one for each pair of them.
+    """
+    for i, site in enumerate(sites):
+        yield _own_terms(site, factors), abs(_scale(site)) ** 2
+        for other in sites[i + 1 :]:
+            scale = 2 * _scale(site) * _scale(other).conjugate()
+            yield pair_terms(site, factors, other, factors, EXAMPLE), scale
 
 
-def squared_norm_terms(site: Site, factors: Factors) -> list[_Term]:
+def _own_terms(site: Site, factors: Factors) -> list[_Term]:
     """The arrays whose contraction is the squared norm of a site's gradient."""
     if site.rule.token is not None or positions(site):
         return pair_terms(site, factors, site, factors, EXAMPLE)
@@ -302,11 +304,6 @@ def positions(site: Site) -> list[str]:
     labels = _labels(site, 0)
     names = dict.fromkeys((*site.a_axes, *site.d_axes))
     return [name for name in names if labels[name][0] == 0 and site.sizes[name] != 1]
-
-
-def _conj_scale(site: Site) -> Any:
-    scale = _scale(site)
-    return scale.conjugate()
 
 
 def gradients(

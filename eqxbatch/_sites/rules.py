@@ -175,26 +175,12 @@ def _convolution(eqn: Any, index: int) -> Rule | None:
         lead = (batch, groups, outputs) if groups > 1 else (batch, outputs)
         return d.reshape(*lead, *out)
 
-    def op(a: Array, w: Array) -> Array:
-        return lax.conv_general_dilated(
-            a,
-            w,
-            params["window_strides"],
-            params["padding"],
-            params["lhs_dilation"],
-            params["rhs_dilation"],
-            numbers,
-            groups,
-            precision=params["precision"],
-            preferred_element_type=params["preferred_element_type"],
-        )
-
     sizes = {"n": batch, "g": groups, "i": features, "o": outputs}
     sizes.update(zip(kernel_axes, kernel, strict=True))
     sizes.update(zip(out_axes, out, strict=True))
     return Rule(
         kind="conv_general_dilated",
-        op=op,
+        op=_binary_op(eqn, index),
         operand=lambda ins: ins[0],
         a_axes=("n", *grouped, "i", *kernel_axes, *out_axes),
         d_axes=("n", *grouped, "o", *out_axes),

@@ -17,7 +17,7 @@ from .._blocks.jaxprs import literal
 class View:
     """A linear function of one leaf, built from steps such as a transpose.
 
-    - `leaf`: the number of the leaf, and `source` its shape and dtype.
+    - `leaf`: the number of the leaf.
     - `shape`: that of the view. `lead` axes more come before it in what `apply`
         returns: those that loops take slices along.
     - `key`: equal for two views that are the same function.
@@ -29,7 +29,6 @@ class View:
     """
 
     leaf: int
-    source: jax.ShapeDtypeStruct
     shape: tuple[int, ...]
     axes: tuple[int | None, ...] | None
     lead: int = 0
@@ -84,7 +83,7 @@ class View:
 
 def leaf_view(index: int, struct: jax.ShapeDtypeStruct) -> View:
     """The leaf itself."""
-    return View(index, struct, struct.shape, tuple(range(len(struct.shape))))
+    return View(index, struct.shape, tuple(range(len(struct.shape))))
 
 
 def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:

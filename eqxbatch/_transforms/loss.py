@@ -113,8 +113,8 @@ class Example:
         return evaluate_jaxpr(jaxpr, consts, [*leaves, *rows])
 
     def vmap(self, one: Callable, rows: list) -> Any:
-        """`one(*rows)` for all examples of a block."""
-        return jax.vmap(one, self.axes)(*rows)
+        """`one(*rows)` for all examples of a block; it may return more than arrays."""
+        return eqx.filter_vmap(one, in_axes=tuple(self.axes))(*rows)
 
     def outputs(self, arrays: list) -> dict[str, PyTree]:
         """Value and aux, from the arrays that the loss returns."""
@@ -175,15 +175,7 @@ def of_each(
         return {**each, "gradient": gradient, "outs": outs}
 
     def way(rows: list, _: Array | None) -> dict:
-        # Only arrays can come out of `jax.vmap`, but anything out of `transform`.
-        static: list = []
-
-        def arrays_of_one(*rows: Array) -> PyTree:
-            arrays, rest = eqx.partition(one(*rows), eqx.is_array)
-            static.append(rest)
-            return arrays
-
-        each = eqx.combine(example.vmap(arrays_of_one, rows), static[-1])
+        each = example.vmap(one, rows)
         outs = each.pop("outs")
         return {"each": {**each, **example.outputs(outs)}}
 

@@ -107,9 +107,6 @@ class _MicroGrad(AbstractTransform):
                     f"`{name}` must be a function of the gradient of one example, or "
                     f"None; got {value!r} of type {type(value).__name__}."
                 )
-        of_gradients = [
-            name for name in ("transform", "metrics") if getattr(self, name)
-        ]
         of_gradients += ["moments"] * self.moments
         of_examples = list(of_gradients)
         if self.clipping is not None:
