@@ -12,9 +12,12 @@ from eqxbatch import explain_sites
 from eqxbatch._sites import choose
 from eqxbatch._sites.contract import (
     are_comparable,
+    EXAMPLE,
     Factors,
     gradients,
-    inner_product,
+    gram,
+    OTHER_EXAMPLE,
+    squared_norms,
     weighted_sum,
 )
 from eqxbatch._sites.gradients import SiteGradients
@@ -88,10 +91,11 @@ def compare(case, key=None):
             expected.append(jnp.tensordot(weights.astype(true.dtype), true, 1))
             if can:
                 flat = true.reshape(NUM, -1)
-                got.append(inner_product(own, factors))
+                got.append(squared_norms(own, factors))
                 expected.append(jnp.sum(jnp.abs(flat) ** 2, 1))
-                got.append(inner_product(own, factors, factors))
-                expected.append(flat @ flat.conj().T)
+                out = (EXAMPLE, OTHER_EXAMPLE)
+                got.append(gram(own, factors, own, factors, OTHER_EXAMPLE, out))
+                expected.append((flat @ flat.conj().T).real)
         return got, expected
 
     for a, b in zip(*run(leaves, xs), strict=True):
@@ -486,3 +490,29 @@ def test_report_of_a_function_that_returns_its_parameter():
 def test_report_of_nothing():
     with pytest.raises(ValueError, match="`model` has no arrays of an inexact dtype"):
         explain_sites(lambda m, x: x, jnp.arange(3), jnp.ones(4))
+
+
+def test_what_is_added_shares_the_cotangent_of_what_it_is_added_to():
+    model = eqx.nn.MLP(4, 3, 5, 2, key=jr.key(0))
+    leaves, treedef = jax.tree.flatten(eqx.filter(model, eqx.is_array))
+    static = eqx.filter(model, eqx.is_array, inverse=True)
+
+    def taps(call):
+        fun = lambda leaves, x: call(eqx.combine(treedef.unflatten(leaves), static), x)
+        program = Program(jax.make_jaxpr(fun)(leaves, jnp.ones(4)), len(leaves))
+        assert not program.fallbacks
+        return len(program.taps)
+
+    assert taps(lambda model, x: model(x)) == 3
+
+    def reused(model, x):
+        # The product is used once more, so its cotangent is not that of the sum.
+        y = model.layers[0].weight @ x
+        return (y + model.layers[0].bias) * y
+
+    assert taps(reused) == 2
+    # Subtracted from it is as good as added, but not the other way round.
+    bias = lambda model: model.layers[0].bias
+    product = lambda model, x: model.layers[0].weight @ x
+    assert taps(lambda model, x: jnp.sin(product(model, x) - bias(model))) == 1
+    assert taps(lambda model, x: jnp.sin(bias(model) - product(model, x))) == 2

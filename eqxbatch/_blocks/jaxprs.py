@@ -1,11 +1,13 @@
-"""Evaluating jaxprs, wholly or with some of their equations replaced."""
+"""Making jaxprs, and evaluating them with some of their equations replaced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 
 CALLS = ("pjit", "jit", "closed_call", "core_call")
@@ -20,6 +22,47 @@ def callee(eqn: Any) -> Any:
 def literal(atom: Any) -> Array:
     """The value of a literal in its own dtype, which a Python number does not have."""
     return jnp.asarray(atom.val, atom.aval.dtype)
+
+
+def trace_example(
+    fun: Callable[[list, list], PyTree],
+    leaves: list,
+    arrays: list,
+    axes: Sequence[int],
+) -> tuple[Any, PyTree]:
+    """Traces `fun(leaves, rows)` for one example of a batch.
+
+    Returns its closed jaxpr, whose first inputs are the leaves, and what it returns
+    with a `jax.ShapeDtypeStruct` for each array.
+    """
+    traced: list = []
+
+    def trace(*rows: Array) -> list:
+        # Within `jax.vmap`, an example is of the type that it will have there, also on
+        # a mesh.
+        traced.append(eqx.filter_make_jaxpr(fun)(leaves, list(rows)))
+        return []
+
+    if arrays:
+        jax.eval_shape(jax.vmap(trace, list(axes)), *arrays)
+    else:
+        trace()
+    closed, structs, static = traced[-1]
+    return closed, eqx.combine(structs, static)
+
+
+def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Which outputs depend on those inputs that are marked.
+
+    Some that do not may be said to, as equations are not looked into.
+    """
+    pairs = zip(jaxpr.invars, inputs, strict=True)
+    dependent = {var for var, is_marked in pairs if is_marked}
+    is_dependent = lambda x: not isinstance(x, jex.Literal) and x in dependent
+    for eqn in jaxpr.eqns:
+        if any(map(is_dependent, eqn.invars)):
+            dependent.update(eqn.outvars)
+    return [*map(is_dependent, jaxpr.outvars)]
 
 
 def evaluate_jaxpr(jaxpr: Any, consts: list, args: list) -> list:

@@ -91,7 +91,7 @@ def _choose(
         # Written once and read twice: for the norm, and for the sum.
         return Contraction(leaf, "leaf", True, 4 * size, 3 * width * size)
     factors = sum(_num_factors(site) for site in sites)
-    products = sum(_num_products(site) for site in sites)
+    products = sum(num_products(site) for site in sites)
 
     once = Contraction(
         leaf,
@@ -154,7 +154,7 @@ def vmapped_cost(program: Program) -> tuple[float, float]:
             # What a leaf without a rule takes to be formed is not known, here or there.
             slow = site.rule.kind == "conv_general_dilated"
             factor = GROUPED_CONVOLUTION if slow else 1.0
-            flops += 0.0 if site.rule.kind == "leaf" else factor * _num_products(site)
+            flops += 0.0 if site.rule.kind == "leaf" else factor * num_products(site)
         flops += 4 * size
         # Each use adds to the gradient, which is then read for the norm and the sum.
         traffic += struct.dtype.itemsize * size * (2 + len(sites))
@@ -168,7 +168,7 @@ def _num_factors(site: Site) -> float:
     return float(sum(math.prod(sizes[name] for name in axes) for axes in both))
 
 
-def _num_products(site: Site) -> float:
+def num_products(site: Site) -> float:
     """FLOPs of a site's gradient for one example, or of its share in a sum of them."""
     sizes = site.sizes
     axes = {*site.a_axes, *site.d_axes}

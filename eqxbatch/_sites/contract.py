@@ -9,61 +9,102 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import opt_einsum
-from jaxtyping import Array, Bool, Inexact
+from jaxtyping import Array, Bool, Inexact, Real
 
 from .._blocks.accumulators import widened
 from .._blocks.mesh import is_on_mesh
+from .rules import Axes
 from .trace import Site
 
 
-_Label = tuple[Any, Any]  # Of one side, or of a leaf or view that both share.
-_Labels = tuple[_Label, ...]
-_Term = tuple[Array, _Labels]
+Label = tuple[Any, Any]  # Of one side, or of a leaf or view that both share.
+Labels = tuple[Label, ...]
+Term = tuple[Array, Labels]
 _Leaf = Array | jax.ShapeDtypeStruct  # Only its type matters.
-EXAMPLE: _Label = ("example", 0)
-OTHER_EXAMPLE: _Label = ("example", 1)
+EXAMPLE: Label = ("example", 0)
+OTHER_EXAMPLE: Label = ("example", 1)
+
+
+class Factor(eqx.Module):
+    """One operand or cotangent of some examples.
+
+    `has_examples` says whether it has them along axis 0; otherwise it is the same for
+    all of them.
+    """
+
+    array: Any
+    has_examples: bool = eqx.field(static=True, default=True)
+
+    def vmap(self, fun: Callable[[Array], Array], num: int = 0) -> "Factor":
+        """Applies `fun` to that of each example, and along `num` axes after that."""
+        for _ in range(num + self.has_examples):
+            fun = jax.vmap(fun)
+        return self.of(fun(self.array))
+
+    def of(self, array: Array) -> "Factor":
+        """Another array with the same examples."""
+        return Factor(array, self.has_examples)
 
 
 class Factors:
-    """The operands and cotangents of all sites, for some examples."""
+    """The operands and cotangents of all sites, for some examples.
 
-    def __init__(self, operands: list, cotangents: list):
-        self.operands = operands
-        self.cotangents = cotangents
+    `outputs` labels the axes that the cotangents have after the examples: those of
+    what is differentiated, if it is more than a scalar.
+    """
+
+    def __init__(self, operands: list, cotangents: list, outputs: Labels = ()):
+        as_factor = lambda x: x if isinstance(x, Factor) else Factor(x)
+        self.operands = [*map(as_factor, operands)]
+        self.cotangents = [*map(as_factor, cotangents)]
+        self.outputs = outputs
 
     @property
     def num(self) -> int:
         """The number of examples."""
-        return self.cotangents[0].shape[0]
+        factors = [*self.operands, *self.cotangents]
+        return next(x.array.shape[0] for x in factors if x.has_examples)
 
     def where(self, is_kept: Bool[Array, " n"]) -> "Factors":
         """Zeros in place of the factors of the examples that are not kept."""
 
-        def keep(x: Array) -> Array:
-            is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-            return kept_examples(x, is_kept) if is_inexact else x
+        def keep(x: Factor) -> Factor:
+            is_inexact = jnp.issubdtype(x.array.dtype, jnp.inexact)
+            return Factor(kept_examples(x.array, is_kept)) if is_inexact else x
 
         return Factors([*map(keep, self.operands)], [*map(keep, self.cotangents)])
 
-    def of(self, site: Site) -> tuple[Array | None, Array]:
+    def of(self, site: Site) -> tuple[Factor | None, Factor]:
         """`a` and `d` of a site, as it has them."""
         a = None if site.operand is None else self.operands[site.operand]
         return a, self.cotangents[site.tap]
 
-    def expanded(self, site: Site) -> tuple[Array | None, Array]:
+    def expanded(self, site: Site) -> tuple[Factor | None, Factor]:
         """`a` and `d` with the axes that the site names."""
         a, d = self.of(site)
-        d = jax.vmap(site.arrange)(d)
+        d = d.vmap(site.arrange, len(self.outputs))
+        d = d.of(widened(d.array))
         if a is None:
-            return None, widened(d)
-        a = jax.vmap(site.expand)(a)
-        return a if site.rule.token else widened(a), widened(d)
+            return None, d
+        expand = lambda a: (
+            site.expand(a) if site.rule.token else widened(site.expand(a))
+        )
+        return a.vmap(expand), d
+
+    def has_examples(self, sites: Sequence[Site]) -> bool:
+        """Whether the gradients at some sites differ from example to example."""
+        return any(
+            factor is not None and factor.has_examples
+            for site in sites
+            for factor in self.of(site)
+        )
 
 
 def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
@@ -92,9 +133,9 @@ def _view_identity(site: Site) -> tuple:
     return (_is_lettered(site), site.view.key, site.rule.splits, shape)
 
 
-def _labels(site: Site, side: int) -> dict[str, _Label]:
+def _labels(site: Site, side: int) -> dict[str, Label]:
     """The labels of the named axes of a site: equal where two sites share an axis."""
-    labels: dict[str, _Label] = {name: (side, name) for name in site.sizes}
+    labels: dict[str, Label] = {name: (side, name) for name in site.sizes}
     if _is_lettered(site):
         assert site.view.axes is not None
         for name, axis in zip(site.w_axes, site.view.axes, strict=True):
@@ -105,32 +146,44 @@ def _labels(site: Site, side: int) -> dict[str, _Label]:
     return labels
 
 
+def _labelled(
+    site: Site, factors: Factors, example: Label, labels: dict[str, Label]
+) -> list[Term]:
+    """The operand of a site, if it has one, and the cotangent."""
+    a, d = factors.expanded(site)
+
+    def labelled(factor: Factor, outputs: Labels, names: Axes) -> Term:
+        lead = (example,) if factor.has_examples else ()
+        return factor.array, (*lead, *outputs, *(labels[name] for name in names))
+
+    cotangent = labelled(d, factors.outputs, site.d_axes)
+    return [cotangent] if a is None else [labelled(a, (), site.a_axes), cotangent]
+
+
 def _scale(site: Site) -> Any:
     return site.view.scale * site.rule.scale
 
 
 def pair_terms(
-    site: Site, factors: Factors, other: Site, other_factors: Factors, example: _Label
-) -> list[_Term]:
+    site: Site, factors: Factors, other: Site, other_factors: Factors, example: Label
+) -> list[Term]:
     """The arrays whose contraction is the inner product of two sites' gradients.
 
     `example` is the label of the other's examples.
     """
     sides = [(site, factors, EXAMPLE), (other, other_factors, example)]
-    terms: list[list[_Term]] = []
-    tokens: list[tuple[Array, _Labels, _Label] | None] = []
+    terms: list[list[Term]] = []
+    tokens: list[tuple[Array, Labels, Label] | None] = []
     for side, (s, f, lead) in enumerate(sides):
         labels = _labels(s, side)
-        a, d = f.expanded(s)
-        terms.append([(d, (lead, *(labels[name] for name in s.d_axes)))])
-        a_labels = (lead, *(labels[name] for name in s.a_axes))
+        *operand, cotangent = _labelled(s, f, lead, labels)
+        terms.append([cotangent])
         if s.rule.token is not None:
-            assert a is not None
+            ((a, a_labels),) = operand
             tokens.append((a, a_labels, labels[s.rule.token]))
         else:
             tokens.append(None)
-            if a is not None:
-                terms[-1].append((a, a_labels))
+            terms[-1] += operand
     first, second = tokens
     if first is not None and second is not None and first[2] == second[2]:
         same, labels = _equal(first[:2], second[:2], site.sizes[str(site.rule.token)])
@@ -143,30 +196,24 @@ def pair_terms(
     return [*terms[0], *conjugated]
 
 
-def _equal(first: _Term, second: _Term, num_rows: int) -> _Term:
+def _equal(first: Term, second: Term, num_rows: int) -> Term:
     """Where tokens choose the same row, if it is a row at all."""
     (x, x_labels), (y, y_labels) = first, second
     labels = (*x_labels, *(label for label in y_labels if label not in x_labels))
 
-    def spread(x: Array, own: _Labels) -> Array:
-        shape = [1] * len(labels)
-        for size, label in zip(x.shape, own, strict=True):
-            shape[labels.index(label)] = size
-        order = sorted(range(len(own)), key=lambda i: labels.index(own[i]))
-        return jnp.transpose(x, order).reshape(shape)
-
-    spread_x = spread(x, x_labels)
-    return (spread_x == spread(y, y_labels)) & (spread_x < num_rows), labels
+    spread_x = _spread(x, x_labels, labels)
+    return (spread_x == _spread(y, y_labels, labels)) & (spread_x < num_rows), labels
 
 
-def _taken(term: _Term, token: tuple[Array, _Labels, _Label]) -> _Term:
+def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
     """A term at the rows of a table that the tokens choose, if it has these rows."""
     (x, labels), (tokens, token_labels, chosen) = term, token
     if chosen not in labels:
         return term
     axis = labels.index(chosen)
     take = functools.partial(jnp.take, mode="fill", fill_value=0)
-    if labels[0] == token_labels[0]:
+    leads = [own[:1] for own in (labels, token_labels)]
+    if leads[0] == leads[1] and leads[0][0][0] == "example":
         taken = jax.vmap(lambda x, t: take(x, t, axis=axis - 1))(x, tokens)
         new = token_labels[1:]
     else:
@@ -175,29 +222,127 @@ def _taken(term: _Term, token: tuple[Array, _Labels, _Label]) -> _Term:
     return taken, (*labels[:axis], *new, *labels[axis + 1 :])
 
 
-def contract(terms: Sequence[_Term], out: _Labels) -> Array:
+def contract(terms: Sequence[Term], out: Labels) -> Array:
     """The sum of the product of the terms over all labels that are not in `out`."""
     terms = _summed(terms, out)
-    expression, path, _ = _optimal_path(
-        tuple(labels for _, labels in terms),
-        tuple(x.shape for x, _ in terms),
-        out,
-    )
-    return jnp.einsum(expression, *(x for x, _ in terms), optimize=path)
+    labels = tuple(labels for _, labels in terms)
+    path, _ = _optimal_path(labels, tuple(x.shape for x, _ in terms), out)
+    # The first of two terms stays the first, so that equal products are found to be
+    # equal by the compiler.
+    items = [(i, *term) for i, term in enumerate(terms)]
+    for step in path:
+        chosen = sorted((items[i] for i in step), key=lambda item: item[0])
+        items = [item for i, item in enumerate(items) if i not in step]
+        needed = {*out, *(label for _, _, own in items for label in own)}
+        wanted = None if items else out
+        product = _product([(x, own) for _, x, own in chosen], needed, wanted)
+        items.append((chosen[0][0], *product))
+    ((_, product, _),) = items
+    return product
 
 
-def contract_cost(terms: Sequence[_Term], out: _Labels) -> tuple[float, float]:
+def _product(terms: list[Term], needed: set[Label], wanted: Labels | None) -> Term:
+    """The product of one or two terms, summed over what is not needed any more.
+
+    Its axes are as `wanted`, or in the order in which they come out.
+    """
+    (x, own), *rest = terms
+    others: Labels = rest[0][1] if rest else ()
+    if rest and needed.issuperset({*own, *others}):
+        # Nothing is summed over. What the larger of the two looks like is kept.
+        (y, _) = rest[0]
+        if wanted is None:
+            first, second = (own, others) if x.size >= y.size else (others, own)
+            wanted = (*first, *(label for label in second if label not in first))
+        return _spread(x, own, wanted) * _spread(y, others, wanted), wanted
+    if wanted is None:
+        wanted = (
+            *(label for label in own if label in others and label in needed),
+            *(label for label in own if label not in others and label in needed),
+            *(label for label in others if label not in own and label in needed),
+        )
+    sizes = _sizes(terms)
+    terms, out = _fused(terms, wanted)
+    expression = _expression([own for _, own in terms], out)
+    product = jnp.einsum(expression, *(x for x, _ in terms))
+    return product.reshape([sizes[label] for label in wanted]), wanted
+
+
+def _spread(x: Array, own: Labels, labels: Labels) -> Array:
+    """`x` with axes for all `labels`, of size 1 for those that it does not have."""
+    order = sorted(range(len(own)), key=lambda axis: labels.index(own[axis]))
+    missing = [axis for axis, label in enumerate(labels) if label not in own]
+    return jnp.expand_dims(jnp.transpose(x, order), missing)
+
+
+def _expression(terms: Sequence[Labels], out: Labels) -> str:
+    symbols: dict[Label, str] = {}
+    parts = [
+        "".join(
+            symbols.setdefault(label, opt_einsum.get_symbol(len(symbols)))
+            for label in term
+        )
+        for term in terms
+    ]
+    return ",".join(parts) + "->" + "".join(symbols[label] for label in out)
+
+
+def contract_cost(terms: Sequence[Term], out: Labels) -> tuple[float, float]:
     """FLOPs of `contract`, and the number of elements of its largest intermediate."""
     flops = float(sum(x.size for x, _ in terms))
     terms = _summed(terms, out)
     labels = tuple(labels for _, labels in terms)
-    _, _, info = _optimal_path(labels, tuple(x.shape for x, _ in terms), out)
+    _, info = _optimal_path(labels, tuple(x.shape for x, _ in terms), out)
     if info is None:
         return flops, 0.0
     return flops + float(info.opt_cost), float(info.largest_intermediate)
 
 
-def _summed(terms: Sequence[_Term], out: _Labels) -> list[_Term]:
+def _sizes(terms: Sequence[Term]) -> dict[Label, int]:
+    return {
+        label: size
+        for x, labels in terms
+        for label, size in zip(labels, x.shape, strict=True)
+    }
+
+
+def _fused(terms: Sequence[Term], out: Labels) -> tuple[list[Term], Labels]:
+    """The same with fewer axes: those of size 1 dropped, and neighbours made one.
+
+    Compilers run a matrix product faster than the same one over many axes.
+    """
+    sizes = _sizes(terms)
+    lists = [
+        [label for label in labels if sizes[label] != 1]
+        for labels in (*(labels for _, labels in terms), out)
+    ]
+    for label in sizes:
+        while True:
+            # Wherever one of the two is, they must be next to each other.
+            following = {
+                own[own.index(label) + 1] if own[-1] != label else None
+                for own in lists
+                if label in own
+            }
+            other = following.pop() if len(following) == 1 else None
+            if other is None or other == label:
+                break
+            if any(label not in own for own in lists if other in own):
+                break
+            if any(own.count(x) > 1 for own in lists for x in (label, other)):
+                break
+            for own in lists:
+                if other in own:
+                    own.remove(other)
+            sizes[label] *= sizes[other]
+    fused = [
+        (x.reshape([sizes[label] for label in own]), tuple(own))
+        for (x, _), own in zip(terms, lists[:-1], strict=True)
+    ]
+    return fused, tuple(lists[-1])
+
+
+def _summed(terms: Sequence[Term], out: Labels) -> list[Term]:
     """The terms, each summed over the labels that only it has."""
     counts = collections.Counter(label for _, labels in terms for label in labels)
     summed = []
@@ -210,19 +355,12 @@ def _summed(terms: Sequence[_Term], out: _Labels) -> list[_Term]:
 
 @functools.lru_cache(maxsize=4096)
 def _optimal_path(
-    labels: tuple[_Labels, ...], shapes: tuple[tuple[int, ...], ...], out: _Labels
-) -> tuple[str, Any, Any]:
-    symbols: dict[_Label, str] = {}
-    parts = [
-        "".join(
-            symbols.setdefault(label, opt_einsum.get_symbol(len(symbols)))
-            for label in term
-        )
-        for term in labels
-    ]
-    expression = ",".join(parts) + "->" + "".join(symbols[label] for label in out)
+    labels: tuple[Labels, ...], shapes: tuple[tuple[int, ...], ...], out: Labels
+) -> tuple[Any, Any]:
     if any(0 in shape for shape in shapes):
-        return expression, "optimal", None
+        # One after the other.
+        return [(0,), *[(0, 1)] * (len(labels) - 1)][len(labels) > 1 :], None
+    expression = _expression(labels, out)
     # Nothing that is formed on the way may be larger than what is there already, or
     # else than the smaller of a Gram matrix and a gradient.
     sizes = {
@@ -236,36 +374,64 @@ def _optimal_path(
     gram = num((set(sizes) - of_leaf) | everywhere)
     gradient = num(of_leaf | set(out))
     limit = max(min(gram, gradient), *map(math.prod, shapes))
-    path, info = opt_einsum.contract_path(
-        expression, *shapes, shapes=True, optimize="optimal", memory_limit=limit
+    find = functools.partial(
+        opt_einsum.contract_path, expression, *shapes, shapes=True, optimize="optimal"
     )
-    return expression, path, info
+    path, info = find(memory_limit=limit)
+    if any(len(step) > 2 for step in path):
+        # Nothing of two terms is that small.
+        path, info = find()
+    return path, info
 
 
-def inner_product(
-    sites: Sequence[Site], factors: Factors, others: Factors | None = None
+def squared_norms(sites: Sequence[Site], factors: Factors) -> Real[Array, " n"]:
+    """Squared norms of gradients with respect to a leaf, by its sites' factors."""
+    total = 0
+    for terms, scale in norm_terms(sites, factors):
+        total += jnp.real(contract(terms, (EXAMPLE,)) * scale)
+    return jnp.maximum(total, 0)
+
+
+def gram(
+    sites: Sequence[Site],
+    factors: Factors,
+    others: Sequence[Site],
+    other_factors: Factors,
+    example: Label,
+    out: Labels,
 ) -> Inexact[Array, "..."]:
-    """Inner products of gradients with respect to a leaf, by the factors of its sites.
+    """Inner products of gradients with respect to a leaf, by its sites' factors.
 
-    Of each example with itself: shape `(n,)`. With `others`, of each example with each
-    of those: shape `(n, m)`.
+    `example` is the label of the other's examples, and `out` are those of the result;
+    along those that no factor has, its size is 1. A complex leaf counts as its real and
+    its imaginary part.
     """
     total = 0
-    if others is None:
-        for terms, scale in norm_terms(sites, factors):
-            total += jnp.real(contract(terms, (EXAMPLE,)) * scale)
-        return jnp.maximum(total, 0)
-    for site in sites:
-        for other in sites:
-            terms = pair_terms(site, factors, other, others, OTHER_EXAMPLE)
-            product = contract(terms, (EXAMPLE, OTHER_EXAMPLE))
-            total += product * (_scale(site) * _scale(other).conjugate())
+    for terms, scale in gram_terms(sites, factors, others, other_factors, example):
+        present = {label for _, labels in terms for label in labels}
+        product = contract(terms, tuple(label for label in out if label in present))
+        missing = [axis for axis, label in enumerate(out) if label not in present]
+        total += jnp.expand_dims(jnp.real(product * scale), missing)
     return jnp.asarray(total)
+
+
+def gram_terms(
+    sites: Sequence[Site],
+    factors: Factors,
+    others: Sequence[Site],
+    other_factors: Factors,
+    example: Label,
+) -> Iterator[tuple[list[Term], Any]]:
+    """The arrays to contract for `gram`, and what to multiply each with."""
+    for site in sites:
+        for other in others:
+            scale = _scale(site) * _scale(other).conjugate()
+            yield pair_terms(site, factors, other, other_factors, example), scale
 
 
 def norm_terms(
     sites: Sequence[Site], factors: Factors
-) -> Iterator[tuple[list[_Term], Any]]:
+) -> Iterator[tuple[list[Term], Any]]:
     """The arrays to contract for a squared norm, and what to multiply each with.
 
     It is the sum of the real parts: one for each site, and one for each pair of them.
@@ -277,26 +443,19 @@ def norm_terms(
             yield pair_terms(site, factors, other, factors, EXAMPLE), scale
 
 
-def _own_terms(site: Site, factors: Factors) -> list[_Term]:
+def _own_terms(site: Site, factors: Factors) -> list[Term]:
     """The arrays whose contraction is the squared norm of a site's gradient."""
     if site.rule.token is not None or positions(site):
         return pair_terms(site, factors, site, factors, EXAMPLE)
     # An outer product, whose norm is the product of the norms.
     return [
-        (jnp.real(x * jnp.conj(x)), labels) for x, labels in _site_terms(site, factors)
+        (jnp.real(x * jnp.conj(x)), labels) for x, labels in site_terms(site, factors)
     ]
 
 
-def _site_terms(site: Site, factors: Factors) -> list[_Term]:
+def site_terms(site: Site, factors: Factors) -> list[Term]:
     """The arrays whose contraction is a site's gradient with respect to the view."""
-    labels = _labels(site, 0)
-    return [
-        (x, (EXAMPLE, *(labels[name] for name in names)))
-        for x, names in zip(
-            factors.expanded(site), (site.a_axes, site.d_axes), strict=True
-        )
-        if x is not None
-    ]
+    return _labelled(site, factors, EXAMPLE, _labels(site, 0))
 
 
 def positions(site: Site) -> list[str]:
@@ -308,49 +467,82 @@ def positions(site: Site) -> list[str]:
 
 def gradients(
     sites: Sequence[Site], factors: Factors, leaf: _Leaf
-) -> Inexact[Array, "n ..."]:
-    """The gradient of each example with respect to a leaf, shape `(n, *leaf.shape)`."""
-    return functools.reduce(
-        jnp.add, (_gradients_at(site, factors, leaf) for site in sites)
-    )
+) -> Inexact[Array, "..."]:
+    """The gradient of each example with respect to a leaf, from all its sites.
+
+    Shape `(n, *outputs, *leaf.shape)`, or `(*outputs, *leaf.shape)` if all factors are
+    the same for all examples.
+    """
+    has_examples = factors.has_examples(sites)
+    parts = []
+    for site in sites:
+        part = _gradients_at(site, factors, leaf)
+        is_shared = has_examples and not factors.has_examples([site])
+        parts.append(part[None] if is_shared else part)
+    return functools.reduce(jnp.add, parts)
 
 
 def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     a, d = factors.of(site)
+    num_outputs = len(factors.outputs)
     if site.rule.token is not None:
-        return jax.vmap(lambda a, d: _transposed([site], leaf, [a], [d]))(a, d)
+        assert a is not None
+        transposed = lambda a, d: _transposed([site], leaf, [a], [d])
+        for _ in range(num_outputs):
+            transposed = jax.vmap(transposed, (None, 0))
+        axes = [0 if factor.has_examples else None for factor in (a, d)]
+        if factors.has_examples([site]):
+            transposed = jax.vmap(transposed, axes)
+        return transposed(a.array, d.array)
 
-    def form(a: Array | None, d: Array) -> Array:
-        return _formed(site, Factors([a], [d]), leaf)
+    def form(a: Factor | None, d: Factor) -> Array:
+        return _formed(site, Factors([a], [d], factors.outputs), leaf)
 
-    if a is None or is_on_mesh(a):
+    if a is None or not a.has_examples or is_on_mesh(a.array):
         return form(a, d)
     # Patches are several times as large as what they are taken from, so they are made
-    # for some examples at a time: for so many that they are no larger than that. It is
-    # faster, too, as they stay in the caches. (On a mesh, each device would be asked
-    # for the same examples at the same time, so there it is done at once.)
-    growth = math.prod(site.sizes[name] for name in site.a_axes) * factors.num / a.size
+    # for some examples at a time: for so many that they are no larger than that, or
+    # than the cotangents of several outputs. It is faster, too, as they stay in the
+    # caches. (On a mesh, each device would be asked for the same examples at the same
+    # time, so there it is done at once.)
+    num = factors.num
+    outputs = math.prod(d.array.shape[d.has_examples :][:num_outputs])
+    size = max(a.array.size * outputs, 1)
+    growth = math.prod(site.sizes[name] for name in site.a_axes) * num / size
     if growth <= 1:
         return form(a, d)
-    one = lambda pair: form(pair[0][None], pair[1][None])[0]
-    return jax.lax.map(one, (a, d), batch_size=max(1, int(factors.num / growth)))
+
+    def one(rows: tuple) -> Array:
+        row = [
+            Factor(x[None]) if factor.has_examples else factor
+            for factor, x in zip((a, d), rows, strict=True)
+        ]
+        return form(*row)[0]
+
+    rows = tuple(factor.array if factor.has_examples else None for factor in (a, d))
+    return jax.lax.map(one, rows, batch_size=max(1, int(num / growth)))
 
 
 def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     """The gradients at a site from its own factors."""
     site = dataclasses.replace(site, tap=0, operand=None if site.operand is None else 0)
-    terms = _site_terms(site, factors)
+    terms = site_terms(site, factors)
     present = {label for _, own in terms for label in own}
+    lead = (EXAMPLE, *factors.outputs) if EXAMPLE in present else factors.outputs
     # An axis of size 1 may be in neither, and is put back by the reshape.
     of_leaf = sorted(label for label in present if label[0] in ("leaf", "view"))
-    product = contract(terms, (EXAMPLE, *of_leaf))
+    product = contract(terms, (*lead, *of_leaf))
+    shape = product.shape[: len(lead)]
     if _is_lettered(site):
-        product = (product * _scale(site)).reshape(factors.num, *leaf.shape)
+        product = (product * _scale(site)).reshape(*shape, *leaf.shape)
         return product.astype(leaf.dtype)
     view = jax.eval_shape(site.view.apply, leaf)
-    product = (product * site.rule.scale).reshape(factors.num, *view.shape)
+    product = (product * site.rule.scale).reshape(*shape, *view.shape)
     transpose = jax.linear_transpose(site.view.apply, leaf)
-    return jax.vmap(lambda x: transpose(x)[0])(product.astype(view.dtype))
+    one = lambda x: transpose(x)[0]
+    for _ in shape:
+        one = jax.vmap(one)
+    return one(product.astype(view.dtype))
 
 
 def weighted_sum(
@@ -367,9 +559,10 @@ def weighted_sum(
     operands, cotangents = [], []
     for site in sites:
         a, d = factors.of(site)
-        operands.append(a)
-        weight = weights.astype(d.dtype)
-        cotangents.append(d * jnp.expand_dims(weight, range(1, d.ndim)))
+        operands.append(None if a is None else a.array)
+        weight = weights.astype(d.array.dtype)
+        weight = jnp.expand_dims(weight, range(1, d.array.ndim))
+        cotangents.append(d.array * weight)
     return _transposed(sites, leaf, operands, cotangents, num=weights.shape[0])
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Inexact, Real
 from .._blocks.accumulators import widened, widest
 from .._blocks.mesh import is_on_mesh
 from .choose import Contraction
-from .contract import Factors, gradients, inner_product, kept_examples, weighted_sum
+from .contract import Factors, gradients, kept_examples, squared_norms, weighted_sum
 from .trace import Program
 
 
@@ -41,7 +41,7 @@ class SiteGradients:
             return jnp.zeros(self._factors.num, widest(self._leaves[leaf].dtype))
         sites = self._program.sites_of(leaf)
         if contraction.form == "gram":
-            return inner_product(sites, self._factors)
+            return squared_norms(sites, self._factors)
         formed = gradients(sites, self._factors, self._leaves[leaf])
         if contraction.keeps:
             self._formed[leaf] = formed

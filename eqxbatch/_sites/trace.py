@@ -5,6 +5,7 @@ respect to `z` is the cotangent `d` that the gradient of the parameter is made o
 takes no derivative rule of our own: `jax.vjp` does it.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -115,6 +116,8 @@ class _Plan:
         self.taps: list[_Struct] = []
         self.operands: list[_Struct] = []
         self.outs: list[_Views] = []
+        # What has a tap, and is used only once.
+        self.tapped: dict[Any, int] = {}
 
     def include(self, inner: "_Plan", steps: tuple[int, ...] = ()) -> None:
         """Takes over the taps and operands of a call, or of the `steps` of a loop."""
@@ -144,6 +147,8 @@ class _Finder:
         Constant is what depends neither on examples nor on leaves.
         """
         plan = _Plan()
+        atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+        uses = collections.Counter(x for x in atoms if not isinstance(x, jex.Literal))
         tracked = {v: view for v, view in zip(jaxpr.invars, views, strict=True) if view}
         constants = set(jaxpr.constvars)
         constants |= {
@@ -169,6 +174,7 @@ class _Finder:
                 for var, views in zip(eqn.outvars, outs, strict=True)
                 if views
             )
+            plan.tapped = {v: tap for v, tap in plan.tapped.items() if uses[v] == 1}
         plan.outs = [views_of(atom) for atom in jaxpr.outvars]
         return plan
 
@@ -203,21 +209,30 @@ class _Finder:
         if extended is not None:
             return extended
 
-        rules = {
-            position: find_rule(eqn, position)
-            for position, views in enumerate(inputs)
-            if views
-        }
-        for position, rule in rules.items():
-            if rule is None:
-                for view in inputs[position]:
-                    reason = f"no rule for `{name}` with a parameter in this place"
-                    self.fail(view.leaf, reason)
+        rules: dict[int, Rule] = {}
+        is_covered = True
+        for position, views in enumerate(inputs):
+            rule = find_rule(eqn, position) if views else None
+            if rule is not None:
+                rules[position] = rule
+                continue
+            for view in views:
+                is_covered = False
+                reason = f"no rule for `{name}` with a parameter in this place"
+                self.fail(view.leaf, reason)
+        if not is_covered:
+            return none
+        out = eqn.outvars[0]
+        tap = _tap_before(plan, eqn, rules)
+        if tap is not None:
+            # What is added to something has the cotangent of that.
+            ((position, rule),) = rules.items()
+            plan.sites += [Site(view, rule, tap, None) for view in inputs[position]]
+            plan.tapped[out] = tap
+            return none
         operands: list[Callable[[list], Array]] = []
         structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
         for position, rule in rules.items():
-            if rule is None:
-                return none
             operand = None
             if rule.operand is not None:
                 operand = len(plan.operands)
@@ -226,8 +241,8 @@ class _Finder:
             plan.sites += [
                 Site(view, rule, len(plan.taps), operand) for view in inputs[position]
             ]
-        out = eqn.outvars[0].aval
-        plan.taps.append(_Struct(out.shape, out.dtype))
+        plan.tapped[out] = len(plan.taps)
+        plan.taps.append(_Struct(out.aval.shape, out.aval.dtype))
         plan.steps[index] = _Tap(operands)
         return none
 
@@ -304,6 +319,18 @@ class _Finder:
 
     def fail(self, leaf: int, reason: str) -> None:
         self.failed.setdefault(leaf, reason)
+
+
+def _tap_before(plan: _Plan, eqn: Any, rules: dict[int, Rule]) -> int | None:
+    """The tap of what a parameter is added to, if it has one of the same shape."""
+    name = eqn.primitive.name
+    if name not in ("add", "sub") or len(rules) != 1 or (name == "sub" and 0 in rules):
+        return None
+    (position,) = rules
+    other = eqn.invars[1 - position]
+    if isinstance(other, jex.Literal) or other.aval.shape != eqn.outvars[0].aval.shape:
+        return None
+    return plan.tapped.get(other)
 
 
 class Program:

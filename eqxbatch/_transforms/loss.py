@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
 from .._blocks.axes import Batch
-from .._blocks.jaxprs import evaluate_jaxpr
+from .._blocks.jaxprs import evaluate_jaxpr, trace_example
 from .._blocks.slots import is_struct
 from .._sites.choose import Method, plan
 from .._sites.contract import Factors
@@ -92,20 +92,13 @@ class Example:
         batch = loss.batch
         self.leaves, self.treedef = jtu.tree_flatten(loss.diff)
         self.axes = list(batch.axes)
-        traced: list = []
 
         def flat(leaves: list, rows: list) -> tuple[Array, PyTree]:
             return loss(jtu.tree_unflatten(self.treedef, leaves), rows)
 
-        def trace(*rows: Array) -> list:
-            # Within `jax.vmap`, an example is of the type that it will have there, also
-            # on a mesh.
-            traced.append(eqx.filter_make_jaxpr(flat)(self.leaves, list(rows)))
-            return []
-
-        jax.eval_shape(jax.vmap(trace, self.axes), *batch.arrays)
-        self.closed, arrays, static = traced[-1]
-        self._out = eqx.combine(arrays, static)
+        self.closed, self._out = trace_example(
+            flat, self.leaves, batch.arrays, self.axes
+        )
 
     def run(self, leaves: list, rows: tuple) -> list:
         """The arrays that the loss returns, the value first."""
