@@ -19,6 +19,16 @@ from ._blocks.moments import (
     Sum as Sum,
     Variance as Variance,
 )
+from ._kernels.approximate import (
+    KernelEstimate as KernelEstimate,
+    ProbedNTK as ProbedNTK,
+    PseudoNTK as PseudoNTK,
+)
+from ._kernels.empirical import (
+    EmpiricalKernel as EmpiricalKernel,
+    EmpiricalNNGP as EmpiricalNNGP,
+    EmpiricalNTK as EmpiricalNTK,
+)
 from ._sites.explain import (
     explain_sites as explain_sites,
     LeafReport as LeafReport,
@@ -32,6 +42,11 @@ from ._transforms.micro_grad import (
 )
 from ._transforms.micro_vmap import filter_micro_vmap as filter_micro_vmap
 from ._transforms.microbatch import filter_microbatch as filter_microbatch
+from ._transforms.taylor import (
+    filter_linearize as filter_linearize,
+    filter_taylor_expand as filter_taylor_expand,
+    TaylorExpansion as TaylorExpansion,
+)
 
 
 __version__ = importlib.metadata.version("eqxbatch")

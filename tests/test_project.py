@@ -44,7 +44,9 @@ def test_examples_are_in_the_docs():
         assert (ROOT / "docs" / "examples" / path.name).resolve() == path
 
 
-@pytest.mark.parametrize("page", ("README.md", "docs/index.md", "docs/gradients.md"))
+@pytest.mark.parametrize(
+    "page", ("README.md", "docs/index.md", "docs/gradients.md", "docs/kernels.md")
+)
 def test_code_on_the_pages_runs(page, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     script = tmp_path / "page.py"

@@ -100,9 +100,11 @@ def test_public_names_are_documented():
             "Blocks",
             "GradientMoments",
             "GradientStatistics",
+            "KernelEstimate",
             "LeafReport",
             "MeanAndVariance",
             "SitesReport",
+            "TaylorExpansion",
         )
         assert ">>>" in doc or name in received, name
         assert f"::: eqxbatch.{name}\n" in text, name

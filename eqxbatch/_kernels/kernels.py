@@ -1,0 +1,209 @@
+"""The work that all empirical kernels share: a model, and what is asked of it."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+from jaxtyping import Array, Inexact, PyTree
+
+from .._blocks.memory import MemoryBudget, resolve_size
+from .._sites.output_axes import check_axes, OutputAxes
+from .choose import choose_pairing
+from .inputs import Call, check_vmap_axes, make_calls
+from .settings import (
+    check_block_size,
+    check_implementation,
+    Selection,
+    Settings,
+)
+from .tiles import all_pairs, each, Tiling
+from .traced import TracedModel
+
+
+# What is kept of examples takes as much room as the blocks that are worked with.
+_SHARE = 2
+
+
+class AbstractTask(eqx.Module):
+    """What is asked of a model."""
+
+    @abc.abstractmethod
+    def run(self, model: TracedModel) -> Any:
+        """The answer."""
+
+
+class Kernels(eqx.Module):
+    """A model, which of its leaves are parameters, and how kernels are computed.
+
+    `selection` is None where only the values of the model count.
+    """
+
+    model: Callable
+    selection: Selection | None
+    settings: Settings
+
+    def __call__(
+        self,
+        task: AbstractTask,
+        x1: PyTree,
+        x2: PyTree,
+        key: Any,
+        kwargs: dict[str, Any],
+        *,
+        is_diagonal: bool = False,
+    ) -> Any:
+        """What the task makes of the model, as it is called on two sides.
+
+        `is_diagonal` says whether each example only meets the one in its place.
+        """
+        calls, shared = make_calls(x1, x2, key, kwargs)
+        return _run(self, task, calls, shared, is_diagonal)
+
+    def run(
+        self,
+        task: AbstractTask,
+        calls: list[Call],
+        shared: dict[str, Any],
+        is_diagonal: bool,
+    ) -> Any:
+        model = TracedModel(
+            self.model,
+            self.selection,
+            self.settings,
+            calls,
+            shared,
+            is_diagonal=is_diagonal,
+        )
+        if isinstance(self.settings.block_size, MemoryBudget):
+            total = max(side.rows.total for side in model.sides)
+            call = (task, calls, shared, is_diagonal)
+            return self._fitted(self.settings.block_size, total, call)
+        return task.run(model)
+
+    def _fitted(self, budget: MemoryBudget, total: int, call: tuple) -> Any:
+        """With the largest blocks that fit into a budget."""
+
+        def run_with(size: int, room: int) -> Callable[[tuple], Any]:
+            def run(operands: tuple) -> Any:
+                kernels, call = operands
+                settings = dataclasses.replace(
+                    kernels.settings, block_size=size, keep=room
+                )
+                return dataclasses.replace(kernels, settings=settings).run(*call)
+
+            return run
+
+        # What the kernels leave is for what is kept of the rows, and for the blocks.
+        operands = (self, call)
+        structs = eqx.filter_eval_shape(run_with(1, 0), operands)
+        outputs = sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(structs))
+        room = max(budget.resolve() - outputs, 0) // _SHARE
+        run = lambda size: run_with(size, room)
+        return run(resolve_size(budget, total, run, operands))(operands)
+
+
+# What is called is an argument of the one compiled function, so that an equal call
+# finds the compiled program again.
+@eqx.filter_jit
+def _run(kernels: Kernels, *call: Any) -> Any:
+    return kernels.run(*call)
+
+
+def make_kernels(
+    model: Callable,
+    selection: Selection | None,
+    *,
+    trace_axes: Any = (),
+    diagonal_axes: Any = (),
+    vmap_axes: Any = 0,
+    block_size: Any = None,
+    implementation: Any = "auto",
+) -> Kernels:
+    if not callable(model):
+        raise TypeError(
+            f"`model` must be callable; got {model!r} of type {type(model).__name__}."
+        )
+    settings = Settings(
+        trace_axes=check_axes("trace_axes", trace_axes),
+        diagonal_axes=check_axes("diagonal_axes", diagonal_axes),
+        vmap_axes=check_vmap_axes(vmap_axes),
+        block_size=check_block_size(block_size),
+        implementation=check_implementation(implementation),
+    )
+    return Kernels(model, selection, settings)
+
+
+class Probes(eqx.Module):
+    """Directions that the traced axes are projected on: random signs, or all ones."""
+
+    num: int = eqx.field(static=True)
+    key: Array | None
+
+    def along(self, axes: OutputAxes) -> Inexact[Array, "probes ..."]:
+        traced = [axes.shape[axis] for axis in axes.axes_with("trace")]
+        if not traced:
+            raise ValueError(
+                "`trace_axes` must name the axes of the output that are projected; got "
+                f"none for an output of shape {axes.shape} for one example."
+            )
+        shape = (self.num, *traced)
+        if self.key is None:
+            return jnp.ones(shape, axes.dtype)
+        return jr.rademacher(jr.fold_in(self.key, axes.index), shape, axes.dtype)
+
+
+class KernelTask(AbstractTask):
+    """Kernels, one for each array that the model returns.
+
+    - `get`: which kinds of them.
+    - `probes`: what to project traced axes on, for an estimate with standard error.
+    """
+
+    get: tuple[str, ...] = eqx.field(static=True)
+    probes: Probes | None = None
+
+    def run(self, model: TracedModel) -> list[PyTree[Inexact[Array, "..."]]]:
+        """All kinds in order; an estimate is followed by its standard error."""
+        values = model.axes if "nngp" in self.get else []
+        ntk: list[OutputAxes] = []
+        directions: tuple[list[Array], list[Array]] = ([], [])
+        for axes in model.axes if "ntk" in self.get else []:
+            vectors = None if self.probes is None else self.probes.along(axes)
+            num = None if self.probes is None else self.probes.num
+            axes = dataclasses.replace(axes, probes=num)
+            ntk.append(axes)
+            for side, own in enumerate(directions):
+                own.append(axes.cotangents(vectors, side))
+        pairing = choose_pairing(model, values, ntk, directions)
+        first = model.sides[0].rows
+        second = model.sides[1].rows if len(model.sides) > 1 else None
+        if model.is_each:
+            kernels = each(first, second, pairing, model.block_sizes()[0])
+        else:
+            kernels = all_pairs(first, second, pairing, _tiling(model))
+        arranged = [
+            axes.arranged(kernel)
+            for axes, kernel in zip(pairing.axes, kernels, strict=True)
+        ]
+        num, treedef = len(model.axes), jtu.tree_structure(model.out)
+        parts = {"nngp": arranged[: len(values)], "ntk": arranged[len(values) :]}
+        return [
+            jtu.tree_unflatten(treedef, parts[name][start :: len(parts[name]) // num])
+            for name in self.get
+            for start in range(len(parts[name]) // num)
+        ]
+
+
+def _tiling(model: TracedModel) -> Tiling | None:
+    rows, columns = model.block_sizes()
+    if rows is None or columns is None:
+        return None
+    room = model.settings.keep
+    if room is None:
+        room = MemoryBudget().resolve() // _SHARE
+    return Tiling(rows, columns, room)

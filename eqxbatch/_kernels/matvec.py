@@ -1,0 +1,130 @@
+"""Products of a kernel with vectors, without the kernel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Inexact, PyTree
+
+from .._blocks.accumulators import Concat
+from .._blocks.block import Blocks
+from .._blocks.jaxprs import evaluate_jaxpr
+from .._blocks.loop import run_blocks
+from .._blocks.moments import Sum
+from .._blocks.slots import match_accumulators
+from .kernels import AbstractTask
+from .traced import TracedModel
+
+
+class ProductTask(AbstractTask):
+    """`J1 (J2^H vector)`, for the Jacobians of a model on its two sides.
+
+    No axis is traced, and what different outputs have in common counts.
+    """
+
+    vector: PyTree
+
+    def run(self, model: TracedModel) -> PyTree[Inexact[Array, "..."]]:
+        vectors = self._checked(model)
+        are_complex = [axes.is_complex for axes in model.axes]
+        result = _real_product(model, vectors)
+        if all(are_complex):
+            # The product above is with the real and the imaginary part of the kernel as
+            # a map of real numbers.
+            turned = _real_product(
+                model, [x * jnp.asarray(-1j, x.dtype) for x in vectors]
+            )
+            pairs = zip(result, turned, strict=True)
+            result = [a + b * jnp.asarray(1j, b.dtype) for a, b in pairs]
+        elif any(are_complex):
+            raise ValueError(
+                "The outputs must be all real or all complex; got the dtypes "
+                f"{[str(axes.dtype) for axes in model.axes]}. Take them one by one."
+            )
+        return jtu.tree_unflatten(jtu.tree_structure(model.out), result)
+
+    def _checked(self, model: TracedModel) -> list[Array]:
+        """The vector's arrays, with the examples along axis 0."""
+        total = model.sides[-1].rows.total
+        treedef = jtu.tree_structure(model.out)
+        if jtu.tree_structure(self.vector) != treedef:
+            raise ValueError(
+                "`v` must have the structure of what the model returns, "
+                f"{treedef}; got {jtu.tree_structure(self.vector)}."
+            )
+        result = []
+        for axes, x in zip(model.axes, jtu.tree_leaves(self.vector), strict=True):
+            shape = axes.whole_shape(total)
+            if x.shape != shape or x.dtype != axes.dtype:
+                raise ValueError(
+                    "`v` must be like what the model returns for `x2` (or for `x1`, "
+                    f"without `x2`), of shape {shape} and dtype {axes.dtype}; "
+                    f"got shape {x.shape} and dtype {x.dtype}."
+                )
+            lead = x[None] if axes.batch is None else jnp.moveaxis(x, axes.batch, 0)
+            result.append(lead)
+        return result
+
+
+def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
+    """The product, linear in real numbers, with a kernel of real numbers."""
+    tangents = _pulled_back(model, vectors)
+    if model.axes[0].is_complex:
+        # As in `features.kernel`: a complex parameter is two real ones.
+        tangents = [x / 2 if jnp.iscomplexobj(x) else x for x in tangents]
+    first = model.sides[0].rows
+    size, _ = model.block_sizes()
+
+    def push(arrays: list, _: int) -> tuple[list, None]:
+        values = _values(model, 0, arrays)
+        return jax.jvp(values, (model.leaves,), (tangents,))[1], None
+
+    blocks = Blocks(first.total, max(1, min(size or first.total, first.total)))
+    slots = lambda output, _: match_accumulators(Concat(), output)
+    pushed = run_blocks(push, first.arrays, first.axes, blocks, slots, None, False)
+    return [
+        x[0] if axes.batch is None else jnp.moveaxis(x, 0, axes.batch)
+        for axes, x in zip(model.axes, pushed, strict=True)
+    ]
+
+
+def _pulled_back(model: TracedModel, vectors: list[Array]) -> list[Array]:
+    rows = model.sides[-1].rows
+    num = len(rows.arrays)
+    _, size = model.block_sizes()
+
+    def pull(arrays: list, _: int) -> tuple[list, None]:
+        values = _values(model, -1, arrays[:num])
+        pullback = jax.vjp(values, model.leaves)[1]
+        (gradients,) = pullback([jnp.conj(x) for x in arrays[num:]])
+        return [jnp.conj(x) for x in gradients], None
+
+    blocks = Blocks(rows.total, max(1, min(size or rows.total, rows.total)))
+    slots = lambda output, _: match_accumulators(Sum(), output)
+    arrays, axes = [*rows.arrays, *vectors], (*rows.axes, *(0 for _ in vectors))
+    return run_blocks(pull, arrays, axes, blocks, slots, None, False)
+
+
+def _values(model: TracedModel, position: int, arrays: list) -> Any:
+    """What the model returns for some examples, as a function of its parameters."""
+    closed, _ = model.programs[position]
+    axes = model.sides[position].rows.axes
+
+    def values(leaves: list) -> list:
+        run = lambda *rows: evaluate_jaxpr(
+            closed.jaxpr, list(closed.consts), [*leaves, *rows]
+        )
+        return jax.vmap(run, axes)(*arrays)
+
+    return values
+
+
+class StructTask(AbstractTask):
+    """What a vector must be like to be multiplied with the kernel from the right."""
+
+    def run(self, model: TracedModel) -> PyTree[Array]:
+        """Zeros like what the model returns for all examples."""
+        total = model.sides[-1].rows.total
+        zeros = [jnp.zeros(axes.whole_shape(total), axes.dtype) for axes in model.axes]
+        return jtu.tree_unflatten(jtu.tree_structure(model.out), zeros)

@@ -1,0 +1,129 @@
+"""Taylor expansions of a model in its parameters."""
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, PyTree
+
+
+class TaylorExpansion(eqx.Module):
+    """What [`eqxbatch.filter_linearize`][] and its relative return.
+
+    Called as `expansion(model, *args, **kwargs)`: the expansion around the model that
+    it was made from, at the parameters of another one.
+    """
+
+    _centre: Callable
+    _degree: int = eqx.field(static=True)
+
+    def __call__(self, model: Callable, /, *args: Any, **kwargs: Any) -> PyTree:
+        """The value of the expansion at the inexact arrays of `model`."""
+        start, static = eqx.partition(self._centre, eqx.is_inexact_array)
+        end = eqx.filter(model, eqx.is_inexact_array)
+        if jtu.tree_structure(start) != jtu.tree_structure(end):
+            raise ValueError(
+                "`model` must have the structure of the model that was expanded, "
+                f"{jtu.tree_structure(start)}; got {jtu.tree_structure(end)}."
+            )
+        outs: list = []
+
+        def along(t: Array) -> PyTree:
+            move = lambda a, b: a + t.astype(a.dtype) * (b - a)
+            moved = jtu.tree_map(move, start, end)
+            out = eqx.combine(moved, static)(*args, **kwargs)
+            dynamic, rest = eqx.partition(out, eqx.is_inexact_array)
+            outs.append(rest)
+            return dynamic
+
+        def derivatives(degree: int) -> Callable[[Array], list[PyTree]]:
+            """Those of all degrees up to this one."""
+            if degree == 0:
+                return lambda t: [along(t)]
+
+            def next_one(t: Array) -> list[PyTree]:
+                lower, tangents = jax.jvp(derivatives(degree - 1), (t,), (one,))
+                return [*lower, tangents[-1]]
+
+            return next_one
+
+        one = jnp.ones((), jnp.float32)
+        found = derivatives(self._degree)(jnp.zeros((), jnp.float32))
+        terms = [
+            jtu.tree_map(lambda x, k=k: x / math.factorial(k), term)
+            for k, term in enumerate(found)
+        ]
+        total = functools.reduce(lambda a, b: jtu.tree_map(jnp.add, a, b), terms)
+        return eqx.combine(total, outs[-1])
+
+
+def filter_taylor_expand(model: Callable, degree: int) -> TaylorExpansion:
+    """The Taylor polynomial of a model in its parameters, around what they are.
+
+    It is a function `expansion(model, *args, **kwargs)` of a model of the same
+    structure, of which the inexact arrays count. What is expanded is what the model
+    returns; arrays of other dtypes in that are those at the centre.
+
+    **Arguments:**
+
+    - `model`: a callable PyTree.
+    - `degree`: that of the polynomial, at least 0.
+
+    Each degree takes about twice as long as the one before. Raises `ValueError` for a
+    negative degree, and, when called, for a model of another structure.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(2, "scalar", 8, 2, key=jax.random.key(0))
+        >>> quadratic = eqxbatch.filter_taylor_expand(model, degree=2)
+        >>> x = jnp.ones(2)
+        >>> bool(quadratic(model, x) == model(x))
+        True
+
+        ```
+
+    A drop-in for `neural_tangents.taylor_expand`.
+    """
+    if operator.index(degree) < 0:
+        raise ValueError(f"`degree` must be at least 0; got {degree}.")
+    if not callable(model):
+        raise TypeError(
+            f"`model` must be callable; got {model!r} of type {type(model).__name__}."
+        )
+    return TaylorExpansion(model, operator.index(degree))
+
+
+def filter_linearize(model: Callable) -> TaylorExpansion:
+    """The model, made linear in its parameters around what they are.
+
+    [`eqxbatch.filter_taylor_expand`][] of degree 1. Its tangent kernel is that of the
+    model at the centre, wherever it is trained to.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(2, "scalar", 8, 2, key=jax.random.key(0))
+        >>> linear = eqxbatch.filter_linearize(model)
+        >>> loss = lambda model, x: linear(model, x) ** 2
+        >>> grads = eqx.filter_grad(loss)(model, jnp.ones(2))
+        >>> trained = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+        >>> ntk = eqxbatch.EmpiricalNTK(
+        ...     eqx.Partial(linear, trained), trace_axes=(), where=lambda f: f.args
+        ... )
+        >>> ntk(jnp.ones((3, 2))).shape
+        (3, 3)
+
+        ```
+
+    A drop-in for `neural_tangents.linearize`.
+    """
+    return filter_taylor_expand(model, 1)

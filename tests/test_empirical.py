@@ -1,0 +1,827 @@
+"""Empirical kernels against the Jacobian itself, in float64."""
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jaxtyping
+import numpy as np
+import pytest
+from jax import lax
+
+from eqxbatch import EmpiricalKernel, EmpiricalNNGP, EmpiricalNTK, MemoryBudget
+from eqxbatch._kernels.pairings import Products, Sites
+from .helpers import assert_same, BLOCK, CountTraces, TOTALS
+from .layers import LAYERS, random_network
+
+
+IMPLEMENTATIONS = ("jacobian_contraction", "ntk_vector_products", "sites")
+float64 = pytest.mark.usefixtures("x64")
+
+
+@eqx.filter_jit
+def jacobians(model, x, where=eqx.is_inexact_array):
+    """For each array that the model returns, shape `(n, *output, parameters)`."""
+    leaves, static = eqx.partition(model, where)
+    fun = lambda leaves, x: eqx.combine(leaves, static)(x)
+    jac = jax.vmap(jax.jacrev(fun), (None, 0))(leaves, x)
+    structs = jax.eval_shape(jax.vmap(fun, (None, 0)), leaves, x)
+
+    def flat(struct, part):
+        size = lambda y: math.prod(y.shape[struct.ndim :])
+        leaves = jax.tree.leaves(part)
+        parts = [y.reshape(*struct.shape, size(y)) for y in leaves]
+        return jnp.concatenate(parts, axis=-1)
+
+    return jax.tree.map(flat, structs, jac)
+
+
+@functools.partial(jax.jit, static_argnames=("trace", "diagonal"))
+def pairs(a, b, trace=(), diagonal=()):
+    """The kernel of two arrays with what they are summed over last, by its meaning."""
+    ndim = a.ndim - 1
+    trace, diagonal = [{axis % ndim for axis in axes} for axes in (trace, diagonal)]
+    left, right, out, size = [], [], [], 1
+    for axis in range(ndim):
+        one, two = "abcdef"[axis], "uvwxyz"[axis]
+        same = axis in trace or axis in diagonal
+        left.append(one)
+        right.append(one if same else two)
+        if axis in trace:
+            size *= a.shape[axis]
+        else:
+            out += [one] if same else [one, two]
+    expression = f"{''.join(left)}k,{''.join(right)}k->{''.join(out)}"
+    return jnp.einsum(expression, a, jnp.conj(b)) / size
+
+
+def truth(model, x1, x2, trace=(), diagonal=()):
+    kernel = functools.partial(pairs, trace=trace, diagonal=diagonal)
+    return jax.tree.map(kernel, jacobians(model, x1), jacobians(model, x2))
+
+
+class Matrices(eqx.Module):
+    """Returns an array of shape (2, 3)."""
+
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key, dtype=jnp.float64):
+        self.mlp = eqx.nn.MLP(4, 6, 5, 1, activation=jnp.tanh, key=key, dtype=dtype)
+
+    def __call__(self, x):
+        return self.mlp(x).reshape(2, 3)
+
+
+class Dict(eqx.Module):
+    """Returns a dict of arrays of different shapes, from shared parameters."""
+
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        self.mlp = eqx.nn.MLP(4, 3, 5, 1, activation=jnp.tanh, key=key)
+
+    def __call__(self, x):
+        y = self.mlp(x)
+        return {"sum": y.sum(keepdims=True), "parts": (y**2, None)}
+
+
+AXES = [
+    ((), (), 2),
+    ((-1,), (), None),
+    ((1,), (2,), 2),
+    ((2, -2), (), None),
+    ((), (-1, 1), None),
+    ((-1,), (0,), 2),
+    ((), (0, 2), None),
+    ((1, 2), (0,), None),
+]
+
+
+@float64
+@pytest.mark.parametrize(("trace", "diagonal", "block_size"), AXES)
+def test_axes(trace, diagonal, block_size, getkey):
+    model = Matrices(getkey())
+    x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (5, 4))
+    x2 = x2[:3] if 0 in diagonal else x2
+    kwargs = {"trace_axes": trace, "diagonal_axes": diagonal, "block_size": block_size}
+    ntk = EmpiricalNTK(model, **kwargs)
+    assert_same(ntk(x1, x2), truth(model, x1, x2, trace, diagonal))
+    nngp = EmpiricalNNGP(model, **kwargs)
+    values = [jax.vmap(model)(x)[..., None] for x in (x1, x2)]
+    assert_same(nngp(x1, x2), pairs(*values, trace, diagonal))
+    assert_same(nngp(x1), pairs(values[0], values[0], trace, diagonal))
+    if 0 not in diagonal:
+        expected = truth(model, x1, x1, trace, (*diagonal, 0))
+        assert_same(ntk.diagonal(x1), expected)
+        expected = pairs(values[0], values[1][:3], trace, (*diagonal, 0))
+        assert_same(nngp.diagonal(x1, x2[:3]), expected)
+
+
+@float64
+@pytest.mark.parametrize(
+    ("axes", "block_size"), (((), (2, 3)), ((-1,), None), ((1, 2), 2))
+)
+@pytest.mark.parametrize("number", (1, 2, 3))
+def test_implementations(number, axes, block_size, getkey):
+    model = Matrices(getkey())
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (4, 4))
+    name = IMPLEMENTATIONS[number - 1]
+    ntk = EmpiricalNTK(
+        model, trace_axes=axes, implementation=name, block_size=block_size
+    )
+    assert_same(ntk(x1, x2), truth(model, x1, x2, axes))
+    assert_same(ntk(x1), truth(model, x1, x1, axes))
+    assert_same(ntk.diagonal(x1), truth(model, x1, x1, axes, (0,)))
+    by_number = EmpiricalNTK(model, implementation=number)
+    assert by_number._kernels.settings.implementation == name
+
+
+class Applied(eqx.Module):
+    """A layer and the function that applies it."""
+
+    layer: eqx.Module
+    fun: Callable = eqx.field(static=True)
+
+    def __call__(self, x):
+        return jnp.tanh(self.fun(self.layer, x))
+
+
+def cast(tree):
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float64) if eqx.is_inexact_array(x) else x, tree
+    )
+
+
+class Twice(eqx.Module):
+    """A table that is used for words and for scores, and a layer used twice."""
+
+    table: eqx.nn.Embedding
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jr.split(key)
+        self.table = eqx.nn.Embedding(7, 4, key=keys[0])
+        self.linear = eqx.nn.Linear(4, 4, key=keys[1])
+
+    def __call__(self, tokens):
+        x = jax.vmap(self.table)(tokens)
+        for _ in range(2):
+            x = jnp.tanh(jax.vmap(self.linear)(x))
+        return self.table.weight @ x.mean(axis=0)
+
+
+class Fallback(eqx.Module):
+    """One parameter that no rule covers."""
+
+    odd: jax.Array
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.odd = jr.normal(key, (3,))
+        self.linear = eqx.nn.Linear(4, 3, key=key)
+
+    def __call__(self, x):
+        return self.linear(x) * jnp.sin(self.odd) + lax.cumsum(self.odd)
+
+
+CASES = {
+    **{
+        name: Applied(LAYERS[name].model, LAYERS[name].fun)
+        for name in (
+            "Conv1d",
+            "Conv2d, in groups",
+            "GRUCell, in a scan",
+            "LayerNorm",
+            "MultiheadAttention",
+            "WeightNorm",
+        )
+    },
+    "tied": Twice(jr.key(0)),
+    "fallback": Fallback(jr.key(0)),
+}
+EXAMPLES = {
+    **{name: case.example for name, case in LAYERS.items()},
+    "tied": lambda key: jr.randint(key, (5,), 0, 7),
+    "fallback": lambda key: jr.normal(key, (4,)),
+}
+
+
+@float64
+@pytest.mark.parametrize("name", CASES)
+def test_networks(name, getkey):
+    model = cast(CASES[name])
+    x = cast(jax.vmap(EXAMPLES[name])(jr.split(getkey(), 5)))
+    kernel = EmpiricalNTK(model, trace_axes=(), implementation="sites")(x)
+    assert_same(kernel, truth(model, x, x))
+    traced = EmpiricalNTK(model, block_size=2)(x, x[:3])
+    assert_same(traced, truth(model, x, x[:3], (-1,)))
+    # Positive semidefinite: the axes of one side, then those of the other.
+    order = (*range(0, kernel.ndim, 2), *range(1, kernel.ndim, 2))
+    num = round(kernel.size**0.5)
+    flat = jnp.transpose(kernel, order).reshape(num, num)
+    values = jnp.linalg.eigvalsh(flat)
+    assert values.min() > -1e-10 * values.max()
+
+
+@float64
+@pytest.mark.parametrize("seed", range(3))
+def test_random_networks(seed):
+    model, fun, example = random_network(jr.key(seed))
+    model = cast(Applied(model, fun))
+    x = cast(jax.vmap(example)(jr.split(jr.key(seed), 4)))
+    expected = truth(model, x, x[:3])
+    assert_same(EmpiricalNTK(model, trace_axes=())(x, x[:3]), expected)
+
+
+def test_auto_takes_products_for_many_outputs(monkeypatch, getkey):
+    class Odd(eqx.Module):
+        """Many outputs of a parameter that no rule covers."""
+
+        w: jax.Array
+
+        def __call__(self, x):
+            return jnp.sin(self.w) @ x
+
+    chosen = []
+    for pairing in (Products, Sites):
+        kernels = pairing.kernels
+
+        def spy(self, *args, kernels=kernels):
+            chosen.append(type(self))
+            return kernels(self, *args)
+
+        monkeypatch.setattr(pairing, "kernels", spy)
+    x = jr.normal(getkey(), (5, 4))
+    for outputs, expected in ((64, Products), (2, Sites)):
+        odd = Odd(jr.normal(getkey(), (outputs, 4)))
+        for implementation in ("auto", "sites"):
+            ntk = EmpiricalNTK(odd, trace_axes=(), implementation=implementation)
+            assert_same(ntk(x), truth(odd, x, x), 1e-4)
+            is_auto = implementation == "auto"
+            assert {*chosen} == {expected if is_auto else Sites}
+            chosen.clear()
+
+
+@float64
+def test_closed_forms(getkey):
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
+    linear = eqx.nn.Linear(4, 6, use_bias=False, key=getkey(), dtype=jnp.float64)
+    assert_same(EmpiricalNTK(linear)(x1, x2), x1 @ x2.T)
+    full = EmpiricalNTK(linear, trace_axes=())(x1, x2)
+    assert_same(full, jnp.einsum("nm,op->nmop", x1 @ x2.T, jnp.eye(6)))
+
+    mlp = eqx.nn.MLP(
+        4,
+        1,
+        8,
+        1,
+        use_bias=False,
+        use_final_bias=False,
+        key=getkey(),
+        dtype=jnp.float64,
+    )
+    w, v = mlp.layers[0].weight, mlp.layers[1].weight[0]
+    hidden = [jax.nn.relu(x @ w.T) for x in (x1, x2)]
+    slopes = [jnp.where(x @ w.T > 0, v[None], 0.0) for x in (x1, x2)]
+    expected = hidden[0] @ hidden[1].T + (slopes[0] @ slopes[1].T) * (x1 @ x2.T)
+    assert_same(EmpiricalNTK(mlp)(x1, x2), expected)
+
+    # The kernel of a sum of models with parameters of their own is a sum of kernels.
+    class Sum(eqx.Module):
+        models: list
+
+        def __call__(self, x):
+            return self.models[0](x)[:1] + self.models[1](x)
+
+    total = EmpiricalNTK(Sum([linear, mlp]), trace_axes=())(x1, x2)
+    parts = [EmpiricalNTK(m, trace_axes=())(x1, x2) for m in (linear, mlp)]
+    assert_same(total, parts[0][:, :, :1, :1] + parts[1])
+
+
+@float64
+@pytest.mark.parametrize(
+    ("total", "implementation"),
+    (*((total, "auto") for total in (0, *TOTALS)), (5, "ntk_vector_products")),
+)
+def test_any_size_and_exact_symmetry(total, implementation, getkey):
+    model = Matrices(getkey())
+    x = jr.normal(getkey(), (total, 4))
+    ntk = lambda size, axes=(): EmpiricalNTK(
+        model, trace_axes=axes, block_size=size, implementation=implementation
+    )
+    kernel = ntk(BLOCK)(x)
+    assert_same(kernel, truth(model, x, x))
+    assert (kernel == jnp.transpose(kernel, (1, 0, 3, 2, 5, 4))).all()
+    unblocked = ntk(None, (1, 2))(x)
+    assert (unblocked == unblocked.T).all()
+    # The same with two sides, one of them a single block.
+    other = jr.normal(getkey(), (BLOCK - 1, 4))
+    assert_same(ntk((3, BLOCK), (-1,))(x, other), truth(model, x, other, (-1,)))
+    assert_same(ntk((BLOCK, 1), (-1,))(other, x), truth(model, other, x, (-1,)))
+
+
+class Counted:
+    """Counts the examples that go through a model, when it runs."""
+
+    def __init__(self):
+        self.num = 0
+
+        @jax.custom_jvp
+        def count(x):
+            return jax.pure_callback(self.add, x, x, vmap_method="expand_dims")
+
+        count.defjvp(lambda primals, tangents: (count(*primals), *tangents))
+        self.fun = count
+
+    def add(self, x):
+        self.num += x.size // 4
+        return np.asarray(x)
+
+
+def with_room(ntk, num_bytes):
+    """A kernel that may keep only so much of its examples."""
+    settings = dataclasses.replace(ntk._kernels.settings, keep=num_bytes)
+    return eqx.tree_at(
+        lambda ntk: ntk._kernels,
+        ntk,
+        dataclasses.replace(ntk._kernels, settings=settings),
+    )
+
+
+@pytest.mark.parametrize(("num_panels", "total"), ((1, 13), (2, 13), (3, 16)))
+def test_each_example_runs_once_a_panel(num_panels, total, getkey):
+    counted = Counted()
+    mlp = eqx.nn.MLP(4, 3, 8, 2, key=getkey())
+    model = lambda mlp, x: mlp(counted.fun(x))
+    partial = eqx.Partial(model, mlp)
+    x1, x2 = jr.normal(getkey(), (total, 4)), jr.normal(getkey(), (9, 4))
+    ntk = EmpiricalNTK(partial, block_size=2)
+    rows = -(-total // num_panels)
+    rows += rows % 2
+    if num_panels > 1:
+        # What is kept of an example: 4 inputs, 16 activations, cotangents of 3 outputs.
+        ntk = with_room(ntk, rows * 4 * (4 + 16 + 3 * 16))
+    expected = EmpiricalNTK(mlp)
+    result = jax.block_until_ready(ntk(x1, x2))
+    panels = -(-total // rows)
+    computed = panels * rows if panels > 1 else total
+    assert counted.num == computed + panels * 9
+    assert_same(result, expected(x1, x2))
+    counted.num = 0
+    result = jax.block_until_ready(ntk(x1))
+    others = 0 if panels == 1 else panels * (panels // 2) * rows
+    assert counted.num == computed + others
+    assert_same(result, expected(x1))
+    assert (result == result.T).all()
+
+
+def test_memory_is_flat(getkey):
+    model = eqx.nn.MLP(16, 10, 256, 2, key=getkey())
+
+    def temporaries(total, block_size, room):
+        ntk = with_room(EmpiricalNTK(model, block_size=block_size), room)
+        struct = jax.ShapeDtypeStruct((total, 16), jnp.float32)
+        arrays, static = eqx.partition(ntk, eqx.is_array)
+        run = lambda arrays, x1, x2: eqx.combine(arrays, static)(x1, x2)
+        stats = jax.jit(run).lower(arrays, struct, struct).compile().memory_analysis()
+        return stats.temp_size_in_bytes
+
+    # Besides the kernel itself, nothing grows if there is no room to keep it.
+    small, large = [temporaries(n, 16, 0) for n in (256, 1024)]
+    assert large == small
+    assert temporaries(1024, 16, 0) < 0.1 * temporaries(1024, None, None)
+
+
+def test_memory_budget(getkey):
+    model = eqx.nn.MLP(16, 10, 256, 2, key=getkey())
+    x = jr.normal(getkey(), (150, 16))
+    budget = MemoryBudget("3MB")
+    ntk = EmpiricalNTK(model, block_size=budget)
+    arrays, static = eqx.partition(ntk, eqx.is_array)
+    run = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))
+    stats = run.lower(arrays, x).compile().memory_analysis()
+    assert stats.temp_size_in_bytes + stats.output_size_in_bytes <= 3_000_000
+    assert_same(ntk(x), EmpiricalNTK(model)(x))
+    with pytest.raises(ValueError, match="too small"):
+        EmpiricalNTK(model, block_size=MemoryBudget("10KB"))(x)
+
+
+class Noisy(eqx.Module):
+    """A linear layer with dropout."""
+
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(4, 3, use_bias=False, key=key)
+        self.dropout = eqx.nn.Dropout(0.5)
+
+    def __call__(self, x, scale=1.0, *, key=None):
+        return scale * self.linear(self.dropout(x, key=key))
+
+
+def test_keys(getkey):
+    make = jr.key
+    model = Noisy(getkey())
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (4, 4))
+    ntk = EmpiricalNTK(model)
+    drop = lambda key, x: jax.vmap(lambda k, x: model.dropout(x, key=k))(key, x)
+    key = make(3)
+    one, two = [jr.split(k, n) for k, n in ((key, 5), (jr.fold_in(key, 1), 4))]
+    assert_same(ntk(x1, x2, key=key), drop(one, x1) @ drop(two, x2).T)
+    for kernel in (ntk(x1, key=key), ntk(x1, x1, key=key)):
+        assert_same(kernel, drop(one, x1) @ drop(one, x1).T)
+        assert (kernel == kernel.T).all()
+    # Keys do not depend on the blocks.
+    blocked = EmpiricalNTK(model, block_size=2)
+    assert_same(blocked(x1, x2, key=key), ntk(x1, x2, key=key))
+    # A pair is taken as it is, and so is a key for each example.
+    assert_same(ntk(x1, x2, key=(key, make(4))), ntk(x1, x2, key=(one, make(4))))
+    other = drop(jr.split(make(4), 5), x1)
+    assert_same(ntk(x1, key=(key, make(4))), drop(one, x1) @ other.T)
+    # Keys that are arrays of integers do as well.
+    raw = jr.PRNGKey(3)
+    assert_same(EmpiricalNNGP(model)(x1, key=raw), EmpiricalNNGP(model)(x1, key=key))
+    # Both sides have the same keys where only a keyword argument differs.
+    scales = jnp.ones(5), 2 * jnp.ones(5)
+    expected = 2 * ntk(x1, key=key)
+    assert_same(ntk(x1, scale=scales, key=key), expected)
+    with pytest.raises(ValueError, match="`key` must be one key, or a pair"):
+        ntk(x1, x2, key=jr.split(key, 3))
+
+
+def test_keyword_arguments(getkey):
+    model = eqx.nn.inference_mode(Noisy(getkey()))
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (4, 4))
+    s1, s2 = jnp.arange(1.0, 6.0), jnp.arange(4.0)
+    ntk = EmpiricalNTK(model)
+    expected = (s1[:, None] * x1) @ (s2[:, None] * x2).T
+    assert_same(ntk(x1, x2, scale=(s1, s2)), expected)
+    assert_same(ntk(x1, x2, scale=jnp.array(3.0)), 9 * x1 @ x2.T)
+    assert_same(ntk(x1, x2, scale=3.0), 9 * x1 @ x2.T)
+    both = (s1[:, None] * x1) @ (s1[:, None] * x1).T
+    assert_same(ntk(x1, scale=(s1, None)), both)
+    assert_same(ntk(x1, scale=(s1, 2 * s1)), 2 * both)
+    last = EmpiricalNTK(model, vmap_axes=(-1, 0, {"scale": 1}))
+    got = last(x1.T, x2.T, scale=(s1[None], s2[None]))
+    assert_same(got, expected[:, :])
+
+
+@float64
+def test_vmap_axes(getkey):
+    model = Matrices(getkey())
+    x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (2, 4))
+    expected = truth(model, x1, x2)
+    # The examples in the middle of the outputs: (2, n, 3).
+    ntk = EmpiricalNTK(model, trace_axes=(), vmap_axes=(1, 1, {}), block_size=2)
+    assert_same(ntk(x1.T, x2.T), jnp.transpose(expected, (2, 3, 0, 1, 4, 5)))
+    ntk = EmpiricalNTK(
+        model, trace_axes=(0,), diagonal_axes=(-1,), vmap_axes=(1, 1, {})
+    )
+    traced = jnp.einsum("nmaabb->nmb", expected) / 2
+    assert_same(ntk(x1.T, x2.T), traced)
+    # A whole batch at once, first where examples do not interact.
+    whole = EmpiricalNTK(eqx.filter_vmap(model), vmap_axes=None, trace_axes=())
+    assert_same(whole(x1, x2), expected)
+    diagonal = EmpiricalNTK(
+        eqx.filter_vmap(model), vmap_axes=None, trace_axes=(), diagonal_axes=(0,)
+    )
+    assert_same(diagonal(x1), truth(model, x1, x1, (), (0,)))
+
+    class Interacting(eqx.Module):
+        mlp: Matrices
+
+        def __call__(self, x):
+            y = jax.vmap(self.mlp)(x)
+            return y - y.mean(axis=0, keepdims=True)
+
+    interacting = Interacting(model)
+    kernel = EmpiricalNTK(interacting, vmap_axes=None, trace_axes=())(x1, x2)
+    jac1, jac2 = [jacobians(model, x) for x in (x1, x2)]
+    jac1, jac2 = [jac - jac.mean(axis=0, keepdims=True) for jac in (jac1, jac2)]
+    assert_same(kernel, pairs(jac1, jac2))
+
+
+def test_outputs_and_kinds(getkey):
+    model = Dict(getkey())
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
+    expected = truth(model, x1, x2)
+    assert_same(EmpiricalNTK(model, trace_axes=())(x1, x2), expected, 1e-4)
+    blocked = EmpiricalKernel(model, trace_axes=(), block_size=2)
+    both = blocked(x1, x2)
+    assert both._fields == ("nngp", "ntk")
+    assert_same(both.ntk, expected, 1e-4)
+    values = [
+        jax.tree.map(lambda y: y[..., None], jax.vmap(model)(x)) for x in (x1, x2)
+    ]
+    assert_same(both.nngp, jax.tree.map(pairs, *values), 1e-4)
+    turned = blocked(x1, x2, ("NTK", "nngp"))
+    assert turned._fields == ("ntk", "nngp")
+    assert_same(tuple(turned), (both.ntk, both.nngp))
+    assert_same(blocked(x1, x2, get="NTK"), both.ntk)
+    assert_same(blocked(x1, x2, get="nngp"), both.nngp)
+    assert type(blocked(x1, x2)) is type(both)
+    kernel = EmpiricalKernel(model, trace_axes=(), implementation=2)
+    assert_same(tuple(kernel(x1, x2)), tuple(both), 1e-4)
+    assert_same(blocked.diagonal(x1, get="ntk"), blocked.diagonal(x1)[1])
+    for get in ((), ("ntk", "ntk"), "cov", ("ntk", "x"), 3, {"ntk"}):
+        with pytest.raises(ValueError, match="`get` must be"):
+            blocked(x1, x2, get)
+
+
+@float64
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_complex(implementation, getkey):
+    class Model(eqx.Module):
+        w: jax.Array
+        v: jax.Array
+        is_real: bool
+
+        def __call__(self, x):
+            y = jnp.sin(self.w @ x.astype(self.w.dtype))
+            out = self.v @ y
+            return jnp.abs(out) ** 2 if self.is_real else out
+
+    w = jr.normal(getkey(), (5, 4), jnp.complex128)
+    v = jr.normal(getkey(), (3, 5), jnp.complex128)
+    x1, x2 = jr.normal(getkey(), (4, 4)), jr.normal(getkey(), (3, 4))
+    make = lambda model: EmpiricalNTK(
+        model, trace_axes=(), implementation=implementation, block_size=2
+    )
+
+    def holomorphic(model, x):
+        call = lambda wv, x: Model(*wv, False)(x)
+        jac = jax.vmap(jax.jacrev(call, holomorphic=True), (None, 0))
+        parts = jac((model.w, model.v), x.astype(jnp.complex128))
+        return jnp.concatenate([p.reshape(len(x), 3, -1) for p in parts], axis=-1)
+
+    model = Model(w, v, False)
+    expected = pairs(holomorphic(model, x1), holomorphic(model, x2))
+    assert_same(make(model)(x1, x2), expected)
+    hermitian = make(model)(x1)
+    assert (hermitian == jnp.conj(jnp.transpose(hermitian, (1, 0, 3, 2)))).all()
+    product = make(model).matvec(x1, x2, jax.vmap(model)(x2))
+    assert_same(product, jnp.einsum("nmop,mp->no", expected, jax.vmap(model)(x2)))
+
+    # A real function of complex parameters is one of their real and imaginary parts.
+    def parts(wv, x):
+        (a, b), (c, d) = wv
+        return Model(lax.complex(a, b), lax.complex(c, d), True)(x)
+
+    model = Model(w, v, True)
+    leaves = ((w.real, w.imag), (v.real, v.imag))
+    jac = [jax.vmap(jax.jacrev(parts), (None, 0))(leaves, x) for x in (x1, x2)]
+    jac = [
+        jnp.concatenate([y.reshape(len(y), 3, -1) for y in jax.tree.leaves(j)], axis=-1)
+        for j in jac
+    ]
+    assert_same(make(model)(x1, x2), pairs(*jac))
+
+    # A complex function of real parameters.
+    class Wave(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            return jnp.exp(lax.complex(0 * self.w[:, 0], self.w @ x))
+
+    wave = Wave(w.real)
+    real, imag = [
+        [
+            jax.vmap(jax.jacrev(lambda w, x, part=part: part(Wave(w)(x))), (None, 0))(
+                wave.w, x
+            ).reshape(len(x), 5, -1)
+            for x in (x1, x2)
+        ]
+        for part in (jnp.real, jnp.imag)
+    ]
+    jac = [lax.complex(*parts) for parts in zip(real, imag, strict=True)]
+    assert_same(make(wave)(x1, x2), pairs(*jac))
+    vector = jax.vmap(wave)(x2)
+    product = make(wave).matvec(x1, x2, vector)
+    assert_same(product, jnp.einsum("nmop,mp->no", pairs(*jac), vector))
+    values = [jax.vmap(wave)(x)[..., None] for x in (x1, x2)]
+    assert_same(EmpiricalNNGP(wave, trace_axes=())(x1, x2), pairs(*values))
+
+
+@float64
+def test_matvec_and_operator(getkey):
+    model = cast(Dict(getkey()))
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
+    vector = jax.vmap(model)(x2)
+    jac1, jac2 = [jacobians(model, x) for x in (x1, x2)]
+    # Different outputs have something in common.
+    pulled = sum(
+        jnp.tensordot(v, jac, v.ndim)
+        for v, jac in zip(*map(jax.tree.leaves, (vector, jac2)), strict=True)
+    )
+    expected = jax.tree.map(lambda jac: jac @ pulled, jac1)
+    for size in (None, (2, 2), 4):
+        ntk = EmpiricalNTK(model, block_size=size)
+        assert_same(ntk.matvec(x1, x2, vector), expected)
+    with pytest.raises(ValueError, match="`v` must be like what the model returns"):
+        ntk.matvec(x1, None, vector)
+    with pytest.raises(ValueError, match="`v` must have the structure"):
+        ntk.matvec(x1, x2, vector["sum"])
+
+    lineax = pytest.importorskip("lineax")
+    model = Matrices(getkey())
+    ntk = EmpiricalNTK(model, block_size=2)
+    operator = ntk.operator(x1)
+    assert lineax.is_positive_semidefinite(operator)
+    full = jnp.transpose(truth(model, x1, x1), (0, 2, 4, 1, 3, 5)).reshape(30, 30)
+    assert_same(operator.as_matrix(), full)
+    operator = ntk.operator(x1, x2)
+    assert operator.in_structure().shape == (3, 2, 3)
+    assert operator.out_structure().shape == (5, 2, 3)
+
+
+def test_operator_needs_lineax(monkeypatch, getkey):
+    monkeypatch.setitem(sys.modules, "lineax", None)
+    ntk = EmpiricalNTK(Matrices(getkey(), jnp.float32))
+    with pytest.raises(ImportError, match=r"eqxbatch\[linalg\]"):
+        ntk.operator(jnp.ones((2, 4)))
+
+
+def test_parameters(getkey):
+    class Model(eqx.Module):
+        mlp: eqx.nn.MLP
+        steps: jax.Array
+
+        def __call__(self, x):
+            return self.mlp(x) * self.steps.astype(x.dtype)
+
+    model = Model(eqx.nn.MLP(4, 3, 5, 1, key=getkey()), jnp.array(2))
+    x = jr.normal(getkey(), (4, 4))
+    is_last = jax.tree.map(lambda _: False, model)
+    is_last = eqx.tree_at(lambda m: m.mlp.layers[1].weight, is_last, True)
+    last = EmpiricalNTK(model, where=lambda m: m.mlp.layers[1].weight)
+    hidden = jax.vmap(lambda x: jax.nn.relu(model.mlp.layers[0](x)))(x)
+    assert_same(last(x), 4 * hidden @ hidden.T)
+    assert_same(EmpiricalNTK(model, filter_spec=is_last)(x), last(x))
+    whole = EmpiricalNTK(model, where=lambda m: (m.mlp, m.steps))
+    assert_same(whole(x), EmpiricalNTK(model)(x))
+    layers = [EmpiricalNTK(model, where=lambda m, i=i: m.mlp.layers[i]) for i in (0, 1)]
+    assert_same(whole(x), layers[0](x) + layers[1](x))
+    with pytest.raises(ValueError, match="leave no parameters"):
+        EmpiricalNTK(model, where=lambda m: m.steps)
+    changed = eqx.tree_at(lambda ntk: ntk._kernels.model.steps, last, None)
+    with pytest.raises(ValueError, match="another structure"):
+        changed(x)
+
+
+@float64
+@pytest.mark.parametrize("block_size", (None, 2))
+def test_derivatives(block_size, getkey):
+    """Kernel alignment, and its gradient."""
+    model = eqx.nn.MLP(4, 3, 5, 2, activation=jnp.tanh, key=getkey(), dtype=jnp.float64)
+    x = jr.normal(getkey(), (5, 4))
+    target = jnp.sign(jr.normal(getkey(), (5, 5)))
+
+    def alignment(kernel):
+        return jnp.sum(kernel * target) / jnp.linalg.norm(kernel)
+
+    ntk = EmpiricalNTK(model, block_size=block_size)
+    got = eqx.filter_grad(lambda ntk: alignment(ntk(x)))(ntk)
+    expected = eqx.filter_grad(lambda m: alignment(truth(m, x, x, (-1,))))(model)
+    assert_same(jax.tree.leaves(got), jax.tree.leaves(expected))
+    other = EmpiricalNTK(model, block_size=block_size, implementation=2)
+    got = eqx.filter_grad(lambda ntk: alignment(ntk(x, x + 0.0)))(other)
+    assert_same(jax.tree.leaves(got), jax.tree.leaves(expected))
+    in_x = jax.grad(lambda x: alignment(ntk(x)))(x)
+    assert_same(in_x, jax.grad(lambda x: alignment(truth(model, x, x, (-1,))))(x))
+
+
+def test_as_a_pytree(getkey, tmp_path):
+    make = lambda key: EmpiricalNTK(eqx.nn.MLP(4, 3, 5, 1, key=key), block_size=2)
+    keys = jr.split(getkey(), 3)
+    x = jr.normal(getkey(), (5, 4))
+    ntks = [make(key) for key in keys]
+    assert [x.shape for x in jax.tree.leaves(eqx.filter(ntks[0], eqx.is_array))] == [
+        x.shape for x in jax.tree.leaves(eqx.filter(ntks[0].model, eqx.is_array))
+    ]
+    ensemble = eqx.filter_vmap(make)(keys)
+    got = eqx.filter_vmap(lambda ntk: ntk(x))(ensemble)
+    assert_same(got, jnp.stack([ntk(x) for ntk in ntks]), 1e-5)
+    assert_same(eqx.filter_jit(ntks[0])(x), ntks[0](x))
+    path = tmp_path / "ntk.eqx"
+    eqx.tree_serialise_leaves(path, ntks[0])
+    loaded = eqx.tree_deserialise_leaves(path, ntks[1])
+    assert_same(loaded(x), ntks[0](x))
+
+
+def test_an_equal_call_traces_nothing(getkey):
+    mlp = eqx.nn.MLP(4, 3, 5, 1, key=getkey())
+    call = CountTraces(lambda mlp, x: mlp(x))
+    for block_size in (None, 2):
+        kernel = EmpiricalKernel(eqx.Partial(call, mlp), block_size=block_size)
+        x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (4, 4))
+        call.num = 0
+        kernel(x1, x2)
+        kernel(x1)
+        # The two sides are traced once if they are alike.
+        assert call.num == 2
+        kernel(2 * x1, x2)
+        kernel(x2 * 2 if block_size is None else x1)
+        changed = eqx.tree_at(
+            lambda k: k._kernels.model.args[0].layers[0].bias, kernel, jnp.ones(5)
+        )
+        changed(x1, x2)
+        assert call.num <= 3
+
+
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16, jnp.float32))
+def test_dtypes(dtype, getkey):
+    model = eqx.nn.MLP(4, 3, 64, 1, key=getkey(), dtype=dtype)
+    x = jr.normal(getkey(), (5, 4)).astype(dtype)
+    kernel = EmpiricalKernel(model, block_size=2)(x)
+    wide = jax.tree.map(
+        lambda y: y.astype(jnp.float32) if eqx.is_inexact_array(y) else y, model
+    )
+    expected = EmpiricalKernel(wide)(x.astype(jnp.float32))
+    for name in ("ntk", "nngp"):
+        got = getattr(kernel, name)
+        assert got.dtype == dtype
+        assert_same(got, getattr(expected, name).astype(dtype), 4e-2)
+
+
+def test_inputs_that_are_pytrees(getkey):
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.linear(x["a"]) * x["b"][0]
+
+    model = Model(eqx.nn.Linear(4, 2, use_bias=False, key=getkey()))
+    a, b = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (5,))
+    ntk = EmpiricalNTK(model, block_size=2)
+    expected = (a * b[:, None]) @ (a * b[:, None]).T
+    assert_same(ntk({"a": a, "b": (b,)}), expected)
+    axes = ({"a": 1, "b": 0}, 0, {})
+    assert_same(EmpiricalNTK(model, vmap_axes=axes)({"a": a.T, "b": (b,)}), expected)
+    # Numpy arrays are taken, too.
+    assert_same(ntk({"a": np.asarray(a), "b": (np.asarray(b),)}), expected)
+
+
+class Scalar(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.linear(x)[0]
+
+
+ERRORS = [
+    ({"trace_axes": (3,)}, ValueError, r"`trace_axes` has the axis 3, which is out of"),
+    ({"trace_axes": (1, -2)}, ValueError, r"`trace_axes` has axis 1 of output twice"),
+    ({"trace_axes": (0,)}, ValueError, "which is that of the examples"),
+    ({"diagonal_axes": (-1,)}, ValueError, "is both in `trace_axes`"),
+    ({"trace_axes": 1.0}, TypeError, "`trace_axes` must be an int or a tuple"),
+    ({"implementation": "fast"}, ValueError, "`implementation` must be one of"),
+    ({"implementation": 4}, ValueError, "`implementation` must be one of"),
+    ({"block_size": 0}, ValueError, "`block_size` must be at least 1"),
+    ({"block_size": (1, 2, 3)}, ValueError, "`block_size` must be one size, or a pair"),
+    ({"block_size": (1, None)}, TypeError, "A pair of sizes must consist of ints"),
+    ({"block_size": 2, "vmap_axes": None}, ValueError, "`block_size` must be None"),
+    ({"vmap_axes": (0, 0)}, ValueError, "`vmap_axes` must be an int, None, or"),
+    ({"vmap_axes": (0, None, {})}, ValueError, "must give inputs and outputs"),
+    ({"vmap_axes": (0, 0, 0)}, TypeError, "third entry of `vmap_axes` must be a dict"),
+    ({"vmap_axes": 5}, ValueError, "`x1` the batch axis 5"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "error", "match"), ERRORS)
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_settings(kwargs, error, match, getkey):
+    model = Matrices(getkey(), jnp.float32)
+    with pytest.raises(error, match=match):
+        EmpiricalNTK(model, **kwargs)(jnp.ones((2, 4)))
+    with pytest.raises(TypeError, match="`model` must be callable"):
+        EmpiricalNTK(jnp.ones(3))
+
+
+def test_wrong_calls(getkey):
+    ntk = EmpiricalNTK(Matrices(getkey(), jnp.float32), diagonal_axes=(0,))
+    with pytest.raises(ValueError, match="same number of them; got 2 and 3"):
+        ntk(jnp.ones((2, 4)), jnp.ones((3, 4)))
+    scalar = Scalar(eqx.nn.Linear(4, 1, key=getkey()))
+    with pytest.raises(ValueError, match=r"Use `trace_axes=\(\)`"):
+        EmpiricalNTK(scalar)(jnp.ones((2, 4)))
+    assert EmpiricalNTK(scalar, trace_axes=())(jnp.ones((2, 4))).shape == (2, 2)
+    partial = eqx.Partial(lambda m, x: (m(x), x.shape), scalar)
+    with pytest.raises(ValueError, match="must return arrays of an inexact dtype"):
+        EmpiricalNTK(partial, trace_axes=())(jnp.ones((2, 4)))
+    partial = eqx.Partial(lambda m, x: x * m.linear.weight[0, 0], scalar)
+    with pytest.raises(ValueError, match="must be as long for `x1` as for `x2`"):
+        EmpiricalNTK(partial)(jnp.ones((2, 4)), jnp.ones((2, 5)))
+    with pytest.raises(ValueError, match="the same structure, rank and dtype"):
+        EmpiricalNTK(partial)(jnp.ones((2, 4)), jnp.ones((2, 4, 4)))
+    with pytest.raises(ValueError, match="With `vmap_axes=None`"):
+        EmpiricalNTK(partial, vmap_axes=None).diagonal(jnp.ones((2, 4)))
+    # Data is checked for every user; some versions of jaxtyping leave it to us.
+    with pytest.raises((jaxtyping.TypeCheckError, ValueError), match="x1"):
+        EmpiricalNTK(scalar)("not data")
