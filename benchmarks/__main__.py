@@ -1,14 +1,14 @@
-"""Runs all benchmarks: `python -m benchmarks [--quick] [--no-time-bars]`."""
+"""Runs all benchmarks: `python -m benchmarks`, with `--help` for options."""
 
 import argparse
 import pathlib
 import sys
 
-from . import harness, micro_grad, micro_vmap
+from . import harness, kernels, micro_grad, micro_vmap
 
 
 # Each has `NAME` and `run(quick) -> (results, table, bars)`.
-SUITES = (micro_vmap, micro_grad)
+SUITES = (micro_vmap, micro_grad, kernels)
 
 HERE = pathlib.Path(__file__).parent
 
@@ -25,10 +25,17 @@ def main() -> int:
         action="store_true",
         help="for machines that are too busy to judge times: they are shown only",
     )
+    parser.add_argument(
+        "--suite",
+        choices=[suite.NAME for suite in SUITES],
+        help="run that one only",
+    )
     options = parser.parse_args()
     root = HERE.parent / "build" / "benchmarks" if options.quick else HERE / "results"
     missed = 0
     for suite in SUITES:
+        if options.suite not in (None, suite.NAME):
+            continue
         results, table, bars = suite.run(options.quick)
         harness.write(root, suite.NAME, results, table)
         print(f"# {suite.NAME}\n\n{table}\n")

@@ -1,0 +1,112 @@
+"""Times `neural_tangents`, as told through standard input: one JSON object a line.
+
+It runs in an environment of its own, see `environment.py`. `{"prepare": job}` compiles
+a job for all implementations and answers with their names and FLOPs; `{"run": name}`
+runs one of them once and answers with the seconds.
+"""
+
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import models
+import neural_tangents as nt
+from jax._src.interpreters import ad as private_ad
+from jax.interpreters import ad
+
+
+# Structured derivatives take what JAX 0.5 no longer has in its public module.
+for name in dir(private_ad):
+    if not hasattr(ad, name):
+        setattr(ad, name, getattr(private_ad, name))
+ad.config = jax.config
+
+IMPLEMENTATIONS = {
+    "Jacobian contraction": 1,
+    "NTK-vector products": 2,
+    "structured derivatives": 3,
+}
+
+
+def build(job):
+    """The model, its parameters and the inputs of a job."""
+    key = jax.random.PRNGKey(0)
+    n, kind = job["n"], job["model"]
+    if job.get("block") is not None:
+        # `nt.batch` takes only what divides.
+        n = -(-n // job["block"]) * job["block"]
+    if kind == "dense":
+        params = models.dense_init(key, job["sizes"])
+        return models.dense, params, jax.random.normal(key, (n, job["sizes"][0]))
+    if kind in ("cnn_gap", "cnn_flat"):
+        size = job["size"]
+        params = models.cnn_init(key, job["outputs"], size, kind == "cnn_flat")
+        x = jax.random.normal(key, (n, size, size, 3))
+        return getattr(models, kind), params, x
+    if kind == "transformer":
+        params = models.transformer_init(key, job["width"], job["outputs"])
+        x = jax.random.normal(key, (n, job["length"], job["width"]))
+        return models.transformer, params, x
+    assert kind == "embedding"
+    params = models.embedding_init(key, job["words"], job["width"], job["outputs"])
+    x = jax.random.randint(key, (n, job["length"]), 0, job["words"])
+    return models.embedding, params, x
+
+
+def prepare(job, compiled):
+    apply, params, x = build(job)
+    compiled.clear()
+    found = {}
+    for name, implementation in IMPLEMENTATIONS.items():
+        if name in job.get("without", ()):
+            continue
+        kernel_fn = nt.empirical_ntk_fn(
+            apply,
+            trace_axes=(-1,) if job["traced"] else (),
+            vmap_axes=0,
+            implementation=implementation,
+        )
+        if job.get("block") is not None:
+            # As it is meant to be used: each block is compiled, the loop is Python's.
+            kernel_fn = nt.batch(
+                kernel_fn, batch_size=job["block"], store_on_device=True
+            )
+            program, flops = (lambda f=kernel_fn: f(x, None, params)), None
+        else:
+            # Arguments, so that nothing is computed at compile time.
+            jitted = jax.jit(lambda x, p, f=kernel_fn: f(x, None, p)).lower(x, params)
+            executable = jitted.compile()
+            analysis = executable.cost_analysis()
+            analysis = analysis[0] if isinstance(analysis, list) else analysis
+            flops = analysis["flops"]
+            program = lambda e=executable: e(x, params)
+        jax.block_until_ready(program())
+        compiled[name] = program
+        found[name] = flops
+    return found
+
+
+def main():
+    compiled = {}
+    for line in sys.stdin:
+        message = json.loads(line)
+        if "prepare" in message:
+            answer = prepare(message["prepare"], compiled)
+        elif "plain" in message:
+            apply, params, x = build(message["plain"])
+            total = lambda params, x, apply=apply: jnp.sum(apply(params, x))
+            gradient = jax.jit(jax.grad(total)).lower(params, x).compile()
+            compiled["plain"] = lambda f=gradient, a=(params, x): f(*a)
+            jax.block_until_ready(compiled["plain"]())
+            answer = None
+        else:
+            start = time.perf_counter()
+            jax.block_until_ready(compiled[message["run"]]())
+            answer = time.perf_counter() - start
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
