@@ -17,6 +17,9 @@ from jax import lax
 
 from eqxbatch import EmpiricalKernel, EmpiricalNNGP, EmpiricalNTK, MemoryBudget
 from eqxbatch._kernels.pairings import Products, Sites
+from eqxbatch._kernels.tiles import AbstractPairing, all_pairs, Rows, Tiling
+from eqxbatch._sites.contract import Factor
+from eqxbatch._sites.output_axes import OutputAxes
 from .helpers import assert_same, BLOCK, CountTraces, TOTALS
 from .layers import LAYERS, random_network
 
@@ -379,6 +382,34 @@ def test_each_example_runs_once_a_panel(num_panels, total, getkey):
     assert counted.num == computed + others
     assert_same(result, expected(x1))
     assert (result == result.T).all()
+
+
+class Lopsided(AbstractPairing):
+    """Kernels that are not symmetric, as those with rounding errors are not."""
+
+    def __init__(self):
+        self.axes = [OutputAxes(0, ((), ()), jnp.float32, 0, ("full",))]
+
+    def factors(self, side, rows):
+        return [Factor(rows[0])]
+
+    def kernels(self, first, second, num):
+        x, y = first[0].array, second[0].array
+        return [x[:, None] * y[None] + 1e-3 * x[:, None]]
+
+
+@pytest.mark.parametrize("room", (10**6, 24, 16))
+@pytest.mark.parametrize("total", (5, 7, 10, 13))
+def test_tiles_are_written_down_symmetrically(total, room):
+    x = jnp.arange(1.0, total + 1)
+    run = jax.jit(
+        lambda x: all_pairs(
+            Rows([x], (0,), total), None, Lopsided(), Tiling(4, 4, room)
+        )
+    )
+    (kernel,) = run(x)
+    assert (kernel == kernel.T).all()
+    np.testing.assert_allclose(kernel, x[:, None] * x[None], rtol=2e-3)
 
 
 def test_memory_is_flat(getkey):

@@ -264,9 +264,9 @@ class _Tiles:
                 at = starts[jnp.stack([index, (index + distance) % num])]
                 return with_tile(kernels, row, at), None
 
-            # The tile on the diagonal comes last. The very last one settles what it
-            # has in common with the tiles that it overlaps with.
-            distances = _indices(range((num - 1) // 2, -1, -1))
+            # The last block overlaps with the one before. Its own rows come last, to
+            # settle what the two have in common.
+            distances = _indices(range((num + 1) // 2))
             return lax.scan(columns, kernels, distances)[0], None
 
         if num % 2 == 0:
