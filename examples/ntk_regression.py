@@ -92,8 +92,9 @@ drift = jnp.linalg.norm(after - before) / jnp.linalg.norm(before)
 print(f"the kernel has drifted by {drift:.0%} of its norm")
 
 # %% [markdown]
-# Training aligns the kernel with the labels: its blocks are the ten digits, and more of
-# its spectrum is in the first directions.
+# With 256 units and steps this large, the network is far from its linearisation: its
+# kernel has become another one. Training aligns it with the labels: its blocks are the
+# ten digits, and ten eigenvalues stand out of the spectrum.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")

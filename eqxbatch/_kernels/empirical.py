@@ -24,14 +24,14 @@ _checked = functools.partial(jaxtyped, typechecker=beartype)
 
 
 class EmpiricalNTK(eqx.Module):
-    r"""The neural tangent kernel of a model as it is: products of its Jacobians.
+    """The neural tangent kernel of a model as it is: products of its Jacobians.
 
-    For an example $x$ of one side and $x'$ of the other, and entries $o$ and $p$ of
-    what the model $f$ with parameters $\theta$ returns,
+    For an example `x` of one side and `y` of the other, and entries `o` and `p` of what
+    the model returns, that is the sum over all parameters `w` of
 
-    $$\Theta_{op}(x, x') =
-        \sum_w \frac{\partial f_o(x)}{\partial \theta_w}
-        \overline{\frac{\partial f_p(x')}{\partial \theta_w}}.$$
+    ```
+    d model(x)[o] / dw * conj(d model(y)[p] / dw)
+    ```
 
     It is a function, `ntk(x1, x2=None, *, key=None, **kwargs)`, and a PyTree whose
     arrays are those of the model: it can be differentiated, mapped over an ensemble of
