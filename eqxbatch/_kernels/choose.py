@@ -3,10 +3,8 @@
 import math
 from collections.abc import Callable
 
-import jax
 from jaxtyping import Array
 
-from .._blocks.jaxprs import evaluate_jaxpr
 from .._sites.choose import FLOPS_PER_BYTE, num_products
 from .._sites.contract import Factor
 from .._sites.features import choose_formed, Features, keep, Linearization, Load
@@ -42,16 +40,8 @@ def choose_pairing(
 
 
 def _forward(model: TracedModel, position: int) -> Callable[[list], list[Factor]]:
-    closed, _ = model.programs[position]
-    rows = model.sides[position].rows
-
-    def forward(arrays: list) -> list[Factor]:
-        run = lambda *rows: evaluate_jaxpr(
-            closed.jaxpr, list(closed.consts), [*model.leaves, *rows]
-        )
-        return [*map(Factor, jax.vmap(run, rows.axes)(*arrays))]
-
-    return forward
+    values = lambda arrays: model.values(position, model.leaves, arrays)
+    return lambda arrays: [*map(Factor, values(arrays))]
 
 
 def _linearization(

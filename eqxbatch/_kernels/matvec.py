@@ -1,19 +1,14 @@
 """Products of a kernel with vectors, without the kernel."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
 from .._blocks.accumulators import Concat
-from .._blocks.block import Blocks
-from .._blocks.jaxprs import evaluate_jaxpr
-from .._blocks.loop import run_blocks
 from .._blocks.moments import Sum
-from .._blocks.slots import match_accumulators
 from .kernels import AbstractTask
+from .tiles import accumulated, Rows
 from .traced import TracedModel
 
 
@@ -76,13 +71,11 @@ def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
     first = model.sides[0].rows
     size, _ = model.block_sizes()
 
-    def push(arrays: list, _: int) -> tuple[list, None]:
-        values = _values(model, 0, arrays)
-        return jax.jvp(values, (model.leaves,), (tangents,))[1], None
+    def push(arrays: list, _: int) -> list[Array]:
+        values = lambda leaves: model.values(0, leaves, arrays)
+        return jax.jvp(values, (model.leaves,), (tangents,))[1]
 
-    blocks = Blocks(first.total, max(1, min(size or first.total, first.total)))
-    slots = lambda output, _: match_accumulators(Concat(), output)
-    pushed = run_blocks(push, first.arrays, first.axes, blocks, slots, None, False)
+    pushed = accumulated(push, first, size, Concat())
     return [
         x[0] if axes.batch is None else jnp.moveaxis(x, 0, axes.batch)
         for axes, x in zip(model.axes, pushed, strict=True)
@@ -94,30 +87,14 @@ def _pulled_back(model: TracedModel, vectors: list[Array]) -> list[Array]:
     num = len(rows.arrays)
     _, size = model.block_sizes()
 
-    def pull(arrays: list, _: int) -> tuple[list, None]:
-        values = _values(model, -1, arrays[:num])
+    def pull(arrays: list, _: int) -> list[Array]:
+        values = lambda leaves: model.values(-1, leaves, arrays[:num])
         pullback = jax.vjp(values, model.leaves)[1]
         (gradients,) = pullback([jnp.conj(x) for x in arrays[num:]])
-        return [jnp.conj(x) for x in gradients], None
+        return [jnp.conj(x) for x in gradients]
 
-    blocks = Blocks(rows.total, max(1, min(size or rows.total, rows.total)))
-    slots = lambda output, _: match_accumulators(Sum(), output)
     arrays, axes = [*rows.arrays, *vectors], (*rows.axes, *(0 for _ in vectors))
-    return run_blocks(pull, arrays, axes, blocks, slots, None, False)
-
-
-def _values(model: TracedModel, position: int, arrays: list) -> Any:
-    """What the model returns for some examples, as a function of its parameters."""
-    closed, _ = model.programs[position]
-    axes = model.sides[position].rows.axes
-
-    def values(leaves: list) -> list:
-        run = lambda *rows: evaluate_jaxpr(
-            closed.jaxpr, list(closed.consts), [*leaves, *rows]
-        )
-        return jax.vmap(run, axes)(*arrays)
-
-    return values
+    return accumulated(pull, Rows(arrays, axes, rows.total), size, Sum())
 
 
 class StructTask(AbstractTask):

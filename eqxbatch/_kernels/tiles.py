@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -79,6 +79,19 @@ class AbstractPairing(abc.ABC):
         """All kernels, before they are arranged, of `num` examples."""
 
 
+def accumulated(
+    fun: Callable[[list, int], Any],
+    rows: Rows,
+    size: int | None,
+    accumulator: AbstractAccumulator,
+) -> Any:
+    """What `fun` returns for the arrays of blocks of rows, accumulated."""
+    blocks = Blocks(rows.total, max(1, min(size or rows.total, rows.total)))
+    run = lambda arrays, size: (fun(arrays, size), None)
+    slots = lambda output, _: match_accumulators(accumulator, output)
+    return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)
+
+
 class _Shared:
     """What is kept of the examples of a side, apart from what all have in common."""
 
@@ -90,16 +103,14 @@ class _Shared:
         kept = [factor.array for factor in factors if factor.has_examples]
         self.bytes = sum(x.size * x.dtype.itemsize for x in kept)
 
-    def own(self, rows: Rows, size: int) -> list[Array]:
-        """What is kept of each of some examples, made in blocks."""
+    def own(self, rows: Rows, size: int, accumulator: AbstractAccumulator) -> Any:
+        """What is kept of each of some examples, made in blocks and accumulated."""
 
-        def run(arrays: list, _: int) -> tuple[list, None]:
+        def run(arrays: list, _: int) -> list[Array]:
             factors = self.pairing.factors(self.side, arrays)
-            return [factor.array for factor in factors if factor.has_examples], None
+            return [factor.array for factor in factors if factor.has_examples]
 
-        blocks = Blocks(rows.total, min(size, rows.total))
-        slots = lambda output, _: match_accumulators(Concat(), output)
-        return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)
+        return accumulated(run, rows, size, accumulator)
 
 
 def join(own: list[Array], shared: list[Array], has_examples: tuple) -> list[Factor]:
@@ -138,16 +149,14 @@ def each(
     num = len(first.arrays)
     both = [first] if second is None else [first, second]
 
-    def run(arrays: list, size: int) -> tuple[list, None]:
+    def run(arrays: list, size: int) -> list[Array]:
         factors = pairing.factors(0, arrays[:num])
         others = factors if second is None else pairing.factors(1, arrays[num:])
-        return pairing.kernels(factors, others, (size, size)), None
+        return pairing.kernels(factors, others, (size, size))
 
-    blocks = Blocks(first.total, max(1, min(size or first.total, first.total)))
     arrays = [x for rows in both for x in rows.arrays]
     axes = tuple(axis for rows in both for axis in rows.axes)
-    slots = lambda output, _: match_accumulators(Concat(), output)
-    return run_blocks(run, arrays, axes, blocks, slots, None, False)
+    return accumulated(run, Rows(arrays, axes, first.total), size, Concat())
 
 
 def _symmetric(kernel: Array, axes: OutputAxes) -> Array:
@@ -210,7 +219,7 @@ class _Tiles:
         """The kernels with all tiles of a panel of rows."""
         start = self.start_of(index)
         rows = self.first.at(start, self.panel)
-        panel = self.shared.own(rows, self.rows)
+        panel = self.shared.own(rows, self.rows, Concat())
         if self.second is not None:
             return self.rectangle(kernels, panel, start, self.second, 0)
         kernels = self.triangle(kernels, panel, start)
@@ -229,7 +238,7 @@ class _Tiles:
         """The kernels with the tiles of a panel with itself.
 
         A block of rows is cut out once. It meets itself and the half of the others that
-        follow, from the last to the first as if in a circle, so that of each two blocks
+        follow, the first after the last as if in a circle, so that of each two blocks
         one meets the other.
         """
         size = self.rows
@@ -291,11 +300,6 @@ class _Tiles:
         column: Any,
     ) -> list[Array]:
         """The kernels with the tiles of a panel with other examples."""
-
-        def run(arrays: list, _: int) -> tuple[list, None]:
-            factors = self.pairing.factors(self.others.side, arrays)
-            return [factor.array for factor in factors if factor.has_examples], None
-
         accumulator = _Columns(
             panel=panel,
             shared=(self.shared.arrays, self.others.arrays),
@@ -303,10 +307,7 @@ class _Tiles:
             start=(jnp.asarray(start), jnp.asarray(column)),
             tiles=self,
         )
-        blocks = Blocks(columns.total, min(self.columns, columns.total))
-        slots = lambda output, _: match_accumulators(accumulator, output)
-        arrays, axes = columns.arrays, columns.axes
-        return run_blocks(run, arrays, axes, blocks, slots, None, False)
+        return self.others.own(columns, self.columns, accumulator)
 
     def symmetric(self, kernels: list[Array]) -> list[Array]:
         """Where panels overlap, the mean of what they say."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
-from .._blocks.jaxprs import trace_example
+from .._blocks.jaxprs import evaluate_jaxpr, trace_example
 from .._sites.output_axes import axis_roles, OutputAxes
 from .inputs import Call, output_axis, Side
 from .settings import Selection, Settings
@@ -125,6 +125,14 @@ class TracedModel:
                 f"{_describe(found[0])} and {_describe(found[1])}."
             )
         return jtu.tree_leaves(found[1])
+
+    def values(self, position: int, leaves: list, arrays: list) -> list[Array]:
+        """All arrays that the model returns for some examples of a side."""
+        closed, _ = self.programs[position]
+        run = lambda *rows: evaluate_jaxpr(
+            closed.jaxpr, list(closed.consts), [*leaves, *rows]
+        )
+        return jax.vmap(run, self.sides[position].rows.axes)(*arrays)
 
     def block_sizes(self) -> tuple[int | None, int | None]:
         """The sizes of blocks of rows and of columns; None for a single block."""
