@@ -19,16 +19,34 @@ from ._blocks.moments import (
     Sum as Sum,
     Variance as Variance,
 )
+from ._blocks.progress import (
+    AbstractProgressMeter as AbstractProgressMeter,
+    NoProgressMeter as NoProgressMeter,
+    TqdmProgressMeter as TqdmProgressMeter,
+)
 from ._kernels.approximate import (
     KernelEstimate as KernelEstimate,
     ProbedNTK as ProbedNTK,
     PseudoNTK as PseudoNTK,
 )
+from ._kernels.batch import filter_batch_kernel as filter_batch_kernel
 from ._kernels.empirical import (
     EmpiricalKernel as EmpiricalKernel,
     EmpiricalNNGP as EmpiricalNNGP,
     EmpiricalNTK as EmpiricalNTK,
 )
+from ._kernels.reductions import (
+    AbstractReduction as AbstractReduction,
+    FrobeniusNorm as FrobeniusNorm,
+    KernelAlignment as KernelAlignment,
+    KernelProduct as KernelProduct,
+    Neighbours as Neighbours,
+    RowSums as RowSums,
+    TopK as TopK,
+)
+from ._kernels.stores import HostStore as HostStore
+from ._kernels.symmetric_array import SymmetricArray as SymmetricArray
+from ._kernels.zarr_store import ZarrStore as ZarrStore
 from ._sites.explain import (
     explain_sites as explain_sites,
     LeafReport as LeafReport,

@@ -8,9 +8,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-
-def _is_none(x: Any) -> bool:
-    return x is None
+from .prefix import match_prefix
 
 
 def broadcast_axes(name: str, spec: PyTree, tree: PyTree) -> list[int | None]:
@@ -18,17 +16,10 @@ def broadcast_axes(name: str, spec: PyTree, tree: PyTree) -> list[int | None]:
 
     Returns the axes in the order of `jax.tree_util.tree_leaves(tree)`.
     """
-    pairs = []
-    try:
-        jtu.tree_map(lambda *pair: pairs.append(pair), spec, tree, is_leaf=_is_none)
-    except (TypeError, ValueError) as e:
-        raise ValueError(
-            f"`{name}` must be a PyTree prefix of what it describes; got {spec!r} for "
-            f"the structure {jtu.tree_structure(tree)}. ({e})"
-        ) from e
+    places = match_prefix(name, spec, tree, "a PyTree prefix of what it describes")
     return [
         _resolve_axis(name, axis(leaf) if callable(axis) else axis)
-        for axis, subtree in pairs
+        for _, axis, subtree in places
         for leaf in jtu.tree_leaves(subtree)
     ]
 

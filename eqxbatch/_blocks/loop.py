@@ -24,6 +24,7 @@ from .block import (
 from .jaxprs import evaluate_jaxpr
 from .layout import evaluate_in_loop
 from .mesh import is_on_mesh, with_type_of, zeros_like
+from .prefix import is_none
 from .slots import array_structs, is_struct, Slot, Slots
 
 
@@ -208,7 +209,7 @@ class _Run:
         self.is_derivative = differentiated is not None
         self.threaded = differentiated or [False] * len(operands.arrays)
         self.slots = [
-            eqx.tree_at(lambda s: s.accumulator, slot, accumulator, is_leaf=_is_none)
+            eqx.tree_at(lambda s: s.accumulator, slot, accumulator, is_leaf=is_none)
             for slot, accumulator in zip(
                 program.slots, operands.accumulators, strict=True
             )
@@ -420,7 +421,3 @@ def _as_strong(x: Any) -> Array:
 def _types(struct: PyTree) -> tuple:
     leaves, treedef = jtu.tree_flatten(struct)
     return treedef, [(x.shape, x.dtype) for x in leaves]
-
-
-def _is_none(x: Any) -> bool:
-    return x is None

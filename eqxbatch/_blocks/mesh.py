@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 
@@ -85,3 +85,10 @@ def varying(x: Any) -> frozenset:
     # JAX 0.10 has another name for it.
     manual = getattr(x, "manual_axis_type", None)
     return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
+
+
+def replicated(x: Array, mesh: Mesh) -> Array:
+    """`x`, whole on each device, if JAX has to be told."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))

@@ -14,6 +14,7 @@ from optax import microbatching
 from .accumulators import AbstractAccumulator, Concat
 from .block import Block, Blocks
 from .moments import Mean, RunningMean, Sum
+from .prefix import match_prefix
 
 
 class _OptaxAccumulator(AbstractAccumulator[Any]):
@@ -136,20 +137,14 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
     what is not an accumulator.
     """
     accumulator = jtu.tree_map(canonicalise, accumulator, is_leaf=is_accumulator)
-    places = []
-    try:
-        jtu.tree_map_with_path(
-            lambda *place: places.append(place),
-            accumulator,
-            output,
-            is_leaf=is_accumulator,
-        )
-    except (TypeError, ValueError) as e:
-        raise ValueError(
-            "`accumulator` must be a PyTree prefix of what `fun` returns; got "
-            f"{accumulator!r} for the structure {jtu.tree_structure(output)}. Give one "
-            f"accumulator for the whole output, or one for each part of it. ({e})"
-        ) from e
+    places = match_prefix(
+        "accumulator",
+        accumulator,
+        output,
+        "a PyTree prefix of what `fun` returns",
+        "Give one accumulator for the whole output, or one for each part of it. ",
+        is_accumulator,
+    )
 
     slots: list[Slot] = []
     for path, acc, part in places:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
+from .._sites.output_axes import Mirror
 from .kernels import Kernels, KernelTask, make_kernels, Probes
 from .settings import BlockSize, Selection
 
@@ -59,6 +60,11 @@ class PseudoNTK(eqx.Module):
             vmap_axes=vmap_axes,
             block_size=block_size,
         )
+
+    @property
+    def symmetric(self) -> Mirror:
+        """What exchanges the two sides of a kernel, so that half of it is enough."""
+        return self._kernels.mirror
 
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
@@ -144,6 +150,11 @@ class ProbedNTK(eqx.Module):
             vmap_axes=vmap_axes,
             block_size=block_size,
         )
+
+    @property
+    def symmetric(self) -> Mirror:
+        """What exchanges the two sides of a kernel, so that half of it is enough."""
+        return self._kernels.mirror
 
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any

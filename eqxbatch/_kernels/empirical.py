@@ -11,6 +11,7 @@ import numpy as np
 from beartype import beartype
 from jaxtyping import Array, Inexact, jaxtyped, PyTree, Shaped
 
+from .._sites.output_axes import Mirror
 from .kernels import Kernels, KernelTask, make_kernels
 from .matvec import ProductTask, StructTask
 from .settings import BlockSize, Selection
@@ -148,6 +149,11 @@ class EmpiricalNTK(eqx.Module):
         """The model."""
         return self._kernels.model
 
+    @property
+    def symmetric(self) -> Mirror:
+        """What exchanges the two sides of a kernel, so that half of it is enough."""
+        return self._kernels.mirror
+
     @_checked
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
@@ -253,6 +259,11 @@ class EmpiricalNNGP(eqx.Module):
         """The model."""
         return self._kernels.model
 
+    @property
+    def symmetric(self) -> Mirror:
+        """What exchanges the two sides of a kernel, so that half of it is enough."""
+        return self._kernels.mirror
+
     @_checked
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
@@ -320,6 +331,11 @@ class EmpiricalKernel(eqx.Module):
     def model(self) -> Callable:
         """The model."""
         return self._kernels.model
+
+    @property
+    def symmetric(self) -> Mirror:
+        """What exchanges the two sides of a kernel, so that half of it is enough."""
+        return self._kernels.mirror
 
     @_checked
     def __call__(

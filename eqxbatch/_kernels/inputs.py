@@ -129,10 +129,18 @@ def _is_single(key: Array) -> bool:
 
 
 class Side:
-    """The examples of one side, and how the model is called with one of them."""
+    """The examples of one side, and how the model is called with one of them.
+
+    `note` is added to errors about axes.
+    """
 
     def __init__(
-        self, position: int, call: Call, shared: dict[str, Any], axes: VmapAxes
+        self,
+        position: int,
+        call: Call,
+        shared: dict[str, Any],
+        axes: VmapAxes,
+        note: str = "`in_axes` is what `vmap_axes` says of the inputs.",
     ):
         x, key, own = call.x, call.key, call.own
         name = _CALLS[position]
@@ -155,7 +163,7 @@ class Side:
             batch = split_batch(name, (x_axes, kwargs_axes), (x, kwargs), {})
             self.rows = Rows(batch.arrays, batch.axes, batch.total())
         except ValueError as e:
-            e.add_note("`in_axes` is what `vmap_axes` says of the inputs.")
+            e.add_note(note)
             raise
         self._batch = batch
         # Two sides are traced alike if they are equal in this.
@@ -168,9 +176,14 @@ class Side:
             [(_without(x.shape, axis), x.dtype) for x, axis in arrays],
         )
 
+    def arguments(self, rows: list) -> tuple[PyTree, dict[str, Any]]:
+        """The input, and the keyword arguments, with these arrays for the examples."""
+        (x, kwargs), _ = self._batch.arguments(rows)
+        return x, kwargs
+
     def call(self, model: Callable, rows: list) -> PyTree:
         """What the model returns for one example."""
-        (x, kwargs), _ = self._batch.arguments(rows)
+        x, kwargs = self.arguments(rows)
         return model(x, **kwargs)
 
 

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
 from .._blocks.memory import MemoryBudget, resolve_size
-from .._sites.output_axes import check_axes, OutputAxes
+from .._sites.output_axes import check_axes, Mirror, OutputAxes
 from .choose import choose_pairing
 from .inputs import Call, check_vmap_axes, make_calls
 from .settings import (
@@ -46,6 +46,11 @@ class Kernels(eqx.Module):
     model: Callable
     selection: Selection | None
     settings: Settings
+
+    @property
+    def mirror(self) -> Mirror:
+        """What exchanges the two sides of a kernel that it returns."""
+        return Mirror(self.settings.trace_axes, self.settings.diagonal_axes)
 
     def __call__(
         self,

@@ -27,6 +27,7 @@ from .._blocks.loop import run_blocks
 from .._blocks.slots import match_accumulators
 from .._sites.contract import Factor
 from .._sites.output_axes import OutputAxes
+from .grid import starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +164,6 @@ def _symmetric(kernel: Array, axes: OutputAxes) -> Array:
     return (kernel + axes.mirrored(kernel)) / 2
 
 
-def _starts(total: int, size: int) -> list[int]:
-    """Where blocks start; the last one overlaps with the one before."""
-    return [min(start, total - size) for start in range(0, total, size)]
-
-
 class _Tiles:
     """The kernels of two sets of examples, tile by tile."""
 
@@ -242,8 +238,8 @@ class _Tiles:
         one meets the other.
         """
         size = self.rows
-        starts = _indices(_starts(self.panel, size))
-        num = len(starts)
+        firsts = _indices(starts(self.panel, size))
+        num = len(firsts)
         cut = lambda at: [lax.dynamic_slice_in_dim(x, at, size) for x in panel]
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -263,14 +259,14 @@ class _Tiles:
                 return self.written(kernels, new, start + at[0], start + at[1])
 
         def opposite(kernels: list, index: Array) -> tuple[list, None]:
-            at = starts[jnp.stack([index, index + num // 2])]
+            at = firsts[jnp.stack([index, index + num // 2])]
             return with_tile(kernels, cut(at[0]), at), None
 
         def rows(kernels: list, index: Array) -> tuple[list, None]:
-            row = cut(starts[index])
+            row = cut(firsts[index])
 
             def columns(kernels: list, distance: Array) -> tuple[list, None]:
-                at = starts[jnp.stack([index, (index + distance) % num])]
+                at = firsts[jnp.stack([index, (index + distance) % num])]
                 return with_tile(kernels, row, at), None
 
             # The last block overlaps with the one before. Its own rows come last, to
@@ -312,8 +308,8 @@ class _Tiles:
     def symmetric(self, kernels: list[Array]) -> list[Array]:
         """Where panels overlap, the mean of what they say."""
         size = self.rows
-        starts = _starts(self.first.total, size)
-        pairs = list(itertools.combinations_with_replacement(starts, 2))
+        firsts = starts(self.first.total, size)
+        pairs = list(itertools.combinations_with_replacement(firsts, 2))
 
         def step(kernels: list, at: Array) -> tuple[list, None]:
             def cut(row: Array, column: Array) -> list[Array]:
@@ -388,8 +384,8 @@ class _Columns(AbstractAccumulator[Any]):
                     return tiles.written(kernels, new, row, column), None
                 return _write(kernels, new, row, column), None
 
-        starts = _indices(_starts(tiles.panel, tiles.rows))
-        return lax.scan(step, state, starts)[0]
+        firsts = _indices(starts(tiles.panel, tiles.rows))
+        return lax.scan(step, state, firsts)[0]
 
     def finalize(self, state: list) -> list:
         return state

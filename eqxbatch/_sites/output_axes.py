@@ -6,9 +6,11 @@ import math
 import operator
 from typing import Any, Literal
 
+import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, PyTree
 
 from .contract import EXAMPLE, Label, Labels, OTHER_EXAMPLE
 
@@ -192,6 +194,33 @@ class OutputAxes:
         if is_mean and size != 1:
             kernel = kernel / size
         return kernel.astype(self.dtype)
+
+
+class Mirror(eqx.Module):
+    """Kernels of whole outputs, as they are returned, with the two sides exchanged."""
+
+    trace_axes: tuple[int, ...] = eqx.field(static=True)
+    diagonal_axes: tuple[int, ...] = eqx.field(static=True)
+
+    def __call__(self, kernels: PyTree[Inexact[Array, "..."]]) -> PyTree:
+        return jtu.tree_map(self._mirrored, kernels)
+
+    def _mirrored(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
+        single = len(self.diagonal_axes)
+        num_full = (kernel.ndim - single) // 2
+        ndim = num_full + single + len(self.trace_axes)
+        diagonal, trace = (
+            {axis % ndim for axis in axes}
+            for axes in (self.diagonal_axes, self.trace_axes)
+        )
+        order: list[int] = []
+        for axis in range(ndim):
+            first = len(order)
+            if axis in diagonal:
+                order.append(first)
+            elif axis not in trace:
+                order += [first + 1, first]
+        return jnp.conj(jnp.transpose(kernel, order))
 
 
 def check_axes(name: str, axes: Any) -> tuple[int, ...]:

@@ -12,10 +12,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, PyTree, Real
 
 from .._blocks.accumulators import widest
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
+from .._blocks.prefix import is_none, match_prefix
 
 
 class Clipping(eqx.Module):
@@ -38,22 +35,12 @@ class Clipping(eqx.Module):
 
         Raises `ValueError` where `bounds` is no prefix of it.
         """
-        places: list[tuple[Any, int]] = []
-        try:
-            jtu.tree_map(
-                lambda bound, part: places.append((bound, len(jtu.tree_leaves(part)))),
-                self.bounds,
-                gradient,
-                is_leaf=_is_none,
-            )
-        except (TypeError, ValueError) as e:
-            raise ValueError(
-                "`clip_norm` must be a number or a PyTree prefix of the gradient, with "
-                f"a number or None for each part; got {self.bounds!r} for the "
-                f"structure {jtu.tree_structure(gradient)}. ({e})"
-            ) from e
+        what = "a number or a PyTree prefix of the gradient, with a number or None for"
+        what += " each part"
+        places = match_prefix("clip_norm", self.bounds, gradient, what)
         bounds, members, first = [], [], 0
-        for bound, num in places:
+        for _, bound, part in places:
+            num = len(jtu.tree_leaves(part))
             if isinstance(bound, jax.Array):
                 bound = eqx.error_if(
                     bound, ~(bound >= 0), "`clip_norm` must not be negative or NaN."
@@ -61,7 +48,7 @@ class Clipping(eqx.Module):
             bounds.append(bound)
             members.append(range(first, first + num))
             first += num
-        treedef = jtu.tree_structure(self.bounds, is_leaf=_is_none)
+        treedef = jtu.tree_structure(self.bounds, is_leaf=is_none)
         return Groups(bounds, members, treedef, self.nan_safe)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, get_args, NamedTuple
+from typing import Any, ClassVar, get_args, NamedTuple
 
 import equinox as eqx
 import jax
@@ -76,6 +76,8 @@ class GradientStatistics(NamedTuple):
 
 
 class _MicroGrad(AbstractTransform):
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
     in_axes: PyTree
     accumulator: PyTree
     value_accumulator: PyTree

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -21,6 +21,8 @@ from .wrapper import AbstractTransform, transformed
 
 
 class _MicroVmap(AbstractTransform):
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
     in_axes: PyTree
     out_axes: PyTree
     axis_name: Hashable | None

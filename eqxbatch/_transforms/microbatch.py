@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Int, PyTree
@@ -16,6 +16,8 @@ from .wrapper import AbstractTransform, transformed
 
 
 class _Microbatch(AbstractTransform):
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
     in_axes: PyTree
     accumulator: PyTree
     blocking: Blocking

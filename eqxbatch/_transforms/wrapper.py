@@ -2,13 +2,22 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 
 
 class AbstractTransform(eqx.Module):
-    """The settings of a transform, and what it does with a call."""
+    """The settings of a transform, and what it does with a call.
+
+    - `is_compiled`: whether calls are compiled as a whole. If not, `apply` runs as it
+        is, and compiles what it sees fit.
+    - `takes_instance`: whether the instance of a method is an argument as all others
+        are. If not, it belongs to the function.
+    """
+
+    is_compiled: ClassVar[bool]
+    takes_instance: ClassVar[bool]
 
     @abc.abstractmethod
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -31,13 +40,17 @@ class Transformed(eqx.Module):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        return _apply(self._transform, self._fun, args, kwargs)
+        if self._transform.is_compiled:
+            return _apply(self._transform, self._fun, args, kwargs)
+        return self._transform.apply(self._fun, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any) -> Callable:
         del owner
         if instance is None:
             return self
-        return eqx.Partial(self, instance)
+        if self._transform.takes_instance:
+            return eqx.Partial(self, instance)
+        return Transformed(self._transform, eqx.Partial(self._fun, instance))
 
 
 # One compiled function serves all transforms: what is called is an argument of it, so

@@ -1,0 +1,265 @@
+"""Kernels on disk, which can be continued."""
+
+import errno
+import importlib
+import math
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+
+from .block_kernel import KernelLeaf
+from .grid import Grid
+from .stores import AbstractStore, AbstractWriter, Patch
+from .symmetric_array import SymmetricArray
+
+
+_ATTRIBUTE = "eqxbatch"
+_PARTIAL = ".partial"  # What zarr calls a file that it has not written to the end.
+
+
+class ZarrStore(AbstractStore):
+    """Brings a kernel to disk, as zarr arrays whose chunks are its blocks.
+
+    It stands for `store` in [`eqxbatch.filter_batch_kernel`][], which then returns zarr
+    arrays that are open for reading: nothing of them is in memory until it is asked
+    for. `path` becomes a zarr group (version 3 of the format) with one array for each
+    that the kernel function returns, called `kernel` if there is only one, and
+    otherwise by their place in what is returned.
+
+    **A run that was stopped, or killed, is continued by calling it again.** Each chunk
+    comes with its checksum. Chunks that are there and whole are kept, those that are
+    missing or damaged are computed, and the kernel is bit for bit what an undisturbed
+    run on the same machine makes of it. The group has a fingerprint of the inputs, of
+    the arrays and the program of the kernel function, of the blocks and of the versions
+    of packages, so that no two kernels are mixed up.
+
+    Several processes can share the work: see `mesh` of
+    [`eqxbatch.filter_batch_kernel`][].
+
+    Needs the extra `store`: `pip install "eqxbatch[store]"`.
+
+    **Arguments:**
+
+    - `path`: a folder, which is made if it is not there.
+    - `upper_only`: whether to leave out the blocks below the diagonal of a symmetric
+        kernel, for half of the space. What is returned is then an
+        [`eqxbatch.SymmetricArray`][], which mirrors what is asked for.
+
+    **Raises:**
+
+    When used, `ValueError` for a folder with another kernel, or with something else;
+    `TypeError` for a dtype that zarr does not have, such as bfloat16; `OSError` if
+    the folder cannot be written or the disk is too small, before anything is computed,
+    or if the disk becomes full, with all that was written before intact; and
+    `ImportError` if zarr is not there.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T,
+        ...     block_size=2,
+        ...     store=eqxbatch.ZarrStore(folder.name + "/linear.zarr"),
+        ... )
+        >>> stored = kernel(jnp.ones((3, 4)), jnp.ones((2, 4)))
+        >>> stored
+        <Array file://.../linear.zarr/kernel shape=(3, 2) dtype=float32>
+        >>> stored[1:]
+        array([[4., 4.],
+               [4., 4.]], dtype=float32)
+        >>> folder.cleanup()
+
+        ```
+    """
+
+    path: str = eqx.field(static=True)
+    upper_only: bool = eqx.field(static=True)
+
+    def __init__(self, path: str | os.PathLike, *, upper_only: bool = False):
+        self.path = os.fspath(path)
+        self.upper_only = upper_only
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    def begin(
+        self,
+        leaves: list[KernelLeaf],
+        grid: Grid,
+        fingerprint: Callable[[], dict[str, Any]],
+        *,
+        is_first: bool,
+    ) -> AbstractWriter:
+        zarr = _import_zarr()
+        for leaf in leaves:
+            if np.dtype(leaf.dtype).kind not in "biufc":
+                raise TypeError(
+                    f"zarr has no arrays of dtype {leaf.dtype}, which `kernel_fn` "
+                    f"returns in output{leaf.path}. Cast it, to float32 for instance."
+                )
+            if self.upper_only and leaf.is_pairwise and leaf.axes != (0, 1):
+                raise ValueError(
+                    "`upper_only` needs rows and columns along axes 0 and 1; got "
+                    f"{leaf.axes} for output{leaf.path}."
+                )
+        expected = {**fingerprint(), "upper_only": self.upper_only}
+        path = pathlib.Path(self.path)
+        if is_first:
+            _make_group(zarr, path, expected)
+        group = zarr.open_group(str(path), mode="r+" if is_first else "r")
+        _check_same(path, expected, group.attrs.get(_ATTRIBUTE))
+        names = _names(leaves)
+        for name, leaf in zip(names, leaves, strict=True):
+            if is_first and not (path / name / "zarr.json").exists():
+                _make_array(group, name, leaf, grid)
+        if is_first:
+            for leftover in path.rglob(f"*{_PARTIAL}"):
+                leftover.unlink(missing_ok=True)
+        arrays = [zarr.open_array(str(path / name), mode="r+") for name in names]
+        return _ZarrWriter(zarr, path, names, arrays, grid, self.upper_only)
+
+
+def _import_zarr() -> Any:
+    try:
+        return importlib.import_module("zarr")
+    except ImportError as e:
+        raise ImportError(
+            '`ZarrStore` needs zarr: pip install "eqxbatch[store]".'
+        ) from e
+
+
+def _names(leaves: list[KernelLeaf]) -> list[str]:
+    """The names of the arrays, which are those of folders."""
+    if len(leaves) == 1:
+        return ["kernel"]
+    names: list[str] = []
+    for leaf in leaves:
+        name = re.sub(r"\W+", "_", leaf.path).strip("_") or "kernel"
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None:
+    if (path / "zarr.json").exists():
+        return
+    if path.exists() and any(not x.name.endswith(_PARTIAL) for x in path.iterdir()):
+        raise ValueError(
+            f"`path` is a folder with something else than a kernel: {path}. Give "
+            "one that is empty or that does not exist."
+        )
+    # Metadata are written with the group: there is none without.
+    zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
+
+
+def _check_same(path: pathlib.Path, expected: dict[str, Any], found: Any) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"`path` is a zarr group that is no kernel of eqxbatch: {path}. Give a "
+            "folder that is empty or that does not exist."
+        )
+    different = [
+        name for name in {**expected, **found} if expected.get(name) != found.get(name)
+    ]
+    if different:
+        parts = "; ".join(
+            f"{name} is {_shown(found.get(name))} there and "
+            f"{_shown(expected.get(name))} now"
+            for name in different
+        )
+        raise ValueError(
+            f"`path` has another kernel than this one: {path}. {parts}. Delete it, or "
+            "give another path."
+        )
+
+
+def _shown(value: Any) -> str:
+    """A part of a fingerprint, without what only tells that it is another one."""
+    text = repr(value)
+    return re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1...", text)
+
+
+def _make_array(group: Any, name: str, leaf: KernelLeaf, grid: Grid) -> None:
+    codecs = importlib.import_module("zarr.codecs")
+    shape = leaf.shape(grid.totals)
+    chunks = leaf.shape(grid.sizes)
+    group.create_array(
+        name,
+        shape=shape,
+        chunks=tuple(max(1, size) for size in chunks),
+        dtype=np.dtype(leaf.dtype),
+        # Entries of a kernel are as good as random: to compress them takes long and
+        # gains little. The checksum tells whether a chunk is whole.
+        compressors=[codecs.Crc32cCodec()],
+        filters=None,
+        fill_value=0,
+    )
+
+
+class _ZarrWriter(AbstractWriter):
+    def __init__(
+        self,
+        zarr: Any,
+        path: pathlib.Path,
+        names: list[str],
+        arrays: list,
+        grid: Grid,
+        upper_only: bool,
+    ):
+        self.zarr, self.path, self.names = zarr, path, names
+        # A chunk of zeros is to be written as well, so that it is not missing.
+        config = {"write_empty_chunks": True}
+        self.arrays = [array.with_config(config) for array in arrays]
+        self.grid, self.upper_only = grid, upper_only
+
+    def _file(self, patch: Patch) -> pathlib.Path:
+        name = self.names[patch.leaf]
+        return self.path.joinpath(name, "c", *map(str, patch.chunk))
+
+    def has(self, patch: Patch) -> bool:
+        file = self._file(patch)
+        if not file.exists():
+            return False
+        try:
+            self.arrays[patch.leaf][patch.place]
+        except Exception:
+            # What cannot be read is not there; how it is damaged does not matter.
+            file.unlink(missing_ok=True)
+            return False
+        return True
+
+    def prepare(self, missing: list[Patch]) -> None:
+        needed = 0
+        for patch in missing:
+            array = self.arrays[patch.leaf]
+            needed += math.prod(array.chunks) * array.dtype.itemsize
+        free = shutil.disk_usage(self.path).free
+        if needed > free:
+            raise OSError(
+                errno.ENOSPC,
+                f"The disk of `path` has {free:,} bytes left, and the kernel needs "
+                f"{needed:,}",
+                str(self.path),
+            )
+
+    def write(self, patch: Patch, values: np.ndarray) -> None:
+        self.arrays[patch.leaf][patch.place] = values
+
+    def finish(self) -> list[Any]:
+        arrays = [
+            self.zarr.open_array(str(self.path / name), mode="r") for name in self.names
+        ]
+        if not (self.upper_only and self.grid.is_symmetric):
+            return arrays
+        size = self.grid.sizes[0]
+        return [SymmetricArray(x, size) if x.ndim > 1 else x for x in arrays]
