@@ -24,6 +24,7 @@ from jaxtyping import Array
 from .._blocks.accumulators import AbstractAccumulator, Concat
 from .._blocks.block import Block, Blocks
 from .._blocks.loop import run_blocks
+from .._blocks.mesh import vary, varying
 from .._blocks.slots import match_accumulators
 from .._sites.contract import Factor
 from .._sites.output_axes import OutputAxes
@@ -195,7 +196,9 @@ class _Tiles:
             )
         )
         num = (self.first.total, columns.total)
-        kernels = [jnp.zeros((*num, *x.shape[2:]), x.dtype) for x in structs]
+        kernels = [
+            vary(jnp.zeros((*num, *x.shape[2:]), x.dtype), varying(x)) for x in structs
+        ]
         if self.num_panels == 1:
             return self.with_panel(kernels, 0)
 

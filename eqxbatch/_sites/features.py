@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Inexact
 
 from .._blocks.jaxprs import depends, evaluate_jaxpr, trace_example
+from .._blocks.mesh import vary, varying
 from .choose import FLOPS_PER_BYTE, MOST_SITES
 from .contract import (
     are_comparable,
@@ -85,6 +86,7 @@ class Linearization:
 
                 def pull(direction: Array, index: int = output.index) -> list:
                     zeros = [jnp.zeros_like(out) for out in outs]
+                    direction = vary(direction, varying(jax.typeof(outs[index])))
                     return pullback([*zeros[:index], direction, *zeros[index + 1 :]])
 
                 found = jax.vmap(pull)(directions.reshape(-1, *shape))
