@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Int, PyTree, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from .._blocks.block import block_struct
 from .._blocks.prefix import match_prefix
@@ -207,11 +207,18 @@ class BlockKernel:
         return mirrored
 
     def symmetrised(self, tile: list[Array]) -> list[Array]:
-        """A tile on the diagonal, with its lower triangle that of its mirror image."""
+        """A tile on the diagonal, made exactly symmetric, whatever rounding did."""
         return [
-            leaf.back(_upper(leaf.front(x), leaf.front(y))) if leaf.is_pairwise else x
+            _common(x, y) if leaf.is_pairwise else x
             for leaf, x, y in zip(self.leaves, tile, self.mirrored(tile), strict=True)
         ]
+
+
+def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """Something between both that does not depend on their order."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.where(x == y, x, (x + y) / 2)
+    return jnp.maximum(x, y)
 
 
 def _sides(call: KernelCall) -> list[Side]:
@@ -253,15 +260,6 @@ def _sizes(leaves: list[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
             if axis is not None:
                 found[side] = x.shape[axis]
     return found[0], found[1]
-
-
-def _upper(
-    tile: Shaped[Array, "n n ..."], mirrored: Shaped[Array, "n n ..."]
-) -> Shaped[Array, "n n ..."]:
-    index: Int[Array, " n"] = jnp.arange(tile.shape[0])
-    is_upper = index[:, None] <= index[None, :]
-    shape = (*is_upper.shape, *(1 for _ in tile.shape[2:]))
-    return jnp.where(is_upper.reshape(shape), tile, mirrored)
 
 
 def is_axes(x: Any) -> bool:

@@ -58,13 +58,18 @@ class Tiles:
         evaluate = evaluate_in_loop if is_loop else evaluate_jaxpr
         run = functools.partial(evaluate, closed.jaxpr)
         # In reverse mode, a tile is computed again and not kept.
-        return jax.checkpoint(run, prevent_cse=not is_loop)(
+        tile = jax.checkpoint(run, prevent_cse=not is_loop)(
             list(closed.consts), jtu.tree_leaves(arrays)
         )
+        if not self.grid.is_symmetric:
+            return tile
+        # Or else XLA may compute the kernel a second time for the mirror image, and in
+        # an order that is bad for it.
+        tile = lax.optimization_barrier(tile)
+        return self.kernel.symmetrised(tile) if is_diagonal else tile
 
     def _diagonal(self, rows: list) -> list[Array]:
-        tile = self.kernel.tile(rows, None)
-        return self.kernel.symmetrised(tile) if self.grid.is_symmetric else tile
+        return self.kernel.tile(rows, None)
 
     def update(
         self,
