@@ -45,7 +45,14 @@ def test_examples_are_in_the_docs():
 
 
 @pytest.mark.parametrize(
-    "page", ("README.md", "docs/index.md", "docs/gradients.md", "docs/kernels.md")
+    "page",
+    (
+        "README.md",
+        "docs/index.md",
+        "docs/gradients.md",
+        "docs/kernels.md",
+        "docs/batched_kernels.md",
+    ),
 )
 def test_code_on_the_pages_runs(page, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)

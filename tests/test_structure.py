@@ -103,6 +103,7 @@ def test_public_names_are_documented():
             "KernelEstimate",
             "LeafReport",
             "MeanAndVariance",
+            "Neighbours",
             "SitesReport",
             "TaylorExpansion",
         )

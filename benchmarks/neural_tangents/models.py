@@ -104,3 +104,21 @@ def embedding_init(key, words, width, outputs):
 def embedding(params, tokens):
     table, rest = params
     return dense(rest, jnp.mean(table[tokens], axis=-2))
+
+
+def arc_cosine(x1, x2=None, depth=3):
+    """The NTK of an infinitely wide network with relus, in closed form."""
+    x2 = x1 if x2 is None else x2
+    dim = x1.shape[-1]
+    squares = [jnp.sum(x**2, axis=-1) / dim for x in (x1, x2)]
+    norms = jnp.sqrt(squares[0][:, None] * squares[1][None, :])
+    nngp = x1 @ x2.T / dim
+    ntk = nngp
+    for _ in range(depth):
+        cosine = jnp.clip(nngp / norms, -1 + 1e-6, 1 - 1e-6)
+        angle = jnp.arccos(cosine)
+        slope = (jnp.pi - angle) / jnp.pi
+        sine = jnp.sqrt(1 - cosine**2)
+        nngp = norms * (sine / jnp.pi + slope * cosine)
+        ntk = nngp + ntk * slope
+    return ntk

@@ -94,6 +94,16 @@ def main():
         message = json.loads(line)
         if "prepare" in message:
             answer = prepare(message["prepare"], compiled)
+        elif "analytic" in message:
+            job = message["analytic"]
+            x = jax.random.normal(jax.random.PRNGKey(0), (job["n"], 64))
+            kernel_fn = lambda x1, x2, depth=job["depth"]: models.arc_cosine(
+                x1, x2, depth
+            )
+            batched = nt.batch(kernel_fn, batch_size=job["block"], store_on_device=True)
+            compiled["analytic"] = lambda f=batched, x=x: f(x, None)
+            jax.block_until_ready(compiled["analytic"]())
+            answer = None
         elif "plain" in message:
             apply, params, x = build(message["plain"])
             total = lambda params, x, apply=apply: jnp.sum(apply(params, x))

@@ -88,7 +88,8 @@ def varying(x: Any) -> frozenset:
 
 
 def replicated(x: Array, mesh: Mesh) -> Array:
-    """`x`, whole on each device, if JAX has to be told."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+    """`x`, whole on each device."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(x, whole)
+    return lax.with_sharding_constraint(x, whole)

@@ -39,7 +39,8 @@ class _BatchKernel(AbstractTransform):
     reduce: PyTree
     mesh_axis: MeshAxis | None
     store: AbstractStore | None
-    meter: AbstractProgressMeter
+    # Static, so that it stays the very object that it is, whatever it counts.
+    meter: AbstractProgressMeter = eqx.field(static=True)
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         call = self._call(fun, *args, **kwargs)

@@ -32,7 +32,7 @@ def span(grid: Grid, side: int, index: Any, counts: Any = None) -> Span:
     new = None
     if grid.is_ragged(side) or counts is not None:
         # What is in the block before does not count again.
-        new = start + jnp.arange(size) >= index * size
+        new = start + jnp.arange(size, dtype=jnp.int32) >= index * size
         if counts is not None:
             new = new & counts
     return Span(Block(index, start, size, is_remainder=False, parts=1), new)

@@ -134,7 +134,7 @@ class RowSums(AbstractReduction[_Sums]):
 
     @property
     def neutral(self) -> float:
-        return 0
+        return 0.0
 
     def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
         shape = (kernel.shape[0], *kernel.shape[2:])
@@ -181,7 +181,7 @@ class KernelProduct(AbstractReduction[_Sums]):
 
     @property
     def neutral(self) -> float:
-        return 0
+        return 0.0
 
     def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
         vectors = self.vectors
@@ -235,7 +235,7 @@ class FrobeniusNorm(AbstractReduction[Array]):
 
     @property
     def neutral(self) -> float:
-        return 0
+        return 0.0
 
     def init(self, kernel: jax.ShapeDtypeStruct) -> Array:
         _check_inexact("FrobeniusNorm", kernel)
@@ -419,7 +419,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
 
     @property
     def neutral(self) -> float:
-        return 0
+        return 0.0
 
     @property
     def _sides(self) -> list[Array]:

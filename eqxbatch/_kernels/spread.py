@@ -198,7 +198,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
         return Tiles(kernel, cut, collectors, first, second).run_all()
 
     def panel(number: Any, start: Any = 0, size: int = height) -> Rows:
-        at = number * height + start + jnp.arange(size)
+        at = number * height + start + jnp.arange(size, dtype=jnp.int32)
         # Where there are too few examples, the last one stands in.
         return _taken(own, jnp.minimum(at, total - 1))
 

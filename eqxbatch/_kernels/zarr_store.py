@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import json
 import math
 import os
 import pathlib
@@ -70,8 +71,8 @@ class ZarrStore(AbstractStore):
         ...     store=eqxbatch.ZarrStore(folder.name + "/linear.zarr"),
         ... )
         >>> stored = kernel(jnp.ones((3, 4)), jnp.ones((2, 4)))
-        >>> stored
-        <Array file://.../linear.zarr/kernel shape=(3, 2) dtype=float32>
+        >>> stored.shape, stored.chunks
+        ((3, 2), (2, 2))
         >>> stored[1:]
         array([[4., 4.],
                [4., 4.]], dtype=float32)
@@ -115,8 +116,8 @@ class ZarrStore(AbstractStore):
         path = pathlib.Path(self.path)
         if is_first:
             _make_group(zarr, path, expected)
+        _check_same(path, expected)
         group = zarr.open_group(str(path), mode="r+" if is_first else "r")
-        _check_same(path, expected, group.attrs.get(_ATTRIBUTE))
         names = _names(leaves)
         for name, leaf in zip(names, leaves, strict=True):
             if is_first and not (path / name / "zarr.json").exists():
@@ -124,7 +125,9 @@ class ZarrStore(AbstractStore):
         if is_first:
             for leftover in path.rglob(f"*{_PARTIAL}"):
                 leftover.unlink(missing_ok=True)
-        arrays = [zarr.open_array(str(path / name), mode="r+") for name in names]
+        # A chunk of zeros is to be written as well, so that it is not missing.
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            arrays = [zarr.open_array(str(path / name), mode="r+") for name in names]
         return _ZarrWriter(zarr, path, names, arrays, grid, self.upper_only)
 
 
@@ -162,10 +165,15 @@ def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None
     zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
 
 
-def _check_same(path: pathlib.Path, expected: dict[str, Any], found: Any) -> None:
+def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
+    try:
+        node = json.loads((path / "zarr.json").read_text())
+        found = node["attributes"][_ATTRIBUTE]
+    except (KeyError, TypeError, ValueError):
+        found = None
     if not isinstance(found, dict):
         raise ValueError(
-            f"`path` is a zarr group that is no kernel of eqxbatch: {path}. Give a "
+            f"`path` has zarr arrays that are no kernel of eqxbatch: {path}. Give a "
             "folder that is empty or that does not exist."
         )
     different = [
@@ -217,10 +225,7 @@ class _ZarrWriter(AbstractWriter):
         upper_only: bool,
     ):
         self.zarr, self.path, self.names = zarr, path, names
-        # A chunk of zeros is to be written as well, so that it is not missing.
-        config = {"write_empty_chunks": True}
-        self.arrays = [array.with_config(config) for array in arrays]
-        self.grid, self.upper_only = grid, upper_only
+        self.arrays, self.grid, self.upper_only = arrays, grid, upper_only
 
     def _file(self, patch: Patch) -> pathlib.Path:
         name = self.names[patch.leaf]

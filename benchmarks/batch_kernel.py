@@ -1,0 +1,214 @@
+"""`filter_batch_kernel` beside the kernel at once, a disk, and `neural_tangents.batch`.
+
+What needs a process of its own runs this file: `python -m benchmarks.batch_kernel`.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jax.sharding import AxisType
+from sklearn.datasets import load_digits
+
+from eqxbatch import EmpiricalNTK, filter_batch_kernel, ZarrStore
+from . import harness
+from .harness import Bar, OURS
+from .kernels import Peer, ratios, timed
+from .neural_tangents.models import arc_cosine
+
+
+NAME = "batch_kernel"
+DENSE = "all at once"
+
+
+def rbf(x1: Any, x2: Any = None, *, scale: float = 1.5) -> jax.Array:
+    x2 = x1 if x2 is None else x2
+    squares = [jnp.sum(x**2, axis=-1) for x in (x1, x2)]
+    distances = squares[0][:, None] + squares[1][None, :] - 2 * x1 @ x2.T
+    return jnp.exp(-distances / (2 * scale**2))
+
+
+def temporaries(fun: Callable, n: int) -> int:
+    x = jax.ShapeDtypeStruct((n, 64), jnp.float32)
+    return jax.jit(fun).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+
+def runner(fun: Callable, *args: Any) -> Callable[[], float]:
+    """Runs it once more, and returns the seconds."""
+    run = lambda: jax.block_until_ready(fun(*args))
+    run()
+    return lambda: timed(run)
+
+
+def on_digits(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
+    """Beside the kernel at once, for as many examples as fit."""
+    x = jnp.asarray(load_digits().data / 16, jnp.float32)
+    x = x[:300] if quick else x
+    size = 64 if quick else 512
+    model = eqx.nn.MLP(64, 10, 32 if quick else 256, 3, key=jr.key(0))
+    ntk = EmpiricalNTK(model)
+    lines, bars, figures = [], [], {}
+    for name, kernel in (("RBF kernel", rbf), ("NTK of an MLP", ntk)):
+        dense = eqx.filter_jit(kernel)
+        batch = functools.partial(filter_batch_kernel, kernel, block_size=size)
+        # The estimator says itself that it is symmetric.
+        blocked = {OURS: batch(symmetric=True if kernel is rbf else None)}
+        blocked["every block"] = batch(symmetric=False)
+        ways = {DENSE: dense, **blocked}
+        programs = {key: runner(fun, x) for key, fun in ways.items()}
+        found, seconds = ratios(programs, 5 if quick else 25)
+        flat = [temporaries(blocked[OURS], n) for n in (2048, 8192)]
+        whole = temporaries(dense, 2048) or 1
+        title = f"{name}, {len(x):,} digits by {size}"
+        for way in (DENSE, "every block"):
+            lines.append(f"| {title} | {way} | {found[way]:.2f} |")
+            title = ""
+        figures[name] = {"seconds": seconds, "ratios": found, "temporaries": flat}
+        figures[name]["temporaries_at_once"] = whole
+        bars += [
+            Bar(f"{name}: time, of all at once", 1 / found[DENSE], 1.05, is_time=True),
+            Bar(f"{name}: temporaries, 8,192 of 2,048", flat[1] / flat[0], 1.3),
+        ]
+    return lines, bars, figures
+
+
+def beside_peer() -> tuple[list[str], list[Bar], dict[str, Any]]:
+    """Beside `nt.batch`, of an analytic kernel, in numbers that it can divide."""
+    n, size, depth = 1792, 256, 3
+    x = jr.normal(jr.key(0), (n, 64))
+    kernel = lambda x1, x2=None: arc_cosine(x1, x2, depth)
+    own = filter_batch_kernel(kernel, block_size=size, symmetric=True)
+    peer = Peer()
+    peer.ask(analytic={"n": n, "block": size, "depth": depth})
+    programs = {
+        OURS: runner(own, x),
+        "batch": lambda: peer.ask(run="analytic"),
+    }
+    found, seconds = ratios(programs, 9)
+    peer.close()
+    ratio = found["batch"]
+    lines = [
+        f"| analytic NTK of depth {depth}, {n:,} examples by {size} | "
+        f"neural_tangents.batch | {ratio:.2f} |"
+    ]
+    name = "analytic NTK: time, of neural_tangents.batch"
+    figures = {"analytic": {"seconds": seconds, "ratio": ratio}}
+    return lines, [Bar(name, 1 / ratio, 0.5, is_time=True)], figures
+
+
+def in_own_process(what: str, *args: Any, devices: int = 1) -> Any:
+    """What this file prints, run as a script."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.batch_kernel", what, *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=pathlib.Path(__file__).parent.parent,
+        env={**os.environ, "XLA_FLAGS": flags},
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def to_disk(n: int, size: int) -> dict[str, float]:
+    """A kernel on disk, and the same bytes without one; both until they are there."""
+    x = np.random.default_rng(0).standard_normal((n, 64)).astype(np.float32) / 8
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder)
+        kernel = filter_batch_kernel(
+            rbf, block_size=size, symmetric=True, store=ZarrStore(path / "kernel")
+        )
+        os.sync()
+        start = time.perf_counter()
+        kernel(x)
+        os.sync()
+        own = time.perf_counter() - start
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        shutil.rmtree(path / "kernel")
+        chunk = np.random.default_rng(0).random((size, size), np.float32)
+        os.sync()
+        start = time.perf_counter()
+        for i in range((n // size) ** 2):
+            (path / str(i)).write_bytes(memoryview(chunk))
+        os.sync()
+        plain = time.perf_counter() - start
+    return {"seconds": own, "ratio": own / plain, "resident": resident}
+
+
+def scaling(n: int, size: int) -> dict[str, float]:
+    """One device beside two, of a machine with two cores."""
+    x = jr.normal(jr.key(0), (n, 64))
+    model = eqx.nn.MLP(64, 10, 128, 3, key=jr.key(0))
+    found = {}
+    for name, kernel in (("rbf", rbf), ("ntk", EmpiricalNTK(model))):
+        programs = {}
+        for num in (1, 2):
+            mesh = jax.make_mesh(
+                (num,),
+                ("rows",),
+                axis_types=(AxisType.Auto,),
+                devices=jax.devices()[:num],
+            )
+            symmetric = True if kernel is rbf else None
+            batched = filter_batch_kernel(
+                kernel, block_size=size, symmetric=symmetric, mesh=mesh
+            )
+            programs[OURS if num == 2 else "one"] = runner(batched, x)
+        found[name] = ratios(programs, 9)[0]["one"]
+    return found
+
+
+def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
+    lines = ["| job | way | time ÷ eqxbatch's |", "|---|---|---:|"]
+    own, bars, figures = on_digits(quick)
+    lines += own
+    if not quick:
+        own, more, found = beside_peer()
+        lines, bars, figures = [*lines, *own], [*bars, *more], {**figures, **found}
+    n, size = (4_000, 1_000) if quick else (50_000, 2_000)
+    disk = in_own_process("to_disk", n, size)
+    lines.append(
+        f"| RBF kernel, {n:,} examples by {size:,}, to disk | "
+        f"the same bytes written, without a kernel | {1 / disk['ratio']:.2f} |"
+    )
+    bars += [
+        Bar("to disk: resident memory in GB", disk["resident"] / 1e9, 1.5),
+        Bar("to disk: time, of the same bytes", disk["ratio"], 1.5, is_time=True),
+    ]
+    n, size = (512, 128) if quick else (4_096, 512)
+    devices = in_own_process("scaling", n, size, devices=2)
+    for name, ratio in devices.items():
+        title = {"rbf": "RBF kernel", "ntk": "NTK of an MLP"}[name]
+        title = f"{title}, {n:,} examples by {size}, two devices on two cores"
+        lines.append(f"| {title} | one device | {ratio:.2f} |")
+    where = harness.machine()
+    figures = {"machine": where, "jobs": figures, "disk": disk, "devices": devices}
+    figures["bars"] = [{**vars(bar), "holds": bar.holds} for bar in bars]
+    resident = f"{disk['resident'] / 1e9:.2f} GB"
+    notes = (
+        f"\nThe process that wrote to disk had at most {resident} in memory.\n\n"
+        f"{harness.describe(where)}"
+    )
+    return figures, "\n".join([*lines, notes]), bars
+
+
+if __name__ == "__main__":
+    _, what, *numbers = sys.argv
+    tasks = {"to_disk": to_disk, "scaling": scaling}
+    print(json.dumps(tasks[what](*map(int, numbers))))

@@ -1,0 +1,725 @@
+"""Kernels on the host and on disk: continued, damaged, shared, and metered."""
+
+import errno
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import AxisType
+
+import eqxbatch
+from eqxbatch import (
+    AbstractProgressMeter,
+    EmpiricalKernel,
+    filter_batch_kernel,
+    HostStore,
+    SymmetricArray,
+    TqdmProgressMeter,
+    ZarrStore,
+)
+from .helpers import CountTraces, normal
+from .test_batch_kernel import AXES, lopsided, rbf, Structured, white
+from .test_sharding import make_mesh
+
+
+SIZES = (1, 4, (4, 3), 20)
+
+
+def numpy(tree):
+    return jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "shape") else x, tree)
+
+
+def assert_close(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        if isinstance(b, str):
+            assert a == b
+            continue
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+def chunks(path):
+    """The contents of all chunks."""
+    files = [x for x in pathlib.Path(path).rglob("c/**/*") if x.is_file()]
+    return {str(x.relative_to(path)): x.read_bytes() for x in files}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mesh", (True, False))
+def test_stores_equal_the_device(size, mesh, getkey, tmp_path):
+    x, y = normal(getkey(), (13, 3)), normal(getkey(), (7, 3))
+    mesh = make_mesh(AxisType.Explicit) if mesh else None
+    cases = [(lopsided, (x, y), {}), (lopsided, (x,), {})]
+    cases += [(white, (x,), {"symmetric": True})]
+    for i, (kernel, args, settings) in enumerate(cases):
+        for store in (HostStore(), ZarrStore(tmp_path / str(i))):
+            batched = filter_batch_kernel(
+                kernel, block_size=size, mesh=mesh, store=store, **settings
+            )
+            got = batched(*args)
+            assert isinstance(got, np.ndarray | zarr.Array)
+            assert_close(np.asarray(got), np.asarray(kernel(*args)))
+            if "symmetric" in settings:
+                got = np.asarray(got)
+                np.testing.assert_array_equal(got, got.T)
+
+
+@pytest.mark.parametrize("one_side", (True, False))
+def test_pytrees(one_side, getkey, tmp_path):
+    model = Structured(jnp.array(0.7), 2)
+    inputs = lambda n: {"a": normal(getkey(), (n, 3)), "b": normal(getkey(), (n, 2))}
+    args = (inputs(9),) if one_side else (inputs(9), inputs(6))
+    for symmetric in (True, False):
+        for store in (HostStore(), ZarrStore(tmp_path / str(symmetric))):
+            batched = filter_batch_kernel(
+                model, block_size=4, out_axes=AXES, symmetric=symmetric, store=store
+            )
+            got = batched(*args)
+            assert_close(numpy(got), numpy(model(*args)))
+    names = {x.name for x in (tmp_path / "True").iterdir() if x.is_dir()}
+    assert names == {"k", "behind", "swapped", "rows", "columns", "both_0"}
+    assert got["k"].chunks == ((3, 3))
+    assert got["rows"].chunks == (3,)
+
+
+def test_estimators(getkey, tmp_path):
+    kernel = EmpiricalKernel(eqx.nn.MLP(3, 2, 4, 1, key=getkey()), trace_axes=())
+    x = normal(getkey(), (7, 3))
+    store = ZarrStore(tmp_path / "kernels")
+    got = filter_batch_kernel(kernel, block_size=3, store=store)(x)
+    assert type(got).__name__ == "Kernel"
+    assert_close(numpy(got.ntk), numpy(kernel(x).ntk))
+    assert_close(numpy(got.nngp), numpy(kernel(x).nngp))
+
+
+@pytest.mark.parametrize("totals", ((0, 5), (5, 0), (0, 0)))
+def test_no_examples(totals, tmp_path):
+    x, y = (jnp.zeros((n, 3)) for n in totals)
+    for store in (HostStore(), ZarrStore(tmp_path)):
+        got = filter_batch_kernel(lopsided, block_size=4, store=store)(x, y)
+        assert got.shape == totals
+
+
+# Symmetric arrays.
+
+
+def test_upper_only(getkey, tmp_path):
+    x = normal(getkey(), (13, 2), jnp.complex64)
+
+    def kernel(x, y=None):
+        y = x if y is None else y
+        k = x @ jnp.conj(y).T
+        return {"k": jnp.stack([k, 2 * k], axis=-1), "rows": jnp.real(x[:, 0])}
+
+    axes = {"k": (0, 1), "rows": (0, None)}
+    stores = [ZarrStore(tmp_path / "a", upper_only=True), ZarrStore(tmp_path / "b")]
+    half, whole = (
+        filter_batch_kernel(
+            kernel, block_size=4, symmetric=True, out_axes=axes, store=store
+        )(x)
+        for store in stores
+    )
+    assert isinstance(half["k"], SymmetricArray)
+    assert isinstance(half["rows"], zarr.Array)
+    assert len(chunks(tmp_path / "a" / "k")) == 10
+    assert len(chunks(tmp_path / "b" / "k")) == 16
+    half, whole = half["k"], np.asarray(whole["k"])
+    assert (half.shape, half.dtype, half.ndim, len(half)) == ((13, 13, 2), "c8", 3, 13)
+    assert "SymmetricArray" in repr(half)
+    np.testing.assert_array_equal(np.asarray(half), whole)
+    np.testing.assert_array_equal(np.asarray(half, np.complex128), whole)
+    for key in (
+        3,
+        -1,
+        slice(2, 5),
+        (slice(None), 4),
+        (12, 0),
+        (slice(9, 2, -3), slice(0, 13, 5)),
+        (slice(4, 4), slice(2)),
+        (slice(1, 12), slice(3, 9), 1),
+        (..., 0),
+        (3, ...),
+    ):
+        np.testing.assert_array_equal(half[key], whole[key])
+    with pytest.raises(IndexError):
+        half[13]
+    with pytest.raises(IndexError, match="named by ints and slices; got"):
+        half[[1, 2]]
+    with pytest.raises(ValueError, match="takes a copy"):
+        np.array(half, copy=False)
+
+
+def test_upper_only_is_for_symmetric_kernels(getkey, tmp_path):
+    x = normal(getkey(), (7, 3))
+    store = ZarrStore(tmp_path / "kernel", upper_only=True)
+    for kernel, args in ((rbf, (x,)), (white, (x, x + 1))):
+        symmetric = kernel is white
+        batched = filter_batch_kernel(
+            kernel, block_size=4, symmetric=symmetric, store=store
+        )
+        with pytest.raises(ValueError, match="`upper_only` is for symmetric kernels"):
+            batched(*args)
+    batched = filter_batch_kernel(
+        lambda x, y=None: rbf(x, y)[None],
+        block_size=4,
+        symmetric=True,
+        out_axes=(1, 2),
+        store=store,
+    )
+    with pytest.raises(ValueError, match="needs rows and columns along axes 0 and 1"):
+        batched(x)
+    assert not (tmp_path / "kernel").exists()
+
+
+# Runs that are continued.
+
+
+class Stops(AbstractProgressMeter):
+    """Raises after some blocks, and keeps a record."""
+
+    after: int
+    error: type
+    log: list
+
+    def start(self, num_blocks, num_done):
+        self.log.append(("start", num_blocks, num_done))
+        return 0
+
+    def step(self, state, num_nans):
+        self.log.append(("step", num_nans))
+        if state + 1 == self.after:
+            raise self.error("stopped")
+        return state + 1
+
+    def close(self, state):
+        self.log.append(("close", state))
+
+
+@pytest.mark.parametrize("error", (RuntimeError, KeyboardInterrupt))
+@pytest.mark.parametrize("symmetric", (True, False))
+def test_a_run_that_was_stopped(error, symmetric, getkey, tmp_path):
+    x = normal(getkey(), (13, 3))
+
+    def run(path, after=None):
+        log = []
+        batched = filter_batch_kernel(
+            rbf,
+            block_size=4,
+            symmetric=symmetric,
+            store=ZarrStore(path),
+            progress=Stops(after, error, log),
+        )
+        if after is None:
+            return batched(x), log
+        with pytest.raises(error, match="stopped"):
+            batched(x)
+        assert log[-1][0] == "close"
+        return None, log
+
+    whole, log = run(tmp_path / "whole")
+    num = 10 if symmetric else 16
+    assert log[0] == ("start", num, 0)
+    assert [entry[0] for entry in log[1:]] == ["step"] * num + ["close"]
+    done = 0
+    for after in (1, 3):
+        _, log = run(tmp_path / "stopped", after)
+        assert log[0] == ("start", num, done)
+        places = [name.split("/")[-2:] for name in chunks(tmp_path / "stopped")]
+        done = len({frozenset(p) for p in places if p[::-1] in places})
+        done = done if symmetric else len(places)
+        assert done >= after
+    got, log = run(tmp_path / "stopped")
+    assert log[0][2] >= 4
+    assert chunks(tmp_path / "stopped") == chunks(tmp_path / "whole")
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(whole))
+    _, log = run(tmp_path / "stopped")
+    assert log == [("start", num, num), ("close", 0)]
+
+
+def damage(path, how):
+    data = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "short":
+        path.write_bytes(data[:3])
+    elif how == "half":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "long":
+        path.write_bytes(data + data)
+    elif how == "bit":
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    else:
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    "how", ("missing", "empty", "short", "half", "long", "bit", "checksum")
+)
+def test_damaged_chunks(how, getkey, tmp_path):
+    x = normal(getkey(), (13, 3))
+    log = []
+    batched = filter_batch_kernel(
+        rbf,
+        block_size=4,
+        symmetric=True,
+        store=ZarrStore(tmp_path),
+        progress=Stops(None, None, log),
+    )
+    batched(x)
+    undisturbed = chunks(tmp_path)
+    # One in the middle, one at an edge, and one that is a mirror image.
+    for chunk in ("1/1", "3/3", "3/0"):
+        damage(tmp_path / "kernel" / "c" / chunk, how)
+    leftover = tmp_path / "kernel" / "c" / "1" / "2.0123456789abcdef.partial"
+    leftover.write_bytes(b"half a chunk")
+    log.clear()
+    batched(x)
+    assert log[0] == ("start", 10, 7)
+    assert len(log) == 5
+    assert chunks(tmp_path) == undisturbed
+
+
+RUN = """
+    import sys
+    import jax.numpy as jnp, numpy as np
+    import eqxbatch
+
+    def kernel(x, y=None):
+        y = x if y is None else y
+        return jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, axis=-1))
+
+    x = np.random.default_rng(0).standard_normal((101, 3)).astype(np.float32)
+    store = eqxbatch.ZarrStore(sys.argv[1])
+    batched = eqxbatch.filter_batch_kernel(
+        kernel, block_size=4, symmetric=True, store=store
+    )
+    print("ready", flush=True)
+    batched(x)
+    print("done", flush=True)
+"""
+
+
+def test_runs_that_are_killed(tmp_path):
+    """Twenty of them, at random moments, while they compute or write."""
+    environment = {**os.environ, "XLA_FLAGS": ""}
+
+    def start(path):
+        command = [sys.executable, "-c", textwrap.dedent(RUN), str(path)]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    begin = time.monotonic()
+    with start(tmp_path / "whole") as process:
+        assert process.stdout.read() == "done\n"
+    duration = time.monotonic() - begin
+    undisturbed = chunks(tmp_path / "whole")
+    assert len(undisturbed) == 26**2
+    path, num_killed, counts = tmp_path / "killed", 0, {0}
+    while num_killed < 20:
+        with start(path) as process:
+            time.sleep(random.uniform(0, duration / 4))
+            process.send_signal(signal.SIGKILL)
+            is_done = process.stdout.read() == "done\n"
+        if not is_done:
+            num_killed += 1
+            counts.add(len(chunks(path)) if path.exists() else 0)
+            continue
+        assert chunks(path) == undisturbed
+        shutil.rmtree(path)
+    assert len(counts) > 2  # Some of them had come some way.
+    with start(path) as process:
+        assert process.stdout.read() == "done\n"
+    assert chunks(path) == undisturbed
+
+
+# Stores with something else in them.
+
+
+def test_another_kernel_is_not_mixed_in(getkey, tmp_path):
+    x, y = normal(getkey(), (9, 3)), normal(getkey(), (7, 3))
+    model = eqx.nn.MLP(3, 1, 4, 1, key=getkey())
+    other = eqx.tree_at(lambda m: m.layers[0].bias, model, replace_fn=lambda b: b + 1)
+
+    class Model(eqx.Module):
+        mlp: eqx.nn.MLP
+        shift: float = 0.0
+        dtype: str = "float32"
+
+        def __call__(self, x, y, scale=1.0):
+            features = [jax.vmap(self.mlp)(z) for z in (x, y)]
+            kernel = features[0] @ features[1].T + self.shift
+            return (scale * kernel).astype(self.dtype)
+
+    def run(kernel, *args, size=4, **kwargs):
+        store = ZarrStore(tmp_path / "kernel")
+        return filter_batch_kernel(kernel, block_size=size, store=store)(
+            *args, **kwargs
+        )
+
+    run(Model(model), x, y)
+    undisturbed = chunks(tmp_path)
+    changed = {
+        "inputs is '.*' there and '.*' now": lambda: run(Model(model), x + 1, y),
+        "kernel_fn is": lambda: run(Model(other), x, y),
+        "program is": lambda: run(Model(model, 1.0), x, y),
+        "program is .*": lambda: run(Model(model), x, y, scale=2.0),
+        "inputs is": lambda: run(Model(model), x, y, scale=jnp.array(1.0)),
+        "grid is .*'sizes': .3, 4.*'sizes': .3, 3": lambda: run(
+            Model(model), x, y, size=3
+        ),
+        "arrays is .*'float16'": lambda: run(Model(model, dtype="float16"), x, y),
+        "Delete it, or give another path": lambda: run(Model(model), y, x),
+    }
+    for match, again in changed.items():
+        with pytest.raises(ValueError, match=match) as e:
+            again()
+        assert "`path` has another kernel than this one" in str(e.value)
+        assert chunks(tmp_path) == undisturbed
+    run(Model(model), x, y)
+    metadata = tmp_path / "kernel" / "zarr.json"
+    found = json.loads(metadata.read_text())
+    found["attributes"]["eqxbatch"]["package"] = "eqxbatch 0.0.1"
+    metadata.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"package is 'eqxbatch 0\.0\.1' there and"):
+        run(Model(model), x, y)
+
+
+def test_closures_are_part_of_the_fingerprint(getkey, tmp_path):
+    x = normal(getkey(), (9, 3))
+
+    def run(weights):
+        store = ZarrStore(tmp_path)
+        kernel = lambda x, y: (x * weights) @ jnp.tanh(y * weights).T
+        return filter_batch_kernel(kernel, block_size=4, store=store)(x)
+
+    weights = normal(getkey(), (1, 3))
+    run(weights)
+    run(jnp.array(weights))
+    with pytest.raises(ValueError, match="program is"):
+        run(weights.at[0, 0].add(1))
+
+
+def test_folders_with_something_else(getkey, tmp_path):
+    x = normal(getkey(), (9, 3))
+
+    def run(path):
+        return filter_batch_kernel(rbf, block_size=4, store=ZarrStore(path))(x)
+
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="`path` is a folder with something else"):
+        run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    zarr.create_group(str(tmp_path / "group"))
+    zarr.create_array(str(tmp_path / "array"), shape=(3,), dtype="f4")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "zarr.json").write_text('{"zarr_format"')
+    for name in ("group", "array", "damaged"):
+        with pytest.raises(ValueError, match="`path` has zarr arrays that are no kern"):
+            run(tmp_path / name)
+
+
+def test_paths_that_cannot_be_written(getkey, tmp_path):
+    x = normal(getkey(), (9, 3))
+    kernel = CountTraces(rbf)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "kernel", "/proc/kernel"):
+        log = []
+        batched = filter_batch_kernel(
+            kernel,
+            block_size=4,
+            store=ZarrStore(path),
+            progress=Stops(None, None, log),
+        )
+        with pytest.raises(OSError, match="kernel"):
+            batched(x)
+        assert log == []  # Nothing was computed.
+
+
+def test_a_disk_that_is_too_small(getkey, tmp_path, monkeypatch):
+    x = normal(getkey(), (9, 3))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
+    batched = filter_batch_kernel(rbf, block_size=4, store=ZarrStore(tmp_path))
+    with pytest.raises(OSError, match="has 100 bytes left, and the kernel needs 324"):
+        batched(x)
+    assert chunks(tmp_path) == {}
+
+
+FULL = """
+    import resource, signal, sys
+    import jax.numpy as jnp, numpy as np
+    import eqxbatch
+
+    x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
+    store = eqxbatch.ZarrStore(sys.argv[1])
+    # A chunk of the second kernel is larger than files may be.
+    kernel = lambda x, y: {"a": (x @ y.T), "b": jnp.tile((x @ y.T)[..., None], 64)}
+    batched = eqxbatch.filter_batch_kernel(kernel, block_size=16, store=store)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+    try:
+        batched(x)
+    except OSError as e:
+        print(e.errno, flush=True)
+"""
+
+
+def test_a_disk_that_becomes_full(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path / "kernel")]
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout == f"{errno.EFBIG}\n"
+    found = chunks(tmp_path / "kernel")
+    whole = {name for name, data in found.items() if len(data) == 16 * 16 * 4 + 4}
+    # Some versions of zarr leave a part of a chunk; the checksum tells.
+    assert whole == {name for name in found if name.startswith("a/")}
+    assert whole
+    script = textwrap.dedent(FULL).replace("resource.setrlimit", "print")
+    command = [sys.executable, "-c", script, str(tmp_path / "kernel")]
+    subprocess.run(command, env=environment, check=True)
+    got = zarr.open_group(str(tmp_path / "kernel"), mode="r")
+    x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
+    np.testing.assert_allclose(got["a"][:], x @ x.T, rtol=1e-4, atol=1e-4)
+    expected = np.repeat((x @ x.T)[..., None], 64, axis=-1)
+    np.testing.assert_allclose(got["b"][:], expected, rtol=1e-4, atol=1e-4)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 30_000
+
+
+def test_dtypes_that_zarr_lacks(getkey, tmp_path):
+    x = normal(getkey(), (9, 3))
+    halves = lambda x, y=None: rbf(x, y).astype(jnp.bfloat16)
+    store = ZarrStore(tmp_path / "kernel")
+    with pytest.raises(TypeError, match="zarr has no arrays of dtype bfloat16"):
+        filter_batch_kernel(halves, block_size=4, store=store)(x)
+    assert not (tmp_path / "kernel").exists()
+    got = filter_batch_kernel(halves, block_size=4, store=HostStore())(x)
+    assert got.dtype == ml_dtypes.bfloat16
+
+
+def test_stores_are_not_for_transforms(getkey):
+    x = normal(getkey(), (9, 3))
+    batched = filter_batch_kernel(rbf, block_size=4, store=HostStore())
+    for transform in (jax.jit, jax.vmap, jax.jacfwd):
+        with pytest.raises(TypeError, match="with a `store` runs a loop in Python"):
+            transform(batched)(x[None] if transform is jax.vmap else x)
+    metered = filter_batch_kernel(rbf, block_size=4, progress=TqdmProgressMeter())
+    with pytest.raises(TypeError, match="with `progress` runs a loop in Python"):
+        jax.jit(metered)(x)
+
+
+@pytest.mark.parametrize("name", ("zarr", "tqdm"))
+def test_missing_extras(name, getkey, tmp_path, monkeypatch):
+    x = normal(getkey(), (9, 3))
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    settings, extra = {
+        "zarr": ({"store": ZarrStore(tmp_path / "kernel")}, "store"),
+        "tqdm": ({"progress": TqdmProgressMeter()}, "progress"),
+    }[name]
+    batched = filter_batch_kernel(rbf, block_size=4, **settings)
+    with pytest.raises(ImportError, match=rf'pip install "eqxbatch\[{extra}\]"'):
+        batched(x)
+
+
+# Meters.
+
+
+def test_meters_count_nans(getkey):
+    x = normal(getkey(), (13, 3)).at[5].set(jnp.nan).at[12].set(jnp.nan)
+    for settings in ({}, {"store": HostStore()}):
+        for symmetric in (True, False):
+            log = []
+            got = filter_batch_kernel(
+                rbf,
+                block_size=5,
+                symmetric=symmetric,
+                progress=Stops(None, None, log),
+                **settings,
+            )(x)
+            num = int(np.isnan(got).sum())
+            assert num == 2 * 2 * 13 - 4
+            assert sum(entry[1] for entry in log[1:-1]) == num
+            assert len(log) == 2 + (6 if symmetric else 9)
+
+
+def test_meters_on_the_device(getkey):
+    x = normal(getkey(), (13, 3))
+    log = []
+    metered = filter_batch_kernel(
+        white, block_size=5, symmetric=True, progress=Stops(None, None, log)
+    )
+    got = metered(x)
+    assert isinstance(got, jax.Array)
+    np.testing.assert_allclose(got, white(x), rtol=1e-5)
+    sums = filter_batch_kernel(
+        white,
+        block_size=5,
+        reduce=eqxbatch.RowSums(),
+        progress=Stops(None, None, log),
+    )(x)
+    np.testing.assert_allclose(sums, white(x).sum(1), rtol=1e-5)
+    with pytest.raises(RuntimeError, match="stopped"):
+        filter_batch_kernel(rbf, block_size=5, progress=Stops(2, RuntimeError, log))(x)
+    assert log[-1] == ("close", 1)
+    with pytest.raises(ValueError, match="`progress` on a `mesh` needs a `store`"):
+        filter_batch_kernel(
+            rbf,
+            block_size=5,
+            mesh=make_mesh(AxisType.Auto),
+            progress=TqdmProgressMeter(),
+        )
+
+
+def test_tqdm(getkey, capsys):
+    x = normal(getkey(), (13, 3)).at[5].set(jnp.nan)
+    meter = TqdmProgressMeter("digits")
+    filter_batch_kernel(rbf, block_size=5, store=HostStore(), progress=meter)(x)
+    shown = capsys.readouterr().err.split("\r")[-1]
+    assert shown.startswith("digits: 100%")
+    assert "9/9" in shown
+    assert "block/s" in shown
+    assert "NaN=25" in shown
+
+
+# Several processes.
+
+TOGETHER = """
+    import os, sys
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    import jax
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    rank, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+    import jax.numpy as jnp, numpy as np
+    import eqxbatch
+    from eqxbatch import filter_batch_kernel
+
+    def kernel(x, y=None):
+        noise = jnp.eye(len(x)) if y is None else 0.0
+        y = x if y is None else y
+        return jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, axis=-1)) + noise
+
+    n = 22
+    x = np.random.default_rng(0).standard_normal((n, 3)).astype(np.float32)
+    dense = np.exp(-np.sum((x[:, None] - x[None]) ** 2, axis=-1)) + np.eye(n)
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    settings = {"block_size": 4, "symmetric": True, "mesh": mesh}
+
+    even = filter_batch_kernel(kernel, **settings)(x[:20])
+    assert len(even.addressable_shards) == 2
+    for shard in even.addressable_shards:
+        assert shard.data.shape == (5, 20)
+        rows = np.asarray(shard.data)
+        np.testing.assert_allclose(rows, dense[:20, :20][shard.index], atol=1e-6)
+    odd = filter_batch_kernel(kernel, **settings)(x)
+    np.testing.assert_allclose(
+        np.asarray(odd.addressable_shards[0].data), dense, atol=1e-6
+    )
+    sums = filter_batch_kernel(kernel, reduce=eqxbatch.RowSums(), **settings)(x)
+    np.testing.assert_allclose(
+        np.asarray(sums.addressable_shards[0].data), dense.sum(1), atol=1e-5
+    )
+
+    class Counts(eqxbatch.AbstractProgressMeter):
+        def start(self, num_blocks, num_done):
+            print("blocks", num_blocks, num_done, flush=True)
+        def step(self, state, num_nans):
+            pass
+        def close(self, state):
+            pass
+
+    stored = filter_batch_kernel(
+        kernel, store=eqxbatch.ZarrStore(path), progress=Counts(), **settings
+    )
+    for _ in range(2):
+        got = np.asarray(stored(x))
+        np.testing.assert_allclose(got, dense, atol=1e-6)
+        np.testing.assert_array_equal(got, got.T)
+    try:
+        filter_batch_kernel(kernel, store=eqxbatch.HostStore(), **settings)(x)
+    except ValueError as e:
+        assert "memory of their own" in str(e)
+    try:
+        # Another kernel, as the first process finds out. The second does not wait.
+        stored(x + 1)
+    except (ValueError, RuntimeError) as e:
+        print("refused", type(e).__name__, flush=True)
+"""
+
+
+def test_two_processes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                textwrap.dedent(TOGETHER),
+                str(rank),
+                str(port),
+                str(tmp_path / "kernel"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    found = [process.communicate(timeout=300) for process in processes]
+    for process, (_, err) in zip(processes, found, strict=True):
+        assert process.returncode == 0, err
+    own_words = ("blocks", "refused")
+    lines = [
+        [line for line in out.splitlines() if line.startswith(own_words)]
+        for out, _ in found
+    ]
+    assert lines[0][-1] == "refused ValueError"
+    assert lines[1][-1] == "refused RuntimeError"
+    shares = [[int(x) for x in own[0].split()[1:]] for own in lines]
+    assert sum(share[0] for share in shares) == 21
+    assert all(share[0] > 6 and share[1] == 0 for share in shares)
+    assert [own[1] for own in lines] == [
+        f"blocks {share[0]} {share[0]}" for share in shares
+    ]
+
+    # What two processes have made is what one makes, bit for bit.
+    alone = tmp_path / "alone"
+    script = textwrap.dedent(TOGETHER).split("even =")[0]
+    lines = script.splitlines()
+    script = "\n".join(x for x in lines if "distributed" not in x and "gloo" not in x)
+    script = script.replace("(4,)", "(2,)") + textwrap.dedent("""
+        stored = filter_batch_kernel(
+            kernel, store=eqxbatch.ZarrStore(path), block_size=4, symmetric=True
+        )(x)
+    """)
+    command = [sys.executable, "-c", script, "0", "0", str(alone)]
+    subprocess.run(command, check=True, env=environment)
+    assert chunks(alone) == chunks(tmp_path / "kernel")
