@@ -44,7 +44,13 @@ def rbf(x1: Any, x2: Any = None, *, scale: float = 1.5) -> jax.Array:
 
 def temporaries(fun: Callable, n: int) -> int:
     x = jax.ShapeDtypeStruct((n, 64), jnp.float32)
-    return jax.jit(fun).lower(x).compile().memory_analysis().temp_size_in_bytes
+    return (
+        jax.jit(lambda x: fun(x))
+        .lower(x)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
 
 
 def runner(fun: Callable, *args: Any) -> Callable[[], float]:

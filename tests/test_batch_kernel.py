@@ -114,6 +114,31 @@ def test_symmetry_is_exact_whatever_rounding_does(getkey):
         np.testing.assert_allclose(got, rbf(x), atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.complex64))
+def test_large_tiles_are_made_symmetric_in_pieces(dtype, getkey):
+    """A whole kernel of 601 examples, with another axis, and rounding of its own."""
+    noise = normal(getkey(), (601, 601, 2), dtype)
+    x = normal(getkey(), (601, 1))
+
+    def kernel(x, y=None):
+        return noise + jnp.conj(jnp.swapaxes(noise, 0, 1)) * (1 + 1e-6)
+
+    got = filter_batch_kernel(
+        lambda x, y=None: jnp.ones((len(x), len(x if y is None else y), 2)),
+        block_size=None,
+        symmetric=True,
+    )(x)
+    np.testing.assert_array_equal(got, 1)
+
+    def whole(x, y=None):
+        n = len(x if y is None else y)
+        return kernel(x)[: len(x), :n]
+
+    got = filter_batch_kernel(whole, block_size=None, symmetric=True)(x)
+    np.testing.assert_array_equal(got, jnp.conj(jnp.swapaxes(got, 0, 1)))
+    assert_same(got, kernel(x), tol=1e-5)
+
+
 class Structured(eqx.Module):
     """A module with static leaves that returns a PyTree."""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +11,21 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax import lax
 from jaxtyping import Array, PyTree, Shaped
 
 from .._blocks.block import block_struct
+from .._blocks.mesh import vary, varying
 from .._blocks.prefix import match_prefix
 from .._blocks.slots import is_struct
-from .grid import balanced, Grid
+from .grid import balanced, Grid, starts
 from .inputs import Call, Side, VmapAxes
 
 
 # Shapes are looked up with so many rows and columns, so that they are told apart.
 _ROWS, _COLUMNS = 2, 3
 _LEADING = (0, 1)
+_PIECE = 256
 
 
 class KernelCall(eqx.Module):
@@ -208,6 +212,11 @@ class BlockKernel:
 
     def symmetrised(self, tile: list[Array]) -> list[Array]:
         """A tile on the diagonal, made exactly symmetric, whatever rounding did."""
+        if self.call.mirror is True and jax.default_backend() == "cpu":
+            return [
+                leaf.back(_common_in_pieces(leaf.front(x))) if leaf.is_pairwise else x
+                for leaf, x in zip(self.leaves, tile, strict=True)
+            ]
         return [
             _common(x, y) if leaf.is_pairwise else x
             for leaf, x, y in zip(self.leaves, tile, self.mirrored(tile), strict=True)
@@ -219,6 +228,33 @@ def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.where(x == y, x, (x + y) / 2)
     return jnp.maximum(x, y)
+
+
+def _common_in_pieces(x: Shaped[Array, "n n ..."]) -> Shaped[Array, "n n ..."]:
+    """A tile, made symmetric in pieces of which both mirror images fit into a cache.
+
+    XLA for CPUs reads the columns of a large array one number at a time, each of them
+    from far away.
+    """
+    transposed = lambda x: jnp.conj(jnp.swapaxes(x, 0, 1))
+    total, rest = x.shape[0], x.shape[2:]
+    if total <= 2 * _PIECE:
+        return _common(x, transposed(x))
+    pairs = itertools.combinations_with_replacement(starts(total, _PIECE), 2)
+    zeros = [jnp.zeros((), jnp.int32) for _ in rest]
+
+    def step(result: Array, at: Array) -> tuple[Array, None]:
+        here, there = [*at, *zeros], [*at[::-1], *zeros]
+        pieces = [
+            lax.dynamic_slice(x, place, (_PIECE, _PIECE, *rest))
+            for place in (here, there)
+        ]
+        piece = _common(pieces[0], transposed(pieces[1]))
+        result = lax.dynamic_update_slice(result, piece, here)
+        return lax.dynamic_update_slice(result, transposed(piece), there), None
+
+    at = jnp.array(list(pairs), jnp.int32)
+    return lax.scan(step, vary(jnp.zeros_like(x), varying(jax.typeof(x))), at)[0]
 
 
 def _sides(call: KernelCall) -> list[Side]:

@@ -1,7 +1,7 @@
 """Blocks of a kernel in one compiled program."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from .._blocks.jaxprs import evaluate_jaxpr
 from .._blocks.layout import evaluate_in_loop
-from .._blocks.mesh import with_type_of
+from .._blocks.mesh import with_type_of, zeros_like
 from .block_kernel import BlockKernel
 from .collect import AbstractCollector, count_nans, Span, span
 from .grid import Grid, Tile
@@ -56,17 +56,14 @@ class Tiles:
             self._programs[is_diagonal] = eqx.filter_make_jaxpr(run)(*arrays)[0]
         closed = self._programs[is_diagonal]
         evaluate = evaluate_in_loop if is_loop else evaluate_jaxpr
-        run = functools.partial(evaluate, closed.jaxpr)
+        run = _apart(functools.partial(evaluate, closed.jaxpr), at[0] >= 0)
         # In reverse mode, a tile is computed again and not kept.
         tile = jax.checkpoint(run, prevent_cse=not is_loop)(
             list(closed.consts), jtu.tree_leaves(arrays)
         )
-        if not self.grid.is_symmetric:
-            return tile
-        # Or else XLA may compute the kernel a second time for the mirror image, and in
-        # an order that is bad for it.
-        tile = lax.optimization_barrier(tile)
-        return self.kernel.symmetrised(tile) if is_diagonal else tile
+        if self.grid.is_symmetric and is_diagonal:
+            return self.kernel.symmetrised(tile)
+        return tile
 
     def _diagonal(self, rows: list) -> list[Array]:
         return self.kernel.tile(rows, None)
@@ -161,6 +158,25 @@ class Tiles:
         states = self.run(states, self.grid.pairs(), False)
         # Those on the diagonal come last, to settle what overlapping blocks share.
         return self.run(states, self.grid.diagonal(), True)
+
+
+def _apart(run: Callable[..., list], always: Bool[Array, ""]) -> Callable[..., list]:
+    """`run`, in a program of its own as far as XLA for CPUs can tell.
+
+    It would merge what computes a tile with what writes it to its place, and again with
+    what writes the mirror image: the tile is then computed twice, and each time on one
+    core, as writing in place is. It does not look through a condition, even one that is
+    always true.
+    """
+    if jax.default_backend() != "cpu":
+        return run
+
+    def run_apart(*args: list) -> list:
+        structs = jax.eval_shape(run, *args)
+        skip = lambda *_: jtu.tree_map(zeros_like, structs)
+        return lax.cond(always, run, skip, *args)
+
+    return run_apart
 
 
 def _types(struct: PyTree) -> tuple:
