@@ -74,8 +74,25 @@ def test_second_argument_without_a_default(getkey):
     assert_same(filter_batch_kernel(linear, block_size=3)(x), linear(x, x))
     batched = filter_batch_kernel(linear, block_size=3, symmetric=True)
     assert_same(batched(x), linear(x, x))
-    # The same array is the same side.
-    assert_same(filter_batch_kernel(white, block_size=3)(x, x), white(x))
+
+
+@pytest.mark.parametrize("symmetric", (True, False))
+def test_the_same_array_twice(symmetric, getkey):
+    """Is one side, but not the same as none."""
+    x = normal(getkey(), (7, 3))
+    batched = filter_batch_kernel(white, block_size=3, symmetric=symmetric)
+    assert_same(batched(x, x), rbf(x))
+    assert_same(batched(x, x + 0), rbf(x))
+
+    def as_in_tinygp(x1, x2=None):
+        return x1 @ x2.T if x2 is not None else x1[:, 0]
+
+    batched = filter_batch_kernel(as_in_tinygp, block_size=3, symmetric=symmetric)
+    assert_same(batched(x, x), x @ x.T)
+    for store in ("device", HostStore()):
+        again = filter_batch_kernel(as_in_tinygp, block_size=3, store=store)
+        with pytest.raises(ValueError, match=r"expected \(3, 3\) float32 for 3 rows"):
+            again(x)
 
 
 @pytest.mark.parametrize(
@@ -417,6 +434,20 @@ def test_one_axis_of_a_mesh(getkey):
         rbf, block_size=3, mesh=mesh, mesh_axis="rows", store=HostStore()
     )
     np.testing.assert_allclose(hosted(x), rbf(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_budget_on_a_mesh(kind, getkey):
+    x = normal(getkey(), (40, 3))
+    for store in ("device", HostStore()):
+        batched = filter_batch_kernel(
+            rbf,
+            block_size=MemoryBudget("1MB"),
+            symmetric=True,
+            mesh=make_mesh(kind),
+            store=store,
+        )
+        np.testing.assert_allclose(batched(x), rbf(x), rtol=1e-5)
 
 
 # Reductions.

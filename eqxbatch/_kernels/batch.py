@@ -65,10 +65,9 @@ class _BatchKernel(AbstractTransform):
         key: Any = None,
         **kwargs: Any,
     ) -> KernelCall:
-        is_one = x2 is x1
-        x1, x2, args, key, kwargs = jtu.tree_map(
-            _as_array, (x1, None if is_one else x2, args, key, kwargs)
-        )
+        is_alone = x2 is None
+        x2 = None if x2 is x1 else x2
+        x1, x2, args, key, kwargs = jtu.tree_map(_as_array, (x1, x2, args, key, kwargs))
         has_arrays = lambda x: any(map(eqx.is_array, jtu.tree_leaves(x)))
         arrays = {name: x for name, x in kwargs.items() if has_arrays(x)}
         calls, shared = make_calls(x1, x2, key, arrays)
@@ -77,7 +76,16 @@ class _BatchKernel(AbstractTransform):
         if symmetric is None:
             symmetric = getattr(fun, "symmetric", False)
         mirror = None if symmetric is False else symmetric
-        return KernelCall(fun, args, calls, shared, self.in_axes, self.out_axes, mirror)
+        return KernelCall(
+            kernel_fn=fun,
+            args=args,
+            calls=calls,
+            shared=shared,
+            in_axes=self.in_axes,
+            out_axes=self.out_axes,
+            mirror=mirror,
+            is_alone=is_alone,
+        )
 
 
 def _as_array(x: Any) -> Any:
@@ -167,9 +175,10 @@ def filter_batch_kernel(
     the ones and a block of the others at a time, and what it returns is put together,
     on the device, on the host, or on disk; or reduced to something smaller.
 
-    Without `x2`, the other examples are those of `x1`. If the kernel is symmetric, only
-    the blocks on and above the diagonal are computed, and the result is exactly
-    symmetric. Blocks on the diagonal are called without `x2`, too.
+    Without `x2`, or if it is `x1` itself, the two sides are the same. If the kernel is
+    symmetric, only the blocks on and above the diagonal are computed then, and the
+    result is exactly symmetric. Where `x2` is left out, it is so for blocks on the
+    diagonal, too.
 
     It can be used as a decorator with arguments, and on methods.
 

@@ -32,6 +32,7 @@ class KernelCall(eqx.Module):
     """A kernel function, and all that it is called with.
 
     - `calls`: one for each side, or one for both if they are the same examples.
+    - `is_alone`: whether the second argument was left out.
     - `mirror`: None if the kernel is not known to be symmetric; True if it is so under
         exchange of its two axes; or a function from a block to its mirror image.
     """
@@ -43,6 +44,7 @@ class KernelCall(eqx.Module):
     in_axes: PyTree
     out_axes: PyTree
     mirror: Any
+    is_alone: bool
 
     @property
     def is_symmetric(self) -> bool:
@@ -273,7 +275,7 @@ def _run(
     x2, other = None, own
     if second is not None:
         x2, other = sides[-1].arguments(second)
-    elif not _takes_none(call.kernel_fn):
+    elif not call.is_alone or not _takes_none(call.kernel_fn):
         x2 = x1
     pairs = {name: (own[name], other[name]) for name in own}
     out = call.kernel_fn(x1, x2, *call.args, **pairs, **call.shared)
