@@ -78,10 +78,6 @@ class AbstractCollector(abc.ABC):
         """The state after one more."""
 
     @abc.abstractmethod
-    def merge(self, first: PyTree[Array], second: PyTree[Array]) -> PyTree[Array]:
-        """The state after the tiles of two."""
-
-    @abc.abstractmethod
     def finalize(self, state: PyTree[Array]) -> Any:
         """The result."""
 
@@ -103,9 +99,6 @@ class Written(AbstractCollector):
             if axis is not None:
                 at[axis] = jnp.asarray(span.block.start, jnp.int32)
         return lax.dynamic_update_slice(state, tile, at)
-
-    def merge(self, first: Array, second: Array) -> Array:
-        raise NotImplementedError("Kernels that are kept are joined, and not merged.")
 
     def finalize(self, state: Array) -> Array:
         return state
@@ -135,9 +128,6 @@ class Reduced(AbstractCollector):
             neutral = jnp.asarray(self.reduction.neutral).astype(tile.dtype)
             tile = jnp.where(counts, tile, neutral)
         return self.reduction.update(state, tile, rows.block, columns.block)
-
-    def merge(self, first: PyTree[Array], second: PyTree[Array]) -> PyTree[Array]:
-        return self.reduction.merge(first, second)
 
     def finalize(self, state: PyTree[Array]) -> Any:
         return self.reduction.finalize(state)

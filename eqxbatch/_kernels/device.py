@@ -52,8 +52,9 @@ class Tiles:
         ]
         arrays = blocks[:1] if is_diagonal else blocks
         if is_diagonal not in self._programs:
-            run: Any = self._diagonal if is_diagonal else self.kernel.tile
-            self._programs[is_diagonal] = eqx.filter_make_jaxpr(run)(*arrays)[0]
+            second = [] if not is_diagonal else [None]
+            make = eqx.filter_make_jaxpr(self.kernel.tile)
+            self._programs[is_diagonal] = make(*arrays, *second)[0]
         closed = self._programs[is_diagonal]
         evaluate = evaluate_in_loop if is_loop else evaluate_jaxpr
         run = _apart(functools.partial(evaluate, closed.jaxpr), at[0] >= 0)
@@ -64,9 +65,6 @@ class Tiles:
         if self.grid.is_symmetric and is_diagonal:
             return self.kernel.symmetrised(tile)
         return tile
-
-    def _diagonal(self, rows: list) -> list[Array]:
-        return self.kernel.tile(rows, None)
 
     def update(
         self,

@@ -49,8 +49,10 @@ class Grid:
         """The number of blocks of a side."""
         return math.ceil(self.totals[side] / self.sizes[side])
 
-    def starts(self, side: int) -> list[int]:
-        return starts(self.totals[side], self.sizes[side]) if self.totals[side] else []
+    def start(self, side: int, index: int) -> int:
+        """Where a block starts; the last one overlaps with the one before."""
+        size = self.sizes[side]
+        return min(index * size, self.totals[side] - size)
 
     def is_ragged(self, side: int) -> bool:
         """Whether the last block overlaps with the one before."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .._blocks.mesh import replicated, vary
 from .block_kernel import BlockKernel, KernelCall, KernelLeaf
-from .collect import AbstractCollector, make_collectors, Written
+from .collect import AbstractCollector, make_collectors, Reduced, Written
 from .device import Tiles
 from .grid import balanced, Grid, Tile
 from .tiles import Rows
@@ -132,8 +132,9 @@ def _reduced(
     parts = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), parts)
     merged = []
     for collector, part in zip(collectors, parts, strict=True):
+        assert isinstance(collector, Reduced)
         states = [jtu.tree_map(lambda x, i=i: x[i], part) for i in range(num)]
-        merged.append(functools.reduce(collector.merge, states))
+        merged.append(functools.reduce(collector.reduction.merge, states))
     return merged
 
 

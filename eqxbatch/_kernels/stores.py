@@ -28,12 +28,6 @@ class Patch:
     part: tuple[slice, ...]
     is_mirror: bool
 
-    @property
-    def size(self) -> int:
-        """The number of entries along the axes of rows and columns."""
-        sizes = [place.stop - place.start for place in self.place if place.stop]
-        return int(np.prod(sizes, dtype=np.int64))
-
 
 def patches(leaves: list[KernelLeaf], grid: Grid, tile: Tile) -> Iterator[Patch]:
     """What a tile adds to the arrays of a kernel."""
@@ -58,7 +52,7 @@ def _patch(
         if axis is None:
             continue
         new = grid.new(side, tile[side])
-        start = grid.starts(side)[tile[side]]
+        start = grid.start(side, tile[side])
         place[axis] = slice(new.start, new.stop)
         part[axis] = slice(new.start - start, new.stop - start)
         chunk[axis] = tile[side]

@@ -128,7 +128,8 @@ class ZarrStore(AbstractStore):
         # A chunk of zeros is to be written as well, so that it is not missing.
         with zarr.config.set({"array.write_empty_chunks": True}):
             arrays = [zarr.open_array(str(path / name), mode="r+") for name in names]
-        return _ZarrWriter(zarr, path, names, arrays, grid, self.upper_only)
+        is_half = [self.upper_only and leaf.is_pairwise for leaf in leaves]
+        return _ZarrWriter(zarr, path, names, arrays, is_half, grid.sizes[0])
 
 
 def _import_zarr() -> Any:
@@ -221,11 +222,11 @@ class _ZarrWriter(AbstractWriter):
         path: pathlib.Path,
         names: list[str],
         arrays: list,
-        grid: Grid,
-        upper_only: bool,
+        is_half: list[bool],
+        block: int,
     ):
         self.zarr, self.path, self.names = zarr, path, names
-        self.arrays, self.grid, self.upper_only = arrays, grid, upper_only
+        self.arrays, self.is_half, self.block = arrays, is_half, block
 
     def _file(self, patch: Patch) -> pathlib.Path:
         name = self.names[patch.leaf]
@@ -264,7 +265,7 @@ class _ZarrWriter(AbstractWriter):
         arrays = [
             self.zarr.open_array(str(self.path / name), mode="r") for name in self.names
         ]
-        if not (self.upper_only and self.grid.is_symmetric):
-            return arrays
-        size = self.grid.sizes[0]
-        return [SymmetricArray(x, size) if x.ndim > 1 else x for x in arrays]
+        return [
+            SymmetricArray(x, self.block) if is_half else x
+            for x, is_half in zip(arrays, self.is_half, strict=True)
+        ]
