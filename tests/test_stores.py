@@ -26,9 +26,11 @@ from jax.sharding import AxisType
 import eqxbatch
 from eqxbatch import (
     AbstractProgressMeter,
+    AbstractReduction,
     EmpiricalKernel,
     filter_batch_kernel,
     HostStore,
+    NoProgressMeter,
     SymmetricArray,
     TqdmProgressMeter,
     ZarrStore,
@@ -592,6 +594,43 @@ def test_meters_on_the_device(getkey):
             mesh=make_mesh(AxisType.Auto),
             progress=TqdmProgressMeter(),
         )
+
+
+class StartsWithItsOwn(AbstractReduction):
+    """Row sums on top of an array of its own."""
+
+    offset: jax.Array
+
+    @property
+    def neutral(self):
+        return 0.0
+
+    def init(self, kernel):
+        return self.offset
+
+    def update(self, state, tile, rows, columns):
+        new = rows.take(state) + tile.sum(axis=1)
+        return jax.lax.dynamic_update_slice(state, new, (rows.start,))
+
+    def merge(self, first, second):
+        return first + second - self.offset
+
+    def finalize(self, state):
+        return state
+
+
+def test_arrays_of_reductions_are_not_overwritten(getkey):
+    x, offset = normal(getkey(), (13, 3)), normal(getkey(), (13,))
+    expected = np.asarray(offset) + np.asarray(rbf(x)).sum(1)
+    for settings in (
+        {"progress": NoProgressMeter()},
+        {"progress": Stops(None, None, [])},
+        {"mesh": make_mesh(AxisType.Auto)},
+    ):
+        reduce = StartsWithItsOwn(offset)
+        batched = filter_batch_kernel(rbf, block_size=4, reduce=reduce, **settings)
+        np.testing.assert_allclose(batched(x), expected, rtol=1e-5)
+        np.testing.assert_allclose(batched(x), expected, rtol=1e-5)
 
 
 def test_tqdm(getkey, capsys):
