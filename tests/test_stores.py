@@ -356,6 +356,36 @@ def test_runs_that_are_killed(tmp_path):
     assert chunks(path) == undisturbed
 
 
+def test_a_run_that_is_interrupted(tmp_path):
+    """By Ctrl-C, while it waits for a block: it says so, and is continued."""
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    script = textwrap.dedent(RUN).replace("(101, 3)", "(401, 3)")
+    script = script.replace(
+        "symmetric=True", "symmetric=True, progress=eqxbatch.TqdmProgressMeter()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        while len(chunks(tmp_path)) < 10:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert out == ""
+    assert "KeyboardInterrupt" in err
+    found = chunks(tmp_path)
+    assert 10 <= len(found) < 101**2
+    size = 4 * 4 * 4 + 4
+    assert {len(data) for data in found.values()} == {size}
+    assert not list(tmp_path.rglob("*.partial"))
+
+
 # Stores with something else in them.
 
 
