@@ -269,7 +269,7 @@ class _Run:
         update = lambda state, value: slot.accumulator.update(state, value, block)
         before = jax.eval_shape(lambda s: s, state)
         after = jax.eval_shape(update, state, value)
-        if _types(before) != _types(after):
+        if types_of(before) != types_of(after):
             raise TypeError(
                 f"The accumulator {slot.accumulator} of output{slot.path} must keep "
                 f"structure, shapes and dtypes of its state: `init` returned {before} "
@@ -418,6 +418,7 @@ def _as_strong(x: Any) -> Array:
     return lax.convert_element_type(x, x.dtype) if x.weak_type else x
 
 
-def _types(struct: PyTree) -> tuple:
+def types_of(struct: PyTree) -> tuple:
+    """Structure, shapes and dtypes, to be compared."""
     leaves, treedef = jtu.tree_flatten(struct)
     return treedef, [(x.shape, x.dtype) for x in leaves]

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -131,6 +132,16 @@ class Reduced(AbstractCollector):
 
     def finalize(self, state: PyTree[Array]) -> Any:
         return self.reduction.finalize(state)
+
+
+def finalized(
+    collectors: Sequence[AbstractCollector], states: list[PyTree[Array]]
+) -> list[Any]:
+    """The results, from the states after the last tile."""
+    return [
+        collector.finalize(state)
+        for collector, state in zip(collectors, states, strict=True)
+    ]
 
 
 def make_collectors(kernel: BlockKernel, reduce: PyTree) -> list[AbstractCollector]:

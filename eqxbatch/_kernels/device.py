@@ -13,9 +13,10 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from .._blocks.jaxprs import evaluate_jaxpr
 from .._blocks.layout import evaluate_in_loop
+from .._blocks.loop import types_of
 from .._blocks.mesh import with_type_of, zeros_like
 from .block_kernel import BlockKernel
-from .collect import AbstractCollector, count_nans, Span, span
+from .collect import AbstractCollector, count_nans, finalized, Span, span
 from .grid import Grid, Tile
 from .tiles import Rows
 
@@ -124,7 +125,7 @@ class Tiles:
             jax.eval_shape(lambda x: x, states),
             jax.eval_shape(step, states, at),
         )
-        if _types(before) != _types(after):
+        if types_of(before) != types_of(after):
             raise TypeError(
                 "`reduce` must keep structure, shapes and dtypes of its state: `init` "
                 f"returned {before} and `update` {after}."
@@ -177,18 +178,16 @@ def _apart(run: Callable[..., list], always: Bool[Array, ""]) -> Callable[..., l
     return run_apart
 
 
-def _types(struct: PyTree) -> tuple:
-    leaves, treedef = jtu.tree_flatten(struct)
-    return treedef, [(x.shape, x.dtype) for x in leaves]
+def all_tiles(
+    kernel: BlockKernel, grid: Grid, collectors: Sequence[AbstractCollector]
+) -> Tiles:
+    """The tiles of all examples."""
+    rows = kernel.sides[0].rows, kernel.sides[-1].rows
+    return Tiles(kernel, grid, collectors, *rows)
 
 
 def on_device(
     kernel: BlockKernel, grid: Grid, collectors: Sequence[AbstractCollector]
 ) -> list[PyTree[Array]]:
     """What becomes of all arrays of a kernel, on one device."""
-    rows = kernel.sides[0].rows, kernel.sides[-1].rows
-    states = Tiles(kernel, grid, collectors, *rows).run_all()
-    return [
-        collector.finalize(state)
-        for collector, state in zip(collectors, states, strict=True)
-    ]
+    return finalized(collectors, all_tiles(kernel, grid, collectors).run_all())

@@ -18,8 +18,8 @@ from jaxtyping import Array, PyTree
 
 from .._blocks.progress import AbstractProgressMeter
 from .block_kernel import BlockKernel, KernelCall
-from .collect import make_collectors
-from .device import Tiles
+from .collect import finalized, make_collectors
+from .device import all_tiles, Tiles
 from .fingerprint import fingerprint
 from .grid import Grid, Tile
 from .spread import MeshAxis, on_devices
@@ -81,29 +81,23 @@ def with_progress(
                 metered.step(waiting.popleft())
         for num_nans in waiting:
             metered.step(num_nans)
-    results = [
-        collector.finalize(state)
-        for collector, state in zip(collectors, states, strict=True)
-    ]
-    return kernel.output(results)
+    return kernel.output(finalized(collectors, states))
 
 
-def make_tiles(kernel: BlockKernel, grid: Grid, reduce: PyTree) -> Tiles:
-    """The tiles of all examples."""
-    rows = kernel.sides[0].rows, kernel.sides[-1].rows
-    return Tiles(kernel, grid, make_collectors(kernel, reduce), *rows)
+def _tiles(kernel: BlockKernel, grid: Grid, reduce: PyTree) -> Tiles:
+    return all_tiles(kernel, grid, make_collectors(kernel, reduce))
 
 
 @eqx.filter_jit
 def _initial(call: KernelCall, reduce: PyTree, grid: Grid) -> list:
-    return make_tiles(BlockKernel(call), grid, reduce).initial()
+    return _tiles(BlockKernel(call), grid, reduce).initial()
 
 
 @eqx.filter_jit(donate="all-except-first")
 def _step(operands: tuple, states: list) -> tuple[list, Array]:
     """The states after a tile, in place, and how many NaNs it has."""
     call, reduce, grid, is_diagonal, at = operands
-    tiles = make_tiles(BlockKernel(call), grid, reduce)
+    tiles = _tiles(BlockKernel(call), grid, reduce)
     tile = tiles.tile(at, is_diagonal)
     num_nans = tiles.num_nans(tile, at, is_diagonal)
     return tiles.update(states, tile, at, is_diagonal), num_nans
@@ -314,7 +308,7 @@ class _Task(eqx.Module):
     def run(self, at: Array) -> list[Array]:
         """The arrays of a tile, of its mirror image, and the number of NaNs."""
         kernel = BlockKernel(self.call)
-        tiles = make_tiles(kernel, self.grid, None)
+        tiles = _tiles(kernel, self.grid, None)
         tile = tiles.tile(at, self.is_diagonal)
         mirrored = kernel.mirrored(tile) if self.has_mirror else []
         num_nans = jnp.zeros((), jnp.int32)

@@ -14,8 +14,8 @@ from jaxtyping import Array, PyTree
 
 from .._blocks.mesh import replicated, vary
 from .block_kernel import BlockKernel, KernelCall, KernelLeaf
-from .collect import AbstractCollector, make_collectors, Reduced, Written
-from .device import Tiles
+from .collect import AbstractCollector, finalized, make_collectors, Reduced, Written
+from .device import all_tiles, Tiles
 from .grid import balanced, Grid, Tile
 from .tiles import Rows
 
@@ -62,11 +62,7 @@ def on_mesh(
     """What becomes of all arrays of a kernel, on the devices of a mesh."""
     collectors = make_collectors(kernel, reduce)
     run = _reduced if reduce is not None else _written
-    states = run(kernel, grid, collectors, mesh_axis)
-    return [
-        collector.finalize(state)
-        for collector, state in zip(collectors, states, strict=True)
-    ]
+    return finalized(collectors, run(kernel, grid, collectors, mesh_axis))
 
 
 def on_devices(
@@ -110,9 +106,7 @@ def _reduced(
         return at[:, index], jnp.array(counts, bool).reshape(-1, num)[:, index]
 
     def run(call: KernelCall) -> list[PyTree[Array]]:
-        own = BlockKernel(call)
-        rows = own.sides[0].rows, own.sides[-1].rows
-        tiles = Tiles(own, grid, collectors, *rows)
+        tiles = all_tiles(BlockKernel(call), grid, collectors)
         states = tiles.initial()
         for some, is_diagonal in ((grid.pairs(), False), (grid.diagonal(), True)):
 
@@ -184,18 +178,14 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
     height = -(-total // num)
     index = lax.axis_index(mesh_axis.name)
     collectors = [Written(leaf) for leaf in kernel.leaves]
-    sizes = (balanced(height, grid.sizes[0]), grid.sizes[1])
+    size = balanced(height, grid.sizes[0])
+    sizes = (size, size if grid.is_same else grid.sizes[1])
 
     def block(first: Rows, second: Rows, is_diagonal: bool) -> list[Array]:
         """The kernel of some examples with others, or with themselves."""
         totals = first.total, second.total
-        size = tuple(min(pair) for pair in zip(sizes, totals, strict=True))
-        if is_diagonal:
-            size = (sizes[0],) * 2
-        elif grid.is_same:
-            size = (min(sizes[0], totals[0]), sizes[0])
-        is_symmetric = grid.is_symmetric and is_diagonal
-        cut = Grid(totals, (size[0], size[1]), is_diagonal, is_symmetric)
+        size = min(sizes[0], totals[0]), min(sizes[1], totals[1])
+        cut = Grid(totals, size, is_diagonal, grid.is_symmetric and is_diagonal)
         return Tiles(kernel, cut, collectors, first, second).run_all()
 
     def panel(number: Any, start: Any = 0, size: int = height) -> Rows:
