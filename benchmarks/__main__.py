@@ -4,11 +4,11 @@ import argparse
 import pathlib
 import sys
 
-from . import batch_kernel, harness, kernels, micro_grad, micro_vmap
+from . import batch_kernel, curvature, harness, kernels, micro_grad, micro_vmap
 
 
 # Each has `NAME` and `run(quick) -> (results, table, bars)`.
-SUITES = (micro_vmap, micro_grad, kernels, batch_kernel)
+SUITES = (micro_vmap, micro_grad, curvature, kernels, batch_kernel)
 
 HERE = pathlib.Path(__file__).parent
 

@@ -16,6 +16,7 @@ import jax
 
 
 OURS = "eqxbatch"
+PEERS = ("adv-jax-math", "jax-privacy", "zodiax", "folx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +182,7 @@ def machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 model = line.split(":", 1)[1].strip()
                 break
-    packages = ("jax", "jaxlib", "equinox", "optax", "adv-jax-math", "jax-privacy")
+    packages = ("jax", "jaxlib", "equinox", "optax", *PEERS)
     return {
         "device": jax.devices()[0].device_kind,
         "processor": model,
@@ -193,8 +194,7 @@ def machine() -> dict[str, Any]:
 
 def describe(machine: dict[str, Any]) -> str:
     versions = ", ".join(
-        f"{name} {machine[name]}"
-        for name in ("jax", "equinox", "optax", "adv-jax-math", "jax-privacy")
+        f"{name} {machine[name]}" for name in ("jax", "equinox", "optax", *PEERS)
     )
     return (
         f"Measured on {machine['cores']} cores of an {machine['processor']} (device: "
@@ -209,13 +209,14 @@ def write(folder: pathlib.Path, name: str, results: dict[str, Any], text: str) -
 
 
 def results(
-    measured: list[tuple[Case, list[Row]]], bars: list[Bar]
+    measured: list[tuple[Case, list[Row]]], bars: list[Bar], more: str = ""
 ) -> tuple[dict[str, Any], str]:
-    """The figures as JSON, and the table of the docs."""
+    """The figures as JSON, and the table of the docs, with `more` below it."""
     where = machine()
     figures = {
         "machine": where,
         "cases": {case.title: [vars(row) for row in rows] for case, rows in measured},
         "bars": [{**vars(bar), "holds": bar.holds} for bar in bars],
     }
-    return figures, f"{table(measured)}\n\n{describe(where)}"
+    parts = (table(measured), more, describe(where))
+    return figures, "\n\n".join(part for part in parts if part)

@@ -1,6 +1,8 @@
 """Equinox transforms that stay within a memory bound."""
 
+import importlib
 import importlib.metadata
+import typing as _typing
 
 from ._blocks.accumulators import (
     AbstractAccumulator as AbstractAccumulator,
@@ -11,6 +13,7 @@ from ._blocks.accumulators import (
     Min as Min,
 )
 from ._blocks.block import Block as Block, Blocks as Blocks
+from ._blocks.extras import import_extra as _import_extra
 from ._blocks.memory import MemoryBudget as MemoryBudget
 from ._blocks.moments import (
     Mean as Mean,
@@ -52,6 +55,18 @@ from ._sites.explain import (
     LeafReport as LeafReport,
     SitesReport as SitesReport,
 )
+from ._transforms.hessian import (
+    filter_ggn as filter_ggn,
+    filter_hessian as filter_hessian,
+    filter_hessian_blocks as filter_hessian_blocks,
+    filter_hessian_diagonal as filter_hessian_diagonal,
+)
+from ._transforms.hvp import filter_ggnvp as filter_ggnvp, filter_hvp as filter_hvp
+from ._transforms.jacobian import filter_jacobian as filter_jacobian
+from ._transforms.matrix import (
+    hessian_to_pytree as hessian_to_pytree,
+    Unravel as Unravel,
+)
 from ._transforms.micro_grad import (
     filter_micro_grad as filter_micro_grad,
     filter_micro_value_and_grad as filter_micro_value_and_grad,
@@ -68,3 +83,18 @@ from ._transforms.taylor import (
 
 
 __version__ = importlib.metadata.version("eqxbatch")
+
+if _typing.TYPE_CHECKING:
+    from ._transforms.operators import (
+        GGNOperator as GGNOperator,
+        HessianOperator as HessianOperator,
+    )
+
+
+def __getattr__(name: str) -> _typing.Any:
+    # These are lineax operators, and lineax is an extra.
+    if name in ("GGNOperator", "HessianOperator"):
+        _import_extra("lineax", name, "linalg")
+        operators = importlib.import_module("eqxbatch._transforms.operators")
+        return getattr(operators, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,9 @@ import pytest
 from jax import lax
 
 from eqxbatch import EmpiricalKernel, EmpiricalNNGP, EmpiricalNTK, MemoryBudget
+from eqxbatch._blocks.rows import Rows
 from eqxbatch._kernels.pairings import Products, Sites
-from eqxbatch._kernels.tiles import AbstractPairing, all_pairs, Rows, Tiling
+from eqxbatch._kernels.tiles import AbstractPairing, all_pairs, Tiling
 from eqxbatch._sites.contract import Factor
 from eqxbatch._sites.output_axes import OutputAxes
 from .helpers import assert_same, BLOCK, CountTraces, TOTALS

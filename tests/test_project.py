@@ -52,6 +52,7 @@ def test_examples_are_in_the_docs():
         "docs/gradients.md",
         "docs/kernels.md",
         "docs/batched_kernels.md",
+        "docs/curvature.md",
     ),
 )
 def test_code_on_the_pages_runs(page, tmp_path):

@@ -1,6 +1,7 @@
 """Accumulators: how the results of the blocks become one result."""
 
 import abc
+import functools
 from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
@@ -347,6 +348,12 @@ def widest(*dtypes: Any) -> Any:
     """The real dtype among these that holds most digits, at least float32's."""
     reals = [jnp.finfo(dtype).dtype for dtype in dtypes]
     return max((jnp.dtype(jnp.float32), *reals), key=lambda dtype: dtype.itemsize)
+
+
+def common_dtype(*dtypes: Any) -> Any:
+    """What can hold all of these, whatever promotion is set to."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
 
 
 def accumulation_dtype(

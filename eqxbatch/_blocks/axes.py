@@ -164,6 +164,12 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
     return Batch(arrays, tuple(batch_axes), tuple(names), shared, treedef)
 
 
+def unbatched(args: tuple, kwargs: dict) -> Batch:
+    """The arguments of a call where nothing is batched."""
+    leaves, treedef = jtu.tree_flatten((args, kwargs))
+    return Batch([], (), (), leaves, treedef)
+
+
 def _leaf_name(path: tuple, parameters: list[str]) -> str:
     in_kwargs, argument, *rest = path
     name = argument.key if in_kwargs.idx == 1 else parameters[argument.idx]

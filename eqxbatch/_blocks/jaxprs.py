@@ -1,6 +1,7 @@
 """Making jaxprs, and evaluating them with some of their equations replaced."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -124,3 +125,57 @@ def run_equations(jaxpr: Any, eqns: list, outs: list, values: dict) -> list:
         made.update(eqn.outvars)
     part = jaxpr.replace(constvars=[], invars=list(ins), outvars=outs, eqns=list(eqns))
     return evaluate_jaxpr(part, [], [values[v] for v in ins])
+
+
+def first_use(jaxpr: Any, var: Any) -> tuple[int, ...]:
+    """Where a variable is first used; to be compared with others of the same jaxpr."""
+    for index, eqn in enumerate(jaxpr.eqns):
+        positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
+        if not positions:
+            continue
+        if eqn.primitive.name not in CALLS:
+            return (index,)
+        inner = callee(eqn).jaxpr
+        return (index, *min(first_use(inner, inner.invars[i]) for i in positions))
+    return (len(jaxpr.eqns),)
+
+
+def num_operations(jaxpr: Any) -> float:
+    """About how many floating-point operations take as long as a jaxpr does.
+
+    What is written counts as several for each element, as memory is slow.
+    """
+    return sum(map(_operations, jaxpr.eqns), 0.0)
+
+
+def _operations(eqn: Any) -> float:
+    name = eqn.primitive.name
+    out = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        lhs = eqn.invars[0].aval.shape
+        contracted = math.prod(lhs[axis] for axis in contracted)
+        return (2.0 * contracted + _PER_ELEMENT) * out
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        rhs = eqn.invars[1].aval.shape
+        contracted = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)
+        return (2.0 * contracted + _PER_ELEMENT) * out
+    inner = [num_operations(sub) for sub in _inner_jaxprs(eqn)]
+    if not inner:
+        return _PER_ELEMENT * out
+    if name == "cond":
+        return max(inner)
+    return sum(inner) * eqn.params.get("length", 1)
+
+
+_PER_ELEMENT = 32.0
+
+
+def _inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, jex.ClosedJaxpr):
+                yield x.jaxpr
+            elif isinstance(x, jex.Jaxpr):
+                yield x

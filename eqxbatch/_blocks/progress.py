@@ -1,10 +1,11 @@
 """Meters of how far a long loop has come."""
 
 import abc
-import importlib
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
+
+from .extras import import_extra
 
 
 _State = TypeVar("_State")
@@ -124,12 +125,7 @@ class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
     description: str = eqx.field(static=True, default="kernel")
 
     def start(self, num_blocks: int, num_done: int) -> _Bar:
-        try:
-            tqdm = importlib.import_module("tqdm.auto").tqdm
-        except ImportError as e:
-            raise ImportError(
-                '`TqdmProgressMeter` needs tqdm: pip install "eqxbatch[progress]".'
-            ) from e
+        tqdm = import_extra("tqdm.auto", "TqdmProgressMeter", "progress").tqdm
         # Blocks of an earlier run say nothing of the speed of this one.
         bar = tqdm(
             desc=self.description, total=num_blocks, initial=num_done, unit="block"

@@ -8,8 +8,9 @@ import equinox as eqx
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
 from .._sites.output_axes import Mirror
+from .._transforms.selection import Selection
 from .kernels import Kernels, KernelTask, make_kernels, Probes
-from .settings import BlockSize, Selection
+from .settings import BlockSize
 
 
 class PseudoNTK(eqx.Module):

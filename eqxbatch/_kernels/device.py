@@ -1,7 +1,7 @@
 """Blocks of a kernel in one compiled program."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
+from .._blocks.apart import apart
 from .._blocks.jaxprs import evaluate_jaxpr
 from .._blocks.layout import evaluate_in_loop
 from .._blocks.loop import types_of
-from .._blocks.mesh import with_type_of, zeros_like
+from .._blocks.mesh import with_type_of
+from .._blocks.rows import Rows
 from .block_kernel import BlockKernel
 from .collect import AbstractCollector, count_nans, finalized, Span, span
 from .grid import Grid, Tile
-from .tiles import Rows
 
 
 class Tiles:
@@ -58,7 +59,7 @@ class Tiles:
             self._programs[is_diagonal] = make(*arrays, *second)[0]
         closed = self._programs[is_diagonal]
         evaluate = evaluate_in_loop if is_loop else evaluate_jaxpr
-        run = _apart(functools.partial(evaluate, closed.jaxpr), at[0] >= 0)
+        run = apart(functools.partial(evaluate, closed.jaxpr), at[0] >= 0)
         # In reverse mode, a tile is computed again and not kept.
         tile = jax.checkpoint(run, prevent_cse=not is_loop)(
             list(closed.consts), jtu.tree_leaves(arrays)
@@ -157,25 +158,6 @@ class Tiles:
         states = self.run(states, self.grid.pairs(), False)
         # Those on the diagonal come last, to settle what overlapping blocks share.
         return self.run(states, self.grid.diagonal(), True)
-
-
-def _apart(run: Callable[..., list], always: Bool[Array, ""]) -> Callable[..., list]:
-    """`run`, in a program of its own as far as XLA for CPUs can tell.
-
-    It would merge what computes a tile with what writes it to its place, and again with
-    what writes the mirror image: the tile is then computed twice, and each time on one
-    core, as writing in place is. It does not look through a condition, even one that is
-    always true.
-    """
-    if jax.default_backend() != "cpu":
-        return run
-
-    def run_apart(*args: list) -> list:
-        structs = jax.eval_shape(run, *args)
-        skip = lambda *_: jtu.tree_map(zeros_like, structs)
-        return lax.cond(always, run, skip, *args)
-
-    return run_apart
 
 
 def all_tiles(

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,12 @@ import numpy as np
 from beartype import beartype
 from jaxtyping import Array, Inexact, jaxtyped, PyTree, Shaped
 
+from .._blocks.extras import import_extra
 from .._sites.output_axes import Mirror
+from .._transforms.selection import Selection
 from .kernels import Kernels, KernelTask, make_kernels
 from .matvec import ProductTask, StructTask
-from .settings import BlockSize, Selection
+from .settings import BlockSize
 
 
 _KINDS = ("nngp", "ntk")
@@ -198,7 +199,7 @@ class EmpiricalNTK(eqx.Module):
         Without `x2`, it is tagged as positive semidefinite. Raises `ImportError`
         without lineax.
         """
-        lineax = _import_lineax()
+        lineax = import_extra("lineax", "operator", "linalg")
         product = lambda v: self.matvec(x1, x2, v, key=key, **kwargs)
         is_square = x2 is None
         columns = x1 if is_square else x2
@@ -389,12 +390,3 @@ def _named(get: Any, names: tuple[str, ...], results: list) -> Any:
 @functools.cache
 def _kernel_type(names: tuple[str, ...]) -> Any:
     return collections.namedtuple("Kernel", names)
-
-
-def _import_lineax() -> Any:
-    try:
-        return importlib.import_module("lineax")
-    except ImportError as e:
-        raise ImportError(
-            '`operator` needs lineax: pip install "eqxbatch[linalg]".'
-        ) from e

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
 from .._blocks.axes import broadcast_axes, split_batch
-from .tiles import Rows
+from .._blocks.rows import Rows
 
 
 class VmapAxes(eqx.Module):

@@ -13,12 +13,12 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._blocks.memory import MemoryBudget, resolve_size
 from .._sites.output_axes import check_axes, Mirror, OutputAxes
+from .._transforms.selection import Selection
 from .choose import choose_pairing
 from .inputs import Call, check_vmap_axes, make_calls
 from .settings import (
     check_block_size,
     check_implementation,
-    Selection,
     Settings,
 )
 from .tiles import all_pairs, each, Tiling

@@ -7,8 +7,8 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._blocks.accumulators import Concat
 from .._blocks.moments import Sum
+from .._blocks.rows import accumulated, Rows
 from .kernels import AbstractTask
-from .tiles import accumulated, Rows
 from .traced import TracedModel
 
 

@@ -1,11 +1,8 @@
 """What an empirical kernel is told: parameters, axes, sizes."""
 
-from collections.abc import Callable
 from typing import Any, get_args, Literal
 
 import equinox as eqx
-import jax.tree_util as jtu
-from jaxtyping import Array, PyTree
 
 from .._blocks.memory import check_size, MemoryBudget
 from .inputs import VmapAxes
@@ -13,56 +10,6 @@ from .inputs import VmapAxes
 
 Implementation = Literal["auto", "jacobian_contraction", "ntk_vector_products", "sites"]
 BlockSize = int | tuple[int, int] | MemoryBudget | None
-
-
-class Selection(eqx.Module):
-    """Which leaves of a model are its parameters."""
-
-    _is_parameter: tuple[bool, ...] = eqx.field(static=True)
-
-    def __init__(self, model: PyTree, where: Callable | None, filter_spec: PyTree):
-        selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
-        leaves = jtu.tree_leaves(model)
-        chosen = [x is not _OTHER for x in selected]
-        if where is not None:
-            nothing = jtu.tree_map(lambda _: False, model)
-            everything = lambda node: jtu.tree_map(lambda _: True, node)
-            nodes = eqx.tree_at(where, nothing, replace_fn=everything)
-            chosen = [
-                a and b for a, b in zip(chosen, jtu.tree_leaves(nodes), strict=True)
-            ]
-        self._is_parameter = tuple(
-            is_chosen and eqx.is_inexact_array(leaf)
-            for is_chosen, leaf in zip(chosen, leaves, strict=True)
-        )
-        if not any(self._is_parameter):
-            raise ValueError(
-                "`where` and `filter_spec` leave no parameters: no array of an inexact "
-                "dtype is selected. Select the arrays that the derivative is to be "
-                "with respect to."
-            )
-
-    def split(self, model: PyTree) -> tuple[list[Array], Callable[[list], PyTree]]:
-        """The parameters, and what puts others in their place."""
-        leaves, treedef = jtu.tree_flatten(model)
-        if len(leaves) != len(self._is_parameter):
-            raise ValueError(
-                "The model has another structure than when the kernel was made: "
-                f"{len(leaves)} leaves in place of {len(self._is_parameter)}. Make a "
-                "new one."
-            )
-        pairs = list(zip(leaves, self._is_parameter, strict=True))
-
-        def combine(parameters: list) -> PyTree:
-            remaining = list(parameters)
-            return jtu.tree_unflatten(
-                treedef, [remaining.pop(0) if chosen else x for x, chosen in pairs]
-            )
-
-        return [x for x, is_chosen in pairs if is_chosen], combine
-
-
-_OTHER = object()
 
 
 def check_block_size(size: Any) -> BlockSize:

@@ -13,11 +13,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._blocks.mesh import replicated, vary
+from .._blocks.rows import Rows
 from .block_kernel import BlockKernel, KernelCall, KernelLeaf
 from .collect import AbstractCollector, finalized, make_collectors, Reduced, Written
 from .device import all_tiles, Tiles
 from .grid import balanced, Grid, Tile
-from .tiles import Rows
 
 
 class MeshAxis(eqx.Module):

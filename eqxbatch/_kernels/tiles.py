@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -23,37 +23,11 @@ from jaxtyping import Array
 
 from .._blocks.accumulators import AbstractAccumulator, Concat
 from .._blocks.block import Block, Blocks
-from .._blocks.loop import run_blocks
 from .._blocks.mesh import vary, varying
-from .._blocks.slots import match_accumulators
+from .._blocks.rows import accumulated, Rows
 from .._sites.contract import Factor
 from .._sites.output_axes import OutputAxes
 from .grid import starts
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The examples of one side: arrays, and which of their axes is the batch."""
-
-    arrays: list
-    axes: tuple[int, ...]
-    total: int
-
-    def at(self, start: Any, size: int) -> "Rows":
-        if size == self.total:
-            return self
-        cut = [
-            lax.dynamic_slice_in_dim(x, start, size, axis)
-            for x, axis in zip(self.arrays, self.axes, strict=True)
-        ]
-        return Rows(cut, self.axes, size)
-
-    def one(self) -> list:
-        """An example of zeros, for what does not depend on it."""
-        return [
-            jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
-            for x, axis in zip(self.arrays, self.axes, strict=True)
-        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,19 +53,6 @@ class AbstractPairing(abc.ABC):
         self, first: list[Factor], second: list[Factor], num: tuple[int, int]
     ) -> list[Array]:
         """All kernels, before they are arranged, of `num` examples."""
-
-
-def accumulated(
-    fun: Callable[[list, int], Any],
-    rows: Rows,
-    size: int | None,
-    accumulator: AbstractAccumulator,
-) -> Any:
-    """What `fun` returns for the arrays of blocks of rows, accumulated."""
-    blocks = Blocks(rows.total, max(1, min(size or rows.total, rows.total)))
-    run = lambda arrays, size: (fun(arrays, size), None)
-    slots = lambda output, _: match_accumulators(accumulator, output)
-    return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)
 
 
 class _Shared:

@@ -10,8 +10,9 @@ from jaxtyping import Array, PyTree
 
 from .._blocks.jaxprs import evaluate_jaxpr, trace_example
 from .._sites.output_axes import axis_roles, OutputAxes
+from .._transforms.selection import Selection
 from .inputs import Call, output_axis, Side
-from .settings import Selection, Settings
+from .settings import Settings
 
 
 class TracedModel:

@@ -14,6 +14,7 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
+from .._blocks.extras import import_extra
 from .block_kernel import KernelLeaf
 from .grid import Grid
 from .stores import AbstractStore, AbstractWriter, Patch
@@ -100,7 +101,7 @@ class ZarrStore(AbstractStore):
         *,
         is_first: bool,
     ) -> AbstractWriter:
-        zarr = _import_zarr()
+        zarr = import_extra("zarr", "ZarrStore", "store")
         for leaf in leaves:
             if np.dtype(leaf.dtype).kind not in "biufc":
                 raise TypeError(
@@ -130,15 +131,6 @@ class ZarrStore(AbstractStore):
             arrays = [zarr.open_array(str(path / name), mode="r+") for name in names]
         is_half = [self.upper_only and leaf.is_pairwise for leaf in leaves]
         return _ZarrWriter(zarr, path, names, arrays, is_half, grid.sizes[0])
-
-
-def _import_zarr() -> Any:
-    try:
-        return importlib.import_module("zarr")
-    except ImportError as e:
-        raise ImportError(
-            '`ZarrStore` needs zarr: pip install "eqxbatch[store]".'
-        ) from e
 
 
 def _names(leaves: list[KernelLeaf]) -> list[str]:

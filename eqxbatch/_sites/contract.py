@@ -113,7 +113,7 @@ def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
-def _is_lettered(site: Site) -> bool:
+def is_lettered(site: Site) -> bool:
     """Whether the axes of `w` at the site are axes of the leaf."""
     return site.view.axes is not None and not site.rule.splits
 
@@ -122,7 +122,7 @@ def are_comparable(site: Site, other: Site) -> bool:
     """Whether the inner product of their gradients follows from their factors."""
     if site.rule.kind == "leaf" or other.rule.kind == "leaf":
         return False
-    if _is_lettered(site) and _is_lettered(other):
+    if is_lettered(site) and is_lettered(other):
         return True
     same = _view_identity(site) == _view_identity(other)
     return same and site.view.is_isometry
@@ -130,13 +130,13 @@ def are_comparable(site: Site, other: Site) -> bool:
 
 def _view_identity(site: Site) -> tuple:
     shape = tuple(site.sizes[name] for name in site.w_axes)
-    return (_is_lettered(site), site.view.key, site.rule.splits, shape)
+    return (is_lettered(site), site.view.key, site.rule.splits, shape)
 
 
-def _labels(site: Site, side: int) -> dict[str, Label]:
+def labels_of(site: Site, side: int) -> dict[str, Label]:
     """The labels of the named axes of a site: equal where two sites share an axis."""
     labels: dict[str, Label] = {name: (side, name) for name in site.sizes}
-    if _is_lettered(site):
+    if is_lettered(site):
         assert site.view.axes is not None
         for name, axis in zip(site.w_axes, site.view.axes, strict=True):
             if axis is not None:
@@ -175,7 +175,7 @@ def pair_terms(
     terms: list[list[Term]] = []
     tokens: list[tuple[Array, Labels, Label] | None] = []
     for side, (s, f, lead) in enumerate(sides):
-        labels = _labels(s, side)
+        labels = labels_of(s, side)
         *operand, cotangent = _labelled(s, f, lead, labels)
         terms.append([cotangent])
         if s.rule.token is not None:
@@ -455,12 +455,12 @@ def _own_terms(site: Site, factors: Factors) -> list[Term]:
 
 def site_terms(site: Site, factors: Factors) -> list[Term]:
     """The arrays whose contraction is a site's gradient with respect to the view."""
-    return _labelled(site, factors, EXAMPLE, _labels(site, 0))
+    return _labelled(site, factors, EXAMPLE, labels_of(site, 0))
 
 
 def positions(site: Site) -> list[str]:
     """The axes of a site's factors that `w` lacks, so that its gradient is a sum."""
-    labels = _labels(site, 0)
+    labels = labels_of(site, 0)
     names = dict.fromkeys((*site.a_axes, *site.d_axes))
     return [name for name in names if labels[name][0] == 0 and site.sizes[name] != 1]
 
@@ -533,7 +533,7 @@ def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     of_leaf = sorted(label for label in present if label[0] in ("leaf", "view"))
     product = contract(terms, (*lead, *of_leaf))
     shape = product.shape[: len(lead)]
-    if _is_lettered(site):
+    if is_lettered(site):
         product = (product * _scale(site)).reshape(*shape, *leaf.shape)
         return product.astype(leaf.dtype)
     view = jax.eval_shape(site.view.apply, leaf)

@@ -7,7 +7,7 @@ takes no derivative rule of our own: `jax.vjp` does it.
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -138,7 +138,8 @@ class _Plan:
 class _Finder:
     """Goes through a jaxpr and what it calls. `failed` has leaves without a rule."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, forbids_products: bool) -> None:
+        self.forbids_products = forbids_products
         self.failed: dict[int, str] = {}
 
     def plan(self, jaxpr: Any, views: list[_Views], constant: list[bool]) -> _Plan:
@@ -209,6 +210,11 @@ class _Finder:
         if extended is not None:
             return extended
 
+        met = [{view.leaf for view in views} for views in inputs if views]
+        if self.forbids_products and len(met) > 1:
+            for leaf in set().union(*met):
+                self.fail(leaf, f"`{name}` multiplies parameters with each other")
+            return none
         rules: dict[int, Rule] = {}
         is_covered = True
         for position, views in enumerate(inputs):
@@ -338,7 +344,9 @@ class Program:
 
     `closed` is its jaxpr, whose first `num_leaves` inputs are the leaves. All others
     are of the example; what is the same for all examples is among its constants. With
-    `use_rules=False`, all leaves are treated as if no rule covered them.
+    `use_rules=False`, all leaves are treated as if no rule covered them. Those in
+    `constant` are not differentiated. With `forbids_products`, no operand of a site is
+    a parameter, so that operands depend on parameters only by way of perturbations.
 
     - `leaves`: shapes and dtypes of the leaves.
     - `sites`: all sites; every leaf that the function uses has one at least.
@@ -347,7 +355,15 @@ class Program:
         the leaf itself.
     """
 
-    def __init__(self, closed: Any, num_leaves: int, *, use_rules: bool = True):
+    def __init__(
+        self,
+        closed: Any,
+        num_leaves: int,
+        *,
+        use_rules: bool = True,
+        constant: Collection[int] = (),
+        forbids_products: bool = False,
+    ):
         self.jaxpr, self.consts = closed.jaxpr, list(closed.consts)
         avals = [var.aval for var in self.jaxpr.invars]
         self.leaves = [_Struct(a.shape, a.dtype) for a in avals[:num_leaves]]
@@ -356,11 +372,13 @@ class Program:
         if self.jaxpr.effects:
             reason = "the function has side effects, so it is run as it is"
         if reason is not None:
-            self.fallbacks = dict.fromkeys(range(num_leaves), reason)
+            self.fallbacks = {
+                leaf: reason for leaf in range(num_leaves) if leaf not in constant
+            }
         while True:
-            finder = _Finder()
+            finder = _Finder(forbids_products=forbids_products)
             views: list[_Views] = [
-                () if i in self.fallbacks else (leaf_view(i, struct),)
+                () if i in self.fallbacks or i in constant else (leaf_view(i, struct),)
                 for i, struct in enumerate(self.leaves)
             ]
             views += [() for _ in avals[num_leaves:]]
@@ -398,12 +416,22 @@ class Program:
             outs, operands, _ = self._evaluate(leaves, example, zs)
             return outs[:num_outputs], (outs[num_outputs:], operands)
 
+        zeros = self.zeros(leaves, example)
+        outs, pullback, (rest, operands) = jax.vjp(run, zeros, has_aux=True)
+        return [*outs, *rest], operands, lambda cotangents: pullback(cotangents)[0]
+
+    def perturbed(
+        self, leaves: list, example: list, perturbations: list
+    ) -> tuple[list, list]:
+        """The outputs and operands of one example, with something added to each tap."""
+        return self._evaluate(leaves, example, perturbations)[:2]
+
+    def zeros(self, leaves: list, example: list) -> list[Array]:
+        """Perturbations that are none."""
         # On a mesh, a perturbation must be of the type of what it perturbs.
         typed = any(map(is_on_mesh, [*leaves, *example]))
         structs = self._tap_types(leaves, example) if typed else self.taps
-        zeros = [zeros_like(struct) for struct in structs]
-        outs, pullback, (rest, operands) = jax.vjp(run, zeros, has_aux=True)
-        return [*outs, *rest], operands, lambda cotangents: pullback(cotangents)[0]
+        return [zeros_like(struct) for struct in structs]
 
     def _tap_types(self, leaves: list, example: list) -> list:
         def run(leaves: list, example: list) -> list:

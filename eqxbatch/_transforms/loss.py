@@ -32,7 +32,7 @@ class Loss:
     """A function whose first argument is differentiated, and a call of it.
 
     `diff` and `nondiff` are the two parts of that argument, and `batch` splits all
-    arguments.
+    arguments. With `holomorphic`, values are complex.
     """
 
     fun: Callable
@@ -40,20 +40,25 @@ class Loss:
     diff: PyTree
     nondiff: PyTree
     has_aux: bool
+    holomorphic: bool = False
 
     def __call__(self, diff: PyTree, rows: list) -> tuple[Array, PyTree]:
         """Value and aux for one example, or for a microbatch."""
+        value, aux = self.outputs(diff, rows)
+        return check_value(value, self.holomorphic), aux
+
+    def outputs(self, diff: PyTree, rows: list) -> tuple[PyTree, PyTree]:
+        """What the function returns, whatever it is, and aux."""
         (_, *rest), kwargs = self.batch.arguments(rows)
         out = self.fun(eqx.combine(diff, self.nondiff), *rest, **kwargs)
-        aux = None
-        if self.has_aux:
-            if not isinstance(out, tuple) or len(out) != 2:
-                raise ValueError(
-                    "With `has_aux=True`, `fun` must return a pair `(value, aux)`; "
-                    f"got {_describe(out)}."
-                )
-            out, aux = out
-        return _check_value(out), aux
+        if not self.has_aux:
+            return out, None
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ValueError(
+                "With `has_aux=True`, `fun` must return a pair `(value, aux)`; "
+                f"got {_describe(out)}."
+            )
+        return out
 
 
 def _describe(x: Any) -> str:
@@ -62,11 +67,17 @@ def _describe(x: Any) -> str:
     return f"{x!r} of type {type(x).__name__}"
 
 
-def _check_value(value: Any) -> Array:
+def check_value(value: Any, holomorphic: bool = False) -> Array:
+    kind = jnp.complexfloating if holomorphic else jnp.floating
     if eqx.is_array_like(value):
         value = jnp.asarray(value)
-        if value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
+        if value.shape == () and jnp.issubdtype(value.dtype, kind):
             return value
+    if holomorphic:
+        raise ValueError(
+            "With `holomorphic=True`, the value must be a complex scalar; `fun` "
+            f"returned {_describe(value)}."
+        )
     raise ValueError(
         "The value that is differentiated must be a real floating-point scalar; `fun` "
         f"returned {_describe(value)}. Take the sum, the mean or the real part of it, "
@@ -90,6 +101,7 @@ class Example:
 
     def __init__(self, loss: Loss):
         batch = loss.batch
+        self.has_aux = loss.has_aux
         self.leaves, self.treedef = jtu.tree_flatten(loss.diff)
         self.axes = list(batch.axes)
 

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree, Real
 
 from .._blocks.accumulators import Concat, widened, widest
-from .._blocks.axes import positional_names, split_batch
+from .._blocks.axes import split_batch
 from .._blocks.block import Blocks
 from .._blocks.memory import MemoryBudget
 from .._blocks.mesh import sum_varying, vary, varying
@@ -36,6 +36,7 @@ from .._sites.choose import Method
 from .blocked import Blocking
 from .clip import Clipping
 from .loss import by_norms, Example, Loss, of_each, of_microbatch, of_sum, Way
+from .selection import axes_of_all, differentiated
 from .wrapper import AbstractTransform, transformed
 
 
@@ -141,19 +142,8 @@ class _MicroGrad(AbstractTransform):
         return getattr(self.accumulator, "weights", None)
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if not args:
-            raise ValueError(
-                "The argument that is differentiated comes first, by position; got "
-                f"only keyword arguments, {tuple(kwargs)}."
-            )
-        diff, nondiff = eqx.partition(args[0], eqx.is_inexact_array)
-        if not jtu.tree_leaves(diff):
-            raise ValueError(
-                "The first argument has no arrays of an inexact dtype, so that there "
-                f"is nothing to differentiate; got {args[0]!r}. Give what the "
-                "gradient is of as the first argument."
-            )
-        in_axes = _axes_of_all(fun, self.in_axes, args)
+        diff, nondiff = differentiated(args, kwargs)
+        in_axes = axes_of_all(fun, self.in_axes, args)
         batch = split_batch(fun, in_axes, args, kwargs)
         total = batch.total()
         blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
@@ -251,29 +241,6 @@ class _MicroGrad(AbstractTransform):
         if self.return_norms or self.moments or self.metrics is not None:
             first.append(statistics)
         return first[0] if len(first) == 1 else tuple(first)
-
-
-def _axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
-    """`in_axes` for all arguments, from those for all but the first."""
-    if isinstance(in_axes, dict):
-        (first,) = positional_names(fun, 1)
-        if in_axes.get(first) is not None:
-            raise ValueError(
-                f"`in_axes` gives `{first}` the batch axis {in_axes[first]!r}, but the "
-                "first argument is the one that is differentiated, and is the same "
-                "for all examples. Leave it out."
-            )
-        return {**in_axes, first: None}
-    num = len(args) - 1
-    if isinstance(in_axes, (tuple, list)):
-        if len(in_axes) != num:
-            raise ValueError(
-                "`in_axes` is for the arguments after the first, which is never "
-                f"batched: it must have {num} entries for {len(args)} positional "
-                f"arguments; got {in_axes!r}."
-            )
-        return (None, *in_axes)
-    return (None, *[in_axes] * num)
 
 
 def _moments(moments: PyTree, num: int | Array) -> GradientMoments:

@@ -1,0 +1,1 @@
+../../examples/fisher_information.py

@@ -1,0 +1,32 @@
+"""Keeping XLA from merging what is faster, or more exact, when it is not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, Bool
+
+from .mesh import zeros_like
+
+
+def apart(
+    run: Callable[..., list[Array]], always: Bool[Array, ""]
+) -> Callable[..., list[Array]]:
+    """`run`, in a program of its own as far as XLA for CPUs can tell.
+
+    It would merge what computes a block with what writes it to its place, and again
+    with what writes the mirror image: the block is then computed twice, rounded in two
+    ways, and each time on one core, as writing in place is. It does not look through a
+    condition, even one that is `always` true.
+    """
+    if jax.default_backend() != "cpu":
+        return run
+
+    def run_apart(*args: Any) -> list:
+        structs = jax.eval_shape(run, *args)
+        skip = lambda *_: jtu.tree_map(zeros_like, structs)
+        return lax.cond(always, run, skip, *args)
+
+    return run_apart

@@ -1,0 +1,230 @@
+"""Blocks of a Hessian by products of it with one-hot vectors.
+
+Columns are computed for some leaves at a time. What does not depend on those is not
+differentiated, and rows of what comes earlier are not computed: they are known by
+symmetry. So each product goes through a part of the function only.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact
+
+from .._blocks.columns import images, Linear, own_entries
+from .._blocks.jaxprs import num_operations
+from .._sites.curvature import Pair, Wanted
+
+
+# Of leaves: where forward-mode differentiation is not there, and how much one product
+# may take along.
+Mode = Literal["auto", "fwd", "rev"]
+NO_FORWARD = (TypeError, ValueError, NotImplementedError)
+_MOST_GROUPS = 8
+_LEAST_COLUMNS = 256
+
+
+# Takes leaves, the numbers of those that change, and of those whose rows are wanted. It
+# returns the linear function from directions of the former to rows of the latter.
+Products = Callable[[list, list[int], list[int]], Linear]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductBlocks:
+    """Blocks of a symmetric matrix over `leaves`, of which products are known.
+
+    - `order`: the numbers of those leaves that columns are computed for, in the order
+        in which the function uses them. Each pair that is wanted has one of them.
+    - `size`: how many columns are computed at a time; None for all of a group.
+    """
+
+    products: Products
+    leaves: list
+    order: list[int]
+    wanted: Wanted
+    size: int | None
+
+    def blocks(self) -> dict[Pair, Inexact[Array, "..."]]:
+        """The blocks that are wanted."""
+        result: dict[Pair, Array] = {}
+        for group in self._groups():
+            pairs = self._pairs(group)
+            if not pairs:
+                continue
+            point = [self.leaves[leaf] for leaf in group]
+            others = sorted({row for _, row in pairs.values()})
+            linear = self.products(self.leaves, group, others)
+            compute = own_entries if self.wanted.is_diagonal else images
+            rows = compute(linear, point, self.size)
+            start = 0
+            for leaf, x in zip(group, point, strict=True):
+                own = [row[start : start + x.size] for row in rows]
+                start += x.size
+                if self.wanted.is_diagonal:
+                    result[leaf, leaf] = own[0].reshape(x.shape)
+                    continue
+                for pair, (column, other) in pairs.items():
+                    if column == leaf:
+                        block = own[others.index(other)]
+                        block = block.reshape(*x.shape, *block.shape[1:])
+                        is_first = pair[0] == leaf
+                        result[pair] = block if is_first else swapped(block, x.ndim)
+        return result
+
+    def estimate(self) -> dict[int, float]:
+        """How many floating-point operations all columns of each leaf take."""
+        everything = list(range(len(self.leaves)))
+        found: dict[int, float] = {}
+
+        def count(leaves: list) -> list:
+            for leaf in self.order:
+                linear = self.products(leaves, [leaf], everything)
+                jaxpr = jax.make_jaxpr(linear)([leaves[leaf]]).jaxpr
+                found[leaf] = leaves[leaf].size * num_operations(jaxpr)
+            return []
+
+        jax.eval_shape(count, self.leaves)
+        return found
+
+    def _pairs(self, group: list[int]) -> dict[Pair, tuple[int, int]]:
+        """The pairs that a group gives: which leaf has the columns, and the other."""
+        done = self.order[: self.order.index(group[0])]
+        result: dict[Pair, tuple[int, int]] = {}
+        for pair in self.wanted.pairs:
+            for column, row in (pair, pair[::-1]):
+                if column in group and row not in done:
+                    result.setdefault(pair, (column, row))
+        return result
+
+    def _groups(self) -> list[list[int]]:
+        """The leaves whose columns are computed together: small ones with others."""
+        sizes = [self.leaves[leaf].size for leaf in self.order]
+        groups = grouped(sizes)
+        return [[self.order[i] for i in group] for group in groups]
+
+
+def grouped(sizes: list[int]) -> list[list[int]]:
+    """Consecutive arrays that are taken together: small ones with others."""
+    most = max(sum(sizes) // _MOST_GROUPS, _LEAST_COLUMNS)
+    groups: list[list[int]] = []
+    for i, size in enumerate(sizes):
+        if groups and sum(sizes[k] for k in groups[-1]) + size <= most:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def hessian_products(
+    value: Callable[[list], Array], mode: Mode, holomorphic: bool
+) -> Products:
+    """Products with the Hessian of `value`, a function of leaves."""
+
+    def gradient(leaves: list, which: list[int]) -> list:
+        at = lambda own: value(replaced(leaves, which, own))
+        return jax.grad(at, holomorphic=holomorphic)([leaves[i] for i in which])
+
+    def forward(leaves: list, group: list[int], rows: list[int]) -> Linear:
+        at = lambda own: gradient(replaced(leaves, group, own), rows)
+        return pushforward(at, [leaves[i] for i in group])[1]
+
+    def reverse(leaves: list, group: list[int], rows: list[int]) -> Linear:
+        at = lambda own: gradient(replaced(leaves, rows, own), group)
+        pull = jax.vjp(at, [leaves[i] for i in rows])[1]
+        return lambda seeds: pull(seeds)[0]
+
+    def products(leaves: list, group: list[int], rows: list[int]) -> Linear:
+        if mode == "rev":
+            return reverse(leaves, group, rows)
+        try:
+            return forward(leaves, group, rows)
+        except NO_FORWARD as e:
+            if mode == "fwd":
+                raise
+            linear = reverse(leaves, group, rows)
+            _warn_reverse(e)
+            return linear
+
+    return products
+
+
+def hessian_product(
+    value: Callable[[list], Array], leaves: list, vector: list, mode: Mode
+) -> list[Array]:
+    """The Hessian of `value`, times one vector."""
+    gradient = jax.grad(value)
+
+    def reverse() -> list[Array]:
+        return jax.vjp(gradient, leaves)[1](vector)[0]
+
+    if mode == "rev":
+        return reverse()
+    try:
+        return pushforward(gradient, leaves)[1](vector)
+    except NO_FORWARD as e:
+        if mode == "fwd":
+            raise
+        result = reverse()
+        _warn_reverse(e)
+        return result
+
+
+def pushforward(fun: Linear, point: list) -> tuple[list, Linear]:
+    """The values of a function, and its derivative in forward mode.
+
+    Raises one of `NO_FORWARD` if it has none.
+    """
+    outs, push = jax.linearize(fun, point)
+    # That there is none may come out only when it is vectorised.
+    jax.eval_shape(jax.vmap(push), [x[None] for x in point])
+    return outs, push
+
+
+def _pushforward_in_any_mode(fun: Linear, point: list) -> tuple[list, Linear]:
+    """The same; where there is none, as the transpose of that in reverse mode."""
+    try:
+        return pushforward(fun, point)
+    except NO_FORWARD:
+        outs, pull = jax.vjp(fun, point)
+        transpose = jax.linear_transpose(lambda outs: pull(outs)[0], outs)
+        return outs, lambda seeds: transpose(seeds)[0]
+
+
+def gauss_newton_products(
+    outputs: Callable[[list], list], value: Callable[[list], Array]
+) -> Products:
+    """Products with `J^T H J`, of the Jacobian of outputs, and a Hessian in them."""
+
+    def products(leaves: list, group: list[int], rows: list[int]) -> Linear:
+        changed = lambda own: outputs(replaced(leaves, group, own))
+        outs, push = _pushforward_in_any_mode(changed, [leaves[i] for i in group])
+        curve = pushforward(jax.grad(value), outs)[1]
+        changed = lambda own: outputs(replaced(leaves, rows, own))
+        pull = jax.vjp(changed, [leaves[i] for i in rows])[1]
+        return lambda seeds: pull(curve(push(seeds)))[0]
+
+    return products
+
+
+def _warn_reverse(reason: Exception) -> None:
+    warnings.warn(
+        "The gradient has no forward-mode derivative, so it is differentiated in "
+        "reverse mode, which is slower and takes more memory. Say `mode='rev'` if that "
+        f"is meant. ({reason})",
+        stacklevel=2,
+    )
+
+
+def replaced(leaves: Sequence, which: Sequence[int], values: Sequence) -> list:
+    result = list(leaves)
+    for i, value in zip(which, values, strict=True):
+        result[i] = value
+    return result
+
+
+def swapped(block: Array, num: int) -> Array:
+    """Exchanges the first `num` axes of an array with all others."""
+    return jnp.transpose(block, (*range(num, block.ndim), *range(num)))

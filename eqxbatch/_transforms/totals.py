@@ -1,0 +1,102 @@
+"""Sums and means over a batch of examples, or over the one example that there is."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, PyTree, Real
+
+from .._blocks.accumulators import Concat
+from .._blocks.axes import Batch, split_batch, unbatched
+from .._blocks.block import Blocks
+from .._blocks.moments import check_weights, Mean, OfTotals, Sum
+from .._blocks.slots import array_structs, match_accumulators, Slots
+from .blocked import Blocking
+from .selection import axes_of_all
+from .wrapper import AbstractTransform
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """The examples of a call, in microbatches; `blocks` is None if there is but one."""
+
+    batch: Batch
+    blocks: Blocks | None
+    blocking: Blocking
+    accumulator: Sum | Mean
+
+    def total(
+        self, fun: Callable[[list, Real[Array, " n"] | None], tuple[PyTree, PyTree]]
+    ) -> tuple[PyTree, PyTree]:
+        """Accumulates what `fun` makes of the rows of a microbatch and their weights.
+
+        It returns the (weighted) sum over the microbatch, and what there is for each
+        example, along axis 0.
+        """
+        if self.blocks is None:
+            return fun([], None)
+        arrays, axes = self.batch.arrays, self.batch.axes
+        num, weights = len(arrays), self.accumulator.weights
+        if weights is not None:
+            check_weights(type(self.accumulator).__name__, weights, self.blocks)
+            arrays, axes = [*arrays, weights], (*axes, 0)
+
+        def run(rows: list, _: int) -> tuple[tuple[PyTree, PyTree], None]:
+            return fun(rows[:num], None if weights is None else rows[-1]), None
+
+        def slots(output: tuple, _: Any) -> Slots:
+            has_each = bool(array_structs(output[1]))
+            each = Concat() if has_each else None
+            return match_accumulators((OfTotals(self.accumulator), each), output)
+
+        return self.blocking.run(arrays, axes, self.blocks, run, slots)
+
+    def fixed(self) -> Blocking:
+        """Microbatches of the size that these have."""
+        size = None if self.blocks is None else self.blocks.size
+        return dataclasses.replace(self.blocking, microbatch_size=size)
+
+
+class AbstractTotal(AbstractTransform):
+    """A transform whose result is a sum or mean over examples.
+
+    With `in_axes=None`, there are no examples: the function is one of all arguments.
+    """
+
+    in_axes: eqx.AbstractVar[PyTree]
+    blocking: eqx.AbstractVar[Blocking]
+    accumulator: eqx.AbstractVar[Sum | Mean]
+
+
+def check_total(transform: AbstractTotal) -> None:
+    """Raises for settings that do not fit to each other."""
+    if not isinstance(transform.accumulator, (Sum, Mean)):
+        raise TypeError(
+            "`accumulator` must be a Sum or a Mean, over the losses of the "
+            f"examples; got {transform.accumulator!r}."
+        )
+    if transform.in_axes is None and transform.blocking.microbatch_size is not None:
+        raise ValueError(
+            "`microbatch_size` is about a batch of examples, but `in_axes` is "
+            "None: `fun` is one function of all its arguments. Give the batch "
+            "axes of the arguments after the first, or leave it out."
+        )
+
+
+Call = tuple[Callable, tuple, dict[str, Any]]
+
+
+def split_examples(transform: AbstractTotal, call: Call, one: Call) -> Examples:
+    """The examples of a `call` of a transform.
+
+    `one` is what is called for each example, which may be without some argument.
+    """
+    fun, args, kwargs = one
+    blocking, accumulator = transform.blocking, transform.accumulator
+    if transform.in_axes is None:
+        return Examples(unbatched(args, kwargs), None, blocking, accumulator)
+    in_axes = axes_of_all(fun, transform.in_axes, args)
+    batch = split_batch(fun, in_axes, args, kwargs)
+    blocks = blocking.blocks(batch, batch.total(), transform, call)
+    return Examples(batch, blocks, blocking, accumulator)

@@ -1,0 +1,140 @@
+# %% [markdown]
+# # The spectrum of a Hessian along training
+#
+# The Hessian of the loss of a classifier comes to have few large eigenvalues and a bulk
+# near zero ([Sagun et al., 2017](https://arxiv.org/abs/1706.04454)). Here is how that
+# goes for scikit-learn's handwritten digits and a network that is small enough for all
+# of its Hessian. So what is done for large networks, with products only, can be
+# compared.
+
+# %%
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+from matfree import decomp, eig, stochtrace
+from sklearn.datasets import load_digits
+
+import eqxbatch
+
+
+digits = load_digits()
+images = jnp.asarray(digits.data / 16, jnp.float32)
+labels = jnp.asarray(digits.target, jnp.int32)
+
+
+def loss(model, image, label):
+    return optax.softmax_cross_entropy_with_integer_labels(model(image), label)
+
+
+# %% [markdown]
+# The network has 910 parameters. At some steps of training, the exact Hessian of the
+# mean loss is computed. `in_axes=0` says that the loss is that of one example, along
+# axis 0 of the other arguments, which is what makes this fast.
+
+# %%
+model = eqx.nn.MLP(64, 10, 12, 1, activation=jnp.tanh, key=jr.key(0))
+exact = eqxbatch.filter_hessian(loss, in_axes=0, flat=True)
+value_and_grad = eqxbatch.filter_micro_value_and_grad(loss)
+optimiser = optax.sgd(0.5, momentum=0.9)
+
+
+@eqx.filter_jit
+def step(model, state):
+    value, grads = value_and_grad(model, images, labels)
+    updates, state = optimiser.update(grads, state)
+    return eqx.apply_updates(model, updates), state, value
+
+
+state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+spectra = {}
+for i in range(301):
+    if i in (0, 10, 50, 300):
+        hessian, _ = exact(model, images, labels)
+        spectra[i] = np.asarray(jnp.linalg.eigvalsh(hessian))
+        print(
+            f"step {i:3}: largest {spectra[i][-1]:6.3f}, tenth {spectra[i][-10]:.3f}, "
+            f"smallest {spectra[i][0]:6.3f}, trace {spectra[i].sum():.2f}"
+        )
+    if i < 300:
+        model, state, value = step(model, state)
+print(f"loss at the end: {value:.4f}")
+
+# %% [markdown]
+# For larger networks, that matrix does not fit into memory. But a product with it takes
+# as much as a few gradients. `HessianOperator` has products, in microbatches, and
+# [matfree](https://github.com/pnkraemer/matfree) takes what multiplies vectors.
+
+# %%
+operator = eqxbatch.HessianOperator(
+    loss, model, images, labels, in_axes=0, microbatch_size=600
+)
+flat, unravel = ravel_pytree(eqx.filter(model, eqx.is_inexact_array))
+
+
+@jax.jit
+def matvec(vector):
+    return ravel_pytree(operator.mv(unravel(vector)))[0]
+
+
+# %% [markdown]
+# Its trace, estimated from products with 100 random vectors:
+
+# %%
+exactly = spectra[300]
+estimator = stochtrace.estimator_monte_carlo_mean_and_sem(
+    stochtrace.monte_carlo_trace(), stochtrace.sampler_signs(flat, num=100)
+)
+trace, error = estimator(matvec, jr.key(1))
+print(f"trace, exactly: {exactly.sum():.2f}, estimated: {trace:.2f} +- {error:.2f}")
+assert abs(trace - exactly.sum()) < 4 * error
+
+# %% [markdown]
+# And its eigenvalues, by the method of Lanczos with 60 products, from each of ten
+# random vectors. Any of them finds the largest ones. The 60 cannot be all 910, but
+# each of them stands for as many as its part of the random vector says, which is an
+# estimate of the density of all
+# ([Ghorbani et al., 2019](https://arxiv.org/abs/1901.10159)).
+
+# %%
+starts = jr.normal(jr.key(2), (10, flat.size))
+starts /= jnp.linalg.norm(starts, axis=1, keepdims=True)
+lanczos = eig.eigh_partial(decomp.tridiag_sym(60))
+values, vectors = jax.vmap(lambda start: lanczos(matvec, start))(starts)
+weights = jnp.einsum("nkp,np->nk", vectors, starts) ** 2 / len(starts)
+for name, found in (("exactly", exactly), ("by Lanczos", values[0])):
+    largest = ", ".join(f"{value:.3f}" for value in found[:-7:-1])
+    print(f"largest eigenvalues, {name}: {largest}")
+np.testing.assert_allclose(values[:, -10:], np.tile(exactly[-10:], (10, 1)), rtol=1e-2)
+
+
+def density(grid, values, weights, width):
+    peaks = jnp.exp(-(((grid[:, None] - values) / width) ** 2) / 2)
+    return peaks @ weights / (width * jnp.sqrt(2 * jnp.pi))
+
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+for i, values_then in spectra.items():
+    left.plot(np.arange(1, 101), values_then[:-101:-1], ".-", label=f"step {i}")
+left.set(xlabel="eigenvalue, by size", xscale="log", yscale="log", title="The largest")
+left.legend(frameon=False)
+grid = jnp.linspace(-0.05, exactly[-1] + 0.05, 1000)
+of_all = jnp.full(exactly.shape, 1 / len(exactly))
+width = 0.005
+right.semilogy(grid, density(grid, exactly, of_all, width), label="exactly")
+estimated = density(grid, values.ravel(), weights.ravel(), width)
+right.semilogy(grid, estimated, "--", label="by Lanczos")
+right.set(
+    xlabel="eigenvalue", ylabel="density", title="All, at the end", ylim=(1e-4, None)
+)
+right.legend(frameon=False)
+path = pathlib.Path("hessian_spectrum.png")
+figure.savefig(path, dpi=120)
+print(f"saved {path}")
