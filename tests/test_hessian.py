@@ -730,7 +730,7 @@ class TestMemory:
         ):
             run = self.of(256, static, method="products", **settings)
             stats = memory(run, *args)
-            assert stats.temp_size_in_bytes + stats.output_size_in_bytes <= most
+            assert stats.temp_size_in_bytes + stats.output_size_in_bytes <= budget
             expected = self.of(256, static, method="products")(*args)
             assert_same(run(*args), expected, tol=1e-4)
 

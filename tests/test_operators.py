@@ -107,7 +107,7 @@ def test_mode(getkey):
     w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
     loss = lambda w, x: jnp.sum(_only_backwards(w * x))
     operator = HessianOperator(loss, w, x, in_axes=0, mode="rev")
-    expected = jnp.diag(-jnp.mean(x**2 * jnp.sin(w * x), 0))
+    expected = jnp.diag(-jnp.mean(x**2 * jnp.sin(w[None] * x), 0))
     close(operator.as_matrix(), expected)
     close(operator.mv(jnp.ones(3)), jnp.diagonal(expected))
 
