@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 
 def _axes(x: Any) -> dict[str, tuple[int, AxisType]]:
@@ -67,6 +68,12 @@ def vary(x: Array, names: frozenset) -> Array:
         return pcast(x, tuple(missing), to="varying")
     pvary: Any = getattr(lax, "pvary")  # noqa: B009  # What JAX 0.7 has for it.
     return pvary(x, tuple(missing))
+
+
+def vary_as(arrays: list[Array], tree: PyTree[Array]) -> PyTree[Array]:
+    """`tree`, as something that varies over all mesh axes that some `arrays` do."""
+    names = frozenset().union(*(varying(jax.typeof(x)) for x in arrays))
+    return jtu.tree_map(lambda x: vary(x, names), tree)
 
 
 def sum_varying(x: Array, names: frozenset) -> Array:

@@ -85,10 +85,6 @@ class _Along:
     cotangents: tuple[int, ...]
     operands: tuple[int, ...]
 
-    @property
-    def num(self) -> int:
-        return len(self.cotangents) + len(self.operands)
-
 
 class _Needs:
     """What sites ask for, so that each derivative is computed once."""

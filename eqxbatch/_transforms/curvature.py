@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree, Real
 
-from .._blocks.accumulators import common_dtype
 from .._blocks.jaxprs import evaluate_jaxpr, first_use, trace_example
-from .._blocks.mesh import vary, varying
+from .._blocks.mesh import vary_as
 from .._blocks.moments import Sum
 from .._blocks.rows import accumulated, Rows
 from .._blocks.slots import is_struct
@@ -21,9 +20,9 @@ from .._sites.curvature import Estimate, is_covered, Pair, SiteHessian, Wanted
 from .._sites.gauss_newton import SiteGaussNewton
 from .._sites.trace import Program
 from .loss import check_value, Example, Loss
+from .matrix import Unravel
 from .products import (
     gauss_newton_products,
-    hessian_product,
     hessian_products,
     Mode,
     NO_FORWARD,
@@ -71,11 +70,13 @@ class AbstractCurvature(abc.ABC):
     def products(self, rows: list, weights: Real[Array, " n"] | None) -> Products:
         """Products with the matrix of some examples."""
 
-    @abc.abstractmethod
     def product(
         self, rows: list, weights: Real[Array, " n"] | None, vector: list
     ) -> list[Array]:
         """The product of the matrix of some examples with one vector."""
+        everything = list(range(len(self.leaves)))
+        products = self.products(rows, weights)
+        return products(self.leaves, everything, everything)(vector)
 
     @abc.abstractmethod
     def products_of_one(self, rows: list) -> Products:
@@ -109,10 +110,6 @@ class LossCurvature(AbstractCurvature):
     def products(self, rows: list, weights: Array | None) -> Products:
         value = self._value(rows, weights)
         return hessian_products(value, self._mode, self._holomorphic)
-
-    def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
-        value = self._value(rows, weights)
-        return hessian_product(value, self.leaves, vector, self._mode)
 
     def products_of_one(self, rows: list) -> Products:
         value = self._value_of_one(rows)
@@ -165,12 +162,6 @@ class GaussNewtonCurvature(AbstractCurvature):
     def products(self, rows: list, weights: Array | None) -> Products:
         return gauss_newton_products(*self._functions(rows, weights))
 
-    def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
-        outputs, value = self._functions(rows, weights)
-        everything = list(range(len(self.leaves)))
-        products = gauss_newton_products(outputs, value)
-        return products(self.leaves, everything, everything)(vector)
-
     def products_of_one(self, rows: list) -> Products:
         return gauss_newton_products(*self._functions_of_one(rows))
 
@@ -214,17 +205,9 @@ class GaussNewtonCurvature(AbstractCurvature):
         )
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
-        dtype = common_dtype(*(x.dtype for x in outs))
-        flat = jnp.concatenate([x.ravel().astype(dtype) for x in outs])
-
-        def value(flat: Array) -> Array:
-            parts, start = [], 0
-            for x in outs:
-                part = flat[start : start + x.size].reshape(x.shape)
-                parts.append(part.astype(x.dtype))
-                start += x.size
-            return self._value(parts, rows)
-
+        unravel = Unravel(outs)
+        flat = jnp.concatenate([x.ravel().astype(unravel.dtype) for x in outs])
+        value = lambda flat: self._value(unravel(flat), rows)
         return jax.hessian(value)(flat)
 
 
@@ -234,8 +217,7 @@ def make_curvature(
     """The Hessian of a loss, or that of a loss of its output, as Gauss and Newton."""
     # Inside of `jax.shard_map`, a derivative is summed over the devices, if what it is
     # of does not vary over them. Here that is done once, at the end.
-    names = frozenset().union(*(varying(jax.typeof(x)) for x in loss.batch.arrays))
-    local = jtu.tree_map(lambda x: vary(x, names), loss.diff)
+    local = vary_as(loss.batch.arrays, loss.diff)
     loss = dataclasses.replace(loss, diff=local)
     if of_output is None:
         return LossCurvature(loss, mode, checkpoint)

@@ -15,7 +15,7 @@ from .._blocks.accumulators import Concat, widened, widest
 from .._blocks.axes import split_batch
 from .._blocks.block import Blocks
 from .._blocks.memory import MemoryBudget
-from .._blocks.mesh import sum_varying, vary, varying
+from .._blocks.mesh import sum_varying, vary_as, varying
 from .._blocks.moments import (
     check_weights,
     Mean,
@@ -154,8 +154,7 @@ class _MicroGrad(AbstractTransform):
         # Inside of `jax.shard_map`, a derivative is summed over the devices, if what it
         # is of does not vary over them. Here that is done once, and not for each
         # example: what is differentiated varies as the examples do.
-        names = frozenset().union(*(varying(jax.typeof(x)) for x in batch.arrays))
-        local = jtu.tree_map(lambda x: vary(x, names), diff)
+        local = vary_as(batch.arrays, diff)
         way = self.way(Loss(fun, batch, local, nondiff, self.has_aux))
 
         def run(rows: list, _: int) -> tuple[dict, None]:

@@ -151,27 +151,6 @@ def hessian_products(
     return products
 
 
-def hessian_product(
-    value: Callable[[list], Array], leaves: list, vector: list, mode: Mode
-) -> list[Array]:
-    """The Hessian of `value`, times one vector."""
-    gradient = jax.grad(value)
-
-    def reverse() -> list[Array]:
-        return jax.vjp(gradient, leaves)[1](vector)[0]
-
-    if mode == "rev":
-        return reverse()
-    try:
-        return pushforward(gradient, leaves)[1](vector)
-    except NO_FORWARD as e:
-        if mode == "fwd":
-            raise
-        result = reverse()
-        _warn_reverse(e)
-        return result
-
-
 def pushforward(fun: Linear, point: list) -> tuple[list, Linear]:
     """The values of a function, and its derivative in forward mode.
 
