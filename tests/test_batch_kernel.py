@@ -270,6 +270,7 @@ def estimators():
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", list(estimators()))
 def test_estimators_are_symmetric_by_themselves(name, getkey):
     x, y = normal(getkey(), (7, 3)), normal(getkey(), (5, 3))
@@ -453,6 +454,7 @@ def test_budget_on_a_mesh(kind, getkey):
 # Reductions.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", (1, 4, (4, 3), None))
 @pytest.mark.parametrize("symmetric", (True, False))
 def test_reductions(size, symmetric, getkey):

@@ -81,6 +81,7 @@ def test_forward_mode(name, total, getkey):
     assert_same(got, jax.jvp(dense, args, tangents), tol=2e-4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ("concat", "mean"))
 @pytest.mark.parametrize("total", (8, 9))
 def test_second_derivatives(name, total, getkey):

@@ -127,6 +127,7 @@ def test_axes(trace, diagonal, block_size, getkey):
         assert_same(nngp.diagonal(x1, x2[:3]), expected)
 
 
+@pytest.mark.matrix
 @float64
 @pytest.mark.parametrize(
     ("axes", "block_size"), (((), (2, 3)), ((-1,), None), ((1, 2), 2))
@@ -216,6 +217,7 @@ EXAMPLES = {
 }
 
 
+@pytest.mark.matrix
 @float64
 @pytest.mark.parametrize("name", CASES)
 def test_networks(name, getkey):
@@ -233,6 +235,7 @@ def test_networks(name, getkey):
     assert values.min() > -1e-10 * values.max()
 
 
+@pytest.mark.matrix
 @float64
 @pytest.mark.parametrize("seed", range(3))
 def test_random_networks(seed):
@@ -308,6 +311,7 @@ def test_closed_forms(getkey):
     assert_same(total, parts[0][:, :, :1, :1] + parts[1])
 
 
+@pytest.mark.matrix
 @float64
 @pytest.mark.parametrize(
     ("total", "implementation"),
@@ -567,6 +571,7 @@ def test_outputs_and_kinds(getkey):
             blocked(x1, x2, get)
 
 
+@pytest.mark.matrix
 @float64
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_complex(implementation, getkey):

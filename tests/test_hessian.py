@@ -57,7 +57,7 @@ def mean_of(loss):
     return mean
 
 
-def network(key, width=3, depth=2, activation=jnp.tanh):
+def network(key, width=3, depth=1, activation=jnp.tanh):
     return eqx.nn.MLP(2, "scalar", width, depth, activation, key=key)
 
 
@@ -83,6 +83,7 @@ def matrix_of(hessian):
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("x64")
 class TestTruth:
     @pytest.mark.parametrize(
@@ -106,17 +107,17 @@ class TestTruth:
 
     @pytest.mark.parametrize(
         ("method", "size"),
-        (*(("products", size) for size in (1, 4, 24, 25, 26, None)), ("sites", 4)),
+        (*(("products", size) for size in (1, 4, 12, 13, 14, None)), ("sites", 4)),
     )
     def test_any_number_of_columns(self, method, size, getkey):
         model, (x, y) = network(getkey()), batch(getkey(), 5)
-        assert count(model) == 25
+        assert count(model) == 13
         expected = eqx.filter_hessian(mean_of(error))(model, x, y)
         settings = {"block_size": size, "method": method}
         close(filter_hessian(mean_of(error), **settings)(model, x, y), expected)
         close(filter_hessian(error, in_axes=0, **settings)(model, x, y), expected)
 
-    @pytest.mark.parametrize("num", (1, 3, 25, 100))
+    @pytest.mark.parametrize("num", (1, 3, 13, 100))
     def test_number_of_blocks(self, num, getkey):
         model, (x, y) = network(getkey()), batch(getkey(), 5)
         hessian = filter_hessian(mean_of(error), num_blocks=num)
@@ -126,9 +127,8 @@ class TestTruth:
     def test_layer(self, name):
         _compare(LAYERS[name])
 
-    @pytest.mark.parametrize("seed", range(3))
-    def test_random_network(self, seed):
-        _compare(random_network(jr.key(seed)))
+    def test_random_network(self):
+        _compare(random_network(jr.key(0)))
 
     @pytest.mark.parametrize("method", METHODS)
     def test_rosenbrock(self, method):
@@ -385,7 +385,7 @@ class TestResults:
         assert_same(unravel(flat), theirs(flat))
         several = unravel(jnp.stack([flat, 2 * flat]))
         assert_same(jax.tree.map(lambda x: x[1], several), theirs(2 * flat))
-        with pytest.raises(ValueError, match="25 entries"):
+        with pytest.raises(ValueError, match="13 entries"):
             unravel(flat[1:])
 
     def test_blocks_of_layers(self, getkey, x64):
@@ -447,7 +447,7 @@ class TestResults:
         assert_same(aux["out"], jax.vmap(model)(x))
         whole = lambda model, x, y: (mean_of(error)(model, x, y), x.shape)
         (matrix, _), shape = filter_hessian(whole, has_aux=True, flat=True)(model, x, y)
-        assert matrix.shape == (25, 25)
+        assert matrix.shape == (13, 13)
         assert shape == (7, 2)
 
     def test_batch_axes(self, getkey, x64):
@@ -478,7 +478,7 @@ class TestUse:
         expected = jnp.diag(-jnp.sin(model.w) * x)
         assert_same(model.loss(x).w.w, expected)
         assert_same(model.mean_loss(jnp.stack([x, x]))[0], expected)
-        assert model.loss.__wrapped__ is not None
+        assert Model.loss.__name__ == "loss"
 
     def test_second_call_traces_nothing(self, getkey):
         model, (x, y) = network(getkey()), batch(getkey(), 7)
@@ -507,12 +507,14 @@ class TestUse:
         got = eqx.filter_jit(eqx.filter_vmap(hessian, in_axes=over))(models, x, y)
         close(got, eqx.filter_vmap(dense, in_axes=over)(models, x, y))
 
-        model = network(getkey())
+    @pytest.mark.parametrize("method", ("sites", "products"))
+    def test_derivative(self, method, getkey, x64):
+        model, (x, y) = network(getkey(), 2, 1), batch(getkey(), 3)
+        ours = filter_hessian(error, in_axes=0, microbatch_size=2, method=method)
+        dense = eqx.filter_hessian(mean_of(error))
         trace = lambda f, model: jnp.trace(matrix_of(f(model, x, y)))
-        for method in METHODS:
-            ours = filter_hessian(error, in_axes=0, microbatch_size=2, method=method)
-            got = eqx.filter_grad(functools.partial(trace, ours))(model)
-            close(got, eqx.filter_grad(functools.partial(trace, dense))(model))
+        got = eqx.filter_grad(functools.partial(trace, ours))(model)
+        close(got, eqx.filter_grad(functools.partial(trace, dense))(model))
 
     def test_closed_over_arrays_are_differentiated(self, getkey):
         x, y = batch(getkey(), 5)
@@ -664,7 +666,7 @@ class TestMemory:
 
         return run
 
-    def model(self, getkey, width=16, depth=3):
+    def model(self, getkey, width=16, depth=2):
         model = network(getkey(), width, depth)
         return eqx.partition(model, eqx.is_inexact_array)
 
@@ -692,7 +694,7 @@ class TestMemory:
         assert sizes[1] <= 1.1 * sizes[0]
 
     def test_flat_in_the_number_of_columns(self, getkey):
-        diff, static = self.model(getkey)
+        diff, static = self.model(getkey, width=24)
         args = (diff, *batch(getkey(), 256))
         sizes = [
             memory(
@@ -717,22 +719,16 @@ class TestMemory:
             assert ours <= part * theirs
 
     def test_budget(self, getkey):
-        diff, static = self.model(getkey)
-        args = (diff, *batch(getkey(), 256))
-        budget = 12_000_000
-        for settings in (
-            {"block_size": MemoryBudget(budget)},
-            {"microbatch_size": MemoryBudget(budget), "block_size": 8},
-            {
-                "microbatch_size": MemoryBudget(budget),
-                "block_size": MemoryBudget(budget),
-            },
-        ):
-            run = self.of(256, static, method="products", **settings)
-            stats = memory(run, *args)
-            assert stats.temp_size_in_bytes + stats.output_size_in_bytes <= budget
-            expected = self.of(256, static, method="products")(*args)
-            assert_same(run(*args), expected, tol=1e-4)
+        diff, static = self.model(getkey, width=8, depth=1)
+        args = (diff, *batch(getkey(), 1_024))
+        budget = MemoryBudget(200_000)
+        settings = {"microbatch_size": budget, "block_size": budget}
+        run = self.of(1_024, static, method="products", **settings)
+        stats = memory(run, *args)
+        used = stats.temp_size_in_bytes + stats.output_size_in_bytes
+        assert 100_000 < used <= 200_000
+        expected = self.of(1_024, static, method="products")(*args)
+        assert_same(run(*args), expected, tol=1e-4)
 
     def test_auto_takes_what_costs_less(self, getkey):
         diff, static = self.model(getkey)
@@ -772,7 +768,7 @@ class TestProducts:
         model, (x, y) = network(getkey()), batch(getkey(), 5)
         matrix, unravel = filter_hessian(error, in_axes=0, flat=True)(model, x, y)
         hvp = filter_hvp(error, in_axes=0, microbatch_size=2)
-        columns = jax.vmap(lambda v: hvp(model, unravel(v), x, y))(jnp.eye(25))
+        columns = jax.vmap(lambda v: hvp(model, unravel(v), x, y))(jnp.eye(13))
         close(columns, unravel(matrix))
 
     def test_hvp_of_a_part(self, getkey):
@@ -784,10 +780,11 @@ class TestProducts:
         got = filter_hvp(error, **settings)(model, unravel(vector), x, y)
         close(got, unravel(matrix @ vector))
 
-    @pytest.mark.parametrize("method", METHODS)
-    @pytest.mark.parametrize("num_outputs", (1, 3))
+    @pytest.mark.parametrize(
+        ("method", "num_outputs"), (*((method, 3) for method in METHODS), ("sites", 1))
+    )
     def test_ggn(self, method, num_outputs, getkey):
-        model = eqx.nn.MLP(2, num_outputs, 4, 2, jnp.tanh, key=getkey())
+        model = eqx.nn.MLP(2, num_outputs, 4, 1, jnp.tanh, key=getkey())
         x, _ = batch(getkey(), 7)
         labels = jr.randint(getkey(), (7,), 0, num_outputs)
         apply = lambda model, x, label: {"logits": model(x), "none": None}

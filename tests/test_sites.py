@@ -111,6 +111,7 @@ def test_layer(name):
     compare(LAYERS[name])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(6))
 def test_random_network(seed):
     program, _ = compare(random_network(jr.key(seed)))

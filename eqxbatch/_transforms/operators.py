@@ -157,7 +157,8 @@ class GGNOperator(_AbstractCurvatureOperator):
 
     As [`eqxbatch.HessianOperator`][], for what [`eqxbatch.filter_ggn`][] is of, whose
     `fun` and `loss` come first. It is tagged as positive semidefinite unless
-    `is_convex=False` says that the loss is not convex in what `fun` returns.
+    `is_convex=False` says that the loss is not convex in what `fun` returns. Its
+    `lineax.diagonal` forms the whole matrix.
 
     !!! example
 
