@@ -4,11 +4,19 @@ import argparse
 import pathlib
 import sys
 
-from . import batch_kernel, curvature, harness, kernels, micro_grad, micro_vmap
+from . import (
+    batch_kernel,
+    curvature,
+    harness,
+    kernels,
+    micro_grad,
+    micro_vmap,
+    monte_carlo,
+)
 
 
 # Each has `NAME` and `run(quick) -> (results, table, bars)`.
-SUITES = (micro_vmap, micro_grad, curvature, kernels, batch_kernel)
+SUITES = (micro_vmap, micro_grad, curvature, kernels, monte_carlo, batch_kernel)
 
 HERE = pathlib.Path(__file__).parent
 

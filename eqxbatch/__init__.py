@@ -38,6 +38,14 @@ from ._kernels.empirical import (
     EmpiricalNNGP as EmpiricalNNGP,
     EmpiricalNTK as EmpiricalNTK,
 )
+from ._kernels.monte_carlo import (
+    MonteCarloEstimate as MonteCarloEstimate,
+    MonteCarloKernel as MonteCarloKernel,
+)
+from ._kernels.ntk_parameterise import (
+    ntk_parameterise as ntk_parameterise,
+    NTKLayer as NTKLayer,
+)
 from ._kernels.reductions import (
     AbstractReduction as AbstractReduction,
     FrobeniusNorm as FrobeniusNorm,
@@ -54,6 +62,11 @@ from ._sites.explain import (
     explain_sites as explain_sites,
     LeafReport as LeafReport,
     SitesReport as SitesReport,
+)
+from ._transforms.grid import (
+    filter_grid_vmap as filter_grid_vmap,
+    grid as grid,
+    GridAxis as GridAxis,
 )
 from ._transforms.hessian import (
     filter_ggn as filter_ggn,

@@ -2,7 +2,9 @@
 
 It runs in an environment of its own, see `environment.py`. `{"prepare": job}` compiles
 a job for all implementations and answers with their names and FLOPs; `{"run": name}`
-runs one of them once and answers with the seconds.
+runs one of them once and answers with the seconds. `{"monte_carlo": job}` is the same
+as `prepare` for averages over random models, and `{"traces": name}` answers with the
+mean diagonals of such averages over 1, 2, ... samples.
 """
 
 import json
@@ -15,6 +17,7 @@ import models
 import neural_tangents as nt
 from jax._src.interpreters import ad as private_ad
 from jax.interpreters import ad
+from neural_tangents import stax
 
 
 # Structured derivatives take what JAX 0.5 no longer has in its public module.
@@ -88,12 +91,68 @@ def prepare(job, compiled):
     return found
 
 
+def random_model(job):
+    """What draws parameters, and what applies them, in the NTK parameterisation."""
+    std = {"W_std": job["weight_std"], "b_std": job["bias_std"]}
+    if job["model"] == "dense":
+        layers = [
+            part
+            for n in job["sizes"][1:-1]
+            for part in (stax.Dense(n, **std), stax.Relu())
+        ]
+        outputs = job["sizes"][-1]
+    else:
+        conv = lambda: stax.Conv(32, (3, 3), padding="SAME", **std)
+        layers = [part for _ in range(3) for part in (conv(), stax.Relu())]
+        layers.append(stax.GlobalAvgPool())
+        outputs = job["outputs"]
+    init, apply, _ = stax.serial(*layers, stax.Dense(outputs, **std))
+    return init, apply
+
+
+def average(job, implementation, num):
+    """As users call it; nothing of it needs another `jax.jit`."""
+    init, apply = random_model(job)
+    kernel_fn = nt.monte_carlo_kernel_fn(
+        init,
+        apply,
+        jax.random.PRNGKey(1),
+        num,
+        trace_axes=(-1,),
+        vmap_axes=0,
+        implementation=implementation,
+    )
+    x = jnp.asarray(job["x"], jnp.float32)
+    return lambda: kernel_fn(x, None, ("nngp", "ntk"))
+
+
+def prepare_average(job, compiled):
+    compiled.clear()
+    for name, implementation in IMPLEMENTATIONS.items():
+        if name not in job["without"]:
+            compiled[name] = average(job, implementation, job["num"])
+            jax.block_until_ready(compiled[name]())
+    return list(compiled)
+
+
+def mean_diagonals(job, name):
+    running = average(job, IMPLEMENTATIONS[name], range(1, job["num"] + 1))()
+    mean = lambda kernel: float(jnp.mean(jnp.diagonal(kernel)))
+    return [[mean(kernel) for kernel in kernels] for kernels in running]
+
+
 def main():
     compiled = {}
+    averaged = None
     for line in sys.stdin:
         message = json.loads(line)
         if "prepare" in message:
             answer = prepare(message["prepare"], compiled)
+        elif "monte_carlo" in message:
+            averaged = message["monte_carlo"]
+            answer = prepare_average(averaged, compiled)
+        elif "traces" in message:
+            answer = mean_diagonals(averaged, message["traces"])
         elif "analytic" in message:
             job = message["analytic"]
             x = jax.random.normal(jax.random.PRNGKey(0), (job["n"], 64))

@@ -57,9 +57,17 @@ _POSITIONAL = (
 )
 
 
-def _axes_by_name(fun: Callable, in_axes: dict, args: tuple, kwargs: dict) -> tuple:
+def argument_specs(
+    fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict, default: Any
+) -> tuple[PyTree, PyTree]:
+    """What `in_axes` says of `args` and of `kwargs`.
+
+    It is a prefix of `args`, or a dict by the names of the arguments. The `default` is
+    for what is not named, keyword arguments among it.
+    """
+    if not isinstance(in_axes, dict):
+        return in_axes, dict.fromkeys(kwargs, default)
     in_axes = dict(in_axes)
-    default = eqx.if_array(0)
     names = positional_names(fun, len(args))
     args_spec = [in_axes.pop(name, default) for name in names]
     kwargs_spec = {name: in_axes.pop(name, default) for name in kwargs}
@@ -130,10 +138,8 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
     Raises `ValueError` for an `in_axes` that does not fit the arguments, for an axis
     out of range, and for a batch axis on something that is not an array.
     """
-    if isinstance(in_axes, dict):
-        args_spec, kwargs_spec = _axes_by_name(fun, in_axes, args, kwargs)
-    else:
-        args_spec, kwargs_spec = in_axes, eqx.if_array(0)
+    default = eqx.if_array(0)
+    args_spec, kwargs_spec = argument_specs(fun, in_axes, args, kwargs, default)
     axes = broadcast_axes("in_axes", args_spec, args)
     axes += broadcast_axes("in_axes", kwargs_spec, kwargs)
     paths, treedef = jtu.tree_flatten_with_path((args, kwargs))
@@ -145,7 +151,7 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
             shared.append(leaf)
             continue
         shared.append(_Batched)
-        name = _leaf_name(path, parameters)
+        name = leaf_name(path, parameters)
         if not eqx.is_array(leaf):
             raise ValueError(
                 f"`in_axes` gives {name} the batch axis {axis}, but it is a "
@@ -170,7 +176,8 @@ def unbatched(args: tuple, kwargs: dict) -> Batch:
     return Batch([], (), (), leaves, treedef)
 
 
-def _leaf_name(path: tuple, parameters: list[str]) -> str:
+def leaf_name(path: tuple, parameters: list[str]) -> str:
+    """What a leaf of `(args, kwargs)` is called."""
     in_kwargs, argument, *rest = path
     name = argument.key if in_kwargs.idx == 1 else parameters[argument.idx]
     return f"`{name}{jtu.keystr(tuple(rest))}`"

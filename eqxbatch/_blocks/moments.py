@@ -141,7 +141,7 @@ class Mean(AbstractAccumulator[_Total]):
         return _Total(mean * weight.astype(mean.dtype), weight, dtype)
 
 
-class _Spread(eqx.Module):
+class Spread(eqx.Module):
     """Mean and sum of squared distances to it over some examples.
 
     `count` is the number of examples and `observations` the number of results.
@@ -154,7 +154,7 @@ class _Spread(eqx.Module):
     dtype: Any = eqx.field(static=True)
 
 
-class RunningMean(AbstractAccumulator[_Spread]):
+class RunningMean(AbstractAccumulator[Spread]):
     """The mean over all examples, kept as a mean after every block.
 
     As [`eqxbatch.Mean`][] without weights, for results whose sum would overflow: no
@@ -184,28 +184,28 @@ class RunningMean(AbstractAccumulator[_Spread]):
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
-    def init(self, value: Any, blocks: Blocks) -> _Spread:
+    def init(self, value: Any, blocks: Blocks) -> Spread:
         return _zeros_of(self._whole, value, blocks)
 
-    def update(self, state: _Spread, value: Any, block: Block) -> _Spread:
+    def update(self, state: Spread, value: Any, block: Block) -> Spread:
         value = self._whole(value, block)
         mean, _, count = _merge_means(state, value)
-        return _Spread(mean, None, count, None, state.dtype)
+        return Spread(mean, None, count, None, state.dtype)
 
-    def finalize(self, state: _Spread) -> Inexact[Array, "..."]:
+    def finalize(self, state: Spread) -> Inexact[Array, "..."]:
         return _mean_or_nan(state)
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Spread:
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> Spread:
         whole = self._whole(values, block)
         # Divided before it is added up: the sum is what may overflow.
         mean = jnp.sum(whole.mean / block.size, axis=0)
-        return _Spread(mean, None, whole.count, None, whole.dtype)
+        return Spread(mean, None, whole.count, None, whole.dtype)
 
-    def _whole(self, value: Any, block: Block) -> _Spread:
-        if isinstance(value, _Spread):
+    def _whole(self, value: Any, block: Block) -> Spread:
+        if isinstance(value, Spread):
             return value
         mean, dtype = _cast("RunningMean", value, self.dtype, None, inexact=True)
-        return _Spread(mean, None, jnp.asarray(block.size, jnp.int32), None, dtype)
+        return Spread(mean, None, jnp.asarray(block.size, jnp.int32), None, dtype)
 
 
 class MeanAndVariance(NamedTuple):
@@ -215,7 +215,7 @@ class MeanAndVariance(NamedTuple):
     variance: Inexact[Array, "..."]
 
 
-class Variance(AbstractAccumulator[_Spread]):
+class Variance(AbstractAccumulator[Spread]):
     """Mean and variance over all examples, in one pass and without cancellation.
 
     Each array of the output becomes a [`eqxbatch.MeanAndVariance`][], whose fields are
@@ -255,10 +255,10 @@ class Variance(AbstractAccumulator[_Spread]):
     ddof: int = eqx.field(static=True, default=0)
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
-    def init(self, value: Any, blocks: Blocks) -> _Spread:
+    def init(self, value: Any, blocks: Blocks) -> Spread:
         return _zeros_of(self._whole, value, blocks)
 
-    def update(self, state: _Spread, value: Any, block: Block) -> _Spread:
+    def update(self, state: Spread, value: Any, block: Block) -> Spread:
         value = self._whole(value, block)
         mean, delta, count = _merge_means(state, value)
         real = state.squares.dtype
@@ -268,9 +268,9 @@ class Variance(AbstractAccumulator[_Spread]):
         )
         squares = state.squares + value.squares + _abs_squared(delta) * harmonic
         observations = state.observations + value.observations
-        return _Spread(mean, squares, count, observations, state.dtype)
+        return Spread(mean, squares, count, observations, state.dtype)
 
-    def finalize(self, state: _Spread) -> MeanAndVariance:
+    def finalize(self, state: Spread) -> MeanAndVariance:
         real = state.squares.dtype
         observations = state.observations.astype(real)
         unbiased = observations / (observations - self.ddof)
@@ -278,18 +278,18 @@ class Variance(AbstractAccumulator[_Spread]):
         mean = _mean_or_nan(state)
         return MeanAndVariance(mean, variance.astype(mean.real.dtype))
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Spread:
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> Spread:
         whole = self._whole(values, block)
         mean = jnp.mean(whole.mean, axis=0)
         squares = jnp.sum(_abs_squared(whole.mean - mean[None]), axis=0)
-        return _Spread(mean, squares, whole.count, whole.count, whole.dtype)
+        return Spread(mean, squares, whole.count, whole.count, whole.dtype)
 
-    def _whole(self, value: Any, block: Block) -> _Spread:
-        if isinstance(value, _Spread):
+    def _whole(self, value: Any, block: Block) -> Spread:
+        if isinstance(value, Spread):
             return value
         mean, dtype = _cast("Variance", value, self.dtype, None, inexact=True)
         count = jnp.asarray(block.size, jnp.int32)
-        return _Spread(
+        return Spread(
             mean, jnp.zeros_like(mean.real), count, jnp.ones_like(count), dtype
         )
 
@@ -374,7 +374,7 @@ def _block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
     return jnp.sum(block.take(weights).astype(jnp.finfo(dtype).dtype))
 
 
-def _merge_means(state: _Spread, value: _Spread) -> tuple[Array, Array, Array]:
+def _merge_means(state: Spread, value: Spread) -> tuple[Array, Array, Array]:
     count = state.count + value.count
     real = state.mean.real.dtype
     fraction = (value.count.astype(real) / count.astype(real)).astype(state.mean.dtype)
@@ -382,7 +382,7 @@ def _merge_means(state: _Spread, value: _Spread) -> tuple[Array, Array, Array]:
     return state.mean + delta * fraction, delta, count
 
 
-def _mean_or_nan(state: _Spread) -> Array:
+def _mean_or_nan(state: Spread) -> Array:
     return jnp.where(state.count > 0, state.mean, jnp.nan).astype(state.dtype)
 
 

@@ -28,19 +28,21 @@ from .stores import AbstractStore
 Sizes = tuple[int | None, int | None]
 
 
-class _BatchKernel(AbstractTransform):
+class BatchKernel(AbstractTransform):
+    """What `filter_batch_kernel` is."""
+
     is_compiled: ClassVar[bool] = False
     takes_instance: ClassVar[bool] = False
 
     block_size: BlockSize = eqx.field(static=True)
-    in_axes: PyTree
-    out_axes: PyTree
-    symmetric: Any
-    reduce: PyTree
-    mesh_axis: MeshAxis | None
-    store: AbstractStore | None
+    in_axes: PyTree = eqx.if_array(0)
+    out_axes: PyTree = (0, 1)
+    symmetric: Any = None
+    reduce: PyTree = None
+    mesh_axis: MeshAxis | None = None
+    store: AbstractStore | None = None
     # Static, so that it stays the very object that it is, whatever it counts.
-    meter: AbstractProgressMeter = eqx.field(static=True)
+    meter: AbstractProgressMeter = eqx.field(static=True, default=NoProgressMeter())
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         call = self._call(fun, *args, **kwargs)
@@ -276,15 +278,15 @@ def filter_batch_kernel(
             store=store,
             progress=progress,
         )
-    transform = _BatchKernel(
+    transform = BatchKernel(
         block_size=check_block_size(block_size),
         in_axes=in_axes,
         out_axes=out_axes,
         symmetric=_check_symmetric(symmetric),
         reduce=reduce,
         mesh_axis=check_mesh(mesh, mesh_axis),
-        store=_check_store(store),
-        meter=_check_progress(progress),
+        store=check_store(store),
+        meter=check_progress(progress),
     )
     if transform.store is not None and reduce is not None:
         raise ValueError(
@@ -309,7 +311,7 @@ def _check_symmetric(symmetric: Any) -> Any:
     )
 
 
-def _check_store(store: Any) -> AbstractStore | None:
+def check_store(store: Any) -> AbstractStore | None:
     if isinstance(store, AbstractStore):
         return store
     if isinstance(store, str) and store == "device":
@@ -320,7 +322,7 @@ def _check_store(store: Any) -> AbstractStore | None:
     )
 
 
-def _check_progress(progress: Any) -> AbstractProgressMeter:
+def check_progress(progress: Any) -> AbstractProgressMeter:
     if progress is None:
         return NoProgressMeter()
     if isinstance(progress, AbstractProgressMeter):

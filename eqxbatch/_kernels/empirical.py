@@ -1,6 +1,5 @@
 """Empirical kernels of a model: NTK, NNGP, and both."""
 
-import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +13,11 @@ from .._blocks.extras import import_extra
 from .._sites.output_axes import Mirror
 from .._transforms.selection import Selection
 from .kernels import Kernels, KernelTask, make_kernels
+from .kinds import named, names_of
 from .matvec import ProductTask, StructTask
 from .settings import BlockSize
 
 
-_KINDS = ("nngp", "ntk")
 _Inputs = PyTree[Shaped[Array, "..."] | Shaped[np.ndarray, "..."]]
 _Result = PyTree[Inexact[Array, "..."]]
 # At the boundary, data is checked for every user, and not only in tests.
@@ -349,9 +348,9 @@ class EmpiricalKernel(eqx.Module):
         **kwargs: Any,
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`."""
-        names = _names(get)
+        names = names_of(get)
         results = self._kernels(KernelTask(names), x1, x2, key, kwargs)
-        return _named(get, names, results)
+        return named(get, names, results)
 
     @_checked
     def diagonal(
@@ -364,29 +363,7 @@ class EmpiricalKernel(eqx.Module):
         **kwargs: Any,
     ) -> Any:
         """The kernels of each example with the one in its place in `x2`, or itself."""
-        names = _names(get)
+        names = names_of(get)
         task = KernelTask(names)
         results = self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)
-        return _named(get, names, results)
-
-
-def _names(get: Any) -> tuple[str, ...]:
-    """The kinds of kernels to compute."""
-    names = _KINDS if get is None else (get,) if isinstance(get, str) else get
-    if isinstance(names, (tuple, list)) and all(isinstance(n, str) for n in names):
-        names = tuple(name.lower() for name in names)
-        if names and len({*names}) == len(names) and {*names} <= {*_KINDS}:
-            return names
-    raise ValueError(
-        "`get` must be 'nngp', 'ntk', a tuple with one or both of them, each once, or "
-        f"None for both; got {get!r}."
-    )
-
-
-def _named(get: Any, names: tuple[str, ...], results: list) -> Any:
-    return results[0] if isinstance(get, str) else _kernel_type(names)(*results)
-
-
-@functools.cache
-def _kernel_type(names: tuple[str, ...]) -> Any:
-    return collections.namedtuple("Kernel", names)
+        return named(get, names, results)

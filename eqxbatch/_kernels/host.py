@@ -31,7 +31,7 @@ from .stores import AbstractStore, AbstractWriter, Patch, patches
 IN_FLIGHT = 2
 
 
-class _Metered:
+class Metered:
     """A meter that is closed however the loop ends."""
 
     def __init__(self, meter: AbstractProgressMeter, num_tiles: int, num_done: int):
@@ -41,20 +41,20 @@ class _Metered:
     def step(self, num_nans: Any) -> None:
         self.state = self.meter.step(self.state, int(num_nans))
 
-    def __enter__(self) -> "_Metered":
+    def __enter__(self) -> "Metered":
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.meter.close(self.state)
 
 
-def check_concrete(call: KernelCall, what: str) -> None:
+def check_concrete(call: PyTree, what: str) -> None:
     """Raises `TypeError` if a call is being transformed."""
     if any(isinstance(x, Tracer) for x in jtu.tree_leaves(call)):
         raise TypeError(
-            f"A batched kernel with {what} runs a loop in Python, and cannot be within "
+            f"A kernel with {what} runs a loop in Python, and cannot be within "
             "`jax.jit`, `jax.grad`, `jax.vmap` or the like. Call it outside of them, "
-            "or use `store='device'` without `progress`."
+            "or use `store='device'` without `progress` and `tol`."
         )
 
 
@@ -68,7 +68,7 @@ def with_progress(
     collectors = make_collectors(kernel, reduce)
     states = _initial(call, reduce, grid)
     tiles = [*grid.pairs(), *grid.diagonal()]
-    with _Metered(meter, len(tiles), 0) as metered:
+    with Metered(meter, len(tiles), 0) as metered:
         waiting: collections.deque = collections.deque()
         for tile in tiles:
             at = jnp.array(tile, jnp.int32)
@@ -227,7 +227,7 @@ def _write(
     writer.prepare([p for some in missing for wanted in some.values() for p in wanted])
     num_tiles, num_missing = (sum(map(len, some)) for some in (own, missing))
     with (
-        _Metered(meter, num_tiles, num_tiles - num_missing) as metered,
+        Metered(meter, num_tiles, num_tiles - num_missing) as metered,
         _Pipeline(metered) as pipeline,
     ):
         for some, is_diagonal in zip(missing, (False, True), strict=True):
@@ -270,7 +270,7 @@ class _Job:
 class _Pipeline:
     """Writes in threads of its own, with a bound on how much is under way."""
 
-    def __init__(self, metered: _Metered):
+    def __init__(self, metered: Metered):
         self.metered = metered
         self.pool = concurrent.futures.ThreadPoolExecutor(IN_FLIGHT)
         self.futures: collections.deque = collections.deque()

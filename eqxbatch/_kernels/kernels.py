@@ -12,15 +12,11 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
 from .._blocks.memory import MemoryBudget, resolve_size
-from .._sites.output_axes import check_axes, Mirror, OutputAxes
+from .._sites.output_axes import Mirror, OutputAxes
 from .._transforms.selection import Selection
 from .choose import choose_pairing
-from .inputs import Call, check_vmap_axes, make_calls
-from .settings import (
-    check_block_size,
-    check_implementation,
-    Settings,
-)
+from .inputs import Call, make_calls
+from .settings import make_settings, Settings
 from .tiles import all_pairs, each, Tiling
 from .traced import TracedModel
 
@@ -50,7 +46,7 @@ class Kernels(eqx.Module):
     @property
     def mirror(self) -> Mirror:
         """What exchanges the two sides of a kernel that it returns."""
-        return Mirror(self.settings.trace_axes, self.settings.diagonal_axes)
+        return self.settings.mirror
 
     def __call__(
         self,
@@ -133,12 +129,8 @@ def make_kernels(
         raise TypeError(
             f"`model` must be callable; got {model!r} of type {type(model).__name__}."
         )
-    settings = Settings(
-        trace_axes=check_axes("trace_axes", trace_axes),
-        diagonal_axes=check_axes("diagonal_axes", diagonal_axes),
-        vmap_axes=check_vmap_axes(vmap_axes),
-        block_size=check_block_size(block_size),
-        implementation=check_implementation(implementation),
+    settings = make_settings(
+        trace_axes, diagonal_axes, vmap_axes, implementation, block_size
     )
     return Kernels(model, selection, settings)
 

@@ -5,7 +5,8 @@ from typing import Any, get_args, Literal
 import equinox as eqx
 
 from .._blocks.memory import check_size, MemoryBudget
-from .inputs import VmapAxes
+from .._sites.output_axes import check_axes, Mirror
+from .inputs import check_vmap_axes, VmapAxes
 
 
 Implementation = Literal["auto", "jacobian_contraction", "ntk_vector_products", "sites"]
@@ -63,3 +64,25 @@ class Settings(eqx.Module):
                 "model takes together cannot be taken apart. Use `vmap_axes=0` if they "
                 "do not interact."
             )
+
+    @property
+    def mirror(self) -> Mirror:
+        """What exchanges the two sides of a kernel."""
+        return Mirror(self.trace_axes, self.diagonal_axes)
+
+
+def make_settings(
+    trace_axes: Any,
+    diagonal_axes: Any,
+    vmap_axes: Any,
+    implementation: Any,
+    block_size: Any,
+) -> Settings:
+    """The settings, all of them checked."""
+    return Settings(
+        trace_axes=check_axes("trace_axes", trace_axes),
+        diagonal_axes=check_axes("diagonal_axes", diagonal_axes),
+        vmap_axes=check_vmap_axes(vmap_axes),
+        block_size=check_block_size(block_size),
+        implementation=check_implementation(implementation),
+    )

@@ -25,6 +25,9 @@ class MeshAxis(eqx.Module):
 
     mesh: Mesh = eqx.field(static=True)
     name: str = eqx.field(static=True)
+    # Whether it is known along which axes of the mesh values vary. It is not yet,
+    # where `vmap` over another axis of the mesh comes later.
+    is_typed: bool = eqx.field(static=True, default=True)
 
     @property
     def num(self) -> int:
@@ -76,12 +79,18 @@ def on_devices(
     dynamic = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), dynamic)
 
     def body(dynamic: PyTree) -> Any:
-        # Derivatives are summed over the devices once, and not at each tile.
-        dynamic = jtu.tree_map(lambda x: vary(x, frozenset([mesh_axis.name])), dynamic)
+        if mesh_axis.is_typed:
+            # Derivatives are summed over the devices once, and not at each tile.
+            axes = frozenset([mesh_axis.name])
+            dynamic = jtu.tree_map(lambda x: vary(x, axes), dynamic)
         return run(eqx.combine(dynamic, static))
 
     return jax.shard_map(
-        body, mesh=mesh_axis.mesh, in_specs=PartitionSpec(), out_specs=out_specs
+        body,
+        mesh=mesh_axis.mesh,
+        in_specs=PartitionSpec(),
+        out_specs=out_specs,
+        check_vma=mesh_axis.is_typed,
     )(dynamic)
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._blocks.accumulators import common_dtype
-from .._blocks.apart import apart
+from .._blocks.apart import apart, true_of
 from .._blocks.mirror import mirrored, transposed
 from .._sites.curvature import Pair
 
@@ -89,7 +89,7 @@ def square(blocks: dict[Pair, Array], leaves: Sequence, treedef: Any) -> PyTree:
     if len(leaves) > 1:
         # Blocks are used twice, and both must be rounded in the same way.
         x = leaves[0].ravel()[:1]
-        held = apart(lambda *blocks: [*blocks], jnp.all((x == x) | (x != x)))
+        held = apart(lambda *blocks: [*blocks], true_of(x))
         blocks = dict(zip(blocks, held(*blocks.values()), strict=True))
 
     def block(row: int, column: int) -> Array:

@@ -20,16 +20,18 @@ from .blocked import Blocking
 from .wrapper import AbstractTransform, transformed
 
 
-class _MicroVmap(AbstractTransform):
+class MicroVmap(AbstractTransform):
+    """What `filter_micro_vmap` is, not yet compiled."""
+
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
     in_axes: PyTree
     out_axes: PyTree
-    axis_name: Hashable | None
-    axis_size: int | None
-    vmap_fn: Callable[..., Callable]
     accumulator: PyTree
     blocking: Blocking
+    axis_name: Hashable | None = None
+    axis_size: int | None = None
+    vmap_fn: Callable[..., Callable] = jax.vmap
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         batch = split_batch(fun, self.in_axes, args, kwargs)
@@ -252,7 +254,7 @@ def filter_micro_vmap(
             checkpoint=checkpoint,
             vmap_fn=vmap_fn,
         )
-    transform = _MicroVmap(
+    transform = MicroVmap(
         in_axes=in_axes,
         out_axes=out_axes,
         axis_name=axis_name,

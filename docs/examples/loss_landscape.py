@@ -1,0 +1,1 @@
+../../examples/loss_landscape.py

@@ -1,0 +1,158 @@
+# %% [markdown]
+# # Loss landscapes
+#
+# The loss of a network, along two directions around the parameters that training found
+# ([Li et al., 2018](https://arxiv.org/abs/1712.09913)). Each point of such a plane is a
+# pass through all of the data: a grid of three axes, two of which are the plane, and a
+# mean over the third. Here it is for scikit-learn's handwritten digits, in a plane of
+# random directions and in that of the two largest eigenvalues of the Hessian.
+
+# %%
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import eqxbatch
+from eqxbatch import grid
+
+
+digits = load_digits()
+images = jnp.asarray(digits.data / 16, jnp.float32)
+labels = jnp.asarray(digits.target, jnp.int32)
+
+
+def loss(model, image, label):
+    return optax.softmax_cross_entropy_with_integer_labels(model(image), label)
+
+
+# %% [markdown]
+# Training is as usual.
+
+# %%
+value_and_grad = eqxbatch.filter_micro_value_and_grad(loss)
+optimiser = optax.adam(1e-2)
+
+
+@eqx.filter_jit
+def step(model, state):
+    value, grads = value_and_grad(model, images, labels)
+    updates, state = optimiser.update(grads, state)
+    return eqx.apply_updates(model, updates), state, value
+
+
+model = eqx.nn.MLP(64, 10, 12, 1, activation=jnp.tanh, key=jr.key(0))
+state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+for _ in range(200):
+    model, state, value = step(model, state)
+print(f"loss at the end: {value:.4f}")
+
+# %% [markdown]
+# A direction is a model that is added to the one that was trained. A random one says
+# little unless it is scaled as the weights are: here, the weights into each neuron get
+# the norm of those that were trained, and biases stay as they are.
+
+
+# %%
+def random_direction(key):
+    leaves, treedef = jax.tree.flatten(eqx.filter(model, eqx.is_inexact_array))
+    norm = lambda w: jnp.linalg.norm(w, axis=-1, keepdims=True)
+    direction = []
+    for leaf, subkey in zip(leaves, jr.split(key, len(leaves)), strict=True):
+        drawn = jr.normal(subkey, leaf.shape)
+        is_bias = leaf.ndim == 1
+        direction.append(0 * leaf if is_bias else drawn * norm(leaf) / norm(drawn))
+    return jax.tree.unflatten(treedef, direction)
+
+
+# %% [markdown]
+# The other two directions are eigenvectors, of norm 1.
+
+# %%
+hessian, unravel = eqxbatch.filter_hessian(loss, in_axes=0, flat=True)(
+    model, images, labels
+)
+eigenvalues, eigenvectors = jnp.linalg.eigh(hessian)
+planes = {
+    "Random directions": [random_direction(key) for key in jr.split(jr.key(1))],
+    "Largest eigenvalues": [unravel(eigenvectors[:, -1]), unravel(eigenvectors[:, -2])],
+}
+
+
+# %% [markdown]
+# Now the loss of one image at one point. `a` and `b` are on an axis of the grid each,
+# so that they meet in every combination. An image and its label are on one axis, so
+# that they are zipped. The model and the directions are on none. The mean over the
+# images is taken as their losses come, so that of the 4.7 million cells of the grid,
+# only a block is there at any time.
+#
+# What is accumulated is the innermost axis. So a block of 20,000 cells is 11 points
+# with all images, and the parameters of a point are computed once for all of them.
+
+
+# %%
+def move(model, first, second, a, b):
+    parameters, rest = eqx.partition(model, eqx.is_inexact_array)
+    moved = jax.tree.map(lambda w, u, v: w + a * u + b * v, parameters, first, second)
+    return eqx.combine(moved, rest)
+
+
+def loss_at(model, first, second, a, b, image, label):
+    return loss(move(model, first, second, a, b), image, label)
+
+
+landscape = eqxbatch.filter_grid_vmap(
+    loss_at,
+    in_axes={"a": grid("i"), "b": grid("j"), "image": grid("k"), "label": grid("k")},
+    accumulator={"k": eqxbatch.Mean()},
+    block_size=20_000,
+)
+steps = {
+    "Random directions": jnp.linspace(-1, 1, 51),
+    "Largest eigenvalues": jnp.linspace(-3, 3, 51),
+}
+surfaces = {}
+for name, (first, second) in planes.items():
+    a = b = steps[name]
+    surfaces[name] = landscape(model, first, second, a, b, images, labels)
+    print(f"{name}: {surfaces[name].shape}, losses up to {surfaces[name].max():.2f}")
+
+# %% [markdown]
+# At some points, the same is computed directly.
+
+# %%
+for name, (first, second) in planes.items():
+    for i, j in ((25, 25), (0, 50), (13, 40)):
+        moved = move(model, first, second, steps[name][i], steps[name][j])
+        directly = jnp.mean(jax.vmap(loss, (None, 0, 0))(moved, images, labels))
+        np.testing.assert_allclose(surfaces[name][i, j], directly, rtol=1e-4)
+
+# %% [markdown]
+# The curvature of the second plane is known: it is the eigenvalues. That of the surface
+# is much the same, as far as differences of its points tell.
+
+# %%
+surface, width = surfaces["Largest eigenvalues"], 6 / 50
+for number, near in enumerate((surface[24:27, 25], surface[25, 24:27]), start=1):
+    curvature = (near[0] - 2 * near[1] + near[2]) / width**2
+    print(f"eigenvalue {eigenvalues[-number]:.3f}, of the surface {curvature:.3f}")
+    np.testing.assert_allclose(curvature, eigenvalues[-number], rtol=0.1)
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+levels = (0.07, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 2, 3, 5)
+for axis, (name, surface) in zip(axes, surfaces.items(), strict=True):
+    # Rows of what `contour` takes go along the vertical axis.
+    lines = axis.contour(steps[name], steps[name], surface.T, levels, norm="log")
+    axis.clabel(lines, fmt="%g", fontsize=7)
+    axis.plot(0, 0, "k+")
+    axis.set(title=name, xlabel="along the first", ylabel="along the second")
+path = pathlib.Path("loss_landscape.png")
+figure.savefig(path, dpi=120)
+print(f"saved {path}")
