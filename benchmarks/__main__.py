@@ -7,6 +7,7 @@ import sys
 from . import (
     batch_kernel,
     curvature,
+    grid,
     harness,
     kernels,
     micro_grad,
@@ -16,7 +17,15 @@ from . import (
 
 
 # Each has `NAME` and `run(quick) -> (results, table, bars)`.
-SUITES = (micro_vmap, micro_grad, curvature, kernels, monte_carlo, batch_kernel)
+SUITES = (
+    micro_vmap,
+    grid,
+    micro_grad,
+    curvature,
+    kernels,
+    monte_carlo,
+    batch_kernel,
+)
 
 HERE = pathlib.Path(__file__).parent
 

@@ -13,6 +13,7 @@ from optax import microbatching
 from eqxbatch import (
     Concat,
     filter_grid_vmap,
+    filter_micro_vmap,
     grid,
     LogSumExp,
     Max,
@@ -237,6 +238,17 @@ class TestUse:
         ours = filter_grid_vmap(product, in_axes=(grid("i"), grid("j")), block_size=4)
         got = jax.jit(jax.vmap(ours, (0, None)))(x, y)
         assert_same(got, jnp.sin(x)[:, :, None] * y[None, None])
+
+    def test_is_hashable(self):
+        """As `jax.jit` wants it, also with dicts of settings."""
+        over = {"x": grid("i"), "y": grid("j")}
+        ours = filter_grid_vmap(product, in_axes=over, accumulator={"i": Mean()})
+        again = filter_grid_vmap(product, in_axes=over, accumulator={"i": Mean()})
+        assert hash(ours) == hash(again)
+        x = jnp.arange(3.0)
+        assert_same(jax.jit(ours)(x, x), ours(x, x))
+        mapped = filter_micro_vmap(product, in_axes={"x": 0, "y": None})
+        assert_same(jax.jit(mapped)(x, 2.0), product(x, 2.0))
 
     def test_second_call_traces_nothing(self):
         fun = CountTraces(product)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax.tree_util as jtu
 
 
 class AbstractTransform(eqx.Module):
@@ -33,6 +34,11 @@ class Transformed(eqx.Module):
 
     _transform: AbstractTransform
     _fun: Callable
+
+    def __hash__(self) -> int:
+        # Fields can be dicts, such as `in_axes`, but for PyTrees that is structure.
+        leaves, treedef = jtu.tree_flatten(self)
+        return hash((treedef, *leaves))
 
     @property
     def __wrapped__(self) -> Callable:

@@ -1,0 +1,141 @@
+"""`filter_grid_vmap` beside nested `jax.vmap`s, and `jax.lax.map`s around them."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from eqxbatch import filter_grid_vmap, grid, Mean
+from .harness import Bar, bars_of, Case, measure, OURS, results
+
+
+NAME = "grid"
+KEY = jr.key(0)
+NESTED = "nested jax.vmap"
+LOOP = "jax.lax.map of jax.vmap"
+
+
+def nested(fun: Any, *axes: Any) -> Any:
+    """`jax.vmap` over each of these, the first of them outermost."""
+    for in_axes in reversed(axes):
+        fun = jax.vmap(fun, in_axes)
+    return fun
+
+
+def cells(size: int) -> Case:
+    """The 50 x 50 grid of the docs, only larger."""
+    x, y = jr.normal(KEY, (2, size))
+    fun = lambda x, y: jnp.sin(x) * y
+    ours = filter_grid_vmap(fun, in_axes=(grid("i"), grid("j")))
+    return Case(
+        name="cells",
+        title=f"sin(x) y, {size:,} x {size:,}, at once",
+        ways={OURS: ours, NESTED: nested(fun, (0, None), (None, 0))},
+        args=(x, y),
+        unbounded=(),
+        # Neither needs any.
+        best_memory=None,
+    )
+
+
+def ensemble(models: int, inputs: int, block: int | None) -> Case:
+    """Members of an ensemble by inputs."""
+    make = lambda key: eqx.nn.MLP(64, 10, 256, 2, key=key)
+    members = eqx.filter_vmap(make)(jr.split(KEY, models))
+    arrays, static = eqx.partition(members, eqx.is_array)
+    x = jr.normal(KEY, (inputs, 64))
+
+    def predict(arrays: Any, x: jax.Array) -> jax.Array:
+        return eqx.combine(arrays, static)(x)
+
+    ours = filter_grid_vmap(
+        predict, in_axes=(grid("model"), grid("x")), block_size=block
+    )
+    ways = {OURS: ours, NESTED: nested(predict, (0, None), (None, 0))}
+    if block is not None:
+
+        def loop(arrays: Any, x: jax.Array) -> jax.Array:
+            of_one = lambda arrays: jax.lax.map(
+                lambda x: predict(arrays, x), x, batch_size=block
+            )
+            return jax.lax.map(of_one, arrays)
+
+        ways[LOOP] = loop
+    how = "at once" if block is None else f"by {block:,}"
+    return Case(
+        name=f"ensemble, {how}",
+        title=f"{models} MLPs of 86,000 parameters by {inputs:,} inputs, {how}",
+        ways=ways,
+        args=(arrays, x),
+        unbounded=() if block is None else (NESTED,),
+        best_memory=1.01,
+    )
+
+
+def landscape(points: int, inputs: int) -> Case:
+    """The mean loss over inputs, for a plane of parameters."""
+    mlp = eqx.nn.MLP(64, 10, 128, 2, key=KEY)
+    arrays, static = eqx.partition(mlp, eqx.is_array)
+    x = jr.normal(KEY, (inputs, 64))
+    a = b = jnp.linspace(-1, 1, points)
+
+    def loss(arrays: Any, a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        moved = jax.tree.map(lambda w: w * (1 + a) + b, arrays)
+        return jnp.sum(eqx.combine(moved, static)(x) ** 2)
+
+    ours = filter_grid_vmap(
+        loss,
+        in_axes={"a": grid("i"), "b": grid("j"), "x": grid("x")},
+        accumulator={"x": Mean()},
+        block_size=inputs,
+    )
+
+    def all_at_once(arrays: Any, a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        over = nested(
+            loss, (None, 0, None, None), (None, None, 0, None), (None, None, None, 0)
+        )
+        return over(arrays, a, b, x).mean(-1)
+
+    def loop(arrays: Any, a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        one = lambda a, b: jax.vmap(loss, (None, None, None, 0))(arrays, a, b, x).mean()
+        return jax.lax.map(lambda a: jax.lax.map(lambda b: one(a, b), b), a)
+
+    return Case(
+        name="landscape",
+        title=f"mean loss over {inputs:,} inputs, {points} x {points}, by {inputs:,}",
+        ways={OURS: ours, NESTED: all_at_once, LOOP: loop},
+        args=(arrays, a, b, x),
+        unbounded=(NESTED,),
+        best_memory=1.01,
+    )
+
+
+def flat_bars() -> list[Bar]:
+    """Temporaries do not grow with the grid."""
+
+    def temporaries(models: int) -> int:
+        case = ensemble(models, 1024, 256)
+        compiled = jax.jit(case.ways[OURS]).lower(*case.args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    growth = temporaries(32) / temporaries(2)
+    return [Bar("temporaries for 16 times the models, of those for 1", growth, 1.001)]
+
+
+def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
+    """The figures as JSON, the table of the docs, and the bars."""
+    cases = [
+        cells(200 if quick else 2_000),
+        ensemble(2 if quick else 8, 256 if quick else 4_096, None),
+        ensemble(2 if quick else 8, 256 if quick else 4_096, 64 if quick else 512),
+        landscape(3 if quick else 21, 128 if quick else 512),
+    ]
+    bars = flat_bars()
+    measured = []
+    for case in cases:
+        rows = measure(case, rounds=5 if quick else 25)
+        measured.append((case, rows))
+        bars += bars_of(case, rows)
+    return *results(measured, bars), bars
