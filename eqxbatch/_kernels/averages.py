@@ -157,30 +157,25 @@ class Samples(eqx.Module):
             out_axes=eqx.if_array(0),
             accumulator=accumulator,
             blocking=Blocking(size, None, False),
-            vmap_fn=functools.partial(_vmap, samples=self.samples),
+            vmap_fn=jax.vmap if self.samples is None else _spread_vmap(self.samples),
         )
         index = start + jnp.arange(num, dtype=jnp.int32)
         of_one = functools.partial(self.kernels, request)
         return transform.apply(of_one, (index,), {})
 
 
-def _vmap(
-    fun: Callable, in_axes: Any, out_axes: Any, *, samples: MeshAxis | None
-) -> Callable[[list], Any]:
-    """`jax.vmap` over samples, which devices share where they can."""
+def _spread_vmap(axis: MeshAxis) -> Callable[..., Callable[[list], Any]]:
+    """`jax.vmap` over samples, which the devices share where they can."""
 
-    def run(rows: list) -> Any:
-        (num,) = {x.shape[0] for x in rows}
-        if num == 1:
-            # What XLA makes of a batch of one can be slower than of none.
-            mapped, unmapped = fun([x[0] for x in rows])
-            return [x[None] for x in mapped], unmapped
-        name = None
-        if samples is not None and num % samples.num == 0:
-            name = samples.name
-        return jax.vmap(fun, in_axes, out_axes, spmd_axis_name=name)(rows)
+    def vmap(fun: Callable, in_axes: Any, out_axes: Any) -> Callable[[list], Any]:
+        def run(rows: list) -> Any:
+            (num,) = {x.shape[0] for x in rows}
+            name = axis.name if num % axis.num == 0 else None
+            return jax.vmap(fun, in_axes, out_axes, spmd_axis_name=name)(rows)
 
-    return run
+        return run
+
+    return vmap
 
 
 # All that changes from one batch of samples to the next is donated, or a number.

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from .._blocks.accumulators import Concat, Last
@@ -78,8 +79,16 @@ class MicroVmap(AbstractTransform):
             kwargs["axis_name"] = self.axis_name
         if not rows:
             kwargs["axis_size"] = size
-        vmapped = self.vmap_fn(one, (list(batch.axes),), (0, None), **kwargs)
-        mapped, unmapped = vmapped(rows)
+        if size == 1 and self.vmap_fn is jax.vmap and self.axis_name is None:
+            # What XLA makes of a batch of one is slower than what it makes of none.
+            pairs = zip(rows, batch.axes, strict=True)
+            mapped, unmapped = one(
+                [lax.index_in_dim(x, 0, axis, keepdims=False) for x, axis in pairs]
+            )
+            mapped = [x[None] for x in mapped]
+        else:
+            vmapped = self.vmap_fn(one, (list(batch.axes),), (0, None), **kwargs)
+            mapped, unmapped = vmapped(rows)
         leaves, axes = [], []
         for leaf, axis in zip(traced["leaves"], traced["axes"], strict=True):
             if axis is not None:
