@@ -694,7 +694,7 @@ class TestMemory:
         assert sizes[1] <= 1.1 * sizes[0]
 
     def test_flat_in_the_number_of_columns(self, getkey):
-        diff, static = self.model(getkey, width=24)
+        diff, static = self.model(getkey, depth=3)
         args = (diff, *batch(getkey(), 256))
         sizes = [
             memory(
