@@ -6,6 +6,8 @@
 # pass through all of the data: a grid of three axes, two of which are the plane, and a
 # mean over the third. Here it is for scikit-learn's handwritten digits, in a plane of
 # random directions and in that of the two largest eigenvalues of the Hessian.
+#
+# First, though, a function of two numbers.
 
 # %%
 import pathlib
@@ -23,6 +25,17 @@ import eqxbatch
 from eqxbatch import grid
 
 
+horizontal, vertical = jnp.linspace(0, 6, 50), jnp.linspace(-1, 1, 50)
+on_grid = eqxbatch.filter_grid_vmap(
+    lambda x, y: jnp.sin(x) * y, in_axes={"x": grid("i"), "y": grid("j")}
+)
+values = on_grid(horizontal, vertical)
+np.testing.assert_allclose(values, np.outer(np.sin(horizontal), vertical), atol=1e-6)
+
+# %% [markdown]
+# And now the digits.
+
+# %%
 digits = load_digits()
 images = jnp.asarray(digits.data / 16, jnp.float32)
 labels = jnp.asarray(digits.target, jnp.int32)
@@ -145,10 +158,12 @@ for number, near in enumerate((surface[24:27, 25], surface[25, 24:27]), start=1)
     np.testing.assert_allclose(curvature, eigenvalues[-number], rtol=0.1)
 
 # %%
-figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+# Rows of what `contour` takes go along the vertical axis.
+axes[0].contourf(horizontal, vertical, values.T)
+axes[0].set(title="sin(x) y", xlabel="x", ylabel="y")
 levels = (0.07, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 2, 3, 5)
-for axis, (name, surface) in zip(axes, surfaces.items(), strict=True):
-    # Rows of what `contour` takes go along the vertical axis.
+for axis, (name, surface) in zip(axes[1:], surfaces.items(), strict=True):
     lines = axis.contour(steps[name], steps[name], surface.T, levels, norm="log")
     axis.clabel(lines, fmt="%g", fontsize=7)
     axis.plot(0, 0, "k+")
