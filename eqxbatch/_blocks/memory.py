@@ -1,7 +1,6 @@
 """Block sizes from a memory budget, by asking the compiler."""
 
 import collections
-import operator
 import os
 import re
 from collections.abc import Callable
@@ -12,6 +11,8 @@ import jax
 import jax.extend.core as jex
 import jax.tree_util as jtu
 from jaxtyping import PyTree
+
+from .integers import as_int
 
 
 _UNITS = {
@@ -99,21 +100,18 @@ def check_size(name: str, size: Any) -> int | MemoryBudget | None:
     """
     if size is None or isinstance(size, MemoryBudget):
         return size
-    try:
-        if isinstance(size, (bool, jax.Array)):
-            raise TypeError
-        size = operator.index(size)
-    except TypeError:
+    number = None if isinstance(size, jax.Array) else as_int(size)
+    if number is None:
         raise TypeError(
             f"`{name}` must be an int, a `MemoryBudget` or None; got {size!r} of type "
             f"{type(size).__name__}. It sets the shapes of the compiled program, so "
             "it must be known when that is made."
-        ) from None
-    if size < 1:
-        raise ValueError(
-            f"`{name}` must be at least 1; got {size}. Use None for one block."
         )
-    return size
+    if number < 1:
+        raise ValueError(
+            f"`{name}` must be at least 1; got {number}. Use None for one block."
+        )
+    return number
 
 
 def resolve_size(

@@ -64,6 +64,14 @@ class Request(eqx.Module):
     def moments(self) -> RunningMean | Variance:
         return Variance(ddof=1) if self.with_error else RunningMean()
 
+    def average(
+        self, samples: "Samples", start: int, num: int, *, is_final: bool
+    ) -> "Average":
+        """What `num` samples, from number `start` on, give for any block of it."""
+        at = jnp.asarray(start, jnp.int32)
+        of_block = samples.of_block()
+        return Average(of_block, self.names, self.with_error, at, num, is_final)
+
 
 class _OfSample(eqx.Module):
     """The kernels of one random model, as a kernel function."""
@@ -315,15 +323,7 @@ class OnHost:
         return self.samples.sizes(num) if self.in_batches else [num]
 
     def advanced(self, state: Any, start: int, num: int) -> list[PyTree]:
-        at = jnp.asarray(start, jnp.int32)
-        average = Average(
-            self.samples.of_block(),
-            self.request.names,
-            self.request.with_error,
-            at,
-            num,
-            is_final=False,
-        )
+        average = self.request.average(self.samples, start, num, is_final=False)
         more = self.run(average, self.request)
         if state is None:
             return jtu.tree_map(

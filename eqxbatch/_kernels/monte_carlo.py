@@ -1,6 +1,6 @@
 """Kernels averaged over random models."""
 
-import operator
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
+from .._blocks.integers import as_int
 from .._blocks.memory import check_size, MemoryBudget
 from .._blocks.progress import AbstractProgressMeter, NoProgressMeter
 from .._sites.output_axes import Mirror
@@ -204,11 +205,8 @@ class MonteCarloKernel(eqx.Module):
             check_mesh(mesh, mesh_axis) if has_rows else None,
             None if sample_axis is None else check_mesh(mesh, sample_axis),
         )
-        if (
-            self._store is not None
-            and sample_axis is not None
-            and mesh_axis is not None
-        ):
+        is_spread_twice = sample_axis is not None and mesh_axis is not None
+        if self._store is not None and is_spread_twice:
             raise ValueError(
                 "With a `store`, devices share the rows of a block or the samples, and "
                 f"not both; got `mesh_axis={mesh_axis!r}` and "
@@ -234,7 +232,8 @@ class MonteCarloKernel(eqx.Module):
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`, averaged."""
         get = self._get if get is None else get
-        request = self._request(x1, x2, get, key, kwargs, self._tol is not None)
+        with_error = self._tol is not None
+        request = Request(names_of(get), with_error, x1, x2, key, kwargs)
         estimates = self._estimates(request, get, None)
         kernels = (estimate.kernel for estimate in estimates)
         return kernels if self._is_generator else next(kernels)
@@ -256,20 +255,9 @@ class MonteCarloKernel(eqx.Module):
         there had been no interruption.
         """
         get = self._get if get is None else get
-        request = self._request(x1, x2, get, key, kwargs, True)
+        request = Request(names_of(get), True, x1, x2, key, kwargs)
         estimates = self._estimates(request, get, previous)
         return estimates if self._is_generator else next(estimates)
-
-    def _request(
-        self,
-        x1: PyTree,
-        x2: PyTree,
-        get: Any,
-        key: Any,
-        kwargs: dict[str, Any],
-        with_error: bool,
-    ) -> Request:
-        return Request(names_of(get), with_error, x1, x2, key, kwargs)
 
     def _estimates(
         self, request: Request, get: Any, previous: MonteCarloEstimate | None
@@ -312,14 +300,7 @@ class MonteCarloKernel(eqx.Module):
         self, samples: Samples, request: Request, get: Any, num: int
     ) -> Iterator[MonteCarloEstimate]:
         """The estimate, each block of which is averaged before the next."""
-        average = Average(
-            samples.of_block(),
-            request.names,
-            request.with_error,
-            jnp.zeros((), jnp.int32),
-            num,
-            is_final=True,
-        )
+        average = request.average(samples, 0, num, is_final=True)
         means, errors = self._run_blocks(average, request)
         yield _estimate(request, get, means, errors, num)
 
@@ -341,7 +322,7 @@ class MonteCarloKernel(eqx.Module):
             state = engine.resumed(means, errors, num)
         meter = self._meter if self._store is None else NoProgressMeter()
         has_meter = not isinstance(meter, NoProgressMeter)
-        spans = zip((num, *counts), counts, strict=False)
+        spans = itertools.pairwise((num, *counts))
         total = sum(len(engine.sizes(end - start)) for start, end in spans)
         num_nans, is_done = 0, False
         with Metered(meter, total, 0) as metered:
@@ -412,15 +393,13 @@ def _check_counts(n_samples: Any) -> tuple[tuple[int, ...], bool]:
     found: list[Any] = list(n_samples) if is_several else [n_samples]
     counts = set()
     for count in found:
-        try:
-            if isinstance(count, bool):
-                raise TypeError
-            counts.add(operator.index(count))
-        except TypeError:
+        number = as_int(count)
+        if number is None:
             raise TypeError(
                 "`n_samples` must be an int or an iterable of ints; got "
                 f"{n_samples!r} of type {type(n_samples).__name__}."
-            ) from None
+            )
+        counts.add(number)
     if not counts or min(counts) < 1:
         raise ValueError(
             f"`n_samples` must be at least 1, and at least one number; got {n_samples}."

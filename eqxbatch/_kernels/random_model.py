@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
 from .._blocks.apart import apart, true_of
+from .._blocks.describe import type_of
 from .._blocks.jaxprs import evaluate_jaxpr
 from .._transforms.selection import Selection
 
@@ -105,7 +106,7 @@ def check_models(models: RandomModels) -> None:
             )
         found.append(
             {
-                jtu.keystr(path): (x.shape, str(x.dtype))
+                jtu.keystr(path): type_of(x)
                 for path, x in jtu.tree_leaves_with_path(drawn)
                 if hasattr(x, "dtype")
             }

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
+from .._blocks.describe import type_of
 from .._blocks.jaxprs import evaluate_jaxpr, trace_example
 from .._sites.output_axes import axis_roles, OutputAxes
 from .._transforms.selection import Selection
@@ -65,9 +66,10 @@ class TracedModel:
         self.axes = self._output_axes(is_diagonal)
         pairs = {axes.pairs_examples for axes in self.axes}
         if len(pairs) == 2:
+            types = jtu.tree_map(type_of, self.out)
             raise ValueError(
                 "`diagonal_axes` has the axis of the examples of some outputs, but not "
-                f"of all; got {self.settings.diagonal_axes} for {_describe(self.out)}."
+                f"of all; got {self.settings.diagonal_axes} for {types}."
             )
         self.is_each = pairs == {False}
         if self.is_each:
@@ -120,10 +122,11 @@ class TracedModel:
             jtu.tree_map(lambda x: (len(x.shape), str(x.dtype)), out) for out in found
         ]
         if types[0] != types[1]:
+            types = [jtu.tree_map(type_of, out) for out in found]
             raise ValueError(
                 "The model must return arrays of the same structure, rank and dtype "
-                "for an example of `x1` and for one of `x2`; got "
-                f"{_describe(found[0])} and {_describe(found[1])}."
+                f"for an example of `x1` and for one of `x2`; got {types[0]} and "
+                f"{types[1]}."
             )
         return jtu.tree_leaves(found[1])
 
@@ -146,10 +149,3 @@ class TracedModel:
             # A square tile has its mirror image in a tile.
             rows = columns = min(rows, columns)
         return rows, columns
-
-
-def _describe(out: PyTree) -> Any:
-    return jtu.tree_map(
-        lambda x: (x.shape, str(x.dtype)) if isinstance(x, jax.ShapeDtypeStruct) else x,
-        out,
-    )

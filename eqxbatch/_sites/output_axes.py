@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import operator
 from typing import Any, Literal
 
 import equinox as eqx
@@ -12,6 +11,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
+from .._blocks.integers import as_int
 from .contract import EXAMPLE, Label, Labels, OTHER_EXAMPLE
 
 
@@ -229,16 +229,14 @@ def check_axes(name: str, axes: Any) -> tuple[int, ...]:
         axes = (axes,)
     checked = []
     for axis in axes:
-        try:
-            if isinstance(axis, bool):
-                raise TypeError
-            checked.append(operator.index(axis))
-        except TypeError:
+        number = as_int(axis)
+        if number is None:
             raise TypeError(
                 f"`{name}` must be an int or a tuple of ints; got {axis!r} of type "
                 f"{type(axis).__name__}. They are axes of what the model returns for "
                 "a batch."
-            ) from None
+            )
+        checked.append(number)
     return tuple(checked)
 
 

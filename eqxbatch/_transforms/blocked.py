@@ -1,7 +1,6 @@
 """What the transforms that run in microbatches have in common."""
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .._blocks.axes import Batch
 from .._blocks.block import Blocks
+from .._blocks.integers import as_int
 from .._blocks.loop import run_blocks
 from .._blocks.memory import check_size, MemoryBudget, resolve_size
 from .._blocks.mesh import num_parts
@@ -89,12 +89,10 @@ def _check_count(count: Any) -> int | Array | None:
             return count
         got = f"an array of shape {count.shape} and dtype {count.dtype}"
     else:
-        try:
-            if isinstance(count, bool):
-                raise TypeError
-            return operator.index(count)
-        except TypeError:
-            got = f"{count!r} of type {type(count).__name__}"
+        number = as_int(count)
+        if number is not None:
+            return number
+        got = f"{count!r} of type {type(count).__name__}"
     raise TypeError(
         "`num_real_microbatches` must be an int, an integer array of shape (), or "
         f"None; got {got}."

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ from jaxtyping import PyTree
 
 from .._blocks.accumulators import Concat
 from .._blocks.axes import argument_specs, leaf_name, positional_names
+from .._blocks.integers import as_int
 from .._blocks.memory import check_size, MemoryBudget, resolve_size
 from .._blocks.prefix import match_prefix
 from .._blocks.slots import canonicalise, is_accumulator
@@ -73,15 +73,13 @@ def grid(name: str | Sequence[str], axis: int | Sequence[int] = 0) -> GridAxis:
 
 
 def _as_axis(axis: Any) -> int:
-    if not isinstance(axis, bool):
-        try:
-            return operator.index(axis)
-        except TypeError:
-            pass
-    raise TypeError(
-        f"The number of an axis must be an int; got {axis!r} of type "
-        f"{type(axis).__name__}."
-    )
+    number = as_int(axis)
+    if number is None:
+        raise TypeError(
+            f"The number of an axis must be an int; got {axis!r} of type "
+            f"{type(axis).__name__}."
+        )
+    return number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
+from .._blocks.describe import type_of
 from .._blocks.memory import MemoryBudget
 from .._blocks.mesh import sum_varying, vary, varying
 from .._blocks.moments import Mean, Sum
@@ -82,17 +83,12 @@ def _checked(vector: PyTree, diff: PyTree) -> list[Array]:
         for tree in (eqx.filter(vector, eqx.is_inexact_array), diff)
     ]
     if types[0] != types[1]:
+        expected, got = (jtu.tree_map(type_of, tree) for tree in (diff, vector))
         raise ValueError(
             "The vector must have the structure, shapes and dtypes of what is "
-            f"differentiated, {_described(diff)}; got {_described(vector)}."
+            f"differentiated, {expected}; got {got}."
         )
     return jtu.tree_leaves(eqx.filter(vector, eqx.is_inexact_array))
-
-
-def _described(tree: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x: (x.shape, str(x.dtype)) if eqx.is_array(x) else x, tree
-    )
 
 
 def _made(public: Callable, settings: dict[str, Any]) -> Any:

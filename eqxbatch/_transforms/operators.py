@@ -24,18 +24,38 @@ class _AbstractCurvatureOperator(lineax.AbstractLinearOperator):
     args: eqx.AbstractVar[tuple]
     kwargs: eqx.AbstractVar[dict[str, Any]]
     tags: eqx.AbstractVar[frozenset]
+    _parameters: eqx.AbstractVar[PyTree]
 
     @abc.abstractmethod
-    def mv(self, vector: PyTree[Inexact[Array, "..."]]) -> PyTree:
-        """The product with a vector, exactly, in microbatches."""
+    def _product(self) -> Callable[..., PyTree]:
+        """What multiplies it with a vector, exactly, in microbatches."""
 
     @abc.abstractmethod
-    def as_pytree(self) -> PyTree:
-        """The matrix as a PyTree of PyTrees."""
+    def _matrix(self, **settings: Any) -> Callable[..., Any]:
+        """What returns the matrix."""
 
     @abc.abstractmethod
     def diagonal(self) -> Inexact[Array, " n"]:
         """The diagonal of the matrix."""
+
+    def mv(self, vector: PyTree) -> PyTree:
+        first, *rest = self.args
+        return self._product()(first, vector, *rest, **self.kwargs)
+
+    def as_pytree(self) -> PyTree:
+        return self._matrix()(*self.args, **self.kwargs)
+
+    def as_matrix(self) -> Inexact[Array, "n n"]:
+        return self._matrix(flat=True)(*self.args, **self.kwargs)[0]
+
+    def transpose(self) -> "_AbstractCurvatureOperator":
+        return self
+
+    def in_structure(self) -> PyTree:
+        return self._parameters
+
+    def out_structure(self) -> PyTree:
+        return self._parameters
 
 
 _Operator = _AbstractCurvatureOperator
@@ -126,30 +146,15 @@ class HessianOperator(_AbstractCurvatureOperator):
         }
         self._parameters = _parameters(args, kwargs, where, filter_spec)
 
-    def mv(self, vector: PyTree) -> PyTree:
-        first, *rest = self.args
-        product = filter_hvp(self.fun, **self._settings)
-        return product(first, vector, *rest, **self.kwargs)
+    def _product(self) -> Callable[..., PyTree]:
+        return filter_hvp(self.fun, **self._settings)
 
-    def as_pytree(self) -> PyTree:
-        return filter_hessian(self.fun, **self._settings)(*self.args, **self.kwargs)
-
-    def as_matrix(self) -> Inexact[Array, "n n"]:
-        hessian = filter_hessian(self.fun, flat=True, **self._settings)
-        return hessian(*self.args, **self.kwargs)[0]
+    def _matrix(self, **settings: Any) -> Callable[..., Any]:
+        return filter_hessian(self.fun, **settings, **self._settings)
 
     def diagonal(self) -> Inexact[Array, " n"]:
         diagonal = filter_hessian_diagonal(self.fun, flat=True, **self._settings)
         return diagonal(*self.args, **self.kwargs)[0]
-
-    def transpose(self) -> "HessianOperator":
-        return self
-
-    def in_structure(self) -> PyTree:
-        return self._parameters
-
-    def out_structure(self) -> PyTree:
-        return self._parameters
 
 
 class GGNOperator(_AbstractCurvatureOperator):
@@ -213,30 +218,14 @@ class GGNOperator(_AbstractCurvatureOperator):
         }
         self._parameters = _parameters(args, kwargs, where, filter_spec)
 
-    def mv(self, vector: PyTree) -> PyTree:
-        first, *rest = self.args
-        product = filter_ggnvp(self.fun, self.loss, **self._settings)
-        return product(first, vector, *rest, **self.kwargs)
+    def _product(self) -> Callable[..., PyTree]:
+        return filter_ggnvp(self.fun, self.loss, **self._settings)
 
-    def as_pytree(self) -> PyTree:
-        matrix = filter_ggn(self.fun, self.loss, **self._settings)
-        return matrix(*self.args, **self.kwargs)
-
-    def as_matrix(self) -> Inexact[Array, "n n"]:
-        matrix = filter_ggn(self.fun, self.loss, flat=True, **self._settings)
-        return matrix(*self.args, **self.kwargs)[0]
+    def _matrix(self, **settings: Any) -> Callable[..., Any]:
+        return filter_ggn(self.fun, self.loss, **settings, **self._settings)
 
     def diagonal(self) -> Inexact[Array, " n"]:
         return jnp.diagonal(self.as_matrix())
-
-    def transpose(self) -> "GGNOperator":
-        return self
-
-    def in_structure(self) -> PyTree:
-        return self._parameters
-
-    def out_structure(self) -> PyTree:
-        return self._parameters
 
 
 def _tags(tags: Any) -> frozenset:
