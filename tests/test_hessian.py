@@ -693,6 +693,14 @@ class TestMemory:
         ]
         assert sizes[1] <= 1.1 * sizes[0]
 
+    def test_terms_of_few_pairs_are_there_at_once(self, getkey):
+        model = eqx.nn.MLP(32, "scalar", 32, 3, jnp.tanh, key=getkey())
+        diff, static = eqx.partition(model, eqx.is_inexact_array)
+        args = (diff, jr.normal(getkey(), (5, 32)), jr.normal(getkey(), (5,)))
+        result = memory(self.of(5, static, method="sites"), *args)
+        # With those of all pairs, it is as large as the matrix.
+        assert result.temp_size_in_bytes <= 0.7 * result.output_size_in_bytes
+
     def test_flat_in_the_number_of_columns(self, getkey):
         diff, static = self.model(getkey, depth=3)
         args = (diff, *batch(getkey(), 256))

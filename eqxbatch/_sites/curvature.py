@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._blocks.accumulators import common_dtype, widened
+from .._blocks.apart import apart, true_of
+from .._blocks.grouped import grouped
 from .._blocks.jaxprs import depends, evaluate_jaxpr, num_operations
 from .._blocks.mesh import vary, varying
 from .choose import FLOPS_PER_BYTE
@@ -42,6 +44,9 @@ from .trace import Program, Site
 
 
 Pair = tuple[int, int]
+
+# What is less than that is not worth to be kept apart.
+_LEAST_BYTES = 2**23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +241,23 @@ class Blocks:
 
     def sums(self, terms: Terms) -> list[Inexact[Array, "..."]]:
         """One for each pair that is wanted, summed over the examples."""
-        return [self._sum(pair, terms) for pair in self.wanted.pairs]
+        pairs = self.wanted.pairs
+        groups = grouped([self._num_bytes(pair) for pair in pairs], _LEAST_BYTES)
+        if len(groups) == 1:
+            return [self._sum(pair, terms) for pair in pairs]
+        found: list[Array] = []
+        for group in groups:
+            run = lambda group=group: [self._sum(pairs[i], terms) for i in group]
+            # XLA for CPUs would compute the terms of all pairs before it adds any. Here
+            # what a group waits for is a number of the one before.
+            before = found[-1] if found else self.leaves[0]
+            found += apart(run, true_of(before.ravel()[:1]))()
+        return found
+
+    def _num_bytes(self, pair: Pair) -> int:
+        first, second = (self.leaves[leaf] for leaf in pair)
+        entries = first.size * (1 if self.wanted.is_diagonal else second.size)
+        return entries * first.dtype.itemsize
 
     def _sum(self, pair: Pair, terms: Terms) -> Array:
         first, second = (self.leaves[leaf] for leaf in pair)

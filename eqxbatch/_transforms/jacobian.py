@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .._blocks.axes import unbatched
 from .._blocks.columns import columns, images
+from .._blocks.grouped import grouped
 from .._blocks.jaxprs import evaluate_jaxpr, trace_example
 from .._blocks.memory import MemoryBudget
 from .._blocks.slots import is_struct
@@ -20,7 +21,7 @@ from .column_size import ColumnSize
 from .curvature import check_outputs
 from .loss import Loss
 from .matrix import Unravel
-from .products import grouped, Mode, NO_FORWARD, replaced
+from .products import LEAST_COLUMNS, Mode, NO_FORWARD, replaced
 from .selection import check_complex, differentiated
 from .wrapper import AbstractTransform, transformed
 
@@ -145,7 +146,7 @@ def _by_columns(
 ) -> list[list[Array]]:
     """Forward-mode derivatives along the entries of the leaves."""
     result: list[list[Array]] = [[] for _ in structs]
-    for group in grouped([x.size for x in leaves]):
+    for group in grouped([x.size for x in leaves], LEAST_COLUMNS):
         point = [leaves[i] for i in group]
         at = lambda own, group=group: values(replaced(leaves, group, own))
         found = columns(jax.linearize(at, point)[1], point, size)
@@ -160,7 +161,7 @@ def _by_rows(
 ) -> list[list[Array]]:
     """Reverse-mode derivatives of the entries of the outputs."""
     result: list[list[Array]] = []
-    for group in grouped([struct.size for struct in structs]):
+    for group in grouped([x.size for x in structs], LEAST_COLUMNS):
         at = lambda leaves, group=group: [values(leaves)[i] for i in group]
         outs, pull = jax.vjp(at, leaves)
         found = images(lambda seeds, pull=pull: pull(seeds)[0], outs, size)

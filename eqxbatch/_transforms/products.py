@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._blocks.columns import images, Linear, own_entries
+from .._blocks.grouped import grouped
 from .._blocks.jaxprs import num_operations
 from .._sites.curvature import Pair, Wanted
 
@@ -23,8 +24,7 @@ from .._sites.curvature import Pair, Wanted
 # may take along.
 Mode = Literal["auto", "fwd", "rev"]
 NO_FORWARD = (TypeError, ValueError, NotImplementedError)
-_MOST_GROUPS = 8
-_LEAST_COLUMNS = 256
+LEAST_COLUMNS = 256
 
 
 # Takes leaves, the numbers of those that change, and of those whose rows are wanted. It
@@ -102,20 +102,8 @@ class ProductBlocks:
     def _groups(self) -> list[list[int]]:
         """The leaves whose columns are computed together: small ones with others."""
         sizes = [self.leaves[leaf].size for leaf in self.order]
-        groups = grouped(sizes)
+        groups = grouped(sizes, LEAST_COLUMNS)
         return [[self.order[i] for i in group] for group in groups]
-
-
-def grouped(sizes: list[int]) -> list[list[int]]:
-    """Consecutive arrays that are taken together: small ones with others."""
-    most = max(sum(sizes) // _MOST_GROUPS, _LEAST_COLUMNS)
-    groups: list[list[int]] = []
-    for i, size in enumerate(sizes):
-        if groups and sum(sizes[k] for k in groups[-1]) + size <= most:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
 
 
 def hessian_products(
