@@ -45,8 +45,9 @@ from .trace import Program, Site
 
 Pair = tuple[int, int]
 
-# What is less than that is not worth to be kept apart.
-_LEAST_BYTES = 2**23
+# Less than that is not worth keeping apart: the terms of its sums are small beside what
+# they are made of, all of which is there until the last one is.
+_LEAST_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,11 +243,11 @@ class Blocks:
     def sums(self, terms: Terms) -> list[Inexact[Array, "..."]]:
         """One for each pair that is wanted, summed over the examples."""
         pairs = self.wanted.pairs
-        groups = grouped([self._num_bytes(pair) for pair in pairs], _LEAST_BYTES)
-        if len(groups) == 1:
+        sizes = [self._num_bytes(pair) for pair in pairs]
+        if sum(sizes) <= _LEAST_BYTES:
             return [self._sum(pair, terms) for pair in pairs]
         found: list[Array] = []
-        for group in groups:
+        for group in grouped(sizes, least=0):
             run = lambda group=group: [self._sum(pairs[i], terms) for i in group]
             # XLA for CPUs would compute the terms of all pairs before it adds any. Here
             # what a group waits for is a number of the one before.
