@@ -7,15 +7,11 @@ import jax
 import jaxtyping
 import pytest
 
+from .flags import COMPILE_FAST, FOUR_DEVICES
 
-# Read when JAX first looks for devices, which is later than here. Programs run once, or
-# twice: to compile them takes longer, and half of that is spent to make them faster.
-_XLA_FLAGS = (
-    "--xla_force_host_platform_device_count=4",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-)
-os.environ.setdefault("XLA_FLAGS", " ".join(_XLA_FLAGS))
+
+# Read when JAX first looks for devices, which is later than here.
+os.environ.setdefault("XLA_FLAGS", f"{FOUR_DEVICES} {COMPILE_FAST}")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

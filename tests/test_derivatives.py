@@ -33,11 +33,11 @@ REDUCE = {
 }
 
 
-def losses(name, total, getkey, **kwargs):
+def losses(name, total, getkey, dtype=jnp.float32, **kwargs):
     """A loss of a model and data in microbatches, and the dense one."""
     accumulator, reduce = REDUCE[name]
     model = eqx.nn.MLP(3, 2, 5, 1, activation=jnp.tanh, key=getkey())
-    x, y = normal(getkey(), (3, total)), normal(getkey(), (total,))
+    x, y = (normal(getkey(), shape, dtype) for shape in ((3, total), (total,)))
 
     def fun(model, x, y):
         return model(x) * y
@@ -66,19 +66,23 @@ def losses(name, total, getkey, **kwargs):
 @pytest.mark.parametrize("name", REDUCE)
 @pytest.mark.parametrize("total", (1, 4, 5, 13))
 @pytest.mark.parametrize("checkpoint", (True, False))
+@pytest.mark.usefixtures("x64")
 def test_reverse_mode(name, total, checkpoint, getkey):
-    blocked, dense, args = losses(name, total, getkey, checkpoint=checkpoint)
+    blocked, dense, args = losses(
+        name, total, getkey, jnp.float64, checkpoint=checkpoint
+    )
     got = jax.grad(blocked, argnums=(0, 1, 2))(*args)
-    assert_same(got, jax.grad(dense, argnums=(0, 1, 2))(*args), tol=2e-4)
+    assert_same(got, jax.grad(dense, argnums=(0, 1, 2))(*args), tol=1e-9)
 
 
 @pytest.mark.parametrize("name", REDUCE)
 @pytest.mark.parametrize("total", (4, 13))
+@pytest.mark.usefixtures("x64")
 def test_forward_mode(name, total, getkey):
-    blocked, dense, args = losses(name, total, getkey)
-    tangents = jax.tree.map(lambda x: normal(getkey(), x.shape), args)
+    blocked, dense, args = losses(name, total, getkey, jnp.float64)
+    tangents = jax.tree.map(lambda x: normal(getkey(), x.shape, x.dtype), args)
     got = jax.jvp(blocked, args, tangents)
-    assert_same(got, jax.jvp(dense, args, tangents), tol=2e-4)
+    assert_same(got, jax.jvp(dense, args, tangents), tol=1e-9)
 
 
 @pytest.mark.matrix

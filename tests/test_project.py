@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from .flags import COMPILE_FAST
 from .layers import table
 
 
@@ -20,7 +21,7 @@ def run(*command, cwd):
         cwd=cwd,
         capture_output=True,
         text=True,
-        env={**os.environ, "MPLBACKEND": "agg", "XLA_FLAGS": ""},
+        env={**os.environ, "MPLBACKEND": "agg", "XLA_FLAGS": COMPILE_FAST},
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ KINDS = (AxisType.Auto, AxisType.Explicit)
 
 def make_mesh(kind, shape=(4,), names=("data",)):
     if jax.device_count() < 4:
-        pytest.fail("these tests need four devices: see XLA_FLAGS in conftest.py")
+        pytest.fail("these tests need four devices: see flags.py")
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
 
 

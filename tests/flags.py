@@ -1,0 +1,8 @@
+"""How XLA compiles what the tests run."""
+
+# Programs run once, or twice: to compile them takes longer than that, and half of it is
+# spent to make them faster.
+COMPILE_FAST = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
