@@ -224,7 +224,8 @@ class TestMemory:
             run, args = self.jacobian(block_size=size)
             sizes.append(memory(run, *args).temp_size_in_bytes)
         assert sizes == sorted(sizes)
-        assert 2 * sizes[0] < sizes[2]
+        # In older versions of XLA, what does not depend on columns takes most of it.
+        assert 1.2 * sizes[0] < sizes[2]
 
     def test_checkpoint(self):
         run, args = self.jacobian(block_size=5, checkpoint=True)

@@ -301,7 +301,7 @@ def test_damaged_chunks(how, getkey, tmp_path):
 
 
 RUN = """
-    import sys
+    import gc, sys
     import jax.numpy as jnp, numpy as np
     import eqxbatch
 
@@ -309,6 +309,8 @@ RUN = """
         y = x if y is None else y
         return jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, axis=-1))
 
+    # Python loses an interrupt that comes in a callback of its garbage collector.
+    gc.disable()
     x = np.random.default_rng(0).standard_normal((101, 3)).astype(np.float32)
     store = eqxbatch.ZarrStore(sys.argv[1])
     batched = eqxbatch.filter_batch_kernel(
@@ -377,8 +379,7 @@ def test_a_run_that_is_interrupted(tmp_path):
         whole = lambda: [x for x in tmp_path.rglob("c/*/*") if x.suffix != ".partial"]
         while len(whole()) < 10:
             time.sleep(0.01)
-        # Python loses an interrupt that comes in a callback of its garbage collector,
-        # so that there may have to be a second one.
+        # It may be lost in other callbacks, too.
         while process.poll() is None:
             process.send_signal(signal.SIGINT)
             time.sleep(1)

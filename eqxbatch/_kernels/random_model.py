@@ -50,8 +50,10 @@ class RandomModels(eqx.Module):
         It is drawn apart from what it is used for: XLA for CPUs would draw its numbers
         on one core, and anew for each use.
         """
-        init = lambda key, index: self.init(jr.fold_in(key, index))
-        closed, structs, static = eqx.filter_make_jaxpr(init)(self.key, index)
+        # Not in the condition: where one key is of all samples and the other is not, JAX
+        # 0.7 cannot tell what they have in common when it differentiates.
+        key = jr.fold_in(self.key, index)
+        closed, structs, static = eqx.filter_make_jaxpr(self.init)(key)
         evaluate = functools.partial(evaluate_jaxpr, closed.jaxpr, closed.consts)
         # Keys and numbers without a definite type do not get through a condition.
         is_random = [
@@ -59,12 +61,12 @@ class RandomModels(eqx.Module):
             for aval in closed.out_avals
         ]
         pick = lambda leaves: list(itertools.compress(leaves, is_random))
-        run = lambda key, index: pick(evaluate([key, index]))
+        run = lambda key: pick(evaluate([key]))
         bits = jr.key_data(self.key).astype(jnp.float32)
-        numbers = apart(run, true_of(bits))(self.key, index)
+        numbers = apart(run, true_of(bits))(key)
         leaves = [
             numbers.pop(0) if is_number else x
-            for x, is_number in zip(evaluate([self.key, index]), is_random, strict=True)
+            for x, is_number in zip(evaluate([key]), is_random, strict=True)
         ]
         treedef = jtu.tree_structure(structs)
         found = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
