@@ -50,8 +50,8 @@ class RandomModels(eqx.Module):
         It is drawn apart from what it is used for: XLA for CPUs would draw its numbers
         on one core, and anew for each use.
         """
-        # Not in the condition: where one key is of all samples and the other is not, JAX
-        # 0.7 cannot tell what they have in common when it differentiates.
+        # Not in the condition: a derivative of that raises in JAX 0.7, as one key is of
+        # all samples and the other is not.
         key = jr.fold_in(self.key, index)
         closed, structs, static = eqx.filter_make_jaxpr(self.init)(key)
         evaluate = functools.partial(evaluate_jaxpr, closed.jaxpr, closed.consts)
