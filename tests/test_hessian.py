@@ -656,6 +656,21 @@ class TestModes:
             close(filter_hessian(mean_of(error), **settings)(model, x, y), expected)
 
 
+@pytest.mark.usefixtures("x64")
+def test_scaled_parameters(getkey):
+    """As in the NTK parameterisation, by different numbers."""
+
+    def loss(parameters, x, y):
+        first, second = parameters
+        return (jnp.dot(3.0 * second, jnp.tanh((0.5 * first) @ x)) - y) ** 2
+
+    parameters = jr.normal(getkey(), (3, 2)), jr.normal(getkey(), (3,))
+    x, y = batch(getkey(), 5)
+    got = filter_hessian(loss, in_axes=0, method="sites")(parameters, x, y)
+    total = lambda parameters: mean_of(loss)(parameters, x, y)
+    close(got, jax.hessian(total)(parameters))
+
+
 class TestMemory:
     def of(self, num, static, loss=error, **settings):
         settings = {"in_axes": 0, "flat": True, **settings}
