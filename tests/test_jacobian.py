@@ -219,13 +219,18 @@ class TestMemory:
         return run, (parameters, grid)
 
     def test_smaller_blocks_take_less(self):
+        # Older versions of XLA fuse all columns of the lines, which then take nothing.
+        def smooth(weights, basis, window):
+            return window @ jnp.tanh(basis @ weights)
+
+        args = jnp.ones(40), jnp.ones((2_000, 40)), jnp.ones((10, 2_000))
         sizes = []
         for size in (1, 5, 20, None):
-            run, args = self.jacobian(block_size=size)
+            jacobian = filter_jacobian(smooth, flat=True, block_size=size)
+            run = lambda *args, jacobian=jacobian: jacobian(*args)[0]
             sizes.append(memory(run, *args).temp_size_in_bytes)
         assert sizes == sorted(sizes)
-        # In older versions of XLA, what does not depend on columns takes most of it.
-        assert 1.2 * sizes[0] < sizes[2]
+        assert 2 * sizes[0] < sizes[2]
 
     def test_checkpoint(self):
         run, args = self.jacobian(block_size=5, checkpoint=True)
