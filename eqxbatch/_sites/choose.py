@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import jax
 
-from .contract import are_comparable, contract_cost, EXAMPLE, Factors, norm_terms
+from .contract import contract_cost, EXAMPLE, Factors, norm_terms
+from .forms import is_allowed
 from .trace import Program, Site
 
 
@@ -113,7 +114,7 @@ def _choose(
     best = min(candidates, key=lambda contraction: contraction.cost)
     if len(sites) > MOST_SITES:
         return best
-    if not all(are_comparable(site, other) for site in sites for other in sites):
+    if not all(is_allowed("gram", site, other) for site in sites for other in sites):
         return best
     gram_flops, gram_size = 0.0, 0.0
 

@@ -20,11 +20,11 @@ from jaxtyping import Array, Bool, Inexact, Real
 
 from .._blocks.accumulators import widened
 from .._blocks.mesh import is_on_mesh
+from .forms import is_lettered, Label, labels_of, positions
 from .rules import Axes
 from .trace import Site
 
 
-Label = tuple[Any, Any]  # Of one side, or of a leaf or view that both share.
 Labels = tuple[Label, ...]
 Term = tuple[Array, Labels]
 _Leaf = Array | jax.ShapeDtypeStruct  # Only its type matters.
@@ -113,39 +113,6 @@ def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
-def is_lettered(site: Site) -> bool:
-    """Whether the axes of `w` at the site are axes of the leaf."""
-    return site.view.axes is not None and not site.rule.splits
-
-
-def are_comparable(site: Site, other: Site) -> bool:
-    """Whether the inner product of their gradients follows from their factors."""
-    if site.rule.kind == "leaf" or other.rule.kind == "leaf":
-        return False
-    if is_lettered(site) and is_lettered(other):
-        return True
-    same = _view_identity(site) == _view_identity(other)
-    return same and site.view.is_isometry
-
-
-def _view_identity(site: Site) -> tuple:
-    shape = tuple(site.sizes[name] for name in site.w_axes)
-    return (is_lettered(site), site.view.key, site.rule.splits, shape)
-
-
-def labels_of(site: Site, side: int) -> dict[str, Label]:
-    """The labels of the named axes of a site: equal where two sites share an axis."""
-    labels: dict[str, Label] = {name: (side, name) for name in site.sizes}
-    if is_lettered(site):
-        assert site.view.axes is not None
-        for name, axis in zip(site.w_axes, site.view.axes, strict=True):
-            if axis is not None:
-                labels[name] = ("leaf", axis)
-    else:
-        labels.update((name, ("view", i)) for i, name in enumerate(site.w_axes))
-    return labels
-
-
 def _labelled(
     site: Site, factors: Factors, example: Label, labels: dict[str, Label]
 ) -> list[Term]:
@@ -157,7 +124,23 @@ def _labelled(
         return factor.array, (*lead, *outputs, *(labels[name] for name in names))
 
     cotangent = labelled(d, factors.outputs, site.d_axes)
-    return [cotangent] if a is None else [labelled(a, (), site.a_axes), cotangent]
+    if a is None:
+        return [cotangent]
+    operand = labelled(a, (), site.a_axes)
+    if site.rule.drops:
+        cotangent = _without_dropped(cotangent, operand, site)
+    return [operand, cotangent]
+
+
+def _without_dropped(cotangent: Term, tokens: Term, site: Site) -> Term:
+    """Zeros where a token chooses no row of a table at all."""
+    (d, labels), (rows, token_labels) = cotangent, tokens
+    missing = tuple(label for label in token_labels if label not in labels)
+    # Examples come first.
+    joined = (*missing, *labels)
+    is_in = _spread(rows < site.sizes[str(site.rule.token)], token_labels, joined)
+    d = _spread(d, labels, joined)
+    return jnp.where(is_in, d, jnp.zeros((), d.dtype)), joined
 
 
 def _scale(site: Site) -> Any:
@@ -186,7 +169,7 @@ def pair_terms(
             terms[-1] += operand
     first, second = tokens
     if first is not None and second is not None and first[2] == second[2]:
-        same, labels = _equal(first[:2], second[:2], site.sizes[str(site.rule.token)])
+        same, labels = _equal(first[:2], second[:2])
         terms[0].append((same.astype(terms[0][0][0].real.dtype), labels))
     else:
         for side, token in enumerate(tokens):
@@ -196,30 +179,41 @@ def pair_terms(
     return [*terms[0], *conjugated]
 
 
-def _equal(first: Term, second: Term, num_rows: int) -> Term:
-    """Where tokens choose the same row, if it is a row at all."""
+def _equal(first: Term, second: Term) -> Term:
+    """Where tokens choose the same row."""
     (x, x_labels), (y, y_labels) = first, second
     labels = (*x_labels, *(label for label in y_labels if label not in x_labels))
-
-    spread_x = _spread(x, x_labels, labels)
-    return (spread_x == _spread(y, y_labels, labels)) & (spread_x < num_rows), labels
+    return _spread(x, x_labels, labels) == _spread(y, y_labels, labels), labels
 
 
 def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
-    """A term at the rows of a table that the tokens choose, if it has these rows."""
+    """A term at the rows of a table that the tokens choose.
+
+    Along axes that both have, such as that of the examples or the steps of a `scan`
+    over tables, each has its own tokens.
+    """
     (x, labels), (tokens, token_labels, chosen) = term, token
     if chosen not in labels:
         return term
-    axis = labels.index(chosen)
-    take = functools.partial(jnp.take, mode="fill", fill_value=0)
-    leads = [own[:1] for own in (labels, token_labels)]
-    if leads[0] == leads[1] and leads[0][0][0] == "example":
-        taken = jax.vmap(lambda x, t: take(x, t, axis=axis - 1))(x, tokens)
-        new = token_labels[1:]
-    else:
-        taken = take(x, tokens, axis=axis)
-        new = token_labels
-    return taken, (*labels[:axis], *new, *labels[axis + 1 :])
+    shared = [label for label in token_labels if label in labels]
+    rest = tuple(label for label in labels if label not in shared)
+    own = tuple(label for label in token_labels if label not in shared)
+    axis = rest.index(chosen)
+
+    def take(x: Array, tokens: Array) -> Array:
+        return jnp.take(x, tokens, axis=axis, mode="fill", fill_value=0)
+
+    # The innermost first, so that the axes of the outer ones are still there.
+    for i, label in reversed([*enumerate(shared)]):
+        later = shared[i:]
+        in_axes = [
+            [other for other in names if other not in shared or other in later].index(
+                label
+            )
+            for names in (labels, token_labels)
+        ]
+        take = jax.vmap(take, tuple(in_axes))
+    return take(x, tokens), (*shared, *rest[:axis], *own, *rest[axis + 1 :])
 
 
 def contract(terms: Sequence[Term], out: Labels) -> Array:
@@ -458,13 +452,6 @@ def site_terms(site: Site, factors: Factors) -> list[Term]:
     return _labelled(site, factors, EXAMPLE, labels_of(site, 0))
 
 
-def positions(site: Site) -> list[str]:
-    """The axes of a site's factors that `w` lacks, so that its gradient is a sum."""
-    labels = labels_of(site, 0)
-    names = dict.fromkeys((*site.a_axes, *site.d_axes))
-    return [name for name in names if labels[name][0] == 0 and site.sizes[name] != 1]
-
-
 def gradients(
     sites: Sequence[Site], factors: Factors, leaf: _Leaf
 ) -> Inexact[Array, "..."]:
@@ -535,14 +522,21 @@ def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     shape = product.shape[: len(lead)]
     if is_lettered(site):
         product = (product * _scale(site)).reshape(*shape, *leaf.shape)
-        return product.astype(leaf.dtype)
+        return _in_dtype(product, leaf.dtype)
     view = jax.eval_shape(site.view.apply, leaf)
     product = (product * site.rule.scale).reshape(*shape, *view.shape)
     transpose = jax.linear_transpose(site.view.apply, leaf)
     one = lambda x: transpose(x)[0]
     for _ in shape:
         one = jax.vmap(one)
-    return one(product.astype(view.dtype))
+    return one(_in_dtype(product, view.dtype))
+
+
+def _in_dtype(x: Array, dtype: Any) -> Array:
+    """The real part of it, if a real array meets complex ones."""
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        x = jnp.real(x)
+    return x.astype(dtype)
 
 
 def weighted_sum(

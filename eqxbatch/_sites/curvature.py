@@ -33,12 +33,10 @@ from .contract import (
     contract,
     contract_cost,
     EXAMPLE,
-    is_lettered,
-    Label,
     Labels,
-    labels_of,
     Term,
 )
+from .forms import is_allowed, is_lettered, Label, labels_of
 from .rules import Axes
 from .trace import Program, Site
 
@@ -76,11 +74,10 @@ class Wanted:
 
 def is_covered(program: Program, leaf: int, wanted: Wanted) -> bool:
     """Whether the blocks of a leaf that are wanted follow from sites."""
-    sites = program.sites_of(leaf)
     if leaf in program.fallbacks:
         return False
-    # A diagonal is taken of factors, whose axes must be those of the leaf.
-    return not wanted.is_diagonal or all(map(is_lettered, sites))
+    form = "diagonal" if wanted.is_diagonal else "hessian"
+    return all(is_allowed(form, site, site) for site in program.sites_of(leaf))
 
 
 @dataclasses.dataclass(frozen=True)

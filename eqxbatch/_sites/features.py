@@ -20,7 +20,6 @@ from .._blocks.jaxprs import depends, evaluate_jaxpr, trace_example
 from .._blocks.mesh import vary, varying
 from .choose import FLOPS_PER_BYTE, MOST_SITES
 from .contract import (
-    are_comparable,
     contract_cost,
     EXAMPLE,
     Factor,
@@ -30,14 +29,12 @@ from .contract import (
     gram_terms,
     Label,
     Labels,
-    positions,
     site_terms,
     Term,
 )
+from .forms import is_allowed, positions
 from .output_axes import OutputAxes
-from .rules import leaf_rule
-from .trace import Program, Site
-from .views import leaf_view
+from .trace import leaf_site, Program, Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +150,8 @@ def keep(program: Program, formed: Sequence[int]) -> Kept:
         for leaf, own in sites.items()
     }
     for position, leaf in enumerate(formed):
-        kept[leaf] = [_formed_site(leaf, program.leaves[leaf], len(taps) + position)]
+        kept[leaf] = [leaf_site(leaf, program.leaves[leaf], len(taps) + position)]
     return Kept(tuple(taps), tuple(formed), kept)
-
-
-def _formed_site(leaf: int, struct: jax.ShapeDtypeStruct, tap: int) -> Site:
-    return Site(leaf_view(leaf, struct), leaf_rule(struct.shape), tap, None)
 
 
 class Features:
@@ -303,15 +296,14 @@ def _costs(
     others = second.program.sites_of(leaf)
     if not sites or not others:
         return 0.0, math.inf
+    has_gram = len(sites) * len(others) <= MOST_SITES**2 and all(
+        is_allowed("gram", site, other) for site in sites for other in others
+    )
     # What is only added to something has its cotangent as Jacobian. It is kept but once
     # for what is added, and for what it is added to.
-    are_formed = [
+    are_formed = has_gram and all(
         len(own) == 1 and own[0].operand is None and not positions(own[0])
         for own in (sites, others)
-    ]
-    has_gram = all(are_formed) or (
-        len(sites) * len(others) <= MOST_SITES**2
-        and all(are_comparable(site, other) for site in sites for other in others)
     )
     output = first.outputs[which]
     struct = first.program.leaves[leaf]
@@ -336,7 +328,7 @@ def _costs(
             jacobian = gradients(own, factors, struct)
             factor = Factor(jacobian, factors.has_examples(own))
             jacobians.append(Factors([], [factor], output.directions(side)))
-        site = [_formed_site(leaf, struct, 0)]
+        site = [leaf_site(leaf, struct, 0)]
         for terms, _ in gram_terms(site, jacobians[0], site, jacobians[1], example):
             products.append(_cost(terms, out))
         return []
@@ -346,7 +338,7 @@ def _costs(
     jax.eval_shape(count, structs)
     by_gram = load.num_pairs * sum(grams) if has_gram else math.inf
     by_jacobian = sum(forms) + load.num_pairs * sum(products)
-    return by_gram, math.inf if all(are_formed) else by_jacobian
+    return by_gram, math.inf if are_formed else by_jacobian
 
 
 def _cost(terms: list[Term], out: Labels) -> float:

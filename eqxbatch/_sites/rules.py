@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Integer
 
 
 Axes = tuple[str, ...]
@@ -35,6 +35,7 @@ class Rule:
     - `expand`, `arrange`: bring `a` and `d` to the form that the names are about.
     - `token`: for a gather, the axis of `w` that `a`, of integers, chooses from; `a` is
         then short for a one-hot array with that axis besides.
+    - `drops`: whether a token may choose no row. It is then the number of rows.
     - `scale`: what the contraction is multiplied with.
     - `splits`: whether `w_axes` splits an axis of `w` in two.
     """
@@ -49,8 +50,62 @@ class Rule:
     expand: Callable[[Array], Array] = _same
     arrange: Callable[[Array], Array] = _same
     token: str | None = None
+    drops: bool = False
     scale: float = 1.0
     splits: bool = False
+
+
+# The parameters of primitives that views and rules know: what they rely on, and what
+# does not change which linear function an equation is. One that is not here, such as of
+# a newer JAX, is declined.
+_PARAMETERS = {
+    "add": "",
+    "broadcast_in_dim": "shape broadcast_dimensions sharding",
+    "concatenate": "dimension",
+    "conv_general_dilated": (
+        "window_strides padding lhs_dilation rhs_dilation dimension_numbers "
+        "feature_group_count batch_group_count precision preferred_element_type "
+        "out_sharding"
+    ),
+    "convert_element_type": "new_dtype weak_type sharding",
+    "copy": "",
+    "copy_p": "",
+    "div": "",
+    "dot_general": "dimension_numbers precision preferred_element_type out_sharding",
+    "dynamic_slice": "slice_sizes",
+    "gather": (
+        "dimension_numbers slice_sizes mode fill_value indices_are_sorted "
+        "unique_indices"
+    ),
+    "mul": "out_dtype",
+    "neg": "",
+    "reduce_sum": "axes out_sharding",
+    "reshape": "new_sizes dimensions sharding",
+    "rev": "dimensions",
+    "scan": (
+        "jaxpr length reverse unroll num_consts num_carry linear _split_transpose"
+    ),
+    "slice": "start_indices limit_indices strides",
+    "split": "sizes axis",
+    "squeeze": "dimensions",
+    "sub": "",
+    "transpose": "permutation",
+}
+
+
+def unknown_parameters(eqn: Any) -> str:
+    """The parameters of an equation that no rule or view knows, or knows the value of.
+
+    Empty if there are none, or if there is no rule for the equation at all.
+    """
+    known = _PARAMETERS.get(eqn.primitive.name)
+    if known is None:
+        return ""
+    unknown = sorted({*eqn.params} - {*known.split()})
+    # The dtype of a product that is not that of its factors.
+    if eqn.params.get("out_dtype") is not None:
+        unknown.append("out_dtype")
+    return ", ".join(f"`{name}`" for name in unknown)
 
 
 def find_rule(eqn: Any, index: int) -> Rule | None:
@@ -233,8 +288,10 @@ def _gather(eqn: Any, index: int) -> Rule | None:
     if not chosen:  # A table of one row: any axis of one will do.
         chosen = [axis for axis in numbers.start_index_map if table[axis] == 1][:1]
     others = [axis for axis in numbers.start_index_map if axis not in chosen]
-    mode = params["mode"]
-    is_dropping = mode == lax.GatherScatterMode.FILL_OR_DROP
+    mode, modes = params["mode"], lax.GatherScatterMode
+    is_dropping = mode == modes.FILL_OR_DROP
+    if mode not in (modes.FILL_OR_DROP, modes.CLIP, modes.PROMISE_IN_BOUNDS):
+        return None
     if len(chosen) != 1 or sizes[chosen[0]] != 1 or (others and is_dropping):
         return None
     (token,) = chosen
@@ -243,12 +300,8 @@ def _gather(eqn: Any, index: int) -> Rule | None:
     column = numbers.start_index_map.index(token)
     token_size = table[token]
 
-    def operand(ins: list) -> Int[Array, "..."]:
-        tokens = ins[1][..., column]
-        if is_dropping:  # One past the last row stands for no row at all.
-            is_in = (tokens >= 0) & (tokens < token_size)
-            return jnp.where(is_in, tokens, token_size).astype(jnp.int32)
-        return jnp.clip(tokens, 0, token_size - 1).astype(jnp.int32)
+    def operand(ins: list) -> Integer[Array, "..."]:
+        return _rows(ins[1][..., column], token_size, drops=is_dropping)
 
     def op(tokens: Array, w: Array) -> Array:
         # Where only one axis is chosen along, the others start at zero.
@@ -285,7 +338,24 @@ def _gather(eqn: Any, index: int) -> Rule | None:
         w_axes=w_axes,
         sizes={"one": 1, **named},
         token="v",
+        drops=is_dropping,
     )
+
+
+def _rows(
+    tokens: Integer[Array, "..."], num_rows: int, *, drops: bool
+) -> Integer[Array, "..."]:
+    """The rows that tokens of any dtype choose; `num_rows` for no row at all.
+
+    They are compared in their own dtype, which may not reach as far as the rows do, and
+    which a smaller one would not hold.
+    """
+    last = min(num_rows - 1, jnp.iinfo(tokens.dtype).max)
+    rows = jnp.clip(tokens, 0, last).astype(jnp.int32)
+    if not drops:
+        return rows
+    is_in = (tokens >= 0) & (tokens <= last)
+    return jnp.where(is_in, rows, num_rows)
 
 
 def _one_or_same(axis: int, token: int) -> str:
@@ -303,8 +373,8 @@ def _dynamic_slice(eqn: Any, index: int) -> Rule | None:
         return None
     (token,) = chosen
 
-    def operand(ins: list) -> Int[Array, ""]:
-        return jnp.clip(ins[1 + token], 0, table[token] - 1).astype(jnp.int32)
+    def operand(ins: list) -> Integer[Array, ""]:
+        return _rows(ins[1 + token], table[token], drops=False)
 
     def op(row: Array, w: Array) -> Array:
         return lax.dynamic_slice_in_dim(w, row, 1, token)

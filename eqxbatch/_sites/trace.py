@@ -7,6 +7,7 @@ takes no derivative rule of our own: `jax.vjp` does it.
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -17,8 +18,8 @@ from jaxtyping import Array
 
 from .._blocks.jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
 from .._blocks.mesh import is_on_mesh, zeros_like
-from .rules import Axes, find_rule, leaf_rule, Rule
-from .views import extend_sum, extend_view, leaf_view, View
+from .rules import Axes, find_rule, leaf_rule, Rule, unknown_parameters
+from .views import extend_sum, extend_view, is_complex, leaf_view, View
 
 
 _Views = tuple[View, ...]
@@ -33,6 +34,7 @@ class Site:
     - `view`: what the leaf is there, and `rule` what it meets.
     - `tap`: which cotangent `d` belongs to it.
     - `operand`: which operand `a` does; None if it has none.
+    - `is_complex`: whether `d` is.
     - `loops`: for each `scan` around it, outermost first, whether it takes slices of
         the leaf, and how many steps it has. `a` and `d` have an axis for each.
     """
@@ -41,11 +43,17 @@ class Site:
     rule: Rule
     tap: int
     operand: int | None
+    is_complex: bool
     loops: tuple[tuple[bool, int], ...] = ()
 
     @property
     def leaf(self) -> int:
         return self.view.leaf
+
+    @property
+    def takes_real_part(self) -> bool:
+        """Whether the leaf is real, and its gradient a real part."""
+        return self.is_complex and not self.view.is_complex
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -89,6 +97,12 @@ class Site:
         for _ in self.loops:
             fun = jax.vmap(fun)
         return fun
+
+
+def leaf_site(leaf: int, struct: _Struct, tap: int) -> Site:
+    """The site of a leaf that is perturbed itself."""
+    view, rule = leaf_view(leaf, struct), leaf_rule(struct.shape)
+    return Site(view, rule, tap, None, is_complex(struct.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +204,11 @@ class _Finder:
         """Adds one equation to the plan, and returns the views that it makes."""
         name = eqn.primitive.name
         none: list[_Views] = [() for _ in eqn.outvars]
+        unknown = unknown_parameters(eqn)
+        if unknown:
+            for view in itertools.chain(*inputs):
+                self.fail(view.leaf, f"`{name}` with {unknown}, which no rule knows")
+            return none
         if name in CALLS:
             return self.call(plan, index, callee(eqn), inputs, constant)
         if name in _REMAT:
@@ -233,7 +252,10 @@ class _Finder:
         if tap is not None:
             # What is added to something has the cotangent of that.
             ((position, rule),) = rules.items()
-            plan.sites += [Site(view, rule, tap, None) for view in inputs[position]]
+            plan.sites += [
+                Site(view, rule, tap, None, is_complex(out.aval.dtype))
+                for view in inputs[position]
+            ]
             plan.tapped[out] = tap
             return none
         operands: list[Callable[[list], Array]] = []
@@ -245,7 +267,8 @@ class _Finder:
                 operands.append(rule.operand)
                 plan.operands.append(jax.eval_shape(rule.operand, structs))
             plan.sites += [
-                Site(view, rule, len(plan.taps), operand) for view in inputs[position]
+                Site(view, rule, len(plan.taps), operand, is_complex(out.aval.dtype))
+                for view in inputs[position]
             ]
         plan.tapped[out] = len(plan.taps)
         plan.taps.append(_Struct(out.aval.shape, out.aval.dtype))
@@ -396,8 +419,7 @@ class Program:
         self._perturbed = sorted(self.fallbacks)
         for leaf in self._perturbed:
             struct = self.leaves[leaf]
-            view = leaf_view(leaf, struct)
-            self.sites.append(Site(view, leaf_rule(struct.shape), len(self.taps), None))
+            self.sites.append(leaf_site(leaf, struct, len(self.taps)))
             self.taps.append(struct)
 
     def sites_of(self, leaf: int) -> list[Site]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from .._blocks.jaxprs import literal
@@ -17,7 +18,7 @@ from .._blocks.jaxprs import literal
 class View:
     """A linear function of one leaf, built from steps such as a transpose.
 
-    - `leaf`: the number of the leaf.
+    - `leaf`: the number of the leaf, and `is_complex` whether that is.
     - `shape`: that of the view. `lead` axes more come before it in what `apply`
         returns: those that loops take slices along.
     - `key`: equal for two views that are the same function.
@@ -29,6 +30,7 @@ class View:
     """
 
     leaf: int
+    is_complex: bool
     shape: tuple[int, ...]
     axes: tuple[int | None, ...] | None
     lead: int = 0
@@ -83,7 +85,8 @@ class View:
 
 def leaf_view(index: int, struct: jax.ShapeDtypeStruct) -> View:
     """The leaf itself."""
-    return View(index, struct.shape, tuple(range(len(struct.shape))))
+    axes = tuple(range(len(struct.shape)))
+    return View(index, is_complex(struct.dtype), struct.shape, axes)
 
 
 def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
@@ -95,7 +98,8 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
     name = eqn.primitive.name
     shapes = [var.aval.shape for var in eqn.outvars]
     shape = shapes[0]
-    key = f"{name}[{index}]({view.shape}, {eqn.params})"
+    given = [var.aval.shape for var in eqn.invars]
+    key = f"{name}[{index}]({view.lead}, {given}, {eqn.params})"
     bind = lambda x: eqn.primitive.bind(x, **eqn.params)
 
     if name in ("transpose", "squeeze", "broadcast_in_dim", "reshape"):
@@ -109,9 +113,10 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
         if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
             return None
         # The real part of something complex is not a view of the same dimension.
-        if not _is_complex(eqn.outvars[0]) and _is_complex(eqn.invars[0]):
+        old, new = (is_complex(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars))
+        if old and not new:
             return None
-        if _is_complex(eqn.outvars[0]) and not _is_complex(eqn.invars[0]):
+        if new and not old:
             # Its transpose takes the real part.
             return [view.then(key, bind, shape, None, is_isometry=False)]
         return [view.then(key, bind, shape, tuple(range(len(shape))))]
@@ -145,7 +150,7 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
             return None
         if name == "div" and index == 1:
             return None
-        value = complex(other.val)
+        value = complex(np.asarray(other.val).astype(other.aval.dtype).item())
         factor = value if name == "mul" else 1 / value if value else math.inf
         if not math.isfinite(abs(factor)):
             return None
@@ -174,15 +179,16 @@ def extend_sum(view: View, eqn: Any, index: int) -> View:
             for axis, size in enumerate(view.shape)
         )
         axes = tuple(kept) if view.shape else (None,) * len(shape)
-        view = view.then(f"repeat{shape}", repeat, shape, axes, is_isometry=False)
+        key = f"repeat({view.lead}, {view.shape}, {shape})"
+        view = view.then(key, repeat, shape, axes, is_isometry=False)
     if eqn.primitive.name == "sub" and index == 1:
         axes = tuple(range(len(shape)))
         view = view.then("neg", lambda x: -x, shape, axes, scale=-1.0)
     return view
 
 
-def _is_complex(var: Any) -> bool:
-    return jnp.issubdtype(var.aval.dtype, jnp.complexfloating)
+def is_complex(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def _kept_axes(
@@ -200,8 +206,11 @@ def _kept_axes(
             if old[axis] == new[target]:
                 axes[target] = axis
         return tuple(axes)
-    # A reshape that only moves axes of size 1 keeps all others.
-    kept = [axis for axis, size in enumerate(old) if size != 1]
+    # A reshape that only moves axes of size 1 keeps all others. It may come after a
+    # transpose.
+    order = params["dimensions"]
+    order = range(len(old)) if order is None else order
+    kept = [axis for axis in order if old[axis] != 1]
     if [old[axis] for axis in kept] != [size for size in new if size != 1]:
         return None
     return tuple(None if size == 1 else kept.pop(0) for size in new)

@@ -2,13 +2,16 @@
 
 import abc
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._blocks.jaxprs import evaluate_jaxpr, first_use, trace_example
@@ -134,7 +137,8 @@ class GaussNewtonCurvature(AbstractCurvature):
     """The generalised Gauss-Newton matrix of a `loss` of what a function returns.
 
     `model` is that function and a call of it, and `loss(out, *args)` a scalar, where
-    `args` are all arguments of the call but the first.
+    `args` are all arguments of the call but the first. A complex output counts as two
+    real ones, its real and its imaginary part.
     """
 
     forbids_products = False
@@ -143,17 +147,20 @@ class GaussNewtonCurvature(AbstractCurvature):
     def __init__(self, model: Loss, loss: Callable, checkpoint: bool):
         self.leaves, treedef = jtu.tree_flatten(model.diff)
         self.axes = list(model.batch.axes)
-        self.closed, self._out = trace_example(
-            lambda x, rows: model.outputs(jtu.tree_unflatten(treedef, x), rows)[0],
-            self.leaves,
-            model.batch.arrays,
-            self.axes,
+
+        def run(leaves: list, rows: list) -> tuple[list, PyTree]:
+            out, _ = model.outputs(jtu.tree_unflatten(treedef, leaves), rows)
+            return _real_parts(jtu.tree_leaves(out)), out
+
+        self.closed, (parts, self._out) = trace_example(
+            run, self.leaves, model.batch.arrays, self.axes
         )
-        self._structs = check_outputs(self._out)
+        check_outputs(self._out)
+        self._num_outputs = len(parts)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
 
     def of_sites(self, program: Program, wanted: Wanted) -> SiteGaussNewton:
-        num = len(self._structs)
+        num = self._num_outputs
         return SiteGaussNewton(program, self.leaves, wanted, self._curve, num)
 
     def aux(self, rows: list) -> PyTree:
@@ -193,22 +200,36 @@ class GaussNewtonCurvature(AbstractCurvature):
         def run(leaves: list, rows: list) -> list[Array]:
             closed = self.closed
             outs = evaluate_jaxpr(closed.jaxpr, list(closed.consts), [*leaves, *rows])
-            return outs[: len(self._structs)]
+            return outs[: self._num_outputs]
 
         return (jax.checkpoint(run) if self._checkpoint else run)(leaves, rows)
 
     def _value(self, outs: list, rows: list) -> Array:
         (_, *rest), kwargs = self._model.batch.arguments(rows)
-        treedef = jtu.tree_structure(self._out)
-        return check_value(
-            self._loss(jtu.tree_unflatten(treedef, outs), *rest, **kwargs)
-        )
+        remaining = list(outs)
+        joined = [
+            lax.complex(remaining.pop(0), remaining.pop(0))
+            if jnp.issubdtype(struct.dtype, jnp.complexfloating)
+            else remaining.pop(0)
+            for struct in jtu.tree_leaves(self._out)
+        ]
+        out = jtu.tree_unflatten(jtu.tree_structure(self._out), joined)
+        return check_value(self._loss(out, *rest, **kwargs))
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
         unravel = Unravel(outs)
         flat = jnp.concatenate([x.ravel().astype(unravel.dtype) for x in outs])
         value = lambda flat: self._value(unravel(flat), rows)
         return jax.hessian(value)(flat)
+
+
+def _real_parts(outs: list) -> list:
+    """The outputs, with two in the place of each that is complex."""
+    parts = [
+        (jnp.real(x), jnp.imag(x)) if eqx.is_array(x) and jnp.iscomplexobj(x) else (x,)
+        for x in outs
+    ]
+    return [*itertools.chain(*parts)]
 
 
 def make_curvature(

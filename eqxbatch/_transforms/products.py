@@ -56,6 +56,9 @@ class ProductBlocks:
                 continue
             point = [self.leaves[leaf] for leaf in group]
             others = sorted({row for _, row in pairs.values()})
+            if self.wanted.is_diagonal:
+                # Rows and columns are the same entries, in the same order.
+                others = group
             linear = self.products(self.leaves, group, others)
             compute = own_entries if self.wanted.is_diagonal else images
             rows = compute(linear, point, self.size)
