@@ -527,13 +527,16 @@ def _run(plan: _Plan, jaxpr: Any, consts: list, args: list, zs: list | None) -> 
 
 
 def _run_call(eqn: Any, step: _Call, ins: list, zs: list | None) -> _Run:
-    def run(ins: list, zs: list | None) -> _Run:
+    def run(*args: Any) -> _Run:
+        *ins, zs = args
         return _run(step.plan, step.jaxpr, step.consts, ins, zs)
 
     if eqn.primitive.name in _REMAT:
         prevent_cse, policy = eqn.params["prevent_cse"], eqn.params["policy"]
+        if isinstance(prevent_cse, tuple):  # One for each input.
+            prevent_cse = (*prevent_cse, True)
         run = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
-    return run(ins, zs)
+    return run(*ins, zs)
 
 
 def _run_scan(eqn: Any, step: _Call, ins: list, zs: list | None) -> _Run:

@@ -150,7 +150,8 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
             return None
         if name == "div" and index == 1:
             return None
-        value = complex(np.asarray(other.val).astype(other.aval.dtype).item())
+        dtype = eqn.outvars[0].aval.dtype
+        value = complex(np.asarray(other.val).astype(dtype).item())
         factor = value if name == "mul" else 1 / value if value else math.inf
         if not math.isfinite(abs(factor)):
             return None
