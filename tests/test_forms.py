@@ -98,6 +98,7 @@ BY_FACTORS = {
         lambda w, x: dropping(jnp.broadcast_to(w, (3, 3)), x),
         TOKENS,
     ),
+    "promises_not_kept": (weight(3, 2), lambda w, x: w[x] * 2.0, TOKENS),
     "uint8_beyond_its_range": (
         weight(300, 2),
         both_modes,

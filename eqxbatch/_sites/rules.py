@@ -289,11 +289,14 @@ def _gather(eqn: Any, index: int) -> Rule | None:
         chosen = [axis for axis in numbers.start_index_map if table[axis] == 1][:1]
     others = [axis for axis in numbers.start_index_map if axis not in chosen]
     mode, modes = params["mode"], lax.GatherScatterMode
-    is_dropping = mode == modes.FILL_OR_DROP
     if mode not in (modes.FILL_OR_DROP, modes.CLIP, modes.PROMISE_IN_BOUNDS):
         return None
-    if len(chosen) != 1 or sizes[chosen[0]] != 1 or (others and is_dropping):
+    if len(chosen) != 1 or sizes[chosen[0]] != 1:
         return None
+    if others and mode == modes.FILL_OR_DROP:
+        return None
+    # Where a promise is not kept, JAX's own gradient drops the token, too.
+    is_dropping = mode != modes.CLIP
     (token,) = chosen
     if token not in numbers.start_index_map:
         return None
