@@ -123,6 +123,9 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
     if name == "neg":
         axes = tuple(range(len(shape)))
         return [view.then(key, bind, shape, axes, scale=-1.0)]
+    if name == "slice" and shape == view.shape:
+        # All of it, as where an axis of size 1 is indexed.
+        return [view.then(key, bind, shape, tuple(range(len(shape))))]
     if name in ("slice", "rev", "reduce_sum"):
         return [view.then(key, bind, shape, None, is_isometry=name != "reduce_sum")]
     if name == "split":
