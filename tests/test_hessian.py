@@ -850,6 +850,33 @@ class TestProducts:
             ggn = filter_ggn(curve, loss, method=method, block_size=size)
             close(ggn(w, x), J.T @ J)
 
+    @pytest.mark.parametrize("method", METHODS)
+    def test_ggn_of_complex_outputs(self, method, getkey):
+        w, x = jr.normal(getkey(), (2, 3)), jr.normal(getkey(), (4, 3))
+
+        def model(w, x):
+            z = lax.complex(w[0] @ x, jnp.tanh(w[1] @ x))
+            return {"z": z, "abs": jnp.abs(z)}
+
+        loss = lambda out, x: jnp.abs(out["z"] ** 2 + 1j) ** 2 * out["abs"]
+
+        def parts(w, x):
+            z = model(w, x)["z"]
+            return jnp.stack([jnp.real(z), jnp.imag(z), jnp.abs(z)])
+
+        def matrix(x):
+            of_parts = lambda p: loss({"z": lax.complex(*p[:2]), "abs": p[2]}, x)
+            jacobian = jax.jacrev(parts)(w, x).reshape(3, -1)
+            curve = jax.hessian(of_parts)(parts(w, x))
+            return jacobian.T @ curve @ jacobian
+
+        expected = jnp.mean(jax.vmap(matrix)(x), 0)
+        ggn = filter_ggn(model, loss, in_axes=0, flat=True, method=method)
+        close(ggn(w, x)[0], expected)
+        vector = jr.normal(getkey(), w.shape)
+        got = filter_ggnvp(model, loss, in_axes=0)(w, vector, x)
+        close(got.reshape(-1), expected @ vector.reshape(-1))
+
     def test_ggn_is_the_hessian_of_linear_models(self, getkey):
         model, (x, _) = eqx.nn.Linear(2, 3, key=getkey()), batch(getkey(), 6)
         labels = jr.randint(getkey(), (6,), 0, 3)

@@ -83,12 +83,42 @@ class TestTruth:
         close(jacobian(z), expected)
 
     def test_complex_function_of_real_arrays(self, getkey):
+        x = {"a": jr.normal(getkey(), (3,)), "b": jr.normal(getkey(), (2,))}
+
+        def fun(x):
+            z = jnp.exp(lax.complex(jnp.zeros_like(x["a"]), x["a"]))[:2]
+            scale = x["b"].astype(z.dtype)
+            return {"z": z * scale, "real": x["a"], "sum": jnp.sum(z)}
+
+        expected = jax.jacfwd(fun)(x)
+        for mode in ("fwd", "rev"):
+            close(filter_jacobian(fun, mode=mode, block_size=2)(x), expected)
+        # Two rows are fewer than five columns.
+        got = filter_jacobian(lambda x: fun(x)["sum"])(x)
+        close(got, expected["sum"])
+
+    def test_complex_function_without_forward_mode(self, getkey):
+        @jax.custom_vjp
+        def wave(x):
+            return lax.complex(jnp.cos(x), jnp.sin(x))
+
+        pull = lambda x, g: (jnp.real(1j * wave(x) * g),)
+        wave.defvjp(lambda x: (wave(x), x), pull)
         x = jr.normal(getkey(), (3,))
-        fun = lambda x: jnp.exp(lax.complex(jnp.zeros_like(x), x))[:2]
-        for mode in ("fwd", "auto"):
-            close(filter_jacobian(fun, mode=mode)(x), jax.jacfwd(fun)(x))
-        with pytest.raises(TypeError, match="must return real"):
-            filter_jacobian(fun, mode="rev")(x)
+        expected = jnp.diag(1j * wave(x))
+        for mode in ("rev", "auto"):
+            close(filter_jacobian(wave, mode=mode)(x), expected)
+
+    def test_holomorphic_functions_return_complex_arrays(self):
+        z = jnp.ones(3, complex)
+        for mode in MODES:
+            jacobian = filter_jacobian(
+                lambda z: {"z": z, "abs": jnp.abs(z)}, mode=mode, holomorphic=True
+            )
+            with pytest.raises(TypeError, match=r"must be complex; got \['float64'"):
+                jacobian(z)
+            with pytest.raises(TypeError, match="are differentiated must be complex"):
+                filter_jacobian(jnp.sin, mode=mode, holomorphic=True)(jnp.ones(3))
 
     def test_functions_with_one_mode_only(self, getkey):
         x = jr.normal(getkey(), (3,))

@@ -14,6 +14,7 @@ from jaxtyping import Array, Inexact, PyTree, Real
 from .._blocks.jaxprs import evaluate_jaxpr, first_use, trace_example
 from .._blocks.mesh import vary_as
 from .._blocks.moments import Sum
+from .._blocks.parts import join_parts, split_parts
 from .._blocks.rows import accumulated, Rows
 from .._blocks.slots import is_struct
 from .._sites.curvature import Estimate, is_covered, Pair, SiteHessian, Wanted
@@ -143,11 +144,14 @@ class GaussNewtonCurvature(AbstractCurvature):
     def __init__(self, model: Loss, loss: Callable, checkpoint: bool):
         self.leaves, treedef = jtu.tree_flatten(model.diff)
         self.axes = list(model.batch.axes)
+
+        def run(leaves: list, rows: list) -> PyTree:
+            out, _ = model.outputs(jtu.tree_unflatten(treedef, leaves), rows)
+            # The curvature of a loss in complex numbers is that in their two parts.
+            return split_parts(out)
+
         self.closed, self._out = trace_example(
-            lambda x, rows: model.outputs(jtu.tree_unflatten(treedef, x), rows)[0],
-            self.leaves,
-            model.batch.arrays,
-            self.axes,
+            run, self.leaves, model.batch.arrays, self.axes
         )
         self._structs = check_outputs(self._out)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
@@ -200,9 +204,8 @@ class GaussNewtonCurvature(AbstractCurvature):
     def _value(self, outs: list, rows: list) -> Array:
         (_, *rest), kwargs = self._model.batch.arguments(rows)
         treedef = jtu.tree_structure(self._out)
-        return check_value(
-            self._loss(jtu.tree_unflatten(treedef, outs), *rest, **kwargs)
-        )
+        out = join_parts(jtu.tree_unflatten(treedef, outs))
+        return check_value(self._loss(out, *rest, **kwargs))
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
         unravel = Unravel(outs)

@@ -16,6 +16,7 @@ from .._blocks.columns import columns, images
 from .._blocks.grouped import grouped
 from .._blocks.jaxprs import evaluate_jaxpr, trace_example
 from .._blocks.memory import MemoryBudget
+from .._blocks.parts import is_complex, join_parts, split_parts
 from .._blocks.slots import is_struct
 from .column_size import ColumnSize
 from .curvature import check_outputs
@@ -64,7 +65,6 @@ class _Jacobian(AbstractTransform):
             values = jax.checkpoint(values)
 
         total = sum(x.size for x in leaves)
-        entries = sum(struct.size for struct in structs)
         mode = self._checked_mode(total, structs)
 
         def run_with(size: ColumnSize) -> Callable[[PyTree], Any]:
@@ -76,7 +76,7 @@ class _Jacobian(AbstractTransform):
             return run
 
         operands = (self, fun, args, kwargs)
-        largest = total if mode == "fwd" else entries
+        largest = total if mode == "fwd" else self._num_rows(structs)
         size = self.column_size.resolve(largest, run_with, operands)
         blocks = self._blocks(values, leaves, structs, size, mode)
         result = self._arranged(blocks, leaves, diff, out)
@@ -88,20 +88,21 @@ class _Jacobian(AbstractTransform):
 
     def _checked_mode(self, total: int, structs: list) -> Mode:
         """Columns or rows, whatever there are fewer of."""
-        is_complex = any(
-            jnp.issubdtype(struct.dtype, jnp.complexfloating) for struct in structs
-        )
-        if is_complex and not self.holomorphic:
-            if self.mode == "rev":
-                raise TypeError(
-                    "In reverse mode, a function of real arrays must return real "
-                    f"ones; got {[str(struct.dtype) for struct in structs]}. Use "
-                    "`mode='fwd'`, or return real and imaginary part."
-                )
-            return "fwd"
+        if self.holomorphic and not all(map(is_complex, structs)):
+            raise TypeError(
+                "With `holomorphic=True`, all arrays that `fun` returns must be "
+                f"complex; got {[str(struct.dtype) for struct in structs]}. For "
+                "a function that is not holomorphic, give real and imaginary part of "
+                "the parameters as two real arrays, without `holomorphic`."
+            )
         if self.mode != "auto":
             return self.mode
-        return "fwd" if total <= sum(struct.size for struct in structs) else "rev"
+        return "fwd" if total <= self._num_rows(structs) else "rev"
+
+    def _num_rows(self, structs: list) -> int:
+        """How many pullbacks reverse mode takes."""
+        parts = lambda struct: 1 if self.holomorphic or not is_complex(struct) else 2
+        return sum(parts(struct) * struct.size for struct in structs)
 
     def _blocks(
         self,
@@ -159,7 +160,27 @@ def _by_columns(
 def _by_rows(
     values: Callable[[list], list], leaves: list, structs: list, size: int | None
 ) -> list[list[Array]]:
-    """Reverse-mode derivatives of the entries of the outputs."""
+    """Reverse-mode derivatives of the entries of the outputs.
+
+    With respect to real arrays, a complex output has one for its real part and one for
+    its imaginary part: what is pulled back to a real array is real.
+    """
+    if any(map(is_complex, leaves)) or not any(map(is_complex, structs)):
+        return _pulled_back(values, leaves, structs, size)
+    parts, treedef = jtu.tree_flatten(jax.eval_shape(split_parts, structs))
+    of_parts = lambda leaves: jtu.tree_leaves(split_parts(values(leaves)))
+    found = _pulled_back(of_parts, leaves, parts, size)
+    # One list for each leaf, of what is there for each output.
+    joined = [
+        join_parts(jtu.tree_unflatten(treedef, own)) for own in zip(*found, strict=True)
+    ]
+    return [[*own] for own in zip(*joined, strict=True)]
+
+
+def _pulled_back(
+    values: Callable[[list], list], leaves: list, structs: list, size: int | None
+) -> list[list[Array]]:
+    """The same, of outputs that are complex only if the leaves are."""
     result: list[list[Array]] = []
     for group in grouped([x.size for x in structs], LEAST_COLUMNS):
         at = lambda leaves, group=group: [values(leaves)[i] for i in group]
@@ -214,9 +235,10 @@ def filter_jacobian(
     - `where`: takes the first argument and returns the part of it, or parts, that it is
         differentiated in. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
-    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays. For a
-        function of complex arrays that is not, give their real and imaginary parts as
-        arrays of their own.
+    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays, which
+        returns complex arrays. For a function of complex arrays that is not, give their
+        real and imaginary parts as arrays of their own. Complex outputs of real arrays
+        need nothing, in either mode.
 
     **Returns:**
 
@@ -233,7 +255,8 @@ def filter_jacobian(
 
     `ValueError` if there is nothing to differentiate, for outputs that are not arrays
     of an inexact dtype, for sizes below 1, and if both `block_size` and `num_blocks`
-    are given; `TypeError` for complex arrays without `holomorphic`.
+    are given; `TypeError` for complex arrays without `holomorphic`, and for real ones,
+    or real outputs, with it.
 
     !!! example
 
