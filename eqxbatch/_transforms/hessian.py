@@ -223,8 +223,8 @@ def filter_hessian(
         function, and `in_axes` not given, that is mostly products.
     - `mode`: products are those of the gradient's forward-mode derivative with
         `"fwd"`, and of its reverse-mode derivative with `"rev"`, which some functions
-        with custom derivatives need. `"auto"` tries the former, and warns if that
-        fails.
+        with custom derivatives need. `"auto"` is the former, unless JAX says that there
+        is none: then it warns, and takes the latter.
     - `where`: takes the first argument and returns the part of it, or parts, that it is
         differentiated in: the last layer, say. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args, Literal
 
 import equinox as eqx
 import jax
@@ -16,13 +16,14 @@ from .._blocks.columns import columns, images
 from .._blocks.grouped import grouped
 from .._blocks.jaxprs import evaluate_jaxpr, trace_example
 from .._blocks.memory import MemoryBudget
+from .._blocks.modes import without_forward_mode, without_reverse_mode
 from .._blocks.parts import is_complex, join_parts, split_parts
 from .._blocks.slots import is_struct
 from .column_size import ColumnSize
 from .curvature import check_outputs
 from .loss import Loss
 from .matrix import Unravel
-from .products import LEAST_COLUMNS, Mode, NO_FORWARD, replaced
+from .products import LEAST_COLUMNS, Mode, replaced
 from .selection import check_complex, differentiated
 from .wrapper import AbstractTransform, transformed
 
@@ -65,7 +66,7 @@ class _Jacobian(AbstractTransform):
             values = jax.checkpoint(values)
 
         total = sum(x.size for x in leaves)
-        mode = self._checked_mode(total, structs)
+        mode = self._checked_mode(values, leaves, structs)
 
         def run_with(size: ColumnSize) -> Callable[[PyTree], Any]:
             def run(operands: PyTree) -> Any:
@@ -78,7 +79,8 @@ class _Jacobian(AbstractTransform):
         operands = (self, fun, args, kwargs)
         largest = total if mode == "fwd" else self._num_rows(structs)
         size = self.column_size.resolve(largest, run_with, operands)
-        blocks = self._blocks(values, leaves, structs, size, mode)
+        compute = _by_columns if mode == "fwd" else _by_rows
+        blocks = compute(values, leaves, structs, size)
         result = self._arranged(blocks, leaves, diff, out)
         if not self.has_aux:
             return result
@@ -86,8 +88,10 @@ class _Jacobian(AbstractTransform):
         aux = jtu.tree_map(lambda x: remaining.pop(0) if is_struct(x) else x, aux)
         return result, aux
 
-    def _checked_mode(self, total: int, structs: list) -> Mode:
-        """Columns or rows, whatever there are fewer of."""
+    def _checked_mode(
+        self, values: Callable[[list], list], leaves: list, structs: list
+    ) -> Literal["fwd", "rev"]:
+        """Columns or rows, whatever there are fewer of and has a derivative."""
         if self.holomorphic and not all(map(is_complex, structs)):
             raise TypeError(
                 "With `holomorphic=True`, all arrays that `fun` returns must be "
@@ -97,32 +101,14 @@ class _Jacobian(AbstractTransform):
             )
         if self.mode != "auto":
             return self.mode
-        return "fwd" if total <= self._num_rows(structs) else "rev"
+        if sum(x.size for x in leaves) <= self._num_rows(structs):
+            return "fwd" if without_forward_mode(values, leaves) is None else "rev"
+        return "rev" if without_reverse_mode(values, leaves) is None else "fwd"
 
     def _num_rows(self, structs: list) -> int:
         """How many pullbacks reverse mode takes."""
         parts = lambda struct: 1 if self.holomorphic or not is_complex(struct) else 2
         return sum(parts(struct) * struct.size for struct in structs)
-
-    def _blocks(
-        self,
-        values: Callable[[list], list],
-        leaves: list,
-        structs: list,
-        size: int | None,
-        mode: Mode,
-    ) -> list[list[Array]]:
-        """For each output and leaf, the Jacobian; the leaf's entries are one axis."""
-        ways = [_by_columns, _by_rows]
-        if mode == "rev":
-            ways.reverse()
-        try:
-            return ways[0](values, leaves, structs, size)
-        except NO_FORWARD:
-            if self.mode != "auto":
-                raise
-            # What has no derivative in one mode may have one in the other.
-            return ways[1](values, leaves, structs, size)
 
     def _arranged(
         self, blocks: list[list[Array]], leaves: list, diff: PyTree, out: PyTree
@@ -145,7 +131,10 @@ class _Jacobian(AbstractTransform):
 def _by_columns(
     values: Callable[[list], list], leaves: list, structs: list, size: int | None
 ) -> list[list[Array]]:
-    """Forward-mode derivatives along the entries of the leaves."""
+    """Forward-mode derivatives along the entries of the leaves.
+
+    There is one for each output and leaf; the entries of the leaf are one axis.
+    """
     result: list[list[Array]] = [[] for _ in structs]
     for group in grouped([x.size for x in leaves], LEAST_COLUMNS):
         point = [leaves[i] for i in group]
