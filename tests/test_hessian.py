@@ -404,6 +404,25 @@ class TestResults:
             close(matrix, matrix_of(block))
             assert unravel(matrix[0]).weight.shape == model.layers[i].weight.shape
 
+    @pytest.mark.parametrize("method", ("sites", "products"))
+    def test_blocks_without_parameters(self, method, getkey, x64):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        last = lambda model: model.layers[-1]
+        settings = {"in_axes": 0, "where": last, "method": method}
+        settings["is_block"] = lambda x: isinstance(x, eqx.nn.Linear)
+        expected, _ = filter_hessian(error, in_axes=0, where=last, flat=True)(
+            model, x, y
+        )
+        blocks = filter_hessian_blocks(error, flat=True, **settings)(model, x, y)
+        assert blocks.layers[0] is None
+        matrix, unravel = blocks.layers[1]
+        close(matrix, expected)
+        assert unravel(matrix[0]).weight.shape == (1, 3)
+        blocks = filter_hessian_blocks(error, **settings)(model, x, y)
+        assert not jtu.tree_leaves(blocks.layers[0])
+        assert isinstance(blocks.layers[0], eqx.nn.Linear)
+        assert blocks.layers[1].weight.bias.shape == (1, 3, 1)
+
     def test_flat_diagonal(self, getkey, x64):
         model, (x, y) = network(getkey()), batch(getkey(), 5)
         matrix, _ = filter_hessian(error, in_axes=0, flat=True)(model, x, y)
