@@ -27,6 +27,7 @@ from ._blocks.progress import (
     NoProgressMeter as NoProgressMeter,
     TqdmProgressMeter as TqdmProgressMeter,
 )
+from ._check.explain import explain_sites as explain_sites
 from ._kernels.approximate import (
     KernelEstimate as KernelEstimate,
     ProbedNTK as ProbedNTK,
@@ -59,8 +60,9 @@ from ._kernels.stores import HostStore as HostStore
 from ._kernels.symmetric_array import SymmetricArray as SymmetricArray
 from ._kernels.zarr_store import ZarrStore as ZarrStore
 from ._sites.explain import (
-    explain_sites as explain_sites,
+    LeafCheck as LeafCheck,
     LeafReport as LeafReport,
+    SitesCheck as SitesCheck,
     SitesReport as SitesReport,
 )
 from ._transforms.grid import (

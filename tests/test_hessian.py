@@ -33,6 +33,8 @@ from .layers import Case, LAYERS, random_network
 
 
 METHODS = ("sites", "products", "auto")
+# What JAX says in these that a function has no derivative in one mode.
+FAILURES = (TypeError, ValueError, NotImplementedError)
 
 
 def close(got, expected, tol=1e-9):
@@ -402,6 +404,25 @@ class TestResults:
             close(matrix, matrix_of(block))
             assert unravel(matrix[0]).weight.shape == model.layers[i].weight.shape
 
+    @pytest.mark.parametrize("method", ("sites", "products"))
+    def test_blocks_without_parameters(self, method, getkey, x64):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        last = lambda model: model.layers[-1]
+        settings = {"in_axes": 0, "where": last, "method": method}
+        settings["is_block"] = lambda x: isinstance(x, eqx.nn.Linear)
+        expected, _ = filter_hessian(error, in_axes=0, where=last, flat=True)(
+            model, x, y
+        )
+        blocks = filter_hessian_blocks(error, flat=True, **settings)(model, x, y)
+        assert blocks.layers[0] is None
+        matrix, unravel = blocks.layers[1]
+        close(matrix, expected)
+        assert unravel(matrix[0]).weight.shape == (1, 3)
+        blocks = filter_hessian_blocks(error, **settings)(model, x, y)
+        assert not jtu.tree_leaves(blocks.layers[0])
+        assert isinstance(blocks.layers[0], eqx.nn.Linear)
+        assert blocks.layers[1].weight.bias.shape == (1, 3, 1)
+
     def test_flat_diagonal(self, getkey, x64):
         model, (x, y) = network(getkey()), batch(getkey(), 5)
         matrix, _ = filter_hessian(error, in_axes=0, flat=True)(model, x, y)
@@ -613,6 +634,59 @@ class TestModes:
             close(ggn(w, x)[0], expected)
         vector = jnp.arange(3.0)
         close(filter_ggnvp(model, loss, in_axes=0)(w, vector, x), expected @ vector)
+
+    def test_gauss_newton_of_a_loss_without_forward_mode(self, getkey):
+        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        model = lambda w, x: jnp.tanh(w * x)
+        expected, _ = filter_ggn(
+            model, lambda out, x: jnp.sum(jnp.sin(out)), in_axes=0, flat=True
+        )(w, x)
+        loss = lambda out, x: jnp.sum(_only_backwards(out))
+        for method in ("sites", "products"):
+            ggn = filter_ggn(model, loss, in_axes=0, flat=True, method=method)
+            close(ggn(w, x)[0], expected)
+
+    def test_only_parameters_without_forward_mode_are_left_to_products(self, getkey):
+        w = {"a": jr.normal(getkey(), (3,)), "b": jr.normal(getkey(), (4, 3))}
+        x = jr.normal(getkey(), (5, 3))
+
+        def loss(fun):
+            return lambda w, x: jnp.sum(jnp.tanh(w["b"] @ x)) + jnp.sum(fun(w["a"]))
+
+        expected = jax.hessian(mean_of(loss(jnp.sin)))(w, x)
+        with pytest.warns(UserWarning, match="no forward-mode derivative"):
+            got = filter_hessian(loss(_only_backwards), in_axes=0, method="sites")(w, x)
+        close(got, expected)
+
+    @pytest.mark.parametrize("error", FAILURES)
+    @pytest.mark.parametrize(
+        "place",
+        (
+            "_transforms.curvature.replaced",
+            "_transforms.curvature.weighted_sum",
+            "_transforms.products.grouped",
+            "_sites.curvature.contract",
+            "_sites.curvature.contract_cost",
+            "_sites.gauss_newton.operand_term",
+        ),
+    )
+    def test_no_failure_is_taken_for_a_missing_mode(self, place, error, monkeypatch):
+        def fail(*args, **kwargs):
+            raise error("on purpose")
+
+        monkeypatch.setattr(f"eqxbatch.{place}", fail)
+        model, (x, y) = network(jr.key(0)), batch(jr.key(1), 5)
+        is_ggn = "gauss_newton" in place
+        loss = lambda model, x, y: error_of(model(x), x, y)
+        error_of = lambda out, x, y: (out - y) ** 2
+        of_products = "_sites" not in place
+        settings = {"in_axes": 0, "method": "products" if of_products else "auto"}
+        if is_ggn:
+            run = filter_ggn(lambda model, x, y: model(x), error_of, **settings)
+        else:
+            run = filter_hessian(loss, **settings)
+        with pytest.raises(error, match="on purpose"):
+            run(model, x, y)
 
     def test_reverse_mode_of_networks(self, getkey):
         model, (x, y) = network(getkey()), batch(getkey(), 5)
@@ -849,6 +923,33 @@ class TestProducts:
         for size in (1, None):
             ggn = filter_ggn(curve, loss, method=method, block_size=size)
             close(ggn(w, x), J.T @ J)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_ggn_of_complex_outputs(self, method, getkey):
+        w, x = jr.normal(getkey(), (2, 3)), jr.normal(getkey(), (4, 3))
+
+        def model(w, x):
+            z = lax.complex(w[0] @ x, jnp.tanh(w[1] @ x))
+            return {"z": z, "abs": jnp.abs(z)}
+
+        loss = lambda out, x: jnp.abs(out["z"] ** 2 + 1j) ** 2 * out["abs"]
+
+        def parts(w, x):
+            z = model(w, x)["z"]
+            return jnp.stack([jnp.real(z), jnp.imag(z), jnp.abs(z)])
+
+        def matrix(x):
+            of_parts = lambda p: loss({"z": lax.complex(*p[:2]), "abs": p[2]}, x)
+            jacobian = jax.jacrev(parts)(w, x).reshape(3, -1)
+            curve = jax.hessian(of_parts)(parts(w, x))
+            return jacobian.T @ curve @ jacobian
+
+        expected = jnp.mean(jax.vmap(matrix)(x), 0)
+        ggn = filter_ggn(model, loss, in_axes=0, flat=True, method=method)
+        close(ggn(w, x)[0], expected)
+        vector = jr.normal(getkey(), w.shape)
+        got = filter_ggnvp(model, loss, in_axes=0)(w, vector, x)
+        close(got.reshape(-1), expected @ vector.reshape(-1))
 
     def test_ggn_is_the_hessian_of_linear_models(self, getkey):
         model, (x, _) = eqx.nn.Linear(2, 3, key=getkey()), batch(getkey(), 6)

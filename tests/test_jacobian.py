@@ -7,13 +7,24 @@ import jax.random as jr
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
+import eqxbatch._transforms.jacobian as jacobian_module
 from eqxbatch import filter_jacobian, MemoryBudget
 from .helpers import assert_same, CountTraces, memory, normal
-from .test_hessian import _only_backwards, close
+from .test_hessian import _only_backwards, close, FAILURES
 
 
 MODES = ("fwd", "rev", "auto")
+
+# A primitive that can be differentiated in forward mode only.
+_twice = Primitive("twice")
+_twice.def_impl(lambda x: 2 * x)
+_twice.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_twice, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+ad.primitive_jvps[_twice] = lambda x, dx: (_twice.bind(*x), _twice.bind(*dx))
+batching.defvectorized(_twice)
 
 
 def outputs(model, x, scale=1.0):
@@ -83,12 +94,42 @@ class TestTruth:
         close(jacobian(z), expected)
 
     def test_complex_function_of_real_arrays(self, getkey):
+        x = {"a": jr.normal(getkey(), (3,)), "b": jr.normal(getkey(), (2,))}
+
+        def fun(x):
+            z = jnp.exp(lax.complex(jnp.zeros_like(x["a"]), x["a"]))[:2]
+            scale = x["b"].astype(z.dtype)
+            return {"z": z * scale, "real": x["a"], "sum": jnp.sum(z)}
+
+        expected = jax.jacfwd(fun)(x)
+        for mode in ("fwd", "rev"):
+            close(filter_jacobian(fun, mode=mode, block_size=2)(x), expected)
+        # Two rows are fewer than five columns.
+        got = filter_jacobian(lambda x: fun(x)["sum"])(x)
+        close(got, expected["sum"])
+
+    def test_complex_function_without_forward_mode(self, getkey):
+        @jax.custom_vjp
+        def wave(x):
+            return lax.complex(jnp.cos(x), jnp.sin(x))
+
+        pull = lambda x, g: (jnp.real(1j * wave(x) * g),)
+        wave.defvjp(lambda x: (wave(x), x), pull)
         x = jr.normal(getkey(), (3,))
-        fun = lambda x: jnp.exp(lax.complex(jnp.zeros_like(x), x))[:2]
-        for mode in ("fwd", "auto"):
-            close(filter_jacobian(fun, mode=mode)(x), jax.jacfwd(fun)(x))
-        with pytest.raises(TypeError, match="must return real"):
-            filter_jacobian(fun, mode="rev")(x)
+        expected = jnp.diag(1j * wave(x))
+        for mode in ("rev", "auto"):
+            close(filter_jacobian(wave, mode=mode)(x), expected)
+
+    def test_holomorphic_functions_return_complex_arrays(self):
+        z = jnp.ones(3, complex)
+        for mode in MODES:
+            jacobian = filter_jacobian(
+                lambda z: {"z": z, "abs": jnp.abs(z)}, mode=mode, holomorphic=True
+            )
+            with pytest.raises(TypeError, match=r"must be complex; got \['float64'"):
+                jacobian(z)
+            with pytest.raises(TypeError, match="are differentiated must be complex"):
+                filter_jacobian(jnp.sin, mode=mode, holomorphic=True)(jnp.ones(3))
 
     def test_functions_with_one_mode_only(self, getkey):
         x = jr.normal(getkey(), (3,))
@@ -105,6 +146,43 @@ class TestTruth:
         close(filter_jacobian(loop)(x), 4 * x**3)
         with pytest.raises(ValueError, match="Reverse-mode differentiation"):
             filter_jacobian(loop, mode="rev")(x)
+
+    def test_functions_without_a_transpose(self, getkey):
+        matrix, x = 2 * jnp.eye(3), jr.normal(getkey(), (3,))
+        product = lambda x: matrix @ x
+        # There is one row, so that rows are tried first.
+        solve = lambda x: jnp.sum(
+            lax.custom_linear_solve(product, x, lambda _, b: b / 2) ** 2
+        )
+        close(filter_jacobian(solve)(x), x / 2)
+        close(filter_jacobian(lambda x: jnp.sum(_twice.bind(x)))(x), jnp.full(3, 2.0))
+
+    def test_functions_without_derivatives(self, getkey):
+        x = jr.normal(getkey(), (3,))
+        struct = jax.ShapeDtypeStruct((3,), x.dtype)
+        for fun in (jnp.sin, jnp.sum):
+            outside = lambda x, fun=fun: fun(jax.pure_callback(np.sin, struct, x))
+            with pytest.raises(ValueError, match="Pure callbacks do not support JVP"):
+                filter_jacobian(outside)(x)
+
+    @pytest.mark.parametrize("error", FAILURES)
+    def test_no_failure_is_taken_for_a_missing_mode(self, error, monkeypatch):
+        """Neither of our own code, nor of a function's own rules."""
+
+        def fail(*args, **kwargs):
+            raise error("on purpose")
+
+        @jax.custom_vjp
+        def broken(x):
+            return jnp.sin(x)
+
+        broken.defvjp(lambda x: (jnp.sin(x), x), fail)
+        with pytest.raises(error, match="on purpose"):
+            filter_jacobian(lambda x: jnp.sum(broken(x)))(jnp.ones(3))
+        for name, fun in (("columns", jnp.sin), ("images", jnp.sum)):
+            monkeypatch.setattr(jacobian_module, name, fail)
+            with pytest.raises(error, match="on purpose"):
+                filter_jacobian(lambda x, fun=fun: fun(x))(jnp.ones(3))
 
     def test_empty_arrays(self, getkey):
         x = {"a": jnp.zeros((0, 2)), "b": jr.normal(getkey(), (2,))}

@@ -14,7 +14,7 @@ import eqxbatch
 ROOT = pathlib.Path(eqxbatch.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Imports point only downwards.
-LAYERS = ("_blocks", "_sites", "_transforms", "_kernels")
+LAYERS = ("_blocks", "_sites", "_transforms", "_kernels", "_check")
 
 
 def modules():
@@ -102,11 +102,13 @@ def test_public_names_are_documented():
             "GradientStatistics",
             "GridAxis",
             "KernelEstimate",
+            "LeafCheck",
             "LeafReport",
             "MeanAndVariance",
             "MonteCarloEstimate",
             "NTKLayer",
             "Neighbours",
+            "SitesCheck",
             "SitesReport",
             "TaylorExpansion",
         )

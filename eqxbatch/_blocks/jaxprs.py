@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,6 +10,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+
+_T = TypeVar("_T")
 
 CALLS = ("pjit", "jit", "closed_call", "core_call")
 
@@ -36,20 +38,26 @@ def trace_example(
     Returns its closed jaxpr, whose first inputs are the leaves, and what it returns
     with a `jax.ShapeDtypeStruct` for each array.
     """
-    traced: list = []
+    trace = lambda rows: eqx.filter_make_jaxpr(fun)(leaves, rows)
+    closed, structs, static = at_example(trace, arrays, axes)
+    return closed, eqx.combine(structs, static)
 
-    def trace(*rows: Array) -> list:
+
+def at_example(fun: Callable[[list], _T], arrays: list, axes: Sequence[int]) -> _T:
+    """What `fun(rows)` returns for one example of a batch: nothing that is traced."""
+    found: list[_T] = []
+
+    def run(*rows: Array) -> list:
         # Within `jax.vmap`, an example is of the type that it will have there, also on
         # a mesh.
-        traced.append(eqx.filter_make_jaxpr(fun)(leaves, list(rows)))
+        found.append(fun([*rows]))
         return []
 
     if arrays:
-        jax.eval_shape(jax.vmap(trace, list(axes)), *arrays)
+        jax.eval_shape(jax.vmap(run, [*axes]), *arrays)
     else:
-        trace()
-    closed, structs, static = traced[-1]
-    return closed, eqx.combine(structs, static)
+        run()
+    return found[-1]
 
 
 def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:

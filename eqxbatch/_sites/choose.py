@@ -112,9 +112,7 @@ def _choose(
     # what a backward pass keeps anyway.
     candidates = [twice, once] if size <= 2 * factors else [twice]
     best = min(candidates, key=lambda contraction: contraction.cost)
-    if len(sites) > MOST_SITES:
-        return best
-    if not all(is_allowed("gram", site, other) for site in sites for other in sites):
+    if not has_gram(sites):
         return best
     gram_flops, gram_size = 0.0, 0.0
 
@@ -136,6 +134,13 @@ def _choose(
         bytes=width * (2 * factors + 2 * gram_size),
     )
     return min(best, gram, key=lambda contraction: contraction.cost)
+
+
+def has_gram(sites: list[Site]) -> bool:
+    """Whether norms of the gradients at the sites of a leaf follow from factors."""
+    if len(sites) > MOST_SITES:
+        return False
+    return all(is_allowed("gram", site, other) for site in sites for other in sites)
 
 
 def prefers_sites(program: Program, contractions: list[Contraction]) -> bool:

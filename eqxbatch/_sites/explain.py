@@ -1,13 +1,8 @@
-"""`explain_sites`: what the sites of a function are, and what is made of them."""
+"""Reports on the sites of a function: what they are, and whether they are right."""
 
 import collections
 import dataclasses
-from collections.abc import Callable
 from typing import Any
-
-import equinox as eqx
-import jax.tree_util as jtu
-from jaxtyping import PyTree
 
 from .choose import choose, Contraction, Method, prefers_sites, vmapped_cost
 from .trace import Program, Site
@@ -46,6 +41,80 @@ class LeafReport:
     reason: str | None
 
 
+def _shown(error: float | None) -> str:
+    if error is None:
+        return "-"
+    return f"{error:.0e}" if error else "0"
+
+
+QUANTITIES = ("gradient", "norm", "kernel", "hessian", "diagonal", "gauss_newton")
+_HEADINGS = ("gradient", "norm", "kernel", "Hessian", "diagonal", "Gauss-Newton")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafCheck:
+    """One leaf of an [`eqxbatch.SitesCheck`][]: how far sites are from JAX.
+
+    Each is the largest difference, relative to the largest entry that JAX has there; or
+    None if it was not compared.
+
+    - `path`: which array of the model it is.
+    - `gradient`: of gradients and Jacobians of single examples, and of weighted sums.
+    - `norm`: of the norms of the examples' gradients.
+    - `kernel`: of the leaf's share in the kernel.
+    - `hessian`: of the blocks of the leaf with itself and with others.
+    - `diagonal`: of its share in the diagonal of the Hessian.
+    - `gauss_newton`: of its blocks in the Gauss-Newton matrix.
+    """
+
+    path: str
+    gradient: float | None = None
+    norm: float | None = None
+    kernel: float | None = None
+    hessian: float | None = None
+    diagonal: float | None = None
+    gauss_newton: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SitesCheck:
+    """What `check=True` of [`eqxbatch.explain_sites`][] finds; print it for a table.
+
+    - `leaves`: an [`eqxbatch.LeafCheck`][] for each array that is differentiated.
+    - `whole`: one for all of them together: clipped gradients and norms of
+        [`eqxbatch.filter_micro_value_and_grad`][], and the kernel of
+        [`eqxbatch.EmpiricalNTK`][].
+    - `num_examples`: with how many examples.
+    - `dtype`: `"float64"`, or the dtypes of the model.
+    - `reason`: why not in float64; None if it was.
+    """
+
+    leaves: tuple[LeafCheck, ...]
+    whole: LeafCheck
+    num_examples: int
+    dtype: str
+    reason: str | None
+
+    @property
+    def max_error(self) -> float:
+        """The largest of all errors."""
+        checks = (*self.leaves, self.whole)
+        found = (getattr(check, name) for check in checks for name in QUANTITIES)
+        return max((error for error in found if error is not None), default=0.0)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("largest error", *_HEADINGS)]
+        for check in (*self.leaves, self.whole):
+            errors = [getattr(check, name) for name in QUANTITIES]
+            rows.append((check.path, *map(_shown, errors)))
+        lines = _table(rows, num_sums=1, num_texts=1)
+        plural = "" if self.num_examples == 1 else "s"
+        lines.append(f"{self.num_examples} example{plural}, in {self.dtype}")
+        if self.reason is not None:
+            lines.append(f"The function does not run in float64: {self.reason}")
+        return "\n".join(lines)
+
+
 @dataclasses.dataclass(frozen=True)
 class SitesReport:
     """What [`eqxbatch.explain_sites`][] returns; print it for a table.
@@ -56,6 +125,7 @@ class SitesReport:
     - `flops`, `bytes`: for one example by its sites, beyond forward and backward pass.
     - `materialised_flops`, `materialised_bytes`: the same, if `jax.vmap` forms the
         gradient of each example.
+    - `check`: an [`eqxbatch.SitesCheck`][] if it was asked for, and else None.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -64,9 +134,12 @@ class SitesReport:
     bytes: float
     materialised_flops: float
     materialised_bytes: float
+    check: SitesCheck | None = None
 
     def __str__(self) -> str:
-        rows = [("leaf", "shape", "sites", "contraction", "kFLOP", "kB")]
+        rows: list[tuple[str, ...]] = [
+            ("leaf", "shape", "sites", "contraction", "kFLOP", "kB")
+        ]
         for leaf in self.leaves:
             counts = collections.Counter(leaf.sites)
             sites = [
@@ -87,91 +160,38 @@ class SitesReport:
             ("materialised", self.materialised_flops, self.materialised_bytes),
         ]
         rows += [(name, "", "", "", *_thousands(*cost)) for name, *cost in sums]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [_line(row, widths) for row in rows]
-        rule = "-" * len(lines[0])
-        lines = [lines[0], rule, *lines[1:-2], rule, *lines[-2:]]
+        lines = _table(rows, num_sums=2, num_texts=4)
         lines.append(f'method="auto" is "{self.method}"')
         lines += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
-        return "\n".join(line.rstrip() for line in lines)
+        if self.check is not None:
+            lines += ["", str(self.check)]
+        return "\n".join(lines)
 
 
 def _thousands(flops: float, traffic: float) -> tuple[str, str]:
     return f"{flops / 1e3:,.1f}", f"{traffic / 1e3:,.1f}"
 
 
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    *texts, flops, traffic = row
-    cells = [text.ljust(width) for text, width in zip(texts, widths, strict=False)]
-    return "  ".join([*cells, flops.rjust(widths[-2]), traffic.rjust(widths[-1])])
+def _table(rows: list[tuple[str, ...]], *, num_sums: int, num_texts: int) -> list[str]:
+    """The lines of a table; the first columns are texts, and the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < num_texts else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells))
+    rule = "-" * len(lines[0])
+    ends = -num_sums
+    lines = [lines[0], rule, *lines[1:ends], rule, *lines[ends:]]
+    return [line.rstrip() for line in lines]
 
 
-def explain_sites(
-    fun: Callable[..., PyTree], model: PyTree, /, *args: Any, **kwargs: Any
-) -> SitesReport:
-    """Shows where the parameters of a function enter it, and what follows from that.
-
-    A site is an operation in which a parameter meets the rest of the computation, such
-    as a matrix product. There, the gradient of one example is a contraction of two
-    small factors, so that its norm, and weighted sums of gradients, can be had without
-    the gradient itself. This is what `clip_norm` of
-    [`eqxbatch.filter_micro_value_and_grad`][] builds on.
-
-    **Arguments:**
-
-    - `fun`: called as `fun(model, *args, **kwargs)`, to be traced and not run. It is a
-        function of one example, such as a loss.
-    - `model`: all of its arrays of an inexact dtype are parameters.
-    - `args`, `kwargs`: those of one example, without a batch axis. Shapes and dtypes
-        suffice: anything with these is as good as an array, such as a
-        `jax.ShapeDtypeStruct`.
-
-    **Returns:**
-
-    An [`eqxbatch.SitesReport`][]. Its text is a table with the sites of each parameter,
-    the contraction that is cheapest by an estimate of operations and memory traffic,
-    and why there is no rule for a parameter where there is none.
-
-    **Raises:**
-
-    `ValueError` if `model` has no arrays of an inexact dtype.
-
-    !!! example
-
-        ```python
-        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
-        >>> model = eqx.nn.Linear(256, 128, use_bias=False, key=jax.random.key(0))
-        >>> def loss(model, x):
-        ...     return jnp.sum(model(x) ** 2)
-        >>> print(eqxbatch.explain_sites(loss, model, jnp.ones(256)))
-        leaf          shape    sites        contraction  kFLOP     kB
-        -------------------------------------------------------------
-        .weight       128x256  dot_general  factors       65.9    3.1
-        -------------------------------------------------------------
-        by sites                                          65.9    3.1
-        materialised                                     196.6  393.2
-        method="auto" is "sites"
-
-        ```
-    """
-    diff, nondiff = eqx.partition(model, eqx.is_inexact_array)
-    leaves, treedef = jtu.tree_flatten(diff)
-    if not leaves:
-        raise ValueError(
-            "`model` has no arrays of an inexact dtype, so it has no parameters; got "
-            f"{model!r}."
-        )
-    dynamic, static = eqx.partition((args, kwargs), _has_shape)
-
-    def flat(leaves: list, dynamic: PyTree) -> PyTree:
-        args, kwargs = eqx.combine(dynamic, static)
-        model = eqx.combine(jtu.tree_unflatten(treedef, leaves), nondiff)
-        return fun(model, *args, **kwargs)
-
-    closed, _, _ = eqx.filter_make_jaxpr(flat)(leaves, dynamic)
-    program = Program(closed, len(leaves))
+def report_of(closed: Any, paths: list[str]) -> SitesReport:
+    """The report on a function, whose first inputs are the leaves at these paths."""
+    program = Program(closed, len(paths))
     contractions = choose(program)
-    paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
     flops, traffic = vmapped_cost(program)
     return SitesReport(
         leaves=tuple(
@@ -184,10 +204,6 @@ def explain_sites(
         materialised_flops=flops,
         materialised_bytes=traffic,
     )
-
-
-def _has_shape(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _report(program: Program, contraction: Contraction, path: str) -> LeafReport:

@@ -2,21 +2,20 @@
 
 import abc
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Real
 
-from .._blocks.jaxprs import evaluate_jaxpr, first_use, trace_example
+from .._blocks.jaxprs import at_example, evaluate_jaxpr, first_use, trace_example
 from .._blocks.mesh import vary_as
+from .._blocks.modes import without_forward_mode
 from .._blocks.moments import Sum
+from .._blocks.parts import join_parts, split_parts
 from .._blocks.rows import accumulated, Rows
 from .._blocks.slots import is_struct
 from .._sites.curvature import Estimate, is_covered, Pair, SiteHessian, Wanted
@@ -26,11 +25,13 @@ from .loss import check_value, Example, Loss
 from .matrix import Unravel
 from .products import (
     gauss_newton_products,
+    Gradient,
     hessian_products,
     Mode,
-    NO_FORWARD,
     ProductBlocks,
     Products,
+    replaced,
+    warn_reverse,
 )
 
 
@@ -58,6 +59,10 @@ class AbstractCurvature(abc.ABC):
     axes: list[int]
     forbids_products: bool
     allows_sites: bool
+
+    @abc.abstractmethod
+    def excludes_sites(self, leaves: set[int]) -> bool:
+        """Whether JAX cannot differentiate what sites of these leaves would take."""
 
     @abc.abstractmethod
     def of_sites(
@@ -99,6 +104,12 @@ class LossCurvature(AbstractCurvature):
         self._checkpoint = checkpoint
         self._holomorphic = loss.holomorphic
         self.allows_sites = mode != "rev" and not loss.holomorphic
+        self._batch = loss.batch
+        self._answers: dict[frozenset[int], str | None] = {}
+
+    def excludes_sites(self, leaves: set[int]) -> bool:
+        # All that follows from a leaf that has sites follows from what they return.
+        return self._without_forward_mode(leaves) is not None
 
     def of_sites(self, program: Program, wanted: Wanted) -> SiteHessian:
         return SiteHessian(program, self.leaves, wanted, checkpoint=self._checkpoint)
@@ -111,12 +122,42 @@ class LossCurvature(AbstractCurvature):
         return self.example.outputs(outs)["aux"]
 
     def products(self, rows: list, weights: Array | None) -> Products:
-        value = self._value(rows, weights)
-        return hessian_products(value, self._mode, self._holomorphic)
+        return self._products_of(self._value(rows, weights))
 
     def products_of_one(self, rows: list) -> Products:
-        value = self._value_of_one(rows)
-        return hessian_products(value, self._mode, self._holomorphic)
+        return self._products_of(self._value_of_one(rows))
+
+    def _products_of(self, value: Callable[[list], Array]) -> Products:
+        is_reverse = self._mode == "rev"
+        if self._mode == "auto":
+            reason = self._without_forward_mode(range(len(self.leaves)))
+            is_reverse = reason is not None
+            if reason is not None:
+                warn_reverse(reason)
+        return hessian_products(self._gradient_of(value), is_reverse=is_reverse)
+
+    def _gradient_of(self, value: Callable[[list], Array]) -> Gradient:
+        def gradient(leaves: list, which: Sequence[int]) -> list:
+            at = lambda own: value(replaced(leaves, which, own))
+            point = [leaves[i] for i in which]
+            return jax.grad(at, holomorphic=self._holomorphic)(point)
+
+        return gradient
+
+    def _without_forward_mode(self, leaves: Iterable[int]) -> str | None:
+        """Why the gradient in some leaves has no forward mode; None if it has one."""
+        key = frozenset(leaves)
+        if key not in self._answers:
+            which = sorted(key)
+            point = [self.leaves[i] for i in which]
+
+            def ask(rows: list) -> str | None:
+                gradient = self._gradient_of(self._value_of_one(rows))
+                at = lambda own: gradient(replaced(self.leaves, which, own), which)
+                return without_forward_mode(at, point)
+
+            self._answers[key] = at_example(ask, self._batch.arrays, self.axes)
+        return self._answers[key]
 
     def _value(self, rows: list, weights: Array | None) -> Callable[[list], Array]:
         if not self.axes:
@@ -137,8 +178,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     """The generalised Gauss-Newton matrix of a `loss` of what a function returns.
 
     `model` is that function and a call of it, and `loss(out, *args)` a scalar, where
-    `args` are all arguments of the call but the first. A complex output counts as two
-    real ones, its real and its imaginary part.
+    `args` are all arguments of the call but the first.
     """
 
     forbids_products = False
@@ -148,29 +188,45 @@ class GaussNewtonCurvature(AbstractCurvature):
         self.leaves, treedef = jtu.tree_flatten(model.diff)
         self.axes = list(model.batch.axes)
 
-        def run(leaves: list, rows: list) -> tuple[list, PyTree]:
+        def run(leaves: list, rows: list) -> PyTree:
             out, _ = model.outputs(jtu.tree_unflatten(treedef, leaves), rows)
-            return _real_parts(jtu.tree_leaves(out)), out
+            # The curvature of a loss in complex numbers is that in their two parts.
+            return split_parts(out)
 
-        self.closed, (parts, self._out) = trace_example(
+        self.closed, self._out = trace_example(
             run, self.leaves, model.batch.arrays, self.axes
         )
-        check_outputs(self._out)
-        self._num_outputs = len(parts)
+        self._structs = check_outputs(self._out)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
+        self._are_reverse = at_example(
+            self._asked_of_one, model.batch.arrays, self.axes
+        )
+
+    def _asked_of_one(self, rows: list) -> tuple[bool, bool]:
+        """Whether the outputs, and the loss's gradient in them, lack a forward mode."""
+        outputs, value = self._functions_of_one(rows)
+        outs = outputs(self.leaves)
+        return (
+            without_forward_mode(outputs, self.leaves) is not None,
+            without_forward_mode(jax.grad(value), outs) is not None,
+        )
+
+    def excludes_sites(self, leaves: set[int]) -> bool:
+        return False
 
     def of_sites(self, program: Program, wanted: Wanted) -> SiteGaussNewton:
-        num = self._num_outputs
+        num = len(self._structs)
         return SiteGaussNewton(program, self.leaves, wanted, self._curve, num)
 
     def aux(self, rows: list) -> PyTree:
         return None
 
     def products(self, rows: list, weights: Array | None) -> Products:
-        return gauss_newton_products(*self._functions(rows, weights))
+        functions = self._functions(rows, weights)
+        return gauss_newton_products(*functions, self._are_reverse)
 
     def products_of_one(self, rows: list) -> Products:
-        return gauss_newton_products(*self._functions_of_one(rows))
+        return gauss_newton_products(*self._functions_of_one(rows), self._are_reverse)
 
     def _functions(
         self, rows: list, weights: Array | None
@@ -200,36 +256,22 @@ class GaussNewtonCurvature(AbstractCurvature):
         def run(leaves: list, rows: list) -> list[Array]:
             closed = self.closed
             outs = evaluate_jaxpr(closed.jaxpr, list(closed.consts), [*leaves, *rows])
-            return outs[: self._num_outputs]
+            return outs[: len(self._structs)]
 
         return (jax.checkpoint(run) if self._checkpoint else run)(leaves, rows)
 
     def _value(self, outs: list, rows: list) -> Array:
         (_, *rest), kwargs = self._model.batch.arguments(rows)
-        remaining = list(outs)
-        joined = [
-            lax.complex(remaining.pop(0), remaining.pop(0))
-            if jnp.issubdtype(struct.dtype, jnp.complexfloating)
-            else remaining.pop(0)
-            for struct in jtu.tree_leaves(self._out)
-        ]
-        out = jtu.tree_unflatten(jtu.tree_structure(self._out), joined)
+        treedef = jtu.tree_structure(self._out)
+        out = join_parts(jtu.tree_unflatten(treedef, outs))
         return check_value(self._loss(out, *rest, **kwargs))
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
         unravel = Unravel(outs)
         flat = jnp.concatenate([x.ravel().astype(unravel.dtype) for x in outs])
         value = lambda flat: self._value(unravel(flat), rows)
-        return jax.hessian(value)(flat)
-
-
-def _real_parts(outs: list) -> list:
-    """The outputs, with two in the place of each that is complex."""
-    parts = [
-        (jnp.real(x), jnp.imag(x)) if eqx.is_array(x) and jnp.iscomplexobj(x) else (x,)
-        for x in outs
-    ]
-    return [*itertools.chain(*parts)]
+        jacobian = jax.jacrev if self._are_reverse[1] else jax.jacfwd
+        return jacobian(jax.grad(value))(flat)
 
 
 def make_curvature(
@@ -373,12 +415,9 @@ class CurvatureBlocks:
             sites = curvature.of_sites(program, self.wanted.among(covered))
             return sites, sites.estimate(leaves, rows, counted)
 
-        try:
-            sites, estimate = estimated(program, covered)
-        except NO_FORWARD:
-            if self.method == "sites":
-                raise
+        if self.method == "auto" and curvature.excludes_sites(covered):
             return nothing
+        sites, estimate = estimated(program, covered)
         if self.method == "sites":
             return sites, estimate
         zeros = [jnp.zeros(struct.shape, struct.dtype) for struct in rows]

@@ -151,7 +151,9 @@ class _Matrix(AbstractTotal):
                 pair: pairs[pair[0] + start, pair[1] + start] for pair in all_pairs(own)
             }
             if self.flat:
-                results.append((flat_square(blocks, own), Unravel(part)))
+                # A part of which nothing is differentiated has no matrix.
+                pair = (flat_square(blocks, own), Unravel(part)) if own else None
+                results.append(pair)
             else:
                 results.append(square(blocks, own, inner))
         return jtu.tree_unflatten(outer, results)
@@ -223,8 +225,8 @@ def filter_hessian(
         function, and `in_axes` not given, that is mostly products.
     - `mode`: products are those of the gradient's forward-mode derivative with
         `"fwd"`, and of its reverse-mode derivative with `"rev"`, which some functions
-        with custom derivatives need. `"auto"` tries the former, and warns if that
-        fails.
+        with custom derivatives need. `"auto"` is the former, unless JAX says that there
+        is none: then it warns, and takes the latter.
     - `where`: takes the first argument and returns the part of it, or parts, that it is
         differentiated in: the last layer, say. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
@@ -372,8 +374,9 @@ def filter_hessian_blocks(
     A function that returns a PyTree in the structure of the first argument. For an
     array of shape `s`, it has one of shape `(*s, *s)`; for a part that `is_block` says
     is one, what [`eqxbatch.filter_hessian`][] returns for that part. With `flat`, it
-    has a pair of a matrix and of `unravel` for each block; with `has_aux`, the function
-    returns a pair of that and `aux`.
+    has a pair of a matrix and of `unravel` for each block, and `None` for a block of
+    which nothing is differentiated; with `has_aux`, the function returns a pair of that
+    and `aux`.
 
     !!! example
 

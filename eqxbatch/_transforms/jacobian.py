@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args, Literal
 
 import equinox as eqx
 import jax
@@ -16,12 +16,14 @@ from .._blocks.columns import columns, images
 from .._blocks.grouped import grouped
 from .._blocks.jaxprs import evaluate_jaxpr, trace_example
 from .._blocks.memory import MemoryBudget
+from .._blocks.modes import without_forward_mode, without_reverse_mode
+from .._blocks.parts import is_complex, join_parts, split_parts
 from .._blocks.slots import is_struct
 from .column_size import ColumnSize
 from .curvature import check_outputs
 from .loss import Loss
 from .matrix import Unravel
-from .products import LEAST_COLUMNS, Mode, NO_FORWARD, replaced
+from .products import LEAST_COLUMNS, Mode, replaced
 from .selection import check_complex, differentiated
 from .wrapper import AbstractTransform, transformed
 
@@ -64,8 +66,7 @@ class _Jacobian(AbstractTransform):
             values = jax.checkpoint(values)
 
         total = sum(x.size for x in leaves)
-        entries = sum(struct.size for struct in structs)
-        mode = self._checked_mode(total, structs)
+        mode = self._checked_mode(values, leaves, structs)
 
         def run_with(size: ColumnSize) -> Callable[[PyTree], Any]:
             def run(operands: PyTree) -> Any:
@@ -76,9 +77,10 @@ class _Jacobian(AbstractTransform):
             return run
 
         operands = (self, fun, args, kwargs)
-        largest = total if mode == "fwd" else entries
+        largest = total if mode == "fwd" else self._num_rows(structs)
         size = self.column_size.resolve(largest, run_with, operands)
-        blocks = self._blocks(values, leaves, structs, size, mode)
+        compute = _by_columns if mode == "fwd" else _by_rows
+        blocks = compute(values, leaves, structs, size)
         result = self._arranged(blocks, leaves, diff, out)
         if not self.has_aux:
             return result
@@ -86,42 +88,27 @@ class _Jacobian(AbstractTransform):
         aux = jtu.tree_map(lambda x: remaining.pop(0) if is_struct(x) else x, aux)
         return result, aux
 
-    def _checked_mode(self, total: int, structs: list) -> Mode:
-        """Columns or rows, whatever there are fewer of."""
-        is_complex = any(
-            jnp.issubdtype(struct.dtype, jnp.complexfloating) for struct in structs
-        )
-        if is_complex and not self.holomorphic:
-            if self.mode == "rev":
-                raise TypeError(
-                    "In reverse mode, a function of real arrays must return real "
-                    f"ones; got {[str(struct.dtype) for struct in structs]}. Use "
-                    "`mode='fwd'`, or return real and imaginary part."
-                )
-            return "fwd"
+    def _checked_mode(
+        self, values: Callable[[list], list], leaves: list, structs: list
+    ) -> Literal["fwd", "rev"]:
+        """Columns or rows, whatever there are fewer of and has a derivative."""
+        if self.holomorphic and not all(map(is_complex, structs)):
+            raise TypeError(
+                "With `holomorphic=True`, all arrays that `fun` returns must be "
+                f"complex; got {[str(struct.dtype) for struct in structs]}. For "
+                "a function that is not holomorphic, give real and imaginary part of "
+                "the parameters as two real arrays, without `holomorphic`."
+            )
         if self.mode != "auto":
             return self.mode
-        return "fwd" if total <= sum(struct.size for struct in structs) else "rev"
+        if sum(x.size for x in leaves) <= self._num_rows(structs):
+            return "fwd" if without_forward_mode(values, leaves) is None else "rev"
+        return "rev" if without_reverse_mode(values, leaves) is None else "fwd"
 
-    def _blocks(
-        self,
-        values: Callable[[list], list],
-        leaves: list,
-        structs: list,
-        size: int | None,
-        mode: Mode,
-    ) -> list[list[Array]]:
-        """For each output and leaf, the Jacobian; the leaf's entries are one axis."""
-        ways = [_by_columns, _by_rows]
-        if mode == "rev":
-            ways.reverse()
-        try:
-            return ways[0](values, leaves, structs, size)
-        except NO_FORWARD:
-            if self.mode != "auto":
-                raise
-            # What has no derivative in one mode may have one in the other.
-            return ways[1](values, leaves, structs, size)
+    def _num_rows(self, structs: list) -> int:
+        """How many pullbacks reverse mode takes."""
+        parts = lambda struct: 1 if self.holomorphic or not is_complex(struct) else 2
+        return sum(parts(struct) * struct.size for struct in structs)
 
     def _arranged(
         self, blocks: list[list[Array]], leaves: list, diff: PyTree, out: PyTree
@@ -144,7 +131,10 @@ class _Jacobian(AbstractTransform):
 def _by_columns(
     values: Callable[[list], list], leaves: list, structs: list, size: int | None
 ) -> list[list[Array]]:
-    """Forward-mode derivatives along the entries of the leaves."""
+    """Forward-mode derivatives along the entries of the leaves.
+
+    There is one for each output and leaf; the entries of the leaf are one axis.
+    """
     result: list[list[Array]] = [[] for _ in structs]
     for group in grouped([x.size for x in leaves], LEAST_COLUMNS):
         point = [leaves[i] for i in group]
@@ -159,7 +149,27 @@ def _by_columns(
 def _by_rows(
     values: Callable[[list], list], leaves: list, structs: list, size: int | None
 ) -> list[list[Array]]:
-    """Reverse-mode derivatives of the entries of the outputs."""
+    """Reverse-mode derivatives of the entries of the outputs.
+
+    With respect to real arrays, a complex output has one for its real part and one for
+    its imaginary part: what is pulled back to a real array is real.
+    """
+    if any(map(is_complex, leaves)) or not any(map(is_complex, structs)):
+        return _pulled_back(values, leaves, structs, size)
+    parts, treedef = jtu.tree_flatten(jax.eval_shape(split_parts, structs))
+    of_parts = lambda leaves: jtu.tree_leaves(split_parts(values(leaves)))
+    found = _pulled_back(of_parts, leaves, parts, size)
+    # One list for each leaf, of what is there for each output.
+    joined = [
+        join_parts(jtu.tree_unflatten(treedef, own)) for own in zip(*found, strict=True)
+    ]
+    return [[*own] for own in zip(*joined, strict=True)]
+
+
+def _pulled_back(
+    values: Callable[[list], list], leaves: list, structs: list, size: int | None
+) -> list[list[Array]]:
+    """The same, of outputs that are complex only if the leaves are."""
     result: list[list[Array]] = []
     for group in grouped([x.size for x in structs], LEAST_COLUMNS):
         at = lambda leaves, group=group: [values(leaves)[i] for i in group]
@@ -214,9 +224,10 @@ def filter_jacobian(
     - `where`: takes the first argument and returns the part of it, or parts, that it is
         differentiated in. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
-    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays. For a
-        function of complex arrays that is not, give their real and imaginary parts as
-        arrays of their own.
+    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays, which
+        returns complex arrays. For a function of complex arrays that is not, give their
+        real and imaginary parts as arrays of their own. Complex outputs of real arrays
+        need nothing, in either mode.
 
     **Returns:**
 
@@ -233,7 +244,8 @@ def filter_jacobian(
 
     `ValueError` if there is nothing to differentiate, for outputs that are not arrays
     of an inexact dtype, for sizes below 1, and if both `block_size` and `num_blocks`
-    are given; `TypeError` for complex arrays without `holomorphic`.
+    are given; `TypeError` for complex arrays without `holomorphic`, and for real ones,
+    or real outputs, with it.
 
     !!! example
 

@@ -20,16 +20,16 @@ from .._blocks.jaxprs import num_operations
 from .._sites.curvature import Pair, Wanted
 
 
-# Of leaves: where forward-mode differentiation is not there, and how much one product
-# may take along.
 Mode = Literal["auto", "fwd", "rev"]
-NO_FORWARD = (TypeError, ValueError, NotImplementedError)
+# How many entries of small leaves one product may take along.
 LEAST_COLUMNS = 256
 
 
 # Takes leaves, the numbers of those that change, and of those whose rows are wanted. It
 # returns the linear function from directions of the former to rows of the latter.
 Products = Callable[[list, list[int], list[int]], Linear]
+# Takes leaves, and the numbers of those that the gradient is with respect to.
+Gradient = Callable[[list, Sequence[int]], list]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,69 +109,49 @@ class ProductBlocks:
         return [[self.order[i] for i in group] for group in groups]
 
 
-def hessian_products(
-    value: Callable[[list], Array], mode: Mode, holomorphic: bool
-) -> Products:
-    """Products with the Hessian of `value`, a function of leaves."""
-
-    def gradient(leaves: list, which: list[int]) -> list:
-        at = lambda own: value(replaced(leaves, which, own))
-        return jax.grad(at, holomorphic=holomorphic)([leaves[i] for i in which])
+def hessian_products(gradient: Gradient, *, is_reverse: bool) -> Products:
+    """Products with a Hessian, as derivatives of the `gradient` in one mode."""
 
     def forward(leaves: list, group: list[int], rows: list[int]) -> Linear:
         at = lambda own: gradient(replaced(leaves, group, own), rows)
-        return pushforward(at, [leaves[i] for i in group])[1]
+        return jax.linearize(at, [leaves[i] for i in group])[1]
 
     def reverse(leaves: list, group: list[int], rows: list[int]) -> Linear:
         at = lambda own: gradient(replaced(leaves, rows, own), group)
         pull = jax.vjp(at, [leaves[i] for i in rows])[1]
         return lambda seeds: pull(seeds)[0]
 
-    def products(leaves: list, group: list[int], rows: list[int]) -> Linear:
-        if mode == "rev":
-            return reverse(leaves, group, rows)
-        try:
-            return forward(leaves, group, rows)
-        except NO_FORWARD as e:
-            if mode == "fwd":
-                raise
-            linear = reverse(leaves, group, rows)
-            _warn_reverse(e)
-            return linear
-
-    return products
+    return reverse if is_reverse else forward
 
 
-def pushforward(fun: Linear, point: list) -> tuple[list, Linear]:
+def _pushforward(fun: Linear, point: list, *, is_reverse: bool) -> tuple[list, Linear]:
     """The values of a function, and its derivative in forward mode.
 
-    Raises one of `NO_FORWARD` if it has none.
+    With `is_reverse`, that is the transpose of the one in reverse mode.
     """
-    outs, push = jax.linearize(fun, point)
-    # That there is none may come out only when it is vectorised.
-    jax.eval_shape(jax.vmap(push), [x[None] for x in point])
-    return outs, push
-
-
-def _pushforward_in_any_mode(fun: Linear, point: list) -> tuple[list, Linear]:
-    """The same; where there is none, as the transpose of that in reverse mode."""
-    try:
-        return pushforward(fun, point)
-    except NO_FORWARD:
-        outs, pull = jax.vjp(fun, point)
-        transpose = jax.linear_transpose(lambda outs: pull(outs)[0], outs)
-        return outs, lambda seeds: transpose(seeds)[0]
+    if not is_reverse:
+        return jax.linearize(fun, point)
+    outs, pull = jax.vjp(fun, point)
+    transpose = jax.linear_transpose(lambda outs: pull(outs)[0], outs)
+    return outs, lambda seeds: transpose(seeds)[0]
 
 
 def gauss_newton_products(
-    outputs: Callable[[list], list], value: Callable[[list], Array]
+    outputs: Callable[[list], list],
+    value: Callable[[list], Array],
+    are_reverse: tuple[bool, bool],
 ) -> Products:
-    """Products with `J^T H J`, of the Jacobian of outputs, and a Hessian in them."""
+    """Products with `J^T H J`, of the Jacobian of outputs, and a Hessian in them.
+
+    `are_reverse` says which of the two have no derivative in forward mode: the outputs,
+    and the gradient of `value` in them.
+    """
 
     def products(leaves: list, group: list[int], rows: list[int]) -> Linear:
         changed = lambda own: outputs(replaced(leaves, group, own))
-        outs, push = _pushforward_in_any_mode(changed, [leaves[i] for i in group])
-        curve = pushforward(jax.grad(value), outs)[1]
+        point = [leaves[i] for i in group]
+        outs, push = _pushforward(changed, point, is_reverse=are_reverse[0])
+        curve = _pushforward(jax.grad(value), outs, is_reverse=are_reverse[1])[1]
         changed = lambda own: outputs(replaced(leaves, rows, own))
         pull = jax.vjp(changed, [leaves[i] for i in rows])[1]
         return lambda seeds: pull(curve(push(seeds)))[0]
@@ -179,7 +159,7 @@ def gauss_newton_products(
     return products
 
 
-def _warn_reverse(reason: Exception) -> None:
+def warn_reverse(reason: str) -> None:
     warnings.warn(
         "The gradient has no forward-mode derivative, so it is differentiated in "
         "reverse mode, which is slower and takes more memory. Say `mode='rev'` if that "

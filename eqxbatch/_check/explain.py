@@ -1,0 +1,222 @@
+"""`explain_sites`: what the sites of a function are, and whether they are right."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import PyTree
+
+from .._blocks.axes import Batch, split_batch
+from .._sites.explain import LeafCheck, report_of, SitesCheck, SitesReport
+from .._transforms.selection import axes_of_all
+from .first import first_order
+from .second import second_order
+from .subject import Call, double_precision, make_subject
+
+
+def explain_sites(
+    fun: Callable[..., PyTree],
+    model: PyTree,
+    /,
+    *args: Any,
+    check: bool = False,
+    in_axes: PyTree = None,
+    **kwargs: Any,
+) -> SitesReport:
+    """Shows where the parameters of a function enter it, and what follows from that.
+
+    A site is an operation in which a parameter meets the rest of the computation, such
+    as a matrix product. There, the gradient of one example is a contraction of two
+    small factors, so that its norm, and weighted sums of gradients, can be had without
+    the gradient itself. This is what `clip_norm` of
+    [`eqxbatch.filter_micro_value_and_grad`][] builds on, and kernels, Hessians and
+    Gauss-Newton matrices, too.
+
+    With `check=True`, it compares for your own function what follows from sites with
+    what JAX says.
+
+    **Arguments:**
+
+    - `fun`: called as `fun(model, *args, **kwargs)`, to be traced and not run, unless
+        it is checked. It is a function of one example, such as a loss or a model.
+    - `model`: all of its arrays of an inexact dtype are parameters.
+    - `args`, `kwargs`: those of one example, without a batch axis. Shapes and dtypes
+        suffice without `check`: anything with these is as good as an array, such as a
+        `jax.ShapeDtypeStruct`.
+    - `check`: whether to compare gradients, norms, kernels, Hessians, their diagonals
+        and Gauss-Newton matrices with `jax.grad`, `jax.jacrev` and products with
+        `jax.jvp` of `jax.grad`, leaf by leaf. That compiles and runs the function,
+        which takes from seconds to minutes.
+    - `in_axes`: which axes of `args` are a batch, as for
+        [`eqxbatch.filter_hessian`][], if they are not of one example. A check takes the
+        first three examples then.
+
+    **Returns:**
+
+    An [`eqxbatch.SitesReport`][]. Its text is a table with the sites of each parameter,
+    the contraction that is cheapest by an estimate of operations and memory traffic,
+    and why there is no rule for a parameter where there is none. With `check`, a table
+    of the largest errors follows, which is the `check` of the report.
+
+    A check is done in float64: the arrays of the model and the arguments are cast to
+    it. If the function then raises an exception, the check is done in the dtypes that
+    it was given, and the report says why. All contractions are compared that are exact
+    for a parameter, and not only the cheapest. What `fun` returns is differentiated as
+    it is if that is a real scalar. Otherwise, gradients and Hessians are those of a
+    quadratic function of it, and more than eight numbers are first projected to eight
+    at random.
+
+    The memory of a check is bounded: for each example, it is that of eight gradients,
+    and of at most 128 blocks of a Hessian, with eight million entries together. Larger
+    blocks are left out, as are those of parameters whose sites return more than a
+    thousand numbers, and all Hessians in complex parameters. Blocks of parameters with
+    more than 64 entries are compared in products with random directions, and diagonals
+    in some of their entries. The table has a `-` for what is left out altogether.
+
+    **Raises:**
+
+    `ValueError` if `model` has no arrays of an inexact dtype; with `check`, for
+    arguments that are no arrays but only shapes, no examples, and a function that
+    returns no arrays of an inexact dtype.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.Linear(256, 128, use_bias=False, key=jax.random.key(0))
+        >>> def loss(model, x):
+        ...     return jnp.sum(model(x) ** 2)
+        >>> print(eqxbatch.explain_sites(loss, model, jnp.ones(256)))
+        leaf          shape    sites        contraction  kFLOP     kB
+        -------------------------------------------------------------
+        .weight       128x256  dot_general  factors       65.9    3.1
+        -------------------------------------------------------------
+        by sites                                          65.9    3.1
+        materialised                                     196.6  393.2
+        method="auto" is "sites"
+
+        ```
+
+        Are the derivatives of this model right?
+
+        ```python
+        >>> model = eqx.nn.MLP(2, 3, 8, 1, key=jax.random.key(0))
+        >>> x = jax.random.normal(jax.random.key(1), (3, 2))
+        >>> report = eqxbatch.explain_sites(
+        ...     lambda model, x: model(x), model, x, in_axes=0, check=True
+        ... )
+        >>> report.check.max_error < 1e-10
+        True
+
+        ```
+    """
+    diff, nondiff = eqx.partition(model, eqx.is_inexact_array)
+    leaves, treedef = jtu.tree_flatten(diff)
+    if not leaves:
+        raise ValueError(
+            "`model` has no arrays of an inexact dtype, so it has no parameters; got "
+            f"{model!r}."
+        )
+    one = (args, kwargs)
+    if in_axes is not None:
+        one = _first_example(fun, model, in_axes, args, kwargs)
+    dynamic, static = eqx.partition(one, _has_shape)
+
+    def flat(leaves: list, dynamic: PyTree) -> PyTree:
+        args, kwargs = eqx.combine(dynamic, static)
+        model = eqx.combine(jtu.tree_unflatten(treedef, leaves), nondiff)
+        return fun(model, *args, **kwargs)
+
+    closed, _, _ = eqx.filter_make_jaxpr(flat)(leaves, dynamic)
+    paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
+    report = report_of(closed, paths)
+    if not check:
+        return report
+    batch = _batch(fun, model, in_axes, args, kwargs)
+    found = _checked(Call(fun, diff, nondiff, batch), paths)
+    return dataclasses.replace(report, check=found)
+
+
+def _has_shape(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _first_example(
+    fun: Callable, model: PyTree, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """The types of the arguments of one example of a batch."""
+
+    def first(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        all_args = (model, *args)
+        in_all = axes_of_all(fun, in_axes, all_args)
+        batch = split_batch(fun, in_all, all_args, kwargs)
+        if batch.total() == 0:
+            raise ValueError("There are no examples to look at: the batch is empty.")
+        rows = [
+            lax.index_in_dim(x, 0, axis, keepdims=False)
+            for x, axis in zip(batch.arrays, batch.axes, strict=True)
+        ]
+        (_, *args_of_one), kwargs_of_one = batch.arguments(rows)
+        return tuple(args_of_one), kwargs_of_one
+
+    return eqx.filter_eval_shape(first, *_as_arrays((args, kwargs)))
+
+
+def _as_arrays(tree: PyTree) -> PyTree:
+    """JAX's arrays in the place of NumPy's."""
+    is_numpy = lambda x: isinstance(x, (np.ndarray, np.generic))
+    return jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, tree)
+
+
+def _batch(
+    fun: Callable, model: PyTree, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
+) -> Batch:
+    """The arguments of a call; one example is a batch of one."""
+    args, kwargs = _as_arrays((args, kwargs))
+    for path, x in jtu.tree_leaves_with_path((args, kwargs)):
+        is_traced = isinstance(x, Tracer)
+        if _has_shape(x) and (is_traced or not eqx.is_array(x)):
+            in_kwargs, *rest = path
+            name = ("args", "kwargs")[in_kwargs.idx] + jtu.keystr(tuple(rest))
+            raise ValueError(
+                "`check=True` runs the function, so that it needs arrays with values; "
+                f"got {x} for `{name}`. Give arrays, or leave out `check`."
+            )
+    if in_axes is not None:
+        in_all = axes_of_all(fun, in_axes, (model, *args))
+        return split_batch(fun, in_all, (model, *args), kwargs)
+    expand = lambda x: x[None] if eqx.is_array(x) else x
+    args, kwargs = jtu.tree_map(expand, (args, kwargs))
+    in_all = (None, *(eqx.if_array(0) for _ in args))
+    return split_batch(fun, in_all, (model, *args), kwargs)
+
+
+def _checked(call: Call, paths: list[str]) -> SitesCheck:
+    """In float64, if the function can be differentiated there."""
+    with double_precision():
+        wide = call.widened()
+        reason = wide.refusal()
+        if reason is None:
+            return _compared(wide, paths, "float64", None)
+    dtypes = sorted({str(x.dtype) for x in call.leaves})
+    return _compared(call, paths, ", ".join(dtypes), reason)
+
+
+def _compared(
+    call: Call, paths: list[str], dtype: str, reason: str | None
+) -> SitesCheck:
+    subject = make_subject(call)
+    errors, whole, jacobians = first_order(subject)
+    curvature = second_order(subject, jacobians)
+    leaves = [
+        LeafCheck(path, **first, **second)
+        for path, first, second in zip(paths, errors, curvature, strict=True)
+    ]
+    together = LeafCheck("all together", **whole)
+    return SitesCheck(tuple(leaves), together, subject.num, dtype, reason)
