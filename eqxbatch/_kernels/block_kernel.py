@@ -23,7 +23,7 @@ from .inputs import Call, Side, VmapAxes
 
 
 # Shapes are looked up with so many rows and columns, so that they are told apart.
-_ROWS, _COLUMNS = 2, 3
+SAMPLE = _ROWS, _COLUMNS = 2, 3
 _LEADING = (0, 1)
 _PIECE = 256
 
