@@ -590,6 +590,77 @@ def test_reductions_of_rectangles_and_pytrees(getkey):
     np.testing.assert_array_equal(sums.astype(jnp.float32), 1000)
 
 
+class Turned(AbstractReduction):
+    """Sums of rows, once and twice, which take turns with each block."""
+
+    @property
+    def neutral(self):
+        return 0.0
+
+    def init(self, kernel):
+        return jnp.zeros((kernel.shape[0], 2), kernel.dtype)
+
+    def update(self, state, tile, rows, columns):
+        weights = jnp.tile(jnp.array([[1.0, 2.0]]), (columns.size, 1))
+        new = rows.take(state)[:, ::-1] + tile @ weights
+        return jax.lax.dynamic_update_slice_in_dim(state, new, rows.start, 0)
+
+    def merge(self, first, second):
+        return first + second
+
+    def finalize(self, state):
+        return state
+
+
+@pytest.mark.parametrize(("total", "size"), ((4, 2), (5, 3), (8, 2)))
+def test_reductions_that_permute_their_state_on_a_mesh(total, size, getkey):
+    x, mesh = normal(getkey(), (total, 3)), make_mesh(AxisType.Auto, (2,))
+    settings = {"block_size": size, "mesh": mesh}
+    found = filter_batch_kernel(lopsided, reduce=TopK(2), **settings)(x)
+    dense = np.asarray(lopsided(x))
+    np.testing.assert_array_equal(found.indices, np.argsort(-dense, axis=1)[:, :2])
+    ones = lambda x, y=None: jnp.ones((len(x), len(x if y is None else y)))
+    turned = filter_batch_kernel(ones, reduce=Turned(), **settings)(x)
+    # However often they took turns.
+    np.testing.assert_array_equal(np.asarray(turned).sum(1), 3 * total)
+
+
+def test_entries_of_minus_infinity_among_the_largest():
+    inf = np.inf
+    dense = np.array(
+        [
+            [-inf, 3.0, -inf, 1.0, -inf],
+            [-inf, -inf, -inf, -inf, -inf],
+            [2.0, -inf, np.nan, 4.0, -inf],
+        ],
+        np.float32,
+    )
+    entries = jnp.asarray(dense)
+    rows, columns = jnp.arange(3), jnp.arange(5)
+    kernel = lambda i, j: entries[i[:, None], j[None, :]]
+    for settings in ({}, {"mesh": make_mesh(AxisType.Auto, (2,))}):
+        for without_self in (False, True):
+            found = filter_batch_kernel(
+                kernel, block_size=2, reduce=TopK(4, without_self), **settings
+            )(rows, columns)
+            np.testing.assert_array_equal(
+                np.take_along_axis(dense, np.asarray(found.indices), 1), found.values
+            )
+            for row, indices in enumerate(np.asarray(found.indices)):
+                allowed = {*range(5)} - ({row} if without_self else set())
+                assert {*indices} <= allowed
+                assert len({*indices}) == 4
+
+
+@pytest.mark.parametrize("dtype", (jnp.int8, jnp.uint8, jnp.bool_, jnp.int32))
+def test_sums_of_rows_of_integers(dtype):
+    x = jnp.arange(5)
+    dense = (x[:, None] + jnp.full((1, 7), 60)).astype(dtype)
+    kernel = lambda i, j: dense[i[:, None], j[None, :]]
+    got = filter_batch_kernel(kernel, block_size=3, reduce=RowSums())(x, jnp.arange(7))
+    assert_same(got, jnp.sum(dense, axis=1))
+
+
 def test_reductions_within_transforms(getkey):
     x, v = normal(getkey(), (9, 3)), normal(getkey(), (9,))
 

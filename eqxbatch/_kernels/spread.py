@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from .._blocks.apart import settled
 from .._blocks.mesh import is_explicit, replicated
 from .._blocks.rows import Rows
 from .block_kernel import BlockKernel, KernelCall, KernelLeaf, SAMPLE
@@ -128,7 +129,7 @@ def _reduced(
 
     def run(call: KernelCall) -> list[PyTree[Array]]:
         tiles = all_tiles(BlockKernel(call), grid, collectors)
-        states = tiles.initial()
+        states, always = tiles.initial(), jnp.array(True)
         for some, is_diagonal in ((grid.pairs(), False), (grid.diagonal(), True)):
 
             def step(
@@ -139,8 +140,13 @@ def _reduced(
                 return tiles.update(states, tile, at, is_diagonal, counts), None
 
             if some:
-                states, _ = lax.scan(step, states, share(some))
-        return jtu.tree_map(lambda x: x[None], states)
+                at, counts = share(some)
+                states, _ = lax.scan(step, states, (at, counts))
+                always = at[0, 0] >= 0
+        leaves, treedef = jtu.tree_flatten(states)
+        # A scan of one step is no loop for XLA, and what it writes not apart from this.
+        leaves = [x[None] for x in settled(leaves, always)]
+        return jtu.tree_unflatten(treedef, leaves)
 
     spread = PartitionSpec(mesh_axis.name)
     parts = on_devices(run, kernel.call, mesh_axis, spread)
