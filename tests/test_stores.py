@@ -28,6 +28,7 @@ from eqxbatch import (
     AbstractProgressMeter,
     AbstractReduction,
     EmpiricalKernel,
+    EmpiricalNTK,
     filter_batch_kernel,
     HostStore,
     NoProgressMeter,
@@ -35,6 +36,7 @@ from eqxbatch import (
     TqdmProgressMeter,
     ZarrStore,
 )
+from .conftest import enable_x64
 from .helpers import CountTraces, normal
 from .test_batch_kernel import AXES, lopsided, rbf, Structured, white
 from .test_sharding import make_mesh
@@ -166,6 +168,48 @@ def test_upper_only(getkey, tmp_path):
         half[[1, 2]]
     with pytest.raises(ValueError, match="takes a copy"):
         np.array(half, copy=False)
+
+
+def test_upper_only_of_kernels_with_output_axes(getkey, tmp_path):
+    x = normal(getkey(), (3, 3))
+    # What two outputs have in common is not symmetric in them with two hidden layers.
+    model = eqx.nn.MLP(3, 2, 4, 2, activation=jnp.tanh, key=getkey())
+    ntk = EmpiricalNTK(model, trace_axes=())
+    store = ZarrStore(tmp_path / "ntk", upper_only=True)
+    half = filter_batch_kernel(ntk, block_size=2, store=store)(x)
+    whole = filter_batch_kernel(ntk, block_size=2)(x)
+    assert np.abs(whole - whole.swapaxes(2, 3)).max() > 1e-3
+    np.testing.assert_array_equal(np.asarray(half), whole)
+    np.testing.assert_array_equal(half[2, :2], whole[2, :2])
+
+    def pair(x, y=None):
+        y = x if y is None else y
+        return {"ab": jnp.sin(x) @ y.T, "ba": x @ jnp.sin(y).T, "rows": x}
+
+    batched = filter_batch_kernel(
+        pair,
+        block_size=2,
+        out_axes={"ab": (0, 1), "ba": (0, 1), "rows": (0, None)},
+        symmetric=lambda k: {**k, "ab": k["ba"].T, "ba": k["ab"].T},
+        store=ZarrStore(tmp_path / "pair", upper_only=True),
+    )
+    found, dense = batched(x), pair(x)
+    for name in ("ab", "ba"):
+        np.testing.assert_allclose(np.asarray(found[name]), dense[name], rtol=1e-5)
+
+
+def test_upper_only_reads_in_its_own_dtype(getkey, tmp_path):
+    with enable_x64():
+        x = jnp.asarray(normal(getkey(), (3, 2)), jnp.float64)
+        half = filter_batch_kernel(
+            lambda x, y=None: x @ (x if y is None else y).T,
+            block_size=2,
+            symmetric=lambda k: k.T,
+            store=ZarrStore(tmp_path / "kernel", upper_only=True),
+        )(x)
+        np.testing.assert_array_equal(half[2, :2], half[:2, 2])
+    with pytest.raises(ValueError, match="below the diagonal of a kernel of dtype flo"):
+        half[2, 0]
 
 
 def test_upper_only_is_for_symmetric_kernels(getkey, tmp_path):

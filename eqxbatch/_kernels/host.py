@@ -185,7 +185,11 @@ def to_store(
         )
     writer = team.begin(
         lambda is_first: store.begin(
-            kernel.leaves, grid, lambda: fingerprint(kernel, grid), is_first=is_first
+            kernel.leaves,
+            grid,
+            lambda: fingerprint(kernel, grid),
+            mirror=kernel.mirror,
+            is_first=is_first,
         )
     )
     error = None

@@ -15,7 +15,7 @@ import equinox as eqx
 import numpy as np
 
 from .._blocks.extras import import_extra
-from .block_kernel import KernelLeaf
+from .block_kernel import KernelLeaf, TileMirror
 from .grid import Grid
 from .stores import AbstractStore, AbstractWriter, Patch
 from .symmetric_array import SymmetricArray
@@ -99,6 +99,7 @@ class ZarrStore(AbstractStore):
         grid: Grid,
         fingerprint: Callable[[], dict[str, Any]],
         *,
+        mirror: TileMirror,
         is_first: bool,
     ) -> AbstractWriter:
         zarr = import_extra("zarr", "ZarrStore", "store")
@@ -129,8 +130,8 @@ class ZarrStore(AbstractStore):
         # A chunk of zeros is to be written as well, so that it is not missing.
         with zarr.config.set({"array.write_empty_chunks": True}):
             arrays = [zarr.open_array(str(path / name), mode="r+") for name in names]
-        is_half = [self.upper_only and leaf.is_pairwise for leaf in leaves]
-        return _ZarrWriter(zarr, path, names, arrays, is_half, grid.sizes[0])
+        half = mirror if self.upper_only else None
+        return _ZarrWriter(zarr, path, names, arrays, half, grid.sizes[0])
 
 
 def _names(leaves: list[KernelLeaf]) -> list[str]:
@@ -214,11 +215,11 @@ class _ZarrWriter(AbstractWriter):
         path: pathlib.Path,
         names: list[str],
         arrays: list,
-        is_half: list[bool],
+        mirror: TileMirror | None,
         block: int,
     ):
         self.zarr, self.path, self.names = zarr, path, names
-        self.arrays, self.is_half, self.block = arrays, is_half, block
+        self.arrays, self.mirror, self.block = arrays, mirror, block
 
     def _file(self, patch: Patch) -> pathlib.Path:
         name = self.names[patch.leaf]
@@ -257,7 +258,11 @@ class _ZarrWriter(AbstractWriter):
         arrays = [
             self.zarr.open_array(str(self.path / name), mode="r") for name in self.names
         ]
+        if self.mirror is None:
+            return arrays
         return [
-            SymmetricArray(x, self.block) if is_half else x
-            for x, is_half in zip(arrays, self.is_half, strict=True)
+            SymmetricArray(arrays, i, self.block, self.mirror)
+            if leaf.is_pairwise
+            else arrays[i]
+            for i, leaf in enumerate(self.mirror.leaves)
         ]
