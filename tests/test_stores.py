@@ -372,6 +372,25 @@ RUN = """
 """
 
 
+@pytest.mark.parametrize(
+    "error", (OSError(errno.EIO, "no disk"), MemoryError("no memory"), ValueError("no"))
+)
+def test_chunks_that_cannot_be_read_are_kept(error, getkey, tmp_path, monkeypatch):
+    x = normal(getkey(), (4, 3))
+    batched = filter_batch_kernel(rbf, block_size=2, store=ZarrStore(tmp_path))
+    batched(x)
+    whole = chunks(tmp_path)
+
+    def raises(*_):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zarr.Array, "__getitem__", raises)
+        with pytest.raises(type(error), match=str(error.args[-1])):
+            batched(x)
+    assert chunks(tmp_path) == whole
+
+
 @pytest.mark.matrix
 def test_runs_that_are_killed(tmp_path):
     """Twenty of them, at random moments, while they compute or write."""

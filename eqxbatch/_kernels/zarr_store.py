@@ -22,6 +22,7 @@ from .symmetric_array import SymmetricArray
 
 
 _ATTRIBUTE = "eqxbatch"
+_CHECKSUM = 4  # The bytes of a CRC32C, at the end of a chunk.
 _PARTIAL = ".partial"  # What zarr calls a file that it has not written to the end.
 
 
@@ -36,10 +37,10 @@ class ZarrStore(AbstractStore):
 
     **A run that was stopped, or killed, is continued by calling it again.** Each chunk
     comes with its checksum. Chunks that are there and whole are kept, those that are
-    missing or damaged are computed, and the kernel is bit for bit what an undisturbed
-    run on the same machine makes of it. The group has a fingerprint of the inputs, of
-    the arrays and the program of the kernel function, of the blocks and of the versions
-    of packages, so that no two kernels are mixed up.
+    missing or of another size or checksum are computed, and the kernel is bit for bit
+    what an undisturbed run on the same machine makes of it. The group has a fingerprint
+    of the inputs, of the arrays and the program of the kernel function, of the blocks
+    and of the versions of packages, so that no two kernels are mixed up.
 
     Several processes can share the work: see `mesh` of
     [`eqxbatch.filter_batch_kernel`][].
@@ -227,21 +228,36 @@ class _ZarrWriter(AbstractWriter):
 
     def has(self, patch: Patch) -> bool:
         file = self._file(patch)
-        if not file.exists():
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
             return False
+        if size == self._bytes(patch) + _CHECKSUM and self._is_whole(patch):
+            return True
+        file.unlink(missing_ok=True)
+        return False
+
+    def _is_whole(self, patch: Patch) -> bool:
+        """Whether the checksum is that of the chunk.
+
+        What raises for another reason says nothing of the chunk: the disk may fail, or
+        the memory be too small.
+        """
         try:
             self.arrays[patch.leaf][patch.place]
-        except Exception:
-            # What cannot be read is not there; how it is damaged does not matter.
-            file.unlink(missing_ok=True)
+        except ValueError as e:
+            if "checksum" not in str(e):
+                raise
             return False
         return True
 
+    def _bytes(self, patch: Patch) -> int:
+        """The size of the entries of a chunk."""
+        array = self.arrays[patch.leaf]
+        return math.prod(array.chunks) * array.dtype.itemsize
+
     def prepare(self, missing: list[Patch]) -> None:
-        needed = 0
-        for patch in missing:
-            array = self.arrays[patch.leaf]
-            needed += math.prod(array.chunks) * array.dtype.itemsize
+        needed = sum(map(self._bytes, missing))
         free = shutil.disk_usage(self.path).free
         if needed > free:
             raise OSError(
