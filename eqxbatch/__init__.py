@@ -52,12 +52,11 @@ from ._kernels.reductions import (
     FrobeniusNorm as FrobeniusNorm,
     KernelAlignment as KernelAlignment,
     KernelProduct as KernelProduct,
-    Neighbours as Neighbours,
     RowSums as RowSums,
-    TopK as TopK,
 )
 from ._kernels.stores import HostStore as HostStore
 from ._kernels.symmetric_array import SymmetricArray as SymmetricArray
+from ._kernels.top_k import Neighbours as Neighbours, TopK as TopK
 from ._kernels.zarr_store import ZarrStore as ZarrStore
 from ._sites.explain import (
     LeafCheck as LeafCheck,

@@ -24,7 +24,7 @@ from eqxbatch import (
     TopK,
 )
 from .helpers import assert_same, BLOCK, CountTraces, memory, normal, TOTALS
-from .test_sharding import make_mesh
+from .test_sharding import make_mesh, put
 
 
 SIZES = (1, BLOCK, (BLOCK, 3), None)
@@ -415,6 +415,78 @@ def test_mesh_equals_one_device(kind, total, getkey):
                 np.testing.assert_array_equal(got, got.T)
 
 
+def of_gradients(w):
+    """A kernel of derivatives in what it closes over."""
+
+    def kernel(x1, x2=None):
+        x2 = x1 if x2 is None else x2
+        of_one = jax.grad(lambda w, x: jnp.sin(w @ x))
+        first, second = (jax.vmap(of_one, (None, 0))(w, x) for x in (x1, x2))
+        return first @ second.T
+
+    return kernel
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_what_a_kernel_function_closes_over_on_a_mesh(kind, getkey):
+    x, w = normal(getkey(), (7, 3)), normal(getkey(), (3,))
+    mesh = make_mesh(kind, (2,))
+    if kind == AxisType.Auto:
+        w = put(w, mesh)
+    closure = of_gradients(w)
+    expected = np.asarray(closure(x))
+    for settings, result in (
+        ({"symmetric": True}, expected),
+        ({"store": HostStore()}, expected),
+        ({"reduce": RowSums()}, expected.sum(1)),
+    ):
+        got = filter_batch_kernel(closure, block_size=2, mesh=mesh, **settings)(x)
+        assert_same(jax.device_get(got), result)
+
+
+def test_estimators_in_a_lambda_on_a_mesh(getkey):
+    x, mesh = normal(getkey(), (4, 3)), make_mesh(AxisType.Auto, (2,))
+    ntk = EmpiricalNTK(eqx.nn.MLP(3, 2, 4, 1, key=getkey()))
+    closure = lambda x1, x2=None: ntk(x1, x2)
+    got = filter_batch_kernel(closure, block_size=2, mesh=mesh)(x)
+    assert_same(jax.device_get(got), jax.device_get(ntk(x)))
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_derivatives_in_what_is_closed_over_on_a_mesh(kind, getkey):
+    x, y, w = normal(getkey(), (7, 3)), normal(getkey(), (4, 3)), normal(getkey(), (3,))
+    # Along the other axis, devices do the same.
+    mesh = make_mesh(kind, (2, 2), ("rows", "other"))
+
+    def loss(w, x, y):
+        batched = filter_batch_kernel(
+            of_gradients(w), block_size=2, mesh=mesh, mesh_axis="rows"
+        )
+        return jnp.sum(jnp.tanh(batched(x, y)))
+
+    dense = lambda w, x, y: jnp.sum(jnp.tanh(of_gradients(w)(x, y)))
+    args = (w, x, y)
+    for derivative in (
+        lambda f: lambda *args: jax.grad(f, (0, 1, 2))(*args),
+        lambda f: lambda *args: jax.jvp(f, args, args)[1],
+    ):
+        got, expected = (jax.jit(derivative(f))(*args) for f in (loss, dense))
+        assert_same(jax.device_get(got), jax.device_get(expected), tol=1e-4)
+
+
+def test_explicit_axes_of_what_is_closed_over(getkey):
+    x, w = normal(getkey(), (7, 3)), normal(getkey(), (3,))
+    mesh = make_mesh(AxisType.Explicit, (2,))
+    w_on_mesh = put(w, mesh)
+    for store in ("device", HostStore()):
+        settings = {"block_size": 2, "mesh": mesh, "store": store}
+        with pytest.raises(ValueError, match="closes over an array on a mesh with"):
+            filter_batch_kernel(of_gradients(w_on_mesh), **settings)(x)
+    argument = eqx.Partial(lambda w, *x: of_gradients(w)(*x), w_on_mesh)
+    got = filter_batch_kernel(argument, block_size=2, mesh=mesh)(x)
+    assert_same(jax.device_get(got), jax.device_get(of_gradients(w)(x)))
+
+
 @pytest.mark.parametrize("num", (1, 2, 3))
 def test_other_numbers_of_devices(num, getkey):
     x = normal(getkey(), (11, 3))
@@ -516,6 +588,77 @@ def test_reductions_of_rectangles_and_pytrees(getkey):
     sums = filter_batch_kernel(halves, block_size=7, reduce=RowSums())(ones)
     assert sums.dtype == jnp.bfloat16
     np.testing.assert_array_equal(sums.astype(jnp.float32), 1000)
+
+
+class Turned(AbstractReduction):
+    """Sums of rows, once and twice, which take turns with each block."""
+
+    @property
+    def neutral(self):
+        return 0.0
+
+    def init(self, kernel):
+        return jnp.zeros((kernel.shape[0], 2), kernel.dtype)
+
+    def update(self, state, tile, rows, columns):
+        weights = jnp.tile(jnp.array([[1.0, 2.0]]), (columns.size, 1))
+        new = rows.take(state)[:, ::-1] + tile @ weights
+        return jax.lax.dynamic_update_slice_in_dim(state, new, rows.start, 0)
+
+    def merge(self, first, second):
+        return first + second
+
+    def finalize(self, state):
+        return state
+
+
+@pytest.mark.parametrize(("total", "size"), ((4, 2), (5, 3), (8, 2)))
+def test_reductions_that_permute_their_state_on_a_mesh(total, size, getkey):
+    x, mesh = normal(getkey(), (total, 3)), make_mesh(AxisType.Auto, (2,))
+    settings = {"block_size": size, "mesh": mesh}
+    found = filter_batch_kernel(lopsided, reduce=TopK(2), **settings)(x)
+    dense = np.asarray(lopsided(x))
+    np.testing.assert_array_equal(found.indices, np.argsort(-dense, axis=1)[:, :2])
+    ones = lambda x, y=None: jnp.ones((len(x), len(x if y is None else y)))
+    turned = filter_batch_kernel(ones, reduce=Turned(), **settings)(x)
+    # However often they took turns.
+    np.testing.assert_array_equal(np.asarray(turned).sum(1), 3 * total)
+
+
+def test_entries_of_minus_infinity_among_the_largest():
+    inf = np.inf
+    dense = np.array(
+        [
+            [-inf, 3.0, -inf, 1.0, -inf],
+            [-inf, -inf, -inf, -inf, -inf],
+            [2.0, -inf, np.nan, 4.0, -inf],
+        ],
+        np.float32,
+    )
+    entries = jnp.asarray(dense)
+    rows, columns = jnp.arange(3), jnp.arange(5)
+    kernel = lambda i, j: entries[i[:, None], j[None, :]]
+    for settings in ({}, {"mesh": make_mesh(AxisType.Auto, (2,))}):
+        for without_self in (False, True):
+            found = filter_batch_kernel(
+                kernel, block_size=2, reduce=TopK(4, without_self), **settings
+            )(rows, columns)
+            np.testing.assert_array_equal(
+                np.take_along_axis(dense, np.asarray(found.indices), 1), found.values
+            )
+            for row, indices in enumerate(np.asarray(found.indices)):
+                allowed = {*range(5)} - ({row} if without_self else set())
+                assert {*indices} <= allowed
+                assert len({*indices}) == 4
+
+
+@pytest.mark.parametrize("dtype", (jnp.int8, jnp.uint8, jnp.bool_, jnp.int32))
+def test_sums_of_rows_of_integers(dtype):
+    x = jnp.arange(5)
+    dense = (x[:, None] + jnp.full((1, 7), 60)).astype(dtype)
+    kernel = lambda i, j: dense[i[:, None], j[None, :]]
+    got = filter_batch_kernel(kernel, block_size=3, reduce=RowSums())(x, jnp.arange(7))
+    assert_same(got, jnp.sum(dense, axis=1))
 
 
 def test_reductions_within_transforms(getkey):

@@ -5,9 +5,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqxbatch import filter_micro_vmap, filter_microbatch, Mean, MemoryBudget, Sum
+from eqxbatch import (
+    Concat,
+    EmpiricalNNGP,
+    EmpiricalNTK,
+    filter_batch_kernel,
+    filter_grid_vmap,
+    filter_jacobian,
+    filter_micro_grad,
+    filter_micro_vmap,
+    filter_microbatch,
+    grid,
+    HostStore,
+    Mean,
+    MemoryBudget,
+    MonteCarloKernel,
+    Sum,
+)
 from eqxbatch._blocks import memory as memory_module
 from eqxbatch._blocks.memory import fit_size
+from eqxbatch._kernels import kernels
 from .helpers import assert_same, CountTraces, memory, normal
 
 
@@ -134,6 +151,93 @@ def test_no_examples():
 def test_default_is_what_the_machine_has():
     budget = MemoryBudget().resolve()
     assert 2**28 < budget < 2**50
+
+
+class Device:
+    """One that says what is free."""
+
+    def __init__(self, free):
+        self.free = free
+
+    def memory_stats(self):
+        return {"bytes_limit": 2 * self.free, "bytes_in_use": self.free}
+
+
+def with_free(monkeypatch, free):
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(free)])
+
+
+def test_what_is_free_is_looked_up_for_each_call(compilations, monkeypatch):
+    fun = CountTraces(per_example_loss)
+    sizes = []
+
+    def seen(x):
+        sizes.append(len(x))
+        return jax.vmap(fun)(x)
+
+    run = filter_microbatch(seen, microbatch_size=MemoryBudget(), accumulator=Concat())
+    found = []
+    # The third time, a little has been used.
+    for free in (10**9, 10**5, 990_000_000):
+        with_free(monkeypatch, free)
+        num = fun.num
+        run(X)
+        found.append((len(X) in sizes, fun.num > num))
+        sizes.clear()
+    assert found == [(True, True), (False, True), (False, False)]
+    with_free(monkeypatch, 1000)
+    with pytest.raises(ValueError, match="budget of 992 bytes is too small"):
+        run(X)
+
+
+def test_no_transform_looks_up_what_is_free_while_traced(monkeypatch, getkey):
+    looked_up = []
+    device = Device(10**9)
+    stats = device.memory_stats
+
+    def spy():
+        looked_up.append(isinstance(jnp.zeros(()), jax.core.Tracer))
+        return stats()
+
+    device.memory_stats = spy
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    budget, x, key = MemoryBudget(), jnp.ones((2, 1)), getkey()
+    linear = lambda key: eqx.nn.Linear(1, 1, key=key)
+    model, product = linear(key), lambda x, y: x @ y.T
+    settings = {"n_samples": 1, "key": key, "get": "nngp"}
+    for call in (
+        lambda: filter_micro_vmap(jnp.sin, microbatch_size=budget)(x),
+        lambda: filter_micro_grad(jnp.vdot, microbatch_size=budget)(x[0], x),
+        lambda: filter_jacobian(jnp.sin, block_size=budget)(x),
+        lambda: filter_grid_vmap(jnp.sin, in_axes=grid("x"), block_size=budget)(x),
+        lambda: filter_batch_kernel(product, block_size=budget)(x),
+        lambda: filter_batch_kernel(product, block_size=budget, store=HostStore())(x),
+        lambda: EmpiricalNNGP(model, block_size=budget)(x),
+        lambda: MonteCarloKernel(linear, block_size=budget, **settings)(x),
+        lambda: MonteCarloKernel(linear, samples_per_batch=budget, **settings)(x),
+    ):
+        call()
+        assert looked_up
+        assert not any(looked_up)
+        looked_up.clear()
+
+
+def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
+    rooms = []
+    original = kernels.Tiling
+
+    def spy(rows, columns, keep):
+        rooms.append(keep)
+        return original(rows, columns, keep)
+
+    monkeypatch.setattr(kernels, "Tiling", spy)
+    x = normal(getkey(), (16, 4))
+    ntk = EmpiricalNTK(eqx.nn.MLP(4, 2, 8, 1, key=getkey()), block_size=4)
+    for free in (10**9, 10**3, 990_000_000):
+        with_free(monkeypatch, free)
+        ntk(x)
+    # The third call is like the first.
+    assert rooms == [2**28, 2**8]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqxbatch import (
     Concat,
+    EmpiricalNTK,
+    filter_batch_kernel,
     filter_micro_grad,
     filter_micro_vmap,
     filter_microbatch,
@@ -288,3 +290,25 @@ def test_gradients_inside_of_shard_map(kind, options, getkey):
     spread = jax.tree.map(lambda x: put(x, mesh), arrays)
     got = jax.jit(mapped)(spread, put(tokens, mesh, "data"))
     assert_same(jax.device_get(got), expected, tol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_inside_of_shard_map(kind, getkey):
+    model = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=getkey())
+    x, z, v = normal(getkey(), (8, 3)), normal(getkey(), (3, 3)), jnp.ones((3, 2))
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def kernels(arrays, x, z):
+        ntk = EmpiricalNTK(eqx.combine(arrays, static))
+        blocks = filter_batch_kernel(ntk, block_size=2)(x)
+        return ntk(x, z), ntk(z, x).T, ntk.matvec(x, z, v), ntk.diagonal(x), blocks
+
+    parts = [jax.jit(kernels)(arrays, part, z) for part in (x[:4], x[4:])]
+    expected = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+    mesh = make_mesh(kind, (2,))
+    mapped = jax.shard_map(
+        kernels, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P("data")
+    )
+    # A kernel is that of the examples of a device: nothing is summed over them.
+    got = jax.jit(mapped)(arrays, put(x, mesh, "data"), z)
+    assert_same(jax.device_get(got), jax.device_get(expected))

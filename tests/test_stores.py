@@ -35,6 +35,7 @@ from eqxbatch import (
     TqdmProgressMeter,
     ZarrStore,
 )
+from .conftest import enable_x64
 from .helpers import CountTraces, normal
 from .test_batch_kernel import AXES, lopsided, rbf, Structured, white
 from .test_sharding import make_mesh
@@ -166,6 +167,55 @@ def test_upper_only(getkey, tmp_path):
         half[[1, 2]]
     with pytest.raises(ValueError, match="takes a copy"):
         np.array(half, copy=False)
+
+
+def test_upper_only_of_kernels_with_output_axes(getkey, tmp_path):
+    x = normal(getkey(), (3, 2))
+
+    def outer(x, y=None):
+        y = x if y is None else y
+        return x[:, None, :, None] * y[None, :, None, :]
+
+    half, whole = (
+        filter_batch_kernel(
+            outer,
+            block_size=2,
+            symmetric=lambda k: k.transpose(1, 0, 3, 2),
+            store=store,
+        )(x)
+        for store in (ZarrStore(tmp_path / "outer", upper_only=True), HostStore())
+    )
+    np.testing.assert_array_equal(np.asarray(half), whole)
+    np.testing.assert_array_equal(half[2, :2], whole[2, :2])
+
+    def pair(x, y=None):
+        y = x if y is None else y
+        return {"ab": jnp.sin(x) @ y.T, "ba": x @ jnp.sin(y).T, "rows": x}
+
+    batched = filter_batch_kernel(
+        pair,
+        block_size=2,
+        out_axes={"ab": (0, 1), "ba": (0, 1), "rows": (0, None)},
+        symmetric=lambda k: {**k, "ab": k["ba"].T, "ba": k["ab"].T},
+        store=ZarrStore(tmp_path / "pair", upper_only=True),
+    )
+    found, dense = batched(x), pair(x)
+    for name in ("ab", "ba"):
+        np.testing.assert_allclose(np.asarray(found[name]), dense[name], rtol=1e-5)
+
+
+def test_upper_only_reads_in_its_own_dtype(getkey, tmp_path):
+    with enable_x64():
+        x = jnp.asarray(normal(getkey(), (3, 2)), jnp.float64)
+        half = filter_batch_kernel(
+            lambda x, y=None: x @ (x if y is None else y).T,
+            block_size=2,
+            symmetric=lambda k: k.T,
+            store=ZarrStore(tmp_path / "kernel", upper_only=True),
+        )(x)
+        np.testing.assert_array_equal(half[2, :2], half[:2, 2])
+    with pytest.raises(ValueError, match="below the diagonal of a kernel of dtype flo"):
+        half[2, 0]
 
 
 def test_upper_only_is_for_symmetric_kernels(getkey, tmp_path):
@@ -320,6 +370,25 @@ RUN = """
     batched(x)
     print("done", flush=True)
 """
+
+
+@pytest.mark.parametrize(
+    "error", (OSError(errno.EIO, "no disk"), MemoryError("no memory"), ValueError("no"))
+)
+def test_chunks_that_cannot_be_read_are_kept(error, getkey, tmp_path, monkeypatch):
+    x = normal(getkey(), (4, 3))
+    batched = filter_batch_kernel(rbf, block_size=2, store=ZarrStore(tmp_path))
+    batched(x)
+    whole = chunks(tmp_path)
+
+    def raises(*_):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zarr.Array, "__getitem__", raises)
+        with pytest.raises(type(error), match=str(error.args[-1])):
+            batched(x)
+    assert chunks(tmp_path) == whole
 
 
 @pytest.mark.matrix

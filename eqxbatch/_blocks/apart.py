@@ -1,5 +1,6 @@
 """Keeping XLA from merging what is faster, or more exact, when it is not."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,24 @@ def apart(
         return lax.cond(always, run, skip, *args)
 
     return run_apart
+
+
+def settled(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
+    """`arrays`, all written before anything is made of them.
+
+    XLA for CPUs writes rows of an array in place, and reads what they are made of from
+    the same memory as it does so. It sees to it that nothing is read after it was
+    overwritten, but not where the array is then reshaped:
+    `lax.dynamic_update_slice(x, y, at)[None]` is wrong if `y` permutes a slice of `x`
+    (https://github.com/openxla/xla/issues/49176).
+    """
+    is_number = [not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
+    numbers = list(itertools.compress(arrays, is_number))
+    numbers = apart(lambda *numbers: list(numbers), always)(*numbers)
+    return [
+        numbers.pop(0) if is_one else x
+        for x, is_one in zip(arrays, is_number, strict=True)
+    ]
 
 
 def true_of(x: Inexact[Array, "..."]) -> Bool[Array, ""]:

@@ -1,10 +1,11 @@
 """Block sizes from a memory budget, by asking the compiler."""
 
 import collections
+import dataclasses
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -41,7 +42,10 @@ class MemoryBudget(eqx.Module):
     **Arguments:**
 
     - `max_bytes`: an int, or a string such as `"500MB"` or `"2GiB"`. The default is
-        what the device says is free, or, on a CPU, the machine's physical memory.
+        what the device says is free, or, on a CPU, the machine's physical memory. That
+        is looked up for each call, and rounded down by up to 6%, so that a program is
+        compiled again only if it has changed. Within `jax.jit` or another transform,
+        it is looked up when the program is traced: give a number there.
 
     Raises `ValueError` for a size that is not positive or not understood, and, when
     used, if not even a block of one example fits.
@@ -67,7 +71,7 @@ class MemoryBudget(eqx.Module):
 
     def resolve(self) -> int:
         """The budget in bytes."""
-        return _free_bytes() if self.max_bytes is None else self.max_bytes
+        return free_bytes() if self.max_bytes is None else self.max_bytes
 
 
 def _parse_bytes(value: int | str) -> int:
@@ -86,11 +90,43 @@ def _parse_bytes(value: int | str) -> int:
     return number
 
 
-def _free_bytes() -> int:
+def free_bytes(digits: int = 5) -> int:
+    """What is free, rounded down to so many binary digits.
+
+    It is a static part of programs, which little changes are not to compile anew.
+    """
     stats = jax.local_devices()[0].memory_stats()
-    if stats is not None and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if stats is None or "bytes_limit" not in stats:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
+    shift = max(free.bit_length() - digits, 0)
+    return free >> shift << shift
+
+
+_Settings = TypeVar("_Settings", bound=eqx.Module)
+
+
+def resolved(settings: _Settings) -> _Settings:
+    """Settings of which all budgets are in bytes.
+
+    To be called where a call is not traced yet: what is free then is a part of what
+    tells compiled programs apart.
+    """
+    changes = {}
+    for name in _NAMES:
+        value = getattr(settings, name, None)
+        new = value
+        if isinstance(value, MemoryBudget) and value.max_bytes is None:
+            new = MemoryBudget(value.resolve())
+        elif isinstance(value, eqx.Module):
+            new = resolved(value)
+        if new is not value:
+            changes[name] = new
+    return dataclasses.replace(settings, **changes) if changes else settings
+
+
+# What settings call sizes, or other settings that have some.
+_NAMES = ("blocking", "block_size", "column_size", "microbatch_size", "per_batch")
 
 
 def check_size(name: str, size: Any) -> int | MemoryBudget | None:
@@ -130,12 +166,13 @@ def resolve_size(
     if isinstance(size, int):
         return min(size, largest)
 
+    budget = size.resolve()
+
     def choose() -> int:
-        budget = size.resolve()
         bytes_at = lambda size: compiled_bytes(run(size), operands)
         return fit_size(budget, largest, bytes_at)
 
-    key = (size.max_bytes, jax.default_backend(), total, *_structure(operands))
+    key = (budget, jax.default_backend(), total, *_structure(operands))
     try:
         hash(key)
     except TypeError:  # Something static in the arguments has no hash.

@@ -26,6 +26,11 @@ def is_on_mesh(x: Any) -> bool:
     return bool(_axes(jax.typeof(x)))
 
 
+def is_explicit(x: Any) -> bool:
+    """Whether an array is on a mesh with `jax.sharding.AxisType.Explicit` axes."""
+    return AxisType.Explicit in [kind for _, kind in _axes(jax.typeof(x)).values()]
+
+
 def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
     """The number of equal parts in which to see a batch of `total` examples.
 

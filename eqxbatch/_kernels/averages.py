@@ -132,7 +132,7 @@ class Samples(eqx.Module):
                 mesh=self.samples.mesh,
                 in_specs=everywhere,
                 out_specs=everywhere,
-                # What varies is for `vmap` to know, and not yet known here.
+                # As in `on_devices`. What varies is only known to `vmap`, besides.
                 check_vma=False,
             )(dynamic, index)
 
@@ -143,8 +143,7 @@ class Samples(eqx.Module):
         call = {"key": request.key, **request.kwargs}
         if self.rows is None:
             return kernel_fn(request.x1, request.x2, **call)
-        rows = dataclasses.replace(self.rows, is_typed=self.samples is None)
-        transform = BatchKernel(self.settings.block_size, mesh_axis=rows)
+        transform = BatchKernel(self.settings.block_size, mesh_axis=self.rows)
         return transform.apply(kernel_fn, (request.x1, request.x2), call)
 
     def advanced(

@@ -46,16 +46,20 @@ class BatchKernel(AbstractTransform):
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         call = self._call(fun, *args, **kwargs)
+        block_size = self.block_size
+        if isinstance(block_size, MemoryBudget):
+            # What is free is looked up before anything is traced.
+            block_size = MemoryBudget(block_size.resolve())
         has_meter = not isinstance(self.meter, NoProgressMeter)
         if self.store is not None:
-            sizes = _sizes(self.block_size, call, None, None, is_stored=True)
+            sizes = _sizes(block_size, call, None, None, is_stored=True)
             return to_store(
                 call, sizes, self.store, self.meter, self.mesh_axis, has_meter
             )
         if has_meter:
-            sizes = _sizes(self.block_size, call, self.reduce, None)
+            sizes = _sizes(block_size, call, self.reduce, None)
             return with_progress(call, sizes, self.reduce, self.meter)
-        return _run(call, self.block_size, self.reduce, self.mesh_axis)
+        return _run(call, block_size, self.reduce, self.mesh_axis)
 
     def _call(
         self,

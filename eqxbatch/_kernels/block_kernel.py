@@ -23,7 +23,7 @@ from .inputs import Call, Side, VmapAxes
 
 
 # Shapes are looked up with so many rows and columns, so that they are told apart.
-_ROWS, _COLUMNS = 2, 3
+SAMPLE = _ROWS, _COLUMNS = 2, 3
 _LEADING = (0, 1)
 _PIECE = 256
 
@@ -88,6 +88,51 @@ class KernelLeaf:
         assert row is not None
         assert column is not None
         return jnp.moveaxis(tile, _LEADING, (row, column))
+
+
+@dataclasses.dataclass(frozen=True)
+class TileMirror:
+    """Exchanges rows and columns of tiles. Keeps no arrays of the kernel function.
+
+    - `mirror`: as in `KernelCall`, but not None.
+    - `out`: what the kernel function returns, with shapes for its arrays.
+    """
+
+    mirror: Any
+    leaves: list[KernelLeaf]
+    out: PyTree
+
+    @property
+    def is_transpose(self) -> bool:
+        return self.mirror is True
+
+    def __call__(self, tile: list[Array]) -> list[Array]:
+        """The arrays of the mirror image, from those of a tile."""
+        if self.is_transpose:
+            return [
+                leaf.back(jnp.conj(jnp.swapaxes(leaf.front(x), 0, 1)))
+                if leaf.is_pairwise
+                else x
+                for leaf, x in zip(self.leaves, tile, strict=True)
+            ]
+        arrays = jtu.tree_leaves(self.mirror(_filled(self.out, tile)))
+        mirrored = [x for x in arrays if eqx.is_array(x)]
+        sizes = _sizes(self.leaves, tile)
+        expected = [leaf.shape((sizes[1], sizes[0])) for leaf in self.leaves]
+        pairwise = [leaf.is_pairwise for leaf in self.leaves]
+        for is_pairwise, x, shape in zip(pairwise, mirrored, expected, strict=True):
+            if is_pairwise and x.shape != shape:
+                raise ValueError(
+                    "`symmetric` must return the block with rows and columns "
+                    f"exchanged, of shape {shape}; got {x.shape}."
+                )
+        return mirrored
+
+
+def _filled(out: PyTree, arrays: list) -> PyTree:
+    """What the kernel function returns, with these arrays in the place of shapes."""
+    remaining = list(arrays)
+    return jtu.tree_map(lambda x: remaining.pop(0) if is_struct(x) else x, out)
 
 
 class BlockKernel:
@@ -185,32 +230,15 @@ class BlockKernel:
 
     def output(self, arrays: list) -> PyTree:
         """What the kernel function returns, with these arrays in it."""
-        remaining = list(arrays)
-        return jtu.tree_map(
-            lambda x: remaining.pop(0) if is_struct(x) else x, self._out
-        )
+        return _filled(self._out, arrays)
+
+    @property
+    def mirror(self) -> "TileMirror":
+        return TileMirror(self.call.mirror, self.leaves, self._out)
 
     def mirrored(self, tile: list[Array]) -> list[Array]:
         """The tile with rows and columns exchanged."""
-        if self.call.mirror is True:
-            return [
-                leaf.back(jnp.conj(jnp.swapaxes(leaf.front(x), 0, 1)))
-                if leaf.is_pairwise
-                else x
-                for leaf, x in zip(self.leaves, tile, strict=True)
-            ]
-        arrays = jtu.tree_leaves(self.call.mirror(self.output(tile)))
-        mirrored = [x for x in arrays if eqx.is_array(x)]
-        sizes = _sizes(self.leaves, tile)
-        expected = [leaf.shape((sizes[1], sizes[0])) for leaf in self.leaves]
-        pairwise = [leaf.is_pairwise for leaf in self.leaves]
-        for is_pairwise, x, shape in zip(pairwise, mirrored, expected, strict=True):
-            if is_pairwise and x.shape != shape:
-                raise ValueError(
-                    "`symmetric` must return the block with rows and columns "
-                    f"exchanged, of shape {shape}; got {x.shape}."
-                )
-        return mirrored
+        return self.mirror(tile)
 
     def symmetrised(self, tile: list[Array]) -> list[Array]:
         """A tile on the diagonal, made exactly symmetric, whatever rounding did."""

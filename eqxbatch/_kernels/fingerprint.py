@@ -80,23 +80,23 @@ def _of_program(fun: Any, *args: Any) -> str:
     text = re.sub(r"0x[0-9a-f]+", "", str(closed))
     digest = hashlib.sha256(text.encode())
     # The arrays of the kernel function are among these, and digested once more.
-    for x in _constants(closed):
+    for x in constants(closed):
         _add(digest, x)
     return digest.hexdigest()
 
 
-def _constants(x: Any) -> Iterator[Any]:
+def constants(x: Any) -> Iterator[Any]:
     """All arrays that are part of a jaxpr."""
     if isinstance(x, jex.ClosedJaxpr):
         yield from x.consts
-        yield from _constants(x.jaxpr)
+        yield from constants(x.jaxpr)
     elif isinstance(x, jex.Jaxpr):
         for eqn in x.eqns:
             for atom in eqn.invars:
                 if isinstance(atom, jex.Literal):
                     yield np.asarray(atom.val)
             for param in eqn.params.values():
-                yield from _constants(param)
+                yield from constants(param)
     elif isinstance(x, (tuple, list)):
         for part in x:
-            yield from _constants(part)
+            yield from constants(part)

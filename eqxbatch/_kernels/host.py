@@ -22,7 +22,7 @@ from .collect import finalized, make_collectors
 from .device import all_tiles, Tiles
 from .fingerprint import fingerprint
 from .grid import Grid, Tile
-from .spread import MeshAxis, on_devices
+from .spread import check_closed_over, MeshAxis, on_devices
 from .stores import AbstractStore, AbstractWriter, Patch, patches
 
 
@@ -185,7 +185,11 @@ def to_store(
         )
     writer = team.begin(
         lambda is_first: store.begin(
-            kernel.leaves, grid, lambda: fingerprint(kernel, grid), is_first=is_first
+            kernel.leaves,
+            grid,
+            lambda: fingerprint(kernel, grid),
+            mirror=kernel.mirror,
+            is_first=is_first,
         )
     )
     error = None
@@ -333,6 +337,7 @@ def _tile(task: _Task, at: Array) -> list[Array]:
 @eqx.filter_jit
 def _tiles_on_devices(task: _Task, at: Array, mesh_axis: MeshAxis) -> list[Array]:
     """As `_tile`, on each device for its own tile, along a new first axis."""
+    check_closed_over(BlockKernel(task.call))
 
     def run(operands: tuple) -> list[Array]:
         task, at = operands

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +17,9 @@ from .._sites.output_axes import Mirror, OutputAxes
 from .._transforms.selection import Selection
 from .choose import choose_pairing
 from .inputs import Call, make_calls
-from .settings import make_settings, Settings
+from .settings import make_settings, Settings, SHARE
 from .tiles import all_pairs, each, Tiling
 from .traced import TracedModel
-
-
-# What is kept of examples takes as much room as the blocks that are worked with.
-_SHARE = 2
 
 
 class AbstractTask(eqx.Module):
@@ -63,7 +60,8 @@ class Kernels(eqx.Module):
         `is_diagonal` says whether each example only meets the one in its place.
         """
         calls, shared = make_calls(x1, x2, key, kwargs)
-        return _run(self, task, calls, shared, is_diagonal)
+        kernels = dataclasses.replace(self, settings=self.settings.in_bytes())
+        return _run(kernels, task, calls, shared, is_diagonal)
 
     def run(
         self,
@@ -103,7 +101,7 @@ class Kernels(eqx.Module):
         operands = (self, call)
         structs = eqx.filter_eval_shape(run_with(1, 0), operands)
         outputs = sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(structs))
-        room = max(budget.resolve() - outputs, 0) // _SHARE
+        room = max(budget.resolve() - outputs, 0) // SHARE
         run = lambda size: run_with(size, room)
         return run(resolve_size(budget, total, run, operands))(operands)
 
@@ -201,6 +199,4 @@ def _tiling(model: TracedModel) -> Tiling | None:
     if rows is None or columns is None:
         return None
     room = model.settings.keep
-    if room is None:
-        room = MemoryBudget().resolve() // _SHARE
-    return Tiling(rows, columns, room)
+    return Tiling(rows, columns, sys.maxsize if room is None else room)

@@ -6,6 +6,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
 from .._blocks.accumulators import Concat
+from .._blocks.mesh import vary_as
 from .._blocks.moments import Sum
 from .._blocks.rows import accumulated, Rows
 from .kernels import AbstractTask
@@ -59,7 +60,8 @@ class ProductTask(AbstractTask):
                 )
             lead = x[None] if axes.batch is None else jnp.moveaxis(x, axes.batch, 0)
             result.append(lead)
-        return result
+        examples = [x for side in model.sides for x in side.rows.arrays]
+        return vary_as(examples, result)
 
 
 def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:

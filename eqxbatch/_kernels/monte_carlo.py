@@ -1,5 +1,6 @@
 """Kernels averaged over random models."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, SupportsIndex
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
 from .._blocks.integers import as_int
-from .._blocks.memory import check_size, MemoryBudget
+from .._blocks.memory import check_size, MemoryBudget, resolved
 from .._blocks.progress import AbstractProgressMeter, NoProgressMeter
 from .._sites.output_axes import Mirror
 from .averages import Average, fitted, OnDevice, OnHost, Request, Samples
@@ -271,7 +272,9 @@ class MonteCarloKernel(eqx.Module):
         ):
             if is_set:
                 check_concrete((self._samples, request), what)
-        samples = self._samples
+        # What is free is looked up before anything is traced.
+        samples = resolved(self._samples)
+        samples = dataclasses.replace(samples, settings=samples.settings.in_bytes())
         if isinstance(samples.per_batch, MemoryBudget):
             samples = fitted(samples, request, counts[-1])
         if self._store is None:

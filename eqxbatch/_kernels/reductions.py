@@ -1,21 +1,20 @@
 """What to make of a kernel without keeping it."""
 
 import abc
-import math
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Inexact, Int, Shaped
+from jaxtyping import Array, Inexact, Shaped
 
 from .._blocks.accumulators import widened
 from .._blocks.block import Block
 
 
 _State = TypeVar("_State")
-_Tile = Shaped[Array, "rows columns ..."]
+MatrixTile = Shaped[Array, "rows columns ..."]
 
 
 class AbstractReduction(eqx.Module, Generic[_State]):
@@ -77,7 +76,9 @@ class AbstractReduction(eqx.Module, Generic[_State]):
         """
 
     @abc.abstractmethod
-    def update(self, state: _State, tile: _Tile, rows: Block, columns: Block) -> _State:
+    def update(
+        self, state: _State, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _State:
         """The state after one more block.
 
         **Arguments:**
@@ -115,9 +116,10 @@ class _Sums(eqx.Module):
 
 
 class RowSums(AbstractReduction[_Sums]):
-    """The sum of each row: shape `(n1, ...)`, in the kernel's dtype.
+    """The sum of each row: shape `(n1, ...)`, in the dtype of `jax.numpy.sum`.
 
-    Half precision is added in float32.
+    That is the kernel's, or that of longer integers. Half precision is added in
+    float32.
 
     !!! example
 
@@ -137,19 +139,26 @@ class RowSums(AbstractReduction[_Sums]):
         return 0.0
 
     def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
-        shape = (kernel.shape[0], *kernel.shape[2:])
-        return _Sums(jnp.zeros(shape, _sum_dtype(kernel)), kernel.dtype)
+        sums = jax.eval_shape(_row_sums, kernel)
+        is_inexact = jnp.issubdtype(kernel.dtype, jnp.inexact)
+        dtype = kernel.dtype if is_inexact else sums.dtype
+        return _Sums(jnp.zeros(sums.shape, sums.dtype), dtype)
 
-    def update(self, state: _Sums, tile: _Tile, rows: Block, columns: Block) -> _Sums:
+    def update(
+        self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _Sums:
         del columns
-        part = jnp.sum(widened(tile), axis=1)
-        return _Sums(_added(state.values, part, rows), state.dtype)
+        return _Sums(_added(state.values, _row_sums(tile), rows), state.dtype)
 
     def merge(self, first: _Sums, second: _Sums) -> _Sums:
         return _Sums(first.values + second.values, first.dtype)
 
     def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
         return state.values.astype(state.dtype)
+
+
+def _row_sums(tile: MatrixTile) -> Shaped[Array, "rows ..."]:
+    return jnp.sum(widened(tile), axis=1)
 
 
 class KernelProduct(AbstractReduction[_Sums]):
@@ -196,7 +205,9 @@ class KernelProduct(AbstractReduction[_Sums]):
         wide = _sum_dtype(jax.ShapeDtypeStruct((), dtype))
         return _Sums(jnp.zeros(shape, wide), dtype)
 
-    def update(self, state: _Sums, tile: _Tile, rows: Block, columns: Block) -> _Sums:
+    def update(
+        self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _Sums:
         vectors = columns.take(self.vectors).astype(state.dtype)
         part = jnp.tensordot(
             tile.astype(state.dtype),
@@ -241,7 +252,9 @@ class FrobeniusNorm(AbstractReduction[Array]):
         _check_inexact("FrobeniusNorm", kernel)
         return jnp.zeros((), jnp.finfo(_sum_dtype(kernel)).dtype)
 
-    def update(self, state: Array, tile: _Tile, rows: Block, columns: Block) -> Array:
+    def update(
+        self, state: Array, tile: MatrixTile, rows: Block, columns: Block
+    ) -> Array:
         del rows, columns
         return state + _squares(tile)
 
@@ -252,7 +265,7 @@ class FrobeniusNorm(AbstractReduction[Array]):
         return jnp.sqrt(state)
 
 
-def _squares(tile: _Tile) -> Inexact[Array, ""]:
+def _squares(tile: MatrixTile) -> Inexact[Array, ""]:
     wide = widened(tile)
     return jnp.sum(jnp.real(wide * jnp.conj(wide)))
 
@@ -263,112 +276,6 @@ def _check_inexact(name: str, kernel: jax.ShapeDtypeStruct) -> None:
             f"{name} needs a kernel of an inexact dtype; got {kernel.dtype}. Cast what "
             "`kernel_fn` returns."
         )
-
-
-class Neighbours(NamedTuple):
-    """What [`eqxbatch.TopK`][] makes of a kernel.
-
-    - `values`: the largest entries of each row, from the largest on.
-    - `indices`: the columns that they are in.
-    """
-
-    values: Shaped[Array, "n1 k"]
-    indices: Int[Array, "n1 k"]
-
-
-class TopK(AbstractReduction[Neighbours]):
-    """The largest entries of each row, and where they are: the nearest neighbours.
-
-    Of equal entries, any can be taken. A NaN counts as larger than all numbers.
-
-    **Arguments:**
-
-    - `k`: how many of each row.
-    - `without_self`: whether to leave out the diagonal: an example is the nearest
-        neighbour of itself.
-
-    **Returns:**
-
-    An [`eqxbatch.Neighbours`][].
-
-    Raises `ValueError` if a row has fewer entries, or for a kernel with more than two
-    axes, and `TypeError` for a complex one.
-
-    !!! example
-
-        ```python
-        >>> import eqxbatch, jax.numpy as jnp
-        >>> kernel = eqxbatch.filter_batch_kernel(
-        ...     lambda x, y: -abs(x - y.T),
-        ...     block_size=2,
-        ...     reduce=eqxbatch.TopK(1, without_self=True),
-        ... )
-        >>> x = jnp.array([0.0, 1.0, 3.0, 7.0])[:, None]
-        >>> print(kernel(x, x).indices[:, 0])
-        [1 0 1 2]
-
-        ```
-    """
-
-    k: int = eqx.field(static=True)
-    without_self: bool = eqx.field(static=True, default=False)
-
-    def __check_init__(self) -> None:
-        if isinstance(self.k, bool) or self.k < 1:
-            raise ValueError(f"`k` must be at least 1; got {self.k}.")
-
-    @property
-    def neutral(self) -> float:
-        return -math.inf
-
-    def init(self, kernel: jax.ShapeDtypeStruct) -> Neighbours:
-        if len(kernel.shape) != 2:
-            raise ValueError(
-                "TopK needs a kernel with one number for each pair of examples; got "
-                f"shape {kernel.shape}. Take the trace over the other axes."
-            )
-        if not jnp.issubdtype(kernel.dtype, jnp.floating):
-            raise TypeError(
-                f"TopK needs a kernel of real numbers; got dtype {kernel.dtype}. Cast "
-                "what `kernel_fn` returns."
-            )
-        most = kernel.shape[1] - self.without_self
-        if self.k > most:
-            raise ValueError(
-                f"`k` must be at most the number of entries of a row, {most}; got "
-                f"{self.k}."
-            )
-        shape = (kernel.shape[0], self.k)
-        return Neighbours(
-            jnp.full(shape, -jnp.inf, kernel.dtype), jnp.full(shape, -1, jnp.int32)
-        )
-
-    def update(
-        self, state: Neighbours, tile: _Tile, rows: Block, columns: Block
-    ) -> Neighbours:
-        column = columns.start + jnp.arange(columns.size, dtype=jnp.int32)
-        if self.without_self:
-            row = rows.start + jnp.arange(rows.size, dtype=jnp.int32)
-            is_self = row[:, None] == column[None, :]
-            tile = jnp.where(is_self, jnp.asarray(-jnp.inf, tile.dtype), tile)
-        # Few of a tile can be among the largest of all.
-        values, index = lax.top_k(tile, min(self.k, columns.size))
-        new = Neighbours(values, column[index])
-        old = Neighbours(rows.take(state.values), rows.take(state.indices))
-        merged = self.merge(old, new)
-        write = lambda x, part: lax.dynamic_update_slice_in_dim(x, part, rows.start, 0)
-        return Neighbours(
-            write(state.values, merged.values), write(state.indices, merged.indices)
-        )
-
-    def merge(self, first: Neighbours, second: Neighbours) -> Neighbours:
-        values = jnp.concatenate([first.values, second.values], axis=1)
-        indices = jnp.concatenate([first.indices, second.indices], axis=1)
-        values, order = lax.top_k(values, self.k)
-        return Neighbours(values, jnp.take_along_axis(indices, order, axis=1))
-
-    def finalize(self, state: Neighbours) -> Neighbours:
-        return state
 
 
 class _Alignment(eqx.Module):
@@ -449,7 +356,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         return _Alignment(zero, zero, jnp.sum(gram[0] * gram[1]), kernel.dtype)
 
     def update(
-        self, state: _Alignment, tile: _Tile, rows: Block, columns: Block
+        self, state: _Alignment, tile: MatrixTile, rows: Block, columns: Block
     ) -> _Alignment:
         wide = widened(tile)
         first, second = (

@@ -1,10 +1,11 @@
 """What an empirical kernel is told: parameters, axes, sizes."""
 
+import dataclasses
 from typing import Any, get_args, Literal
 
 import equinox as eqx
 
-from .._blocks.memory import check_size, MemoryBudget
+from .._blocks.memory import check_size, free_bytes, MemoryBudget, resolved
 from .._sites.output_axes import check_axes, Mirror
 from .inputs import check_vmap_axes, VmapAxes
 
@@ -43,11 +44,14 @@ def check_implementation(implementation: Any) -> Implementation:
     )
 
 
+# What is kept of examples takes as much room as the blocks that are worked with.
+SHARE = 2
+
+
 class Settings(eqx.Module):
     """How a kernel is computed.
 
-    `keep` is how many bytes what is kept of examples may take; None for a share of
-    the device's memory.
+    `keep` is how many bytes what is kept of examples may take; None for all.
     """
 
     trace_axes: tuple[int, ...] = eqx.field(static=True)
@@ -64,6 +68,15 @@ class Settings(eqx.Module):
                 "model takes together cannot be taken apart. Use `vmap_axes=0` if they "
                 "do not interact."
             )
+
+    def in_bytes(self) -> "Settings":
+        """The settings with all that depends on free memory as it is now."""
+        if self.block_size is None or self.keep is not None:
+            return self
+        if isinstance(self.block_size, MemoryBudget):
+            return resolved(self)
+        # Rounded to a power of two: it makes panels, and few of them are enough.
+        return dataclasses.replace(self, keep=free_bytes(1) // SHARE)
 
     @property
     def mirror(self) -> Mirror:

@@ -12,11 +12,13 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._blocks.mesh import replicated, vary
+from .._blocks.apart import settled
+from .._blocks.mesh import is_explicit, replicated
 from .._blocks.rows import Rows
-from .block_kernel import BlockKernel, KernelCall, KernelLeaf
+from .block_kernel import BlockKernel, KernelCall, KernelLeaf, SAMPLE
 from .collect import AbstractCollector, finalized, make_collectors, Reduced, Written
 from .device import all_tiles, Tiles
+from .fingerprint import constants
 from .grid import balanced, Grid, Tile
 
 
@@ -25,9 +27,6 @@ class MeshAxis(eqx.Module):
 
     mesh: Mesh = eqx.field(static=True)
     name: str = eqx.field(static=True)
-    # Whether it is known along which axes of the mesh values vary. It is not yet,
-    # where `vmap` over another axis of the mesh comes later.
-    is_typed: bool = eqx.field(static=True, default=True)
 
     @property
     def num(self) -> int:
@@ -63,9 +62,28 @@ def on_mesh(
     kernel: BlockKernel, grid: Grid, reduce: PyTree, mesh_axis: MeshAxis
 ) -> list[PyTree[Array]]:
     """What becomes of all arrays of a kernel, on the devices of a mesh."""
+    check_closed_over(kernel)
     collectors = make_collectors(kernel, reduce)
     run = _reduced if reduce is not None else _written
     return finalized(collectors, run(kernel, grid, collectors, mesh_axis))
+
+
+def check_closed_over(kernel: BlockKernel) -> None:
+    """Raises `ValueError` for arrays that `kernel_fn` cannot take to each device.
+
+    `jax.shard_map` does not close over arrays on a mesh with Explicit axes.
+    """
+    structs = kernel.structs(SAMPLE)
+    closed = eqx.filter_make_jaxpr(kernel.tile)(*structs)[0]
+    operands = {id(x) for x in jtu.tree_leaves(kernel.call)}
+    for x in constants(closed):
+        if id(x) not in operands and is_explicit(x):
+            raise ValueError(
+                "`kernel_fn` closes over an array on a mesh with Explicit axes, of "
+                f"type {jax.typeof(x)}, which JAX cannot bring to each device. Pass it "
+                "in the call, or make it part of `kernel_fn`: by `eqx.Partial`, or as "
+                "a field of an `eqx.Module`."
+            )
 
 
 def on_devices(
@@ -77,20 +95,15 @@ def on_devices(
     """What `run(operands)` returns on each device."""
     dynamic, static = eqx.partition(operands, eqx.is_array)
     dynamic = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), dynamic)
-
-    def body(dynamic: PyTree) -> Any:
-        if mesh_axis.is_typed:
-            # Derivatives are summed over the devices once, and not at each tile.
-            axes = frozenset([mesh_axis.name])
-            dynamic = jtu.tree_map(lambda x: vary(x, axes), dynamic)
-        return run(eqx.combine(dynamic, static))
-
     return jax.shard_map(
-        body,
+        lambda dynamic: run(eqx.combine(dynamic, static)),
         mesh=mesh_axis.mesh,
         in_specs=PartitionSpec(),
         out_specs=out_specs,
-        check_vma=mesh_axis.is_typed,
+        # With it, a derivative in what is the same on all devices is summed over them.
+        # Arguments can be declared to differ, but not what a function closes over. A
+        # kernel function is to know nothing of the mesh: its derivatives are local.
+        check_vma=False,
     )(dynamic)
 
 
@@ -116,7 +129,7 @@ def _reduced(
 
     def run(call: KernelCall) -> list[PyTree[Array]]:
         tiles = all_tiles(BlockKernel(call), grid, collectors)
-        states = tiles.initial()
+        states, always = tiles.initial(), jnp.array(True)
         for some, is_diagonal in ((grid.pairs(), False), (grid.diagonal(), True)):
 
             def step(
@@ -127,8 +140,13 @@ def _reduced(
                 return tiles.update(states, tile, at, is_diagonal, counts), None
 
             if some:
-                states, _ = lax.scan(step, states, share(some))
-        return jtu.tree_map(lambda x: x[None], states)
+                at, counts = share(some)
+                states, _ = lax.scan(step, states, (at, counts))
+                always = at[0, 0] >= 0
+        leaves, treedef = jtu.tree_flatten(states)
+        # A scan of one step is no loop for XLA, and what it writes not apart from this.
+        leaves = [x[None] for x in settled(leaves, always)]
+        return jtu.tree_unflatten(treedef, leaves)
 
     spread = PartitionSpec(mesh_axis.name)
     parts = on_devices(run, kernel.call, mesh_axis, spread)

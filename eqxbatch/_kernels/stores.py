@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
-from .block_kernel import KernelLeaf
+from .block_kernel import KernelLeaf, TileMirror
 from .grid import Grid, Tile
 
 
@@ -92,12 +92,14 @@ class AbstractStore(eqx.Module):
         grid: Grid,
         fingerprint: Callable[[], dict[str, Any]],
         *,
+        mirror: TileMirror,
         is_first: bool,
     ) -> AbstractWriter:
         """What takes the patches of a kernel.
 
-        `fingerprint` tells kernels apart; `is_first` is whether this process is the
-        first of those that compute it.
+        `fingerprint` tells kernels apart, `mirror` exchanges the sides of one that is
+        symmetric, and `is_first` is whether this process is the first of those that
+        compute it.
         """
 
     @property
@@ -136,9 +138,10 @@ class HostStore(AbstractStore):
         grid: Grid,
         fingerprint: Callable[[], dict[str, Any]],
         *,
+        mirror: TileMirror,
         is_first: bool,
     ) -> AbstractWriter:
-        del fingerprint, is_first
+        del fingerprint, mirror, is_first
         return _HostWriter(leaves, grid)
 
     @property

@@ -2,15 +2,19 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+
+from .block_kernel import TileMirror
 
 
 class SymmetricArray:
     """A symmetric array on disk, without the blocks below its diagonal.
 
-    What is asked for below the diagonal is read from above it; if it is complex, it is
-    conjugated. `array[rows, columns]`, with ints and slices, reads just what it needs,
-    and `numpy.asarray` reads all of it.
+    What is asked for below the diagonal is read from above it, and its sides are
+    exchanged as `symmetric` of the kernel says: it is conjugated if it is complex, and
+    axes of the output change places if it has such. `array[rows, columns]`, with ints
+    and slices, reads just what it needs, and `numpy.asarray` reads all of it.
 
     - `shape`, `dtype`, `ndim`: as NumPy has them.
     - `stored`: the zarr array behind it, with zeros for what is left out.
@@ -35,9 +39,10 @@ class SymmetricArray:
         ```
     """
 
-    def __init__(self, stored: Any, block: int):
-        self.stored = stored
-        self._block = block
+    def __init__(self, arrays: list, index: int, block: int, mirror: TileMirror):
+        self.stored = arrays[index]
+        self._arrays, self._index = arrays, index
+        self._block, self._mirror = block, mirror
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,14 +93,33 @@ class SymmetricArray:
                 if top // self._block <= left // self._block:
                     part = self.stored[top:bottom, left:right]
                 else:
-                    part = self.stored[left:right, top:bottom]
-                    part = np.conj(np.swapaxes(part, 0, 1))
+                    part = self._mirrored(slice(left, right), slice(top, bottom))
                 place = (
                     slice(top - rows[0], bottom - rows[0]),
                     slice(left - columns[0], right - columns[0]),
                 )
                 result[place] = part
         return result
+
+    def _mirrored(self, rows: slice, columns: slice) -> np.ndarray:
+        """The mirror image of a rectangle above the diagonal."""
+        if self._mirror.is_transpose:
+            return np.conj(np.swapaxes(self.stored[rows, columns], 0, 1))
+        tile = []
+        for leaf, x in zip(self._mirror.leaves, self._arrays, strict=True):
+            key = [slice(None)] * x.ndim
+            for axis, part in zip(leaf.axes, (rows, columns), strict=True):
+                if axis is not None:
+                    key[axis] = part
+            tile.append(jnp.asarray(x[tuple(key)]))
+        part = self._mirror(tile)[self._index]
+        if part.dtype != self.dtype:
+            raise ValueError(
+                f"What is below the diagonal of a kernel of dtype {self.dtype} was "
+                f"computed as {part.dtype}. If 64-bit mode is off, set "
+                "`jax.config.update('jax_enable_x64', True)`, or read `stored`."
+            )
+        return np.asarray(part)
 
 
 def _range(index: Any, size: int) -> range:

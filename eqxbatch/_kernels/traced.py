@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -10,6 +11,7 @@ from jaxtyping import Array, PyTree
 
 from .._blocks.describe import type_of
 from .._blocks.jaxprs import evaluate_jaxpr, trace_example
+from .._blocks.mesh import vary_as
 from .._sites.output_axes import axis_roles, OutputAxes
 from .._transforms.selection import Selection
 from .inputs import Call, output_axis, Side
@@ -42,6 +44,13 @@ class TracedModel:
                 "With `vmap_axes=None`, the axis of the examples is not known. Name it "
                 "in `diagonal_axes`."
             )
+        # Inside of `jax.shard_map`, a derivative in what is the same on all devices is
+        # summed over them. A kernel is that of the examples on its device, and both
+        # sides have one program.
+        arrays, static = eqx.partition(calls, eqx.is_array)
+        arrays = vary_as(jtu.tree_leaves(arrays), arrays)
+        calls = eqx.combine(arrays, static)
+        arrays = jtu.tree_leaves(arrays)
         self.sides = [
             Side(position, call, shared, axes) for position, call in enumerate(calls)
         ]
@@ -49,6 +58,7 @@ class TracedModel:
         combine: Callable[[list], PyTree] = lambda _: model
         if selection is not None:
             self.leaves, combine = selection.split(model)
+        self.leaves = vary_as(arrays, self.leaves)
         self.programs: list[tuple[Any, PyTree]] = []
         for side in self.sides:
             if self.programs and side.type == self.sides[0].type:

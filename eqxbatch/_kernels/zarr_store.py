@@ -15,13 +15,14 @@ import equinox as eqx
 import numpy as np
 
 from .._blocks.extras import import_extra
-from .block_kernel import KernelLeaf
+from .block_kernel import KernelLeaf, TileMirror
 from .grid import Grid
 from .stores import AbstractStore, AbstractWriter, Patch
 from .symmetric_array import SymmetricArray
 
 
 _ATTRIBUTE = "eqxbatch"
+_CHECKSUM = 4  # The bytes of a CRC32C, at the end of a chunk.
 _PARTIAL = ".partial"  # What zarr calls a file that it has not written to the end.
 
 
@@ -36,10 +37,10 @@ class ZarrStore(AbstractStore):
 
     **A run that was stopped, or killed, is continued by calling it again.** Each chunk
     comes with its checksum. Chunks that are there and whole are kept, those that are
-    missing or damaged are computed, and the kernel is bit for bit what an undisturbed
-    run on the same machine makes of it. The group has a fingerprint of the inputs, of
-    the arrays and the program of the kernel function, of the blocks and of the versions
-    of packages, so that no two kernels are mixed up.
+    missing or of another size or checksum are computed, and the kernel is bit for bit
+    what an undisturbed run on the same machine makes of it. The group has a fingerprint
+    of the inputs, of the arrays and the program of the kernel function, of the blocks
+    and of the versions of packages, so that no two kernels are mixed up.
 
     Several processes can share the work: see `mesh` of
     [`eqxbatch.filter_batch_kernel`][].
@@ -99,6 +100,7 @@ class ZarrStore(AbstractStore):
         grid: Grid,
         fingerprint: Callable[[], dict[str, Any]],
         *,
+        mirror: TileMirror,
         is_first: bool,
     ) -> AbstractWriter:
         zarr = import_extra("zarr", "ZarrStore", "store")
@@ -129,8 +131,8 @@ class ZarrStore(AbstractStore):
         # A chunk of zeros is to be written as well, so that it is not missing.
         with zarr.config.set({"array.write_empty_chunks": True}):
             arrays = [zarr.open_array(str(path / name), mode="r+") for name in names]
-        is_half = [self.upper_only and leaf.is_pairwise for leaf in leaves]
-        return _ZarrWriter(zarr, path, names, arrays, is_half, grid.sizes[0])
+        half = mirror if self.upper_only else None
+        return _ZarrWriter(zarr, path, names, arrays, half, grid.sizes[0])
 
 
 def _names(leaves: list[KernelLeaf]) -> list[str]:
@@ -214,11 +216,11 @@ class _ZarrWriter(AbstractWriter):
         path: pathlib.Path,
         names: list[str],
         arrays: list,
-        is_half: list[bool],
+        mirror: TileMirror | None,
         block: int,
     ):
         self.zarr, self.path, self.names = zarr, path, names
-        self.arrays, self.is_half, self.block = arrays, is_half, block
+        self.arrays, self.mirror, self.block = arrays, mirror, block
 
     def _file(self, patch: Patch) -> pathlib.Path:
         name = self.names[patch.leaf]
@@ -226,21 +228,36 @@ class _ZarrWriter(AbstractWriter):
 
     def has(self, patch: Patch) -> bool:
         file = self._file(patch)
-        if not file.exists():
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
             return False
+        if size == self._bytes(patch) + _CHECKSUM and self._is_whole(patch):
+            return True
+        file.unlink(missing_ok=True)
+        return False
+
+    def _is_whole(self, patch: Patch) -> bool:
+        """Whether the checksum is that of the chunk.
+
+        What raises for another reason says nothing of the chunk: the disk may fail, or
+        the memory be too small.
+        """
         try:
             self.arrays[patch.leaf][patch.place]
-        except Exception:
-            # What cannot be read is not there; how it is damaged does not matter.
-            file.unlink(missing_ok=True)
+        except ValueError as e:
+            if "checksum" not in str(e):
+                raise
             return False
         return True
 
+    def _bytes(self, patch: Patch) -> int:
+        """The size of the entries of a chunk."""
+        array = self.arrays[patch.leaf]
+        return math.prod(array.chunks) * array.dtype.itemsize
+
     def prepare(self, missing: list[Patch]) -> None:
-        needed = 0
-        for patch in missing:
-            array = self.arrays[patch.leaf]
-            needed += math.prod(array.chunks) * array.dtype.itemsize
+        needed = sum(map(self._bytes, missing))
         free = shutil.disk_usage(self.path).free
         if needed > free:
             raise OSError(
@@ -257,7 +274,11 @@ class _ZarrWriter(AbstractWriter):
         arrays = [
             self.zarr.open_array(str(self.path / name), mode="r") for name in self.names
         ]
+        if self.mirror is None:
+            return arrays
         return [
-            SymmetricArray(x, self.block) if is_half else x
-            for x, is_half in zip(arrays, self.is_half, strict=True)
+            SymmetricArray(arrays, i, self.block, self.mirror)
+            if leaf.is_pairwise
+            else arrays[i]
+            for i, leaf in enumerate(self.mirror.leaves)
         ]

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax.tree_util as jtu
 
+from .._blocks.memory import resolved
+
 
 class AbstractTransform(eqx.Module):
     """The settings of a transform, and what it does with a call.
@@ -47,7 +49,7 @@ class Transformed(eqx.Module):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if self._transform.is_compiled:
-            return _apply(self._transform, self._fun, args, kwargs)
+            return _apply(resolved(self._transform), self._fun, args, kwargs)
         return self._transform.apply(self._fun, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any) -> Callable:
