@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 
-def _axes(x: Any) -> dict[str, tuple[int, AxisType]]:
+def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
     """Size and type of the axes of the mesh that an array, or a struct, is on."""
     mesh = getattr(getattr(x, "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
@@ -23,7 +23,7 @@ def _axes(x: Any) -> dict[str, tuple[int, AxisType]]:
 
 
 def is_on_mesh(x: Any) -> bool:
-    return bool(_axes(jax.typeof(x)))
+    return bool(mesh_axes(jax.typeof(x)))
 
 
 def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
@@ -37,20 +37,20 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
     devices, needed = 1, 1
     for x, axis in zip(arrays, axes, strict=True):
         struct = jax.typeof(x)
-        mesh_axes = _axes(struct)
-        sizes = [size for size, kind in mesh_axes.values() if kind != AxisType.Manual]
+        own = mesh_axes(struct)
+        sizes = [size for size, kind in own.values() if kind != AxisType.Manual]
         devices = math.lcm(devices, math.prod(sizes))
-        if AxisType.Explicit in [kind for _, kind in mesh_axes.values()]:
+        if AxisType.Explicit in [kind for _, kind in own.values()]:
             spec = [*struct.sharding.spec, *[None] * struct.ndim][axis]
             names = spec if isinstance(spec, tuple) else (spec,)
-            shards = [mesh_axes[name][0] for name in names if name is not None]
+            shards = [own[name][0] for name in names if name is not None]
             needed = math.lcm(needed, math.prod(shards))
     return devices if total % devices == 0 else needed
 
 
 def with_type_of(struct: Any, x: Array) -> Array:
     """`x`, sharded as `struct` says and varying over the mesh as it does."""
-    if any(kind == AxisType.Explicit for _, kind in _axes(struct).values()):
+    if any(kind == AxisType.Explicit for _, kind in mesh_axes(struct).values()):
         x = jax.sharding.reshard(x, struct.sharding)
     return vary(x, varying(struct))
 

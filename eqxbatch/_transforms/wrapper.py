@@ -6,6 +6,14 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+
+from .._blocks.explicit import (
+    explicit_mesh,
+    needs_explicit_axes,
+    on_one_mesh,
+    with_auto_axes,
+)
 
 
 class AbstractTransform(eqx.Module):
@@ -15,10 +23,14 @@ class AbstractTransform(eqx.Module):
         is, and compiles what it sees fit.
     - `takes_instance`: whether the instance of a method is an argument as all others
         are. If not, it belongs to the function.
+    - `leaves_spreading`: whether the compiler decides how arrays are spread over a
+        mesh, also where its axes are explicit. What comes out is then whole on each
+        device.
     """
 
     is_compiled: ClassVar[bool]
     takes_instance: ClassVar[bool]
+    leaves_spreading: ClassVar[bool] = False
 
     @abc.abstractmethod
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -66,7 +78,15 @@ class Transformed(eqx.Module):
 def _apply(
     transform: AbstractTransform, fun: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    return transform.apply(fun, args, kwargs)
+    operands = on_one_mesh((transform, fun, args, kwargs))
+    apply = lambda transform, *call: transform.apply(*call)
+    if (
+        explicit_mesh(operands) is None
+        or not transform.leaves_spreading
+        or needs_explicit_axes(apply, operands)
+    ):
+        return apply(*operands)
+    return with_auto_axes(apply, operands, lambda _: PartitionSpec())
 
 
 def transformed(transform: AbstractTransform, fun: Callable) -> Transformed:
