@@ -1,5 +1,6 @@
 """Meshes with explicit axes, where the type of an array says how it is spread."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,6 +92,15 @@ def _moved(tree: PyTree, is_moved: Callable[[Array], bool]) -> PyTree:
         return jax.device_put(x, NamedSharding(meshes[0], PartitionSpec()))
 
     return jtu.tree_map(put, tree)
+
+
+def within_mesh(tree: PyTree) -> contextlib.AbstractContextManager:
+    """Where new arrays are on the mesh with explicit axes that some of `tree` are on.
+
+    They meet those in the carries of loops and in updates, which ask for one type.
+    """
+    mesh = explicit_mesh(tree)
+    return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh)
 
 
 def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
+from .._blocks.explicit import gathered
 from .._blocks.integers import as_int
 from .._blocks.memory import check_size, MemoryBudget
 from .._blocks.progress import AbstractProgressMeter, NoProgressMeter
@@ -271,7 +272,7 @@ class MonteCarloKernel(eqx.Module):
         ):
             if is_set:
                 check_concrete((self._samples, request), what)
-        samples = self._samples
+        samples, request = gathered((self._samples, request))
         if isinstance(samples.per_batch, MemoryBudget):
             samples = fitted(samples, request, counts[-1])
         if self._store is None:
