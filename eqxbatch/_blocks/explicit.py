@@ -149,9 +149,9 @@ def with_auto_axes(
     result, so explicit axes are automatic for the time. `fun` must not need explicit
     axes: see `needs_explicit_axes`.
 
-    `specs` takes the arrays that `fun` returns, and gives a PyTree prefix of them that
-    says how they are spread, as `spec_of` does. Axes that do not divide an array, or
-    occur twice, are left out.
+    `specs` takes what `fun` returns, and gives a PyTree prefix of its arrays that says
+    how they are spread, as `spec_of` does. Axes that do not divide an array, or occur
+    twice, are left out.
     """
     mesh = explicit_mesh(operands)
     if mesh is None:
@@ -169,7 +169,7 @@ def with_auto_axes(
         return jtu.tree_map(lambda x: reshard(x, sharding(x)), part)
 
     is_spec = lambda x: isinstance(x, PartitionSpec)
-    arrays = jtu.tree_map(leave, specs(arrays), arrays, is_leaf=is_spec)
+    arrays = jtu.tree_map(leave, specs(out), arrays, is_leaf=is_spec)
     return eqx.combine(arrays, static)
 
 

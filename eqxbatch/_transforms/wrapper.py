@@ -13,6 +13,7 @@ from .._blocks.explicit import (
     needs_explicit_axes,
     on_one_mesh,
     with_auto_axes,
+    within_mesh,
 )
 
 
@@ -85,7 +86,8 @@ def _apply(
         or not transform.leaves_spreading
         or needs_explicit_axes(apply, operands)
     ):
-        return apply(*operands)
+        with within_mesh(operands):
+            return apply(*operands)
     return with_auto_axes(apply, operands, lambda _: PartitionSpec())
 
 
