@@ -1,6 +1,7 @@
 """Meshes with explicit axes, where the type of an array says how it is spread."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -171,6 +172,21 @@ def with_auto_axes(
     is_spec = lambda x: isinstance(x, PartitionSpec)
     arrays = jtu.tree_map(leave, specs(out), arrays, is_leaf=is_spec)
     return eqx.combine(arrays, static)
+
+
+def spread_freely(
+    fun: Callable[..., PyTree],
+    operands: tuple,
+    like: tuple,
+    specs: Callable[[PyTree], PyTree],
+) -> Callable[..., PyTree]:
+    """`fun` with its first arguments, with automatic axes if it does not need others.
+
+    `like` stands for the other arguments; only their shapes and dtypes matter.
+    """
+    if explicit_mesh(operands) is None or needs_explicit_axes(fun, (*operands, *like)):
+        return functools.partial(fun, *operands)
+    return lambda *args: with_auto_axes(fun, (*operands, *args), specs)
 
 
 def _fitting(

@@ -17,9 +17,8 @@ from .._blocks.block import Blocks
 from .._blocks.explicit import (
     examples_spec,
     explicit_mesh,
-    needs_explicit_axes,
     spec_of,
-    with_auto_axes,
+    spread_freely,
 )
 from .._blocks.memory import MemoryBudget
 from .._blocks.mesh import sum_varying, vary_as, varying
@@ -189,28 +188,17 @@ class _MicroGrad(AbstractTransform):
         ) -> dict:
             return transform.way(Loss(*call))(rows, weights)
 
-        operands = (self, call)
-        if needs_explicit_axes(run, (*operands, loss.batch.arrays, self.weights)):
-            return self.way(loss)
-
-        def way(rows: list, weights: Array | None) -> dict:
-            examples = examples_spec(rows, loss.batch.axes)
-            gradient = jtu.tree_map(spec_of, loss.diff)
-
-            def specs(out: dict) -> dict:
-                return {
-                    section: {
-                        name: gradient
-                        if name == "gradient" and section != "each"
-                        else examples
-                        for name in parts
-                    }
-                    for section, parts in out.items()
-                }
-
-            return with_auto_axes(run, (*operands, rows, weights), specs)
-
-        return way
+        examples = examples_spec(loss.batch.arrays, loss.batch.axes)
+        gradient = jtu.tree_map(spec_of, loss.diff)
+        of = lambda section, name: (
+            gradient if name == "gradient" and section != "each" else examples
+        )
+        specs = lambda out: {
+            section: {name: of(section, name) for name in parts}
+            for section, parts in out.items()
+        }
+        like = (loss.batch.arrays, self.weights)
+        return spread_freely(run, (self, call), like, specs)
 
     def way(self, loss: Loss) -> Way:
         """How the gradients of a block are computed."""

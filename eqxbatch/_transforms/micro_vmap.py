@@ -16,12 +16,7 @@ from jaxtyping import Array, Int, PyTree
 from .._blocks.accumulators import Concat, Last
 from .._blocks.axes import Batch, broadcast_axes, split_batch
 from .._blocks.block import Blocks
-from .._blocks.explicit import (
-    examples_spec,
-    explicit_mesh,
-    needs_explicit_axes,
-    with_auto_axes,
-)
+from .._blocks.explicit import examples_spec, spread_freely
 from .._blocks.memory import MemoryBudget
 from .._blocks.slots import array_structs, match_accumulators, Slot, Slots
 from .blocked import Blocking
@@ -60,15 +55,9 @@ class MicroVmap(AbstractTransform):
 
     def _run_on_mesh(self, fun: Callable, batch: Batch) -> Callable[[list, int], Any]:
         """`fun` mapped over the examples of a block, wherever they are."""
-        run = lambda fun, batch, rows, size: self.vmap(fun, batch, rows, size)
-        operands = (fun, batch)
         total = batch.total(self.axis_size)
-        if (
-            explicit_mesh(operands) is None
-            or total == 0
-            or needs_explicit_axes(run, (*operands, batch.arrays, total))
-        ):
-            return functools.partial(run, *operands)
+        if total == 0:
+            return functools.partial(self.vmap, fun, batch)
 
         def specs(out: tuple[PyTree, tuple]) -> tuple[PyTree, PartitionSpec]:
             examples = examples_spec(batch.arrays, batch.axes)
@@ -79,7 +68,8 @@ class MicroVmap(AbstractTransform):
             ]
             return jtu.tree_unflatten(treedef, found), PartitionSpec()
 
-        return lambda rows, size: with_auto_axes(run, (*operands, rows, size), specs)
+        like = (batch.arrays, total)
+        return spread_freely(self.vmap, (fun, batch), like, specs)
 
     def vmap(
         self, fun: Callable, batch: Batch, rows: list, size: int
