@@ -52,6 +52,11 @@ def trace_example(
     return closed, eqx.combine(structs, static)
 
 
+def axis_names(jaxpr: Any) -> set:
+    """The names of axes that a jaxpr uses, of a `vmap` or a mesh around it."""
+    return {effect.name for effect in jaxpr.effects if hasattr(effect, "name")}
+
+
 def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     """Which outputs depend on those inputs that are marked.
 
