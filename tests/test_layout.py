@@ -1,39 +1,27 @@
-"""Convolutions in loops."""
+"""What is done for XLA for CPUs: convolutions in loops, and large transposes."""
 
 import functools
+import re
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from eqxbatch import filter_micro_vmap, filter_microbatch, Mean
 from eqxbatch._blocks.layout import evaluate_in_loop
+from eqxbatch._blocks.mirror import mirrored, transposed
 from .helpers import assert_same, normal
 
 
-def is_jaxpr(x):
-    return isinstance(x, (Jaxpr, ClosedJaxpr))
+def conv_layouts(fun, *args, platform="cpu"):
+    """The layouts of all convolutions where `fun` is compiled for a platform."""
+    lowered = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,))
+    return re.findall(r"dim_numbers = (\S.*?->\[.*?\])", lowered.as_text())
 
 
-def conv_layouts(fun, *args):
-    """The layouts of all convolutions in the jaxpr of `fun`, loops included."""
-    found = []
-
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "conv_general_dilated":
-                found.append(tuple(eqn.params["dimension_numbers"]))
-            for value in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr):
-                if is_jaxpr(value):
-                    visit(getattr(value, "jaxpr", value))
-
-    visit(jax.make_jaxpr(fun)(*args).jaxpr)
-    return found
-
-
-CHANNELS_LAST = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
+CHANNELS_FIRST = "[b, f, 0, 1]x[o, i, 0, 1]->[b, f, 0, 1]"
+CHANNELS_LAST = "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"
 
 CASES = {
     "plain": {},
@@ -81,7 +69,6 @@ def test_other_dtypes(dtype, getkey):
     assert_same(micro(x), jax.vmap(conv)(x))
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs need it")
 def test_loops_have_channels_last(getkey):
     conv = eqx.nn.Conv2d(2, 4, 3, key=getkey())
     x = normal(getkey(), (9, 2, 7, 6))
@@ -89,12 +76,14 @@ def test_loops_have_channels_last(getkey):
     for fun in (lambda x: conv(x), jitted):
         micro = filter_micro_vmap(fun, microbatch_size=3)
         assert conv_layouts(micro, x) == [CHANNELS_LAST]
+        # What is compiled for another device, wherever it is traced, is as it was.
+        for platform in ("cuda", "tpu"):
+            assert conv_layouts(micro, x, platform=platform) == [CHANNELS_FIRST]
     # Outside of a loop, XLA does it.
     micro = filter_micro_vmap(lambda x: conv(x), microbatch_size=9)
     assert CHANNELS_LAST not in conv_layouts(micro, x)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs need it")
 def test_gradients_in_microbatches_have_channels_last(getkey):
     conv = eqx.nn.Conv2d(2, 4, 3, key=getkey())
     x = normal(getkey(), (9, 2, 7, 6))
@@ -106,6 +95,21 @@ def test_gradients_in_microbatches_have_channels_last(getkey):
     assert_same(micro(conv, x), grad(conv, x), tol=1e-4)
     layouts = conv_layouts(lambda x: micro(conv, x).weight, x)
     assert layouts == [CHANNELS_LAST] * 2
+
+
+def test_derivatives_keep_what_those_of_convolutions_keep(getkey):
+    # And not what they would on each of the platforms.
+    x, w = normal(getkey(), (4, 2, 7, 6)), normal(getkey(), (3, 2, 3, 3))
+    fun = lambda x, w: jax.lax.conv_general_dilated(jnp.tanh(x), w, (1, 1), "VALID")
+    closed = jax.make_jaxpr(fun)(x, w)
+    in_loop = lambda *args: evaluate_in_loop(closed.jaxpr, closed.consts, list(args))
+    assert_same(in_loop(x, w), [fun(x, w)])
+
+    def kept(fun):
+        pullback = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], x, w)
+        return sum(leaf.size for leaf in jax.tree.leaves(pullback))
+
+    assert kept(in_loop) == kept(fun)
 
 
 def test_rules_of_functions_around_convolutions_are_kept(getkey):
@@ -150,3 +154,18 @@ def test_jaxprs_with_literals_constants_and_unused_outputs(getkey):
     assert_same(tuple(map(jnp.asarray, got)), fun(x))
     run = functools.partial(evaluate_in_loop, closed.jaxpr, closed.consts)
     assert_same(jax.vmap(lambda x: run([x])[0])(x[None]), fun(x)[0][None])
+
+
+@pytest.mark.parametrize("fun", (mirrored, transposed))
+def test_large_matrices_are_exchanged_in_pieces_on_cpus_only(fun, getkey):
+    x = normal(getkey(), (300, 300))
+    expected = jnp.triu(x) + jnp.triu(x, 1).T if fun is mirrored else x.T
+    assert_same(fun(x), expected, tol=0)
+    assert_same(jax.vmap(fun)(x[None]), expected[None], tol=0)
+    weights = normal(getkey(), x.shape)
+    got = jax.grad(lambda x: jnp.sum(weights * fun(x)))(x)
+    of_mirrored = jnp.triu(weights) + jnp.tril(weights, -1).T
+    assert_same(got, of_mirrored if fun is mirrored else weights.T)
+    for platform, is_in_pieces in (("cpu", True), ("cuda", False)):
+        lowered = jax.jit(fun).trace(x).lower(lowering_platforms=(platform,))
+        assert ("stablehlo.while" in lowered.as_text()) is is_in_pieces

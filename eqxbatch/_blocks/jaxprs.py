@@ -60,6 +60,11 @@ def at_example(fun: Callable[[list], _T], arrays: list, axes: Sequence[int]) -> 
     return found[-1]
 
 
+def axis_names(jaxpr: Any) -> set:
+    """The names of axes that a jaxpr uses, of a `vmap` or a mesh around it."""
+    return {effect.name for effect in jaxpr.effects if hasattr(effect, "name")}
+
+
 def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     """Which outputs depend on those inputs that are marked.
 
@@ -169,7 +174,7 @@ def _operations(eqn: Any) -> float:
         rhs = eqn.invars[1].aval.shape
         contracted = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)
         return (2.0 * contracted + _PER_ELEMENT) * out
-    inner = [num_operations(sub) for sub in _inner_jaxprs(eqn)]
+    inner = [num_operations(sub) for sub in inner_jaxprs(eqn)]
     if not inner:
         return _PER_ELEMENT * out
     if name == "cond":
@@ -180,7 +185,8 @@ def _operations(eqn: Any) -> float:
 _PER_ELEMENT = 32.0
 
 
-def _inner_jaxprs(eqn: Any) -> Iterator[Any]:
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that an equation has in its parameters."""
     for value in eqn.params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(x, jex.ClosedJaxpr):

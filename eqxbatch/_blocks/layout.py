@@ -1,11 +1,13 @@
 """Convolutions in the one layout that XLA's CPU compiler runs fast inside of loops."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from .jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
@@ -17,17 +19,16 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     XLA for CPUs brings the convolutions of a program into the layout that its fast
     kernels take (batch, spatial, features), but only those at the top of the program:
     inside of a loop, a convolution in the layout of `equinox.nn.Conv` (batch, features,
-    spatial) runs several times slower than outside. So it is put into that layout here.
-    On other devices, nothing is changed.
+    spatial) runs several times slower than outside. So it is put into that layout here,
+    where the program is compiled for CPUs. On other devices, nothing is changed.
     """
     # Effects, such as a debug print, belong to a jaxpr as a whole, so it stays whole.
-    is_cpu = jax.default_backend() == "cpu"
-    if not is_cpu or jaxpr.effects or not _has_convolution(jaxpr):
+    if jaxpr.effects or not _has_convolution(jaxpr):
         return evaluate_jaxpr(jaxpr, consts, args)
 
     def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
         if _is_convolution(eqn):
-            return lambda ins: [_channels_last(*ins, **eqn.params)]
+            return lambda ins: [_convolution(eqn)(*ins)]
         if eqn.primitive.name in CALLS and _has_convolution(callee(eqn).jaxpr):
             closed = callee(eqn)
             return lambda ins: evaluate_in_loop(closed.jaxpr, closed.consts, ins)
@@ -49,36 +50,38 @@ def _has_convolution(jaxpr: Any) -> bool:
     )
 
 
-def _channels_last(lhs: Array, rhs: Array, **params: Any) -> Array:
-    """What `conv_general_dilated` computes of these, done channels last."""
+def _convolution(eqn: Any) -> Callable[[Array, Array], Array]:
+    """The convolution of an equation, in the layout that is fast where it runs."""
+    bind = functools.partial(eqn.primitive.bind, **eqn.params)
+    last = functools.partial(_channels_last, eqn)
+    choose = lambda lhs, rhs: lax.platform_dependent(lhs, rhs, cpu=last, default=bind)
+    # A choice keeps for its derivative what any of its branches would. Computed again,
+    # it keeps what it is given, as a convolution does.
+    return jax.checkpoint(choose, prevent_cse=False)
+
+
+def _channels_last(eqn: Any, lhs: Array, rhs: Array) -> Array:
+    """What a convolution computes of these, done channels last."""
+    params = dict(eqn.params)
     numbers = params["dimension_numbers"]
     ndim = lhs.ndim
-    spatial = tuple(range(1, ndim - 1))
-    last = (0, ndim - 1, *spatial)
+    last = (0, ndim - 1, *range(1, ndim - 1))
     params["dimension_numbers"] = lax.ConvDimensionNumbers(
         lhs_spec=last, rhs_spec=(ndim - 1, ndim - 2, *range(ndim - 2)), out_spec=last
     )
-    batch, features, *dims = numbers.lhs_spec
-    lhs = jnp.transpose(lhs, (batch, *dims, features))
-    outputs, inputs, *dims = numbers.rhs_spec
-    rhs = jnp.transpose(rhs, (*dims, inputs, outputs))
-    params = {name: params[name] for name in _CONVOLUTION_PARAMS}
-    out = lax.conv_general_dilated(lhs, rhs, **params)
-    batch, features, *dims = numbers.out_spec
-    order = [0] * ndim
-    for source, target in enumerate((batch, *dims, features)):
-        order[target] = source
-    return jnp.transpose(out, order)
+    back = _moved_last(numbers.out_spec)
+    sharding = params.get("out_sharding")
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * ndim]
+        moved = PartitionSpec(*(spec[axis] for axis in back))
+        params["out_sharding"] = NamedSharding(sharding.mesh, moved)
+    lhs = jnp.transpose(lhs, _moved_last(numbers.lhs_spec))
+    outputs, inputs, *rest = numbers.rhs_spec
+    rhs = jnp.transpose(rhs, (*rest, inputs, outputs))
+    out = eqn.primitive.bind(lhs, rhs, **params)
+    return jnp.transpose(out, sorted(range(ndim), key=back.__getitem__))
 
 
-_CONVOLUTION_PARAMS = (
-    "window_strides",
-    "padding",
-    "lhs_dilation",
-    "rhs_dilation",
-    "dimension_numbers",
-    "feature_group_count",
-    "batch_group_count",
-    "precision",
-    "preferred_element_type",
-)
+def _moved_last(spec: tuple[int, ...]) -> tuple[int, ...]:
+    batch, features, *dims = spec
+    return (batch, *dims, features)

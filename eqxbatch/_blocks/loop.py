@@ -21,7 +21,7 @@ from .block import (
     remainder_block,
     split_parts,
 )
-from .jaxprs import evaluate_jaxpr
+from .jaxprs import axis_names, evaluate_jaxpr
 from .layout import evaluate_in_loop
 from .mesh import is_on_mesh, with_type_of, zeros_like
 from .prefix import is_none
@@ -117,7 +117,10 @@ def run_blocks(
         slots=[eqx.tree_at(lambda s: s.accumulator, s, None) for s in slots.slots],
         checkpoint=checkpoint,
     )
-    return slots.combine(_loop(operands, program=program))
+    # JAX would come back to a rule for derivatives when such names are bound no more.
+    has_names = any(axis_names(jaxpr) for jaxpr in (full.jaxpr, remainder.jaxpr))
+    run = _loop_without_rule if has_names else _loop
+    return slots.combine(run(operands, program=program))
 
 
 def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
@@ -188,6 +191,12 @@ def _loop_jvp(primals: tuple, tangents: tuple, *, program: _Program) -> tuple:
 
     out, t_out = jax.jvp(run, (diff,), (tangents,))
     return out, jtu.tree_map(_none_if_integer, out, t_out)
+
+
+def _loop_without_rule(operands: _Operands, *, program: _Program) -> list[PyTree]:
+    """The loop that is as good to transpose as to run, whether it is to be or not."""
+    are_inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands.arrays]
+    return _Run(operands, program, are_inexact).results()
 
 
 def _none_if_integer(out: Array, t_out: Any) -> Any:

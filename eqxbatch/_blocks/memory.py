@@ -11,9 +11,12 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex
 import jax.tree_util as jtu
+from jax import lax
 from jaxtyping import PyTree
 
 from .integers import as_int
+from .jaxprs import axis_names
+from .mesh import manual_axes, on_all_devices, outside_of_mesh
 
 
 _UNITS = {
@@ -209,20 +212,49 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
         return eqx.filter(out, eqx.is_array)
 
     # A jaxpr has what `fun` closes over in its constants. Those can be tracers, if this
-    # is called inside of another transformation; only their shapes matter here.
-    jaxpr = jax.make_jaxpr(arrays_to_arrays)(*map(_struct, leaves))
+    # is called inside of another transformation; only their types matter here.
+    is_manual = bool(manual_axes())
+    closed = jax.make_jaxpr(arrays_to_arrays)(
+        *(leaves if is_manual else map(_struct, leaves))
+    )
+    num = len(closed.consts)
 
-    def program(consts: list, leaves: list) -> list:
-        return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr.jaxpr, consts))(*leaves)
+    def program(*args: Any) -> list:
+        inner = jex.ClosedJaxpr(closed.jaxpr, list(args[:num]))
+        return jex.jaxpr_as_fun(inner)(*args[num:])
 
-    structs = jtu.tree_map(_struct, (list(jaxpr.consts), leaves))
-    stats = jax.jit(program).lower(*structs).compile().memory_analysis()
+    args = [*closed.consts, *leaves]
+    program = _within_vmaps(program, axis_names(closed.jaxpr) - manual_axes())
+    if is_manual:
+        program, structs = on_all_devices(program, args)
+    else:
+        structs = [*map(_struct, args)]
+    with outside_of_mesh():
+        stats = jax.jit(program).lower(*structs).compile().memory_analysis()
     if stats is None:
         raise RuntimeError(
             f"The compiler for {jax.default_backend()!r} does not report how much "
             "memory a program takes. Give a size in place of the `MemoryBudget`."
         )
     return stats.temp_size_in_bytes + stats.output_size_in_bytes
+
+
+def _within_vmaps(program: Callable[..., list], names: set) -> Callable[..., list]:
+    """`program` within `jax.vmap`s that bind these names, as they are bound here."""
+    for name in names:
+        program = _within_vmap(program, name, int(lax.psum(1, name)))
+    return program
+
+
+def _within_vmap(
+    program: Callable[..., list], name: Any, size: int
+) -> Callable[..., list]:
+    def run(*args: Any) -> list:
+        # What differs between its places does so here; what does not, is there once.
+        mapped = jax.vmap(lambda: program(*args), axis_name=name, axis_size=size)
+        return [x[0] for x in mapped()]
+
+    return run
 
 
 def fit_size(budget: int, largest: int, bytes_at: Callable[[int], int]) -> int:

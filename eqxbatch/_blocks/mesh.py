@@ -1,17 +1,28 @@
 """What arrays say of the mesh of devices that they are on."""
 
+import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    get_abstract_mesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 from jaxtyping import Array, PyTree
 
 
-def _axes(x: Any) -> dict[str, tuple[int, AxisType]]:
+def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
     """Size and type of the axes of the mesh that an array, or a struct, is on."""
     mesh = getattr(getattr(x, "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
@@ -23,7 +34,7 @@ def _axes(x: Any) -> dict[str, tuple[int, AxisType]]:
 
 
 def is_on_mesh(x: Any) -> bool:
-    return bool(_axes(jax.typeof(x)))
+    return bool(mesh_axes(jax.typeof(x)))
 
 
 def is_explicit(x: Any) -> bool:
@@ -42,20 +53,20 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
     devices, needed = 1, 1
     for x, axis in zip(arrays, axes, strict=True):
         struct = jax.typeof(x)
-        mesh_axes = _axes(struct)
-        sizes = [size for size, kind in mesh_axes.values() if kind != AxisType.Manual]
+        own = mesh_axes(struct)
+        sizes = [size for size, kind in own.values() if kind != AxisType.Manual]
         devices = math.lcm(devices, math.prod(sizes))
-        if AxisType.Explicit in [kind for _, kind in mesh_axes.values()]:
+        if AxisType.Explicit in [kind for _, kind in own.values()]:
             spec = [*struct.sharding.spec, *[None] * struct.ndim][axis]
             names = spec if isinstance(spec, tuple) else (spec,)
-            shards = [mesh_axes[name][0] for name in names if name is not None]
+            shards = [own[name][0] for name in names if name is not None]
             needed = math.lcm(needed, math.prod(shards))
     return devices if total % devices == 0 else needed
 
 
 def with_type_of(struct: Any, x: Array) -> Array:
     """`x`, sharded as `struct` says and varying over the mesh as it does."""
-    if any(kind == AxisType.Explicit for _, kind in _axes(struct).values()):
+    if any(kind == AxisType.Explicit for _, kind in mesh_axes(struct).values()):
         x = jax.sharding.reshard(x, struct.sharding)
     return vary(x, varying(struct))
 
@@ -97,6 +108,63 @@ def varying(x: Any) -> frozenset:
     # JAX 0.10 has another name for it.
     manual = getattr(x, "manual_axis_type", None)
     return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
+
+
+def manual_axes() -> frozenset:
+    """The axes of the mesh that the `jax.shard_map`s around are over."""
+    mesh = get_abstract_mesh()
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in pairs if kind == AxisType.Manual)
+
+
+def outside_of_mesh() -> contextlib.AbstractContextManager:
+    """Where no mesh is around."""
+    return use_abstract_mesh(AbstractMesh((), ()))
+
+
+def on_all_devices(
+    program: Callable[..., list], args: list[Array]
+) -> tuple[Callable[..., list], list[jax.ShapeDtypeStruct]]:
+    """`program`, to be compiled for the devices of the `jax.shard_map` around.
+
+    Returns a function that applies it on each device, and the types of its arguments.
+    """
+    inner = get_abstract_mesh()
+    devices = np.array(jax.devices()[: inner.size]).reshape(inner.axis_sizes)
+    kinds = [AxisType.Auto if x == AxisType.Manual else x for x in inner.axis_types]
+    mesh = Mesh(devices, inner.axis_names, axis_types=tuple(kinds))
+    order = [name for name in inner.axis_names if name in manual_axes()]
+    # What varies over the devices is along a new first axis.
+    spread = lambda x: tuple(name for name in order if name in varying(jax.typeof(x)))
+    num = lambda names: math.prod(mesh.shape[name] for name in names)
+    names = [spread(x) for x in args]
+    specs = [PartitionSpec(own or None) for own in names]
+    structs = [
+        jax.ShapeDtypeStruct(
+            (num(own), *x.shape), x.dtype, sharding=NamedSharding(mesh, spec)
+        )
+        for x, own, spec in zip(args, names, specs, strict=True)
+    ]
+    found: list[PartitionSpec] = []
+
+    def trace(*args: Array) -> list:
+        outs = program(*args)
+        found[:] = [PartitionSpec(spread(x) or None) for x in outs]
+        return outs
+
+    jax.eval_shape(trace, *args)
+
+    def run(*stacked: Array) -> list:
+        return [x[None] for x in program(*(x[0] for x in stacked))]
+
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=list(found),
+        axis_names=set(order),
+    )
+    return mapped, structs
 
 
 def replicated(x: Array, mesh: Mesh) -> Array:

@@ -22,6 +22,10 @@ def transposed(x: Shaped[Array, "rows columns"]) -> Shaped[Array, "columns rows"
     """`x.T`."""
     if min(x.shape) <= _PIECE:
         return x.T
+    return lax.platform_dependent(x, cpu=_transposed_in_pieces, default=jnp.transpose)
+
+
+def _transposed_in_pieces(x: Array) -> Array:
     rows, columns = _starts(x.shape[0]), _starts(x.shape[1])
     places = jnp.stack(jnp.meshgrid(rows, columns, indexing="ij"), -1).reshape(-1, 2)
     sizes = (_PIECE, _PIECE)
@@ -36,6 +40,18 @@ def transposed(x: Shaped[Array, "rows columns"]) -> Shaped[Array, "columns rows"
 
 def mirrored(x: Shaped[Array, "n n"]) -> Shaped[Array, "n n"]:
     """What is on and above the diagonal, and its mirror image below."""
+    default = _mirrored_at_once
+    return lax.platform_dependent(x, cpu=_mirrored_in_pieces, default=default)
+
+
+def _mirrored_at_once(x: Array) -> Array:
+    # An entry and its mirror image must not be computed apart, and rounded in two ways.
+    x = lax.optimization_barrier(x)
+    index = jnp.arange(x.shape[0])
+    return jnp.where(index[:, None] <= index[None], x, x.T)
+
+
+def _mirrored_in_pieces(x: Array) -> Array:
     n = x.shape[0]
     num = n // _PIECE
     rest = n - num * _PIECE

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._blocks.explicit import gathered, within_mesh
 from .._blocks.memory import MemoryBudget, resolve_size
 from .._blocks.progress import AbstractProgressMeter, NoProgressMeter
 from .._transforms.wrapper import AbstractTransform, transformed
@@ -45,7 +46,8 @@ class BatchKernel(AbstractTransform):
     meter: AbstractProgressMeter = eqx.field(static=True, default=NoProgressMeter())
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        call = self._call(fun, *args, **kwargs)
+        # Blocks are cut anywhere, and not where a mesh with explicit axes is.
+        call, reduce = gathered((self._call(fun, *args, **kwargs), self.reduce))
         block_size = self.block_size
         if isinstance(block_size, MemoryBudget):
             # What is free is looked up before anything is traced.
@@ -57,9 +59,9 @@ class BatchKernel(AbstractTransform):
                 call, sizes, self.store, self.meter, self.mesh_axis, has_meter
             )
         if has_meter:
-            sizes = _sizes(block_size, call, self.reduce, None)
-            return with_progress(call, sizes, self.reduce, self.meter)
-        return _run(call, block_size, self.reduce, self.mesh_axis)
+            sizes = _sizes(block_size, call, reduce, None)
+            return with_progress(call, sizes, reduce, self.meter)
+        return _run(call, block_size, reduce, self.mesh_axis)
 
     def _call(
         self,
@@ -102,9 +104,9 @@ def _as_array(x: Any) -> Any:
 def _run(
     call: KernelCall, block_size: BlockSize, reduce: PyTree, mesh_axis: MeshAxis | None
 ) -> PyTree:
-    return _on_devices(
-        call, _sizes(block_size, call, reduce, mesh_axis), reduce, mesh_axis
-    )
+    with within_mesh((call, reduce)):
+        sizes = _sizes(block_size, call, reduce, mesh_axis)
+        return _on_devices(call, sizes, reduce, mesh_axis)
 
 
 def _on_devices(

@@ -242,9 +242,9 @@ class BlockKernel:
 
     def symmetrised(self, tile: list[Array]) -> list[Array]:
         """A tile on the diagonal, made exactly symmetric, whatever rounding did."""
-        if self.call.mirror is True and jax.default_backend() == "cpu":
+        if self.call.mirror is True:
             return [
-                leaf.back(_common_in_pieces(leaf.front(x))) if leaf.is_pairwise else x
+                leaf.back(_symmetrised(leaf.front(x))) if leaf.is_pairwise else x
                 for leaf, x in zip(self.leaves, tile, strict=True)
             ]
         return [
@@ -260,16 +260,24 @@ def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "
     return jnp.maximum(x, y)
 
 
+def _symmetrised(x: Shaped[Array, "n n ..."]) -> Shaped[Array, "n n ..."]:
+    at_once = lambda x: _common(x, _exchanged(x))
+    if x.shape[0] <= 2 * _PIECE:
+        return at_once(x)
+    return lax.platform_dependent(x, cpu=_common_in_pieces, default=at_once)
+
+
+def _exchanged(x: Shaped[Array, "rows columns ..."]) -> Array:
+    return jnp.conj(jnp.swapaxes(x, 0, 1))
+
+
 def _common_in_pieces(x: Shaped[Array, "n n ..."]) -> Shaped[Array, "n n ..."]:
     """A tile, made symmetric in pieces of which both mirror images fit into a cache.
 
     XLA for CPUs reads the columns of a large array one number at a time, each of them
     from far away.
     """
-    transposed = lambda x: jnp.conj(jnp.swapaxes(x, 0, 1))
     total, rest = x.shape[0], x.shape[2:]
-    if total <= 2 * _PIECE:
-        return _common(x, transposed(x))
     pairs = itertools.combinations_with_replacement(starts(total, _PIECE), 2)
     zeros = [jnp.zeros((), jnp.int32) for _ in rest]
 
@@ -279,9 +287,9 @@ def _common_in_pieces(x: Shaped[Array, "n n ..."]) -> Shaped[Array, "n n ..."]:
             lax.dynamic_slice(x, place, (_PIECE, _PIECE, *rest))
             for place in (here, there)
         ]
-        piece = _common(pieces[0], transposed(pieces[1]))
+        piece = _common(pieces[0], _exchanged(pieces[1]))
         result = lax.dynamic_update_slice(result, piece, here)
-        return lax.dynamic_update_slice(result, transposed(piece), there), None
+        return lax.dynamic_update_slice(result, _exchanged(piece), there), None
 
     at = jnp.array(list(pairs), jnp.int32)
     return lax.scan(step, vary(jnp.zeros_like(x), varying(jax.typeof(x))), at)[0]

@@ -12,6 +12,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
+from .._blocks.explicit import gathered, within_mesh
 from .._blocks.memory import MemoryBudget, resolve_size
 from .._sites.output_axes import Mirror, OutputAxes
 from .._transforms.selection import Selection
@@ -110,7 +111,9 @@ class Kernels(eqx.Module):
 # finds the compiled program again.
 @eqx.filter_jit
 def _run(kernels: Kernels, *call: Any) -> Any:
-    return kernels.run(*call)
+    kernels, call = gathered((kernels, call))
+    with within_mesh((kernels, call)):
+        return kernels.run(*call)
 
 
 def make_kernels(

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
+from .._blocks.explicit import gathered
 from .._blocks.integers import as_int
 from .._blocks.memory import check_size, MemoryBudget, resolved
 from .._blocks.progress import AbstractProgressMeter, NoProgressMeter
@@ -273,7 +274,7 @@ class MonteCarloKernel(eqx.Module):
             if is_set:
                 check_concrete((self._samples, request), what)
         # What is free is looked up before anything is traced.
-        samples = resolved(self._samples)
+        samples, request = gathered((resolved(self._samples), request))
         samples = dataclasses.replace(samples, settings=samples.settings.in_bytes())
         if isinstance(samples.per_batch, MemoryBudget):
             samples = fitted(samples, request, counts[-1])

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.tree_util as jtu
-from jaxtyping import PyTree
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree
 
 from .._blocks.accumulators import Concat
 from .._blocks.axes import argument_specs, leaf_name, positional_names
+from .._blocks.explicit import spec_of
 from .._blocks.integers import as_int
 from .._blocks.memory import check_size, MemoryBudget, resolve_size
 from .._blocks.prefix import match_prefix
@@ -128,6 +130,7 @@ def _in_range(position: int, ndim: int, shape: tuple[int, ...]) -> int:
 class _GridVmap(AbstractTransform):
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
+    leaves_spreading: ClassVar[bool] = True
     in_axes: PyTree
     out_axes: Any = eqx.field(static=True)
     # Pairs: a dict that is a PyTree would be sorted.
@@ -135,6 +138,27 @@ class _GridVmap(AbstractTransform):
     accumulators: tuple[PyTree, ...]
     block_size: int | MemoryBudget | None = eqx.field(static=True)
     checkpoint: bool = eqx.field(static=True)
+
+    def specs(self, call: Any, out: PyTree) -> PyTree:
+        fun, args, kwargs = call
+        places = self._places(fun, args, kwargs)
+        sizes = _sizes(fun, (args, kwargs), places)
+        spread = {
+            name: entry
+            for leaf, place in zip(jtu.tree_leaves((args, kwargs)), places, strict=True)
+            for name, axis in place.items()
+            for entry in [*spec_of(leaf)][axis : axis + 1]
+            if entry is not None
+        }
+
+        def spec(x: Array) -> PartitionSpec:
+            entries: list = [None] * x.ndim
+            for level in self._levels(sizes):
+                if level.position is not None and level.name in spread:
+                    entries[level.position] = spread[level.name]
+            return PartitionSpec(*entries)
+
+        return jtu.tree_map(spec, eqx.filter(out, eqx.is_array))
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         call = (args, kwargs)

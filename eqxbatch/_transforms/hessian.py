@@ -39,6 +39,7 @@ class _Matrix(AbstractTotal):
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
+    leaves_spreading: ClassVar[bool] = True
     part: Literal["full", "diagonal", "blocks"] = eqx.field(static=True)
     column_size: ColumnSize
     blocking: Blocking

@@ -7,9 +7,11 @@ from typing import Any, ClassVar, get_args
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._blocks.describe import type_of
+from .._blocks.explicit import spec_of
 from .._blocks.memory import MemoryBudget
 from .._blocks.mesh import sum_varying, vary, varying
 from .._blocks.moments import Mean, Sum
@@ -18,7 +20,7 @@ from .curvature import check_loss, make_curvature
 from .loss import Loss
 from .products import Mode
 from .selection import check_complex, differentiated
-from .totals import AbstractTotal, check_total, split_examples
+from .totals import AbstractTotal, Call, check_total, split_examples
 from .wrapper import transformed
 
 
@@ -27,6 +29,7 @@ class _Product(AbstractTotal):
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
+    leaves_spreading: ClassVar[bool] = True
     blocking: Blocking
     in_axes: PyTree
     accumulator: Sum | Mean
@@ -43,6 +46,12 @@ class _Product(AbstractTotal):
                 f"`mode` must be one of {get_args(Mode)}; got {self.mode!r}."
             )
         check_total(self)
+
+    def specs(self, call: Call, out: PyTree) -> PyTree:
+        _, args, kwargs = call
+        diff, _ = differentiated(args, kwargs, self.where, self.filter_spec)
+        like = jtu.tree_map(spec_of, diff)
+        return (like, PartitionSpec()) if self.has_aux else like
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if len(args) < 2:

@@ -31,6 +31,7 @@ from .wrapper import AbstractTransform, transformed
 class _Jacobian(AbstractTransform):
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
+    leaves_spreading: ClassVar[bool] = True
     mode: Mode
     column_size: ColumnSize
     checkpoint: bool

@@ -16,6 +16,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
 from .._blocks.axes import Batch
+from .._blocks.explicit import spec_of, with_auto_axes
 from .._blocks.jaxprs import evaluate_jaxpr, trace_example
 from .._blocks.slots import is_struct
 from .._sites.choose import Method, plan
@@ -215,16 +216,23 @@ def by_norms(example: Example, clipping: Clipping, method: Method) -> Way:
         outs, operands, pullback = program.linearize(example.leaves, list(rows), 1)
         return outs, operands, pullback([jnp.ones_like(outs[0])])
 
-    def way(rows: list, weights: Array | None) -> dict:
-        outs, operands, cotangents = example.vmap(one, rows)
-        factors = Factors(operands, cotangents)
-        gradients = SiteGradients(program, contractions, factors, example.leaves)
-        clipped = groups.clip(gradients.squared_norms())
+    def clipped_sum(
+        bounds: list, leaves: list, factors: list, weights: Array | None
+    ) -> tuple[list, PyTree]:
+        gradients = SiteGradients(program, contractions, Factors(*factors), leaves)
+        own = dataclasses.replace(groups, bounds=bounds)
+        clipped = own.clip(gradients.squared_norms())
         scales = clipped.scales
         if weights is not None:
             scales = [scale * weights.astype(scale.dtype) for scale in scales]
-        total = gradients.weighted_sums(scales, clipped.is_kept)
-        each = {**example.outputs(outs), "norms": clipped.norms}
+        return gradients.weighted_sums(scales, clipped.is_kept), clipped.norms
+
+    def way(rows: list, weights: Array | None) -> dict:
+        outs, *factors = example.vmap(one, rows)
+        specs = lambda _: ([spec_of(x) for x in example.leaves], spec_of(outs[0]))
+        operands = (groups.bounds, example.leaves, factors, weights)
+        total, norms = with_auto_axes(clipped_sum, operands, specs)
+        each = {**example.outputs(outs), "norms": norms}
         return {"total": {"gradient": example.gradient(total)}, "each": each}
 
     return way

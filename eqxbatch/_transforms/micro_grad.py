@@ -14,6 +14,12 @@ from jaxtyping import Array, Int, PyTree, Real
 from .._blocks.accumulators import Concat, widened, widest
 from .._blocks.axes import split_batch
 from .._blocks.block import Blocks
+from .._blocks.explicit import (
+    examples_spec,
+    explicit_mesh,
+    spec_of,
+    spread_freely,
+)
 from .._blocks.memory import MemoryBudget
 from .._blocks.mesh import sum_varying, vary_as, varying
 from .._blocks.moments import (
@@ -155,7 +161,7 @@ class _MicroGrad(AbstractTransform):
         # is of does not vary over them. Here that is done once, and not for each
         # example: what is differentiated varies as the examples do.
         local = vary_as(batch.arrays, diff)
-        way = self.way(Loss(fun, batch, local, nondiff, self.has_aux))
+        way = self._way_on_mesh(Loss(fun, batch, local, nondiff, self.has_aux))
 
         def run(rows: list, _: int) -> tuple[dict, None]:
             weights = None if self.weights is None else rows[-1]
@@ -170,6 +176,29 @@ class _MicroGrad(AbstractTransform):
                 merged["gradient"],
             )
         return self.returned(merged, blocks)
+
+    def _way_on_mesh(self, loss: Loss) -> Way:
+        """How the gradients of a block are computed, wherever its examples are."""
+        call = tuple(getattr(loss, field.name) for field in dataclasses.fields(loss))
+        if explicit_mesh(call) is None:
+            return self.way(loss)
+
+        def run(
+            transform: _MicroGrad, call: tuple, rows: list, weights: Array | None
+        ) -> dict:
+            return transform.way(Loss(*call))(rows, weights)
+
+        examples = examples_spec(loss.batch.arrays, loss.batch.axes)
+        gradient = jtu.tree_map(spec_of, loss.diff)
+        of = lambda section, name: (
+            gradient if name == "gradient" and section != "each" else examples
+        )
+        specs = lambda out: {
+            section: {name: of(section, name) for name in parts}
+            for section, parts in out.items()
+        }
+        like = (loss.batch.arrays, self.weights)
+        return spread_freely(run, (self, call), like, specs)
 
     def way(self, loss: Loss) -> Way:
         """How the gradients of a block are computed."""

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from .._blocks.accumulators import Concat, Last
 from .._blocks.axes import Batch, broadcast_axes, split_batch
 from .._blocks.block import Blocks
+from .._blocks.explicit import examples_spec, spread_freely
 from .._blocks.memory import MemoryBudget
 from .._blocks.slots import array_structs, match_accumulators, Slot, Slots
 from .blocked import Blocking
@@ -39,8 +41,7 @@ class MicroVmap(AbstractTransform):
         total = batch.total(self.axis_size)
         blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
 
-        def run(rows: list, size: int) -> tuple[PyTree, tuple]:
-            return self.vmap(fun, batch, rows, size)
+        run = self._run_on_mesh(fun, batch)
 
         def make_slots(output: PyTree, axes: tuple) -> Slots:
             slots = match_accumulators(self.accumulator, output)
@@ -51,6 +52,24 @@ class MicroVmap(AbstractTransform):
             )
 
         return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
+
+    def _run_on_mesh(self, fun: Callable, batch: Batch) -> Callable[[list, int], Any]:
+        """`fun` mapped over the examples of a block, wherever they are."""
+        total = batch.total(self.axis_size)
+        if total == 0:
+            return functools.partial(self.vmap, fun, batch)
+
+        def specs(out: tuple[PyTree, tuple]) -> tuple[PyTree, PartitionSpec]:
+            examples = examples_spec(batch.arrays, batch.axes)
+            arrays, treedef = jtu.tree_flatten(eqx.filter(out[0], eqx.is_array))
+            found = [
+                PartitionSpec() if axis is None else examples
+                for _, axis in zip(arrays, out[1], strict=True)
+            ]
+            return jtu.tree_unflatten(treedef, found), PartitionSpec()
+
+        like = (batch.arrays, total)
+        return spread_freely(self.vmap, (fun, batch), like, specs)
 
     def vmap(
         self, fun: Callable, batch: Batch, rows: list, size: int

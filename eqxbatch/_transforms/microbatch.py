@@ -5,12 +5,16 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from .._blocks.axes import split_batch
+from .._blocks.accumulators import Concat
+from .._blocks.axes import Batch, split_batch
+from .._blocks.explicit import examples_spec, spread_freely
 from .._blocks.memory import MemoryBudget
 from .._blocks.moments import Sum
-from .._blocks.slots import match_accumulators, Slots
+from .._blocks.slots import is_struct, match_accumulators, Slots
 from .blocked import Blocking
 from .wrapper import AbstractTransform, transformed
 
@@ -27,14 +31,33 @@ class _Microbatch(AbstractTransform):
         total = batch.total()
         blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
 
-        def run(rows: list, _: int) -> tuple[PyTree, None]:
+        def call(fun: Callable, batch: Batch, rows: list) -> PyTree:
             args, kwargs = batch.arguments(rows)
-            return fun(*args, **kwargs), None
+            return fun(*args, **kwargs)
+
+        specs = lambda out: self._specs(out, batch)
+        call_on_mesh = spread_freely(call, (fun, batch), (batch.arrays,), specs)
+
+        def run(rows: list, _: int) -> tuple[PyTree, None]:
+            return call_on_mesh(rows), None
 
         def make_slots(output: PyTree, _: None) -> Slots:
             return match_accumulators(self.accumulator, output)
 
         return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
+
+    def _specs(self, out: PyTree, batch: Batch) -> PyTree:
+        """How results are spread: as the batch is, where they have its rows."""
+        structs = eqx.filter_eval_shape(lambda: out)
+        arrays, treedef = jtu.tree_flatten(eqx.filter(structs, is_struct))
+        rows = examples_spec(batch.arrays, batch.axes)
+        specs = [PartitionSpec() for _ in arrays]
+        for slot in match_accumulators(self.accumulator, structs).slots:
+            if isinstance(slot.accumulator, Concat):
+                (i,) = slot.indices
+                axis = slot.accumulator.axis_of(arrays[i])
+                specs[i] = PartitionSpec(*[None] * axis, *rows)
+        return jtu.tree_unflatten(treedef, specs)
 
 
 def filter_microbatch(

@@ -1,11 +1,20 @@
 """The one type that every transform returns."""
 
 import abc
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from .._blocks.explicit import (
+    on_one_mesh,
+    spread_freely,
+    within_mesh,
+)
 
 from .._blocks.memory import resolved
 
@@ -17,10 +26,20 @@ class AbstractTransform(eqx.Module):
         is, and compiles what it sees fit.
     - `takes_instance`: whether the instance of a method is an argument as all others
         are. If not, it belongs to the function.
+    - `leaves_spreading`: whether the compiler decides how arrays are spread over a
+        mesh, also where its axes are explicit; `specs` then says how results are.
     """
 
     is_compiled: ClassVar[bool]
     takes_instance: ClassVar[bool]
+    leaves_spreading: ClassVar[bool] = False
+
+    def specs(
+        self, call: tuple[Callable, tuple, dict[str, Any]], out: PyTree
+    ) -> PyTree:
+        """How the results of a call are spread: a prefix with `PartitionSpec`s."""
+        del call, out
+        return PartitionSpec()
 
     @abc.abstractmethod
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -68,7 +87,13 @@ class Transformed(eqx.Module):
 def _apply(
     transform: AbstractTransform, fun: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    return transform.apply(fun, args, kwargs)
+    operands = on_one_mesh((transform, fun, args, kwargs))
+    apply = lambda transform, *call: transform.apply(*call)
+    with within_mesh(operands):
+        if not transform.leaves_spreading:
+            return apply(*operands)
+        specs = functools.partial(operands[0].specs, operands[1:])
+        return spread_freely(apply, operands, (), specs)()
 
 
 def transformed(transform: AbstractTransform, fun: Callable) -> Transformed:
