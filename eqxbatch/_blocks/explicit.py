@@ -9,6 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+from jax.core import Tracer
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -20,20 +21,15 @@ from jax.sharding import (
 from jaxtyping import Array, PyTree
 
 from .jaxprs import inner_jaxprs
-from .mesh import is_on_mesh, mesh_axes
+from .mesh import is_explicit, is_on_mesh, mesh_axes
 
 
 def explicit_mesh(tree: PyTree) -> AbstractMesh | None:
     """The mesh with explicit axes that some array is on, if there is one."""
     for x in jtu.tree_leaves(tree):
-        if eqx.is_array(x) and _is_explicit(x):
+        if eqx.is_array(x) and is_explicit(x):
             return jax.typeof(x).sharding.mesh
     return None
-
-
-def _is_explicit(x: Array) -> bool:
-    kinds = [kind for _, kind in mesh_axes(jax.typeof(x)).values()]
-    return AxisType.Explicit in kinds
 
 
 def spec_of(x: Array) -> PartitionSpec:
@@ -41,9 +37,9 @@ def spec_of(x: Array) -> PartitionSpec:
     struct = jax.typeof(x)
     axes = mesh_axes(struct)
     spec = struct.sharding.spec if axes else ()
-    is_explicit = lambda name: axes[name][1] == AxisType.Explicit
+    is_named = lambda name: axes[name][1] == AxisType.Explicit
     return PartitionSpec(
-        *(tuple(filter(is_explicit, _names(entry))) or None for entry in spec)
+        *(tuple(filter(is_named, _names(entry))) or None for entry in spec)
     )
 
 
@@ -81,9 +77,9 @@ def _moved(tree: PyTree, is_moved: Callable[[Array], bool]) -> PyTree:
     if mesh is None:
         return tree
     arrays = [x for x in jtu.tree_leaves(tree) if eqx.is_array(x)]
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    is_traced = any(isinstance(x, Tracer) for x in arrays)
     # Of arrays that are there already, the mesh has devices.
-    meshes = [] if is_traced else [x.sharding.mesh for x in arrays if _is_explicit(x)]
+    meshes = [] if is_traced else [x.sharding.mesh for x in arrays if is_explicit(x)]
 
     def put(x: Any) -> Any:
         if not eqx.is_array(x) or not is_moved(x):

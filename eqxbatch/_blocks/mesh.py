@@ -39,7 +39,7 @@ def is_on_mesh(x: Any) -> bool:
 
 def is_explicit(x: Any) -> bool:
     """Whether an array is on a mesh with `jax.sharding.AxisType.Explicit` axes."""
-    return AxisType.Explicit in [kind for _, kind in _axes(jax.typeof(x)).values()]
+    return AxisType.Explicit in [kind for _, kind in mesh_axes(jax.typeof(x)).values()]
 
 
 def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:

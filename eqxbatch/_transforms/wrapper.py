@@ -15,7 +15,6 @@ from .._blocks.explicit import (
     spread_freely,
     within_mesh,
 )
-
 from .._blocks.memory import resolved
 
 
