@@ -219,6 +219,23 @@ def test_pytrees_and_axes(one_side, mesh, getkey):
     assert_same(transposed(first, second), model(flip(first), flip(second)))
 
 
+@pytest.mark.parametrize("totals", ((0, 3), (3, 0), (0, 0)))
+def test_one_side_without_examples(totals, getkey):
+    """What there is of the other side alone is there."""
+
+    def kernel(x1, x2):
+        return {"pairs": x1 @ x2.T, "rows": x1.sum(1), "columns": jnp.cos(x2.sum(1))}
+
+    out_axes = {"pairs": (0, 1), "rows": (0, None), "columns": (None, 0)}
+    x, y = (normal(getkey(), (total, 2)) for total in totals)
+    mesh = make_mesh(AxisType.Auto, (2,))
+    for settings in ({}, {"store": HostStore()}, {"mesh": mesh}):
+        batched = filter_batch_kernel(
+            kernel, block_size=2, out_axes=out_axes, **settings
+        )
+        assert_same(jax.device_get(batched(x, y)), jax.device_get(kernel(x, y)))
+
+
 def test_methods_decorators_and_arguments(getkey):
     class Scaled(eqx.Module):
         scale: jax.Array

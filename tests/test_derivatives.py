@@ -63,6 +63,14 @@ def losses(name, total, getkey, dtype=jnp.float32, **kwargs):
     return blocked_loss, dense_loss, (arrays, x, y)
 
 
+@pytest.mark.parametrize("derivative", (jax.grad, jax.jacfwd))
+def test_derivative_of_no_examples(derivative):
+    mapped = lambda x: filter_micro_vmap(jnp.sin, microbatch_size=2)(x).sum()
+    whole = lambda x: filter_microbatch(jnp.sin, microbatch_size=2)(x).sum()
+    for fun in (mapped, whole):
+        assert_same(derivative(fun)(jnp.zeros(0)), jnp.zeros(0))
+
+
 @pytest.mark.parametrize("name", REDUCE)
 @pytest.mark.parametrize("total", (1, 4, 5, 13))
 @pytest.mark.parametrize("checkpoint", (True, False))

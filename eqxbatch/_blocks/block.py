@@ -95,7 +95,9 @@ def remainder_block(blocks: Blocks) -> Block:
     return Block(index, start, size, is_remainder=True, parts=blocks.parts)
 
 
-def block_struct(x: Array, axis: int, size: int) -> jax.ShapeDtypeStruct:
+def block_struct(
+    x: Array | jax.ShapeDtypeStruct, axis: int, size: int
+) -> jax.ShapeDtypeStruct:
     """What is known of `size` rows of `x` along `axis` at trace time.
 
     Besides shape and dtype, that is over which axes of a mesh it varies.

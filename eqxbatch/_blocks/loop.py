@@ -404,7 +404,7 @@ class _Run:
         axis, parts = self.rows_of(slot, value)
         whole = jax.eval_shape(lambda: slot.accumulator.init(value, self.blocks))
         missing = whole.shape[axis] - sum(piece.shape[axis] for piece in pieces)
-        if missing:
+        if missing or not pieces:
             pieces = [*pieces, zeros_like(block_struct(whole, axis, missing))]
         if len(pieces) == 1:
             return pieces[0]

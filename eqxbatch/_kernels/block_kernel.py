@@ -161,6 +161,10 @@ class BlockKernel:
             found = [size for size in sizes if size is not None]
             sizes = (min(found), min(found)) if found else (None, None)
         rows, columns = map(balanced, self.totals, sizes)
+        if any(not leaf.is_pairwise for leaf in self.leaves) and any(self.totals):
+            rows, columns = (
+                min(x) for x in zip((rows, columns), self.totals, strict=True)
+            )
         return Grid(self.totals, (rows, columns), self.is_same, self.call.is_symmetric)
 
     def _structs(self, side: int, size: int) -> list[jax.ShapeDtypeStruct]:

@@ -115,7 +115,7 @@ class Tiles:
     def initial(self) -> list[PyTree[Array]]:
         """The states before the first tile."""
         states = [collector.init(self.grid.totals) for collector in self.collectors]
-        if 0 in self.grid.totals:
+        if self.grid.is_empty:
             return states
         at = jnp.zeros(2, jnp.int32)
 

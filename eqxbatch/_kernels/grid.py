@@ -34,7 +34,8 @@ class Grid:
     a side overlaps with the one before, and only what is new of it counts.
 
     - `totals`: the number of examples of both sides.
-    - `sizes`: that of the rows and columns of a tile.
+    - `sizes`: that of the rows and columns of a tile. A side without examples has no
+        block, or one of size 0, for what there is of the other side alone.
     - `is_same`: whether both sides are the same examples; tiles are square then.
     - `is_symmetric`: whether those below the diagonal are mirror images, and not
         computed.
@@ -47,7 +48,14 @@ class Grid:
 
     def num(self, side: int) -> int:
         """The number of blocks of a side."""
+        if self.sizes[side] == 0:
+            return 1
         return math.ceil(self.totals[side] / self.sizes[side])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no tiles."""
+        return 0 in (self.num(0), self.num(1))
 
     def start(self, side: int, index: int) -> int:
         """Where a block starts; the last one overlaps with the one before."""
@@ -56,7 +64,8 @@ class Grid:
 
     def is_ragged(self, side: int) -> bool:
         """Whether the last block overlaps with the one before."""
-        return self.totals[side] % self.sizes[side] != 0
+        size = self.sizes[side]
+        return size != 0 and self.totals[side] % size != 0
 
     def new(self, side: int, index: int) -> range:
         """The examples of a block that are in none before it."""

@@ -114,7 +114,7 @@ def _reduced(
     mesh_axis: MeshAxis,
 ) -> list[PyTree[Array]]:
     """Each device reduces a share of the tiles."""
-    if 0 in grid.totals:
+    if grid.is_empty:
         return [collector.init(grid.totals) for collector in collectors]
     num = mesh_axis.num
 
@@ -166,7 +166,7 @@ def _written(
     mesh_axis: MeshAxis,
 ) -> list[Array]:
     """Each device has a panel of rows; the last one may have some that do not count."""
-    if 0 in grid.totals:
+    if grid.is_empty:
         return [collector.init(grid.totals) for collector in collectors]
     num = mesh_axis.num
     run = functools.partial(_panel, grid=grid, mesh_axis=mesh_axis)
