@@ -268,3 +268,26 @@ def test_no_step_of_a_gradient_is_as_large_as_the_batch(total, checkpoint):
     shapes = list(shapes_in_loops(jax.make_jaxpr(grad)(jnp.zeros((total, 7))).jaxpr))
     assert (8, 7) in shapes
     assert not [shape for shape in shapes if total in shape]
+
+
+@pytest.mark.parametrize("checkpoint", (True, False))
+def test_collectives_over_an_axis_of_a_transform_outside(checkpoint, getkey):
+    x, w = normal(getkey(), (4, 5)), normal(getkey(), (5,))
+
+    def inner(w, x):
+        return jnp.tanh(w * x) * jax.lax.psum(jnp.sin(w * x), "i")
+
+    def row(w, x):
+        return filter_micro_vmap(inner, microbatch_size=2, checkpoint=checkpoint)(w, x)
+
+    micro = filter_micro_vmap(
+        row, in_axes=(None, 0), axis_name="i", checkpoint=checkpoint
+    )
+    dense = jax.vmap(jax.vmap(inner), (None, 0), axis_name="i")
+    grads = [
+        jax.grad(lambda w, x, run=run: jnp.sum(run(w, x) ** 2), argnums=(0, 1))(w, x)
+        for run in (micro, dense)
+    ]
+    assert_same(*grads, tol=1e-4)
+    pushed = [jax.jvp(run, (w, x), (w, x)) for run in (micro, dense)]
+    assert_same(*pushed, tol=1e-4)

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqxbatch import (
     Concat,
@@ -293,3 +294,58 @@ def test_cache_tells_settings_of_the_transform_apart():
     assert_same(total(x), jax.vmap(wide)(x).sum(0), tol=1e-4)
     with pytest.raises(ValueError, match="budget of 40,000 bytes is too small"):
         filter_micro_vmap(wide, microbatch_size=budget)(x)
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_names_of_axes_inside_of_shard_map(kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    spec = PartitionSpec("data")
+    x = jax.device_put(jnp.arange(32.0).reshape(16, 2), NamedSharding(mesh, spec))
+
+    def fun(x):
+        index = jax.lax.axis_index("data").astype(x.dtype)
+        return index * x + jax.lax.psum(x, "data")
+
+    def spread(run):
+        return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    run = filter_micro_vmap(fun, microbatch_size=MemoryBudget("1MB"))
+    assert_same(
+        jax.device_get(spread(run)(x)), jax.device_get(spread(jax.vmap(fun))(x))
+    )
+    too_small = filter_micro_vmap(fun, microbatch_size=MemoryBudget(1))
+    with pytest.raises(ValueError, match="budget of 1 bytes is too small"):
+        spread(too_small)(x)
+
+
+def test_what_is_measured_inside_of_shard_map_is_the_program_of_a_device(compilations):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    spec, budget = PartitionSpec("data"), MemoryBudget("100kB")
+    heavy = lambda x: jnp.sum(jnp.tanh(jnp.outer(x, x)))
+    index = lambda x: jax.lax.axis_index("data").astype(x.dtype)
+    named = lambda x: heavy(x + index(x))
+    x = jnp.ones((1024, 16))
+    sizes = []
+    for fun, inner in ((heavy, False), (named, True)):
+        memory_module._SIZES.clear()
+        compilations.clear()
+        run = filter_micro_vmap(fun, microbatch_size=budget, accumulator=Sum())
+        if inner:
+            mapped = lambda x, run=run: jax.lax.psum(run(x), "data")
+            run = jax.shard_map(
+                mapped, mesh=mesh, in_specs=spec, out_specs=PartitionSpec()
+            )
+        jax.eval_shape(run, x[:256] if not inner else x)
+        sizes.append(max(compilations))
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.2)
+
+
+def test_names_of_axes_inside_of_vmap():
+    def fun(x):
+        index = jax.lax.axis_index("i").astype(x.dtype)
+        return index * x + jax.lax.psum(x, "i")
+
+    x = jnp.arange(12.0).reshape(3, 4)
+    run = filter_micro_vmap(fun, microbatch_size=MemoryBudget("1MB"))
+    expected = jax.vmap(jax.vmap(fun), axis_name="i")(x)
+    assert_same(jax.vmap(run, axis_name="i")(x), expected)

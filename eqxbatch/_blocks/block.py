@@ -2,8 +2,12 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
+
+from .mesh import spec_of
 
 
 class Blocks(eqx.Module):
@@ -79,7 +83,14 @@ def split_parts(x: Shaped[Array, "..."], axis: int, parts: int) -> Shaped[Array,
 def merge_parts(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
     """Merges an axis with the one behind it."""
     rows = x.shape[axis] * x.shape[axis + 1]
-    return x.reshape(*x.shape[:axis], rows, *x.shape[axis + 2 :])
+    shape = (*x.shape[:axis], rows, *x.shape[axis + 2 :])
+    spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
+    if spec[axis + 1] is None:
+        return x.reshape(shape)
+    # All rows are on one device, but their type says along which axis it is.
+    merged = PartitionSpec(*spec[:axis], *spec[axis + 1 :])
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, merged)
+    return jnp.reshape(x, shape, out_sharding=sharding)
 
 
 def full_block(blocks: Blocks, index: int | Int[Array, ""]) -> Block:

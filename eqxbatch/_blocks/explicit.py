@@ -21,7 +21,7 @@ from jax.sharding import (
 from jaxtyping import Array, PyTree
 
 from .jaxprs import inner_jaxprs
-from .mesh import is_explicit, is_on_mesh, mesh_axes
+from .mesh import is_explicit, is_on_mesh, names_of, spec_of
 
 
 def explicit_mesh(tree: PyTree) -> AbstractMesh | None:
@@ -32,17 +32,6 @@ def explicit_mesh(tree: PyTree) -> AbstractMesh | None:
     return None
 
 
-def spec_of(x: Array) -> PartitionSpec:
-    """How an array is spread over the explicit axes of a mesh."""
-    struct = jax.typeof(x)
-    axes = mesh_axes(struct)
-    spec = struct.sharding.spec if axes else ()
-    is_named = lambda name: axes[name][1] == AxisType.Explicit
-    return PartitionSpec(
-        *(tuple(filter(is_named, _names(entry))) or None for entry in spec)
-    )
-
-
 def examples_spec(arrays: list[Array], axes: Sequence[int]) -> PartitionSpec:
     """How the examples are spread, for arrays that have them along axis 0."""
     for x, axis in zip(arrays, axes, strict=True):
@@ -50,12 +39,6 @@ def examples_spec(arrays: list[Array], axes: Sequence[int]) -> PartitionSpec:
         if entry is not None:
             return PartitionSpec(entry)
     return PartitionSpec()
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def on_one_mesh(tree: PyTree) -> PyTree:
@@ -191,7 +174,7 @@ def _fitting(
     used: set[str] = set()
     fitting: list[Any] = [None] * len(shape)
     for axis, entry in enumerate([*spec][: len(shape)]):
-        names = _names(entry)
+        names = names_of(entry)
         num = math.prod(mesh.shape[name] for name in names)
         if names and used.isdisjoint(names) and shape[axis] % num == 0:
             used.update(names)

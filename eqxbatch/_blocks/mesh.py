@@ -42,6 +42,24 @@ def is_explicit(x: Any) -> bool:
     return AxisType.Explicit in [kind for _, kind in mesh_axes(jax.typeof(x)).values()]
 
 
+def spec_of(x: Array) -> PartitionSpec:
+    """How an array is spread over the explicit axes of a mesh."""
+    struct = jax.typeof(x)
+    axes = mesh_axes(struct)
+    spec = struct.sharding.spec if axes else ()
+    is_explicit = lambda name: axes[name][1] == AxisType.Explicit
+    return PartitionSpec(
+        *(tuple(filter(is_explicit, names_of(entry))) or None for entry in spec)
+    )
+
+
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The axes of a mesh that one entry of a `PartitionSpec` names."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
 def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
     """The number of equal parts in which to see a batch of `total` examples.
 
@@ -58,8 +76,7 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
         devices = math.lcm(devices, math.prod(sizes))
         if AxisType.Explicit in [kind for _, kind in own.values()]:
             spec = [*struct.sharding.spec, *[None] * struct.ndim][axis]
-            names = spec if isinstance(spec, tuple) else (spec,)
-            shards = [own[name][0] for name in names if name is not None]
+            shards = [own[name][0] for name in names_of(spec)]
             needed = math.lcm(needed, math.prod(shards))
     return devices if total % devices == 0 else needed
 

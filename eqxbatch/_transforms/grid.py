@@ -13,9 +13,9 @@ from jaxtyping import Array, PyTree
 
 from .._blocks.accumulators import Concat
 from .._blocks.axes import argument_specs, leaf_name, positional_names
-from .._blocks.explicit import spec_of
 from .._blocks.integers import as_int
 from .._blocks.memory import check_size, MemoryBudget, resolve_size
+from .._blocks.mesh import spec_of
 from .._blocks.prefix import match_prefix
 from .._blocks.slots import canonicalise, is_accumulator
 from .blocked import Blocking

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._blocks.describe import type_of
-from .._blocks.explicit import spec_of
 from .._blocks.memory import MemoryBudget
-from .._blocks.mesh import sum_varying, vary, varying
+from .._blocks.mesh import spec_of, sum_varying, vary, varying
 from .._blocks.moments import Mean, Sum
 from .blocked import Blocking
 from .curvature import check_loss, make_curvature

@@ -16,8 +16,9 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
 from .._blocks.axes import Batch
-from .._blocks.explicit import spec_of, with_auto_axes
+from .._blocks.explicit import with_auto_axes
 from .._blocks.jaxprs import evaluate_jaxpr, trace_example
+from .._blocks.mesh import spec_of
 from .._blocks.slots import is_struct
 from .._sites.choose import Method, plan
 from .._sites.contract import Factors

@@ -17,11 +17,10 @@ from .._blocks.block import Blocks
 from .._blocks.explicit import (
     examples_spec,
     explicit_mesh,
-    spec_of,
     spread_freely,
 )
 from .._blocks.memory import MemoryBudget
-from .._blocks.mesh import sum_varying, vary_as, varying
+from .._blocks.mesh import spec_of, sum_varying, vary_as, varying
 from .._blocks.moments import (
     check_weights,
     Mean,

@@ -1,0 +1,417 @@
+"""Every feature on meshes of all kinds, against one device."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import eqxbatch as eb
+from .helpers import assert_same, normal
+from .test_sharding import KINDS, make_mesh, put
+
+
+KEY = jax.random.key(0)
+SIZE = 8
+
+
+class Convolutional(eqx.Module):
+    conv: eqx.nn.Conv2d
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        first, second = jax.random.split(key)
+        self.conv = eqx.nn.Conv2d(1, 2, 3, key=first)
+        self.last = eqx.nn.Linear(2, 2, key=second)
+
+    def __call__(self, x):
+        return self.last(jnp.mean(jnp.tanh(self.conv(x)), (1, 2)))
+
+
+class Attentive(eqx.Module):
+    embedding: eqx.nn.Embedding
+    attention: eqx.nn.MultiheadAttention
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        first, second, third = jax.random.split(key, 3)
+        self.embedding = eqx.nn.Embedding(6, 4, key=first)
+        self.attention = eqx.nn.MultiheadAttention(2, 4, key=second)
+        self.last = eqx.nn.Linear(4, 2, key=third)
+
+    def __call__(self, tokens):
+        words = jax.vmap(self.embedding)(tokens)
+        return self.last(jnp.mean(self.attention(words, words, words), 0))
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.nn.GRUCell
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        first, second = jax.random.split(key)
+        self.cell = eqx.nn.GRUCell(2, 4, key=first)
+        self.last = eqx.nn.Linear(4, 2, key=second)
+
+    def __call__(self, words):
+        step = lambda state, word: (self.cell(word, state), None)
+        return self.last(jax.lax.scan(step, jnp.zeros(4), words)[0])
+
+
+MODELS = {
+    "dense": (
+        lambda: eqx.nn.MLP(3, 2, 4, 1, jnp.tanh, key=KEY),
+        lambda n: normal(KEY, (n, 3)),
+    ),
+    "conv": (lambda: Convolutional(KEY), lambda n: normal(KEY, (n, 1, 4, 4))),
+    "attention": (
+        lambda: Attentive(KEY),
+        lambda n: jax.random.randint(KEY, (n, 3), 0, 6),
+    ),
+    "recurrent": (lambda: Recurrent(KEY), lambda n: normal(KEY, (n, 3, 2))),
+}
+
+
+def apply(model, x):
+    return model(x)
+
+
+def loss(model, x):
+    return jnp.sum(jnp.tanh(model(x)) ** 2)
+
+
+def mean_loss(model, x):
+    return jnp.mean(jax.vmap(lambda x: loss(model, x))(x))
+
+
+def of_outputs(out, x):
+    return jnp.sum(jnp.sin(out) ** 2)
+
+
+def parameters(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+def scaled(model):
+    scale = lambda x: 1.1 * x if eqx.is_inexact_array(x) else x
+    return jax.tree.map(scale, model)
+
+
+def expanded(expand):
+    of_one = lambda model, x: expand(model)(scaled(model), x)
+    return eb.filter_micro_vmap(of_one, in_axes=(None, 0), microbatch_size=SIZE)
+
+
+def sampled(model):
+    factor = lambda key: 1 + jax.random.uniform(key)
+    scale = lambda key, x: factor(key) * x if eqx.is_inexact_array(x) else x
+    return lambda key: jax.tree.map(lambda x: scale(key, x), model)
+
+
+def kernel(model, x, **settings):
+    ntk = eb.EmpiricalNTK(model)
+    return eb.filter_batch_kernel(ntk, block_size=3, **settings)(x)
+
+
+def in_batch(transform, *args, **settings):
+    return transform(*args, in_axes=0, microbatch_size=SIZE, **settings)
+
+
+def grad_of(run):
+    total = lambda model, x: jnp.sum(run(model, x) ** 2)
+    return eqx.filter_jit(eqx.filter_grad(total))
+
+
+MAP = eb.filter_micro_vmap(apply, in_axes=(None, 0), microbatch_size=SIZE)
+MAP_OF_ONE = eb.filter_micro_vmap(apply, in_axes=(None, 0), microbatch_size=1)
+
+# By the public names that they are of.
+FEATURES = {
+    "filter_micro_vmap": MAP,
+    "filter_micro_vmap of one": MAP_OF_ONE,
+    "filter_micro_vmap derivative": grad_of(MAP),
+    "filter_microbatch": eb.filter_microbatch(
+        eqx.filter_grad(mean_loss),
+        in_axes=(None, 0),
+        microbatch_size=SIZE,
+        accumulator=eb.Mean(),
+    ),
+    "MemoryBudget": eb.filter_micro_vmap(
+        apply, in_axes=(None, 0), microbatch_size=eb.MemoryBudget("1MB")
+    ),
+    "filter_grid_vmap": lambda model, x: eb.filter_grid_vmap(
+        lambda model, x, y: jnp.dot(model(x), model(y)),
+        in_axes=(None, eb.grid("i"), eb.grid("j")),
+        block_size=SIZE,
+    )(model, x, x),
+    "filter_micro_value_and_grad": eb.filter_micro_value_and_grad(
+        loss, microbatch_size=SIZE
+    ),
+    "filter_micro_grad weights": lambda model, x: eb.filter_micro_grad(
+        loss,
+        microbatch_size=SIZE,
+        accumulator=eb.Mean(jnp.arange(1.0, len(x) + 1)),
+    )(model, x),
+    "filter_micro_grad batched": eb.filter_micro_grad(
+        mean_loss, batched=True, microbatch_size=SIZE
+    ),
+    "filter_micro_grad clip_norm": eb.filter_micro_grad(
+        loss, microbatch_size=SIZE, clip_norm=jnp.array(0.1), return_norms=True
+    ),
+    "filter_micro_grad sites": eb.filter_micro_grad(
+        loss, microbatch_size=SIZE, clip_norm=0.1, nan_safe=True, method="sites"
+    ),
+    "filter_micro_grad moments": eb.filter_micro_grad(
+        loss,
+        microbatch_size=SIZE,
+        clip_norm=0.1,
+        transform=lambda gradient: jax.tree.map(jnp.sin, gradient),
+        metrics=lambda gradient: jax.tree.leaves(gradient)[0].ravel()[0],
+        moments=True,
+    ),
+    "filter_hessian": in_batch(eb.filter_hessian, loss),
+    "filter_hessian flat": lambda model, x: in_batch(
+        eb.filter_hessian, loss, flat=True, method="sites"
+    )(model, x)[0],
+    "filter_hessian products": in_batch(eb.filter_hessian, loss, method="products"),
+    "filter_hessian_diagonal": in_batch(eb.filter_hessian_diagonal, loss),
+    "filter_hessian_blocks": in_batch(eb.filter_hessian_blocks, loss),
+    "filter_ggn": in_batch(eb.filter_ggn, apply, of_outputs),
+    "filter_hvp": lambda model, x: in_batch(eb.filter_hvp, loss)(
+        model, parameters(scaled(model)), x
+    ),
+    "filter_ggnvp": lambda model, x: in_batch(eb.filter_ggnvp, apply, of_outputs)(
+        model, parameters(scaled(model)), x
+    ),
+    "filter_jacobian": eb.filter_jacobian(
+        lambda model, x: jax.vmap(model)(x), block_size=5
+    ),
+    "filter_linearize": expanded(eb.filter_linearize),
+    "filter_taylor_expand": expanded(lambda m: eb.filter_taylor_expand(m, 2)),
+    "EmpiricalNTK": lambda model, x: eb.EmpiricalNTK(
+        model, trace_axes=(), block_size=4
+    )(x),
+    "EmpiricalNTK two sides": lambda model, x: eb.EmpiricalNTK(model)(x, x),
+    "EmpiricalNTK diagonal": lambda model, x: eb.EmpiricalNTK(model).diagonal(x),
+    "EmpiricalNTK matvec": lambda model, x: eb.EmpiricalNTK(model).matvec(
+        x, None, jnp.ones((len(x), 2))
+    ),
+    "EmpiricalNNGP": lambda model, x: eb.EmpiricalNNGP(model)(x),
+    "EmpiricalKernel": lambda model, x: eb.EmpiricalKernel(model)(x),
+    "PseudoNTK": lambda model, x: eb.PseudoNTK(model)(x),
+    "ProbedNTK": lambda model, x: eb.ProbedNTK(model, num_probes=2, key=KEY)(x),
+    "MonteCarloKernel": lambda model, x: eb.MonteCarloKernel(
+        sampled(model), key=KEY, n_samples=2, block_size=3
+    )(x),
+    "filter_batch_kernel": kernel,
+    "filter_batch_kernel reduce": lambda model, x: kernel(
+        model, x, reduce=eb.KernelProduct(jnp.ones(len(x)))
+    ),
+    "filter_batch_kernel store": lambda model, x: kernel(
+        model, x, store=eb.HostStore()
+    ),
+}
+
+# Whether axes are explicit, on how many devices, how parameters are spread, and how
+# many examples there are: with blocks of 8, the last one is ragged.
+SETTINGS = (
+    (AxisType.Explicit, 4, "sharded", 12),
+    (AxisType.Explicit, 2, "elsewhere", 9),
+    (AxisType.Explicit, 1, "whole", 9),
+    (AxisType.Auto, 4, "sharded", 9),
+    (AxisType.Auto, 2, "whole", 12),
+)
+_EXPECTED = {}
+
+
+def expected(feature, name, total):
+    place = feature, name, total
+    if place not in _EXPECTED:
+        make, examples = MODELS[name]
+        _EXPECTED[place] = jax.device_get(FEATURES[feature](make(), examples(total)))
+    return _EXPECTED[place]
+
+
+def one_axis(kind, num):
+    devices = jax.devices()[:num]
+    return jax.make_mesh((num,), ("data",), axis_types=(kind,), devices=devices)
+
+
+def spread(model, mesh, how):
+    """The parameters of a model on a mesh, or elsewhere."""
+    if how == "elsewhere":
+        return model
+    num = mesh.shape["data"]
+
+    def put_one(x):
+        spec = [None] * x.ndim
+        divided = [axis for axis, size in enumerate(x.shape) if size % num == 0]
+        if how == "sharded" and divided:
+            spec[divided[0]] = "data"
+        return put(x, mesh, *spec)
+
+    arrays, static = eqx.partition(model, eqx.is_array)
+    return eqx.combine(jax.tree.map(put_one, arrays), static)
+
+
+def placed(name, mesh, how, total):
+    make, examples = MODELS[name]
+    divides = total % mesh.shape["data"] == 0
+    x = put(examples(total), mesh, *["data"] * divides)
+    return spread(make(), mesh, how), x
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("feature", FEATURES)
+def test_equals_one_device(feature):
+    for kind, num, how, total in SETTINGS:
+        got = FEATURES[feature](*placed("dense", one_axis(kind, num), how, total))
+        assert_same(jax.device_get(got), expected(feature, "dense", total), tol=1e-4)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ("conv", "attention", "recurrent"))
+@pytest.mark.parametrize(
+    "feature",
+    (
+        "filter_micro_vmap",
+        "filter_microbatch",
+        "filter_micro_value_and_grad",
+        "filter_micro_grad clip_norm",
+        "filter_hessian",
+        "filter_hvp",
+        "EmpiricalNTK two sides",
+    ),
+)
+def test_other_models(name, feature):
+    mesh = one_axis(AxisType.Explicit, 4)
+    got = FEATURES[feature](*placed(name, mesh, "sharded", 12))
+    assert_same(jax.device_get(got), expected(feature, name, 12), tol=1e-4)
+
+
+def test_all_public_names_are_tried():
+    # Those that take examples; all else is an argument or a result of them.
+    tried = {feature.split()[0] for feature in FEATURES} | {"filter_micro_grad"}
+    named = {
+        name
+        for name in vars(eb)
+        if name.startswith(("filter_", "Empirical")) or name.endswith(("NTK", "Kernel"))
+    }
+    assert named - tried == set()
+
+
+class TestExplicit:
+    mesh = property(lambda _: make_mesh(AxisType.Explicit))
+
+    def test_results_are_spread_as_what_they_are_of(self):
+        model, x = placed("dense", self.mesh, "sharded", 12)
+        grad = FEATURES["filter_micro_grad clip_norm"]
+        gradient, statistics = grad(model, x)
+        specs = lambda tree: [x.sharding.spec for x in jax.tree.leaves(tree)]
+        assert specs(parameters(model)) == specs(gradient)
+        assert statistics.norms.sharding.spec[0] in ("data", ("data",))
+        assert specs(FEATURES["filter_hvp"](model, x)) == specs(gradient)
+        product = eb.filter_grid_vmap(
+            jnp.dot, in_axes=(eb.grid("i"), eb.grid("j")), out_axes=("j", "i")
+        )(x, put(x, self.mesh))
+        assert product.sharding.spec[1] in ("data", ("data",))
+
+    def test_functions_that_close_over_arrays(self):
+        model, x = placed("dense", self.mesh, "whole", 12)
+        plain, y = MODELS["dense"][0](), MODELS["dense"][1](12)
+        last = lambda model: model.layers[-1].bias
+        for run in (
+            lambda model, x: eb.filter_hessian(lambda m: mean_loss(m, x))(model),
+            lambda model, x: eb.filter_micro_vmap(
+                lambda x: model(x), microbatch_size=SIZE
+            )(x),
+            lambda model, x: eb.filter_batch_kernel(
+                lambda a, b: eb.EmpiricalNTK(model)(a, b), block_size=5
+            )(x, x),
+            lambda model, x: eb.filter_micro_grad(
+                lambda b, x: loss(
+                    eqx.tree_at(lambda m: m.layers[-1].bias, model, b), x
+                ),
+                microbatch_size=SIZE,
+                clip_norm=0.1,
+            )(last(model), x),
+        ):
+            got, wanted = jax.device_get((run(model, x), run(plain, y)))
+            assert_same(got, wanted, tol=1e-4)
+
+    def test_functions_that_name_axes(self):
+        mesh = make_mesh(AxisType.Explicit, (2, 2), ("data", "model"))
+        x, w = normal(KEY, (12, 4)), normal(KEY, (4,))
+        sharding = NamedSharding(mesh, P("model"))
+        fun = lambda w, x: jax.sharding.reshard(jnp.sin(w * x), sharding)
+        micro = eb.filter_micro_vmap(fun, in_axes=(None, 0), microbatch_size=SIZE)
+        got = micro(put(w, mesh), put(x, mesh, "data"))
+        assert [*got.sharding.spec] == ["data", "model"]
+        assert_same(jax.device_get(got), jax.device_get(jnp.sin(w[None] * x)))
+        grad = eb.filter_micro_grad(
+            lambda w, x: jnp.sum(fun(w, x)), microbatch_size=SIZE, clip_norm=0.5
+        )
+        plain = eb.filter_micro_grad(
+            lambda w, x: jnp.sum(jnp.sin(w * x)), microbatch_size=SIZE, clip_norm=0.5
+        )
+        got = grad(put(w, mesh), put(x, mesh, "data"))
+        assert_same(jax.device_get(got), jax.device_get(plain(w, x)), tol=1e-4)
+
+    def test_maps_and_gradients_do_not_gather_examples(self):
+        model, x = placed("dense", self.mesh, "whole", 32)
+        arrays, static = eqx.partition(model, eqx.is_array)
+
+        def collectives(feature):
+            run = lambda arrays, x: FEATURES[feature](eqx.combine(arrays, static), x)
+            hlo = jax.jit(run).lower(arrays, x).compile().as_text()
+            names = ("all-gather", "all-to-all", "collective-permute")
+            return [name for name in names if f" {name}(" in hlo]
+
+        assert collectives("filter_micro_vmap") == []
+        assert collectives("filter_micro_value_and_grad") == []
+        assert collectives("filter_micro_grad sites") == []
+
+    def test_within_a_mesh_that_is_set(self):
+        model, x = placed("dense", self.mesh, "whole", 12)
+        wanted = [
+            expected(feature, "dense", 12)
+            for feature in ("filter_micro_value_and_grad", "EmpiricalNTK two sides")
+        ]
+        with jax.set_mesh(self.mesh):
+            got = [
+                FEATURES["filter_micro_value_and_grad"](model, x),
+                FEATURES["EmpiricalNTK two sides"](model, x),
+            ]
+        assert_same(jax.device_get(got), wanted, tol=1e-4)
+
+    def test_what_jax_refuses_is_refused(self):
+        # Of what is closed over, only JAX knows how it is spread.
+        model, x = placed("dense", self.mesh, "elsewhere", 12)
+        hessian = eb.filter_hessian(lambda model: mean_loss(model, x))
+        with pytest.raises(Exception, match="ambiguous how the output should be"):
+            hessian(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_convolutions_that_say_how_they_are_spread(kind):
+    """In loops, too, where they have another layout."""
+    mesh = make_mesh(kind)
+    conv = eqx.nn.Conv2d(1, 2, 3, key=KEY)
+    x = normal(KEY, (16, 1, 4, 4))
+    arrays, static = eqx.partition(conv, eqx.is_array)
+
+    def total(arrays, x):
+        conv = eqx.combine(arrays, static)
+        out = eb.filter_microbatch(
+            lambda x: jnp.tanh(jax.vmap(conv)(x)),
+            microbatch_size=8,
+            accumulator=eb.Concat(),
+        )(x)
+        return jnp.sum(out**2)
+
+    wanted = jax.device_get(jax.grad(total)(arrays, x))
+    on_mesh = jax.tree.map(lambda x: put(x, mesh), arrays)
+    got = jax.jit(jax.grad(total))(on_mesh, put(x, mesh, "data"))
+    assert_same(jax.device_get(got), wanted, tol=1e-4)
+    assert np.all(np.isfinite(wanted.weight))
