@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqxbatch import EmpiricalKernel, EmpiricalNNGP, EmpiricalNTK, MemoryBudget
+from eqxbatch import (
+    EmpiricalKernel,
+    EmpiricalNNGP,
+    EmpiricalNTK,
+    MemoryBudget,
+    ProbedNTK,
+)
 from eqxbatch._blocks.rows import Rows
 from eqxbatch._kernels.pairings import Products, Sites
 from eqxbatch._kernels.tiles import AbstractPairing, all_pairs, Tiling
@@ -104,6 +110,8 @@ AXES = [
     ((-1,), (0,), 2),
     ((), (0, 2), None),
     ((1, 2), (0,), None),
+    ((0,), (-1,), 2),
+    ((0, -1), (), None),
 ]
 
 
@@ -112,7 +120,7 @@ AXES = [
 def test_axes(trace, diagonal, block_size, getkey):
     model = Matrices(getkey())
     x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (5, 4))
-    x2 = x2[:3] if 0 in diagonal else x2
+    x2 = x2[:3] if 0 in (*trace, *diagonal) else x2
     kwargs = {"trace_axes": trace, "diagonal_axes": diagonal, "block_size": block_size}
     ntk = EmpiricalNTK(model, **kwargs)
     assert_same(ntk(x1, x2), truth(model, x1, x2, trace, diagonal))
@@ -120,11 +128,50 @@ def test_axes(trace, diagonal, block_size, getkey):
     values = [jax.vmap(model)(x)[..., None] for x in (x1, x2)]
     assert_same(nngp(x1, x2), pairs(*values, trace, diagonal))
     assert_same(nngp(x1), pairs(values[0], values[0], trace, diagonal))
-    if 0 not in diagonal:
+    if 0 not in (*trace, *diagonal):
         expected = truth(model, x1, x1, trace, (*diagonal, 0))
         assert_same(ntk.diagonal(x1), expected)
         expected = pairs(values[0], values[1][:3], trace, (*diagonal, 0))
         assert_same(nngp.diagonal(x1, x2[:3]), expected)
+
+
+@float64
+def test_examples_are_paired_in_some_outputs(getkey):
+    model = eqx.Partial(
+        lambda mlp, x: {"a": mlp(x)[:2], "b": mlp(x)}, Dict(getkey()).mlp
+    )
+    x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (3, 4))
+    vmap_axes = (0, {"a": 0, "b": 1}, {})
+    settings = {"vmap_axes": vmap_axes, "trace_axes": (), "diagonal_axes": (0,)}
+    jacs = [jacobians(model, x) for x in (x1, x2)]
+    expected = {
+        "a": pairs(jacs[0]["a"], jacs[1]["a"], (), (0,)),
+        "b": pairs(*(jac["b"].swapaxes(0, 1) for jac in jacs), (), (0,)),
+    }
+    both = EmpiricalKernel(model, block_size=2, **settings)(x1, x2)
+    assert_same(both.ntk, expected)
+    nngp = EmpiricalNNGP(model, **settings)(x1, x2)
+    assert_same(both.nngp, nngp)
+    with pytest.raises(ValueError, match="same number of them; got 3 and 2"):
+        EmpiricalNTK(model, **settings)(x1, x2[:2])
+
+
+@float64
+def test_outputs_without_entries(getkey):
+    mlp, x = Dict(getkey()).mlp, jr.normal(getkey(), (3, 4))
+    model = eqx.Partial(lambda mlp, x: {"all": mlp(x), "none": mlp(x)[:0]}, mlp)
+    settings = {"block_size": 2}
+    both = EmpiricalKernel(model, trace_axes=(), **settings)(x)
+    alone = EmpiricalKernel(mlp, trace_axes=(), **settings)(x)
+    for got, expected in zip(both, alone, strict=True):
+        assert_same(got["all"], expected)
+        assert got["none"].shape == (3, 3, 0, 0)
+    # As for `jnp.mean`, the mean of nothing is NaN.
+    traced = EmpiricalNTK(model, **settings)(x, x[:2])["none"]
+    assert_same(traced, jnp.full((3, 2), jnp.nan))
+    probed = ProbedNTK(model, num_probes=2, key=getkey(), **settings)(x)
+    assert jnp.isnan(probed.standard_error["none"]).all()
+    assert jnp.isfinite(probed.standard_error["all"]).all()
 
 
 @pytest.mark.matrix
@@ -815,7 +862,7 @@ class Scalar(eqx.Module):
 ERRORS = [
     ({"trace_axes": (3,)}, ValueError, r"`trace_axes` has the axis 3, which is out of"),
     ({"trace_axes": (1, -2)}, ValueError, r"`trace_axes` has axis 1 of output twice"),
-    ({"trace_axes": (0,)}, ValueError, "which is that of the examples"),
+    ({"trace_axes": (-3,)}, ValueError, r"the examples .* or `trace_axes=0` for"),
     ({"diagonal_axes": (-1,)}, ValueError, "is both in `trace_axes`"),
     ({"trace_axes": 1.0}, TypeError, "`trace_axes` must be an int or a tuple"),
     ({"implementation": "fast"}, ValueError, "`implementation` must be one of"),
@@ -842,6 +889,12 @@ def test_wrong_settings(kwargs, error, match, getkey):
 
 
 def test_wrong_calls(getkey):
+    mean = EmpiricalNTK(Matrices(getkey(), jnp.float32), trace_axes=(0,))
+    with pytest.raises(ValueError, match="over which the diagonal has its mean"):
+        mean.diagonal(jnp.ones((2, 4)))
+    probed = ProbedNTK(mean.model, num_probes=2, key=getkey(), trace_axes=(0, 1))
+    with pytest.raises(ValueError, match="the standard error of a mean over them"):
+        probed(jnp.ones((2, 4)))
     ntk = EmpiricalNTK(Matrices(getkey(), jnp.float32), diagonal_axes=(0,))
     with pytest.raises(ValueError, match="same number of them; got 2 and 3"):
         ntk(jnp.ones((2, 4)), jnp.ones((3, 4)))

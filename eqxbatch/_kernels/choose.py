@@ -24,7 +24,8 @@ def choose_pairing(
 ) -> AbstractPairing:
     """For the NNGPs of the outputs in `values`, and the NTKs of those in `ntk`.
 
-    `directions` are what is pulled back for the latter, on each side.
+    All of them pair the examples, or none does. `directions` are what is pulled back
+    for the latter, on each side.
     """
     if not ntk:
         return Values([_forward(model, i) for i in range(len(model.sides))], values)
@@ -72,7 +73,7 @@ def _by_sites(
             continue
         program = Program(closed, len(model.leaves), use_rules=use_rules)
         linearizations.append(_linearization(model, position, program, ntk, directions))
-    load = _load(model)
+    load = _load(model, ntk)
     pair = linearizations[0], linearizations[-1]
     formed, costs = zip(
         *(choose_formed(*pair, i, load) for i in range(len(ntk))), strict=True
@@ -110,25 +111,26 @@ def _by_products(
 def _cost_of_products(model: TracedModel, ntk: list[OutputAxes]) -> float:
     """What it costs to push Jacobians through the model, in operations."""
     program = Program(model.programs[0][0], len(model.leaves))
-    load = _load(model)
+    load = _load(model, ntk)
     products = sum(map(num_products, program.sites))
     size = sum(math.prod(leaf.shape) for leaf in program.leaves)
     directions = sum(
         math.prod(axes.sizes[label] for label in axes.directions(1)) for axes in ntk
     )
     pairs = load.num_pairs * load.blocks[0]
-    if not model.is_each:
+    if ntk[0].pairs_examples:
         pairs *= load.blocks[1]
     # A tangent is read for each.
     each = 2 * products + FLOPS_PER_BYTE * 4 * size
     return float(pairs * directions * each)
 
 
-def _load(model: TracedModel) -> Load:
+def _load(model: TracedModel, ntk: list[OutputAxes]) -> Load:
     """How many examples meet at a time."""
+    is_each = not ntk[0].pairs_examples
     totals = [model.sides[0].rows.total, model.sides[-1].rows.total]
     rows, columns = model.block_sizes()
-    sizes = (rows, rows) if model.is_each else (rows, columns)
+    sizes = (rows, rows) if is_each else (rows, columns)
     blocks = [
         total if size is None else min(size, total)
         for size, total in zip(sizes, totals, strict=True)
@@ -137,6 +139,6 @@ def _load(model: TracedModel) -> Load:
         math.ceil(total / max(size, 1))
         for size, total in zip(blocks, totals, strict=True)
     ]
-    pairs = num[0] if model.is_each else num[0] * num[1]
+    pairs = num[0] if is_each else num[0] * num[1]
     is_symmetric = len(model.sides) == 1
     return Load((blocks[0], blocks[1]), (num[0], num[1]), pairs, is_symmetric)

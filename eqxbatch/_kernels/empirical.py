@@ -45,7 +45,7 @@ class EmpiricalNTK(eqx.Module):
         those between different arrays.
     - `trace_axes`: axes of the whole output, that of the examples included, over which
         to take the mean of the diagonal. A model that returns scalars has none: give
-        `()`.
+        `()`. The axis of the examples must be counted from the front.
     - `diagonal_axes`: axes of which only the diagonal is computed. Can be that of the
         examples.
     - `vmap_axes`: which axis of inputs, outputs and keyword arguments that come in

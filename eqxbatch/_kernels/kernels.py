@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +150,12 @@ class Probes(eqx.Module):
                 "`trace_axes` must name the axes of the output that are projected; got "
                 f"none for an output of shape {axes.shape} for one example."
             )
+        if axes.averages_examples and self.key is not None:
+            raise ValueError(
+                "`trace_axes` has the axis of the examples, but the standard error of "
+                "a mean over them is not known from those of each. Name it in "
+                "`diagonal_axes`, and take the mean of what is returned as `kernel`."
+            )
         shape = (self.num, *traced)
         if self.key is None:
             return jnp.ones(shape, axes.dtype)
@@ -167,10 +174,35 @@ class KernelTask(AbstractTask):
 
     def run(self, model: TracedModel) -> list[PyTree[Inexact[Array, "..."]]]:
         """All kinds in order; an estimate is followed by its standard error."""
-        values = model.axes if "nngp" in self.get else []
+        found: _Found = {}
+        num = (model.sides[0].rows.total, model.sides[-1].rows.total)
+        empty = [axes for axes in model.axes if axes.is_empty]
+        for name, axes in itertools.product(self.get, empty):
+            nothing = axes.arranged(axes.nothing(num))
+            found[name, axes.index] = [nothing] * (1 if self.probes is None else 2)
+        for pairs_examples in (True, False):
+            some = [
+                axes
+                for axes in model.axes
+                if axes.pairs_examples == pairs_examples and not axes.is_empty
+            ]
+            if some:
+                found |= self._found(model, some)
+        treedef = jtu.tree_structure(model.out)
+        return [
+            jtu.tree_unflatten(treedef, kernels)
+            for name in self.get
+            for kernels in zip(
+                *(found[name, axes.index] for axes in model.axes), strict=True
+            )
+        ]
+
+    def _found(self, model: TracedModel, some: list[OutputAxes]) -> "_Found":
+        """The kernels of outputs that all pair the examples, or none does."""
+        values = some if "nngp" in self.get else []
         ntk: list[OutputAxes] = []
         directions: tuple[list[Array], list[Array]] = ([], [])
-        for axes in model.axes if "ntk" in self.get else []:
+        for axes in some if "ntk" in self.get else []:
             vectors = None if self.probes is None else self.probes.along(axes)
             num = None if self.probes is None else self.probes.num
             axes = dataclasses.replace(axes, probes=num)
@@ -180,21 +212,20 @@ class KernelTask(AbstractTask):
         pairing = choose_pairing(model, values, ntk, directions)
         first = model.sides[0].rows
         second = model.sides[1].rows if len(model.sides) > 1 else None
-        if model.is_each:
-            kernels = each(first, second, pairing, model.block_sizes()[0])
-        else:
+        if some[0].pairs_examples:
             kernels = all_pairs(first, second, pairing, _tiling(model))
-        arranged = [
-            axes.arranged(kernel)
-            for axes, kernel in zip(pairing.axes, kernels, strict=True)
-        ]
-        num, treedef = len(model.axes), jtu.tree_structure(model.out)
-        parts = {"nngp": arranged[: len(values)], "ntk": arranged[len(values) :]}
-        return [
-            jtu.tree_unflatten(treedef, parts[name][start :: len(parts[name]) // num])
-            for name in self.get
-            for start in range(len(parts[name]) // num)
-        ]
+        else:
+            kernels = each(first, second, pairing, model.block_sizes()[0])
+        found: _Found = {}
+        for i, axes in enumerate(pairing.axes):
+            name = "nngp" if i < len(values) else "ntk"
+            own = found.setdefault((name, axes.index), [])
+            own.append(axes.arranged(kernels[i]))
+        return found
+
+
+# By kind and number of the output: a kernel, or an estimate and its standard error.
+_Found = dict[tuple[str, int], list[Array]]
 
 
 def _tiling(model: TracedModel) -> Tiling | None:

@@ -24,7 +24,6 @@ class TracedModel:
     - `sides`, `programs`: the examples of each, and the jaxpr and output for one.
     - `leaves`: the parameters, which are the first inputs of the jaxprs.
     - `axes`: what the kernel is to have of the axes of each output.
-    - `is_each`: whether each example only meets the one in its place.
     """
 
     def __init__(
@@ -74,15 +73,7 @@ class TracedModel:
             )
         self.out = self.programs[0][1]
         self.axes = self._output_axes(is_diagonal)
-        pairs = {axes.pairs_examples for axes in self.axes}
-        if len(pairs) == 2:
-            types = jtu.tree_map(type_of, self.out)
-            raise ValueError(
-                "`diagonal_axes` has the axis of the examples of some outputs, but not "
-                f"of all; got {self.settings.diagonal_axes} for {types}."
-            )
-        self.is_each = pairs == {False}
-        if self.is_each:
+        if not all(axes.pairs_examples for axes in self.axes):
             totals = [side.rows.total for side in self.sides]
             if totals[0] != totals[-1]:
                 raise ValueError(
@@ -110,6 +101,12 @@ class TracedModel:
             ndim = len(leaf.shape) + (batch is not None)
             roles = list(axis_roles(jtu.keystr(path), ndim, batch, trace, diagonal))
             if is_diagonal and batch is not None:
+                if roles[batch] == "trace":
+                    raise ValueError(
+                        f"`trace_axes` has the axis {batch} of the examples, over "
+                        "which the diagonal has its mean. Call the kernel instead of "
+                        "`diagonal`."
+                    )
                 roles[batch] = "diagonal"
             shapes = tuple(leaf.shape), tuple(other.shape)
             axes = OutputAxes(index, shapes, leaf.dtype, batch, tuple(roles))

@@ -54,6 +54,21 @@ class OutputAxes:
         return self.batch is None or self.roles[self.batch] == "full"
 
     @property
+    def averages_examples(self) -> bool:
+        """Whether the kernel is the mean of those of each example with its own."""
+        return self.batch is not None and self.roles[self.batch] == "trace"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether one of the sides has no entries."""
+        return any(0 in shape for shape in self.shapes)
+
+    def nothing(self, num: tuple[int, int]) -> Inexact[Array, "..."]:
+        """The kernel of so many examples of no entries, before it is arranged."""
+        sizes = {**self.sizes, EXAMPLE: num[0], OTHER_EXAMPLE: num[1]}
+        return jnp.zeros([sizes[label] for label in self.out], self.dtype)
+
+    @property
     def examples(self) -> Labels:
         return (EXAMPLE, OTHER_EXAMPLE) if self.pairs_examples else (EXAMPLE,)
 
@@ -170,14 +185,14 @@ class OutputAxes:
         order = [self.out.index(other.get(label, label)) for label in self.out]
         return jnp.conj(jnp.transpose(kernel, order))
 
-    def arranged(
-        self, kernel: Inexact[Array, "..."], *, is_mean: bool = True
-    ) -> Inexact[Array, "..."]:
+    def arranged(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
         """The kernel with its axes where they belong, in the dtype of the output.
 
-        With `is_mean`, it is divided by the sizes of the axes that were traced.
+        It is divided by the sizes of the axes that were traced.
         """
         labels = list(self.out)
+        if self.averages_examples:
+            kernel, labels = jnp.mean(kernel, axis=0), labels[1:]
         own = itertools.count()
         wanted: list[Label] = [_PROBE] if self.probes is not None else []
         size = math.prod(self.shape[axis] for axis in self.axes_with("trace"))
@@ -191,7 +206,7 @@ class OutputAxes:
         if self.batch is None:
             kernel, labels = kernel[0, 0], labels[2:]
         kernel = jnp.transpose(kernel, [labels.index(label) for label in wanted])
-        if is_mean and size != 1:
+        if size != 1:
             kernel = kernel / size
         return kernel.astype(self.dtype)
 
@@ -272,11 +287,13 @@ def axis_roles(
                     f"({trace_axes}) and in `diagonal_axes` ({diagonal_axes}). It can "
                     "be in one of them only."
                 )
-            if role == "trace" and axis % ndim == batch:
+            # The default is counted from the end.
+            if role == "trace" and axis < 0 and axis % ndim == batch:
                 raise ValueError(
                     f"`trace_axes` has the axis {axis}, which is that of the examples "
                     f"of output{path}. Use `trace_axes=()` for a model that returns a "
-                    "scalar for each example."
+                    f"scalar for each example, or `trace_axes={batch}` for the mean "
+                    "over the examples."
                 )
             roles[axis] = role
     return tuple(roles)
