@@ -29,8 +29,8 @@ def _inline(b: Builder, h: Var) -> str:
         simple += [
             lambda: f"({h} @ {b.weight((num, num))})",
             lambda: f"({h} @ {b.weight((num, num))}.T + {b.weight((num,))})",
-            lambda: f"({h} + {b.weight((b.size(1, 4), *shape))}[t].sum(0))",
-            lambda: f"({h} + {b.weight((b.size(1, 4), *shape))}[t[0]])",
+            lambda: f"({h} + {b.weight((3, *shape))}[t % 3].sum(0))",
+            lambda: f"({h} + {b.weight((2, *shape))}[t[0] % 2])",
             lambda: (
                 f"({h} + jnp.take({b.weight((b.size(1, 4), *shape))}, t, axis=0, "
                 "mode='fill', fill_value=0).mean(0))"
@@ -46,7 +46,7 @@ def _inline(b: Builder, h: Var) -> str:
 def _tied(b: Builder, h: Var) -> str:
     num = h.shape[-1]
     w = b.weight((b.size(1, 3), num))
-    look = b.pick("w[t].sum(0)", "w[t[0]]", "jnp.take(w, t, axis=0, mode='fill', fill_value=0).sum(0)")
+    look = b.pick("w[t % len(w)].sum(0)", "w[t[0] % len(w)]", "jnp.take(w, t, axis=0, mode='fill', fill_value=0).sum(0)")
     return f"(lambda w: jnp.tanh({h} + {look}) @ w.T @ w)({w})"
 
 
@@ -119,7 +119,7 @@ def scan_of_a_table(b: Builder, h: Var) -> Var:
     length, rows, width = b.size(1, 3), b.size(1, 3), b.size(1, 2)
     w = _stacked(b, length, rows, width)
     b.known.append(w)
-    look = b.pick("w[t].sum(0)", "w[t[0]]", "jnp.take(w, t, axis=0, mode='fill', fill_value=0).sum(0)")
+    look = b.pick("w[t % len(w)].sum(0)", "w[t[0] % len(w)]", "jnp.take(w, t, axis=0, mode='fill', fill_value=0).sum(0)")
     body = b.pick(
         f"jnp.tanh(c + {look})",
         f"jnp.tanh((c + {look}) @ w.T) @ w",
@@ -131,9 +131,9 @@ def scan_of_a_table(b: Builder, h: Var) -> Var:
     out = b.let(f"{text}[{b.pick(0, 1)}]")
     other = b.pick(
         None,
-        f"{w}[t]",
-        f"{w}[t[0]]",
-        f"{w}[:, t]",
+        f"{w}[t % {length}]",
+        f"{w}[t[0] % {length}]",
+        f"{w}[:, t % {rows}]",
         f"{w} @ jnp.ones({width})",
         f"{w}[0] @ {w}[-1].T",
         f"jnp.take({w}, t, axis=0, mode='fill', fill_value=0)",

@@ -23,7 +23,8 @@ def only(condition) -> None:
         raise Rejected("does not fit")
 
 
-# Functions with derivatives of their own, which are not those of their values.
+# Functions with derivatives of their own, which are not those of their values. A rule
+# calls the function itself, so that second derivatives are symmetric.
 @jax.custom_jvp
 def odd_identity(w):
     return 1.0 * w
@@ -32,7 +33,7 @@ def odd_identity(w):
 @odd_identity.defjvp
 def _odd_identity_jvp(primals, tangents):
     (w,), (dw,) = primals, tangents
-    return w, 3 * dw * jnp.cos(w)
+    return odd_identity(w), 3 * dw * jnp.cos(w)
 
 
 @jax.custom_vjp
@@ -40,7 +41,9 @@ def strange_identity(w):
     return 1.0 * w
 
 
-strange_identity.defvjp(lambda w: (w, w), lambda w, d: (5 * d * w,))
+strange_identity.defvjp(
+    lambda w: (strange_identity(w), w), lambda w, d: (5 * d * w,)
+)
 
 
 @jax.custom_jvp
@@ -51,7 +54,7 @@ def odd(w, h):
 @odd.defjvp
 def _odd_jvp(primals, tangents):
     (w, h), (dw, dh) = primals, tangents
-    return w * h, 3 * (dw * h + w * dh)
+    return odd(w, h), 3 * (dw * h + w * dh)
 
 
 NAMESPACE = {
@@ -296,8 +299,14 @@ def table(b: Builder, rows: int, rest: tuple[int, ...], axis: int = 0) -> Var:
     return b.let(how, "w")
 
 
-def tokens(b: Builder, rows: int) -> str:
-    """Those of the example, or made of them; in any integer dtype."""
+def tokens(b: Builder, rows: int, *, are_in: bool = False) -> str:
+    """Those of the example, or made of them; in any integer dtype.
+
+    What `x[t]` gives is not defined where `t` is out of bounds, but negative ones are.
+    """
+    if are_in:
+        least = b.pick(0, -rows)
+        return f"jnp.clip(t{b.pick('', '[:2]', '[:, None]')}, {least}, {rows - 1})"
     return b.pick(
         "t", "t", "t", "t[:2]", "t[:, None]", "t.reshape(1, 3)", "t.astype(jnp.int32)",
         f"jnp.clip(t, 0, {rows - 1})", "(t % 3)", "t[:1]",
@@ -308,8 +317,8 @@ def tokens(b: Builder, rows: int) -> str:
 def rows_by_index(b: Builder, h: Var):
     rows, axis = table_rows(b), b.pick(0, 0, 1)
     w = table(b, rows, (b.size(),), axis)
-    t = tokens(b, rows)
     mode = b.pick("", "", ".get(mode='fill')", ".get(mode='clip')", ".get(mode='drop')")
+    t = tokens(b, rows, are_in=not mode)
     where = t if axis == 0 else f":, {t}"
     text = f"{w}.at[{where}]{mode}" if mode else f"{w}[{where}]"
     return joined(b, h, b.let(text))
@@ -339,12 +348,13 @@ def row_by_dynamic_slice(b: Builder, h: Var):
     rows, axis = table_rows(b), b.pick(0, 0, 1)
     w = table(b, rows, (b.size(),), axis)
     keeps = b.chance(0.5)
+    inside = f"{tokens(b, rows, are_in=True)}.ravel()[0]"
     text = b.pick(
         f"lax.dynamic_index_in_dim({w}, t[0], {axis}, {keeps})",
         f"lax.dynamic_slice_in_dim({w}, t[1], 1, {axis})",
         f"lax.dynamic_slice_in_dim({w}, t[1], {min(rows, 2)}, {axis})",
         f"lax.dynamic_slice({w}, (t[0], t[1]), (1, 1))",
-        f"{w}[t[0]]" if axis == 0 else f"{w}[:, t[0]]",
+        f"{w}[{inside}]" if axis == 0 else f"{w}[:, {inside}]",
     )
     return joined(b, h, b.let(text))
 
@@ -353,11 +363,12 @@ def row_by_dynamic_slice(b: Builder, h: Var):
 def rows_under_vmap(b: Builder, h: Var):
     rows = table_rows(b)
     w = table(b, rows, (2,))
+    t = tokens(b, rows, are_in=True)
     text = b.pick(
-        f"jax.vmap(lambda i: {w}[i])(t)",
+        f"jax.vmap(lambda i: {w}[i])({t})",
         f"jax.vmap(lambda i: lax.dynamic_index_in_dim({w}, i, 0, False))(t)",
-        f"lax.map(lambda i: {w}[i], t)",
-        f"lax.scan(lambda c, i: (c + {w}[i], c.sum()), jnp.zeros(2), t)[1]",
+        f"lax.map(lambda i: {w}[i], {t})",
+        f"lax.scan(lambda c, i: (c + {w}[i], c.sum()), jnp.zeros(2), {t}.ravel())[1]",
     )
     return joined(b, h, b.let(text))
 
@@ -373,7 +384,12 @@ def rows_by_one_hot(b: Builder, h: Var):
 def rows_of_two_axes(b: Builder, h: Var):
     first, second = b.size(1, 3), b.size(1, 3)
     w = b.weight((first, second))
-    text = b.pick(f"{w}[t, t]", f"{w}[t, 0]", f"{w}[0, t]", f"{w}[t[:, None], t]")
+    t = tokens(b, min(first, second), are_in=True)
+    text = b.pick(
+        f"{w}[{t}, {t}]", f"{w}[{t}, 0]", f"{w}[0, {t}]",
+        f"{w}.at[t, t].get(mode='fill', fill_value=0)",
+        f"{w}.at[t, 0].get(mode='fill')", f"{w}.at[t[:, None], t].get(mode='clip')",
+    )
     return joined(b, h, b.let(text))
 
 
@@ -414,8 +430,8 @@ def tied(b: Builder, h: Var):
     rows = b.size(1, 5)
     w = b.weight((rows, h.shape[-1]))
     look = b.pick(
-        f"{w}[t]", f"jnp.take({w}, t, axis=0, mode='fill', fill_value=0)",
-        f"jnp.take({w}, t, axis=0, mode='clip')", f"{w}[t[0]]",
+        f"{w}[t % {rows}]", f"jnp.take({w}, t, axis=0, mode='fill', fill_value=0)",
+        f"jnp.take({w}, t, axis=0, mode='clip')", f"{w}[t[0] % {rows}]",
     )
     b.known.append(w)
     return b.let(f"jnp.tanh({h}.reshape(-1, {h.shape[-1]})[0] + {look}) @ {w}.T")
