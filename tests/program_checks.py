@@ -5,11 +5,13 @@ contraction that may be used for a leaf is forced in turn, and not only the one 
 estimated to be cheapest.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import math
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,13 +29,26 @@ from eqxbatch._sites.contract import are_comparable, Factors, gradients
 from eqxbatch._sites.gradients import SiteGradients
 from eqxbatch._sites.trace import Program as Sites
 from eqxbatch._transforms import curvature
-
 from .program_draw import Program
 
 
 Triples = Iterator[tuple[str, Any, Any]]
 CHECKS: dict[str, Callable[["Subject"], Triples]] = {}
 CLIP = 0.3
+
+
+# How often each rule and each step of a view met each contraction.
+EXERCISED: collections.Counter = collections.Counter()
+
+
+def count(sites: Sites, contractions: list[choose.Contraction]) -> None:
+    forms = {own.leaf: f"{own.form}{' kept' * own.keeps}" for own in contractions}
+    for site in sites.sites:
+        form = forms[site.leaf]
+        kind = ("scanned " * len(site.loops)) + site.rule.kind
+        EXERCISED["rule", kind, form] += 1
+        for step in site.view.key:
+            EXERCISED["view", re.split(r"[\[( ]", step)[0], form] += 1
 
 
 # The three functions below are all that depends on how a contraction is chosen.
@@ -62,14 +77,19 @@ def forced_kernel(form: str) -> Iterator[None]:
     """Factors for all leaves that they may be used for, or Jacobians for all leaves."""
     real = choose_kernel.choose_formed
 
-    def chosen(first: Any, second: Any, which: int, load: Any) -> tuple[list[int], float]:
+    def chosen(
+        first: Any, second: Any, which: int, load: Any
+    ) -> tuple[list[int], float]:
         if form == "auto":
             return real(first, second, which, load)
         from eqxbatch._sites import features
 
         leaves = range(len(first.program.leaves))
         costs = [features._costs(first, second, leaf, which, load) for leaf in leaves]
-        wanted = {"gram": lambda gram, own: math.isinf(gram), "formed": lambda _, own: not math.isinf(own)}
+        wanted = {
+            "gram": lambda gram, own: math.isinf(gram),
+            "formed": lambda _, own: not math.isinf(own),
+        }
         used = [leaf for leaf in leaves if first.program.sites_of(leaf)]
         return [leaf for leaf in used if wanted[form](*costs[leaf])], 0.0
 
@@ -81,7 +101,9 @@ def forced_kernel(form: str) -> Iterator[None]:
 def forced_mixture(seed: int) -> Iterator[None]:
     """Hessians by sites for some leaves, and by products for the others."""
     rng = random.Random(seed)
-    some = lambda program, covered, *_: {i for i in sorted(covered) if rng.random() < 0.5}
+    some = lambda program, covered, *_: {
+        i for i in sorted(covered) if rng.random() < 0.5
+    }
     with mock.patch.object(curvature, "_cheapest", some):
         yield
 
@@ -160,7 +182,9 @@ class Subject:
             outs = lambda vector: self.outputs(self.unravelled(vector), x, t)
             split = lambda vector: [np_split(out) for out in outs(vector)]
             structs = jax.eval_shape(outs, self.ravelled(self.leaves))
-            ravelled = lambda vector: jnp.concatenate([o.ravel() for o in split(vector)])
+            ravelled = lambda vector: jnp.concatenate(
+                [o.ravel() for o in split(vector)]
+            )
             vector = self.ravelled(self.leaves)
 
             def value(flat: Any) -> Any:
@@ -170,7 +194,6 @@ class Subject:
             return jacobian.T @ jax.hessian(value)(ravelled(vector)) @ jacobian
 
         return jnp.mean(jax.vmap(one)(*self.examples), 0)
-
 
     @functools.cached_property
     def jacobians(self) -> list[list]:
@@ -224,6 +247,7 @@ def norms_and_sums(s: Subject) -> Triples:
         factors = Factors(*jax.vmap(one)(*s.examples))
         for form in forms:
             contractions = forced(sites, form)
+            count(sites, contractions)
             found = SiteGradients(sites, contractions, factors, s.leaves)
             norms = found.squared_norms()
             sums = found.weighted_sums([weights] * len(s.leaves), is_kept)
@@ -386,7 +410,9 @@ def kernels_traced(s: Subject) -> Triples:
 # Curvature.
 
 
-def _curvature(s: Subject, transform: Callable, *funs: Callable, **settings: Any) -> Any:
+def _curvature(
+    s: Subject, transform: Callable, *funs: Callable, **settings: Any
+) -> Any:
     run = transform(*funs, in_axes=0, flat=True, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -5,7 +5,11 @@ import math
 from .program_draw import Builder, REAL, Rejected, use, Var, Want
 
 
-_POLICIES = ("None", "jax.checkpoint_policies.dots_saveable", "jax.checkpoint_policies.everything_saveable")
+_POLICIES = (
+    "None",
+    "jax.checkpoint_policies.dots_saveable",
+    "jax.checkpoint_policies.everything_saveable",
+)
 
 
 def inline(b: Builder, h: Var) -> str:
@@ -20,8 +24,8 @@ def inline(b: Builder, h: Var) -> str:
 def _inline(b: Builder, h: Var) -> str:
     shape = h.shape
     simple = [
-        lambda: f"({h} * {b.weight(shape[b.size(0, len(shape)):])})",
-        lambda: f"({h} + {b.weight(shape[b.size(0, len(shape)):])})",
+        lambda: f"({h} * {b.weight(shape[b.size(0, len(shape)) :])})",
+        lambda: f"({h} + {b.weight(shape[b.size(0, len(shape)) :])})",
         lambda: f"({h} - {b.weight(shape)})",
     ]
     if shape:
@@ -36,7 +40,9 @@ def _inline(b: Builder, h: Var) -> str:
                 "mode='fill', fill_value=0).mean(0))"
             ),
             lambda: _tied(b, h),
-            lambda: f"jnp.einsum('...i,ij,kj->...k', {h}, *[{b.weight((num, num))}] * 2)",
+            lambda: (
+                f"jnp.einsum('...i,ij,kj->...k', {h}, *[{b.weight((num, num))}] * 2)"
+            ),
         ]
     if b.depth <= 2 and b.chance(0.4):
         return wrapped(b, h)
@@ -46,7 +52,11 @@ def _inline(b: Builder, h: Var) -> str:
 def _tied(b: Builder, h: Var) -> str:
     num = h.shape[-1]
     w = b.weight((b.size(1, 3), num))
-    look = b.pick("w[t % len(w)].sum(0)", "w[t[0] % len(w)]", "jnp.take(w, t, axis=0, mode='fill', fill_value=0).sum(0)")
+    look = b.pick(
+        "w[t % len(w)].sum(0)",
+        "w[t[0] % len(w)]",
+        "jnp.take(w, t, axis=0, mode='fill', fill_value=0).sum(0)",
+    )
     return f"(lambda w: jnp.tanh({h} + {look}) @ w.T @ w)({w})"
 
 
@@ -90,7 +100,9 @@ def _scanned(b: Builder, h: Var, inner: Var, kind: str) -> str:
         return f"lax.map(lambda {frame.name}: (lambda {inner}: {body})({h}), {slices}).sum(0)"
     carry = b.pick(f"jnp.tanh({body})", body, f"({inner} + {body}) / 2")
     out = b.pick("None", inner.text)
-    settings = f"length={length}, reverse={b.chance(0.3)}, unroll={b.pick(1, 1, 2, True)}"
+    settings = (
+        f"length={length}, reverse={b.chance(0.3)}, unroll={b.pick(1, 1, 2, True)}"
+    )
     scan = f"lax.scan(lambda {inner}, {frame.name}: ({carry}, {out}), {h}, {slices}, {settings})"
     if out != "None" and b.chance(0.4):
         return f"{scan}[1].sum(0)"
@@ -119,7 +131,11 @@ def scan_of_a_table(b: Builder, h: Var) -> Var:
     length, rows, width = b.size(1, 3), b.size(1, 3), b.size(1, 2)
     w = _stacked(b, length, rows, width)
     b.known.append(w)
-    look = b.pick("w[t % len(w)].sum(0)", "w[t[0] % len(w)]", "jnp.take(w, t, axis=0, mode='fill', fill_value=0).sum(0)")
+    look = b.pick(
+        "w[t % len(w)].sum(0)",
+        "w[t[0] % len(w)]",
+        "jnp.take(w, t, axis=0, mode='fill', fill_value=0).sum(0)",
+    )
     body = b.pick(
         f"jnp.tanh(c + {look})",
         f"jnp.tanh((c + {look}) @ w.T) @ w",
@@ -140,7 +156,9 @@ def scan_of_a_table(b: Builder, h: Var) -> Var:
     )
     if other is None:
         return out
-    return b.let(f"jnp.concatenate([jnp.ravel({out}), jnp.sum({other}, keepdims=True).ravel()])")
+    return b.let(
+        f"jnp.concatenate([jnp.ravel({out}), jnp.sum({other}, keepdims=True).ravel()])"
+    )
 
 
 @use

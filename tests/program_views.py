@@ -316,9 +316,7 @@ def sum_with_its_transpose(b: Builder, want: Want):
 def masked(b: Builder, want: Want):
     mask = [b.chance(0.5) for _ in range(want.size)]
     mask = f"np.reshape(np.array({mask}, bool), {want.shape})"
-    return b.pick(
-        f"jnp.where({mask}, $, 0)", f"jnp.where({mask}, 0.25, $)"
-    ), want
+    return b.pick(f"jnp.where({mask}, $, 0)", f"jnp.where({mask}, 0.25, $)"), want
 
 
 @view

@@ -14,7 +14,6 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from .flags import COMPILE_FAST
 
@@ -26,15 +25,13 @@ import jax
 import numpy as np
 
 from .conftest import enable_x64
-from .program_checks import CHECKS, some_checks, Subject
+from .program_checks import CHECKS, EXERCISED, some_checks, Subject
 from .program_draw import draw, Program, REJECTED, SINGLE
 
 
 TOLERANCE = {False: 1e-9, True: 1e-4}
 # The package refuses these, and says so in its documentation.
-REFUSED = (
-    "`fun` must return arrays of an inexact dtype",
-)
+REFUSED = ("`fun` must return arrays of an inexact dtype",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +139,12 @@ def _is_single(program: Program) -> bool:
 
 
 def _raised(seed: int, name: str, e: Exception) -> Finding:
-    frames = [f for f in traceback.extract_tb(e.__traceback__) if "/eqxbatch/" in f.filename]
-    where = f"{os.path.basename(frames[-1].filename)}:{frames[-1].name}" if frames else ""
+    frames = [
+        f for f in traceback.extract_tb(e.__traceback__) if "/eqxbatch/" in f.filename
+    ]
+    where = (
+        f"{os.path.basename(frames[-1].filename)}:{frames[-1].name}" if frames else ""
+    )
     what = f"raises {type(e).__name__} in {where}: {e}".replace("\n", " ")
     return Finding(seed, name, what[:400], np.inf)
 
@@ -206,8 +207,12 @@ def main() -> None:
         if count % 25 == 0:
             jax.clear_caches()
             gc.collect()
-    say(f"seeds {args.seed} to {seed - 1}, {time.process_time():.0f} s of CPU: {dict(totals)}")
+    say(
+        f"seeds {args.seed} to {seed - 1}, {time.process_time():.0f} s of CPU: {dict(totals)}"
+    )
     say(f"blocks: {dict(blocks.most_common())}")
+    for key, num in sorted(EXERCISED.items()):
+        say(f"{num:6d}  {', '.join(key)}")
     say(f"rejected: {dict(REJECTED.most_common(12))}")
 
 
