@@ -326,7 +326,14 @@ def tokens(b: Builder, rows: int, *, are_in: bool = False) -> str:
 def rows_by_index(b: Builder, h: Var):
     rows, axis = table_rows(b), b.pick(0, 0, 1)
     w = table(b, rows, (b.size(),), axis)
-    mode = b.pick("", "", ".get(mode='fill')", ".get(mode='clip')", ".get(mode='drop')")
+    zero = ", fill_value=0"
+    mode = b.pick(
+        "",
+        f".get(mode='fill'{zero})",
+        ".get(mode='clip')",
+        f".get(mode='drop'{zero})",
+        ".get(mode='wrap')",
+    )
     t = tokens(b, rows, are_in=not mode)
     where = t if axis == 0 else f":, {t}"
     text = f"{w}.at[{where}]{mode}" if mode else f"{w}[{where}]"
@@ -346,8 +353,8 @@ def rows_in_bounds(b: Builder, h: Var):
 def rows_taken(b: Builder, h: Var):
     rows, axis = table_rows(b), b.pick(0, 0, 1)
     w = table(b, rows, (b.size(),), axis)
-    mode = b.pick("fill", "clip", "wrap", None)
-    fill = b.pick("", ", fill_value=0", ", fill_value=0.5") if mode == "fill" else ""
+    mode = b.pick("fill", "fill", "clip", "wrap", None)
+    fill = b.pick(", fill_value=0", ", fill_value=0.5") if mode in ("fill", None) else ""
     text = f"jnp.take({w}, {tokens(b, rows)}, axis={axis}, mode={mode!r}{fill})"
     return joined(b, h, b.let(text))
 
@@ -399,7 +406,7 @@ def rows_of_two_axes(b: Builder, h: Var):
         f"{w}[{t}, 0]",
         f"{w}[0, {t}]",
         f"{w}.at[t, t].get(mode='fill', fill_value=0)",
-        f"{w}.at[t, 0].get(mode='fill')",
+        f"{w}.at[t, 0].get(mode='fill', fill_value=1)",
         f"{w}.at[t[:, None], t].get(mode='clip')",
     )
     return joined(b, h, b.let(text))
@@ -409,8 +416,8 @@ def rows_of_two_axes(b: Builder, h: Var):
 def entries_along_axis(b: Builder, h: Var):
     w = b.weight((b.size(), 3))
     index = b.pick("t[None]", "jnp.clip(t, 0, 2)[None]")
-    mode = b.pick("fill", "clip", None)
-    text = f"jnp.take_along_axis({w}, {index}, axis=1, mode={mode!r})"
+    mode = b.pick("'fill', fill_value=0", "'clip'")
+    text = f"jnp.take_along_axis({w}, {index}, axis=1, mode={mode})"
     return joined(b, h, b.let(text))
 
 
@@ -430,7 +437,7 @@ def rows_by_lax_gather(b: Builder, h: Var):
         f"start_index_map={b.pick((0, 1), (1, 0)) if both else (axis,)})"
     )
     t = "jnp.stack([t, t - 1], -1)" if both else "t[:, None]"
-    mode = b.pick("'fill'", "'clip'")
+    mode = b.pick("'fill', fill_value=0", "'clip'")
     text = f"lax.gather({w}, {t}, {numbers}, {tuple(sizes)}, mode={mode})"
     return joined(b, h, b.let(text))
 

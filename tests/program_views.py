@@ -354,7 +354,8 @@ def constant_rows(b: Builder, want: Want):
     mode = b.pick("fill", "clip", "wrap", None)
     dtype = b.pick("int8", "int32", "int64")
     return (
-        f'jnp.take($, np.array({rows}, "{dtype}"), axis={axis}, mode={mode!r})'
+        f'jnp.take($, np.array({rows}, "{dtype}"), axis={axis}, mode={mode!r}, '
+        "fill_value=0)"
     ), want.of(with_axis(want.shape, axis, source))
 
 

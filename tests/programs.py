@@ -75,7 +75,10 @@ def examine(program: Program, names: Sequence[str] = tuple(CHECKS)) -> Result:
         except _RefusedByJax as e:
             return Result([], skipped=str(e))
         except Exception:
-            result = Result([])
+            try:
+                result = _compared(program, [])
+            except Exception as e:
+                return Result([], skipped=f"JAX raises {type(e).__name__}")
             for name in names:
                 try:
                     one = _compared(program, [name])
