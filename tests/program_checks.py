@@ -25,7 +25,8 @@ import numpy as np
 import eqxbatch
 from eqxbatch._kernels import choose as choose_kernel
 from eqxbatch._sites import choose
-from eqxbatch._sites.contract import are_comparable, Factors, gradients
+from eqxbatch._sites.contract import Factors, gradients
+from eqxbatch._sites.forms import is_allowed
 from eqxbatch._sites.gradients import SiteGradients
 from eqxbatch._sites.trace import Program as Sites
 from eqxbatch._transforms import curvature
@@ -65,7 +66,9 @@ def forced(sites: Sites, form: str) -> list[choose.Contraction]:
             chosen = "unused"
         elif leaf in sites.fallbacks:
             chosen, keeps = "leaf", True
-        elif kind == "gram" and not all(are_comparable(a, b) for a in own for b in own):
+        elif kind == "gram" and not all(
+            is_allowed("gram", a, b) for a in own for b in own
+        ):
             chosen = "gradient"
         return choose.Contraction(leaf, chosen, keeps, 0.0, 0.0)
 
