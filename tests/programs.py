@@ -108,7 +108,7 @@ def _compared(program: Program, names: Sequence[str]) -> Result:
         result.findings.clear()
         subject = Subject(program, leaves, examples, others)
         try:
-            truth = [subject.mean(leaves), subject.gradients]
+            truth = [subject.total(leaves), subject.gradients]
             truth += [] if subject.is_complex else [subject.hessian]
         except Exception as e:
             raise _RefusedByJax(f"JAX raises {type(e).__name__}") from e
