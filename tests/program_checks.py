@@ -24,7 +24,7 @@ import numpy as np
 
 import eqxbatch
 from eqxbatch._kernels import choose as choose_kernel
-from eqxbatch._sites import choose
+from eqxbatch._sites import choose, curvature as site_curvature
 from eqxbatch._sites.contract import Factors, gradients
 from eqxbatch._sites.forms import is_allowed
 from eqxbatch._sites.gradients import SiteGradients
@@ -102,12 +102,20 @@ def forced_kernel(form: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forced_mixture(seed: int) -> Iterator[None]:
-    """Hessians by sites for some leaves, and by products for the others."""
+    """Hessians by sites for some leaves, and by products for the others.
+
+    For some seeds, as if they were large: blocks and examples one after the other.
+    """
     rng = random.Random(seed)
     some = lambda program, covered, *_: {
         i for i in sorted(covered) if rng.random() < 0.5
     }
-    with mock.patch.object(curvature, "_cheapest", some):
+    with contextlib.ExitStack() as stack:
+        patch = lambda *args: stack.enter_context(mock.patch.object(*args))
+        patch(curvature, "_cheapest", some)
+        if seed % 4 == 0:
+            patch(curvature, "_LEAST_BYTES", 0)
+            patch(site_curvature, "_LEAST_BYTES", 0)
         yield
 
 
@@ -498,6 +506,43 @@ def hessian_blocks(s: Subject) -> Triples:
         end = start + leaf.size
         yield f"block {i}, {method}", block, s.hessian[start:end, start:end]
         start = end
+
+
+def _marked(tree: Any, chosen: list[bool]) -> Any:
+    """Which leaves of a tree are parameters: those of an inexact dtype, if chosen."""
+    marks = iter(chosen)
+
+    def mark(x: Any) -> bool:
+        is_inexact = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+        return is_inexact and next(marks)
+
+    return jax.tree.map(mark, tree)
+
+
+@check
+def of_some_leaves(s: Subject) -> Triples:
+    """Of a part of the parameters, the others of which are constants."""
+    rng = random.Random(s.program.seed)
+    chosen = [rng.random() < 0.5 for _ in s.leaves]
+    chosen[0] |= not any(chosen)
+    model = _Model(s.parameters, s.program, f"some {chosen}")
+    ntk = eqxbatch.EmpiricalNTK(
+        model, trace_axes=(), implementation="sites", filter_spec=_marked(model, chosen)
+    )
+    for i, got in enumerate(jax.tree.leaves(ntk(s.examples))):
+        marked = zip(s.jacobians[i], chosen, strict=True)
+        own = {i: [x if is_chosen else 0 * x for x, is_chosen in marked]}
+        expected = _interleaved(_kernel(s, own, own, i))
+        yield f"kernel of {chosen}, output {i}", got, expected
+    if s.is_complex:
+        return
+    entries = [[mark] * x.size for x, mark in zip(s.leaves, chosen, strict=True)]
+    which = np.flatnonzero(np.concatenate(entries))
+    method = METHODS[s.program.seed % 2]
+    settings = {"method": method, "filter_spec": _marked(s.parameters, chosen)}
+    with forced_mixture(s.program.seed):
+        got, _ = _curvature(s, eqxbatch.filter_hessian, s.program.loss, **settings)
+    yield f"hessian of {chosen}, {method}", got, s.hessian[which][:, which]
 
 
 @check

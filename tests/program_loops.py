@@ -87,7 +87,7 @@ def wrapped(b: Builder, h: Var) -> str:
 
 
 def _scanned(b: Builder, h: Var, inner: Var, kind: str) -> str:
-    length = b.size(1, 3)
+    length = b.pick(1, 1, 2, 2, 3, 3, 0)
     frame = b.loop(length)
     try:
         body = inline(b, inner)
@@ -213,7 +213,7 @@ def remat_with_settings_per_input(b: Builder, h: Var) -> Var:
 def stacked_layers(b: Builder, h: Var) -> Var:
     if not h.shape or not math.prod(h.shape):
         raise Rejected("no axes")
-    num, length = h.shape[-1], b.size(1, 3)
+    num, length = h.shape[-1], b.pick(0, 1, 2, 2, 3, 3)
     w, bias = _stacked(b, length, num, num), _stacked(b, length, num)
     step = "lambda c, p: (jnp.tanh(c @ p[0].T + p[1]), None)"
     return b.let(f"lax.scan({step}, {h}, ({w}, {bias}), reverse={b.chance(0.3)})[0]")

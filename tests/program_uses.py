@@ -123,6 +123,24 @@ def dot_general_of_complex(b: Builder, h: Var):
 
 
 @use
+def dot_general_of_integers(b: Builder, h: Var):
+    """Data that has no derivative: integers, and which of them are positive."""
+    w = b.weight((3, b.size()))
+    data = b.pick("(t % 5)", "(t > 1)")
+    numbers = b.pick("(([0], [0]), ([], []))", "(([], []), ([0], [0]))")
+    text = f"lax.dot_general({data}, {w}, {numbers}, preferred_element_type=np.float64)"
+    return joined(b, h, b.let(text))
+
+
+@use
+def unrolled(b: Builder, h: Var):
+    """So many uses that their pairs are too many for products of factors."""
+    only(b.chance(0.2))
+    w = b.weight(())
+    return b.let(f"__import__('functools').reduce(lambda c, _: jnp.sin(c * {w}), range(17), {h})")
+
+
+@use
 def linear(b: Builder, h: Var):
     only(h.shape)
     num = b.size()
@@ -507,8 +525,7 @@ def convolution(b: Builder, h: Var):
         f"{tuple(lhs_dilation)}, {tuple(rhs_dilation)}, {numbers}, {groups}, "
         f"{batch_groups})"
     )
-    only(out.size)
-    return out
+    return out if out.size else joined(b, h, b.let(f"{out}.sum()"))
 
 
 @use
@@ -521,9 +538,14 @@ def convolution_by_data(b: Builder, h: Var):
 @use
 def without_entries(b: Builder, h: Var):
     w, v = b.weight((0, 2)), b.weight((2, 3))
-    return joined(
-        b, h, b.let(f"jnp.sum({w} @ {v}) + jnp.concatenate([{w}, {v}.T]).sum(0)")
+    text = b.pick(
+        f"jnp.sum({w} @ {v}) + jnp.concatenate([{w}, {v}.T]).sum(0)",
+        f"jnp.sum(jnp.zeros((2, 0)) @ {w}, 0) + {v}[:, 0]",
+        f"jnp.sum(jnp.ravel({h})[:0, None] * {v}[0], 0) + {v}[0, :2]",
+        f"jnp.sum(jnp.ravel({h})[:0].reshape(0, 2) @ {v}, 0)",
+        f"{v}[t[:0] % 2].sum(0)",
     )
+    return joined(b, h, b.let(text))
 
 
 @use
