@@ -1,0 +1,602 @@
+"""What follows from the sites of a random program, against what JAX says of it.
+
+Each check yields names, what the package says, and what the dense derivative is. Every
+contraction that may be used for a leaf is forced in turn, and not only the one that is
+estimated to be cheapest.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import math
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import eqxbatch
+from eqxbatch._kernels import choose as choose_kernel
+from eqxbatch._sites import choose, curvature as site_curvature
+from eqxbatch._sites.contract import Factors, gradients
+from eqxbatch._sites.forms import is_allowed
+from eqxbatch._sites.gradients import SiteGradients
+from eqxbatch._sites.trace import Program as Sites
+from eqxbatch._transforms import curvature
+from .program_draw import Program
+
+
+Triples = Iterator[tuple[str, Any, Any]]
+CHECKS: dict[str, Callable[["Subject"], Triples]] = {}
+CLIP = 0.3
+
+
+# How often each rule and each step of a view met each contraction.
+EXERCISED: collections.Counter = collections.Counter()
+
+
+def count(sites: Sites, contractions: list[choose.Contraction]) -> None:
+    forms = {own.leaf: f"{own.form}{' kept' * own.keeps}" for own in contractions}
+    for site in sites.sites:
+        form = forms[site.leaf]
+        kind = ("scanned " * len(site.loops)) + site.rule.kind
+        EXERCISED["rule", kind, form] += 1
+        for step in site.view.key:
+            EXERCISED["view", re.split(r"[\[( ]", step)[0], form] += 1
+
+
+# The three functions below are all that depends on how a contraction is chosen.
+
+
+def forced(sites: Sites, form: str) -> list[choose.Contraction]:
+    """The contraction of each leaf: `form`, where it may be used for that leaf."""
+    kind = {"once": "gradient", "twice": "gradient"}.get(form, form)
+
+    def one(leaf: int) -> choose.Contraction:
+        own = sites.sites_of(leaf)
+        chosen, keeps = kind, form == "once"
+        if not own:
+            chosen = "unused"
+        elif leaf in sites.fallbacks:
+            chosen, keeps = "leaf", True
+        elif kind == "gram" and not all(
+            is_allowed("gram", a, b) for a in own for b in own
+        ):
+            chosen = "gradient"
+        return choose.Contraction(leaf, chosen, keeps, 0.0, 0.0)
+
+    return [one(leaf) for leaf in range(len(sites.leaves))]
+
+
+@contextlib.contextmanager
+def forced_kernel(form: str) -> Iterator[None]:
+    """Factors for all leaves that they may be used for, or Jacobians for all leaves."""
+    real = choose_kernel.choose_formed
+
+    def chosen(
+        first: Any, second: Any, which: int, load: Any
+    ) -> tuple[list[int], float]:
+        if form == "auto":
+            return real(first, second, which, load)
+        from eqxbatch._sites import features
+
+        leaves = range(len(first.program.leaves))
+        costs = [features._costs(first, second, leaf, which, load) for leaf in leaves]
+        wanted = {
+            "gram": lambda gram, own: math.isinf(gram),
+            "formed": lambda _, own: not math.isinf(own),
+        }
+        used = [leaf for leaf in leaves if first.program.sites_of(leaf)]
+        return [leaf for leaf in used if wanted[form](*costs[leaf])], 0.0
+
+    with mock.patch.object(choose_kernel, "choose_formed", chosen):
+        yield
+
+
+@contextlib.contextmanager
+def forced_mixture(seed: int) -> Iterator[None]:
+    """Hessians by sites for some leaves, and by products for the others.
+
+    For some seeds, as if they were large: blocks and examples one after the other.
+    """
+    rng = random.Random(seed)
+    some = lambda program, covered, *_: {
+        i for i in sorted(covered) if rng.random() < 0.5
+    }
+    with contextlib.ExitStack() as stack:
+        patch = lambda *args: stack.enter_context(mock.patch.object(*args))
+        patch(curvature, "_cheapest", some)
+        if seed % 4 == 0:
+            patch(curvature, "_LEAST_BYTES", 0)
+            patch(site_curvature, "_LEAST_BYTES", 0)
+        yield
+
+
+class _Model(eqx.Module):
+    """A program as a model; those with another `form` are compiled anew."""
+
+    parameters: Any
+    program: Program = eqx.field(static=True)
+    form: str = eqx.field(static=True)
+
+    def __call__(self, x: Any) -> Any:
+        return self.program.fun(self.parameters, *x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A program with its parameters and examples, as traced or concrete arrays."""
+
+    program: Program
+    leaves: list
+    examples: tuple
+    others: tuple
+
+    def tree(self, leaves: list) -> Any:
+        diff, rest = eqx.partition(self.program.parameters, eqx.is_inexact_array_like)
+        treedef = jax.tree.structure(diff)
+        return eqx.combine(jax.tree.unflatten(treedef, leaves), rest)
+
+    @property
+    def parameters(self) -> Any:
+        return self.tree(self.leaves)
+
+    @property
+    def is_complex(self) -> bool:
+        return any(map(jnp.iscomplexobj, self.leaves))
+
+    def loss(self, leaves: list, x: Any, t: Any) -> Any:
+        return self.program.loss(self.tree(leaves), x, t)
+
+    def outputs(self, leaves: list, x: Any, t: Any) -> list:
+        return jax.tree.leaves(self.program.fun(self.tree(leaves), x, t))
+
+    @property
+    def num(self) -> int:
+        return self.examples[0].shape[0]
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """How examples are cut and added up, which has no part in what is wrong."""
+        rng = random.Random(self.program.seed)
+        kind = rng.choice((eqxbatch.Mean, eqxbatch.Sum))
+        weights = rng.choice((None, jnp.arange(1.0, self.num + 1) / 2))
+        size = rng.choice((None, None, None, 1, 2))
+        return {"accumulator": kind(weights=weights), "microbatch_size": size}
+
+    @property
+    def scales(self) -> Any:
+        """What each example counts."""
+        accumulator = self.settings["accumulator"]
+        weights = accumulator.weights
+        weights = jnp.ones(self.num) if weights is None else weights
+        is_mean = isinstance(accumulator, eqxbatch.Mean)
+        return weights / jnp.sum(weights) if is_mean else weights
+
+    def total(self, leaves: list) -> Any:
+        losses = jax.vmap(self.loss, (None, 0, 0))(leaves, *self.examples)
+        return jnp.sum(losses * self.scales)
+
+    @functools.cached_property
+    def gradients(self) -> list:
+        return jax.vmap(jax.grad(self.loss), (None, 0, 0))(self.leaves, *self.examples)
+
+    def ravelled(self, arrays: list) -> Any:
+        return jnp.concatenate([x.ravel().astype(jnp.float64) for x in arrays])
+
+    def unravelled(self, vector: Any) -> list:
+        ends = np.cumsum([x.size for x in self.leaves])
+        return [
+            vector[end - x.size : end].reshape(x.shape).astype(x.dtype)
+            for x, end in zip(self.leaves, ends, strict=True)
+        ]
+
+    @functools.cached_property
+    def hessian(self) -> Any:
+        value = lambda vector: self.total(self.unravelled(vector))
+        gradient = jax.grad(value)
+        vector = self.ravelled(self.leaves)
+        try:
+            return jax.jacfwd(gradient)(vector)
+        except TypeError:  # What has a custom derivative in reverse mode only.
+            return jax.jacrev(gradient)(vector)
+
+    @functools.cached_property
+    def gauss_newton(self) -> Any:
+        """Of real and imaginary parts of all outputs."""
+
+        def one(x: Any, t: Any) -> Any:
+            outs = lambda vector: self.outputs(self.unravelled(vector), x, t)
+            split = lambda vector: [np_split(out) for out in outs(vector)]
+            structs = jax.eval_shape(outs, self.ravelled(self.leaves))
+            ravelled = lambda vector: jnp.concatenate(
+                [o.ravel() for o in split(vector)]
+            )
+            vector = self.ravelled(self.leaves)
+
+            def value(flat: Any) -> Any:
+                return self.program.loss_of(np_joined(flat, structs))
+
+            jacobian = jax.jacrev(ravelled)(vector)
+            return jacobian.T @ jax.hessian(value)(ravelled(vector)) @ jacobian
+
+        return jnp.tensordot(self.scales, jax.vmap(one)(*self.examples), 1)
+
+    @functools.cached_property
+    def jacobians(self) -> list[list]:
+        return _jacobians(self, self.examples)
+
+    @functools.cached_property
+    def other_jacobians(self) -> list[list]:
+        return _jacobians(self, self.others)
+
+
+def np_split(x: Any) -> Any:
+    """Real and imaginary part along a new first axis."""
+    parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+    return jnp.stack([part.astype(jnp.float64) for part in parts])
+
+
+def np_joined(flat: Any, structs: list) -> list:
+    outs, start = [], 0
+    for struct in structs:
+        is_complex = jnp.issubdtype(struct.dtype, jnp.complexfloating)
+        size = struct.size * (1 + is_complex)
+        part = flat[start : start + size].reshape(-1, *struct.shape)
+        outs.append(part[0] + 1j * part[1] if is_complex else part[0])
+        start += size
+    return outs
+
+
+def check(fun: Callable[[Subject], Triples]) -> Callable:
+    CHECKS[fun.__name__] = fun
+    return fun
+
+
+# Gradients.
+
+
+@check
+def norms_and_sums(s: Subject) -> Triples:
+    """Each contraction, of all leaves for which it may be used."""
+    closed = jax.make_jaxpr(s.loss)(s.leaves, *(x[0] for x in s.examples))
+    truth = s.gradients
+    num = s.examples[0].shape[0]
+    is_kept = jnp.arange(num) != 1
+    weights = jnp.arange(1.0, num + 1)
+    for rules, forms in ((True, ("gram", "once", "twice")), (False, ("leaf",))):
+        sites = Sites(closed, len(s.leaves), use_rules=rules)
+
+        def one(x: Any, t: Any, sites: Sites = sites) -> tuple[list, list]:
+            outs, operands, pull = sites.linearize(s.leaves, [x, t], 1)
+            return operands, pull([jnp.ones_like(outs[0])])
+
+        factors = Factors(*jax.vmap(one)(*s.examples))
+        for form in forms:
+            contractions = forced(sites, form)
+            count(sites, contractions)
+            found = SiteGradients(sites, contractions, factors, s.leaves)
+            norms = found.squared_norms()
+            sums = found.weighted_sums([weights] * len(s.leaves), is_kept)
+            for i, true in enumerate(truth):
+                square = jnp.sum(jnp.abs(true.reshape(num, -1)) ** 2, 1)
+                yield f"{form}: squared norms of leaf {i}", norms[i], square
+                total = jnp.tensordot((weights * is_kept).astype(true.dtype), true, 1)
+                yield f"{form}: sum of leaf {i}", sums[i], total
+        if rules:
+            for i, true in enumerate(truth):
+                own = sites.sites_of(i)
+                if own:
+                    formed = gradients(own, factors, sites.leaves[i])
+                    formed = jnp.broadcast_to(formed, true.shape)
+                    yield f"gradients of leaf {i}", formed, true
+
+
+def _clipped(s: Subject, method: str) -> Triples:
+    truth = s.gradients
+    num = s.examples[0].shape[0]
+    squares = [jnp.sum(jnp.abs(g.reshape(num, -1)) ** 2, 1) for g in truth]
+    norm = jnp.sqrt(sum(squares))
+    scale = jnp.where(norm > CLIP, CLIP / jnp.where(norm > CLIP, norm, 1), 1)
+    run = eqxbatch.filter_micro_grad(
+        s.program.loss,
+        clip_norm=CLIP,
+        return_norms=True,
+        method=method,
+        nan_safe=s.program.seed % 3 == 0,
+        **s.settings,
+    )
+    got, statistics = run(s.parameters, *s.examples)
+    yield "norms", statistics.norms**2, norm**2
+    found = jax.tree.leaves(eqx.filter(got, eqx.is_inexact_array))
+    for i, (a, true) in enumerate(zip(found, truth, strict=True)):
+        expected = jnp.tensordot((s.scales * scale).astype(true.dtype), true, 1)
+        yield f"leaf {i}", a, expected
+
+
+@check
+def clipped_by_sites(s: Subject) -> Triples:
+    yield from _clipped(s, "sites")
+
+
+@check
+def clipped(s: Subject) -> Triples:
+    yield from _clipped(s, ("auto", "materialise")[s.program.seed % 2])
+
+
+# Kernels.
+
+
+def _jacobians(s: Subject, examples: tuple) -> list[list]:
+    """For each output and leaf, those of real and imaginary parts by the same."""
+    parts = [np_split(x) for x in s.leaves]
+
+    def join(part: Any, like: Any) -> Any:
+        x = part[0] + 1j * part[1] if jnp.iscomplexobj(like) else part[0]
+        return x.astype(like.dtype)
+
+    def one(x: Any, t: Any) -> Any:
+        outs = lambda parts: [
+            np_split(out) for out in s.outputs([*map(join, parts, s.leaves)], x, t)
+        ]
+        return jax.jacrev(outs)(parts)
+
+    return jax.vmap(one)(*examples)
+
+
+def _kernel(s: Subject, first: list, second: list, index: int) -> Any:
+    """Shape `(n1, n2, *shape1, *shape2)`, for one of the outputs."""
+    total: Any = 0
+    for leaf, a, b in zip(s.leaves, first[index], second[index], strict=True):
+        n1, n2, parts = a.shape[0], b.shape[0], a.shape[1]
+        ndim = a.ndim - 3 - leaf.ndim
+        shapes = [x.shape[2 : 2 + ndim] for x in (a, b)]
+        a = a.reshape(n1, parts, math.prod(shapes[0]), -1)
+        b = b.reshape(n2, parts, math.prod(shapes[1]), -1)
+        k = jnp.einsum("mpiw,nqjw->mnpqij", a, b)
+        if parts == 2:
+            real, imag = k[:, :, 0, 0] + k[:, :, 1, 1], k[:, :, 1, 0] - k[:, :, 0, 1]
+            k = (real + 1j * imag) * (0.5 if jnp.iscomplexobj(leaf) else 1.0)
+        else:
+            k = k[:, :, 0, 0]
+        total = total + k.reshape(n1, n2, *shapes[0], *shapes[1])
+    return total
+
+
+def _interleaved(k: Any) -> Any:
+    """With the output axes of the two sides taking turns."""
+    num = (k.ndim - 2) // 2
+    order = [axis for i in range(num) for axis in (2 + i, 2 + num + i)]
+    return jnp.transpose(k, (0, 1, *order))
+
+
+def _ntk(s: Subject, form: str, **settings: Any) -> Any:
+    tag = f"{form} {settings}"
+    size = (None, None, 2, (1, 2))[s.program.seed % 4]
+    defaults = {"implementation": "sites", "trace_axes": (), "block_size": size}
+    settings = {**defaults, **settings}
+    return eqxbatch.EmpiricalNTK(_Model(s.parameters, s.program, tag), **settings)
+
+
+def _kernels(s: Subject, form: str) -> Triples:
+    """Between two inputs, which may be of two lengths."""
+    try:
+        examples, others, kind = s.others, s.other_jacobians, "two"
+    except (TypeError, ValueError):  # Not for inputs of that length.
+        examples, others, kind = s.examples, s.jacobians, "itself"
+    with forced_kernel(form):
+        found = jax.tree.leaves(_ntk(s, form)(s.examples, examples))
+    for i, k in enumerate(found):
+        expected = _interleaved(_kernel(s, s.jacobians, others, i))
+        yield f"output {i}, of {kind}", k, expected
+
+
+@check
+def kernels_by_factors(s: Subject) -> Triples:
+    yield from _kernels(s, "gram")
+
+
+@check
+def kernels_by_jacobians(s: Subject) -> Triples:
+    yield from _kernels(s, "formed")
+
+
+def _settings(s: Subject) -> tuple[str, list]:
+    form = ("gram", "formed", "auto")[s.program.seed % 3]
+    example = [x[0] for x in s.examples]
+    return form, jax.eval_shape(lambda: s.outputs(s.leaves, *example))
+
+
+@check
+def kernels_symmetric(s: Subject) -> Triples:
+    """Of one input, and of each example with itself."""
+    form, outs = _settings(s)
+    with forced_kernel(form):
+        found = jax.tree.leaves(_ntk(s, form)(s.examples))
+        each = jax.tree.leaves(_ntk(s, form).diagonal(s.examples))
+    for i in range(len(outs)):
+        full = _kernel(s, s.jacobians, s.jacobians, i)
+        yield f"output {i}, symmetric", found[i], _interleaved(full)
+        own = jnp.moveaxis(jnp.diagonal(full), -1, 0)
+        yield f"output {i}, of each", each[i], _interleaved(own[None])[0]
+
+
+@check
+def kernels_traced(s: Subject) -> Triples:
+    """The trace over an axis, and its diagonal."""
+    form, outs = _settings(s)
+    if not all(out.ndim for out in outs):
+        return
+    with forced_kernel(form):
+        traces = jax.tree.leaves(_ntk(s, form, trace_axes=(-1,))(s.examples))
+        diagonals = jax.tree.leaves(_ntk(s, form, diagonal_axes=(1,))(s.examples))
+    for i, out in enumerate(outs):
+        full, num = _kernel(s, s.jacobians, s.jacobians, i), out.ndim
+        traced = jnp.trace(full, axis1=1 + num, axis2=1 + 2 * num)
+        expected = _interleaved(traced / max(out.shape[-1], 1))
+        yield f"output {i}, traced", traces[i], expected
+        diagonal = jnp.moveaxis(jnp.diagonal(full, axis1=2, axis2=2 + num), -1, 2)
+        rest = [axis for j in range(num - 1) for axis in (3 + j, 2 + num + j)]
+        expected = diagonal.transpose(0, 1, 2, *rest)
+        yield f"output {i}, diagonal", diagonals[i], expected
+
+
+# Curvature.
+
+
+def _curvature(
+    s: Subject, transform: Callable, *funs: Callable, **settings: Any
+) -> Any:
+    rng = random.Random(s.program.seed)
+    size, checkpoint = rng.choice((None, None, 1, 3)), rng.random() < 0.2
+    settings |= {"block_size": size, "checkpoint": checkpoint, **s.settings}
+    run = transform(*funs, in_axes=0, flat=True, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run(s.parameters, *s.examples)
+
+
+METHODS = ("sites", "products", "auto")
+
+
+def _of_hessian(s: Subject, method: str) -> Triples:
+    if s.is_complex:
+        return
+    loss, settings = s.program.loss, {"method": method}
+    with forced_mixture(s.program.seed):
+        full, _ = _curvature(s, eqxbatch.filter_hessian, loss, **settings)
+        own, _ = _curvature(s, eqxbatch.filter_hessian_diagonal, loss, **settings)
+    yield "hessian", full, s.hessian
+    yield "diagonal", own, jnp.diagonal(s.hessian)
+
+
+@check
+def hessian_by_sites(s: Subject) -> Triples:
+    yield from _of_hessian(s, "sites")
+
+
+@check
+def hessian_by_products(s: Subject) -> Triples:
+    yield from _of_hessian(s, "products")
+
+
+@check
+def hessian_by_both(s: Subject) -> Triples:
+    yield from _of_hessian(s, "auto")
+
+
+@check
+def hessian_blocks(s: Subject) -> Triples:
+    if s.is_complex:
+        return
+    method = METHODS[s.program.seed % 3]
+    transform = eqxbatch.filter_hessian_blocks
+    with forced_mixture(s.program.seed):
+        found = _curvature(s, transform, s.program.loss, method=method)
+    blocks = [x for x in jax.tree.leaves(found) if eqx.is_array(x) and x.ndim == 2]
+    start = 0
+    for i, (leaf, block) in enumerate(zip(s.leaves, blocks, strict=True)):
+        end = start + leaf.size
+        yield f"block {i}, {method}", block, s.hessian[start:end, start:end]
+        start = end
+
+
+def _marked(tree: Any, chosen: list[bool]) -> Any:
+    """Which leaves of a tree are parameters: those of an inexact dtype, if chosen."""
+    marks = iter(chosen)
+
+    def mark(x: Any) -> bool:
+        is_inexact = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+        return is_inexact and next(marks)
+
+    return jax.tree.map(mark, tree)
+
+
+@check
+def of_some_leaves(s: Subject) -> Triples:
+    """Of a part of the parameters, the others of which are constants."""
+    rng = random.Random(s.program.seed)
+    chosen = [rng.random() < 0.5 for _ in s.leaves]
+    chosen[0] |= not any(chosen)
+    model = _Model(s.parameters, s.program, f"some {chosen}")
+    ntk = eqxbatch.EmpiricalNTK(
+        model, trace_axes=(), implementation="sites", filter_spec=_marked(model, chosen)
+    )
+    for i, got in enumerate(jax.tree.leaves(ntk(s.examples))):
+        marked = zip(s.jacobians[i], chosen, strict=True)
+        own = {i: [x if is_chosen else 0 * x for x, is_chosen in marked]}
+        expected = _interleaved(_kernel(s, own, own, i))
+        yield f"kernel of {chosen}, output {i}", got, expected
+    if s.is_complex:
+        return
+    entries = [[mark] * x.size for x, mark in zip(s.leaves, chosen, strict=True)]
+    which = np.flatnonzero(np.concatenate(entries))
+    method = METHODS[s.program.seed % 2]
+    settings = {"method": method, "filter_spec": _marked(s.parameters, chosen)}
+    with forced_mixture(s.program.seed):
+        got, _ = _curvature(s, eqxbatch.filter_hessian, s.program.loss, **settings)
+    yield f"hessian of {chosen}, {method}", got, s.hessian[which][:, which]
+
+
+@check
+def gauss_newton_by_sites(s: Subject) -> Triples:
+    if not s.is_complex:
+        funs = s.program.fun, s.program.loss_of
+        got, _ = _curvature(s, eqxbatch.filter_ggn, *funs, method="sites")
+        yield "sites", got, s.gauss_newton
+
+
+@check
+def gauss_newton_by_products(s: Subject) -> Triples:
+    if s.is_complex:
+        return
+    funs = s.program.fun, s.program.loss_of
+    method = ("products", "auto")[s.program.seed % 2]
+    with forced_mixture(s.program.seed):
+        got, _ = _curvature(s, eqxbatch.filter_ggn, *funs, method=method)
+    yield method, got, s.gauss_newton
+    product = eqxbatch.filter_ggnvp(*funs, in_axes=0, **s.settings)
+    yield "product", _product(s, product), s.gauss_newton @ _direction(s)
+
+
+def _direction(s: Subject) -> Any:
+    return jnp.arange(1.0, sum(x.size for x in s.leaves) + 1)
+
+
+def _product(s: Subject, product: Callable) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        vector = s.tree(s.unravelled(_direction(s)))
+        got = product(s.parameters, vector, *s.examples)
+    return s.ravelled(jax.tree.leaves(eqx.filter(got, eqx.is_inexact_array)))
+
+
+@check
+def hessian_product(s: Subject) -> Triples:
+    if not s.is_complex:
+        product = eqxbatch.filter_hvp(s.program.loss, in_axes=0, **s.settings)
+        yield "product", _product(s, product), s.hessian @ _direction(s)
+
+
+# One after the other, these have all contractions and ways. The first of each are done
+# for each program; of the rest, one for each program in turn is enough.
+ALWAYS = (
+    "norms_and_sums",
+    "kernels_by_factors",
+    "hessian_by_sites",
+    "gauss_newton_by_sites",
+)
+IN_TURN = tuple(name for name in CHECKS if name not in ALWAYS)
+
+
+def some_checks(seed: int, num: int = 1) -> list[str]:
+    """Those that are done for the program of a seed, where time is short."""
+    turns = [IN_TURN[(num * seed + i) % len(IN_TURN)] for i in range(num)]
+    return [*ALWAYS, *turns]
