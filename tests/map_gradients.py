@@ -1,0 +1,1 @@
+def draw_gradients(draw): raise NotImplementedError
