@@ -32,7 +32,7 @@ from .map_kernels import draw_kernels
 from .map_vmaps import draw_vmaps
 
 
-FAMILIES = (draw_vmaps,)
+FAMILIES = (draw_gradients,)
 X = (
     draw_vmaps,
     draw_gradients,

@@ -330,13 +330,14 @@ def draw_vmaps(draw: Draw) -> Case:
             jnp.array(num_blocks) if is_traced else num_blocks
         )
         text += f" only {num_blocks} blocks{' (traced)' if is_traced else ''}"
-    micro = filter_micro_vmap(_named(fun, len(arguments)), **settings)
+    named = _named(fun, len(arguments))
     axes = tuple(
         None if x.axis is None else eqx.if_array(x.axis) for x in arguments
     )
     dense = eqx.filter_vmap(fun, in_axes=axes, out_axes=out_axes)
 
     def package(*args: Any) -> Any:
+        micro = filter_micro_vmap(named, **settings)
         if by_name:
             return micro(*args[:-1], **{"abc"[len(args) - 1]: args[-1]})
         return micro(*args)
