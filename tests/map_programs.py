@@ -29,19 +29,19 @@ from .map_draw import Case, compare, Draw, Mismatch
 from .map_gradients import draw_gradients
 from .map_grids import draw_grids
 from .map_kernels import draw_kernels
+from .map_nested import draw_microbatch, draw_nested
 from .map_vmaps import draw_vmaps
 
 
-FAMILIES = (draw_gradients,)
-X = (
+FAMILIES = (
     draw_vmaps,
     draw_gradients,
     draw_kernels,
-    draw_grids,
     draw_vmaps,
-
+    draw_nested,
     draw_kernels,
-
+    draw_microbatch,
+    draw_grids,
 )
 _CLEAR_EVERY = 100
 _MODES = 4  # The last of them has 64 bits.
@@ -168,7 +168,11 @@ def _run(args: argparse.Namespace, log: Any) -> None:
     counts: dict[str, int] = {}
     kinds: dict[tuple, list[int]] = {}
     seed, done = args.seed, 0
+    families = [family.__name__[5:] for family in FAMILIES]
     while time.monotonic() - start < 60 * args.minutes:
+        if args.family is not None and families[seed % len(FAMILIES)] != args.family:
+            seed += 1
+            continue
         if args.number is not None and done >= args.number:
             break
         found, text, choices = run_seed(seed)
@@ -205,6 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--log", help="a file that findings are appended to")
     parser.add_argument("--shrink", type=float, default=20.0, help="seconds for each")
+    parser.add_argument("--family", help="one of them only, such as nested")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args(argv)
     # As the tests have it.

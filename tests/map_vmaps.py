@@ -369,22 +369,37 @@ def draw_vmaps(draw: Draw) -> Case:
     placed = [x.placed for x in arguments]
     if mode in ("", "jit"):
         run = eqx.filter_jit(package) if mode == "jit" else package
-        return Case(
-            text,
-            lambda: run(*placed),
-            lambda: oracle(*values),
-            refuses,
-            may_refuse,
-            lambda: eqx.filter_jit(plain)(*placed),
-        )
-    derive = {"grad": _gradient, "jvp": _tangent, "vmap": _mapped}[mode]
+        case = Case(text, lambda: run(*placed), lambda: oracle(*values))
+        case.by_jax = lambda: eqx.filter_jit(plain)(*placed)
+    else:
+        case = differentiated(mode, text, package, plain, values, placed)
+    case.refuses, case.may_refuse = refuses, may_refuse
+    return case
+
+
+def differentiated(
+    mode: str,
+    text: str,
+    package: Callable,
+    plain: Callable,
+    values: list,
+    placed: list | None = None,
+) -> Case:
+    """Compares a function, or a derivative of it, with what is to be the same in JAX."""
+    run = {
+        "": lambda fun, args: fun(*args),
+        "jit": lambda fun, args: eqx.filter_jit(fun)(*args),
+        "grad": _gradient,
+        "jvp": _tangent,
+        "vmap": _mapped,
+    }[mode]
+    placed = values if placed is None else placed
+    by_jax = run if mode else lambda fun, args: eqx.filter_jit(fun)(*args)
     return Case(
         text,
-        lambda: derive(package, placed),
-        lambda: loosely(derive(plain, values), coarsest(values)),
-        refuses,
-        may_refuse,
-        lambda: derive(plain, placed),
+        lambda: run(package, placed),
+        lambda: loosely(by_jax(plain, values), coarsest(values)),
+        by_jax=lambda: by_jax(plain, placed),
     )
 
 
