@@ -176,11 +176,11 @@ def _compare(where: str, x: Any, leaf: Expected) -> None:
         raise Mismatch(f"{where}no array but {type(x).__name__}")
     if leaf.values is None:
         return
-    if x.shape != np.shape(leaf.values):
-        raise Mismatch(f"{where}shape {x.shape}, expected {np.shape(leaf.values)}")
     if leaf.dtype is not None and x.dtype != leaf.dtype:
         raise Mismatch(f"{where}dtype {x.dtype}, expected {leaf.dtype}")
     values, wide = np.asarray(leaf.values), widen(x)
+    if wide.shape != values.shape:
+        raise Mismatch(f"{where}shape {wide.shape}, expected {values.shape}")
     if jnp.issubdtype(x.dtype, jnp.inexact):
         eps = max(float(jnp.finfo(x.dtype).eps), leaf.eps)
         with np.errstate(all="ignore"):

@@ -87,7 +87,7 @@ def run_case(case: Case) -> Finding | str:
         if case.may_refuse and refusal:
             return "refused"
         if case.by_jax is not None and _raises(case.by_jax):
-            return "void"
+            return f"void: both raise, {type(e).__name__}: {str(e)[:80]}"
         return Finding("raises", f"{type(e).__name__}: {e}", _place(e))
     if case.refuses:
         return Finding("refuses", f"does not raise {case.refuses!r}", "")

@@ -300,7 +300,8 @@ def draw_vmaps(draw: Draw) -> Case:
     in_axes, by_name, in_text = _draw_in_axes(draw, arguments)
     settings: dict[str, Any] = {"microbatch_size": size, "in_axes": in_axes}
     text, reduced, refuses, rows, may_refuse = "", None, "", None, False
-    if draw.flag(0.6):
+    is_empty = total == 0 and mode not in ("", "jit")
+    if draw.flag(0.6) and not is_empty:  # There, means are over nothing.
         found = [x.dtype for x in single]
         num = len(single) if draw.flag(0.4) and fun.text[0] in "{td" else 1
         reduced = [draw_accumulator(draw, total, found) for _ in range(num)]
@@ -420,7 +421,11 @@ def loosely(tree: Any, eps: float) -> Any:
         if not eqx.is_array(x):
             return x
         tolerance = 50.0 if eps > 1e-4 else 500.0
-        return Expected(widen(x), x.dtype, tolerance=tolerance, eps=eps)
+        wide = widen(x)
+        # Zeros may be differences of numbers that are not small.
+        finite = np.abs(np.where(np.isfinite(wide), wide, 0))
+        scale = float(np.max(finite, initial=0.1))
+        return Expected(wide, x.dtype, scale=scale, tolerance=tolerance, eps=eps)
 
     return jtu.tree_map(loose, tree)
 
