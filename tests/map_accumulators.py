@@ -22,12 +22,7 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-
-from .map_draw import Draw, expect, Expected, kind_of, make, widen
-
-
-class Skip(Exception):
-    """Nobody can tell what must come out."""
+from .map_draw import Draw, expect, Expected, kind_of, Skip, widen
 
 
 @dataclasses.dataclass
@@ -228,7 +223,9 @@ def _variance(draw: Draw, total: int, dtypes: list) -> Reduced:
             squares = np.abs(values - mean) ** 2
             count = len(values) - ddof
             variance = squares.sum(axis=0) / count if count > 0 else mean.real * np.nan
-            std = np.sqrt(np.nanmax(np.where(np.isfinite(variance), variance, 0), initial=0))
+            std = np.sqrt(
+                np.nanmax(np.where(np.isfinite(variance), variance, 0), initial=0)
+            )
         largest = float(jnp.finfo(_accumulation(y.dtype, None)).max)
         if scale**2 * max(len(y), 1) > largest / 8:
             variance = None

@@ -96,7 +96,7 @@ def make(rng: Any, shape: tuple, dtype: str, kind: str = "normal", axis: int = 0
     if kind == "zeros":
         x = np.zeros(shape)
     if kind == "huge":
-        x = np.clip(x, -2, 2) * largest / 2.5
+        x = np.clip(x, -2, 2) * (largest / 2.5)
     if kind == "tiny":
         x = x * float(jnp.finfo(dtype).tiny) * 8
     if kind == "-inf":
@@ -150,6 +150,10 @@ def coarsest(tree: Any) -> float:
     """The largest machine epsilon of all arrays."""
     dtypes = [x.dtype for x in jtu.tree_leaves(tree) if eqx.is_inexact_array(x)]
     return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+
+
+class Skip(Exception):
+    """Nobody can tell what must come out."""
 
 
 class Mismatch(Exception):

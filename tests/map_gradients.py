@@ -1,4 +1,4 @@
-"""Random calls of `filter_micro_value_and_grad`, against the gradient of each example."""
+"""Random calls of `filter_micro_value_and_grad`, against single gradients."""
 
 import functools
 from typing import Any
@@ -18,7 +18,6 @@ from eqxbatch import (
     RunningMean,
     Sum,
 )
-
 from .map_draw import (
     Case,
     Draw,
@@ -67,8 +66,13 @@ def _looped(model: Model, x: Any) -> Any:
     return jnp.sum(jax.lax.scan(step, x[:2], None, 3)[0]) * model.scale
 
 
-_LOSSES = {"tanh": _tanh, "dot": _dot, "positions": _positions, "table": _table,
-           "looped": _looped}
+_LOSSES = {
+    "tanh": _tanh,
+    "dot": _dot,
+    "positions": _positions,
+    "table": _table,
+    "looped": _looped,
+}
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -81,7 +85,11 @@ def _draw_accumulator(draw: Draw, total: int) -> tuple[Any, str, Any]:
     """An accumulator, its description, and its weights as NumPy has them."""
     kind = draw.one_of("Mean", "Sum", "RunningMean", "weights", "weights", "weights")
     if kind != "weights":
-        return {"Mean": Mean, "Sum": Sum, "RunningMean": RunningMean}[kind](), kind, None
+        return (
+            {"Mean": Mean, "Sum": Sum, "RunningMean": RunningMean}[kind](),
+            kind,
+            None,
+        )
     name = draw.one_of("float32", "int32", "bool", "tiny", "large", "zero", "int8")
     whole = draw.numbers().integers(1, 5, total)
     weights = {
@@ -117,7 +125,11 @@ def _draw_bounds(draw: Draw, size: float) -> tuple[Any, Any, str]:
         return given, [((0, 1, 2), bound)], f" clip_norm={bound:g} ({form})"
     second = None if form == "some" else 2 * bound
     tree = Model(bound, second, jnp.asarray(bound) if form == "by part" else None, None)
-    bounds = [((0,), bound), ((1,), second), ((2,), bound if form == "by part" else None)]
+    bounds = [
+        ((0,), bound),
+        ((1,), second),
+        ((2,), bound if form == "by part" else None),
+    ]
     return tree, bounds, f" clip_norm by part {bound:g}, {second}"
 
 
@@ -131,10 +143,10 @@ def _norms(each: list[np.ndarray], members: tuple) -> np.ndarray:
 
 
 def draw_gradients(draw: Draw) -> Case:
-    """A loss, how its gradients are clipped and accumulated, and what is asked besides."""
+    """A loss, how gradients are clipped and accumulated, and what is asked besides."""
     total = max(draw_total(draw), 1)
     if draw.flag(0.1):
-        total = 70
+        total = 150
     size = draw_size(draw, total)
     placing = draw_placing(draw, 0.15)
     dtype = draw_dtype(draw, _DTYPES)
@@ -166,7 +178,9 @@ def draw_gradients(draw: Draw) -> Case:
         step = min(size or total, total)
         num = 1 + draw.below(-(-total // step))
         kind = draw.one_of("int", "int32", "int8")
-        settings["num_real_microbatches"] = num if kind == "int" else jnp.asarray(num, kind)
+        settings["num_real_microbatches"] = (
+            num if kind == "int" else jnp.asarray(num, kind)
+        )
         rows = min(num * step, total)
         count_text = f" only {num} blocks ({kind})"
     has_value = draw.flag(0.6)
@@ -180,9 +194,7 @@ def draw_gradients(draw: Draw) -> Case:
     params, static = eqx.partition(model, eqx.is_array)
     params = jtu.tree_map(lambda x: placing.spread(draw, x, None), params)
     placed = eqx.combine(params, static)
-    one = jax.value_and_grad(
-        lambda leaves, x: loss(Model(*leaves, model.steps), x)
-    )
+    one = jax.value_and_grad(lambda leaves, x: loss(Model(*leaves, model.steps), x))
     dense = jax.jit(jax.vmap(one, in_axes=(None, 0)))
     leaves = [model.w, model.b, model.scale]
     eps = float(jnp.finfo(dtype).eps)
@@ -230,15 +242,20 @@ def draw_gradients(draw: Draw) -> Case:
             first.append(statistics)
         return first[0] if len(first) == 1 else tuple(first)
 
-    asked = [key for key in ("has_aux", "return_norms", "moments", "metrics", "nan_safe")
-             if options[key]]
+    asked = [
+        key
+        for key in ("has_aux", "return_norms", "moments", "metrics", "nan_safe")
+        if options[key]
+    ]
     text = (
         f"{name} {dtype} 1e{power} n={total} b={size} {text}{clip_text}{count_text} "
         f"{asked} method={options.get('method')}"
         f"{' with value' if has_value else ''}{placing.text}"
     )
     by_jax = lambda: dense([placed.w, placed.b, placed.scale], whole)
-    return Case(text, lambda: public(with_aux, **settings)(placed, whole), oracle, by_jax=by_jax)
+    return Case(
+        text, lambda: public(with_aux, **settings)(placed, whole), oracle, by_jax=by_jax
+    )
 
 
 def _at_least_single(dtype: Any) -> Any:

@@ -9,9 +9,17 @@ import jax.tree_util as jtu
 import numpy as np
 
 from eqxbatch import filter_grid_vmap, grid
-
 from .map_accumulators import draw_accumulator
-from .map_draw import Case, coarsest, Draw, draw_dtype, draw_placing, Expected, make, widen
+from .map_draw import (
+    Case,
+    coarsest,
+    Draw,
+    draw_dtype,
+    draw_placing,
+    Expected,
+    make,
+    widen,
+)
 
 
 _NAMES = "ijk"
@@ -81,7 +89,8 @@ def draw_grids(draw: Draw) -> Case:
             place = {key: x + (x >= at) for key, x in place.items()} | {name: at}
         x = make(draw.numbers(), tuple(shape), with_dtype)
         axes = {
-            name: at - len(shape) if draw.flag(0.3) else at for name, at in place.items()
+            name: at - len(shape) if draw.flag(0.3) else at
+            for name, at in place.items()
         }
         if not axes:
             spec = None
@@ -107,7 +116,7 @@ def draw_grids(draw: Draw) -> Case:
     }[len(values)]
     is_dict = draw.flag()
     settings["in_axes"] = (
-        {n: s for n, s in zip(_ARGUMENTS, given) if s is not None}
+        {n: s for n, s in zip(_ARGUMENTS, given, strict=False) if s is not None}
         if is_dict
         else tuple(given)
     )
@@ -162,7 +171,12 @@ def draw_grids(draw: Draw) -> Case:
         f"out_axes={settings['out_axes']} accumulator={reductions}"
         f"{' checkpoint' if 'checkpoint' in settings else ''}{placing.text}"
     )
-    return Case(text, lambda: filter_grid_vmap(named, **settings)(*placed), oracle, by_jax=by_jax)
+    return Case(
+        text,
+        lambda: filter_grid_vmap(named, **settings)(*placed),
+        oracle,
+        by_jax=by_jax,
+    )
 
 
 def _draw_out_axes(

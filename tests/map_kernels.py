@@ -1,4 +1,4 @@
-"""Random calls of `filter_batch_kernel`, against NumPy and the kernel function itself."""
+"""Random calls of `filter_batch_kernel`, against NumPy."""
 
 import contextlib
 import dataclasses
@@ -9,12 +9,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 
 from eqxbatch import (
-    EmpiricalNTK,
     filter_batch_kernel,
     FrobeniusNorm,
     HostStore,
@@ -24,7 +22,6 @@ from eqxbatch import (
     TopK,
     ZarrStore,
 )
-
 from .map_draw import (
     Case,
     coarsest,
@@ -40,7 +37,7 @@ from .map_draw import (
 
 
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int32")
-_FEATURES = 2
+FEATURES = 2
 
 
 @dataclasses.dataclass
@@ -92,16 +89,16 @@ def _tree(xp: Any, x: Any, y: Any, scale: Any) -> Any:
     return {"k": k, "swapped": k.T, "rows": x[:, 0], "columns": y[:, 1]}
 
 
-def _exchange(k: Any) -> Any:
+def exchange(k: Any) -> Any:
     return jnp.conj(jnp.transpose(k, (1, 0, 3, 2)))
 
 
 _TREE_AXES = {"k": (0, 1), "swapped": (1, 0), "rows": (0, None), "columns": (None, 0)}
-_KERNELS = (
+KERNELS = (
     Kernel("rbf", _rbf, True, is_real=True),
     Kernel("linear", _linear, True),
     Kernel("lopsided", _lopsided),
-    Kernel("outputs", _outputs, _exchange),
+    Kernel("outputs", _outputs, exchange),
     Kernel("masked", _masked, True, is_real=True),
     Kernel("behind", _behind, True, (1, 2)),
     Kernel("tree", _tree, False, _TREE_AXES),
@@ -109,9 +106,8 @@ _KERNELS = (
 
 
 def draw_kernels(draw: Draw) -> Case:
-    """A kernel in blocks: kept, stored, reduced or differentiated."""
-    draws = (_kept, _reduced, _kept, _reduced, _differentiated, _of_gradients)
-    return draw.one_of(*draws)(draw)
+    """A kernel in blocks: kept, stored or reduced."""
+    return draw.one_of(_kept, _reduced)(draw)
 
 
 @dataclasses.dataclass
@@ -132,10 +128,10 @@ class Sides:
         return len(self.x), len(self.x if self.y is None else self.y)
 
 
-def _draw_sides(draw: Draw, dtype: str, placing: Any, axis: int = 0) -> Sides:
+def draw_sides(draw: Draw, dtype: str, placing: Any, axis: int = 0) -> Sides:
     totals = draw_total(draw), draw_total(draw)
     rng = draw.numbers()
-    x, y = (make(rng, (n, _FEATURES), dtype) for n in totals)
+    x, y = (make(rng, (n, FEATURES), dtype) for n in totals)
     way = draw.one_of("alone", "two", "same")
     if way != "two":
         y = None
@@ -146,13 +142,13 @@ def _draw_sides(draw: Draw, dtype: str, placing: Any, axis: int = 0) -> Sides:
     return Sides(x, y, args, f"n={totals if way == 'two' else totals[0]} {way}")
 
 
-def _draw_blocks(draw: Draw, totals: tuple[int, int]) -> Any:
+def draw_blocks(draw: Draw, totals: tuple[int, int]) -> Any:
     one = (None, 1, 2, 3, 4, 5, max(totals[0] - 1, 1), max(totals[0], 1), 40)
     first = draw.one_of(*one)
     return first if first is None or not draw.flag(0.3) else (first, 1 + draw.below(5))
 
 
-def _function(kernel: Kernel, axis: int, is_given: bool, scale: Any) -> Callable:
+def function(kernel: Kernel, axis: int, is_given: bool, scale: Any) -> Callable:
     """As it is called, with a scale that is given or closed over."""
 
     def call(x1: Any, x2: Any = None, given: Any = None) -> Any:
@@ -163,11 +159,11 @@ def _function(kernel: Kernel, axis: int, is_given: bool, scale: Any) -> Callable
     return call
 
 
-def _scaled(kernel: Kernel, dtype: str) -> Any:
+def scaled(kernel: Kernel, dtype: str) -> Any:
     return jnp.asarray(2 if dtype == "int32" else 1.5, dtype)
 
 
-def _draw_kernel(draw: Draw, options: tuple, dtypes: tuple) -> tuple[Kernel, str]:
+def draw_kernel(draw: Draw, options: tuple, dtypes: tuple) -> tuple[Kernel, str]:
     kernel = draw.one_of(*options)
     dtype = draw_dtype(draw, dtypes)
     if dtype == "int32" and kernel.text not in ("linear", "outputs", "behind"):
@@ -179,14 +175,16 @@ def _draw_kernel(draw: Draw, options: tuple, dtypes: tuple) -> tuple[Kernel, str
 
 def _kept(draw: Draw) -> Case:
     placing = draw_placing(draw, 0.35)
-    kernel, dtype = _draw_kernel(draw, _KERNELS, _DTYPES)
+    kernel, dtype = draw_kernel(draw, KERNELS, _DTYPES)
     axis = draw.below(2)
     # On a mesh, the kernel function spreads the rows by itself.
     is_spread = draw.flag(0.3)
-    sides = _draw_sides(draw, dtype, placing if is_spread else draw_placing(draw, 0), axis)
-    size = _draw_blocks(draw, sides.totals)
+    sides = draw_sides(
+        draw, dtype, placing if is_spread else draw_placing(draw, 0), axis
+    )
+    size = draw_blocks(draw, sides.totals)
     is_given = draw.flag(0.6)
-    scale = _scaled(kernel, dtype)
+    scale = scaled(kernel, dtype)
     settings: dict[str, Any] = {"block_size": size, "in_axes": axis}
     settings["out_axes"] = kernel.out_axes
     if kernel.symmetric and draw.flag(0.6):
@@ -200,7 +198,7 @@ def _kept(draw: Draw) -> Case:
             stores += ["upper", "upper"]
     store = draw.one_of(*stores)
     is_upper = store == "upper"
-    fun = _function(kernel, axis, is_given, scale)
+    fun = function(kernel, axis, is_given, scale)
     extra = {"given": scale} if is_given else {}
 
     def package() -> Any:
@@ -215,7 +213,9 @@ def _kept(draw: Draw) -> Case:
             out = run(*sides.args, **extra)
             if store in ("zarr", "upper"):
                 out = jtu.tree_map(
-                    lambda x: _read(x, kernel.text), out, is_leaf=lambda x: hasattr(x, "shape")
+                    lambda x: read(x, kernel.text),
+                    out,
+                    is_leaf=lambda x: hasattr(x, "shape"),
                 )
             return out
 
@@ -238,10 +238,14 @@ def _kept(draw: Draw) -> Case:
     return Case(text, package, oracle)
 
 
-def _read(x: Any, text: str) -> Any:
+def read(x: Any, text: str) -> Any:
     """All of a stored array, after some of it has been compared with all."""
     whole = np.asarray(x)
-    for key in ((slice(1, None), slice(0, 2)), (slice(None, None, 2),), (-1, slice(1, 3))):
+    for key in (
+        (slice(1, None), slice(0, 2)),
+        (slice(None, None, 2),),
+        (-1, slice(1, 3)),
+    ):
         if all(length > 1 for length in whole.shape[:2]) and whole.ndim > 1:
             part = x[key] if len(key) > 1 else x[key[0], :]
             if not np.array_equal(part, whole[key], equal_nan=True):
@@ -297,7 +301,11 @@ def _draw_reduction(draw: Draw, sides: Sides, dtype: str, kernel: Kernel) -> tup
         )
     if name == "KernelAlignment":
         first = make(rng, draw.one_of((n1,), (n1, 2)), real)
-        other = None if n1 == n2 and draw.flag() else make(rng, (n2, *first.shape[1:]), real)
+        other = (
+            None
+            if n1 == n2 and draw.flag()
+            else make(rng, (n2, *first.shape[1:]), real)
+        )
         y1, y2 = widen(first), widen(first if other is None else other)
         y1, y2 = (y.reshape(len(y), -1) if y.size else y[:, None] for y in (y1, y2))
 
@@ -333,23 +341,25 @@ def _draw_reduction(draw: Draw, sides: Sides, dtype: str, kernel: Kernel) -> tup
 
 def _reduced(draw: Draw) -> Case:
     placing = draw_placing(draw, 0.35)
-    options = (*_KERNELS[:5], _KERNELS[4])
-    kernel, dtype = _draw_kernel(draw, options, _DTYPES)
+    options = (*KERNELS[:5], KERNELS[4])
+    kernel, dtype = draw_kernel(draw, options, _DTYPES)
     if kernel.is_real and dtype == "complex128":
         dtype = "complex64"
-    sides = _draw_sides(draw, dtype, placing if draw.flag(0.3) else draw_placing(draw, 0))
+    sides = draw_sides(
+        draw, dtype, placing if draw.flag(0.3) else draw_placing(draw, 0)
+    )
     if kernel.text == "masked" and 0 in sides.totals:
-        kernel = _KERNELS[0]
-    size = _draw_blocks(draw, sides.totals)
+        kernel = KERNELS[0]
+    size = draw_blocks(draw, sides.totals)
     reduction, numpy, reduction_text = _draw_reduction(draw, sides, dtype, kernel)
     is_given = draw.flag(0.6)
-    scale = _scaled(kernel, dtype)
+    scale = scaled(kernel, dtype)
     settings: dict[str, Any] = {"block_size": size, "reduce": reduction}
     if kernel.symmetric and draw.flag(0.6):
         settings["symmetric"] = kernel.symmetric
     if placing.mesh is not None:
         settings["mesh"] = placing.mesh
-    fun = _function(kernel, 0, is_given, scale)
+    fun = function(kernel, 0, is_given, scale)
     extra = {"given": scale} if is_given else {}
     is_top = isinstance(reduction, TopK)
 
@@ -383,127 +393,5 @@ def _reduced(draw: Draw) -> Case:
         f"{kernel.text} {dtype} {sides.text} blocks={size} {reduction_text} "
         f"{'symmetric' if 'symmetric' in settings else ''} "
         f"{'given' if is_given else 'closed over'}{placing.text}"
-    )
-    return Case(text, package, oracle)
-
-
-def _differentiated(draw: Draw) -> Case:
-    """The derivative of a kernel in the examples and in its scale."""
-    placing = draw_placing(draw, 0.35)
-    options = (_KERNELS[2], _KERNELS[0], _KERNELS[3], _KERNELS[6])
-    kernel, dtype = _draw_kernel(draw, options, ("float32", "float64"))
-    sides = _draw_sides(draw, dtype, draw_placing(draw, 0))
-    size = _draw_blocks(draw, sides.totals)
-    settings: dict[str, Any] = {"block_size": size, "out_axes": kernel.out_axes}
-    if kernel.symmetric and draw.flag(0.6):
-        settings["symmetric"] = kernel.symmetric
-    if placing.mesh is not None:
-        settings["mesh"] = placing.mesh
-    is_given = draw.flag(0.6)
-    is_alone = len(sides.args) == 1
-
-    def loss(run: Callable) -> Callable:
-        def value(x: Any, y: Any, scale: Any) -> Any:
-            out = run(x, None if is_alone else y, scale)
-            leaves = [x for x in jtu.tree_leaves(out) if eqx.is_inexact_array(x)]
-            # Not reshaped, which JAX does not do where it is spread over a mesh.
-            weigh = lambda x: jnp.cos(jnp.arange(x.size)).astype(x.dtype)
-            return sum(jnp.sum(x * weigh(x).reshape(x.shape)) for x in leaves)
-
-        return value
-
-    def blocked(x: Any, y: Any, scale: Any) -> Any:
-        fun = _function(kernel, 0, is_given, scale)
-        extra = {"given": scale} if is_given else {}
-        return filter_batch_kernel(fun, **settings)(x, y, **extra)
-
-    def dense(x: Any, y: Any, scale: Any) -> Any:
-        return kernel.fun(jnp, x, x if y is None else y, scale)
-
-    y = sides.dense[1]
-    values = (sides.x, y, _scaled(kernel, dtype))
-
-    def oracle() -> Any:
-        found = jax.jit(jax.grad(loss(dense), argnums=(0, 1, 2)))(*values)
-        return jtu.tree_map(lambda x: Expected(widen(x), x.dtype, tolerance=500.0), found)
-
-    package = lambda: jax.jit(jax.grad(loss(blocked), argnums=(0, 1, 2)))(*values)
-    text = (
-        f"gradient of {kernel.text} {dtype} {sides.text} blocks={size} "
-        f"{'symmetric' if 'symmetric' in settings else ''} "
-        f"{'given' if is_given else 'closed over'}{placing.text}"
-    )
-    return Case(text, package, oracle)
-
-
-def _of_gradients(draw: Draw) -> Case:
-    """A kernel function that takes derivatives in what it is given or closes over."""
-    placing = draw_placing(draw, 0.5)
-    sides = _draw_sides(draw, "float32", draw_placing(draw, 0))
-    size = _draw_blocks(draw, sides.totals)
-    what = draw.one_of("grad", "EmpiricalNTK", "EmpiricalNTK full", "jvp")
-    way = draw.one_of("closed over", "partial", "argument")
-    store = draw.one_of("device", "host", "upper")
-    num = 3
-    w = make(draw.numbers(), (num, _FEATURES), "float32")
-    apply = lambda w, x: jnp.tanh(w @ x)
-
-    def jacobians(w: Any, x: Any) -> Any:
-        derive = jax.jacfwd if what == "jvp" else jax.jacrev
-        return jax.vmap(derive(apply), (None, 0))(w, x).reshape(len(x), num, -1)
-
-    class Net(eqx.Module):
-        w: Any
-
-        def __call__(self, x: Any) -> Any:
-            return apply(self.w, x)
-
-    def kernel(w: Any, x1: Any, x2: Any = None) -> Any:
-        if "EmpiricalNTK" in what:
-            axes = () if "full" in what else -1
-            return EmpiricalNTK(Net(w), trace_axes=axes)(x1, x2)
-        first = jacobians(w, x1)
-        second = first if x2 is None else jacobians(w, x2)
-        return jnp.einsum("iap,jap->ij", first, second)
-
-    is_full = "full" in what
-    settings: dict[str, Any] = {"block_size": size}
-    is_upper = store == "upper" and sides.y is None
-    if is_upper or draw.flag():
-        settings["symmetric"] = _exchange if is_full else True
-    if placing.mesh is not None:
-        settings["mesh"] = placing.mesh
-
-    def package() -> Any:
-        with tempfile.TemporaryDirectory() as folder:
-            if store == "host":
-                settings["store"] = HostStore()
-            if is_upper:
-                settings["store"] = ZarrStore(f"{folder}/k", upper_only=True)
-            if way == "argument":
-                fun = lambda x1, x2=None, *, w: kernel(w, x1, x2)
-                out = filter_batch_kernel(fun, **settings)(*sides.args, w=w)
-            else:
-                partial = eqx.Partial(kernel, w)
-                fun = partial if way == "partial" else lambda x, y=None: kernel(w, x, y)
-                out = filter_batch_kernel(fun, **settings)(*sides.args)
-            return _read(out, what) if is_upper else out
-
-    def oracle() -> Any:
-        x, y = (widen(x) for x in sides.dense)
-        wide = widen(w)
-        slope = lambda x: 1 - np.tanh(x @ wide.T) ** 2
-        inner = x @ y.T
-        full = np.zeros((len(x), len(y), num, num))
-        for a in range(num):
-            full[:, :, a, a] = slope(x)[:, None, a] * slope(y)[None, :, a] * inner
-        traced = np.einsum("ijaa->ij", full)
-        if what == "EmpiricalNTK":
-            traced = traced / num
-        return Expected(full if is_full else traced, "float32", tolerance=200.0)
-
-    text = (
-        f"{what} {sides.text} blocks={size} {way} {store} "
-        f"{'symmetric' if 'symmetric' in settings else ''}{placing.text}"
     )
     return Case(text, package, oracle)

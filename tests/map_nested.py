@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
 from eqxbatch import (
     Concat,
@@ -22,9 +20,15 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-
-from .map_draw import Case, coarsest, Draw, draw_dtype, draw_placing, draw_size, Expected, make, widen
-from .map_vmaps import differentiated, loosely
+from .map_derivatives import differentiated
+from .map_draw import (
+    Case,
+    Draw,
+    draw_dtype,
+    draw_placing,
+    draw_size,
+    make,
+)
 
 
 _ACCUMULATORS: dict[str, tuple[Any, Callable]] = {
@@ -39,8 +43,9 @@ _COLLECTIVES: dict[str, Callable] = {
     "none": lambda x, name: x,
     "psum": jax.lax.psum,
     "pmean": jax.lax.pmean,
-    "pmax": lambda x, name: jax.lax.stop_gradient(jax.lax.pmax(
-        jax.lax.stop_gradient(x), name)) * x,
+    "pmax": lambda x, name: (
+        jax.lax.stop_gradient(jax.lax.pmax(jax.lax.stop_gradient(x), name)) * x
+    ),
     "all_gather": lambda x, name: jnp.sum(jax.lax.all_gather(x, name), axis=0),
 }
 
@@ -95,12 +100,18 @@ def draw_nested(draw: Draw) -> Case:
 
     def package(x: Any, y: Any) -> Any:
         over_y = lambda x: mapped(
-            lambda y: example(x, y), inner_name, inner_size, inner, kinds[1], inner_dense
+            lambda y: example(x, y),
+            inner_name,
+            inner_size,
+            inner,
+            kinds[1],
+            inner_dense,
         )(y)
         return mapped(over_y, outer_name, size, outer, kinds[0], outer_dense)(x)
 
     def dense(x: Any, y: Any) -> Any:
-        sizes = [None if k == "vmap" else s for k, s in zip(kinds, (size, inner_size))]
+        given = zip(kinds, (size, inner_size), strict=True)
+        sizes = [None if kind == "vmap" else size for kind, size in given]
         over_y = lambda x: _in_blocks(
             lambda y: example(x, y), inner_name, sizes[1], inner_dense
         )(y)

@@ -28,6 +28,7 @@ from .conftest import enable_x64
 from .map_draw import Case, compare, Draw, Mismatch
 from .map_gradients import draw_gradients
 from .map_grids import draw_grids
+from .map_kernel_gradients import draw_kernel_gradients, draw_kernels_of_gradients
 from .map_kernels import draw_kernels
 from .map_nested import draw_microbatch, draw_nested
 from .map_vmaps import draw_vmaps
@@ -37,9 +38,11 @@ FAMILIES = (
     draw_vmaps,
     draw_gradients,
     draw_kernels,
-    draw_vmaps,
     draw_nested,
-    draw_kernels,
+    draw_vmaps,
+    draw_kernel_gradients,
+    draw_gradients,
+    draw_kernels_of_gradients,
     draw_microbatch,
     draw_grids,
 )
@@ -57,7 +60,9 @@ class Finding(NamedTuple):
     @property
     def kind(self) -> tuple[str, str]:
         """What findings of one cause have in common, as far as that can be told."""
-        error = re.sub(r"0x\w+|[-+]?[\d.]+(e[-+]?\d+)?|nan|inf|True|False", "#", self.error)
+        error = re.sub(
+            r"0x\w+|[-+]?[\d.]+(e[-+]?\d+)?|nan|inf|True|False", "#", self.error
+        )
         return f"{self.check} {error[:60]}", self.place
 
 
@@ -109,7 +114,9 @@ def _raises(run: Any) -> bool:
 def _place(e: Exception) -> str:
     """The innermost function of the package that an error came through."""
     frames = traceback.extract_tb(e.__traceback__)
-    own = [x for x in frames if "/eqxbatch/" in x.filename and "site-pac" not in x.filename]
+    own = [
+        x for x in frames if "/eqxbatch/" in x.filename and "site-pac" not in x.filename
+    ]
     if not own:
         return ""
     return f"{pathlib.Path(own[-1].filename).name}:{own[-1].name}"

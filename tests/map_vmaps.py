@@ -12,11 +12,10 @@ import jax.tree_util as jtu
 import numpy as np
 
 from eqxbatch import filter_micro_vmap
-
 from .map_accumulators import draw_accumulator, Reduced
+from .map_derivatives import differentiated
 from .map_draw import (
     Case,
-    coarsest,
     Draw,
     draw_dtype,
     draw_placing,
@@ -95,9 +94,9 @@ def _ops(x: Any, kind: str) -> dict[str, Callable]:
 
 
 def draw_kind(draw: Draw, dtype: str) -> str:
-    if dtype not in ("float32", "float64", "bfloat16", "float16") or not draw.flag(0.3):
+    if dtype not in ("float32", "float64", "bfloat16", "float16") or not draw.flag(0.4):
         return "normal"
-    return draw.one_of("normal", "huge", "inf", "nan", "-inf first", "-inf", "tiny")
+    return draw.one_of("inf", "huge", "nan", "-inf first", "-inf", "huge", "tiny")
 
 
 def draw_arguments(draw: Draw, total: int, placing: Any, dtypes: tuple) -> list:
@@ -125,11 +124,14 @@ def draw_arguments(draw: Draw, total: int, placing: Any, dtypes: tuple) -> list:
                 leaves.append(make(rng, tuple(full), dtype, kind, axis))
                 texts.append(f"{dtype}{full} {kind}")
             value, text = leaves[0], texts[0]
-            kind = "normal" if {*_kinds(texts)} == {"normal"} else "other"
+            kinds = {*_kinds(texts)} - {"normal"}
+            kind = kinds.pop() if len(kinds) == 1 else "other" if kinds else "normal"
             if num == 2:
                 wrap = draw.one_of(dict, tuple, Pair)
-                value = wrap(zip("ab", leaves)) if wrap is dict else (
-                    Pair(*leaves) if wrap is Pair else tuple(leaves)
+                value = (
+                    wrap(zip("ab", leaves, strict=True))
+                    if wrap is dict
+                    else (Pair(*leaves) if wrap is Pair else tuple(leaves))
                 )
                 text = f"{wrap.__name__}({', '.join(texts)})"
         before = placing.text
@@ -153,6 +155,16 @@ class Function:
     structure: Callable[[list], Any]
     text: str
 
+    def is_mapped(self, arguments: list[Argument]) -> bool:
+        """Whether some output is another one for each example."""
+        axes = [
+            argument.axis
+            for argument in arguments
+            for x in jtu.tree_leaves(argument.value)
+            if eqx.is_array(x)
+        ]
+        return any(at >= 0 and axes[at] is not None for at, _ in self.steps)
+
     def __call__(self, *args: Any) -> Any:
         leaves = [x for x in jtu.tree_leaves(args) if eqx.is_array(x)]
         outputs = []
@@ -167,7 +179,7 @@ class Function:
 _STRUCTURES: dict[str, Callable[[list], Any]] = {
     "{}": lambda x: x[0] if len(x) == 1 else x,
     "tuple": tuple,
-    "dict": lambda x: dict(zip("abcdef", x)),
+    "dict": lambda x: dict(zip("abcdef", x, strict=False)),
     "Pair": lambda x: Pair(x[0], x[1:]),
     "static": lambda x: {"x": x, "s": "text", "f": 2.0, "n": None},
 }
@@ -211,6 +223,11 @@ def _named(fun: Callable, num: int) -> Callable:
     }[num]
 
 
+def _by_leaf(axis: int | None) -> Callable:
+    """`axis` for arrays, as a function from a leaf to that."""
+    return lambda x: axis if eqx.is_array(x) else None
+
+
 def _draw_in_axes(draw: Draw, arguments: list[Argument]) -> tuple[Any, bool, str]:
     """`in_axes`, whether the last argument is given by its name, and a description."""
     spec = []
@@ -225,18 +242,21 @@ def _draw_in_axes(draw: Draw, arguments: list[Argument]) -> tuple[Any, bool, str
         forms.append("default")
     if len({*axes}) == 1 and not any(callable(x) for x in spec):
         forms.append("int")
+    forms.append("callable")
     form = draw.one_of(*forms)
+    if form == "callable":
+        return tuple(x if callable(x) else _by_leaf(x) for x in spec), False, form
     if form == "default":
         return eqx.if_array(0), False, "default"
     if form == "int":
         return axes[0], False, "int"
     if form == "tuple":
         return tuple(spec), False, "tuple"
-    return dict(zip("abc", spec)), form == "keyword", form
+    return dict(zip("abc", spec, strict=False)), form == "keyword", form
 
 
 def _draw_out_axes(
-    draw: Draw, fun: Function, single: list, arguments: list[Argument], total: int
+    draw: Draw, fun: Function, program: Any, total: int
 ) -> tuple[Any, str]:
     """`out_axes` of a function whose outputs are all kept."""
     name = fun.text.split("[")[0]
@@ -244,12 +264,12 @@ def _draw_out_axes(
         return eqx.if_array(0), ""
     is_shared = [
         argument.axis is None
-        for argument in arguments
+        for argument in program.arguments
         for x in jtu.tree_leaves(argument.value)
         if eqx.is_array(x)
     ]
     axes: list[int | None] = []
-    for (at, _), struct in zip(fun.steps, single, strict=True):
+    for (at, _), struct in zip(fun.steps, program.single, strict=True):
         ndim = len(struct.shape)
         options: list[int | None] = [0, *range(1, ndim + 1), *range(-ndim - 1, 0)]
         if (at < 0 or is_shared[at]) and total > 0:
@@ -258,13 +278,9 @@ def _draw_out_axes(
     return fun.structure(axes), f" out_axes={axes}"
 
 
-def _each(accumulators: list[Reduced], structs: list) -> list[Reduced]:
-    """One accumulator for each array."""
-    return accumulators * len(structs) if len(accumulators) == 1 else accumulators
-
-
 def _single(fun: Function, arguments: list[Argument]) -> list:
     """The shapes of what one example gives."""
+
     def example(x: Any, axis: int) -> Any:
         shape = list(x.shape)
         shape[axis] = 1
@@ -285,6 +301,87 @@ def _single(fun: Function, arguments: list[Argument]) -> list:
     return [x for x in jtu.tree_leaves(out) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
+@dataclasses.dataclass
+class _Program:
+    """`filter_micro_vmap` of a function, and the same without it.
+
+    - `single`: the shapes of what one example gives.
+    - `reduced`: accumulators, if there are any; one for all arrays, or one for each.
+    - `rows`: how many examples run, if not all of them do.
+    - `is_closed`: whether the last argument is closed over.
+    """
+
+    fun: Function
+    arguments: list[Argument]
+    single: list
+    settings: dict[str, Any]
+    by_name: bool = False
+    is_closed: bool = False
+    reduced: list[Reduced] | None = None
+    rows: int | None = None
+
+    def package(self, *args: Any) -> Any:
+        num = len(self.arguments)
+        fun = _named(self.fun, num)
+        if self.is_closed:
+            *args, closed = args
+            fun = _named(lambda *args: self.fun(*args, closed), num - 1)
+        micro = filter_micro_vmap(fun, **self.settings)
+        if self.by_name:
+            return micro(*args[:-1], **{"abc"[len(args) - 1]: args[-1]})
+        return micro(*args)
+
+    def dense(self, *args: Any) -> Any:
+        axes = [
+            None if x.axis is None else eqx.if_array(x.axis) for x in self.arguments
+        ]
+        return eqx.filter_vmap(
+            self.fun,
+            in_axes=tuple(axes),
+            out_axes=self.settings.get("out_axes", eqx.if_array(0)),
+            axis_size=self.settings.get("axis_size"),
+        )(*args)
+
+    def plain(self, *args: Any) -> Any:
+        """The same as the package, in JAX."""
+        out = self.dense(*args)
+        if self.reduced is None:
+            return out
+        each = self._each()
+        reduce = lambda x: next(each).dense(x[: self.rows])
+        return jtu.tree_map(lambda x: reduce(x) if eqx.is_array(x) else x, out)
+
+    def oracle(self, *args: Any) -> Any:
+        """The same as the package, in NumPy."""
+        out = eqx.filter_jit(self.dense)(*args)
+        if self.reduced is None:
+            return jtu.tree_map(expect, out)
+        each = self._each()
+        reduce = lambda x: _accumulated(next(each), x, self.rows)
+        return jtu.tree_map(lambda x: reduce(x) if eqx.is_array(x) else x, out)
+
+    def _each(self) -> Any:
+        assert self.reduced is not None
+        num = len(self.single)
+        return iter(self.reduced * num if len(self.reduced) == 1 else self.reduced)
+
+    def refusal(self, total: int) -> str:
+        """What must be raised, if anything."""
+        if self.reduced is None:
+            return ""
+        pairs = zip(self._each(), self.single, strict=True)
+        found = [accumulator.refusal(x.dtype, total) for accumulator, x in pairs]
+        return next(filter(None, found), "")
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether some results may be refused."""
+        if self.reduced is None:
+            return False
+        pairs = zip(self._each(), self.single, strict=True)
+        return any(accumulator.is_odd(x.dtype) for accumulator, x in pairs)
+
+
 def draw_vmaps(draw: Draw) -> Case:
     """`filter_micro_vmap` of a function, or a derivative of that."""
     total = draw_total(draw)
@@ -293,115 +390,82 @@ def draw_vmaps(draw: Draw) -> Case:
     mode = draw.one_of("", "jit", "", "grad", "jvp", "vmap")
     dtypes = DTYPES if mode in ("", "jit") else DTYPES[:6]
     arguments = draw_arguments(draw, total, placing, dtypes)
-    if mode not in ("", "jit") and any(x.kind != "normal" for x in arguments):
-        mode = "jit"
+    kinds = {x.kind for x in arguments}
+    if mode not in ("", "jit") and kinds != {"normal"}:
+        mode = "shift" if kinds <= {"-inf first", "-inf", "normal"} else "jit"
     fun = draw_function(draw, arguments)
-    single = _single(fun, arguments)
-    in_axes, by_name, in_text = _draw_in_axes(draw, arguments)
-    settings: dict[str, Any] = {"microbatch_size": size, "in_axes": in_axes}
-    text, reduced, refuses, rows, may_refuse = "", None, "", None, False
+    program = _Program(fun, arguments, _single(fun, arguments), {})
+    settings = program.settings
+    is_closed = len(arguments) > 1 and arguments[-1].axis is None and draw.flag(0.5)
+    program.is_closed = is_closed
+    given = arguments[:-1] if is_closed else arguments
+    in_axes, program.by_name, in_text = _draw_in_axes(draw, given)
+    settings |= {"microbatch_size": size, "in_axes": in_axes}
     is_empty = total == 0 and mode not in ("", "jit")
+    refuses, text = "", ""
     if draw.flag(0.6) and not is_empty:  # There, means are over nothing.
-        found = [x.dtype for x in single]
-        num = len(single) if draw.flag(0.4) and fun.text[0] in "{td" else 1
-        reduced = [draw_accumulator(draw, total, found) for _ in range(num)]
-        each = _each(reduced, single)
-        refuses = next(
-            (r for acc, d in zip(each, found) if (r := acc.refusal(d, total))), ""
-        )
-        may_refuse = any(acc.is_odd(d) for acc, d in zip(each, found))
-        accumulators = [x.accumulator for x in reduced]
-        settings["accumulator"] = (
-            accumulators[0] if num == 1 else fun.structure(accumulators)
-        )
-        text = f" accumulator={[x.text for x in reduced]}"
-        out_axes: Any = eqx.if_array(0)
+        found = [x.dtype for x in program.single]
+        num = len(found) if draw.flag(0.4) and fun.text[0] in "{td" else 1
+        program.reduced = [draw_accumulator(draw, total, found) for _ in range(num)]
+        own = [x.accumulator for x in program.reduced]
+        settings["accumulator"] = own[0] if num == 1 else fun.structure(own)
+        text = f" accumulator={[x.text for x in program.reduced]}"
+        refuses = program.refusal(total)
+    elif total > 1 and fun.is_mapped(arguments) and draw.flag(0.04):
+        settings["out_axes"], refuses, text = None, "out_axes", " out_axes=None"
     else:
-        out_axes, text = _draw_out_axes(draw, fun, single, arguments, total)
-        settings["out_axes"] = out_axes
-    if draw.flag(0.15):
-        settings["checkpoint"] = True
-        text += " checkpoint"
-    if placing.mesh is None and total and reduced is not None and draw.flag(0.2):
-        step = min(size or total, total)
-        num_blocks = draw.below(-(-total // step) + 1)
-        rows = min(num_blocks * step, total)
-        is_traced = draw.flag()
-        settings["num_real_microbatches"] = (
-            jnp.array(num_blocks) if is_traced else num_blocks
-        )
-        text += f" only {num_blocks} blocks{' (traced)' if is_traced else ''}"
-    named = _named(fun, len(arguments))
-    axes = tuple(
-        None if x.axis is None else eqx.if_array(x.axis) for x in arguments
-    )
-    dense = eqx.filter_vmap(fun, in_axes=axes, out_axes=out_axes)
-
-    def package(*args: Any) -> Any:
-        micro = filter_micro_vmap(named, **settings)
-        if by_name:
-            return micro(*args[:-1], **{"abc"[len(args) - 1]: args[-1]})
-        return micro(*args)
-
-    def plain(*args: Any) -> Any:
-        """The same, in JAX."""
-        out = dense(*args)
-        if reduced is None:
-            return out
-        each = iter(_each(reduced, single))
-        return jtu.tree_map(
-            lambda x: next(each).dense(x[:rows]) if eqx.is_array(x) else x, out
-        )
-
-    def oracle(*args: Any) -> Any:
-        out = eqx.filter_jit(dense)(*args)
-        if reduced is None:
-            return jtu.tree_map(expect, out)
-        each = iter(_each(reduced, single))
-        return jtu.tree_map(
-            lambda x: _accumulated(next(each), x, rows) if eqx.is_array(x) else x, out
-        )
-
+        settings["out_axes"], text = _draw_out_axes(draw, fun, program, total)
+    least = int(mode not in ("", "jit"))  # A mean over nothing has no derivative.
+    text += _draw_more(draw, program, placing, total, size, least)
     text = (
-        f"n={total} b={size} {mode} {fun.text} of {[x.text for x in arguments]} "
-        f"in_axes {in_text}{text}{placing.text}"
+        f"n={total} b={size} {mode} {fun.text} of {[x.text for x in arguments]}"
+        f"{' the last closed over' if is_closed else ''} in_axes {in_text}{text}"
+        f"{placing.text}"
     )
     values = [x.value for x in arguments]
     placed = [x.placed for x in arguments]
     if mode in ("", "jit"):
-        run = eqx.filter_jit(package) if mode == "jit" else package
-        case = Case(text, lambda: run(*placed), lambda: oracle(*values))
-        case.by_jax = lambda: eqx.filter_jit(plain)(*placed)
+        run = eqx.filter_jit(program.package) if mode == "jit" else program.package
+        case = Case(text, lambda: run(*placed), lambda: program.oracle(*values))
+        case.by_jax = lambda: eqx.filter_jit(program.plain)(*placed)
     else:
-        case = differentiated(mode, text, package, plain, values, placed)
-    case.refuses, case.may_refuse = refuses, may_refuse
+        case = differentiated(
+            mode, text, program.package, program.plain, values, placed
+        )
+    case.refuses, case.may_refuse = refuses, program.is_odd
     return case
 
 
-def differentiated(
-    mode: str,
-    text: str,
-    package: Callable,
-    plain: Callable,
-    values: list,
-    placed: list | None = None,
-) -> Case:
-    """Compares a function, or a derivative of it, with what is to be the same in JAX."""
-    run = {
-        "": lambda fun, args: fun(*args),
-        "jit": lambda fun, args: eqx.filter_jit(fun)(*args),
-        "grad": _gradient,
-        "jvp": _tangent,
-        "vmap": _mapped,
-    }[mode]
-    placed = values if placed is None else placed
-    by_jax = run if mode else lambda fun, args: eqx.filter_jit(fun)(*args)
-    return Case(
-        text,
-        lambda: run(package, placed),
-        lambda: loosely(by_jax(plain, values), coarsest(values)),
-        by_jax=lambda: by_jax(plain, placed),
-    )
+def _draw_more(
+    draw: Draw,
+    program: _Program,
+    placing: Any,
+    total: int,
+    size: int | None,
+    least: int,
+) -> str:
+    """Settings that change nothing, or how many microbatches run."""
+    settings, text = program.settings, ""
+    if draw.flag(0.15):
+        settings["checkpoint"] = True
+        text += " checkpoint"
+    if draw.flag(0.1):
+        settings["axis_size"] = total
+        text += " axis_size"
+    if placing.mesh is not None:
+        return text
+    if draw.flag(0.1):
+        settings["axis_name"] = "i"
+        text += " axis_name"
+    if total and program.reduced is not None and draw.flag(0.2):
+        step = min(size or total, total)
+        num = max(draw.below(-(-total // step) + 1), least)
+        program.rows = min(num * step, total)
+        kind = draw.one_of("int", "int32", "int8")
+        limit = num if kind == "int" else jnp.asarray(num, kind)
+        settings["num_real_microbatches"] = limit
+        text += f" only {num} blocks ({kind})"
+    return text
 
 
 def _accumulated(reduced: Reduced, y: Any, rows: int | None) -> Any:
@@ -412,60 +476,3 @@ def _accumulated(reduced: Reduced, y: Any, rows: int | None) -> Any:
         values[rows:] = 0
         return Expected(values, y.dtype)
     return reduced.numpy(y[:rows])
-
-
-def loosely(tree: Any, eps: float) -> Any:
-    """These arrays, up to the rounding of longer programs."""
-
-    def loose(x: Any) -> Any:
-        if not eqx.is_array(x):
-            return x
-        tolerance = 50.0 if eps > 1e-4 else 500.0
-        wide = widen(x)
-        # Zeros may be differences of numbers that are not small.
-        finite = np.abs(np.where(np.isfinite(wide), wide, 0))
-        scale = float(np.max(finite, initial=0.1))
-        return Expected(wide, x.dtype, scale=scale, tolerance=tolerance, eps=eps)
-
-    return jtu.tree_map(loose, tree)
-
-
-def _objective(fun: Callable, args: list) -> tuple[Callable, Any]:
-    """A number that is made of all results, and the arguments it is differentiated in."""
-    diff, rest = eqx.partition(args, eqx.is_inexact_array)
-
-    def value(diff: Any) -> Any:
-        out = fun(*eqx.combine(diff, rest))
-        total = jnp.zeros(())
-        wide = total.dtype
-        for x in jtu.tree_leaves(out):
-            if eqx.is_inexact_array(x):
-                weights = jnp.cos(jnp.arange(x.size, dtype=wide)) + 1.5
-                real = jnp.real(x) + jnp.imag(x) if jnp.iscomplexobj(x) else x
-                total += jnp.sum(real.ravel().astype(wide) * weights)
-        return total
-
-    return value, diff
-
-
-def _gradient(fun: Callable, args: list) -> Any:
-    value, diff = _objective(fun, args)
-    return jax.jit(jax.grad(value))(diff)
-
-
-def _tangent(fun: Callable, args: list) -> Any:
-    value, diff = _objective(fun, args)
-    tangents = jtu.tree_map(lambda x: jnp.cos(x), diff)
-    return jax.jit(lambda x, t: jax.jvp(value, (x,), (t,)))(diff, tangents)
-
-
-def _mapped(fun: Callable, args: list) -> Any:
-    """Over scales of all inexact arguments."""
-    diff, rest = eqx.partition(args, eqx.is_inexact_array)
-
-    def run(scale: Any) -> Any:
-        scaled = jtu.tree_map(lambda x: x * scale.astype(x.dtype), diff)
-        out = fun(*eqx.combine(scaled, rest))
-        return [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
-
-    return jax.jit(jax.vmap(run))(jnp.array([1.0, 2.0]))
