@@ -15,6 +15,7 @@ from eqxbatch import (
     LogSumExp,
     Max,
     Mean,
+    MeanAndVariance,
     Min,
     RunningMean,
     Sum,
@@ -207,14 +208,13 @@ def _stack(parts: list) -> Any:
 
 
 def _weighted(parts: list, counts: list) -> Any:
-    weights = jnp.array(counts, jnp.float32) / sum(counts)
     wide = jnp.stack(parts).astype(jnp.zeros(()).dtype)
-    return (wide * weights.astype(wide.dtype)[:, None]).sum(0).astype(parts[0].dtype)
+    weights = jnp.asarray(np.array(counts) / sum(counts), wide.dtype)
+    return (wide * weights[:, None]).sum(0).astype(parts[0].dtype)
 
 
 def _between(parts: list, counts: list) -> Any:
-    from eqxbatch import MeanAndVariance
-
     mean = _weighted(parts, counts)
-    squares = [(p.astype(jnp.float32) - mean.astype(jnp.float32)) ** 2 for p in parts]
+    wide = jnp.zeros(()).dtype
+    squares = [(p.astype(wide) - mean.astype(wide)) ** 2 for p in parts]
     return MeanAndVariance(mean, _weighted(squares, counts).astype(mean.dtype))
