@@ -277,7 +277,12 @@ def _extreme(name: str, draw: Draw, total: int, dtypes: list) -> Reduced:
 
 def _last(draw: Draw, total: int, dtypes: list) -> Reduced:
     refusal = lambda dtype, n: "Last needs at least one example" if n == 0 else ""
-    numpy = lambda y: Expected(widen(y)[-1], y.dtype)
+
+    def numpy(y: Any) -> Any:
+        if len(y) == 0:
+            raise Skip  # No microbatch ran.
+        return Expected(widen(y)[-1], y.dtype)
+
     return Reduced(Last(), "Last()", numpy, lambda y: y[-1], refusal)
 
 

@@ -145,19 +145,21 @@ def _norms(each: list[np.ndarray], members: tuple) -> np.ndarray:
 def draw_gradients(draw: Draw) -> Case:
     """A loss, how gradients are clipped and accumulated, and what is asked besides."""
     total = max(draw_total(draw), 1)
+    often = 0.2
     if draw.flag(0.1):
-        total = 150
+        # More than an int8 can count.
+        total, often = 150, 0.7
     size = draw_size(draw, total)
     placing = draw_placing(draw, 0.15)
     dtype = draw_dtype(draw, _DTYPES)
     name, loss = draw.one_of(*_LOSSES.items())
     # Half precision has few large numbers, so that sums are larger than all of them.
     power = draw.one_of(0, 0, 0, 3, 20, -24) if name == "dot" else 0
-    power = {"float16": min(max(power, -3), 3)}.get(dtype, power)
+    power = {"float16": min(max(power, -3), 4)}.get(dtype, power)
     rng = draw.numbers()
     x = jnp.asarray((np.abs(rng.normal(size=(total, 3))) + 0.5) * 10.0**power)
     x = x.astype(dtype)
-    model = _model(rng, dtype, 1.0)
+    model = _model(rng, dtype, 10.0 ** -max(power, 0))
     accumulator, text, weights = _draw_accumulator(draw, total)
     clip_norm, bounds, clip_text = _draw_bounds(draw, 10.0**power)
     settings: dict[str, Any] = {"microbatch_size": size, "accumulator": accumulator}
@@ -165,7 +167,7 @@ def draw_gradients(draw: Draw) -> Case:
         "clip_norm": clip_norm,
         "has_aux": draw.flag(0.3),
         "return_norms": draw.flag(0.3),
-        "moments": weights is None and total > 2 and power == 0 and draw.flag(0.25),
+        "moments": weights is None and total > 2 and power == 0 and draw.flag(often),
         "metrics": (lambda g: jnp.sum(g.w)) if draw.flag(0.15) else None,
         "nan_safe": draw.flag(0.1),
     }
@@ -174,10 +176,10 @@ def draw_gradients(draw: Draw) -> Case:
     settings |= {k: x for k, x in options.items() if x is not None and x is not False}
     rows = total
     count_text = ""
-    if placing.mesh is None and draw.flag(0.15):
+    if placing.mesh is None and draw.flag(often):
         step = min(size or total, total)
         num = 1 + draw.below(-(-total // step))
-        kind = draw.one_of("int", "int32", "int8")
+        kind = draw.one_of("int", "int32", "int8") if num < 128 else "int"
         settings["num_real_microbatches"] = (
             num if kind == "int" else jnp.asarray(num, kind)
         )

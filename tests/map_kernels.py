@@ -277,11 +277,15 @@ def _draw_reduction(draw: Draw, sides: Sides, dtype: str, kernel: Kernel) -> tup
     if dtype != "int32":
         options.append("FrobeniusNorm")
         if kind_of(jnp.dtype(dtype)) == "float" and kernel.out_axes == (0, 1):
-            options += ["KernelAlignment", "TopK"] if kernel.text != "outputs" else []
+            options += (
+                ["KernelAlignment", "TopK", "TopK", "TopK"]
+                if kernel.text != "outputs"
+                else []
+            )
     if kernel.text == "masked":
         options = ["TopK"]
-    if kernel.text != "masked" and min(n1, n2) == 0 and "TopK" in options:
-        options.remove("TopK")
+    if kernel.text != "masked" and min(n1, n2) == 0:
+        options = [option for option in options if option != "TopK"]
     name = draw.one_of(*options)
     if name == "RowSums":
         return RowSums(), lambda k: (k.sum(axis=1), np.abs(k).sum(axis=1)), name
@@ -340,8 +344,8 @@ def _draw_reduction(draw: Draw, sides: Sides, dtype: str, kernel: Kernel) -> tup
 
 
 def _reduced(draw: Draw) -> Case:
-    placing = draw_placing(draw, 0.35)
-    options = (*KERNELS[:5], KERNELS[4])
+    placing = draw_placing(draw, 0.5)
+    options = (*KERNELS[:3], *KERNELS[:5])
     kernel, dtype = draw_kernel(draw, options, _DTYPES)
     if kernel.is_real and dtype == "complex128":
         dtype = "complex64"
@@ -351,6 +355,8 @@ def _reduced(draw: Draw) -> Case:
     if kernel.text == "masked" and 0 in sides.totals:
         kernel = KERNELS[0]
     size = draw_blocks(draw, sides.totals)
+    if placing.mesh is not None and draw.flag(0.4):
+        size = max(-(-sides.totals[0] // placing.mesh.size), 1)  # One block for each.
     reduction, numpy, reduction_text = _draw_reduction(draw, sides, dtype, kernel)
     is_given = draw.flag(0.6)
     scale = scaled(kernel, dtype)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from eqxbatch import (
     Concat,
@@ -21,6 +22,7 @@ from eqxbatch import (
     Sum,
     Variance,
 )
+from .map_accumulators import draw_accumulator
 from .map_derivatives import differentiated
 from .map_draw import (
     Case,
@@ -28,6 +30,9 @@ from .map_draw import (
     draw_dtype,
     draw_placing,
     draw_size,
+    DTYPES,
+    FLOATS,
+    KINDS,
     make,
 )
 
@@ -124,6 +129,28 @@ def draw_nested(draw: Draw) -> Case:
         f"{' checkpoint' if checkpoint else ''}"
     )
     return differentiated(mode, text, package, dense, [x, y])
+
+
+def draw_accumulated(draw: Draw) -> Case:
+    """All numbers as they are, and often with none that is ordinary."""
+    total = draw.one_of(4, 1, 2, 3, 5, 7, 8, 12, 0)
+    size = draw_size(draw, total)
+    dtype = draw_dtype(draw, (*FLOATS, *FLOATS, *DTYPES[:-1]))
+    kind = draw.one_of(*KINDS) if dtype in FLOATS else "normal"
+    shape = draw.one_of((), (3,))
+    x = make(draw.numbers(), (total, *shape), dtype, kind)
+    reduced = draw_accumulator(draw, total, [x.dtype])
+    is_special = kind in ("-inf first", "-inf") and total > 0
+    text = f"n={total} b={size} {dtype}{list(shape)} {kind} {reduced.text}"
+    micro = lambda x: filter_micro_vmap(
+        lambda x: x, microbatch_size=size, accumulator=reduced.accumulator
+    )(x)
+    if is_special and draw.flag(0.6):
+        return differentiated("shift", f"shift {text}", micro, reduced.dense, [x])
+    case = Case(text, lambda: micro(x), lambda: reduced.numpy(x))
+    case.refuses = reduced.refusal(x.dtype, total)
+    case.may_refuse = reduced.is_odd(x.dtype)
+    return case
 
 
 def _rows(x: Any) -> Any:

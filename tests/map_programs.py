@@ -25,12 +25,12 @@ if __name__ == "__main__":  # Read when JAX first looks for devices.
 import jax
 
 from .conftest import enable_x64
-from .map_draw import Case, compare, Draw, Mismatch
+from .map_draw import Case, compare, Draw, Mismatch, Skip
 from .map_gradients import draw_gradients
 from .map_grids import draw_grids
 from .map_kernel_gradients import draw_kernel_gradients, draw_kernels_of_gradients
 from .map_kernels import draw_kernels
-from .map_nested import draw_microbatch, draw_nested
+from .map_nested import draw_accumulated, draw_microbatch, draw_nested
 from .map_vmaps import draw_vmaps
 
 
@@ -45,6 +45,9 @@ FAMILIES = (
     draw_kernels_of_gradients,
     draw_microbatch,
     draw_grids,
+    draw_accumulated,
+    draw_vmaps,
+    draw_accumulated,
 )
 _CLEAR_EVERY = 100
 _MODES = 4  # The last of them has 64 bits.
@@ -80,9 +83,10 @@ def run_case(case: Case) -> Finding | str:
     """A finding, or how it went: "ok", "refused", or "void" where the oracle raises."""
     try:
         expected = None if case.refuses else case.oracle()
+    except Skip:
+        return "void"
     except Exception as e:
-        # What JAX itself does not do, nobody needs to do.
-        return f"void: {type(e).__name__}: {str(e)[:80]}"
+        return Finding("has no oracle", f"{type(e).__name__}: {e}", _place(e))
     try:
         got = jax.block_until_ready(case.package())
     except Exception as e:

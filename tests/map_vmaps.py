@@ -413,6 +413,8 @@ def draw_vmaps(draw: Draw) -> Case:
         refuses = program.refusal(total)
     elif total > 1 and fun.is_mapped(arguments) and draw.flag(0.04):
         settings["out_axes"], refuses, text = None, "out_axes", " out_axes=None"
+        settings["microbatch_size"] = draw.one_of(1, size)
+        size = settings["microbatch_size"]
     else:
         settings["out_axes"], text = _draw_out_axes(draw, fun, program, total)
     least = int(mode not in ("", "jit"))  # A mean over nothing has no derivative.
@@ -461,7 +463,7 @@ def _draw_more(
         step = min(size or total, total)
         num = max(draw.below(-(-total // step) + 1), least)
         program.rows = min(num * step, total)
-        kind = draw.one_of("int", "int32", "int8")
+        kind = draw.one_of("int", "int32", "int8") if num < 128 else "int"
         limit = num if kind == "int" else jnp.asarray(num, kind)
         settings["num_real_microbatches"] = limit
         text += f" only {num} blocks ({kind})"
