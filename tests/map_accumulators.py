@@ -83,8 +83,10 @@ def _needs_order(dtype: Any, total: int) -> str:
     return "needs ordered results" if kind_of(dtype) in ("key", "complex") else ""
 
 
-def _draw_weights(draw: Draw, total: int, name: str) -> tuple[Any, str]:
-    if not draw.flag(0.35):
+def _draw_weights(
+    draw: Draw, total: int, name: str, often: float = 0.35
+) -> tuple[Any, str]:
+    if not draw.flag(often):
         return None, ""
     kinds = ["float32", "int32", "bool", "float16", "zero", "tiny", "large"]
     if name == "Sum":
@@ -119,8 +121,9 @@ def _draw_dtype(draw: Draw, dtypes: list) -> Any:
     return draw.one_of(*options)
 
 
-def _sum(draw: Draw, total: int, dtypes: list) -> Reduced:
-    weights, text = _draw_weights(draw, total, "Sum")
+def draw_sum(draw: Draw, total: int, dtypes: list, often: float = 0.35) -> Reduced:
+    """A sum, with weights as often as that."""
+    weights, text = _draw_weights(draw, total, "Sum", often)
     requested = _draw_dtype(draw, dtypes)
 
     def dtype_of(y: Any) -> Any:
@@ -290,7 +293,7 @@ def _of_optax(draw: Draw, total: int, dtypes: list) -> Reduced:
     name = draw.one_of("SUM", "MEAN", "RUNNING_MEAN")
     of = {"SUM": Sum(), "MEAN": Mean(), "RUNNING_MEAN": RunningMean()}
     plain = Draw(0, [0] * 5)
-    makers = {"SUM": _sum, "MEAN": _mean, "RUNNING_MEAN": _running_mean}
+    makers = {"SUM": draw_sum, "MEAN": _mean, "RUNNING_MEAN": _running_mean}
     reduced = makers[name](plain, total, dtypes)
     if type(reduced.accumulator) is not type(of[name]):
         raise AssertionError
@@ -305,7 +308,7 @@ def _concat(draw: Draw, total: int, dtypes: list) -> Reduced:
 
 
 _MAKERS = (
-    _sum,
+    draw_sum,
     _concat,
     _mean,
     _running_mean,

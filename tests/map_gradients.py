@@ -155,7 +155,11 @@ def draw_gradients(draw: Draw) -> Case:
     name, loss = draw.one_of(*_LOSSES.items())
     # Half precision has few large numbers, so that sums are larger than all of them.
     power = draw.one_of(0, 0, 0, 3, 20, -24) if name == "dot" else 0
-    power = {"float16": min(max(power, -3), 4)}.get(dtype, power)
+    if draw.flag(0.1):
+        name, loss, dtype, power = "dot", _dot, "float16", 4
+        total = max(total, 12)
+    if dtype == "float16":
+        power = min(max(power, -3), 4)
     rng = draw.numbers()
     x = jnp.asarray((np.abs(rng.normal(size=(total, 3))) + 0.5) * 10.0**power)
     x = x.astype(dtype)

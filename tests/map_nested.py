@@ -22,7 +22,7 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from .map_accumulators import draw_accumulator
+from .map_accumulators import draw_accumulator, draw_sum
 from .map_derivatives import differentiated
 from .map_draw import (
     Case,
@@ -139,7 +139,10 @@ def draw_accumulated(draw: Draw) -> Case:
     kind = draw.one_of(*KINDS) if dtype in FLOATS else "normal"
     shape = draw.one_of((), (3,))
     x = make(draw.numbers(), (total, *shape), dtype, kind)
-    reduced = draw_accumulator(draw, total, [x.dtype])
+    if dtype not in FLOATS and draw.flag(0.5):
+        reduced = draw_sum(draw, total, [x.dtype], 0.9)
+    else:
+        reduced = draw_accumulator(draw, total, [x.dtype])
     is_special = kind in ("-inf first", "-inf") and total > 0
     text = f"n={total} b={size} {dtype}{list(shape)} {kind} {reduced.text}"
     micro = lambda x: filter_micro_vmap(
