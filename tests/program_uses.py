@@ -137,7 +137,9 @@ def unrolled(b: Builder, h: Var):
     """So many uses that their pairs are too many for products of factors."""
     only(b.chance(0.2))
     w = b.weight(())
-    return b.let(f"__import__('functools').reduce(lambda c, _: jnp.sin(c * {w}), range(17), {h})")
+    return b.let(
+        f"__import__('functools').reduce(lambda c, _: jnp.sin(c * {w}), range(17), {h})"
+    )
 
 
 @use
@@ -372,7 +374,9 @@ def rows_taken(b: Builder, h: Var):
     rows, axis = table_rows(b), b.pick(0, 0, 1)
     w = table(b, rows, (b.size(),), axis)
     mode = b.pick("fill", "fill", "clip", "wrap", None)
-    fill = b.pick(", fill_value=0", ", fill_value=0.5") if mode in ("fill", None) else ""
+    fill = (
+        b.pick(", fill_value=0", ", fill_value=0.5") if mode in ("fill", None) else ""
+    )
     text = f"jnp.take({w}, {tokens(b, rows)}, axis={axis}, mode={mode!r}{fill})"
     return joined(b, h, b.let(text))
 
