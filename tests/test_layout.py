@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqxbatch import filter_micro_vmap, filter_microbatch, Mean
+from eqxbatch import (
+    filter_batch_kernel,
+    filter_micro_vmap,
+    filter_microbatch,
+    HostStore,
+    Mean,
+)
 from eqxbatch._blocks.layout import evaluate_in_loop
 from eqxbatch._blocks.mirror import mirrored, transposed
 from .helpers import assert_same, normal
@@ -110,6 +116,25 @@ def test_derivatives_keep_what_those_of_convolutions_keep(getkey):
         return sum(leaf.size for leaf in jax.tree.leaves(pullback))
 
     assert kept(in_loop) == kept(fun)
+
+
+def test_branches(getkey):
+    conv = eqx.nn.Conv2d(2, 3, 2, key=getkey())
+    x = normal(getkey(), (4, 2, 5, 4))
+    # Whether the one microbatch runs is only known then.
+    micro = filter_micro_vmap(conv, num_real_microbatches=jnp.array(1))
+    assert {*conv_layouts(micro, x)} == {CHANNELS_LAST}
+    assert_same(micro(x), jax.vmap(conv)(x))
+
+    def kernel(x, y=None):
+        first, second = (jax.vmap(conv)(x).reshape(len(x), -1) for x in (x, y))
+        return first @ second.T
+
+    # A block of a kernel is in a branch, so that it is a program of its own.
+    blocks = filter_batch_kernel(kernel, block_size=None)
+    assert {*conv_layouts(blocks, x, x)} == {CHANNELS_LAST}
+    hosted = filter_batch_kernel(kernel, block_size=2, store=HostStore())
+    assert_same(jnp.asarray(hosted(x, x + 1)), kernel(x, x + 1), tol=1e-4)
 
 
 def test_rules_of_functions_around_convolutions_are_kept(getkey):

@@ -14,13 +14,14 @@ from .jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
 
 
 def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
-    """Evaluates a jaxpr whose convolutions are about to run in the body of a loop.
+    """Evaluates a jaxpr that is about to be the body of a loop, or a branch.
 
     XLA for CPUs brings the convolutions of a program into the layout that its fast
     kernels take (batch, spatial, features), but only those at the top of the program:
-    inside of a loop, a convolution in the layout of `equinox.nn.Conv` (batch, features,
-    spatial) runs several times slower than outside. So it is put into that layout here,
-    where the program is compiled for CPUs. On other devices, nothing is changed.
+        inside of a loop or a branch, a convolution in the layout of `equinox.nn.Conv`
+    (batch, features, spatial) runs several times slower than outside. So it is put into
+    that layout here, where the program is compiled for CPUs. On other devices, nothing
+    is changed.
     """
     # Effects, such as a debug print, belong to a jaxpr as a whole, so it stays whole.
     if jaxpr.effects or not _has_convolution(jaxpr):

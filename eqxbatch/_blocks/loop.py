@@ -343,6 +343,9 @@ class _Run:
 
         Its `rows` are given, or None and cut out here.
         """
+        if self.is_limit_traced:
+            in_limit = block.index < self.limit
+            condition = in_limit if condition is None else condition & in_limit
 
         def compute(rows: list) -> list[PyTree]:
             arrays = [
@@ -355,16 +358,15 @@ class _Run:
                 jaxpr, consts = self.program.remainder, self.operands.remainder_consts
             else:
                 jaxpr, consts = self.program.full, self.operands.full_consts
-            evaluate = evaluate_in_loop if self.is_loop else evaluate_jaxpr
+            # A branch is as bad for convolutions as a loop.
+            is_inside = self.is_loop or condition is not None
+            evaluate = evaluate_in_loop if is_inside else evaluate_jaxpr
             outs = [_as_strong(x) for x in evaluate(jaxpr, consts, arrays)]
             return [slot.value(outs, block) for slot in self.slots]
 
         if self.program.checkpoint:
             is_in_loop = self.is_loop and not block.is_remainder
             compute = jax.checkpoint(compute, prevent_cse=not is_in_loop)
-        if self.is_limit_traced:
-            in_limit = block.index < self.limit
-            condition = in_limit if condition is None else condition & in_limit
         with jax.named_scope("microbatch"):
             if condition is None:
                 return compute(rows)

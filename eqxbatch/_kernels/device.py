@@ -12,7 +12,6 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from .._blocks.apart import apart
-from .._blocks.jaxprs import evaluate_jaxpr
 from .._blocks.layout import evaluate_in_loop
 from .._blocks.loop import types_of
 from .._blocks.mesh import with_type_of
@@ -58,8 +57,8 @@ class Tiles:
             make = eqx.filter_make_jaxpr(self.kernel.tile)
             self._programs[is_diagonal] = make(*arrays, *second)[0]
         closed = self._programs[is_diagonal]
-        evaluate = evaluate_in_loop if is_loop else evaluate_jaxpr
-        run = apart(functools.partial(evaluate, closed.jaxpr), at[0] >= 0)
+        # Apart, it is in a branch, which is as bad for convolutions as a loop.
+        run = apart(functools.partial(evaluate_in_loop, closed.jaxpr), at[0] >= 0)
         # In reverse mode, a tile is computed again and not kept.
         tile = jax.checkpoint(run, prevent_cse=not is_loop)(
             list(closed.consts), jtu.tree_leaves(arrays)

@@ -69,9 +69,11 @@ class _Shared:
     def own(self, rows: Rows, size: int, accumulator: AbstractAccumulator) -> Any:
         """What is kept of each of some examples, made in blocks and accumulated."""
 
-        def run(arrays: list, _: int) -> list[Array]:
+        def run(arrays: list, num: int) -> list[Array]:
             factors = self.pairing.factors(self.side, arrays)
-            return [factor.array for factor in factors if factor.has_examples]
+            kept = [factor.array for factor in factors if factor.has_examples]
+            # Without any array, nothing would run. `join` does not use this one.
+            return kept or [jnp.zeros(num)]
 
         return accumulated(run, rows, size, accumulator)
 
