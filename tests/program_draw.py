@@ -1,8 +1,8 @@
 """Random functions of random parameters, as source text that can be read and run.
 
 `draw(seed)` builds a program statement by statement. A statement is an expression of
-`jax.numpy` whose shape JAX infers, so that what is built is always well-formed, and what
-is printed for a failure is a program that anyone can run.
+`jax.numpy` whose shape JAX infers, so that what is built is always well-formed, and
+what is printed for a failure is a program that anyone can run.
 """
 
 import collections
@@ -55,9 +55,9 @@ class Var(NamedTuple):
         return math.prod(self.shape)
 
 
-# A view takes the builder and what is wanted. It returns a template, in which `$` stands
-# for what the view is of, and what that must be; None if it cannot make this.
-View = Callable[["Builder", Want], tuple[str, Want] | None]
+# A view takes the builder and what is wanted. It returns a template, in which `$`
+# stands for what the view is of, and what that must be.
+View = Callable[["Builder", Want], tuple[str, Want]]
 # A use takes the builder and a value, and returns another one that parameters enter.
 Use = Callable[["Builder", Var], Var]
 VIEWS: dict[str, View] = {}
@@ -76,6 +76,12 @@ def use(fun: Use) -> Use:
 
 class Rejected(Exception):
     """A block does not fit what there is."""
+
+
+def only(condition: Any) -> None:
+    """Goes on only if a block fits."""
+    if not condition:
+        raise Rejected("does not fit")
 
 
 @dataclasses.dataclass(eq=False)
@@ -211,7 +217,7 @@ class Builder:
         return eqx.filter(tree, lambda x: hasattr(x, "shape"))
 
     def base(self, want: Want) -> Var:
-        """A parameter, or a slice of one that a loop takes, or what there is already."""
+        """A parameter, or a slice of one that a loop takes, or what there is."""
         if self.frames and self.chance(0.5) and want.size <= LARGEST_LEAF // 2:
             frame = self.frames.pop()
             try:
@@ -232,12 +238,12 @@ class Builder:
         want = want if isinstance(want, Want) else Want(tuple(want), dtype)
         template, inner = "$", want
         for _ in range(self.pick(0, 0, 1, 1, 1, 2, 2, 3)):
-            name = self.pick(*VIEWS)
+            name = self.pick(*sorted(VIEWS))
             try:
                 made = VIEWS[name](self, inner)
             except Rejected:
                 continue
-            if made is None or made[1].size > LARGEST_VALUE * 2:
+            if made[1].size > LARGEST_VALUE * 2:
                 continue
             template, inner = template.replace("$", made[0]), made[1]
             self.blocks.append(name)
@@ -266,6 +272,18 @@ class Builder:
         frame = _Frame(f"z{len(self.frames)}_{self.depth}", length)
         self.frames.append(frame)
         return frame
+
+
+def joined(b: Builder, h: Var, other: Var) -> Var:
+    """Both of them, in few entries."""
+    other = b.real(other)
+    while other.size > 8:
+        other = b.let(f"{other}.sum({b.axis(other.shape)})")
+    if other.shape == h.shape and b.chance(0.5):
+        return b.let(f"{h} + {other}")
+    if b.chance(0.2):
+        return other
+    return b.let(f"jnp.concatenate([jnp.ravel({h})[:4], jnp.ravel({other})])")
 
 
 def snapshot(b: Builder) -> dict[str, Any]:
@@ -410,7 +428,7 @@ def _step(b: Builder, h: Var, uses: tuple[str, ...]) -> Var:
     """One use of parameters, and a function of what comes out of it."""
     for _ in itertools.repeat(None, 30):
         saved = snapshot(b)
-        name = b.pick(*(uses or USES))
+        name = b.pick(*(uses or sorted(USES)))
         b.blocks.append(name)
         try:
             out = b.real(USES[name](b, h))

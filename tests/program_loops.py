@@ -97,13 +97,15 @@ def _scanned(b: Builder, h: Var, inner: Var, kind: str) -> str:
     if kind == "map":
         if not frame.slices:
             raise Rejected("nothing to map over")
-        return f"lax.map(lambda {frame.name}: (lambda {inner}: {body})({h}), {slices}).sum(0)"
+        function = f"lambda {frame.name}: (lambda {inner}: {body})({h})"
+        return f"lax.map({function}, {slices}).sum(0)"
     carry = b.pick(f"jnp.tanh({body})", body, f"({inner} + {body}) / 2")
     out = b.pick("None", inner.text)
     settings = (
         f"length={length}, reverse={b.chance(0.3)}, unroll={b.pick(1, 1, 2, True)}"
     )
-    scan = f"lax.scan(lambda {inner}, {frame.name}: ({carry}, {out}), {h}, {slices}, {settings})"
+    step = f"lambda {inner}, {frame.name}: ({carry}, {out})"
+    scan = f"lax.scan({step}, {h}, {slices}, {settings})"
     if out != "None" and b.chance(0.4):
         return f"{scan}[1].sum(0)"
     return f"{scan}[0]"

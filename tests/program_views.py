@@ -3,12 +3,7 @@
 A view is written from what is wanted back to what it is made of.
 """
 
-from .program_draw import Builder, COMPLEX, REAL, Rejected, SINGLE, view, Want
-
-
-def only(condition) -> None:
-    if not condition:
-        raise Rejected("does not fit")
+from .program_draw import Builder, COMPLEX, only, REAL, SINGLE, view, Want
 
 
 def with_axis(shape, axis, size):

@@ -1,8 +1,8 @@
 """Random programs, compared with dense derivatives for as long as one likes.
 
-`python -m tests.programs --minutes 60 --seed 0 --log findings.txt` goes on after what it
-finds, and says at the end how many programs and checks ran. `--seed 17 --count 1 --show`
-prints and checks one program.
+`python -m tests.programs --minutes 60 --seed 0 --log findings.txt` goes on after what
+it finds, and says at the end how many programs and checks ran. To print and check one:
+`--seed 17 --count 1 --show`.
 """
 
 import argparse
@@ -211,7 +211,8 @@ def main() -> None:
             jax.clear_caches()
             gc.collect()
     say(
-        f"seeds {args.seed} to {seed - 1}, {time.process_time():.0f} s of CPU: {dict(totals)}"
+        f"seeds {args.seed} to {seed - 1}, {time.process_time():.0f} s of CPU: "
+        f"{dict(totals)}"
     )
     say(f"blocks: {dict(blocks.most_common())}")
     for key, num in sorted(EXERCISED.items()):
