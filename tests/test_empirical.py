@@ -915,3 +915,23 @@ def test_wrong_calls(getkey):
     # Data is checked for every user; some versions of jaxtyping leave it to us.
     with pytest.raises((jaxtyping.TypeCheckError, ValueError), match="x1"):
         EmpiricalNTK(scalar)("not data")
+
+
+class SameDerivative(eqx.Module):
+    weight: jax.Array
+    is_used: bool = eqx.field(static=True)
+
+    def __call__(self, x):
+        return x.sum() + (jnp.sin(self.weight.sum()) if self.is_used else 0)
+
+
+@pytest.mark.parametrize("is_used", (True, False))
+@pytest.mark.parametrize("symmetric", (True, False))
+def test_blocks_of_what_is_the_same_for_all_examples(is_used, symmetric):
+    model = SameDerivative(jnp.ones(3), is_used)
+    x, y = jnp.ones((5, 2)), jnp.ones((3, 2))
+    second = x if symmetric else y
+    expected = jnp.full((5, len(second)), 3 * jnp.cos(3.0) ** 2 * is_used)
+    for name in ("sites", "jacobian_contraction", "ntk_vector_products"):
+        ntk = EmpiricalNTK(model, trace_axes=(), implementation=name, block_size=2)
+        assert_same(ntk(x, None if symmetric else y), expected)

@@ -738,3 +738,13 @@ def test_aux_that_differs_between_microbatches(getkey):
 def test_public_names():
     assert eqxbatch.GradientStatistics._fields == ("norms", "metrics", "moments")
     assert eqxbatch.GradientMoments._fields == ("mean", "variance", "noise_scale")
+
+
+@pytest.mark.parametrize("method", ("auto", "sites", "materialise"))
+def test_norms_where_no_parameter_is_used(method):
+    loss = lambda w, x: jnp.sum(x)
+    settings = {"clip_norm": 1.0, "return_norms": True, "method": method}
+    micro = filter_micro_value_and_grad(loss, microbatch_size=3, **settings)
+    value, gradient, statistics = micro(jnp.ones(3), jnp.ones((4, 2)))
+    assert_same((value, gradient), (jnp.asarray(2.0), jnp.zeros(3)))
+    assert_same(statistics.norms, jnp.zeros(4))

@@ -57,18 +57,28 @@ class Factors:
     """The operands and cotangents of all sites, for some examples.
 
     `outputs` labels the axes that the cotangents have after the examples: those of
-    what is differentiated, if it is more than a scalar.
+    what is differentiated, if it is more than a scalar. `num` is the number of
+    examples, where there may be no factors to tell.
     """
 
-    def __init__(self, operands: list, cotangents: list, outputs: Labels = ()):
+    def __init__(
+        self,
+        operands: list,
+        cotangents: list,
+        outputs: Labels = (),
+        num: int | None = None,
+    ):
         as_factor = lambda x: x if isinstance(x, Factor) else Factor(x)
         self.operands = [*map(as_factor, operands)]
         self.cotangents = [*map(as_factor, cotangents)]
         self.outputs = outputs
+        self._num = num
 
     @property
     def num(self) -> int:
         """The number of examples."""
+        if self._num is not None:
+            return self._num
         factors = [*self.operands, *self.cotangents]
         return next(x.array.shape[0] for x in factors if x.has_examples)
 
@@ -79,7 +89,8 @@ class Factors:
             is_inexact = jnp.issubdtype(x.array.dtype, jnp.inexact)
             return Factor(kept_examples(x.array, is_kept)) if is_inexact else x
 
-        return Factors([*map(keep, self.operands)], [*map(keep, self.cotangents)])
+        operands, cotangents = map(keep, self.operands), map(keep, self.cotangents)
+        return Factors([*operands], [*cotangents], num=self._num)
 
     def of(self, site: Site) -> tuple[Factor | None, Factor]:
         """`a` and `d` of a site, as it has them."""

@@ -218,9 +218,10 @@ def by_norms(example: Example, clipping: Clipping, method: Method) -> Way:
         return outs, operands, pullback([jnp.ones_like(outs[0])])
 
     def clipped_sum(
-        bounds: list, leaves: list, factors: list, weights: Array | None
+        bounds: list, leaves: list, factors: list, weights: Array | None, num: int
     ) -> tuple[list, PyTree]:
-        gradients = SiteGradients(program, contractions, Factors(*factors), leaves)
+        of_sites = Factors(*factors, num=num)
+        gradients = SiteGradients(program, contractions, of_sites, leaves)
         own = dataclasses.replace(groups, bounds=bounds)
         clipped = own.clip(gradients.squared_norms())
         scales = clipped.scales
@@ -231,7 +232,7 @@ def by_norms(example: Example, clipping: Clipping, method: Method) -> Way:
     def way(rows: list, weights: Array | None) -> dict:
         outs, *factors = example.vmap(one, rows)
         specs = lambda _: ([spec_of(x) for x in example.leaves], spec_of(outs[0]))
-        operands = (groups.bounds, example.leaves, factors, weights)
+        operands = (groups.bounds, example.leaves, factors, weights, outs[0].shape[0])
         total, norms = with_auto_axes(clipped_sum, operands, specs)
         each = {**example.outputs(outs), "norms": norms}
         return {"total": {"gradient": example.gradient(total)}, "each": each}
