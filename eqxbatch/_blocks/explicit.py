@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import (
     AbstractMesh,
     AxisType,
+    Mesh,
     NamedSharding,
     PartitionSpec,
     reshard,
@@ -50,12 +51,19 @@ def on_one_mesh(tree: PyTree) -> PyTree:
     return _moved(tree, lambda x: not is_on_mesh(x))
 
 
-def gathered(tree: PyTree) -> PyTree:
-    """`tree` with all arrays whole on each device, if a mesh has explicit axes."""
-    return _moved(tree, lambda x: not is_on_mesh(x) or any(spec_of(x)))
+def gathered(tree: PyTree, mesh: Mesh | None = None) -> PyTree:
+    """`tree` with all arrays whole on each device, if a mesh has explicit axes.
+
+    They go to another `mesh` if there is one, unless they are traced: then, they are
+    where they are.
+    """
+    is_elsewhere = lambda x: not is_on_mesh(x) or any(spec_of(x))
+    return _moved(tree, lambda x: mesh is not None or is_elsewhere(x), mesh)
 
 
-def _moved(tree: PyTree, is_moved: Callable[[Array], bool]) -> PyTree:
+def _moved(
+    tree: PyTree, is_moved: Callable[[Array], bool], to: Mesh | None = None
+) -> PyTree:
     mesh = explicit_mesh(tree)
     if mesh is None:
         return tree
@@ -69,7 +77,7 @@ def _moved(tree: PyTree, is_moved: Callable[[Array], bool]) -> PyTree:
             return x
         if is_traced:
             return reshard(x, NamedSharding(mesh, PartitionSpec()))
-        return jax.device_put(x, NamedSharding(meshes[0], PartitionSpec()))
+        return jax.device_put(x, NamedSharding(to or meshes[0], PartitionSpec()))
 
     return jtu.tree_map(put, tree)
 

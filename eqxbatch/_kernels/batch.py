@@ -47,7 +47,8 @@ class BatchKernel(AbstractTransform):
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Blocks are cut anywhere, and not where a mesh with explicit axes is.
-        call, reduce = gathered((self._call(fun, *args, **kwargs), self.reduce))
+        mesh = None if self.mesh_axis is None else self.mesh_axis.mesh
+        call, reduce = gathered((self._call(fun, *args, **kwargs), self.reduce), mesh)
         block_size = self.block_size
         if isinstance(block_size, MemoryBudget):
             # What is free is looked up before anything is traced.
