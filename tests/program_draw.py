@@ -292,7 +292,7 @@ def snapshot(b: Builder) -> dict[str, Any]:
     return {**saved, "depth": b.depth, "num_values": b.num_values}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A function of parameters and one example, and what it is called with."""
 

@@ -72,7 +72,7 @@ def rows_in_bounds(b: Builder, h: Var):
     rows = b.pick(1, 3, 5, 100)
     w = table(b, rows, (2,))
     t = f"jnp.clip(t, 0, {rows - 1})"
-    mode = b.pick("'promise_in_bounds'", "Mode.ONE_HOT")
+    mode = b.pick("'promise_in_bounds'", "'clip'")
     return joined(b, h, b.let(f"{w}.at[{t}].get(mode={mode})"))
 
 

@@ -62,7 +62,6 @@ NAMESPACE = {
     "odd": odd,
     "odd_identity": odd_identity,
     "strange_identity": strange_identity,
-    "Mode": jax.lax.GatherScatterMode,
 }
 
 

@@ -450,7 +450,7 @@ def in_a_cond(b: Builder, want: Want):
 @view
 def nonlinear(b: Builder, want: Want):
     only(want.dtype == REAL)
-    texts = ("jnp.exp($ / 2)", "jnp.tanh($)", "jax.nn.softplus($)", "$ ** 2")
+    texts = ("jnp.exp($ / 2)", "jnp.tanh($)", "jax.nn.softplus($)", "($ ** 2)")
     of_all = ("($ / jnp.sqrt(1 + jnp.sum($ ** 2)))", "jax.nn.softmax($)", "($ * $)")
     return b.pick(*texts, *of_all), want
 
