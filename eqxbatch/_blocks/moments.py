@@ -309,7 +309,7 @@ class Variance(AbstractAccumulator[Spread]):
 class OfTotals(AbstractAccumulator[Any]):
     """A sum or mean over examples whose blocks come as (weighted) sums over them."""
 
-    accumulator: Sum | Mean | RunningMean
+    accumulator: Sum | Mean
 
     def init(self, value: Any, blocks: Blocks) -> Any:
         block = full_block(blocks, 0)
@@ -327,8 +327,6 @@ class OfTotals(AbstractAccumulator[Any]):
 
     def _value(self, total: Array, block: Block) -> Any:
         accumulator = self.accumulator
-        if isinstance(accumulator, RunningMean):
-            return total / block.size
         name = type(accumulator).__name__
         weights = accumulator.weights
         wide, dtype = _cast(name, total, accumulator.dtype, None, inexact=True)
