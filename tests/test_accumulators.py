@@ -195,6 +195,58 @@ def test_variance_does_not_cancel(getkey):
     np.testing.assert_allclose(got, expected, rtol=1e-3)
 
 
+@pytest.mark.parametrize("size", (1, 2, None))
+def test_infinite_and_huge_values_do_not_depend_on_the_size(size):
+    largest = float(jnp.finfo(jnp.float32).max)
+    x = jnp.array(
+        [
+            [1.0, jnp.inf, 2.0, 3.0, jnp.inf],
+            [1.0, -jnp.inf, jnp.inf, 2.0, 0.0],
+            [largest, largest, largest, largest, largest],
+            [largest, -largest, largest, -largest, 0.0],
+        ]
+    )
+    expected = jnp.array([jnp.inf, jnp.nan, largest, 0.0])
+    micro = functools.partial(filter_micro_vmap, in_axes=1, microbatch_size=size)
+    mean = micro(lambda x: x, accumulator=RunningMean())(x)
+    assert_same(mean / largest, expected / largest)
+    spread = micro(lambda x: x, accumulator=Variance())(x)
+    assert_same(spread.mean / largest, expected / largest)
+    # Neither is infinite because a square on the way to it is.
+    apart = micro(lambda x: x, accumulator=Variance())(jnp.array([[0.0, 2.5e19]]))
+    assert_same(apart.variance, jnp.array([1.5625e38]))
+
+
+def derivative(accumulator, x, size):
+    micro = filter_micro_vmap(
+        lambda x: x, microbatch_size=size, accumulator=accumulator
+    )
+    return jax.grad(lambda x: jnp.sum(micro(x)))(x)
+
+
+@pytest.mark.parametrize("size", (1, 2, None))
+def test_derivative_of_logsumexp_behind_a_mask(size):
+    x = jnp.array([-jnp.inf, -jnp.inf, -jnp.inf, 1.0, 2.0, -jnp.inf, 3.0])
+    assert_same(derivative(LogSumExp(), x, size), jax.nn.softmax(x))
+    nothing = jnp.full(5, -jnp.inf)
+    assert_same(derivative(LogSumExp(), nothing, size), jnp.zeros(5))
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, None))
+@pytest.mark.parametrize("sign", (-1, 1))
+def test_derivative_of_equal_extremes_is_shared_evenly(size, sign):
+    accumulator = Max() if sign > 0 else Min()
+    infinite = jnp.full(5, -jnp.inf) * sign
+    assert_same(derivative(accumulator, infinite, size), jnp.full(5, 0.2))
+    ties = sign * jnp.array([0.0, 3.0, 3.0, 1.0, 3.0, 2.0, 3.0])
+    expected = jnp.where(abs(ties) == 3, 0.25, 0)
+    assert_same(derivative(accumulator, ties, size), expected)
+    micro = filter_microbatch(
+        lambda x: x[0], microbatch_size=1, accumulator=accumulator
+    )
+    assert_same(jax.grad(micro)(infinite), jnp.full(5, 0.2))
+
+
 # Weights
 
 
@@ -256,6 +308,72 @@ def test_wrong_weights():
             micro(accumulator=cls(jnp.ones(8)))(jnp.ones(9))
     with pytest.raises(ValueError, match="weights single examples"):
         filter_microbatch(jnp.sum, accumulator=Sum(jnp.ones(9)))(jnp.ones(9))
+
+
+WEIGHTED_DTYPES = {
+    "halves of integers": (jnp.int32, jnp.float32, 0.5, jnp.float32),
+    "negative and unsigned": (jnp.uint8, jnp.int32, -1, jnp.int32),
+    "low precision and integers": (jnp.int32, jnp.bfloat16, 1, jnp.float32),
+    "complex and real": (jnp.float32, jnp.complex64, 1 + 2j, jnp.complex64),
+    "complex and low": (jnp.bfloat16, jnp.complex64, 1 + 2j, jnp.complex64),
+    "complex and integers": (jnp.int32, jnp.complex64, 1 + 2j, jnp.complex64),
+    "real and complex": (jnp.complex64, jnp.float32, 0.5, jnp.complex64),
+    "bools": (jnp.bool_, jnp.bool_, True, jnp.int32),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED_DTYPES)
+def test_dtypes_of_weighted_sums(name):
+    dtype, of_weights, weight, expected = WEIGHTED_DTYPES[name]
+    x = (jnp.arange(300) % 100).astype(dtype)
+    accumulator = Sum(jnp.full(300, weight, of_weights))
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=7, accumulator=accumulator)
+    assert_same(
+        micro(x), jnp.asarray(weight * int(x.astype(expected).real.sum()), expected)
+    )
+
+
+DROPPED = {
+    "half": (jnp.int32, jnp.int32, 0.5, "the fractional part of the float32 of"),
+    "sign": (jnp.uint32, jnp.uint8, -1, "the sign of the int32 of `weights`"),
+    "imaginary": (jnp.float32, jnp.float32, 1j, "imaginary part of the complex64 of"),
+    "results": (jnp.int32, jnp.float32, 1, "the fractional part of the float32 that"),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_sums_drop_nothing_quietly(name):
+    dtype, of_results, weight, match = DROPPED[name]
+    accumulator = Sum(jnp.full(3, weight), dtype=dtype)
+    micro = filter_micro_vmap(lambda x: x, accumulator=accumulator)
+    with pytest.raises(TypeError, match=match):
+        micro(jnp.ones(3, of_results))
+
+
+def test_weights_of_means_are_real():
+    micro = filter_micro_vmap(lambda x: x, accumulator=Mean(jnp.full(3, 1j)))
+    with pytest.raises(TypeError, match=r"Mean\(weights=...\) needs real numbers"):
+        micro(jnp.ones(3))
+
+
+@pytest.mark.parametrize("size", (1, None))
+def test_weights_of_no_examples(size):
+    micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=size)
+    x, weights = jnp.zeros((0, 2)), jnp.zeros(0)
+    assert_same(micro(accumulator=Sum(weights))(x), jnp.zeros(2))
+    assert_same(micro(accumulator=Mean(weights))(x), jnp.full(2, jnp.nan))
+    mean = filter_microbatch(lambda x: x.sum(0), accumulator=Mean(weights))
+    assert_same(mean(x), jnp.full(2, jnp.nan))
+
+
+def test_counts_beyond_half_precision():
+    # A count of 70,000 is infinite in float16.
+    x = jnp.full(70_000, 2**-10, jnp.float16)
+    for accumulator in (RunningMean(jnp.float16), Mean(dtype=jnp.float16)):
+        micro = filter_micro_vmap(
+            lambda x: x, microbatch_size=35_000, accumulator=accumulator
+        )
+        assert_same(micro(x), jnp.asarray(2**-10, jnp.float16), tol=1e-2)
 
 
 # Prefixes

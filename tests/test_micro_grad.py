@@ -564,6 +564,166 @@ def mlp(key):
     return eqx.nn.MLP(8, 4, 64, 2, key=key)
 
 
+# The range of dtypes
+
+
+class Range(eqx.Module):
+    """A model with leaves of each form: outer products, positions, and no rule."""
+
+    first: jax.Array
+    bias: jax.Array
+    shared: jax.Array
+    last: jax.Array
+
+    def __init__(self, key, dtype):
+        keys = jr.split(key, 4)
+        self.first = normal(keys[0], (3, 2), dtype)
+        self.bias = normal(keys[1], (3,), dtype)
+        self.shared = normal(keys[2], (3, 3), dtype)
+        self.last = normal(keys[3], (3,), dtype)
+
+    def __call__(self, x):
+        h = self.first @ x + self.bias
+        h = jnp.stack([h, 2 * h, h + 1]) @ self.shared
+        return jnp.sum(h @ self.last)
+
+
+@pytest.mark.parametrize("kind", ("sum", "mean", "weighted", "running_mean"))
+@pytest.mark.parametrize("clip_norm", (None, 2e4))
+@pytest.mark.parametrize("metrics", (None, lambda g: g))
+def test_gradients_of_float16_are_added_in_float32(kind, clip_norm, metrics):
+    # Some entries are half of what float16 holds, others nearly vanish.
+    x = jnp.tile(jnp.array([32768.0, 5e-5], jnp.float16), (300, 1))
+    x = x.at[::3].multiply(0.5)
+    accumulator = {
+        "sum": Sum(jnp.full(300, 1 / 300)),
+        "mean": Mean(),
+        "weighted": Mean(jnp.full(300, 1e-9)),
+        "running_mean": RunningMean(),
+    }[kind]
+    wide = np.asarray(x, np.float64)
+    norms = np.linalg.norm(wide, axis=1, keepdims=True)
+    bound = np.inf if clip_norm is None else clip_norm
+    expected = np.mean(wide * np.minimum(1, bound / norms), 0)
+    for size in (1, 7, None):
+        got = filter_micro_grad(
+            lambda w, x: w @ x,
+            microbatch_size=size,
+            accumulator=accumulator,
+            clip_norm=clip_norm,
+            metrics=metrics,
+        )(jnp.zeros(2, jnp.float16), x)
+        got = got if metrics is None else got[0]
+        assert got.dtype == jnp.float16
+        np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2e-2)
+
+
+def test_weights_beyond_the_range_of_the_loss():
+    w, x = jnp.ones(3, jnp.float16), jnp.arange(12.0, dtype=jnp.float16).reshape(4, 3)
+    loss = lambda w, x: w @ x
+    for scale in (1e-9, 1.0, 1e6):
+        weights = scale * jnp.arange(1.0, 5.0)
+        wide = x.astype(jnp.float32)
+        expected = jnp.average(wide, axis=0, weights=weights).astype(jnp.float16)
+        for options in ({}, {"clip_norm": 1e4}):
+            mean = filter_micro_grad(loss, accumulator=Mean(weights), **options)
+            assert_same(mean(w, x), expected)
+
+
+def test_clipped_gradients_of_float16_of_any_length():
+    # What the first is scaled with is no number in float16.
+    x = jnp.array([[6e4, 6e4], [1e-3, 2e-3]], jnp.float16)
+    wide = np.asarray(x, np.float64)
+    expected = np.sum(wide / np.linalg.norm(wide, axis=1, keepdims=True), 0)
+    for method in METHODS:
+        clipped = filter_micro_grad(
+            lambda w, x: w @ x, accumulator=Sum(), clip_norm=1e-3, method=method
+        )
+        got = np.asarray(clipped(jnp.ones(2, jnp.float16), x), np.float64)
+        np.testing.assert_allclose(got, 1e-3 * expected, rtol=1e-2)
+
+
+def test_running_mean_of_huge_gradients():
+    x = jnp.full((9, 2), 3e38)
+    grad = functools.partial(
+        filter_micro_grad, lambda w, x: w @ x, accumulator=RunningMean()
+    )
+    for options in ({}, {"microbatch_size": 4}, {"clip_norm": jnp.inf}):
+        assert_same(grad(**options)(jnp.zeros(2), x), x[0])
+    # Its norm is no number in float32.
+    got = grad(clip_norm=1e38)(jnp.zeros(2), x)
+    assert_same(got, jnp.full(2, 0.5**0.5 * 1e38))
+
+
+def flat(g):
+    return g.reshape(g.shape[0], -1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", (1e-28, 1e-21, 1e21, 1e30))
+def test_norms_whose_squares_are_out_of_range(getkey, method, scale):
+    model, x = Range(getkey(), jnp.float32), normal(getkey(), (6, 2))
+    fun = lambda model, x, scale: model(x) * scale
+    # One of them has no gradient, and one is of order one.
+    scales = jnp.full(6, scale).at[3].set(1.0).at[4].set(0.0)
+    grads = jax.vmap(jax.grad(fun), (None, 0, None))(model, x, 1.0)
+    exact = np.asarray(scales, np.float64)
+    leaves, treedef = jax.tree.flatten(grads)
+    leaves = [np.asarray(g, np.float64) * exact[:, None] for g in map(flat, leaves)]
+    for is_grouped in (False, True):
+        groups = [[g] for g in leaves] if is_grouped else [leaves]
+        bound = jax.tree.unflatten(treedef, [scale] * 4) if is_grouped else scale
+        clipped = filter_micro_grad(
+            fun,
+            microbatch_size=4,
+            clip_norm=bound,
+            return_norms=True,
+            method=method,
+            accumulator=Sum(),
+        )
+        gradient, statistics = clipped(model, x, scales)
+        expected = []
+        for group, got in zip(groups, jax.tree.leaves(statistics.norms), strict=True):
+            norms = np.sqrt(sum(np.sum(g**2, 1) for g in group))
+            np.testing.assert_allclose(got, norms, rtol=1e-4)
+            factors = scale / np.maximum(norms, scale)
+            expected += [factors @ g for g in group]
+        for got, total in zip(jax.tree.leaves(gradient), expected, strict=True):
+            atol = 1e-4 * np.max(abs(total))
+            np.testing.assert_allclose(got.ravel(), total, rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_inputs_whose_squares_are_out_of_range(method):
+    w, x = jnp.ones(2), jnp.array([[3e25, 4e25], [3e-25, 4e-25], [0.0, 0.0]])
+    grad = filter_micro_grad(
+        lambda w, x: w @ x, clip_norm=1.0, return_norms=True, method=method
+    )
+    gradient, statistics = grad(w, x)
+    assert_same(statistics.norms / jnp.array([5e25, 5e-25, 1]), jnp.array([1.0, 1, 0]))
+    assert_same(gradient, jnp.array([0.2, 0.8 / 3]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_infinite_entry_makes_all_of_a_gradient_infinite(method):
+    w, x = (jnp.ones(2), jnp.ones(2)), jnp.array([[1.0, jnp.inf], [1.0, 1.0]])
+    loss = lambda w, x: w[0] @ x + w[1].sum()
+    gradient = filter_micro_grad(loss, clip_norm=1.0, method=method)(w, x)
+    assert not any(jnp.isfinite(g).any() for g in gradient)
+
+
+def test_noise_scale_of_a_count_of_few_bits(getkey):
+    model, x, y = data(getkey(), 300)
+    make = functools.partial(filter_micro_grad, loss, microbatch_size=100, moments=True)
+    expected = make()(model, x, y)[1].moments.noise_scale
+    counted = make(num_real_microbatches=jnp.array(3, jnp.int8))
+    assert_same(counted(model, x, y)[1].moments.noise_scale, expected)
+    many = filter_micro_grad(
+        loss, microbatch_size=1, num_real_microbatches=jnp.array(100, jnp.int8)
+    )
+    assert_same(many(model, x, y), filter_micro_grad(loss)(model, x[:100], y[:100]))
+
+
 def program(model, size, **options):
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     fun = filter_micro_grad(loss, microbatch_size=size, **options)

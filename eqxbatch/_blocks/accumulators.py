@@ -2,6 +2,7 @@
 
 import abc
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
@@ -211,8 +212,17 @@ class Last(AbstractAccumulator[Array]):
         return values[-1]
 
 
-class Max(AbstractAccumulator[Array]):
+class _Extreme(eqx.Module):
+    """The largest or smallest result of some examples, and how many results it is."""
+
+    value: Any
+    count: Any
+
+
+class Max(AbstractAccumulator[_Extreme]):
     """The largest result of all examples, elementwise; NaN where one is NaN.
+
+    Its derivative is shared evenly between all examples that attain it.
 
     For no examples it is the identity of the maximum: `-inf`, or the smallest integer.
     Raises `TypeError` for complex results, which have no order.
@@ -230,26 +240,24 @@ class Max(AbstractAccumulator[Array]):
         ```
     """
 
-    def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
-        return jnp.full(value.shape, _extreme("Max", value.dtype, -1), value.dtype)
+    def init(self, value: Any, blocks: Blocks) -> _Extreme:
+        return _no_extreme("Max", value, -1)
 
-    def update(
-        self, state: Shaped[Array, "*r"], value: Shaped[Array, "*r"], block: Block
-    ) -> Shaped[Array, "*r"]:
-        return jnp.maximum(state, value)
+    def update(self, state: _Extreme, value: Any, block: Block) -> _Extreme:
+        return _merge_extremes(jnp.maximum, state, value)
 
-    def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        return state
+    def finalize(self, state: _Extreme) -> Shaped[Array, "..."]:
+        return state.value
 
-    def aggregate(
-        self, values: Shaped[Array, "b *r"], block: Block
-    ) -> Shaped[Array, "*r"]:
-        _extreme("Max", values.dtype, -1)
-        return values.max(axis=0)
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Extreme:
+        _identity("Max", values.dtype, -1)
+        return _extreme_of(values, values.max(axis=0))
 
 
-class Min(AbstractAccumulator[Array]):
+class Min(AbstractAccumulator[_Extreme]):
     """The smallest result of all examples, elementwise; NaN where one is NaN.
+
+    Its derivative is shared evenly between all examples that attain it.
 
     For no examples it is the identity of the minimum: `inf`, or the largest integer.
     Raises `TypeError` for complex results, which have no order.
@@ -267,22 +275,18 @@ class Min(AbstractAccumulator[Array]):
         ```
     """
 
-    def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
-        return jnp.full(value.shape, _extreme("Min", value.dtype, 1), value.dtype)
+    def init(self, value: Any, blocks: Blocks) -> _Extreme:
+        return _no_extreme("Min", value, 1)
 
-    def update(
-        self, state: Shaped[Array, "*r"], value: Shaped[Array, "*r"], block: Block
-    ) -> Shaped[Array, "*r"]:
-        return jnp.minimum(state, value)
+    def update(self, state: _Extreme, value: Any, block: Block) -> _Extreme:
+        return _merge_extremes(jnp.minimum, state, value)
 
-    def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        return state
+    def finalize(self, state: _Extreme) -> Shaped[Array, "..."]:
+        return state.value
 
-    def aggregate(
-        self, values: Shaped[Array, "b *r"], block: Block
-    ) -> Shaped[Array, "*r"]:
-        _extreme("Min", values.dtype, 1)
-        return values.min(axis=0)
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Extreme:
+        _identity("Min", values.dtype, 1)
+        return _extreme_of(values, values.min(axis=0))
 
 
 class _LogTotal(eqx.Module):
@@ -321,7 +325,7 @@ class LogSumExp(AbstractAccumulator[_LogTotal]):
 
     def update(self, state: _LogTotal, value: Any, block: Block) -> _LogTotal:
         value = self._whole(value)
-        log_total = jnp.logaddexp(state.log_total, value.log_total)
+        log_total = _log_sum_exp(jnp.stack([state.log_total, value.log_total]))
         return _LogTotal(log_total, state.dtype)
 
     def finalize(self, state: _LogTotal) -> Inexact[Array, "..."]:
@@ -329,14 +333,62 @@ class LogSumExp(AbstractAccumulator[_LogTotal]):
 
     def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _LogTotal:
         whole = self._whole(values)
-        log_total = jax.nn.logsumexp(whole.log_total, axis=0)
-        return _LogTotal(log_total, whole.dtype)
+        return _LogTotal(_log_sum_exp(whole.log_total), whole.dtype)
 
     def _whole(self, value: Any) -> _LogTotal:
         if isinstance(value, _LogTotal):
             return value
         dtype = accumulation_dtype("LogSumExp", value.dtype, self.dtype, inexact=True)
         return _LogTotal(value.astype(dtype), value.dtype)
+
+
+def _log_sum_exp(x: Inexact[Array, "n ..."]) -> Inexact[Array, "..."]:
+    """`jax.nn.logsumexp` along axis 0, whose derivative is zero where all is `-inf`."""
+    largest = lax.stop_gradient(jnp.max(jnp.real(x), axis=0))
+    is_empty = largest == -jnp.inf
+    shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(x.dtype)
+    total = jnp.sum(jnp.exp(x - shift[None]), axis=0)
+    log_total = jnp.log(jnp.where(is_empty, jnp.ones_like(total), total)) + shift
+    return jnp.where(is_empty, jnp.asarray(-jnp.inf, x.dtype), log_total)
+
+
+def _no_extreme(name: str, value: Any, sign: int) -> _Extreme:
+    struct = value.value if isinstance(value, _Extreme) else value
+    identity = _identity(name, struct.dtype, sign)
+    extreme = jnp.full(struct.shape, identity, struct.dtype)
+    return _Extreme(extreme, jnp.zeros(struct.shape, jnp.int32))
+
+
+def _extreme_of(values: Shaped[Array, "b ..."], extreme: Array) -> _Extreme:
+    count = jnp.sum(values == extreme[None], axis=0, dtype=jnp.int32)
+    return _Extreme(extreme, count)
+
+
+def _merge_extremes(pick: Callable, state: _Extreme, value: Any) -> _Extreme:
+    if not isinstance(value, _Extreme):
+        value = _Extreme(value, jnp.ones(value.shape, jnp.int32))
+    picked = pick(state.value, value.value)
+    counts = [jnp.where(x.value == picked, x.count, 0) for x in (state, value)]
+    count = counts[0] + counts[1]
+    if jnp.issubdtype(picked.dtype, jnp.inexact):
+        share = counts[0].astype(jnp.float32) / count.astype(jnp.float32)
+        share = share.astype(picked.dtype)
+        picked = _picked(pick, state.value, value.value, share)
+    return _Extreme(picked, count)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _picked(pick: Callable, x: Array, y: Array, share: Array) -> Array:
+    """`pick(x, y)`, in whose derivative `x` has this `share`."""
+    del share
+    return pick(x, y)
+
+
+@_picked.defjvp
+def _picked_jvp(pick: Callable, primals: tuple, tangents: tuple) -> tuple:
+    x, y, share = primals
+    t_x, t_y, _ = tangents
+    return pick(x, y), share * t_x + (1 - share) * t_y
 
 
 def widened(x: Array) -> Array:
@@ -377,12 +429,7 @@ def accumulation_dtype(
                 f"{name}(dtype={requested}) needs 64-bit mode, which is off. Set "
                 "`jax.config.update('jax_enable_x64', True)`, or ask for 32 bits."
             )
-        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        if is_complex and not jnp.issubdtype(requested, jnp.complexfloating):
-            raise TypeError(
-                f"{name}(dtype={requested}) would drop the imaginary part of the "
-                f"{dtype} that `fun` returned. Ask for a complex dtype, or for none."
-            )
+        check_holds(name, requested, dtype, "that `fun` returned")
         dtype = requested
     elif dtype in (jnp.bfloat16, jnp.float16):
         dtype = jnp.dtype(jnp.float32)
@@ -394,7 +441,25 @@ def accumulation_dtype(
     return dtype
 
 
-def _extreme(name: str, dtype: Any, sign: int) -> Any:
+def check_holds(name: str, requested: Any, dtype: Any, what: str) -> None:
+    """Raises `TypeError` if numbers of `dtype` are others in a requested dtype."""
+    kinds = {
+        "the imaginary part": (jnp.complexfloating, jnp.complexfloating),
+        "the fractional part": (jnp.inexact, jnp.inexact),
+        "the sign": (jnp.signedinteger, (jnp.signedinteger, jnp.inexact)),
+    }
+    for part, (kind, needed) in kinds.items():
+        holds = needed if isinstance(needed, tuple) else (needed,)
+        if jnp.issubdtype(dtype, kind) and not any(
+            jnp.issubdtype(requested, other) for other in holds
+        ):
+            raise TypeError(
+                f"{name}(dtype={requested}) would drop {part} of the {dtype} {what}. "
+                "Ask for a dtype that has it, or for none."
+            )
+
+
+def _identity(name: str, dtype: Any, sign: int) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         return sign * jnp.inf
     if jnp.issubdtype(dtype, jnp.bool_):

@@ -59,6 +59,9 @@ class Block(eqx.Module):
         """The rows of this block, of an array over all examples."""
         if array.shape[axis] == self.size:
             return array
+        if array.shape[axis] < self.size:  # There are no examples at all.
+            shape = (*array.shape[:axis], self.size, *array.shape[axis + 1 :])
+            return jnp.zeros(shape, array.dtype)
         if self.parts == 1:
             return _rows(array, self.start, self.size, axis)
         array = split_parts(array, axis, self.parts)

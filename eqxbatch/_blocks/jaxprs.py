@@ -185,6 +185,16 @@ def _operations(eqn: Any) -> float:
 _PER_ELEMENT = 32.0
 
 
+def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
+    """Whether something in a jaxpr is of a dtype."""
+    atoms = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
+    atoms += [var for eqn in jaxpr.eqns for var in eqn.outvars]
+    if any(getattr(atom.aval, "dtype", None) == dtype for atom in atoms):
+        return True
+    inner = (sub for eqn in jaxpr.eqns for sub in inner_jaxprs(eqn))
+    return any(uses_dtype(sub, dtype) for sub in inner)
+
+
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
     """The jaxprs that an equation has in its parameters."""
     for value in eqn.params.values():

@@ -10,7 +10,14 @@ import jax.tree_util as jtu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, Shaped
 
-from .accumulators import AbstractAccumulator, accumulation_dtype
+from .accumulators import (
+    AbstractAccumulator,
+    accumulation_dtype,
+    check_holds,
+    common_dtype,
+    widened,
+    widest,
+)
 from .block import Block, Blocks, full_block
 
 
@@ -31,9 +38,14 @@ class Sum(AbstractAccumulator[_Total]):
         `weights[i] * result[i]`. Only for [`eqxbatch.filter_micro_vmap`][].
     - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
         what `jnp.sum` uses for integers and bools, and the results' own otherwise.
+        Weights of another kind are counted in: integers with real weights are added
+        as real numbers, and anything with complex weights as complex numbers.
 
-    The sum comes back in the dtype of the results, except for integers and bools,
-    where it has the dtype that it was added in.
+    The sum comes back in the dtype of the results, except for integers and bools, and
+    for real results with complex weights, where it has the dtype that it was added in.
+
+    Raises `TypeError` for a `dtype` that would drop the imaginary part, the fractional
+    part or the sign of results or weights.
 
     !!! example
 
@@ -125,8 +137,8 @@ class Mean(AbstractAccumulator[_Total]):
         return _Total(total, state.weight + value.weight, state.dtype)
 
     def finalize(self, state: _Total) -> Inexact[Array, "..."]:
-        mean = state.total / state.weight.astype(state.total.dtype)
-        return mean.astype(state.dtype)
+        total = widened(state.total)
+        return (total / state.weight.astype(total.dtype)).astype(state.dtype)
 
     def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Total:
         total, dtype = _cast("Mean", values, self.dtype, self.weights, inexact=True)
@@ -197,9 +209,7 @@ class RunningMean(AbstractAccumulator[Spread]):
 
     def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> Spread:
         whole = self._whole(values, block)
-        # Divided before it is added up: the sum is what may overflow.
-        mean = jnp.sum(whole.mean / block.size, axis=0)
-        return Spread(mean, None, whole.count, None, whole.dtype)
+        return Spread(_mean(whole.mean), None, whole.count, None, whole.dtype)
 
     def _whole(self, value: Any, block: Block) -> Spread:
         if isinstance(value, Spread):
@@ -261,26 +271,28 @@ class Variance(AbstractAccumulator[Spread]):
     def update(self, state: Spread, value: Any, block: Block) -> Spread:
         value = self._whole(value, block)
         mean, delta, count = _merge_means(state, value)
-        real = state.squares.dtype
+        real = widest(state.squares.dtype)
         # In floating point, as the product of two counts can overflow an int32.
         harmonic = state.count.astype(real) * (
             value.count.astype(real) / count.astype(real)
         )
-        squares = state.squares + value.squares + _abs_squared(delta) * harmonic
+        # Multiplied before it is squared: the square alone may overflow.
+        distance = delta * jnp.sqrt(harmonic).astype(delta.dtype)
+        squares = state.squares + value.squares + _abs_squared(distance)
         observations = state.observations + value.observations
         return Spread(mean, squares, count, observations, state.dtype)
 
     def finalize(self, state: Spread) -> MeanAndVariance:
-        real = state.squares.dtype
+        real = widest(state.squares.dtype)
         observations = state.observations.astype(real)
         unbiased = observations / (observations - self.ddof)
-        variance = state.squares / state.count.astype(real) * unbiased
+        variance = state.squares.astype(real) / state.count.astype(real) * unbiased
         mean = _mean_or_nan(state)
         return MeanAndVariance(mean, variance.astype(mean.real.dtype))
 
     def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> Spread:
         whole = self._whole(values, block)
-        mean = jnp.mean(whole.mean, axis=0)
+        mean = _mean(whole.mean)
         squares = jnp.sum(_abs_squared(whole.mean - mean[None]), axis=0)
         return Spread(mean, squares, whole.count, whole.count, whole.dtype)
 
@@ -297,7 +309,7 @@ class Variance(AbstractAccumulator[Spread]):
 class OfTotals(AbstractAccumulator[Any]):
     """A sum or mean over examples whose blocks come as (weighted) sums over them."""
 
-    accumulator: Sum | Mean | RunningMean
+    accumulator: Sum | Mean
 
     def init(self, value: Any, blocks: Blocks) -> Any:
         block = full_block(blocks, 0)
@@ -315,8 +327,6 @@ class OfTotals(AbstractAccumulator[Any]):
 
     def _value(self, total: Array, block: Block) -> Any:
         accumulator = self.accumulator
-        if isinstance(accumulator, RunningMean):
-            return total / block.size
         name = type(accumulator).__name__
         weights = accumulator.weights
         wide, dtype = _cast(name, total, accumulator.dtype, None, inexact=True)
@@ -344,13 +354,33 @@ def _cast(
     is_exact = not jnp.issubdtype(value.dtype, jnp.inexact)
     if requested is None and is_exact and not inexact:
         accumulation_dtype(name, value.dtype, None, inexact=False)
-        if weights is not None and jnp.issubdtype(weights.dtype, jnp.inexact):
-            requested = weights.dtype
-        else:
-            # Only `jnp.sum` knows which dtype it adds integers in.
-            requested = jax.eval_shape(jnp.sum, value).dtype
-    dtype = accumulation_dtype(name, value.dtype, requested, inexact=inexact)
-    return value.astype(dtype), dtype if is_exact else value.dtype
+        # Only `jnp.sum` knows which dtype it adds integers in.
+        dtype = jax.eval_shape(jnp.sum, value).dtype
+    else:
+        dtype = accumulation_dtype(name, value.dtype, requested, inexact=inexact)
+    if weights is not None:
+        dtype = _weighted_dtype(name, dtype, weights, requested)
+    is_returned = is_exact or not _holds(value.dtype, dtype)
+    return value.astype(dtype), dtype if is_returned else value.dtype
+
+
+def _weighted_dtype(
+    name: str, dtype: Any, weights: Array, requested: DTypeLike | None
+) -> Any:
+    """The dtype to add weighted results in, which alone would be added in `dtype`."""
+    if requested is not None:
+        check_holds(name, dtype, weights.dtype, "of `weights`")
+        return dtype
+    if jnp.issubdtype(dtype, jnp.inexact) and _holds(dtype, weights.dtype):
+        return dtype
+    own = jax.eval_shape(lambda x: jnp.sum(widened(x)), weights).dtype
+    return jax.dtypes.canonicalize_dtype(common_dtype(dtype, own))
+
+
+def _holds(dtype: Any, other: Any) -> bool:
+    """Whether one inexact dtype has an imaginary part if another one has."""
+    are_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (dtype, other)]
+    return are_complex[0] or not are_complex[1]
 
 
 def check_weights(name: str, weights: Any, blocks: Blocks) -> None:
@@ -358,6 +388,18 @@ def check_weights(name: str, weights: Any, blocks: Blocks) -> None:
         raise ValueError(
             f"{name}(weights=...) needs one weight for each example, shape "
             f"({blocks.total},); got shape {weights.shape}."
+        )
+
+
+def check_real(name: str, weights: Any) -> None:
+    if weights is not None and not any(
+        jnp.issubdtype(weights.dtype, kind)
+        for kind in (jnp.floating, jnp.integer, jnp.bool_)
+    ):
+        raise TypeError(
+            f"{name}(weights=...) needs real numbers or bools here; got dtype "
+            f"{weights.dtype}. For complex weights, use `Sum` over the results of "
+            "`filter_micro_vmap`."
         )
 
 
@@ -371,15 +413,32 @@ def _weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
 def _block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
     if weights is None:
         return jnp.asarray(block.size, jnp.int32)
-    return jnp.sum(block.take(weights).astype(jnp.finfo(dtype).dtype))
+    check_real("Mean", weights)
+    return jnp.sum(block.take(weights).astype(widest(dtype)))
+
+
+def _mean(values: Inexact[Array, "b ..."]) -> Inexact[Array, "..."]:
+    """The mean along axis 0, without a sum that may overflow."""
+    wide = widened(values)
+    return jnp.sum(wide / values.shape[0], axis=0).astype(values.dtype)
 
 
 def _merge_means(state: Spread, value: Spread) -> tuple[Array, Array, Array]:
     count = state.count + value.count
-    real = state.mean.real.dtype
-    fraction = (value.count.astype(real) / count.astype(real)).astype(state.mean.dtype)
+    real = widest(state.mean.dtype)
+    shares = [
+        (x.count.astype(real) / count.astype(real)).astype(state.mean.dtype)
+        for x in (state, value)
+    ]
     delta = value.mean - state.mean
-    return state.mean + delta * fraction, delta, count
+    # The difference is more exact, but not where it is infinite: there, a mean or both
+    # are, or they are huge and of different signs.
+    mean = jnp.where(
+        jnp.isfinite(delta),
+        state.mean + delta * shares[1],
+        state.mean * shares[0] + value.mean * shares[1],
+    )
+    return mean, delta, count
 
 
 def _mean_or_nan(state: Spread) -> Array:

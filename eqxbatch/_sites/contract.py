@@ -565,9 +565,10 @@ def weighted_sum(
     for site in sites:
         a, d = factors.of(site)
         operands.append(None if a is None else a.array)
-        weight = weights.astype(d.array.dtype)
-        weight = jnp.expand_dims(weight, range(1, d.array.ndim))
-        cotangents.append(d.array * weight)
+        # What is scaled by may be out of the range of half precision.
+        wide = widened(d.array)
+        weight = jnp.expand_dims(weights.astype(wide.dtype), range(1, wide.ndim))
+        cotangents.append((wide * weight).astype(d.array.dtype))
     return _transposed(sites, leaf, operands, cotangents, num=weights.shape[0])
 
 

@@ -86,7 +86,9 @@ def _check_count(count: Any) -> int | Array | None:
         return None
     if isinstance(count, jax.Array):
         if count.shape == () and jnp.issubdtype(count.dtype, jnp.integer):
-            return count
+            # Numbers of microbatches and of examples can need more bits.
+            is_narrow = jnp.iinfo(count.dtype).bits < 32
+            return count.astype(jnp.int32) if is_narrow else count
         got = f"an array of shape {count.shape} and dtype {count.dtype}"
     else:
         number = as_int(count)

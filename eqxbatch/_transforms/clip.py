@@ -2,17 +2,19 @@
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Bool, PyTree, Real
 
 from .._blocks.accumulators import widest
 from .._blocks.prefix import is_none, match_prefix
+from .._blocks.scaling import into_range, is_in_range
 
 
 class Clipping(eqx.Module):
@@ -26,6 +28,9 @@ class Clipping(eqx.Module):
     nan_safe: bool
 
     def __init__(self, bounds: PyTree, nan_safe: bool):
+        # As arrays of JAX, those of NumPy are arguments of the compiled program.
+        is_numpy = lambda x: isinstance(x, np.ndarray) and x.dtype != object
+        bounds = jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, bounds)
         jtu.tree_map(_check_bound, bounds)
         self.bounds = bounds
         self.nan_safe = nan_safe
@@ -94,29 +99,76 @@ class Groups:
     treedef: Any
     nan_safe: bool
 
-    def clip(self, squared_norms: Sequence[Real[Array, "..."]]) -> Clipped:
-        """Factors from the squared norms of each leaf, of one or of many examples."""
-        dtype = widest(*(x.dtype for x in squared_norms))
-        squared = [x.astype(dtype) for x in squared_norms]
+    def clip(
+        self,
+        squared_norms: Callable[[list[Array] | None], list[Real[Array, " n"]]],
+        are_cheap: bool,
+    ) -> Clipped:
+        """Factors for each leaf, of some examples.
+
+        `squared_norms(scales)` are those of each leaf, of gradients that are multiplied
+        with the scales first, if there are any. Unless these `are_cheap`, they are only
+        used where some square is out of range.
+        """
+        squared = squared_norms(None)
+        dtype = widest(*(x.dtype for x in squared))
+        zeros = jnp.zeros(squared[0].shape, dtype)
+
+        def totals(squared: list[Array]) -> list[Array]:
+            own = lambda members: (squared[i].astype(dtype) for i in members)
+            return [sum(own(members), zeros) for members in self.members]
+
+        def plain() -> list[tuple[Array, Array]]:
+            return [(jnp.ones_like(total), total) for total in totals(squared)]
+
+        def scaled() -> list[tuple[Array, Array]]:
+            factors = [into_range(total) for total in totals(squared)]
+            scales = [zeros] * len(squared)
+            for factor, members in zip(factors, self.members, strict=True):
+                for i in members:
+                    scales[i] = factor
+            again = totals(squared_norms(scales))
+            return [*zip(factors, again, strict=True)]
+
+        if are_cheap:
+            return self._scales(scaled())
+        found = [
+            is_in_range(total)
+            for total, members in zip(totals(squared), self.members, strict=True)
+            if members
+        ]
+        norms = jax.lax.cond(jnp.all(jnp.stack(found)), plain, scaled)
+        return self._scales(norms)
+
+    def _scales(self, found: list[tuple[Array, Array]]) -> Clipped:
+        """Factors from norms: the root of a number over another, for each group."""
         scales, norms = [], []
         is_kept: Bool[Array, "..."] | None = None
-        for bound, members in zip(self.bounds, self.members, strict=True):
-            square = jnp.zeros_like(squared[0])
-            for i in members:
-                square += squared[i]
+        for bound, members, (power, square) in zip(
+            self.bounds, self.members, found, strict=True
+        ):
             # The derivative of a norm at zero is taken to be zero, and not NaN.
             is_positive = square > 0
             root = jnp.sqrt(jnp.where(is_positive, square, 1))
-            norm = jnp.where(is_positive, root, square)
+            root = jnp.where(is_positive, root, square)
+            norm = root / power
             if self.nan_safe:
                 is_finite = jnp.isfinite(norm)
                 is_kept = is_finite if is_kept is None else is_kept & is_finite
-            if bound is None:
-                scale = jnp.ones_like(norm)
-            else:
-                limit = jnp.asarray(bound, dtype)
-                is_longer = norm > limit
-                scale = jnp.where(is_longer, limit / jnp.where(is_longer, norm, 1), 1)
-            scales += [scale] * len(members)
+            factor = _factor(bound, power, root)
+            if not self.nan_safe and bound is not None:
+                # An entry that is not finite makes all of the gradient so.
+                factor = jnp.where(jnp.isfinite(root), factor, jnp.nan)
+            scales += [factor] * len(members)
             norms.append(norm)
         return Clipped(scales, is_kept, jtu.tree_unflatten(self.treedef, norms))
+
+
+def _factor(bound: Any, power: Array, root: Array) -> Array:
+    """What brings gradients of norms `root / power` to a bound."""
+    if bound is None:
+        return jnp.ones_like(root)
+    limit = jnp.asarray(bound, root.dtype)
+    # The norm itself may overflow.
+    is_longer = root / power > limit
+    return jnp.where(is_longer, limit * power / jnp.where(is_longer, root, 1), 1)

@@ -85,7 +85,7 @@ class _Matrix(AbstractTotal):
         def run(rows: list, weights: Array | None) -> tuple[list, PyTree]:
             return blocks.sums(rows, weights), curvature.aux(rows)
 
-        found, aux = examples.total(run)
+        found, aux = examples.total(run, curvature.closed)
         found = [
             sum_varying(x, varying(jax.typeof(leaves[first])))
             for x, (first, _) in zip(found, wanted.pairs, strict=True)

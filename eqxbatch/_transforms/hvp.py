@@ -74,10 +74,10 @@ class _Product(AbstractTotal):
             ]
             return curvature.product(rows, weights, local), curvature.aux(rows)
 
-        found, aux = examples.total(run)
+        found, aux = examples.total(run, curvature.closed)
         leaves, treedef = jtu.tree_flatten(diff)
         found = [
-            sum_varying(x, varying(jax.typeof(leaf)))
+            sum_varying(x.astype(leaf.dtype), varying(jax.typeof(leaf)))
             for x, leaf in zip(found, leaves, strict=True)
         ]
         result = jtu.tree_unflatten(treedef, found)

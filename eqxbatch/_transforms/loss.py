@@ -15,14 +15,22 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
+from .._blocks.accumulators import widened
 from .._blocks.axes import Batch
 from .._blocks.explicit import with_auto_axes
-from .._blocks.jaxprs import evaluate_jaxpr, trace_example
-from .._blocks.mesh import spec_of
+from .._blocks.jaxprs import evaluate_jaxpr, trace_example, uses_dtype
+from .._blocks.mesh import spec_of, with_type_of
+from .._blocks.scaling import (
+    finite_sums,
+    normalised,
+    power_of_two,
+    scaled_examples,
+    squared_norm,
+)
 from .._blocks.slots import is_struct
 from .._sites.choose import Method, plan
-from .._sites.contract import Factors
-from .._sites.gradients import SiteGradients, squared_norm
+from .._sites.contract import Factors, kept_examples
+from .._sites.gradients import SiteGradients
 from .clip import Clipping
 
 
@@ -87,6 +95,27 @@ def check_value(value: Any, holomorphic: bool = False) -> Array:
     )
 
 
+def weighted_totals(
+    sums: Callable[[Array | None, float], list],
+    num: int,
+    weights: Array | None,
+    is_narrow: bool,
+) -> list[Array]:
+    """`sums(weights, 1.0)` of `num` terms, in float32 at least, without overflow.
+
+    Weights are scaled first, so that the range of the loss's dtype does not matter.
+    """
+    scale = None
+    if weights is not None:
+        weights, scale = normalised(weights)
+    total = finite_sums(
+        sums(weights, 1.0), lambda share: sums(weights, share), num, is_narrow
+    )
+    if scale is None:
+        return total
+    return [x * scale.astype(x.dtype) for x in total]
+
+
 def of_microbatch(loss: Loss) -> Way:
     """For a loss of a whole microbatch: its gradient."""
     value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
@@ -113,6 +142,8 @@ class Example:
         self.closed, self._out = trace_example(
             flat, self.leaves, batch.arrays, self.axes
         )
+        # Whether sums over examples can overflow where their mean does not.
+        self.is_narrow = uses_dtype(self.closed.jaxpr, jnp.float16)
 
     def run(self, leaves: list, rows: tuple) -> list:
         """The arrays that the loss returns, the value first."""
@@ -135,21 +166,48 @@ class Example:
         """Arrays for the leaves, in the structure of the gradient."""
         return jtu.tree_unflatten(self.treedef, leaves)
 
+    def totals(
+        self,
+        sums: Callable[[Array | None, float], list],
+        num: int,
+        weights: Array | None,
+        is_mean: bool,
+    ) -> dict[str, dict[str, PyTree]]:
+        """The gradient of a block of `num` examples: its total, or its mean.
 
-def of_sum(example: Example) -> Way:
-    """The gradient of the sum over the examples, in one backward pass."""
+        `sums(weights, share)` are the weighted sums over the examples, times a number.
+        """
+        if is_mean and not self.is_narrow:
+            mean = [widened(x) for x in sums(None, 1 / num)]
+            return {"whole": {"gradient": self.gradient(mean)}}
+        total = weighted_totals(sums, num, weights, self.is_narrow)
+        if is_mean:
+            mean = [x / num for x in total]
+            return {"whole": {"gradient": self.gradient(mean)}}
+        return {"total": {"gradient": self.gradient(total)}}
+
+
+def of_sum(example: Example, is_mean: bool) -> Way:
+    """The gradient of the sum over the examples, in one backward pass.
+
+    With `is_mean`, it is that of the mean, and no sum is formed.
+    """
 
     def way(rows: list, weights: Array | None) -> dict:
-        def total(leaves: list) -> tuple[Array, list]:
+        def values(leaves: list) -> tuple[Array, list]:
             outs = example.vmap(lambda *rows: example.run(leaves, rows), rows)
-            values = outs[0]
-            if weights is not None:
-                values = values * weights.astype(values.dtype)
-            return jnp.sum(values), outs
+            return outs[0], outs
 
-        gradient, outs = jax.grad(total, has_aux=True)(example.leaves)
-        total_of = {"gradient": example.gradient(gradient)}
-        return {"total": total_of, "each": example.outputs(outs)}
+        value, pullback, outs = jax.vjp(values, example.leaves, has_aux=True)
+
+        def sums(weights: Array | None, share: float) -> list:
+            seeds = with_type_of(jax.typeof(value), jnp.full_like(value, share))
+            if weights is not None:
+                seeds = seeds * weights.astype(seeds.dtype)
+            return pullback(seeds)[0]
+
+        gradient = example.totals(sums, value.shape[0], weights, is_mean)
+        return {**gradient, "each": example.outputs(outs)}
 
     return way
 
@@ -177,35 +235,41 @@ def of_each(
         each = {name: function(gradient) for name, function in functions.items()}
         if transform is not None:
             gradient = transform(gradient)
-        if clipping is not None:
-            gradient, each["norms"] = _clipped(gradient, clipping)
         return {**each, "gradient": gradient, "outs": outs}
 
     def way(rows: list, _: Array | None) -> dict:
         each = example.vmap(one, rows)
         outs = each.pop("outs")
+        if clipping is not None:
+            each["gradient"], each["norms"] = _clipped(each["gradient"], clipping)
         return {"each": {**each, **example.outputs(outs)}}
 
     return way
 
 
-def _clipped(gradient: PyTree, clipping: Clipping) -> tuple[PyTree, PyTree]:
-    """The gradient of one example, clipped, and its norms."""
-    groups = clipping.groups(gradient)
-    leaves, treedef = jtu.tree_flatten(gradient)
-    clipped = groups.clip([squared_norm(x[None])[0] for x in leaves])
+def _clipped(gradients: PyTree, clipping: Clipping) -> tuple[PyTree, PyTree]:
+    """The gradients of some examples, clipped, and their norms."""
+    groups = clipping.groups(gradients)
+    leaves, treedef = jtu.tree_flatten(gradients)
+
+    def squared_norms(scales: list[Array] | None) -> list[Array]:
+        xs = leaves if scales is None else [*map(scaled_examples, leaves, scales)]
+        return [squared_norm(x) for x in xs]
+
+    clipped = groups.clip(squared_norms, are_cheap=False)
     scaled = [
-        x * scale.astype(x.dtype)
+        scaled_examples(x, scale).astype(x.dtype)
         for x, scale in zip(leaves, clipped.scales, strict=True)
     ]
     if clipped.is_kept is not None:
-        is_kept = clipped.is_kept
-        scaled = [jnp.where(is_kept, x, jnp.zeros((), x.dtype)) for x in scaled]
+        scaled = [kept_examples(x, clipped.is_kept) for x in scaled]
     return jtu.tree_unflatten(treedef, scaled), clipped.norms
 
 
-def by_norms(example: Example, clipping: Clipping, method: Method) -> Way:
-    """The sum of the clipped gradients, from their norms.
+def by_norms(
+    example: Example, clipping: Clipping, method: Method, is_mean: bool
+) -> Way:
+    """The sum of the clipped gradients, from their norms; or, `is_mean`, their mean.
 
     What `materialise` forms for each example is not scaled and added up, as that would
     go through it twice more: like the factors of sites, it is contracted with weights.
@@ -217,24 +281,40 @@ def by_norms(example: Example, clipping: Clipping, method: Method) -> Way:
         outs, operands, pullback = program.linearize(example.leaves, list(rows), 1)
         return outs, operands, pullback([jnp.ones_like(outs[0])])
 
-    def clipped_sum(
+    def clipped_total(
         bounds: list, leaves: list, factors: list, weights: Array | None, num: int
-    ) -> tuple[list, PyTree]:
+    ) -> tuple[dict[str, dict[str, PyTree]], PyTree]:
         of_sites = Factors(*factors, num=num)
         gradients = SiteGradients(program, contractions, of_sites, leaves)
         own = dataclasses.replace(groups, bounds=bounds)
-        clipped = own.clip(gradients.squared_norms())
-        scales = clipped.scales
-        if weights is not None:
-            scales = [scale * weights.astype(scale.dtype) for scale in scales]
-        return gradients.weighted_sums(scales, clipped.is_kept), clipped.norms
+        clipped = own.clip(gradients.squared_norms, gradients.are_cheap)
+        scales, powers = clipped.scales, []
+        if example.is_narrow:
+            # Small in common where all gradients are long, or the bound is small.
+            powers = [power_of_two(jnp.max(scale)) for scale in scales]
+            scales = [s / power for s, power in zip(scales, powers, strict=True)]
+
+        def sums(weights: Array | None, share: float) -> list:
+            own = [scale * share for scale in scales]
+            if weights is not None:
+                own = [scale * weights.astype(scale.dtype) for scale in own]
+            found = gradients.weighted_sums(own, clipped.is_kept)
+            if not example.is_narrow:
+                return found
+            wide = map(widened, found)
+            return [x * p.astype(x.dtype) for x, p in zip(wide, powers, strict=True)]
+
+        return example.totals(sums, num, weights, is_mean), clipped.norms
 
     def way(rows: list, weights: Array | None) -> dict:
         outs, *factors = example.vmap(one, rows)
-        specs = lambda _: ([spec_of(x) for x in example.leaves], spec_of(outs[0]))
+        of_leaves = example.gradient([spec_of(x) for x in example.leaves])
+        specs = lambda out: (
+            {section: {"gradient": of_leaves} for section in out[0]},
+            spec_of(outs[0]),
+        )
         operands = (groups.bounds, example.leaves, factors, weights, outs[0].shape[0])
-        total, norms = with_auto_axes(clipped_sum, operands, specs)
-        each = {**example.outputs(outs), "norms": norms}
-        return {"total": {"gradient": example.gradient(total)}, "each": each}
+        gradient, norms = with_auto_axes(clipped_total, operands, specs)
+        return {**gradient, "each": {**example.outputs(outs), "norms": norms}}
 
     return way

@@ -22,6 +22,7 @@ from .._blocks.explicit import (
 from .._blocks.memory import MemoryBudget
 from .._blocks.mesh import spec_of, sum_varying, vary_as, varying
 from .._blocks.moments import (
+    check_real,
     check_weights,
     Mean,
     MeanAndVariance,
@@ -154,7 +155,9 @@ class _MicroGrad(AbstractTransform):
         blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
         arrays, axes = batch.arrays, batch.axes
         if self.weights is not None:
-            check_weights(type(self.accumulator).__name__, self.weights, blocks)
+            name = type(self.accumulator).__name__
+            check_weights(name, self.weights, blocks)
+            check_real(name, self.weights)
             arrays, axes = [*arrays, self.weights], (*axes, 0)
         # Inside of `jax.shard_map`, a derivative is summed over the devices, if what it
         # is of does not vary over them. Here that is done once, and not for each
@@ -170,7 +173,7 @@ class _MicroGrad(AbstractTransform):
         merged = {key: x for section in result.values() for key, x in section.items()}
         if self.transform is None:
             merged["gradient"] = jtu.tree_map(
-                lambda x, d: sum_varying(d, varying(jax.typeof(x))),
+                lambda x, d: sum_varying(d.astype(x.dtype), varying(jax.typeof(x))),
                 diff,
                 merged["gradient"],
             )
@@ -204,15 +207,17 @@ class _MicroGrad(AbstractTransform):
         if self.batched:
             return of_microbatch(loss)
         example = Example(loss)
+        # No sum is formed where its result is there to avoid that.
+        is_mean = isinstance(self.accumulator, RunningMean)
         functions = {"transform": self.transform, "metrics": self.metrics}
         if self.moments:
             functions["moments"] = lambda gradient: gradient
         functions = {name: f for name, f in functions.items() if f is not None}
         if not functions and self.clipping is None:
-            return of_sum(example)
+            return of_sum(example, is_mean)
         if not functions:
             assert self.clipping is not None
-            return by_norms(example, self.clipping, self.method)
+            return by_norms(example, self.clipping, self.method, is_mean)
         return of_each(example, self.clipping, functions)
 
     def slots(self, output: dict, _: None) -> Slots:

@@ -5,14 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Real
 
 from .._blocks.accumulators import Concat
 from .._blocks.axes import Batch, split_batch, unbatched
 from .._blocks.block import Blocks
-from .._blocks.moments import check_weights, Mean, OfTotals, Sum
+from .._blocks.jaxprs import uses_dtype
+from .._blocks.moments import check_real, check_weights, Mean, OfTotals, Sum
 from .._blocks.slots import array_structs, match_accumulators, Slots
 from .blocked import Blocking
+from .loss import weighted_totals
 from .selection import axes_of_all
 from .wrapper import AbstractTransform
 
@@ -27,23 +30,42 @@ class Examples:
     accumulator: Sum | Mean
 
     def total(
-        self, fun: Callable[[list, Real[Array, " n"] | None], tuple[PyTree, PyTree]]
-    ) -> tuple[PyTree, PyTree]:
+        self,
+        fun: Callable[[list, Real[Array, " n"] | None], tuple[list, PyTree]],
+        closed: Any,
+    ) -> tuple[list, PyTree]:
         """Accumulates what `fun` makes of the rows of a microbatch and their weights.
 
-        It returns the (weighted) sum over the microbatch, and what there is for each
-        example, along axis 0.
+        It returns the (weighted) sums over the microbatch, and what there is for each
+        example, along axis 0. The results are in float32 at least. The jaxpr `closed`
+        is that of one example.
         """
         if self.blocks is None:
             return fun([], None)
         arrays, axes = self.batch.arrays, self.batch.axes
         num, weights = len(arrays), self.accumulator.weights
         if weights is not None:
-            check_weights(type(self.accumulator).__name__, weights, self.blocks)
+            name = type(self.accumulator).__name__
+            check_weights(name, weights, self.blocks)
+            check_real(name, weights)
             arrays, axes = [*arrays, weights], (*axes, 0)
 
-        def run(rows: list, _: int) -> tuple[tuple[PyTree, PyTree], None]:
-            return fun(rows[:num], None if weights is None else rows[-1]), None
+        is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
+
+        def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
+            each: list[PyTree] = []
+
+            def sums(weights: Array | None, share: float) -> list:
+                if share != 1:
+                    ones = jnp.ones(size) if weights is None else weights
+                    weights = ones * share
+                found, extra = fun(rows[:num], weights)
+                each.append(extra)
+                return found
+
+            own = None if weights is None else rows[-1]
+            found = weighted_totals(sums, size, own, is_narrow)
+            return (found, each[0]), None
 
         def slots(output: tuple, _: Any) -> Slots:
             has_each = bool(array_structs(output[1]))
