@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eqxbatch
 from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Max, MemoryBudget
 
 
@@ -205,3 +206,33 @@ def test_decorator_with_arguments_is_a_partial():
     decorator = filter_micro_vmap(microbatch_size=4)
     assert isinstance(decorator, functools.partial)
     assert decorator(jnp.sin)(jnp.ones(9)).shape == (9,)
+
+
+def test_loss_of_one_example_with_a_named_axis():
+    loss = lambda w, x: jnp.sum(w * (x - jax.lax.pmean(x, "batch")))
+    for options in ({}, {"clip_norm": 1.0}):
+        grad = eqxbatch.filter_micro_grad(loss, **options)
+        with pytest.raises(ValueError, match=r"uses a named axis.*say `batched=True`"):
+            grad(jnp.ones(2), jnp.ones((3, 2)))
+    with pytest.raises(NameError, match="not_there"):
+        eqxbatch.filter_micro_grad(lambda w, x: not_there)(
+            jnp.ones(2), jnp.ones((3, 2))
+        )
+
+
+def test_states_are_not_concatenated():
+    fun = lambda w, x: (jnp.sum(x @ w), {"count": jnp.zeros(())})
+    grad = functools.partial(
+        eqxbatch.filter_micro_grad, fun, batched=True, has_aux=True, microbatch_size=2
+    )
+    with pytest.raises(ValueError, match=r"`Last\(\)` for what each microbatch repl"):
+        grad()(jnp.ones(2), jnp.ones((4, 2)))
+    grad(aux_accumulator=eqxbatch.Last())(jnp.ones(2), jnp.ones((4, 2)))
+
+
+def test_budgets_too_small_for_a_gradient():
+    grad = eqxbatch.filter_micro_grad(
+        lambda w, x: jnp.sum(w * x), microbatch_size=eqxbatch.MemoryBudget(1)
+    )
+    with pytest.raises(ValueError, match=r"Raise the budget.*`jax.checkpoint` keeps"):
+        grad(jnp.ones(2), jnp.ones((3, 2)))

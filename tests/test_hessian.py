@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
+import eqxbatch
 from eqxbatch import (
     filter_ggn,
     filter_ggnvp,
@@ -1093,3 +1094,69 @@ class TestBadInput:
             hessian_to_pytree(jnp.ones((7, 4)), x)
         with pytest.raises(ValueError, match="no arrays of an inexact dtype"):
             hessian_to_pytree(jnp.eye(3), jnp.arange(3))
+
+
+class TestRangeOfFloat16:
+    """Sums over examples that float16 does not hold, of means that it does."""
+
+    @pytest.mark.parametrize("method", ("sites", "products"))
+    @pytest.mark.parametrize("weight", (None, 1e-9))
+    def test_hessian(self, method, weight):
+        w, x = jnp.ones(2, jnp.float16), jnp.array([[150.0, 1.0]] * 40, jnp.float16)
+        weights = None if weight is None else jnp.full(40, weight)
+        expected = np.array([[22500, 150], [150, 1]])
+        for size in (1, 7, None):
+            hessian = eqxbatch.filter_hessian(
+                lambda w, x: 0.5 * (w @ x - 151) ** 2,
+                in_axes=0,
+                microbatch_size=size,
+                method=method,
+                accumulator=eqxbatch.Mean(weights),
+            )(w, x)
+            assert hessian.dtype == jnp.float16
+            wide = np.asarray(hessian, np.float64)
+            np.testing.assert_allclose(wide, expected, rtol=2e-3)
+
+    @pytest.mark.parametrize("product", ("hvp", "ggnvp"))
+    def test_products(self, product):
+        w, x = jnp.ones(2, jnp.float16), jnp.array([[150.0, 1.0]] * 40, jnp.float16)
+        if product == "hvp":
+            apply = eqxbatch.filter_hvp(
+                lambda w, x: 0.5 * (w @ x - 151) ** 2, in_axes=0
+            )
+        else:
+            apply = eqxbatch.filter_ggnvp(
+                lambda w, x: w @ x, lambda y, x: 0.5 * (y - 151) ** 2, in_axes=0
+            )
+        got = apply(w, jnp.array([1.0, 0.0], jnp.float16), x)
+        assert got.dtype == jnp.float16
+        np.testing.assert_allclose(np.asarray(got, np.float64), [22500, 150], rtol=2e-3)
+
+
+def test_parts_without_parameters():
+    model = {"a": (jnp.arange(2.0), ()), "b": jnp.ones(3), "c": None}
+    loss = lambda model: jnp.sum(model["a"][0] ** 3) + jnp.sum(model["b"])
+    where = lambda model: (model["a"], model["c"])
+    matrix, _ = eqxbatch.filter_hessian(loss, where=where, flat=True)(model)
+    assert_same(matrix, jnp.diag(jnp.array([0.0, 6.0])))
+    blocks = eqxbatch.filter_hessian_blocks(
+        loss, where=where, flat=True, is_block=eqx.is_array
+    )(model)
+    assert_same(blocks["a"][0][0], matrix)
+    blocks = eqxbatch.filter_hessian_blocks(
+        lambda model: jnp.sum(model["a"] ** 2),
+        where=lambda model: model["a"],
+        flat=True,
+        is_block=lambda x: isinstance(x, tuple),
+    )({"a": jnp.ones(1), "b": (jnp.ones(3),)})
+    empty, unravel = blocks["b"]
+    assert_same(empty, jnp.zeros((0, 0)))
+    assert unravel(jnp.zeros(0)) == (None,)
+
+
+def test_where_looks_at_structure_only():
+    where = lambda model: [x for x in model if x.ndim == 1]
+    with pytest.raises(AttributeError):
+        eqxbatch.filter_hessian(lambda m: m[0].sum(), where=where)([jnp.ones(2)])
+    with pytest.raises(ValueError, match="`where` must return parts of the model"):
+        eqxbatch.filter_hessian(lambda m: m.sum(), where=lambda m: 1)(jnp.ones(2))

@@ -271,6 +271,8 @@ def test_bound_is_an_argument_of_the_program(getkey):
         fun = filter_micro_grad(counted, microbatch_size=2, clip_norm=jnp.array(bound))
         once = filter_micro_grad(loss, microbatch_size=2, clip_norm=bound)
         assert_same(fun(model, x, y), once(model, x, y))
+        fun = filter_micro_grad(counted, microbatch_size=2, clip_norm=np.array(bound))
+        assert_same(fun(model, x, y), once(model, x, y))
     assert counted.num == 1
 
 
@@ -695,11 +697,14 @@ def test_norms_whose_squares_are_out_of_range(getkey, method, scale):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_inputs_whose_squares_are_out_of_range(method):
-    w, x = jnp.ones(2), jnp.array([[3e25, 4e25], [3e-25, 4e-25], [0.0, 0.0]])
+    w, x = jnp.ones(2), jnp.array([[3e25, 4e25], [3e-25, 4e-25], [3e30, 4e30]])
     grad = filter_micro_grad(
-        lambda w, x: w @ x, clip_norm=1.0, return_norms=True, method=method
+        lambda w, x, scale: (w @ x) * scale,
+        clip_norm=1.0,
+        return_norms=True,
+        method=method,
     )
-    gradient, statistics = grad(w, x)
+    gradient, statistics = grad(w, x, jnp.array([1.0, 1.0, 0.0]))
     assert_same(statistics.norms / jnp.array([5e25, 5e-25, 1]), jnp.array([1.0, 1, 0]))
     assert_same(gradient, jnp.array([0.2, 0.8 / 3]))
 
@@ -824,6 +829,12 @@ SETTINGS = {
         "must not be negative or NaN; got -1.0",
     ),
     "nan": ({"clip_norm": (1.0, jnp.nan)}, ValueError, "must not be negative or NaN"),
+    "negative of NumPy": (
+        {"clip_norm": np.array(-1.0)},
+        ValueError,
+        "must not be negative or NaN; got -1.0",
+    ),
+    "vector of NumPy": ({"clip_norm": np.ones(2)}, TypeError, r"array of shape \(2,\)"),
     "bool": ({"clip_norm": True}, TypeError, "got True of type bool"),
     "vector": ({"clip_norm": jnp.ones(2)}, TypeError, r"array of shape \(2,\)"),
     "sites": (

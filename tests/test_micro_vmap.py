@@ -18,7 +18,7 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from .helpers import assert_same, BLOCK, normal, TOTALS
+from .helpers import assert_same, BLOCK, CountTraces, normal, TOTALS
 
 
 SIZES = (1, 2, BLOCK, None, 100)
@@ -408,3 +408,39 @@ def test_agrees_with_optax(kind, getkey):
     ours = filter_micro_vmap(fun, microbatch_size=4, accumulator=kind)(x, y=y)
     theirs = optax.microbatching.micro_vmap(fun, microbatch_size=4, accumulator=kind)
     assert_same(ours, theirs(x, y=y))
+
+
+@pytest.mark.parametrize("size", (1, 2, None))
+def test_outputs_said_to_be_the_same_are(size, getkey):
+    x = normal(getkey(), (5, 2))
+    micro = functools.partial(filter_micro_vmap, microbatch_size=size)
+    with pytest.raises(ValueError, match="output was batched"):
+        micro(lambda x: (x, 2 * x), out_axes=(0, None))(x)
+    fun = CountTraces(lambda x: (2 * x, jnp.arange(3), jnp.float32(7)))
+    got = micro(fun, out_axes=(0, None, None))(x)
+    assert_same(got, (2 * x, jnp.arange(3), jnp.float32(7)))
+    # A callable says so only when it sees the output.
+    some = micro(fun, out_axes=lambda leaf: 0 if leaf.shape == (2,) else None)
+    assert_same(some(x), got)
+
+
+@pytest.mark.parametrize("size", (1, 2, None))
+def test_weak_types_stay_weak(size):
+    x = jnp.ones(5, jnp.bfloat16)
+    micro = functools.partial(filter_micro_vmap, microbatch_size=size)
+    assert (micro(lambda _: jnp.asarray(2.0))(x) + x).dtype == jnp.bfloat16
+    fun = lambda x: (jnp.asarray(2.0), jnp.asarray([1, 2]), jnp.asarray(1j), x)
+    for options in ({}, {"out_axes": (0, 1, 0, 0)}, {"checkpoint": True}):
+        got = micro(fun, **options)(x)
+        options.pop("checkpoint", None)
+        expected = eqx.filter_vmap(fun, **options)(x)
+        assert_same(got, expected)
+        assert [a.weak_type for a in got] == [b.weak_type for b in expected]
+    last = micro(fun, accumulator=Last())(x)
+    assert [a.weak_type for a in last] == [True, False, True, False]
+    same = micro(lambda x: jnp.asarray(2.0), out_axes=None)(x)
+    assert same.weak_type
+    # Sums are strong, those of `jnp.sum` too.
+    assert not micro(fun, accumulator=Sum())(x)[0].weak_type
+    shifted = jax.grad(lambda s: jnp.sum(micro(lambda x: (s, x)[0])(x)))(2.0)
+    assert shifted == 5

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from .accumulators import Concat
+from .accumulators import Concat, Last
 from .block import (
     Block,
     block_struct,
@@ -163,7 +163,8 @@ def _check_rows(
                 f"a microbatch of {blocks.size} examples, so that {expected} were "
                 f"expected, but there are {rest_rows} rows for the remainder of "
                 f"{blocks.remainder}. Choose a microbatch size that divides "
-                f"{blocks.total}, or one that is no divisor of {rows}."
+                f"{blocks.total}, or one that is no divisor of {rows}; or use another "
+                "accumulator, such as `Last()` for what each microbatch replaces."
             )
 
 
@@ -254,7 +255,7 @@ class _Run:
             rest = self.values(block, rows, after_loop)
             states = self.updated(states, rest, block)
             pieces.append(rest)
-        return [
+        results = [
             self.joined(slot, value, [piece[i] for piece in pieces])
             if self.is_collected(slot)
             else slot.accumulator.finalize(state)
@@ -262,6 +263,17 @@ class _Run:
                 zip(self.slots, values, states, strict=True)
             )
         ]
+        return [
+            _as_weak(x) if self.is_weak(slot) else x
+            for x, slot in zip(results, self.slots, strict=True)
+        ]
+
+    def is_weak(self, slot: Slot) -> bool:
+        """Whether a result is weakly typed, as what `jax.vmap` returns would be."""
+        if not isinstance(slot.accumulator, (Concat, Last)):
+            return False
+        (index,) = slot.indices
+        return getattr(self.program.full.outvars[index].aval, "weak_type", False)
 
     def initial_state(self, slot: Slot, value: PyTree) -> Any:
         """The state before the first block, with the type that it has after it.
@@ -427,6 +439,19 @@ def _as_strong(x: Any) -> Array:
     # loop has no weak types, so that the first block must not either.
     x = jnp.asarray(x)
     return lax.convert_element_type(x, x.dtype) if x.weak_type else x
+
+
+def _as_weak(x: Array) -> Array:
+    """`x` as something whose dtype gives way to others."""
+    # What is filled with it has the type of what it is like.
+    zero = {"f": 0.0, "c": 0j}.get(x.dtype.kind, 0)
+    like = lax.full((), zero)
+    if like.dtype != x.dtype:
+        return x
+    fill = functools.partial(lax.full_like, like)
+    for _ in x.shape:
+        fill = jax.vmap(fill)
+    return fill(x)
 
 
 def types_of(struct: PyTree) -> tuple:

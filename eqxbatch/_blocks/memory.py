@@ -280,8 +280,9 @@ def fit_size(budget: int, largest: int, bytes_at: Callable[[int], int]) -> int:
         raise ValueError(
             f"A memory budget of {budget:,} bytes is too small: with blocks of one "
             f"example, the program needs {found[1]:,} bytes for temporaries and "
-            "outputs. Raise the budget, or let the function return less (an "
-            "accumulator such as `Sum` keeps no row for each example)."
+            "outputs. Raise the budget, or let the function take less: "
+            "`jax.checkpoint` keeps fewer intermediate values, and where there is a "
+            "result for each example, an accumulator such as `Sum` keeps only one."
         )
     while len(found) < _MAX_COMPILATIONS:
         exact = _predict(budget, largest, found)

@@ -53,9 +53,10 @@ def is_in_range(square: Real[Array, "*s"]) -> Bool[Array, "*s"]:
 
 def into_range(square: Real[Array, "*s"]) -> Real[Array, "*s"]:
     """What to multiply numbers with so that such a sum of their squares is in range."""
-    power = 2.0 ** (5 * jnp.finfo(square.dtype).maxexp // 8)
-    is_small = square < 1
-    factor = jnp.where(is_small, power, 1 / power)
+    most = jnp.finfo(square.dtype).maxexp
+    # Compilers may square the first of these alone, so that must not overflow.
+    small, large = 2.0 ** (most // 2 - 1), 2.0 ** -(5 * most // 8)
+    factor = jnp.where(square < 1, small, large)
     return jnp.where(is_in_range(square), 1, factor).astype(square.dtype)
 
 

@@ -168,7 +168,8 @@ def _scaled_squared_norms(
         of_operands = _common_power(operands)
         operands = [_over(a, of_operands) for a in operands]
         power = power * of_operands.astype(power.dtype)
-    return power, squared_norms(own, Factors(operands, cotangents))
+    squares = squared_norms(own, Factors(operands, cotangents))
+    return jnp.where(squares > 0, power, 1), squares
 
 
 def _balanced(

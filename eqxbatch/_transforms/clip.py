@@ -29,9 +29,9 @@ class Clipping(eqx.Module):
 
     def __init__(self, bounds: PyTree, nan_safe: bool):
         # As arrays of JAX, those of NumPy are arguments of the compiled program.
-        is_numpy = lambda x: isinstance(x, np.ndarray) and x.dtype != object
-        bounds = jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, bounds)
         jtu.tree_map(_check_bound, bounds)
+        is_numpy = lambda x: isinstance(x, np.ndarray)
+        bounds = jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, bounds)
         self.bounds = bounds
         self.nan_safe = nan_safe
 
@@ -58,10 +58,12 @@ class Clipping(eqx.Module):
 
 
 def _check_bound(bound: Any) -> None:
-    if isinstance(bound, jax.Array):
+    if isinstance(bound, (jax.Array, np.ndarray)):
         kinds = (jnp.floating, jnp.integer)
         is_real = any(jnp.issubdtype(bound.dtype, kind) for kind in kinds)
         if bound.shape == () and is_real:
+            if isinstance(bound, np.ndarray):
+                _check_bound(bound.item())
             return
         got = f"an array of shape {bound.shape} and dtype {bound.dtype}"
     elif isinstance(bound, numbers.Real) and not isinstance(bound, bool):

@@ -139,9 +139,21 @@ class Example:
         def flat(leaves: list, rows: list) -> tuple[Array, PyTree]:
             return loss(jtu.tree_unflatten(self.treedef, leaves), rows)
 
-        self.closed, self._out = trace_example(
-            flat, self.leaves, batch.arrays, self.axes
-        )
+        try:
+            self.closed, self._out = trace_example(
+                flat, self.leaves, batch.arrays, self.axes
+            )
+        except NameError as e:
+            if "unbound axis name" not in str(e):
+                raise
+            raise ValueError(
+                "`fun` is the loss of one example, but it uses a named axis, as "
+                f"BatchNorm does in training mode ({e}). The gradient of an example is "
+                "not defined if the loss couples them: bring such layers to inference "
+                "mode. Or, for gradients without anything about single examples, give "
+                "the loss of a whole microbatch, which uses `jax.vmap` with that "
+                "`axis_name` itself, and say `batched=True`."
+            ) from e
         # Whether sums over examples can overflow where their mean does not.
         self.is_narrow = uses_dtype(self.closed.jaxpr, jnp.float16)
 

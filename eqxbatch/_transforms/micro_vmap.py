@@ -17,6 +17,7 @@ from .._blocks.accumulators import Concat, Last
 from .._blocks.axes import Batch, broadcast_axes, split_batch
 from .._blocks.block import Blocks
 from .._blocks.explicit import examples_spec, spread_freely
+from .._blocks.jaxprs import evaluate_jaxpr
 from .._blocks.memory import MemoryBudget
 from .._blocks.slots import array_structs, match_accumulators, Slot, Slots
 from .blocked import Blocking
@@ -100,11 +101,7 @@ class MicroVmap(AbstractTransform):
             kwargs["axis_size"] = size
         if size == 1 and self.vmap_fn is jax.vmap and self.axis_name is None:
             # What XLA makes of a batch of one is slower than what it makes of none.
-            pairs = zip(rows, batch.axes, strict=True)
-            mapped, unmapped = one(
-                [lax.index_in_dim(x, 0, axis, keepdims=False) for x, axis in pairs]
-            )
-            mapped = [x[None] for x in mapped]
+            mapped, unmapped = _of_one(one, rows, batch.axes)
         else:
             vmapped = self.vmap_fn(one, (list(batch.axes),), (0, None), **kwargs)
             mapped, unmapped = vmapped(rows)
@@ -118,6 +115,30 @@ class MicroVmap(AbstractTransform):
                 axes.append(axis)
             leaves.append(leaf)
         return jtu.tree_unflatten(traced["treedef"], leaves), tuple(axes)
+
+
+def _of_one(
+    one: Callable[[list], tuple[list, list]], rows: list, axes: tuple[int, ...]
+) -> tuple[list, list]:
+    """What is mapped and what is not, of a block of one example, without `jax.vmap`.
+
+    Raises as `jax.vmap` does where what is not mapped differs between examples.
+    """
+    in_axes = [*axes]
+    pairs = zip(rows, axes, strict=True)
+    row = [lax.index_in_dim(x, 0, axis, keepdims=False) for x, axis in pairs]
+    closed, structs = jax.make_jaxpr(one, return_shape=True)(row)
+    treedef = jtu.tree_structure(structs)
+
+    def run(row: list) -> tuple[list, list]:
+        outs = evaluate_jaxpr(closed.jaxpr, list(closed.consts), row)
+        return jtu.tree_unflatten(treedef, outs)
+
+    if structs[1] and rows:
+        jax.eval_shape(jax.vmap(run, (in_axes,), (0, None)), rows)
+    mapped, unmapped = run(row)
+    # A constant is a literal of the jaxpr, and not yet an array.
+    return [jnp.asarray(x)[None] for x in mapped], [*map(jnp.asarray, unmapped)]
 
 
 def _as_array(leaf: Any, axis: int) -> Array:

@@ -21,12 +21,8 @@ class Selection(eqx.Module):
         leaves = jtu.tree_leaves(model)
         chosen = [x is not _OTHER for x in selected]
         if where is not None:
-            nothing = jtu.tree_map(lambda _: False, model)
-            everything = lambda node: jtu.tree_map(lambda _: True, node)
-            nodes = eqx.tree_at(where, nothing, replace_fn=everything)
-            chosen = [
-                a and b for a, b in zip(chosen, jtu.tree_leaves(nodes), strict=True)
-            ]
+            numbers = _numbers(model, where)
+            chosen = [is_chosen and i in numbers for i, is_chosen in enumerate(chosen)]
         self._is_parameter = tuple(
             is_chosen and eqx.is_inexact_array(leaf)
             for is_chosen, leaf in zip(chosen, leaves, strict=True)
@@ -58,6 +54,28 @@ class Selection(eqx.Module):
 
 
 _OTHER = object()
+
+
+class _Number:
+    """Stands for a leaf of a model while `where` picks parts of it."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+def _numbers(model: PyTree, where: Callable) -> set[int]:
+    """The numbers of the leaves that `where` picks; parts of it may have none."""
+    leaves, treedef = jtu.tree_flatten(model)
+    marked = jtu.tree_unflatten(treedef, [_Number(i) for i, _ in enumerate(leaves)])
+    found = jtu.tree_leaves(where(marked))
+    for x in found:
+        if not isinstance(x, _Number):
+            raise ValueError(
+                "`where` must return parts of the model, whose arrays it must not "
+                f"look at; got {x!r} of type {type(x).__name__}. Select by dtype or "
+                "shape with `filter_spec`."
+            )
+    return {x.number for x in found}
 
 
 def differentiated(
