@@ -45,6 +45,10 @@ class Draw:
     def one_of(self, *options: Any) -> Any:
         return options[self.below(len(options))]
 
+    def weighted(self, options: dict) -> Any:
+        """One of the keys, with their values for weights."""
+        return list(options)[self.below(len(options), list(options.values()))]
+
     def flag(self, probability: float = 0.5) -> bool:
         return bool(self.below(2, (1 - probability, probability)))
 
@@ -53,12 +57,16 @@ class Draw:
 
 
 def draw_total(draw: Draw) -> int:
-    return draw.one_of(2, 1, 3, 4, 5, 7, 8, 0, 11, 12, 13)
+    ordinary = {4: 2, 5: 3, 7: 3, 8: 2, 11: 3, 12: 1, 13: 2}
+    return draw.weighted({2: 1, 1: 1, 3: 1, 0: 1, **ordinary})
 
 
 def draw_size(draw: Draw, total: int) -> int | None:
-    sizes = (None, 1, 2, 3, 4, 5, total - 1, total, total + 1, 2 * total + 3)
-    size = draw.one_of(*sizes)
+    """Often one that cuts the examples in several blocks and does not divide them."""
+    extreme = draw.flag(0.35)
+    if not extreme:
+        return draw.one_of(2, 3, 4, 5)
+    size = draw.one_of(None, 1, total - 1, total, total + 1, 2 * total + 3)
     return None if size is None else max(size, 1)
 
 

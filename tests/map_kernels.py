@@ -28,6 +28,7 @@ from .map_draw import (
     Draw,
     draw_dtype,
     draw_placing,
+    draw_size,
     draw_total,
     Expected,
     kind_of,
@@ -143,8 +144,7 @@ def draw_sides(draw: Draw, dtype: str, placing: Any, axis: int = 0) -> Sides:
 
 
 def draw_blocks(draw: Draw, totals: tuple[int, int]) -> Any:
-    one = (None, 1, 2, 3, 4, 5, max(totals[0] - 1, 1), max(totals[0], 1), 40)
-    first = draw.one_of(*one)
+    first = draw_size(draw, totals[0])
     return first if first is None or not draw.flag(0.3) else (first, 1 + draw.below(5))
 
 

@@ -48,6 +48,7 @@ FAMILIES = (
     draw_accumulated,
     draw_vmaps,
     draw_accumulated,
+    draw_kernels,
 )
 _CLEAR_EVERY = 100
 _MODES = 4  # The last of them has 64 bits.

@@ -5,11 +5,11 @@ import pytest
 from .map_programs import Finding, run_seed
 
 
-# Those from the second line on found a defect each that the first ones do not find.
+# Those from the second line on found a defect each, or notice what the first do not.
 SEEDS = (
-    *range(96),
-    *(119, 171, 186, 189, 241, 283, 337, 379, 387, 422, 514, 877, 937, 1024, 1202),
-    *(2072, 2575, 2898, 4391),
+    *range(72),
+    *(81, 85, 88, 98, 154, 161, 211, 227, 337, 391, 486, 520, 692, 926, 1294, 1312),
+    *(279, 295, 517, 592, 730, 762, 839, 979, 1283, 1840, 1959),
 )
 
 
@@ -23,5 +23,5 @@ def test_a_seed_is_one_case():
     """The same choices make the same case, without the seed."""
     _, text, choices = run_seed(7)
     assert run_seed(7)[1] == text
-    assert run_seed(7 + 12, choices=choices)[1] == text
+    assert run_seed(7 + 13, choices=choices)[1] == text
     assert run_seed(7, choices=choices[:-1])[2] != choices
