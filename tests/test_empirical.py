@@ -931,7 +931,7 @@ def test_blocks_of_what_is_the_same_for_all_examples(is_used, symmetric):
     model = SameDerivative(jnp.ones(3), is_used)
     x, y = jnp.ones((5, 2)), jnp.ones((3, 2))
     second = x if symmetric else y
-    expected = jnp.full((5, len(second)), 3 * jnp.cos(3.0) ** 2 * is_used)
+    expected = jnp.full((5, len(second)), 3 * jnp.cos(3.0) ** 2 * float(is_used))
     for name in ("sites", "jacobian_contraction", "ntk_vector_products"):
         ntk = EmpiricalNTK(model, trace_axes=(), implementation=name, block_size=2)
         assert_same(ntk(x, None if symmetric else y), expected)
