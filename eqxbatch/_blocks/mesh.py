@@ -129,6 +129,14 @@ def manual_axes() -> frozenset:
     return frozenset(name for name, kind in pairs if kind == AxisType.Manual)
 
 
+def where_it_is(*arrays: Array) -> contextlib.AbstractContextManager:
+    """Where the mesh that some arrays are on is around, if there is one."""
+    for x in arrays:
+        if is_on_mesh(x):
+            return use_abstract_mesh(jax.typeof(x).sharding.mesh)
+    return contextlib.nullcontext()
+
+
 def outside_of_mesh() -> contextlib.AbstractContextManager:
     """Where no mesh is around."""
     return use_abstract_mesh(AbstractMesh((), ()))
