@@ -140,6 +140,15 @@ FEATURES = {
     "MemoryBudget": eb.filter_micro_vmap(
         apply, in_axes=(None, 0), microbatch_size=eb.MemoryBudget("1MB")
     ),
+    "MemoryBudget clip_norm": eb.filter_micro_grad(
+        loss, microbatch_size=eb.MemoryBudget("1MB"), clip_norm=0.1
+    ),
+    "MemoryBudget hessian": in_batch(
+        eb.filter_hessian, loss, block_size=eb.MemoryBudget("1MB"), method="products"
+    ),
+    "MemoryBudget kernel": lambda model, x: eb.EmpiricalNTK(
+        model, block_size=eb.MemoryBudget("1MB")
+    )(x),
     "filter_grid_vmap": lambda model, x: eb.filter_grid_vmap(
         lambda model, x, y: jnp.dot(model(x), model(y)),
         in_axes=(None, eb.grid("i"), eb.grid("j")),
@@ -347,6 +356,9 @@ class TestExplicit:
             lambda model, x: eb.filter_hessian(lambda m: mean_loss(m, x))(model),
             lambda model, x: eb.filter_micro_vmap(
                 lambda x: model(x), microbatch_size=SIZE
+            )(x),
+            lambda model, x: eb.filter_micro_vmap(
+                lambda x: model(x), microbatch_size=eb.MemoryBudget("1MB")
             )(x),
             lambda model, x: eb.filter_batch_kernel(
                 lambda a, b: eb.EmpiricalNTK(model)(a, b), block_size=5

@@ -22,7 +22,7 @@ from jax.sharding import (
 from jaxtyping import Array, PyTree
 
 from .jaxprs import inner_jaxprs
-from .mesh import is_explicit, is_on_mesh, names_of, spec_of
+from .mesh import is_explicit, is_on_mesh, names_of, on_devices, spec_of
 
 
 def explicit_mesh(tree: PyTree) -> AbstractMesh | None:
@@ -89,6 +89,22 @@ def within_mesh(tree: PyTree) -> contextlib.AbstractContextManager:
     """
     mesh = explicit_mesh(tree)
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh)
+
+
+def structs_on_devices(arrays: list[Array]) -> list[jax.ShapeDtypeStruct]:
+    """The types of arrays, to compile a program for them.
+
+    Of those on a mesh with explicit axes, the mesh has devices; others are on none.
+    """
+
+    def struct(x: Array) -> jax.ShapeDtypeStruct:
+        own = explicit_mesh(x)
+        if own is None:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        sharding = NamedSharding(on_devices(own), jax.typeof(x).sharding.spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return [*map(struct, arrays)]
 
 
 def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:

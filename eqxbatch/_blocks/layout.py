@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from .jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
+from .mesh import where_it_is
 
 
 def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
@@ -58,7 +59,14 @@ def _convolution(eqn: Any) -> Callable[[Array, Array], Array]:
     choose = lambda lhs, rhs: lax.platform_dependent(lhs, rhs, cpu=last, default=bind)
     # A choice keeps for its derivative what any of its branches would. Computed again,
     # it keeps what it is given, as a convolution does.
-    return jax.checkpoint(choose, prevent_cse=False)
+    checkpointed = jax.checkpoint(choose, prevent_cse=False)
+
+    def run(lhs: Array, rhs: Array) -> Array:
+        # Axes of a mesh can have been automatic for the time in which it was traced.
+        with where_it_is(lhs, rhs):
+            return checkpointed(lhs, rhs)
+
+    return run
 
 
 def _channels_last(eqn: Any, lhs: Array, rhs: Array) -> Array:

@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import PyTree
 
+from .explicit import explicit_mesh, structs_on_devices
 from .integers import as_int
 from .jaxprs import axis_names
 from .mesh import manual_axes, on_all_devices, outside_of_mesh
@@ -193,7 +194,7 @@ _MAX_SIZES = 1024
 
 def _structure(operands: PyTree) -> tuple:
     dynamic, static = eqx.partition(operands, eqx.is_array)
-    leaves, treedef = jtu.tree_flatten(jtu.tree_map(_struct, dynamic))
+    leaves, treedef = jtu.tree_flatten(jtu.tree_map(jax.typeof, dynamic))
     static_leaves, static_treedef = jtu.tree_flatten(static)
     return tuple(leaves), treedef, tuple(static_leaves), static_treedef
 
@@ -214,9 +215,11 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
     # A jaxpr has what `fun` closes over in its constants. Those can be tracers, if this
     # is called inside of another transformation; only their types matter here.
     is_manual = bool(manual_axes())
-    closed = jax.make_jaxpr(arrays_to_arrays)(
-        *(leaves if is_manual else map(_struct, leaves))
-    )
+    if is_manual or explicit_mesh(leaves) is not None:
+        closed = jax.make_jaxpr(arrays_to_arrays)(*leaves)
+    else:
+        with outside_of_mesh():
+            closed = jax.make_jaxpr(arrays_to_arrays)(*map(_struct, leaves))
     num = len(closed.consts)
 
     def program(*args: Any) -> list:
@@ -228,7 +231,7 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
     if is_manual:
         program, structs = on_all_devices(program, args)
     else:
-        structs = [*map(_struct, args)]
+        structs = structs_on_devices(args)
     with outside_of_mesh():
         stats = jax.jit(program).lower(*structs).compile().memory_analysis()
     if stats is None:

@@ -134,9 +134,33 @@ def manual_axes() -> frozenset:
     return frozenset(name for name, kind in pairs if kind == AxisType.Manual)
 
 
+def where_it_is(*arrays: Array) -> contextlib.AbstractContextManager:
+    """Where the mesh that some arrays are on is around, if there is one."""
+    for x in arrays:
+        if is_on_mesh(x):
+            return use_abstract_mesh(jax.typeof(x).sharding.mesh)
+    return contextlib.nullcontext()
+
+
 def outside_of_mesh() -> contextlib.AbstractContextManager:
     """Where no mesh is around."""
     return use_abstract_mesh(AbstractMesh((), ()))
+
+
+def on_devices(mesh: AbstractMesh) -> Mesh:
+    """A mesh of the same form, outside of any `jax.shard_map`.
+
+    It is to compile for, so that it does not matter which devices are where.
+    """
+    devices = jax.devices()
+    if len(devices) < mesh.size:
+        raise ValueError(
+            f"A `MemoryBudget` compiles programs for the {mesh.size} devices of the "
+            f"mesh, but there are {len(devices)}. Give a size in its place."
+        )
+    kinds = [AxisType.Auto if x == AxisType.Manual else x for x in mesh.axis_types]
+    array = np.array(devices[: mesh.size]).reshape(mesh.axis_sizes)
+    return Mesh(array, mesh.axis_names, axis_types=tuple(kinds))
 
 
 def on_all_devices(
@@ -147,9 +171,7 @@ def on_all_devices(
     Returns a function that applies it on each device, and the types of its arguments.
     """
     inner = get_abstract_mesh()
-    devices = np.array(jax.devices()[: inner.size]).reshape(inner.axis_sizes)
-    kinds = [AxisType.Auto if x == AxisType.Manual else x for x in inner.axis_types]
-    mesh = Mesh(devices, inner.axis_names, axis_types=tuple(kinds))
+    mesh = on_devices(inner)
     order = [name for name in inner.axis_names if name in manual_axes()]
     # What varies over the devices is along a new first axis.
     spread = lambda x: tuple(name for name in order if name in varying(jax.typeof(x)))
