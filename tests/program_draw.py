@@ -250,7 +250,7 @@ class Builder:
         text = template.replace("$", str(self.base(inner)))
         struct = self.struct(text) if not self.frames else None
         if struct is not None and (struct.shape, str(struct.dtype)) != want:
-            raise RuntimeError(f"`{text}` is {struct}, and not {want}")
+            raise Rejected(f"`{text}` is {struct}, and not {want}")
         if self.depth == 0 and self.chance(0.4):
             named = self.let(text, "w")
             self.known.append(named)

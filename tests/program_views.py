@@ -284,13 +284,13 @@ def scaled_by_zero(b: Builder, want: Want):
 @view
 def scaled_by_constants(b: Builder, want: Want):
     numbers = b.constant(want.shape)
-    text = b.pick("($ * jnp.asarray({}))", "($ / (3 + jnp.asarray({})))")
-    return text.format(numbers), want
+    numbers = f"jnp.asarray({numbers}, {want.dtype!r})"
+    return b.pick(f"($ * {numbers})", f"($ / (3 + {numbers}))"), want
 
 
 @view
 def shifted(b: Builder, want: Want):
-    numbers = f"jnp.asarray({b.constant(want.shape)})"
+    numbers = f"jnp.asarray({b.constant(want.shape)}, {want.dtype!r})"
     return b.pick("($ + 1)", f"($ - {numbers})", f"({numbers} - $)", "(1 - $)"), want
 
 

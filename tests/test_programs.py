@@ -16,6 +16,12 @@ SEEDS = (
     *(290, 208, 230, 140, 246, 243, 167, 266, 275, 244),
     *(240, 74, 150, 89, 103, 298, 27, 76, 126, 273),
 )
+# Programs of one use, with most of its options: dilations, strides, groups, layouts;
+# tokens of 8 bits, long tables, and rows that are dropped.
+OF_ONE_USE = (
+    *((seed, ("convolution",)) for seed in (50, 6, 51)),
+    *((seed, ("rows_taken", "rows_by_lax_gather")) for seed in (15, 24, 44)),
+)
 # The one of these that a program is compared by, besides all contractions of gradients.
 IN_TURN = ("hessian_by_sites", "kernels_by_factors", "gauss_newton_by_sites")
 
@@ -26,6 +32,17 @@ def test_random_program(seed):
         program = draw(seed)
     turn = IN_TURN[SEEDS.index(seed) % len(IN_TURN)]
     result = examine(program, ["norms_and_sums", turn])
+    report = "\n".join(map(str, [program, *result.findings]))
+    assert not result.findings, report
+    assert result.skipped is None
+    assert result.num_compared
+
+
+@pytest.mark.parametrize(("seed", "uses"), OF_ONE_USE)
+def test_random_program_of_one_use(seed, uses):
+    with settings():
+        program = draw(seed, uses)
+    result = examine(program, ["norms_and_sums"])
     report = "\n".join(map(str, [program, *result.findings]))
     assert not result.findings, report
     assert result.skipped is None
