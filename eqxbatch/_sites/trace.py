@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -503,7 +504,8 @@ def _run(plan: _Plan, jaxpr: Any, consts: list, args: list, zs: list | None) -> 
         if isinstance(step, _Tap):
 
             def tap(ins: list) -> list:
-                operands.extend(operand(ins) for operand in step.operands)
+                # A constant may be an array of NumPy.
+                operands.extend(jnp.asarray(operand(ins)) for operand in step.operands)
                 out = eqn.primitive.bind(*ins, **eqn.params)
                 z = take(1)
                 if z is None:
