@@ -923,3 +923,24 @@ def test_norms_where_no_parameter_is_used(method):
     value, gradient, statistics = micro(jnp.ones(3), jnp.ones((4, 2)))
     assert_same((value, gradient), (jnp.asarray(2.0), jnp.zeros(3)))
     assert_same(statistics.norms, jnp.zeros(4))
+
+
+@pytest.mark.parametrize("dtype", (jnp.float16, jnp.float32))
+@pytest.mark.parametrize("mask_dtype", (jnp.bool_, jnp.int8))
+def test_weights_times_whole_numbers(dtype, mask_dtype, getkey):
+    weight = normal(getkey(), (3, 4), dtype)
+    masks = jnp.array([[1, 0, 1, 1], [0, 0, 3, 1], [5, 1, 0, 0]]).astype(mask_dtype)
+
+    def loss(weight, mask):
+        numbers = (((1,), (0,)), ((), ()))
+        out = jax.lax.dot_general(weight, mask, numbers, preferred_element_type=dtype)
+        return jnp.sum(jnp.sin(out))
+
+    wide = weight.astype(jnp.float32)
+    dense = lambda w, mask: jnp.sum(jnp.sin(w @ mask.astype(jnp.float32)))
+    each = jax.vmap(jax.grad(dense), (None, 0))(wide, masks)
+    norms = jnp.linalg.norm(each.reshape(3, -1), axis=1)
+    expected = jnp.tensordot(jnp.minimum(1, 0.5 / norms), each, 1) / 3
+    for method in ("sites", "materialise"):
+        micro = filter_micro_grad(loss, clip_norm=0.5, method=method)
+        assert_same(micro(weight, masks), expected.astype(dtype), tol=4e-3)

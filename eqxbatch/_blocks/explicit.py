@@ -91,13 +91,13 @@ def within_mesh(tree: PyTree) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh)
 
 
-def structs_on_devices(arrays: list[Array]) -> list[jax.ShapeDtypeStruct]:
-    """The types of arrays, to compile a program for them.
+def structs_on_devices(arrays: list) -> list[jax.ShapeDtypeStruct]:
+    """The types of arrays, also NumPy's, to compile a program for them.
 
     Of those on a mesh with explicit axes, the mesh has devices; others are on none.
     """
 
-    def struct(x: Array) -> jax.ShapeDtypeStruct:
+    def struct(x: Any) -> jax.ShapeDtypeStruct:
         own = explicit_mesh(x)
         if own is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -50,7 +50,8 @@ class Pushforward:
         self, residuals: list[Array], tangents: list[Array], index: int
     ) -> Inexact[Array, "..."]:
         """The derivative of an output at one example along one tangent."""
-        return evaluate_jaxpr(self._push, residuals, tangents)[index]
+        # One that is zero everywhere is a constant of NumPy.
+        return jnp.asarray(evaluate_jaxpr(self._push, residuals, tangents)[index])
 
 
 def pushed_kernel(

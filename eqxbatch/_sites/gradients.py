@@ -63,7 +63,7 @@ class SiteGradients:
         return not (others or site.rule.token is not None or positions(site))
 
     def squared_norms(
-        self, scales: Sequence[Real[Array, " n"]] | None
+        self, scales: Sequence[Real[Array, " n"]] | None = None
     ) -> list[Real[Array, " n"]]:
         """For each leaf, the squared norms of the examples' gradients.
 
@@ -163,8 +163,7 @@ def _scaled_squared_norms(
         own.append(dataclasses.replace(site, tap=i, operand=operand))
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
-    # Tokens have no size, and what has no operand has ones in its place.
-    if all(s.operand is not None and s.rule.token is None for s in sites):
+    if _have_size(sites, factors):
         of_operands = _common_power(operands)
         operands = [_over(a, of_operands) for a in operands]
         power = power * of_operands.astype(power.dtype)
@@ -176,15 +175,27 @@ def _balanced(
     sites: Sequence[Site], factors: Factors, weights: Array
 ) -> tuple[Factors, Array]:
     """The same products, where no cotangent times its weight is out of range."""
-    numbers = {s.operand for s in sites if s.operand is not None}
-    if any(s.operand is None or s.rule.token is not None for s in sites):
+    if not _have_size(sites, factors):
         return factors, weights
+    numbers = {s.operand for s in sites if s.operand is not None}
     power = _common_power([factors.operands[i] for i in numbers])
     operands = [
         a.of(_over(a, power).array.astype(a.array.dtype)) if i in numbers else a
         for i, a in enumerate(factors.operands)
     ]
     return Factors(operands, factors.cotangents), weights * power.astype(weights.dtype)
+
+
+def _have_size(sites: Sequence[Site], factors: Factors) -> bool:
+    """Whether the operands of all sites can be scaled.
+
+    Tokens have no size, what has no operand has ones in its place, and whole numbers
+    and bools must stay what they are.
+    """
+    operands = [factors.of(site)[0] for site in sites]
+    return all(
+        a is not None and jnp.issubdtype(a.array.dtype, jnp.inexact) for a in operands
+    )
 
 
 def _common_power(factors: Sequence[Factor]) -> Real[Array, " n"]:

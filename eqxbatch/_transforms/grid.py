@@ -20,7 +20,7 @@ from .._blocks.prefix import match_prefix
 from .._blocks.slots import canonicalise, is_accumulator
 from .blocked import Blocking
 from .micro_vmap import MicroVmap
-from .wrapper import AbstractTransform, transformed
+from .wrapper import AbstractSpread, transformed
 
 
 class GridAxis(eqx.Module):
@@ -127,10 +127,9 @@ def _in_range(position: int, ndim: int, shape: tuple[int, ...]) -> int:
     return position % ndim
 
 
-class _GridVmap(AbstractTransform):
+class _GridVmap(AbstractSpread):
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
-    leaves_spreading: ClassVar[bool] = True
     in_axes: PyTree
     out_axes: Any = eqx.field(static=True)
     # Pairs: a dict that is a PyTree would be sorted.

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._blocks.memory import MemoryBudget
@@ -39,7 +40,6 @@ class _Matrix(AbstractTotal):
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
-    leaves_spreading: ClassVar[bool] = True
     part: Literal["full", "diagonal", "blocks"] = eqx.field(static=True)
     column_size: ColumnSize
     blocking: Blocking
@@ -69,6 +69,11 @@ class _Matrix(AbstractTotal):
                 "`mode='rev'`. Use `method='auto'` or `mode='auto'`."
             )
         check_total(self)
+
+    def specs(self, call: Any, out: PyTree) -> PyTree:
+        # Its blocks have the axes of two arrays: they are whole on each device.
+        del call, out
+        return PartitionSpec()
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         diff, nondiff = differentiated(args, kwargs, self.where, self.filter_spec)

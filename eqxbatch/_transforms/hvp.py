@@ -28,7 +28,6 @@ class _Product(AbstractTotal):
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
-    leaves_spreading: ClassVar[bool] = True
     blocking: Blocking
     in_axes: PyTree
     accumulator: Sum | Mean

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._blocks.axes import unbatched
@@ -25,13 +26,12 @@ from .loss import Loss
 from .matrix import Unravel
 from .products import LEAST_COLUMNS, Mode, replaced
 from .selection import check_complex, differentiated
-from .wrapper import AbstractTransform, transformed
+from .wrapper import AbstractSpread, transformed
 
 
-class _Jacobian(AbstractTransform):
+class _Jacobian(AbstractSpread):
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
-    leaves_spreading: ClassVar[bool] = True
     mode: Mode
     column_size: ColumnSize
     checkpoint: bool
@@ -46,6 +46,11 @@ class _Jacobian(AbstractTransform):
             raise ValueError(
                 f"`mode` must be one of {get_args(Mode)}; got {self.mode!r}."
             )
+
+    def specs(self, call: Any, out: PyTree) -> PyTree:
+        # Its blocks have the axes of two arrays: they are whole on each device.
+        del call, out
+        return PartitionSpec()
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         diff, nondiff = differentiated(args, kwargs, self.where, self.filter_spec)

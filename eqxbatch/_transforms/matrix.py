@@ -109,8 +109,6 @@ def square(blocks: dict[Pair, Array], leaves: Sequence, treedef: Any) -> PyTree:
 
 def flat_square(blocks: dict[Pair, Array], leaves: Sequence) -> Inexact[Array, "n n"]:
     """A symmetric matrix, from the blocks of `all_pairs`."""
-    if not leaves:
-        return jnp.zeros((0, 0))
     sizes = [x.size for x in leaves]
     starts = [0, *itertools.accumulate(sizes)]
     dtype = common_dtype(*(x.dtype for x in leaves))

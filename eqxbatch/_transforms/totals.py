@@ -17,7 +17,7 @@ from .._blocks.slots import array_structs, match_accumulators, Slots
 from .blocked import Blocking
 from .loss import weighted_totals
 from .selection import axes_of_all
-from .wrapper import AbstractTransform
+from .wrapper import AbstractSpread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Examples:
         return dataclasses.replace(self.blocking, microbatch_size=size)
 
 
-class AbstractTotal(AbstractTransform):
+class AbstractTotal(AbstractSpread):
     """A transform whose result is a sum or mean over examples.
 
     With `in_axes=None`, there are no examples: the function is one of all arguments.

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.tree_util as jtu
-from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from .._blocks.explicit import (
@@ -25,24 +24,27 @@ class AbstractTransform(eqx.Module):
         is, and compiles what it sees fit.
     - `takes_instance`: whether the instance of a method is an argument as all others
         are. If not, it belongs to the function.
-    - `leaves_spreading`: whether the compiler decides how arrays are spread over a
-        mesh, also where its axes are explicit; `specs` then says how results are.
     """
 
     is_compiled: ClassVar[bool]
     takes_instance: ClassVar[bool]
-    leaves_spreading: ClassVar[bool] = False
-
-    def specs(
-        self, call: tuple[Callable, tuple, dict[str, Any]], out: PyTree
-    ) -> PyTree:
-        """How the results of a call are spread: a prefix with `PartitionSpec`s."""
-        del call, out
-        return PartitionSpec()
 
     @abc.abstractmethod
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of calling the transformed `fun`."""
+
+
+class AbstractSpread(AbstractTransform):
+    """A transform for which the compiler decides how arrays are spread over a mesh.
+
+    That is also so where the axes of the mesh are explicit.
+    """
+
+    @abc.abstractmethod
+    def specs(
+        self, call: tuple[Callable, tuple, dict[str, Any]], out: PyTree
+    ) -> PyTree:
+        """How the results of a call are spread: a prefix with `PartitionSpec`s."""
 
 
 class Transformed(eqx.Module):
@@ -89,9 +91,10 @@ def _apply(
     operands = on_one_mesh((transform, fun, args, kwargs))
     apply = lambda transform, *call: transform.apply(*call)
     with within_mesh(operands):
-        if not transform.leaves_spreading:
+        spread = operands[0]
+        if not isinstance(spread, AbstractSpread):
             return apply(*operands)
-        specs = functools.partial(operands[0].specs, operands[1:])
+        specs = functools.partial(spread.specs, operands[1:])
         return spread_freely(apply, operands, (), specs)()
 
 
