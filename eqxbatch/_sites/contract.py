@@ -104,9 +104,15 @@ class Factors:
         d = d.of(widened(d.array))
         if a is None:
             return None, d
-        expand = lambda a: (
-            site.expand(a) if site.rule.token else widened(site.expand(a))
-        )
+
+        def expand(x: Array) -> Array:
+            x = site.expand(x)
+            if site.rule.token:
+                return x
+            if not jnp.issubdtype(x.dtype, jnp.inexact):  # A mask, or counts.
+                return x.astype(d.array.dtype)
+            return widened(x)
+
         return a.vmap(expand), d
 
     def has_examples(self, sites: Sequence[Site]) -> bool:
