@@ -2,14 +2,14 @@
 
 import pytest
 
-from .map_programs import Finding, run_seed
+from .map_programs import FAMILIES, Finding, run_seed
 
 
 # Those from the second line on found a defect each, or notice what the first do not.
 SEEDS = (
     *range(72),
     *(81, 85, 88, 98, 154, 161, 211, 227, 337, 391, 486, 520, 692, 926, 1294, 1312),
-    *(279, 295, 517, 592, 730, 762, 839, 979, 1283, 1840, 1959),
+    *(97, 237, 348, 279, 295, 517, 592, 730, 762, 839, 979, 1283, 1840, 1959),
 )
 
 
@@ -23,5 +23,5 @@ def test_a_seed_is_one_case():
     """The same choices make the same case, without the seed."""
     _, text, choices = run_seed(7)
     assert run_seed(7)[1] == text
-    assert run_seed(7 + 13, choices=choices)[1] == text
+    assert run_seed(7 + len(FAMILIES), choices=choices)[1] == text
     assert run_seed(7, choices=choices[:-1])[2] != choices
