@@ -435,7 +435,9 @@ def test_a_run_that_is_interrupted(tmp_path):
     script = script.replace(
         "symmetric=True", "symmetric=True, progress=eqxbatch.TqdmProgressMeter()"
     )
-    command = [sys.executable, "-c", script, str(tmp_path)]
+    # A shell in the background makes its children ignore the signal.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    command = [sys.executable, "-c", heed + script, str(tmp_path)]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
