@@ -26,6 +26,7 @@ OF_ONE_USE = (
 IN_TURN = ("hessian_by_sites", "kernels_by_factors", "gauss_newton_by_sites")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_program(seed):
     with settings():

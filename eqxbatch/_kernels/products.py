@@ -47,7 +47,7 @@ class Pushforward:
         return [*map(Factor, outs, self._has_examples)]
 
     def push(
-        self, residuals: list[Array], tangents: list[Array], index: int
+        self, residuals: list, tangents: list[Array], index: int
     ) -> Inexact[Array, "..."]:
         """The derivative of an output at one example along one tangent."""
         # One that is zero everywhere is a constant of NumPy.
