@@ -348,7 +348,6 @@ class TestExplicit:
         )(x, put(x, self.mesh))
         assert product.sharding.spec[1] in ("data", ("data",))
 
-    @pytest.mark.matrix
     def test_functions_that_close_over_arrays(self):
         model, x = placed("dense", self.mesh, "whole", TOTAL)
         plain, y = MODELS["dense"][0](), MODELS["dense"][1](12)
@@ -428,7 +427,6 @@ class TestExplicit:
             hessian(model)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_convolutions_that_say_how_they_are_spread(kind):
     """In loops, too, where they have another layout."""

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
-from .mesh import spec_of
+from .mesh import is_explicit, spec_of
 
 
 class Blocks(eqx.Module):
@@ -80,7 +80,10 @@ def _rows(
 def split_parts(x: Shaped[Array, "..."], axis: int, parts: int) -> Shaped[Array, "..."]:
     """Splits an axis into one for the parts and one for the rows of each."""
     rows = x.shape[axis] // parts
-    return x.reshape(*x.shape[:axis], parts, rows, *x.shape[axis + 1 :])
+    shape = (*x.shape[:axis], parts, rows, *x.shape[axis + 1 :])
+    spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
+    # JAX 0.7 asks for a sharding, if the rest has an axis of size one.
+    return _reshape(x, shape, [*spec[: axis + 1], None, *spec[axis + 1 :]])
 
 
 def merge_parts(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
@@ -88,11 +91,17 @@ def merge_parts(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
     rows = x.shape[axis] * x.shape[axis + 1]
     shape = (*x.shape[:axis], rows, *x.shape[axis + 2 :])
     spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
-    if spec[axis + 1] is None:
+    # If all parts are on one device, the type may say along which axis its rows are.
+    merged = spec.pop(axis + 1) or spec[axis]
+    return _reshape(x, shape, [*spec[:axis], merged, *spec[axis + 1 :]])
+
+
+def _reshape(
+    x: Shaped[Array, "..."], shape: tuple[int, ...], spec: list
+) -> Shaped[Array, "..."]:
+    if not is_explicit(x):
         return x.reshape(shape)
-    # All rows are on one device, but their type says along which axis it is.
-    merged = PartitionSpec(*spec[:axis], *spec[axis + 1 :])
-    sharding = NamedSharding(jax.typeof(x).sharding.mesh, merged)
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
     return jnp.reshape(x, shape, out_sharding=sharding)
 
 

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import (
     AbstractMesh,
     AxisType,
+    get_abstract_mesh,
     Mesh,
     NamedSharding,
     PartitionSpec,
@@ -21,6 +22,7 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
+from .axes import Batch
 from .jaxprs import inner_jaxprs
 from .mesh import is_explicit, is_on_mesh, names_of, on_devices, spec_of
 
@@ -40,6 +42,19 @@ def examples_spec(arrays: list[Array], axes: Sequence[int]) -> PartitionSpec:
         if entry is not None:
             return PartitionSpec(entry)
     return PartitionSpec()
+
+
+def spec_of_rows(shape: tuple[int, ...], batch: Batch) -> PartitionSpec:
+    """How results that have examples of a `shape` along axis 0 are spread.
+
+    They are spread as the argument is whose examples have that shape, if there is one,
+    and otherwise along their examples only.
+    """
+    for x, axis in zip(batch.arrays, batch.axes, strict=True):
+        if (*x.shape[:axis], *x.shape[axis + 1 :]) == shape:
+            spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
+            return PartitionSpec(spec.pop(axis), *spec)
+    return examples_spec(batch.arrays, batch.axes)
 
 
 def on_one_mesh(tree: PyTree) -> PyTree:
@@ -89,6 +104,14 @@ def within_mesh(tree: PyTree) -> contextlib.AbstractContextManager:
     """
     mesh = explicit_mesh(tree)
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh)
+
+
+def on_mesh_around(tree: PyTree[Array]) -> PyTree[Array]:
+    """New arrays, made `within_mesh`. JAX 0.7 makes them on no mesh."""
+    if AxisType.Explicit not in get_abstract_mesh().axis_types:
+        return tree
+    put = lambda x: x if is_on_mesh(x) else reshard(x, PartitionSpec())
+    return jtu.tree_map(put, tree)
 
 
 def structs_on_devices(arrays: list) -> list[jax.ShapeDtypeStruct]:

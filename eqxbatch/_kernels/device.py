@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from .._blocks.apart import apart
+from .._blocks.explicit import on_mesh_around
 from .._blocks.layout import evaluate_in_loop
 from .._blocks.loop import types_of
 from .._blocks.mesh import with_type_of
@@ -114,6 +115,7 @@ class Tiles:
     def initial(self) -> list[PyTree[Array]]:
         """The states before the first tile."""
         states = [collector.init(self.grid.totals) for collector in self.collectors]
+        states = on_mesh_around(states)
         if self.grid.is_empty:
             return states
         at = jnp.zeros(2, jnp.int32)

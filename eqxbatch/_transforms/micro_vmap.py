@@ -16,7 +16,7 @@ from jaxtyping import Array, Int, PyTree
 from .._blocks.accumulators import Concat, Last
 from .._blocks.axes import Batch, broadcast_axes, split_batch
 from .._blocks.block import Blocks
-from .._blocks.explicit import examples_spec, spread_freely
+from .._blocks.explicit import spec_of_rows, spread_freely
 from .._blocks.jaxprs import evaluate_jaxpr
 from .._blocks.memory import MemoryBudget
 from .._blocks.slots import array_structs, match_accumulators, Slot, Slots
@@ -61,11 +61,10 @@ class MicroVmap(AbstractTransform):
             return functools.partial(self.vmap, fun, batch)
 
         def specs(out: tuple[PyTree, tuple]) -> tuple[PyTree, PartitionSpec]:
-            examples = examples_spec(batch.arrays, batch.axes)
             arrays, treedef = jtu.tree_flatten(eqx.filter(out[0], eqx.is_array))
             found = [
-                PartitionSpec() if axis is None else examples
-                for _, axis in zip(arrays, out[1], strict=True)
+                PartitionSpec() if axis is None else spec_of_rows(x.shape[1:], batch)
+                for x, axis in zip(arrays, out[1], strict=True)
             ]
             return jtu.tree_unflatten(treedef, found), PartitionSpec()
 
