@@ -52,7 +52,8 @@ def _wide_sum(y: Any, weights: Any, wide: Any) -> tuple[np.ndarray, np.ndarray, 
         rows = np.asarray(weights)[: len(values)]
         if rows.dtype == bool:
             rows = rows.astype(np.int64)
-        values = values * rows.reshape(-1, *[1] * (values.ndim - 1))
+        with np.errstate(invalid="ignore"):
+            values = values * rows.reshape(-1, *[1] * (values.ndim - 1))
     with np.errstate(all="ignore"):
         total = values.sum(axis=0)
         finite = np.abs(np.where(np.isfinite(values), values, 0)).astype(float)
@@ -131,9 +132,12 @@ def draw_sum(draw: Draw, total: int, dtypes: list, often: float = 0.35) -> Reduc
             return y.dtype
         if requested is not None:
             return jnp.dtype(requested)
-        if weights is not None and kind_of(weights.dtype) not in ("bool", "int"):
-            return weights.dtype
-        return jax.eval_shape(jnp.sum, y).dtype
+        own = jax.eval_shape(jnp.sum, y).dtype
+        if weights is None or weights.dtype == jnp.bool_:
+            return own
+        if kind_of(weights.dtype) != "int":
+            return _accumulation(weights.dtype, None)
+        return own if own.kind == "i" else jnp.dtype(f"int{8 * own.itemsize}")
 
     def is_odd(dtype: Any) -> bool:
         """The result has another dtype than the weighted results need."""
@@ -143,10 +147,7 @@ def draw_sum(draw: Draw, total: int, dtypes: list, often: float = 0.35) -> Reduc
         of_weights, result = kind_of(weights.dtype), kind_of(dtype_of(y))
         if of_weights == "complex":
             return result != "complex"
-        if result == "int":
-            is_unsigned = jnp.issubdtype(dtype_of(y), jnp.unsignedinteger)
-            return of_weights == "float" or (is_unsigned and "negative" in text)
-        return False
+        return result == "int" and of_weights == "float"
 
     def numpy(y: Any) -> Any:
         if is_odd(y.dtype):
@@ -158,6 +159,8 @@ def draw_sum(draw: Draw, total: int, dtypes: list, often: float = 0.35) -> Reduc
 
     def dense(y: Any) -> Any:
         if weights is not None:
+            if jnp.iscomplexobj(weights) and not jnp.iscomplexobj(y):
+                raise Skip  # Of another dtype than the results.
             y = y * weights[: len(y)].astype(y.dtype).reshape(-1, *[1] * (y.ndim - 1))
         return jnp.sum(y, axis=0)
 
@@ -186,8 +189,10 @@ def _mean(draw: Draw, total: int, dtypes: list) -> Reduced:
     def dense(y: Any) -> Any:
         if weights is None:
             return jnp.mean(y, axis=0)
-        rows = weights[: len(y)].astype(y.dtype).reshape(-1, *[1] * (y.ndim - 1))
-        return jnp.sum(y * rows, axis=0) / jnp.sum(rows)
+        # In half precision, weights can vanish that are all the same here.
+        rows = weights[: len(y)].astype(jnp.zeros(()).dtype)
+        rows = (rows / jnp.sum(rows)).astype(y.dtype)
+        return jnp.sum(y * rows.reshape(-1, *[1] * (y.ndim - 1)), axis=0)
 
     text = f"Mean({text}{f' dtype={requested}' if requested else ''})"
     accumulator = Mean(weights=weights, dtype=requested)
@@ -239,6 +244,8 @@ def _variance(draw: Draw, total: int, dtypes: list) -> Reduced:
         )
 
     def dense(y: Any) -> Any:
+        if len(y) <= ddof:
+            raise Skip  # It is NaN, and so is its derivative, but for JAX.
         return MeanAndVariance(jnp.mean(y, axis=0), jnp.var(y, axis=0, ddof=ddof))
 
     refusal = functools.partial(_needs_floats, None)

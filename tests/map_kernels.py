@@ -392,6 +392,8 @@ def _reduced(draw: Draw) -> Case:
         kind = None if kernel.is_real and "complex" in dtype else dtype
         if isinstance(reduction, FrobeniusNorm):
             kind = None
+        if isinstance(reduction, RowSums) and dtype == "int32":
+            kind = jax.eval_shape(jnp.sum, jnp.zeros(1, dtype)).dtype
         top = float(np.max(np.abs(scale), initial=0))
         return Expected(np.asarray(result), kind, scale=top, tolerance=64.0, eps=eps)
 

@@ -313,6 +313,7 @@ def test_wrong_weights():
 WEIGHTED_DTYPES = {
     "halves of integers": (jnp.int32, jnp.float32, 0.5, jnp.float32),
     "negative and unsigned": (jnp.uint8, jnp.int32, -1, jnp.int32),
+    "bools and unsigned": (jnp.uint32, jnp.bool_, True, jnp.uint32),
     "low precision and integers": (jnp.int32, jnp.bfloat16, 1, jnp.float32),
     "complex and real": (jnp.float32, jnp.complex64, 1 + 2j, jnp.complex64),
     "complex and low": (jnp.bfloat16, jnp.complex64, 1 + 2j, jnp.complex64),

@@ -38,8 +38,9 @@ class Sum(AbstractAccumulator[_Total]):
         `weights[i] * result[i]`. Only for [`eqxbatch.filter_micro_vmap`][].
     - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
         what `jnp.sum` uses for integers and bools, and the results' own otherwise.
-        Weights of another kind are counted in: integers with real weights are added
-        as real numbers, and anything with complex weights as complex numbers.
+        Weights of another kind are counted in: unsigned integers with signed weights
+        are added as signed ones, integers with real weights as real numbers, and
+        anything with complex weights as complex numbers.
 
     The sum comes back in the dtype of the results, except for integers and bools, and
     for real results with complex weights, where it has the dtype that it was added in.
@@ -373,7 +374,13 @@ def _weighted_dtype(
         return dtype
     if jnp.issubdtype(dtype, jnp.inexact) and _holds(dtype, weights.dtype):
         return dtype
+    if weights.dtype == jnp.bool_:
+        return dtype
     own = jax.eval_shape(lambda x: jnp.sum(widened(x)), weights).dtype
+    is_unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    if is_unsigned and jnp.issubdtype(own, jnp.signedinteger):
+        # Promotion would make floats of the longest ones.
+        return jnp.dtype(f"int{8 * max(dtype.itemsize, own.itemsize)}")
     return jax.dtypes.canonicalize_dtype(common_dtype(dtype, own))
 
 

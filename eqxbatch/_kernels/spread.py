@@ -64,8 +64,11 @@ def on_mesh(
     """What becomes of all arrays of a kernel, on the devices of a mesh."""
     check_closed_over(kernel)
     collectors = make_collectors(kernel, reduce)
-    run = _reduced if reduce is not None else _written
-    return finalized(collectors, run(kernel, grid, collectors, mesh_axis))
+    if reduce is None:
+        arrays = _written(kernel, grid, collectors, mesh_axis)
+    else:
+        arrays = _reduced(kernel, grid, reduce, collectors, mesh_axis)
+    return finalized(collectors, arrays)
 
 
 def check_closed_over(kernel: BlockKernel) -> None:
@@ -110,6 +113,7 @@ def on_devices(
 def _reduced(
     kernel: BlockKernel,
     grid: Grid,
+    reduce: PyTree,
     collectors: Sequence[AbstractCollector],
     mesh_axis: MeshAxis,
 ) -> list[PyTree[Array]]:
@@ -127,8 +131,9 @@ def _reduced(
         at = jnp.array(padded, jnp.int32).reshape(-1, num, 2)
         return at[:, index], jnp.array(counts, bool).reshape(-1, num)[:, index]
 
-    def run(call: KernelCall) -> list[PyTree[Array]]:
-        tiles = all_tiles(BlockKernel(call), grid, collectors)
+    def run(operands: tuple[KernelCall, PyTree]) -> list[PyTree[Array]]:
+        kernel = BlockKernel(operands[0])
+        tiles = all_tiles(kernel, grid, make_collectors(kernel, operands[1]))
         states, always = tiles.initial(), jnp.array(True)
         for some, is_diagonal in ((grid.pairs(), False), (grid.diagonal(), True)):
 
@@ -149,7 +154,7 @@ def _reduced(
         return jtu.tree_unflatten(treedef, leaves)
 
     spread = PartitionSpec(mesh_axis.name)
-    parts = on_devices(run, kernel.call, mesh_axis, spread)
+    parts = on_devices(run, (kernel.call, reduce), mesh_axis, spread)
     parts = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), parts)
     merged = []
     for collector, part in zip(collectors, parts, strict=True):

@@ -140,9 +140,10 @@ class SiteGradients:
                 formed = widened(formed)
             weights = weights.astype(formed.dtype)
             if is_on_mesh(formed):
-                # JAX does not contract axes that are sharded explicitly.
+                # A product would ask for all of an axis that is sharded. `is_kept` can
+                # be on a mesh where `formed`, which is flat then, was not.
                 weights = jnp.expand_dims(weights, range(1, formed.ndim))
-                return jnp.sum(weights * formed, axis=0)
+                return jnp.sum(weights * formed, axis=0).reshape(struct.shape)
             return jnp.tensordot(weights, formed, 1).reshape(struct.shape)
         sites = self._program.sites_of(leaf)
         if self._factors.of(sites[0])[1].array.dtype == jnp.float16:

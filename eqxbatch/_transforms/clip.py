@@ -28,8 +28,8 @@ class Clipping(eqx.Module):
     nan_safe: bool
 
     def __init__(self, bounds: PyTree, nan_safe: bool):
-        # As arrays of JAX, those of NumPy are arguments of the compiled program.
         jtu.tree_map(_check_bound, bounds)
+        # As arrays of JAX, those of NumPy are arguments of the compiled program.
         is_numpy = lambda x: isinstance(x, np.ndarray)
         bounds = jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, bounds)
         self.bounds = bounds
