@@ -235,7 +235,7 @@ def _variance(draw: Draw, total: int, dtypes: list) -> Reduced:
                 np.nanmax(np.where(np.isfinite(variance), variance, 0), initial=0)
             )
         largest = float(jnp.finfo(_accumulation(y.dtype, None)).max)
-        if scale**2 * max(len(y), 1) > largest / 8:
+        if scale > (largest / 8 / max(len(y), 1)) ** 0.5:
             variance = None
         real = jnp.finfo(y.dtype).dtype
         return MeanAndVariance(

@@ -110,9 +110,9 @@ def _mapped(fun: Callable, args: list) -> Any:
     """Over scales of all inexact arguments."""
     diff, rest = eqx.partition(args, eqx.is_inexact_array)
 
-    def run(scale: Any) -> Any:
+    def run(scale: Any, diff: Any) -> Any:
         scaled = jtu.tree_map(lambda x: x * scale.astype(x.dtype), diff)
         out = fun(*eqx.combine(scaled, rest))
         return [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
 
-    return _jit(jax.vmap(run))(jnp.array([1.0, 2.0]))
+    return _jit(jax.vmap(run, (0, None)))(jnp.array([1.0, 2.0]), diff)

@@ -228,12 +228,6 @@ class Placing:
     mesh: Mesh | None
     text: str
 
-    @property
-    def is_explicit_of_one(self) -> bool:
-        """Whether JAX cannot map over slices: of a spread axis, in one part."""
-        kinds = () if self.mesh is None else self.mesh.axis_types
-        return AxisType.Explicit in kinds and self.mesh.size == 1
-
     def put(self, x: Any, *spec: Any) -> Any:
         """An array with some axes spread over the mesh, if there is one."""
         if self.mesh is None or not eqx.is_array(x):

@@ -169,8 +169,6 @@ def draw_microbatch(draw: Draw) -> Case:
     dtype = draw_dtype(draw, ("float32", "float64", "float16", "bfloat16"))
     x = jnp.moveaxis(make(draw.numbers(), (total, 3), dtype), 0, axis)
     mode = draw.one_of("jit", "", "grad", "jvp", "vmap")
-    if mode == "vmap" and placing.is_explicit_of_one:
-        mode = "jit"
     out_axis = draw.one_of(0, 1, -1)
     step = min(size or total, total)
     # What there is for each microbatch, as JAX has it.

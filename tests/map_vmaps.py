@@ -388,8 +388,6 @@ def draw_vmaps(draw: Draw) -> Case:
     size = draw_size(draw, total)
     placing = draw_placing(draw, 0.15)
     mode = draw.one_of("", "jit", "", "grad", "jvp", "vmap")
-    if mode == "vmap" and placing.is_explicit_of_one:
-        mode = "jit"
     dtypes = DTYPES if mode in ("", "jit") else DTYPES[:6]
     arguments = draw_arguments(draw, total, placing, dtypes)
     kinds = {x.kind for x in arguments}

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import pathlib
-import random
 import resource
 import shutil
 import signal
@@ -12,7 +11,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 
 import equinox as eqx
 import jax
@@ -36,6 +34,7 @@ from eqxbatch import (
     ZarrStore,
 )
 from .conftest import enable_x64
+from .flags import COMPILE_FAST
 from .helpers import CountTraces, normal
 from .test_batch_kernel import AXES, lopsided, rbf, Structured, white
 from .test_sharding import make_mesh
@@ -350,28 +349,6 @@ def test_damaged_chunks(how, getkey, tmp_path):
     assert chunks(tmp_path) == undisturbed
 
 
-RUN = """
-    import gc, sys
-    import jax.numpy as jnp, numpy as np
-    import eqxbatch
-
-    def kernel(x, y=None):
-        y = x if y is None else y
-        return jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, axis=-1))
-
-    # Python loses an interrupt that comes in a callback of its garbage collector.
-    gc.disable()
-    x = np.random.default_rng(0).standard_normal((101, 3)).astype(np.float32)
-    store = eqxbatch.ZarrStore(sys.argv[1])
-    batched = eqxbatch.filter_batch_kernel(
-        kernel, block_size=4, symmetric=True, store=store
-    )
-    print("ready", flush=True)
-    batched(x)
-    print("done", flush=True)
-"""
-
-
 @pytest.mark.parametrize(
     "error", (OSError(errno.EIO, "no disk"), MemoryError("no memory"), ValueError("no"))
 )
@@ -391,78 +368,103 @@ def test_chunks_that_cannot_be_read_are_kept(error, getkey, tmp_path, monkeypatc
     assert chunks(tmp_path) == whole
 
 
-@pytest.mark.matrix
-def test_runs_that_are_killed(tmp_path):
-    """Twenty of them, at random moments, while they compute or write."""
-    environment = {**os.environ, "XLA_FLAGS": ""}
+RUN = """
+    import pathlib, signal, sys
+    import jax.numpy as jnp, numpy as np
+    import eqxbatch
 
-    def start(path):
-        command = [sys.executable, "-c", textwrap.dedent(RUN), str(path)]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert process.stdout.readline() == "ready\n"
-        return process
+    path, moment, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    passed = []
 
-    begin = time.monotonic()
-    with start(tmp_path / "whole") as process:
-        assert process.stdout.read() == "done\n"
-    duration = time.monotonic() - begin
-    undisturbed = chunks(tmp_path / "whole")
-    assert len(undisturbed) == 26**2
-    path, num_killed, counts = tmp_path / "killed", 0, {0}
-    while num_killed < 20:
-        with start(path) as process:
-            time.sleep(random.uniform(0, duration / 4))
-            process.send_signal(signal.SIGKILL)
-            is_done = process.stdout.read() == "done\n"
-        if not is_done:
-            num_killed += 1
-            counts.add(len(chunks(path)) if path.exists() else 0)
-            continue
-        assert chunks(path) == undisturbed
-        shutil.rmtree(path)
-    assert len(counts) > 2  # Some of them had come some way.
-    with start(path) as process:
-        assert process.stdout.read() == "done\n"
-    assert chunks(path) == undisturbed
+    def reach(name):
+        passed.append(name)
+        if name == moment and passed.count(name) == number:
+            print("waits", flush=True)
+            sys.stdin.read()  # Until it is killed, or interrupted.
 
+    class Waits(eqxbatch.AbstractProgressMeter):
+        def start(self, num_blocks, num_done):
+            reach("start")
 
-def test_a_run_that_is_interrupted(tmp_path):
-    """By Ctrl-C, while it waits for a block. Its blocks are far more than it can do."""
-    environment = {**os.environ, "XLA_FLAGS": ""}
-    script = textwrap.dedent(RUN).replace("(101, 3)", "(1601, 3)")
-    script = script.replace(
-        "symmetric=True", "symmetric=True, progress=eqxbatch.TqdmProgressMeter()"
-    )
+        def step(self, state, num_nans):
+            reach("block")
+
+        def close(self, state):
+            pass
+
+    def replace(self, target, replace=pathlib.Path.replace):
+        # The chunk is whole, but has another name.
+        if "/c/" in str(target):
+            reach("chunk")
+        return replace(self, target)
+
+    def kernel(x, y=None):
+        y = x if y is None else y
+        return jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, axis=-1))
+
+    pathlib.Path.replace = replace
     # A shell in the background makes its children ignore the signal.
-    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    command = [sys.executable, "-c", heed + script, str(tmp_path)]
-    with subprocess.Popen(
-        command,
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    x = np.random.default_rng(0).standard_normal((29, 3)).astype(np.float32)
+    batched = eqxbatch.filter_batch_kernel(
+        kernel,
+        block_size=4,
+        symmetric=True,
+        store=eqxbatch.ZarrStore(path),
+        progress=Waits(),
+    )
+    batched(x)
+    print("done", flush=True)
+"""
+
+
+def start_run(path, moment="", number=0):
+    """A process that runs a kernel, and stops at a moment to wait for a signal."""
+    command = [sys.executable, "-c", textwrap.dedent(RUN), path, moment, str(number)]
+    return subprocess.Popen(
+        [*map(str, command)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
-    ) as process:
-        assert process.stdout.readline() == "ready\n"
-        # Files that are being written are not to be read, they may be gone by then.
-        whole = lambda: [x for x in tmp_path.rglob("c/*/*") if x.suffix != ".partial"]
-        while len(whole()) < 10:
-            time.sleep(0.01)
-        # It may be lost in other callbacks, too.
-        while process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            time.sleep(1)
-        out, err = process.communicate(timeout=100)
-    assert process.returncode != 0
-    assert out == ""
-    assert "KeyboardInterrupt" in err
-    found = chunks(tmp_path)
-    assert 10 <= len(found) < 401**2
+        env={**os.environ, "XLA_FLAGS": COMPILE_FAST},
+    )
+
+
+def test_runs_that_are_killed_or_interrupted(tmp_path):
+    """One run after the other of one kernel, each of which goes on where it was."""
     size = 4 * 4 * 4 + 4
-    assert {len(data) for data in found.values()} == {size}
-    assert not list(tmp_path.rglob("*.partial"))
+    num_chunks = []
+    for name, moment, number in (
+        ("SIGKILL", "start", 1),
+        ("SIGKILL", "chunk", 4),
+        ("SIGINT", "block", 5),
+        ("SIGKILL", "block", 3),
+        ("SIGINT", "chunk", 6),
+    ):
+        with start_run(tmp_path / "stopped", moment, number) as process:
+            assert process.stdout.readline() == "waits\n"
+            process.send_signal(getattr(signal, name))
+            # An interrupt comes to the main thread, which may wait for the writer.
+            process.stdin.close()
+            out, err = process.stdout.read(), process.stderr.read()
+        assert process.returncode != 0
+        assert out == ""
+        assert ("KeyboardInterrupt" in err) == (name == "SIGINT")
+        found = chunks(tmp_path / "stopped")
+        whole = {name: x for name, x in found.items() if "partial" not in name}
+        assert {len(data) for data in whole.values()} <= {size}
+        assert len(found) - len(whole) <= (name == "SIGKILL")
+        num_chunks.append(len(whole))
+    assert num_chunks[0] == 0
+    assert sorted(set(num_chunks)) == num_chunks
+    assert num_chunks[-1] < 8**2
+    for path in ("stopped", "whole"):
+        with start_run(tmp_path / path) as process:
+            assert process.communicate()[0] == "done\n"
+    found = chunks(tmp_path / "stopped")
+    assert len(found) == 8**2
+    assert found == chunks(tmp_path / "whole")
 
 
 # Stores with something else in them.

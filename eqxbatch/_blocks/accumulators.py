@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
-from .block import Block, Blocks, merge_parts, split_parts
+from .block import are_split, Block, Blocks, merge_parts, split_parts
 from .mesh import with_type_of
 
 
@@ -131,14 +131,15 @@ class Concat(AbstractAccumulator[Array]):
     ) -> Shaped[Array, "..."]:
         axis = self.axis_of(value)
         parts = self.parts_of(value, block)
-        if parts > 1:
+        is_split = are_split(value, axis, parts)
+        if is_split:
             state = split_parts(state, axis, parts)
             value = split_parts(value, axis, parts)
             axis += 1
         rows = value.shape[axis]
         start = state.shape[axis] - rows if block.is_remainder else block.index * rows
         state = lax.dynamic_update_slice_in_dim(state, value, start, axis)
-        return merge_parts(state, axis - 1) if parts > 1 else state
+        return merge_parts(state, axis - 1) if is_split else state
 
     def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         return state

@@ -62,7 +62,7 @@ class Block(eqx.Module):
         if array.shape[axis] < self.size:  # There are no examples at all.
             shape = (*array.shape[:axis], self.size, *array.shape[axis + 1 :])
             return jnp.zeros(shape, array.dtype)
-        if self.parts == 1:
+        if not are_split(array, axis, self.parts):
             return _rows(array, self.start, self.size, axis)
         array = split_parts(array, axis, self.parts)
         start, size = self.start // self.parts, self.size // self.parts
@@ -75,6 +75,14 @@ def _rows(
     if isinstance(start, int):
         return lax.slice_in_dim(array, start, start + size, 1, axis)
     return lax.dynamic_slice_in_dim(array, start, size, axis)
+
+
+def are_split(x: Shaped[Array, "..."], axis: int, parts: int) -> bool:
+    """Whether rows along an axis are only to be cut out of each of their parts.
+
+    That is so even of one part, where their type says that they are spread.
+    """
+    return parts > 1 or bool([*spec_of(x), *[None] * x.ndim][axis])
 
 
 def split_parts(x: Shaped[Array, "..."], axis: int, parts: int) -> Shaped[Array, "..."]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .accumulators import Concat, Last
 from .block import (
+    are_split,
     Block,
     block_struct,
     Blocks,
@@ -341,14 +342,15 @@ class _Run:
     def cut(self, x: Array, axis: int) -> Array:
         """The full blocks of an array, along a new axis 0."""
         num, parts = self.num_steps, self.blocks.parts
-        if parts > 1:
+        is_split = are_split(x, axis, parts)
+        if is_split:
             x = split_parts(x, axis, parts)
             axis += 1
         rows = num * self.blocks.size // parts
         if x.shape[axis] != rows:
             x = lax.slice_in_dim(x, 0, rows, 1, axis)
         x = jnp.moveaxis(split_parts(x, axis, num), axis, 0)
-        return merge_parts(x, axis) if parts > 1 else x
+        return merge_parts(x, axis) if is_split else x
 
     def values(self, block: Block, rows: list, condition: Array | None) -> list[PyTree]:
         """The values of a block, or zeros if it is not to run.
@@ -406,7 +408,7 @@ class _Run:
         """The rows of all full blocks, which are along a new axis 0: undoes `cut`."""
         value = jax.eval_shape(lambda x: x[0], stacked)
         axis, parts = self.rows_of(slot, value)
-        if parts > 1:
+        if are_split(stacked, axis + 1, parts):
             stacked = split_parts(stacked, axis + 1, parts)
             x = merge_parts(jnp.moveaxis(stacked, 0, axis + 1), axis + 1)
         else:
@@ -422,7 +424,7 @@ class _Run:
             pieces = [*pieces, zeros_like(block_struct(whole, axis, missing))]
         if len(pieces) == 1:
             return pieces[0]
-        if parts == 1:
+        if not are_split(pieces[0], axis, parts):
             return jnp.concatenate(pieces, axis)
         pieces = [split_parts(piece, axis, parts) for piece in pieces]
         return merge_parts(jnp.concatenate(pieces, axis + 1), axis)

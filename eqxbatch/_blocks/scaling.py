@@ -61,9 +61,12 @@ def into_range(square: Real[Array, "*s"]) -> Real[Array, "*s"]:
 
 
 def normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
-    """Weights that no backward pass overflows with, and what they were divided by."""
+    """Weights that no backward pass overflows with, and what they were divided by.
+
+    They are one at most, so that no cotangent overflows by its weight.
+    """
     wide = weights.astype(widest(*[weights.dtype] * is_inexact(weights)))
-    scale = power_of_two(jnp.max(jnp.abs(wide), initial=0))
+    scale = 2 * power_of_two(jnp.max(jnp.abs(wide), initial=0))
     return wide / scale, scale
 
 

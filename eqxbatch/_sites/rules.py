@@ -255,6 +255,8 @@ def _patches(
     Slices are copied one by one. `jax.lax.conv_general_dilated_patches` makes a grouped
     convolution with a kernel of zeros and ones of it, which CPUs run slowly.
     """
+    if 0 in out:
+        return jnp.zeros((*lhs.shape[:2], *kernel, *out), lhs.dtype)
     zero = jnp.zeros((), lhs.dtype)
     padding = zip(params["padding"], params["lhs_dilation"], strict=True)
     config = [(0, 0, 0), (0, 0, 0), *((lo, hi, dil - 1) for (lo, hi), dil in padding)]
