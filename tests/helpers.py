@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+import pytest
 
 
 # The number of examples around a block size of 4, and a prime.
@@ -40,6 +41,13 @@ def assert_same(got, expected, tol=None):
         a, b = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
         scale = np.max(np.abs(b), initial=0, where=np.isfinite(b))
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
+
+
+def quickly(values, num):
+    """Values of a parameter of a test, of which the first ones are for `-m quick`."""
+    return [pytest.param(x, marks=pytest.mark.quick) for x in values[:num]] + [
+        *values[num:]
+    ]
 
 
 def normal(key, shape, dtype=jnp.float32):

@@ -4,6 +4,7 @@
 """
 
 import collections
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,17 +74,17 @@ def spectral(model, x):
     return layer(x, state)[0]
 
 
-def _layers():
-    make = lambda layer, *args, **kwargs: layer(*args, **kwargs, key=KEY)
+def _layers() -> dict[str, Callable[[], Case]]:
+    make = lambda layer, *args, **kwargs: lambda: layer(*args, **kwargs, key=KEY)
     heads = make(nn.MultiheadAttention, 2, 4, use_query_bias=True)
     conv2d = {"kernel_size": (3, 2), "stride": (2, 1), "padding": ((1, 0), (2, 1))}
     dilated = {"stride": 2, "padding": 1, "dilation": 2}
     up = {"stride": 2, "padding": 1, "output_padding": 1}
     # A layer with a buffer, its state, is made by `make_with_state`.
-    norm = nn.make_with_state(nn.SpectralNorm)(
-        make(nn.Linear, 3, 2), weight_name="weight", key=KEY
+    norm = lambda: nn.make_with_state(nn.SpectralNorm)(
+        nn.Linear(3, 2, key=KEY), weight_name="weight", key=KEY
     )
-    return {
+    made = {
         "Linear": Case(make(nn.Linear, 2, 3), apply, vectors(2)),
         "Linear, of a sequence": Case(make(nn.Linear, 2, 3), mapped, vectors(5, 2)),
         "Conv1d": Case(make(nn.Conv1d, 4, 6, 3, **dilated), apply, vectors(4, 9)),
@@ -103,10 +104,10 @@ def _layers():
         ),
         "Embedding": Case(make(nn.Embedding, 7, 3), apply, tokens()),
         "Embedding, of a sequence": Case(make(nn.Embedding, 7, 3), mapped, tokens(4)),
-        "LayerNorm": Case(nn.LayerNorm((3, 2)), apply, vectors(3, 2)),
-        "GroupNorm": Case(nn.GroupNorm(2, 4), apply, vectors(4, 3)),
-        "RMSNorm": Case(nn.RMSNorm(3), apply, vectors(3)),
-        "PReLU": Case(nn.PReLU(), apply, vectors(3)),
+        "LayerNorm": Case(lambda: nn.LayerNorm((3, 2)), apply, vectors(3, 2)),
+        "GroupNorm": Case(lambda: nn.GroupNorm(2, 4), apply, vectors(4, 3)),
+        "RMSNorm": Case(lambda: nn.RMSNorm(3), apply, vectors(3)),
+        "PReLU": Case(nn.PReLU, apply, vectors(3)),
         "MultiheadAttention": Case(heads, attention, vectors(5, 4)),
         "MultiheadAttention, with RotaryPositionalEmbedding": Case(
             heads, rope, vectors(5, 4)
@@ -114,11 +115,16 @@ def _layers():
         "GRUCell, in a scan": Case(make(nn.GRUCell, 2, 3), gru, vectors(4, 2)),
         "LSTMCell, in a scan": Case(make(nn.LSTMCell, 2, 3), lstm, vectors(4, 2)),
         "MLP": Case(make(nn.MLP, 2, 3, 4, 2), apply, vectors(2)),
-        "WeightNorm": Case(nn.WeightNorm(make(nn.Linear, 3, 2)), apply, vectors(3)),
+        "WeightNorm": Case(
+            lambda: nn.WeightNorm(nn.Linear(3, 2, key=KEY)), apply, vectors(3)
+        ),
         "SpectralNorm": Case(norm, spectral, vectors(3)),
     }
+    one = lambda case: lambda: case._replace(model=case.model())
+    return {name: functools.cache(one(case)) for name, case in made.items()}
 
 
+# Functions, so that a layer is only made where it is asked for.
 LAYERS = _layers()
 
 
@@ -196,7 +202,8 @@ def lstm_output(cell, x):
 def table() -> str:
     """Which layers have rules for all their parameters, in the words of the docs."""
     lines = ["| layer of `equinox.nn` | sites | without a rule |", "|---|---|---|"]
-    for name, (model, fun, example) in LAYERS.items():
+    for name, make in LAYERS.items():
+        model, fun, example = make()
         report = explain_sites(fun, model, example(KEY))
         sites = collections.Counter(
             site for leaf in report.leaves for site in leaf.sites

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 
-from .flags import COMPILE_FAST
+from .flags import COMPILE_FAST, compiler_options
 
 
 os.environ.setdefault("XLA_FLAGS", COMPILE_FAST)
@@ -123,7 +123,9 @@ def _compared(program: Program, names: Sequence[str]) -> Result:
                     result.findings.append(_raised(program.seed, name, e))
         return truth, pairs
 
-    truth, pairs = jax.jit(run)(_leaves(program), program.examples, program.others)
+    options = compiler_options(program.examples)
+    compiled = jax.jit(run, compiler_options=options)
+    truth, pairs = compiled(_leaves(program), program.examples, program.others)
     if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(truth)):
         return Result([], skipped="not finite")
     if max(np.max(np.abs(x), initial=0) for x in jax.tree.leaves(truth)) > 1e6:

@@ -17,7 +17,7 @@ from .layers import LAYERS
 
 
 def checked(name, num=2):
-    model, fun, example = LAYERS[name]
+    model, fun, example = LAYERS[name]()
     xs = jax.vmap(example)(jr.split(jr.key(1), num))
     return explain_sites(fun, model, xs, in_axes=0, check=True)
 

@@ -10,6 +10,9 @@ import pytest
 import eqxbatch
 
 
+pytestmark = pytest.mark.quick
+
+
 MODULES = [info.name for info in pkgutil.walk_packages(eqxbatch.__path__, "eqxbatch.")]
 
 

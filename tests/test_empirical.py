@@ -242,34 +242,35 @@ class Fallback(eqx.Module):
         return self.linear(x) * jnp.sin(self.odd) + lax.cumsum(self.odd)
 
 
-CASES = {
-    **{
-        name: Applied(LAYERS[name].model, LAYERS[name].fun)
-        for name in (
-            "Conv1d",
-            "Conv2d, in groups",
-            "GRUCell, in a scan",
-            "LayerNorm",
-            "MultiheadAttention",
-            "WeightNorm",
-        )
-    },
-    "tied": Twice(jr.key(0)),
-    "fallback": Fallback(jr.key(0)),
-}
-EXAMPLES = {
-    **{name: case.example for name, case in LAYERS.items()},
-    "tied": lambda key: jr.randint(key, (5,), 0, 7),
-    "fallback": lambda key: jr.normal(key, (4,)),
-}
+def network(name):
+    """A model, and how an example is made."""
+    if name == "tied":
+        return Twice(jr.key(0)), lambda key: jr.randint(key, (5,), 0, 7)
+    if name == "fallback":
+        return Fallback(jr.key(0)), lambda key: jr.normal(key, (4,))
+    model, fun, example = LAYERS[name]()
+    return Applied(model, fun), example
 
 
 @pytest.mark.matrix
 @float64
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    (
+        "Conv1d",
+        "Conv2d, in groups",
+        "GRUCell, in a scan",
+        "LayerNorm",
+        "MultiheadAttention",
+        "WeightNorm",
+        "tied",
+        "fallback",
+    ),
+)
 def test_networks(name, getkey):
-    model = cast(CASES[name])
-    x = cast(jax.vmap(EXAMPLES[name])(jr.split(getkey(), 5)))
+    model, example = network(name)
+    model = cast(model)
+    x = cast(jax.vmap(example)(jr.split(getkey(), 5)))
     kernel = EmpiricalNTK(model, trace_axes=(), implementation="sites")(x)
     assert_same(kernel, truth(model, x, x))
     traced = EmpiricalNTK(model, block_size=2)(x, x[:3])

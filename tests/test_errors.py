@@ -12,6 +12,9 @@ import eqxbatch
 from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Max, MemoryBudget
 
 
+pytestmark = pytest.mark.quick
+
+
 TRANSFORMS = (filter_micro_vmap, filter_microbatch)
 
 

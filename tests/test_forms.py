@@ -22,6 +22,7 @@ from .test_sites import cast, compare, weight
 
 
 pytestmark = [
+    pytest.mark.versions,
     pytest.mark.usefixtures("x64", "mixed_dtypes"),
     # JAX 0.7 warns where it transposes a product of real and complex arrays itself.
     pytest.mark.filterwarnings("ignore:Casting complex values to real"),

@@ -128,7 +128,7 @@ class TestTruth:
 
     @pytest.mark.parametrize("name", LAYERS)
     def test_layer(self, name):
-        _compare(LAYERS[name])
+        _compare(LAYERS[name]())
 
     def test_random_network(self):
         _compare(random_network(jr.key(0)))

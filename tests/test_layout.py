@@ -20,6 +20,9 @@ from eqxbatch._blocks.mirror import mirrored, transposed
 from .helpers import assert_same, normal
 
 
+pytestmark = pytest.mark.versions
+
+
 def conv_layouts(fun, *args, platform="cpu"):
     """The layouts of all convolutions where `fun` is compiled for a platform."""
     lowered = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,))

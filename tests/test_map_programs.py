@@ -2,7 +2,11 @@
 
 import pytest
 
+from .helpers import quickly
 from .map_programs import FAMILIES, Finding, run_seed
+
+
+pytestmark = pytest.mark.versions
 
 
 # Those from the second line on found a defect each, or notice what the first do not.
@@ -14,7 +18,7 @@ SEEDS = (
 )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", quickly(SEEDS, 2 * len(FAMILIES)))
 def test_equals_numpy_and_vmap(seed):
     found, text, choices = run_seed(seed)
     assert not isinstance(found, Finding), f"{text}\n{choices}\n{found}"

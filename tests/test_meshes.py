@@ -12,6 +12,9 @@ from .helpers import assert_same, normal
 from .test_sharding import KINDS, make_mesh, put
 
 
+pytestmark = pytest.mark.versions
+
+
 KEY = jax.random.key(0)
 SIZE = 8
 

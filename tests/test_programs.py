@@ -6,12 +6,16 @@ import jax
 import pytest
 
 from eqxbatch._sites import contract
+from .helpers import quickly
 from .program_draw import draw
 from .programs import examine, settings
 
 
 # JAX 0.7 warns of its own casts in derivatives of complex programs.
-pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values to real")
+pytestmark = [
+    pytest.mark.versions,
+    pytest.mark.filterwarnings("ignore:Casting complex values to real"),
+]
 
 # Small programs that have most of the rules and views between them, in most of the
 # contractions that these allow.
@@ -29,7 +33,7 @@ OF_ONE_USE = (
 IN_TURN = ("hessian_by_sites", "kernels_by_factors", "gauss_newton_by_sites")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", quickly(SEEDS, 3))
 def test_random_program(seed):
     with settings():
         program = draw(seed)

@@ -22,6 +22,9 @@ from eqxbatch import (
 from .helpers import assert_same, normal
 
 
+pytestmark = pytest.mark.versions
+
+
 KINDS = (AxisType.Auto, AxisType.Explicit)
 
 

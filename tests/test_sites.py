@@ -1,5 +1,7 @@
 """Factors, Gram matrices and norms against the Jacobians themselves, in float64."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from eqxbatch._sites.contract import (
 from eqxbatch._sites.forms import is_allowed
 from eqxbatch._sites.gradients import SiteGradients
 from eqxbatch._sites.trace import Program
+from .flags import compiler_options
 from .layers import Case, LAYERS, random_network, tokens, vectors
 
 
@@ -69,7 +72,7 @@ def compare(case, key=None):
         for own in sites
     ]
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options(xs))
     def run(leaves, xs):
         def one(x):
             outs, operands, pullback = program.linearize(leaves, [x], 1)
@@ -109,7 +112,7 @@ def compare(case, key=None):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name):
-    compare(LAYERS[name])
+    compare(LAYERS[name]())
 
 
 @pytest.mark.matrix
@@ -396,7 +399,7 @@ CONTRACTED = ("Conv2d, in groups", "Embedding, of a sequence")
     "name", ("Conv2d, in groups", "MultiheadAttention", "Embedding, of a sequence")
 )
 def test_all_contractions_agree(name, form):
-    model, fun, example = LAYERS[name]
+    model, fun, example = LAYERS[name]()
     diff, static = eqx.partition(cast(model), eqx.is_inexact_array)
     leaves, treedef = jax.tree.flatten(diff)
     xs = cast(jax.vmap(example)(jr.split(jr.key(1), NUM)))

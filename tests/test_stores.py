@@ -40,6 +40,9 @@ from .test_batch_kernel import AXES, lopsided, rbf, Structured, white
 from .test_sharding import make_mesh
 
 
+pytestmark = pytest.mark.versions
+
+
 SIZES = (1, 4, (4, 3), 20)
 
 

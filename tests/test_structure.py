@@ -11,6 +11,9 @@ import pytest
 import eqxbatch
 
 
+pytestmark = pytest.mark.quick
+
+
 ROOT = pathlib.Path(eqxbatch.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Imports point only downwards.

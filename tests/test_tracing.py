@@ -9,6 +9,9 @@ from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Mean, Sum
 from .helpers import assert_same, CountTraces, memory, normal
 
 
+pytestmark = pytest.mark.versions
+
+
 @pytest.mark.parametrize("accumulator", (Concat(), Sum(), (Concat(), Mean())))
 @pytest.mark.parametrize(
     ("total", "traces"), ((3, 1), (4, 1), (8, 1), (5, 2), (9, 2), (0, 1))
