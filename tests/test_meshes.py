@@ -40,8 +40,10 @@ class Attentive(eqx.Module):
     def __init__(self, key):
         first, second, third = jax.random.split(key, 3)
         self.embedding = eqx.nn.Embedding(6, 4, key=first)
-        self.attention = eqx.nn.MultiheadAttention(2, 4, key=second)
-        self.last = eqx.nn.Linear(4, 2, key=third)
+        self.attention = eqx.nn.MultiheadAttention(
+            2, 4, qk_size=1, vo_size=1, output_size=2, key=second
+        )
+        self.last = eqx.nn.Linear(2, 2, key=third)
 
     def __call__(self, tokens):
         words = jax.vmap(self.embedding)(tokens)
@@ -278,7 +280,9 @@ def placed(name, mesh, how, total):
 @pytest.mark.matrix
 @pytest.mark.parametrize("feature", FEATURES)
 def test_equals_one_device(feature):
-    for kind, num, how in SETTINGS:
+    # The first setting, which is the hardest one, and the others in turn.
+    turn = [*FEATURES].index(feature) % len(SETTINGS[1:])
+    for kind, num, how in (SETTINGS[0], SETTINGS[1:][turn]):
         got = FEATURES[feature](*placed("dense", one_axis(kind, num), how, TOTAL))
         assert_same(jax.device_get(got), expected(feature, "dense", TOTAL), tol=1e-4)
 
@@ -297,25 +301,31 @@ def test_equals_one_device(feature):
     ),
 )
 def test_numbers_of_examples_that_devices_do_not_divide(feature):
-    for kind, num, how in (
-        (AxisType.Explicit, 4, "sharded"),
-        (AxisType.Explicit, 1, "whole"),
-        (AxisType.Auto, 2, "whole"),
-    ):
+    settings = [(AxisType.Explicit, 4, "sharded"), (AxisType.Explicit, 1, "whole")]
+    if not feature.startswith("filter_hessian"):
+        settings.append((AxisType.Auto, 2, "whole"))
+    for kind, num, how in settings:
         got = FEATURES[feature](*placed("dense", one_axis(kind, num), how, UNEVEN))
         assert_same(jax.device_get(got), expected(feature, "dense", UNEVEN), tol=1e-4)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ("conv", "attention", "recurrent"))
 @pytest.mark.parametrize(
-    "feature",
+    ("name", "feature"),
     (
-        "filter_micro_vmap",
-        "filter_micro_value_and_grad",
-        "filter_micro_grad clip_norm",
-        "filter_hessian",
-        "EmpiricalNTK two sides",
+        ("conv", "filter_micro_vmap"),
+        ("conv", "filter_micro_value_and_grad"),
+        ("conv", "filter_micro_grad clip_norm"),
+        ("conv", "filter_hessian"),
+        ("conv", "EmpiricalNTK two sides"),
+        ("attention", "filter_micro_value_and_grad"),
+        ("attention", "filter_micro_grad clip_norm"),
+        ("attention", "filter_hessian"),
+        ("attention", "EmpiricalNTK two sides"),
+        ("recurrent", "filter_micro_vmap"),
+        ("recurrent", "filter_micro_grad clip_norm"),
+        ("recurrent", "filter_hvp"),
+        ("recurrent", "EmpiricalNTK two sides"),
     ),
 )
 def test_other_models(name, feature):

@@ -25,6 +25,7 @@ from eqxbatch._sites.forms import is_allowed
 from eqxbatch._sites.gradients import SiteGradients
 from eqxbatch._sites.trace import Program
 from .flags import compiler_options
+from .helpers import normal
 from .layers import Case, LAYERS, random_network, tokens, vectors
 
 
@@ -123,7 +124,7 @@ def test_random_network(seed):
 
 
 def weight(*shape):
-    return jr.normal(jr.key(2), shape)
+    return normal(jr.key(2), shape)
 
 
 def linear():
