@@ -642,6 +642,13 @@ def test_reductions_that_permute_their_state_on_a_mesh(total, size, getkey):
     np.testing.assert_array_equal(np.asarray(turned).sum(1), 3 * total)
 
 
+def test_reductions_whose_tiles_devices_cannot_share_equally(getkey):
+    x, y, mesh = *normal(getkey(), (2, 6, 3)), make_mesh(AxisType.Auto, (2,))
+    sums = filter_batch_kernel(lopsided, block_size=2, reduce=RowSums(), mesh=mesh)
+    assert_same(sums(x), lopsided(x).sum(1))
+    assert_same(sums(x, y), lopsided(x, y).sum(1))
+
+
 def test_entries_of_minus_infinity_among_the_largest():
     inf = np.inf
     dense = np.array(

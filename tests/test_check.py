@@ -51,18 +51,24 @@ def test_good_models(name):
     assert lines[-2].startswith("all together")
 
 
-def test_broken_rule(monkeypatch):
+def broken_products(monkeypatch, **changes):
+    """What is found for a layer whose rule of products has other fields."""
+
     def find_broken(eqn, position):
         rule = find_rule(eqn, position)
         is_product = rule is not None and rule.kind == "dot_general"
-        return dataclasses.replace(rule, scale=1.01) if is_product else rule
+        own = {name: change(rule) for name, change in changes.items() if is_product}
+        return dataclasses.replace(rule, **own) if is_product else rule
 
     find_rule = trace.find_rule
     monkeypatch.setattr(trace, "find_rule", find_broken)
     model = eqx.nn.Linear(2, 3, key=jr.key(0))
-    check = explain_sites(
-        lambda model, x: model(x), model, jnp.ones(2), check=True
-    ).check
+    fun = lambda model, x: model(x)
+    return explain_sites(fun, model, jnp.ones(2), check=True).check
+
+
+def test_broken_rule(monkeypatch):
+    check = broken_products(monkeypatch, scale=lambda _: 1.01)
     weight, bias = check.leaves
     for error in everything(weight)[1:]:
         assert 5e-3 < error < 5e-2
@@ -71,6 +77,22 @@ def test_broken_rule(monkeypatch):
     # Blocks with the weight are the bias's, too.
     assert max(bias.gradient, bias.norm, bias.kernel, bias.diagonal) < 1e-12
     assert check.max_error == max(everything(weight)[1:])
+
+
+def test_broken_sums(monkeypatch):
+    # What a sum over examples is the transpose of.
+    op = lambda rule: lambda a, w: 2 * rule.op(a, w)
+    weight, bias = broken_products(monkeypatch, op=op).leaves
+    assert weight.gradient > 0.1
+    assert max(weight.norm, weight.kernel, bias.gradient) < 1e-12
+
+
+def test_what_is_not_finite_is_an_error(monkeypatch):
+    check = broken_products(monkeypatch, scale=lambda _: float("nan"))
+    weight, bias = check.leaves
+    assert everything(weight)[1:] == [np.inf] * 6
+    assert bias.gradient < 1e-12
+    assert check.max_error == np.inf
 
 
 def test_contractions_that_are_not_chosen_are_checked(monkeypatch):

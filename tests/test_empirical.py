@@ -557,6 +557,20 @@ def test_keyword_arguments(getkey):
     assert_same(got, expected[:, :])
 
 
+def test_keyword_arguments_that_are_no_arrays(getkey):
+    class Power(eqx.Module):
+        weights: jax.Array
+
+        def __call__(self, x, power):
+            return jnp.dot(self.weights, x**power)[None]
+
+    model = Power(jr.normal(getkey(), (4,)))
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
+    ntk = EmpiricalNTK(model)
+    assert_same(ntk(x1, x2, power=(2, 3)), x1**2 @ (x2**3).T)
+    assert_same(ntk(x1, power=(1, 2)), x1 @ (x1**2).T)
+
+
 @float64
 def test_vmap_axes(getkey):
     model = Matrices(getkey())

@@ -237,6 +237,10 @@ LOSSES = {
         weight(4),
         lambda w, x: jnp.sum(jnp.abs(w * jnp.fft.fft(x) + 1) ** 2),
     ),
+    "with_both_signs": (
+        weight(4),
+        lambda w, x: jnp.sum(jnp.sin(w * x) * jnp.exp(-w * x**2)),
+    ),
 }
 
 

@@ -952,6 +952,20 @@ class TestProducts:
         got = filter_ggnvp(model, loss, in_axes=0)(w, vector, x)
         close(got.reshape(-1), expected @ vector.reshape(-1))
 
+    @pytest.mark.parametrize("method", METHODS)
+    def test_ggn_with_weights(self, method, getkey):
+        w, x = jr.normal(getkey(), (2, 3)), jr.normal(getkey(), (4, 3))
+        model = lambda w, x: jnp.tanh(w @ x)
+        loss = lambda out, x: jnp.sum(jnp.sin(out))
+        weights = jnp.arange(4.0)
+        one = jax.vmap(filter_ggn(model, loss, method="products"), (None, 0))
+        expected = jnp.tensordot(weights, one(w, x), 1)
+        for accumulator, total in ((Sum(weights), 1), (Mean(weights), 6)):
+            ggn = filter_ggn(
+                model, loss, in_axes=0, method=method, accumulator=accumulator
+            )
+            close(ggn(w, x), expected / total)
+
     def test_ggn_is_the_hessian_of_linear_models(self, getkey):
         model, (x, _) = eqx.nn.Linear(2, 3, key=getkey()), batch(getkey(), 6)
         labels = jr.randint(getkey(), (6,), 0, 3)

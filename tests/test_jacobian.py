@@ -232,6 +232,10 @@ class TestUse:
         got = filter_jacobian(outputs, filter_spec=spec)(model, x)["all"]
         assert got.layers[0].bias is None
         assert_same(got.layers[0].weight, full.layers[0].weight)
+        both = {"where": lambda m: m.layers[-1], "filter_spec": spec}
+        got = filter_jacobian(outputs, **both)(model, x)["all"]
+        assert got.layers[0].weight is got.layers[-1].bias is None
+        assert_same(got.layers[-1].weight, full.layers[-1].weight)
 
     def test_decorators_and_methods(self, getkey):
         class Curve(eqx.Module):

@@ -1,5 +1,7 @@
 """Block sizes from a memory budget."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -108,6 +110,8 @@ def test_impossible_budgets_name_both_figures():
     run = filter_micro_vmap(per_example_loss, microbatch_size=MemoryBudget(1000))
     with pytest.raises(ValueError, match=r"budget of 1,000 bytes.*needs [0-9,]+ bytes"):
         run(X)
+    with pytest.raises(ValueError, match=r"blocks of one example.* needs 1,100 bytes"):
+        fit_size(1000, 64, lambda size: 1000 + 100 * size)
 
 
 def test_inside_of_other_transformations(getkey):
@@ -294,6 +298,13 @@ def test_cache_tells_settings_of_the_transform_apart():
     assert_same(total(x), jax.vmap(wide)(x).sum(0), tol=1e-4)
     with pytest.raises(ValueError, match="budget of 40,000 bytes is too small"):
         filter_micro_vmap(wide, microbatch_size=budget)(x)
+
+
+def test_cache_tells_functions_apart():
+    run = functools.partial(filter_micro_vmap, microbatch_size=MemoryBudget("40kB"))
+    run(jnp.sum)(X[:64])
+    with pytest.raises(ValueError, match="budget of 40,000 bytes is too small"):
+        run(lambda x: jnp.tanh(jnp.outer(x, x)))(X[:64])
 
 
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))

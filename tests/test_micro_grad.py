@@ -314,6 +314,16 @@ def test_nan_safe_without_clipping(getkey):
     assert_same(gradient, combined(grads, jnp.where(jnp.arange(6) == 4, 0, 1 / 6)))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_safe_in_groups(method):
+    # Of the first example, the gradient is not finite in the first group only.
+    x = jnp.array([[jnp.nan, 1.0], [2.0, 3.0]])
+    loss = lambda w, x: w[0] * x[0] + w[1] * x[1]
+    fun = filter_micro_grad(loss, nan_safe=True, clip_norm=(1.0, 1.0), method=method)
+    w = (jnp.array(1.0), jnp.array(1.0))
+    assert_same(fun(w, x), (jnp.array(0.5), jnp.array(0.5)))
+
+
 def test_transform_and_metrics(getkey):
     model, x, y = data(getkey(), 7)
     grads = each(model, x, y)
@@ -348,7 +358,7 @@ def test_transform_is_clipped(getkey):
     assert_same(gradient, combined(grads, jnp.minimum(1, 1 / norms)))
 
 
-@pytest.mark.parametrize("count", (None, 2))
+@pytest.mark.parametrize("count", (None, 2, 3))
 def test_moments(getkey, count):
     # The gradient of an example is its data.
     x = 3 + normal(getkey(), (11, 5))
@@ -359,7 +369,7 @@ def test_moments(getkey, count):
         num_real_microbatches=count,
     )
     _, gradient, statistics = fun(jnp.zeros(5), x)
-    x = x if count is None else x[:8]
+    x = x if count is None else x[: 4 * count]
     mean, variance, noise_scale = statistics.moments
     assert_same(gradient, jnp.mean(x, 0))
     assert_same(mean, jnp.mean(x, 0))
@@ -622,6 +632,16 @@ def test_gradients_of_float16_are_added_in_float32(kind, clip_norm, metrics):
         got = got if metrics is None else got[0]
         assert got.dtype == jnp.float16
         np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2e-2)
+
+
+def test_float16_inside_of_a_function_in_float32():
+    @jax.jit
+    def loss(w, x):
+        return jnp.sum(w.astype(jnp.float16) * x.astype(jnp.float16)).astype(w.dtype)
+
+    # The mean is in the range of float16, but the sum is not.
+    x = jnp.full((9, 2), 32768.0)
+    assert_same(filter_micro_grad(loss)(jnp.ones(2), x), x[0])
 
 
 def test_weights_beyond_the_range_of_the_loss():

@@ -62,6 +62,16 @@ def test_is_the_matrix(kind, getkey):
     assert structure == jtu.tree_structure(unravel(vector))
 
 
+@pytest.mark.parametrize("kind", ("hessian", "ggn"))
+def test_is_the_matrix_of_a_sum(kind, getkey):
+    model, (x, y) = network(getkey()), batch(getkey(), 3)
+    settings = {"in_axes": 0, "accumulator": Sum()}
+    operator, matrix, unravel = make(kind, model, x, y, **settings)
+    vector = jr.normal(getkey(), (matrix.shape[0],))
+    close(operator.mv(unravel(vector)), unravel(matrix @ vector))
+    close(operator.as_matrix(), matrix)
+
+
 def test_is_a_pytree(getkey):
     model, (x, y) = network(getkey()), batch(getkey(), 7)
     operator, matrix, unravel = make("hessian", model, x, y, in_axes=0)

@@ -178,6 +178,11 @@ BY_FACTORS = {
         lambda w, x: jnp.take(w, x + 3, axis=0, mode="fill", fill_value=0) @ w.T,
         tokens(4),
     ),
+    "tokens_below_zero": (
+        weight(7, 3),
+        lambda w, x: jnp.take(w, x - 10, axis=0, mode="fill", fill_value=0) @ w.T,
+        tokens(4),
+    ),
     "tokens_clipped": (
         weight(7, 3),
         lambda w, x: jnp.take(w, x + 3, axis=0, mode="clip") @ w.T,

@@ -498,6 +498,7 @@ def test_another_kernel_is_not_mixed_in(getkey, tmp_path):
     undisturbed = chunks(tmp_path)
     changed = {
         "inputs is '.*' there and '.*' now": lambda: run(Model(model), x + 1, y),
+        "inputs is .* now": lambda: run(Model(model), x, y + 1),
         "kernel_fn is": lambda: run(Model(other), x, y),
         "program is": lambda: run(Model(model, 1.0), x, y),
         "program is .*": lambda: run(Model(model), x, y, scale=2.0),

@@ -1,0 +1,432 @@
+"""Breaks the package on purpose, and sees whether the tests notice.
+
+`python -m tests.breakages` applies each breakage to a copy of the checkout, one at a
+time, and runs the tests there that ought to notice it. It is run by hand: pytest does
+not collect it, and CI does not run it.
+
+- `python -m tests.breakages --list`: the names and numbers of all.
+- `python -m tests.breakages 3 17 "a reversed scan runs forwards"`: some of them.
+- `python -m tests.breakages 3 --tests tests`: with the whole suite. What pytest is to
+  select goes in quotes: `--tests "tests/test_memory.py -k cache"`.
+
+A breakage that survives is one of two things: something that no user can see, which is
+replaced by another, or a test that is missing.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakage:
+    """In the file, `old` becomes `new`; the tests are what pytest is given."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+BREAKAGES = [
+    # Blocks, accumulators and memory.
+    Breakage(
+        "equal extremes of one block count once",
+        "_blocks/accumulators.py",
+        "count = jnp.sum(values == extreme[None], axis=0, dtype=jnp.int32)",
+        "count = jnp.ones(extreme.shape, jnp.int32)",
+        "tests/test_accumulators.py -k extremes",
+    ),
+    Breakage(
+        "weights are added in the dtype of the result",
+        "_blocks/moments.py",
+        "jnp.sum(block.take(weights).astype(widest(dtype)))",
+        "jnp.sum(block.take(weights).astype(dtype))",
+        "tests/test_accumulators.py -k 'weights or half'",
+    ),
+    Breakage(
+        "an accumulator sees one block past the stop",
+        "_blocks/loop.py",
+        "functools.partial(lax.select, block.index < self.limit)",
+        "functools.partial(lax.select, block.index <= self.limit)",
+        "tests/test_micro_vmap.py -k 'num_real or does_not_run'",
+    ),
+    Breakage(
+        "only the remainder is checkpointed",
+        "_blocks/loop.py",
+        "if self.program.checkpoint:",
+        "if self.program.checkpoint and block.is_remainder:",
+        "tests/test_derivatives.py -k checkpoint",
+    ),
+    Breakage(
+        "float16 inside of nested functions is not seen",
+        "_blocks/jaxprs.py",
+        "return any(uses_dtype(sub, dtype) for sub in inner)",
+        "return any(uses_dtype(sub, dtype) for sub in inner if sub is None)",
+        "tests/test_micro_grad.py -k '_float16 or range'",
+    ),
+    Breakage(
+        "the cache of sizes ignores static arguments",
+        "_blocks/memory.py",
+        "return tuple(leaves), treedef, tuple(static_leaves), static_treedef",
+        "return tuple(leaves), treedef, static_treedef",
+        "tests/test_memory.py -k cache",
+    ),
+    Breakage(
+        "an error names the memory of another block size",
+        "_blocks/memory.py",
+        "the program needs {found[1]:,} bytes",
+        "the program needs {found[first]:,} bytes",
+        "tests/test_memory.py -k impossible",
+    ),
+    Breakage(
+        "gradients of devices are averaged, not added",
+        "_blocks/mesh.py",
+        "return lax.psum(x, tuple(missing)) if missing else x",
+        "return lax.pmean(x, tuple(missing)) if missing else x",
+        "tests/test_sharding.py -k inside_of_shard_map",
+    ),
+    Breakage(
+        "the last corner of a large matrix is not mirrored",
+        "_blocks/mirror.py",
+        "x = run(x, jnp.full((1, 2), num), diagonal(rest))",
+        "pass",
+        "tests/test_hessian.py -k 'exactly_symmetric or columns'",
+    ),
+    # Sites: rules, contractions, curvature.
+    Breakage(
+        "padding before and after are exchanged in patches",
+        "_sites/rules.py",
+        "*((lo, hi, dil - 1) for (lo, hi), dil in padding)]",
+        "*((hi, lo, dil - 1) for (lo, hi), dil in padding)]",
+        "tests/test_sites.py -k layer",
+    ),
+    Breakage(
+        "negative tokens are taken for the first row",
+        "_sites/rules.py",
+        "is_in = (tokens >= 0) & (tokens <= last)",
+        "is_in = tokens <= last",
+        "tests/test_sites.py -k tokens",
+    ),
+    Breakage(
+        "tokens without a row meet the last row of a dense use",
+        "_sites/contract.py",
+        'return jnp.take(x, tokens, axis=axis, mode="fill", fill_value=0)',
+        'return jnp.take(x, tokens, axis=axis, mode="clip")',
+        "tests/test_sites.py tests/test_forms.py -k use_by_factors",
+    ),
+    Breakage(
+        "the order of axes in a reshape is ignored",
+        "_sites/views.py",
+        "order = range(len(old)) if order is None else order",
+        "order = range(len(old))",
+        "tests/test_sites.py tests/test_forms.py -k use_by",
+    ),
+    Breakage(
+        "axes of a view inside of a scan are those of the whole leaf",
+        "_sites/views.py",
+        "(None if axis is None else own[self.lead + axis] for axis in axes)",
+        "(None if axis is None else own[axis] for axis in axes)",
+        "tests/test_sites.py tests/test_forms.py -k use_by",
+    ),
+    Breakage(
+        "a bias shares a cotangent that is not its own",
+        "_sites/trace.py",
+        "for v, tap in plan.tapped.items() if uses[v] == 1}",
+        "for v, tap in plan.tapped.items() if uses[v] >= 1}",
+        "tests/test_sites.py -k 'use_by or added or layer'",
+    ),
+    Breakage(
+        "a reversed scan runs forwards",
+        "_sites/trace.py",
+        'reverse=params["reverse"],',
+        "reverse=False,",
+        "tests/test_sites.py tests/test_forms.py -k 'use_by or layer'",
+    ),
+    Breakage(
+        "of two uses, the sign of the first is taken twice",
+        "_sites/curvature.py",
+        "block = block * (_scale(site) * _scale(other))",
+        "block = block * (_scale(site) * _scale(site))",
+        "tests/test_forms.py -k curvature",
+    ),
+    Breakage(
+        "a Gauss-Newton matrix by sites has no weights",
+        "_sites/gauss_newton.py",
+        "curve = curve * weight.astype(curve.dtype)",
+        "curve = curve + 0 * weight.astype(curve.dtype)",
+        "tests/test_hessian.py -k ggn",
+    ),
+    Breakage(
+        "a power of two that inputs are divided by is lost",
+        "_sites/gradients.py",
+        "weights * power.astype(weights.dtype)",
+        "weights",
+        "tests/test_micro_grad.py -k '_float16 or range'",
+    ),
+    Breakage(
+        "the product of two uses counts once in a norm",
+        "_sites/contract.py",
+        "scale = 2 * _scale(site) * _scale(other).conjugate()",
+        "scale = _scale(site) * _scale(other).conjugate()",
+        "tests/test_sites.py -k use_by_factors",
+    ),
+    # Transforms.
+    Breakage(
+        "the last group decides which examples are finite",
+        "_transforms/clip.py",
+        "is_kept = is_finite if is_kept is None else is_kept & is_finite",
+        "is_kept = is_finite",
+        "tests/test_micro_grad.py -k 'finite or groups or nan_safe'",
+    ),
+    Breakage(
+        "a remainder counts as a whole microbatch",
+        "_transforms/blocked.py",
+        "return jnp.minimum(count * blocks.size, blocks.total)",
+        "return count * blocks.size",
+        "tests/test_micro_grad.py -k 'moments or early_stop or noise'",
+    ),
+    Breakage(
+        "`where` overrides `filter_spec`",
+        "_transforms/selection.py",
+        "chosen = [is_chosen and i in numbers for i, is_chosen in enumerate(chosen)]",
+        "chosen = [i in numbers for i, _ in enumerate(chosen)]",
+        "tests/test_jacobian.py tests/test_hessian.py -k 'where or filter_spec'",
+    ),
+    Breakage(
+        "a Taylor expansion has k in place of its factorial",
+        "_transforms/taylor.py",
+        "x / math.factorial(k)",
+        "x / max(k, 1)",
+        "tests/test_approximate.py -k taylor",
+    ),
+    Breakage(
+        "an operator of a Hessian is always that of a mean",
+        "_transforms/operators.py",
+        """"accumulator": accumulator,
+            "where": where,
+            "filter_spec": filter_spec,
+            "checkpoint": checkpoint,
+            "mode": mode,""",
+        """"accumulator": Mean(),
+            "where": where,
+            "filter_spec": filter_spec,
+            "checkpoint": checkpoint,
+            "mode": mode,""",
+        "tests/test_operators.py",
+    ),
+    Breakage(
+        "the axis of a grid that is named first is accumulated last",
+        "_transforms/grid.py",
+        "for name, accumulator in reversed(reduced.items()):",
+        "for name, accumulator in reduced.items():",
+        "tests/test_grid.py -k TestAccumulators",
+    ),
+    Breakage(
+        "curvature that overflows is computed again without weights",
+        "_transforms/totals.py",
+        "ones = jnp.ones(size) if weights is None else weights",
+        "ones = jnp.ones(size)",
+        "tests/test_hessian.py -k RangeOfFloat16",
+    ),
+    # Kernels.
+    Breakage(
+        "all random models have the same dropout",
+        "_kernels/random_model.py",
+        'kwargs["key"] = jr.fold_in(key, self.index)',
+        'kwargs["key"] = key',
+        "tests/test_monte_carlo.py -k dropout",
+    ),
+    Breakage(
+        "arguments in pairs do not make two sides",
+        "_kernels/inputs.py",
+        "second is None or second is first for first, second in pairs.values()",
+        "True for _ in pairs",
+        "tests/test_empirical.py tests/test_batch_kernel.py -k 'keyword or pairs'",
+    ),
+    Breakage(
+        "two sides with different static parts share a program",
+        "_kernels/inputs.py",
+        "            jtu.tree_leaves(static),\n",
+        "",
+        "tests/test_empirical.py -k keyword",
+    ),
+    Breakage(
+        "the neutral element of the largest is zero",
+        "_kernels/top_k.py",
+        "return -math.inf",
+        "return 0.0",
+        "tests/test_batch_kernel.py -k largest",
+    ),
+    Breakage(
+        "the norm of a complex kernel has no conjugate",
+        "_kernels/reductions.py",
+        "return jnp.sum(jnp.real(wide * jnp.conj(wide)))",
+        "return jnp.sum(jnp.real(wide * wide))",
+        "tests/test_batch_kernel.py -k 'reductions and not mesh'",
+    ),
+    Breakage(
+        "half of a complex kernel on disk is mirrored without conjugate",
+        "_kernels/symmetric_array.py",
+        "return np.conj(np.swapaxes(self.stored[rows, columns], 0, 1))",
+        "return np.swapaxes(self.stored[rows, columns], 0, 1)",
+        "tests/test_stores.py -k upper_only",
+    ),
+    Breakage(
+        "the fingerprint ignores the second side",
+        "_kernels/fingerprint.py",
+        '"inputs": _digest((call.calls, call.args, call.shared)),',
+        '"inputs": _digest((call.calls[:1], call.args, call.shared)),',
+        "tests/test_stores.py -k another_kernel",
+    ),
+    Breakage(
+        "devices for which no tile is left count one again",
+        "_kernels/spread.py",
+        "counts = [True] * len(tiles) + [False] * missing",
+        "counts = [True] * (len(tiles) + missing)",
+        "tests/test_batch_kernel.py -k 'reductions and (mesh or devices)'",
+    ),
+    Breakage(
+        "of an even number of panels, opposite ones are left out",
+        "_kernels/tiles.py",
+        "distances = _indices(range(1, self.num_panels // 2 + 1))",
+        "distances = _indices(range(1, (self.num_panels + 1) // 2))",
+        "tests/test_empirical.py -k 'any_size or symmetrically'",
+    ),
+    Breakage(
+        "each batch of samples is traced anew",
+        "_kernels/averages.py",
+        "at = jnp.asarray(start, jnp.int32)\n        return _advanced((",
+        "at = start\n        return _advanced((",
+        "tests/test_monte_carlo.py -k traces",
+    ),
+    Breakage(
+        "a standard error that is resumed is one of n in place of n - 1",
+        "_kernels/averages.py",
+        "squares = squares * (num * (num - 1.0))",
+        "squares = squares * (num * (num - 0.0))",
+        "tests/test_monte_carlo.py -k previous",
+    ),
+    # The check of rules.
+    Breakage(
+        "the check forgets weighted sums",
+        "_check/first.py",
+        'pairs = [(x, each) for x in found["each"]] + '
+        '[(x, total) for x in found["sums"]]',
+        'pairs = [(x, each) for x in found["each"]]',
+        "tests/test_check.py -k broken",
+    ),
+    Breakage(
+        "the check takes NaN for no error",
+        "_check/subject.py",
+        'return float("inf")',
+        "return 0.0",
+        "tests/test_check.py",
+    ),
+]
+
+# Not imported, as the import hook of the tests must be there before.
+_RUN = """
+import importlib.util, pathlib, sys, pytest
+found = pathlib.Path(importlib.util.find_spec("eqxbatch").origin)
+if found.parents[1].resolve() != pathlib.Path.cwd().resolve():
+    sys.exit(f"{found} would be imported, and not the copy")
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+_NOT_COPIED = shutil.ignore_patterns(
+    ".git", "__pycache__", ".*_cache", "shared", "site"
+)
+
+
+def broken(breakage: Breakage, root: pathlib.Path) -> str:
+    """The text of the broken file."""
+    text = (root / "eqxbatch" / breakage.file).read_text()
+    num = text.count(breakage.old)
+    if num != 1:
+        raise SystemExit(
+            f"'{breakage.name}' is out of date: its old text is {num} times in "
+            f"{breakage.file}, and must be there once."
+        )
+    return text.replace(breakage.old, breakage.new)
+
+
+def outcome(arguments: list[str], root: pathlib.Path) -> str:
+    """What pytest says of the copy, in a word or with the first test that fails."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    run = subprocess.run(
+        [sys.executable, "-c", _RUN, *options, *arguments],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode == 0:
+        return "SURVIVED"
+    failed = re.search(r"^FAILED (.+?)(?: - .*)?$", run.stdout, re.M)
+    if run.returncode == 1 and failed:
+        return f"caught by {failed[1]}"
+    # What cannot be imported or collected says nothing about the tests.
+    shown = "\n".join([*run.stdout.splitlines()[-15:], *run.stderr.splitlines()[-15:]])
+    return f"ERROR of the breakage itself (pytest returns {run.returncode}):\n{shown}"
+
+
+def chosen(wanted: list[str]) -> list[tuple[int, Breakage]]:
+    found = []
+    for number, breakage in enumerate(BREAKAGES, 1):
+        if not wanted or str(number) in wanted or breakage.name in wanted:
+            found.append((number, breakage))
+    known = {str(number) for number, _ in found} | {b.name for _, b in found}
+    if unknown := [name for name in wanted if name not in known]:
+        raise SystemExit(f"No such breakage: {unknown}. See --list.")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("breakages", nargs="*", help="numbers or names; default: all")
+    parser.add_argument("--tests", nargs="+", help="tests in place of the named ones")
+    parser.add_argument("--list", action="store_true", help="show all, and run none")
+    options = parser.parse_args()
+    some = chosen(options.breakages)
+    for _, breakage in some:
+        broken(breakage, ROOT)
+    if options.list:
+        for number, breakage in some:
+            print(f"{number:2} {breakage.file}: {breakage.name}")
+        return
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = pathlib.Path(folder) / "checkout"
+        shutil.copytree(ROOT, root, ignore=_NOT_COPIED)
+        for number, breakage in some:
+            file = root / "eqxbatch" / breakage.file
+            file.write_text(broken(breakage, ROOT))
+            # Python must not take what it compiled before for this.
+            os.utime(file, (number, number))
+            begin = time.monotonic()
+            tests = " ".join(options.tests) if options.tests else breakage.tests
+            found = outcome(shlex.split(tests), root)
+            outcomes.append(found.split()[0])
+            seconds = time.monotonic() - begin
+            print(f"{number:2} {breakage.name}: {found} ({seconds:.0f} s)", flush=True)
+            shutil.copy2(ROOT / "eqxbatch" / breakage.file, file)
+    counts = [outcomes.count(word) for word in ("caught", "SURVIVED", "ERROR")]
+    print("{} caught, {} survived, {} errors".format(*counts))
+    sys.exit(1 if counts[1] or counts[2] else 0)
+
+
+if __name__ == "__main__":
+    main()
