@@ -52,7 +52,7 @@ def _wide_sum(y: Any, weights: Any, wide: Any) -> tuple[np.ndarray, np.ndarray, 
         rows = np.asarray(weights)[: len(values)]
         if rows.dtype == bool:
             rows = rows.astype(np.int64)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(all="ignore"):
             values = values * rows.reshape(-1, *[1] * (values.ndim - 1))
     with np.errstate(all="ignore"):
         total = values.sum(axis=0)

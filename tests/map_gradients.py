@@ -122,6 +122,7 @@ def _draw_bounds(draw: Draw, size: float) -> tuple[Any, Any, str]:
         "numpy scalar": lambda: np.float32(bound),
     }.get(form, lambda: bound)()
     if form not in ("by part", "some"):
+        bound = float(given)
         return given, [((0, 1, 2), bound)], f" clip_norm={bound:g} ({form})"
     second = None if form == "some" else 2 * bound
     tree = Model(bound, second, jnp.asarray(bound) if form == "by part" else None, None)
