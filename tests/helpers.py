@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
 # The number of examples around a block size of 4, and a prime.
@@ -60,6 +61,19 @@ def normal(key, shape, dtype=jnp.float32):
     if jnp.issubdtype(dtype, jnp.complexfloating):
         values = (values + 1j * rng.standard_normal(shape)) / np.sqrt(2)
     return jnp.asarray(np.asarray(values).astype(dtype))
+
+
+KINDS = (AxisType.Auto, AxisType.Explicit)
+
+
+def make_mesh(kind, shape=(4,), names=("data",)):
+    if jax.device_count() < 4:
+        pytest.fail("these tests need four devices: see flags.py")
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+def put(x, mesh, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 
 def memory(fun, *args):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from eqxbatch import explain_sites
+from .helpers import normal
 
 
 nn = eqx.nn
@@ -30,6 +31,10 @@ class Case(NamedTuple):
 
 def vectors(*shape):
     return lambda key: jr.normal(key, shape)
+
+
+def weight(*shape):
+    return normal(jr.key(2), shape, jnp.result_type(float))
 
 
 def tokens(*shape):

@@ -17,8 +17,8 @@ from eqxbatch import (
     filter_micro_grad,
 )
 from eqxbatch._sites import rules
-from .layers import Case, vectors
-from .test_sites import cast, compare, weight
+from .layers import Case, vectors, weight
+from .site_oracle import cast, compare
 
 
 pytestmark = [

@@ -8,8 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqxbatch as eb
-from .helpers import assert_same, normal
-from .test_sharding import KINDS, make_mesh, put
+from .helpers import assert_same, KINDS, make_mesh, normal, put
 
 
 pytestmark = pytest.mark.versions

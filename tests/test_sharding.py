@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from eqxbatch import (
     Concat,
@@ -19,23 +19,10 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from .helpers import assert_same, normal
+from .helpers import assert_same, KINDS, make_mesh, normal, put
 
 
 pytestmark = pytest.mark.versions
-
-
-KINDS = (AxisType.Auto, AxisType.Explicit)
-
-
-def make_mesh(kind, shape=(4,), names=("data",)):
-    if jax.device_count() < 4:
-        pytest.fail("these tests need four devices: see flags.py")
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
-
-
-def put(x, mesh, *spec):
-    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 
 def fun(x):

@@ -35,9 +35,8 @@ from eqxbatch import (
 )
 from .conftest import enable_x64
 from .flags import COMPILE_FAST
-from .helpers import CountTraces, normal
-from .test_batch_kernel import AXES, lopsided, rbf, Structured, white
-from .test_sharding import make_mesh
+from .helpers import CountTraces, make_mesh, normal
+from .kernel_functions import AXES, lopsided, rbf, Structured, white
 
 
 pytestmark = pytest.mark.versions
