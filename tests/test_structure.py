@@ -121,3 +121,14 @@ def test_public_names_are_documented():
 
 def test_version():
     assert eqxbatch.__version__.count(".") == 2
+
+
+def test_test_modules_do_not_import_from_each_other():
+    found = [
+        (path.name, node.module)
+        for path in pathlib.Path(__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("test_")
+    ]
+    # What they share has modules of its own.
+    assert found == []
