@@ -66,8 +66,11 @@ def each(init, num, settings, x1, x2=None, keys=None):
 
 
 def sampled(x1, x2=None, num=7, init=init, keys=None, **settings):
-    """Means and their standard errors; fewer than 7 samples are the first of 7."""
-    kernels = jax.device_get(each(init, max(num, 7), settings, x1, x2, keys))
+    """Means and their standard errors.
+
+    Fewer than 15 samples are the first of those, for which there is a program.
+    """
+    kernels = jax.device_get(each(init, max(num, 15), settings, x1, x2, keys))
 
     def mean(k):
         wide = np.mean(k[:num], 0, np.result_type(k, np.float64))
@@ -112,7 +115,9 @@ class TestTruth:
         assert_same(as_jax(got.kernel), means)
         assert_same(as_jax(got.standard_error), errors, tol=1e-9)
         assert got.num_samples == 7
-        assert_same(as_jax(monte_carlo(x, y)), means)
+        # Without errors, of which batches of other sizes need not know.
+        if settings.get("samples_per_batch", 2) == 2:
+            assert_same(as_jax(monte_carlo(x, y)), means)
 
     @pytest.mark.parametrize(
         "settings",
@@ -144,7 +149,7 @@ class TestTruth:
         assert (blocks(x, get="ntk") == blocks(x, get="ntk").T).all()
 
     def test_get(self, getkey):
-        (x,) = data(getkey, 4)
+        (x,) = data(getkey, 5)
         means, errors = sampled(x)
         monte_carlo = kernel(get=["ntk", "NNGP"])
         assert monte_carlo(x)._fields == ("ntk", "nngp")
@@ -155,7 +160,7 @@ class TestTruth:
         assert_same(one.standard_error, errors.ntk, tol=1e-9)
 
     def test_parameters(self, getkey):
-        (x,) = data(getkey, 4)
+        (x,) = data(getkey, 5)
         last = lambda model: model.layers[-1]
         assert_same(kernel(where=last)(x), sampled(x, where=last)[0])
         drawn = init(KEY)
@@ -165,7 +170,7 @@ class TestTruth:
         assert_same(kernel(filter_spec=spec)(x), sampled(x, where=first)[0])
 
     def test_no_parameters(self, getkey):
-        (x,) = data(getkey, 4)
+        (x,) = data(getkey, 5)
         fixed = lambda key: eqx.Partial(
             lambda w, x: jnp.cos(jax.lax.stop_gradient(w) @ x), jr.normal(key, (5, 3))
         )
@@ -174,9 +179,9 @@ class TestTruth:
         assert_same(got, expected)
 
     def test_one_sample(self, getkey):
-        (x,) = data(getkey, 4)
+        (x,) = data(getkey, 5)
         got = kernel(1).estimate(x, get="ntk")
-        assert_same(got.kernel, each(init, 7, {}, x).ntk[0])
+        assert_same(got.kernel, jnp.asarray(np.asarray(each(init, 15, {}, x).ntk)[0]))
         assert jnp.isnan(got.standard_error).all()
 
     def test_no_examples(self):
@@ -222,7 +227,7 @@ class TestTypes:
 class TestCounts:
     @pytest.mark.parametrize("store", ("device", HostStore()))
     def test_generator(self, store, getkey):
-        x, y = normal(getkey(), (5, 3)), normal(getkey(), (2, 3))
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
         kernels = kernel((5, 2, 7, 5), samples_per_batch=2, store=store)
         estimates = kernels.estimate(x, y)
         found = [*estimates]
@@ -234,7 +239,7 @@ class TestCounts:
             assert_same(as_jax(alone), means)
 
     def test_lazy_and_from_any_iterable(self, getkey):
-        x = normal(getkey(), (3, 3))
+        x = normal(getkey(), (5, 3))
         kernels = kernel((n for n in (1_000_000, 2)), get="nngp")(x)
         assert_same(next(kernels), sampled(x, num=2)[0].nngp)
         assert_same(next(kernel(range(3, 5))(x)).nngp, sampled(x, num=3)[0].nngp)
@@ -242,7 +247,7 @@ class TestCounts:
 
     @pytest.mark.parametrize("store", ("device", HostStore()))
     def test_previous(self, store, getkey):
-        x, y = normal(getkey(), (5, 3)), normal(getkey(), (2, 3))
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
         for first in (1, 3, 7):
             start = kernel(first, store=store).estimate(x, y)
             got = kernel(store=store).estimate(x, y, previous=start)
@@ -262,7 +267,7 @@ class TestCounts:
         loose = kernel(1_000, tol=10.0, store=store).estimate(x)
         assert loose.num_samples == 8
         got = kernel(1_000, tol=0.1, store=store, samples_per_batch=3).estimate(x)
-        norm = lambda x: float(jnp.linalg.norm(jnp.asarray(x)))
+        norm = lambda x: float(np.linalg.norm(np.asarray(x)))
         relative = lambda e: max(
             norm(error) / norm(mean)
             for error, mean in zip(e.standard_error, e.kernel, strict=True)
@@ -287,11 +292,8 @@ class TestCalls:
         keys = jr.split(one, 4), jr.split(two, 5)
         expected, _ = sampled(x, y, 5, with_dropout, keys)
         assert_same(got, expected)
-        for settings in (
-            {"block_size": 2},
-            {"samples_per_batch": 2},
-            {"block_size": 2, "store": HostStore()},
-        ):
+        blocks, stored = {"block_size": 2}, {"block_size": 2, "store": HostStore()}
+        for settings in (stored,) if pair else (blocks, {"samples_per_batch": 2}):
             other = kernel(5, init=with_dropout, **settings)(x, y, key=key)
             assert_same(as_jax(other), expected)
 
@@ -335,8 +337,8 @@ class TestCalls:
             assert_same(got, sampled(x, init=make)[0])
 
     def test_keyword_arguments(self, getkey):
-        x, y = normal(getkey(), (4, 3)), normal(getkey(), (5, 3))
-        own = normal(getkey(), (4,)), normal(getkey(), (5,))
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
+        own = normal(getkey(), (5,)), normal(getkey(), (3,))
 
         def make(key):
             return eqx.Partial(
@@ -344,12 +346,11 @@ class TestCalls:
             )
 
         got = kernel(init=make, samples_per_batch=2)(x, y, own=own, scale=2.0)
-        expected = sampled(own[0][:, None] * 0 + x, y)[0].nngp
-        expected = 4 * expected * own[0][:, None] * own[1][None, :]
-        assert_same(got.nngp, expected)
+        expected = 4 * np.asarray(sampled(x, y)[0].nngp) * np.outer(*own)
+        assert_same(got.nngp, jnp.asarray(expected))
 
     def test_transformed(self, getkey):
-        x, y = normal(getkey(), (4, 3)), normal(getkey(), (2, 3))
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
         monte_carlo = kernel(samples_per_batch=2)
         means, errors = sampled(x, y)
         got = eqx.filter_jit(lambda k, x: k.estimate(x, y))(monte_carlo, x)
@@ -358,12 +359,13 @@ class TestCalls:
 
         total = lambda x: monte_carlo(x, y, get="ntk").sum()
         dense = lambda x: each(init, 7, {}, x, y).ntk.mean(0).sum()
-        assert_same(jax.grad(total)(x), jax.grad(dense)(x))
+        assert_same(jax.jit(jax.grad(total))(x), jax.jit(jax.grad(dense))(x))
 
         keys = jr.split(KEY, 3)
         of_key = lambda key: MonteCarloKernel(init, key=key, n_samples=3)(x, y).nngp
-        got = jax.vmap(of_key)(keys)
-        assert_same(got, jnp.stack([of_key(key) for key in keys]))
+        got = jax.jit(jax.vmap(of_key))(keys)
+        one_by_one = jax.jit(lambda keys: jax.lax.map(of_key, keys))
+        assert_same(got, one_by_one(keys))
 
     def test_traces(self, getkey):
         x = normal(getkey(), (4, 3))
@@ -383,13 +385,13 @@ class TestCalls:
 
 
 class TestDevices:
-    @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit))
     @pytest.mark.parametrize(
-        "axes",
+        ("axes", "types"),
         (
-            {"sample_axis": "s"},
-            {"mesh_axis": "r"},
-            {"sample_axis": "s", "mesh_axis": "r"},
+            ({"sample_axis": "s"}, AxisType.Auto),
+            ({"mesh_axis": "r"}, AxisType.Explicit),
+            ({"sample_axis": "s", "mesh_axis": "r"}, AxisType.Auto),
+            ({"sample_axis": "s", "mesh_axis": "r"}, AxisType.Explicit),
         ),
     )
     def test_meshes(self, axes, types, getkey):
