@@ -31,7 +31,10 @@ from .program_draw import draw, Program, REJECTED, SINGLE
 
 TOLERANCE = {False: 1e-9, True: 1e-4}
 # The package refuses these, and says so in its documentation.
-REFUSED = ("`fun` must return arrays of an inexact dtype",)
+REFUSED = (
+    "`fun` must return arrays of an inexact dtype",
+    "can't apply forward-mode autodiff (jvp) to a custom_vjp function",
+)
 
 
 @dataclasses.dataclass(frozen=True)
