@@ -202,17 +202,3 @@ def test_wrong_input():
         explain_sites(fun, model, jnp.ones((0, 4)), in_axes=0)
     with pytest.raises(ValueError, match="must have 1 entries"):
         explain_sites(fun, model, jnp.ones((2, 4)), in_axes=(0, 0))
-
-
-def test_parameters_that_no_example_meets():
-    # No factor of a site says how many examples there are.
-    tables = {"unused": jnp.ones((0, 2)), "rows": jnp.ones((2, 3))}
-    none = jnp.zeros(0, int)
-    report = explain_sites(
-        lambda tables, x: jnp.tanh(x + tables["rows"][none].sum(0)),
-        tables,
-        jnp.ones((2, 3)),
-        in_axes=0,
-        check=True,
-    )
-    assert all(leaf.norm == 0 for leaf in report.check.leaves)

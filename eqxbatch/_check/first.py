@@ -91,7 +91,7 @@ def _by_sites(subject: Subject) -> list[tuple[dict[str, list[Array]], Array]]:
             return operands, gradient, jax.vmap(pull)(seeds)
 
         operands, cotangents, pulled = jax.vmap(of_one)(*rows)
-        factors = Factors(operands, cotangents, num=rows[0].shape[0])
+        factors = Factors(operands, cotangents)
         sides = [Factors(operands, pulled, (label,)) for label in _OUTPUTS]
         return [
             _contracted(program.sites_of(leaf), factors, sides, struct, subject)
