@@ -56,6 +56,8 @@ def normal(key, shape, dtype=jnp.float32):
 
     They are NumPy's: JAX compiles a program for each shape.
     """
+    if isinstance(key, jax.core.Tracer):
+        return jr.normal(key, shape, dtype)
     rng = np.random.default_rng(np.asarray(jr.key_data(key)).tolist())
     values = rng.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):
