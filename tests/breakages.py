@@ -167,7 +167,7 @@ BREAKAGES = [
         "_sites/gauss_newton.py",
         "curve = curve * weight.astype(curve.dtype)",
         "curve = curve + 0 * weight.astype(curve.dtype)",
-        "tests/test_hessian.py -k ggn",
+        "tests/test_curvature_products.py -k ggn",
     ),
     Breakage(
         "a power of two that inputs are divided by is lost",
@@ -203,7 +203,7 @@ BREAKAGES = [
         "_transforms/selection.py",
         "chosen = [is_chosen and i in numbers for i, is_chosen in enumerate(chosen)]",
         "chosen = [i in numbers for i, _ in enumerate(chosen)]",
-        "tests/test_jacobian.py tests/test_hessian.py -k 'where or filter_spec'",
+        "tests/test_jacobian.py tests/test_hessian_use.py -k 'where or filter_spec'",
     ),
     Breakage(
         "a Taylor expansion has k in place of its factorial",
@@ -239,7 +239,7 @@ BREAKAGES = [
         "_transforms/totals.py",
         "ones = jnp.ones(size) if weights is None else weights",
         "ones = jnp.ones(size)",
-        "tests/test_hessian.py -k RangeOfFloat16",
+        "tests/test_hessian_use.py -k RangeOfFloat16",
     ),
     # Kernels.
     Breakage(

@@ -12,8 +12,8 @@ from jax.interpreters import ad, batching, mlir
 
 import eqxbatch._transforms.jacobian as jacobian_module
 from eqxbatch import filter_jacobian, MemoryBudget
+from .curvature_oracle import close, FAILURES, only_backwards
 from .helpers import assert_same, CountTraces, memory, normal
-from .test_hessian import _only_backwards, close, FAILURES
 
 
 MODES = ("fwd", "rev", "auto")
@@ -134,9 +134,9 @@ class TestTruth:
     def test_functions_with_one_mode_only(self, getkey):
         x = jr.normal(getkey(), (3,))
         # It has as many inputs as outputs, so that columns are tried first.
-        close(filter_jacobian(_only_backwards)(x), jnp.diag(jnp.cos(x)))
+        close(filter_jacobian(only_backwards)(x), jnp.diag(jnp.cos(x)))
         with pytest.raises(TypeError, match="forward-mode"):
-            filter_jacobian(_only_backwards, mode="fwd")(x)
+            filter_jacobian(only_backwards, mode="fwd")(x)
 
         def loop(x):
             step = lambda state: (state[0] + 1, state[1] * state[1])

@@ -12,7 +12,7 @@ import pytest
 
 import eqxbatch
 from eqxbatch import filter_ggn, filter_hessian, GGNOperator, HessianOperator, Sum
-from .test_hessian import _only_backwards, batch, close, error, network
+from .curvature_oracle import batch, close, error, network, only_backwards
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -117,7 +117,7 @@ def test_keywords(getkey):
 
 def test_mode(getkey):
     w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
-    loss = lambda w, x: jnp.sum(_only_backwards(w * x))
+    loss = lambda w, x: jnp.sum(only_backwards(w * x))
     operator = HessianOperator(loss, w, x, in_axes=0, mode="rev")
     expected = jnp.diag(-jnp.mean(x**2 * jnp.sin(w[None] * x), 0))
     close(operator.as_matrix(), expected)
