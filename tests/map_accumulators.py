@@ -58,8 +58,12 @@ def _wide_sum(y: Any, weights: Any, wide: Any) -> tuple[np.ndarray, np.ndarray, 
         total = values.sum(axis=0)
         finite = np.abs(np.where(np.isfinite(values), values, 0)).astype(float)
         scale = finite.sum(axis=0).max(initial=0)
-    if jnp.issubdtype(wide, jnp.inexact) and scale > float(jnp.finfo(wide).max):
-        raise Skip  # It depends on the order whether that is finite.
+    if jnp.issubdtype(wide, jnp.inexact):
+        info = jnp.finfo(wide)
+        if scale > float(info.max):
+            raise Skip  # It depends on the order whether that is finite.
+        if weights is not None and np.any((0 < finite) & (finite < float(info.tiny))):
+            raise Skip  # It depends on the compiler whether that is zero.
     return values, total, float(scale)
 
 
@@ -161,6 +165,8 @@ def draw_sum(draw: Draw, total: int, dtypes: list, often: float = 0.35) -> Reduc
         if weights is not None:
             if jnp.iscomplexobj(weights) and not jnp.iscomplexobj(y):
                 raise Skip  # Of another dtype than the results.
+            if not np.all(np.isfinite(np.asarray(weights.astype(y.dtype)))):
+                raise Skip  # The product below overflows.
             y = y * weights[: len(y)].astype(y.dtype).reshape(-1, *[1] * (y.ndim - 1))
         return jnp.sum(y, axis=0)
 
