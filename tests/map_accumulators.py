@@ -62,7 +62,7 @@ def _wide_sum(y: Any, weights: Any, wide: Any) -> tuple[np.ndarray, np.ndarray, 
         info = jnp.finfo(wide)
         if scale > float(info.max):
             raise Skip  # It depends on the order whether that is finite.
-        if weights is not None and np.any((0 < finite) & (finite < float(info.tiny))):
+        if weights is not None and np.any((finite > 0) & (finite < float(info.tiny))):
             raise Skip  # It depends on the compiler whether that is zero.
     return values, total, float(scale)
 
@@ -165,7 +165,7 @@ def draw_sum(draw: Draw, total: int, dtypes: list, often: float = 0.35) -> Reduc
         if weights is not None:
             if jnp.iscomplexobj(weights) and not jnp.iscomplexobj(y):
                 raise Skip  # Of another dtype than the results.
-            if not np.all(np.isfinite(np.asarray(weights.astype(y.dtype)))):
+            if np.max(np.abs(weights)) > float(jnp.finfo(y.dtype).max):
                 raise Skip  # The product below overflows.
             y = y * weights[: len(y)].astype(y.dtype).reshape(-1, *[1] * (y.ndim - 1))
         return jnp.sum(y, axis=0)
