@@ -165,7 +165,10 @@ def draw_sum(draw: Draw, total: int, dtypes: list, often: float = 0.35) -> Reduc
         if weights is not None:
             if jnp.iscomplexobj(weights) and not jnp.iscomplexobj(y):
                 raise Skip  # Of another dtype than the results.
-            if np.max(np.abs(weights)) > float(jnp.finfo(y.dtype).max):
+            if not jnp.issubdtype(y.dtype, jnp.inexact):
+                raise Skip  # Integers with weights may be real numbers.
+            largest = float(np.max(np.abs(np.asarray(weights))))
+            if largest > float(jnp.finfo(y.dtype).max):
                 raise Skip  # The product below overflows.
             y = y * weights[: len(y)].astype(y.dtype).reshape(-1, *[1] * (y.ndim - 1))
         return jnp.sum(y, axis=0)

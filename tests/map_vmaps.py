@@ -419,6 +419,8 @@ def draw_vmaps(draw: Draw) -> Case:
         settings["out_axes"], text = _draw_out_axes(draw, fun, program, total)
     least = int(mode not in ("", "jit"))  # A mean over nothing has no derivative.
     text += _draw_more(draw, program, placing, total, size, least)
+    if mode == "vmap" and " only " in text and "Concat" in text:
+        mode = "jvp"  # The dense rows are those that ran, and not zero for the others.
     text = (
         f"n={total} b={size} {mode} {fun.text} of {[x.text for x in arguments]}"
         f"{' the last closed over' if is_closed else ''} in_axes {in_text}{text}"
