@@ -14,6 +14,7 @@ from eqxbatch import (
     filter_micro_vmap,
     filter_microbatch,
     GradientStatistics,
+    Last,
     Max,
     Mean,
     Sum,
@@ -77,6 +78,7 @@ def test_accumulators(kind, total, traced, getkey):
         (Mean(weights), lambda y: (y * weights[:, None]).sum(0) / weights.sum()),
         (Sum(weights), lambda y: (y * weights[:, None]).sum(0)),
         (Max(), lambda y: y.max(0)),
+        (Last(), lambda y: y[-1]),
         (Variance(), lambda y: (y.mean(0), y.var(0))),
         (Concat(), lambda y: y),
     ):

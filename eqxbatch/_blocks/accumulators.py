@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
+from jax.sharding import PartitionSpec, reshard
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .block import are_split, Block, Blocks, merge_parts, split_parts
-from .mesh import with_type_of
+from .mesh import spec_of, with_type_of
 
 
 _State = TypeVar("_State")
@@ -211,6 +212,10 @@ class Last(AbstractAccumulator[Array]):
     def aggregate(
         self, values: Shaped[Array, "b *r"], block: Block
     ) -> Shaped[Array, "*r"]:
+        examples, *others = [*spec_of(values), *[None] * values.ndim][: values.ndim]
+        if examples is not None:
+            # JAX does not cut one row out of an axis that is spread explicitly.
+            values = reshard(values, PartitionSpec(None, *others))
         return values[-1]
 
 
