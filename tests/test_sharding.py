@@ -304,3 +304,18 @@ def test_kernels_inside_of_shard_map(kind, getkey):
     # A kernel is that of the examples of a device: nothing is summed over them.
     got = jax.jit(mapped)(arrays, put(x, mesh, "data"), z)
     assert_same(jax.device_get(got), jax.device_get(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num", (2, 4))
+def test_rows_of_no_example(kind, num):
+    """As many for each microbatch, and for the remainder as it has examples."""
+    x = jnp.arange(60.0).reshape(20, 3)
+    micro = filter_microbatch(
+        lambda x: jnp.stack([x.sum(0)] * num), microbatch_size=8, accumulator=Concat()
+    )
+    got = jax.device_get(micro(put(x, make_mesh(kind, (2, 2), ("data", "i")), "data")))
+    assert got.shape == (3 * num, 3)
+    rows = got.reshape(3, num, 3)
+    assert (rows == rows[:, :1]).all()
+    assert_same(rows[:, 0].sum(0), jax.device_get(x.sum(0)))

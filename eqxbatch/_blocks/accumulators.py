@@ -132,6 +132,11 @@ class Concat(AbstractAccumulator[Array]):
     ) -> Shaped[Array, "..."]:
         axis = self.axis_of(value)
         parts = self.parts_of(value, block)
+        if block.is_remainder:
+            # As many rows as it has examples are of none, if blocks have as many, too.
+            total = block.start + block.size
+            if state.shape[axis] * block.size != value.shape[axis] * total:
+                parts = 1
         is_split = are_split(value, axis, parts)
         if is_split:
             state = split_parts(state, axis, parts)

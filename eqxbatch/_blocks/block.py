@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
-from .mesh import is_explicit, spec_of
+from .mesh import is_explicit, mesh_axes, names_of, spec_of
 
 
 class Blocks(eqx.Module):
@@ -80,9 +80,12 @@ def _rows(
 def are_split(x: Shaped[Array, "..."], axis: int, parts: int) -> bool:
     """Whether rows along an axis are only to be cut out of each of their parts.
 
-    That is so even of one part, where their type says that they are spread.
+    That is so even of one part, where their type says that they are spread, though it
+    is over one device.
     """
-    return parts > 1 or bool([*spec_of(x), *[None] * x.ndim][axis])
+    names = names_of([*spec_of(x), *[None] * x.ndim][axis])
+    sizes = [mesh_axes(jax.typeof(x))[name][0] for name in names]
+    return parts > 1 or (bool(sizes) and max(sizes) == 1)
 
 
 def split_parts(x: Shaped[Array, "..."], axis: int, parts: int) -> Shaped[Array, "..."]:
