@@ -31,7 +31,6 @@ def everything(check):
     (
         "Conv2d, in groups",
         "Embedding, of a sequence",
-        pytest.param("MLP", marks=pytest.mark.matrix),
         pytest.param("MultiheadAttention", marks=pytest.mark.matrix),
         pytest.param("GRUCell, in a scan", marks=pytest.mark.matrix),
     ),

@@ -19,7 +19,7 @@ def test_examples_are_in_the_docs():
         assert (ROOT / "docs" / "examples" / path.name).resolve() == path
 
 
-@pytest.mark.matrix
+@pytest.mark.docs
 @pytest.mark.parametrize(
     "page",
     (
@@ -58,6 +58,7 @@ def test_lowest_versions_are_those_of_the_project():
         assert declared == version
 
 
+@pytest.mark.docs
 def test_table_of_layers_in_the_docs():
     page = ROOT / "docs" / "sites_layers.md"
     command = "python -m tests.layers > docs/sites_layers.md"
