@@ -456,7 +456,7 @@ def test_runs_that_are_killed_or_interrupted(tmp_path):
         found = chunks(tmp_path / "stopped")
         whole = {name: x for name, x in found.items() if "partial" not in name}
         assert {len(data) for data in whole.values()} <= {size}
-        # Several chunks are written at a time. Only a process that is killed leaves parts.
+        # Several chunks are written at a time. Only who is killed leaves parts of them.
         assert name == "SIGKILL" or len(found) == len(whole)
         num_chunks.append(len(whole))
     assert num_chunks[0] == 0
