@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqxbatch
-from eqxbatch._kernels import choose as choose_kernel
-from eqxbatch._sites import choose, curvature as site_curvature
-from eqxbatch._sites.contract import Factors, gradients
+from eqxbatch._curvature import methods, site_blocks
+from eqxbatch._gradients.site_gradients import SiteGradients
+from eqxbatch._ntk import features, implementation
+from eqxbatch._sites import cost
+from eqxbatch._sites.factors import Factors, gradients
 from eqxbatch._sites.forms import is_allowed
-from eqxbatch._sites.gradients import SiteGradients
 from eqxbatch._sites.trace import Program as Sites
-from eqxbatch._transforms import curvature
 from .program_draw import Program
 from .program_subject import Subject
 
@@ -41,7 +41,7 @@ CLIP = 0.3
 EXERCISED: collections.Counter = collections.Counter()
 
 
-def count(sites: Sites, contractions: list[choose.Contraction]) -> None:
+def count(sites: Sites, contractions: list[cost.Contraction]) -> None:
     forms = {own.leaf: f"{own.form}{' kept' * own.keeps}" for own in contractions}
     for site in sites.sites:
         form = forms[site.leaf]
@@ -54,11 +54,11 @@ def count(sites: Sites, contractions: list[choose.Contraction]) -> None:
 # The three functions below are all that depends on how a contraction is chosen.
 
 
-def forced(sites: Sites, form: str) -> list[choose.Contraction]:
+def forced(sites: Sites, form: str) -> list[cost.Contraction]:
     """The contraction of each leaf: `form`, where it may be used for that leaf."""
     kind = {"once": "gradient", "twice": "gradient"}.get(form, form)
 
-    def one(leaf: int) -> choose.Contraction:
+    def one(leaf: int) -> cost.Contraction:
         own = sites.sites_of(leaf)
         chosen, keeps = kind, form == "once"
         if not own:
@@ -69,7 +69,7 @@ def forced(sites: Sites, form: str) -> list[choose.Contraction]:
             is_allowed("gram", a, b) for a in own for b in own
         ):
             chosen = "gradient"
-        return choose.Contraction(leaf, chosen, keeps, 0.0, 0.0)
+        return cost.Contraction(leaf, chosen, keeps, 0.0, 0.0)
 
     return [one(leaf) for leaf in range(len(sites.leaves))]
 
@@ -77,15 +77,13 @@ def forced(sites: Sites, form: str) -> list[choose.Contraction]:
 @contextlib.contextmanager
 def forced_kernel(form: str) -> Iterator[None]:
     """Factors for all leaves that they may be used for, or Jacobians for all leaves."""
-    real = choose_kernel.choose_formed
+    real = implementation.choose_formed
 
     def chosen(
         first: Any, second: Any, which: int, load: Any
     ) -> tuple[list[int], float]:
         if form == "auto":
             return real(first, second, which, load)
-        from eqxbatch._sites import features
-
         leaves = range(len(first.program.leaves))
         costs = [features._costs(first, second, leaf, which, load) for leaf in leaves]
         wanted = {
@@ -95,7 +93,7 @@ def forced_kernel(form: str) -> Iterator[None]:
         used = [leaf for leaf in leaves if first.program.sites_of(leaf)]
         return [leaf for leaf in used if wanted[form](*costs[leaf])], 0.0
 
-    with mock.patch.object(choose_kernel, "choose_formed", chosen):
+    with mock.patch.object(implementation, "choose_formed", chosen):
         yield
 
 
@@ -111,10 +109,10 @@ def forced_mixture(seed: int) -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))
-        patch(curvature, "_cheapest", some)
+        patch(methods, "_cheapest", some)
         if seed % 4 == 0:
-            patch(curvature, "_LEAST_BYTES", 0)
-            patch(site_curvature, "_LEAST_BYTES", 0)
+            patch(methods, "_LEAST_BYTES", 0)
+            patch(site_blocks, "_LEAST_BYTES", 0)
         yield
 
 

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from eqxbatch._sites.contract import (
-    EXAMPLE,
+from eqxbatch._sites.einsum import EXAMPLE, OTHER_EXAMPLE
+from eqxbatch._sites.factors import (
     Factors,
     gradients,
     gram,
-    OTHER_EXAMPLE,
     squared_norms,
     weighted_sum,
 )

@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites
-from eqxbatch._sites import contract, curvature, trace
+from eqxbatch._curvature import site_blocks
+from eqxbatch._sites import factors, trace
 from .helpers import normal
 from .layers import LAYERS
 
@@ -95,9 +96,9 @@ def test_what_is_not_finite_is_an_error(monkeypatch):
 
 
 def test_contractions_that_are_not_chosen_are_checked(monkeypatch):
-    terms = contract.norm_terms
+    terms = factors.norm_terms
     broken = lambda *args: [(x, 2 * scale) for x, scale in terms(*args)]
-    monkeypatch.setattr(contract, "norm_terms", broken)
+    monkeypatch.setattr(factors, "norm_terms", broken)
     report = checked("Conv2d, in groups", num=1)
     assert report.leaves[0].contraction == "gradient"
     weight = report.check.leaves[0]
@@ -108,13 +109,13 @@ def test_contractions_that_are_not_chosen_are_checked(monkeypatch):
 def test_broken_curvature_of_large_leaves(monkeypatch):
     # So large that it is compared along random directions.
     model = eqx.nn.Linear(20, 15, key=jr.key(0))
-    contracted = curvature.contract
+    contracted = site_blocks.contract
 
     def broken(terms, out):
         block = contracted(terms, out)
         return block.at[(0,) * block.ndim].multiply(1.5)
 
-    monkeypatch.setattr(curvature, "contract", broken)
+    monkeypatch.setattr(site_blocks, "contract", broken)
     fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
     weight, bias = explain_sites(fun, model, jnp.ones(20), check=True).check.leaves
     assert max(weight.gradient, weight.norm, weight.kernel) < 1e-12

@@ -22,11 +22,11 @@ from eqxbatch import (
     MemoryBudget,
     ProbedNTK,
 )
-from eqxbatch._blocks.rows import Rows
-from eqxbatch._kernels.pairings import Products, Sites
-from eqxbatch._kernels.tiles import AbstractPairing, all_pairs, Tiling
-from eqxbatch._sites.contract import Factor
-from eqxbatch._sites.output_axes import OutputAxes
+from eqxbatch._batch.rows import Rows
+from eqxbatch._ntk.output_axes import OutputAxes
+from eqxbatch._ntk.pairings import Products, Sites
+from eqxbatch._ntk.tiles import AbstractPairing, all_pairs, Tiling
+from eqxbatch._sites.factors import Factor
 from .helpers import assert_same, BLOCK, CountTraces, TOTALS
 from .layers import LAYERS, random_network
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-import eqxbatch._transforms.jacobian as jacobian_module
+import eqxbatch._curvature.jacobian as jacobian_module
 from eqxbatch import filter_jacobian, MemoryBudget
 from .curvature_oracle import close, FAILURES, only_backwards
 from .helpers import assert_same, CountTraces, memory, normal

@@ -15,8 +15,7 @@ from eqxbatch import (
     HostStore,
     Mean,
 )
-from eqxbatch._blocks.layout import evaluate_in_loop
-from eqxbatch._blocks.mirror import mirrored, transposed
+from eqxbatch._base.cpu import evaluate_in_loop, mirrored, transposed
 from .helpers import assert_same, normal
 
 

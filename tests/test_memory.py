@@ -25,9 +25,9 @@ from eqxbatch import (
     MonteCarloKernel,
     Sum,
 )
-from eqxbatch._blocks import memory as memory_module
-from eqxbatch._blocks.memory import fit_size
-from eqxbatch._kernels import kernels
+from eqxbatch._batch import memory as memory_module
+from eqxbatch._batch.memory import fit_size
+from eqxbatch._ntk import request
 from .helpers import assert_same, CountTraces, memory, normal
 
 
@@ -229,13 +229,13 @@ def test_no_transform_looks_up_what_is_free_while_traced(monkeypatch, getkey):
 
 def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
     rooms = []
-    original = kernels.Tiling
+    original = request.Tiling
 
     def spy(rows, columns, keep):
         rooms.append(keep)
         return original(rows, columns, keep)
 
-    monkeypatch.setattr(kernels, "Tiling", spy)
+    monkeypatch.setattr(request, "Tiling", spy)
     x = normal(getkey(), (16, 4))
     ntk = EmpiricalNTK(eqx.nn.MLP(4, 2, 8, 1, key=getkey()), block_size=4)
     for free in (10**9, 10**3, 990_000_000):

@@ -9,11 +9,9 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites
-from eqxbatch._sites import choose
-from eqxbatch._sites.contract import (
-    Factors,
-)
-from eqxbatch._sites.gradients import SiteGradients
+from eqxbatch._gradients.site_gradients import SiteGradients
+from eqxbatch._sites import cost
+from eqxbatch._sites.factors import Factors
 from eqxbatch._sites.trace import Program
 from .layers import Case, LAYERS, random_network, tokens, vectors, weight
 from .site_oracle import cast, compare, NUM
@@ -265,12 +263,12 @@ def test_leaf_without_a_rule_falls_back_alone(name):
 def test_many_uses_have_no_gram_matrices():
     # Their number of pairs is what a trace would take its time for.
     def unrolled(w, x):
-        for _ in range(choose.MOST_SITES + 1):
+        for _ in range(cost.MOST_SITES + 1):
             x = jnp.tanh(w @ x)
         return x
 
     (leaf,) = explain_sites(unrolled, weight(4, 4), weight(4)).leaves
-    assert len(leaf.sites) == choose.MOST_SITES + 1
+    assert len(leaf.sites) == cost.MOST_SITES + 1
     assert leaf.contraction == "gradient"
 
 
@@ -323,7 +321,7 @@ def test_all_contractions_agree(name, form):
     program = Program(closed, len(leaves), use_rules=form != "leaf")
     kind = {"once": "gradient", "twice": "gradient"}.get(form, form)
     contractions = [
-        choose.Contraction(i, kind, form in ("once", "leaf"), 0.0, 0.0)
+        cost.Contraction(i, kind, form in ("once", "leaf"), 0.0, 0.0)
         for i in range(len(leaves))
     ]
     is_kept = jnp.array([True, False, True])

@@ -16,8 +16,12 @@ pytestmark = pytest.mark.quick
 
 ROOT = pathlib.Path(eqxbatch.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-# Imports point only downwards.
-LAYERS = ("_blocks", "_sites", "_transforms", "_kernels", "_check")
+# Which folders each folder may import from.
+FEATURES = ("_maps", "_gradients", "_curvature", "_pairs")
+BELOW = {"_base": (), "_batch": ("_base",), "_sites": ("_base", "_batch")}
+BELOW |= dict.fromkeys(FEATURES, ("_base", "_batch", "_sites"))
+BELOW["_ntk"] = ("_base", "_batch", "_sites", "_maps", "_pairs")
+BELOW["_check"] = tuple(BELOW)
 
 
 def modules():
@@ -37,14 +41,33 @@ def imports(path):
             yield from (f"{name}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_downwards(path):
-    parts = path.relative_to(ROOT).parts
-    if parts[0] not in LAYERS:
-        return
-    above = LAYERS[LAYERS.index(parts[0]) + 1 :]
-    for name in imports(path):
-        assert not any(name.startswith(f"eqxbatch.{layer}") for layer in above), name
+def test_all_folders_are_known():
+    assert {path.parent.name for path in FILES} == {*BELOW, "eqxbatch"}
+
+
+@pytest.mark.parametrize("folder", BELOW)
+def test_imports_point_downwards(folder):
+    allowed = (folder, *BELOW[folder])
+    for path in (ROOT / folder).glob("*.py"):
+        found = {name.split(".")[1] for name in imports(path) if name[:8] == "eqxbatch"}
+        assert found <= {*allowed}, path
+
+
+def test_folders_say_what_is_in_them():
+    for folder in BELOW:
+        doc = importlib.import_module(f"eqxbatch.{folder}").__doc__
+        named = [other for other in BELOW if f"`{other}`" in doc]
+        assert named == [x for x in BELOW if x in BELOW[folder]] or folder == "_check"
+
+
+def test_no_two_files_have_one_name():
+    names = [path.name for path in FILES if path.name != "__init__.py"]
+    assert len(names) == len({*names})
+
+
+def test_files_are_short():
+    for path in FILES:
+        assert len(path.read_text().splitlines()) <= 500, path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -60,7 +83,7 @@ def test_no_private_modules_of_others(path):
 def test_all_transitive_checks_see_files():
     # The two tests above are void if they look in the wrong place.
     assert len(FILES) > 10
-    assert any("eqxbatch._blocks" in name for path in FILES for name in imports(path))
+    assert any("eqxbatch._base" in name for path in FILES for name in imports(path))
 
 
 def test_classes_are_abstract_or_final():

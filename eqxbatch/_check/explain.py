@@ -12,11 +12,11 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .._blocks.axes import Batch, split_batch
-from .._sites.explain import LeafCheck, report_of, SitesCheck, SitesReport
-from .._transforms.selection import axes_of_all
-from .first import first_order
-from .second import second_order
+from .._batch.axes import Batch, split_batch
+from .._batch.objective import axes_of_all
+from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
+from .first_order import first_order
+from .second_order import second_order
 from .subject import Call, double_precision, make_subject
 
 

@@ -14,14 +14,15 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Real
 
-from .._blocks.accumulators import common_dtype
-from .._blocks.axes import Batch
-from .._blocks.parts import is_complex, split_parts
+from .._base.dtypes import common_dtype, is_complex, split_parts
+from .._batch.axes import Batch
 
 
 # With how many examples. More of what a function returns is projected to so many
 # numbers, as each of them is pulled back.
 NUM_EXAMPLES = 3
+
+
 _MOST_OUTPUTS = 8
 
 

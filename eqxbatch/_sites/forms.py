@@ -22,10 +22,12 @@ What is not known to hold is not used: the leaf takes the gradient, or products.
 from typing import Literal
 
 from .rules import Axes
-from .trace import Site
+from .site import Site
 
 
 Form = Literal["gram", "hessian", "diagonal"]
+
+
 Label = tuple  # A pair: of one side, or of a leaf or view that both share.
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._blocks.jaxprs import literal
+from .._base.jaxprs import literal
 
 
 @dataclasses.dataclass(frozen=True)

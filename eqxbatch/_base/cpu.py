@@ -1,0 +1,219 @@
+"""What XLA for CPUs needs: programs kept apart, transposes in pieces, layouts."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Inexact, Shaped
+
+from .jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
+from .mesh import vary, varying, where_it_is, zeros_like
+
+
+def apart(
+    run: Callable[..., list[Array]], always: Bool[Array, ""]
+) -> Callable[..., list[Array]]:
+    """`run`, in a program of its own as far as XLA for CPUs can tell.
+
+    It would merge what computes a block with what writes it to its place, and again
+    with what writes the mirror image: the block is then computed twice, rounded in two
+    ways, and each time on one core, as writing in place is. It does not look through a
+    condition, even one that is `always` true.
+    """
+
+    def run_apart(*args: Any) -> list:
+        structs = jax.eval_shape(run, *args)
+        skip = lambda *_: jtu.tree_map(zeros_like, structs)
+        # Where the program is compiled for another device, it may see that it is true.
+        is_true = lambda x: x | True
+        known = lax.platform_dependent(always, cpu=lambda x: x, default=is_true)
+        return lax.cond(known, run, skip, *args)
+
+    return run_apart
+
+
+def settled(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
+    """`arrays`, all written before anything is made of them.
+
+    XLA for CPUs writes rows of an array in place, and reads what they are made of from
+    the same memory as it does so. It sees to it that nothing is read after it was
+    overwritten, but not where the array is then reshaped:
+    `lax.dynamic_update_slice(x, y, at)[None]` is wrong if `y` permutes a slice of `x`
+    (https://github.com/openxla/xla/issues/49176).
+    """
+    is_number = [not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
+    numbers = list(itertools.compress(arrays, is_number))
+    numbers = apart(lambda *numbers: list(numbers), always)(*numbers)
+    return [
+        numbers.pop(0) if is_one else x
+        for x, is_one in zip(arrays, is_number, strict=True)
+    ]
+
+
+def true_of(x: Inexact[Array, "..."]) -> Bool[Array, ""]:
+    """True, which only shows when it runs."""
+    return jnp.all((x == x) | (x != x))
+
+
+_PIECE = 256
+
+
+def transposed(x: Shaped[Array, "rows columns"]) -> Shaped[Array, "columns rows"]:
+    """`x.T`."""
+    if min(x.shape) <= _PIECE:
+        return x.T
+    return lax.platform_dependent(x, cpu=_transposed_in_pieces, default=jnp.transpose)
+
+
+def _transposed_in_pieces(x: Array) -> Array:
+    rows, columns = _starts(x.shape[0]), _starts(x.shape[1])
+    places = jnp.stack(jnp.meshgrid(rows, columns, indexing="ij"), -1).reshape(-1, 2)
+    sizes = (_PIECE, _PIECE)
+
+    def step(out: Array, at: Array) -> tuple[Array, None]:
+        piece = lax.dynamic_slice(x, at, sizes)
+        return lax.dynamic_update_slice(out, piece.T, at[::-1]), None
+
+    zeros = vary(jnp.zeros(x.shape[::-1], x.dtype), varying(jax.typeof(x)))
+    return lax.scan(step, zeros, places)[0]
+
+
+def mirrored(x: Shaped[Array, "n n"]) -> Shaped[Array, "n n"]:
+    """What is on and above the diagonal, and its mirror image below."""
+    default = _mirrored_at_once
+    return lax.platform_dependent(x, cpu=_mirrored_in_pieces, default=default)
+
+
+def _mirrored_at_once(x: Array) -> Array:
+    # An entry and its mirror image must not be computed apart, and rounded in two ways.
+    x = lax.optimization_barrier(x)
+    index = jnp.arange(x.shape[0])
+    return jnp.where(index[:, None] <= index[None], x, x.T)
+
+
+def _mirrored_in_pieces(x: Array) -> Array:
+    n = x.shape[0]
+    num = n // _PIECE
+    rest = n - num * _PIECE
+    corner = x.ravel()[:1]
+    always = true_of(corner)
+
+    def run(x: Array, places: Array, read: Callable[[Array, Array], Array]) -> Array:
+        def step(x: Array, at: Array) -> tuple[Array, None]:
+            # Read before anything is written, so that it is written in place.
+            (piece,) = apart(lambda x, at: [read(x, at)], always)(x, at)
+            return lax.dynamic_update_slice(x, piece, at[::-1]), None
+
+        return lax.scan(step, x, places * _PIECE)[0] if places.size else x
+
+    def diagonal(size: int) -> Callable[[Array, Array], Array]:
+        index = jnp.arange(size)
+
+        def read(x: Array, at: Array) -> Array:
+            piece = lax.dynamic_slice(x, at, (size, size))
+            return jnp.where(index[:, None] <= index[None], piece, piece.T)
+
+        return read
+
+    above = lambda size: lambda x, at: lax.dynamic_slice(x, at, (_PIECE, size)).T
+    rows = jnp.arange(num)
+    x = run(x, jnp.stack(jnp.triu_indices(num, 1), -1), above(_PIECE))
+    x = run(x, jnp.stack([rows, rows], -1), diagonal(_PIECE))
+    if rest:
+        x = run(x, jnp.stack([rows, jnp.full_like(rows, num)], -1), above(rest))
+        x = run(x, jnp.full((1, 2), num), diagonal(rest))
+    return x
+
+
+def _starts(num: int) -> Array:
+    """Where pieces begin, so that all of them have the same size."""
+    size = min(num, _PIECE)
+    return jnp.minimum(jnp.arange(0, max(num, 1), max(size, 1)), num - size)
+
+
+def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
+    """Evaluates a jaxpr that is about to be the body of a loop, or a branch.
+
+    XLA for CPUs brings the convolutions of a program into the layout that its fast
+    kernels take (batch, spatial, features), but only those at the top of the program:
+        inside of a loop or a branch, a convolution in the layout of `equinox.nn.Conv`
+    (batch, features, spatial) runs several times slower than outside. So it is put into
+    that layout here, where the program is compiled for CPUs. On other devices, nothing
+    is changed.
+    """
+    # Effects, such as a debug print, belong to a jaxpr as a whole, so it stays whole.
+    if jaxpr.effects or not _has_convolution(jaxpr):
+        return evaluate_jaxpr(jaxpr, consts, args)
+
+    def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
+        if _is_convolution(eqn):
+            return lambda ins: [_convolution(eqn)(*ins)]
+        if eqn.primitive.name in CALLS and _has_convolution(callee(eqn).jaxpr):
+            closed = callee(eqn)
+            return lambda ins: evaluate_in_loop(closed.jaxpr, closed.consts, ins)
+        return None
+
+    return evaluate_with(jaxpr, consts, args, replace)
+
+
+def _is_convolution(eqn: Any) -> bool:
+    is_convolution = eqn.primitive.name == "conv_general_dilated"
+    return is_convolution and eqn.invars[0].aval.dtype in (jnp.float32, jnp.float16)
+
+
+def _has_convolution(jaxpr: Any) -> bool:
+    return any(
+        _is_convolution(eqn)
+        or (eqn.primitive.name in CALLS and _has_convolution(callee(eqn).jaxpr))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _convolution(eqn: Any) -> Callable[[Array, Array], Array]:
+    """The convolution of an equation, in the layout that is fast where it runs."""
+    bind = functools.partial(eqn.primitive.bind, **eqn.params)
+    last = functools.partial(_channels_last, eqn)
+    choose = lambda lhs, rhs: lax.platform_dependent(lhs, rhs, cpu=last, default=bind)
+    # A choice keeps for its derivative what any of its branches would. Computed again,
+    # it keeps what it is given, as a convolution does.
+    checkpointed = jax.checkpoint(choose, prevent_cse=False)
+
+    def run(lhs: Array, rhs: Array) -> Array:
+        # Axes of a mesh can have been automatic for the time in which it was traced.
+        with where_it_is(lhs, rhs):
+            return checkpointed(lhs, rhs)
+
+    return run
+
+
+def _channels_last(eqn: Any, lhs: Array, rhs: Array) -> Array:
+    """What a convolution computes of these, done channels last."""
+    params = dict(eqn.params)
+    numbers = params["dimension_numbers"]
+    ndim = lhs.ndim
+    last = (0, ndim - 1, *range(1, ndim - 1))
+    params["dimension_numbers"] = lax.ConvDimensionNumbers(
+        lhs_spec=last, rhs_spec=(ndim - 1, ndim - 2, *range(ndim - 2)), out_spec=last
+    )
+    back = _moved_last(numbers.out_spec)
+    sharding = params.get("out_sharding")
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * ndim]
+        moved = PartitionSpec(*(spec[axis] for axis in back))
+        params["out_sharding"] = NamedSharding(sharding.mesh, moved)
+    lhs = jnp.transpose(lhs, _moved_last(numbers.lhs_spec))
+    outputs, inputs, *rest = numbers.rhs_spec
+    rhs = jnp.transpose(rhs, (*rest, inputs, outputs))
+    out = eqn.primitive.bind(lhs, rhs, **params)
+    return jnp.transpose(out, sorted(range(ndim), key=back.__getitem__))
+
+
+def _moved_last(spec: tuple[int, ...]) -> tuple[int, ...]:
+    batch, features, *dims = spec
+    return (batch, *dims, features)

@@ -1,0 +1,204 @@
+"""Dtypes of sums, numbers of any size, and complex numbers as two real ones."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Inexact, PyTree, Real
+
+
+def widened(x: Array) -> Array:
+    """`x` in the dtype that its sums are added in."""
+    return x.astype(accumulation_dtype("Sum", x.dtype, None, inexact=False))
+
+
+def widest(*dtypes: Any) -> Any:
+    """The real dtype among these that holds most digits, at least float32's."""
+    reals = [jnp.finfo(dtype).dtype for dtype in dtypes]
+    return max((jnp.dtype(jnp.float32), *reals), key=lambda dtype: dtype.itemsize)
+
+
+def common_dtype(*dtypes: Any) -> Any:
+    """What can hold all of these, whatever promotion is set to."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
+
+
+def accumulation_dtype(
+    name: str, dtype: Any, requested: DTypeLike | None, *, inexact: bool
+) -> Any:
+    """The dtype in which results of `dtype` are accumulated.
+
+    Raises `TypeError` where `dtype` has no sum, and, for `inexact`, where results are
+    integers and no dtype was requested; `TypeError` or `ValueError` for a requested
+    dtype that would lose the imaginary part or that JAX would quietly narrow.
+    """
+    if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
+        raise TypeError(
+            f"{name} needs numbers, but `fun` returned {dtype}. Use Concat or Last for "
+            "this output: `accumulator` takes a PyTree prefix of the output."
+        )
+    if requested is not None:
+        requested = jnp.dtype(requested)
+        if jax.dtypes.canonicalize_dtype(requested) != requested:
+            raise ValueError(
+                f"{name}(dtype={requested}) needs 64-bit mode, which is off. Set "
+                "`jax.config.update('jax_enable_x64', True)`, or ask for 32 bits."
+            )
+        check_holds(name, requested, dtype, "that `fun` returned")
+        dtype = requested
+    elif dtype in (jnp.bfloat16, jnp.float16):
+        dtype = jnp.dtype(jnp.float32)
+    if inexact and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"{name} needs floating-point or complex results, but `fun` returned "
+            f"{dtype}. Cast it in `fun`, or pass `{name}(dtype=jnp.float32)`."
+        )
+    return dtype
+
+
+def check_holds(name: str, requested: Any, dtype: Any, what: str) -> None:
+    """Raises `TypeError` if numbers of `dtype` are others in a requested dtype."""
+    kinds = {
+        "the imaginary part": (jnp.complexfloating, jnp.complexfloating),
+        "the fractional part": (jnp.inexact, jnp.inexact),
+        "the sign": (jnp.signedinteger, (jnp.signedinteger, jnp.inexact)),
+    }
+    for part, (kind, needed) in kinds.items():
+        holds = needed if isinstance(needed, tuple) else (needed,)
+        if jnp.issubdtype(dtype, kind) and not any(
+            jnp.issubdtype(requested, other) for other in holds
+        ):
+            raise TypeError(
+                f"{name}(dtype={requested}) would drop {part} of the {dtype} {what}. "
+                "Ask for a dtype that has it, or for none."
+            )
+
+
+def power_of_two(x: Real[Array, "*s"]) -> Real[Array, "*s"]:
+    """The power of two next to `x` from below, and 1 where there is none.
+
+    To divide by it rounds nothing, and it has no derivative.
+    """
+    info = jnp.finfo(x.dtype)
+    bits = lax.bitcast_convert_type(x, f"uint{info.bits}")
+    shift = jnp.asarray(info.nmant, bits.dtype)
+    bits = lax.shift_left(lax.shift_right_logical(bits, shift), shift)
+    power = lax.bitcast_convert_type(bits, x.dtype)
+    # Compilers divide by multiplying with the inverse, which must not vanish.
+    power = jnp.minimum(power, 2.0 ** (info.maxexp - 2))
+    return jnp.where((x > 0) & jnp.isfinite(x) & (power > 0), power, 1)
+
+
+def largest_of_each(x: Inexact[Array, "n ..."]) -> Real[Array, " n"]:
+    """The largest absolute value of each example, zero where there is no entry."""
+    x = jnp.abs(widened(x))
+    return jnp.max(x, axis=tuple(range(1, x.ndim)), initial=0)
+
+
+def scaled_examples(x: Inexact[Array, "n ..."], by: Real[Array, " n"]) -> Array:
+    """That of each example times a number of its own, in float32 at least."""
+    x = x.astype(common_dtype(x.dtype, by.dtype))
+    return x * jnp.expand_dims(by, range(1, x.ndim)).astype(x.dtype)
+
+
+def squared_norm(gradient: Inexact[Array, "n ..."]) -> Real[Array, " n"]:
+    """The squared norm of each example's gradient, in float32 at least."""
+    gradient = widened(gradient)
+    squares = jnp.real(gradient * jnp.conj(gradient))
+    return jnp.sum(squares, axis=tuple(range(1, squares.ndim)))
+
+
+def is_in_range(square: Real[Array, "*s"]) -> Bool[Array, "*s"]:
+    """Whether no square that counts has vanished in these sums, or has overflowed."""
+    info = jnp.finfo(square.dtype)
+    least = float(info.tiny) / float(info.eps) ** 2
+    return (square >= least) & jnp.isfinite(square)
+
+
+def into_range(square: Real[Array, "*s"]) -> Real[Array, "*s"]:
+    """What to multiply numbers with so that such a sum of their squares is in range."""
+    most = jnp.finfo(square.dtype).maxexp
+    # Compilers may square the first of these alone, so that must not overflow.
+    small, large = 2.0 ** (most // 2 - 1), 2.0 ** -(5 * most // 8)
+    factor = jnp.where(square < 1, small, large)
+    return jnp.where(is_in_range(square), 1, factor).astype(square.dtype)
+
+
+def normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
+    """Weights that no backward pass overflows with, and what they were divided by.
+
+    They are one at most, so that no cotangent overflows by its weight.
+    """
+    wide = weights.astype(widest(*[weights.dtype] * is_inexact(weights)))
+    scale = 2 * power_of_two(jnp.max(jnp.abs(wide), initial=0))
+    return wide / scale, scale
+
+
+def is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def finite_sums(
+    found: Sequence[Inexact[Array, "..."]],
+    sums_of: Callable[[float], Sequence[Inexact[Array, "..."]]],
+    num: int,
+    is_narrow: bool,
+) -> list[Inexact[Array, "..."]]:
+    """Sums of `num` terms, in float32 at least.
+
+    `found` are these sums as they come out, and `sums_of(share)` those of the terms
+    times a number. Where the program `is_narrow`, which means that it uses float16, a
+    sum can overflow though the mean does not: it is then taken of smaller terms. That
+    is not done at once, as small terms would vanish.
+    """
+    wide = [widened(x) for x in found]
+    if not is_narrow or num == 1:
+        return wide
+    most = 2.0 ** (num - 1).bit_length()
+
+    def smaller() -> list[Array]:
+        others = [widened(x) * most for x in sums_of(1 / most)]
+        return [
+            jnp.where(jnp.isfinite(x), x, other)
+            for x, other in zip(wide, others, strict=True)
+        ]
+
+    are_finite = [jnp.all(jnp.isfinite(x)) for x in wide]
+    return lax.cond(jnp.all(jnp.stack(are_finite)), lambda: wide, smaller)
+
+
+class _Parts(eqx.Module):
+    """Real and imaginary part of an array."""
+
+    real: Array
+    imag: Array
+
+
+def is_complex(x: Any) -> bool:
+    """Whether something with a dtype, such as an array or its struct, is complex."""
+    return jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def split_parts(tree: PyTree) -> PyTree:
+    """Two real leaves in the place of each complex array."""
+    split = lambda x: _Parts(jnp.real(x), jnp.imag(x))
+    return jtu.tree_map(
+        lambda x: split(x) if eqx.is_array(x) and is_complex(x) else x, tree
+    )
+
+
+def join_parts(tree: PyTree) -> PyTree:
+    """What `split_parts` takes apart."""
+    is_split = lambda x: isinstance(x, _Parts)
+    return jtu.tree_map(
+        lambda x: lax.complex(x.real, x.imag) if is_split(x) else x,
+        tree,
+        is_leaf=is_split,
+    )

@@ -1,0 +1,206 @@
+"""Making jaxprs, and evaluating them with some of their equations replaced."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+
+_T = TypeVar("_T")
+
+
+CALLS = ("pjit", "jit", "closed_call", "core_call")
+
+
+def callee(eqn: Any) -> Any:
+    """The closed jaxpr that an equation in `CALLS` calls."""
+    params = eqn.params
+    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+def literal(atom: Any) -> Array:
+    """The value of a literal in its own dtype, which a Python number does not have."""
+    return jnp.asarray(atom.val, atom.aval.dtype)
+
+
+def trace_example(
+    fun: Callable[[list, list], PyTree],
+    leaves: list,
+    arrays: list,
+    axes: Sequence[int],
+) -> tuple[Any, PyTree]:
+    """Traces `fun(leaves, rows)` for one example of a batch.
+
+    Returns its closed jaxpr, whose first inputs are the leaves, and what it returns
+    with a `jax.ShapeDtypeStruct` for each array.
+    """
+    trace = lambda rows: eqx.filter_make_jaxpr(fun)(leaves, rows)
+    closed, structs, static = at_example(trace, arrays, axes)
+    return closed, eqx.combine(structs, static)
+
+
+def at_example(fun: Callable[[list], _T], arrays: list, axes: Sequence[int]) -> _T:
+    """What `fun(rows)` returns for one example of a batch: nothing that is traced."""
+    found: list[_T] = []
+
+    def run(*rows: Array) -> list:
+        # Within `jax.vmap`, an example is of the type that it will have there, also on
+        # a mesh.
+        found.append(fun([*rows]))
+        return []
+
+    if arrays:
+        jax.eval_shape(jax.vmap(run, [*axes]), *arrays)
+    else:
+        run()
+    return found[-1]
+
+
+def axis_names(jaxpr: Any) -> set:
+    """The names of axes that a jaxpr uses, of a `vmap` or a mesh around it."""
+    return {effect.name for effect in jaxpr.effects if hasattr(effect, "name")}
+
+
+def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Which outputs depend on those inputs that are marked.
+
+    Some that do not may be said to, as equations are not looked into.
+    """
+    pairs = zip(jaxpr.invars, inputs, strict=True)
+    dependent = {var for var, is_marked in pairs if is_marked}
+    is_dependent = lambda x: not isinstance(x, jex.Literal) and x in dependent
+    for eqn in jaxpr.eqns:
+        if any(map(is_dependent, eqn.invars)):
+            dependent.update(eqn.outvars)
+    return [*map(is_dependent, jaxpr.outvars)]
+
+
+def evaluate_jaxpr(jaxpr: Any, consts: list, args: list) -> list:
+    """Evaluates a jaxpr as it is."""
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, consts))(*args)
+
+
+def evaluate_with(
+    jaxpr: Any,
+    consts: list,
+    args: list,
+    replace: Callable[[int, Any], Callable[[list], list] | None],
+) -> list:
+    """Evaluates a jaxpr, some equations of which are replaced.
+
+    `replace(index, eqn)` gives a function from the inputs of that equation to its
+    outputs, or None for an equation that is to stay. What lies between two equations
+    that are replaced runs as JAX itself would run it, with all custom derivatives.
+
+    The jaxpr must have no effects: these belong to it as a whole.
+    """
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(var: Any) -> Any:
+        return literal(var) if isinstance(var, jex.Literal) else values[var]
+
+    pending: list = []
+    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+    used = {atom for atom in atoms if not isinstance(atom, jex.Literal)}
+
+    def flush() -> None:
+        if pending:
+            outs = [var for eqn in pending for var in eqn.outvars if var in used]
+            results = run_equations(jaxpr, pending, outs, values)
+            values.update(zip(outs, results, strict=True))
+            pending.clear()
+
+    for index, eqn in enumerate(jaxpr.eqns):
+        run = replace(index, eqn)
+        if run is None:
+            pending.append(eqn)
+            continue
+        flush()
+        results = run([read(var) for var in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    flush()
+    return [read(var) for var in jaxpr.outvars]
+
+
+def run_equations(jaxpr: Any, eqns: list, outs: list, values: dict) -> list:
+    """The values of `outs` after some consecutive equations of a jaxpr."""
+    made: set = set()
+    ins: dict = {}
+    for eqn in eqns:
+        for var in eqn.invars:
+            if not isinstance(var, jex.Literal) and var not in made:
+                ins[var] = None
+        made.update(eqn.outvars)
+    part = jaxpr.replace(constvars=[], invars=list(ins), outvars=outs, eqns=list(eqns))
+    return evaluate_jaxpr(part, [], [values[v] for v in ins])
+
+
+def first_use(jaxpr: Any, var: Any) -> tuple[int, ...]:
+    """Where a variable is first used; to be compared with others of the same jaxpr."""
+    for index, eqn in enumerate(jaxpr.eqns):
+        positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
+        if not positions:
+            continue
+        if eqn.primitive.name not in CALLS:
+            return (index,)
+        inner = callee(eqn).jaxpr
+        return (index, *min(first_use(inner, inner.invars[i]) for i in positions))
+    return (len(jaxpr.eqns),)
+
+
+def num_operations(jaxpr: Any) -> float:
+    """About how many floating-point operations take as long as a jaxpr does.
+
+    What is written counts as several for each element, as memory is slow.
+    """
+    return sum(map(_operations, jaxpr.eqns), 0.0)
+
+
+def _operations(eqn: Any) -> float:
+    name = eqn.primitive.name
+    out = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        lhs = eqn.invars[0].aval.shape
+        contracted = math.prod(lhs[axis] for axis in contracted)
+        return (2.0 * contracted + _PER_ELEMENT) * out
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        rhs = eqn.invars[1].aval.shape
+        contracted = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)
+        return (2.0 * contracted + _PER_ELEMENT) * out
+    inner = [num_operations(sub) for sub in inner_jaxprs(eqn)]
+    if not inner:
+        return _PER_ELEMENT * out
+    if name == "cond":
+        return max(inner)
+    return sum(inner) * eqn.params.get("length", 1)
+
+
+_PER_ELEMENT = 32.0
+
+
+def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
+    """Whether something in a jaxpr is of a dtype."""
+    atoms = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
+    atoms += [var for eqn in jaxpr.eqns for var in eqn.outvars]
+    if any(getattr(atom.aval, "dtype", None) == dtype for atom in atoms):
+        return True
+    inner = (sub for eqn in jaxpr.eqns for sub in inner_jaxprs(eqn))
+    return any(uses_dtype(sub, dtype) for sub in inner)
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that an equation has in its parameters."""
+    for value in eqn.params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, jex.ClosedJaxpr):
+                yield x.jaxpr
+            elif isinstance(x, jex.Jaxpr):
+                yield x

@@ -1,0 +1,85 @@
+"""PyTrees, and what is said of arguments."""
+
+import importlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+def match_prefix(
+    name: str,
+    spec: PyTree,
+    tree: PyTree,
+    what: str,
+    remedy: str = "",
+    is_leaf: Callable[[Any], bool] = is_none,
+) -> list[tuple[tuple, Any, PyTree]]:
+    """The leaves of a prefix of `tree`, each with its path and what it stands for.
+
+    Raises `ValueError` where `spec` is no prefix; `name`, `what` the argument is to be,
+    and the `remedy` are for its message.
+    """
+    places: list[tuple[tuple, Any, PyTree]] = []
+    try:
+        jtu.tree_map_with_path(
+            lambda *place: places.append(place), spec, tree, is_leaf=is_leaf
+        )
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"`{name}` must be {what}; got {spec!r} for the structure "
+            f"{jtu.tree_structure(tree)}. {remedy}({e})"
+        ) from e
+    return places
+
+
+_MOST_GROUPS = 8
+
+
+def grouped(sizes: list[int], least: int) -> list[list[int]]:
+    """Consecutive ones, about an eighth of all together, or `least` if that is more."""
+    most = max(sum(sizes) // _MOST_GROUPS, least)
+    groups: list[list[int]] = []
+    for i, size in enumerate(sizes):
+        if groups and sum(sizes[k] for k in groups[-1]) + size <= most:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def type_of(x: Any) -> Any:
+    """The shape and dtype of an array or of a struct; all else as it is."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return tuple(x.shape), str(x.dtype)
+    return x
+
+
+def as_int(x: Any) -> int | None:
+    """An int, or what stands for one, as an int; None for all else, and for bools."""
+    if isinstance(x, bool):
+        return None
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
+
+
+def import_extra(module: str, what: str, extra: str) -> Any:
+    """Imports a module of a package that may not be there.
+
+    Raises `ImportError` then, with how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f'`{what}` needs {package}: pip install "eqxbatch[{extra}]".'
+        ) from e

@@ -1,0 +1,420 @@
+"""Accumulators: how the results of the blocks become one result."""
+
+import abc
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.sharding import PartitionSpec, reshard
+from jax.typing import DTypeLike
+from jaxtyping import Array, Inexact, PyTree, Shaped
+
+from .._base.dtypes import accumulation_dtype
+from .._base.mesh import spec_of, with_type_of
+from .cut import are_split, Block, Blocks, merge_parts, split_parts
+
+
+_State = TypeVar("_State")
+
+
+_Struct = jax.ShapeDtypeStruct
+
+
+class AbstractAccumulator(eqx.Module, Generic[_State]):
+    """How the results of the blocks become one result; subclass it for your own.
+
+    An accumulator is the program
+
+    ```python
+    state = accumulator.init(shape_of_one_value, blocks)
+    for block, value in ...:
+        state = accumulator.update(state, value, block)
+    result = accumulator.finalize(state)
+    ```
+
+    In [`eqxbatch.filter_micro_vmap`][] the `value` of a block is what `aggregate` makes
+    of the results of its examples. In [`eqxbatch.filter_microbatch`][] it is what the
+    function itself returned for the block, and `aggregate` is not called.
+
+    An accumulator is given to each array of the output that it stands for, one at a
+    time. With the class attribute `leafwise = False` it is given the whole sub-PyTree
+    at its place instead, as optax's are.
+
+    !!! example
+
+        The largest absolute value:
+
+        ```python
+        >>> import eqxbatch, jax, jax.numpy as jnp
+        >>> class MaxAbs(eqxbatch.AbstractAccumulator):
+        ...     def init(self, value, blocks):
+        ...         return jnp.zeros(value.shape, value.dtype)
+        ...     def update(self, state, value, block):
+        ...         return jnp.maximum(state, abs(value))
+        ...     def finalize(self, state):
+        ...         return state
+        ...     def aggregate(self, values, block):
+        ...         return abs(values).max(axis=0)
+        >>> largest = eqxbatch.filter_micro_vmap(
+        ...     lambda x: x, microbatch_size=2, accumulator=MaxAbs()
+        ... )
+        >>> print(largest(jnp.array([1.0, -3.0, 2.0])))
+        3.0
+
+        ```
+    """
+
+    leafwise: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def init(self, value: PyTree[_Struct], blocks: Blocks) -> _State:
+        """The state before the first block.
+
+        **Arguments:**
+
+        - `value`: the shape and dtype of the value of one full block.
+        - `blocks`: how the examples are cut: `total`, `size`, `num_full`, `remainder`
+            and `num`, all Python ints.
+        """
+
+    @abc.abstractmethod
+    def update(self, state: _State, value: PyTree[Array], block: Block) -> _State:
+        """The state after one more block.
+
+        **Arguments:**
+
+        - `state`: what `init` or the last `update` returned. Structure, shapes and
+            dtypes must not change.
+        - `value`: the value of the block.
+        - `block`: which block it is; `block.size` examples from `block.start` on.
+        """
+
+    @abc.abstractmethod
+    def finalize(self, state: _State) -> PyTree[Array]:
+        """The result, from the state after the last block."""
+
+    @abc.abstractmethod
+    def aggregate(self, values: PyTree[Array], block: Block) -> PyTree[Array]:
+        """The value of one block, from its examples' results along axis 0."""
+
+
+class Concat(AbstractAccumulator[Array]):
+    """Puts the results of the blocks one after another: what `vmap` returns.
+
+    This is the default. Blocks are written into the result in place; where
+    `num_real_microbatches` stops early, the rows that were not reached are zero.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Concat()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        [0. 2. 4. 6. 8.]
+
+        ```
+    """
+
+    axis: int = eqx.field(static=True, default=0)
+
+    def init(self, value: _Struct, blocks: Blocks) -> Shaped[Array, "..."]:
+        axis = self.axis_of(value)
+        extent = self.extent(value, blocks)
+        shape = (*value.shape[:axis], extent, *value.shape[axis + 1 :])
+        return with_type_of(value, jnp.zeros(shape, value.dtype))
+
+    def update(
+        self, state: Shaped[Array, "..."], value: Shaped[Array, "..."], block: Block
+    ) -> Shaped[Array, "..."]:
+        axis = self.axis_of(value)
+        parts = self.parts_of(value, block)
+        if block.is_remainder:
+            # As many rows as it has examples are of none, if blocks have as many, too.
+            total = block.start + block.size
+            if state.shape[axis] * block.size != value.shape[axis] * total:
+                parts = 1
+        is_split = are_split(value, axis, parts)
+        if is_split:
+            state = split_parts(state, axis, parts)
+            value = split_parts(value, axis, parts)
+            axis += 1
+        rows = value.shape[axis]
+        start = state.shape[axis] - rows if block.is_remainder else block.index * rows
+        state = lax.dynamic_update_slice_in_dim(state, value, start, axis)
+        return merge_parts(state, axis - 1) if is_split else state
+
+    def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        return state
+
+    def aggregate(
+        self, values: Shaped[Array, "b ..."], block: Block
+    ) -> Shaped[Array, "..."]:
+        return jnp.moveaxis(values, 0, self.axis)
+
+    def extent(self, value: Any, blocks: Blocks) -> int:
+        """The number of rows of the result, from the value of a full block."""
+        rows = value.shape[self.axis_of(value)]
+        # A result with as many rows as examples (or a multiple) scales with the block;
+        # any other number of rows is the same for every block.
+        per_example, per_block = divmod(rows, blocks.size)
+        return rows * blocks.num if per_block else per_example * blocks.total
+
+    def parts_of(self, value: Any, block: Block) -> int:
+        """The parts that the rows of a block are from; 1 if they are of no example."""
+        rows = value.shape[self.axis_of(value)]
+        return 1 if rows % block.size else block.parts
+
+    def axis_of(self, value: Any) -> int:
+        """`axis`, counted from the front."""
+        if not -len(value.shape) <= self.axis < len(value.shape):
+            raise ValueError(
+                f"Concat(axis={self.axis}) does not fit a result of shape "
+                f"{value.shape}: `fun` must return an array with that axis for each "
+                "microbatch. Return one, or use another accumulator: `Last()` for what "
+                "each microbatch replaces, such as an `equinox.nn.State`."
+            )
+        return self.axis % len(value.shape)
+
+
+class Last(AbstractAccumulator[Array]):
+    """The result of the last example (or microbatch) that ran.
+
+    Raises `ValueError` where there are no examples.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Last()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        8.0
+
+        ```
+    """
+
+    def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
+        if blocks.total == 0:
+            raise ValueError(
+                "Last needs at least one example, but the batch has 0. Use Concat, or "
+                "do not call it with an empty batch."
+            )
+        return jnp.zeros(value.shape, value.dtype)
+
+    def update(
+        self, state: Shaped[Array, "..."], value: Shaped[Array, "..."], block: Block
+    ) -> Shaped[Array, "..."]:
+        return value
+
+    def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        return state
+
+    def aggregate(
+        self, values: Shaped[Array, "b *r"], block: Block
+    ) -> Shaped[Array, "*r"]:
+        examples, *others = [*spec_of(values), *[None] * values.ndim][: values.ndim]
+        if examples is not None:
+            # JAX does not cut one row out of an axis that is spread explicitly.
+            values = reshard(values, PartitionSpec(None, *others))
+        return values[-1]
+
+
+class _Extreme(eqx.Module):
+    """The largest or smallest result of some examples, and how many results it is."""
+
+    value: Any
+    count: Any
+
+
+class Max(AbstractAccumulator[_Extreme]):
+    """The largest result of all examples, elementwise; NaN where one is NaN.
+
+    Its derivative is shared evenly between all examples that attain it.
+
+    For no examples it is the identity of the maximum: `-inf`, or the smallest integer.
+    Raises `TypeError` for complex results, which have no order.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Max()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        8.0
+
+        ```
+    """
+
+    def init(self, value: Any, blocks: Blocks) -> _Extreme:
+        return _no_extreme("Max", value, -1)
+
+    def update(self, state: _Extreme, value: Any, block: Block) -> _Extreme:
+        return _merge_extremes(jnp.maximum, state, value)
+
+    def finalize(self, state: _Extreme) -> Shaped[Array, "..."]:
+        return state.value
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Extreme:
+        _identity("Max", values.dtype, -1)
+        return _extreme_of(values, values.max(axis=0))
+
+
+class Min(AbstractAccumulator[_Extreme]):
+    """The smallest result of all examples, elementwise; NaN where one is NaN.
+
+    Its derivative is shared evenly between all examples that attain it.
+
+    For no examples it is the identity of the minimum: `inf`, or the largest integer.
+    Raises `TypeError` for complex results, which have no order.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Min()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        0.0
+
+        ```
+    """
+
+    def init(self, value: Any, blocks: Blocks) -> _Extreme:
+        return _no_extreme("Min", value, 1)
+
+    def update(self, state: _Extreme, value: Any, block: Block) -> _Extreme:
+        return _merge_extremes(jnp.minimum, state, value)
+
+    def finalize(self, state: _Extreme) -> Shaped[Array, "..."]:
+        return state.value
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Extreme:
+        _identity("Min", values.dtype, 1)
+        return _extreme_of(values, values.min(axis=0))
+
+
+class _LogTotal(eqx.Module):
+    log_total: Any
+    dtype: Any = eqx.field(static=True)
+
+
+class LogSumExp(AbstractAccumulator[_LogTotal]):
+    """`log(sum(exp(...)))` over all examples, without overflow.
+
+    **Arguments:**
+
+    - `dtype`: the dtype to compute in: float32 for bfloat16 and float16, and the
+        result's own otherwise. The result comes back in its own dtype.
+
+    For no examples it is `-inf`. Raises `TypeError` for integer results.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.LogSumExp()
+        ... )
+        >>> print(f(jnp.arange(5.0)).round(3))
+        8.145
+
+        ```
+    """
+
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def init(self, value: Any, blocks: Blocks) -> _LogTotal:
+        value = jax.eval_shape(self._whole, value)
+        return jtu.tree_map(lambda s: jnp.full(s.shape, -jnp.inf, s.dtype), value)
+
+    def update(self, state: _LogTotal, value: Any, block: Block) -> _LogTotal:
+        value = self._whole(value)
+        log_total = _log_sum_exp(jnp.stack([state.log_total, value.log_total]))
+        return _LogTotal(log_total, state.dtype)
+
+    def finalize(self, state: _LogTotal) -> Inexact[Array, "..."]:
+        return state.log_total.astype(state.dtype)
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _LogTotal:
+        whole = self._whole(values)
+        return _LogTotal(_log_sum_exp(whole.log_total), whole.dtype)
+
+    def _whole(self, value: Any) -> _LogTotal:
+        if isinstance(value, _LogTotal):
+            return value
+        dtype = accumulation_dtype("LogSumExp", value.dtype, self.dtype, inexact=True)
+        return _LogTotal(value.astype(dtype), value.dtype)
+
+
+def _log_sum_exp(x: Inexact[Array, "n ..."]) -> Inexact[Array, "..."]:
+    """`jax.nn.logsumexp` along axis 0, whose derivative is zero where all is `-inf`."""
+    largest = lax.stop_gradient(jnp.max(jnp.real(x), axis=0))
+    is_empty = largest == -jnp.inf
+    shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(x.dtype)
+    total = jnp.sum(jnp.exp(x - shift[None]), axis=0)
+    log_total = jnp.log(jnp.where(is_empty, jnp.ones_like(total), total)) + shift
+    return jnp.where(is_empty, jnp.asarray(-jnp.inf, x.dtype), log_total)
+
+
+def _no_extreme(name: str, value: Any, sign: int) -> _Extreme:
+    struct = value.value if isinstance(value, _Extreme) else value
+    identity = _identity(name, struct.dtype, sign)
+    extreme = jnp.full(struct.shape, identity, struct.dtype)
+    return _Extreme(extreme, jnp.zeros(struct.shape, jnp.int32))
+
+
+def _extreme_of(values: Shaped[Array, "b ..."], extreme: Array) -> _Extreme:
+    count = jnp.sum(values == extreme[None], axis=0, dtype=jnp.int32)
+    return _Extreme(extreme, count)
+
+
+def _merge_extremes(pick: Callable, state: _Extreme, value: Any) -> _Extreme:
+    if not isinstance(value, _Extreme):
+        value = _Extreme(value, jnp.ones(value.shape, jnp.int32))
+    picked = pick(state.value, value.value)
+    counts = [jnp.where(x.value == picked, x.count, 0) for x in (state, value)]
+    count = counts[0] + counts[1]
+    if jnp.issubdtype(picked.dtype, jnp.inexact):
+        share = counts[0].astype(jnp.float32) / count.astype(jnp.float32)
+        share = share.astype(picked.dtype)
+        picked = _picked(pick, state.value, value.value, share)
+    return _Extreme(picked, count)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _picked(pick: Callable, x: Array, y: Array, share: Array) -> Array:
+    """`pick(x, y)`, in whose derivative `x` has this `share`."""
+    del share
+    return pick(x, y)
+
+
+@_picked.defjvp
+def _picked_jvp(pick: Callable, primals: tuple, tangents: tuple) -> tuple:
+    x, y, share = primals
+    t_x, t_y, _ = tangents
+    return pick(x, y), share * t_x + (1 - share) * t_y
+
+
+def _identity(name: str, dtype: Any, sign: int) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return sign * jnp.inf
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return sign > 0
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return info.max if sign > 0 else info.min
+    raise TypeError(
+        f"{name} needs ordered results, but `fun` returned {dtype}. Return a real "
+        "number for it, such as the absolute value."
+    )

@@ -1,0 +1,316 @@
+"""Block sizes from a memory budget, by asking the compiler."""
+
+import collections
+import dataclasses
+import os
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import PyTree
+
+from .._base.explicit import explicit_mesh, structs_on_devices
+from .._base.jaxprs import axis_names
+from .._base.mesh import manual_axes, on_all_devices, outside_of_mesh
+from .._base.trees import as_int
+
+
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+_MAX_COMPILATIONS = 4
+
+
+class MemoryBudget(eqx.Module):
+    """Stands for a block size: the largest one whose program fits into `max_bytes`.
+
+    What has to fit is what the compiled program allocates: its temporaries and its
+    outputs. The inputs are there already and do not count. The program is compiled,
+    and not run, at two small sizes; memory is fixed + slope x size, so that the largest
+    size that fits can be predicted, and is then checked by compiling it. That takes at
+    most four compilations, once for each function and shapes of its arguments.
+
+    **Arguments:**
+
+    - `max_bytes`: an int, or a string such as `"500MB"` or `"2GiB"`. The default is
+        what the device says is free, or, on a CPU, the machine's physical memory. That
+        is looked up for each call, and rounded down by up to 6%, so that a program is
+        compiled again only if it has changed. Within `jax.jit` or another transform,
+        it is looked up when the program is traced: give a number there.
+
+    Raises `ValueError` for a size that is not positive or not understood, and, when
+    used, if not even a block of one example fits.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> outer = lambda x: jnp.tanh(x[:, None] * x).sum()
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     outer, microbatch_size=eqxbatch.MemoryBudget("100KB")
+        ... )
+        >>> f(jnp.ones((1_000, 50))).shape
+        (1000,)
+
+        ```
+    """
+
+    max_bytes: int | None = eqx.field(static=True)
+
+    def __init__(self, max_bytes: int | str | None = None):
+        self.max_bytes = None if max_bytes is None else _parse_bytes(max_bytes)
+
+    def resolve(self) -> int:
+        """The budget in bytes."""
+        return free_bytes() if self.max_bytes is None else self.max_bytes
+
+
+def _parse_bytes(value: int | str) -> int:
+    number: Any = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, re.I)
+        if match is not None and match[2].upper() in _UNITS:
+            number = int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(
+            "`max_bytes` must be an int or a string such as '500MB' or '2GiB'; got "
+            f"{value!r}."
+        )
+    if number <= 0:
+        raise ValueError(f"`max_bytes` must be positive; got {value!r}.")
+    return number
+
+
+def free_bytes(digits: int = 5) -> int:
+    """What is free, rounded down to so many binary digits.
+
+    It is a static part of programs, which little changes are not to compile anew.
+    """
+    stats = jax.local_devices()[0].memory_stats()
+    if stats is None or "bytes_limit" not in stats:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
+    shift = max(free.bit_length() - digits, 0)
+    return free >> shift << shift
+
+
+_Settings = TypeVar("_Settings", bound=eqx.Module)
+
+
+def resolved(settings: _Settings) -> _Settings:
+    """Settings of which all budgets are in bytes.
+
+    To be called where a call is not traced yet: what is free then is a part of what
+    tells compiled programs apart.
+    """
+    changes = {}
+    for name in _NAMES:
+        value = getattr(settings, name, None)
+        new = value
+        if isinstance(value, MemoryBudget) and value.max_bytes is None:
+            new = MemoryBudget(value.resolve())
+        elif isinstance(value, eqx.Module):
+            new = resolved(value)
+        if new is not value:
+            changes[name] = new
+    return dataclasses.replace(settings, **changes) if changes else settings
+
+
+# What settings call sizes, or other settings that have some.
+_NAMES = ("blocking", "block_size", "column_size", "microbatch_size", "per_batch")
+
+
+def check_size(name: str, size: Any) -> int | MemoryBudget | None:
+    """The size as a Python int, a budget, or `None`.
+
+    Raises `TypeError` if it is something else, and `ValueError` if it is below 1.
+    """
+    if size is None or isinstance(size, MemoryBudget):
+        return size
+    number = None if isinstance(size, jax.Array) else as_int(size)
+    if number is None:
+        raise TypeError(
+            f"`{name}` must be an int, a `MemoryBudget` or None; got {size!r} of type "
+            f"{type(size).__name__}. It sets the shapes of the compiled program, so "
+            "it must be known when that is made."
+        )
+    if number < 1:
+        raise ValueError(
+            f"`{name}` must be at least 1; got {number}. Use None for one block."
+        )
+    return number
+
+
+def resolve_size(
+    size: int | MemoryBudget | None,
+    total: int,
+    run: Callable[[int], Callable[[PyTree], Any]],
+    operands: PyTree,
+) -> int:
+    """The block size, between 1 and `total` (1 if there are no examples).
+
+    For a [`eqxbatch.MemoryBudget`][], `run(size)(operands)` is the program to fit.
+    """
+    largest = max(total, 1)
+    if size is None:
+        return largest
+    if isinstance(size, int):
+        return min(size, largest)
+
+    budget = size.resolve()
+
+    def choose() -> int:
+        bytes_at = lambda size: compiled_bytes(run(size), operands)
+        return fit_size(budget, largest, bytes_at)
+
+    key = (budget, jax.default_backend(), total, *_structure(operands))
+    try:
+        hash(key)
+    except TypeError:  # Something static in the arguments has no hash.
+        return choose()
+    if key not in _SIZES:
+        _SIZES[key] = choose()
+        while len(_SIZES) > _MAX_SIZES:
+            _SIZES.popitem(last=False)
+    return _SIZES[key]
+
+
+_SIZES: collections.OrderedDict[Any, int] = collections.OrderedDict()
+
+
+_MAX_SIZES = 1024
+
+
+def _structure(operands: PyTree) -> tuple:
+    dynamic, static = eqx.partition(operands, eqx.is_array)
+    leaves, treedef = jtu.tree_flatten(jtu.tree_map(jax.typeof, dynamic))
+    static_leaves, static_treedef = jtu.tree_flatten(static)
+    return tuple(leaves), treedef, tuple(static_leaves), static_treedef
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
+    """The temporaries and outputs of the compiled `fun(operands)`, which is not run."""
+    dynamic, static = eqx.partition(operands, eqx.is_array)
+    leaves, treedef = jtu.tree_flatten(dynamic)
+
+    def arrays_to_arrays(*leaves: Any) -> PyTree:
+        out = fun(eqx.combine(jtu.tree_unflatten(treedef, leaves), static))
+        return eqx.filter(out, eqx.is_array)
+
+    # A jaxpr has what `fun` closes over in its constants. Those can be tracers, if this
+    # is called inside of another transformation; only their types matter here.
+    is_manual = bool(manual_axes())
+    if is_manual or explicit_mesh(leaves) is not None:
+        closed = jax.make_jaxpr(arrays_to_arrays)(*leaves)
+    else:
+        with outside_of_mesh():
+            closed = jax.make_jaxpr(arrays_to_arrays)(*map(_struct, leaves))
+    num = len(closed.consts)
+
+    def program(*args: Any) -> list:
+        inner = jex.ClosedJaxpr(closed.jaxpr, list(args[:num]))
+        return jex.jaxpr_as_fun(inner)(*args[num:])
+
+    args = [*closed.consts, *leaves]
+    program = _within_vmaps(program, axis_names(closed.jaxpr) - manual_axes())
+    if is_manual:
+        program, structs = on_all_devices(program, args)
+    else:
+        structs = structs_on_devices(args)
+    with outside_of_mesh():
+        stats = jax.jit(program).lower(*structs).compile().memory_analysis()
+    if stats is None:
+        raise RuntimeError(
+            f"The compiler for {jax.default_backend()!r} does not report how much "
+            "memory a program takes. Give a size in place of the `MemoryBudget`."
+        )
+    return stats.temp_size_in_bytes + stats.output_size_in_bytes
+
+
+def _within_vmaps(program: Callable[..., list], names: set) -> Callable[..., list]:
+    """`program` within `jax.vmap`s that bind these names, as they are bound here."""
+    for name in names:
+        program = _within_vmap(program, name, int(lax.psum(1, name)))
+    return program
+
+
+def _within_vmap(
+    program: Callable[..., list], name: Any, size: int
+) -> Callable[..., list]:
+    def run(*args: Any) -> list:
+        # What differs between its places does so here; what does not, is there once.
+        mapped = jax.vmap(lambda: program(*args), axis_name=name, axis_size=size)
+        return [x[0] for x in mapped()]
+
+    return run
+
+
+def fit_size(budget: int, largest: int, bytes_at: Callable[[int], int]) -> int:
+    """A size in `[1, largest]` with `bytes_at(size) <= budget`, nearly the largest.
+
+    Takes `bytes_at` to be about affine and increasing, and calls it at most four times.
+    Where it is not, the size that is returned fits all the same, but there can be much
+    larger ones that do.
+
+    Raises `ValueError` if not even size 1 fits.
+    """
+    found: dict[int, int] = {}
+
+    def fits(size: int) -> bool:
+        if size not in found:
+            found[size] = bytes_at(size)
+        return found[size] <= budget
+
+    first, second = min(16, largest), min(64, largest)
+    if fits(first):
+        fits(second)
+    elif not fits(1):
+        raise ValueError(
+            f"A memory budget of {budget:,} bytes is too small: with blocks of one "
+            f"example, the program needs {found[1]:,} bytes for temporaries and "
+            "outputs. Raise the budget, or let the function take less: "
+            "`jax.checkpoint` keeps fewer intermediate values, and where there is a "
+            "result for each example, an accumulator such as `Sum` keeps only one."
+        )
+    while len(found) < _MAX_COMPILATIONS:
+        exact = _predict(budget, largest, found)
+        # The first guess is a little low, to have something that fits should the
+        # program be not quite affine; if it does, the second guess is as predicted.
+        has_room = len(found) > 2 and fits(list(found)[-1])
+        cautious = exact if has_room or exact == largest else int(0.95 * exact)
+        guesses = [guess for guess in (cautious, exact) if guess not in found]
+        if not guesses or guesses[0] < 1:
+            break
+        fits(guesses[0])
+    return max(filter(fits, found))
+
+
+def _predict(budget: int, largest: int, found: dict[int, int]) -> int:
+    """The size at which the line through the two sizes next to the budget meets it."""
+    below = sorted(size for size in found if found[size] <= budget)
+    above = [size for size in found if found[size] > budget]
+    if not above and (len(below) == 1 or found[below[-1]] <= found[below[-2]]):
+        return largest
+    low, high = (below[-1], min(above)) if above else below[-2:]
+    slope = (found[high] - found[low]) / (high - low)
+    guess = int(low + (budget - found[low]) / slope)
+    return min(guess, min(above) - 1 if above else largest)

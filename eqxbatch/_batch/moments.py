@@ -1,0 +1,456 @@
+"""Sums and moments over examples: exact for ragged blocks and after an early stop."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Inexact, Shaped
+
+from .._base.dtypes import (
+    accumulation_dtype,
+    check_holds,
+    common_dtype,
+    widened,
+    widest,
+)
+from .accumulators import AbstractAccumulator
+from .cut import Block, Blocks, full_block
+
+
+class _Total(eqx.Module):
+    """A sum over examples, the weight of those examples, and the results' dtype."""
+
+    total: Any
+    weight: Any
+    dtype: Any = eqx.field(static=True)
+
+
+class Sum(AbstractAccumulator[_Total]):
+    """The sum over all examples: `jnp.sum(..., axis=0)` of what `vmap` returns.
+
+    **Arguments:**
+
+    - `weights`: an array of shape `(n,)`, of numbers or bools; the sum is of
+        `weights[i] * result[i]`. Only for [`eqxbatch.filter_micro_vmap`][].
+    - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
+        what `jnp.sum` uses for integers and bools, and the results' own otherwise.
+        Weights of another kind are counted in: unsigned integers with signed weights
+        are added as signed ones, integers with real weights as real numbers, and
+        anything with complex weights as complex numbers.
+
+    The sum comes back in the dtype of the results, except for integers and bools, and
+    for real results with complex weights, where it has the dtype that it was added in.
+
+    Raises `TypeError` for a `dtype` that would drop the imaginary part, the fractional
+    part or the sign of results or weights.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Sum()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        20.0
+
+        ```
+    """
+
+    weights: Shaped[Array, " n"] | None = None
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def init(self, value: Any, blocks: Blocks) -> _Total:
+        check_weights("Sum", self.weights, blocks)
+        if self.weights is not None and not isinstance(value, _Total):
+            raise ValueError(
+                "Sum(weights=...) weights single examples, but here `fun` returns one "
+                "result for a whole microbatch. Pass the weights to `fun` as a batched "
+                "argument, or use `Mean(weights=...)`."
+            )
+        return _zeros_of(lambda value, _: self._whole(value), value, blocks)
+
+    def update(self, state: _Total, value: Any, block: Block) -> _Total:
+        return _Total(state.total + self._whole(value).total, None, state.dtype)
+
+    def finalize(self, state: _Total) -> Shaped[Array, "..."]:
+        return state.total.astype(state.dtype)
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Total:
+        whole = self._whole(values)
+        total = _weighted_sum(whole.total, self.weights, block)
+        return _Total(total, None, whole.dtype)
+
+    def _whole(self, value: Any) -> _Total:
+        if isinstance(value, _Total):
+            return value
+        total, dtype = _cast("Sum", value, self.dtype, self.weights, inexact=False)
+        return _Total(total, None, dtype)
+
+
+class Mean(AbstractAccumulator[_Total]):
+    """The mean over all examples: `jnp.mean(..., axis=0)` of what `vmap` returns.
+
+    Exact whether or not the microbatch size divides the batch: blocks count by their
+    number of examples (or their weight). After an early stop it is the mean over the
+    examples that ran. In [`eqxbatch.filter_microbatch`][] each result is taken to be
+    the mean over its microbatch.
+
+    **Arguments:**
+
+    - `weights`: an array of shape `(n,)`, of numbers that are not negative, or bools;
+        the result is
+        `sum(weights[i] * result[i]) / sum(weights)`.
+    - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
+        and the results' own otherwise.
+
+    The mean comes back in the dtype of the results. It is NaN over no examples, and
+    where the weights add up to zero. Raises `TypeError` for integer results unless
+    `dtype` is given, which is then the dtype of the mean.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Mean()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        4.0
+
+        ```
+    """
+
+    weights: Shaped[Array, " n"] | None = None
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def init(self, value: Any, blocks: Blocks) -> _Total:
+        check_weights("Mean", self.weights, blocks)
+        return _zeros_of(self._whole, value, blocks)
+
+    def update(self, state: _Total, value: Any, block: Block) -> _Total:
+        value = self._whole(value, block)
+        total = state.total + value.total
+        return _Total(total, state.weight + value.weight, state.dtype)
+
+    def finalize(self, state: _Total) -> Inexact[Array, "..."]:
+        total = widened(state.total)
+        return (total / state.weight.astype(total.dtype)).astype(state.dtype)
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Total:
+        total, dtype = _cast("Mean", values, self.dtype, self.weights, inexact=True)
+        weight = _block_weight(total.dtype, self.weights, block)
+        return _Total(_weighted_sum(total, self.weights, block), weight, dtype)
+
+    def _whole(self, value: Any, block: Block) -> _Total:
+        if isinstance(value, _Total):
+            return value
+        mean, dtype = _cast("Mean", value, self.dtype, self.weights, inexact=True)
+        weight = _block_weight(mean.dtype, self.weights, block)
+        return _Total(mean * weight.astype(mean.dtype), weight, dtype)
+
+
+class Spread(eqx.Module):
+    """Mean and sum of squared distances to it over some examples.
+
+    `count` is the number of examples and `observations` the number of results.
+    """
+
+    mean: Any
+    squares: Any
+    count: Any
+    observations: Any
+    dtype: Any = eqx.field(static=True)
+
+
+class RunningMean(AbstractAccumulator[Spread]):
+    """The mean over all examples, kept as a mean after every block.
+
+    As [`eqxbatch.Mean`][] without weights, for results whose sum would overflow: no
+    number larger than the results themselves is ever formed.
+
+    **Arguments:**
+
+    - `dtype`: the dtype to compute in, as for [`eqxbatch.Mean`][].
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.RunningMean()
+        ... )
+        >>> print(f(jnp.arange(5.0)))
+        4.0
+
+        ```
+
+    ??? cite
+
+        The update is the one of Welford, "Note on a method for calculating corrected
+        sums of squares and products", Technometrics 4(3), 1962.
+    """
+
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def init(self, value: Any, blocks: Blocks) -> Spread:
+        return _zeros_of(self._whole, value, blocks)
+
+    def update(self, state: Spread, value: Any, block: Block) -> Spread:
+        value = self._whole(value, block)
+        mean, _, count = _merge_means(state, value)
+        return Spread(mean, None, count, None, state.dtype)
+
+    def finalize(self, state: Spread) -> Inexact[Array, "..."]:
+        return _mean_or_nan(state)
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> Spread:
+        whole = self._whole(values, block)
+        return Spread(_mean(whole.mean), None, whole.count, None, whole.dtype)
+
+    def _whole(self, value: Any, block: Block) -> Spread:
+        if isinstance(value, Spread):
+            return value
+        mean, dtype = _cast("RunningMean", value, self.dtype, None, inexact=True)
+        return Spread(mean, None, jnp.asarray(block.size, jnp.int32), None, dtype)
+
+
+class MeanAndVariance(NamedTuple):
+    """What [`eqxbatch.Variance`][] returns for an array."""
+
+    mean: Inexact[Array, "..."]
+    variance: Inexact[Array, "..."]
+
+
+class Variance(AbstractAccumulator[Spread]):
+    """Mean and variance over all examples, in one pass and without cancellation.
+
+    Each array of the output becomes a [`eqxbatch.MeanAndVariance`][], whose fields are
+    `jnp.mean(..., axis=0)` and `jnp.var(..., axis=0, ddof=ddof)` of what `vmap`
+    returns. The variance of complex results is real.
+
+    In [`eqxbatch.filter_microbatch`][] each result is one observation that counts by
+    the examples of its microbatch: it is the variance between microbatches.
+
+    **Arguments:**
+
+    - `ddof`: the variance is divided by the number of results less `ddof`.
+    - `dtype`: the dtype to compute in, as for [`eqxbatch.Mean`][].
+
+    Raises `TypeError` for integer results unless `dtype` is given.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.Variance()
+        ... )
+        >>> mean, variance = f(jnp.arange(5.0))
+        >>> print(mean, variance)
+        4.0 8.0
+
+        ```
+
+    ??? cite
+
+        Blocks are merged as in Chan, Golub and LeVeque, "Algorithms for computing the
+        sample variance: analysis and recommendations", The American Statistician
+        37(3), 1983.
+    """
+
+    ddof: int = eqx.field(static=True, default=0)
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def init(self, value: Any, blocks: Blocks) -> Spread:
+        return _zeros_of(self._whole, value, blocks)
+
+    def update(self, state: Spread, value: Any, block: Block) -> Spread:
+        value = self._whole(value, block)
+        mean, delta, count = _merge_means(state, value)
+        real = widest(state.squares.dtype)
+        # In floating point, as the product of two counts can overflow an int32.
+        harmonic = state.count.astype(real) * (
+            value.count.astype(real) / count.astype(real)
+        )
+        # Multiplied before it is squared: the square alone may overflow.
+        distance = delta * jnp.sqrt(harmonic).astype(delta.dtype)
+        squares = state.squares + value.squares + _abs_squared(distance)
+        observations = state.observations + value.observations
+        return Spread(mean, squares, count, observations, state.dtype)
+
+    def finalize(self, state: Spread) -> MeanAndVariance:
+        real = widest(state.squares.dtype)
+        observations = state.observations.astype(real)
+        unbiased = observations / (observations - self.ddof)
+        variance = state.squares.astype(real) / state.count.astype(real) * unbiased
+        mean = _mean_or_nan(state)
+        return MeanAndVariance(mean, variance.astype(mean.real.dtype))
+
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> Spread:
+        whole = self._whole(values, block)
+        mean = _mean(whole.mean)
+        squares = jnp.sum(_abs_squared(whole.mean - mean[None]), axis=0)
+        return Spread(mean, squares, whole.count, whole.count, whole.dtype)
+
+    def _whole(self, value: Any, block: Block) -> Spread:
+        if isinstance(value, Spread):
+            return value
+        mean, dtype = _cast("Variance", value, self.dtype, None, inexact=True)
+        count = jnp.asarray(block.size, jnp.int32)
+        return Spread(
+            mean, jnp.zeros_like(mean.real), count, jnp.ones_like(count), dtype
+        )
+
+
+class OfTotals(AbstractAccumulator[Any]):
+    """A sum or mean over examples whose blocks come as (weighted) sums over them."""
+
+    accumulator: Sum | Mean
+
+    def init(self, value: Any, blocks: Blocks) -> Any:
+        block = full_block(blocks, 0)
+        value = jax.eval_shape(lambda value: self._value(value, block), value)
+        return self.accumulator.init(value, blocks)
+
+    def update(self, state: Any, value: Any, block: Block) -> Any:
+        return self.accumulator.update(state, self._value(value, block), block)
+
+    def finalize(self, state: Any) -> Shaped[Array, "..."]:
+        return self.accumulator.finalize(state)
+
+    def aggregate(self, values: Any, block: Block) -> Any:
+        return self.accumulator.aggregate(values, block)
+
+    def _value(self, total: Array, block: Block) -> Any:
+        accumulator = self.accumulator
+        name = type(accumulator).__name__
+        weights = accumulator.weights
+        wide, dtype = _cast(name, total, accumulator.dtype, None, inexact=True)
+        if isinstance(accumulator, Sum):
+            return _Total(wide, None, dtype)
+        return _Total(wide, _block_weight(wide.dtype, weights, block), dtype)
+
+
+def _zeros_of(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
+    """Zeros of the form that `whole` brings the value of a block to."""
+    block = full_block(blocks, 0)
+    struct = jax.eval_shape(lambda value: whole(value, block), value)
+    return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
+
+
+def _cast(
+    name: str,
+    value: Any,
+    requested: DTypeLike | None,
+    weights: Array | None,
+    *,
+    inexact: bool,
+) -> tuple[Array, Any]:
+    """`value` in the dtype to accumulate in, and the dtype to return it in."""
+    is_exact = not jnp.issubdtype(value.dtype, jnp.inexact)
+    if requested is None and is_exact and not inexact:
+        accumulation_dtype(name, value.dtype, None, inexact=False)
+        # Only `jnp.sum` knows which dtype it adds integers in.
+        dtype = jax.eval_shape(jnp.sum, value).dtype
+    else:
+        dtype = accumulation_dtype(name, value.dtype, requested, inexact=inexact)
+    if weights is not None:
+        dtype = _weighted_dtype(name, dtype, weights, requested)
+    is_returned = is_exact or not _holds(value.dtype, dtype)
+    return value.astype(dtype), dtype if is_returned else value.dtype
+
+
+def _weighted_dtype(
+    name: str, dtype: Any, weights: Array, requested: DTypeLike | None
+) -> Any:
+    """The dtype to add weighted results in, which alone would be added in `dtype`."""
+    if requested is not None:
+        check_holds(name, dtype, weights.dtype, "of `weights`")
+        return dtype
+    if jnp.issubdtype(dtype, jnp.inexact) and _holds(dtype, weights.dtype):
+        return dtype
+    if weights.dtype == jnp.bool_:
+        return dtype
+    own = jax.eval_shape(lambda x: jnp.sum(widened(x)), weights).dtype
+    is_unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    if is_unsigned and jnp.issubdtype(own, jnp.signedinteger):
+        # Promotion would make floats of the longest ones.
+        return jnp.dtype(f"int{8 * max(dtype.itemsize, own.itemsize)}")
+    return jax.dtypes.canonicalize_dtype(common_dtype(dtype, own))
+
+
+def _holds(dtype: Any, other: Any) -> bool:
+    """Whether one inexact dtype has an imaginary part if another one has."""
+    are_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (dtype, other)]
+    return are_complex[0] or not are_complex[1]
+
+
+def check_weights(name: str, weights: Any, blocks: Blocks) -> None:
+    if weights is not None and weights.shape != (blocks.total,):
+        raise ValueError(
+            f"{name}(weights=...) needs one weight for each example, shape "
+            f"({blocks.total},); got shape {weights.shape}."
+        )
+
+
+def check_real(name: str, weights: Any) -> None:
+    if weights is not None and not any(
+        jnp.issubdtype(weights.dtype, kind)
+        for kind in (jnp.floating, jnp.integer, jnp.bool_)
+    ):
+        raise TypeError(
+            f"{name}(weights=...) needs real numbers or bools here; got dtype "
+            f"{weights.dtype}. For complex weights, use `Sum` over the results of "
+            "`filter_micro_vmap`."
+        )
+
+
+def _weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
+    if weights is not None:
+        rows = block.take(weights).astype(values.dtype)
+        values = values * jnp.expand_dims(rows, tuple(range(1, values.ndim)))
+    return jnp.sum(values, axis=0, dtype=values.dtype)
+
+
+def _block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
+    if weights is None:
+        return jnp.asarray(block.size, jnp.int32)
+    check_real("Mean", weights)
+    return jnp.sum(block.take(weights).astype(widest(dtype)))
+
+
+def _mean(values: Inexact[Array, "b ..."]) -> Inexact[Array, "..."]:
+    """The mean along axis 0, without a sum that may overflow."""
+    wide = widened(values)
+    return jnp.sum(wide / values.shape[0], axis=0).astype(values.dtype)
+
+
+def _merge_means(state: Spread, value: Spread) -> tuple[Array, Array, Array]:
+    count = state.count + value.count
+    real = widest(state.mean.dtype)
+    shares = [
+        (x.count.astype(real) / count.astype(real)).astype(state.mean.dtype)
+        for x in (state, value)
+    ]
+    delta = value.mean - state.mean
+    # The difference is more exact, but not where it is infinite: there, a mean or both
+    # are, or they are huge and of different signs.
+    mean = jnp.where(
+        jnp.isfinite(delta),
+        state.mean + delta * shares[1],
+        state.mean * shares[0] + value.mean * shares[1],
+    )
+    return mean, delta, count
+
+
+def _mean_or_nan(state: Spread) -> Array:
+    return jnp.where(state.count > 0, state.mean, jnp.nan).astype(state.dtype)
+
+
+def _abs_squared(x: Array) -> Array:
+    return jnp.real(x * jnp.conj(x))

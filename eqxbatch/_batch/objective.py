@@ -1,0 +1,298 @@
+"""What differentiating features share: loss, selected parameters, batch."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, PyTree
+
+from .._base.dtypes import finite_sums, normalised, widened
+from .._base.jaxprs import evaluate_jaxpr, trace_example, uses_dtype
+from .axes import Batch, positional_names
+from .slots import is_struct
+
+
+class Selection(eqx.Module):
+    """Which leaves of a model are its parameters."""
+
+    _is_parameter: tuple[bool, ...] = eqx.field(static=True)
+
+    def __init__(self, model: PyTree, where: Callable | None, filter_spec: PyTree):
+        selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
+        leaves = jtu.tree_leaves(model)
+        chosen = [x is not _OTHER for x in selected]
+        if where is not None:
+            numbers = _numbers(model, where)
+            chosen = [is_chosen and i in numbers for i, is_chosen in enumerate(chosen)]
+        self._is_parameter = tuple(
+            is_chosen and eqx.is_inexact_array(leaf)
+            for is_chosen, leaf in zip(chosen, leaves, strict=True)
+        )
+        if not any(self._is_parameter):
+            raise ValueError(
+                "`where` and `filter_spec` leave no parameters: no array of an inexact "
+                "dtype is selected. Select the arrays that the derivative is to be "
+                "with respect to."
+            )
+
+    def partition(self, model: PyTree) -> tuple[PyTree, PyTree]:
+        """The parameters and all the rest, each with None for the other."""
+        leaves, treedef = jtu.tree_flatten(model)
+        if len(leaves) != len(self._is_parameter):
+            raise ValueError(
+                "The model has another structure than when the kernel was made: "
+                f"{len(leaves)} leaves in place of {len(self._is_parameter)}. Make a "
+                "new one."
+            )
+        return eqx.partition(model, jtu.tree_unflatten(treedef, self._is_parameter))
+
+    def split(self, model: PyTree) -> tuple[list[Array], Callable[[list], PyTree]]:
+        """The parameters, and what puts others in their place."""
+        parameters, rest = self.partition(model)
+        leaves, treedef = jtu.tree_flatten(parameters)
+        combine = lambda leaves: eqx.combine(jtu.tree_unflatten(treedef, leaves), rest)
+        return leaves, combine
+
+
+_OTHER = object()
+
+
+class _Number:
+    """Stands for a leaf of a model while `where` picks parts of it."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+def _numbers(model: PyTree, where: Callable) -> set[int]:
+    """The numbers of the leaves that `where` picks; parts of it may have none."""
+    leaves, treedef = jtu.tree_flatten(model)
+    marked = jtu.tree_unflatten(treedef, [_Number(i) for i, _ in enumerate(leaves)])
+    found = jtu.tree_leaves(where(marked))
+    for x in found:
+        if not isinstance(x, _Number):
+            raise ValueError(
+                "`where` must return parts of the model, whose arrays it must not "
+                f"look at; got {x!r} of type {type(x).__name__}. Select by dtype or "
+                "shape with `filter_spec`."
+            )
+    return {x.number for x in found}
+
+
+def differentiated(
+    args: tuple,
+    kwargs: dict[str, Any],
+    where: Callable | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
+) -> tuple[PyTree, PyTree]:
+    """What of the first argument is differentiated, and the rest of it."""
+    if not args:
+        raise ValueError(
+            "The argument that is differentiated comes first, by position; got "
+            f"only keyword arguments, {tuple(kwargs)}."
+        )
+    if not jtu.tree_leaves(eqx.filter(args[0], eqx.is_inexact_array)):
+        raise ValueError(
+            "The first argument has no arrays of an inexact dtype, so that there "
+            f"is nothing to differentiate; got {args[0]!r}. Give what the "
+            "derivative is with respect to as the first argument."
+        )
+    return Selection(args[0], where, filter_spec).partition(args[0])
+
+
+def axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
+    """`in_axes` for all arguments, from those for all but the first."""
+    if isinstance(in_axes, dict):
+        (first,) = positional_names(fun, 1)
+        if in_axes.get(first) is not None:
+            raise ValueError(
+                f"`in_axes` gives `{first}` the batch axis {in_axes[first]!r}, but the "
+                "first argument is the one that is differentiated, and is the same "
+                "for all examples. Leave it out."
+            )
+        return {**in_axes, first: None}
+    num = len(args) - 1
+    if isinstance(in_axes, (tuple, list)):
+        if len(in_axes) != num:
+            raise ValueError(
+                "`in_axes` is for the arguments after the first, which is never "
+                f"batched: it must have {num} entries for {len(args)} positional "
+                f"arguments; got {in_axes!r}."
+            )
+        return (None, *in_axes)
+    return (None, *[in_axes] * num)
+
+
+def check_complex(diff: PyTree, holomorphic: bool) -> None:
+    """Raises `TypeError` if `holomorphic` does not fit the parameters."""
+    are_complex = [jnp.iscomplexobj(x) for x in jtu.tree_leaves(diff)]
+    if holomorphic and not all(are_complex):
+        raise TypeError(
+            "With `holomorphic=True`, all arrays that are differentiated must be "
+            f"complex; got {_dtypes(diff)}."
+        )
+    if any(are_complex) and not holomorphic:
+        raise TypeError(
+            "A function of complex arrays has a derivative in their real and "
+            f"imaginary parts; got {_dtypes(diff)}. Give these as two real arrays, and "
+            "make the complex one of them inside of `fun`; or, if `fun` is "
+            "holomorphic, say `holomorphic=True`."
+        )
+
+
+def _dtypes(diff: PyTree) -> list[str]:
+    return [str(x.dtype) for x in jtu.tree_leaves(diff)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A function whose first argument is differentiated, and a call of it.
+
+    `diff` and `nondiff` are the two parts of that argument, and `batch` splits all
+    arguments. With `holomorphic`, values are complex.
+    """
+
+    fun: Callable
+    batch: Batch
+    diff: PyTree
+    nondiff: PyTree
+    has_aux: bool
+    holomorphic: bool = False
+
+    def __call__(self, diff: PyTree, rows: list) -> tuple[Array, PyTree]:
+        """Value and aux for one example, or for a microbatch."""
+        value, aux = self.outputs(diff, rows)
+        return check_value(value, self.holomorphic), aux
+
+    def outputs(self, diff: PyTree, rows: list) -> tuple[PyTree, PyTree]:
+        """What the function returns, whatever it is, and aux."""
+        (_, *rest), kwargs = self.batch.arguments(rows)
+        out = self.fun(eqx.combine(diff, self.nondiff), *rest, **kwargs)
+        if not self.has_aux:
+            return out, None
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ValueError(
+                "With `has_aux=True`, `fun` must return a pair `(value, aux)`; "
+                f"got {_describe(out)}."
+            )
+        return out
+
+
+def _describe(x: Any) -> str:
+    if eqx.is_array(x):
+        return f"an array of shape {x.shape} and dtype {x.dtype}"
+    return f"{x!r} of type {type(x).__name__}"
+
+
+def check_value(value: Any, holomorphic: bool = False) -> Array:
+    kind = jnp.complexfloating if holomorphic else jnp.floating
+    if eqx.is_array_like(value):
+        value = jnp.asarray(value)
+        if value.shape == () and jnp.issubdtype(value.dtype, kind):
+            return value
+    if holomorphic:
+        raise ValueError(
+            "With `holomorphic=True`, the value must be a complex scalar; `fun` "
+            f"returned {_describe(value)}."
+        )
+    raise ValueError(
+        "The value that is differentiated must be a real floating-point scalar; `fun` "
+        f"returned {_describe(value)}. Take the sum, the mean or the real part of it, "
+        "or use `has_aux=True` to return more than the value."
+    )
+
+
+def weighted_totals(
+    sums: Callable[[Array | None, float], list],
+    num: int,
+    weights: Array | None,
+    is_narrow: bool,
+) -> list[Array]:
+    """`sums(weights, 1.0)` of `num` terms, in float32 at least, without overflow.
+
+    Weights are scaled first, so that the range of the loss's dtype does not matter.
+    """
+    scale = None
+    if weights is not None:
+        weights, scale = normalised(weights)
+    total = finite_sums(
+        sums(weights, 1.0), lambda share: sums(weights, share), num, is_narrow
+    )
+    if scale is None:
+        return total
+    return [x * scale.astype(x.dtype) for x in total]
+
+
+class Example:
+    """A loss of one example, traced."""
+
+    def __init__(self, loss: Loss):
+        batch = loss.batch
+        self.has_aux = loss.has_aux
+        self.leaves, self.treedef = jtu.tree_flatten(loss.diff)
+        self.axes = list(batch.axes)
+
+        def flat(leaves: list, rows: list) -> tuple[Array, PyTree]:
+            return loss(jtu.tree_unflatten(self.treedef, leaves), rows)
+
+        try:
+            self.closed, self._out = trace_example(
+                flat, self.leaves, batch.arrays, self.axes
+            )
+        except NameError as e:
+            if "unbound axis name" not in str(e):
+                raise
+            raise ValueError(
+                "`fun` is the loss of one example, but it uses a named axis, as "
+                f"BatchNorm does in training mode ({e}). The gradient of an example is "
+                "not defined if the loss couples them: bring such layers to inference "
+                "mode. Or, for gradients without anything about single examples, give "
+                "the loss of a whole microbatch, which uses `jax.vmap` with that "
+                "`axis_name` itself, and say `batched=True`."
+            ) from e
+        # Whether sums over examples can overflow where their mean does not.
+        self.is_narrow = uses_dtype(self.closed.jaxpr, jnp.float16)
+
+    def run(self, leaves: list, rows: tuple) -> list:
+        """The arrays that the loss returns, the value first."""
+        jaxpr, consts = self.closed.jaxpr, list(self.closed.consts)
+        return evaluate_jaxpr(jaxpr, consts, [*leaves, *rows])
+
+    def vmap(self, one: Callable, rows: list) -> Any:
+        """`one(*rows)` for all examples of a block; it may return more than arrays."""
+        return eqx.filter_vmap(one, in_axes=tuple(self.axes))(*rows)
+
+    def outputs(self, arrays: list) -> dict[str, PyTree]:
+        """Value and aux, from the arrays that the loss returns."""
+        remaining = list(arrays)
+        value, aux = jtu.tree_map(
+            lambda x: remaining.pop(0) if is_struct(x) else x, self._out
+        )
+        return {"value": value, "aux": aux}
+
+    def gradient(self, leaves: list) -> PyTree:
+        """Arrays for the leaves, in the structure of the gradient."""
+        return jtu.tree_unflatten(self.treedef, leaves)
+
+    def totals(
+        self,
+        sums: Callable[[Array | None, float], list],
+        num: int,
+        weights: Array | None,
+        is_mean: bool,
+    ) -> dict[str, dict[str, PyTree]]:
+        """The gradient of a block of `num` examples: its total, or its mean.
+
+        `sums(weights, share)` are the weighted sums over the examples, times a number.
+        """
+        if is_mean and not self.is_narrow:
+            mean = [widened(x) for x in sums(None, 1 / num)]
+            return {"whole": {"gradient": self.gradient(mean)}}
+        total = weighted_totals(sums, num, weights, self.is_narrow)
+        if is_mean:
+            mean = [x / num for x in total]
+            return {"whole": {"gradient": self.gradient(mean)}}
+        return {"total": {"gradient": self.gradient(total)}}

@@ -1,0 +1,51 @@
+"""Examples that are worked on in blocks, without anything of a transform around it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from .accumulators import AbstractAccumulator
+from .cut import Blocks
+from .loop import run_blocks
+from .slots import match_accumulators
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The examples of one side: arrays, and which of their axes is the batch."""
+
+    arrays: list
+    axes: tuple[int, ...]
+    total: int
+
+    def at(self, start: Any, size: int) -> "Rows":
+        if size == self.total:
+            return self
+        cut = [
+            lax.dynamic_slice_in_dim(x, start, size, axis)
+            for x, axis in zip(self.arrays, self.axes, strict=True)
+        ]
+        return Rows(cut, self.axes, size)
+
+    def one(self) -> list:
+        """An example of zeros, for what does not depend on it."""
+        return [
+            jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
+            for x, axis in zip(self.arrays, self.axes, strict=True)
+        ]
+
+
+def accumulated(
+    fun: Callable[[list, int], Any],
+    rows: Rows,
+    size: int | None,
+    accumulator: AbstractAccumulator,
+) -> Any:
+    """What `fun` returns for the arrays of blocks of rows, accumulated."""
+    blocks = Blocks(rows.total, max(1, min(size or rows.total, rows.total)))
+    run = lambda arrays, size: (fun(arrays, size), None)
+    slots = lambda output, _: match_accumulators(accumulator, output)
+    return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)

@@ -1,0 +1,179 @@
+"""Which accumulator stands for which arrays of an output."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jaxtyping import Array, PyTree
+from optax import microbatching
+
+from .._base.trees import match_prefix
+from .accumulators import AbstractAccumulator, Concat
+from .cut import Block, Blocks
+from .moments import Mean, RunningMean, Sum
+
+
+class _OptaxAccumulator(AbstractAccumulator[Any]):
+    """An `optax.microbatching.Accumulator`, used as it is."""
+
+    leafwise = False
+    accumulator: microbatching.Accumulator = eqx.field(static=True)
+
+    def init(self, value: PyTree, blocks: Blocks) -> Any:
+        return self.accumulator.init(value)
+
+    def update(self, state: Any, value: PyTree, block: Block) -> Any:
+        index: Any = block.index  # optax says int, and gives a traced array.
+        return self.accumulator.update(state, value, index)
+
+    def finalize(self, state: Any) -> PyTree:
+        return self.accumulator.finalize(state)
+
+    def aggregate(self, values: PyTree, block: Block) -> PyTree:
+        return self.accumulator.aggregate(values)
+
+
+_FROM_OPTAX: dict[Any, Callable[[], AbstractAccumulator]] = {
+    microbatching.AccumulationType.CONCAT: Concat,
+    microbatching.AccumulationType.SUM: Sum,
+    microbatching.AccumulationType.MEAN: Mean,
+    microbatching.AccumulationType.RUNNING_MEAN: RunningMean,
+}
+
+
+class Slot(eqx.Module):
+    """One accumulator and the arrays of the output that it is given.
+
+    `indices` are positions in the flat list of the output's arrays, and `treedef` puts
+    them together to the sub-PyTree that the accumulator sees. `per_example` says
+    whether those arrays hold one result for each example, along axis 0.
+    """
+
+    accumulator: AbstractAccumulator
+    indices: tuple[int, ...] = eqx.field(static=True)
+    treedef: Any = eqx.field(static=True)
+    path: str = eqx.field(static=True)
+    per_example: bool = eqx.field(static=True, default=False)
+
+    def value(self, arrays: list, block: Block) -> PyTree[Array]:
+        """The value of a block, from all arrays of the output for it."""
+        value = jtu.tree_unflatten(self.treedef, [arrays[i] for i in self.indices])
+        with self.named():
+            return (
+                self.accumulator.aggregate(value, block) if self.per_example else value
+            )
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Says in errors which output they are about."""
+        try:
+            yield
+        except (TypeError, ValueError) as e:
+            e.add_note(f"This is about output{self.path}.")
+            raise
+
+
+def is_accumulator(x: Any) -> bool:
+    return x is None or isinstance(x, AbstractAccumulator)
+
+
+def canonicalise(accumulator: Any) -> AbstractAccumulator | None:
+    if is_accumulator(accumulator):
+        return accumulator
+    if isinstance(accumulator, microbatching.AccumulationType):
+        return _FROM_OPTAX[accumulator]()
+    if isinstance(accumulator, microbatching.Accumulator):
+        return _OptaxAccumulator(accumulator)
+    raise TypeError(
+        f"Unknown accumulator {accumulator!r} of type {type(accumulator).__name__}. "
+        "`accumulator` takes a PyTree prefix of the output whose leaves are "
+        "`eqxbatch.AbstractAccumulator`s (an instance, such as `Sum()`), "
+        "`optax.microbatching.AccumulationType`s or "
+        "`optax.microbatching.Accumulator`s."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The accumulators of an output: one slot for each place that has arrays."""
+
+    slots: list[Slot]
+    _parts: list[tuple[AbstractAccumulator | None, PyTree]]
+    _treedef: Any
+
+    def combine(self, results: list[PyTree]) -> PyTree:
+        """The output, from the results of the slots in their order."""
+        remaining = list(results)
+
+        def place(leaf: Any) -> PyTree:
+            return remaining.pop(0) if is_struct(leaf) else leaf
+
+        parts = []
+        for accumulator, part in self._parts:
+            if accumulator is None or accumulator.leafwise:
+                parts.append(jtu.tree_map(place, part))
+            else:
+                arrays, static = eqx.partition(part, is_struct)
+                if not jtu.tree_leaves(arrays):
+                    parts.append(part)
+                    continue
+                result = remaining.pop(0)
+                same = jtu.tree_structure(result) == jtu.tree_structure(arrays)
+                parts.append(eqx.combine(result, static) if same else result)
+        return jtu.tree_unflatten(self._treedef, parts)
+
+
+def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
+    """Matches a PyTree prefix of accumulators to an output.
+
+    `output` has `jax.ShapeDtypeStruct`s for its arrays; everything else in it is
+    static. A `None` among the accumulators stands for a part without arrays.
+
+    Raises `ValueError` where it is no prefix or leaves arrays out, and `TypeError` for
+    what is not an accumulator.
+    """
+    accumulator = jtu.tree_map(canonicalise, accumulator, is_leaf=is_accumulator)
+    places = match_prefix(
+        "accumulator",
+        accumulator,
+        output,
+        "a PyTree prefix of what `fun` returns",
+        "Give one accumulator for the whole output, or one for each part of it. ",
+        is_accumulator,
+    )
+
+    slots: list[Slot] = []
+    for path, acc, part in places:
+        arrays = eqx.filter(part, is_struct)
+        paths, treedef = jtu.tree_flatten_with_path(arrays)
+        if not paths:
+            continue
+        if acc is None:
+            raise ValueError(
+                f"`accumulator` is None for output{jtu.keystr(path)}, which has "
+                "arrays. Give an accumulator for them, such as `Concat()`."
+            )
+        first = sum(len(slot.indices) for slot in slots)
+        if acc.leafwise:
+            leaf = jtu.tree_structure(0)
+            for i, (sub, _) in enumerate(paths):
+                slots.append(Slot(acc, (first + i,), leaf, jtu.keystr((*path, *sub))))
+        else:
+            indices = tuple(range(first, first + len(paths)))
+            slots.append(Slot(acc, indices, treedef, jtu.keystr(path)))
+    parts = [(acc, part) for _, acc, part in places]
+    treedef = jtu.tree_structure(accumulator, is_leaf=is_accumulator)
+    return Slots(slots, parts, treedef)
+
+
+def is_struct(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def array_structs(output: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of an output, in the order in which slots number them."""
+    return [x for x in jtu.tree_leaves(output) if is_struct(x)]

@@ -1,0 +1,207 @@
+"""The Module that every transform returns, and its settings."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Int, PyTree
+
+from .._base.explicit import on_one_mesh, spread_freely, within_mesh
+from .._base.mesh import num_parts
+from .._base.trees import as_int
+from .axes import Batch
+from .cut import Blocks
+from .loop import run_blocks
+from .memory import check_size, MemoryBudget, resolve_size, resolved
+from .slots import Slots
+
+
+class AbstractTransform(eqx.Module):
+    """The settings of a transform, and what it does with a call.
+
+    - `is_compiled`: whether calls are compiled as a whole. If not, `apply` runs as it
+        is, and compiles what it sees fit.
+    - `takes_instance`: whether the instance of a method is an argument as all others
+        are. If not, it belongs to the function.
+    """
+
+    is_compiled: ClassVar[bool]
+    takes_instance: ClassVar[bool]
+
+    @abc.abstractmethod
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of calling the transformed `fun`."""
+
+
+class AbstractSpread(AbstractTransform):
+    """A transform for which the compiler decides how arrays are spread over a mesh.
+
+    That is also so where the axes of the mesh are explicit.
+    """
+
+    @abc.abstractmethod
+    def specs(
+        self, call: tuple[Callable, tuple, dict[str, Any]], out: PyTree
+    ) -> PyTree:
+        """How the results of a call are spread: a prefix with `PartitionSpec`s."""
+
+
+class Transformed(eqx.Module):
+    """A transformed function.
+
+    It is a PyTree whose leaves are those of the function that it wraps and of the
+    transform's settings, it works as a method, and it looks like what it wraps.
+    """
+
+    _transform: AbstractTransform
+    _fun: Callable
+
+    def __hash__(self) -> int:
+        # Fields can be dicts, such as `in_axes`, but for PyTrees that is structure.
+        leaves, treedef = jtu.tree_flatten(self)
+        return hash((treedef, *leaves))
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self._fun
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if self._transform.is_compiled:
+            return _apply(resolved(self._transform), self._fun, args, kwargs)
+        return self._transform.apply(self._fun, args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any) -> Callable:
+        del owner
+        if instance is None:
+            return self
+        if self._transform.takes_instance:
+            return eqx.Partial(self, instance)
+        return Transformed(self._transform, eqx.Partial(self._fun, instance))
+
+
+# One compiled function serves all transforms: what is called is an argument of it, so
+# that the arrays of modules are arguments of the program, and so that an equal call
+# finds the compiled program again.
+@eqx.filter_jit
+def _apply(
+    transform: AbstractTransform, fun: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    operands = on_one_mesh((transform, fun, args, kwargs))
+    apply = lambda transform, *call: transform.apply(*call)
+    with within_mesh(operands):
+        spread = operands[0]
+        if not isinstance(spread, AbstractSpread):
+            return apply(*operands)
+        specs = functools.partial(spread.specs, operands[1:])
+        return spread_freely(apply, operands, (), specs)()
+
+
+def transformed(transform: AbstractTransform, fun: Callable) -> Transformed:
+    """Wraps `fun`. Raises `TypeError` if it is not callable."""
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be callable; got {fun!r} of type {type(fun).__name__}."
+        )
+    wrapper: Any = eqx.module_update_wrapper(Transformed(transform, fun))
+    return wrapper
+
+
+class Blocking(eqx.Module):
+    """How a batch is cut into microbatches, and how many of them run."""
+
+    microbatch_size: int | MemoryBudget | None
+    num_real_microbatches: int | Int[Array, ""] | None
+    checkpoint: bool
+
+    def __init__(
+        self, microbatch_size: Any, num_real_microbatches: Any, checkpoint: bool
+    ):
+        self.microbatch_size = check_size("microbatch_size", microbatch_size)
+        self.num_real_microbatches = _check_count(num_real_microbatches)
+        self.checkpoint = checkpoint
+
+    def blocks(
+        self,
+        batch: Batch,
+        total: int,
+        transform: AbstractTransform,
+        call: tuple[Callable, tuple, dict[str, Any]],
+    ) -> Blocks:
+        """How a batch of `total` examples is cut.
+
+        `transform` is what this is the `blocking` of, and `call` what it is applied to:
+        the program for a budget to measure.
+        """
+
+        def run_with(size: int) -> Callable[[tuple], Any]:
+            def run(operands: tuple) -> Any:
+                transform, *call = operands
+                blocking = dataclasses.replace(transform.blocking, microbatch_size=size)
+                return dataclasses.replace(transform, blocking=blocking).apply(*call)
+
+            return run
+
+        # The transform is one of the operands, as the memory depends on its settings.
+        operands = (transform, *call)
+        size = resolve_size(self.microbatch_size, total, run_with, operands)
+        parts = num_parts(batch.arrays, batch.axes, total)
+        # Each part gives the same share.
+        return Blocks(total, min(-(-size // parts) * parts, max(total, 1)), parts)
+
+    def num_examples(self, blocks: Blocks) -> int | Array:
+        """How many examples run."""
+        count = self.num_real_microbatches
+        if count is None:
+            return blocks.total
+        return jnp.minimum(count * blocks.size, blocks.total)
+
+    def run(
+        self,
+        arrays: list,
+        axes: tuple[int, ...],
+        blocks: Blocks,
+        fun: Callable[[list, int], tuple[PyTree, Any]],
+        make_slots: Callable[[PyTree, Any], Slots],
+    ) -> PyTree:
+        """Runs `fun` over the blocks of a batch; see `run_blocks`."""
+        limit = _check_limit(self.num_real_microbatches, blocks.num)
+        return run_blocks(fun, arrays, axes, blocks, make_slots, limit, self.checkpoint)
+
+
+def _check_count(count: Any) -> int | Array | None:
+    if count is None:
+        return None
+    if isinstance(count, jax.Array):
+        if count.shape == () and jnp.issubdtype(count.dtype, jnp.integer):
+            # Numbers of microbatches and of examples can need more bits.
+            is_narrow = jnp.iinfo(count.dtype).bits < 32
+            return count.astype(jnp.int32) if is_narrow else count
+        got = f"an array of shape {count.shape} and dtype {count.dtype}"
+    else:
+        number = as_int(count)
+        if number is not None:
+            return number
+        got = f"{count!r} of type {type(count).__name__}"
+    raise TypeError(
+        "`num_real_microbatches` must be an int, an integer array of shape (), or "
+        f"None; got {got}."
+    )
+
+
+def _check_limit(count: int | Array | None, num: int) -> int | Array | None:
+    remedy = (
+        f"`num_real_microbatches` must be between 0 and the number of microbatches, "
+        f"{num}"
+    )
+    if isinstance(count, jax.Array):
+        return eqx.error_if(count, (count < 0) | (count > num), f"{remedy}.")
+    if count is not None and not 0 <= count <= num:
+        raise ValueError(f"{remedy}; got {count}. Use None to run all of them.")
+    return count

@@ -1,0 +1,210 @@
+"""Gradients, norms and kernels, as sites give them and as JAX does."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._base.dtypes import common_dtype, squared_norm
+from .._gradients.micro_grad import filter_micro_value_and_grad
+from .._ntk.empirical import EmpiricalNTK
+from .._sites.cost import has_gram
+from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
+from .._sites.factors import Factors, gradients, gram, squared_norms, weighted_sum
+from .._sites.forms import Label
+from .._sites.site import Site
+from .._sites.trace import Program
+from .subject import as_numpy, largest_entry, largest_error, Subject
+
+
+_OUTPUTS: tuple[Label, Label] = (("output", 0), ("output", 1))
+
+
+_KERNEL: Labels = (EXAMPLE, _OUTPUTS[0], OTHER_EXAMPLE, _OUTPUTS[1])
+
+
+Errors = dict[str, float]
+
+
+def first_order(subject: Subject) -> tuple[list[Errors], Errors, list[np.ndarray]]:
+    """The errors of each leaf and of all together; and what JAX's Jacobians are."""
+    each, jacobians = _truth(subject)
+    truth = [*zip(each, jacobians, strict=True)]
+    found = _by_sites(subject)
+    floor = _floor(subject, max(map(largest_entry, each), default=0.0))
+    errors = [
+        _leaf_errors(*own, *true, _weights(subject), floor)
+        for own, true in zip(found, truth, strict=True)
+    ]
+    whole = _whole_errors(subject, each, jacobians)
+    return errors, whole, jacobians
+
+
+def _floor(subject: Subject, largest: float) -> float:
+    """What is no more than that, as compared to other leaves, counts as rounding."""
+    dtype = common_dtype(*(x.dtype for x in subject.leaves))
+    return float(jnp.finfo(dtype).eps) ** 0.5 * largest
+
+
+def _weights(subject: Subject) -> np.ndarray:
+    return np.linspace(1.0, -0.5, subject.num)
+
+
+def _truth(subject: Subject) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Gradients and Jacobians of each example, by `jax.grad` and `jax.jacrev`."""
+
+    @jax.jit
+    def run(leaves: list, rows: list) -> tuple[list, list]:
+        gradient = jax.vmap(jax.grad(subject.value), (None, 0))(leaves, rows)
+        jacobian = jax.vmap(jax.jacrev(subject.outputs), (None, 0))(leaves, rows)
+        return gradient, jacobian
+
+    each, jacobians = run(subject.leaves, subject.rows)
+    return [as_numpy(x) for x in each], [as_numpy(x) for x in jacobians]
+
+
+def _by_sites(subject: Subject) -> list[tuple[dict[str, list[Array]], Array]]:
+    """For each leaf, what all contractions that are exact for it give.
+
+    These are gradients of each example, weighted sums of them, squared norms and
+    kernels; and Jacobians.
+    """
+    one = [row[0] for row in subject.rows]
+    closed = jax.make_jaxpr(subject.outputs)(subject.leaves, one)
+    program = Program(closed, len(subject.leaves))
+
+    @jax.jit
+    def run(leaves: list, rows: list) -> list:
+        def of_one(*rows: Array) -> tuple[list, list, list]:
+            outs, operands, pullback = program.linearize(leaves, [*rows], 1)
+            pull = lambda seed: pullback([seed])
+            seeds = jnp.eye(outs[0].size, dtype=outs[0].dtype)
+            gradient = pull(jax.grad(subject.scalar)(outs[0]))
+            return operands, gradient, jax.vmap(pull)(seeds)
+
+        operands, cotangents, pulled = jax.vmap(of_one)(*rows)
+        factors = Factors(operands, cotangents)
+        sides = [Factors(operands, pulled, (label,)) for label in _OUTPUTS]
+        return [
+            _contracted(program.sites_of(leaf), factors, sides, struct, subject)
+            for leaf, struct in enumerate(program.leaves)
+        ]
+
+    return run(subject.leaves, subject.rows)
+
+
+def _contracted(
+    sites: list[Site],
+    factors: Factors,
+    sides: list[Factors],
+    struct: jax.ShapeDtypeStruct,
+    subject: Subject,
+) -> tuple[dict[str, list[Array]], Array]:
+    num = subject.num
+    if not sites:
+        zeros = jnp.zeros((num, subject.num_outputs, *struct.shape), struct.dtype)
+        return {"each": [zeros[:, 0]], "sums": [], "norms": [], "kernels": []}, zeros
+    each = gradients(sites, factors, struct)
+    dtype = each.real.dtype
+    weights = jnp.asarray(_weights(subject), dtype)
+    found = {
+        "each": [each],
+        "sums": [weighted_sum(sites, factors, struct, weights)],
+        "norms": [squared_norm(each)],
+        "kernels": [],
+    }
+    if has_gram(sites):
+        found["norms"].append(squared_norms(sites, factors))
+        kernel = gram(sites, sides[0], sites, sides[1], OTHER_EXAMPLE, _KERNEL)
+        found["kernels"].append(kernel)
+    return found, gradients(sites, sides[0], struct)
+
+
+def _leaf_errors(
+    found: dict[str, list[Array]],
+    jacobian: Array,
+    each: np.ndarray,
+    true_jacobian: np.ndarray,
+    weights: np.ndarray,
+    floor: float,
+) -> Errors:
+    norms = _norms([each])
+    kernel = _kernel(true_jacobian)
+    total = np.tensordot(weights, each, 1)
+    scale = max(largest_entry(each), floor)
+    pairs = [(x, each) for x in found["each"]] + [(x, total) for x in found["sums"]]
+    errors = [largest_error(*pair, scale) for pair in pairs]
+    errors.append(largest_error(jacobian, true_jacobian))
+    kernels = [_kernel(as_numpy(jacobian)), *found["kernels"]]
+    kernels = [np.broadcast_to(as_numpy(x), kernel.shape) for x in kernels]
+    norm_scale = max(largest_entry(norms), floor)
+    return {
+        "gradient": max(errors),
+        "norm": max(
+            (
+                largest_error(np.sqrt(as_numpy(x)), norms, norm_scale)
+                for x in found["norms"]
+            ),
+            default=0.0,
+        ),
+        "kernel": max(largest_error(x, kernel) for x in kernels),
+    }
+
+
+def _norms(each: list[np.ndarray]) -> np.ndarray:
+    """Those of each example, of some leaves together."""
+    flat = [x.reshape(x.shape[0], -1) for x in each]
+    return np.sqrt(sum(np.sum(np.abs(x) ** 2, 1) for x in flat))
+
+
+def _kernel(jacobian: np.ndarray) -> np.ndarray:
+    """The share of a leaf, from its Jacobian; a complex one is two real ones."""
+    flat = jacobian.reshape(*jacobian.shape[:2], -1)
+    return np.real(np.einsum("iap,jbp->iajb", flat, flat.conj(), optimize=True))
+
+
+class _Model(eqx.Module):
+    leaves: list
+    outputs: Callable = eqx.field(static=True)
+
+    def __call__(self, rows: list) -> Array:
+        return self.outputs(self.leaves, rows)
+
+
+def _whole_errors(
+    subject: Subject,
+    each: list[np.ndarray],
+    jacobians: list[np.ndarray],
+) -> Errors:
+    """Of clipped gradients and the norms that they are clipped by, and of kernels."""
+    norms = _norms(each)
+    bound = float(np.median(norms)) / 2 or 1.0
+    clipped = filter_micro_value_and_grad(
+        lambda leaves, rows: subject.value(leaves, rows),
+        clip_norm=bound,
+        return_norms=True,
+        method="sites",
+    )
+    _, gradient, statistics = clipped(subject.leaves, subject.rows)
+    scales = np.minimum(1.0, bound / np.maximum(norms, bound)) / subject.num
+    worst = max(map(largest_entry, each), default=0.0)
+    errors = [
+        largest_error(
+            found,
+            np.tensordot(scales, true, 1),
+            max(largest_entry(true) * float(scales.max()), _floor(subject, worst)),
+        )
+        for found, true in zip(gradient, each, strict=True)
+    ]
+    ntk = EmpiricalNTK(
+        _Model(subject.leaves, subject.outputs), trace_axes=(), implementation="sites"
+    )
+    kernel = as_numpy(ntk(subject.rows)).transpose(0, 2, 1, 3)
+    return {
+        "gradient": max(errors),
+        "norm": largest_error(statistics.norms, norms),
+        "kernel": largest_error(kernel, sum(map(_kernel, jacobians))),
+    }

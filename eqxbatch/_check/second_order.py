@@ -1,0 +1,246 @@
+"""Hessians, their diagonals and Gauss-Newton matrices, as sites give them and JAX.
+
+Blocks of leaves that are large, or whose sites return much, are left out: sites form
+them, and all that they are made of. Where JAX would take a product with a Hessian for
+each of many entries, it takes some for random directions instead.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._batch.axes import split_batch
+from .._batch.objective import Loss
+from .._curvature.by_products import replaced
+from .._curvature.by_sites import is_covered
+from .._curvature.methods import AbstractCurvature, CurvatureBlocks, make_curvature
+from .._curvature.site_blocks import Pair, Wanted
+from .._sites.trace import Program
+from .subject import as_numpy, largest_entry, largest_error, Subject
+
+
+# How many entries what a site returns may have, and those of all leaves together; and a
+# leaf that is left to products.
+_MOST_OF_TAP, _MOST_OF_TAPS, _MOST_COLUMNS = 1024, 4096, 256
+
+
+# How many blocks of a matrix there may be, and with how many entries all together.
+_MOST_BLOCKS, _MOST_OF_BLOCKS = 128, 2**23
+
+
+# Leaves with no more entries are compared in all of them, others in so many, and in as
+# many random directions.
+_MOST_EXACT, _NUM_DIRECTIONS = 64, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """JAX's products of the Hessian and Gauss-Newton matrix with one direction.
+
+    The direction is in the leaf of that number, and along its one `entry` if there is
+    one. Products are there for the leaves that they are compared for.
+    """
+
+    leaf: int
+    entry: int | None
+    direction: np.ndarray
+    hessian: dict[int, np.ndarray]
+    gauss_newton: dict[int, np.ndarray]
+
+
+def second_order(
+    subject: Subject, jacobians: list[np.ndarray]
+) -> list[dict[str, float]]:
+    """The errors of each leaf, given the Jacobians of each example."""
+    errors: list[dict[str, float]] = [{} for _ in subject.leaves]
+    if any(map(jnp.iscomplexobj, subject.leaves)):
+        # These have a Hessian in their real and imaginary parts only.
+        return errors
+    wanted = {
+        "hessian": _wanted(subject, is_diagonal=False, is_ggn=False),
+        "diagonal": _wanted(subject, is_diagonal=True, is_ggn=False),
+        "gauss_newton": _wanted(subject, is_diagonal=False, is_ggn=True),
+    }
+    compared = set().union(*(own.leaves for own in wanted.values()))
+    if not compared:
+        return errors
+    found = _by_sites(subject, wanted)
+    curved = sorted(wanted["hessian"].leaves | wanted["diagonal"].leaves)
+    products = [*_products(subject, jacobians, sorted(compared), curved)]
+    for quantity, own in wanted.items():
+        for leaf, error in _compared(own, found[quantity], products, quantity).items():
+            errors[leaf][quantity] = error
+    return errors
+
+
+def _curvature(subject: Subject, leaves: list, *, is_ggn: bool) -> AbstractCurvature:
+    fun = subject.outputs if is_ggn else subject.value
+    batch = split_batch(fun, (None, 0), (leaves, subject.rows), {})
+    loss = Loss(fun, batch, leaves, [None for _ in leaves], has_aux=False)
+    of_output = (lambda outs, rows: subject.loss(outs)) if is_ggn else None
+    return make_curvature(loss, of_output, "auto", checkpoint=False)
+
+
+def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
+    """The blocks that are small enough, of leaves whose sites return little enough."""
+    curvature = _curvature(subject, subject.leaves, is_ggn=is_ggn)
+    program = Program(
+        curvature.closed,
+        len(subject.leaves),
+        forbids_products=curvature.forbids_products,
+    )
+    all_own = Wanted([(i, i) for i, _ in enumerate(subject.leaves)], is_diagonal)
+    chosen: list[int] = []
+    taps: set[int] = set()
+    sizes = [struct.size for struct in program.taps]
+    # Leaves with small taps first, so that as many as possible are compared.
+    taps_of = lambda leaf: {site.tap for site in program.sites_of(leaf)}
+    for leaf in sorted(
+        range(len(subject.leaves)), key=lambda i: sum(sizes[t] for t in taps_of(i))
+    ):
+        own = taps_of(leaf)
+        if not is_covered(program, leaf, all_own):
+            if subject.leaves[leaf].size <= _MOST_COLUMNS:
+                chosen.append(leaf)
+            continue
+        is_small = all(sizes[tap] <= _MOST_OF_TAP for tap in own)
+        if is_small and sum(sizes[tap] for tap in taps | own) <= _MOST_OF_TAPS:
+            chosen.append(leaf)
+            taps |= own
+    if not is_ggn and curvature.excludes_sites(set(chosen)):
+        return Wanted([], is_diagonal)
+    return Wanted(_small_pairs(subject, chosen, is_diagonal), is_diagonal)
+
+
+def _small_pairs(subject: Subject, leaves: list[int], is_diagonal: bool) -> list[Pair]:
+    if is_diagonal:
+        return [(leaf, leaf) for leaf in sorted(leaves)]
+    own = [(leaf, leaf) for leaf in leaves]
+    others = [*itertools.combinations(sorted(leaves), 2)]
+    # Some of all sizes, if there is no room for all.
+    np.random.default_rng(0).shuffle(others)
+    room, chosen = _MOST_OF_BLOCKS, []
+    for first, second in (*own, *map(tuple, others)):
+        size = subject.leaves[first].size * subject.leaves[second].size
+        if size <= room and len(chosen) < _MOST_BLOCKS:
+            room -= size
+            chosen.append((int(first), int(second)))
+    return chosen
+
+
+def _by_sites(subject: Subject, wanted: dict[str, Wanted]) -> dict[str, list]:
+    """The blocks that are wanted, summed over the examples."""
+
+    @jax.jit
+    def run(leaves: list, rows: list) -> dict[str, list[Array]]:
+        own = dataclasses.replace(subject, leaves=leaves, rows=rows)
+        result: dict[str, list[Array]] = {}
+        for quantity, blocks in wanted.items():
+            is_ggn = quantity == "gauss_newton"
+            curvature = _curvature(own, leaves, is_ggn=is_ggn)
+            if blocks.pairs:
+                by_sites = CurvatureBlocks(curvature, blocks, "sites", None)
+                result[quantity] = by_sites.sums(rows, None)
+            else:
+                result[quantity] = []
+        return result
+
+    return run(subject.leaves, subject.rows)
+
+
+def _products(
+    subject: Subject,
+    jacobians: list[np.ndarray],
+    leaves: list[int],
+    curved: list[int],
+) -> Iterator[_Product]:
+    """With directions in `leaves`; Hessians are those in the leaves `curved` only."""
+    point = [subject.leaves[leaf] for leaf in curved]
+
+    def total(own: list) -> Array:
+        leaves = replaced(subject.leaves, curved, own)
+        return jnp.sum(jax.vmap(subject.value, (None, 0))(leaves, subject.rows))
+
+    @jax.jit
+    def hessian(vector: list) -> list:
+        return jax.jvp(jax.grad(total), (point,), (vector,))[1]
+
+    one = jnp.zeros(jacobians[0].shape[1], subject.rows[-1].dtype)
+    curve = as_numpy(jax.hessian(subject.loss)(one))
+    for leaf, entry, direction in _directions(subject, leaves):
+        products: dict[int, np.ndarray] = {}
+        if leaf in curved:
+            vector = [jnp.zeros_like(x) for x in point]
+            vector[curved.index(leaf)] = jnp.asarray(
+                direction, subject.leaves[leaf].dtype
+            )
+            found = zip(curved, hessian(vector), strict=True)
+            products = {other: as_numpy(x) for other, x in found}
+        pushed = jacobians[leaf].reshape(*jacobians[leaf].shape[:2], -1)
+        pushed = pushed @ direction.reshape(-1) @ curve
+        pulled = {i: np.tensordot(pushed, jacobians[i], 2) for i in leaves}
+        yield _Product(leaf, entry, direction, products, pulled)
+
+
+def _directions(
+    subject: Subject, leaves: list[int]
+) -> Iterator[tuple[int, int | None, np.ndarray]]:
+    generator = np.random.default_rng(0)
+    for leaf in leaves:
+        size, shape = subject.leaves[leaf].size, subject.leaves[leaf].shape
+        is_exact = size <= _MOST_EXACT
+        num = size if is_exact else _NUM_DIRECTIONS
+        for entry in generator.choice(size, num, replace=False):
+            one_hot = np.zeros(size)
+            one_hot[entry] = 1.0
+            yield leaf, int(entry), one_hot.reshape(shape)
+        for _ in range(0 if is_exact else _NUM_DIRECTIONS):
+            yield leaf, None, generator.standard_normal(shape)
+
+
+def _compared(
+    wanted: Wanted, found: list, products: list[_Product], quantity: str
+) -> dict[int, float]:
+    """For each leaf, the largest error of its blocks."""
+    name = "gauss_newton" if quantity == "gauss_newton" else "hessian"
+    blocks = {pair: as_numpy(x) for pair, x in zip(wanted.pairs, found, strict=True)}
+    pairs: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for product in products:
+        for (first, second), block in blocks.items():
+            for leaf, other in {(first, second), (second, first)}:
+                if leaf != product.leaf:
+                    continue
+                true = getattr(product, name)[other]
+                got = _applied(block, product, leaf == first, wanted.is_diagonal)
+                if got is None:
+                    continue
+                if wanted.is_diagonal:
+                    true = true.reshape(-1)[product.entry, None]
+                for index in {leaf, other}:
+                    pairs.setdefault(index, []).append((got, true))
+    scales = {
+        leaf: max(largest_entry(true) for _, true in own) for leaf, own in pairs.items()
+    }
+    floor = max(scales.values(), default=0.0) * 1e-8
+    return {
+        leaf: max(largest_error(*pair, max(scales[leaf], floor)) for pair in own)
+        for leaf, own in pairs.items()
+    }
+
+
+def _applied(
+    block: np.ndarray, product: _Product, is_first: bool, is_diagonal: bool
+) -> np.ndarray | None:
+    """A block times the direction of a product, as far as they have to do with it."""
+    if is_diagonal:
+        entry = product.entry
+        return None if entry is None else block.reshape(-1)[entry, None]
+    num = product.direction.ndim
+    if is_first:
+        return np.tensordot(product.direction, block, num)
+    return np.tensordot(block, product.direction, num)

@@ -1,0 +1,330 @@
+"""Second derivatives with respect to parameters, from the sites where they enter.
+
+With `d` the cotangent of a site's output `y = w(a)`, the gradient with respect to `w`
+is `d a`. A second parameter that enters at `y' = w'(a')` changes `d`, and `a` if it
+comes later, by way of `y'` only. So the second derivatives of one example are
+
+    (∂d/∂z') a a' + d (∂a/∂z') a' + d' (∂a'/∂z) a,
+
+for small perturbations `z` of `y` and `z'` of `y'`. These have few entries as compared
+to parameters, and only the products with the operands, summed over all examples, are
+as large as the Hessian.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Real
+
+from .._base.dtypes import widened
+from .._base.jaxprs import depends, evaluate_jaxpr, num_operations
+from .._base.mesh import vary, varying
+from .._sites.einsum import EXAMPLE, Term
+from .._sites.forms import is_allowed, Label
+from .._sites.site import Site
+from .._sites.trace import Program
+from .site_blocks import Blocks, named_labels, operand_term, Pair, Wanted
+
+
+def is_covered(program: Program, leaf: int, wanted: Wanted) -> bool:
+    """Whether the blocks of a leaf that are wanted follow from sites."""
+    if leaf in program.fallbacks:
+        return False
+    form = "diagonal" if wanted.is_diagonal else "hessian"
+    return all(is_allowed(form, site, site) for site in program.sites_of(leaf))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Along:
+    """What changes with one tap, and is to be known of that."""
+
+    tap: int
+    cotangents: tuple[int, ...]
+    operands: tuple[int, ...]
+
+
+class _Needs:
+    """What sites ask for, so that each derivative is computed once."""
+
+    def __init__(self, program: Program, wanted: Wanted):
+        self.cotangents: dict[int, set[int]] = {}
+        self.operands: dict[int, set[int]] = {}
+        for site, other in site_pairs(program, wanted):
+            first, last = sorted((site.tap, other.tap))
+            self.cotangents.setdefault(first, set()).add(last)
+            for changed, by in ((site, other), (other, site)):
+                if changed.operand is not None and changed.rule.token is None:
+                    self.operands.setdefault(by.tap, set()).add(changed.operand)
+
+    def along(self, jaxpr: Any, num_taps: int) -> list[_Along]:
+        """One for each tap that something depends on.
+
+        The inputs of the `jaxpr` are what is added to the taps, its outputs the
+        cotangents and the operands.
+        """
+        result = []
+        for tap in sorted({*self.cotangents, *self.operands}):
+            marks = [i == tap for i in range(num_taps)]
+            depend = depends(jaxpr, marks)
+            cotangents = [i for i in self.cotangents.get(tap, ()) if depend[i]]
+            operands = [i for i in self.operands.get(tap, ()) if depend[num_taps + i]]
+            if cotangents or operands:
+                result.append(
+                    _Along(tap, tuple(sorted(cotangents)), tuple(sorted(operands)))
+                )
+        return result
+
+
+def site_pairs(program: Program, wanted: Wanted) -> Iterator[tuple[Site, Site]]:
+    for first, second in wanted.pairs:
+        yield from itertools.product(program.sites_of(first), program.sites_of(second))
+
+
+class _Derivatives:
+    """Cotangents and operands of some examples, and their derivatives along taps.
+
+    All have the examples along axis 0. A derivative has the entries of the tap along
+    axis 1, all of them in one axis.
+    """
+
+    def __init__(self, program: Program, cotangents: list, operands: list):
+        self.program = program
+        self._cotangents, self._operands = cotangents, operands
+        self._of_cotangents: dict[tuple[int, int], Array] = {}
+        self._of_operands: dict[tuple[int, int], Array] = {}
+
+    def add(self, along: _Along, derivatives: list) -> None:
+        num = len(along.cotangents)
+        for tap, x in zip(along.cotangents, derivatives[:num], strict=True):
+            self._of_cotangents[along.tap, tap] = x
+        for operand, x in zip(along.operands, derivatives[num:], strict=True):
+            self._of_operands[along.tap, operand] = x
+
+    def terms(
+        self, site: Site, other: Site, labels: list[dict[str, Label]]
+    ) -> Iterator[list[Term]]:
+        """Arrays to contract, the sum of which is the block of two sites."""
+        curvature = self._curvature(site, other, labels)
+        sides = ((site, labels[0]), (other, labels[1]))
+        operands = [self._operand(*side) for side in sides]
+        if curvature is not None:
+            yield [curvature, *operands[0], *operands[1]]
+        for index in (0, 1):
+            changed, by = sides[index], sides[1 - index]
+            change = self._change(*changed, *by)
+            if change is not None:
+                yield [self._cotangent(*changed), change, *operands[1 - index]]
+
+    def _cotangent(self, site: Site, labels: dict[str, Label]) -> Term:
+        d = widened(jax.vmap(site.arrange)(self._cotangents[site.tap]))
+        return d, (EXAMPLE, *named_labels(labels, site.d_axes))
+
+    def _operand(self, site: Site, labels: dict[str, Label]) -> list[Term]:
+        if site.operand is None:
+            return []
+        return [operand_term(site, self._operands[site.operand], labels)]
+
+    def _curvature(
+        self, site: Site, other: Site, labels: list[dict[str, Label]]
+    ) -> Term | None:
+        """The derivative of the cotangent of one site along the tap of the other."""
+        sides = [(site, labels[0]), (other, labels[1])]
+        if site.tap < other.tap:
+            sides.reverse()
+        (changed, own), (by, others) = sides
+        x = self._of_cotangents.get((by.tap, changed.tap))
+        if x is None:
+            return None
+        x = jax.vmap(jax.vmap(changed.arrange))(x)
+        x = self._arranged(by, x)
+        axes = (*named_labels(others, by.d_axes), *named_labels(own, changed.d_axes))
+        return widened(x), (EXAMPLE, *axes)
+
+    def _change(
+        self, changed: Site, own: dict[str, Label], by: Site, others: dict[str, Label]
+    ) -> Term | None:
+        """The derivative of the operand of one site along the tap of the other."""
+        if changed.operand is None:
+            return None
+        x = self._of_operands.get((by.tap, changed.operand))
+        if x is None:
+            return None
+        x = jax.vmap(jax.vmap(changed.expand))(x)
+        x = self._arranged(by, x)
+        axes = (*named_labels(others, by.d_axes), *named_labels(own, changed.a_axes))
+        return widened(x), (EXAMPLE, *axes)
+
+    def _arranged(self, by: Site, x: Array) -> Array:
+        """Axes for the tap that a derivative is along, as its site names them."""
+        num, rest = x.shape[0], x.shape[2:]
+        split = x.reshape(num, *self.program.taps[by.tap].shape, math.prod(rest))
+        arrange = jax.vmap(by.arrange, in_axes=-1, out_axes=-1)
+        arranged = jax.vmap(arrange)(split)
+        return arranged.reshape(*arranged.shape[:-1], *rest)
+
+
+class SiteHessian:
+    """Blocks of the Hessian of a sum over examples, by the sites of its leaves.
+
+    The first output of the `program` is what is summed. What depends on operands must
+    not be a parameter: see `forbids_products` of `Program`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        leaves: list,
+        wanted: Wanted,
+        *,
+        checkpoint: bool = False,
+    ):
+        self.program = program
+        self.blocks = Blocks(program, leaves, wanted)
+        self._needs = _Needs(program, wanted)
+        self._checkpoint = checkpoint
+
+    def sums(
+        self,
+        leaves: list,
+        rows: list,
+        axes: Sequence[int],
+        weights: Real[Array, " n"] | None,
+    ) -> list[Inexact[Array, "..."]]:
+        """The blocks that are wanted, of the (weighted) sum over the examples."""
+        return self.blocks.sums(self._derivatives(leaves, rows, axes, weights).terms)
+
+    def estimate(self, leaves: list, rows: list, num: int) -> "Estimate":
+        """What the sums of `num` examples take.
+
+        `rows` are those of one example. Here and there, only types matter.
+        """
+        taps: dict[int, float] = {}
+
+        def one(leaves: list, rows: list) -> tuple[list, list, list]:
+            point, run, found = self._at(leaves, rows, None)
+            changes = []
+            for along in found:
+                z, push = point[along.tap], self._pushed(point, run, along)
+                jaxpr = jax.make_jaxpr(push)(z).jaxpr
+                taps[along.tap] = num * z.size * num_operations(jaxpr)
+                changes.append((along, jax.vmap(push)(basis(z))))
+            outs = run(point)
+            return outs[: len(point)], outs[len(point) :], changes
+
+        cotangents, operands, changes = eqx.filter_eval_shape(one, leaves, rows)
+        arrays = (cotangents, operands, [outs for _, outs in changes])
+        kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+        pairs: dict[Pair, float] = {}
+
+        def count(arrays: tuple) -> list:
+            cotangents, operands, outs = arrays
+            derivatives = _Derivatives(self.program, cotangents, operands)
+            for (along, _), own in zip(changes, outs, strict=True):
+                derivatives.add(along, own)
+            for pair in self.blocks.wanted.pairs:
+                pairs[pair] = self.blocks.cost(pair, derivatives.terms)
+            return []
+
+        batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
+        jax.eval_shape(count, jax.tree.map(batched, arrays))
+        return Estimate(taps, pairs, kept)
+
+    def _derivatives(
+        self, leaves: list, rows: list, axes: Sequence[int], weights: Array | None
+    ) -> _Derivatives:
+        found: list[_Along] = []
+
+        def one(rows: list, weight: Array | None) -> tuple[list, list, list]:
+            point, run, along = self._at(leaves, rows, weight)
+            found[:] = along
+            outs = run(point)
+            num = len(point)
+            changes = []
+            for along in found:
+                push = self._pushed(point, run, along)
+                changes.append(jax.vmap(push)(basis(point[along.tap])))
+            return outs[:num], outs[num:], changes
+
+        cotangents, operands, changes = of_examples(one, rows, axes, weights)
+        derivatives = _Derivatives(self.program, cotangents, operands)
+        for along, change in zip(found, changes, strict=True):
+            derivatives.add(along, change)
+        return derivatives
+
+    def _at(
+        self, leaves: list, rows: list, weight: Array | None
+    ) -> tuple[list, Callable[[list], list], list[_Along]]:
+        """Where to differentiate, cotangents and operands, and what is to be known."""
+        point = self.program.zeros(leaves, rows)
+
+        def gradient(perturbations: list) -> list:
+            def value(perturbations: list) -> tuple[Array, list]:
+                outs, operands = self.program.perturbed(leaves, rows, perturbations)
+                value = outs[0]
+                if weight is not None:
+                    value = value * weight.astype(value.dtype)
+                return value, operands
+
+            if self._checkpoint:
+                value = jax.checkpoint(value)
+            cotangents, operands = jax.grad(value, has_aux=True)(perturbations)
+            return [*cotangents, *operands]
+
+        closed = jax.make_jaxpr(gradient)(point)
+        run = functools.partial(evaluate_jaxpr, closed.jaxpr, list(closed.consts))
+        return point, run, self._needs.along(closed.jaxpr, len(point))
+
+    def _pushed(
+        self, point: list, run: Callable[[list], list], along: _Along
+    ) -> Callable[[Array], list]:
+        """The derivative of what is to be known along a tap, as a linear function."""
+        num = len(point)
+
+        def at(z: Array) -> list:
+            outs = run([*point[: along.tap], z, *point[along.tap + 1 :]])
+            return [
+                *(outs[i] for i in along.cotangents),
+                *(outs[num + i] for i in along.operands),
+            ]
+
+        return jax.linearize(at, point[along.tap])[1]
+
+
+def of_examples(
+    one: Callable[[list, Array | None], Any],
+    rows: list,
+    axes: Sequence[int],
+    weights: Array | None,
+) -> Any:
+    """`one(rows, weight)` of each example, along axis 0; there may be just one."""
+    if rows:
+        in_axes = ([*axes], None if weights is None else 0)
+        return jax.vmap(one, in_axes)(rows, weights)
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], one(rows, weights))
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What blocks of a Hessian take: floating-point operations, and memory.
+
+    - `taps`, `pairs`: operations, by the perturbations that derivatives are taken with
+        respect to, and by the pairs of leaves that they are contracted for.
+    - `bytes`: of what is kept of one example.
+    """
+
+    taps: dict[int, float]
+    pairs: dict[Pair, float]
+    bytes: int
+
+
+def basis(x: Array) -> Array:
+    """All directions in which one entry of `x` changes, along a new axis 0."""
+    seeds = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
+    return vary(seeds, varying(jax.typeof(x)))

@@ -1,0 +1,200 @@
+"""`filter_hvp` and `filter_ggnvp`: products with one vector, in microbatches."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, get_args
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .._base.mesh import spec_of, sum_varying, vary, varying
+from .._base.trees import type_of
+from .._batch.memory import MemoryBudget
+from .._batch.moments import Mean, Sum
+from .._batch.objective import check_complex, differentiated, Loss
+from .._batch.transform import Blocking, transformed
+from .by_products import Mode
+from .methods import check_loss, make_curvature
+from .totals import AbstractTotal, Call, check_total, split_examples
+
+
+class _Product(AbstractTotal):
+    """A product with a Hessian; or, with a `loss`, with a Gauss-Newton matrix."""
+
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
+    blocking: Blocking
+    in_axes: PyTree
+    accumulator: Sum | Mean
+    checkpoint: bool
+    where: Callable | None
+    filter_spec: PyTree
+    has_aux: bool = False
+    mode: Mode = "auto"
+    loss: Callable | None = None
+
+    def __check_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(
+                f"`mode` must be one of {get_args(Mode)}; got {self.mode!r}."
+            )
+        check_total(self)
+
+    def specs(self, call: Call, out: PyTree) -> PyTree:
+        _, args, kwargs = call
+        diff, _ = differentiated(args, kwargs, self.where, self.filter_spec)
+        like = jtu.tree_map(spec_of, diff)
+        return (like, PartitionSpec()) if self.has_aux else like
+
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if len(args) < 2:
+            raise ValueError(
+                "The first two arguments, by position, are what is differentiated and "
+                f"the vector; got {len(args)} positional arguments."
+            )
+        first, vector, *rest = args
+        one = (fun, (first, *rest), kwargs)
+        diff, nondiff = differentiated(*one[1:], self.where, self.filter_spec)
+        check_complex(diff, holomorphic=False)
+        tangents = _checked(vector, diff)
+        examples = split_examples(self, (fun, args, kwargs), one)
+        loss = Loss(fun, examples.batch, diff, nondiff, self.has_aux)
+        curvature = make_curvature(loss, self.loss, self.mode, self.checkpoint)
+
+        def run(rows: list, weights: Array | None) -> tuple[list, PyTree]:
+            local = [
+                vary(tangent, varying(jax.typeof(x)))
+                for tangent, x in zip(tangents, curvature.leaves, strict=True)
+            ]
+            return curvature.product(rows, weights, local), curvature.aux(rows)
+
+        found, aux = examples.total(run, curvature.closed)
+        leaves, treedef = jtu.tree_flatten(diff)
+        found = [
+            sum_varying(x.astype(leaf.dtype), varying(jax.typeof(leaf)))
+            for x, leaf in zip(found, leaves, strict=True)
+        ]
+        result = jtu.tree_unflatten(treedef, found)
+        return (result, aux) if self.has_aux else result
+
+
+def _checked(vector: PyTree, diff: PyTree) -> list[Array]:
+    """The arrays of a vector, which must be like what is differentiated."""
+    types = [
+        (jtu.tree_structure(tree), [(x.shape, x.dtype) for x in jtu.tree_leaves(tree)])
+        for tree in (eqx.filter(vector, eqx.is_inexact_array), diff)
+    ]
+    if types[0] != types[1]:
+        expected, got = (jtu.tree_map(type_of, tree) for tree in (diff, vector))
+        raise ValueError(
+            "The vector must have the structure, shapes and dtypes of what is "
+            f"differentiated, {expected}; got {got}."
+        )
+    return jtu.tree_leaves(eqx.filter(vector, eqx.is_inexact_array))
+
+
+def _made(public: Callable, settings: dict[str, Any]) -> Any:
+    """What `public` returns when called with these settings, `fun` among them."""
+    settings = dict(settings)
+    fun = settings.pop("fun")
+    if fun is None:
+        return functools.partial(public, **settings)
+    blocking = Blocking(settings.pop("microbatch_size"), None, checkpoint=False)
+    return transformed(_Product(blocking=blocking, **settings), fun)
+
+
+def filter_hvp(
+    fun: Callable[..., Any] | None = None,
+    *,
+    checkpoint: bool = False,
+    has_aux: bool = False,
+    mode: Mode = "auto",
+    where: Callable[[Any], Any] | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
+    in_axes: PyTree = None,
+    microbatch_size: int | MemoryBudget | None = None,
+    accumulator: Sum | Mean = Mean(),
+) -> Callable[..., Any]:
+    """Products of a Hessian with vectors, without the Hessian, in microbatches.
+
+    **Arguments:**
+
+    Those of [`eqxbatch.filter_hessian`][] that are not about columns. `in_axes` is for
+    the arguments of `fun` after its first.
+
+    **Returns:**
+
+    A function `(x, vector, *args, **kwargs)`, where all but the `vector` are the
+    arguments of `fun`. The vector has the structure of the inexact arrays of `x` that
+    are differentiated, with `None` for all else, or anything that is no inexact array.
+    The product has that structure, too; with `has_aux`, it comes with `aux`, as a pair.
+
+    It compiles itself, and an equal call later on traces nothing. For several vectors,
+    use `jax.vmap`.
+
+    **Raises:**
+
+    What [`eqxbatch.filter_hessian`][] raises; and `ValueError` for a vector that is not
+    like what is differentiated.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> square = lambda w, x: jnp.dot(w, x) ** 2
+        >>> hvp = eqxbatch.filter_hvp(square, in_axes=0, microbatch_size=2)
+        >>> print(hvp(jnp.zeros(2), jnp.array([1.0, 0.0]), jnp.ones((5, 2))))
+        [2. 2.]
+
+        ```
+
+    ??? cite
+
+        Pearlmutter, "Fast exact multiplication by the Hessian",
+        [Neural Computation 6, 1994](https://doi.org/10.1162/neco.1994.6.1.147).
+    """
+    return _made(filter_hvp, locals())
+
+
+def filter_ggnvp(
+    fun: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    *,
+    checkpoint: bool = False,
+    where: Callable[[Any], Any] | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
+    in_axes: PyTree = None,
+    microbatch_size: int | MemoryBudget | None = None,
+    accumulator: Sum | Mean = Mean(),
+) -> Callable[..., Any]:
+    """Products of a generalised Gauss-Newton matrix with vectors, in microbatches.
+
+    As [`eqxbatch.filter_hvp`][], for the matrix of [`eqxbatch.filter_ggn`][], whose
+    `fun` and `loss` it takes.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> ggnvp = eqxbatch.filter_ggnvp(
+        ...     lambda w, x, y: jnp.tanh(jnp.dot(w, x)),
+        ...     lambda out, x, y: (out - y) ** 2,
+        ...     in_axes=0,
+        ... )
+        >>> w, vector = jnp.zeros(2), jnp.array([1.0, 0.0])
+        >>> print(ggnvp(w, vector, jnp.ones((5, 2)), jnp.ones(5)))
+        [2. 2.]
+
+        ```
+
+    ??? cite
+
+        Schraudolph, "Fast curvature matrix-vector products for second-order gradient
+        descent", [Neural Computation 14, 2002](
+        https://doi.org/10.1162/08997660260028683).
+    """
+    check_loss(loss)
+    return _made(filter_ggnvp, locals())

@@ -1,0 +1,276 @@
+"""`filter_jacobian`: Jacobians in blocks of columns or rows."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, ClassVar, get_args, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .._base.dtypes import is_complex, join_parts, split_parts
+from .._base.jaxprs import evaluate_jaxpr, trace_example
+from .._base.trees import grouped
+from .._batch.axes import unbatched
+from .._batch.memory import MemoryBudget
+from .._batch.objective import check_complex, differentiated, Loss
+from .._batch.slots import is_struct
+from .._batch.transform import AbstractSpread, transformed
+from .by_products import LEAST_COLUMNS, Mode, replaced
+from .columns import columns, ColumnSize, images
+from .methods import check_outputs
+from .modes import without_forward_mode, without_reverse_mode
+from .pytree import Unravel
+
+
+class _Jacobian(AbstractSpread):
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
+    mode: Mode
+    column_size: ColumnSize
+    checkpoint: bool
+    has_aux: bool
+    flat: bool
+    where: Callable | None
+    filter_spec: PyTree
+    holomorphic: bool
+
+    def __check_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(
+                f"`mode` must be one of {get_args(Mode)}; got {self.mode!r}."
+            )
+
+    def specs(self, call: Any, out: PyTree) -> PyTree:
+        # Its blocks have the axes of two arrays: they are whole on each device.
+        del call, out
+        return PartitionSpec()
+
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        diff, nondiff = differentiated(args, kwargs, self.where, self.filter_spec)
+        check_complex(diff, self.holomorphic)
+        leaves, treedef = jtu.tree_flatten(diff)
+        call = Loss(fun, unbatched(args, kwargs), diff, nondiff, self.has_aux)
+
+        def run(leaves: list, _: list) -> PyTree:
+            out, aux = call.outputs(jtu.tree_unflatten(treedef, leaves), [])
+            as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
+            return jtu.tree_map(as_array, out), aux
+
+        closed, (out, aux) = trace_example(run, leaves, [], ())
+        structs = check_outputs(out)
+        consts = list(closed.consts)
+        evaluate = lambda leaves: evaluate_jaxpr(closed.jaxpr, consts, leaves)
+        values = lambda leaves: evaluate(leaves)[: len(structs)]
+        if self.checkpoint:
+            values = jax.checkpoint(values)
+
+        total = sum(x.size for x in leaves)
+        mode = self._checked_mode(values, leaves, structs)
+
+        def run_with(size: ColumnSize) -> Callable[[PyTree], Any]:
+            def run(operands: PyTree) -> Any:
+                transform, *call = operands
+                at = lambda transform: transform.column_size
+                return eqx.tree_at(at, transform, size).apply(*call)
+
+            return run
+
+        operands = (self, fun, args, kwargs)
+        largest = total if mode == "fwd" else self._num_rows(structs)
+        size = self.column_size.resolve(largest, run_with, operands)
+        compute = _by_columns if mode == "fwd" else _by_rows
+        blocks = compute(values, leaves, structs, size)
+        result = self._arranged(blocks, leaves, diff, out)
+        if not self.has_aux:
+            return result
+        remaining = evaluate(leaves)[len(structs) :]
+        aux = jtu.tree_map(lambda x: remaining.pop(0) if is_struct(x) else x, aux)
+        return result, aux
+
+    def _checked_mode(
+        self, values: Callable[[list], list], leaves: list, structs: list
+    ) -> Literal["fwd", "rev"]:
+        """Columns or rows, whatever there are fewer of and has a derivative."""
+        if self.holomorphic and not all(map(is_complex, structs)):
+            raise TypeError(
+                "With `holomorphic=True`, all arrays that `fun` returns must be "
+                f"complex; got {[str(struct.dtype) for struct in structs]}. For "
+                "a function that is not holomorphic, give real and imaginary part of "
+                "the parameters as two real arrays, without `holomorphic`."
+            )
+        if self.mode != "auto":
+            return self.mode
+        if sum(x.size for x in leaves) <= self._num_rows(structs):
+            return "fwd" if without_forward_mode(values, leaves) is None else "rev"
+        return "rev" if without_reverse_mode(values, leaves) is None else "fwd"
+
+    def _num_rows(self, structs: list) -> int:
+        """How many pullbacks reverse mode takes."""
+        parts = lambda struct: 1 if self.holomorphic or not is_complex(struct) else 2
+        return sum(parts(struct) * struct.size for struct in structs)
+
+    def _arranged(
+        self, blocks: list[list[Array]], leaves: list, diff: PyTree, out: PyTree
+    ) -> Any:
+        unravel = Unravel(diff)
+        trees: list[PyTree] = []
+        for parts in blocks:
+            if self.flat:
+                trees.append(jnp.concatenate(parts, axis=-1))
+                continue
+            split = [
+                part.reshape(*part.shape[:-1], *leaf.shape)
+                for part, leaf in zip(parts, leaves, strict=True)
+            ]
+            trees.append(jtu.tree_unflatten(unravel.treedef, split))
+        tree = jtu.tree_unflatten(jtu.tree_structure(out), trees)
+        return (tree, unravel) if self.flat else tree
+
+
+def _by_columns(
+    values: Callable[[list], list], leaves: list, structs: list, size: int | None
+) -> list[list[Array]]:
+    """Forward-mode derivatives along the entries of the leaves.
+
+    There is one for each output and leaf; the entries of the leaf are one axis.
+    """
+    result: list[list[Array]] = [[] for _ in structs]
+    for group in grouped([x.size for x in leaves], LEAST_COLUMNS):
+        point = [leaves[i] for i in group]
+        at = lambda own, group=group: values(replaced(leaves, group, own))
+        found = columns(jax.linearize(at, point)[1], point, size)
+        ends = [*itertools.accumulate(x.size for x in point)]
+        for own, x in zip(result, found, strict=True):
+            own += jnp.split(x, ends[:-1], axis=-1)
+    return result
+
+
+def _by_rows(
+    values: Callable[[list], list], leaves: list, structs: list, size: int | None
+) -> list[list[Array]]:
+    """Reverse-mode derivatives of the entries of the outputs.
+
+    With respect to real arrays, a complex output has one for its real part and one for
+    its imaginary part: what is pulled back to a real array is real.
+    """
+    if any(map(is_complex, leaves)) or not any(map(is_complex, structs)):
+        return _pulled_back(values, leaves, structs, size)
+    parts, treedef = jtu.tree_flatten(jax.eval_shape(split_parts, structs))
+    of_parts = lambda leaves: jtu.tree_leaves(split_parts(values(leaves)))
+    found = _pulled_back(of_parts, leaves, parts, size)
+    # One list for each leaf, of what is there for each output.
+    joined = [
+        join_parts(jtu.tree_unflatten(treedef, own)) for own in zip(*found, strict=True)
+    ]
+    return [[*own] for own in zip(*joined, strict=True)]
+
+
+def _pulled_back(
+    values: Callable[[list], list], leaves: list, structs: list, size: int | None
+) -> list[list[Array]]:
+    """The same, of outputs that are complex only if the leaves are."""
+    result: list[list[Array]] = []
+    for group in grouped([x.size for x in structs], LEAST_COLUMNS):
+        at = lambda leaves, group=group: [values(leaves)[i] for i in group]
+        outs, pull = jax.vjp(at, leaves)
+        found = images(lambda seeds, pull=pull: pull(seeds)[0], outs, size)
+        ends = [*itertools.accumulate(x.size for x in outs)]
+        for out, end in zip(outs, ends, strict=True):
+            rows = [x[end - out.size : end] for x in found]
+            result.append(
+                [
+                    x.reshape(*out.shape, leaf.size).astype(out.dtype)
+                    for x, leaf in zip(rows, leaves, strict=True)
+                ]
+            )
+    return result
+
+
+def filter_jacobian(
+    fun: Callable[..., Any] | None = None,
+    *,
+    mode: Mode = "auto",
+    block_size: int | MemoryBudget | None = None,
+    num_blocks: int | None = None,
+    checkpoint: bool = False,
+    has_aux: bool = False,
+    flat: bool = False,
+    where: Callable[[Any], Any] | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
+    holomorphic: bool = False,
+) -> Callable[..., Any]:
+    """The Jacobian of a function of a PyTree, in blocks of columns or rows.
+
+    `equinox.filter_jacfwd` and `equinox.filter_jacrev`, with the memory of one block
+    besides the result.
+
+    **Arguments:**
+
+    - `fun`: the function. It is differentiated with respect to all arrays of an
+        inexact dtype in its first argument, and returns a PyTree of such arrays.
+    - `mode`: `"fwd"` computes columns, one for each of the `n` parameters; `"rev"`
+        computes rows, one for each of the `m` entries of the outputs; `"auto"` what
+        there are fewer of, or what can be differentiated at all.
+    - `block_size`: how many columns or rows are computed at a time, at least 1; it need
+        not divide their number. An [`eqxbatch.MemoryBudget`][] chooses the largest
+        number that fits; `None` is all of them.
+    - `num_blocks`: in how many blocks they are computed instead; more than there are
+        columns or rows means one at a time.
+    - `checkpoint`: whether intermediate values are computed anew for each block, and
+        not kept.
+    - `has_aux`: whether `fun` returns a pair `(out, aux)`.
+    - `flat`: whether the parameters are put into one axis.
+    - `where`: takes the first argument and returns the part of it, or parts, that it is
+        differentiated in. The default is all of it.
+    - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
+    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays, which
+        returns complex arrays. For a function of complex arrays that is not, give their
+        real and imaginary parts as arrays of their own. Complex outputs of real arrays
+        need nothing, in either mode.
+
+    **Returns:**
+
+    A function with the arguments of `fun` that returns the Jacobian, or `(jacobian,
+    aux)`: what `fun` returns, with a PyTree in the place of each array, in the
+    structure of the first argument, `None` for what is not differentiated. Its arrays
+    have the axes of the output, and then those of the parameter. With `flat`, it is a
+    pair of what `fun` returns, with an array of shape `(*output, n)` in the place of
+    each one, and of `unravel`, which turns vectors of shape `(n,)` into PyTrees.
+
+    It compiles itself, and an equal call later on traces nothing.
+
+    **Raises:**
+
+    `ValueError` if there is nothing to differentiate, for outputs that are not arrays
+    of an inexact dtype, for sizes below 1, and if both `block_size` and `num_blocks`
+    are given; `TypeError` for complex arrays without `holomorphic`, and for real ones,
+    or real outputs, with it.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> def decay(parameters, t):
+        ...     return parameters["a"] * jnp.exp(-parameters["k"] * t)
+        >>> parameters = {"a": jnp.array(2.0), "k": jnp.array(1.0)}
+        >>> t = jnp.linspace(0.0, 1.0, 1_000)
+        >>> jacobian = eqxbatch.filter_jacobian(decay, block_size=1)(parameters, t)
+        >>> jacobian["a"].shape
+        (1000,)
+        >>> matrix, unravel = eqxbatch.filter_jacobian(decay, flat=True)(parameters, t)
+        >>> matrix.shape
+        (1000, 2)
+
+        ```
+    """
+    settings = {**locals()}
+    if settings.pop("fun") is None:
+        return functools.partial(filter_jacobian, **settings)
+    size = ColumnSize(settings.pop("block_size"), settings.pop("num_blocks"))
+    assert fun is not None
+    return transformed(_Jacobian(column_size=size, **settings), fun)

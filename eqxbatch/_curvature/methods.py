@@ -1,0 +1,496 @@
+"""Blocks of a matrix of second derivatives, each leaf by the cheaper of two ways."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Inexact, PyTree, Real
+
+from .._base.dtypes import join_parts, split_parts
+from .._base.jaxprs import at_example, evaluate_jaxpr, first_use, trace_example
+from .._base.mesh import vary_as
+from .._batch.moments import Sum
+from .._batch.objective import check_value, Example, Loss
+from .._batch.rows import accumulated, Rows
+from .._batch.slots import is_struct
+from .._sites.trace import Program
+from .by_products import (
+    gauss_newton_products,
+    Gradient,
+    hessian_products,
+    Mode,
+    ProductBlocks,
+    Products,
+    replaced,
+    warn_reverse,
+)
+from .by_sites import Estimate, is_covered, SiteHessian
+from .gauss_newton import SiteGaussNewton
+from .modes import without_forward_mode
+from .pytree import Unravel
+from .site_blocks import Pair, Wanted
+
+
+CurvatureMethod = Literal["auto", "sites", "products"]
+
+
+# With how many examples contractions are counted, and how many bytes what is kept of
+# examples may take if the result is smaller than that.
+_COUNTED = 32
+
+
+_LEAST_BYTES = 2**24
+
+
+class AbstractCurvature(abc.ABC):
+    """What a matrix of second derivatives is of: a sum over examples.
+
+    - `leaves`: what is differentiated.
+    - `closed`: a jaxpr of them and of one example.
+    - `axes`: of the batch; empty if there is only one example.
+    - `forbids_products`: whether two parameters that are multiplied with each other
+        exclude that sites are used for them.
+    - `allows_sites`: whether sites are to be used at all.
+    """
+
+    leaves: list
+    closed: Any
+    axes: list[int]
+    forbids_products: bool
+    allows_sites: bool
+
+    @abc.abstractmethod
+    def excludes_sites(self, leaves: set[int]) -> bool:
+        """Whether JAX cannot differentiate what sites of these leaves would take."""
+
+    @abc.abstractmethod
+    def of_sites(
+        self, program: Program, wanted: Wanted
+    ) -> SiteHessian | SiteGaussNewton:
+        """The blocks that are wanted, by sites."""
+
+    @abc.abstractmethod
+    def aux(self, rows: list) -> PyTree:
+        """What the function returns besides, for some examples."""
+
+    @abc.abstractmethod
+    def products(self, rows: list, weights: Real[Array, " n"] | None) -> Products:
+        """Products with the matrix of some examples."""
+
+    def product(
+        self, rows: list, weights: Real[Array, " n"] | None, vector: list
+    ) -> list[Array]:
+        """The product of the matrix of some examples with one vector."""
+        everything = list(range(len(self.leaves)))
+        products = self.products(rows, weights)
+        return products(self.leaves, everything, everything)(vector)
+
+    @abc.abstractmethod
+    def products_of_one(self, rows: list) -> Products:
+        """Products with the matrix of one example."""
+
+
+class LossCurvature(AbstractCurvature):
+    """The Hessian of a loss."""
+
+    forbids_products = True
+
+    def __init__(self, loss: Loss, mode: Mode, checkpoint: bool):
+        self.example = Example(loss)
+        self.leaves, self.axes = self.example.leaves, self.example.axes
+        self.closed = self.example.closed
+        self._mode: Mode = mode
+        self._checkpoint = checkpoint
+        self._holomorphic = loss.holomorphic
+        self.allows_sites = mode != "rev" and not loss.holomorphic
+        self._batch = loss.batch
+        self._answers: dict[frozenset[int], str | None] = {}
+
+    def excludes_sites(self, leaves: set[int]) -> bool:
+        # All that follows from a leaf that has sites follows from what they return.
+        return self._without_forward_mode(leaves) is not None
+
+    def of_sites(self, program: Program, wanted: Wanted) -> SiteHessian:
+        return SiteHessian(program, self.leaves, wanted, checkpoint=self._checkpoint)
+
+    def aux(self, rows: list) -> PyTree:
+        if not self.example.has_aux:
+            return None
+        one = lambda *rows: self.example.run(self.leaves, rows)
+        outs = self.example.vmap(one, rows) if self.axes else one()
+        return self.example.outputs(outs)["aux"]
+
+    def products(self, rows: list, weights: Array | None) -> Products:
+        return self._products_of(self._value(rows, weights))
+
+    def products_of_one(self, rows: list) -> Products:
+        return self._products_of(self._value_of_one(rows))
+
+    def _products_of(self, value: Callable[[list], Array]) -> Products:
+        is_reverse = self._mode == "rev"
+        if self._mode == "auto":
+            reason = self._without_forward_mode(range(len(self.leaves)))
+            is_reverse = reason is not None
+            if reason is not None:
+                warn_reverse(reason)
+        return hessian_products(self._gradient_of(value), is_reverse=is_reverse)
+
+    def _gradient_of(self, value: Callable[[list], Array]) -> Gradient:
+        def gradient(leaves: list, which: Sequence[int]) -> list:
+            at = lambda own: value(replaced(leaves, which, own))
+            point = [leaves[i] for i in which]
+            return jax.grad(at, holomorphic=self._holomorphic)(point)
+
+        return gradient
+
+    def _without_forward_mode(self, leaves: Iterable[int]) -> str | None:
+        """Why the gradient in some leaves has no forward mode; None if it has one."""
+        key = frozenset(leaves)
+        if key not in self._answers:
+            which = sorted(key)
+            point = [self.leaves[i] for i in which]
+
+            def ask(rows: list) -> str | None:
+                gradient = self._gradient_of(self._value_of_one(rows))
+                at = lambda own: gradient(replaced(self.leaves, which, own), which)
+                return without_forward_mode(at, point)
+
+            self._answers[key] = at_example(ask, self._batch.arrays, self.axes)
+        return self._answers[key]
+
+    def _value(self, rows: list, weights: Array | None) -> Callable[[list], Array]:
+        if not self.axes:
+            return self._value_of_one(rows)
+
+        def value(leaves: list) -> Array:
+            one = lambda *rows: self.example.run(leaves, rows)[0]
+            return weighted_sum(jax.vmap(one, self.axes)(*rows), weights)
+
+        return jax.checkpoint(value) if self._checkpoint else value
+
+    def _value_of_one(self, rows: list) -> Callable[[list], Array]:
+        value = lambda leaves: self.example.run(leaves, tuple(rows))[0]
+        return jax.checkpoint(value) if self._checkpoint else value
+
+
+class GaussNewtonCurvature(AbstractCurvature):
+    """The generalised Gauss-Newton matrix of a `loss` of what a function returns.
+
+    `model` is that function and a call of it, and `loss(out, *args)` a scalar, where
+    `args` are all arguments of the call but the first.
+    """
+
+    forbids_products = False
+    allows_sites = True
+
+    def __init__(self, model: Loss, loss: Callable, checkpoint: bool):
+        self.leaves, treedef = jtu.tree_flatten(model.diff)
+        self.axes = list(model.batch.axes)
+
+        def run(leaves: list, rows: list) -> PyTree:
+            out, _ = model.outputs(jtu.tree_unflatten(treedef, leaves), rows)
+            # The curvature of a loss in complex numbers is that in their two parts.
+            return split_parts(out)
+
+        self.closed, self._out = trace_example(
+            run, self.leaves, model.batch.arrays, self.axes
+        )
+        self._structs = check_outputs(self._out)
+        self._model, self._loss, self._checkpoint = model, loss, checkpoint
+        self._are_reverse = at_example(
+            self._asked_of_one, model.batch.arrays, self.axes
+        )
+
+    def _asked_of_one(self, rows: list) -> tuple[bool, bool]:
+        """Whether the outputs, and the loss's gradient in them, lack a forward mode."""
+        outputs, value = self._functions_of_one(rows)
+        outs = outputs(self.leaves)
+        return (
+            without_forward_mode(outputs, self.leaves) is not None,
+            without_forward_mode(jax.grad(value), outs) is not None,
+        )
+
+    def excludes_sites(self, leaves: set[int]) -> bool:
+        return False
+
+    def of_sites(self, program: Program, wanted: Wanted) -> SiteGaussNewton:
+        num = len(self._structs)
+        return SiteGaussNewton(program, self.leaves, wanted, self._curve, num)
+
+    def aux(self, rows: list) -> PyTree:
+        return None
+
+    def products(self, rows: list, weights: Array | None) -> Products:
+        functions = self._functions(rows, weights)
+        return gauss_newton_products(*functions, self._are_reverse)
+
+    def products_of_one(self, rows: list) -> Products:
+        return gauss_newton_products(*self._functions_of_one(rows), self._are_reverse)
+
+    def _functions(
+        self, rows: list, weights: Array | None
+    ) -> tuple[Callable[[list], list], Callable[[list], Array]]:
+        """The outputs for all leaves, and the loss of all outputs."""
+        if not self.axes:
+            return self._functions_of_one(rows)
+
+        def outputs(leaves: list) -> list:
+            one = lambda *rows: self._outputs(leaves, list(rows))
+            return jax.vmap(one, self.axes)(*rows)
+
+        def value(outs: list) -> Array:
+            one = lambda outs, *rows: self._value(outs, list(rows))
+            values = jax.vmap(one, (0, *self.axes))(outs, *rows)
+            return weighted_sum(values, weights)
+
+        return outputs, value
+
+    def _functions_of_one(
+        self, rows: list
+    ) -> tuple[Callable[[list], list], Callable[[list], Array]]:
+        outputs = lambda leaves: self._outputs(leaves, rows)
+        return outputs, lambda outs: self._value(outs, rows)
+
+    def _outputs(self, leaves: list, rows: list) -> list[Array]:
+        def run(leaves: list, rows: list) -> list[Array]:
+            closed = self.closed
+            outs = evaluate_jaxpr(closed.jaxpr, list(closed.consts), [*leaves, *rows])
+            return outs[: len(self._structs)]
+
+        return (jax.checkpoint(run) if self._checkpoint else run)(leaves, rows)
+
+    def _value(self, outs: list, rows: list) -> Array:
+        (_, *rest), kwargs = self._model.batch.arguments(rows)
+        treedef = jtu.tree_structure(self._out)
+        out = join_parts(jtu.tree_unflatten(treedef, outs))
+        return check_value(self._loss(out, *rest, **kwargs))
+
+    def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
+        unravel = Unravel(outs)
+        flat = jnp.concatenate([x.ravel().astype(unravel.dtype) for x in outs])
+        value = lambda flat: self._value(unravel(flat), rows)
+        jacobian = jax.jacrev if self._are_reverse[1] else jax.jacfwd
+        return jacobian(jax.grad(value))(flat)
+
+
+def make_curvature(
+    loss: Loss, of_output: Callable | None, mode: Mode, checkpoint: bool
+) -> LossCurvature | GaussNewtonCurvature:
+    """The Hessian of a loss, or that of a loss of its output, as Gauss and Newton."""
+    # Inside of `jax.shard_map`, a derivative is summed over the devices, if what it is
+    # of does not vary over them. Here that is done once, at the end.
+    local = vary_as(loss.batch.arrays, loss.diff)
+    loss = dataclasses.replace(loss, diff=local)
+    if of_output is None:
+        return LossCurvature(loss, mode, checkpoint)
+    return GaussNewtonCurvature(loss, of_output, checkpoint)
+
+
+def check_loss(loss: Any) -> None:
+    """Raises `TypeError` if it is not a function."""
+    if not callable(loss):
+        raise TypeError(
+            "`loss` must be a function of what `fun` returns and of the same other "
+            f"arguments; got {loss!r} of type {type(loss).__name__}."
+        )
+
+
+def weighted_sum(values: Array, weights: Array | None) -> Array:
+    if weights is not None:
+        values = values * weights.astype(values.dtype)
+    return jnp.sum(values)
+
+
+def check_outputs(out: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of an output; raises `ValueError` if it has anything else."""
+    found = []
+    for path, x in jtu.tree_leaves_with_path(out):
+        if not is_struct(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            got = f"dtype {x.dtype}" if is_struct(x) else f"{x!r}"
+            raise ValueError(
+                "`fun` must return arrays of an inexact dtype, as only these have a "
+                f"derivative; got {got} for output{jtu.keystr(path)}. Return only "
+                "what is to be differentiated."
+            )
+        found.append(x)
+    if not found:
+        raise ValueError("`fun` must return at least one array; got none.")
+    return found
+
+
+class CurvatureBlocks:
+    """Blocks of a matrix of second derivatives.
+
+    - `method`: `"sites"` for all leaves that have rules, `"products"` for none, or
+        `"auto"` for those where that is cheaper.
+    - `size`: how many columns are computed at a time by products.
+    """
+
+    def __init__(
+        self,
+        curvature: AbstractCurvature,
+        wanted: Wanted,
+        method: CurvatureMethod,
+        size: int | None,
+    ):
+        self.curvature, self.wanted = curvature, wanted
+        self.method, self.size = method, size
+        self._sites, self._estimate = self._choose()
+
+    def sums(
+        self, rows: list, weights: Real[Array, " n"] | None
+    ) -> list[Inexact[Array, "..."]]:
+        """The blocks that are wanted, of the sum over some examples."""
+        found: dict[Pair, Array] = {}
+        rest = self.wanted.leaves
+        if self._sites is not None:
+            wanted = self._sites.blocks.wanted
+            blocks = self._by_sites(self._sites, rows, weights)
+            found.update(zip(wanted.pairs, blocks, strict=True))
+            rest -= wanted.leaves
+        others = [pair for pair in self.wanted.pairs if pair not in found]
+        if others:
+            found.update(self._by_products(others, rest, rows, weights))
+        return [found[pair] for pair in self.wanted.pairs]
+
+    def _by_sites(
+        self,
+        sites: SiteHessian | SiteGaussNewton,
+        rows: list,
+        weights: Array | None,
+    ) -> list[Array]:
+        """In blocks of so many examples that what is kept of them is small."""
+        leaves, axes = self.curvature.leaves, self.curvature.axes
+        if not axes:
+            return sites.sums(leaves, rows, axes, weights)
+        extra = [] if weights is None else [weights]
+        arrays, all_axes = [*rows, *extra], (*axes, *(0 for _ in extra))
+        total = rows[0].shape[axes[0]]
+        result = sum(_num_bytes(pair, leaves) for pair in self.wanted.pairs)
+        most = max(result // 4, _LEAST_BYTES)
+        size = max(1, min(total, most // max(self._estimate.bytes, 1)))
+
+        def run(arrays: list, _: int) -> list[Array]:
+            own = None if weights is None else arrays[-1]
+            return sites.sums(leaves, arrays[: len(rows)], axes, own)
+
+        return accumulated(run, Rows(arrays, all_axes, total), size, Sum())
+
+    def _by_products(
+        self,
+        pairs: list[Pair],
+        columns: set[int],
+        rows: list,
+        weights: Array | None,
+    ) -> dict[Pair, Array]:
+        products = self.curvature.products(rows, weights)
+        wanted = Wanted(pairs, self.wanted.is_diagonal)
+        order, leaves = self._in_order(columns), self.curvature.leaves
+        return ProductBlocks(products, leaves, order, wanted, self.size).blocks()
+
+    def _in_order(self, leaves: set[int]) -> list[int]:
+        """The order in which the function uses them."""
+        jaxpr = self.curvature.closed.jaxpr
+        return sorted(leaves, key=lambda i: first_use(jaxpr, jaxpr.invars[i]))
+
+    def _choose(self) -> tuple[SiteHessian | SiteGaussNewton | None, Estimate]:
+        """What is done by sites, and what that takes."""
+        curvature = self.curvature
+        nothing = None, Estimate({}, {}, 0)
+        if self.method == "products" or not curvature.allows_sites:
+            return nothing
+        num = len(curvature.leaves)
+        program, covered = self._program(set(range(num)))
+        if not self.wanted.among(covered).pairs:
+            return nothing
+        structs = [
+            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+            for var in curvature.closed.jaxpr.invars
+        ]
+        leaves, rows = structs[:num], structs[num:]
+        counted = _COUNTED if curvature.axes else 1
+
+        def estimated(program: Program, covered: set[int]) -> tuple:
+            sites = curvature.of_sites(program, self.wanted.among(covered))
+            return sites, sites.estimate(leaves, rows, counted)
+
+        if self.method == "auto" and curvature.excludes_sites(covered):
+            return nothing
+        sites, estimate = estimated(program, covered)
+        if self.method == "sites":
+            return sites, estimate
+        zeros = [jnp.zeros(struct.shape, struct.dtype) for struct in rows]
+        products = curvature.products_of_one(zeros)
+        order = self._in_order(self.wanted.leaves)
+        columns = ProductBlocks(
+            products, curvature.leaves, order, self.wanted, self.size
+        ).estimate()
+        columns = {leaf: counted * cost for leaf, cost in columns.items()}
+        chosen = _cheapest(program, covered, estimate, columns)
+        if chosen == covered:
+            return sites, estimate
+        if not self.wanted.among(chosen).pairs:
+            return nothing
+        return estimated(*self._program(chosen))
+
+    def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
+        """The function with the sites of some leaves only; and those that have rules.
+
+        Leaves without a rule are not perturbed, so that they take no part in it.
+        """
+        curvature, num = self.curvature, len(self.curvature.leaves)
+        while True:
+            program = Program(
+                curvature.closed,
+                num,
+                constant=set(range(num)) - leaves,
+                forbids_products=curvature.forbids_products,
+            )
+            covered = {i for i in leaves if is_covered(program, i, self.wanted)}
+            if covered == leaves:
+                return program, covered
+            leaves = covered
+
+
+def _num_bytes(pair: Pair, leaves: list) -> int:
+    return math.prod(leaves[i].size for i in pair) * leaves[pair[0]].dtype.itemsize
+
+
+def _cheapest(
+    program: Program,
+    covered: set[int],
+    estimate: Estimate,
+    columns: dict[int, float],
+) -> set[int]:
+    """The leaves to be done by sites, for the least operations in all.
+
+    Leaves that share a tap, such as a weight and its bias, go together.
+    """
+    taps = {leaf: {site.tap for site in program.sites_of(leaf)} for leaf in covered}
+    clusters: list[set[int]] = []
+    for leaf in sorted(covered):
+        meeting = [c for c in clusters if any(taps[leaf] & taps[other] for other in c)]
+        clusters = [c for c in clusters if c not in meeting]
+        clusters.append({leaf}.union(*meeting))
+
+    def cost(leaves: set[int]) -> float:
+        used = set().union(*(taps[leaf] for leaf in leaves))
+        by_sites = sum(estimate.taps.get(tap, 0.0) for tap in used)
+        by_sites += sum(
+            flops for pair, flops in estimate.pairs.items() if leaves.issuperset(pair)
+        )
+        return by_sites + sum(columns[i] for i in columns if i not in leaves)
+
+    best = min(({*covered}, set[int]()), key=cost)
+    for _ in clusters:
+        candidates = [best ^ cluster for cluster in clusters]
+        better = min(candidates, key=cost)
+        if cost(better) >= cost(best):
+            break
+        best = better
+    return best

@@ -1,0 +1,293 @@
+"""Hessians and Gauss-Newton matrices as linear operators of lineax."""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax
+from jaxtyping import Array, Inexact, PyTree
+
+from .._batch.memory import MemoryBudget
+from .._batch.moments import Mean, Sum
+from .._batch.objective import check_complex, differentiated
+from .by_products import Mode
+from .hessian import filter_ggn, filter_hessian, filter_hessian_diagonal
+from .hvp import filter_ggnvp, filter_hvp
+
+
+class _AbstractCurvatureOperator(lineax.AbstractLinearOperator):
+    """A symmetric matrix over the parameters in the first of some arguments."""
+
+    args: eqx.AbstractVar[tuple]
+    kwargs: eqx.AbstractVar[dict[str, Any]]
+    tags: eqx.AbstractVar[frozenset]
+    _parameters: eqx.AbstractVar[PyTree]
+
+    @abc.abstractmethod
+    def _product(self) -> Callable[..., PyTree]:
+        """What multiplies it with a vector, exactly, in microbatches."""
+
+    @abc.abstractmethod
+    def _matrix(self, **settings: Any) -> Callable[..., Any]:
+        """What returns the matrix."""
+
+    @abc.abstractmethod
+    def diagonal(self) -> Inexact[Array, " n"]:
+        """The diagonal of the matrix."""
+
+    def mv(self, vector: PyTree) -> PyTree:
+        first, *rest = self.args
+        return self._product()(first, vector, *rest, **self.kwargs)
+
+    def as_pytree(self) -> PyTree:
+        return self._matrix()(*self.args, **self.kwargs)
+
+    def as_matrix(self) -> Inexact[Array, "n n"]:
+        return self._matrix(flat=True)(*self.args, **self.kwargs)[0]
+
+    def transpose(self) -> "_AbstractCurvatureOperator":
+        return self
+
+    def in_structure(self) -> PyTree:
+        return self._parameters
+
+    def out_structure(self) -> PyTree:
+        return self._parameters
+
+
+_Operator = _AbstractCurvatureOperator
+
+
+def _parameters(
+    args: tuple, kwargs: dict, where: Callable | None, filter_spec: PyTree
+) -> PyTree:
+    """What is differentiated, as shapes and dtypes."""
+    diff, _ = differentiated(args, kwargs, where, filter_spec)
+    check_complex(diff, holomorphic=False)
+    return jax.eval_shape(lambda: diff)
+
+
+class HessianOperator(_AbstractCurvatureOperator):
+    """The Hessian of a function of a PyTree, as a `lineax.AbstractLinearOperator`.
+
+    `mv(vector)` is [`eqxbatch.filter_hvp`][], so that it works in microbatches and
+    never forms the Hessian; `as_matrix()` and `lineax.diagonal` do what
+    [`eqxbatch.filter_hessian`][] and [`eqxbatch.filter_hessian_diagonal`][] do. It is
+    what solvers of lineax take, and its `mv` what other libraries do that need nothing
+    but products, such as matfree for eigenvalues, traces and spectral densities.
+
+    **Arguments:**
+
+    - `fun`, `*args`, `**kwargs`: the function, and what it is called with; the first of
+        them has the parameters.
+    - `in_axes`, `microbatch_size`, `accumulator`, `where`, `filter_spec`,
+        `checkpoint`, `mode`: as for [`eqxbatch.filter_hessian`][].
+    - `tags`: what else is known of the Hessian, such as
+        `lineax.positive_semidefinite_tag`. That it is symmetric is known anyway.
+
+    Raises what these do, and `ImportError` if lineax is not there.
+
+    !!! example
+
+        A step of Newton's method:
+
+        ```python
+        >>> import eqxbatch, jax, jax.numpy as jnp, lineax
+        >>> loss = lambda w, x, y: (jnp.dot(w, x) - y) ** 2
+        >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> y = jnp.array([1.0, 2.0, 3.0])
+        >>> w = jnp.zeros(2)
+        >>> hessian = eqxbatch.HessianOperator(
+        ...     loss, w, x, y, in_axes=0, tags=lineax.positive_semidefinite_tag
+        ... )
+        >>> grad = eqxbatch.filter_micro_grad(loss)(w, x, y)
+        >>> step = lineax.linear_solve(hessian, grad, lineax.CG(1e-6, 1e-6)).value
+        >>> print((w - step).round(3))
+        [1. 2.]
+
+        ```
+    """
+
+    fun: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    tags: frozenset = eqx.field(static=True)
+    _settings: dict[str, Any]
+    _parameters: PyTree = eqx.field(static=True)
+
+    def __init__(
+        self,
+        fun: Callable,
+        /,
+        *args: Any,
+        in_axes: PyTree = None,
+        microbatch_size: int | MemoryBudget | None = None,
+        accumulator: Sum | Mean = Mean(),
+        where: Callable[[Any], Any] | None = None,
+        filter_spec: PyTree = eqx.is_inexact_array,
+        checkpoint: bool = False,
+        mode: Mode = "auto",
+        tags: Any = (),
+        **kwargs: Any,
+    ):
+        self.fun, self.args, self.kwargs = fun, args, kwargs
+        self.tags = _tags(tags)
+        self._settings = {
+            "in_axes": in_axes,
+            "microbatch_size": microbatch_size,
+            "accumulator": accumulator,
+            "where": where,
+            "filter_spec": filter_spec,
+            "checkpoint": checkpoint,
+            "mode": mode,
+        }
+        self._parameters = _parameters(args, kwargs, where, filter_spec)
+
+    def _product(self) -> Callable[..., PyTree]:
+        return filter_hvp(self.fun, **self._settings)
+
+    def _matrix(self, **settings: Any) -> Callable[..., Any]:
+        return filter_hessian(self.fun, **settings, **self._settings)
+
+    def diagonal(self) -> Inexact[Array, " n"]:
+        diagonal = filter_hessian_diagonal(self.fun, flat=True, **self._settings)
+        return diagonal(*self.args, **self.kwargs)[0]
+
+
+class GGNOperator(_AbstractCurvatureOperator):
+    """A generalised Gauss-Newton matrix, as a `lineax.AbstractLinearOperator`.
+
+    As [`eqxbatch.HessianOperator`][], for what [`eqxbatch.filter_ggn`][] is of, whose
+    `fun` and `loss` come first. It is tagged as positive semidefinite unless
+    `is_convex=False` says that the loss is not convex in what `fun` returns. Its
+    `lineax.diagonal` forms the whole matrix.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp, lineax
+        >>> model = lambda w, x, y: jnp.tanh(jnp.dot(w, x))
+        >>> loss = lambda out, x, y: (out - y) ** 2
+        >>> x, y, w = jnp.eye(3), jnp.ones(3), jnp.zeros(3)
+        >>> ggn = eqxbatch.GGNOperator(model, loss, w, x, y, in_axes=0)
+        >>> print(ggn.mv(jnp.array([3.0, 0.0, 0.0])))
+        [2. 0. 0.]
+        >>> lineax.is_positive_semidefinite(ggn)
+        True
+
+        ```
+    """
+
+    fun: Callable
+    loss: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    tags: frozenset = eqx.field(static=True)
+    _settings: dict[str, Any]
+    _parameters: PyTree = eqx.field(static=True)
+
+    def __init__(
+        self,
+        fun: Callable,
+        loss: Callable,
+        /,
+        *args: Any,
+        in_axes: PyTree = None,
+        microbatch_size: int | MemoryBudget | None = None,
+        accumulator: Sum | Mean = Mean(),
+        where: Callable[[Any], Any] | None = None,
+        filter_spec: PyTree = eqx.is_inexact_array,
+        checkpoint: bool = False,
+        is_convex: bool = True,
+        tags: Any = (),
+        **kwargs: Any,
+    ):
+        self.fun, self.loss, self.args, self.kwargs = fun, loss, args, kwargs
+        convex = {lineax.positive_semidefinite_tag} if is_convex else set()
+        self.tags = _tags(tags) | convex
+        self._settings = {
+            "in_axes": in_axes,
+            "microbatch_size": microbatch_size,
+            "accumulator": accumulator,
+            "where": where,
+            "filter_spec": filter_spec,
+            "checkpoint": checkpoint,
+        }
+        self._parameters = _parameters(args, kwargs, where, filter_spec)
+
+    def _product(self) -> Callable[..., PyTree]:
+        return filter_ggnvp(self.fun, self.loss, **self._settings)
+
+    def _matrix(self, **settings: Any) -> Callable[..., Any]:
+        return filter_ggn(self.fun, self.loss, **settings, **self._settings)
+
+    def diagonal(self) -> Inexact[Array, " n"]:
+        return jnp.diagonal(self.as_matrix())
+
+
+def _tags(tags: Any) -> frozenset:
+    is_many = isinstance(tags, (tuple, list, set, frozenset))
+    return frozenset(tags if is_many else (tags,))
+
+
+@lineax.linearise.register(_Operator)
+def _linearise(operator: _Operator) -> _Operator:
+    return operator
+
+
+@lineax.materialise.register(_Operator)
+def _materialise(operator: _Operator) -> lineax.AbstractLinearOperator:
+    tags = operator.tags | {lineax.symmetric_tag}
+    structure = operator.out_structure()
+    return lineax.PyTreeLinearOperator(operator.as_pytree(), structure, tags)
+
+
+@lineax.diagonal.register(_Operator)
+def _diagonal(operator: _Operator) -> Array:
+    return operator.diagonal()
+
+
+@lineax.tridiagonal.register(_Operator)
+def _tridiagonal(operator: _Operator) -> tuple[Array, Array, Array]:
+    matrix = operator.as_matrix()
+    diagonals = [jnp.diagonal(matrix, offset) for offset in (0, -1, 1)]
+    return diagonals[0], diagonals[1], diagonals[2]
+
+
+@lineax.conj.register(_Operator)
+def _conj(operator: _Operator) -> _Operator:
+    return operator
+
+
+@lineax.is_symmetric.register(_Operator)
+def _is_symmetric(operator: _Operator) -> bool:
+    del operator
+    return True
+
+
+def _answer_by_tag(question: Any, tag: object) -> None:
+    question.register(_Operator)(lambda operator: tag in operator.tags)
+
+
+_answer_by_tag(lineax.is_diagonal, lineax.diagonal_tag)
+
+
+_answer_by_tag(lineax.is_tridiagonal, lineax.tridiagonal_tag)
+
+
+_answer_by_tag(lineax.has_unit_diagonal, lineax.unit_diagonal_tag)
+
+
+_answer_by_tag(lineax.is_lower_triangular, lineax.lower_triangular_tag)
+
+
+_answer_by_tag(lineax.is_upper_triangular, lineax.upper_triangular_tag)
+
+
+_answer_by_tag(lineax.is_positive_semidefinite, lineax.positive_semidefinite_tag)
+
+
+_answer_by_tag(lineax.is_negative_semidefinite, lineax.negative_semidefinite_tag)

@@ -1,0 +1,178 @@
+"""Matrices of second derivatives: as PyTrees of PyTrees, and flat."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, Inexact, PyTree
+
+from .._base.cpu import apart, mirrored, transposed, true_of
+from .._base.dtypes import common_dtype
+from .site_blocks import Pair
+
+
+class Unravel(eqx.Module):
+    """Turns vectors into PyTrees: what comes with a flat Hessian or Jacobian.
+
+    `unravel(vector)` takes a vector of shape `(n,)`, or several of shape `(..., n)`. It
+    returns the PyTree of the parameters, with the axes of several vectors first, as
+    what `jax.flatten_util.ravel_pytree` returns does. Raises `ValueError` for another
+    number of entries.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> x = {"a": jnp.ones(2), "b": jnp.ones(())}
+        >>> cube = lambda x: jnp.sum(x["a"] ** 3) + x["b"] ** 3
+        >>> matrix, unravel = eqxbatch.filter_hessian(cube, flat=True)(x)
+        >>> eigenvalues, eigenvectors = jnp.linalg.eigh(matrix)
+        >>> unravel(eigenvectors.T)["a"].shape
+        (3, 2)
+
+        ```
+    """
+
+    structs: tuple[jax.ShapeDtypeStruct, ...] = eqx.field(static=True)
+    treedef: Any = eqx.field(static=True)
+
+    def __init__(self, tree: PyTree):
+        leaves, self.treedef = jtu.tree_flatten(tree)
+        self.structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [struct.size for struct in self.structs]
+
+    @property
+    def dtype(self) -> Any:
+        """That of the vector."""
+        return common_dtype(*(struct.dtype for struct in self.structs))
+
+    def __call__(self, vector: Inexact[Array, "*batch n"]) -> PyTree:
+        n = sum(self.sizes)
+        if vector.shape[-1:] != (n,):
+            raise ValueError(
+                f"The last axis must have the {n} entries of the parameters; got shape "
+                f"{vector.shape}."
+            )
+        leaves = [
+            part.astype(struct.dtype)
+            for part, struct in zip(self.split(vector), self.structs, strict=True)
+        ]
+        return jtu.tree_unflatten(self.treedef, leaves)
+
+    def split(self, vector: Array) -> list[Array]:
+        """The parts of a vector, in its own dtype."""
+        ends = itertools.accumulate(self.sizes)
+        lead = vector.shape[:-1]
+        return [
+            vector[..., end - struct.size : end].reshape(*lead, *struct.shape)
+            for end, struct in zip(ends, self.structs, strict=True)
+        ]
+
+
+def all_pairs(leaves: Sequence) -> list[Pair]:
+    """A pair for each block on the diagonal and above it."""
+    num = len(leaves)
+    return [*itertools.combinations_with_replacement(range(num), 2)]
+
+
+def square(blocks: dict[Pair, Array], leaves: Sequence, treedef: Any) -> PyTree:
+    """A symmetric matrix as a PyTree of PyTrees, from the blocks of `all_pairs`."""
+    if len(leaves) > 1:
+        # Blocks are used twice, and both must be rounded in the same way.
+        x = leaves[0].ravel()[:1]
+        held = apart(lambda *blocks: [*blocks], true_of(x))
+        blocks = dict(zip(blocks, held(*blocks.values()), strict=True))
+
+    def block(row: int, column: int) -> Array:
+        first, second = min(row, column), max(row, column)
+        x = blocks[first, second].reshape(leaves[first].size, leaves[second].size)
+        if row == column:
+            x = mirrored(x)
+        elif row > column:
+            x = transposed(x)
+        shape = (*leaves[row].shape, *leaves[column].shape)
+        return x.reshape(shape).astype(leaves[row].dtype)
+
+    num = range(len(leaves))
+    rows = [jtu.tree_unflatten(treedef, [block(i, j) for j in num]) for i in num]
+    return jtu.tree_unflatten(treedef, rows)
+
+
+def flat_square(blocks: dict[Pair, Array], leaves: Sequence) -> Inexact[Array, "n n"]:
+    """A symmetric matrix, from the blocks of `all_pairs`."""
+    sizes = [x.size for x in leaves]
+    starts = [0, *itertools.accumulate(sizes)]
+    dtype = common_dtype(*(x.dtype for x in leaves))
+    if len(leaves) == 1:
+        return mirrored(blocks[0, 0].reshape(*sizes, *sizes).astype(dtype))
+    matrix = jnp.zeros((starts[-1], starts[-1]), dtype)
+    for (row, column), block in blocks.items():
+        block = block.reshape(sizes[row], sizes[column]).astype(dtype)
+        at = (starts[row], starts[column])
+        matrix = lax.dynamic_update_slice(matrix, block, at)
+    return mirrored(matrix)
+
+
+def hessian_to_pytree(H: Inexact[Array, "rows columns"], x: PyTree) -> PyTree:
+    """A matrix over all parameters, as a PyTree of PyTrees.
+
+    **Arguments:**
+
+    - `H`: shape `(n, n)`, over the `n` entries of the inexact arrays in `x`, in the
+        order of `jax.flatten_util.ravel_pytree`: what [`eqxbatch.filter_hessian`][]
+        returns with `flat=True`, or something that was made of it, as its inverse.
+    - `x`: the parameters, or a PyTree that has them in it. Only shapes matter.
+
+    **Returns:**
+
+    What `equinox.filter_hessian` returns: a PyTree in the structure of the inexact
+    arrays of `x`, whose leaves are such PyTrees again. The array for two leaves has the
+    axes of the first and then those of the second.
+
+    Raises `ValueError` if `H` is not of shape `(n, n)`, or `x` has no inexact array.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> x = {"a": jnp.zeros(2), "b": jnp.zeros(())}
+        >>> H = eqxbatch.hessian_to_pytree(jnp.arange(9.0).reshape(3, 3), x)
+        >>> print(H["a"]["b"], H["b"]["a"])
+        [2. 5.] [6. 7.]
+
+        ```
+
+    ??? cite
+
+        The function of this name in [zodiax](https://github.com/LouisDesdoigts/zodiax).
+    """
+    diff = eqx.filter(x, eqx.is_inexact_array)
+    if not jtu.tree_leaves(diff):
+        raise ValueError(
+            f"`x` has no arrays of an inexact dtype; got {x!r}. Give the parameters "
+            "that the matrix is of."
+        )
+    unravel = Unravel(diff)
+    n = sum(unravel.sizes)
+    if H.shape != (n, n):
+        raise ValueError(
+            f"`H` must have shape {(n, n)}, for the {n} entries of the inexact arrays "
+            f"in `x`; got {H.shape}. Give the `x` that `H` was computed with."
+        )
+    ends = itertools.accumulate(unravel.sizes)
+    rows = [
+        jtu.tree_unflatten(
+            unravel.treedef,
+            unravel.split(H[end - struct.size : end].reshape(*struct.shape, n)),
+        )
+        for end, struct in zip(ends, unravel.structs, strict=True)
+    ]
+    return jtu.tree_unflatten(unravel.treedef, rows)

@@ -1,0 +1,175 @@
+"""Clipping the gradient of each example by its norm."""
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Bool, PyTree, Real
+
+from .._base.dtypes import into_range, is_in_range, widest
+from .._base.trees import is_none, match_prefix
+
+
+class Clipping(eqx.Module):
+    """Bounds on the norms of groups of leaves.
+
+    `bounds` is a PyTree prefix of the gradient: a number for each group, or None for
+    one that is not clipped. Norms are those of Euclid.
+    """
+
+    bounds: PyTree
+    nan_safe: bool
+
+    def __init__(self, bounds: PyTree, nan_safe: bool):
+        jtu.tree_map(_check_bound, bounds)
+        # As arrays of JAX, those of NumPy are arguments of the compiled program.
+        is_numpy = lambda x: isinstance(x, np.ndarray)
+        bounds = jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, bounds)
+        self.bounds = bounds
+        self.nan_safe = nan_safe
+
+    def groups(self, gradient: PyTree) -> "Groups":
+        """The groups of the leaves of a gradient, of which only the structure counts.
+
+        Raises `ValueError` where `bounds` is no prefix of it.
+        """
+        what = "a number or a PyTree prefix of the gradient, with a number or None for"
+        what += " each part"
+        places = match_prefix("clip_norm", self.bounds, gradient, what)
+        bounds, members, first = [], [], 0
+        for _, bound, part in places:
+            num = len(jtu.tree_leaves(part))
+            if isinstance(bound, jax.Array):
+                bound = eqx.error_if(
+                    bound, ~(bound >= 0), "`clip_norm` must not be negative or NaN."
+                )
+            bounds.append(bound)
+            members.append(range(first, first + num))
+            first += num
+        treedef = jtu.tree_structure(self.bounds, is_leaf=is_none)
+        return Groups(bounds, members, treedef, self.nan_safe)
+
+
+def _check_bound(bound: Any) -> None:
+    if isinstance(bound, (jax.Array, np.ndarray)):
+        kinds = (jnp.floating, jnp.integer)
+        is_real = any(jnp.issubdtype(bound.dtype, kind) for kind in kinds)
+        if bound.shape == () and is_real:
+            if isinstance(bound, np.ndarray):
+                _check_bound(bound.item())
+            return
+        got = f"an array of shape {bound.shape} and dtype {bound.dtype}"
+    elif isinstance(bound, numbers.Real) and not isinstance(bound, bool):
+        if not float(bound) >= 0:
+            raise ValueError(
+                f"`clip_norm` must not be negative or NaN; got {bound}. Use None for "
+                "what is not to be clipped."
+            )
+        return
+    else:
+        got = f"{bound!r} of type {type(bound).__name__}"
+    raise TypeError(
+        f"`clip_norm` must consist of real numbers or scalar arrays; got {got}."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipped:
+    """What clipping says of some examples.
+
+    `scales` has a factor for each leaf, `is_kept` is None if all examples are kept.
+    """
+
+    scales: list[Array]
+    is_kept: Array | None
+    norms: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The leaves of a gradient in groups, each with its bound."""
+
+    bounds: list[Any]
+    members: list[range]
+    treedef: Any
+    nan_safe: bool
+
+    def clip(
+        self,
+        squared_norms: Callable[[list[Array] | None], list[Real[Array, " n"]]],
+        are_cheap: bool,
+    ) -> Clipped:
+        """Factors for each leaf, of some examples.
+
+        `squared_norms(scales)` are those of each leaf, of gradients that are multiplied
+        with the scales first, if there are any. Unless these `are_cheap`, they are only
+        used where some square is out of range.
+        """
+        squared = squared_norms(None)
+        dtype = widest(*(x.dtype for x in squared))
+        zeros = jnp.zeros(squared[0].shape, dtype)
+
+        def totals(squared: list[Array]) -> list[Array]:
+            own = lambda members: (squared[i].astype(dtype) for i in members)
+            return [sum(own(members), zeros) for members in self.members]
+
+        def plain() -> list[tuple[Array, Array]]:
+            return [(jnp.ones_like(total), total) for total in totals(squared)]
+
+        def scaled() -> list[tuple[Array, Array]]:
+            factors = [into_range(total) for total in totals(squared)]
+            scales = [zeros] * len(squared)
+            for factor, members in zip(factors, self.members, strict=True):
+                for i in members:
+                    scales[i] = factor
+            again = totals(squared_norms(scales))
+            return [*zip(factors, again, strict=True)]
+
+        if are_cheap:
+            return self._scales(scaled())
+        found = [
+            is_in_range(total)
+            for total, members in zip(totals(squared), self.members, strict=True)
+            if members
+        ]
+        norms = jax.lax.cond(jnp.all(jnp.stack(found)), plain, scaled)
+        return self._scales(norms)
+
+    def _scales(self, found: list[tuple[Array, Array]]) -> Clipped:
+        """Factors from norms: the root of a number over another, for each group."""
+        scales, norms = [], []
+        is_kept: Bool[Array, "..."] | None = None
+        for bound, members, (power, square) in zip(
+            self.bounds, self.members, found, strict=True
+        ):
+            # The derivative of a norm at zero is taken to be zero, and not NaN.
+            is_positive = square > 0
+            root = jnp.sqrt(jnp.where(is_positive, square, 1))
+            root = jnp.where(is_positive, root, square)
+            norm = root / power
+            if self.nan_safe:
+                is_finite = jnp.isfinite(norm)
+                is_kept = is_finite if is_kept is None else is_kept & is_finite
+            factor = _factor(bound, power, root)
+            if not self.nan_safe and bound is not None:
+                # An entry that is not finite makes all of the gradient so.
+                factor = jnp.where(jnp.isfinite(root), factor, jnp.nan)
+            scales += [factor] * len(members)
+            norms.append(norm)
+        return Clipped(scales, is_kept, jtu.tree_unflatten(self.treedef, norms))
+
+
+def _factor(bound: Any, power: Array, root: Array) -> Array:
+    """What brings gradients of norms `root / power` to a bound."""
+    if bound is None:
+        return jnp.ones_like(root)
+    limit = jnp.asarray(bound, root.dtype)
+    # The norm itself may overflow.
+    is_longer = root / power > limit
+    return jnp.where(is_longer, limit * power / jnp.where(is_longer, root, 1), 1)

@@ -1,0 +1,490 @@
+"""`filter_micro_grad`: gradients over microbatches, also one for each example."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, get_args, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Int, PyTree, Real
+
+from .._base.dtypes import widened, widest
+from .._base.explicit import examples_spec, explicit_mesh, spread_freely
+from .._base.mesh import spec_of, sum_varying, vary_as, varying
+from .._batch.accumulators import Concat
+from .._batch.axes import split_batch
+from .._batch.cut import Blocks
+from .._batch.memory import MemoryBudget
+from .._batch.moments import (
+    check_real,
+    check_weights,
+    Mean,
+    MeanAndVariance,
+    OfTotals,
+    RunningMean,
+    Sum,
+    Variance,
+)
+from .._batch.objective import axes_of_all, differentiated, Example, Loss
+from .._batch.slots import (
+    array_structs,
+    canonicalise,
+    is_accumulator,
+    match_accumulators,
+    Slots,
+)
+from .._batch.transform import AbstractTransform, Blocking, transformed
+from .._sites.cost import Method
+from .clip import Clipping
+from .ways import by_norms, of_each, of_microbatch, of_sum, Way
+
+
+_TOTALS = (Sum, Mean, RunningMean)
+
+
+class GradientMoments(NamedTuple):
+    """What `moments=True` asks of [`eqxbatch.filter_micro_value_and_grad`][].
+
+    - `mean`: the mean of the examples' gradients, in the structure of the gradient.
+    - `variance`: of each entry, over the examples, divided by `n - 1`.
+    - `noise_scale`: shape `()`; the sum of all variances, divided by the squared norm
+        of the gradient that infinitely many examples would have. That norm is
+        estimated without bias, so that it can come out as zero or negative where the
+        gradient is lost in noise. Batches much larger than this, in examples, bring
+        little.
+    """
+
+    mean: PyTree
+    variance: PyTree
+    noise_scale: Real[Array, ""]
+
+
+class GradientStatistics(NamedTuple):
+    """What [`eqxbatch.filter_micro_value_and_grad`][] is asked for besides a gradient.
+
+    - `norms`: the norms of the examples' gradients before they are clipped, shape
+        `(n,)`; if `clip_norm` has several bounds, then one such array for each.
+    - `metrics`: what `metrics` returned, with the examples along axis 0.
+    - `moments`: an [`eqxbatch.GradientMoments`][].
+
+    What was not asked for is None.
+    """
+
+    norms: PyTree
+    metrics: PyTree
+    moments: GradientMoments | None
+
+
+class _MicroGrad(AbstractTransform):
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
+    in_axes: PyTree
+    accumulator: PyTree
+    value_accumulator: PyTree
+    aux_accumulator: PyTree
+    has_aux: bool
+    returns_value: bool
+    batched: bool
+    transform: Callable | None
+    metrics: Callable | None
+    moments: bool
+    clipping: Clipping | None
+    return_norms: bool
+    method: Method
+    blocking: Blocking
+
+    def __check_init__(self) -> None:
+        if self.method not in get_args(Method):
+            raise ValueError(
+                f"`method` must be one of {get_args(Method)}; got {self.method!r}."
+            )
+        of_gradients = []
+        for name in ("transform", "metrics"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            of_gradients.append(name)
+            if not callable(value):
+                raise TypeError(
+                    f"`{name}` must be a function of the gradient of one example, or "
+                    f"None; got {value!r} of type {type(value).__name__}."
+                )
+        of_gradients += ["moments"] * self.moments
+        of_examples = list(of_gradients)
+        if self.clipping is not None:
+            of_examples.append("clip_norm, nan_safe or return_norms")
+        if self.method == "sites" and of_gradients:
+            raise ValueError(
+                "`method='sites'` does not form the gradient of an example, but "
+                f"`{of_gradients[0]}` is about that gradient. Use `method='auto'`."
+            )
+        if self.batched and of_examples:
+            raise ValueError(
+                f"`{of_examples[0]}` is about single examples, but with "
+                "`batched=True` the loss is that of a whole microbatch. Give the loss "
+                "of one example, without `batched`."
+            )
+        if self.transform is None and not isinstance(self.accumulator, _TOTALS):
+            raise TypeError(
+                "`accumulator` must be a Sum, a Mean or a RunningMean, as it is for "
+                f"gradients; got {self.accumulator!r}. With a `transform`, it can be "
+                "any accumulator, or a PyTree prefix of them."
+            )
+        if self.moments and self.weights is not None:
+            raise ValueError(
+                "`moments` are those of examples that count the same, but the "
+                "accumulator has weights. Compute them without."
+            )
+
+    @property
+    def weights(self) -> Array | None:
+        return getattr(self.accumulator, "weights", None)
+
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        diff, nondiff = differentiated(args, kwargs)
+        in_axes = axes_of_all(fun, self.in_axes, args)
+        batch = split_batch(fun, in_axes, args, kwargs)
+        total = batch.total()
+        blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
+        arrays, axes = batch.arrays, batch.axes
+        if self.weights is not None:
+            name = type(self.accumulator).__name__
+            check_weights(name, self.weights, blocks)
+            check_real(name, self.weights)
+            arrays, axes = [*arrays, self.weights], (*axes, 0)
+        # Inside of `jax.shard_map`, a derivative is summed over the devices, if what it
+        # is of does not vary over them. Here that is done once, and not for each
+        # example: what is differentiated varies as the examples do.
+        local = vary_as(batch.arrays, diff)
+        way = self._way_on_mesh(Loss(fun, batch, local, nondiff, self.has_aux))
+
+        def run(rows: list, _: int) -> tuple[dict, None]:
+            weights = None if self.weights is None else rows[-1]
+            return way(rows[: len(batch.arrays)], weights), None
+
+        result = self.blocking.run(arrays, axes, blocks, run, self.slots)
+        merged = {key: x for section in result.values() for key, x in section.items()}
+        if self.transform is None:
+            merged["gradient"] = jtu.tree_map(
+                lambda x, d: sum_varying(d.astype(x.dtype), varying(jax.typeof(x))),
+                diff,
+                merged["gradient"],
+            )
+        return self.returned(merged, blocks)
+
+    def _way_on_mesh(self, loss: Loss) -> Way:
+        """How the gradients of a block are computed, wherever its examples are."""
+        call = tuple(getattr(loss, field.name) for field in dataclasses.fields(loss))
+        if explicit_mesh(call) is None:
+            return self.way(loss)
+
+        def run(
+            transform: _MicroGrad, call: tuple, rows: list, weights: Array | None
+        ) -> dict:
+            return transform.way(Loss(*call))(rows, weights)
+
+        examples = examples_spec(loss.batch.arrays, loss.batch.axes)
+        gradient = jtu.tree_map(spec_of, loss.diff)
+        of = lambda section, name: (
+            gradient if name == "gradient" and section != "each" else examples
+        )
+        specs = lambda out: {
+            section: {name: of(section, name) for name in parts}
+            for section, parts in out.items()
+        }
+        like = (loss.batch.arrays, self.weights)
+        return spread_freely(run, (self, call), like, specs)
+
+    def way(self, loss: Loss) -> Way:
+        """How the gradients of a block are computed."""
+        if self.batched:
+            return of_microbatch(loss)
+        example = Example(loss)
+        # No sum is formed where its result is there to avoid that.
+        is_mean = isinstance(self.accumulator, RunningMean)
+        functions = {"transform": self.transform, "metrics": self.metrics}
+        if self.moments:
+            functions["moments"] = lambda gradient: gradient
+        functions = {name: f for name, f in functions.items() if f is not None}
+        if not functions and self.clipping is None:
+            return of_sum(example, is_mean)
+        if not functions:
+            assert self.clipping is not None
+            return by_norms(example, self.clipping, self.method, is_mean)
+        return of_each(example, self.clipping, functions)
+
+    def slots(self, output: dict, _: None) -> Slots:
+        """The accumulators of what a block gives."""
+        accumulators = {
+            "gradient": self.accumulator,
+            "value": self.value_accumulator,
+            "aux": self.aux_accumulator,
+            "norms": Concat(),
+            "metrics": Concat(),
+            "moments": Variance(ddof=1),
+        }
+        spec = {
+            section: {
+                name: OfTotals(accumulators[name])
+                if section == "total"
+                else accumulators[name]
+                if array_structs(part)
+                else None
+                for name, part in parts.items()
+            }
+            for section, parts in output.items()
+        }
+        slots = match_accumulators(spec, output)
+        # In the order of the slots, which is that of dicts as PyTrees.
+        is_each = [
+            section == "each"
+            for section in sorted(output)
+            for _ in array_structs(output[section])
+        ]
+        return dataclasses.replace(
+            slots,
+            slots=[
+                dataclasses.replace(slot, per_example=is_each[slot.indices[0]])
+                for slot in slots.slots
+            ],
+        )
+
+    def returned(self, result: dict[str, Any], blocks: Blocks) -> Any:
+        """What the transformed function returns."""
+        moments = None
+        if self.moments:
+            moments = _moments(result["moments"], self.blocking.num_examples(blocks))
+        norms = result["norms"] if self.return_norms else None
+        statistics = GradientStatistics(norms, result.get("metrics"), moments)
+        value = result["value"]
+        gradient = result["gradient"]
+        if self.has_aux:
+            aux = result["aux"]
+            first = [(value, aux), gradient] if self.returns_value else [gradient, aux]
+        else:
+            first = [value, gradient] if self.returns_value else [gradient]
+        if self.return_norms or self.moments or self.metrics is not None:
+            first.append(statistics)
+        return first[0] if len(first) == 1 else tuple(first)
+
+
+def _moments(moments: PyTree, num: int | Array) -> GradientMoments:
+    is_pair = lambda x: isinstance(x, MeanAndVariance)
+    mean = jtu.tree_map(lambda pair: pair.mean, moments, is_leaf=is_pair)
+    variance = jtu.tree_map(lambda pair: pair.variance, moments, is_leaf=is_pair)
+    dtype = widest(*(x.dtype for x in jtu.tree_leaves(variance)))
+    total = lambda xs: sum(jnp.sum(widened(x)).astype(dtype) for x in xs)
+    noise = total(jtu.tree_leaves(variance))
+    signal = total(jnp.abs(widened(x)) ** 2 for x in jtu.tree_leaves(mean))
+    # The square of a mean is too large by the variance of that mean.
+    signal = signal - noise / jnp.asarray(num).astype(dtype)
+    return GradientMoments(mean, variance, noise / signal)
+
+
+def filter_micro_value_and_grad(
+    fun: Callable[..., Any] | None = None,
+    *,
+    has_aux: bool = False,
+    in_axes: PyTree = eqx.if_array(0),
+    batched: bool = False,
+    microbatch_size: int | MemoryBudget | None = None,
+    accumulator: PyTree = Mean(),
+    value_accumulator: PyTree = None,
+    aux_accumulator: PyTree = Concat(),
+    clip_norm: PyTree = None,
+    nan_safe: bool = False,
+    return_norms: bool = False,
+    transform: Callable[[PyTree], PyTree] | None = None,
+    metrics: Callable[[PyTree], PyTree] | None = None,
+    moments: bool = False,
+    method: Method = "auto",
+    num_real_microbatches: int | Int[Array, ""] | None = None,
+) -> Callable[..., Any]:
+    """Differentiates a loss of one example over a batch of them, in microbatches.
+
+    `equinox.filter_value_and_grad` of the mean loss, with the memory of one microbatch.
+    The gradients of the examples can be clipped by their norms, transformed, and
+    looked at one by one, before they are added up.
+
+    **Arguments:**
+
+    - `fun`: the loss of one example, a real scalar. It is differentiated with respect
+        to all arrays of an inexact dtype in its first argument, which is the same for
+        all examples.
+    - `has_aux`: whether `fun` returns a pair `(value, aux)`.
+    - `in_axes`: which axes of the arguments after the first are the batch: a tuple
+        with a prefix for each, or one prefix for all, made of ints, `None` (not
+        batched) and callables from a leaf to those; or a dict from argument names to
+        such prefixes. The default is axis 0 of all arrays, also for the arguments that
+        a dict does not name, and for keyword arguments.
+    - `batched`: whether `fun` is the loss of a whole microbatch instead: the mean over
+        its examples, or, with `accumulator=Sum()`, the sum. The value and the gradient
+        are then exact whatever the microbatch size, if `fun` couples no examples.
+    - `microbatch_size`: the number of examples of a microbatch, at least 1; it need not
+        divide their total number `n`. An [`eqxbatch.MemoryBudget`][] chooses the
+        largest that fits, and `None` is `n`.
+    - `accumulator`: [`eqxbatch.Mean`][] (the default), [`eqxbatch.Sum`][] or
+        [`eqxbatch.RunningMean`][], over the gradients of the examples; `weights` of
+        the first two weight the examples. With a `transform`, any
+        [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of what it returns with
+        those for leaves.
+    - `value_accumulator`: the same for the values. The default is `accumulator`, or a
+        mean if that is not one of the three.
+    - `aux_accumulator`: the same for `aux`, a PyTree prefix. The default is
+        [`eqxbatch.Concat`][]: all of them, along axis 0.
+    - `clip_norm`: a bound on the norm of the gradient of each example. What is longer
+        is scaled to that length. A number is for the norm of the gradient as a whole;
+        a PyTree prefix of the gradient, with a number or `None` for each part, is for
+        the norms of these parts. Scalar arrays work, and do not compile anew for each
+        value.
+    - `nan_safe`: whether an example whose gradient has a norm that is not finite
+        counts as if its gradient were zero. Otherwise, what is not finite is passed
+        on. Values and norms are passed on either way.
+    - `return_norms`: whether to return the norms of the examples' gradients.
+    - `transform`: a function of the gradient of one example; what it returns is
+        clipped and accumulated in the place of the gradient.
+    - `metrics`: a function of the gradient of one example, as it is before
+        `transform`. What it returns is returned for each example.
+    - `moments`: whether to return mean, variance and noise scale of the examples'
+        gradients, as they are before `transform`.
+    - `method`: how norms of gradients are found. `"materialise"` forms the gradients
+        of a microbatch of examples; `transform`, `metrics` and `moments` always do.
+        `"sites"` does without, wherever it pays for a parameter, and `"auto"` takes
+        what costs less; [`eqxbatch.explain_sites`][] shows both. If nothing is asked
+        for single examples, then neither is done: there is one backward pass for each
+        microbatch.
+    - `num_real_microbatches`: if given, only that many microbatches run: an int, or an
+        integer array, which may be traced.
+
+    **Returns:**
+
+    A function with the arguments of `fun` that returns `(value, gradient)`, or
+    `((value, aux), gradient)` with `has_aux`. The gradient has the structure of the
+    first argument, with `None` for what is not differentiated: it is what optax and
+    `equinox.apply_updates` take. If `return_norms`, `metrics` or `moments` is given,
+    then an [`eqxbatch.GradientStatistics`][] follows.
+
+    It compiles itself, and an equal call later on traces nothing.
+
+    **Raises:**
+
+    `ValueError` for a value that is not a real scalar, nothing to differentiate, a
+    negative `clip_norm`, one that is no prefix of the gradient, `method="sites"` with
+    a function of the gradient, `batched` with anything about single examples, and what
+    [`eqxbatch.filter_micro_vmap`][] raises it for; `TypeError` for an accumulator that
+    is not for gradients; `RuntimeError` when run with a traced `clip_norm` that is
+    negative.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp, optax
+        >>> model = eqx.nn.MLP(2, "scalar", 8, 2, key=jax.random.key(0))
+        >>> optimiser = optax.adam(1e-3)
+        >>> state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+        >>> @eqxbatch.filter_micro_value_and_grad(microbatch_size=32, clip_norm=1.0)
+        ... def value_and_grad(model, x, y):
+        ...     return (model(x) - y) ** 2
+        >>> x, y = jnp.ones((100, 2)), jnp.zeros(100)
+        >>> value, grads = value_and_grad(model, x, y)
+        >>> updates, state = optimiser.update(grads, state)
+        >>> model = eqx.apply_updates(model, updates)
+
+        ```
+
+    ??? cite
+
+        Norms of gradients from activations and cotangents are those of Goodfellow,
+        "Efficient per-example gradient computations",
+        [arXiv:1510.01799](https://arxiv.org/abs/1510.01799), for layers that are used
+        at many positions those of Li et al., "Large language models can be strong
+        differentially private learners",
+        [arXiv:2110.05679](https://arxiv.org/abs/2110.05679), and the sum without a
+        second backward pass is that of Bu et al., "Differentially private optimization
+        on large model at small cost",
+        [arXiv:2210.00038](https://arxiv.org/abs/2210.00038). Clipping is that of Abadi
+        et al., "Deep learning with differential privacy",
+        [arXiv:1607.00133](https://arxiv.org/abs/1607.00133); nothing here accounts for
+        privacy. The noise scale is that of McCandlish et al., "An empirical model of
+        large-batch training", [arXiv:1812.06162](https://arxiv.org/abs/1812.06162).
+    """
+    return _differentiated(filter_micro_value_and_grad, locals(), returns_value=True)
+
+
+def filter_micro_grad(
+    fun: Callable[..., Any] | None = None,
+    *,
+    has_aux: bool = False,
+    in_axes: PyTree = eqx.if_array(0),
+    batched: bool = False,
+    microbatch_size: int | MemoryBudget | None = None,
+    accumulator: PyTree = Mean(),
+    value_accumulator: PyTree = None,
+    aux_accumulator: PyTree = Concat(),
+    clip_norm: PyTree = None,
+    nan_safe: bool = False,
+    return_norms: bool = False,
+    transform: Callable[[PyTree], PyTree] | None = None,
+    metrics: Callable[[PyTree], PyTree] | None = None,
+    moments: bool = False,
+    method: Method = "auto",
+    num_real_microbatches: int | Int[Array, ""] | None = None,
+) -> Callable[..., Any]:
+    """The gradient of a loss of one example over a batch of them, in microbatches.
+
+    As [`eqxbatch.filter_micro_value_and_grad`][], with the same arguments and errors,
+    but the function that it returns does not return the value: only the gradient, or
+    `(gradient, aux)` with `has_aux`. An [`eqxbatch.GradientStatistics`][] follows if
+    `return_norms`, `metrics` or `moments` is given.
+
+    !!! example
+
+        The largest entry of each example's gradient, and the mean of their signs:
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> @eqxbatch.filter_micro_grad(
+        ...     microbatch_size=2, transform=jnp.sign, metrics=lambda g: abs(g).max()
+        ... )
+        ... def grad(w, x):
+        ...     return jnp.dot(w, x)
+        >>> x = jnp.array([[1.0, -2.0], [3.0, 4.0], [-5.0, 6.0], [7.0, 8.0]])
+        >>> signs, statistics = grad(jnp.zeros(2), x)
+        >>> print(signs, statistics.metrics)
+        [0.5 0.5] [2. 4. 6. 8.]
+
+        ```
+    """
+    return _differentiated(filter_micro_grad, locals(), returns_value=False)
+
+
+def _differentiated(
+    public: Callable, settings: dict[str, Any], *, returns_value: bool
+) -> Callable[..., Any]:
+    """What `public` returns when called with these settings, `fun` among them."""
+    settings = dict(settings)
+    fun = settings.pop("fun")
+    if fun is None:
+        return functools.partial(public, **settings)
+    clip_norm, nan_safe = settings.pop("clip_norm"), settings.pop("nan_safe")
+    needs_norms = clip_norm is not None or nan_safe or settings["return_norms"]
+    clipping = Clipping(clip_norm, nan_safe) if needs_norms else None
+    accumulator = jtu.tree_map(
+        canonicalise, settings.pop("accumulator"), is_leaf=is_accumulator
+    )
+    value_accumulator = settings.pop("value_accumulator")
+    if value_accumulator is None:
+        value_accumulator = accumulator if isinstance(accumulator, _TOTALS) else Mean()
+    size, count = settings.pop("microbatch_size"), settings.pop("num_real_microbatches")
+    transform = _MicroGrad(
+        **settings,
+        accumulator=accumulator,
+        value_accumulator=value_accumulator,
+        clipping=clipping,
+        returns_value=returns_value,
+        blocking=Blocking(size, count, checkpoint=False),
+    )
+    return transformed(transform, fun)

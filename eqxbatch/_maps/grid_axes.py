@@ -1,0 +1,73 @@
+"""The axes of a grid."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+
+from .._base.trees import as_int
+
+
+class GridAxis(eqx.Module):
+    """What [`eqxbatch.grid`][] returns: grid axes, and where arrays have them."""
+
+    names: tuple[str, ...] = eqx.field(static=True)
+    axes: tuple[int, ...] = eqx.field(static=True)
+
+
+def grid(name: str | Sequence[str], axis: int | Sequence[int] = 0) -> GridAxis:
+    """Says which axis of a grid an argument of [`eqxbatch.filter_grid_vmap`][] is on.
+
+    **Arguments:**
+
+    - `name`: the name of the grid axis; or several, for arrays that lie along several
+        of them.
+    - `axis`: which axis of the arrays of the argument that is: an int, or one for each
+        name. What is no array is not mapped.
+
+    Raises `TypeError` for names that are not strings and axes that are not ints, and
+    `ValueError` for names or axes given twice, or in different numbers.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_grid_vmap(
+        ...     lambda weight, x: weight * x,
+        ...     in_axes=(eqxbatch.grid(("i", "j"), (0, 1)), eqxbatch.grid("j")),
+        ... )
+        >>> print(f(jnp.ones((2, 3)), jnp.arange(3.0)))
+        [[0. 1. 2.]
+         [0. 1. 2.]]
+
+        ```
+    """
+    names = (name,) if isinstance(name, str) else tuple(name)
+    for one in names:
+        if not isinstance(one, str):
+            raise TypeError(
+                f"`name` must be a string, or several; got {one!r} of type "
+                f"{type(one).__name__}."
+            )
+    given: Any = axis if isinstance(axis, Sequence) else (axis,)
+    axes = tuple(map(as_axis, given))
+    if not names or len(names) != len(axes) or len({*names}) < len(names):
+        raise ValueError(
+            "`grid` must be given names that differ, and an axis for each of them; got "
+            f"{name!r} and {axis!r}."
+        )
+    return GridAxis(names, axes)
+
+
+def as_axis(axis: Any) -> int:
+    number = as_int(axis)
+    if number is None:
+        raise TypeError(
+            f"The number of an axis must be an int; got {axis!r} of type "
+            f"{type(axis).__name__}."
+        )
+    return number
+
+
+def is_grid_axis(x: Any) -> bool:
+    return isinstance(x, GridAxis)

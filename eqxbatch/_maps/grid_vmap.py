@@ -1,0 +1,440 @@
+"""`filter_grid_vmap`: every combination of what arguments are mapped over."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .._base.mesh import spec_of
+from .._base.trees import match_prefix
+from .._batch.accumulators import Concat
+from .._batch.axes import argument_specs, leaf_name, positional_names
+from .._batch.memory import check_size, MemoryBudget, resolve_size
+from .._batch.slots import canonicalise, is_accumulator
+from .._batch.transform import AbstractSpread, Blocking, transformed
+from .grid_axes import as_axis, GridAxis, is_grid_axis
+from .micro_vmap import MicroVmap
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    """One of the nested loops.
+
+    - `position`: where its axis is in the results; None if they do not have it.
+    - `outer`: the same for the loops that this one is in, if they have one.
+    """
+
+    name: str
+    size: int
+    accumulator: PyTree
+    position: int | None
+    outer: tuple[int, ...]
+
+    def out_axis(self, leaf: Any) -> int | None:
+        """Where the axis is in the results of this loop; `leaf` has none of it yet."""
+        if not eqx.is_array(leaf):
+            return None
+        if self.position is None:
+            return 0
+        ndim = leaf.ndim + 1 + len(self.outer)
+        found = [
+            _in_range(position, ndim, leaf.shape)
+            for position in (self.position, *self.outer)
+        ]
+        if len({*found}) < len(found):
+            raise ValueError(
+                f"`out_axes` puts two grid axes, '{self.name}' among them, at one "
+                f"place of an output that has {ndim} axes."
+            )
+        return found[0] - sum(outer < found[0] for outer in found[1:])
+
+
+def _in_range(position: int, ndim: int, shape: tuple[int, ...]) -> int:
+    if not -ndim <= position < ndim:
+        raise ValueError(
+            f"`out_axes` puts a grid axis at {position}, which is out of range: with "
+            f"all of them, the output has {ndim} axes (for the loops inside, its "
+            f"shape is {shape})."
+        )
+    return position % ndim
+
+
+class _GridVmap(AbstractSpread):
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
+    in_axes: PyTree
+    out_axes: Any = eqx.field(static=True)
+    # Pairs: a dict that is a PyTree would be sorted.
+    names: tuple[str, ...] = eqx.field(static=True)
+    accumulators: tuple[PyTree, ...]
+    block_size: int | MemoryBudget | None = eqx.field(static=True)
+    checkpoint: bool = eqx.field(static=True)
+
+    def specs(self, call: Any, out: PyTree) -> PyTree:
+        fun, args, kwargs = call
+        places = self._places(fun, args, kwargs)
+        sizes = _sizes(fun, (args, kwargs), places)
+        spread = {
+            name: entry
+            for leaf, place in zip(jtu.tree_leaves((args, kwargs)), places, strict=True)
+            for name, axis in place.items()
+            for entry in [*spec_of(leaf)][axis : axis + 1]
+            if entry is not None
+        }
+
+        def spec(x: Array) -> PartitionSpec:
+            entries: list = [None] * x.ndim
+            for level in self._levels(sizes):
+                if level.position is not None and level.name in spread:
+                    entries[level.position] = spread[level.name]
+            return PartitionSpec(*entries)
+
+        return jtu.tree_map(spec, eqx.filter(out, eqx.is_array))
+
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        call = (args, kwargs)
+        places = self._places(fun, args, kwargs)
+        sizes = _sizes(fun, call, places)
+        for axes in jtu.tree_leaves(self.in_axes, is_leaf=is_grid_axis):
+            for name in axes.names:
+                if name not in sizes:
+                    raise ValueError(
+                        f"`in_axes` names the grid axis {name!r}, but what is on it "
+                        "has no arrays. Give arrays, and not Python numbers or lists."
+                    )
+        levels = self._levels(sizes)
+
+        def run_with(size: int) -> Callable[[tuple], Any]:
+            def run(operands: tuple) -> Any:
+                transform, *call = operands
+                return dataclasses.replace(transform, block_size=size).apply(*call)
+
+            return run
+
+        operands = (self, fun, args, kwargs)
+        total = math.prod(sizes.values())
+        room = resolve_size(self.block_size, total, run_with, operands)
+        leaves, treedef = jtu.tree_flatten(call)
+        mapped = [x for x, place in zip(leaves, places, strict=True) if place]
+        axes = [place for place in places if place]
+
+        def of_one(arrays: list) -> Any:
+            remaining = list(arrays)
+            pairs = zip(leaves, places, strict=True)
+            filled = [remaining.pop(0) if place else x for x, place in pairs]
+            args, kwargs = jtu.tree_unflatten(treedef, filled)
+            return fun(*args, **kwargs)
+
+        # The innermost axes are whole in a block, so that what depends on the others
+        # alone is computed once for all of them.
+        over = of_one
+        for level in reversed(levels):
+            number = max(min(level.size, room), 1)
+            room //= number
+            over = self._mapped(over, level, axes, levels, number)
+        return over(mapped)
+
+    def _mapped(
+        self,
+        fun: Callable[[list], Any],
+        level: _Level,
+        axes: list[dict[str, int]],
+        levels: list[_Level],
+        size: int,
+    ) -> Callable[[list], Any]:
+        outer = {other.name for other in levels[: levels.index(level)]}
+        transform = MicroVmap(
+            in_axes=([_axis_within(place, level.name, outer) for place in axes],),
+            out_axes=level.out_axis,
+            accumulator=level.accumulator,
+            blocking=Blocking(size, None, self.checkpoint and size < level.size),
+        )
+        return lambda arrays: transform.apply(fun, (arrays,), {})
+
+    def _places(
+        self, fun: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> list[dict[str, int]]:
+        """Which axis of each leaf, if any, is which one of the grid."""
+        specs = argument_specs(fun, self.in_axes, args, kwargs, None)
+        found = match_prefix(
+            "in_axes",
+            specs,
+            (args, kwargs),
+            "a PyTree prefix of the arguments, with `grid(name, axis)` or None for "
+            "each part",
+            is_leaf=lambda x: x is None or is_grid_axis(x),
+        )
+        names = positional_names(fun, len(args))
+        places: list[dict[str, int]] = []
+        for path, axes, part in found:
+            if axes is not None and not is_grid_axis(axes):
+                raise TypeError(
+                    "`in_axes` must consist of `grid(name, axis)` and None; got "
+                    f"{axes!r} of type {type(axes).__name__}."
+                )
+            for sub, leaf in jtu.tree_leaves_with_path(part):
+                if axes is None or not eqx.is_array(leaf):
+                    places.append({})
+                    continue
+                name = leaf_name((*path, *sub), names)
+                places.append(_place_of(name, axes, leaf))
+        return places
+
+    def _levels(self, sizes: dict[str, int]) -> list[_Level]:
+        """The loops, outermost first."""
+        reduced = {}
+        for name, accumulator in zip(self.names, self.accumulators, strict=True):
+            _check_name("accumulator", name, sizes)
+            if not _keeps_rows(name, accumulator):
+                reduced[name] = accumulator
+        kept = [name for name in sizes if name not in reduced]
+        positions = _positions(self.out_axes, kept, sizes)
+        kept.sort(key=lambda name: (positions[name] < 0, positions[name]))
+        levels = [
+            _Level(
+                name,
+                sizes[name],
+                Concat(),
+                positions[name],
+                tuple(positions[outer] for outer in kept[:number]),
+            )
+            for number, name in enumerate(kept)
+        ]
+        # What comes first is accumulated first.
+        for name, accumulator in reversed(reduced.items()):
+            levels.append(_Level(name, sizes[name], accumulator, None, ()))
+        return levels
+
+
+def _place_of(name: str, axes: GridAxis, leaf: Any) -> dict[str, int]:
+    place = {}
+    for grid_axis, axis in zip(axes.names, axes.axes, strict=True):
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ValueError(
+                f"`in_axes` says that axis {axis} of {name} is the grid axis "
+                f"'{grid_axis}', which is out of range for its shape {leaf.shape}."
+            )
+        place[grid_axis] = axis % leaf.ndim
+    if len({*place.values()}) < len(place):
+        raise ValueError(
+            f"`in_axes` gives one axis of {name} to two grid axes; got {axes}."
+        )
+    return place
+
+
+def _axis_within(place: dict[str, int], name: str, outer: set[str]) -> int | None:
+    """The axis of an array of which the loops outside have taken theirs."""
+    if name not in place:
+        return None
+    axis = place[name]
+    return axis - sum(place.get(other, axis) < axis for other in outer)
+
+
+def _sizes(
+    fun: Callable, call: tuple[tuple, dict], places: list[dict[str, int]]
+) -> dict[str, int]:
+    """How long the axes of the grid are, in the order in which they turn up."""
+    names = positional_names(fun, len(call[0]))
+    leaves = jtu.tree_leaves_with_path(call)
+    listing: dict[str, dict[str, int]] = {}
+    for (path, leaf), place in zip(leaves, places, strict=True):
+        for name, axis in place.items():
+            where = f"axis {axis} of {leaf_name(path, names)}, shape {leaf.shape}"
+            listing.setdefault(name, {})[where] = leaf.shape[axis]
+    if not listing:
+        raise ValueError(
+            "`in_axes` gives no array an axis of the grid, so there is nothing to map "
+            'over. Mark an argument that has arrays, as in `in_axes={"x": grid("i")}`.'
+        )
+    for name, found in listing.items():
+        if len({*found.values()}) > 1:
+            sizes = "; ".join(f"{where} has {size}" for where, size in found.items())
+            raise ValueError(
+                f"What is on the same grid axis is zipped and must be as long, but for "
+                f"'{name}' {sizes}. Mend the shapes, or use another name for one of "
+                "them to have every combination."
+            )
+    return {name: next(iter(found.values())) for name, found in listing.items()}
+
+
+def _keeps_rows(name: str, accumulator: PyTree) -> bool:
+    """Whether the results still have the axis; raises if that is so for some only."""
+    found = [
+        canonicalise(x) for x in jtu.tree_leaves(accumulator, is_leaf=is_accumulator)
+    ]
+    kept = [x for x in found if isinstance(x, Concat)]
+    if len(kept) not in (0, len(found)):
+        raise ValueError(
+            f"`accumulator` keeps the grid axis '{name}' in some outputs and not in "
+            "others. Make one call for each, or keep it and reduce afterwards."
+        )
+    for concat in kept:
+        if concat.axis != 0:
+            raise ValueError(
+                f"Concat(axis={concat.axis}) is for `filter_microbatch`; here the axis "
+                "is set by `out_axes`. Use Concat(), or leave it out."
+            )
+    return bool(kept)
+
+
+def _check_name(argument: str, name: Any, sizes: dict[str, int]) -> None:
+    if name not in sizes:
+        raise ValueError(
+            f"`{argument}` names the grid axis {name!r}, but `in_axes` has only "
+            f"{tuple(sizes)}."
+        )
+
+
+def _positions(out_axes: Any, kept: list[str], sizes: dict[str, int]) -> dict[str, int]:
+    """Where each axis that is kept goes in the results."""
+    if out_axes is None:
+        return {name: number for number, name in enumerate(kept)}
+    if isinstance(out_axes, int):
+        if len(kept) != 1:
+            raise ValueError(
+                f"`out_axes` is {out_axes}, a place for one grid axis, but the results "
+                f"have {tuple(kept)}. Give a tuple of names, or a dict from names to "
+                "places."
+            )
+        return {kept[0]: out_axes}
+    positions = dict(out_axes)
+    for name in positions:
+        _check_name("out_axes", name, sizes)
+    if {*positions} != {*kept}:
+        raise ValueError(
+            "`out_axes` must name each grid axis that the results have, "
+            f"{tuple(kept)}, and no other; got {tuple(positions)}. Those with an "
+            "accumulator other than `Concat` are gone."
+        )
+    return positions
+
+
+def _check_out_axes(out_axes: Any) -> Any:
+    """None, an int, or pairs of a name and a place, which can be hashed."""
+    if out_axes is None:
+        return None
+    if isinstance(out_axes, dict):
+        return tuple((name, as_axis(axis)) for name, axis in out_axes.items())
+    if isinstance(out_axes, str):
+        out_axes = (out_axes,)
+    if isinstance(out_axes, (tuple, list)):
+        if len({*out_axes}) < len(out_axes):
+            raise ValueError(f"`out_axes` names a grid axis twice; got {out_axes!r}.")
+        return tuple((name, number) for number, name in enumerate(out_axes))
+    return as_axis(out_axes)
+
+
+def _check_accumulator(accumulator: Any) -> dict[str, PyTree]:
+    if accumulator is None:
+        return {}
+    if isinstance(accumulator, dict):
+        return accumulator
+    raise TypeError(
+        "`accumulator` must be a dict from names of grid axes to accumulators, as in "
+        f'`{{"j": Mean()}}`; got {accumulator!r} of type {type(accumulator).__name__}.'
+    )
+
+
+def filter_grid_vmap(
+    fun: Callable[..., Any] | None = None,
+    *,
+    in_axes: PyTree,
+    out_axes: int | str | Sequence[str] | dict[str, int] | None = None,
+    block_size: int | MemoryBudget | None = None,
+    accumulator: dict[str, PyTree] | None = None,
+    checkpoint: bool = False,
+) -> Callable[..., Any]:
+    """Maps a function over a grid: zipped, un-batched and Cartesian axes in one call.
+
+    Arguments on the same axis of the grid are zipped, and those on different axes meet
+    in every combination. The result is that of nested `jax.vmap`s, one for each axis
+    of the grid, but only a block of the grid is worked on at any time.
+
+    **Arguments:**
+
+    - `fun`: a function of one example of each argument. Arguments and results may be
+        any PyTrees, modules among them.
+    - `in_axes`: which arguments are on which axis of the grid: a dict from argument
+        names to PyTree prefixes of the arguments, or such a prefix of the tuple of
+        positional arguments, made of [`eqxbatch.grid`][] and of None for what is not
+        mapped, as arguments are not that a dict does not name.
+    - `out_axes`: where the axes of the grid are in the results: a tuple of names for
+        the first axes in that order, a dict from names to places, or a name or an int
+        if there is one axis only. By default, they come first, in the order in which
+        they turn up in the arguments (those that are given by name in the order of the
+        alphabet).
+    - `block_size`: how many cells of the grid are worked on at any time, at least 1.
+        Blocks have the last axes of the grid as a whole as far as they fit, so that
+        what does not depend on them is computed once. An [`eqxbatch.MemoryBudget`][]
+        chooses the largest size that fits; None is all of the grid.
+    - `accumulator`: a dict from axes of the grid to what becomes of the results along
+        them, an [`eqxbatch.AbstractAccumulator`][] such as [`eqxbatch.Mean`][], or a
+        PyTree prefix of the output made of such. The axis that is named first is
+        accumulated first. Axes that are not named are kept.
+    - `checkpoint`: whether reverse-mode differentiation keeps only the inputs, and
+        computes each block again on the way back.
+
+    **Returns:**
+
+    A function with the arguments of `fun`, which compiles itself; an equal call later
+    on traces nothing.
+
+    **Raises:**
+
+    `ValueError` for a size below 1, no array on the grid, arguments on the same axis
+    of it whose sizes differ, axes that are out of range, names that are not in
+    `in_axes`, and names in it that no array is on; `TypeError` for arguments of other
+    types than these.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> from eqxbatch import grid
+        >>> f = lambda x, y: jnp.sin(x) * y
+        >>> x, y = jnp.linspace(0.0, 1.0, 50), jnp.linspace(0.0, 2.0, 40)
+        >>> surface = eqxbatch.filter_grid_vmap(f, in_axes=(grid("i"), grid("j")))
+        >>> surface(x, y).shape
+        (50, 40)
+
+        ```
+
+        Its mean over `j`, 500 cells at a time:
+
+        ```python
+        >>> mean = eqxbatch.filter_grid_vmap(
+        ...     f,
+        ...     in_axes={"x": grid("i"), "y": grid("j")},
+        ...     accumulator={"j": eqxbatch.Mean()},
+        ...     block_size=500,
+        ... )
+        >>> mean(x, y).shape
+        (50,)
+
+        ```
+    """
+    if fun is None:
+        return functools.partial(
+            filter_grid_vmap,
+            in_axes=in_axes,
+            out_axes=out_axes,
+            block_size=block_size,
+            accumulator=accumulator,
+            checkpoint=checkpoint,
+        )
+    accumulators = _check_accumulator(accumulator)
+    transform = _GridVmap(
+        in_axes=in_axes,
+        out_axes=_check_out_axes(out_axes),
+        names=tuple(accumulators),
+        accumulators=tuple(accumulators.values()),
+        block_size=check_size("block_size", block_size),
+        checkpoint=checkpoint,
+    )
+    return transformed(transform, fun)

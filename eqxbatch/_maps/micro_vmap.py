@@ -1,0 +1,313 @@
+"""`filter_micro_vmap`: `equinox.filter_vmap`, one microbatch at a time."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int, PyTree
+
+from .._base.explicit import spread_freely
+from .._base.jaxprs import evaluate_jaxpr
+from .._batch.accumulators import Concat, Last
+from .._batch.axes import Batch, broadcast_axes, spec_of_rows, split_batch
+from .._batch.cut import Blocks
+from .._batch.memory import MemoryBudget
+from .._batch.slots import array_structs, match_accumulators, Slot, Slots
+from .._batch.transform import AbstractTransform, Blocking, transformed
+
+
+class MicroVmap(AbstractTransform):
+    """What `filter_micro_vmap` is, not yet compiled."""
+
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
+    in_axes: PyTree
+    out_axes: PyTree
+    accumulator: PyTree
+    blocking: Blocking
+    axis_name: Hashable | None = None
+    axis_size: int | None = None
+    vmap_fn: Callable[..., Callable] = jax.vmap
+
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        batch = split_batch(fun, self.in_axes, args, kwargs)
+        total = batch.total(self.axis_size)
+        blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
+
+        run = self._run_on_mesh(fun, batch)
+
+        def make_slots(output: PyTree, axes: tuple) -> Slots:
+            slots = match_accumulators(self.accumulator, output)
+            leaves = array_structs(output)
+            return dataclasses.replace(
+                slots,
+                slots=[_per_example(s, leaves, axes, blocks) for s in slots.slots],
+            )
+
+        return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
+
+    def _run_on_mesh(self, fun: Callable, batch: Batch) -> Callable[[list, int], Any]:
+        """`fun` mapped over the examples of a block, wherever they are."""
+        total = batch.total(self.axis_size)
+        if total == 0:
+            return functools.partial(self.vmap, fun, batch)
+
+        def specs(out: tuple[PyTree, tuple]) -> tuple[PyTree, PartitionSpec]:
+            arrays, treedef = jtu.tree_flatten(eqx.filter(out[0], eqx.is_array))
+            found = [
+                PartitionSpec() if axis is None else spec_of_rows(x.shape[1:], batch)
+                for x, axis in zip(arrays, out[1], strict=True)
+            ]
+            return jtu.tree_unflatten(treedef, found), PartitionSpec()
+
+        like = (batch.arrays, total)
+        return spread_freely(self.vmap, (fun, batch), like, specs)
+
+    def vmap(
+        self, fun: Callable, batch: Batch, rows: list, size: int
+    ) -> tuple[PyTree, tuple[int | None, ...]]:
+        """`fun` mapped over the examples of a block.
+
+        Returns its output, with the examples along axis 0 of the arrays that are
+        mapped, and the `out_axes` of all arrays of it.
+        """
+        # Filled when `jax.vmap` traces `one`, as only arrays can be returned from it.
+        traced: dict[str, Any] = {}
+
+        def one(rows: list) -> tuple[list, list]:
+            args, kwargs = batch.arguments(rows)
+            out = fun(*args, **kwargs)
+            axes = broadcast_axes("out_axes", self.out_axes, out)
+            leaves, traced["treedef"] = jtu.tree_flatten(out)
+            traced["leaves"], traced["axes"] = leaves, axes
+            pairs = list(zip(leaves, axes, strict=True))
+            mapped = [_as_array(x, axis) for x, axis in pairs if axis is not None]
+            unmapped = [x for x, axis in pairs if axis is None and eqx.is_array(x)]
+            return mapped, unmapped
+
+        kwargs = {}
+        if self.axis_name is not None:
+            kwargs["axis_name"] = self.axis_name
+        if not rows:
+            kwargs["axis_size"] = size
+        if size == 1 and self.vmap_fn is jax.vmap and self.axis_name is None:
+            # What XLA makes of a batch of one is slower than what it makes of none.
+            mapped, unmapped = _of_one(one, rows, batch.axes)
+        else:
+            vmapped = self.vmap_fn(one, (list(batch.axes),), (0, None), **kwargs)
+            mapped, unmapped = vmapped(rows)
+        leaves, axes = [], []
+        for leaf, axis in zip(traced["leaves"], traced["axes"], strict=True):
+            if axis is not None:
+                leaf = mapped.pop(0)
+            elif eqx.is_array(leaf):
+                leaf = unmapped.pop(0)
+            if eqx.is_array(leaf):
+                axes.append(axis)
+            leaves.append(leaf)
+        return jtu.tree_unflatten(traced["treedef"], leaves), tuple(axes)
+
+
+def _of_one(
+    one: Callable[[list], tuple[list, list]], rows: list, axes: tuple[int, ...]
+) -> tuple[list, list]:
+    """What is mapped and what is not, of a block of one example, without `jax.vmap`.
+
+    Raises as `jax.vmap` does where what is not mapped differs between examples.
+    """
+    in_axes = [*axes]
+    pairs = zip(rows, axes, strict=True)
+    row = [lax.index_in_dim(x, 0, axis, keepdims=False) for x, axis in pairs]
+    closed, structs = jax.make_jaxpr(one, return_shape=True)(row)
+    treedef = jtu.tree_structure(structs)
+
+    def run(row: list) -> tuple[list, list]:
+        outs = evaluate_jaxpr(closed.jaxpr, list(closed.consts), row)
+        return jtu.tree_unflatten(treedef, outs)
+
+    if structs[1] and rows:
+        jax.eval_shape(jax.vmap(run, (in_axes,), (0, None)), rows)
+    mapped, unmapped = run(row)
+    # A constant is a literal of the jaxpr, and not yet an array.
+    return [jnp.asarray(x)[None] for x in mapped], [*map(jnp.asarray, unmapped)]
+
+
+def _as_array(leaf: Any, axis: int) -> Array:
+    if not eqx.is_array_like(leaf):
+        raise ValueError(
+            f"`out_axes` gives the axis {axis} to a {type(leaf).__name__} that `fun` "
+            f"returned, which is not an array. Use `eqx.if_array({axis})` to map just "
+            "the arrays of the output, or None."
+        )
+    return jnp.asarray(leaf)
+
+
+def _per_example(slot: Slot, leaves: list, axes: tuple, blocks: Blocks) -> Slot:
+    """The slot of an output with one result for each example, at `out_axes`."""
+    for i in slot.indices:
+        ndim = leaves[i].ndim
+        if axes[i] is not None and not -ndim <= axes[i] < ndim:
+            raise ValueError(
+                f"`out_axes` gives output{slot.path} the axis {axes[i]}, which is out "
+                f"of range: with the batch axis it has {ndim} axes."
+            )
+    unmapped = [axes[i] is None for i in slot.indices]
+    accumulator = slot.accumulator
+    if any(unmapped):
+        # The same for all examples, so there is nothing to accumulate.
+        if not accumulator.leafwise:
+            raise ValueError(
+                f"The accumulator of output{slot.path} takes a whole part of the "
+                "output, but `out_axes` is None for an array of it. Give it an axis, "
+                "or that array an accumulator of its own."
+            )
+        if blocks.total == 0:
+            raise ValueError(
+                f"`out_axes` is None for output{slot.path}, so that it is the same for "
+                "all examples, but there are 0 examples to take it from."
+            )
+        return dataclasses.replace(slot, accumulator=Last())
+    if isinstance(accumulator, Concat):
+        if accumulator.axis != 0:
+            raise ValueError(
+                f"Concat(axis={accumulator.axis}) is for `filter_microbatch`; here the "
+                f"axis is set by `out_axes`. Use Concat() and `out_axes="
+                f"{accumulator.axis}`."
+            )
+        accumulator = Concat(axes[slot.indices[0]])
+    return dataclasses.replace(slot, accumulator=accumulator, per_example=True)
+
+
+def filter_micro_vmap(
+    fun: Callable[..., Any] | None = None,
+    *,
+    in_axes: PyTree = eqx.if_array(0),
+    out_axes: PyTree = eqx.if_array(0),
+    axis_name: Hashable | None = None,
+    axis_size: int | None = None,
+    microbatch_size: int | MemoryBudget | None = None,
+    accumulator: PyTree = Concat(),
+    num_real_microbatches: int | Int[Array, ""] | None = None,
+    checkpoint: bool = False,
+    vmap_fn: Callable[..., Callable] = jax.vmap,
+) -> Callable[..., Any]:
+    """Vectorises a function as `equinox.filter_vmap` does, in microbatches.
+
+    The result is that of `equinox.filter_vmap`, but the memory that it takes beyond
+    inputs and outputs is that of one microbatch. It does not depend on the microbatch
+    size, other than by rounding.
+
+    **Arguments:**
+
+    - `fun`: a function of one example. Arguments and results may be any PyTrees,
+        modules among them.
+    - `in_axes`: which axes of which arguments are mapped: a prefix of the tuple of
+        positional arguments, made of ints, `None` (not mapped) and callables from a
+        leaf to those, or a dict from argument names to such prefixes. As for
+        `equinox.filter_vmap`, the default is axis 0 of all arrays, also for the
+        arguments that a dict does not name; keyword arguments not in it likewise.
+    - `out_axes`: at which axis of which outputs the examples are: a prefix of the
+        output, made of the same. `None` is for what is the same for all examples.
+    - `axis_name`: a name for the mapped axis, for collectives. They see one microbatch,
+        not the whole batch.
+    - `axis_size`: the number of examples, for when no argument is mapped.
+    - `microbatch_size`: the number of examples that are worked on at any time, at
+        least 1; it need not divide their total number `n`. An
+        [`eqxbatch.MemoryBudget`][] chooses the largest that fits, and `None` is `n`.
+    - `accumulator`: what becomes of the results of the examples: an
+        [`eqxbatch.AbstractAccumulator`][], by default [`eqxbatch.Concat`][], which
+        returns all of them, or a PyTree prefix of the output with those for leaves.
+        `optax.microbatching.AccumulationType`s and `Accumulator`s are taken as well.
+    - `num_real_microbatches`: if given, only that many microbatches run: an int, or an
+        integer array, which may be traced. Reverse mode works either way. The rows of
+        a `Concat` that are not reached are zero.
+    - `checkpoint`: whether reverse-mode differentiation keeps only the inputs, and
+        computes each microbatch again on the way back.
+    - `vmap_fn`: what vectorises a microbatch, called as `vmap_fn(fun, in_axes,
+        out_axes)`; for example `functools.partial(jax.vmap, spmd_axis_name="data")`.
+
+    **Returns:**
+
+    A function with the arguments of `fun`, each mapped one with a batch axis more.
+    What it returns beyond arrays must be the same for all microbatches. If there are no
+    examples, then `fun` is traced but not run.
+
+    It compiles itself, and an equal call later on traces nothing: as with
+    `equinox.filter_jit`, `fun` must be pure, and arrays in a module or in an
+    `equinox.Partial` are arguments of the program while those that a Python function
+    closes over are constants.
+
+    **Raises:**
+
+    `ValueError` for a size below 1, unequal batch axes, an axis out of range, nothing
+    mapped, an accumulator that does not fit the output, and non-arrays in the output
+    that differ between microbatches; `TypeError` for a size that is not an int or a
+    mean of integers; `RuntimeError` when run with a traced `num_real_microbatches`
+    that is negative or larger than the number of microbatches.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(2, 3, 8, 2, key=jax.random.key(0))
+        >>> xs = jnp.ones((1_000, 2))
+        >>> eqxbatch.filter_micro_vmap(model, microbatch_size=64)(xs).shape
+        (1000, 3)
+
+        ```
+
+        An ensemble by its mean prediction, two members at a time:
+
+        ```python
+        >>> keys = jax.random.split(jax.random.key(0), 5)
+        >>> @eqxbatch.filter_micro_vmap(microbatch_size=2)
+        ... def make(key):
+        ...     return eqx.nn.MLP(2, 3, 8, 2, key=key)
+        >>> @eqxbatch.filter_micro_vmap(
+        ...     in_axes=(eqx.if_array(0), None),
+        ...     microbatch_size=2,
+        ...     accumulator=eqxbatch.Mean(),
+        ... )
+        ... def evaluate(model, x):
+        ...     return model(x)
+        >>> evaluate(make(keys), jnp.ones(2)).shape
+        (3,)
+
+        ```
+
+    ??? cite
+
+        Microbatches with accumulators are those of `optax.microbatching`, described in
+        [arXiv:2510.00236](https://arxiv.org/abs/2510.00236); the axes are those of
+        `equinox.filter_vmap`.
+    """
+    if fun is None:
+        return functools.partial(
+            filter_micro_vmap,
+            in_axes=in_axes,
+            out_axes=out_axes,
+            axis_name=axis_name,
+            axis_size=axis_size,
+            microbatch_size=microbatch_size,
+            accumulator=accumulator,
+            num_real_microbatches=num_real_microbatches,
+            checkpoint=checkpoint,
+            vmap_fn=vmap_fn,
+        )
+    transform = MicroVmap(
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_name=axis_name,
+        axis_size=axis_size,
+        vmap_fn=vmap_fn,
+        accumulator=accumulator,
+        blocking=Blocking(microbatch_size, num_real_microbatches, checkpoint),
+    )
+    return transformed(transform, fun)

@@ -1,0 +1,147 @@
+"""`filter_microbatch`: a function of a batch, run on one microbatch at a time."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int, PyTree
+
+from .._base.explicit import examples_spec, spread_freely
+from .._batch.accumulators import Concat
+from .._batch.axes import Batch, split_batch
+from .._batch.memory import MemoryBudget
+from .._batch.moments import Sum
+from .._batch.slots import is_struct, match_accumulators, Slots
+from .._batch.transform import AbstractTransform, Blocking, transformed
+
+
+class _Microbatch(AbstractTransform):
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
+    in_axes: PyTree
+    accumulator: PyTree
+    blocking: Blocking
+
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        batch = split_batch(fun, self.in_axes, args, kwargs)
+        total = batch.total()
+        blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
+
+        def call(fun: Callable, batch: Batch, rows: list) -> PyTree:
+            args, kwargs = batch.arguments(rows)
+            return fun(*args, **kwargs)
+
+        specs = lambda out: self._specs(out, batch)
+        call_on_mesh = spread_freely(call, (fun, batch), (batch.arrays,), specs)
+
+        def run(rows: list, _: int) -> tuple[PyTree, None]:
+            return call_on_mesh(rows), None
+
+        def make_slots(output: PyTree, _: None) -> Slots:
+            return match_accumulators(self.accumulator, output)
+
+        return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
+
+    def _specs(self, out: PyTree, batch: Batch) -> PyTree:
+        """How results are spread: as the batch is, where they have its rows."""
+        structs = eqx.filter_eval_shape(lambda: out)
+        arrays, treedef = jtu.tree_flatten(eqx.filter(structs, is_struct))
+        rows = examples_spec(batch.arrays, batch.axes)
+        specs = [PartitionSpec() for _ in arrays]
+        for slot in match_accumulators(self.accumulator, structs).slots:
+            if isinstance(slot.accumulator, Concat):
+                (i,) = slot.indices
+                axis = slot.accumulator.axis_of(arrays[i])
+                specs[i] = PartitionSpec(*[None] * axis, *rows)
+        return jtu.tree_unflatten(treedef, specs)
+
+
+def filter_microbatch(
+    fun: Callable[..., Any] | None = None,
+    *,
+    in_axes: PyTree = eqx.if_array(0),
+    microbatch_size: int | MemoryBudget | None = None,
+    accumulator: PyTree = Sum(),
+    num_real_microbatches: int | Int[Array, ""] | None = None,
+    checkpoint: bool = False,
+) -> Callable[..., Any]:
+    """Runs a function of a batch on one microbatch at a time, and accumulates.
+
+    The counterpart of [`eqxbatch.filter_micro_vmap`][] for functions that take a whole
+    batch, such as a loss or its gradient. No more than one microbatch is worked on at
+    any time.
+
+    **Arguments:**
+
+    - `fun`: a function of arrays with `n` examples along some axis. It is called with
+        microbatches: contiguous blocks of `microbatch_size` examples, the last one
+        perhaps shorter. Arguments and results may be any PyTrees, modules among them.
+    - `in_axes`: which axes of which arguments are the batch: a prefix of the tuple of
+        positional arguments, made of ints, `None` (not batched) and callables from a
+        leaf to those, or a dict from argument names to such prefixes. As for
+        `equinox.filter_vmap`, the default is axis 0 of all arrays, also for the
+        arguments that a dict does not name; keyword arguments not in it likewise.
+    - `microbatch_size`: the number of examples of a microbatch, at least 1; it need
+        not divide `n`. An [`eqxbatch.MemoryBudget`][] chooses the largest that fits,
+        and `None` is one microbatch.
+    - `accumulator`: how the results of the microbatches become one: an
+        [`eqxbatch.AbstractAccumulator`][], by default [`eqxbatch.Sum`][], or a PyTree
+        prefix of the output with those for leaves.
+        `optax.microbatching.AccumulationType`s and `Accumulator`s are taken as well.
+    - `num_real_microbatches`: if given, only that many microbatches run: an int, or an
+        integer array, which may be traced. Reverse mode works either way.
+    - `checkpoint`: whether reverse-mode differentiation keeps only the inputs of each
+        microbatch, and computes it again on the way back.
+
+    **Returns:**
+
+    A function with the arguments of `fun` that returns what it returns, accumulated.
+    What is not an array must be the same for all microbatches. If `n` is 0, then `fun`
+    is traced but not run.
+
+    It compiles itself, and an equal call later on traces nothing: as with
+    `equinox.filter_jit`, `fun` must be pure, and arrays in a module or in an
+    `equinox.Partial` are arguments of the program while those that a Python function
+    closes over are constants.
+
+    **Raises:**
+
+    `ValueError` for a size below 1, unequal batch axes, an axis out of range, nothing
+    batched, an accumulator that does not fit the output, and non-arrays in the output
+    that differ between microbatches; `TypeError` for a size that is not an int or a
+    mean of integers; `RuntimeError` when run with a traced `num_real_microbatches`
+    that is negative or larger than the number of microbatches.
+
+    !!! example
+
+        The exact gradient of a mean, of a batch that no microbatch size divides:
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> @eqxbatch.filter_microbatch(
+        ...     in_axes=(None, 0), microbatch_size=32, accumulator=eqxbatch.Mean()
+        ... )
+        ... @eqx.filter_grad
+        ... def grad_of_loss(model, x):
+        ...     return jnp.mean(jax.vmap(model)(x) ** 2)
+        >>> model = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
+        >>> grads = grad_of_loss(model, jnp.ones((100, 2)))
+        >>> grads.layers[0].weight.shape
+        (8, 2)
+
+        ```
+    """
+    if fun is None:
+        return functools.partial(
+            filter_microbatch,
+            in_axes=in_axes,
+            microbatch_size=microbatch_size,
+            accumulator=accumulator,
+            num_real_microbatches=num_real_microbatches,
+            checkpoint=checkpoint,
+        )
+    blocking = Blocking(microbatch_size, num_real_microbatches, checkpoint)
+    return transformed(_Microbatch(in_axes, accumulator, blocking), fun)

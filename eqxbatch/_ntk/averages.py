@@ -1,0 +1,375 @@
+"""Kernels of random models, averaged as they come: on devices and on the host."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .._base.dtypes import accumulation_dtype
+from .._batch.accumulators import AbstractAccumulator
+from .._batch.memory import MemoryBudget, resolve_size
+from .._batch.moments import RunningMean, Spread, Variance
+from .._batch.transform import Blocking
+from .._maps.micro_vmap import MicroVmap
+from .._pairs.batch import BatchKernel
+from .._pairs.on_mesh import MeshAxis
+from .output_axes import Mirror
+from .random_model import RandomModels
+from .request import Kernels, KernelTask
+from .settings import Settings
+
+
+class _Resumed(AbstractAccumulator[Spread]):
+    """Moments that go on from others, and are not yet brought to their final form."""
+
+    moments: RunningMean | Variance
+    state: Spread | None
+
+    def init(self, value: Any, blocks: Any) -> Spread:
+        return self.moments.init(value, blocks) if self.state is None else self.state
+
+    def update(self, state: Spread, value: Any, block: Any) -> Spread:
+        return self.moments.update(state, value, block)
+
+    def finalize(self, state: Spread) -> Any:
+        return state
+
+    def aggregate(self, values: Any, block: Any) -> Spread:
+        return self.moments.aggregate(values, block)
+
+
+def _is_spread(x: Any) -> bool:
+    return isinstance(x, Spread)
+
+
+class Request(eqx.Module):
+    """What is asked for: which kernels, of which examples."""
+
+    names: tuple[str, ...] = eqx.field(static=True)
+    with_error: bool = eqx.field(static=True)
+    x1: PyTree
+    x2: PyTree
+    key: Any
+    kwargs: dict[str, Any]
+
+    @property
+    def moments(self) -> RunningMean | Variance:
+        return Variance(ddof=1) if self.with_error else RunningMean()
+
+    def average(
+        self, samples: "Samples", start: int, num: int, *, is_final: bool
+    ) -> "Average":
+        """What `num` samples, from number `start` on, give for any block of it."""
+        at = jnp.asarray(start, jnp.int32)
+        of_block = samples.of_block()
+        return Average(of_block, self.names, self.with_error, at, num, is_final)
+
+
+class _OfSample(eqx.Module):
+    """The kernels of one random model, as a kernel function."""
+
+    kernels: Kernels
+    names: tuple[str, ...] = eqx.field(static=True)
+
+    @property
+    def symmetric(self) -> Mirror:
+        return self.kernels.mirror
+
+    def __call__(
+        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
+    ) -> list[PyTree[Array]]:
+        return self.kernels(KernelTask(self.names), x1, x2, key, kwargs)
+
+
+class Samples(eqx.Module):
+    """Random models, how the kernel of one is computed, and how many at once."""
+
+    models: RandomModels
+    settings: Settings
+    per_batch: int | MemoryBudget | None = eqx.field(static=True)
+    rows: MeshAxis | None
+    samples: MeshAxis | None
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.samples is None else self.samples.num
+
+    def of_block(self) -> "Samples":
+        """The same for a block of a kernel, which is computed as a whole."""
+        settings = dataclasses.replace(self.settings, block_size=None)
+        return dataclasses.replace(self, rows=None, settings=settings)
+
+    def sizes(self, num: int) -> list[int]:
+        """In what numbers samples are computed, so that devices have as many each."""
+        assert isinstance(self.per_batch, int)
+        step = self.per_batch * self.num_devices
+        rest = num % step
+        shared = rest - rest % self.num_devices
+        return [*[step] * (num // step), *filter(None, (shared, rest - shared))]
+
+    def kernels(self, request: Request, index: Array) -> list[PyTree[Array]]:
+        """The kernels of one sample."""
+        if self.rows is None and self.samples is not None:
+            # `vmap` gives each device samples of its own.
+            of_one = dataclasses.replace(self, samples=None)
+            dynamic, static = eqx.partition((of_one, request), eqx.is_array)
+
+            def body(dynamic: PyTree, index: Array) -> list:
+                of_one, request = eqx.combine(dynamic, static)
+                return of_one.kernels(request, index)
+
+            everywhere = PartitionSpec()
+            return jax.shard_map(
+                body,
+                mesh=self.samples.mesh,
+                in_specs=everywhere,
+                out_specs=everywhere,
+                # As in `on_devices`. What varies is only known to `vmap`, besides.
+                check_vma=False,
+            )(dynamic, index)
+
+        model = self.models.draw(index)
+        selection = self.models.selection(model) if "ntk" in request.names else None
+        own = self if self.rows is None else self.of_block()
+        kernel_fn = _OfSample(Kernels(model, selection, own.settings), request.names)
+        call = {"key": request.key, **request.kwargs}
+        if self.rows is None:
+            return kernel_fn(request.x1, request.x2, **call)
+        transform = BatchKernel(self.settings.block_size, mesh_axis=self.rows)
+        return transform.apply(kernel_fn, (request.x1, request.x2), call)
+
+    def advanced(
+        self, request: Request, state: PyTree, start: Any, num: int
+    ) -> PyTree[Spread]:
+        """The moments after `num` more samples, from number `start` on."""
+        moments = request.moments
+        accumulator: PyTree = _Resumed(moments, None)
+        if state is not None:
+            accumulator = jtu.tree_map(
+                lambda spread: _Resumed(moments, spread), state, is_leaf=_is_spread
+            )
+        size = self.per_batch
+        if isinstance(size, int):
+            size *= self.num_devices
+        transform = MicroVmap(
+            in_axes=(0,),
+            out_axes=eqx.if_array(0),
+            accumulator=accumulator,
+            blocking=Blocking(size, None, False),
+            vmap_fn=jax.vmap if self.samples is None else _spread_vmap(self.samples),
+        )
+        index = start + jnp.arange(num, dtype=jnp.int32)
+        of_one = functools.partial(self.kernels, request)
+        return transform.apply(of_one, (index,), {})
+
+
+def _spread_vmap(axis: MeshAxis) -> Callable[..., Callable[[list], Any]]:
+    """`jax.vmap` over samples, which the devices share where they can."""
+
+    def vmap(fun: Callable, in_axes: Any, out_axes: Any) -> Callable[[list], Any]:
+        def run(rows: list) -> Any:
+            (num,) = {x.shape[0] for x in rows}
+            name = axis.name if num % axis.num == 0 else None
+            return jax.vmap(fun, in_axes, out_axes, spmd_axis_name=name)(rows)
+
+        return run
+
+    return vmap
+
+
+# All that changes from one batch of samples to the next is donated, or a number.
+@eqx.filter_jit(donate="all-except-first")
+def _advanced(call: tuple, state: PyTree) -> PyTree[Spread]:
+    samples, request, start, num = call
+    return samples.advanced(request, state, start, num)
+
+
+@eqx.filter_jit
+def _start(samples: Samples, request: Request) -> PyTree[Spread]:
+    """The moments of no samples."""
+    structs = eqx.filter_eval_shape(samples.advanced, request, None, 0, 1)
+    return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
+
+
+@eqx.filter_jit
+def estimated(state: PyTree[Spread], with_error: bool) -> tuple[list, list]:
+    """The means, and their standard errors if they are wanted."""
+    spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)
+    means, errors = [], []
+    for spread in spreads:
+        if not with_error:
+            means.append(RunningMean().finalize(spread))
+            continue
+        mean, variance = Variance(ddof=1).finalize(spread)
+        means.append(mean)
+        errors.append(jnp.sqrt(variance / spread.count.astype(variance.dtype)))
+    return jtu.tree_unflatten(treedef, means), (
+        jtu.tree_unflatten(treedef, errors) if with_error else []
+    )
+
+
+class Average(eqx.Module):
+    """What some samples give for a block of examples, as a kernel function.
+
+    `is_final` says whether that is means and errors, or moments to be merged.
+    """
+
+    samples: Samples
+    names: tuple[str, ...] = eqx.field(static=True)
+    with_error: bool = eqx.field(static=True)
+    start: Array
+    num: int = eqx.field(static=True)
+    is_final: bool = eqx.field(static=True)
+
+    @property
+    def symmetric(self) -> Mirror:
+        return self.samples.settings.mirror
+
+    def __call__(
+        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
+    ) -> PyTree:
+        request = Request(self.names, self.with_error, x1, x2, key, kwargs)
+        state = self.samples.advanced(request, None, self.start, self.num)
+        if self.is_final:
+            return estimated(state, self.with_error)
+        # Counts have neither rows nor columns.
+        without = lambda x: Spread(x.mean, x.squares, None, None, x.dtype)
+        return jtu.tree_map(without, state, is_leaf=_is_spread)
+
+
+class OnDevice:
+    """Moments that stay on the devices, after one compiled batch of samples each."""
+
+    def __init__(self, samples: Samples, request: Request):
+        self.samples = samples
+        self.request = request
+        self.is_traced = any(
+            isinstance(x, Tracer) for x in jtu.tree_leaves((samples, request))
+        )
+
+    def start(self) -> PyTree[Spread]:
+        return _start(self.samples, self.request)
+
+    def resumed(self, means: list, errors: list, num: int) -> PyTree[Spread]:
+        """The moments that an estimate was made of."""
+
+        def moments(spread: Spread, mean: Any, error: Any) -> Spread:
+            mean = jnp.asarray(mean).astype(spread.mean.dtype)
+            squares = jnp.zeros_like(spread.squares)
+            if num > 1:
+                squares = jnp.asarray(error).astype(squares.dtype) ** 2
+                squares = squares * (num * (num - 1.0))
+            count = jnp.asarray(num, jnp.int32)
+            return Spread(mean, squares, count, jnp.array(count), spread.dtype)
+
+        return jtu.tree_map(moments, self.start(), means, errors, is_leaf=_is_spread)
+
+    def sizes(self, num: int) -> list[int]:
+        """How many samples to compute in one go, and then to look at what there is."""
+        # What is traced is one program, and this loop would be unrolled in it.
+        return [num] if self.is_traced else self.samples.sizes(num)
+
+    def advanced(self, state: PyTree[Spread], start: int, num: int) -> PyTree[Spread]:
+        at = jnp.asarray(start, jnp.int32)
+        return _advanced((self.samples, self.request, at, num), state)
+
+    def estimated(self, state: PyTree[Spread]) -> tuple[list, list]:
+        return estimated(state, self.request.with_error)
+
+
+class OnHost:
+    """Moments in NumPy, for kernels that do not fit on a device."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        request: Request,
+        run: Callable[[Average, Request], PyTree],
+        *,
+        in_batches: bool,
+    ):
+        self.samples = samples
+        self.request = request
+        self.run = run
+        self.in_batches = in_batches
+
+    def start(self) -> None:
+        return None
+
+    def resumed(self, means: list, errors: list, num: int) -> list[PyTree]:
+        """The moments that an estimate was made of."""
+
+        def moments(mean: Any, error: Any) -> Spread:
+            dtype = accumulation_dtype("Mean", mean.dtype, None, inexact=True)
+            wide, real = np.asarray(mean, dtype), jnp.finfo(dtype).dtype
+            squares = np.zeros(wide.shape, real)
+            if num > 1:
+                squares = np.asarray(error, real) ** 2 * (num * (num - 1.0))
+            return Spread(wide, squares.astype(real), num, num, mean.dtype)
+
+        return jtu.tree_map(moments, means, errors)
+
+    def sizes(self, num: int) -> list[int]:
+        # Blocks are brought to the host once for all samples, if that may be.
+        return self.samples.sizes(num) if self.in_batches else [num]
+
+    def advanced(self, state: Any, start: int, num: int) -> list[PyTree]:
+        average = self.request.average(self.samples, start, num, is_final=False)
+        more = self.run(average, self.request)
+        if state is None:
+            return jtu.tree_map(
+                lambda x: Spread(x.mean, x.squares, num, num, x.dtype),
+                more,
+                is_leaf=_is_spread,
+            )
+        merge = functools.partial(_merged, num=num)
+        return jtu.tree_map(merge, state, more, is_leaf=_is_spread)
+
+    def estimated(self, state: list[PyTree]) -> tuple[list, list]:
+        mean = lambda x: x.mean.astype(x.dtype)
+        means = jtu.tree_map(mean, state, is_leaf=_is_spread)
+        if not self.request.with_error:
+            return means, []
+        with np.errstate(invalid="ignore"):
+            error = lambda x: np.sqrt(
+                x.squares / np.float64(x.count - 1) / x.count
+            ).astype(mean(x).real.dtype)
+            return means, jtu.tree_map(error, state, is_leaf=_is_spread)
+
+
+def _merged(old: Spread, more: Spread, num: int) -> Spread:
+    """The moments of two sets of samples, as `Variance` merges those of blocks."""
+    count = old.count + num
+    delta = more.mean - old.mean
+    squares = None
+    if old.squares is not None:
+        part = np.abs(delta) ** 2 * (old.count * (num / count))
+        squares = (old.squares + more.squares + part).astype(old.squares.dtype)
+    mean = (old.mean + delta * (num / count)).astype(old.mean.dtype)
+    return Spread(mean, squares, count, count, old.dtype)
+
+
+def fitted(samples: Samples, request: Request, num: int) -> Samples:
+    """With the largest batches of samples that fit into a budget."""
+
+    def run(size: int) -> Callable[[tuple], PyTree]:
+        def program(operands: tuple) -> PyTree:
+            samples, request = operands
+            samples = dataclasses.replace(samples, per_batch=size)
+            return samples.advanced(request, None, 0, num)
+
+        return program
+
+    assert isinstance(samples.per_batch, MemoryBudget)
+    largest = -(-num // samples.num_devices)
+    size = resolve_size(samples.per_batch, largest, run, (samples, request))
+    return dataclasses.replace(samples, per_batch=size)

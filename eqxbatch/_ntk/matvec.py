@@ -1,0 +1,109 @@
+"""Products of a kernel with vectors, without the kernel."""
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Inexact, PyTree
+
+from .._base.mesh import vary_as
+from .._batch.accumulators import Concat
+from .._batch.moments import Sum
+from .._batch.rows import accumulated, Rows
+from .request import AbstractTask
+from .traced_model import TracedModel
+
+
+class ProductTask(AbstractTask):
+    """`J1 (J2^H vector)`, for the Jacobians of a model on its two sides.
+
+    No axis is traced, and what different outputs have in common counts.
+    """
+
+    vector: PyTree
+
+    def run(self, model: TracedModel) -> PyTree[Inexact[Array, "..."]]:
+        vectors = self._checked(model)
+        are_complex = [axes.is_complex for axes in model.axes]
+        result = _real_product(model, vectors)
+        if all(are_complex):
+            # The product above is with the real and the imaginary part of the kernel as
+            # a map of real numbers.
+            turned = _real_product(
+                model, [x * jnp.asarray(-1j, x.dtype) for x in vectors]
+            )
+            pairs = zip(result, turned, strict=True)
+            result = [a + b * jnp.asarray(1j, b.dtype) for a, b in pairs]
+        elif any(are_complex):
+            raise ValueError(
+                "The outputs must be all real or all complex; got the dtypes "
+                f"{[str(axes.dtype) for axes in model.axes]}. Take them one by one."
+            )
+        return jtu.tree_unflatten(jtu.tree_structure(model.out), result)
+
+    def _checked(self, model: TracedModel) -> list[Array]:
+        """The vector's arrays, with the examples along axis 0."""
+        total = model.sides[-1].rows.total
+        treedef = jtu.tree_structure(model.out)
+        if jtu.tree_structure(self.vector) != treedef:
+            raise ValueError(
+                "`v` must have the structure of what the model returns, "
+                f"{treedef}; got {jtu.tree_structure(self.vector)}."
+            )
+        result = []
+        for axes, x in zip(model.axes, jtu.tree_leaves(self.vector), strict=True):
+            shape = axes.whole_shape(total)
+            if x.shape != shape or x.dtype != axes.dtype:
+                raise ValueError(
+                    "`v` must be like what the model returns for `x2` (or for `x1`, "
+                    f"without `x2`), of shape {shape} and dtype {axes.dtype}; "
+                    f"got shape {x.shape} and dtype {x.dtype}."
+                )
+            lead = x[None] if axes.batch is None else jnp.moveaxis(x, axes.batch, 0)
+            result.append(lead)
+        examples = [x for side in model.sides for x in side.rows.arrays]
+        return vary_as(examples, result)
+
+
+def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
+    """The product, linear in real numbers, with a kernel of real numbers."""
+    tangents = _pulled_back(model, vectors)
+    if model.axes[0].is_complex:
+        # As in `features.kernel`: a complex parameter is two real ones.
+        tangents = [x / 2 if jnp.iscomplexobj(x) else x for x in tangents]
+    first = model.sides[0].rows
+    size, _ = model.block_sizes()
+
+    def push(arrays: list, _: int) -> list[Array]:
+        values = lambda leaves: model.values(0, leaves, arrays)
+        return jax.jvp(values, (model.leaves,), (tangents,))[1]
+
+    pushed = accumulated(push, first, size, Concat())
+    return [
+        x[0] if axes.batch is None else jnp.moveaxis(x, 0, axes.batch)
+        for axes, x in zip(model.axes, pushed, strict=True)
+    ]
+
+
+def _pulled_back(model: TracedModel, vectors: list[Array]) -> list[Array]:
+    rows = model.sides[-1].rows
+    num = len(rows.arrays)
+    _, size = model.block_sizes()
+
+    def pull(arrays: list, _: int) -> list[Array]:
+        values = lambda leaves: model.values(-1, leaves, arrays[:num])
+        pullback = jax.vjp(values, model.leaves)[1]
+        (gradients,) = pullback([jnp.conj(x) for x in arrays[num:]])
+        return [jnp.conj(x) for x in gradients]
+
+    arrays, axes = [*rows.arrays, *vectors], (*rows.axes, *(0 for _ in vectors))
+    return accumulated(pull, Rows(arrays, axes, rows.total), size, Sum())
+
+
+class StructTask(AbstractTask):
+    """What a vector must be like to be multiplied with the kernel from the right."""
+
+    def run(self, model: TracedModel) -> PyTree[Array]:
+        """Zeros like what the model returns for all examples."""
+        total = model.sides[-1].rows.total
+        zeros = [jnp.zeros(axes.whole_shape(total), axes.dtype) for axes in model.axes]
+        return jtu.tree_unflatten(jtu.tree_structure(model.out), zeros)

@@ -1,0 +1,433 @@
+"""Kernels averaged over random models."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple, SupportsIndex
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Inexact, Key, PyTree, UInt32
+
+from .._base.explicit import gathered
+from .._base.trees import as_int
+from .._batch.memory import check_size, MemoryBudget, resolved
+from .._pairs.batch import BatchKernel, check_progress, check_store
+from .._pairs.calls import BlockSize
+from .._pairs.on_host import check_concrete, Metered
+from .._pairs.on_mesh import check_mesh
+from .._pairs.progress import AbstractProgressMeter, NoProgressMeter
+from .._pairs.stores import AbstractStore, HostStore
+from .averages import Average, fitted, OnDevice, OnHost, Request, Samples
+from .output_axes import Mirror
+from .random_model import check_models, RandomModels
+from .settings import make_settings, named, names_of
+
+
+# Of fewer samples than that, a standard error says little.
+_LEAST_SAMPLES = 8
+
+
+class MonteCarloEstimate(NamedTuple):
+    """What [`eqxbatch.MonteCarloKernel`][] knows after some samples.
+
+    - `kernel`: the mean over the samples.
+    - `standard_error`: of each of its entries; NaN for a single sample.
+    - `num_samples`: how many there were.
+    """
+
+    kernel: PyTree[Inexact[Array, "..."] | Inexact[np.ndarray, "..."]]
+    standard_error: PyTree[Inexact[Array, "..."] | Inexact[np.ndarray, "..."]]
+    num_samples: int
+
+
+class MonteCarloKernel(eqx.Module):
+    """Kernels averaged over random models: Monte-Carlo estimates of NNGP and NTK.
+
+    Averaged over models drawn by `init`, empirical kernels tend to those of infinitely
+    wide models as models get wider; see [`eqxbatch.ntk_parameterise`][] for models that
+    have such a limit.
+
+    It is a function, `kernel(x1, x2=None, get=None, *, key=None, **kwargs)`, as an
+    [`eqxbatch.EmpiricalKernel`][] is, and a PyTree whose arrays are the `key` and those
+    of `init`.
+
+    **Arguments:**
+
+    - `init`: a function from a key to a random model, or to a pair of a model and its
+        `equinox.nn.State`. A model without state is called as `model(x, **kwargs)` for
+        one example, and one with state as `model(x, state, **kwargs)`, of whose results
+        the first is taken. It is traced.
+    - `key`: sample `i` is `init(jax.random.fold_in(key, i))`, so that more samples
+        extend fewer, in whatever batches, blocks, and devices they are computed.
+    - `n_samples`: the number of samples, for an estimate; or several numbers, for a
+        generator that yields an estimate for each of them, from the smallest to the
+        largest, which share all samples.
+    - `get`: which kernels to return where a call does not say so: as for
+        [`eqxbatch.EmpiricalKernel`][].
+    - `samples_per_batch`: how many samples are computed at a time (on each device of
+        the `sample_axis`): an int, or an [`eqxbatch.MemoryBudget`][].
+    - `tol`: ends when the relative standard error is no more than that, after 8 samples
+        at the earliest and `n_samples` at the latest: the norm of all standard errors,
+        divided by the norm of the kernel; of the worst kernel, where there are several.
+    - `trace_axes`, `diagonal_axes`, `vmap_axes`, `implementation`, `where`,
+        `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][]; `where` takes a model and
+        `filter_spec` is a prefix of one.
+    - `block_size`: how many rows and columns of the kernel are computed at a time, as
+        for [`eqxbatch.EmpiricalNTK`][]; with `mesh_axis` or a `store` as for
+        [`eqxbatch.filter_batch_kernel`][].
+    - `mesh`, `mesh_axis`: a mesh, and which axis of it the rows of the kernel are
+        spread over, as for [`eqxbatch.filter_batch_kernel`][].
+    - `sample_axis`: which axis of the mesh the samples are spread over. With it, rows
+        are not spread unless `mesh_axis` is given.
+    - `store`: where the kernel goes, as for [`eqxbatch.filter_batch_kernel`][]: each
+        block is averaged over all samples, and then stored.
+    - `progress`: an [`eqxbatch.AbstractProgressMeter`][], which counts batches of
+        samples, or blocks if there is a `store`.
+
+    **Returns:**
+
+    From a call, what an [`eqxbatch.EmpiricalKernel`][] returns, averaged; or a
+    generator of such, if `n_samples` are several. `estimate` returns an
+    [`eqxbatch.MonteCarloEstimate`][], which has standard errors, and from which a later
+    call can go on.
+
+    **Raises:**
+
+    `ValueError` for `n_samples` that are none or below 1, an `init` that returns no
+    arrays or other ones for other keys, an axis that the mesh does not have, and a
+    store on disk together with what needs the whole kernel several times: several
+    `n_samples`, `tol` or `previous`; `TypeError` for `n_samples` that are not ints, and
+    for `tol`, stores or `progress` within `jax.jit` and the like.
+
+    A `key` of a call is one for each example, as for [`eqxbatch.EmpiricalNTK`][], with
+    the number of the sample folded in: dropout differs from sample to sample. The
+    program is compiled once, whatever the number of samples (once more for what is
+    left if `samples_per_batch` does not divide it).
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> def init(key):
+        ...     mlp = eqx.nn.MLP(2, 1, 64, 2, key=key)
+        ...     return eqxbatch.ntk_parameterise(mlp, key=key)
+        >>> kernel = eqxbatch.MonteCarloKernel(
+        ...     init, key=jax.random.key(0), n_samples=20
+        ... )
+        >>> both = kernel(jnp.ones((5, 2)))
+        >>> both.nngp.shape, both.ntk.shape
+        ((5, 5), (5, 5))
+        >>> estimate = kernel.estimate(jnp.ones((5, 2)), get="ntk")
+        >>> bool((estimate.standard_error < 0.3 * estimate.kernel).all())
+        True
+
+        ```
+
+        Running means:
+
+        ```python
+        >>> kernels = eqxbatch.MonteCarloKernel(
+        ...     init, key=jax.random.key(0), n_samples=(1, 10, 20), get="nngp"
+        ... )
+        >>> [nngp.shape for nngp in kernels(jnp.ones((5, 2)))]
+        [(5, 5), (5, 5), (5, 5)]
+
+        ```
+
+    ??? cite
+
+        Kernels of random networks are those of
+        [Lee et al., 2018](https://arxiv.org/abs/1711.00165) and
+        [Jacot, Gabriel and Hongler, 2018](https://arxiv.org/abs/1806.07572); averaging
+        empirical ones is due to
+        [Novak et al., 2019](https://arxiv.org/abs/1810.05148), as in
+        `neural_tangents.monte_carlo_kernel_fn`. Moments are merged as in
+        [`eqxbatch.Variance`][].
+    """
+
+    _samples: Samples
+    _counts: tuple[int, ...] = eqx.field(static=True)
+    _is_generator: bool = eqx.field(static=True)
+    _get: Any = eqx.field(static=True)
+    _tol: float | None = eqx.field(static=True)
+    _store: AbstractStore | None
+    _meter: AbstractProgressMeter = eqx.field(static=True)
+
+    def __init__(
+        self,
+        init: Callable[[Any], Any],
+        *,
+        key: Key[Array, ""] | UInt32[Array, "2"],
+        n_samples: SupportsIndex | Iterable[SupportsIndex],
+        get: Any = None,
+        samples_per_batch: int | MemoryBudget = 1,
+        tol: float | None = None,
+        trace_axes: int | tuple[int, ...] = (-1,),
+        diagonal_axes: int | tuple[int, ...] = (),
+        vmap_axes: Any = 0,
+        implementation: str | int = "auto",
+        block_size: BlockSize = None,
+        where: Callable[[Any], Any] | None = None,
+        filter_spec: PyTree = eqx.is_inexact_array,
+        mesh: Mesh | None = None,
+        mesh_axis: str | None = None,
+        sample_axis: str | None = None,
+        store: AbstractStore | Literal["device"] = "device",
+        progress: AbstractProgressMeter | None = None,
+    ):
+        self._counts, self._is_generator = _check_counts(n_samples)
+        names_of(get)
+        self._get = tuple(get) if isinstance(get, list) else get
+        self._tol = _check_tol(tol)
+        self._store = check_store(store)
+        self._meter = check_progress(progress)
+        models = RandomModels(init, key, where, filter_spec)
+        check_models(models)
+        has_rows = sample_axis is None or mesh_axis is not None
+        if sample_axis is not None and sample_axis == mesh_axis:
+            raise ValueError(
+                "`mesh_axis` and `sample_axis` must be different axes of the mesh; got "
+                f"{mesh_axis!r} for both."
+            )
+        per_batch = check_size("samples_per_batch", samples_per_batch)
+        if per_batch is None:
+            raise TypeError(
+                "`samples_per_batch` must be an int or a `MemoryBudget`; got None."
+            )
+        self._samples = Samples(
+            models,
+            make_settings(
+                trace_axes, diagonal_axes, vmap_axes, implementation, block_size
+            ),
+            per_batch,
+            check_mesh(mesh, mesh_axis) if has_rows else None,
+            None if sample_axis is None else check_mesh(mesh, sample_axis),
+        )
+        is_spread_twice = sample_axis is not None and mesh_axis is not None
+        if self._store is not None and is_spread_twice:
+            raise ValueError(
+                "With a `store`, devices share the rows of a block or the samples, and "
+                f"not both; got `mesh_axis={mesh_axis!r}` and "
+                f"`sample_axis={sample_axis!r}`. Leave one of them out."
+            )
+        is_on_disk = self._store is not None and not isinstance(self._store, HostStore)
+        if is_on_disk and (self._is_generator or self._tol is not None):
+            _raise_on_disk("several `n_samples` or `tol`")
+
+    @property
+    def symmetric(self) -> Mirror:
+        """What exchanges the two sides of a kernel, so that half of it is enough."""
+        return self._samples.settings.mirror
+
+    def __call__(
+        self,
+        x1: PyTree,
+        x2: PyTree = None,
+        get: Any = None,
+        *,
+        key: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The kernels of all examples of `x1` with all of `x2`, averaged."""
+        get = self._get if get is None else get
+        with_error = self._tol is not None
+        request = Request(names_of(get), with_error, x1, x2, key, kwargs)
+        estimates = self._estimates(request, get, None)
+        kernels = (estimate.kernel for estimate in estimates)
+        return kernels if self._is_generator else next(kernels)
+
+    def estimate(
+        self,
+        x1: PyTree,
+        x2: PyTree = None,
+        get: Any = None,
+        *,
+        previous: MonteCarloEstimate | None = None,
+        key: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The same with standard errors, in an [`eqxbatch.MonteCarloEstimate`][].
+
+        `previous` is an earlier estimate for the same examples, from the same `init`
+        and `key`, and with the same `get`: it is extended to `n_samples` in all, as if
+        there had been no interruption.
+        """
+        get = self._get if get is None else get
+        request = Request(names_of(get), True, x1, x2, key, kwargs)
+        estimates = self._estimates(request, get, previous)
+        return estimates if self._is_generator else next(estimates)
+
+    def _estimates(
+        self, request: Request, get: Any, previous: MonteCarloEstimate | None
+    ) -> Iterator[MonteCarloEstimate]:
+        """Estimates for all numbers of samples; what is wrong raises at once."""
+        counts = _remaining(self._counts, previous, self._is_generator)
+        for what, is_set in (
+            ("a `store`", self._store is not None),
+            ("`progress`", not isinstance(self._meter, NoProgressMeter)),
+            ("`tol`", self._tol is not None),
+        ):
+            if is_set:
+                check_concrete((self._samples, request), what)
+        # What is free is looked up before anything is traced.
+        samples, request = gathered((resolved(self._samples), request))
+        samples = dataclasses.replace(samples, settings=samples.settings.in_bytes())
+        if isinstance(samples.per_batch, MemoryBudget):
+            samples = fitted(samples, request, counts[-1])
+        if self._store is None:
+            return self._run(OnDevice(samples, request), request, get, counts, previous)
+        is_one_run = not self._is_generator and self._tol is None and previous is None
+        if is_one_run:
+            return self._stored(samples, request, get, counts[0])
+        if not isinstance(self._store, HostStore):
+            _raise_on_disk("`previous`")
+        in_batches = self._tol is not None
+        engine = OnHost(samples, request, self._run_blocks, in_batches=in_batches)
+        return self._run(engine, request, get, counts, previous)
+
+    def _run_blocks(self, average: Average, request: Request) -> PyTree:
+        """What is averaged, block by block, in the store."""
+        transform = BatchKernel(
+            self._samples.settings.block_size,
+            mesh_axis=self._samples.rows,
+            store=self._store,
+            meter=self._meter,
+        )
+        call = {"key": request.key, **request.kwargs}
+        return transform.apply(average, (request.x1, request.x2), call)
+
+    def _stored(
+        self, samples: Samples, request: Request, get: Any, num: int
+    ) -> Iterator[MonteCarloEstimate]:
+        """The estimate, each block of which is averaged before the next."""
+        average = request.average(samples, 0, num, is_final=True)
+        means, errors = self._run_blocks(average, request)
+        yield _estimate(request, get, means, errors, num)
+
+    def _run(
+        self,
+        engine: Any,
+        request: Request,
+        get: Any,
+        counts: list[int],
+        previous: MonteCarloEstimate | None,
+    ) -> Iterator[MonteCarloEstimate]:
+        num, state = 0, engine.start()
+        if previous is not None:
+            num = previous.num_samples
+            parts = previous.kernel, previous.standard_error
+            means, errors = (
+                [part] if isinstance(get, str) else list(part) for part in parts
+            )
+            state = engine.resumed(means, errors, num)
+        meter = self._meter if self._store is None else NoProgressMeter()
+        has_meter = not isinstance(meter, NoProgressMeter)
+        spans = itertools.pairwise((num, *counts))
+        total = sum(len(engine.sizes(end - start)) for start, end in spans)
+        num_nans, is_done = 0, False
+        with Metered(meter, total, 0) as metered:
+            for count in counts:
+                for size in engine.sizes(count - num):
+                    state = engine.advanced(state, num, size)
+                    num += size
+                    if has_meter:
+                        found = _num_nans(engine.estimated(state)[0])
+                        metered.step(found - num_nans)
+                        num_nans = found
+                    if self._tol is not None and num >= _LEAST_SAMPLES:
+                        is_done = _relative_error(*engine.estimated(state)) <= self._tol
+                        if is_done:
+                            break
+                means, errors = engine.estimated(state)
+                yield _estimate(request, get, means, errors, num)
+                if is_done:
+                    return
+
+
+def _estimate(
+    request: Request, get: Any, means: list, errors: list, num: int
+) -> MonteCarloEstimate:
+    kernel = named(get, request.names, means)
+    error = named(get, request.names, errors) if request.with_error else None
+    return MonteCarloEstimate(kernel, error, num)
+
+
+def _num_nans(means: list) -> int:
+    return sum(int(jnp.sum(jnp.isnan(x))) for x in jtu.tree_leaves(means))
+
+
+def _relative_error(means: list, errors: list) -> float:
+    """The norm of the errors over that of the kernel, for the worst of the kernels."""
+    norm = lambda tree: float(
+        np.linalg.norm(
+            [float(jnp.linalg.norm(jnp.ravel(x))) for x in jtu.tree_leaves(tree)]
+        )
+    )
+    pairs = [(norm(e), norm(m)) for m, e in zip(means, errors, strict=True)]
+    return max(error / mean if mean else float(error > 0) for error, mean in pairs)
+
+
+def _remaining(
+    counts: tuple[int, ...], previous: MonteCarloEstimate | None, is_generator: bool
+) -> list[int]:
+    """The numbers of samples that are still to be reached."""
+    if previous is None:
+        return list(counts)
+    if not isinstance(previous, MonteCarloEstimate):
+        raise TypeError(
+            "`previous` must be a `MonteCarloEstimate`, as `estimate` returns it; got "
+            f"{previous!r} of type {type(previous).__name__}."
+        )
+    remaining = [count for count in counts if count >= previous.num_samples]
+    if not remaining:
+        raise ValueError(
+            f"`previous` has {previous.num_samples} samples, more than `n_samples`, "
+            f"{counts if is_generator else counts[0]}. Make a kernel with more."
+        )
+    return remaining
+
+
+def _check_counts(n_samples: Any) -> tuple[tuple[int, ...], bool]:
+    """The numbers of samples in order, and whether they were given as several."""
+    is_several = isinstance(n_samples, Iterable) and not isinstance(n_samples, str)
+    found: list[Any] = list(n_samples) if is_several else [n_samples]
+    counts = set()
+    for count in found:
+        number = as_int(count)
+        if number is None:
+            raise TypeError(
+                "`n_samples` must be an int or an iterable of ints; got "
+                f"{n_samples!r} of type {type(n_samples).__name__}."
+            )
+        counts.add(number)
+    if not counts or min(counts) < 1:
+        raise ValueError(
+            f"`n_samples` must be at least 1, and at least one number; got {n_samples}."
+        )
+    return tuple(sorted(counts)), is_several
+
+
+def _check_tol(tol: Any) -> float | None:
+    if tol is None:
+        return None
+    try:
+        value = float(tol)
+    except (TypeError, ValueError):
+        value = float("nan")
+    if not value > 0:
+        raise ValueError(
+            "`tol` must be a positive number, the relative standard error to reach, or "
+            f"None; got {tol!r}."
+        )
+    return value
+
+
+def _raise_on_disk(what: str) -> None:
+    raise ValueError(
+        f"With {what}, the kernel is averaged as a whole several times, which a store "
+        "on disk is not made for. Use `store=HostStore()`, or one number of samples."
+    )

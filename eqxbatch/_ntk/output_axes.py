@@ -1,0 +1,304 @@
+"""What becomes of the axes of a model's output in a kernel."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, Inexact, PyTree
+
+from .._base.trees import as_int
+from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
+from .._sites.forms import Label
+
+
+Role = Literal["full", "diagonal", "trace"]
+
+
+_PROBE: Label = ("probe", 0)
+
+
+_PARTS: Labels = (("part", 0), ("part", 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputAxes:
+    """One array that a model returns, and the axes of its kernel.
+
+    - `index`: its number among all arrays that the model returns.
+    - `shapes`: those for one example, on the two sides. They can differ along axes that
+        are `"full"`.
+    - `dtype`: that on both sides.
+    - `batch`: which axis of the whole output is that of the examples; None if they are
+        not treated one by one.
+    - `roles`: what becomes of each axis of the whole output. There are two of it if it
+        is `"full"`, one for both sides if it is `"diagonal"`, and none if it is
+        `"trace"`.
+    - `probes`: in how many directions the traced axes are projected; None if they are
+        not.
+    """
+
+    index: int
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: Any
+    batch: int | None
+    roles: tuple[Role, ...]
+    probes: int | None = None
+
+    @property
+    def is_complex(self) -> bool:
+        return jnp.issubdtype(self.dtype, jnp.complexfloating)
+
+    @property
+    def pairs_examples(self) -> bool:
+        """Whether each example of one side meets each of the other."""
+        return self.batch is None or self.roles[self.batch] == "full"
+
+    @property
+    def averages_examples(self) -> bool:
+        """Whether the kernel is the mean of those of each example with its own."""
+        return self.batch is not None and self.roles[self.batch] == "trace"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether one of the sides has no entries."""
+        return any(0 in shape for shape in self.shapes)
+
+    def nothing(self, num: tuple[int, int]) -> Inexact[Array, "..."]:
+        """The kernel of so many examples of no entries, before it is arranged."""
+        sizes = {**self.sizes, EXAMPLE: num[0], OTHER_EXAMPLE: num[1]}
+        return jnp.zeros([sizes[label] for label in self.out], self.dtype)
+
+    @property
+    def examples(self) -> Labels:
+        return (EXAMPLE, OTHER_EXAMPLE) if self.pairs_examples else (EXAMPLE,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.shapes[0]
+
+    def whole_shape(self, num: int) -> tuple[int, ...]:
+        """That of the whole output for `num` examples, on the second side."""
+        shape = list(self.shapes[1])
+        if self.batch is not None:
+            shape.insert(self.batch, num)
+        return tuple(shape)
+
+    def axes_with(self, role: Role) -> list[int]:
+        """The axes of one example's output that have a role."""
+        return [axis for axis, own in enumerate(self._own_roles) if own == role]
+
+    @property
+    def _own_roles(self) -> list[Role]:
+        return [role for axis, role in enumerate(self.roles) if axis != self.batch]
+
+    def values(self, side: int) -> Labels:
+        """The labels of the output's own axes."""
+        return tuple(
+            ("output", axis) if side == 0 or role != "full" else ("other", axis)
+            for axis, role in enumerate(self._own_roles)
+        )
+
+    def directions(self, side: int) -> Labels:
+        """The labels of the first axes of `cotangents`."""
+        labels = self.values(side)
+        if self.probes is not None:
+            kept = (labels[i] for i in range(len(labels)) if not self._is_traced(i))
+            labels = (_PROBE, *kept)
+        return (_PARTS[side], *labels) if self.is_complex else labels
+
+    def _is_traced(self, axis: int) -> bool:
+        return self._own_roles[axis] == "trace"
+
+    def cotangents(
+        self, probes: Inexact[Array, "probes ..."] | None, side: int
+    ) -> Inexact[Array, "..."]:
+        """What is pulled back, along new first axes: in what direction each.
+
+        That is the identity, or, along traced axes, the `probes`. The real and the
+        imaginary part of a complex output are pulled back apart, as the derivative of
+        either is one with respect to real numbers.
+        """
+        ndim = len(self.shape)
+        sizes = self.shapes[side]
+        lead: list[int] = []
+        result: Array = jnp.ones((), self.dtype)
+        if probes is not None:
+            traced = self.axes_with("trace")
+            lead.append(probes.shape[0])
+            shape = [self.shape[i] if i in traced else 1 for i in range(ndim)]
+            result = probes.astype(self.dtype).reshape(lead[0], *shape)
+        for axis, size in enumerate(sizes):
+            if probes is not None and self._is_traced(axis):
+                continue
+            shape = [size if i == axis else 1 for i in range(ndim)]
+            eye = jnp.eye(size, dtype=self.dtype)
+            eye = eye.reshape(*(1 for _ in lead), size, *shape)
+            result = jnp.expand_dims(result, len(lead)) if result.ndim else result
+            result = result * eye
+            lead.append(size)
+        if not self.is_complex:
+            return result
+        parts = jnp.array([1.0, -1.0j], self.dtype)
+        return parts.reshape(2, *(1 for _ in range(result.ndim))) * result[None]
+
+    @property
+    def out(self) -> Labels:
+        """The labels of a kernel before it is arranged."""
+        labels = [*self.examples, *([_PROBE] if self.probes is not None else [])]
+        for axis, role in enumerate(self._own_roles):
+            if role != "trace":
+                labels.append(("output", axis))
+            if role == "full":
+                labels.append(("other", axis))
+        return tuple(labels)
+
+    @property
+    def sizes(self) -> dict[Label, int]:
+        """How long the axes of a kernel are, but for those of the examples."""
+        sizes: dict[Label, int] = dict.fromkeys(_PARTS, 2)
+        if self.probes is not None:
+            sizes[_PROBE] = self.probes
+        for axis, (size, other) in enumerate(zip(*self.shapes, strict=True)):
+            sizes |= {("output", axis): size, ("other", axis): other}
+        return sizes
+
+    @property
+    def parts(self) -> Labels:
+        """The labels that it has after those, for real and imaginary parts."""
+        return _PARTS if self.is_complex else ()
+
+    def join(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
+        """The kernel, from that of real and imaginary parts along the last two axes."""
+        if not self.is_complex:
+            return kernel
+        real = kernel[..., 0, 0] + kernel[..., 1, 1]
+        return lax.complex(real, kernel[..., 1, 0] - kernel[..., 0, 1])
+
+    def mirrored(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
+        """The kernel, before it is arranged, with the two sides exchanged."""
+        other = {EXAMPLE: OTHER_EXAMPLE, OTHER_EXAMPLE: EXAMPLE}
+        for axis in self.axes_with("full"):
+            pair: Labels = (("output", axis), ("other", axis))
+            other |= {pair[0]: pair[1], pair[1]: pair[0]}
+        if not self.pairs_examples:
+            del other[EXAMPLE]
+        order = [self.out.index(other.get(label, label)) for label in self.out]
+        return jnp.conj(jnp.transpose(kernel, order))
+
+    def arranged(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
+        """The kernel with its axes where they belong, in the dtype of the output.
+
+        It is divided by the sizes of the axes that were traced.
+        """
+        labels = list(self.out)
+        if self.averages_examples:
+            kernel, labels = jnp.mean(kernel, axis=0), labels[1:]
+        own = itertools.count()
+        wanted: list[Label] = [_PROBE] if self.probes is not None else []
+        size = math.prod(self.shape[axis] for axis in self.axes_with("trace"))
+        for axis, role in enumerate(self.roles):
+            if axis == self.batch:
+                pair: Labels = (EXAMPLE, OTHER_EXAMPLE)
+            else:
+                i = next(own)
+                pair = (("output", i), ("other", i))
+            wanted += {"full": pair, "diagonal": pair[:1], "trace": ()}[role]
+        if self.batch is None:
+            kernel, labels = kernel[0, 0], labels[2:]
+        kernel = jnp.transpose(kernel, [labels.index(label) for label in wanted])
+        if size != 1:
+            kernel = kernel / size
+        return kernel.astype(self.dtype)
+
+
+class Mirror(eqx.Module):
+    """Kernels of whole outputs, as they are returned, with the two sides exchanged."""
+
+    trace_axes: tuple[int, ...] = eqx.field(static=True)
+    diagonal_axes: tuple[int, ...] = eqx.field(static=True)
+
+    def __call__(self, kernels: PyTree[Inexact[Array, "..."]]) -> PyTree:
+        return jtu.tree_map(self._mirrored, kernels)
+
+    def _mirrored(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
+        single = len(self.diagonal_axes)
+        num_full = (kernel.ndim - single) // 2
+        ndim = num_full + single + len(self.trace_axes)
+        diagonal, trace = (
+            {axis % ndim for axis in axes}
+            for axes in (self.diagonal_axes, self.trace_axes)
+        )
+        order: list[int] = []
+        for axis in range(ndim):
+            first = len(order)
+            if axis in diagonal:
+                order.append(first)
+            elif axis not in trace:
+                order += [first + 1, first]
+        return jnp.conj(jnp.transpose(kernel, order))
+
+
+def check_axes(name: str, axes: Any) -> tuple[int, ...]:
+    """Axes as a tuple of ints."""
+    if not isinstance(axes, (tuple, list)):
+        axes = (axes,)
+    checked = []
+    for axis in axes:
+        number = as_int(axis)
+        if number is None:
+            raise TypeError(
+                f"`{name}` must be an int or a tuple of ints; got {axis!r} of type "
+                f"{type(axis).__name__}. They are axes of what the model returns for "
+                "a batch."
+            )
+        checked.append(number)
+    return tuple(checked)
+
+
+def axis_roles(
+    path: str,
+    ndim: int,
+    batch: int | None,
+    trace_axes: tuple[int, ...],
+    diagonal_axes: tuple[int, ...],
+) -> tuple[Role, ...]:
+    """What becomes of each axis of an output with `ndim` axes, `batch` included."""
+    roles: list[Role] = ["full"] * ndim
+    named: tuple[tuple[str, Role, tuple[int, ...]], ...] = (
+        ("trace_axes", "trace", trace_axes),
+        ("diagonal_axes", "diagonal", diagonal_axes),
+    )
+    for name, role, axes in named:
+        for axis in axes:
+            if not -ndim <= axis < ndim:
+                raise ValueError(
+                    f"`{name}` has the axis {axis}, which is out of range for "
+                    f"output{path}: it has {ndim} axes, that of the examples included. "
+                    f"Use `{name}=()` if it has no such axis."
+                )
+            if roles[axis] == role:
+                raise ValueError(
+                    f"`{name}` has axis {axis % ndim} of output{path} twice; got "
+                    f"{axes}. Name each axis once."
+                )
+            if roles[axis] != "full":
+                raise ValueError(
+                    f"Axis {axis % ndim} of output{path} is both in `trace_axes` "
+                    f"({trace_axes}) and in `diagonal_axes` ({diagonal_axes}). It can "
+                    "be in one of them only."
+                )
+            # The default is counted from the end.
+            if role == "trace" and axis < 0 and axis % ndim == batch:
+                raise ValueError(
+                    f"`trace_axes` has the axis {axis}, which is that of the examples "
+                    f"of output{path}. Use `trace_axes=()` for a model that returns a "
+                    f"scalar for each example, or `trace_axes={batch}` for the mean "
+                    "over the examples."
+                )
+            roles[axis] = role
+    return tuple(roles)

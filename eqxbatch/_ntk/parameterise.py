@@ -1,0 +1,132 @@
+"""Layers whose infinitely wide limit has a kernel."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax.random as jr
+import jax.tree_util as jtu
+from jaxtyping import Array, Key, UInt32
+
+
+_Model = TypeVar("_Model")
+
+
+_LAYERS = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose)
+
+
+class NTKLayer(eqx.Module):
+    """A layer of [`eqxbatch.ntk_parameterise`][]: one whose weights are scaled.
+
+    - `layer`: the layer, whose weight and bias are standard normal.
+    - `weight_scale`, `bias_scale`: what they are multiplied by in the forward pass.
+    """
+
+    layer: Callable
+    weight_scale: float = eqx.field(static=True)
+    bias_scale: float = eqx.field(static=True)
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns with scaled weights."""
+        return self.scaled(x, *args, **kwargs)
+
+    @property
+    def scaled(self) -> Callable:
+        """The layer with its weight and bias multiplied out."""
+        layer: Any = self.layer
+        parameters = [layer.weight * self.weight_scale]
+        if layer.bias is None:
+            return eqx.tree_at(lambda layer: [layer.weight], layer, parameters)
+        parameters.append(layer.bias * self.bias_scale)
+        return eqx.tree_at(lambda layer: [layer.weight, layer.bias], layer, parameters)
+
+
+def ntk_parameterise(
+    model: _Model,
+    *,
+    weight_std: float = 1.0,
+    bias_std: float = 0.0,
+    key: Key[Array, ""] | UInt32[Array, "2"],
+) -> _Model:
+    """Draws a model's layers anew, in the parameterisation that kernels have limits in.
+
+    Every `equinox.nn.Linear`, `equinox.nn.Conv` and `equinox.nn.ConvTranspose` of the
+    model becomes an [`eqxbatch.NTKLayer`][], whose weights `W` and biases `b` are
+    standard normal and whose forward pass is
+
+    ```
+    weight_std / sqrt(fan_in) * (W @ x) + bias_std * b
+    ```
+
+    with the number of weights that an output channel has as `fan_in`. As layers get
+    wider, the NNGP kernel and the NTK of such a model, averaged over draws, tend to
+    limits that depend on its architecture alone. All else stays as it is.
+
+    **Arguments:**
+
+    - `model`: a PyTree with such layers.
+    - `weight_std`, `bias_std`: the standard deviations of pre-activations that weights
+        and biases contribute. `sqrt(2)` and 0 keep the size of signals in networks
+        with ReLUs.
+    - `key`: what is drawn from; each layer has a key of its own, in their order.
+
+    **Returns:**
+
+    The model with other layers, whose shapes and dtypes are the same.
+
+    **Raises:**
+
+    `ValueError` if there are no such layers in the model, or if a standard deviation is
+    not finite or negative.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> def init(key):
+        ...     mlp = eqx.nn.MLP(2, 3, 16, 2, key=key)
+        ...     return eqxbatch.ntk_parameterise(mlp, weight_std=1.4, key=key)
+        >>> init(jax.random.key(0))(jnp.ones(2)).shape
+        (3,)
+
+        ```
+
+    ??? cite
+
+        The parameterisation is that of
+        [Jacot, Gabriel and Hongler, 2018](https://arxiv.org/abs/1806.07572); for
+        the limits that it has, see [Lee et al., 2019](https://arxiv.org/abs/1902.06720)
+        and, for convolutions,
+        [Arora et al., 2019](https://arxiv.org/abs/1904.11955).
+    """
+    for name, std in (("weight_std", weight_std), ("bias_std", bias_std)):
+        if not (math.isfinite(std) and std >= 0):
+            raise ValueError(f"`{name}` must be finite and not negative; got {std}.")
+    is_layer = lambda x: isinstance(x, _LAYERS)
+    nodes, treedef = jtu.tree_flatten(model, is_leaf=is_layer)
+    if not any(map(is_layer, nodes)):
+        raise ValueError(
+            "`model` must have layers of `equinox.nn.Linear`, `equinox.nn.Conv` or "
+            f"`equinox.nn.ConvTranspose`; got {model!r}. Draw it anew as it is fit."
+        )
+    nodes = [
+        _drawn(node, weight_std, bias_std, jr.fold_in(key, number))
+        if is_layer(node)
+        else node
+        for number, node in enumerate(nodes)
+    ]
+    return jtu.tree_unflatten(treedef, nodes)
+
+
+def _drawn(layer: Any, weight_std: float, bias_std: float, key: Any) -> NTKLayer:
+    keys = jr.split(key)
+    fan_in = math.prod(layer.weight.shape[1:])
+    parameters = [
+        jr.normal(own, x.shape, x.dtype)
+        for own, x in zip(keys, (layer.weight, layer.bias), strict=True)
+        if x is not None
+    ]
+    where = lambda layer: [x for x in (layer.weight, layer.bias) if x is not None]
+    drawn = eqx.tree_at(where, layer, parameters)
+    return NTKLayer(drawn, weight_std / math.sqrt(max(fan_in, 1)), bias_std)

@@ -1,0 +1,101 @@
+"""Pushing Jacobians of one side through the linearised model at the other."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact
+
+from .._base.dtypes import widened
+from .._base.jaxprs import depends, evaluate_jaxpr, trace_example
+from .._sites.einsum import contract
+from .._sites.factors import Factor
+from .output_axes import OutputAxes
+
+
+class Pushforward:
+    """A function's derivative at each example of a batch, as what it needs to be known.
+
+    That is computed once, and not again for each tangent.
+    """
+
+    def __init__(self, closed: Any, leaves: list, arrays: list, axes: Sequence[int]):
+        self._leaves, self._axes = leaves, tuple(axes)
+        self._push: Any = None
+        consts = list(closed.consts)
+
+        def residuals(leaves: list, rows: list) -> list:
+            run = lambda leaves: evaluate_jaxpr(closed.jaxpr, consts, [*leaves, *rows])
+            outs, push = jax.linearize(run, leaves)
+            pushed = jax.make_jaxpr(push)(leaves)
+            self._push = pushed.jaxpr
+            return [*outs, *pushed.consts]
+
+        traced, _ = trace_example(residuals, leaves, arrays, axes)
+        self._jaxpr, self._consts = traced.jaxpr, list(traced.consts)
+        num = len(leaves)
+        is_example = [False] * num + [True] * (len(self._jaxpr.invars) - num)
+        self._has_examples = depends(self._jaxpr, is_example)
+
+    def factors(self, rows: list) -> list[Factor]:
+        """The outputs and what is kept of the derivative, of some examples."""
+        program = lambda *args: evaluate_jaxpr(self._jaxpr, self._consts, [*args])
+        in_axes = (None,) * len(self._leaves) + self._axes
+        out_axes = [0 if has else None for has in self._has_examples]
+        outs = jax.vmap(program, in_axes, out_axes)(*self._leaves, *rows)
+        return [*map(Factor, outs, self._has_examples)]
+
+    def push(
+        self, residuals: list, tangents: list[Array], index: int
+    ) -> Inexact[Array, "..."]:
+        """The derivative of an output at one example along one tangent."""
+        # One that is zero everywhere is a constant of NumPy.
+        return jnp.asarray(evaluate_jaxpr(self._push, residuals, tangents)[index])
+
+
+def pushed_kernel(
+    pushforward: Pushforward,
+    output: OutputAxes,
+    residuals: list[Factor],
+    jacobians: list[Factor],
+    num: tuple[int, int],
+) -> Inexact[Array, "..."]:
+    """The kernel of an output, before it is arranged.
+
+    The `jacobians` are those of the other side, one for each leaf.
+    """
+    labels = output.directions(1)
+    lead = [output.sizes[label] for label in labels]
+    tangents = []
+    for jacobian in jacobians:
+        x = jacobian.array
+        shape = x.shape[jacobian.has_examples :][len(labels) :]
+        if not jacobian.has_examples:
+            x = jnp.broadcast_to(x, (num[1], *x.shape))
+        x = jnp.conj(x.reshape(num[1], math.prod(lead), *shape))
+        if output.is_complex and jnp.iscomplexobj(x):
+            x = x / 2  # As for the Gram matrices, see `features.kernel`.
+        tangents.append(x)
+    arrays = [residual.array for residual in residuals]
+    has_examples = [0 if residual.has_examples else None for residual in residuals]
+
+    def push(arrays: list, tangents: list) -> Array:
+        return pushforward.push(arrays, tangents, output.index)
+
+    along = jax.vmap(push, (None, 0))
+    if output.pairs_examples:
+        along = jax.vmap(along, (None, 0))
+        along = jax.vmap(along, (has_examples, None), axis_size=num[0])
+    else:
+        along = jax.vmap(along, (has_examples, 0), axis_size=num[0])
+    pushed = widened(along(arrays, tangents))
+    examples = pushed.shape[: len(output.examples)]
+    values = pushed.shape[len(examples) + 1 :]
+    pushed = pushed.reshape(*examples, *lead, *values)
+    names = (*output.examples, *labels, *output.values(0))
+    if output.is_complex:
+        pushed = jnp.stack([jnp.real(pushed), jnp.imag(pushed)], axis=-1)
+        names = (*names, output.parts[0])
+    return contract([(pushed, names)], (*output.out, *output.parts))

@@ -1,0 +1,131 @@
+"""A random model, as it is called on the two sides of a kernel."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+from jaxtyping import Array, PyTree
+
+from .._base.cpu import apart, true_of
+from .._base.jaxprs import evaluate_jaxpr
+from .._base.trees import type_of
+from .._batch.objective import Selection
+
+
+class RandomModel(eqx.Module):
+    """One sample of a model.
+
+    - `model`, `state`: what was drawn; the state is None for a model without.
+    - `index`: the number of the sample, which is folded into the keys of calls.
+    """
+
+    model: Any
+    state: Any
+    index: Any
+
+    def __call__(self, x: PyTree, *, key: Any = None, **kwargs: Any) -> PyTree:
+        if key is not None:
+            kwargs["key"] = jr.fold_in(key, self.index)
+        if self.state is None:
+            return self.model(x, **kwargs)
+        return self.model(x, self.state, **kwargs)[0]
+
+
+class RandomModels(eqx.Module):
+    """What models are drawn from, and which of their leaves are parameters."""
+
+    init: Callable
+    key: Array
+    where: Callable | None
+    filter_spec: PyTree
+
+    def draw(self, index: Array) -> RandomModel:
+        """The model with this number.
+
+        It is drawn apart from what it is used for: XLA for CPUs would draw its numbers
+        on one core, and anew for each use.
+        """
+        # Not in the condition: a derivative of that raises in JAX 0.7, as one key is of
+        # all samples and the other is not.
+        key = jr.fold_in(self.key, index)
+        closed, structs, static = eqx.filter_make_jaxpr(self.init)(key)
+        evaluate = functools.partial(evaluate_jaxpr, closed.jaxpr, closed.consts)
+        # Keys and numbers without a definite type do not get through a condition.
+        is_random = [
+            jnp.issubdtype(aval.dtype, jnp.inexact) and not aval.weak_type
+            for aval in closed.out_avals
+        ]
+        pick = lambda leaves: list(itertools.compress(leaves, is_random))
+        run = lambda key: pick(evaluate([key]))
+        bits = jr.key_data(self.key).astype(jnp.float32)
+        numbers = apart(run, true_of(bits))(key)
+        leaves = [
+            numbers.pop(0) if is_number else x
+            for x, is_number in zip(evaluate([key]), is_random, strict=True)
+        ]
+        treedef = jtu.tree_structure(structs)
+        found = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
+        model, state = found if _has_state(found) else (found, None)
+        return RandomModel(model, state, index)
+
+    def selection(self, model: RandomModel) -> Selection:
+        where = self.where
+        # Also a callable is a prefix.
+        spec = RandomModel(self.filter_spec, False, False)
+        of_model = lambda sample: sample.model if where is None else where(sample.model)
+        return Selection(model, of_model, spec)
+
+
+def _has_state(drawn: Any) -> bool:
+    return (
+        isinstance(drawn, tuple)
+        and len(drawn) == 2
+        and isinstance(drawn[1], eqx.nn.State)
+    )
+
+
+def check_models(models: RandomModels) -> None:
+    """Raises for an `init` that draws no models, or models of different structures."""
+    if not callable(models.init):
+        raise TypeError(
+            "`init` must be a function from a key to a model; got "
+            f"{models.init!r} of type {type(models.init).__name__}."
+        )
+    found = []
+    drawn: Any = None
+    for _ in range(2):
+        drawn = eqx.filter_eval_shape(models.init, models.key)
+        model = drawn[0] if _has_state(drawn) else drawn
+        if not callable(model):
+            raise TypeError(
+                "`init` must return a callable model, or a pair of it and an "
+                f"`equinox.nn.State`; got {model!r} of type {type(model).__name__}."
+            )
+        found.append(
+            {
+                jtu.keystr(path): type_of(x)
+                for path, x in jtu.tree_leaves_with_path(drawn)
+                if hasattr(x, "dtype")
+            }
+        )
+    if not found[0]:
+        raise ValueError(
+            f"`init` must return a model with arrays in it; got {drawn!r}, which is "
+            "the same for all keys."
+        )
+    if found[0] != found[1]:
+        differing = [
+            f"{path}: {found[0].get(path)} and {found[1].get(path)}"
+            for path in {**found[0], **found[1]}
+            if found[0].get(path) != found[1].get(path)
+        ]
+        raise ValueError(
+            "`init` must return models of the same structure for all keys; got twice "
+            f"different arrays at {'; '.join(differing)}. Let nothing but the values "
+            "of arrays depend on the key, and nothing on earlier calls."
+        )

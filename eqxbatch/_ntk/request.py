@@ -1,0 +1,236 @@
+"""The work that all empirical kernels share: a model, and what is asked of it."""
+
+import abc
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+from jaxtyping import Array, Inexact, PyTree
+
+from .._base.explicit import gathered, within_mesh
+from .._batch.memory import MemoryBudget, resolve_size
+from .._batch.objective import Selection
+from .._pairs.calls import Call, make_calls
+from .implementation import choose_pairing
+from .output_axes import Mirror, OutputAxes
+from .settings import make_settings, Settings, SHARE
+from .tiles import all_pairs, each, Tiling
+from .traced_model import TracedModel
+
+
+class AbstractTask(eqx.Module):
+    """What is asked of a model."""
+
+    @abc.abstractmethod
+    def run(self, model: TracedModel) -> Any:
+        """The answer."""
+
+
+class Kernels(eqx.Module):
+    """A model, which of its leaves are parameters, and how kernels are computed.
+
+    `selection` is None where only the values of the model count.
+    """
+
+    model: Callable
+    selection: Selection | None
+    settings: Settings
+
+    @property
+    def mirror(self) -> Mirror:
+        """What exchanges the two sides of a kernel that it returns."""
+        return self.settings.mirror
+
+    def __call__(
+        self,
+        task: AbstractTask,
+        x1: PyTree,
+        x2: PyTree,
+        key: Any,
+        kwargs: dict[str, Any],
+        *,
+        is_diagonal: bool = False,
+    ) -> Any:
+        """What the task makes of the model, as it is called on two sides.
+
+        `is_diagonal` says whether each example only meets the one in its place.
+        """
+        calls, shared = make_calls(x1, x2, key, kwargs)
+        kernels = dataclasses.replace(self, settings=self.settings.in_bytes())
+        return _run(kernels, task, calls, shared, is_diagonal)
+
+    def run(
+        self,
+        task: AbstractTask,
+        calls: list[Call],
+        shared: dict[str, Any],
+        is_diagonal: bool,
+    ) -> Any:
+        model = TracedModel(
+            self.model,
+            self.selection,
+            self.settings,
+            calls,
+            shared,
+            is_diagonal=is_diagonal,
+        )
+        if isinstance(self.settings.block_size, MemoryBudget):
+            total = max(side.rows.total for side in model.sides)
+            call = (task, calls, shared, is_diagonal)
+            return self._fitted(self.settings.block_size, total, call)
+        return task.run(model)
+
+    def _fitted(self, budget: MemoryBudget, total: int, call: tuple) -> Any:
+        """With the largest blocks that fit into a budget."""
+
+        def run_with(size: int, room: int) -> Callable[[tuple], Any]:
+            def run(operands: tuple) -> Any:
+                kernels, call = operands
+                settings = dataclasses.replace(
+                    kernels.settings, block_size=size, keep=room
+                )
+                return dataclasses.replace(kernels, settings=settings).run(*call)
+
+            return run
+
+        # What the kernels leave is for what is kept of the rows, and for the blocks.
+        operands = (self, call)
+        structs = eqx.filter_eval_shape(run_with(1, 0), operands)
+        outputs = sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(structs))
+        room = max(budget.resolve() - outputs, 0) // SHARE
+        run = lambda size: run_with(size, room)
+        return run(resolve_size(budget, total, run, operands))(operands)
+
+
+# What is called is an argument of the one compiled function, so that an equal call
+# finds the compiled program again.
+@eqx.filter_jit
+def _run(kernels: Kernels, *call: Any) -> Any:
+    kernels, call = gathered((kernels, call))
+    with within_mesh((kernels, call)):
+        return kernels.run(*call)
+
+
+def make_kernels(
+    model: Callable,
+    selection: Selection | None,
+    *,
+    trace_axes: Any = (),
+    diagonal_axes: Any = (),
+    vmap_axes: Any = 0,
+    block_size: Any = None,
+    implementation: Any = "auto",
+) -> Kernels:
+    if not callable(model):
+        raise TypeError(
+            f"`model` must be callable; got {model!r} of type {type(model).__name__}."
+        )
+    settings = make_settings(
+        trace_axes, diagonal_axes, vmap_axes, implementation, block_size
+    )
+    return Kernels(model, selection, settings)
+
+
+class Probes(eqx.Module):
+    """Directions that the traced axes are projected on: random signs, or all ones."""
+
+    num: int = eqx.field(static=True)
+    key: Array | None
+
+    def along(self, axes: OutputAxes) -> Inexact[Array, "probes ..."]:
+        traced = [axes.shape[axis] for axis in axes.axes_with("trace")]
+        if not traced:
+            raise ValueError(
+                "`trace_axes` must name the axes of the output that are projected; got "
+                f"none for an output of shape {axes.shape} for one example."
+            )
+        if axes.averages_examples and self.key is not None:
+            raise ValueError(
+                "`trace_axes` has the axis of the examples, but the standard error of "
+                "a mean over them is not known from those of each. Name it in "
+                "`diagonal_axes`, and take the mean of what is returned as `kernel`."
+            )
+        shape = (self.num, *traced)
+        if self.key is None:
+            return jnp.ones(shape, axes.dtype)
+        return jr.rademacher(jr.fold_in(self.key, axes.index), shape, axes.dtype)
+
+
+class KernelTask(AbstractTask):
+    """Kernels, one for each array that the model returns.
+
+    - `get`: which kinds of them.
+    - `probes`: what to project traced axes on, for an estimate with standard error.
+    """
+
+    get: tuple[str, ...] = eqx.field(static=True)
+    probes: Probes | None = None
+
+    def run(self, model: TracedModel) -> list[PyTree[Inexact[Array, "..."]]]:
+        """All kinds in order; an estimate is followed by its standard error."""
+        found: _Found = {}
+        num = (model.sides[0].rows.total, model.sides[-1].rows.total)
+        empty = [axes for axes in model.axes if axes.is_empty]
+        for name, axes in itertools.product(self.get, empty):
+            nothing = axes.arranged(axes.nothing(num))
+            found[name, axes.index] = [nothing] * (1 if self.probes is None else 2)
+        for pairs_examples in (True, False):
+            some = [
+                axes
+                for axes in model.axes
+                if axes.pairs_examples == pairs_examples and not axes.is_empty
+            ]
+            if some:
+                found |= self._found(model, some)
+        treedef = jtu.tree_structure(model.out)
+        return [
+            jtu.tree_unflatten(treedef, kernels)
+            for name in self.get
+            for kernels in zip(
+                *(found[name, axes.index] for axes in model.axes), strict=True
+            )
+        ]
+
+    def _found(self, model: TracedModel, some: list[OutputAxes]) -> "_Found":
+        """The kernels of outputs that all pair the examples, or none does."""
+        values = some if "nngp" in self.get else []
+        ntk: list[OutputAxes] = []
+        directions: tuple[list[Array], list[Array]] = ([], [])
+        for axes in some if "ntk" in self.get else []:
+            vectors = None if self.probes is None else self.probes.along(axes)
+            num = None if self.probes is None else self.probes.num
+            axes = dataclasses.replace(axes, probes=num)
+            ntk.append(axes)
+            for side, own in enumerate(directions):
+                own.append(axes.cotangents(vectors, side))
+        pairing = choose_pairing(model, values, ntk, directions)
+        first = model.sides[0].rows
+        second = model.sides[1].rows if len(model.sides) > 1 else None
+        if some[0].pairs_examples:
+            kernels = all_pairs(first, second, pairing, _tiling(model))
+        else:
+            kernels = each(first, second, pairing, model.block_sizes()[0])
+        found: _Found = {}
+        for i, axes in enumerate(pairing.axes):
+            name = "nngp" if i < len(values) else "ntk"
+            own = found.setdefault((name, axes.index), [])
+            own.append(axes.arranged(kernels[i]))
+        return found
+
+
+# By kind and number of the output: a kernel, or an estimate and its standard error.
+_Found = dict[tuple[str, int], list[Array]]
+
+
+def _tiling(model: TracedModel) -> Tiling | None:
+    rows, columns = model.block_sizes()
+    if rows is None or columns is None:
+        return None
+    room = model.settings.keep
+    return Tiling(rows, columns, sys.maxsize if room is None else room)

@@ -1,0 +1,339 @@
+"""`filter_batch_kernel`: any kernel function, in blocks of rows and columns."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from .._base.explicit import gathered, within_mesh
+from .._batch.memory import MemoryBudget, resolve_size
+from .._batch.transform import AbstractTransform, transformed
+from .calls import BlockSize, check_block_size, make_calls
+from .collect import make_collectors
+from .engine import on_device
+from .function import BlockKernel, KernelCall
+from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
+from .on_mesh import check_mesh, MeshAxis, on_mesh
+from .progress import AbstractProgressMeter, NoProgressMeter
+from .stores import AbstractStore
+
+
+Sizes = tuple[int | None, int | None]
+
+
+class BatchKernel(AbstractTransform):
+    """What `filter_batch_kernel` is."""
+
+    is_compiled: ClassVar[bool] = False
+    takes_instance: ClassVar[bool] = False
+
+    block_size: BlockSize = eqx.field(static=True)
+    in_axes: PyTree = eqx.if_array(0)
+    out_axes: PyTree = (0, 1)
+    symmetric: Any = None
+    reduce: PyTree = None
+    mesh_axis: MeshAxis | None = None
+    store: AbstractStore | None = None
+    # Static, so that it stays the very object that it is, whatever it counts.
+    meter: AbstractProgressMeter = eqx.field(static=True, default=NoProgressMeter())
+
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # Blocks are cut anywhere, and not where a mesh with explicit axes is.
+        mesh = None if self.mesh_axis is None else self.mesh_axis.mesh
+        call, reduce = gathered((self._call(fun, *args, **kwargs), self.reduce), mesh)
+        block_size = self.block_size
+        if isinstance(block_size, MemoryBudget):
+            # What is free is looked up before anything is traced.
+            block_size = MemoryBudget(block_size.resolve())
+        has_meter = not isinstance(self.meter, NoProgressMeter)
+        if self.store is not None:
+            sizes = _sizes(block_size, call, None, None, is_stored=True)
+            return to_store(
+                call, sizes, self.store, self.meter, self.mesh_axis, has_meter
+            )
+        if has_meter:
+            sizes = _sizes(block_size, call, reduce, None)
+            return with_progress(call, sizes, reduce, self.meter)
+        return _run(call, block_size, reduce, self.mesh_axis)
+
+    def _call(
+        self,
+        fun: Callable,
+        /,
+        x1: PyTree,
+        x2: PyTree = None,
+        *args: Any,
+        key: Any = None,
+        **kwargs: Any,
+    ) -> KernelCall:
+        is_alone = x2 is None
+        x2 = None if x2 is x1 else x2
+        x1, x2, args, key, kwargs = jtu.tree_map(_as_array, (x1, x2, args, key, kwargs))
+        has_arrays = lambda x: any(map(eqx.is_array, jtu.tree_leaves(x)))
+        arrays = {name: x for name, x in kwargs.items() if has_arrays(x)}
+        calls, shared = make_calls(x1, x2, key, arrays)
+        shared |= {name: x for name, x in kwargs.items() if name not in arrays}
+        symmetric = self.symmetric
+        if symmetric is None:
+            symmetric = getattr(fun, "symmetric", False)
+        mirror = None if symmetric is False else symmetric
+        return KernelCall(
+            kernel_fn=fun,
+            args=args,
+            calls=calls,
+            shared=shared,
+            in_axes=self.in_axes,
+            out_axes=self.out_axes,
+            mirror=mirror,
+            is_alone=is_alone,
+        )
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+@eqx.filter_jit
+def _run(
+    call: KernelCall, block_size: BlockSize, reduce: PyTree, mesh_axis: MeshAxis | None
+) -> PyTree:
+    with within_mesh((call, reduce)):
+        sizes = _sizes(block_size, call, reduce, mesh_axis)
+        return _on_devices(call, sizes, reduce, mesh_axis)
+
+
+def _on_devices(
+    call: KernelCall, sizes: Sizes, reduce: PyTree, mesh_axis: MeshAxis | None
+) -> PyTree:
+    kernel = BlockKernel(call)
+    grid = kernel.grid(sizes)
+    if mesh_axis is not None:
+        return kernel.output(on_mesh(kernel, grid, reduce, mesh_axis))
+    return kernel.output(on_device(kernel, grid, make_collectors(kernel, reduce)))
+
+
+def _sizes(
+    size: BlockSize,
+    call: KernelCall,
+    reduce: PyTree,
+    mesh_axis: MeshAxis | None,
+    *,
+    is_stored: bool = False,
+) -> Sizes:
+    """How many rows and columns a block may have."""
+    if isinstance(size, tuple):
+        return size
+    if not isinstance(size, MemoryBudget):
+        return size, size
+    total = max(BlockKernel(call).totals)
+    operands = (call, reduce, mesh_axis, is_stored)
+
+    # Memory is affine in the area of a block.
+    def run(area: int) -> Callable[[tuple], Any]:
+        sizes = _square(area)
+
+        def program(operands: tuple) -> Any:
+            call, reduce, mesh_axis, is_stored = operands
+            if is_stored:
+                return tile_program(call, sizes)
+            return _on_devices(call, sizes, reduce, mesh_axis)
+
+        return program
+
+    if is_stored:
+        # Some blocks are on their way while the next is computed.
+        size = MemoryBudget(max(size.resolve() // (IN_FLIGHT + 1), 1))
+    try:
+        area = resolve_size(size, total**2, run, operands)
+    except ValueError as e:
+        e.add_note("A kernel that is too large itself can go to `store=HostStore()`.")
+        raise
+    return _square(area)
+
+
+def _square(area: int) -> Sizes:
+    size = math.isqrt(area)
+    return size, size
+
+
+def filter_batch_kernel(
+    kernel_fn: Any = None,
+    *,
+    block_size: BlockSize,
+    in_axes: PyTree = eqx.if_array(0),
+    out_axes: PyTree = (0, 1),
+    symmetric: bool | Callable[[PyTree], PyTree] | None = None,
+    reduce: PyTree = None,
+    mesh: Mesh | None = None,
+    mesh_axis: str | None = None,
+    store: AbstractStore | Literal["device"] = "device",
+    progress: AbstractProgressMeter | None = None,
+) -> Any:
+    """Any kernel function, computed in blocks of rows by columns.
+
+    A kernel function takes `n1` examples and `n2`, and returns something for each pair
+    of them: `kernel_fn(x1, x2=None, *args, **kwargs)`. Here it is called for a block of
+    the ones and a block of the others at a time, and what it returns is put together,
+    on the device, on the host, or on disk; or reduced to something smaller.
+
+    Without `x2`, or if it is `x1` itself, the two sides are the same. If the kernel is
+    symmetric, only the blocks on and above the diagonal are computed then, and the
+    result is exactly symmetric. Where `x2` is left out, it is so for blocks on the
+    diagonal, too.
+
+    It can be used as a decorator with arguments, and on methods.
+
+    **Arguments:**
+
+    - `kernel_fn`: the kernel function, such as an [`eqxbatch.EmpiricalNTK`][].
+    - `block_size`: the most rows and columns that a block may have: an int, a pair of
+        them, an [`eqxbatch.MemoryBudget`][], or None for all at once. Blocks are as
+        equal as can be, and all have the same shape: where the number of examples is
+        not divided, the last block overlaps with the one before. Blocks are square
+        without `x2`.
+    - `in_axes`: which axes of `x1` and `x2` are the examples, as for
+        `equinox.filter_vmap`; by default, axis 0 of all arrays.
+    - `out_axes`: a pair for the axes of the rows and of the columns in what `kernel_fn`
+        returns, `(0, 1)` by default, or a PyTree prefix of it with such pairs. None for
+        an axis that is not there: `(0, None)` is what there is for each row, such as a
+        diagonal or a mask.
+    - `symmetric`: whether exchanging both sides exchanges the two axes of the result,
+        conjugated if it is complex. A function that takes the result for a block, and
+        returns that with sides exchanged, if it is more than that. By default, what the
+        attribute `symmetric` of `kernel_fn` says, as estimators of this package have
+        it, and otherwise False.
+    - `reduce`: what to make of the kernel instead of keeping it: an
+        [`eqxbatch.AbstractReduction`][] such as [`eqxbatch.RowSums`][],
+        [`eqxbatch.KernelProduct`][] or [`eqxbatch.TopK`][], or a PyTree prefix of the
+        result.
+    - `mesh`: a `jax.sharding.Mesh` over which the rows are spread, each device looping
+        over blocks of its own; numbers of examples need not be divided by that of the
+        devices, but where it does not divide that of rows, each device gets the whole
+        result in the end. The mesh can span the processes of `jax.distributed`; each
+        must then be called with the same arguments.
+    - `mesh_axis`: the axis of the mesh; need not be given if there is only one.
+    - `store`: `"device"`, an [`eqxbatch.HostStore`][] for arrays of NumPy, or an
+        [`eqxbatch.ZarrStore`][] for arrays on disk, which can be continued.
+    - `progress`: an [`eqxbatch.AbstractProgressMeter`][] such as
+        [`eqxbatch.TqdmProgressMeter`][], which also counts NaNs; None for nothing.
+
+    **Returns:**
+
+    A function `(x1, x2=None, *args, key=None, **kwargs)` that returns what `kernel_fn`
+    does: arrays of shape `(n1, n2, ...)`. All else in its result must be the same for
+    all blocks.
+
+    - `x1`, `x2`: PyTrees whose arrays have the examples along the same axis.
+    - `args`: is passed on as it is.
+    - `key`: one key, or a pair of them for both sides, is split into one for each
+        example, and `kernel_fn` is called with `key=(keys1, keys2)`, whatever the
+        blocks are.
+    - `kwargs`: a pair (tuple) of arrays, or of PyTrees of arrays, is for the examples
+        of both sides, with these along axis 0, and `kernel_fn` gets the same rows of
+        them as of `x1` and `x2`; without `x2`, the second one can be None. All else is
+        passed on.
+
+    With `store="device"` and without `progress`, it is one compiled program, and can be
+    used within `jax.jit`, `jax.vmap`, `jax.grad` and the like; in reverse mode, blocks
+    are computed again and not kept. Otherwise, it is a loop in Python over blocks that
+    are compiled, and an error or Ctrl-C leaves a store that can be continued.
+
+    **Raises:**
+
+    `ValueError` for a size below 1, examples that differ in number, an axis that is not
+    there, a result without rows and columns where `out_axes` says, or one that changes
+    with the block otherwise, a `mesh_axis` that the mesh does not have, and a store
+    where there can be none: with `reduce`, or with `upper_only` and a kernel that is
+    not symmetric; `TypeError` for arguments of other types than these, and for stores
+    or `progress` within `jax.jit` and the like.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> @eqxbatch.filter_batch_kernel(block_size=256, symmetric=True)
+        ... def rbf(x1, x2=None, scale=1.0):
+        ...     x2 = x1 if x2 is None else x2
+        ...     squares = [jnp.sum(x**2, axis=-1) for x in (x1, x2)]
+        ...     distances = squares[0][:, None] + squares[1][None, :] - 2 * x1 @ x2.T
+        ...     return jnp.exp(-distances / (2 * scale**2))
+        >>> rbf(jnp.ones((1_000, 3))).shape
+        (1000, 1000)
+        >>> rbf(jnp.ones((1_000, 3)), jnp.ones((50, 3)), scale=2.0).shape
+        (1000, 50)
+
+        ```
+    """
+    if kernel_fn is None:
+        return functools.partial(
+            filter_batch_kernel,
+            block_size=block_size,
+            in_axes=in_axes,
+            out_axes=out_axes,
+            symmetric=symmetric,
+            reduce=reduce,
+            mesh=mesh,
+            mesh_axis=mesh_axis,
+            store=store,
+            progress=progress,
+        )
+    transform = BatchKernel(
+        block_size=check_block_size(block_size),
+        in_axes=in_axes,
+        out_axes=out_axes,
+        symmetric=_check_symmetric(symmetric),
+        reduce=reduce,
+        mesh_axis=check_mesh(mesh, mesh_axis),
+        store=check_store(store),
+        meter=check_progress(progress),
+    )
+    if transform.store is not None and reduce is not None:
+        raise ValueError(
+            "With `reduce`, no kernel is kept that could go to a `store`. Leave one of "
+            "them out."
+        )
+    is_silent = isinstance(transform.meter, NoProgressMeter)
+    if transform.store is None and mesh is not None and not is_silent:
+        raise ValueError(
+            "`progress` on a `mesh` needs a `store`: on the devices, the kernel is one "
+            "program. Use `store=HostStore()`, or leave one of them out."
+        )
+    return transformed(transform, kernel_fn)
+
+
+def _check_symmetric(symmetric: Any) -> Any:
+    if symmetric is None or isinstance(symmetric, bool) or callable(symmetric):
+        return symmetric
+    raise TypeError(
+        "`symmetric` must be a bool, None, or a function from a block to its mirror "
+        f"image; got {symmetric!r} of type {type(symmetric).__name__}."
+    )
+
+
+def check_store(store: Any) -> AbstractStore | None:
+    if isinstance(store, AbstractStore):
+        return store
+    if isinstance(store, str) and store == "device":
+        return None
+    raise TypeError(
+        "`store` must be 'device', a `HostStore()` or a `ZarrStore(path)`; got "
+        f"{store!r} of type {type(store).__name__}."
+    )
+
+
+def check_progress(progress: Any) -> AbstractProgressMeter:
+    if progress is None:
+        return NoProgressMeter()
+    if isinstance(progress, AbstractProgressMeter):
+        return progress
+    raise TypeError(
+        "`progress` must be a progress meter, such as `TqdmProgressMeter()`, or None; "
+        f"got {progress!r} of type {type(progress).__name__}."
+    )

@@ -1,0 +1,238 @@
+"""The two sides of a kernel: what a model is called with on each of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+from jaxtyping import Array, PyTree
+
+from .._batch.axes import broadcast_axes, split_batch
+from .._batch.memory import check_size, MemoryBudget
+from .._batch.rows import Rows
+
+
+class VmapAxes(eqx.Module):
+    """Where the examples are: in the inputs, the outputs, and keyword arguments.
+
+    `inputs` is None if the model takes a whole batch at once.
+    """
+
+    _leaves: tuple = eqx.field(static=True)
+    _treedef: Any = eqx.field(static=True)
+
+    def __init__(self, inputs: PyTree, outputs: PyTree, kwargs: dict[str, Any]):
+        tree = (inputs, outputs, kwargs)
+        leaves, self._treedef = jtu.tree_flatten(tree, is_leaf=lambda x: x is None)
+        self._leaves = tuple(leaves)
+
+    @property
+    def _all(self) -> tuple:
+        return jtu.tree_unflatten(self._treedef, self._leaves)
+
+    @property
+    def inputs(self) -> PyTree:
+        return self._all[0]
+
+    @property
+    def outputs(self) -> PyTree:
+        return self._all[1]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return self._all[2]
+
+    @property
+    def is_batched(self) -> bool:
+        return self.inputs is not None
+
+
+def check_vmap_axes(axes: Any) -> VmapAxes:
+    """Raises `TypeError` or `ValueError` for what is no `vmap_axes`."""
+    if axes is None:
+        return VmapAxes(None, None, {})
+    if isinstance(axes, int) and not isinstance(axes, bool):
+        return VmapAxes(axes, axes, {})
+    if not isinstance(axes, tuple) or len(axes) != 3:
+        raise ValueError(
+            "`vmap_axes` must be an int, None, or a tuple `(inputs, outputs, kwargs)`; "
+            f"got {axes!r}."
+        )
+    inputs, outputs, kwargs = axes
+    if not isinstance(kwargs, dict):
+        raise TypeError(
+            "The third entry of `vmap_axes` must be a dict from the names of keyword "
+            f"arguments to their batch axes; got {kwargs!r}."
+        )
+    if inputs is None or outputs is None:
+        raise ValueError(
+            "`vmap_axes` must give inputs and outputs a batch axis, or be None "
+            f"altogether; got {axes!r}."
+        )
+    return VmapAxes(inputs, outputs, kwargs)
+
+
+class Call(eqx.Module):
+    """What the model is called with: `own` is what has the examples of one side."""
+
+    x: PyTree
+    key: Array | None
+    own: dict[str, Any]
+
+
+def make_calls(
+    x1: PyTree, x2: PyTree, key: Any, kwargs: dict[str, Any]
+) -> tuple[list[Call], dict[str, Any]]:
+    """The calls for the two sides, or one if they are the same, and what they share."""
+    pairs = {
+        name: x for name, x in kwargs.items() if isinstance(x, tuple) and len(x) == 2
+    }
+    shared = {name: x for name, x in kwargs.items() if name not in pairs}
+    is_one = x2 is None or x2 is x1
+    keys = _key_pair(key, is_one)
+    is_same = (
+        is_one
+        and keys[0] is keys[1]
+        and all(second is None or second is first for first, second in pairs.values())
+    )
+    calls = [Call(x1, keys[0], {name: pair[0] for name, pair in pairs.items()})]
+    if not is_same:
+        own = {
+            name: first if second is None else second
+            for name, (first, second) in pairs.items()
+        }
+        calls.append(Call(x1 if x2 is None else x2, keys[1], own))
+    return calls, shared
+
+
+def _key_pair(key: Any, is_one: bool) -> tuple:
+    if isinstance(key, (tuple, list)):
+        if len(key) != 2:
+            raise ValueError(
+                "`key` must be one key, or a pair of them for the two sides; got "
+                f"{len(key)} keys."
+            )
+        return tuple(key)
+    if key is None or is_one:
+        return key, key
+    if not eqx.is_array(key) or not _is_single(key):
+        raise ValueError(
+            f"`key` must be one key, or a pair of them for the two sides; got {key!r}."
+        )
+    return key, jr.fold_in(key, 1)
+
+
+def _is_single(key: Array) -> bool:
+    return key.ndim == (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1)
+
+
+class Side:
+    """The examples of one side, and how the model is called with one of them.
+
+    `note` is added to errors about axes.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        call: Call,
+        shared: dict[str, Any],
+        axes: VmapAxes,
+        note: str = "`in_axes` is what `vmap_axes` says of the inputs.",
+    ):
+        x, key, own = call.x, call.key, call.own
+        name = _CALLS[position]
+        if not axes.is_batched:
+            # The whole batch is one example, whose output has the examples among its
+            # axes.
+            x, own = jtu.tree_map(_with_axis, (x, own))
+            key = None if key is None else key[None]
+            x_axes, own_axes = eqx.if_array(0), dict.fromkeys(own, eqx.if_array(0))
+        else:
+            x_axes = axes.inputs
+            own_axes = {n: axes.kwargs.get(n, eqx.if_array(0)) for n in own}
+        kwargs, kwargs_axes = {**own, **shared}, {**own_axes, **dict.fromkeys(shared)}
+        try:
+            if key is not None:
+                if axes.is_batched and _is_single(key):
+                    num = split_batch(name, (x_axes,), (x,), {}).total()
+                    key = jr.split(key, num)
+                kwargs["key"], kwargs_axes["key"] = key, 0
+            batch = split_batch(name, (x_axes, kwargs_axes), (x, kwargs), {})
+            self.rows = Rows(batch.arrays, batch.axes, batch.total())
+        except ValueError as e:
+            e.add_note(note)
+            raise
+        self._batch = batch
+        # Two sides are traced alike if they are equal in this.
+        static = eqx.filter((x, own), eqx.is_array, inverse=True)
+        arrays = zip(batch.arrays, batch.axes, strict=True)
+        self.type = (
+            jtu.tree_structure((x, own)),
+            jtu.tree_leaves(static),
+            batch.axes,
+            [(_without(x.shape, axis), x.dtype) for x, axis in arrays],
+        )
+
+    def arguments(self, rows: list) -> tuple[PyTree, dict[str, Any]]:
+        """The input, and the keyword arguments, with these arrays for the examples."""
+        (x, kwargs), _ = self._batch.arguments(rows)
+        return x, kwargs
+
+    def call(self, model: Callable, rows: list) -> PyTree:
+        """What the model returns for one example."""
+        x, kwargs = self.arguments(rows)
+        return model(x, **kwargs)
+
+
+# What errors call the arguments of a side.
+_CALLS: tuple[Callable, Callable] = (lambda x1, kwargs: None, lambda x2, kwargs: None)
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def _with_axis(x: Any) -> Any:
+    return x[None] if eqx.is_array(x) else x
+
+
+def output_axis(axes: VmapAxes, out: PyTree) -> list[int | None]:
+    """The batch axis of each array of the output, in the whole output."""
+    leaves = jtu.tree_leaves(out)
+    if not axes.is_batched:
+        return [None] * len(leaves)
+    found = broadcast_axes("vmap_axes", axes.outputs, out)
+    resolved = []
+    for leaf, axis in zip(leaves, found, strict=True):
+        ndim = len(leaf.shape) + 1
+        if axis is None or not -ndim <= axis < ndim:
+            raise ValueError(
+                f"`vmap_axes` gives an output of shape {leaf.shape} for one example "
+                f"the batch axis {axis}, which is none of the {ndim} that it has then."
+            )
+        resolved.append(axis % ndim)
+    return resolved
+
+
+BlockSize = int | tuple[int, int] | MemoryBudget | None
+
+
+def check_block_size(size: Any) -> BlockSize:
+    if isinstance(size, tuple):
+        if len(size) != 2:
+            raise ValueError(
+                "`block_size` must be one size, or a pair of them for rows and "
+                f"columns; got {len(size)}."
+            )
+        rows, columns = (check_size("block_size", one) for one in size)
+        if not isinstance(rows, int) or not isinstance(columns, int):
+            raise TypeError(
+                f"A pair of sizes must consist of ints; got {size!r}. A `MemoryBudget` "
+                "is for both: give it alone."
+            )
+        return rows, columns
+    return check_size("block_size", size)

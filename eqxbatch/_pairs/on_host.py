@@ -1,0 +1,364 @@
+"""Blocks of a kernel one call at a time, from a loop in Python."""
+
+import collections
+import concurrent.futures
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .collect import finalized, make_collectors
+from .engine import all_tiles, Tiles
+from .fingerprint import fingerprint
+from .function import BlockKernel, KernelCall
+from .grid import Grid, Tile
+from .on_mesh import check_closed_over, MeshAxis, on_devices
+from .progress import AbstractProgressMeter
+from .stores import AbstractStore, AbstractWriter, Patch, patches
+
+
+# While one group of tiles is computed, one is on its way to the host, and one is
+# written.
+IN_FLIGHT = 2
+
+
+class Metered:
+    """A meter that is closed however the loop ends."""
+
+    def __init__(self, meter: AbstractProgressMeter, num_tiles: int, num_done: int):
+        self.meter = meter
+        self.state = meter.start(num_tiles, num_done)
+
+    def step(self, num_nans: Any) -> None:
+        self.state = self.meter.step(self.state, int(num_nans))
+
+    def __enter__(self) -> "Metered":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.meter.close(self.state)
+
+
+def check_concrete(call: PyTree, what: str) -> None:
+    """Raises `TypeError` if a call is being transformed."""
+    if any(isinstance(x, Tracer) for x in jtu.tree_leaves(call)):
+        raise TypeError(
+            f"A kernel with {what} runs a loop in Python, and cannot be within "
+            "`jax.jit`, `jax.grad`, `jax.vmap` or the like. Call it outside of them, "
+            "or use `store='device'` without `progress` and `tol`."
+        )
+
+
+def with_progress(
+    call: KernelCall, sizes: Any, reduce: PyTree, meter: AbstractProgressMeter
+) -> PyTree:
+    """What becomes of a kernel on one device, one tile at a time."""
+    check_concrete(call, "`progress`")
+    kernel = BlockKernel(call)
+    grid = kernel.grid(sizes)
+    collectors = make_collectors(kernel, reduce)
+    states = _initial(call, reduce, grid)
+    tiles = [*grid.pairs(), *grid.diagonal()]
+    with Metered(meter, len(tiles), 0) as metered:
+        waiting: collections.deque = collections.deque()
+        for tile in tiles:
+            at = jnp.array(tile, jnp.int32)
+            is_diagonal = grid.is_same and tile.row == tile.column
+            operands = (call, reduce, grid, is_diagonal, at)
+            states, num_nans = _step(operands, states)
+            # The count of the one before is there by now, so that none is waited for.
+            waiting.append(num_nans)
+            if len(waiting) > 1:
+                metered.step(waiting.popleft())
+        for num_nans in waiting:
+            metered.step(num_nans)
+    return kernel.output(finalized(collectors, states))
+
+
+def _tiles(kernel: BlockKernel, grid: Grid, reduce: PyTree) -> Tiles:
+    return all_tiles(kernel, grid, make_collectors(kernel, reduce))
+
+
+@eqx.filter_jit
+def _initial(call: KernelCall, reduce: PyTree, grid: Grid) -> list:
+    return _tiles(BlockKernel(call), grid, reduce).initial()
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _step(operands: tuple, states: list) -> tuple[list, Array]:
+    """The states after a tile, in place, and how many NaNs it has."""
+    call, reduce, grid, is_diagonal, at = operands
+    tiles = _tiles(BlockKernel(call), grid, reduce)
+    tile = tiles.tile(at, is_diagonal)
+    num_nans = tiles.num_nans(tile, at, is_diagonal)
+    return tiles.update(states, tile, at, is_diagonal), num_nans
+
+
+class _Team:
+    """The devices and processes that compute a kernel together.
+
+    - `devices`: those of this process.
+    - `rank`, `num`: which of the processes this is, and how many there are.
+    """
+
+    def __init__(self, mesh_axis: MeshAxis | None, store: AbstractStore):
+        self.devices: list = []
+        self.rank, self.num = 0, 1
+        if mesh_axis is None:
+            return
+        mesh = mesh_axis.mesh
+        axis = mesh.axis_names.index(mesh_axis.name)
+        # Along other axes, devices would do the same.
+        line = np.moveaxis(mesh.devices, axis, 0).reshape(mesh_axis.num, -1)[:, 0]
+        processes = sorted({device.process_index for device in line})
+        own = jax.process_index()
+        self.devices = [device for device in line if device.process_index == own]
+        self.num = len(processes)
+        if self.num > 1 and (not store.is_shared or own not in processes):
+            raise ValueError(
+                f"The `mesh` has devices of {self.num} processes, which each have "
+                "memory of their own. Use `store='device'` or a `ZarrStore` on a disk "
+                "that all of them see, and a mesh with devices of all processes."
+            )
+        self.rank = processes.index(own)
+
+    def agree(self, error: Exception | None) -> None:
+        """Waits for all processes. Raises if one of them has failed."""
+        if self.num > 1:
+            flags = multihost_utils.process_allgather(np.array(error is not None))
+            if error is None and np.any(flags):
+                failed = np.flatnonzero(flags).tolist()
+                error = RuntimeError(
+                    f"A kernel is computed by {self.num} processes together, of which "
+                    f"{failed} failed. See what they raised."
+                )
+        if error is not None:
+            raise error
+
+    def begin(self, make: Callable[[bool], AbstractWriter]) -> AbstractWriter:
+        """What the first process makes, before all others do."""
+        made: AbstractWriter | None = None
+        for is_first in (True, False) if self.num > 1 else (True,):
+            error = None
+            if is_first == (self.rank == 0):
+                try:
+                    made = make(is_first)
+                except Exception as e:
+                    error = e
+            self.agree(error)
+        assert made is not None
+        return made
+
+    def groups(self, tiles: list[Tile]) -> Iterator[list[Tile]]:
+        """Tiles for all devices at a time."""
+        num = max(len(self.devices), 1)
+        for start in range(0, len(tiles), num):
+            yield tiles[start : start + num]
+
+
+def to_store(
+    call: KernelCall,
+    sizes: Any,
+    store: AbstractStore,
+    meter: AbstractProgressMeter,
+    mesh_axis: MeshAxis | None,
+    counts_nans: bool,
+) -> PyTree:
+    """The arrays of a kernel, in a store."""
+    check_concrete(call, "a `store`")
+    team = _Team(mesh_axis, store)
+    kernel = BlockKernel(call)
+    grid = kernel.grid(sizes)
+    if store.upper_only and not grid.is_symmetric:
+        raise ValueError(
+            "`upper_only` is for symmetric kernels of examples with themselves: leave "
+            "out `x2`, and say `symmetric=True` if the kernel does not say so itself."
+        )
+    writer = team.begin(
+        lambda is_first: store.begin(
+            kernel.leaves,
+            grid,
+            lambda: fingerprint(kernel, grid),
+            mirror=kernel.mirror,
+            is_first=is_first,
+        )
+    )
+    error = None
+    try:
+        _write(call, kernel, grid, store, writer, meter, team, counts_nans)
+    except Exception as e:
+        error = e
+    team.agree(error)
+    return kernel.output(writer.finish())
+
+
+def _write(
+    call: KernelCall,
+    kernel: BlockKernel,
+    grid: Grid,
+    store: AbstractStore,
+    writer: AbstractWriter,
+    meter: AbstractProgressMeter,
+    team: _Team,
+    counts_nans: bool,
+) -> None:
+    """Computes what the store does not have yet, and writes it down."""
+    own: list[dict[Tile, list[Patch]]] = []
+    for tiles in (grid.pairs(), grid.diagonal()):
+        own.append({})
+        for tile in tiles:
+            if grid.part_of(tile, team.num) == team.rank:
+                found = patches(kernel.leaves, grid, tile)
+                wanted = [p for p in found if not (store.upper_only and p.is_mirror)]
+                own[-1][tile] = wanted
+    missing: list[dict[Tile, list[Patch]]] = []
+    for some in own:
+        missing.append({})
+        for tile, wanted in some.items():
+            # All are asked for, as what is damaged is put away then.
+            there = [writer.has(patch) for patch in wanted]
+            if not all(there):
+                missing[-1][tile] = wanted
+    writer.prepare([p for some in missing for wanted in some.values() for p in wanted])
+    num_tiles, num_missing = (sum(map(len, some)) for some in (own, missing))
+    with (
+        Metered(meter, num_tiles, num_tiles - num_missing) as metered,
+        _Pipeline(metered) as pipeline,
+    ):
+        for some, is_diagonal in zip(missing, (False, True), strict=True):
+            for group in team.groups(list(some)):
+                has_mirror = any(p.is_mirror for tile in group for p in some[tile])
+                task = _Task(call, grid, is_diagonal, has_mirror, counts_nans)
+                results = _computed(task, group, team.devices)
+                wanted = [some[tile] for tile in group]
+                pipeline.submit(_Job(writer, len(kernel.leaves), wanted, results))
+
+
+class _Job:
+    """Some tiles, computed or still to be, and what to write of them."""
+
+    def __init__(
+        self,
+        writer: AbstractWriter,
+        num_leaves: int,
+        wanted: list[list[Patch]],
+        results: list[list[Array]],
+    ):
+        self.writer, self.num_leaves = writer, num_leaves
+        self.wanted, self.results = wanted, results
+        for arrays in results:
+            for x in arrays:
+                x.copy_to_host_async()
+
+    def run(self) -> list[int]:
+        """Writes, and returns the number of NaNs of each tile."""
+        nans = []
+        for wanted, arrays in zip(self.wanted, self.results, strict=True):
+            for patch in wanted:
+                index = patch.leaf + self.num_leaves * patch.is_mirror
+                values = np.asarray(arrays[index])
+                self.writer.write(patch, values[patch.part])
+            nans.append(int(np.asarray(arrays[-1])))
+        return nans
+
+
+class _Pipeline:
+    """Writes in threads of its own, with a bound on how much is under way."""
+
+    def __init__(self, metered: Metered):
+        self.metered = metered
+        self.pool = concurrent.futures.ThreadPoolExecutor(IN_FLIGHT)
+        self.futures: collections.deque = collections.deque()
+
+    def submit(self, job: _Job) -> None:
+        self.futures.append(self.pool.submit(job.run))
+        self._drain(IN_FLIGHT)
+
+    def _drain(self, remaining: int) -> None:
+        while len(self.futures) > remaining:
+            for num_nans in self.futures.popleft().result():
+                self.metered.step(num_nans)
+
+    def __enter__(self) -> "_Pipeline":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            if kind is None:
+                self._drain(0)
+        finally:
+            # What has begun is written to the end, also after an error.
+            self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Task(eqx.Module):
+    """What is computed of a tile."""
+
+    call: KernelCall
+    grid: Grid = eqx.field(static=True)
+    is_diagonal: bool = eqx.field(static=True)
+    has_mirror: bool = eqx.field(static=True)
+    counts_nans: bool = eqx.field(static=True)
+
+    def run(self, at: Array) -> list[Array]:
+        """The arrays of a tile, of its mirror image, and the number of NaNs."""
+        kernel = BlockKernel(self.call)
+        tiles = _tiles(kernel, self.grid, None)
+        tile = tiles.tile(at, self.is_diagonal)
+        mirrored = kernel.mirrored(tile) if self.has_mirror else []
+        num_nans = jnp.zeros((), jnp.int32)
+        if self.counts_nans:
+            num_nans = tiles.num_nans(tile, at, self.is_diagonal)
+        return [*tile, *mirrored, num_nans]
+
+
+def tile_program(call: KernelCall, sizes: Any) -> list[Array]:
+    """What is computed of one tile, for its memory to be measured."""
+    kernel = BlockKernel(call)
+    grid = kernel.grid(sizes)
+    at = jnp.zeros(2, jnp.int32)
+    return _Task(call, grid, grid.is_same, grid.is_symmetric, False).run(at)
+
+
+@eqx.filter_jit
+def _tile(task: _Task, at: Array) -> list[Array]:
+    return task.run(at)
+
+
+@eqx.filter_jit
+def _tiles_on_devices(task: _Task, at: Array, mesh_axis: MeshAxis) -> list[Array]:
+    """As `_tile`, on each device for its own tile, along a new first axis."""
+    check_closed_over(BlockKernel(task.call))
+
+    def run(operands: tuple) -> list[Array]:
+        task, at = operands
+        own = at[lax.axis_index(mesh_axis.name)]
+        return [x[None] for x in task.run(own)]
+
+    return on_devices(run, (task, at), mesh_axis, PartitionSpec(mesh_axis.name))
+
+
+def _computed(task: _Task, group: Sequence[Tile], devices: list) -> list[list[Array]]:
+    """What there is of each tile of a group, one for each device."""
+    if len(devices) < 2:
+        at = jnp.array(group[0], jnp.int32)
+        with jax.default_device(devices[0] if devices else None):
+            return [_tile(task, at)]
+    mesh_axis = MeshAxis(Mesh(np.array(devices), ("devices",)), "devices")
+    # Devices for which nothing is left repeat what another one does.
+    padded = [*group, *[group[0]] * (len(devices) - len(group))]
+    stacked = _tiles_on_devices(task, jnp.array(padded, jnp.int32), mesh_axis)
+    shards = [
+        {shard.device: shard.data for shard in x.addressable_shards} for x in stacked
+    ]
+    pairs = zip(devices, group, strict=False)
+    return [[shard[device][0] for shard in shards] for device, _ in pairs]

@@ -1,0 +1,326 @@
+"""Blocks of a kernel on several devices, each with its own rows."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .._base.cpu import settled
+from .._base.mesh import is_explicit, replicated
+from .._batch.rows import Rows
+from .collect import AbstractCollector, finalized, make_collectors, Reduced, Written
+from .engine import all_tiles, Tiles
+from .fingerprint import constants
+from .function import BlockKernel, KernelCall, KernelLeaf, SAMPLE
+from .grid import balanced, Grid, Tile
+
+
+class MeshAxis(eqx.Module):
+    """An axis of a mesh, over which the rows of a kernel are spread."""
+
+    mesh: Mesh = eqx.field(static=True)
+    name: str = eqx.field(static=True)
+
+    @property
+    def num(self) -> int:
+        return self.mesh.shape[self.name]
+
+
+def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
+    """The axis of a mesh that is meant, or None without a mesh."""
+    if mesh is None:
+        if axis is not None:
+            raise ValueError(
+                f"`mesh_axis` is {axis!r}, but there is no `mesh`. Give one, or leave "
+                "the axis out."
+            )
+        return None
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"`mesh` must be a `jax.sharding.Mesh`; got {mesh!r} of type "
+            f"{type(mesh).__name__}. `jax.make_mesh` makes one."
+        )
+    if axis is None and len(mesh.axis_names) == 1:
+        (axis,) = mesh.axis_names
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"`mesh_axis` must name one of the axes of the mesh, {mesh.axis_names}; "
+            f"got {axis!r}."
+        )
+    assert axis is not None
+    return MeshAxis(mesh, axis)
+
+
+def on_mesh(
+    kernel: BlockKernel, grid: Grid, reduce: PyTree, mesh_axis: MeshAxis
+) -> list[PyTree[Array]]:
+    """What becomes of all arrays of a kernel, on the devices of a mesh."""
+    check_closed_over(kernel)
+    collectors = make_collectors(kernel, reduce)
+    if reduce is None:
+        arrays = _written(kernel, grid, collectors, mesh_axis)
+    else:
+        arrays = _reduced(kernel, grid, reduce, collectors, mesh_axis)
+    return finalized(collectors, arrays)
+
+
+def check_closed_over(kernel: BlockKernel) -> None:
+    """Raises `ValueError` for arrays that `kernel_fn` cannot take to each device.
+
+    `jax.shard_map` does not close over arrays on a mesh with Explicit axes.
+    """
+    structs = kernel.structs(SAMPLE)
+    closed = eqx.filter_make_jaxpr(kernel.tile)(*structs)[0]
+    operands = {id(x) for x in jtu.tree_leaves(kernel.call)}
+    for x in constants(closed):
+        if id(x) not in operands and is_explicit(x):
+            raise ValueError(
+                "`kernel_fn` closes over an array on a mesh with Explicit axes, of "
+                f"type {jax.typeof(x)}, which JAX cannot bring to each device. Pass it "
+                "in the call, or make it part of `kernel_fn`: by `eqx.Partial`, or as "
+                "a field of an `eqx.Module`."
+            )
+
+
+def on_devices(
+    run: Callable[[Any], Any],
+    operands: PyTree,
+    mesh_axis: MeshAxis,
+    out_specs: Any,
+) -> Any:
+    """What `run(operands)` returns on each device."""
+    dynamic, static = eqx.partition(operands, eqx.is_array)
+    dynamic = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), dynamic)
+    return jax.shard_map(
+        lambda dynamic: run(eqx.combine(dynamic, static)),
+        mesh=mesh_axis.mesh,
+        in_specs=PartitionSpec(),
+        out_specs=out_specs,
+        # With it, a derivative in what is the same on all devices is summed over them.
+        # Arguments can be declared to differ, but not what a function closes over. A
+        # kernel function is to know nothing of the mesh: its derivatives are local.
+        check_vma=False,
+    )(dynamic)
+
+
+def _reduced(
+    kernel: BlockKernel,
+    grid: Grid,
+    reduce: PyTree,
+    collectors: Sequence[AbstractCollector],
+    mesh_axis: MeshAxis,
+) -> list[PyTree[Array]]:
+    """Each device reduces a share of the tiles."""
+    if grid.is_empty:
+        return [collector.init(grid.totals) for collector in collectors]
+    num = mesh_axis.num
+
+    def share(tiles: list[Tile]) -> tuple[Array, Array]:
+        """An equal share of tiles; the last one may not count."""
+        missing = -len(tiles) % num
+        padded = [*tiles, *[Tile(0, 0)] * missing]
+        counts = [True] * len(tiles) + [False] * missing
+        index = lax.axis_index(mesh_axis.name)
+        at = jnp.array(padded, jnp.int32).reshape(-1, num, 2)
+        return at[:, index], jnp.array(counts, bool).reshape(-1, num)[:, index]
+
+    def run(operands: tuple[KernelCall, PyTree]) -> list[PyTree[Array]]:
+        kernel = BlockKernel(operands[0])
+        tiles = all_tiles(kernel, grid, make_collectors(kernel, operands[1]))
+        states, always = tiles.initial(), jnp.array(True)
+        for some, is_diagonal in ((grid.pairs(), False), (grid.diagonal(), True)):
+
+            def step(
+                states: list, now: tuple, is_diagonal: bool = is_diagonal
+            ) -> tuple[list, None]:
+                at, counts = now
+                tile = tiles.tile(at, is_diagonal, is_loop=True)
+                return tiles.update(states, tile, at, is_diagonal, counts), None
+
+            if some:
+                at, counts = share(some)
+                states, _ = lax.scan(step, states, (at, counts))
+                always = at[0, 0] >= 0
+        leaves, treedef = jtu.tree_flatten(states)
+        # A scan of one step is no loop for XLA, and what it writes not apart from this.
+        leaves = [x[None] for x in settled(leaves, always)]
+        return jtu.tree_unflatten(treedef, leaves)
+
+    spread = PartitionSpec(mesh_axis.name)
+    parts = on_devices(run, (kernel.call, reduce), mesh_axis, spread)
+    parts = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), parts)
+    merged = []
+    for collector, part in zip(collectors, parts, strict=True):
+        assert isinstance(collector, Reduced)
+        states = [jtu.tree_map(lambda x, i=i: x[i], part) for i in range(num)]
+        merged.append(functools.reduce(collector.reduction.merge, states))
+    return merged
+
+
+def _written(
+    kernel: BlockKernel,
+    grid: Grid,
+    collectors: Sequence[AbstractCollector],
+    mesh_axis: MeshAxis,
+) -> list[Array]:
+    """Each device has a panel of rows; the last one may have some that do not count."""
+    if grid.is_empty:
+        return [collector.init(grid.totals) for collector in collectors]
+    num = mesh_axis.num
+    run = functools.partial(_panel, grid=grid, mesh_axis=mesh_axis)
+    specs = []
+    for leaf in kernel.leaves:
+        row, column = leaf.axes
+        if grid.is_same and row is None:
+            row = column  # Each device has that of its own examples.
+        if row is None:
+            row = 0  # All devices have the same; they are along a new first axis.
+        specs.append(PartitionSpec(*[None] * row, mesh_axis.name))
+    arrays = on_devices(run, kernel.call, mesh_axis, specs)
+    size = -(-grid.totals[0] // num) * num
+    results = []
+    for leaf, x in zip(kernel.leaves, arrays, strict=True):
+        if leaf.axes[0] is None and not grid.is_same:
+            results.append(replicated(x, mesh_axis.mesh)[0])
+            continue
+        shape = leaf.shape(grid.totals)
+        if x.shape != shape:
+            sharded = leaf.axes[1] if leaf.axes[0] is None else leaf.axes[0]
+            assert sharded is not None
+            if size != grid.totals[0]:
+                # What devices cannot share equally, they cannot share.
+                x = replicated(x, mesh_axis.mesh)
+            x = x[tuple(slice(0, length) for length in shape)]
+        results.append(x)
+    return results
+
+
+def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
+    """The rows of one device."""
+    kernel = BlockKernel(call)
+    num, total = mesh_axis.num, grid.totals[0]
+    own, others = kernel.sides[0].rows, kernel.sides[-1].rows
+    height = -(-total // num)
+    index = lax.axis_index(mesh_axis.name)
+    collectors = [Written(leaf) for leaf in kernel.leaves]
+    size = balanced(height, grid.sizes[0])
+    sizes = (size, size if grid.is_same else grid.sizes[1])
+
+    def block(first: Rows, second: Rows, is_diagonal: bool) -> list[Array]:
+        """The kernel of some examples with others, or with themselves."""
+        totals = first.total, second.total
+        size = min(sizes[0], totals[0]), min(sizes[1], totals[1])
+        cut = Grid(totals, size, is_diagonal, grid.is_symmetric and is_diagonal)
+        return Tiles(kernel, cut, collectors, first, second).run_all()
+
+    def panel(number: Any, start: Any = 0, size: int = height) -> Rows:
+        at = number * height + start + jnp.arange(size, dtype=jnp.int32)
+        # Where there are too few examples, the last one stands in.
+        return _taken(own, jnp.minimum(at, total - 1))
+
+    if not grid.is_same:
+        results = block(panel(index), others, False)
+        return [
+            x[None] if leaf.axes[0] is None else x
+            for leaf, x in zip(kernel.leaves, results, strict=True)
+        ]
+
+    results = [
+        jnp.zeros(leaf.shape((height, num * height)), leaf.dtype)
+        for leaf in kernel.leaves
+    ]
+    mine = panel(index)
+    diagonal = block(mine, mine, True)
+    place = functools.partial(_placed, kernel.leaves, height=height)
+    results = place(results, diagonal, index)
+    for distance in range(1, num if not grid.is_symmetric else (num + 1) // 2):
+        other = (index + distance) % num
+        part = block(mine, panel(other), False)
+        results = place(results, part, other)
+        if grid.is_symmetric:
+            # The mirror image is what the other device lacks.
+            pairs = [(i, (i + distance) % num) for i in range(num)]
+            sent = _sent(kernel.mirrored(part), mesh_axis, pairs)
+            results = place(results, sent, (index - distance) % num)
+    if grid.is_symmetric and num % 2 == 0:
+        part = _opposite(kernel, block, panel, mesh_axis, height)
+        results = place(results, part, (index + num // 2) % num)
+    return [
+        # What there is for each example comes from the diagonal.
+        whole if leaf.is_pairwise else part
+        for leaf, whole, part in zip(kernel.leaves, results, diagonal, strict=True)
+    ]
+
+
+def _opposite(
+    kernel: BlockKernel, block: Any, panel: Any, mesh_axis: MeshAxis, height: int
+) -> list[Array]:
+    """The kernel with the panel half a circle away, of which both make a half."""
+    num = mesh_axis.num
+    index = lax.axis_index(mesh_axis.name)
+    is_first = index < num // 2
+    low = index % (num // 2)
+    half = -(-height // 2)
+    starts = jnp.where(jnp.array([True, False]) == is_first, 0, height - half)
+    own = block(panel(low, starts[0], half), panel(low + num // 2), False)
+    pairs = [(i, (i + num // 2) % num) for i in range(num)]
+    other = _sent(own, mesh_axis, pairs)
+    # The halves overlap in a row if they must, which is then the same for both.
+    first = [jnp.where(is_first, x, y) for x, y in zip(own, other, strict=True)]
+    second = [jnp.where(is_first, y, x) for x, y in zip(own, other, strict=True)]
+    whole = []
+    for leaf, x, y in zip(kernel.leaves, first, second, strict=True):
+        row = leaf.axes[0]
+        if row is not None and leaf.is_pairwise:
+            rest = lax.slice_in_dim(y, 2 * half - height, half, 1, row)
+            x = lax.concatenate([x, rest], row)
+        whole.append(x)
+    mirrored = kernel.mirrored(whole)
+    return [jnp.where(is_first, x, y) for x, y in _pairwise(kernel, whole, mirrored)]
+
+
+def _pairwise(kernel: BlockKernel, first: list, second: list) -> list[tuple]:
+    """The arrays of two tiles; those without pairs are those of the first."""
+    return [
+        (x, y if leaf.is_pairwise else x)
+        for leaf, x, y in zip(kernel.leaves, first, second, strict=True)
+    ]
+
+
+def _sent(tile: list[Array], mesh_axis: MeshAxis, pairs: list) -> list[Array]:
+    return [lax.ppermute(x, mesh_axis.name, pairs) for x in tile]
+
+
+def _placed(
+    leaves: list[KernelLeaf],
+    results: list[Array],
+    part: list[Array],
+    number: Any,
+    *,
+    height: int,
+) -> list[Array]:
+    """The rows of a device, with those columns that are the panel of some device."""
+    placed = []
+    for leaf, whole, x in zip(leaves, results, part, strict=True):
+        if leaf.is_pairwise:
+            at = [jnp.zeros((), jnp.int32) for _ in x.shape]
+            assert leaf.axes[1] is not None
+            at[leaf.axes[1]] = jnp.asarray(number * height, jnp.int32)
+            whole = lax.dynamic_update_slice(whole, x, at)
+        placed.append(whole)
+    return placed
+
+
+def _taken(rows: Rows, index: Array) -> Rows:
+    arrays = [
+        x[(*[slice(None)] * axis, index)]
+        for x, axis in zip(rows.arrays, rows.axes, strict=True)
+    ]
+    return Rows(arrays, rows.axes, index.shape[0])

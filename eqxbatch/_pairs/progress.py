@@ -1,0 +1,143 @@
+"""Meters of how far a long loop has come."""
+
+import abc
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+
+from .._base.trees import import_extra
+
+
+_State = TypeVar("_State")
+
+
+class AbstractProgressMeter(eqx.Module, Generic[_State]):
+    """Tells how far a loop over blocks has come; subclass it for your own.
+
+    `close` is called once for each `start`, also if the loop ends with an exception or
+    is interrupted.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> class Dots(eqxbatch.AbstractProgressMeter):
+        ...     def start(self, num_blocks, num_done):
+        ...         print(f"{num_blocks} blocks ", end="")
+        ...     def step(self, state, num_nans):
+        ...         print(".", end="")
+        ...     def close(self, state):
+        ...         print()
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T, block_size=2, progress=Dots()
+        ... )
+        >>> kernel(jnp.ones((6, 3)), jnp.ones((4, 3))).shape
+        6 blocks ......
+        (6, 4)
+
+        ```
+    """
+
+    @abc.abstractmethod
+    def start(self, num_blocks: int, num_done: int) -> _State:
+        """The state before the first block.
+
+        **Arguments:**
+
+        - `num_blocks`: how many blocks there are in all.
+        - `num_done`: how many of them an earlier run has done.
+        """
+
+    @abc.abstractmethod
+    def step(self, state: _State, num_nans: int) -> _State:
+        """The state after one more block.
+
+        **Arguments:**
+
+        - `state`: what `start` or the last `step` returned.
+        - `num_nans`: how many entries of the result it made NaN.
+        """
+
+    @abc.abstractmethod
+    def close(self, state: _State) -> None:
+        """Is called when the loop ends, whether all blocks are done or not."""
+
+
+class NoProgressMeter(AbstractProgressMeter[None]):
+    """Tells nothing.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T, block_size=2, progress=eqxbatch.NoProgressMeter()
+        ... )
+        >>> kernel(jnp.ones((6, 3)), jnp.ones((4, 3))).shape
+        (6, 4)
+
+        ```
+    """
+
+    def start(self, num_blocks: int, num_done: int) -> None:
+        del num_blocks, num_done
+
+    def step(self, state: None, num_nans: int) -> None:
+        del state, num_nans
+
+    def close(self, state: None) -> None:
+        del state
+
+
+class _Bar:
+    """A bar of tqdm, and the NaNs that it has counted."""
+
+    def __init__(self, bar: Any):
+        self.bar, self.num_nans = bar, 0
+
+
+class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
+    """A bar of tqdm: blocks that are done, blocks a second, time left, and NaNs.
+
+    Needs the extra `progress`: `pip install "eqxbatch[progress]"`.
+
+    **Arguments:**
+
+    - `description`: what stands in front of the bar.
+
+    Raises `ImportError`, when used, if tqdm is not there.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T,
+        ...     block_size=2,
+        ...     progress=eqxbatch.TqdmProgressMeter("linear kernel"),
+        ... )
+        >>> kernel(jnp.ones((6, 3)), jnp.ones((4, 3))).shape
+        (6, 4)
+
+        ```
+    """
+
+    description: str = eqx.field(static=True, default="kernel")
+
+    def start(self, num_blocks: int, num_done: int) -> _Bar:
+        tqdm = import_extra("tqdm.auto", "TqdmProgressMeter", "progress").tqdm
+        # Blocks of an earlier run say nothing of the speed of this one.
+        bar = tqdm(
+            desc=self.description, total=num_blocks, initial=num_done, unit="block"
+        )
+        return _Bar(bar)
+
+    def step(self, state: _Bar, num_nans: int) -> _Bar:
+        state.num_nans += num_nans
+        if num_nans:
+            state.bar.set_postfix(NaN=state.num_nans, refresh=False)
+        state.bar.update()
+        return state
+
+    def close(self, state: _Bar) -> None:
+        state.bar.close()

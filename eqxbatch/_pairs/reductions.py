@@ -1,0 +1,390 @@
+"""What to make of a kernel without keeping it."""
+
+import abc
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Inexact, Shaped
+
+from .._base.dtypes import widened
+from .._batch.cut import Block
+
+
+_State = TypeVar("_State")
+
+
+MatrixTile = Shaped[Array, "rows columns ..."]
+
+
+class AbstractReduction(eqx.Module, Generic[_State]):
+    """What is made of the blocks of a kernel as they come; subclass it for your own.
+
+    A reduction is the program
+
+    ```python
+    state = reduction.init(shape_of_the_kernel)
+    for rows, columns, tile in ...:
+        state = reduction.update(state, tile, rows, columns)
+    result = reduction.finalize(state)
+    ```
+
+    and each entry of the kernel is seen once. Where the last block overlaps with the
+    one before, what has been seen is set to `neutral` in the tile.
+
+    !!! example
+
+        The largest entry of each column:
+
+        ```python
+        >>> import eqxbatch, jax, jax.numpy as jnp
+        >>> class ColumnMax(eqxbatch.AbstractReduction):
+        ...     @property
+        ...     def neutral(self):
+        ...         return -jnp.inf
+        ...     def init(self, kernel):
+        ...         return jnp.full(kernel.shape[1], -jnp.inf, kernel.dtype)
+        ...     def update(self, state, tile, rows, columns):
+        ...         old = columns.take(state)
+        ...         new = jnp.maximum(old, tile.max(axis=0))
+        ...         return jax.lax.dynamic_update_slice(state, new, (columns.start,))
+        ...     def merge(self, first, second):
+        ...         return jnp.maximum(first, second)
+        ...     def finalize(self, state):
+        ...         return state
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T, block_size=2, reduce=ColumnMax()
+        ... )
+        >>> x = jnp.arange(5.0)[:, None]
+        >>> print(kernel(x, x))
+        [ 0.  4.  8. 12. 16.]
+
+        ```
+    """
+
+    @property
+    @abc.abstractmethod
+    def neutral(self) -> float:
+        """The entry that changes nothing."""
+
+    @abc.abstractmethod
+    def init(self, kernel: jax.ShapeDtypeStruct) -> _State:
+        """The state before the first block, from shape and dtype of the kernel.
+
+        Its first two axes are those of the rows and columns. Raises `ValueError` or
+        `TypeError` for a kernel that it cannot reduce.
+        """
+
+    @abc.abstractmethod
+    def update(
+        self, state: _State, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _State:
+        """The state after one more block.
+
+        **Arguments:**
+
+        - `state`: what `init` or the last `update` returned. Structure, shapes and
+            dtypes must not change.
+        - `tile`: the block, of shape `(rows.size, columns.size, ...)`.
+        - `rows`, `columns`: which rows and columns these are.
+        """
+
+    @abc.abstractmethod
+    def merge(self, first: _State, second: _State) -> _State:
+        """One state for the blocks of two, as several devices make them."""
+
+    @abc.abstractmethod
+    def finalize(self, state: _State) -> Any:
+        """The result, from the state after the last block."""
+
+
+def _added(state: Array, part: Array, block: Block) -> Array:
+    """The state with a part added to the rows of a block."""
+    new = block.take(state) + part
+    return lax.dynamic_update_slice_in_dim(state, new, block.start, 0)
+
+
+def _sum_dtype(struct: jax.ShapeDtypeStruct) -> Any:
+    return jax.eval_shape(widened, jax.ShapeDtypeStruct((), struct.dtype)).dtype
+
+
+class _Sums(eqx.Module):
+    """Sums in a wide dtype, and the dtype that they are to have."""
+
+    values: Array
+    dtype: Any = eqx.field(static=True)
+
+
+class RowSums(AbstractReduction[_Sums]):
+    """The sum of each row: shape `(n1, ...)`, in the dtype of `jax.numpy.sum`.
+
+    That is the kernel's, or that of longer integers. Half precision is added in
+    float32.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T, block_size=2, reduce=eqxbatch.RowSums()
+        ... )
+        >>> print(kernel(jnp.ones((3, 4)), jnp.ones((5, 4))))
+        [20. 20. 20.]
+
+        ```
+    """
+
+    @property
+    def neutral(self) -> float:
+        return 0.0
+
+    def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
+        sums = jax.eval_shape(_row_sums, kernel)
+        is_inexact = jnp.issubdtype(kernel.dtype, jnp.inexact)
+        dtype = kernel.dtype if is_inexact else sums.dtype
+        return _Sums(jnp.zeros(sums.shape, sums.dtype), dtype)
+
+    def update(
+        self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _Sums:
+        del columns
+        return _Sums(_added(state.values, _row_sums(tile), rows), state.dtype)
+
+    def merge(self, first: _Sums, second: _Sums) -> _Sums:
+        return _Sums(first.values + second.values, first.dtype)
+
+    def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
+        return state.values.astype(state.dtype)
+
+
+def _row_sums(tile: MatrixTile) -> Shaped[Array, "rows ..."]:
+    return jnp.sum(widened(tile), axis=1)
+
+
+class KernelProduct(AbstractReduction[_Sums]):
+    """The product of the kernel with `vectors`: shape `(n1, ..., k)`.
+
+    Half precision is added in float32, and the result is in the kernel's dtype.
+
+    **Arguments:**
+
+    - `vectors`: an array of shape `(n2,)` or `(n2, k)`.
+
+    Raises `ValueError` for vectors with another number of rows.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> reduce = eqxbatch.KernelProduct(jnp.arange(5.0))
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T, block_size=2, reduce=reduce
+        ... )
+        >>> print(kernel(jnp.ones((3, 4)), jnp.ones((5, 4))))
+        [40. 40. 40.]
+
+        ```
+    """
+
+    vectors: Shaped[Array, "n2 *k"]
+
+    @property
+    def neutral(self) -> float:
+        return 0.0
+
+    def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
+        vectors = self.vectors
+        if vectors.ndim not in (1, 2) or vectors.shape[0] != kernel.shape[1]:
+            raise ValueError(
+                "`vectors` must be one vector, or some of them along axis 1, with as "
+                f"many rows as the kernel has columns, {kernel.shape[1]}; got shape "
+                f"{vectors.shape}."
+            )
+        dtype = jnp.result_type(kernel.dtype, vectors.dtype)
+        shape = (kernel.shape[0], *kernel.shape[2:], *vectors.shape[1:])
+        wide = _sum_dtype(jax.ShapeDtypeStruct((), dtype))
+        return _Sums(jnp.zeros(shape, wide), dtype)
+
+    def update(
+        self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _Sums:
+        vectors = columns.take(self.vectors).astype(state.dtype)
+        part = jnp.tensordot(
+            tile.astype(state.dtype),
+            vectors,
+            ((1,), (0,)),
+            preferred_element_type=state.values.dtype,
+        )
+        return _Sums(_added(state.values, part, rows), state.dtype)
+
+    def merge(self, first: _Sums, second: _Sums) -> _Sums:
+        return _Sums(first.values + second.values, first.dtype)
+
+    def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
+        return state.values.astype(state.dtype)
+
+
+class FrobeniusNorm(AbstractReduction[Array]):
+    """The root of the sum of the squares of all entries: shape `()`, real.
+
+    Half precision is added in float32.
+
+    Raises `TypeError` for a kernel of integers.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T, block_size=2, reduce=eqxbatch.FrobeniusNorm()
+        ... )
+        >>> print(kernel(jnp.ones((2, 4)), jnp.ones((8, 4))))
+        16.0
+
+        ```
+    """
+
+    @property
+    def neutral(self) -> float:
+        return 0.0
+
+    def init(self, kernel: jax.ShapeDtypeStruct) -> Array:
+        _check_inexact("FrobeniusNorm", kernel)
+        return jnp.zeros((), jnp.finfo(_sum_dtype(kernel)).dtype)
+
+    def update(
+        self, state: Array, tile: MatrixTile, rows: Block, columns: Block
+    ) -> Array:
+        del rows, columns
+        return state + _squares(tile)
+
+    def merge(self, first: Array, second: Array) -> Array:
+        return first + second
+
+    def finalize(self, state: Array) -> Inexact[Array, ""]:
+        return jnp.sqrt(state)
+
+
+def _squares(tile: MatrixTile) -> Inexact[Array, ""]:
+    wide = widened(tile)
+    return jnp.sum(jnp.real(wide * jnp.conj(wide)))
+
+
+def _check_inexact(name: str, kernel: jax.ShapeDtypeStruct) -> None:
+    if not jnp.issubdtype(kernel.dtype, jnp.inexact):
+        raise TypeError(
+            f"{name} needs a kernel of an inexact dtype; got {kernel.dtype}. Cast what "
+            "`kernel_fn` returns."
+        )
+
+
+class _Alignment(eqx.Module):
+    inner: Array
+    squares: Array
+    labels: Array
+    dtype: Any = eqx.field(static=True)
+
+
+class KernelAlignment(AbstractReduction[_Alignment]):
+    """How far the kernel is like that of the labels, `y @ y.T`: a number up to 1.
+
+    That is the cosine of the angle between both as vectors,
+    `sum(K * T) / (norm(K) * norm(T))`, and 1 if one is a multiple of the other.
+
+    **Arguments:**
+
+    - `labels`: those of the rows, of shape `(n1,)` or `(n1, k)`.
+    - `other_labels`: those of the columns, of shape `(n2,)` or `(n2, k)`; by default,
+        those of the rows.
+
+    Raises `ValueError` for labels of other shapes and for a kernel with more than two
+    axes, and `TypeError` for one that is not real.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> labels = jnp.array([1.0, 1.0, -1.0, -1.0])
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T,
+        ...     block_size=2,
+        ...     reduce=eqxbatch.KernelAlignment(labels),
+        ... )
+        >>> x = jnp.array([2.0, 2.0, -2.0, -2.0])[:, None]
+        >>> print(kernel(x, x))
+        1.0
+
+        ```
+
+    ??? cite
+
+        [Cristianini et al., 2001](https://papers.nips.cc/paper/1946-on-kernel-target-alignment).
+    """
+
+    labels: Shaped[Array, "n1 *k"]
+    other_labels: Shaped[Array, "n2 *k"] | None = None
+
+    @property
+    def neutral(self) -> float:
+        return 0.0
+
+    @property
+    def _sides(self) -> list[Array]:
+        other = self.labels if self.other_labels is None else self.other_labels
+        return [self.labels, other]
+
+    def init(self, kernel: jax.ShapeDtypeStruct) -> _Alignment:
+        sides = self._sides
+        if len(kernel.shape) != 2 or [y.shape[:1] for y in sides] != [
+            kernel.shape[:1],
+            kernel.shape[1:],
+        ]:
+            raise ValueError(
+                "KernelAlignment needs a kernel of shape `(n1, n2)` and labels for "
+                f"its rows and columns; got {kernel.shape} and labels of shapes "
+                f"{sides[0].shape} and {sides[1].shape}."
+            )
+        if not jnp.issubdtype(kernel.dtype, jnp.floating):
+            raise TypeError(
+                "KernelAlignment needs a kernel of real numbers; got dtype "
+                f"{kernel.dtype}. Cast what `kernel_fn` returns."
+            )
+        zero = jnp.zeros((), _sum_dtype(kernel))
+        # The norm of y1 y2^T, from matrices that are as small as labels have entries.
+        flat = [_columns(y, zero.dtype) for y in sides]
+        gram = [y.T @ y for y in flat]
+        return _Alignment(zero, zero, jnp.sum(gram[0] * gram[1]), kernel.dtype)
+
+    def update(
+        self, state: _Alignment, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _Alignment:
+        wide = widened(tile)
+        first, second = (
+            _columns(block.take(y), wide.dtype)
+            for y, block in zip(self._sides, (rows, columns), strict=True)
+        )
+        inner = jnp.sum((wide @ second) * first)
+        return _Alignment(
+            state.inner + inner,
+            state.squares + _squares(tile),
+            state.labels,
+            state.dtype,
+        )
+
+    def merge(self, first: _Alignment, second: _Alignment) -> _Alignment:
+        return _Alignment(
+            first.inner + second.inner,
+            first.squares + second.squares,
+            first.labels,
+            first.dtype,
+        )
+
+    def finalize(self, state: _Alignment) -> Inexact[Array, ""]:
+        norms = jnp.sqrt(state.squares) * jnp.sqrt(state.labels)
+        return (state.inner / norms).astype(state.dtype)
+
+
+def _columns(labels: Array, dtype: Any) -> Inexact[Array, "n k"]:
+    return labels.reshape(labels.shape[0], -1 if labels.size else 1).astype(dtype)

@@ -1,0 +1,187 @@
+"""Contractions of arrays with labelled axes, and what they cost."""
+
+import collections
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import opt_einsum
+from jaxtyping import Array
+
+from .forms import Label
+
+
+Labels = tuple[Label, ...]
+
+
+Term = tuple[Array, Labels]
+
+
+EXAMPLE: Label = ("example", 0)
+
+
+OTHER_EXAMPLE: Label = ("example", 1)
+
+
+def contract(terms: Sequence[Term], out: Labels) -> Array:
+    """The sum of the product of the terms over all labels that are not in `out`."""
+    terms = _summed(terms, out)
+    labels = tuple(labels for _, labels in terms)
+    path, _ = _optimal_path(labels, tuple(x.shape for x, _ in terms), out)
+    # The first of two terms stays the first, so that equal products are found to be
+    # equal by the compiler.
+    items = [(i, *term) for i, term in enumerate(terms)]
+    for step in path:
+        chosen = sorted((items[i] for i in step), key=lambda item: item[0])
+        items = [item for i, item in enumerate(items) if i not in step]
+        needed = {*out, *(label for _, _, own in items for label in own)}
+        wanted = None if items else out
+        product = _product([(x, own) for _, x, own in chosen], needed, wanted)
+        items.append((chosen[0][0], *product))
+    ((_, product, _),) = items
+    return product
+
+
+def _product(terms: list[Term], needed: set[Label], wanted: Labels | None) -> Term:
+    """The product of one or two terms, summed over what is not needed any more.
+
+    Its axes are as `wanted`, or in the order in which they come out.
+    """
+    (x, own), *rest = terms
+    others: Labels = rest[0][1] if rest else ()
+    if rest and needed.issuperset({*own, *others}):
+        # Nothing is summed over. What the larger of the two looks like is kept.
+        (y, _) = rest[0]
+        if wanted is None:
+            first, second = (own, others) if x.size >= y.size else (others, own)
+            wanted = (*first, *(label for label in second if label not in first))
+        return aligned(x, own, wanted) * aligned(y, others, wanted), wanted
+    if wanted is None:
+        wanted = (
+            *(label for label in own if label in others and label in needed),
+            *(label for label in own if label not in others and label in needed),
+            *(label for label in others if label not in own and label in needed),
+        )
+    sizes = _sizes(terms)
+    terms, out = _fused(terms, wanted)
+    expression = _expression([own for _, own in terms], out)
+    product = jnp.einsum(expression, *(x for x, _ in terms))
+    return product.reshape([sizes[label] for label in wanted]), wanted
+
+
+def aligned(x: Array, own: Labels, labels: Labels) -> Array:
+    """`x` with axes for all `labels`, of size 1 for those that it does not have."""
+    order = sorted(range(len(own)), key=lambda axis: labels.index(own[axis]))
+    missing = [axis for axis, label in enumerate(labels) if label not in own]
+    return jnp.expand_dims(jnp.transpose(x, order), missing)
+
+
+def _expression(terms: Sequence[Labels], out: Labels) -> str:
+    symbols: dict[Label, str] = {}
+    parts = [
+        "".join(
+            symbols.setdefault(label, opt_einsum.get_symbol(len(symbols)))
+            for label in term
+        )
+        for term in terms
+    ]
+    return ",".join(parts) + "->" + "".join(symbols[label] for label in out)
+
+
+def contract_cost(terms: Sequence[Term], out: Labels) -> tuple[float, float]:
+    """FLOPs of `contract`, and the number of elements of its largest intermediate."""
+    flops = float(sum(x.size for x, _ in terms))
+    terms = _summed(terms, out)
+    labels = tuple(labels for _, labels in terms)
+    _, info = _optimal_path(labels, tuple(x.shape for x, _ in terms), out)
+    if info is None:
+        return flops, 0.0
+    return flops + float(info.opt_cost), float(info.largest_intermediate)
+
+
+def _sizes(terms: Sequence[Term]) -> dict[Label, int]:
+    return {
+        label: size
+        for x, labels in terms
+        for label, size in zip(labels, x.shape, strict=True)
+    }
+
+
+def _fused(terms: Sequence[Term], out: Labels) -> tuple[list[Term], Labels]:
+    """The same with fewer axes: those of size 1 dropped, and neighbours made one.
+
+    Compilers run a matrix product faster than the same one over many axes.
+    """
+    sizes = _sizes(terms)
+    lists = [
+        [label for label in labels if sizes[label] != 1]
+        for labels in (*(labels for _, labels in terms), out)
+    ]
+    for label in sizes:
+        while True:
+            # Wherever one of the two is, they must be next to each other.
+            following = {
+                own[own.index(label) + 1] if own[-1] != label else None
+                for own in lists
+                if label in own
+            }
+            other = following.pop() if len(following) == 1 else None
+            if other is None or other == label:
+                break
+            if any(label not in own for own in lists if other in own):
+                break
+            if any(own.count(x) > 1 for own in lists for x in (label, other)):
+                break
+            for own in lists:
+                if other in own:
+                    own.remove(other)
+            sizes[label] *= sizes[other]
+    fused = [
+        (x.reshape([sizes[label] for label in own]), tuple(own))
+        for (x, _), own in zip(terms, lists[:-1], strict=True)
+    ]
+    return fused, tuple(lists[-1])
+
+
+def _summed(terms: Sequence[Term], out: Labels) -> list[Term]:
+    """The terms, each summed over the labels that only it has."""
+    counts = collections.Counter(label for _, labels in terms for label in labels)
+    summed = []
+    for x, labels in terms:
+        own = [i for i, n in enumerate(labels) if counts[n] == 1 and n not in out]
+        kept = tuple(label for i, label in enumerate(labels) if i not in own)
+        summed.append((jnp.sum(x, axis=tuple(own)), kept))
+    return summed
+
+
+@functools.lru_cache(maxsize=4096)
+def _optimal_path(
+    labels: tuple[Labels, ...], shapes: tuple[tuple[int, ...], ...], out: Labels
+) -> tuple[Any, Any]:
+    if any(0 in shape for shape in shapes):
+        # One after the other.
+        return [(0,), *[(0, 1)] * (len(labels) - 1)][len(labels) > 1 :], None
+    expression = _expression(labels, out)
+    # Nothing that is formed on the way may be larger than what is there already, or
+    # else than the smaller of a Gram matrix and a gradient.
+    sizes = {
+        label: size
+        for term, shape in zip(labels, shapes, strict=True)
+        for label, size in zip(term, shape, strict=True)
+    }
+    everywhere = set.intersection(*map(set, labels))
+    of_leaf = {label for label in sizes if label[0] in ("leaf", "view")}
+    num = lambda labels: math.prod(sizes[label] for label in labels)
+    gram = num((set(sizes) - of_leaf) | everywhere)
+    gradient = num(of_leaf | set(out))
+    limit = max(min(gram, gradient), *map(math.prod, shapes))
+    find = functools.partial(
+        opt_einsum.contract_path, expression, *shapes, shapes=True, optimize="optimal"
+    )
+    path, info = find(memory_limit=limit)
+    if any(len(step) > 2 for step in path):
+        # Nothing of two terms is that small.
+        path, info = find()
+    return path, info

@@ -1,0 +1,229 @@
+"""Reports on the sites of a function: what they are, and whether they are right."""
+
+import collections
+import dataclasses
+from typing import Any
+
+from .cost import choose, Contraction, Method, prefers_sites, vmapped_cost
+from .site import Site
+from .trace import Program
+
+
+_CONTRACTIONS = {
+    "gram": "factors",
+    "gradient": "gradient",
+    "leaf": "derivative",
+    "unused": "none",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """One leaf of a [`eqxbatch.SitesReport`][].
+
+    - `path`, `shape`: which array of the model it is.
+    - `sites`: the operations that it enters, as a loop's number of steps times the
+        name of the operation.
+    - `contraction`: how its share in the norms is computed. `"factors"`: from the
+        operands and cotangents of the sites, with no gradient formed. `"gradient"`: the
+        gradient of each example is formed from those. `"derivative"`: automatic
+        differentiation forms it. `"none"`: the function does not use the leaf.
+    - `flops`, `bytes`: what the norm and the share in the sum take for one example:
+        floating-point operations, and bytes read and written.
+    - `reason`: why no rule covers it; None if one does.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    sites: tuple[str, ...]
+    contraction: str
+    flops: float
+    bytes: float
+    reason: str | None
+
+
+def _shown(error: float | None) -> str:
+    if error is None:
+        return "-"
+    return f"{error:.0e}" if error else "0"
+
+
+QUANTITIES = ("gradient", "norm", "kernel", "hessian", "diagonal", "gauss_newton")
+
+
+_HEADINGS = ("gradient", "norm", "kernel", "Hessian", "diagonal", "Gauss-Newton")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafCheck:
+    """One leaf of an [`eqxbatch.SitesCheck`][]: how far sites are from JAX.
+
+    Each is the largest difference, relative to the largest entry that JAX has there; or
+    None if it was not compared.
+
+    - `path`: which array of the model it is.
+    - `gradient`: of gradients and Jacobians of single examples, and of weighted sums.
+    - `norm`: of the norms of the examples' gradients.
+    - `kernel`: of the leaf's share in the kernel.
+    - `hessian`: of the blocks of the leaf with itself and with others.
+    - `diagonal`: of its share in the diagonal of the Hessian.
+    - `gauss_newton`: of its blocks in the Gauss-Newton matrix.
+    """
+
+    path: str
+    gradient: float | None = None
+    norm: float | None = None
+    kernel: float | None = None
+    hessian: float | None = None
+    diagonal: float | None = None
+    gauss_newton: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SitesCheck:
+    """What `check=True` of [`eqxbatch.explain_sites`][] finds; print it for a table.
+
+    - `leaves`: an [`eqxbatch.LeafCheck`][] for each array that is differentiated.
+    - `whole`: one for all of them together: clipped gradients and norms of
+        [`eqxbatch.filter_micro_value_and_grad`][], and the kernel of
+        [`eqxbatch.EmpiricalNTK`][].
+    - `num_examples`: with how many examples.
+    - `dtype`: `"float64"`, or the dtypes of the model.
+    - `reason`: why not in float64; None if it was.
+    """
+
+    leaves: tuple[LeafCheck, ...]
+    whole: LeafCheck
+    num_examples: int
+    dtype: str
+    reason: str | None
+
+    @property
+    def max_error(self) -> float:
+        """The largest of all errors."""
+        checks = (*self.leaves, self.whole)
+        found = (getattr(check, name) for check in checks for name in QUANTITIES)
+        return max((error for error in found if error is not None), default=0.0)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("largest error", *_HEADINGS)]
+        for check in (*self.leaves, self.whole):
+            errors = [getattr(check, name) for name in QUANTITIES]
+            rows.append((check.path, *map(_shown, errors)))
+        lines = _table(rows, num_sums=1, num_texts=1)
+        plural = "" if self.num_examples == 1 else "s"
+        lines.append(f"{self.num_examples} example{plural}, in {self.dtype}")
+        if self.reason is not None:
+            lines.append(f"The function does not run in float64: {self.reason}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class SitesReport:
+    """What [`eqxbatch.explain_sites`][] returns; print it for a table.
+
+    - `leaves`: a [`eqxbatch.LeafReport`][] for each array that is differentiated.
+    - `method`: what `method="auto"` is for this function, `"sites"` or
+        `"materialise"`.
+    - `flops`, `bytes`: for one example by its sites, beyond forward and backward pass.
+    - `materialised_flops`, `materialised_bytes`: the same, if `jax.vmap` forms the
+        gradient of each example.
+    - `check`: an [`eqxbatch.SitesCheck`][] if it was asked for, and else None.
+    """
+
+    leaves: tuple[LeafReport, ...]
+    method: Method
+    flops: float
+    bytes: float
+    materialised_flops: float
+    materialised_bytes: float
+    check: SitesCheck | None = None
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("leaf", "shape", "sites", "contraction", "kFLOP", "kB")
+        ]
+        for leaf in self.leaves:
+            counts = collections.Counter(leaf.sites)
+            sites = [
+                f"{num} x {name}" if num > 1 else name for name, num in counts.items()
+            ]
+            shape = "x".join(map(str, leaf.shape)) or "()"
+            rows.append(
+                (
+                    leaf.path,
+                    shape,
+                    ", ".join(sites) or "-",
+                    leaf.contraction,
+                    *_thousands(leaf.flops, leaf.bytes),
+                )
+            )
+        sums = [
+            ("by sites", self.flops, self.bytes),
+            ("materialised", self.materialised_flops, self.materialised_bytes),
+        ]
+        rows += [(name, "", "", "", *_thousands(*cost)) for name, *cost in sums]
+        lines = _table(rows, num_sums=2, num_texts=4)
+        lines.append(f'method="auto" is "{self.method}"')
+        lines += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
+        if self.check is not None:
+            lines += ["", str(self.check)]
+        return "\n".join(lines)
+
+
+def _thousands(flops: float, traffic: float) -> tuple[str, str]:
+    return f"{flops / 1e3:,.1f}", f"{traffic / 1e3:,.1f}"
+
+
+def _table(rows: list[tuple[str, ...]], *, num_sums: int, num_texts: int) -> list[str]:
+    """The lines of a table; the first columns are texts, and the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < num_texts else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells))
+    rule = "-" * len(lines[0])
+    ends = -num_sums
+    lines = [lines[0], rule, *lines[1:ends], rule, *lines[ends:]]
+    return [line.rstrip() for line in lines]
+
+
+def report_of(closed: Any, paths: list[str]) -> SitesReport:
+    """The report on a function, whose first inputs are the leaves at these paths."""
+    program = Program(closed, len(paths))
+    contractions = choose(program)
+    flops, traffic = vmapped_cost(program)
+    return SitesReport(
+        leaves=tuple(
+            _report(program, contraction, path)
+            for contraction, path in zip(contractions, paths, strict=True)
+        ),
+        method="sites" if prefers_sites(program, contractions) else "materialise",
+        flops=sum(contraction.flops for contraction in contractions),
+        bytes=sum(contraction.bytes for contraction in contractions),
+        materialised_flops=flops,
+        materialised_bytes=traffic,
+    )
+
+
+def _report(program: Program, contraction: Contraction, path: str) -> LeafReport:
+    leaf = contraction.leaf
+    reason = program.fallbacks.get(leaf)
+    sites = () if reason else tuple(map(_name, program.sites_of(leaf)))
+    return LeafReport(
+        path=path,
+        shape=program.leaves[leaf].shape,
+        sites=sites,
+        contraction=_CONTRACTIONS[contraction.form],
+        flops=contraction.flops,
+        bytes=contraction.bytes,
+        reason=reason,
+    )
+
+
+def _name(site: Site) -> str:
+    loops = "".join(f"scan({length}) " for _, length in site.loops)
+    return loops + site.rule.kind
