@@ -1,0 +1,198 @@
+"""What is done for XLA for CPUs: convolutions in loops, and large transposes."""
+
+import functools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqxbatch import (
+    filter_batch_kernel,
+    filter_micro_vmap,
+    filter_microbatch,
+    HostStore,
+    Mean,
+)
+from eqxbatch._base.cpu import evaluate_in_loop, mirrored, transposed
+from ..helpers import assert_same, normal
+
+
+pytestmark = pytest.mark.versions
+
+
+def conv_layouts(fun, *args, platform="cpu"):
+    """The layouts of all convolutions where `fun` is compiled for a platform."""
+    lowered = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,))
+    return re.findall(r"dim_numbers = (\S.*?->\[.*?\])", lowered.as_text())
+
+
+CHANNELS_FIRST = "[b, f, 0, 1]x[o, i, 0, 1]->[b, f, 0, 1]"
+CHANNELS_LAST = "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"
+
+CASES = {
+    "plain": {},
+    "stride": {"stride": 2, "padding": 1},
+    "dilation": {"dilation": 2, "padding": "SAME"},
+    "groups": {"groups": 2},
+    "no_bias": {"use_bias": False},
+    "circular": {"padding": 1, "padding_mode": "CIRCULAR"},
+}
+
+
+@pytest.mark.parametrize("dims", (1, 2, 3))
+@pytest.mark.parametrize("case", CASES)
+def test_equals_dense(dims, case, getkey):
+    conv = eqx.nn.Conv(dims, 2, 4, 3, key=getkey(), **CASES[case])
+    x = normal(getkey(), (9, 2, *(7, 6, 5)[:dims]))
+    micro = filter_micro_vmap(lambda x: jnp.tanh(conv(x)), microbatch_size=3)
+    assert_same(micro(x), jnp.tanh(jax.vmap(conv)(x)))
+    # The derivative of every layout, in data and weights.
+    arrays, static = eqx.partition(conv, eqx.is_array)
+
+    def loss(arrays, x, blocked):
+        conv = eqx.combine(arrays, static)
+        run = filter_micro_vmap(conv, microbatch_size=3) if blocked else jax.vmap(conv)
+        return jnp.sum(jnp.sin(run(x)))
+
+    grad = jax.grad(loss, argnums=(0, 1))
+    assert_same(grad(arrays, x, True), grad(arrays, x, False), tol=1e-4)
+
+
+@pytest.mark.parametrize("case", ("plain", "stride", "groups"))
+def test_transposed_convolutions(case, getkey):
+    kwargs = dict(CASES[case].items())
+    conv = eqx.nn.ConvTranspose2d(2, 4, 3, key=getkey(), **kwargs)
+    x = normal(getkey(), (9, 2, 7, 6))
+    micro = filter_micro_vmap(conv, microbatch_size=3)
+    assert_same(micro(x), jax.vmap(conv)(x))
+
+
+@pytest.mark.parametrize("dtype", (jnp.float16, jnp.bfloat16))
+def test_other_dtypes(dtype, getkey):
+    conv = eqx.nn.Conv2d(2, 4, 3, key=getkey(), dtype=dtype)
+    x = normal(getkey(), (9, 2, 7, 6), dtype)
+    micro = filter_micro_vmap(conv, microbatch_size=3)
+    assert_same(micro(x), jax.vmap(conv)(x))
+
+
+def test_loops_have_channels_last(getkey):
+    conv = eqx.nn.Conv2d(2, 4, 3, key=getkey())
+    x = normal(getkey(), (9, 2, 7, 6))
+    jitted = eqx.filter_jit(lambda x: jax.nn.relu(conv(x)))
+    for fun in (lambda x: conv(x), jitted):
+        micro = filter_micro_vmap(fun, microbatch_size=3)
+        assert conv_layouts(micro, x) == [CHANNELS_LAST]
+        # What is compiled for another device, wherever it is traced, is as it was.
+        for platform in ("cuda", "tpu"):
+            assert conv_layouts(micro, x, platform=platform) == [CHANNELS_FIRST]
+    # Outside of a loop, XLA does it.
+    micro = filter_micro_vmap(lambda x: conv(x), microbatch_size=9)
+    assert CHANNELS_LAST not in conv_layouts(micro, x)
+
+
+def test_gradients_in_microbatches_have_channels_last(getkey):
+    conv = eqx.nn.Conv2d(2, 4, 3, key=getkey())
+    x = normal(getkey(), (9, 2, 7, 6))
+    loss = lambda conv, x: jnp.mean(jax.vmap(conv)(x) ** 2)
+    grad = eqx.filter_grad(loss)
+    micro = filter_microbatch(
+        grad, in_axes=(None, 0), microbatch_size=3, accumulator=Mean()
+    )
+    assert_same(micro(conv, x), grad(conv, x), tol=1e-4)
+    layouts = conv_layouts(lambda x: micro(conv, x).weight, x)
+    assert layouts == [CHANNELS_LAST] * 2
+
+
+def test_derivatives_keep_what_those_of_convolutions_keep(getkey):
+    # And not what they would on each of the platforms.
+    x, w = normal(getkey(), (4, 2, 7, 6)), normal(getkey(), (3, 2, 3, 3))
+    fun = lambda x, w: jax.lax.conv_general_dilated(jnp.tanh(x), w, (1, 1), "VALID")
+    closed = jax.make_jaxpr(fun)(x, w)
+    in_loop = lambda *args: evaluate_in_loop(closed.jaxpr, closed.consts, list(args))
+    assert_same(in_loop(x, w), [fun(x, w)])
+
+    def kept(fun):
+        pullback = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], x, w)
+        return sum(leaf.size for leaf in jax.tree.leaves(pullback))
+
+    assert kept(in_loop) == kept(fun)
+
+
+def test_branches(getkey):
+    conv = eqx.nn.Conv2d(2, 3, 2, key=getkey())
+    x = normal(getkey(), (4, 2, 5, 4))
+    # Whether the one microbatch runs is only known then.
+    micro = filter_micro_vmap(conv, num_real_microbatches=jnp.array(1))
+    assert {*conv_layouts(lambda x: micro(x), x)} == {CHANNELS_LAST}
+    assert_same(micro(x), jax.vmap(conv)(x))
+
+    def kernel(x, y=None):
+        first, second = (jax.vmap(conv)(x).reshape(len(x), -1) for x in (x, y))
+        return first @ second.T
+
+    # A block of a kernel is in a branch, so that it is a program of its own.
+    blocks = filter_batch_kernel(kernel, block_size=None)
+    assert {*conv_layouts(blocks, x, x)} == {CHANNELS_LAST}
+    hosted = filter_batch_kernel(kernel, block_size=2, store=HostStore())
+    assert_same(jnp.asarray(hosted(x, x + 1)), kernel(x, x + 1), tol=1e-4)
+
+
+def test_rules_of_functions_around_convolutions_are_kept(getkey):
+    conv = eqx.nn.Conv1d(1, 1, 1, key=getkey())
+
+    @jax.custom_vjp
+    def double(x):
+        return 2 * conv(x)
+
+    double.defvjp(lambda x: (2 * conv(x), x), lambda _, ct: (100 * ct,))
+    x = normal(getkey(), (8, 1, 3))
+    micro = filter_micro_vmap(lambda x: double(conv(x)), microbatch_size=2)
+    expected = jax.grad(lambda x: jax.vmap(lambda x: double(conv(x)))(x).sum())(x)
+    assert_same(jax.grad(lambda x: micro(x).sum())(x), expected)
+
+
+def test_effects_are_kept(getkey, capfd):
+    conv = eqx.nn.Conv1d(1, 1, 1, key=getkey())
+
+    def fun(x):
+        jax.debug.print("sum {s}", s=x.sum())
+        return conv(x)
+
+    x = jnp.zeros((4, 1, 3))
+    assert_same(filter_micro_vmap(fun, microbatch_size=2)(x), jax.vmap(conv)(x))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("sum 0.0") == 4
+
+
+def test_jaxprs_with_literals_constants_and_unused_outputs(getkey):
+    conv = eqx.nn.Conv1d(1, 1, 1, key=getkey())
+    table = normal(getkey(), (3,))
+
+    def fun(x):
+        y = conv(x) * 2.0 + table[None]
+        top, _ = jax.lax.top_k(y, 1)
+        return y, top, x, jnp.array(3.0), conv(y) @ jnp.ones(3)
+
+    x = normal(getkey(), (1, 3))
+    closed = jax.make_jaxpr(fun)(x)
+    got = evaluate_in_loop(closed.jaxpr, closed.consts, [x])
+    assert_same(tuple(map(jnp.asarray, got)), fun(x))
+    run = functools.partial(evaluate_in_loop, closed.jaxpr, closed.consts)
+    assert_same(jax.vmap(lambda x: run([x])[0])(x[None]), fun(x)[0][None])
+
+
+@pytest.mark.parametrize("fun", (mirrored, transposed))
+def test_large_matrices_are_exchanged_in_pieces_on_cpus_only(fun, getkey):
+    x = normal(getkey(), (300, 300))
+    expected = jnp.triu(x) + jnp.triu(x, 1).T if fun is mirrored else x.T
+    assert_same(fun(x), expected, tol=0)
+    assert_same(jax.vmap(fun)(x[None]), expected[None], tol=0)
+    weights = normal(getkey(), x.shape)
+    got = jax.grad(lambda x: jnp.sum(weights * fun(x)))(x)
+    of_mirrored = jnp.triu(weights) + jnp.tril(weights, -1).T
+    assert_same(got, of_mirrored if fun is mirrored else weights.T)
+    for platform, is_in_pieces in (("cpu", True), ("cuda", False)):
+        lowered = jax.jit(fun).trace(x).lower(lowering_platforms=(platform,))
+        assert ("stablehlo.while" in lowered.as_text()) is is_in_pieces

@@ -1,0 +1,454 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+
+import eqxbatch
+from eqxbatch import (
+    Concat,
+    filter_micro_vmap,
+    filter_microbatch,
+    Last,
+    LogSumExp,
+    Max,
+    Mean,
+    MeanAndVariance,
+    Min,
+    RunningMean,
+    Sum,
+    Variance,
+)
+from ..helpers import assert_same, BLOCK, memory, normal, TOTALS
+
+
+def variance(x, axis, ddof=0):
+    return MeanAndVariance(jnp.mean(x, axis), jnp.var(x, axis, ddof=ddof))
+
+
+# What each of them makes of the dense result, examples along axis 0.
+ORACLES = {
+    "concat": (Concat(), lambda x: x),
+    "sum": (Sum(), lambda x: jnp.sum(x, 0)),
+    "mean": (Mean(), lambda x: jnp.mean(x, 0)),
+    "running_mean": (RunningMean(), lambda x: jnp.mean(x, 0)),
+    "max": (Max(), lambda x: jnp.max(x, 0)),
+    "min": (Min(), lambda x: jnp.min(x, 0)),
+    "logsumexp": (LogSumExp(), lambda x: jax.nn.logsumexp(x, 0)),
+    "variance": (Variance(), lambda x: variance(x, 0)),
+    "variance_ddof": (Variance(ddof=1), lambda x: variance(x, 0, 1)),
+    "last": (Last(), lambda x: x[-1]),
+}
+
+
+ORDERED = ("max", "min")
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("size", (1, BLOCK, None))
+def test_equals_dense(name, size, total, getkey):
+    if name == "variance_ddof" and total == 1:
+        total = 2  # The variance of one example has no unbiased estimate.
+    accumulator, oracle = ORACLES[name]
+    x = normal(getkey(), (total, 3)) - 2
+    micro = filter_micro_vmap(
+        lambda x: x * 2, microbatch_size=size, accumulator=accumulator
+    )
+    assert_same(micro(x), oracle(x * 2))
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16, jnp.complex64))
+def test_dtypes(name, dtype, getkey):
+    accumulator, oracle = ORACLES[name]
+    x = normal(getkey(), (13, 3), dtype)
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=4, accumulator=accumulator)
+    if name in ORDERED and jnp.iscomplexobj(x):
+        with pytest.raises(TypeError, match="needs ordered results"):
+            micro(x)
+        return
+    wide = jnp.complex64 if jnp.iscomplexobj(x) else jnp.float32
+    expected = oracle(x.astype(wide))
+    expected = jax.tree.map(
+        lambda e: e.astype(x.dtype if jnp.iscomplexobj(e) else x.real.dtype), expected
+    )
+    assert_same(micro(x), expected)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_float64(name, getkey, x64):
+    accumulator, oracle = ORACLES[name]
+    x = jr.normal(getkey(), (13, 3), jnp.float64)
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=4, accumulator=accumulator)
+    assert_same(micro(x), oracle(x))
+
+
+@pytest.mark.parametrize("dtype", (jnp.int8, jnp.uint8, jnp.int32, jnp.bool_))
+def test_integers(dtype):
+    x = (jnp.arange(13) * 7 % 127).astype(dtype)
+    micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=4)
+    # As for `jnp.sum`, no sum of small integers overflows.
+    assert_same(micro(accumulator=Sum())(x), jnp.sum(x))
+    for accumulator, oracle in (ORACLES[n] for n in ("max", "min", "last", "concat")):
+        assert_same(micro(accumulator=accumulator)(x), oracle(x))
+    for name in (Mean, RunningMean, Variance, LogSumExp):
+        with pytest.raises(TypeError, match=f"{name.__name__} needs floating-point"):
+            micro(accumulator=name())(x)
+    mean = micro(accumulator=Mean(dtype=jnp.float32))(x)
+    assert_same(mean, jnp.mean(x.astype(jnp.float32)))
+
+
+def test_low_precision_is_accumulated_in_float32():
+    ones = jnp.ones(4099, jnp.bfloat16)
+    micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=1)
+    # In bfloat16 the sum would get stuck at 256.
+    total = micro(accumulator=Sum())(ones)
+    assert total.dtype == jnp.bfloat16
+    assert total == jnp.asarray(4099, jnp.bfloat16)
+    assert micro(accumulator=Sum(dtype=jnp.bfloat16))(ones) == 256
+
+
+def test_requested_dtypes(x64):
+    x = jnp.full(1000, 0.1, jnp.float32)
+    micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=7)
+    wide = micro(accumulator=Sum(dtype=jnp.float64))(x)
+    assert wide.dtype == jnp.float32
+    assert wide == jnp.sum(x.astype(jnp.float64)).astype(jnp.float32)
+    with pytest.raises(TypeError, match="would drop the imaginary part"):
+        micro(accumulator=Sum(dtype=jnp.float32))(x.astype(jnp.complex64))
+
+
+def test_64_bits_are_not_quietly_narrowed():
+    micro = filter_micro_vmap(lambda x: x, accumulator=Sum(dtype=jnp.float64))
+    with pytest.raises(ValueError, match="needs 64-bit mode"):
+        micro(jnp.ones(3))
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_no_examples(name):
+    accumulator, _ = ORACLES[name]
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=4, accumulator=accumulator)
+    empty = jnp.zeros((0, 2))
+    if name == "last":
+        with pytest.raises(ValueError, match="needs at least one example"):
+            micro(empty)
+        return
+    nan = jnp.full(2, jnp.nan)
+    expected = {
+        "concat": empty,
+        "sum": jnp.zeros(2),
+        "mean": nan,
+        "running_mean": nan,
+        "max": jnp.full(2, -jnp.inf),
+        "min": jnp.full(2, jnp.inf),
+        "logsumexp": jnp.full(2, -jnp.inf),
+        "variance": MeanAndVariance(nan, nan),
+        "variance_ddof": MeanAndVariance(nan, nan),
+    }
+    if name == "variance_ddof":
+        # -0 / -1, as there are fewer examples than degrees of freedom.
+        assert jnp.isnan(micro(empty).mean).all()
+        return
+    assert_same(micro(empty), expected[name])
+
+
+def test_identities_of_integers_and_bools():
+    micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=4)
+    assert micro(accumulator=Max())(jnp.zeros(0, jnp.int32)) == -(2**31)
+    assert micro(accumulator=Min())(jnp.zeros(0, jnp.int32)) == 2**31 - 1
+    assert not micro(accumulator=Max())(jnp.zeros(0, bool))
+    assert micro(accumulator=Min())(jnp.zeros(0, bool))
+    # All negative, all positive: the identity of the accumulator must not show.
+    assert micro(accumulator=Max())(-jnp.arange(1.0, 10.0)) == -1
+    assert micro(accumulator=Min())(jnp.arange(1.0, 10.0)) == 1
+
+
+def test_nan_propagates():
+    x = jnp.array([1.0, jnp.nan, 2.0, 3.0, 4.0])
+    for accumulator in (Max(), Min(), Mean(), Sum(), LogSumExp(), RunningMean()):
+        micro = filter_micro_vmap(
+            lambda x: x, microbatch_size=2, accumulator=accumulator
+        )
+        assert jnp.isnan(micro(x))
+
+
+def test_running_mean_does_not_overflow():
+    x = jnp.full(100, 3e38, jnp.float32)
+    micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=7)
+    assert jnp.isinf(micro(accumulator=Mean())(x))
+    assert_same(micro(accumulator=RunningMean())(x), jnp.array(3e38))
+
+
+def test_logsumexp_does_not_overflow():
+    x = jnp.array([1000.0, 1001.0, -jnp.inf, 999.0, 1000.5])
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=2, accumulator=LogSumExp())
+    assert_same(micro(x), jax.nn.logsumexp(x))
+
+
+def test_variance_does_not_cancel(getkey):
+    x = 1e4 + normal(getkey(), (1000,))
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=7, accumulator=Variance())
+    got = micro(x).variance
+    expected = np.var(np.asarray(x, np.float64))
+    np.testing.assert_allclose(got, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", (1, 2, None))
+def test_infinite_and_huge_values_do_not_depend_on_the_size(size):
+    largest = float(jnp.finfo(jnp.float32).max)
+    x = jnp.array(
+        [
+            [1.0, jnp.inf, 2.0, 3.0, jnp.inf],
+            [1.0, -jnp.inf, jnp.inf, 2.0, 0.0],
+            [largest, largest, largest, largest, largest],
+            [largest, -largest, largest, -largest, 0.0],
+        ]
+    )
+    expected = jnp.array([jnp.inf, jnp.nan, largest, 0.0])
+    micro = functools.partial(filter_micro_vmap, in_axes=1, microbatch_size=size)
+    mean = micro(lambda x: x, accumulator=RunningMean())(x)
+    assert_same(mean / largest, expected / largest)
+    spread = micro(lambda x: x, accumulator=Variance())(x)
+    assert_same(spread.mean / largest, expected / largest)
+    # Neither is infinite because a square on the way to it is.
+    apart = micro(lambda x: x, accumulator=Variance())(jnp.array([[0.0, 2.5e19]]))
+    assert_same(apart.variance, jnp.array([1.5625e38]))
+
+
+def derivative(accumulator, x, size):
+    micro = filter_micro_vmap(
+        lambda x: x, microbatch_size=size, accumulator=accumulator
+    )
+    return jax.grad(lambda x: jnp.sum(micro(x)))(x)
+
+
+@pytest.mark.parametrize("size", (1, 2, None))
+def test_derivative_of_logsumexp_behind_a_mask(size):
+    x = jnp.array([-jnp.inf, -jnp.inf, -jnp.inf, 1.0, 2.0, -jnp.inf, 3.0])
+    assert_same(derivative(LogSumExp(), x, size), jax.nn.softmax(x))
+    nothing = jnp.full(5, -jnp.inf)
+    assert_same(derivative(LogSumExp(), nothing, size), jnp.zeros(5))
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, None))
+@pytest.mark.parametrize("sign", (-1, 1))
+def test_derivative_of_equal_extremes_is_shared_evenly(size, sign):
+    accumulator = Max() if sign > 0 else Min()
+    infinite = jnp.full(5, -jnp.inf) * sign
+    assert_same(derivative(accumulator, infinite, size), jnp.full(5, 0.2))
+    ties = sign * jnp.array([0.0, 3.0, 3.0, 1.0, 3.0, 2.0, 3.0])
+    expected = jnp.where(abs(ties) == 3, 0.25, 0)
+    assert_same(derivative(accumulator, ties, size), expected)
+    micro = filter_microbatch(
+        lambda x: x[0], microbatch_size=1, accumulator=accumulator
+    )
+    assert_same(jax.grad(micro)(infinite), jnp.full(5, 0.2))
+
+
+# Prefixes
+
+
+def test_prefixes(getkey):
+    x = normal(getkey(), (9, 3))
+
+    def fun(x):
+        return {"a": (x, 2 * x), "b": [x.sum()], "c": ("static", None), "d": x}
+
+    accumulator = {
+        "a": Mean(),
+        "b": [optax.microbatching.AccumulationType.SUM],
+        "c": None,
+        "d": Variance(),
+    }
+    got = filter_micro_vmap(fun, microbatch_size=4, accumulator=accumulator)(x)
+    expected = {
+        "a": (x.mean(0), 2 * x.mean(0)),
+        "b": [x.sum()],
+        "c": ("static", None),
+        "d": variance(x, 0),
+    }
+    assert_same(got, expected, tol=1e-4)
+
+
+def test_accumulators_apply_to_modules(getkey):
+    import equinox as eqx
+
+    keys = jr.split(getkey(), 9)
+    make = lambda key: eqx.nn.MLP(2, 3, 4, 1, key=key)
+    got = filter_micro_vmap(make, microbatch_size=4, accumulator=Mean())(keys)
+    dense = eqx.filter_vmap(make)(keys)
+    expected = jax.tree.map(
+        lambda x: x.mean(0) if eqx.is_array(x) else x, dense, is_leaf=eqx.is_array
+    )
+    assert_same(got, expected, tol=1e-4)
+
+
+def test_unmapped_outputs_are_not_accumulated():
+    micro = filter_micro_vmap(
+        lambda x: (x, jnp.array(7.0)),
+        out_axes=(0, None),
+        microbatch_size=4,
+        accumulator=Sum(),
+    )
+    assert_same(micro(jnp.arange(9.0)), (jnp.array(36.0), jnp.array(7.0)))
+
+
+def test_prefix_that_does_not_fit():
+    x = jnp.ones((9, 2))
+    micro = functools.partial(filter_micro_vmap, lambda x: (x, {"a": x}))
+    with pytest.raises(ValueError, match="`accumulator` must be a PyTree prefix"):
+        micro(accumulator=(Sum(), Sum(), Sum()))(x)
+    with pytest.raises(ValueError, match="`accumulator` must be a PyTree prefix"):
+        micro(accumulator=(Sum(), {"b": Sum()}))(x)
+    with pytest.raises(ValueError, match=r"`accumulator` is None for output\[0\]"):
+        micro(accumulator=(None, Sum()))(x)
+
+
+@pytest.mark.parametrize("wrong", ("sum", Sum, 3, jnp.sum))
+def test_unknown_accumulators(wrong):
+    with pytest.raises(TypeError, match="Unknown accumulator"):
+        filter_micro_vmap(lambda x: x, accumulator=wrong)(jnp.ones(3))
+
+
+def test_sum_of_keys():
+    micro = filter_micro_vmap(lambda k: k, accumulator=Sum())
+    with pytest.raises(TypeError, match="Sum needs numbers"):
+        micro(jr.split(jr.key(0), 3))
+
+
+def test_the_message_names_the_output():
+    micro = filter_micro_vmap(lambda x: {"a": x}, accumulator=Mean())
+    with pytest.raises(TypeError) as info:
+        micro(jnp.arange(3))
+    assert any("output['a']" in note for note in info.value.__notes__)
+
+
+# Custom ones
+
+
+class Norm(eqxbatch.AbstractAccumulator):
+    power: jax.Array
+
+    def init(self, value, blocks):
+        return jnp.zeros(value.shape, value.dtype)
+
+    def update(self, state, value, block):
+        return state + value
+
+    def finalize(self, state):
+        return state ** (1 / self.power)
+
+    def aggregate(self, values, block):
+        return jnp.sum(abs(values) ** self.power, axis=0)
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_custom(total, getkey):
+    x = normal(getkey(), (total,))
+    micro = filter_micro_vmap(
+        lambda x: x, microbatch_size=BLOCK, accumulator=Norm(jnp.array(3.0))
+    )
+    assert_same(micro(x), jnp.sum(abs(x) ** 3) ** (1 / 3), tol=1e-4)
+
+
+class ArgMax(eqxbatch.AbstractAccumulator):
+    """The whole output of the example with the largest score."""
+
+    leafwise = False
+
+    def init(self, value, blocks):
+        state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), value)
+        return {**state, "score": jnp.full_like(state["score"], -jnp.inf)}
+
+    def update(self, state, value, block):
+        better = value["score"] > state["score"]
+        return jax.tree.map(lambda v, s: jnp.where(better, v, s), value, state)
+
+    def finalize(self, state):
+        return state
+
+    def aggregate(self, values, block):
+        best = jnp.argmax(values["score"])
+        return jax.tree.map(lambda v: v[best], values)
+
+
+def test_custom_on_whole_trees(getkey):
+    x = normal(getkey(), (13, 3))
+
+    def fun(x):
+        return {"score": x.sum(), "x": x, "name": "static"}
+
+    got = filter_micro_vmap(fun, microbatch_size=4, accumulator=ArgMax())(x)
+    best = x[jnp.argmax(x.sum(1))]
+    assert_same(got, {"score": best.sum(), "x": best, "name": "static"})
+
+
+class Blocks(eqxbatch.AbstractAccumulator):
+    """Writes down which blocks it saw."""
+
+    def init(self, value, blocks):
+        assert (blocks.total, blocks.size) == (13, 4)
+        assert (blocks.num, blocks.num_full, blocks.remainder) == (4, 3, 1)
+        return jnp.zeros((blocks.num, 3), jnp.int32)
+
+    def update(self, state, value, block):
+        row = jnp.stack(
+            [jnp.asarray(v) for v in (block.index, block.start, block.size)]
+        )
+        return state.at[block.index].set(row)
+
+    def finalize(self, state):
+        return state
+
+    def aggregate(self, values, block):
+        assert values.shape == (block.size,)
+        return values[0]
+
+
+def test_custom_is_told_which_block_it_is():
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=4, accumulator=Blocks())
+    expected = jnp.array([[0, 0, 4], [1, 4, 4], [2, 8, 4], [3, 12, 1]])
+    assert_same(micro(jnp.ones(13)), expected)
+
+
+def test_custom_whose_state_changes():
+    class Wrong(Norm):
+        def update(self, state, value, block):
+            return (state + value).astype(jnp.bfloat16)
+
+    micro = filter_micro_vmap(lambda x: x, accumulator=Wrong(jnp.array(1.0)))
+    with pytest.raises(TypeError, match="must keep structure, shapes and dtypes"):
+        micro(jnp.ones(3))
+
+
+def test_optax_accumulator_objects(getkey):
+    product = optax.microbatching.Accumulator(
+        init=lambda tree: jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), tree),
+        update=lambda carry, value, index: jax.tree.map(jnp.multiply, carry, value),
+        finalize=lambda carry: carry,
+        aggregate=lambda values: jax.tree.map(lambda v: v.prod(0), values),
+    )
+    x = jr.uniform(getkey(), (12, 2)) + 0.5
+    fun = lambda x: (x, {"a": 2 * x})
+    for accumulator in (product, (product, {"a": product})):
+        got = filter_micro_vmap(fun, microbatch_size=4, accumulator=accumulator)(x)
+        # Not against optax's own `micro_vmap`: that of optax 0.2.7 gets these wrong.
+        assert_same(got, (x.prod(0), {"a": (2 * x).prod(0)}), tol=1e-4)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("name", sorted(set(ORACLES) - {"concat"}))
+def test_temporaries_do_not_grow_with_the_batch(name):
+    accumulator, _ = ORACLES[name]
+    run = lambda x: filter_micro_vmap(
+        lambda x: jnp.tanh(jnp.outer(x, x)), microbatch_size=16, accumulator=accumulator
+    )(x)
+    small, large = (memory(run, jnp.zeros((n, 32))) for n in (64, 1024))
+    assert large.temp_size_in_bytes <= small.temp_size_in_bytes + 256
+    assert small.temp_size_in_bytes < 3 * 16 * 32 * 32 * 4

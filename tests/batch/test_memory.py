@@ -1,0 +1,362 @@
+"""Block sizes from a memory budget."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from eqxbatch import (
+    Concat,
+    EmpiricalNNGP,
+    EmpiricalNTK,
+    filter_batch_kernel,
+    filter_grid_vmap,
+    filter_jacobian,
+    filter_micro_grad,
+    filter_micro_vmap,
+    filter_microbatch,
+    grid,
+    HostStore,
+    Mean,
+    MemoryBudget,
+    MonteCarloKernel,
+    Sum,
+)
+from eqxbatch._batch import memory as memory_module
+from eqxbatch._batch.memory import fit_size
+from eqxbatch._ntk import request
+from ..helpers import assert_same, CountTraces, memory, normal
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache():
+    memory_module._SIZES.clear()
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The sizes that are compiled to measure them."""
+    sizes = []
+    original = memory_module.fit_size
+
+    def spy(budget, largest, bytes_at):
+        def counted(size):
+            sizes.append(size)
+            return bytes_at(size)
+
+        return original(budget, largest, counted)
+
+    monkeypatch.setattr(memory_module, "fit_size", spy)
+    return sizes
+
+
+def used(fun, x):
+    stats = memory(fun, x)
+    return stats.temp_size_in_bytes + stats.output_size_in_bytes
+
+
+MODEL = eqx.nn.MLP(16, 1, 128, 3, key=jax.random.key(0))
+X = jnp.ones((4096, 16))
+
+
+def per_example_loss(x):
+    return jnp.sum(MODEL(x) ** 2)
+
+
+@pytest.mark.parametrize("budget", ("100kB", "300kB", "1MB", "3MB"))
+def test_is_the_largest_that_fits(budget, compilations):
+    run = lambda size: filter_micro_vmap(
+        per_example_loss, microbatch_size=size, accumulator=Sum()
+    )
+    budget = MemoryBudget(budget)
+    assert_same(run(budget)(X), run(None)(X), tol=1e-4)
+    assert len(compilations) <= 4
+    fitting = [s for s in compilations if used(run(s), X) <= budget.max_bytes]
+    chosen = max(fitting)
+    # It fits, and one that is 10 % larger does not.
+    assert used(run(chosen), X) <= budget.max_bytes
+    assert used(run(int(1.1 * chosen) + 1), X) > budget.max_bytes
+
+
+def test_everything_fits(compilations):
+    run = filter_micro_vmap(per_example_loss, microbatch_size=MemoryBudget("1GB"))
+    assert run(X).shape == (4096,)
+    assert max(compilations) == 4096
+
+
+def test_is_cached(compilations):
+    fun = CountTraces(per_example_loss)
+    run = lambda x: filter_micro_vmap(fun, microbatch_size=MemoryBudget("1MB"))(x)
+    run(X)
+    num, traces = len(compilations), fun.num
+    run(X + 1)
+    jax.jit(run)(X)
+    jax.jit(lambda x: 2 * run(x))(X)
+    assert len(compilations) == num
+    assert fun.num == traces
+    # Also where JAX has forgotten the program, or it is part of another one.
+    jax.clear_caches()
+    run(X)
+    assert len(compilations) == num
+    assert fun.num <= traces + 2  # For the loop and for the remainder.
+    run(X[:1000])
+    assert len(compilations) > num
+
+
+def test_impossible_budgets_name_both_figures():
+    run = filter_micro_vmap(per_example_loss, microbatch_size=MemoryBudget(1000))
+    with pytest.raises(ValueError, match=r"budget of 1,000 bytes.*needs [0-9,]+ bytes"):
+        run(X)
+    with pytest.raises(ValueError, match=r"blocks of one example.* needs 1,100 bytes"):
+        fit_size(1000, 64, lambda size: 1000 + 100 * size)
+
+
+def test_inside_of_other_transformations(getkey):
+    budget = MemoryBudget("1MB")
+    x = normal(getkey(), (100, 16))
+
+    def loss(scale, x):
+        # `scale` is a tracer that the function closes over.
+        micro = filter_micro_vmap(
+            lambda x: per_example_loss(scale * x),
+            microbatch_size=budget,
+            accumulator=Mean(),
+        )
+        return micro(x)
+
+    dense = lambda scale, x: jnp.mean(jax.vmap(per_example_loss)(scale * x))
+    scale = jnp.array(2.0)
+    got = jax.jit(jax.value_and_grad(loss))(scale, x)
+    assert_same(got, jax.value_and_grad(dense)(scale, x), tol=1e-4)
+    got = jax.vmap(loss, in_axes=(0, None))(jnp.arange(3.0), x)
+    assert_same(got, jax.vmap(dense, in_axes=(0, None))(jnp.arange(3.0), x), tol=1e-4)
+
+
+def test_microbatch(getkey):
+    model = eqx.nn.MLP(16, 1, 64, 2, key=getkey())
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    grad = eqx.filter_grad(loss)
+    micro = filter_microbatch(
+        grad,
+        in_axes=(None, 0),
+        microbatch_size=MemoryBudget("500kB"),
+        accumulator=Mean(),
+    )
+    assert_same(micro(model, X), grad(model, X), tol=1e-3)
+
+
+def test_no_examples():
+    run = filter_micro_vmap(per_example_loss, microbatch_size=MemoryBudget("1MB"))
+    assert run(X[:0]).shape == (0,)
+
+
+def test_default_is_what_the_machine_has():
+    budget = MemoryBudget().resolve()
+    assert 2**28 < budget < 2**50
+
+
+class Device:
+    """One that says what is free."""
+
+    def __init__(self, free):
+        self.free = free
+
+    def memory_stats(self):
+        return {"bytes_limit": 2 * self.free, "bytes_in_use": self.free}
+
+
+def with_free(monkeypatch, free):
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(free)])
+
+
+def test_what_is_free_is_looked_up_for_each_call(compilations, monkeypatch):
+    fun = CountTraces(per_example_loss)
+    sizes = []
+
+    def seen(x):
+        sizes.append(len(x))
+        return jax.vmap(fun)(x)
+
+    run = filter_microbatch(seen, microbatch_size=MemoryBudget(), accumulator=Concat())
+    found = []
+    # The third time, a little has been used.
+    for free in (10**9, 10**5, 990_000_000):
+        with_free(monkeypatch, free)
+        num = fun.num
+        run(X)
+        found.append((len(X) in sizes, fun.num > num))
+        sizes.clear()
+    assert found == [(True, True), (False, True), (False, False)]
+    with_free(monkeypatch, 1000)
+    with pytest.raises(ValueError, match="budget of 992 bytes is too small"):
+        run(X)
+
+
+def test_no_transform_looks_up_what_is_free_while_traced(monkeypatch, getkey):
+    looked_up = []
+    device = Device(10**9)
+    stats = device.memory_stats
+
+    def spy():
+        looked_up.append(isinstance(jnp.zeros(()), jax.core.Tracer))
+        return stats()
+
+    device.memory_stats = spy
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    budget, x, key = MemoryBudget(), jnp.ones((2, 1)), getkey()
+    linear = lambda key: eqx.nn.Linear(1, 1, key=key)
+    model, product = linear(key), lambda x, y: x @ y.T
+    settings = {"n_samples": 1, "key": key, "get": "nngp"}
+    for call in (
+        lambda: filter_micro_vmap(jnp.sin, microbatch_size=budget)(x),
+        lambda: filter_micro_grad(jnp.vdot, microbatch_size=budget)(x[0], x),
+        lambda: filter_jacobian(jnp.sin, block_size=budget)(x),
+        lambda: filter_grid_vmap(jnp.sin, in_axes=grid("x"), block_size=budget)(x),
+        lambda: filter_batch_kernel(product, block_size=budget)(x),
+        lambda: filter_batch_kernel(product, block_size=budget, store=HostStore())(x),
+        lambda: EmpiricalNNGP(model, block_size=budget)(x),
+        lambda: MonteCarloKernel(linear, block_size=budget, **settings)(x),
+        lambda: MonteCarloKernel(linear, samples_per_batch=budget, **settings)(x),
+    ):
+        call()
+        assert looked_up
+        assert not any(looked_up)
+        looked_up.clear()
+
+
+def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
+    rooms = []
+    original = request.Tiling
+
+    def spy(rows, columns, keep):
+        rooms.append(keep)
+        return original(rows, columns, keep)
+
+    monkeypatch.setattr(request, "Tiling", spy)
+    x = normal(getkey(), (16, 4))
+    ntk = EmpiricalNTK(eqx.nn.MLP(4, 2, 8, 1, key=getkey()), block_size=4)
+    for free in (10**9, 10**3, 990_000_000):
+        with_free(monkeypatch, free)
+        ntk(x)
+    # The third call is like the first.
+    assert rooms == [2**28, 2**8]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    (
+        ("1000", 1000),
+        (1000, 1000),
+        ("1kB", 1000),
+        ("1 KiB", 1024),
+        ("500MB", 500 * 10**6),
+        ("2GiB", 2 * 2**30),
+        ("1.5 gib", 3 * 2**29),
+        ("1T", 10**12),
+        ("7B", 7),
+    ),
+)
+def test_units(text, expected):
+    assert MemoryBudget(text).max_bytes == expected
+
+
+@pytest.mark.parametrize(("fixed", "slope"), ((0, 1), (1000, 7), (12345, 3.7)))
+@pytest.mark.parametrize("largest", (1, 5, 16, 63, 64, 100, 10_000))
+@pytest.mark.parametrize("expected", (1, 2, 15, 16, 17, 40, 64, 65, 99, 5_000, 10_001))
+def test_fit_of_affine_programs(fixed, slope, largest, expected):
+    bytes_at = lambda size: int(fixed + slope * size)
+    budget = bytes_at(expected)
+    calls = []
+    got = fit_size(budget, largest, lambda s: calls.append(s) or bytes_at(s))
+    assert len(calls) <= 4
+    assert len(set(calls)) == len(calls)
+    assert bytes_at(got) <= budget
+    best = max(s for s in range(1, largest + 1) if bytes_at(s) <= budget)
+    assert got >= 0.9 * best
+
+
+@pytest.mark.parametrize("step", (10, 100, 1000))
+def test_fit_of_programs_that_are_not_affine(step):
+    # Memory that grows in steps: what is returned must fit all the same.
+    bytes_at = lambda size: 100 + 1000 * (size // step) + size
+    for budget in (200, 1500, 20_000):
+        calls = []
+        got = fit_size(budget, 5000, lambda s: calls.append(s) or bytes_at(s))
+        assert bytes_at(got) <= budget
+        assert len(calls) <= 4
+
+
+def test_cache_tells_settings_of_the_transform_apart():
+    # Of the same function and arguments: what else the memory depends on.
+    budget = MemoryBudget("40kB")
+    wide = lambda x: jnp.tanh(jnp.outer(x, x))
+    x = X[:64]
+    total = filter_micro_vmap(wide, microbatch_size=budget, accumulator=Sum())
+    assert_same(total(x), jax.vmap(wide)(x).sum(0), tol=1e-4)
+    with pytest.raises(ValueError, match="budget of 40,000 bytes is too small"):
+        filter_micro_vmap(wide, microbatch_size=budget)(x)
+
+
+def test_cache_tells_functions_apart():
+    run = functools.partial(filter_micro_vmap, microbatch_size=MemoryBudget("40kB"))
+    run(jnp.sum)(X[:64])
+    with pytest.raises(ValueError, match="budget of 40,000 bytes is too small"):
+        run(lambda x: jnp.tanh(jnp.outer(x, x)))(X[:64])
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_names_of_axes_inside_of_shard_map(kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    spec = PartitionSpec("data")
+    x = jax.device_put(jnp.arange(32.0).reshape(16, 2), NamedSharding(mesh, spec))
+
+    def fun(x):
+        index = jax.lax.axis_index("data").astype(x.dtype)
+        return index * x + jax.lax.psum(x, "data")
+
+    def spread(run):
+        return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    run = filter_micro_vmap(fun, microbatch_size=MemoryBudget("1MB"))
+    assert_same(
+        jax.device_get(spread(run)(x)), jax.device_get(spread(jax.vmap(fun))(x))
+    )
+    too_small = filter_micro_vmap(fun, microbatch_size=MemoryBudget(1))
+    with pytest.raises(ValueError, match="budget of 1 bytes is too small"):
+        spread(too_small)(x)
+
+
+def test_what_is_measured_inside_of_shard_map_is_the_program_of_a_device(compilations):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    spec, budget = PartitionSpec("data"), MemoryBudget("100kB")
+    heavy = lambda x: jnp.sum(jnp.tanh(jnp.outer(x, x)))
+    index = lambda x: jax.lax.axis_index("data").astype(x.dtype)
+    named = lambda x: heavy(x + index(x))
+    x = jnp.ones((1024, 16))
+    sizes = []
+    for fun, inner in ((heavy, False), (named, True)):
+        memory_module._SIZES.clear()
+        compilations.clear()
+        run = filter_micro_vmap(fun, microbatch_size=budget, accumulator=Sum())
+        if inner:
+            mapped = lambda x, run=run: jax.lax.psum(run(x), "data")
+            run = jax.shard_map(
+                mapped, mesh=mesh, in_specs=spec, out_specs=PartitionSpec()
+            )
+        jax.eval_shape(run, x[:256] if not inner else x)
+        sizes.append(max(compilations))
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.2)
+
+
+def test_names_of_axes_inside_of_vmap():
+    def fun(x):
+        index = jax.lax.axis_index("i").astype(x.dtype)
+        return index * x + jax.lax.psum(x, "i")
+
+    x = jnp.arange(12.0).reshape(3, 4)
+    run = filter_micro_vmap(fun, microbatch_size=MemoryBudget("1MB"))
+    expected = jax.vmap(jax.vmap(fun), axis_name="i")(x)
+    assert_same(jax.vmap(run, axis_name="i")(x), expected)

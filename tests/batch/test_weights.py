@@ -1,0 +1,155 @@
+"""Accumulators with weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+
+from eqxbatch import (
+    filter_micro_vmap,
+    filter_microbatch,
+    Mean,
+    RunningMean,
+    Sum,
+)
+from ..helpers import assert_same, BLOCK, normal, TOTALS
+
+
+# Weights
+
+
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bool_, jnp.int32))
+@pytest.mark.parametrize("total", TOTALS)
+def test_weights(total, dtype, getkey):
+    x = normal(getkey(), (total, 2))
+    weights = jnp.arange(1, total + 1).astype(dtype)
+    w = weights.astype(jnp.float32)[:, None]
+    micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=BLOCK)
+    assert_same(micro(accumulator=Sum(weights))(x), jnp.sum(w * x, 0))
+    assert_same(micro(accumulator=Mean(weights))(x), jnp.sum(w * x, 0) / jnp.sum(w))
+
+
+def test_weights_of_whole_microbatches_can_be_zero():
+    x = jnp.arange(9.0)
+    mask = jnp.arange(9) >= 5
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=4, accumulator=Mean(mask))
+    assert_same(micro(x), jnp.array(6.5))
+    micro = filter_microbatch(jnp.sum, microbatch_size=1, accumulator=Mean(mask))
+    assert_same(micro(x), jnp.array(6.5))
+
+
+def test_weights_of_integers():
+    x = jnp.arange(9)
+    weights = jnp.full(9, 0.5)
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=4, accumulator=Sum(weights))
+    assert_same(micro(x), jnp.array(18.0))
+
+
+def test_weights_are_differentiable(getkey):
+    x, w = normal(getkey(), (9,)), jr.uniform(getkey(), (9,))
+    run = lambda w: filter_micro_vmap(
+        lambda x: x, microbatch_size=4, accumulator=Mean(w)
+    )(x)
+    expected = jax.grad(lambda w: jnp.sum(w * x) / jnp.sum(w))(w)
+    assert_same(jax.grad(run)(w), expected, tol=1e-4)
+
+
+def test_weights_do_not_retrace():
+    traces = []
+
+    def fun(x):
+        traces.append(x)
+        return x
+
+    x = jnp.arange(8.0)
+    for scale in (1.0, 2.0):
+        weights = jnp.full(8, scale)
+        micro = filter_micro_vmap(fun, microbatch_size=4, accumulator=Sum(weights))
+        assert_same(micro(x), scale * x.sum())
+    assert len(traces) == 1
+
+
+def test_wrong_weights():
+    micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=4)
+    for cls in (Sum, Mean):
+        with pytest.raises(ValueError, match=r"one weight for each example.*\(9,\)"):
+            micro(accumulator=cls(jnp.ones(8)))(jnp.ones(9))
+    with pytest.raises(ValueError, match="weights single examples"):
+        filter_microbatch(jnp.sum, accumulator=Sum(jnp.ones(9)))(jnp.ones(9))
+
+
+WEIGHTED_DTYPES = {
+    "halves of integers": (jnp.int32, jnp.float32, 0.5, jnp.float32),
+    "negative and unsigned": (jnp.uint8, jnp.int32, -1, jnp.int32),
+    "bools and unsigned": (jnp.uint32, jnp.bool_, True, jnp.uint32),
+    "low precision and integers": (jnp.int32, jnp.bfloat16, 1, jnp.float32),
+    "complex and real": (jnp.float32, jnp.complex64, 1 + 2j, jnp.complex64),
+    "complex and low": (jnp.bfloat16, jnp.complex64, 1 + 2j, jnp.complex64),
+    "complex and integers": (jnp.int32, jnp.complex64, 1 + 2j, jnp.complex64),
+    "real and complex": (jnp.complex64, jnp.float32, 0.5, jnp.complex64),
+    "bools": (jnp.bool_, jnp.bool_, True, jnp.int32),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED_DTYPES)
+def test_dtypes_of_weighted_sums(name):
+    dtype, of_weights, weight, expected = WEIGHTED_DTYPES[name]
+    x = (jnp.arange(300) % 100).astype(dtype)
+    accumulator = Sum(jnp.full(300, weight, of_weights))
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=7, accumulator=accumulator)
+    assert_same(
+        micro(x), jnp.asarray(weight * int(x.astype(expected).real.sum()), expected)
+    )
+
+
+DROPPED = {
+    "half": (jnp.int32, jnp.int32, 0.5, "the fractional part of the float32 of"),
+    "sign": (jnp.uint32, jnp.uint8, -1, "the sign of the int32 of `weights`"),
+    "imaginary": (jnp.float32, jnp.float32, 1j, "imaginary part of the complex64 of"),
+    "results": (jnp.int32, jnp.float32, 1, "the fractional part of the float32 that"),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_sums_drop_nothing_quietly(name):
+    dtype, of_results, weight, match = DROPPED[name]
+    accumulator = Sum(jnp.full(3, weight), dtype=dtype)
+    micro = filter_micro_vmap(lambda x: x, accumulator=accumulator)
+    with pytest.raises(TypeError, match=match):
+        micro(jnp.ones(3, of_results))
+
+
+def test_weights_of_means_are_real():
+    micro = filter_micro_vmap(lambda x: x, accumulator=Mean(jnp.full(3, 1j)))
+    with pytest.raises(TypeError, match=r"Mean\(weights=...\) needs real numbers"):
+        micro(jnp.ones(3))
+
+
+@pytest.mark.parametrize("size", (1, None))
+def test_weights_of_no_examples(size):
+    micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=size)
+    x, weights = jnp.zeros((0, 2)), jnp.zeros(0)
+    assert_same(micro(accumulator=Sum(weights))(x), jnp.zeros(2))
+    assert_same(micro(accumulator=Mean(weights))(x), jnp.full(2, jnp.nan))
+    mean = filter_microbatch(lambda x: x.sum(0), accumulator=Mean(weights))
+    assert_same(mean(x), jnp.full(2, jnp.nan))
+
+
+def test_counts_beyond_half_precision():
+    # A count of 70,000 is infinite in float16.
+    x = jnp.full(70_000, 2**-10, jnp.float16)
+    for accumulator in (RunningMean(jnp.float16), Mean(dtype=jnp.float16)):
+        micro = filter_micro_vmap(
+            lambda x: x, microbatch_size=35_000, accumulator=accumulator
+        )
+        assert_same(micro(x), jnp.asarray(2**-10, jnp.float16), tol=1e-2)
+
+
+def test_weights_beyond_half_precision():
+    # In float16, 2048 + 1 is 2048.
+    x = jnp.zeros(4096, jnp.float16).at[0].set(1024)
+    accumulator = Mean(jnp.ones(4096), jnp.float16)
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=1, accumulator=accumulator)
+    assert_same(micro(x), jnp.asarray(0.25, jnp.float16))

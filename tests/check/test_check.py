@@ -1,0 +1,204 @@
+"""`explain_sites(check=True)`: it finds what is wrong, and nothing in what is right."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax import lax
+
+from eqxbatch import explain_sites
+from eqxbatch._curvature import site_blocks
+from eqxbatch._sites import factors, trace
+from ..helpers import normal
+from ..layers import LAYERS
+
+
+def checked(name, num=2):
+    model, fun, example = LAYERS[name]()
+    xs = jax.vmap(example)(jr.split(jr.key(1), num))
+    return explain_sites(fun, model, xs, in_axes=0, check=True)
+
+
+def everything(check):
+    return [value for value in dataclasses.astuple(check) if value is not None]
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "Conv2d, in groups",
+        "Embedding, of a sequence",
+        pytest.param("MultiheadAttention", marks=pytest.mark.matrix),
+        pytest.param("GRUCell, in a scan", marks=pytest.mark.matrix),
+    ),
+)
+def test_good_models(name):
+    report = checked(name)
+    check = report.check
+    assert check.dtype == "float64"
+    assert check.reason is None
+    assert check.num_examples == 2
+    # Nothing is left out of what is as small as that.
+    assert all(None not in dataclasses.astuple(leaf) for leaf in check.leaves)
+    assert [leaf.path for leaf in check.leaves] == [x.path for x in report.leaves]
+    assert 0 < check.max_error < 1e-12
+    lines = str(report).splitlines()
+    assert lines[-1] == "2 examples, in float64"
+    assert lines[-2].startswith("all together")
+
+
+def broken_products(monkeypatch, **changes):
+    """What is found for a layer whose rule of products has other fields."""
+
+    def find_broken(eqn, position):
+        rule = find_rule(eqn, position)
+        is_product = rule is not None and rule.kind == "dot_general"
+        own = {name: change(rule) for name, change in changes.items() if is_product}
+        return dataclasses.replace(rule, **own) if is_product else rule
+
+    find_rule = trace.find_rule
+    monkeypatch.setattr(trace, "find_rule", find_broken)
+    model = eqx.nn.Linear(2, 3, key=jr.key(0))
+    fun = lambda model, x: model(x)
+    return explain_sites(fun, model, jnp.ones(2), check=True).check
+
+
+def test_broken_rule(monkeypatch):
+    check = broken_products(monkeypatch, scale=lambda _: 1.01)
+    weight, bias = check.leaves
+    for error in everything(weight)[1:]:
+        assert 5e-3 < error < 5e-2
+    assert check.whole.norm > 1e-3
+    assert check.whole.kernel > 1e-3
+    # Blocks with the weight are the bias's, too.
+    assert max(bias.gradient, bias.norm, bias.kernel, bias.diagonal) < 1e-12
+    assert check.max_error == max(everything(weight)[1:])
+
+
+def test_broken_sums(monkeypatch):
+    # What a sum over examples is the transpose of.
+    op = lambda rule: lambda a, w: 2 * rule.op(a, w)
+    weight, bias = broken_products(monkeypatch, op=op).leaves
+    assert weight.gradient > 0.1
+    assert max(weight.norm, weight.kernel, bias.gradient) < 1e-12
+
+
+def test_what_is_not_finite_is_an_error(monkeypatch):
+    check = broken_products(monkeypatch, scale=lambda _: float("nan"))
+    weight, bias = check.leaves
+    assert everything(weight)[1:] == [np.inf] * 6
+    assert bias.gradient < 1e-12
+    assert check.max_error == np.inf
+
+
+def test_contractions_that_are_not_chosen_are_checked(monkeypatch):
+    terms = factors.norm_terms
+    broken = lambda *args: [(x, 2 * scale) for x, scale in terms(*args)]
+    monkeypatch.setattr(factors, "norm_terms", broken)
+    report = checked("Conv2d, in groups", num=1)
+    assert report.leaves[0].contraction == "gradient"
+    weight = report.check.leaves[0]
+    assert weight.norm == pytest.approx(2**0.5 - 1)
+    assert weight.gradient < 1e-12
+
+
+def test_broken_curvature_of_large_leaves(monkeypatch):
+    # So large that it is compared along random directions.
+    model = eqx.nn.Linear(20, 15, key=jr.key(0))
+    contracted = site_blocks.contract
+
+    def broken(terms, out):
+        block = contracted(terms, out)
+        return block.at[(0,) * block.ndim].multiply(1.5)
+
+    monkeypatch.setattr(site_blocks, "contract", broken)
+    fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
+    weight, bias = explain_sites(fun, model, jnp.ones(20), check=True).check.leaves
+    assert max(weight.gradient, weight.norm, weight.kernel) < 1e-12
+    assert min(weight.hessian, weight.gauss_newton) > 1e-3
+    assert min(bias.hessian, bias.diagonal, bias.gauss_newton) > 1e-3
+
+
+def test_functions_that_refuse_float64():
+    weights = normal(jr.key(0), (3,))
+    model = eqx.nn.Linear(2, 3, key=jr.key(1))
+
+    def fun(model, x):
+        return jnp.sum(jnp.tanh(lax.mul(model(x), weights)))
+
+    report = explain_sites(fun, model, jnp.ones(2), check=True)
+    assert report.check.dtype == "float32"
+    assert report.check.reason.startswith("TypeError: lax.mul requires arguments")
+    assert str(report).splitlines()[-1].endswith(report.check.reason)
+    assert 1e-12 < report.check.max_error < 1e-5
+
+
+def test_functions_without_arguments_and_with_unused_parameters():
+    model = {"a": jnp.arange(1.0, 4.0), "b": jnp.ones(2), "steps": jnp.arange(3)}
+    fun = lambda model, name, *, power: jnp.sum(model["a"] ** power)
+    report = explain_sites(fun, model, "name", power=3, check=True)
+    assert report.check.num_examples == 1
+    assert report.check.max_error < 1e-12
+    unused = report.check.leaves[1]
+    assert everything(unused)[1:] == [0.0] * 6
+
+
+def test_complex_parameters():
+    w = normal(jr.key(0), (3,), jnp.complex64)
+    fun = lambda w, x: jnp.abs(jnp.sum(jnp.exp(1j * x) * w)) ** 2
+    (leaf,) = explain_sites(fun, w, jnp.ones(3, complex), check=True).check.leaves
+    assert max(leaf.gradient, leaf.norm, leaf.kernel) < 1e-12
+    assert leaf.hessian is leaf.diagonal is leaf.gauss_newton is None
+
+
+def test_only_where_forward_mode_is():
+    @jax.custom_vjp
+    def slope(x):
+        return jnp.cos(x)
+
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    slope.defvjp(lambda x: (slope(x), x), lambda x, g: (-g * jnp.sin(x),))
+    sine.defvjp(lambda x: (sine(x), x), lambda x, g: (g * slope(x),))
+    w = jnp.arange(1.0, 4.0)
+    fun = lambda w, x: jnp.sum(sine(w * x))
+    (leaf,) = explain_sites(fun, w, w, check=True).check.leaves
+    assert leaf.hessian is leaf.diagonal is None
+    assert max(everything(leaf)[1:]) < 1e-12
+
+
+def test_batches_are_explained_as_their_examples():
+    model = eqx.nn.Linear(4, 3, key=jr.key(0))
+    fun = lambda model, x, y, scale: jnp.sum((model(x) - y) ** 2) * scale
+    of_one = explain_sites(fun, model, jnp.ones(4), jnp.ones(3), 2.0)
+    of_many = explain_sites(
+        fun, model, np.ones((4, 5), "f4"), jnp.ones((5, 3)), 2.0, in_axes=(1, 0, None)
+    )
+    assert of_one == of_many
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    structs = struct(4, 5), struct(5, 3)
+    assert explain_sites(fun, model, *structs, 2.0, in_axes=(1, 0, None)) == of_one
+
+
+def test_wrong_input():
+    model = eqx.nn.Linear(4, 3, key=jr.key(0))
+    fun = lambda model, x: model(x)
+    struct = jax.ShapeDtypeStruct((4,), jnp.float32)
+    with pytest.raises(ValueError, match=r"needs arrays .*ShapeDtypeStruct.*args\[0\]"):
+        explain_sites(fun, model, struct, check=True)
+    with pytest.raises(ValueError, match="needs arrays with values"):
+        jax.jit(lambda x: explain_sites(fun, model, x, check=True))(jnp.ones(4))
+    with pytest.raises(ValueError, match="must return an array of an inexact dtype"):
+        explain_sites(
+            lambda model, x: jnp.argmax(model(x)), model, jnp.ones(4), check=True
+        )
+    with pytest.raises(ValueError, match="the batch is empty"):
+        explain_sites(fun, model, jnp.ones((0, 4)), in_axes=0)
+    with pytest.raises(ValueError, match="must have 1 entries"):
+        explain_sites(fun, model, jnp.ones((2, 4)), in_axes=(0, 0))

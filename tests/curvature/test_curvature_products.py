@@ -1,0 +1,288 @@
+"""Products with Hessians, Gauss-Newton matrices, and wrong inputs."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from eqxbatch import (
+    filter_ggn,
+    filter_ggnvp,
+    filter_hessian,
+    filter_hvp,
+    filter_micro_grad,
+    hessian_to_pytree,
+    Mean,
+    MemoryBudget,
+    Sum,
+    Variance,
+)
+from ..helpers import BLOCK, CountTraces
+from .oracle import batch, CHOICES, close, error, mean_of, METHODS, network
+
+
+@pytest.mark.usefixtures("x64")
+class TestProducts:
+    @pytest.mark.parametrize("total", (1, 5, 13))
+    def test_hvp(self, total, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), total)
+        diff = eqx.filter(model, eqx.is_inexact_array)
+        vector = jax.tree.map(lambda x: jr.normal(getkey(), x.shape), diff)
+        flat, unravel = jax.flatten_util.ravel_pytree(vector)
+        expected, _ = filter_hessian(error, in_axes=0, flat=True)(model, x, y)
+        hvp = filter_hvp(error, in_axes=0, microbatch_size=BLOCK)
+        close(hvp(model, vector, x, y), unravel(expected @ flat))
+        whole = filter_hvp(mean_of(error), checkpoint=True)
+        close(whole(model, vector, x, y), unravel(expected @ flat))
+        total = filter_hvp(error, in_axes=0, accumulator=Sum())
+        close(total(model, vector, x, y), unravel(len(x) * expected @ flat))
+
+    def test_many_vectors(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        matrix, unravel = filter_hessian(error, in_axes=0, flat=True)(model, x, y)
+        hvp = filter_hvp(error, in_axes=0, microbatch_size=2)
+        columns = jax.vmap(lambda v: hvp(model, unravel(v), x, y))(jnp.eye(13))
+        close(columns, unravel(matrix))
+
+    def test_hvp_of_a_part(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        where = lambda model: model.layers[-1]
+        settings = {"in_axes": 0, "where": where}
+        matrix, unravel = filter_hessian(error, flat=True, **settings)(model, x, y)
+        vector = jnp.arange(4.0)
+        got = filter_hvp(error, **settings)(model, unravel(vector), x, y)
+        close(got, unravel(matrix @ vector))
+
+    @pytest.mark.parametrize(
+        ("method", "num_outputs"), (*((method, 3) for method in METHODS), ("sites", 1))
+    )
+    def test_ggn(self, method, num_outputs, getkey):
+        model = eqx.nn.MLP(2, num_outputs, 4, 1, jnp.tanh, key=getkey())
+        x, _ = batch(getkey(), 7)
+        labels = jr.randint(getkey(), (7,), 0, num_outputs)
+        apply = lambda model, x, label: {"logits": model(x), "none": None}
+
+        def loss(out, x, label):
+            terms = jnp.sum(jnp.sin(out["logits"]) ** 2)
+            return terms - jax.nn.log_softmax(out["logits"])[label]
+
+        diff, static = eqx.partition(model, eqx.is_inexact_array)
+        flat, unravel = jax.flatten_util.ravel_pytree(diff)
+
+        def one(x, label):
+            out = lambda p: eqx.combine(unravel(p), static)(x)
+            J = jax.jacrev(out)(flat)
+            H = jax.hessian(lambda out: loss({"logits": out}, x, label))(out(flat))
+            return J.T @ H @ J
+
+        expected = jax.jit(lambda x, y: jnp.mean(jax.vmap(one)(x, y), 0))(x, labels)
+        ggn = filter_ggn(
+            apply, loss, in_axes=0, flat=True, method=method, microbatch_size=3
+        )
+        got = np.asarray(ggn(model, x, labels)[0])
+        close(got, expected)
+        np.testing.assert_array_equal(got, got.T)
+        tree = filter_ggn(apply, loss, in_axes=0, method=method)(model, x, labels)
+        close(tree, hessian_to_pytree(expected, model))
+        product = filter_ggnvp(apply, loss, in_axes=0, microbatch_size=3)
+        vector = jnp.sin(jnp.arange(flat.size))
+        got = product(model, unravel(vector), x, labels)
+        close(got, unravel(expected @ vector))
+
+    @pytest.mark.parametrize("method", CHOICES)
+    def test_ggn_of_many_outputs(self, method, getkey):
+        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (50,))
+        curve = lambda w, x: w[0] * jnp.exp(-(w[1] ** 2) * x) + w[2]
+        loss = lambda out, x: jnp.sum((out - x) ** 2) / 2
+        J = np.asarray(jax.jit(jax.jacfwd(curve))(w, x))
+        for size in (1, None):
+            ggn = filter_ggn(curve, loss, method=method, block_size=size)
+            close(ggn(w, x), J.T @ J)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_ggn_of_complex_outputs(self, method, getkey):
+        w, x = jr.normal(getkey(), (2, 3)), jr.normal(getkey(), (4, 3))
+
+        def model(w, x):
+            z = lax.complex(w[0] @ x, jnp.tanh(w[1] @ x))
+            return {"z": z, "abs": jnp.abs(z)}
+
+        loss = lambda out, x: jnp.abs(out["z"] ** 2 + 1j) ** 2 * out["abs"]
+
+        def parts(w, x):
+            z = model(w, x)["z"]
+            return jnp.stack([jnp.real(z), jnp.imag(z), jnp.abs(z)])
+
+        def matrix(x):
+            of_parts = lambda p: loss({"z": lax.complex(*p[:2]), "abs": p[2]}, x)
+            jacobian = jax.jacrev(parts)(w, x).reshape(3, -1)
+            curve = jax.hessian(of_parts)(parts(w, x))
+            return jacobian.T @ curve @ jacobian
+
+        expected = jax.jit(lambda x: jnp.mean(jax.vmap(matrix)(x), 0))(x)
+        ggn = filter_ggn(model, loss, in_axes=0, flat=True, method=method)
+        close(ggn(w, x)[0], expected)
+        vector = jr.normal(getkey(), w.shape)
+        got = filter_ggnvp(model, loss, in_axes=0)(w, vector, x)
+        close(got.reshape(-1), expected @ vector.reshape(-1))
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_ggn_with_weights(self, method, getkey):
+        w, x = jr.normal(getkey(), (2, 3)), jr.normal(getkey(), (4, 3))
+        model = lambda w, x: jnp.tanh(w @ x)
+        loss = lambda out, x: jnp.sum(jnp.sin(out))
+        weights = jnp.arange(4.0)
+        one = jax.vmap(filter_ggn(model, loss, method="products"), (None, 0))
+        expected = jnp.tensordot(weights, one(w, x), 1)
+        for accumulator, total in ((Sum(weights), 1), (Mean(weights), 6)):
+            ggn = filter_ggn(
+                model, loss, in_axes=0, method=method, accumulator=accumulator
+            )
+            close(ggn(w, x), expected / total)
+
+    def test_ggn_is_the_hessian_of_linear_models(self, getkey):
+        model, (x, _) = eqx.nn.Linear(2, 3, key=getkey()), batch(getkey(), 6)
+        labels = jr.randint(getkey(), (6,), 0, 3)
+        apply = lambda model, x, label: model(x)
+        cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+        loss = lambda out, x, label: cross_entropy(out, label)
+        whole = lambda model, x, label: cross_entropy(model(x), label)
+        ggn, _ = filter_ggn(apply, loss, in_axes=0, flat=True)(model, x, labels)
+        hessian, _ = filter_hessian(whole, in_axes=0, flat=True)(model, x, labels)
+        close(ggn, hessian)
+        assert np.linalg.eigvalsh(ggn).min() > -1e-12
+
+    def test_products_trace_nothing_the_second_time(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 7)
+        vector = eqx.filter(model, eqx.is_inexact_array)
+        fun = CountTraces(error)
+        hvp = filter_hvp(fun, in_axes=0, microbatch_size=3)
+        hvp(model, vector, x, y)
+        num = fun.num
+        hvp(model, jax.tree.map(lambda x: 2 * x, vector), x, y)
+        assert fun.num == num
+
+    def test_newton_finds_the_minimum(self, getkey):
+        # One step, as the loss is a quadratic form.
+        x, y = jr.normal(getkey(), (9, 4)), jr.normal(getkey(), (9,))
+        loss = lambda w, x, y: (jnp.dot(w, x) - y) ** 2
+        w = jnp.zeros(4)
+        step = jnp.linalg.solve(
+            filter_hessian(loss, in_axes=0)(w, x, y),
+            filter_micro_grad(loss)(w, x, y),
+        )
+        np.testing.assert_allclose(w - step, np.linalg.lstsq(x, y)[0], rtol=1e-9)
+
+
+class TestBadInput:
+    def hessian(self, fun, *args, **settings):
+        return filter_hessian(fun, **settings)(*args)
+
+    def test_values(self, getkey):
+        w, x = jnp.ones(3), jnp.ones((2, 3))
+        for value in (
+            lambda w: w,
+            lambda w: "no",
+            lambda w: jnp.sum(w).astype(complex),
+        ):
+            with pytest.raises(ValueError, match="real floating-point scalar"):
+                self.hessian(value, w)
+        with pytest.raises(ValueError, match="real floating-point scalar"):
+            self.hessian(lambda w, x: w, w, x, in_axes=0)
+        with pytest.raises(ValueError, match="complex scalar"):
+            self.hessian(lambda z: jnp.abs(z[0]), w.astype(complex), holomorphic=True)
+        with pytest.raises(ValueError, match=r"pair `\(value, aux\)`"):
+            self.hessian(jnp.sum, w, has_aux=True)
+        with pytest.raises(ValueError, match="real floating-point scalar"):
+            filter_ggn(lambda w: w, lambda out: out)(w)
+        with pytest.raises(ValueError, match="arrays of an inexact dtype"):
+            filter_ggn(lambda w: {"a": w, "b": "no"}, lambda out: jnp.sum(out["a"]))(w)
+
+    def test_parameters(self):
+        total = lambda w: jnp.array(1.0)
+        for empty in (
+            {},
+            None,
+            jnp.arange(3),
+            {"name": "relu", "steps": jnp.arange(2)},
+        ):
+            with pytest.raises(ValueError, match="nothing to differentiate"):
+                self.hessian(total, empty)
+        with pytest.raises(ValueError, match="leave no parameters"):
+            self.hessian(total, {"a": jnp.ones(2)}, filter_spec=False)
+        with pytest.raises(ValueError, match="comes first, by position"):
+            filter_hessian(total)(w=jnp.ones(2))
+        with pytest.raises(TypeError, match=r"holomorphic=True.*all.*must be complex"):
+            self.hessian(total, jnp.ones(2), holomorphic=True)
+        with pytest.raises(TypeError, match="real and imaginary parts"):
+            self.hessian(total, jnp.ones(2, complex))
+
+    def test_settings(self, unchecked):
+        with pytest.raises(ValueError, match="Give one of them"):
+            filter_hessian(jnp.sum, block_size=2, num_blocks=2)
+        for name in ("block_size", "num_blocks"):
+            with pytest.raises(ValueError, match=f"`{name}` must be at least 1; got 0"):
+                filter_hessian(jnp.sum, **{name: 0})
+            with pytest.raises(TypeError, match=f"`{name}` must be an int"):
+                filter_hessian(jnp.sum, **{name: 1.5})
+        with pytest.raises(TypeError, match="Give the `MemoryBudget` as `block_size`"):
+            filter_hessian(jnp.sum, num_blocks=MemoryBudget())
+        with pytest.raises(ValueError, match="`method` must be one of"):
+            filter_hessian(jnp.sum, method="magic")
+        with pytest.raises(ValueError, match="`mode` must be one of"):
+            filter_hessian(jnp.sum, mode="sideways")
+        with pytest.raises(ValueError, match="`mode` must be one of"):
+            filter_hvp(jnp.sum, mode="sideways")
+        with pytest.raises(ValueError, match="forward mode; got `mode='rev'`"):
+            filter_hessian(jnp.sum, method="sites", mode="rev")
+        for transform in (filter_hessian, filter_hvp):
+            with pytest.raises(ValueError, match="`microbatch_size` is about a batch"):
+                transform(jnp.sum, microbatch_size=2)
+            with pytest.raises(TypeError, match="must be a Sum or a Mean"):
+                transform(jnp.sum, accumulator=Variance())
+        for transform in (filter_ggn, filter_ggnvp):
+            with pytest.raises(TypeError, match="`loss` must be a function"):
+                transform(jnp.sum, None)
+        with pytest.raises(TypeError, match="`fun` must be callable"):
+            filter_hessian(3)
+
+    def test_batches(self):
+        loss = lambda w, x, y: jnp.sum(w * x) * y
+        w, x, y = jnp.ones(3), jnp.ones((4, 3)), jnp.ones(5)
+        with pytest.raises(ValueError, match="agree on the number of examples"):
+            self.hessian(loss, w, x, y, in_axes=0)
+        with pytest.raises(ValueError, match="must have 2 entries"):
+            self.hessian(loss, w, x, y, in_axes=(0,))
+        with pytest.raises(ValueError, match="first argument is the one"):
+            self.hessian(loss, w, x, y, in_axes={"w": 0})
+        weights = Sum(weights=jnp.ones(3))
+        with pytest.raises(ValueError, match="weights"):
+            self.hessian(loss, w, x, y[:4], in_axes=0, accumulator=weights)
+
+    def test_vectors(self):
+        hvp = filter_hvp(lambda w, x: jnp.sum(w["a"] * x) ** 2)
+        w, x = {"a": jnp.ones(3)}, jnp.ones(3)
+        for vector in ({"b": jnp.ones(3)}, {"a": jnp.ones(2)}, {"a": 1.0}, None):
+            with pytest.raises(ValueError, match="what is differentiated"):
+                hvp(w, vector, x)
+        with pytest.raises(ValueError, match="got 1 positional"):
+            hvp(w)
+
+    def test_budget_that_is_too_small(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        hessian = filter_hessian(mean_of(error), block_size=MemoryBudget(100))
+        with pytest.raises(ValueError, match="memory budget of 100 bytes is too small"):
+            hessian(model, x, y)
+
+    def test_hessian_to_pytree(self):
+        x = {"a": jnp.ones((2, 2)), "b": jnp.ones(3), "name": "x"}
+        with pytest.raises(ValueError, match=r"shape \(7, 7\).*got \(4, 4\)"):
+            hessian_to_pytree(jnp.eye(4), x)
+        with pytest.raises(ValueError, match=r"shape \(7, 7\).*got \(7, 4\)"):
+            hessian_to_pytree(jnp.ones((7, 4)), x)
+        with pytest.raises(ValueError, match="no arrays of an inexact dtype"):
+            hessian_to_pytree(jnp.eye(3), jnp.arange(3))

@@ -1,0 +1,437 @@
+"""Hessians, their parts, and Gauss-Newton matrices against what JAX says of them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from jax import lax
+
+from eqxbatch import (
+    filter_hessian,
+    filter_hessian_blocks,
+    filter_hessian_diagonal,
+    filter_hvp,
+    hessian_to_pytree,
+    Mean,
+    Sum,
+)
+from ..helpers import assert_same, BLOCK, normal, TOTALS
+from ..layers import LAYERS, random_network
+from .oracle import (
+    batch,
+    CHOICES,
+    close,
+    compare,
+    count,
+    dense,
+    error,
+    matrix_of,
+    mean_of,
+    METHODS,
+    network,
+    of_each,
+)
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("x64")
+class TestTruth:
+    @pytest.mark.parametrize(
+        ("method", "total"),
+        (*(("sites", total) for total in TOTALS), ("products", 5), ("products", 13)),
+    )
+    def test_any_number_of_examples(self, method, total, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), max(TOTALS))
+        each = jax.device_get(of_each(model, x, y))
+        expected = jax.tree.map(lambda x: np.mean(x[:total], 0), each)
+        x, y = [jnp.asarray(np.asarray(a)[:total]) for a in (x, y)]
+        hessian = filter_hessian(error, in_axes=0, microbatch_size=BLOCK, method=method)
+        close(hessian(model, x, y), expected)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_no_examples(self, method, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 0)
+        settings = {"in_axes": 0, "method": method, "flat": True}
+        total, _ = filter_hessian(error, accumulator=Sum(), **settings)(model, x, y)
+        np.testing.assert_array_equal(total, np.zeros_like(total))
+        mean, _ = filter_hessian(error, **settings)(model, x, y)
+        assert np.isnan(mean).all()
+
+    @pytest.mark.parametrize(
+        ("method", "size"),
+        (*(("products", size) for size in (1, 4, 12, 13, 14, None)), ("sites", 4)),
+    )
+    def test_any_number_of_columns(self, method, size, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        assert count(model) == 13
+        expected = dense(error, model, x, y)
+        settings = {"block_size": size, "method": method}
+        close(filter_hessian(mean_of(error), **settings)(model, x, y), expected)
+        if size in (4, 14):
+            hessian = filter_hessian(error, in_axes=0, **settings)
+            close(hessian(model, x, y), expected)
+
+    @pytest.mark.parametrize("num", (1, 3, 100))
+    def test_number_of_blocks(self, num, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        hessian = filter_hessian(mean_of(error), num_blocks=num)
+        close(hessian(model, x, y), dense(error, model, x, y))
+
+    @pytest.mark.parametrize("name", LAYERS)
+    def test_layer(self, name):
+        compare(LAYERS[name]())
+
+    def test_random_network(self):
+        compare(random_network(jr.key(0)))
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_rosenbrock(self, method):
+        def rosenbrock(x):
+            return jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
+
+        # The second derivatives of the function as they are written in textbooks.
+        x = np.linspace(-1.2, 1.0, 7)
+        expected = np.diag([*(1200 * x[:-1] ** 2 - 400 * x[1:] + 2), 0.0])
+        expected += np.diag([0.0, *([200.0] * 6)])
+        expected += np.diag(-400 * x[:-1], 1) + np.diag(-400 * x[:-1], -1)
+        got = filter_hessian(rosenbrock, method=method, block_size=3)(jnp.asarray(x))
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+        diagonal = filter_hessian_diagonal(rosenbrock, method=method)(jnp.asarray(x))
+        np.testing.assert_allclose(diagonal, np.diag(expected), rtol=1e-12)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_quadratic_form(self, method, getkey):
+        matrix = jr.normal(getkey(), (6, 6))
+        x = {"a": jr.normal(getkey(), (2, 2)), "b": jr.normal(getkey(), (2,))}
+
+        def form(x):
+            flat = jnp.concatenate([x["a"].reshape(-1), x["b"]])
+            return flat @ matrix @ flat
+
+        got, _ = filter_hessian(form, flat=True, method=method)(x)
+        np.testing.assert_allclose(got, matrix + matrix.T, rtol=1e-12)
+
+    def test_linear_function_has_none(self, getkey):
+        x = jr.normal(getkey(), (3,))
+        for method in METHODS:
+            got = filter_hessian(lambda w, x: jnp.sum(w * x), method=method)(x, x)
+            np.testing.assert_array_equal(got, np.zeros((3, 3)))
+
+    @pytest.mark.parametrize(
+        ("method", "activation"),
+        (
+            *(("sites", function) for function in (jax.nn.relu, jax.nn.gelu)),
+            *(("products", function) for function in (jax.nn.relu, jnp.tanh)),
+            ("auto", jax.nn.gelu),
+        ),
+    )
+    def test_activations(self, method, activation, getkey):
+        # Also where the derivative of relu is a matter of convention.
+        model = network(getkey(), activation=activation)
+        x, y = batch(getkey(), 5)
+        x = x.at[0].set(0.0)
+        model = eqx.tree_at(
+            lambda m: m.layers[0].bias, model, jnp.zeros(3), is_leaf=lambda x: x is None
+        )
+        expected = dense(error, model, x, y)
+        close(filter_hessian(error, in_axes=0, method=method)(model, x, y), expected)
+
+
+@pytest.mark.usefixtures("x64")
+class TestParameters:
+    def test_products_of_parameters(self, getkey):
+        model = {
+            "left": jr.normal(getkey(), (4, 2)),
+            "right": jr.normal(getkey(), (2, 3)),
+            "square": jr.normal(getkey(), (3, 3)),
+            "scale": jnp.array(1.5),
+        }
+
+        def loss(model, x):
+            weight = model["left"] @ model["right"] * model["scale"]
+            out = jnp.tanh(weight @ (model["square"] @ model["square"].T @ x))
+            return jnp.sum(out**2)
+
+        x = jr.normal(getkey(), (5, 3))
+        expected = dense(loss, model, x)
+        for method in CHOICES:
+            close(filter_hessian(loss, in_axes=0, method=method)(model, x), expected)
+
+    def test_mixed_ways(self, getkey):
+        # Its first array has no rule, its second has one, and its third is not used.
+        model = {"a": jr.normal(getkey(), (3,)), "b": jr.normal(getkey(), (4, 3))}
+        model["c"] = jnp.zeros(2)
+
+        def loss(model, x):
+            return jnp.sum(jnp.tanh(model["b"] @ (jnp.sin(model["a"]) * x)) ** 2)
+
+        x = jr.normal(getkey(), (5, 3))
+        expected = dense(loss, model, x)
+        for method in METHODS:
+            hessian = filter_hessian(loss, in_axes=0, method=method, block_size=2)
+            close(hessian(model, x), expected)
+
+    def test_weights_are_shared(self, getkey):
+        cell, x = eqx.nn.Linear(3, 3, key=getkey()), jr.normal(getkey(), (4, 3))
+
+        def loss(cell, x):
+            for _ in range(3):
+                x = jnp.tanh(cell(x))
+            return jnp.sum(x**2)
+
+        expected = dense(loss, cell, x)
+        for method in CHOICES:
+            got = filter_hessian(loss, in_axes=0, method=method)(cell, x)
+            close(got, expected)
+            diagonal = filter_hessian_diagonal(loss, in_axes=0, method=method)(cell, x)
+            close(diagonal.bias, jnp.diagonal(expected.bias.bias))
+
+    def test_where(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        last = lambda model: model.layers[-1]
+        full = dense(error, model, x, y)
+        for method in METHODS:
+            hessian = filter_hessian(error, in_axes=0, where=last, method=method)
+            got = hessian(model, x, y)
+            assert got.layers[0].weight is None
+            own = last(last(full).weight).bias
+            np.testing.assert_allclose(last(last(got).weight).bias, own, rtol=1e-9)
+            matrix, unravel = filter_hessian(
+                error, in_axes=0, where=last, method=method, flat=True
+            )(model, x, y)
+            assert matrix.shape == (4, 4)
+            assert unravel(matrix[0]).layers[0].weight is None
+
+    def test_filter_spec(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        spec = jtu.tree_map(lambda x: eqx.is_array(x) and x.ndim == 1, model)
+        got, unravel = filter_hessian(error, in_axes=0, filter_spec=spec, flat=True)(
+            model, x, y
+        )
+        biases = [layer.bias for layer in model.layers]
+
+        def loss(biases):
+            where = lambda m: [layer.bias for layer in m.layers]
+            return mean_of(error)(eqx.tree_at(where, model, biases), x, y)
+
+        expected = matrix_of(jax.jit(jax.hessian(loss))(biases))
+        np.testing.assert_allclose(got, expected, atol=1e-9)
+        assert unravel(got[0]).layers[0].weight is None
+
+    def test_what_is_not_differentiated(self, getkey):
+        model = {
+            "w": jr.normal(getkey(), (3,)),
+            "steps": jnp.arange(3),
+            "name": "tanh",
+            "nothing": None,
+            "number": 2.0,
+            "fun": jnp.tanh,
+        }
+
+        def loss(model, x):
+            out = model["fun"](model["w"] * x * model["number"])
+            return jnp.sum(out[model["steps"]])
+
+        x = jr.normal(getkey(), (5, 3))
+        hessian = filter_hessian(loss, in_axes=0)(model, x)
+        assert [key for key, value in hessian.items() if value is not None] == ["w"]
+        plain = lambda w: mean_of(loss)({**model, "w": w}, x)
+        close(hessian["w"]["w"], jax.jit(jax.hessian(plain))(model["w"]))
+
+    def test_empty_array(self, getkey):
+        model = {"a": jnp.zeros((0, 2)), "b": jr.normal(getkey(), (2,))}
+        loss = lambda model, x: jnp.sum(model["a"] @ x) + jnp.sum(model["b"] * x) ** 2
+        x = jr.normal(getkey(), (3, 2))
+        expected = dense(loss, model, x)
+        for method in METHODS:
+            close(filter_hessian(loss, in_axes=0, method=method)(model, x), expected)
+
+    def test_holomorphic(self, getkey):
+        z = {"a": normal(getkey(), (3,), jnp.complex128), "b": jnp.array(1 + 2j)}
+        fun = lambda z: jnp.sum(jnp.sin(z["a"]) * z["a"][::-1] ** 2) * z["b"] ** 3
+        expected = jax.jit(jax.hessian(fun, holomorphic=True))(z)
+        close(filter_hessian(fun, holomorphic=True, block_size=2)(z), expected)
+
+    def test_complex_function_of_real_parts(self, getkey):
+        parts = {"re": jr.normal(getkey(), (3,)), "im": jr.normal(getkey(), (3,))}
+        fun = lambda p: jnp.sum(jnp.abs(jnp.sin(lax.complex(p["re"], p["im"]))) ** 2)
+        expected = jax.jit(jax.hessian(fun))(parts)
+        for method in CHOICES:
+            close(filter_hessian(fun, method=method)(parts), expected)
+
+
+class TestTypes:
+    @pytest.mark.parametrize("method", CHOICES)
+    def test_bfloat16(self, method, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 64)
+        expected, _ = filter_hessian(error, in_axes=0, flat=True)(model, x, y)
+        half = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
+        model, x, y = jax.tree.map(half, (model, x, y))
+        hessian = filter_hessian(
+            error, in_axes=0, flat=True, method=method, microbatch_size=5
+        )
+        got, _ = hessian(model, x, y)
+        assert got.dtype == jnp.bfloat16
+        scale = np.max(np.abs(expected))
+        got = np.asarray(got.astype(jnp.float32))
+        np.testing.assert_allclose(got, expected, atol=0.1 * scale)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_mixed(self, method, getkey, x64):
+        model = {
+            "a": jr.normal(getkey(), (3,), jnp.float32),
+            "b": jr.normal(getkey(), (3,), jnp.float64),
+        }
+
+        def loss(model, x):
+            a = model["a"].astype(jnp.float64)
+            return jnp.sum(jnp.tanh(a * x) * model["b"] ** 2)
+
+        x = jr.normal(getkey(), (4, 3))
+        got = filter_hessian(loss, in_axes=0, method=method)(model, x)
+        # JAX itself promotes there.
+        with jax.numpy_dtype_promotion("standard"):
+            expected = dense(loss, model, x)
+        close(got, expected, tol=1e-5)
+        matrix, unravel = filter_hessian(loss, in_axes=0, flat=True)(model, x)
+        assert matrix.dtype == jnp.float64
+        assert unravel(matrix[0])["a"].dtype == jnp.float32
+
+
+class TestResults:
+    @pytest.mark.parametrize("method", METHODS)
+    def test_exactly_symmetric(self, method, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        matrix, _ = filter_hessian(error, in_axes=0, method=method, flat=True)(
+            model, x, y
+        )
+        np.testing.assert_array_equal(matrix, matrix.T)
+        tree = filter_hessian(error, in_axes=0, method=method)(model, x, y)
+        np.testing.assert_array_equal(matrix, matrix_of(tree))
+        assert_same(hessian_to_pytree(matrix, model), tree)
+
+    def test_unravel_is_that_of_jax(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        diff = eqx.filter(model, eqx.is_inexact_array)
+        _, unravel = filter_hessian(error, in_axes=0, flat=True)(model, x, y)
+        flat, theirs = jax.flatten_util.ravel_pytree(diff)
+        assert_same(unravel(flat), theirs(flat))
+        several = unravel(jnp.stack([flat, 2 * flat]))
+        assert_same(jax.tree.map(lambda x: x[1], several), theirs(2 * flat))
+        with pytest.raises(ValueError, match="13 entries"):
+            unravel(flat[1:])
+
+    def test_blocks_of_layers(self, getkey, x64):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        full = dense(error, model, x, y)
+        settings = {"in_axes": 0, "is_block": lambda x: isinstance(x, eqx.nn.Linear)}
+        blocks = filter_hessian_blocks(error, **settings)(model, x, y)
+        flat = filter_hessian_blocks(error, flat=True, **settings)(model, x, y)
+        for i, block in enumerate(blocks.layers):
+            expected = full.layers[i].weight.layers[i]
+            close(block.weight, expected)
+            close(block.bias.weight, full.layers[i].bias.layers[i].weight)
+            matrix, unravel = flat.layers[i]
+            close(matrix, matrix_of(block))
+            assert unravel(matrix[0]).weight.shape == model.layers[i].weight.shape
+
+    @pytest.mark.parametrize("method", ("sites", "products"))
+    def test_blocks_without_parameters(self, method, getkey, x64):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        last = lambda model: model.layers[-1]
+        settings = {"in_axes": 0, "where": last, "method": method}
+        settings["is_block"] = lambda x: isinstance(x, eqx.nn.Linear)
+        expected, _ = filter_hessian(error, in_axes=0, where=last, flat=True)(
+            model, x, y
+        )
+        blocks = filter_hessian_blocks(error, flat=True, **settings)(model, x, y)
+        assert blocks.layers[0] is None
+        matrix, unravel = blocks.layers[1]
+        close(matrix, expected)
+        assert unravel(matrix[0]).weight.shape == (1, 3)
+        blocks = filter_hessian_blocks(error, **settings)(model, x, y)
+        assert not jtu.tree_leaves(blocks.layers[0])
+        assert isinstance(blocks.layers[0], eqx.nn.Linear)
+        assert blocks.layers[1].weight.bias.shape == (1, 3, 1)
+
+    def test_flat_diagonal(self, getkey, x64):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        matrix, _ = filter_hessian(error, in_axes=0, flat=True)(model, x, y)
+        vector, unravel = filter_hessian_diagonal(error, in_axes=0, flat=True)(
+            model, x, y
+        )
+        close(vector, jnp.diagonal(matrix))
+        tree = filter_hessian_diagonal(error, in_axes=0)(model, x, y)
+        close(jtu.tree_leaves(unravel(vector)), jtu.tree_leaves(tree))
+
+    @pytest.mark.parametrize("method", CHOICES)
+    def test_sum_and_weights(self, method, getkey, x64):
+        model, (x, y) = network(getkey()), batch(getkey(), 7)
+        weights = jnp.arange(7.0)
+        settings = {"in_axes": 0, "microbatch_size": 3, "method": method}
+
+        def total(model, x, y):
+            return jnp.sum(weights * jax.vmap(error, (None, 0, 0))(model, x, y))
+
+        expected = eqx.filter_jit(eqx.filter_hessian(total))(model, x, y)
+        got = filter_hessian(error, accumulator=Sum(weights=weights), **settings)
+        close(got(model, x, y), expected)
+        got = filter_hessian(error, accumulator=Mean(weights=weights), **settings)
+        mean = jax.tree.map(lambda x: np.asarray(x) / np.sum(weights), expected)
+        close(got(model, x, y), mean)
+
+    def test_aux(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 7)
+
+        def loss(model, x, y):
+            out = model(x)
+            return (out - y) ** 2, {"out": out, "name": "mlp"}
+
+        settings = {"has_aux": True, "in_axes": 0, "microbatch_size": 3}
+        outs = jax.jit(jax.vmap(model))(x)
+        truth = dense(error, model, x, y)
+        hessian, aux = filter_hessian(loss, **settings)(model, x, y)
+        close(hessian, truth, tol=1e-4)
+        assert_same(aux, {"out": outs, "name": "mlp"})
+        matrix = matrix_of(truth)
+        flat = lambda tree: np.concatenate(
+            [np.ravel(leaf) for leaf in jtu.tree_leaves(tree)]
+        )
+        diagonal, aux = filter_hessian_diagonal(loss, **settings)(model, x, y)
+        close(flat(diagonal), np.diagonal(matrix), tol=1e-4)
+        assert_same(aux, {"out": outs, "name": "mlp"})
+        vector = eqx.filter(model, eqx.is_inexact_array)
+        product, aux = filter_hvp(loss, **settings)(model, vector, x, y)
+        close(flat(product), matrix @ flat(vector), tol=1e-4)
+        assert_same(aux, {"out": outs, "name": "mlp"})
+        whole = lambda model, x, y: (mean_of(error)(model, x, y), x.shape)
+        (matrix, _), shape = filter_hessian(whole, has_aux=True, flat=True)(model, x, y)
+        assert matrix.shape == (13, 13)
+        assert shape == (7, 2)
+
+    def test_batch_axes(self, getkey, x64):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        expected = dense(error, model, x, y)
+        fun = lambda model, x, *, y: error(model, x, y)
+        close(filter_hessian(fun, in_axes=1)(model, x.T, y=y), expected)
+        close(filter_hessian(fun, in_axes={"x": -1})(model, x.T, y=y), expected)
+        scaled = lambda model, x, y, scale: scale * error(model, x, y)
+        got = filter_hessian(scaled, in_axes=(0, 0, None))(model, x, y, jnp.array(2.0))
+        close(got, jax.tree.map(lambda x: 2 * np.asarray(x), expected))
+
+
+@pytest.mark.usefixtures("x64")
+def test_scaled_parameters(getkey):
+    """As in the NTK parameterisation, by different numbers."""
+
+    def loss(parameters, x, y):
+        first, second = parameters
+        return (jnp.dot(3.0 * second, jnp.tanh((0.5 * first) @ x)) - y) ** 2
+
+    parameters = jr.normal(getkey(), (3, 2)), jr.normal(getkey(), (3,))
+    x, y = batch(getkey(), 5)
+    got = filter_hessian(loss, in_axes=0, method="sites")(parameters, x, y)
+    close(got, dense(loss, parameters, x, y))

@@ -1,0 +1,437 @@
+"""How Hessians are used: within other transforms, without forward mode, in memory."""
+
+import functools
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import eqxbatch
+from eqxbatch import (
+    filter_ggn,
+    filter_ggnvp,
+    filter_hessian,
+    filter_hessian_diagonal,
+    filter_hvp,
+    MemoryBudget,
+    Sum,
+)
+from ..helpers import assert_same, CountTraces, memory
+from .oracle import (
+    batch,
+    CHOICES,
+    close,
+    dense,
+    error,
+    FAILURES,
+    grad_of_trace,
+    mean_of,
+    METHODS,
+    network,
+    only_backwards,
+)
+
+
+class TestUse:
+    def test_decorators_and_methods(self, getkey):
+        class Model(eqx.Module):
+            w: jax.Array
+
+            @filter_hessian
+            def loss(self, x):
+                return jnp.sum(jnp.sin(self.w) * x)
+
+            @filter_hessian(in_axes=0, flat=True)
+            def mean_loss(self, x):
+                return jnp.sum(jnp.sin(self.w) * x)
+
+        model, x = Model(jr.normal(getkey(), (3,))), jr.normal(getkey(), (3,))
+        expected = jnp.diag(-jnp.sin(model.w) * x)
+        assert_same(model.loss(x).w.w, expected)
+        assert_same(model.mean_loss(jnp.stack([x, x]))[0], expected)
+        assert Model.loss.__name__ == "loss"
+
+    def test_second_call_traces_nothing(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 7)
+        loss = CountTraces(error)
+        for transform in (filter_hessian, filter_hessian_diagonal):
+            hessian = transform(loss, in_axes=0, microbatch_size=3)
+            hessian(model, x, y)
+            num = loss.num
+            assert num > 0
+            hessian(jax.tree.map(lambda x: x, model), x + 1, y)
+            transform(loss, in_axes=0, microbatch_size=3)(model, x, y)
+            assert loss.num == num
+
+    def test_loss_is_traced_once(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 7)
+        loss = CountTraces(error)
+        filter_hessian(loss, in_axes=0, microbatch_size=3)(model, x, y)
+        assert loss.num == 1
+
+    def test_nested(self, getkey, x64):
+        x, y = batch(getkey(), 5)
+        models = eqx.filter_vmap(network)(jr.split(getkey(), 3))
+        hessian = filter_hessian(error, in_axes=0, microbatch_size=2)
+        truth = functools.partial(dense, error)
+        over = (eqx.if_array(0), None, None)
+        got = eqx.filter_jit(eqx.filter_vmap(hessian, in_axes=over))(models, x, y)
+        expected = eqx.filter_jit(eqx.filter_vmap(truth, in_axes=over))(models, x, y)
+        close(got, expected)
+
+    @pytest.mark.parametrize("method", ("sites", "products"))
+    def test_derivative(self, method, getkey, x64):
+        whole = functools.partial(dense, error)
+        model, (x, y) = network(getkey(), 2, 1), batch(getkey(), 3)
+        ours = filter_hessian(error, in_axes=0, microbatch_size=2, method=method)
+        close(grad_of_trace(ours, model, x, y), grad_of_trace(whole, model, x, y))
+
+    def test_closed_over_arrays_are_differentiated(self, getkey):
+        x, y = batch(getkey(), 5)
+        w = jr.normal(getkey(), (2,))
+
+        def curvature(scale):
+            loss = lambda w, x, y: scale * (jnp.dot(w, x) - y) ** 2
+            return jnp.trace(
+                filter_hessian(loss, in_axes=0, microbatch_size=2)(w, x, y)
+            )
+
+        expected = 2 * jnp.mean(jnp.sum(x**2, 1))
+        np.testing.assert_allclose(jax.grad(curvature)(3.0), expected, rtol=1e-5)
+
+    @pytest.mark.parametrize("method", ("sites", "products"))
+    def test_shard_map(self, method, getkey, x64):
+        mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+        model, (x, y) = network(getkey()), batch(getkey(), 8)
+        diff, static = eqx.partition(model, eqx.is_inexact_array)
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map, mesh=mesh, in_specs=(P(), P("i"), P("i")), out_specs=P()
+        )
+        def run(diff, x, y):
+            hessian = filter_hessian(
+                error, in_axes=0, accumulator=Sum(), method=method, microbatch_size=1
+            )
+            return hessian(eqx.combine(diff, static), x, y)
+
+        expected = dense(error, model, x, y)
+        got = jax.tree.map(lambda x: x / 8, run(diff, x, y))
+        close(jtu.tree_leaves(got), jtu.tree_leaves(expected))
+
+    def test_effects(self, getkey, capfd):
+        def loss(w, x):
+            jax.debug.print("seen")
+            return jnp.sum(jnp.sin(w) * x)
+
+        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (2, 3))
+        got = filter_hessian(loss, in_axes=0)(w, x)
+        jax.effects_barrier()
+        assert "seen" in capfd.readouterr().out
+        assert_same(got, jnp.diag(-jnp.sin(w) * jnp.mean(x, 0)))
+
+
+@pytest.mark.usefixtures("x64")
+class TestModes:
+    def test_functions_without_forward_mode(self, getkey):
+        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        loss = lambda w, x: jnp.sum(only_backwards(w * x))
+        expected = dense(lambda w, x: jnp.sum(jnp.sin(w * x)), w, x)
+        vector = jnp.arange(3.0)
+        with pytest.warns(UserWarning, match="no forward-mode derivative"):
+            close(filter_hessian(loss, in_axes=0)(w, x), expected)
+        with pytest.warns(UserWarning, match="no forward-mode derivative"):
+            got = filter_hvp(loss, in_axes=0)(w, vector, x)
+        close(got, expected @ vector)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            close(filter_hessian(loss, in_axes=0, mode="rev")(w, x), expected)
+            got = filter_hvp(loss, in_axes=0, mode="rev")(w, vector, x)
+            close(got, expected @ vector)
+            got = filter_hessian_diagonal(loss, in_axes=0, mode="rev")(w, x)
+            close(got, jnp.diagonal(expected))
+        for settings in ({"mode": "fwd"}, {"method": "sites"}):
+            with pytest.raises(TypeError, match="forward-mode"):
+                filter_hessian(loss, in_axes=0, **settings)(w, x)
+        with pytest.raises(TypeError, match="forward-mode"):
+            filter_hvp(loss, in_axes=0, mode="fwd")(w, vector, x)
+
+    def test_gauss_newton_without_forward_mode(self, getkey):
+        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        loss = lambda out, x: jnp.sum(out**2)
+        expected, _ = filter_ggn(
+            lambda w, x: jnp.sin(w * x), loss, in_axes=0, flat=True
+        )(w, x)
+        model = lambda w, x: only_backwards(w * x)
+        for method in METHODS:
+            ggn = filter_ggn(model, loss, in_axes=0, flat=True, method=method)
+            close(ggn(w, x)[0], expected)
+        vector = jnp.arange(3.0)
+        close(filter_ggnvp(model, loss, in_axes=0)(w, vector, x), expected @ vector)
+
+    def test_gauss_newton_of_a_loss_without_forward_mode(self, getkey):
+        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        model = lambda w, x: jnp.tanh(w * x)
+        expected, _ = filter_ggn(
+            model, lambda out, x: jnp.sum(jnp.sin(out)), in_axes=0, flat=True
+        )(w, x)
+        loss = lambda out, x: jnp.sum(only_backwards(out))
+        for method in ("sites", "products"):
+            ggn = filter_ggn(model, loss, in_axes=0, flat=True, method=method)
+            close(ggn(w, x)[0], expected)
+
+    def test_only_parameters_without_forward_mode_are_left_to_products(self, getkey):
+        w = {"a": jr.normal(getkey(), (3,)), "b": jr.normal(getkey(), (4, 3))}
+        x = jr.normal(getkey(), (5, 3))
+
+        def loss(fun):
+            return lambda w, x: jnp.sum(jnp.tanh(w["b"] @ x)) + jnp.sum(fun(w["a"]))
+
+        expected = dense(loss(jnp.sin), w, x)
+        with pytest.warns(UserWarning, match="no forward-mode derivative"):
+            got = filter_hessian(loss(only_backwards), in_axes=0, method="sites")(w, x)
+        close(got, expected)
+
+    @pytest.mark.parametrize("error", FAILURES)
+    @pytest.mark.parametrize(
+        "place",
+        (
+            "_transforms.curvature.replaced",
+            "_transforms.curvature.weighted_sum",
+            "_transforms.products.grouped",
+            "_sites.curvature.contract",
+            "_sites.curvature.contract_cost",
+            "_sites.gauss_newton.operand_term",
+        ),
+    )
+    def test_no_failure_is_taken_for_a_missing_mode(self, place, error, monkeypatch):
+        def fail(*args, **kwargs):
+            raise error("on purpose")
+
+        monkeypatch.setattr(f"eqxbatch.{place}", fail)
+        model, (x, y) = network(jr.key(0)), batch(jr.key(1), 5)
+        is_ggn = "gauss_newton" in place
+        loss = lambda model, x, y: error_of(model(x), x, y)
+        error_of = lambda out, x, y: (out - y) ** 2
+        of_products = "_sites" not in place
+        settings = {"in_axes": 0, "method": "products" if of_products else "auto"}
+        if is_ggn:
+            run = filter_ggn(lambda model, x, y: model(x), error_of, **settings)
+        else:
+            run = filter_hessian(loss, **settings)
+        with pytest.raises(error, match="on purpose"):
+            run(model, x, y)
+
+    def test_reverse_mode_of_networks(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        expected = dense(error, model, x, y)
+        for mode in ("fwd", "rev"):
+            hessian = filter_hessian(error, in_axes=0, mode=mode, block_size=4)
+            close(hessian(model, x, y), expected)
+
+    def test_custom_derivatives_are_kept(self, getkey):
+        @jax.custom_jvp
+        def odd(x):
+            return jnp.sin(x)
+
+        # Not what the body says: it is the rule that counts.
+        @odd.defjvp
+        def _(primals, tangents):
+            (x,), (dx,) = primals, tangents
+            return odd(x), 3 * x * dx
+
+        @jax.custom_vjp
+        def strange(x):
+            return jnp.sin(x)
+
+        strange.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * x**2,))
+
+        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        for fun in (odd, strange):
+            # Of elementwise functions, so that what they say is symmetric at least.
+            loss = lambda w, x: jnp.sum(fun(w * x))
+            expected = dense(loss, w, x)
+            for method in CHOICES:
+                got = filter_hessian(loss, in_axes=0, method=method)(w, x)
+                close(got, expected)
+
+    def test_checkpoint(self, getkey):
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        expected = dense(error, model, x, y)
+        settings = {"checkpoint": True, "block_size": 3}
+        for method in METHODS:
+            hessian = filter_hessian(error, in_axes=0, method=method, **settings)
+            close(hessian(model, x, y), expected)
+        hessian = filter_hessian(mean_of(error), method="products", **settings)
+        close(hessian(model, x, y), expected)
+
+
+class TestMemory:
+    def of(self, num, static, loss=error, **settings):
+        settings = {"in_axes": 0, "flat": True, **settings}
+
+        def run(diff, x, y):
+            model = eqx.combine(diff, static)
+            return filter_hessian(loss, **settings)(model, x, y)[0]
+
+        return run
+
+    def model(self, getkey, width=16, depth=2):
+        model = network(getkey(), width, depth)
+        return eqx.partition(model, eqx.is_inexact_array)
+
+    @pytest.mark.parametrize("method", ("sites", "products"))
+    def test_flat_in_the_number_of_examples(self, method, getkey):
+        diff, static = self.model(getkey)
+        sizes = [
+            memory(
+                self.of(num, static, method=method, microbatch_size=16, block_size=8),
+                diff,
+                *batch(getkey(), num),
+            ).temp_size_in_bytes
+            for num in (64, 256)
+        ]
+        assert sizes[1] <= 1.02 * sizes[0]
+
+    def test_sites_take_blocks_of_examples_themselves(self, getkey):
+        diff, static = self.model(getkey)
+        sizes = [
+            memory(
+                self.of(num, static, method="sites"), diff, *batch(getkey(), num)
+            ).temp_size_in_bytes
+            for num in (4_096, 16_384)
+        ]
+        assert sizes[1] <= 1.1 * sizes[0]
+
+    def test_terms_of_few_pairs_are_there_at_once(self, getkey):
+        model = eqx.nn.MLP(32, "scalar", 32, 3, jnp.tanh, key=getkey())
+        diff, static = eqx.partition(model, eqx.is_inexact_array)
+        args = (diff, jr.normal(getkey(), (5, 32)), jr.normal(getkey(), (5,)))
+        result = memory(self.of(5, static, method="sites"), *args)
+        # With those of all pairs, it is as large as the matrix.
+        assert result.temp_size_in_bytes <= 0.7 * result.output_size_in_bytes
+
+    def test_flat_in_the_number_of_columns(self, getkey):
+        diff, static = self.model(getkey, depth=3)
+        args = (diff, *batch(getkey(), 256))
+        sizes = [
+            memory(
+                self.of(256, static, method="products", block_size=size), *args
+            ).temp_size_in_bytes
+            for size in (4, 32, None)
+        ]
+        assert 2 * sizes[0] < sizes[1]
+        assert 3 * sizes[1] < sizes[2]
+
+    def test_less_than_jax(self, getkey):
+        diff, static = self.model(getkey)
+        args = (diff, *batch(getkey(), 256))
+
+        def dense(diff, x, y):
+            loss = lambda diff: mean_of(error)(eqx.combine(diff, static), x, y)
+            return jax.hessian(loss)(diff)
+
+        theirs = memory(dense, *args).temp_size_in_bytes
+        for method, part in (("auto", 0.2), ("products", 1.0)):
+            ours = memory(self.of(256, static, method=method), *args).temp_size_in_bytes
+            assert ours <= part * theirs
+
+    def test_budget(self, getkey):
+        diff, static = self.model(getkey, width=8, depth=1)
+        args = (diff, *batch(getkey(), 1_024))
+        budget = MemoryBudget(200_000)
+        settings = {"microbatch_size": budget, "block_size": budget}
+        run = self.of(1_024, static, method="products", **settings)
+        run = jax.jit(run).lower(*args).compile()
+        stats = run.memory_analysis()
+        used = stats.temp_size_in_bytes + stats.output_size_in_bytes
+        assert 100_000 < used <= 200_000
+        expected = self.of(1_024, static, method="products")(*args)
+        assert_same(run(*args), expected, tol=1e-4)
+
+    def test_auto_takes_what_costs_less(self, getkey):
+        diff, static = self.model(getkey)
+        args = (diff, *batch(getkey(), 64))
+
+        def flops(method, loss, **settings):
+            run = self.of(64, static, loss, method=method, **settings)
+            analysis = jax.jit(run).lower(*args).compile().cost_analysis()
+            return analysis["flops"]
+
+        # Of one example at a time, what layers see has few entries.
+        ours = [flops(method, error) for method in METHODS]
+        assert ours[2] <= 1.01 * min(ours)
+        assert ours[0] < 0.7 * ours[1]
+        # Of all of them together, it has more than there are parameters.
+        ours = [flops(m, mean_of(error), in_axes=None) for m in ("products", "auto")]
+        assert ours[1] <= 1.01 * ours[0]
+
+
+class TestRangeOfFloat16:
+    """Sums over examples that float16 does not hold, of means that it does."""
+
+    @pytest.mark.parametrize("method", ("sites", "products"))
+    @pytest.mark.parametrize("weight", (None, 1e-9))
+    def test_hessian(self, method, weight):
+        w, x = jnp.ones(2, jnp.float16), jnp.array([[150.0, 1.0]] * 40, jnp.float16)
+        weights = None if weight is None else jnp.full(40, weight)
+        expected = np.array([[22500, 150], [150, 1]])
+        for size in (1, 7, None):
+            hessian = eqxbatch.filter_hessian(
+                lambda w, x: 0.5 * (w @ x - 151) ** 2,
+                in_axes=0,
+                microbatch_size=size,
+                method=method,
+                accumulator=eqxbatch.Mean(weights),
+            )(w, x)
+            assert hessian.dtype == jnp.float16
+            wide = np.asarray(hessian, np.float64)
+            np.testing.assert_allclose(wide, expected, rtol=2e-3)
+
+    @pytest.mark.parametrize("product", ("hvp", "ggnvp"))
+    def test_products(self, product):
+        w, x = jnp.ones(2, jnp.float16), jnp.array([[150.0, 1.0]] * 40, jnp.float16)
+        if product == "hvp":
+            apply = eqxbatch.filter_hvp(
+                lambda w, x: 0.5 * (w @ x - 151) ** 2, in_axes=0
+            )
+        else:
+            apply = eqxbatch.filter_ggnvp(
+                lambda w, x: w @ x, lambda y, x: 0.5 * (y - 151) ** 2, in_axes=0
+            )
+        got = apply(w, jnp.array([1.0, 0.0], jnp.float16), x)
+        assert got.dtype == jnp.float16
+        np.testing.assert_allclose(np.asarray(got, np.float64), [22500, 150], rtol=2e-3)
+
+
+def test_parts_without_parameters():
+    model = {"a": (jnp.arange(2.0), ()), "b": jnp.ones(3), "c": None}
+    loss = lambda model: jnp.sum(model["a"][0] ** 3) + jnp.sum(model["b"])
+    where = lambda model: (model["a"], model["c"])
+    matrix, _ = eqxbatch.filter_hessian(loss, where=where, flat=True)(model)
+    assert_same(matrix, jnp.diag(jnp.array([0.0, 6.0])))
+    blocks = eqxbatch.filter_hessian_blocks(
+        loss, where=where, flat=True, is_block=eqx.is_array
+    )(model)
+    assert_same(blocks["a"][0][0], matrix)
+    blocks = eqxbatch.filter_hessian_blocks(
+        lambda model: jnp.sum(model["a"] ** 2),
+        where=lambda model: model["a"],
+        flat=True,
+        is_block=lambda x: isinstance(x, tuple),
+    )({"a": jnp.ones(1), "b": (jnp.ones(3),)})
+    assert blocks["b"] is None
+
+
+def test_where_looks_at_structure_only():
+    where = lambda model: [x for x in model if x.ndim == 1]
+    with pytest.raises(AttributeError):
+        eqxbatch.filter_hessian(lambda m: m[0].sum(), where=where)([jnp.ones(2)])
+    with pytest.raises(ValueError, match="`where` must return parts of the model"):
+        eqxbatch.filter_hessian(lambda m: m.sum(), where=lambda m: 1)(jnp.ones(2))

@@ -1,0 +1,72 @@
+"""Models and losses whose gradients are taken, and dense gradients."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import optax
+
+from eqxbatch import (
+    filter_micro_grad,
+)
+from ..helpers import normal
+
+
+METHODS = ("auto", "sites", "materialise")
+
+
+class Model(eqx.Module):
+    """A model with a layer that has a rule, one that has none, and static leaves."""
+
+    linear: eqx.nn.Linear
+    scale: jax.Array
+    unused: jax.Array
+    count: jax.Array
+    name: str = "model"
+    nothing: None = None
+
+    def __init__(self, key, dtype=jnp.float32):
+        key1, key2 = jr.split(key)
+        self.linear = eqx.nn.Linear(3, 2, key=key1, dtype=dtype)
+        self.scale = normal(key2, (2,), dtype)
+        self.unused = jnp.ones(4, dtype)
+        self.count = jnp.arange(3)
+
+    def __call__(self, x):
+        return jnp.tanh(self.linear(x)) * jnp.exp(self.scale)
+
+
+def loss(model, x, y):
+    return jnp.sum(jnp.abs(model(x) - y) ** 2)
+
+
+def data(key, total, dtype=jnp.float32):
+    key1, key2, key3 = jr.split(key, 3)
+    model = Model(key1, dtype)
+    return model, normal(key2, (total, 3), dtype), normal(key3, (total, 2), dtype)
+
+
+def each(model, x, y, fun=loss):
+    """The gradient of each example, the truth for all of this."""
+    return eqx.filter_vmap(eqx.filter_grad(fun), in_axes=(None, 0, 0))(model, x, y)
+
+
+def combined(grads, weights):
+    """The weighted sum of the examples' gradients."""
+    return jax.tree.map(
+        lambda g: jnp.tensordot(weights.astype(g.dtype), g, 1).astype(g.dtype), grads
+    )
+
+
+def norms_of(grads):
+    return jax.vmap(optax.tree.norm)(grads)
+
+
+def mlp(key):
+    return eqx.nn.MLP(8, 4, 64, 2, key=key)
+
+
+def program(model, size, **options):
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    fun = filter_micro_grad(loss, microbatch_size=size, **options)
+    return arrays, lambda arrays, x, y: fun(eqx.combine(arrays, static), x, y)

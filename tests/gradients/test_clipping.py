@@ -1,0 +1,260 @@
+"""Clipped gradients: norms, bounds, and values that are not finite."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+
+from eqxbatch import (
+    filter_micro_grad,
+    filter_micro_value_and_grad,
+    Sum,
+)
+from ..helpers import assert_same, BLOCK, CountTraces, memory, normal
+from .models import combined, data, each, loss, METHODS, mlp, norms_of, program
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("total", (1, 13))
+@pytest.mark.usefixtures("x64")
+def test_clips_the_gradient_of_each_example(getkey, total, method):
+    model, x, y = data(getkey(), total, jnp.float64)
+    grads = each(model, x, y)
+    norms = norms_of(grads)
+    bound = float(jnp.median(norms))
+    fun = filter_micro_grad(
+        loss,
+        microbatch_size=BLOCK,
+        clip_norm=bound,
+        return_norms=True,
+        method=method,
+    )
+    gradient, statistics = fun(model, x, y)
+    scale = jnp.minimum(1, bound / norms)
+    assert_same(gradient, combined(grads, scale / total), tol=1e-10)
+    assert_same(statistics.norms, norms, tol=1e-10)
+    assert statistics.metrics is None
+    assert statistics.moments is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_clips_groups(getkey, method):
+    model, x, y = data(getkey(), 7)
+    grads = each(model, x, y)
+    like = eqx.filter(model, eqx.is_inexact_array)
+    # The linear layer as one, the scale not at all, and the rest by a traced bound.
+    bounds = eqx.tree_at(
+        lambda m: (m.linear, m.scale, m.unused), like, (0.5, None, jnp.array(0.1))
+    )
+    fun = filter_micro_grad(
+        loss, microbatch_size=3, clip_norm=bounds, return_norms=True, method=method
+    )
+    gradient, statistics = fun(model, x, y)
+    norms = norms_of(grads.linear)
+    assert_same(statistics.norms.linear, norms)
+    assert_same(statistics.norms.scale, norms_of(grads.scale))
+    scale = jnp.minimum(1, 0.5 / norms)
+    assert_same(gradient.linear, combined(grads.linear, scale / 7))
+    assert_same(gradient.scale, jnp.mean(grads.scale, 0))
+    assert_same(gradient.unused, jnp.zeros(4))
+
+
+@pytest.mark.parametrize("bound", (0, jnp.inf, 1e-30))
+def test_extreme_bounds(getkey, bound):
+    model, x, y = data(getkey(), 5)
+    gradient = filter_micro_grad(loss, microbatch_size=2, clip_norm=bound)(model, x, y)
+    plain = filter_micro_grad(loss, microbatch_size=2)(model, x, y)
+    scale = 1 if bound == jnp.inf else bound / 1
+    if bound == jnp.inf:
+        assert_same(gradient, plain)
+    else:
+        assert float(optax.tree.norm(gradient)) <= scale * 1.001
+    # An example without a gradient is not divided by zero.
+    still = filter_micro_grad(lambda w, x: 0.0 * w * x, clip_norm=bound)
+    assert still(jnp.array(1.0), x[:, 0]) == 0
+
+
+def test_bound_is_an_argument_of_the_program(getkey):
+    model, x, y = data(getkey(), 5)
+    counted = CountTraces(loss)
+    for bound in (0.1, 0.2):
+        fun = filter_micro_grad(counted, microbatch_size=2, clip_norm=jnp.array(bound))
+        once = filter_micro_grad(loss, microbatch_size=2, clip_norm=bound)
+        assert_same(fun(model, x, y), once(model, x, y))
+    assert counted.num == 1
+    for bound in (0.1, 0.2):
+        fun = filter_micro_grad(counted, microbatch_size=2, clip_norm=np.array(bound))
+        once = filter_micro_grad(loss, microbatch_size=2, clip_norm=bound)
+        assert_same(fun(model, x, y), once(model, x, y))
+    # Once more, as an array of NumPy has a type that is not weak.
+    assert counted.num == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bad", (jnp.nan, jnp.inf))
+def test_gradients_that_are_not_finite(getkey, method, bad):
+    model, x, y = data(getkey(), 6)
+    x = x.at[4, 1].set(bad)
+    make = functools.partial(
+        filter_micro_value_and_grad,
+        loss,
+        microbatch_size=4,
+        clip_norm=0.3,
+        method=method,
+        return_norms=True,
+    )
+    # What is not finite reaches the result, or ...
+    _, gradient, statistics = make()(model, x, y)
+    assert jnp.isnan(gradient.linear.weight).any()
+    # ... counts as zero, in a mean over all examples.
+    value, gradient, safe = make(nan_safe=True)(model, x, y)
+    kept = jnp.arange(6) != 4
+    _, expected, _ = make(accumulator=Sum())(model, x[kept], y[kept])
+    assert_same(gradient, jax.tree.map(lambda g: g / 6, expected))
+    for norms in (statistics.norms, safe.norms):
+        np.testing.assert_array_equal(jnp.isfinite(norms), kept)
+    assert jnp.isfinite(value) == jnp.isfinite(loss(model, x[4], y[4]))
+
+
+def test_nan_safe_without_clipping(getkey):
+    model, x, y = data(getkey(), 6)
+    x = x.at[4, 1].set(jnp.nan)
+    gradient = filter_micro_grad(loss, microbatch_size=4, nan_safe=True)(model, x, y)
+    grads = each(model, x.at[4].set(0), y)
+    assert_same(gradient, combined(grads, jnp.where(jnp.arange(6) == 4, 0, 1 / 6)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_safe_in_groups(method):
+    # Of the first example, the gradient is not finite in the first group only.
+    x = jnp.array([[jnp.nan, 1.0], [2.0, 3.0]])
+    loss = lambda w, x: w[0] * x[0] + w[1] * x[1]
+    fun = filter_micro_grad(loss, nan_safe=True, clip_norm=(1.0, 1.0), method=method)
+    w = (jnp.array(1.0), jnp.array(1.0))
+    assert_same(fun(w, x), (jnp.array(0.5), jnp.array(0.5)))
+
+
+def test_transform_is_clipped(getkey):
+    model, x, y = data(getkey(), 7)
+    grads = jax.tree.map(lambda g: 3 * g, each(model, x, y))
+    fun = filter_micro_grad(
+        loss,
+        microbatch_size=3,
+        transform=lambda g: jax.tree.map(lambda g: 3 * g, g),
+        clip_norm=1.0,
+        return_norms=True,
+        accumulator=Sum(),
+    )
+    gradient, statistics = fun(model, x, y)
+    norms = norms_of(grads)
+    assert_same(statistics.norms, norms)
+    assert_same(gradient, combined(grads, jnp.minimum(1, 1 / norms)))
+
+
+# The range of dtypes
+
+
+class Range(eqx.Module):
+    """A model with leaves of each form: outer products, positions, and no rule."""
+
+    first: jax.Array
+    bias: jax.Array
+    shared: jax.Array
+    last: jax.Array
+
+    def __init__(self, key, dtype):
+        keys = jr.split(key, 4)
+        self.first = normal(keys[0], (3, 2), dtype)
+        self.bias = normal(keys[1], (3,), dtype)
+        self.shared = normal(keys[2], (3, 3), dtype)
+        self.last = normal(keys[3], (3,), dtype)
+
+    def __call__(self, x):
+        h = self.first @ x + self.bias
+        h = jnp.stack([h, 2 * h, h + 1]) @ self.shared
+        return jnp.sum(h @ self.last)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("is_grouped", (False, True))
+def test_norms_whose_squares_are_out_of_range(getkey, method, is_grouped):
+    model, x = Range(getkey(), jnp.float32), normal(getkey(), (6, 2))
+    fun = lambda model, x, scale: model(x) * scale
+    grads = eqx.filter_jit(jax.vmap(jax.grad(fun), (None, 0, None)))(model, x, 1.0)
+    leaves, treedef = jax.tree.flatten(grads)
+    flat = [np.asarray(g, np.float64).reshape(6, -1) for g in leaves]
+    for scale in np.array([1e-28, 1e-21, 1e21, 1e30], np.float32):
+        # One of them has no gradient, and one is of order one.
+        scales = np.full(6, scale)
+        scales[3:5] = 1.0, 0.0
+        exact = [g * scales[:, None].astype(np.float64) for g in flat]
+        groups = [[g] for g in exact] if is_grouped else [exact]
+        # An array, so that all scales share a program.
+        bound = jnp.asarray(scale)
+        clipped = filter_micro_grad(
+            fun,
+            microbatch_size=4,
+            clip_norm=jax.tree.unflatten(treedef, [bound] * 4) if is_grouped else bound,
+            return_norms=True,
+            method=method,
+            accumulator=Sum(),
+        )
+        gradient, statistics = clipped(model, x, jnp.asarray(scales))
+        expected = []
+        for group, got in zip(groups, jax.tree.leaves(statistics.norms), strict=True):
+            norms = np.sqrt(sum(np.sum(g**2, 1) for g in group))
+            np.testing.assert_allclose(got, norms, rtol=1e-4)
+            factors = float(scale) / np.maximum(norms, scale)
+            expected += [factors @ g for g in group]
+        for got, total in zip(jax.tree.leaves(gradient), expected, strict=True):
+            atol = 1e-4 * np.max(abs(total))
+            np.testing.assert_allclose(got.ravel(), total, rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_inputs_whose_squares_are_out_of_range(method):
+    w, x = jnp.ones(2), jnp.array([[3e25, 4e25], [3e-25, 4e-25], [3e30, 4e30]])
+    grad = filter_micro_grad(
+        lambda w, x, scale: (w @ x) * scale,
+        clip_norm=1.0,
+        return_norms=True,
+        method=method,
+    )
+    gradient, statistics = grad(w, x, jnp.array([1.0, 1.0, 0.0]))
+    assert_same(statistics.norms / jnp.array([5e25, 5e-25, 1]), jnp.array([1.0, 1, 0]))
+    assert_same(gradient, jnp.array([0.2, 0.8 / 3]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_infinite_entry_makes_all_of_a_gradient_infinite(method):
+    w, x = (jnp.ones(2), jnp.ones(2)), jnp.array([[1.0, jnp.inf], [1.0, 1.0]])
+    loss = lambda w, x: w[0] @ x + w[1].sum()
+    gradient = filter_micro_grad(loss, clip_norm=1.0, method=method)(w, x)
+    assert not any(jnp.isfinite(g).any() for g in gradient)
+
+
+def test_memory_of_norms_is_not_that_of_gradients(getkey):
+    model = mlp(getkey())
+    x, y = jnp.zeros((512, 8)), jnp.zeros((512, 4))
+    temporaries = {}
+    for method in ("sites", "materialise"):
+        arrays, fun = program(model, 128, clip_norm=1.0, method=method)
+        temporaries[method] = memory(fun, arrays, x, y).temp_size_in_bytes
+    one = sum(a.size * 4 for a in jax.tree.leaves(arrays))
+    assert temporaries["materialise"] > 64 * one
+    assert temporaries["sites"] < 16 * one
+
+
+@pytest.mark.parametrize("method", ("auto", "sites", "materialise"))
+def test_norms_where_no_parameter_is_used(method):
+    loss = lambda w, x: jnp.sum(x)
+    settings = {"clip_norm": 1.0, "return_norms": True, "method": method}
+    micro = filter_micro_value_and_grad(loss, microbatch_size=3, **settings)
+    value, gradient, statistics = micro(jnp.ones(3), jnp.ones((4, 2)))
+    assert_same((value, gradient), (jnp.asarray(2.0), jnp.zeros(3)))
+    assert_same(statistics.norms, jnp.zeros(4))

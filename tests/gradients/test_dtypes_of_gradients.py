@@ -1,0 +1,179 @@
+"""Gradients in all dtypes, and beyond their range."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqxbatch import (
+    filter_micro_grad,
+    filter_micro_value_and_grad,
+    Mean,
+    RunningMean,
+    Sum,
+)
+from ..helpers import assert_same, normal
+from .models import combined, data, each, loss, METHODS, norms_of
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16(getkey, method):
+    model, x, y = data(getkey(), 64, jnp.bfloat16)
+    fun = filter_micro_value_and_grad(
+        loss, microbatch_size=5, clip_norm=0.5, method=method, return_norms=True
+    )
+    value, gradient, statistics = fun(model, x, y)
+    wide = jax.tree.map(
+        lambda a: a.astype(jnp.float32) if eqx.is_inexact_array(a) else a, (model, x, y)
+    )
+    expected, grads, truth = fun(*wide)
+    assert gradient.linear.weight.dtype == value.dtype == jnp.bfloat16
+    assert statistics.norms.dtype == jnp.float32
+    pairs = [
+        (value, expected),
+        (statistics.norms, truth.norms),
+        (gradient.linear.weight, grads.linear.weight),
+    ]
+    for got, wanted in pairs:
+        atol = 0.02 * np.max(np.abs(wanted))
+        np.testing.assert_allclose(got.astype(jnp.float32), wanted, 0.1, atol)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_complex_parameters(getkey, method):
+    model, x, y = data(getkey(), 7, jnp.complex64)
+    fun = lambda model, x, y: jnp.sum(jnp.abs(model(x) - y))
+    grads = each(model, x, y, fun)
+    clipped = filter_micro_grad(
+        fun, microbatch_size=3, clip_norm=0.5, return_norms=True, method=method
+    )
+    gradient, statistics = clipped(model, x, y)
+    norms = norms_of(grads)
+    assert_same(statistics.norms, norms)
+    assert_same(gradient, combined(grads, jnp.minimum(1, 0.5 / norms) / 7))
+
+
+@pytest.mark.usefixtures("x64")
+def test_mixed_dtypes(getkey):
+    model = (normal(getkey(), (3,)), normal(getkey(), (3,), jnp.float64))
+    fun = lambda w, x: jnp.sum(w[0] * x).astype(jnp.float64) + jnp.sum(jnp.sin(w[1]))
+    x = normal(getkey(), (5, 3))
+    grad = filter_micro_grad(fun, clip_norm=0.5, return_norms=True, microbatch_size=2)
+    gradient, statistics = grad(model, x)
+    assert [g.dtype for g in gradient] == [jnp.float32, jnp.float64]
+    squares = jnp.sum(x.astype(jnp.float64) ** 2, 1)
+    expected = jnp.sqrt(squares + jnp.sum(jnp.cos(model[1]) ** 2))
+    np.testing.assert_allclose(statistics.norms, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ("sum", "mean", "weighted", "running_mean"))
+@pytest.mark.parametrize("clip_norm", (None, 2e4))
+@pytest.mark.parametrize("metrics", (None, lambda g: g))
+def test_gradients_of_float16_are_added_in_float32(kind, clip_norm, metrics):
+    # Some entries are half of what float16 holds, others nearly vanish.
+    x = jnp.tile(jnp.array([32768.0, 5e-5], jnp.float16), (300, 1))
+    x = x.at[::3].multiply(0.5)
+    accumulator = {
+        "sum": Sum(jnp.full(300, 1 / 300)),
+        "mean": Mean(),
+        "weighted": Mean(jnp.full(300, 1e-9)),
+        "running_mean": RunningMean(),
+    }[kind]
+    wide = np.asarray(x, np.float64)
+    norms = np.linalg.norm(wide, axis=1, keepdims=True)
+    bound = np.inf if clip_norm is None else clip_norm
+    expected = np.mean(wide * np.minimum(1, bound / norms), 0)
+    for size in (1, 7, None):
+        got = filter_micro_grad(
+            lambda w, x: w @ x,
+            microbatch_size=size,
+            accumulator=accumulator,
+            clip_norm=clip_norm,
+            metrics=metrics,
+        )(jnp.zeros(2, jnp.float16), x)
+        got = got if metrics is None else got[0]
+        assert got.dtype == jnp.float16
+        np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2e-2)
+
+
+def test_float16_inside_of_a_function_in_float32():
+    @jax.jit
+    def loss(w, x):
+        return jnp.sum(w.astype(jnp.float16) * x.astype(jnp.float16)).astype(w.dtype)
+
+    # The mean is in the range of float16, but the sum is not.
+    x = jnp.full((9, 2), 32768.0)
+    assert_same(filter_micro_grad(loss)(jnp.ones(2), x), x[0])
+
+
+def test_weights_beyond_the_range_of_the_loss():
+    w, x = jnp.ones(3, jnp.float16), jnp.arange(12.0, dtype=jnp.float16).reshape(4, 3)
+    loss = lambda w, x: w @ x
+    for scale in (1e-9, 1.0, 1e6):
+        weights = scale * jnp.arange(1.0, 5.0)
+        wide = x.astype(jnp.float32)
+        expected = jnp.average(wide, axis=0, weights=weights).astype(jnp.float16)
+        for options in ({}, {"clip_norm": 1e4}):
+            mean = filter_micro_grad(loss, accumulator=Mean(weights), **options)
+            assert_same(mean(w, x), expected)
+
+
+def test_clipped_gradients_of_float16_of_any_length():
+    # What the first is scaled with is no number in float16.
+    x = jnp.array([[6e4, 6e4], [1e-3, 2e-3]], jnp.float16)
+    wide = np.asarray(x, np.float64)
+    expected = np.sum(wide / np.linalg.norm(wide, axis=1, keepdims=True), 0)
+    for method in METHODS:
+        clipped = filter_micro_grad(
+            lambda w, x: w @ x, accumulator=Sum(), clip_norm=1e-3, method=method
+        )
+        got = np.asarray(clipped(jnp.ones(2, jnp.float16), x), np.float64)
+        np.testing.assert_allclose(got, 1e-3 * expected, rtol=1e-2)
+
+
+def test_running_mean_of_huge_gradients():
+    x = jnp.full((9, 2), 3e38)
+    grad = functools.partial(
+        filter_micro_grad, lambda w, x: w @ x, accumulator=RunningMean()
+    )
+    for options in ({}, {"microbatch_size": 4}, {"clip_norm": jnp.inf}):
+        assert_same(grad(**options)(jnp.zeros(2), x), x[0])
+    # Its norm is no number in float32.
+    got = grad(clip_norm=1e38)(jnp.zeros(2), x)
+    assert_same(got, jnp.full(2, 0.5**0.5 * 1e38))
+
+
+def test_noise_scale_of_a_count_of_few_bits(getkey):
+    model, x, y = data(getkey(), 300)
+    make = functools.partial(filter_micro_grad, loss, microbatch_size=100, moments=True)
+    expected = make()(model, x, y)[1].moments.noise_scale
+    counted = make(num_real_microbatches=jnp.array(3, jnp.int8))
+    assert_same(counted(model, x, y)[1].moments.noise_scale, expected)
+    many = filter_micro_grad(
+        loss, microbatch_size=1, num_real_microbatches=jnp.array(100, jnp.int8)
+    )
+    assert_same(many(model, x, y), filter_micro_grad(loss)(model, x[:100], y[:100]))
+
+
+@pytest.mark.parametrize("dtype", (jnp.float16, jnp.float32))
+@pytest.mark.parametrize("mask_dtype", (jnp.bool_, jnp.int8))
+def test_weights_times_whole_numbers(dtype, mask_dtype, getkey):
+    weight = normal(getkey(), (3, 4), dtype)
+    masks = jnp.array([[1, 0, 1, 1], [0, 0, 3, 1], [5, 1, 0, 0]]).astype(mask_dtype)
+
+    def loss(weight, mask):
+        numbers = (((1,), (0,)), ((), ()))
+        out = jax.lax.dot_general(weight, mask, numbers, preferred_element_type=dtype)
+        return jnp.sum(jnp.sin(out))
+
+    wide = weight.astype(jnp.float32)
+    dense = lambda w, mask: jnp.sum(jnp.sin(w @ mask.astype(jnp.float32)))
+    each = jax.vmap(jax.grad(dense), (None, 0))(wide, masks)
+    norms = jnp.linalg.norm(each.reshape(3, -1), axis=1)
+    expected = jnp.tensordot(jnp.minimum(1, 0.5 / norms), each, 1) / 3
+    for method in ("sites", "materialise"):
+        micro = filter_micro_grad(loss, clip_norm=0.5, method=method)
+        assert_same(micro(weight, masks), expected.astype(dtype), tol=4e-3)

@@ -1,0 +1,508 @@
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+
+import eqxbatch
+from eqxbatch import (
+    Concat,
+    filter_micro_grad,
+    filter_micro_value_and_grad,
+    Max,
+    Mean,
+    MemoryBudget,
+    RunningMean,
+    Sum,
+)
+from ..helpers import assert_same, BLOCK, CountTraces, memory, normal, TOTALS
+from .models import combined, data, each, loss, mlp, Model, norms_of, program
+
+
+ACCUMULATORS = {
+    "sum": Sum,
+    "mean": Mean,
+    "running_mean": RunningMean,
+}
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("kind", ACCUMULATORS)
+def test_accumulates_values_and_gradients(getkey, total, kind):
+    model, x, y = data(getkey(), total)
+    accumulator = ACCUMULATORS[kind]()
+    fun = filter_micro_value_and_grad(
+        loss, microbatch_size=BLOCK, accumulator=accumulator
+    )
+    reduce = jnp.sum if kind == "sum" else jnp.mean
+    truth = eqx.filter_value_and_grad(
+        lambda model: reduce(jax.vmap(functools.partial(loss, model))(x, y))
+    )
+    assert_same(fun(model, x, y), truth(model))
+    grad = filter_micro_grad(loss, microbatch_size=BLOCK, accumulator=accumulator)
+    assert_same(grad(model, x, y), truth(model)[1])
+
+
+@pytest.mark.parametrize("clip_norm", (None, 0.5))
+@pytest.mark.parametrize("kind", ("sum", "mean"))
+def test_weights_of_examples(getkey, kind, clip_norm):
+    model, x, y = data(getkey(), 13)
+    weights = jr.uniform(getkey(), (13,)).at[:BLOCK].set(0)
+    fun = filter_micro_value_and_grad(
+        loss,
+        microbatch_size=BLOCK,
+        accumulator=ACCUMULATORS[kind](weights=weights),
+        clip_norm=clip_norm,
+    )
+    value, gradient = fun(model, x, y)
+    grads = each(model, x, y)
+    scale = 1 if clip_norm is None else jnp.minimum(1, clip_norm / norms_of(grads))
+    total = 1 if kind == "sum" else jnp.sum(weights)
+    assert_same(gradient, combined(grads, weights * scale / total))
+    values = jax.vmap(functools.partial(loss, model))(x, y)
+    assert_same(value, jnp.sum(values * weights) / total)
+
+
+def test_no_examples(getkey):
+    model, x, y = data(getkey(), 0)
+    total = filter_micro_value_and_grad(loss, accumulator=Sum(), return_norms=True)
+    value, gradient, statistics = total(model, x, y)
+    assert value == 0
+    assert_same(gradient, jax.tree.map(jnp.zeros_like, gradient))
+    assert statistics.norms.shape == (0,)
+    assert jnp.isnan(filter_micro_value_and_grad(loss)(model, x, y)[0])
+
+
+@pytest.mark.parametrize("options", ({}, {"clip_norm": 0.3}, {"metrics": jnp.shape}))
+def test_aux(getkey, options):
+    model, x, y = data(getkey(), 5)
+    if "metrics" in options:
+        options = {"metrics": lambda gradient: gradient.scale}
+
+    def with_aux(model, x, y):
+        out = model(x)
+        return loss(model, x, y), {"out": out, "norm": jnp.sum(out), "text": "static"}
+
+    fun = filter_micro_value_and_grad(
+        with_aux,
+        has_aux=True,
+        microbatch_size=2,
+        aux_accumulator={"out": Concat(), "norm": Max(), "text": None},
+        **options,
+    )
+    (value, aux), gradient, *_ = fun(model, x, y)
+    outs = jax.vmap(model)(x)
+    expected = {"out": outs, "norm": jnp.max(jnp.sum(outs, 1)), "text": "static"}
+    assert_same(aux, expected)
+    without = filter_micro_value_and_grad(loss, microbatch_size=2, **options)
+    assert_same((value, gradient), without(model, x, y)[:2])
+    grad = filter_micro_grad(with_aux, has_aux=True, microbatch_size=2, **options)
+    gradient, aux = grad(model, x, y)[:2]
+    assert_same(gradient, without(model, x, y)[1])
+    assert_same(aux, {**expected, "norm": jnp.sum(outs, 1)})
+
+
+def test_axes(getkey):
+    model, x, y = data(getkey(), 7)
+    expected = eqx.filter_grad(
+        lambda model: jnp.mean(jax.vmap(lambda x: loss(model, x, y[0]))(x))
+    )(model)
+    make = functools.partial(filter_micro_grad, loss, microbatch_size=3)
+    assert_same(make(in_axes=(1, None))(model, x.T, y[0]), expected)
+    assert_same(make(in_axes={"x": 1, "y": None})(model, x.T, y[0]), expected)
+    assert_same(make(in_axes={"x": -1, "y": None})(model, y=y[0], x=x.T), expected)
+    alone = make(in_axes=(eqx.if_array(0),))
+    keyword = make(in_axes=(0,))
+    assert_same(alone(model, x, y=y), make()(model, x, y))
+    assert_same(keyword(model, x, y=y), make()(model, x, y))
+
+
+def test_keys_do_not_depend_on_the_size(getkey):
+    model, x, _ = data(getkey(), 7)
+    keys = jr.split(getkey(), 7)
+    dropout = eqx.nn.Dropout(0.5)
+    noisy = lambda model, x, key: jnp.sum(dropout(model(x), key=key) ** 2)
+    for options in ({}, {"clip_norm": 0.2}):
+        one, many = (
+            filter_micro_grad(noisy, microbatch_size=size, **options)(model, x, keys)
+            for size in (2, None)
+        )
+        assert_same(one, many)
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_batched(getkey, total):
+    model, x, y = data(getkey(), total)
+
+    def mean(model, x, y):
+        outs = jax.vmap(model)(x)
+        return jnp.mean(jnp.sum((outs - y) ** 2, 1)), (outs, "text")
+
+    fun = filter_micro_value_and_grad(
+        mean, has_aux=True, batched=True, microbatch_size=BLOCK
+    )
+    ((value, aux), gradient) = fun(model, x, y)
+    expected = eqx.filter_value_and_grad(mean, has_aux=True)(model, x, y)
+    assert_same(((value, aux), gradient), expected)
+    total_loss = lambda model, x, y: mean(model, x, y)[0] * x.shape[0]
+    fun = filter_micro_grad(
+        total_loss, batched=True, microbatch_size=BLOCK, accumulator=Sum()
+    )
+    assert_same(fun(model, x, y), jax.tree.map(lambda g: g * total, expected[1]))
+
+
+def test_transform_and_metrics(getkey):
+    model, x, y = data(getkey(), 7)
+    grads = each(model, x, y)
+    fun = filter_micro_value_and_grad(
+        loss,
+        microbatch_size=3,
+        transform=lambda g: {"sign": jax.tree.map(jnp.sign, g), "max": g.scale.max()},
+        accumulator={"sign": Mean(), "max": Max()},
+        metrics=lambda g: (optax.tree.norm(g), g.scale),
+    )
+    value, out, statistics = fun(model, x, y)
+    assert_same(value, jnp.mean(jax.vmap(functools.partial(loss, model))(x, y)))
+    assert_same(out["sign"], jax.tree.map(lambda g: jnp.mean(jnp.sign(g), 0), grads))
+    assert_same(out["max"], grads.scale.max())
+    assert_same(statistics.metrics, (norms_of(grads), grads.scale))
+
+
+@pytest.mark.parametrize("count", (None, 2, 3))
+def test_moments(getkey, count):
+    # The gradient of an example is its data.
+    x = 3 + normal(getkey(), (11, 5))
+    fun = filter_micro_value_and_grad(
+        lambda w, x: jnp.dot(w, x),
+        microbatch_size=4,
+        moments=True,
+        num_real_microbatches=count,
+    )
+    _, gradient, statistics = fun(jnp.zeros(5), x)
+    x = x if count is None else x[: 4 * count]
+    mean, variance, noise_scale = statistics.moments
+    assert_same(gradient, jnp.mean(x, 0))
+    assert_same(mean, jnp.mean(x, 0))
+    assert_same(variance, jnp.var(x, 0, ddof=1))
+    noise = jnp.sum(jnp.var(x, 0, ddof=1))
+    signal = jnp.sum(jnp.mean(x, 0) ** 2) - noise / len(x)
+    assert_same(noise_scale, noise / signal)
+
+
+def test_noise_scale_is_that_of_the_distribution():
+    # Gradients with mean 1 and variance 4 in each of 50 entries.
+    x = 1 + 2 * jr.normal(jr.key(0), (20_000, 50))
+    fun = filter_micro_grad(jnp.dot, microbatch_size=1000, moments=True)
+    _, statistics = fun(jnp.zeros(50), x)
+    assert abs(statistics.moments.noise_scale - 4) < 0.1
+
+
+def test_early_stop(getkey):
+    model, x, y = data(getkey(), 7)
+    for count in (0, 1, 2, 3):
+        for number in (count, jnp.array(count)):
+            fun = filter_micro_value_and_grad(
+                loss,
+                microbatch_size=3,
+                clip_norm=0.5,
+                accumulator=Sum(),
+                num_real_microbatches=number,
+            )
+            ran = slice(0, min(3 * count, 7))
+            plain = filter_micro_value_and_grad(loss, clip_norm=0.5, accumulator=Sum())
+            assert_same(fun(model, x, y), plain(model, x[ran], y[ran]))
+
+
+def test_inside_other_transforms(getkey):
+    model, x, y = data(getkey(), 7)
+    fun = filter_micro_grad(loss, microbatch_size=3, clip_norm=0.5)
+    expected = fun(model, x, y)
+    assert_same(eqx.filter_jit(fun)(model, x, y), expected)
+    scales = jnp.array([1.0, 2.0])
+    many = eqx.filter_vmap(lambda scale: fun(model, x * scale, y))(scales)
+    for i, scale in enumerate(scales):
+        one = jax.tree.map(lambda a: a[i], many)
+        assert_same(one, fun(model, x * scale, y))
+    models = eqx.filter_vmap(Model)(jr.split(getkey(), 2))
+    of_ensemble = eqx.filter_vmap(fun, in_axes=(eqx.if_array(0), None, None))
+    many = of_ensemble(models, x, y)
+    for i in range(2):
+        first = lambda a: a[i] if eqx.is_array(a) else a
+        one = fun(jax.tree.map(first, models), x, y)
+        assert_same(jax.tree.map(first, many), one)
+
+
+@pytest.mark.parametrize("clip_norm", (None, 0.5))
+@pytest.mark.usefixtures("x64")
+def test_derivative_of_a_gradient(getkey, clip_norm):
+    model, x, y = data(getkey(), 5, jnp.float64)
+    fun = filter_micro_grad(loss, microbatch_size=2, clip_norm=clip_norm)
+
+    def through(scale):
+        return optax.tree.norm(fun(model, x * scale, y))
+
+    def truth(scale):
+        grads = each(model, x * scale, y)
+        factors = jnp.ones(5)
+        if clip_norm is not None:
+            factors = jnp.minimum(1, clip_norm / norms_of(grads))
+        return optax.tree.norm(combined(grads, factors / 5))
+
+    assert_same(jax.grad(through)(1.0), jax.grad(truth)(1.0), tol=1e-9)
+
+
+def test_derivative_where_a_gradient_is_zero():
+    # The gradient of an example is its data, here times a scale.
+    x = jnp.array([[0.0, 0.0], [3.0, 4.0], [0.3, 0.4]])
+    fun = filter_micro_grad(jnp.dot, clip_norm=1.0, microbatch_size=2)
+    total = lambda scale: jnp.sum(fun(jnp.zeros(2), scale * x))
+    # What is clipped does not change with the scale, so the last example is left.
+    assert_same(jax.grad(total)(1.0), jnp.array(0.7 / 3))
+
+
+@pytest.mark.parametrize(
+    "options", ({}, {"clip_norm": 1.0}, {"metrics": optax.tree.norm})
+)
+def test_traces(getkey, options):
+    model, x, y = data(getkey(), 7)
+    counted = CountTraces(loss)
+    fun = filter_micro_value_and_grad(counted, microbatch_size=3, **options)
+    fun(model, x, y)
+    # An example has one shape, also in the remainder.
+    assert counted.num == 1
+    fun(model, x + 1, y)
+    assert counted.num == 1
+
+
+def test_methods_and_decorators(getkey):
+    _, x, y = data(getkey(), 7)
+
+    class Trainer(eqx.Module):
+        penalty: float
+
+        @filter_micro_grad(microbatch_size=2, in_axes=(None, 0, 0))
+        def weight_grad(self, model, x, y):
+            return loss(model, x, y)
+
+    # The first argument of a method is the instance, which has no arrays to train.
+    with pytest.raises(ValueError, match="nothing to differentiate"):
+        Trainer(1.0).weight_grad(Model(getkey()), x, y)
+
+    class Quadratic(eqx.Module):
+        weight: jax.Array
+
+        @filter_micro_grad(microbatch_size=2)
+        def grad(self, x):
+            """Twice a weighted x."""
+            return self.weight * x**2
+
+    quadratic = Quadratic(jnp.array(3.0))
+    assert_same(quadratic.grad(x[:, 0]).weight, jnp.mean(x[:, 0] ** 2))
+    assert filter_micro_grad(loss).__name__ == "loss"
+    assert filter_micro_grad(loss).__wrapped__ is loss
+
+
+def test_in_an_optax_loop():
+    # Always the same, as not every start gets there in so few steps.
+    model, x, _ = data(jr.key(0), 20)
+    y = jax.vmap(Model(jr.key(1)))(x)
+    optimiser = optax.sgd(0.2)
+    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+    step = filter_micro_value_and_grad(loss, microbatch_size=8, clip_norm=5.0)
+    first = None
+    for _ in range(100):
+        value, grads = step(model, x, y)
+        first = value if first is None else first
+        updates, state = optimiser.update(grads, state)
+        model = eqx.apply_updates(model, updates)
+    assert value < 0.1 * first
+    assert model.count.dtype == jnp.int32
+    assert model.name == "model"
+
+
+def test_accumulators_of_optax(getkey):
+    model, x, y = data(getkey(), 7)
+    kind = optax.microbatching.AccumulationType.SUM
+    fun = filter_micro_value_and_grad(loss, microbatch_size=2, accumulator=kind)
+    own = filter_micro_value_and_grad(loss, microbatch_size=2, accumulator=Sum())
+    assert_same(fun(model, x, y), own(model, x, y))
+    # As `micro_grad` of optax returns it: the values of all examples.
+    values = filter_micro_value_and_grad(
+        loss, microbatch_size=2, accumulator=kind, value_accumulator=Concat()
+    )
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    theirs = optax.microbatching.micro_grad(
+        lambda arrays, x, y: loss(eqx.combine(arrays, static), x, y),
+        batch_argnums=(1, 2),
+        keep_batch_dim=False,
+    )
+    expected, aux = theirs(arrays, x, y)
+    assert_same(values(model, x, y), (aux.values, expected))
+
+
+@pytest.mark.parametrize("options", ({}, {"clip_norm": 1.0}))
+def test_memory_is_flat_in_the_number_of_examples(getkey, options):
+    arrays, fun = program(mlp(getkey()), 32, **options)
+    sizes = [
+        memory(fun, arrays, jnp.zeros((n, 8)), jnp.zeros((n, 4))).temp_size_in_bytes
+        for n in (128, 4096)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_memory_budget(getkey):
+    model = mlp(getkey())
+    x, y = normal(getkey(), (2000, 8)), normal(getkey(), (2000, 4))
+    budget = MemoryBudget("1MB")
+    arrays, fun = program(model, budget, clip_norm=1.0)
+    assert memory(fun, arrays, x, y).temp_size_in_bytes < 1e6
+    _, whole = program(model, None, clip_norm=1.0)
+    assert memory(whole, arrays, x, y).temp_size_in_bytes > 1e6
+    assert_same(fun(arrays, x, y), whole(arrays, x, y))
+
+
+BAD = {
+    "a vector": (lambda m, x, y: m(x), {}, ValueError, "real floating-point scalar"),
+    "complex": (
+        lambda m, x, y: jnp.sum(m(x)).astype(jnp.complex64),
+        {},
+        ValueError,
+        "dtype complex64. Take the sum",
+    ),
+    "an integer": (lambda m, x, y: 1, {}, ValueError, "dtype int32"),
+    "text": (lambda m, x, y: "loss", {}, ValueError, "'loss' of type str"),
+    "no aux": (loss, {"has_aux": True}, ValueError, r"return a pair `\(value, aux\)`"),
+    "axes for all": (
+        loss,
+        {"in_axes": (None, 0, 0)},
+        ValueError,
+        "must have 2 entries for 3 positional",
+    ),
+    "batched model": (
+        loss,
+        {"in_axes": {"model": 0}},
+        ValueError,
+        "gives `model` the batch axis 0",
+    ),
+    "wrong weights": (
+        loss,
+        {"accumulator": Mean(weights=jnp.ones(3))},
+        ValueError,
+        "one weight for each example",
+    ),
+    "wrong bounds": (
+        loss,
+        {"clip_norm": {"a": 1.0}},
+        ValueError,
+        "`clip_norm` must be a number or a PyTree prefix",
+    ),
+    "traced bound": (
+        loss,
+        {"clip_norm": jnp.array(-1.0)},
+        RuntimeError,
+        "`clip_norm` must not be negative or NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls(getkey, name):
+    fun, options, error, match = BAD[name]
+    model, x, y = data(getkey(), 5)
+    with pytest.raises(error, match=match):
+        jax.block_until_ready(
+            filter_micro_grad(fun, microbatch_size=2, **options)(model, x, y)
+        )
+
+
+SETTINGS = {
+    "negative": (
+        {"clip_norm": -1.0},
+        ValueError,
+        "must not be negative or NaN; got -1.0",
+    ),
+    "nan": ({"clip_norm": (1.0, jnp.nan)}, ValueError, "must not be negative or NaN"),
+    "negative of NumPy": (
+        {"clip_norm": np.array(-1.0)},
+        ValueError,
+        "must not be negative or NaN; got -1.0",
+    ),
+    "vector of NumPy": ({"clip_norm": np.ones(2)}, TypeError, r"array of shape \(2,\)"),
+    "bool": ({"clip_norm": True}, TypeError, "got True of type bool"),
+    "vector": ({"clip_norm": jnp.ones(2)}, TypeError, r"array of shape \(2,\)"),
+    "sites": (
+        {"transform": jnp.sign, "method": "sites"},
+        ValueError,
+        "does not form the gradient of an example, but `transform`",
+    ),
+    "sites of moments": (
+        {"moments": True, "method": "sites"},
+        ValueError,
+        "but `moments` is about",
+    ),
+    "batched": (
+        {"batched": True, "clip_norm": 1.0},
+        ValueError,
+        "`clip_norm, nan_safe or return_norms` is about single examples",
+    ),
+    "batched metrics": (
+        {"batched": True, "metrics": jnp.sum},
+        ValueError,
+        "`metrics` is about single examples",
+    ),
+    "accumulator": ({"accumulator": Concat()}, TypeError, "must be a Sum, a Mean"),
+    "no accumulator": (
+        {"accumulator": "mean"},
+        TypeError,
+        "Unknown accumulator 'mean'",
+    ),
+    "weighted moments": (
+        {"moments": True, "accumulator": Mean(weights=jnp.ones(3))},
+        ValueError,
+        "`moments` are those of examples that count the same",
+    ),
+    "size": ({"microbatch_size": 0}, ValueError, "must be at least 1; got 0"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_bad_settings(name):
+    options, error, match = SETTINGS[name]
+    with pytest.raises(error, match=match):
+        filter_micro_grad(loss, **options)
+
+
+def test_bad_types(unchecked):
+    with pytest.raises(ValueError, match="`method` must be one of"):
+        filter_micro_grad(loss, method="site")
+    with pytest.raises(TypeError, match="`metrics` must be a function of the gradient"):
+        filter_micro_grad(loss, metrics=3)
+    with pytest.raises(TypeError, match="`fun` must be callable"):
+        filter_micro_grad(3)
+
+
+def test_nothing_to_differentiate(getkey):
+    _, x, y = data(getkey(), 5)
+    with pytest.raises(ValueError, match="no arrays of an inexact dtype"):
+        filter_micro_grad(loss)(jnp.arange(3), x, y)
+    with pytest.raises(ValueError, match="only keyword arguments"):
+        filter_micro_grad(loss)(model=Model(getkey()), x=x, y=y)
+    with pytest.raises(ValueError, match="Nothing is batched"):
+        filter_micro_grad(loss, in_axes=None)(Model(getkey()), x[0], y[0])
+
+
+def test_aux_that_differs_between_microbatches(getkey):
+    model, x, y = data(getkey(), 5)
+    differs = lambda model, x, y: (jnp.mean(jax.vmap(model)(x)), [x] * len(x))
+    fun = filter_micro_grad(differs, batched=True, has_aux=True, microbatch_size=2)
+    with pytest.raises(ValueError, match="for every microbatch"):
+        fun(model, x, y)
+
+
+def test_public_names():
+    assert eqxbatch.GradientStatistics._fields == ("norms", "metrics", "moments")
+    assert eqxbatch.GradientMoments._fields == ("mean", "variance", "noise_scale")

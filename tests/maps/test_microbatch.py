@@ -1,0 +1,250 @@
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import optax
+import pytest
+
+from eqxbatch import (
+    Concat,
+    filter_microbatch,
+    Last,
+    Max,
+    Mean,
+    MeanAndVariance,
+    Sum,
+    Variance,
+)
+from ..helpers import assert_same, BLOCK, CountTraces, normal, TOTALS
+
+
+def model_and_data(getkey, total):
+    model = eqx.nn.MLP(3, 2, 8, 2, key=getkey())
+    return model, normal(getkey(), (total, 3)), normal(getkey(), (total, 2))
+
+
+def loss(model, x, y):
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("size", (1, BLOCK, None))
+def test_exact_gradient_accumulation(size, total, getkey):
+    model, x, y = model_and_data(getkey, total)
+    grad = filter_microbatch(
+        eqx.filter_value_and_grad(loss),
+        in_axes=(None, 0, 0),
+        microbatch_size=size,
+        accumulator=Mean(),
+    )
+    value, grads = grad(model, x, y)
+    expected_value, expected = eqx.filter_value_and_grad(loss)(model, x, y)
+    assert_same(value, expected_value)
+    assert_same(grads, expected, tol=1e-4)
+    # It is what optax and Equinox take.
+    optim = optax.sgd(1e-3)
+    state = optim.init(eqx.filter(model, eqx.is_inexact_array))
+    updates, _ = optim.update(grads, state)
+    assert isinstance(eqx.apply_updates(model, updates), eqx.nn.MLP)
+
+
+def test_microbatches_are_contiguous():
+    seen = filter_microbatch(
+        lambda x: x[None], microbatch_size=3, accumulator=Concat()
+    )(jnp.arange(12))
+    assert_same(seen, jnp.arange(12).reshape(4, 3))
+
+
+@pytest.mark.parametrize("axis", (0, 1, -1))
+@pytest.mark.parametrize("total", (8, 9))
+def test_concat_along_an_axis(total, axis, getkey):
+    x = jnp.moveaxis(normal(getkey(), (total, 3)), 0, axis)
+    fun = functools.partial(jnp.cumsum, axis=1 - axis % 2)
+    micro = filter_microbatch(
+        fun, in_axes=axis, microbatch_size=BLOCK, accumulator=Concat(axis)
+    )
+    assert_same(micro(x), fun(x))
+
+
+def test_concat_of_results_that_do_not_scale():
+    # One row for each microbatch, whatever its size; and two for each example.
+    x = jnp.arange(9.0)
+    fun = lambda x: (x.sum()[None], jnp.repeat(x, 2))
+    micro = filter_microbatch(fun, microbatch_size=4, accumulator=Concat())
+    got = micro(x)
+    assert_same(got, (jnp.array([6.0, 22.0, 8.0]), jnp.repeat(x, 2)))
+    grad = jax.grad(lambda x: sum(jnp.sum(y**2) for y in micro(x)))(x)
+    sums = jnp.repeat(jnp.array([6.0, 22.0, 8.0]), jnp.array([4, 4, 1]))
+    assert_same(grad, 2 * sums + 4 * x)
+
+
+def test_concat_of_ambiguous_results():
+    micro = filter_microbatch(
+        lambda x: jnp.zeros(4), microbatch_size=4, accumulator=Concat()
+    )
+    assert_same(micro(jnp.ones(8)), jnp.zeros(8))
+    with pytest.raises(ValueError, match="there are 4 rows for the remainder of 1"):
+        micro(jnp.ones(9))
+
+
+def test_concat_of_scalars():
+    with pytest.raises(ValueError, match=r"Concat\(axis=0\) does not fit"):
+        filter_microbatch(jnp.sum, accumulator=Concat())(jnp.ones(3))
+
+
+def test_mean_is_exact_for_ragged_batches():
+    x = jnp.arange(10.0)
+    for accumulator in (Mean(), Mean(jnp.ones(10))):
+        micro = filter_microbatch(jnp.mean, microbatch_size=4, accumulator=accumulator)
+        assert_same(micro(x), x.mean())
+
+
+def test_other_accumulators():
+    x = jnp.arange(8.0)
+    fun = lambda x: x.sum()
+    micro = functools.partial(filter_microbatch, fun, microbatch_size=4)
+    assert_same(micro()(x), x.sum())
+    assert_same(micro(accumulator=Sum())(x), x.sum())
+    assert_same(micro(accumulator=Max())(x), jnp.array(22.0))
+    assert_same(micro(accumulator=Last())(x), jnp.array(22.0))
+
+
+def test_variance_between_microbatches(getkey):
+    x = normal(getkey(), (12,))
+    means = x.reshape(3, 4).mean(1)
+    micro = functools.partial(filter_microbatch, jnp.mean, microbatch_size=4)
+    for ddof in (0, 1):
+        got = micro(accumulator=Variance(ddof))(x)
+        assert_same(got, MeanAndVariance(x.mean(), jnp.var(means, ddof=ddof)), tol=1e-4)
+    # Of a ragged batch, the mean stays that over all examples.
+    x = normal(getkey(), (13,))
+    got = micro(accumulator=Variance())(x)
+    parts = [x[i : i + 4].mean() for i in range(0, 13, 4)]
+    means = zip((4, 4, 4, 1), parts, strict=True)
+    spread = sum(n * (mean - x.mean()) ** 2 for n, mean in means) / 13
+    assert_same(got, MeanAndVariance(x.mean(), spread), tol=1e-4)
+
+
+@pytest.mark.parametrize("kind", tuple(optax.microbatching.AccumulationType))
+def test_agrees_with_optax(kind, getkey):
+    # One microbatch has the same examples in any order.
+    x = normal(getkey(), (12, 3))
+    fun = lambda x: (jnp.cumsum(x, 0), {"a": jnp.sin(x)})
+    ours = filter_microbatch(fun, microbatch_size=12, accumulator=kind)(x)
+    theirs = optax.microbatching.microbatch(fun, 0, 12, kind)(x)
+    assert_same(ours, theirs)
+    # And a function of single rows gives the same in any microbatch.
+    fun = lambda x: jnp.sin(x).sum(0, keepdims=True)
+    if kind is not optax.microbatching.AccumulationType.CONCAT:
+        ours = filter_microbatch(fun, microbatch_size=4, accumulator=kind)(x)
+        assert_same(ours, optax.microbatching.microbatch(fun, 0, 4, kind)(x))
+
+
+def test_all_of_optaxs_arguments_can_be_expressed(getkey):
+    x, y, z = normal(getkey(), (8, 2)), normal(getkey(), (3, 8)), jnp.array(2.0)
+    fun = lambda x, z, *, y: (jnp.sum(x) * z + jnp.sum(y), {"z": z})
+    kind = optax.microbatching.AccumulationType
+    theirs = optax.microbatching.microbatch(
+        fun,
+        argnums=0,
+        microbatch_size=4,
+        accumulator=(kind.SUM, kind.RUNNING_MEAN),
+        argnames="y",
+        in_axes=(0, 1),
+        num_real_microbatches=2,
+    )
+    ours = filter_microbatch(
+        fun,
+        in_axes={"x": 0, "y": 1, "z": None},
+        microbatch_size=4,
+        accumulator=(kind.SUM, kind.RUNNING_MEAN),
+        num_real_microbatches=2,
+    )
+    assert_same(ours(x, z, y=y), theirs(x, z, y=y))
+
+
+@pytest.mark.parametrize("traced", (True, False))
+@pytest.mark.parametrize("count", range(4))
+def test_num_real_microbatches(count, traced):
+    x = jnp.arange(10.0)
+    rows = min(4 * count, 10)
+    for accumulator, oracle in ((Sum(), jnp.sum), (Mean(), jnp.mean)):
+        micro = filter_microbatch(
+            oracle,
+            microbatch_size=4,
+            accumulator=accumulator,
+            num_real_microbatches=jnp.array(count) if traced else count,
+        )
+        # The mean is over the examples that ran, not over all of them.
+        expected = oracle(x[:rows]) if rows else accumulator_of_nothing(accumulator)
+        assert_same(micro(x), expected)
+
+
+def accumulator_of_nothing(accumulator):
+    return jnp.array(jnp.nan if isinstance(accumulator, Mean) else 0.0)
+
+
+def test_no_examples_does_not_run():
+    def fun(x):
+        return x.max()  # Would raise for an empty microbatch.
+
+    micro = filter_microbatch(fun, microbatch_size=4)
+    assert_same(micro(jnp.ones((0, 2))), jnp.array(0.0))
+    micro = filter_microbatch(fun, microbatch_size=None)
+    assert_same(micro(jnp.ones((0, 2))), jnp.array(0.0))
+
+
+def test_static_outputs():
+    fun = lambda x: (x.sum(), "static", jnp.tanh, None)
+    micro = filter_microbatch(fun, microbatch_size=4)
+    assert_same(micro(jnp.arange(9.0)), (jnp.array(36.0), "static", jnp.tanh, None))
+    wrong = filter_microbatch(lambda x: (x.sum(), len(x)), microbatch_size=4)
+    assert_same(wrong(jnp.arange(8.0)), (jnp.array(28.0), 4))
+    with pytest.raises(ValueError, match="must be the same for every microbatch"):
+        wrong(jnp.arange(9.0))
+
+
+def test_outputs_that_change_their_type():
+    fun = lambda x: x.sum() if len(x) > 1 else x
+    with pytest.raises(ValueError, match="same structure, rank and dtype"):
+        filter_microbatch(fun, microbatch_size=4)(jnp.arange(9.0))
+
+
+def test_as_a_method_and_decorator(getkey):
+    class Model(eqx.Module):
+        weight: jax.Array
+
+        @filter_microbatch(in_axes=(None, 0), microbatch_size=4, accumulator=Mean())
+        def loss(self, x):
+            return jnp.mean((x @ self.weight) ** 2)
+
+    model, x = Model(normal(getkey(), (3,))), normal(getkey(), (9, 3))
+    assert_same(model.loss(x), jnp.mean((x @ model.weight) ** 2))
+    grad = eqx.filter_grad(lambda model: model.loss(x))(model)
+    assert_same(grad.weight, 2 * x.T @ (x @ model.weight) / 9, tol=1e-4)
+
+
+def test_traces_once(getkey):
+    model, x, y = model_and_data(getkey, 9)
+    counted = CountTraces(loss)
+    micro = filter_microbatch(
+        counted, in_axes=(None, 0, 0), microbatch_size=3, accumulator=Mean()
+    )
+    micro(model, x, y)
+    assert counted.num == 1
+    micro(model, x + 1, y)
+    assert counted.num == 1
+
+
+def test_dropout_keys_by_microbatch(getkey):
+    keys = jr.split(getkey(), 3)
+    x = normal(getkey(), (12, 2))
+    noisy = lambda x, key: x + jr.normal(key, x.shape)
+    got = [noisy(x[4 * i : 4 * i + 4], keys[i]) for i in range(3)]
+    # A key for each microbatch is a batch of its own: one row for four examples.
+    micro = filter_microbatch(
+        lambda x, key: noisy(x, key[0]), microbatch_size=4, accumulator=Concat()
+    )
+    assert_same(micro(x, jnp.repeat(keys, 4)), jnp.concatenate(got))

@@ -1,0 +1,321 @@
+"""Batches that are spread over devices; `conftest.py` makes four of one."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from eqxbatch import (
+    Concat,
+    EmpiricalNTK,
+    filter_batch_kernel,
+    filter_micro_grad,
+    filter_micro_vmap,
+    filter_microbatch,
+    GradientStatistics,
+    Last,
+    Max,
+    Mean,
+    Sum,
+    Variance,
+)
+from ..helpers import assert_same, KINDS, make_mesh, normal, put
+
+
+pytestmark = pytest.mark.versions
+
+
+def fun(x):
+    return jnp.sin(x) * x.sum()
+
+
+def collectives(run, *args):
+    hlo = jax.jit(run).lower(*args).compile().as_text()
+    names = ("all-gather", "all-to-all", "collective-permute", "all-reduce")
+    return [name for name in names if f" {name}(" in hlo]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("total", (4, 16, 20, 52))
+@pytest.mark.parametrize("size", (1, 4, 6, 8, None))
+def test_equals_dense_and_stays_where_it_is(kind, total, size, getkey):
+    x = normal(getkey(), (total, 3))
+    sharded = put(x, make_mesh(kind), "data")
+    micro = filter_micro_vmap(fun, microbatch_size=size)
+    for run in (micro, jax.jit(micro)):
+        got = run(sharded)
+        assert got.sharding.spec[0] == "data"
+        assert_same(jax.device_get(got), jax.device_get(jax.vmap(fun)(x)))
+    assert collectives(micro, sharded) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axis", (1, 2))
+def test_other_axes(kind, axis, getkey):
+    x = jnp.moveaxis(normal(getkey(), (20, 2, 3)), 0, axis)
+    spec = [None] * 3
+    spec[axis] = "data"
+    sharded = put(x, make_mesh(kind), *spec)
+    micro = filter_micro_vmap(fun, in_axes=axis, out_axes=axis, microbatch_size=8)
+    got = micro(sharded)
+    assert got.sharding.spec[axis] == "data"
+    expected = jax.vmap(fun, in_axes=axis, out_axes=axis)(x)
+    assert_same(jax.device_get(got), jax.device_get(expected))
+    assert collectives(micro, sharded) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("total", (16, 20))
+@pytest.mark.parametrize("traced", (True, False))
+def test_accumulators(kind, total, traced, getkey):
+    x, weights = normal(getkey(), (total, 3)), jnp.arange(1.0, total + 1)
+    sharded = put(x, make_mesh(kind), "data")
+    num = -(-total // 8)
+    for accumulator, oracle in (
+        (Sum(), lambda y: y.sum(0)),
+        (Mean(), lambda y: y.mean(0)),
+        (Mean(weights), lambda y: (y * weights[:, None]).sum(0) / weights.sum()),
+        (Sum(weights), lambda y: (y * weights[:, None]).sum(0)),
+        (Max(), lambda y: y.max(0)),
+        (Last(), lambda y: y[-1]),
+        (Variance(), lambda y: (y.mean(0), y.var(0))),
+        (Concat(), lambda y: y),
+    ):
+        micro = filter_micro_vmap(
+            fun,
+            microbatch_size=8,
+            accumulator=accumulator,
+            num_real_microbatches=jnp.array(num) if traced else None,
+        )
+        got = jax.tree.leaves(jax.device_get(micro(sharded)))
+        expected = jax.tree.leaves(jax.device_get(oracle(jax.vmap(fun)(x))))
+        assert_same(got, expected, tol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("total", (16, 20))
+@pytest.mark.parametrize("checkpoint", (True, False))
+def test_derivatives(kind, total, checkpoint, getkey):
+    x, w = normal(getkey(), (total, 3)), normal(getkey(), (3,))
+    mesh = make_mesh(kind)
+    sharded, w_sharded = put(x, mesh, "data"), put(w, mesh, None)
+
+    def loss(w, x):
+        micro = filter_micro_vmap(
+            lambda x: jnp.tanh(w * x), microbatch_size=8, checkpoint=checkpoint
+        )
+        return jnp.sum(micro(x) ** 2)
+
+    dense = lambda w, x: jnp.sum(jnp.tanh(w[None] * x) ** 2)
+    # Not eagerly, which JAX does not do for explicit axes: not for `dense` either.
+    got = jax.jit(jax.grad(loss, argnums=(0, 1)))(w_sharded, sharded)
+    assert got[1].sharding.spec[0] == "data"
+    expected = jax.grad(dense, argnums=(0, 1))(w, x)
+    assert_same(jax.device_get(got), jax.device_get(expected), tol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_modules_in_microbatches(kind, getkey):
+    mesh = make_mesh(kind)
+    model = eqx.nn.MLP(3, 1, 8, 2, key=getkey())
+    x = normal(getkey(), (40, 3))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    grad = eqx.filter_grad(loss)
+    micro = filter_microbatch(
+        grad, in_axes=(None, 0), microbatch_size=12, accumulator=Mean()
+    )
+    arrays, static = eqx.partition(model, eqx.is_array)
+    spread = jax.tree.map(lambda x: put(x, mesh), arrays)
+    got = micro(eqx.combine(spread, static), put(x, mesh, "data"))
+    expected = grad(model, x)
+    assert_same(
+        jax.device_get(eqx.filter(got, eqx.is_array)),
+        jax.device_get(eqx.filter(expected, eqx.is_array)),
+        tol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_microbatches_have_the_same_share_of_each_device(kind):
+    x = put(jnp.arange(16), make_mesh(kind), "data")
+    seen = filter_microbatch(
+        lambda x: x[None], microbatch_size=8, accumulator=Concat()
+    )(x)
+    expected = jnp.array([[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]])
+    assert_same(jax.device_get(seen), jax.device_get(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_that_no_device_count_divides(kind, getkey):
+    # On the mesh, but the same on all devices; and with another axis spread over it.
+    mesh = make_mesh(kind)
+    x = normal(getkey(), (13, 4))
+    micro = filter_micro_vmap(jnp.sin, microbatch_size=5)
+    for spec in ((), (None, "data")):
+        got = micro(put(x, mesh, *spec))
+        assert_same(jax.device_get(got), jax.device_get(jnp.sin(x)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_meshes_of_two_axes(kind, getkey):
+    mesh = make_mesh(kind, (2, 2), ("data", "model"))
+    x = normal(getkey(), (24, 4))
+    micro = filter_micro_vmap(jnp.sin, microbatch_size=8)
+    for spec in (("data",), ("data", "model"), (("data", "model"),), (None, "model")):
+        sharded = put(x, mesh, *spec)
+        got = micro(sharded)
+        assert_same(jax.device_get(got), jax.device_get(jnp.sin(x)))
+        assert collectives(micro, sharded) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", (3, 8))
+def test_inside_of_shard_map(kind, size, getkey):
+    mesh = make_mesh(kind)
+    x, w = normal(getkey(), (32, 3)), normal(getkey(), (3,))
+    sharded, w_sharded = put(x, mesh, "data"), put(w, mesh)
+
+    def run(w, x):
+        micro = filter_micro_vmap(
+            lambda x: (w * x, x.sum()),
+            microbatch_size=size,
+            accumulator=(Concat(), Sum()),
+        )
+        rows, total = micro(x)
+        return rows, jax.lax.psum(total, "data")
+
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P("data"), P())
+    )
+    expected = (w[None] * x, x.sum())
+    got = mapped(w_sharded, sharded)
+    assert_same(jax.device_get(got), jax.device_get(expected), tol=1e-4)
+    loss = lambda f: lambda w, x: jnp.sum(f(w, x)[0] ** 2) + f(w, x)[1] ** 2
+    got = jax.jit(jax.grad(loss(mapped), argnums=(0, 1)))(w_sharded, sharded)
+    dense = lambda w, x: (w[None] * x, x.sum())
+    expected = jax.grad(loss(dense), argnums=(0, 1))(w, x)
+    assert_same(jax.device_get(got), jax.device_get(expected), tol=1e-4)
+
+
+@pytest.mark.parametrize("count", (0, 1, 2))
+def test_early_stop_inside_of_shard_map(count, getkey):
+    mesh = make_mesh(AxisType.Auto)
+    x = normal(getkey(), (32,))
+
+    def run(x, count):
+        micro = filter_micro_vmap(
+            jnp.sin,
+            microbatch_size=4,
+            num_real_microbatches=count,
+            accumulator=Sum(),
+        )
+        return jax.lax.psum(micro(x), "data")
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+    got = mapped(put(x, mesh, "data"), jnp.array(count))
+    expected = jnp.sin(x.reshape(4, 8)[:, : 4 * count]).sum()
+    assert_same(jax.device_get(got), jax.device_get(expected), tol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", ({}, {"clip_norm": 0.5, "return_norms": True}))
+def test_gradients(kind, options, getkey):
+    mlp = eqx.nn.MLP(3, 2, 4, 1, key=getkey())
+    loss = lambda model, x: jnp.sum(jnp.tanh(jax.vmap(model)(x)) ** 2)
+    x = normal(getkey(), (16, 5, 3))
+    grad = filter_micro_grad(loss, microbatch_size=8, **options)
+    mesh = make_mesh(kind)
+    arrays, static = eqx.partition(mlp, eqx.is_array)
+    spread = eqx.combine(jax.tree.map(lambda x: put(x, mesh), arrays), static)
+    got = grad(spread, put(x, mesh, "data"))
+    assert_same(jax.device_get(got), jax.device_get(grad(mlp, x)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"clip_norm": 0.5, "method": "sites"},
+        {"clip_norm": 0.5, "method": "materialise"},
+        {"clip_norm": 0.5, "metrics": lambda gradient: gradient.cell.bias[0]},
+    ),
+)
+def test_gradients_inside_of_shard_map(kind, options, getkey):
+    class Model(eqx.Module):
+        embedding: eqx.nn.Embedding
+        cell: eqx.nn.GRUCell
+        scale: jax.Array
+
+        def __call__(self, tokens):
+            step = lambda state, word: (self.cell(word, state), None)
+            words = jax.vmap(self.embedding)(tokens)
+            state, _ = jax.lax.scan(step, 0 * self.cell.bias_n, words)
+            return jnp.sum(state * jnp.exp(self.scale))
+
+    key1, key2, key3 = jax.random.split(getkey(), 3)
+    model = Model(
+        eqx.nn.Embedding(7, 3, key=key1),
+        eqx.nn.GRUCell(3, 2, key=key2),
+        jax.random.normal(key3, (2,)),
+    )
+    tokens = jax.random.randint(getkey(), (24, 5), 0, 7)
+    grad = filter_micro_grad(
+        lambda model, x: model(x),
+        microbatch_size=4,
+        accumulator=Sum(),
+        return_norms="clip_norm" in options,
+        **options,
+    )
+    arrays, static = eqx.partition(model, eqx.is_array)
+    # As for `jax.grad`, the gradient is the sum over the devices.
+    out_specs = (P(), GradientStatistics(P("data"), P("data"), None))
+    mesh = make_mesh(kind)
+    mapped = jax.shard_map(
+        lambda arrays, x: grad(eqx.combine(arrays, static), x),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=out_specs if options else P(),
+    )
+    expected = jax.device_get(grad(model, tokens))
+    spread = jax.tree.map(lambda x: put(x, mesh), arrays)
+    got = jax.jit(mapped)(spread, put(tokens, mesh, "data"))
+    assert_same(jax.device_get(got), expected, tol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_inside_of_shard_map(kind, getkey):
+    model = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=getkey())
+    x, z, v = normal(getkey(), (8, 3)), normal(getkey(), (3, 3)), jnp.ones((3, 2))
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def kernels(arrays, x, z):
+        ntk = EmpiricalNTK(eqx.combine(arrays, static))
+        blocks = filter_batch_kernel(ntk, block_size=2)(x)
+        return ntk(x, z), ntk(z, x).T, ntk.matvec(x, z, v), ntk.diagonal(x), blocks
+
+    parts = [jax.jit(kernels)(arrays, part, z) for part in (x[:4], x[4:])]
+    expected = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+    mesh = make_mesh(kind, (2,))
+    mapped = jax.shard_map(
+        kernels, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P("data")
+    )
+    # A kernel is that of the examples of a device: nothing is summed over them.
+    got = jax.jit(mapped)(arrays, put(x, mesh, "data"), z)
+    assert_same(jax.device_get(got), jax.device_get(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num", (2, 4))
+def test_rows_of_no_example(kind, num):
+    """As many for each microbatch, and for the remainder as it has examples."""
+    x = jnp.arange(60.0).reshape(20, 3)
+    micro = filter_microbatch(
+        lambda x: jnp.stack([x.sum(0)] * num), microbatch_size=8, accumulator=Concat()
+    )
+    got = jax.device_get(micro(put(x, make_mesh(kind, (2, 2), ("data", "i")), "data")))
+    assert got.shape == (3 * num, 3)
+    rows = got.reshape(3, num, 3)
+    assert (rows == rows[:, :1]).all()
+    assert_same(rows[:, 0].sum(0), jax.device_get(x.sum(0)))

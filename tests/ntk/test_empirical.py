@@ -1,0 +1,454 @@
+"""Empirical kernels against the Jacobian itself, in float64."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax import lax
+
+from eqxbatch import (
+    EmpiricalKernel,
+    EmpiricalNNGP,
+    EmpiricalNTK,
+    ProbedNTK,
+)
+from eqxbatch._ntk.pairings import Products, Sites
+from ..helpers import assert_same
+from ..layers import LAYERS, random_network
+from .models import cast, Dict, float64, jacobians, Matrices, outputs, pairs, truth
+
+
+IMPLEMENTATIONS = ("jacobian_contraction", "ntk_vector_products", "sites")
+
+
+AXES = [
+    ((), (), 2),
+    ((-1,), (), None),
+    ((1,), (2,), 2),
+    ((2, -2), (), None),
+    ((), (-1, 1), None),
+    ((-1,), (0,), 2),
+    ((), (0, 2), None),
+    ((1, 2), (0,), None),
+    ((0,), (-1,), 2),
+    ((0, -1), (), None),
+]
+
+
+@float64
+@pytest.mark.parametrize(("trace", "diagonal", "block_size"), AXES)
+def test_axes(trace, diagonal, block_size, getkey):
+    model = Matrices(getkey())
+    x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (5, 4))
+    x2 = x2[:3] if 0 in (*trace, *diagonal) else x2
+    kwargs = {"trace_axes": trace, "diagonal_axes": diagonal, "block_size": block_size}
+    ntk = EmpiricalNTK(model, **kwargs)
+    assert_same(ntk(x1, x2), truth(model, x1, x2, trace, diagonal))
+    nngp = EmpiricalNNGP(model, **kwargs)
+    values = [np.asarray(outputs(model, x))[..., None] for x in (x1, x2)]
+    assert_same(nngp(x1, x2), pairs(*values, trace, diagonal))
+    assert_same(nngp(x1), pairs(values[0], values[0], trace, diagonal))
+    if 0 not in (*trace, *diagonal):
+        expected = truth(model, x1, x1, trace, (*diagonal, 0))
+        assert_same(ntk.diagonal(x1), expected)
+        expected = pairs(values[0], values[1][:3], trace, (*diagonal, 0))
+        assert_same(nngp.diagonal(x1, x2[:3]), expected)
+
+
+@float64
+def test_examples_are_paired_in_some_outputs(getkey):
+    model = eqx.Partial(
+        lambda mlp, x: {"a": mlp(x)[:2], "b": mlp(x)}, Dict(getkey()).mlp
+    )
+    x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (3, 4))
+    vmap_axes = (0, {"a": 0, "b": 1}, {})
+    settings = {"vmap_axes": vmap_axes, "trace_axes": (), "diagonal_axes": (0,)}
+    jacs = [jacobians(model, x) for x in (x1, x2)]
+    expected = {
+        "a": pairs(jacs[0]["a"], jacs[1]["a"], (), (0,)),
+        "b": pairs(*(jac["b"].swapaxes(0, 1) for jac in jacs), (), (0,)),
+    }
+    both = EmpiricalKernel(model, block_size=2, **settings)(x1, x2)
+    assert_same(both.ntk, expected)
+    nngp = EmpiricalNNGP(model, **settings)(x1, x2)
+    assert_same(both.nngp, nngp)
+    with pytest.raises(ValueError, match="same number of them; got 3 and 2"):
+        EmpiricalNTK(model, **settings)(x1, x2[:2])
+
+
+@float64
+def test_outputs_without_entries(getkey):
+    mlp, x = Dict(getkey()).mlp, jr.normal(getkey(), (3, 4))
+    model = eqx.Partial(lambda mlp, x: {"all": mlp(x), "none": mlp(x)[:0]}, mlp)
+    settings = {"block_size": 2}
+    both = EmpiricalKernel(model, trace_axes=(), **settings)(x)
+    alone = EmpiricalKernel(mlp, trace_axes=(), **settings)(x)
+    for got, expected in zip(both, alone, strict=True):
+        assert_same(got["all"], expected)
+        assert got["none"].shape == (3, 3, 0, 0)
+    # As for `jnp.mean`, the mean of nothing is NaN.
+    traced = EmpiricalNTK(model, **settings)(x, x[:2])["none"]
+    assert_same(traced, jnp.full((3, 2), jnp.nan))
+    probed = ProbedNTK(model, num_probes=2, key=getkey(), **settings)(x)
+    assert jnp.isnan(probed.standard_error["none"]).all()
+    assert jnp.isfinite(probed.standard_error["all"]).all()
+
+
+@pytest.mark.matrix
+@float64
+@pytest.mark.parametrize(
+    ("axes", "block_size"), (((), (2, 3)), ((-1,), None), ((1, 2), 2))
+)
+@pytest.mark.parametrize("number", (1, 2, 3))
+def test_implementations(number, axes, block_size, getkey):
+    model = Matrices(getkey())
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (4, 4))
+    name = IMPLEMENTATIONS[number - 1]
+    ntk = EmpiricalNTK(
+        model, trace_axes=axes, implementation=name, block_size=block_size
+    )
+    assert_same(ntk(x1, x2), truth(model, x1, x2, axes))
+    assert_same(ntk(x1), truth(model, x1, x1, axes))
+    assert_same(ntk.diagonal(x1), truth(model, x1, x1, axes, (0,)))
+    by_number = EmpiricalNTK(model, implementation=number)
+    assert by_number._kernels.settings.implementation == name
+
+
+class Applied(eqx.Module):
+    """A layer and the function that applies it."""
+
+    layer: eqx.Module
+    fun: Callable = eqx.field(static=True)
+
+    def __call__(self, x):
+        return jnp.tanh(self.fun(self.layer, x))
+
+
+@eqx.filter_jit
+def examples(example, key, num):
+    return cast(jax.vmap(example)(jr.split(key, num)))
+
+
+class Twice(eqx.Module):
+    """A table that is used for words and for scores, and a layer used twice."""
+
+    table: eqx.nn.Embedding
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jr.split(key)
+        self.table = eqx.nn.Embedding(7, 4, key=keys[0])
+        self.linear = eqx.nn.Linear(4, 4, key=keys[1])
+
+    def __call__(self, tokens):
+        x = jax.vmap(self.table)(tokens)
+        for _ in range(2):
+            x = jnp.tanh(jax.vmap(self.linear)(x))
+        return self.table.weight @ x.mean(axis=0)
+
+
+class Fallback(eqx.Module):
+    """One parameter that no rule covers."""
+
+    odd: jax.Array
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.odd = jr.normal(key, (3,))
+        self.linear = eqx.nn.Linear(4, 3, key=key)
+
+    def __call__(self, x):
+        return self.linear(x) * jnp.sin(self.odd) + lax.cumsum(self.odd)
+
+
+def network(name):
+    """A model, and how an example is made."""
+    if name == "tied":
+        return Twice(jr.key(0)), lambda key: jr.randint(key, (5,), 0, 7)
+    if name == "fallback":
+        return Fallback(jr.key(0)), lambda key: jr.normal(key, (4,))
+    model, fun, example = LAYERS[name]()
+    return Applied(model, fun), example
+
+
+@pytest.mark.matrix
+@float64
+@pytest.mark.parametrize(
+    "name",
+    (
+        "Conv1d",
+        "Conv2d, in groups",
+        "GRUCell, in a scan",
+        "LayerNorm",
+        "MultiheadAttention",
+        "WeightNorm",
+        "tied",
+        "fallback",
+    ),
+)
+def test_networks(name, getkey):
+    model, example = network(name)
+    model = cast(model)
+    x = examples(example, getkey(), 5)
+    kernel = EmpiricalNTK(model, trace_axes=(), implementation="sites")(x)
+    jac = np.asarray(jacobians(model, x))
+    assert_same(kernel, pairs(jac, jac))
+    traced = EmpiricalNTK(model, block_size=2)(x, jnp.asarray(np.asarray(x)[:3]))
+    assert_same(traced, pairs(jac, jac[:3], (-1,)))
+    # Positive semidefinite: the axes of one side, then those of the other.
+    order = (*range(0, kernel.ndim, 2), *range(1, kernel.ndim, 2))
+    num = round(kernel.size**0.5)
+    flat = np.transpose(kernel, order).reshape(num, num)
+    values = np.linalg.eigvalsh(flat)
+    assert values.min() > -1e-10 * values.max()
+
+
+@pytest.mark.matrix
+@float64
+@pytest.mark.parametrize("seed", range(3))
+def test_random_networks(seed):
+    model, fun, example = random_network(jr.key(seed))
+    model = cast(Applied(model, fun))
+    x = examples(example, jr.key(seed), 4)
+    jac, part = np.asarray(jacobians(model, x)), jnp.asarray(np.asarray(x)[:3])
+    expected = pairs(jac, jac[:3])
+    assert_same(EmpiricalNTK(model, trace_axes=())(x, part), expected)
+
+
+def test_auto_takes_products_for_many_outputs(monkeypatch, getkey):
+    class Odd(eqx.Module):
+        """Many outputs of a parameter that no rule covers."""
+
+        w: jax.Array
+
+        def __call__(self, x):
+            return jnp.sin(self.w) @ x
+
+    chosen = []
+    for pairing in (Products, Sites):
+        kernels = pairing.kernels
+
+        def spy(self, *args, kernels=kernels):
+            chosen.append(type(self))
+            return kernels(self, *args)
+
+        monkeypatch.setattr(pairing, "kernels", spy)
+    x = jr.normal(getkey(), (5, 4))
+    for num, expected in ((64, Products), (2, Sites)):
+        odd = Odd(jr.normal(getkey(), (num, 4)))
+        for implementation in ("auto", "sites"):
+            ntk = EmpiricalNTK(odd, trace_axes=(), implementation=implementation)
+            assert_same(ntk(x), truth(odd, x, x), 1e-4)
+            is_auto = implementation == "auto"
+            assert {*chosen} == {expected if is_auto else Sites}
+            chosen.clear()
+
+
+@float64
+def test_closed_forms(getkey):
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
+    linear = eqx.nn.Linear(4, 6, use_bias=False, key=getkey(), dtype=jnp.float64)
+    assert_same(EmpiricalNTK(linear)(x1, x2), x1 @ x2.T)
+    full = EmpiricalNTK(linear, trace_axes=())(x1, x2)
+    assert_same(full, jnp.einsum("nm,op->nmop", x1 @ x2.T, jnp.eye(6)))
+
+    mlp = eqx.nn.MLP(
+        4,
+        1,
+        8,
+        1,
+        use_bias=False,
+        use_final_bias=False,
+        key=getkey(),
+        dtype=jnp.float64,
+    )
+    w, v = np.asarray(mlp.layers[0].weight), np.asarray(mlp.layers[1].weight)[0]
+    one, two = np.asarray(x1), np.asarray(x2)
+    hidden = [np.maximum(x @ w.T, 0) for x in (one, two)]
+    slopes = [np.where(x @ w.T > 0, v[None], 0.0) for x in (one, two)]
+    expected = hidden[0] @ hidden[1].T + (slopes[0] @ slopes[1].T) * (one @ two.T)
+    assert_same(EmpiricalNTK(mlp)(x1, x2), jnp.asarray(expected))
+
+    # The kernel of a sum of models with parameters of their own is a sum of kernels.
+    class Sum(eqx.Module):
+        models: list
+
+        def __call__(self, x):
+            return self.models[0](x)[:1] + self.models[1](x)
+
+    total = EmpiricalNTK(Sum([linear, mlp]), trace_axes=())(x1, x2)
+    parts = [EmpiricalNTK(m, trace_axes=())(x1, x2) for m in (linear, mlp)]
+    assert_same(total, parts[0][:, :, :1, :1] + parts[1])
+
+
+def test_outputs_and_kinds(getkey):
+    model = Dict(getkey())
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
+    expected = truth(model, x1, x2)
+    assert_same(EmpiricalNTK(model, trace_axes=())(x1, x2), expected, 1e-4)
+    blocked = EmpiricalKernel(model, trace_axes=(), block_size=2)
+    both = blocked(x1, x2)
+    assert both._fields == ("nngp", "ntk")
+    assert_same(both.ntk, expected, 1e-4)
+    values = [
+        jax.tree.map(lambda y: np.asarray(y)[..., None], outputs(model, x))
+        for x in (x1, x2)
+    ]
+    assert_same(both.nngp, jax.tree.map(pairs, *values), 1e-4)
+    turned = blocked(x1, x2, ("NTK", "nngp"))
+    assert turned._fields == ("ntk", "nngp")
+    assert_same(tuple(turned), (both.ntk, both.nngp))
+    assert_same(blocked(x1, x2, get="NTK"), both.ntk)
+    assert_same(blocked(x1, x2, get="nngp"), both.nngp)
+    assert type(blocked(x1, x2)) is type(both)
+    kernel = EmpiricalKernel(model, trace_axes=(), implementation=2)
+    assert_same(tuple(kernel(x1, x2)), tuple(both), 1e-4)
+    assert_same(blocked.diagonal(x1, get="ntk"), blocked.diagonal(x1)[1])
+    for get in ((), ("ntk", "ntk"), "cov", ("ntk", "x"), 3, {"ntk"}):
+        with pytest.raises(ValueError, match="`get` must be"):
+            blocked(x1, x2, get)
+
+
+def applied(kernel, vector):
+    """A kernel with the axes of all outputs, times what a model returns."""
+    product = np.einsum("nmop,mp->no", np.asarray(kernel), np.asarray(vector))
+    return jnp.asarray(product)
+
+
+@pytest.mark.matrix
+@float64
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_complex(implementation, getkey):
+    class Model(eqx.Module):
+        w: jax.Array
+        v: jax.Array
+        is_real: bool
+
+        def __call__(self, x):
+            y = jnp.sin(self.w @ x.astype(self.w.dtype))
+            out = self.v @ y
+            return jnp.abs(out) ** 2 if self.is_real else out
+
+    w = jr.normal(getkey(), (5, 4), jnp.complex128)
+    v = jr.normal(getkey(), (3, 5), jnp.complex128)
+    x1, x2 = jr.normal(getkey(), (4, 4)), jr.normal(getkey(), (3, 4))
+    make = lambda model: EmpiricalNTK(
+        model, trace_axes=(), implementation=implementation, block_size=2
+    )
+
+    @jax.jit
+    def holomorphic(weights, x):
+        call = lambda wv, x: Model(*wv, False)(x)
+        jac = jax.vmap(jax.jacrev(call, holomorphic=True), (None, 0))
+        parts = jac(weights, x.astype(jnp.complex128))
+        return jnp.concatenate([p.reshape(len(x), 3, -1) for p in parts], axis=-1)
+
+    model = Model(w, v, False)
+    expected = pairs(holomorphic((w, v), x1), holomorphic((w, v), x2))
+    assert_same(make(model)(x1, x2), expected)
+    hermitian = make(model)(x1)
+    hermitian = np.asarray(hermitian)
+    assert (hermitian == np.conj(np.transpose(hermitian, (1, 0, 3, 2)))).all()
+    vector = outputs(model, x2)
+    product = make(model).matvec(x1, x2, vector)
+    assert_same(product, applied(expected, vector))
+
+    # A real function of complex parameters is one of their real and imaginary parts.
+    def parts(wv, x):
+        (a, b), (c, d) = wv
+        return Model(lax.complex(a, b), lax.complex(c, d), True)(x)
+
+    model = Model(w, v, True)
+    leaves = ((w.real, w.imag), (v.real, v.imag))
+    jac = jax.jit(jax.vmap(jax.jacrev(parts), (None, 0)))
+    jac = [
+        np.concatenate(
+            [np.reshape(y, (len(x), 3, -1)) for y in jax.tree.leaves(jac(leaves, x))],
+            axis=-1,
+        )
+        for x in (x1, x2)
+    ]
+    assert_same(make(model)(x1, x2), pairs(*jac))
+
+    # A complex function of real parameters.
+    class Wave(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            return jnp.exp(lax.complex(0 * self.w[:, 0], self.w @ x))
+
+    wave = Wave(w.real)
+    one = lambda w, x: [part(Wave(w)(x)) for part in (jnp.real, jnp.imag)]
+    jac = jax.jit(jax.vmap(jax.jacrev(one), (None, 0)))
+    real_imag = [jax.device_get(jac(wave.w, x)) for x in (x1, x2)]
+    jac = [(re + 1j * im).reshape(len(re), 5, -1) for re, im in real_imag]
+    assert_same(make(wave)(x1, x2), pairs(*jac))
+    vector = outputs(wave, x2)
+    product = make(wave).matvec(x1, x2, vector)
+    assert_same(product, applied(pairs(*jac), vector))
+    values = [np.asarray(outputs(wave, x))[..., None] for x in (x1, x2)]
+    assert_same(EmpiricalNNGP(wave, trace_axes=())(x1, x2), pairs(*values))
+
+
+def test_parameters(getkey):
+    class Model(eqx.Module):
+        mlp: eqx.nn.MLP
+        steps: jax.Array
+
+        def __call__(self, x):
+            return self.mlp(x) * self.steps.astype(x.dtype)
+
+    model = Model(eqx.nn.MLP(4, 3, 5, 1, key=getkey()), jnp.array(2))
+    x = jr.normal(getkey(), (4, 4))
+    is_last = jax.tree.map(lambda _: False, model)
+    is_last = eqx.tree_at(lambda m: m.mlp.layers[1].weight, is_last, True)
+    last = EmpiricalNTK(model, where=lambda m: m.mlp.layers[1].weight)
+    hidden = jax.vmap(lambda x: jax.nn.relu(model.mlp.layers[0](x)))(x)
+    assert_same(last(x), 4 * hidden @ hidden.T)
+    assert_same(EmpiricalNTK(model, filter_spec=is_last)(x), last(x))
+    whole = EmpiricalNTK(model, where=lambda m: (m.mlp, m.steps))
+    assert_same(whole(x), EmpiricalNTK(model)(x))
+    layers = [EmpiricalNTK(model, where=lambda m, i=i: m.mlp.layers[i]) for i in (0, 1)]
+    assert_same(whole(x), layers[0](x) + layers[1](x))
+    with pytest.raises(ValueError, match="leave no parameters"):
+        EmpiricalNTK(model, where=lambda m: m.steps)
+    changed = eqx.tree_at(lambda ntk: ntk._kernels.model.steps, last, None)
+    with pytest.raises(ValueError, match="another structure"):
+        changed(x)
+
+
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16, jnp.float32))
+def test_dtypes(dtype, getkey):
+    model = eqx.nn.MLP(4, 3, 64, 1, key=getkey(), dtype=dtype)
+    x = jr.normal(getkey(), (5, 4)).astype(dtype)
+    kernel = EmpiricalKernel(model, block_size=2)(x)
+    wide = jax.tree.map(
+        lambda y: y.astype(jnp.float32) if eqx.is_inexact_array(y) else y, model
+    )
+    expected = EmpiricalKernel(wide)(x.astype(jnp.float32))
+    for name in ("ntk", "nngp"):
+        got = getattr(kernel, name)
+        assert got.dtype == dtype
+        assert_same(got, getattr(expected, name).astype(dtype), 4e-2)
+
+
+def test_inputs_that_are_pytrees(getkey):
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.linear(x["a"]) * x["b"][0]
+
+    model = Model(eqx.nn.Linear(4, 2, use_bias=False, key=getkey()))
+    a, b = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (5,))
+    ntk = EmpiricalNTK(model, block_size=2)
+    expected = (a * b[:, None]) @ (a * b[:, None]).T
+    assert_same(ntk({"a": a, "b": (b,)}), expected)
+    axes = ({"a": 1, "b": 0}, 0, {})
+    assert_same(EmpiricalNTK(model, vmap_axes=axes)({"a": a.T, "b": (b,)}), expected)
+    # Numpy arrays are taken, too.
+    assert_same(ntk({"a": np.asarray(a), "b": (np.asarray(b),)}), expected)

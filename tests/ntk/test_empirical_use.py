@@ -1,0 +1,471 @@
+"""Empirical kernels in use: blocks, memory, keys, transforms, errors."""
+
+import dataclasses
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jaxtyping
+import numpy as np
+import pytest
+
+from eqxbatch import (
+    EmpiricalKernel,
+    EmpiricalNNGP,
+    EmpiricalNTK,
+    MemoryBudget,
+    ProbedNTK,
+)
+from eqxbatch._batch.rows import Rows
+from eqxbatch._ntk.output_axes import OutputAxes
+from eqxbatch._ntk.tiles import AbstractPairing, all_pairs, Tiling
+from eqxbatch._sites.factors import Factor
+from ..helpers import assert_same, BLOCK, CountTraces, TOTALS
+from .models import cast, Dict, float64, jacobians, Matrices, outputs, pairs, truth
+
+
+@pytest.mark.matrix
+@float64
+@pytest.mark.parametrize(
+    ("total", "implementation"),
+    (*((total, "auto") for total in (0, *TOTALS)), (5, "ntk_vector_products")),
+)
+def test_any_size_and_exact_symmetry(total, implementation, getkey):
+    model = Matrices(getkey())
+    x = jr.normal(getkey(), (max(TOTALS) + BLOCK - 1, 4))
+    jac, x = np.asarray(jacobians(model, x)), np.asarray(x)
+    # The same with two sides, one of them a single block.
+    other, jac_other = jnp.asarray(x[-BLOCK + 1 :]), jac[-BLOCK + 1 :]
+    x, jac = jnp.asarray(x[:total]), jac[:total]
+    ntk = lambda size, axes=(): EmpiricalNTK(
+        model, trace_axes=axes, block_size=size, implementation=implementation
+    )
+    kernel = ntk(BLOCK)(x)
+    assert_same(kernel, pairs(jac, jac))
+    kernel = np.asarray(kernel)
+    assert (kernel == np.transpose(kernel, (1, 0, 3, 2, 5, 4))).all()
+    if total in (0, 5, 13):
+        unblocked = np.asarray(ntk(None, (1, 2))(x))
+        assert (unblocked == unblocked.T).all()
+    assert_same(ntk((3, BLOCK), (-1,))(x, other), pairs(jac, jac_other, (-1,)))
+    if total in (0, 3, 5, 13):
+        kernel = ntk((BLOCK, 1), (-1,))(other, x)
+        assert_same(kernel, pairs(jac_other, jac, (-1,)))
+
+
+class Counted:
+    """Counts the examples that go through a model, when it runs."""
+
+    def __init__(self):
+        self.num = 0
+
+        @jax.custom_jvp
+        def count(x):
+            return jax.pure_callback(self.add, x, x, vmap_method="expand_dims")
+
+        count.defjvp(lambda primals, tangents: (count(*primals), *tangents))
+        self.fun = count
+
+    def add(self, x):
+        self.num += x.size // 4
+        return np.asarray(x)
+
+
+def with_room(ntk, num_bytes):
+    """A kernel that may keep only so much of its examples."""
+    settings = dataclasses.replace(ntk._kernels.settings, keep=num_bytes)
+    return eqx.tree_at(
+        lambda ntk: ntk._kernels,
+        ntk,
+        dataclasses.replace(ntk._kernels, settings=settings),
+    )
+
+
+@pytest.mark.parametrize(("num_panels", "total"), ((1, 13), (2, 13), (3, 16)))
+def test_each_example_runs_once_a_panel(num_panels, total, getkey):
+    counted = Counted()
+    mlp = eqx.nn.MLP(4, 3, 8, 2, key=getkey())
+    model = lambda mlp, x: mlp(counted.fun(x))
+    partial = eqx.Partial(model, mlp)
+    x1, x2 = jr.normal(getkey(), (total, 4)), jr.normal(getkey(), (9, 4))
+    ntk = EmpiricalNTK(partial, block_size=2)
+    rows = -(-total // num_panels)
+    rows += rows % 2
+    if num_panels > 1:
+        # What is kept of an example: 4 inputs, 16 activations, cotangents of 3 outputs.
+        ntk = with_room(ntk, rows * 4 * (4 + 16 + 3 * 16))
+    jac1, jac2 = [np.asarray(jacobians(mlp, x)) for x in (x1, x2)]
+    result = jax.block_until_ready(ntk(x1, x2))
+    panels = -(-total // rows)
+    computed = panels * rows if panels > 1 else total
+    assert counted.num == computed + panels * 9
+    assert_same(result, pairs(jac1, jac2, (-1,)))
+    counted.num = 0
+    result = jax.block_until_ready(ntk(x1))
+    others = 0 if panels == 1 else panels * (panels // 2) * rows
+    assert counted.num == computed + others
+    assert_same(result, pairs(jac1, jac1, (-1,)))
+    assert (np.asarray(result) == np.asarray(result).T).all()
+
+
+class Lopsided(AbstractPairing):
+    """Kernels that are not symmetric, as those with rounding errors are not."""
+
+    def __init__(self):
+        self.axes = [OutputAxes(0, ((), ()), jnp.float32, 0, ("full",))]
+
+    def factors(self, side, rows):
+        return [Factor(rows[0])]
+
+    def kernels(self, first, second, num):
+        x, y = first[0].array, second[0].array
+        return [x[:, None] * y[None] + 1e-3 * x[:, None]]
+
+
+@pytest.mark.parametrize("room", (10**6, 24, 16))
+@pytest.mark.parametrize("total", (5, 7, 10, 13))
+def test_tiles_are_written_down_symmetrically(total, room):
+    x = jnp.arange(1.0, total + 1)
+    run = jax.jit(
+        lambda x: all_pairs(
+            Rows([x], (0,), total), None, Lopsided(), Tiling(4, 4, room)
+        )
+    )
+    (kernel,) = run(x)
+    assert (kernel == kernel.T).all()
+    np.testing.assert_allclose(kernel, x[:, None] * x[None], rtol=2e-3)
+
+
+def test_memory_is_flat(getkey):
+    model = eqx.nn.MLP(16, 10, 256, 2, key=getkey())
+
+    def temporaries(total, block_size, room):
+        ntk = with_room(EmpiricalNTK(model, block_size=block_size), room)
+        struct = jax.ShapeDtypeStruct((total, 16), jnp.float32)
+        arrays, static = eqx.partition(ntk, eqx.is_array)
+        run = lambda arrays, x1, x2: eqx.combine(arrays, static)(x1, x2)
+        stats = jax.jit(run).lower(arrays, struct, struct).compile().memory_analysis()
+        return stats.temp_size_in_bytes
+
+    # Besides the kernel itself, nothing grows if there is no room to keep it.
+    small, large = [temporaries(n, 16, 0) for n in (256, 1024)]
+    assert large == small
+    assert temporaries(1024, 16, 0) < 0.1 * temporaries(1024, None, None)
+
+
+def test_memory_budget(getkey):
+    model = eqx.nn.MLP(16, 10, 256, 2, key=getkey())
+    x = jr.normal(getkey(), (150, 16))
+    budget = MemoryBudget("3MB")
+    ntk = EmpiricalNTK(model, block_size=budget)
+    arrays, static = eqx.partition(ntk, eqx.is_array)
+    run = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))
+    run = run.lower(arrays, x).compile()
+    stats = run.memory_analysis()
+    assert stats.temp_size_in_bytes + stats.output_size_in_bytes <= 3_000_000
+    assert_same(run(arrays, x), EmpiricalNTK(model)(x))
+    with pytest.raises(ValueError, match="too small"):
+        EmpiricalNTK(model, block_size=MemoryBudget("10KB"))(x)
+
+
+class Noisy(eqx.Module):
+    """A linear layer with dropout."""
+
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(4, 3, use_bias=False, key=key)
+        self.dropout = eqx.nn.Dropout(0.5)
+
+    def __call__(self, x, scale=1.0, *, key=None):
+        return scale * self.linear(self.dropout(x, key=key))
+
+
+def test_keys(getkey):
+    make = jr.key
+    model = Noisy(getkey())
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (4, 4))
+    ntk = EmpiricalNTK(model)
+    drop = jax.jit(jax.vmap(lambda k, x: model.dropout(x, key=k)))
+    dropped = lambda key, x: np.asarray(drop(key, x))
+    product = lambda a, b: jnp.asarray(a @ b.T)
+    key = make(3)
+    one, two = [jr.split(k, n) for k, n in ((key, 5), (jr.fold_in(key, 1), 4))]
+    left, right = dropped(one, x1), dropped(two, x2)
+    assert_same(ntk(x1, x2, key=key), product(left, right))
+    for kernel in (ntk(x1, key=key), ntk(x1, x1, key=key)):
+        assert_same(kernel, product(left, left))
+        assert (np.asarray(kernel) == np.asarray(kernel).T).all()
+    # Keys do not depend on the blocks.
+    blocked = EmpiricalNTK(model, block_size=2)
+    assert_same(blocked(x1, x2, key=key), ntk(x1, x2, key=key))
+    # A pair is taken as it is, and so is a key for each example.
+    assert_same(ntk(x1, x2, key=(key, make(4))), ntk(x1, x2, key=(one, make(4))))
+    other = dropped(jr.split(make(4), 5), x1)
+    assert_same(ntk(x1, key=(key, make(4))), product(left, other))
+    # Keys that are arrays of integers do as well.
+    raw = jr.PRNGKey(3)
+    assert_same(EmpiricalNNGP(model)(x1, key=raw), EmpiricalNNGP(model)(x1, key=key))
+    # Both sides have the same keys where only a keyword argument differs.
+    scales = jnp.ones(5), 2 * jnp.ones(5)
+    expected = 2 * ntk(x1, key=key)
+    assert_same(ntk(x1, scale=scales, key=key), expected)
+    with pytest.raises(ValueError, match="`key` must be one key, or a pair"):
+        ntk(x1, x2, key=jr.split(key, 3))
+
+
+def test_keyword_arguments(getkey):
+    model = eqx.nn.inference_mode(Noisy(getkey()))
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (4, 4))
+    s1, s2 = jnp.arange(1.0, 6.0), jnp.arange(4.0)
+    ntk = EmpiricalNTK(model)
+    expected = (s1[:, None] * x1) @ (s2[:, None] * x2).T
+    assert_same(ntk(x1, x2, scale=(s1, s2)), expected)
+    assert_same(ntk(x1, x2, scale=jnp.array(3.0)), 9 * x1 @ x2.T)
+    assert_same(ntk(x1, x2, scale=3.0), 9 * x1 @ x2.T)
+    both = (s1[:, None] * x1) @ (s1[:, None] * x1).T
+    assert_same(ntk(x1, scale=(s1, None)), both)
+    assert_same(ntk(x1, scale=(s1, 2 * s1)), 2 * both)
+    last = EmpiricalNTK(model, vmap_axes=(-1, 0, {"scale": 1}))
+    got = last(x1.T, x2.T, scale=(s1[None], s2[None]))
+    assert_same(got, expected[:, :])
+
+
+def test_keyword_arguments_that_are_no_arrays(getkey):
+    class Power(eqx.Module):
+        weights: jax.Array
+
+        def __call__(self, x, power):
+            return jnp.dot(self.weights, x**power)[None]
+
+    model = Power(jr.normal(getkey(), (4,)))
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
+    ntk = EmpiricalNTK(model)
+    assert_same(ntk(x1, x2, power=(2, 3)), x1**2 @ (x2**3).T)
+    assert_same(ntk(x1, power=(1, 2)), x1 @ (x1**2).T)
+
+
+@float64
+def test_vmap_axes(getkey):
+    model = Matrices(getkey())
+    x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (2, 4))
+    expected = truth(model, x1, x2)
+    # The examples in the middle of the outputs: (2, n, 3).
+    ntk = EmpiricalNTK(model, trace_axes=(), vmap_axes=(1, 1, {}), block_size=2)
+    assert_same(ntk(x1.T, x2.T), jnp.transpose(expected, (2, 3, 0, 1, 4, 5)))
+    ntk = EmpiricalNTK(
+        model, trace_axes=(0,), diagonal_axes=(-1,), vmap_axes=(1, 1, {})
+    )
+    traced = jnp.einsum("nmaabb->nmb", expected) / 2
+    assert_same(ntk(x1.T, x2.T), traced)
+    # A whole batch at once, first where examples do not interact.
+    whole = EmpiricalNTK(eqx.filter_vmap(model), vmap_axes=None, trace_axes=())
+    assert_same(whole(x1, x2), expected)
+    diagonal = EmpiricalNTK(
+        eqx.filter_vmap(model), vmap_axes=None, trace_axes=(), diagonal_axes=(0,)
+    )
+    assert_same(diagonal(x1), truth(model, x1, x1, (), (0,)))
+
+    class Interacting(eqx.Module):
+        mlp: Matrices
+
+        def __call__(self, x):
+            y = jax.vmap(self.mlp)(x)
+            return y - y.mean(axis=0, keepdims=True)
+
+    interacting = Interacting(model)
+    kernel = EmpiricalNTK(interacting, vmap_axes=None, trace_axes=())(x1, x2)
+    jac1, jac2 = [jacobians(model, x) for x in (x1, x2)]
+    jac1, jac2 = [jac - jac.mean(axis=0, keepdims=True) for jac in (jac1, jac2)]
+    assert_same(kernel, pairs(jac1, jac2))
+
+
+@float64
+def test_matvec_and_operator(getkey):
+    model = cast(Dict(getkey()))
+    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
+    vector = outputs(model, x2)
+    jac1, jac2 = [jax.device_get(jacobians(model, x)) for x in (x1, x2)]
+    # Different outputs have something in common.
+    pulled = sum(
+        np.tensordot(np.asarray(v), jac, v.ndim)
+        for v, jac in zip(*map(jax.tree.leaves, (vector, jac2)), strict=True)
+    )
+    expected = jax.tree.map(lambda jac: jnp.asarray(jac @ pulled), jac1)
+    for size in (None, (2, 2), 4):
+        ntk = EmpiricalNTK(model, block_size=size)
+        assert_same(ntk.matvec(x1, x2, vector), expected)
+    with pytest.raises(ValueError, match="`v` must be like what the model returns"):
+        ntk.matvec(x1, None, vector)
+    with pytest.raises(ValueError, match="`v` must have the structure"):
+        ntk.matvec(x1, x2, vector["sum"])
+
+    lineax = pytest.importorskip("lineax")
+    model = Matrices(getkey())
+    ntk = EmpiricalNTK(model, block_size=2)
+    operator = ntk.operator(x1)
+    assert lineax.is_positive_semidefinite(operator)
+    full = np.transpose(truth(model, x1, x1), (0, 2, 4, 1, 3, 5)).reshape(30, 30)
+    assert_same(operator.as_matrix(), jnp.asarray(full))
+    operator = ntk.operator(x1, x2)
+    assert operator.in_structure().shape == (3, 2, 3)
+    assert operator.out_structure().shape == (5, 2, 3)
+
+
+def test_operator_needs_lineax(monkeypatch, getkey):
+    monkeypatch.setitem(sys.modules, "lineax", None)
+    ntk = EmpiricalNTK(Matrices(getkey(), jnp.float32))
+    with pytest.raises(ImportError, match=r"eqxbatch\[linalg\]"):
+        ntk.operator(jnp.ones((2, 4)))
+
+
+@float64
+@pytest.mark.parametrize("block_size", (None, 2))
+def test_derivatives(block_size, getkey):
+    """Kernel alignment, and its gradient."""
+    model = eqx.nn.MLP(4, 3, 5, 2, activation=jnp.tanh, key=getkey(), dtype=jnp.float64)
+    x = jr.normal(getkey(), (5, 4))
+    target = jnp.sign(jr.normal(getkey(), (5, 5)))
+
+    def alignment(kernel):
+        return jnp.sum(kernel * target) / jnp.linalg.norm(kernel)
+
+    def dense(pair):
+        model, x = pair
+        return alignment(truth(model, x, x, (-1,)))
+
+    ntk = EmpiricalNTK(model, block_size=block_size)
+    grad = lambda fun: eqx.filter_jit(eqx.filter_grad(fun))
+    expected, in_x = grad(dense)((model, x))
+    got = grad(lambda ntk: alignment(ntk(x)))(ntk)
+    assert_same(jax.tree.leaves(got), jax.tree.leaves(expected))
+    other = EmpiricalNTK(model, block_size=block_size, implementation=2)
+    got = grad(lambda ntk: alignment(ntk(x, x + 0.0)))(other)
+    assert_same(jax.tree.leaves(got), jax.tree.leaves(expected))
+    assert_same(grad(lambda x: alignment(ntk(x)))(x), in_x)
+
+
+def test_as_a_pytree(getkey, tmp_path):
+    make = lambda key: EmpiricalNTK(eqx.nn.MLP(4, 3, 5, 1, key=key), block_size=2)
+    keys = jr.split(getkey(), 3)
+    x = jr.normal(getkey(), (5, 4))
+    ntks = [make(key) for key in keys]
+    assert [x.shape for x in jax.tree.leaves(eqx.filter(ntks[0], eqx.is_array))] == [
+        x.shape for x in jax.tree.leaves(eqx.filter(ntks[0].model, eqx.is_array))
+    ]
+    ensemble = eqx.filter_vmap(make)(keys)
+    got = eqx.filter_vmap(lambda ntk: ntk(x))(ensemble)
+    assert_same(got, jnp.stack([ntk(x) for ntk in ntks]), 1e-5)
+    assert_same(eqx.filter_jit(ntks[0])(x), ntks[0](x))
+    path = tmp_path / "ntk.eqx"
+    eqx.tree_serialise_leaves(path, ntks[0])
+    loaded = eqx.tree_deserialise_leaves(path, ntks[1])
+    assert_same(loaded(x), ntks[0](x))
+
+
+def test_an_equal_call_traces_nothing(getkey):
+    mlp = eqx.nn.MLP(4, 3, 5, 1, key=getkey())
+    call = CountTraces(lambda mlp, x: mlp(x))
+    for block_size in (None, 2):
+        kernel = EmpiricalKernel(eqx.Partial(call, mlp), block_size=block_size)
+        x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (4, 4))
+        call.num = 0
+        kernel(x1, x2)
+        kernel(x1)
+        # The two sides are traced once if they are alike.
+        assert call.num == 2
+        kernel(2 * x1, x2)
+        kernel(x2 * 2 if block_size is None else x1)
+        changed = eqx.tree_at(
+            lambda k: k._kernels.model.args[0].layers[0].bias, kernel, jnp.ones(5)
+        )
+        changed(x1, x2)
+        assert call.num <= 3
+
+
+class Scalar(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.linear(x)[0]
+
+
+ERRORS = [
+    ({"trace_axes": (3,)}, ValueError, r"`trace_axes` has the axis 3, which is out of"),
+    ({"trace_axes": (1, -2)}, ValueError, r"`trace_axes` has axis 1 of output twice"),
+    ({"trace_axes": (-3,)}, ValueError, r"the examples .* or `trace_axes=0` for"),
+    ({"diagonal_axes": (-1,)}, ValueError, "is both in `trace_axes`"),
+    ({"trace_axes": 1.0}, TypeError, "`trace_axes` must be an int or a tuple"),
+    ({"implementation": "fast"}, ValueError, "`implementation` must be one of"),
+    ({"implementation": 4}, ValueError, "`implementation` must be one of"),
+    ({"block_size": 0}, ValueError, "`block_size` must be at least 1"),
+    ({"block_size": (1, 2, 3)}, ValueError, "`block_size` must be one size, or a pair"),
+    ({"block_size": (1, None)}, TypeError, "A pair of sizes must consist of ints"),
+    ({"block_size": 2, "vmap_axes": None}, ValueError, "`block_size` must be None"),
+    ({"vmap_axes": (0, 0)}, ValueError, "`vmap_axes` must be an int, None, or"),
+    ({"vmap_axes": (0, None, {})}, ValueError, "must give inputs and outputs"),
+    ({"vmap_axes": (0, 0, 0)}, TypeError, "third entry of `vmap_axes` must be a dict"),
+    ({"vmap_axes": 5}, ValueError, "`x1` the batch axis 5"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "error", "match"), ERRORS)
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_settings(kwargs, error, match, getkey):
+    model = Matrices(getkey(), jnp.float32)
+    with pytest.raises(error, match=match):
+        EmpiricalNTK(model, **kwargs)(jnp.ones((2, 4)))
+    with pytest.raises(TypeError, match="`model` must be callable"):
+        EmpiricalNTK(jnp.ones(3))
+
+
+def test_wrong_calls(getkey):
+    mean = EmpiricalNTK(Matrices(getkey(), jnp.float32), trace_axes=(0,))
+    with pytest.raises(ValueError, match="over which the diagonal has its mean"):
+        mean.diagonal(jnp.ones((2, 4)))
+    probed = ProbedNTK(mean.model, num_probes=2, key=getkey(), trace_axes=(0, 1))
+    with pytest.raises(ValueError, match="the standard error of a mean over them"):
+        probed(jnp.ones((2, 4)))
+    ntk = EmpiricalNTK(Matrices(getkey(), jnp.float32), diagonal_axes=(0,))
+    with pytest.raises(ValueError, match="same number of them; got 2 and 3"):
+        ntk(jnp.ones((2, 4)), jnp.ones((3, 4)))
+    scalar = Scalar(eqx.nn.Linear(4, 1, key=getkey()))
+    with pytest.raises(ValueError, match=r"Use `trace_axes=\(\)`"):
+        EmpiricalNTK(scalar)(jnp.ones((2, 4)))
+    assert EmpiricalNTK(scalar, trace_axes=())(jnp.ones((2, 4))).shape == (2, 2)
+    partial = eqx.Partial(lambda m, x: (m(x), x.shape), scalar)
+    with pytest.raises(ValueError, match="must return arrays of an inexact dtype"):
+        EmpiricalNTK(partial, trace_axes=())(jnp.ones((2, 4)))
+    partial = eqx.Partial(lambda m, x: x * m.linear.weight[0, 0], scalar)
+    with pytest.raises(ValueError, match="must be as long for `x1` as for `x2`"):
+        EmpiricalNTK(partial)(jnp.ones((2, 4)), jnp.ones((2, 5)))
+    with pytest.raises(ValueError, match="the same structure, rank and dtype"):
+        EmpiricalNTK(partial)(jnp.ones((2, 4)), jnp.ones((2, 4, 4)))
+    with pytest.raises(ValueError, match="With `vmap_axes=None`"):
+        EmpiricalNTK(partial, vmap_axes=None).diagonal(jnp.ones((2, 4)))
+    # Data is checked for every user; some versions of jaxtyping leave it to us.
+    with pytest.raises((jaxtyping.TypeCheckError, ValueError), match="x1"):
+        EmpiricalNTK(scalar)("not data")
+
+
+class SameDerivative(eqx.Module):
+    weight: jax.Array
+    is_used: bool = eqx.field(static=True)
+
+    def __call__(self, x):
+        return x.sum() + (jnp.sin(self.weight.sum()) if self.is_used else 0)
+
+
+@pytest.mark.parametrize("is_used", (True, False))
+@pytest.mark.parametrize("symmetric", (True, False))
+def test_blocks_of_what_is_the_same_for_all_examples(is_used, symmetric):
+    model = SameDerivative(jnp.ones(3), is_used)
+    x, y = jnp.ones((5, 2)), jnp.ones((3, 2))
+    second = x if symmetric else y
+    expected = jnp.full((5, len(second)), 3 * jnp.cos(3.0) ** 2 * float(is_used))
+    for name in ("sites", "jacobian_contraction", "ntk_vector_products"):
+        ntk = EmpiricalNTK(model, trace_axes=(), implementation=name, block_size=2)
+        assert_same(ntk(x, None if symmetric else y), expected)

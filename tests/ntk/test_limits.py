@@ -1,0 +1,154 @@
+"""Kernels of wide networks, and their parameterisation."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from eqxbatch import (
+    MonteCarloKernel,
+    ntk_parameterise,
+)
+from ..helpers import normal
+from .random_kernels import assert_same, init, kernel, KEY
+
+
+class TestParameterise:
+    def test_linear(self, getkey):
+        layer = eqx.nn.Linear(4, 3, key=getkey())
+        drawn = ntk_parameterise(layer, weight_std=1.5, bias_std=0.5, key=getkey())
+        x = normal(getkey(), (4,))
+        inner = drawn.layer
+        expected = 1.5 / 2.0 * inner.weight @ x + 0.5 * inner.bias
+        assert_same(drawn(x), expected)
+        assert (inner.weight != layer.weight).all()
+
+    @pytest.mark.parametrize(
+        ("make", "fan_in"),
+        (
+            (lambda key: eqx.nn.Conv2d(4, 6, (3, 2), groups=2, key=key), 12),
+            (lambda key: eqx.nn.Conv2d(4, 6, (3, 2), use_bias=False, key=key), 24),
+            (lambda key: eqx.nn.ConvTranspose2d(4, 6, 3, stride=2, key=key), 36),
+        ),
+    )
+    def test_convolutions(self, make, fan_in, getkey):
+        layer = ntk_parameterise(make(getkey()), weight_std=2.0, key=getkey())
+        x = normal(getkey(), (4, 5, 5))
+        plain = layer.layer
+        scaled = eqx.tree_at(
+            lambda m: m.weight, plain, plain.weight * (2 / fan_in**0.5)
+        )
+        if plain.bias is not None:
+            scaled = eqx.tree_at(lambda m: m.bias, scaled, 0 * plain.bias)
+        assert_same(layer(x), scaled(x))
+
+    def test_standard_normal(self):
+        drawn = ntk_parameterise(eqx.nn.Linear(100, 100, key=KEY), key=KEY).layer
+        values = jnp.concatenate([jnp.ravel(drawn.weight), drawn.bias])
+        assert abs(values.mean()) < 0.05
+        assert abs(values.std() - 1) < 0.05
+
+    def test_all_else_stays(self, getkey):
+        norm = eqx.nn.LayerNorm(3)
+        model = [eqx.nn.Linear(2, 3, dtype=jnp.bfloat16, key=KEY), norm, None, "name"]
+        drawn = ntk_parameterise(model, key=KEY)
+        assert eqx.tree_equal(drawn[1:], model[1:])
+        assert drawn[0].layer.weight.dtype == jnp.bfloat16
+        twins = [eqx.nn.Linear(2, 3, key=KEY), eqx.nn.Linear(2, 3, key=KEY)]
+        first, second = ntk_parameterise(twins, key=KEY)
+        assert (first.layer.weight != second.layer.weight).all()
+
+    def test_bad_input(self):
+        layer = eqx.nn.Linear(2, 3, key=KEY)
+        with pytest.raises(ValueError, match="`model` must have layers of"):
+            ntk_parameterise(eqx.nn.LayerNorm(3), key=KEY)
+        for std in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="`weight_std` must be finite"):
+                ntk_parameterise(layer, weight_std=std, key=KEY)
+
+
+def arc_cosine(covariance):
+    """What a ReLU makes of Gaussians: second moments, and those of its derivative."""
+    scales = np.sqrt(np.diag(covariance))
+    product = np.outer(scales, scales)
+    cosine = np.clip(covariance / product, -1, 1)
+    angle = np.arccos(cosine)
+    values = product * (np.sin(angle) + (np.pi - angle) * cosine) / (2 * np.pi)
+    return values, (np.pi - angle) / (2 * np.pi)
+
+
+def arc_sine(covariance):
+    """The same for erf."""
+    scales = 1 + 2 * np.diag(covariance)
+    product = np.outer(scales, scales)
+    values = 2 / np.pi * np.arcsin(2 * covariance / np.sqrt(product))
+    return values, 4 / np.pi / np.sqrt(product - 4 * covariance**2)
+
+
+def limit(x, activation, depth, weight_std=1.3, bias_std=0.2):
+    """NNGP and NTK of infinitely wide networks, in float64."""
+    x = np.asarray(x, np.float64)
+    affine = lambda k: weight_std**2 * k + bias_std**2
+    nngp = affine(x @ x.T / x.shape[1])
+    ntk = nngp
+    for _ in range(depth):
+        values, slopes = activation(nngp)
+        nngp = affine(values)
+        ntk = nngp + weight_std**2 * ntk * slopes
+    return {"nngp": nngp, "ntk": ntk}
+
+
+@pytest.mark.matrix
+class TestLimits:
+    """Cho and Saul, 2009, and Williams, 1997; the NTK as Jacot et al., 2018, have it.
+
+    Keys are fixed: at four standard errors, one in some thousand entries is further.
+    """
+
+    x = jr.normal(jr.key(1), (4, 3))
+    functions = ((jax.nn.relu, arc_cosine), (jax.lax.erf, arc_sine))
+
+    @pytest.mark.parametrize("number", (0, 1))
+    @pytest.mark.parametrize("width", (8, 128))
+    def test_within_standard_errors(self, width, number):
+        """With one hidden layer, there is no bias at any width."""
+        activation, analytic = self.functions[number]
+        make = lambda key: init(key, width, activation=activation)
+        expected = limit(self.x, analytic, 1)
+        kernels = kernel((100, 1_000), init=make, samples_per_batch=100)
+        for estimate in kernels.estimate(self.x):
+            for name, exact in expected.items():
+                mean = getattr(estimate.kernel, name)
+                error = getattr(estimate.standard_error, name)
+                assert jnp.max(jnp.abs(mean - exact) / error) < 4
+                assert jnp.max(error / jnp.abs(exact).max()) < 0.15
+
+    def test_error_falls_with_samples(self):
+        counts = (4, 16, 64)
+        expected = limit(self.x, arc_cosine, 1)["ntk"]
+
+        def errors(key):
+            kernels = MonteCarloKernel(
+                init, key=key, n_samples=counts, get="ntk", samples_per_batch=4
+            )
+            return jnp.stack([jnp.sum((k - expected) ** 2) for k in kernels(self.x)])
+
+        squared = jnp.mean(jax.jit(jax.vmap(errors))(jr.split(KEY, 200)), 0)
+        slope = np.polyfit(np.log(counts), np.log(squared) / 2, 1)[0]
+        assert abs(slope + 0.5) < 0.1
+
+    def test_bias_falls_with_width(self):
+        widths = (2, 4, 8)
+        expected = limit(self.x, arc_sine, 3)["ntk"]
+        biases = []
+        for width in widths:
+            make = lambda key, width=width: init(key, width, 3, 4, jax.lax.erf)
+            monte_carlo = kernel(20_000, init=make, get="ntk", samples_per_batch=500)
+            got = monte_carlo.estimate(self.x)
+            bias = jnp.linalg.norm(got.kernel - expected)
+            assert jnp.linalg.norm(got.standard_error) < 0.25 * bias
+            biases.append(float(bias))
+        slope = np.polyfit(np.log(widths), np.log(biases), 1)[0]
+        assert abs(slope + 1) < 0.2

@@ -1,0 +1,398 @@
+"""Monte-Carlo kernels against loops over models, and against what they tend to."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from eqxbatch import (
+    HostStore,
+    MemoryBudget,
+    MonteCarloEstimate,
+    MonteCarloKernel,
+    ZarrStore,
+)
+from ..helpers import CountTraces, normal
+from .random_kernels import as_jax, assert_same, each, init, kernel, KEY, sampled
+
+
+def in_bfloat16(key):
+    cast = lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x
+    return jax.tree.map(cast, init(key))
+
+
+def with_dropout(key):
+    dropout = eqx.nn.Dropout(0.3)
+    return eqx.Partial(lambda model, x, key: dropout(model(x), key=key), init(key))
+
+
+def data(getkey, *totals):
+    return [normal(getkey(), (total, 3)).astype(float) for total in totals]
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("x64")
+class TestTruth:
+    @pytest.mark.parametrize(
+        "settings",
+        (
+            {},
+            {"samples_per_batch": 3},
+            {"samples_per_batch": 7},
+            {"samples_per_batch": 100},
+            {"samples_per_batch": MemoryBudget("1MB")},
+            {"block_size": 2},
+            {"block_size": (2, 3), "samples_per_batch": 2},
+            {"store": HostStore(), "block_size": 2},
+        ),
+    )
+    def test_settings(self, settings, getkey):
+        x, y = data(getkey, 5, 3)
+        means, errors = sampled(x, y)
+        monte_carlo = kernel(**settings)
+        got = monte_carlo.estimate(x, y)
+        assert_same(as_jax(got.kernel), means)
+        assert_same(as_jax(got.standard_error), errors, tol=1e-9)
+        assert got.num_samples == 7
+        assert_same(as_jax(monte_carlo(x, y)), means)
+
+    @pytest.mark.parametrize(
+        "settings",
+        (
+            {"trace_axes": ()},
+            {"trace_axes": (), "diagonal_axes": (-1,)},
+            {"trace_axes": (), "diagonal_axes": (0,)},
+            {"implementation": "jacobian_contraction"},
+            {"implementation": "ntk_vector_products"},
+            {"implementation": "sites"},
+            {"vmap_axes": 1},
+        ),
+    )
+    def test_settings_of_kernels(self, settings, getkey):
+        (x,) = data(getkey, 5)
+        if settings.get("vmap_axes") == 1:
+            x = x.T
+            settings = {**settings, "trace_axes": (0,)}
+        means, _ = sampled(x, **settings)
+        assert_same(kernel(**settings)(x), means)
+
+    @pytest.mark.parametrize("block", (None, 2))
+    def test_symmetric(self, block, getkey):
+        (x,) = data(getkey, 5)
+        got = kernel(block_size=block)(x, get="ntk")
+        assert_same(got, sampled(x)[0].ntk)
+        assert (got == got.T).all()
+        blocks = MonteCarloKernel(init, key=KEY, n_samples=7, store=HostStore())
+        assert (blocks(x, get="ntk") == blocks(x, get="ntk").T).all()
+
+    def test_get(self, getkey):
+        (x,) = data(getkey, 5)
+        means, errors = sampled(x)
+        monte_carlo = kernel(get=["ntk", "NNGP"])
+        assert monte_carlo(x)._fields == ("ntk", "nngp")
+        assert_same(monte_carlo(x, get="nngp"), means.nngp)
+        assert_same(monte_carlo(x, get=("ntk",)).ntk, means.ntk)
+        one = kernel(get="ntk").estimate(x)
+        assert_same(one.kernel, means.ntk)
+        assert_same(one.standard_error, errors.ntk, tol=1e-9)
+
+    def test_parameters(self, getkey):
+        (x,) = data(getkey, 5)
+        last = lambda model: model.layers[-1]
+        assert_same(kernel(where=last)(x), sampled(x, where=last)[0])
+        drawn = init(KEY)
+        spec = jax.tree.map(lambda _: False, drawn)
+        spec = eqx.tree_at(lambda m: m.layers[0].layer.weight, spec, True)
+        first = lambda model: model.layers[0].layer.weight
+        assert_same(kernel(filter_spec=spec)(x), sampled(x, where=first)[0])
+
+    def test_no_parameters(self, getkey):
+        (x,) = data(getkey, 5)
+        fixed = lambda key: eqx.Partial(
+            lambda w, x: jnp.cos(jax.lax.stop_gradient(w) @ x), jr.normal(key, (5, 3))
+        )
+        got = kernel(init=fixed, get="nngp")(x)
+        expected = sampled(x, init=fixed)[0].nngp
+        assert_same(got, expected)
+
+    def test_one_sample(self, getkey):
+        (x,) = data(getkey, 5)
+        got = kernel(1).estimate(x, get="ntk")
+        assert_same(got.kernel, jnp.asarray(np.asarray(each(init, 15, {}, x).ntk)[0]))
+        assert jnp.isnan(got.standard_error).all()
+
+    def test_no_examples(self):
+        got = kernel(3)(jnp.zeros((0, 3)), jnp.zeros((4, 3)))
+        assert got.nngp.shape == got.ntk.shape == (0, 4)
+
+    def test_pytrees(self, getkey):
+        x = {"a": normal(getkey(), (4, 3)).astype(float), "b": jnp.arange(4.0)}
+
+        def make(key):
+            model = init(key)
+            return eqx.Partial(
+                lambda model, x: {"c": model(x["a"]) * x["b"], "d": (model(x["a"]),)},
+                model,
+            )
+
+        got = kernel(3, init=make)(x)
+        assert_same(got, sampled(x, num=3, init=make)[0])
+
+
+class TestTypes:
+    @pytest.mark.parametrize("store", ("device", HostStore()))
+    def test_bfloat16(self, store, getkey):
+        make = in_bfloat16
+        x = normal(getkey(), (4, 3), jnp.bfloat16)
+        got = kernel(40, init=make, store=store).estimate(x, get="nngp")
+        assert got.kernel.dtype == got.standard_error.dtype == jnp.bfloat16
+        # Added in float32: the error is that of the last rounding.
+        nngps = np.asarray(each(make, 40, {}, x).nngp)
+        expected = np.mean(nngps.astype(np.float64), 0)
+        wide = np.asarray(got.kernel).astype(np.float64)
+        np.testing.assert_allclose(wide, expected, rtol=2**-8)
+
+    def test_complex(self, getkey):
+        make = lambda key: eqx.Partial(jnp.dot, jr.normal(key, (2, 3), jnp.complex64))
+        x = normal(getkey(), (4, 3), jnp.complex64)
+        got = kernel(init=make).estimate(x)
+        means, _ = sampled(x, init=make)
+        assert_same(got.kernel, means)
+        assert got.standard_error.nngp.dtype == jnp.float32
+
+
+class TestCounts:
+    @pytest.mark.parametrize("store", ("device", HostStore()))
+    def test_generator(self, store, getkey):
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
+        kernels = kernel((5, 2, 7, 5), samples_per_batch=2, store=store)
+        estimates = kernels.estimate(x, y)
+        found = [*estimates]
+        assert [estimate.num_samples for estimate in found] == [2, 5, 7]
+        for estimate, alone in zip(found, kernels(x, y), strict=True):
+            means, errors = sampled(x, y, estimate.num_samples)
+            assert_same(as_jax(estimate.kernel), means)
+            assert_same(as_jax(estimate.standard_error), errors, tol=1e-3)
+            assert_same(as_jax(alone), means)
+
+    def test_lazy_and_from_any_iterable(self, getkey):
+        x = normal(getkey(), (5, 3))
+        kernels = kernel((n for n in (1_000_000, 2)), get="nngp")(x)
+        assert_same(next(kernels), sampled(x, num=2)[0].nngp)
+        assert_same(next(kernel(range(3, 5))(x)).nngp, sampled(x, num=3)[0].nngp)
+        assert_same(next(kernel(np.array([3]))(x)).nngp, sampled(x, num=3)[0].nngp)
+
+    @pytest.mark.parametrize("store", ("device", HostStore()))
+    def test_previous(self, store, getkey):
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
+        for first in (1, 3, 7):
+            start = kernel(first, store=store).estimate(x, y)
+            got = kernel(store=store).estimate(x, y, previous=start)
+            assert got.num_samples == 7
+            means, errors = sampled(x, y)
+            assert_same(as_jax(got.kernel), means)
+            assert_same(as_jax(got.standard_error), errors, tol=1e-3)
+        several = kernel((2, 5, 7), get="ntk", store=store)
+        start = kernel(4, get="ntk", store=store).estimate(x, y)
+        found = [*several.estimate(x, y, previous=start)]
+        assert [estimate.num_samples for estimate in found] == [5, 7]
+        assert_same(jnp.asarray(found[1].kernel), sampled(x, y)[0].ntk)
+
+    @pytest.mark.parametrize("store", ("device", HostStore()))
+    def test_tolerance(self, store, getkey):
+        x = normal(getkey(), (5, 3))
+        loose = kernel(1_000, tol=10.0, store=store).estimate(x)
+        assert loose.num_samples == 8
+        got = kernel(1_000, tol=0.1, store=store, samples_per_batch=3).estimate(x)
+        norm = lambda x: float(np.linalg.norm(np.asarray(x)))
+        relative = lambda e: max(
+            norm(error) / norm(mean)
+            for error, mean in zip(e.standard_error, e.kernel, strict=True)
+        )
+        assert 8 < got.num_samples < 1_000
+        assert relative(got) <= 0.1
+        before = kernel(got.num_samples - 3).estimate(x)
+        assert relative(before) > 0.1
+        assert kernel(9, tol=1e-9, store=store).estimate(x).num_samples == 9
+        found = [*kernel((4, 20, 1_000, 10_000), tol=0.1).estimate(x)]
+        assert [e.num_samples for e in found[:2]] == [4, 20]
+        assert found[-1].num_samples < 1_000
+
+
+class TestCalls:
+    @pytest.mark.parametrize("pair", (False, True))
+    def test_dropout(self, pair, getkey):
+        x, y = normal(getkey(), (4, 3)), normal(getkey(), (5, 3))
+        key = (getkey(), getkey()) if pair else getkey()
+        got = kernel(5, init=with_dropout)(x, y, key=key)
+        one, two = key if pair else (key, jr.fold_in(key, 1))
+        keys = jr.split(one, 4), jr.split(two, 5)
+        expected, _ = sampled(x, y, 5, with_dropout, keys)
+        assert_same(got, expected)
+        blocks, stored = {"block_size": 2}, {"block_size": 2, "store": HostStore()}
+        for settings in (stored,) if pair else (blocks, {"samples_per_batch": 2}):
+            other = kernel(5, init=with_dropout, **settings)(x, y, key=key)
+            assert_same(as_jax(other), expected)
+
+    def test_state(self, getkey):
+        class Model(eqx.Module):
+            layer: eqx.Module
+            norm: eqx.nn.BatchNorm
+
+            def __init__(self, key):
+                self.layer = init(key)
+                self.norm = eqx.nn.BatchNorm(2, "batch", mode="batch")
+
+            def __call__(self, x, state):
+                return self.norm(self.layer(x), state, inference=True)
+
+        make = eqx.nn.make_with_state(Model)
+        x = normal(getkey(), (4, 3))
+        got = kernel(init=make)(x)
+
+        def without(key):
+            model, state = make(key)
+            return eqx.Partial(lambda model, x: model(x, state)[0], model)
+
+        assert_same(got, sampled(x, init=without)[0])
+
+    def test_keys_in_models(self, getkey):
+        """As a layer has that is random in itself, with new and with old keys."""
+        for fold in (lambda key: key, jr.key_data):
+
+            def make(key, fold=fold):
+                noise = lambda model, key, x: (
+                    model(x)
+                    + jr.normal(
+                        jr.wrap_key_data(key) if fold is jr.key_data else key, (2,)
+                    )
+                )
+                return eqx.Partial(noise, init(key), fold(key))
+
+            x = normal(getkey(), (4, 3))
+            got = kernel(init=make, samples_per_batch=2)(x)
+            assert_same(got, sampled(x, init=make)[0])
+
+    def test_keyword_arguments(self, getkey):
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
+        own = normal(getkey(), (5,)), normal(getkey(), (3,))
+
+        def make(key):
+            return eqx.Partial(
+                lambda model, x, own, scale: model(x) * own * scale, init(key)
+            )
+
+        got = kernel(init=make, samples_per_batch=2)(x, y, own=own, scale=2.0)
+        expected = 4 * np.asarray(sampled(x, y)[0].nngp) * np.outer(*own)
+        assert_same(got.nngp, jnp.asarray(expected))
+
+    def test_transformed(self, getkey):
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
+        monte_carlo = kernel(samples_per_batch=2)
+        means, errors = sampled(x, y)
+        got = eqx.filter_jit(lambda k, x: k.estimate(x, y))(monte_carlo, x)
+        assert_same(got.kernel, means)
+        assert_same(got.standard_error, errors, tol=1e-3)
+
+        total = lambda x: monte_carlo(x, y, get="ntk").sum()
+        dense = lambda x: each(init, 7, {}, x, y).ntk.mean(0).sum()
+        assert_same(jax.jit(jax.grad(total))(x), jax.jit(jax.grad(dense))(x))
+
+        keys = jr.split(KEY, 3)
+        of_key = lambda key: MonteCarloKernel(init, key=key, n_samples=3)(x, y).nngp
+        got = jax.jit(jax.vmap(of_key))(keys)
+        one_by_one = jax.jit(lambda keys: jax.lax.map(of_key, keys))
+        assert_same(got, one_by_one(keys))
+
+    def test_traces(self, getkey):
+        x = normal(getkey(), (4, 3))
+        make = CountTraces(init)
+        kernel(5, init=make)(x)
+        num = make.num
+        # Of two, the constructor asks whether they are the same.
+        assert num <= 4
+        for count in (5, 50):
+            again = kernel(count, init=make)
+            assert make.num == num + 2
+            num = make.num
+            again(x + 1)
+            assert make.num == num
+        [*kernel((3, 30), init=make)(x)]
+        assert make.num == num + 2
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("num", (0, -3, (), (3, 0), [2, -1]))
+    def test_too_few_samples(self, num):
+        with pytest.raises(ValueError, match="`n_samples` must be at least 1"):
+            kernel(num)
+
+    @pytest.mark.parametrize("num", (1.5, "3", None, True, (2, 3.0), jnp.ones(2)))
+    def test_samples_that_are_no_ints(self, num, unchecked):
+        with pytest.raises(TypeError, match="`n_samples` must be an int or"):
+            kernel(num)
+
+    def test_models(self, unchecked):
+        calls = []
+
+        def changing(key):
+            calls.append(key)
+            return eqx.nn.Linear(3, len(calls), key=key)
+
+        for make, error, match in (
+            (3, TypeError, "`init` must be a function"),
+            (lambda key: jr.normal(key), TypeError, "must return a callable model"),
+            (lambda key: jnp.sin, ValueError, "a model with arrays in it"),
+            (changing, ValueError, r"same structure for all keys.*\.weight"),
+        ):
+            with pytest.raises(error, match=match):
+                kernel(init=make)
+
+    def test_settings(self, tmp_path, unchecked):
+        mesh = jax.make_mesh((2, 2), ("s", "r"))
+        disk = {"store": ZarrStore(tmp_path), "block_size": 2}
+        for settings, error, match in (
+            ({"samples_per_batch": 0}, ValueError, "`samples_per_batch` must be at"),
+            ({"samples_per_batch": None}, TypeError, "int or a `MemoryBudget`"),
+            ({"tol": 0.0}, ValueError, "`tol` must be a positive number"),
+            ({"tol": "a"}, ValueError, "`tol` must be a positive number"),
+            ({"get": "x"}, ValueError, "`get` must be"),
+            ({"mesh": mesh, "sample_axis": "t"}, ValueError, "one of the axes of the"),
+            (
+                {"mesh": mesh, "sample_axis": "s", "mesh_axis": "s"},
+                ValueError,
+                "must be different axes",
+            ),
+            ({"sample_axis": "s"}, ValueError, "there is no `mesh`"),
+            (
+                {"mesh": mesh, "sample_axis": "s", "mesh_axis": "r", **disk},
+                ValueError,
+                "and not both",
+            ),
+            ({"tol": 0.1, **disk}, ValueError, "a store on disk is not made for"),
+            ({"num": (1, 2), **disk}, ValueError, "a store on disk is not made for"),
+            ({"implementation": 7}, ValueError, "`implementation` must be"),
+            ({"trace_axes": 0.5}, TypeError, "`trace_axes`"),
+        ):
+            with pytest.raises(error, match=match):
+                kernel(**settings)
+
+    def test_calls(self, tmp_path, unchecked):
+        x = jnp.ones((3, 3))
+        start = kernel(5).estimate(x)
+        with pytest.raises(ValueError, match="has 5 samples, more than `n_samples`, 3"):
+            kernel(3).estimate(x, previous=start)
+        with pytest.raises(TypeError, match="must be a `MonteCarloEstimate`"):
+            kernel(9).estimate(x, previous=start.kernel)
+        disk = kernel(9, store=ZarrStore(tmp_path), block_size=2)
+        with pytest.raises(ValueError, match="a store on disk is not made for"):
+            disk.estimate(x, previous=start)
+        with pytest.raises(TypeError, match="with `tol` runs a loop in Python"):
+            jax.jit(lambda x: kernel(tol=0.1)(x))(x)
+        with pytest.raises(TypeError, match="with a `store` runs a loop in Python"):
+            jax.jit(lambda x: kernel(store=HostStore())(x))(x)
+        with pytest.raises(ValueError, match="`get` must be"):
+            kernel((3, 4))(x, get="x")
+        assert isinstance(start, MonteCarloEstimate)

@@ -1,0 +1,158 @@
+"""Monte-Carlo kernels on devices, in stores, and within memory."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from eqxbatch import (
+    AbstractProgressMeter,
+    HostStore,
+    MemoryBudget,
+    ZarrStore,
+)
+from ..helpers import memory, normal
+from .random_kernels import as_jax, assert_same, init, kernel, sampled
+
+
+class TestDevices:
+    @pytest.mark.parametrize(
+        ("axes", "types"),
+        (
+            ({"sample_axis": "s"}, AxisType.Auto),
+            ({"mesh_axis": "r"}, AxisType.Explicit),
+            ({"sample_axis": "s", "mesh_axis": "r"}, AxisType.Auto),
+            ({"sample_axis": "s", "mesh_axis": "r"}, AxisType.Explicit),
+        ),
+    )
+    def test_meshes(self, axes, types, getkey):
+        mesh = jax.make_mesh((2, 2), ("s", "r"), axis_types=(types,) * 2)
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
+        means, errors = sampled(x, y)
+        got = kernel(mesh=mesh, **axes).estimate(x, y)
+        assert_same(got.kernel, means)
+        assert_same(got.standard_error, errors, tol=1e-3)
+
+    def test_batches_on_devices(self, getkey):
+        mesh = jax.make_mesh((4,), ("s",))
+        x = normal(getkey(), (5, 3))
+        settings = {"mesh": mesh, "sample_axis": "s", "samples_per_batch": 2}
+        assert_same(kernel(15, **settings)(x), sampled(x, num=15)[0])
+        jitted = eqx.filter_jit(lambda k, x: k(x))
+        assert_same(jitted(kernel(15, **settings), x), sampled(x, num=15)[0])
+
+    def test_samples_are_shared(self):
+        """Each of four devices has a quarter of the models in memory."""
+        mesh = jax.make_mesh((4,), ("s",))
+        wide = lambda key: init(key, width=256)
+
+        def program(**settings):
+            monte_carlo = kernel(8, init=wide, get="nngp", **settings)
+            run = lambda x: monte_carlo(x)
+            return memory(run, jnp.ones((64, 3))).temp_size_in_bytes
+
+        alone = program(samples_per_batch=8)
+        shared = program(samples_per_batch=2, mesh=mesh, sample_axis="s")
+        assert shared < 0.4 * alone
+
+    @pytest.mark.parametrize("axis", ("mesh_axis", "sample_axis"))
+    def test_stores(self, axis, getkey):
+        mesh = jax.make_mesh((4,), ("r",))
+        x = normal(getkey(), (9, 3))
+        settings = {"mesh": mesh, axis: "r", "store": HostStore(), "block_size": 2}
+        got = as_jax(kernel(**settings)(x))
+        assert_same(got, sampled(x)[0])
+
+
+class TestStores:
+    def test_disk(self, tmp_path, getkey):
+        x = normal(getkey(), (5, 3))
+        store = ZarrStore(tmp_path / "kernel")
+        got = kernel(store=store, block_size=2).estimate(x)
+        means, errors = sampled(x)
+        as_jax = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
+        assert_same(as_jax(got.kernel), means)
+        assert_same(as_jax(got.standard_error), errors, tol=1e-3)
+
+    def test_interrupted_run_continues(self, tmp_path, getkey):
+        class Stop(AbstractProgressMeter):
+            done: list
+
+            def start(self, num_blocks, num_done):
+                self.done.append(num_done)
+                return 0
+
+            def step(self, state, num_nans):
+                if len(self.done) == 1 and state == 2:
+                    raise KeyboardInterrupt
+                return state + 1
+
+            def close(self, state):
+                pass
+
+        x = normal(getkey(), (6, 3))
+        store, meter = ZarrStore(tmp_path / "kernel"), Stop([])
+        run = kernel(store=store, block_size=2, progress=meter)
+        with pytest.raises(KeyboardInterrupt):
+            run(x)
+        got = run(x, get=None)
+        assert meter.done[0] == 0
+        assert meter.done[1] > 0
+        assert_same(jnp.asarray(np.asarray(got.ntk)), sampled(x)[0].ntk)
+
+    def test_progress(self, getkey):
+        class Log(AbstractProgressMeter):
+            calls: list
+
+            def start(self, num_blocks, num_done):
+                self.calls.append(("start", num_blocks, num_done))
+
+            def step(self, state, num_nans):
+                self.calls.append(("step", num_nans))
+
+            def close(self, state):
+                self.calls.append(("close",))
+
+        def make(key):
+            """NaN in about every second sample."""
+            model = init(key)
+            bad = jnp.where(jr.bernoulli(key), jnp.nan, 1.0)
+            return eqx.Partial(lambda model, bad, x: model(x) * bad, model, bad)
+
+        x = normal(getkey(), (3, 3))
+        meter = Log([])
+        kernel(7, init=make, samples_per_batch=2, progress=meter, get="nngp")(x)
+        assert meter.calls[0] == ("start", 4, 0)
+        assert [call[0] for call in meter.calls] == ["start", *["step"] * 4, "close"]
+        assert sum(call[1] for call in meter.calls[1:-1]) == 9
+        meter.calls.clear()
+        running = kernel((2, 7), progress=meter, get="nngp")(x)
+        next(running)
+        running.close()
+        assert [call[0] for call in meter.calls] == ["start", "step", "step", "close"]
+
+
+class TestMemory:
+    def program(self, num, **settings):
+        wide = lambda key: init(key, width=64)
+        monte_carlo = kernel(num, init=wide, **settings)
+        return memory(lambda x: monte_carlo(x), jnp.ones((40, 3)))
+
+    def test_flat_in_the_number_of_samples(self):
+        sizes = [self.program(n).temp_size_in_bytes for n in (10, 1_000)]
+        assert sizes[1] <= 1.01 * sizes[0] + 4 * 1_000
+
+    def test_grows_with_the_samples_of_a_batch(self):
+        sizes = [
+            self.program(32, samples_per_batch=n).temp_size_in_bytes for n in (1, 32)
+        ]
+        assert sizes[1] > 4 * sizes[0]
+
+    def test_budget(self):
+        budget = MemoryBudget("3MB")
+        stats = self.program(100, samples_per_batch=budget)
+        used = stats.temp_size_in_bytes + stats.output_size_in_bytes
+        assert 300_000 < used <= 3_000_000

@@ -1,0 +1,163 @@
+"""Kernels in blocks on several devices."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from eqxbatch import (
+    EmpiricalNTK,
+    filter_batch_kernel,
+    HostStore,
+    KernelAlignment,
+    MemoryBudget,
+    RowSums,
+    TopK,
+)
+from ..helpers import (
+    assert_same,
+    make_mesh,
+    normal,
+    put,
+)
+from .kernel_functions import lopsided, rbf, white
+
+
+# Meshes.
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("total", (2, 13, 16))
+def test_mesh_equals_one_device(kind, total, getkey):
+    x, y = normal(getkey(), (total, 3)), normal(getkey(), (6, 3))
+    labels = x[:, 0]
+    cases = [
+        (white, (x,), {"symmetric": True}),
+        (lopsided, (x,), {}),
+        (lopsided, (x, y), {}),
+        (rbf, (x,), {"symmetric": True, "reduce": RowSums()}),
+        (lopsided, (x, y), {"reduce": TopK(2)}),
+        (rbf, (x,), {"symmetric": True, "reduce": KernelAlignment(labels)}),
+    ]
+    for kernel, args, settings in cases:
+        one = filter_batch_kernel(kernel, block_size=3, **settings)
+        many = filter_batch_kernel(
+            kernel, block_size=3, mesh=make_mesh(kind), **settings
+        )
+        got = many(*args)
+        assert_same(jax.device_get(got), jax.device_get(one(*args)))
+        if "reduce" not in settings:
+            if total % 4 == 0:
+                assert got.sharding.spec[0] == "data"
+            if "symmetric" in settings:
+                np.testing.assert_array_equal(got, got.T)
+
+
+def of_gradients(w):
+    """A kernel of derivatives in what it closes over."""
+
+    def kernel(x1, x2=None):
+        x2 = x1 if x2 is None else x2
+        of_one = jax.grad(lambda w, x: jnp.sin(w @ x))
+        first, second = (jax.vmap(of_one, (None, 0))(w, x) for x in (x1, x2))
+        return first @ second.T
+
+    return kernel
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_what_a_kernel_function_closes_over_on_a_mesh(kind, getkey):
+    x, w = normal(getkey(), (7, 3)), normal(getkey(), (3,))
+    mesh = make_mesh(kind, (2,))
+    if kind == AxisType.Auto:
+        w = put(w, mesh)
+    closure = of_gradients(w)
+    expected = np.asarray(closure(x))
+    for settings, result in (
+        ({"symmetric": True}, expected),
+        ({"store": HostStore()}, expected),
+        ({"reduce": RowSums()}, expected.sum(1)),
+    ):
+        got = filter_batch_kernel(closure, block_size=2, mesh=mesh, **settings)(x)
+        assert_same(jax.device_get(got), result)
+
+
+def test_estimators_in_a_lambda_on_a_mesh(getkey):
+    x, mesh = normal(getkey(), (4, 3)), make_mesh(AxisType.Auto, (2,))
+    ntk = EmpiricalNTK(eqx.nn.MLP(3, 2, 4, 1, key=getkey()))
+    closure = lambda x1, x2=None: ntk(x1, x2)
+    got = filter_batch_kernel(closure, block_size=2, mesh=mesh)(x)
+    assert_same(jax.device_get(got), jax.device_get(ntk(x)))
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_derivatives_in_what_is_closed_over_on_a_mesh(kind, getkey):
+    x, y, w = normal(getkey(), (7, 3)), normal(getkey(), (4, 3)), normal(getkey(), (3,))
+    # Along the other axis, devices do the same.
+    mesh = make_mesh(kind, (2, 2), ("rows", "other"))
+
+    def loss(w, x, y):
+        batched = filter_batch_kernel(
+            of_gradients(w), block_size=2, mesh=mesh, mesh_axis="rows"
+        )
+        return jnp.sum(jnp.tanh(batched(x, y)))
+
+    dense = lambda w, x, y: jnp.sum(jnp.tanh(of_gradients(w)(x, y)))
+    args = (w, x, y)
+    for derivative in (
+        lambda f: lambda *args: jax.grad(f, (0, 1, 2))(*args),
+        lambda f: lambda *args: jax.jvp(f, args, args)[1],
+    ):
+        got, expected = (jax.jit(derivative(f))(*args) for f in (loss, dense))
+        assert_same(jax.device_get(got), jax.device_get(expected), tol=1e-4)
+
+
+def test_explicit_axes_of_what_is_closed_over(getkey):
+    x, w = normal(getkey(), (7, 3)), normal(getkey(), (3,))
+    mesh = make_mesh(AxisType.Explicit, (2,))
+    w_on_mesh = put(w, mesh)
+    for store in ("device", HostStore()):
+        settings = {"block_size": 2, "mesh": mesh, "store": store}
+        with pytest.raises(ValueError, match="closes over an array on a mesh with"):
+            filter_batch_kernel(of_gradients(w_on_mesh), **settings)(x)
+    argument = eqx.Partial(lambda w, *x: of_gradients(w)(*x), w_on_mesh)
+    got = filter_batch_kernel(argument, block_size=2, mesh=mesh)(x)
+    assert_same(jax.device_get(got), jax.device_get(of_gradients(w)(x)))
+
+
+@pytest.mark.parametrize("num", (1, 2, 3))
+def test_other_numbers_of_devices(num, getkey):
+    x = normal(getkey(), (11, 3))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num]), ("data",))
+    got = filter_batch_kernel(white, block_size=2, symmetric=True, mesh=mesh)(x)
+    assert_same(jax.device_get(got), jax.device_get(white(x)))
+    np.testing.assert_array_equal(got, got.T)
+
+
+def test_one_axis_of_a_mesh(getkey):
+    x = normal(getkey(), (8, 3))
+    mesh = make_mesh(AxisType.Auto, (2, 2), ("rows", "other"))
+    batched = filter_batch_kernel(rbf, block_size=3, mesh=mesh, mesh_axis="rows")
+    got = batched(x)
+    assert got.sharding.spec == jax.sharding.PartitionSpec("rows")
+    assert_same(jax.device_get(got), jax.device_get(rbf(x)))
+    hosted = filter_batch_kernel(
+        rbf, block_size=3, mesh=mesh, mesh_axis="rows", store=HostStore()
+    )
+    np.testing.assert_allclose(hosted(x), rbf(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_budget_on_a_mesh(kind, getkey):
+    x = normal(getkey(), (40, 3))
+    for store in ("device", HostStore()):
+        batched = filter_batch_kernel(
+            rbf,
+            block_size=MemoryBudget("1MB"),
+            symmetric=True,
+            mesh=make_mesh(kind),
+            store=store,
+        )
+        np.testing.assert_allclose(batched(x), rbf(x), rtol=1e-5)

@@ -1,0 +1,181 @@
+"""Reductions of kernels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from eqxbatch import (
+    AbstractReduction,
+    filter_batch_kernel,
+    FrobeniusNorm,
+    KernelAlignment,
+    KernelProduct,
+    RowSums,
+    TopK,
+)
+from ..helpers import (
+    assert_same,
+    make_mesh,
+    normal,
+)
+from .kernel_functions import lopsided, rbf
+
+
+# Reductions.
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("size", (1, 4, (4, 3), None))
+@pytest.mark.parametrize("symmetric", (True, False))
+def test_reductions(size, symmetric, getkey):
+    x = normal(getkey(), (13, 3))
+    dense = np.asarray(rbf(x)).astype(np.float64)
+    v, y = normal(getkey(), (13, 2)), normal(getkey(), (13,))
+    target = np.outer(y, y)
+    alignment = np.sum(dense * target)
+    alignment /= np.linalg.norm(dense) * np.linalg.norm(target)
+    expected = [
+        (RowSums(), dense.sum(1)),
+        (KernelProduct(v), dense @ np.asarray(v)),
+        (KernelProduct(v[:, 0]), dense @ np.asarray(v[:, 0])),
+        (FrobeniusNorm(), np.linalg.norm(dense)),
+        (KernelAlignment(y), alignment),
+        (KernelAlignment(y[:, None], y[:, None]), alignment),
+    ]
+    for reduction, result in expected:
+        batched = filter_batch_kernel(
+            rbf, block_size=size, symmetric=symmetric, reduce=reduction
+        )
+        np.testing.assert_allclose(batched(x), result, rtol=2e-5, atol=1e-5)
+    for without_self in (True, False):
+        found = filter_batch_kernel(
+            rbf, block_size=size, symmetric=symmetric, reduce=TopK(3, without_self)
+        )(x)
+        scores = dense - 10 * np.eye(13) if without_self else dense
+        order = np.argsort(-scores, axis=1)[:, :3]
+        np.testing.assert_array_equal(found.indices, order)
+        values = np.take_along_axis(scores, order, axis=1)
+        np.testing.assert_allclose(found.values, values, rtol=1e-5)
+
+
+def test_reductions_of_rectangles_and_pytrees(getkey):
+    x, y = normal(getkey(), (7, 3)), normal(getkey(), (10, 3))
+
+    def kernel(x, y=None):
+        k = lopsided(x, y)
+        return {
+            "sum": k,
+            "norm": jax.lax.complex(k, 2 * k),
+            "stack": jnp.stack([k, 2 * k], axis=-1),
+        }
+
+    dense = kernel(x, y)
+    reduce = {
+        "sum": RowSums(),
+        "norm": FrobeniusNorm(),
+        "stack": KernelProduct(y[:, 0]),
+    }
+    got = filter_batch_kernel(kernel, block_size=4, reduce=reduce)(x, y)
+    assert got["norm"].dtype == jnp.float32
+    np.testing.assert_allclose(got["sum"], dense["sum"].sum(1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got["norm"], jnp.linalg.norm(dense["norm"]), rtol=1e-4)
+    product = jnp.einsum("ijk,j->ik", dense["stack"], y[:, 0])
+    np.testing.assert_allclose(got["stack"], product, rtol=1e-4, atol=1e-5)
+    halves = lambda x, y=None: rbf(x, y).astype(jnp.bfloat16)
+    ones = jnp.zeros((1000, 1))
+    sums = filter_batch_kernel(halves, block_size=7, reduce=RowSums())(ones)
+    assert sums.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(sums.astype(jnp.float32), 1000)
+
+
+class Turned(AbstractReduction):
+    """Sums of rows, once and twice, which take turns with each block."""
+
+    @property
+    def neutral(self):
+        return 0.0
+
+    def init(self, kernel):
+        return jnp.zeros((kernel.shape[0], 2), kernel.dtype)
+
+    def update(self, state, tile, rows, columns):
+        weights = jnp.tile(jnp.array([[1.0, 2.0]]), (columns.size, 1))
+        new = rows.take(state)[:, ::-1] + tile @ weights
+        return jax.lax.dynamic_update_slice_in_dim(state, new, rows.start, 0)
+
+    def merge(self, first, second):
+        return first + second
+
+    def finalize(self, state):
+        return state
+
+
+@pytest.mark.parametrize(("total", "size"), ((4, 2), (5, 3), (8, 2)))
+def test_reductions_that_permute_their_state_on_a_mesh(total, size, getkey):
+    x, mesh = normal(getkey(), (total, 3)), make_mesh(AxisType.Auto, (2,))
+    settings = {"block_size": size, "mesh": mesh}
+    found = filter_batch_kernel(lopsided, reduce=TopK(2), **settings)(x)
+    dense = np.asarray(lopsided(x))
+    np.testing.assert_array_equal(found.indices, np.argsort(-dense, axis=1)[:, :2])
+    ones = lambda x, y=None: jnp.ones((len(x), len(x if y is None else y)))
+    turned = filter_batch_kernel(ones, reduce=Turned(), **settings)(x)
+    # However often they took turns.
+    np.testing.assert_array_equal(np.asarray(turned).sum(1), 3 * total)
+
+
+def test_reductions_whose_tiles_devices_cannot_share_equally(getkey):
+    x, y, mesh = *normal(getkey(), (2, 6, 3)), make_mesh(AxisType.Auto, (2,))
+    sums = filter_batch_kernel(lopsided, block_size=2, reduce=RowSums(), mesh=mesh)
+    assert_same(sums(x), lopsided(x).sum(1))
+    assert_same(sums(x, y), lopsided(x, y).sum(1))
+
+
+def test_entries_of_minus_infinity_among_the_largest():
+    inf = np.inf
+    dense = np.array(
+        [
+            [-inf, 3.0, -inf, 1.0, -inf],
+            [-inf, -inf, -inf, -inf, -inf],
+            [2.0, -inf, np.nan, 4.0, -inf],
+        ],
+        np.float32,
+    )
+    entries = jnp.asarray(dense)
+    rows, columns = jnp.arange(3), jnp.arange(5)
+    kernel = lambda i, j: entries[i[:, None], j[None, :]]
+    for settings in ({}, {"mesh": make_mesh(AxisType.Auto, (2,))}):
+        for without_self in (False, True):
+            found = filter_batch_kernel(
+                kernel, block_size=2, reduce=TopK(4, without_self), **settings
+            )(rows, columns)
+            np.testing.assert_array_equal(
+                np.take_along_axis(dense, np.asarray(found.indices), 1), found.values
+            )
+            for row, indices in enumerate(np.asarray(found.indices)):
+                allowed = {*range(5)} - ({row} if without_self else set())
+                assert {*indices} <= allowed
+                assert len({*indices}) == 4
+
+
+@pytest.mark.parametrize("dtype", (jnp.int8, jnp.uint8, jnp.bool_, jnp.int32))
+def test_sums_of_rows_of_integers(dtype):
+    x = jnp.arange(5)
+    dense = (x[:, None] + jnp.full((1, 7), 60)).astype(dtype)
+    kernel = lambda i, j: dense[i[:, None], j[None, :]]
+    got = filter_batch_kernel(kernel, block_size=3, reduce=RowSums())(x, jnp.arange(7))
+    assert_same(got, jnp.sum(dense, axis=1))
+
+
+def test_reductions_within_transforms(getkey):
+    x, v = normal(getkey(), (9, 3)), normal(getkey(), (9,))
+
+    def loss(x, v):
+        reduce = KernelProduct(v)
+        return v @ filter_batch_kernel(rbf, block_size=4, reduce=reduce)(x)
+
+    dense = lambda x, v: v @ rbf(x) @ v
+    for argnum in (0, 1):
+        got, expected = (jax.grad(f, argnum)(x, v) for f in (loss, dense))
+        assert_same(got, expected, tol=1e-4)

@@ -1,0 +1,257 @@
+"""Kernels on the host and on disk: continued, damaged, shared, and metered."""
+
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import AxisType
+
+from eqxbatch import (
+    EmpiricalKernel,
+    filter_batch_kernel,
+    HostStore,
+    SymmetricArray,
+    TqdmProgressMeter,
+    ZarrStore,
+)
+from ..conftest import enable_x64
+from ..helpers import make_mesh, normal
+from .kernel_functions import AXES, lopsided, rbf, Structured, white
+from .on_disk import chunks
+
+
+pytestmark = pytest.mark.versions
+
+
+SIZES = (1, 4, (4, 3), 20)
+
+
+def numpy(tree):
+    return jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "shape") else x, tree)
+
+
+def assert_close(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        if isinstance(b, str):
+            assert a == b
+            continue
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mesh", (True, False))
+def test_stores_equal_the_device(size, mesh, getkey, tmp_path):
+    x, y = normal(getkey(), (13, 3)), normal(getkey(), (7, 3))
+    mesh = make_mesh(AxisType.Explicit) if mesh else None
+    cases = [(lopsided, (x, y), {}), (lopsided, (x,), {})]
+    cases += [(white, (x,), {"symmetric": True})]
+    for i, (kernel, args, settings) in enumerate(cases):
+        for store in (HostStore(), ZarrStore(tmp_path / str(i))):
+            batched = filter_batch_kernel(
+                kernel, block_size=size, mesh=mesh, store=store, **settings
+            )
+            got = batched(*args)
+            assert isinstance(got, np.ndarray | zarr.Array)
+            assert_close(np.asarray(got), np.asarray(kernel(*args)))
+            if "symmetric" in settings:
+                got = np.asarray(got)
+                np.testing.assert_array_equal(got, got.T)
+
+
+@pytest.mark.parametrize("one_side", (True, False))
+def test_pytrees(one_side, getkey, tmp_path):
+    model = Structured(jnp.array(0.7), 2)
+    inputs = lambda n: {"a": normal(getkey(), (n, 3)), "b": normal(getkey(), (n, 2))}
+    args = (inputs(9),) if one_side else (inputs(9), inputs(6))
+    for symmetric in (True, False):
+        for store in (HostStore(), ZarrStore(tmp_path / str(symmetric))):
+            batched = filter_batch_kernel(
+                model, block_size=4, out_axes=AXES, symmetric=symmetric, store=store
+            )
+            got = batched(*args)
+            assert_close(numpy(got), numpy(model(*args)))
+    names = {x.name for x in (tmp_path / "True").iterdir() if x.is_dir()}
+    assert names == {"k", "behind", "swapped", "rows", "columns", "both_0"}
+    assert got["k"].chunks == ((3, 3))
+    assert got["rows"].chunks == (3,)
+
+
+def test_estimators(getkey, tmp_path):
+    kernel = EmpiricalKernel(eqx.nn.MLP(3, 2, 4, 1, key=getkey()), trace_axes=())
+    x = normal(getkey(), (7, 3))
+    store = ZarrStore(tmp_path / "kernels")
+    got = filter_batch_kernel(kernel, block_size=3, store=store)(x)
+    assert type(got).__name__ == "Kernel"
+    assert_close(numpy(got.ntk), numpy(kernel(x).ntk))
+    assert_close(numpy(got.nngp), numpy(kernel(x).nngp))
+
+
+@pytest.mark.parametrize("totals", ((0, 5), (5, 0), (0, 0)))
+def test_no_examples(totals, tmp_path):
+    x, y = (jnp.zeros((n, 3)) for n in totals)
+    for store in (HostStore(), ZarrStore(tmp_path)):
+        got = filter_batch_kernel(lopsided, block_size=4, store=store)(x, y)
+        assert got.shape == totals
+
+
+# Symmetric arrays.
+
+
+def test_upper_only(getkey, tmp_path):
+    x = normal(getkey(), (13, 2), jnp.complex64)
+
+    def kernel(x, y=None):
+        y = x if y is None else y
+        k = x @ jnp.conj(y).T
+        return {"k": jnp.stack([k, 2 * k], axis=-1), "rows": jnp.real(x)}
+
+    axes = {"k": (0, 1), "rows": (0, None)}
+    stores = [ZarrStore(tmp_path / "a", upper_only=True), ZarrStore(tmp_path / "b")]
+    half, whole = (
+        filter_batch_kernel(
+            kernel, block_size=4, symmetric=True, out_axes=axes, store=store
+        )(x)
+        for store in stores
+    )
+    assert isinstance(half["k"], SymmetricArray)
+    assert isinstance(half["rows"], zarr.Array)
+    assert len(chunks(tmp_path / "a" / "k")) == 10
+    assert len(chunks(tmp_path / "b" / "k")) == 16
+    half, whole = half["k"], np.asarray(whole["k"])
+    assert (half.shape, half.dtype, half.ndim, len(half)) == ((13, 13, 2), "c8", 3, 13)
+    assert "SymmetricArray" in repr(half)
+    np.testing.assert_array_equal(np.asarray(half), whole)
+    np.testing.assert_array_equal(np.asarray(half, np.complex128), whole)
+    for key in (
+        3,
+        -1,
+        slice(2, 5),
+        (slice(None), 4),
+        (12, 0),
+        (slice(9, 2, -3), slice(0, 13, 5)),
+        (slice(4, 4), slice(2)),
+        (slice(1, 12), slice(3, 9), 1),
+        (..., 0),
+        (3, ...),
+    ):
+        np.testing.assert_array_equal(half[key], whole[key])
+    with pytest.raises(IndexError):
+        half[13]
+    with pytest.raises(IndexError, match="named by ints and slices; got"):
+        half[[1, 2]]
+    with pytest.raises(ValueError, match="takes a copy"):
+        np.array(half, copy=False)
+
+
+def test_upper_only_of_kernels_with_output_axes(getkey, tmp_path):
+    x = normal(getkey(), (3, 2))
+
+    def outer(x, y=None):
+        y = x if y is None else y
+        return x[:, None, :, None] * y[None, :, None, :]
+
+    half, whole = (
+        filter_batch_kernel(
+            outer,
+            block_size=2,
+            symmetric=lambda k: k.transpose(1, 0, 3, 2),
+            store=store,
+        )(x)
+        for store in (ZarrStore(tmp_path / "outer", upper_only=True), HostStore())
+    )
+    np.testing.assert_array_equal(np.asarray(half), whole)
+    np.testing.assert_array_equal(half[2, :2], whole[2, :2])
+
+    def pair(x, y=None):
+        y = x if y is None else y
+        return {"ab": jnp.sin(x) @ y.T, "ba": x @ jnp.sin(y).T, "rows": x}
+
+    batched = filter_batch_kernel(
+        pair,
+        block_size=2,
+        out_axes={"ab": (0, 1), "ba": (0, 1), "rows": (0, None)},
+        symmetric=lambda k: {**k, "ab": k["ba"].T, "ba": k["ab"].T},
+        store=ZarrStore(tmp_path / "pair", upper_only=True),
+    )
+    found, dense = batched(x), pair(x)
+    for name in ("ab", "ba"):
+        np.testing.assert_allclose(np.asarray(found[name]), dense[name], rtol=1e-5)
+
+
+def test_upper_only_reads_in_its_own_dtype(getkey, tmp_path):
+    with enable_x64():
+        x = jnp.asarray(normal(getkey(), (3, 2)), jnp.float64)
+        half = filter_batch_kernel(
+            lambda x, y=None: x @ (x if y is None else y).T,
+            block_size=2,
+            symmetric=lambda k: k.T,
+            store=ZarrStore(tmp_path / "kernel", upper_only=True),
+        )(x)
+        np.testing.assert_array_equal(half[2, :2], half[:2, 2])
+    with pytest.raises(ValueError, match="below the diagonal of a kernel of dtype flo"):
+        half[2, 0]
+
+
+def test_upper_only_is_for_symmetric_kernels(getkey, tmp_path):
+    x = normal(getkey(), (7, 3))
+    store = ZarrStore(tmp_path / "kernel", upper_only=True)
+    for kernel, args in ((rbf, (x,)), (white, (x, x + 1))):
+        symmetric = kernel is white
+        batched = filter_batch_kernel(
+            kernel, block_size=4, symmetric=symmetric, store=store
+        )
+        with pytest.raises(ValueError, match="`upper_only` is for symmetric kernels"):
+            batched(*args)
+    batched = filter_batch_kernel(
+        lambda x, y=None: rbf(x, y)[None],
+        block_size=4,
+        symmetric=True,
+        out_axes=(1, 2),
+        store=store,
+    )
+    with pytest.raises(ValueError, match="needs rows and columns along axes 0 and 1"):
+        batched(x)
+    assert not (tmp_path / "kernel").exists()
+
+
+def test_dtypes_that_zarr_lacks(getkey, tmp_path):
+    x = normal(getkey(), (9, 3))
+    halves = lambda x, y=None: rbf(x, y).astype(jnp.bfloat16)
+    store = ZarrStore(tmp_path / "kernel")
+    with pytest.raises(TypeError, match="zarr has no arrays of dtype bfloat16"):
+        filter_batch_kernel(halves, block_size=4, store=store)(x)
+    assert not (tmp_path / "kernel").exists()
+    got = filter_batch_kernel(halves, block_size=4, store=HostStore())(x)
+    assert got.dtype == ml_dtypes.bfloat16
+
+
+def test_stores_are_not_for_transforms(getkey):
+    x = normal(getkey(), (9, 3))
+    batched = filter_batch_kernel(rbf, block_size=4, store=HostStore())
+    for transform in (jax.jit, jax.vmap, jax.jacfwd):
+        with pytest.raises(TypeError, match="with a `store` runs a loop in Python"):
+            transform(batched)(x[None] if transform is jax.vmap else x)
+    metered = filter_batch_kernel(rbf, block_size=4, progress=TqdmProgressMeter())
+    with pytest.raises(TypeError, match="with `progress` runs a loop in Python"):
+        jax.jit(metered)(x)
+
+
+@pytest.mark.parametrize("name", ("zarr", "tqdm"))
+def test_missing_extras(name, getkey, tmp_path, monkeypatch):
+    x = normal(getkey(), (9, 3))
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    settings, extra = {
+        "zarr": ({"store": ZarrStore(tmp_path / "kernel")}, "store"),
+        "tqdm": ({"progress": TqdmProgressMeter()}, "progress"),
+    }[name]
+    batched = filter_batch_kernel(rbf, block_size=4, **settings)
+    with pytest.raises(ImportError, match=rf'pip install "eqxbatch\[{extra}\]"'):
+        batched(x)

@@ -1,0 +1,72 @@
+"""Random programs against dense derivatives; `site_programs` runs for longer."""
+
+from unittest import mock
+
+import jax
+import pytest
+
+from eqxbatch._sites import factors
+from ..helpers import quickly
+from .program_draw import draw
+from .site_programs import examine, settings
+
+
+# JAX 0.7 warns of its own casts in derivatives of complex programs.
+pytestmark = [
+    pytest.mark.versions,
+    pytest.mark.filterwarnings("ignore:Casting complex values to real"),
+]
+
+# Small programs that have most of the rules and views between them, in most of the
+# contractions that these allow.
+SEEDS = (
+    *(290, 208, 230, 140, 246, 243, 167, 266, 275, 244),
+    *(240, 74, 150, 89, 103, 298, 27, 76, 126, 273),
+)
+# Programs of one use, with most of its options: dilations, strides, groups, layouts;
+# tokens of 8 bits, long tables, and rows that are dropped.
+OF_ONE_USE = (
+    *((seed, ("convolution",)) for seed in (50, 6, 51, 200494)),
+    *((seed, ("rows_taken", "rows_by_lax_gather")) for seed in (15, 24, 44)),
+)
+# The one of these that a program is compared by, besides all contractions of gradients.
+IN_TURN = ("hessian_by_sites", "kernels_by_factors", "gauss_newton_by_sites")
+
+
+@pytest.mark.parametrize("seed", quickly(SEEDS, 3))
+def test_random_program(seed):
+    with settings():
+        program = draw(seed)
+    turn = IN_TURN[SEEDS.index(seed) % len(IN_TURN)]
+    result = examine(program, ["norms_and_sums", turn])
+    report = "\n".join(map(str, [program, *result.findings]))
+    assert not result.findings, report
+    assert result.skipped is None
+    assert result.num_compared
+
+
+@pytest.mark.parametrize(("seed", "uses"), OF_ONE_USE)
+def test_random_program_of_one_use(seed, uses):
+    with settings():
+        program = draw(seed, uses)
+    result = examine(program, ["norms_and_sums"])
+    report = "\n".join(map(str, [program, *result.findings]))
+    assert not result.findings, report
+    assert result.skipped is None
+    assert result.num_compared
+
+
+def test_a_program_follows_from_its_seed():
+    with settings():
+        texts = {str(draw(7)) for _ in range(2)}
+        assert len(texts) == 1
+        assert texts != {str(draw(8))}
+
+
+def test_the_search_finds_what_is_broken():
+    with settings():
+        program = draw(7, ("linear",))
+    jax.clear_caches()
+    with mock.patch.object(factors, "_scale", return_value=1.5):
+        result = examine(program, ["norms_and_sums"])
+    assert {finding.check for finding in result.findings} == {"norms_and_sums"}

@@ -1,0 +1,435 @@
+"""Factors, Gram matrices and norms against the Jacobians themselves, in float64."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax import lax
+
+from eqxbatch import explain_sites
+from eqxbatch._gradients.site_gradients import SiteGradients
+from eqxbatch._sites import cost
+from eqxbatch._sites.factors import Factors
+from eqxbatch._sites.trace import Program
+from ..layers import Case, LAYERS, random_network, tokens, vectors, weight
+from .oracle import cast, compare, NUM
+
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer(name):
+    compare(LAYERS[name]())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(6))
+def test_random_network(seed):
+    program, _ = compare(random_network(jr.key(seed)))
+    assert not program.fallbacks
+
+
+def linear():
+    return eqx.nn.Linear(4, 4, key=jr.key(3))
+
+
+def stacked(num):
+    return eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))(
+        jr.split(jr.key(4), num)
+    )
+
+
+def scanned(layers, x):
+    arrays, static = eqx.partition(layers, eqx.is_array)
+    step = lambda x, layer: (jnp.tanh(eqx.combine(layer, static)(x)), None)
+    return lax.scan(step, x, arrays)[0]
+
+
+def scanned_within(layers, x):
+    """A scan over layers, around one that uses each of them three times."""
+    arrays, static = eqx.partition(layers, eqx.is_array)
+
+    def outer(x, layer):
+        inner = lambda x, _: (jnp.tanh(eqx.combine(layer, static)(x)), x)
+        return lax.scan(inner, x, None, length=3)
+
+    return lax.scan(outer, x, arrays)
+
+
+def repeated(layers, x):
+    step = lambda x, _: (scanned_within(layers, x)[0], None)
+    return lax.scan(step, x, None, length=2)[0]
+
+
+def wave(x):
+    return lax.complex(jnp.cos(x), jnp.sin(x))
+
+
+# Uses whose norms follow from the factors, with no gradient formed.
+BY_FACTORS = {
+    "twice": (linear(), lambda m, x: m(jnp.tanh(m(x))), vectors(4)),
+    "tied_by_transpose": (
+        linear(),
+        lambda m, x: m.weight.T @ jnp.tanh(m.weight @ x) + m.bias,
+        vectors(4),
+    ),
+    "tied_embedding": (weight(7, 3), lambda w, x: w[x] @ w.T, tokens(4)),
+    "tied_embedding_of_one": (weight(7, 3), lambda w, x: w @ w[x], tokens()),
+    "tokens_out_of_range": (
+        weight(7, 3),
+        lambda w, x: jnp.take(w, x + 3, axis=0, mode="fill", fill_value=0) @ w.T,
+        tokens(4),
+    ),
+    "tokens_below_zero": (
+        weight(7, 3),
+        lambda w, x: jnp.take(w, x - 10, axis=0, mode="fill", fill_value=0) @ w.T,
+        tokens(4),
+    ),
+    "tokens_clipped": (
+        weight(7, 3),
+        lambda w, x: jnp.take(w, x + 3, axis=0, mode="clip") @ w.T,
+        tokens(4),
+    ),
+    "tokens_along_another_axis": (
+        weight(3, 7),
+        lambda w, x: jnp.take(w, x, axis=1),
+        tokens(2, 2),
+    ),
+    "tokens_one_by_one_along_another_axis": (
+        weight(3, 7),
+        lambda w, x: jax.vmap(lambda i: lax.dynamic_index_in_dim(w, i, 1, False))(x),
+        tokens(4),
+    ),
+    "tokens_of_two_axes": (
+        weight(7, 7),
+        lambda w, x: w[x] @ jnp.take(w, x, axis=1),
+        tokens(4),
+    ),
+    "one_row": (weight(1, 3), lambda w, x: w[0 * x], tokens(4)),
+    "heads": (
+        weight(2, 3, 4),
+        lambda w, x: jnp.einsum("thd,hod->tho", x, w),
+        vectors(5, 2, 4),
+    ),
+    "reshaped": (weight(4, 4), lambda w, x: w.reshape(2, 2, 4) @ x, vectors(4)),
+    "scaled": (weight(4, 4), lambda w, x: (-w * 2 / 3 + 1) @ x, vectors(4)),
+    "split": (weight(4, 4), lambda w, x: jnp.split(w, [3])[0] @ x, vectors(4)),
+    "cast": (
+        weight(4, 4),
+        lambda w, x: w.astype(jnp.float64).T.astype(jnp.float64) @ x,
+        vectors(4),
+    ),
+    "normed": (
+        weight(4, 4),
+        lambda w, x: (w / jnp.sqrt(jnp.sum(w * w))) @ x,
+        vectors(4),
+    ),
+    "product": (
+        (weight(4, 2), weight(2, 4)),
+        lambda w, x: (w[0] @ w[1]) @ x,
+        vectors(4),
+    ),
+    "divided": (
+        weight(4),
+        lambda w, x: w / (1 + x**2) + (w - x) ** 2 + (x - w) ** 3,
+        vectors(4),
+    ),
+    "repeated": (
+        weight(1, 4),
+        lambda w, x: jnp.repeat(w, 3, 0) * x + w * x[:1],
+        vectors(3, 4),
+    ),
+    "scalar": (weight(), lambda w, x: w * x + w - x / 2, vectors(4)),
+    "same_in_all_examples": (weight(4, 4), lambda w, x: (w @ w) * x[None], vectors(4)),
+    "stacked_layers": (stacked(4), scanned, vectors(3)),
+    "scan_in_scan": (stacked(4), scanned_within, vectors(3)),
+    "scan_in_scan_in_scan": (stacked(2), repeated, vectors(3)),
+    "remat": (
+        stacked(2),
+        lambda m, x: eqx.filter_checkpoint(scanned)(m, x),
+        vectors(3),
+    ),
+    "jit": (linear(), lambda m, x: eqx.filter_jit(m)(x), vectors(4)),
+    "complex": (
+        jax.lax.complex(weight(4, 4), weight(4, 4).T),
+        lambda w, x: (1j * w) @ wave(x),
+        vectors(4),
+    ),
+    "relu_of_the_rest": (linear(), lambda m, x: jax.nn.relu(m(x)), vectors(4)),
+}
+
+# Uses in which each example's gradient is formed, from the factors.
+BY_GRADIENTS = {
+    "concatenated": (
+        weight(4, 4),
+        lambda w, x: jnp.concatenate([w * 2, -w.T + 1, jnp.outer(x, x)]) @ x,
+        vectors(4),
+    ),
+    "sliced": (
+        weight(4, 4),
+        lambda w, x: w[::-1] @ x + w[1:, :2].sum(0) @ x[:2] + w[:1] @ x,
+        vectors(4),
+    ),
+    "real_part_of_the_use": (
+        weight(4, 4),
+        lambda w, x: w.astype(jnp.complex128) @ wave(x),
+        vectors(4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_FACTORS)
+def test_use_by_factors(name):
+    program, comparable = compare(Case(*BY_FACTORS[name]))
+    assert all(comparable)
+    assert not program.fallbacks
+
+
+@pytest.mark.parametrize("name", BY_GRADIENTS)
+def test_use_by_gradients(name):
+    program, comparable = compare(Case(*BY_GRADIENTS[name]))
+    assert not any(comparable)
+    assert not program.fallbacks
+
+
+@jax.custom_jvp
+def odd(w, x):
+    return w @ x
+
+
+@odd.defjvp
+def _odd_jvp(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    return w @ x, 3 * (dw @ x) + w @ dx
+
+
+@jax.custom_vjp
+def strange(w, x):
+    return w @ x
+
+
+strange.defvjp(
+    lambda w, x: (w @ x, (w, x)), lambda res, d: (5 * jnp.outer(d, res[1]), d @ res[0])
+)
+
+# For each: a function of a matrix that has no rule and one that has, and what it says.
+FALLBACKS = {
+    "exp": (lambda w, x: jnp.exp(w) @ x, "no rule for `exp`"),
+    "custom_jvp": (odd, "no rule for `custom_jvp_call`"),
+    "custom_vjp": (strange, "no rule for `custom_vjp_call`"),
+    "cond": (
+        lambda w, x: lax.cond(x[0] > 0, lambda: w @ x, lambda: x),
+        "no rule for `cond`",
+    ),
+    "carried": (
+        lambda w, x: lax.scan(lambda w, a: (w * a, w @ x), w, x)[1],
+        "carried through a `scan`",
+    ),
+    "returned_by_scan": (
+        lambda w, x: lax.scan(lambda x, _: (w @ x, w), x, None, length=2)[1],
+        "a `scan` returns a parameter",
+    ),
+    "whole_and_sliced": (
+        lambda w, x: lax.scan(lambda x, row: (w @ x + row, None), x, w)[0],
+        "both whole and in slices",
+    ),
+    "tables": (
+        lambda w, x: jax.vmap(lambda row, i: row[i])(w, jnp.argsort(x)),
+        "no rule for `gather`",
+    ),
+    "data_kernel": (
+        lambda w, x: lax.conv(
+            w[None, None], jnp.outer(x, x)[None, None], (1, 1), "SAME"
+        ),
+        "no rule for `conv_general_dilated`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_leaf_without_a_rule_falls_back_alone(name):
+    use, reason = FALLBACKS[name]
+    fun = lambda ws, x: (use(ws[0], x), ws[1] @ x)
+    program, comparable = compare(Case((weight(4, 4), weight(4, 4)), fun, vectors(4)))
+    assert list(program.fallbacks) == [0]
+    assert reason in program.fallbacks[0]
+    # Its own site is the leaf itself, whose cotangent is the gradient.
+    assert comparable == [True, True]
+
+
+def test_many_uses_have_no_gram_matrices():
+    # Their number of pairs is what a trace would take its time for.
+    def unrolled(w, x):
+        for _ in range(cost.MOST_SITES + 1):
+            x = jnp.tanh(w @ x)
+        return x
+
+    (leaf,) = explain_sites(unrolled, weight(4, 4), weight(4)).leaves
+    assert len(leaf.sites) == cost.MOST_SITES + 1
+    assert leaf.contraction == "gradient"
+
+
+def test_effects_keep_the_function_whole(capfd):
+    def fun(w, x):
+        jax.debug.print("seen {}", x[0])
+        return w @ x
+
+    program, _ = compare(Case(weight(4, 4), fun, vectors(4)))
+    assert "side effects" in program.fallbacks[0]
+    jax.effects_barrier()
+    assert "seen" in capfd.readouterr().out
+
+
+def test_unused_leaf():
+    program, _ = compare(
+        Case((weight(2), weight(4)), lambda w, x: w[1] * x, vectors(4))
+    )
+    assert program.sites_of(0) == []
+    report = explain_sites(lambda w, x: w[1] * x, (weight(2), weight(4)), weight(4))
+    assert [leaf.contraction for leaf in report.leaves] == ["none", "factors"]
+
+
+def test_leaf_of_size_zero():
+    compare(
+        Case(
+            (weight(0, 4), weight(4)),
+            lambda w, x: w[1] * x + (w[0] @ x).sum(),
+            vectors(4),
+        )
+    )
+
+
+CONTRACTED = ("Conv2d, in groups", "Embedding, of a sequence")
+
+
+@pytest.mark.parametrize("form", ("gram", "once", "twice", "leaf"))
+@pytest.mark.parametrize(
+    "name", ("Conv2d, in groups", "MultiheadAttention", "Embedding, of a sequence")
+)
+def test_all_contractions_agree(name, form):
+    model, fun, example = LAYERS[name]()
+    diff, static = eqx.partition(cast(model), eqx.is_inexact_array)
+    leaves, treedef = jax.tree.flatten(diff)
+    xs = cast(jax.vmap(example)(jr.split(jr.key(1), NUM)))
+    loss = lambda leaves, x: jnp.sum(
+        jnp.sin(fun(eqx.combine(treedef.unflatten(leaves), static), x))
+    )
+    closed = jax.make_jaxpr(loss)(leaves, xs[0])
+    program = Program(closed, len(leaves), use_rules=form != "leaf")
+    kind = {"once": "gradient", "twice": "gradient"}.get(form, form)
+    contractions = [
+        cost.Contraction(i, kind, form in ("once", "leaf"), 0.0, 0.0)
+        for i in range(len(leaves))
+    ]
+    is_kept = jnp.array([True, False, True])
+    weights = [jnp.arange(1.0, NUM + 1)] * len(leaves)
+
+    @jax.jit
+    def run(xs):
+        def one(x):
+            outs, operands, pullback = program.linearize(leaves, [x], 1)
+            return operands, pullback([jnp.ones_like(outs[0])])
+
+        factors = Factors(*jax.vmap(one)(xs))
+        found = SiteGradients(program, contractions, factors, leaves)
+        return found.squared_norms(), found.weighted_sums(weights, is_kept)
+
+    norms, sums = run(xs)
+    truth = jax.vmap(jax.grad(loss), (None, 0))(leaves, xs)
+    for norm, total, true in zip(norms, sums, truth, strict=True):
+        expected = jnp.sum(true.reshape(NUM, -1) ** 2, 1)
+        np.testing.assert_allclose(norm, expected, rtol=1e-10)
+        expected = jnp.tensordot(jnp.array([1.0, 0.0, 3.0]), true, 1)
+        np.testing.assert_allclose(total, expected, rtol=1e-10, atol=1e-12)
+
+
+def forms(model, fun, x):
+    report = explain_sites(fun, model, x)
+    return {leaf.path: leaf.contraction for leaf in report.leaves}
+
+
+def test_choice_follows_the_shapes():
+    wide = eqx.nn.Linear(64, 64, use_bias=False, key=jr.key(0))
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float64)
+    mapped = lambda m, x: jnp.sum(jnp.tanh(jax.vmap(m)(x)))
+    # Few positions: two small factors. Many: the gradient is smaller than they are.
+    assert forms(wide, mapped, struct(2, 64)) == {".weight": "factors"}
+    assert forms(wide, mapped, struct(512, 64)) == {".weight": "gradient"}
+    conv = eqx.nn.Conv2d(3, 4, 3, use_bias=False, key=jr.key(0))
+    assert forms(conv, lambda m, x: jnp.sum(m(x) ** 2), struct(3, 16, 16)) == {
+        ".weight": "gradient"
+    }
+    table = eqx.nn.Embedding(1000, 8, key=jr.key(0))
+    ids = jax.ShapeDtypeStruct((16,), jnp.int32)
+    assert forms(table, mapped, ids) == {".weight": "factors"}
+
+
+def test_auto_takes_what_costs_less():
+    wide = eqx.nn.Linear(64, 64, key=jr.key(0))
+    report = explain_sites(lambda m, x: jnp.sum(m(x) ** 2), wide, jnp.ones(64))
+    assert report.method == "sites"
+    assert report.bytes < report.materialised_bytes
+    # One weight at very many positions: its factors are all that is large.
+    scalar = eqx.nn.PReLU()
+    report = explain_sites(lambda m, x: jnp.sum(m(x)), scalar, jnp.ones(10_000))
+    assert report.method == "materialise"
+    assert report.bytes > report.materialised_bytes
+
+
+def test_report():
+    model = (linear(), weight(3), weight(2))
+    fun = lambda m, x: jnp.sum(m[0](m[0](x))) + jnp.sum(jnp.exp(m[1]))
+    report = explain_sites(fun, model, jnp.ones(4))
+    shown = [(leaf.path, leaf.shape, leaf.sites) for leaf in report.leaves]
+    assert shown == [
+        ("[0].weight", (4, 4), ("dot_general", "dot_general")),
+        ("[0].bias", (4,), ("add", "add")),
+        ("[1]", (3,), ()),
+        ("[2]", (2,), ()),
+    ]
+    text = str(report)
+    assert "2 x dot_general" in text
+    assert text.endswith("[1]: no rule for `exp` with a parameter in this place")
+    assert f'method="auto" is "{report.method}"' in text
+    lines = text.splitlines()
+    assert len(lines[1]) == max(map(len, lines[:7]))
+
+
+def test_report_of_a_function_that_returns_its_parameter():
+    (leaf,) = explain_sites(lambda w, x: w, weight(2), weight(2)).leaves
+    assert leaf.contraction == "derivative"
+    assert leaf.reason == "the function returns the parameter itself"
+
+
+def test_report_of_nothing():
+    with pytest.raises(ValueError, match="`model` has no arrays of an inexact dtype"):
+        explain_sites(lambda m, x: x, jnp.arange(3), jnp.ones(4))
+
+
+def test_what_is_added_shares_the_cotangent_of_what_it_is_added_to():
+    model = eqx.nn.MLP(4, 3, 5, 2, key=jr.key(0))
+    leaves, treedef = jax.tree.flatten(eqx.filter(model, eqx.is_array))
+    static = eqx.filter(model, eqx.is_array, inverse=True)
+
+    def taps(call):
+        fun = lambda leaves, x: call(eqx.combine(treedef.unflatten(leaves), static), x)
+        program = Program(jax.make_jaxpr(fun)(leaves, jnp.ones(4)), len(leaves))
+        assert not program.fallbacks
+        return len(program.taps)
+
+    assert taps(lambda model, x: model(x)) == 3
+
+    def reused(model, x):
+        # The product is used once more, so its cotangent is not that of the sum.
+        y = model.layers[0].weight @ x
+        return (y + model.layers[0].bias) * y
+
+    assert taps(reused) == 2
+    # Subtracted from it is as good as added, but not the other way round.
+    bias = lambda model: model.layers[0].bias
+    product = lambda model, x: model.layers[0].weight @ x
+    assert taps(lambda model, x: jnp.sin(product(model, x) - bias(model))) == 1
+    assert taps(lambda model, x: jnp.sin(bias(model) - product(model, x))) == 2
