@@ -320,7 +320,7 @@ def test_numbers_of_examples_that_devices_do_not_divide(feature):
         ("conv", "EmpiricalNTK two sides"),
         ("attention", "filter_micro_value_and_grad"),
         ("attention", "filter_micro_grad clip_norm"),
-        ("attention", "filter_hessian"),
+        ("attention", "filter_hessian flat"),
         ("attention", "EmpiricalNTK two sides"),
         ("recurrent", "filter_micro_vmap"),
         ("recurrent", "filter_micro_grad clip_norm"),

@@ -19,7 +19,7 @@ from eqxbatch import (
     Sum,
 )
 from ..helpers import assert_same, BLOCK, normal, TOTALS
-from ..layers import LAYERS, random_network
+from ..layers import LAYERS
 from .oracle import (
     batch,
     CHOICES,
@@ -83,9 +83,6 @@ class TestTruth:
     @pytest.mark.parametrize("name", LAYERS)
     def test_layer(self, name):
         compare(LAYERS[name]())
-
-    def test_random_network(self):
-        compare(random_network(jr.key(0)))
 
     @pytest.mark.parametrize("method", METHODS)
     def test_rosenbrock(self, method):

@@ -202,12 +202,12 @@ class TestModes:
     @pytest.mark.parametrize(
         "place",
         (
-            "_transforms.curvature.replaced",
-            "_transforms.curvature.weighted_sum",
-            "_transforms.products.grouped",
-            "_sites.curvature.contract",
-            "_sites.curvature.contract_cost",
-            "_sites.gauss_newton.operand_term",
+            "_curvature.methods.replaced",
+            "_curvature.methods.weighted_sum",
+            "_curvature.by_products.grouped",
+            "_curvature.site_blocks.contract",
+            "_curvature.site_blocks.contract_cost",
+            "_curvature.gauss_newton.operand_term",
         ),
     )
     def test_no_failure_is_taken_for_a_missing_mode(self, place, error, monkeypatch):
@@ -219,7 +219,7 @@ class TestModes:
         is_ggn = "gauss_newton" in place
         loss = lambda model, x, y: error_of(model(x), x, y)
         error_of = lambda out, x, y: (out - y) ** 2
-        of_products = "_sites" not in place
+        of_products = "methods" in place or "by_products" in place
         settings = {"in_axes": 0, "method": "products" if of_products else "auto"}
         if is_ggn:
             run = filter_ggn(lambda model, x, y: model(x), error_of, **settings)

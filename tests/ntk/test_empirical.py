@@ -18,7 +18,7 @@ from eqxbatch import (
 )
 from eqxbatch._ntk.pairings import Products, Sites
 from ..helpers import assert_same
-from ..layers import LAYERS, random_network
+from ..layers import LAYERS
 from .models import cast, Dict, float64, jacobians, Matrices, outputs, pairs, truth
 
 
@@ -205,18 +205,6 @@ def test_networks(name, getkey):
     flat = np.transpose(kernel, order).reshape(num, num)
     values = np.linalg.eigvalsh(flat)
     assert values.min() > -1e-10 * values.max()
-
-
-@pytest.mark.matrix
-@float64
-@pytest.mark.parametrize("seed", range(3))
-def test_random_networks(seed):
-    model, fun, example = random_network(jr.key(seed))
-    model = cast(Applied(model, fun))
-    x = examples(example, jr.key(seed), 4)
-    jac, part = np.asarray(jacobians(model, x)), jnp.asarray(np.asarray(x)[:3])
-    expected = pairs(jac, jac[:3])
-    assert_same(EmpiricalNTK(model, trace_axes=())(x, part), expected)
 
 
 def test_auto_takes_products_for_many_outputs(monkeypatch, getkey):
