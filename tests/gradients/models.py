@@ -6,9 +6,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 
-from eqxbatch import (
-    filter_micro_grad,
-)
+from eqxbatch import filter_micro_grad
 from ..helpers import normal
 
 
@@ -48,9 +46,11 @@ def data(key, total, dtype=jnp.float32):
 
 def each(model, x, y, fun=loss):
     """The gradient of each example, the truth for all of this."""
-    return eqx.filter_vmap(eqx.filter_grad(fun), in_axes=(None, 0, 0))(model, x, y)
+    grads = eqx.filter_vmap(eqx.filter_grad(fun), in_axes=(None, 0, 0))
+    return eqx.filter_jit(grads)(model, x, y)
 
 
+@jax.jit
 def combined(grads, weights):
     """The weighted sum of the examples' gradients."""
     return jax.tree.map(
@@ -58,6 +58,7 @@ def combined(grads, weights):
     )
 
 
+@jax.jit
 def norms_of(grads):
     return jax.vmap(optax.tree.norm)(grads)
 
