@@ -144,8 +144,8 @@ BREAKAGES = [
     Breakage(
         "a bias shares a cotangent that is not its own",
         "_sites/trace.py",
-        "for v, tap in plan.tapped.items() if uses[v] == 1}",
-        "for v, tap in plan.tapped.items() if uses[v] >= 1}",
+        "v: number for v, number in plan.perturbed_by.items() if uses[v] == 1",
+        "v: number for v, number in plan.perturbed_by.items() if uses[v] >= 1",
         "tests/sites/test_sites.py -k 'use_by or added or layer'",
     ),
     Breakage(
@@ -236,7 +236,7 @@ BREAKAGES = [
     ),
     Breakage(
         "curvature that overflows is computed again without weights",
-        "_curvature/totals.py",
+        "_curvature/over_examples.py",
         "ones = jnp.ones(size) if weights is None else weights",
         "ones = jnp.ones(size)",
         "tests/curvature/test_hessian_use.py -k RangeOfFloat16",

@@ -10,7 +10,7 @@ import pytest
 import eqxbatch
 
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.docs]
 
 
 MODULES = [info.name for info in pkgutil.walk_packages(eqxbatch.__path__, "eqxbatch.")]

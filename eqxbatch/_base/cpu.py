@@ -16,7 +16,7 @@ from .jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
 from .mesh import vary, varying, where_it_is, zeros_like
 
 
-def apart(
+def as_own_program(
     run: Callable[..., list[Array]], always: Bool[Array, ""]
 ) -> Callable[..., list[Array]]:
     """`run`, in a program of its own as far as XLA for CPUs can tell.
@@ -38,7 +38,7 @@ def apart(
     return run_apart
 
 
-def settled(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
+def written_first(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
     """`arrays`, all written before anything is made of them.
 
     XLA for CPUs writes rows of an array in place, and reads what they are made of from
@@ -49,7 +49,7 @@ def settled(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
     """
     is_number = [not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
     numbers = list(itertools.compress(arrays, is_number))
-    numbers = apart(lambda *numbers: list(numbers), always)(*numbers)
+    numbers = as_own_program(lambda *numbers: list(numbers), always)(*numbers)
     return [
         numbers.pop(0) if is_one else x
         for x, is_one in zip(arrays, is_number, strict=True)
@@ -107,7 +107,7 @@ def _mirrored_in_pieces(x: Array) -> Array:
     def run(x: Array, places: Array, read: Callable[[Array, Array], Array]) -> Array:
         def step(x: Array, at: Array) -> tuple[Array, None]:
             # Read before anything is written, so that it is written in place.
-            (piece,) = apart(lambda x, at: [read(x, at)], always)(x, at)
+            (piece,) = as_own_program(lambda x, at: [read(x, at)], always)(x, at)
             return lax.dynamic_update_slice(x, piece, at[::-1]), None
 
         return lax.scan(step, x, places * _PIECE)[0] if places.size else x

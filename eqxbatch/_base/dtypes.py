@@ -174,7 +174,7 @@ def finite_sums(
     return lax.cond(jnp.all(jnp.stack(are_finite)), lambda: wide, smaller)
 
 
-class _Parts(eqx.Module):
+class _RealAndImaginary(eqx.Module):
     """Real and imaginary part of an array."""
 
     real: Array
@@ -186,17 +186,17 @@ def is_complex(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def split_parts(tree: PyTree) -> PyTree:
+def as_real(tree: PyTree) -> PyTree:
     """Two real leaves in the place of each complex array."""
-    split = lambda x: _Parts(jnp.real(x), jnp.imag(x))
+    split = lambda x: _RealAndImaginary(jnp.real(x), jnp.imag(x))
     return jtu.tree_map(
         lambda x: split(x) if eqx.is_array(x) and is_complex(x) else x, tree
     )
 
 
-def join_parts(tree: PyTree) -> PyTree:
-    """What `split_parts` takes apart."""
-    is_split = lambda x: isinstance(x, _Parts)
+def as_complex(tree: PyTree) -> PyTree:
+    """What `as_real` takes apart."""
+    is_split = lambda x: isinstance(x, _RealAndImaginary)
     return jtu.tree_map(
         lambda x: lax.complex(x.real, x.imag) if is_split(x) else x,
         tree,

@@ -186,7 +186,7 @@ def with_auto_axes(
     return eqx.combine(arrays, static)
 
 
-def spread_freely(
+def auto_sharded(
     fun: Callable[..., PyTree],
     operands: tuple,
     like: tuple,

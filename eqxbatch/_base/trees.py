@@ -42,7 +42,7 @@ def match_prefix(
 _MOST_GROUPS = 8
 
 
-def grouped(sizes: list[int], least: int) -> list[list[int]]:
+def consecutive_groups(sizes: list[int], least: int) -> list[list[int]]:
     """Consecutive ones, about an eighth of all together, or `least` if that is more."""
     most = max(sum(sizes) // _MOST_GROUPS, least)
     groups: list[list[int]] = []

@@ -154,7 +154,7 @@ class Mean(AbstractAccumulator[_Total]):
         return _Total(mean * weight.astype(mean.dtype), weight, dtype)
 
 
-class Spread(eqx.Module):
+class VarianceState(eqx.Module):
     """Mean and sum of squared distances to it over some examples.
 
     `count` is the number of examples and `observations` the number of results.
@@ -167,7 +167,7 @@ class Spread(eqx.Module):
     dtype: Any = eqx.field(static=True)
 
 
-class RunningMean(AbstractAccumulator[Spread]):
+class RunningMean(AbstractAccumulator[VarianceState]):
     """The mean over all examples, kept as a mean after every block.
 
     As [`eqxbatch.Mean`][] without weights, for results whose sum would overflow: no
@@ -197,26 +197,28 @@ class RunningMean(AbstractAccumulator[Spread]):
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
-    def init(self, value: Any, blocks: Blocks) -> Spread:
+    def init(self, value: Any, blocks: Blocks) -> VarianceState:
         return _zeros_of(self._whole, value, blocks)
 
-    def update(self, state: Spread, value: Any, block: Block) -> Spread:
+    def update(self, state: VarianceState, value: Any, block: Block) -> VarianceState:
         value = self._whole(value, block)
         mean, _, count = _merge_means(state, value)
-        return Spread(mean, None, count, None, state.dtype)
+        return VarianceState(mean, None, count, None, state.dtype)
 
-    def finalize(self, state: Spread) -> Inexact[Array, "..."]:
+    def finalize(self, state: VarianceState) -> Inexact[Array, "..."]:
         return _mean_or_nan(state)
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> Spread:
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> VarianceState:
         whole = self._whole(values, block)
-        return Spread(_mean(whole.mean), None, whole.count, None, whole.dtype)
+        return VarianceState(_mean(whole.mean), None, whole.count, None, whole.dtype)
 
-    def _whole(self, value: Any, block: Block) -> Spread:
-        if isinstance(value, Spread):
+    def _whole(self, value: Any, block: Block) -> VarianceState:
+        if isinstance(value, VarianceState):
             return value
         mean, dtype = _cast("RunningMean", value, self.dtype, None, inexact=True)
-        return Spread(mean, None, jnp.asarray(block.size, jnp.int32), None, dtype)
+        return VarianceState(
+            mean, None, jnp.asarray(block.size, jnp.int32), None, dtype
+        )
 
 
 class MeanAndVariance(NamedTuple):
@@ -226,7 +228,7 @@ class MeanAndVariance(NamedTuple):
     variance: Inexact[Array, "..."]
 
 
-class Variance(AbstractAccumulator[Spread]):
+class Variance(AbstractAccumulator[VarianceState]):
     """Mean and variance over all examples, in one pass and without cancellation.
 
     Each array of the output becomes a [`eqxbatch.MeanAndVariance`][], whose fields are
@@ -266,10 +268,10 @@ class Variance(AbstractAccumulator[Spread]):
     ddof: int = eqx.field(static=True, default=0)
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
-    def init(self, value: Any, blocks: Blocks) -> Spread:
+    def init(self, value: Any, blocks: Blocks) -> VarianceState:
         return _zeros_of(self._whole, value, blocks)
 
-    def update(self, state: Spread, value: Any, block: Block) -> Spread:
+    def update(self, state: VarianceState, value: Any, block: Block) -> VarianceState:
         value = self._whole(value, block)
         mean, delta, count = _merge_means(state, value)
         real = widest(state.squares.dtype)
@@ -281,9 +283,9 @@ class Variance(AbstractAccumulator[Spread]):
         distance = delta * jnp.sqrt(harmonic).astype(delta.dtype)
         squares = state.squares + value.squares + _abs_squared(distance)
         observations = state.observations + value.observations
-        return Spread(mean, squares, count, observations, state.dtype)
+        return VarianceState(mean, squares, count, observations, state.dtype)
 
-    def finalize(self, state: Spread) -> MeanAndVariance:
+    def finalize(self, state: VarianceState) -> MeanAndVariance:
         real = widest(state.squares.dtype)
         observations = state.observations.astype(real)
         unbiased = observations / (observations - self.ddof)
@@ -291,18 +293,18 @@ class Variance(AbstractAccumulator[Spread]):
         mean = _mean_or_nan(state)
         return MeanAndVariance(mean, variance.astype(mean.real.dtype))
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> Spread:
+    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> VarianceState:
         whole = self._whole(values, block)
         mean = _mean(whole.mean)
         squares = jnp.sum(_abs_squared(whole.mean - mean[None]), axis=0)
-        return Spread(mean, squares, whole.count, whole.count, whole.dtype)
+        return VarianceState(mean, squares, whole.count, whole.count, whole.dtype)
 
-    def _whole(self, value: Any, block: Block) -> Spread:
-        if isinstance(value, Spread):
+    def _whole(self, value: Any, block: Block) -> VarianceState:
+        if isinstance(value, VarianceState):
             return value
         mean, dtype = _cast("Variance", value, self.dtype, None, inexact=True)
         count = jnp.asarray(block.size, jnp.int32)
-        return Spread(
+        return VarianceState(
             mean, jnp.zeros_like(mean.real), count, jnp.ones_like(count), dtype
         )
 
@@ -430,7 +432,9 @@ def _mean(values: Inexact[Array, "b ..."]) -> Inexact[Array, "..."]:
     return jnp.sum(wide / values.shape[0], axis=0).astype(values.dtype)
 
 
-def _merge_means(state: Spread, value: Spread) -> tuple[Array, Array, Array]:
+def _merge_means(
+    state: VarianceState, value: VarianceState
+) -> tuple[Array, Array, Array]:
     count = state.count + value.count
     real = widest(state.mean.dtype)
     shares = [
@@ -448,7 +452,7 @@ def _merge_means(state: Spread, value: Spread) -> tuple[Array, Array, Array]:
     return mean, delta, count
 
 
-def _mean_or_nan(state: Spread) -> Array:
+def _mean_or_nan(state: VarianceState) -> Array:
     return jnp.where(state.count > 0, state.mean, jnp.nan).astype(state.dtype)
 
 

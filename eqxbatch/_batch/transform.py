@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
-from .._base.explicit import on_one_mesh, spread_freely, within_mesh
+from .._base.explicit import auto_sharded, on_one_mesh, within_mesh
 from .._base.mesh import num_parts
 from .._base.trees import as_int
 from .axes import Batch
@@ -39,7 +39,7 @@ class AbstractTransform(eqx.Module):
         """The result of calling the transformed `fun`."""
 
 
-class AbstractSpread(AbstractTransform):
+class AbstractAutoSharded(AbstractTransform):
     """A transform for which the compiler decides how arrays are spread over a mesh.
 
     That is also so where the axes of the mesh are explicit.
@@ -97,10 +97,10 @@ def _apply(
     apply = lambda transform, *call: transform.apply(*call)
     with within_mesh(operands):
         spread = operands[0]
-        if not isinstance(spread, AbstractSpread):
+        if not isinstance(spread, AbstractAutoSharded):
             return apply(*operands)
         specs = functools.partial(spread.specs, operands[1:])
-        return spread_freely(apply, operands, (), specs)()
+        return auto_sharded(apply, operands, (), specs)()
 
 
 def transformed(transform: AbstractTransform, fun: Callable) -> Transformed:

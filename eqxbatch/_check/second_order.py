@@ -26,7 +26,7 @@ from .subject import as_numpy, largest_entry, largest_error, Subject
 
 # How many entries what a site returns may have, and those of all leaves together; and a
 # leaf that is left to products.
-_MOST_OF_TAP, _MOST_OF_TAPS, _MOST_COLUMNS = 1024, 4096, 256
+_MOST_OF_PERTURBATION, _MOST_PERTURBED, _MOST_COLUMNS = 1024, 4096, 256
 
 
 # How many blocks of a matrix there may be, and with how many entries all together.
@@ -96,22 +96,31 @@ def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
     )
     all_own = Wanted([(i, i) for i, _ in enumerate(subject.leaves)], is_diagonal)
     chosen: list[int] = []
-    taps: set[int] = set()
-    sizes = [struct.size for struct in program.taps]
-    # Leaves with small taps first, so that as many as possible are compared.
-    taps_of = lambda leaf: {site.tap for site in program.sites_of(leaf)}
+    perturbations: set[int] = set()
+    sizes = [struct.size for struct in program.perturbations]
+    # Leaves with small perturbations first, so that as many as possible are compared.
+    perturbations_of = lambda leaf: {
+        site.perturbation for site in program.sites_of(leaf)
+    }
     for leaf in sorted(
-        range(len(subject.leaves)), key=lambda i: sum(sizes[t] for t in taps_of(i))
+        range(len(subject.leaves)),
+        key=lambda i: sum(sizes[t] for t in perturbations_of(i)),
     ):
-        own = taps_of(leaf)
+        own = perturbations_of(leaf)
         if not is_covered(program, leaf, all_own):
             if subject.leaves[leaf].size <= _MOST_COLUMNS:
                 chosen.append(leaf)
             continue
-        is_small = all(sizes[tap] <= _MOST_OF_TAP for tap in own)
-        if is_small and sum(sizes[tap] for tap in taps | own) <= _MOST_OF_TAPS:
+        is_small = all(
+            sizes[perturbation] <= _MOST_OF_PERTURBATION for perturbation in own
+        )
+        if (
+            is_small
+            and sum(sizes[perturbation] for perturbation in perturbations | own)
+            <= _MOST_PERTURBED
+        ):
             chosen.append(leaf)
-            taps |= own
+            perturbations |= own
     if not is_ggn and curvature.excludes_sites(set(chosen)):
         return Wanted([], is_diagonal)
     return Wanted(_small_pairs(subject, chosen, is_diagonal), is_diagonal)

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Real
 
-from .._base.dtypes import common_dtype, is_complex, split_parts
+from .._base.dtypes import as_real, common_dtype, is_complex
 from .._batch.axes import Batch
 
 
@@ -135,7 +135,7 @@ def make_subject(call: Call) -> Subject:
         )
 
     def outputs(leaves: list, rows: list) -> Array:
-        parts = jtu.tree_leaves(split_parts(call.returned(leaves, rows)))
+        parts = jtu.tree_leaves(as_real(call.returned(leaves, rows)))
         dtype = common_dtype(*(x.dtype for x in parts))
         flat = jnp.concatenate([x.reshape(-1).astype(dtype) for x in parts])
         if flat.size <= _MOST_OUTPUTS:

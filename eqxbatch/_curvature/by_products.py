@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._base.jaxprs import num_operations
-from .._base.trees import grouped
+from .._base.trees import consecutive_groups
 from .columns import images, Linear, own_entries
 from .site_blocks import Pair, Wanted
 
@@ -109,7 +109,7 @@ class ProductBlocks:
     def _groups(self) -> list[list[int]]:
         """The leaves whose columns are computed together: small ones with others."""
         sizes = [self.leaves[leaf].size for leaf in self.order]
-        groups = grouped(sizes, LEAST_COLUMNS)
+        groups = consecutive_groups(sizes, LEAST_COLUMNS)
         return [[self.order[i] for i in group] for group in groups]
 
 

@@ -43,9 +43,9 @@ def is_covered(program: Program, leaf: int, wanted: Wanted) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Along:
-    """What changes with one tap, and is to be known of that."""
+    """What changes with one perturbation, and is to be known of that."""
 
-    tap: int
+    perturbation: int
     cotangents: tuple[int, ...]
     operands: tuple[int, ...]
 
@@ -57,27 +57,35 @@ class _Needs:
         self.cotangents: dict[int, set[int]] = {}
         self.operands: dict[int, set[int]] = {}
         for site, other in site_pairs(program, wanted):
-            first, last = sorted((site.tap, other.tap))
+            first, last = sorted((site.perturbation, other.perturbation))
             self.cotangents.setdefault(first, set()).add(last)
             for changed, by in ((site, other), (other, site)):
                 if changed.operand is not None and changed.rule.token is None:
-                    self.operands.setdefault(by.tap, set()).add(changed.operand)
+                    self.operands.setdefault(by.perturbation, set()).add(
+                        changed.operand
+                    )
 
-    def along(self, jaxpr: Any, num_taps: int) -> list[_Along]:
-        """One for each tap that something depends on.
+    def along(self, jaxpr: Any, num_perturbations: int) -> list[_Along]:
+        """One for each perturbation that something depends on.
 
-        The inputs of the `jaxpr` are what is added to the taps, its outputs the
-        cotangents and the operands.
+        The inputs of the `jaxpr` are the perturbations, its outputs the cotangents and
+        the operands.
         """
         result = []
-        for tap in sorted({*self.cotangents, *self.operands}):
-            marks = [i == tap for i in range(num_taps)]
+        for perturbation in sorted({*self.cotangents, *self.operands}):
+            marks = [i == perturbation for i in range(num_perturbations)]
             depend = depends(jaxpr, marks)
-            cotangents = [i for i in self.cotangents.get(tap, ()) if depend[i]]
-            operands = [i for i in self.operands.get(tap, ()) if depend[num_taps + i]]
+            cotangents = [i for i in self.cotangents.get(perturbation, ()) if depend[i]]
+            operands = [
+                i
+                for i in self.operands.get(perturbation, ())
+                if depend[num_perturbations + i]
+            ]
             if cotangents or operands:
                 result.append(
-                    _Along(tap, tuple(sorted(cotangents)), tuple(sorted(operands)))
+                    _Along(
+                        perturbation, tuple(sorted(cotangents)), tuple(sorted(operands))
+                    )
                 )
         return result
 
@@ -88,10 +96,10 @@ def site_pairs(program: Program, wanted: Wanted) -> Iterator[tuple[Site, Site]]:
 
 
 class _Derivatives:
-    """Cotangents and operands of some examples, and their derivatives along taps.
+    """Cotangents and operands of some examples, and how perturbations change them.
 
-    All have the examples along axis 0. A derivative has the entries of the tap along
-    axis 1, all of them in one axis.
+    All have the examples along axis 0. A derivative has the entries of the
+    perturbation along axis 1, all of them in one axis.
     """
 
     def __init__(self, program: Program, cotangents: list, operands: list):
@@ -102,10 +110,10 @@ class _Derivatives:
 
     def add(self, along: _Along, derivatives: list) -> None:
         num = len(along.cotangents)
-        for tap, x in zip(along.cotangents, derivatives[:num], strict=True):
-            self._of_cotangents[along.tap, tap] = x
+        for perturbation, x in zip(along.cotangents, derivatives[:num], strict=True):
+            self._of_cotangents[along.perturbation, perturbation] = x
         for operand, x in zip(along.operands, derivatives[num:], strict=True):
-            self._of_operands[along.tap, operand] = x
+            self._of_operands[along.perturbation, operand] = x
 
     def terms(
         self, site: Site, other: Site, labels: list[dict[str, Label]]
@@ -123,7 +131,7 @@ class _Derivatives:
                 yield [self._cotangent(*changed), change, *operands[1 - index]]
 
     def _cotangent(self, site: Site, labels: dict[str, Label]) -> Term:
-        d = widened(jax.vmap(site.arrange)(self._cotangents[site.tap]))
+        d = widened(jax.vmap(site.arrange)(self._cotangents[site.perturbation]))
         return d, (EXAMPLE, *named_labels(labels, site.d_axes))
 
     def _operand(self, site: Site, labels: dict[str, Label]) -> list[Term]:
@@ -134,12 +142,12 @@ class _Derivatives:
     def _curvature(
         self, site: Site, other: Site, labels: list[dict[str, Label]]
     ) -> Term | None:
-        """The derivative of the cotangent of one site along the tap of the other."""
+        """How the cotangent of one site changes with the perturbation of the other."""
         sides = [(site, labels[0]), (other, labels[1])]
-        if site.tap < other.tap:
+        if site.perturbation < other.perturbation:
             sides.reverse()
         (changed, own), (by, others) = sides
-        x = self._of_cotangents.get((by.tap, changed.tap))
+        x = self._of_cotangents.get((by.perturbation, changed.perturbation))
         if x is None:
             return None
         x = jax.vmap(jax.vmap(changed.arrange))(x)
@@ -150,10 +158,10 @@ class _Derivatives:
     def _change(
         self, changed: Site, own: dict[str, Label], by: Site, others: dict[str, Label]
     ) -> Term | None:
-        """The derivative of the operand of one site along the tap of the other."""
+        """How the operand of one site changes with the perturbation of the other."""
         if changed.operand is None:
             return None
-        x = self._of_operands.get((by.tap, changed.operand))
+        x = self._of_operands.get((by.perturbation, changed.operand))
         if x is None:
             return None
         x = jax.vmap(jax.vmap(changed.expand))(x)
@@ -162,9 +170,11 @@ class _Derivatives:
         return widened(x), (EXAMPLE, *axes)
 
     def _arranged(self, by: Site, x: Array) -> Array:
-        """Axes for the tap that a derivative is along, as its site names them."""
+        """The axes of the perturbation in a derivative, as its site names them."""
         num, rest = x.shape[0], x.shape[2:]
-        split = x.reshape(num, *self.program.taps[by.tap].shape, math.prod(rest))
+        split = x.reshape(
+            num, *self.program.perturbations[by.perturbation].shape, math.prod(rest)
+        )
         arrange = jax.vmap(by.arrange, in_axes=-1, out_axes=-1)
         arranged = jax.vmap(arrange)(split)
         return arranged.reshape(*arranged.shape[:-1], *rest)
@@ -205,15 +215,15 @@ class SiteHessian:
 
         `rows` are those of one example. Here and there, only types matter.
         """
-        taps: dict[int, float] = {}
+        perturbations: dict[int, float] = {}
 
         def one(leaves: list, rows: list) -> tuple[list, list, list]:
             point, run, found = self._at(leaves, rows, None)
             changes = []
             for along in found:
-                z, push = point[along.tap], self._pushed(point, run, along)
+                z, push = point[along.perturbation], self._pushed(point, run, along)
                 jaxpr = jax.make_jaxpr(push)(z).jaxpr
-                taps[along.tap] = num * z.size * num_operations(jaxpr)
+                perturbations[along.perturbation] = num * z.size * num_operations(jaxpr)
                 changes.append((along, jax.vmap(push)(basis(z))))
             outs = run(point)
             return outs[: len(point)], outs[len(point) :], changes
@@ -234,7 +244,7 @@ class SiteHessian:
 
         batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
         jax.eval_shape(count, jax.tree.map(batched, arrays))
-        return Estimate(taps, pairs, kept)
+        return Estimate(perturbations, pairs, kept)
 
     def _derivatives(
         self, leaves: list, rows: list, axes: Sequence[int], weights: Array | None
@@ -249,7 +259,7 @@ class SiteHessian:
             changes = []
             for along in found:
                 push = self._pushed(point, run, along)
-                changes.append(jax.vmap(push)(basis(point[along.tap])))
+                changes.append(jax.vmap(push)(basis(point[along.perturbation])))
             return outs[:num], outs[num:], changes
 
         cotangents, operands, changes = of_examples(one, rows, axes, weights)
@@ -284,17 +294,19 @@ class SiteHessian:
     def _pushed(
         self, point: list, run: Callable[[list], list], along: _Along
     ) -> Callable[[Array], list]:
-        """The derivative of what is to be known along a tap, as a linear function."""
+        """How what is to be known changes with a perturbation, as a linear function."""
         num = len(point)
 
         def at(z: Array) -> list:
-            outs = run([*point[: along.tap], z, *point[along.tap + 1 :]])
+            outs = run(
+                [*point[: along.perturbation], z, *point[along.perturbation + 1 :]]
+            )
             return [
                 *(outs[i] for i in along.cotangents),
                 *(outs[num + i] for i in along.operands),
             ]
 
-        return jax.linearize(at, point[along.tap])[1]
+        return jax.linearize(at, point[along.perturbation])[1]
 
 
 def of_examples(
@@ -314,12 +326,12 @@ def of_examples(
 class Estimate:
     """What blocks of a Hessian take: floating-point operations, and memory.
 
-    - `taps`, `pairs`: operations, by the perturbations that derivatives are taken with
-        respect to, and by the pairs of leaves that they are contracted for.
+    - `perturbations`, `pairs`: operations, by the perturbations that derivatives are
+        taken with respect to, and by the pairs of leaves that they are contracted for.
     - `bytes`: of what is kept of one example.
     """
 
-    taps: dict[int, float]
+    perturbations: dict[int, float]
     pairs: dict[Pair, float]
     bytes: int
 

@@ -78,10 +78,12 @@ class SiteGaussNewton:
         kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(factors))
         outputs = factors[0].shape[0]
         # A backward pass for each output.
-        taps: dict[int, float] = {}
+        perturbations: dict[int, float] = {}
         for site in self.program.sites:
             cost = num * outputs * num_products(site)
-            taps[site.tap] = taps.get(site.tap, 0.0) + cost
+            perturbations[site.perturbation] = (
+                perturbations.get(site.perturbation, 0.0) + cost
+            )
         pairs: dict[Pair, float] = {}
 
         def count(factors: tuple) -> list:
@@ -91,7 +93,7 @@ class SiteGaussNewton:
 
         batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
         jax.eval_shape(count, jax.tree.map(batched, factors))
-        return Estimate(taps, pairs, kept)
+        return Estimate(perturbations, pairs, kept)
 
     def _at(self, leaves: list, rows: list) -> tuple[Array, list, list]:
         """The curvature of the loss, the operands, and a cotangent for each output."""
@@ -119,7 +121,7 @@ class _Factors:
         terms: list[Term] = [(widened(self._curve), (EXAMPLE, _FIRST, _SECOND))]
         sides = zip((site, other), labels, (_FIRST, _SECOND), strict=True)
         for own, names, output in sides:
-            d = jax.vmap(jax.vmap(own.arrange))(self._cotangents[own.tap])
+            d = jax.vmap(jax.vmap(own.arrange))(self._cotangents[own.perturbation])
             named = (names[name] for name in own.d_axes)
             terms.append((widened(d), (EXAMPLE, output, *named)))
             if own.operand is not None:

@@ -20,15 +20,21 @@ from .._batch.transform import Blocking, transformed
 from .by_products import Mode
 from .columns import ColumnSize
 from .methods import check_loss, CurvatureBlocks, CurvatureMethod, make_curvature
+from .over_examples import (
+    AbstractOverExamples,
+    Call,
+    check_over_examples,
+    Examples,
+    split_examples,
+)
 from .pytree import all_pairs, flat_square, square, Unravel
 from .site_blocks import Pair, Wanted
-from .totals import AbstractTotal, Call, check_total, Examples, split_examples
 
 
 _LEAST_COLUMNS = 32
 
 
-class _Matrix(AbstractTotal):
+class _Matrix(AbstractOverExamples):
     """A Hessian; or, with a `loss` of outputs, a Gauss-Newton matrix."""
 
     is_compiled: ClassVar[bool] = True
@@ -61,7 +67,7 @@ class _Matrix(AbstractTotal):
                 "`method='sites'` differentiates gradients in forward mode; got "
                 "`mode='rev'`. Use `method='auto'` or `mode='auto'`."
             )
-        check_total(self)
+        check_over_examples(self)
 
     def specs(self, call: Any, out: PyTree) -> PyTree:
         # Its blocks have the axes of two arrays: they are whole on each device.

@@ -18,10 +18,15 @@ from .._batch.objective import check_complex, differentiated, Loss
 from .._batch.transform import Blocking, transformed
 from .by_products import Mode
 from .methods import check_loss, make_curvature
-from .totals import AbstractTotal, Call, check_total, split_examples
+from .over_examples import (
+    AbstractOverExamples,
+    Call,
+    check_over_examples,
+    split_examples,
+)
 
 
-class _Product(AbstractTotal):
+class _Product(AbstractOverExamples):
     """A product with a Hessian; or, with a `loss`, with a Gauss-Newton matrix."""
 
     is_compiled: ClassVar[bool] = True
@@ -41,7 +46,7 @@ class _Product(AbstractTotal):
             raise ValueError(
                 f"`mode` must be one of {get_args(Mode)}; got {self.mode!r}."
             )
-        check_total(self)
+        check_over_examples(self)
 
     def specs(self, call: Call, out: PyTree) -> PyTree:
         _, args, kwargs = call

@@ -12,14 +12,14 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.dtypes import is_complex, join_parts, split_parts
+from .._base.dtypes import as_complex, as_real, is_complex
 from .._base.jaxprs import evaluate_jaxpr, trace_example
-from .._base.trees import grouped
+from .._base.trees import consecutive_groups
 from .._batch.axes import unbatched
 from .._batch.memory import MemoryBudget
 from .._batch.objective import check_complex, differentiated, Loss
 from .._batch.slots import is_struct
-from .._batch.transform import AbstractSpread, transformed
+from .._batch.transform import AbstractAutoSharded, transformed
 from .by_products import LEAST_COLUMNS, Mode, replaced
 from .columns import columns, ColumnSize, images
 from .methods import check_outputs
@@ -27,7 +27,7 @@ from .modes import without_forward_mode, without_reverse_mode
 from .pytree import Unravel
 
 
-class _Jacobian(AbstractSpread):
+class _Jacobian(AbstractAutoSharded):
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
     mode: Mode
@@ -140,7 +140,7 @@ def _by_columns(
     There is one for each output and leaf; the entries of the leaf are one axis.
     """
     result: list[list[Array]] = [[] for _ in structs]
-    for group in grouped([x.size for x in leaves], LEAST_COLUMNS):
+    for group in consecutive_groups([x.size for x in leaves], LEAST_COLUMNS):
         point = [leaves[i] for i in group]
         at = lambda own, group=group: values(replaced(leaves, group, own))
         found = columns(jax.linearize(at, point)[1], point, size)
@@ -160,12 +160,12 @@ def _by_rows(
     """
     if any(map(is_complex, leaves)) or not any(map(is_complex, structs)):
         return _pulled_back(values, leaves, structs, size)
-    parts, treedef = jtu.tree_flatten(jax.eval_shape(split_parts, structs))
-    of_parts = lambda leaves: jtu.tree_leaves(split_parts(values(leaves)))
+    parts, treedef = jtu.tree_flatten(jax.eval_shape(as_real, structs))
+    of_parts = lambda leaves: jtu.tree_leaves(as_real(values(leaves)))
     found = _pulled_back(of_parts, leaves, parts, size)
     # One list for each leaf, of what is there for each output.
     joined = [
-        join_parts(jtu.tree_unflatten(treedef, own)) for own in zip(*found, strict=True)
+        as_complex(jtu.tree_unflatten(treedef, own)) for own in zip(*found, strict=True)
     ]
     return [[*own] for own in zip(*joined, strict=True)]
 
@@ -175,7 +175,7 @@ def _pulled_back(
 ) -> list[list[Array]]:
     """The same, of outputs that are complex only if the leaves are."""
     result: list[list[Array]] = []
-    for group in grouped([x.size for x in structs], LEAST_COLUMNS):
+    for group in consecutive_groups([x.size for x in structs], LEAST_COLUMNS):
         at = lambda leaves, group=group: [values(leaves)[i] for i in group]
         outs, pull = jax.vjp(at, leaves)
         found = images(lambda seeds, pull=pull: pull(seeds)[0], outs, size)

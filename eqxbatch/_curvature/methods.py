@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree, Real
 
-from .._base.dtypes import join_parts, split_parts
+from .._base.dtypes import as_complex, as_real
 from .._base.jaxprs import at_example, evaluate_jaxpr, first_use, trace_example
 from .._base.mesh import vary_as
 from .._batch.moments import Sum
@@ -195,7 +195,7 @@ class GaussNewtonCurvature(AbstractCurvature):
         def run(leaves: list, rows: list) -> PyTree:
             out, _ = model.outputs(jtu.tree_unflatten(treedef, leaves), rows)
             # The curvature of a loss in complex numbers is that in their two parts.
-            return split_parts(out)
+            return as_real(out)
 
         self.closed, self._out = trace_example(
             run, self.leaves, model.batch.arrays, self.axes
@@ -267,7 +267,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     def _value(self, outs: list, rows: list) -> Array:
         (_, *rest), kwargs = self._model.batch.arguments(rows)
         treedef = jtu.tree_structure(self._out)
-        out = join_parts(jtu.tree_unflatten(treedef, outs))
+        out = as_complex(jtu.tree_unflatten(treedef, outs))
         return check_value(self._loss(out, *rest, **kwargs))
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
@@ -469,18 +469,20 @@ def _cheapest(
 ) -> set[int]:
     """The leaves to be done by sites, for the least operations in all.
 
-    Leaves that share a tap, such as a weight and its bias, go together.
+    Leaves that share a perturbation, such as a weight and its bias, go together.
     """
-    taps = {leaf: {site.tap for site in program.sites_of(leaf)} for leaf in covered}
+    met = {
+        leaf: {site.perturbation for site in program.sites_of(leaf)} for leaf in covered
+    }
     clusters: list[set[int]] = []
     for leaf in sorted(covered):
-        meeting = [c for c in clusters if any(taps[leaf] & taps[other] for other in c)]
+        meeting = [c for c in clusters if any(met[leaf] & met[other] for other in c)]
         clusters = [c for c in clusters if c not in meeting]
         clusters.append({leaf}.union(*meeting))
 
     def cost(leaves: set[int]) -> float:
-        used = set().union(*(taps[leaf] for leaf in leaves))
-        by_sites = sum(estimate.taps.get(tap, 0.0) for tap in used)
+        used = set().union(*(met[leaf] for leaf in leaves))
+        by_sites = sum(estimate.perturbations.get(number, 0.0) for number in used)
         by_sites += sum(
             flops for pair, flops in estimate.pairs.items() if leaves.issuperset(pair)
         )

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
-from .._base.cpu import apart, mirrored, transposed, true_of
+from .._base.cpu import as_own_program, mirrored, transposed, true_of
 from .._base.dtypes import common_dtype
 from .site_blocks import Pair
 
@@ -88,7 +88,7 @@ def square(blocks: dict[Pair, Array], leaves: Sequence, treedef: Any) -> PyTree:
     if len(leaves) > 1:
         # Blocks are used twice, and both must be rounded in the same way.
         x = leaves[0].ravel()[:1]
-        held = apart(lambda *blocks: [*blocks], true_of(x))
+        held = as_own_program(lambda *blocks: [*blocks], true_of(x))
         blocks = dict(zip(blocks, held(*blocks.values()), strict=True))
 
     def block(row: int, column: int) -> Array:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._base.cpu import apart, true_of
+from .._base.cpu import as_own_program, true_of
 from .._base.dtypes import common_dtype, widened
-from .._base.trees import grouped
+from .._base.trees import consecutive_groups
 from .._sites.cost import FLOPS_PER_BYTE
 from .._sites.einsum import contract, contract_cost, EXAMPLE, Labels, Term
 from .._sites.forms import is_lettered, Label, labels_of
@@ -87,12 +87,12 @@ class Blocks:
         if sum(sizes) <= _LEAST_BYTES:
             return [self._sum(pair, terms) for pair in pairs]
         found: list[Array] = []
-        for group in grouped(sizes, least=0):
+        for group in consecutive_groups(sizes, least=0):
             run = lambda group=group: [self._sum(pairs[i], terms) for i in group]
             # XLA for CPUs would compute the terms of all pairs before it adds any. Here
             # what a group waits for is a number of the one before.
             before = found[-1] if found else self.leaves[0]
-            found += apart(run, true_of(before.ravel()[:1]))()
+            found += as_own_program(run, true_of(before.ravel()[:1]))()
         return found
 
     def _num_bytes(self, pair: Pair) -> int:

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree, Real
 
 from .._base.dtypes import widened, widest
-from .._base.explicit import examples_spec, explicit_mesh, spread_freely
+from .._base.explicit import auto_sharded, examples_spec, explicit_mesh
 from .._base.mesh import spec_of, sum_varying, vary_as, varying
 from .._batch.accumulators import Concat
 from .._batch.axes import split_batch
@@ -39,7 +39,7 @@ from .._batch.slots import (
 from .._batch.transform import AbstractTransform, Blocking, transformed
 from .._sites.cost import Method
 from .clip import Clipping
-from .ways import by_norms, of_each, of_microbatch, of_sum, Way
+from .ways import BlockGradients, by_norms, of_each, of_microbatch, of_sum
 
 
 _TOTALS = (Sum, Mean, RunningMean)
@@ -159,11 +159,13 @@ class _MicroGrad(AbstractTransform):
         # is of does not vary over them. Here that is done once, and not for each
         # example: what is differentiated varies as the examples do.
         local = vary_as(batch.arrays, diff)
-        way = self._way_on_mesh(Loss(fun, batch, local, nondiff, self.has_aux))
+        gradients = self._gradients_on_mesh(
+            Loss(fun, batch, local, nondiff, self.has_aux)
+        )
 
         def run(rows: list, _: int) -> tuple[dict, None]:
             weights = None if self.weights is None else rows[-1]
-            return way(rows[: len(batch.arrays)], weights), None
+            return gradients(rows[: len(batch.arrays)], weights), None
 
         result = self.blocking.run(arrays, axes, blocks, run, self.slots)
         merged = {key: x for section in result.values() for key, x in section.items()}
@@ -175,16 +177,16 @@ class _MicroGrad(AbstractTransform):
             )
         return self.returned(merged, blocks)
 
-    def _way_on_mesh(self, loss: Loss) -> Way:
+    def _gradients_on_mesh(self, loss: Loss) -> BlockGradients:
         """How the gradients of a block are computed, wherever its examples are."""
         call = tuple(getattr(loss, field.name) for field in dataclasses.fields(loss))
         if explicit_mesh(call) is None:
-            return self.way(loss)
+            return self.block_gradients(loss)
 
         def run(
             transform: _MicroGrad, call: tuple, rows: list, weights: Array | None
         ) -> dict:
-            return transform.way(Loss(*call))(rows, weights)
+            return transform.block_gradients(Loss(*call))(rows, weights)
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
@@ -196,9 +198,9 @@ class _MicroGrad(AbstractTransform):
             for section, parts in out.items()
         }
         like = (loss.batch.arrays, self.weights)
-        return spread_freely(run, (self, call), like, specs)
+        return auto_sharded(run, (self, call), like, specs)
 
-    def way(self, loss: Loss) -> Way:
+    def block_gradients(self, loss: Loss) -> BlockGradients:
         """How the gradients of a block are computed."""
         if self.batched:
             return of_microbatch(loss)

@@ -163,7 +163,7 @@ def _scaled_squared_norms(
         operands.append(a)
         cotangents.append(d)
         operand = None if a is None else i
-        own.append(dataclasses.replace(site, tap=i, operand=operand))
+        own.append(dataclasses.replace(site, perturbation=i, operand=operand))
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
     if _have_size(sites, factors):

@@ -1,8 +1,8 @@
-"""A loss, and the ways to the gradients of a block of its examples.
+"""The ways to the gradients of a microbatch.
 
-Each way is a function of the rows of a block and the weights of its examples, if there
-are any. It returns a dict of dicts: `"whole"` has results for the block as a whole,
-`"total"` sums over its examples, and `"each"` one result for each, along axis 0.
+Each way is a function of the rows of a microbatch and the weights of its examples, if
+there are any. It returns a dict of dicts: `"whole"` has results for the microbatch as a
+whole, `"total"` sums over its examples, and `"each"` one result for each, along axis 0.
 """
 
 import dataclasses
@@ -24,27 +24,27 @@ from .clip import Clipping
 from .site_gradients import SiteGradients
 
 
-Way = Callable[[list, Array | None], dict[str, dict[str, PyTree]]]
+BlockGradients = Callable[[list, Array | None], dict[str, dict[str, PyTree]]]
 
 
-def of_microbatch(loss: Loss) -> Way:
+def of_microbatch(loss: Loss) -> BlockGradients:
     """For a loss of a whole microbatch: its gradient."""
     value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
 
-    def way(rows: list, _: Array | None) -> dict:
+    def gradients(rows: list, _: Array | None) -> dict:
         (value, aux), gradient = value_and_grad(loss.diff, rows)
         return {"whole": {"value": value, "aux": aux, "gradient": gradient}}
 
-    return way
+    return gradients
 
 
-def of_sum(example: Example, is_mean: bool) -> Way:
+def of_sum(example: Example, is_mean: bool) -> BlockGradients:
     """The gradient of the sum over the examples, in one backward pass.
 
     With `is_mean`, it is that of the mean, and no sum is formed.
     """
 
-    def way(rows: list, weights: Array | None) -> dict:
+    def gradients(rows: list, weights: Array | None) -> dict:
         def values(leaves: list) -> tuple[Array, list]:
             outs = example.vmap(lambda *rows: example.run(leaves, rows), rows)
             return outs[0], outs
@@ -60,14 +60,14 @@ def of_sum(example: Example, is_mean: bool) -> Way:
         gradient = example.totals(sums, value.shape[0], weights, is_mean)
         return {**gradient, "each": example.outputs(outs)}
 
-    return way
+    return gradients
 
 
 def of_each(
     example: Example,
     clipping: Clipping | None,
     functions: dict[str, Callable[[PyTree], PyTree]],
-) -> Way:
+) -> BlockGradients:
     """The gradient of each example, as it is.
 
     `functions` are what is computed from it besides. That which is called
@@ -88,14 +88,14 @@ def of_each(
             gradient = transform(gradient)
         return {**each, "gradient": gradient, "outs": outs}
 
-    def way(rows: list, _: Array | None) -> dict:
+    def gradients(rows: list, _: Array | None) -> dict:
         each = example.vmap(one, rows)
         outs = each.pop("outs")
         if clipping is not None:
             each["gradient"], each["norms"] = _clipped(each["gradient"], clipping)
         return {"each": {**each, **example.outputs(outs)}}
 
-    return way
+    return gradients
 
 
 def _clipped(gradients: PyTree, clipping: Clipping) -> tuple[PyTree, PyTree]:
@@ -119,7 +119,7 @@ def _clipped(gradients: PyTree, clipping: Clipping) -> tuple[PyTree, PyTree]:
 
 def by_norms(
     example: Example, clipping: Clipping, method: Method, is_mean: bool
-) -> Way:
+) -> BlockGradients:
     """The sum of the clipped gradients, from their norms; or, `is_mean`, their mean.
 
     What `materialise` forms for each example is not scaled and added up, as that would
@@ -157,7 +157,7 @@ def by_norms(
 
         return example.totals(sums, num, weights, is_mean), clipped.norms
 
-    def way(rows: list, weights: Array | None) -> dict:
+    def gradients(rows: list, weights: Array | None) -> dict:
         outs, *factors = example.vmap(one, rows)
         of_leaves = example.gradient([spec_of(x) for x in example.leaves])
         specs = lambda out: (
@@ -168,4 +168,4 @@ def by_norms(
         gradient, norms = with_auto_axes(clipped_total, operands, specs)
         return {**gradient, "each": {**example.outputs(outs), "norms": norms}}
 
-    return way
+    return gradients

@@ -17,7 +17,7 @@ from .._batch.accumulators import Concat
 from .._batch.axes import argument_specs, leaf_name, positional_names
 from .._batch.memory import check_size, MemoryBudget, resolve_size
 from .._batch.slots import canonicalise, is_accumulator
-from .._batch.transform import AbstractSpread, Blocking, transformed
+from .._batch.transform import AbstractAutoSharded, Blocking, transformed
 from .grid_axes import as_axis, GridAxis, is_grid_axis
 from .micro_vmap import MicroVmap
 
@@ -65,7 +65,7 @@ def _in_range(position: int, ndim: int, shape: tuple[int, ...]) -> int:
     return position % ndim
 
 
-class _GridVmap(AbstractSpread):
+class _GridVmap(AbstractAutoSharded):
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
     in_axes: PyTree

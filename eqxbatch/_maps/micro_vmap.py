@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from .._base.explicit import spread_freely
+from .._base.explicit import auto_sharded
 from .._base.jaxprs import evaluate_jaxpr
 from .._batch.accumulators import Concat, Last
 from .._batch.axes import Batch, broadcast_axes, spec_of_rows, split_batch
@@ -68,7 +68,7 @@ class MicroVmap(AbstractTransform):
             return jtu.tree_unflatten(treedef, found), PartitionSpec()
 
         like = (batch.arrays, total)
-        return spread_freely(self.vmap, (fun, batch), like, specs)
+        return auto_sharded(self.vmap, (fun, batch), like, specs)
 
     def vmap(
         self, fun: Callable, batch: Batch, rows: list, size: int

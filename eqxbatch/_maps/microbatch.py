@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from .._base.explicit import examples_spec, spread_freely
+from .._base.explicit import auto_sharded, examples_spec
 from .._batch.accumulators import Concat
 from .._batch.axes import Batch, split_batch
 from .._batch.memory import MemoryBudget
@@ -35,7 +35,7 @@ class _Microbatch(AbstractTransform):
             return fun(*args, **kwargs)
 
         specs = lambda out: self._specs(out, batch)
-        call_on_mesh = spread_freely(call, (fun, batch), (batch.arrays,), specs)
+        call_on_mesh = auto_sharded(call, (fun, batch), (batch.arrays,), specs)
 
         def run(rows: list, _: int) -> tuple[PyTree, None]:
             return call_on_mesh(rows), None

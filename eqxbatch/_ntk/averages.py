@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 from .._base.dtypes import accumulation_dtype
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size
-from .._batch.moments import RunningMean, Spread, Variance
+from .._batch.moments import RunningMean, Variance, VarianceState
 from .._batch.transform import Blocking
 from .._maps.micro_vmap import MicroVmap
 from .._pairs.batch import BatchKernel
@@ -28,27 +28,27 @@ from .request import Kernels, KernelTask
 from .settings import Settings
 
 
-class _Resumed(AbstractAccumulator[Spread]):
+class _Resumed(AbstractAccumulator[VarianceState]):
     """Moments that go on from others, and are not yet brought to their final form."""
 
     moments: RunningMean | Variance
-    state: Spread | None
+    state: VarianceState | None
 
-    def init(self, value: Any, blocks: Any) -> Spread:
+    def init(self, value: Any, blocks: Any) -> VarianceState:
         return self.moments.init(value, blocks) if self.state is None else self.state
 
-    def update(self, state: Spread, value: Any, block: Any) -> Spread:
+    def update(self, state: VarianceState, value: Any, block: Any) -> VarianceState:
         return self.moments.update(state, value, block)
 
-    def finalize(self, state: Spread) -> Any:
+    def finalize(self, state: VarianceState) -> Any:
         return state
 
-    def aggregate(self, values: Any, block: Any) -> Spread:
+    def aggregate(self, values: Any, block: Any) -> VarianceState:
         return self.moments.aggregate(values, block)
 
 
 def _is_spread(x: Any) -> bool:
-    return isinstance(x, Spread)
+    return isinstance(x, VarianceState)
 
 
 class Request(eqx.Module):
@@ -149,7 +149,7 @@ class Samples(eqx.Module):
 
     def advanced(
         self, request: Request, state: PyTree, start: Any, num: int
-    ) -> PyTree[Spread]:
+    ) -> PyTree[VarianceState]:
         """The moments after `num` more samples, from number `start` on."""
         moments = request.moments
         accumulator: PyTree = _Resumed(moments, None)
@@ -188,20 +188,20 @@ def _spread_vmap(axis: MeshAxis) -> Callable[..., Callable[[list], Any]]:
 
 # All that changes from one batch of samples to the next is donated, or a number.
 @eqx.filter_jit(donate="all-except-first")
-def _advanced(call: tuple, state: PyTree) -> PyTree[Spread]:
+def _advanced(call: tuple, state: PyTree) -> PyTree[VarianceState]:
     samples, request, start, num = call
     return samples.advanced(request, state, start, num)
 
 
 @eqx.filter_jit
-def _start(samples: Samples, request: Request) -> PyTree[Spread]:
+def _start(samples: Samples, request: Request) -> PyTree[VarianceState]:
     """The moments of no samples."""
     structs = eqx.filter_eval_shape(samples.advanced, request, None, 0, 1)
     return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
 @eqx.filter_jit
-def estimated(state: PyTree[Spread], with_error: bool) -> tuple[list, list]:
+def estimated(state: PyTree[VarianceState], with_error: bool) -> tuple[list, list]:
     """The means, and their standard errors if they are wanted."""
     spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)
     means, errors = [], []
@@ -242,7 +242,7 @@ class Average(eqx.Module):
         if self.is_final:
             return estimated(state, self.with_error)
         # Counts have neither rows nor columns.
-        without = lambda x: Spread(x.mean, x.squares, None, None, x.dtype)
+        without = lambda x: VarianceState(x.mean, x.squares, None, None, x.dtype)
         return jtu.tree_map(without, state, is_leaf=_is_spread)
 
 
@@ -256,20 +256,20 @@ class OnDevice:
             isinstance(x, Tracer) for x in jtu.tree_leaves((samples, request))
         )
 
-    def start(self) -> PyTree[Spread]:
+    def start(self) -> PyTree[VarianceState]:
         return _start(self.samples, self.request)
 
-    def resumed(self, means: list, errors: list, num: int) -> PyTree[Spread]:
+    def resumed(self, means: list, errors: list, num: int) -> PyTree[VarianceState]:
         """The moments that an estimate was made of."""
 
-        def moments(spread: Spread, mean: Any, error: Any) -> Spread:
+        def moments(spread: VarianceState, mean: Any, error: Any) -> VarianceState:
             mean = jnp.asarray(mean).astype(spread.mean.dtype)
             squares = jnp.zeros_like(spread.squares)
             if num > 1:
                 squares = jnp.asarray(error).astype(squares.dtype) ** 2
                 squares = squares * (num * (num - 1.0))
             count = jnp.asarray(num, jnp.int32)
-            return Spread(mean, squares, count, jnp.array(count), spread.dtype)
+            return VarianceState(mean, squares, count, jnp.array(count), spread.dtype)
 
         return jtu.tree_map(moments, self.start(), means, errors, is_leaf=_is_spread)
 
@@ -278,11 +278,13 @@ class OnDevice:
         # What is traced is one program, and this loop would be unrolled in it.
         return [num] if self.is_traced else self.samples.sizes(num)
 
-    def advanced(self, state: PyTree[Spread], start: int, num: int) -> PyTree[Spread]:
+    def advanced(
+        self, state: PyTree[VarianceState], start: int, num: int
+    ) -> PyTree[VarianceState]:
         at = jnp.asarray(start, jnp.int32)
         return _advanced((self.samples, self.request, at, num), state)
 
-    def estimated(self, state: PyTree[Spread]) -> tuple[list, list]:
+    def estimated(self, state: PyTree[VarianceState]) -> tuple[list, list]:
         return estimated(state, self.request.with_error)
 
 
@@ -308,13 +310,13 @@ class OnHost:
     def resumed(self, means: list, errors: list, num: int) -> list[PyTree]:
         """The moments that an estimate was made of."""
 
-        def moments(mean: Any, error: Any) -> Spread:
+        def moments(mean: Any, error: Any) -> VarianceState:
             dtype = accumulation_dtype("Mean", mean.dtype, None, inexact=True)
             wide, real = np.asarray(mean, dtype), jnp.finfo(dtype).dtype
             squares = np.zeros(wide.shape, real)
             if num > 1:
                 squares = np.asarray(error, real) ** 2 * (num * (num - 1.0))
-            return Spread(wide, squares.astype(real), num, num, mean.dtype)
+            return VarianceState(wide, squares.astype(real), num, num, mean.dtype)
 
         return jtu.tree_map(moments, means, errors)
 
@@ -327,7 +329,7 @@ class OnHost:
         more = self.run(average, self.request)
         if state is None:
             return jtu.tree_map(
-                lambda x: Spread(x.mean, x.squares, num, num, x.dtype),
+                lambda x: VarianceState(x.mean, x.squares, num, num, x.dtype),
                 more,
                 is_leaf=_is_spread,
             )
@@ -346,7 +348,7 @@ class OnHost:
             return means, jtu.tree_map(error, state, is_leaf=_is_spread)
 
 
-def _merged(old: Spread, more: Spread, num: int) -> Spread:
+def _merged(old: VarianceState, more: VarianceState, num: int) -> VarianceState:
     """The moments of two sets of samples, as `Variance` merges those of blocks."""
     count = old.count + num
     delta = more.mean - old.mean
@@ -355,7 +357,7 @@ def _merged(old: Spread, more: Spread, num: int) -> Spread:
         part = np.abs(delta) ** 2 * (old.count * (num / count))
         squares = (old.squares + more.squares + part).astype(old.squares.dtype)
     mean = (old.mean + delta * (num / count)).astype(old.mean.dtype)
-    return Spread(mean, squares, count, count, old.dtype)
+    return VarianceState(mean, squares, count, count, old.dtype)
 
 
 def fitted(samples: Samples, request: Request, num: int) -> Samples:

@@ -8,7 +8,13 @@ from jaxtyping import Array
 from .._sites.cost import FLOPS_PER_BYTE, num_products
 from .._sites.factors import Factor
 from .._sites.trace import Program
-from .features import choose_formed, Features, keep, Linearization, Load
+from .example_factors import (
+    choose_formed,
+    ExampleFactors,
+    Linearization,
+    output_factors,
+    Schedule,
+)
 from .output_axes import OutputAxes
 from .pairings import Products, Sites, Values
 from .pushforward import Pushforward
@@ -73,20 +79,20 @@ def _by_sites(
             continue
         program = Program(closed, len(model.leaves), use_rules=use_rules)
         linearizations.append(_linearization(model, position, program, ntk, directions))
-    load = _load(model, ntk)
+    schedule = _schedule(model, ntk)
     pair = linearizations[0], linearizations[-1]
     formed, costs = zip(
-        *(choose_formed(*pair, i, load) for i in range(len(ntk))), strict=True
+        *(choose_formed(*pair, i, schedule) for i in range(len(ntk))), strict=True
     )
-    features = [
-        Features(
+    example_factors = [
+        ExampleFactors(
             side,
-            [keep(side.program, leaves) for leaves in formed],
+            [output_factors(side.program, leaves) for leaves in formed],
             keeps_values=bool(values),
         )
         for side in linearizations
     ]
-    return Sites(features, values, ntk), sum(costs)
+    return Sites(example_factors, values, ntk), sum(costs)
 
 
 def _by_products(
@@ -102,30 +108,32 @@ def _by_products(
     closed, _ = model.programs[last]
     program = Program(closed, len(model.leaves), use_rules=False)
     linearization = _linearization(model, last, program, ntk, directions)
-    features = Features(
-        linearization, [keep(program, []) for _ in ntk], keeps_values=bool(values)
+    example_factors = ExampleFactors(
+        linearization,
+        [output_factors(program, []) for _ in ntk],
+        keeps_values=bool(values),
     )
-    return Products(pushforward, features, values, ntk, is_symmetric=last == 0)
+    return Products(pushforward, example_factors, values, ntk, is_symmetric=last == 0)
 
 
 def _cost_of_products(model: TracedModel, ntk: list[OutputAxes]) -> float:
     """What it costs to push Jacobians through the model, in operations."""
     program = Program(model.programs[0][0], len(model.leaves))
-    load = _load(model, ntk)
+    schedule = _schedule(model, ntk)
     products = sum(map(num_products, program.sites))
     size = sum(math.prod(leaf.shape) for leaf in program.leaves)
     directions = sum(
         math.prod(axes.sizes[label] for label in axes.directions(1)) for axes in ntk
     )
-    pairs = load.num_pairs * load.blocks[0]
+    pairs = schedule.num_pairs * schedule.blocks[0]
     if ntk[0].pairs_examples:
-        pairs *= load.blocks[1]
+        pairs *= schedule.blocks[1]
     # A tangent is read for each.
     each = 2 * products + FLOPS_PER_BYTE * 4 * size
     return float(pairs * directions * each)
 
 
-def _load(model: TracedModel, ntk: list[OutputAxes]) -> Load:
+def _schedule(model: TracedModel, ntk: list[OutputAxes]) -> Schedule:
     """How many examples meet at a time."""
     is_each = not ntk[0].pairs_examples
     totals = [model.sides[0].rows.total, model.sides[-1].rows.total]
@@ -141,4 +149,4 @@ def _load(model: TracedModel, ntk: list[OutputAxes]) -> Load:
     ]
     pairs = num[0] if is_each else num[0] * num[1]
     is_symmetric = len(model.sides) == 1
-    return Load((blocks[0], blocks[1]), (num[0], num[1]), pairs, is_symmetric)
+    return Schedule((blocks[0], blocks[1]), (num[0], num[1]), pairs, is_symmetric)

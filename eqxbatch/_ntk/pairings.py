@@ -8,7 +8,7 @@ from jaxtyping import Array, Inexact
 from .._base.dtypes import widened
 from .._sites.einsum import contract, EXAMPLE, OTHER_EXAMPLE
 from .._sites.factors import Factor
-from .features import Features, kernel
+from .example_factors import ExampleFactors, kernel
 from .output_axes import OutputAxes
 from .pushforward import pushed_kernel, Pushforward
 from .tiles import AbstractPairing
@@ -36,21 +36,24 @@ class Sites(AbstractPairing):
     """Kernels from what is kept of the sites of the parameters."""
 
     def __init__(
-        self, features: list[Features], values: list[OutputAxes], ntk: list[OutputAxes]
+        self,
+        example_factors: list[ExampleFactors],
+        values: list[OutputAxes],
+        ntk: list[OutputAxes],
     ):
-        self._features, self._values, self._ntk = features, values, ntk
+        self._example_factors, self._values, self._ntk = example_factors, values, ntk
         self.axes = [*values]
         for axes in ntk:
             unprobed = dataclasses.replace(axes, probes=None)
             self.axes += [unprobed] if axes.probes is None else [unprobed, unprobed]
 
     def factors(self, side: int, rows: list) -> list[Factor]:
-        return self._features[side].factors(rows)
+        return self._example_factors[side].factors(rows)
 
     def kernels(
         self, first: list[Factor], second: list[Factor], num: tuple[int, int]
     ) -> list[Array]:
-        pair = self._features[0], self._features[-1]
+        pair = self._example_factors[0], self._example_factors[-1]
         outs, factors = pair[0].split(first, 0)
         other_outs, others = pair[1].split(second, 1)
         kernels = [
@@ -72,32 +75,32 @@ class Products(AbstractPairing):
     def __init__(
         self,
         pushforward: Pushforward,
-        features: Features,
+        example_factors: ExampleFactors,
         values: list[OutputAxes],
         ntk: list[OutputAxes],
         *,
         is_symmetric: bool,
     ):
-        self._pushforward, self._features = pushforward, features
+        self._pushforward, self._example_factors = pushforward, example_factors
         self._values, self._ntk = values, ntk
         self._is_symmetric = is_symmetric
         self.axes = [*values, *ntk]
-        self._num = features.linearization.num_outputs
+        self._num = example_factors.linearization.num_outputs
 
     def factors(self, side: int, rows: list) -> list[Factor]:
         kept = [] if side == 1 else self._pushforward.factors(rows)
         if side == 1 or self._is_symmetric:
-            kept += self._features.factors(rows)
+            kept += self._example_factors.factors(rows)
         return kept
 
     def kernels(
         self, first: list[Factor], second: list[Factor], num: tuple[int, int]
     ) -> list[Array]:
         if self._is_symmetric:
-            size = len(first) - self._features.size
+            size = len(first) - self._example_factors.size
             first, second = first[:size], second[size:]
         residuals = first[self._num :]
-        outs, others = self._features.split(second, 1)
+        outs, others = self._example_factors.split(second, 1)
         kernels = [
             moment(axes, first[axes.index], outs[axes.index], num)
             for axes in self._values

@@ -26,14 +26,14 @@ class Pushforward:
         self._push: Any = None
         consts = list(closed.consts)
 
-        def residuals(leaves: list, rows: list) -> list:
+        def factors(leaves: list, rows: list) -> list:
             run = lambda leaves: evaluate_jaxpr(closed.jaxpr, consts, [*leaves, *rows])
             outs, push = jax.linearize(run, leaves)
             pushed = jax.make_jaxpr(push)(leaves)
             self._push = pushed.jaxpr
             return [*outs, *pushed.consts]
 
-        traced, _ = trace_example(residuals, leaves, arrays, axes)
+        traced, _ = trace_example(factors, leaves, arrays, axes)
         self._jaxpr, self._consts = traced.jaxpr, list(traced.consts)
         num = len(leaves)
         is_example = [False] * num + [True] * (len(self._jaxpr.invars) - num)
@@ -48,17 +48,17 @@ class Pushforward:
         return [*map(Factor, outs, self._has_examples)]
 
     def push(
-        self, residuals: list, tangents: list[Array], index: int
+        self, factors: list, tangents: list[Array], index: int
     ) -> Inexact[Array, "..."]:
         """The derivative of an output at one example along one tangent."""
         # One that is zero everywhere is a constant of NumPy.
-        return jnp.asarray(evaluate_jaxpr(self._push, residuals, tangents)[index])
+        return jnp.asarray(evaluate_jaxpr(self._push, factors, tangents)[index])
 
 
 def pushed_kernel(
     pushforward: Pushforward,
     output: OutputAxes,
-    residuals: list[Factor],
+    factors: list[Factor],
     jacobians: list[Factor],
     num: tuple[int, int],
 ) -> Inexact[Array, "..."]:
@@ -78,8 +78,8 @@ def pushed_kernel(
         if output.is_complex and jnp.iscomplexobj(x):
             x = x / 2  # As for the Gram matrices, see `features.kernel`.
         tangents.append(x)
-    arrays = [residual.array for residual in residuals]
-    has_examples = [0 if residual.has_examples else None for residual in residuals]
+    arrays = [residual.array for residual in factors]
+    has_examples = [0 if residual.has_examples else None for residual in factors]
 
     def push(arrays: list, tangents: list) -> Array:
         return pushforward.push(arrays, tangents, output.index)

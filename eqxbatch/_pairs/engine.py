@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from .._base.cpu import apart, evaluate_in_loop
+from .._base.cpu import as_own_program, evaluate_in_loop
 from .._base.explicit import on_mesh_around
 from .._base.mesh import with_type_of
 from .._batch.loop import types_of
@@ -58,7 +58,9 @@ class Tiles:
             self._programs[is_diagonal] = make(*arrays, *second)[0]
         closed = self._programs[is_diagonal]
         # Apart, it is in a branch, which is as bad for convolutions as a loop.
-        run = apart(functools.partial(evaluate_in_loop, closed.jaxpr), at[0] >= 0)
+        run = as_own_program(
+            functools.partial(evaluate_in_loop, closed.jaxpr), at[0] >= 0
+        )
         # In reverse mode, a tile is computed again and not kept.
         tile = jax.checkpoint(run, prevent_cse=not is_loop)(
             list(closed.consts), jtu.tree_leaves(arrays)

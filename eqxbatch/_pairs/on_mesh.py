@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.cpu import settled
+from .._base.cpu import written_first
 from .._base.mesh import is_explicit, replicated
 from .._batch.rows import Rows
 from .collect import AbstractCollector, finalized, make_collectors, Reduced, Written
@@ -150,7 +150,7 @@ def _reduced(
                 always = at[0, 0] >= 0
         leaves, treedef = jtu.tree_flatten(states)
         # A scan of one step is no loop for XLA, and what it writes not apart from this.
-        leaves = [x[None] for x in settled(leaves, always)]
+        leaves = [x[None] for x in written_first(leaves, always)]
         return jtu.tree_unflatten(treedef, leaves)
 
     spread = PartitionSpec(mesh_axis.name)

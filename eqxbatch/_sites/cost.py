@@ -80,7 +80,7 @@ def choose(program: Program) -> list[Contraction]:
     one = lambda structs: jax.tree.map(
         lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype), structs
     )
-    operands, cotangents = one(program.operands), one(program.taps)
+    operands, cotangents = one(program.operands), one(program.perturbations)
     return [
         _choose(program, leaf, operands, cotangents)
         for leaf in range(len(program.leaves))

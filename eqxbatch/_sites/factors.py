@@ -90,7 +90,7 @@ class Factors:
     def of(self, site: Site) -> tuple[Factor | None, Factor]:
         """`a` and `d` of a site, as it has them."""
         a = None if site.operand is None else self.operands[site.operand]
-        return a, self.cotangents[site.tap]
+        return a, self.cotangents[site.perturbation]
 
     def expanded(self, site: Site) -> tuple[Factor | None, Factor]:
         """`a` and `d` with the axes that the site names."""
@@ -362,7 +362,9 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
 
 def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     """The gradients at a site from its own factors."""
-    site = dataclasses.replace(site, tap=0, operand=None if site.operand is None else 0)
+    site = dataclasses.replace(
+        site, perturbation=0, operand=None if site.operand is None else 0
+    )
     terms = site_terms(site, factors)
     present = {label for _, own in terms for label in own}
     lead = (EXAMPLE, *factors.outputs) if EXAMPLE in present else factors.outputs

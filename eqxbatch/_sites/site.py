@@ -18,7 +18,7 @@ class Site:
     """One use of a leaf.
 
     - `view`: what the leaf is there, and `rule` what it meets.
-    - `tap`: which cotangent `d` belongs to it.
+    - `perturbation`: which cotangent `d` belongs to it.
     - `operand`: which operand `a` does; None if it has none.
     - `is_complex`: whether `d` is.
     - `loops`: for each `scan` around it, outermost first, whether it takes slices of
@@ -27,7 +27,7 @@ class Site:
 
     view: View
     rule: Rule
-    tap: int
+    perturbation: int
     operand: int | None
     is_complex: bool
     loops: tuple[tuple[bool, int], ...] = ()
@@ -85,7 +85,7 @@ class Site:
         return fun
 
 
-def leaf_site(leaf: int, struct: _Struct, tap: int) -> Site:
+def leaf_site(leaf: int, struct: _Struct, perturbation: int) -> Site:
     """The site of a leaf that is perturbed itself."""
     view, rule = leaf_view(leaf, struct), leaf_rule(struct.shape)
-    return Site(view, rule, tap, None, is_complex(struct.dtype))
+    return Site(view, rule, perturbation, None, is_complex(struct.dtype))

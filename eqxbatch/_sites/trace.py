@@ -1,8 +1,8 @@
 """Finding the sites of a function: where its parameters enter the computation.
 
-Writing `y + z` with `z = 0` for the output `y` of each site, the derivative with
-respect to `z` is the cotangent `d` that the gradient of the parameter is made of. That
-takes no derivative rule of our own: `jax.vjp` does it.
+Adding a perturbation of zero to the output of each site, the derivative with respect to
+it is the cotangent `d` that the gradient of the parameter is made of. That takes no
+derivative rule of our own: `jax.vjp` does it.
 """
 
 import collections
@@ -34,7 +34,7 @@ _REMAT = ("checkpoint", "remat2")  # Its name depends on the version of JAX.
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tap:
+class _Perturbed:
     """An equation with sites: the functions from its inputs to the operands."""
 
     operands: list[Callable[[list], Array]]
@@ -53,27 +53,27 @@ class _Plan:
     """What is to be done in one jaxpr, found by going through its equations."""
 
     def __init__(self) -> None:
-        self.steps: dict[int, _Tap | _Call] = {}
+        self.steps: dict[int, _Perturbed | _Call] = {}
         self.sites: list[Site] = []
-        self.taps: list[_Struct] = []
+        self.perturbations: list[_Struct] = []
         self.operands: list[_Struct] = []
         self.outs: list[_Views] = []
-        # What has a tap, and is used only once.
-        self.tapped: dict[Any, int] = {}
+        # What has a perturbation, and is used only once.
+        self.perturbed_by: dict[Any, int] = {}
 
     def include(self, inner: "_Plan", steps: tuple[int, ...] = ()) -> None:
-        """Takes over the taps and operands of a call, or of the `steps` of a loop."""
+        """Takes over what is in a call, or in the `steps` of a loop."""
         for site in inner.sites:
             operand = site.operand
             self.sites.append(
                 dataclasses.replace(
                     site,
-                    tap=site.tap + len(self.taps),
+                    perturbation=site.perturbation + len(self.perturbations),
                     operand=None if operand is None else operand + len(self.operands),
                 )
             )
         stacked = lambda s: _Struct((*steps, *s.shape), s.dtype)
-        self.taps += map(stacked, inner.taps)
+        self.perturbations += map(stacked, inner.perturbations)
         self.operands += map(stacked, inner.operands)
 
 
@@ -117,7 +117,9 @@ class _Finder:
                 for var, views in zip(eqn.outvars, outs, strict=True)
                 if views
             )
-            plan.tapped = {v: tap for v, tap in plan.tapped.items() if uses[v] == 1}
+            plan.perturbed_by = {
+                v: number for v, number in plan.perturbed_by.items() if uses[v] == 1
+            }
         plan.outs = [views_of(atom) for atom in jaxpr.outvars]
         return plan
 
@@ -176,16 +178,17 @@ class _Finder:
         if not is_covered:
             return none
         out = eqn.outvars[0]
-        tap = _tap_before(plan, eqn, rules)
-        if tap is not None:
+        perturbation = _perturbation_before(plan, eqn, rules)
+        if perturbation is not None:
             # What is added to something has the cotangent of that.
             ((position, rule),) = rules.items()
             plan.sites += [
-                Site(view, rule, tap, None, is_complex(out.aval.dtype))
+                Site(view, rule, perturbation, None, is_complex(out.aval.dtype))
                 for view in inputs[position]
             ]
-            plan.tapped[out] = tap
+            plan.perturbed_by[out] = perturbation
             return none
+        number = len(plan.perturbations)
         operands: list[Callable[[list], Array]] = []
         structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
         for position, rule in rules.items():
@@ -195,12 +198,12 @@ class _Finder:
                 operands.append(rule.operand)
                 plan.operands.append(jax.eval_shape(rule.operand, structs))
             plan.sites += [
-                Site(view, rule, len(plan.taps), operand, is_complex(out.aval.dtype))
+                Site(view, rule, number, operand, is_complex(out.aval.dtype))
                 for view in inputs[position]
             ]
-        plan.tapped[out] = len(plan.taps)
-        plan.taps.append(_Struct(out.aval.shape, out.aval.dtype))
-        plan.steps[index] = _Tap(operands)
+        plan.perturbed_by[out] = number
+        plan.perturbations.append(_Struct(out.aval.shape, out.aval.dtype))
+        plan.steps[index] = _Perturbed(operands)
         return none
 
     def extended(self, eqn: Any, inputs: list[_Views]) -> list[_Views] | None:
@@ -278,8 +281,8 @@ class _Finder:
         self.failed.setdefault(leaf, reason)
 
 
-def _tap_before(plan: _Plan, eqn: Any, rules: dict[int, Rule]) -> int | None:
-    """The tap of what a parameter is added to, if it has one of the same shape."""
+def _perturbation_before(plan: _Plan, eqn: Any, rules: dict[int, Rule]) -> int | None:
+    """The perturbation of what a parameter is added to, if it has that shape."""
     name = eqn.primitive.name
     if name not in ("add", "sub") or len(rules) != 1 or (name == "sub" and 0 in rules):
         return None
@@ -287,7 +290,7 @@ def _tap_before(plan: _Plan, eqn: Any, rules: dict[int, Rule]) -> int | None:
     other = eqn.invars[1 - position]
     if isinstance(other, jex.Literal) or other.aval.shape != eqn.outvars[0].aval.shape:
         return None
-    return plan.tapped.get(other)
+    return plan.perturbed_by.get(other)
 
 
 class Program:
@@ -301,7 +304,7 @@ class Program:
 
     - `leaves`: shapes and dtypes of the leaves.
     - `sites`: all sites; every leaf that the function uses has one at least.
-    - `taps`, `operands`: shapes and dtypes of the cotangents and operands.
+    - `perturbations`, `operands`: shapes and dtypes of the cotangents and operands.
     - `fallbacks`: the leaves that no rule covers, by number, and why. Their one site is
         the leaf itself.
     """
@@ -342,13 +345,13 @@ class Program:
             # What is not followed any more can no longer be in the way of others.
             self.fallbacks.update(finder.failed)
         self.sites = list(self.plan.sites)
-        self.taps = list(self.plan.taps)
+        self.perturbations = list(self.plan.perturbations)
         self.operands = list(self.plan.operands)
         self._perturbed = sorted(self.fallbacks)
         for leaf in self._perturbed:
             struct = self.leaves[leaf]
-            self.sites.append(leaf_site(leaf, struct, len(self.taps)))
-            self.taps.append(struct)
+            self.sites.append(leaf_site(leaf, struct, len(self.perturbations)))
+            self.perturbations.append(struct)
 
     def sites_of(self, leaf: int) -> list[Site]:
         return [site for site in self.sites if site.leaf == leaf]
@@ -362,8 +365,8 @@ class Program:
         cotangents of the first `num_outputs` outputs to the cotangents `d`.
         """
 
-        def run(zs: list) -> tuple[list, tuple[list, list]]:
-            outs, operands, _ = self._evaluate(leaves, example, zs)
+        def run(perturbations: list) -> tuple[list, tuple[list, list]]:
+            outs, operands, _ = self._evaluate(leaves, example, perturbations)
             return outs[:num_outputs], (outs[num_outputs:], operands)
 
         zeros = self.zeros(leaves, example)
@@ -373,49 +376,56 @@ class Program:
     def perturbed(
         self, leaves: list, example: list, perturbations: list
     ) -> tuple[list, list]:
-        """The outputs and operands of one example, with something added to each tap."""
+        """The outputs and operands of one example, with these perturbations."""
         return self._evaluate(leaves, example, perturbations)[:2]
 
     def zeros(self, leaves: list, example: list) -> list[Array]:
         """Perturbations that are none."""
         # On a mesh, a perturbation must be of the type of what it perturbs.
         typed = any(map(is_on_mesh, [*leaves, *example]))
-        structs = self._tap_types(leaves, example) if typed else self.taps
+        structs = (
+            self._perturbed_types(leaves, example) if typed else self.perturbations
+        )
         return [zeros_like(struct) for struct in structs]
 
-    def _tap_types(self, leaves: list, example: list) -> list:
+    def _perturbed_types(self, leaves: list, example: list) -> list:
         def run(leaves: list, example: list) -> list:
             return self._evaluate(leaves, example, None)[2]
 
         return jax.eval_shape(run, leaves, example)
 
     def _evaluate(
-        self, leaves: list, example: list, zs: list | None
+        self, leaves: list, example: list, perturbations: list | None
     ) -> tuple[list, list, list]:
-        """Outputs, operands and, without `zs`, what these would be added to."""
-        leaves, zs = list(leaves), None if zs is None else list(zs)
-        perturbed = [leaves[leaf] for leaf in self._perturbed]
-        if zs is not None:
+        """Outputs, operands and, without perturbations, what would be perturbed."""
+        leaves = list(leaves)
+        of_leaves = [leaves[leaf] for leaf in self._perturbed]
+        if perturbations is not None:
+            perturbations = list(perturbations)
             for leaf in reversed(self._perturbed):
-                leaves[leaf] = leaves[leaf] + zs.pop()
+                leaves[leaf] = leaves[leaf] + perturbations.pop()
         args = [*leaves, *example]
         if self.jaxpr.effects:
-            return evaluate_jaxpr(self.jaxpr, self.consts, args), [], perturbed
-        outs, operands, taps = _run(self.plan, self.jaxpr, self.consts, args, zs)
-        return outs, operands, taps + perturbed
+            return evaluate_jaxpr(self.jaxpr, self.consts, args), [], of_leaves
+        outs, operands, perturbed = _run(
+            self.plan, self.jaxpr, self.consts, args, perturbations
+        )
+        return outs, operands, perturbed + of_leaves
 
 
 _Run = tuple[list, list, list]
 
 
-def _run(plan: _Plan, jaxpr: Any, consts: list, args: list, zs: list | None) -> _Run:
-    """Evaluates a jaxpr with `zs` added to its taps.
+def _run(
+    plan: _Plan, jaxpr: Any, consts: list, args: list, perturbations: list | None
+) -> _Run:
+    """Evaluates a jaxpr with perturbations added to the outputs of its sites.
 
-    Returns its outputs, the operands, and the taps if there are no `zs`.
+    Returns its outputs, the operands, and what would be perturbed if there are none.
     """
-    remaining = None if zs is None else list(zs)
+    remaining = None if perturbations is None else list(perturbations)
     operands: list = []
-    taps: list = []
+    perturbed: list = []
 
     def take(num: int) -> list | None:
         if remaining is None:
@@ -428,63 +438,63 @@ def _run(plan: _Plan, jaxpr: Any, consts: list, args: list, zs: list | None) -> 
         step = plan.steps.get(index)
         if step is None:
             return None
-        if isinstance(step, _Tap):
+        if isinstance(step, _Perturbed):
 
-            def tap(ins: list) -> list:
+            def perturb(ins: list) -> list:
                 # A constant may be an array of NumPy.
                 operands.extend(jnp.asarray(operand(ins)) for operand in step.operands)
                 out = eqn.primitive.bind(*ins, **eqn.params)
-                z = take(1)
-                if z is None:
-                    taps.append(out)
+                own = take(1)
+                if own is None:
+                    perturbed.append(out)
                     return [out]
-                return [out + z[0]]
+                return [out + own[0]]
 
-            return tap
+            return perturb
 
         run = _run_scan if eqn.primitive.name == "scan" else _run_call
 
         def call(ins: list) -> list:
-            outs, *found = run(eqn, step, ins, take(len(step.plan.taps)))
+            outs, *found = run(eqn, step, ins, take(len(step.plan.perturbations)))
             operands.extend(found[0])
-            taps.extend(found[1])
+            perturbed.extend(found[1])
             return outs
 
         return call
 
-    return evaluate_with(jaxpr, consts, args, replace), operands, taps
+    return evaluate_with(jaxpr, consts, args, replace), operands, perturbed
 
 
-def _run_call(eqn: Any, step: _Call, ins: list, zs: list | None) -> _Run:
+def _run_call(eqn: Any, step: _Call, ins: list, perturbations: list | None) -> _Run:
     def run(*args: Any) -> _Run:
-        *ins, zs = args
-        return _run(step.plan, step.jaxpr, step.consts, ins, zs)
+        *ins, perturbations = args
+        return _run(step.plan, step.jaxpr, step.consts, ins, perturbations)
 
     if eqn.primitive.name in _REMAT:
         prevent_cse, policy = eqn.params["prevent_cse"], eqn.params["policy"]
         if isinstance(prevent_cse, tuple):  # One for each input.
             prevent_cse = (*prevent_cse, True)
         run = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
-    return run(*ins, zs)
+    return run(*ins, perturbations)
 
 
-def _run_scan(eqn: Any, step: _Call, ins: list, zs: list | None) -> _Run:
+def _run_scan(eqn: Any, step: _Call, ins: list, perturbations: list | None) -> _Run:
     params = eqn.params
     num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
 
     def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
-        xs, zs = slices
+        xs, perturbations = slices
         args = [*consts, *carry, *xs]
-        outs, *found = _run(step.plan, step.jaxpr, step.consts, args, zs)
+        outs, *found = _run(step.plan, step.jaxpr, step.consts, args, perturbations)
         return outs[:num_carry], (outs[num_carry:], *found)
 
-    carry, (ys, operands, taps) = lax.scan(
+    carry, (ys, operands, perturbed) = lax.scan(
         body,
         carry,
-        (ins[num_consts + num_carry :], zs),
+        (ins[num_consts + num_carry :], perturbations),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*carry, *ys], operands, taps
+    return [*carry, *ys], operands, perturbed

@@ -204,7 +204,7 @@ class TestModes:
         (
             "_curvature.methods.replaced",
             "_curvature.methods.weighted_sum",
-            "_curvature.by_products.grouped",
+            "_curvature.by_products.consecutive_groups",
             "_curvature.site_blocks.contract",
             "_curvature.site_blocks.contract_cost",
             "_curvature.gauss_newton.operand_term",

@@ -23,7 +23,7 @@ import numpy as np
 import eqxbatch
 from eqxbatch._curvature import methods, site_blocks
 from eqxbatch._gradients.site_gradients import SiteGradients
-from eqxbatch._ntk import features, implementation
+from eqxbatch._ntk import example_factors, implementation
 from eqxbatch._sites import cost
 from eqxbatch._sites.factors import Factors, gradients
 from eqxbatch._sites.forms import is_allowed
@@ -80,12 +80,15 @@ def forced_kernel(form: str) -> Iterator[None]:
     real = implementation.choose_formed
 
     def chosen(
-        first: Any, second: Any, which: int, load: Any
+        first: Any, second: Any, which: int, schedule: Any
     ) -> tuple[list[int], float]:
         if form == "auto":
-            return real(first, second, which, load)
+            return real(first, second, which, schedule)
         leaves = range(len(first.program.leaves))
-        costs = [features._costs(first, second, leaf, which, load) for leaf in leaves]
+        costs = [
+            example_factors._costs(first, second, leaf, which, schedule)
+            for leaf in leaves
+        ]
         wanted = {
             "gram": lambda gram, own: math.isinf(gram),
             "formed": lambda _, own: not math.isinf(own),

@@ -414,22 +414,22 @@ def test_what_is_added_shares_the_cotangent_of_what_it_is_added_to():
     leaves, treedef = jax.tree.flatten(eqx.filter(model, eqx.is_array))
     static = eqx.filter(model, eqx.is_array, inverse=True)
 
-    def taps(call):
+    def perturbations(call):
         fun = lambda leaves, x: call(eqx.combine(treedef.unflatten(leaves), static), x)
         program = Program(jax.make_jaxpr(fun)(leaves, jnp.ones(4)), len(leaves))
         assert not program.fallbacks
-        return len(program.taps)
+        return len(program.perturbations)
 
-    assert taps(lambda model, x: model(x)) == 3
+    assert perturbations(lambda model, x: model(x)) == 3
 
     def reused(model, x):
         # The product is used once more, so its cotangent is not that of the sum.
         y = model.layers[0].weight @ x
         return (y + model.layers[0].bias) * y
 
-    assert taps(reused) == 2
+    assert perturbations(reused) == 2
     # Subtracted from it is as good as added, but not the other way round.
     bias = lambda model: model.layers[0].bias
     product = lambda model, x: model.layers[0].weight @ x
-    assert taps(lambda model, x: jnp.sin(product(model, x) - bias(model))) == 1
-    assert taps(lambda model, x: jnp.sin(bias(model) - product(model, x))) == 2
+    assert perturbations(lambda model, x: jnp.sin(product(model, x) - bias(model))) == 1
+    assert perturbations(lambda model, x: jnp.sin(bias(model) - product(model, x))) == 2

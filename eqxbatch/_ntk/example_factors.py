@@ -28,7 +28,7 @@ from .output_axes import OutputAxes
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class Schedule:
     """How many examples are worked with at a time, and how often.
 
     - `blocks`: the sizes of blocks of the two sides, and `num_blocks` their numbers.
@@ -116,35 +116,44 @@ class Linearization:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class OutputFactors:
     """Which of a program's factors are kept for one output, and the sites about them.
 
-    - `taps`: the cotangents that are kept as they are.
+    - `perturbations`: the cotangents that are kept as they are.
     - `formed`: the leaves of which the Jacobian is kept, after those.
     - `sites`: for each leaf that is used.
     """
 
-    taps: tuple[int, ...]
+    perturbations: tuple[int, ...]
     formed: tuple[int, ...]
     sites: dict[int, list[Site]]
 
 
-def keep(program: Program, formed: Sequence[int]) -> Kept:
+def output_factors(program: Program, formed: Sequence[int]) -> OutputFactors:
     """What to keep if the Jacobian of the leaves in `formed` is."""
     used = [leaf for leaf in range(len(program.leaves)) if program.sites_of(leaf)]
     as_they_are = [leaf for leaf in used if leaf not in formed]
     sites = {leaf: program.sites_of(leaf) for leaf in as_they_are}
-    taps = sorted({site.tap for own in sites.values() for site in own})
+    perturbations = sorted(
+        {site.perturbation for own in sites.values() for site in own}
+    )
     kept = {
-        leaf: [dataclasses.replace(site, tap=taps.index(site.tap)) for site in own]
+        leaf: [
+            dataclasses.replace(
+                site, perturbation=perturbations.index(site.perturbation)
+            )
+            for site in own
+        ]
         for leaf, own in sites.items()
     }
     for position, leaf in enumerate(formed):
-        kept[leaf] = [leaf_site(leaf, program.leaves[leaf], len(taps) + position)]
-    return Kept(tuple(taps), tuple(formed), kept)
+        kept[leaf] = [
+            leaf_site(leaf, program.leaves[leaf], len(perturbations) + position)
+        ]
+    return OutputFactors(tuple(perturbations), tuple(formed), kept)
 
 
-class Features:
+class ExampleFactors:
     """What is kept of the examples of one side, for each output.
 
     With `keeps_values`, that is what the function returns, too.
@@ -154,7 +163,11 @@ class Features:
     """
 
     def __init__(
-        self, linearization: Linearization, kept: list[Kept], *, keeps_values: bool
+        self,
+        linearization: Linearization,
+        kept: list[OutputFactors],
+        *,
+        keeps_values: bool,
     ):
         self.linearization, self.kept = linearization, kept
         program = linearization.program
@@ -172,7 +185,7 @@ class Features:
     @property
     def size(self) -> int:
         """How many arrays are kept."""
-        kept = (len(one.taps) + len(one.formed) for one in self.kept)
+        kept = (len(one.perturbations) + len(one.formed) for one in self.kept)
         return self._num_outs + len(self._operands) + sum(kept)
 
     def factors(self, rows: list) -> list[Factor]:
@@ -185,7 +198,7 @@ class Features:
         outputs = self.linearization.outputs
         program = self.linearization.program
         for output, kept, pulled in zip(outputs, self.kept, cotangents, strict=True):
-            flat += [pulled[tap] for tap in kept.taps]
+            flat += [pulled[perturbation] for perturbation in kept.perturbations]
             factors = Factors(operands, pulled, output.directions(0))
             for leaf in kept.formed:
                 sites = program.sites_of(leaf)
@@ -213,7 +226,7 @@ class Features:
         factors = [
             Factors(
                 operands,
-                take(len(kept.taps) + len(kept.formed)),
+                take(len(kept.perturbations) + len(kept.formed)),
                 output.directions(side),
             )
             for output, kept in zip(self.linearization.outputs, self.kept, strict=True)
@@ -224,7 +237,7 @@ class Features:
 def kernel(
     output: OutputAxes,
     leaves: list,
-    kept: tuple[Kept, Kept],
+    kept: tuple[OutputFactors, OutputFactors],
     factors: tuple[Factors, Factors],
     num: tuple[int, int],
 ) -> Inexact[Array, "..."]:
@@ -261,7 +274,7 @@ def kernel(
 
 
 def choose_formed(
-    first: Linearization, second: Linearization, which: int, load: Load
+    first: Linearization, second: Linearization, which: int, schedule: Schedule
 ) -> tuple[list[int], float]:
     """The leaves of which the Jacobian is to be kept, for the output number `which`.
 
@@ -269,7 +282,7 @@ def choose_formed(
     """
     formed, total = [], 0.0
     for leaf in range(len(first.program.leaves)):
-        costs = _costs(first, second, leaf, which, load)
+        costs = _costs(first, second, leaf, which, schedule)
         total += min(costs)
         # Where a product of factors is best begun by forming the Jacobians, that is
         # better done apart.
@@ -279,7 +292,11 @@ def choose_formed(
 
 
 def _costs(
-    first: Linearization, second: Linearization, leaf: int, which: int, load: Load
+    first: Linearization,
+    second: Linearization,
+    leaf: int,
+    which: int,
+    schedule: Schedule,
 ) -> tuple[float, float]:
     """What a leaf costs by its factors, and by the Jacobian formed of them."""
     sites = first.program.sites_of(leaf)
@@ -297,7 +314,7 @@ def _costs(
     )
     output = first.outputs[which]
     struct = first.program.leaves[leaf]
-    pair = zip((first, second), load.blocks, strict=True)
+    pair = zip((first, second), schedule.blocks, strict=True)
     structs = [side.structs(num) for side, num in pair]
     grams, forms, products = [0.0], [0.0], [0.0]
 
@@ -311,9 +328,9 @@ def _costs(
             for terms, _ in gram_terms(sites, sides[0], others, sides[1], example):
                 grams.append(_cost(terms, out))
         jacobians = []
-        rows = zip((sites, others), sides, load.num_blocks, strict=True)
+        rows = zip((sites, others), sides, schedule.num_blocks, strict=True)
         for side, (own, factors, num) in enumerate(rows):
-            if side == 0 or not load.is_symmetric:
+            if side == 0 or not schedule.is_symmetric:
                 forms.extend(num * _cost_of_forming(site, factors) for site in own)
             jacobian = gradients(own, factors, struct)
             factor = Factor(jacobian, factors.has_examples(own))
@@ -323,11 +340,11 @@ def _costs(
             products.append(_cost(terms, out))
         return []
 
-    if 0 in load.blocks:
+    if 0 in schedule.blocks:
         return (0.0, math.inf) if has_gram else (math.inf, 0.0)
     jax.eval_shape(count, structs)
-    by_gram = load.num_pairs * sum(grams) if has_gram else math.inf
-    by_jacobian = sum(forms) + load.num_pairs * sum(products)
+    by_gram = schedule.num_pairs * sum(grams) if has_gram else math.inf
+    by_jacobian = sum(forms) + schedule.num_pairs * sum(products)
     return by_gram, math.inf if are_formed else by_jacobian
 
 

@@ -15,7 +15,7 @@ from .._batch.cut import Blocks
 from .._batch.moments import check_real, check_weights, Mean, OfTotals, Sum
 from .._batch.objective import axes_of_all, weighted_totals
 from .._batch.slots import array_structs, match_accumulators, Slots
-from .._batch.transform import AbstractSpread, Blocking
+from .._batch.transform import AbstractAutoSharded, Blocking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Examples:
         return dataclasses.replace(self.blocking, microbatch_size=size)
 
 
-class AbstractTotal(AbstractSpread):
+class AbstractOverExamples(AbstractAutoSharded):
     """A transform whose result is a sum or mean over examples.
 
     With `in_axes=None`, there are no examples: the function is one of all arguments.
@@ -89,7 +89,7 @@ class AbstractTotal(AbstractSpread):
     accumulator: eqx.AbstractVar[Sum | Mean]
 
 
-def check_total(transform: AbstractTotal) -> None:
+def check_over_examples(transform: AbstractOverExamples) -> None:
     """Raises for settings that do not fit to each other."""
     if not isinstance(transform.accumulator, (Sum, Mean)):
         raise TypeError(
@@ -107,7 +107,7 @@ def check_total(transform: AbstractTotal) -> None:
 Call = tuple[Callable, tuple, dict[str, Any]]
 
 
-def split_examples(transform: AbstractTotal, call: Call, one: Call) -> Examples:
+def split_examples(transform: AbstractOverExamples, call: Call, one: Call) -> Examples:
     """The examples of a `call` of a transform.
 
     `one` is what is called for each example, which may be without some argument.
