@@ -94,3 +94,20 @@ class CountTraces:
     def __call__(self, *args, **kwargs):
         self.num += 1
         return self.fun(*args, **kwargs)
+
+
+@jax.custom_vjp
+def only_backwards(x):
+    return jnp.sin(x)
+
+
+@jax.custom_vjp
+def _cosine(x):
+    return jnp.cos(x)
+
+
+_cosine.defvjp(lambda x: (jnp.cos(x), x), lambda x, g: (-g * jnp.sin(x),))
+
+
+# Its derivative has no forward mode either.
+only_backwards.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * _cosine(x),))

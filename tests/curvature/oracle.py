@@ -117,20 +117,3 @@ def grad_of_trace(hessian, model, x, y):
         return sum(jnp.trace(a.reshape(round(a.size**0.5), -1)) for a in own)
 
     return eqx.filter_grad(trace)(model)
-
-
-@jax.custom_vjp
-def only_backwards(x):
-    return jnp.sin(x)
-
-
-@jax.custom_vjp
-def cosine(x):
-    return jnp.cos(x)
-
-
-cosine.defvjp(lambda x: (jnp.cos(x), x), lambda x, g: (-g * jnp.sin(x),))
-
-
-# Its derivative has no forward mode either.
-only_backwards.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * cosine(x),))

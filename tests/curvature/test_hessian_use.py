@@ -22,7 +22,7 @@ from eqxbatch import (
     MemoryBudget,
     Sum,
 )
-from ..helpers import assert_same, CountTraces, memory
+from ..helpers import assert_same, CountTraces, memory, only_backwards
 from .oracle import (
     batch,
     CHOICES,
@@ -34,7 +34,6 @@ from .oracle import (
     mean_of,
     METHODS,
     network,
-    only_backwards,
 )
 
 

@@ -12,8 +12,8 @@ from jax.interpreters import ad, batching, mlir
 
 import eqxbatch._curvature.jacobian as jacobian_module
 from eqxbatch import filter_jacobian, MemoryBudget
-from ..helpers import assert_same, CountTraces, memory, normal
-from .oracle import close, FAILURES, only_backwards
+from ..helpers import assert_same, CountTraces, memory, normal, only_backwards
+from .oracle import close, FAILURES
 
 
 MODES = ("fwd", "rev", "auto")

@@ -12,7 +12,8 @@ import pytest
 
 import eqxbatch
 from eqxbatch import filter_ggn, filter_hessian, GGNOperator, HessianOperator, Sum
-from .oracle import batch, close, error, network, only_backwards
+from ..helpers import only_backwards
+from .oracle import batch, close, error, network
 
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -171,6 +171,8 @@ def draw_microbatch(draw: Draw) -> Case:
     mode = draw.one_of("jit", "", "grad", "jvp", "vmap")
     out_axis = draw.one_of(0, 1, -1)
     step = min(size or total, total)
+    # Rows of no example; as many as there are examples would be taken for theirs.
+    fixed = jnp.arange(2.0 if step != 2 else 3.0, dtype=dtype)[:, None]
     # What there is for each microbatch, as JAX has it.
     makers: dict[str, tuple[Any, Callable, Callable]] = {
         "rows": (
@@ -189,6 +191,11 @@ def draw_microbatch(draw: Draw) -> Case:
             lambda x: jax.nn.logsumexp(_rows(x), axis=0),
             lambda ps, _: jax.nn.logsumexp(_stack(ps), axis=0),
         ),
+        "fixed": (
+            Concat(),
+            lambda x: fixed + 0 * _rows(x).sum(0)[None],
+            lambda parts, counts: jnp.concatenate(parts),
+        ),
         "twice": (
             Concat(),
             lambda x: jnp.repeat(_rows(x), 2, axis=0),
@@ -200,7 +207,11 @@ def draw_microbatch(draw: Draw) -> Case:
     names = [name for name in makers if draw.flag(0.35)] or ["rows"]
     if placing.mesh is not None:
         # Microbatches have a share of each device, and are not contiguous.
-        names = [n for n in names if n not in ("last", "twice", "variance")] or ["sum"]
+        others = ["last", "twice", "variance"]
+        # Sizes are rounded to a multiple of the number of devices, and so is how many
+        # microbatches there are.
+        others += ["fixed"] if step % placing.mesh.size else []
+        names = [n for n in names if n not in others] or ["sum"]
     checkpoint = draw.flag(0.2)
 
     def fun(x: Any) -> Any:
