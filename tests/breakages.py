@@ -299,11 +299,11 @@ BREAKAGES = [
         "tests/pairs -k 'reductions and (mesh or devices)'",
     ),
     Breakage(
-        "of an even number of panels, opposite ones are left out",
-        "_ntk/tiles.py",
-        "distances = _indices(range(1, self.num_panels // 2 + 1))",
-        "distances = _indices(range(1, (self.num_panels + 1) // 2))",
-        "tests/ntk -k 'any_size or symmetrically'",
+        "each panel leaves out the last of those that it meets",
+        "_pairs/engine.py",
+        "range(1, (grid.num_panels + 1) // 2)",
+        "range(1, grid.num_panels // 2)",
+        "tests/pairs/test_panels.py tests/ntk/test_empirical_use.py",
     ),
     Breakage(
         "each batch of samples is traced anew",

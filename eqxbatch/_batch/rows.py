@@ -1,9 +1,9 @@
 """Examples that are worked on in blocks, without anything of a transform around it."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
 
@@ -13,19 +13,22 @@ from .loop import run_blocks
 from .slots import match_accumulators
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The examples of one side: arrays, and which of their axes is the batch."""
+class Rows(eqx.Module):
+    """What there is of some examples: arrays, and which of their axes is the batch.
+
+    That is None for an array which all examples share.
+    """
 
     arrays: list
-    axes: tuple[int, ...]
-    total: int
+    axes: tuple[Any, ...] = eqx.field(static=True)
+    total: int = eqx.field(static=True)
 
     def at(self, start: Any, size: int) -> "Rows":
+        """So many of them, from one on."""
         if size == self.total:
             return self
         cut = [
-            lax.dynamic_slice_in_dim(x, start, size, axis)
+            x if axis is None else lax.dynamic_slice_in_dim(x, start, size, axis)
             for x, axis in zip(self.arrays, self.axes, strict=True)
         ]
         return Rows(cut, self.axes, size)
@@ -33,7 +36,9 @@ class Rows:
     def one(self) -> list:
         """An example of zeros, for what does not depend on it."""
         return [
-            jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
+            x
+            if axis is None
+            else jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
             for x, axis in zip(self.arrays, self.axes, strict=True)
         ]
 

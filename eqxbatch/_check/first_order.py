@@ -14,8 +14,7 @@ from .._ntk.empirical import EmpiricalNTK
 from .._sites.cost import has_gram
 from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
 from .._sites.factors import Factors, gradients, gram, squared_norms, weighted_sum
-from .._sites.forms import Label
-from .._sites.site import Site
+from .._sites.site import Label, Site
 from .._sites.trace import Program
 from .subject import as_numpy, largest_entry, largest_error, Subject
 

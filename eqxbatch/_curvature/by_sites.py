@@ -27,8 +27,7 @@ from .._base.dtypes import widened
 from .._base.jaxprs import depends, evaluate_jaxpr, num_operations
 from .._base.mesh import vary, varying
 from .._sites.einsum import EXAMPLE, Term
-from .._sites.forms import is_allowed, Label
-from .._sites.site import Site
+from .._sites.site import is_allowed, Label, Site
 from .._sites.trace import Program
 from .site_blocks import Blocks, named_labels, operand_term, Pair, Wanted
 

@@ -15,8 +15,7 @@ from jaxtyping import Array, Inexact, Real
 from .._base.dtypes import widened
 from .._sites.cost import num_products
 from .._sites.einsum import EXAMPLE, Term
-from .._sites.forms import Label
-from .._sites.site import Site
+from .._sites.site import Label, Site
 from .._sites.trace import Program
 from .by_sites import basis, Estimate, of_examples
 from .site_blocks import Blocks, operand_term, Pair, Wanted

@@ -15,9 +15,8 @@ from .._base.dtypes import common_dtype, widened
 from .._base.trees import consecutive_groups
 from .._sites.cost import FLOPS_PER_BYTE
 from .._sites.einsum import contract, contract_cost, EXAMPLE, Labels, Term
-from .._sites.forms import is_lettered, Label, labels_of
 from .._sites.rules import Axes
-from .._sites.site import Site
+from .._sites.site import is_lettered, Label, labels_of, Site
 from .._sites.trace import Program
 
 

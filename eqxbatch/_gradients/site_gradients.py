@@ -25,8 +25,7 @@ from .._sites.factors import (
     squared_norms,
     weighted_sum,
 )
-from .._sites.forms import positions
-from .._sites.site import Site
+from .._sites.site import positions, Site
 from .._sites.trace import Program
 
 

@@ -8,12 +8,13 @@ import equinox as eqx
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
 from .._batch.objective import Selection
+from .._pairs.batch import BatchKernel
 from .._pairs.calls import BlockSize
-from .output_axes import Mirror
 from .request import Kernels, KernelTask, make_kernels, Probes
+from .task_kernel import AbstractEstimator
 
 
-class PseudoNTK(eqx.Module):
+class PseudoNTK(AbstractEstimator):
     """The kernel of the sum of a model's outputs: one backward pass an example.
 
     With `k` outputs along the `trace_axes`, it is that of their sum divided by
@@ -41,6 +42,7 @@ class PseudoNTK(eqx.Module):
     """
 
     _kernels: Kernels
+    _blocks: BatchKernel | None
 
     def __init__(
         self,
@@ -61,18 +63,16 @@ class PseudoNTK(eqx.Module):
             vmap_axes=vmap_axes,
             block_size=block_size,
         )
+        self._blocks = None
 
-    @property
-    def symmetric(self) -> Mirror:
-        """What exchanges the two sides of a kernel, so that half of it is enough."""
-        return self._kernels.mirror
+    def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
+        return KernelTask(("ntk",), Probes(1, None)), "ntk", kwargs
 
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
     ) -> PyTree[Inexact[Array, "..."]]:
         """The kernel of all examples of `x1` with all of `x2`."""
-        task = KernelTask(("ntk",), Probes(1, None))
-        return self._kernels(task, x1, x2, key, kwargs)[0]
+        return self._computed(x1, x2, key, self._asked(**kwargs))
 
 
 class KernelEstimate(NamedTuple):
@@ -86,7 +86,7 @@ class KernelEstimate(NamedTuple):
     standard_error: PyTree[Inexact[Array, "..."]]
 
 
-class ProbedNTK(eqx.Module):
+class ProbedNTK(AbstractEstimator):
     """An unbiased estimate of a traced NTK, from random directions of the outputs.
 
     Instead of all entries of the output along the `trace_axes`, `num_probes` sums of
@@ -125,6 +125,7 @@ class ProbedNTK(eqx.Module):
     """
 
     _kernels: Kernels
+    _blocks: BatchKernel | None
     _probes: Probes
 
     def __init__(
@@ -151,15 +152,13 @@ class ProbedNTK(eqx.Module):
             vmap_axes=vmap_axes,
             block_size=block_size,
         )
+        self._blocks = None
 
-    @property
-    def symmetric(self) -> Mirror:
-        """What exchanges the two sides of a kernel, so that half of it is enough."""
-        return self._kernels.mirror
+    def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
+        return KernelTask(("ntk",), self._probes), KernelEstimate, kwargs
 
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
     ) -> KernelEstimate:
         """The estimated kernel of all examples of `x1` with all of `x2`."""
-        task = KernelTask(("ntk",), self._probes)
-        return KernelEstimate(*self._kernels(task, x1, x2, key, kwargs))
+        return self._computed(x1, x2, key, self._asked(**kwargs))

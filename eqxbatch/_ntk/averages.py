@@ -21,11 +21,12 @@ from .._batch.moments import RunningMean, Variance, VarianceState
 from .._batch.transform import Blocking
 from .._maps.micro_vmap import MicroVmap
 from .._pairs.batch import BatchKernel
-from .._pairs.on_mesh import MeshAxis
+from .._pairs.calls import MeshAxis
 from .output_axes import Mirror
 from .random_model import RandomModels
 from .request import Kernels, KernelTask
-from .settings import Settings
+from .task_kernel import TaskKernel
+from .traced_model import named, Settings
 
 
 class _Resumed(AbstractAccumulator[VarianceState]):
@@ -74,20 +75,8 @@ class Request(eqx.Module):
         return Average(of_block, self.names, self.with_error, at, num, is_final)
 
 
-class _OfSample(eqx.Module):
-    """The kernels of one random model, as a kernel function."""
-
-    kernels: Kernels
-    names: tuple[str, ...] = eqx.field(static=True)
-
-    @property
-    def symmetric(self) -> Mirror:
-        return self.kernels.mirror
-
-    def __call__(
-        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
-    ) -> list[PyTree[Array]]:
-        return self.kernels(KernelTask(self.names), x1, x2, key, kwargs)
+def _in_a_list(*kernels: PyTree) -> list[PyTree]:
+    return [*kernels]
 
 
 class Samples(eqx.Module):
@@ -140,7 +129,8 @@ class Samples(eqx.Module):
         model = self.models.draw(index)
         selection = self.models.selection(model) if "ntk" in request.names else None
         own = self if self.rows is None else self.of_block()
-        kernel_fn = _OfSample(Kernels(model, selection, own.settings), request.names)
+        kernels = Kernels(model, selection, own.settings)
+        kernel_fn = TaskKernel(kernels, KernelTask(request.names), _in_a_list)
         call = {"key": request.key, **request.kwargs}
         if self.rows is None:
             return kernel_fn(request.x1, request.x2, **call)
@@ -244,6 +234,21 @@ class Average(eqx.Module):
         # Counts have neither rows nor columns.
         without = lambda x: VarianceState(x.mean, x.squares, None, None, x.dtype)
         return jtu.tree_map(without, state, is_leaf=_is_spread)
+
+
+class Mean(eqx.Module):
+    """The means of an average alone, as an estimator returns kernels."""
+
+    average: Average
+    get: Any = eqx.field(static=True)
+
+    @property
+    def symmetric(self) -> Mirror:
+        return self.average.symmetric
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        means, _ = self.average(*args, **kwargs)
+        return named(self.get, self.average.names, means)
 
 
 class OnDevice:

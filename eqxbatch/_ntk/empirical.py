@@ -2,20 +2,24 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import numpy as np
 from beartype import beartype
+from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, jaxtyped, PyTree, Shaped
 
 from .._base.trees import import_extra
 from .._batch.objective import Selection
+from .._pairs.batch import BatchKernel
 from .._pairs.calls import BlockSize
+from .._pairs.progress import AbstractProgressMeter
+from .._pairs.stores import AbstractStore
 from .matvec import ProductTask, StructTask
-from .output_axes import Mirror
 from .request import Kernels, KernelTask, make_kernels
-from .settings import named, names_of
+from .task_kernel import AbstractEstimator, make_blocks
+from .traced_model import named, names_of
 
 
 _Inputs = PyTree[Shaped[Array, "..."] | Shaped[np.ndarray, "..."]]
@@ -28,7 +32,7 @@ _Result = PyTree[Inexact[Array, "..."]]
 _checked = functools.partial(jaxtyped, typechecker=beartype)
 
 
-class EmpiricalNTK(eqx.Module):
+class EmpiricalNTK(AbstractEstimator):
     """The neural tangent kernel of a model as it is: products of its Jacobians.
 
     For an example `x` of one side and `y` of the other, and entries `o` and `p` of what
@@ -66,6 +70,9 @@ class EmpiricalNTK(eqx.Module):
     - `where`: takes the model and returns the part of it, or parts, with the
         parameters, as for `eqx.tree_at`. By default, all of it.
     - `filter_spec`: which leaves are parameters, as for `eqx.filter`.
+    - `store`, `mesh`, `mesh_axis`, `reduce`, `progress`: where calls bring the kernel
+        to, and what they make of it, as for [`eqxbatch.filter_batch_kernel`][]. What is
+        kept of examples serves all blocks there, too.
 
     **Returns:**
 
@@ -125,6 +132,7 @@ class EmpiricalNTK(eqx.Module):
     """
 
     _kernels: Kernels
+    _blocks: BatchKernel | None
 
     def __init__(
         self,
@@ -137,6 +145,11 @@ class EmpiricalNTK(eqx.Module):
         block_size: BlockSize = None,
         where: Callable[[Any], Any] | None = None,
         filter_spec: PyTree = eqx.is_inexact_array,
+        store: AbstractStore | Literal["device"] = "device",
+        mesh: Mesh | None = None,
+        mesh_axis: str | None = None,
+        reduce: PyTree = None,
+        progress: AbstractProgressMeter | None = None,
     ):
         self._kernels = make_kernels(
             model,
@@ -147,23 +160,25 @@ class EmpiricalNTK(eqx.Module):
             implementation=implementation,
             block_size=block_size,
         )
+        self._blocks = make_blocks(
+            block_size,
+            vmap_axes,
+            store=store,
+            mesh=mesh,
+            mesh_axis=mesh_axis,
+            reduce=reduce,
+            progress=progress,
+        )
 
-    @property
-    def model(self) -> Callable:
-        """The model."""
-        return self._kernels.model
-
-    @property
-    def symmetric(self) -> Mirror:
-        """What exchanges the two sides of a kernel, so that half of it is enough."""
-        return self._kernels.mirror
+    def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
+        return KernelTask(("ntk",)), "ntk", kwargs
 
     @_checked
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
-    ) -> _Result:
+    ) -> Any:
         """The kernel of all examples of `x1` with all of `x2`."""
-        return self._kernels(KernelTask(("ntk",)), x1, x2, key, kwargs)[0]
+        return self._computed(x1, x2, key, self._asked(**kwargs))
 
     @_checked
     def diagonal(
@@ -213,7 +228,7 @@ class EmpiricalNTK(eqx.Module):
         return lineax.FunctionLinearOperator(product, structs, tags)
 
 
-class EmpiricalNNGP(eqx.Module):
+class EmpiricalNNGP(AbstractEstimator):
     """The second moments of what a model returns: its kernel as a Gaussian process.
 
     For an example `x` of one side and `y` of the other, and entries `o` and `p` of what
@@ -239,6 +254,7 @@ class EmpiricalNNGP(eqx.Module):
     """
 
     _kernels: Kernels
+    _blocks: BatchKernel | None
 
     def __init__(
         self,
@@ -248,6 +264,11 @@ class EmpiricalNNGP(eqx.Module):
         diagonal_axes: int | tuple[int, ...] = (),
         vmap_axes: Any = 0,
         block_size: BlockSize = None,
+        store: AbstractStore | Literal["device"] = "device",
+        mesh: Mesh | None = None,
+        mesh_axis: str | None = None,
+        reduce: PyTree = None,
+        progress: AbstractProgressMeter | None = None,
     ):
         self._kernels = make_kernels(
             model,
@@ -257,23 +278,25 @@ class EmpiricalNNGP(eqx.Module):
             vmap_axes=vmap_axes,
             block_size=block_size,
         )
+        self._blocks = make_blocks(
+            block_size,
+            vmap_axes,
+            store=store,
+            mesh=mesh,
+            mesh_axis=mesh_axis,
+            reduce=reduce,
+            progress=progress,
+        )
 
-    @property
-    def model(self) -> Callable:
-        """The model."""
-        return self._kernels.model
-
-    @property
-    def symmetric(self) -> Mirror:
-        """What exchanges the two sides of a kernel, so that half of it is enough."""
-        return self._kernels.mirror
+    def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
+        return KernelTask(("nngp",)), "nngp", kwargs
 
     @_checked
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
-    ) -> _Result:
+    ) -> Any:
         """The kernel of all examples of `x1` with all of `x2`."""
-        return self._kernels(KernelTask(("nngp",)), x1, x2, key, kwargs)[0]
+        return self._computed(x1, x2, key, self._asked(**kwargs))
 
     @_checked
     def diagonal(
@@ -284,7 +307,7 @@ class EmpiricalNNGP(eqx.Module):
         return self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)[0]
 
 
-class EmpiricalKernel(eqx.Module):
+class EmpiricalKernel(AbstractEstimator):
     """NTK and NNGP of a model, from one pass over the examples.
 
     Its arguments are those of [`eqxbatch.EmpiricalNTK`][], and so is how it is called,
@@ -308,6 +331,7 @@ class EmpiricalKernel(eqx.Module):
     """
 
     _kernels: Kernels
+    _blocks: BatchKernel | None
 
     def __init__(
         self,
@@ -320,6 +344,11 @@ class EmpiricalKernel(eqx.Module):
         block_size: BlockSize = None,
         where: Callable[[Any], Any] | None = None,
         filter_spec: PyTree = eqx.is_inexact_array,
+        store: AbstractStore | Literal["device"] = "device",
+        mesh: Mesh | None = None,
+        mesh_axis: str | None = None,
+        reduce: PyTree = None,
+        progress: AbstractProgressMeter | None = None,
     ):
         self._kernels = make_kernels(
             model,
@@ -330,16 +359,21 @@ class EmpiricalKernel(eqx.Module):
             implementation=implementation,
             block_size=block_size,
         )
+        self._blocks = make_blocks(
+            block_size,
+            vmap_axes,
+            store=store,
+            mesh=mesh,
+            mesh_axis=mesh_axis,
+            reduce=reduce,
+            progress=progress,
+        )
 
-    @property
-    def model(self) -> Callable:
-        """The model."""
-        return self._kernels.model
-
-    @property
-    def symmetric(self) -> Mirror:
-        """What exchanges the two sides of a kernel, so that half of it is enough."""
-        return self._kernels.mirror
+    def _asked(
+        self, get: Any = None, **kwargs: Any
+    ) -> tuple[KernelTask, Any, dict[str, Any]]:
+        get = tuple(get) if isinstance(get, list) else get
+        return KernelTask(names_of(get)), get, kwargs
 
     @_checked
     def __call__(
@@ -352,9 +386,7 @@ class EmpiricalKernel(eqx.Module):
         **kwargs: Any,
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`."""
-        names = names_of(get)
-        results = self._kernels(KernelTask(names), x1, x2, key, kwargs)
-        return named(get, names, results)
+        return self._computed(x1, x2, key, self._asked(get, **kwargs))
 
     @_checked
     def diagonal(

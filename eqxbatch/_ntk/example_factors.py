@@ -21,8 +21,7 @@ from .._base.mesh import vary, varying
 from .._sites.cost import FLOPS_PER_BYTE, MOST_SITES
 from .._sites.einsum import contract_cost, EXAMPLE, Labels, Term
 from .._sites.factors import Factor, Factors, gradients, gram, gram_terms, site_terms
-from .._sites.forms import is_allowed, Label, positions
-from .._sites.site import leaf_site, Site
+from .._sites.site import is_allowed, Label, leaf_site, positions, Site
 from .._sites.trace import Program
 from .output_axes import OutputAxes
 

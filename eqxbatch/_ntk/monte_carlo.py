@@ -15,16 +15,20 @@ from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 from .._base.explicit import gathered
 from .._base.trees import as_int
 from .._batch.memory import check_size, MemoryBudget, resolved
-from .._pairs.batch import BatchKernel, check_progress, check_store
-from .._pairs.calls import BlockSize
+from .._pairs.batch import (
+    BatchKernel,
+    check_progress,
+    check_store,
+    make_batch_kernel,
+)
+from .._pairs.calls import BlockSize, check_mesh
 from .._pairs.on_host import check_concrete, Metered
-from .._pairs.on_mesh import check_mesh
 from .._pairs.progress import AbstractProgressMeter, NoProgressMeter
 from .._pairs.stores import AbstractStore, HostStore
-from .averages import Average, fitted, OnDevice, OnHost, Request, Samples
+from .averages import Average, fitted, Mean, OnDevice, OnHost, Request, Samples
 from .output_axes import Mirror
 from .random_model import check_models, RandomModels
-from .settings import make_settings, named, names_of
+from .traced_model import make_settings, named, names_of
 
 
 # Of fewer samples than that, a standard error says little.
@@ -85,6 +89,9 @@ class MonteCarloKernel(eqx.Module):
         are not spread unless `mesh_axis` is given.
     - `store`: where the kernel goes, as for [`eqxbatch.filter_batch_kernel`][]: each
         block is averaged over all samples, and then stored.
+    - `reduce`: what calls make of the averaged kernel, as for
+        [`eqxbatch.filter_batch_kernel`][]: each block is averaged over all samples, and
+        then reduced.
     - `progress`: an [`eqxbatch.AbstractProgressMeter`][], which counts batches of
         samples, or blocks if there is a `store`.
 
@@ -99,9 +106,9 @@ class MonteCarloKernel(eqx.Module):
 
     `ValueError` for `n_samples` that are none or below 1, an `init` that returns no
     arrays or other ones for other keys, an axis that the mesh does not have, and a
-    store on disk together with what needs the whole kernel several times: several
-    `n_samples`, `tol` or `previous`; `TypeError` for `n_samples` that are not ints, and
-    for `tol`, stores or `progress` within `jax.jit` and the like.
+    store on disk or `reduce` together with what needs the whole kernel several times:
+    several `n_samples`, `tol` or `previous`; `TypeError` for `n_samples` that are not
+    ints, and for `tol`, stores or `progress` within `jax.jit` and the like.
 
     A `key` of a call is one for each example, as for [`eqxbatch.EmpiricalNTK`][], with
     the number of the sample folded in: dropout differs from sample to sample. The
@@ -155,6 +162,7 @@ class MonteCarloKernel(eqx.Module):
     _get: Any = eqx.field(static=True)
     _tol: float | None = eqx.field(static=True)
     _store: AbstractStore | None
+    _reduce: PyTree
     _meter: AbstractProgressMeter = eqx.field(static=True)
 
     def __init__(
@@ -177,6 +185,7 @@ class MonteCarloKernel(eqx.Module):
         mesh_axis: str | None = None,
         sample_axis: str | None = None,
         store: AbstractStore | Literal["device"] = "device",
+        reduce: PyTree = None,
         progress: AbstractProgressMeter | None = None,
     ):
         self._counts, self._is_generator = _check_counts(n_samples)
@@ -217,6 +226,22 @@ class MonteCarloKernel(eqx.Module):
         is_on_disk = self._store is not None and not isinstance(self._store, HostStore)
         if is_on_disk and (self._is_generator or self._tol is not None):
             _raise_on_disk("several `n_samples` or `tol`")
+        self._reduce = reduce
+        if reduce is None:
+            return
+        if self._is_generator or self._tol is not None:
+            raise ValueError(
+                "With `reduce`, each block is averaged over all samples once, and not "
+                "kept for several `n_samples` or for `tol`. Leave them out."
+            )
+        make_batch_kernel(
+            block_size,
+            reduce=reduce,
+            mesh=mesh if has_rows else None,
+            mesh_axis=mesh_axis,
+            store=store,
+            progress=progress,
+        )
 
     @property
     def symmetric(self) -> Mirror:
@@ -234,6 +259,10 @@ class MonteCarloKernel(eqx.Module):
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`, averaged."""
         get = self._get if get is None else get
+        if self._reduce is not None:
+            return self._reduced(
+                Request(names_of(get), False, x1, x2, key, kwargs), get
+            )
         with_error = self._tol is not None
         request = Request(names_of(get), with_error, x1, x2, key, kwargs)
         estimates = self._estimates(request, get, None)
@@ -256,6 +285,11 @@ class MonteCarloKernel(eqx.Module):
         and `key`, and with the same `get`: it is extended to `n_samples` in all, as if
         there had been no interruption.
         """
+        if self._reduce is not None:
+            raise ValueError(
+                "Of a kernel with `reduce`, no standard error is known. Call it, or "
+                "make one without `reduce`."
+            )
         get = self._get if get is None else get
         request = Request(names_of(get), True, x1, x2, key, kwargs)
         estimates = self._estimates(request, get, previous)
@@ -273,11 +307,7 @@ class MonteCarloKernel(eqx.Module):
         ):
             if is_set:
                 check_concrete((self._samples, request), what)
-        # What is free is looked up before anything is traced.
-        samples, request = gathered((resolved(self._samples), request))
-        samples = dataclasses.replace(samples, settings=samples.settings.in_bytes())
-        if isinstance(samples.per_batch, MemoryBudget):
-            samples = fitted(samples, request, counts[-1])
+        samples, request = self._ready(request, counts[-1])
         if self._store is None:
             return self._run(OnDevice(samples, request), request, get, counts, previous)
         is_one_run = not self._is_generator and self._tol is None and previous is None
@@ -289,12 +319,29 @@ class MonteCarloKernel(eqx.Module):
         engine = OnHost(samples, request, self._run_blocks, in_batches=in_batches)
         return self._run(engine, request, get, counts, previous)
 
-    def _run_blocks(self, average: Average, request: Request) -> PyTree:
-        """What is averaged, block by block, in the store."""
+    def _ready(self, request: Request, num: int) -> tuple[Samples, Request]:
+        """What is asked for, with all sizes known, for that many samples."""
+        # What is free is looked up before anything is traced.
+        samples, request = gathered((resolved(self._samples), request))
+        samples = dataclasses.replace(samples, settings=samples.settings.in_bytes())
+        if isinstance(samples.per_batch, MemoryBudget):
+            samples = fitted(samples, request, num)
+        return samples, request
+
+    def _reduced(self, request: Request, get: Any) -> PyTree:
+        """What the reductions make of the kernel, each block averaged at once."""
+        num = self._counts[0]
+        samples, request = self._ready(request, num)
+        average = request.average(samples, 0, num, is_final=True)
+        return self._run_blocks(Mean(average, get), request)
+
+    def _run_blocks(self, average: Average | Mean, request: Request) -> PyTree:
+        """What is averaged, block by block, where it is to go to."""
         transform = BatchKernel(
             self._samples.settings.block_size,
             mesh_axis=self._samples.rows,
             store=self._store,
+            reduce=self._reduce,
             meter=self._meter,
         )
         call = {"key": request.key, **request.kwargs}

@@ -13,7 +13,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.trees import as_int
 from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
-from .._sites.forms import Label
+from .._sites.site import Label
 
 
 Role = Literal["full", "diagonal", "trace"]
@@ -190,6 +190,30 @@ class OutputAxes:
         order = [self.out.index(other.get(label, label)) for label in self.out]
         return jnp.conj(jnp.transpose(kernel, order))
 
+    @property
+    def _arranged_labels(self) -> list[Label]:
+        own = itertools.count()
+        labels: list[Label] = [_PROBE] if self.probes is not None else []
+        for axis, role in enumerate(self.roles):
+            if axis == self.batch:
+                pair: Labels = (EXAMPLE, OTHER_EXAMPLE)
+            else:
+                i = next(own)
+                pair = (("output", i), ("other", i))
+            labels += {"full": pair, "diagonal": pair[:1], "trace": ()}[role]
+        return labels
+
+    @property
+    def example_axes(self) -> tuple[int, int]:
+        """Where an arranged kernel has the examples of both sides."""
+        labels = self._arranged_labels
+        return labels.index(EXAMPLE), labels.index(OTHER_EXAMPLE)
+
+    def arranged_shape(self, num: tuple[int, int]) -> tuple[int, ...]:
+        """That of an arranged kernel of so many examples."""
+        sizes = {**self.sizes, EXAMPLE: num[0], OTHER_EXAMPLE: num[1]}
+        return tuple(sizes[label] for label in self._arranged_labels)
+
     def arranged(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
         """The kernel with its axes where they belong, in the dtype of the output.
 
@@ -198,19 +222,11 @@ class OutputAxes:
         labels = list(self.out)
         if self.averages_examples:
             kernel, labels = jnp.mean(kernel, axis=0), labels[1:]
-        own = itertools.count()
-        wanted: list[Label] = [_PROBE] if self.probes is not None else []
-        size = math.prod(self.shape[axis] for axis in self.axes_with("trace"))
-        for axis, role in enumerate(self.roles):
-            if axis == self.batch:
-                pair: Labels = (EXAMPLE, OTHER_EXAMPLE)
-            else:
-                i = next(own)
-                pair = (("output", i), ("other", i))
-            wanted += {"full": pair, "diagonal": pair[:1], "trace": ()}[role]
         if self.batch is None:
             kernel, labels = kernel[0, 0], labels[2:]
-        kernel = jnp.transpose(kernel, [labels.index(label) for label in wanted])
+        order = [labels.index(label) for label in self._arranged_labels]
+        kernel = jnp.transpose(kernel, order)
+        size = math.prod(self.shape[axis] for axis in self.axes_with("trace"))
         if size != 1:
             kernel = kernel / size
         return kernel.astype(self.dtype)

@@ -17,11 +17,13 @@ from .._base.explicit import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.objective import Selection
 from .._pairs.calls import Call, make_calls
-from .implementation import choose_pairing
+from .._pairs.collect import make_collectors
+from .._pairs.engine import on_device
+from .._pairs.kernel import Plan, SHARE
+from .model_kernel import by_name, each, Found, ModelKernel, whole
 from .output_axes import Mirror, OutputAxes
-from .settings import make_settings, Settings, SHARE
-from .tiles import all_pairs, each, Tiling
-from .traced_model import TracedModel
+from .pairings import AbstractPairing, choose_pairing
+from .traced_model import make_settings, Settings, TracedModel
 
 
 class AbstractTask(eqx.Module):
@@ -72,7 +74,24 @@ class Kernels(eqx.Module):
         shared: dict[str, Any],
         is_diagonal: bool,
     ) -> Any:
-        model = TracedModel(
+        model = self.traced(calls, shared, is_diagonal=is_diagonal)
+        if isinstance(self.settings.block_size, MemoryBudget):
+            total = max(side.rows.total for side in model.sides)
+            call = (task, calls, shared, is_diagonal)
+            return self._fitted(self.settings.block_size, total, call)
+        return task.run(model)
+
+    def of_blocks(self, plan: Plan) -> "Kernels":
+        """The same for blocks that are planned from outside."""
+        changes = {"block_size": plan.sizes, "room": plan.room}
+        settings = dataclasses.replace(self.settings, **changes)
+        return dataclasses.replace(self, settings=settings)
+
+    def traced(
+        self, calls: list[Call], shared: dict[str, Any], *, is_diagonal: bool = False
+    ) -> TracedModel:
+        """The model as it is called."""
+        return TracedModel(
             self.model,
             self.selection,
             self.settings,
@@ -80,11 +99,6 @@ class Kernels(eqx.Module):
             shared,
             is_diagonal=is_diagonal,
         )
-        if isinstance(self.settings.block_size, MemoryBudget):
-            total = max(side.rows.total for side in model.sides)
-            call = (task, calls, shared, is_diagonal)
-            return self._fitted(self.settings.block_size, total, call)
-        return task.run(model)
 
     def _fitted(self, budget: MemoryBudget, total: int, call: tuple) -> Any:
         """With the largest blocks that fit into a budget."""
@@ -93,7 +107,7 @@ class Kernels(eqx.Module):
             def run(operands: tuple) -> Any:
                 kernels, call = operands
                 settings = dataclasses.replace(
-                    kernels.settings, block_size=size, keep=room
+                    kernels.settings, block_size=size, room=room
                 )
                 return dataclasses.replace(kernels, settings=settings).run(*call)
 
@@ -174,7 +188,7 @@ class KernelTask(AbstractTask):
 
     def run(self, model: TracedModel) -> list[PyTree[Inexact[Array, "..."]]]:
         """All kinds in order; an estimate is followed by its standard error."""
-        found: _Found = {}
+        found: Found = {}
         num = (model.sides[0].rows.total, model.sides[-1].rows.total)
         empty = [axes for axes in model.axes if axes.is_empty]
         for name, axes in itertools.product(self.get, empty):
@@ -188,6 +202,10 @@ class KernelTask(AbstractTask):
             ]
             if some:
                 found |= self._found(model, some)
+        return self.assembled(model, found)
+
+    def assembled(self, model: TracedModel, found: Found) -> list[PyTree]:
+        """What is returned, of the kernels of all outputs."""
         treedef = jtu.tree_structure(model.out)
         return [
             jtu.tree_unflatten(treedef, kernels)
@@ -197,8 +215,29 @@ class KernelTask(AbstractTask):
             )
         ]
 
-    def _found(self, model: TracedModel, some: list[OutputAxes]) -> "_Found":
+    def _found(self, model: TracedModel, some: list[OutputAxes]) -> Found:
         """The kernels of outputs that all pair the examples, or none does."""
+        pairing, names = self.pairing(model, some)
+        rows, columns = model.block_sizes()
+        if not some[0].pairs_examples:
+            return by_name(names, each(model, pairing, rows))
+        totals = model.sides[0].rows.total, model.sides[-1].rows.total
+        sizes = zip((rows, columns), totals, strict=True)
+        if 0 in totals or all(size is None or size >= n for size, n in sizes):
+            return by_name(names, whole(model, pairing))
+        room = model.settings.room
+        plan = Plan(
+            mirror=model.settings.mirror,
+            sizes=(rows, columns),
+            room=sys.maxsize if room is None else room,
+        )
+        kernel = ModelKernel(plan, model, pairing, names, lambda found: found)
+        return kernel.output(on_device(kernel, make_collectors(kernel, None)))
+
+    def pairing(
+        self, model: TracedModel, some: list[OutputAxes]
+    ) -> tuple[AbstractPairing, list[tuple[str, int]]]:
+        """How kernels of some outputs are computed, and what they are called."""
         values = some if "nngp" in self.get else []
         ntk: list[OutputAxes] = []
         directions: tuple[list[Array], list[Array]] = ([], [])
@@ -210,27 +249,8 @@ class KernelTask(AbstractTask):
             for side, own in enumerate(directions):
                 own.append(axes.cotangents(vectors, side))
         pairing = choose_pairing(model, values, ntk, directions)
-        first = model.sides[0].rows
-        second = model.sides[1].rows if len(model.sides) > 1 else None
-        if some[0].pairs_examples:
-            kernels = all_pairs(first, second, pairing, _tiling(model))
-        else:
-            kernels = each(first, second, pairing, model.block_sizes()[0])
-        found: _Found = {}
-        for i, axes in enumerate(pairing.axes):
-            name = "nngp" if i < len(values) else "ntk"
-            own = found.setdefault((name, axes.index), [])
-            own.append(axes.arranged(kernels[i]))
-        return found
-
-
-# By kind and number of the output: a kernel, or an estimate and its standard error.
-_Found = dict[tuple[str, int], list[Array]]
-
-
-def _tiling(model: TracedModel) -> Tiling | None:
-    rows, columns = model.block_sizes()
-    if rows is None or columns is None:
-        return None
-    room = model.settings.keep
-    return Tiling(rows, columns, sys.maxsize if room is None else room)
+        names = [
+            ("nngp" if i < len(values) else "ntk", axes.index)
+            for i, axes in enumerate(pairing.axes)
+        ]
+        return pairing, names

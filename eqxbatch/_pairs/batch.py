@@ -15,17 +15,15 @@ from jaxtyping import PyTree
 from .._base.explicit import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.transform import AbstractTransform, transformed
-from .calls import BlockSize, check_block_size, make_calls
+from .calls import BlockSize, check_block_size, check_mesh, make_calls, MeshAxis
 from .collect import make_collectors
 from .engine import on_device
-from .function import BlockKernel, KernelCall
+from .function import block_kernel
+from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHARE, Sizes
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
-from .on_mesh import check_mesh, MeshAxis, on_mesh
+from .on_mesh import on_mesh
 from .progress import AbstractProgressMeter, NoProgressMeter
 from .stores import AbstractStore
-
-
-Sizes = tuple[int | None, int | None]
 
 
 class BatchKernel(AbstractTransform):
@@ -36,6 +34,7 @@ class BatchKernel(AbstractTransform):
 
     block_size: BlockSize = eqx.field(static=True)
     in_axes: PyTree = eqx.if_array(0)
+    kwargs_axes: dict[str, PyTree] = eqx.field(default_factory=dict)
     out_axes: PyTree = (0, 1)
     symmetric: Any = None
     reduce: PyTree = None
@@ -52,15 +51,15 @@ class BatchKernel(AbstractTransform):
         if isinstance(block_size, MemoryBudget):
             # What is free is looked up before anything is traced.
             block_size = MemoryBudget(block_size.resolve())
+        elif isinstance(call.kernel_fn, AbstractKernelFunction):
+            call = call.planned(room=room_to_keep())
         has_meter = not isinstance(self.meter, NoProgressMeter)
         if self.store is not None:
-            sizes = _sizes(block_size, call, None, None, is_stored=True)
-            return to_store(
-                call, sizes, self.store, self.meter, self.mesh_axis, has_meter
-            )
+            call = _sized(block_size, call, None, None, is_stored=True)
+            return to_store(call, self.store, self.meter, self.mesh_axis, has_meter)
         if has_meter:
-            sizes = _sizes(block_size, call, reduce, None)
-            return with_progress(call, sizes, reduce, self.meter)
+            call = _sized(block_size, call, reduce, None)
+            return with_progress(call, reduce, self.meter)
         return _run(call, block_size, reduce, self.mesh_axis)
 
     def _call(
@@ -90,9 +89,10 @@ class BatchKernel(AbstractTransform):
             calls=calls,
             shared=shared,
             in_axes=self.in_axes,
+            kwargs_axes=self.kwargs_axes,
             out_axes=self.out_axes,
-            mirror=mirror,
             is_alone=is_alone,
+            plan=Plan(mirror),
         )
 
 
@@ -105,57 +105,61 @@ def _run(
     call: KernelCall, block_size: BlockSize, reduce: PyTree, mesh_axis: MeshAxis | None
 ) -> PyTree:
     with within_mesh((call, reduce)):
-        sizes = _sizes(block_size, call, reduce, mesh_axis)
-        return _on_devices(call, sizes, reduce, mesh_axis)
+        call = _sized(block_size, call, reduce, mesh_axis)
+        return _on_devices(call, reduce, mesh_axis)
 
 
-def _on_devices(
-    call: KernelCall, sizes: Sizes, reduce: PyTree, mesh_axis: MeshAxis | None
-) -> PyTree:
-    kernel = BlockKernel(call)
-    grid = kernel.grid(sizes)
+def _on_devices(call: KernelCall, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
+    kernel = block_kernel(call)
     if mesh_axis is not None:
-        return kernel.output(on_mesh(kernel, grid, reduce, mesh_axis))
-    return kernel.output(on_device(kernel, grid, make_collectors(kernel, reduce)))
+        return kernel.output(on_mesh(call, kernel, reduce, mesh_axis))
+    return kernel.output(on_device(kernel, make_collectors(kernel, reduce)))
 
 
-def _sizes(
+def _sized(
     size: BlockSize,
     call: KernelCall,
     reduce: PyTree,
     mesh_axis: MeshAxis | None,
     *,
     is_stored: bool = False,
-) -> Sizes:
-    """How many rows and columns a block may have."""
-    if isinstance(size, tuple):
-        return size
+) -> KernelCall:
+    """The call, with how many rows and columns a block may have."""
     if not isinstance(size, MemoryBudget):
-        return size, size
-    total = max(BlockKernel(call).totals)
+        sizes = size if isinstance(size, tuple) else (size, size)
+        return call.planned(sizes=sizes)
+    kernel = block_kernel(call)
+    budget = size.resolve()
+    if is_stored:
+        # Some blocks are on their way while the next is computed.
+        size = MemoryBudget(max(budget // (IN_FLIGHT + 1), 1))
+    elif any(kernel.bytes_kept):
+        # What the kernel leaves is for what is kept of examples, and for the blocks.
+        shapes = [
+            math.prod(leaf.shape(kernel.totals)) * leaf.dtype.itemsize
+            for leaf in kernel.leaves
+        ]
+        left = budget if reduce is not None else budget - sum(shapes)
+        call = call.planned(room=max(left, 0) // SHARE)
     operands = (call, reduce, mesh_axis, is_stored)
 
     # Memory is affine in the area of a block.
     def run(area: int) -> Callable[[tuple], Any]:
-        sizes = _square(area)
-
         def program(operands: tuple) -> Any:
             call, reduce, mesh_axis, is_stored = operands
+            call = call.planned(sizes=_square(area))
             if is_stored:
-                return tile_program(call, sizes)
-            return _on_devices(call, sizes, reduce, mesh_axis)
+                return tile_program(call)
+            return _on_devices(call, reduce, mesh_axis)
 
         return program
 
-    if is_stored:
-        # Some blocks are on their way while the next is computed.
-        size = MemoryBudget(max(size.resolve() // (IN_FLIGHT + 1), 1))
     try:
-        area = resolve_size(size, total**2, run, operands)
+        area = resolve_size(size, max(kernel.totals) ** 2, run, operands)
     except ValueError as e:
         e.add_note("A kernel that is too large itself can go to `store=HostStore()`.")
         raise
-    return _square(area)
+    return call.planned(sizes=_square(area))
 
 
 def _square(area: int) -> Sizes:
@@ -284,15 +288,38 @@ def filter_batch_kernel(
             store=store,
             progress=progress,
         )
-    transform = BatchKernel(
-        block_size=check_block_size(block_size),
+    transform = make_batch_kernel(
+        block_size,
+        reduce=reduce,
+        mesh=mesh,
+        mesh_axis=mesh_axis,
+        store=store,
+        progress=progress,
         in_axes=in_axes,
         out_axes=out_axes,
         symmetric=_check_symmetric(symmetric),
+    )
+    return transformed(transform, kernel_fn)
+
+
+def make_batch_kernel(
+    block_size: BlockSize,
+    *,
+    reduce: PyTree,
+    mesh: Mesh | None,
+    mesh_axis: str | None,
+    store: Any,
+    progress: Any,
+    **axes: Any,
+) -> BatchKernel:
+    """The settings, all of them checked."""
+    transform = BatchKernel(
+        block_size=check_block_size(block_size),
         reduce=reduce,
         mesh_axis=check_mesh(mesh, mesh_axis),
         store=check_store(store),
         meter=check_progress(progress),
+        **axes,
     )
     if transform.store is not None and reduce is not None:
         raise ValueError(
@@ -305,7 +332,7 @@ def filter_batch_kernel(
             "`progress` on a `mesh` needs a `store`: on the devices, the kernel is one "
             "program. Use `store=HostStore()`, or leave one of them out."
         )
-    return transformed(transform, kernel_fn)
+    return transform
 
 
 def _check_symmetric(symmetric: Any) -> Any:

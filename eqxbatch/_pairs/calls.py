@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from .._batch.axes import broadcast_axes, split_batch
@@ -236,3 +237,39 @@ def check_block_size(size: Any) -> BlockSize:
             )
         return rows, columns
     return check_size("block_size", size)
+
+
+class MeshAxis(eqx.Module):
+    """An axis of a mesh, over which the rows of a kernel are spread."""
+
+    mesh: Mesh = eqx.field(static=True)
+    name: str = eqx.field(static=True)
+
+    @property
+    def num(self) -> int:
+        return self.mesh.shape[self.name]
+
+
+def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
+    """The axis of a mesh that is meant, or None without a mesh."""
+    if mesh is None:
+        if axis is not None:
+            raise ValueError(
+                f"`mesh_axis` is {axis!r}, but there is no `mesh`. Give one, or leave "
+                "the axis out."
+            )
+        return None
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"`mesh` must be a `jax.sharding.Mesh`; got {mesh!r} of type "
+            f"{type(mesh).__name__}. `jax.make_mesh` makes one."
+        )
+    if axis is None and len(mesh.axis_names) == 1:
+        (axis,) = mesh.axis_names
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"`mesh_axis` must name one of the axes of the mesh, {mesh.axis_names}; "
+            f"got {axis!r}."
+        )
+    assert axis is not None
+    return MeshAxis(mesh, axis)

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, PyTree
 
 from .._base.trees import match_prefix
 from .._batch.cut import Block
-from .function import BlockKernel, KernelLeaf
 from .grid import Grid
+from .kernel import AbstractBlockKernel, KernelLeaf
 from .reductions import AbstractReduction
 
 
@@ -28,8 +28,8 @@ class Span:
 
 def span(grid: Grid, side: int, index: Any, counts: Any = None) -> Span:
     """The block number `index` of a side. `counts` says whether it does at all."""
-    size, total = grid.sizes[side], grid.totals[side]
-    start = jnp.minimum(index * size, total - size)
+    size = grid.sizes[side]
+    start = grid.start(side, index)
     new = None
     if grid.is_ragged(side) or counts is not None:
         # What is in the block before does not count again.
@@ -50,7 +50,7 @@ def _both(rows: Span, columns: Span) -> Bool[Array, "rows columns"] | None:
 
 
 def count_nans(
-    kernel: BlockKernel, tile: list[Array], rows: Span, columns: Span
+    kernel: AbstractBlockKernel, tile: list[Array], rows: Span, columns: Span
 ) -> Array:
     """How many entries of a tile are NaN, of those that count."""
     num = jnp.zeros((), jnp.int32)
@@ -144,7 +144,9 @@ def finalized(
     ]
 
 
-def make_collectors(kernel: BlockKernel, reduce: PyTree) -> list[AbstractCollector]:
+def make_collectors(
+    kernel: AbstractBlockKernel, reduce: PyTree
+) -> list[AbstractCollector]:
     """One for each array, from a PyTree prefix of reductions, or None for none."""
     if reduce is None:
         return [Written(leaf) for leaf in kernel.leaves]

@@ -1,73 +1,91 @@
-"""Blocks of a kernel in one compiled program."""
+"""The loop over blocks of a kernel, in one compiled program.
 
-import functools
-from collections.abc import Sequence
+What is kept of a block of examples is made once, for as many blocks of rows as there is
+room for. Such a panel of rows is kept while all columns pass by. If both sides are the
+same, a panel meets itself, and the half of the other panels that follow.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from .._base.cpu import as_own_program, evaluate_in_loop
 from .._base.explicit import on_mesh_around
 from .._base.mesh import with_type_of
 from .._batch.loop import types_of
 from .._batch.rows import Rows
 from .collect import AbstractCollector, count_nans, finalized, Span, span
-from .function import BlockKernel
-from .grid import Grid, Tile
+from .grid import Grid
+from .kernel import AbstractBlockKernel
 
 
 class Tiles:
-    """The tiles of a kernel of some examples, one after the other.
-
-    - `first`, `second`: the examples of the rows and of the columns.
-    """
+    """The tiles of a kernel, and what becomes of them."""
 
     def __init__(
         self,
-        kernel: BlockKernel,
+        kernel: AbstractBlockKernel,
         grid: Grid,
         collectors: Sequence[AbstractCollector],
-        first: Rows,
-        second: Rows,
     ):
         self.kernel, self.grid, self.collectors = kernel, grid, collectors
-        self.sides = (first, second)
-        self._programs: dict[bool, Any] = {}
+        kernel.prepare()
 
     def _at(self, at: Int[Array, "2"], counts: Any = None) -> tuple[Span, Span]:
         return span(self.grid, 0, at[0], counts), span(self.grid, 1, at[1], counts)
 
     def tile(
-        self, at: Int[Array, "2"], is_diagonal: bool, is_loop: bool = False
+        self,
+        kept: tuple[Rows, Rows],
+        places: tuple[Any, Any],
+        is_diagonal: bool,
+        is_loop: bool = False,
     ) -> list[Array]:
-        """The arrays of a tile; of one on the diagonal, rows and columns are one."""
-        spans = self._at(at)
-        blocks = [
-            rows.at(span.block.start, span.block.size).arrays
-            for rows, span in zip(self.sides, spans, strict=True)
-        ]
-        arrays = blocks[:1] if is_diagonal else blocks
-        if is_diagonal not in self._programs:
-            second = [] if not is_diagonal else [None]
-            make = eqx.filter_make_jaxpr(self.kernel.tile)
-            self._programs[is_diagonal] = make(*arrays, *second)[0]
-        closed = self._programs[is_diagonal]
-        # Apart, it is in a branch, which is as bad for convolutions as a loop.
-        run = as_own_program(
-            functools.partial(evaluate_in_loop, closed.jaxpr), at[0] >= 0
-        )
-        # In reverse mode, a tile is computed again and not kept.
-        tile = jax.checkpoint(run, prevent_cse=not is_loop)(
-            list(closed.consts), jtu.tree_leaves(arrays)
-        )
-        if self.grid.is_symmetric and is_diagonal:
-            return self.kernel.symmetrised(tile)
-        return tile
+        """The arrays of a tile, for what is kept of blocks at some places.
+
+        Of a tile on the diagonal, rows and columns are one.
+        """
+
+        def run(kept: tuple[Rows, Rows], places: tuple[Any, Any]) -> list[Array]:
+            first, second = (
+                rows.at(place, size)
+                for rows, place, size in zip(kept, places, self.grid.sizes, strict=True)
+            )
+            always = jnp.asarray(places[0]) >= 0
+            return self.kernel.block(first, None if is_diagonal else second, always)
+
+        with jax.named_scope("tile"):
+            # In reverse mode, a tile is computed again and not kept.
+            tile = jax.checkpoint(run, prevent_cse=not is_loop)(kept, places)
+            if self.grid.is_symmetric and is_diagonal:
+                return self.kernel.symmetrised(tile)
+            return tile
+
+    def tile_of(
+        self,
+        at: Int[Array, "2"],
+        is_diagonal: bool,
+        is_loop: bool = False,
+        kept: Sequence[Rows | None] = (None, None),
+    ) -> list[Array]:
+        """The arrays of a tile, by its numbers.
+
+        `kept` is what is kept of its two blocks already.
+        """
+        sides = []
+        for side, own in enumerate(kept):
+            if own is None and is_diagonal and side == 1:
+                own = sides[0]
+            if own is None:
+                start, size = self.grid.start(side, at[side]), self.grid.sizes[side]
+                rows = self.kernel.rows[side].at(start, size)
+                own = self.kernel.keep(side, rows, size)
+            sides.append(own)
+        return self.tile((sides[0], sides[1]), (at[0], at[1]), is_diagonal, is_loop)
 
     def update(
         self,
@@ -113,7 +131,7 @@ class Tiles:
         num = count_nans(self.kernel, tile, *self._at(at))
         return 2 * num if self.grid.is_symmetric and not is_diagonal else num
 
-    def initial(self) -> list[PyTree[Array]]:
+    def initial(self, first: Rows, second: Rows) -> list[PyTree[Array]]:
         """The states before the first tile."""
         states = [collector.init(self.grid.totals) for collector in self.collectors]
         states = on_mesh_around(states)
@@ -121,12 +139,19 @@ class Tiles:
             return states
         at = jnp.zeros(2, jnp.int32)
 
-        def step(states: list, at: Array) -> list:
-            return self.update(states, self.tile(at, self.grid.is_same), at, True)
+        def step(states: list, first: Rows, second: Rows, at: Array) -> list:
+            kept = [
+                self.kernel.keep(side, rows.at(0, size), size)
+                for side, rows, size in zip(
+                    (0, 1), (first, second), self.grid.sizes, strict=True
+                )
+            ]
+            tile = self.tile((kept[0], kept[1]), (at[0], at[1]), self.grid.is_same)
+            return self.update(states, tile, at, True)
 
         before, after = (
             jax.eval_shape(lambda x: x, states),
-            jax.eval_shape(step, states, at),
+            jax.eval_shape(step, states, first, second, at),
         )
         if types_of(before) != types_of(after):
             raise TypeError(
@@ -136,42 +161,130 @@ class Tiles:
         return jtu.tree_map(with_type_of, after, states)
 
     def run(
-        self,
-        states: list[PyTree[Array]],
-        tiles: list[Tile],
-        is_diagonal: bool,
+        self, first: Rows, second: Rows, panel: Rows | None = None
     ) -> list[PyTree[Array]]:
-        """The states after some tiles, all on the diagonal or none."""
-        if not tiles:
+        """The states after all tiles of some examples with some others.
+
+        `panel` is what is kept of all of the first, if that is there already.
+        """
+        states = self.initial(first, second)
+        if self.grid.is_empty:
             return states
-        is_loop = len(tiles) > 1
+        if self.grid.num_panels == 1:
+            return self._with_panel(states, first, second, 0, panel)
 
-        def step(states: list, at: Array) -> tuple[list, None]:
-            with jax.named_scope("tile"):
-                tile = self.tile(at, is_diagonal, is_loop)
-                return self.update(states, tile, at, is_diagonal), None
+        def step(states: list, index: Array) -> list:
+            return self._with_panel(states, first, second, index)
 
-        at = jnp.array(tiles, jnp.int32)
-        return lax.scan(step, states, at)[0] if is_loop else step(states, at[0])[0]
+        return _loop(step, states, range(self.grid.num_panels))
 
-    def run_all(self) -> list[PyTree[Array]]:
-        """The states after all tiles."""
-        states = self.initial()
-        states = self.run(states, self.grid.pairs(), False)
+    def _with_panel(
+        self,
+        states: list,
+        first: Rows,
+        second: Rows,
+        index: Any,
+        panel: Rows | None = None,
+    ) -> list:
+        """The states after all tiles of a panel."""
+        grid = self.grid
+        if panel is None:
+            rows = first.at(grid.panel_start(index), grid.panel_rows)
+            panel = self.kernel.keep(0, rows, grid.sizes[0])
+        if not grid.is_same:
+            return self._rectangle(states, panel, index, second, range(grid.num(1)))
+        states = self._square(states, panel, index)
+        if grid.num_panels == 1:
+            return states
+
+        def step(states: list, distance: Array) -> list:
+            other = (index + distance) % grid.num_panels
+            columns = other * grid.height + jnp.arange(grid.height, dtype=jnp.int32)
+            return self._rectangle(states, panel, index, first, columns)
+
+        return _loop(step, states, range(1, (grid.num_panels + 1) // 2))
+
+    def _square(self, states: list, panel: Rows, index: Any) -> list:
+        """The states after the tiles of a panel with itself."""
+        begin = self.grid.panel_start(index)
         # Those on the diagonal come last, to settle what overlapping blocks share.
-        return self.run(states, self.grid.diagonal(), True)
+        for tiles, is_diagonal in (
+            (self.grid.pairs(), False),
+            (self.grid.diagonal(), True),
+        ):
+            is_loop = len(tiles) > 1
+
+            def step(
+                states: list,
+                local: Array,
+                is_diagonal: bool = is_diagonal,
+                is_loop: bool = is_loop,
+            ) -> list:
+                at = index * self.grid.height + local
+                places = [self.grid.start(0, number) - begin for number in at]
+                kept, both = (panel, panel), (places[0], places[1])
+                tile = self.tile(kept, both, is_diagonal, is_loop)
+                return self.update(states, tile, at, is_diagonal)
+
+            states = _loop(step, states, tiles)
+        return states
+
+    def _rectangle(
+        self, states: list, panel: Rows, index: Any, second: Rows, columns: Any
+    ) -> list:
+        """The states after the tiles of a panel with some blocks of columns."""
+        grid = self.grid
+        begin = grid.panel_start(index)
+
+        def with_column(states: list, column: Array) -> list:
+            size = grid.sizes[1]
+            rows = second.at(grid.start(1, column), size)
+            kept = self.kernel.keep(1, rows, size)
+
+            def step(states: list, local: Array) -> list:
+                at = jnp.stack([index * grid.height + local, column])
+                places = grid.start(0, at[0]) - begin, jnp.zeros_like(local)
+                tile = self.tile((panel, kept), places, False, True)
+                return self.update(states, tile, at, False)
+
+            return _loop(step, states, range(grid.height))
+
+        return _loop(with_column, states, columns)
 
 
-def all_tiles(
-    kernel: BlockKernel, grid: Grid, collectors: Sequence[AbstractCollector]
-) -> Tiles:
-    """The tiles of all examples."""
-    rows = kernel.sides[0].rows, kernel.sides[-1].rows
-    return Tiles(kernel, grid, collectors, *rows)
+def _loop(
+    step: Callable[[list, Array], list], states: list, numbers: Any
+) -> list[PyTree[Array]]:
+    """The states after a step for each number, or for each pair of them."""
+    if len(numbers) == 0:
+        return states
+
+    xs = jnp.asarray(numbers, jnp.int32)
+    if len(numbers) == 1:
+        return step(states, xs[0])
+    return lax.scan(lambda states, x: (step(states, x), None), states, xs)[0]
+
+
+def run_tiles(
+    kernel: AbstractBlockKernel,
+    grid: Grid,
+    collectors: Sequence[AbstractCollector],
+    first: Rows,
+    second: Rows,
+    panel: Rows | None = None,
+) -> list[PyTree[Array]]:
+    """The states after all tiles, with panels of as many rows as can be kept.
+
+    `panel` is what is kept of all of the first, if that is there already.
+    """
+    if panel is None:
+        grid = grid.in_panels(kernel.num_kept(kernel.bytes_kept[0]))
+    return Tiles(kernel, grid, collectors).run(first, second, panel)
 
 
 def on_device(
-    kernel: BlockKernel, grid: Grid, collectors: Sequence[AbstractCollector]
+    kernel: AbstractBlockKernel, collectors: Sequence[AbstractCollector]
 ) -> list[PyTree[Array]]:
     """What becomes of all arrays of a kernel, on one device."""
-    return finalized(collectors, all_tiles(kernel, grid, collectors).run_all())
+    states = run_tiles(kernel, kernel.grid(), collectors, *kernel.rows)
+    return finalized(collectors, states)

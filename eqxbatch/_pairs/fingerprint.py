@@ -15,17 +15,18 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from .function import BlockKernel
 from .grid import Grid
+from .kernel import AbstractBlockKernel, KernelCall
 
 
 # Of what is stored, so that a later version knows what an earlier one wrote.
 _FORMAT = 1
 
 
-def fingerprint(kernel: BlockKernel, grid: Grid) -> dict[str, Any]:
-    """The parts by which a kernel is known, as JSON has them."""
-    call = kernel.call
+def fingerprint(
+    call: KernelCall, kernel: AbstractBlockKernel, grid: Grid
+) -> dict[str, Any]:
+    """The parts by which the kernel of a call is known, as JSON has them."""
     first, second = kernel.structs(grid.sizes)
     program = [_of_program(kernel.tile, first, second)]
     if grid.is_same:

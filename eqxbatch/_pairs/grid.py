@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 
 class Tile(NamedTuple):
@@ -26,6 +28,10 @@ def balanced(total: int, size: int | None) -> int:
     return math.ceil(total / math.ceil(total / size))
 
 
+def _least(x: Any, y: int) -> Any:
+    return min(x, y) if isinstance(x, int) else jnp.minimum(x, y)
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """The cut of a kernel into tiles.
@@ -39,33 +45,69 @@ class Grid:
     - `is_same`: whether both sides are the same examples; tiles are square then.
     - `is_symmetric`: whether those below the diagonal are mirror images, and not
         computed.
+    - `num_panels`: in how many panels the blocks of rows are taken, as many in each.
     """
 
     totals: tuple[int, int]
     sizes: tuple[int, int]
     is_same: bool
     is_symmetric: bool
+    num_panels: int = 1
 
     def num(self, side: int) -> int:
         """The number of blocks of a side."""
         if self.sizes[side] == 0:
             return 1
-        return math.ceil(self.totals[side] / self.sizes[side])
+        num = math.ceil(self.totals[side] / self.sizes[side])
+        if side == 0 or self.is_same:
+            # What is left of the last panel repeats the last block.
+            num = math.ceil(num / self.num_panels) * self.num_panels
+        return num
+
+    def in_panels(self, most: int) -> "Grid":
+        """The grid with panels of at most `most` rows, but one block at least.
+
+        If both sides are the same, there is an odd number of them, so that each can
+        meet the half of the others that follow, as if in a circle.
+        """
+        num, height = self.num(0), max(most // max(self.sizes[0], 1), 1)
+        if most >= self.totals[0] or num <= height:
+            return self
+        num_panels = math.ceil(num / height)
+        num_panels += self.is_same and num_panels % 2 == 0
+        rows = math.ceil(self.totals[0] / (math.ceil(num / num_panels) * num_panels))
+        sizes = (rows, rows if self.is_same else self.sizes[1])
+        return dataclasses.replace(self, sizes=sizes, num_panels=num_panels)
+
+    @property
+    def height(self) -> int:
+        """The number of blocks of rows in a panel."""
+        return self.num(0) // self.num_panels
+
+    @property
+    def panel_rows(self) -> int:
+        """The number of rows of a panel."""
+        return min(self.height * self.sizes[0], self.totals[0])
 
     @property
     def is_empty(self) -> bool:
         """Whether there are no tiles."""
         return 0 in (self.num(0), self.num(1))
 
-    def start(self, side: int, index: int) -> int:
+    def start(self, side: int, index: Any) -> Any:
         """Where a block starts; the last one overlaps with the one before."""
         size = self.sizes[side]
-        return min(index * size, self.totals[side] - size)
+        return _least(index * size, self.totals[side] - size)
+
+    def panel_start(self, index: Any) -> Any:
+        """Where a panel starts; the last one overlaps with the one before."""
+        first = index * self.height * self.sizes[0]
+        return _least(first, self.totals[0] - self.panel_rows)
 
     def is_ragged(self, side: int) -> bool:
         """Whether the last block overlaps with the one before."""
         size = self.sizes[side]
-        return size != 0 and self.totals[side] % size != 0
+        return size != 0 and self.num(side) * size != self.totals[side]
 
     def new(self, side: int, index: int) -> range:
         """The examples of a block that are in none before it."""
@@ -73,18 +115,21 @@ class Grid:
         return range(first, min(first + self.sizes[side], self.totals[side]))
 
     def pairs(self) -> list[Tile]:
-        """The tiles to compute, but for those of a block with itself."""
+        """The tiles of a panel with all columns, but for those of a block with itself.
+
+        If both sides are the same, these are the columns of the panel.
+        """
         return [
             Tile(row, column)
-            for row in range(self.num(0))
-            for column in range(self.num(1))
+            for row in range(self.height)
+            for column in range(self.height if self.is_same else self.num(1))
             if not self.is_same
             or (row < column if self.is_symmetric else row != column)
         ]
 
     def diagonal(self) -> list[Tile]:
-        """The tiles of a block with itself, if both sides are the same examples."""
-        return [Tile(i, i) for i in range(self.num(0))] if self.is_same else []
+        """The tiles of a panel's blocks with themselves, if both sides are the same."""
+        return [Tile(i, i) for i in range(self.height)] if self.is_same else []
 
     def part_of(self, tile: Tile, num_parts: int) -> int:
         """Which of some equal parts of the rows a tile belongs to.

@@ -16,12 +16,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from .._batch.rows import Rows
+from .calls import MeshAxis
 from .collect import finalized, make_collectors
-from .engine import all_tiles, Tiles
+from .engine import Tiles
 from .fingerprint import fingerprint
-from .function import BlockKernel, KernelCall
+from .function import block_kernel
 from .grid import Grid, Tile
-from .on_mesh import check_closed_over, MeshAxis, on_devices
+from .kernel import AbstractBlockKernel, KernelCall
+from .on_mesh import check_closed_over, on_devices
 from .progress import AbstractProgressMeter
 from .stores import AbstractStore, AbstractWriter, Patch, patches
 
@@ -58,22 +61,68 @@ def check_concrete(call: PyTree, what: str) -> None:
         )
 
 
+class _Blocks:
+    """What is kept of blocks of examples on the device, for as many as have room."""
+
+    def __init__(self, call: KernelCall, kernel: AbstractBlockKernel, grid: Grid):
+        self.call, self.grid = call, grid
+        self.is_used = any(kernel.bytes_kept)
+        self._blocks: collections.OrderedDict = collections.OrderedDict()
+        sizes = zip(kernel.bytes_kept, grid.sizes, strict=True)
+        self._most = max(kernel.num_kept(max(n * size for n, size in sizes)), 2)
+
+    def of(self, tile: Tile) -> tuple[Rows | None, Rows | None]:
+        """What is kept of the two blocks of a tile; None to make it with the tile."""
+        return self._block(0, tile.row), self._block(1, tile.column)
+
+    def _block(self, side: int, number: int) -> Rows | None:
+        if not self.is_used:
+            return None
+        key = (0 if self.grid.is_same else side, number)
+        if key not in self._blocks:
+            if len(self._blocks) >= self._most:
+                self._blocks.popitem(last=False)
+            at = jnp.asarray(number, jnp.int32)
+            self._blocks[key] = _kept((self.call, self.grid, side), at)
+        self._blocks.move_to_end(key)
+        return self._blocks[key]
+
+    def ordered(self, tiles: list[Tile]) -> list[Tile]:
+        """The tiles, so that as few blocks as can be are made again.
+
+        Those of a panel of rows are kept while the columns pass by.
+        """
+        if not self.is_used or self._most >= sum(map(self.grid.num, (0, 1))):
+            return tiles
+        height = self._most - 1
+        return sorted(tiles, key=lambda t: (t.row // height, t.column, t.row))
+
+
+@eqx.filter_jit
+def _kept(operands: tuple, number: Array) -> Rows:
+    call, grid, side = operands
+    kernel, size = block_kernel(call), grid.sizes[side]
+    rows = kernel.rows[side].at(grid.start(side, number), size)
+    return kernel.keep(side, rows, size)
+
+
 def with_progress(
-    call: KernelCall, sizes: Any, reduce: PyTree, meter: AbstractProgressMeter
+    call: KernelCall, reduce: PyTree, meter: AbstractProgressMeter
 ) -> PyTree:
     """What becomes of a kernel on one device, one tile at a time."""
     check_concrete(call, "`progress`")
-    kernel = BlockKernel(call)
-    grid = kernel.grid(sizes)
+    kernel = block_kernel(call)
+    grid = kernel.grid()
     collectors = make_collectors(kernel, reduce)
     states = _initial(call, reduce, grid)
-    tiles = [*grid.pairs(), *grid.diagonal()]
+    blocks = _Blocks(call, kernel, grid)
+    tiles = [*blocks.ordered(grid.pairs()), *grid.diagonal()]
     with Metered(meter, len(tiles), 0) as metered:
         waiting: collections.deque = collections.deque()
         for tile in tiles:
             at = jnp.array(tile, jnp.int32)
             is_diagonal = grid.is_same and tile.row == tile.column
-            operands = (call, reduce, grid, is_diagonal, at)
+            operands = (call, reduce, grid, is_diagonal, at, blocks.of(tile))
             states, num_nans = _step(operands, states)
             # The count of the one before is there by now, so that none is waited for.
             waiting.append(num_nans)
@@ -84,21 +133,23 @@ def with_progress(
     return kernel.output(finalized(collectors, states))
 
 
-def _tiles(kernel: BlockKernel, grid: Grid, reduce: PyTree) -> Tiles:
-    return all_tiles(kernel, grid, make_collectors(kernel, reduce))
+def _tiles(call: KernelCall, grid: Grid, reduce: PyTree) -> Tiles:
+    kernel = block_kernel(call)
+    return Tiles(kernel, grid, make_collectors(kernel, reduce))
 
 
 @eqx.filter_jit
 def _initial(call: KernelCall, reduce: PyTree, grid: Grid) -> list:
-    return _tiles(BlockKernel(call), grid, reduce).initial()
+    tiles = _tiles(call, grid, reduce)
+    return tiles.initial(*tiles.kernel.rows)
 
 
 @eqx.filter_jit(donate="all-except-first")
 def _step(operands: tuple, states: list) -> tuple[list, Array]:
     """The states after a tile, in place, and how many NaNs it has."""
-    call, reduce, grid, is_diagonal, at = operands
-    tiles = _tiles(BlockKernel(call), grid, reduce)
-    tile = tiles.tile(at, is_diagonal)
+    call, reduce, grid, is_diagonal, at, kept = operands
+    tiles = _tiles(call, grid, reduce)
+    tile = tiles.tile_of(at, is_diagonal, kept=kept)
     num_nans = tiles.num_nans(tile, at, is_diagonal)
     return tiles.update(states, tile, at, is_diagonal), num_nans
 
@@ -167,7 +218,6 @@ class _Team:
 
 def to_store(
     call: KernelCall,
-    sizes: Any,
     store: AbstractStore,
     meter: AbstractProgressMeter,
     mesh_axis: MeshAxis | None,
@@ -176,8 +226,8 @@ def to_store(
     """The arrays of a kernel, in a store."""
     check_concrete(call, "a `store`")
     team = _Team(mesh_axis, store)
-    kernel = BlockKernel(call)
-    grid = kernel.grid(sizes)
+    kernel = block_kernel(call)
+    grid = kernel.grid()
     if store.upper_only and not grid.is_symmetric:
         raise ValueError(
             "`upper_only` is for symmetric kernels of examples with themselves: leave "
@@ -187,7 +237,7 @@ def to_store(
         lambda is_first: store.begin(
             kernel.leaves,
             grid,
-            lambda: fingerprint(kernel, grid),
+            lambda: fingerprint(call, kernel, grid),
             mirror=kernel.mirror,
             is_first=is_first,
         )
@@ -203,7 +253,7 @@ def to_store(
 
 def _write(
     call: KernelCall,
-    kernel: BlockKernel,
+    kernel: AbstractBlockKernel,
     grid: Grid,
     store: AbstractStore,
     writer: AbstractWriter,
@@ -230,15 +280,16 @@ def _write(
                 missing[-1][tile] = wanted
     writer.prepare([p for some in missing for wanted in some.values() for p in wanted])
     num_tiles, num_missing = (sum(map(len, some)) for some in (own, missing))
+    blocks = _Blocks(call, kernel, grid)
     with (
         Metered(meter, num_tiles, num_tiles - num_missing) as metered,
         _Pipeline(metered) as pipeline,
     ):
         for some, is_diagonal in zip(missing, (False, True), strict=True):
-            for group in team.groups(list(some)):
+            for group in team.groups(blocks.ordered(list(some))):
                 has_mirror = any(p.is_mirror for tile in group for p in some[tile])
                 task = _Task(call, grid, is_diagonal, has_mirror, counts_nans)
-                results = _computed(task, group, team.devices)
+                results = _computed(task, group, team.devices, blocks)
                 wanted = [some[tile] for tile in group]
                 pipeline.submit(_Job(writer, len(kernel.leaves), wanted, results))
 
@@ -309,35 +360,33 @@ class _Task(eqx.Module):
     has_mirror: bool = eqx.field(static=True)
     counts_nans: bool = eqx.field(static=True)
 
-    def run(self, at: Array) -> list[Array]:
+    def run(self, at: Array, kept: Sequence[Rows | None] = (None, None)) -> list[Array]:
         """The arrays of a tile, of its mirror image, and the number of NaNs."""
-        kernel = BlockKernel(self.call)
-        tiles = _tiles(kernel, self.grid, None)
-        tile = tiles.tile(at, self.is_diagonal)
-        mirrored = kernel.mirrored(tile) if self.has_mirror else []
+        tiles = _tiles(self.call, self.grid, None)
+        tile = tiles.tile_of(at, self.is_diagonal, kept=kept)
+        mirrored = tiles.kernel.mirrored(tile) if self.has_mirror else []
         num_nans = jnp.zeros((), jnp.int32)
         if self.counts_nans:
             num_nans = tiles.num_nans(tile, at, self.is_diagonal)
         return [*tile, *mirrored, num_nans]
 
 
-def tile_program(call: KernelCall, sizes: Any) -> list[Array]:
+def tile_program(call: KernelCall) -> list[Array]:
     """What is computed of one tile, for its memory to be measured."""
-    kernel = BlockKernel(call)
-    grid = kernel.grid(sizes)
+    grid = block_kernel(call).grid()
     at = jnp.zeros(2, jnp.int32)
     return _Task(call, grid, grid.is_same, grid.is_symmetric, False).run(at)
 
 
 @eqx.filter_jit
-def _tile(task: _Task, at: Array) -> list[Array]:
-    return task.run(at)
+def _tile(task: _Task, at: Array, kept: Sequence[Rows | None]) -> list[Array]:
+    return task.run(at, kept)
 
 
 @eqx.filter_jit
 def _tiles_on_devices(task: _Task, at: Array, mesh_axis: MeshAxis) -> list[Array]:
     """As `_tile`, on each device for its own tile, along a new first axis."""
-    check_closed_over(BlockKernel(task.call))
+    check_closed_over(task.call, block_kernel(task.call))
 
     def run(operands: tuple) -> list[Array]:
         task, at = operands
@@ -347,12 +396,14 @@ def _tiles_on_devices(task: _Task, at: Array, mesh_axis: MeshAxis) -> list[Array
     return on_devices(run, (task, at), mesh_axis, PartitionSpec(mesh_axis.name))
 
 
-def _computed(task: _Task, group: Sequence[Tile], devices: list) -> list[list[Array]]:
+def _computed(
+    task: _Task, group: Sequence[Tile], devices: list, blocks: _Blocks
+) -> list[list[Array]]:
     """What there is of each tile of a group, one for each device."""
     if len(devices) < 2:
-        at = jnp.array(group[0], jnp.int32)
         with jax.default_device(devices[0] if devices else None):
-            return [_tile(task, at)]
+            at = jnp.array(group[0], jnp.int32)
+            return [_tile(task, at, blocks.of(group[0]))]
     mesh_axis = MeshAxis(Mesh(np.array(devices), ("devices",)), "devices")
     # Devices for which nothing is left repeat what another one does.
     padded = [*group, *[group[0]] * (len(devices) - len(group))]

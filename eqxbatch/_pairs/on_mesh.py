@@ -9,76 +9,42 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.cpu import written_first
 from .._base.mesh import is_explicit, replicated
 from .._batch.rows import Rows
+from .calls import MeshAxis
 from .collect import AbstractCollector, finalized, make_collectors, Reduced, Written
-from .engine import all_tiles, Tiles
+from .engine import run_tiles, Tiles
 from .fingerprint import constants
-from .function import BlockKernel, KernelCall, KernelLeaf, SAMPLE
+from .function import block_kernel
 from .grid import balanced, Grid, Tile
-
-
-class MeshAxis(eqx.Module):
-    """An axis of a mesh, over which the rows of a kernel are spread."""
-
-    mesh: Mesh = eqx.field(static=True)
-    name: str = eqx.field(static=True)
-
-    @property
-    def num(self) -> int:
-        return self.mesh.shape[self.name]
-
-
-def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
-    """The axis of a mesh that is meant, or None without a mesh."""
-    if mesh is None:
-        if axis is not None:
-            raise ValueError(
-                f"`mesh_axis` is {axis!r}, but there is no `mesh`. Give one, or leave "
-                "the axis out."
-            )
-        return None
-    if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"`mesh` must be a `jax.sharding.Mesh`; got {mesh!r} of type "
-            f"{type(mesh).__name__}. `jax.make_mesh` makes one."
-        )
-    if axis is None and len(mesh.axis_names) == 1:
-        (axis,) = mesh.axis_names
-    if axis not in mesh.axis_names:
-        raise ValueError(
-            f"`mesh_axis` must name one of the axes of the mesh, {mesh.axis_names}; "
-            f"got {axis!r}."
-        )
-    assert axis is not None
-    return MeshAxis(mesh, axis)
+from .kernel import AbstractBlockKernel, KernelCall, KernelLeaf, SAMPLE
 
 
 def on_mesh(
-    kernel: BlockKernel, grid: Grid, reduce: PyTree, mesh_axis: MeshAxis
+    call: KernelCall, kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis
 ) -> list[PyTree[Array]]:
-    """What becomes of all arrays of a kernel, on the devices of a mesh."""
-    check_closed_over(kernel)
-    collectors = make_collectors(kernel, reduce)
+    """What becomes of all arrays of the kernel of a call, on the devices of a mesh."""
+    check_closed_over(call, kernel)
+    grid, collectors = kernel.grid(), make_collectors(kernel, reduce)
     if reduce is None:
-        arrays = _written(kernel, grid, collectors, mesh_axis)
+        arrays = _written(call, kernel, grid, collectors, mesh_axis)
     else:
-        arrays = _reduced(kernel, grid, reduce, collectors, mesh_axis)
+        arrays = _reduced(call, kernel, grid, reduce, collectors, mesh_axis)
     return finalized(collectors, arrays)
 
 
-def check_closed_over(kernel: BlockKernel) -> None:
+def check_closed_over(call: KernelCall, kernel: AbstractBlockKernel) -> None:
     """Raises `ValueError` for arrays that `kernel_fn` cannot take to each device.
 
     `jax.shard_map` does not close over arrays on a mesh with Explicit axes.
     """
     structs = kernel.structs(SAMPLE)
     closed = eqx.filter_make_jaxpr(kernel.tile)(*structs)[0]
-    operands = {id(x) for x in jtu.tree_leaves(kernel.call)}
+    operands = {id(x) for x in jtu.tree_leaves(call)}
     for x in constants(closed):
         if id(x) not in operands and is_explicit(x):
             raise ValueError(
@@ -111,7 +77,8 @@ def on_devices(
 
 
 def _reduced(
-    kernel: BlockKernel,
+    call: KernelCall,
+    kernel: AbstractBlockKernel,
     grid: Grid,
     reduce: PyTree,
     collectors: Sequence[AbstractCollector],
@@ -132,16 +99,21 @@ def _reduced(
         return at[:, index], jnp.array(counts, bool).reshape(-1, num)[:, index]
 
     def run(operands: tuple[KernelCall, PyTree]) -> list[PyTree[Array]]:
-        kernel = BlockKernel(operands[0])
-        tiles = all_tiles(kernel, grid, make_collectors(kernel, operands[1]))
-        states, always = tiles.initial(), jnp.array(True)
+        kernel = block_kernel(operands[0])
+        tiles = Tiles(kernel, grid, make_collectors(kernel, operands[1]))
+        states, always = tiles.initial(*kernel.rows), jnp.array(True)
+        kept = _all_kept(kernel, grid)
         for some, is_diagonal in ((grid.pairs(), False), (grid.diagonal(), True)):
 
             def step(
                 states: list, now: tuple, is_diagonal: bool = is_diagonal
             ) -> tuple[list, None]:
                 at, counts = now
-                tile = tiles.tile(at, is_diagonal, is_loop=True)
+                if kept is None:
+                    tile = tiles.tile_of(at, is_diagonal, is_loop=True)
+                else:
+                    places = grid.start(0, at[0]), grid.start(1, at[1])
+                    tile = tiles.tile(kept, places, is_diagonal, is_loop=True)
                 return tiles.update(states, tile, at, is_diagonal, counts), None
 
             if some:
@@ -154,7 +126,7 @@ def _reduced(
         return jtu.tree_unflatten(treedef, leaves)
 
     spread = PartitionSpec(mesh_axis.name)
-    parts = on_devices(run, (kernel.call, reduce), mesh_axis, spread)
+    parts = on_devices(run, (call, reduce), mesh_axis, spread)
     parts = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), parts)
     merged = []
     for collector, part in zip(collectors, parts, strict=True):
@@ -164,8 +136,19 @@ def _reduced(
     return merged
 
 
+def _all_kept(kernel: AbstractBlockKernel, grid: Grid) -> tuple[Rows, Rows] | None:
+    """What is kept of all examples, as a device may need any; None without room."""
+    sides = (0,) if kernel.is_same else (0, 1)
+    size = sum(kernel.bytes_kept[side] * kernel.totals[side] for side in sides)
+    if size > kernel.plan.room:
+        return None
+    kept = [kernel.keep(side, kernel.rows[side], grid.sizes[side]) for side in sides]
+    return kept[0], kept[-1]
+
+
 def _written(
-    kernel: BlockKernel,
+    call: KernelCall,
+    kernel: AbstractBlockKernel,
     grid: Grid,
     collectors: Sequence[AbstractCollector],
     mesh_axis: MeshAxis,
@@ -183,7 +166,7 @@ def _written(
         if row is None:
             row = 0  # All devices have the same; they are along a new first axis.
         specs.append(PartitionSpec(*[None] * row, mesh_axis.name))
-    arrays = on_devices(run, kernel.call, mesh_axis, specs)
+    arrays = on_devices(run, call, mesh_axis, specs)
     size = -(-grid.totals[0] // num) * num
     results = []
     for leaf, x in zip(kernel.leaves, arrays, strict=True):
@@ -204,21 +187,23 @@ def _written(
 
 def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
     """The rows of one device."""
-    kernel = BlockKernel(call)
+    kernel = block_kernel(call)
     num, total = mesh_axis.num, grid.totals[0]
-    own, others = kernel.sides[0].rows, kernel.sides[-1].rows
+    own, others = kernel.rows
     height = -(-total // num)
     index = lax.axis_index(mesh_axis.name)
     collectors = [Written(leaf) for leaf in kernel.leaves]
     size = balanced(height, grid.sizes[0])
     sizes = (size, size if grid.is_same else grid.sizes[1])
 
-    def block(first: Rows, second: Rows, is_diagonal: bool) -> list[Array]:
+    def block(
+        first: Rows, second: Rows, is_diagonal: bool, kept: Rows | None = None
+    ) -> list[Array]:
         """The kernel of some examples with others, or with themselves."""
         totals = first.total, second.total
         size = min(sizes[0], totals[0]), min(sizes[1], totals[1])
         cut = Grid(totals, size, is_diagonal, grid.is_symmetric and is_diagonal)
-        return Tiles(kernel, cut, collectors, first, second).run_all()
+        return run_tiles(kernel, cut, collectors, first, second, kept)
 
     def panel(number: Any, start: Any = 0, size: int = height) -> Rows:
         at = number * height + start + jnp.arange(size, dtype=jnp.int32)
@@ -237,12 +222,15 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
         for leaf in kernel.leaves
     ]
     mine = panel(index)
-    diagonal = block(mine, mine, True)
+    kept = None
+    if kernel.num_kept(kernel.bytes_kept[0]) >= height:
+        kept = kernel.keep(0, mine, size)
+    diagonal = block(mine, mine, True, kept)
     place = functools.partial(_placed, kernel.leaves, height=height)
     results = place(results, diagonal, index)
     for distance in range(1, num if not grid.is_symmetric else (num + 1) // 2):
         other = (index + distance) % num
-        part = block(mine, panel(other), False)
+        part = block(mine, panel(other), False, kept)
         results = place(results, part, other)
         if grid.is_symmetric:
             # The mirror image is what the other device lacks.
@@ -260,7 +248,11 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
 
 
 def _opposite(
-    kernel: BlockKernel, block: Any, panel: Any, mesh_axis: MeshAxis, height: int
+    kernel: AbstractBlockKernel,
+    block: Any,
+    panel: Any,
+    mesh_axis: MeshAxis,
+    height: int,
 ) -> list[Array]:
     """The kernel with the panel half a circle away, of which both make a half."""
     num = mesh_axis.num
@@ -286,7 +278,7 @@ def _opposite(
     return [jnp.where(is_first, x, y) for x, y in _pairwise(kernel, whole, mirrored)]
 
 
-def _pairwise(kernel: BlockKernel, first: list, second: list) -> list[tuple]:
+def _pairwise(kernel: AbstractBlockKernel, first: list, second: list) -> list[tuple]:
     """The arrays of two tiles; those without pairs are those of the first."""
     return [
         (x, y if leaf.is_pairwise else x)

@@ -8,8 +8,8 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
-from .function import KernelLeaf, TileMirror
 from .grid import Grid, Tile
+from .kernel import KernelLeaf, TileMirror
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .function import TileMirror
+from .kernel import TileMirror
 
 
 class SymmetricArray:

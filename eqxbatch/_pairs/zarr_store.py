@@ -15,8 +15,8 @@ import equinox as eqx
 import numpy as np
 
 from .._base.trees import import_extra
-from .function import KernelLeaf, TileMirror
 from .grid import Grid
+from .kernel import KernelLeaf, TileMirror
 from .stores import AbstractStore, AbstractWriter, Patch
 from .symmetric_array import SymmetricArray
 

@@ -8,8 +8,7 @@ import jax
 
 from .einsum import contract_cost, EXAMPLE
 from .factors import Factors, norm_terms
-from .forms import is_allowed
-from .site import Site
+from .site import is_allowed, Site
 from .trace import Program
 
 

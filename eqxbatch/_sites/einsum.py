@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import opt_einsum
 from jaxtyping import Array
 
-from .forms import Label
+from .site import Label
 
 
 Labels = tuple[Label, ...]

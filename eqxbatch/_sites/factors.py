@@ -19,9 +19,8 @@ from jaxtyping import Array, Bool, Inexact, Real
 from .._base.dtypes import widened
 from .._base.mesh import is_on_mesh
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
-from .forms import is_lettered, Label, labels_of, positions
 from .rules import Axes
-from .site import Site
+from .site import is_lettered, Label, labels_of, positions, Site
 
 
 _Leaf = Array | jax.ShapeDtypeStruct  # Only its type matters.

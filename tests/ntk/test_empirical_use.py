@@ -18,12 +18,18 @@ from eqxbatch import (
     MemoryBudget,
     ProbedNTK,
 )
-from eqxbatch._batch.rows import Rows
-from eqxbatch._ntk.output_axes import OutputAxes
-from eqxbatch._ntk.tiles import AbstractPairing, all_pairs, Tiling
-from eqxbatch._sites.factors import Factor
 from ..helpers import assert_same, BLOCK, CountTraces, TOTALS
-from .models import cast, Dict, float64, jacobians, Matrices, outputs, pairs, truth
+from .models import (
+    cast,
+    Counted,
+    Dict,
+    float64,
+    jacobians,
+    Matrices,
+    outputs,
+    pairs,
+    truth,
+)
 
 
 @pytest.mark.matrix
@@ -55,27 +61,9 @@ def test_any_size_and_exact_symmetry(total, implementation, getkey):
         assert_same(kernel, pairs(jac_other, jac, (-1,)))
 
 
-class Counted:
-    """Counts the examples that go through a model, when it runs."""
-
-    def __init__(self):
-        self.num = 0
-
-        @jax.custom_jvp
-        def count(x):
-            return jax.pure_callback(self.add, x, x, vmap_method="expand_dims")
-
-        count.defjvp(lambda primals, tangents: (count(*primals), *tangents))
-        self.fun = count
-
-    def add(self, x):
-        self.num += x.size // 4
-        return np.asarray(x)
-
-
 def with_room(ntk, num_bytes):
     """A kernel that may keep only so much of its examples."""
-    settings = dataclasses.replace(ntk._kernels.settings, keep=num_bytes)
+    settings = dataclasses.replace(ntk._kernels.settings, room=num_bytes)
     return eqx.tree_at(
         lambda ntk: ntk._kernels,
         ntk,
@@ -91,51 +79,24 @@ def test_each_example_runs_once_a_panel(num_panels, total, getkey):
     partial = eqx.Partial(model, mlp)
     x1, x2 = jr.normal(getkey(), (total, 4)), jr.normal(getkey(), (9, 4))
     ntk = EmpiricalNTK(partial, block_size=2)
-    rows = -(-total // num_panels)
-    rows += rows % 2
+    blocks = -(-total // 2)
+    rows = total if num_panels == 1 else 2 * -(-blocks // num_panels)
     if num_panels > 1:
         # What is kept of an example: 4 inputs, 16 activations, cotangents of 3 outputs.
         ntk = with_room(ntk, rows * 4 * (4 + 16 + 3 * 16))
     jac1, jac2 = [np.asarray(jacobians(mlp, x)) for x in (x1, x2)]
     result = jax.block_until_ready(ntk(x1, x2))
-    panels = -(-total // rows)
-    computed = panels * rows if panels > 1 else total
-    assert counted.num == computed + panels * 9
+    # Columns are taken in 5 blocks of 2.
+    assert counted.num == num_panels * (rows + 10)
     assert_same(result, pairs(jac1, jac2, (-1,)))
     counted.num = 0
     result = jax.block_until_ready(ntk(x1))
-    others = 0 if panels == 1 else panels * (panels // 2) * rows
-    assert counted.num == computed + others
+    # Of an odd number of panels, each meets half of the others.
+    odd = num_panels + (num_panels % 2 == 0)
+    rows = total if odd == 1 else 2 * -(-blocks // odd)
+    assert counted.num == odd * rows * (odd + 1) // 2
     assert_same(result, pairs(jac1, jac1, (-1,)))
     assert (np.asarray(result) == np.asarray(result).T).all()
-
-
-class Lopsided(AbstractPairing):
-    """Kernels that are not symmetric, as those with rounding errors are not."""
-
-    def __init__(self):
-        self.axes = [OutputAxes(0, ((), ()), jnp.float32, 0, ("full",))]
-
-    def factors(self, side, rows):
-        return [Factor(rows[0])]
-
-    def kernels(self, first, second, num):
-        x, y = first[0].array, second[0].array
-        return [x[:, None] * y[None] + 1e-3 * x[:, None]]
-
-
-@pytest.mark.parametrize("room", (10**6, 24, 16))
-@pytest.mark.parametrize("total", (5, 7, 10, 13))
-def test_tiles_are_written_down_symmetrically(total, room):
-    x = jnp.arange(1.0, total + 1)
-    run = jax.jit(
-        lambda x: all_pairs(
-            Rows([x], (0,), total), None, Lopsided(), Tiling(4, 4, room)
-        )
-    )
-    (kernel,) = run(x)
-    assert (kernel == kernel.T).all()
-    np.testing.assert_allclose(kernel, x[:, None] * x[None], rtol=2e-3)
 
 
 def test_memory_is_flat(getkey):
@@ -149,9 +110,10 @@ def test_memory_is_flat(getkey):
         stats = jax.jit(run).lower(arrays, struct, struct).compile().memory_analysis()
         return stats.temp_size_in_bytes
 
-    # Besides the kernel itself, nothing grows if there is no room to keep it.
+    # Besides the kernel itself, nothing grows if there is no room to keep it, but for
+    # the numbers of blocks.
     small, large = [temporaries(n, 16, 0) for n in (256, 1024)]
-    assert large == small
+    assert large - small <= 4 * (1024 - 256) // 16
     assert temporaries(1024, 16, 0) < 0.1 * temporaries(1024, None, None)
 
 

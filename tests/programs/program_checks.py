@@ -26,7 +26,7 @@ from eqxbatch._gradients.site_gradients import SiteGradients
 from eqxbatch._ntk import example_factors, implementation
 from eqxbatch._sites import cost
 from eqxbatch._sites.factors import Factors, gradients
-from eqxbatch._sites.forms import is_allowed
+from eqxbatch._sites.site import is_allowed
 from eqxbatch._sites.trace import Program as Sites
 from .program_draw import Program
 from .program_subject import Subject

@@ -16,7 +16,7 @@ from eqxbatch._sites.factors import (
     squared_norms,
     weighted_sum,
 )
-from eqxbatch._sites.forms import is_allowed
+from eqxbatch._sites.site import is_allowed
 from eqxbatch._sites.trace import Program
 from ..flags import compiler_options
 

@@ -1,0 +1,153 @@
+"""Kernels of a model, from what is kept of its examples."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool, PyTree
+
+from .._batch.accumulators import Concat
+from .._batch.rows import accumulated, Rows
+from .._pairs.kernel import AbstractBlockKernel, KernelLeaf, Plan, SAMPLE
+from .._sites.factors import Factor
+from .pairings import AbstractPairing
+from .traced_model import TracedModel
+
+
+# By kind and number of the output: a kernel, or an estimate and its standard error.
+Found = dict[tuple[str, int], list]
+
+
+def by_name(names: list[tuple[str, int]], kernels: list) -> Found:
+    """Kernels by their names, which can be those of several."""
+    found: Found = {}
+    for name, kernel in zip(names, kernels, strict=True):
+        found.setdefault(name, []).append(kernel)
+    return found
+
+
+class ModelKernel(AbstractBlockKernel):
+    """Kernels of a model, in blocks."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: TracedModel,
+        pairing: AbstractPairing,
+        names: list[tuple[str, int]],
+        assemble: Callable[[Found], PyTree],
+    ):
+        self.plan, self.pairing = plan, pairing
+        self.rows = model.sides[0].rows, model.sides[-1].rows
+        of = lambda kernels: assemble(by_name(names, kernels))
+        # The order of the kernels in what is returned.
+        self._order: list[int] = jtu.tree_leaves(of([*range(len(names))]))
+        shapes = [axes.arranged_shape(SAMPLE) for axes in pairing.axes]
+        structs = [
+            jax.ShapeDtypeStruct(shape, axes.dtype)
+            for shape, axes in zip(shapes, pairing.axes, strict=True)
+        ]
+        self.out = of(structs)
+        paths = [jtu.keystr(p) for p, _ in jtu.tree_leaves_with_path(self.out)]
+        self.leaves = [
+            KernelLeaf(path, pairing.axes[i].example_axes, shapes[i], structs[i].dtype)
+            for path, i in zip(paths, self._order, strict=True)
+        ]
+        self._sides = [0] if self.is_same else [0, 1]
+        self._factors: list[list[Factor]] = []
+        self._shared: list[list[Array]] = []
+        sizes = []
+        for side in self._sides:
+            factors = eqx.filter_eval_shape(
+                pairing.factors, side, self.structs((1, 1))[side]
+            )
+            self._factors.append(factors)
+            kept = [factor.array for factor in factors if factor.has_examples]
+            sizes.append(sum(x.size * x.dtype.itemsize for x in kept))
+        self.bytes_kept = sizes[0], sizes[-1]
+
+    def prepare(self) -> None:
+        self._shared = [self._shared_by(side) for side in self._sides]
+
+    def _shared_by(self, side: int) -> list[Array]:
+        """What is kept that all examples of a side have in common."""
+        if all(factor.has_examples for factor in self._factors[side]):
+            return []
+        factors = self.pairing.factors(side, self.rows[side].one())
+        return [factor.array for factor in factors if not factor.has_examples]
+
+    def keep(self, side: int, rows: Rows, size: int) -> Rows:
+        side = min(side, len(self._sides) - 1)
+
+        def run(arrays: list, num: int) -> list[Array]:
+            factors = self.pairing.factors(side, arrays)
+            own = [factor.array for factor in factors if factor.has_examples]
+            # Without any array, nothing would run. This one is not used.
+            return own or [jnp.zeros(num)]
+
+        own = list(accumulated(run, rows, size, Concat()))
+        shared = [*(self._shared[side] if self._shared else self._shared_by(side))]
+        has_examples = [factor.has_examples for factor in self._factors[side]]
+        arrays = [(own if has else shared).pop(0) for has in has_examples]
+        axes = tuple(0 if has else None for has in has_examples)
+        return Rows(arrays, axes, rows.total)
+
+    def block(
+        self, first: Rows, second: Rows | None, always: Bool[Array, ""] | bool = True
+    ) -> list[Array]:
+        del always
+        second = first if second is None else second
+        num = first.total, second.total
+        kernels = self.pairing.kernels(_factors(first), _factors(second), num)
+        arranged = _arranged(self.pairing, kernels)
+        return [arranged[i] for i in self._order]
+
+    def tile(self, first: list, second: list | None) -> list[Array]:
+        kept = []
+        for side, arrays in enumerate((first, second)):
+            if arrays is not None:
+                axes = self.rows[side].axes
+                size = arrays[0].shape[axes[0]]
+                kept.append(self.keep(side, Rows(arrays, axes, size), size))
+        return self.block(kept[0], kept[1] if second is not None else None)
+
+
+def _factors(rows: Rows) -> list[Factor]:
+    pairs = zip(rows.arrays, rows.axes, strict=True)
+    return [Factor(x, axis is not None) for x, axis in pairs]
+
+
+def whole(model: TracedModel, pairing: AbstractPairing) -> list[Array]:
+    """All kernels at once. They are exactly symmetric if there is but one side."""
+    rows = [side.rows for side in model.sides]
+    factors = [pairing.factors(side, x.arrays) for side, x in enumerate(rows)]
+    num = rows[0].total, rows[-1].total
+    kernels = pairing.kernels(factors[0], factors[-1], num)
+    if len(rows) == 1:
+        pairs = zip(kernels, pairing.axes, strict=True)
+        kernels = [(kernel + axes.mirrored(kernel)) / 2 for kernel, axes in pairs]
+    return _arranged(pairing, kernels)
+
+
+def each(model: TracedModel, pairing: AbstractPairing, size: int | None) -> list[Array]:
+    """The kernels of each example of one side with that of the other in its place."""
+    first, *others = [side.rows for side in model.sides]
+    num = len(first.arrays)
+
+    def run(arrays: list, size: int) -> list[Array]:
+        factors = [pairing.factors(0, arrays[:num])]
+        if others:
+            factors.append(pairing.factors(1, arrays[num:]))
+        return pairing.kernels(factors[0], factors[-1], (size, size))
+
+    both = [first, *others]
+    arrays = [x for rows in both for x in rows.arrays]
+    axes = tuple(axis for rows in both for axis in rows.axes)
+    kernels = accumulated(run, Rows(arrays, axes, first.total), size, Concat())
+    return _arranged(pairing, kernels)
+
+
+def _arranged(pairing: AbstractPairing, kernels: list[Array]) -> list[Array]:
+    return [axes.arranged(x) for axes, x in zip(pairing.axes, kernels, strict=True)]

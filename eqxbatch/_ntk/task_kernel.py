@@ -1,0 +1,190 @@
+"""A model's kernels as a kernel function, which knows what to keep of examples."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._base.trees import match_prefix
+from .._batch.axes import broadcast_axes
+from .._pairs.batch import BatchKernel, make_batch_kernel
+from .._pairs.calls import check_vmap_axes
+from .._pairs.function import is_axes
+from .._pairs.kernel import AbstractKernelFunction, KernelCall
+from .model_kernel import ModelKernel
+from .output_axes import Mirror
+from .request import Kernels, KernelTask
+from .traced_model import named
+
+
+class TaskKernel(AbstractKernelFunction):
+    """What a task makes of a model, as a kernel function.
+
+    - `get`: as `named` has it.
+    """
+
+    kernels: Kernels
+    task: KernelTask
+    get: Any = eqx.field(static=True)
+
+    @property
+    def symmetric(self) -> Mirror:
+        return self.kernels.mirror
+
+    def __call__(
+        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
+    ) -> Any:
+        return self._named(self.kernels(self.task, x1, x2, key, kwargs))
+
+    def _named(self, kernels: list[PyTree]) -> Any:
+        return named(self.get, self.task.get, kernels)
+
+    def in_blocks(self, call: KernelCall) -> ModelKernel | None:
+        is_asymmetric = len(call.calls) == 1 and call.plan.mirror is None
+        if is_asymmetric or not _has_axes_of(self.kernels, call):
+            return None
+        kernels = self.kernels.of_blocks(call.plan)
+        model = kernels.traced(call.calls, call.shared)
+        for axes in model.axes:
+            if axes.pairs_examples and not axes.is_empty:
+                continue
+            if call.out_axes is not None:
+                return None
+            what = "has no entries" if axes.is_empty else "pairs no examples"
+            raise ValueError(
+                "`store`, `mesh`, `reduce` and `progress` are for kernels of all pairs "
+                f"of examples; that of output number {axes.index}, of shape "
+                f"{axes.shape} for one example, {what}. Leave them out, or the axis of "
+                "the examples out of `trace_axes` and `diagonal_axes`."
+            )
+        pairing, names = self.task.pairing(model, model.axes)
+        assemble = lambda found: self._named(self.task.assembled(model, found))
+        kernel = ModelKernel(call.plan, model, pairing, names, assemble)
+        return kernel if _returns_axes_of(kernel, call) else None
+
+
+class AbstractEstimator(AbstractKernelFunction):
+    """An empirical kernel: a kernel function that has a model.
+
+    - `_kernels`: the model, and how its kernels are computed.
+    - `_blocks`: where they go to, if not to the device as they are.
+    """
+
+    _kernels: eqx.AbstractVar[Kernels]
+    _blocks: eqx.AbstractVar[BatchKernel | None]
+
+    @abc.abstractmethod
+    def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
+        """What a call asks for, as what, and what it passes on to the model."""
+
+    @property
+    def model(self) -> Callable:
+        """The model."""
+        return self._kernels.model
+
+    @property
+    def symmetric(self) -> Mirror:
+        """What exchanges the two sides of a kernel, so that half of it is enough."""
+        return self._kernels.mirror
+
+    def in_blocks(self, call: KernelCall) -> ModelKernel | None:
+        if self._blocks is not None:
+            return None
+        task, get, kwargs = self._asked(*call.args, **call.shared)
+        kernel = TaskKernel(self._kernels, task, get)
+        return kernel.in_blocks(dataclasses.replace(call, args=(), shared=kwargs))
+
+    def _computed(self, x1: PyTree, x2: PyTree, key: Any, asked: tuple) -> Any:
+        """The kernels, which have gone to where they are to go."""
+        task, get, kwargs = asked
+        if self._blocks is None:
+            return TaskKernel(self._kernels, task, get)(x1, x2, key=key, **kwargs)
+        settings = dataclasses.replace(self._kernels.settings, block_size=None)
+        kernels = dataclasses.replace(self._kernels, settings=settings)
+        call = {"key": key, **kwargs}
+        return self._blocks.apply(TaskKernel(kernels, task, get), (x1, x2), call)
+
+
+def make_blocks(
+    block_size: Any,
+    vmap_axes: Any,
+    *,
+    store: Any,
+    mesh: Any,
+    mesh_axis: str | None,
+    reduce: PyTree,
+    progress: Any,
+) -> BatchKernel | None:
+    """Where kernels go to; None for the device as they are."""
+    settings = mesh, mesh_axis, reduce, progress
+    if (
+        all(x is None for x in settings)
+        and isinstance(store, str)
+        and store == "device"
+    ):
+        return None
+    axes = check_vmap_axes(vmap_axes)
+    blocks = make_batch_kernel(
+        block_size,
+        reduce=reduce,
+        mesh=mesh,
+        mesh_axis=mesh_axis,
+        store=store,
+        progress=progress,
+        in_axes=axes.inputs,
+        kwargs_axes=axes.kwargs,
+        out_axes=None,
+    )
+    if not axes.is_batched:
+        raise ValueError(
+            "With `vmap_axes=None`, a kernel cannot go to a `store` or a `mesh`, be "
+            "reduced, or show its `progress`: examples that the model takes together "
+            "cannot be taken apart. Use `vmap_axes=0` if they do not interact."
+        )
+    return blocks
+
+
+def _has_axes_of(kernels: Kernels, call: KernelCall) -> bool:
+    """Whether the model has the examples where the kernel function has."""
+    axes = kernels.settings.vmap_axes
+    if kernels.settings.block_size is not None or not axes.is_batched:
+        return False
+    default = eqx.if_array(0)
+    for one in call.calls:
+        trees = [(one.x, call.in_axes, axes.inputs)]
+        for name, x in one.own.items():
+            specs = (x.get(name, default) for x in (call.kwargs_axes, axes.kwargs))
+            trees.append((x, *specs))
+        for tree, of_call, of_model in trees:
+            if _axes(of_call, tree) != _axes(of_model, tree):
+                return False
+    return True
+
+
+def _axes(spec: PyTree, tree: PyTree) -> list[int | None]:
+    found = broadcast_axes("in_axes", spec, tree)
+    return [
+        axis % x.ndim if axis is not None and eqx.is_array(x) and x.ndim else axis
+        for axis, x in zip(found, jtu.tree_leaves(tree), strict=True)
+    ]
+
+
+def _returns_axes_of(kernel: ModelKernel, call: KernelCall) -> bool:
+    """Whether rows and columns are where the call says that they are."""
+    if call.out_axes is None:
+        return True
+    places = match_prefix(
+        "out_axes", call.out_axes, kernel.out, "a PyTree prefix", is_leaf=is_axes
+    )
+    expected = [
+        tuple(axis if axis is None else axis % len(x.shape) for axis in axes)
+        if is_axes(axes)
+        else axes
+        for _, axes, part in places
+        for x in jtu.tree_leaves(part)
+    ]
+    return expected == [leaf.axes for leaf in kernel.leaves]

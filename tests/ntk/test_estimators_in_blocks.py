@@ -1,0 +1,247 @@
+"""Kernels of models in blocks that are stored, spread over devices or reduced."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from eqxbatch import (
+    AbstractProgressMeter,
+    EmpiricalKernel,
+    EmpiricalNNGP,
+    EmpiricalNTK,
+    filter_batch_kernel,
+    HostStore,
+    KernelProduct,
+    MemoryBudget,
+    MonteCarloKernel,
+    ProbedNTK,
+    PseudoNTK,
+    RowSums,
+    TopK,
+    ZarrStore,
+)
+from ..helpers import make_mesh
+from .models import Counted
+from .random_kernels import init
+
+
+class Count(AbstractProgressMeter):
+    """Counts the blocks, and keeps the number."""
+
+    totals: list = dataclasses.field(default_factory=list)
+
+    def start(self, num_blocks, num_done):
+        self.totals.append(num_blocks)
+        return 0
+
+    def step(self, state, num_nans):
+        return state + 1
+
+    def close(self, state):
+        self.totals.append(state)
+
+
+def assert_close(got, expected):
+    got, expected = map(jax.tree.leaves, (got, expected))
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(x), y, rtol=2e-5, atol=2e-5)
+
+
+def places(folder):
+    mesh = make_mesh(AxisType.Auto, (3,))
+    return {
+        "host": {"store": HostStore()},
+        "disk": {"store": ZarrStore(folder / "kernel")},
+        "mesh": {"mesh": mesh},
+        "explicit": {"mesh": make_mesh(AxisType.Explicit, (2,))},
+        "host of a mesh": {"mesh": mesh, "store": HostStore()},
+        "progress": {"progress": Count()},
+    }
+
+
+ESTIMATORS = {
+    "ntk": lambda model, **kw: EmpiricalNTK(model, **kw),
+    "products": lambda model, **kw: EmpiricalNTK(model, implementation=1, **kw),
+    "full": lambda model, **kw: EmpiricalNTK(model, trace_axes=(), **kw),
+    "nngp": lambda model, **kw: EmpiricalNNGP(model, **kw),
+    "both": lambda model, **kw: EmpiricalKernel(model, **kw),
+    "random": lambda model, **kw: MonteCarloKernel(
+        init, key=jr.key(3), n_samples=2, **kw
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    (
+        *(("ntk", place) for place in ("disk", "mesh", "explicit", "progress")),
+        ("both", "host of a mesh"),
+        ("full", "explicit"),
+        ("nngp", "host"),
+        ("products", "mesh"),
+        ("random", "host"),
+        ("random", "mesh"),
+    ),
+)
+def test_places(name, place, tmp_path, getkey):
+    model = eqx.nn.MLP(3, 2, 4, 2, key=getkey())
+    x1, x2 = jr.normal(getkey(), (7, 3)), jr.normal(getkey(), (4, 3))
+    make = ESTIMATORS[name]
+    for i, args in enumerate(((x1,), (x1, x2))):
+        (tmp_path / str(i)).mkdir()
+        settings = places(tmp_path / str(i))[place]
+        got = make(model, block_size=3, **settings)(*args)
+        assert_close(got, make(model)(*args))
+
+
+@pytest.mark.parametrize("name", ("ntk", "both", "random"))
+def test_reductions(name, getkey):
+    model = eqx.nn.MLP(3, 2, 4, 2, key=getkey())
+    x1, x2 = jr.normal(getkey(), (7, 3)), jr.normal(getkey(), (4, 3))
+    make = ESTIMATORS[name]
+    others = {"mesh": make_mesh(AxisType.Auto, (3,))}, {"progress": Count()}
+    for args in ((x1,), (x1, x2)):
+        dense = jax.tree.map(lambda x: x.sum(1), make(model)(*args))
+        for settings in ({}, *(others if name == "ntk" else ())):
+            kernel = make(model, block_size=3, reduce=RowSums(), **settings)
+            assert_close(kernel(*args), dense)
+
+
+def test_reductions_of_estimates(getkey):
+    """One for each kernel; and those that only see averages."""
+    x, v = jr.normal(getkey(), (7, 3)), jr.normal(getkey(), (7,))
+    model = eqx.nn.MLP(3, 1, 4, 2, key=getkey())
+    ntk = EmpiricalKernel(model, block_size=3, reduce=KernelProduct(v))
+    assert_close(ntk(x, get="ntk"), EmpiricalNTK(model)(x) @ v)
+    options = {"key": getkey(), "n_samples": 3, "get": "nngp"}
+    nearest = MonteCarloKernel(init, block_size=3, reduce=TopK(2), **options)(x)
+    dense = MonteCarloKernel(init, **options)(x)
+    assert_close(nearest.values, jax.lax.top_k(dense, 2)[0])
+
+
+def test_blocks_of_a_model_run_once(getkey):
+    """Each example goes through the model once, and not once for each block."""
+    counted = Counted()
+    model = eqx.Partial(
+        lambda mlp, x: mlp(counted.fun(x)), eqx.nn.MLP(4, 3, 8, 2, key=getkey())
+    )
+    x, y = jr.normal(getkey(), (12, 4)), jr.normal(getkey(), (9, 4))
+    ntk = EmpiricalNTK(model)
+    for kernel in (
+        filter_batch_kernel(ntk, block_size=3),
+        filter_batch_kernel(ntk, block_size=3, store=HostStore()),
+        filter_batch_kernel(ntk, block_size=3, progress=Count()),
+        filter_batch_kernel(ntk, block_size=3, reduce=RowSums()),
+        EmpiricalNTK(model, block_size=3, store=HostStore()),
+    ):
+        for args in ((x,), (x, y)):
+            counted.num = 0
+            jax.block_until_ready(kernel(*args))
+            assert counted.num == sum(map(len, args))
+
+
+def test_estimators_as_kernel_functions(getkey):
+    """Whatever is told of their axes, with factors or without."""
+    model = eqx.nn.MLP(3, 2, 4, 2, key=getkey())
+    x, y = jr.normal(getkey(), (7, 3)), jr.normal(getkey(), (4, 3))
+    cases = {
+        "plain": (EmpiricalNTK(model), {}, (x, y)),
+        "pseudo": (PseudoNTK(model), {}, (x, y)),
+        "probed": (ProbedNTK(model, num_probes=3, key=getkey()), {}, (x, y)),
+        "inner blocks": (EmpiricalNTK(model, block_size=2), {}, (x, y)),
+        "named": (EmpiricalKernel(model), {}, (x, y, "ntk")),
+        "examples last": (
+            EmpiricalNTK(model, vmap_axes=(1, 0, {})),
+            {"in_axes": 1},
+            (x.T, y.T),
+        ),
+        "not batched": (
+            EmpiricalNTK(eqx.filter_vmap(model), vmap_axes=None),
+            {},
+            (x, y),
+        ),
+        "outputs last": (
+            EmpiricalNTK(model, vmap_axes=(0, 1, {}), trace_axes=()),
+            {"out_axes": (2, 3)},
+            (x, y),
+        ),
+    }
+    for name, (kernel, settings, args) in cases.items():
+        batched = filter_batch_kernel(kernel, block_size=3, **settings)
+        dense = kernel(*args)
+        assert_close(batched(*args), dense)
+        if name != "named":
+            assert_close(batched(args[0]), kernel(args[0]))
+    # It is computed whole if it is not to be symmetric.
+    ntk = EmpiricalNTK(model)
+    batched = filter_batch_kernel(ntk, block_size=(2, 5), symmetric=False)
+    assert_close(batched(x), ntk(x))
+    batched = filter_batch_kernel(ntk, block_size=MemoryBudget("1MB"))
+    assert_close(batched(x), ntk(x))
+
+
+def test_keys_and_pairs(getkey):
+    """Each example keeps its key and its arguments, whatever the blocks are."""
+    dropout = eqx.nn.Dropout(0.5)
+    mlp = eqx.nn.MLP(3, 2, 4, 2, key=getkey())
+    model = eqx.Partial(
+        lambda mlp, x, key, scale: mlp(scale * dropout(x, key=key)), mlp
+    )
+    x, y, key = jr.normal(getkey(), (7, 3)), jr.normal(getkey(), (4, 3)), getkey()
+    scales = jr.normal(getkey(), (7,)), jr.normal(getkey(), (4,))
+    dense = EmpiricalNTK(model)
+    places = {"store": HostStore()}, {"mesh": make_mesh(AxisType.Auto, (2,))}
+    for settings in places:
+        ntk = EmpiricalNTK(model, block_size=3, **settings)
+        for args, scale in (((x,), (scales[0], None)), ((x, y), scales)):
+            expected = dense(*args, key=key, scale=scale)
+            assert_close(ntk(*args, key=key, scale=scale), expected)
+
+
+def test_derivatives(getkey):
+    model = eqx.nn.MLP(3, 2, 4, 2, key=getkey())
+    x = jr.normal(getkey(), (5, 3))
+    mesh = make_mesh(AxisType.Auto, (2,))
+    losses = [
+        lambda model, x, kw=kw: jnp.sum(EmpiricalNTK(model, **kw)(x) ** 2)
+        for kw in ({}, {"block_size": 2, "mesh": mesh})
+    ]
+    losses.append(
+        lambda model, x: jnp.sum(
+            filter_batch_kernel(EmpiricalNTK(model), block_size=2)(x) ** 2
+        )
+    )
+    expected, *got = (eqx.filter_jit(eqx.filter_grad(f))(model, x) for f in losses)
+    for one in got:
+        assert_close(one, expected)
+
+
+def test_wrong_settings(getkey):
+    model = eqx.nn.MLP(3, 2, 4, 2, key=getkey())
+    x = jr.normal(getkey(), (5, 3))
+    host = {"store": HostStore()}
+    for settings, message in (
+        ({"reduce": RowSums(), **host}, "With `reduce`, no kernel is kept"),
+        ({"mesh_axis": "data"}, "`mesh_axis` is 'data', but there is no `mesh`"),
+        ({"vmap_axes": None, **host}, "With `vmap_axes=None`, a kernel cannot go to"),
+    ):
+        for cls in (EmpiricalNTK, EmpiricalNNGP, EmpiricalKernel):
+            with pytest.raises(ValueError, match=message):
+                cls(model, **settings)
+    for settings in ({"diagonal_axes": 0}, {"trace_axes": 0}):
+        with pytest.raises(ValueError, match=r"pairs no examples\. Leave them out"):
+            EmpiricalNTK(model, **{"trace_axes": (), **settings}, **host)(x)
+    with pytest.raises(TypeError, match=r"cannot be within `jax\.jit`"):
+        eqx.filter_jit(EmpiricalNTK(model, **host))(x)
+    options = {"key": getkey(), "reduce": RowSums()}
+    for settings in ({"n_samples": (2, 4)}, {"n_samples": 20, "tol": 0.1}):
+        with pytest.raises(ValueError, match="averaged over all samples once"):
+            MonteCarloKernel(init, **settings, **options)
+    with pytest.raises(ValueError, match="no standard error is known"):
+        MonteCarloKernel(init, n_samples=2, **options).estimate(x)
