@@ -6,6 +6,7 @@ import sys
 
 from . import (
     batch_kernel,
+    costs,
     curvature,
     grid,
     harness,
@@ -25,6 +26,7 @@ SUITES = (
     kernels,
     monte_carlo,
     batch_kernel,
+    costs,
 )
 
 HERE = pathlib.Path(__file__).parent

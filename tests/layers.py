@@ -125,8 +125,17 @@ def _layers() -> dict[str, Callable[[], Case]]:
         ),
         "SpectralNorm": Case(norm, spectral, vectors(3)),
     }
-    one = lambda case: lambda: case._replace(model=case.model())
-    return {name: functools.cache(one(case)) for name, case in made.items()}
+
+    # A layer is made once for each of the default dtypes, whichever test comes first.
+    @functools.cache
+    def one(name, is_double):
+        del is_double
+        return made[name]._replace(model=made[name].model())
+
+    return {
+        name: lambda name=name: one(name, jnp.result_type(float) == jnp.float64)
+        for name in made
+    }
 
 
 # Functions, so that a layer is only made where it is asked for.

@@ -86,6 +86,17 @@ def test_all_transitive_checks_see_files():
     assert any("eqxbatch._base" in name for path in FILES for name in imports(path))
 
 
+def test_functions_are_short():
+    """No more than 60 lines without the docstring and the parameters."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            body = node.body[ast.get_docstring(node) is not None :]
+            lines = node.body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= 60, (path, node.name, lines)
+
+
 def test_classes_are_abstract_or_final():
     classes = {
         cls

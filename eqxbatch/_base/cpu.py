@@ -131,6 +131,38 @@ def _mirrored_in_pieces(x: Array) -> Array:
     return x
 
 
+def with_mirror_image(
+    x: Shaped[Array, "n n ..."],
+    combine: Callable[[Array, Array], Array],
+    exchanged: Callable[[Array], Array],
+) -> Shaped[Array, "n n ..."]:
+    """`combine(x, exchanged(x))`, which must be symmetric.
+
+    XLA for CPUs reads the columns of a large array one number at a time, each of them
+    from far away: so it is done in pieces of which both images fit into a cache.
+    """
+    at_once = lambda x: combine(x, exchanged(x))
+    if x.shape[0] <= 2 * _PIECE:
+        return at_once(x)
+    zeros = [jnp.zeros((), jnp.int32) for _ in x.shape[2:]]
+    starts = _starts(x.shape[0]).astype(jnp.int32)
+    row, column = jnp.triu_indices(len(starts))
+
+    def step(result: Array, at: Array) -> tuple[Array, None]:
+        here, there = [*at, *zeros], [*at[::-1], *zeros]
+        size = (_PIECE, _PIECE, *x.shape[2:])
+        pieces = [lax.dynamic_slice(x, place, size) for place in (here, there)]
+        piece = combine(pieces[0], exchanged(pieces[1]))
+        result = lax.dynamic_update_slice(result, piece, here)
+        return lax.dynamic_update_slice(result, exchanged(piece), there), None
+
+    def in_pieces(x: Array) -> Array:
+        at = jnp.stack([starts[row], starts[column]], axis=-1)
+        return lax.scan(step, vary(jnp.zeros_like(x), varying(jax.typeof(x))), at)[0]
+
+    return lax.platform_dependent(x, cpu=in_pieces, default=at_once)
+
+
 def _starts(num: int) -> Array:
     """Where pieces begin, so that all of them have the same size."""
     size = min(num, _PIECE)

@@ -1,14 +1,12 @@
 """Making jaxprs, and evaluating them with some of their equations replaced."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 
 _T = TypeVar("_T")
@@ -26,22 +24,6 @@ def callee(eqn: Any) -> Any:
 def literal(atom: Any) -> Array:
     """The value of a literal in its own dtype, which a Python number does not have."""
     return jnp.asarray(atom.val, atom.aval.dtype)
-
-
-def trace_example(
-    fun: Callable[[list, list], PyTree],
-    leaves: list,
-    arrays: list,
-    axes: Sequence[int],
-) -> tuple[Any, PyTree]:
-    """Traces `fun(leaves, rows)` for one example of a batch.
-
-    Returns its closed jaxpr, whose first inputs are the leaves, and what it returns
-    with a `jax.ShapeDtypeStruct` for each array.
-    """
-    trace = lambda rows: eqx.filter_make_jaxpr(fun)(leaves, rows)
-    closed, structs, static = at_example(trace, arrays, axes)
-    return closed, eqx.combine(structs, static)
 
 
 def at_example(fun: Callable[[list], _T], arrays: list, axes: Sequence[int]) -> _T:
@@ -152,38 +134,6 @@ def first_use(jaxpr: Any, var: Any) -> tuple[int, ...]:
         inner = callee(eqn).jaxpr
         return (index, *min(first_use(inner, inner.invars[i]) for i in positions))
     return (len(jaxpr.eqns),)
-
-
-def num_operations(jaxpr: Any) -> float:
-    """About how many floating-point operations take as long as a jaxpr does.
-
-    What is written counts as several for each element, as memory is slow.
-    """
-    return sum(map(_operations, jaxpr.eqns), 0.0)
-
-
-def _operations(eqn: Any) -> float:
-    name = eqn.primitive.name
-    out = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        lhs = eqn.invars[0].aval.shape
-        contracted = math.prod(lhs[axis] for axis in contracted)
-        return (2.0 * contracted + _PER_ELEMENT) * out
-    if name == "conv_general_dilated":
-        numbers = eqn.params["dimension_numbers"]
-        rhs = eqn.invars[1].aval.shape
-        contracted = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)
-        return (2.0 * contracted + _PER_ELEMENT) * out
-    inner = [num_operations(sub) for sub in inner_jaxprs(eqn)]
-    if not inner:
-        return _PER_ELEMENT * out
-    if name == "cond":
-        return max(inner)
-    return sum(inner) * eqn.params.get("length", 1)
-
-
-_PER_ELEMENT = 32.0
 
 
 def uses_dtype(jaxpr: Any, dtype: Any) -> bool:

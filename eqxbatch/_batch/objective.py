@@ -10,9 +10,9 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
 from .._base.dtypes import finite_sums, normalised, widened
-from .._base.jaxprs import evaluate_jaxpr, trace_example, uses_dtype
-from .axes import Batch, positional_names
-from .slots import is_struct
+from .._base.jaxprs import uses_dtype
+from .._base.per_example import PerExample
+from .axes import Batch, positional_names, split_batch, unbatched
 
 
 class Selection(eqx.Module):
@@ -82,28 +82,68 @@ def _numbers(model: PyTree, where: Callable) -> set[int]:
     return {x.number for x in found}
 
 
-def differentiated(
-    args: tuple,
-    kwargs: dict[str, Any],
-    where: Callable | None = None,
-    filter_spec: PyTree = eqx.is_inexact_array,
-) -> tuple[PyTree, PyTree]:
-    """What of the first argument is differentiated, and the rest of it."""
-    if not args:
-        raise ValueError(
-            "The argument that is differentiated comes first, by position; got "
-            f"only keyword arguments, {tuple(kwargs)}."
-        )
-    if not jtu.tree_leaves(eqx.filter(args[0], eqx.is_inexact_array)):
-        raise ValueError(
-            "The first argument has no arrays of an inexact dtype, so that there "
-            f"is nothing to differentiate; got {args[0]!r}. Give what the "
-            "derivative is with respect to as the first argument."
-        )
-    return Selection(args[0], where, filter_spec).partition(args[0])
+class Objective(eqx.Module):
+    """What is differentiated: in which parameters, and over which examples.
+
+    - `where`, `filter_spec`: which leaves of the first argument are parameters.
+    - `in_axes`: the batch axes of all other arguments; None if there is no batch.
+    - `has_aux`: whether the function returns more than what is differentiated.
+    - `holomorphic`: whether it is a holomorphic function of complex arrays.
+    """
+
+    where: Callable | None = None
+    filter_spec: PyTree = eqx.is_inexact_array
+    in_axes: PyTree = None
+    has_aux: bool = False
+    holomorphic: bool = False
+
+    def batch(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Batch:
+        """The arguments of a call, of which the first has no examples."""
+        if self.in_axes is None:
+            return unbatched(args, kwargs)
+        return split_examples(fun, self.in_axes, args, kwargs)
+
+    def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
+        """What of the first argument is differentiated, and the rest of it."""
+        if not args:
+            raise ValueError(
+                "The argument that is differentiated comes first, by position; got "
+                f"only keyword arguments, {tuple(kwargs)}."
+            )
+        if not jtu.tree_leaves(eqx.filter(args[0], eqx.is_inexact_array)):
+            raise ValueError(
+                "The first argument has no arrays of an inexact dtype, so that there "
+                f"is nothing to differentiate; got {args[0]!r}. Give what the "
+                "derivative is with respect to as the first argument."
+            )
+        return Selection(args[0], self.where, self.filter_spec).partition(args[0])
+
+    def real_parameters(
+        self, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[PyTree, PyTree]:
+        """The same, of real numbers, or of complex ones if it is holomorphic in them.
+
+        Raises `TypeError` for others.
+        """
+        diff, nondiff = self.parameters(args, kwargs)
+        _check_complex(diff, self.holomorphic)
+        return diff, nondiff
+
+    def loss(
+        self, fun: Callable, batch: Batch, diff: PyTree, nondiff: PyTree
+    ) -> "Loss":
+        """The function as one of the parameters and of the rows of a batch."""
+        return Loss(fun, batch, diff, nondiff, self.has_aux, self.holomorphic)
 
 
-def axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
+def split_examples(
+    fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
+) -> Batch:
+    """The arguments of a call, with `in_axes` for those after the first."""
+    return split_batch(fun, _axes_of_all(fun, in_axes, args), args, kwargs)
+
+
+def _axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
     """`in_axes` for all arguments, from those for all but the first."""
     if isinstance(in_axes, dict):
         (first,) = positional_names(fun, 1)
@@ -126,7 +166,7 @@ def axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
     return (None, *[in_axes] * num)
 
 
-def check_complex(diff: PyTree, holomorphic: bool) -> None:
+def _check_complex(diff: PyTree, holomorphic: bool) -> None:
     """Raises `TypeError` if `holomorphic` does not fit the parameters."""
     are_complex = [jnp.iscomplexobj(x) for x in jtu.tree_leaves(diff)]
     if holomorphic and not all(are_complex):
@@ -232,16 +272,9 @@ class Example:
     def __init__(self, loss: Loss):
         batch = loss.batch
         self.has_aux = loss.has_aux
-        self.leaves, self.treedef = jtu.tree_flatten(loss.diff)
-        self.axes = list(batch.axes)
-
-        def flat(leaves: list, rows: list) -> tuple[Array, PyTree]:
-            return loss(jtu.tree_unflatten(self.treedef, leaves), rows)
-
+        self._treedef = jtu.tree_structure(loss.diff)
         try:
-            self.closed, self._out = trace_example(
-                flat, self.leaves, batch.arrays, self.axes
-            )
+            self.program = PerExample(loss, loss.diff, batch.arrays, batch.axes)
         except NameError as e:
             if "unbound axis name" not in str(e):
                 raise
@@ -254,28 +287,25 @@ class Example:
                 "`axis_name` itself, and say `batched=True`."
             ) from e
         # Whether sums over examples can overflow where their mean does not.
-        self.is_narrow = uses_dtype(self.closed.jaxpr, jnp.float16)
+        self.is_narrow = uses_dtype(self.program.closed.jaxpr, jnp.float16)
 
-    def run(self, leaves: list, rows: tuple) -> list:
-        """The arrays that the loss returns, the value first."""
-        jaxpr, consts = self.closed.jaxpr, list(self.closed.consts)
-        return evaluate_jaxpr(jaxpr, consts, [*leaves, *rows])
+    @property
+    def leaves(self) -> list[Array]:
+        """What is differentiated."""
+        return self.program.leaves
 
     def vmap(self, one: Callable, rows: list) -> Any:
         """`one(*rows)` for all examples of a block; it may return more than arrays."""
-        return eqx.filter_vmap(one, in_axes=tuple(self.axes))(*rows)
+        return eqx.filter_vmap(one, in_axes=tuple(self.program.axes))(*rows)
 
     def outputs(self, arrays: list) -> dict[str, PyTree]:
         """Value and aux, from the arrays that the loss returns."""
-        remaining = list(arrays)
-        value, aux = jtu.tree_map(
-            lambda x: remaining.pop(0) if is_struct(x) else x, self._out
-        )
+        value, aux = self.program.output(arrays)
         return {"value": value, "aux": aux}
 
     def gradient(self, leaves: list) -> PyTree:
         """Arrays for the leaves, in the structure of the gradient."""
-        return jtu.tree_unflatten(self.treedef, leaves)
+        return jtu.tree_unflatten(self._treedef, leaves)
 
     def totals(
         self,

@@ -3,8 +3,9 @@
 import abc
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, cast, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -103,7 +104,7 @@ def _apply(
         return auto_sharded(apply, operands, (), specs)()
 
 
-def transformed(transform: AbstractTransform, fun: Callable) -> Transformed:
+def transformed(transform: AbstractTransform, fun: Any) -> Transformed:
     """Wraps `fun`. Raises `TypeError` if it is not callable."""
     if not callable(fun):
         raise TypeError(
@@ -111,6 +112,28 @@ def transformed(transform: AbstractTransform, fun: Callable) -> Transformed:
         )
     wrapper: Any = eqx.module_update_wrapper(Transformed(transform, fun))
     return wrapper
+
+
+_Public = TypeVar("_Public", bound=Callable)
+
+
+def also_decorator(public: _Public) -> _Public:
+    """Lets the first argument of `public`, a function, be left out.
+
+    What is returned then takes that function: a decorator with arguments.
+    """
+    signature = inspect.signature(public)
+    name = next(iter(signature.parameters))
+
+    @functools.wraps(public)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if (args[0] if args else kwargs.get(name)) is not None:
+            return public(*args, **kwargs)
+        settings = signature.bind(*args, **kwargs).arguments
+        settings.pop(name, None)
+        return functools.partial(wrapper, **settings)
+
+    return cast(_Public, wrapper)
 
 
 class Blocking(eqx.Module):

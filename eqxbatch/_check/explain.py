@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._batch.axes import Batch, split_batch
-from .._batch.objective import axes_of_all
+from .._batch.objective import split_examples
 from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
 from .first_order import first_order
 from .second_order import second_order
@@ -154,8 +154,7 @@ def _first_example(
 
     def first(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         all_args = (model, *args)
-        in_all = axes_of_all(fun, in_axes, all_args)
-        batch = split_batch(fun, in_all, all_args, kwargs)
+        batch = split_examples(fun, in_axes, all_args, kwargs)
         if batch.total() == 0:
             raise ValueError("There are no examples to look at: the batch is empty.")
         rows = [
@@ -189,8 +188,7 @@ def _batch(
                 f"got {x} for `{name}`. Give arrays, or leave out `check`."
             )
     if in_axes is not None:
-        in_all = axes_of_all(fun, in_axes, (model, *args))
-        return split_batch(fun, in_all, (model, *args), kwargs)
+        return split_examples(fun, in_axes, (model, *args), kwargs)
     expand = lambda x: x[None] if eqx.is_array(x) else x
     args, kwargs = jtu.tree_map(expand, (args, kwargs))
     in_all = (None, *(eqx.if_array(0) for _ in args))

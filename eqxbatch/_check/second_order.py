@@ -90,7 +90,7 @@ def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
     """The blocks that are small enough, of leaves whose sites return little enough."""
     curvature = _curvature(subject, subject.leaves, is_ggn=is_ggn)
     program = Program(
-        curvature.closed,
+        curvature.program.closed,
         len(subject.leaves),
         forbids_products=curvature.forbids_products,
     )

@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._base.jaxprs import num_operations
 from .._base.trees import consecutive_groups
+from .._sites.cost import program_cost
 from .columns import images, Linear, own_entries
 from .site_blocks import Pair, Wanted
 
@@ -84,17 +85,16 @@ class ProductBlocks:
     def estimate(self) -> dict[int, float]:
         """How many floating-point operations all columns of each leaf take."""
         everything = list(range(len(self.leaves)))
-        found: dict[int, float] = {}
 
-        def count(leaves: list) -> list:
+        def count(leaves: list) -> dict[int, float]:
+            found = {}
             for leaf in self.order:
                 linear = self.products(leaves, [leaf], everything)
                 jaxpr = jax.make_jaxpr(linear)([leaves[leaf]]).jaxpr
-                found[leaf] = leaves[leaf].size * num_operations(jaxpr)
-            return []
+                found[leaf] = leaves[leaf].size * program_cost(jaxpr).time
+            return found
 
-        jax.eval_shape(count, self.leaves)
-        return found
+        return eqx.filter_eval_shape(count, self.leaves)
 
     def _pairs(self, group: list[int]) -> dict[Pair, tuple[int, int]]:
         """The pairs that a group gives: which leaf has the columns, and the other."""

@@ -24,8 +24,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import widened
-from .._base.jaxprs import depends, evaluate_jaxpr, num_operations
+from .._base.jaxprs import depends, evaluate_jaxpr
 from .._base.mesh import vary, varying
+from .._batch.slots import is_struct
+from .._sites.cost import program_cost
 from .._sites.einsum import EXAMPLE, Term
 from .._sites.site import is_allowed, Label, Site
 from .._sites.trace import Program
@@ -101,18 +103,23 @@ class _Derivatives:
     perturbation along axis 1, all of them in one axis.
     """
 
-    def __init__(self, program: Program, cotangents: list, operands: list):
+    def __init__(
+        self,
+        program: Program,
+        cotangents: list,
+        operands: list,
+        changes: list[tuple[_Along, list]],
+    ):
         self.program = program
         self._cotangents, self._operands = cotangents, operands
         self._of_cotangents: dict[tuple[int, int], Array] = {}
         self._of_operands: dict[tuple[int, int], Array] = {}
-
-    def add(self, along: _Along, derivatives: list) -> None:
-        num = len(along.cotangents)
-        for perturbation, x in zip(along.cotangents, derivatives[:num], strict=True):
-            self._of_cotangents[along.perturbation, perturbation] = x
-        for operand, x in zip(along.operands, derivatives[num:], strict=True):
-            self._of_operands[along.perturbation, operand] = x
+        for along, found in changes:
+            num, z = len(along.cotangents), along.perturbation
+            for perturbation, x in zip(along.cotangents, found[:num], strict=True):
+                self._of_cotangents[z, perturbation] = x
+            for operand, x in zip(along.operands, found[num:], strict=True):
+                self._of_operands[z, operand] = x
 
     def terms(
         self, site: Site, other: Site, labels: list[dict[str, Label]]
@@ -214,58 +221,50 @@ class SiteHessian:
 
         `rows` are those of one example. Here and there, only types matter.
         """
-        perturbations: dict[int, float] = {}
 
-        def one(leaves: list, rows: list) -> tuple[list, list, list]:
+        def one(leaves: list, rows: list) -> tuple[list, list, list, dict]:
             point, run, found = self._at(leaves, rows, None)
-            changes = []
+            changes, costs = [], {}
             for along in found:
                 z, push = point[along.perturbation], self._pushed(point, run, along)
-                jaxpr = jax.make_jaxpr(push)(z).jaxpr
-                perturbations[along.perturbation] = num * z.size * num_operations(jaxpr)
+                of_one = program_cost(jax.make_jaxpr(push)(z).jaxpr).time
+                costs[along.perturbation] = num * z.size * of_one
                 changes.append((along, jax.vmap(push)(basis(z))))
             outs = run(point)
-            return outs[: len(point)], outs[len(point) :], changes
+            return outs[: len(point)], outs[len(point) :], changes, costs
 
-        cotangents, operands, changes = eqx.filter_eval_shape(one, leaves, rows)
-        arrays = (cotangents, operands, [outs for _, outs in changes])
+        *arrays, costs = eqx.filter_eval_shape(one, leaves, rows)
+        arrays, along = eqx.partition(arrays, is_struct)
         kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-        pairs: dict[Pair, float] = {}
 
-        def count(arrays: tuple) -> list:
-            cotangents, operands, outs = arrays
-            derivatives = _Derivatives(self.program, cotangents, operands)
-            for (along, _), own in zip(changes, outs, strict=True):
-                derivatives.add(along, own)
-            for pair in self.blocks.wanted.pairs:
-                pairs[pair] = self.blocks.cost(pair, derivatives.terms)
-            return []
+        def count(arrays: list) -> list[float]:
+            cotangents, operands, changes = eqx.combine(arrays, along)
+            derivatives = _Derivatives(self.program, cotangents, operands, changes)
+            wanted = self.blocks.wanted
+            return [self.blocks.cost(pair, derivatives.terms) for pair in wanted.pairs]
 
         batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
-        jax.eval_shape(count, jax.tree.map(batched, arrays))
-        return Estimate(perturbations, pairs, kept)
+        found = eqx.filter_eval_shape(count, jax.tree.map(batched, arrays))
+        pairs = dict(zip(self.blocks.wanted.pairs, found, strict=True))
+        return Estimate(costs, pairs, kept)
 
     def _derivatives(
         self, leaves: list, rows: list, axes: Sequence[int], weights: Array | None
     ) -> _Derivatives:
-        found: list[_Along] = []
 
         def one(rows: list, weight: Array | None) -> tuple[list, list, list]:
-            point, run, along = self._at(leaves, rows, weight)
-            found[:] = along
+            point, run, found = self._at(leaves, rows, weight)
             outs = run(point)
             num = len(point)
             changes = []
             for along in found:
                 push = self._pushed(point, run, along)
-                changes.append(jax.vmap(push)(basis(point[along.perturbation])))
+                seeds = basis(point[along.perturbation])
+                changes.append((along, jax.vmap(push)(seeds)))
             return outs[:num], outs[num:], changes
 
-        cotangents, operands, changes = of_examples(one, rows, axes, weights)
-        derivatives = _Derivatives(self.program, cotangents, operands)
-        for along, change in zip(found, changes, strict=True):
-            derivatives.add(along, change)
-        return derivatives
+        found = of_examples(one, rows, axes, weights)
+        return _Derivatives(self.program, *found)
 
     def _at(
         self, leaves: list, rows: list, weight: Array | None
@@ -317,8 +316,9 @@ def of_examples(
     """`one(rows, weight)` of each example, along axis 0; there may be just one."""
     if rows:
         in_axes = ([*axes], None if weights is None else 0)
-        return jax.vmap(one, in_axes)(rows, weights)
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], one(rows, weights))
+        return eqx.filter_vmap(one, in_axes=in_axes)(rows, weights)
+    with_axis = lambda x: x[None] if eqx.is_array(x) else x
+    return jax.tree.map(with_axis, one(rows, weights))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ sum over two sites of `a d (∂²loss/∂o∂p) d' a'`. It is contracted as Hess
 
 from collections.abc import Callable, Iterator, Sequence
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
@@ -18,7 +19,7 @@ from .._sites.einsum import EXAMPLE, Term
 from .._sites.site import Label, Site
 from .._sites.trace import Program
 from .by_sites import basis, Estimate, of_examples
-from .site_blocks import Blocks, operand_term, Pair, Wanted
+from .site_blocks import Blocks, operand_term, Wanted
 
 
 _FIRST: Label = ("output", 0)
@@ -83,15 +84,15 @@ class SiteGaussNewton:
             perturbations[site.perturbation] = (
                 perturbations.get(site.perturbation, 0.0) + cost
             )
-        pairs: dict[Pair, float] = {}
+        wanted = self.blocks.wanted
 
-        def count(factors: tuple) -> list:
-            for pair in self.blocks.wanted.pairs:
-                pairs[pair] = self.blocks.cost(pair, _Factors(*factors).terms)
-            return []
+        def count(factors: tuple) -> list[float]:
+            terms = _Factors(*factors).terms
+            return [self.blocks.cost(pair, terms) for pair in wanted.pairs]
 
         batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
-        jax.eval_shape(count, jax.tree.map(batched, factors))
+        found = eqx.filter_eval_shape(count, jax.tree.map(batched, factors))
+        pairs = dict(zip(wanted.pairs, found, strict=True))
         return Estimate(perturbations, pairs, kept)
 
     def _at(self, leaves: list, rows: list) -> tuple[Array, list, list]:

@@ -1,13 +1,11 @@
 """`filter_hessian`, its diagonal and its blocks, and `filter_ggn`."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, get_args, Literal
+from typing import Any, ClassVar, get_args
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
@@ -15,8 +13,8 @@ from jaxtyping import Array, PyTree
 from .._base.mesh import sum_varying, varying
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
-from .._batch.objective import check_complex, differentiated, Loss
-from .._batch.transform import Blocking, transformed
+from .._batch.objective import Objective
+from .._batch.transform import also_decorator, Blocking, transformed
 from .by_products import Mode
 from .columns import ColumnSize
 from .methods import check_loss, CurvatureBlocks, CurvatureMethod, make_curvature
@@ -25,10 +23,10 @@ from .over_examples import (
     Call,
     check_over_examples,
     Examples,
-    split_examples,
+    split_call,
 )
-from .pytree import all_pairs, flat_square, square, Unravel
-from .site_blocks import Pair, Wanted
+from .pytree import all_pairs, arranged, MatrixPart, part_starts
+from .site_blocks import Wanted
 
 
 _LEAST_COLUMNS = 32
@@ -39,19 +37,15 @@ class _Matrix(AbstractOverExamples):
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
-    part: Literal["full", "diagonal", "blocks"] = eqx.field(static=True)
+    part: MatrixPart = eqx.field(static=True)
+    objective: Objective
     column_size: ColumnSize
     blocking: Blocking
-    in_axes: PyTree
     accumulator: Sum | Mean
     checkpoint: bool
     flat: bool
     method: CurvatureMethod
-    where: Callable | None
-    filter_spec: PyTree
-    has_aux: bool = False
     mode: Mode = "auto"
-    holomorphic: bool = False
     loss: Callable | None = None
     is_block: Callable[[Any], bool] | None = None
 
@@ -75,13 +69,12 @@ class _Matrix(AbstractOverExamples):
         return PartitionSpec()
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        diff, nondiff = differentiated(args, kwargs, self.where, self.filter_spec)
-        check_complex(diff, self.holomorphic)
+        diff, nondiff = self.objective.real_parameters(args, kwargs)
         leaves = jtu.tree_leaves(diff)
         call = (fun, args, kwargs)
         examples = self._examples(call)
         size = self._size(examples, sum(x.size for x in leaves), call)
-        loss = Loss(fun, examples.batch, diff, nondiff, self.has_aux, self.holomorphic)
+        loss = self.objective.loss(fun, examples.batch, diff, nondiff)
         curvature = make_curvature(loss, self.loss, self.mode, self.checkpoint)
         wanted = self._wanted(diff)
         blocks = CurvatureBlocks(curvature, wanted, self.method, size)
@@ -89,13 +82,14 @@ class _Matrix(AbstractOverExamples):
         def run(rows: list, weights: Array | None) -> tuple[list, PyTree]:
             return blocks.sums(rows, weights), curvature.aux(rows)
 
-        found, aux = examples.total(run, curvature.closed)
+        found, aux = examples.total(run, curvature.program.closed)
         found = [
             sum_varying(x, varying(jax.typeof(leaves[first])))
             for x, (first, _) in zip(found, wanted.pairs, strict=True)
         ]
-        result = self._arranged(diff, dict(zip(wanted.pairs, found, strict=True)))
-        return (result, aux) if self.has_aux else result
+        pairs = dict(zip(wanted.pairs, found, strict=True))
+        result = arranged(diff, pairs, self.part, self.is_block, self.flat)
+        return (result, aux) if self.objective.has_aux else result
 
     def _examples(self, call: Call) -> Examples:
         fixed = self
@@ -103,7 +97,7 @@ class _Matrix(AbstractOverExamples):
             # The batch is cut first, so that not both sizes are looked for at once.
             few = ColumnSize(_LEAST_COLUMNS, None)
             fixed = dataclasses.replace(self, column_size=few)
-        return split_examples(fixed, call, call)
+        return split_call(fixed, call, call)
 
     def _size(self, examples: Examples, total: int, call: Call) -> int | None:
         """How many columns are computed at a time."""
@@ -127,65 +121,31 @@ class _Matrix(AbstractOverExamples):
         return Wanted(
             [
                 (first + start, second + start)
-                for start, part in zip(_starts(parts), parts, strict=True)
+                for start, part in zip(part_starts(parts), parts, strict=True)
                 for first, second in all_pairs(jtu.tree_leaves(part))
             ]
         )
 
-    def _arranged(self, diff: PyTree, pairs: dict[Pair, Array]) -> Any:
-        """What is returned, from the blocks that are wanted."""
-        leaves, treedef = jtu.tree_flatten(diff)
-        unravel = Unravel(diff)
-        if self.part == "full":
-            if self.flat:
-                return flat_square(pairs, leaves), unravel
-            return square(pairs, leaves, treedef)
-        if self.part == "diagonal":
-            entries = [
-                pairs[i, i].astype(unravel.dtype if self.flat else x.dtype)
-                for i, x in enumerate(leaves)
-            ]
-            if self.flat:
-                return jnp.concatenate([x.ravel() for x in entries]), unravel
-            return jtu.tree_unflatten(treedef, entries)
-        parts, outer = jtu.tree_flatten(diff, is_leaf=self.is_block)
-        results = []
-        for start, part in zip(_starts(parts), parts, strict=True):
-            own, inner = jtu.tree_flatten(part)
-            blocks = {
-                pair: pairs[pair[0] + start, pair[1] + start] for pair in all_pairs(own)
-            }
-            if self.flat:
-                # A part of which nothing is differentiated has no matrix.
-                pair = (flat_square(blocks, own), Unravel(part)) if own else None
-                results.append(pair)
-            else:
-                results.append(square(blocks, own, inner))
-        return jtu.tree_unflatten(outer, results)
+
+def _matrix(
+    part: MatrixPart,
+    sizes: tuple[int | MemoryBudget | None, int | None, int | MemoryBudget | None],
+    objective: Objective,
+    accumulator: Sum | Mean,
+    **settings: Any,
+) -> _Matrix:
+    """The settings; `sizes` are those of blocks, their number, and of microbatches."""
+    return _Matrix(
+        part=part,
+        objective=objective,
+        column_size=ColumnSize(*sizes[:2]),
+        blocking=Blocking(sizes[2], None, checkpoint=False),
+        accumulator=accumulator,
+        **settings,
+    )
 
 
-def _starts(parts: list) -> list[int]:
-    """The number of the first leaf of each part."""
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + len(jtu.tree_leaves(part)))
-    return starts[:-1]
-
-
-def _made(
-    public: Callable, part: Literal["full", "diagonal", "blocks"], settings: dict
-) -> Any:
-    """What `public` returns when called with these settings, `fun` among them."""
-    settings = dict(settings)
-    fun = settings.pop("fun")
-    if fun is None:
-        return functools.partial(public, **settings)
-    size = ColumnSize(settings.pop("block_size"), settings.pop("num_blocks"))
-    blocking = Blocking(settings.pop("microbatch_size"), None, checkpoint=False)
-    matrix = _Matrix(part=part, column_size=size, blocking=blocking, **settings)
-    return transformed(matrix, fun)
-
-
+@also_decorator
 def filter_hessian(
     fun: Callable[..., Any] | None = None,
     *,
@@ -299,9 +259,22 @@ def filter_hessian(
         architectures", [arXiv:1902.01813](https://arxiv.org/abs/1902.01813), pass
         backwards for blocks on the diagonal.
     """
-    return _made(filter_hessian, "full", locals())
+    sizes = block_size, num_blocks, microbatch_size
+    objective = Objective(where, filter_spec, in_axes, has_aux, holomorphic)
+    matrix = _matrix(
+        "full",
+        sizes,
+        objective,
+        accumulator,
+        checkpoint=checkpoint,
+        flat=flat,
+        method=method,
+        mode=mode,
+    )
+    return transformed(matrix, fun)
 
 
+@also_decorator
 def filter_hessian_diagonal(
     fun: Callable[..., Any] | None = None,
     *,
@@ -341,9 +314,22 @@ def filter_hessian_diagonal(
 
         ```
     """
-    return _made(filter_hessian_diagonal, "diagonal", locals())
+    sizes = block_size, num_blocks, microbatch_size
+    objective = Objective(where, filter_spec, in_axes, has_aux, holomorphic)
+    matrix = _matrix(
+        "diagonal",
+        sizes,
+        objective,
+        accumulator,
+        checkpoint=checkpoint,
+        flat=flat,
+        method=method,
+        mode=mode,
+    )
+    return transformed(matrix, fun)
 
 
+@also_decorator
 def filter_hessian_blocks(
     fun: Callable[..., Any] | None = None,
     *,
@@ -399,9 +385,23 @@ def filter_hessian_blocks(
 
         ```
     """
-    return _made(filter_hessian_blocks, "blocks", locals())
+    sizes = block_size, num_blocks, microbatch_size
+    objective = Objective(where, filter_spec, in_axes, has_aux, holomorphic)
+    matrix = _matrix(
+        "blocks",
+        sizes,
+        objective,
+        accumulator,
+        is_block=is_block,
+        checkpoint=checkpoint,
+        flat=flat,
+        method=method,
+        mode=mode,
+    )
+    return transformed(matrix, fun)
 
 
+@also_decorator
 def filter_ggn(
     fun: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
@@ -464,4 +464,16 @@ def filter_ggn(
         [arXiv:1412.1193](https://arxiv.org/abs/1412.1193).
     """
     check_loss(loss)
-    return _made(filter_ggn, "full", locals())
+    sizes = block_size, num_blocks, microbatch_size
+    objective = Objective(where, filter_spec, in_axes)
+    matrix = _matrix(
+        "full",
+        sizes,
+        objective,
+        accumulator,
+        loss=loss,
+        checkpoint=checkpoint,
+        flat=flat,
+        method=method,
+    )
+    return transformed(matrix, fun)

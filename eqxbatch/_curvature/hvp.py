@@ -1,6 +1,5 @@
 """`filter_hvp` and `filter_ggnvp`: products with one vector, in microbatches."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, get_args
 
@@ -14,15 +13,15 @@ from .._base.mesh import spec_of, sum_varying, vary, varying
 from .._base.trees import type_of
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
-from .._batch.objective import check_complex, differentiated, Loss
-from .._batch.transform import Blocking, transformed
+from .._batch.objective import Objective
+from .._batch.transform import also_decorator, Blocking, transformed
 from .by_products import Mode
 from .methods import check_loss, make_curvature
 from .over_examples import (
     AbstractOverExamples,
     Call,
     check_over_examples,
-    split_examples,
+    split_call,
 )
 
 
@@ -31,13 +30,10 @@ class _Product(AbstractOverExamples):
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
+    objective: Objective
     blocking: Blocking
-    in_axes: PyTree
     accumulator: Sum | Mean
     checkpoint: bool
-    where: Callable | None
-    filter_spec: PyTree
-    has_aux: bool = False
     mode: Mode = "auto"
     loss: Callable | None = None
 
@@ -50,9 +46,9 @@ class _Product(AbstractOverExamples):
 
     def specs(self, call: Call, out: PyTree) -> PyTree:
         _, args, kwargs = call
-        diff, _ = differentiated(args, kwargs, self.where, self.filter_spec)
+        diff, _ = self.objective.parameters(args, kwargs)
         like = jtu.tree_map(spec_of, diff)
-        return (like, PartitionSpec()) if self.has_aux else like
+        return (like, PartitionSpec()) if self.objective.has_aux else like
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if len(args) < 2:
@@ -62,11 +58,10 @@ class _Product(AbstractOverExamples):
             )
         first, vector, *rest = args
         one = (fun, (first, *rest), kwargs)
-        diff, nondiff = differentiated(*one[1:], self.where, self.filter_spec)
-        check_complex(diff, holomorphic=False)
+        diff, nondiff = self.objective.real_parameters(*one[1:])
         tangents = _checked(vector, diff)
-        examples = split_examples(self, (fun, args, kwargs), one)
-        loss = Loss(fun, examples.batch, diff, nondiff, self.has_aux)
+        examples = split_call(self, (fun, args, kwargs), one)
+        loss = self.objective.loss(fun, examples.batch, diff, nondiff)
         curvature = make_curvature(loss, self.loss, self.mode, self.checkpoint)
 
         def run(rows: list, weights: Array | None) -> tuple[list, PyTree]:
@@ -76,14 +71,14 @@ class _Product(AbstractOverExamples):
             ]
             return curvature.product(rows, weights, local), curvature.aux(rows)
 
-        found, aux = examples.total(run, curvature.closed)
+        found, aux = examples.total(run, curvature.program.closed)
         leaves, treedef = jtu.tree_flatten(diff)
         found = [
             sum_varying(x.astype(leaf.dtype), varying(jax.typeof(leaf)))
             for x, leaf in zip(found, leaves, strict=True)
         ]
         result = jtu.tree_unflatten(treedef, found)
-        return (result, aux) if self.has_aux else result
+        return (result, aux) if self.objective.has_aux else result
 
 
 def _checked(vector: PyTree, diff: PyTree) -> list[Array]:
@@ -101,16 +96,7 @@ def _checked(vector: PyTree, diff: PyTree) -> list[Array]:
     return jtu.tree_leaves(eqx.filter(vector, eqx.is_inexact_array))
 
 
-def _made(public: Callable, settings: dict[str, Any]) -> Any:
-    """What `public` returns when called with these settings, `fun` among them."""
-    settings = dict(settings)
-    fun = settings.pop("fun")
-    if fun is None:
-        return functools.partial(public, **settings)
-    blocking = Blocking(settings.pop("microbatch_size"), None, checkpoint=False)
-    return transformed(_Product(blocking=blocking, **settings), fun)
-
-
+@also_decorator
 def filter_hvp(
     fun: Callable[..., Any] | None = None,
     *,
@@ -161,9 +147,17 @@ def filter_hvp(
         Pearlmutter, "Fast exact multiplication by the Hessian",
         [Neural Computation 6, 1994](https://doi.org/10.1162/neco.1994.6.1.147).
     """
-    return _made(filter_hvp, locals())
+    product = _Product(
+        objective=Objective(where, filter_spec, in_axes, has_aux),
+        blocking=Blocking(microbatch_size, None, checkpoint=False),
+        accumulator=accumulator,
+        checkpoint=checkpoint,
+        mode=mode,
+    )
+    return transformed(product, fun)
 
 
+@also_decorator
 def filter_ggnvp(
     fun: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
@@ -202,4 +196,11 @@ def filter_ggnvp(
         https://doi.org/10.1162/08997660260028683).
     """
     check_loss(loss)
-    return _made(filter_ggnvp, locals())
+    product = _Product(
+        objective=Objective(where, filter_spec, in_axes),
+        blocking=Blocking(microbatch_size, None, checkpoint=False),
+        accumulator=accumulator,
+        checkpoint=checkpoint,
+        loss=loss,
+    )
+    return transformed(product, fun)

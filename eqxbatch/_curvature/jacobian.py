@@ -1,6 +1,5 @@
 """`filter_jacobian`: Jacobians in blocks of columns or rows."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, get_args, Literal
@@ -13,13 +12,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.dtypes import as_complex, as_real, is_complex
-from .._base.jaxprs import evaluate_jaxpr, trace_example
+from .._base.per_example import PerExample
 from .._base.trees import consecutive_groups
-from .._batch.axes import unbatched
 from .._batch.memory import MemoryBudget
-from .._batch.objective import check_complex, differentiated, Loss
-from .._batch.slots import is_struct
-from .._batch.transform import AbstractAutoSharded, transformed
+from .._batch.objective import Objective
+from .._batch.transform import AbstractAutoSharded, also_decorator, transformed
 from .by_products import LEAST_COLUMNS, Mode, replaced
 from .columns import columns, ColumnSize, images
 from .methods import check_outputs
@@ -30,14 +27,11 @@ from .pytree import Unravel
 class _Jacobian(AbstractAutoSharded):
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
+    objective: Objective
     mode: Mode
     column_size: ColumnSize
     checkpoint: bool
-    has_aux: bool
     flat: bool
-    where: Callable | None
-    filter_spec: PyTree
-    holomorphic: bool
 
     def __check_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -51,21 +45,21 @@ class _Jacobian(AbstractAutoSharded):
         return PartitionSpec()
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        diff, nondiff = differentiated(args, kwargs, self.where, self.filter_spec)
-        check_complex(diff, self.holomorphic)
+        objective = self.objective
+        diff, nondiff = objective.real_parameters(args, kwargs)
         leaves, treedef = jtu.tree_flatten(diff)
-        call = Loss(fun, unbatched(args, kwargs), diff, nondiff, self.has_aux)
+        batch = objective.batch(fun, args, kwargs)
+        call = objective.loss(fun, batch, diff, nondiff)
 
         def run(leaves: list, _: list) -> PyTree:
             out, aux = call.outputs(jtu.tree_unflatten(treedef, leaves), [])
             as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
             return jtu.tree_map(as_array, out), aux
 
-        closed, (out, aux) = trace_example(run, leaves, [], ())
+        program = PerExample(run, leaves, [], ())
+        out, _ = program.out
         structs = check_outputs(out)
-        consts = list(closed.consts)
-        evaluate = lambda leaves: evaluate_jaxpr(closed.jaxpr, consts, leaves)
-        values = lambda leaves: evaluate(leaves)[: len(structs)]
+        values = lambda leaves: program.one(leaves, [])[: len(structs)]
         if self.checkpoint:
             values = jax.checkpoint(values)
 
@@ -86,17 +80,16 @@ class _Jacobian(AbstractAutoSharded):
         compute = _by_columns if mode == "fwd" else _by_rows
         blocks = compute(values, leaves, structs, size)
         result = self._arranged(blocks, leaves, diff, out)
-        if not self.has_aux:
+        if not objective.has_aux:
             return result
-        remaining = evaluate(leaves)[len(structs) :]
-        aux = jtu.tree_map(lambda x: remaining.pop(0) if is_struct(x) else x, aux)
+        _, aux = program.output(program.one(leaves, []))
         return result, aux
 
     def _checked_mode(
         self, values: Callable[[list], list], leaves: list, structs: list
     ) -> Literal["fwd", "rev"]:
         """Columns or rows, whatever there are fewer of and has a derivative."""
-        if self.holomorphic and not all(map(is_complex, structs)):
+        if self.objective.holomorphic and not all(map(is_complex, structs)):
             raise TypeError(
                 "With `holomorphic=True`, all arrays that `fun` returns must be "
                 f"complex; got {[str(struct.dtype) for struct in structs]}. For "
@@ -111,7 +104,9 @@ class _Jacobian(AbstractAutoSharded):
 
     def _num_rows(self, structs: list) -> int:
         """How many pullbacks reverse mode takes."""
-        parts = lambda struct: 1 if self.holomorphic or not is_complex(struct) else 2
+        parts = lambda struct: (
+            1 if self.objective.holomorphic or not is_complex(struct) else 2
+        )
         return sum(parts(struct) * struct.size for struct in structs)
 
     def _arranged(
@@ -191,6 +186,7 @@ def _pulled_back(
     return result
 
 
+@also_decorator
 def filter_jacobian(
     fun: Callable[..., Any] | None = None,
     *,
@@ -268,9 +264,13 @@ def filter_jacobian(
 
         ```
     """
-    settings = {**locals()}
-    if settings.pop("fun") is None:
-        return functools.partial(filter_jacobian, **settings)
-    size = ColumnSize(settings.pop("block_size"), settings.pop("num_blocks"))
-    assert fun is not None
-    return transformed(_Jacobian(column_size=size, **settings), fun)
+    jacobian = _Jacobian(
+        objective=Objective(
+            where, filter_spec, has_aux=has_aux, holomorphic=holomorphic
+        ),
+        mode=mode,
+        column_size=ColumnSize(block_size, num_blocks),
+        checkpoint=checkpoint,
+        flat=flat,
+    )
+    return transformed(jacobian, fun)

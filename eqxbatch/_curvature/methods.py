@@ -12,8 +12,9 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._base.dtypes import as_complex, as_real
-from .._base.jaxprs import at_example, evaluate_jaxpr, first_use, trace_example
+from .._base.jaxprs import at_example, first_use
 from .._base.mesh import vary_as
+from .._base.per_example import PerExample
 from .._batch.moments import Sum
 from .._batch.objective import check_value, Example, Loss
 from .._batch.rows import accumulated, Rows
@@ -50,19 +51,25 @@ _LEAST_BYTES = 2**24
 class AbstractCurvature(abc.ABC):
     """What a matrix of second derivatives is of: a sum over examples.
 
-    - `leaves`: what is differentiated.
-    - `closed`: a jaxpr of them and of one example.
-    - `axes`: of the batch; empty if there is only one example.
+    - `program`: of what is differentiated and of one example.
     - `forbids_products`: whether two parameters that are multiplied with each other
         exclude that sites are used for them.
     - `allows_sites`: whether sites are to be used at all.
     """
 
-    leaves: list
-    closed: Any
-    axes: list[int]
+    program: PerExample
     forbids_products: bool
     allows_sites: bool
+
+    @property
+    def leaves(self) -> list[Array]:
+        """What is differentiated."""
+        return self.program.leaves
+
+    @property
+    def axes(self) -> list[int]:
+        """Those of the batch; empty if there is only one example."""
+        return self.program.axes
 
     @abc.abstractmethod
     def excludes_sites(self, leaves: set[int]) -> bool:
@@ -102,8 +109,7 @@ class LossCurvature(AbstractCurvature):
 
     def __init__(self, loss: Loss, mode: Mode, checkpoint: bool):
         self.example = Example(loss)
-        self.leaves, self.axes = self.example.leaves, self.example.axes
-        self.closed = self.example.closed
+        self.program = self.example.program
         self._mode: Mode = mode
         self._checkpoint = checkpoint
         self._holomorphic = loss.holomorphic
@@ -121,9 +127,8 @@ class LossCurvature(AbstractCurvature):
     def aux(self, rows: list) -> PyTree:
         if not self.example.has_aux:
             return None
-        one = lambda *rows: self.example.run(self.leaves, rows)
-        outs = self.example.vmap(one, rows) if self.axes else one()
-        return self.example.outputs(outs)["aux"]
+        run = self.program.many if self.axes else self.program.one
+        return self.example.outputs(run(self.leaves, rows))["aux"]
 
     def products(self, rows: list, weights: Array | None) -> Products:
         return self._products_of(self._value(rows, weights))
@@ -168,13 +173,12 @@ class LossCurvature(AbstractCurvature):
             return self._value_of_one(rows)
 
         def value(leaves: list) -> Array:
-            one = lambda *rows: self.example.run(leaves, rows)[0]
-            return weighted_sum(jax.vmap(one, self.axes)(*rows), weights)
+            return weighted_sum(self.program.many(leaves, rows)[0], weights)
 
         return jax.checkpoint(value) if self._checkpoint else value
 
     def _value_of_one(self, rows: list) -> Callable[[list], Array]:
-        value = lambda leaves: self.example.run(leaves, tuple(rows))[0]
+        value = lambda leaves: self.program.one(leaves, rows)[0]
         return jax.checkpoint(value) if self._checkpoint else value
 
 
@@ -189,18 +193,11 @@ class GaussNewtonCurvature(AbstractCurvature):
     allows_sites = True
 
     def __init__(self, model: Loss, loss: Callable, checkpoint: bool):
-        self.leaves, treedef = jtu.tree_flatten(model.diff)
-        self.axes = list(model.batch.axes)
-
-        def run(leaves: list, rows: list) -> PyTree:
-            out, _ = model.outputs(jtu.tree_unflatten(treedef, leaves), rows)
-            # The curvature of a loss in complex numbers is that in their two parts.
-            return as_real(out)
-
-        self.closed, self._out = trace_example(
-            run, self.leaves, model.batch.arrays, self.axes
-        )
-        self._structs = check_outputs(self._out)
+        # The curvature of a loss in complex numbers is that in their two parts.
+        run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
+        batch = model.batch
+        self.program = PerExample(run, model.diff, batch.arrays, batch.axes)
+        self._structs = check_outputs(self.program.out)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
         self._are_reverse = at_example(
             self._asked_of_one, model.batch.arrays, self.axes
@@ -257,17 +254,12 @@ class GaussNewtonCurvature(AbstractCurvature):
         return outputs, lambda outs: self._value(outs, rows)
 
     def _outputs(self, leaves: list, rows: list) -> list[Array]:
-        def run(leaves: list, rows: list) -> list[Array]:
-            closed = self.closed
-            outs = evaluate_jaxpr(closed.jaxpr, list(closed.consts), [*leaves, *rows])
-            return outs[: len(self._structs)]
-
+        run = self.program.one
         return (jax.checkpoint(run) if self._checkpoint else run)(leaves, rows)
 
     def _value(self, outs: list, rows: list) -> Array:
         (_, *rest), kwargs = self._model.batch.arguments(rows)
-        treedef = jtu.tree_structure(self._out)
-        out = as_complex(jtu.tree_unflatten(treedef, outs))
+        out = as_complex(self.program.output(outs))
         return check_value(self._loss(out, *rest, **kwargs))
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
@@ -395,7 +387,7 @@ class CurvatureBlocks:
 
     def _in_order(self, leaves: set[int]) -> list[int]:
         """The order in which the function uses them."""
-        jaxpr = self.curvature.closed.jaxpr
+        jaxpr = self.curvature.program.closed.jaxpr
         return sorted(leaves, key=lambda i: first_use(jaxpr, jaxpr.invars[i]))
 
     def _choose(self) -> tuple[SiteHessian | SiteGaussNewton | None, Estimate]:
@@ -410,7 +402,7 @@ class CurvatureBlocks:
             return nothing
         structs = [
             jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-            for var in curvature.closed.jaxpr.invars
+            for var in curvature.program.closed.jaxpr.invars
         ]
         leaves, rows = structs[:num], structs[num:]
         counted = _COUNTED if curvature.axes else 1
@@ -446,7 +438,7 @@ class CurvatureBlocks:
         curvature, num = self.curvature, len(self.curvature.leaves)
         while True:
             program = Program(
-                curvature.closed,
+                curvature.program.closed,
                 num,
                 constant=set(range(num)) - leaves,
                 forbids_products=curvature.forbids_products,

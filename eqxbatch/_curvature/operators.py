@@ -12,7 +12,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
-from .._batch.objective import check_complex, differentiated
+from .._batch.objective import Objective
 from .by_products import Mode
 from .hessian import filter_ggn, filter_hessian, filter_hessian_diagonal
 from .hvp import filter_ggnvp, filter_hvp
@@ -65,8 +65,7 @@ def _parameters(
     args: tuple, kwargs: dict, where: Callable | None, filter_spec: PyTree
 ) -> PyTree:
     """What is differentiated, as shapes and dtypes."""
-    diff, _ = differentiated(args, kwargs, where, filter_spec)
-    check_complex(diff, holomorphic=False)
+    diff, _ = Objective(where, filter_spec).real_parameters(args, kwargs)
     return jax.eval_shape(lambda: diff)
 
 

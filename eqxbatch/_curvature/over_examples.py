@@ -10,10 +10,10 @@ from jaxtyping import Array, PyTree, Real
 
 from .._base.jaxprs import uses_dtype
 from .._batch.accumulators import Concat
-from .._batch.axes import Batch, split_batch, unbatched
+from .._batch.axes import Batch
 from .._batch.cut import Blocks
 from .._batch.moments import check_real, check_weights, Mean, OfTotals, Sum
-from .._batch.objective import axes_of_all, weighted_totals
+from .._batch.objective import Objective, weighted_totals
 from .._batch.slots import array_structs, match_accumulators, Slots
 from .._batch.transform import AbstractAutoSharded, Blocking
 
@@ -84,7 +84,7 @@ class AbstractOverExamples(AbstractAutoSharded):
     With `in_axes=None`, there are no examples: the function is one of all arguments.
     """
 
-    in_axes: eqx.AbstractVar[PyTree]
+    objective: eqx.AbstractVar[Objective]
     blocking: eqx.AbstractVar[Blocking]
     accumulator: eqx.AbstractVar[Sum | Mean]
 
@@ -96,7 +96,10 @@ def check_over_examples(transform: AbstractOverExamples) -> None:
             "`accumulator` must be a Sum or a Mean, over the losses of the "
             f"examples; got {transform.accumulator!r}."
         )
-    if transform.in_axes is None and transform.blocking.microbatch_size is not None:
+    if (
+        transform.objective.in_axes is None
+        and transform.blocking.microbatch_size is not None
+    ):
         raise ValueError(
             "`microbatch_size` is about a batch of examples, but `in_axes` is "
             "None: `fun` is one function of all its arguments. Give the batch "
@@ -107,16 +110,15 @@ def check_over_examples(transform: AbstractOverExamples) -> None:
 Call = tuple[Callable, tuple, dict[str, Any]]
 
 
-def split_examples(transform: AbstractOverExamples, call: Call, one: Call) -> Examples:
+def split_call(transform: AbstractOverExamples, call: Call, one: Call) -> Examples:
     """The examples of a `call` of a transform.
 
     `one` is what is called for each example, which may be without some argument.
     """
     fun, args, kwargs = one
     blocking, accumulator = transform.blocking, transform.accumulator
-    if transform.in_axes is None:
-        return Examples(unbatched(args, kwargs), None, blocking, accumulator)
-    in_axes = axes_of_all(fun, transform.in_axes, args)
-    batch = split_batch(fun, in_axes, args, kwargs)
+    batch = transform.objective.batch(fun, args, kwargs)
+    if transform.objective.in_axes is None:
+        return Examples(batch, None, blocking, accumulator)
     blocks = blocking.blocks(batch, batch.total(), transform, call)
     return Examples(batch, blocks, blocking, accumulator)

@@ -1,8 +1,8 @@
 """Matrices of second derivatives: as PyTrees of PyTrees, and flat."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -176,3 +176,52 @@ def hessian_to_pytree(H: Inexact[Array, "rows columns"], x: PyTree) -> PyTree:
         for end, struct in zip(ends, unravel.structs, strict=True)
     ]
     return jtu.tree_unflatten(unravel.treedef, rows)
+
+
+MatrixPart = Literal["full", "diagonal", "blocks"]
+
+
+def arranged(
+    diff: PyTree,
+    pairs: dict[Pair, Array],
+    part: MatrixPart,
+    is_block: Callable[[Any], bool] | None,
+    flat: bool,
+) -> Any:
+    """What is returned of a matrix, from its blocks."""
+    leaves, treedef = jtu.tree_flatten(diff)
+    unravel = Unravel(diff)
+    if part == "full":
+        if flat:
+            return flat_square(pairs, leaves), unravel
+        return square(pairs, leaves, treedef)
+    if part == "diagonal":
+        entries = [
+            pairs[i, i].astype(unravel.dtype if flat else x.dtype)
+            for i, x in enumerate(leaves)
+        ]
+        if flat:
+            return jnp.concatenate([x.ravel() for x in entries]), unravel
+        return jtu.tree_unflatten(treedef, entries)
+    parts, outer = jtu.tree_flatten(diff, is_leaf=is_block)
+    results = []
+    for start, own_part in zip(part_starts(parts), parts, strict=True):
+        own, inner = jtu.tree_flatten(own_part)
+        blocks = {
+            pair: pairs[pair[0] + start, pair[1] + start] for pair in all_pairs(own)
+        }
+        if flat:
+            # A part of which nothing is differentiated has no matrix.
+            pair = (flat_square(blocks, own), Unravel(own_part)) if own else None
+            results.append(pair)
+        else:
+            results.append(square(blocks, own, inner))
+    return jtu.tree_unflatten(outer, results)
+
+
+def part_starts(parts: list) -> list[int]:
+    """The number of the first leaf of each part."""
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + len(jtu.tree_leaves(part)))
+    return starts[:-1]

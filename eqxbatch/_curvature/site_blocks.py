@@ -13,8 +13,8 @@ from jaxtyping import Array, Inexact
 from .._base.cpu import as_own_program, true_of
 from .._base.dtypes import common_dtype, widened
 from .._base.trees import consecutive_groups
-from .._sites.cost import FLOPS_PER_BYTE
-from .._sites.einsum import contract, contract_cost, EXAMPLE, Labels, Term
+from .._sites.cost import contraction_cost, total_cost
+from .._sites.einsum import contract, EXAMPLE, Labels, Term
 from .._sites.rules import Axes
 from .._sites.site import is_lettered, Label, labels_of, Site
 from .._sites.trace import Program
@@ -115,12 +115,11 @@ class Blocks:
 
     def cost(self, pair: Pair, terms: Terms) -> float:
         """What a pair's block takes, in floating-point operations."""
-        total = 0.0
-        for site, other in itertools.product(*map(self.program.sites_of, pair)):
-            for arrays, out in self._labelled(site, other, terms):
-                flops, largest = contract_cost(arrays, out)
-                total += flops + FLOPS_PER_BYTE * 4 * 2 * largest
-        return total
+        return total_cost(
+            contraction_cost(arrays, out)
+            for site, other in itertools.product(*map(self.program.sites_of, pair))
+            for arrays, out in self._labelled(site, other, terms)
+        ).time
 
     def _labelled(
         self, site: Site, other: Site, terms: Terms

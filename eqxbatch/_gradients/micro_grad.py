@@ -1,34 +1,29 @@
 """`filter_micro_grad`: gradients over microbatches, also one for each example."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, get_args, NamedTuple
+from typing import Any, ClassVar, get_args
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Int, PyTree, Real
+from jaxtyping import Array, Int, PyTree
 
-from .._base.dtypes import widened, widest
 from .._base.explicit import auto_sharded, examples_spec, explicit_mesh
 from .._base.mesh import spec_of, sum_varying, vary_as, varying
 from .._batch.accumulators import Concat
-from .._batch.axes import split_batch
 from .._batch.cut import Blocks
 from .._batch.memory import MemoryBudget
 from .._batch.moments import (
     check_real,
     check_weights,
     Mean,
-    MeanAndVariance,
     OfTotals,
     RunningMean,
     Sum,
     Variance,
 )
-from .._batch.objective import axes_of_all, differentiated, Example, Loss
+from .._batch.objective import Example, Loss, Objective
 from .._batch.slots import (
     array_structs,
     canonicalise,
@@ -36,56 +31,35 @@ from .._batch.slots import (
     match_accumulators,
     Slots,
 )
-from .._batch.transform import AbstractTransform, Blocking, transformed
+from .._batch.transform import (
+    AbstractTransform,
+    also_decorator,
+    Blocking,
+    transformed,
+)
 from .._sites.cost import Method
 from .clip import Clipping
-from .ways import BlockGradients, by_norms, of_each, of_microbatch, of_sum
+from .ways import (
+    BlockGradients,
+    by_norms,
+    GradientStatistics,
+    moments_of,
+    of_each,
+    of_microbatch,
+    of_sum,
+)
 
 
 _TOTALS = (Sum, Mean, RunningMean)
 
 
-class GradientMoments(NamedTuple):
-    """What `moments=True` asks of [`eqxbatch.filter_micro_value_and_grad`][].
-
-    - `mean`: the mean of the examples' gradients, in the structure of the gradient.
-    - `variance`: of each entry, over the examples, divided by `n - 1`.
-    - `noise_scale`: shape `()`; the sum of all variances, divided by the squared norm
-        of the gradient that infinitely many examples would have. That norm is
-        estimated without bias, so that it can come out as zero or negative where the
-        gradient is lost in noise. Batches much larger than this, in examples, bring
-        little.
-    """
-
-    mean: PyTree
-    variance: PyTree
-    noise_scale: Real[Array, ""]
-
-
-class GradientStatistics(NamedTuple):
-    """What [`eqxbatch.filter_micro_value_and_grad`][] is asked for besides a gradient.
-
-    - `norms`: the norms of the examples' gradients before they are clipped, shape
-        `(n,)`; if `clip_norm` has several bounds, then one such array for each.
-    - `metrics`: what `metrics` returned, with the examples along axis 0.
-    - `moments`: an [`eqxbatch.GradientMoments`][].
-
-    What was not asked for is None.
-    """
-
-    norms: PyTree
-    metrics: PyTree
-    moments: GradientMoments | None
-
-
 class _MicroGrad(AbstractTransform):
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
-    in_axes: PyTree
+    objective: Objective
     accumulator: PyTree
     value_accumulator: PyTree
     aux_accumulator: PyTree
-    has_aux: bool
     returns_value: bool
     batched: bool
     transform: Callable | None
@@ -144,9 +118,8 @@ class _MicroGrad(AbstractTransform):
         return getattr(self.accumulator, "weights", None)
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        diff, nondiff = differentiated(args, kwargs)
-        in_axes = axes_of_all(fun, self.in_axes, args)
-        batch = split_batch(fun, in_axes, args, kwargs)
+        diff, nondiff = self.objective.parameters(args, kwargs)
+        batch = self.objective.batch(fun, args, kwargs)
         total = batch.total()
         blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
         arrays, axes = batch.arrays, batch.axes
@@ -159,9 +132,8 @@ class _MicroGrad(AbstractTransform):
         # is of does not vary over them. Here that is done once, and not for each
         # example: what is differentiated varies as the examples do.
         local = vary_as(batch.arrays, diff)
-        gradients = self._gradients_on_mesh(
-            Loss(fun, batch, local, nondiff, self.has_aux)
-        )
+        loss = self.objective.loss(fun, batch, local, nondiff)
+        gradients = self._gradients_on_mesh(loss)
 
         def run(rows: list, _: int) -> tuple[dict, None]:
             weights = None if self.weights is None else rows[-1]
@@ -258,12 +230,12 @@ class _MicroGrad(AbstractTransform):
         """What the transformed function returns."""
         moments = None
         if self.moments:
-            moments = _moments(result["moments"], self.blocking.num_examples(blocks))
+            moments = moments_of(result["moments"], self.blocking.num_examples(blocks))
         norms = result["norms"] if self.return_norms else None
         statistics = GradientStatistics(norms, result.get("metrics"), moments)
         value = result["value"]
         gradient = result["gradient"]
-        if self.has_aux:
+        if self.objective.has_aux:
             aux = result["aux"]
             first = [(value, aux), gradient] if self.returns_value else [gradient, aux]
         else:
@@ -273,19 +245,7 @@ class _MicroGrad(AbstractTransform):
         return first[0] if len(first) == 1 else tuple(first)
 
 
-def _moments(moments: PyTree, num: int | Array) -> GradientMoments:
-    is_pair = lambda x: isinstance(x, MeanAndVariance)
-    mean = jtu.tree_map(lambda pair: pair.mean, moments, is_leaf=is_pair)
-    variance = jtu.tree_map(lambda pair: pair.variance, moments, is_leaf=is_pair)
-    dtype = widest(*(x.dtype for x in jtu.tree_leaves(variance)))
-    total = lambda xs: sum(jnp.sum(widened(x)).astype(dtype) for x in xs)
-    noise = total(jtu.tree_leaves(variance))
-    signal = total(jnp.abs(widened(x)) ** 2 for x in jtu.tree_leaves(mean))
-    # The square of a mean is too large by the variance of that mean.
-    signal = signal - noise / jnp.asarray(num).astype(dtype)
-    return GradientMoments(mean, variance, noise / signal)
-
-
+@also_decorator
 def filter_micro_value_and_grad(
     fun: Callable[..., Any] | None = None,
     *,
@@ -413,9 +373,24 @@ def filter_micro_value_and_grad(
         privacy. The noise scale is that of McCandlish et al., "An empirical model of
         large-batch training", [arXiv:1812.06162](https://arxiv.org/abs/1812.06162).
     """
-    return _differentiated(filter_micro_value_and_grad, locals(), returns_value=True)
+    gradient = _micro_grad(
+        objective=Objective(in_axes=in_axes, has_aux=has_aux),
+        accumulators=(accumulator, value_accumulator, aux_accumulator),
+        clip_norm=clip_norm,
+        nan_safe=nan_safe,
+        return_norms=return_norms,
+        transform=transform,
+        metrics=metrics,
+        moments=moments,
+        method=method,
+        batched=batched,
+        returns_value=True,
+        blocking=Blocking(microbatch_size, num_real_microbatches, checkpoint=False),
+    )
+    return transformed(gradient, fun)
 
 
+@also_decorator
 def filter_micro_grad(
     fun: Callable[..., Any] | None = None,
     *,
@@ -460,33 +435,42 @@ def filter_micro_grad(
 
         ```
     """
-    return _differentiated(filter_micro_grad, locals(), returns_value=False)
+    gradient = _micro_grad(
+        objective=Objective(in_axes=in_axes, has_aux=has_aux),
+        accumulators=(accumulator, value_accumulator, aux_accumulator),
+        clip_norm=clip_norm,
+        nan_safe=nan_safe,
+        return_norms=return_norms,
+        transform=transform,
+        metrics=metrics,
+        moments=moments,
+        method=method,
+        batched=batched,
+        returns_value=False,
+        blocking=Blocking(microbatch_size, num_real_microbatches, checkpoint=False),
+    )
+    return transformed(gradient, fun)
 
 
-def _differentiated(
-    public: Callable, settings: dict[str, Any], *, returns_value: bool
-) -> Callable[..., Any]:
-    """What `public` returns when called with these settings, `fun` among them."""
-    settings = dict(settings)
-    fun = settings.pop("fun")
-    if fun is None:
-        return functools.partial(public, **settings)
-    clip_norm, nan_safe = settings.pop("clip_norm"), settings.pop("nan_safe")
+def _micro_grad(
+    *,
+    accumulators: tuple[PyTree, PyTree, PyTree],
+    clip_norm: PyTree,
+    nan_safe: bool,
+    blocking: Blocking,
+    **settings: Any,
+) -> _MicroGrad:
+    """The settings; the accumulators are those of gradients, values and aux."""
+    accumulator, of_value, of_aux = accumulators
+    accumulator = jtu.tree_map(canonicalise, accumulator, is_leaf=is_accumulator)
+    if of_value is None:
+        of_value = accumulator if isinstance(accumulator, _TOTALS) else Mean()
     needs_norms = clip_norm is not None or nan_safe or settings["return_norms"]
-    clipping = Clipping(clip_norm, nan_safe) if needs_norms else None
-    accumulator = jtu.tree_map(
-        canonicalise, settings.pop("accumulator"), is_leaf=is_accumulator
-    )
-    value_accumulator = settings.pop("value_accumulator")
-    if value_accumulator is None:
-        value_accumulator = accumulator if isinstance(accumulator, _TOTALS) else Mean()
-    size, count = settings.pop("microbatch_size"), settings.pop("num_real_microbatches")
-    transform = _MicroGrad(
-        **settings,
+    return _MicroGrad(
         accumulator=accumulator,
-        value_accumulator=value_accumulator,
-        clipping=clipping,
-        returns_value=returns_value,
-        blocking=Blocking(size, count, checkpoint=False),
+        value_accumulator=of_value,
+        aux_accumulator=of_aux,
+        clipping=Clipping(clip_norm, nan_safe) if needs_norms else None,
+        blocking=blocking,
+        **settings,
     )
-    return transformed(transform, fun)

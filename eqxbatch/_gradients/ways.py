@@ -3,20 +3,29 @@
 Each way is a function of the rows of a microbatch and the weights of its examples, if
 there are any. It returns a dict of dicts: `"whole"` has results for the microbatch as a
 whole, `"total"` sums over its examples, and `"each"` one result for each, along axis 0.
+What is known of gradients besides is at the end.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, Real
 
-from .._base.dtypes import power_of_two, scaled_examples, squared_norm, widened
+from .._base.dtypes import (
+    power_of_two,
+    scaled_examples,
+    squared_norm,
+    widened,
+    widest,
+)
 from .._base.explicit import with_auto_axes
 from .._base.mesh import spec_of, with_type_of
+from .._batch.moments import MeanAndVariance
 from .._batch.objective import Example, Loss
 from .._sites.cost import Method, plan
 from .._sites.factors import Factors, kept_examples
@@ -46,7 +55,7 @@ def of_sum(example: Example, is_mean: bool) -> BlockGradients:
 
     def gradients(rows: list, weights: Array | None) -> dict:
         def values(leaves: list) -> tuple[Array, list]:
-            outs = example.vmap(lambda *rows: example.run(leaves, rows), rows)
+            outs = example.program.many(leaves, rows)
             return outs[0], outs
 
         value, pullback, outs = jax.vjp(values, example.leaves, has_aux=True)
@@ -78,7 +87,7 @@ def of_each(
 
     def one(*rows: Array) -> dict[str, PyTree]:
         def value(leaves: list) -> tuple[Array, list]:
-            outs = example.run(leaves, rows)
+            outs = example.program.one(leaves, rows)
             return outs[0], outs
 
         leaves, outs = jax.grad(value, has_aux=True)(example.leaves)
@@ -125,7 +134,7 @@ def by_norms(
     What `materialise` forms for each example is not scaled and added up, as that would
     go through it twice more: like the factors of sites, it is contracted with weights.
     """
-    program, contractions = plan(example.closed, len(example.leaves), method)
+    program, contractions = plan(example.program.closed, len(example.leaves), method)
     groups = clipping.groups(example.gradient(example.leaves))
 
     def one(*rows: Array) -> tuple[list, list, list]:
@@ -169,3 +178,49 @@ def by_norms(
         return {**gradient, "each": {**example.outputs(outs), "norms": norms}}
 
     return gradients
+
+
+class GradientMoments(NamedTuple):
+    """What `moments=True` asks of [`eqxbatch.filter_micro_value_and_grad`][].
+
+    - `mean`: the mean of the examples' gradients, in the structure of the gradient.
+    - `variance`: of each entry, over the examples, divided by `n - 1`.
+    - `noise_scale`: shape `()`; the sum of all variances, divided by the squared norm
+        of the gradient that infinitely many examples would have. That norm is
+        estimated without bias, so that it can come out as zero or negative where the
+        gradient is lost in noise. Batches much larger than this, in examples, bring
+        little.
+    """
+
+    mean: PyTree
+    variance: PyTree
+    noise_scale: Real[Array, ""]
+
+
+class GradientStatistics(NamedTuple):
+    """What [`eqxbatch.filter_micro_value_and_grad`][] is asked for besides a gradient.
+
+    - `norms`: the norms of the examples' gradients before they are clipped, shape
+        `(n,)`; if `clip_norm` has several bounds, then one such array for each.
+    - `metrics`: what `metrics` returned, with the examples along axis 0.
+    - `moments`: an [`eqxbatch.GradientMoments`][].
+
+    What was not asked for is None.
+    """
+
+    norms: PyTree
+    metrics: PyTree
+    moments: GradientMoments | None
+
+
+def moments_of(moments: PyTree, num: int | Array) -> GradientMoments:
+    is_pair = lambda x: isinstance(x, MeanAndVariance)
+    mean = jtu.tree_map(lambda pair: pair.mean, moments, is_leaf=is_pair)
+    variance = jtu.tree_map(lambda pair: pair.variance, moments, is_leaf=is_pair)
+    dtype = widest(*(x.dtype for x in jtu.tree_leaves(variance)))
+    total = lambda xs: sum(jnp.sum(widened(x)).astype(dtype) for x in xs)
+    noise = total(jtu.tree_leaves(variance))
+    signal = total(jnp.abs(widened(x)) ** 2 for x in jtu.tree_leaves(mean))
+    # The square of a mean is too large by the variance of that mean.
+    signal = signal - noise / jnp.asarray(num).astype(dtype)
+    return GradientMoments(mean, variance, noise / signal)

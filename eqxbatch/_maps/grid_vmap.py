@@ -1,7 +1,6 @@
 """`filter_grid_vmap`: every combination of what arguments are mapped over."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -17,7 +16,12 @@ from .._batch.accumulators import Concat
 from .._batch.axes import argument_specs, leaf_name, positional_names
 from .._batch.memory import check_size, MemoryBudget, resolve_size
 from .._batch.slots import canonicalise, is_accumulator
-from .._batch.transform import AbstractAutoSharded, Blocking, transformed
+from .._batch.transform import (
+    AbstractAutoSharded,
+    also_decorator,
+    Blocking,
+    transformed,
+)
 from .grid_axes import as_axis, GridAxis, is_grid_axis
 from .micro_vmap import MicroVmap
 
@@ -341,6 +345,7 @@ def _check_accumulator(accumulator: Any) -> dict[str, PyTree]:
     )
 
 
+@also_decorator
 def filter_grid_vmap(
     fun: Callable[..., Any] | None = None,
     *,
@@ -419,15 +424,6 @@ def filter_grid_vmap(
 
         ```
     """
-    if fun is None:
-        return functools.partial(
-            filter_grid_vmap,
-            in_axes=in_axes,
-            out_axes=out_axes,
-            block_size=block_size,
-            accumulator=accumulator,
-            checkpoint=checkpoint,
-        )
     accumulators = _check_accumulator(accumulator)
     transform = _GridVmap(
         in_axes=in_axes,

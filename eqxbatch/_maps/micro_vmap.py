@@ -20,7 +20,7 @@ from .._batch.axes import Batch, broadcast_axes, spec_of_rows, split_batch
 from .._batch.cut import Blocks
 from .._batch.memory import MemoryBudget
 from .._batch.slots import array_structs, match_accumulators, Slot, Slots
-from .._batch.transform import AbstractTransform, Blocking, transformed
+from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
 
 
 class MicroVmap(AbstractTransform):
@@ -185,6 +185,7 @@ def _per_example(slot: Slot, leaves: list, axes: tuple, blocks: Blocks) -> Slot:
     return dataclasses.replace(slot, accumulator=accumulator, per_example=True)
 
 
+@also_decorator
 def filter_micro_vmap(
     fun: Callable[..., Any] | None = None,
     *,
@@ -288,19 +289,6 @@ def filter_micro_vmap(
         [arXiv:2510.00236](https://arxiv.org/abs/2510.00236); the axes are those of
         `equinox.filter_vmap`.
     """
-    if fun is None:
-        return functools.partial(
-            filter_micro_vmap,
-            in_axes=in_axes,
-            out_axes=out_axes,
-            axis_name=axis_name,
-            axis_size=axis_size,
-            microbatch_size=microbatch_size,
-            accumulator=accumulator,
-            num_real_microbatches=num_real_microbatches,
-            checkpoint=checkpoint,
-            vmap_fn=vmap_fn,
-        )
     transform = MicroVmap(
         in_axes=in_axes,
         out_axes=out_axes,

@@ -1,6 +1,5 @@
 """`filter_microbatch`: a function of a batch, run on one microbatch at a time."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from .._batch.axes import Batch, split_batch
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Sum
 from .._batch.slots import is_struct, match_accumulators, Slots
-from .._batch.transform import AbstractTransform, Blocking, transformed
+from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
 
 
 class _Microbatch(AbstractTransform):
@@ -59,6 +58,7 @@ class _Microbatch(AbstractTransform):
         return jtu.tree_unflatten(treedef, specs)
 
 
+@also_decorator
 def filter_microbatch(
     fun: Callable[..., Any] | None = None,
     *,
@@ -134,14 +134,5 @@ def filter_microbatch(
 
         ```
     """
-    if fun is None:
-        return functools.partial(
-            filter_microbatch,
-            in_axes=in_axes,
-            microbatch_size=microbatch_size,
-            accumulator=accumulator,
-            num_real_microbatches=num_real_microbatches,
-            checkpoint=checkpoint,
-        )
     blocking = Blocking(microbatch_size, num_real_microbatches, checkpoint)
     return transformed(_Microbatch(in_axes, accumulator, blocking), fun)

@@ -9,19 +9,19 @@ are used at many, as those of convolutions.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact
 
-from .._base.jaxprs import depends, evaluate_jaxpr, trace_example
 from .._base.mesh import vary, varying
-from .._sites.cost import FLOPS_PER_BYTE, MOST_SITES
-from .._sites.einsum import contract_cost, EXAMPLE, Labels, Term
+from .._base.per_example import PerExample
+from .._sites.cost import contraction_cost, Cost, MOST_SITES, total_cost
+from .._sites.einsum import EXAMPLE
 from .._sites.factors import Factor, Factors, gradients, gram, gram_terms, site_terms
-from .._sites.site import is_allowed, Label, leaf_site, positions, Site
+from .._sites.site import is_allowed, leaf_site, positions, Site
 from .._sites.trace import Program
 from .output_axes import OutputAxes
 
@@ -59,10 +59,10 @@ class Linearization:
         axes: Sequence[int],
         num_outputs: int,
     ):
-        self.program, self.outputs, self.axes = program, outputs, list(axes)
+        self.program, self.outputs = program, outputs
         self.num_outputs = num_outputs
 
-        def run(operands: list, rows: list) -> list:
+        def run(operands: list, rows: list) -> tuple[list, list, list[list]]:
             leaves, cotangents = operands
             outs, a, pullback = program.linearize(leaves, rows, num_outputs)
             pulled = []
@@ -77,41 +77,25 @@ class Linearization:
 
                 found = jax.vmap(pull)(directions.reshape(-1, *shape))
                 pulled.append([d.reshape(*lead, *d.shape[1:]) for d in found])
-            return [outs, a, pulled]
+            return outs, a, pulled
 
-        self._operands = jax.tree.leaves([leaves, cotangents])
-        treedef = jax.tree.structure([leaves, cotangents])
-        flat = lambda operands, rows: run(jax.tree.unflatten(treedef, operands), rows)
-        closed, out = trace_example(flat, self._operands, arrays, axes)
-        self._jaxpr, self._consts = closed.jaxpr, list(closed.consts)
-        num = len(self._operands)
-        is_example = [False] * num + [True] * (len(self._jaxpr.invars) - num)
-        self._has_examples = depends(self._jaxpr, is_example)
-        self._treedef = jax.tree.structure(out)
-        self._structs = jax.tree.leaves(out)
+        self._run = PerExample(run, [leaves, cotangents], arrays, axes)
 
     def structs(self, num: int) -> tuple[list, list, list[list]]:
         """The shapes of what `run` returns for `num` examples."""
         factors = [
             Factor(jax.ShapeDtypeStruct((num,) * has + s.shape, s.dtype), has)
-            for s, has in zip(self._structs, self._has_examples, strict=True)
+            for s, has in zip(self._run.structs, self._run.has_examples, strict=True)
         ]
-        return self._unflatten(factors)
+        return self._run.output(factors)
 
     def run(self, rows: list) -> tuple[list, list, list[list]]:
         """Outputs, operands, and for each output cotangents, as `Factor`s.
 
         What does not depend on the example is computed once for all of them.
         """
-        num = len(self._operands)
-        program = lambda *args: evaluate_jaxpr(self._jaxpr, self._consts, [*args])
-        in_axes = (None,) * num + tuple(self.axes)
-        out_axes = [0 if has else None for has in self._has_examples]
-        outs = jax.vmap(program, in_axes, out_axes)(*self._operands, *rows)
-        return self._unflatten(map(Factor, outs, self._has_examples))
-
-    def _unflatten(self, factors: Any) -> tuple[list, list, list[list]]:
-        return tuple(jax.tree.unflatten(self._treedef, list(factors)))
+        arrays = self._run.run(rows)
+        return self._run.output([*map(Factor, arrays, self._run.has_examples)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,13 +136,25 @@ def output_factors(program: Program, formed: Sequence[int]) -> OutputFactors:
     return OutputFactors(tuple(perturbations), tuple(formed), kept)
 
 
+class KeptFactors(eqx.Module):
+    """What is kept of some examples.
+
+    - `values`: what the function returns, if that is wanted.
+    - `operands`: those of sites, by their numbers.
+    - `cotangents`: for each output, cotangents of sites, and then Jacobians.
+    """
+
+    values: list[Factor]
+    operands: dict[int, Factor]
+    cotangents: list[list[Factor]]
+
+
 class ExampleFactors:
     """What is kept of the examples of one side, for each output.
 
     With `keeps_values`, that is what the function returns, too.
 
-    `factors` makes a flat list of it from the rows of some examples, and `split`
-    tells what belongs to which output.
+    `of` makes it from the rows of some examples.
     """
 
     def __init__(
@@ -169,7 +165,6 @@ class ExampleFactors:
         keeps_values: bool,
     ):
         self.linearization, self.kept = linearization, kept
-        program = linearization.program
         used = {
             site.operand
             for one in kept
@@ -178,59 +173,34 @@ class ExampleFactors:
             if site.operand is not None
         }
         self._operands = sorted(used)
-        self._num_outs = linearization.num_outputs if keeps_values else 0
-        self._leaves = program.leaves
+        self._keeps_values = keeps_values
 
-    @property
-    def size(self) -> int:
-        """How many arrays are kept."""
-        kept = (len(one.perturbations) + len(one.formed) for one in self.kept)
-        return self._num_outs + len(self._operands) + sum(kept)
-
-    def factors(self, rows: list) -> list[Factor]:
-        return self._kept_of(*self.linearization.run(rows))
-
-    def _kept_of(
-        self, outs: list, operands: list, cotangents: list[list]
-    ) -> list[Factor]:
-        flat = [*outs[: self._num_outs], *(operands[i] for i in self._operands)]
-        outputs = self.linearization.outputs
-        program = self.linearization.program
-        for output, kept, pulled in zip(outputs, self.kept, cotangents, strict=True):
-            flat += [pulled[perturbation] for perturbation in kept.perturbations]
+    def of(self, rows: list) -> KeptFactors:
+        """What is kept of some examples."""
+        outs, operands, cotangents = self.linearization.run(rows)
+        outputs, program = self.linearization.outputs, self.linearization.program
+        kept: list[list[Factor]] = []
+        for output, own, pulled in zip(outputs, self.kept, cotangents, strict=True):
+            kept.append([pulled[perturbation] for perturbation in own.perturbations])
             factors = Factors(operands, pulled, output.directions(0))
-            for leaf in kept.formed:
+            for leaf in own.formed:
                 sites = program.sites_of(leaf)
-                jacobian = gradients(sites, factors, self._leaves[leaf])
-                flat.append(Factor(jacobian, factors.has_examples(sites)))
-        return flat
+                jacobian = gradients(sites, factors, program.leaves[leaf])
+                kept[-1].append(Factor(jacobian, factors.has_examples(sites)))
+        values = outs[: self.linearization.num_outputs] if self._keeps_values else []
+        return KeptFactors(values, {i: operands[i] for i in self._operands}, kept)
 
-    def split(
-        self, flat: Sequence[Factor], side: int
-    ) -> tuple[list[Factor], list[Factors]]:
-        """The outputs, and the factors for the kernel of each."""
-        remaining = list(flat)
-
-        def take(num: int) -> list:
-            taken = remaining[:num]
-            del remaining[:num]
-            return taken
-
-        outs = take(self._num_outs)
-        operands: list = [Factor(None, False)] * len(
-            self.linearization.program.operands
-        )
-        for i, factor in zip(self._operands, take(len(self._operands)), strict=True):
-            operands[i] = factor
-        factors = [
-            Factors(
-                operands,
-                take(len(kept.perturbations) + len(kept.formed)),
-                output.directions(side),
-            )
-            for output, kept in zip(self.linearization.outputs, self.kept, strict=True)
+    def of_outputs(self, kept: KeptFactors, side: int) -> list[Factors]:
+        """What of that is about each output."""
+        operands = [
+            kept.operands.get(i, Factor(None, False))
+            for i, _ in enumerate(self.linearization.program.operands)
         ]
-        return outs, factors
+        outputs = self.linearization.outputs
+        return [
+            Factors(operands, own, output.directions(side))
+            for output, own in zip(outputs, kept.cotangents, strict=True)
+        ]
 
 
 def kernel(
@@ -315,51 +285,42 @@ def _costs(
     struct = first.program.leaves[leaf]
     pair = zip((first, second), schedule.blocks, strict=True)
     structs = [side.structs(num) for side, num in pair]
-    grams, forms, products = [0.0], [0.0], [0.0]
+    if 0 in schedule.blocks:
+        return (0.0, math.inf) if has_gram else (math.inf, 0.0)
 
-    def count(structs: list) -> list:
+    def count(structs: list) -> tuple[Cost, Cost, Cost]:
+        """The Gram matrices, forming the Jacobians, and the products of these."""
         sides = [
             Factors(operands, pulled[which], output.directions(side))
             for side, (_, operands, pulled) in enumerate(structs)
         ]
         example, out = output.examples[-1], (*output.out, *output.parts)
+        grams = forms = Cost()
         if has_gram:
-            for terms, _ in gram_terms(sites, sides[0], others, sides[1], example):
-                grams.append(_cost(terms, out))
+            pairs = gram_terms(sites, sides[0], others, sides[1], example)
+            grams = total_cost(contraction_cost(terms, out) for terms, _ in pairs)
         jacobians = []
         rows = zip((sites, others), sides, schedule.num_blocks, strict=True)
         for side, (own, factors, num) in enumerate(rows):
             if side == 0 or not schedule.is_symmetric:
-                forms.extend(num * _cost_of_forming(site, factors) for site in own)
+                of_side = total_cost(_cost_of_forming(site, factors) for site in own)
+                forms += of_side * num
             jacobian = gradients(own, factors, struct)
             factor = Factor(jacobian, factors.has_examples(own))
             jacobians.append(Factors([], [factor], output.directions(side)))
         site = [leaf_site(leaf, struct, 0)]
-        for terms, _ in gram_terms(site, jacobians[0], site, jacobians[1], example):
-            products.append(_cost(terms, out))
-        return []
+        pairs = gram_terms(site, jacobians[0], site, jacobians[1], example)
+        products = total_cost(contraction_cost(terms, out) for terms, _ in pairs)
+        return grams, forms, products
 
-    if 0 in schedule.blocks:
-        return (0.0, math.inf) if has_gram else (math.inf, 0.0)
-    jax.eval_shape(count, structs)
-    by_gram = schedule.num_pairs * sum(grams) if has_gram else math.inf
-    by_jacobian = sum(forms) + schedule.num_pairs * sum(products)
+    grams, forms, products = eqx.filter_eval_shape(count, structs)
+    by_gram = (grams * schedule.num_pairs).time if has_gram else math.inf
+    by_jacobian = (forms + products * schedule.num_pairs).time
     return by_gram, math.inf if are_formed else by_jacobian
 
 
-def _cost(terms: list[Term], out: Labels) -> float:
-    """In floating-point operations."""
-    flops, largest = contract_cost(terms, tuple(x for x in out if _has(terms, x)))
-    size = sum(x.size for x, _ in terms) + 2 * largest
-    return flops + FLOPS_PER_BYTE * terms[0][0].dtype.itemsize * size
-
-
-def _cost_of_forming(site: Site, factors: Factors) -> float:
+def _cost_of_forming(site: Site, factors: Factors) -> Cost:
     terms = site_terms(site, factors)
     labels = dict.fromkeys(label for _, own in terms for label in own)
     of_leaf = [label for label in labels if label[0] in ("leaf", "view")]
-    return _cost(terms, (EXAMPLE, *factors.outputs, *of_leaf))
-
-
-def _has(terms: list[Term], label: Label) -> bool:
-    return any(label in labels for _, labels in terms)
+    return contraction_cost(terms, (EXAMPLE, *factors.outputs, *of_leaf))

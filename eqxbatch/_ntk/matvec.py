@@ -74,7 +74,7 @@ def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
     size, _ = model.block_sizes()
 
     def push(arrays: list, _: int) -> list[Array]:
-        values = lambda leaves: model.values(0, leaves, arrays)
+        values = lambda leaves: model.programs[0].many(leaves, arrays)
         return jax.jvp(values, (model.leaves,), (tangents,))[1]
 
     pushed = accumulated(push, first, size, Concat())
@@ -90,7 +90,7 @@ def _pulled_back(model: TracedModel, vectors: list[Array]) -> list[Array]:
     _, size = model.block_sizes()
 
     def pull(arrays: list, _: int) -> list[Array]:
-        values = lambda leaves: model.values(-1, leaves, arrays[:num])
+        values = lambda leaves: model.programs[-1].many(leaves, arrays[:num])
         pullback = jax.vjp(values, model.leaves)[1]
         (gradients,) = pullback([jnp.conj(x) for x in arrays[num:]])
         return [jnp.conj(x) for x in gradients]

@@ -1,6 +1,8 @@
 """Kernels of a model, from what is kept of its examples."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,6 +28,22 @@ def by_name(names: list[tuple[str, int]], kernels: list) -> Found:
     for name, kernel in zip(names, kernels, strict=True):
         found.setdefault(name, []).append(kernel)
     return found
+
+
+def _flat(factors: PyTree[Factor]) -> tuple[list[Factor], Any]:
+    return jtu.tree_flatten(factors, is_leaf=lambda x: isinstance(x, Factor))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """How what is kept of a side is put together, and what of it differs."""
+
+    treedef: Any
+    has_examples: list[bool]
+
+    def factors(self, rows: Rows) -> PyTree[Factor]:
+        factors = map(Factor, rows.arrays, self.has_examples)
+        return jtu.tree_unflatten(self.treedef, list(factors))
 
 
 class ModelKernel(AbstractBlockKernel):
@@ -56,14 +74,16 @@ class ModelKernel(AbstractBlockKernel):
             for path, i in zip(paths, self._order, strict=True)
         ]
         self._sides = [0] if self.is_same else [0, 1]
-        self._factors: list[list[Factor]] = []
+        self._kept: list[_Kept] = []
         self._shared: list[list[Array]] = []
         sizes = []
         for side in self._sides:
-            factors = eqx.filter_eval_shape(
-                pairing.factors, side, self.structs((1, 1))[side]
+            structs = self.structs((1, 1))[side]
+            factors, treedef = _flat(
+                eqx.filter_eval_shape(pairing.factors, side, structs)
             )
-            self._factors.append(factors)
+            has_examples = [factor.has_examples for factor in factors]
+            self._kept.append(_Kept(treedef, has_examples))
             kept = [factor.array for factor in factors if factor.has_examples]
             sizes.append(sum(x.size * x.dtype.itemsize for x in kept))
         self.bytes_kept = sizes[0], sizes[-1]
@@ -73,23 +93,23 @@ class ModelKernel(AbstractBlockKernel):
 
     def _shared_by(self, side: int) -> list[Array]:
         """What is kept that all examples of a side have in common."""
-        if all(factor.has_examples for factor in self._factors[side]):
+        if all(self._kept[side].has_examples):
             return []
-        factors = self.pairing.factors(side, self.rows[side].one())
+        factors, _ = _flat(self.pairing.factors(side, self.rows[side].one()))
         return [factor.array for factor in factors if not factor.has_examples]
 
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
         side = min(side, len(self._sides) - 1)
 
         def run(arrays: list, num: int) -> list[Array]:
-            factors = self.pairing.factors(side, arrays)
+            factors, _ = _flat(self.pairing.factors(side, arrays))
             own = [factor.array for factor in factors if factor.has_examples]
             # Without any array, nothing would run. This one is not used.
             return own or [jnp.zeros(num)]
 
         own = list(accumulated(run, rows, size, Concat()))
         shared = [*(self._shared[side] if self._shared else self._shared_by(side))]
-        has_examples = [factor.has_examples for factor in self._factors[side]]
+        has_examples = self._kept[side].has_examples
         arrays = [(own if has else shared).pop(0) for has in has_examples]
         axes = tuple(0 if has else None for has in has_examples)
         return Rows(arrays, axes, rows.total)
@@ -100,7 +120,8 @@ class ModelKernel(AbstractBlockKernel):
         del always
         second = first if second is None else second
         num = first.total, second.total
-        kernels = self.pairing.kernels(_factors(first), _factors(second), num)
+        sides = self._kept[0].factors(first), self._kept[-1].factors(second)
+        kernels = self.pairing.kernels(*sides, num)
         arranged = _arranged(self.pairing, kernels)
         return [arranged[i] for i in self._order]
 
@@ -112,11 +133,6 @@ class ModelKernel(AbstractBlockKernel):
                 size = arrays[0].shape[axes[0]]
                 kept.append(self.keep(side, Rows(arrays, axes, size), size))
         return self.block(kept[0], kept[1] if second is not None else None)
-
-
-def _factors(rows: Rows) -> list[Factor]:
-    pairs = zip(rows.arrays, rows.axes, strict=True)
-    return [Factor(x, axis is not None) for x, axis in pairs]
 
 
 def whole(model: TracedModel, pairing: AbstractPairing) -> list[Array]:

@@ -216,6 +216,20 @@ class MonteCarloKernel(eqx.Module):
             check_mesh(mesh, mesh_axis) if has_rows else None,
             None if sample_axis is None else check_mesh(mesh, sample_axis),
         )
+        self._reduce = reduce
+        self._check_places(mesh_axis, sample_axis)
+        if reduce is not None:
+            make_batch_kernel(
+                block_size,
+                reduce=reduce,
+                mesh=mesh if has_rows else None,
+                mesh_axis=mesh_axis,
+                store=store,
+                progress=progress,
+            )
+
+    def _check_places(self, mesh_axis: str | None, sample_axis: str | None) -> None:
+        """Raises for averages that cannot go where they are to go."""
         is_spread_twice = sample_axis is not None and mesh_axis is not None
         if self._store is not None and is_spread_twice:
             raise ValueError(
@@ -223,25 +237,15 @@ class MonteCarloKernel(eqx.Module):
                 f"not both; got `mesh_axis={mesh_axis!r}` and "
                 f"`sample_axis={sample_axis!r}`. Leave one of them out."
             )
+        needs_several = self._is_generator or self._tol is not None
         is_on_disk = self._store is not None and not isinstance(self._store, HostStore)
-        if is_on_disk and (self._is_generator or self._tol is not None):
+        if is_on_disk and needs_several:
             _raise_on_disk("several `n_samples` or `tol`")
-        self._reduce = reduce
-        if reduce is None:
-            return
-        if self._is_generator or self._tol is not None:
+        if self._reduce is not None and needs_several:
             raise ValueError(
                 "With `reduce`, each block is averaged over all samples once, and not "
                 "kept for several `n_samples` or for `tol`. Leave them out."
             )
-        make_batch_kernel(
-            block_size,
-            reduce=reduce,
-            mesh=mesh if has_rows else None,
-            mesh_axis=mesh_axis,
-            store=store,
-            progress=progress,
-        )
 
     @property
     def symmetric(self) -> Mirror:

@@ -4,25 +4,28 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._base.dtypes import widened
-from .._sites.cost import FLOPS_PER_BYTE, num_products
+from .._sites.cost import Cost, num_products
 from .._sites.einsum import contract, EXAMPLE, OTHER_EXAMPLE
 from .._sites.factors import Factor
 from .._sites.trace import Program
 from .example_factors import (
     choose_formed,
     ExampleFactors,
+    KeptFactors,
     kernel,
     Linearization,
     output_factors,
     Schedule,
 )
 from .output_axes import OutputAxes
-from .pushforward import pushed_kernel, Pushforward
+from .pushforward import pushed_kernel, PushedFactors, Pushforward
 from .traced_model import TracedModel
 
 
@@ -32,13 +35,11 @@ class AbstractPairing(abc.ABC):
     axes: list[OutputAxes]  # Of all kernels.
 
     @abc.abstractmethod
-    def factors(self, side: int, rows: list) -> list[Factor]:
-        """What is kept of the examples of a side."""
+    def factors(self, side: int, rows: list) -> Any:
+        """What is kept of the examples of a side: a PyTree of `Factor`s."""
 
     @abc.abstractmethod
-    def kernels(
-        self, first: list[Factor], second: list[Factor], num: tuple[int, int]
-    ) -> list[Array]:
+    def kernels(self, first: Any, second: Any, num: tuple[int, int]) -> list[Array]:
         """All kernels, before they are arranged, of `num` examples."""
 
 
@@ -75,17 +76,16 @@ class Sites(AbstractPairing):
             unprobed = dataclasses.replace(axes, probes=None)
             self.axes += [unprobed] if axes.probes is None else [unprobed, unprobed]
 
-    def factors(self, side: int, rows: list) -> list[Factor]:
-        return self._example_factors[side].factors(rows)
+    def factors(self, side: int, rows: list) -> KeptFactors:
+        return self._example_factors[side].of(rows)
 
     def kernels(
-        self, first: list[Factor], second: list[Factor], num: tuple[int, int]
+        self, first: KeptFactors, second: KeptFactors, num: tuple[int, int]
     ) -> list[Array]:
         pair = self._example_factors[0], self._example_factors[-1]
-        outs, factors = pair[0].split(first, 0)
-        other_outs, others = pair[1].split(second, 1)
+        factors, others = pair[0].of_outputs(first, 0), pair[1].of_outputs(second, 1)
         kernels = [
-            moment(axes, outs[axes.index], other_outs[axes.index], num)
+            moment(axes, first.values[axes.index], second.values[axes.index], num)
             for axes in self._values
         ]
         leaves = pair[0].linearization.program.leaves
@@ -95,6 +95,13 @@ class Sites(AbstractPairing):
             joined = axes.join(found)
             kernels += [joined] if axes.probes is None else _estimates(axes, joined)
         return kernels
+
+
+class _Sided(eqx.Module):
+    """What is kept of examples as rows, and as columns; None for neither."""
+
+    pushed: PushedFactors | None
+    pulled: KeptFactors | None
 
 
 class Products(AbstractPairing):
@@ -113,29 +120,29 @@ class Products(AbstractPairing):
         self._values, self._ntk = values, ntk
         self._is_symmetric = is_symmetric
         self.axes = [*values, *ntk]
-        self._num = example_factors.linearization.num_outputs
 
-    def factors(self, side: int, rows: list) -> list[Factor]:
-        kept = [] if side == 1 else self._pushforward.factors(rows)
-        if side == 1 or self._is_symmetric:
-            kept += self._example_factors.factors(rows)
-        return kept
+    def factors(self, side: int, rows: list) -> _Sided:
+        return _Sided(
+            self._pushforward.of(rows) if side == 0 else None,
+            self._example_factors.of(rows) if side or self._is_symmetric else None,
+        )
 
     def kernels(
-        self, first: list[Factor], second: list[Factor], num: tuple[int, int]
+        self, first: _Sided, second: _Sided, num: tuple[int, int]
     ) -> list[Array]:
-        if self._is_symmetric:
-            size = len(first) - self._example_factors.size
-            first, second = first[:size], second[size:]
-        residuals = first[self._num :]
-        outs, others = self._example_factors.split(second, 1)
+        pushed, pulled = first.pushed, second.pulled
+        assert pushed is not None
+        assert pulled is not None
         kernels = [
-            moment(axes, first[axes.index], outs[axes.index], num)
+            moment(axes, pushed.values[axes.index], pulled.values[axes.index], num)
             for axes in self._values
         ]
+        others = self._example_factors.of_outputs(pulled, 1)
         for axes, factors in zip(self._ntk, others, strict=True):
             jacobians = factors.cotangents
-            found = pushed_kernel(self._pushforward, axes, residuals, jacobians, num)
+            found = pushed_kernel(
+                self._pushforward, axes, pushed.factors, jacobians, num
+            )
             kernels.append(axes.join(found))
         return kernels
 
@@ -191,8 +198,8 @@ def choose_pairing(
 
 
 def _forward(model: TracedModel, position: int) -> Callable[[list], list[Factor]]:
-    values = lambda arrays: model.values(position, model.leaves, arrays)
-    return lambda arrays: [*map(Factor, values(arrays))]
+    program = model.programs[position]
+    return lambda arrays: [*map(Factor, program.run(arrays), program.has_examples)]
 
 
 def _linearization(
@@ -217,11 +224,11 @@ def _by_sites(
 ) -> tuple[Sites, float]:
     """The pairing, and what it costs in floating-point operations."""
     linearizations: list[Linearization] = []
-    for position, (closed, _) in enumerate(model.programs):
-        if position and closed is model.programs[0][0]:
+    for position, one in enumerate(model.programs):
+        if position and one is model.programs[0]:
             linearizations.append(linearizations[0])
             continue
-        program = Program(closed, len(model.leaves), use_rules=use_rules)
+        program = Program(one.closed, len(model.leaves), use_rules=use_rules)
         linearizations.append(_linearization(model, position, program, ntk, directions))
     schedule = _schedule(model, ntk)
     pair = linearizations[0], linearizations[-1]
@@ -245,11 +252,9 @@ def _by_products(
     ntk: list[OutputAxes],
     directions: tuple[list[Array], list[Array]],
 ) -> Products:
-    rows = model.sides[0].rows
-    closed, _ = model.programs[0]
-    pushforward = Pushforward(closed, model.leaves, rows.arrays, rows.axes)
+    pushforward = Pushforward(model.programs[0], model.sides[0].rows)
     last = len(model.sides) - 1
-    closed, _ = model.programs[last]
+    closed = model.programs[last].closed
     program = Program(closed, len(model.leaves), use_rules=False)
     linearization = _linearization(model, last, program, ntk, directions)
     example_factors = ExampleFactors(
@@ -262,7 +267,7 @@ def _by_products(
 
 def _cost_of_products(model: TracedModel, ntk: list[OutputAxes]) -> float:
     """What it costs to push Jacobians through the model, in operations."""
-    program = Program(model.programs[0][0], len(model.leaves))
+    program = Program(model.programs[0].closed, len(model.leaves))
     schedule = _schedule(model, ntk)
     products = sum(map(num_products, program.sites))
     size = sum(math.prod(leaf.shape) for leaf in program.leaves)
@@ -273,8 +278,8 @@ def _cost_of_products(model: TracedModel, ntk: list[OutputAxes]) -> float:
     if ntk[0].pairs_examples:
         pairs *= schedule.blocks[1]
     # A tangent is read for each.
-    each = 2 * products + FLOPS_PER_BYTE * 4 * size
-    return float(pairs * directions * each)
+    each = Cost(2 * products, 4 * size)
+    return (each * (pairs * directions)).time
 
 
 def _schedule(model: TracedModel, ntk: list[OutputAxes]) -> Schedule:

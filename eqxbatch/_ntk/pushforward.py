@@ -1,18 +1,33 @@
 """Pushing Jacobians of one side through the linearised model at the other."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._base.dtypes import widened
-from .._base.jaxprs import depends, evaluate_jaxpr, trace_example
+from .._base.jaxprs import evaluate_jaxpr
+from .._base.per_example import PerExample
+from .._batch.rows import Rows
 from .._sites.einsum import contract
 from .._sites.factors import Factor
 from .output_axes import OutputAxes
+
+
+class _Push(eqx.Module):
+    """A linear function, with what it needs to be known as its first inputs."""
+
+    jaxpr: Any = eqx.field(static=True)
+
+
+class PushedFactors(eqx.Module):
+    """What a function returns for some examples, and what its derivative is made of."""
+
+    values: list[Factor]
+    factors: list[Factor]
 
 
 class Pushforward:
@@ -21,31 +36,21 @@ class Pushforward:
     That is computed once, and not again for each tangent.
     """
 
-    def __init__(self, closed: Any, leaves: list, arrays: list, axes: Sequence[int]):
-        self._leaves, self._axes = leaves, tuple(axes)
-        self._push: Any = None
-        consts = list(closed.consts)
-
-        def factors(leaves: list, rows: list) -> list:
-            run = lambda leaves: evaluate_jaxpr(closed.jaxpr, consts, [*leaves, *rows])
-            outs, push = jax.linearize(run, leaves)
+    def __init__(self, program: PerExample, batch: Rows):
+        def factors(leaves: list, rows: list) -> tuple[list, "_Push"]:
+            outs, push = jax.linearize(lambda leaves: program.one(leaves, rows), leaves)
             pushed = jax.make_jaxpr(push)(leaves)
-            self._push = pushed.jaxpr
-            return [*outs, *pushed.consts]
+            return [*outs, *pushed.consts], _Push(pushed.jaxpr)
 
-        traced, _ = trace_example(factors, leaves, arrays, axes)
-        self._jaxpr, self._consts = traced.jaxpr, list(traced.consts)
-        num = len(leaves)
-        is_example = [False] * num + [True] * (len(self._jaxpr.invars) - num)
-        self._has_examples = depends(self._jaxpr, is_example)
+        leaves, self._num = program.leaves, len(program.structs)
+        self._program = PerExample(factors, leaves, batch.arrays, batch.axes)
+        self._push = self._program.out[1].jaxpr
 
-    def factors(self, rows: list) -> list[Factor]:
-        """The outputs and what is kept of the derivative, of some examples."""
-        program = lambda *args: evaluate_jaxpr(self._jaxpr, self._consts, [*args])
-        in_axes = (None,) * len(self._leaves) + self._axes
-        out_axes = [0 if has else None for has in self._has_examples]
-        outs = jax.vmap(program, in_axes, out_axes)(*self._leaves, *rows)
-        return [*map(Factor, outs, self._has_examples)]
+    def of(self, rows: list) -> PushedFactors:
+        """What is kept of some examples."""
+        program = self._program
+        factors = [*map(Factor, program.run(rows), program.has_examples)]
+        return PushedFactors(factors[: self._num], factors[self._num :])
 
     def push(
         self, factors: list, tangents: list[Array], index: int

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
-from .._base.jaxprs import evaluate_jaxpr, trace_example
 from .._base.mesh import vary_as
+from .._base.per_example import PerExample
 from .._base.trees import type_of
 from .._batch.memory import MemoryBudget, resolved
 from .._batch.objective import Selection
@@ -135,7 +135,7 @@ def make_settings(
 class TracedModel:
     """A model and its calls on the two sides, or on one if they are the same.
 
-    - `sides`, `programs`: the examples of each, and the jaxpr and output for one.
+    - `sides`, `programs`: the examples of each, and what the model makes of one.
     - `leaves`: the parameters, which are the first inputs of the jaxprs.
     - `axes`: what the kernel is to have of the axes of each output.
     """
@@ -172,20 +172,20 @@ class TracedModel:
         if selection is not None:
             self.leaves, combine = selection.split(model)
         self.leaves = vary_as(arrays, self.leaves)
-        self.programs: list[tuple[Any, PyTree]] = []
+        self.programs: list[PerExample] = []
         for side in self.sides:
             if self.programs and side.type == self.sides[0].type:
                 self.programs.append(self.programs[0])
                 continue
             self.programs.append(
-                trace_example(
+                PerExample(
                     lambda leaves, rows, side=side: side.call(combine(leaves), rows),
                     self.leaves,
                     side.rows.arrays,
                     side.rows.axes,
                 )
             )
-        self.out = self.programs[0][1]
+        self.out = self.programs[0].out
         self.axes = self._output_axes(is_diagonal)
         if not all(axes.pairs_examples for axes in self.axes):
             totals = [side.rows.total for side in self.sides]
@@ -238,7 +238,7 @@ class TracedModel:
 
     def _others(self) -> list:
         """What the model returns on the second side, which must fit to the first."""
-        found = [self.out, self.programs[-1][1]]
+        found = [self.out, self.programs[-1].out]
         types = [
             jtu.tree_map(lambda x: (len(x.shape), str(x.dtype)), out) for out in found
         ]
@@ -250,14 +250,6 @@ class TracedModel:
                 f"{types[1]}."
             )
         return jtu.tree_leaves(found[1])
-
-    def values(self, position: int, leaves: list, arrays: list) -> list[Array]:
-        """All arrays that the model returns for some examples of a side."""
-        closed, _ = self.programs[position]
-        run = lambda *rows: evaluate_jaxpr(
-            closed.jaxpr, list(closed.consts), [*leaves, *rows]
-        )
-        return jax.vmap(run, self.sides[position].rows.axes)(*arrays)
 
     def block_sizes(self) -> tuple[int | None, int | None]:
         """The sizes of blocks of rows and of columns; None for a single block."""

@@ -1,6 +1,5 @@
 """`filter_batch_kernel`: any kernel function, in blocks of rows and columns."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
@@ -14,7 +13,7 @@ from jaxtyping import PyTree
 
 from .._base.explicit import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
-from .._batch.transform import AbstractTransform, transformed
+from .._batch.transform import AbstractTransform, also_decorator, transformed
 from .calls import BlockSize, check_block_size, check_mesh, make_calls, MeshAxis
 from .collect import make_collectors
 from .engine import on_device
@@ -167,6 +166,7 @@ def _square(area: int) -> Sizes:
     return size, size
 
 
+@also_decorator
 def filter_batch_kernel(
     kernel_fn: Any = None,
     *,
@@ -275,19 +275,6 @@ def filter_batch_kernel(
 
         ```
     """
-    if kernel_fn is None:
-        return functools.partial(
-            filter_batch_kernel,
-            block_size=block_size,
-            in_axes=in_axes,
-            out_axes=out_axes,
-            symmetric=symmetric,
-            reduce=reduce,
-            mesh=mesh,
-            mesh_axis=mesh_axis,
-            store=store,
-            progress=progress,
-        )
     transform = make_batch_kernel(
         block_size,
         reduce=reduce,

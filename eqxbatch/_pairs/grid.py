@@ -14,11 +14,6 @@ class Tile(NamedTuple):
     column: int
 
 
-def starts(total: int, size: int) -> list[int]:
-    """Where blocks start; the last one overlaps with the one before."""
-    return [min(start, total - size) for start in range(0, total, size)]
-
-
 def balanced(total: int, size: int | None) -> int:
     """The smallest size, at most that, with which there are as many blocks."""
     if total == 0:

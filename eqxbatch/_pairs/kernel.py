@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +9,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax import lax
 from jaxtyping import Array, Bool, PyTree, Shaped
 
-from .._base.mesh import vary, varying
+from .._base.cpu import with_mirror_image
 from .._batch.cut import block_struct
 from .._batch.memory import free_bytes
 from .._batch.rows import Rows
 from .._batch.slots import is_struct
 from .calls import Call
-from .grid import balanced, Grid, starts
+from .grid import balanced, Grid
 
 
 # Shapes are looked up with so many rows and columns, so that they are told apart.
@@ -30,9 +28,6 @@ Sizes = tuple[int | None, int | None]
 
 
 _LEADING = (0, 1)
-
-
-_PIECE = 256
 
 
 # What is kept of examples takes as much room as the blocks that are worked with.
@@ -304,35 +299,5 @@ def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "
 
 
 def _symmetrised(x: Shaped[Array, "n n ..."]) -> Shaped[Array, "n n ..."]:
-    at_once = lambda x: _common(x, _exchanged(x))
-    if x.shape[0] <= 2 * _PIECE:
-        return at_once(x)
-    return lax.platform_dependent(x, cpu=_common_in_pieces, default=at_once)
-
-
-def _exchanged(x: Shaped[Array, "rows columns ..."]) -> Array:
-    return jnp.conj(jnp.swapaxes(x, 0, 1))
-
-
-def _common_in_pieces(x: Shaped[Array, "n n ..."]) -> Shaped[Array, "n n ..."]:
-    """A tile, made symmetric in pieces of which both mirror images fit into a cache.
-
-    XLA for CPUs reads the columns of a large array one number at a time, each of them
-    from far away.
-    """
-    total, rest = x.shape[0], x.shape[2:]
-    pairs = itertools.combinations_with_replacement(starts(total, _PIECE), 2)
-    zeros = [jnp.zeros((), jnp.int32) for _ in rest]
-
-    def step(result: Array, at: Array) -> tuple[Array, None]:
-        here, there = [*at, *zeros], [*at[::-1], *zeros]
-        pieces = [
-            lax.dynamic_slice(x, place, (_PIECE, _PIECE, *rest))
-            for place in (here, there)
-        ]
-        piece = _common(pieces[0], _exchanged(pieces[1]))
-        result = lax.dynamic_update_slice(result, piece, here)
-        return lax.dynamic_update_slice(result, _exchanged(piece), there), None
-
-    at = jnp.array(list(pairs), jnp.int32)
-    return lax.scan(step, vary(jnp.zeros_like(x), varying(jax.typeof(x))), at)[0]
+    exchanged = lambda x: jnp.conj(jnp.swapaxes(x, 0, 1))
+    return with_mirror_image(x, _common, exchanged)

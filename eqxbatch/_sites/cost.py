@@ -1,30 +1,98 @@
-"""How each leaf's share of the gradients' norms is best computed, from shapes alone."""
+"""What computations cost, and so how gradients and their norms are best computed.
+
+All of it follows from shapes alone.
+"""
 
 import dataclasses
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 
-from .einsum import contract_cost, EXAMPLE
+from .._base.jaxprs import inner_jaxprs
+from .einsum import contract_cost, EXAMPLE, Labels, Term
 from .factors import Factors, norm_terms
 from .site import is_allowed, Site
 from .trace import Program
 
 
-# How many floating-point operations take as long as moving one byte does: about what
-# matrix products give on CPUs and accelerators. Only orders of magnitude matter.
+# What costs are reckoned with. They are rounded from what `python -m benchmarks costs`
+# measures on 2 cores of an AMD EPYC; only orders of magnitude matter.
+# - How many floating-point operations of a contraction take as long as moving a byte.
 FLOPS_PER_BYTE = 8.0
-
-
-# Per-example gradients of a convolution, as `vmap` makes them, are grouped
-# convolutions, which compilers run several times slower than matrix products.
+# - How much slower per-example gradients of a convolution are than matrix products, as
+#   `vmap` makes grouped convolutions of them.
 GROUPED_CONVOLUTION = 4.0
 
 
 # A leaf with more sites, as in an unrolled loop, has so many pairs of them that tracing
 # their products takes seconds; `scan` has one site for all steps.
 MOST_SITES = 16
+
+
+class Cost(eqx.Module):
+    """What a computation takes: floating-point operations, and bytes that are moved."""
+
+    flops: float = eqx.field(static=True, default=0.0)
+    bytes: float = eqx.field(static=True, default=0.0)
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+    def __mul__(self, times: float) -> "Cost":
+        return Cost(self.flops * times, self.bytes * times)
+
+    @property
+    def time(self) -> float:
+        """How long it takes, in floating-point operations."""
+        return self.flops + FLOPS_PER_BYTE * self.bytes
+
+
+def total_cost(costs: Iterable[Cost]) -> Cost:
+    """That of several, one after the other."""
+    return sum(costs, Cost())
+
+
+def contraction_cost(terms: Sequence[Term], out: Labels) -> Cost:
+    """That of a contraction: its factors are read, what is between them is moved."""
+    present = {label for _, labels in terms for label in labels}
+    flops, largest = contract_cost(terms, tuple(x for x in out if x in present))
+    entries = sum(math.prod(x.shape) for x, _ in terms) + 2 * largest
+    return Cost(flops, terms[0][0].dtype.itemsize * entries)
+
+
+def program_cost(jaxpr: Any) -> Cost:
+    """About that of a jaxpr: matrix products, and what each equation writes."""
+    return total_cost(map(_cost_of, jaxpr.eqns))
+
+
+def _cost_of(eqn: Any) -> Cost:
+    name = eqn.primitive.name
+    shapes = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
+    widths = [getattr(var.aval, "dtype", jnp.dtype("float32")) for var in eqn.outvars]
+    written = sum(
+        float(math.prod(shape)) * getattr(dtype, "itemsize", 4)
+        for shape, dtype in zip(shapes, widths, strict=True)
+    )
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        lhs = eqn.invars[0].aval.shape
+        products = math.prod(lhs[axis] for axis in contracted)
+        return Cost(2.0 * products * math.prod(shapes[0]), written)
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        rhs = eqn.invars[1].aval.shape
+        products = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)
+        return Cost(2.0 * products * math.prod(shapes[0]), written)
+    inner = [program_cost(sub) for sub in inner_jaxprs(eqn)]
+    if not inner:
+        return Cost(0.0, written)
+    if name == "cond":
+        return max(inner, key=lambda cost: cost.time)
+    return total_cost(inner) * eqn.params.get("length", 1)
 
 
 Method = Literal["auto", "sites", "materialise"]
@@ -43,18 +111,13 @@ class Contraction:
         gradient, as the function does not use the leaf.
     - `keeps`: whether the gradients of a microbatch, once formed for the norms, are
         kept for the sum. Otherwise the sum is another pass over the factors.
-    - `flops`, `bytes`: for one example, its norm and its share in the sum together.
+    - `cost`: for one example, its norm and its share in the sum together.
     """
 
     leaf: int
     form: Form
     keeps: bool
-    flops: float
-    bytes: float
-
-    @property
-    def cost(self) -> float:
-        return self.flops + FLOPS_PER_BYTE * self.bytes
+    cost: Cost
 
 
 def plan(
@@ -92,55 +155,35 @@ def _choose(
     struct = program.leaves[leaf]
     sites = program.sites_of(leaf)
     if not sites:
-        return Contraction(leaf, "unused", False, 0.0, 0.0)
+        return Contraction(leaf, "unused", False, Cost())
     size = float(math.prod(struct.shape))
     width = struct.dtype.itemsize
     if leaf in program.fallbacks:
         # Written once and read twice: for the norm, and for the sum.
-        return Contraction(leaf, "leaf", True, 4 * size, 3 * width * size)
+        return Contraction(leaf, "leaf", True, Cost(4 * size, 3 * width * size))
     factors = sum(_num_factors(site) for site in sites)
     products = sum(num_products(site) for site in sites)
 
-    once = Contraction(
-        leaf,
-        form="gradient",
-        keeps=True,
-        flops=products + 4 * size,
-        bytes=width * (factors + (2 + len(sites)) * size),
+    once = Cost(products + 4 * size, width * (factors + (2 + len(sites)) * size))
+    twice = Cost(
+        2 * products + 2 * size, width * (2 * factors + (1 + len(sites)) * size)
     )
-    twice = Contraction(
-        leaf,
-        form="gradient",
-        keeps=False,
-        flops=2 * products + 2 * size,
-        bytes=width * (2 * factors + (1 + len(sites)) * size),
-    )
+    candidates = [Contraction(leaf, "gradient", False, twice)]
     # What is kept is kept for all leaves at a time, so it must not be much more than
     # what a backward pass keeps anyway.
-    candidates = [twice, once] if size <= 2 * factors else [twice]
-    best = min(candidates, key=lambda contraction: contraction.cost)
-    if not has_gram(sites):
-        return best
-    gram_flops, gram_size = 0.0, 0.0
+    if size <= 2 * factors:
+        candidates.append(Contraction(leaf, "gradient", True, once))
+    if has_gram(sites):
 
-    def count(operands: list, cotangents: list) -> list:
-        nonlocal gram_flops, gram_size
-        factors = Factors(operands, cotangents)
-        for terms, _ in norm_terms(sites, factors):
-            flops, largest = contract_cost(terms, (EXAMPLE,))
-            gram_flops += flops
-            gram_size += largest
-        return []
+        def norms(operands: list, cotangents: list) -> Cost:
+            terms = norm_terms(sites, Factors(operands, cotangents))
+            return total_cost(contraction_cost(own, (EXAMPLE,)) for own, _ in terms)
 
-    jax.eval_shape(count, operands, cotangents)
-    gram = Contraction(
-        leaf,
-        form="gram",
-        keeps=False,
-        flops=products + gram_flops,
-        bytes=width * (2 * factors + 2 * gram_size),
-    )
-    return min(best, gram, key=lambda contraction: contraction.cost)
+        cost = eqx.filter_eval_shape(norms, operands, cotangents)
+        # The factors are read once more for the sum.
+        cost += Cost(products, width * factors)
+        candidates.append(Contraction(leaf, "gram", False, cost))
+    return min(candidates, key=lambda contraction: contraction.cost.time)
 
 
 def has_gram(sites: list[Site]) -> bool:
@@ -152,14 +195,13 @@ def has_gram(sites: list[Site]) -> bool:
 
 def prefers_sites(program: Program, contractions: list[Contraction]) -> bool:
     """Whether the contractions are no dearer than forming all gradients by `vmap`."""
-    flops, traffic = vmapped_cost(program)
-    by_sites = sum(contraction.cost for contraction in contractions)
-    return by_sites <= flops + FLOPS_PER_BYTE * traffic
+    by_sites = total_cost(contraction.cost for contraction in contractions)
+    return by_sites.time <= vmapped_cost(program).time
 
 
-def vmapped_cost(program: Program) -> tuple[float, float]:
-    """FLOPs and bytes of one example if all its gradients are formed by `vmap`."""
-    flops, traffic = 0.0, 0.0
+def vmapped_cost(program: Program) -> Cost:
+    """That of one example if all its gradients are formed by `vmap`."""
+    total = Cost()
     for leaf, struct in enumerate(program.leaves):
         sites = program.sites_of(leaf)
         size = float(math.prod(struct.shape))
@@ -167,11 +209,11 @@ def vmapped_cost(program: Program) -> tuple[float, float]:
             # What a leaf without a rule takes to be formed is not known, here or there.
             slow = site.rule.kind == "conv_general_dilated"
             factor = GROUPED_CONVOLUTION if slow else 1.0
-            flops += 0.0 if site.rule.kind == "leaf" else factor * num_products(site)
-        flops += 4 * size
+            if site.rule.kind != "leaf":
+                total += Cost(factor * num_products(site))
         # Each use adds to the gradient, which is then read for the norm and the sum.
-        traffic += struct.dtype.itemsize * size * (2 + len(sites))
-    return flops, traffic
+        total += Cost(4 * size, struct.dtype.itemsize * size * (2 + len(sites)))
+    return total
 
 
 def _num_factors(site: Site) -> float:

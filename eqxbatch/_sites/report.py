@@ -4,7 +4,14 @@ import collections
 import dataclasses
 from typing import Any
 
-from .cost import choose, Contraction, Method, prefers_sites, vmapped_cost
+from .cost import (
+    choose,
+    Contraction,
+    Method,
+    prefers_sites,
+    total_cost,
+    vmapped_cost,
+)
 from .site import Site
 from .trace import Program
 
@@ -195,17 +202,18 @@ def report_of(closed: Any, paths: list[str]) -> SitesReport:
     """The report on a function, whose first inputs are the leaves at these paths."""
     program = Program(closed, len(paths))
     contractions = choose(program)
-    flops, traffic = vmapped_cost(program)
+    by_sites = total_cost(contraction.cost for contraction in contractions)
+    materialised = vmapped_cost(program)
     return SitesReport(
         leaves=tuple(
             _report(program, contraction, path)
             for contraction, path in zip(contractions, paths, strict=True)
         ),
         method="sites" if prefers_sites(program, contractions) else "materialise",
-        flops=sum(contraction.flops for contraction in contractions),
-        bytes=sum(contraction.bytes for contraction in contractions),
-        materialised_flops=flops,
-        materialised_bytes=traffic,
+        flops=by_sites.flops,
+        bytes=by_sites.bytes,
+        materialised_flops=materialised.flops,
+        materialised_bytes=materialised.bytes,
     )
 
 
@@ -218,8 +226,8 @@ def _report(program: Program, contraction: Contraction, path: str) -> LeafReport
         shape=program.leaves[leaf].shape,
         sites=sites,
         contraction=_CONTRACTIONS[contraction.form],
-        flops=contraction.flops,
-        bytes=contraction.bytes,
+        flops=contraction.cost.flops,
+        bytes=contraction.cost.bytes,
         reason=reason,
     )
 

@@ -286,22 +286,11 @@ def _gather(eqn: Any, index: int) -> Rule | None:
     if index != 0 or has_batch:
         return None
     sizes = params["slice_sizes"]
-    chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
-    if not chosen:  # A table of one row: any axis of one will do.
-        chosen = [axis for axis in numbers.start_index_map if table[axis] == 1][:1]
-    others = [axis for axis in numbers.start_index_map if axis not in chosen]
-    mode, modes = params["mode"], lax.GatherScatterMode
-    if mode not in (modes.FILL_OR_DROP, modes.CLIP, modes.PROMISE_IN_BOUNDS):
-        return None
-    if len(chosen) != 1 or sizes[chosen[0]] != 1:
-        return None
-    if others and mode == modes.FILL_OR_DROP:
+    token = _axis_of_rows(params, table)
+    if token is None:
         return None
     # Where a promise is not kept, JAX's own gradient drops the token, too.
-    is_dropping = mode != modes.CLIP
-    (token,) = chosen
-    if token not in numbers.start_index_map:
-        return None
+    is_dropping = params["mode"] != lax.GatherScatterMode.CLIP
     column = numbers.start_index_map.index(token)
     token_size = table[token]
 
@@ -345,6 +334,26 @@ def _gather(eqn: Any, index: int) -> Rule | None:
         token="v",
         drops=is_dropping,
     )
+
+
+def _axis_of_rows(params: dict[str, Any], table: tuple[int, ...]) -> int | None:
+    """The one axis of a table along which rows are chosen; None if it is not one."""
+    index_map, sizes = (
+        params["dimension_numbers"].start_index_map,
+        params["slice_sizes"],
+    )
+    chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
+    if not chosen:  # A table of one row: any axis of one will do.
+        chosen = [axis for axis in index_map if table[axis] == 1][:1]
+    others = [axis for axis in index_map if axis not in chosen]
+    mode, modes = params["mode"], lax.GatherScatterMode
+    if mode not in (modes.FILL_OR_DROP, modes.CLIP, modes.PROMISE_IN_BOUNDS):
+        return None
+    if len(chosen) != 1 or sizes[chosen[0]] != 1:
+        return None
+    if others and mode == modes.FILL_OR_DROP:
+        return None
+    return chosen[0] if chosen[0] in index_map else None
 
 
 def _rows(

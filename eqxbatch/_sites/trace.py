@@ -158,25 +158,23 @@ class _Finder:
         extended = self.extended(eqn, inputs)
         if extended is not None:
             return extended
+        self.meet(plan, index, eqn, inputs)
+        return none
 
+    def meet(self, plan: _Plan, index: int, eqn: Any, inputs: list[_Views]) -> None:
+        """Adds an equation in which views meet something else, by their rules."""
+        name = eqn.primitive.name
         met = [{view.leaf for view in views} for views in inputs if views]
         if self.forbids_products and len(met) > 1:
             for leaf in set().union(*met):
                 self.fail(leaf, f"`{name}` multiplies parameters with each other")
-            return none
-        rules: dict[int, Rule] = {}
-        is_covered = True
-        for position, views in enumerate(inputs):
-            rule = find_rule(eqn, position) if views else None
-            if rule is not None:
-                rules[position] = rule
-                continue
-            for view in views:
-                is_covered = False
-                reason = f"no rule for `{name}` with a parameter in this place"
-                self.fail(view.leaf, reason)
-        if not is_covered:
-            return none
+            return
+        found = {i: find_rule(eqn, i) for i, views in enumerate(inputs) if views}
+        rules = {i: rule for i, rule in found.items() if rule is not None}
+        for view in itertools.chain(*(inputs[i] for i in found if i not in rules)):
+            self.fail(view.leaf, f"no rule for `{name}` with a parameter in this place")
+        if len(rules) < len(found):
+            return
         out = eqn.outvars[0]
         perturbation = _perturbation_before(plan, eqn, rules)
         if perturbation is not None:
@@ -187,7 +185,7 @@ class _Finder:
                 for view in inputs[position]
             ]
             plan.perturbed_by[out] = perturbation
-            return none
+            return
         number = len(plan.perturbations)
         operands: list[Callable[[list], Array]] = []
         structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
@@ -204,7 +202,6 @@ class _Finder:
         plan.perturbed_by[out] = number
         plan.perturbations.append(_Struct(out.aval.shape, out.aval.dtype))
         plan.steps[index] = _Perturbed(operands)
-        return none
 
     def extended(self, eqn: Any, inputs: list[_Views]) -> list[_Views] | None:
         """The views that an equation makes; None if it is not linear in all it gets."""

@@ -139,38 +139,46 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
             for i, shape in enumerate(shapes)
         ]
     if name == "concatenate":
-        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-
-        def concatenate(x: Array) -> Array:
-            parts = [jnp.zeros(s.shape, s.dtype) for s in structs]
-            parts[index] = x
-            return eqn.primitive.bind(*parts, **eqn.params)
-
-        return [view.then(key, concatenate, shape, None, is_isometry=False)]
+        return [_in_zeros(view, eqn, index, key)]
     if name in ("mul", "div"):
-        other = eqn.invars[1 - index] if len(eqn.invars) == 2 else None
-        if not isinstance(other, jex.Literal) or shape != view.shape:
-            return None
-        if name == "div" and index == 1:
-            return None
-        dtype = eqn.outvars[0].aval.dtype
-        value = complex(np.asarray(other.val).astype(dtype).item())
-        factor = value if name == "mul" else 1 / value if value else math.inf
-        if not math.isfinite(abs(factor)):
-            return None
-
-        def scale(x: Array) -> Array:
-            ins = [literal(other), literal(other)]
-            return eqn.primitive.bind(*ins[:index], x, *ins[index + 1 :], **eqn.params)
-
-        key = f"{key} {other.val}"
-        axes = tuple(range(len(shape)))
-        return [
-            view.then(
-                key, scale, shape, axes, scale=factor if factor.imag else factor.real
-            )
-        ]
+        scaled = _scaled(view, eqn, index, key)
+        return None if scaled is None else [scaled]
     return None
+
+
+def _in_zeros(view: View, eqn: Any, index: int, key: str) -> View:
+    """A view as a part of what `concatenate` makes."""
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+
+    def concatenate(x: Array) -> Array:
+        parts = [jnp.zeros(s.shape, s.dtype) for s in structs]
+        parts[index] = x
+        return eqn.primitive.bind(*parts, **eqn.params)
+
+    shape = eqn.outvars[0].aval.shape
+    return view.then(key, concatenate, shape, None, is_isometry=False)
+
+
+def _scaled(view: View, eqn: Any, index: int, key: str) -> View | None:
+    """A view times a number, or divided by one; None for anything else."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    other = eqn.invars[1 - index] if len(eqn.invars) == 2 else None
+    if not isinstance(other, jex.Literal) or out.shape != view.shape:
+        return None
+    if name == "div" and index == 1:
+        return None
+    value = complex(np.asarray(other.val).astype(out.dtype).item())
+    factor = value if name == "mul" else 1 / value if value else math.inf
+    if not math.isfinite(abs(factor)):
+        return None
+
+    def scale(x: Array) -> Array:
+        ins = [literal(other), literal(other)]
+        return eqn.primitive.bind(*ins[:index], x, *ins[index + 1 :], **eqn.params)
+
+    key, axes = f"{key} {other.val}", tuple(range(len(out.shape)))
+    factor = factor if factor.imag else factor.real
+    return view.then(key, scale, out.shape, axes, scale=factor)
 
 
 def extend_sum(view: View, eqn: Any, index: int) -> View:

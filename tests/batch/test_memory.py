@@ -27,7 +27,7 @@ from eqxbatch import (
 )
 from eqxbatch._batch import memory as memory_module
 from eqxbatch._batch.memory import fit_size
-from eqxbatch._ntk import request
+from eqxbatch._ntk import model_kernel
 from ..helpers import assert_same, CountTraces, memory, normal
 
 
@@ -229,20 +229,25 @@ def test_no_transform_looks_up_what_is_free_while_traced(monkeypatch, getkey):
 
 def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
     rooms = []
-    original = request.Tiling
+    original = model_kernel.ModelKernel.prepare
 
-    def spy(rows, columns, keep):
-        rooms.append(keep)
-        return original(rows, columns, keep)
+    def spy(kernel):
+        rooms.append(kernel.plan.room)
+        return original(kernel)
 
-    monkeypatch.setattr(request, "Tiling", spy)
+    monkeypatch.setattr(model_kernel.ModelKernel, "prepare", spy)
     x = normal(getkey(), (16, 4))
-    ntk = EmpiricalNTK(eqx.nn.MLP(4, 2, 8, 1, key=getkey()), block_size=4)
-    for free in (10**9, 10**3, 990_000_000):
-        with_free(monkeypatch, free)
-        ntk(x)
-    # The third call is like the first.
-    assert rooms == [2**28, 2**8]
+    model = eqx.nn.MLP(4, 2, 8, 1, key=getkey())
+    for kernel in (
+        EmpiricalNTK(model, block_size=4),
+        filter_batch_kernel(EmpiricalNTK(model), block_size=4),
+    ):
+        for free in (10**9, 10**3, 990_000_000):
+            with_free(monkeypatch, free)
+            kernel(x)
+        # The third call is like the first.
+        assert rooms == [2**28, 2**8]
+        rooms.clear()
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ class TestModes:
             "_curvature.methods.weighted_sum",
             "_curvature.by_products.consecutive_groups",
             "_curvature.site_blocks.contract",
-            "_curvature.site_blocks.contract_cost",
+            "_curvature.site_blocks.contraction_cost",
             "_curvature.gauss_newton.operand_term",
         ),
     )

@@ -23,7 +23,7 @@ import numpy as np
 import eqxbatch
 from eqxbatch._curvature import methods, site_blocks
 from eqxbatch._gradients.site_gradients import SiteGradients
-from eqxbatch._ntk import example_factors, implementation
+from eqxbatch._ntk import example_factors, pairings
 from eqxbatch._sites import cost
 from eqxbatch._sites.factors import Factors, gradients
 from eqxbatch._sites.site import is_allowed
@@ -69,7 +69,7 @@ def forced(sites: Sites, form: str) -> list[cost.Contraction]:
             is_allowed("gram", a, b) for a in own for b in own
         ):
             chosen = "gradient"
-        return cost.Contraction(leaf, chosen, keeps, 0.0, 0.0)
+        return cost.Contraction(leaf, chosen, keeps, cost.Cost())
 
     return [one(leaf) for leaf in range(len(sites.leaves))]
 
@@ -77,7 +77,7 @@ def forced(sites: Sites, form: str) -> list[cost.Contraction]:
 @contextlib.contextmanager
 def forced_kernel(form: str) -> Iterator[None]:
     """Factors for all leaves that they may be used for, or Jacobians for all leaves."""
-    real = implementation.choose_formed
+    real = pairings.choose_formed
 
     def chosen(
         first: Any, second: Any, which: int, schedule: Any
@@ -96,7 +96,7 @@ def forced_kernel(form: str) -> Iterator[None]:
         used = [leaf for leaf in leaves if first.program.sites_of(leaf)]
         return [leaf for leaf in used if wanted[form](*costs[leaf])], 0.0
 
-    with mock.patch.object(implementation, "choose_formed", chosen):
+    with mock.patch.object(pairings, "choose_formed", chosen):
         yield
 
 

@@ -321,7 +321,7 @@ def test_all_contractions_agree(name, form):
     program = Program(closed, len(leaves), use_rules=form != "leaf")
     kind = {"once": "gradient", "twice": "gradient"}.get(form, form)
     contractions = [
-        cost.Contraction(i, kind, form in ("once", "leaf"), 0.0, 0.0)
+        cost.Contraction(i, kind, form in ("once", "leaf"), cost.Cost())
         for i in range(len(leaves))
     ]
     is_kept = jnp.array([True, False, True])
