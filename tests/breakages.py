@@ -171,7 +171,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a power of two that inputs are divided by is lost",
-        "_gradients/site_gradients.py",
+        "_gradients/ways.py",
         "weights * power.astype(weights.dtype)",
         "weights",
         "tests/gradients -k '_float16 or range'",
@@ -236,7 +236,7 @@ BREAKAGES = [
     ),
     Breakage(
         "curvature that overflows is computed again without weights",
-        "_curvature/over_examples.py",
+        "_batch/objective.py",
         "ones = jnp.ones(size) if weights is None else weights",
         "ones = jnp.ones(size)",
         "tests/curvature/test_hessian_use.py -k RangeOfFloat16",

@@ -9,8 +9,7 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from .._base.explicit import examples_spec
-from .._base.mesh import spec_of
+from .._base.mesh import examples_spec, spec_of
 from .._base.trees import match_prefix
 
 

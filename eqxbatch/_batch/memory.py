@@ -14,9 +14,14 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import PyTree
 
-from .._base.explicit import explicit_mesh, structs_on_devices
 from .._base.jaxprs import axis_names
-from .._base.mesh import manual_axes, on_all_devices, outside_of_mesh
+from .._base.mesh import (
+    explicit_mesh,
+    manual_axes,
+    on_all_devices,
+    outside_of_mesh,
+    structs_on_devices,
+)
 from .._base.trees import as_int
 
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
-from .._base.explicit import auto_sharded, on_one_mesh, within_mesh
-from .._base.mesh import num_parts
+from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
 from .._base.trees import as_int
 from .axes import Batch
 from .cut import Blocks

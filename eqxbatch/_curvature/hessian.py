@@ -13,18 +13,17 @@ from jaxtyping import Array, PyTree
 from .._base.mesh import sum_varying, varying
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
-from .._batch.objective import Objective
-from .._batch.transform import also_decorator, Blocking, transformed
-from .by_products import Mode
-from .columns import ColumnSize
-from .methods import check_loss, CurvatureBlocks, CurvatureMethod, make_curvature
-from .over_examples import (
+from .._batch.objective import (
     AbstractOverExamples,
     Call,
     check_over_examples,
     Examples,
+    Objective,
     split_call,
 )
+from .._batch.transform import also_decorator, Blocking, transformed
+from .by_products import ColumnSize, Mode
+from .methods import check_loss, CurvatureBlocks, CurvatureMethod, make_curvature
 from .pytree import all_pairs, arranged, MatrixPart, part_starts
 from .site_blocks import Wanted
 

@@ -13,16 +13,16 @@ from .._base.mesh import spec_of, sum_varying, vary, varying
 from .._base.trees import type_of
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
-from .._batch.objective import Objective
-from .._batch.transform import also_decorator, Blocking, transformed
-from .by_products import Mode
-from .methods import check_loss, make_curvature
-from .over_examples import (
+from .._batch.objective import (
     AbstractOverExamples,
     Call,
     check_over_examples,
+    Objective,
     split_call,
 )
+from .._batch.transform import also_decorator, Blocking, transformed
+from .by_products import Mode
+from .methods import check_loss, make_curvature
 
 
 class _Product(AbstractOverExamples):

@@ -17,10 +17,17 @@ from .._base.trees import consecutive_groups
 from .._batch.memory import MemoryBudget
 from .._batch.objective import Objective
 from .._batch.transform import AbstractAutoSharded, also_decorator, transformed
-from .by_products import LEAST_COLUMNS, Mode, replaced
-from .columns import columns, ColumnSize, images
+from .by_products import (
+    columns,
+    ColumnSize,
+    images,
+    LEAST_COLUMNS,
+    Mode,
+    replaced,
+    without_forward_mode,
+    without_reverse_mode,
+)
 from .methods import check_outputs
-from .modes import without_forward_mode, without_reverse_mode
 from .pytree import Unravel
 
 

@@ -29,10 +29,10 @@ from .by_products import (
     Products,
     replaced,
     warn_reverse,
+    without_forward_mode,
 )
 from .by_sites import Estimate, is_covered, SiteHessian
 from .gauss_newton import SiteGaussNewton
-from .modes import without_forward_mode
 from .pytree import Unravel
 from .site_blocks import Pair, Wanted
 

@@ -9,8 +9,15 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
-from .._base.explicit import auto_sharded, examples_spec, explicit_mesh
-from .._base.mesh import spec_of, sum_varying, vary_as, varying
+from .._base.mesh import (
+    auto_sharded,
+    examples_spec,
+    explicit_mesh,
+    spec_of,
+    sum_varying,
+    vary_as,
+    varying,
+)
 from .._batch.accumulators import Concat
 from .._batch.cut import Blocks
 from .._batch.memory import MemoryBudget

@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from .._base.explicit import auto_sharded
 from .._base.jaxprs import evaluate_jaxpr
+from .._base.mesh import auto_sharded
 from .._batch.accumulators import Concat, Last
 from .._batch.axes import Batch, broadcast_axes, spec_of_rows, split_batch
 from .._batch.cut import Blocks

@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from .._base.explicit import auto_sharded, examples_spec
+from .._base.mesh import auto_sharded, examples_spec
 from .._batch.accumulators import Concat
 from .._batch.axes import Batch, split_batch
 from .._batch.memory import MemoryBudget

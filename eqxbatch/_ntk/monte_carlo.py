@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
-from .._base.explicit import gathered
+from .._base.mesh import gathered
 from .._base.trees import as_int
 from .._batch.memory import check_size, MemoryBudget, resolved
 from .._pairs.batch import (

@@ -13,12 +13,11 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
-from .._base.explicit import gathered, within_mesh
+from .._base.mesh import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.objective import Selection
 from .._pairs.calls import Call, make_calls
-from .._pairs.collect import make_collectors
-from .._pairs.engine import on_device
+from .._pairs.engine import make_collectors, on_device
 from .._pairs.kernel import Plan, SHARE
 from .model_kernel import by_name, each, Found, ModelKernel, whole
 from .output_axes import Mirror, OutputAxes

@@ -11,12 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._base.explicit import gathered, within_mesh
+from .._base.mesh import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.transform import AbstractTransform, also_decorator, transformed
 from .calls import BlockSize, check_block_size, check_mesh, make_calls, MeshAxis
-from .collect import make_collectors
-from .engine import on_device
+from .engine import make_collectors, on_device
 from .function import block_kernel
 from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHARE, Sizes
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress

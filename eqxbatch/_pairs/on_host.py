@@ -18,8 +18,7 @@ from jaxtyping import Array, PyTree
 
 from .._batch.rows import Rows
 from .calls import MeshAxis
-from .collect import finalized, make_collectors
-from .engine import Tiles
+from .engine import finalized, make_collectors, Tiles
 from .fingerprint import fingerprint
 from .function import block_kernel
 from .grid import Grid, Tile

@@ -16,8 +16,15 @@ from .._base.cpu import written_first
 from .._base.mesh import is_explicit, replicated
 from .._batch.rows import Rows
 from .calls import MeshAxis
-from .collect import AbstractCollector, finalized, make_collectors, Reduced, Written
-from .engine import run_tiles, Tiles
+from .engine import (
+    AbstractCollector,
+    finalized,
+    make_collectors,
+    Reduced,
+    run_tiles,
+    Tiles,
+    Written,
+)
 from .fingerprint import constants
 from .function import block_kernel
 from .grid import balanced, Grid, Tile

@@ -10,8 +10,7 @@ import pytest
 
 from eqxbatch import RowSums
 from eqxbatch._batch.rows import Rows
-from eqxbatch._pairs.collect import make_collectors
-from eqxbatch._pairs.engine import on_device
+from eqxbatch._pairs.engine import make_collectors, on_device
 from eqxbatch._pairs.grid import balanced, Grid
 from eqxbatch._pairs.kernel import AbstractBlockKernel, KernelLeaf, Plan
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites
-from eqxbatch._gradients.site_gradients import SiteGradients
+from eqxbatch._gradients.ways import SiteGradients
 from eqxbatch._sites import cost
 from eqxbatch._sites.factors import Factors
 from eqxbatch._sites.trace import Program
