@@ -129,14 +129,14 @@ BREAKAGES = [
     ),
     Breakage(
         "the order of axes in a reshape is ignored",
-        "_sites/views.py",
+        "_sites/site.py",
         "order = range(len(old)) if order is None else order",
         "order = range(len(old))",
         "tests/sites -k use_by",
     ),
     Breakage(
         "axes of a view inside of a scan are those of the whole leaf",
-        "_sites/views.py",
+        "_sites/site.py",
         "(None if axis is None else own[self.lead + axis] for axis in axes)",
         "(None if axis is None else own[axis] for axis in axes)",
         "tests/sites -k use_by",
@@ -286,7 +286,7 @@ BREAKAGES = [
     ),
     Breakage(
         "the fingerprint ignores the second side",
-        "_pairs/fingerprint.py",
+        "_pairs/stores.py",
         '"inputs": _digest((call.calls, call.args, call.shared)),',
         '"inputs": _digest((call.calls[:1], call.args, call.shared)),',
         "tests/pairs -k another_kernel",

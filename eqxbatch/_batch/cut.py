@@ -1,13 +1,208 @@
-"""How a batch is cut: contiguous blocks of rows, the last one perhaps shorter."""
+"""Which axis of which argument is the batch, and how a batch is cut into blocks.
+
+Axes are told in the words of `eqx.filter_vmap`. Blocks are contiguous rows; the last
+one may be shorter.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int, PyTree, Shaped
 
-from .._base.mesh import is_explicit, mesh_axes, names_of, spec_of
+from .._base.mesh import examples_spec, is_explicit, mesh_axes, names_of, spec_of
+from .._base.trees import match_prefix
+
+
+def broadcast_axes(name: str, spec: PyTree, tree: PyTree) -> list[int | None]:
+    """Resolves a prefix of `int | None | callable` to one axis for each leaf.
+
+    Returns the axes in the order of `jax.tree_util.tree_leaves(tree)`.
+    """
+    places = match_prefix(name, spec, tree, "a PyTree prefix of what it describes")
+    return [
+        _resolve_axis(name, axis(leaf) if callable(axis) else axis)
+        for _, axis, subtree in places
+        for leaf in jtu.tree_leaves(subtree)
+    ]
+
+
+def _resolve_axis(name: str, axis: Any) -> int | None:
+    if axis is None or (isinstance(axis, int) and not isinstance(axis, bool)):
+        return axis
+    raise ValueError(
+        f"`{name}` must consist of ints, None, and callables that return those; got "
+        f"{axis!r} of type {type(axis).__name__}. Give the number of the batch axis, "
+        "or None for what is not batched."
+    )
+
+
+def positional_names(fun: Callable, num: int) -> list[str]:
+    """What the first `num` positional arguments of a function are called."""
+    names = []
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # Some builtins have no signature.
+        parameters = ()
+    rest = "args"
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            rest = parameter.name
+        elif parameter.kind in _POSITIONAL:
+            names.append(parameter.name)
+    names += [f"{rest}[{i}]" for i in range(num - len(names))]
+    return names[:num]
+
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+def argument_specs(
+    fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict, default: Any
+) -> tuple[PyTree, PyTree]:
+    """What `in_axes` says of `args` and of `kwargs`.
+
+    It is a prefix of `args`, or a dict by the names of the arguments. The `default` is
+    for what is not named, keyword arguments among it.
+    """
+    if not isinstance(in_axes, dict):
+        return in_axes, dict.fromkeys(kwargs, default)
+    in_axes = dict(in_axes)
+    names = positional_names(fun, len(args))
+    args_spec = [in_axes.pop(name, default) for name in names]
+    kwargs_spec = {name: in_axes.pop(name, default) for name in kwargs}
+    if in_axes:
+        raise ValueError(
+            f"The following `in_axes` did not correspond to any argument: "
+            f"{tuple(in_axes)}. The arguments passed are {(*names, *kwargs)}."
+        )
+    return tuple(args_spec), kwargs_spec
+
+
+class Batch(eqx.Module):
+    """The arguments of a call, split into what is batched and what is not.
+
+    `arrays` and `axes` (not negative) run in parallel over the batched leaves;
+    `names` says, for messages, where each of them came from.
+    """
+
+    arrays: list
+    axes: tuple[int, ...] = eqx.field(static=True)
+    names: tuple[str, ...] = eqx.field(static=True)
+    _shared: list
+    _treedef: Any = eqx.field(static=True)
+
+    def arguments(self, arrays: list) -> tuple[tuple, dict]:
+        """`(args, kwargs)` of the call, with `arrays` for the batched leaves."""
+        arrays = list(arrays)
+        leaves = [arrays.pop(0) if x is _Batched else x for x in self._shared]
+        return jtu.tree_unflatten(self._treedef, leaves)
+
+    def total(self, axis_size: int | None = None) -> int:
+        """The number of examples, which all batched arrays must agree on."""
+        sizes = [x.shape[a] for x, a in zip(self.arrays, self.axes, strict=True)]
+        if axis_size is None and not sizes:
+            raise ValueError(
+                "Nothing is batched: `in_axes` gives no array a batch axis, so the "
+                "number of examples is not known. Mark an array argument as batched "
+                "in `in_axes` (or pass `axis_size` where the transform has it)."
+            )
+        found = {*sizes} if axis_size is None else {*sizes, axis_size}
+        if len(found) > 1:
+            listing = [
+                f"{name} has {size} (axis {axis} of shape {x.shape})"
+                for name, size, axis, x in zip(
+                    self.names, sizes, self.axes, self.arrays, strict=True
+                )
+            ]
+            if axis_size is not None:
+                listing.append(f"`axis_size` is {axis_size}")
+            raise ValueError(
+                "Batched arguments must agree on the number of examples, but "
+                f"{'; '.join(listing)}. Mend the shapes, or use `in_axes` to name "
+                "another axis or None."
+            )
+        return found.pop()
+
+
+class _Batched:
+    """Stands where a batched leaf was taken out."""
+
+
+def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Batch:
+    """Resolves `in_axes` against a call of `fun` as `eqx.filter_vmap` does.
+
+    Beyond `eqx.filter_vmap`, keyword arguments are taken: those named in a dict of
+    `in_axes` use that, all others `eqx.if_array(0)`.
+
+    Raises `ValueError` for an `in_axes` that does not fit the arguments, for an axis
+    out of range, and for a batch axis on something that is not an array.
+    """
+    default = eqx.if_array(0)
+    args_spec, kwargs_spec = argument_specs(fun, in_axes, args, kwargs, default)
+    axes = broadcast_axes("in_axes", args_spec, args)
+    axes += broadcast_axes("in_axes", kwargs_spec, kwargs)
+    paths, treedef = jtu.tree_flatten_with_path((args, kwargs))
+    parameters = positional_names(fun, len(args))
+
+    arrays, batch_axes, names, shared = [], [], [], []
+    for (path, leaf), axis in zip(paths, axes, strict=True):
+        if axis is None:
+            shared.append(leaf)
+            continue
+        shared.append(_Batched)
+        name = leaf_name(path, parameters)
+        if not eqx.is_array(leaf):
+            raise ValueError(
+                f"`in_axes` gives {name} the batch axis {axis}, but it is a "
+                f"{type(leaf).__name__}, not an array. Use `eqx.if_array({axis})` to "
+                "batch just the arrays of an argument, or None."
+            )
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ValueError(
+                f"`in_axes` gives {name} the batch axis {axis}, which is out of range "
+                f"for its shape {leaf.shape}. Name one of its {leaf.ndim} axes, or "
+                "None for an argument that is not batched."
+            )
+        arrays.append(leaf)
+        batch_axes.append(axis % leaf.ndim)
+        names.append(name)
+    return Batch(arrays, tuple(batch_axes), tuple(names), shared, treedef)
+
+
+def unbatched(args: tuple, kwargs: dict) -> Batch:
+    """The arguments of a call where nothing is batched."""
+    leaves, treedef = jtu.tree_flatten((args, kwargs))
+    return Batch([], (), (), leaves, treedef)
+
+
+def leaf_name(path: tuple, parameters: list[str]) -> str:
+    """What a leaf of `(args, kwargs)` is called."""
+    in_kwargs, argument, *rest = path
+    name = argument.key if in_kwargs.idx == 1 else parameters[argument.idx]
+    return f"`{name}{jtu.keystr(tuple(rest))}`"
+
+
+def spec_of_rows(shape: tuple[int, ...], batch: Batch) -> PartitionSpec:
+    """How results that have examples of a `shape` along axis 0 are spread.
+
+    They are spread as the argument is whose examples have that shape, if there is one,
+    and otherwise along their examples only.
+    """
+    for x, axis in zip(batch.arrays, batch.axes, strict=True):
+        if (*x.shape[:axis], *x.shape[axis + 1 :]) == shape:
+            spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
+            return PartitionSpec(spec.pop(axis), *spec)
+    return examples_spec(batch.arrays, batch.axes)
 
 
 class Blocks(eqx.Module):

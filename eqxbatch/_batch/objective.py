@@ -10,11 +10,9 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
 from .._base.dtypes import finite_sums, normalised, widened
-from .._base.jaxprs import uses_dtype
-from .._base.per_example import PerExample
+from .._base.jaxprs import PerExample, uses_dtype
 from .accumulators import Concat
-from .axes import Batch, positional_names, split_batch, unbatched
-from .cut import Blocks
+from .cut import Batch, Blocks, positional_names, split_batch, unbatched
 from .moments import check_real, check_weights, Mean, OfTotals, Sum
 from .slots import array_structs, match_accumulators, Slots
 from .transform import AbstractAutoSharded, Blocking

@@ -15,8 +15,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
 from .._base.trees import as_int
-from .axes import Batch
-from .cut import Blocks
+from .cut import Batch, Blocks
 from .loop import run_blocks
 from .memory import check_size, MemoryBudget, resolve_size, resolved
 from .slots import Slots

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .._batch.axes import Batch, split_batch
+from .._batch.cut import Batch, split_batch
 from .._batch.objective import split_examples
 from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
 from .first_order import first_order

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._batch.axes import split_batch
+from .._batch.cut import split_batch
 from .._batch.objective import Loss
 from .._curvature.by_products import replaced
 from .._curvature.by_sites import is_covered

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._base.dtypes import as_real, common_dtype, is_complex
-from .._batch.axes import Batch
+from .._batch.cut import Batch
 
 
 # With how many examples. More of what a function returns is projected to so many

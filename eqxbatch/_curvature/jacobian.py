@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.dtypes import as_complex, as_real, is_complex
-from .._base.per_example import PerExample
+from .._base.jaxprs import PerExample
 from .._base.trees import consecutive_groups
 from .._batch.memory import MemoryBudget
 from .._batch.objective import Objective

@@ -12,9 +12,8 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._base.dtypes import as_complex, as_real
-from .._base.jaxprs import at_example, first_use
+from .._base.jaxprs import at_example, first_use, PerExample
 from .._base.mesh import vary_as
-from .._base.per_example import PerExample
 from .._batch.moments import Sum
 from .._batch.objective import check_value, Example, Loss
 from .._batch.rows import accumulated, Rows

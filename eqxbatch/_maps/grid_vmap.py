@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from .._base.mesh import spec_of
 from .._base.trees import match_prefix
 from .._batch.accumulators import Concat
-from .._batch.axes import argument_specs, leaf_name, positional_names
+from .._batch.cut import argument_specs, leaf_name, positional_names
 from .._batch.memory import check_size, MemoryBudget, resolve_size
 from .._batch.slots import canonicalise, is_accumulator
 from .._batch.transform import (

@@ -16,8 +16,7 @@ from jaxtyping import Array, Int, PyTree
 from .._base.jaxprs import evaluate_jaxpr
 from .._base.mesh import auto_sharded
 from .._batch.accumulators import Concat, Last
-from .._batch.axes import Batch, broadcast_axes, spec_of_rows, split_batch
-from .._batch.cut import Blocks
+from .._batch.cut import Batch, Blocks, broadcast_axes, spec_of_rows, split_batch
 from .._batch.memory import MemoryBudget
 from .._batch.slots import array_structs, match_accumulators, Slot, Slots
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .._base.mesh import auto_sharded, examples_spec
 from .._batch.accumulators import Concat
-from .._batch.axes import Batch, split_batch
+from .._batch.cut import Batch, split_batch
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Sum
 from .._batch.slots import is_struct, match_accumulators, Slots

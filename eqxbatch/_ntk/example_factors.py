@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact
 
+from .._base.jaxprs import PerExample
 from .._base.mesh import vary, varying
-from .._base.per_example import PerExample
 from .._sites.cost import contraction_cost, Cost, MOST_SITES, total_cost
 from .._sites.einsum import EXAMPLE
 from .._sites.factors import Factor, Factors, gradients, gram, gram_terms, site_terms

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._base.dtypes import widened
-from .._base.jaxprs import evaluate_jaxpr
-from .._base.per_example import PerExample
+from .._base.jaxprs import evaluate_jaxpr, PerExample
 from .._batch.rows import Rows
 from .._sites.einsum import contract
 from .._sites.factors import Factor

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._base.trees import match_prefix
-from .._batch.axes import broadcast_axes
+from .._batch.cut import broadcast_axes
 from .._pairs.batch import BatchKernel, make_batch_kernel
 from .._pairs.calls import check_vmap_axes
 from .._pairs.function import is_axes

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
+from .._base.jaxprs import PerExample
 from .._base.mesh import vary_as
-from .._base.per_example import PerExample
 from .._base.trees import type_of
 from .._batch.memory import MemoryBudget, resolved
 from .._batch.objective import Selection

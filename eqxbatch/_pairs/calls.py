@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from .._batch.axes import broadcast_axes, split_batch
+from .._batch.cut import broadcast_axes, split_batch
 from .._batch.memory import check_size, MemoryBudget
 from .._batch.rows import Rows
 

@@ -19,13 +19,12 @@ from jaxtyping import Array, PyTree
 from .._batch.rows import Rows
 from .calls import MeshAxis
 from .engine import finalized, make_collectors, Tiles
-from .fingerprint import fingerprint
 from .function import block_kernel
 from .grid import Grid, Tile
 from .kernel import AbstractBlockKernel, KernelCall
 from .on_mesh import check_closed_over, on_devices
 from .progress import AbstractProgressMeter
-from .stores import AbstractStore, AbstractWriter, Patch, patches
+from .stores import AbstractStore, AbstractWriter, fingerprint, Patch, patches
 
 
 # While one group of tiles is computed, one is on its way to the host, and one is

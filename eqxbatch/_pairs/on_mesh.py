@@ -25,10 +25,10 @@ from .engine import (
     Tiles,
     Written,
 )
-from .fingerprint import constants
 from .function import block_kernel
 from .grid import balanced, Grid, Tile
 from .kernel import AbstractBlockKernel, KernelCall, KernelLeaf, SAMPLE
+from .stores import constants
 
 
 def on_mesh(

@@ -20,8 +20,7 @@ from jaxtyping import Array
 from .._base.jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
 from .._base.mesh import is_on_mesh, zeros_like
 from .rules import find_rule, Rule, unknown_parameters
-from .site import leaf_site, Site
-from .views import extend_sum, extend_view, is_complex, leaf_view, View
+from .site import extend_sum, extend_view, is_complex, leaf_site, leaf_view, Site, View
 
 
 _Views = tuple[View, ...]

@@ -77,6 +77,7 @@ ESTIMATORS = {
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("name", "place"),
     (
@@ -125,6 +126,7 @@ def test_reductions_of_estimates(getkey):
     assert_close(nearest.values, jax.lax.top_k(dense, 2)[0])
 
 
+@pytest.mark.quick
 def test_blocks_of_a_model_run_once(getkey):
     """Each example goes through the model once, and not once for each block."""
     counted = Counted()
@@ -204,6 +206,7 @@ def test_keys_and_pairs(getkey):
             assert_close(ntk(*args, key=key, scale=scale), expected)
 
 
+@pytest.mark.versions
 def test_derivatives(getkey):
     model = eqx.nn.MLP(3, 2, 4, 2, key=getkey())
     x = jr.normal(getkey(), (5, 3))

@@ -68,6 +68,7 @@ def test_panels(total, room):
     np.testing.assert_allclose(sums, dense.sum(1), atol=2e-3 * total)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("room", (100, 24, 0))
 def test_derivatives_through_panels(room):
     x, y = jnp.linspace(0.0, 1.0, 10), jnp.linspace(1.0, 2.0, 7)
