@@ -43,8 +43,8 @@ class Lopsided(AbstractBlockKernel):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("room", (10**6, 24, 16, 0))
-@pytest.mark.parametrize("total", (2, 5, 7, 10, 13))
+@pytest.mark.parametrize("room", (10**6, 24, 0))
+@pytest.mark.parametrize("total", (2, 7, 13))
 def test_panels(total, room):
     x, y = jnp.arange(1.0, total + 1), jnp.arange(4.0)
 
@@ -69,7 +69,7 @@ def test_panels(total, room):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("room", (100, 24, 0))
+@pytest.mark.parametrize("room", (100, 8))
 def test_derivatives_through_panels(room):
     x, y = jnp.linspace(0.0, 1.0, 10), jnp.linspace(1.0, 2.0, 7)
 
