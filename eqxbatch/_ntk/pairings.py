@@ -278,7 +278,7 @@ def _cost_of_products(model: TracedModel, ntk: list[OutputAxes]) -> float:
     if ntk[0].pairs_examples:
         pairs *= schedule.blocks[1]
     # A tangent is read for each.
-    each = Cost(2 * products, 4 * size)
+    each = Cost(2.0 * products, 4.0 * size)
     return (each * (pairs * directions)).time
 
 

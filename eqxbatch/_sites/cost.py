@@ -42,7 +42,7 @@ class Cost(eqx.Module):
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
-    def __mul__(self, times: float) -> "Cost":
+    def __mul__(self, times: int | float) -> "Cost":
         return Cost(self.flops * times, self.bytes * times)
 
     @property
@@ -61,7 +61,7 @@ def contraction_cost(terms: Sequence[Term], out: Labels) -> Cost:
     present = {label for _, labels in terms for label in labels}
     flops, largest = contract_cost(terms, tuple(x for x in out if x in present))
     entries = sum(math.prod(x.shape) for x, _ in terms) + 2 * largest
-    return Cost(flops, terms[0][0].dtype.itemsize * entries)
+    return Cost(flops, float(terms[0][0].dtype.itemsize * entries))
 
 
 def program_cost(jaxpr: Any) -> Cost:
@@ -73,9 +73,11 @@ def _cost_of(eqn: Any) -> Cost:
     name = eqn.primitive.name
     shapes = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
     widths = [getattr(var.aval, "dtype", jnp.dtype("float32")) for var in eqn.outvars]
-    written = sum(
-        float(math.prod(shape)) * getattr(dtype, "itemsize", 4)
-        for shape, dtype in zip(shapes, widths, strict=True)
+    written = float(
+        sum(
+            math.prod(shape) * getattr(dtype, "itemsize", 4)
+            for shape, dtype in zip(shapes, widths, strict=True)
+        )
     )
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
