@@ -122,16 +122,24 @@ def test_weights_beyond_the_range_of_the_loss():
 
 
 def test_clipped_gradients_of_float16_of_any_length():
-    # What the first is scaled with is no number in float16.
-    x = jnp.array([[6e4, 6e4], [1e-3, 2e-3]], jnp.float16)
-    wide = np.asarray(x, np.float64)
-    expected = np.sum(wide / np.linalg.norm(wide, axis=1, keepdims=True), 0)
-    for method in METHODS:
-        clipped = filter_micro_grad(
-            lambda w, x: w @ x, accumulator=Sum(), clip_norm=1e-3, method=method
-        )
-        got = np.asarray(clipped(jnp.ones(2, jnp.float16), x), np.float64)
-        np.testing.assert_allclose(got, 1e-3 * expected, rtol=1e-2)
+    # What the first is scaled with is no number in float16. Gradients of a vector are
+    # formed, and those of a matrix are not.
+    rows = jnp.array([[6e4, 6e4], [1e-3, 2e-3]], jnp.float16)
+    for shape in ((2,), (16, 16)):
+        x = jnp.tile(rows, shape[-1] // 2)
+        wide = np.broadcast_to(np.asarray(x, np.float64)[:, None], (2, 16, shape[-1]))
+        wide = wide if len(shape) == 2 else wide[:, 0]
+        norms = [np.linalg.norm(gradient) for gradient in wide]
+        expected = sum(g / norm for g, norm in zip(wide, norms, strict=True))
+        for method in METHODS:
+            clipped = filter_micro_grad(
+                lambda w, x: jnp.sum(w @ x),
+                accumulator=Sum(),
+                clip_norm=1e-3,
+                method=method,
+            )
+            got = np.asarray(clipped(jnp.ones(shape, jnp.float16), x), np.float64)
+            np.testing.assert_allclose(got, 1e-3 * expected, rtol=1e-2)
 
 
 def test_running_mean_of_huge_gradients():
