@@ -182,8 +182,8 @@ def _choose(
             return total_cost(contraction_cost(own, (EXAMPLE,)) for own, _ in terms)
 
         cost = eqx.filter_eval_shape(norms, operands, cotangents)
-        # Both sides of a norm are one, so that the sum's reading is counted there.
-        cost += Cost(products)
+        # The factors are read once more for the sum.
+        cost += Cost(products, width * factors)
         candidates.append(Contraction(leaf, "gram", False, cost))
     return min(candidates, key=lambda contraction: contraction.cost.time)
 
