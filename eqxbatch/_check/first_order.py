@@ -85,8 +85,11 @@ def _by_sites(subject: Subject) -> list[tuple[dict[str, list[Array]], Array]]:
             return operands, gradient, jax.vmap(pull)(seeds)
 
         operands, cotangents, pulled = jax.vmap(of_one)(*rows)
-        factors = Factors(operands, cotangents)
-        sides = [Factors(operands, pulled, (label,)) for label in _OUTPUTS]
+        values = program.values(leaves)
+        factors = Factors(operands, cotangents, values=values)
+        sides = [
+            Factors(operands, pulled, (label,), values=values) for label in _OUTPUTS
+        ]
         return [
             _contracted(program.sites_of(leaf), factors, sides, struct, subject)
             for leaf, struct in enumerate(program.leaves)

@@ -92,7 +92,7 @@ def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
     program = Program(
         curvature.program.closed,
         len(subject.leaves),
-        forbids_products=curvature.forbids_products,
+        num_outputs=curvature.num_outputs,
     )
     all_own = Wanted([(i, i) for i, _ in enumerate(subject.leaves)], is_diagonal)
     chosen: list[int] = []

@@ -29,6 +29,7 @@ from .._base.mesh import vary, varying
 from .._batch.slots import is_struct
 from .._sites.cost import program_cost
 from .._sites.einsum import EXAMPLE, Term
+from .._sites.shared import evaluate, Node
 from .._sites.site import is_allowed, Label, Site
 from .._sites.trace import Program
 from .site_blocks import Blocks, named_labels, operand_term, Pair, Wanted
@@ -36,10 +37,13 @@ from .site_blocks import Blocks, named_labels, operand_term, Pair, Wanted
 
 def is_covered(program: Program, leaf: int, wanted: Wanted) -> bool:
     """Whether the blocks of a leaf that are wanted follow from sites."""
+    sites = program.sites_of(leaf)
     if leaf in program.fallbacks:
         return False
+    if wanted.is_diagonal and any(site.is_coupled for site in sites):
+        return False
     form = "diagonal" if wanted.is_diagonal else "hessian"
-    return all(is_allowed(form, site, site) for site in program.sites_of(leaf))
+    return all(is_allowed(form, site, site) for site in sites)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +140,36 @@ class _Derivatives:
             if change is not None:
                 yield [self._cotangent(*changed), change, *operands[1 - index]]
 
+    def of_sources(self) -> list[tuple[Node, Array]]:
+        """The values that are not linear in leaves, and the gradient of each.
+
+        That is the gradient of the sum over the examples.
+        """
+        uses: dict[tuple, Site] = {}
+        for site in self.program.sites:
+            if site.source is not None:
+                key = (site.source, site.perturbation, site.operand, id(site.rule))
+                uses.setdefault(key, site)
+        return [(key[0], self._of_source(site)) for key, site in uses.items()]
+
+    def _of_source(self, site: Site) -> Array:
+        d = self._cotangents[site.perturbation]
+        a = None if site.operand is None else self._operands[site.operand]
+        source = site.source
+        assert source is not None
+        shape = (*(length for _, length in source.loops), *source.shape)
+
+        def outputs(value: Array) -> Array:
+            in_axes = (None if a is None else 0, None)
+            each = jax.vmap(site.output_of_source, in_axes, axis_size=d.shape[0])
+            return each(a, value)
+
+        struct = jax.ShapeDtypeStruct(shape, source.dtype)
+        return jax.linear_transpose(outputs, struct)(d)[0]
+
     def _cotangent(self, site: Site, labels: dict[str, Label]) -> Term:
-        d = widened(jax.vmap(site.arrange)(self._cotangents[site.perturbation]))
+        d = site.at_steps(self._cotangents[site.perturbation], 1)
+        d = widened(jax.vmap(site.arrange)(d))
         return d, (EXAMPLE, *named_labels(labels, site.d_axes))
 
     def _operand(self, site: Site, labels: dict[str, Label]) -> list[Term]:
@@ -156,7 +188,7 @@ class _Derivatives:
         x = self._of_cotangents.get((by.perturbation, changed.perturbation))
         if x is None:
             return None
-        x = jax.vmap(jax.vmap(changed.arrange))(x)
+        x = jax.vmap(jax.vmap(changed.arrange))(changed.at_steps(x, 2))
         x = self._arranged(by, x)
         axes = (*named_labels(others, by.d_axes), *named_labels(own, changed.d_axes))
         return widened(x), (EXAMPLE, *axes)
@@ -170,7 +202,7 @@ class _Derivatives:
         x = self._of_operands.get((by.perturbation, changed.operand))
         if x is None:
             return None
-        x = jax.vmap(jax.vmap(changed.expand))(x)
+        x = jax.vmap(jax.vmap(changed.expand))(changed.at_steps(x, 2))
         x = self._arranged(by, x)
         axes = (*named_labels(others, by.d_axes), *named_labels(own, changed.a_axes))
         return widened(x), (EXAMPLE, *axes)
@@ -182,15 +214,14 @@ class _Derivatives:
             num, *self.program.perturbations[by.perturbation].shape, math.prod(rest)
         )
         arrange = jax.vmap(by.arrange, in_axes=-1, out_axes=-1)
-        arranged = jax.vmap(arrange)(split)
+        arranged = jax.vmap(arrange)(by.at_steps(split, 1))
         return arranged.reshape(*arranged.shape[:-1], *rest)
 
 
 class SiteHessian:
     """Blocks of the Hessian of a sum over examples, by the sites of its leaves.
 
-    The first output of the `program` is what is summed. What depends on operands must
-    not be a parameter: see `forbids_products` of `Program`.
+    The first output of the `program` is what is summed.
     """
 
     def __init__(
@@ -214,7 +245,10 @@ class SiteHessian:
         weights: Real[Array, " n"] | None,
     ) -> list[Inexact[Array, "..."]]:
         """The blocks that are wanted, of the (weighted) sum over the examples."""
-        return self.blocks.sums(self._derivatives(leaves, rows, axes, weights).terms)
+        derivatives = self._derivatives(leaves, rows, axes, weights)
+        found = self.blocks.sums(derivatives.terms, self.program.values(leaves))
+        linear = derivatives.of_sources()
+        return with_curved(self.program, leaves, self.blocks.wanted, linear, found)
 
     def estimate(self, leaves: list, rows: list, num: int) -> "Estimate":
         """What the sums of `num` examples take.
@@ -237,14 +271,15 @@ class SiteHessian:
         arrays, along = eqx.partition(arrays, is_struct)
         kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
-        def count(arrays: list) -> list[float]:
+        def count(arrays: list, values: list) -> list[float]:
             cotangents, operands, changes = eqx.combine(arrays, along)
             derivatives = _Derivatives(self.program, cotangents, operands, changes)
-            wanted = self.blocks.wanted
-            return [self.blocks.cost(pair, derivatives.terms) for pair in wanted.pairs]
+            cost = functools.partial(self.blocks.cost, terms=derivatives.terms)
+            return [cost(pair, values=values) for pair in self.blocks.wanted.pairs]
 
         batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
-        found = eqx.filter_eval_shape(count, jax.tree.map(batched, arrays))
+        values = jax.eval_shape(self.program.values, leaves)
+        found = eqx.filter_eval_shape(count, jax.tree.map(batched, arrays), values)
         pairs = dict(zip(self.blocks.wanted.pairs, found, strict=True))
         return Estimate(costs, pairs, kept)
 
@@ -305,6 +340,68 @@ class SiteHessian:
             ]
 
         return jax.linearize(at, point[along.perturbation])[1]
+
+
+def with_curved(
+    program: Program,
+    leaves: list,
+    wanted: Wanted,
+    sources: list[tuple[Node, Array]],
+    blocks: list[Array],
+) -> list[Array]:
+    """Adds the second derivatives of what is computed from leaves alone.
+
+    `sources` are such values, and the gradients of the sum with respect to them. What
+    is elementwise in a leaf has a diagonal there, which takes one product.
+    """
+    if not sources:
+        return blocks
+    curved = {s.leaf: False for s in program.sites if s.source is not None}
+    curved |= {s.leaf: True for s in program.sites if s.is_coupled}
+    numbers = sorted(curved)
+
+    def gradient(own: list) -> list:
+        def value(own: list) -> Array:
+            every = [*leaves]
+            for number, x in zip(numbers, own, strict=True):
+                every[number] = x
+            values = evaluate([node for node, _ in sources], every)
+            pairs = zip(values, sources, strict=True)
+            terms = (jnp.sum(x * weight) for x, (_, weight) in pairs)
+            return functools.reduce(jnp.add, terms)
+
+        return jax.grad(value)(own)
+
+    point = [leaves[number] for number in numbers]
+
+    def pushed(second: int) -> Callable[[Array], list]:
+        position = numbers.index(second)
+        at = lambda x: gradient([*point[:position], x, *point[position + 1 :]])
+        return jax.linearize(at, point[position])[1]
+
+    pushes = {second: pushed(second) for _, second in wanted.pairs if second in curved}
+    found = []
+    for (first, second), block in zip(wanted.pairs, blocks, strict=True):
+        if first in curved and second in curved:
+            push = lambda x, first=first, second=second: pushes[second](x)[
+                numbers.index(first)
+            ].astype(block.dtype)
+            if curved[first] and curved[second]:
+                columns = jax.vmap(push, 0, -1)(basis(leaves[second]))
+                block = block + columns.reshape(block.shape)
+            elif first == second:
+                diagonal = push(jnp.ones_like(leaves[first]))
+                block = _plus_diagonal(block, diagonal, wanted.is_diagonal)
+        found.append(block)
+    return found
+
+
+def _plus_diagonal(block: Array, diagonal: Array, is_diagonal: bool) -> Array:
+    if is_diagonal:
+        return block + diagonal
+    entries = jnp.arange(diagonal.size)
+    flat = block.reshape(diagonal.size, diagonal.size)
+    return flat.at[entries, entries].add(diagonal.ravel()).reshape(block.shape)
 
 
 def of_examples(

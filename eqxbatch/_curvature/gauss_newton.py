@@ -67,7 +67,7 @@ class SiteGaussNewton:
             return curve, operands, cotangents
 
         factors = _Factors(*of_examples(one, rows, axes, weights))
-        return self.blocks.sums(factors.terms)
+        return self.blocks.sums(factors.terms, self.program.values(leaves))
 
     def estimate(self, leaves: list, rows: list, num: int) -> Estimate:
         """What the sums of `num` examples take.
@@ -86,12 +86,13 @@ class SiteGaussNewton:
             )
         wanted = self.blocks.wanted
 
-        def count(factors: tuple) -> list[float]:
+        def count(factors: tuple, values: list) -> list[float]:
             terms = _Factors(*factors).terms
-            return [self.blocks.cost(pair, terms) for pair in wanted.pairs]
+            return [self.blocks.cost(pair, terms, values) for pair in wanted.pairs]
 
         batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
-        found = eqx.filter_eval_shape(count, jax.tree.map(batched, factors))
+        values = jax.eval_shape(self.program.values, leaves)
+        found = eqx.filter_eval_shape(count, jax.tree.map(batched, factors), values)
         pairs = dict(zip(wanted.pairs, found, strict=True))
         return Estimate(perturbations, pairs, kept)
 
@@ -121,7 +122,8 @@ class _Factors:
         terms: list[Term] = [(widened(self._curve), (EXAMPLE, _FIRST, _SECOND))]
         sides = zip((site, other), labels, (_FIRST, _SECOND), strict=True)
         for own, names, output in sides:
-            d = jax.vmap(jax.vmap(own.arrange))(self._cotangents[own.perturbation])
+            d = own.at_steps(self._cotangents[own.perturbation], 2)
+            d = jax.vmap(jax.vmap(own.arrange))(d)
             named = (names[name] for name in own.d_axes)
             terms.append((widened(d), (EXAMPLE, output, *named)))
             if own.operand is not None:

@@ -51,13 +51,12 @@ class AbstractCurvature(abc.ABC):
     """What a matrix of second derivatives is of: a sum over examples.
 
     - `program`: of what is differentiated and of one example.
-    - `forbids_products`: whether two parameters that are multiplied with each other
-        exclude that sites are used for them.
+    - `num_outputs`: how many of its outputs are differentiated; they come first.
     - `allows_sites`: whether sites are to be used at all.
     """
 
     program: PerExample
-    forbids_products: bool
+    num_outputs: int
     allows_sites: bool
 
     @property
@@ -104,7 +103,7 @@ class AbstractCurvature(abc.ABC):
 class LossCurvature(AbstractCurvature):
     """The Hessian of a loss."""
 
-    forbids_products = True
+    num_outputs = 1
 
     def __init__(self, loss: Loss, mode: Mode, checkpoint: bool):
         self.example = Example(loss)
@@ -188,7 +187,6 @@ class GaussNewtonCurvature(AbstractCurvature):
     `args` are all arguments of the call but the first.
     """
 
-    forbids_products = False
     allows_sites = True
 
     def __init__(self, model: Loss, loss: Callable, checkpoint: bool):
@@ -197,6 +195,7 @@ class GaussNewtonCurvature(AbstractCurvature):
         batch = model.batch
         self.program = PerExample(run, model.diff, batch.arrays, batch.axes)
         self._structs = check_outputs(self.program.out)
+        self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
         self._are_reverse = at_example(
             self._asked_of_one, model.batch.arrays, self.axes
@@ -440,7 +439,7 @@ class CurvatureBlocks:
                 curvature.program.closed,
                 num,
                 constant=set(range(num)) - leaves,
-                forbids_products=curvature.forbids_products,
+                num_outputs=curvature.num_outputs,
             )
             covered = {i for i in leaves if is_covered(program, i, self.wanted)}
             if covered == leaves:

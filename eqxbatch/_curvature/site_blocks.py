@@ -15,6 +15,7 @@ from .._base.dtypes import common_dtype, widened
 from .._base.trees import consecutive_groups
 from .._sites.cost import contraction_cost, total_cost
 from .._sites.einsum import contract, EXAMPLE, Labels, Term
+from .._sites.factors import scale_of, weight_term
 from .._sites.rules import Axes
 from .._sites.site import is_lettered, Label, labels_of, Site
 from .._sites.trace import Program
@@ -53,7 +54,7 @@ class Wanted:
 
 def operand_term(site: Site, operand: Array, labels: dict[str, Label]) -> Term:
     """The operand of a site with the axes that the site names."""
-    a = jax.vmap(site.expand)(operand)
+    a = jax.vmap(site.expand)(site.at_steps(operand, 1))
     names = site.a_axes
     if site.rule.token is not None:
         # A row of a table that is not there is no row at all.
@@ -79,15 +80,20 @@ class Blocks:
     def __init__(self, program: Program, leaves: list, wanted: Wanted):
         self.program, self.leaves, self.wanted = program, leaves, wanted
 
-    def sums(self, terms: Terms) -> list[Inexact[Array, "..."]]:
-        """One for each pair that is wanted, summed over the examples."""
+    def sums(self, terms: Terms, values: list) -> list[Inexact[Array, "..."]]:
+        """One for each pair that is wanted, summed over the examples.
+
+        `values` are those of the program.
+        """
         pairs = self.wanted.pairs
         sizes = [self._num_bytes(pair) for pair in pairs]
         if sum(sizes) <= _LEAST_BYTES:
-            return [self._sum(pair, terms) for pair in pairs]
+            return [self._sum(pair, terms, values) for pair in pairs]
         found: list[Array] = []
         for group in consecutive_groups(sizes, least=0):
-            run = lambda group=group: [self._sum(pairs[i], terms) for i in group]
+            run = lambda group=group: [
+                self._sum(pairs[i], terms, values) for i in group
+            ]
             # XLA for CPUs would compute the terms of all pairs before it adds any. Here
             # what a group waits for is a number of the one before.
             before = found[-1] if found else self.leaves[0]
@@ -99,7 +105,7 @@ class Blocks:
         entries = first.size * (1 if self.wanted.is_diagonal else second.size)
         return entries * first.dtype.itemsize
 
-    def _sum(self, pair: Pair, terms: Terms) -> Array:
+    def _sum(self, pair: Pair, terms: Terms, values: list) -> Array:
         first, second = (self.leaves[leaf] for leaf in pair)
         shape = first.shape
         if not self.wanted.is_diagonal:
@@ -107,70 +113,103 @@ class Blocks:
         dtype = common_dtype(jnp.float32, first.dtype, second.dtype)
         total = None
         for site, other in itertools.product(*map(self.program.sites_of, pair)):
-            for arrays, out in self._labelled(site, other, terms):
+            for arrays, out in self._labelled(site, other, terms, values):
                 block = contract(arrays, out)
-                block = self._of_leaves(block, site, other).astype(dtype)
+                block = self._of_leaves(block, site, other, values).astype(dtype)
                 total = block if total is None else total + block
         return jnp.zeros(shape, dtype) if total is None else total
 
-    def cost(self, pair: Pair, terms: Terms) -> float:
+    def cost(self, pair: Pair, terms: Terms, values: list) -> float:
         """What a pair's block takes, in floating-point operations."""
         return total_cost(
             contraction_cost(arrays, out)
             for site, other in itertools.product(*map(self.program.sites_of, pair))
-            for arrays, out in self._labelled(site, other, terms)
+            for arrays, out in self._labelled(site, other, terms, values)
         ).time
 
     def _labelled(
-        self, site: Site, other: Site, terms: Terms
+        self, site: Site, other: Site, terms: Terms, values: list
     ) -> Iterator[tuple[list[Term], Labels]]:
         """What to contract, and to which axes."""
         labels = [labels_of(site, 0), labels_of(other, 1)]
-        if not self.wanted.is_diagonal:
-            labels = [
-                {name: _of_side(label, side) for name, label in own.items()}
-                for side, own in enumerate(labels)
-            ]
+        labels = [
+            {
+                name: _of_side(label, side)
+                if label[0] == "view" or not self.wanted.is_diagonal
+                else label
+                for name, label in own.items()
+            }
+            for side, own in enumerate(labels)
+        ]
+        weights = [
+            weight_term(own, values, named_labels(names, own.w_axes))
+            for own, names in zip((site, other), labels, strict=True)
+        ]
         for arrays in terms(site, other, labels):
+            arrays = [*arrays, *weights[0], *weights[1]]
             arrays = [_without_repeats(term) for term in _alike(arrays)]
             present = {label for _, own in arrays for label in own}
             # An axis of size 1 may be in none of them, and is put back by a reshape.
             yield arrays, tuple(sorted(filter(_is_of_leaf, present), key=_key))
 
-    def _of_leaves(self, block: Array, site: Site, other: Site) -> Array:
+    def _of_leaves(self, block: Array, site: Site, other: Site, values: list) -> Array:
         """The block of two leaves, from that of the views of them that sites have."""
-        block = block * (_scale(site) * _scale(other))
+        block = block * (scale_of(site) * scale_of(other))
         structs = [self.leaves[site.leaf], self.leaves[other.leaf]]
         if self.wanted.is_diagonal:
-            return block.reshape(structs[0].shape)
+            return _diagonal_of(block, (site, other), structs[0], values)
         views = [
-            struct if is_lettered(own) else jax.eval_shape(own.view.apply, struct)
+            struct if is_lettered(own) else own.view.struct(struct, values)
             for own, struct in zip((site, other), structs, strict=True)
         ]
         if not is_lettered(site):
             block = block.reshape(*views[0].shape, math.prod(views[1].shape))
-            back = _transposed(site, structs[0], views[0])
+            back = _transposed(site, structs[0], views[0], values)
             block = jax.vmap(back, -1, -1)(block)
         if not is_lettered(other):
             block = block.reshape(math.prod(structs[0].shape), *views[1].shape)
-            block = jax.vmap(_transposed(other, structs[1], views[1]))(block)
+            block = jax.vmap(_transposed(other, structs[1], views[1], values))(block)
         return block.reshape(*structs[0].shape, *structs[1].shape)
 
 
-def _transposed(site: Site, struct: Any, view: Any) -> Callable[[Array], Array]:
+def _diagonal_of(
+    block: Array, sites: tuple[Site, Site], struct: Any, values: list
+) -> Array:
+    """The diagonal of a block of two sites of a leaf, in the shape of the leaf.
+
+    Along the axes of a small view, the block is multiplied with what its entries are
+    of the leaf.
+    """
+    views = [
+        None if is_lettered(own) else own.view.struct(struct, values) for own in sites
+    ]
+    nums = [1 if view is None else math.prod(view.shape) for view in views]
+    of_leaf = 1 if all(views) else math.prod(struct.shape)
+    block = block.reshape(of_leaf, *nums)
+    for side in (1, 0):
+        view, axis = views[side], side + 1
+        if view is not None:
+            back = _transposed(sites[side], struct, view, values)
+            seeds = jnp.eye(nums[side], dtype=view.dtype)
+            directions = jax.vmap(back)(seeds.reshape(nums[side], *view.shape))
+            directions = directions.reshape(nums[side], math.prod(struct.shape)).T
+            block = block * jnp.expand_dims(directions, range(1, axis))
+        block = jnp.sum(block, axis)
+    return block.reshape(struct.shape)
+
+
+def _transposed(
+    site: Site, struct: Any, view: Any, values: list
+) -> Callable[[Array], Array]:
     """Takes what belongs to a view of a leaf back to the leaf."""
-    transpose = jax.linear_transpose(site.view.apply, struct)
-    return lambda x: widened(transpose(x.astype(view.dtype))[0])
+    back = site.view.transposed(struct, values)
+    return lambda x: widened(back(x.astype(view.dtype)))
 
 
 def _alike(terms: list[Term]) -> list[Term]:
     """The same in one dtype, the widest."""
     dtype = common_dtype(*(x.dtype for x, _ in terms))
     return [(x.astype(dtype), labels) for x, labels in terms]
-
-
-def _scale(site: Site) -> Any:
-    return site.rule.scale * (site.view.scale if is_lettered(site) else 1.0)
 
 
 def _of_side(label: Label, side: int) -> Label:
@@ -184,7 +223,7 @@ def _is_of_leaf(label: Label) -> bool:
 
 def _key(label: Label) -> tuple[int, int]:
     kind, axis = label
-    return (kind[1] if isinstance(kind, tuple) else 0), axis
+    return (kind[1] if isinstance(kind, tuple) else -1), axis
 
 
 def _without_repeats(term: Term) -> Term:

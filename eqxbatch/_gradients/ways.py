@@ -175,14 +175,14 @@ def _scaled_squared_norms(
         operands.append(a)
         cotangents.append(d)
         operand = None if a is None else i
-        own.append(dataclasses.replace(site, perturbation=i, operand=operand))
+        own.append(site.with_own(i, operand))
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
     if _have_size(sites, factors):
         of_operands = _common_power(operands)
         operands = [_over(a, of_operands) for a in operands]
         power = power * of_operands.astype(power.dtype)
-    squares = squared_norms(own, Factors(operands, cotangents))
+    squares = squared_norms(own, factors.replaced(operands, cotangents))
     return jnp.where(squares > 0, power, 1), squares
 
 
@@ -198,7 +198,8 @@ def _balanced(
         a.of(_over(a, power).array.astype(a.array.dtype)) if i in numbers else a
         for i, a in enumerate(factors.operands)
     ]
-    return Factors(operands, factors.cotangents), weights * power.astype(weights.dtype)
+    balanced = factors.replaced(operands, factors.cotangents)
+    return balanced, weights * power.astype(weights.dtype)
 
 
 def _have_size(sites: Sequence[Site], factors: Factors) -> bool:
@@ -333,9 +334,14 @@ def by_norms(
         return outs, operands, pullback([jnp.ones_like(outs[0])])
 
     def clipped_total(
-        bounds: list, leaves: list, factors: list, weights: Array | None, num: int
+        bounds: list,
+        leaves: list,
+        factors: list,
+        values: list,
+        weights: Array | None,
+        num: int,
     ) -> tuple[dict[str, dict[str, PyTree]], PyTree]:
-        of_sites = Factors(*factors, num=num)
+        of_sites = Factors(*factors, num=num, values=values)
         gradients = SiteGradients(program, contractions, of_sites, leaves)
         own = dataclasses.replace(groups, bounds=bounds)
         clipped = own.clip(gradients.squared_norms, gradients.are_cheap)
@@ -364,7 +370,9 @@ def by_norms(
             {section: {"gradient": of_leaves} for section in out[0]},
             spec_of(outs[0]),
         )
-        operands = (groups.bounds, example.leaves, factors, weights, outs[0].shape[0])
+        values = program.values(example.leaves)
+        num = outs[0].shape[0]
+        operands = (groups.bounds, example.leaves, factors, values, weights, num)
         gradient, norms = with_auto_axes(clipped_total, operands, specs)
         return {**gradient, "each": {**example.outputs(outs), "norms": norms}}
 

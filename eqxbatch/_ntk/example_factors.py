@@ -62,7 +62,7 @@ class Linearization:
         self.program, self.outputs = program, outputs
         self.num_outputs = num_outputs
 
-        def run(operands: list, rows: list) -> tuple[list, list, list[list]]:
+        def run(operands: list, rows: list) -> tuple[list, list, list[list], list]:
             leaves, cotangents = operands
             outs, a, pullback = program.linearize(leaves, rows, num_outputs)
             pulled = []
@@ -77,11 +77,11 @@ class Linearization:
 
                 found = jax.vmap(pull)(directions.reshape(-1, *shape))
                 pulled.append([d.reshape(*lead, *d.shape[1:]) for d in found])
-            return outs, a, pulled
+            return outs, a, pulled, program.values(leaves)
 
         self._run = PerExample(run, [leaves, cotangents], arrays, axes)
 
-    def structs(self, num: int) -> tuple[list, list, list[list]]:
+    def structs(self, num: int) -> tuple[list, list, list[list], list]:
         """The shapes of what `run` returns for `num` examples."""
         factors = [
             Factor(jax.ShapeDtypeStruct((num,) * has + s.shape, s.dtype), has)
@@ -89,8 +89,8 @@ class Linearization:
         ]
         return self._run.output(factors)
 
-    def run(self, rows: list) -> tuple[list, list, list[list]]:
-        """Outputs, operands, and for each output cotangents, as `Factor`s.
+    def run(self, rows: list) -> tuple[list, list, list[list], list]:
+        """Outputs, operands, for each output cotangents, and values, as `Factor`s.
 
         What does not depend on the example is computed once for all of them.
         """
@@ -142,11 +142,13 @@ class KeptFactors(eqx.Module):
     - `values`: what the function returns, if that is wanted.
     - `operands`: those of sites, by their numbers.
     - `cotangents`: for each output, cotangents of sites, and then Jacobians.
+    - `of_views`: what the views of sites read.
     """
 
     values: list[Factor]
     operands: dict[int, Factor]
     cotangents: list[list[Factor]]
+    of_views: list[Factor | None]
 
 
 class ExampleFactors:
@@ -177,18 +179,22 @@ class ExampleFactors:
 
     def of(self, rows: list) -> KeptFactors:
         """What is kept of some examples."""
-        outs, operands, cotangents = self.linearization.run(rows)
+        outs, operands, cotangents, of_views = self.linearization.run(rows)
+        values_of_views = [None if x is None else x.array for x in of_views]
         outputs, program = self.linearization.outputs, self.linearization.program
         kept: list[list[Factor]] = []
         for output, own, pulled in zip(outputs, self.kept, cotangents, strict=True):
             kept.append([pulled[perturbation] for perturbation in own.perturbations])
-            factors = Factors(operands, pulled, output.directions(0))
+            factors = Factors(
+                operands, pulled, output.directions(0), values=values_of_views
+            )
             for leaf in own.formed:
                 sites = program.sites_of(leaf)
                 jacobian = gradients(sites, factors, program.leaves[leaf])
                 kept[-1].append(Factor(jacobian, factors.has_examples(sites)))
         values = outs[: self.linearization.num_outputs] if self._keeps_values else []
-        return KeptFactors(values, {i: operands[i] for i in self._operands}, kept)
+        operands = {i: operands[i] for i in self._operands}
+        return KeptFactors(values, operands, kept, of_views)
 
     def of_outputs(self, kept: KeptFactors, side: int) -> list[Factors]:
         """What of that is about each output."""
@@ -197,8 +203,9 @@ class ExampleFactors:
             for i, _ in enumerate(self.linearization.program.operands)
         ]
         outputs = self.linearization.outputs
+        values = [None if x is None else x.array for x in kept.of_views]
         return [
-            Factors(operands, own, output.directions(side))
+            Factors(operands, own, output.directions(side), values=values)
             for output, own in zip(outputs, kept.cotangents, strict=True)
         ]
 
@@ -291,8 +298,13 @@ def _costs(
     def count(structs: list) -> tuple[Cost, Cost, Cost]:
         """The Gram matrices, forming the Jacobians, and the products of these."""
         sides = [
-            Factors(operands, pulled[which], output.directions(side))
-            for side, (_, operands, pulled) in enumerate(structs)
+            Factors(
+                operands,
+                pulled[which],
+                output.directions(side),
+                values=[None if x is None else x.array for x in of_views],
+            )
+            for side, (_, operands, pulled, of_views) in enumerate(structs)
         ]
         example, out = output.examples[-1], (*output.out, *output.parts)
         grams = forms = Cost()

@@ -228,7 +228,12 @@ def _by_sites(
         if position and one is model.programs[0]:
             linearizations.append(linearizations[0])
             continue
-        program = Program(one.closed, len(model.leaves), use_rules=use_rules)
+        program = Program(
+            one.closed,
+            len(model.leaves),
+            use_rules=use_rules,
+            num_outputs=len(model.axes),
+        )
         linearizations.append(_linearization(model, position, program, ntk, directions))
     schedule = _schedule(model, ntk)
     pair = linearizations[0], linearizations[-1]

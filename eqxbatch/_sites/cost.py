@@ -131,7 +131,7 @@ def plan(
     of them to automatic differentiation, and `"auto"` is the cheaper of the two.
     """
     if method != "materialise":
-        program = Program(closed, num_leaves)
+        program = Program(closed, num_leaves, num_outputs=1)
         contractions = choose(program)
         if method == "sites" or prefers_sites(program, contractions):
             return program, contractions
@@ -145,14 +145,15 @@ def choose(program: Program) -> list[Contraction]:
         lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype), structs
     )
     operands, cotangents = one(program.operands), one(program.perturbations)
+    values = jax.eval_shape(program.values, program.leaves)
     return [
-        _choose(program, leaf, operands, cotangents)
+        _choose(program, leaf, operands, cotangents, values)
         for leaf in range(len(program.leaves))
     ]
 
 
 def _choose(
-    program: Program, leaf: int, operands: list, cotangents: list
+    program: Program, leaf: int, operands: list, cotangents: list, values: list
 ) -> Contraction:
     struct = program.leaves[leaf]
     sites = program.sites_of(leaf)
@@ -177,11 +178,11 @@ def _choose(
         candidates.append(Contraction(leaf, "gradient", True, once))
     if has_gram(sites):
 
-        def norms(operands: list, cotangents: list) -> Cost:
-            terms = norm_terms(sites, Factors(operands, cotangents))
+        def norms(operands: list, cotangents: list, values: list) -> Cost:
+            terms = norm_terms(sites, Factors(operands, cotangents, values=values))
             return total_cost(contraction_cost(own, (EXAMPLE,)) for own, _ in terms)
 
-        cost = eqx.filter_eval_shape(norms, operands, cotangents)
+        cost = eqx.filter_eval_shape(norms, operands, cotangents, values)
         # The factors are read once more for the sum.
         cost += Cost(products, width * factors)
         candidates.append(Contraction(leaf, "gram", False, cost))

@@ -5,11 +5,10 @@ leaf is the sum over the leaf's sites of `einsum(a, d)`, brought from the view b
 the leaf. It is only formed where that is cheaper than to do without.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,7 +19,7 @@ from .._base.dtypes import widened
 from .._base.mesh import is_on_mesh
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .rules import Axes
-from .site import is_lettered, Label, labels_of, positions, Site
+from .site import is_lettered, is_small, Label, labels_of, positions, Site
 
 
 _Leaf = Array | jax.ShapeDtypeStruct  # Only its type matters.
@@ -52,7 +51,7 @@ class Factors:
 
     `outputs` labels the axes that the cotangents have after the examples: those of
     what is differentiated, if it is more than a scalar. `num` is the number of
-    examples, where there may be no factors to tell.
+    examples, where there may be no factors to tell. `values` are those of the program.
     """
 
     def __init__(
@@ -61,11 +60,13 @@ class Factors:
         cotangents: list,
         outputs: Labels = (),
         num: int | None = None,
+        values: Sequence[Any] = (),
     ):
         as_factor = lambda x: x if isinstance(x, Factor) else Factor(x)
         self.operands = [*map(as_factor, operands)]
         self.cotangents = [*map(as_factor, cotangents)]
         self.outputs = outputs
+        self.values = list(values)
         self._num = num
 
     @property
@@ -84,12 +85,22 @@ class Factors:
             return Factor(kept_examples(x.array, is_kept)) if is_inexact else x
 
         operands, cotangents = map(keep, self.operands), map(keep, self.cotangents)
-        return Factors([*operands], [*cotangents], num=self._num)
+        return self.replaced([*operands], [*cotangents])
+
+    def replaced(self, operands: list, cotangents: list) -> "Factors":
+        """Others of the same examples."""
+        return Factors(operands, cotangents, self.outputs, self._num, self.values)
 
     def of(self, site: Site) -> tuple[Factor | None, Factor]:
         """`a` and `d` of a site, as it has them."""
-        a = None if site.operand is None else self.operands[site.operand]
-        return a, self.cotangents[site.perturbation]
+
+        def at_steps(x: Factor, num: int) -> Factor:
+            return x.of(site.at_steps(x.array, x.has_examples + num))
+
+        d = at_steps(self.cotangents[site.perturbation], len(self.outputs))
+        if site.operand is None:
+            return None, d
+        return at_steps(self.operands[site.operand], 0), d
 
     def expanded(self, site: Site) -> tuple[Factor | None, Factor]:
         """`a` and `d` with the axes that the site names."""
@@ -127,7 +138,7 @@ def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
 def _labelled(
     site: Site, factors: Factors, example: Label, labels: dict[str, Label]
 ) -> list[Term]:
-    """The operand of a site, if it has one, and the cotangent."""
+    """The operand of a site, if it has one, and the cotangent, which comes last."""
     a, d = factors.expanded(site)
 
     def labelled(factor: Factor, outputs: Labels, names: Axes) -> Term:
@@ -154,40 +165,143 @@ def _without_dropped(cotangent: Term, tokens: Term, site: Site) -> Term:
     return jnp.where(is_in, d, jnp.zeros((), d.dtype)), joined
 
 
-def _scale(site: Site) -> Any:
-    return site.view.scale * site.rule.scale
+def scale_of(site: Site) -> Any:
+    """What the terms of a site are multiplied with."""
+    is_in_terms = site.view.is_weighted or not is_lettered(site)
+    return site.rule.scale * (1.0 if is_in_terms else site.view.scale)
+
+
+def weight_term(site: Site, values: list, names: Labels) -> list[Term]:
+    """What the entries of a leaf are multiplied with on the way to a site, if so.
+
+    Where the axes of the view are not those of the leaf, it is a part of the view.
+    """
+    if not (site.view.is_weighted and is_lettered(site)):
+        return []
+    struct = site.view.struct_of_leaf
+    ones = jnp.ones(struct.shape, struct.dtype)
+    return [(widened(site.view.apply(ones, values)), names)]
+
+
+def _weight(site: Site, factors: Factors, labels: dict[str, Label]) -> list[Term]:
+    names = tuple(labels[name] for name in site.w_axes)
+    return weight_term(site, factors.values, names)
+
+
+class _Side(NamedTuple):
+    """A site in a pair: its factors, and the labels of the examples and its axes."""
+
+    site: Site
+    factors: Factors
+    example: Label
+    labels: dict[str, Label]
+    small: Label
+
+    @property
+    def token(self) -> tuple[Array, Labels, Label] | None:
+        """The tokens, if there are any, and what they choose from."""
+        if self.site.rule.token is None:
+            return None
+        a, _ = self.site_terms
+        return *a, self.labels[self.site.rule.token]
+
+    @property
+    def site_terms(self) -> list[Term]:
+        return _labelled(self.site, self.factors, self.example, self.labels)
+
+    @property
+    def terms(self) -> list[Term]:
+        """The cotangent, and the operand if it is one of numbers; and weights."""
+        *operand, cotangent = self.site_terms
+        weights = _weight(self.site, self.factors, self.labels)
+        if self.token is not None:
+            return [cotangent, *(_taken(term, self.token) for term in weights)]
+        return [cotangent, *operand, *weights]
+
+    @property
+    def coefficients(self) -> Term:
+        """The gradient with respect to a view that is small, with one axis."""
+        present = {label for _, own in self.site_terms for label in own}
+        lead = (self.example, *self.factors.outputs)
+        lead = tuple(label for label in lead if label in present)
+        of_view = [self.labels[name] for name in self.site.w_axes]
+        out = (*lead, *(label for label in of_view if label in present))
+        x = contract(self.site_terms, out)
+        num = math.prod(self.site.view.shape)
+        return x.reshape(*x.shape[: len(lead)], num), (*lead, self.small)
+
+    @property
+    def directions(self) -> Array:
+        """What the entries of a small view are of the leaf, one after the other."""
+        view, values = self.site.view, self.factors.values
+        struct = view.struct(view.struct_of_leaf, values)
+        num = math.prod(struct.shape)
+        seeds = jnp.eye(num, dtype=struct.dtype).reshape(num, *struct.shape)
+        back = view.transposed(view.struct_of_leaf, values)
+        return widened(jax.vmap(back)(seeds))
+
+    def along(self, directions: Array, small: Label) -> list[Term]:
+        """The inner products of the gradients at the site with some directions."""
+        view, values = self.site.view, self.factors.values
+        struct = view.struct_of_leaf
+        apply = lambda x: view.apply(x.astype(struct.dtype), values)
+        sizes = [self.site.sizes[name] for name in self.site.w_axes]
+        pushed = widened(jax.vmap(apply)(directions))
+        pushed = pushed.reshape(pushed.shape[0], *sizes)
+        names = tuple(self.labels[name] for name in self.site.w_axes)
+        term = (pushed, (small, *names))
+        *operand, cotangent = self.site_terms
+        if self.token is not None:
+            return [cotangent, _taken(term, self.token)]
+        return [cotangent, *operand, term]
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
 def pair_terms(
     site: Site, factors: Factors, other: Site, other_factors: Factors, example: Label
-) -> list[Term]:
+) -> tuple[list[Term], Any]:
     """The arrays whose contraction is the inner product of two sites' gradients.
 
-    `example` is the label of the other's examples.
+    Also what to multiply it with. `example` is the label of the other's examples.
     """
-    sides = [(site, factors, EXAMPLE), (other, other_factors, example)]
-    terms: list[list[Term]] = []
-    tokens: list[tuple[Array, Labels, Label] | None] = []
-    for side, (s, f, lead) in enumerate(sides):
-        labels = labels_of(s, side)
-        *operand, cotangent = _labelled(s, f, lead, labels)
-        terms.append([cotangent])
-        if s.rule.token is not None:
-            ((a, a_labels),) = operand
-            tokens.append((a, a_labels, labels[s.rule.token]))
-        else:
-            tokens.append(None)
-            terms[-1] += operand
-    first, second = tokens
-    if first is not None and second is not None and first[2] == second[2]:
-        same, labels = _equal(first[:2], second[:2])
+    first, second = (
+        _Side(s, f, lead, labels_of(s, side), ("small", side))
+        for side, (s, f, lead) in enumerate(
+            [(site, factors, EXAMPLE), (other, other_factors, example)]
+        )
+    )
+    if is_small(site) or is_small(other):
+        return _small_terms(first, second)
+    terms = [first.terms, second.terms]
+    tokens = [first.token, second.token]
+    if tokens[0] is not None and tokens[1] is not None and tokens[0][2] == tokens[1][2]:
+        same, labels = _equal(tokens[0][:2], tokens[1][:2])
         terms[0].append((same.astype(terms[0][0][0].real.dtype), labels))
     else:
         for side, token in enumerate(tokens):
             if token is not None:
                 terms[1 - side] = [_taken(term, token) for term in terms[1 - side]]
     conjugated = [(jnp.conj(x), labels) for x, labels in terms[1]]
-    return [*terms[0], *conjugated]
+    return [*terms[0], *conjugated], scale_of(site) * scale_of(other).conjugate()
+
+
+def _small_terms(first: _Side, second: _Side) -> tuple[list[Term], Any]:
+    """The same, where one of the sites has few numbers of a leaf, as a penalty has."""
+    scale = first.site.rule.scale * second.site.rule.scale
+    if is_small(first.site) and is_small(second.site):
+        flat = ("flat", 0)
+        directions = [
+            (_flat(side.directions), (side.small, flat)) for side in (first, second)
+        ]
+        return [first.coefficients, *directions, second.coefficients], scale
+    if is_small(first.site):
+        terms = second.along(first.directions, first.small)
+        return [first.coefficients, *terms], scale
+    terms = first.along(second.directions, second.small)
+    return [*terms, second.coefficients], scale
 
 
 def _equal(first: Term, second: Term) -> Term:
@@ -268,8 +382,7 @@ def gram_terms(
     """The arrays to contract for `gram`, and what to multiply each with."""
     for site in sites:
         for other in others:
-            scale = _scale(site) * _scale(other).conjugate()
-            yield pair_terms(site, factors, other, other_factors, example), scale
+            yield pair_terms(site, factors, other, other_factors, example)
 
 
 def norm_terms(
@@ -280,25 +393,31 @@ def norm_terms(
     It is the sum of the real parts: one for each site, and one for each pair of them.
     """
     for i, site in enumerate(sites):
-        yield _own_terms(site, factors), abs(_scale(site)) ** 2
+        yield _own_terms(site, factors)
         for other in sites[i + 1 :]:
-            scale = 2 * _scale(site) * _scale(other).conjugate()
-            yield pair_terms(site, factors, other, factors, EXAMPLE), scale
+            terms, scale = pair_terms(site, factors, other, factors, EXAMPLE)
+            yield terms, 2 * scale
 
 
-def _own_terms(site: Site, factors: Factors) -> list[Term]:
+def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
     """The arrays whose contraction is the squared norm of a site's gradient."""
-    if site.rule.token is not None or positions(site):
+    if site.rule.token is not None or positions(site) or is_small(site):
         return pair_terms(site, factors, site, factors, EXAMPLE)
     # An outer product, whose norm is the product of the norms.
-    return [
+    terms = [
         (jnp.real(x * jnp.conj(x)), labels) for x, labels in site_terms(site, factors)
     ]
+    return terms, abs(scale_of(site)) ** 2
 
 
 def site_terms(site: Site, factors: Factors) -> list[Term]:
-    """The arrays whose contraction is a site's gradient with respect to the view."""
-    return _labelled(site, factors, EXAMPLE, labels_of(site, 0))
+    """The arrays whose contraction is a site's gradient, brought back to the leaf.
+
+    Or that with respect to the view, where its axes are not those of the leaf.
+    """
+    labels = labels_of(site, 0)
+    terms = _labelled(site, factors, EXAMPLE, labels)
+    return [*terms, *_weight(site, factors, labels)]
 
 
 def gradients(
@@ -323,7 +442,7 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     num_outputs = len(factors.outputs)
     if site.rule.token is not None:
         assert a is not None
-        transposed = lambda a, d: _transposed([site], leaf, [a], [d])
+        transposed = lambda a, d: _transposed([site], leaf, [a], [d], factors.values)
         for _ in range(num_outputs):
             transposed = jax.vmap(transposed, (None, 0))
         axes = [0 if factor.has_examples else None for factor in (a, d)]
@@ -332,7 +451,8 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
         return transposed(a.array, d.array)
 
     def form(a: Factor | None, d: Factor) -> Array:
-        return _formed(site, Factors([a], [d], factors.outputs), leaf)
+        own = Factors([a], [d], factors.outputs, values=factors.values)
+        return _formed(site, own, leaf)
 
     if a is None or not a.has_examples or is_on_mesh(a.array):
         return form(a, d)
@@ -360,10 +480,8 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
 
 
 def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
-    """The gradients at a site from its own factors."""
-    site = dataclasses.replace(
-        site, perturbation=0, operand=None if site.operand is None else 0
-    )
+    """The gradients at a site from its own factors, of the steps that it has."""
+    site = site.with_own(0, None if site.operand is None else 0)
     terms = site_terms(site, factors)
     present = {label for _, own in terms for label in own}
     lead = (EXAMPLE, *factors.outputs) if EXAMPLE in present else factors.outputs
@@ -372,12 +490,11 @@ def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     product = contract(terms, (*lead, *of_leaf))
     shape = product.shape[: len(lead)]
     if is_lettered(site):
-        product = (product * _scale(site)).reshape(*shape, *leaf.shape)
+        product = (product * scale_of(site)).reshape(*shape, *leaf.shape)
         return _in_dtype(product, leaf.dtype)
-    view = jax.eval_shape(site.view.apply, leaf)
+    view = site.view.struct(leaf, factors.values)
     product = (product * site.rule.scale).reshape(*shape, *view.shape)
-    transpose = jax.linear_transpose(site.view.apply, leaf)
-    one = lambda x: transpose(x)[0]
+    one = site.view.transposed(leaf, factors.values)
     for _ in shape:
         one = jax.vmap(one)
     return one(_in_dtype(product, view.dtype))
@@ -409,7 +526,8 @@ def weighted_sum(
         wide = widened(d.array)
         weight = jnp.expand_dims(weights.astype(wide.dtype), range(1, wide.ndim))
         cotangents.append((wide * weight).astype(d.array.dtype))
-    return _transposed(sites, leaf, operands, cotangents, num=weights.shape[0])
+    num, values = weights.shape[0], factors.values
+    return _transposed(sites, leaf, operands, cotangents, values, num=num)
 
 
 def _transposed(
@@ -417,6 +535,7 @@ def _transposed(
     leaf: _Leaf,
     operands: list,
     cotangents: list,
+    values: list,
     num: int | None = None,
 ) -> Array:
     """The transpose of the sites of one example, or of `num` of them, in the leaf."""
@@ -428,7 +547,7 @@ def _transposed(
             if num is not None:
                 in_axes = (None if a is None else 0, None)
                 output = jax.vmap(output, in_axes, axis_size=num)
-            outs.append(output(a, leaf))
+            outs.append(output(a, site.view.apply(leaf, values)))
         return outs
 
     return jax.linear_transpose(outputs, leaf)(cotangents)[0]

@@ -233,5 +233,5 @@ def _report(program: Program, contraction: Contraction, path: str) -> LeafReport
 
 
 def _name(site: Site) -> str:
-    loops = "".join(f"scan({length}) " for _, length in site.loops)
+    loops = "".join(f"scan({loop.length}) " for loop in site.loops)
     return loops + site.rule.kind

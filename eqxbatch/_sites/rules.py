@@ -11,9 +11,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Integer
+
+from .._base.jaxprs import literal
 
 
 Axes = tuple[str, ...]
@@ -73,20 +77,24 @@ _PARAMETERS = {
     "div": "",
     "dot_general": "dimension_numbers precision preferred_element_type out_sharding",
     "dynamic_slice": "slice_sizes",
+    "dynamic_update_slice": "",
     "gather": (
         "dimension_numbers slice_sizes mode fill_value indices_are_sorted "
         "unique_indices"
     ),
     "mul": "out_dtype",
     "neg": "",
+    "pad": "padding_config",
     "reduce_sum": "axes out_sharding",
     "reshape": "new_sizes dimensions sharding",
     "rev": "dimensions",
     "scan": (
         "jaxpr length reverse unroll num_consts num_carry linear _split_transpose"
     ),
+    "select_n": "",
     "slice": "start_indices limit_indices strides",
     "split": "sizes axis",
+    "stack": "axis",
     "squeeze": "dimensions",
     "sub": "",
     "transpose": "permutation",
@@ -195,6 +203,71 @@ def _elementwise(eqn: Any, index: int) -> Rule | None:
         return Rule(name, multiply, invert, a_axes, d_axes, w_axes, sizes)
     op = _binary_op(eqn, index)
     return Rule(name, op, lambda ins: ins[1 - index], a_axes, d_axes, w_axes, sizes)
+
+
+def _placed(kind: str, put: Callable[[Array], Array], struct: Any) -> Rule:
+    """The rule of what is put into something else, without being multiplied."""
+    axes = _numbered("w", len(struct.shape))
+    transposed = jax.linear_transpose(put, struct)
+    return Rule(
+        kind=kind,
+        op=lambda _, w: put(w),
+        operand=None,
+        a_axes=(),
+        d_axes=axes,
+        w_axes=axes,
+        sizes=dict(zip(axes, struct.shape, strict=True)),
+        arrange=lambda d: transposed(d)[0],
+    )
+
+
+def _in_place(eqn: Any, index: int) -> Rule | None:
+    """Parts of an array, of which one is a parameter."""
+    name = eqn.primitive.name
+    structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+    places = {"pad": (0,), "dynamic_update_slice": (0, 1)}
+    if index not in places.get(name, range(len(structs))):
+        return None
+    if name == "dynamic_update_slice" and not all(
+        isinstance(atom, jex.Literal) for atom in eqn.invars[2:]
+    ):
+        return None
+
+    def put(w: Array) -> Array:
+        ins = [
+            literal(atom)
+            if isinstance(atom, jex.Literal) and position > 1
+            else jnp.zeros(struct.shape, struct.dtype)
+            for position, (atom, struct) in enumerate(
+                zip(eqn.invars, structs, strict=True)
+            )
+        ]
+        ins[index] = w
+        return eqn.primitive.bind(*ins, **eqn.params)
+
+    return _placed(name, put, structs[index])
+
+
+def _select(eqn: Any, index: int) -> Rule | None:
+    """What is chosen, entry by entry, where that depends on the example."""
+    if index == 0:
+        return None
+    which, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    axes = _numbered("m", len(out.shape))
+
+    def operand(ins: list) -> Array:
+        case = ins[0].astype(jnp.int32)
+        return (case == index - 1).astype(out.dtype)
+
+    return Rule(
+        kind=eqn.primitive.name,
+        op=lambda a, w: a * w,
+        operand=operand,
+        a_axes=axes if which.shape else (),
+        d_axes=axes,
+        w_axes=axes,
+        sizes=dict(zip(axes, out.shape, strict=True)),
+    )
 
 
 def _convolution(eqn: Any, index: int) -> Rule | None:
@@ -415,4 +488,9 @@ _RULES: dict[str, Callable[[Any, int], Rule | None]] = {
     "sub": _elementwise,
     "gather": _gather,
     "dynamic_slice": _dynamic_slice,
+    "concatenate": _in_place,
+    "stack": _in_place,
+    "pad": _in_place,
+    "dynamic_update_slice": _in_place,
+    "select_n": _select,
 }

@@ -153,7 +153,8 @@ def norms_and_sums(s: Subject) -> Triples:
             outs, operands, pull = sites.linearize(s.leaves, [x, t], 1)
             return operands, pull([jnp.ones_like(outs[0])])
 
-        factors = Factors(*jax.vmap(one)(*s.examples), num=num)
+        found = jax.vmap(one)(*s.examples)
+        factors = Factors(*found, num=num, values=sites.values(s.leaves))
         for form in forms:
             contractions = forced(sites, form)
             count(sites, contractions)

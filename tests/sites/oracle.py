@@ -71,7 +71,7 @@ def compare(case, key=None):
             return outs, operands, pullback([jnp.ones_like(outs[0])])
 
         outs, operands, cotangents = jax.vmap(one)(xs)
-        factors = Factors(operands, cotangents)
+        factors = Factors(operands, cotangents, values=program.values(leaves))
         got, expected = [outs[0]], [jax.vmap(loss, (None, 0))(leaves, xs)]
         truth = jax.vmap(jax.grad(loss), (None, 0))(leaves, xs)
         for leaf, own, can, true in zip(

@@ -68,6 +68,35 @@ def wave(x):
     return lax.complex(jnp.cos(x), jnp.sin(x))
 
 
+@jax.custom_jvp
+def odd(w, x):
+    return w @ x
+
+
+@odd.defjvp
+def _odd_jvp(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    return w @ x, 3 * (dw @ x) + w @ dx
+
+
+@jax.custom_vjp
+def strange(w, x):
+    return w @ x
+
+
+strange.defvjp(
+    lambda w, x: (w @ x, (w, x)), lambda res, d: (5 * jnp.outer(d, res[1]), d @ res[0])
+)
+
+
+@jax.custom_vjp
+def bent(w):
+    return w**2
+
+
+bent.defvjp(lambda w: (w**2, w), lambda w, d: (3 * w.T * d,))
+
+
 # Uses whose norms follow from the factors, with no gradient formed.
 BY_FACTORS = {
     "twice": (linear(), lambda m, x: m(jnp.tanh(m(x))), vectors(4)),
@@ -122,14 +151,71 @@ BY_FACTORS = {
         lambda w, x: w.astype(jnp.float64).T.astype(jnp.float64) @ x,
         vectors(4),
     ),
-    "normed": (
-        weight(4, 4),
-        lambda w, x: (w / jnp.sqrt(jnp.sum(w * w))) @ x,
+    # The sum of the squares of the rest, and of functions of them, is one number.
+    "penalty": (
+        (weight(4, 4), weight(3), weight(2, 2)),
+        lambda w, x: (
+            jnp.tanh(w[0] @ x).sum()
+            + 0.1 * jnp.sum(w[0] ** 2)
+            + jnp.sum(jnp.abs(w[1])) * x[0]
+            + jnp.linalg.norm(w[0] @ w[0].T)
+            + jnp.sqrt(jnp.sum(w[2] ** 2) + jnp.sum(w[1] ** 2))
+        ),
         vectors(4),
     ),
-    "product": (
-        (weight(4, 2), weight(2, 4)),
-        lambda w, x: (w[0] @ w[1]) @ x,
+    "masked": (
+        weight(4, 4),
+        lambda w, x: (
+            jnp.tril(w) @ x
+            + jnp.where(jnp.eye(4, dtype=bool), 0, w) @ x**2
+            + (w * jnp.arange(4.0)[None]) @ x**3
+        ),
+        vectors(4),
+    ),
+    "parametrised": (
+        (weight(4, 4), weight(4)),
+        lambda w, x: (
+            jax.nn.softplus(w[0]) @ x
+            + (w[0] * jax.nn.sigmoid(w[0]) * w[0].T) @ x**2
+            + jnp.exp(w[1]) * x
+            + w[1] ** 3
+        ),
+        vectors(4),
+    ),
+    "straight_through": (
+        weight(4, 4),
+        lambda w, x: (w + lax.stop_gradient(jnp.round(w) - w)) @ x,
+        vectors(4),
+    ),
+    "stacked": (
+        [weight(3, 3) for _ in range(3)],
+        lambda ws, x: lax.scan(lambda x, w: (jnp.tanh(w @ x), None), x, jnp.stack(ws))[
+            0
+        ],
+        vectors(3),
+    ),
+    "stacked_and_parametrised": (
+        [weight(2, 3, 3), weight(1, 3, 3)],
+        lambda ws, x: lax.scan(
+            lambda x, w: (jnp.tanh((w * jnp.exp(ws[1][0])) @ x), None),
+            x,
+            jnp.sinh(jnp.concatenate(ws)),
+        )[0],
+        vectors(3),
+    ),
+    "concatenated": (
+        weight(4, 4),
+        lambda w, x: jnp.concatenate([w * 2, -w.T + 1, jnp.outer(x, x)]) @ x,
+        vectors(4),
+    ),
+    "among_data": (
+        (weight(3), weight(7)),
+        lambda w, x: jnp.square(jnp.concatenate([x[:2], w[0], x[2:]]) + w[1]),
+        vectors(4),
+    ),
+    "chosen_by_the_example": (
+        (weight(4), weight(4)),
+        lambda w, x: jnp.where(x > 0, w[0], w[1] * 2) ** 3,
         vectors(4),
     ),
     "divided": (
@@ -143,7 +229,11 @@ BY_FACTORS = {
         vectors(3, 4),
     ),
     "scalar": (weight(), lambda w, x: w * x + w - x / 2, vectors(4)),
-    "same_in_all_examples": (weight(4, 4), lambda w, x: (w @ w) * x[None], vectors(4)),
+    "whole_and_sliced": (
+        weight(4, 4),
+        lambda w, x: lax.scan(lambda x, row: (w @ x + row, None), x, w)[0],
+        vectors(4),
+    ),
     "stacked_layers": (stacked(4), scanned, vectors(3)),
     "scan_in_scan": (stacked(4), scanned_within, vectors(3)),
     "scan_in_scan_in_scan": (stacked(2), repeated, vectors(3)),
@@ -163,15 +253,45 @@ BY_FACTORS = {
 
 # Uses in which each example's gradient is formed, from the factors.
 BY_GRADIENTS = {
-    "concatenated": (
+    "normed": (
         weight(4, 4),
-        lambda w, x: jnp.concatenate([w * 2, -w.T + 1, jnp.outer(x, x)]) @ x,
+        lambda w, x: (w / jnp.sqrt(jnp.sum(w * w))) @ x,
         vectors(4),
     ),
-    "sliced": (
-        weight(4, 4),
-        lambda w, x: w[::-1] @ x + w[1:, :2].sum(0) @ x[:2] + w[:1] @ x,
+    "product": (
+        (weight(4, 2), weight(2, 4)),
+        lambda w, x: (w[0] @ w[1]) @ x,
         vectors(4),
+    ),
+    "same_in_all_examples": (weight(4, 4), lambda w, x: (w @ w) * x[None], vectors(4)),
+    "primitives": (
+        (weight(6, 6), weight(6, 6)),
+        lambda w, x: sum(
+            f(v) @ x[:6]
+            for v in w
+            for f in (
+                lambda v: jnp.tile(v, (2, 1))[3:9],
+                lambda v: jnp.pad(v, 1)[1:7, :6],
+                lambda v: jnp.cumsum(v, 0),
+                lambda v: jnp.fft.fft(v).real + jnp.imag(jnp.fft.fft(v.T)),
+                lambda v: jnp.zeros((7, 6)).at[1:, :].set(v)[:6],
+                lambda v: jnp.zeros((9, 6)).at[jnp.array([1, 4])].add(v[:2])[:6],
+                lambda v: lax.complex(v, v.T).real,
+                lambda v: jnp.roll(v, 2, 1) + jnp.stack([v, v.T])[1],
+                lambda v: jax.nn.softmax(v),
+                lambda v: v / jnp.linalg.norm(v, axis=1, keepdims=True),
+                lambda v: jnp.linalg.inv(v + 9 * jnp.eye(6)),
+                lambda v: lax.cond(True, jnp.sin, jnp.cos, v),
+                lambda v: lax.scan(lambda c, r: (c + r**2, c * r), v[0], v)[1],
+                lambda v: odd(v, jnp.eye(6)) + bent(v),
+            )
+        ),
+        vectors(6),
+    ),
+    "sliced": (
+        weight(6, 6),
+        lambda w, x: w[::-1] @ x + w[1:, :5].sum(0) @ x[:5] + w[:1] @ x,
+        vectors(6),
     ),
     "real_part_of_the_use": (
         weight(4, 4),
@@ -195,29 +315,9 @@ def test_use_by_gradients(name):
     assert not program.fallbacks
 
 
-@jax.custom_jvp
-def odd(w, x):
-    return w @ x
-
-
-@odd.defjvp
-def _odd_jvp(primals, tangents):
-    (w, x), (dw, dx) = primals, tangents
-    return w @ x, 3 * (dw @ x) + w @ dx
-
-
-@jax.custom_vjp
-def strange(w, x):
-    return w @ x
-
-
-strange.defvjp(
-    lambda w, x: (w @ x, (w, x)), lambda res, d: (5 * jnp.outer(d, res[1]), d @ res[0])
-)
-
 # For each: a function of a matrix that has no rule and one that has, and what it says.
 FALLBACKS = {
-    "exp": (lambda w, x: jnp.exp(w) @ x, "no rule for `exp`"),
+    "max": (lambda w, x: jnp.maximum(w, x[:, None]), "no rule for `max`"),
     "custom_jvp": (odd, "no rule for `custom_jvp_call`"),
     "custom_vjp": (strange, "no rule for `custom_vjp_call`"),
     "cond": (
@@ -231,10 +331,6 @@ FALLBACKS = {
     "returned_by_scan": (
         lambda w, x: lax.scan(lambda x, _: (w @ x, w), x, None, length=2)[1],
         "a `scan` returns a parameter",
-    ),
-    "whole_and_sliced": (
-        lambda w, x: lax.scan(lambda x, row: (w @ x + row, None), x, w)[0],
-        "both whole and in slices",
     ),
     "tables": (
         lambda w, x: jax.vmap(lambda row, i: row[i])(w, jnp.argsort(x)),
@@ -333,7 +429,7 @@ def test_all_contractions_agree(name, form):
             outs, operands, pullback = program.linearize(leaves, [x], 1)
             return operands, pullback([jnp.ones_like(outs[0])])
 
-        factors = Factors(*jax.vmap(one)(xs))
+        factors = Factors(*jax.vmap(one)(xs), values=program.values(leaves))
         found = SiteGradients(program, contractions, factors, leaves)
         return found.squared_norms(), found.weighted_sums(weights, is_kept)
 
@@ -380,19 +476,19 @@ def test_auto_takes_what_costs_less():
 
 
 def test_report():
-    model = (linear(), weight(3), weight(2))
-    fun = lambda m, x: jnp.sum(m[0](m[0](x))) + jnp.sum(jnp.exp(m[1]))
+    model = (linear(), weight(3), weight())
+    fun = lambda m, x: jnp.sum(m[0](m[0](x))) + jnp.max(m[1]) * jnp.maximum(m[2], x[0])
     report = explain_sites(fun, model, jnp.ones(4))
     shown = [(leaf.path, leaf.shape, leaf.sites) for leaf in report.leaves]
     assert shown == [
         ("[0].weight", (4, 4), ("dot_general", "dot_general")),
         ("[0].bias", (4,), ("add", "add")),
-        ("[1]", (3,), ()),
-        ("[2]", (2,), ()),
+        ("[1]", (3,), ("mul",)),
+        ("[2]", (), ()),
     ]
     text = str(report)
     assert "2 x dot_general" in text
-    assert text.endswith("[1]: no rule for `exp` with a parameter in this place")
+    assert text.endswith("[2]: no rule for `max` with a parameter in this place")
     assert f'method="auto" is "{report.method}"' in text
     lines = text.splitlines()
     assert len(lines[1]) == max(map(len, lines[:7]))

@@ -1,0 +1,548 @@
+"""Finding the sites of a program: where what depends on leaves meets an example.
+
+The equations of a program are gone through one by one. What leaves and constants alone
+make is the same for all examples: of it, its value is known, and its derivative as a
+sum of views of leaves. Where such a value meets an example, there is a site.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._base.jaxprs import callee, CALLS, run_equation
+from .rules import find_rule, Rule, unknown_parameters
+from .shared import Graph, is_flat, Loop, Node, Slope, Value
+from .site import Site, SiteLoop
+from .view import extend_sum, extend_view, is_complex, leaf_view, View
+
+
+_Struct = jax.ShapeDtypeStruct
+
+
+REMAT = ("checkpoint", "remat2")  # Its name depends on the version of JAX.
+
+
+# More ways from a leaf to a value are not followed.
+_MOST_VIEWS = 16
+
+
+# Linear in all inputs together, and in each of two.
+_JOINTLY_LINEAR = frozenset(
+    """
+    add broadcast_in_dim complex concatenate convert_element_type copy copy_p cumsum
+    dynamic_slice dynamic_update_slice fft gather imag neg pad real reduce_sum reshape
+    rev scatter scatter-add slice split squeeze stack sub tile transpose
+    """.split()  # noqa: SIM905
+)
+_BILINEAR = frozenset(["conv_general_dilated", "dot_general", "mul"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Perturbed:
+    """An equation with sites: the functions from its inputs to the operands."""
+
+    operands: list[Callable[[list], Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """An equation that calls a jaxpr with sites in it."""
+
+    jaxpr: Any
+    consts: list
+    plan: "Plan"
+
+
+class Plan:
+    """What is to be done in one jaxpr, found by going through its equations."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, Perturbed | Called] = {}
+        self.sites: list[Site] = []
+        self.perturbations: list[_Struct] = []
+        self.operands: list[_Struct] = []
+        self.outs: list[Shared | None] = []
+        # What has a perturbation, and is used only once.
+        self.perturbed_by: dict[Any, int] = {}
+
+    def include(self, inner: "Plan", steps: tuple[int, ...] = ()) -> None:
+        """Takes over what is in a call, or in the `steps` of a loop."""
+        for site in inner.sites:
+            operand = site.operand
+            self.sites.append(
+                dataclasses.replace(
+                    site,
+                    perturbation=site.perturbation + len(self.perturbations),
+                    operand=None if operand is None else operand + len(self.operands),
+                )
+            )
+        stacked = lambda s: _Struct((*steps, *s.shape), s.dtype)
+        self.perturbations += map(stacked, inner.perturbations)
+        self.operands += map(stacked, inner.operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What is the same for all examples: a value, and its derivative by views.
+
+    - `curved`: the leaves that it is not linear in. Of those in `coupled`, too, some
+        entry has a mixed second derivative with another, or with one of another leaf.
+    """
+
+    node: Node
+    views: tuple[View, ...] = ()
+    curved: frozenset[int] = frozenset()
+    coupled: frozenset[int] = frozenset()
+
+
+_Inputs = list[Shared | None]
+
+
+class Finder:
+    """Goes through a jaxpr and what it calls.
+
+    - `failed`: the leaves without a rule, and why.
+    - `values`: what views read.
+    """
+
+    def __init__(self) -> None:
+        self.failed: dict[int, str] = {}
+        self.values: list[Value] = []
+        self.graph = Graph()
+        self._numbers: dict[Any, int] = {}
+        self._of_nodes: dict[Node, Shared] = {}
+        self._num_loops = 0
+
+    def leaf(self, number: int, aval: Any, *, is_followed: bool) -> Shared:
+        """A leaf; one that is not followed has no sites."""
+        node = self.graph.leaf(number, aval, varies=is_followed)
+        struct = _Struct(aval.shape, aval.dtype)
+        return self._known(node, (leaf_view(number, struct),) if is_followed else ())
+
+    def constant(self, var: Any, value: Any) -> Shared:
+        return self._known(self.graph.constant(var.aval, value))
+
+    def plan(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: _Inputs, live: Sequence[bool]
+    ) -> Plan:
+        """What there is in a jaxpr, of which some outputs are differentiated."""
+        plan = Plan()
+        atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+        uses = collections.Counter(x for x in atoms if not isinstance(x, jex.Literal))
+        needed = live_variables(jaxpr, live)
+        shared = {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if x}
+        pairs = zip(jaxpr.constvars, consts, strict=True)
+        shared.update((var, self.constant(var, value)) for var, value in pairs)
+
+        def of(atom: Any) -> Shared | None:
+            if isinstance(atom, jex.Literal):
+                return Shared(self.graph.literal(atom))
+            return shared.get(atom)
+
+        for index, eqn in enumerate(jaxpr.eqns):
+            ins = [of(atom) for atom in eqn.invars]
+            own = _Equation(jaxpr, index, eqn, [v in needed for v in eqn.outvars], uses)
+            outs = self.step(plan, own, ins)
+            pairs = zip(eqn.outvars, outs, strict=True)
+            shared.update((var, x) for var, x in pairs if x is not None)
+            plan.perturbed_by = {
+                v: number for v, number in plan.perturbed_by.items() if uses[v] == 1
+            }
+        plan.outs = [of(atom) for atom in jaxpr.outvars]
+        return plan
+
+    def step(self, plan: Plan, own: "_Equation", inputs: _Inputs) -> _Inputs:
+        """Adds one equation to the plan, and returns what is shared of its outputs."""
+        eqn = own.eqn
+        name = eqn.primitive.name
+        none: _Inputs = [None for _ in eqn.outvars]
+        found = [x for x in inputs if x is not None]
+        has_views = any(x.views for x in found)
+        is_shared = len(found) == len(inputs)
+        if not is_shared and not (has_views and any(own.live)):
+            return none
+        if name in CALLS:
+            return self.call(plan, own, callee(eqn), inputs)
+        if name in REMAT:
+            closed = jex.ClosedJaxpr(eqn.params["jaxpr"], ())
+            return self.call(plan, own, closed, inputs)
+        is_lookup = name in ("gather", "dynamic_slice") and has_views and any(own.live)
+        if is_shared and not (is_lookup and find_rule(eqn, 0) is not None):
+            return self.shared(own, found)
+        unknown = unknown_parameters(eqn)
+        if unknown:
+            for view in _views(inputs):
+                self.fail(
+                    view.leaf, own, f"`{name}` with {unknown}, which no rule knows"
+                )
+        elif name == "scan":
+            self.scan(plan, own, inputs)
+        else:
+            self.meet(plan, own, inputs)
+        return none
+
+    # What is the same for all examples.
+
+    def shared(self, own: "_Equation", inputs: list[Shared]) -> _Inputs:
+        """What an equation makes of what is the same for all examples."""
+        eqn = own.eqn
+        used = [var for var in eqn.outvars if own.uses[var]]
+        nodes = self.graph.outputs(own.jaxpr, eqn, tuple(x.node for x in inputs), used)
+        linear = self._linear(eqn, inputs)
+        by_var: dict[Any, Shared] = {}
+        for var, node in zip(used, nodes, strict=True):
+            output = eqn.outvars.index(var)
+            views: tuple[View, ...] = ()
+            if node.varies:
+                views = self._views_of(own, inputs, output, node, linear)
+            counts = collections.Counter(view.leaf for view in views)
+            for leaf, num in counts.items():
+                if num > _MOST_VIEWS:
+                    self.fail(
+                        leaf, own, f"`{eqn.primitive.name}` has it in too many ways"
+                    )
+            views = tuple(view for view in views if view.leaf not in self.failed)
+            by_var[var] = self._known(node, views, *self._curved(eqn, inputs, node))
+        return [by_var.get(var) for var in eqn.outvars]
+
+    def _known(self, node: Node, *rest: Any) -> Shared:
+        self._of_nodes[node] = Shared(node, *rest)
+        return self._of_nodes[node]
+
+    def _linear(self, eqn: Any, inputs: list[Shared]) -> list[list[View]] | None:
+        """The views of each output, if the equation makes views of all that it gets."""
+        is_known = not unknown_parameters(eqn)
+        if eqn.primitive.name in ("add", "sub") and is_known:
+            sums = [
+                extend_sum(view, eqn, position)
+                for position, own in enumerate(inputs)
+                for view in own.views
+            ]
+            return [sums]
+        results: list[list[View]] = [[] for _ in eqn.outvars]
+        for position, own in enumerate(inputs):
+            for view in own.views:
+                extended = extend_view(view, eqn, position)
+                if extended is None:
+                    return None
+                for result, new in zip(results, extended, strict=True):
+                    result.append(new)
+        return results
+
+    def _views_of(
+        self,
+        own: "_Equation",
+        inputs: list[Shared],
+        output: int,
+        node: Node,
+        linear: list[list[View]] | None,
+    ) -> tuple[View, ...]:
+        """The derivative of an output of an equation, as a sum of views."""
+        bases = [self._of_nodes[base] for base in node.bases]
+        by_slopes = sum(len(x.views) for x in bases)
+        # Two ways from the same array are one, with the sum of their slopes.
+        if linear is not None and (not bases or len(linear[output]) <= by_slopes):
+            return tuple(linear[output])
+        if bases:
+            return tuple(
+                self._times(view, Slope(node, base.node))
+                for base in bases
+                for view in base.views
+            )
+        return tuple(
+            self._pushed(view, own, inputs, position, output)
+            for position, x in enumerate(inputs)
+            for view in x.views
+        )
+
+    def _times(self, view: View, slope: Slope) -> View:
+        """A view times the derivative of a function of each entry."""
+        value = self._number(slope, (slope.node, slope.base))
+        place = view.place
+        if place is not None:
+            view = dataclasses.replace(
+                view, place=None, shape=(place.size, *view.shape[1:])
+            )
+
+        def times(x: Array, slope: Array) -> Array:
+            if place is not None:
+                slope = slope[place.start : place.start + place.size]
+            return x.astype(slope.dtype) * slope
+
+        view = view.then(
+            f"times {value[0]}" + (f" at {place.start}" if place else ""),
+            times,
+            view.shape,
+            tuple(range(len(view.shape))),
+            is_isometry=False,
+            is_weighted=True,
+            values=[value],
+        )
+        return dataclasses.replace(view, place=place, shape=slope.node.shape)
+
+    def _pushed(
+        self,
+        view: View,
+        own: "_Equation",
+        inputs: list[Shared],
+        position: int,
+        output: int,
+    ) -> View:
+        """A view pushed through the derivative of an equation at the values there."""
+        eqn = own.eqn
+        var = eqn.outvars[output]
+        run = run_equation(own.jaxpr, eqn, [var])
+        values = [self._number(x.node, x.node) for x in inputs]
+        has_no_jvp = eqn.primitive.name.startswith("custom_vjp")
+
+        def push(tangent: Array, *values: Array) -> Array:
+            at = lambda x: run(*values[:position], x, *values[position + 1 :])[0]
+            x = values[position]
+            tangent = tangent.astype(x.dtype)
+            if not has_no_jvp:
+                return jax.jvp(at, (x,), (tangent,))[1]
+            out, pullback = jax.vjp(at, x)
+            pull = lambda cotangent: pullback(cotangent)[0]
+            return jax.linear_transpose(pull, out)(tangent)[0]
+
+        numbers = [number for number, _ in values]
+        key = f"{eqn.primitive.name}[{position}, {output}]{numbers}"
+        return view.then(
+            key, push, var.aval.shape, None, is_isometry=False, values=values
+        )
+
+    def _number(self, value: Value, key: Any) -> tuple[int, tuple[Loop, ...]]:
+        """The number of a value, and its loops."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self.values)
+            self.values.append(value)
+        return self._numbers[key], value.loops
+
+    def _curved(
+        self, eqn: Any, inputs: list[Shared], node: Node
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """The leaves that a node is not linear in, and those that it couples."""
+        bases = [self._of_nodes[base] for base in node.bases]
+        made_of = bases or inputs
+        curved = frozenset[int]().union(*(x.curved for x in made_of))
+        coupled = frozenset[int]().union(*(x.coupled for x in made_of))
+        if not node.varies or self._is_linear(eqn, inputs, node):
+            return curved, coupled
+        leaves = frozenset(view.leaf for x in made_of for view in x.views)
+        views = [view for x in made_of for view in x.views]
+        if bases and len(views) == 1 and not curved and _is_whole(views[0]):
+            return leaves, frozenset()
+        return curved | leaves, coupled | leaves
+
+    def _is_linear(self, eqn: Any, inputs: list[Shared], node: Node) -> bool:
+        if node.bases:
+            return node.is_linear
+        name, num = eqn.primitive.name, sum(x.node.varies for x in inputs)
+        return name in _JOINTLY_LINEAR or (name in _BILINEAR and num == 1)
+
+    # Where it meets an example.
+
+    def meet(self, plan: Plan, own: "_Equation", inputs: _Inputs) -> None:
+        """Adds an equation in which views meet something else, by their rules."""
+        eqn = own.eqn
+        name = eqn.primitive.name
+        of_views = {i: x for i, x in enumerate(inputs) if x is not None and x.views}
+        found = {i: find_rule(eqn, i) for i in of_views}
+        rules = {i: rule for i, rule in found.items() if rule is not None}
+        for i, x in of_views.items():
+            if i not in rules:
+                for view in x.views:
+                    self.fail(
+                        view.leaf,
+                        own,
+                        f"no rule for `{name}` with a parameter in this place",
+                    )
+        if len(rules) < len(found):
+            return
+        out = eqn.outvars[0]
+
+        def add(position: int, perturbation: int, operand: int | None) -> None:
+            x, kind = of_views[position], is_complex(out.aval.dtype)
+            rule = rules[position]
+            for view in x.views:
+                source = x.node if view.leaf in x.curved else None
+                plan.sites.append(
+                    Site(
+                        view.in_zeros(),
+                        rule,
+                        perturbation,
+                        operand,
+                        kind,
+                        source=source,
+                        is_coupled=view.leaf in x.coupled,
+                    )
+                )
+
+        perturbation = _perturbation_before(plan, eqn, rules)
+        if perturbation is not None:
+            # What is added to something has the cotangent of that.
+            (position,) = rules
+            add(position, perturbation, None)
+            plan.perturbed_by[out] = perturbation
+            return
+        number = len(plan.perturbations)
+        operands: list[Callable[[list], Array]] = []
+        structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+        for position, rule in rules.items():
+            operand = None
+            if rule.operand is not None:
+                operand = len(plan.operands)
+                operands.append(rule.operand)
+                plan.operands.append(jax.eval_shape(rule.operand, structs))
+            add(position, number, operand)
+        plan.perturbed_by[out] = number
+        plan.perturbations.append(_Struct(out.aval.shape, out.aval.dtype))
+        plan.steps[own.index] = Perturbed(operands)
+
+    def call(
+        self, plan: Plan, own: "_Equation", closed: Any, inputs: _Inputs
+    ) -> _Inputs:
+        inner = self.plan(closed.jaxpr, closed.consts, inputs, own.live)
+        if inner.steps:
+            plan.steps[own.index] = Called(closed.jaxpr, list(closed.consts), inner)
+            plan.include(inner)
+        return inner.outs
+
+    def scan(self, plan: Plan, own: "_Equation", inputs: _Inputs) -> None:
+        params = own.eqn.params
+        closed, length = params["jaxpr"], params["length"]
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        first_x = num_consts + num_carry
+        carried = [*_views(inputs[num_consts:first_x])]
+        for view in carried:
+            self.fail(view.leaf, own, "a parameter is carried through a `scan`")
+        if carried:
+            return
+        loop = (self._num_loops, length)
+        self._num_loops += 1
+        inner_inputs: _Inputs = []
+        for position, x in enumerate(inputs):
+            if x is None or num_consts <= position < first_x:
+                # A carry is not the same for all steps, even where it starts so.
+                inner_inputs.append(None)
+            elif position < first_x:
+                inner_inputs.append(x)
+            else:
+                node = self.graph.sliced(x.node, loop)
+                views = tuple(view.scanned(loop) for view in x.views)
+                inner_inputs.append(self._known(node, views, x.curved, x.coupled))
+        live = _live_in_scan(own.eqn, own.live)[0]
+        inner = self.plan(closed.jaxpr, closed.consts, inner_inputs, live)
+        for x, is_live in zip(inner.outs, live, strict=True):
+            for view in x.views if x is not None and is_live else ():
+                self.fail(view.leaf, own, "a `scan` returns a parameter")
+        inner.sites = [
+            dataclasses.replace(site, loops=(_site_loop(site.view, loop), *site.loops))
+            for site in inner.sites
+        ]
+        if inner.steps:
+            plan.steps[own.index] = Called(closed.jaxpr, list(closed.consts), inner)
+            plan.include(inner, (length,))
+
+    def fail(self, leaf: int, own: "_Equation", reason: str) -> None:
+        self.failed.setdefault(leaf, reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Equation:
+    """An equation of a jaxpr, and which of its outputs are differentiated.
+
+    `uses` says how often variables are used.
+    """
+
+    jaxpr: Any
+    index: int
+    eqn: Any
+    live: list[bool]
+    uses: collections.Counter
+
+
+def _views(inputs: Sequence[Shared | None]) -> "itertools.chain[View]":
+    return itertools.chain(*(x.views for x in inputs if x is not None))
+
+
+def _is_whole(view: View) -> bool:
+    """Whether each entry of a view is another entry of the leaf, times a number."""
+    return view.axes is not None and None not in view.axes and view.place is None
+
+
+def _site_loop(view: View, loop: Loop) -> SiteLoop:
+    if loop not in view.loops:
+        return SiteLoop(loop, False, loop[1])
+    window = view.windows[view.loops.index(loop)]
+    if window is None:
+        return SiteLoop(loop, True, loop[1])
+    return SiteLoop(loop, True, window[1], window[0])
+
+
+def _perturbation_before(plan: Plan, eqn: Any, rules: dict[int, Rule]) -> int | None:
+    """The perturbation of what a parameter is added to, if it has that shape."""
+    name = eqn.primitive.name
+    if name not in ("add", "sub") or len(rules) != 1 or (name == "sub" and 0 in rules):
+        return None
+    (position,) = rules
+    other = eqn.invars[1 - position]
+    if isinstance(other, jex.Literal) or other.aval.shape != eqn.outvars[0].aval.shape:
+        return None
+    return plan.perturbed_by.get(other)
+
+
+def live_variables(jaxpr: Any, outs: Sequence[bool]) -> set:
+    """What some outputs of a jaxpr have a derivative in, as far as that is known."""
+    live = {
+        var
+        for var, is_live in zip(jaxpr.outvars, outs, strict=True)
+        if is_live and not isinstance(var, jex.Literal)
+    }
+    for eqn in reversed(jaxpr.eqns):
+        of_outs = [var in live for var in eqn.outvars]
+        if not any(of_outs):
+            continue
+        pairs = zip(eqn.invars, _live_inputs(eqn, of_outs), strict=True)
+        live |= {
+            atom
+            for atom, is_live in pairs
+            if is_live and not isinstance(atom, jex.Literal)
+        }
+    return live
+
+
+def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
+    name = eqn.primitive.name
+    if is_flat(eqn):
+        return [False for _ in eqn.invars]
+    if name in CALLS or name in REMAT:
+        jaxpr = callee(eqn).jaxpr if name in CALLS else eqn.params["jaxpr"]
+        live = live_variables(jaxpr, outs)
+        return [var in live for var in jaxpr.invars]
+    if name == "scan":
+        return _live_in_scan(eqn, outs)[1]
+    return [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars]
+
+
+def _live_in_scan(eqn: Any, outs: list[bool]) -> tuple[list[bool], list[bool]]:
+    """Which outputs and inputs of the body of a scan are differentiated."""
+    params = eqn.params
+    jaxpr, first = params["jaxpr"].jaxpr, params["num_consts"]
+    num = params["num_carry"]
+    outs = [*outs]
+    while True:
+        live = live_variables(jaxpr, outs)
+        inputs = [var in live for var in jaxpr.invars]
+        # What one step hands on is what the next one begins with.
+        carried = [a or b for a, b in zip(outs[:num], inputs[first:], strict=False)]
+        if carried == outs[:num]:
+            return outs, inputs
+        outs[:num] = carried

@@ -1,0 +1,338 @@
+"""What a program computes from its parameters alone, the same for all examples.
+
+Penalties, masks, weight normalisation, parametrisations: their values do not depend on
+an example, so they are computed once, and so are their derivatives. A `Node` is such a
+value. It is run by JAX as it stands in the program, with all custom derivatives.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._base.jaxprs import (
+    callee,
+    CALLS,
+    inner_jaxprs,
+    literal,
+    run_equation,
+)
+
+
+# A `scan` around an equation: its number, which grows inwards, and its steps.
+Loop = tuple[int, int]
+
+# Each entry of what they return depends on the same entry of what they are given.
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
+    expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul
+    ne neg nextafter not or pow rem round rsqrt select_n sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor
+    """.split()  # noqa: SIM905
+)
+# These have the derivative zero wherever they have one.
+_FLAT = frozenset(("ceil", "floor", "nextafter", "round", "sign", "stop_gradient"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """A value of leaves and constants alone.
+
+    - `order`: nodes of a program are made in this order.
+    - `loops`: the loops whose steps have values of their own, outermost first. The
+        value has an axis for each, before its own axes.
+    - `run`: makes the values of an equation from those of `inputs`; `output` is which
+        of them this is.
+    - `varies`: whether a derivative of it may be more than zero.
+    - `bases`: if it is elementwise in some nodes, those; what is between is, too.
+    - `is_linear`: whether it is linear in these.
+    """
+
+    order: int
+    loops: tuple[Loop, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    varies: bool
+    inputs: tuple["Node", ...] = ()
+    run: Callable[..., list] | None = None
+    output: int = 0
+    leaf: int | None = None
+    constant: Any = None
+    bases: tuple["Node", ...] = ()
+    is_linear: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slope:
+    """The derivative of a node that is elementwise in `base`, entry by entry."""
+
+    node: Node
+    base: Node
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        return self.node.loops
+
+
+Value = Node | Slope
+
+
+class Graph:
+    """The nodes of a program."""
+
+    def __init__(self) -> None:
+        self._order = itertools.count()
+
+    def leaf(self, number: int, aval: Any, *, varies: bool) -> Node:
+        order = next(self._order)
+        return Node(order, (), aval.shape, aval.dtype, varies, leaf=number)
+
+    def constant(self, aval: Any, value: Any) -> Node:
+        value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        order = next(self._order)
+        return Node(order, (), aval.shape, aval.dtype, False, constant=value)
+
+    def literal(self, atom: Any) -> Node:
+        return self.constant(atom.aval, literal(atom))
+
+    def sliced(self, node: Node, loop: Loop) -> Node:
+        """What the body of a scan gets of a node: its entries along the first axis."""
+        return dataclasses.replace(
+            node,
+            order=next(self._order),
+            loops=(*node.loops, loop),
+            shape=node.shape[1:],
+            inputs=(node,),
+            run=lambda x: [x],
+            output=0,
+            leaf=None,
+            constant=None,
+            bases=(),
+            is_linear=True,
+        )
+
+    def outputs(
+        self, jaxpr: Any, eqn: Any, inputs: tuple[Node, ...], outs: list
+    ) -> list[Node]:
+        """What an equation of a jaxpr makes of nodes, for some of its outputs."""
+        loops = merged_loops(*(node.loops for node in inputs))
+        run = _in_loops(run_equation(jaxpr, eqn, outs), loops, inputs)
+        order = next(self._order)
+        varies = any(node.varies for node in inputs) and not is_flat(eqn)
+        bases, is_linear = _bases(jaxpr, eqn, inputs) if varies else ((), True)
+        return [
+            Node(
+                order,
+                loops,
+                var.aval.shape,
+                var.aval.dtype,
+                varies and jnp.issubdtype(var.aval.dtype, jnp.inexact),
+                inputs,
+                run,
+                output,
+                bases=bases,
+                is_linear=is_linear,
+            )
+            for output, var in enumerate(outs)
+        ]
+
+
+def merged_loops(*loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
+    """The loops of several values, outermost first."""
+    # Inner loops have larger numbers.
+    return tuple(sorted(set(itertools.chain(*loops))))
+
+
+def _in_loops(
+    run: Callable[..., list], loops: tuple[Loop, ...], inputs: tuple[Node, ...]
+) -> Callable[..., list]:
+    for loop in reversed(loops):
+        axes = [0 if loop in node.loops else None for node in inputs]
+        run = jax.vmap(run, axes)
+    return run
+
+
+def is_flat(eqn: Any) -> bool:
+    """Whether an equation has the derivative zero, or none."""
+    if eqn.primitive.name in _FLAT:
+        return True
+    return not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+
+
+def _bases(
+    jaxpr: Any, eqn: Any, inputs: tuple[Node, ...]
+) -> tuple[tuple[Node, ...], bool]:
+    """What the outputs of an equation are elementwise in, and whether linearly so."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    varying = [node for node in inputs if node.varies]
+    if any(node.shape != shape for node in varying):
+        return (), True
+    if name == "custom_jvp_call":
+        is_known = len(eqn.outvars) == 1 and _has_elementwise_rule(jaxpr, eqn)
+    else:
+        is_known = name in _ELEMENTWISE and _is_real(eqn)
+    if not is_known:
+        return (), True
+    found: dict[Node, None] = {}
+    for node in varying:
+        found.update(dict.fromkeys(node.bases or (node,)))
+    is_linear = all(node.is_linear for node in varying) and _is_linear(eqn, inputs)
+    return tuple(found), is_linear
+
+
+def _is_linear(eqn: Any, inputs: tuple[Node, ...]) -> bool:
+    """Whether an elementwise equation is linear in all that depends on leaves."""
+    name = eqn.primitive.name
+    varying = [node.varies for node in inputs]
+    if name in ("neg", "convert_element_type", "copy", "copy_p", "add", "sub"):
+        return True
+    if name == "mul":
+        return sum(varying) == 1
+    if name == "div":
+        return not varying[1]
+    return name == "select_n" and not varying[0]
+
+
+def _is_real(eqn: Any) -> bool:
+    """Whether there are no complex numbers, whose derivative may not be one of them."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    return not any(jnp.issubdtype(x.aval.dtype, jnp.complexfloating) for x in atoms)
+
+
+def _are_alike(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """Whether all that an equation takes and makes has a shape, or is a scalar."""
+    outs = [var.aval.shape for var in eqn.outvars]
+    ins = [atom.aval.shape for atom in eqn.invars]
+    return all(own == shape for own in outs) and all(own in (shape, ()) for own in ins)
+
+
+def _has_elementwise_rule(jaxpr: Any, eqn: Any) -> bool:
+    """Whether a function with a derivative of its own is elementwise, up to the second.
+
+    What counts is that derivative, and not what the function is made of.
+    """
+    shape = eqn.outvars[0].aval.shape
+    are_real = all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars)
+    if not (are_real and _are_alike(eqn, shape)):
+        return False
+    structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+    apply = run_equation(jaxpr, eqn, eqn.outvars)
+    run = lambda ins: apply(*ins)
+
+    def second(ins: list, first: list, second: list, both: list) -> list:
+        def one(ins: list, tangents: list) -> list:
+            return jax.jvp(run, (ins,), (tangents,))[1]
+
+        return jax.jvp(one, (ins, first), (second, both))[1]
+
+    closed = jax.make_jaxpr(second)(structs, structs, structs, structs)
+    return _is_elementwise(closed.jaxpr, shape)
+
+
+def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+    if any(var.aval.shape not in (shape, ()) for var in jaxpr.constvars):
+        return False
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+        if all(aval.shape == () for aval in avals) and shape:
+            continue  # Of no entry.
+        if name in ("broadcast_in_dim", "iota"):
+            # Of a scalar, which is none of the entries.
+            is_scalar = all(atom.aval.shape == () for atom in eqn.invars)
+            if not is_scalar or eqn.outvars[0].aval.shape != shape:
+                return False
+        elif name in CALLS:
+            if not _is_elementwise(callee(eqn).jaxpr, shape):
+                return False
+        elif name == "custom_jvp_call":
+            if not all(_is_elementwise(own, shape) for own in inner_jaxprs(eqn)):
+                return False
+        elif name not in _ELEMENTWISE or not (_is_real(eqn) and _are_alike(eqn, shape)):
+            return False
+    return True
+
+
+def evaluate(values: Iterable[Value], leaves: list) -> list[Array]:
+    """What values are at these leaves."""
+    values = list(values)
+    wanted = [own for value in values for own in _nodes_of(value)]
+    known = _evaluated(wanted, leaves, {})
+    return [
+        known[value] if isinstance(value, Node) else _slope(value, known)
+        for value in values
+    ]
+
+
+def _nodes_of(value: Value) -> Iterable[Node]:
+    """The nodes whose values are needed for a value."""
+    if isinstance(value, Node):
+        return (value,)
+    return (value.base, *_constants(value))
+
+
+def _between(slope: Slope) -> list[Node]:
+    """The nodes on the way from the base to the node, in order."""
+    found: dict[Node, None] = {}
+    stack = [slope.node]
+    while stack:
+        node = stack.pop()
+        if node is slope.base or node in found or slope.base not in node.bases:
+            continue
+        found[node] = None
+        stack += node.inputs
+    return sorted(found, key=lambda node: node.order)
+
+
+def _constants(slope: Slope) -> list[Node]:
+    """What else these need."""
+    between = {*_between(slope), slope.base}
+    inputs = itertools.chain(*(node.inputs for node in between - {slope.base}))
+    return [node for node in inputs if node not in between]
+
+
+def _slope(slope: Slope, known: dict[Node, Array]) -> Array:
+    def along(x: Array) -> Array:
+        own = {**known, slope.base: x}
+        for node in _between(slope):
+            assert node.run is not None
+            own[node] = node.run(*(own[each] for each in node.inputs))[node.output]
+        return own[slope.node]
+
+    base = known[slope.base]
+    return jax.jvp(along, (base,), (jnp.ones_like(base),))[1]
+
+
+def _evaluated(
+    wanted: Iterable[Node], leaves: list, known: dict[Node, Array]
+) -> dict[Node, Array]:
+    needed: dict[Node, None] = {}
+    stack = [*wanted]
+    while stack:
+        node = stack.pop()
+        if node not in needed and node not in known:
+            needed[node] = None
+            stack += node.inputs
+    made: dict[int, list] = {}
+    for node in sorted(needed, key=lambda node: node.order):
+        if node.leaf is not None:
+            known[node] = leaves[node.leaf]
+        elif node.run is None:
+            known[node] = node.constant
+        else:
+            if node.order not in made:
+                made[node.order] = node.run(*(known[each] for each in node.inputs))
+            known[node] = made[node.order][node.output]
+    return known
+
+
+def value_of(node: Node) -> Callable[[list], Array]:
+    """A node as a function of the leaves, to be differentiated."""
+    return lambda leaves: _evaluated([node], leaves, {})[node]
