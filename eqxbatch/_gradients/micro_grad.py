@@ -257,6 +257,8 @@ def filter_micro_value_and_grad(
     fun: Callable[..., Any] | None = None,
     *,
     has_aux: bool = False,
+    where: Callable[[Any], Any] | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
     in_axes: PyTree = eqx.if_array(0),
     batched: bool = False,
     microbatch_size: int | MemoryBudget | None = None,
@@ -284,6 +286,10 @@ def filter_micro_value_and_grad(
         to all arrays of an inexact dtype in its first argument, which is the same for
         all examples.
     - `has_aux`: whether `fun` returns a pair `(value, aux)`.
+    - `where`: takes the first argument and returns the part of it, or parts, that it is
+        differentiated in: the last layer, say. The default is all of it. Norms, and
+        all else about gradients, are of that part.
+    - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
     - `in_axes`: which axes of the arguments after the first are the batch: a tuple
         with a prefix for each, or one prefix for all, made of ints, `None` (not
         batched) and callables from a leaf to those; or a dict from argument names to
@@ -381,7 +387,7 @@ def filter_micro_value_and_grad(
         large-batch training", [arXiv:1812.06162](https://arxiv.org/abs/1812.06162).
     """
     gradient = _micro_grad(
-        objective=Objective(in_axes=in_axes, has_aux=has_aux),
+        objective=Objective(where, filter_spec, in_axes, has_aux),
         accumulators=(accumulator, value_accumulator, aux_accumulator),
         clip_norm=clip_norm,
         nan_safe=nan_safe,
@@ -402,6 +408,8 @@ def filter_micro_grad(
     fun: Callable[..., Any] | None = None,
     *,
     has_aux: bool = False,
+    where: Callable[[Any], Any] | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
     in_axes: PyTree = eqx.if_array(0),
     batched: bool = False,
     microbatch_size: int | MemoryBudget | None = None,
@@ -443,7 +451,7 @@ def filter_micro_grad(
         ```
     """
     gradient = _micro_grad(
-        objective=Objective(in_axes=in_axes, has_aux=has_aux),
+        objective=Objective(where, filter_spec, in_axes, has_aux),
         accumulators=(accumulator, value_accumulator, aux_accumulator),
         clip_norm=clip_norm,
         nan_safe=nan_safe,
