@@ -183,21 +183,15 @@ def on_all_devices(
     spread = lambda x: tuple(name for name in order if name in varying(jax.typeof(x)))
     num = lambda names: math.prod(mesh.shape[name] for name in names)
     names = [spread(x) for x in args]
-    specs = [PartitionSpec(own or None) for own in names]
+    specs_of = lambda xs: [PartitionSpec(spread(x) or None) for x in xs]
+    specs = specs_of(args)
     structs = [
         jax.ShapeDtypeStruct(
             (num(own), *x.shape), x.dtype, sharding=NamedSharding(mesh, spec)
         )
         for x, own, spec in zip(args, names, specs, strict=True)
     ]
-    found: list[PartitionSpec] = []
-
-    def trace(*args: Array) -> list:
-        outs = program(*args)
-        found[:] = [PartitionSpec(spread(x) or None) for x in outs]
-        return outs
-
-    jax.eval_shape(trace, *args)
+    out_specs = eqx.filter_eval_shape(lambda *xs: specs_of(program(*xs)), *args)
 
     def run(*stacked: Array) -> list:
         return [x[None] for x in program(*(x[0] for x in stacked))]
@@ -206,7 +200,7 @@ def on_all_devices(
         run,
         mesh=mesh,
         in_specs=tuple(specs),
-        out_specs=list(found),
+        out_specs=out_specs,
         axis_names=set(order),
     )
     return mapped, structs

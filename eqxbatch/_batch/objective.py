@@ -342,17 +342,18 @@ class Examples:
 
     def total(
         self,
-        fun: Callable[[list, Real[Array, " n"] | None], tuple[list, PyTree]],
+        sums: Callable[[list, Real[Array, " n"] | None], list],
+        each: Callable[[list], PyTree],
         closed: Any,
     ) -> tuple[list, PyTree]:
-        """Accumulates what `fun` makes of the rows of a microbatch and their weights.
+        """Accumulates what is made of the rows of microbatches.
 
-        It returns the (weighted) sums over the microbatch, and what there is for each
-        example, along axis 0. The results are in float32 at least. The jaxpr `closed`
-        is that of one example.
+        `sums(rows, weights)` are the (weighted) sums over a microbatch, and
+        `each(rows)` what there is for each example, along axis 0. The results are in
+        float32 at least. The jaxpr `closed` is that of one example.
         """
         if self.blocks is None:
-            return fun([], None)
+            return sums([], None), each([])
         arrays, axes = self.batch.arrays, self.batch.axes
         num, weights = len(arrays), self.accumulator.weights
         if weights is not None:
@@ -364,24 +365,20 @@ class Examples:
         is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
 
         def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
-            each: list[PyTree] = []
+            batch, weights_of_rows = rows[:num], None if weights is None else rows[num]
 
-            def sums(weights: Array | None, share: float) -> list:
+            def shares(weights: Array | None, share: float) -> list:
                 if share != 1:
                     ones = jnp.ones(size) if weights is None else weights
                     weights = ones * share
-                found, extra = fun(rows[:num], weights)
-                each.append(extra)
-                return found
+                return sums(batch, weights)
 
-            own = None if weights is None else rows[-1]
-            found = weighted_totals(sums, size, own, is_narrow)
-            return (found, each[0]), None
+            totals = weighted_totals(shares, size, weights_of_rows, is_narrow)
+            return (totals, each(batch)), None
 
         def slots(output: tuple, _: Any) -> Slots:
-            has_each = bool(array_structs(output[1]))
-            each = Concat() if has_each else None
-            return match_accumulators((OfTotals(self.accumulator), each), output)
+            of_each = Concat() if array_structs(output[1]) else None
+            return match_accumulators((OfTotals(self.accumulator), of_each), output)
 
         return self.blocking.run(arrays, axes, self.blocks, run, slots)
 
