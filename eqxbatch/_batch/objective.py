@@ -269,6 +269,22 @@ def weighted_totals(
     return [x * scale.astype(x.dtype) for x in total]
 
 
+class MicrobatchResult(eqx.Module):
+    """What there is of a microbatch, by its names.
+
+    - `whole`: of the microbatch as a whole.
+    - `total`: sums over its examples.
+    - `each`: one result for each example, along axis 0.
+    """
+
+    whole: dict[str, PyTree] = eqx.field(default_factory=dict)
+    total: dict[str, PyTree] = eqx.field(default_factory=dict)
+    each: dict[str, PyTree] = eqx.field(default_factory=dict)
+
+    def merged(self) -> dict[str, PyTree]:
+        return {**self.whole, **self.total, **self.each}
+
+
 class Example:
     """A loss of one example, traced."""
 
@@ -316,19 +332,19 @@ class Example:
         num: int,
         weights: Array | None,
         is_mean: bool,
-    ) -> dict[str, dict[str, PyTree]]:
-        """The gradient of a block of `num` examples: its total, or its mean.
+    ) -> MicrobatchResult:
+        """The gradient of a microbatch of `num` examples: its total, or its mean.
 
         `sums(weights, share)` are the weighted sums over the examples, times a number.
         """
         if is_mean and not self.is_narrow:
             mean = [widened(x) for x in sums(None, 1 / num)]
-            return {"whole": {"gradient": self.gradient(mean)}}
+            return MicrobatchResult(whole={"gradient": self.gradient(mean)})
         total = weighted_totals(sums, num, weights, self.is_narrow)
         if is_mean:
             mean = [x / num for x in total]
-            return {"whole": {"gradient": self.gradient(mean)}}
-        return {"total": {"gradient": self.gradient(total)}}
+            return MicrobatchResult(whole={"gradient": self.gradient(mean)})
+        return MicrobatchResult(total={"gradient": self.gradient(total)})
 
 
 @dataclasses.dataclass(frozen=True)
