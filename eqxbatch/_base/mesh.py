@@ -77,12 +77,12 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
     devices, needed = 1, 1
     for x, axis in zip(arrays, axes, strict=True):
         struct = jax.typeof(x)
-        own = mesh_axes(struct)
-        sizes = [size for size, kind in own.values() if kind != AxisType.Manual]
+        named = mesh_axes(struct)
+        sizes = [size for size, kind in named.values() if kind != AxisType.Manual]
         devices = math.lcm(devices, math.prod(sizes))
-        if AxisType.Explicit in [kind for _, kind in own.values()]:
+        if AxisType.Explicit in [kind for _, kind in named.values()]:
             spec = [*struct.sharding.spec, *[None] * struct.ndim][axis]
-            shards = [own[name][0] for name in names_of(spec)]
+            shards = [named[name][0] for name in names_of(spec)]
             needed = math.lcm(needed, math.prod(shards))
     return devices if total % devices == 0 else needed
 
@@ -187,9 +187,9 @@ def on_all_devices(
     specs = specs_of(args)
     structs = [
         jax.ShapeDtypeStruct(
-            (num(own), *x.shape), x.dtype, sharding=NamedSharding(mesh, spec)
+            (num(spread_over), *x.shape), x.dtype, sharding=NamedSharding(mesh, spec)
         )
-        for x, own, spec in zip(args, names, specs, strict=True)
+        for x, spread_over, spec in zip(args, names, specs, strict=True)
     ]
     out_specs = eqx.filter_eval_shape(lambda *xs: specs_of(program(*xs)), *args)
 
@@ -295,10 +295,10 @@ def structs_on_devices(arrays: list) -> list[jax.ShapeDtypeStruct]:
     """
 
     def struct(x: Any) -> jax.ShapeDtypeStruct:
-        own = explicit_mesh(x)
-        if own is None:
+        mesh = explicit_mesh(x)
+        if mesh is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        sharding = NamedSharding(on_devices(own), jax.typeof(x).sharding.spec)
+        sharding = NamedSharding(on_devices(mesh), jax.typeof(x).sharding.spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return [*map(struct, arrays)]
@@ -318,8 +318,8 @@ def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
     leaves, treedef = jtu.tree_flatten(dynamic)
 
     def arrays_to_arrays(*leaves: Array) -> list:
-        own = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
-        return jtu.tree_leaves(eqx.filter(fun(*own), eqx.is_array))
+        arguments = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
+        return jtu.tree_leaves(eqx.filter(fun(*arguments), eqx.is_array))
 
     whole = NamedSharding(mesh, PartitionSpec())
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)

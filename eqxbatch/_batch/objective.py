@@ -314,7 +314,7 @@ class Example:
         return self.program.leaves
 
     def vmap(self, one: Callable, rows: list) -> Any:
-        """`one(*rows)` for all examples of a block; it may return more than arrays."""
+        """`one(*rows)` for each of some examples; it may return more than arrays."""
         return eqx.filter_vmap(one, in_axes=tuple(self.program.axes))(*rows)
 
     def outputs(self, arrays: list) -> dict[str, PyTree]:

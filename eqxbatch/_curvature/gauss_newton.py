@@ -120,10 +120,10 @@ class _Factors:
     ) -> Iterator[list[Term]]:
         terms: list[Term] = [(widened(self._curve), (EXAMPLE, _FIRST, _SECOND))]
         sides = zip((site, other), labels, (_FIRST, _SECOND), strict=True)
-        for own, names, output in sides:
-            d = jax.vmap(jax.vmap(own.arrange))(self._cotangents[own.perturbation])
-            named = (names[name] for name in own.d_axes)
+        for use, names, output in sides:
+            d = jax.vmap(jax.vmap(use.arrange))(self._cotangents[use.perturbation])
+            named = (names[name] for name in use.d_axes)
             terms.append((widened(d), (EXAMPLE, output, *named)))
-            if own.operand is not None:
-                terms.append(operand_term(own, self._operands[own.operand], names))
+            if use.operand is not None:
+                terms.append(operand_term(use, self._operands[use.operand], names))
         yield terms

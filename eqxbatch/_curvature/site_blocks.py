@@ -128,12 +128,12 @@ class Blocks:
         labels = [labels_of(site, 0), labels_of(other, 1)]
         if not self.wanted.is_diagonal:
             labels = [
-                {name: _of_side(label, side) for name, label in own.items()}
-                for side, own in enumerate(labels)
+                {name: _of_side(label, side) for name, label in names.items()}
+                for side, names in enumerate(labels)
             ]
         for arrays in terms(site, other, labels):
             arrays = [_without_repeats(term) for term in _alike(arrays)]
-            present = {label for _, own in arrays for label in own}
+            present = {label for _, axes in arrays for label in axes}
             # An axis of size 1 may be in none of them, and is put back by a reshape.
             yield arrays, tuple(sorted(filter(_is_of_leaf, present), key=_key))
 
@@ -144,8 +144,8 @@ class Blocks:
         if self.wanted.is_diagonal:
             return block.reshape(structs[0].shape)
         views = [
-            struct if is_lettered(own) else jax.eval_shape(own.view.apply, struct)
-            for own, struct in zip((site, other), structs, strict=True)
+            struct if is_lettered(use) else jax.eval_shape(use.view.apply, struct)
+            for use, struct in zip((site, other), structs, strict=True)
         ]
         if not is_lettered(site):
             block = block.reshape(*views[0].shape, math.prod(views[1].shape))
