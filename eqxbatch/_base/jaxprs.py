@@ -29,21 +29,20 @@ def literal(atom: Any) -> Array:
     return jnp.asarray(atom.val, atom.aval.dtype)
 
 
+class _Static(eqx.Module):
+    """What is no array, and not traced."""
+
+    value: Any = eqx.field(static=True)
+
+
 def at_example(fun: Callable[[list], _T], arrays: list, axes: Sequence[int]) -> _T:
     """What `fun(rows)` returns for one example of a batch: nothing that is traced."""
-    found: list[_T] = []
-
-    def run(*rows: Array) -> list:
-        # Within `jax.vmap`, an example is of the type that it will have there, also on
-        # a mesh.
-        found.append(fun([*rows]))
-        return []
-
-    if arrays:
-        jax.eval_shape(jax.vmap(run, [*axes]), *arrays)
-    else:
-        run()
-    return found[-1]
+    if not arrays:
+        return fun([])
+    # Within `jax.vmap`, an example is of the type that it will have there, also on a
+    # mesh.
+    run = jax.vmap(lambda *rows: _Static(fun([*rows])), [*axes])
+    return jax.eval_shape(run, *arrays).value
 
 
 def axis_names(jaxpr: Any) -> set:

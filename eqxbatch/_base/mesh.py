@@ -77,12 +77,12 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
     devices, needed = 1, 1
     for x, axis in zip(arrays, axes, strict=True):
         struct = jax.typeof(x)
-        own = mesh_axes(struct)
-        sizes = [size for size, kind in own.values() if kind != AxisType.Manual]
+        named = mesh_axes(struct)
+        sizes = [size for size, kind in named.values() if kind != AxisType.Manual]
         devices = math.lcm(devices, math.prod(sizes))
-        if AxisType.Explicit in [kind for _, kind in own.values()]:
+        if AxisType.Explicit in [kind for _, kind in named.values()]:
             spec = [*struct.sharding.spec, *[None] * struct.ndim][axis]
-            shards = [own[name][0] for name in names_of(spec)]
+            shards = [named[name][0] for name in names_of(spec)]
             needed = math.lcm(needed, math.prod(shards))
     return devices if total % devices == 0 else needed
 
@@ -183,21 +183,15 @@ def on_all_devices(
     spread = lambda x: tuple(name for name in order if name in varying(jax.typeof(x)))
     num = lambda names: math.prod(mesh.shape[name] for name in names)
     names = [spread(x) for x in args]
-    specs = [PartitionSpec(own or None) for own in names]
+    specs_of = lambda xs: [PartitionSpec(spread(x) or None) for x in xs]
+    specs = specs_of(args)
     structs = [
         jax.ShapeDtypeStruct(
-            (num(own), *x.shape), x.dtype, sharding=NamedSharding(mesh, spec)
+            (num(spread_over), *x.shape), x.dtype, sharding=NamedSharding(mesh, spec)
         )
-        for x, own, spec in zip(args, names, specs, strict=True)
+        for x, spread_over, spec in zip(args, names, specs, strict=True)
     ]
-    found: list[PartitionSpec] = []
-
-    def trace(*args: Array) -> list:
-        outs = program(*args)
-        found[:] = [PartitionSpec(spread(x) or None) for x in outs]
-        return outs
-
-    jax.eval_shape(trace, *args)
+    out_specs = eqx.filter_eval_shape(lambda *xs: specs_of(program(*xs)), *args)
 
     def run(*stacked: Array) -> list:
         return [x[None] for x in program(*(x[0] for x in stacked))]
@@ -206,7 +200,7 @@ def on_all_devices(
         run,
         mesh=mesh,
         in_specs=tuple(specs),
-        out_specs=list(found),
+        out_specs=out_specs,
         axis_names=set(order),
     )
     return mapped, structs
@@ -301,10 +295,10 @@ def structs_on_devices(arrays: list) -> list[jax.ShapeDtypeStruct]:
     """
 
     def struct(x: Any) -> jax.ShapeDtypeStruct:
-        own = explicit_mesh(x)
-        if own is None:
+        mesh = explicit_mesh(x)
+        if mesh is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        sharding = NamedSharding(on_devices(own), jax.typeof(x).sharding.spec)
+        sharding = NamedSharding(on_devices(mesh), jax.typeof(x).sharding.spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return [*map(struct, arrays)]
@@ -324,8 +318,8 @@ def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
     leaves, treedef = jtu.tree_flatten(dynamic)
 
     def arrays_to_arrays(*leaves: Array) -> list:
-        own = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
-        return jtu.tree_leaves(eqx.filter(fun(*own), eqx.is_array))
+        arguments = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
+        return jtu.tree_leaves(eqx.filter(fun(*arguments), eqx.is_array))
 
     whole = NamedSharding(mesh, PartitionSpec())
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)

@@ -1,4 +1,4 @@
-"""Accumulators: how the results of the blocks become one result."""
+"""Accumulators: how the results of the microbatches become one result."""
 
 import abc
 import functools
@@ -26,7 +26,7 @@ _Struct = jax.ShapeDtypeStruct
 
 
 class AbstractAccumulator(eqx.Module, Generic[_State]):
-    """How the results of the blocks become one result; subclass it for your own.
+    """How the results of the microbatches become one result; subclass it for your own.
 
     An accumulator is the program
 
@@ -37,9 +37,9 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
     result = accumulator.finalize(state)
     ```
 
-    In [`eqxbatch.filter_micro_vmap`][] the `value` of a block is what `aggregate` makes
-    of the results of its examples. In [`eqxbatch.filter_microbatch`][] it is what the
-    function itself returned for the block, and `aggregate` is not called.
+    In [`eqxbatch.filter_micro_vmap`][] the `value` of a microbatch is what `aggregate`
+    makes of the results of its examples. In [`eqxbatch.filter_microbatch`][] it is what
+    the function itself returned for the microbatch, and `aggregate` is not called.
 
     An accumulator is given to each array of the output that it stands for, one at a
     time. With the class attribute `leafwise = False` it is given the whole sub-PyTree
@@ -73,38 +73,38 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
 
     @abc.abstractmethod
     def init(self, value: PyTree[_Struct], blocks: Blocks) -> _State:
-        """The state before the first block.
+        """The state before the first microbatch.
 
         **Arguments:**
 
-        - `value`: the shape and dtype of the value of one full block.
+        - `value`: the shape and dtype of the value of one full microbatch.
         - `blocks`: how the examples are cut: `total`, `size`, `num_full`, `remainder`
             and `num`, all Python ints.
         """
 
     @abc.abstractmethod
     def update(self, state: _State, value: PyTree[Array], block: Block) -> _State:
-        """The state after one more block.
+        """The state after one more microbatch.
 
         **Arguments:**
 
         - `state`: what `init` or the last `update` returned. Structure, shapes and
             dtypes must not change.
-        - `value`: the value of the block.
-        - `block`: which block it is; `block.size` examples from `block.start` on.
+        - `value`: the value of the microbatch.
+        - `block`: which microbatch it is; `block.size` examples from `block.start` on.
         """
 
     @abc.abstractmethod
     def finalize(self, state: _State) -> PyTree[Array]:
-        """The result, from the state after the last block."""
+        """The result, from the state after the last microbatch."""
 
     @abc.abstractmethod
     def aggregate(self, values: PyTree[Array], block: Block) -> PyTree[Array]:
-        """The value of one block, from its examples' results along axis 0."""
+        """The value of one microbatch, from its examples' results along axis 0."""
 
 
 class Concat(AbstractAccumulator[Array]):
-    """Puts the results of the blocks one after another: what `vmap` returns.
+    """Puts the results of the microbatches one after another: what `vmap` returns.
 
     This is the default. Blocks are written into the result in place; where
     `num_real_microbatches` stops early, the rows that were not reached are zero.
@@ -136,7 +136,8 @@ class Concat(AbstractAccumulator[Array]):
         axis = self.axis_of(value)
         parts = self.parts_of(value, block)
         if block.is_remainder:
-            # As many rows as it has examples are of none, if blocks have as many, too.
+            # Rows of no example, too, can be as many as it has examples: if the full
+            # microbatches have as many.
             total = block.start + block.size
             if state.shape[axis] * block.size != value.shape[axis] * total:
                 parts = 1
@@ -159,15 +160,15 @@ class Concat(AbstractAccumulator[Array]):
         return jnp.moveaxis(values, 0, self.axis)
 
     def extent(self, value: Any, blocks: Blocks) -> int:
-        """The number of rows of the result, from the value of a full block."""
+        """The number of rows of the result, from the value of a full microbatch."""
         rows = value.shape[self.axis_of(value)]
-        # A result with as many rows as examples (or a multiple) scales with the block;
-        # any other number of rows is the same for every block.
+        # A result with as many rows as examples (or a multiple) scales with the size;
+        # any other number of rows is the same for every microbatch.
         per_example, per_block = divmod(rows, blocks.size)
         return rows * blocks.num if per_block else per_example * blocks.total
 
     def parts_of(self, value: Any, block: Block) -> int:
-        """The parts that the rows of a block are from; 1 if they are of no example."""
+        """The parts that the rows of a value are from; 1 if they are of no example."""
         rows = value.shape[self.axis_of(value)]
         return 1 if rows % block.size else block.parts
 

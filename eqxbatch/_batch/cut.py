@@ -1,7 +1,7 @@
-"""Which axis of which argument is the batch, and how a batch is cut into blocks.
+"""Which axis of which argument is the batch, and how a batch is cut into microbatches.
 
-Axes are told in the words of `eqx.filter_vmap`. Blocks are contiguous rows; the last
-one may be shorter.
+Axes are told in the words of `eqx.filter_vmap`. Microbatches are contiguous rows; the
+last one may be shorter.
 """
 
 import inspect
@@ -206,15 +206,15 @@ def spec_of_rows(shape: tuple[int, ...], batch: Batch) -> PartitionSpec:
 
 
 class Blocks(eqx.Module):
-    """The cut of `total` examples into contiguous blocks of `size`.
+    """The cut of `total` examples into contiguous microbatches of `size`.
 
-    Block `i` holds the examples `[i * size, (i + 1) * size)`; where `size` does not
-    divide `total`, one shorter block of `remainder` examples comes last.
+    Microbatch `i` holds the examples `[i * size, (i + 1) * size)`; where `size` does
+    not divide `total`, a shorter one of `remainder` examples comes last.
 
     Examples that are spread over a mesh lie in `parts` equal parts, one after the
-    other. A block then has the same share of each of them, so that all devices work on
-    every block and no example leaves its device: of each part, block `i` holds the
-    examples `[i * size / parts, (i + 1) * size / parts)`.
+    other. A microbatch then has the same share of each of them, so that all devices
+    work on every microbatch and no example leaves its device: of each part, microbatch
+    `i` holds the examples `[i * size / parts, (i + 1) * size / parts)`.
     """
 
     total: int = eqx.field(static=True)
@@ -235,12 +235,12 @@ class Blocks(eqx.Module):
 
 
 class Block(eqx.Module):
-    """One block of a [`eqxbatch.AbstractAccumulator`][]'s run.
+    """One microbatch, as an [`eqxbatch.AbstractAccumulator`][] is told of it.
 
-    - `index`: the number of the block, counted from 0.
+    - `index`: the number of the microbatch, counted from 0.
     - `start`: how many examples come before it.
     - `size`: how many examples it holds; known at trace time.
-    - `is_remainder`: whether it is the shorter block at the end.
+    - `is_remainder`: whether it is the shorter one at the end.
     - `parts`: as in [`eqxbatch.Blocks`][].
     """
 
@@ -251,7 +251,7 @@ class Block(eqx.Module):
     parts: int = eqx.field(static=True)
 
     def take(self, array: Shaped[Array, "..."], axis: int = 0) -> Shaped[Array, "..."]:
-        """The rows of this block, of an array over all examples."""
+        """The rows of this microbatch, of an array over all examples."""
         if array.shape[axis] == self.size:
             return array
         if array.shape[axis] < self.size:  # There are no examples at all.
@@ -312,13 +312,13 @@ def _reshape(
 
 
 def full_block(blocks: Blocks, index: int | Int[Array, ""]) -> Block:
-    """The full block number `index`."""
+    """The full microbatch number `index`."""
     start, size = index * blocks.size, blocks.size
     return Block(index, start, size, is_remainder=False, parts=blocks.parts)
 
 
 def remainder_block(blocks: Blocks) -> Block:
-    """The shorter block that comes after the full ones."""
+    """The shorter microbatch that comes after the full ones."""
     index, size = blocks.num_full, blocks.remainder
     start = index * blocks.size
     return Block(index, start, size, is_remainder=True, parts=blocks.parts)

@@ -1,4 +1,4 @@
-"""The loop: one compiled body for all full blocks, then the remainder."""
+"""The loop: one compiled body for all full microbatches, then the remainder."""
 
 import functools
 from collections.abc import Callable
@@ -60,18 +60,18 @@ def run_blocks(
     limit: Any,
     checkpoint: bool,
 ) -> PyTree:
-    """Runs `fun` over the blocks of a batch and accumulates what it returns.
+    """Runs `fun` over the microbatches of a batch and accumulates what it returns.
 
     **Arguments:**
 
-    - `fun`: takes the rows of one block, as a list parallel to `arrays`, and their
-        number, and returns `(output, static)`. It is traced once for the full blocks
-        and once for the remainder; nothing else of it ever runs.
+    - `fun`: takes the rows of one microbatch, as a list parallel to `arrays`, and their
+        number, and returns `(output, static)`. It is traced once for the full
+        microbatches and once for the remainder; nothing else of it ever runs.
     - `arrays`, `axes`: the batched arrays and the axis along which each is cut.
     - `blocks`: how they are cut.
-    - `make_slots`: takes the shapes of the output of a full block, and `static`.
-    - `limit`: how many blocks to run: `None`, an int, or an integer scalar array.
-    - `checkpoint`: whether blocks are rematerialised in reverse mode.
+    - `make_slots`: takes the shapes of the output of a full microbatch, and `static`.
+    - `limit`: how many microbatches to run: `None`, an int, or an integer scalar array.
+    - `checkpoint`: whether microbatches are rematerialised in reverse mode.
 
     **Returns:**
 
@@ -178,10 +178,10 @@ def _loop(operands: _Operands, *, program: _Program) -> list[PyTree]:
 def _loop_jvp(primals: tuple, tangents: tuple, *, program: _Program) -> tuple:
     """The derivative, of a loop that is as good to transpose as to run.
 
-    Reading a block with a dynamic slice and writing it with a dynamic update slice
+    Reading a microbatch with a dynamic slice and writing it with a dynamic update slice
     needs no copy of the batch. But in reverse mode, each such slice becomes a sum over
-    an array as large as the batch. `lax.scan` over the blocks themselves transposes in
-    place, so that is what the arrays that are differentiated go through.
+    an array as large as the batch. `lax.scan` over the microbatches themselves
+    transposes in place, so that is what the arrays that are differentiated go through.
     """
     (operands,), (tangents,) = primals, tangents
     perturbed = jtu.tree_map(lambda _, t: t is not None, operands, tangents)
@@ -277,11 +277,11 @@ class _Run:
         return getattr(self.program.full.outvars[index].aval, "weak_type", False)
 
     def initial_state(self, slot: Slot, value: PyTree) -> Any:
-        """The state before the first block, with the type that it has after it.
+        """The state before the first microbatch, with the type that it has after it.
 
-        The result of a block is spread over a mesh, or differs between the devices of
-        a `jax.shard_map`. The state must do so from the start, although it is zero, or
-        the like, on all of them.
+        The result of a microbatch is spread over a mesh, or differs between the devices
+        of a `jax.shard_map`. The state must do so from the start, although it is zero,
+        or the like, on all of them.
         """
         with slot.named():
             state = slot.accumulator.init(value, self.blocks)
@@ -300,14 +300,14 @@ class _Run:
         return jtu.tree_map(with_type_of, after, state)
 
     def is_collected(self, slot: Slot) -> bool:
-        """Whether blocks are outputs of the scan, rather than written into its carry.
+        """Whether values are outputs of the scan, rather than written into its carry.
 
         See `_loop_jvp`: of these two, it is what transposes in place.
         """
         return self.is_derivative and isinstance(slot.accumulator, Concat)
 
     def full_blocks(self, states: list) -> tuple[list, list[list], Any]:
-        """The states after the full blocks, values of collected slots, and a count."""
+        """The states after the full ones, values of collected slots, and a count."""
         if self.num_steps == 0:
             return states, [], 0
         if not self.is_loop:
@@ -340,7 +340,7 @@ class _Run:
         return states, [merged], num_ran
 
     def cut(self, x: Array, axis: int) -> Array:
-        """The full blocks of an array, along a new axis 0."""
+        """The full microbatches of an array, along a new axis 0."""
         num, parts = self.num_steps, self.blocks.parts
         is_split = are_split(x, axis, parts)
         if is_split:
@@ -353,7 +353,7 @@ class _Run:
         return merge_parts(x, axis) if is_split else x
 
     def values(self, block: Block, rows: list, condition: Array | None) -> list[PyTree]:
-        """The values of a block, or zeros if it is not to run.
+        """The values of a microbatch, or zeros if it is not to run.
 
         Its `rows` are given, or None and cut out here.
         """
@@ -389,14 +389,14 @@ class _Run:
             return lax.cond(condition, compute, skip, rows)
 
     def updated(self, states: list, values: list, block: Block) -> list:
-        """The states after a block."""
+        """The states after a microbatch."""
         new_states = []
         for slot, state, value in zip(self.slots, states, values, strict=True):
             if self.is_collected(slot):
                 new_states.append(None)
                 continue
             new = slot.accumulator.update(state, value, block)
-            # The values of a block past the limit are zero. Where they are written
+            # The values of a microbatch past the limit are zero. Where they are written
             # down, that is what should be there, and a choice would cost a copy.
             if self.is_limit_traced and not isinstance(slot.accumulator, Concat):
                 choose = functools.partial(lax.select, block.index < self.limit)
@@ -405,7 +405,7 @@ class _Run:
         return new_states
 
     def merged(self, slot: Slot, stacked: Array) -> Array:
-        """The rows of all full blocks, which are along a new axis 0: undoes `cut`."""
+        """The rows of all full ones, which are along a new axis 0: undoes `cut`."""
         value = jax.eval_shape(lambda x: x[0], stacked)
         axis, parts = self.rows_of(slot, value)
         if are_split(stacked, axis + 1, parts):
@@ -430,7 +430,7 @@ class _Run:
         return merge_parts(jnp.concatenate(pieces, axis + 1), axis)
 
     def rows_of(self, slot: Slot, value: Any) -> tuple[int, int]:
-        """The axis of the rows in the value of a full block, and their parts."""
+        """The axis of the rows in the value of a full microbatch, and their parts."""
         concat = slot.accumulator
         assert isinstance(concat, Concat)
         return concat.axis_of(value), concat.parts_of(value, full_block(self.blocks, 0))
@@ -438,7 +438,7 @@ class _Run:
 
 def _as_strong(x: Any) -> Array:
     # A constant output is a literal of the jaxpr, and not yet an array. The carry of a
-    # loop has no weak types, so that the first block must not either.
+    # loop has no weak types, so that the first microbatch must not either.
     x = jnp.asarray(x)
     return lax.convert_element_type(x, x.dtype) if x.weak_type else x
 

@@ -1,4 +1,4 @@
-"""Sums and moments over examples: exact for ragged blocks and after an early stop."""
+"""Sums and moments over examples: exact for a remainder and after an early stop."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -95,10 +95,10 @@ class Sum(AbstractAccumulator[_Total]):
 class Mean(AbstractAccumulator[_Total]):
     """The mean over all examples: `jnp.mean(..., axis=0)` of what `vmap` returns.
 
-    Exact whether or not the microbatch size divides the batch: blocks count by their
-    number of examples (or their weight). After an early stop it is the mean over the
-    examples that ran. In [`eqxbatch.filter_microbatch`][] each result is taken to be
-    the mean over its microbatch.
+    Exact whether or not the microbatch size divides the batch: microbatches count by
+    their number of examples (or their weight). After an early stop it is the mean over
+    the examples that ran. In [`eqxbatch.filter_microbatch`][] each result is taken to
+    be the mean over its microbatch.
 
     **Arguments:**
 
@@ -168,7 +168,7 @@ class VarianceState(eqx.Module):
 
 
 class RunningMean(AbstractAccumulator[VarianceState]):
-    """The mean over all examples, kept as a mean after every block.
+    """The mean over all examples, kept as a mean after every microbatch.
 
     As [`eqxbatch.Mean`][] without weights, for results whose sum would overflow: no
     number larger than the results themselves is ever formed.
@@ -310,7 +310,7 @@ class Variance(AbstractAccumulator[VarianceState]):
 
 
 class OfTotals(AbstractAccumulator[Any]):
-    """A sum or mean over examples whose blocks come as (weighted) sums over them."""
+    """A sum or mean over examples, whose values are sums over a microbatch."""
 
     accumulator: Sum | Mean
 
@@ -339,7 +339,7 @@ class OfTotals(AbstractAccumulator[Any]):
 
 
 def _zeros_of(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
-    """Zeros of the form that `whole` brings the value of a block to."""
+    """Zeros of the form that `whole` brings the value of a microbatch to."""
     block = full_block(blocks, 0)
     struct = jax.eval_shape(lambda value: whole(value, block), value)
     return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
@@ -378,12 +378,12 @@ def _weighted_dtype(
         return dtype
     if weights.dtype == jnp.bool_:
         return dtype
-    own = jax.eval_shape(lambda x: jnp.sum(widened(x)), weights).dtype
+    of_weights = jax.eval_shape(lambda x: jnp.sum(widened(x)), weights).dtype
     is_unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
-    if is_unsigned and jnp.issubdtype(own, jnp.signedinteger):
+    if is_unsigned and jnp.issubdtype(of_weights, jnp.signedinteger):
         # Promotion would make floats of the longest ones.
-        return jnp.dtype(f"int{8 * max(dtype.itemsize, own.itemsize)}")
-    return jax.dtypes.canonicalize_dtype(common_dtype(dtype, own))
+        return jnp.dtype(f"int{8 * max(dtype.itemsize, of_weights.itemsize)}")
+    return jax.dtypes.canonicalize_dtype(common_dtype(dtype, of_weights))
 
 
 def _holds(dtype: Any, other: Any) -> bool:

@@ -269,6 +269,22 @@ def weighted_totals(
     return [x * scale.astype(x.dtype) for x in total]
 
 
+class MicrobatchResult(eqx.Module):
+    """What there is of a microbatch, by its names.
+
+    - `whole`: of the microbatch as a whole.
+    - `total`: sums over its examples.
+    - `each`: one result for each example, along axis 0.
+    """
+
+    whole: dict[str, PyTree] = eqx.field(default_factory=dict)
+    total: dict[str, PyTree] = eqx.field(default_factory=dict)
+    each: dict[str, PyTree] = eqx.field(default_factory=dict)
+
+    def merged(self) -> dict[str, PyTree]:
+        return {**self.whole, **self.total, **self.each}
+
+
 class Example:
     """A loss of one example, traced."""
 
@@ -298,7 +314,7 @@ class Example:
         return self.program.leaves
 
     def vmap(self, one: Callable, rows: list) -> Any:
-        """`one(*rows)` for all examples of a block; it may return more than arrays."""
+        """`one(*rows)` for each of some examples; it may return more than arrays."""
         return eqx.filter_vmap(one, in_axes=tuple(self.program.axes))(*rows)
 
     def outputs(self, arrays: list) -> dict[str, PyTree]:
@@ -316,19 +332,19 @@ class Example:
         num: int,
         weights: Array | None,
         is_mean: bool,
-    ) -> dict[str, dict[str, PyTree]]:
-        """The gradient of a block of `num` examples: its total, or its mean.
+    ) -> MicrobatchResult:
+        """The gradient of a microbatch of `num` examples: its total, or its mean.
 
         `sums(weights, share)` are the weighted sums over the examples, times a number.
         """
         if is_mean and not self.is_narrow:
             mean = [widened(x) for x in sums(None, 1 / num)]
-            return {"whole": {"gradient": self.gradient(mean)}}
+            return MicrobatchResult(whole={"gradient": self.gradient(mean)})
         total = weighted_totals(sums, num, weights, self.is_narrow)
         if is_mean:
             mean = [x / num for x in total]
-            return {"whole": {"gradient": self.gradient(mean)}}
-        return {"total": {"gradient": self.gradient(total)}}
+            return MicrobatchResult(whole={"gradient": self.gradient(mean)})
+        return MicrobatchResult(total={"gradient": self.gradient(total)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,17 +358,18 @@ class Examples:
 
     def total(
         self,
-        fun: Callable[[list, Real[Array, " n"] | None], tuple[list, PyTree]],
+        sums: Callable[[list, Real[Array, " n"] | None], list],
+        each: Callable[[list], PyTree],
         closed: Any,
     ) -> tuple[list, PyTree]:
-        """Accumulates what `fun` makes of the rows of a microbatch and their weights.
+        """Accumulates what is made of the rows of microbatches.
 
-        It returns the (weighted) sums over the microbatch, and what there is for each
-        example, along axis 0. The results are in float32 at least. The jaxpr `closed`
-        is that of one example.
+        `sums(rows, weights)` are the (weighted) sums over a microbatch, and
+        `each(rows)` what there is for each example, along axis 0. The results are in
+        float32 at least. The jaxpr `closed` is that of one example.
         """
         if self.blocks is None:
-            return fun([], None)
+            return sums([], None), each([])
         arrays, axes = self.batch.arrays, self.batch.axes
         num, weights = len(arrays), self.accumulator.weights
         if weights is not None:
@@ -364,24 +381,20 @@ class Examples:
         is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
 
         def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
-            each: list[PyTree] = []
+            batch, weights_of_rows = rows[:num], None if weights is None else rows[num]
 
-            def sums(weights: Array | None, share: float) -> list:
+            def shares(weights: Array | None, share: float) -> list:
                 if share != 1:
                     ones = jnp.ones(size) if weights is None else weights
                     weights = ones * share
-                found, extra = fun(rows[:num], weights)
-                each.append(extra)
-                return found
+                return sums(batch, weights)
 
-            own = None if weights is None else rows[-1]
-            found = weighted_totals(sums, size, own, is_narrow)
-            return (found, each[0]), None
+            totals = weighted_totals(shares, size, weights_of_rows, is_narrow)
+            return (totals, each(batch)), None
 
         def slots(output: tuple, _: Any) -> Slots:
-            has_each = bool(array_structs(output[1]))
-            each = Concat() if has_each else None
-            return match_accumulators((OfTotals(self.accumulator), each), output)
+            of_each = Concat() if array_structs(output[1]) else None
+            return match_accumulators((OfTotals(self.accumulator), of_each), output)
 
         return self.blocking.run(arrays, axes, self.blocks, run, slots)
 

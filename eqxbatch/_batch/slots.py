@@ -60,7 +60,7 @@ class Slot(eqx.Module):
     per_example: bool = eqx.field(static=True, default=False)
 
     def value(self, arrays: list, block: Block) -> PyTree[Array]:
-        """The value of a block, from all arrays of the output for it."""
+        """The value of a microbatch, from all arrays of the output for it."""
         value = jtu.tree_unflatten(self.treedef, [arrays[i] for i in self.indices])
         with self.named():
             return (

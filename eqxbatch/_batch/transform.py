@@ -191,7 +191,7 @@ class Blocking(eqx.Module):
         fun: Callable[[list, int], tuple[PyTree, Any]],
         make_slots: Callable[[PyTree, Any], Slots],
     ) -> PyTree:
-        """Runs `fun` over the blocks of a batch; see `run_blocks`."""
+        """Runs `fun` over the microbatches of a batch; see `run_blocks`."""
         limit = _check_limit(self.num_real_microbatches, blocks.num)
         return run_blocks(fun, arrays, axes, blocks, make_slots, limit, self.checkpoint)
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._batch.cut import Batch, split_batch
-from .._batch.objective import split_examples
+from .._batch.objective import Selection, split_examples
 from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
 from .first_order import first_order
 from .second_order import second_order
@@ -26,6 +26,8 @@ def explain_sites(
     /,
     *args: Any,
     check: bool = False,
+    where: Callable[[Any], Any] | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
     in_axes: PyTree = None,
     **kwargs: Any,
 ) -> SitesReport:
@@ -45,7 +47,7 @@ def explain_sites(
 
     - `fun`: called as `fun(model, *args, **kwargs)`, to be traced and not run, unless
         it is checked. It is a function of one example, such as a loss or a model.
-    - `model`: all of its arrays of an inexact dtype are parameters.
+    - `model`: its arrays of an inexact dtype are parameters.
     - `args`, `kwargs`: those of one example, without a batch axis. Shapes and dtypes
         suffice without `check`: anything with these is as good as an array, such as a
         `jax.ShapeDtypeStruct`.
@@ -53,6 +55,9 @@ def explain_sites(
         and Gauss-Newton matrices with `jax.grad`, `jax.jacrev` and products with
         `jax.jvp` of `jax.grad`, leaf by leaf. That compiles and runs the function,
         which takes from seconds to minutes.
+    - `where`: takes `model` and returns the part of it, or parts, that it is
+        differentiated in: the last layer, say. The default is all of it.
+    - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
     - `in_axes`: which axes of `args` are a batch, as for
         [`eqxbatch.filter_hessian`][], if they are not of one example. A check takes the
         first three examples then.
@@ -81,9 +86,9 @@ def explain_sites(
 
     **Raises:**
 
-    `ValueError` if `model` has no arrays of an inexact dtype; with `check`, for
-    arguments that are no arrays but only shapes, no examples, and a function that
-    returns no arrays of an inexact dtype.
+    `ValueError` if `model` has no arrays of an inexact dtype, or none is selected; with
+    `check`, for arguments that are no arrays but only shapes, no examples, and a
+    function that returns no arrays of an inexact dtype.
 
     !!! example
 
@@ -116,13 +121,13 @@ def explain_sites(
 
         ```
     """
-    diff, nondiff = eqx.partition(model, eqx.is_inexact_array)
-    leaves, treedef = jtu.tree_flatten(diff)
-    if not leaves:
+    if not jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array)):
         raise ValueError(
             "`model` has no arrays of an inexact dtype, so it has no parameters; got "
             f"{model!r}."
         )
+    diff, nondiff = Selection(model, where, filter_spec).partition(model)
+    leaves, treedef = jtu.tree_flatten(diff)
     one = (args, kwargs)
     if in_axes is not None:
         one = _first_example(fun, model, in_axes, args, kwargs)

@@ -35,8 +35,8 @@ def first_order(subject: Subject) -> tuple[list[Errors], Errors, list[np.ndarray
     found = _by_sites(subject)
     floor = _floor(subject, max(map(largest_entry, each), default=0.0))
     errors = [
-        _leaf_errors(*own, *true, _weights(subject), floor)
-        for own, true in zip(found, truth, strict=True)
+        _leaf_errors(*by_sites, *true, _weights(subject), floor)
+        for by_sites, true in zip(found, truth, strict=True)
     ]
     whole = _whole_errors(subject, each, jacobians)
     return errors, whole, jacobians

@@ -66,14 +66,15 @@ def second_order(
         "diagonal": _wanted(subject, is_diagonal=True, is_ggn=False),
         "gauss_newton": _wanted(subject, is_diagonal=False, is_ggn=True),
     }
-    compared = set().union(*(own.leaves for own in wanted.values()))
+    compared = set().union(*(blocks.leaves for blocks in wanted.values()))
     if not compared:
         return errors
     found = _by_sites(subject, wanted)
     curved = sorted(wanted["hessian"].leaves | wanted["diagonal"].leaves)
     products = [*_products(subject, jacobians, sorted(compared), curved)]
-    for quantity, own in wanted.items():
-        for leaf, error in _compared(own, found[quantity], products, quantity).items():
+    for quantity, blocks in wanted.items():
+        errors_of = _compared(blocks, found[quantity], products, quantity)
+        for leaf, error in errors_of.items():
             errors[leaf][quantity] = error
     return errors
 
@@ -106,21 +107,21 @@ def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
         range(len(subject.leaves)),
         key=lambda i: sum(sizes[t] for t in perturbations_of(i)),
     ):
-        own = perturbations_of(leaf)
+        perturbed = perturbations_of(leaf)
         if not is_covered(program, leaf, all_own):
             if subject.leaves[leaf].size <= _MOST_COLUMNS:
                 chosen.append(leaf)
             continue
         is_small = all(
-            sizes[perturbation] <= _MOST_OF_PERTURBATION for perturbation in own
+            sizes[perturbation] <= _MOST_OF_PERTURBATION for perturbation in perturbed
         )
         if (
             is_small
-            and sum(sizes[perturbation] for perturbation in perturbations | own)
+            and sum(sizes[perturbation] for perturbation in perturbations | perturbed)
             <= _MOST_PERTURBED
         ):
             chosen.append(leaf)
-            perturbations |= own
+            perturbations |= perturbed
     if not is_ggn and curvature.excludes_sites(set(chosen)):
         return Wanted([], is_diagonal)
     return Wanted(_small_pairs(subject, chosen, is_diagonal), is_diagonal)
@@ -129,12 +130,12 @@ def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
 def _small_pairs(subject: Subject, leaves: list[int], is_diagonal: bool) -> list[Pair]:
     if is_diagonal:
         return [(leaf, leaf) for leaf in sorted(leaves)]
-    own = [(leaf, leaf) for leaf in leaves]
+    with_itself = [(leaf, leaf) for leaf in leaves]
     others = [*itertools.combinations(sorted(leaves), 2)]
     # Some of all sizes, if there is no room for all.
     np.random.default_rng(0).shuffle(others)
     room, chosen = _MOST_OF_BLOCKS, []
-    for first, second in (*own, *map(tuple, others)):
+    for first, second in (*with_itself, *map(tuple, others)):
         size = subject.leaves[first].size * subject.leaves[second].size
         if size <= room and len(chosen) < _MOST_BLOCKS:
             room -= size
@@ -147,11 +148,11 @@ def _by_sites(subject: Subject, wanted: dict[str, Wanted]) -> dict[str, list]:
 
     @jax.jit
     def run(leaves: list, rows: list) -> dict[str, list[Array]]:
-        own = dataclasses.replace(subject, leaves=leaves, rows=rows)
+        traced = dataclasses.replace(subject, leaves=leaves, rows=rows)
         result: dict[str, list[Array]] = {}
         for quantity, blocks in wanted.items():
             is_ggn = quantity == "gauss_newton"
-            curvature = _curvature(own, leaves, is_ggn=is_ggn)
+            curvature = _curvature(traced, leaves, is_ggn=is_ggn)
             if blocks.pairs:
                 by_sites = CurvatureBlocks(curvature, blocks, "sites", None)
                 result[quantity] = by_sites.sums(rows, None)
@@ -171,8 +172,8 @@ def _products(
     """With directions in `leaves`; Hessians are those in the leaves `curved` only."""
     point = [subject.leaves[leaf] for leaf in curved]
 
-    def total(own: list) -> Array:
-        leaves = replaced(subject.leaves, curved, own)
+    def total(at: list) -> Array:
+        leaves = replaced(subject.leaves, curved, at)
         return jnp.sum(jax.vmap(subject.value, (None, 0))(leaves, subject.rows))
 
     @jax.jit
@@ -233,12 +234,13 @@ def _compared(
                 for index in {leaf, other}:
                     pairs.setdefault(index, []).append((got, true))
     scales = {
-        leaf: max(largest_entry(true) for _, true in own) for leaf, own in pairs.items()
+        leaf: max(largest_entry(true) for _, true in compared)
+        for leaf, compared in pairs.items()
     }
     floor = max(scales.values(), default=0.0) * 1e-8
     return {
-        leaf: max(largest_error(*pair, max(scales[leaf], floor)) for pair in own)
-        for leaf, own in pairs.items()
+        leaf: max(largest_error(*pair, max(scales[leaf], floor)) for pair in compared)
+        for leaf, compared in pairs.items()
     }
 
 

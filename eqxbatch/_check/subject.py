@@ -102,8 +102,9 @@ class Call:
 
     def widened(self) -> "Call":
         """In double precision, which must be enabled."""
-        wide = _widened((self.diff, self.batch))
-        return dataclasses.replace(self, diff=wide[0], batch=wide[1])
+        names = ("diff", "nondiff", "batch")
+        wide = {name: _widened(getattr(self, name)) for name in names}
+        return dataclasses.replace(self, **wide)
 
     def refusal(self) -> str | None:
         """Why the function cannot be differentiated as it is called; None if it can.

@@ -79,14 +79,14 @@ class ProductBlocks:
             rows = compute(linear, point, self.size)
             start = 0
             for leaf, x in zip(group, point, strict=True):
-                own = [row[start : start + x.size] for row in rows]
+                of_leaf = [row[start : start + x.size] for row in rows]
                 start += x.size
                 if self.wanted.is_diagonal:
-                    result[leaf, leaf] = own[0].reshape(x.shape)
+                    result[leaf, leaf] = of_leaf[0].reshape(x.shape)
                     continue
                 for pair, (column, other) in pairs.items():
                     if column == leaf:
-                        block = own[others.index(other)]
+                        block = of_leaf[others.index(other)]
                         block = block.reshape(*x.shape, *block.shape[1:])
                         is_first = pair[0] == leaf
                         result[pair] = block if is_first else swapped(block, x.ndim)
@@ -127,11 +127,11 @@ def hessian_products(gradient: Gradient, *, is_reverse: bool) -> Products:
     """Products with a Hessian, as derivatives of the `gradient` in one mode."""
 
     def forward(leaves: list, group: list[int], rows: list[int]) -> Linear:
-        at = lambda own: gradient(replaced(leaves, group, own), rows)
+        at = lambda some: gradient(replaced(leaves, group, some), rows)
         return jax.linearize(at, [leaves[i] for i in group])[1]
 
     def reverse(leaves: list, group: list[int], rows: list[int]) -> Linear:
-        at = lambda own: gradient(replaced(leaves, rows, own), group)
+        at = lambda some: gradient(replaced(leaves, rows, some), group)
         pull = jax.vjp(at, [leaves[i] for i in rows])[1]
         return lambda seeds: pull(seeds)[0]
 
@@ -162,11 +162,11 @@ def gauss_newton_products(
     """
 
     def products(leaves: list, group: list[int], rows: list[int]) -> Linear:
-        changed = lambda own: outputs(replaced(leaves, group, own))
+        changed = lambda some: outputs(replaced(leaves, group, some))
         point = [leaves[i] for i in group]
         outs, push = _pushforward(changed, point, is_reverse=are_reverse[0])
         curve = _pushforward(jax.grad(value), outs, is_reverse=are_reverse[1])[1]
-        changed = lambda own: outputs(replaced(leaves, rows, own))
+        changed = lambda some: outputs(replaced(leaves, rows, some))
         pull = jax.vjp(changed, [leaves[i] for i in rows])[1]
         return lambda seeds: pull(curve(push(seeds)))[0]
 

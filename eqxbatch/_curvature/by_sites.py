@@ -184,17 +184,17 @@ class _Derivatives:
         sides = [(site, labels[0]), (other, labels[1])]
         if site.perturbation < other.perturbation:
             sides.reverse()
-        (changed, own), (by, others) = sides
+        (changed, names), (by, others) = sides
         x = self._of_cotangents.get((by.perturbation, changed.perturbation))
         if x is None:
             return None
         x = jax.vmap(jax.vmap(changed.arrange))(changed.at_steps(x, 2))
         x = self._arranged(by, x)
-        axes = (*named_labels(others, by.d_axes), *named_labels(own, changed.d_axes))
+        axes = (*named_labels(others, by.d_axes), *named_labels(names, changed.d_axes))
         return widened(x), (EXAMPLE, *axes)
 
     def _change(
-        self, changed: Site, own: dict[str, Label], by: Site, others: dict[str, Label]
+        self, changed: Site, names: dict[str, Label], by: Site, others: dict[str, Label]
     ) -> Term | None:
         """How the operand of one site changes with the perturbation of the other."""
         if changed.operand is None:
@@ -204,7 +204,7 @@ class _Derivatives:
             return None
         x = jax.vmap(jax.vmap(changed.expand))(changed.at_steps(x, 2))
         x = self._arranged(by, x)
-        axes = (*named_labels(others, by.d_axes), *named_labels(own, changed.a_axes))
+        axes = (*named_labels(others, by.d_axes), *named_labels(names, changed.a_axes))
         return widened(x), (EXAMPLE, *axes)
 
     def _arranged(self, by: Site, x: Array) -> Array:

@@ -121,11 +121,11 @@ class _Factors:
     ) -> Iterator[list[Term]]:
         terms: list[Term] = [(widened(self._curve), (EXAMPLE, _FIRST, _SECOND))]
         sides = zip((site, other), labels, (_FIRST, _SECOND), strict=True)
-        for own, names, output in sides:
-            d = own.at_steps(self._cotangents[own.perturbation], 2)
-            d = jax.vmap(jax.vmap(own.arrange))(d)
-            named = (names[name] for name in own.d_axes)
+        for use, names, output in sides:
+            d = use.at_steps(self._cotangents[use.perturbation], 2)
+            d = jax.vmap(jax.vmap(use.arrange))(d)
+            named = (names[name] for name in use.d_axes)
             terms.append((widened(d), (EXAMPLE, output, *named)))
-            if own.operand is not None:
-                terms.append(operand_term(own, self._operands[own.operand], names))
+            if use.operand is not None:
+                terms.append(operand_term(use, self._operands[use.operand], names))
         yield terms

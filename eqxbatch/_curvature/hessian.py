@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from .._base.mesh import sum_varying, varying
 from .._batch.memory import MemoryBudget
@@ -77,11 +77,8 @@ class _Matrix(AbstractOverExamples):
         curvature = make_curvature(loss, self.loss, self.mode, self.checkpoint)
         wanted = self._wanted(diff)
         blocks = CurvatureBlocks(curvature, wanted, self.method, size)
-
-        def run(rows: list, weights: Array | None) -> tuple[list, PyTree]:
-            return blocks.sums(rows, weights), curvature.aux(rows)
-
-        found, aux = examples.total(run, curvature.program.closed)
+        closed = curvature.program.closed
+        found, aux = examples.total(blocks.sums, curvature.aux, closed)
         found = [
             sum_varying(x, varying(jax.typeof(leaves[first])))
             for x, (first, _) in zip(found, wanted.pairs, strict=True)

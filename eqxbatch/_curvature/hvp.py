@@ -64,14 +64,15 @@ class _Product(AbstractOverExamples):
         loss = self.objective.loss(fun, examples.batch, diff, nondiff)
         curvature = make_curvature(loss, self.loss, self.mode, self.checkpoint)
 
-        def run(rows: list, weights: Array | None) -> tuple[list, PyTree]:
+        def products(rows: list, weights: Array | None) -> list[Array]:
             local = [
                 vary(tangent, varying(jax.typeof(x)))
                 for tangent, x in zip(tangents, curvature.leaves, strict=True)
             ]
-            return curvature.product(rows, weights, local), curvature.aux(rows)
+            return curvature.product(rows, weights, local)
 
-        found, aux = examples.total(run, curvature.program.closed)
+        closed = curvature.program.closed
+        found, aux = examples.total(products, curvature.aux, closed)
         leaves, treedef = jtu.tree_flatten(diff)
         found = [
             sum_varying(x.astype(leaf.dtype), varying(jax.typeof(leaf)))

@@ -144,11 +144,11 @@ def _by_columns(
     result: list[list[Array]] = [[] for _ in structs]
     for group in consecutive_groups([x.size for x in leaves], LEAST_COLUMNS):
         point = [leaves[i] for i in group]
-        at = lambda own, group=group: values(replaced(leaves, group, own))
+        at = lambda some, group=group: values(replaced(leaves, group, some))
         found = columns(jax.linearize(at, point)[1], point, size)
         ends = [*itertools.accumulate(x.size for x in point)]
-        for own, x in zip(result, found, strict=True):
-            own += jnp.split(x, ends[:-1], axis=-1)
+        for of_output, x in zip(result, found, strict=True):
+            of_output += jnp.split(x, ends[:-1], axis=-1)
     return result
 
 
@@ -167,9 +167,10 @@ def _by_rows(
     found = _pulled_back(of_parts, leaves, parts, size)
     # One list for each leaf, of what is there for each output.
     joined = [
-        as_complex(jtu.tree_unflatten(treedef, own)) for own in zip(*found, strict=True)
+        as_complex(jtu.tree_unflatten(treedef, of_leaf))
+        for of_leaf in zip(*found, strict=True)
     ]
-    return [[*own] for own in zip(*joined, strict=True)]
+    return [[*of_output] for of_output in zip(*joined, strict=True)]
 
 
 def _pulled_back(

@@ -145,7 +145,7 @@ class LossCurvature(AbstractCurvature):
 
     def _gradient_of(self, value: Callable[[list], Array]) -> Gradient:
         def gradient(leaves: list, which: Sequence[int]) -> list:
-            at = lambda own: value(replaced(leaves, which, own))
+            at = lambda some: value(replaced(leaves, which, some))
             point = [leaves[i] for i in which]
             return jax.grad(at, holomorphic=self._holomorphic)(point)
 
@@ -160,7 +160,7 @@ class LossCurvature(AbstractCurvature):
 
             def ask(rows: list) -> str | None:
                 gradient = self._gradient_of(self._value_of_one(rows))
-                at = lambda own: gradient(replaced(self.leaves, which, own), which)
+                at = lambda some: gradient(replaced(self.leaves, which, some), which)
                 return without_forward_mode(at, point)
 
             self._answers[key] = at_example(ask, self._batch.arrays, self.axes)
@@ -366,8 +366,8 @@ class CurvatureBlocks:
         size = max(1, min(total, most // max(self._estimate.bytes, 1)))
 
         def run(arrays: list, _: int) -> list[Array]:
-            own = None if weights is None else arrays[-1]
-            return sites.sums(leaves, arrays[: len(rows)], axes, own)
+            of_rows = None if weights is None else arrays[-1]
+            return sites.sums(leaves, arrays[: len(rows)], axes, of_rows)
 
         return accumulated(run, Rows(arrays, all_axes, total), size, Sum())
 

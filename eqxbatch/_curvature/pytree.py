@@ -206,16 +206,21 @@ def arranged(
     parts, outer = jtu.tree_flatten(diff, is_leaf=is_block)
     results = []
     for start, own_part in zip(part_starts(parts), parts, strict=True):
-        own, inner = jtu.tree_flatten(own_part)
+        leaves_of_part, inner = jtu.tree_flatten(own_part)
         blocks = {
-            pair: pairs[pair[0] + start, pair[1] + start] for pair in all_pairs(own)
+            pair: pairs[pair[0] + start, pair[1] + start]
+            for pair in all_pairs(leaves_of_part)
         }
         if flat:
             # A part of which nothing is differentiated has no matrix.
-            pair = (flat_square(blocks, own), Unravel(own_part)) if own else None
+            pair = (
+                (flat_square(blocks, leaves_of_part), Unravel(own_part))
+                if leaves_of_part
+                else None
+            )
             results.append(pair)
         else:
-            results.append(square(blocks, own, inner))
+            results.append(square(blocks, leaves_of_part, inner))
     return jtu.tree_unflatten(outer, results)
 
 

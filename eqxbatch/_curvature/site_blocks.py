@@ -137,18 +137,18 @@ class Blocks:
                 name: _of_side(label, side)
                 if label[0] == "view" or not self.wanted.is_diagonal
                 else label
-                for name, label in own.items()
+                for name, label in names.items()
             }
-            for side, own in enumerate(labels)
+            for side, names in enumerate(labels)
         ]
         weights = [
-            weight_term(own, values, named_labels(names, own.w_axes))
-            for own, names in zip((site, other), labels, strict=True)
+            weight_term(use, values, named_labels(names, use.w_axes))
+            for use, names in zip((site, other), labels, strict=True)
         ]
         for arrays in terms(site, other, labels):
             arrays = [*arrays, *weights[0], *weights[1]]
             arrays = [_without_repeats(term) for term in _alike(arrays)]
-            present = {label for _, own in arrays for label in own}
+            present = {label for _, axes in arrays for label in axes}
             # An axis of size 1 may be in none of them, and is put back by a reshape.
             yield arrays, tuple(sorted(filter(_is_of_leaf, present), key=_key))
 
@@ -159,8 +159,8 @@ class Blocks:
         if self.wanted.is_diagonal:
             return _diagonal_of(block, (site, other), structs[0], values)
         views = [
-            struct if is_lettered(own) else own.view.struct(struct, values)
-            for own, struct in zip((site, other), structs, strict=True)
+            struct if is_lettered(use) else use.view.struct(struct, values)
+            for use, struct in zip((site, other), structs, strict=True)
         ]
         if not is_lettered(site):
             block = block.reshape(*views[0].shape, math.prod(views[1].shape))
@@ -181,7 +181,7 @@ def _diagonal_of(
     of the leaf.
     """
     views = [
-        None if is_lettered(own) else own.view.struct(struct, values) for own in sites
+        None if is_lettered(use) else use.view.struct(struct, values) for use in sites
     ]
     nums = [1 if view is None else math.prod(view.shape) for view in views]
     of_leaf = 1 if all(views) else math.prod(struct.shape)

@@ -32,35 +32,35 @@ class TaylorExpansion(eqx.Module):
                 "`model` must have the structure of the model that was expanded, "
                 f"{jtu.tree_structure(start)}; got {jtu.tree_structure(end)}."
             )
-        outs: list = []
 
-        def along(t: Array) -> PyTree:
+        def along(t: Array) -> tuple[list[PyTree], PyTree]:
             move = lambda a, b: a + t.astype(a.dtype) * (b - a)
             moved = jtu.tree_map(move, start, end)
             out = eqx.combine(moved, static)(*args, **kwargs)
             dynamic, rest = eqx.partition(out, eqx.is_inexact_array)
-            outs.append(rest)
-            return dynamic
+            return [dynamic], rest
 
-        def derivatives(degree: int) -> Callable[[Array], list[PyTree]]:
-            """Those of all degrees up to this one."""
+        def derivatives(degree: int) -> Callable[[Array], tuple[list[PyTree], PyTree]]:
+            """Those of all degrees up to this one; and what has none."""
             if degree == 0:
-                return lambda t: [along(t)]
+                return along
 
-            def next_one(t: Array) -> list[PyTree]:
-                lower, tangents = jax.jvp(derivatives(degree - 1), (t,), (one,))
-                return [*lower, tangents[-1]]
+            def next_one(t: Array) -> tuple[list[PyTree], PyTree]:
+                lower, tangents, rest = jax.jvp(
+                    derivatives(degree - 1), (t,), (one,), has_aux=True
+                )
+                return [*lower, tangents[-1]], rest
 
             return next_one
 
         one = jnp.ones((), jnp.float32)
-        found = derivatives(self._degree)(jnp.zeros((), jnp.float32))
+        found, rest = derivatives(self._degree)(jnp.zeros((), jnp.float32))
         terms = [
             jtu.tree_map(lambda x, k=k: x / math.factorial(k), term)
             for k, term in enumerate(found)
         ]
         total = functools.reduce(lambda a, b: jtu.tree_map(jnp.add, a, b), terms)
-        return eqx.combine(total, outs[-1])
+        return eqx.combine(total, rest)
 
 
 def filter_taylor_expand(model: Callable, degree: int) -> TaylorExpansion:

@@ -30,11 +30,12 @@ from .._batch.moments import (
     Sum,
     Variance,
 )
-from .._batch.objective import Example, Loss, Objective
+from .._batch.objective import Example, Loss, MicrobatchResult, Objective
 from .._batch.slots import (
     array_structs,
     canonicalise,
     is_accumulator,
+    is_struct,
     match_accumulators,
     Slots,
 )
@@ -142,12 +143,11 @@ class _MicroGrad(AbstractTransform):
         loss = self.objective.loss(fun, batch, local, nondiff)
         gradients = self._gradients_on_mesh(loss)
 
-        def run(rows: list, _: int) -> tuple[dict, None]:
+        def run(rows: list, _: int) -> tuple[MicrobatchResult, None]:
             weights = None if self.weights is None else rows[-1]
             return gradients(rows[: len(batch.arrays)], weights), None
 
-        result = self.blocking.run(arrays, axes, blocks, run, self.slots)
-        merged = {key: x for section in result.values() for key, x in section.items()}
+        merged = self.blocking.run(arrays, axes, blocks, run, self.slots).merged()
         if self.transform is None:
             merged["gradient"] = jtu.tree_map(
                 lambda x, d: sum_varying(d.astype(x.dtype), varying(jax.typeof(x))),
@@ -157,30 +157,29 @@ class _MicroGrad(AbstractTransform):
         return self.returned(merged, blocks)
 
     def _gradients_on_mesh(self, loss: Loss) -> BlockGradients:
-        """How the gradients of a block are computed, wherever its examples are."""
+        """How the gradients of a microbatch are computed, wherever its examples are."""
         call = tuple(getattr(loss, field.name) for field in dataclasses.fields(loss))
         if explicit_mesh(call) is None:
             return self.block_gradients(loss)
 
         def run(
             transform: _MicroGrad, call: tuple, rows: list, weights: Array | None
-        ) -> dict:
+        ) -> MicrobatchResult:
             return transform.block_gradients(Loss(*call))(rows, weights)
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
-        of = lambda section, name: (
-            gradient if name == "gradient" and section != "each" else examples
-        )
-        specs = lambda out: {
-            section: {name: of(section, name) for name in parts}
-            for section, parts in out.items()
+        of_names = lambda names: {
+            name: gradient if name == "gradient" else examples for name in names
         }
+        specs = lambda out: MicrobatchResult(
+            of_names(out.whole), of_names(out.total), dict.fromkeys(out.each, examples)
+        )
         like = (loss.batch.arrays, self.weights)
         return auto_sharded(run, (self, call), like, specs)
 
     def block_gradients(self, loss: Loss) -> BlockGradients:
-        """How the gradients of a block are computed."""
+        """How the gradients of a microbatch are computed."""
         if self.batched:
             return of_microbatch(loss)
         example = Example(loss)
@@ -197,9 +196,9 @@ class _MicroGrad(AbstractTransform):
             return by_norms(example, self.clipping, self.method, is_mean)
         return of_each(example, self.clipping, functions)
 
-    def slots(self, output: dict, _: None) -> Slots:
-        """The accumulators of what a block gives."""
-        accumulators = {
+    def slots(self, output: MicrobatchResult, _: None) -> Slots:
+        """The accumulators of what a microbatch gives."""
+        accumulators: dict[str, PyTree] = {
             "gradient": self.accumulator,
             "value": self.value_accumulator,
             "aux": self.aux_accumulator,
@@ -207,24 +206,25 @@ class _MicroGrad(AbstractTransform):
             "metrics": Concat(),
             "moments": Variance(ddof=1),
         }
-        spec = {
-            section: {
-                name: OfTotals(accumulators[name])
-                if section == "total"
-                else accumulators[name]
-                if array_structs(part)
-                else None
-                for name, part in parts.items()
-            }
-            for section, parts in output.items()
+        of_parts = lambda parts: {
+            name: accumulators[name] if array_structs(part) else None
+            for name, part in parts.items()
         }
+        of_totals = {name: OfTotals(accumulators[name]) for name in output.total}
+        spec = MicrobatchResult(
+            of_parts(output.whole), of_totals, of_parts(output.each)
+        )
         slots = match_accumulators(spec, output)
-        # In the order of the slots, which is that of dicts as PyTrees.
-        is_each = [
-            section == "each"
-            for section in sorted(output)
-            for _ in array_structs(output[section])
-        ]
+        # In the place of the arrays, and so in the same order.
+        flagged = lambda parts, flag: jtu.tree_map(
+            lambda _: flag, eqx.filter(parts, is_struct)
+        )
+        flags = MicrobatchResult(
+            flagged(output.whole, False),
+            flagged(output.total, False),
+            flagged(output.each, True),
+        )
+        is_each = jtu.tree_leaves(flags)
         return dataclasses.replace(
             slots,
             slots=[
@@ -257,6 +257,8 @@ def filter_micro_value_and_grad(
     fun: Callable[..., Any] | None = None,
     *,
     has_aux: bool = False,
+    where: Callable[[Any], Any] | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
     in_axes: PyTree = eqx.if_array(0),
     batched: bool = False,
     microbatch_size: int | MemoryBudget | None = None,
@@ -284,6 +286,10 @@ def filter_micro_value_and_grad(
         to all arrays of an inexact dtype in its first argument, which is the same for
         all examples.
     - `has_aux`: whether `fun` returns a pair `(value, aux)`.
+    - `where`: takes the first argument and returns the part of it, or parts, that it is
+        differentiated in: the last layer, say. The default is all of it. Norms, and
+        all else about gradients, are of that part.
+    - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
     - `in_axes`: which axes of the arguments after the first are the batch: a tuple
         with a prefix for each, or one prefix for all, made of ints, `None` (not
         batched) and callables from a leaf to those; or a dict from argument names to
@@ -381,7 +387,7 @@ def filter_micro_value_and_grad(
         large-batch training", [arXiv:1812.06162](https://arxiv.org/abs/1812.06162).
     """
     gradient = _micro_grad(
-        objective=Objective(in_axes=in_axes, has_aux=has_aux),
+        objective=Objective(where, filter_spec, in_axes, has_aux),
         accumulators=(accumulator, value_accumulator, aux_accumulator),
         clip_norm=clip_norm,
         nan_safe=nan_safe,
@@ -402,6 +408,8 @@ def filter_micro_grad(
     fun: Callable[..., Any] | None = None,
     *,
     has_aux: bool = False,
+    where: Callable[[Any], Any] | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
     in_axes: PyTree = eqx.if_array(0),
     batched: bool = False,
     microbatch_size: int | MemoryBudget | None = None,
@@ -443,7 +451,7 @@ def filter_micro_grad(
         ```
     """
     gradient = _micro_grad(
-        objective=Objective(in_axes=in_axes, has_aux=has_aux),
+        objective=Objective(where, filter_spec, in_axes, has_aux),
         accumulators=(accumulator, value_accumulator, aux_accumulator),
         clip_norm=clip_norm,
         nan_safe=nan_safe,

@@ -1,8 +1,7 @@
 """The ways to the gradients of a microbatch.
 
 Each way is a function of the rows of a microbatch and the weights of its examples, if
-there are any. It returns a dict of dicts: `"whole"` has results for the microbatch as a
-whole, `"total"` sums over its examples, and `"each"` one result for each, along axis 0.
+there are any. It returns a `MicrobatchResult` of gradients, values, aux and norms.
 `SiteGradients` knows gradients by norms and weighted sums, without forming them.
 """
 
@@ -27,7 +26,7 @@ from .._base.dtypes import (
 )
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._batch.moments import MeanAndVariance
-from .._batch.objective import Example, Loss
+from .._batch.objective import Example, Loss, MicrobatchResult
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
     Factor,
@@ -225,16 +224,16 @@ def _over(x: Factor, power: Array) -> Factor:
     return x.of(scaled_examples(x.array, 1 / power))
 
 
-BlockGradients = Callable[[list, Array | None], dict[str, dict[str, PyTree]]]
+BlockGradients = Callable[[list, Array | None], MicrobatchResult]
 
 
 def of_microbatch(loss: Loss) -> BlockGradients:
     """For a loss of a whole microbatch: its gradient."""
     value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
 
-    def gradients(rows: list, _: Array | None) -> dict:
+    def gradients(rows: list, _: Array | None) -> MicrobatchResult:
         (value, aux), gradient = value_and_grad(loss.diff, rows)
-        return {"whole": {"value": value, "aux": aux, "gradient": gradient}}
+        return MicrobatchResult({"value": value, "aux": aux, "gradient": gradient})
 
     return gradients
 
@@ -245,7 +244,7 @@ def of_sum(example: Example, is_mean: bool) -> BlockGradients:
     With `is_mean`, it is that of the mean, and no sum is formed.
     """
 
-    def gradients(rows: list, weights: Array | None) -> dict:
+    def gradients(rows: list, weights: Array | None) -> MicrobatchResult:
         def values(leaves: list) -> tuple[Array, list]:
             outs = example.program.many(leaves, rows)
             return outs[0], outs
@@ -259,7 +258,7 @@ def of_sum(example: Example, is_mean: bool) -> BlockGradients:
             return pullback(seeds)[0]
 
         gradient = example.totals(sums, value.shape[0], weights, is_mean)
-        return {**gradient, "each": example.outputs(outs)}
+        return dataclasses.replace(gradient, each=example.outputs(outs))
 
     return gradients
 
@@ -289,12 +288,12 @@ def of_each(
             gradient = transform(gradient)
         return {**each, "gradient": gradient, "outs": outs}
 
-    def gradients(rows: list, _: Array | None) -> dict:
+    def gradients(rows: list, _: Array | None) -> MicrobatchResult:
         each = example.vmap(one, rows)
         outs = each.pop("outs")
         if clipping is not None:
             each["gradient"], each["norms"] = _clipped(each["gradient"], clipping)
-        return {"each": {**each, **example.outputs(outs)}}
+        return MicrobatchResult(each={**each, **example.outputs(outs)})
 
     return gradients
 
@@ -340,7 +339,7 @@ def by_norms(
         values: list,
         weights: Array | None,
         num: int,
-    ) -> tuple[dict[str, dict[str, PyTree]], PyTree]:
+    ) -> tuple[MicrobatchResult, PyTree]:
         of_sites = Factors(*factors, num=num, values=values)
         gradients = SiteGradients(program, contractions, of_sites, leaves)
         own = dataclasses.replace(groups, bounds=bounds)
@@ -363,18 +362,20 @@ def by_norms(
 
         return example.totals(sums, num, weights, is_mean), clipped.norms
 
-    def gradients(rows: list, weights: Array | None) -> dict:
+    def gradients(rows: list, weights: Array | None) -> MicrobatchResult:
         outs, *factors = example.vmap(one, rows)
         of_leaves = example.gradient([spec_of(x) for x in example.leaves])
+        of_names = lambda names: dict.fromkeys(names, of_leaves)
         specs = lambda out: (
-            {section: {"gradient": of_leaves} for section in out[0]},
+            MicrobatchResult(of_names(out[0].whole), of_names(out[0].total)),
             spec_of(outs[0]),
         )
         values = program.values(example.leaves)
         num = outs[0].shape[0]
         operands = (groups.bounds, example.leaves, factors, values, weights, num)
         gradient, norms = with_auto_axes(clipped_total, operands, specs)
-        return {**gradient, "each": {**example.outputs(outs), "norms": norms}}
+        each = {**example.outputs(outs), "norms": norms}
+        return dataclasses.replace(gradient, each=each)
 
     return gradients
 

@@ -53,7 +53,7 @@ class MicroVmap(AbstractTransform):
         return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
 
     def _run_on_mesh(self, fun: Callable, batch: Batch) -> Callable[[list, int], Any]:
-        """`fun` mapped over the examples of a block, wherever they are."""
+        """`fun` mapped over the examples of a microbatch, wherever they are."""
         total = batch.total(self.axis_size)
         if total == 0:
             return functools.partial(self.vmap, fun, batch)
@@ -72,7 +72,7 @@ class MicroVmap(AbstractTransform):
     def vmap(
         self, fun: Callable, batch: Batch, rows: list, size: int
     ) -> tuple[PyTree, tuple[int | None, ...]]:
-        """`fun` mapped over the examples of a block.
+        """`fun` mapped over the examples of a microbatch.
 
         Returns its output, with the examples along axis 0 of the arrays that are
         mapped, and the `out_axes` of all arrays of it.
@@ -117,7 +117,7 @@ class MicroVmap(AbstractTransform):
 def _of_one(
     one: Callable[[list], tuple[list, list]], rows: list, axes: tuple[int, ...]
 ) -> tuple[list, list]:
-    """What is mapped and what is not, of a block of one example, without `jax.vmap`.
+    """What is mapped and what is not, of one example on its own, without `jax.vmap`.
 
     Raises as `jax.vmap` does where what is not mapped differs between examples.
     """

@@ -128,8 +128,8 @@ class Samples(eqx.Module):
 
         model = self.models.draw(index)
         selection = self.models.selection(model) if "ntk" in request.names else None
-        own = self if self.rows is None else self.of_block()
-        kernels = Kernels(model, selection, own.settings)
+        of_kernel = self if self.rows is None else self.of_block()
+        kernels = Kernels(model, selection, of_kernel.settings)
         kernel_fn = TaskKernel(kernels, KernelTask(request.names), _in_a_list)
         call = {"key": request.key, **request.kwargs}
         if self.rows is None:

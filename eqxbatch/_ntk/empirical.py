@@ -32,6 +32,35 @@ _Result = PyTree[Inexact[Array, "..."]]
 _checked = functools.partial(jaxtyped, typechecker=beartype)
 
 
+def _made(
+    model: Callable,
+    selection: Selection | None,
+    *,
+    vmap_axes: Any,
+    block_size: BlockSize,
+    store: AbstractStore | Literal["device"],
+    mesh: Mesh | None,
+    mesh_axis: str | None,
+    reduce: PyTree,
+    progress: AbstractProgressMeter | None,
+    **settings: Any,
+) -> tuple[Kernels, BatchKernel | None]:
+    """How kernels are computed, and where they go to."""
+    kernels = make_kernels(
+        model, selection, vmap_axes=vmap_axes, block_size=block_size, **settings
+    )
+    blocks = make_blocks(
+        block_size,
+        vmap_axes,
+        store=store,
+        mesh=mesh,
+        mesh_axis=mesh_axis,
+        reduce=reduce,
+        progress=progress,
+    )
+    return kernels, blocks
+
+
 class EmpiricalNTK(AbstractEstimator):
     """The neural tangent kernel of a model as it is: products of its Jacobians.
 
@@ -151,7 +180,7 @@ class EmpiricalNTK(AbstractEstimator):
         reduce: PyTree = None,
         progress: AbstractProgressMeter | None = None,
     ):
-        self._kernels = make_kernels(
+        self._kernels, self._blocks = _made(
             model,
             Selection(model, where, filter_spec),
             trace_axes=trace_axes,
@@ -159,10 +188,6 @@ class EmpiricalNTK(AbstractEstimator):
             vmap_axes=vmap_axes,
             implementation=implementation,
             block_size=block_size,
-        )
-        self._blocks = make_blocks(
-            block_size,
-            vmap_axes,
             store=store,
             mesh=mesh,
             mesh_axis=mesh_axis,
@@ -270,17 +295,13 @@ class EmpiricalNNGP(AbstractEstimator):
         reduce: PyTree = None,
         progress: AbstractProgressMeter | None = None,
     ):
-        self._kernels = make_kernels(
+        self._kernels, self._blocks = _made(
             model,
             None,
             trace_axes=trace_axes,
             diagonal_axes=diagonal_axes,
             vmap_axes=vmap_axes,
             block_size=block_size,
-        )
-        self._blocks = make_blocks(
-            block_size,
-            vmap_axes,
             store=store,
             mesh=mesh,
             mesh_axis=mesh_axis,
@@ -350,7 +371,7 @@ class EmpiricalKernel(AbstractEstimator):
         reduce: PyTree = None,
         progress: AbstractProgressMeter | None = None,
     ):
-        self._kernels = make_kernels(
+        self._kernels, self._blocks = _made(
             model,
             Selection(model, where, filter_spec),
             trace_axes=trace_axes,
@@ -358,10 +379,6 @@ class EmpiricalKernel(AbstractEstimator):
             vmap_axes=vmap_axes,
             implementation=implementation,
             block_size=block_size,
-        )
-        self._blocks = make_blocks(
-            block_size,
-            vmap_axes,
             store=store,
             mesh=mesh,
             mesh_axis=mesh_axis,

@@ -118,16 +118,16 @@ def output_factors(program: Program, formed: Sequence[int]) -> OutputFactors:
     as_they_are = [leaf for leaf in used if leaf not in formed]
     sites = {leaf: program.sites_of(leaf) for leaf in as_they_are}
     perturbations = sorted(
-        {site.perturbation for own in sites.values() for site in own}
+        {site.perturbation for of_leaf in sites.values() for site in of_leaf}
     )
     kept = {
         leaf: [
             dataclasses.replace(
                 site, perturbation=perturbations.index(site.perturbation)
             )
-            for site in own
+            for site in of_leaf
         ]
-        for leaf, own in sites.items()
+        for leaf, of_leaf in sites.items()
     }
     for position, leaf in enumerate(formed):
         kept[leaf] = [
@@ -170,8 +170,8 @@ class ExampleFactors:
         used = {
             site.operand
             for one in kept
-            for own in one.sites.values()
-            for site in own
+            for of_leaf in one.sites.values()
+            for site in of_leaf
             if site.operand is not None
         }
         self._operands = sorted(used)
@@ -285,8 +285,8 @@ def _costs(
     # What is only added to something has its cotangent as Jacobian. It is kept but once
     # for what is added, and for what it is added to.
     are_formed = has_gram and all(
-        len(own) == 1 and own[0].operand is None and not positions(own[0])
-        for own in (sites, others)
+        len(uses) == 1 and uses[0].operand is None and not positions(uses[0])
+        for uses in (sites, others)
     )
     output = first.outputs[which]
     struct = first.program.leaves[leaf]
@@ -313,12 +313,12 @@ def _costs(
             grams = total_cost(contraction_cost(terms, out) for terms, _ in pairs)
         jacobians = []
         rows = zip((sites, others), sides, schedule.num_blocks, strict=True)
-        for side, (own, factors, num) in enumerate(rows):
+        for side, (uses, factors, num) in enumerate(rows):
             if side == 0 or not schedule.is_symmetric:
-                of_side = total_cost(_cost_of_forming(site, factors) for site in own)
+                of_side = total_cost(_cost_of_forming(site, factors) for site in uses)
                 forms += of_side * num
-            jacobian = gradients(own, factors, struct)
-            factor = Factor(jacobian, factors.has_examples(own))
+            jacobian = gradients(uses, factors, struct)
+            factor = Factor(jacobian, factors.has_examples(uses))
             jacobians.append(Factors([], [factor], output.directions(side)))
         site = [leaf_site(leaf, struct, 0)]
         pairs = gram_terms(site, jacobians[0], site, jacobians[1], example)
@@ -333,6 +333,6 @@ def _costs(
 
 def _cost_of_forming(site: Site, factors: Factors) -> Cost:
     terms = site_terms(site, factors)
-    labels = dict.fromkeys(label for _, own in terms for label in own)
+    labels = dict.fromkeys(label for _, axes in terms for label in axes)
     of_leaf = [label for label in labels if label[0] in ("leaf", "view")]
     return contraction_cost(terms, (EXAMPLE, *factors.outputs, *of_leaf))

@@ -103,14 +103,14 @@ class ModelKernel(AbstractBlockKernel):
 
         def run(arrays: list, num: int) -> list[Array]:
             factors, _ = _flat(self.pairing.factors(side, arrays))
-            own = [factor.array for factor in factors if factor.has_examples]
+            of_examples = [factor.array for factor in factors if factor.has_examples]
             # Without any array, nothing would run. This one is not used.
-            return own or [jnp.zeros(num)]
+            return of_examples or [jnp.zeros(num)]
 
-        own = list(accumulated(run, rows, size, Concat()))
+        of_examples = list(accumulated(run, rows, size, Concat()))
         shared = [*(self._shared[side] if self._shared else self._shared_by(side))]
         has_examples = self._kept[side].has_examples
-        arrays = [(own if has else shared).pop(0) for has in has_examples]
+        arrays = [(of_examples if has else shared).pop(0) for has in has_examples]
         axes = tuple(0 if has else None for has in has_examples)
         return Rows(arrays, axes, rows.total)
 

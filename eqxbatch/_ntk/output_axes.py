@@ -90,7 +90,7 @@ class OutputAxes:
 
     def axes_with(self, role: Role) -> list[int]:
         """The axes of one example's output that have a role."""
-        return [axis for axis, own in enumerate(self._own_roles) if own == role]
+        return [axis for axis, x in enumerate(self._own_roles) if x == role]
 
     @property
     def _own_roles(self) -> list[Role]:
@@ -192,13 +192,13 @@ class OutputAxes:
 
     @property
     def _arranged_labels(self) -> list[Label]:
-        own = itertools.count()
+        numbers = itertools.count()
         labels: list[Label] = [_PROBE] if self.probes is not None else []
         for axis, role in enumerate(self.roles):
             if axis == self.batch:
                 pair: Labels = (EXAMPLE, OTHER_EXAMPLE)
             else:
-                i = next(own)
+                i = next(numbers)
                 pair = (("output", i), ("other", i))
             labels += {"full": pair, "diagonal": pair[:1], "trace": ()}[role]
         return labels

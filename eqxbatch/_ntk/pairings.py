@@ -210,8 +210,10 @@ def _linearization(
     directions: tuple[list[Array], list[Array]],
 ) -> Linearization:
     rows = model.sides[position].rows
-    own, num = directions[position], len(model.axes)
-    return Linearization(program, model.leaves, ntk, own, rows.arrays, rows.axes, num)
+    of_side, num = directions[position], len(model.axes)
+    return Linearization(
+        program, model.leaves, ntk, of_side, rows.arrays, rows.axes, num
+    )
 
 
 def _by_sites(

@@ -123,8 +123,8 @@ def _drawn(layer: Any, weight_std: float, bias_std: float, key: Any) -> NTKLayer
     keys = jr.split(key)
     fan_in = math.prod(layer.weight.shape[1:])
     parameters = [
-        jr.normal(own, x.shape, x.dtype)
-        for own, x in zip(keys, (layer.weight, layer.bias), strict=True)
+        jr.normal(key, x.shape, x.dtype)
+        for key, x in zip(keys, (layer.weight, layer.bias), strict=True)
         if x is not None
     ]
     where = lambda layer: [x for x in (layer.weight, layer.bias) if x is not None]

@@ -245,8 +245,8 @@ class KernelTask(AbstractTask):
             num = None if self.probes is None else self.probes.num
             axes = dataclasses.replace(axes, probes=num)
             ntk.append(axes)
-            for side, own in enumerate(directions):
-                own.append(axes.cotangents(vectors, side))
+            for side, of_side in enumerate(directions):
+                of_side.append(axes.cotangents(vectors, side))
         pairing = choose_pairing(model, values, ntk, directions)
         names = [
             ("nngp" if i < len(values) else "ntk", axes.index)

@@ -240,14 +240,14 @@ class Tiles:
         `kept` is what is kept of its two blocks already.
         """
         sides = []
-        for side, own in enumerate(kept):
-            if own is None and is_diagonal and side == 1:
-                own = sides[0]
-            if own is None:
+        for side, of_side in enumerate(kept):
+            if of_side is None and is_diagonal and side == 1:
+                of_side = sides[0]
+            if of_side is None:
                 start, size = self.grid.start(side, at[side]), self.grid.sizes[side]
                 rows = self.kernel.rows[side].at(start, size)
-                own = self.kernel.keep(side, rows, size)
-            sides.append(own)
+                of_side = self.kernel.keep(side, rows, size)
+            sides.append(of_side)
         return self.tile((sides[0], sides[1]), (at[0], at[1]), is_diagonal, is_loop)
 
     def update(

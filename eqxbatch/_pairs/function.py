@@ -131,7 +131,7 @@ def _sides(call: KernelCall) -> list[Side]:
     axes = VmapAxes(call.in_axes, 0, call.kwargs_axes)
     note = "Keyword arguments for the examples come in pairs, batched along axis 0."
     return [
-        Side(position, own, {}, axes, note) for position, own in enumerate(call.calls)
+        Side(position, one, {}, axes, note) for position, one in enumerate(call.calls)
     ]
 
 
@@ -139,13 +139,13 @@ def _run(
     call: KernelCall, sides: list[Side], first: list, second: list | None
 ) -> PyTree:
     """What the kernel function returns for a block of rows and one of columns."""
-    x1, own = sides[0].arguments(first)
-    x2, other = None, own
+    x1, first_kwargs = sides[0].arguments(first)
+    x2, other = None, first_kwargs
     if second is not None:
         x2, other = sides[-1].arguments(second)
     elif not call.is_alone or not _takes_none(call.kernel_fn):
         x2 = x1
-    pairs = {name: (own[name], other[name]) for name in own}
+    pairs = {name: (first_kwargs[name], other[name]) for name in first_kwargs}
     out = call.kernel_fn(x1, x2, *call.args, **pairs, **call.shared)
     return jtu.tree_map(
         lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, out

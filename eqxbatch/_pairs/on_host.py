@@ -169,16 +169,16 @@ class _Team:
         # Along other axes, devices would do the same.
         line = np.moveaxis(mesh.devices, axis, 0).reshape(mesh_axis.num, -1)[:, 0]
         processes = sorted({device.process_index for device in line})
-        own = jax.process_index()
-        self.devices = [device for device in line if device.process_index == own]
+        this = jax.process_index()
+        self.devices = [device for device in line if device.process_index == this]
         self.num = len(processes)
-        if self.num > 1 and (not store.is_shared or own not in processes):
+        if self.num > 1 and (not store.is_shared or this not in processes):
             raise ValueError(
                 f"The `mesh` has devices of {self.num} processes, which each have "
                 "memory of their own. Use `store='device'` or a `ZarrStore` on a disk "
                 "that all of them see, and a mesh with devices of all processes."
             )
-        self.rank = processes.index(own)
+        self.rank = processes.index(this)
 
     def agree(self, error: Exception | None) -> None:
         """Waits for all processes. Raises if one of them has failed."""
@@ -260,16 +260,16 @@ def _write(
     counts_nans: bool,
 ) -> None:
     """Computes what the store does not have yet, and writes it down."""
-    own: list[dict[Tile, list[Patch]]] = []
+    wanted_of_team: list[dict[Tile, list[Patch]]] = []
     for tiles in (grid.pairs(), grid.diagonal()):
-        own.append({})
+        wanted_of_team.append({})
         for tile in tiles:
             if grid.part_of(tile, team.num) == team.rank:
                 found = patches(kernel.leaves, grid, tile)
                 wanted = [p for p in found if not (store.upper_only and p.is_mirror)]
-                own[-1][tile] = wanted
+                wanted_of_team[-1][tile] = wanted
     missing: list[dict[Tile, list[Patch]]] = []
-    for some in own:
+    for some in wanted_of_team:
         missing.append({})
         for tile, wanted in some.items():
             # All are asked for, as what is damaged is put away then.
@@ -277,7 +277,7 @@ def _write(
             if not all(there):
                 missing[-1][tile] = wanted
     writer.prepare([p for some in missing for wanted in some.values() for p in wanted])
-    num_tiles, num_missing = (sum(map(len, some)) for some in (own, missing))
+    num_tiles, num_missing = (sum(map(len, some)) for some in (wanted_of_team, missing))
     blocks = _Blocks(call, kernel, grid)
     with (
         Metered(meter, num_tiles, num_tiles - num_missing) as metered,
@@ -388,8 +388,8 @@ def _tiles_on_devices(task: _Task, at: Array, mesh_axis: MeshAxis) -> list[Array
 
     def run(operands: tuple) -> list[Array]:
         task, at = operands
-        own = at[lax.axis_index(mesh_axis.name)]
-        return [x[None] for x in task.run(own)]
+        tile = at[lax.axis_index(mesh_axis.name)]
+        return [x[None] for x in task.run(tile)]
 
     return on_devices(run, (task, at), mesh_axis, PartitionSpec(mesh_axis.name))
 

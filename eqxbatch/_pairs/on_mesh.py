@@ -196,7 +196,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
     """The rows of one device."""
     kernel = block_kernel(call)
     num, total = mesh_axis.num, grid.totals[0]
-    own, others = kernel.rows
+    rows, others = kernel.rows
     height = -(-total // num)
     index = lax.axis_index(mesh_axis.name)
     collectors = [Written(leaf) for leaf in kernel.leaves]
@@ -215,7 +215,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
     def panel(number: Any, start: Any = 0, size: int = height) -> Rows:
         at = number * height + start + jnp.arange(size, dtype=jnp.int32)
         # Where there are too few examples, the last one stands in.
-        return _taken(own, jnp.minimum(at, total - 1))
+        return _taken(rows, jnp.minimum(at, total - 1))
 
     if not grid.is_same:
         results = block(panel(index), others, False)
@@ -268,12 +268,12 @@ def _opposite(
     low = index % (num // 2)
     half = -(-height // 2)
     starts = jnp.where(jnp.array([True, False]) == is_first, 0, height - half)
-    own = block(panel(low, starts[0], half), panel(low + num // 2), False)
+    computed = block(panel(low, starts[0], half), panel(low + num // 2), False)
     pairs = [(i, (i + num // 2) % num) for i in range(num)]
-    other = _sent(own, mesh_axis, pairs)
+    other = _sent(computed, mesh_axis, pairs)
     # The halves overlap in a row if they must, which is then the same for both.
-    first = [jnp.where(is_first, x, y) for x, y in zip(own, other, strict=True)]
-    second = [jnp.where(is_first, y, x) for x, y in zip(own, other, strict=True)]
+    first = [jnp.where(is_first, x, y) for x, y in zip(computed, other, strict=True)]
+    second = [jnp.where(is_first, y, x) for x, y in zip(computed, other, strict=True)]
     whole = []
     for leaf, x, y in zip(kernel.leaves, first, second, strict=True):
         row = leaf.axes[0]

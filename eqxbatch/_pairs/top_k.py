@@ -135,8 +135,8 @@ class TopK(AbstractReduction[_Nearest]):
         taken = jnp.where(is_low, none[None, :-1], state.indices)
         if self.without_self:
             row = jnp.arange(taken.shape[0], dtype=jnp.int32)
-            own = jnp.where(row < state.num_columns, row, none[-1])
-            taken = jnp.concatenate([taken, own[:, None]], axis=1)
+            itself = jnp.where(row < state.num_columns, row, none[-1])
+            taken = jnp.concatenate([taken, itself[:, None]], axis=1)
         rank = jnp.cumsum(is_low, axis=1, dtype=jnp.int32) - 1
         return Neighbours(
             state.values, jnp.where(is_low, _missing(taken, rank), state.indices)

@@ -176,6 +176,29 @@ def test_batches_are_explained_as_their_examples():
     assert explain_sites(fun, model, *structs, 2.0, in_axes=(1, 0, None)) == of_one
 
 
+def test_selected_parameters():
+    model = {"a": jnp.arange(1.0, 4.0), "b": jnp.ones(3), "c": [jnp.ones((2, 3))]}
+
+    def fun(model, x):
+        # In a check, what is constant must be of the dtype of what is not.
+        return model["c"][0] @ jnp.tanh(lax.mul(model["a"], model["b"]) * x)
+
+    x = jnp.ones(3)
+    spec = {"a": True, "b": False, "c": True}
+    of_two = explain_sites(fun, model, x, filter_spec=spec, check=True)
+    assert [leaf.path for leaf in of_two.leaves] == ["['a']", "['c'][0]"]
+    assert [leaf.path for leaf in of_two.check.leaves] == ["['a']", "['c'][0]"]
+    assert of_two.check.dtype == "float64"
+    assert of_two.check.max_error < 1e-12
+    where = lambda model: (model["b"], model["c"])
+    (last,) = explain_sites(fun, model, x, where=where, filter_spec=spec).leaves
+    assert last == of_two.leaves[1]
+    with pytest.raises(ValueError, match="`where` and `filter_spec` leave no param"):
+        explain_sites(fun, model, x, where=lambda model: ())
+    with pytest.raises(ValueError, match="`where` must return parts of the model"):
+        explain_sites(fun, model, x, where=lambda model: 1.0)
+
+
 def test_wrong_input():
     model = eqx.nn.Linear(4, 3, key=jr.key(0))
     fun = lambda model, x: model(x)
