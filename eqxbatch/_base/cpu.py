@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Inexact, Shaped
 
 from .jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
-from .mesh import where_it_is, zeros_like
+from .mesh import vary, varying, where_it_is, zeros_like
 
 
 def as_own_program(
@@ -109,6 +109,45 @@ def _mirrored_in_pieces(x: Array) -> Array:
         x = run(x, jnp.stack([rows, jnp.full_like(rows, num)], -1), above(rest))
         x = run(x, jnp.full((1, 2), num), diagonal(rest))
     return x
+
+
+def with_mirror_image(
+    x: Shaped[Array, "n n ..."],
+    combine: Callable[[Array, Array], Array],
+    exchanged: Callable[[Array], Array],
+) -> Shaped[Array, "n n ..."]:
+    """`combine(x, exchanged(x))`, which must be symmetric.
+
+    XLA for CPUs reads the columns of a large array one number at a time, each of them
+    from far away: so it is done in pieces of which both images fit into a cache. A
+    product of 2,048 rows takes less than half the time then.
+    """
+    at_once = lambda x: combine(x, exchanged(x))
+    if x.shape[0] <= 2 * _PIECE:
+        return at_once(x)
+    zeros = [jnp.zeros((), jnp.int32) for _ in x.shape[2:]]
+    starts = _starts(x.shape[0]).astype(jnp.int32)
+    row, column = jnp.triu_indices(len(starts))
+
+    def step(result: Array, at: Array) -> tuple[Array, None]:
+        here, there = [*at, *zeros], [*at[::-1], *zeros]
+        size = (_PIECE, _PIECE, *x.shape[2:])
+        pieces = [lax.dynamic_slice(x, place, size) for place in (here, there)]
+        piece = combine(pieces[0], exchanged(pieces[1]))
+        result = lax.dynamic_update_slice(result, piece, here)
+        return lax.dynamic_update_slice(result, exchanged(piece), there), None
+
+    def in_pieces(x: Array) -> Array:
+        at = jnp.stack([starts[row], starts[column]], axis=-1)
+        return lax.scan(step, vary(jnp.zeros_like(x), varying(jax.typeof(x))), at)[0]
+
+    return lax.platform_dependent(x, cpu=in_pieces, default=at_once)
+
+
+def _starts(num: int) -> Array:
+    """Where pieces begin, so that all of them have the same size."""
+    size = min(num, _PIECE)
+    return jnp.minimum(jnp.arange(0, max(num, 1), max(size, 1)), num - size)
 
 
 def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, PyTree, Shaped
 
+from .._base.cpu import with_mirror_image
 from .._batch.cut import block_struct
 from .._batch.memory import free_bytes
 from .._batch.rows import Rows
@@ -279,6 +280,11 @@ class AbstractBlockKernel(abc.ABC):
 
     def symmetrised(self, tile: list[Array]) -> list[Array]:
         """A tile on the diagonal, made exactly symmetric, whatever rounding did."""
+        if self.plan.mirror is True:
+            return [
+                leaf.back(_symmetrised(leaf.front(x))) if leaf.is_pairwise else x
+                for leaf, x in zip(self.leaves, tile, strict=True)
+            ]
         return [
             _common(x, y) if leaf.is_pairwise else x
             for leaf, x, y in zip(self.leaves, tile, self.mirrored(tile), strict=True)
@@ -290,3 +296,8 @@ def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.where(x == y, x, (x + y) / 2)
     return jnp.maximum(x, y)
+
+
+def _symmetrised(x: Shaped[Array, "n n ..."]) -> Shaped[Array, "n n ..."]:
+    exchanged = lambda x: jnp.conj(jnp.swapaxes(x, 0, 1))
+    return with_mirror_image(x, _common, exchanged)

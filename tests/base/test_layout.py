@@ -16,7 +16,12 @@ from eqxbatch import (
     Mean,
     MonteCarloKernel,
 )
-from eqxbatch._base.cpu import as_own_program, evaluate_in_loop, mirrored
+from eqxbatch._base.cpu import (
+    as_own_program,
+    evaluate_in_loop,
+    mirrored,
+    with_mirror_image,
+)
 from eqxbatch._ntk import random_model
 from eqxbatch._pairs import function
 from ..helpers import assert_same, memory, normal
@@ -207,6 +212,15 @@ def test_large_matrices_are_mirrored_in_pieces_on_cpus_only(size, getkey):
     assert_same(got, jnp.triu(weights) + jnp.tril(weights, -1).T)
     for platform, is_in_pieces in (("cpu", True), ("cuda", False)):
         lowered = jax.jit(mirrored).trace(x).lower(lowering_platforms=(platform,))
+        assert ("stablehlo.while" in lowered.as_text()) is is_in_pieces
+
+
+def test_large_tiles_are_made_symmetric_in_pieces_on_cpus_only(getkey):
+    x = normal(getkey(), (600, 600))
+    run = lambda x: with_mirror_image(x, jnp.maximum, jnp.transpose)
+    assert_same(run(x), jnp.maximum(x, x.T), tol=0)
+    for platform, is_in_pieces in (("cpu", True), ("cuda", False)):
+        lowered = jax.jit(run).trace(x).lower(lowering_platforms=(platform,))
         assert ("stablehlo.while" in lowered.as_text()) is is_in_pieces
 
 
