@@ -183,6 +183,8 @@ def resolve_size(
         bytes_at = lambda size: compiled_bytes(run(size), operands)
         return fit_size(budget, largest, bytes_at)
 
+    # Only a key: sizes are for the backend that `compiled_bytes` compiles for, which is
+    # the default one, as its structs are on no device.
     key = (budget, jax.default_backend(), total, *_structure(operands))
     try:
         hash(key)
@@ -244,6 +246,7 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
     with outside_of_mesh():
         stats = jax.jit(program).lower(*structs).compile().memory_analysis()
     if stats is None:
+        # Only a message: it names the backend that was compiled for.
         raise RuntimeError(
             f"The compiler for {jax.default_backend()!r} does not report how much "
             "memory a program takes. Give a size in place of the `MemoryBudget`."

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
-from .._base.cpu import as_own_program, mirrored, transposed, true_of
+from .._base.cpu import mirrored
 from .._base.dtypes import common_dtype
 from .site_blocks import Pair
 
@@ -85,11 +85,6 @@ def all_pairs(leaves: Sequence) -> list[Pair]:
 
 def square(blocks: dict[Pair, Array], leaves: Sequence, treedef: Any) -> PyTree:
     """A symmetric matrix as a PyTree of PyTrees, from the blocks of `all_pairs`."""
-    if len(leaves) > 1:
-        # Blocks are used twice, and both must be rounded in the same way.
-        x = leaves[0].ravel()[:1]
-        held = as_own_program(lambda *blocks: [*blocks], true_of(x))
-        blocks = dict(zip(blocks, held(*blocks.values()), strict=True))
 
     def block(row: int, column: int) -> Array:
         first, second = min(row, column), max(row, column)
@@ -97,7 +92,7 @@ def square(blocks: dict[Pair, Array], leaves: Sequence, treedef: Any) -> PyTree:
         if row == column:
             x = mirrored(x)
         elif row > column:
-            x = transposed(x)
+            x = x.T
         shape = (*leaves[row].shape, *leaves[column].shape)
         return x.reshape(shape).astype(leaves[row].dtype)
 

@@ -191,6 +191,8 @@ def fingerprint(
     return {
         "format": _FORMAT,
         "package": f"eqxbatch {importlib.metadata.version('eqxbatch')}",
+        # Only a record: tiles of another backend are rounded in another way, and not
+        # to be mixed with these. Nothing is computed differently because of it.
         "compiler": f"jax {jax.__version__} {jax.default_backend()}",
         "inputs": _digest((call.calls, call.args, call.shared)),
         "kernel_fn": _digest(call.kernel_fn),

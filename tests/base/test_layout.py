@@ -1,4 +1,4 @@
-"""What is done for XLA for CPUs: convolutions in loops, and large transposes."""
+"""What is done for XLA for CPUs: layouts, mirror images, and programs kept apart."""
 
 import functools
 import re
@@ -14,9 +14,17 @@ from eqxbatch import (
     filter_microbatch,
     HostStore,
     Mean,
+    MonteCarloKernel,
 )
-from eqxbatch._base.cpu import evaluate_in_loop, mirrored, transposed
-from ..helpers import assert_same, normal
+from eqxbatch._base.cpu import (
+    as_own_program,
+    evaluate_in_loop,
+    mirrored,
+    with_mirror_image,
+)
+from eqxbatch._ntk import random_model
+from eqxbatch._pairs import function
+from ..helpers import assert_same, memory, normal
 
 
 pytestmark = pytest.mark.versions
@@ -75,6 +83,16 @@ def test_other_dtypes(dtype, getkey):
     x = normal(getkey(), (9, 2, 7, 6), dtype)
     micro = filter_micro_vmap(conv, microbatch_size=3)
     assert_same(micro(x), jax.vmap(conv)(x))
+    assert conv_layouts(lambda x: micro(x), x) == [CHANNELS_LAST]
+
+
+@pytest.mark.parametrize("dtype", (jnp.int32, jnp.complex64))
+def test_dtypes_that_layers_do_not_have(dtype, getkey):
+    w = jax.random.randint(getkey(), (3, 2, 3, 3), -9, 9).astype(dtype)
+    x = jax.random.randint(getkey(), (9, 2, 7, 6), -9, 9).astype(dtype)
+    fun = lambda x: jax.lax.conv_general_dilated(x[None], w, (1, 1), "VALID")[0]
+    micro = filter_micro_vmap(fun, microbatch_size=3)
+    assert_same(micro(x), jax.vmap(fun)(x))
 
 
 def test_loops_have_channels_last(getkey):
@@ -183,16 +201,77 @@ def test_jaxprs_with_literals_constants_and_unused_outputs(getkey):
     assert_same(jax.vmap(lambda x: run([x])[0])(x[None]), fun(x)[0][None])
 
 
-@pytest.mark.parametrize("fun", (mirrored, transposed))
-def test_large_matrices_are_exchanged_in_pieces_on_cpus_only(fun, getkey):
-    x = normal(getkey(), (300, 300))
-    expected = jnp.triu(x) + jnp.triu(x, 1).T if fun is mirrored else x.T
-    assert_same(fun(x), expected, tol=0)
-    assert_same(jax.vmap(fun)(x[None]), expected[None], tol=0)
+@pytest.mark.parametrize("size", (300, 700))
+def test_large_matrices_are_mirrored_in_pieces_on_cpus_only(size, getkey):
+    x = normal(getkey(), (size, size))
+    expected = jnp.triu(x) + jnp.triu(x, 1).T
+    assert_same(mirrored(x), expected, tol=0)
+    assert_same(jax.vmap(mirrored)(x[None]), expected[None], tol=0)
     weights = normal(getkey(), x.shape)
-    got = jax.grad(lambda x: jnp.sum(weights * fun(x)))(x)
-    of_mirrored = jnp.triu(weights) + jnp.tril(weights, -1).T
-    assert_same(got, of_mirrored if fun is mirrored else weights.T)
+    got = jax.grad(lambda x: jnp.sum(weights * mirrored(x)))(x)
+    assert_same(got, jnp.triu(weights) + jnp.tril(weights, -1).T)
     for platform, is_in_pieces in (("cpu", True), ("cuda", False)):
-        lowered = jax.jit(fun).trace(x).lower(lowering_platforms=(platform,))
+        lowered = jax.jit(mirrored).trace(x).lower(lowering_platforms=(platform,))
         assert ("stablehlo.while" in lowered.as_text()) is is_in_pieces
+
+
+def test_large_tiles_are_made_symmetric_in_pieces_on_cpus_only(getkey):
+    x = normal(getkey(), (600, 600))
+    run = lambda x: with_mirror_image(x, jnp.maximum, jnp.transpose)
+    assert_same(run(x), jnp.maximum(x, x.T), tol=0)
+    for platform, is_in_pieces in (("cpu", True), ("cuda", False)):
+        lowered = jax.jit(run).trace(x).lower(lowering_platforms=(platform,))
+        assert ("stablehlo.while" in lowered.as_text()) is is_in_pieces
+
+
+def test_programs_are_kept_apart_on_cpus_only():
+    # Elsewhere, the condition is true as the compiler can see.
+    apart = jax.jit(lambda x, always: as_own_program(lambda x: [jnp.sin(x)], always)(x))
+    traced = apart.trace(jnp.ones(3), jnp.array(True))
+    for platform, is_apart in (("cpu", True), ("cuda", False)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert "stablehlo.case" in text
+        assert ("stablehlo.or" not in text) is is_apart
+
+
+# Where the next two fail because both are equal, XLA has learned to do without.
+
+
+def merged(monkeypatch, module):
+    """From here on, what is kept apart in a module is not."""
+    monkeypatch.setattr(module, "as_own_program", lambda run, always: run)
+
+
+def test_blocks_of_kernels_are_kept_apart(monkeypatch):
+    def arc_cosine(x, y=None):
+        y = x if y is None else y
+        norms = jnp.linalg.norm(x, axis=1)[:, None] * jnp.linalg.norm(y, axis=1)[None]
+        found = kernel = x @ y.T
+        for _ in range(3):
+            cosine = jnp.clip(found / norms, -0.99, 0.99)
+            slope = jnp.pi - jnp.arccos(cosine)
+            found = norms * (jnp.sqrt(1 - cosine**2) + slope * cosine)
+            kernel = found + kernel * slope
+        return kernel
+
+    def temporaries():
+        kernel = lambda x, y=None: arc_cosine(x, y)
+        batched = filter_batch_kernel(kernel, block_size=128, symmetric=True)
+        return memory(batched, jnp.ones((512, 8))).temp_size_in_bytes
+
+    apart = temporaries()
+    merged(monkeypatch, function)
+    assert 2 * apart < temporaries()
+
+
+def test_random_models_are_drawn_apart(monkeypatch):
+    def temporaries():
+        init = lambda key: eqx.nn.MLP(8, 4, 128, 2, key=key)
+        kernel = MonteCarloKernel(init, key=jax.random.key(0), n_samples=4)
+        arrays, static = eqx.partition(kernel, eqx.is_array)
+        run = lambda arrays, x: eqx.combine(arrays, static)(x)
+        return memory(run, arrays, jnp.ones((4, 8))).temp_size_in_bytes
+
+    apart = temporaries()
+    merged(monkeypatch, random_model)
+    assert 1.2 * apart < temporaries()
