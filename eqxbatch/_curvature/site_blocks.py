@@ -15,7 +15,7 @@ from .._base.dtypes import common_dtype, widened
 from .._base.trees import consecutive_groups
 from .._sites.cost import contraction_cost, total_cost
 from .._sites.einsum import contract, EXAMPLE, Labels, Term
-from .._sites.factors import scale_of, weight_term
+from .._sites.factors import scale_of, weight_terms
 from .._sites.rules import Axes
 from .._sites.site import is_lettered, Label, labels_of, Site
 from .._sites.trace import Program
@@ -142,7 +142,7 @@ class Blocks:
             for side, names in enumerate(labels)
         ]
         weights = [
-            weight_term(use, values, named_labels(names, use.w_axes))
+            weight_terms(use, values, names)
             for use, names in zip((site, other), labels, strict=True)
         ]
         for arrays in terms(site, other, labels):
@@ -184,7 +184,8 @@ def _diagonal_of(
         None if is_lettered(use) else use.view.struct(struct, values) for use in sites
     ]
     nums = [1 if view is None else math.prod(view.shape) for view in views]
-    of_leaf = 1 if all(views) else math.prod(struct.shape)
+    are_small = all(view is not None for view in views)
+    of_leaf = 1 if are_small else math.prod(struct.shape)
     block = block.reshape(of_leaf, *nums)
     for side in (1, 0):
         view, axis = views[side], side + 1

@@ -28,14 +28,8 @@ from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._batch.moments import MeanAndVariance
 from .._batch.objective import Example, Loss, MicrobatchResult
 from .._sites.cost import Contraction, Method, plan
-from .._sites.factors import (
-    Factor,
-    Factors,
-    gradients,
-    kept_examples,
-    squared_norms,
-    weighted_sum,
-)
+from .._sites.factors import Factor, Factors, gradients, kept_examples, weighted_sum
+from .._sites.gram import squared_norms
 from .._sites.site import positions, Site
 from .._sites.trace import Program
 from .clip import Clipping

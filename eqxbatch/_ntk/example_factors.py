@@ -20,7 +20,8 @@ from .._base.jaxprs import PerExample
 from .._base.mesh import vary, varying
 from .._sites.cost import contraction_cost, Cost, MOST_SITES, total_cost
 from .._sites.einsum import EXAMPLE
-from .._sites.factors import Factor, Factors, gradients, gram, gram_terms, site_terms
+from .._sites.factors import Factor, Factors, gradients, site_terms
+from .._sites.gram import gram, gram_terms
 from .._sites.site import is_allowed, leaf_site, positions, Site
 from .._sites.trace import Program
 from .output_axes import OutputAxes

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from .._base.jaxprs import inner_jaxprs
 from .einsum import contract_cost, EXAMPLE, Labels, Term
-from .factors import Factors, norm_terms
+from .factors import Factors
+from .gram import norm_terms
 from .site import is_allowed, Site
 from .trace import Program
 

@@ -1,4 +1,4 @@
-"""What follows from the factors of the sites: norms, Gram matrices, weighted sums.
+"""What follows from the factors of the sites: gradients, and weighted sums of them.
 
 All arrays here have examples along axis 0. The gradient of an example with respect to a
 leaf is the sum over the leaf's sites of `einsum(a, d)`, brought from the view back to
@@ -7,19 +7,19 @@ the leaf. It is only formed where that is cheaper than to do without.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Inexact
 
 from .._base.dtypes import widened
 from .._base.mesh import is_on_mesh
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .rules import Axes
-from .site import is_lettered, is_small, Label, labels_of, positions, Site
+from .site import is_lettered, Label, labels_of, Site
 
 
 _Leaf = Array | jax.ShapeDtypeStruct  # Only its type matters.
@@ -135,7 +135,7 @@ def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
-def _labelled(
+def labelled_terms(
     site: Site, factors: Factors, example: Label, labels: dict[str, Label]
 ) -> list[Term]:
     """The operand of a site, if it has one, and the cotangent, which comes last."""
@@ -171,7 +171,7 @@ def scale_of(site: Site) -> Any:
     return site.rule.scale * (1.0 if is_in_terms else site.view.scale)
 
 
-def weight_term(site: Site, values: list, names: Labels) -> list[Term]:
+def weight_terms(site: Site, values: list, labels: dict[str, Label]) -> list[Term]:
     """What the entries of a leaf are multiplied with on the way to a site, if so.
 
     Where the axes of the view are not those of the leaf, it is a part of the view.
@@ -180,234 +180,8 @@ def weight_term(site: Site, values: list, names: Labels) -> list[Term]:
         return []
     struct = site.view.struct_of_leaf
     ones = jnp.ones(struct.shape, struct.dtype)
-    return [(widened(site.view.apply(ones, values)), names)]
-
-
-def _weight(site: Site, factors: Factors, labels: dict[str, Label]) -> list[Term]:
     names = tuple(labels[name] for name in site.w_axes)
-    return weight_term(site, factors.values, names)
-
-
-class _Side(NamedTuple):
-    """A site in a pair: its factors, and the labels of the examples and its axes."""
-
-    site: Site
-    factors: Factors
-    example: Label
-    labels: dict[str, Label]
-    small: Label
-
-    @property
-    def token(self) -> tuple[Array, Labels, Label] | None:
-        """The tokens, if there are any, and what they choose from."""
-        if self.site.rule.token is None:
-            return None
-        a, _ = self.site_terms
-        return *a, self.labels[self.site.rule.token]
-
-    @property
-    def site_terms(self) -> list[Term]:
-        return _labelled(self.site, self.factors, self.example, self.labels)
-
-    @property
-    def terms(self) -> list[Term]:
-        """The cotangent, and the operand if it is one of numbers; and weights."""
-        *operand, cotangent = self.site_terms
-        weights = _weight(self.site, self.factors, self.labels)
-        if self.token is not None:
-            return [cotangent, *(_taken(term, self.token) for term in weights)]
-        return [cotangent, *operand, *weights]
-
-    @property
-    def coefficients(self) -> Term:
-        """The gradient with respect to a view that is small, with one axis."""
-        present = {label for _, own in self.site_terms for label in own}
-        lead = (self.example, *self.factors.outputs)
-        lead = tuple(label for label in lead if label in present)
-        of_view = [self.labels[name] for name in self.site.w_axes]
-        out = (*lead, *(label for label in of_view if label in present))
-        x = contract(self.site_terms, out)
-        num = math.prod(self.site.view.shape)
-        return x.reshape(*x.shape[: len(lead)], num), (*lead, self.small)
-
-    @property
-    def directions(self) -> Array:
-        """What the entries of a small view are of the leaf, one after the other."""
-        view, values = self.site.view, self.factors.values
-        struct = view.struct(view.struct_of_leaf, values)
-        num = math.prod(struct.shape)
-        seeds = jnp.eye(num, dtype=struct.dtype).reshape(num, *struct.shape)
-        back = view.transposed(view.struct_of_leaf, values)
-        return widened(jax.vmap(back)(seeds))
-
-    def along(self, directions: Array, small: Label) -> list[Term]:
-        """The inner products of the gradients at the site with some directions."""
-        view, values = self.site.view, self.factors.values
-        struct = view.struct_of_leaf
-        apply = lambda x: view.apply(x.astype(struct.dtype), values)
-        sizes = [self.site.sizes[name] for name in self.site.w_axes]
-        pushed = widened(jax.vmap(apply)(directions))
-        pushed = pushed.reshape(pushed.shape[0], *sizes)
-        names = tuple(self.labels[name] for name in self.site.w_axes)
-        term = (pushed, (small, *names))
-        *operand, cotangent = self.site_terms
-        if self.token is not None:
-            return [cotangent, _taken(term, self.token)]
-        return [cotangent, *operand, term]
-
-
-def _flat(x: Array) -> Array:
-    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
-
-
-def pair_terms(
-    site: Site, factors: Factors, other: Site, other_factors: Factors, example: Label
-) -> tuple[list[Term], Any]:
-    """The arrays whose contraction is the inner product of two sites' gradients.
-
-    Also what to multiply it with. `example` is the label of the other's examples.
-    """
-    first, second = (
-        _Side(s, f, lead, labels_of(s, side), ("small", side))
-        for side, (s, f, lead) in enumerate(
-            [(site, factors, EXAMPLE), (other, other_factors, example)]
-        )
-    )
-    if is_small(site) or is_small(other):
-        return _small_terms(first, second)
-    terms = [first.terms, second.terms]
-    tokens = [first.token, second.token]
-    if tokens[0] is not None and tokens[1] is not None and tokens[0][2] == tokens[1][2]:
-        same, labels = _equal(tokens[0][:2], tokens[1][:2])
-        terms[0].append((same.astype(terms[0][0][0].real.dtype), labels))
-    else:
-        for side, token in enumerate(tokens):
-            if token is not None:
-                terms[1 - side] = [_taken(term, token) for term in terms[1 - side]]
-    conjugated = [(jnp.conj(x), labels) for x, labels in terms[1]]
-    return [*terms[0], *conjugated], scale_of(site) * scale_of(other).conjugate()
-
-
-def _small_terms(first: _Side, second: _Side) -> tuple[list[Term], Any]:
-    """The same, where one of the sites has few numbers of a leaf, as a penalty has."""
-    scale = first.site.rule.scale * second.site.rule.scale
-    if is_small(first.site) and is_small(second.site):
-        flat = ("flat", 0)
-        directions = [
-            (_flat(side.directions), (side.small, flat)) for side in (first, second)
-        ]
-        return [first.coefficients, *directions, second.coefficients], scale
-    if is_small(first.site):
-        terms = second.along(first.directions, first.small)
-        return [first.coefficients, *terms], scale
-    terms = first.along(second.directions, second.small)
-    return [*terms, second.coefficients], scale
-
-
-def _equal(first: Term, second: Term) -> Term:
-    """Where tokens choose the same row."""
-    (x, x_labels), (y, y_labels) = first, second
-    labels = (*x_labels, *(label for label in y_labels if label not in x_labels))
-    return aligned(x, x_labels, labels) == aligned(y, y_labels, labels), labels
-
-
-def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
-    """A term at the rows of a table that the tokens choose.
-
-    Along axes that both have, such as that of the examples or the steps of a `scan`
-    over tables, each has its own tokens.
-    """
-    (x, labels), (tokens, token_labels, chosen) = term, token
-    if chosen not in labels:
-        return term
-    shared = [label for label in token_labels if label in labels]
-    rest = tuple(label for label in labels if label not in shared)
-    own = tuple(label for label in token_labels if label not in shared)
-    axis = rest.index(chosen)
-
-    def take(x: Array, tokens: Array) -> Array:
-        return jnp.take(x, tokens, axis=axis, mode="fill", fill_value=0)
-
-    # The innermost first, so that the axes of the outer ones are still there.
-    for i, label in reversed([*enumerate(shared)]):
-        later = shared[i:]
-        in_axes = [
-            [other for other in names if other not in shared or other in later].index(
-                label
-            )
-            for names in (labels, token_labels)
-        ]
-        take = jax.vmap(take, tuple(in_axes))
-    return take(x, tokens), (*shared, *rest[:axis], *own, *rest[axis + 1 :])
-
-
-def squared_norms(sites: Sequence[Site], factors: Factors) -> Real[Array, " n"]:
-    """Squared norms of gradients with respect to a leaf, by its sites' factors."""
-    total = 0
-    for terms, scale in norm_terms(sites, factors):
-        total += jnp.real(contract(terms, (EXAMPLE,)) * scale)
-    return jnp.maximum(total, 0)
-
-
-def gram(
-    sites: Sequence[Site],
-    factors: Factors,
-    others: Sequence[Site],
-    other_factors: Factors,
-    example: Label,
-    out: Labels,
-) -> Inexact[Array, "..."]:
-    """Inner products of gradients with respect to a leaf, by its sites' factors.
-
-    `example` is the label of the other's examples, and `out` are those of the result;
-    along those that no factor has, its size is 1. A complex leaf counts as its real and
-    its imaginary part.
-    """
-    total = 0
-    for terms, scale in gram_terms(sites, factors, others, other_factors, example):
-        present = {label for _, labels in terms for label in labels}
-        product = contract(terms, tuple(label for label in out if label in present))
-        missing = [axis for axis, label in enumerate(out) if label not in present]
-        total += jnp.expand_dims(jnp.real(product * scale), missing)
-    return jnp.asarray(total)
-
-
-def gram_terms(
-    sites: Sequence[Site],
-    factors: Factors,
-    others: Sequence[Site],
-    other_factors: Factors,
-    example: Label,
-) -> Iterator[tuple[list[Term], Any]]:
-    """The arrays to contract for `gram`, and what to multiply each with."""
-    for site in sites:
-        for other in others:
-            yield pair_terms(site, factors, other, other_factors, example)
-
-
-def norm_terms(
-    sites: Sequence[Site], factors: Factors
-) -> Iterator[tuple[list[Term], Any]]:
-    """The arrays to contract for a squared norm, and what to multiply each with.
-
-    It is the sum of the real parts: one for each site, and one for each pair of them.
-    """
-    for i, site in enumerate(sites):
-        yield _own_terms(site, factors)
-        for other in sites[i + 1 :]:
-            terms, scale = pair_terms(site, factors, other, factors, EXAMPLE)
-            yield terms, 2 * scale
-
-
-def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
-    """The arrays whose contraction is the squared norm of a site's gradient."""
-    if site.rule.token is not None or positions(site) or is_small(site):
-        return pair_terms(site, factors, site, factors, EXAMPLE)
-    # An outer product, whose norm is the product of the norms.
-    terms = [
-        (jnp.real(x * jnp.conj(x)), labels) for x, labels in site_terms(site, factors)
-    ]
-    return terms, abs(scale_of(site)) ** 2
+    return [(widened(site.view.apply(ones, values)), names)]
 
 
 def site_terms(site: Site, factors: Factors) -> list[Term]:
@@ -416,8 +190,8 @@ def site_terms(site: Site, factors: Factors) -> list[Term]:
     Or that with respect to the view, where its axes are not those of the leaf.
     """
     labels = labels_of(site, 0)
-    terms = _labelled(site, factors, EXAMPLE, labels)
-    return [*terms, *_weight(site, factors, labels)]
+    terms = labelled_terms(site, factors, EXAMPLE, labels)
+    return [*terms, *weight_terms(site, factors.values, labels)]
 
 
 def gradients(

@@ -13,20 +13,17 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._base.jaxprs import callee, CALLS, run_equation
+from .live import live_in_scan, live_variables, REMAT
 from .rules import find_rule, Rule, unknown_parameters
-from .shared import Graph, is_flat, Loop, Node, Slope, Value
+from .shared import Graph, Loop, Node, Slope, Value
 from .site import Site, SiteLoop
 from .view import extend_sum, extend_view, is_complex, leaf_view, View
 
 
 _Struct = jax.ShapeDtypeStruct
-
-
-REMAT = ("checkpoint", "remat2")  # Its name depends on the version of JAX.
 
 
 # More ways from a leaf to a value are not followed.
@@ -438,7 +435,7 @@ class Finder:
                 node = self.graph.sliced(x.node, loop)
                 views = tuple(view.scanned(loop) for view in x.views)
                 inner_inputs.append(self._known(node, views, x.curved, x.coupled))
-        live = _live_in_scan(own.eqn, own.live)[0]
+        live = live_in_scan(own.eqn, own.live)[0]
         inner = self.plan(closed.jaxpr, closed.consts, inner_inputs, live)
         for x, is_live in zip(inner.outs, live, strict=True):
             for view in x.views if x is not None and is_live else ():
@@ -497,52 +494,3 @@ def _perturbation_before(plan: Plan, eqn: Any, rules: dict[int, Rule]) -> int | 
     if isinstance(other, jex.Literal) or other.aval.shape != eqn.outvars[0].aval.shape:
         return None
     return plan.perturbed_by.get(other)
-
-
-def live_variables(jaxpr: Any, outs: Sequence[bool]) -> set:
-    """What some outputs of a jaxpr have a derivative in, as far as that is known."""
-    live = {
-        var
-        for var, is_live in zip(jaxpr.outvars, outs, strict=True)
-        if is_live and not isinstance(var, jex.Literal)
-    }
-    for eqn in reversed(jaxpr.eqns):
-        of_outs = [var in live for var in eqn.outvars]
-        if not any(of_outs):
-            continue
-        pairs = zip(eqn.invars, _live_inputs(eqn, of_outs), strict=True)
-        live |= {
-            atom
-            for atom, is_live in pairs
-            if is_live and not isinstance(atom, jex.Literal)
-        }
-    return live
-
-
-def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
-    name = eqn.primitive.name
-    if is_flat(eqn):
-        return [False for _ in eqn.invars]
-    if name in CALLS or name in REMAT:
-        jaxpr = callee(eqn).jaxpr if name in CALLS else eqn.params["jaxpr"]
-        live = live_variables(jaxpr, outs)
-        return [var in live for var in jaxpr.invars]
-    if name == "scan":
-        return _live_in_scan(eqn, outs)[1]
-    return [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars]
-
-
-def _live_in_scan(eqn: Any, outs: list[bool]) -> tuple[list[bool], list[bool]]:
-    """Which outputs and inputs of the body of a scan are differentiated."""
-    params = eqn.params
-    jaxpr, first = params["jaxpr"].jaxpr, params["num_consts"]
-    num = params["num_carry"]
-    outs = [*outs]
-    while True:
-        live = live_variables(jaxpr, outs)
-        inputs = [var in live for var in jaxpr.invars]
-        # What one step hands on is what the next one begins with.
-        carried = [a or b for a, b in zip(outs[:num], inputs[first:], strict=False)]
-        if carried == outs[:num]:
-            return outs, inputs
-        outs[:num] = carried

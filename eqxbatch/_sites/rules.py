@@ -225,22 +225,14 @@ def _in_place(eqn: Any, index: int) -> Rule | None:
     """Parts of an array, of which one is a parameter."""
     name = eqn.primitive.name
     structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
-    places = {"pad": (0,), "dynamic_update_slice": (0, 1)}
-    if index not in places.get(name, range(len(structs))):
-        return None
-    if name == "dynamic_update_slice" and not all(
-        isinstance(atom, jex.Literal) for atom in eqn.invars[2:]
-    ):
+    starts = eqn.invars[2:] if name == "dynamic_update_slice" else []
+    if not all(isinstance(atom, jex.Literal) for atom in starts):
         return None
 
     def put(w: Array) -> Array:
         ins = [
-            literal(atom)
-            if isinstance(atom, jex.Literal) and position > 1
-            else jnp.zeros(struct.shape, struct.dtype)
-            for position, (atom, struct) in enumerate(
-                zip(eqn.invars, structs, strict=True)
-            )
+            literal(atom) if atom in starts else jnp.zeros(struct.shape, struct.dtype)
+            for atom, struct in zip(eqn.invars, structs, strict=True)
         ]
         ins[index] = w
         return eqn.primitive.bind(*ins, **eqn.params)
@@ -490,7 +482,6 @@ _RULES: dict[str, Callable[[Any, int], Rule | None]] = {
     "dynamic_slice": _dynamic_slice,
     "concatenate": _in_place,
     "stack": _in_place,
-    "pad": _in_place,
     "dynamic_update_slice": _in_place,
     "select_n": _select,
 }

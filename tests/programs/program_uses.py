@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from . import (
     program_loops as program_loops,
+    program_shared as program_shared,
     program_tables as program_tables,
     program_views as program_views,
 )
