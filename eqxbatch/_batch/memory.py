@@ -210,10 +210,6 @@ def _structure(operands: PyTree) -> tuple:
     return tuple(leaves), treedef, tuple(static_leaves), static_treedef
 
 
-def _struct(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
     """The temporaries and outputs of the compiled `fun(operands)`, which is not run."""
     dynamic, static = eqx.partition(operands, eqx.is_array)
@@ -230,7 +226,8 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
         closed = jax.make_jaxpr(arrays_to_arrays)(*leaves)
     else:
         with outside_of_mesh():
-            closed = jax.make_jaxpr(arrays_to_arrays)(*map(_struct, leaves))
+            types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+            closed = jax.make_jaxpr(arrays_to_arrays)(*types)
     num = len(closed.consts)
 
     def program(*args: Any) -> list:

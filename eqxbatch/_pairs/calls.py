@@ -175,7 +175,7 @@ class Side:
             jtu.tree_structure((x, own)),
             jtu.tree_leaves(static),
             batch.axes,
-            [(_without(x.shape, axis), x.dtype) for x, axis in arrays],
+            [(x.shape[:axis] + x.shape[axis + 1 :], x.dtype) for x, axis in arrays],
         )
 
     def arguments(self, rows: list) -> tuple[PyTree, dict[str, Any]]:
@@ -191,10 +191,6 @@ class Side:
 
 # What errors call the arguments of a side.
 _CALLS: tuple[Callable, Callable] = (lambda x1, kwargs: None, lambda x2, kwargs: None)
-
-
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return shape[:axis] + shape[axis + 1 :]
 
 
 def _with_axis(x: Any) -> Any:

@@ -251,7 +251,11 @@ class FrobeniusNorm(AbstractReduction[Array]):
         return 0.0
 
     def init(self, kernel: jax.ShapeDtypeStruct) -> Array:
-        _check_inexact("FrobeniusNorm", kernel)
+        if not jnp.issubdtype(kernel.dtype, jnp.inexact):
+            raise TypeError(
+                "FrobeniusNorm needs a kernel of an inexact dtype; got "
+                f"{kernel.dtype}. Cast what `kernel_fn` returns."
+            )
         return jnp.zeros((), jnp.finfo(_sum_dtype(kernel)).dtype)
 
     def update(
@@ -270,14 +274,6 @@ class FrobeniusNorm(AbstractReduction[Array]):
 def _squares(tile: MatrixTile) -> Inexact[Array, ""]:
     wide = widened(tile)
     return jnp.sum(jnp.real(wide * jnp.conj(wide)))
-
-
-def _check_inexact(name: str, kernel: jax.ShapeDtypeStruct) -> None:
-    if not jnp.issubdtype(kernel.dtype, jnp.inexact):
-        raise TypeError(
-            f"{name} needs a kernel of an inexact dtype; got {kernel.dtype}. Cast what "
-            "`kernel_fn` returns."
-        )
 
 
 class _Alignment(eqx.Module):
