@@ -1,6 +1,7 @@
 """Programs: of leaves and one example of a batch, and as jaxprs with parts replaced."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import jaxlib
 from jaxtyping import Array, PyTree
 
 
@@ -141,6 +143,22 @@ def run_equation(jaxpr: Any, eqn: Any, outs: list) -> Callable[..., list]:
         return run_equations(jaxpr, [eqn], outs, values)
 
     return run
+
+
+_OTHERS = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (jax.__file__, jaxlib.__file__, os.path.dirname(__file__))
+)
+
+
+def source_line(eqn: Any) -> str:
+    """Where an equation comes from, as `file:line in function`; empty if unknown."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        if not os.path.abspath(frame.file_name).startswith(_OTHERS):
+            file, function = os.path.basename(frame.file_name), frame.function_name
+            return f"{file}:{frame.line_num} in `{function}`"
+    return ""
 
 
 def first_use(jaxpr: Any, var: Any) -> tuple[int, ...]:

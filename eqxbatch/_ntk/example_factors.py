@@ -18,11 +18,11 @@ from jaxtyping import Array, Inexact
 
 from .._base.jaxprs import PerExample
 from .._base.mesh import vary, varying
-from .._sites.cost import contraction_cost, Cost, MOST_SITES, total_cost
+from .._sites.cost import contraction_cost, Cost, total_cost
 from .._sites.einsum import EXAMPLE
 from .._sites.factors import Factor, Factors, gradients, site_terms
-from .._sites.gram import gram, gram_terms
-from .._sites.site import is_allowed, leaf_site, positions, Site
+from .._sites.gram import gram, gram_terms, has_gram
+from .._sites.site import leaf_site, positions, Site
 from .._sites.trace import Program
 from .output_axes import OutputAxes
 
@@ -280,12 +280,10 @@ def _costs(
     others = second.program.sites_of(leaf)
     if not sites or not others:
         return 0.0, math.inf
-    has_gram = len(sites) * len(others) <= MOST_SITES**2 and all(
-        is_allowed("gram", site, other) for site in sites for other in others
-    )
+    by_factors = has_gram(sites, others)
     # What is only added to something has its cotangent as Jacobian. It is kept but once
     # for what is added, and for what it is added to.
-    are_formed = has_gram and all(
+    are_formed = by_factors and all(
         len(uses) == 1 and uses[0].operand is None and not positions(uses[0])
         for uses in (sites, others)
     )
@@ -294,7 +292,7 @@ def _costs(
     pair = zip((first, second), schedule.blocks, strict=True)
     structs = [side.structs(num) for side, num in pair]
     if 0 in schedule.blocks:
-        return (0.0, math.inf) if has_gram else (math.inf, 0.0)
+        return (0.0, math.inf) if by_factors else (math.inf, 0.0)
 
     def count(structs: list) -> tuple[Cost, Cost, Cost]:
         """The Gram matrices, forming the Jacobians, and the products of these."""
@@ -309,7 +307,7 @@ def _costs(
         ]
         example, out = output.examples[-1], (*output.out, *output.parts)
         grams = forms = Cost()
-        if has_gram:
+        if by_factors:
             pairs = gram_terms(sites, sides[0], others, sides[1], example)
             grams = total_cost(contraction_cost(terms, out) for terms, _ in pairs)
         jacobians = []
@@ -327,7 +325,7 @@ def _costs(
         return grams, forms, products
 
     grams, forms, products = eqx.filter_eval_shape(count, structs)
-    by_gram = (grams * schedule.num_pairs).time if has_gram else math.inf
+    by_gram = (grams * schedule.num_pairs).time if by_factors else math.inf
     by_jacobian = (forms + products * schedule.num_pairs).time
     return by_gram, math.inf if are_formed else by_jacobian
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from .._base.jaxprs import inner_jaxprs
 from .einsum import contract_cost, EXAMPLE, Labels, Term
 from .factors import Factors
-from .gram import norm_terms
-from .site import is_allowed, Site
+from .gram import has_gram, norm_terms
+from .site import Site
 from .trace import Program
 
 
@@ -27,11 +27,6 @@ FLOPS_PER_BYTE = 8.0
 # - How much slower per-example gradients of a convolution are than matrix products, as
 #   `vmap` makes grouped convolutions of them.
 GROUPED_CONVOLUTION = 4.0
-
-
-# A leaf with more sites, as in an unrolled loop, has so many pairs of them that tracing
-# their products takes seconds; `scan` has one site for all steps.
-MOST_SITES = 16
 
 
 class Cost(eqx.Module):
@@ -188,13 +183,6 @@ def _choose(
         cost += Cost(products, width * factors)
         candidates.append(Contraction(leaf, "gram", False, cost))
     return min(candidates, key=lambda contraction: contraction.cost.time)
-
-
-def has_gram(sites: list[Site]) -> bool:
-    """Whether norms of the gradients at the sites of a leaf follow from factors."""
-    if len(sites) > MOST_SITES:
-        return False
-    return all(is_allowed("gram", site, other) for site in sites for other in sites)
 
 
 def prefers_sites(program: Program, contractions: list[Contraction]) -> bool:

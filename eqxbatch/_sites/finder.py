@@ -8,14 +8,15 @@ sum of views of leaves. Where such a value meets an example, there is a site.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 from jaxtyping import Array
 
-from .._base.jaxprs import callee, CALLS, run_equation
+from .._base.jaxprs import callee, CALLS, run_equation, source_line
 from .live import live_in_scan, live_variables, REMAT
 from .rules import find_rule, Rule, unknown_parameters
 from .shared import Graph, Loop, Node, Slope, Value
@@ -175,10 +176,8 @@ class Finder:
             return self.shared(own, found)
         unknown = unknown_parameters(eqn)
         if unknown:
-            for view in _views(inputs):
-                self.fail(
-                    view.leaf, own, f"`{name}` with {unknown}, which no rule knows"
-                )
+            reason = f"`{name}` with {unknown}, which no rule knows"
+            self.fail(_views(inputs), own, reason)
         elif name == "scan":
             self.scan(plan, own, inputs)
         else:
@@ -200,11 +199,9 @@ class Finder:
             if node.varies:
                 views = self._views_of(own, inputs, output, node, linear)
             counts = collections.Counter(view.leaf for view in views)
-            for leaf, num in counts.items():
-                if num > _MOST_VIEWS:
-                    self.fail(
-                        leaf, own, f"`{eqn.primitive.name}` has it in too many ways"
-                    )
+            many = [view for view in views if counts[view.leaf] > _MOST_VIEWS]
+            reason = f"`{eqn.primitive.name}` makes too much of a parameter"
+            self.fail(many, own, reason)
             views = tuple(view for view in views if view.leaf not in self.failed)
             by_var[var] = self._known(node, views, *self._curved(eqn, inputs, node))
         return [by_var.get(var) for var in eqn.outvars]
@@ -353,14 +350,10 @@ class Finder:
         of_views = {i: x for i, x in enumerate(inputs) if x is not None and x.views}
         found = {i: find_rule(eqn, i) for i in of_views}
         rules = {i: rule for i, rule in found.items() if rule is not None}
+        reason = f"no rule for `{name}` with a parameter in this place"
         for i, x in of_views.items():
             if i not in rules:
-                for view in x.views:
-                    self.fail(
-                        view.leaf,
-                        own,
-                        f"no rule for `{name}` with a parameter in this place",
-                    )
+                self.fail(x.views, own, reason)
         if len(rules) < len(found):
             return
         out = eqn.outvars[0]
@@ -418,8 +411,7 @@ class Finder:
         num_consts, num_carry = params["num_consts"], params["num_carry"]
         first_x = num_consts + num_carry
         carried = [*_views(inputs[num_consts:first_x])]
-        for view in carried:
-            self.fail(view.leaf, own, "a parameter is carried through a `scan`")
+        self.fail(carried, own, "a parameter is carried through a `scan`")
         if carried:
             return
         loop = (self._num_loops, length)
@@ -438,8 +430,8 @@ class Finder:
         live = live_in_scan(own.eqn, own.live)[0]
         inner = self.plan(closed.jaxpr, closed.consts, inner_inputs, live)
         for x, is_live in zip(inner.outs, live, strict=True):
-            for view in x.views if x is not None and is_live else ():
-                self.fail(view.leaf, own, "a `scan` returns a parameter")
+            if x is not None and is_live:
+                self.fail(x.views, own, "a `scan` returns a parameter")
         inner.sites = [
             dataclasses.replace(site, loops=(_site_loop(site.view, loop), *site.loops))
             for site in inner.sites
@@ -448,8 +440,13 @@ class Finder:
             plan.steps[own.index] = Called(closed.jaxpr, list(closed.consts), inner)
             plan.include(inner, (length,))
 
-    def fail(self, leaf: int, own: "_Equation", reason: str) -> None:
-        self.failed.setdefault(leaf, reason)
+    def fail(self, views: Iterable[View], own: "_Equation", reason: str) -> None:
+        """Gives up the leaves of some views, at an equation."""
+        line = source_line(own.eqn)
+        for view in views:
+            led = [f"`{re.split(r'[^a-z_]', key)[0]}`" for key in view.key]
+            parts = [reason, line and f"at {line}", led and f"after {', '.join(led)}"]
+            self.failed.setdefault(view.leaf, ", ".join(filter(None, parts)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 No gradient is formed. `site.py` says for which sites that is exact.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +14,87 @@ from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import widened
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
-from .factors import Factors, labelled_terms, scale_of, site_terms, weight_terms
-from .site import is_small, Label, labels_of, positions, Site
+from .factors import Factor, Factors, labelled_terms, scale_of, site_terms, weight_terms
+from .site import (
+    is_allowed,
+    is_small,
+    Label,
+    labels_of,
+    positions,
+    Site,
+    SiteLoop,
+)
+
+
+# A leaf with more sites, as in an unrolled loop, has so many pairs of them that tracing
+# their products takes seconds.
+MOST_SITES = 16
+
+
+def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> bool:
+    """Whether inner products of the gradients at the sites follow from factors.
+
+    The sites are those of a leaf, and so are the `others`.
+    """
+    first = [own for own, *_ in _groups(sites)]
+    second = first if others is None else [own for own, *_ in _groups(others)]
+    if len(first) * len(second) > MOST_SITES**2:
+        return False
+    return all(is_allowed("gram", site, other) for site in first for other in second)
+
+
+def _groups(sites: Sequence[Site]) -> list[list[Site]]:
+    """The sites; those that are alike together, if there are many.
+
+    The uses of a leaf in the steps of an unrolled loop are like those in a `scan`.
+    """
+    if len(sites) <= MOST_SITES:
+        return [[site] for site in sites]
+    groups: dict[tuple, list[Site]] = {}
+    for site in sites:
+        view, rule = site.view, site.rule
+        key = (view.key, view.windows, rule.kind, rule.key, site.loops)
+        groups.setdefault(key, []).append(site)
+    return [*groups.values()]
+
+
+def _merged(sites: Sequence[Site], factors: Factors) -> tuple[list[Site], Factors]:
+    """The sites, with those that are alike as the steps of a loop."""
+    groups = _groups(sites)
+    if len(groups) == len(sites):
+        return [*sites], factors
+    no_factor = Factor(None, False)
+    merged, operands, cotangents = [], [], []
+    for number, group in enumerate(groups):
+        pairs = [factors.of(site) for site in group]
+        own = group[0].with_own(number, None if pairs[0][0] is None else number)
+        if len(group) > 1:
+            loop = SiteLoop((-1, len(group)), False, len(group))
+            own = dataclasses.replace(own, loops=(loop, *own.loops))
+            stacked = _stacked([d for _, d in pairs], len(factors.outputs))
+            cotangents.append(stacked)
+            found = [a for a, _ in pairs if a is not None]
+            operands.append(_stacked(found, 0) if found else no_factor)
+        else:
+            operands.append(pairs[0][0] or no_factor)
+            cotangents.append(pairs[0][1])
+        merged.append(own)
+    return merged, factors.replaced(operands, cotangents)
+
+
+def _stacked(parts: list[Factor], num_outputs: int) -> Factor:
+    """Factors of several sites along a new axis, after examples and outputs."""
+    arrays = [x.array for x in parts]
+    has_examples = any(x.has_examples for x in parts)
+    if has_examples:
+        num = next(x.array.shape[0] for x in parts if x.has_examples)
+        arrays = [
+            x.array
+            if x.has_examples
+            else jnp.broadcast_to(x.array, (num, *x.array.shape))
+            for x in parts
+        ]
+    return Factor(jnp.stack(arrays, has_examples + num_outputs), has_examples)
 
 
 class _Side(NamedTuple):
@@ -209,6 +289,8 @@ def gram_terms(
     example: Label,
 ) -> Iterator[tuple[list[Term], Any]]:
     """The arrays to contract for `gram`, and what to multiply each with."""
+    sites, factors = _merged(sites, factors)
+    others, other_factors = _merged(others, other_factors)
     for site in sites:
         for other in others:
             yield pair_terms(site, factors, other, other_factors, example)
@@ -221,6 +303,7 @@ def norm_terms(
 
     It is the sum of the real parts: one for each site, and one for each pair of them.
     """
+    sites, factors = _merged(sites, factors)
     for i, site in enumerate(sites):
         yield _own_terms(site, factors)
         for other in sites[i + 1 :]:

@@ -37,7 +37,8 @@ class LeafReport:
         differentiation forms it. `"none"`: the function does not use the leaf.
     - `flops`, `bytes`: what the norm and the share in the sum take for one example:
         floating-point operations, and bytes read and written.
-    - `reason`: why no rule covers it; None if one does.
+    - `reason`: why no rule covers it, in which line of which function, and what the
+        function does with the leaf before that; None if a rule does.
     """
 
     path: str

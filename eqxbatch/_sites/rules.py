@@ -42,6 +42,7 @@ class Rule:
     - `drops`: whether a token may choose no row. It is then the number of rows.
     - `scale`: what the contraction is multiplied with.
     - `splits`: whether `w_axes` splits an axis of `w` in two.
+    - `key`: equal for two rules that are the same function.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Rule:
     drops: bool = False
     scale: float = 1.0
     splits: bool = False
+    key: str = ""
 
 
 # The parameters of primitives that views and rules know: what they rely on, and what
@@ -84,7 +86,6 @@ _PARAMETERS = {
     ),
     "mul": "out_dtype",
     "neg": "",
-    "pad": "padding_config",
     "reduce_sum": "axes out_sharding",
     "reshape": "new_sizes dimensions sharding",
     "rev": "dimensions",
@@ -118,8 +119,12 @@ def unknown_parameters(eqn: Any) -> str:
 
 def find_rule(eqn: Any, index: int) -> Rule | None:
     """The rule for the input `index` of an equation; None if there is none."""
-    find = _RULES.get(eqn.primitive.name)
-    return None if find is None else find(eqn, index)
+    name = eqn.primitive.name
+    rule = _RULES[name](eqn, index) if name in _RULES else None
+    if rule is None:
+        return None
+    avals = [str(atom.aval) for atom in (*eqn.invars, *eqn.outvars)]
+    return dataclasses.replace(rule, key=f"{name}[{index}]({avals}, {eqn.params})")
 
 
 def leaf_rule(shape: tuple[int, ...]) -> Rule:

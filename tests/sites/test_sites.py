@@ -1,5 +1,7 @@
 """Factors, Gram matrices and norms against the Jacobians themselves, in float64."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from eqxbatch import explain_sites
 from eqxbatch._gradients.ways import SiteGradients
 from eqxbatch._sites import cost
 from eqxbatch._sites.factors import Factors
+from eqxbatch._sites.gram import MOST_SITES
 from eqxbatch._sites.trace import Program
 from ..layers import Case, LAYERS, random_network, tokens, vectors, weight
 from .oracle import cast, compare, NUM
@@ -356,15 +359,30 @@ def test_leaf_without_a_rule_falls_back_alone(name):
     assert comparable == [True, True]
 
 
-def test_many_uses_have_no_gram_matrices():
-    # Their number of pairs is what a trace would take its time for.
+def test_many_uses_are_the_steps_of_a_loop():
+    num = MOST_SITES + 1
+
     def unrolled(w, x):
-        for _ in range(cost.MOST_SITES + 1):
-            x = jnp.tanh(w @ x)
+        for i in range(num):
+            x = jnp.tanh(w[0] @ x + w[1]) + (w[0].T @ x) * (i % 2)
         return x
 
-    (leaf,) = explain_sites(unrolled, weight(4, 4), weight(4)).leaves
-    assert len(leaf.sites) == cost.MOST_SITES + 1
+    _, comparable = compare(Case((weight(4, 4), weight(4)), unrolled, vectors(4)))
+    assert comparable == [True, True]
+    leaves = explain_sites(unrolled, (weight(9, 9), weight(9)), weight(9)).leaves
+    assert [leaf.contraction for leaf in leaves] == ["factors", "gradient"]
+    assert len(leaves[1].sites) == num
+
+
+def test_many_different_uses_have_no_gram_matrices():
+    # Their number of pairs is what a trace would take its time for.
+    def unrolled(w, x):
+        for i in range(MOST_SITES + 1):
+            x = jnp.tanh((w[: 2 + i, : 2 + i] * (1 + i)) @ jnp.resize(x, 2 + i))
+        return x
+
+    (leaf,) = explain_sites(unrolled, weight(32, 32), weight(4)).leaves
+    assert len(leaf.sites) == MOST_SITES + 1
     assert leaf.contraction == "gradient"
 
 
@@ -477,7 +495,7 @@ def test_auto_takes_what_costs_less():
 
 def test_report():
     model = (linear(), weight(3), weight())
-    fun = lambda m, x: jnp.sum(m[0](m[0](x))) + jnp.max(m[1]) * jnp.maximum(m[2], x[0])
+    fun = lambda m, x: jnp.sum(m[0](m[0](x))) + jnp.max(m[1]) * jnp.maximum(-m[2], x[0])
     report = explain_sites(fun, model, jnp.ones(4))
     shown = [(leaf.path, leaf.shape, leaf.sites) for leaf in report.leaves]
     assert shown == [
@@ -488,7 +506,9 @@ def test_report():
     ]
     text = str(report)
     assert "2 x dot_general" in text
-    assert text.endswith("[2]: no rule for `max` with a parameter in this place")
+    place = text.splitlines()[-1]
+    assert place.startswith("[2]: no rule for `max` with a parameter in this place, at")
+    assert re.search(r"at test_sites\.py:\d+ in `.*<lambda>`, after `neg`$", place)
     assert f'method="auto" is "{report.method}"' in text
     lines = text.splitlines()
     assert len(lines[1]) == max(map(len, lines[:7]))
