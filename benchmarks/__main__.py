@@ -13,6 +13,7 @@ from . import (
     kernels,
     micro_grad,
     micro_vmap,
+    models,
     monte_carlo,
 )
 
@@ -22,6 +23,7 @@ SUITES = (
     micro_vmap,
     grid,
     micro_grad,
+    models,
     curvature,
     kernels,
     monte_carlo,

@@ -69,8 +69,18 @@ class Row:
     is_unbounded: bool
 
 
-def measure(case: Case, rounds: int) -> list[Row]:
-    """Compiles all ways of a case, and runs them in turn.
+def compile_ways(case: Case) -> dict[str, Any]:
+    """All ways of a case, compiled for its arguments."""
+    return {
+        name: jax.jit(way).lower(*case.args).compile()
+        for name, way in case.ways.items()
+    }
+
+
+def measure(
+    case: Case, rounds: int, compiled: dict[str, Any] | None = None
+) -> list[Row]:
+    """Compiles all ways of a case, unless they are given, and runs them in turn.
 
     The ratio of two times is the median over rounds of their ratio in one round, in
     which the machine was about equally busy for both. Where that misses a bar, as many
@@ -78,10 +88,7 @@ def measure(case: Case, rounds: int) -> list[Row]:
     program, and the ratio of its times to themselves strays by some percent. What takes
     20 times as long as eqxbatch does is run in the first two rounds only.
     """
-    compiled = {
-        name: jax.jit(way).lower(*case.args).compile()
-        for name, way in case.ways.items()
-    }
+    compiled = compiled or compile_ways(case)
     for program in compiled.values():
         jax.block_until_ready(program(*case.args))
     times: dict[str, list[float]] = {name: [] for name in compiled}
