@@ -215,8 +215,13 @@ def lstm_output(cell, x):
 
 def table() -> str:
     """Which layers have rules for all their parameters, in the words of the docs."""
-    lines = ["| layer of `equinox.nn` | sites | without a rule |", "|---|---|---|"]
-    for name, make in LAYERS.items():
+    return table_of("layer of `equinox.nn`", LAYERS)
+
+
+def table_of(title: str, cases: dict[str, Callable[[], Case]]) -> str:
+    """For each case, the sites of its parameters, and those that fall back."""
+    lines = [f"| {title} | sites | without a rule |", "|---|---|---|"]
+    for name, make in cases.items():
         model, fun, example = make()
         report = explain_sites(fun, model, example(KEY))
         sites = collections.Counter(

@@ -6,6 +6,7 @@ import re
 import jax
 import pytest
 
+from . import patterns
 from .layers import table
 
 
@@ -63,3 +64,10 @@ def test_table_of_layers_in_the_docs():
     page = ROOT / "docs" / "sites_layers.md"
     command = "python -m tests.layers > docs/sites_layers.md"
     assert page.read_text() == table(), f"Run `{command}`."
+
+
+@pytest.mark.docs
+def test_table_of_patterns_in_the_docs():
+    page = ROOT / "docs" / "sites_patterns.md"
+    command = "python -m tests.patterns > docs/sites_patterns.md"
+    assert page.read_text() == patterns.table(), f"Run `{command}`."

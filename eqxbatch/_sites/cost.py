@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._base.jaxprs import inner_jaxprs
-from .einsum import contract_cost, EXAMPLE, Labels, Term
+from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .factors import Factors
 from .gram import has_gram, norm_terms
 from .site import Site
@@ -27,6 +27,9 @@ FLOPS_PER_BYTE = 8.0
 # - How much slower per-example gradients of a convolution are than matrix products, as
 #   `vmap` makes grouped convolutions of them.
 GROUPED_CONVOLUTION = 4.0
+
+
+_EXAMPLES = {EXAMPLE, OTHER_EXAMPLE}
 
 
 class Cost(eqx.Module):
@@ -56,7 +59,9 @@ def contraction_cost(terms: Sequence[Term], out: Labels) -> Cost:
     """That of a contraction: its factors are read, what is between them is moved."""
     present = {label for _, labels in terms for label in labels}
     flops, largest = contract_cost(terms, tuple(x for x in out if x in present))
-    entries = sum(math.prod(x.shape) for x, _ in terms) + 2 * largest
+    # What is the same for all examples stays in the caches.
+    of_examples = [x for x, labels in terms if not _EXAMPLES.isdisjoint(labels)]
+    entries = sum(math.prod(x.shape) for x in of_examples) + 2 * largest
     return Cost(flops, float(terms[0][0].dtype.itemsize * entries))
 
 

@@ -18,10 +18,10 @@ from jaxtyping import Array
 
 from .._base.jaxprs import callee, CALLS, run_equation, source_line
 from .live import live_in_scan, live_variables, REMAT
-from .rules import find_rule, Rule, unknown_parameters
+from .rules import find_rule, is_complex, Rule, unknown_parameters
 from .shared import Graph, Loop, Node, Slope, Value
 from .site import Site, SiteLoop
-from .view import extend_sum, extend_view, is_complex, leaf_view, View
+from .view import extend_sum, extend_view, leaf_view, View
 
 
 _Struct = jax.ShapeDtypeStruct
@@ -206,6 +206,12 @@ class Finder:
             by_var[var] = self._known(node, views, *self._curved(eqn, inputs, node))
         return [by_var.get(var) for var in eqn.outvars]
 
+    def _inverse(self, own: "_Equation", x: Shared) -> Shared:
+        """One over what is the same for all examples."""
+        node = self.graph.inverse(x.node)
+        views = self._views_of(own, [x], 0, node, None)
+        return self._known(node, views, *self._curved(own.eqn, [x], node))
+
     def _known(self, node: Node, *rest: Any) -> Shared:
         self._of_nodes[node] = Shared(node, *rest)
         return self._of_nodes[node]
@@ -356,6 +362,11 @@ class Finder:
                 self.fail(x.views, own, reason)
         if len(rules) < len(found):
             return
+        of_views.update(
+            (i, self._inverse(own, of_views[i]))
+            for i, rule in rules.items()
+            if rule.is_of_inverse
+        )
         out = eqn.outvars[0]
 
         def add(position: int, perturbation: int, operand: int | None) -> None:

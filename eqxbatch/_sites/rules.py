@@ -42,6 +42,7 @@ class Rule:
     - `drops`: whether a token may choose no row. It is then the number of rows.
     - `scale`: what the contraction is multiplied with.
     - `splits`: whether `w_axes` splits an axis of `w` in two.
+    - `is_of_inverse`: whether `w` is one over the input of the equation.
     - `key`: equal for two rules that are the same function.
     """
 
@@ -58,6 +59,7 @@ class Rule:
     drops: bool = False
     scale: float = 1.0
     splits: bool = False
+    is_of_inverse: bool = False
     key: str = ""
 
 
@@ -115,6 +117,10 @@ def unknown_parameters(eqn: Any) -> str:
     if eqn.params.get("out_dtype") is not None:
         unknown.append("out_dtype")
     return ", ".join(f"`{name}`" for name in unknown)
+
+
+def is_complex(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def find_rule(eqn: Any, index: int) -> Rule | None:
@@ -201,9 +207,13 @@ def _elementwise(eqn: Any, index: int) -> Rule | None:
         repeat = lambda _, w: jnp.broadcast_to(-w if scale < 0 else w, out)
         return Rule(name, repeat, None, (), d_axes, w_axes, sizes, scale=scale)
     if name == "div":
-        if index == 1:  # Not linear in the denominator.
-            return None
         multiply = lambda a, w: w * a
+        if index == 1:
+            if is_complex(eqn.outvars[0].aval.dtype):
+                return None
+            numerator = lambda ins: ins[0]
+            rule = Rule(name, multiply, numerator, a_axes, d_axes, w_axes, sizes)
+            return dataclasses.replace(rule, is_of_inverse=True)
         invert = lambda ins: 1 / ins[1]
         return Rule(name, multiply, invert, a_axes, d_axes, w_axes, sizes)
     op = _binary_op(eqn, index)

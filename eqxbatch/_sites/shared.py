@@ -118,6 +118,20 @@ class Graph:
             is_linear=True,
         )
 
+    def inverse(self, node: Node) -> Node:
+        """One over a node, entry by entry."""
+        return dataclasses.replace(
+            node,
+            order=next(self._order),
+            inputs=(node,),
+            run=lambda x: [1 / x],
+            output=0,
+            leaf=None,
+            constant=None,
+            bases=node.bases or (node,),
+            is_linear=False,
+        )
+
     def outputs(
         self, jaxpr: Any, eqn: Any, inputs: tuple[Node, ...], outs: list
     ) -> list[Node]:

@@ -29,9 +29,9 @@ from typing import Literal
 import jax
 from jaxtyping import Array
 
-from .rules import Axes, leaf_rule, Rule
+from .rules import Axes, is_complex, leaf_rule, Rule
 from .shared import Loop, Node
-from .view import is_complex, leaf_view, View
+from .view import leaf_view, View
 
 
 # Gradients are sums of so many fixed directions, rather than formed.

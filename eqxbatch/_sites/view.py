@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._base.jaxprs import literal
-from .rules import unknown_parameters
+from .rules import is_complex, unknown_parameters
 from .shared import Loop, merged_loops
 
 
@@ -322,10 +322,6 @@ def extend_sum(view: View, eqn: Any, index: int) -> View:
         axes = tuple(range(len(shape)))
         view = view.then("neg", lambda x: -x, shape, axes, scale=-1.0)
     return view
-
-
-def is_complex(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def _kept_axes(

@@ -114,6 +114,7 @@ def among_data(b: Builder, h: Var):
             f"jnp.concatenate([{w}, {h}, {w}]) ** 2",
             f"jnp.stack([{h}, {v}, {v}]).sum(0)",
             f"jnp.where({h} > 0, {v}, {h} * {v})",
+            f"{h} / (2 + jnp.square({v})) + {h} / jnp.exp({v} * 0.2)",
             f"lax.pad({v}, 0.5, [({b.size(-1, 2)}, 1, 1)]"
             f" + [(0, 0, 0)] * {len(h.shape) - 1})[:{h.shape[0]}]",
             f"jnp.concatenate([{h}, {h}]).at[1:{1 + h.shape[0]}].set({v})",

@@ -216,6 +216,11 @@ BY_FACTORS = {
         lambda w, x: jnp.square(jnp.concatenate([x[:2], w[0], x[2:]]) + w[1]),
         vectors(4),
     ),
+    "divided_by": (
+        (weight(4), weight(3, 1)),
+        lambda w, x: jnp.tanh(x / (3 + w[0])) + (x[:3, None] / jnp.exp(w[1])).sum(0),
+        vectors(4),
+    ),
     "chosen_by_the_example": (
         (weight(4), weight(4)),
         lambda w, x: jnp.where(x > 0, w[0], w[1] * 2) ** 3,

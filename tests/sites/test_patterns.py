@@ -1,0 +1,120 @@
+"""What models do with parameters alone is exact, and takes no more memory."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from jax import lax
+
+from eqxbatch import explain_sites, filter_hessian, filter_micro_grad
+from ..helpers import memory, normal
+from ..patterns import PATTERNS, squares
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", PATTERNS)
+def test_pattern(name):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        model, fun, example = PATTERNS[name]()
+        xs = jax.vmap(example)(jr.split(jr.key(1), 3))
+        report = explain_sites(fun, model, xs, in_axes=0, check=True)
+        assert not [leaf.reason for leaf in report.leaves if leaf.reason]
+        assert report.check.dtype == "float64"
+        assert report.check.max_error < 1e-10, str(report.check)
+
+
+NUM, SIZE = 64, 128
+
+
+def temporaries(fun, model, *args):
+    gradient = filter_micro_grad(fun, clip_norm=0.1)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    run = lambda arrays, *args: gradient(eqx.combine(arrays, static), *args)
+    return memory(run, arrays, *args).temp_size_in_bytes
+
+
+def mlp():
+    return eqx.nn.MLP(SIZE, SIZE, SIZE, 2, key=jr.key(0))
+
+
+def total(out):
+    return jnp.sum(jnp.sin(out))
+
+
+XS = normal(jr.key(1), (NUM, SIZE), jnp.float32)
+# The gradients of all examples with respect to one weight.
+FORMED = 4 * NUM * SIZE**2
+
+
+def test_memory_of_a_penalty():
+    plain = temporaries(lambda m, x: total(m(x)), mlp(), XS)
+    fun = lambda m, x: total(m(x)) + squares(m)
+    # Its gradient, and nothing for each example.
+    assert temporaries(fun, mlp(), XS) <= plain + 3 * 4 * 3 * SIZE**2
+    assert plain < FORMED
+
+
+def test_memory_of_what_is_frozen():
+    def fun(ws, x):
+        frozen, a, b = ws
+        return total(lax.stop_gradient(frozen) @ x + b @ (a @ x))
+
+    ws = [
+        normal(jr.key(i), s, jnp.float32)
+        for i, s in enumerate([(128, 128), (2, 128), (128, 2)])
+    ]
+    trained = lambda ws, frozen, x: fun((frozen, *ws), x)
+    given = lambda ws, frozen, x: filter_micro_grad(
+        trained, in_axes=(None, 0), clip_norm=0.1
+    )(ws, frozen, x)
+    alone = memory(given, ws[1:], ws[0], XS).temp_size_in_bytes
+    assert temporaries(fun, ws, XS) <= 1.05 * alone
+    assert alone < FORMED / 10
+
+
+@pytest.mark.parametrize(
+    "used",
+    (
+        lambda w: w * jnp.tri(SIZE),
+        jnp.tril,
+        lambda w: jnp.where(jnp.tri(SIZE) > 0, 0, w),
+        jax.nn.softplus,
+        lambda w: w + lax.stop_gradient(jnp.sign(w) - w),
+    ),
+    ids=("product", "triangle", "where", "softplus", "straight_through"),
+)
+def test_memory_of_masks_and_parametrisations(used):
+    weight = normal(jr.key(0), (SIZE, SIZE), jnp.float32)
+    plain = temporaries(lambda w, x: total(w @ x), weight, XS)
+    # The weights that are used, the slopes, and their squares.
+    assert temporaries(lambda w, x: total(used(w) @ x), weight, XS) <= plain + 4 * 4 * (
+        SIZE**2
+    )
+    assert plain < FORMED / 10
+
+
+def test_memory_of_stacked_layers():
+    ws = [normal(key, (SIZE, SIZE), jnp.float32) for key in jr.split(jr.key(0), 4)]
+    step = lambda x, w: (jnp.tanh(w @ x), None)
+    scanned = lambda ws, x: total(lax.scan(step, x, ws)[0])
+    before = temporaries(scanned, jnp.stack(ws), XS)
+    for stack in (jnp.stack, lambda ws: jnp.concatenate([w[None] for w in ws])):
+        after = temporaries(lambda ws, x, stack=stack: scanned(stack(ws), x), ws, XS)
+        assert after <= before + 2 * 4 * 4 * SIZE**2
+    assert before < FORMED
+
+
+def test_hessian_of_a_penalty_is_no_dearer():
+    small = eqx.nn.MLP(8, 4, 16, 1, key=jr.key(0))
+    arrays, static = eqx.partition(small, eqx.is_array)
+    xs = XS[:, :8]
+
+    def needed(fun):
+        hessian = filter_hessian(fun, in_axes=0, flat=True)
+        run = lambda arrays, xs: hessian(eqx.combine(arrays, static), xs)[0]
+        return memory(run, arrays, xs).temp_size_in_bytes
+
+    plain = needed(lambda m, x: total(m(x)))
+    size = sum(x.size for x in jax.tree.leaves(arrays))
+    assert needed(lambda m, x: total(m(x)) + squares(m)) <= plain + 4 * size**2
