@@ -38,7 +38,7 @@ from .site_blocks import Blocks, named_labels, operand_term, Pair, Wanted
 def is_covered(program: Program, leaf: int, wanted: Wanted) -> bool:
     """Whether the blocks of a leaf that are wanted follow from sites."""
     sites = program.sites_of(leaf)
-    if leaf in program.fallbacks:
+    if leaf in program.fallbacks or any(site.is_reverse for site in sites):
         return False
     if wanted.is_diagonal and any(site.is_coupled for site in sites):
         return False

@@ -383,6 +383,7 @@ class Finder:
                         kind,
                         source=source,
                         is_coupled=view.leaf in x.coupled,
+                        is_reverse=x.node.is_reverse,
                     )
                 )
 

@@ -53,6 +53,7 @@ class Node:
     - `varies`: whether a derivative of it may be more than zero.
     - `bases`: if it is elementwise in some nodes, those; what is between is, too.
     - `is_linear`: whether it is linear in these.
+    - `is_reverse`: whether JAX only has its derivative in reverse mode.
     """
 
     order: int
@@ -67,6 +68,7 @@ class Node:
     constant: Any = None
     bases: tuple["Node", ...] = ()
     is_linear: bool = True
+    is_reverse: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,6 +142,7 @@ class Graph:
         run = _in_loops(run_equation(jaxpr, eqn, outs), loops, inputs)
         order = next(self._order)
         varies = any(node.varies for node in inputs) and not is_flat(eqn)
+        is_reverse = any(node.is_reverse for node in inputs) or _is_reverse(eqn)
         bases, is_linear = _bases(jaxpr, eqn, inputs) if varies else ((), True)
         return [
             Node(
@@ -153,6 +156,7 @@ class Graph:
                 output,
                 bases=bases,
                 is_linear=is_linear,
+                is_reverse=is_reverse,
             )
             for output, var in enumerate(outs)
         ]
@@ -178,6 +182,12 @@ def is_flat(eqn: Any) -> bool:
     if eqn.primitive.name in _FLAT:
         return True
     return not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+
+
+def _is_reverse(eqn: Any) -> bool:
+    if eqn.primitive.name.startswith("custom_vjp"):
+        return True
+    return any(_is_reverse(own) for sub in inner_jaxprs(eqn) for own in sub.eqns)
 
 
 def _bases(

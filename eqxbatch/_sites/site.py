@@ -74,6 +74,7 @@ class Site:
     - `loops`: the `scan`s around it, outermost first.
     - `source`: the value there, if it is not linear in the leaf.
     - `is_coupled`: whether its second derivatives are more than a diagonal.
+    - `is_reverse`: whether it has no forward mode, and so JAX no second derivatives.
     """
 
     view: View
@@ -84,6 +85,7 @@ class Site:
     loops: tuple[SiteLoop, ...] = ()
     source: Node | None = None
     is_coupled: bool = False
+    is_reverse: bool = False
 
     @property
     def leaf(self) -> int:

@@ -12,7 +12,7 @@ from jax import lax
 
 from eqxbatch import explain_sites
 from eqxbatch._curvature import site_blocks
-from eqxbatch._sites import factors, trace
+from eqxbatch._sites import finder, gram
 from ..helpers import normal, only_backwards
 from ..layers import LAYERS
 
@@ -60,8 +60,8 @@ def broken_products(monkeypatch, **changes):
         own = {name: change(rule) for name, change in changes.items() if is_product}
         return dataclasses.replace(rule, **own) if is_product else rule
 
-    find_rule = trace.find_rule
-    monkeypatch.setattr(trace, "find_rule", find_broken)
+    find_rule = finder.find_rule
+    monkeypatch.setattr(finder, "find_rule", find_broken)
     model = eqx.nn.Linear(2, 3, key=jr.key(0))
     fun = lambda model, x: model(x)
     return explain_sites(fun, model, jnp.ones(2), check=True).check
@@ -96,9 +96,9 @@ def test_what_is_not_finite_is_an_error(monkeypatch):
 
 
 def test_contractions_that_are_not_chosen_are_checked(monkeypatch):
-    terms = factors.norm_terms
+    terms = gram.norm_terms
     broken = lambda *args: [(x, 2 * scale) for x, scale in terms(*args)]
-    monkeypatch.setattr(factors, "norm_terms", broken)
+    monkeypatch.setattr(gram, "norm_terms", broken)
     report = checked("Conv2d, in groups", num=1)
     assert report.leaves[0].contraction == "gradient"
     weight = report.check.leaves[0]
