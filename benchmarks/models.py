@@ -32,6 +32,7 @@ class Subject:
     """A model of the zoo, and the package that it needs.
 
     - `sizes`: how many examples, and how many at a time, in quick and in full runs.
+    - `is_quick`: whether it compiles fast enough for quick runs.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Subject:
     make: Callable[[int, int], zoo.Job]
     package: str | None = None
     sizes: tuple[tuple[int, int], tuple[int, int]] = ((16, 8), (64, 16))
+    is_quick: bool = False
 
 
 # So that one run takes some milliseconds at least.
@@ -53,7 +55,7 @@ SUBJECTS = (
     Subject("mobilenet", "MobileNetV3 (equimo)", zoo.mobilenet, "equimo"),
     Subject("mixer", "MLP-Mixer", zoo.mixer),
     Subject("megalodon", "Megalodon, 64 tokens", zoo.megalodon),
-    Subject("gru", "GRU(64), 64 steps", zoo.gru),
+    Subject("gru", "GRU(64), 64 steps", zoo.gru, is_quick=True),
     Subject(
         "maf",
         "masked autoregressive flow (flowjax)",
@@ -72,11 +74,25 @@ SUBJECTS = (
     Subject("fno", "Fourier operator (pdequinox)", zoo.fourier_operator, "pdequinox"),
     Subject("telescope", "telescope (dLux)", zoo.telescope, "dLux"),
     Subject("ode", "neural ODE (diffrax)", zoo.neural_ode, "diffrax", SMALL),
-    Subject("formula", "formula of 15 scalars", zoo.formula, sizes=SMALL),
-    Subject("penalty", "MLP with an L2 penalty", zoo.penalty, sizes=SMALL),
-    Subject("masked", "MLP with constant masks", zoo.masked, sizes=SMALL),
-    Subject("stacked", "layers stacked and scanned", zoo.stacked, sizes=SMALL),
-    Subject("weight norm", "MLP with weight norm", zoo.weight_norm, sizes=SMALL),
+    Subject(
+        "formula", "formula of 15 scalars", zoo.formula, sizes=SMALL, is_quick=True
+    ),
+    Subject(
+        "penalty", "MLP with an L2 penalty", zoo.penalty, sizes=SMALL, is_quick=True
+    ),
+    Subject(
+        "masked", "MLP with constant masks", zoo.masked, sizes=SMALL, is_quick=True
+    ),
+    Subject(
+        "stacked", "layers stacked and scanned", zoo.stacked, sizes=SMALL, is_quick=True
+    ),
+    Subject(
+        "weight norm",
+        "MLP with weight norm",
+        zoo.weight_norm,
+        sizes=SMALL,
+        is_quick=True,
+    ),
 )
 
 
@@ -215,6 +231,9 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     """The figures as JSON, the tables of the docs, and the bars."""
     measured, missing, versions = [], [], {}
     for subject in SUBJECTS:
+        if quick and not subject.is_quick:
+            missing.append(f"- {subject.title}: left out of quick runs")
+            continue
         package = subject.package
         if package is not None:
             if importlib.util.find_spec(package) is None:

@@ -27,6 +27,9 @@ FLOPS_PER_BYTE = 8.0
 # - How much slower per-example gradients of a convolution are than matrix products, as
 #   `vmap` makes grouped convolutions of them.
 GROUPED_CONVOLUTION = 4.0
+# - How cheap sites must be as compared with that to be used, as they take longer to
+#   compile.
+SITES_AT_MOST = 0.95
 
 
 _EXAMPLES = {EXAMPLE, OTHER_EXAMPLE}
@@ -191,25 +194,29 @@ def _choose(
 
 
 def prefers_sites(program: Program, contractions: list[Contraction]) -> bool:
-    """Whether the contractions are no dearer than forming all gradients by `vmap`."""
+    """Whether the contractions are cheaper than forming all gradients by `vmap`."""
     by_sites = total_cost(contraction.cost for contraction in contractions)
-    return by_sites.time <= vmapped_cost(program).time
+    return by_sites.time <= SITES_AT_MOST * vmapped_cost(program).time
 
 
 def vmapped_cost(program: Program) -> Cost:
     """That of one example if all its gradients are formed by `vmap`."""
     total = Cost()
     for leaf, struct in enumerate(program.leaves):
-        sites = program.sites_of(leaf)
-        size = float(math.prod(struct.shape))
-        for site in sites:
-            # What a leaf without a rule takes to be formed is not known, here or there.
+        size, width = float(math.prod(struct.shape)), struct.dtype.itemsize
+        # The gradient is read for the norm and the sum.
+        total += Cost(4 * size, 2 * width * size)
+        for site in program.sites_of(leaf):
+            # Each use adds to it; in a loop, it is read and written at each step.
+            steps = [loop.length for loop in site.loops if not loop.is_sliced]
+            uses = 2 * math.prod(steps) if steps else 1
+            total += Cost(0.0, width * size * uses)
+            if site.rule.kind == "leaf":
+                # What it takes to be formed is not known, here or there.
+                continue
             slow = site.rule.kind == "conv_general_dilated"
             factor = GROUPED_CONVOLUTION if slow else 1.0
-            if site.rule.kind != "leaf":
-                total += Cost(factor * num_products(site))
-        # Each use adds to the gradient, which is then read for the norm and the sum.
-        total += Cost(4 * size, struct.dtype.itemsize * size * (2 + len(sites)))
+            total += Cost(factor * num_products(site), width * _num_factors(site))
     return total
 
 

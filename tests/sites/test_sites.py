@@ -495,7 +495,7 @@ def test_auto_takes_what_costs_less():
     scalar = eqx.nn.PReLU()
     report = explain_sites(lambda m, x: jnp.sum(m(x)), scalar, jnp.ones(10_000))
     assert report.method == "materialise"
-    assert report.bytes > report.materialised_bytes
+    assert report.bytes >= report.materialised_bytes
 
 
 def test_report():
