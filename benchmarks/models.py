@@ -55,7 +55,7 @@ SUBJECTS = (
     Subject("mobilenet", "MobileNetV3 (equimo)", zoo.mobilenet, "equimo"),
     Subject("mixer", "MLP-Mixer", zoo.mixer),
     Subject("megalodon", "Megalodon, 64 tokens", zoo.megalodon),
-    Subject("gru", "GRU(64), 64 steps", zoo.gru, is_quick=True),
+    Subject("gru", "GRU(64), 64 steps", zoo.gru),
     Subject(
         "maf",
         "masked autoregressive flow (flowjax)",
