@@ -28,7 +28,15 @@ from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._batch.moments import MeanAndVariance
 from .._batch.objective import Example, Loss, MicrobatchResult
 from .._sites.cost import Contraction, Method, plan
-from .._sites.factors import Factor, Factors, gradients, kept_examples, weighted_sum
+from .._sites.factors import (
+    Factor,
+    Factors,
+    gradients,
+    has_weights,
+    kept_examples,
+    weighted_sum,
+    weights_of,
+)
 from .._sites.gram import squared_norms
 from .._sites.site import positions, Site
 from .._sites.trace import Program
@@ -175,7 +183,13 @@ def _scaled_squared_norms(
         of_operands = _common_power(operands)
         operands = [_over(a, of_operands) for a in operands]
         power = power * of_operands.astype(power.dtype)
-    squares = squared_norms(own, factors.replaced(operands, cotangents))
+    unit = None
+    if all(map(has_weights, sites)):
+        weights = [weights_of(site, factors.values) for site in sites]
+        largest = [jnp.max(jnp.abs(x), initial=0) for x in weights]
+        unit = power_of_two(functools.reduce(jnp.maximum, largest))
+        power = power * unit.astype(power.dtype)
+    squares = squared_norms(own, factors.replaced(operands, cotangents, unit))
     return jnp.where(squares > 0, power, 1), squares
 
 

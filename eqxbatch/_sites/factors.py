@@ -51,7 +51,8 @@ class Factors:
 
     `outputs` labels the axes that the cotangents have after the examples: those of
     what is differentiated, if it is more than a scalar. `num` is the number of
-    examples, where there may be no factors to tell. `values` are those of the program.
+    examples, where there may be no factors to tell. `values` are those of the program,
+    and `unit` is what weights are divided by.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class Factors:
         outputs: Labels = (),
         num: int | None = None,
         values: Sequence[Any] = (),
+        unit: Array | None = None,
     ):
         as_factor = lambda x: x if isinstance(x, Factor) else Factor(x)
         self.operands = [*map(as_factor, operands)]
         self.cotangents = [*map(as_factor, cotangents)]
         self.outputs = outputs
         self.values = list(values)
+        self.unit = unit
         self._num = num
 
     @property
@@ -87,9 +90,12 @@ class Factors:
         operands, cotangents = map(keep, self.operands), map(keep, self.cotangents)
         return self.replaced([*operands], [*cotangents])
 
-    def replaced(self, operands: list, cotangents: list) -> "Factors":
+    def replaced(
+        self, operands: list, cotangents: list, unit: Array | None = None
+    ) -> "Factors":
         """Others of the same examples."""
-        return Factors(operands, cotangents, self.outputs, self._num, self.values)
+        unit = self.unit if unit is None else unit
+        return Factors(operands, cotangents, self.outputs, self._num, self.values, unit)
 
     def of(self, site: Site) -> tuple[Factor | None, Factor]:
         """`a` and `d` of a site, as it has them."""
@@ -171,17 +177,33 @@ def scale_of(site: Site) -> Any:
     return site.rule.scale * (1.0 if is_in_terms else site.view.scale)
 
 
-def weight_terms(site: Site, values: list, labels: dict[str, Label]) -> list[Term]:
-    """What the entries of a leaf are multiplied with on the way to a site, if so.
+def has_weights(site: Site) -> bool:
+    """Whether the entries of a leaf are multiplied with numbers of their own.
 
-    Where the axes of the view are not those of the leaf, it is a part of the view.
+    Where the axes of the view are not those of the leaf, that is a part of the view.
     """
-    if not (site.view.is_weighted and is_lettered(site)):
-        return []
+    return site.view.is_weighted and is_lettered(site)
+
+
+def weights_of(site: Site, values: list) -> Array:
+    """What the entries of a leaf are multiplied with, in the shape of the view."""
     struct = site.view.struct_of_leaf
     ones = jnp.ones(struct.shape, struct.dtype)
-    names = tuple(labels[name] for name in site.w_axes)
-    return [(widened(site.view.apply(ones, values)), names)]
+    return widened(site.view.apply(ones, values))
+
+
+def weight_terms(
+    site: Site, values: list, labels: dict[str, Label], unit: Array | None = None
+) -> list[Term]:
+    """What the entries of a leaf are multiplied with on the way to a site, if so.
+
+    It is divided by the `unit`, if there is one.
+    """
+    if not has_weights(site):
+        return []
+    weights = weights_of(site, values)
+    weights = weights if unit is None else weights / unit
+    return [(weights, tuple(labels[name] for name in site.w_axes))]
 
 
 def site_terms(site: Site, factors: Factors) -> list[Term]:
@@ -191,7 +213,7 @@ def site_terms(site: Site, factors: Factors) -> list[Term]:
     """
     labels = labels_of(site, 0)
     terms = labelled_terms(site, factors, EXAMPLE, labels)
-    return [*terms, *weight_terms(site, factors.values, labels)]
+    return [*terms, *weight_terms(site, factors.values, labels, factors.unit)]
 
 
 def gradients(

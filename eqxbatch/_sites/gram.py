@@ -122,7 +122,8 @@ class _Side(NamedTuple):
     def terms(self) -> list[Term]:
         """The cotangent, and the operand if it is one of numbers; and weights."""
         *operand, cotangent = self.site_terms
-        weights = weight_terms(self.site, self.factors.values, self.labels)
+        values, unit = self.factors.values, self.factors.unit
+        weights = weight_terms(self.site, values, self.labels, unit)
         if self.token is not None:
             return [cotangent, *(_taken(term, self.token) for term in weights)]
         return [cotangent, *operand, *weights]

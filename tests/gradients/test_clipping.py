@@ -231,6 +231,27 @@ def test_inputs_whose_squares_are_out_of_range(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_slopes_whose_squares_are_out_of_range(method):
+    # The same parameters by their logarithms, so that the slopes are large or small.
+    x = jnp.array([[3.0, 4.0], [6.0, 8.0]])
+    for log, size in ((60.0, 1e-26), (-60.0, 1e26)):
+        grad = filter_micro_grad(
+            lambda w, x: (jnp.exp(w) @ x) ** 2 / 2 + jnp.exp(w) @ x,
+            clip_norm=1.0,
+            return_norms=True,
+            method=method,
+        )
+        w, rows = jnp.full(2, log), x * size
+        gradient, statistics = grad(w, rows)
+        outs = np.exp(log) * np.asarray(rows, np.float64)
+        each = outs * (1 + outs.sum(1, keepdims=True))
+        norms = np.linalg.norm(each, axis=1)
+        np.testing.assert_allclose(statistics.norms, norms, rtol=1e-4)
+        expected = np.mean(each / np.maximum(norms, 1)[:, None], axis=0)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_one_infinite_entry_makes_all_of_a_gradient_infinite(method):
     w, x = (jnp.ones(2), jnp.ones(2)), jnp.array([[1.0, jnp.inf], [1.0, 1.0]])
     loss = lambda w, x: w[0] @ x + w[1].sum()
