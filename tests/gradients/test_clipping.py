@@ -233,22 +233,27 @@ def test_inputs_whose_squares_are_out_of_range(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_slopes_whose_squares_are_out_of_range(method):
     # The same parameters by their logarithms, so that the slopes are large or small.
-    x = jnp.array([[3.0, 4.0], [6.0, 8.0]])
-    for log, size in ((60.0, 1e-26), (-60.0, 1e26)):
-        grad = filter_micro_grad(
-            lambda w, x: (jnp.exp(w) @ x) ** 2 / 2 + jnp.exp(w) @ x,
-            clip_norm=1.0,
-            return_norms=True,
-            method=method,
-        )
-        w, rows = jnp.full(2, log), x * size
-        gradient, statistics = grad(w, rows)
-        outs = np.exp(log) * np.asarray(rows, np.float64)
-        each = outs * (1 + outs.sum(1, keepdims=True))
-        norms = np.linalg.norm(each, axis=1)
-        np.testing.assert_allclose(statistics.norms, norms, rtol=1e-4)
-        expected = np.mean(each / np.maximum(norms, 1)[:, None], axis=0)
-        np.testing.assert_allclose(gradient, expected, rtol=1e-4)
+    x = np.arange(16.0).reshape(2, 8) / 8
+    for log, size in ((60.0, 1e-27), (-60.0, 1e26)):
+        for num_uses in (1, 2):
+
+            def loss(w, x, num=num_uses):
+                out = sum(jnp.exp(w) @ x for _ in range(num))
+                return jnp.sum(out**2) / 2 + jnp.sum(out)
+
+            grad = filter_micro_grad(
+                loss, clip_norm=1.0, return_norms=True, method=method
+            )
+            w, rows = jnp.full((8, 8), log), jnp.asarray(x * size, jnp.float32)
+            gradient, statistics = grad(w, rows)
+            products = np.exp(log) * np.asarray(rows, np.float64)
+            out = num_uses * products.sum(1, keepdims=True)
+            each = num_uses * (1 + out) * products
+            each = np.broadcast_to(each[:, None], (2, 8, 8))
+            norms = np.linalg.norm(each, axis=(1, 2))
+            np.testing.assert_allclose(statistics.norms, norms, rtol=1e-4)
+            clipped = each / np.maximum(norms, 1)[:, None, None]
+            np.testing.assert_allclose(gradient, np.mean(clipped, axis=0), rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS)
