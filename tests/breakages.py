@@ -220,7 +220,7 @@ BREAKAGES = [
     ),
     Breakage(
         "what is frozen is followed",
-        "_sites/shared.py",
+        "_base/jaxprs.py",
         "if eqn.primitive.name in _FLAT:",
         'if eqn.primitive.name in _FLAT - {"stop_gradient"}:',
         "tests/sites/test_patterns.py -k 'frozen or LoRA'",

@@ -16,9 +16,17 @@ import jax
 import jax.extend.core as jex
 from jaxtyping import Array
 
-from .._base.jaxprs import callee, CALLS, run_equation, source_line
-from .live import live_in_scan, live_variables, REMAT
-from .rules import find_rule, is_complex, Rule, unknown_parameters
+from .._base.dtypes import is_complex
+from .._base.jaxprs import (
+    callee,
+    CALLS,
+    live_in_scan,
+    live_variables,
+    REMAT,
+    run_equation,
+    source_line,
+)
+from .rules import find_rule, Rule, unknown_parameters
 from .shared import Graph, Loop, Node, Slope, Value
 from .site import Site, SiteLoop
 from .view import extend_sum, extend_view, leaf_view, View
@@ -337,7 +345,7 @@ class Finder:
             return curved, coupled
         leaves = frozenset(view.leaf for x in made_of for view in x.views)
         views = [view for x in made_of for view in x.views]
-        if bases and len(views) == 1 and not curved and _is_whole(views[0]):
+        if bases and len(views) == 1 and not curved and views[0].is_whole:
             return leaves, frozenset()
         return curved | leaves, coupled | leaves
 
@@ -370,7 +378,7 @@ class Finder:
         out = eqn.outvars[0]
 
         def add(position: int, perturbation: int, operand: int | None) -> None:
-            x, kind = of_views[position], is_complex(out.aval.dtype)
+            x, kind = of_views[position], is_complex(out.aval)
             rule = rules[position]
             for view in x.views:
                 source = x.node if view.leaf in x.curved else None
@@ -445,7 +453,7 @@ class Finder:
             if x is not None and is_live:
                 self.fail(x.views, own, "a `scan` returns a parameter")
         inner.sites = [
-            dataclasses.replace(site, loops=(_site_loop(site.view, loop), *site.loops))
+            dataclasses.replace(site, loops=(SiteLoop.of(site.view, loop), *site.loops))
             for site in inner.sites
         ]
         if inner.steps:
@@ -477,20 +485,6 @@ class _Equation:
 
 def _views(inputs: Sequence[Shared | None]) -> "itertools.chain[View]":
     return itertools.chain(*(x.views for x in inputs if x is not None))
-
-
-def _is_whole(view: View) -> bool:
-    """Whether each entry of a view is another entry of the leaf, times a number."""
-    return view.axes is not None and None not in view.axes and view.place is None
-
-
-def _site_loop(view: View, loop: Loop) -> SiteLoop:
-    if loop not in view.loops:
-        return SiteLoop(loop, False, loop[1])
-    window = view.windows[view.loops.index(loop)]
-    if window is None:
-        return SiteLoop(loop, True, loop[1])
-    return SiteLoop(loop, True, window[1], window[0])
 
 
 def _perturbation_before(plan: Plan, eqn: Any, rules: dict[int, Rule]) -> int | None:

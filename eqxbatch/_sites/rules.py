@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Integer
 
+from .._base.dtypes import is_complex
 from .._base.jaxprs import literal
 
 
@@ -119,10 +120,6 @@ def unknown_parameters(eqn: Any) -> str:
     return ", ".join(f"`{name}`" for name in unknown)
 
 
-def is_complex(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.complexfloating)
-
-
 def find_rule(eqn: Any, index: int) -> Rule | None:
     """The rule for the input `index` of an equation; None if there is none."""
     name = eqn.primitive.name
@@ -209,7 +206,7 @@ def _elementwise(eqn: Any, index: int) -> Rule | None:
     if name == "div":
         multiply = lambda a, w: w * a
         if index == 1:
-            if is_complex(eqn.outvars[0].aval.dtype):
+            if is_complex(eqn.outvars[0].aval):
                 return None
             numerator = lambda ins: ins[0]
             rule = Rule(name, multiply, numerator, a_axes, d_axes, w_axes, sizes)

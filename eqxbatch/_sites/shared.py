@@ -19,6 +19,7 @@ from .._base.jaxprs import (
     callee,
     CALLS,
     inner_jaxprs,
+    is_flat,
     literal,
     run_equation,
 )
@@ -37,8 +38,6 @@ _ELEMENTWISE = frozenset(
     stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905
 )
-# These have the derivative zero wherever they have one.
-_FLAT = frozenset(("ceil", "floor", "nextafter", "round", "sign", "stop_gradient"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,13 +174,6 @@ def _in_loops(
         axes = [0 if loop in node.loops else None for node in inputs]
         run = jax.vmap(run, axes)
     return run
-
-
-def is_flat(eqn: Any) -> bool:
-    """Whether an equation has the derivative zero, or none."""
-    if eqn.primitive.name in _FLAT:
-        return True
-    return not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
 
 
 def _is_reverse(eqn: Any) -> bool:

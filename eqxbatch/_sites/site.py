@@ -29,7 +29,8 @@ from typing import Literal
 import jax
 from jaxtyping import Array
 
-from .rules import Axes, is_complex, leaf_rule, Rule
+from .._base.dtypes import is_complex
+from .rules import Axes, leaf_rule, Rule
 from .shared import Loop, Node
 from .view import leaf_view, View
 
@@ -61,6 +62,16 @@ class SiteLoop:
     is_sliced: bool
     length: int
     start: int | None = None
+
+    @classmethod
+    def of(cls, view: View, loop: Loop) -> "SiteLoop":
+        """A loop around the site of a view."""
+        if loop not in view.loops:
+            return cls(loop, False, loop[1])
+        window = view.windows[view.loops.index(loop)]
+        if window is None:
+            return cls(loop, True, loop[1])
+        return cls(loop, True, window[1], window[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +182,7 @@ class Site:
 def leaf_site(leaf: int, struct: _Struct, perturbation: int) -> Site:
     """The site of a leaf that is perturbed itself."""
     view, rule = leaf_view(leaf, struct), leaf_rule(struct.shape)
-    return Site(view, rule, perturbation, None, is_complex(struct.dtype))
+    return Site(view, rule, perturbation, None, is_complex(struct))
 
 
 def is_allowed(form: Form, site: Site, other: Site) -> bool:

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._base.jaxprs import evaluate_jaxpr, evaluate_with
+from .._base.jaxprs import evaluate_jaxpr, evaluate_with, REMAT
 from .._base.mesh import is_on_mesh, zeros_like
 from .finder import Called, Finder, Perturbed, Plan
-from .live import REMAT
 from .shared import evaluate
 from .site import leaf_site, Site
 

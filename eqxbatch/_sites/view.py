@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._base.dtypes import is_complex
 from .._base.jaxprs import literal
-from .rules import is_complex, unknown_parameters
+from .rules import unknown_parameters
 from .shared import Loop, merged_loops
 
 
@@ -69,7 +70,12 @@ class View:
 
     @property
     def is_complex(self) -> bool:
-        return is_complex(self.struct_of_leaf.dtype)
+        return is_complex(self.struct_of_leaf)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each entry is another entry of the leaf, times a number."""
+        return self.axes is not None and None not in self.axes and self.place is None
 
     def apply(self, x: Array, values: list) -> Array:
         """The view of a leaf `x`; `values` are those of the program."""
@@ -222,7 +228,7 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
         if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
             return None
         # The real part of something complex is not a view of the same dimension.
-        old, new = (is_complex(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars))
+        old, new = (is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars))
         if old and not new:
             return None
         if new and not old:
