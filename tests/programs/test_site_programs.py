@@ -29,6 +29,22 @@ OF_ONE_USE = (
     *((seed, ("convolution",)) for seed in (50, 6, 51, 200494)),
     *((seed, ("rows_taken", "rows_by_lax_gather")) for seed in (15, 24, 44)),
 )
+# Programs that compute something of their parameters alone: penalties, masks, stacks,
+# what is frozen. Those of the first 62 seeds that compile fast.
+SHARED = (
+    "penalised",
+    "penalised_in_a_scan",
+    "layers_of_a_stack",
+    "among_data",
+    "frozen_branch",
+    "linear",
+)
+OF_PARAMETERS_ALONE = (
+    *(1002, 1003, 1004, 1006, 1007, 1008, 1009, 1012, 1014, 1016, 1017, 1018, 1019),
+    *(1024, 1025, 1027, 1028, 1029, 1030, 1031, 1032, 1033, 1034, 1035, 1036, 1037),
+    *(1039, 1040, 1043, 1045, 1046, 1049, 1051, 1053, 1055, 1056, 1057, 1058, 1060),
+    1061,
+)
 # The one of these that a program is compared by, besides all contractions of gradients.
 IN_TURN = ("hessian_by_sites", "kernels_by_factors", "gauss_newton_by_sites")
 
@@ -50,6 +66,17 @@ def test_random_program_of_one_use(seed, uses):
     with settings():
         program = draw(seed, uses)
     result = examine(program, ["norms_and_sums"])
+    report = "\n".join(map(str, [program, *result.findings]))
+    assert not result.findings, report
+    assert result.skipped is None
+    assert result.num_compared
+
+
+@pytest.mark.parametrize("seed", OF_PARAMETERS_ALONE)
+def test_random_program_of_parameters_alone(seed):
+    with settings():
+        program = draw(seed, SHARED)
+    result = examine(program, ["norms_and_sums", IN_TURN[seed % len(IN_TURN)]])
     report = "\n".join(map(str, [program, *result.findings]))
     assert not result.findings, report
     assert result.skipped is None
