@@ -63,6 +63,27 @@ class Recurrent(eqx.Module):
         return self.last(jax.lax.scan(step, jnp.zeros(4), words)[0])
 
 
+class Parametrised(eqx.Module):
+    """Functions of parameters alone: a scale, a mask, a norm, a stack and a penalty."""
+
+    first: jax.Array
+    layers: list
+    last: jax.Array
+
+    def __init__(self, key):
+        first, second, third, fourth = jax.random.split(key, 4)
+        self.first = normal(first, (3, 3))
+        self.layers = [normal(second, (3, 3)), normal(third, (3, 3))]
+        self.last = normal(fourth, (2, 3))
+
+    def __call__(self, x):
+        hidden = jnp.tanh(jax.nn.softplus(self.first) @ x + jnp.tril(self.first) @ x)
+        step = lambda hidden, w: (jnp.tanh(w @ hidden), None)
+        hidden, _ = jax.lax.scan(step, hidden, jnp.stack(self.layers))
+        last = self.last / jnp.linalg.norm(self.last, axis=1, keepdims=True)
+        return last @ hidden + jnp.sum(self.first**2) / 10
+
+
 MODELS = {
     "dense": (
         lambda: eqx.nn.MLP(3, 2, 4, 1, jnp.tanh, key=KEY),
@@ -74,6 +95,7 @@ MODELS = {
         lambda n: jax.random.randint(KEY, (n, 3), 0, 6),
     ),
     "recurrent": (lambda: Recurrent(KEY), lambda n: normal(KEY, (n, 3, 2))),
+    "parametrised": (lambda: Parametrised(KEY), lambda n: normal(KEY, (n, 3))),
 }
 
 
@@ -326,12 +348,29 @@ def test_numbers_of_examples_that_devices_do_not_divide(feature):
         ("recurrent", "filter_micro_grad clip_norm"),
         ("recurrent", "filter_hvp"),
         ("recurrent", "EmpiricalNTK two sides"),
+        ("parametrised", "filter_micro_grad clip_norm"),
+        ("parametrised", "filter_hessian flat"),
+        ("parametrised", "EmpiricalNTK two sides"),
     ),
 )
 def test_other_models(name, feature):
     mesh = one_axis(AxisType.Explicit, 4)
     got = FEATURES[feature](*placed(name, mesh, "sharded", TOTAL))
     assert_same(jax.device_get(got), expected(feature, name, TOTAL), tol=1e-4)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", ("sites", "materialise"))
+def test_functions_of_parameters_alone_within_shard_map(method):
+    model, x = placed("parametrised", make_mesh(AxisType.Auto), "whole", TOTAL)
+    grad = eb.filter_micro_grad(
+        loss, clip_norm=0.1, accumulator=eb.Sum(), method=method, microbatch_size=SIZE
+    )
+    # As that of `jax.grad`, the gradient is summed over the devices.
+    mapped = jax.shard_map(
+        grad, mesh=make_mesh(AxisType.Auto), in_specs=(P(), P("data")), out_specs=P()
+    )
+    assert_same(jax.jit(mapped)(model, x), grad(model, x), tol=1e-4)
 
 
 def test_all_public_names_are_tried():

@@ -126,6 +126,11 @@ def zeros_like(struct: Any) -> Array:
     return with_type_of(struct, jnp.zeros(struct.shape, struct.dtype))
 
 
+def full_varying_as(aval: Any, value: float) -> Array:
+    """An array full of a number, of a shape and dtype, that varies as that does."""
+    return vary(jnp.full(aval.shape, value, aval.dtype), varying(aval))
+
+
 def varying(x: Any) -> frozenset:
     """The mesh axes over which an array varies, inside of `jax.shard_map`."""
     # JAX 0.10 has another name for it.

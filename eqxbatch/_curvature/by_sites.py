@@ -164,8 +164,8 @@ class _Derivatives:
             each = jax.vmap(site.output_of_source, in_axes, axis_size=d.shape[0])
             return each(a, value)
 
-        struct = jax.ShapeDtypeStruct(shape, source.dtype)
-        return jax.linear_transpose(outputs, struct)(d)[0]
+        zeros = vary(jnp.zeros(shape, source.dtype), varying(jax.typeof(d)))
+        return jax.linear_transpose(outputs, zeros)(d)[0]
 
     def _cotangent(self, site: Site, labels: dict[str, Label]) -> Term:
         d = site.at_steps(self._cotangents[site.perturbation], 1)
@@ -278,7 +278,7 @@ class SiteHessian:
             return [cost(pair, values=values) for pair in self.blocks.wanted.pairs]
 
         batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
-        values = jax.eval_shape(self.program.values, leaves)
+        values = self.program.value_structs()
         found = eqx.filter_eval_shape(count, jax.tree.map(batched, arrays), values)
         pairs = dict(zip(self.blocks.wanted.pairs, found, strict=True))
         return Estimate(costs, pairs, kept)

@@ -91,7 +91,7 @@ class SiteGaussNewton:
             return [self.blocks.cost(pair, terms, values) for pair in wanted.pairs]
 
         batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
-        values = jax.eval_shape(self.program.values, leaves)
+        values = self.program.value_structs()
         found = eqx.filter_eval_shape(count, jax.tree.map(batched, factors), values)
         pairs = dict(zip(wanted.pairs, found, strict=True))
         return Estimate(perturbations, pairs, kept)

@@ -149,7 +149,7 @@ def choose(program: Program) -> list[Contraction]:
         lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype), structs
     )
     operands, cotangents = one(program.operands), one(program.perturbations)
-    values = jax.eval_shape(program.values, program.leaves)
+    values = program.value_structs()
     return [
         _choose(program, leaf, operands, cotangents, values)
         for leaf in range(len(program.leaves))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact
 
 from .._base.dtypes import widened
-from .._base.mesh import is_on_mesh
+from .._base.mesh import full_varying_as, is_on_mesh
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .rules import Axes
 from .site import is_lettered, Label, labels_of, Site
@@ -187,8 +187,7 @@ def has_weights(site: Site) -> bool:
 
 def weights_of(site: Site, values: list) -> Array:
     """What the entries of a leaf are multiplied with, in the shape of the view."""
-    struct = site.view.struct_of_leaf
-    ones = jnp.ones(struct.shape, struct.dtype)
+    ones = full_varying_as(site.view.type_of_leaf, 1)
     return widened(site.view.apply(ones, values))
 
 

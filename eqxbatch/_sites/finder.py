@@ -129,8 +129,7 @@ class Finder:
     def leaf(self, number: int, aval: Any, *, is_followed: bool) -> Shared:
         """A leaf; one that is not followed has no sites."""
         node = self.graph.leaf(number, aval, varies=is_followed)
-        struct = _Struct(aval.shape, aval.dtype)
-        return self._known(node, (leaf_view(number, struct),) if is_followed else ())
+        return self._known(node, (leaf_view(number, aval),) if is_followed else ())
 
     def constant(self, var: Any, value: Any) -> Shared:
         return self._known(self.graph.constant(var.aval, value))

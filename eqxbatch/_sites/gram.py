@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import widened
+from .._base.mesh import full_varying_as, vary, varying
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .factors import Factor, Factors, labelled_terms, scale_of, site_terms, weight_terms
 from .site import (
@@ -144,17 +145,18 @@ class _Side(NamedTuple):
     def directions(self) -> Array:
         """What the entries of a small view are of the leaf, one after the other."""
         view, values = self.site.view, self.factors.values
-        struct = view.struct(view.struct_of_leaf, values)
+        leaf = full_varying_as(view.type_of_leaf, 0)
+        struct = view.struct(leaf, values)
         num = math.prod(struct.shape)
         seeds = jnp.eye(num, dtype=struct.dtype).reshape(num, *struct.shape)
-        back = view.transposed(view.struct_of_leaf, values)
-        return widened(jax.vmap(back)(seeds))
+        back = view.transposed(leaf, values)
+        return widened(jax.vmap(back)(vary(seeds, varying(struct))))
 
     def along(self, directions: Array, small: Label) -> list[Term]:
         """The inner products of the gradients at the site with some directions."""
         view, values = self.site.view, self.factors.values
-        struct = view.struct_of_leaf
-        apply = lambda x: view.apply(x.astype(struct.dtype), values)
+        dtype = view.type_of_leaf.dtype
+        apply = lambda x: view.apply(x.astype(dtype), values)
         sizes = [self.site.sizes[name] for name in self.site.w_axes]
         pushed = widened(jax.vmap(apply)(directions))
         pushed = pushed.reshape(pushed.shape[0], *sizes)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Integer
 
 from .._base.dtypes import is_complex
 from .._base.jaxprs import literal
+from .._base.mesh import full_varying_as
 
 
 Axes = tuple[str, ...]
@@ -217,10 +218,11 @@ def _elementwise(eqn: Any, index: int) -> Rule | None:
     return Rule(name, op, lambda ins: ins[1 - index], a_axes, d_axes, w_axes, sizes)
 
 
-def _placed(kind: str, put: Callable[[Array], Array], struct: Any) -> Rule:
+def _placed(kind: str, put: Callable[[Array], Array], aval: Any) -> Rule:
     """The rule of what is put into something else, without being multiplied."""
-    axes = _numbered("w", len(struct.shape))
-    transposed = jax.linear_transpose(put, struct)
+    axes = _numbered("w", len(aval.shape))
+
+    take = lambda d: jax.linear_transpose(put, full_varying_as(aval, 0))(d)[0]
     return Rule(
         kind=kind,
         op=lambda _, w: put(w),
@@ -228,28 +230,27 @@ def _placed(kind: str, put: Callable[[Array], Array], struct: Any) -> Rule:
         a_axes=(),
         d_axes=axes,
         w_axes=axes,
-        sizes=dict(zip(axes, struct.shape, strict=True)),
-        arrange=lambda d: transposed(d)[0],
+        sizes=dict(zip(axes, aval.shape, strict=True)),
+        arrange=take,
     )
 
 
 def _in_place(eqn: Any, index: int) -> Rule | None:
     """Parts of an array, of which one is a parameter."""
     name = eqn.primitive.name
-    structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
     starts = eqn.invars[2:] if name == "dynamic_update_slice" else []
     if not all(isinstance(atom, jex.Literal) for atom in starts):
         return None
 
     def put(w: Array) -> Array:
         ins = [
-            literal(atom) if atom in starts else jnp.zeros(struct.shape, struct.dtype)
-            for atom, struct in zip(eqn.invars, structs, strict=True)
+            literal(atom) if atom in starts else full_varying_as(atom.aval, 0)
+            for atom in eqn.invars
         ]
         ins[index] = w
         return eqn.primitive.bind(*ins, **eqn.params)
 
-    return _placed(name, put, structs[index])
+    return _placed(name, put, eqn.invars[index].aval)
 
 
 def _select(eqn: Any, index: int) -> Rule | None:

@@ -23,6 +23,7 @@ from .._base.jaxprs import (
     literal,
     run_equation,
 )
+from .._base.mesh import full_varying_as
 
 
 # A `scan` around an equation: its number, which grows inwards, and its steps.
@@ -34,9 +35,14 @@ _ELEMENTWISE = frozenset(
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
     convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
     expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul
-    ne neg nextafter not or pow rem round rsqrt select_n sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor
+    ne neg nextafter not or pcast pow pvary rem round rsqrt select_n sign sin sinh sqrt
+    square stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905
+)
+
+
+_LINEAR = frozenset(
+    "add convert_element_type copy copy_p neg pcast pvary sub".split()  # noqa: SIM905
 )
 
 
@@ -207,7 +213,7 @@ def _is_linear(eqn: Any, inputs: tuple[Node, ...]) -> bool:
     """Whether an elementwise equation is linear in all that depends on leaves."""
     name = eqn.primitive.name
     varying = [node.varies for node in inputs]
-    if name in ("neg", "convert_element_type", "copy", "copy_p", "add", "sub"):
+    if name in _LINEAR:
         return True
     if name == "mul":
         return sum(varying) == 1
@@ -238,18 +244,19 @@ def _has_elementwise_rule(jaxpr: Any, eqn: Any) -> bool:
     are_real = all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars)
     if not (are_real and _are_alike(eqn, shape)):
         return False
-    structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
     apply = run_equation(jaxpr, eqn, eqn.outvars)
     run = lambda ins: apply(*ins)
 
-    def second(ins: list, first: list, second: list, both: list) -> list:
-        def one(ins: list, tangents: list) -> list:
-            return jax.jvp(run, (ins,), (tangents,))[1]
+    def first(ins: list, tangents: list) -> list:
+        return jax.jvp(run, (ins,), (tangents,))[1]
 
-        return jax.jvp(one, (ins, first), (second, both))[1]
+    def second() -> list:
+        ins, *tangents = (
+            [full_varying_as(atom.aval, 0) for atom in eqn.invars] for _ in range(4)
+        )
+        return jax.jvp(first, (ins, tangents[0]), (tangents[1], tangents[2]))[1]
 
-    closed = jax.make_jaxpr(second)(structs, structs, structs, structs)
-    return _is_elementwise(closed.jaxpr, shape)
+    return _is_elementwise(jax.make_jaxpr(second)().jaxpr, shape)
 
 
 def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._base.jaxprs import evaluate_jaxpr, evaluate_with, REMAT
-from .._base.mesh import is_on_mesh, zeros_like
+from .._base.mesh import full_varying_as, is_on_mesh, zeros_like
 from .finder import Called, Finder, Perturbed, Plan
 from .shared import evaluate
 from .site import leaf_site, Site
@@ -105,6 +105,12 @@ class Program:
         found = evaluate([self._values[i] for i in numbers], leaves)
         by_number = dict(zip(numbers, found, strict=True))
         return [by_number.get(i) for i, _ in enumerate(self._values)]
+
+    def value_structs(self) -> list:
+        """The types of the values."""
+        avals = [var.aval for var in self.jaxpr.invars[: len(self.leaves)]]
+        zeros = lambda: [full_varying_as(aval, 0) for aval in avals]
+        return jax.eval_shape(lambda: self.values(zeros()))
 
     def linearize(
         self, leaves: list, example: list, num_outputs: int

@@ -39,7 +39,7 @@ class _Place:
 class View:
     """A linear function of one leaf, built from steps such as a transpose.
 
-    - `leaf`: the number of the leaf, and `struct_of_leaf` its type.
+    - `leaf`: the number of the leaf, and `type_of_leaf` its shape, dtype and so on.
     - `shape`: that of the view. Axes for `loops` come before it in what `apply`
         returns: for the loops in which it differs from step to step, outermost first.
     - `windows`: for each of these, which of its steps there is something for, as the
@@ -56,7 +56,7 @@ class View:
     """
 
     leaf: int
-    struct_of_leaf: jax.ShapeDtypeStruct
+    type_of_leaf: Any
     shape: tuple[int, ...]
     axes: tuple[int | None, ...] | None
     loops: tuple[Loop, ...] = ()
@@ -70,7 +70,7 @@ class View:
 
     @property
     def is_complex(self) -> bool:
-        return is_complex(self.struct_of_leaf)
+        return is_complex(self.type_of_leaf)
 
     @property
     def is_whole(self) -> bool:
