@@ -126,7 +126,7 @@ def zeros_like(struct: Any) -> Array:
     return with_type_of(struct, jnp.zeros(struct.shape, struct.dtype))
 
 
-def full_varying_as(aval: Any, value: float) -> Array:
+def full_varying_as(aval: Any, value: int | float) -> Array:
     """An array full of a number, of a shape and dtype, that varies as that does."""
     return vary(jnp.full(aval.shape, value, aval.dtype), varying(aval))
 

@@ -196,10 +196,9 @@ def _in_loops(
     return cut
 
 
-def leaf_view(index: int, struct: jax.ShapeDtypeStruct) -> View:
+def leaf_view(index: int, aval: Any) -> View:
     """The leaf itself."""
-    axes = tuple(range(len(struct.shape)))
-    return View(index, struct, struct.shape, axes)
+    return View(index, aval, aval.shape, tuple(range(len(aval.shape))))
 
 
 def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:

@@ -72,6 +72,7 @@ def test_random_program_of_one_use(seed, uses):
     assert result.num_compared
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", OF_PARAMETERS_ALONE)
 def test_random_program_of_parameters_alone(seed):
     with settings():
