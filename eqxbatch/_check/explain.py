@@ -103,7 +103,7 @@ def explain_sites(
         .weight       128x256  dot_general  factors       65.9    3.1
         -------------------------------------------------------------
         by sites                                          65.9    3.1
-        materialised                                     196.6  393.2
+        materialised                                     196.6  394.8
         method="auto" is "sites"
 
         ```

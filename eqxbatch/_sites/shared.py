@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from .._base.jaxprs import (
@@ -102,7 +101,7 @@ class Graph:
         return Node(order, (), aval.shape, aval.dtype, varies, leaf=number)
 
     def constant(self, aval: Any, value: Any) -> Node:
-        value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        value = value if isinstance(value, jax.Array) else jnp.asarray(value)
         order = next(self._order)
         return Node(order, (), aval.shape, aval.dtype, False, constant=value)
 
