@@ -15,7 +15,14 @@ from jaxtyping import Array, Inexact, Real
 from .._base.dtypes import widened
 from .._base.mesh import full_varying_as, vary, varying
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
-from .factors import Factor, Factors, labelled_terms, scale_of, site_terms, weight_terms
+from .factors import (
+    Factor,
+    Factors,
+    has_weights,
+    labelled_terms,
+    site_terms,
+    weight_terms,
+)
 from .site import (
     is_allowed,
     is_small,
@@ -52,9 +59,11 @@ def _groups(sites: Sequence[Site]) -> list[list[Site]]:
     if len(sites) <= MOST_SITES:
         return [[site] for site in sites]
     groups: dict[tuple, list[Site]] = {}
-    for site in sites:
+    for number, site in enumerate(sites):
         view, rule = site.view, site.rule
         key = (view.key, view.windows, rule.kind, rule.key, site.loops)
+        # What is small is not so any more as the steps of a loop.
+        key = (number,) if is_small(site) else key
         groups.setdefault(key, []).append(site)
     return [*groups.values()]
 
@@ -168,6 +177,11 @@ class _Side(NamedTuple):
         return [cotangent, *operand, term]
 
 
+def _scale(site: Site) -> Any:
+    """What the terms of a site are multiplied with: no view is transposed here."""
+    return site.rule.scale * (1.0 if has_weights(site) else site.view.scale)
+
+
 def _flat(x: Array) -> Array:
     return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
@@ -197,7 +211,7 @@ def pair_terms(
             if token is not None:
                 terms[1 - side] = [_taken(term, token) for term in terms[1 - side]]
     conjugated = [(jnp.conj(x), labels) for x, labels in terms[1]]
-    return [*terms[0], *conjugated], scale_of(site) * scale_of(other).conjugate()
+    return [*terms[0], *conjugated], _scale(site) * _scale(other).conjugate()
 
 
 def _small_terms(first: _Side, second: _Side) -> tuple[list[Term], Any]:
@@ -322,4 +336,4 @@ def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
     terms = [
         (jnp.real(x * jnp.conj(x)), labels) for x, labels in site_terms(site, factors)
     ]
-    return terms, abs(scale_of(site)) ** 2
+    return terms, abs(_scale(site)) ** 2

@@ -95,6 +95,6 @@ def test_the_search_finds_what_is_broken():
     with settings():
         program = draw(7, ("linear",))
     jax.clear_caches()
-    with mock.patch.object(gram, "scale_of", return_value=1.5):
+    with mock.patch.object(gram, "_scale", return_value=1.5):
         result = examine(program, ["norms_and_sums"])
     assert {finding.check for finding in result.findings} == {"norms_and_sums"}

@@ -221,6 +221,11 @@ BY_FACTORS = {
         lambda w, x: jnp.tanh(x / (3 + w[0])) + (x[:3, None] / jnp.exp(w[1])).sum(0),
         vectors(4),
     ),
+    "scaled_and_reversed": (
+        weight(4, 4),
+        lambda w, x: (3 * w)[::-1] @ x,
+        vectors(4),
+    ),
     "chosen_by_the_example": (
         (weight(4), weight(4)),
         lambda w, x: jnp.where(x > 0, w[0], w[1] * 2) ** 3,
@@ -377,6 +382,18 @@ def test_many_uses_are_the_steps_of_a_loop():
     leaves = explain_sites(unrolled, (weight(9, 9), weight(9)), weight(9)).leaves
     assert [leaf.contraction for leaf in leaves] == ["factors", "gradient"]
     assert len(leaves[1].sites) == num
+
+
+def test_many_uses_of_one_number():
+    def penalised(w, x):
+        penalty = jnp.sum(w**2)
+        for _ in range(MOST_SITES + 2):
+            x = jnp.sin(x + penalty)
+        return x
+
+    compare(Case(weight(8), penalised, vectors(4)))
+    report = explain_sites(lambda w, x: jnp.sum(penalised(w, x)), weight(8), weight(4))
+    assert [leaf.contraction for leaf in report.leaves] == ["gradient"]
 
 
 def test_many_different_uses_have_no_gram_matrices():
