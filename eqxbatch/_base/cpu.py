@@ -26,6 +26,7 @@ def as_own_program(
     ways, and each time on one core, as writing in place is. It does not look through a
     condition, even one that is `always` true.
     """
+    run = jax.jit(run)  # So that it is traced once.
 
     def run_apart(*args: Any) -> list:
         structs = jax.eval_shape(run, *args)
@@ -59,6 +60,20 @@ def written_first(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
 def true_of(x: Inexact[Array, "..."]) -> Bool[Array, ""]:
     """True, which only shows when it runs."""
     return jnp.all((x == x) | (x != x))
+
+
+def separate(x: Inexact[Array, "n ..."]) -> list[Inexact[Array, "..."]]:
+    """The entries along axis 0.
+
+    XLA for CPUs compiles all that is made of one of them anew, if where it begins is a
+    constant. If that only shows when it runs, they share what is compiled.
+    """
+    num = x.shape[0]
+    if num == 1:
+        return [x[0]]
+    numbers = lambda: [jnp.asarray(i, "int32") for i in range(num)]
+    indices = as_own_program(numbers, true_of(x.ravel()[:1]))()
+    return [lax.dynamic_index_in_dim(x, i, keepdims=False) for i in indices]
 
 
 _PIECE = 256

@@ -7,9 +7,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
 
-from .accumulators import AbstractAccumulator
+from .accumulators import Concat
 from .cut import Blocks
 from .loop import run_blocks
+from .moments import Sum
 from .slots import match_accumulators
 
 
@@ -47,9 +48,11 @@ def accumulated(
     fun: Callable[[list, int], Any],
     rows: Rows,
     size: int | None,
-    accumulator: AbstractAccumulator,
+    accumulator: Sum | Concat,
 ) -> Any:
-    """What `fun` returns for the arrays of blocks of rows, accumulated."""
+    """What `fun` returns for the arrays of blocks of rows, summed or put together."""
+    if size is None or size >= rows.total > 0:
+        return fun(rows.arrays, rows.total)
     blocks = Blocks(rows.total, max(1, min(size or rows.total, rows.total)))
     run = lambda arrays, size: (fun(arrays, size), None)
     slots = lambda output, _: match_accumulators(accumulator, output)

@@ -155,7 +155,8 @@ def _by_sites(subject: Subject, wanted: dict[str, Wanted]) -> dict[str, list]:
             curvature = _curvature(traced, leaves, is_ggn=is_ggn)
             if blocks.pairs:
                 by_sites = CurvatureBlocks(curvature, blocks, "sites", None)
-                result[quantity] = by_sites.sums(rows, None)
+                sums = by_sites.sums(rows, None)
+                result[quantity] = [*by_sites.by_pairs(sums).values()]
             else:
                 result[quantity] = []
         return result

@@ -24,7 +24,7 @@ from .._base.trees import consecutive_groups
 from .._batch.accumulators import Concat
 from .._batch.memory import check_size, MemoryBudget, resolve_size
 from .._batch.rows import accumulated, Rows
-from .._sites.cost import program_cost
+from .._sites.cost import pushed_cost
 from .site_blocks import Pair, Wanted
 
 
@@ -97,11 +97,14 @@ class ProductBlocks:
         everything = list(range(len(self.leaves)))
 
         def count(leaves: list) -> dict[int, float]:
+            point = [leaves[i] for i in self.order]
+            linear = self.products(leaves, self.order, everything)
+            jaxpr = jax.make_jaxpr(linear)(point).jaxpr
             found = {}
-            for leaf in self.order:
-                linear = self.products(leaves, [leaf], everything)
-                jaxpr = jax.make_jaxpr(linear)([leaves[leaf]]).jaxpr
-                found[leaf] = leaves[leaf].size * program_cost(jaxpr).time
+            for k, leaf in enumerate(self.order):
+                marks = [i == k for i, _ in enumerate(self.order)]
+                cost = pushed_cost(jaxpr, marks)
+                found[leaf] = leaves[leaf].size * cost.time
             return found
 
         return eqx.filter_eval_shape(count, self.leaves)

@@ -21,18 +21,29 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import widened
-from .._base.jaxprs import depends, evaluate_jaxpr
 from .._base.mesh import vary, varying
-from .._batch.slots import is_struct
-from .._sites.cost import program_cost
-from .._sites.einsum import EXAMPLE, Term
+from .._sites.cost import pushed_cost
+from .._sites.einsum import EXAMPLE, Labels, Term
 from .._sites.shared import evaluate, Node
 from .._sites.site import is_allowed, Label, Site
 from .._sites.trace import Program
-from .site_blocks import Blocks, named_labels, operand_term, Pair, Wanted
+from .by_products import replaced
+from .perturbed import PerturbedGradient, Push
+from .site_blocks import (
+    Blocks,
+    for_each,
+    named_labels,
+    operand_term,
+    PAIR,
+    Pair,
+    stacked,
+    Use,
+    Wanted,
+)
 
 
 def is_covered(program: Program, leaf: int, wanted: Wanted) -> bool:
@@ -46,91 +57,40 @@ def is_covered(program: Program, leaf: int, wanted: Wanted) -> bool:
     return all(is_allowed(form, site, site) for site in sites)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Along:
-    """What changes with one perturbation, and is to be known of that."""
-
-    perturbation: int
-    cotangents: tuple[int, ...]
-    operands: tuple[int, ...]
-
-
-class _Needs:
-    """What sites ask for, so that each derivative is computed once."""
-
-    def __init__(self, program: Program, wanted: Wanted):
-        self.cotangents: dict[int, set[int]] = {}
-        self.operands: dict[int, set[int]] = {}
-        for site, other in site_pairs(program, wanted):
-            first, last = sorted((site.perturbation, other.perturbation))
-            self.cotangents.setdefault(first, set()).add(last)
-            for changed, by in ((site, other), (other, site)):
-                if changed.operand is not None and changed.rule.token is None:
-                    self.operands.setdefault(by.perturbation, set()).add(
-                        changed.operand
-                    )
-
-    def along(self, jaxpr: Any, num_perturbations: int) -> list[_Along]:
-        """One for each perturbation that something depends on.
-
-        The inputs of the `jaxpr` are the perturbations, its outputs the cotangents and
-        the operands.
-        """
-        result = []
-        for perturbation in sorted({*self.cotangents, *self.operands}):
-            marks = [i == perturbation for i in range(num_perturbations)]
-            depend = depends(jaxpr, marks)
-            cotangents = [i for i in self.cotangents.get(perturbation, ()) if depend[i]]
-            operands = [
-                i
-                for i in self.operands.get(perturbation, ())
-                if depend[num_perturbations + i]
-            ]
-            if cotangents or operands:
-                result.append(
-                    _Along(
-                        perturbation, tuple(sorted(cotangents)), tuple(sorted(operands))
-                    )
-                )
-        return result
-
-
-def site_pairs(program: Program, wanted: Wanted) -> Iterator[tuple[Site, Site]]:
-    for first, second in wanted.pairs:
-        yield from itertools.product(program.sites_of(first), program.sites_of(second))
-
-
 class _Derivatives:
     """Cotangents and operands of some examples, and how perturbations change them.
 
-    All have the examples along axis 0. A derivative has the entries of the
-    perturbation along axis 1, all of them in one axis.
+    All have the examples along axis 0. A derivative has the directions of its
+    `Push` along axis 1.
     """
 
     def __init__(
         self,
-        program: Program,
+        gradient: PerturbedGradient,
         cotangents: list,
         operands: list,
-        changes: list[tuple[_Along, list]],
+        changes: list[tuple[Push, list]],
     ):
-        self.program = program
+        self.program, self._gradient = gradient.program, gradient
         self._cotangents, self._operands = cotangents, operands
+        self._pushes: dict[int, Push] = {}
         self._of_cotangents: dict[tuple[int, int], Array] = {}
         self._of_operands: dict[tuple[int, int], Array] = {}
-        for along, found in changes:
-            num, z = len(along.cotangents), along.perturbation
-            for perturbation, x in zip(along.cotangents, found[:num], strict=True):
-                self._of_cotangents[z, perturbation] = x
-            for operand, x in zip(along.operands, found[num:], strict=True):
-                self._of_operands[z, operand] = x
+        for push, found in changes:
+            self._pushes.update(dict.fromkeys(push.perturbations, push))
+            num, first = len(push.cotangents), push.perturbations[0]
+            for perturbation, x in zip(push.cotangents, found[:num], strict=True):
+                self._of_cotangents[first, perturbation] = x
+            for operand, x in zip(push.operands, found[num:], strict=True):
+                self._of_operands[first, operand] = x
 
     def terms(
-        self, site: Site, other: Site, labels: list[dict[str, Label]]
+        self, uses: Sequence[Use], labels: list[dict[str, Label]]
     ) -> Iterator[list[Term]]:
         """Arrays to contract, the sum of which is the block of two sites."""
-        curvature = self._curvature(site, other, labels)
-        sides = ((site, labels[0]), (other, labels[1]))
+        curvature = self._curvature(uses, labels)
+        sites, others = zip(*uses, strict=True)
+        sides = ((sites, labels[0]), (others, labels[1]))
         operands = [self._operand(*side) for side in sides]
         if curvature is not None:
             yield [curvature, *operands[0], *operands[1]]
@@ -167,45 +127,91 @@ class _Derivatives:
         zeros = vary(jnp.zeros(shape, source.dtype), varying(jax.typeof(d)))
         return jax.linear_transpose(outputs, zeros)(d)[0]
 
-    def _cotangent(self, site: Site, labels: dict[str, Label]) -> Term:
-        d = site.at_steps(self._cotangents[site.perturbation], 1)
-        d = widened(jax.vmap(site.arrange)(d))
-        return d, (EXAMPLE, *named_labels(labels, site.d_axes))
+    def _cotangent(self, sites: Sequence[Site], labels: dict[str, Label]) -> Term:
+        site = sites[0]
+        d, lead = stacked([self._cotangents[each.perturbation] for each in sites])
+        arrange = lambda d: jax.vmap(site.arrange)(site.at_steps(d, 1))
+        d = widened(for_each(arrange, d, lead))
+        return d, (*lead, EXAMPLE, *named_labels(labels, site.d_axes))
 
-    def _operand(self, site: Site, labels: dict[str, Label]) -> list[Term]:
-        if site.operand is None:
+    def _operand(self, sites: Sequence[Site], labels: dict[str, Label]) -> list[Term]:
+        if sites[0].operand is None:
             return []
-        return [operand_term(site, self._operands[site.operand], labels)]
+        known = self._operands
+        operands = [known[x.operand] for x in sites if x.operand is not None]
+        return [operand_term(sites, operands, labels)]
 
     def _curvature(
-        self, site: Site, other: Site, labels: list[dict[str, Label]]
+        self, uses: Sequence[Use], labels: list[dict[str, Label]]
     ) -> Term | None:
-        """How the cotangent of one site changes with the perturbation of the other."""
-        sides = [(site, labels[0]), (other, labels[1])]
-        if site.perturbation < other.perturbation:
+        """How the cotangents of sites change with the perturbations of others."""
+        sites, others = zip(*uses, strict=True)
+        sides = [(sites, labels[0]), (others, labels[1])]
+        if sites[0].perturbation < others[0].perturbation:
             sides.reverse()
-        (changed, names), (by, others) = sides
-        x = self._of_cotangents.get((by.perturbation, changed.perturbation))
-        if x is None:
+        (changed, names), (by, other_names) = sides
+        keys = [
+            (second.perturbation, first.perturbation)
+            for first, second in zip(changed, by, strict=True)
+        ]
+        if keys[0] not in self._gradient.of_cotangents:
             return None
-        x = jax.vmap(jax.vmap(changed.arrange))(changed.at_steps(x, 2))
-        x = self._arranged(by, x)
-        axes = (*named_labels(others, by.d_axes), *named_labels(names, changed.d_axes))
-        return widened(x), (EXAMPLE, *axes)
+        x, lead = self._changes(self._of_cotangents, keys)
+        own, other = changed[0], by[0]
+        arrange = lambda x: jax.vmap(jax.vmap(own.arrange))(own.at_steps(x, 2))
+        x = for_each(lambda x: self._arranged(other, arrange(x)), x, lead)
+        axes = named_labels(other_names, other.d_axes)
+        axes = (*axes, *named_labels(names, own.d_axes))
+        return widened(x), (*lead, EXAMPLE, *axes)
 
     def _change(
-        self, changed: Site, names: dict[str, Label], by: Site, others: dict[str, Label]
+        self,
+        changed: Sequence[Site],
+        names: dict[str, Label],
+        by: Sequence[Site],
+        other_names: dict[str, Label],
     ) -> Term | None:
-        """How the operand of one site changes with the perturbation of the other."""
-        if changed.operand is None:
+        """How the operands of sites change with the perturbations of others."""
+        keys = [
+            (second.perturbation, first.operand)
+            for first, second in zip(changed, by, strict=True)
+        ]
+        if keys[0] not in self._gradient.of_operands:
             return None
-        x = self._of_operands.get((by.perturbation, changed.operand))
-        if x is None:
-            return None
-        x = jax.vmap(jax.vmap(changed.expand))(changed.at_steps(x, 2))
-        x = self._arranged(by, x)
-        axes = (*named_labels(others, by.d_axes), *named_labels(names, changed.a_axes))
-        return widened(x), (EXAMPLE, *axes)
+        x, lead = self._changes(self._of_operands, keys)
+        own, other = changed[0], by[0]
+        expand = lambda x: jax.vmap(jax.vmap(own.expand))(own.at_steps(x, 2))
+        x = for_each(lambda x: self._arranged(other, expand(x)), x, lead)
+        axes = named_labels(other_names, other.d_axes)
+        axes = (*axes, *named_labels(names, own.a_axes))
+        return widened(x), (*lead, EXAMPLE, *axes)
+
+    def _changes(
+        self, known: dict[tuple[int, Any], Array], keys: list[tuple[int, Any]]
+    ) -> tuple[Array, Labels]:
+        """How things change with perturbations, for one pair of these or for several.
+
+        Of each pair, it has the entries of the perturbation along axis 1.
+        """
+        # All of them have the same shape, and so follow each other in a push.
+        size = self.program.perturbations[keys[0][0]].size
+        parts = []
+        of_key = lambda key: self._pushes[key[0]]
+        runs = [(push, [*own]) for push, own in itertools.groupby(keys, of_key)]
+        for push, own in runs:
+            first = push.perturbations[0]
+            starts = [push.starts[z] for z, _ in own]
+            start, stop = min(starts), max(starts) + size
+            numbers = {i: k for k, i in enumerate(dict.fromkeys(i for _, i in own))}
+            arrays = [known[first, i][:, start:stop] for i in numbers]
+            if len(keys) == 1:
+                return arrays[0], ()
+            x = jnp.stack(arrays)
+            x = x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
+            ordered = np.array([numbers[i] for _, i in own])
+            directions = np.array([(each - start) // size for each in starts])
+            parts.append(x[ordered, :, directions])
+        return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
 
     def _arranged(self, by: Site, x: Array) -> Array:
         """The axes of the perturbation in a derivative, as its site names them."""
@@ -233,9 +239,9 @@ class SiteHessian:
         checkpoint: bool = False,
     ):
         self.program = program
-        self.blocks = Blocks(program, leaves, wanted)
-        self._needs = _Needs(program, wanted)
-        self._checkpoint = checkpoint
+        self._gradient = PerturbedGradient(program, leaves, wanted, checkpoint)
+        self._pushes = self._gradient.pushes()
+        self.blocks = Blocks(program, leaves, wanted, self._gradient.kind)
 
     def sums(
         self,
@@ -243,111 +249,96 @@ class SiteHessian:
         rows: list,
         axes: Sequence[int],
         weights: Real[Array, " n"] | None,
-    ) -> list[Inexact[Array, "..."]]:
-        """The blocks that are wanted, of the (weighted) sum over the examples."""
-        derivatives = self._derivatives(leaves, rows, axes, weights)
-        found = self.blocks.sums(derivatives.terms, self.program.values(leaves))
-        linear = derivatives.of_sources()
-        return with_curved(self.program, leaves, self.blocks.wanted, linear, found)
-
-    def estimate(self, leaves: list, rows: list, num: int) -> "Estimate":
-        """What the sums of `num` examples take.
-
-        `rows` are those of one example. Here and there, only types matter.
-        """
-
-        def one(leaves: list, rows: list) -> tuple[list, list, list, dict]:
-            point, run, found = self._at(leaves, rows, None)
-            changes, costs = [], {}
-            for along in found:
-                z, push = point[along.perturbation], self._pushed(point, run, along)
-                of_one = program_cost(jax.make_jaxpr(push)(z).jaxpr).time
-                costs[along.perturbation] = num * z.size * of_one
-                changes.append((along, jax.vmap(push)(basis(z))))
-            outs = run(point)
-            return outs[: len(point)], outs[len(point) :], changes, costs
-
-        *arrays, costs = eqx.filter_eval_shape(one, leaves, rows)
-        arrays, along = eqx.partition(arrays, is_struct)
-        kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-
-        def count(arrays: list, values: list) -> list[float]:
-            cotangents, operands, changes = eqx.combine(arrays, along)
-            derivatives = _Derivatives(self.program, cotangents, operands, changes)
-            cost = functools.partial(self.blocks.cost, terms=derivatives.terms)
-            return [cost(pair, values=values) for pair in self.blocks.wanted.pairs]
-
-        batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
-        values = self.program.value_structs()
-        found = eqx.filter_eval_shape(count, jax.tree.map(batched, arrays), values)
-        pairs = dict(zip(self.blocks.wanted.pairs, found, strict=True))
-        return Estimate(costs, pairs, kept)
-
-    def _derivatives(
-        self, leaves: list, rows: list, axes: Sequence[int], weights: Array | None
-    ) -> _Derivatives:
+    ) -> list[Inexact[Array, "pairs ..."]]:
+        """The blocks of each group, of the (weighted) sum over the examples."""
 
         def one(rows: list, weight: Array | None) -> tuple[list, list, list]:
-            point, run, found = self._at(leaves, rows, weight)
+            point, run = self._gradient.at(leaves, rows, weight)
             outs = run(point)
-            num = len(point)
-            changes = []
-            for along in found:
-                push = self._pushed(point, run, along)
-                seeds = basis(point[along.perturbation])
-                changes.append((along, jax.vmap(push)(seeds)))
-            return outs[:num], outs[num:], changes
+            changes = [
+                (push, jax.vmap(self._pushed(point, run, push))(_basis_of(point, push)))
+                for push in self._pushes
+            ]
+            return outs[: len(point)], outs[len(point) :], changes
 
         found = of_examples(one, rows, axes, weights)
-        return _Derivatives(self.program, *found)
+        derivatives = _Derivatives(self._gradient, *found)
+        blocks = self.blocks.sums(derivatives.terms, self.program.values(leaves))
+        return with_curved(self.blocks, leaves, derivatives.of_sources(), blocks)
 
-    def _at(
-        self, leaves: list, rows: list, weight: Array | None
-    ) -> tuple[list, Callable[[list], list], list[_Along]]:
-        """Where to differentiate, cotangents and operands, and what is to be known."""
-        point = self.program.zeros(leaves, rows)
+    @property
+    def bytes(self) -> int:
+        """What is kept of one example."""
+        program = self.program
+        structs = [*program.perturbations, *program.operands]
+        kept = [(x, 1) for x in structs]
+        for push in self._pushes:
+            kept += ((program.perturbations[i], push.num) for i in push.cotangents)
+            kept += ((program.operands[i], push.num) for i in push.operands)
+        return sum(num * x.size * x.dtype.itemsize for x, num in kept)
 
-        def gradient(perturbations: list) -> list:
-            def value(perturbations: list) -> tuple[Array, list]:
-                outs, operands = self.program.perturbed(leaves, rows, perturbations)
-                value = outs[0]
-                if weight is not None:
-                    value = value * weight.astype(value.dtype)
-                return value, operands
+    def estimate(self, num: int) -> "Estimate":
+        """What the sums of `num` examples take. All of it follows from shapes."""
+        program, jaxpr = self.program, self._gradient.closed.jaxpr
+        costs: dict[int, float] = {}
+        for push in self._pushes:
+            marks = [i in push.perturbations for i, _ in enumerate(jaxpr.invars)]
+            of_one = num * pushed_cost(jaxpr, marks).time
+            for z in push.perturbations:
+                costs[z] = of_one * program.perturbations[z].size
+        of = lambda x, *lead: jax.ShapeDtypeStruct((num, *lead, *x.shape), x.dtype)
+        cotangents = [*map(of, program.perturbations)]
+        operands = [*map(of, program.operands)]
+        changes = [
+            [
+                *(of(program.perturbations[i], push.num) for i in push.cotangents),
+                *(of(program.operands[i], push.num) for i in push.operands),
+            ]
+            for push in self._pushes
+        ]
 
-            if self._checkpoint:
-                value = jax.checkpoint(value)
-            cotangents, operands = jax.grad(value, has_aux=True)(perturbations)
-            return [*cotangents, *operands]
+        def count(
+            cotangents: list, operands: list, changes: list, values: list
+        ) -> dict:
+            pairs = [*zip(self._pushes, changes, strict=True)]
+            derivatives = _Derivatives(self._gradient, cotangents, operands, pairs)
+            return self.blocks.costs(derivatives.terms, values)
 
-        closed = jax.make_jaxpr(gradient)(point)
-        run = functools.partial(evaluate_jaxpr, closed.jaxpr, list(closed.consts))
-        return point, run, self._needs.along(closed.jaxpr, len(point))
+        values = program.value_structs()
+        args = (cotangents, operands, changes, values)
+        return Estimate(costs, eqx.filter_eval_shape(count, *args))
 
     def _pushed(
-        self, point: list, run: Callable[[list], list], along: _Along
-    ) -> Callable[[Array], list]:
-        """How what is to be known changes with a perturbation, as a linear function."""
+        self, point: list, run: Callable[[list], list], push: Push
+    ) -> Callable[[list], list]:
+        """How things change with some perturbations, as a linear function."""
         num = len(point)
 
-        def at(z: Array) -> list:
-            outs = run(
-                [*point[: along.perturbation], z, *point[along.perturbation + 1 :]]
-            )
+        def at(zs: list) -> list:
+            outs = run(replaced(point, push.perturbations, zs))
             return [
-                *(outs[i] for i in along.cotangents),
-                *(outs[num + i] for i in along.operands),
+                *(outs[i] for i in push.cotangents),
+                *(outs[num + i] for i in push.operands),
             ]
 
-        return jax.linearize(at, point[along.perturbation])[1]
+        return jax.linearize(at, [point[z] for z in push.perturbations])[1]
+
+
+def _basis_of(point: list, push: Push) -> list[Array]:
+    """All directions in which one entry of a perturbation of a push changes."""
+    seeds = []
+    for z in push.perturbations:
+        x, start = point[z], push.starts[z]
+        own = jnp.eye(push.num, x.size, -start, dtype=x.dtype)
+        seeds.append(vary(own.reshape(push.num, *x.shape), varying(jax.typeof(x))))
+    return seeds
 
 
 def with_curved(
-    program: Program,
+    blocks: Blocks,
     leaves: list,
-    wanted: Wanted,
     sources: list[tuple[Node, Array]],
-    blocks: list[Array],
+    found: list[Array],
 ) -> list[Array]:
     """Adds the second derivatives of what is computed from leaves alone.
 
@@ -355,7 +346,8 @@ def with_curved(
     is elementwise in a leaf has a diagonal there, which takes one product.
     """
     if not sources:
-        return blocks
+        return found
+    program, wanted = blocks.program, blocks.wanted
     curved = {s.leaf: False for s in program.sites if s.source is not None}
     curved |= {s.leaf: True for s in program.sites if s.is_coupled}
     numbers = sorted(curved)
@@ -380,9 +372,11 @@ def with_curved(
         return jax.linearize(at, point[position])[1]
 
     pushes = {second: pushed(second) for _, second in wanted.pairs if second in curved}
-    found = []
-    for (first, second), block in zip(wanted.pairs, blocks, strict=True):
+    result = []
+    for pairs, block in zip(blocks.groups, found, strict=True):
+        first, second = pairs[0]
         if first in curved and second in curved:
+            # Such leaves are like no others, so that this is a block of one pair.
             push = lambda x, first=first, second=second: pushes[second](x)[
                 numbers.index(first)
             ].astype(block.dtype)
@@ -392,8 +386,8 @@ def with_curved(
             elif first == second:
                 diagonal = push(jnp.ones_like(leaves[first]))
                 block = _plus_diagonal(block, diagonal, wanted.is_diagonal)
-        found.append(block)
-    return found
+        result.append(block)
+    return result
 
 
 def _plus_diagonal(block: Array, diagonal: Array, is_diagonal: bool) -> Array:
@@ -420,16 +414,14 @@ def of_examples(
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What blocks of a Hessian take: floating-point operations, and memory.
+    """How many floating-point operations blocks of a Hessian take.
 
-    - `perturbations`, `pairs`: operations, by the perturbations that derivatives are
-        taken with respect to, and by the pairs of leaves that they are contracted for.
-    - `bytes`: of what is kept of one example.
+    - `perturbations`, `pairs`: by the perturbations that derivatives are taken with
+        respect to, and by the pairs of leaves that they are contracted for.
     """
 
     perturbations: dict[int, float]
     pairs: dict[Pair, float]
-    bytes: int
 
 
 def basis(x: Array) -> Array:

@@ -7,19 +7,28 @@ sum over two sites of `a d (∂²loss/∂o∂p) d' a'`. It is contracted as Hess
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
-from .._base.dtypes import widened
+from .._base.dtypes import common_dtype, widened
 from .._sites.cost import num_products
 from .._sites.einsum import EXAMPLE, Term
-from .._sites.site import Label, Site
+from .._sites.site import Label
 from .._sites.trace import Program
 from .by_sites import basis, Estimate, of_examples
-from .site_blocks import Blocks, operand_term, Wanted
+from .site_blocks import (
+    Blocks,
+    for_each,
+    named_labels,
+    operand_term,
+    stacked,
+    Use,
+    Wanted,
+)
 
 
 _FIRST: Label = ("output", 0)
@@ -48,7 +57,7 @@ class SiteGaussNewton:
         num_outputs: int,
     ):
         self.program = program
-        self.blocks = Blocks(program, leaves, wanted)
+        self.blocks = Blocks(program, leaves, wanted, kind=lambda site, other: None)
         self._curve, self._num_outputs = curve, num_outputs
 
     def sums(
@@ -69,32 +78,48 @@ class SiteGaussNewton:
         factors = _Factors(*of_examples(one, rows, axes, weights))
         return self.blocks.sums(factors.terms, self.program.values(leaves))
 
-    def estimate(self, leaves: list, rows: list, num: int) -> Estimate:
-        """What the sums of `num` examples take.
+    @property
+    def bytes(self) -> int:
+        """What is kept of one example."""
+        program, num = self.program, self._num_entries
+        kept = [(x, 1) for x in program.operands]
+        kept += ((x, num) for x in program.perturbations)
+        of_sites = sum(times * x.size * x.dtype.itemsize for x, times in kept)
+        return of_sites + num**2 * self._dtype.itemsize
 
-        `rows` are those of one example. Here and there, only types matter.
-        """
-        factors = jax.eval_shape(self._at, leaves, rows)
-        kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(factors))
-        outputs = factors[0].shape[0]
+    def estimate(self, num: int) -> Estimate:
+        """What the sums of `num` examples take. All of it follows from shapes."""
+        program, entries = self.program, self._num_entries
         # A backward pass for each output.
         perturbations: dict[int, float] = {}
-        for site in self.program.sites:
-            cost = num * outputs * num_products(site)
+        for site in program.sites:
+            cost = num * entries * num_products(site)
             perturbations[site.perturbation] = (
                 perturbations.get(site.perturbation, 0.0) + cost
             )
-        wanted = self.blocks.wanted
+        of = lambda x, *lead: jax.ShapeDtypeStruct((num, *lead, *x.shape), x.dtype)
+        curve = jax.ShapeDtypeStruct((num, entries, entries), self._dtype)
+        operands = [*map(of, program.operands)]
+        cotangents = [of(x, entries) for x in program.perturbations]
 
-        def count(factors: tuple, values: list) -> list[float]:
-            terms = _Factors(*factors).terms
-            return [self.blocks.cost(pair, terms, values) for pair in wanted.pairs]
+        def count(curve: Array, operands: list, cotangents: list, values: list) -> dict:
+            terms = _Factors(curve, operands, cotangents).terms
+            return self.blocks.costs(terms, values)
 
-        batched = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
-        values = self.program.value_structs()
-        found = eqx.filter_eval_shape(count, jax.tree.map(batched, factors), values)
-        pairs = dict(zip(wanted.pairs, found, strict=True))
-        return Estimate(perturbations, pairs, kept)
+        args = (curve, operands, cotangents, program.value_structs())
+        return Estimate(perturbations, eqx.filter_eval_shape(count, *args))
+
+    @property
+    def _outputs(self) -> list:
+        return [var.aval for var in self.program.jaxpr.outvars[: self._num_outputs]]
+
+    @property
+    def _num_entries(self) -> int:
+        return sum(x.size for x in self._outputs)
+
+    @property
+    def _dtype(self) -> Any:
+        return common_dtype(*(x.dtype for x in self._outputs))
 
     def _at(self, leaves: list, rows: list) -> tuple[Array, list, list]:
         """The curvature of the loss, the operands, and a cotangent for each output."""
@@ -117,15 +142,21 @@ class _Factors:
         self._curve, self._operands, self._cotangents = curve, operands, cotangents
 
     def terms(
-        self, site: Site, other: Site, labels: list[dict[str, Label]]
+        self, uses: Sequence[Use], labels: list[dict[str, Label]]
     ) -> Iterator[list[Term]]:
         terms: list[Term] = [(widened(self._curve), (EXAMPLE, _FIRST, _SECOND))]
-        sides = zip((site, other), labels, (_FIRST, _SECOND), strict=True)
-        for use, names, output in sides:
-            d = use.at_steps(self._cotangents[use.perturbation], 2)
-            d = jax.vmap(jax.vmap(use.arrange))(d)
-            named = (names[name] for name in use.d_axes)
-            terms.append((widened(d), (EXAMPLE, output, *named)))
+        for sites, names, output in zip(
+            zip(*uses, strict=True), labels, (_FIRST, _SECOND), strict=True
+        ):
+            use = sites[0]
+            d, lead = stacked([self._cotangents[site.perturbation] for site in sites])
+            arrange = lambda d, use=use: jax.vmap(jax.vmap(use.arrange))(
+                use.at_steps(d, 2)
+            )
+            named = named_labels(names, use.d_axes)
+            d = widened(for_each(arrange, d, lead))
+            terms.append((d, (*lead, EXAMPLE, output, *named)))
             if use.operand is not None:
-                terms.append(operand_term(use, self._operands[use.operand], names))
+                operands = [self._operands[site.operand] for site in sites]
+                terms.append(operand_term(sites, operands, names))
         yield terms

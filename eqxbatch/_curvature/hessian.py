@@ -80,10 +80,10 @@ class _Matrix(AbstractOverExamples):
         closed = curvature.program.closed
         found, aux = examples.total(blocks.sums, curvature.aux, closed)
         found = [
-            sum_varying(x, varying(jax.typeof(leaves[first])))
-            for x, (first, _) in zip(found, wanted.pairs, strict=True)
+            sum_varying(x, varying(jax.typeof(leaves[own[0][0]])))
+            for own, x in zip(blocks.groups, found, strict=True)
         ]
-        pairs = dict(zip(wanted.pairs, found, strict=True))
+        pairs = blocks.by_pairs(found)
         result = arranged(diff, pairs, self.part, self.is_block, self.flat)
         return (result, aux) if self.objective.has_aux else result
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree, Real
 
+from .._base.cpu import separate
 from .._base.dtypes import as_complex, as_real
 from .._base.jaxprs import at_example, first_use, PerExample
-from .._base.mesh import vary_as
+from .._base.mesh import full_varying_as, vary_as
 from .._batch.moments import Sum
 from .._batch.objective import check_value, Example, Loss
 from .._batch.rows import accumulated, Rows
@@ -330,23 +331,36 @@ class CurvatureBlocks:
     ):
         self.curvature, self.wanted = curvature, wanted
         self.method, self.size = method, size
-        self._sites, self._estimate = self._choose()
+        self._sites = self._choose()
 
     def sums(
         self, rows: list, weights: Real[Array, " n"] | None
-    ) -> list[Inexact[Array, "..."]]:
-        """The blocks that are wanted, of the sum over some examples."""
-        found: dict[Pair, Array] = {}
+    ) -> list[Inexact[Array, "pairs ..."]]:
+        """The blocks of each group of pairs, of the sum over some examples."""
+        found: list[Array] = []
         rest = self.wanted.leaves
         if self._sites is not None:
-            wanted = self._sites.blocks.wanted
-            blocks = self._by_sites(self._sites, rows, weights)
-            found.update(zip(wanted.pairs, blocks, strict=True))
-            rest -= wanted.leaves
-        others = [pair for pair in self.wanted.pairs if pair not in found]
+            found += self._by_sites(self._sites, rows, weights)
+            rest -= self._sites.blocks.wanted.leaves
+        others = [pair for (pair,) in self.groups[len(found) :]]
         if others:
-            found.update(self._by_products(others, rest, rows, weights))
-        return [found[pair] for pair in self.wanted.pairs]
+            by_products = self._by_products(others, rest, rows, weights)
+            found += (by_products[pair][None] for pair in others)
+        return found
+
+    def by_pairs(self, sums: list[Array]) -> dict[Pair, Inexact[Array, "..."]]:
+        """The blocks that are wanted, of what `sums` returns."""
+        found = {}
+        for pairs, x in zip(self.groups, sums, strict=True):
+            found.update(zip(pairs, separate(x), strict=True))
+        return {pair: found[pair] for pair in self.wanted.pairs}
+
+    @property
+    def groups(self) -> list[list[Pair]]:
+        """The pairs of leaves that are wanted, as `sums` has them together."""
+        groups = [] if self._sites is None else self._sites.blocks.groups
+        known = {pair for pairs in groups for pair in pairs}
+        return [*groups, *([pair] for pair in self.wanted.pairs if pair not in known)]
 
     def _by_sites(
         self,
@@ -363,7 +377,7 @@ class CurvatureBlocks:
         total = rows[0].shape[axes[0]]
         result = sum(_num_bytes(pair, leaves) for pair in self.wanted.pairs)
         most = max(result // 4, _LEAST_BYTES)
-        size = max(1, min(total, most // max(self._estimate.bytes, 1)))
+        size = max(1, min(total, most // max(sites.bytes, 1)))
 
         def run(arrays: list, _: int) -> list[Array]:
             of_rows = None if weights is None else arrays[-1]
@@ -388,45 +402,37 @@ class CurvatureBlocks:
         jaxpr = self.curvature.program.closed.jaxpr
         return sorted(leaves, key=lambda i: first_use(jaxpr, jaxpr.invars[i]))
 
-    def _choose(self) -> tuple[SiteHessian | SiteGaussNewton | None, Estimate]:
-        """What is done by sites, and what that takes."""
-        curvature = self.curvature
-        nothing = None, Estimate({}, {}, 0)
+    def _choose(self) -> SiteHessian | SiteGaussNewton | None:
+        """What is done by sites."""
+        curvature, num = self.curvature, len(self.curvature.leaves)
         if self.method == "products" or not curvature.allows_sites:
-            return nothing
-        num = len(curvature.leaves)
+            return None
         program, covered = self._program(set(range(num)))
         if not self.wanted.among(covered).pairs:
-            return nothing
-        structs = [
-            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-            for var in curvature.program.closed.jaxpr.invars
-        ]
-        leaves, rows = structs[:num], structs[num:]
-        counted = _COUNTED if curvature.axes else 1
-
-        def estimated(program: Program, covered: set[int]) -> tuple:
-            sites = curvature.of_sites(program, self.wanted.among(covered))
-            return sites, sites.estimate(leaves, rows, counted)
-
+            return None
         if self.method == "auto" and curvature.excludes_sites(covered):
-            return nothing
-        sites, estimate = estimated(program, covered)
+            return None
+        sites = curvature.of_sites(program, self.wanted.among(covered))
         if self.method == "sites":
-            return sites, estimate
-        zeros = [jnp.zeros(struct.shape, struct.dtype) for struct in rows]
+            return sites
+        counted = _COUNTED if curvature.axes else 1
+        zeros = [
+            full_varying_as(var.aval, 0)
+            for var in curvature.program.closed.jaxpr.invars[num:]
+        ]
         products = curvature.products_of_one(zeros)
         order = self._in_order(self.wanted.leaves)
         columns = ProductBlocks(
             products, curvature.leaves, order, self.wanted, self.size
         ).estimate()
         columns = {leaf: counted * cost for leaf, cost in columns.items()}
-        chosen = _cheapest(program, covered, estimate, columns)
+        chosen = _cheapest(program, covered, sites.estimate(counted), columns)
         if chosen == covered:
-            return sites, estimate
+            return sites
         if not self.wanted.among(chosen).pairs:
-            return nothing
-        return estimated(*self._program(chosen))
+            return None
+        program, covered = self._program(chosen)
+        return curvature.of_sites(program, self.wanted.among(covered))
 
     def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
         """The function with the sites of some leaves only; and those that have rules.

@@ -1,17 +1,21 @@
 """The blocks of a matrix of second derivatives, from pairs of sites."""
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Inexact
 
 from .._base.cpu import as_own_program, true_of
 from .._base.dtypes import common_dtype, widened
+from .._base.mesh import varying
 from .._base.trees import consecutive_groups
 from .._sites.cost import contraction_cost, total_cost
 from .._sites.einsum import contract, EXAMPLE, Labels, Term
@@ -52,47 +56,128 @@ class Wanted:
         return Wanted(pairs, self.is_diagonal)
 
 
-def operand_term(site: Site, operand: Array, labels: dict[str, Label]) -> Term:
-    """The operand of a site with the axes that the site names."""
-    a = jax.vmap(site.expand)(site.at_steps(operand, 1))
+# Pairs of leaves that are alike are contracted together, if there are so many, and if
+# their blocks are that small: what is taken out of an array with all of them is there
+# twice. It takes less time to compile.
+_FEWEST_ALIKE = 3
+
+_MOST_BYTES_ALIKE = 2**19
+
+# That much of their blocks at a time.
+_BYTES_AT_A_TIME = 2**22
+
+
+PAIR: Label = ("pair", 0)
+
+
+def stacked(arrays: Sequence[Array]) -> tuple[Array, Labels]:
+    """One array for each pair, along a new axis; or that which is the same for all."""
+    numbers = {id(x): i for i, x in enumerate({id(x): x for x in arrays}.values())}
+    if len(numbers) == 1:
+        return arrays[0], ()
+    order = [numbers[id(x)] for x in arrays]
+    x = jnp.stack([x for i, x in enumerate(arrays) if order.index(order[i]) == i])
+    return (x if order == [*range(len(order))] else x[np.array(order)]), (PAIR,)
+
+
+def for_each(fun: Callable[[Array], Array], x: Array, lead: Labels) -> Array:
+    """`fun` of an array, or of that of each pair."""
+    return jax.vmap(fun)(x) if lead else fun(x)
+
+
+def operand_term(
+    sites: Sequence[Site], operands: Sequence[Array], labels: dict[str, Label]
+) -> Term:
+    """The operands of sites that are alike, with the axes that they name."""
+    site = sites[0]
+    a, lead = stacked(operands)
+    a = for_each(lambda a: jax.vmap(site.expand)(site.at_steps(a, 1)), a, lead)
     names = site.a_axes
     if site.rule.token is not None:
         # A row of a table that is not there is no row at all.
         a = jax.nn.one_hot(a, site.sizes[site.rule.token], dtype=jnp.float32)
         names = (*names, site.rule.token)
-    return widened(a), (EXAMPLE, *named_labels(labels, names))
+    return widened(a), (*lead, EXAMPLE, *named_labels(labels, names))
 
 
 def named_labels(labels: dict[str, Label], names: Axes) -> Labels:
     return tuple(labels[name] for name in names)
 
 
-Terms = Callable[[Site, Site, list[dict[str, Label]]], Iterable[list[Term]]]
+Use = tuple[Site, Site]
+
+# The arrays to contract for pairs of sites that are alike, and the labels of their
+# axes. Those that differ from pair to pair have the label `PAIR`.
+Terms = Callable[[Sequence[Use], list[dict[str, Label]]], Iterable[list[Term]]]
 
 
 class Blocks:
     """Blocks of second derivatives with respect to leaves, from those of their sites.
 
-    `leaves` are of their shapes and dtypes; `terms` gives the arrays to contract for a
-    pair of sites and the labels of their axes.
+    `leaves` are of their shapes and dtypes; `terms` gives the arrays to contract.
+    `kind` says of a pair of sites which terms there are.
+
+    - `groups`: the pairs that are wanted; those that are alike together.
     """
 
-    def __init__(self, program: Program, leaves: list, wanted: Wanted):
+    def __init__(
+        self,
+        program: Program,
+        leaves: list,
+        wanted: Wanted,
+        kind: Callable[[Site, Site], Hashable],
+    ):
         self.program, self.leaves, self.wanted = program, leaves, wanted
+        families = {leaf: self._family(leaf) for leaf in wanted.leaves}
+        alike: dict[Hashable, list[Pair]] = {}
+        for pair in wanted.pairs:
+            first, second = pair
+            kinds = tuple(itertools.starmap(kind, self._uses(pair)))
+            key = (families[first], families[second], kinds)
+            alike.setdefault(key, []).append(pair)
+        self.groups: list[list[Pair]] = []
+        for pairs in alike.values():
+            is_large = self._num_bytes(pairs[:1]) > _MOST_BYTES_ALIKE
+            if is_large or len(pairs) < _FEWEST_ALIKE:
+                self.groups += ([pair] for pair in pairs)
+            else:
+                self.groups.append(sorted(pairs, key=self._place))
 
-    def sums(self, terms: Terms, values: list) -> list[Inexact[Array, "..."]]:
-        """One for each pair that is wanted, summed over the examples.
+    def _family(self, leaf: int) -> Hashable:
+        """Equal for two leaves whose sites are the same functions of their factors."""
+        struct, program = self.leaves[leaf], self.program
+        key = [struct.shape, struct.dtype, varying(jax.typeof(struct))]
+        for site in program.sites_of(leaf):
+            view, rule, own = site.view, site.rule, (site.perturbation, site.operand)
+            structs = [program.perturbations[own[0]]]
+            if own[1] is not None:
+                structs.append(program.operands[own[1]])
+            key += [view.key, view.windows, rule.kind, rule.key, site.loops]
+            key += [(struct.shape, struct.dtype) for struct in structs]
+            if site.source is not None or any(step.values for step in view.steps):
+                key.append(leaf)
+        return tuple(key)
+
+    def _uses(self, pair: Pair) -> list[Use]:
+        first, second = map(self.program.sites_of, pair)
+        return [*itertools.product(first, second)]
+
+    def _place(self, pair: Pair) -> list[int]:
+        """Sorts pairs by the first perturbation of each."""
+        return [min(s.perturbation, t.perturbation) for s, t in self._uses(pair)]
+
+    def sums(self, terms: Terms, values: list) -> list[Inexact[Array, "pairs ..."]]:
+        """One for each group, summed over the examples.
 
         `values` are those of the program.
         """
-        pairs = self.wanted.pairs
-        sizes = [self._num_bytes(pair) for pair in pairs]
+        sizes = [self._num_bytes(pairs) for pairs in self.groups]
         if sum(sizes) <= _LEAST_BYTES:
-            return [self._sum(pair, terms, values) for pair in pairs]
+            return [self._sum(pairs, terms, values) for pairs in self.groups]
         found: list[Array] = []
         for group in consecutive_groups(sizes, least=0):
             run = lambda group=group: [
-                self._sum(pairs[i], terms, values) for i in group
+                self._sum(self.groups[i], terms, values) for i in group
             ]
             # XLA for CPUs would compute the terms of all pairs before it adds any. Here
             # what a group waits for is a number of the one before.
@@ -100,60 +185,80 @@ class Blocks:
             found += as_own_program(run, true_of(before.ravel()[:1]))()
         return found
 
-    def _num_bytes(self, pair: Pair) -> int:
-        first, second = (self.leaves[leaf] for leaf in pair)
+    def _num_bytes(self, pairs: list[Pair]) -> int:
+        first, second = (self.leaves[leaf] for leaf in pairs[0])
         entries = first.size * (1 if self.wanted.is_diagonal else second.size)
-        return entries * first.dtype.itemsize
+        return len(pairs) * entries * first.dtype.itemsize
 
-    def _sum(self, pair: Pair, terms: Terms, values: list) -> Array:
-        first, second = (self.leaves[leaf] for leaf in pair)
+    def _sum(self, pairs: list[Pair], terms: Terms, values: list) -> Array:
+        first, second = (self.leaves[leaf] for leaf in pairs[0])
         shape = first.shape
         if not self.wanted.is_diagonal:
             shape = (*shape, *second.shape)
         dtype = common_dtype(jnp.float32, first.dtype, second.dtype)
-        total = None
-        for site, other in itertools.product(*map(self.program.sites_of, pair)):
-            for arrays, out in self._labelled(site, other, terms, values):
-                block = contract(arrays, out)
-                block = self._of_leaves(block, site, other, values).astype(dtype)
-                total = block if total is None else total + block
-        return jnp.zeros(shape, dtype) if total is None else total
+        products = [*self._labelled(pairs, terms, values)]
+        if not products:
+            return jnp.zeros((len(pairs), *shape), dtype)
 
-    def cost(self, pair: Pair, terms: Terms, values: list) -> float:
-        """What a pair's block takes, in floating-point operations."""
-        return total_cost(
-            contraction_cost(arrays, out)
-            for site, other in itertools.product(*map(self.program.sites_of, pair))
-            for arrays, out in self._labelled(site, other, terms, values)
-        ).time
+        def total(arrays: list[list[Array]]) -> Array:
+            parts = []
+            for own, (use, known, out) in zip(arrays, products, strict=True):
+                own = [(x, labels) for x, (_, labels) in zip(own, known, strict=True)]
+                block = contract(own, out)
+                back = functools.partial(self._of_leaves, use, values)
+                block = jax.vmap(back)(block if PAIR in out else block[None])
+                parts.append(block.astype(dtype))
+            return functools.reduce(jnp.add, parts)
+
+        arrays = [[x for x, _ in known] for _, known, _ in products]
+        have_pairs = [[PAIR in own for _, own in known] for _, known, _ in products]
+        num = max(1, _BYTES_AT_A_TIME * len(pairs) // max(self._num_bytes(pairs), 1))
+        return _mapped(total, arrays, have_pairs, len(pairs), num)
+
+    def costs(self, terms: Terms, values: list) -> dict[Pair, float]:
+        """What the blocks of pairs take, in floating-point operations."""
+        found = {}
+        for pairs in self.groups:
+            # Those that are alike take the same.
+            cost = total_cost(
+                contraction_cost(arrays, out)
+                for _, arrays, out in self._labelled(pairs[:1], terms, values)
+            )
+            found.update(dict.fromkeys(pairs, cost.time))
+        return found
 
     def _labelled(
-        self, site: Site, other: Site, terms: Terms, values: list
-    ) -> Iterator[tuple[list[Term], Labels]]:
-        """What to contract, and to which axes."""
-        labels = [labels_of(site, 0), labels_of(other, 1)]
-        labels = [
-            {
-                name: _of_side(label, side)
-                if label[0] == "view" or not self.wanted.is_diagonal
-                else label
-                for name, label in names.items()
-            }
-            for side, names in enumerate(labels)
-        ]
-        weights = [
-            weight_terms(use, values, names)
-            for use, names in zip((site, other), labels, strict=True)
-        ]
-        for arrays in terms(site, other, labels):
-            arrays = [*arrays, *weights[0], *weights[1]]
-            arrays = [_without_repeats(term) for term in _alike(arrays)]
-            present = {label for _, axes in arrays for label in axes}
-            # An axis of size 1 may be in none of them, and is put back by a reshape.
-            yield arrays, tuple(sorted(filter(_is_of_leaf, present), key=_key))
+        self, pairs: list[Pair], terms: Terms, values: list
+    ) -> Iterator[tuple[Use, list[Term], Labels]]:
+        """What to contract, and to which axes; and two sites that have these axes."""
+        for uses in zip(*map(self._uses, pairs), strict=True):
+            site, other = uses[0]
+            labels = [labels_of(site, 0), labels_of(other, 1)]
+            labels = [
+                {
+                    name: _of_side(label, side)
+                    if label[0] == "view" or not self.wanted.is_diagonal
+                    else label
+                    for name, label in names.items()
+                }
+                for side, names in enumerate(labels)
+            ]
+            weights = [
+                weight_terms(use, values, names)
+                for use, names in zip((site, other), labels, strict=True)
+            ]
+            for arrays in terms(uses, labels):
+                arrays = [*arrays, *weights[0], *weights[1]]
+                arrays = [_without_repeats(term) for term in _alike(arrays)]
+                present = {label for _, axes in arrays for label in axes}
+                lead = (PAIR,) if PAIR in present else ()
+                # An axis of size 1 may be in none, and is put back by a reshape.
+                of_leaves = sorted(filter(_is_of_leaf, present), key=_key)
+                yield uses[0], arrays, (*lead, *of_leaves)
 
-    def _of_leaves(self, block: Array, site: Site, other: Site, values: list) -> Array:
+    def _of_leaves(self, use: Use, values: list, block: Array) -> Array:
         """The block of two leaves, from that of the views of them that sites have."""
+        site, other = use
         block = block * (scale_of(site) * scale_of(other))
         structs = [self.leaves[site.leaf], self.leaves[other.leaf]]
         if self.wanted.is_diagonal:
@@ -170,6 +275,45 @@ class Blocks:
             block = block.reshape(math.prod(structs[0].shape), *views[1].shape)
             block = jax.vmap(_transposed(other, structs[1], views[1], values))(block)
         return block.reshape(*structs[0].shape, *structs[1].shape)
+
+
+def _mapped(
+    fun: Callable[[list[list[Array]]], Array],
+    arrays: list[list[Array]],
+    have_pairs: list[list[bool]],
+    total: int,
+    num: int,
+) -> Array:
+    """`fun` of so many pairs at a time: those are along axis 0 of some arrays."""
+    steps = -(-total // num)
+    if steps == 1:
+        found = fun(arrays)
+        return jnp.broadcast_to(found, (total, *found.shape[1:]))
+    num = -(-total // steps)
+    # The last one is repeated, so that all steps have the same size.
+    order = np.minimum(np.arange(steps * num), total - 1)
+
+    def cut(x: Array) -> Array:
+        x = x if steps * num == total else x[order]
+        return x.reshape(steps, num, *x.shape[1:])
+
+    cuts = [
+        [cut(x) for x, has in zip(own, have, strict=True) if has]
+        for own, have in zip(arrays, have_pairs, strict=True)
+    ]
+
+    def step(carry: None, cuts: list[list[Array]]) -> tuple[None, Array]:
+        own = [
+            [remaining.pop(0) if has else x for x, has in zip(xs, have, strict=True)]
+            for xs, have, remaining in zip(
+                arrays, have_pairs, [[*each] for each in cuts], strict=True
+            )
+        ]
+        found = fun(own)
+        return carry, jnp.broadcast_to(found, (num, *found.shape[1:]))
+
+    blocks = lax.scan(step, None, cuts)[1]
+    return blocks.reshape(steps * num, *blocks.shape[2:])[:total]
 
 
 def _diagonal_of(

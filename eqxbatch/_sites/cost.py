@@ -4,15 +4,17 @@ All of it follows from shapes alone.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
-from .._base.jaxprs import inner_jaxprs
+from .._base.jaxprs import callee, CALLS, inner_jaxprs
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .factors import Factors
 from .gram import has_gram, norm_terms
@@ -71,6 +73,23 @@ def contraction_cost(terms: Sequence[Term], out: Labels) -> Cost:
 def program_cost(jaxpr: Any) -> Cost:
     """About that of a jaxpr: matrix products, and what each equation writes."""
     return total_cost(map(_cost_of, jaxpr.eqns))
+
+
+def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
+    """About that of the derivative of a jaxpr in a direction of marked inputs."""
+    dependent = set(itertools.compress(jaxpr.invars, inputs))
+    total = Cost()
+    for eqn in jaxpr.eqns:
+        own = [not isinstance(x, jex.Literal) and x in dependent for x in eqn.invars]
+        if not any(own):
+            continue
+        dependent.update(eqn.outvars)
+        if eqn.primitive.name in CALLS:
+            total += pushed_cost(callee(eqn).jaxpr, own)
+        else:
+            is_product = eqn.primitive.name in ("dot_general", "conv_general_dilated")
+            total += _cost_of(eqn) * (sum(own) if is_product else 1)
+    return total
 
 
 def _cost_of(eqn: Any) -> Cost:

@@ -1,0 +1,149 @@
+"""The gradient of an example, as a function of perturbations at the sites.
+
+It is traced once, to see what changes with which perturbation, to count what that
+takes, and to run it.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+import jax
+from jaxtyping import Array
+
+from .._base.jaxprs import depends, evaluate_jaxpr
+from .._base.mesh import full_varying_as
+from .._sites.site import Site
+from .._sites.trace import Program
+from .site_blocks import Wanted
+
+
+# Derivatives are taken with respect to all perturbations in so many programs. Each has
+# what comes after its first perturbation, so that more of them compute less, and take
+# longer to compile.
+_MOST_PUSHES = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """Some perturbations, and which cotangents and operands change with them.
+
+    Those of equal shapes come together. `starts` says which direction is the first of
+    each, `num` how many there are.
+    """
+
+    perturbations: tuple[int, ...]
+    cotangents: tuple[int, ...]
+    operands: tuple[int, ...]
+    starts: dict[int, int]
+    num: int
+
+
+class PerturbedGradient:
+    """The cotangents and operands of one example, as a function of perturbations.
+
+    - `of_cotangents`, `of_operands`: pairs of a perturbation and of what is known to
+        change with it, of those that sites ask for.
+    """
+
+    def __init__(self, program: Program, leaves: list, wanted: Wanted, remat: bool):
+        self.program = program
+        num = len(program.perturbations)
+        avals = [var.aval for var in program.jaxpr.invars]
+        zeros = [full_varying_as(aval, 0) for aval in avals]
+        own, rows = zeros[: len(leaves)], zeros[len(leaves) :]
+
+        def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
+            def value(point: list) -> tuple[Array, list]:
+                outs, operands = program.perturbed(leaves, rows, point)
+                return outs[0], operands
+
+            value = jax.checkpoint(value) if remat else value
+            _, pull, operands = jax.vjp(value, point, has_aux=True)
+            return [*pull(weight)[0], *operands]
+
+        point = program.zeros(own, rows)
+        weight = full_varying_as(program.jaxpr.outvars[0].aval, 1)
+        self.closed = jax.make_jaxpr(gradient)(point, own, rows, weight)
+        marks = [False for _ in self.closed.jaxpr.invars]
+        needs = _Needs(program, wanted)
+        self.of_cotangents: set[tuple[int, int]] = set()
+        self.of_operands: set[tuple[int, int]] = set()
+        for z in sorted({*needs.cotangents, *needs.operands}):
+            depend = depends(self.closed.jaxpr, [*marks[:z], True, *marks[z + 1 :]])
+            cotangents, operands = (
+                needs.cotangents.get(z, ()),
+                needs.operands.get(z, ()),
+            )
+            self.of_cotangents |= {(z, i) for i in cotangents if depend[i]}
+            self.of_operands |= {(z, i) for i in operands if depend[num + i]}
+
+    def at(
+        self, leaves: list, rows: list, weight: Array | None
+    ) -> tuple[list, Callable[[list], list]]:
+        """Where to differentiate, and cotangents and operands for perturbations."""
+        point = self.program.zeros(leaves, rows)
+        aval = self.program.jaxpr.outvars[0].aval
+        seed = full_varying_as(aval, 1)
+        seed = seed if weight is None else seed * weight.astype(aval.dtype)
+        closed = self.closed
+
+        def run(point: list) -> list:
+            args = [*point, *leaves, *rows, seed]
+            return evaluate_jaxpr(closed.jaxpr, list(closed.consts), args)
+
+        return point, run
+
+    def pushes(self) -> list[Push]:
+        """The programs that derivatives are taken in."""
+        every = sorted({z for z, _ in (*self.of_cotangents, *self.of_operands)})
+        size = -(-len(every) // _MOST_PUSHES) or 1
+        return [
+            self._push(every[start : start + size])
+            for start in range(0, len(every), size)
+        ]
+
+    def _push(self, perturbations: list[int]) -> Push:
+        structs = self.program.perturbations
+        kind = lambda z: (structs[z].shape, str(structs[z].dtype), z)
+        perturbations = sorted(perturbations, key=kind)
+        sizes = [structs[z].size for z in perturbations]
+        starts = itertools.accumulate(sizes, initial=0)
+        return Push(
+            tuple(perturbations),
+            tuple(sorted({i for z, i in self.of_cotangents if z in perturbations})),
+            tuple(sorted({i for z, i in self.of_operands if z in perturbations})),
+            dict(zip(perturbations, starts, strict=False)),
+            sum(sizes),
+        )
+
+    def kind(self, site: Site, other: Site) -> tuple:
+        """Equal for pairs of sites that have the same terms."""
+        z, y = site.perturbation, other.perturbation
+        return (
+            (z > y) - (z < y),
+            (min(z, y), max(z, y)) in self.of_cotangents,
+            (y, site.operand) in self.of_operands,
+            (z, other.operand) in self.of_operands,
+        )
+
+
+class _Needs:
+    """What sites ask for, so that each derivative is computed once."""
+
+    def __init__(self, program: Program, wanted: Wanted):
+        self.cotangents: dict[int, set[int]] = {}
+        self.operands: dict[int, set[int]] = {}
+        for site, other in site_pairs(program, wanted):
+            first, last = sorted((site.perturbation, other.perturbation))
+            self.cotangents.setdefault(first, set()).add(last)
+            for changed, by in ((site, other), (other, site)):
+                if changed.operand is not None and changed.rule.token is None:
+                    self.operands.setdefault(by.perturbation, set()).add(
+                        changed.operand
+                    )
+
+
+def site_pairs(program: Program, wanted: Wanted) -> Iterator[tuple[Site, Site]]:
+    for first, second in wanted.pairs:
+        yield from itertools.product(program.sites_of(first), program.sites_of(second))
