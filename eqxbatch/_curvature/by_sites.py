@@ -40,7 +40,7 @@ from .site_blocks import (
     operand_term,
     PAIR,
     Pair,
-    stacked,
+    Stacks,
     Use,
     Wanted,
 )
@@ -70,19 +70,23 @@ class _Derivatives:
         cotangents: list,
         operands: list,
         changes: list[tuple[Push, list]],
+        *,
+        are_stacked: bool,
     ):
         self.program, self._gradient = gradient.program, gradient
-        self._cotangents, self._operands = cotangents, operands
-        self._pushes: dict[int, Push] = {}
-        self._of_cotangents: dict[tuple[int, int], Array] = {}
-        self._of_operands: dict[tuple[int, int], Array] = {}
-        for push, found in changes:
-            self._pushes.update(dict.fromkeys(push.perturbations, push))
-            num, first = len(push.cotangents), push.perturbations[0]
-            for perturbation, x in zip(push.cotangents, found[:num], strict=True):
-                self._of_cotangents[first, perturbation] = x
-            for operand, x in zip(push.operands, found[num:], strict=True):
-                self._of_operands[first, operand] = x
+        stacks = functools.partial(Stacks, are_stacked=are_stacked)
+        self._cotangents = stacks(dict(enumerate(cotangents)))
+        self._operands = stacks(dict(enumerate(operands)))
+        self._pushes: dict[int, int] = {}
+        self._of_cotangents: list[tuple[Push, Stacks]] = []
+        self._of_operands: list[tuple[Push, Stacks]] = []
+        for i, (push, found) in enumerate(changes):
+            self._pushes.update(dict.fromkeys(push.perturbations, i))
+            num = len(push.cotangents)
+            known = stacks(dict(zip(push.cotangents, found[:num], strict=True)))
+            self._of_cotangents.append((push, known))
+            known = stacks(dict(zip(push.operands, found[num:], strict=True)))
+            self._of_operands.append((push, known))
 
     def terms(
         self, uses: Sequence[Use], labels: list[dict[str, Label]]
@@ -129,7 +133,7 @@ class _Derivatives:
 
     def _cotangent(self, sites: Sequence[Site], labels: dict[str, Label]) -> Term:
         site = sites[0]
-        d, lead = stacked([self._cotangents[each.perturbation] for each in sites])
+        d, lead = self._cotangents.take([each.perturbation for each in sites])
         arrange = lambda d: jax.vmap(site.arrange)(site.at_steps(d, 1))
         d = widened(for_each(arrange, d, lead))
         return d, (*lead, EXAMPLE, *named_labels(labels, site.d_axes))
@@ -137,9 +141,7 @@ class _Derivatives:
     def _operand(self, sites: Sequence[Site], labels: dict[str, Label]) -> list[Term]:
         if sites[0].operand is None:
             return []
-        known = self._operands
-        operands = [known[x.operand] for x in sites if x.operand is not None]
-        return [operand_term(sites, operands, labels)]
+        return [operand_term(sites, self._operands, labels)]
 
     def _curvature(
         self, uses: Sequence[Use], labels: list[dict[str, Label]]
@@ -187,30 +189,29 @@ class _Derivatives:
         return widened(x), (*lead, EXAMPLE, *axes)
 
     def _changes(
-        self, known: dict[tuple[int, Any], Array], keys: list[tuple[int, Any]]
+        self, known: list[tuple[Push, Stacks]], keys: list[tuple[int, Any]]
     ) -> tuple[Array, Labels]:
         """How things change with perturbations, for one pair of these or for several.
 
         Of each pair, it has the entries of the perturbation along axis 1.
         """
-        # All of them have the same shape, and so follow each other in a push.
+        if len(keys) == 1:
+            ((z, number),) = keys
+            push, stacks = known[self._pushes[z]]
+            start, stop = push.directions([z])
+            return stacks[number][:, start:stop], ()
         size = self.program.perturbations[keys[0][0]].size
         parts = []
         of_key = lambda key: self._pushes[key[0]]
-        runs = [(push, [*own]) for push, own in itertools.groupby(keys, of_key)]
-        for push, own in runs:
-            first = push.perturbations[0]
-            starts = [push.starts[z] for z, _ in own]
-            start, stop = min(starts), max(starts) + size
-            numbers = {i: k for k, i in enumerate(dict.fromkeys(i for _, i in own))}
-            arrays = [known[first, i][:, start:stop] for i in numbers]
-            if len(keys) == 1:
-                return arrays[0], ()
-            x = jnp.stack(arrays)
-            x = x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
-            ordered = np.array([numbers[i] for _, i in own])
-            directions = np.array([(each - start) // size for each in starts])
-            parts.append(x[ordered, :, directions])
+        for i, own in [(i, [*own]) for i, own in itertools.groupby(keys, of_key)]:
+            push, stacks = known[i]
+            x, positions = stacks.stack([number for _, number in own])
+            # Those of the same shape follow each other.
+            alike = push.alike[own[0][0]]
+            start, stop = push.directions(alike)
+            x = x[:, :, start:stop]
+            x = x.reshape(*x.shape[:2], len(alike), size, *x.shape[3:])
+            parts.append(x[positions, :, np.array([alike.index(z) for z, _ in own])])
         return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
 
     def _arranged(self, by: Site, x: Array) -> Array:
@@ -262,7 +263,8 @@ class SiteHessian:
             return outs[: len(point)], outs[len(point) :], changes
 
         found = of_examples(one, rows, axes, weights)
-        derivatives = _Derivatives(self._gradient, *found)
+        are_stacked = self.blocks.are_stacked
+        derivatives = _Derivatives(self._gradient, *found, are_stacked=are_stacked)
         blocks = self.blocks.sums(derivatives.terms, self.program.values(leaves))
         return with_curved(self.blocks, leaves, derivatives.of_sources(), blocks)
 
@@ -301,7 +303,8 @@ class SiteHessian:
             cotangents: list, operands: list, changes: list, values: list
         ) -> dict:
             pairs = [*zip(self._pushes, changes, strict=True)]
-            derivatives = _Derivatives(self._gradient, cotangents, operands, pairs)
+            known = (cotangents, operands, pairs)
+            derivatives = _Derivatives(self._gradient, *known, are_stacked=False)
             return self.blocks.costs(derivatives.terms, values)
 
         values = program.value_structs()
@@ -328,7 +331,7 @@ def _basis_of(point: list, push: Push) -> list[Array]:
     """All directions in which one entry of a perturbation of a push changes."""
     seeds = []
     for z in push.perturbations:
-        x, start = point[z], push.starts[z]
+        x, (start, _) = point[z], push.directions([z])
         own = jnp.eye(push.num, x.size, -start, dtype=x.dtype)
         seeds.append(vary(own.reshape(push.num, *x.shape), varying(jax.typeof(x))))
     return seeds

@@ -25,7 +25,7 @@ from .site_blocks import (
     for_each,
     named_labels,
     operand_term,
-    stacked,
+    Stacks,
     Use,
     Wanted,
 )
@@ -75,7 +75,8 @@ class SiteGaussNewton:
                 curve = curve * weight.astype(curve.dtype)
             return curve, operands, cotangents
 
-        factors = _Factors(*of_examples(one, rows, axes, weights))
+        found = of_examples(one, rows, axes, weights)
+        factors = _Factors(*found, are_stacked=self.blocks.are_stacked)
         return self.blocks.sums(factors.terms, self.program.values(leaves))
 
     @property
@@ -103,8 +104,8 @@ class SiteGaussNewton:
         cotangents = [of(x, entries) for x in program.perturbations]
 
         def count(curve: Array, operands: list, cotangents: list, values: list) -> dict:
-            terms = _Factors(curve, operands, cotangents).terms
-            return self.blocks.costs(terms, values)
+            factors = _Factors(curve, operands, cotangents, are_stacked=False)
+            return self.blocks.costs(factors.terms, values)
 
         args = (curve, operands, cotangents, program.value_structs())
         return Estimate(perturbations, eqx.filter_eval_shape(count, *args))
@@ -138,8 +139,12 @@ class SiteGaussNewton:
 
 
 class _Factors:
-    def __init__(self, curve: Array, operands: list, cotangents: list):
-        self._curve, self._operands, self._cotangents = curve, operands, cotangents
+    def __init__(
+        self, curve: Array, operands: list, cotangents: list, *, are_stacked: bool
+    ):
+        self._curve = curve
+        stacks = lambda x: Stacks(dict(enumerate(x)), are_stacked=are_stacked)
+        self._operands, self._cotangents = stacks(operands), stacks(cotangents)
 
     def terms(
         self, uses: Sequence[Use], labels: list[dict[str, Label]]
@@ -149,7 +154,7 @@ class _Factors:
             zip(*uses, strict=True), labels, (_FIRST, _SECOND), strict=True
         ):
             use = sites[0]
-            d, lead = stacked([self._cotangents[site.perturbation] for site in sites])
+            d, lead = self._cotangents.take([site.perturbation for site in sites])
             arrange = lambda d, use=use: jax.vmap(jax.vmap(use.arrange))(
                 use.at_steps(d, 2)
             )
@@ -157,6 +162,5 @@ class _Factors:
             d = widened(for_each(arrange, d, lead))
             terms.append((d, (*lead, EXAMPLE, output, *named)))
             if use.operand is not None:
-                operands = [self._operands[site.operand] for site in sites]
-                terms.append(operand_term(sites, operands, names))
+                terms.append(operand_term(sites, self._operands, names))
         yield terms

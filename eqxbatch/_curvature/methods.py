@@ -377,7 +377,7 @@ class CurvatureBlocks:
         total = rows[0].shape[axes[0]]
         result = sum(_num_bytes(pair, leaves) for pair in self.wanted.pairs)
         most = max(result // 4, _LEAST_BYTES)
-        size = max(1, min(total, most // max(sites.bytes, 1)))
+        size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
 
         def run(arrays: list, _: int) -> list[Array]:
             of_rows = None if weights is None else arrays[-1]
@@ -451,6 +451,15 @@ class CurvatureBlocks:
             if covered == leaves:
                 return program, covered
             leaves = covered
+
+
+def _even(total: int, size: int) -> int:
+    """A size of which there is no remainder, if one is at least half as large.
+
+    A remainder is a program of its own.
+    """
+    divisors = (i for i in range(size, size // 2, -1) if total % i == 0)
+    return next(divisors, size)
 
 
 def _num_bytes(pair: Pair, leaves: list) -> int:

@@ -6,7 +6,7 @@ takes, and to run it.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jaxtyping import Array
@@ -21,22 +21,33 @@ from .site_blocks import Wanted
 # Derivatives are taken with respect to all perturbations in so many programs. Each has
 # what comes after its first perturbation, so that more of them compute less, and take
 # longer to compile.
-_MOST_PUSHES = 1
+_MOST_PUSHES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Push:
     """Some perturbations, and which cotangents and operands change with them.
 
-    Those of equal shapes come together. `starts` says which direction is the first of
-    each, `num` how many there are.
+    - `sizes`: of the perturbations. Those of equal shapes follow each other; `alike`
+        has them for each.
     """
 
     perturbations: tuple[int, ...]
+    sizes: tuple[int, ...]
+    alike: dict[int, list[int]]
     cotangents: tuple[int, ...]
     operands: tuple[int, ...]
-    starts: dict[int, int]
-    num: int
+
+    @property
+    def num(self) -> int:
+        """How many directions there are."""
+        return sum(self.sizes)
+
+    def directions(self, perturbations: Sequence[int]) -> tuple[int, int]:
+        """The first direction of some that follow each other, and the one after."""
+        first = self.perturbations.index(perturbations[0])
+        start = sum(self.sizes[:first])
+        return start, start + sum(self.sizes[first : first + len(perturbations)])
 
 
 class PerturbedGradient:
@@ -105,16 +116,17 @@ class PerturbedGradient:
 
     def _push(self, perturbations: list[int]) -> Push:
         structs = self.program.perturbations
-        kind = lambda z: (structs[z].shape, str(structs[z].dtype), z)
-        perturbations = sorted(perturbations, key=kind)
-        sizes = [structs[z].size for z in perturbations]
-        starts = itertools.accumulate(sizes, initial=0)
+        alike: dict[tuple, list[int]] = {}
+        for z in perturbations:
+            key = (structs[z].shape, structs[z].dtype)
+            alike.setdefault(key, []).append(z)
+        ordered = [z for own in alike.values() for z in own]
         return Push(
-            tuple(perturbations),
+            tuple(ordered),
+            tuple(structs[z].size for z in ordered),
+            {z: own for own in alike.values() for z in own},
             tuple(sorted({i for z, i in self.of_cotangents if z in perturbations})),
             tuple(sorted({i for z, i in self.of_operands if z in perturbations})),
-            dict(zip(perturbations, starts, strict=False)),
-            sum(sizes),
         )
 
     def kind(self, site: Site, other: Site) -> tuple:

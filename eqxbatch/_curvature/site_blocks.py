@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Int
 
 from .._base.cpu import as_own_program, true_of
 from .._base.dtypes import common_dtype, widened
@@ -57,27 +56,51 @@ class Wanted:
 
 
 # Pairs of leaves that are alike are contracted together, if there are so many, and if
-# their blocks are that small: what is taken out of an array with all of them is there
-# twice. It takes less time to compile.
+# their blocks are that small together. It takes less time to compile.
 _FEWEST_ALIKE = 3
 
-_MOST_BYTES_ALIKE = 2**19
-
-# That much of their blocks at a time.
-_BYTES_AT_A_TIME = 2**22
+_MOST_BYTES_ALIKE = 2**22
 
 
 PAIR: Label = ("pair", 0)
 
 
-def stacked(arrays: Sequence[Array]) -> tuple[Array, Labels]:
-    """One array for each pair, along a new axis; or that which is the same for all."""
-    numbers = {id(x): i for i, x in enumerate({id(x): x for x in arrays}.values())}
-    if len(numbers) == 1:
-        return arrays[0], ()
-    order = [numbers[id(x)] for x in arrays]
-    x = jnp.stack([x for i, x in enumerate(arrays) if order.index(order[i]) == i])
-    return (x if order == [*range(len(order))] else x[np.array(order)]), (PAIR,)
+class Stacks:
+    """Arrays by their numbers, of which those of one shape can be taken together.
+
+    All that take some of them take them out of the same stack, so that they compile to
+    the same code.
+    """
+
+    def __init__(self, arrays: dict[int, Array], *, are_stacked: bool):
+        self._arrays = arrays
+        alike: dict[Hashable, list[int]] = {}
+        for i, x in arrays.items():
+            alike.setdefault(_kind_of(x), []).append(i)
+        self._stacks = {
+            kind: (jnp.stack([arrays[i] for i in numbers]), numbers)
+            for kind, numbers in alike.items()
+            if are_stacked
+        }
+
+    def __getitem__(self, number: int) -> Array:
+        return self._arrays[number]
+
+    def stack(self, numbers: Sequence[int]) -> tuple[Array, Int[np.ndarray, " pairs"]]:
+        """All arrays of the shape of those with some numbers, and where these are."""
+        x, members = self._stacks[_kind_of(self._arrays[numbers[0]])]
+        return x, np.array([members.index(i) for i in numbers])
+
+    def take(self, numbers: Sequence[int]) -> tuple[Array, Labels]:
+        """One for each pair, along a new axis; or that which is the same for all."""
+        if len({*numbers}) == 1:
+            return self._arrays[numbers[0]], ()
+        x, positions = self.stack(numbers)
+        return x[positions], (PAIR,)
+
+
+def _kind_of(x: Array) -> Hashable:
+    return x.shape, x.dtype, varying(jax.typeof(x))
 
 
 def for_each(fun: Callable[[Array], Array], x: Array, lead: Labels) -> Array:
@@ -86,11 +109,11 @@ def for_each(fun: Callable[[Array], Array], x: Array, lead: Labels) -> Array:
 
 
 def operand_term(
-    sites: Sequence[Site], operands: Sequence[Array], labels: dict[str, Label]
+    sites: Sequence[Site], operands: Stacks, labels: dict[str, Label]
 ) -> Term:
     """The operands of sites that are alike, with the axes that they name."""
     site = sites[0]
-    a, lead = stacked(operands)
+    a, lead = operands.take([x.operand for x in sites if x.operand is not None])
     a = for_each(lambda a: jax.vmap(site.expand)(site.at_steps(a, 1)), a, lead)
     names = site.a_axes
     if site.rule.token is not None:
@@ -137,11 +160,14 @@ class Blocks:
             alike.setdefault(key, []).append(pair)
         self.groups: list[list[Pair]] = []
         for pairs in alike.values():
-            is_large = self._num_bytes(pairs[:1]) > _MOST_BYTES_ALIKE
-            if is_large or len(pairs) < _FEWEST_ALIKE:
-                self.groups += ([pair] for pair in pairs)
-            else:
-                self.groups.append(sorted(pairs, key=self._place))
+            most = _MOST_BYTES_ALIKE * len(pairs) // max(self._num_bytes(pairs), 1)
+            num = -(-len(pairs) // max(min(most, len(pairs)), 1))
+            size = -(-len(pairs) // num)
+            size = size if size >= _FEWEST_ALIKE else 1
+            pairs = sorted(pairs, key=self._place)
+            self.groups += (
+                pairs[start : start + size] for start in range(0, len(pairs), size)
+            )
 
     def _family(self, leaf: int) -> Hashable:
         """Equal for two leaves whose sites are the same functions of their factors."""
@@ -165,6 +191,11 @@ class Blocks:
     def _place(self, pair: Pair) -> list[int]:
         """Sorts pairs by the first perturbation of each."""
         return [min(s.perturbation, t.perturbation) for s, t in self._uses(pair)]
+
+    @property
+    def are_stacked(self) -> bool:
+        """Whether some pairs are contracted together."""
+        return any(len(pairs) > 1 for pairs in self.groups)
 
     def sums(self, terms: Terms, values: list) -> list[Inexact[Array, "pairs ..."]]:
         """One for each group, summed over the examples.
@@ -196,24 +227,13 @@ class Blocks:
         if not self.wanted.is_diagonal:
             shape = (*shape, *second.shape)
         dtype = common_dtype(jnp.float32, first.dtype, second.dtype)
-        products = [*self._labelled(pairs, terms, values)]
-        if not products:
-            return jnp.zeros((len(pairs), *shape), dtype)
-
-        def total(arrays: list[list[Array]]) -> Array:
-            parts = []
-            for own, (use, known, out) in zip(arrays, products, strict=True):
-                own = [(x, labels) for x, (_, labels) in zip(own, known, strict=True)]
-                block = contract(own, out)
-                back = functools.partial(self._of_leaves, use, values)
-                block = jax.vmap(back)(block if PAIR in out else block[None])
-                parts.append(block.astype(dtype))
-            return functools.reduce(jnp.add, parts)
-
-        arrays = [[x for x, _ in known] for _, known, _ in products]
-        have_pairs = [[PAIR in own for _, own in known] for _, known, _ in products]
-        num = max(1, _BYTES_AT_A_TIME * len(pairs) // max(self._num_bytes(pairs), 1))
-        return _mapped(total, arrays, have_pairs, len(pairs), num)
+        total = jnp.zeros((len(pairs), *shape), dtype)
+        for use, arrays, out in self._labelled(pairs, terms, values):
+            block = contract(arrays, out)
+            back = functools.partial(self._of_leaves, use, values)
+            block = jax.vmap(back)(block if PAIR in out else block[None])
+            total += block.astype(dtype)
+        return total
 
     def costs(self, terms: Terms, values: list) -> dict[Pair, float]:
         """What the blocks of pairs take, in floating-point operations."""
@@ -275,45 +295,6 @@ class Blocks:
             block = block.reshape(math.prod(structs[0].shape), *views[1].shape)
             block = jax.vmap(_transposed(other, structs[1], views[1], values))(block)
         return block.reshape(*structs[0].shape, *structs[1].shape)
-
-
-def _mapped(
-    fun: Callable[[list[list[Array]]], Array],
-    arrays: list[list[Array]],
-    have_pairs: list[list[bool]],
-    total: int,
-    num: int,
-) -> Array:
-    """`fun` of so many pairs at a time: those are along axis 0 of some arrays."""
-    steps = -(-total // num)
-    if steps == 1:
-        found = fun(arrays)
-        return jnp.broadcast_to(found, (total, *found.shape[1:]))
-    num = -(-total // steps)
-    # The last one is repeated, so that all steps have the same size.
-    order = np.minimum(np.arange(steps * num), total - 1)
-
-    def cut(x: Array) -> Array:
-        x = x if steps * num == total else x[order]
-        return x.reshape(steps, num, *x.shape[1:])
-
-    cuts = [
-        [cut(x) for x, has in zip(own, have, strict=True) if has]
-        for own, have in zip(arrays, have_pairs, strict=True)
-    ]
-
-    def step(carry: None, cuts: list[list[Array]]) -> tuple[None, Array]:
-        own = [
-            [remaining.pop(0) if has else x for x, has in zip(xs, have, strict=True)]
-            for xs, have, remaining in zip(
-                arrays, have_pairs, [[*each] for each in cuts], strict=True
-            )
-        ]
-        found = fun(own)
-        return carry, jnp.broadcast_to(found, (num, *found.shape[1:]))
-
-    blocks = lax.scan(step, None, cuts)[1]
-    return blocks.reshape(steps * num, *blocks.shape[2:])[:total]
 
 
 def _diagonal_of(
