@@ -15,9 +15,11 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from .._base.dtypes import is_complex
 from .._base.jaxprs import callee, CALLS, evaluate_jaxpr, run_equations
+from .._base.mesh import mesh_axes
 
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
@@ -66,6 +68,9 @@ def linearized(
         return f"the rule of a `{name}` asks which inputs are differentiated"
     if any(is_complex(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
         return f"`{name}` with complex numbers"
+    if any(_is_explicit(atom.aval) for atom in eqn.invars):
+        # The derivative names axes, which the contractions have as automatic ones.
+        return f"`{name}` on a mesh with explicit axes"
     given = unique_inputs(eqn)
     atoms, results = [eqn.invars[i] for i in given], [eqn.outvars[i] for i in outs]
     numbers = [given.index(i) for i in moved]
@@ -102,6 +107,10 @@ def linearized(
     return closed
 
 
+def _is_explicit(aval: Any) -> bool:
+    return AxisType.Explicit in [kind for _, kind in mesh_axes(aval).values()]
+
+
 def _transposed(backward: jex.ClosedJaxpr, num: int, cotangents: list) -> Any:
     """The transpose of a backward pass, from tangents of its outputs to tangents.
 
@@ -135,8 +144,8 @@ def _not_linear(jaxpr: Any, num: int) -> str:
     A constant that is added to something linear does, unless it is known to be zero.
     """
     kinds = [_OTHER] * num + [_LINEAR] * (len(jaxpr.invars) - num)
-    try_all = _kinds(jaxpr, kinds)
-    return try_all if isinstance(try_all, str) else ""
+    found = _kinds(jaxpr, kinds)
+    return found if isinstance(found, str) else ""
 
 
 def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
@@ -160,10 +169,16 @@ def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
                 return f"`{eqn.primitive.name}`, which is not known to be linear"
             outs = [_LINEAR for _ in eqn.outvars]
         else:
-            is_zero = eqn.primitive.name in _OF_ALL and {*kinds} == {_ZERO}
-            outs = [_ZERO if is_zero else _OTHER for _ in eqn.outvars]
+            outs = [_ZERO if _is_zero(eqn, kinds) else _OTHER for _ in eqn.outvars]
         known.update(zip(eqn.outvars, outs, strict=True))
     return [kind_of(atom) for atom in jaxpr.outvars]
+
+
+def _is_zero(eqn: Any, kinds: Sequence[str]) -> bool:
+    """Whether an equation makes zeros of zeros, as of a cotangent that is none."""
+    if eqn.primitive.name in _OF_EACH_OF_TWO:
+        return _ZERO in kinds
+    return eqn.primitive.name in _OF_ALL and {*kinds} == {_ZERO}
 
 
 def _is_linear(eqn: Any, kinds: Sequence[str]) -> bool:

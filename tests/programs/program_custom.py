@@ -107,7 +107,7 @@ def _custom(b: Builder, h: Var) -> str:
         f"sine_product({w}, {h}, {b.pick(-2.0, 3.0)})",
         f"(lambda y: jnp.sin(y[0]) * y[1])(two_sums({b.weight(h.shape)}, {h}))",
         f"scaled_outer({b.weight(h.shape)}, {h})",
-        f"jax.vmap(sine_product, (None, 0, None))({w}, jnp.stack([{h}, 2 * {h}]), 2.0)[1]",
+        f"jax.vmap(sine_product, (None, 0, None))({w}, jnp.stack([{h}] * 2), 2.0)[1]",
         f"jax.checkpoint(quantised_product)({w}, {h})",
         f"lax.scan(lambda c, w: (jnp.tanh(quantised_product(w, c)), None), {h}, "
         f"{b.weight((2, num, num))})[0]",
