@@ -177,6 +177,27 @@ BREAKAGES = [
         "tests/sites -k 'use_by or layer'",
     ),
     Breakage(
+        "a branch returns the operands of another",
+        "_sites/trace.py",
+        "own if i == number else jax.tree.map(zeros_like, [*found])",
+        "own if i == number else jax.tree.map(jnp.ones_like, [*found])",
+        "tests/sites/test_custom.py -k derivatives",
+    ),
+    Breakage(
+        "constants in a backward pass are taken for linear",
+        "_sites/custom.py",
+        "kind != _OTHER if i in together else kind != _LINEAR",
+        "i in together or kind != _LINEAR",
+        "tests/sites/test_custom.py -k not_linear",
+    ),
+    Breakage(
+        "a custom derivative is followed into second derivatives",
+        "_sites/finder.py",
+        "if self.order == 1 else reason",
+        "if self.order else reason",
+        "tests/sites/test_custom.py -k second",
+    ),
+    Breakage(
         "of two uses, the sign of the first is taken twice",
         "_curvature/site_blocks.py",
         "block = block * (scale_of(site) * scale_of(other))",
