@@ -62,9 +62,9 @@ def chosen(ws, x):
         step = lambda x, w: (jnp.tanh(w * x + first[0]), None)
         return lax.scan(step, x, stacked)[0]
 
-    branches = [lambda x: jnp.tanh(first @ x), loop, lambda x: x]
+    branches = [lambda x: jnp.tanh(first @ x), loop, lax.stop_gradient]
     index = jnp.int32(2 * jnp.abs(x[0])) % 3
-    return last @ lax.switch(index, branches, jnp.sin(x))
+    return last @ lax.switch(index, branches, jnp.sin(last.T @ x))
 
 
 def by_step(ws, x):
