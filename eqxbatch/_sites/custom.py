@@ -8,7 +8,7 @@ The derivative is written down as JAX takes it. A backward pass is transposed, w
 only done if each of its equations is known to be linear in the cotangents.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from .._base.dtypes import is_complex
-from .._base.jaxprs import callee, CALLS, evaluate_jaxpr, run_equations
+from .._base.jaxprs import callee, CALLS, evaluate_with, run_equations
 from .._base.mesh import mesh_axes
 
 
@@ -98,6 +98,8 @@ def linearized(
         cotangents = [var.aval for var in results]
         backward = jax.make_jaxpr(pull)(*avals, *cotangents)
         reason = _not_linear(backward.jaxpr, len(avals))
+        if backward.jaxpr.effects:
+            reason = "side effects"
         if reason:
             return f"the backward pass of a `{name}` has {reason}"
         transpose = _transposed(backward, len(avals), cotangents)
@@ -121,10 +123,37 @@ def _transposed(backward: jex.ClosedJaxpr, num: int, cotangents: list) -> Any:
 
     def transpose(*args: Any) -> list:
         ins, tangents = args[:num], args[num:]
-        run = lambda *cotangents: evaluate_jaxpr(jaxpr, consts, [*ins, *cotangents])
+        run = lambda *cotangents: evaluate_with(
+            jaxpr, consts, [*ins, *cotangents], _as_outer_product
+        )
         return [*jax.linear_transpose(run, *cotangents)([*tangents])]
 
     return transpose
+
+
+def _as_outer_product(_: int, eqn: Any) -> Callable[[list], list] | None:
+    """What `jnp.outer` multiplies entry by entry, so that factors are not repeated."""
+    if eqn.primitive.name != "mul":
+        return None
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    axes = [[i for i, size in enumerate(shape) if size != 1] for shape in shapes]
+    if not all(axes) or {*axes[0]} & {*axes[1]} or len(shapes[0]) != len(shapes[1]):
+        return None
+    out = eqn.outvars[0].aval.shape
+
+    def multiply(ins: list) -> list:
+        x, y = (
+            jnp.reshape(x, [out[i] for i in own])
+            for x, own in zip(ins, axes, strict=True)
+        )
+        # Products of entries are not rounded as those of matrices may be.
+        whole = jax.lax.Precision.HIGHEST
+        product = jnp.einsum(
+            x, axes[0], y, axes[1], sorted([*axes[0], *axes[1]]), precision=whole
+        )
+        return [jnp.reshape(product, out)]
+
+    return multiply
 
 
 def _needed(jaxpr: Any) -> list:
