@@ -53,7 +53,7 @@ OF_RULES = (
     "branched_by_step",
     "branch_of_a_function",
 )
-OF_OWN_DERIVATIVES = (5001, 5002, 5004, 5006, 5007, 5008, 5012, 5013)
+OF_OWN_DERIVATIVES = (5002, 5004, 5006, 5007, 5008, 5012, 5013)
 # The one of these that a program is compared by, besides all contractions of gradients.
 IN_TURN = ("hessian_by_sites", "kernels_by_factors", "gauss_newton_by_sites")
 

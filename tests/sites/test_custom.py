@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
 
-from eqxbatch import explain_sites, filter_hessian, filter_micro_grad
+from eqxbatch import explain_sites, filter_hessian, filter_micro_grad, Sum
 from eqxbatch._sites.factors import Factors, gradients
 from eqxbatch._sites.trace import Program
+from ..helpers import KINDS, make_mesh, put
 from ..layers import Case, tokens, vectors, weight
 from .oracle import compare
 
@@ -211,6 +213,31 @@ def test_derivatives_of_clipped_gradients():
     grad = lambda fun: jax.jit(jax.value_and_grad(value(fun), (0, 1)))
     got, truth = (jax.tree.leaves(grad(fun)(ws, xs)) for fun in (by_sites, clipped))
     for a, b in zip(got, truth, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_on_a_mesh(kind):
+    ws, xs = [weight(4, 4), weight(3, 4)], vectors(8, 4)(jax.random.key(7))
+    mesh = make_mesh(kind)
+
+    def loss(ws, x):
+        first, stacked = ws
+        return jnp.sum(jnp.sin(chosen([first, stacked, first], sine_matmul(first, x))))
+
+    settings = {"clip_norm": 0.3, "method": "sites", "accumulator": Sum()}
+    grad = filter_micro_grad(loss, microbatch_size=2, **settings)
+    expected = grad(ws, xs)
+    got = grad([put(w, mesh) for w in ws], put(xs, mesh, "data"))
+    for a, b in zip(jax.device_get(got), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+    if kind == AxisType.Explicit:
+        return
+    # As that of `jax.grad`, the gradient is summed over the devices.
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    mapped = jax.jit(jax.shard_map(grad, mesh=mesh, **specs))
+    for a, b in zip(mapped(ws, xs), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
