@@ -409,16 +409,16 @@ class Finder:
 
     def cond(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
         """Adds the sites of all branches: those of a branch not taken give zero."""
-        branches, start = [], self.graph.next_order()
+        branches, start = [], len(self.values)
         for closed in own.eqn.params["branches"]:
             inner = self.plan(closed.jaxpr, closed.consts, inputs[1:], own.live)
             for x, is_live in zip(inner.outs, own.live, strict=True):
                 if x is not None and is_live:
                     self.fail(x.views, own, "a `cond` returns a parameter")
             for site in inner.sites:
-                # It is computed before the branch is known, and its slope may be
-                # infinite, which a cotangent of zero does not undo.
-                if site.source is not None and site.source.order >= start:
+                # What a view reads is computed before the branch is known. It may be
+                # infinite there, which a cotangent of zero does not undo.
+                if any(i >= start for x in site.view.steps for i in x.values):
                     reason = "a branch of a `cond` has a function of a parameter"
                     self.fail([site.view], own, reason)
             branches.append(Called(closed.jaxpr, list(closed.consts), inner))

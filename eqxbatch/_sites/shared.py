@@ -144,10 +144,6 @@ class Graph:
         order, run = next(self._order), lambda: [full_varying_as(aval, 0)]
         return Node(order, (), aval.shape, aval.dtype, True, run=run)
 
-    def next_order(self) -> int:
-        """Nodes that are made from now on have this order at least."""
-        return next(self._order)
-
     def inverse(self, node: Node) -> Node:
         """One over a node, entry by entry."""
         return dataclasses.replace(

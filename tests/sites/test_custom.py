@@ -174,6 +174,34 @@ def test_branches_that_are_not_followed():
         np.testing.assert_allclose(a, b, rtol=1e-10)
 
 
+def test_a_guarded_quotient():
+    def fun(ws, x):
+        w, norm = ws
+        quotient = lambda x: (w / lax.stop_gradient(norm)) * x
+        return jnp.sum(lax.cond(jnp.sum(norm) > 0, quotient, lambda x: w * x, x))
+
+    ws, xs = [jnp.ones(4), jnp.zeros(4)], jnp.arange(12.0).reshape(3, 4)
+    got = filter_micro_grad(fun, clip_norm=1e6, method="sites")(ws, xs)
+    np.testing.assert_allclose(got[0], xs.mean(0), rtol=1e-10)
+
+
+def test_a_rule_in_a_branch_that_is_not_taken():
+    @jax.custom_jvp
+    def root(w, x):
+        return w * x
+
+    root.defjvp(lambda p, t: (root(*p), t[0] / p[0] * p[1] + p[0] * t[1]))
+    fun = lambda w, x: jnp.sum(
+        lax.cond(jnp.sum(w) > 0, lambda x: root(w, x), lambda x: w * x, x)
+    )
+    program = program_of(fun, jnp.zeros(4))
+    assert "a branch of a `cond` has a function of a parameter" in program.fallbacks[0]
+    assert not program_of(lambda w, x: jnp.sum(root(w, x)), jnp.ones(4)).fallbacks
+    xs = jnp.arange(12.0).reshape(3, 4)
+    got = filter_micro_grad(fun, clip_norm=1e6, method="sites")(jnp.zeros(4), xs)
+    np.testing.assert_allclose(got, xs.mean(0), rtol=1e-10)
+
+
 def test_branches_without_a_derivative():
     stopped = lambda w, x: lax.cond(
         jnp.sum(x) > 0, lambda x: lax.stop_gradient(x), jnp.round, w @ x
