@@ -177,6 +177,27 @@ BREAKAGES = [
         "tests/sites -k 'use_by or layer'",
     ),
     Breakage(
+        "what one branch has no derivative in, no branch has",
+        "_base/jaxprs.py",
+        "return [False, *map(any, each)]",
+        "return [False, *map(all, each)]",
+        "tests/sites/test_custom.py -k derivatives",
+    ),
+    Breakage(
+        "constants in a backward pass are taken for linear",
+        "_sites/custom.py",
+        "kind != _OTHER if i in together else kind != _LINEAR",
+        "i in together or kind != _LINEAR",
+        "tests/sites/test_custom.py -k not_linear",
+    ),
+    Breakage(
+        "a custom derivative is followed into second derivatives",
+        "_sites/finder.py",
+        "if self.order == 1 else reason",
+        "if self.order else reason",
+        "tests/sites/test_custom.py -k second",
+    ),
+    Breakage(
         "of two uses, the sign of the first is taken twice",
         "_curvature/site_blocks.py",
         "block = block * (scale_of(site) * scale_of(other))",

@@ -133,6 +133,35 @@ def residual(model, x):
     return (jnp.sin(u(x)) - jnp.sum(second)) ** 2
 
 
+def branched(ws, x):
+    """Layers of which the data choose one, as routers and halting rules do."""
+    first, second, last = ws
+    hidden = lax.cond(
+        jnp.sum(x) > 0,
+        lambda x: jnp.tanh(first @ x),
+        lambda x: jnp.tanh(second @ x) + first[0],
+        x,
+    )
+    return data(last @ hidden)
+
+
+@jax.custom_vjp
+def rounded_matmul(w, x):
+    return jnp.round(4 * w) / 4 @ x
+
+
+def _rounded_backward(saved, cotangent):
+    w, x = saved
+    return jnp.einsum("i,j->ij", cotangent, x), cotangent @ w
+
+
+rounded_matmul.defvjp(lambda w, x: (rounded_matmul(w, x), (w, x)), _rounded_backward)
+
+
+def with_own_derivative(ws, x):
+    return data(rounded_matmul(ws[1], jnp.tanh(rounded_matmul(ws[0], x))))
+
+
 def linears(num):
     return [eqx.nn.Linear(4, 4, key=key) for key in jr.split(jr.key(6), num)]
 
@@ -166,6 +195,12 @@ PATTERNS = {
     "Tied embedding": lambda: Case(weight(7, 4), tied, tokens(3)),
     "Class token and positions": lambda: Case(
         {"token": weight(1, 4), "positions": weight(4, 4)}, class_token, vectors(3, 4)
+    ),
+    "A branch chosen by the data (`lax.cond`)": lambda: Case(
+        [weight(4, 4), 2 * weight(4, 4), -weight(4, 4)], branched, vectors(4)
+    ),
+    "A matmul with its own derivative (`custom_vjp`)": lambda: Case(
+        [weight(4, 4), 2 * weight(4, 4)], with_own_derivative, vectors(4)
     ),
     "PINN residual": lambda: Case(
         eqx.nn.MLP(2, 1, 4, 1, jnp.tanh, key=jr.key(4)), residual, vectors(2)

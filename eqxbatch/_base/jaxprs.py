@@ -228,6 +228,11 @@ def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
         return [var in live for var in jaxpr.invars]
     if name == "scan":
         return live_in_scan(eqn, outs)[1]
+    if name == "cond":
+        jaxprs = [closed.jaxpr for closed in eqn.params["branches"]]
+        found = [(jaxpr.invars, live_variables(jaxpr, outs)) for jaxpr in jaxprs]
+        each = zip(*([v in live for v in ins] for ins, live in found), strict=True)
+        return [False, *map(any, each)]
     return [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars]
 
 

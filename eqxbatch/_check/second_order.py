@@ -94,6 +94,7 @@ def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
         curvature.program.closed,
         len(subject.leaves),
         num_outputs=curvature.num_outputs,
+        order=2,
     )
     all_own = Wanted([(i, i) for i, _ in enumerate(subject.leaves)], is_diagonal)
     chosen: list[int] = []

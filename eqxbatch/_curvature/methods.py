@@ -446,6 +446,7 @@ class CurvatureBlocks:
                 num,
                 constant=set(range(num)) - leaves,
                 num_outputs=curvature.num_outputs,
+                order=2,
             )
             covered = {i for i in leaves if is_covered(program, i, self.wanted)}
             if covered == leaves:

@@ -26,6 +26,8 @@ from .._base.jaxprs import (
     run_equation,
     source_line,
 )
+from .custom import CUSTOM, linearized, unique_inputs
+from .plan import Called, Equation, Linearized, Perturbed, Plan, Shared, Switched
 from .rules import find_rule, Rule, unknown_parameters
 from .shared import Graph, Loop, Node, Slope, Value
 from .site import Site, SiteLoop
@@ -50,75 +52,19 @@ _JOINTLY_LINEAR = frozenset(
 _BILINEAR = frozenset(["conv_general_dilated", "dot_general", "mul"])
 
 
-@dataclasses.dataclass(frozen=True)
-class Perturbed:
-    """An equation with sites: the functions from its inputs to the operands."""
-
-    operands: list[Callable[[list], Array]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Called:
-    """An equation that calls a jaxpr with sites in it."""
-
-    jaxpr: Any
-    consts: list
-    plan: "Plan"
-
-
-class Plan:
-    """What is to be done in one jaxpr, found by going through its equations."""
-
-    def __init__(self) -> None:
-        self.steps: dict[int, Perturbed | Called] = {}
-        self.sites: list[Site] = []
-        self.perturbations: list[_Struct] = []
-        self.operands: list[_Struct] = []
-        self.outs: list[Shared | None] = []
-        # What has a perturbation, and is used only once.
-        self.perturbed_by: dict[Any, int] = {}
-
-    def include(self, inner: "Plan", steps: tuple[int, ...] = ()) -> None:
-        """Takes over what is in a call, or in the `steps` of a loop."""
-        for site in inner.sites:
-            operand = site.operand
-            self.sites.append(
-                dataclasses.replace(
-                    site,
-                    perturbation=site.perturbation + len(self.perturbations),
-                    operand=None if operand is None else operand + len(self.operands),
-                )
-            )
-        stacked = lambda s: _Struct((*steps, *s.shape), s.dtype)
-        self.perturbations += map(stacked, inner.perturbations)
-        self.operands += map(stacked, inner.operands)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """What is the same for all examples: a value, and its derivative by views.
-
-    - `curved`: the leaves that it is not linear in. Of those in `coupled`, too, some
-        entry has a mixed second derivative with another, or with one of another leaf.
-    """
-
-    node: Node
-    views: tuple[View, ...] = ()
-    curved: frozenset[int] = frozenset()
-    coupled: frozenset[int] = frozenset()
-
-
 _Inputs = list[Shared | None]
 
 
 class Finder:
     """Goes through a jaxpr and what it calls.
 
+    - `order`: the highest derivative that is taken with the sites that are found.
     - `failed`: the leaves without a rule, and why.
     - `values`: what views read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: int = 1) -> None:
+        self.order = order
         self.failed: dict[int, str] = {}
         self.values: list[Value] = []
         self.graph = Graph()
@@ -153,7 +99,7 @@ class Finder:
 
         for index, eqn in enumerate(jaxpr.eqns):
             ins = [of(atom) for atom in eqn.invars]
-            own = _Equation(jaxpr, index, eqn, [v in needed for v in eqn.outvars], uses)
+            own = Equation(jaxpr, index, eqn, [v in needed for v in eqn.outvars], uses)
             outs = self.step(plan, own, ins)
             pairs = zip(eqn.outvars, outs, strict=True)
             shared.update((var, x) for var, x in pairs if x is not None)
@@ -163,7 +109,7 @@ class Finder:
         plan.outs = [of(atom) for atom in jaxpr.outvars]
         return plan
 
-    def step(self, plan: Plan, own: "_Equation", inputs: _Inputs) -> _Inputs:
+    def step(self, plan: Plan, own: Equation, inputs: _Inputs) -> _Inputs:
         """Adds one equation to the plan, and returns what is shared of its outputs."""
         eqn = own.eqn
         name = eqn.primitive.name
@@ -187,13 +133,17 @@ class Finder:
             self.fail(_views(inputs), own, reason)
         elif name == "scan":
             self.scan(plan, own, inputs)
+        elif name == "cond":
+            self.cond(plan, own, inputs)
+        elif name in CUSTOM:
+            self.custom(plan, own, inputs)
         else:
             self.meet(plan, own, inputs)
         return none
 
     # What is the same for all examples.
 
-    def shared(self, own: "_Equation", inputs: list[Shared]) -> _Inputs:
+    def shared(self, own: Equation, inputs: list[Shared]) -> _Inputs:
         """What an equation makes of what is the same for all examples."""
         eqn = own.eqn
         used = [var for var in eqn.outvars if own.uses[var]]
@@ -213,7 +163,7 @@ class Finder:
             by_var[var] = self._known(node, views, *self._curved(eqn, inputs, node))
         return [by_var.get(var) for var in eqn.outvars]
 
-    def _inverse(self, own: "_Equation", x: Shared) -> Shared:
+    def _inverse(self, own: Equation, x: Shared) -> Shared:
         """One over what is the same for all examples."""
         node = self.graph.inverse(x.node)
         views = self._views_of(own, [x], 0, node, None)
@@ -245,7 +195,7 @@ class Finder:
 
     def _views_of(
         self,
-        own: "_Equation",
+        own: Equation,
         inputs: list[Shared],
         output: int,
         node: Node,
@@ -297,7 +247,7 @@ class Finder:
     def _pushed(
         self,
         view: View,
-        own: "_Equation",
+        own: Equation,
         inputs: list[Shared],
         position: int,
         output: int,
@@ -356,7 +306,7 @@ class Finder:
 
     # Where it meets an example.
 
-    def meet(self, plan: Plan, own: "_Equation", inputs: _Inputs) -> None:
+    def meet(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
         """Adds an equation in which views meet something else, by their rules."""
         eqn = own.eqn
         name = eqn.primitive.name
@@ -415,16 +365,14 @@ class Finder:
         plan.perturbations.append(_Struct(out.aval.shape, out.aval.dtype))
         plan.steps[own.index] = Perturbed(operands)
 
-    def call(
-        self, plan: Plan, own: "_Equation", closed: Any, inputs: _Inputs
-    ) -> _Inputs:
+    def call(self, plan: Plan, own: Equation, closed: Any, inputs: _Inputs) -> _Inputs:
         inner = self.plan(closed.jaxpr, closed.consts, inputs, own.live)
         if inner.steps:
             plan.steps[own.index] = Called(closed.jaxpr, list(closed.consts), inner)
             plan.include(inner)
         return inner.outs
 
-    def scan(self, plan: Plan, own: "_Equation", inputs: _Inputs) -> None:
+    def scan(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
         params = own.eqn.params
         closed, length = params["jaxpr"], params["length"]
         num_consts, num_carry = params["num_consts"], params["num_carry"]
@@ -459,27 +407,73 @@ class Finder:
             plan.steps[own.index] = Called(closed.jaxpr, list(closed.consts), inner)
             plan.include(inner, (length,))
 
-    def fail(self, views: Iterable[View], own: "_Equation", reason: str) -> None:
+    def cond(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
+        """Adds the sites of all branches: those of a branch not taken give zero."""
+        branches, start = [], len(self.values)
+        for closed in own.eqn.params["branches"]:
+            inner = self.plan(closed.jaxpr, closed.consts, inputs[1:], own.live)
+            for x, is_live in zip(inner.outs, own.live, strict=True):
+                if x is not None and is_live:
+                    self.fail(x.views, own, "a `cond` returns a parameter")
+            for site in inner.sites:
+                # What a view reads is computed before the branch is known. It may be
+                # infinite there, which a cotangent of zero does not undo.
+                if any(i >= start for x in site.view.steps for i in x.values):
+                    reason = "a branch of a `cond` has a function of a parameter"
+                    self.fail([site.view], own, reason)
+            branches.append(Called(closed.jaxpr, list(closed.consts), inner))
+        if any(branch.plan.steps for branch in branches):
+            plan.steps[own.index] = Switched(branches)
+            for branch in branches:
+                plan.include(branch.plan)
+
+    def custom(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
+        """Adds the sites of the derivative of an equation with one of its own.
+
+        Only the tangents of parameters are followed in it. What else it takes has its
+        value, the parameters themselves included.
+        """
+        eqn, given = own.eqn, unique_inputs(own.eqn)
+        shared = [inputs[i] for i in given]
+        moved = [i for i, x in zip(given, shared, strict=True) if x and x.views]
+        live = [
+            i
+            for i, is_live in enumerate(own.live)
+            if is_live and own.uses[eqn.outvars[i]]
+        ]
+        reason = (
+            f"`{eqn.primitive.name}` has a first derivative of its own, and no second"
+        )
+        found = linearized(own.jaxpr, eqn, moved, live) if self.order == 1 else reason
+        if isinstance(found, str):
+            self.fail(_views(inputs), own, found)
+            return
+        known: _Inputs = [
+            None if x is None else self._known(self.graph.frozen(x.node))
+            for x in shared
+        ]
+        for i in moved:
+            x = inputs[i]
+            assert x is not None
+            known.append(self._known(self.graph.tangent(eqn.invars[i].aval), x.views))
+        consts = list(found.consts)
+        inner = self.plan(found.jaxpr, consts, known, [True for _ in live])
+        for x in inner.outs:
+            self.fail(_views([x]), own, f"`{eqn.primitive.name}` returns a parameter")
+        if inner.steps:
+            used = [i for i, var in enumerate(eqn.outvars) if own.uses[var]]
+            tangents = [eqn.invars[i].aval for i in moved]
+            called = Called(found.jaxpr, consts, inner)
+            plan.steps[own.index] = Linearized(called, given, tangents, used, live)
+            plan.include(inner)
+
+    def fail(self, views: Iterable[View], own: Equation, reason: str) -> None:
         """Gives up the leaves of some views, at an equation."""
         line = source_line(own.eqn)
         for view in views:
             led = [f"`{re.split(r'[^a-z_]', key)[0]}`" for key in view.key]
             parts = [reason, line and f"at {line}", led and f"after {', '.join(led)}"]
             self.failed.setdefault(view.leaf, ", ".join(filter(None, parts)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Equation:
-    """An equation of a jaxpr, and which of its outputs are differentiated.
-
-    `uses` says how often variables are used.
-    """
-
-    jaxpr: Any
-    index: int
-    eqn: Any
-    live: list[bool]
-    uses: collections.Counter
 
 
 def _views(inputs: Sequence[Shared | None]) -> "itertools.chain[View]":

@@ -72,6 +72,7 @@ _PARAMETERS = {
     "add": "",
     "broadcast_in_dim": "shape broadcast_dimensions sharding",
     "concatenate": "dimension",
+    "cond": "branches",
     "conv_general_dilated": (
         "window_strides padding lhs_dilation rhs_dilation dimension_numbers "
         "feature_group_count batch_group_count precision preferred_element_type "
@@ -416,10 +417,8 @@ def _gather(eqn: Any, index: int) -> Rule | None:
 
 def _axis_of_rows(params: dict[str, Any], table: tuple[int, ...]) -> int | None:
     """The one axis of a table along which rows are chosen; None if it is not one."""
-    index_map, sizes = (
-        params["dimension_numbers"].start_index_map,
-        params["slice_sizes"],
-    )
+    index_map = params["dimension_numbers"].start_index_map
+    sizes = params["slice_sizes"]
     chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
     if not chosen:  # A table of one row: any axis of one will do.
         chosen = [axis for axis in index_map if table[axis] == 1][:1]

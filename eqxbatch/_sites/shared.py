@@ -124,6 +124,26 @@ class Graph:
             is_linear=True,
         )
 
+    def frozen(self, node: Node) -> Node:
+        """The value of a node, of which no derivative is taken."""
+        return dataclasses.replace(
+            node,
+            order=next(self._order),
+            varies=False,
+            inputs=(node,),
+            run=lambda x: [x],
+            output=0,
+            leaf=None,
+            constant=None,
+            bases=(),
+            is_linear=True,
+        )
+
+    def tangent(self, aval: Any) -> Node:
+        """What is linear in a leaf, so that its derivatives may be taken at zero."""
+        order, run = next(self._order), lambda: [full_varying_as(aval, 0)]
+        return Node(order, (), aval.shape, aval.dtype, True, run=run)
+
     def inverse(self, node: Node) -> Node:
         """One over a node, entry by entry."""
         return dataclasses.replace(

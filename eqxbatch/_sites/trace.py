@@ -5,6 +5,7 @@ it is the cotangent `d` that the gradient of the parameter is made of. That take
 derivative rule of our own: `jax.vjp` does it.
 """
 
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -13,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._base.jaxprs import evaluate_jaxpr, evaluate_with, REMAT
+from .._base.jaxprs import evaluate_jaxpr, evaluate_with, REMAT, run_equation
 from .._base.mesh import full_varying_as, is_on_mesh, zeros_like
-from .finder import Called, Finder, Perturbed, Plan
+from .finder import Finder
+from .plan import Called, Linearized, Perturbed, Plan, Switched
 from .shared import evaluate
 from .site import leaf_site, Site
 
@@ -30,7 +32,7 @@ class Program:
     are of the example; what is the same for all examples is among its constants. With
     `use_rules=False`, all leaves are treated as if no rule covered them. Those in
     `constant` are not differentiated. Of the outputs, the first `num_outputs` are; None
-    for all of them.
+    for all of them. `order` is 2 if second derivatives are to be made of the sites.
 
     - `leaves`: shapes and dtypes of the leaves.
     - `sites`: all sites; every leaf that the function uses has one at least.
@@ -47,6 +49,7 @@ class Program:
         use_rules: bool = True,
         constant: Collection[int] = (),
         num_outputs: int | None = None,
+        order: int = 1,
     ):
         self.jaxpr, self.consts = closed.jaxpr, list(closed.consts)
         avals = [var.aval for var in self.jaxpr.invars]
@@ -64,7 +67,7 @@ class Program:
             for i, _ in enumerate(self.jaxpr.outvars)
         ]
         while True:
-            finder = Finder()
+            finder = Finder(order)
             inputs = [
                 finder.leaf(
                     i, aval, is_followed=not (i in self.fallbacks or i in constant)
@@ -208,10 +211,8 @@ def _run(
 
             return perturb
 
-        run = _run_scan if eqn.primitive.name == "scan" else _run_call
-
         def call(ins: list) -> list:
-            outs, *found = run(eqn, step, ins, take(len(step.plan.perturbations)))
+            outs, *found = _run_step(jaxpr, eqn, step, ins, take)
             operands.extend(found[0])
             perturbed.extend(found[1])
             return outs
@@ -219,6 +220,24 @@ def _run(
         return call
 
     return evaluate_with(jaxpr, consts, args, replace), operands, perturbed
+
+
+def _run_step(
+    jaxpr: Any,
+    eqn: Any,
+    step: Called | Switched | Linearized,
+    ins: list,
+    take: Callable[[int], list | None],
+) -> _Run:
+    """Runs an equation with sites inside of it; `take` gives its perturbations."""
+    if isinstance(step, Switched):
+        own = [take(len(branch.plan.perturbations)) for branch in step.branches]
+        return _run_cond(step, ins, own)
+    if isinstance(step, Linearized):
+        own = take(len(step.called.plan.perturbations))
+        return _run_linearized(jaxpr, eqn, step, ins, own)
+    run = _run_scan if eqn.primitive.name == "scan" else _run_call
+    return run(eqn, step, ins, take(len(step.plan.perturbations)))
 
 
 def _run_call(eqn: Any, step: Called, ins: list, perturbations: list | None) -> _Run:
@@ -254,3 +273,73 @@ def _run_scan(eqn: Any, step: Called, ins: list, perturbations: list | None) -> 
         unroll=params["unroll"],
     )
     return [*carry, *ys], operands, perturbed
+
+
+def _run_cond(step: Switched, ins: list, perturbations: list[list | None]) -> _Run:
+    index, *args = ins
+
+    def branch(number: int) -> Callable[[list, list], _Run]:
+        own = step.branches[number]
+        return lambda args, perturbations: _run(
+            own.plan, own.jaxpr, own.consts, args, perturbations[number]
+        )
+
+    runs = [branch(number) for number, _ in enumerate(step.branches)]
+    structs = [jax.eval_shape(run, args, perturbations)[1:] for run in runs]
+
+    def with_zeros(number: int) -> Callable[[list, list], _Run]:
+        """A branch that returns zeros for the operands of the others."""
+
+        def run(args: list, perturbations: list) -> _Run:
+            outs, *own = runs[number](args, perturbations)
+            every = [
+                own if i == number else jax.tree.map(zeros_like, [*found])
+                for i, found in enumerate(structs)
+            ]
+            operands, perturbed = zip(*every, strict=True)
+            chain = itertools.chain.from_iterable
+            return outs, [*chain(operands)], [*chain(perturbed)]
+
+        return run
+
+    branches = [with_zeros(number) for number, _ in enumerate(runs)]
+    return lax.switch(index, branches, args, perturbations)
+
+
+def _run_linearized(
+    jaxpr: Any, eqn: Any, step: Linearized, ins: list, perturbations: list | None
+) -> _Run:
+    """Runs an equation as it is; perturbations enter its derivative, and nothing else.
+
+    That is in the derivative with respect to them alone: they are zero, and so is what
+    they would add, even where a derivative is infinite.
+    """
+    own = step.called
+    given = [own.consts, [ins[i] for i in step.given]]
+
+    def run(given: list, perturbations: list | None) -> _Run:
+        consts, args = given
+        zeros = [full_varying_as(aval, 0) for aval in step.tangents]
+        return _run(own.plan, own.jaxpr, consts, [*args, *zeros], perturbations)
+
+    @jax.custom_jvp
+    def perturbed_by(outs: list, given: list, perturbations: list) -> list:
+        return outs
+
+    @perturbed_by.defjvp
+    def _jvp(primals: tuple, tangents: tuple) -> tuple[list, list]:
+        outs, given, _ = primals
+        moved, _, perturbations = tangents
+        added = run(given, perturbations)[0]
+        return outs, [x + y for x, y in zip(moved, added, strict=True)]
+
+    every: list = [None for _ in eqn.outvars]
+    used = run_equation(jaxpr, eqn, [eqn.outvars[i] for i in step.outs])(*ins)
+    for i, out in zip(step.outs, used, strict=True):
+        every[i] = out
+    _, operands, perturbed = run(given, None)
+    if perturbations is not None:
+        live = perturbed_by([every[i] for i in step.live], given, perturbations)
+        for i, out in zip(step.live, live, strict=True):
+            every[i] = out
+    return every, operands, perturbed

@@ -62,6 +62,7 @@ View = Callable[["Builder", Want], tuple[str, Want]]
 Use = Callable[["Builder", Var], Var]
 VIEWS: dict[str, View] = {}
 USES: dict[str, Use] = {}
+ON_REQUEST: set[str] = set()
 
 
 def view(fun: View) -> View:
@@ -72,6 +73,12 @@ def view(fun: View) -> View:
 def use(fun: Use) -> Use:
     USES[fun.__name__] = fun
     return fun
+
+
+def use_on_request(fun: Use) -> Use:
+    """One that only programs have that ask for it: others stay what they are."""
+    ON_REQUEST.add(fun.__name__)
+    return use(fun)
 
 
 class Rejected(Exception):
@@ -432,7 +439,7 @@ def _step(b: Builder, h: Var, uses: tuple[str, ...]) -> Var:
     """One use of parameters, and a function of what comes out of it."""
     for _ in itertools.repeat(None, 30):
         saved = snapshot(b)
-        name = b.pick(*(uses or sorted(USES)))
+        name = b.pick(*(uses or sorted({*USES} - ON_REQUEST)))
         b.blocks.append(name)
         try:
             out = b.real(USES[name](b, h))

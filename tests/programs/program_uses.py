@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from . import (
+    program_custom as program_custom,
     program_loops as program_loops,
     program_shared as program_shared,
     program_tables as program_tables,
@@ -59,6 +60,7 @@ def _odd_jvp(primals, tangents):
 
 NAMESPACE = {
     **_NAMES,
+    **program_custom.FUNCTIONS,
     "functools": functools,
     "odd": odd,
     "odd_identity": odd_identity,

@@ -45,6 +45,15 @@ OF_PARAMETERS_ALONE = (
     *(1039, 1040, 1043, 1045, 1046, 1049, 1051, 1053, 1055, 1056, 1057, 1058, 1060),
     1061,
 )
+# Programs with branches, and derivatives that are not those of the values.
+OF_RULES = (
+    "custom_product",
+    "custom_product_and_another",
+    "branched",
+    "branched_by_step",
+    "branch_of_a_function",
+)
+OF_OWN_DERIVATIVES = (5002, 5004, 5006, 5007, 5008, 5012, 5013)
 # The one of these that a program is compared by, besides all contractions of gradients.
 IN_TURN = ("hessian_by_sites", "kernels_by_factors", "gauss_newton_by_sites")
 
@@ -77,6 +86,17 @@ def test_random_program_of_one_use(seed, uses):
 def test_random_program_of_parameters_alone(seed):
     with settings():
         program = draw(seed, SHARED)
+    result = examine(program, ["norms_and_sums", IN_TURN[seed % len(IN_TURN)]])
+    report = "\n".join(map(str, [program, *result.findings]))
+    assert not result.findings, report
+    assert result.skipped is None
+    assert result.num_compared
+
+
+@pytest.mark.parametrize("seed", OF_OWN_DERIVATIVES)
+def test_random_program_of_branches_and_rules(seed):
+    with settings():
+        program = draw(seed, OF_RULES)
     result = examine(program, ["norms_and_sums", IN_TURN[seed % len(IN_TURN)]])
     report = "\n".join(map(str, [program, *result.findings]))
     assert not result.findings, report

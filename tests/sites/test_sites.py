@@ -102,6 +102,8 @@ bent.defvjp(lambda w: (w**2, w), lambda w, d: (3 * w.T * d,))
 
 # Uses whose norms follow from the factors, with no gradient formed.
 BY_FACTORS = {
+    "custom_jvp": (weight(4, 4), odd, vectors(4)),
+    "custom_vjp": (weight(4, 4), strange, vectors(4)),
     "twice": (linear(), lambda m, x: m(jnp.tanh(m(x))), vectors(4)),
     "tied_by_transpose": (
         linear(),
@@ -331,11 +333,9 @@ def test_use_by_gradients(name):
 # For each: a function of a matrix that has no rule and one that has, and what it says.
 FALLBACKS = {
     "max": (lambda w, x: jnp.maximum(w, x[:, None]), "no rule for `max`"),
-    "custom_jvp": (odd, "no rule for `custom_jvp_call`"),
-    "custom_vjp": (strange, "no rule for `custom_vjp_call`"),
-    "cond": (
-        lambda w, x: lax.cond(x[0] > 0, lambda: w @ x, lambda: x),
-        "no rule for `cond`",
+    "returned_by_cond": (
+        lambda w, x: lax.cond(x[0] > 0, lambda: w @ w[0], lambda: w @ x),
+        "a `cond` returns a parameter",
     ),
     "carried": (
         lambda w, x: lax.scan(lambda w, a: (w * a, w @ x), w, x)[1],

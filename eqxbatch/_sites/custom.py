@@ -1,0 +1,231 @@
+"""Functions with a derivative of their own, as linear programs in which sites are.
+
+A `jax.custom_jvp` or `jax.custom_vjp` may have any derivative, whatever the function is
+made of. So what is gone through is never the function, but its derivative: it is linear
+in the tangents of parameters, and where these meet data, there are sites as elsewhere.
+
+The derivative is written down as JAX takes it. A backward pass is transposed, which is
+only done if each of its equations is known to be linear in the cotangents.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from .._base.dtypes import is_complex
+from .._base.jaxprs import callee, CALLS, evaluate_with, run_equations
+from .._base.mesh import mesh_axes
+
+
+CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+# What an input of an equation is, seen from the cotangents.
+_OTHER, _ZERO, _LINEAR = "other", "zero", "linear"
+
+
+# Linear in all inputs together.
+_OF_ALL = frozenset(
+    """
+    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p cumsum neg
+    pad reduce_sum reshape rev slice split squeeze stack sub transpose
+    """.split()  # noqa: SIM905
+)
+# Linear in some of the inputs together; the others say where.
+_OF_SOME = {
+    "dynamic_slice": (0,),
+    "dynamic_update_slice": (0, 1),
+    "gather": (0,),
+    "scatter-add": (0, 2),
+}
+_OF_EACH_OF_TWO = ("conv_general_dilated", "dot_general", "mul")
+
+
+def unique_inputs(eqn: Any) -> list[int]:
+    """The inputs of an equation that are no literals, each variable once."""
+    first: dict[Any, int] = {}
+    for i, atom in enumerate(eqn.invars):
+        if not isinstance(atom, jex.Literal):
+            first.setdefault(atom, i)
+    return list(first.values())
+
+
+def linearized(
+    jaxpr: Any, eqn: Any, moved: Sequence[int], outs: Sequence[int]
+) -> jex.ClosedJaxpr | str:
+    """The derivative of an equation with one of its own, or why there is none.
+
+    Its inputs are those of `unique_inputs`, and then tangents of the inputs in `moved`,
+    which are among them. It returns the tangents of the outputs in `outs`.
+    """
+    name = eqn.primitive.name
+    if eqn.params.get("symbolic_zeros") is not False:
+        return f"the rule of a `{name}` asks which inputs are differentiated"
+    if any(is_complex(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
+        return f"`{name}` with complex numbers"
+    if any(_is_explicit(atom.aval) for atom in eqn.invars):
+        # The derivative names axes, which the contractions have as automatic ones.
+        return f"`{name}` on a mesh with explicit axes"
+    given = unique_inputs(eqn)
+    atoms, results = [eqn.invars[i] for i in given], [eqn.outvars[i] for i in outs]
+    numbers = [given.index(i) for i in moved]
+
+    def at(ins: Sequence[Any], own: Sequence[Any]) -> list:
+        values = dict(zip(atoms, ins, strict=True))
+        values.update(zip((eqn.invars[i] for i in moved), own, strict=True))
+        return run_equations(jaxpr, [eqn], results, values)
+
+    def push(*args: Any) -> list:
+        ins, tangents = args[: len(given)], args[len(given) :]
+        own = [ins[i] for i in numbers]
+        return jax.jvp(lambda *own: at(ins, own), own, [*tangents])[1]
+
+    def pull(*args: Any) -> tuple:
+        ins, cotangents = args[: len(given)], args[len(given) :]
+        own = [ins[i] for i in numbers]
+        return jax.vjp(lambda *own: at(ins, own), *own)[1]([*cotangents])
+
+    avals = [atom.aval for atom in atoms]
+    tangents = [avals[i] for i in numbers]
+    if name.startswith("custom_jvp"):
+        closed = jax.make_jaxpr(push)(*avals, *tangents)
+    else:
+        cotangents = [var.aval for var in results]
+        backward = jax.make_jaxpr(pull)(*avals, *cotangents)
+        reason = _not_linear(backward.jaxpr, len(avals))
+        if backward.jaxpr.effects:
+            reason = "side effects"
+        if reason:
+            return f"the backward pass of a `{name}` has {reason}"
+        transpose = _transposed(backward, len(avals), cotangents)
+        closed = jax.make_jaxpr(transpose)(*avals, *tangents)
+    if closed.jaxpr.effects:
+        return f"the derivative of a `{name}` has side effects"
+    return closed
+
+
+def _is_explicit(aval: Any) -> bool:
+    return AxisType.Explicit in [kind for _, kind in mesh_axes(aval).values()]
+
+
+def _transposed(backward: jex.ClosedJaxpr, num: int, cotangents: list) -> Any:
+    """The transpose of a backward pass, from tangents of its outputs to tangents.
+
+    Only what the outputs need is transposed: that is what was looked at.
+    """
+    jaxpr, consts = backward.jaxpr, list(backward.consts)
+    jaxpr = jaxpr.replace(eqns=_needed(jaxpr))
+
+    def transpose(*args: Any) -> list:
+        ins, tangents = args[:num], args[num:]
+        run = lambda *cotangents: evaluate_with(
+            jaxpr, consts, [*ins, *cotangents], _as_outer_product
+        )
+        return [*jax.linear_transpose(run, *cotangents)([*tangents])]
+
+    return transpose
+
+
+def _as_outer_product(_: int, eqn: Any) -> Callable[[list], list] | None:
+    """What `jnp.outer` multiplies entry by entry, so that factors are not repeated."""
+    if eqn.primitive.name != "mul":
+        return None
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    axes = [[i for i, size in enumerate(shape) if size != 1] for shape in shapes]
+    if not all(axes) or {*axes[0]} & {*axes[1]} or len(shapes[0]) != len(shapes[1]):
+        return None
+    out = eqn.outvars[0].aval.shape
+
+    def multiply(ins: list) -> list:
+        x, y = (
+            jnp.reshape(x, [out[i] for i in own])
+            for x, own in zip(ins, axes, strict=True)
+        )
+        # Products of entries are not rounded as those of matrices may be.
+        whole = jax.lax.Precision.HIGHEST
+        product = jnp.einsum(
+            x, axes[0], y, axes[1], sorted([*axes[0], *axes[1]]), precision=whole
+        )
+        return [jnp.reshape(product, out)]
+
+    return multiply
+
+
+def _needed(jaxpr: Any) -> list:
+    """The equations that the outputs of a jaxpr follow from."""
+    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(var in needed for var in eqn.outvars):
+            eqns.append(eqn)
+            needed |= {x for x in eqn.invars if not isinstance(x, jex.Literal)}
+    return eqns[::-1]
+
+
+def _not_linear(jaxpr: Any, num: int) -> str:
+    """What keeps a jaxpr from being linear in its inputs from `num` on; often nothing.
+
+    A constant that is added to something linear does, unless it is known to be zero.
+    """
+    kinds = [_OTHER] * num + [_LINEAR] * (len(jaxpr.invars) - num)
+    found = _kinds(jaxpr, kinds)
+    return found if isinstance(found, str) else ""
+
+
+def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
+    """What the outputs of a jaxpr are; or what in it is not linear."""
+    known = dict.fromkeys(jaxpr.constvars, _OTHER)
+    known.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def kind_of(atom: Any) -> str:
+        if isinstance(atom, jex.Literal):
+            return _OTHER if np.any(np.asarray(atom.val) != 0) else _ZERO
+        return known[atom]
+
+    for eqn in _needed(jaxpr):
+        kinds = [kind_of(atom) for atom in eqn.invars]
+        if eqn.primitive.name in CALLS:
+            outs = _kinds(callee(eqn).jaxpr, kinds)
+            if isinstance(outs, str):
+                return outs
+        elif _LINEAR in kinds:
+            if not _is_linear(eqn, kinds):
+                return f"`{eqn.primitive.name}`, which is not known to be linear"
+            outs = [_LINEAR for _ in eqn.outvars]
+        else:
+            outs = [_ZERO if _is_zero(eqn, kinds) else _OTHER for _ in eqn.outvars]
+        known.update(zip(eqn.outvars, outs, strict=True))
+    return [kind_of(atom) for atom in jaxpr.outvars]
+
+
+def _is_zero(eqn: Any, kinds: Sequence[str]) -> bool:
+    """Whether an equation makes zeros of zeros, as of a cotangent that is none."""
+    if eqn.primitive.name in _OF_EACH_OF_TWO:
+        return _ZERO in kinds
+    return eqn.primitive.name in _OF_ALL and {*kinds} == {_ZERO}
+
+
+def _is_linear(eqn: Any, kinds: Sequence[str]) -> bool:
+    """Whether an equation is linear in those inputs that are."""
+    name = eqn.primitive.name
+    if not all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in eqn.outvars):
+        return False
+    if name in _OF_EACH_OF_TWO:
+        return [*kinds].count(_LINEAR) == 1
+    if name == "div":
+        return kinds[1] != _LINEAR
+    if name in _OF_ALL:
+        together = range(len(kinds))
+    elif name == "select_n":
+        together = range(1, len(kinds))
+    else:
+        together = _OF_SOME.get(name, ())
+    return all(
+        kind != _OTHER if i in together else kind != _LINEAR
+        for i, kind in enumerate(kinds)
+    )
