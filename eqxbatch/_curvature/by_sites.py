@@ -427,6 +427,43 @@ class Estimate:
     pairs: dict[Pair, float]
 
 
+def cheapest(
+    program: Program,
+    covered: set[int],
+    estimate: Estimate,
+    columns: dict[int, float],
+) -> set[int]:
+    """The leaves to be done by sites, for the least operations in all.
+
+    Leaves that share a perturbation, such as a weight and its bias, go together.
+    """
+    met = {
+        leaf: {site.perturbation for site in program.sites_of(leaf)} for leaf in covered
+    }
+    clusters: list[set[int]] = []
+    for leaf in sorted(covered):
+        meeting = [c for c in clusters if any(met[leaf] & met[other] for other in c)]
+        clusters = [c for c in clusters if c not in meeting]
+        clusters.append({leaf}.union(*meeting))
+
+    def cost(leaves: set[int]) -> float:
+        used = set().union(*(met[leaf] for leaf in leaves))
+        by_sites = sum(estimate.perturbations.get(number, 0.0) for number in used)
+        by_sites += sum(
+            flops for pair, flops in estimate.pairs.items() if leaves.issuperset(pair)
+        )
+        return by_sites + sum(columns[i] for i in columns if i not in leaves)
+
+    best = min(({*covered}, set[int]()), key=cost)
+    for _ in clusters:
+        candidates = [best ^ cluster for cluster in clusters]
+        better = min(candidates, key=cost)
+        if cost(better) >= cost(best):
+            break
+        best = better
+    return best
+
+
 def basis(x: Array) -> Array:
     """All directions in which one entry of `x` changes, along a new axis 0."""
     seeds = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)

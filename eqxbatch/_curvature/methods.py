@@ -31,7 +31,7 @@ from .by_products import (
     warn_reverse,
     without_forward_mode,
 )
-from .by_sites import Estimate, is_covered, SiteHessian
+from .by_sites import cheapest, is_covered, SiteHessian
 from .gauss_newton import SiteGaussNewton
 from .pytree import Unravel
 from .site_blocks import Pair, Wanted
@@ -426,7 +426,7 @@ class CurvatureBlocks:
             products, curvature.leaves, order, self.wanted, self.size
         ).estimate()
         columns = {leaf: counted * cost for leaf, cost in columns.items()}
-        chosen = _cheapest(program, covered, sites.estimate(counted), columns)
+        chosen = cheapest(program, covered, sites.estimate(counted), columns)
         if chosen == covered:
             return sites
         if not self.wanted.among(chosen).pairs:
@@ -465,40 +465,3 @@ def _even(total: int, size: int) -> int:
 
 def _num_bytes(pair: Pair, leaves: list) -> int:
     return math.prod(leaves[i].size for i in pair) * leaves[pair[0]].dtype.itemsize
-
-
-def _cheapest(
-    program: Program,
-    covered: set[int],
-    estimate: Estimate,
-    columns: dict[int, float],
-) -> set[int]:
-    """The leaves to be done by sites, for the least operations in all.
-
-    Leaves that share a perturbation, such as a weight and its bias, go together.
-    """
-    met = {
-        leaf: {site.perturbation for site in program.sites_of(leaf)} for leaf in covered
-    }
-    clusters: list[set[int]] = []
-    for leaf in sorted(covered):
-        meeting = [c for c in clusters if any(met[leaf] & met[other] for other in c)]
-        clusters = [c for c in clusters if c not in meeting]
-        clusters.append({leaf}.union(*meeting))
-
-    def cost(leaves: set[int]) -> float:
-        used = set().union(*(met[leaf] for leaf in leaves))
-        by_sites = sum(estimate.perturbations.get(number, 0.0) for number in used)
-        by_sites += sum(
-            flops for pair, flops in estimate.pairs.items() if leaves.issuperset(pair)
-        )
-        return by_sites + sum(columns[i] for i in columns if i not in leaves)
-
-    best = min(({*covered}, set[int]()), key=cost)
-    for _ in clusters:
-        candidates = [best ^ cluster for cluster in clusters]
-        better = min(candidates, key=cost)
-        if cost(better) >= cost(best):
-            break
-        best = better
-    return best

@@ -1,0 +1,180 @@
+"""Leaves whose sites are alike, so that their blocks are contracted together."""
+
+import random
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+from eqxbatch import (
+    filter_ggn,
+    filter_hessian,
+    filter_hessian_blocks,
+    filter_hessian_diagonal,
+    Mean,
+)
+from .oracle import close
+
+
+WIDTH, NUM = 3, 7
+
+
+class Drawn(eqx.Module):
+    """Steps of a few kinds in any order, with weights of their own or shared ones."""
+
+    matrices: list
+    shifts: list
+    scales: list
+    table: list
+    steps: tuple = eqx.field(static=True)
+
+    def __init__(self, seed: int, key):
+        rng = random.Random(seed)
+        kinds = ["linear", "linear", "shift", "scale", "twice", "side", "row", "halved"]
+        self.steps = tuple(
+            (rng.choice(kinds), rng.randrange(4), rng.randrange(4)) for _ in range(7)
+        )
+        keys = iter(jr.split(key, 16))
+        of = lambda *shape: [jr.normal(next(keys), shape) / 2 for _ in range(4)]
+        self.matrices, self.shifts = of(WIDTH, WIDTH), of(WIDTH)
+        self.scales, self.table = of(WIDTH), of(4, WIDTH)
+
+    def __call__(self, x, token):
+        sides = []
+        for kind, i, k in self.steps:
+            w, b = self.matrices[i], self.shifts[i]
+            if kind == "linear":
+                x = jnp.tanh(w @ x + b)
+            elif kind == "shift":
+                x = jnp.sin(x) + b + self.shifts[k]
+            elif kind == "scale":
+                x = x * self.scales[i]
+            elif kind == "twice":
+                x = jnp.tanh(w @ x) + w.T @ x
+            elif kind == "side":
+                sides.append(jnp.tanh(w @ x) + self.scales[k])
+            elif kind == "row":
+                x = x + self.table[i][token]
+            else:
+                x = jnp.tanh((w * 0.5)[::-1] @ x) + jnp.concatenate([b[:2], x[2:]])
+        return jnp.sum(jnp.stack([x, *sides]), 0)
+
+
+def loss_of(out, x, token, y):
+    del x, token
+    return jnp.sum((out - y) ** 2) ** 2
+
+
+def error(model, x, token, y):
+    return loss_of(model(x, token), x, token, y)
+
+
+def drawn(seed, dtype=jnp.float64):
+    model = Drawn(seed, jr.key(seed))
+    x, y = jr.normal(jr.key(1), (NUM, WIDTH)), jr.normal(jr.key(2), (NUM, WIDTH))
+    token = jnp.arange(NUM) % 4
+    cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(cast, (model, x, token, y))
+
+
+def compare(seed):
+    model, *args = drawn(seed)
+    weights = jnp.arange(1.0, NUM + 1)
+    shares = weights / jnp.sum(weights)
+    diff, static = eqx.partition(model, eqx.is_inexact_array)
+    flat, unravel = jax.flatten_util.ravel_pytree(diff)
+    model_at = lambda flat: eqx.combine(unravel(flat), static)
+
+    @jax.jit
+    def dense(flat):
+        total = lambda flat: (
+            shares @ jax.vmap(error, (None, 0, 0, 0))(model_at(flat), *args)
+        )
+
+        def ggn(x, token, y):
+            output = lambda flat: model_at(flat)(x, token)
+            jac = jax.jacrev(output)(flat)
+            curve = jax.hessian(lambda out: loss_of(out, x, token, y))(output(flat))
+            return jac.T @ curve @ jac
+
+        return jax.hessian(total)(flat), jnp.einsum(
+            "n,nij->ij", shares, jax.vmap(ggn)(*args)
+        )
+
+    hessian, ggn = dense(flat)
+    settings = {
+        "in_axes": 0,
+        "method": "sites",
+        "accumulator": Mean(weights),
+    }
+    got, _ = filter_hessian(error, flat=True, **settings)(model, *args)
+    close(got, hessian)
+    got, _ = filter_hessian_diagonal(error, flat=True, **settings)(model, *args)
+    close(got, jnp.diag(hessian))
+    predict = lambda model, x, token, y: model(x, token)
+    got, _ = filter_ggn(predict, loss_of, flat=True, **settings)(model, *args)
+    close(got, ggn)
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("seed", range(2))
+def test_drawn_steps(seed):
+    compare(seed)
+
+
+def deep(depth, key):
+    model = eqx.nn.MLP(2, "scalar", 4, depth, jnp.tanh, key=key)
+    return model, jr.normal(key, (6, 2)), jr.normal(key, (6,))
+
+
+def squared(model, x, y):
+    return (model(x) - y) ** 2
+
+
+@pytest.mark.usefixtures("x64")
+def test_deep_network():
+    model, x, y = jax.tree.map(
+        lambda x: x.astype(jnp.float64) if eqx.is_inexact_array(x) else x,
+        deep(6, jr.key(0)),
+    )
+    mean = lambda model: jnp.mean(jax.vmap(squared, (None, 0, 0))(model, x, y))
+    expected = eqx.filter_jit(eqx.filter_hessian(mean))(model)
+    settings = {"in_axes": 0, "method": "sites"}
+    close(filter_hessian(squared, **settings)(model, x, y), expected)
+    blocks = filter_hessian_blocks(squared, **settings)(model, x, y)
+    for i, layer in enumerate(blocks.layers):
+        own = expected.layers[i].weight.layers[i].weight
+        np.testing.assert_allclose(layer.weight, own, rtol=1e-9, atol=1e-12)
+
+
+def num_equations(depth):
+    """Of the program, but for what takes blocks out of the stacks."""
+    model, x, y = deep(depth, jr.key(0))
+    diff, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def run(diff, x, y):
+        hessian = filter_hessian_diagonal(squared, in_axes=0, method="sites")
+        return hessian(eqx.combine(diff, static), x, y)
+
+    def count(jaxpr):
+        inner = [
+            sub.jaxpr
+            for eqn in jaxpr.eqns
+            for sub in jtu.tree_leaves(
+                list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")
+            )
+            if hasattr(sub, "jaxpr")
+        ]
+        return len(jaxpr.eqns) + sum(map(count, inner))
+
+    return count(jax.make_jaxpr(run)(diff, x, y).jaxpr)
+
+
+def test_the_program_grows_with_the_depth_and_not_with_its_square():
+    sizes = [num_equations(depth) for depth in (8, 16, 32)]
+    assert sizes[2] - sizes[1] <= 2.4 * (sizes[1] - sizes[0])
