@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.dtypes import common_dtype
+from .._base.jaxprs import inner_jaxprs
 from .._base.mesh import vary, varying
 from .._base.trees import consecutive_groups
 from .._batch.accumulators import Concat
@@ -313,7 +314,10 @@ def without_forward_mode(
     fun: Callable[[list], PyTree], point: list[Array]
 ) -> str | None:
     """Why a function of arrays has no derivative in forward mode; None if it has."""
-    run = _traced(fun, point)
+    closed = _traced(fun, point)
+    if not _has_custom_rules(closed.jaxpr):
+        return None
+    run = jex.jaxpr_as_fun(closed)
     push = lambda *seeds: jax.jvp(run, tuple(point), seeds)[1]
     # That there is none comes out only when it is vectorised.
     seeds = [jnp.expand_dims(x, 0) for x in point]
@@ -324,7 +328,7 @@ def without_reverse_mode(
     fun: Callable[[list], PyTree], point: list[Array]
 ) -> str | None:
     """Why a function of arrays has no derivative in reverse mode; None if it has."""
-    run = _traced(fun, point)
+    run = jex.jaxpr_as_fun(_traced(fun, point))
 
     def pulled(*point: Array) -> Any:
         outs, pull = jax.vjp(run, *point)
@@ -333,10 +337,17 @@ def without_reverse_mode(
     return _stated(lambda: jax.eval_shape(pulled, *point), _NO_REVERSE)
 
 
-def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> Callable[..., list]:
+def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> jex.ClosedJaxpr:
     """A function as its jaxpr: no code runs in it but that of JAX and custom rules."""
-    closed = jax.make_jaxpr(lambda *point: fun([*point]))(*point)
-    return jex.jaxpr_as_fun(closed)
+    return jax.make_jaxpr(lambda *point: fun([*point]))(*point)
+
+
+def _has_custom_rules(jaxpr: Any) -> bool:
+    """Whether something has a rule that may only be there for one mode."""
+    if any(eqn.primitive.name.startswith("custom") for eqn in jaxpr.eqns):
+        return True
+    inner = (sub for eqn in jaxpr.eqns for sub in inner_jaxprs(eqn))
+    return any(map(_has_custom_rules, inner))
 
 
 def _stated(ask: Callable[[], Any], statements: list[_Statement]) -> str | None:

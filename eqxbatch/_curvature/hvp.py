@@ -1,5 +1,6 @@
 """`filter_hvp` and `filter_ggnvp`: products with one vector, in microbatches."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, get_args
 
@@ -50,6 +51,9 @@ class _Product(AbstractOverExamples):
         like = jtu.tree_map(spec_of, diff)
         return (like, PartitionSpec()) if self.objective.has_aux else like
 
+    def like(self, fun: Callable) -> Callable:
+        return _with_vector(fun)
+
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if len(args) < 2:
             raise ValueError(
@@ -80,6 +84,36 @@ class _Product(AbstractOverExamples):
         ]
         result = jtu.tree_unflatten(treedef, found)
         return (result, aux) if self.objective.has_aux else result
+
+
+def _with_vector(fun: Callable) -> Callable:
+    """A function with the signature of `fun`, and a vector after the first argument.
+
+    Those who call by signature, as `equinox.filter_jit` does, look for it.
+    """
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return fun  # Python knows none, as of some builtins.
+    parameters = [*signature.parameters.values()]
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    if not parameters or parameters[0].kind not in positional:
+        return fun
+    first, *rest = parameters
+    name = "vector"
+    while name in signature.parameters:
+        name += "_"
+    vector = first.replace(name=name, annotation=first.empty)
+
+    def with_vector(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    signature = signature.replace(parameters=[first, vector, *rest])
+    setattr(with_vector, "__signature__", signature)  # noqa: B010
+    return with_vector
 
 
 def _checked(vector: PyTree, diff: PyTree) -> list[Array]:

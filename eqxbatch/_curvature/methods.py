@@ -135,14 +135,27 @@ class LossCurvature(AbstractCurvature):
     def products_of_one(self, rows: list) -> Products:
         return self._products_of(self._value_of_one(rows))
 
+    def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
+        if self._is_reverse():
+            return super().product(rows, weights, vector)
+        # One product needs no linear function that is run more than once.
+        gradient = self._gradient_of(self._value(rows, weights))
+        at = lambda leaves: gradient(leaves, range(len(leaves)))
+        return jax.jvp(at, (self.leaves,), (vector,))[1]
+
     def _products_of(self, value: Callable[[list], Array]) -> Products:
+        gradient = self._gradient_of(value)
+        return hessian_products(gradient, is_reverse=self._is_reverse())
+
+    def _is_reverse(self) -> bool:
+        """Whether the gradient is differentiated in reverse mode, too."""
         is_reverse = self._mode == "rev"
         if self._mode == "auto":
             reason = self._without_forward_mode(range(len(self.leaves)))
             is_reverse = reason is not None
             if reason is not None:
                 warn_reverse(reason)
-        return hessian_products(self._gradient_of(value), is_reverse=is_reverse)
+        return is_reverse
 
     def _gradient_of(self, value: Callable[[list], Array]) -> Gradient:
         def gradient(leaves: list, which: Sequence[int]) -> list:

@@ -1,5 +1,7 @@
 """Products with Hessians, Gauss-Newton matrices, and wrong inputs."""
 
+import inspect
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,14 @@ class TestProducts:
         close(whole(model, vector, x, y), unravel(expected @ flat))
         total = filter_hvp(error, in_axes=0, accumulator=Sum())
         close(total(model, vector, x, y), unravel(len(x) * expected @ flat))
+
+    def test_signature(self, getkey):
+        hvp = filter_hvp(error, in_axes=0)
+        assert [*inspect.signature(hvp).parameters] == ["model", "vector", "x", "y"]
+        model, (x, y) = network(getkey()), batch(getkey(), 5)
+        got = eqx.filter_jit(hvp)(model, model, x, y)
+        close(got, hvp(model, model, x, y))
+        assert "vector" in inspect.signature(filter_hvp(lambda vector, x: x)).parameters
 
     def test_many_vectors(self, getkey):
         model, (x, y) = network(getkey()), batch(getkey(), 5)
