@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Inexact, Shaped
+from jaxtyping import Array, Bool, Inexact, Int, Shaped
 
 from .jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
 from .mesh import vary, varying, where_it_is, zeros_like
@@ -62,17 +62,21 @@ def true_of(x: Inexact[Array, "..."]) -> Bool[Array, ""]:
     return jnp.all((x == x) | (x != x))
 
 
-def separate(x: Inexact[Array, "n ..."]) -> list[Inexact[Array, "..."]]:
-    """The entries along axis 0.
+def places(numbers: Sequence[int], x: Inexact[Array, "..."]) -> list[Int[Array, ""]]:
+    """Where things begin, which only shows when it runs.
 
-    XLA for CPUs compiles all that is made of one of them anew, if where it begins is a
-    constant. If that only shows when it runs, they share what is compiled.
+    XLA for CPUs compiles reading and writing at a constant place anew for each of them.
+    This way they share what is compiled. `x` is any array.
     """
-    num = x.shape[0]
-    if num == 1:
+    known = lambda: [jnp.asarray(i, "int32") for i in numbers]
+    return as_own_program(known, true_of(x.ravel()[:1]))()
+
+
+def separate(x: Inexact[Array, "n ..."]) -> list[Inexact[Array, "..."]]:
+    """The entries along axis 0."""
+    if x.shape[0] == 1:
         return [x[0]]
-    numbers = lambda: [jnp.asarray(i, "int32") for i in range(num)]
-    indices = as_own_program(numbers, true_of(x.ravel()[:1]))()
+    indices = places(range(x.shape[0]), x)
     return [lax.dynamic_index_in_dim(x, i, keepdims=False) for i in indices]
 
 

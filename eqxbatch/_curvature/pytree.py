@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
-from .._base.cpu import mirrored
+from .._base.cpu import mirrored, places
 from .._base.dtypes import common_dtype
 from .site_blocks import Pair
 
@@ -109,9 +109,10 @@ def flat_square(blocks: dict[Pair, Array], leaves: Sequence) -> Inexact[Array, "
     if len(leaves) == 1:
         return mirrored(blocks[0, 0].reshape(*sizes, *sizes).astype(dtype))
     matrix = jnp.zeros((starts[-1], starts[-1]), dtype)
+    at_run_time = places(starts, next(iter(blocks.values())))
     for (row, column), block in blocks.items():
         block = block.reshape(sizes[row], sizes[column]).astype(dtype)
-        at = (starts[row], starts[column])
+        at = (at_run_time[row], at_run_time[column])
         matrix = lax.dynamic_update_slice(matrix, block, at)
     return mirrored(matrix)
 
