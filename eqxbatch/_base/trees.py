@@ -2,12 +2,17 @@
 
 import functools
 import importlib
+import logging
 import operator
 from collections.abc import Callable
 from typing import Any, cast, TypeVar
 
 import jax.tree_util as jtu
 from jaxtyping import jaxtyped, PyTree
+
+
+# Says what takes a while, and what is chosen.
+log = logging.getLogger("eqxbatch")
 
 
 def is_none(x: Any) -> bool:

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import logging
 import os
 import re
 import time
@@ -24,7 +23,7 @@ from .._base.mesh import (
     outside_of_mesh,
     structs_on_devices,
 )
-from .._base.trees import as_int
+from .._base.trees import as_int, log
 
 
 _UNITS = {
@@ -38,9 +37,6 @@ _UNITS = {
     "GI": 2**30,
     "TI": 2**40,
 }
-
-
-_log = logging.getLogger("eqxbatch")
 
 
 _MAX_COMPILATIONS = 4
@@ -209,7 +205,7 @@ def resolve_size(
         start = time.perf_counter()
         found = compiled_bytes(run(size), operands)
         seconds = time.perf_counter() - start
-        _log.debug(
+        log.debug(
             "MemoryBudget(%d): compiled blocks of %d in %.2f s; %d bytes for "
             "temporaries and %d for outputs.",
             *(budget, size, seconds, found.temporaries, found.outputs),
@@ -218,7 +214,7 @@ def resolve_size(
 
     def choose() -> int:
         size = fit_size(budget, largest, bytes_at)
-        _log.debug("MemoryBudget(%d): chose blocks of %d of %d.", budget, size, largest)
+        log.debug("MemoryBudget(%d): chose blocks of %d of %d.", budget, size, largest)
         return size
 
     # Only a key: sizes are for the backend that `compiled_bytes` compiles for, which is
