@@ -1,6 +1,10 @@
 """First calls: what they say, and what a second process has of them."""
 
 import logging
+import os
+import pathlib
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -54,3 +58,27 @@ def test_choices_are_logged(call, expected, caplog):
         call()
     messages = [record.getMessage() for record in caplog.records]
     assert any(message.startswith(expected) for message in messages), messages
+
+
+def programs_of(folder, seed):
+    """What each family compiles in a fresh process, and what it takes from a cache."""
+    # Hashes of strings differ between processes, and so does the order in sets.
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.families", str(folder)],
+        env=environment,
+        cwd=pathlib.Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    return {name: (int(compiled), int(cached)) for name, compiled, cached in rows}
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    first, second = (programs_of(tmp_path, seed) for seed in (1, 2))
+    assert len(first) > 12
+    for name, (compiled, cached) in first.items():
+        assert compiled > 0, name
+        assert second[name] == (0, compiled + cached), name
