@@ -8,6 +8,7 @@ from . import (
     batch_kernel,
     costs,
     curvature,
+    first_call,
     grid,
     harness,
     kernels,
@@ -29,6 +30,7 @@ SUITES = (
     monte_carlo,
     batch_kernel,
     costs,
+    first_call,
 )
 
 HERE = pathlib.Path(__file__).parent

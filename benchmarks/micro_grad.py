@@ -64,14 +64,14 @@ class Block(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """Two blocks of width 128, over 64 vectors or tokens of 10,000."""
+    """Blocks of width 128, over 64 vectors or tokens of 10,000."""
 
     embedding: eqx.nn.Embedding | None
     blocks: list[Block]
     linear: eqx.nn.Linear
 
-    def __init__(self, key, *, embeds):
-        first, *keys, last = jr.split(key, 4)
+    def __init__(self, key, *, embeds, depth=2):
+        first, *keys, last = jr.split(key, 2 + depth)
         self.embedding = eqx.nn.Embedding(10_000, 128, key=first) if embeds else None
         self.blocks = [Block(128, key) for key in keys]
         self.linear = eqx.nn.Linear(128, 10, key=last)

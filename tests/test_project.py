@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -18,6 +20,18 @@ def test_examples_are_in_the_docs():
     for path in (ROOT / "examples").glob("*.py"):
         assert f"examples/{path.name}" in nav
         assert (ROOT / "docs" / "examples" / path.name).resolve() == path
+
+
+def test_import_takes_what_equinox_takes():
+    """No package that `import equinox` does not import, too."""
+    packages = "{name.partition('.')[0] for name in sys.modules}"
+    code = (
+        f"import sys, equinox; before = {packages}; import eqxbatch; "
+        f"print(*sorted({packages} - before - sys.stdlib_module_names))"
+    )
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["eqxbatch"], found.stderr
 
 
 @pytest.mark.docs

@@ -4,8 +4,9 @@ import collections
 import dataclasses
 import os
 import re
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -22,7 +23,7 @@ from .._base.mesh import (
     outside_of_mesh,
     structs_on_devices,
 )
-from .._base.trees import as_int
+from .._base.trees import as_int, log
 
 
 _UNITS = {
@@ -41,14 +42,35 @@ _UNITS = {
 _MAX_COMPILATIONS = 4
 
 
+# A size is large enough if it is so much of the largest one that is expected to fit.
+_ENOUGH = 0.9
+
+
+# A first guess assumes that memory is proportional to the size. It is a little low, as
+# layouts and padding grow, and what does not fit takes another guess.
+_CAUTION = 0.94
+
+
+# XLA for CPUs assigns memory before it has LLVM optimise code. That is up to half of
+# the time, and changes no figure.
+_OPTIONS: dict[str, Any] = {"cpu": {"xla_backend_optimization_level": 0}}
+
+
 class MemoryBudget(eqx.Module):
     """Stands for a block size: the largest one whose program fits into `max_bytes`.
 
     What has to fit is what the compiled program allocates: its temporaries and its
     outputs. The inputs are there already and do not count. The program is compiled,
-    and not run, at two small sizes; memory is fixed + slope x size, so that the largest
-    size that fits can be predicted, and is then checked by compiling it. That takes at
-    most four compilations, once for each function and shapes of its arguments.
+    and not run, at a small size, and then at the size at which it should need a little
+    less than the budget. Memory is about fixed + slope x size, so that these two tell
+    which size is the largest that fits. If the second one is less than nine tenths of
+    it, a larger one is tried. That takes two compilations, or four at most, once for
+    each function and shapes of its arguments. The size that is chosen is one whose
+    program was compiled, and found to fit. Where not all examples fit, it is at most
+    half of them: two blocks it takes in any case.
+
+    The logger `eqxbatch` says at `logging.DEBUG` what was compiled, how long that took,
+    and which size was chosen.
 
     **Arguments:**
 
@@ -179,9 +201,21 @@ def resolve_size(
 
     budget = size.resolve()
 
+    def bytes_at(size: int) -> CompiledBytes:
+        start = time.perf_counter()
+        found = compiled_bytes(run(size), operands)
+        seconds = time.perf_counter() - start
+        log.debug(
+            "MemoryBudget(%d): compiled blocks of %d in %.2f s; %d bytes for "
+            "temporaries and %d for outputs.",
+            *(budget, size, seconds, found.temporaries, found.outputs),
+        )
+        return found
+
     def choose() -> int:
-        bytes_at = lambda size: compiled_bytes(run(size), operands)
-        return fit_size(budget, largest, bytes_at)
+        size = fit_size(budget, largest, bytes_at)
+        log.debug("MemoryBudget(%d): chose blocks of %d of %d.", budget, size, largest)
+        return size
 
     # Only a key: sizes are for the backend that `compiled_bytes` compiles for, which is
     # the default one, as its structs are on no device.
@@ -210,7 +244,14 @@ def _structure(operands: PyTree) -> tuple:
     return tuple(leaves), treedef, tuple(static_leaves), static_treedef
 
 
-def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
+class CompiledBytes(NamedTuple):
+    """What a compiled program allocates."""
+
+    temporaries: int
+    outputs: int
+
+
+def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> CompiledBytes:
     """The temporaries and outputs of the compiled `fun(operands)`, which is not run."""
     dynamic, static = eqx.partition(operands, eqx.is_array)
     leaves, treedef = jtu.tree_flatten(dynamic)
@@ -240,15 +281,17 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> int:
         program, structs = on_all_devices(program, args)
     else:
         structs = structs_on_devices(args)
+    options = _OPTIONS.get(jax.default_backend())
     with outside_of_mesh():
-        stats = jax.jit(program).lower(*structs).compile().memory_analysis()
+        lowered = jax.jit(program).lower(*structs)
+        stats = lowered.compile(compiler_options=options).memory_analysis()
     if stats is None:
         # Only a message: it names the backend that was compiled for.
         raise RuntimeError(
             f"The compiler for {jax.default_backend()!r} does not report how much "
             "memory a program takes. Give a size in place of the `MemoryBudget`."
         )
-    return stats.temp_size_in_bytes + stats.output_size_in_bytes
+    return CompiledBytes(stats.temp_size_in_bytes, stats.output_size_in_bytes)
 
 
 def _within_vmaps(program: Callable[..., list], names: set) -> Callable[..., list]:
@@ -269,39 +312,47 @@ def _within_vmap(
     return run
 
 
-def fit_size(budget: int, largest: int, bytes_at: Callable[[int], int]) -> int:
-    """A size in `[1, largest]` with `bytes_at(size) <= budget`, nearly the largest.
+def fit_size(
+    budget: int, largest: int, bytes_at: Callable[[int], CompiledBytes]
+) -> int:
+    """A size in `[1, largest]` that fits into `budget`, nearly the largest.
 
-    Takes `bytes_at` to be about affine and increasing, and calls it at most four times.
-    Where it is not, the size that is returned fits all the same, but there can be much
-    larger ones that do.
+    Takes the sum of `bytes_at(size)` to be about affine and increasing, and calls it at
+    most four times. Where it is not, the size that is returned fits all the same, but
+    there can be much larger ones that do.
 
     Raises `ValueError` if not even size 1 fits.
     """
-    found: dict[int, int] = {}
+    found: dict[int, CompiledBytes] = {}
 
     def fits(size: int) -> bool:
         if size not in found:
             found[size] = bytes_at(size)
-        return found[size] <= budget
+        return sum(found[size]) <= budget
 
-    first, second = min(16, largest), min(64, largest)
-    if fits(first):
-        fits(second)
-    elif not fits(1):
+    if not fits(min(16, largest)) and not fits(1):
         raise ValueError(
             f"A memory budget of {budget:,} bytes is too small: with blocks of one "
-            f"example, the program needs {found[1]:,} bytes for temporaries and "
+            f"example, the program needs {sum(found[1]):,} bytes for temporaries and "
             "outputs. Raise the budget, or let the function take less: "
             "`jax.checkpoint` keeps fewer intermediate values, and where there is a "
             "result for each example, an accumulator such as `Sum` keeps only one."
         )
     while len(found) < _MAX_COMPILATIONS:
-        exact = _predict(budget, largest, found)
-        # The first guess is a little low, to have something that fits should the
-        # program be not quite affine; if it does, the second guess is as predicted.
+        predicted = _predict(budget, largest, found)
+        exact, lower = (
+            _useful(size, largest) for size in (predicted, int(_CAUTION * predicted))
+        )
+        best = max((size for size in found if fits(size)), default=0)
+        if len(found) > 1 and best >= _ENOUGH * (exact + 1):
+            break
+        # A guess is low, to have something that fits should the program not be affine.
+        # If the last one fitted, and is far from what is predicted now, trust that.
         has_room = len(found) > 2 and fits(list(found)[-1])
-        cautious = exact if has_room or exact == largest else int(0.95 * exact)
+        cautious = exact if has_room or exact == largest else lower
+        if len(found) == 1 and exact < largest:
+            # Far enough from the first one to tell the slope.
+            cautious = max(cautious, min(best + best // 2, largest))
         guesses = [guess for guess in (cautious, exact) if guess not in found]
         if not guesses or guesses[0] < 1:
             break
@@ -309,13 +360,31 @@ def fit_size(budget: int, largest: int, bytes_at: Callable[[int], int]) -> int:
     return max(filter(fits, found))
 
 
-def _predict(budget: int, largest: int, found: dict[int, int]) -> int:
-    """The size at which the line through the two sizes next to the budget meets it."""
-    below = sorted(size for size in found if found[size] <= budget)
-    above = [size for size in found if found[size] > budget]
-    if not above and (len(below) == 1 or found[below[-1]] <= found[below[-2]]):
-        return largest
-    low, high = (below[-1], min(above)) if above else below[-2:]
-    slope = (found[high] - found[low]) / (high - low)
-    guess = int(low + (budget - found[low]) / slope)
-    return min(guess, min(above) - 1 if above else largest)
+def _predict(budget: int, largest: int, found: dict[int, CompiledBytes]) -> int:
+    """The size at which the line through the two sizes next to the budget meets it.
+
+    With one size only, temporaries are taken to be proportional to it.
+    """
+    totals = {size: sum(bytes) for size, bytes in found.items()}
+    below = sorted(size for size in totals if totals[size] <= budget)
+    above = [size for size in totals if totals[size] > budget]
+    most = min(above) - 1 if above else largest
+    if len(found) == 1:
+        ((size, (temporaries, outputs)),) = found.items()
+        guess = size * (budget - outputs) // max(temporaries, 1)
+    elif above or totals[below[-1]] > totals[below[-2]]:
+        low, high = (below[-1], min(above)) if above else below[-2:]
+        slope = (totals[high] - totals[low]) / (high - low)
+        guess = int(low + (budget - totals[low]) / slope)
+    else:
+        guess = largest
+    return min(guess, most)
+
+
+def _useful(size: int, largest: int) -> int:
+    """A size with as many blocks as `size`: half of the `largest` for all in between.
+
+    A size between a half and all makes two blocks as well, and takes more memory.
+    """
+    half = -(-largest // 2)
+    return half if half < size < largest else size

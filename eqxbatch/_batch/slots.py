@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
-from optax import microbatching
 
 from .._base.trees import match_prefix
 from .accumulators import AbstractAccumulator, Concat
@@ -17,11 +16,15 @@ from .cut import Block, Blocks
 from .moments import Mean, RunningMean, Sum
 
 
+if TYPE_CHECKING:
+    from optax import microbatching
+
+
 class _OptaxAccumulator(AbstractAccumulator[Any]):
     """An `optax.microbatching.Accumulator`, used as it is."""
 
     leafwise = False
-    accumulator: microbatching.Accumulator = eqx.field(static=True)
+    accumulator: "microbatching.Accumulator" = eqx.field(static=True)
 
     def init(self, value: PyTree, blocks: Blocks) -> Any:
         return self.accumulator.init(value)
@@ -37,11 +40,12 @@ class _OptaxAccumulator(AbstractAccumulator[Any]):
         return self.accumulator.aggregate(values)
 
 
-_FROM_OPTAX: dict[Any, Callable[[], AbstractAccumulator]] = {
-    microbatching.AccumulationType.CONCAT: Concat,
-    microbatching.AccumulationType.SUM: Sum,
-    microbatching.AccumulationType.MEAN: Mean,
-    microbatching.AccumulationType.RUNNING_MEAN: RunningMean,
+# By their names in `optax.microbatching.AccumulationType`.
+_FROM_OPTAX: dict[str, Callable[[], AbstractAccumulator]] = {
+    "CONCAT": Concat,
+    "SUM": Sum,
+    "MEAN": Mean,
+    "RUNNING_MEAN": RunningMean,
 }
 
 
@@ -84,8 +88,11 @@ def is_accumulator(x: Any) -> bool:
 def canonicalise(accumulator: Any) -> AbstractAccumulator | None:
     if is_accumulator(accumulator):
         return accumulator
+    # Only here, as it takes a while to import.
+    from optax import microbatching
+
     if isinstance(accumulator, microbatching.AccumulationType):
-        return _FROM_OPTAX[accumulator]()
+        return _FROM_OPTAX[accumulator.name]()
     if isinstance(accumulator, microbatching.Accumulator):
         return _OptaxAccumulator(accumulator)
     raise TypeError(

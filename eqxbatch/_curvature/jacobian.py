@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.dtypes import as_complex, as_real, is_complex
 from .._base.jaxprs import PerExample
-from .._base.trees import consecutive_groups
+from .._base.trees import consecutive_groups, log
 from .._batch.memory import MemoryBudget
 from .._batch.objective import Objective
 from .._batch.transform import AbstractAutoSharded, also_decorator, transformed
@@ -72,6 +72,7 @@ class _Jacobian(AbstractAutoSharded):
 
         total = sum(x.size for x in leaves)
         mode = self._checked_mode(values, leaves, structs)
+        log.debug("Jacobian: mode=%r is %r.", self.mode, mode)
 
         def run_with(size: ColumnSize) -> Callable[[PyTree], Any]:
             def run(operands: PyTree) -> Any:

@@ -15,6 +15,7 @@ from .._base.cpu import separate
 from .._base.dtypes import as_complex, as_real
 from .._base.jaxprs import at_example, first_use, PerExample
 from .._base.mesh import full_varying_as, vary_as
+from .._base.trees import log
 from .._batch.moments import Sum
 from .._batch.objective import check_value, Example, Loss
 from .._batch.rows import accumulated, Rows
@@ -345,6 +346,11 @@ class CurvatureBlocks:
         self.curvature, self.wanted = curvature, wanted
         self.method, self.size = method, size
         self._sites = self._choose()
+        by_sites = self._sites.blocks.wanted.leaves if self._sites else ()
+        log.debug(
+            "Second derivatives: method=%r takes %d of %d arrays by sites.",
+            *(method, len(by_sites), len(wanted.leaves)),
+        )
 
     def sums(
         self, rows: list, weights: Real[Array, " n"] | None

@@ -1,16 +1,14 @@
 """Empirical kernels of a model: NTK, NNGP, and both."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
 import numpy as np
-from beartype import beartype
 from jax.sharding import Mesh
-from jaxtyping import Array, Inexact, jaxtyped, PyTree, Shaped
+from jaxtyping import Array, Inexact, PyTree, Shaped
 
-from .._base.trees import import_extra
+from .._base.trees import checked, import_extra
 from .._batch.objective import Selection
 from .._pairs.batch import BatchKernel
 from .._pairs.calls import BlockSize
@@ -26,10 +24,6 @@ _Inputs = PyTree[Shaped[Array, "..."] | Shaped[np.ndarray, "..."]]
 
 
 _Result = PyTree[Inexact[Array, "..."]]
-
-
-# At the boundary, data is checked for every user, and not only in tests.
-_checked = functools.partial(jaxtyped, typechecker=beartype)
 
 
 def _made(
@@ -198,14 +192,14 @@ class EmpiricalNTK(AbstractEstimator):
     def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
         return KernelTask(("ntk",)), "ntk", kwargs
 
-    @_checked
+    @checked
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
     ) -> Any:
         """The kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))
 
-    @_checked
+    @checked
     def diagonal(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
     ) -> _Result:
@@ -216,7 +210,7 @@ class EmpiricalNTK(AbstractEstimator):
         task = KernelTask(("ntk",))
         return self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)[0]
 
-    @_checked
+    @checked
     def matvec(
         self,
         x1: _Inputs,
@@ -312,14 +306,14 @@ class EmpiricalNNGP(AbstractEstimator):
     def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
         return KernelTask(("nngp",)), "nngp", kwargs
 
-    @_checked
+    @checked
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
     ) -> Any:
         """The kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))
 
-    @_checked
+    @checked
     def diagonal(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
     ) -> _Result:
@@ -392,7 +386,7 @@ class EmpiricalKernel(AbstractEstimator):
         get = tuple(get) if isinstance(get, list) else get
         return KernelTask(names_of(get)), get, kwargs
 
-    @_checked
+    @checked
     def __call__(
         self,
         x1: _Inputs,
@@ -405,7 +399,7 @@ class EmpiricalKernel(AbstractEstimator):
         """The kernels of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(get, **kwargs))
 
-    @_checked
+    @checked
     def diagonal(
         self,
         x1: _Inputs,

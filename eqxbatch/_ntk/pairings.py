@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._base.dtypes import widened
+from .._base.trees import log
 from .._sites.cost import Cost, num_products
 from .._sites.einsum import contract, EXAMPLE, OTHER_EXAMPLE
 from .._sites.factors import Factor
@@ -192,7 +193,17 @@ def choose_pairing(
     is_probed = any(axes.probes is not None for axes in ntk)
     if name != "ntk_vector_products":
         pairing, cost = _by_sites(model, values, ntk, directions, use_rules=True)
-        if name == "sites" or is_probed or cost <= _cost_of_products(model, ntk):
+        if name == "sites" or is_probed:
+            return pairing
+        cost_of_products = _cost_of_products(model, ntk)
+        is_by_sites = cost <= cost_of_products
+        log.debug(
+            "NTK: implementation='auto' is %r; about %.2g operations by sites, and "
+            "%.2g by products.",
+            *("sites" if is_by_sites else "ntk_vector_products", cost),
+            cost_of_products,
+        )
+        if is_by_sites:
             return pairing
     return _by_products(model, values, ntk, directions)
 

@@ -3,6 +3,7 @@
 All of it follows from shapes alone.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -15,6 +16,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from .._base.jaxprs import callee, CALLS, inner_jaxprs
+from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .factors import Factors
 from .gram import has_gram, norm_terms
@@ -157,9 +159,18 @@ def plan(
         program = Program(closed, num_leaves, num_outputs=1)
         contractions = choose(program)
         if method == "sites" or prefers_sites(program, contractions):
+            _say("sites", method, contractions)
             return program, contractions
     program = Program(closed, num_leaves, use_rules=False)
-    return program, choose(program)
+    contractions = choose(program)
+    _say("materialise", method, contractions)
+    return program, contractions
+
+
+def _say(chosen: str, method: Method, contractions: list[Contraction]) -> None:
+    forms = collections.Counter(contraction.form for contraction in contractions)
+    counts = ", ".join(f"{form}: {num}" for form, num in sorted(forms.items()))
+    log.debug("Clipping: method=%r is %r (%s).", method, chosen, counts)
 
 
 def choose(program: Program) -> list[Contraction]:

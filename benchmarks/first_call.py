@@ -1,0 +1,197 @@
+"""First calls: what tracing and compiling take, beside a user's own way.
+
+Caches are cleared before each first call, and functions are made anew for it. Ours and
+the other way take turns in one process; a ratio is the median over rounds.
+"""
+
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import matplotlib
+import matplotlib.pyplot as plt
+
+from eqxbatch import filter_hessian, filter_micro_grad, filter_micro_vmap
+from . import harness
+from .first_call_jobs import (
+    Call,
+    hessian_of_jax,
+    Job,
+    jobs,
+    our_hessian,
+    squared_error,
+)
+from .harness import Bar
+
+
+NAME = "first_call"
+ROOT = pathlib.Path(__file__).parent.parent
+KEY = jr.key(0)
+# What an import may take more than `import equinox`, in seconds.
+IMPORT = 0.4
+
+
+def first_call(make: Callable[[], Call]) -> float:
+    """Seconds to trace and compile."""
+    fun, args = make()
+    jax.clear_caches()
+    start = time.perf_counter()
+    eqx.filter_jit(fun).lower(*args).compile()
+    return time.perf_counter() - start
+
+
+def measure(job: Job, rounds: int) -> dict[str, float]:
+    ours, theirs = [], []
+    for i in range(rounds):
+        for make, times in ((job.ours, ours), (job.theirs, theirs))[:: (-1) ** i]:
+            times.append(first_call(make))
+    return {
+        "seconds": statistics.median(ours),
+        "other_seconds": statistics.median(theirs),
+        "ratio": statistics.median(map(float.__truediv__, ours, theirs)),
+    }
+
+
+# Imports, and second calls.
+
+
+def import_seconds(rounds: int) -> dict[str, float]:
+    """What an import takes in a fresh process, with byte code there already."""
+    times: dict[str, list[float]] = {"equinox": [], "eqxbatch": []}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        for _ in range(rounds + 1):
+            for name, found in times.items():
+                code = (
+                    "import time; start = time.perf_counter(); "
+                    f"import {name}; print(time.perf_counter() - start)"
+                )
+                done = subprocess.run(
+                    [sys.executable, "-c", code],
+                    env=environment,
+                    cwd=ROOT,
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
+                found.append(float(done.stdout))
+    # The first one wrote the byte code.
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def second_calls() -> dict[str, tuple[Callable, tuple]]:
+    """Functions with next to nothing to compute."""
+    model = eqx.nn.MLP(2, "scalar", 2, 1, key=KEY)
+    x, y = jnp.ones((4, 2)), jnp.ones(4)
+    return {
+        "filter_micro_vmap": (
+            filter_micro_vmap(
+                lambda model, x: model(x), in_axes=(None, 0), microbatch_size=2
+            ),
+            (model, x),
+        ),
+        "filter_micro_grad": (
+            filter_micro_grad(squared_error, microbatch_size=2),
+            (model, x, y),
+        ),
+        "filter_hessian": (filter_hessian(squared_error, in_axes=0), (model, x, y)),
+    }
+
+
+def overhead(fun: Callable, args: tuple, rounds: int) -> dict[str, float]:
+    """Seconds of a call, eager and as the same program within `eqx.filter_jit`."""
+    compiled = eqx.filter_jit(lambda *args: fun(*args))
+    times: dict[Callable, list[float]] = {fun: [], compiled: []}
+    for i in range(rounds):
+        for run, found in times.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run(*args))
+            if i > rounds // 10:
+                found.append(time.perf_counter() - start)
+    ours, theirs = map(statistics.median, times.values())
+    return {"seconds": ours, "other_seconds": theirs, "ratio": ours / theirs}
+
+
+def plot(found: dict[int, dict[str, float]], path: pathlib.Path) -> None:
+    matplotlib.use("agg")
+    # The same figures make the same file.
+    matplotlib.rcParams["svg.hashsalt"] = path.stem
+    figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
+    for name, key, marker in (
+        ("eqxbatch, by sites", "seconds", "o"),
+        ("jax.hessian", "other_seconds", "^"),
+    ):
+        seconds = [figures[key] for figures in found.values()]
+        axis.loglog(list(found), seconds, marker=marker, label=name)
+    axis.set_xticks(list(found), labels=map(str, found))
+    axis.minorticks_off()
+    axis.set_xlabel("depth")
+    axis.set_ylabel("seconds to trace and compile")
+    axis.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
+    """The figures as JSON, the tables of the docs, and the bars."""
+    rounds = 1 if quick else 3
+    bars, depths, figures = [], {}, {}
+    lines = [
+        "| first call | beside | seconds | ratio | bar |",
+        "|---|---|---:|---:|---:|",
+    ]
+    # What JAX does once in a process.
+    for make in (our_hessian, hessian_of_jax):
+        first_call(lambda make=make: make(1))
+    for job in jobs():
+        if quick and not job.is_quick:
+            continue
+        found = figures[job.title] = measure(job, rounds)
+        print(f"{job.title}: {found}", flush=True)
+        if job.depth is not None:
+            depths[job.depth] = found
+        cells = (f"{found['seconds']:.1f}", f"{found['ratio']:.2f}", f"{job.limit:.2g}")
+        lines.append(f"| {job.title} | {job.way} | {' | '.join(cells)} |")
+        name = f"{job.title}: first call, of that of {job.way}"
+        bars.append(Bar(name, found["ratio"], job.limit, is_time=True))
+    jax.clear_caches()
+    imports = import_seconds(2 if quick else 7)
+    more = imports["eqxbatch"] - imports["equinox"]
+    bars.append(Bar("import, seconds more than equinox", more, IMPORT, is_time=True))
+    again = [
+        "| second call | microseconds | of `eqx.filter_jit`'s |",
+        "|---|---:|---:|",
+    ]
+    for name, call in second_calls().items():
+        found = figures[f"{name}, again"] = overhead(*call, 200 if quick else 2_000)
+        seconds, ratio = found["seconds"], found["ratio"]
+        again.append(f"| `{name}` | {1e6 * seconds:.0f} | {ratio:.2f} |")
+        title = f"{name}: second call, of eqx.filter_jit's"
+        bars.append(Bar(title, ratio, 2.0, is_time=True))
+    where = harness.machine()
+    note = (
+        f"`import eqxbatch` takes {more:.2f} s more than `import equinox`, which takes "
+        f"{imports['equinox']:.2f} s."
+    )
+    folder = ROOT / "build" / "benchmarks" if quick else ROOT / "docs"
+    plot(depths, folder / f"{NAME}.svg")
+    results = {
+        "machine": where,
+        "figures": figures,
+        "imports": imports,
+        "bars": [{**vars(bar), "holds": bar.holds} for bar in bars],
+    }
+    tables = ("\n".join(lines), note, "\n".join(again), harness.describe(where))
+    return results, "\n\n".join(tables), bars

@@ -1,0 +1,84 @@
+"""First calls: what they say, and what a second process has of them."""
+
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqxbatch import EmpiricalNTK, filter_hessian, filter_jacobian, filter_micro_grad
+
+
+MODEL = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+X = jnp.ones((5, 3))
+
+
+def loss(model, x):
+    return jnp.sum(model(x) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    (
+        (
+            lambda: filter_micro_grad(loss, clip_norm=1.0)(MODEL, X),
+            "Clipping: method='auto' is 'sites' (gram: 4).",
+        ),
+        (
+            lambda: filter_micro_grad(loss, clip_norm=1.0, method="materialise")(
+                MODEL, X
+            ),
+            "Clipping: method='materialise' is 'materialise' (leaf: 4).",
+        ),
+        (
+            lambda: filter_hessian(loss, in_axes=0, method="sites")(MODEL, X),
+            "Second derivatives: method='sites' takes 4 of 4 arrays by sites.",
+        ),
+        (
+            lambda: filter_hessian(loss, method="products")(MODEL, X[0]),
+            "Second derivatives: method='products' takes 0 of 4 arrays by sites.",
+        ),
+        (
+            lambda: filter_jacobian(lambda model: model(X[0]))(MODEL),
+            "Jacobian: mode='auto' is 'rev'.",
+        ),
+        (
+            lambda: EmpiricalNTK(MODEL)(X),
+            "NTK: implementation='auto' is 'sites'; about ",
+        ),
+    ),
+)
+def test_choices_are_logged(call, expected, caplog):
+    with caplog.at_level(logging.DEBUG, "eqxbatch"):
+        call()
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(message.startswith(expected) for message in messages), messages
+
+
+def programs_of(folder, seed):
+    """What each family compiles in a fresh process, and what it takes from a cache."""
+    # Hashes of strings differ between processes, and so does the order in sets.
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.families", str(folder)],
+        env=environment,
+        cwd=pathlib.Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    return {name: (int(compiled), int(cached)) for name, compiled, cached in rows}
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    first, second = (programs_of(tmp_path, seed) for seed in (1, 2))
+    assert len(first) > 12
+    for name, (compiled, cached) in first.items():
+        assert compiled > 0, name
+        assert second[name] == (0, compiled + cached), name
