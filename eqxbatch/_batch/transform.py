@@ -37,10 +37,6 @@ class AbstractTransform(eqx.Module):
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of calling the transformed `fun`."""
 
-    def like(self, fun: Callable) -> Callable:
-        """What has the signature of the transformed `fun`."""
-        return fun
-
 
 class AbstractAutoSharded(AbstractTransform):
     """A transform for which the compiler decides how arrays are spread over a mesh.
@@ -72,7 +68,9 @@ class Transformed(eqx.Module):
 
     @property
     def __wrapped__(self) -> Callable:
-        return self._transform.like(self._fun)
+        # Some take other arguments than the function.
+        like = getattr(self._transform, "like", None)
+        return self._fun if like is None else like(self._fun)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True

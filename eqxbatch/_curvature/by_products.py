@@ -7,19 +7,16 @@ symmetry. So each product goes through a part of the function only.
 
 import dataclasses
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.dtypes import common_dtype
-from .._base.jaxprs import inner_jaxprs
 from .._base.mesh import vary, varying
 from .._base.trees import consecutive_groups
 from .._batch.accumulators import Concat
@@ -291,71 +288,3 @@ class ColumnSize(eqx.Module):
             return None
         with_size = lambda size: run(ColumnSize(size, None))
         return resolve_size(self.block_size, total, with_size, operands)
-
-
-_Statement = tuple[type[Exception], str]
-
-
-# What has no rule at all, such
-# as a callback, has a derivative in neither mode, and is none of these.
-_NO_FORWARD: list[_Statement] = [
-    (TypeError, r"can't apply forward-mode \w+ \(jvp\) to a custom_vjp function"),
-]
-
-
-_NO_REVERSE: list[_Statement] = [
-    (ValueError, r"Reverse-mode differentiation does not work for lax\.while_loop"),
-    (NotImplementedError, r"Transpose rule \(for reverse-mode differentiation\) for"),
-    (TypeError, r"transpose_solve required for backwards mode"),
-]
-
-
-def without_forward_mode(
-    fun: Callable[[list], PyTree], point: list[Array]
-) -> str | None:
-    """Why a function of arrays has no derivative in forward mode; None if it has."""
-    closed = _traced(fun, point)
-    if not _has_custom_rules(closed.jaxpr):
-        return None
-    run = jex.jaxpr_as_fun(closed)
-    push = lambda *seeds: jax.jvp(run, tuple(point), seeds)[1]
-    # That there is none comes out only when it is vectorised.
-    seeds = [jnp.expand_dims(x, 0) for x in point]
-    return _stated(lambda: jax.eval_shape(jax.vmap(push), *seeds), _NO_FORWARD)
-
-
-def without_reverse_mode(
-    fun: Callable[[list], PyTree], point: list[Array]
-) -> str | None:
-    """Why a function of arrays has no derivative in reverse mode; None if it has."""
-    run = jex.jaxpr_as_fun(_traced(fun, point))
-
-    def pulled(*point: Array) -> Any:
-        outs, pull = jax.vjp(run, *point)
-        return pull(outs)
-
-    return _stated(lambda: jax.eval_shape(pulled, *point), _NO_REVERSE)
-
-
-def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> jex.ClosedJaxpr:
-    """A function as its jaxpr: no code runs in it but that of JAX and custom rules."""
-    return jax.make_jaxpr(lambda *point: fun([*point]))(*point)
-
-
-def _has_custom_rules(jaxpr: Any) -> bool:
-    """Whether something has a rule that may only be there for one mode."""
-    if any(eqn.primitive.name.startswith("custom") for eqn in jaxpr.eqns):
-        return True
-    inner = (sub for eqn in jaxpr.eqns for sub in inner_jaxprs(eqn))
-    return any(map(_has_custom_rules, inner))
-
-
-def _stated(ask: Callable[[], Any], statements: list[_Statement]) -> str | None:
-    try:
-        ask()
-    except tuple(kind for kind, _ in statements) as e:
-        for kind, words in statements:
-            if isinstance(e, kind) and re.match(words, str(e)):
-                return str(e)
-        raise
-    return None

@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.dtypes import as_complex, as_real, is_complex
 from .._base.jaxprs import PerExample
+from .._base.modes import without_forward_mode, without_reverse_mode
 from .._base.trees import consecutive_groups, log
 from .._batch.memory import MemoryBudget
 from .._batch.objective import Objective
@@ -24,8 +25,6 @@ from .by_products import (
     LEAST_COLUMNS,
     Mode,
     replaced,
-    without_forward_mode,
-    without_reverse_mode,
 )
 from .methods import check_outputs
 from .pytree import Unravel

@@ -15,6 +15,7 @@ from .._base.cpu import separate
 from .._base.dtypes import as_complex, as_real
 from .._base.jaxprs import at_example, first_use, PerExample
 from .._base.mesh import full_varying_as, vary_as
+from .._base.modes import without_forward_mode
 from .._base.trees import log
 from .._batch.moments import Sum
 from .._batch.objective import check_value, Example, Loss
@@ -30,7 +31,6 @@ from .by_products import (
     Products,
     replaced,
     warn_reverse,
-    without_forward_mode,
 )
 from .by_sites import cheapest, is_covered, SiteHessian
 from .gauss_newton import SiteGaussNewton

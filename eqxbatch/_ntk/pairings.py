@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._base.dtypes import widened
+from .._base.mesh import full_varying_as
+from .._base.modes import without_forward_mode
 from .._base.trees import log
 from .._sites.cost import Cost, num_products
 from .._sites.einsum import contract, EXAMPLE, OTHER_EXAMPLE
@@ -196,7 +198,7 @@ def choose_pairing(
         if name == "sites" or is_probed:
             return pairing
         cost_of_products = _cost_of_products(model, ntk)
-        is_by_sites = cost <= cost_of_products
+        is_by_sites = cost <= cost_of_products or not _has_products(model)
         log.debug(
             "NTK: implementation='auto' is %r; about %.2g operations by sites, and "
             "%.2g by products.",
@@ -281,6 +283,14 @@ def _by_products(
         keeps_values=bool(values),
     )
     return Products(pushforward, example_factors, values, ntk, is_symmetric=last == 0)
+
+
+def _has_products(model: TracedModel) -> bool:
+    """Whether Jacobians can be pushed through the model, which is in forward mode."""
+    closed, num = model.programs[0].closed, len(model.leaves)
+    rows = [full_varying_as(var.aval, 0) for var in closed.jaxpr.invars[num:]]
+    of_leaves = lambda leaves: model.programs[0].one(leaves, rows)
+    return without_forward_mode(of_leaves, model.leaves) is None
 
 
 def _cost_of_products(model: TracedModel, ntk: list[OutputAxes]) -> float:
