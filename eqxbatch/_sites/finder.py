@@ -28,7 +28,7 @@ from .._base.jaxprs import (
 )
 from .custom import CUSTOM, linearized, unique_inputs
 from .plan import Called, Equation, Linearized, Perturbed, Plan, Shared, Switched
-from .rules import find_rule, Rule, unknown_parameters
+from .rules import find_rule, Rule, SUMS, unknown_parameters
 from .shared import Graph, Loop, Node, Slope, Value
 from .site import Site, SiteLoop
 from .view import extend_sum, extend_view, leaf_view, View
@@ -44,9 +44,9 @@ _MOST_VIEWS = 16
 # Linear in all inputs together, and in each of two.
 _JOINTLY_LINEAR = frozenset(
     """
-    add broadcast_in_dim complex concatenate convert_element_type copy copy_p cumsum
-    dynamic_slice dynamic_update_slice fft gather imag neg pad real reduce_sum reshape
-    rev scatter scatter-add slice split squeeze stack sub tile transpose
+    add add_any broadcast_in_dim complex concatenate convert_element_type copy copy_p
+    cumsum dynamic_slice dynamic_update_slice fft gather imag neg pad real reduce_sum
+    reshape rev scatter scatter-add slice split squeeze stack sub tile transpose
     """.split()  # noqa: SIM905
 )
 _BILINEAR = frozenset(["conv_general_dilated", "dot_general", "mul"])
@@ -176,7 +176,7 @@ class Finder:
     def _linear(self, eqn: Any, inputs: list[Shared]) -> list[list[View]] | None:
         """The views of each output, if the equation makes views of all that it gets."""
         is_known = not unknown_parameters(eqn)
-        if eqn.primitive.name in ("add", "sub") and is_known:
+        if eqn.primitive.name in SUMS and is_known:
             sums = [
                 extend_sum(view, eqn, position)
                 for position, own in enumerate(inputs)
@@ -483,7 +483,7 @@ def _views(inputs: Sequence[Shared | None]) -> "itertools.chain[View]":
 def _perturbation_before(plan: Plan, eqn: Any, rules: dict[int, Rule]) -> int | None:
     """The perturbation of what a parameter is added to, if it has that shape."""
     name = eqn.primitive.name
-    if name not in ("add", "sub") or len(rules) != 1 or (name == "sub" and 0 in rules):
+    if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):
         return None
     (position,) = rules
     other = eqn.invars[1 - position]

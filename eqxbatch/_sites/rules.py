@@ -25,6 +25,10 @@ from .._base.mesh import full_varying_as
 Axes = tuple[str, ...]
 
 
+# What JAX's derivatives add up is `add_any`.
+SUMS = ("add", "add_any", "sub")
+
+
 def _same(x: Any) -> Any:
     return x
 
@@ -69,7 +73,7 @@ class Rule:
 # does not change which linear function an equation is. One that is not here, such as of
 # a newer JAX, is declined.
 _PARAMETERS = {
-    "add": "",
+    **dict.fromkeys((*SUMS, "copy", "copy_p", "div", "neg", "select_n"), ""),
     "broadcast_in_dim": "shape broadcast_dimensions sharding",
     "concatenate": "dimension",
     "cond": "branches",
@@ -79,9 +83,6 @@ _PARAMETERS = {
         "out_sharding"
     ),
     "convert_element_type": "new_dtype weak_type sharding",
-    "copy": "",
-    "copy_p": "",
-    "div": "",
     "dot_general": "dimension_numbers precision preferred_element_type out_sharding",
     "dynamic_slice": "slice_sizes",
     "dynamic_update_slice": "",
@@ -90,19 +91,16 @@ _PARAMETERS = {
         "unique_indices"
     ),
     "mul": "out_dtype",
-    "neg": "",
     "reduce_sum": "axes out_sharding",
     "reshape": "new_sizes dimensions sharding",
     "rev": "dimensions",
     "scan": (
         "jaxpr length reverse unroll num_consts num_carry linear _split_transpose"
     ),
-    "select_n": "",
     "slice": "start_indices limit_indices strides",
     "split": "sizes axis",
     "stack": "axis",
     "squeeze": "dimensions",
-    "sub": "",
     "transpose": "permutation",
 }
 
@@ -201,7 +199,7 @@ def _elementwise(eqn: Any, index: int) -> Rule | None:
         sizes.update(zip(axes, shape, strict=True))
         named.append(tuple(axes))
     d_axes, w_axes, a_axes = _numbered("m", len(out)), named[index], named[1 - index]
-    if name in ("add", "sub"):
+    if name in SUMS:
         scale = -1.0 if name == "sub" and index == 1 else 1.0
         repeat = lambda _, w: jnp.broadcast_to(-w if scale < 0 else w, out)
         return Rule(name, repeat, None, (), d_axes, w_axes, sizes, scale=scale)
@@ -488,8 +486,7 @@ _RULES: dict[str, Callable[[Any, int], Rule | None]] = {
     "conv_general_dilated": _convolution,
     "mul": _elementwise,
     "div": _elementwise,
-    "add": _elementwise,
-    "sub": _elementwise,
+    **dict.fromkeys(SUMS, _elementwise),
     "gather": _gather,
     "dynamic_slice": _dynamic_slice,
     "concatenate": _in_place,

@@ -112,7 +112,7 @@ def forced_mixture(seed: int) -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))
-        patch(methods, "_cheapest", some)
+        patch(methods, "cheapest", some)
         if seed % 4 == 0:
             patch(methods, "_LEAST_BYTES", 0)
             patch(site_blocks, "_LEAST_BYTES", 0)

@@ -86,7 +86,24 @@ def _two_sums_jvp(primals, tangents):
     return two_sums(w, h), (moved, 2 * moved)
 
 
+@jax.custom_vjp
+def custom_layer(w, b, h):
+    """Has the derivative of `h @ sin(w) - 2 b`."""
+    return h @ w + b
+
+
+custom_layer.defvjp(
+    lambda w, b, h: (custom_layer(w, b, h), (w, b, h)),
+    lambda res, d: (
+        jnp.cos(res[0]) * jnp.einsum("...i,...j->ij", res[2], d),
+        -2 * d.sum([*range(d.ndim - res[1].ndim)]),
+        d @ jnp.sin(res[0]).T,
+    ),
+)
+
+
 FUNCTIONS = {
+    "custom_layer": custom_layer,
     "quantised_product": quantised_product,
     "clipped_product": clipped_product,
     "scaled_outer": scaled_outer,
@@ -126,6 +143,24 @@ def custom_product_and_another(b: Builder, h: Var):
     only(h.shape and h.dtype == REAL)
     out = b.let(_custom(b, h))
     return b.let(inline(b, out))
+
+
+@use_on_request
+def custom_product_and_bias(b: Builder, h: Var):
+    """Where the tangents of parameters are added, with one shape or with several."""
+    only(h.shape and h.dtype == REAL)
+    num = h.shape[-1]
+    w, bias = b.weight((num, num)), b.weight(b.pick((num,), h.shape))
+    own = f"(lambda h: custom_layer({w}, {bias}, h))"
+    return b.let(
+        b.pick(
+            f"{own}({h})",
+            f"{own}(jnp.tanh({own}({h})))",
+            f"jax.vmap{own}(jnp.stack([{h}] * 2))[0]",
+            f"jax.grad(lambda h: jnp.sum(jnp.sin(h @ {w} + {bias}) * h))({h})",
+            f"lax.cond(x.sum() > 0, {own}, jnp.sin, {h})",
+        )
+    )
 
 
 _INDICES = (

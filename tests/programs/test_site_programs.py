@@ -53,7 +53,11 @@ OF_RULES = (
     "branched_by_step",
     "branch_of_a_function",
 )
-OF_OWN_DERIVATIVES = (5002, 5004, 5006, 5007, 5008, 5012, 5013)
+OF_BIASES = ("custom_product_and_bias",)
+OF_OWN_DERIVATIVES = (
+    *((seed, OF_RULES) for seed in (5002, 5004, 5006, 5007, 5008, 5012, 5013)),
+    *((seed, OF_BIASES) for seed in (5111, 5208)),
+)
 # The one of these that a program is compared by, besides all contractions of gradients.
 IN_TURN = ("hessian_by_sites", "kernels_by_factors", "gauss_newton_by_sites")
 
@@ -93,10 +97,10 @@ def test_random_program_of_parameters_alone(seed):
     assert result.num_compared
 
 
-@pytest.mark.parametrize("seed", OF_OWN_DERIVATIVES)
-def test_random_program_of_branches_and_rules(seed):
+@pytest.mark.parametrize(("seed", "uses"), OF_OWN_DERIVATIVES)
+def test_random_program_of_branches_and_rules(seed, uses):
     with settings():
-        program = draw(seed, OF_RULES)
+        program = draw(seed, uses)
     result = examine(program, ["norms_and_sums", IN_TURN[seed % len(IN_TURN)]])
     report = "\n".join(map(str, [program, *result.findings]))
     assert not result.findings, report

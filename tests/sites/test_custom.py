@@ -56,6 +56,22 @@ def _sine_jvp(primals, tangents):
     return sine_matmul(w, x), 3 * ((jnp.cos(w) * dw) @ x + jnp.sin(w) @ dx)
 
 
+@jax.custom_vjp
+def layer(w, b, x):
+    """Has the derivative of `tanh(w) x + 3 b`."""
+    return w @ x + b
+
+
+layer.defvjp(
+    lambda w, b, x: (layer(w, b, x), (w, x)),
+    lambda saved, d: (
+        jnp.einsum("i,j->ij", d, saved[1]) / jnp.cosh(saved[0]) ** 2,
+        3 * d,
+        jnp.tanh(saved[0]).T @ d,
+    ),
+)
+
+
 def chosen(ws, x):
     """A leaf in both branches, one in a loop in one, and one where `x` comes later."""
     first, stacked, last = ws
@@ -96,6 +112,14 @@ def of_rules(ws, x):
     return lax.scan(steps, y, jnp.stack([first, second]))[0]
 
 
+def with_bias(ws, x):
+    w, b = ws
+    y = jnp.tanh(layer(w, b, x))
+    # The derivative of a derivative adds up as `add_any`.
+    slope = jax.grad(lambda x: jnp.sum(jnp.sin(w @ x + b) * (w @ x - b)))(y)
+    return layer(w.T, jnp.sin(b), y) + slope
+
+
 CASES = {
     "chosen": lambda: Case(
         [weight(4, 4), weight(3, 4), 2 * weight(4, 4)], chosen, vectors(4)
@@ -103,6 +127,7 @@ CASES = {
     "by_step": lambda: Case([weight(4, 4), weight(4)], by_step, vectors(4)),
     "looked_up": lambda: Case([weight(7, 4), weight(4, 4)], looked_up, tokens(3)),
     "of_rules": lambda: Case([weight(4, 4), weight(4, 4) / 2], of_rules, vectors(4)),
+    "with_bias": lambda: Case([weight(4, 4), weight(4)], with_bias, vectors(4)),
 }
 
 
