@@ -89,12 +89,14 @@ class AbstractCurvature(abc.ABC):
     def products(self, rows: list, weights: Real[Array, " n"] | None) -> Products:
         """Products with the matrix of some examples."""
 
+    @abc.abstractmethod
     def product(
         self, rows: list, weights: Real[Array, " n"] | None, vector: list
     ) -> list[Array]:
         """The product of the matrix of some examples with one vector."""
+
+    def _by_linear(self, products: Products, vector: list) -> list[Array]:
         everything = list(range(len(self.leaves)))
-        products = self.products(rows, weights)
         return products(self.leaves, everything, everything)(vector)
 
     @abc.abstractmethod
@@ -138,7 +140,7 @@ class LossCurvature(AbstractCurvature):
 
     def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
         if self._is_reverse():
-            return super().product(rows, weights, vector)
+            return self._by_linear(self.products(rows, weights), vector)
         # One product needs no linear function that is run more than once.
         gradient = self._gradient_of(self._value(rows, weights))
         at = lambda leaves: gradient(leaves, range(len(leaves)))
@@ -238,6 +240,9 @@ class GaussNewtonCurvature(AbstractCurvature):
     def products(self, rows: list, weights: Array | None) -> Products:
         functions = self._functions(rows, weights)
         return gauss_newton_products(*functions, self._are_reverse)
+
+    def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
+        return self._by_linear(self.products(rows, weights), vector)
 
     def products_of_one(self, rows: list) -> Products:
         return gauss_newton_products(*self._functions_of_one(rows), self._are_reverse)
