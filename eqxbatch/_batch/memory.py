@@ -67,7 +67,8 @@ class MemoryBudget(eqx.Module):
     it, a larger one is tried. That takes two compilations, or four at most, once for
     each function and shapes of its arguments. The size that is chosen is one whose
     program was compiled, and found to fit. Where not all examples fit, it is at most
-    half of them: two blocks it takes in any case.
+    half of them: a larger one makes two blocks as well, and the memory of both of them
+    can be needed at once.
 
     The logger `eqxbatch` says at `logging.DEBUG` what was compiled, how long that took,
     and which size was chosen.
@@ -384,7 +385,8 @@ def _predict(budget: int, largest: int, found: dict[int, CompiledBytes]) -> int:
 def _useful(size: int, largest: int) -> int:
     """A size with as many blocks as `size`: half of the `largest` for all in between.
 
-    A size between a half and all makes two blocks as well, and takes more memory.
+    A size in between makes two blocks as well. They are not in a loop, so that XLA can
+    have the memory of both at once.
     """
     half = -(-largest // 2)
     return half if half < size < largest else size

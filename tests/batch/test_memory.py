@@ -101,8 +101,10 @@ def test_figures_are_those_of_optimised_programs(size, monkeypatch):
     operands = conv, jnp.ones((100, 1, 28, 28))
     found = memory_module.compiled_bytes(run, operands)
     assert found.outputs > 0
-    assert memory_module._OPTIONS
-    monkeypatch.setattr(memory_module, "_OPTIONS", {})
+    # The tests do not optimise either, but for this one.
+    options = {"xla_backend_optimization_level": 3}
+    options |= {"xla_llvm_disable_expensive_passes": False}
+    monkeypatch.setattr(memory_module, "_OPTIONS", {"cpu": options})
     assert memory_module.compiled_bytes(run, operands) == found
 
 
