@@ -15,6 +15,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType
 
 from .._base.dtypes import is_complex
@@ -30,20 +31,21 @@ _OTHER, _ZERO, _LINEAR = "other", "zero", "linear"
 
 
 # Linear in all inputs together.
-_OF_ALL = frozenset(
+LINEAR_IN_ALL = frozenset(
     """
     add add_any broadcast_in_dim concatenate convert_element_type copy copy_p cumsum neg
     pad reduce_sum reshape rev slice split squeeze stack sub transpose
     """.split()  # noqa: SIM905
 )
 # Linear in some of the inputs together; the others say where.
-_OF_SOME = {
+LINEAR_IN_SOME = {
     "dynamic_slice": (0,),
     "dynamic_update_slice": (0, 1),
     "gather": (0,),
     "scatter-add": (0, 2),
 }
-_OF_EACH_OF_TWO = ("conv_general_dilated", "dot_general", "mul")
+# Linear in each of the two inputs.
+LINEAR_IN_EACH = ("conv_general_dilated", "dot_general", "mul")
 
 
 def unique_inputs(eqn: Any) -> list[int]:
@@ -147,7 +149,7 @@ def _as_outer_product(_: int, eqn: Any) -> Callable[[list], list] | None:
             for x, own in zip(ins, axes, strict=True)
         )
         # Products of entries are not rounded as those of matrices may be.
-        whole = jax.lax.Precision.HIGHEST
+        whole = lax.Precision.HIGHEST
         product = jnp.einsum(
             x, axes[0], y, axes[1], sorted([*axes[0], *axes[1]]), precision=whole
         )
@@ -205,9 +207,9 @@ def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
 
 def _is_zero(eqn: Any, kinds: Sequence[str]) -> bool:
     """Whether an equation makes zeros of zeros, as of a cotangent that is none."""
-    if eqn.primitive.name in _OF_EACH_OF_TWO:
+    if eqn.primitive.name in LINEAR_IN_EACH:
         return _ZERO in kinds
-    return eqn.primitive.name in _OF_ALL and {*kinds} == {_ZERO}
+    return eqn.primitive.name in LINEAR_IN_ALL and {*kinds} == {_ZERO}
 
 
 def _is_linear(eqn: Any, kinds: Sequence[str]) -> bool:
@@ -215,16 +217,19 @@ def _is_linear(eqn: Any, kinds: Sequence[str]) -> bool:
     name = eqn.primitive.name
     if not all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in eqn.outvars):
         return False
-    if name in _OF_EACH_OF_TWO:
+    if name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        # What is out of bounds is another number, which a transpose does not know.
+        return eqn.params["fill_value"] == 0
+    if name in LINEAR_IN_EACH:
         return [*kinds].count(_LINEAR) == 1
     if name == "div":
         return kinds[1] != _LINEAR
-    if name in _OF_ALL:
+    if name in LINEAR_IN_ALL:
         together = range(len(kinds))
     elif name == "select_n":
         together = range(1, len(kinds))
     else:
-        together = _OF_SOME.get(name, ())
+        together = LINEAR_IN_SOME.get(name, ())
     return all(
         kind != _OTHER if i in together else kind != _LINEAR
         for i, kind in enumerate(kinds)

@@ -26,7 +26,14 @@ from .._base.jaxprs import (
     run_equation,
     source_line,
 )
-from .custom import CUSTOM, linearized, unique_inputs
+from .custom import (
+    CUSTOM,
+    LINEAR_IN_ALL,
+    LINEAR_IN_EACH,
+    LINEAR_IN_SOME,
+    linearized,
+    unique_inputs,
+)
 from .plan import Called, Equation, Linearized, Perturbed, Plan, Shared, Switched
 from .rules import find_rule, Rule, SUMS, unknown_parameters
 from .shared import Graph, Loop, Node, Slope, Value
@@ -41,15 +48,11 @@ _Struct = jax.ShapeDtypeStruct
 _MOST_VIEWS = 16
 
 
-# Linear in all inputs together, and in each of two.
+# Linear in all inputs together.
 _JOINTLY_LINEAR = frozenset(
-    """
-    add add_any broadcast_in_dim complex concatenate convert_element_type copy copy_p
-    cumsum dynamic_slice dynamic_update_slice fft gather imag neg pad real reduce_sum
-    reshape rev scatter scatter-add slice split squeeze stack sub tile transpose
-    """.split()  # noqa: SIM905
+    [*LINEAR_IN_ALL, *LINEAR_IN_SOME, "complex", "fft", "imag", "real"]
+    + ["scatter", "tile"]
 )
-_BILINEAR = frozenset(["conv_general_dilated", "dot_general", "mul"])
 
 
 _Inputs = list[Shared | None]
@@ -302,7 +305,7 @@ class Finder:
         if node.bases:
             return node.is_linear
         name, num = eqn.primitive.name, sum(x.node.varies for x in inputs)
-        return name in _JOINTLY_LINEAR or (name in _BILINEAR and num == 1)
+        return name in _JOINTLY_LINEAR or (name in LINEAR_IN_EACH and num == 1)
 
     # Where it meets an example.
 

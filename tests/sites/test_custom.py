@@ -158,6 +158,14 @@ def test_backward_passes_that_are_not_linear():
         assert reason in program.fallbacks[leaf]
 
 
+@pytest.mark.parametrize(("fill", "is_linear"), ((0.5, False), (0.0, True)))
+def test_backward_passes_that_take_what_is_out_of_bounds(fill, is_linear):
+    take = lambda d: d.at[jnp.array([0, 3, 9, 1])].get(mode="fill", fill_value=fill)
+    product = ruled(lambda w, x, d: (take(d) * x, d * w))
+    program, _ = compare(Case([weight(4)], lambda w, x: product(w[0], x), vectors(4)))
+    assert is_linear != bool(program.fallbacks)
+
+
 def test_what_the_backward_pass_does_for_data_is_its_own():
     product = ruled(lambda w, x, d: (d * x, jnp.clip(d, -0.1, 0.1)))
     fun = lambda w, x: product(w[1], jnp.tanh(product(w[0], x)))
