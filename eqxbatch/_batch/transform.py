@@ -51,6 +51,14 @@ class AbstractAutoSharded(AbstractTransform):
         """How the results of a call are spread: a prefix with `PartitionSpec`s."""
 
 
+class AbstractOtherArguments(AbstractTransform):
+    """A transform for which functions take other arguments than before."""
+
+    @abc.abstractmethod
+    def signature(self, own: inspect.Signature) -> inspect.Signature:
+        """That of a transformed function; `own` is that of the function itself."""
+
+
 class Transformed(eqx.Module):
     """A transformed function.
 
@@ -68,9 +76,14 @@ class Transformed(eqx.Module):
 
     @property
     def __wrapped__(self) -> Callable:
-        # Some take other arguments than the function.
-        like = getattr(self._transform, "like", None)
-        return self._fun if like is None else like(self._fun)
+        return self._fun
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = inspect.signature(self._fun)
+        if isinstance(self._transform, AbstractOtherArguments):
+            return self._transform.signature(own)
+        return own
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True

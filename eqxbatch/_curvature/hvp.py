@@ -21,12 +21,17 @@ from .._batch.objective import (
     Objective,
     split_call,
 )
-from .._batch.transform import also_decorator, Blocking, transformed
+from .._batch.transform import (
+    AbstractOtherArguments,
+    also_decorator,
+    Blocking,
+    transformed,
+)
 from .by_products import Mode
 from .methods import check_loss, make_curvature
 
 
-class _Product(AbstractOverExamples):
+class _Product(AbstractOverExamples, AbstractOtherArguments):
     """A product with a Hessian; or, with a `loss`, with a Gauss-Newton matrix."""
 
     is_compiled: ClassVar[bool] = True
@@ -51,8 +56,21 @@ class _Product(AbstractOverExamples):
         like = jtu.tree_map(spec_of, diff)
         return (like, PartitionSpec()) if self.objective.has_aux else like
 
-    def like(self, fun: Callable) -> Callable:
-        return _with_vector(fun)
+    def signature(self, own: inspect.Signature) -> inspect.Signature:
+        # `equinox.filter_jit` calls by signature, and looks for the vector in it.
+        parameters = [*own.parameters.values()]
+        kinds = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        if not parameters or parameters[0].kind not in kinds:
+            return own
+        first, *rest = parameters
+        name = "vector"
+        while name in own.parameters:
+            name += "_"
+        vector = first.replace(name=name, annotation=first.empty)
+        return own.replace(parameters=[first, vector, *rest])
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if len(args) < 2:
@@ -84,36 +102,6 @@ class _Product(AbstractOverExamples):
         ]
         result = jtu.tree_unflatten(treedef, found)
         return (result, aux) if self.objective.has_aux else result
-
-
-def _with_vector(fun: Callable) -> Callable:
-    """A function with the signature of `fun`, and a vector after the first argument.
-
-    Those who call by signature, as `equinox.filter_jit` does, look for it.
-    """
-    try:
-        signature = inspect.signature(fun)
-    except (TypeError, ValueError):
-        return fun  # Python knows none, as of some builtins.
-    parameters = [*signature.parameters.values()]
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    if not parameters or parameters[0].kind not in positional:
-        return fun
-    first, *rest = parameters
-    name = "vector"
-    while name in signature.parameters:
-        name += "_"
-    vector = first.replace(name=name, annotation=first.empty)
-
-    def with_vector(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
-
-    signature = signature.replace(parameters=[first, vector, *rest])
-    setattr(with_vector, "__signature__", signature)  # noqa: B010
-    return with_vector
 
 
 def _checked(vector: PyTree, diff: PyTree) -> list[Array]:

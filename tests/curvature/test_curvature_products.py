@@ -46,6 +46,7 @@ class TestProducts:
     def test_signature(self, getkey):
         hvp = filter_hvp(error, in_axes=0)
         assert [*inspect.signature(hvp).parameters] == ["model", "vector", "x", "y"]
+        assert hvp.__wrapped__ is error
         model, (x, y) = network(getkey()), batch(getkey(), 5)
         got = eqx.filter_jit(hvp)(model, model, x, y)
         close(got, hvp(model, model, x, y))
