@@ -440,3 +440,20 @@ def test_inputs_that_are_pytrees(getkey):
     assert_same(EmpiricalNTK(model, vmap_axes=axes)({"a": a.T, "b": (b,)}), expected)
     # Numpy arrays are taken, too.
     assert_same(ntk({"a": np.asarray(a), "b": (np.asarray(b),)}), expected)
+
+
+@jax.custom_vjp
+def no_forward_mode(x):
+    return jnp.tanh(x)
+
+
+no_forward_mode.defvjp(lambda x: (jnp.tanh(x), x), lambda x, d: (d / jnp.cosh(x) ** 2,))
+
+
+@float64
+def test_models_without_forward_mode(getkey):
+    keys = jr.split(getkey(), 2)
+    layers = [eqx.nn.Linear(3, 4, key=keys[0]), eqx.nn.Linear(4, 1, key=keys[1])]
+    layers.insert(1, eqx.nn.Lambda(no_forward_mode))
+    model, x = eqx.nn.Sequential(layers), jr.normal(getkey(), (5, 3))
+    assert_same(EmpiricalNTK(model)(x), truth(model, x, x, (-1,), ()))

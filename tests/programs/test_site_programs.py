@@ -62,27 +62,26 @@ OF_OWN_DERIVATIVES = (
 IN_TURN = ("hessian_by_sites", "kernels_by_factors", "gauss_newton_by_sites")
 
 
-@pytest.mark.parametrize("seed", quickly(SEEDS, 3))
-def test_random_program(seed):
-    with settings():
-        program = draw(seed)
-    turn = IN_TURN[SEEDS.index(seed) % len(IN_TURN)]
-    result = examine(program, ["norms_and_sums", turn])
+def compare(program, *turn):
+    result = examine(program, ["norms_and_sums", *turn])
     report = "\n".join(map(str, [program, *result.findings]))
     assert not result.findings, report
     assert result.skipped is None
     assert result.num_compared
+
+
+@pytest.mark.parametrize("seed", quickly(SEEDS, 3))
+def test_random_program(seed):
+    with settings():
+        program = draw(seed)
+    compare(program, IN_TURN[SEEDS.index(seed) % len(IN_TURN)])
 
 
 @pytest.mark.parametrize(("seed", "uses"), OF_ONE_USE)
 def test_random_program_of_one_use(seed, uses):
     with settings():
         program = draw(seed, uses)
-    result = examine(program, ["norms_and_sums"])
-    report = "\n".join(map(str, [program, *result.findings]))
-    assert not result.findings, report
-    assert result.skipped is None
-    assert result.num_compared
+    compare(program)
 
 
 @pytest.mark.matrix
@@ -90,22 +89,14 @@ def test_random_program_of_one_use(seed, uses):
 def test_random_program_of_parameters_alone(seed):
     with settings():
         program = draw(seed, SHARED)
-    result = examine(program, ["norms_and_sums", IN_TURN[seed % len(IN_TURN)]])
-    report = "\n".join(map(str, [program, *result.findings]))
-    assert not result.findings, report
-    assert result.skipped is None
-    assert result.num_compared
+    compare(program, IN_TURN[seed % len(IN_TURN)])
 
 
 @pytest.mark.parametrize(("seed", "uses"), OF_OWN_DERIVATIVES)
 def test_random_program_of_branches_and_rules(seed, uses):
     with settings():
         program = draw(seed, uses)
-    result = examine(program, ["norms_and_sums", IN_TURN[seed % len(IN_TURN)]])
-    report = "\n".join(map(str, [program, *result.findings]))
-    assert not result.findings, report
-    assert result.skipped is None
-    assert result.num_compared
+    compare(program, IN_TURN[seed % len(IN_TURN)])
 
 
 def test_a_program_follows_from_its_seed():
