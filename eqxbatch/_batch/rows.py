@@ -53,7 +53,7 @@ def accumulated(
     """What `fun` returns for the arrays of blocks of rows, summed or put together."""
     if size is None or size >= rows.total > 0:
         return fun(rows.arrays, rows.total)
-    blocks = Blocks(rows.total, max(1, min(size or rows.total, rows.total)))
+    blocks = Blocks(rows.total, max(1, min(size, rows.total)))
     run = lambda arrays, size: (fun(arrays, size), None)
     slots = lambda output, _: match_accumulators(accumulator, output)
     return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)

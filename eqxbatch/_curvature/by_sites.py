@@ -158,13 +158,10 @@ class _Derivatives:
         ]
         if keys[0] not in self._gradient.of_cotangents:
             return None
-        x, lead = self._changes(self._of_cotangents, keys)
-        own, other = changed[0], by[0]
-        arrange = lambda x: jax.vmap(jax.vmap(own.arrange))(own.at_steps(x, 2))
-        x = for_each(lambda x: self._arranged(other, arrange(x)), x, lead)
-        axes = named_labels(other_names, other.d_axes)
-        axes = (*axes, *named_labels(names, own.d_axes))
-        return widened(x), (*lead, EXAMPLE, *axes)
+        x = self._changes(self._of_cotangents, keys)
+        own = changed[0]
+        named = named_labels(names, own.d_axes)
+        return self._changed(x, own, own.arrange, named, by[0], other_names)
 
     def _change(
         self,
@@ -180,13 +177,28 @@ class _Derivatives:
         ]
         if keys[0] not in self._gradient.of_operands:
             return None
-        x, lead = self._changes(self._of_operands, keys)
-        own, other = changed[0], by[0]
-        expand = lambda x: jax.vmap(jax.vmap(own.expand))(own.at_steps(x, 2))
-        x = for_each(lambda x: self._arranged(other, expand(x)), x, lead)
-        axes = named_labels(other_names, other.d_axes)
-        axes = (*axes, *named_labels(names, own.a_axes))
-        return widened(x), (*lead, EXAMPLE, *axes)
+        x = self._changes(self._of_operands, keys)
+        own = changed[0]
+        named = named_labels(names, own.a_axes)
+        return self._changed(x, own, own.expand, named, by[0], other_names)
+
+    def _changed(
+        self,
+        changes: tuple[Array, Labels],
+        own: Site,
+        arrange: Callable[[Array], Array],
+        named: Labels,
+        by: Site,
+        other_names: dict[str, Label],
+    ) -> Term:
+        """Changes of what `arrange` gives the axes of a site, with those of `by`."""
+        x, lead = changes
+
+        def arranged(x: Array) -> Array:
+            return self._arranged(by, jax.vmap(jax.vmap(arrange))(own.at_steps(x, 2)))
+
+        axes = (*named_labels(other_names, by.d_axes), *named)
+        return widened(for_each(arranged, x, lead)), (*lead, EXAMPLE, *axes)
 
     def _changes(
         self, known: list[tuple[Push, Stacks]], keys: list[tuple[int, Any]]

@@ -66,8 +66,8 @@ class SiteGaussNewton:
         rows: list,
         axes: Sequence[int],
         weights: Real[Array, " n"] | None,
-    ) -> list[Inexact[Array, "..."]]:
-        """The blocks that are wanted, of the (weighted) sum over the examples."""
+    ) -> list[Inexact[Array, "pairs ..."]]:
+        """The blocks of each group, of the (weighted) sum over the examples."""
 
         def one(rows: list, weight: Array | None) -> tuple[Array, list, list]:
             curve, operands, cotangents = self._at(leaves, rows)

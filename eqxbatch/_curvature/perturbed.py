@@ -6,7 +6,7 @@ takes, and to run it.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jaxtyping import Array
@@ -82,11 +82,9 @@ class PerturbedGradient:
         self.of_operands: set[tuple[int, int]] = set()
         for z in sorted({*needs.cotangents, *needs.operands}):
             depend = depends(self.closed.jaxpr, [*marks[:z], True, *marks[z + 1 :]])
-            cotangents, operands = (
-                needs.cotangents.get(z, ()),
-                needs.operands.get(z, ()),
-            )
+            cotangents = needs.cotangents.get(z, ())
             self.of_cotangents |= {(z, i) for i in cotangents if depend[i]}
+            operands = needs.operands.get(z, ())
             self.of_operands |= {(z, i) for i in operands if depend[num + i]}
 
     def at(
@@ -146,7 +144,10 @@ class _Needs:
     def __init__(self, program: Program, wanted: Wanted):
         self.cotangents: dict[int, set[int]] = {}
         self.operands: dict[int, set[int]] = {}
-        for site, other in site_pairs(program, wanted):
+        pairs = itertools.chain.from_iterable(
+            itertools.product(*map(program.sites_of, pair)) for pair in wanted.pairs
+        )
+        for site, other in pairs:
             first, last = sorted((site.perturbation, other.perturbation))
             self.cotangents.setdefault(first, set()).add(last)
             for changed, by in ((site, other), (other, site)):
@@ -154,8 +155,3 @@ class _Needs:
                     self.operands.setdefault(by.perturbation, set()).add(
                         changed.operand
                     )
-
-
-def site_pairs(program: Program, wanted: Wanted) -> Iterator[tuple[Site, Site]]:
-    for first, second in wanted.pairs:
-        yield from itertools.product(program.sites_of(first), program.sites_of(second))

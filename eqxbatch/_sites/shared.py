@@ -110,34 +110,12 @@ class Graph:
 
     def sliced(self, node: Node, loop: Loop) -> Node:
         """What the body of a scan gets of a node: its entries along the first axis."""
-        return dataclasses.replace(
-            node,
-            order=next(self._order),
-            loops=(*node.loops, loop),
-            shape=node.shape[1:],
-            inputs=(node,),
-            run=lambda x: [x],
-            output=0,
-            leaf=None,
-            constant=None,
-            bases=(),
-            is_linear=True,
-        )
+        loops, shape = (*node.loops, loop), node.shape[1:]
+        return self._made_of(node, lambda x: [x], loops=loops, shape=shape)
 
     def frozen(self, node: Node) -> Node:
         """The value of a node, of which no derivative is taken."""
-        return dataclasses.replace(
-            node,
-            order=next(self._order),
-            varies=False,
-            inputs=(node,),
-            run=lambda x: [x],
-            output=0,
-            leaf=None,
-            constant=None,
-            bases=(),
-            is_linear=True,
-        )
+        return self._made_of(node, lambda x: [x], varies=False)
 
     def tangent(self, aval: Any) -> Node:
         """What is linear in a leaf, so that its derivatives may be taken at zero."""
@@ -146,17 +124,16 @@ class Graph:
 
     def inverse(self, node: Node) -> Node:
         """One over a node, entry by entry."""
-        return dataclasses.replace(
-            node,
-            order=next(self._order),
-            inputs=(node,),
-            run=lambda x: [1 / x],
-            output=0,
-            leaf=None,
-            constant=None,
-            bases=node.bases or (node,),
-            is_linear=False,
-        )
+        bases = node.bases or (node,)
+        return self._made_of(node, lambda x: [1 / x], bases=bases, is_linear=False)
+
+    def _made_of(self, node: Node, run: Callable[..., list], **changes: Any) -> Node:
+        """A node like another, which `run` makes of that."""
+        order = next(self._order)
+        own = {"bases": (), "is_linear": True, **changes}
+        made = {"inputs": (node,), "run": run, "output": 0}
+        is_none = {"leaf": None, "constant": None}
+        return dataclasses.replace(node, order=order, **made, **is_none, **own)
 
     def outputs(
         self, jaxpr: Any, eqn: Any, inputs: tuple[Node, ...], outs: list
