@@ -127,26 +127,34 @@ def transformed(transform: AbstractTransform, fun: Any) -> Transformed:
     return wrapper
 
 
-_Public = TypeVar("_Public", bound=Callable)
+_Signature = TypeVar("_Signature")
 
 
-def also_decorator(public: _Public) -> _Public:
-    """Lets the first argument of `public`, a function, be left out.
+def also_decorator(
+    signature: type[_Signature],
+) -> Callable[[Callable[..., Any]], _Signature]:
+    """Lets the first argument of a public function, a function, be left out.
 
-    What is returned then takes that function: a decorator with arguments.
+    What is returned then takes that function: a decorator with arguments. The
+    `signature`, a Protocol, is what type checkers are told of both forms.
     """
-    signature = inspect.signature(public)
-    name = next(iter(signature.parameters))
+    del signature
 
-    @functools.wraps(public)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (args[0] if args else kwargs.get(name)) is not None:
-            return public(*args, **kwargs)
-        settings = signature.bind(*args, **kwargs).arguments
-        settings.pop(name, None)
-        return functools.partial(wrapper, **settings)
+    def decorate(public: Callable[..., Any]) -> _Signature:
+        parameters = inspect.signature(public)
+        name = next(iter(parameters.parameters))
 
-    return cast(_Public, wrapper)
+        @functools.wraps(public)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if (args[0] if args else kwargs.get(name)) is not None:
+                return public(*args, **kwargs)
+            settings = parameters.bind(*args, **kwargs).arguments
+            settings.pop(name, None)
+            return functools.partial(wrapper, **settings)
+
+        return cast(_Signature, wrapper)
+
+    return decorate
 
 
 class Blocking(eqx.Module):

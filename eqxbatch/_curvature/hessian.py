@@ -23,6 +23,12 @@ from .._batch.objective import (
 )
 from .._batch.transform import also_decorator, Blocking, transformed
 from .by_products import ColumnSize, Mode
+from .curvature_signatures import (
+    DiagonalSignature,
+    GGNSignature,
+    HessianBlocksSignature,
+    HessianSignature,
+)
 from .methods import check_loss, CurvatureBlocks, CurvatureMethod, make_curvature
 from .pytree import all_pairs, arranged, MatrixPart, part_starts
 from .site_blocks import Wanted
@@ -141,7 +147,7 @@ def _matrix(
     )
 
 
-@also_decorator
+@also_decorator(HessianSignature)
 def filter_hessian(
     fun: Callable[..., Any] | None = None,
     *,
@@ -270,7 +276,7 @@ def filter_hessian(
     return transformed(matrix, fun)
 
 
-@also_decorator
+@also_decorator(DiagonalSignature)
 def filter_hessian_diagonal(
     fun: Callable[..., Any] | None = None,
     *,
@@ -325,7 +331,7 @@ def filter_hessian_diagonal(
     return transformed(matrix, fun)
 
 
-@also_decorator
+@also_decorator(HessianBlocksSignature)
 def filter_hessian_blocks(
     fun: Callable[..., Any] | None = None,
     *,
@@ -397,7 +403,7 @@ def filter_hessian_blocks(
     return transformed(matrix, fun)
 
 
-@also_decorator
+@also_decorator(GGNSignature)
 def filter_ggn(
     fun: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,

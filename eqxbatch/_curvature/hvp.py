@@ -28,6 +28,7 @@ from .._batch.transform import (
     transformed,
 )
 from .by_products import Mode
+from .curvature_signatures import GGNProductSignature, ProductSignature
 from .methods import check_loss, make_curvature
 
 
@@ -119,7 +120,7 @@ def _checked(vector: PyTree, diff: PyTree) -> list[Array]:
     return jtu.tree_leaves(eqx.filter(vector, eqx.is_inexact_array))
 
 
-@also_decorator
+@also_decorator(ProductSignature)
 def filter_hvp(
     fun: Callable[..., Any] | None = None,
     *,
@@ -180,7 +181,7 @@ def filter_hvp(
     return transformed(product, fun)
 
 
-@also_decorator
+@also_decorator(GGNProductSignature)
 def filter_ggnvp(
     fun: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,

@@ -26,6 +26,7 @@ from .by_products import (
     Mode,
     replaced,
 )
+from .curvature_signatures import JacobianSignature
 from .methods import check_outputs
 from .pytree import Unravel
 
@@ -194,7 +195,7 @@ def _pulled_back(
     return result
 
 
-@also_decorator
+@also_decorator(JacobianSignature)
 def filter_jacobian(
     fun: Callable[..., Any] | None = None,
     *,

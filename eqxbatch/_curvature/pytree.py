@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,7 +16,10 @@ from .._base.dtypes import common_dtype
 from .site_blocks import Pair
 
 
-class Unravel(eqx.Module):
+_Tree = TypeVar("_Tree")
+
+
+class Unravel(eqx.Module, Generic[_Tree]):
     """Turns vectors into PyTrees: what comes with a flat Hessian or Jacobian.
 
     `unravel(vector)` takes a vector of shape `(n,)`, or several of shape `(..., n)`. It
@@ -41,7 +44,7 @@ class Unravel(eqx.Module):
     structs: tuple[jax.ShapeDtypeStruct, ...] = eqx.field(static=True)
     treedef: Any = eqx.field(static=True)
 
-    def __init__(self, tree: PyTree):
+    def __init__(self, tree: _Tree):
         leaves, self.treedef = jtu.tree_flatten(tree)
         self.structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
 
@@ -54,7 +57,7 @@ class Unravel(eqx.Module):
         """That of the vector."""
         return common_dtype(*(struct.dtype for struct in self.structs))
 
-    def __call__(self, vector: Inexact[Array, "*batch n"]) -> PyTree:
+    def __call__(self, vector: Inexact[Array, "*batch n"]) -> _Tree:
         n = sum(self.sizes)
         if vector.shape[-1:] != (n,):
             raise ValueError(

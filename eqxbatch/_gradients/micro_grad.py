@@ -47,6 +47,7 @@ from .._batch.transform import (
 )
 from .._sites.cost import Method
 from .clip import Clipping
+from .gradient_signatures import MicroGradSignature, MicroValueAndGradSignature
 from .ways import (
     BlockGradients,
     by_norms,
@@ -252,7 +253,7 @@ class _MicroGrad(AbstractTransform):
         return first[0] if len(first) == 1 else tuple(first)
 
 
-@also_decorator
+@also_decorator(MicroValueAndGradSignature)
 def filter_micro_value_and_grad(
     fun: Callable[..., Any] | None = None,
     *,
@@ -403,7 +404,7 @@ def filter_micro_value_and_grad(
     return transformed(gradient, fun)
 
 
-@also_decorator
+@also_decorator(MicroGradSignature)
 def filter_micro_grad(
     fun: Callable[..., Any] | None = None,
     *,

@@ -23,6 +23,7 @@ from .._batch.transform import (
     transformed,
 )
 from .grid_axes import as_axis, GridAxis, is_grid_axis
+from .map_signatures import GridVmapSignature
 from .micro_vmap import MicroVmap
 
 
@@ -345,7 +346,7 @@ def _check_accumulator(accumulator: Any) -> dict[str, PyTree]:
     )
 
 
-@also_decorator
+@also_decorator(GridVmapSignature)
 def filter_grid_vmap(
     fun: Callable[..., Any] | None = None,
     *,

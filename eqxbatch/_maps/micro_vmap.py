@@ -20,6 +20,7 @@ from .._batch.cut import Batch, Blocks, broadcast_axes, spec_of_rows, split_batc
 from .._batch.memory import MemoryBudget
 from .._batch.slots import array_structs, match_accumulators, Slot, Slots
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
+from .map_signatures import MicroVmapSignature
 
 
 class MicroVmap(AbstractTransform):
@@ -184,7 +185,7 @@ def _per_example(slot: Slot, leaves: list, axes: tuple, blocks: Blocks) -> Slot:
     return dataclasses.replace(slot, accumulator=accumulator, per_example=True)
 
 
-@also_decorator
+@also_decorator(MicroVmapSignature)
 def filter_micro_vmap(
     fun: Callable[..., Any] | None = None,
     *,

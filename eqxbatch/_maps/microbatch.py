@@ -15,6 +15,7 @@ from .._batch.memory import MemoryBudget
 from .._batch.moments import Sum
 from .._batch.slots import is_struct, match_accumulators, Slots
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
+from .map_signatures import MicrobatchSignature
 
 
 class _Microbatch(AbstractTransform):
@@ -58,7 +59,7 @@ class _Microbatch(AbstractTransform):
         return jtu.tree_unflatten(treedef, specs)
 
 
-@also_decorator
+@also_decorator(MicrobatchSignature)
 def filter_microbatch(
     fun: Callable[..., Any] | None = None,
     *,

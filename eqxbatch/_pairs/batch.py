@@ -18,6 +18,7 @@ from .calls import BlockSize, check_block_size, check_mesh, make_calls, MeshAxis
 from .engine import make_collectors, on_device
 from .function import block_kernel
 from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHARE, Sizes
+from .kernel_signature import BatchKernelSignature
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
 from .on_mesh import on_mesh
 from .progress import AbstractProgressMeter, NoProgressMeter
@@ -165,7 +166,7 @@ def _square(area: int) -> Sizes:
     return size, size
 
 
-@also_decorator
+@also_decorator(BatchKernelSignature)
 def filter_batch_kernel(
     kernel_fn: Any = None,
     *,
