@@ -6,6 +6,8 @@ Protocol with an overload for each of these cases, in a file of its own beside t
 transforms. The settings of a case are a `TypedDict`: most of them change nothing, and
 would be repeated in each overload.
 
+No file of signatures is imported at run time, as that takes a while.
+
 The transformed function is a `Callable` with the parameters of the function that it
 wraps. Protocols can be checked at run time, as some tests do with all annotations.
 """
@@ -56,6 +58,10 @@ ArrayAccumulator = Concat | Last | LogSumExp | Max | Mean | Min | RunningMean | 
 
 
 ArrayAccumulators = Mapping[str, ArrayAccumulator]
+
+
+# What gives a transform its signature.
+Typed = Callable[[Callable[..., Any]], Out]
 
 
 class NoAux(TypedDict, total=False):

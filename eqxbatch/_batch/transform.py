@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, cast, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -127,34 +127,26 @@ def transformed(transform: AbstractTransform, fun: Any) -> Transformed:
     return wrapper
 
 
-_Signature = TypeVar("_Signature")
+def also_decorator(public: Callable) -> Callable[..., Any]:
+    """Lets the first argument of `public`, a function, be left out.
 
-
-def also_decorator(
-    signature: type[_Signature],
-) -> Callable[[Callable[..., Any]], _Signature]:
-    """Lets the first argument of a public function, a function, be left out.
-
-    What is returned then takes that function: a decorator with arguments. The
-    `signature`, a Protocol, is what type checkers are told of both forms.
+    What is returned then takes that function: a decorator with arguments. What type
+    checkers are told of both forms is a Protocol in a file of `*signature*`s, which is
+    not imported at run time: transforms are decorated by
+    `cast("Typed[TheProtocol]", also_decorator)`.
     """
-    del signature
+    signature = inspect.signature(public)
+    name = next(iter(signature.parameters))
 
-    def decorate(public: Callable[..., Any]) -> _Signature:
-        parameters = inspect.signature(public)
-        name = next(iter(parameters.parameters))
+    @functools.wraps(public)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if (args[0] if args else kwargs.get(name)) is not None:
+            return public(*args, **kwargs)
+        settings = signature.bind(*args, **kwargs).arguments
+        settings.pop(name, None)
+        return functools.partial(wrapper, **settings)
 
-        @functools.wraps(public)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if (args[0] if args else kwargs.get(name)) is not None:
-                return public(*args, **kwargs)
-            settings = parameters.bind(*args, **kwargs).arguments
-            settings.pop(name, None)
-            return functools.partial(wrapper, **settings)
-
-        return cast(_Signature, wrapper)
-
-    return decorate
+    return wrapper
 
 
 class Blocking(eqx.Module):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, get_args
+from typing import Any, cast, ClassVar, get_args, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -23,15 +23,19 @@ from .._batch.objective import (
 )
 from .._batch.transform import also_decorator, Blocking, transformed
 from .by_products import ColumnSize, Mode
-from .curvature_signatures import (
-    DiagonalSignature,
-    GGNSignature,
-    HessianBlocksSignature,
-    HessianSignature,
-)
 from .methods import check_loss, CurvatureBlocks, CurvatureMethod, make_curvature
 from .pytree import all_pairs, arranged, MatrixPart, part_starts
 from .site_blocks import Wanted
+
+
+if TYPE_CHECKING:
+    from .._batch.signatures import Typed
+    from .curvature_signatures import (
+        DiagonalSignature,
+        GGNSignature,
+        HessianBlocksSignature,
+        HessianSignature,
+    )
 
 
 _LEAST_COLUMNS = 32
@@ -147,7 +151,7 @@ def _matrix(
     )
 
 
-@also_decorator(HessianSignature)
+@cast("Typed[HessianSignature]", also_decorator)
 def filter_hessian(
     fun: Callable[..., Any] | None = None,
     *,
@@ -276,7 +280,7 @@ def filter_hessian(
     return transformed(matrix, fun)
 
 
-@also_decorator(DiagonalSignature)
+@cast("Typed[DiagonalSignature]", also_decorator)
 def filter_hessian_diagonal(
     fun: Callable[..., Any] | None = None,
     *,
@@ -331,7 +335,7 @@ def filter_hessian_diagonal(
     return transformed(matrix, fun)
 
 
-@also_decorator(HessianBlocksSignature)
+@cast("Typed[HessianBlocksSignature]", also_decorator)
 def filter_hessian_blocks(
     fun: Callable[..., Any] | None = None,
     *,
@@ -403,7 +407,7 @@ def filter_hessian_blocks(
     return transformed(matrix, fun)
 
 
-@also_decorator(GGNSignature)
+@cast("Typed[GGNSignature]", also_decorator)
 def filter_ggn(
     fun: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, get_args
+from typing import Any, cast, ClassVar, get_args, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -28,8 +28,12 @@ from .._batch.transform import (
     transformed,
 )
 from .by_products import Mode
-from .curvature_signatures import GGNProductSignature, ProductSignature
 from .methods import check_loss, make_curvature
+
+
+if TYPE_CHECKING:
+    from .._batch.signatures import Typed
+    from .curvature_signatures import GGNProductSignature, ProductSignature
 
 
 class _Product(AbstractOverExamples, AbstractOtherArguments):
@@ -120,7 +124,7 @@ def _checked(vector: PyTree, diff: PyTree) -> list[Array]:
     return jtu.tree_leaves(eqx.filter(vector, eqx.is_inexact_array))
 
 
-@also_decorator(ProductSignature)
+@cast("Typed[ProductSignature]", also_decorator)
 def filter_hvp(
     fun: Callable[..., Any] | None = None,
     *,
@@ -181,7 +185,7 @@ def filter_hvp(
     return transformed(product, fun)
 
 
-@also_decorator(GGNProductSignature)
+@cast("Typed[GGNProductSignature]", also_decorator)
 def filter_ggnvp(
     fun: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar, get_args, Literal
+from typing import Any, cast, ClassVar, get_args, Literal, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -26,9 +26,13 @@ from .by_products import (
     Mode,
     replaced,
 )
-from .curvature_signatures import JacobianSignature
 from .methods import check_outputs
 from .pytree import Unravel
+
+
+if TYPE_CHECKING:
+    from .._batch.signatures import Typed
+    from .curvature_signatures import JacobianSignature
 
 
 class _Jacobian(AbstractAutoSharded):
@@ -195,7 +199,7 @@ def _pulled_back(
     return result
 
 
-@also_decorator(JacobianSignature)
+@cast("Typed[JacobianSignature]", also_decorator)
 def filter_jacobian(
     fun: Callable[..., Any] | None = None,
     *,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, get_args
+from typing import Any, cast, ClassVar, get_args, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -47,7 +47,6 @@ from .._batch.transform import (
 )
 from .._sites.cost import Method
 from .clip import Clipping
-from .gradient_signatures import MicroGradSignature, MicroValueAndGradSignature
 from .ways import (
     BlockGradients,
     by_norms,
@@ -57,6 +56,11 @@ from .ways import (
     of_microbatch,
     of_sum,
 )
+
+
+if TYPE_CHECKING:
+    from .._batch.signatures import Typed
+    from .gradient_signatures import MicroGradSignature, MicroValueAndGradSignature
 
 
 _TOTALS = (Sum, Mean, RunningMean)
@@ -253,7 +257,7 @@ class _MicroGrad(AbstractTransform):
         return first[0] if len(first) == 1 else tuple(first)
 
 
-@also_decorator(MicroValueAndGradSignature)
+@cast("Typed[MicroValueAndGradSignature]", also_decorator)
 def filter_micro_value_and_grad(
     fun: Callable[..., Any] | None = None,
     *,
@@ -404,7 +408,7 @@ def filter_micro_value_and_grad(
     return transformed(gradient, fun)
 
 
-@also_decorator(MicroGradSignature)
+@cast("Typed[MicroGradSignature]", also_decorator)
 def filter_micro_grad(
     fun: Callable[..., Any] | None = None,
     *,

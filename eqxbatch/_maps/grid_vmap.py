@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, cast, ClassVar, TYPE_CHECKING
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -23,8 +23,12 @@ from .._batch.transform import (
     transformed,
 )
 from .grid_axes import as_axis, GridAxis, is_grid_axis
-from .map_signatures import GridVmapSignature
 from .micro_vmap import MicroVmap
+
+
+if TYPE_CHECKING:
+    from .._batch.signatures import Typed
+    from .map_signatures import GridVmapSignature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,7 +350,7 @@ def _check_accumulator(accumulator: Any) -> dict[str, PyTree]:
     )
 
 
-@also_decorator(GridVmapSignature)
+@cast("Typed[GridVmapSignature]", also_decorator)
 def filter_grid_vmap(
     fun: Callable[..., Any] | None = None,
     *,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar
+from typing import Any, cast, ClassVar, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -20,7 +20,11 @@ from .._batch.cut import Batch, Blocks, broadcast_axes, spec_of_rows, split_batc
 from .._batch.memory import MemoryBudget
 from .._batch.slots import array_structs, match_accumulators, Slot, Slots
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
-from .map_signatures import MicroVmapSignature
+
+
+if TYPE_CHECKING:
+    from .._batch.signatures import Typed
+    from .map_signatures import MicroVmapSignature
 
 
 class MicroVmap(AbstractTransform):
@@ -185,7 +189,7 @@ def _per_example(slot: Slot, leaves: list, axes: tuple, blocks: Blocks) -> Slot:
     return dataclasses.replace(slot, accumulator=accumulator, per_example=True)
 
 
-@also_decorator(MicroVmapSignature)
+@cast("Typed[MicroVmapSignature]", also_decorator)
 def filter_micro_vmap(
     fun: Callable[..., Any] | None = None,
     *,

@@ -1,7 +1,7 @@
 """`filter_microbatch`: a function of a batch, run on one microbatch at a time."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, cast, ClassVar, TYPE_CHECKING
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -15,7 +15,11 @@ from .._batch.memory import MemoryBudget
 from .._batch.moments import Sum
 from .._batch.slots import is_struct, match_accumulators, Slots
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
-from .map_signatures import MicrobatchSignature
+
+
+if TYPE_CHECKING:
+    from .._batch.signatures import Typed
+    from .map_signatures import MicrobatchSignature
 
 
 class _Microbatch(AbstractTransform):
@@ -59,7 +63,7 @@ class _Microbatch(AbstractTransform):
         return jtu.tree_unflatten(treedef, specs)
 
 
-@also_decorator(MicrobatchSignature)
+@cast("Typed[MicrobatchSignature]", also_decorator)
 def filter_microbatch(
     fun: Callable[..., Any] | None = None,
     *,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, cast, ClassVar, Literal, TYPE_CHECKING
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -18,11 +18,15 @@ from .calls import BlockSize, check_block_size, check_mesh, make_calls, MeshAxis
 from .engine import make_collectors, on_device
 from .function import block_kernel
 from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHARE, Sizes
-from .kernel_signature import BatchKernelSignature
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
 from .on_mesh import on_mesh
 from .progress import AbstractProgressMeter, NoProgressMeter
 from .stores import AbstractStore
+
+
+if TYPE_CHECKING:
+    from .._batch.signatures import Typed
+    from .kernel_signature import BatchKernelSignature
 
 
 class BatchKernel(AbstractTransform):
@@ -166,7 +170,7 @@ def _square(area: int) -> Sizes:
     return size, size
 
 
-@also_decorator(BatchKernelSignature)
+@cast("Typed[BatchKernelSignature]", also_decorator)
 def filter_batch_kernel(
     kernel_fn: Any = None,
     *,
