@@ -1,7 +1,8 @@
 """Equinox transforms that stay within a memory bound."""
 
-import importlib
-import importlib.metadata
+import importlib as _importlib
+import importlib.metadata as _metadata
+import importlib.util as _util
 import typing as _typing
 
 from ._base.trees import import_extra as _import_extra
@@ -95,7 +96,80 @@ from ._sites.report import (
 )
 
 
-__version__ = importlib.metadata.version("eqxbatch")
+__version__ = _metadata.version("eqxbatch")
+
+__all__ = [
+    "AbstractAccumulator",
+    "AbstractProgressMeter",
+    "AbstractReduction",
+    "Block",
+    "Blocks",
+    "Concat",
+    "EmpiricalKernel",
+    "EmpiricalNNGP",
+    "EmpiricalNTK",
+    "FrobeniusNorm",
+    "GradientMoments",
+    "GradientStatistics",
+    "GridAxis",
+    "HostStore",
+    "KernelAlignment",
+    "KernelEstimate",
+    "KernelProduct",
+    "Last",
+    "LeafCheck",
+    "LeafReport",
+    "LogSumExp",
+    "Max",
+    "Mean",
+    "MeanAndVariance",
+    "MemoryBudget",
+    "Min",
+    "MonteCarloEstimate",
+    "MonteCarloKernel",
+    "NTKLayer",
+    "Neighbours",
+    "NoProgressMeter",
+    "ProbedNTK",
+    "PseudoNTK",
+    "RowSums",
+    "RunningMean",
+    "SitesCheck",
+    "SitesReport",
+    "Sum",
+    "SymmetricArray",
+    "TaylorExpansion",
+    "TopK",
+    "TqdmProgressMeter",
+    "Unravel",
+    "Variance",
+    "ZarrStore",
+    "explain_sites",
+    "filter_batch_kernel",
+    "filter_ggn",
+    "filter_ggnvp",
+    "filter_grid_vmap",
+    "filter_hessian",
+    "filter_hessian_blocks",
+    "filter_hessian_diagonal",
+    "filter_hvp",
+    "filter_jacobian",
+    "filter_linearize",
+    "filter_micro_grad",
+    "filter_micro_value_and_grad",
+    "filter_micro_vmap",
+    "filter_microbatch",
+    "filter_taylor_expand",
+    "grid",
+    "hessian_to_pytree",
+    "ntk_parameterise",
+]
+
+
+# These are lineax operators, and lineax is an extra: without it, they cannot be listed,
+# as whoever takes all that is listed would fail.
+_OPERATORS = ("GGNOperator", "HessianOperator")
+
 
 if _typing.TYPE_CHECKING:
     from ._curvature.operators import (
@@ -104,10 +178,17 @@ if _typing.TYPE_CHECKING:
     )
 
 
+if _util.find_spec("lineax") is not None:
+    __all__ += ["GGNOperator", "HessianOperator"]
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name[:2] == "__")})
+
+
 def __getattr__(name: str) -> _typing.Any:
-    # These are lineax operators, and lineax is an extra.
-    if name in ("GGNOperator", "HessianOperator"):
+    if name in _OPERATORS:
         _import_extra("lineax", name, "linalg")
-        operators = importlib.import_module("eqxbatch._curvature.operators")
+        operators = _importlib.import_module("eqxbatch._curvature.operators")
         return getattr(operators, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

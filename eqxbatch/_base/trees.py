@@ -2,12 +2,14 @@
 
 import functools
 import importlib
+import inspect
 import logging
 import operator
 from collections.abc import Callable
 from typing import Any, cast, TypeVar
 
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import jaxtyped, PyTree
 
 
@@ -39,8 +41,8 @@ def match_prefix(
         )
     except (TypeError, ValueError) as e:
         raise ValueError(
-            f"`{name}` must be {what}; got {spec!r} for the structure "
-            f"{jtu.tree_structure(tree)}. {remedy}({e})"
+            f"`{name}` must be {what}; got {shown(spec)} for {shown(tree)}. "
+            f"{remedy}({e})"
         ) from e
     return places
 
@@ -65,6 +67,51 @@ def type_of(x: Any) -> Any:
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return tuple(x.shape), str(x.dtype)
     return x
+
+
+# Scalars of NumPy are numbers, and what they are is worth saying.
+_NO_ARRAYS = (type, np.generic)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether that is an array, of whatever library, or a struct."""
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, _NO_ARRAYS)
+
+
+# How many paths a message lists, and how long what it quotes can be.
+_MOST_PATHS = 6
+
+
+_LONGEST = 200
+
+
+def shown(x: Any) -> str:
+    """What a message says of an argument: in one line, without the values of arrays.
+
+    An array is its shape and dtype, and a PyTree with arrays the paths of these.
+    """
+    if _is_array(x):
+        return f"an array of shape {tuple(x.shape)} and dtype {x.dtype}"
+    if inspect.isroutine(x) or isinstance(x, type):
+        return x.__qualname__
+    paths = [
+        f"`{jtu.keystr(path)}` of shape {tuple(leaf.shape)} and dtype {leaf.dtype}"
+        for path, leaf in jtu.tree_leaves_with_path(x)
+        if _is_array(leaf)
+    ]
+    if paths:
+        more = len(paths) - _MOST_PATHS
+        rest = [f"{more} more"] if more > 0 else []
+        listed = ", ".join([*paths[:_MOST_PATHS], *rest])
+        return f"a {type(x).__name__} with the arrays {listed}"
+    text = " ".join(repr(x).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def described(x: Any) -> str:
+    """The same, with the type of what is no array."""
+    text = shown(x)
+    return text if _is_array(x) else f"{text} of type {type(x).__name__}"
 
 
 def as_int(x: Any) -> int | None:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.mesh import examples_spec, is_explicit, mesh_axes, names_of, spec_of
-from .._base.trees import match_prefix
+from .._base.trees import described, match_prefix
 
 
 def broadcast_axes(name: str, spec: PyTree, tree: PyTree) -> list[int | None]:
@@ -38,7 +38,7 @@ def _resolve_axis(name: str, axis: Any) -> int | None:
         return axis
     raise ValueError(
         f"`{name}` must consist of ints, None, and callables that return those; got "
-        f"{axis!r} of type {type(axis).__name__}. Give the number of the batch axis, "
+        f"{described(axis)}. Give the number of the batch axis, "
         "or None for what is not batched."
     )
 

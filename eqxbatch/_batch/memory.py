@@ -23,7 +23,7 @@ from .._base.mesh import (
     outside_of_mesh,
     structs_on_devices,
 )
-from .._base.trees import as_int, log
+from .._base.trees import as_int, described, log
 
 
 _UNITS = {
@@ -173,8 +173,8 @@ def check_size(name: str, size: Any) -> int | MemoryBudget | None:
     number = None if isinstance(size, jax.Array) else as_int(size)
     if number is None:
         raise TypeError(
-            f"`{name}` must be an int, a `MemoryBudget` or None; got {size!r} of type "
-            f"{type(size).__name__}. It sets the shapes of the compiled program, so "
+            f"`{name}` must be an int, a `MemoryBudget` or None; got "
+            f"{described(size)}. It sets the shapes of the compiled program, so "
             "it must be known when that is made."
         )
     if number < 1:

@@ -11,6 +11,7 @@ from jaxtyping import Array, PyTree, Real
 
 from .._base.dtypes import finite_sums, normalised, widened
 from .._base.jaxprs import PerExample, uses_dtype
+from .._base.trees import described, shown
 from .accumulators import Concat
 from .cut import Batch, Blocks, positional_names, split_batch, unbatched
 from .moments import check_real, check_weights, Mean, OfTotals, Sum
@@ -79,7 +80,7 @@ def _numbers(model: PyTree, where: Callable) -> set[int]:
         if not isinstance(x, _Number):
             raise ValueError(
                 "`where` must return parts of the model, whose arrays it must not "
-                f"look at; got {x!r} of type {type(x).__name__}. Select by dtype or "
+                f"look at; got {described(x)}. Select by dtype or "
                 "shape with `filter_spec`."
             )
     return {x.number for x in found}
@@ -116,7 +117,7 @@ class Objective(eqx.Module):
         if not jtu.tree_leaves(eqx.filter(args[0], eqx.is_inexact_array)):
             raise ValueError(
                 "The first argument has no arrays of an inexact dtype, so that there "
-                f"is nothing to differentiate; got {args[0]!r}. Give what the "
+                f"is nothing to differentiate; got {shown(args[0])}. Give what the "
                 "derivative is with respect to as the first argument."
             )
         return Selection(args[0], self.where, self.filter_spec).partition(args[0])
@@ -152,9 +153,9 @@ def _axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
         (first,) = positional_names(fun, 1)
         if in_axes.get(first) is not None:
             raise ValueError(
-                f"`in_axes` gives `{first}` the batch axis {in_axes[first]!r}, but the "
-                "first argument is the one that is differentiated, and is the same "
-                "for all examples. Leave it out."
+                f"`in_axes` gives `{first}` the batch axis {shown(in_axes[first])}, "
+                "but the first argument is the one that is differentiated, and is the "
+                "same for all examples. Leave it out."
             )
         return {**in_axes, first: None}
     num = len(args) - 1
@@ -163,7 +164,7 @@ def _axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
             raise ValueError(
                 "`in_axes` is for the arguments after the first, which is never "
                 f"batched: it must have {num} entries for {len(args)} positional "
-                f"arguments; got {in_axes!r}."
+                f"arguments; got {shown(in_axes)}."
             )
         return (None, *in_axes)
     return (None, *[in_axes] * num)
@@ -219,15 +220,9 @@ class Loss:
         if not isinstance(out, tuple) or len(out) != 2:
             raise ValueError(
                 "With `has_aux=True`, `fun` must return a pair `(value, aux)`; "
-                f"got {_describe(out)}."
+                f"got {described(out)}."
             )
         return out
-
-
-def _describe(x: Any) -> str:
-    if eqx.is_array(x):
-        return f"an array of shape {x.shape} and dtype {x.dtype}"
-    return f"{x!r} of type {type(x).__name__}"
 
 
 def check_value(value: Any, holomorphic: bool = False) -> Array:
@@ -239,11 +234,11 @@ def check_value(value: Any, holomorphic: bool = False) -> Array:
     if holomorphic:
         raise ValueError(
             "With `holomorphic=True`, the value must be a complex scalar; `fun` "
-            f"returned {_describe(value)}."
+            f"returned {described(value)}."
         )
     raise ValueError(
         "The value that is differentiated must be a real floating-point scalar; `fun` "
-        f"returned {_describe(value)}. Take the sum, the mean or the real part of it, "
+        f"returned {described(value)}. Take the sum, the mean or the real part of it, "
         "or use `has_aux=True` to return more than the value."
     )
 
@@ -420,7 +415,7 @@ def check_over_examples(transform: AbstractOverExamples) -> None:
     if not isinstance(transform.accumulator, (Sum, Mean)):
         raise TypeError(
             "`accumulator` must be a Sum or a Mean, over the losses of the "
-            f"examples; got {transform.accumulator!r}."
+            f"examples; got {shown(transform.accumulator)}."
         )
     if (
         transform.objective.in_axes is None

@@ -10,7 +10,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
-from .._base.trees import match_prefix
+from .._base.trees import described, match_prefix
 from .accumulators import AbstractAccumulator, Concat
 from .cut import Block, Blocks
 from .moments import Mean, RunningMean, Sum
@@ -96,7 +96,7 @@ def canonicalise(accumulator: Any) -> AbstractAccumulator | None:
     if isinstance(accumulator, microbatching.Accumulator):
         return _OptaxAccumulator(accumulator)
     raise TypeError(
-        f"Unknown accumulator {accumulator!r} of type {type(accumulator).__name__}. "
+        f"Unknown accumulator {described(accumulator)}. "
         "`accumulator` takes a PyTree prefix of the output whose leaves are "
         "`eqxbatch.AbstractAccumulator`s (an instance, such as `Sum()`), "
         "`optax.microbatching.AccumulationType`s or "

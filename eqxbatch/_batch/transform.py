@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
-from .._base.trees import as_int
+from .._base.trees import as_int, described, shown
 from .cut import Batch, Blocks
 from .loop import run_blocks
 from .memory import check_size, MemoryBudget, resolve_size, resolved
@@ -63,11 +63,14 @@ class Transformed(eqx.Module):
     """A transformed function.
 
     It is a PyTree whose leaves are those of the function that it wraps and of the
-    transform's settings, it works as a method, and it looks like what it wraps.
+    transform's settings, it works as a method, and it looks like what it wraps. Of a
+    method, `_bound` has the instance, where that is an argument as all others are.
     """
 
     _transform: AbstractTransform
     _fun: Callable
+    _name: str = eqx.field(static=True)
+    _bound: tuple = ()
 
     def __hash__(self) -> int:
         # Fields can be dicts, such as `in_axes`, but for PyTrees that is structure.
@@ -82,11 +85,21 @@ class Transformed(eqx.Module):
     def __signature__(self) -> inspect.Signature:
         own = inspect.signature(self._fun)
         if isinstance(self._transform, AbstractOtherArguments):
-            return self._transform.signature(own)
-        return own
+            own = self._transform.signature(own)
+        parameters = [*own.parameters.values()]
+        is_open = parameters and parameters[0].kind == inspect.Parameter.VAR_POSITIONAL
+        num = 0 if is_open else len(self._bound)
+        return own.replace(parameters=parameters[num:])
+
+    def __repr__(self) -> str:
+        owners = [f"{type(instance).__name__}(...)." for instance in self._bound]
+        fun = "".join([*owners, _of_function(self._fun)])
+        settings = _settings(self._transform, _PUBLIC[self._name])
+        return f"{self._name}({', '.join([fun, *settings])})"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        args = (*self._bound, *args)
         if self._transform.is_compiled:
             return _apply(resolved(self._transform), self._fun, args, kwargs)
         return self._transform.apply(self._fun, args, kwargs)
@@ -96,8 +109,53 @@ class Transformed(eqx.Module):
         if instance is None:
             return self
         if self._transform.takes_instance:
-            return eqx.Partial(self, instance)
-        return Transformed(self._transform, eqx.Partial(self._fun, instance))
+            return Transformed(self._transform, self._fun, self._name, (instance,))
+        method = eqx.Partial(self._fun, instance)
+        return Transformed(self._transform, method, self._name)
+
+
+# The parameters of the public functions that make transforms.
+_PUBLIC: dict[str, Mapping[str, inspect.Parameter]] = {}
+
+
+def _of_function(fun: Callable) -> str:
+    """How a function is shown."""
+    if isinstance(fun, Transformed):
+        return repr(fun)
+    if isinstance(fun, (functools.partial, eqx.Partial)):
+        return f"Partial({_of_function(fun.func)}, ...)"
+    own = getattr(fun, "__name__", None)
+    return own if isinstance(own, str) else f"{type(fun).__name__}(...)"
+
+
+def _settings(
+    module: eqx.Module, parameters: Mapping[str, inspect.Parameter]
+) -> Iterator[str]:
+    """The settings of a transform that are not the default ones.
+
+    Fields that are no settings themselves have some of them.
+    """
+    for field in dataclasses.fields(module):
+        value = getattr(module, field.name)
+        parameter = parameters.get(field.name)
+        if parameter is None:
+            if isinstance(value, eqx.Module):
+                yield from _settings(value, parameters)
+            continue
+        text, default = _of_setting(value), _of_setting(parameter.default)
+        # `store="device"` is kept as None.
+        is_device = value is None and isinstance(parameter.default, str)
+        if text != default and not is_device:
+            yield f"{field.name}={text}"
+
+
+def _of_setting(value: Any) -> str:
+    if isinstance(value, Transformed) or inspect.isroutine(value):
+        return _of_function(value)
+    if eqx.is_array(value):
+        return f"{value.dtype}{[*value.shape]}"
+    has_arrays = any(map(eqx.is_array, jtu.tree_leaves(value)))
+    return f"{type(value).__name__}(...)" if has_arrays else shown(value)
 
 
 # One compiled function serves all transforms: what is called is an argument of it, so
@@ -117,13 +175,14 @@ def _apply(
         return auto_sharded(apply, operands, (), specs)()
 
 
-def transformed(transform: AbstractTransform, fun: Any) -> Transformed:
-    """Wraps `fun`. Raises `TypeError` if it is not callable."""
+def transformed(transform: AbstractTransform, fun: Any, name: str) -> Transformed:
+    """Wraps `fun`; `name` is the public function that does so.
+
+    Raises `TypeError` if it is not callable.
+    """
     if not callable(fun):
-        raise TypeError(
-            f"`fun` must be callable; got {fun!r} of type {type(fun).__name__}."
-        )
-    wrapper: Any = eqx.module_update_wrapper(Transformed(transform, fun))
+        raise TypeError(f"`fun` must be callable; got {described(fun)}.")
+    wrapper: Any = eqx.module_update_wrapper(Transformed(transform, fun, name))
     return wrapper
 
 
@@ -137,6 +196,7 @@ def also_decorator(public: Callable) -> Callable[..., Any]:
     """
     signature = inspect.signature(public)
     name = next(iter(signature.parameters))
+    _PUBLIC[public.__name__] = signature.parameters
 
     @functools.wraps(public)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -224,7 +284,7 @@ def _check_count(count: Any) -> int | Array | None:
         number = as_int(count)
         if number is not None:
             return number
-        got = f"{count!r} of type {type(count).__name__}"
+        got = f"{described(count)}"
     raise TypeError(
         "`num_real_microbatches` must be an int, an integer array of shape (), or "
         f"None; got {got}."

@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from .._base.trees import shown
 from .._batch.cut import Batch, split_batch
 from .._batch.objective import Selection, split_examples
 from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
@@ -124,7 +125,7 @@ def explain_sites(
     if not jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array)):
         raise ValueError(
             "`model` has no arrays of an inexact dtype, so it has no parameters; got "
-            f"{model!r}."
+            f"{shown(model)}."
         )
     diff, nondiff = Selection(model, where, filter_spec).partition(model)
     leaves, treedef = jtu.tree_flatten(diff)

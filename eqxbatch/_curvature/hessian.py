@@ -277,7 +277,7 @@ def filter_hessian(
         method=method,
         mode=mode,
     )
-    return transformed(matrix, fun)
+    return transformed(matrix, fun, "filter_hessian")
 
 
 @cast("Typed[DiagonalSignature]", also_decorator)
@@ -332,7 +332,7 @@ def filter_hessian_diagonal(
         method=method,
         mode=mode,
     )
-    return transformed(matrix, fun)
+    return transformed(matrix, fun, "filter_hessian_diagonal")
 
 
 @cast("Typed[HessianBlocksSignature]", also_decorator)
@@ -404,7 +404,7 @@ def filter_hessian_blocks(
         method=method,
         mode=mode,
     )
-    return transformed(matrix, fun)
+    return transformed(matrix, fun, "filter_hessian_blocks")
 
 
 @cast("Typed[GGNSignature]", also_decorator)
@@ -482,4 +482,4 @@ def filter_ggn(
         flat=flat,
         method=method,
     )
-    return transformed(matrix, fun)
+    return transformed(matrix, fun, "filter_ggn")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.mesh import spec_of, sum_varying, vary, varying
-from .._base.trees import type_of
+from .._base.trees import shown
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
 from .._batch.objective import (
@@ -116,10 +116,9 @@ def _checked(vector: PyTree, diff: PyTree) -> list[Array]:
         for tree in (eqx.filter(vector, eqx.is_inexact_array), diff)
     ]
     if types[0] != types[1]:
-        expected, got = (jtu.tree_map(type_of, tree) for tree in (diff, vector))
         raise ValueError(
             "The vector must have the structure, shapes and dtypes of what is "
-            f"differentiated, {expected}; got {got}."
+            f"differentiated, {shown(diff)}; got {shown(vector)}."
         )
     return jtu.tree_leaves(eqx.filter(vector, eqx.is_inexact_array))
 
@@ -182,7 +181,7 @@ def filter_hvp(
         checkpoint=checkpoint,
         mode=mode,
     )
-    return transformed(product, fun)
+    return transformed(product, fun, "filter_hvp")
 
 
 @cast("Typed[GGNProductSignature]", also_decorator)
@@ -231,4 +230,4 @@ def filter_ggnvp(
         checkpoint=checkpoint,
         loss=loss,
     )
-    return transformed(product, fun)
+    return transformed(product, fun, "filter_ggnvp")

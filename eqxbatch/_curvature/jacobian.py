@@ -286,4 +286,4 @@ def filter_jacobian(
         checkpoint=checkpoint,
         flat=flat,
     )
-    return transformed(jacobian, fun)
+    return transformed(jacobian, fun, "filter_jacobian")

@@ -16,7 +16,7 @@ from .._base.dtypes import as_complex, as_real
 from .._base.jaxprs import at_example, first_use, PerExample
 from .._base.mesh import full_varying_as, vary_as
 from .._base.modes import without_forward_mode
-from .._base.trees import log
+from .._base.trees import described, log
 from .._batch.moments import Sum
 from .._batch.objective import check_value, Example, Loss
 from .._batch.rows import accumulated, Rows
@@ -306,7 +306,7 @@ def check_loss(loss: Any) -> None:
     if not callable(loss):
         raise TypeError(
             "`loss` must be a function of what `fun` returns and of the same other "
-            f"arguments; got {loss!r} of type {type(loss).__name__}."
+            f"arguments; got {described(loss)}."
         )
 
 

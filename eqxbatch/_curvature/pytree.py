@@ -13,6 +13,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.cpu import mirrored, places
 from .._base.dtypes import common_dtype
+from .._base.trees import shown
 from .site_blocks import Pair
 
 
@@ -156,8 +157,8 @@ def hessian_to_pytree(H: Inexact[Array, "rows columns"], x: PyTree) -> PyTree:
     diff = eqx.filter(x, eqx.is_inexact_array)
     if not jtu.tree_leaves(diff):
         raise ValueError(
-            f"`x` has no arrays of an inexact dtype; got {x!r}. Give the parameters "
-            "that the matrix is of."
+            f"`x` has no arrays of an inexact dtype; got {shown(x)}. Give the "
+            "parameters that the matrix is of."
         )
     unravel = Unravel(diff)
     n = sum(unravel.sizes)

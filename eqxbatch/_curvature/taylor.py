@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
+from .._base.trees import described, shown
+
 
 class TaylorExpansion(eqx.Module):
     """What [`eqxbatch.filter_linearize`][] and its relative return.
@@ -30,7 +32,7 @@ class TaylorExpansion(eqx.Module):
         if jtu.tree_structure(start) != jtu.tree_structure(end):
             raise ValueError(
                 "`model` must have the structure of the model that was expanded, "
-                f"{jtu.tree_structure(start)}; got {jtu.tree_structure(end)}."
+                f"{shown(start)}; got {shown(end)}."
             )
 
         def along(t: Array) -> tuple[list[PyTree], PyTree]:
@@ -95,9 +97,7 @@ def filter_taylor_expand(model: Callable, degree: int) -> TaylorExpansion:
     if operator.index(degree) < 0:
         raise ValueError(f"`degree` must be at least 0; got {degree}.")
     if not callable(model):
-        raise TypeError(
-            f"`model` must be callable; got {model!r} of type {type(model).__name__}."
-        )
+        raise TypeError(f"`model` must be callable; got {described(model)}.")
     return TaylorExpansion(model, operator.index(degree))
 
 

@@ -13,17 +13,17 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree, Real
 
 from .._base.dtypes import into_range, is_in_range, widest
-from .._base.trees import is_none, match_prefix
+from .._base.trees import described, is_none, match_prefix
 
 
 class Clipping(eqx.Module):
     """Bounds on the norms of groups of leaves.
 
-    `bounds` is a PyTree prefix of the gradient: a number for each group, or None for
+    `clip_norm` is a PyTree prefix of the gradient: a number for each group, or None for
     one that is not clipped. Norms are those of Euclid.
     """
 
-    bounds: PyTree
+    clip_norm: PyTree
     nan_safe: bool
 
     def __init__(self, bounds: PyTree, nan_safe: bool):
@@ -31,7 +31,7 @@ class Clipping(eqx.Module):
         # As arrays of JAX, those of NumPy are arguments of the compiled program.
         is_numpy = lambda x: isinstance(x, np.ndarray)
         bounds = jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, bounds)
-        self.bounds = bounds
+        self.clip_norm = bounds
         self.nan_safe = nan_safe
 
     def groups(self, gradient: PyTree) -> "Groups":
@@ -41,7 +41,7 @@ class Clipping(eqx.Module):
         """
         what = "a number or a PyTree prefix of the gradient, with a number or None for"
         what += " each part"
-        places = match_prefix("clip_norm", self.bounds, gradient, what)
+        places = match_prefix("clip_norm", self.clip_norm, gradient, what)
         bounds, members, first = [], [], 0
         for _, bound, part in places:
             num = len(jtu.tree_leaves(part))
@@ -52,7 +52,7 @@ class Clipping(eqx.Module):
             bounds.append(bound)
             members.append(range(first, first + num))
             first += num
-        treedef = jtu.tree_structure(self.bounds, is_leaf=is_none)
+        treedef = jtu.tree_structure(self.clip_norm, is_leaf=is_none)
         return Groups(bounds, members, treedef, self.nan_safe)
 
 
@@ -73,7 +73,7 @@ def _check_bound(bound: Any) -> None:
             )
         return
     else:
-        got = f"{bound!r} of type {type(bound).__name__}"
+        got = f"{described(bound)}"
     raise TypeError(
         f"`clip_norm` must consist of real numbers or scalar arrays; got {got}."
     )

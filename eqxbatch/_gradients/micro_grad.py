@@ -18,6 +18,7 @@ from .._base.mesh import (
     vary_as,
     varying,
 )
+from .._base.trees import described, shown
 from .._batch.accumulators import Concat
 from .._batch.cut import Blocks
 from .._batch.memory import MemoryBudget
@@ -39,12 +40,7 @@ from .._batch.slots import (
     match_accumulators,
     Slots,
 )
-from .._batch.transform import (
-    AbstractTransform,
-    also_decorator,
-    Blocking,
-    transformed,
-)
+from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
 from .._sites.cost import Method
 from .clip import Clipping
 from .ways import (
@@ -71,7 +67,7 @@ class _MicroGrad(AbstractTransform):
     takes_instance: ClassVar[bool] = True
     objective: Objective
     accumulator: PyTree
-    value_accumulator: PyTree
+    of_values: PyTree
     aux_accumulator: PyTree
     returns_value: bool
     batched: bool
@@ -97,7 +93,7 @@ class _MicroGrad(AbstractTransform):
             if not callable(value):
                 raise TypeError(
                     f"`{name}` must be a function of the gradient of one example, or "
-                    f"None; got {value!r} of type {type(value).__name__}."
+                    f"None; got {described(value)}."
                 )
         of_gradients += ["moments"] * self.moments
         of_examples = list(of_gradients)
@@ -117,8 +113,8 @@ class _MicroGrad(AbstractTransform):
         if self.transform is None and not isinstance(self.accumulator, _TOTALS):
             raise TypeError(
                 "`accumulator` must be a Sum, a Mean or a RunningMean, as it is for "
-                f"gradients; got {self.accumulator!r}. With a `transform`, it can be "
-                "any accumulator, or a PyTree prefix of them."
+                f"gradients; got {shown(self.accumulator)}. With a `transform`, it "
+                "can be any accumulator, or a PyTree prefix of them."
             )
         if self.moments and self.weights is not None:
             raise ValueError(
@@ -205,7 +201,7 @@ class _MicroGrad(AbstractTransform):
         """The accumulators of what a microbatch gives."""
         accumulators: dict[str, PyTree] = {
             "gradient": self.accumulator,
-            "value": self.value_accumulator,
+            "value": self.of_values,
             "aux": self.aux_accumulator,
             "norms": Concat(),
             "metrics": Concat(),
@@ -405,7 +401,7 @@ def filter_micro_value_and_grad(
         returns_value=True,
         blocking=Blocking(microbatch_size, num_real_microbatches, checkpoint=False),
     )
-    return transformed(gradient, fun)
+    return transformed(gradient, fun, "filter_micro_value_and_grad")
 
 
 @cast("Typed[MicroGradSignature]", also_decorator)
@@ -469,7 +465,7 @@ def filter_micro_grad(
         returns_value=False,
         blocking=Blocking(microbatch_size, num_real_microbatches, checkpoint=False),
     )
-    return transformed(gradient, fun)
+    return transformed(gradient, fun, "filter_micro_grad")
 
 
 def _micro_grad(
@@ -488,7 +484,7 @@ def _micro_grad(
     needs_norms = clip_norm is not None or nan_safe or settings["return_norms"]
     return _MicroGrad(
         accumulator=accumulator,
-        value_accumulator=of_value,
+        of_values=of_value,
         aux_accumulator=of_aux,
         clipping=Clipping(clip_norm, nan_safe) if needs_norms else None,
         blocking=blocking,

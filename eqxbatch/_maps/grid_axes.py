@@ -5,7 +5,7 @@ from typing import Any
 
 import equinox as eqx
 
-from .._base.trees import as_int
+from .._base.trees import as_int, described
 
 
 class GridAxis(eqx.Module):
@@ -46,8 +46,7 @@ def grid(name: str | Sequence[str], axis: int | Sequence[int] = 0) -> GridAxis:
     for one in names:
         if not isinstance(one, str):
             raise TypeError(
-                f"`name` must be a string, or several; got {one!r} of type "
-                f"{type(one).__name__}."
+                f"`name` must be a string, or several; got {described(one)}."
             )
     given: Any = axis if isinstance(axis, Sequence) else (axis,)
     axes = tuple(map(as_axis, given))
@@ -62,10 +61,7 @@ def grid(name: str | Sequence[str], axis: int | Sequence[int] = 0) -> GridAxis:
 def as_axis(axis: Any) -> int:
     number = as_int(axis)
     if number is None:
-        raise TypeError(
-            f"The number of an axis must be an int; got {axis!r} of type "
-            f"{type(axis).__name__}."
-        )
+        raise TypeError(f"The number of an axis must be an int; got {described(axis)}.")
     return number
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.mesh import spec_of
-from .._base.trees import match_prefix
+from .._base.trees import described, match_prefix
 from .._batch.accumulators import Concat
 from .._batch.cut import argument_specs, leaf_name, positional_names
 from .._batch.memory import check_size, MemoryBudget, resolve_size
@@ -78,7 +78,7 @@ class _GridVmap(AbstractAutoSharded):
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
     in_axes: PyTree
-    out_axes: Any = eqx.field(static=True)
+    places: Any = eqx.field(static=True)
     # Pairs: a dict that is a PyTree would be sorted.
     names: tuple[str, ...] = eqx.field(static=True)
     accumulators: tuple[PyTree, ...]
@@ -185,7 +185,7 @@ class _GridVmap(AbstractAutoSharded):
             if axes is not None and not is_grid_axis(axes):
                 raise TypeError(
                     "`in_axes` must consist of `grid(name, axis)` and None; got "
-                    f"{axes!r} of type {type(axes).__name__}."
+                    f"{described(axes)}."
                 )
             for sub, leaf in jtu.tree_leaves_with_path(part):
                 if axes is None or not eqx.is_array(leaf):
@@ -203,7 +203,7 @@ class _GridVmap(AbstractAutoSharded):
             if not _keeps_rows(name, accumulator):
                 reduced[name] = accumulator
         kept = [name for name in sizes if name not in reduced]
-        positions = _positions(self.out_axes, kept, sizes)
+        positions = _positions(self.places, kept, sizes)
         kept.sort(key=lambda name: (positions[name] < 0, positions[name]))
         levels = [
             _Level(
@@ -346,7 +346,7 @@ def _check_accumulator(accumulator: Any) -> dict[str, PyTree]:
         return accumulator
     raise TypeError(
         "`accumulator` must be a dict from names of grid axes to accumulators, as in "
-        f'`{{"j": Mean()}}`; got {accumulator!r} of type {type(accumulator).__name__}.'
+        f'`{{"j": Mean()}}`; got {described(accumulator)}.'
     )
 
 
@@ -432,10 +432,10 @@ def filter_grid_vmap(
     accumulators = _check_accumulator(accumulator)
     transform = _GridVmap(
         in_axes=in_axes,
-        out_axes=_check_out_axes(out_axes),
+        places=_check_out_axes(out_axes),
         names=tuple(accumulators),
         accumulators=tuple(accumulators.values()),
         block_size=check_size("block_size", block_size),
         checkpoint=checkpoint,
     )
-    return transformed(transform, fun)
+    return transformed(transform, fun, "filter_grid_vmap")

@@ -302,4 +302,4 @@ def filter_micro_vmap(
         accumulator=accumulator,
         blocking=Blocking(microbatch_size, num_real_microbatches, checkpoint),
     )
-    return transformed(transform, fun)
+    return transformed(transform, fun, "filter_micro_vmap")

@@ -140,4 +140,6 @@ def filter_microbatch(
         ```
     """
     blocking = Blocking(microbatch_size, num_real_microbatches, checkpoint)
-    return transformed(_Microbatch(in_axes, accumulator, blocking), fun)
+    return transformed(
+        _Microbatch(in_axes, accumulator, blocking), fun, "filter_microbatch"
+    )

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
 from .._base.mesh import gathered
-from .._base.trees import as_int
+from .._base.trees import as_int, described
 from .._batch.memory import check_size, MemoryBudget, resolved
 from .._pairs.batch import (
     BatchKernel,
@@ -431,7 +431,7 @@ def _remaining(
     if not isinstance(previous, MonteCarloEstimate):
         raise TypeError(
             "`previous` must be a `MonteCarloEstimate`, as `estimate` returns it; got "
-            f"{previous!r} of type {type(previous).__name__}."
+            f"{described(previous)}."
         )
     remaining = [count for count in counts if count >= previous.num_samples]
     if not remaining:
@@ -452,7 +452,7 @@ def _check_counts(n_samples: Any) -> tuple[tuple[int, ...], bool]:
         if number is None:
             raise TypeError(
                 "`n_samples` must be an int or an iterable of ints; got "
-                f"{n_samples!r} of type {type(n_samples).__name__}."
+                f"{described(n_samples)}."
             )
         counts.add(number)
     if not counts or min(counts) < 1:

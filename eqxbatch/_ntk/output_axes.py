@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
-from .._base.trees import as_int
+from .._base.trees import as_int, described
 from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
 from .._sites.site import Label
 
@@ -268,9 +268,9 @@ def check_axes(name: str, axes: Any) -> tuple[int, ...]:
         number = as_int(axis)
         if number is None:
             raise TypeError(
-                f"`{name}` must be an int or a tuple of ints; got {axis!r} of type "
-                f"{type(axis).__name__}. They are axes of what the model returns for "
-                "a batch."
+                f"`{name}` must be an int or a tuple of ints; got "
+                f"{described(axis)}. They are axes of what the model returns for a "
+                "batch."
             )
         checked.append(number)
     return tuple(checked)

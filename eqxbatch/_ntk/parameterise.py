@@ -9,6 +9,8 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, Key, UInt32
 
+from .._base.trees import shown
+
 
 _Model = TypeVar("_Model")
 
@@ -108,7 +110,8 @@ def ntk_parameterise(
     if not any(map(is_layer, nodes)):
         raise ValueError(
             "`model` must have layers of `equinox.nn.Linear`, `equinox.nn.Conv` or "
-            f"`equinox.nn.ConvTranspose`; got {model!r}. Draw it anew as it is fit."
+            f"`equinox.nn.ConvTranspose`; got {shown(model)}. Draw it anew as it is "
+            "fit."
         )
     nodes = [
         _drawn(node, weight_std, bias_std, jr.fold_in(key, number))

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.cpu import as_own_program, true_of
 from .._base.jaxprs import evaluate_jaxpr
-from .._base.trees import type_of
+from .._base.trees import described, shown, type_of
 from .._batch.objective import Selection
 
 
@@ -94,7 +94,7 @@ def check_models(models: RandomModels) -> None:
     if not callable(models.init):
         raise TypeError(
             "`init` must be a function from a key to a model; got "
-            f"{models.init!r} of type {type(models.init).__name__}."
+            f"{described(models.init)}."
         )
     found = []
     drawn: Any = None
@@ -104,7 +104,7 @@ def check_models(models: RandomModels) -> None:
         if not callable(model):
             raise TypeError(
                 "`init` must return a callable model, or a pair of it and an "
-                f"`equinox.nn.State`; got {model!r} of type {type(model).__name__}."
+                f"`equinox.nn.State`; got {described(model)}."
             )
         found.append(
             {
@@ -115,8 +115,8 @@ def check_models(models: RandomModels) -> None:
         )
     if not found[0]:
         raise ValueError(
-            f"`init` must return a model with arrays in it; got {drawn!r}, which is "
-            "the same for all keys."
+            f"`init` must return a model with arrays in it; got {shown(drawn)}, which "
+            "is the same for all keys."
         )
     if found[0] != found[1]:
         differing = [

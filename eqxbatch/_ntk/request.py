@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
 from .._base.mesh import gathered, within_mesh
+from .._base.trees import described
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.objective import Selection
 from .._pairs.calls import Call, make_calls
@@ -141,9 +142,7 @@ def make_kernels(
     implementation: Any = "auto",
 ) -> Kernels:
     if not callable(model):
-        raise TypeError(
-            f"`model` must be callable; got {model!r} of type {type(model).__name__}."
-        )
+        raise TypeError(f"`model` must be callable; got {described(model)}.")
     settings = make_settings(
         trace_axes, diagonal_axes, vmap_axes, implementation, block_size
     )

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._base.mesh import gathered, within_mesh
+from .._base.trees import described
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.transform import AbstractTransform, also_decorator, transformed
 from .calls import BlockSize, check_block_size, check_mesh, make_calls, MeshAxis
@@ -290,7 +291,7 @@ def filter_batch_kernel(
         out_axes=out_axes,
         symmetric=_check_symmetric(symmetric),
     )
-    return transformed(transform, kernel_fn)
+    return transformed(transform, kernel_fn, "filter_batch_kernel")
 
 
 def make_batch_kernel(
@@ -331,7 +332,7 @@ def _check_symmetric(symmetric: Any) -> Any:
         return symmetric
     raise TypeError(
         "`symmetric` must be a bool, None, or a function from a block to its mirror "
-        f"image; got {symmetric!r} of type {type(symmetric).__name__}."
+        f"image; got {described(symmetric)}."
     )
 
 
@@ -342,7 +343,7 @@ def check_store(store: Any) -> AbstractStore | None:
         return None
     raise TypeError(
         "`store` must be 'device', a `HostStore()` or a `ZarrStore(path)`; got "
-        f"{store!r} of type {type(store).__name__}."
+        f"{described(store)}."
     )
 
 
@@ -353,5 +354,5 @@ def check_progress(progress: Any) -> AbstractProgressMeter:
         return progress
     raise TypeError(
         "`progress` must be a progress meter, such as `TqdmProgressMeter()`, or None; "
-        f"got {progress!r} of type {type(progress).__name__}."
+        f"got {described(progress)}."
     )

@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from .._base.trees import described, shown
 from .._batch.cut import broadcast_axes, split_batch
 from .._batch.memory import check_size, MemoryBudget
 from .._batch.rows import Rows
@@ -60,18 +61,18 @@ def check_vmap_axes(axes: Any) -> VmapAxes:
     if not isinstance(axes, tuple) or len(axes) != 3:
         raise ValueError(
             "`vmap_axes` must be an int, None, or a tuple `(inputs, outputs, kwargs)`; "
-            f"got {axes!r}."
+            f"got {shown(axes)}."
         )
     inputs, outputs, kwargs = axes
     if not isinstance(kwargs, dict):
         raise TypeError(
             "The third entry of `vmap_axes` must be a dict from the names of keyword "
-            f"arguments to their batch axes; got {kwargs!r}."
+            f"arguments to their batch axes; got {shown(kwargs)}."
         )
     if inputs is None or outputs is None:
         raise ValueError(
             "`vmap_axes` must give inputs and outputs a batch axis, or be None "
-            f"altogether; got {axes!r}."
+            f"altogether; got {shown(axes)}."
         )
     return VmapAxes(inputs, outputs, kwargs)
 
@@ -121,7 +122,8 @@ def _key_pair(key: Any, is_one: bool) -> tuple:
         return key, key
     if not eqx.is_array(key) or not _is_single(key):
         raise ValueError(
-            f"`key` must be one key, or a pair of them for the two sides; got {key!r}."
+            f"`key` must be one key, or a pair of them for the two sides; got "
+            f"{shown(key)}."
         )
     return key, jr.fold_in(key, 1)
 
@@ -228,8 +230,8 @@ def check_block_size(size: Any) -> BlockSize:
         rows, columns = (check_size("block_size", one) for one in size)
         if not isinstance(rows, int) or not isinstance(columns, int):
             raise TypeError(
-                f"A pair of sizes must consist of ints; got {size!r}. A `MemoryBudget` "
-                "is for both: give it alone."
+                f"A pair of sizes must consist of ints; got {shown(size)}. A "
+                "`MemoryBudget` is for both: give it alone."
             )
         return rows, columns
     return check_size("block_size", size)
@@ -245,6 +247,9 @@ class MeshAxis(eqx.Module):
     def num(self) -> int:
         return self.mesh.shape[self.name]
 
+    def __repr__(self) -> str:
+        return repr(self.name)
+
 
 def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
     """The axis of a mesh that is meant, or None without a mesh."""
@@ -257,8 +262,8 @@ def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
         return None
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"`mesh` must be a `jax.sharding.Mesh`; got {mesh!r} of type "
-            f"{type(mesh).__name__}. `jax.make_mesh` makes one."
+            f"`mesh` must be a `jax.sharding.Mesh`; got {described(mesh)}. "
+            "`jax.make_mesh` makes one."
         )
     if axis is None and len(mesh.axis_names) == 1:
         (axis,) = mesh.axis_names

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from .._base.mesh import on_mesh_around, with_type_of
-from .._base.trees import match_prefix
+from .._base.trees import match_prefix, shown
 from .._batch.cut import Block
 from .._batch.loop import types_of
 from .._batch.rows import Rows
@@ -175,7 +175,7 @@ def make_collectors(
             if not isinstance(reduction, AbstractReduction):
                 raise TypeError(
                     "`reduce` must consist of `eqxbatch.AbstractReduction`s, such as "
-                    f"`RowSums()`; got {reduction!r} for output{leaf.path}."
+                    f"`RowSums()`; got {shown(reduction)} for output{leaf.path}."
                 )
             if not leaf.is_pairwise:
                 raise ValueError(

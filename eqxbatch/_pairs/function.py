@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from .._base.cpu import as_own_program, evaluate_in_loop
-from .._base.trees import match_prefix
+from .._base.trees import match_prefix, shown
 from .._batch.rows import Rows
 from .._batch.slots import is_struct
 from .calls import Side, VmapAxes
@@ -67,7 +67,7 @@ class CalledKernel(AbstractBlockKernel):
         if not found:
             raise ValueError(
                 "`kernel_fn` must return at least one array; got "
-                f"{self.out!r}. Return the kernel of `x1` with `x2`."
+                f"{shown(self.out)}. Return the kernel of `x1` with `x2`."
             )
         return found
 
@@ -174,7 +174,7 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
     if not is_axes(axes):
         raise TypeError(
             "`out_axes` must consist of pairs `(axis of the rows, axis of the "
-            f"columns)`, with None for one that is not there; got {axes!r}."
+            f"columns)`, with None for one that is not there; got {shown(axes)}."
         )
     got = (
         f"`kernel_fn` returned shape {shape} in output{path} for {_ROWS} rows and "

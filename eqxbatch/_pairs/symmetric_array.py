@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._base.trees import shown
 from .kernel import TileMirror
 
 
@@ -127,8 +128,8 @@ def _range(index: Any, size: int) -> range:
         return range(size)[index]
     if isinstance(index, bool) or not isinstance(index, int | np.integer):
         raise IndexError(
-            f"Rows and columns are named by ints and slices; got {index!r}. Read a "
-            "slice, and index that."
+            f"Rows and columns are named by ints and slices; got {shown(index)}. Read "
+            "a slice, and index that."
         )
     at = range(size)[int(index)]
     return range(at, at + 1)
