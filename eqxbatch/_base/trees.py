@@ -40,10 +40,8 @@ def match_prefix(
             lambda *place: places.append(place), spec, tree, is_leaf=is_leaf
         )
     except (TypeError, ValueError) as e:
-        raise ValueError(
-            f"`{name}` must be {what}; got {shown(spec)} for {shown(tree)}. "
-            f"{remedy}({e})"
-        ) from e
+        got = f"got {shown(spec)} for {shown(tree)}"
+        raise ValueError(f"`{name}` must be {what}; {got}. {remedy}".rstrip()) from e
     return places
 
 

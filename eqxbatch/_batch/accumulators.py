@@ -109,6 +109,11 @@ class Concat(AbstractAccumulator[Array]):
     This is the default. Blocks are written into the result in place; where
     `num_real_microbatches` stops early, the rows that were not reached are zero.
 
+    **Arguments:**
+
+    - `axis`: the axis of the result along which the examples are, for
+        [`eqxbatch.filter_microbatch`][].
+
     !!! example
 
         ```python

@@ -222,7 +222,7 @@ class RunningMean(AbstractAccumulator[VarianceState]):
 
 
 class MeanAndVariance(NamedTuple):
-    """What [`eqxbatch.Variance`][] returns for an array."""
+    """What [`eqxbatch.Variance`][] returns for an array: `mean` and `variance`."""
 
     mean: Inexact[Array, "..."]
     variance: Inexact[Array, "..."]

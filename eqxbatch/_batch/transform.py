@@ -83,7 +83,7 @@ class Transformed(eqx.Module):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        own = inspect.signature(self._fun)
+        own = _signature(self._fun)
         if isinstance(self._transform, AbstractOtherArguments):
             own = self._transform.signature(own)
         parameters = [*own.parameters.values()]
@@ -112,6 +112,12 @@ class Transformed(eqx.Module):
             return Transformed(self._transform, self._fun, self._name, (instance,))
         method = eqx.Partial(self._fun, instance)
         return Transformed(self._transform, method, self._name)
+
+
+def _signature(fun: Callable) -> inspect.Signature:
+    if isinstance(fun, eqx.Partial):
+        fun = functools.partial(fun.func, *fun.args, **fun.keywords)
+    return inspect.signature(fun)
 
 
 # The parameters of the public functions that make transforms.

@@ -300,9 +300,13 @@ def filter_hessian_diagonal(
 ) -> Callable[..., Any]:
     """The diagonal of the Hessian of a function of a PyTree, exactly.
 
-    As [`eqxbatch.filter_hessian`][], with the same arguments and errors, but the
-    Hessian itself is never there. By `method="sites"`, the derivatives of single
-    examples are only taken with respect to the outputs of layers.
+    As [`eqxbatch.filter_hessian`][], with the same errors, but the Hessian itself is
+    never there. By `method="sites"`, the derivatives of single examples are only taken
+    with respect to the outputs of layers. The arguments mean what they mean there:
+
+    - `fun`, `has_aux`, `where`, `filter_spec`, `holomorphic`: what is differentiated.
+    - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
+    - `block_size`, `num_blocks`, `checkpoint`, `method`, `mode`: how it is computed.
 
     The function that it returns returns a PyTree in the structure of the first
     argument, with arrays of the same shapes as there; with `flat`, a pair of a vector
@@ -356,12 +360,15 @@ def filter_hessian_blocks(
 ) -> Callable[..., Any]:
     """The blocks on the diagonal of the Hessian of a function of a PyTree.
 
-    As [`eqxbatch.filter_hessian`][], with the same arguments and errors, but each
-    array is only differentiated twice with respect to itself, or to those of the same
-    block.
+    As [`eqxbatch.filter_hessian`][], with the same errors, but each array is only
+    differentiated twice with respect to itself, or to those of the same block. The
+    other arguments mean what they mean there.
 
     **Arguments:**
 
+    - `fun`, `has_aux`, `where`, `filter_spec`, `holomorphic`: what is differentiated.
+    - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
+    - `block_size`, `num_blocks`, `checkpoint`, `method`, `mode`: how it is computed.
     - `is_block`: takes a part of the first argument, and says whether that is one
         block: `lambda x: isinstance(x, equinox.nn.Linear)` for layers. The default is
         a block for each array.
@@ -441,8 +448,11 @@ def filter_ggn(
         each output of an example back to the outputs of layers, and contracts that with
         their inputs; `"auto"` takes, for each parameter, what costs less.
 
-    All other arguments, what the function that it returns returns, and the errors are
-    those of [`eqxbatch.filter_hessian`][]. As a decorator, it needs `loss` by name.
+    - `where`, `filter_spec`, `in_axes`, `microbatch_size`, `accumulator`, `block_size`,
+        `num_blocks`, `checkpoint`, `flat`: as for [`eqxbatch.filter_hessian`][].
+
+    What the function that it returns returns, and the errors, are those of that. As a
+    decorator, it needs `loss` by name.
 
     !!! example
 

@@ -140,8 +140,10 @@ def filter_hvp(
 
     **Arguments:**
 
-    Those of [`eqxbatch.filter_hessian`][] that are not about columns. `in_axes` is for
-    the arguments of `fun` after its first.
+    - `fun`, `has_aux`, `where`, `filter_spec`, `mode`, `checkpoint`: as for
+        [`eqxbatch.filter_hessian`][].
+    - `in_axes`, `microbatch_size`, `accumulator`: the same. `in_axes` is for the
+        arguments of `fun` after its first.
 
     **Returns:**
 
@@ -198,8 +200,14 @@ def filter_ggnvp(
 ) -> Callable[..., Any]:
     """Products of a generalised Gauss-Newton matrix with vectors, in microbatches.
 
-    As [`eqxbatch.filter_hvp`][], for the matrix of [`eqxbatch.filter_ggn`][], whose
-    `fun` and `loss` it takes.
+    As [`eqxbatch.filter_hvp`][], for the matrix of [`eqxbatch.filter_ggn`][].
+
+    **Arguments:**
+
+    - `fun`, `loss`: as for [`eqxbatch.filter_ggn`][]. As a decorator, it needs `loss`
+        by name.
+    - `where`, `filter_spec`, `checkpoint`, `in_axes`, `microbatch_size`, `accumulator`:
+        as for [`eqxbatch.filter_hvp`][].
 
     !!! example
 

@@ -160,9 +160,11 @@ class GGNOperator(_AbstractCurvatureOperator):
     """A generalised Gauss-Newton matrix, as a `lineax.AbstractLinearOperator`.
 
     As [`eqxbatch.HessianOperator`][], for what [`eqxbatch.filter_ggn`][] is of, whose
-    `fun` and `loss` come first. It is tagged as positive semidefinite unless
-    `is_convex=False` says that the loss is not convex in what `fun` returns. Its
-    `lineax.diagonal` forms the whole matrix.
+    `fun` and `loss` come first, before `*args` and `**kwargs`. It is tagged as positive
+    semidefinite unless `is_convex=False` says that the loss is not convex in what `fun`
+    returns. Its `lineax.diagonal` forms the whole matrix. All else means what it means
+    there: `in_axes`, `microbatch_size`, `accumulator`, `where`, `filter_spec`,
+    `checkpoint`, `tags`.
 
     !!! example
 

@@ -26,7 +26,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
     `unravel(vector)` takes a vector of shape `(n,)`, or several of shape `(..., n)`. It
     returns the PyTree of the parameters, with the axes of several vectors first, as
     what `jax.flatten_util.ravel_pytree` returns does. Raises `ValueError` for another
-    number of entries.
+    number of entries. To make one, give the `tree` of the parameters.
 
     !!! example
 

@@ -104,8 +104,8 @@ def filter_taylor_expand(model: Callable, degree: int) -> TaylorExpansion:
 def filter_linearize(model: Callable) -> TaylorExpansion:
     """The model, made linear in its parameters around what they are.
 
-    [`eqxbatch.filter_taylor_expand`][] of degree 1. Its tangent kernel is that of the
-    model at the centre, wherever it is trained to.
+    [`eqxbatch.filter_taylor_expand`][] of degree 1, for a callable PyTree `model`. Its
+    tangent kernel is that of the model at the centre, wherever it is trained to.
 
     !!! example
 

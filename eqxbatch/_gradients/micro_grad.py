@@ -428,10 +428,14 @@ def filter_micro_grad(
 ) -> Callable[..., Any]:
     """The gradient of a loss of one example over a batch of them, in microbatches.
 
-    As [`eqxbatch.filter_micro_value_and_grad`][], with the same arguments and errors,
-    but the function that it returns does not return the value: only the gradient, or
-    `(gradient, aux)` with `has_aux`. An [`eqxbatch.GradientStatistics`][] follows if
-    `return_norms`, `metrics` or `moments` is given.
+    As [`eqxbatch.filter_micro_value_and_grad`][], but the value is not returned: only
+    the gradient, or `(gradient, aux)` with `has_aux`, and statistics if `return_norms`,
+    `metrics` or `moments` asks for them. All arguments mean what they mean there:
+
+    - `fun`, `where`, `filter_spec`, `in_axes`, `batched`: what is differentiated.
+    - `microbatch_size`, `num_real_microbatches`: how many examples at a time.
+    - `clip_norm`, `nan_safe`, `transform`, `method`: what each gradient becomes.
+    - `accumulator`, `value_accumulator`, `aux_accumulator`: what all of them become.
 
     !!! example
 

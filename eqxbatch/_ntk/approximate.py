@@ -22,8 +22,9 @@ class PseudoNTK(AbstractEstimator):
     [`eqxbatch.EmpiricalNTK`][] returns; it is not unbiased, as it has what different
     outputs have in common.
 
-    It is called as that is, its arguments mean what they mean there, and its results
-    have the same shapes.
+    It is called as that is, its results have the same shapes, and its arguments mean
+    what they mean there: `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`,
+    `block_size`, `where` and `filter_spec`.
 
     !!! example
 
@@ -95,10 +96,10 @@ class ProbedNTK(AbstractEstimator):
     semidefinite, and comes with its standard error. Worth it for more outputs than
     probes.
 
-    It is called as that is; the other arguments mean what they mean there.
-
     **Arguments:**
 
+    - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `where`,
+        `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][], as which it is called.
     - `num_probes`: how many directions.
     - `key`: what they are drawn from.
 

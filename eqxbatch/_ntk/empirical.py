@@ -254,8 +254,13 @@ class EmpiricalNNGP(AbstractEstimator):
     the model returns, that is `model(x)[o] * conj(model(y)[p])`. Averaged over random
     models, it is the covariance that they have as functions.
 
-    It is called as an [`eqxbatch.EmpiricalNTK`][] is, returns kernels of the same
-    shapes, and its arguments mean what they mean there.
+    It is called as an [`eqxbatch.EmpiricalNTK`][] is, and returns kernels of the same
+    shapes.
+
+    **Arguments:**
+
+    - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `store`,
+        `mesh`, `mesh_axis`, `reduce`, `progress`: as for that.
 
     !!! example
 
@@ -325,10 +330,16 @@ class EmpiricalNNGP(AbstractEstimator):
 class EmpiricalKernel(AbstractEstimator):
     """NTK and NNGP of a model, from one pass over the examples.
 
-    Its arguments are those of [`eqxbatch.EmpiricalNTK`][], and so is how it is called,
-    but for `get`, which says what to return: `"ntk"` or `"nngp"` for one of them, a
-    tuple of both names for a named tuple in that order, or None for
-    `("nngp", "ntk")`. Case does not matter. Raises `ValueError` for other values.
+    It is called as an [`eqxbatch.EmpiricalNTK`][] is, but for `get`, which says what to
+    return: `"ntk"` or `"nngp"` for one of them, a tuple of both names for a named tuple
+    in that order, or None for `("nngp", "ntk")`. Case does not matter. Raises
+    `ValueError` for other values.
+
+    **Arguments:**
+
+    - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `implementation`,
+        `block_size`, `where`, `filter_spec`, `store`, `mesh`, `mesh_axis`, `reduce`,
+        `progress`: as for that.
 
     !!! example
 
