@@ -66,18 +66,29 @@ def places(numbers: Sequence[int], x: Inexact[Array, "..."]) -> list[Int[Array, 
     """Where things begin, which only shows when it runs.
 
     XLA for CPUs compiles reading and writing at a constant place anew for each of them.
-    This way they share what is compiled. `x` is any array.
+    This way they share what is compiled. `x` is any array, best a small one.
     """
     known = lambda: [jnp.asarray(i, "int32") for i in numbers]
-    return as_own_program(known, true_of(x.ravel()[:1]))()
+    return as_own_program(known, true_of(x))()
 
 
-def separate(x: Inexact[Array, "n ..."]) -> list[Inexact[Array, "..."]]:
-    """The entries along axis 0."""
-    if x.shape[0] == 1:
-        return [x[0]]
-    indices = places(range(x.shape[0]), x)
-    return [lax.dynamic_index_in_dim(x, i, keepdims=False) for i in indices]
+def separate(arrays: list[Array], like: Sequence[Array]) -> list[list[Array]]:
+    """The entries of each array along its axis 0; `like` are arguments of the program.
+
+    (What follows from these may be a constant, such as the Hessian of a square.)
+    """
+    most = max((x.shape[0] for x in arrays), default=0)
+    indices = []
+    if most > 1:
+        indices = places(range(most), min(like, key=lambda x: x.size))
+
+    def entries(x: Array) -> list[Array]:
+        if x.shape[0] == 1:
+            return [lax.squeeze(x, [0])]
+        own = indices[: x.shape[0]]
+        return [lax.dynamic_index_in_dim(x, i, keepdims=False) for i in own]
+
+    return [entries(x) for x in arrays]
 
 
 _PIECE = 256
@@ -90,6 +101,8 @@ def mirrored(x: Shaped[Array, "n n"]) -> Shaped[Array, "n n"]:
     image from 512 rows on: so it is done in pieces, which are written in place.
     """
     default = _mirrored_at_once
+    if x.shape[0] <= _PIECE:
+        return default(x)
     return lax.platform_dependent(x, cpu=_mirrored_in_pieces, default=default)
 
 

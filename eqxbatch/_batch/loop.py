@@ -87,6 +87,8 @@ def run_blocks(
         output, aux = eqx.combine(struct, static)
         return jaxpr, output, aux
 
+    if blocks.num_full == blocks.num == 1 and limit is None and not checkpoint:
+        return _at_once(fun, arrays, blocks, make_slots)
     full, output, aux = trace(blocks.size)
     slots = make_slots(output, aux)
     if blocks.num_full > 0 and blocks.remainder > 0:
@@ -122,6 +124,60 @@ def run_blocks(
     has_names = any(axis_names(jaxpr) for jaxpr in (full.jaxpr, remainder.jaxpr))
     run = _loop_without_rule if has_names else _loop
     return slots.combine(run(operands, program=program))
+
+
+def _at_once(
+    fun: Callable[[list, int], tuple[PyTree, Any]],
+    arrays: list,
+    blocks: Blocks,
+    make_slots: Callable[[PyTree, Any], Slots],
+) -> PyTree:
+    """The same of one microbatch, without a program to be traced ahead for a loop."""
+    block = full_block(blocks, 0)
+    with jax.named_scope("microbatch"):
+        output, aux = fun(arrays, blocks.size)
+    outs, static = eqx.partition(output, eqx.is_array)
+    slots = make_slots(eqx.combine(jax.eval_shape(lambda x: x, outs), static), aux)
+    leaves = jtu.tree_leaves(outs)
+    strong = [_as_strong(x) for x in leaves]
+
+    def result(slot: Slot) -> PyTree:
+        value = slot.value(strong, block)
+        with slot.named():
+            if isinstance(slot.accumulator, Concat):
+                jax.eval_shape(lambda: slot.accumulator.init(value, blocks))
+                return value
+            state = slot.accumulator.init(value, blocks)
+        new = slot.accumulator.update(state, value, block)
+        _check_state(slot, state, new)
+        return slot.accumulator.finalize(new)
+
+    results = [
+        _as_weak(x) if is_weak(slot, leaves) else x
+        for x, slot in ((result(slot), slot) for slot in slots.slots)
+    ]
+    return slots.combine(results)
+
+
+def _check_state(slot: Slot, before: Any, after: Any) -> None:
+    if types_of(before) != types_of(after):
+        structs = [jax.eval_shape(lambda state: state, x) for x in (before, after)]
+        raise TypeError(
+            f"The accumulator {slot.accumulator} of output{slot.path} must keep "
+            f"structure, shapes and dtypes of its state: `init` returned {structs[0]} "
+            f"and `update` {structs[1]}."
+        )
+
+
+def is_weak(slot: Slot, outs: list) -> bool:
+    """Whether a result is weakly typed, as what `jax.vmap` returns would be.
+
+    `outs` are what a microbatch returns.
+    """
+    if not isinstance(slot.accumulator, (Concat, Last)):
+        return False
+    (index,) = slot.indices
+    return getattr(outs[index], "weak_type", False)
 
 
 def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
@@ -264,17 +320,11 @@ class _Run:
                 zip(self.slots, values, states, strict=True)
             )
         ]
+        outs = [var.aval for var in self.program.full.outvars]
         return [
-            _as_weak(x) if self.is_weak(slot) else x
+            _as_weak(x) if is_weak(slot, outs) else x
             for x, slot in zip(results, self.slots, strict=True)
         ]
-
-    def is_weak(self, slot: Slot) -> bool:
-        """Whether a result is weakly typed, as what `jax.vmap` returns would be."""
-        if not isinstance(slot.accumulator, (Concat, Last)):
-            return False
-        (index,) = slot.indices
-        return getattr(self.program.full.outvars[index].aval, "weak_type", False)
 
     def initial_state(self, slot: Slot, value: PyTree) -> Any:
         """The state before the first microbatch, with the type that it has after it.
@@ -291,12 +341,7 @@ class _Run:
         update = lambda state, value: slot.accumulator.update(state, value, block)
         before = jax.eval_shape(lambda s: s, state)
         after = jax.eval_shape(update, state, value)
-        if types_of(before) != types_of(after):
-            raise TypeError(
-                f"The accumulator {slot.accumulator} of output{slot.path} must keep "
-                f"structure, shapes and dtypes of its state: `init` returned {before} "
-                f"and `update` {after}."
-            )
+        _check_state(slot, before, after)
         return jtu.tree_map(with_type_of, after, state)
 
     def is_collected(self, slot: Slot) -> bool:

@@ -336,7 +336,8 @@ class SiteHessian:
                 *(outs[num + i] for i in push.operands),
             ]
 
-        return jax.linearize(at, [point[z] for z in push.perturbations])[1]
+        own = [point[z] for z in push.perturbations]
+        return lambda change: jax.jvp(at, [own], [change])[1]
 
 
 def _basis_of(point: list, push: Push) -> list[Array]:

@@ -375,8 +375,9 @@ class CurvatureBlocks:
     def by_pairs(self, sums: list[Array]) -> dict[Pair, Inexact[Array, "..."]]:
         """The blocks that are wanted, of what `sums` returns."""
         found = {}
-        for pairs, x in zip(self.groups, sums, strict=True):
-            found.update(zip(pairs, separate(x), strict=True))
+        separated = separate(sums, self.curvature.leaves)
+        for pairs, blocks in zip(self.groups, separated, strict=True):
+            found.update(zip(pairs, blocks, strict=True))
         return {pair: found[pair] for pair in self.wanted.pairs}
 
     @property

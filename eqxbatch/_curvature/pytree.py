@@ -113,7 +113,8 @@ def flat_square(blocks: dict[Pair, Array], leaves: Sequence) -> Inexact[Array, "
     if len(leaves) == 1:
         return mirrored(blocks[0, 0].reshape(*sizes, *sizes).astype(dtype))
     matrix = jnp.zeros((starts[-1], starts[-1]), dtype)
-    at_run_time = places(starts, next(iter(blocks.values())))
+    first = next(iter(blocks.values()))
+    at_run_time = places(starts, first.ravel()[:1])
     for (row, column), block in blocks.items():
         block = block.reshape(sizes[row], sizes[column]).astype(dtype)
         at = (at_run_time[row], at_run_time[column])
