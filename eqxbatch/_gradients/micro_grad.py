@@ -429,8 +429,9 @@ def filter_micro_grad(
     """The gradient of a loss of one example over a batch of them, in microbatches.
 
     As [`eqxbatch.filter_micro_value_and_grad`][], but the value is not returned: only
-    the gradient, or `(gradient, aux)` with `has_aux`, and statistics if `return_norms`,
-    `metrics` or `moments` asks for them. All arguments mean what they mean there:
+    the gradient, or `(gradient, aux)` with `has_aux`, and then statistics if
+    `return_norms`, `metrics` or `moments` asks for them. All arguments mean what they
+    mean there:
 
     - `fun`, `where`, `filter_spec`, `in_axes`, `batched`: what is differentiated.
     - `microbatch_size`, `num_real_microbatches`: how many examples at a time.

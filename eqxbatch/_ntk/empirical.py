@@ -1,7 +1,7 @@
 """Empirical kernels of a model: NTK, NNGP, and both."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, overload, TYPE_CHECKING, TypeVar, Unpack
 
 import equinox as eqx
 import numpy as np
@@ -18,6 +18,13 @@ from .matvec import ProductTask, StructTask
 from .request import Kernels, KernelTask, make_kernels
 from .task_kernel import AbstractEstimator, make_blocks
 from .traced_model import named, names_of
+
+
+if TYPE_CHECKING:
+    from . import estimator_signatures as signatures
+
+
+_Out = TypeVar("_Out")
 
 
 _Inputs = PyTree[Shaped[Array, "..."] | Shaped[np.ndarray, "..."]]
@@ -55,7 +62,7 @@ def _made(
     return kernels, blocks
 
 
-class EmpiricalNTK(AbstractEstimator):
+class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     """The neural tangent kernel of a model as it is: products of its Jacobians.
 
     For an example `x` of one side and `y` of the other, and entries `o` and `p` of what
@@ -157,6 +164,19 @@ class EmpiricalNTK(AbstractEstimator):
     _kernels: Kernels
     _blocks: BatchKernel | None
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self, model: Callable[..., _Out], **settings: Unpack[signatures.NTKOnDevice]
+        ): ...
+        @overload
+        def __init__(
+            self: "EmpiricalNTK[Any]",
+            model: Callable[..., Any],
+            **settings: Unpack[signatures.NTKElsewhere],
+        ): ...
+
     def __init__(
         self,
         model: Callable,
@@ -195,7 +215,7 @@ class EmpiricalNTK(AbstractEstimator):
     @checked
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
-    ) -> Any:
+    ) -> _Out:
         """The kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))
 
@@ -247,7 +267,7 @@ class EmpiricalNTK(AbstractEstimator):
         return lineax.FunctionLinearOperator(product, structs, tags)
 
 
-class EmpiricalNNGP(AbstractEstimator):
+class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
     """The second moments of what a model returns: its kernel as a Gaussian process.
 
     For an example `x` of one side and `y` of the other, and entries `o` and `p` of what
@@ -279,6 +299,21 @@ class EmpiricalNNGP(AbstractEstimator):
 
     _kernels: Kernels
     _blocks: BatchKernel | None
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self,
+            model: Callable[..., _Out],
+            **settings: Unpack[signatures.NNGPOnDevice],
+        ): ...
+        @overload
+        def __init__(
+            self: "EmpiricalNNGP[Any]",
+            model: Callable[..., Any],
+            **settings: Unpack[signatures.NNGPElsewhere],
+        ): ...
 
     def __init__(
         self,
@@ -314,7 +349,7 @@ class EmpiricalNNGP(AbstractEstimator):
     @checked
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
-    ) -> Any:
+    ) -> _Out:
         """The kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))
 
@@ -327,7 +362,7 @@ class EmpiricalNNGP(AbstractEstimator):
         return self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)[0]
 
 
-class EmpiricalKernel(AbstractEstimator):
+class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
     """NTK and NNGP of a model, from one pass over the examples.
 
     It is called as an [`eqxbatch.EmpiricalNTK`][] is, but for `get`, which says what to
@@ -358,6 +393,19 @@ class EmpiricalKernel(AbstractEstimator):
 
     _kernels: Kernels
     _blocks: BatchKernel | None
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self, model: Callable[..., _Out], **settings: Unpack[signatures.NTKOnDevice]
+        ): ...
+        @overload
+        def __init__(
+            self: "EmpiricalKernel[Any]",
+            model: Callable[..., Any],
+            **settings: Unpack[signatures.NTKElsewhere],
+        ): ...
 
     def __init__(
         self,
@@ -396,6 +444,23 @@ class EmpiricalKernel(AbstractEstimator):
     ) -> tuple[KernelTask, Any, dict[str, Any]]:
         get = tuple(get) if isinstance(get, list) else get
         return KernelTask(names_of(get)), get, kwargs
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self, x1: Any, x2: Any = None, get: None = None, **kwargs: Any
+        ) -> signatures.BothKernels[_Out]: ...
+        @overload
+        def __call__(self, x1: Any, x2: Any, get: str, **kwargs: Any) -> _Out: ...
+        @overload
+        def __call__(
+            self, x1: Any, x2: Any = None, *, get: str, **kwargs: Any
+        ) -> _Out: ...
+        @overload
+        def __call__(
+            self, x1: Any, x2: Any = None, get: Sequence[str] = ..., **kwargs: Any
+        ) -> Any: ...
 
     @checked
     def __call__(

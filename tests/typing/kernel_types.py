@@ -3,11 +3,20 @@
 
 from typing import Any, assert_type, NamedTuple
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import eqxbatch
-from eqxbatch import filter_batch_kernel
+from eqxbatch import (
+    EmpiricalKernel,
+    EmpiricalNNGP,
+    EmpiricalNTK,
+    filter_batch_kernel,
+    KernelEstimate,
+    ProbedNTK,
+)
 
 
 def linear(
@@ -54,3 +63,28 @@ def on_host(x1: Array, x2: Array) -> Array:
 
 
 assert_type(on_host(x, y), Any)
+
+
+# The kernel of a model has the type of what the model returns.
+class TwoHeads(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __call__(self, x: Array) -> dict[str, Array]:
+        return {"first": self.first(x), "second": self.second(x)}
+
+
+key = jax.random.key(0)
+mlp = eqx.nn.MLP(3, 2, 4, 1, key=key)
+heads = TwoHeads(eqx.nn.Linear(3, 2, key=key), eqx.nn.Linear(3, 1, key=key))
+assert_type(EmpiricalNTK(mlp, block_size=2)(x, y), Array)
+assert_type(EmpiricalNTK(heads, trace_axes=())(x), dict[str, Array])
+assert_type(EmpiricalNNGP(mlp)(x), Array)
+assert_type(EmpiricalKernel(mlp)(x, get="ntk"), Array)
+assert_type(EmpiricalKernel(mlp)(x, None, "nngp"), Array)
+assert_type(EmpiricalKernel(mlp)(x).nngp, Array)
+assert_type(EmpiricalKernel(mlp)(x, get=("ntk",)), Any)
+assert_type(EmpiricalNTK(mlp, block_size=2, store=eqxbatch.HostStore())(x), Any)
+assert_type(EmpiricalNTK(mlp, reduce=eqxbatch.RowSums())(x), Any)
+assert_type(ProbedNTK(mlp, num_probes=2, key=key)(x), KernelEstimate)
+assert_type(filter_batch_kernel(EmpiricalNTK(mlp), block_size=2)(x, y), Array)

@@ -8,6 +8,7 @@ from jaxtyping import Array
 
 import eqxbatch
 from eqxbatch import (
+    EmpiricalNTK,
     filter_batch_kernel,
     filter_ggn,
     filter_grid_vmap,
@@ -101,7 +102,12 @@ filter_batch_kernel(kernel, block_size=2.0)  # pyright: ignore[reportArgumentTyp
 filter_batch_kernel(kernel, block_size=2, store="disk")  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
+EmpiricalNTK(model, block_size=2.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
+EmpiricalNTK(model, trace_axes="all")  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 # Functions that do not fit.
+EmpiricalNTK(x)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_micro_vmap(2)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_micro_grad(loss_with_aux)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_micro_grad(loss, has_aux=True)  # pyright: ignore[reportArgumentType, reportCallIssue]

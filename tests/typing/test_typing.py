@@ -17,6 +17,7 @@ import eqxbatch
 from eqxbatch._curvature import curvature_signatures as curvature
 from eqxbatch._gradients import gradient_signatures as gradients
 from eqxbatch._maps import map_signatures as maps
+from eqxbatch._ntk import estimator_signatures as estimators
 from eqxbatch._pairs import kernel_signature as kernels
 
 
@@ -73,6 +74,21 @@ def test_every_overload_knows_every_setting(name):
     assert found
     for overload in found:
         assert parameters(overload) == expected
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    (
+        ("EmpiricalNTK", (estimators.NTKOnDevice, estimators.NTKElsewhere)),
+        ("EmpiricalKernel", (estimators.NTKOnDevice, estimators.NTKElsewhere)),
+        ("EmpiricalNNGP", (estimators.NNGPOnDevice, estimators.NNGPElsewhere)),
+    ),
+)
+def test_estimators_know_every_setting(name, kinds):
+    expected = {*inspect.signature(getattr(eqxbatch, name)).parameters} - {"model"}
+    for kind in kinds:
+        assert {*kind.__annotations__} == expected
 
 
 @pytest.mark.quick

@@ -1,0 +1,66 @@
+"""What type checkers are told of empirical kernels.
+
+A kernel has the structure of what the model returns, and so the type of that, unless it
+goes to a store or is reduced.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
+
+from jax.sharding import Mesh
+
+from .._pairs.calls import BlockSize
+from .._pairs.progress import AbstractProgressMeter
+from .._pairs.stores import AbstractStore
+
+
+Out = TypeVar("Out")
+
+
+class BothKernels(NamedTuple, Generic[Out]):
+    """What an `EmpiricalKernel` returns; at run time, the names are those asked for."""
+
+    nngp: Out
+    ntk: Out
+
+
+class _Settings(TypedDict, total=False):
+    trace_axes: int | tuple[int, ...]
+    diagonal_axes: int | tuple[int, ...]
+    vmap_axes: Any
+    block_size: BlockSize
+    mesh: Mesh | None
+    mesh_axis: str | None
+    progress: AbstractProgressMeter | None
+
+
+class _ParameterSettings(_Settings, total=False):
+    implementation: str | int
+    where: Callable[[Any], Any] | None
+    filter_spec: Any
+
+
+class _OnDevice(TypedDict, total=False):
+    store: Literal["device"]
+    reduce: None
+
+
+class _Elsewhere(TypedDict, total=False):
+    store: AbstractStore | Literal["device"]
+    reduce: Any
+
+
+class NNGPOnDevice(_Settings, _OnDevice):
+    """Of an `EmpiricalNNGP`."""
+
+
+class NNGPElsewhere(_Settings, _Elsewhere):
+    """Of an `EmpiricalNNGP`."""
+
+
+class NTKOnDevice(_ParameterSettings, _OnDevice):
+    """Of an `EmpiricalNTK` and an `EmpiricalKernel`."""
+
+
+class NTKElsewhere(_ParameterSettings, _Elsewhere):
+    """Of an `EmpiricalNTK` and an `EmpiricalKernel`."""
