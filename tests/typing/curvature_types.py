@@ -78,6 +78,20 @@ def cubes(w: Array) -> Array:
 assert_type(cubes(x), tuple[Array, Unravel[Array]])
 
 
+def two_outputs_with_aux(model: MLP, x: Array) -> tuple[dict[str, Array], Array]:
+    return two_outputs(model, x), x
+
+
+aux = filter_jacobian(two_outputs_with_aux, has_aux=True)
+assert_type(aux(model, x), tuple[Any, Array])
+assert_type(filter_jacobian(block_size=2)(two_outputs)(model, x), Any)
+decorator = filter_jacobian(has_aux=True)
+assert_type(decorator(outputs_with_aux)(model, x), tuple[MLP, Array])
+assert_type(decorator(two_outputs_with_aux)(model, x), tuple[Any, Array])
+flat_aux = filter_jacobian(has_aux=True, flat=True)(outputs_with_aux)
+assert_type(flat_aux(model, x), tuple[tuple[Array, Unravel[MLP]], Array])
+
+
 # Hessians.
 assert_type(filter_hessian(loss)(model, x), Any)
 flat = filter_hessian(loss, in_axes=0, flat=True, accumulator=eqxbatch.Sum())
@@ -104,6 +118,9 @@ def of_one(w: Array) -> Array:
 
 
 assert_type(of_one(x), Any)
+assert_type(filter_hessian(num_blocks=2)(loss)(model, x), Any)
+aux = filter_hessian(has_aux=True)(loss_with_aux)
+assert_type(aux(model, x), tuple[Any, Array])
 
 
 # Their diagonals and blocks.
@@ -111,6 +128,11 @@ assert_type(filter_hessian_diagonal(loss)(model, x), MLP)
 flat = filter_hessian_diagonal(loss, flat=True)
 assert_type(flat(model, x), tuple[Array, Unravel[MLP]])
 aux = filter_hessian_diagonal(loss_with_aux, has_aux=True)
+assert_type(aux(model, x), tuple[MLP, Array])
+flat_aux = filter_hessian_diagonal(loss_with_aux, has_aux=True, flat=True)
+assert_type(flat_aux(model, x), tuple[tuple[Array, Unravel[MLP]], Array])
+assert_type(filter_hessian_diagonal(mode="fwd")(loss)(model, x), MLP)
+aux = filter_hessian_diagonal(has_aux=True)(loss_with_aux)
 assert_type(aux(model, x), tuple[MLP, Array])
 assert_type(filter_hessian_blocks(loss, flat=True)(model, x), Any)
 aux = filter_hessian_blocks(loss_with_aux, has_aux=True)
@@ -149,11 +171,16 @@ def ggn(model: MLP, x: Array) -> Array:
 assert_type(ggn(model, x), tuple[Array, Unravel[MLP]])
 
 
+assert_type(filter_ggn(loss=loss_of_outputs)(outputs)(model, x), Any)
+
+
 # Products.
 vector = jax.tree.map(lambda leaf: leaf, model)
 assert_type(filter_hvp(loss)(model, vector, x), MLP)
 assert_type(filter_hvp(loss, in_axes=0)(model, vector, x=xs), MLP)
 aux = filter_hvp(loss_with_aux, has_aux=True)
+assert_type(aux(model, vector, x), tuple[MLP, Array])
+aux = filter_hvp(has_aux=True)(loss_with_aux)
 assert_type(aux(model, vector, x), tuple[MLP, Array])
 assert_type(filter_ggnvp(outputs, loss_of_outputs)(model, vector, x), MLP)
 

@@ -48,18 +48,30 @@ both = filter_micro_grad(loss_with_aux, has_aux=True, return_norms=True)
 assert_type(both(model, x, y), tuple[MLP, dict[str, Array], GradientStatistics])
 
 
+both = filter_micro_grad(loss_with_aux, has_aux=True, moments=True)
+assert_type(both(model, x, y), tuple[MLP, dict[str, Array], GradientStatistics])
+both = filter_micro_grad(loss_with_aux, has_aux=True, metrics=jax.tree.leaves)
+assert_type(both(model, x, y), tuple[MLP, dict[str, Array], GradientStatistics])
+
+
 # Values and gradients.
 value_and_grad = filter_micro_value_and_grad(loss, microbatch_size=2)
 assert_type(value_and_grad(model, x, y), tuple[Array, MLP])
 watched = filter_micro_value_and_grad(loss, return_norms=True, accumulator=Sum())
 assert_type(watched(model, x, y), tuple[Array, MLP, GradientStatistics])
+watched = filter_micro_value_and_grad(loss, moments=True)
+assert_type(watched(model, x, y), tuple[Array, MLP, GradientStatistics])
+watched = filter_micro_value_and_grad(loss, metrics=jax.tree.leaves)
+assert_type(watched(model, x, y), tuple[Array, MLP, GradientStatistics])
 with_aux = filter_micro_value_and_grad(loss_with_aux, has_aux=True)
 assert_type(with_aux(model, x, y), tuple[tuple[Array, dict[str, Array]], MLP])
+All = tuple[tuple[Array, dict[str, Array]], MLP, GradientStatistics]
 both = filter_micro_value_and_grad(loss_with_aux, has_aux=True, moments=True)
-assert_type(
-    both(model, x, y),
-    tuple[tuple[Array, dict[str, Array]], MLP, GradientStatistics],
-)
+assert_type(both(model, x, y), All)
+both = filter_micro_value_and_grad(loss_with_aux, has_aux=True, return_norms=True)
+assert_type(both(model, x, y), All)
+both = filter_micro_value_and_grad(loss_with_aux, has_aux=True, metrics=jax.tree.leaves)
+assert_type(both(model, x, y), All)
 
 
 # As decorators.
@@ -69,6 +81,14 @@ def grad(w: Array, x: Array) -> Array:
 
 
 assert_type(grad(x[0], x), Array)
+
+
+@filter_micro_grad(microbatch_size=2)
+def grad_in_microbatches(w: Array, x: Array) -> Array:
+    return jnp.dot(w, x)
+
+
+assert_type(grad_in_microbatches(x[0], x), Array)
 
 
 @filter_micro_grad(microbatch_size=2, return_norms=True)
@@ -148,6 +168,11 @@ replaced = filter_micro_grad(
     loss_with_aux, has_aux=True, aux_accumulator={"out": Mean()}
 )
 assert_type(replaced(model, x, y), Any)
+replaced = filter_micro_value_and_grad(
+    loss_with_aux, has_aux=True, aux_accumulator={"out": Mean()}
+)
+assert_type(replaced(model, x, y), Any)
+assert_type(filter_micro_grad(transform=jax.tree.leaves)(loss)(model, x, y), Any)
 
 
 # What is not annotated can be anything, too.

@@ -88,6 +88,9 @@ several = filter_micro_vmap(
     lambda x: (x, 2 * x), accumulator=(eqxbatch.Sum(), eqxbatch.Max())
 )
 assert_type(several(xs), Any)
+variances = filter_microbatch(total, accumulator=eqxbatch.Variance())
+assert_type(variances(xs), Any)
+assert_type(filter_micro_vmap(accumulator=eqxbatch.Variance())(moments)(xs), Any)
 
 
 # Grids.
