@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -15,7 +15,10 @@ from jaxtyping import Array, PyTree
 from .._base.trees import described, shown
 
 
-class TaylorExpansion(eqx.Module):
+_Out = TypeVar("_Out")
+
+
+class TaylorExpansion(eqx.Module, Generic[_Out]):
     """What [`eqxbatch.filter_linearize`][] and its relative return.
 
     Called as `expansion(model, *args, **kwargs)`: the expansion around the model that
@@ -25,7 +28,9 @@ class TaylorExpansion(eqx.Module):
     _centre: Callable
     _degree: int = eqx.field(static=True)
 
-    def __call__(self, model: Callable, /, *args: Any, **kwargs: Any) -> PyTree:
+    def __call__(
+        self, model: Callable[..., _Out], /, *args: Any, **kwargs: Any
+    ) -> _Out:
         """The value of the expansion at the inexact arrays of `model`."""
         start, static = eqx.partition(self._centre, eqx.is_inexact_array)
         end = eqx.filter(model, eqx.is_inexact_array)
@@ -65,7 +70,9 @@ class TaylorExpansion(eqx.Module):
         return eqx.combine(total, rest)
 
 
-def filter_taylor_expand(model: Callable, degree: int) -> TaylorExpansion:
+def filter_taylor_expand(
+    model: Callable[..., _Out], degree: int
+) -> TaylorExpansion[_Out]:
     """The Taylor polynomial of a model in its parameters, around what they are.
 
     It is a function `expansion(model, *args, **kwargs)` of a model of the same
@@ -101,7 +108,7 @@ def filter_taylor_expand(model: Callable, degree: int) -> TaylorExpansion:
     return TaylorExpansion(model, operator.index(degree))
 
 
-def filter_linearize(model: Callable) -> TaylorExpansion:
+def filter_linearize(model: Callable[..., _Out]) -> TaylorExpansion[_Out]:
     """The model, made linear in its parameters around what they are.
 
     [`eqxbatch.filter_taylor_expand`][] of degree 1, for a callable PyTree `model`. Its

@@ -83,7 +83,9 @@ class Kernels(eqx.Module):
 
     def of_blocks(self, plan: Plan) -> "Kernels":
         """The same for blocks that are planned from outside."""
-        changes = {"block_size": plan.sizes, "room": plan.room}
+        # Without a size, there is one block.
+        size = None if plan.sizes == (None, None) else plan.sizes
+        changes = {"block_size": size, "room": plan.room}
         settings = dataclasses.replace(self.settings, **changes)
         return dataclasses.replace(self, settings=settings)
 

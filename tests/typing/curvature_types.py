@@ -17,6 +17,9 @@ from eqxbatch import (
     filter_hessian_diagonal,
     filter_hvp,
     filter_jacobian,
+    filter_linearize,
+    filter_taylor_expand,
+    TaylorExpansion,
     Unravel,
 )
 
@@ -199,3 +202,8 @@ def ggn_product(model: MLP, x: Array) -> Array:
 
 
 assert_type(ggn_product(model, vector, x), MLP)
+
+
+# Expansions return what the model returns.
+assert_type(filter_linearize(model), TaylorExpansion[Array])
+assert_type(filter_taylor_expand(model, degree=2)(model, x), Array)
