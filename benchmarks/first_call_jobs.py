@@ -318,6 +318,7 @@ def gradient_jobs() -> list[Job]:
         ("transformer of 4 layers", transformer),
     ):
         clipped = part(gradient, make, micro_grad.clipped)
+        accumulated = part(gradient, make, micro_grad.accumulated)
         found += [
             Job(
                 f"clipped gradients, {title}",
@@ -331,8 +332,16 @@ def gradient_jobs() -> list[Job]:
                 f"accumulated gradients, {title}",
                 "one plain gradient",
                 1.4,
-                part(gradient, make, micro_grad.accumulated, harness.OURS),
+                part(accumulated, harness.OURS),
                 part(clipped, micro_grad.PLAIN),
+                is_quick=make is dense,
+            ),
+            Job(
+                f"accumulated gradients, {title}",
+                "`lax.scan` by hand",
+                1.5,
+                part(accumulated, harness.OURS),
+                part(accumulated, "lax.scan by hand"),
                 is_quick=make is dense,
             ),
         ]

@@ -20,7 +20,7 @@ from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .factors import Factors
 from .gram import has_gram, norm_terms
-from .site import Site
+from .site import is_lettered, Site
 from .trace import Program
 
 
@@ -205,6 +205,9 @@ def _choose(
     twice = Cost(
         2 * products + 2 * size, width * (2 * factors + (1 + len(sites)) * size)
     )
+    # It is computed from the gradients of what sites see of it.
+    formed = Cost(0.0, 2 * width * sum(_num_viewed(site) for site in sites))
+    once, twice = once + formed, twice + formed
     candidates = [Contraction(leaf, "gradient", False, twice)]
     # What is kept is kept for all leaves at a time, so it must not be much more than
     # what a backward pass keeps anyway.
@@ -232,6 +235,7 @@ def prefers_sites(program: Program, contractions: list[Contraction]) -> bool:
 def vmapped_cost(program: Program) -> Cost:
     """That of one example if all its gradients are formed by `vmap`."""
     total = Cost()
+    viewed: set[tuple] = set()
     for leaf, struct in enumerate(program.leaves):
         size, width = float(math.prod(struct.shape)), struct.dtype.itemsize
         # The gradient is read for the norm and the sum.
@@ -244,6 +248,11 @@ def vmapped_cost(program: Program) -> Cost:
             if site.rule.kind == "leaf":
                 # What it takes to be formed is not known, here or there.
                 continue
+            # Leaves that are seen together have one gradient of what is seen.
+            key = (site.perturbation, site.operand, site.rule.key)
+            if key not in viewed:
+                viewed.add(key)
+                total += Cost(0.0, 2 * width * _num_viewed(site))
             slow = site.rule.kind == "conv_general_dilated"
             factor = GROUPED_CONVOLUTION if slow else 1.0
             total += Cost(factor * num_products(site), width * _num_factors(site))
@@ -255,6 +264,14 @@ def _num_factors(site: Site) -> float:
     sizes = site.sizes
     both = (site.a_axes, site.d_axes)
     return float(sum(math.prod(sizes[name] for name in axes) for axes in both))
+
+
+def _num_viewed(site: Site) -> float:
+    """How many entries what a site sees of a leaf has, if these are not the leaf's."""
+    if is_lettered(site):
+        return 0.0
+    steps = [loop.length for loop in site.loops if loop.is_sliced]
+    return float(math.prod((*steps, *site.view.shape)))
 
 
 def num_products(site: Site) -> float:

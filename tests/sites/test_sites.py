@@ -513,6 +513,10 @@ def test_auto_takes_what_costs_less():
     report = explain_sites(lambda m, x: jnp.sum(m(x)), scalar, jnp.ones(10_000))
     assert report.method == "materialise"
     assert report.bytes >= report.materialised_bytes
+    # A norm and a direction are computed from one gradient of the weight together.
+    normed = eqx.nn.WeightNorm(wide)
+    report = explain_sites(lambda m, x: jnp.sum(m(x) ** 2), normed, jnp.ones(64))
+    assert report.method == "materialise"
 
 
 def test_report():
