@@ -9,8 +9,8 @@ would be repeated in each overload.
 No file of signatures is imported at run time, as that takes a while.
 
 The transformed function is a `Callable` with the parameters of the function that it
-wraps. Protocols are `runtime_checkable`, as some tests check all annotations at run time
-and refuse those that cannot be checked.
+wraps. Protocols are `runtime_checkable`, as some tests check all annotations at run
+time, and refuse those that cannot be checked.
 """
 
 from collections.abc import Callable, Mapping
