@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 from eqxbatch import (
     filter_ggn,
@@ -83,7 +84,7 @@ def compare(seed):
     weights = jnp.arange(1.0, NUM + 1)
     shares = weights / jnp.sum(weights)
     diff, static = eqx.partition(model, eqx.is_inexact_array)
-    flat, unravel = jax.flatten_util.ravel_pytree(diff)
+    flat, unravel = ravel_pytree(diff)
     model_at = lambda flat: eqx.combine(unravel(flat), static)
 
     @jax.jit

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from eqxbatch import (
     filter_ggn,
@@ -34,7 +35,7 @@ class TestProducts:
         model, (x, y) = network(getkey()), batch(getkey(), total)
         diff = eqx.filter(model, eqx.is_inexact_array)
         vector = jax.tree.map(lambda x: jr.normal(getkey(), x.shape), diff)
-        flat, unravel = jax.flatten_util.ravel_pytree(vector)
+        flat, unravel = ravel_pytree(vector)
         expected, _ = filter_hessian(error, in_axes=0, flat=True)(model, x, y)
         hvp = filter_hvp(error, in_axes=0, microbatch_size=BLOCK)
         close(hvp(model, vector, x, y), unravel(expected @ flat))
@@ -82,7 +83,7 @@ class TestProducts:
             return terms - jax.nn.log_softmax(out["logits"])[label]
 
         diff, static = eqx.partition(model, eqx.is_inexact_array)
-        flat, unravel = jax.flatten_util.ravel_pytree(diff)
+        flat, unravel = ravel_pytree(diff)
 
         def one(x, label):
             out = lambda p: eqx.combine(unravel(p), static)(x)

@@ -8,6 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 import pytest
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from eqxbatch import (
     filter_hessian,
@@ -314,7 +315,7 @@ class TestResults:
         model, (x, y) = network(getkey()), batch(getkey(), 5)
         diff = eqx.filter(model, eqx.is_inexact_array)
         _, unravel = filter_hessian(error, in_axes=0, flat=True)(model, x, y)
-        flat, theirs = jax.flatten_util.ravel_pytree(diff)
+        flat, theirs = ravel_pytree(diff)
         assert_same(unravel(flat), theirs(flat))
         several = unravel(jnp.stack([flat, 2 * flat]))
         assert_same(jax.tree.map(lambda x: x[1], several), theirs(2 * flat))

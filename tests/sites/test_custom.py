@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqxbatch import explain_sites, filter_hessian, filter_micro_grad, Sum
@@ -252,7 +253,7 @@ def test_second_derivatives():
     assert not [leaf.reason for leaf in report.leaves if leaf.reason]
     program = Program(jax.make_jaxpr(loss)(ws, xs[0]), 2, order=2)
     assert all("and no second" in program.fallbacks[i] for i in (0, 1))
-    flat, unravel = jax.flatten_util.ravel_pytree(ws)
+    flat, unravel = ravel_pytree(ws)
     total = lambda v: jnp.mean(jax.vmap(loss, (None, 0))(unravel(v), xs))
     truth = jax.jacrev(jax.grad(total))(flat)
     with pytest.warns(UserWarning, match="forward"):
