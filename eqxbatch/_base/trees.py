@@ -1,16 +1,15 @@
 """PyTrees, and what is said of arguments."""
 
-import functools
 import importlib
 import inspect
 import logging
 import operator
 from collections.abc import Callable
-from typing import Any, cast, TypeVar
+from typing import Any
 
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import jaxtyped, PyTree
+from jaxtyping import PyTree
 
 
 # Says what takes a while, and what is chosen.
@@ -120,30 +119,6 @@ def as_int(x: Any) -> int | None:
         return operator.index(x)
     except TypeError:
         return None
-
-
-_Checked = TypeVar("_Checked", bound=Callable)
-
-
-def checked(fun: _Checked) -> _Checked:
-    """`fun`, with the types of its arguments and results checked in each call.
-
-    At the boundary, data is checked for every user, and not only in tests. What checks
-    takes a while to import, and is imported by the first call.
-    """
-
-    @functools.cache
-    def with_checks() -> Callable:
-        from beartype import beartype
-
-        return jaxtyped(fun, typechecker=beartype)
-
-    @functools.wraps(fun)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        return with_checks()(*args, **kwargs)
-
-    return cast(_Checked, wrapper)
 
 
 def import_extra(module: str, what: str, extra: str) -> Any:

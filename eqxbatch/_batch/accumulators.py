@@ -12,10 +12,11 @@ import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import PartitionSpec, reshard
 from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact, PyTree, Shaped
+from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
 from .._base.dtypes import accumulation_dtype
 from .._base.mesh import spec_of, with_type_of
+from .._base.shapes import check_fields, checked
 from .cut import are_split, Block, Blocks, merge_parts, split_parts
 
 
@@ -129,12 +130,16 @@ class Concat(AbstractAccumulator[Array]):
 
     axis: int = eqx.field(static=True, default=0)
 
+    def __check_init__(self) -> None:
+        check_fields(self)
+
     def init(self, value: _Struct, blocks: Blocks) -> Shaped[Array, "..."]:
         axis = self.axis_of(value)
         extent = self.extent(value, blocks)
         shape = (*value.shape[:axis], extent, *value.shape[axis + 1 :])
         return with_type_of(value, jnp.zeros(shape, value.dtype))
 
+    @checked
     def update(
         self, state: Shaped[Array, "..."], value: Shaped[Array, "..."], block: Block
     ) -> Shaped[Array, "..."]:
@@ -156,9 +161,11 @@ class Concat(AbstractAccumulator[Array]):
         state = lax.dynamic_update_slice_in_dim(state, value, start, axis)
         return merge_parts(state, axis - 1) if is_split else state
 
+    @checked
     def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         return state
 
+    @checked
     def aggregate(
         self, values: Shaped[Array, "b ..."], block: Block
     ) -> Shaped[Array, "..."]:
@@ -215,14 +222,17 @@ class Last(AbstractAccumulator[Array]):
             )
         return jnp.zeros(value.shape, value.dtype)
 
+    @checked
     def update(
         self, state: Shaped[Array, "..."], value: Shaped[Array, "..."], block: Block
     ) -> Shaped[Array, "..."]:
         return value
 
+    @checked
     def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         return state
 
+    @checked
     def aggregate(
         self, values: Shaped[Array, "b *r"], block: Block
     ) -> Shaped[Array, "*r"]:
@@ -236,6 +246,10 @@ class Last(AbstractAccumulator[Array]):
 class _Extreme(eqx.Module):
     """The largest or smallest result of some examples, and how many results it is."""
 
+    checked_as: ClassVar[dict[str, Any]] = {
+        "value": Shaped[Array, "*r"],
+        "count": Int[Array, "*r"],
+    }
     value: Any
     count: Any
 
@@ -264,13 +278,18 @@ class Max(AbstractAccumulator[_Extreme]):
     def init(self, value: Any, blocks: Blocks) -> _Extreme:
         return _no_extreme("Max", value, -1)
 
-    def update(self, state: _Extreme, value: Any, block: Block) -> _Extreme:
+    @checked
+    def update(
+        self, state: _Extreme, value: _Extreme | Shaped[Array, "*r"], block: Block
+    ) -> _Extreme:
         return _merge_extremes(jnp.maximum, state, value)
 
-    def finalize(self, state: _Extreme) -> Shaped[Array, "..."]:
+    @checked
+    def finalize(self, state: _Extreme) -> Shaped[Array, "*r"]:
         return state.value
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Extreme:
+    @checked
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
         _identity("Max", values.dtype, -1)
         return _extreme_of(values, values.max(axis=0))
 
@@ -299,18 +318,24 @@ class Min(AbstractAccumulator[_Extreme]):
     def init(self, value: Any, blocks: Blocks) -> _Extreme:
         return _no_extreme("Min", value, 1)
 
-    def update(self, state: _Extreme, value: Any, block: Block) -> _Extreme:
+    @checked
+    def update(
+        self, state: _Extreme, value: _Extreme | Shaped[Array, "*r"], block: Block
+    ) -> _Extreme:
         return _merge_extremes(jnp.minimum, state, value)
 
-    def finalize(self, state: _Extreme) -> Shaped[Array, "..."]:
+    @checked
+    def finalize(self, state: _Extreme) -> Shaped[Array, "*r"]:
         return state.value
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Extreme:
+    @checked
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
         _identity("Min", values.dtype, 1)
         return _extreme_of(values, values.min(axis=0))
 
 
 class _LogTotal(eqx.Module):
+    checked_as: ClassVar[dict[str, Any]] = {"log_total": Inexact[Array, "*r"]}
     log_total: Any
     dtype: Any = eqx.field(static=True)
 
@@ -340,19 +365,27 @@ class LogSumExp(AbstractAccumulator[_LogTotal]):
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
+    def __check_init__(self) -> None:
+        check_fields(self)
+
     def init(self, value: Any, blocks: Blocks) -> _LogTotal:
         value = jax.eval_shape(self._whole, value)
         return jtu.tree_map(lambda s: jnp.full(s.shape, -jnp.inf, s.dtype), value)
 
-    def update(self, state: _LogTotal, value: Any, block: Block) -> _LogTotal:
+    @checked
+    def update(
+        self, state: _LogTotal, value: _LogTotal | Shaped[Array, "*r"], block: Block
+    ) -> _LogTotal:
         value = self._whole(value)
         log_total = _log_sum_exp(jnp.stack([state.log_total, value.log_total]))
         return _LogTotal(log_total, state.dtype)
 
-    def finalize(self, state: _LogTotal) -> Inexact[Array, "..."]:
+    @checked
+    def finalize(self, state: _LogTotal) -> Inexact[Array, "*r"]:
         return state.log_total.astype(state.dtype)
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _LogTotal:
+    @checked
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _LogTotal:
         whole = self._whole(values)
         return _LogTotal(_log_sum_exp(whole.log_total), whole.dtype)
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.mesh import examples_spec, is_explicit, mesh_axes, names_of, spec_of
+from .._base.shapes import Arranged, check_fields, checked, Contract, text_of
 from .._base.trees import described, match_prefix
 
 
@@ -88,6 +89,24 @@ def argument_specs(
     return tuple(args_spec), kwargs_spec
 
 
+# Of all arguments that are batched, with the axis of the batch first.
+EXAMPLES = Contract(
+    {"batched arguments, by leaf": Shaped[Arranged, "n ..."]},
+    of=[
+        "filter_ggn",
+        "filter_ggnvp",
+        "filter_hessian",
+        "filter_hessian_blocks",
+        "filter_hessian_diagonal",
+        "filter_hvp",
+        "filter_micro_grad",
+        "filter_micro_value_and_grad",
+        "filter_micro_vmap",
+        "filter_microbatch",
+    ],
+)
+
+
 class Batch(eqx.Module):
     """The arguments of a call, split into what is batched and what is not.
 
@@ -127,7 +146,8 @@ class Batch(eqx.Module):
             if axis_size is not None:
                 listing.append(f"`axis_size` is {axis_size}")
             raise ValueError(
-                "Batched arguments must agree on the number of examples, but "
+                "Batched arguments must agree on the number of examples, as "
+                f"{text_of(Shaped[Array, 'n ...'])} once their axis is first, but "
                 f"{'; '.join(listing)}. Mend the shapes, or use `in_axes` to name "
                 "another axis or None."
             )
@@ -164,8 +184,9 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
         if not eqx.is_array(leaf):
             raise ValueError(
                 f"`in_axes` gives {name} the batch axis {axis}, but it is a "
-                f"{type(leaf).__name__}, not an array. Use `eqx.if_array({axis})` to "
-                "batch just the arrays of an argument, or None."
+                f"{type(leaf).__name__}, not an array. Make an array of it with "
+                f"`jax.numpy.asarray`, or use `eqx.if_array({axis})` to batch just the "
+                "arrays of an argument, or None."
             )
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ValueError(
@@ -221,6 +242,15 @@ class Blocks(eqx.Module):
     size: int = eqx.field(static=True)
     parts: int = eqx.field(static=True, default=1)
 
+    def __check_init__(self) -> None:
+        check_fields(self)
+        for name in ("size", "parts"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` of `Blocks` must be at least 1; got "
+                    f"{getattr(self, name)}."
+                )
+
     @property
     def num_full(self) -> int:
         return self.total // self.size
@@ -250,8 +280,17 @@ class Block(eqx.Module):
     is_remainder: bool = eqx.field(static=True)
     parts: int = eqx.field(static=True)
 
+    def __check_init__(self) -> None:
+        check_fields(self)
+
+    @checked
     def take(self, array: Shaped[Array, "..."], axis: int = 0) -> Shaped[Array, "..."]:
         """The rows of this microbatch, of an array over all examples."""
+        if not -array.ndim <= axis < array.ndim:
+            raise ValueError(
+                f"`axis` must be one of the {array.ndim} axes of `array`, of shape "
+                f"{array.shape}; got {axis}."
+            )
         if array.shape[axis] == self.size:
             return array
         if array.shape[axis] < self.size:  # There are no examples at all.

@@ -15,7 +15,7 @@ from .._base.cpu import evaluate_in_loop
 from .._base.jaxprs import axis_names, evaluate_jaxpr
 from .._base.mesh import is_on_mesh, with_type_of, zeros_like
 from .._base.trees import is_none
-from .accumulators import Concat, Last
+from .accumulators import Concat, LogSumExp, Max, Min
 from .cut import (
     are_split,
     Block,
@@ -26,6 +26,7 @@ from .cut import (
     remainder_block,
     split_parts,
 )
+from .moments import Mean, RunningMean, Sum, Variance
 from .slots import array_structs, is_struct, Slot, Slots
 
 
@@ -143,41 +144,19 @@ def _at_once(
 
     def result(slot: Slot) -> PyTree:
         value = slot.value(strong, block)
-        with slot.named():
-            if isinstance(slot.accumulator, Concat):
-                jax.eval_shape(lambda: slot.accumulator.init(value, blocks))
-                return value
-            state = slot.accumulator.init(value, blocks)
-        new = slot.accumulator.update(state, value, block)
-        _check_state(slot, state, new)
+        if isinstance(slot.accumulator, Concat):
+            jax.eval_shape(lambda: slot.init(value, blocks))
+            return value
+        state = slot.init(value, blocks)
+        new = slot.update(state, value, block)
+        slot.check_state(state, new)
         return slot.accumulator.finalize(new)
 
     results = [
-        _as_weak(x) if is_weak(slot, leaves) else x
+        _as_weak(x) if slot.is_weak(leaves) else x
         for x, slot in ((result(slot), slot) for slot in slots.slots)
     ]
     return slots.combine(results)
-
-
-def _check_state(slot: Slot, before: Any, after: Any) -> None:
-    if types_of(before) != types_of(after):
-        structs = [jax.eval_shape(lambda state: state, x) for x in (before, after)]
-        raise TypeError(
-            f"The accumulator {slot.accumulator} of output{slot.path} must keep "
-            f"structure, shapes and dtypes of its state: `init` returned {structs[0]} "
-            f"and `update` {structs[1]}."
-        )
-
-
-def is_weak(slot: Slot, outs: list) -> bool:
-    """Whether a result is weakly typed, as what `jax.vmap` returns would be.
-
-    `outs` are what a microbatch returns.
-    """
-    if not isinstance(slot.accumulator, (Concat, Last)):
-        return False
-    (index,) = slot.indices
-    return getattr(outs[index], "weak_type", False)
 
 
 def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
@@ -208,7 +187,11 @@ def _check_rows(
     full, rest = array_structs(output), array_structs(remainder)
     for slot in slots:
         concat = slot.accumulator
-        if not isinstance(concat, Concat) or slot.per_example:
+        if slot.per_example:
+            continue
+        if isinstance(concat, _OF_ONE_SHAPE):
+            _check_shape(slot, output, remainder, blocks)
+        if not isinstance(concat, Concat):
             continue
         (index,) = slot.indices
         axis = concat.axis_of(full[index])
@@ -223,6 +206,22 @@ def _check_rows(
                 f"{blocks.total}, or one that is no divisor of {rows}; or use another "
                 "accumulator, such as `Last()` for what each microbatch replaces."
             )
+
+
+# These would broadcast the result of a remainder, if it is of one example.
+_OF_ONE_SHAPE = (LogSumExp, Max, Mean, Min, RunningMean, Sum, Variance)
+
+
+def _check_shape(slot: Slot, output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
+    (index,) = slot.indices
+    shapes = [array_structs(x)[index].shape for x in (output, remainder)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"{type(slot.accumulator).__name__} needs results of one shape, but output"
+            f"{slot.path} has shape {shapes[0]} for a microbatch of {blocks.size} "
+            f"examples and {shapes[1]} for the remainder of {blocks.remainder}. Reduce "
+            "it over the examples in `fun`, or use `Concat()`."
+        )
 
 
 @eqx.filter_custom_jvp
@@ -322,7 +321,7 @@ class _Run:
         ]
         outs = [var.aval for var in self.program.full.outvars]
         return [
-            _as_weak(x) if is_weak(slot, outs) else x
+            _as_weak(x) if slot.is_weak(outs) else x
             for x, slot in zip(results, self.slots, strict=True)
         ]
 
@@ -333,15 +332,14 @@ class _Run:
         of a `jax.shard_map`. The state must do so from the start, although it is zero,
         or the like, on all of them.
         """
-        with slot.named():
-            state = slot.accumulator.init(value, self.blocks)
+        state = slot.init(value, self.blocks)
         if self.blocks.total == 0:
             return state
         block = full_block(self.blocks, 0)
-        update = lambda state, value: slot.accumulator.update(state, value, block)
+        update = lambda state, value: slot.update(state, value, block)
         before = jax.eval_shape(lambda s: s, state)
         after = jax.eval_shape(update, state, value)
-        _check_state(slot, before, after)
+        slot.check_state(before, after)
         return jtu.tree_map(with_type_of, after, state)
 
     def is_collected(self, slot: Slot) -> bool:
@@ -499,9 +497,3 @@ def _as_weak(x: Array) -> Array:
     for _ in x.shape:
         fill = jax.vmap(fill)
     return fill(x)
-
-
-def types_of(struct: PyTree) -> tuple:
-    """Structure, shapes and dtypes, to be compared."""
-    leaves, treedef = jtu.tree_flatten(struct)
-    return treedef, [(x.shape, x.dtype) for x in leaves]

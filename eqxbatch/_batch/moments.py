@@ -1,14 +1,14 @@
 """Sums and moments over examples: exact for a remainder and after an early stop."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact, Shaped
+from jaxtyping import Array, Inexact, Real, Shaped
 
 from .._base.dtypes import (
     accumulation_dtype,
@@ -17,13 +17,18 @@ from .._base.dtypes import (
     widened,
     widest,
 )
+from .._base.shapes import AnyArray, as_jax, check_fields, checked
 from .accumulators import AbstractAccumulator
 from .cut import Block, Blocks, full_block
+
+
+_Value = Shaped[Array, "*r"]
 
 
 class _Total(eqx.Module):
     """A sum over examples, the weight of those examples, and the results' dtype."""
 
+    checked_as: ClassVar[dict[str, Any]] = {"total": Shaped[Array, "*r"]}
     total: Any
     weight: Any
     dtype: Any = eqx.field(static=True)
@@ -61,8 +66,11 @@ class Sum(AbstractAccumulator[_Total]):
         ```
     """
 
-    weights: Shaped[Array, " n"] | None = None
+    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        check_fields(self)
 
     def init(self, value: Any, blocks: Blocks) -> _Total:
         check_weights("Sum", self.weights, blocks)
@@ -74,13 +82,16 @@ class Sum(AbstractAccumulator[_Total]):
             )
         return _zeros_of(lambda value, _: self._whole(value), value, blocks)
 
-    def update(self, state: _Total, value: Any, block: Block) -> _Total:
+    @checked
+    def update(self, state: _Total, value: _Total | _Value, block: Block) -> _Total:
         return _Total(state.total + self._whole(value).total, None, state.dtype)
 
-    def finalize(self, state: _Total) -> Shaped[Array, "..."]:
+    @checked
+    def finalize(self, state: _Total) -> Shaped[Array, "*r"]:
         return state.total.astype(state.dtype)
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Total:
+    @checked
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
         whole = self._whole(values)
         total = _weighted_sum(whole.total, self.weights, block)
         return _Total(total, None, whole.dtype)
@@ -125,23 +136,29 @@ class Mean(AbstractAccumulator[_Total]):
         ```
     """
 
-    weights: Shaped[Array, " n"] | None = None
+    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        check_fields(self)
 
     def init(self, value: Any, blocks: Blocks) -> _Total:
         check_weights("Mean", self.weights, blocks)
         return _zeros_of(self._whole, value, blocks)
 
-    def update(self, state: _Total, value: Any, block: Block) -> _Total:
+    @checked
+    def update(self, state: _Total, value: _Total | _Value, block: Block) -> _Total:
         value = self._whole(value, block)
         total = state.total + value.total
         return _Total(total, state.weight + value.weight, state.dtype)
 
-    def finalize(self, state: _Total) -> Inexact[Array, "..."]:
+    @checked
+    def finalize(self, state: _Total) -> Inexact[Array, "*r"]:
         total = widened(state.total)
         return (total / state.weight.astype(total.dtype)).astype(state.dtype)
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> _Total:
+    @checked
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
         total, dtype = _cast("Mean", values, self.dtype, self.weights, inexact=True)
         weight = _block_weight(total.dtype, self.weights, block)
         return _Total(_weighted_sum(total, self.weights, block), weight, dtype)
@@ -154,12 +171,19 @@ class Mean(AbstractAccumulator[_Total]):
         return _Total(mean * weight.astype(mean.dtype), weight, dtype)
 
 
+_Squares = Real[AnyArray, "*r"] | None
+
+
 class VarianceState(eqx.Module):
     """Mean and sum of squared distances to it over some examples.
 
     `count` is the number of examples and `observations` the number of results.
     """
 
+    checked_as: ClassVar[dict[str, Any]] = {
+        "mean": Inexact[AnyArray, "*r"],
+        "squares": _Squares,
+    }
     mean: Any
     squares: Any
     count: Any
@@ -197,18 +221,26 @@ class RunningMean(AbstractAccumulator[VarianceState]):
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
+    def __check_init__(self) -> None:
+        check_fields(self)
+
     def init(self, value: Any, blocks: Blocks) -> VarianceState:
         return _zeros_of(self._whole, value, blocks)
 
-    def update(self, state: VarianceState, value: Any, block: Block) -> VarianceState:
+    @checked
+    def update(
+        self, state: VarianceState, value: VarianceState | _Value, block: Block
+    ) -> VarianceState:
         value = self._whole(value, block)
         mean, _, count = _merge_means(state, value)
         return VarianceState(mean, None, count, None, state.dtype)
 
-    def finalize(self, state: VarianceState) -> Inexact[Array, "..."]:
+    @checked
+    def finalize(self, state: VarianceState) -> Inexact[Array, "*r"]:
         return _mean_or_nan(state)
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> VarianceState:
+    @checked
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> VarianceState:
         whole = self._whole(values, block)
         return VarianceState(_mean(whole.mean), None, whole.count, None, whole.dtype)
 
@@ -224,8 +256,8 @@ class RunningMean(AbstractAccumulator[VarianceState]):
 class MeanAndVariance(NamedTuple):
     """What [`eqxbatch.Variance`][] returns for an array: `mean` and `variance`."""
 
-    mean: Inexact[Array, "..."]
-    variance: Inexact[Array, "..."]
+    mean: Inexact[Array, "*r"]
+    variance: Inexact[Array, "*r"]
 
 
 class Variance(AbstractAccumulator[VarianceState]):
@@ -268,10 +300,16 @@ class Variance(AbstractAccumulator[VarianceState]):
     ddof: int = eqx.field(static=True, default=0)
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
+    def __check_init__(self) -> None:
+        check_fields(self)
+
     def init(self, value: Any, blocks: Blocks) -> VarianceState:
         return _zeros_of(self._whole, value, blocks)
 
-    def update(self, state: VarianceState, value: Any, block: Block) -> VarianceState:
+    @checked
+    def update(
+        self, state: VarianceState, value: VarianceState | _Value, block: Block
+    ) -> VarianceState:
         value = self._whole(value, block)
         mean, delta, count = _merge_means(state, value)
         real = widest(state.squares.dtype)
@@ -285,6 +323,7 @@ class Variance(AbstractAccumulator[VarianceState]):
         observations = state.observations + value.observations
         return VarianceState(mean, squares, count, observations, state.dtype)
 
+    @checked
     def finalize(self, state: VarianceState) -> MeanAndVariance:
         real = widest(state.squares.dtype)
         observations = state.observations.astype(real)
@@ -293,7 +332,8 @@ class Variance(AbstractAccumulator[VarianceState]):
         mean = _mean_or_nan(state)
         return MeanAndVariance(mean, variance.astype(mean.real.dtype))
 
-    def aggregate(self, values: Shaped[Array, "b ..."], block: Block) -> VarianceState:
+    @checked
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> VarianceState:
         whole = self._whole(values, block)
         mean = _mean(whole.mean)
         squares = jnp.sum(_abs_squared(whole.mean - mean[None]), axis=0)

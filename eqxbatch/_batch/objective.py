@@ -114,13 +114,16 @@ class Objective(eqx.Module):
                 "The argument that is differentiated comes first, by position; got "
                 f"only keyword arguments, {tuple(kwargs)}."
             )
-        if not jtu.tree_leaves(eqx.filter(args[0], eqx.is_inexact_array)):
+        first = args[0]
+        if isinstance(first, (float, complex)):
+            first = jnp.asarray(first)  # A number is as good as a scalar array.
+        if not jtu.tree_leaves(eqx.filter(first, eqx.is_inexact_array)):
             raise ValueError(
                 "The first argument has no arrays of an inexact dtype, so that there "
                 f"is nothing to differentiate; got {shown(args[0])}. Give what the "
                 "derivative is with respect to as the first argument."
             )
-        return Selection(args[0], self.where, self.filter_spec).partition(args[0])
+        return Selection(first, self.where, self.filter_spec).partition(first)
 
     def real_parameters(
         self, args: tuple, kwargs: dict[str, Any]
@@ -225,7 +228,7 @@ class Loss:
         return out
 
 
-def check_value(value: Any, holomorphic: bool = False) -> Array:
+def check_value(value: Any, holomorphic: bool = False, what: str = "fun") -> Array:
     kind = jnp.complexfloating if holomorphic else jnp.floating
     if eqx.is_array_like(value):
         value = jnp.asarray(value)
@@ -233,13 +236,13 @@ def check_value(value: Any, holomorphic: bool = False) -> Array:
             return value
     if holomorphic:
         raise ValueError(
-            "With `holomorphic=True`, the value must be a complex scalar; `fun` "
-            f"returned {described(value)}."
+            "With `holomorphic=True`, the value must be a complex scalar; "
+            f"`{what}` returned {described(value)}."
         )
     raise ValueError(
-        "The value that is differentiated must be a real floating-point scalar; `fun` "
-        f"returned {described(value)}. Take the sum, the mean or the real part of it, "
-        "or use `has_aux=True` to return more than the value."
+        "The value that is differentiated must be a real floating-point scalar; "
+        f"`{what}` returned {described(value)}. Take the sum, the mean or the real "
+        "part of it, or use `has_aux=True` to return more than the value."
     )
 
 

@@ -8,10 +8,12 @@ from typing import Any, TYPE_CHECKING
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from jaxtyping import Array, PyTree
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree, Shaped
 
+from .._base.shapes import Contract
 from .._base.trees import described, match_prefix
-from .accumulators import AbstractAccumulator, Concat
+from .accumulators import AbstractAccumulator, Concat, Last
 from .cut import Block, Blocks
 from .moments import Mean, RunningMean, Sum
 
@@ -49,6 +51,9 @@ _FROM_OPTAX: dict[str, Callable[[], AbstractAccumulator]] = {
 }
 
 
+_STATES = Contract(dict.fromkeys(("init", "update"), PyTree[Shaped[ArrayLike, "..."]]))
+
+
 class Slot(eqx.Module):
     """One accumulator and the arrays of the output that it is given.
 
@@ -70,6 +75,41 @@ class Slot(eqx.Module):
             return (
                 self.accumulator.aggregate(value, block) if self.per_example else value
             )
+
+    def init(self, value: PyTree, blocks: Blocks) -> Any:
+        """The state before the first microbatch."""
+        struct = jax.eval_shape(lambda x: x, value)
+        with self.named():
+            return self._checked("init", self.accumulator.init(struct, blocks))
+
+    def update(self, state: Any, value: PyTree, block: Block) -> Any:
+        """The state after one more microbatch."""
+        return self._checked("update", self.accumulator.update(state, value, block))
+
+    def _checked(self, name: str, state: Any) -> Any:
+        of = f"What `{name}` of `{type(self.accumulator).__name__}` returns"
+        _STATES.begin().check(name, state, of)
+        return state
+
+    def check_state(self, before: Any, after: Any) -> None:
+        """Raises if a microbatch changes the type of a state."""
+        before, after = jax.eval_shape(lambda *states: states, before, after)
+        if types_of(before) != types_of(after):
+            raise TypeError(
+                f"The accumulator {self.accumulator} of output{self.path} must keep "
+                f"structure, shapes and dtypes of its state: `init` returned {before} "
+                f"and `update` {after}."
+            )
+
+    def is_weak(self, outs: list) -> bool:
+        """Whether a result is weakly typed, as what `jax.vmap` returns would be.
+
+        `outs` are what a microbatch returns.
+        """
+        if not isinstance(self.accumulator, (Concat, Last)):
+            return False
+        (index,) = self.indices
+        return getattr(outs[index], "weak_type", False)
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -184,3 +224,9 @@ def is_struct(x: Any) -> bool:
 def array_structs(output: PyTree) -> list[jax.ShapeDtypeStruct]:
     """The arrays of an output, in the order in which slots number them."""
     return [x for x in jtu.tree_leaves(output) if is_struct(x)]
+
+
+def types_of(struct: PyTree) -> tuple:
+    """Structure, shapes and dtypes, to be compared."""
+    leaves, treedef = jtu.tree_flatten(struct)
+    return treedef, [(x.shape, x.dtype) for x in leaves]

@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
+from .._base.shapes import checked
 from .._base.trees import as_int, described, shown
 from .cut import Batch, Blocks
 from .loop import run_blocks
@@ -192,6 +193,30 @@ def transformed(transform: AbstractTransform, fun: Any, name: str) -> Transforme
     return wrapper
 
 
+# What transforms bring to another form says itself what it can be.
+_CONVERTED = (
+    "accumulator",
+    "block_size",
+    "fun",
+    "kernel_fn",
+    "loss",
+    "mesh",
+    "mesh_axis",
+    "method",
+    "metrics",
+    "microbatch_size",
+    "mode",
+    "num_blocks",
+    "num_real_microbatches",
+    "out_axes",
+    "progress",
+    "return",
+    "store",
+    "symmetric",
+    "transform",
+)
+
+
 def also_decorator(public: Callable) -> Callable[..., Any]:
     """Lets the first argument of `public`, a function, be left out.
 
@@ -200,6 +225,7 @@ def also_decorator(public: Callable) -> Callable[..., Any]:
     not imported at run time: transforms are decorated by
     `cast("Typed[TheProtocol]", also_decorator)`.
     """
+    public = checked(public, but=_CONVERTED)
     signature = inspect.signature(public)
     name = next(iter(signature.parameters))
     _PUBLIC[public.__name__] = signature.parameters

@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from .._base.shapes import checked
 from .._base.trees import shown
 from .._batch.cut import Batch, split_batch
 from .._batch.objective import Selection, split_examples
@@ -21,6 +22,7 @@ from .second_order import second_order
 from .subject import Call, double_precision, make_subject
 
 
+@checked
 def explain_sites(
     fun: Callable[..., PyTree],
     model: PyTree,

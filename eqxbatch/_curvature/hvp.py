@@ -6,11 +6,13 @@ from typing import Any, cast, ClassVar, get_args, TYPE_CHECKING
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Inexact, PyTree
 
 from .._base.mesh import spec_of, sum_varying, vary, varying
+from .._base.shapes import AnyArray, Contract
 from .._base.trees import shown
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
@@ -34,6 +36,15 @@ from .methods import check_loss, make_curvature
 if TYPE_CHECKING:
     from .._batch.signatures import Typed
     from .curvature_signatures import GGNProductSignature, ProductSignature
+
+
+_Parameters = PyTree[Inexact[AnyArray, "?*a"], "parameters"]
+
+
+PRODUCT = Contract(
+    {"x": _Parameters, "vector": _Parameters, "product": _Parameters},
+    of=["filter_ggnvp", "filter_hvp", "GGNOperator", "HessianOperator"],
+)
 
 
 class _Product(AbstractOverExamples, AbstractOtherArguments):
@@ -86,7 +97,9 @@ class _Product(AbstractOverExamples, AbstractOtherArguments):
         first, vector, *rest = args
         one = (fun, (first, *rest), kwargs)
         diff, nondiff = self.objective.real_parameters(*one[1:])
-        tangents = _checked(vector, diff)
+        call = PRODUCT.begin()
+        call.check("x", diff)
+        tangents = _checked(_as_arrays(vector, diff), diff)
         examples = split_call(self, (fun, args, kwargs), one)
         loss = self.objective.loss(fun, examples.batch, diff, nondiff)
         curvature = make_curvature(loss, self.loss, self.mode, self.checkpoint)
@@ -106,7 +119,19 @@ class _Product(AbstractOverExamples, AbstractOtherArguments):
             for x, leaf in zip(found, leaves, strict=True)
         ]
         result = jtu.tree_unflatten(treedef, found)
+        call.check("product", result)
         return (result, aux) if self.objective.has_aux else result
+
+
+def _as_arrays(vector: PyTree, diff: PyTree) -> PyTree:
+    """The vector with arrays for numbers that stand for scalar arrays."""
+
+    def as_array(x: Any, like: Any) -> Any:
+        is_number = isinstance(x, (float, complex)) and getattr(like, "shape", 1) == ()
+        return jnp.asarray(x, like.dtype) if is_number else x
+
+    is_alike = jtu.tree_structure(vector) == jtu.tree_structure(diff)
+    return jtu.tree_map(as_array, vector, diff) if is_alike else vector
 
 
 def _checked(vector: PyTree, diff: PyTree) -> list[Array]:

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Inexact, PyTree
 
 from .._base.dtypes import as_complex, as_real, is_complex
 from .._base.jaxprs import PerExample
 from .._base.modes import without_forward_mode, without_reverse_mode
+from .._base.shapes import Contract, Joined
 from .._base.trees import consecutive_groups, log
 from .._batch.memory import MemoryBudget
 from .._batch.objective import Objective
@@ -33,6 +34,15 @@ from .pytree import Unravel
 if TYPE_CHECKING:
     from .._batch.signatures import Typed
     from .curvature_signatures import JacobianSignature
+
+
+_BLOCK = Contract(
+    {
+        "block of an output and a leaf": Joined(Inexact, "*out *a"),
+        "flat": Joined(Inexact, "*out n"),
+    },
+    of=["filter_jacobian"],
+)
 
 
 class _Jacobian(AbstractAutoSharded):
@@ -126,14 +136,21 @@ class _Jacobian(AbstractAutoSharded):
     ) -> Any:
         unravel = Unravel(diff)
         trees: list[PyTree] = []
-        for parts in blocks:
+        structs = jtu.tree_leaves(out)
+        for parts, struct in zip(blocks, structs, strict=True):
+            call = _BLOCK.begin(out=tuple(struct.shape), n=sum(unravel.sizes))
             if self.flat:
-                trees.append(jnp.concatenate(parts, axis=-1))
+                matrix = jnp.concatenate(parts, axis=-1)
+                call.check("flat", matrix)
+                trees.append(matrix)
                 continue
             split = [
                 part.reshape(*part.shape[:-1], *leaf.shape)
                 for part, leaf in zip(parts, leaves, strict=True)
             ]
+            for part, leaf in zip(split, leaves, strict=True):
+                of_leaf = _BLOCK.begin(out=tuple(struct.shape), a=leaf.shape)
+                of_leaf.check("block of an output and a leaf", part)
             trees.append(jtu.tree_unflatten(unravel.treedef, split))
         tree = jtu.tree_unflatten(jtu.tree_structure(out), trees)
         return (tree, unravel) if self.flat else tree

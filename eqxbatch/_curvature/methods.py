@@ -278,7 +278,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     def _value(self, outs: list, rows: list) -> Array:
         (_, *rest), kwargs = self._model.batch.arguments(rows)
         out = as_complex(self.program.output(outs))
-        return check_value(self._loss(out, *rest, **kwargs))
+        return check_value(self._loss(out, *rest, **kwargs), what="loss")
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
         unravel = Unravel(outs)

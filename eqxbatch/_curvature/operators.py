@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import lineax
 from jaxtyping import Array, Inexact, PyTree
 
+from .._base.shapes import checked
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
 from .._batch.objective import Objective
@@ -45,6 +46,7 @@ class _AbstractCurvatureOperator(lineax.AbstractLinearOperator):
     def as_pytree(self) -> PyTree:
         return self._matrix()(*self.args, **self.kwargs)
 
+    @checked
     def as_matrix(self) -> Inexact[Array, "n n"]:
         return self._matrix(flat=True)(*self.args, **self.kwargs)[0]
 
@@ -117,6 +119,7 @@ class HessianOperator(_AbstractCurvatureOperator):
     _settings: dict[str, Any]
     _parameters: PyTree = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
         fun: Callable,
@@ -151,6 +154,7 @@ class HessianOperator(_AbstractCurvatureOperator):
     def _matrix(self, **settings: Any) -> Callable[..., Any]:
         return filter_hessian(self.fun, **settings, **self._settings)
 
+    @checked
     def diagonal(self) -> Inexact[Array, " n"]:
         diagonal = filter_hessian_diagonal(self.fun, flat=True, **self._settings)
         return diagonal(*self.args, **self.kwargs)[0]
@@ -190,6 +194,7 @@ class GGNOperator(_AbstractCurvatureOperator):
     _settings: dict[str, Any]
     _parameters: PyTree = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
         fun: Callable,
@@ -225,6 +230,7 @@ class GGNOperator(_AbstractCurvatureOperator):
     def _matrix(self, **settings: Any) -> Callable[..., Any]:
         return filter_ggn(self.fun, self.loss, **settings, **self._settings)
 
+    @checked
     def diagonal(self) -> Inexact[Array, " n"]:
         return jnp.diagonal(self.as_matrix())
 

@@ -8,11 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .._base.cpu import mirrored, places
 from .._base.dtypes import common_dtype
+from .._base.shapes import AnyArray, Arranged, checked, Contract, Joined
 from .._base.trees import shown
 from .site_blocks import Pair
 
@@ -46,6 +48,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
     treedef: Any = eqx.field(static=True)
 
     def __init__(self, tree: _Tree):
+        _UNRAVEL.begin().check("tree", tree, always=True)
         leaves, self.treedef = jtu.tree_flatten(tree)
         self.structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
 
@@ -59,19 +62,16 @@ class Unravel(eqx.Module, Generic[_Tree]):
         return common_dtype(*(struct.dtype for struct in self.structs))
 
     def __call__(self, vector: Inexact[Array, "*batch n"]) -> _Tree:
-        n = sum(self.sizes)
-        if vector.shape[-1:] != (n,):
-            raise ValueError(
-                f"The last axis must have the {n} entries of the parameters; got shape "
-                f"{vector.shape}."
-            )
+        call = _UNRAVEL.begin(n=sum(self.sizes))
+        call.check("vector", vector, always=True)
+        vector = jnp.asarray(vector)
         leaves = [
             part.astype(struct.dtype)
             for part, struct in zip(self.split(vector), self.structs, strict=True)
         ]
         return jtu.tree_unflatten(self.treedef, leaves)
 
-    def split(self, vector: Array) -> list[Array]:
+    def split(self, vector: Any) -> list[Array]:
         """The parts of a vector, in its own dtype."""
         ends = itertools.accumulate(self.sizes)
         lead = vector.shape[:-1]
@@ -79,6 +79,41 @@ class Unravel(eqx.Module, Generic[_Tree]):
             vector[..., end - struct.size : end].reshape(*lead, *struct.shape)
             for end, struct in zip(ends, self.structs, strict=True)
         ]
+
+
+_SECOND = (
+    "filter_ggn",
+    "filter_hessian",
+    "filter_hessian_blocks",
+    "hessian_to_pytree",
+)
+
+
+# Of two leaves, with the axes of the first and then those of the second.
+_BLOCK = Contract(
+    {"block of two leaves": Joined(Inexact, "*a *b"), "flat": Inexact[Array, "n n"]},
+    of=_SECOND,
+)
+
+
+_DIAGONAL = Contract(
+    {
+        "x": PyTree[Inexact[AnyArray, "?*a"], "parameters"],
+        "diagonal": PyTree[Inexact[Array, "?*a"], "parameters"],
+        "flat": Inexact[Array, " n"],
+    },
+    of=["filter_hessian_diagonal"],
+)
+
+
+_UNRAVEL = Contract(
+    {
+        "tree": PyTree[Shaped[Arranged, "..."]],
+        "vector": Inexact[AnyArray, "*batch n"],
+    },
+    {"vector": "Its last axis must have the entries of the parameters."},
+    of=["Unravel"],
+)
 
 
 def all_pairs(leaves: Sequence) -> list[Pair]:
@@ -98,13 +133,17 @@ def square(blocks: dict[Pair, Array], leaves: Sequence, treedef: Any) -> PyTree:
         elif row > column:
             x = x.T
         shape = (*leaves[row].shape, *leaves[column].shape)
-        return x.reshape(shape).astype(leaves[row].dtype)
+        x = x.reshape(shape).astype(leaves[row].dtype)
+        call = _BLOCK.begin(a=leaves[row].shape, b=leaves[column].shape)
+        call.check("block of two leaves", x)
+        return x
 
     num = range(len(leaves))
     rows = [jtu.tree_unflatten(treedef, [block(i, j) for j in num]) for i in num]
     return jtu.tree_unflatten(treedef, rows)
 
 
+@checked
 def flat_square(blocks: dict[Pair, Array], leaves: Sequence) -> Inexact[Array, "n n"]:
     """A symmetric matrix, from the blocks of `all_pairs`."""
     sizes = [x.size for x in leaves]
@@ -122,7 +161,8 @@ def flat_square(blocks: dict[Pair, Array], leaves: Sequence) -> Inexact[Array, "
     return mirrored(matrix)
 
 
-def hessian_to_pytree(H: Inexact[Array, "rows columns"], x: PyTree) -> PyTree:
+@checked
+def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTree:
     """A matrix over all parameters, as a PyTree of PyTrees.
 
     **Arguments:**
@@ -202,8 +242,14 @@ def arranged(
             for i, x in enumerate(leaves)
         ]
         if flat:
-            return jnp.concatenate([x.ravel() for x in entries]), unravel
-        return jtu.tree_unflatten(treedef, entries)
+            vector = jnp.concatenate([x.ravel() for x in entries])
+            _DIAGONAL.begin(n=sum(unravel.sizes)).check("flat", vector)
+            return vector, unravel
+        diagonal = jtu.tree_unflatten(treedef, entries)
+        call = _DIAGONAL.begin()
+        call.check("x", diff)
+        call.check("diagonal", diagonal)
+        return diagonal
     parts, outer = jtu.tree_flatten(diff, is_leaf=is_block)
     results = []
     for start, own_part in zip(part_starts(parts), parts, strict=True):

@@ -10,12 +10,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Inexact, PyTree
 
+from .._base.shapes import AnyArray, checked, Contract
 from .._base.trees import described, shown
 
 
 _Out = TypeVar("_Out")
+
+
+_EXPANSION = Contract(
+    dict.fromkeys(("centre", "model"), PyTree[Inexact[AnyArray, "?*parameter"]]),
+    {"model": "Its arrays must have the shapes of those that were expanded."},
+)
 
 
 class TaylorExpansion(eqx.Module, Generic[_Out]):
@@ -39,6 +46,9 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
                 "`model` must have the structure of the model that was expanded, "
                 f"{shown(start)}; got {shown(end)}."
             )
+        call = _EXPANSION.begin()
+        call.check("centre", start, always=True)
+        call.check("model", end, always=True)
 
         def along(t: Array) -> tuple[list[PyTree], PyTree]:
             move = lambda a, b: a + t.astype(a.dtype) * (b - a)
@@ -70,6 +80,7 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
         return eqx.combine(total, rest)
 
 
+@checked
 def filter_taylor_expand(
     model: Callable[..., _Out], degree: int
 ) -> TaylorExpansion[_Out]:
@@ -101,7 +112,7 @@ def filter_taylor_expand(
 
     A drop-in for `neural_tangents.taylor_expand`.
     """
-    if operator.index(degree) < 0:
+    if degree < 0:
         raise ValueError(f"`degree` must be at least 0; got {degree}.")
     if not callable(model):
         raise TypeError(f"`model` must be callable; got {described(model)}.")

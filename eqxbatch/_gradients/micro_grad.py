@@ -46,11 +46,12 @@ from .clip import Clipping
 from .ways import (
     BlockGradients,
     by_norms,
-    GradientStatistics,
+    check_gradient,
     moments_of,
     of_each,
     of_microbatch,
     of_sum,
+    statistics_of,
 )
 
 
@@ -155,6 +156,7 @@ class _MicroGrad(AbstractTransform):
                 diff,
                 merged["gradient"],
             )
+            check_gradient(diff, merged["gradient"])
         return self.returned(merged, blocks)
 
     def _gradients_on_mesh(self, loss: Loss) -> BlockGradients:
@@ -240,7 +242,7 @@ class _MicroGrad(AbstractTransform):
         if self.moments:
             moments = moments_of(result["moments"], self.blocking.num_examples(blocks))
         norms = result["norms"] if self.return_norms else None
-        statistics = GradientStatistics(norms, result.get("metrics"), moments)
+        statistics = statistics_of(norms, result.get("metrics"), moments, blocks.total)
         value = result["value"]
         gradient = result["gradient"]
         if self.objective.has_aux:

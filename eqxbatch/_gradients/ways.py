@@ -14,7 +14,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Inexact, PyTree, Real
+from jax.typing import ArrayLike
+from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
 from .._base.dtypes import (
     largest_of_each,
@@ -25,6 +26,7 @@ from .._base.dtypes import (
     widest,
 )
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
+from .._base.shapes import AnyArray, Contract
 from .._batch.moments import MeanAndVariance
 from .._batch.objective import Example, Loss, MicrobatchResult
 from .._sites.cost import Contraction, Method, plan
@@ -271,6 +273,82 @@ def of_sum(example: Example, is_mean: bool) -> BlockGradients:
     return gradients
 
 
+class GradientMoments(NamedTuple):
+    """What `moments=True` asks of [`eqxbatch.filter_micro_value_and_grad`][].
+
+    - `mean`: the mean of the examples' gradients, in the structure of the gradient.
+    - `variance`: of each entry, over the examples, divided by `n - 1`.
+    - `noise_scale`: shape `()`; the sum of all variances, divided by the squared norm
+        of the gradient that infinitely many examples would have. That norm is
+        estimated without bias, so that it can come out as zero or negative where the
+        gradient is lost in noise. Batches much larger than this, in examples, bring
+        little.
+    """
+
+    mean: PyTree
+    variance: PyTree
+    noise_scale: Real[Array, ""]
+
+
+class GradientStatistics(NamedTuple):
+    """What [`eqxbatch.filter_micro_value_and_grad`][] is asked for besides a gradient.
+
+    - `norms`: the norms of the examples' gradients before they are clipped, shape
+        `(n,)`; if `clip_norm` has several bounds, then one such array for each.
+    - `metrics`: what `metrics` returned, with the examples along axis 0.
+    - `moments`: an [`eqxbatch.GradientMoments`][].
+
+    What was not asked for is None.
+    """
+
+    norms: PyTree[Real[Array, " n"]]
+    metrics: PyTree[Shaped[Array, "n ..."]]
+    moments: GradientMoments | None
+
+
+# What users make of the gradient of an example has at least one array.
+OF_GRADIENTS = Contract(
+    {
+        "x": PyTree[Inexact[AnyArray, "?*a"], "parameters"],
+        "gradient": PyTree[Inexact[Array, "?*a"], "parameters"],
+        "transform": PyTree[Shaped[ArrayLike, "..."]],
+        "metrics": PyTree[Shaped[ArrayLike, "..."]],
+        "statistics": GradientStatistics,
+    },
+    of=["filter_micro_grad", "filter_micro_value_and_grad"],
+)
+
+
+def check_gradient(diff: PyTree, gradient: PyTree) -> None:
+    """Raises if a gradient is not like what is differentiated."""
+    call = OF_GRADIENTS.begin()
+    call.check("x", diff)
+    call.check("gradient", gradient)
+
+
+def statistics_of(
+    norms: PyTree, metrics: PyTree, moments: GradientMoments | None, num: int
+) -> GradientStatistics:
+    """What is returned besides a gradient, of so many examples."""
+    # There can be more in metrics than arrays.
+    arrays = eqx.filter(metrics, eqx.is_array)
+    call = OF_GRADIENTS.begin(n=num)
+    call.check("statistics", GradientStatistics(norms, arrays, moments))
+    return GradientStatistics(norms, metrics, moments)
+
+
+def _of_gradient(
+    name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree
+) -> PyTree:
+    out = fun(gradient)
+    if name in ("transform", "metrics"):
+        arrays = eqx.filter(out, eqx.is_array_like)
+        # What is beside arrays can be anything, but alone it would be nothing.
+        found = arrays if jtu.tree_leaves(arrays) else out
+        OF_GRADIENTS.begin().check(name, found, f"What `{name}` returns")
+    return out
+
+
 def of_each(
     example: Example,
     clipping: Clipping | None,
@@ -291,9 +369,12 @@ def of_each(
 
         leaves, outs = jax.grad(value, has_aux=True)(example.leaves)
         gradient = example.gradient(leaves)
-        each = {name: function(gradient) for name, function in functions.items()}
+        each = {
+            name: _of_gradient(name, function, gradient)
+            for name, function in functions.items()
+        }
         if transform is not None:
-            gradient = transform(gradient)
+            gradient = _of_gradient("transform", transform, gradient)
         return {**each, "gradient": gradient, "outs": outs}
 
     def gradients(rows: list, _: Array | None) -> MicrobatchResult:
@@ -386,39 +467,6 @@ def by_norms(
         return dataclasses.replace(gradient, each=each)
 
     return gradients
-
-
-class GradientMoments(NamedTuple):
-    """What `moments=True` asks of [`eqxbatch.filter_micro_value_and_grad`][].
-
-    - `mean`: the mean of the examples' gradients, in the structure of the gradient.
-    - `variance`: of each entry, over the examples, divided by `n - 1`.
-    - `noise_scale`: shape `()`; the sum of all variances, divided by the squared norm
-        of the gradient that infinitely many examples would have. That norm is
-        estimated without bias, so that it can come out as zero or negative where the
-        gradient is lost in noise. Batches much larger than this, in examples, bring
-        little.
-    """
-
-    mean: PyTree
-    variance: PyTree
-    noise_scale: Real[Array, ""]
-
-
-class GradientStatistics(NamedTuple):
-    """What [`eqxbatch.filter_micro_value_and_grad`][] is asked for besides a gradient.
-
-    - `norms`: the norms of the examples' gradients before they are clipped, shape
-        `(n,)`; if `clip_norm` has several bounds, then one such array for each.
-    - `metrics`: what `metrics` returned, with the examples along axis 0.
-    - `moments`: an [`eqxbatch.GradientMoments`][].
-
-    What was not asked for is None.
-    """
-
-    norms: PyTree
-    metrics: PyTree
-    moments: GradientMoments | None
 
 
 def moments_of(moments: PyTree, num: int | Array) -> GradientMoments:

@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 
+from .._base.shapes import check_fields, checked
 from .._base.trees import as_int, described
 
 
@@ -14,7 +15,11 @@ class GridAxis(eqx.Module):
     names: tuple[str, ...] = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
 
+    def __check_init__(self) -> None:
+        check_fields(self)
 
+
+@checked
 def grid(name: str | Sequence[str], axis: int | Sequence[int] = 0) -> GridAxis:
     """Says which axis of a grid an argument of [`eqxbatch.filter_grid_vmap`][] is on.
 

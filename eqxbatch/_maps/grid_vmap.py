@@ -8,9 +8,10 @@ from typing import Any, cast, ClassVar, TYPE_CHECKING
 import equinox as eqx
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from .._base.mesh import spec_of
+from .._base.shapes import Arranged, Contract
 from .._base.trees import described, match_prefix
 from .._batch.accumulators import Concat
 from .._batch.cut import argument_specs, leaf_name, positional_names
@@ -29,6 +30,13 @@ from .micro_vmap import MicroVmap
 if TYPE_CHECKING:
     from .._batch.signatures import Typed
     from .map_signatures import GridVmapSignature
+
+
+# With the axes of the grid first; those on the same axis are as long.
+ON_GRID = Contract(
+    {"arrays on the axes i and j of the grid": Shaped[Arranged, "i j ..."]},
+    of=["filter_grid_vmap"],
+)
 
 
 @dataclasses.dataclass(frozen=True)

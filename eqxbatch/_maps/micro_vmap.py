@@ -40,6 +40,13 @@ class MicroVmap(AbstractTransform):
     axis_size: int | None = None
     vmap_fn: Callable[..., Callable] = jax.vmap
 
+    def __check_init__(self) -> None:
+        if self.axis_size is not None and self.axis_size < 0:
+            raise ValueError(
+                f"`axis_size` must be at least 0; got {self.axis_size}. It is the "
+                "number of examples."
+            )
+
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         batch = split_batch(fun, self.in_axes, args, kwargs)
         total = batch.total(self.axis_size)

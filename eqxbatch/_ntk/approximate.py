@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
-from .._batch.objective import Selection
 from .._pairs.batch import BatchKernel
-from .._pairs.calls import BlockSize
+from .._pairs.calls import BlockSize, Keys, VmapSpec
+from .random_model import selected
 from .request import Kernels, KernelTask, make_kernels, Probes
-from .task_kernel import AbstractEstimator
+from .task_kernel import AbstractEstimator, checked_settings
 
 
 class PseudoNTK(AbstractEstimator):
@@ -45,20 +45,20 @@ class PseudoNTK(AbstractEstimator):
     _kernels: Kernels
     _blocks: BatchKernel | None
 
+    @checked_settings
     def __init__(
         self,
-        model: Callable,
+        model: Callable | tuple[Callable, eqx.nn.State],
         *,
-        trace_axes: int | tuple[int, ...] = (-1,),
+        trace_axes: int | tuple[int, ...] | None = None,
         diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: Any = 0,
+        vmap_axes: VmapSpec = 0,
         block_size: BlockSize = None,
         where: Callable[[Any], Any] | None = None,
         filter_spec: PyTree = eqx.is_inexact_array,
     ):
         self._kernels = make_kernels(
-            model,
-            Selection(model, where, filter_spec),
+            *selected(model, where, filter_spec),
             trace_axes=trace_axes,
             diagonal_axes=diagonal_axes,
             vmap_axes=vmap_axes,
@@ -70,7 +70,7 @@ class PseudoNTK(AbstractEstimator):
         return KernelTask(("ntk",), Probes(1, None)), "ntk", kwargs
 
     def __call__(
-        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
+        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
     ) -> PyTree[Inexact[Array, "..."]]:
         """The kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))
@@ -129,25 +129,25 @@ class ProbedNTK(AbstractEstimator):
     _blocks: BatchKernel | None
     _probes: Probes
 
+    @checked_settings
     def __init__(
         self,
-        model: Callable,
+        model: Callable | tuple[Callable, eqx.nn.State],
         *,
         num_probes: int,
         key: Key[Array, ""] | UInt32[Array, "2"],
-        trace_axes: int | tuple[int, ...] = (-1,),
+        trace_axes: int | tuple[int, ...] | None = None,
         diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: Any = 0,
+        vmap_axes: VmapSpec = 0,
         block_size: BlockSize = None,
         where: Callable[[Any], Any] | None = None,
         filter_spec: PyTree = eqx.is_inexact_array,
     ):
-        if operator.index(num_probes) < 1:
+        if num_probes < 1:
             raise ValueError(f"`num_probes` must be at least 1; got {num_probes}.")
         self._probes = Probes(operator.index(num_probes), key)
         self._kernels = make_kernels(
-            model,
-            Selection(model, where, filter_spec),
+            *selected(model, where, filter_spec),
             trace_axes=trace_axes,
             diagonal_axes=diagonal_axes,
             vmap_axes=vmap_axes,
@@ -159,7 +159,7 @@ class ProbedNTK(AbstractEstimator):
         return KernelTask(("ntk",), self._probes), KernelEstimate, kwargs
 
     def __call__(
-        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
+        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
     ) -> KernelEstimate:
         """The estimated kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))

@@ -12,9 +12,10 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Inexact, PyTree
 
 from .._base.dtypes import accumulation_dtype
+from .._base.shapes import AnyArray, Contract
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.moments import RunningMean, Variance, VarianceState
@@ -251,6 +252,39 @@ class Mean(eqx.Module):
         return named(self.get, self.average.names, means)
 
 
+_PREVIOUS = Contract(
+    dict.fromkeys(("kernel", "standard_error"), Inexact[AnyArray, "*kernel"]),
+    dict.fromkeys(
+        ("kernel", "standard_error"),
+        "Give an estimate for the same examples, from the same model.",
+    ),
+)
+
+
+def _check_previous(mean: Any, error: Any, shape: tuple[int, ...] | None) -> None:
+    """Raises for moments of an earlier estimate that are not those of this one.
+
+    Its shape is None where it is not known yet.
+    """
+    call = _PREVIOUS.begin(**({} if shape is None else {"kernel": shape}))
+    call.check("kernel", mean, "`kernel` of `previous`", always=True)
+    what = "`standard_error` of `previous`"
+    call.check("standard_error", error, what, always=True)
+
+
+def parts_of(previous: Any, get: Any, names: tuple[str, ...]) -> tuple[list, list]:
+    """The kernels of an earlier estimate, and their errors."""
+    parts = previous.kernel, previous.standard_error
+    if isinstance(get, str):
+        return [parts[0]], [parts[1]]
+    if not all(isinstance(x, tuple) and len(x) == len(names) for x in parts):
+        raise ValueError(
+            f"`previous` must be of the kernels {names}, as `get` says; got "
+            f"{jtu.tree_structure(parts[0])}. Give the `get` that it was made with."
+        )
+    return [*parts[0]], [*parts[1]]
+
+
 class OnDevice:
     """Moments that stay on the devices, after one compiled batch of samples each."""
 
@@ -268,6 +302,7 @@ class OnDevice:
         """The moments that an estimate was made of."""
 
         def moments(spread: VarianceState, mean: Any, error: Any) -> VarianceState:
+            _check_previous(mean, error, spread.mean.shape)
             mean = jnp.asarray(mean).astype(spread.mean.dtype)
             squares = jnp.zeros_like(spread.squares)
             if num > 1:
@@ -276,7 +311,17 @@ class OnDevice:
             count = jnp.asarray(num, jnp.int32)
             return VarianceState(mean, squares, count, jnp.array(count), spread.dtype)
 
-        return jtu.tree_map(moments, self.start(), means, errors, is_leaf=_is_spread)
+        state = self.start()
+        spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)
+        try:
+            found = [treedef.flatten_up_to(part) for part in (means, errors)]
+        except ValueError as e:
+            raise ValueError(
+                "`previous` must have the structure of what the model returns; got "
+                f"{jtu.tree_structure(means)} for {treedef}. Give an estimate from the "
+                "same model."
+            ) from e
+        return jtu.tree_unflatten(treedef, [*map(moments, spreads, *found)])
 
     def sizes(self, num: int) -> list[int]:
         """How many samples to compute in one go, and then to look at what there is."""
@@ -316,6 +361,7 @@ class OnHost:
         """The moments that an estimate was made of."""
 
         def moments(mean: Any, error: Any) -> VarianceState:
+            _check_previous(mean, error, None)
             dtype = accumulation_dtype("Mean", mean.dtype, None, inexact=True)
             wide, real = np.asarray(mean, dtype), jnp.finfo(dtype).dtype
             squares = np.zeros(wide.shape, real)
@@ -356,6 +402,7 @@ class OnHost:
 def _merged(old: VarianceState, more: VarianceState, num: int) -> VarianceState:
     """The moments of two sets of samples, as `Variance` merges those of blocks."""
     count = old.count + num
+    _check_previous(old.mean, old.mean, more.mean.shape)
     delta = more.mean - old.mean
     squares = None
     if old.squares is not None:

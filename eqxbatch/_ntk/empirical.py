@@ -4,20 +4,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, overload, TYPE_CHECKING, TypeVar, Unpack
 
 import equinox as eqx
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
-from .._base.trees import checked, import_extra
+from .._base.shapes import AnyArray
+from .._base.trees import import_extra
 from .._batch.objective import Selection
 from .._pairs.batch import BatchKernel
-from .._pairs.calls import BlockSize
+from .._pairs.calls import BlockSize, Keys, VmapSpec
 from .._pairs.progress import AbstractProgressMeter
 from .._pairs.stores import AbstractStore
 from .matvec import ProductTask, StructTask
+from .random_model import as_callable, selected
 from .request import Kernels, KernelTask, make_kernels
-from .task_kernel import AbstractEstimator, make_blocks
-from .traced_model import named, names_of
+from .task_kernel import AbstractEstimator, checked_settings, make_blocks
+from .traced_model import Get, named, names_of
 
 
 if TYPE_CHECKING:
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
 _Out = TypeVar("_Out")
 
 
-_Inputs = PyTree[Shaped[Array, "..."] | Shaped[np.ndarray, "..."]]
+_Inputs = PyTree[Shaped[AnyArray, "..."]]
 
 
 _Result = PyTree[Inexact[Array, "..."]]
+
+
+_Vector = PyTree[Inexact[AnyArray, "..."]]
 
 
 def _made(
@@ -78,12 +82,15 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
 
     **Arguments:**
 
-    - `model`: a callable PyTree, called as `model(x, **kwargs)` for one example. What
-        it returns is a PyTree of arrays, and the kernel is one of kernels, without
-        those between different arrays.
+    - `model`: a callable PyTree, called as `model(x, **kwargs)` for one example; or a
+        pair of a model and its `equinox.nn.State`, called as
+        `model(x, state, **kwargs)`, of whose results the first is taken. What it
+        returns is a PyTree of arrays, and the kernel is one of kernels, without those
+        between different arrays.
     - `trace_axes`: axes of the whole output, that of the examples included, over which
-        to take the mean of the diagonal. A model that returns scalars has none: give
-        `()`. The axis of the examples must be counted from the front.
+        to take the mean of the diagonal. By default, that is the last axis, if the
+        model returns more than a scalar for an example. The axis of the examples must
+        be counted from the front.
     - `diagonal_axes`: axes of which only the diagonal is computed. Can be that of the
         examples.
     - `vmap_axes`: which axis of inputs, outputs and keyword arguments that come in
@@ -168,22 +175,25 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
 
         @overload
         def __init__(
-            self, model: Callable[..., _Out], **settings: Unpack[signatures.NTKOnDevice]
+            self,
+            model: signatures.ModelOf[_Out],
+            **settings: Unpack[signatures.NTKOnDevice],
         ): ...
         @overload
         def __init__(
             self: "EmpiricalNTK[Any]",
-            model: Callable[..., Any],
+            model: signatures.ModelOf[Any],
             **settings: Unpack[signatures.NTKElsewhere],
         ): ...
 
+    @checked_settings
     def __init__(
         self,
-        model: Callable,
+        model: Callable | tuple[Callable, eqx.nn.State],
         *,
-        trace_axes: int | tuple[int, ...] = (-1,),
+        trace_axes: int | tuple[int, ...] | None = None,
         diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: Any = 0,
+        vmap_axes: VmapSpec = 0,
         implementation: str | int = "auto",
         block_size: BlockSize = None,
         where: Callable[[Any], Any] | None = None,
@@ -195,8 +205,7 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
         progress: AbstractProgressMeter | None = None,
     ):
         self._kernels, self._blocks = _made(
-            model,
-            Selection(model, where, filter_spec),
+            *selected(model, where, filter_spec),
             trace_axes=trace_axes,
             diagonal_axes=diagonal_axes,
             vmap_axes=vmap_axes,
@@ -212,16 +221,14 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
         return KernelTask(("ntk",)), "ntk", kwargs
 
-    @checked
     def __call__(
-        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
+        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> _Out:
         """The kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))
 
-    @checked
     def diagonal(
-        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
+        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> _Result:
         """The kernel of each example with the one in its place in `x2`, or itself.
 
@@ -230,14 +237,13 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
         task = KernelTask(("ntk",))
         return self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)[0]
 
-    @checked
     def matvec(
         self,
         x1: _Inputs,
         x2: _Inputs | None,
-        v: _Result,
+        v: _Vector,
         *,
-        key: Any = None,
+        key: Keys = None,
         **kwargs: Any,
     ) -> _Result:
         """The product of the kernel with a vector, without the kernel.
@@ -249,7 +255,7 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
         return self._kernels(ProductTask(v), x1, x2, key, kwargs)
 
     def operator(
-        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
+        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> Any:
         """`matvec` as a `lineax.AbstractLinearOperator`.
 
@@ -305,23 +311,24 @@ class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
         @overload
         def __init__(
             self,
-            model: Callable[..., _Out],
+            model: signatures.ModelOf[_Out],
             **settings: Unpack[signatures.NNGPOnDevice],
         ): ...
         @overload
         def __init__(
             self: "EmpiricalNNGP[Any]",
-            model: Callable[..., Any],
+            model: signatures.ModelOf[Any],
             **settings: Unpack[signatures.NNGPElsewhere],
         ): ...
 
+    @checked_settings
     def __init__(
         self,
-        model: Callable,
+        model: Callable | tuple[Callable, eqx.nn.State],
         *,
-        trace_axes: int | tuple[int, ...] = (-1,),
+        trace_axes: int | tuple[int, ...] | None = None,
         diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: Any = 0,
+        vmap_axes: VmapSpec = 0,
         block_size: BlockSize = None,
         store: AbstractStore | Literal["device"] = "device",
         mesh: Mesh | None = None,
@@ -330,7 +337,7 @@ class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
         progress: AbstractProgressMeter | None = None,
     ):
         self._kernels, self._blocks = _made(
-            model,
+            as_callable(model),
             None,
             trace_axes=trace_axes,
             diagonal_axes=diagonal_axes,
@@ -346,16 +353,14 @@ class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
     def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
         return KernelTask(("nngp",)), "nngp", kwargs
 
-    @checked
     def __call__(
-        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
+        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> _Out:
         """The kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))
 
-    @checked
     def diagonal(
-        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Any = None, **kwargs: Any
+        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> _Result:
         """The kernel of each example with the one in its place in `x2`, or itself."""
         task = KernelTask(("nngp",))
@@ -398,22 +403,25 @@ class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
 
         @overload
         def __init__(
-            self, model: Callable[..., _Out], **settings: Unpack[signatures.NTKOnDevice]
+            self,
+            model: signatures.ModelOf[_Out],
+            **settings: Unpack[signatures.NTKOnDevice],
         ): ...
         @overload
         def __init__(
             self: "EmpiricalKernel[Any]",
-            model: Callable[..., Any],
+            model: signatures.ModelOf[Any],
             **settings: Unpack[signatures.NTKElsewhere],
         ): ...
 
+    @checked_settings
     def __init__(
         self,
-        model: Callable,
+        model: Callable | tuple[Callable, eqx.nn.State],
         *,
-        trace_axes: int | tuple[int, ...] = (-1,),
+        trace_axes: int | tuple[int, ...] | None = None,
         diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: Any = 0,
+        vmap_axes: VmapSpec = 0,
         implementation: str | int = "auto",
         block_size: BlockSize = None,
         where: Callable[[Any], Any] | None = None,
@@ -425,8 +433,7 @@ class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
         progress: AbstractProgressMeter | None = None,
     ):
         self._kernels, self._blocks = _made(
-            model,
-            Selection(model, where, filter_spec),
+            *selected(model, where, filter_spec),
             trace_axes=trace_axes,
             diagonal_axes=diagonal_axes,
             vmap_axes=vmap_axes,
@@ -440,7 +447,7 @@ class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
         )
 
     def _asked(
-        self, get: Any = None, **kwargs: Any
+        self, get: Get = None, **kwargs: Any
     ) -> tuple[KernelTask, Any, dict[str, Any]]:
         get = tuple(get) if isinstance(get, list) else get
         return KernelTask(names_of(get)), get, kwargs
@@ -462,27 +469,25 @@ class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
             self, x1: Any, x2: Any = None, get: Sequence[str] = ..., **kwargs: Any
         ) -> Any: ...
 
-    @checked
     def __call__(
         self,
         x1: _Inputs,
         x2: _Inputs | None = None,
-        get: Any = None,
+        get: Get = None,
         *,
-        key: Any = None,
+        key: Keys = None,
         **kwargs: Any,
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(get, **kwargs))
 
-    @checked
     def diagonal(
         self,
         x1: _Inputs,
         x2: _Inputs | None = None,
-        get: Any = None,
+        get: Get = None,
         *,
-        key: Any = None,
+        key: Keys = None,
         **kwargs: Any,
     ) -> Any:
         """The kernels of each example with the one in its place in `x2`, or itself."""

@@ -7,6 +7,7 @@ goes to a store or is reduced.
 from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
+import equinox as eqx
 from jax.sharding import Mesh
 
 from .._pairs.calls import BlockSize
@@ -17,6 +18,12 @@ from .._pairs.stores import AbstractStore
 Out = TypeVar("Out")
 
 
+# A model; or one with its state, of whose results the first is taken.
+ModelOf = (
+    Callable[..., Out] | tuple[Callable[..., tuple[Out, eqx.nn.State]], eqx.nn.State]
+)
+
+
 class BothKernels(NamedTuple, Generic[Out]):
     """What an `EmpiricalKernel` returns; at run time, the names are those asked for."""
 
@@ -25,7 +32,7 @@ class BothKernels(NamedTuple, Generic[Out]):
 
 
 class _Settings(TypedDict, total=False):
-    trace_axes: int | tuple[int, ...]
+    trace_axes: int | tuple[int, ...] | None
     diagonal_axes: int | tuple[int, ...]
     vmap_axes: Any
     block_size: BlockSize

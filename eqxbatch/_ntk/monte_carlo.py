@@ -21,14 +21,24 @@ from .._pairs.batch import (
     check_store,
     make_batch_kernel,
 )
-from .._pairs.calls import BlockSize, check_mesh
+from .._pairs.calls import BlockSize, check_mesh, Keys, VmapSpec
 from .._pairs.on_host import check_concrete, Metered
 from .._pairs.progress import AbstractProgressMeter, NoProgressMeter
 from .._pairs.stores import AbstractStore, HostStore
-from .averages import Average, fitted, Mean, OnDevice, OnHost, Request, Samples
+from .averages import (
+    Average,
+    fitted,
+    Mean,
+    OnDevice,
+    OnHost,
+    parts_of,
+    Request,
+    Samples,
+)
 from .output_axes import Mirror
 from .random_model import check_models, RandomModels
-from .traced_model import make_settings, named, names_of
+from .task_kernel import checked_settings
+from .traced_model import Get, make_settings, named, names_of
 
 
 # Of fewer samples than that, a standard error says little.
@@ -165,18 +175,19 @@ class MonteCarloKernel(eqx.Module):
     _reduce: PyTree
     _meter: AbstractProgressMeter = eqx.field(static=True)
 
+    @checked_settings
     def __init__(
         self,
         init: Callable[[Any], Any],
         *,
         key: Key[Array, ""] | UInt32[Array, "2"],
         n_samples: SupportsIndex | Iterable[SupportsIndex],
-        get: Any = None,
+        get: Get = None,
         samples_per_batch: int | MemoryBudget = 1,
         tol: float | None = None,
-        trace_axes: int | tuple[int, ...] = (-1,),
+        trace_axes: int | tuple[int, ...] | None = None,
         diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: Any = 0,
+        vmap_axes: VmapSpec = 0,
         implementation: str | int = "auto",
         block_size: BlockSize = None,
         where: Callable[[Any], Any] | None = None,
@@ -256,9 +267,9 @@ class MonteCarloKernel(eqx.Module):
         self,
         x1: PyTree,
         x2: PyTree = None,
-        get: Any = None,
+        get: Get = None,
         *,
-        key: Any = None,
+        key: Keys = None,
         **kwargs: Any,
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`, averaged."""
@@ -277,10 +288,10 @@ class MonteCarloKernel(eqx.Module):
         self,
         x1: PyTree,
         x2: PyTree = None,
-        get: Any = None,
+        get: Get = None,
         *,
         previous: MonteCarloEstimate | None = None,
-        key: Any = None,
+        key: Keys = None,
         **kwargs: Any,
     ) -> Any:
         """The same with standard errors, in an [`eqxbatch.MonteCarloEstimate`][].
@@ -370,10 +381,7 @@ class MonteCarloKernel(eqx.Module):
         num, state = 0, engine.start()
         if previous is not None:
             num = previous.num_samples
-            parts = previous.kernel, previous.standard_error
-            means, errors = (
-                [part] if isinstance(get, str) else list(part) for part in parts
-            )
+            means, errors = parts_of(previous, get, request.names)
             state = engine.resumed(means, errors, num)
         meter = self._meter if self._store is None else NoProgressMeter()
         has_meter = not isinstance(meter, NoProgressMeter)

@@ -9,8 +9,9 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact, PyTree, Shaped
 
+from .._base.shapes import Arranged, arranged, Contract
 from .._base.trees import as_int, described
 from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
 from .._sites.site import Label
@@ -23,6 +24,25 @@ _PROBE: Label = ("probe", 0)
 
 
 _PARTS: Labels = (("part", 0), ("part", 1))
+
+
+# With the axes of the examples first.
+KERNEL = Contract(
+    {
+        "x1, by leaf": Shaped[Arranged, "n1 ..."],
+        "x2, by leaf": Shaped[Arranged, "n2 ..."],
+        "kernel of an output": Inexact[Arranged, "n1 n2 *out"],
+        "diagonal of an output": Inexact[Arranged, "n1 *out"],
+    },
+    of=[
+        "EmpiricalKernel",
+        "EmpiricalNNGP",
+        "EmpiricalNTK",
+        "MonteCarloKernel",
+        "ProbedNTK",
+        "PseudoNTK",
+    ],
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +228,17 @@ class OutputAxes:
         """Where an arranged kernel has the examples of both sides."""
         labels = self._arranged_labels
         return labels.index(EXAMPLE), labels.index(OTHER_EXAMPLE)
+
+    def check(self, kernel: Any, num: tuple[int, int]) -> None:
+        """Raises if an arranged kernel of so many examples is not of its shape."""
+        if self.batch is None:
+            return
+        call = KERNEL.begin(n1=num[0], n2=num[1])
+        if self.pairs_examples:
+            call.check("kernel of an output", arranged(kernel, *self.example_axes))
+        elif not self.averages_examples:
+            axis = self._arranged_labels.index(EXAMPLE)
+            call.check("diagonal of an output", arranged(kernel, axis))
 
     def arranged_shape(self, num: tuple[int, int]) -> tuple[int, ...]:
         """That of an arranged kernel of so many examples."""

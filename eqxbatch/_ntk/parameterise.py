@@ -9,6 +9,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, Key, UInt32
 
+from .._base.shapes import check_fields, checked
 from .._base.trees import shown
 
 
@@ -29,6 +30,9 @@ class NTKLayer(eqx.Module):
     weight_scale: float = eqx.field(static=True)
     bias_scale: float = eqx.field(static=True)
 
+    def __check_init__(self) -> None:
+        check_fields(self)
+
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """What the layer returns with scaled weights."""
         return self.scaled(x, *args, **kwargs)
@@ -44,6 +48,7 @@ class NTKLayer(eqx.Module):
         return eqx.tree_at(lambda layer: [layer.weight, layer.bias], layer, parameters)
 
 
+@checked
 def ntk_parameterise(
     model: _Model,
     *,

@@ -36,6 +36,40 @@ class RandomModel(eqx.Module):
         return self.model(x, self.state, **kwargs)[0]
 
 
+class ModelWithState(eqx.Module):
+    """A model with its `equinox.nn.State`, as a function of an example."""
+
+    model: Any
+    state: Any
+
+    def __call__(self, x: PyTree, **kwargs: Any) -> PyTree:
+        return self.model(x, self.state, **kwargs)[0]
+
+
+def as_callable(model: Any) -> Any:
+    """A model, or a pair of a model and its state, as a function of an example."""
+    own = model[0] if _has_state(model) else model
+    if not callable(own):
+        raise TypeError(
+            "`model` must be callable, or a pair of that and an `equinox.nn.State`; "
+            f"got {own!r} of type {type(own).__name__}."
+        )
+    return ModelWithState(*model) if _has_state(model) else model
+
+
+def selected(
+    model: Any, where: Callable | None, filter_spec: PyTree
+) -> tuple[Any, Selection]:
+    """The same, and its parameters, which are those of the model alone."""
+    both = as_callable(model)
+    if both is model:
+        return model, Selection(model, where, filter_spec)
+    of_model = lambda both: both.model if where is None else where(both.model)
+    # Also a callable is a prefix.
+    spec = ModelWithState(filter_spec, False)
+    return both, Selection(both, of_model, spec)
+
+
 class RandomModels(eqx.Module):
     """What models are drawn from, and which of their leaves are parameters."""
 

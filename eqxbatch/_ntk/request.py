@@ -157,9 +157,11 @@ class Probes(eqx.Module):
     num: int = eqx.field(static=True)
     key: Array | None
 
-    def along(self, axes: OutputAxes) -> Inexact[Array, "probes ..."]:
+    def along(
+        self, axes: OutputAxes, settings: Settings
+    ) -> Inexact[Array, "probes ..."]:
         traced = [axes.shape[axis] for axis in axes.axes_with("trace")]
-        if not traced:
+        if not traced and not settings.traces_last:
             raise ValueError(
                 "`trace_axes` must name the axes of the output that are projected; got "
                 f"none for an output of shape {axes.shape} for one example."
@@ -202,6 +204,10 @@ class KernelTask(AbstractTask):
             ]
             if some:
                 found |= self._found(model, some)
+        for axes in model.axes:
+            for name in self.get:
+                for kernel in found[name, axes.index]:
+                    axes.check(kernel, num)
         return self.assembled(model, found)
 
     def assembled(self, model: TracedModel, found: Found) -> list[PyTree]:
@@ -242,8 +248,10 @@ class KernelTask(AbstractTask):
         ntk: list[OutputAxes] = []
         directions: tuple[list[Array], list[Array]] = ([], [])
         for axes in some if "ntk" in self.get else []:
-            vectors = None if self.probes is None else self.probes.along(axes)
-            num = None if self.probes is None else self.probes.num
+            vectors, num = None, None
+            if self.probes is not None:
+                vectors = self.probes.along(axes, model.settings)
+                num = self.probes.num
             axes = dataclasses.replace(axes, probes=num)
             ntk.append(axes)
             for side, of_side in enumerate(directions):

@@ -3,12 +3,13 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._base.shapes import checked
 from .._base.trees import match_prefix
 from .._batch.cut import broadcast_axes
 from .._pairs.batch import BatchKernel, make_batch_kernel
@@ -17,6 +18,7 @@ from .._pairs.function import is_axes
 from .._pairs.kernel import AbstractKernelFunction, KernelCall
 from .model_kernel import ModelKernel
 from .output_axes import Mirror
+from .random_model import ModelWithState
 from .request import Kernels, KernelTask
 from .traced_model import named
 
@@ -82,9 +84,12 @@ class AbstractEstimator(AbstractKernelFunction):
         """What a call asks for, as what, and what it passes on to the model."""
 
     @property
-    def model(self) -> Callable:
-        """The model."""
-        return self._kernels.model
+    def model(self) -> Callable | tuple[Callable, eqx.nn.State]:
+        """The model; with its state, if that was given."""
+        model = self._kernels.model
+        if isinstance(model, ModelWithState):
+            return model.model, model.state
+        return model
 
     @property
     def symmetric(self) -> Mirror:
@@ -107,6 +112,35 @@ class AbstractEstimator(AbstractKernelFunction):
         kernels = dataclasses.replace(self._kernels, settings=settings)
         call = {"key": key, **kwargs}
         return self._blocks.apply(TaskKernel(kernels, task, get), (x1, x2), call)
+
+
+_Constructor = TypeVar("_Constructor", bound=Callable)
+
+
+# What is brought to another form says itself what it can be.
+_CONVERTED = (
+    "block_size",
+    "diagonal_axes",
+    "implementation",
+    "init",
+    "mesh",
+    "mesh_axis",
+    "model",
+    "n_samples",
+    "progress",
+    "samples_per_batch",
+    "store",
+    "tol",
+    "trace_axes",
+    "vmap_axes",
+    "get",
+)
+
+
+def checked_settings(constructor: _Constructor) -> _Constructor:
+    """The constructor of a kernel, with its settings held to their annotations."""
+    remedies = {"key": "`jax.random.key(seed)` makes one."}
+    return checked(constructor, remedies, _CONVERTED)
 
 
 def make_blocks(

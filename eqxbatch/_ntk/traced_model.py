@@ -6,7 +6,7 @@ Settings: kinds, parameters, axes, sizes.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args, Literal
 
 import equinox as eqx
@@ -31,6 +31,10 @@ from .._pairs.calls import (
 )
 from .._pairs.kernel import room_to_keep
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
+
+
+# Which kernels are wanted.
+Get = str | Sequence[str] | None
 
 
 _KINDS = ("nngp", "ntk")
@@ -84,6 +88,8 @@ class Settings(eqx.Module):
     """How a kernel is computed.
 
     `room` is how many bytes what is kept of examples may take; None for all.
+    `traces_last` says whether the traced axis was not named: then it is the last one,
+    if an output has one besides that of the examples.
     """
 
     trace_axes: tuple[int, ...] = eqx.field(static=True)
@@ -92,6 +98,7 @@ class Settings(eqx.Module):
     block_size: BlockSize = eqx.field(static=True)
     implementation: Implementation = eqx.field(static=True, default="auto")
     room: int | None = eqx.field(static=True, default=None)
+    traces_last: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         if self.block_size is not None and not self.vmap_axes.is_batched:
@@ -123,12 +130,14 @@ def make_settings(
     block_size: Any,
 ) -> Settings:
     """The settings, all of them checked."""
+    is_last = trace_axes is None
     return Settings(
-        trace_axes=check_axes("trace_axes", trace_axes),
+        trace_axes=(-1,) if is_last else check_axes("trace_axes", trace_axes),
         diagonal_axes=check_axes("diagonal_axes", diagonal_axes),
         vmap_axes=check_vmap_axes(vmap_axes),
         block_size=check_block_size(block_size),
         implementation=check_implementation(implementation),
+        traces_last=is_last,
     )
 
 
@@ -213,7 +222,9 @@ class TracedModel:
             zip(leaves, others, batch_axes, strict=True)
         ):
             ndim = len(leaf.shape) + (batch is not None)
-            roles = list(axis_roles(jtu.keystr(path), ndim, batch, trace, diagonal))
+            is_scalar = self.settings.traces_last and len(leaf.shape) == 0
+            traced = () if is_scalar else trace
+            roles = list(axis_roles(jtu.keystr(path), ndim, batch, traced, diagonal))
             if is_diagonal and batch is not None:
                 if roles[batch] == "trace":
                     raise ValueError(

@@ -17,7 +17,7 @@ from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.transform import AbstractTransform, also_decorator, transformed
 from .calls import BlockSize, check_block_size, check_mesh, make_calls, MeshAxis
 from .engine import make_collectors, on_device
-from .function import block_kernel
+from .function import block_kernel, PairwiseKernel
 from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHARE, Sizes
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
 from .on_mesh import on_mesh
@@ -41,6 +41,7 @@ class BatchKernel(AbstractTransform):
     kwargs_axes: dict[str, PyTree] = eqx.field(default_factory=dict)
     out_axes: PyTree = (0, 1)
     symmetric: Any = None
+    pairwise: bool = False
     reduce: PyTree = None
     mesh_axis: MeshAxis | None = None
     store: AbstractStore | None = None
@@ -76,6 +77,10 @@ class BatchKernel(AbstractTransform):
         key: Any = None,
         **kwargs: Any,
     ) -> KernelCall:
+        if self.pairwise:
+            # Its symmetry is that of the function.
+            symmetric = getattr(fun, "symmetric", False)
+            fun = PairwiseKernel(fun, self.in_axes, symmetric)
         is_alone = x2 is None
         x2 = None if x2 is x1 else x2
         x1, x2, args, key, kwargs = jtu.tree_map(_as_array, (x1, x2, args, key, kwargs))
@@ -179,6 +184,7 @@ def filter_batch_kernel(
     in_axes: PyTree = eqx.if_array(0),
     out_axes: PyTree = (0, 1),
     symmetric: bool | Callable[[PyTree], PyTree] | None = None,
+    pairwise: bool = False,
     reduce: PyTree = None,
     mesh: Mesh | None = None,
     mesh_axis: str | None = None,
@@ -218,6 +224,10 @@ def filter_batch_kernel(
         returns that with sides exchanged, if it is more than that. By default, what the
         attribute `symmetric` of `kernel_fn` says, as estimators of this package have
         it, and otherwise False.
+    - `pairwise`: whether `kernel_fn` is a function of one example of each side, such as
+        `lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))`. A `key` and keyword arguments
+        that come in pairs are pairs for the two examples, then. Rows and columns of
+        the result come first.
     - `reduce`: what to make of the kernel instead of keeping it: an
         [`eqxbatch.AbstractReduction`][] such as [`eqxbatch.RowSums`][],
         [`eqxbatch.KernelProduct`][] or [`eqxbatch.TopK`][], or a PyTree prefix of the
@@ -277,6 +287,13 @@ def filter_batch_kernel(
         (1000, 1000)
         >>> rbf(jnp.ones((1_000, 3)), jnp.ones((50, 3)), scale=2.0).shape
         (1000, 50)
+        >>> laplace = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: jnp.exp(-jnp.sum(jnp.abs(x - y))),
+        ...     block_size=256,
+        ...     pairwise=True,
+        ... )
+        >>> laplace(jnp.ones((1_000, 3))).shape
+        (1000, 1000)
 
         ```
     """
@@ -290,6 +307,7 @@ def filter_batch_kernel(
         in_axes=in_axes,
         out_axes=out_axes,
         symmetric=_check_symmetric(symmetric),
+        pairwise=_check_pairwise(pairwise, out_axes),
     )
     return transformed(transform, kernel_fn, "filter_batch_kernel")
 
@@ -334,6 +352,15 @@ def _check_symmetric(symmetric: Any) -> Any:
         "`symmetric` must be a bool, None, or a function from a block to its mirror "
         f"image; got {described(symmetric)}."
     )
+
+
+def _check_pairwise(pairwise: bool, out_axes: PyTree) -> bool:
+    if pairwise and out_axes != (0, 1):
+        raise ValueError(
+            "With `pairwise=True`, rows and columns are the first axes of the result; "
+            f"got `out_axes={out_axes!r}`. Leave it out."
+        )
+    return bool(pairwise)
 
 
 def check_store(store: Any) -> AbstractStore | None:

@@ -9,12 +9,28 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 from jax.sharding import Mesh
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Key, PyTree, UInt32
 
+from .._base.shapes import AnyArray, Contract
 from .._base.trees import described, shown
 from .._batch.cut import broadcast_axes, split_batch
 from .._batch.memory import check_size, MemoryBudget
 from .._batch.rows import Rows
+
+
+# The axis of the examples; or those of inputs, outputs and keyword arguments.
+VmapSpec = int | tuple[PyTree, PyTree, dict[str, PyTree]] | None
+
+
+# One key, or one for each example.
+OneKey = Key[Array, "..."] | UInt32[AnyArray, "... 2"] | None
+
+
+# The same, or one for each side.
+Keys = OneKey | tuple[OneKey, ...] | list[OneKey]
+
+
+_KEY = Contract({"key": Keys}, {"key": "`jax.random.key(seed)` makes one."})
 
 
 class VmapAxes(eqx.Module):
@@ -111,6 +127,8 @@ def make_calls(
 
 
 def _key_pair(key: Any, is_one: bool) -> tuple:
+    if key is not None:
+        _KEY.begin().check("key", key)
     if isinstance(key, (tuple, list)):
         if len(key) != 2:
             raise ValueError(

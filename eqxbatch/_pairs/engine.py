@@ -15,15 +15,17 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from .._base.mesh import on_mesh_around, with_type_of
+from .._base.shapes import Contract
 from .._base.trees import match_prefix, shown
 from .._batch.cut import Block
-from .._batch.loop import types_of
 from .._batch.rows import Rows
+from .._batch.slots import types_of
 from .grid import Grid
-from .kernel import AbstractBlockKernel, KernelLeaf
+from .kernel import AbstractBlockKernel, check_tile, KernelLeaf
 from .reductions import AbstractReduction
 
 
@@ -88,7 +90,7 @@ class AbstractCollector(abc.ABC):
         """The state after one more."""
 
     @abc.abstractmethod
-    def finalize(self, state: PyTree[Array]) -> Any:
+    def finalize(self, state: PyTree[Array], totals: tuple[int, int]) -> Any:
         """The result."""
 
 
@@ -110,8 +112,18 @@ class Written(AbstractCollector):
                 at[axis] = jnp.asarray(span.block.start, jnp.int32)
         return lax.dynamic_update_slice(state, tile, at)
 
-    def finalize(self, state: Array) -> Array:
+    def finalize(self, state: Array, totals: tuple[int, int]) -> Array:
+        del totals
         return state
+
+
+_OF_REDUCTION = Contract(
+    {
+        "neutral": float | Shaped[ArrayLike, ""],
+        "init": PyTree[Shaped[ArrayLike, "..."]],
+        "update": PyTree[Shaped[ArrayLike, "..."]],
+    }
+)
 
 
 class Reduced(AbstractCollector):
@@ -121,9 +133,9 @@ class Reduced(AbstractCollector):
         self.leaf, self.reduction = leaf, reduction
 
     def init(self, totals: tuple[int, int]) -> PyTree[Array]:
-        struct = jax.ShapeDtypeStruct(self.leaf.shape(totals), self.leaf.dtype)
         try:
-            return self.reduction.init(jax.eval_shape(self.leaf.front, struct))
+            state = self.reduction.init(self._struct(totals))
+            return self._checked("init", state)
         except (TypeError, ValueError) as e:
             e.add_note(f"This is about output{self.leaf.path}.")
             raise
@@ -137,18 +149,39 @@ class Reduced(AbstractCollector):
             counts = counts.reshape(*counts.shape, *(1 for _ in tile.shape[2:]))
             neutral = jnp.asarray(self.reduction.neutral).astype(tile.dtype)
             tile = jnp.where(counts, tile, neutral)
-        return self.reduction.update(state, tile, rows.block, columns.block)
+        state = self.reduction.update(state, tile, rows.block, columns.block)
+        return self._checked("update", state)
 
-    def finalize(self, state: PyTree[Array]) -> Any:
-        return self.reduction.finalize(state)
+    def _checked(self, name: str, state: PyTree) -> PyTree:
+        call, kind = _OF_REDUCTION.begin(), type(self.reduction).__name__
+        call.check("neutral", self.reduction.neutral, f"`neutral` of `{kind}`")
+        call.check(name, state, f"What `{name}` of `{kind}` returns")
+        return state
+
+    def finalize(self, state: PyTree[Array], totals: tuple[int, int]) -> Any:
+        result = self.reduction.finalize(state)
+        kind = type(self.reduction)
+        annotations = getattr(kind.finalize, "__annotations__", {})
+        contract = Contract({"finalize": annotations.get("return", Any)})
+        n1, n2, *out = self._struct(totals).shape
+        call = contract.begin(n1=n1, n2=n2, out=tuple(out))
+        call.check("finalize", result, f"What `finalize` of `{kind.__name__}` returns")
+        return result
+
+    def _struct(self, totals: tuple[int, int]) -> jax.ShapeDtypeStruct:
+        """The kernel, with rows and columns first."""
+        struct = jax.ShapeDtypeStruct(self.leaf.shape(totals), self.leaf.dtype)
+        return jax.eval_shape(self.leaf.front, struct)
 
 
 def finalized(
-    collectors: Sequence[AbstractCollector], states: list[PyTree[Array]]
+    collectors: Sequence[AbstractCollector],
+    states: list[PyTree[Array]],
+    totals: tuple[int, int],
 ) -> list[Any]:
     """The results, from the states after the last tile."""
     return [
-        collector.finalize(state)
+        collector.finalize(state, totals)
         for collector, state in zip(collectors, states, strict=True)
     ]
 
@@ -219,7 +252,9 @@ class Tiles:
                 for rows, place, size in zip(kept, places, self.grid.sizes, strict=True)
             )
             always = jnp.asarray(places[0]) >= 0
-            return self.kernel.block(first, None if is_diagonal else second, always)
+            tile = self.kernel.block(first, None if is_diagonal else second, always)
+            check_tile(self.kernel.leaves, tile, self.grid.sizes)
+            return tile
 
         with jax.named_scope("tile"):
             # In reverse mode, a tile is computed again and not kept.
@@ -450,4 +485,4 @@ def on_device(
 ) -> list[PyTree[Array]]:
     """What becomes of all arrays of a kernel, on one device."""
     states = run_tiles(kernel, kernel.grid(), collectors, *kernel.rows)
-    return finalized(collectors, states)
+    return finalized(collectors, states, kernel.totals)

@@ -45,7 +45,14 @@ class CalledKernel(AbstractBlockKernel):
         self.sides = _sides(call)
         self.rows = self.sides[0].rows, self.sides[-1].rows
         self.bytes_kept = 0, 0
-        self.out = eqx.filter_eval_shape(_out, call, *self.structs(SAMPLE))
+        try:
+            self.out = eqx.filter_eval_shape(_out, call, *self.structs(SAMPLE))
+        except Exception as e:
+            e.add_note(
+                f"`kernel_fn` is called with blocks of examples, here with {_ROWS} and "
+                f"{_COLUMNS}. For a kernel of single examples, say `pairwise=True`."
+            )
+            raise
         self.leaves = self._find_leaves()
         self._programs: dict[Any, Any] = {}
 
@@ -127,6 +134,44 @@ class CalledKernel(AbstractBlockKernel):
         return [jnp.asarray(x, x.dtype) for x in arrays]
 
 
+class PairwiseKernel(eqx.Module):
+    """A kernel of one example of each side, for blocks of them.
+
+    - `in_axes`: where the examples are in those of both sides.
+    """
+
+    fun: Callable
+    in_axes: PyTree
+    symmetric: Any
+
+    def __call__(self, x1: PyTree, x2: PyTree = None, *args: Any, **kwargs: Any) -> Any:
+        x2 = x1 if x2 is None else x2
+        pairs = {name: x for name, x in kwargs.items() if _is_pair(x)}
+        shared = {name: x for name, x in kwargs.items() if name not in pairs}
+        first, second = (
+            {name: pair[side] for name, pair in pairs.items()} for side in (0, 1)
+        )
+        axes = (self.in_axes, eqx.if_array(0))
+
+        def one(x: PyTree, of_x: dict, y: PyTree, of_y: dict) -> Any:
+            own = {name: (of_x[name], of_y[name]) for name in pairs}
+            out = self.fun(x, y, *args, **own, **shared)
+            as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
+            return jtu.tree_map(as_array, out)
+
+        def row(x: PyTree, of_x: dict) -> Any:
+            of_one = lambda y, of_y: one(x, of_x, y, of_y)
+            return eqx.filter_vmap(of_one, in_axes=axes)(x2, second)
+
+        return eqx.filter_vmap(row, in_axes=axes)(x1, first)
+
+
+def _is_pair(x: Any) -> bool:
+    """Whether a keyword argument has one part for each side."""
+    is_two = isinstance(x, tuple) and len(x) == 2
+    return is_two and any(map(eqx.is_array, jtu.tree_leaves(x)))
+
+
 def _sides(call: KernelCall) -> list[Side]:
     axes = VmapAxes(call.in_axes, 0, call.kwargs_axes)
     note = "Keyword arguments for the examples come in pairs, batched along axis 0."
@@ -182,7 +227,8 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
     )
     remedy = (
         "Return an array with these axes, or declare by `out_axes` what there is, with "
-        "None for an axis that is missing, as in `(0, None)` for a value for each row."
+        "None for an axis that is missing, as in `(0, None)` for a value for each row. "
+        "For a kernel of single examples, say `pairwise=True`."
     )
     if axes == (None, None):
         raise ValueError(

@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._base.cpu import with_mirror_image
+from .._base.shapes import Arranged, arranged, Contract
 from .._batch.cut import block_struct
 from .._batch.memory import free_bytes
 from .._batch.rows import Rows
@@ -80,6 +81,18 @@ class KernelCall(eqx.Module):
         return dataclasses.replace(self, plan=plan)
 
 
+# With rows and columns first.
+BLOCK = Contract(
+    {
+        "x1, by leaf": Shaped[Arranged, "n1 ..."],
+        "x2, by leaf": Shaped[Arranged, "n2 ..."],
+        "block of `kernel_fn`": Shaped[Arranged, "rows columns *out"],
+        "kernel": Shaped[Arranged, "n1 n2 *out"],
+    },
+    of=["filter_batch_kernel"],
+)
+
+
 class AbstractKernelFunction(eqx.Module):
     """A kernel function that knows what to keep of examples for all their blocks."""
 
@@ -125,6 +138,19 @@ class KernelLeaf:
         assert row is not None
         assert column is not None
         return jnp.moveaxis(tile, _LEADING, (row, column))
+
+
+def check_tile(
+    leaves: list[KernelLeaf], tile: list[Array], sizes: tuple[int, int]
+) -> None:
+    """Raises if the arrays of a tile of that size are not of their shapes."""
+    for leaf, x in zip(leaves, tile, strict=True):
+        row, column = leaf.axes
+        if row is None or column is None:
+            continue
+        out = [size for i, size in enumerate(leaf.sample) if i not in leaf.axes]
+        call = BLOCK.begin(rows=sizes[0], columns=sizes[1], out=tuple(out))
+        call.check("block of `kernel_fn`", arranged(x, row, column))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,6 +40,7 @@ class _Settings(TypedDict, total=False):
     in_axes: Any
     out_axes: Any
     symmetric: bool | Callable[[Any], Any] | None
+    pairwise: bool
     mesh: Mesh | None
     mesh_axis: str | None
     progress: AbstractProgressMeter | None

@@ -128,7 +128,7 @@ def with_progress(
                 metered.step(waiting.popleft())
         for num_nans in waiting:
             metered.step(num_nans)
-    return kernel.output(finalized(collectors, states))
+    return kernel.output(finalized(collectors, states, kernel.totals))
 
 
 def _tiles(call: KernelCall, grid: Grid, reduce: PyTree) -> Tiles:

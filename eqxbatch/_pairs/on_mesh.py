@@ -41,7 +41,7 @@ def on_mesh(
         arrays = _written(call, kernel, grid, collectors, mesh_axis)
     else:
         arrays = _reduced(call, kernel, grid, reduce, collectors, mesh_axis)
-    return finalized(collectors, arrays)
+    return finalized(collectors, arrays, kernel.totals)
 
 
 def check_closed_over(call: KernelCall, kernel: AbstractBlockKernel) -> None:

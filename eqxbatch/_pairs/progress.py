@@ -5,6 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 
+from .._base.shapes import check_fields
 from .._base.trees import import_extra
 
 
@@ -123,6 +124,9 @@ class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
     """
 
     description: str = eqx.field(static=True, default="kernel")
+
+    def __check_init__(self) -> None:
+        check_fields(self)
 
     def start(self, num_blocks: int, num_done: int) -> _Bar:
         tqdm = import_extra("tqdm.auto", "TqdmProgressMeter", "progress").tqdm

@@ -1,7 +1,8 @@
 """What to make of a kernel without keeping it."""
 
 import abc
-from typing import Any, Generic, TypeVar
+import math
+from typing import Any, ClassVar, Generic, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Shaped
 
 from .._base.dtypes import widened
+from .._base.shapes import Arranged, as_jax, check_fields, checked, Contract
 from .._batch.cut import Block
 
 
@@ -17,6 +19,12 @@ _State = TypeVar("_State")
 
 
 MatrixTile = Shaped[Array, "rows columns ..."]
+
+
+if TYPE_CHECKING:
+    KernelStruct = jax.ShapeDtypeStruct
+else:
+    KernelStruct = Shaped[Arranged, "n1 n2 *out"]
 
 
 class AbstractReduction(eqx.Module, Generic[_State]):
@@ -113,6 +121,7 @@ def _sum_dtype(struct: jax.ShapeDtypeStruct) -> Any:
 class _Sums(eqx.Module):
     """Sums in a wide dtype, and the dtype that they are to have."""
 
+    checked_as: ClassVar[dict[str, Any]] = {"values": Shaped[Array, "n1 ..."]}
     values: Array
     dtype: Any = eqx.field(static=True)
 
@@ -140,27 +149,37 @@ class RowSums(AbstractReduction[_Sums]):
     def neutral(self) -> float:
         return 0.0
 
-    def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
+    @checked
+    def init(self, kernel: KernelStruct) -> _Sums:
         sums = jax.eval_shape(_row_sums, kernel)
         is_inexact = jnp.issubdtype(kernel.dtype, jnp.inexact)
         dtype = kernel.dtype if is_inexact else sums.dtype
         return _Sums(jnp.zeros(sums.shape, sums.dtype), dtype)
 
+    @checked
     def update(
         self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
     ) -> _Sums:
         del columns
         return _Sums(_added(state.values, _row_sums(tile), rows), state.dtype)
 
+    @checked
     def merge(self, first: _Sums, second: _Sums) -> _Sums:
         return _Sums(first.values + second.values, first.dtype)
 
-    def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
+    @checked
+    def finalize(self, state: _Sums) -> Shaped[Array, "n1 *out"]:
         return state.values.astype(state.dtype)
 
 
 def _row_sums(tile: MatrixTile) -> Shaped[Array, "rows ..."]:
     return jnp.sum(widened(tile), axis=1)
+
+
+_PRODUCT = Contract(
+    {"kernel": KernelStruct, "vectors": Shaped[Array, "n2 *k"]},
+    {"vectors": "They must have as many rows as the kernel has columns."},
+)
 
 
 class KernelProduct(AbstractReduction[_Sums]):
@@ -188,25 +207,27 @@ class KernelProduct(AbstractReduction[_Sums]):
         ```
     """
 
-    vectors: Shaped[Array, "n2 *k"]
+    vectors: Shaped[Array, " n2"] | Shaped[Array, "n2 k"] = eqx.field(converter=as_jax)
+
+    def __check_init__(self) -> None:
+        check_fields(self)
 
     @property
     def neutral(self) -> float:
         return 0.0
 
-    def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
+    @checked
+    def init(self, kernel: KernelStruct) -> _Sums:
         vectors = self.vectors
-        if vectors.ndim not in (1, 2) or vectors.shape[0] != kernel.shape[1]:
-            raise ValueError(
-                "`vectors` must be one vector, or some of them along axis 1, with as "
-                f"many rows as the kernel has columns, {kernel.shape[1]}; got shape "
-                f"{vectors.shape}."
-            )
+        call = _PRODUCT.begin()
+        call.check("kernel", kernel, always=True)
+        call.check("vectors", vectors, always=True)
         dtype = jnp.result_type(kernel.dtype, vectors.dtype)
         shape = (kernel.shape[0], *kernel.shape[2:], *vectors.shape[1:])
         wide = _sum_dtype(jax.ShapeDtypeStruct((), dtype))
         return _Sums(jnp.zeros(shape, wide), dtype)
 
+    @checked
     def update(
         self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
     ) -> _Sums:
@@ -219,9 +240,11 @@ class KernelProduct(AbstractReduction[_Sums]):
         )
         return _Sums(_added(state.values, part, rows), state.dtype)
 
+    @checked
     def merge(self, first: _Sums, second: _Sums) -> _Sums:
         return _Sums(first.values + second.values, first.dtype)
 
+    @checked
     def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
         return state.values.astype(state.dtype)
 
@@ -250,7 +273,8 @@ class FrobeniusNorm(AbstractReduction[Array]):
     def neutral(self) -> float:
         return 0.0
 
-    def init(self, kernel: jax.ShapeDtypeStruct) -> Array:
+    @checked
+    def init(self, kernel: KernelStruct) -> Array:
         if not jnp.issubdtype(kernel.dtype, jnp.inexact):
             raise TypeError(
                 "FrobeniusNorm needs a kernel of an inexact dtype; got "
@@ -258,15 +282,18 @@ class FrobeniusNorm(AbstractReduction[Array]):
             )
         return jnp.zeros((), jnp.finfo(_sum_dtype(kernel)).dtype)
 
+    @checked
     def update(
         self, state: Array, tile: MatrixTile, rows: Block, columns: Block
     ) -> Array:
         del rows, columns
         return state + _squares(tile)
 
+    @checked
     def merge(self, first: Array, second: Array) -> Array:
         return first + second
 
+    @checked
     def finalize(self, state: Array) -> Inexact[Array, ""]:
         return jnp.sqrt(state)
 
@@ -277,6 +304,9 @@ def _squares(tile: MatrixTile) -> Inexact[Array, ""]:
 
 
 class _Alignment(eqx.Module):
+    checked_as: ClassVar[dict[str, Any]] = dict.fromkeys(
+        ("inner", "squares", "labels"), Inexact[Array, ""]
+    )
     inner: Array
     squares: Array
     labels: Array
@@ -319,8 +349,13 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         [Cristianini et al., 2001](https://papers.nips.cc/paper/1946-on-kernel-target-alignment).
     """
 
-    labels: Shaped[Array, "n1 *k"]
-    other_labels: Shaped[Array, "n2 *k"] | None = None
+    labels: Shaped[Array, "n1 *k"] = eqx.field(converter=as_jax)
+    other_labels: Shaped[Array, "n2 *l"] | None = eqx.field(
+        converter=as_jax, default=None
+    )
+
+    def __check_init__(self) -> None:
+        check_fields(self)
 
     @property
     def neutral(self) -> float:
@@ -331,7 +366,8 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         other = self.labels if self.other_labels is None else self.other_labels
         return [self.labels, other]
 
-    def init(self, kernel: jax.ShapeDtypeStruct) -> _Alignment:
+    @checked
+    def init(self, kernel: KernelStruct) -> _Alignment:
         sides = self._sides
         if len(kernel.shape) != 2 or [y.shape[:1] for y in sides] != [
             kernel.shape[:1],
@@ -341,6 +377,13 @@ class KernelAlignment(AbstractReduction[_Alignment]):
                 "KernelAlignment needs a kernel of shape `(n1, n2)` and labels for "
                 f"its rows and columns; got {kernel.shape} and labels of shapes "
                 f"{sides[0].shape} and {sides[1].shape}."
+            )
+        sizes = [math.prod(y.shape[1:]) for y in sides]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                "KernelAlignment needs labels with as many columns for the columns of "
+                f"the kernel as for its rows; got shapes {sides[0].shape} and "
+                f"{sides[1].shape}."
             )
         if not jnp.issubdtype(kernel.dtype, jnp.floating):
             raise TypeError(
@@ -353,6 +396,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         gram = [y.T @ y for y in flat]
         return _Alignment(zero, zero, jnp.sum(gram[0] * gram[1]), kernel.dtype)
 
+    @checked
     def update(
         self, state: _Alignment, tile: MatrixTile, rows: Block, columns: Block
     ) -> _Alignment:
@@ -369,6 +413,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
             state.dtype,
         )
 
+    @checked
     def merge(self, first: _Alignment, second: _Alignment) -> _Alignment:
         return _Alignment(
             first.inner + second.inner,
@@ -377,6 +422,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
             first.dtype,
         )
 
+    @checked
     def finalize(self, state: _Alignment) -> Inexact[Array, ""]:
         norms = jnp.sqrt(state.squares) * jnp.sqrt(state.labels)
         return (state.inner / norms).astype(state.dtype)

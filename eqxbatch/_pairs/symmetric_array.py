@@ -73,10 +73,17 @@ class SymmetricArray:
         if Ellipsis in key:
             at = key.index(Ellipsis)
             key = key[:at] + (slice(None),) * (self.ndim - len(key) + 1) + key[at + 1 :]
+        if len(key) > self.ndim:
+            raise IndexError(
+                f"There are {len(key)} indices for the {self.ndim} axes of an array of "
+                f"shape {self.shape}. Give one for each axis at most."
+            )
         key = (*key, *[slice(None)] * (2 - len(key)))
         ranges = [
-            _range(index, size)
-            for index, size in zip(key[:2], self.shape[:2], strict=True)
+            _range(name, index, size)
+            for name, index, size in zip(
+                ("row", "column"), key[:2], self.shape[:2], strict=True
+            )
         ]
         bounds = [_bounds(x) for x in ranges]
         found = self._read(*bounds)
@@ -123,13 +130,17 @@ class SymmetricArray:
         return np.asarray(part)
 
 
-def _range(index: Any, size: int) -> range:
+def _range(name: str, index: Any, size: int) -> range:
     if isinstance(index, slice):
         return range(size)[index]
     if isinstance(index, bool) or not isinstance(index, int | np.integer):
         raise IndexError(
             f"Rows and columns are named by ints and slices; got {shown(index)}. Read "
             "a slice, and index that."
+        )
+    if not -size <= index < size:
+        raise IndexError(
+            f"The {name} {index} is out of range: there are {size} {name}s."
         )
     at = range(size)[int(index)]
     return range(at, at + 1)

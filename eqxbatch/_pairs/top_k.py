@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
+from .._base.shapes import check_fields, checked
 from .._batch.cut import Block
-from .reductions import AbstractReduction, MatrixTile
+from .reductions import AbstractReduction, KernelStruct, MatrixTile
 
 
 class Neighbours(NamedTuple):
@@ -71,14 +72,16 @@ class TopK(AbstractReduction[_Nearest]):
     without_self: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
-        if isinstance(self.k, bool) or self.k < 1:
+        check_fields(self)
+        if self.k < 1:
             raise ValueError(f"`k` must be at least 1; got {self.k}.")
 
     @property
     def neutral(self) -> float:
         return -math.inf
 
-    def init(self, kernel: jax.ShapeDtypeStruct) -> _Nearest:
+    @checked
+    def init(self, kernel: KernelStruct) -> _Nearest:
         if len(kernel.shape) != 2:
             raise ValueError(
                 "TopK needs a kernel with one number for each pair of examples; got "
@@ -99,6 +102,7 @@ class TopK(AbstractReduction[_Nearest]):
         values = jnp.full(shape, -jnp.inf, kernel.dtype)
         return _Nearest(values, jnp.full(shape, -1, jnp.int32), kernel.shape[1])
 
+    @checked
     def update(
         self, state: _Nearest, tile: MatrixTile, rows: Block, columns: Block
     ) -> _Nearest:
@@ -119,6 +123,7 @@ class TopK(AbstractReduction[_Nearest]):
             state.num_columns,
         )
 
+    @checked
     def merge(self, first: _Nearest, second: _Nearest) -> _Nearest:
         values = jnp.concatenate([first.values, second.values], axis=1)
         indices = jnp.concatenate([first.indices, second.indices], axis=1)
@@ -126,6 +131,7 @@ class TopK(AbstractReduction[_Nearest]):
         indices = jnp.take_along_axis(indices, order, axis=1)
         return _Nearest(values, indices, first.num_columns)
 
+    @checked
     def finalize(self, state: _Nearest) -> Neighbours:
         # An entry of `-inf` looks like one that is left out. Where such are among the
         # largest, all columns of other entries are known: the rest has `-inf`.

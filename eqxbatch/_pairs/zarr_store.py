@@ -14,6 +14,7 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
+from .._base.shapes import checked
 from .._base.trees import import_extra
 from .grid import Grid
 from .kernel import KernelLeaf, TileMirror
@@ -90,6 +91,7 @@ class ZarrStore(AbstractStore):
     path: str = eqx.field(static=True)
     upper_only: bool = eqx.field(static=True)
 
+    @checked
     def __init__(self, path: str | os.PathLike, *, upper_only: bool = False):
         self.path = os.fspath(path)
         self.upper_only = upper_only

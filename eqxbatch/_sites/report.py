@@ -4,6 +4,7 @@ import collections
 import dataclasses
 from typing import Any
 
+from .._base.shapes import check_fields
 from .cost import (
     choose,
     Contraction,
@@ -49,6 +50,9 @@ class LeafReport:
     bytes: float
     reason: str | None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 def _shown(error: float | None) -> str:
     if error is None:
@@ -86,6 +90,9 @@ class LeafCheck:
     diagonal: float | None = None
     gauss_newton: float | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class SitesCheck:
@@ -105,6 +112,9 @@ class SitesCheck:
     num_examples: int
     dtype: str
     reason: str | None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def max_error(self) -> float:
@@ -146,6 +156,9 @@ class SitesReport:
     materialised_flops: float
     materialised_bytes: float
     check: SitesCheck | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [

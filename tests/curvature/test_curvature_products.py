@@ -296,7 +296,7 @@ class TestBadInput:
         x = {"a": jnp.ones((2, 2)), "b": jnp.ones(3), "name": "x"}
         with pytest.raises(ValueError, match=r"shape \(7, 7\).*got \(4, 4\)"):
             hessian_to_pytree(jnp.eye(4), x)
-        with pytest.raises(ValueError, match=r"shape \(7, 7\).*got \(7, 4\)"):
+        with pytest.raises(ValueError, match=r'"n n".*an array of shape \(7, 4\)'):
             hessian_to_pytree(jnp.ones((7, 4)), x)
         with pytest.raises(ValueError, match="no arrays of an inexact dtype"):
             hessian_to_pytree(jnp.eye(3), jnp.arange(3))

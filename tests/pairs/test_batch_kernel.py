@@ -471,7 +471,7 @@ def test_wrong_kernels(unchecked, getkey):
             lambda x, y: x @ y.T,
             {"reduce": KernelProduct(jnp.ones(4))},
             ValueError,
-            "`vectors` must be one vector",
+            r"`vectors` must be .* with n2=5; got an array of shape \(4,\)",
         ),
         (
             lambda x, y: x @ y.T,

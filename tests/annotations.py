@@ -1,0 +1,100 @@
+"""The annotations of all public names, as a table in the docs.
+
+`python -m tests.annotations > docs/annotations_table.md` writes it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import eqxbatch
+from eqxbatch._base.shapes import CONTRACTS, text_of
+
+
+# Methods that are called by users, or that they write.
+METHODS = (
+    "__call__",
+    "aggregate",
+    "begin",
+    "close",
+    "diagonal",
+    "estimate",
+    "finalize",
+    "init",
+    "matvec",
+    "merge",
+    "mv",
+    "as_matrix",
+    "operator",
+    "start",
+    "step",
+    "take",
+    "update",
+)
+
+
+def names() -> list[str]:
+    """All public names."""
+    own = [x for x in vars(eqxbatch) if not x.startswith("_")]
+    public = [x for x in own if not inspect.ismodule(getattr(eqxbatch, x))]
+    return sorted({*public, "GGNOperator", "HessianOperator"}, key=str.lower)
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """What is called, the name of an argument or a result, and its annotation."""
+    for name in names():
+        public = getattr(eqxbatch, name)
+        yield from of_call(name, public)
+        methods = [x for x in METHODS if is_own(getattr(public, x, None))]
+        if inspect.isclass(public) and "__call__" in methods:
+            yield from of_call(f"{name}(...)", public.__call__)
+        for contract in CONTRACTS:
+            if name in contract.of:
+                for argument, hint in contract.annotations.items():
+                    yield f"{name}(...)", argument, text_of(hint)
+        if inspect.isclass(public):
+            for method in methods:
+                if method != "__call__":
+                    own = getattr(public, method)
+                    yield from of_call(f"{name}(...).{method}", own)
+
+
+def is_own(method: object) -> bool:
+    return inspect.isfunction(method) and method.__module__.startswith("eqxbatch")
+
+
+def of_call(name: str, fun: Callable) -> Iterator[tuple[str, str, str]]:
+    signature = inspect.signature(fun)
+    # What a field is converted from can be anything, but it is checked as its own type.
+    fields = {x.name: x.type for x in getattr(fun, "__dataclass_fields__", {}).values()}
+    for parameter in signature.parameters.values():
+        if parameter.name == "self":
+            continue
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+        argument = f"{stars.get(parameter.kind, '')}{parameter.name}"
+        hint = parameter.annotation
+        if hint is Any:
+            hint = fields.get(parameter.name, hint)
+        yield name, argument, of_hint(hint)
+    if not inspect.isclass(fun):
+        yield name, "returns", of_hint(signature.return_annotation)
+
+
+def of_hint(hint: object) -> str:
+    text = "Any" if hint is inspect.Signature.empty else text_of(hint)
+    # What nobody else is to know the name of.
+    return "a state" if text.startswith("_") else text
+
+
+def table() -> str:
+    lines = ["| call | argument | annotation |", "|---|---|---|"]
+    last = ""
+    for call, argument, hint in rows():
+        shown = "" if call == last else f"`{call}`"
+        lines.append(f"| {shown} | `{argument}` | `{hint}` |")
+        last = call
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

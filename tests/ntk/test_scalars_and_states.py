@@ -1,0 +1,128 @@
+"""Kernels of models that return scalars, and of models with a state."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+
+from eqxbatch import (
+    EmpiricalKernel,
+    EmpiricalNNGP,
+    EmpiricalNTK,
+    HostStore,
+    MonteCarloKernel,
+    ProbedNTK,
+    PseudoNTK,
+)
+from ..helpers import assert_same
+
+
+pytestmark = pytest.mark.quick
+
+
+KEY = jr.key(0)
+X = jr.normal(jr.key(1), (5, 2))
+SCALAR = eqx.nn.MLP(2, "scalar", 4, 1, key=KEY)
+# The same function with an axis, which is traced over.
+VECTOR = eqx.nn.MLP(2, 1, 4, 1, key=KEY)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    (
+        EmpiricalNTK,
+        EmpiricalNNGP,
+        EmpiricalKernel,
+        PseudoNTK,
+        lambda model: ProbedNTK(model, num_probes=2, key=KEY),
+        lambda model: EmpiricalNTK(model, block_size=2),
+        lambda model: EmpiricalNTK(model, implementation="ntk_vector_products"),
+        lambda model: EmpiricalNTK(model, diagonal_axes=0),
+        lambda model: EmpiricalNTK(model, block_size=2, store=HostStore()),
+    ),
+)
+def test_scalars_are_traced_over_nothing(kernel):
+    assert_same(kernel(SCALAR)(X), kernel(VECTOR)(X))
+    if not isinstance(kernel(SCALAR), EmpiricalNTK) or kernel is EmpiricalNTK:
+        assert_same(kernel(SCALAR)(X, X[:5]), kernel(VECTOR)(X, X[:5]))
+
+
+def test_averages_of_scalars():
+    def init(shape):
+        return lambda key: eqx.nn.MLP(2, shape, 4, 1, key=key)
+
+    kernels = [MonteCarloKernel(init(s), key=KEY, n_samples=3) for s in ("scalar", 1)]
+    assert_same(kernels[0](X), kernels[1](X))
+
+
+@pytest.mark.parametrize("axis", (-1, 1))
+def test_an_axis_that_is_named_must_be_there(axis):
+    with pytest.raises(ValueError, match=f"`trace_axes` has the axis {axis}"):
+        EmpiricalNTK(SCALAR, trace_axes=axis)(X)
+
+
+def test_each_output_has_the_last_axis_that_it_has():
+    both = lambda model, x: {"scalar": model[0](x), "vector": model[1](x)}
+    found = EmpiricalNTK(eqx.Partial(both, (SCALAR, VECTOR)))(X)
+    assert_same(found["scalar"], EmpiricalNTK(SCALAR)(X))
+    assert_same(found["vector"], EmpiricalNTK(VECTOR)(X))
+
+
+def test_a_whole_batch_is_traced_over_its_last_axis_as_before():
+    whole = eqx.Partial(lambda model, x: jax.vmap(model)(x), SCALAR)
+    found = EmpiricalNTK(whole, vmap_axes=None)(X)
+    assert_same(found, EmpiricalNTK(whole, vmap_axes=None, trace_axes=-1)(X))
+    assert found.shape == ()
+
+
+class Normed(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(2, 3, key=key)
+        self.norm = eqx.nn.BatchNorm(3, axis_name="batch", mode="ema", inference=True)
+        self.dropout = eqx.nn.Dropout(0.5)
+
+    def __call__(self, x, state, *, key=None):
+        out, state = self.norm(self.linear(x), state)
+        return self.dropout(out, key=key, inference=key is None), state
+
+
+@pytest.fixture
+def with_state():
+    return eqx.nn.make_with_state(Normed)(KEY)
+
+
+@pytest.mark.parametrize("kernel", (EmpiricalNTK, EmpiricalNNGP, PseudoNTK))
+def test_a_model_with_its_state(kernel, with_state):
+    model, state = with_state
+    alone = eqx.Partial(lambda model, x: model(x, state)[0], model)
+    assert_same(kernel(with_state)(X), kernel(alone)(X))
+    # The instance has what it was given.
+    assert eqx.tree_equal(kernel(with_state).model, with_state)
+
+
+def test_parameters_are_those_of_the_model(with_state):
+    model, state = with_state
+    where = lambda model: model.linear.weight
+    alone = eqx.Partial(lambda model, x: model(x, state)[0], model)
+    expected = EmpiricalNTK(alone, where=lambda alone: where(alone.args[0]))(X)
+    assert_same(EmpiricalNTK(with_state, where=where)(X), expected)
+    # Moving averages are arrays of the state, and not differentiated in.
+    assert_same(EmpiricalNTK(with_state)(X), EmpiricalNTK(alone)(X))
+
+
+def test_keys_of_a_model_with_its_state(with_state):
+    model, state = with_state
+    alone = eqx.Partial(lambda model, x, key: model(x, state, key=key)[0], model)
+    found = EmpiricalNTK(with_state)(X, key=KEY)
+    assert_same(found, EmpiricalNTK(alone)(X, key=KEY))
+    assert not jnp.allclose(found, EmpiricalNTK(with_state)(X, key=jr.key(7)))
+    pair = (jr.split(jr.key(3), 5), jr.split(jr.key(4), 4))
+    assert_same(
+        EmpiricalNTK(with_state)(X, X[:4], key=pair),
+        EmpiricalNTK(alone)(X, X[:4], key=pair),
+    )

@@ -1,0 +1,116 @@
+"""Kernels of single examples, and numbers where scalar arrays are meant."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from eqxbatch import (
+    filter_batch_kernel,
+    filter_hessian,
+    filter_hvp,
+    filter_jacobian,
+    filter_micro_grad,
+    HostStore,
+    RowSums,
+)
+from ..helpers import assert_same
+
+
+pytestmark = pytest.mark.quick
+
+
+X = jr.normal(jr.key(0), (5, 3))
+Y = jr.normal(jr.key(1), (7, 3))
+
+
+class RBF(eqx.Module):
+    scale: jax.Array
+
+    def __call__(self, x, y):
+        return jnp.exp(-jnp.sum((x - y) ** 2) / self.scale)
+
+
+def rbf(x1, x2=None):
+    x2 = x1 if x2 is None else x2
+    return jnp.exp(-jnp.sum((x1[:, None] - x2[None]) ** 2, -1) / 2.0)
+
+
+KERNEL = RBF(jnp.array(2.0))
+
+
+@pytest.mark.parametrize("size", (None, 2, (2, 3)))
+@pytest.mark.parametrize("symmetric", (False, True))
+def test_kernels_of_single_examples(size, symmetric):
+    kernel = filter_batch_kernel(
+        KERNEL, block_size=size, symmetric=symmetric, pairwise=True
+    )
+    assert_same(kernel(X, Y), rbf(X, Y))
+    assert_same(kernel(X), rbf(X))
+    assert_same(kernel(X, X), rbf(X))
+
+
+def test_to_a_store_and_reduced():
+    stored = filter_batch_kernel(
+        KERNEL, block_size=2, pairwise=True, store=HostStore()
+    )(X, Y)
+    assert_same(jnp.asarray(stored), rbf(X, Y))
+    sums = filter_batch_kernel(KERNEL, block_size=2, pairwise=True, reduce=RowSums())
+    assert_same(sums(X, Y), rbf(X, Y).sum(1))
+
+
+def test_outputs_numbers_and_trees():
+    def kernel(x, y, shift=0.0):
+        return {"outer": jnp.outer(x["a"], y["a"]) + shift, "one": 1.0, "name": "k"}
+
+    found = filter_batch_kernel(kernel, block_size=2, pairwise=True)(
+        {"a": X}, {"a": Y}, shift=2.0
+    )
+    assert_same(found["outer"], jnp.einsum("ia,jb->ijab", X, Y) + 2)
+    assert_same(found["one"], jnp.ones((5, 7)))
+    assert found["name"] == "k"
+
+
+def test_other_axes_and_what_comes_in_pairs():
+    kernel = filter_batch_kernel(
+        lambda x, y, weights, key: jnp.dot(x, y) * weights[0] * weights[1],
+        block_size=2,
+        in_axes=1,
+        pairwise=True,
+    )
+    weights = jnp.arange(5.0), jnp.arange(7.0)
+    found = kernel(X.T, Y.T, weights=weights, key=jr.key(0))
+    assert_same(found, X @ Y.T * jnp.outer(*weights))
+
+
+def test_keys_are_those_of_the_examples():
+    kernel = lambda x, y, key: jr.uniform(key[0]) - jr.uniform(key[1])
+    whole = filter_batch_kernel(kernel, block_size=None, pairwise=True)
+    blocks = filter_batch_kernel(kernel, block_size=2, pairwise=True)
+    pair = jr.split(jr.key(0), 5), jr.split(jr.key(1), 7)
+    draw = jax.vmap(jr.uniform)
+    expected = draw(pair[0])[:, None] - draw(pair[1])[None]
+    assert_same(whole(X, Y, key=pair), expected)
+    assert_same(blocks(X, Y, key=pair), expected)
+
+
+def test_derivatives_of_kernels_of_single_examples():
+    total = lambda kernel: filter_batch_kernel(kernel, block_size=2, pairwise=True)(
+        X, Y
+    ).sum()
+    found = eqx.filter_grad(total)(KERNEL).scale
+    expected = jax.grad(
+        lambda scale: jnp.exp(-jnp.sum((X[:, None] - Y[None]) ** 2, -1) / scale).sum()
+    )(KERNEL.scale)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("number", (2.0, np.float32(2.0), jnp.array(2.0)))
+def test_numbers_are_scalar_arrays(number):
+    cube = lambda x, *args: x**3
+    assert filter_hessian(cube)(number) == 12
+    assert filter_jacobian(cube)(number) == 12
+    assert filter_micro_grad(lambda x, y: x**2 * y)(number, jnp.ones(3)) == 4
+    assert filter_hvp(cube)(jnp.array(2.0), number) == 24

@@ -1,0 +1,358 @@
+"""Jacobians, Hessians, products with them, operators, expansions, and sites."""
+
+import functools
+
+import equinox as eqx
+import jax.numpy as jnp
+
+import eqxbatch
+from .cases import Case, key, loss, model, w, x, y
+
+
+def square(w):
+    return jnp.sum(w**3)
+
+
+hessian = functools.partial(eqxbatch.filter_hessian, square)
+diagonal = functools.partial(eqxbatch.filter_hessian_diagonal, square)
+blocks = functools.partial(eqxbatch.filter_hessian_blocks, square)
+jacobian = functools.partial(eqxbatch.filter_jacobian, jnp.sin)
+hvp = functools.partial(eqxbatch.filter_hvp, square)
+outputs = lambda w, x: jnp.dot(w, x)
+of_output = lambda out, x: out**2
+ggn = functools.partial(eqxbatch.filter_ggn, outputs, of_output)
+ggnvp = functools.partial(eqxbatch.filter_ggnvp, outputs, of_output)
+unravel = eqxbatch.Unravel({"a": w, "b": y})
+expansion = eqxbatch.filter_linearize(model)
+explain = functools.partial(eqxbatch.explain_sites, loss)
+wide = eqx.tree_at(lambda model: model.layers[0].weight, model, jnp.ones((5, 2)))
+
+
+CURVATURE = [
+    Case(
+        "filter_hessian",
+        lambda: hessian(flat="no"),
+        TypeError,
+        "`flat` must be bool; got 'no'",
+    ),
+    Case(
+        "filter_hessian",
+        lambda: hessian(checkpoint="no"),
+        TypeError,
+        "`checkpoint` must be bool; got 'no'",
+    ),
+    Case(
+        "filter_hessian",
+        lambda: hessian(block_size=1.5),
+        TypeError,
+        "`block_size` must be an int",
+    ),
+    Case(
+        "filter_hessian",
+        lambda: hessian(mode="forward"),
+        ValueError,
+        "`mode` must be one of",
+    ),
+    Case(
+        "filter_hessian",
+        lambda: hessian(holomorphic="yes"),
+        TypeError,
+        "`holomorphic` must be bool",
+    ),
+    Case(
+        "filter_hessian",
+        lambda: hessian()([1.0, 2.0]),
+        ValueError,
+        "has no arrays of an inexact dtype",
+    ),
+    Case(
+        "filter_hessian",
+        lambda: eqxbatch.filter_hessian(jnp.sin)(w),
+        ValueError,
+        "must be a real floating-point scalar",
+    ),
+    Case(
+        "filter_hessian_diagonal",
+        lambda: diagonal(flat=1),
+        TypeError,
+        "`flat` must be bool; got 1",
+    ),
+    Case(
+        "filter_hessian_diagonal",
+        lambda: diagonal(num_blocks="2"),
+        TypeError,
+        "`num_blocks` must be an int",
+    ),
+    Case(
+        "filter_hessian_diagonal",
+        lambda: diagonal(where=0),
+        TypeError,
+        "`where` must be Callable",
+    ),
+    Case(
+        "filter_hessian_blocks",
+        lambda: blocks(is_block=eqx.nn.Linear(2, 2, key=key).weight),
+        TypeError,
+        "`is_block` must be Callable | None",
+    ),
+    Case(
+        "filter_hessian_blocks",
+        lambda: blocks(flat="yes"),
+        TypeError,
+        "`flat` must be bool",
+    ),
+    Case(
+        "filter_jacobian",
+        lambda: jacobian(flat="no"),
+        TypeError,
+        "`flat` must be bool; got 'no'",
+    ),
+    Case(
+        "filter_jacobian",
+        lambda: jacobian(has_aux="no"),
+        TypeError,
+        "`has_aux` must be bool; got 'no'",
+    ),
+    Case(
+        "filter_jacobian",
+        lambda: eqxbatch.filter_jacobian(lambda w: "out")(w),
+        ValueError,
+        "`fun` must return arrays of an inexact dtype",
+    ),
+    Case("filter_hvp", lambda: hvp()(w, y), ValueError, r"vector.*\(2,\).*\(5,\)"),
+    Case(
+        "filter_hvp",
+        lambda: hvp()(w, [1.0, 2.0]),
+        ValueError,
+        "The vector must have the structure",
+    ),
+    Case(
+        "filter_hvp",
+        lambda: hvp()(w, jnp.arange(2)),
+        ValueError,
+        "The vector must have the structure",
+    ),
+    Case(
+        "filter_hvp",
+        lambda: hvp(checkpoint="no"),
+        TypeError,
+        "`checkpoint` must be bool; got 'no'",
+    ),
+    Case(
+        "filter_ggn",
+        lambda: eqxbatch.filter_ggn(outputs, 3.0),
+        TypeError,
+        "`loss` must be a function",
+    ),
+    Case(
+        "filter_ggn", lambda: ggn(flat="no"), TypeError, "`flat` must be bool; got 'no'"
+    ),
+    Case(
+        "filter_ggn",
+        lambda: eqxbatch.filter_ggn(outputs, lambda out, x: x, in_axes=0)(w, x),
+        ValueError,
+        "must be a real floating-point scalar; `loss` returned",
+    ),
+    Case("filter_ggnvp", lambda: ggnvp(in_axes=0)(w, y, x), ValueError, "vector"),
+    Case(
+        "filter_ggnvp",
+        lambda: ggnvp(checkpoint=None),
+        TypeError,
+        "`checkpoint` must be bool; got None",
+    ),
+    Case(
+        "hessian_to_pytree",
+        lambda: eqxbatch.hessian_to_pytree(x, w),
+        ValueError,
+        r'`H` must be Inexact.Array, "n n".*shape \(5, 2\)',
+    ),
+    Case(
+        "hessian_to_pytree",
+        lambda: eqxbatch.hessian_to_pytree([[1.0]], w),
+        TypeError,
+        "`H` must be.*`jax.numpy.asarray`",
+    ),
+    Case(
+        "hessian_to_pytree",
+        lambda: eqxbatch.hessian_to_pytree(jnp.eye(3), w),
+        ValueError,
+        r"`H` must .*\(3, 3\).*Give the `x` that `H` was computed with",
+    ),
+    Case(
+        "hessian_to_pytree",
+        lambda: eqxbatch.hessian_to_pytree(jnp.eye(2), [1, 2]),
+        ValueError,
+        "`x` has no arrays of an inexact dtype",
+    ),
+    Case(
+        "Unravel",
+        lambda: unravel(jnp.ones(6)),
+        ValueError,
+        r'`vector` must be .*"\*batch n".* with n=7; got an array of shape \(6,\)',
+    ),
+    Case(
+        "Unravel",
+        lambda: unravel([1.0] * 7),
+        TypeError,
+        "`vector` must be.*`jax.numpy.asarray`",
+    ),
+    Case(
+        "Unravel", lambda: unravel(jnp.arange(7)), TypeError, "`vector` must be Inexact"
+    ),
+    Case(
+        "Unravel",
+        lambda: eqxbatch.Unravel([1.0, 2.0]),
+        TypeError,
+        "`tree` must be PyTree",
+    ),
+    Case(
+        "HessianOperator",
+        lambda: eqxbatch.HessianOperator(square, w).mv(y),
+        ValueError,
+        "vector",
+    ),
+    Case(
+        "HessianOperator",
+        lambda: eqxbatch.HessianOperator("square", w),
+        TypeError,
+        "`fun` must be Callable; got 'square'",
+    ),
+    Case(
+        "HessianOperator",
+        lambda: eqxbatch.HessianOperator(square, w, checkpoint="no"),
+        TypeError,
+        "`checkpoint` must be bool; got 'no'",
+    ),
+    Case(
+        "HessianOperator",
+        lambda: eqxbatch.HessianOperator(square),
+        ValueError,
+        "The argument that is differentiated comes first",
+    ),
+    Case(
+        "GGNOperator",
+        lambda: eqxbatch.GGNOperator(outputs, "loss", w, x),
+        TypeError,
+        "`loss` must be Callable; got 'loss'",
+    ),
+    Case(
+        "GGNOperator",
+        lambda: eqxbatch.GGNOperator(outputs, of_output, w, x, is_convex="yes"),
+        TypeError,
+        "`is_convex` must be bool; got 'yes'",
+    ),
+    Case(
+        "GGNOperator",
+        lambda: eqxbatch.GGNOperator(outputs, of_output, w, x, in_axes=0).mv(y),
+        ValueError,
+        "vector",
+    ),
+    Case(
+        "filter_linearize",
+        lambda: eqxbatch.filter_linearize(w),
+        TypeError,
+        "`model` must be Callable",
+    ),
+    Case(
+        "filter_linearize",
+        lambda: expansion(wide, w),
+        ValueError,
+        r"`model` must be .*parameter=\(4, 2\).*got an array of shape \(5, 2\)",
+    ),
+    Case(
+        "filter_taylor_expand",
+        lambda: eqxbatch.filter_taylor_expand(model, 1.5),
+        TypeError,
+        "`degree` must be int; got 1.5",
+    ),
+    Case(
+        "filter_taylor_expand",
+        lambda: eqxbatch.filter_taylor_expand(model, -1),
+        ValueError,
+        "`degree` must be at least 0",
+    ),
+    Case("TaylorExpansion", lambda: expansion(wide, w), ValueError, "`model`"),
+    Case(
+        "TaylorExpansion",
+        lambda: expansion(w, w),
+        ValueError,
+        "`model` must have the structure",
+    ),
+]
+
+SITES = [
+    Case(
+        "explain_sites",
+        lambda: explain(w, w, check="no"),
+        TypeError,
+        "`check` must be bool; got 'no'",
+    ),
+    Case(
+        "explain_sites",
+        lambda: eqxbatch.explain_sites("loss", w, w),
+        TypeError,
+        "`fun` must be Callable; got 'loss'",
+    ),
+    Case(
+        "explain_sites",
+        lambda: explain([1.0], w),
+        ValueError,
+        "`model` has no arrays of an inexact dtype",
+    ),
+    Case(
+        "explain_sites",
+        lambda: explain(w, where="first"),
+        TypeError,
+        "`where` must be Callable",
+    ),
+    Case(
+        "SitesReport",
+        lambda: eqxbatch.SitesReport([], "auto", 0.0, 0.0, 0.0, 0.0),
+        TypeError,
+        "`leaves` of `SitesReport` must be",
+    ),
+    Case(
+        "SitesReport",
+        lambda: eqxbatch.SitesReport((), "auto", "many", 0.0, 0.0, 0.0),
+        TypeError,
+        "`flops` of `SitesReport` must be float; got 'many'",
+    ),
+    Case(
+        "LeafReport",
+        lambda: eqxbatch.LeafReport("a", 3, (), "factors", 0.0, 0.0, None),
+        TypeError,
+        "`shape` of `LeafReport` must be",
+    ),
+    Case(
+        "LeafReport",
+        lambda: eqxbatch.LeafReport("a", (3,), (), 1, 0.0, 0.0, None),
+        TypeError,
+        "`contraction` of `LeafReport` must be str",
+    ),
+    Case(
+        "SitesCheck",
+        lambda: eqxbatch.SitesCheck((), None, 3, "float64", None),
+        TypeError,
+        "`whole` of `SitesCheck` must be LeafCheck",
+    ),
+    Case(
+        "SitesCheck",
+        lambda: eqxbatch.SitesCheck(
+            (), eqxbatch.LeafCheck("all"), "3", "float64", None
+        ),
+        TypeError,
+        "`num_examples` of `SitesCheck` must be int",
+    ),
+    Case(
+        "LeafCheck",
+        lambda: eqxbatch.LeafCheck(3),
+        TypeError,
+        "`path` of `LeafCheck` must be str; got 3",
+    ),
+    Case(
+        "LeafCheck",
+        lambda: eqxbatch.LeafCheck("a", gradient="large"),
+        TypeError,
+        "`gradient` of `LeafCheck` must be float",
+    ),
+]

@@ -1,0 +1,564 @@
+"""Kernels, of functions and of models: in blocks, to stores, reduced, averaged."""
+
+import functools
+import tempfile
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+import eqxbatch
+from .cases import Case, key, linear, model, w, x, y
+
+
+kernel = functools.partial(eqxbatch.filter_batch_kernel, linear, block_size=2)
+ntk = functools.partial(eqxbatch.EmpiricalNTK, model)
+nngp = functools.partial(eqxbatch.EmpiricalNNGP, model)
+both = functools.partial(eqxbatch.EmpiricalKernel, model)
+pseudo = functools.partial(eqxbatch.PseudoNTK, model)
+probed = functools.partial(eqxbatch.ProbedNTK, model)
+init = lambda key: eqx.nn.MLP(2, 3, 4, 1, key=key)
+carlo = functools.partial(eqxbatch.MonteCarloKernel, init, key=key, n_samples=2)
+scalar = eqx.nn.MLP(2, "scalar", 4, 1, key=key)
+layer = eqx.nn.Linear(2, 3, key=key)
+struct = jax.ShapeDtypeStruct((5, 3), jnp.float32)
+block = eqxbatch.Block(0, 0, 2, False, 1)
+
+
+def reduced(reduce, block_size=2):
+    return lambda: kernel(block_size=block_size, reduce=reduce)(x, x[:3])
+
+
+def stored():
+    """A symmetric kernel on disk, of which one half is stored."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = eqxbatch.ZarrStore(folder, upper_only=True)
+        return kernel(store=store, symmetric=True)(x)
+
+
+class Wrong(eqxbatch.AbstractReduction):
+    """A reduction whose methods return what is given."""
+
+    first: object
+    later: object
+    neutral: object = 0.0
+
+    def init(self, kernel):
+        return self.first
+
+    def update(self, state, tile, rows, columns):
+        return self.later
+
+    def merge(self, first, second):
+        return first
+
+    def finalize(self, state):
+        return state
+
+
+class Annotated(eqxbatch.AbstractReduction):
+    """A reduction that says what it returns, and returns something else."""
+
+    neutral = 0.0
+
+    def init(self, kernel):
+        return jnp.zeros(kernel.shape[0])
+
+    def update(self, state, tile, rows, columns):
+        return state
+
+    def merge(self, first, second):
+        return first
+
+    def finalize(self, state) -> Float[Array, "n2 *out"]:
+        return state
+
+
+FUNCTIONS = [
+    Case(
+        "AbstractReduction",
+        reduced(Annotated()),
+        ValueError,
+        r'What `finalize` of `Annotated` returns must be .*"n2 \*out"\] with n2=3',
+    ),
+    Case(
+        "filter_batch_kernel",
+        lambda: kernel(block_size=2.5),
+        TypeError,
+        "`block_size` must be an int",
+    ),
+    Case(
+        "filter_batch_kernel",
+        lambda: kernel(symmetric="yes"),
+        TypeError,
+        "`symmetric` must be a bool",
+    ),
+    Case(
+        "filter_batch_kernel",
+        lambda: kernel(pairwise="yes"),
+        TypeError,
+        "`pairwise` must be bool; got 'yes'",
+    ),
+    Case(
+        "filter_batch_kernel",
+        lambda: kernel()(x, key=0),
+        TypeError,
+        "`key` must be .*got 0",
+    ),
+    Case("filter_batch_kernel", lambda: kernel()(x, key=w), TypeError, "`key` must be"),
+    Case(
+        "filter_batch_kernel",
+        lambda: kernel()([[1.0]], x),
+        ValueError,
+        "Nothing is batched",
+    ),
+    Case(
+        "filter_batch_kernel",
+        lambda: eqxbatch.filter_batch_kernel(lambda x, y: x[:, :1], block_size=2)(x),
+        ValueError,
+        "whose axis 1 should be that of the columns",
+    ),
+    Case(
+        "filter_batch_kernel",
+        lambda: eqxbatch.filter_batch_kernel(
+            lambda x, y: jnp.sum(x) * jnp.sum(y), block_size=2
+        )(x, x[:3]),
+        ValueError,
+        "`pairwise=True`",
+    ),
+    Case(
+        "filter_batch_kernel",
+        lambda: kernel(pairwise=True, out_axes=(1, 0)),
+        ValueError,
+        "With `pairwise=True`",
+    ),
+    Case(
+        "filter_batch_kernel",
+        lambda: kernel(reduce="sum")(x),
+        TypeError,
+        "`reduce` must consist of",
+    ),
+    Case(
+        "filter_batch_kernel", lambda: kernel(mesh="data"), TypeError, "`mesh` must be"
+    ),
+    Case(
+        "HostStore",
+        lambda: kernel(store=eqxbatch.HostStore),
+        TypeError,
+        "`store` must be",
+    ),
+    Case(
+        "HostStore",
+        lambda: kernel(store=eqxbatch.HostStore(), reduce=eqxbatch.RowSums()),
+        ValueError,
+        "With `reduce`",
+    ),
+    Case(
+        "ZarrStore",
+        lambda: eqxbatch.ZarrStore(3),
+        TypeError,
+        "`path` must be str | PathLike; got 3",
+    ),
+    Case(
+        "ZarrStore",
+        lambda: eqxbatch.ZarrStore("folder", upper_only="no"),
+        TypeError,
+        "`upper_only` must be bool; got 'no'",
+    ),
+    Case(
+        "SymmetricArray", lambda: stored()[0.5], IndexError, "ints and slices; got 0.5"
+    ),
+    Case("SymmetricArray", lambda: stored()[5], IndexError, "row 5 .*5 rows"),
+    Case("SymmetricArray", lambda: stored()[0, 0, 0], IndexError, "3 indices .*2 axes"),
+    Case(
+        "SymmetricArray",
+        lambda: np.asarray(stored(), copy=False),
+        ValueError,
+        "on disk",
+    ),
+    Case(
+        "AbstractProgressMeter",
+        lambda: kernel(progress=eqxbatch.AbstractProgressMeter),
+        TypeError,
+        "`progress` must be",
+    ),
+    Case(
+        "AbstractProgressMeter",
+        lambda: kernel(progress=True),
+        TypeError,
+        "`progress` must be",
+    ),
+    Case(
+        "NoProgressMeter",
+        lambda: kernel(progress=eqxbatch.NoProgressMeter),
+        TypeError,
+        "`progress` must be",
+    ),
+    Case(
+        "NoProgressMeter",
+        lambda: ntk(progress=eqxbatch.NoProgressMeter),
+        TypeError,
+        "`progress` must be",
+    ),
+    Case(
+        "TqdmProgressMeter",
+        lambda: eqxbatch.TqdmProgressMeter(3),
+        TypeError,
+        "`description` of `TqdmProgressMeter` must be str; got 3",
+    ),
+    Case(
+        "TqdmProgressMeter",
+        lambda: kernel(progress=eqxbatch.TqdmProgressMeter),
+        TypeError,
+        "`progress` must be",
+    ),
+    Case(
+        "AbstractReduction",
+        reduced(Wrong("zero", "zero")),
+        TypeError,
+        "What `init` of `Wrong` returns must be PyTree.*got 'zero'",
+    ),
+    Case(
+        "AbstractReduction",
+        reduced(Wrong(jnp.zeros(()), "one")),
+        TypeError,
+        "What `update` of `Wrong` returns must be PyTree.*got 'one'",
+    ),
+    Case(
+        "AbstractReduction",
+        reduced(Wrong(jnp.zeros(2), jnp.zeros(3))),
+        TypeError,
+        "must keep structure, shapes and dtypes",
+    ),
+    Case(
+        "AbstractReduction",
+        reduced(Wrong(jnp.zeros(()), jnp.zeros(()), "nothing"), 3),
+        TypeError,
+        "`neutral` of `Wrong` must be .*got 'nothing'",
+    ),
+    Case("RowSums", reduced(eqxbatch.RowSums), TypeError, "`reduce` must consist of"),
+    Case(
+        "RowSums",
+        lambda: eqxbatch.RowSums().init(jax.ShapeDtypeStruct((5,), jnp.float32)),
+        ValueError,
+        '`kernel` must be Shaped.Array, "n1 n2 .out"',
+    ),
+    Case(
+        "KernelProduct",
+        lambda: eqxbatch.KernelProduct([1.0, 2.0]),
+        TypeError,
+        "`vectors` of `KernelProduct` must be.*`jax.numpy.asarray`",
+    ),
+    Case(
+        "KernelProduct",
+        lambda: eqxbatch.KernelProduct(jnp.ones(())),
+        ValueError,
+        '`vectors` of `KernelProduct` must be Shaped.Array, "n2".*"n2 k"',
+    ),
+    Case(
+        "KernelProduct",
+        reduced(eqxbatch.KernelProduct(y)),
+        ValueError,
+        r"`vectors` must be .*n2=3.*got an array of shape \(5,\)",
+    ),
+    Case(
+        "KernelProduct",
+        lambda: eqxbatch.KernelProduct(jnp.ones((3, 2, 2))),
+        ValueError,
+        "`vectors` of `KernelProduct` must be",
+    ),
+    Case(
+        "FrobeniusNorm",
+        reduced(eqxbatch.FrobeniusNorm, 3),
+        TypeError,
+        "`reduce` must consist of",
+    ),
+    Case(
+        "FrobeniusNorm",
+        lambda: kernel(reduce=eqxbatch.FrobeniusNorm())(x.astype(int)),
+        TypeError,
+        "FrobeniusNorm needs a kernel of an inexact dtype",
+    ),
+    Case(
+        "KernelAlignment",
+        lambda: eqxbatch.KernelAlignment([1, 0]),
+        TypeError,
+        "`labels` of `KernelAlignment` must be",
+    ),
+    Case("KernelAlignment", reduced(eqxbatch.KernelAlignment(y)), ValueError, "labels"),
+    Case(
+        "KernelAlignment",
+        lambda: eqxbatch.KernelAlignment(y, "labels"),
+        TypeError,
+        "`other_labels` of `KernelAlignment` must be",
+    ),
+    Case(
+        "KernelAlignment",
+        reduced(eqxbatch.KernelAlignment(y, x[:3])),
+        ValueError,
+        "as many columns|labels",
+    ),
+    Case(
+        "TopK",
+        lambda: eqxbatch.TopK(2.5),
+        TypeError,
+        "`k` of `TopK` must be int; got 2.5",
+    ),
+    Case("TopK", lambda: eqxbatch.TopK(0), ValueError, "`k` must be at least 1"),
+    Case(
+        "TopK",
+        lambda: eqxbatch.TopK(1, without_self="no"),
+        TypeError,
+        "`without_self` of `TopK` must be bool; got 'no'",
+    ),
+    Case("TopK", reduced(eqxbatch.TopK(4)), ValueError, "`k` must be at most"),
+    Case(
+        "Neighbours",
+        lambda: eqxbatch.TopK("3"),
+        TypeError,
+        "`k` of `TopK` must be int; got '3'",
+    ),
+    Case(
+        "Neighbours",
+        lambda: kernel(reduce=eqxbatch.TopK(1))(x.astype(complex)),
+        TypeError,
+        "TopK needs a kernel of real numbers",
+    ),
+]
+
+MODELS = [
+    Case(
+        "EmpiricalNTK",
+        lambda: ntk(where="layers"),
+        TypeError,
+        "`where` must be Callable | None; got 'layers'",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: ntk()([[1.0, 2.0]]),
+        ValueError,
+        r"`x1.*it is a float, not an array\. Make an array of it",
+    ),
+    Case("EmpiricalNTK", lambda: ntk()(x, key=0), TypeError, "`key` must be .*got 0"),
+    Case(
+        "EmpiricalNTK",
+        lambda: ntk()(x, "x2"),
+        ValueError,
+        "`x2` .*it is a str, not an array",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: ntk().matvec(x, None, x),
+        ValueError,
+        r"`v` must be .*got .*shape \(5, 2\)",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: ntk().matvec(x, None, [1.0]),
+        ValueError,
+        "`v` must have the structure",
+    ),
+    Case("EmpiricalNTK", lambda: ntk().diagonal(x, x[:3]), ValueError, "got 5 and 3"),
+    Case(
+        "EmpiricalNTK",
+        lambda: ntk(trace_axes=1.5),
+        TypeError,
+        "`trace_axes` must be an int",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: eqxbatch.EmpiricalNTK(scalar, trace_axes=-1)(x),
+        ValueError,
+        "`trace_axes` has the axis -1",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: eqxbatch.EmpiricalNTK("model"),
+        TypeError,
+        "`model` must be",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: ntk(block_size=0),
+        ValueError,
+        "`block_size` must be at least 1",
+    ),
+    Case(
+        "EmpiricalNNGP",
+        lambda: nngp()([1.0]),
+        ValueError,
+        "it is a float, not an array",
+    ),
+    Case(
+        "EmpiricalNNGP",
+        lambda: nngp(diagonal_axes="last"),
+        TypeError,
+        "`diagonal_axes` must be",
+    ),
+    Case(
+        "EmpiricalNNGP",
+        lambda: eqxbatch.EmpiricalNNGP(3),
+        TypeError,
+        "`model` must be callable",
+    ),
+    Case("EmpiricalKernel", lambda: both()(x, get="both"), ValueError, "`get` must be"),
+    Case(
+        "EmpiricalKernel",
+        lambda: both()(x, key="key"),
+        TypeError,
+        "`key` must be .*got 'key'",
+    ),
+    Case(
+        "EmpiricalKernel",
+        lambda: both(implementation="fast"),
+        ValueError,
+        "`implementation` must be",
+    ),
+    Case(
+        "PseudoNTK", lambda: pseudo()([1.0]), ValueError, "it is a float, not an array"
+    ),
+    Case("PseudoNTK", lambda: pseudo(where=3), TypeError, "`where` must be"),
+    Case(
+        "PseudoNTK",
+        lambda: eqxbatch.PseudoNTK(scalar, trace_axes=1)(x),
+        ValueError,
+        "`trace_axes` has the axis 1",
+    ),
+    Case(
+        "ProbedNTK",
+        lambda: probed(num_probes=2.5, key=key),
+        TypeError,
+        "`num_probes` must be int; got 2.5",
+    ),
+    Case(
+        "ProbedNTK",
+        lambda: probed(num_probes=2, key=0),
+        TypeError,
+        "`key` must be Key.* got 0",
+    ),
+    Case(
+        "ProbedNTK",
+        lambda: probed(num_probes=2, key=jax.random.split(key)),
+        ValueError,
+        "`key` must be Key",
+    ),
+    Case(
+        "ProbedNTK",
+        lambda: probed(num_probes=0, key=key),
+        ValueError,
+        "`num_probes` must be at least 1",
+    ),
+    Case(
+        "KernelEstimate",
+        lambda: probed(num_probes=2, key=key, trace_axes=())(x),
+        ValueError,
+        "must name the axes",
+    ),
+    Case(
+        "KernelEstimate",
+        lambda: probed(num_probes=2, key=key)("x"),
+        ValueError,
+        "it is a str, not an array",
+    ),
+    Case(
+        "MonteCarloKernel", lambda: carlo(key=0), TypeError, "`key` must be Key.* got 0"
+    ),
+    Case(
+        "MonteCarloKernel",
+        lambda: carlo(n_samples=2.5),
+        TypeError,
+        "`n_samples` must be an int",
+    ),
+    Case(
+        "MonteCarloKernel",
+        lambda: carlo(tol="small"),
+        ValueError,
+        "`tol` must be a positive number",
+    ),
+    Case(
+        "MonteCarloKernel",
+        lambda: eqxbatch.MonteCarloKernel(lambda key: "model", key=key, n_samples=1),
+        TypeError,
+        "`init` must return a callable model",
+    ),
+    Case(
+        "MonteCarloKernel",
+        lambda: eqxbatch.MonteCarloKernel("init", key=key, n_samples=1),
+        TypeError,
+        "`init` must be a function",
+    ),
+    Case(
+        "MonteCarloKernel",
+        lambda: carlo()([1.0]),
+        ValueError,
+        "it is a float, not an array",
+    ),
+    Case(
+        "MonteCarloKernel",
+        lambda: carlo()(x, key=3),
+        TypeError,
+        "`key` must be .*got 3",
+    ),
+    Case(
+        "MonteCarloEstimate",
+        lambda: carlo().estimate(x, previous=3),
+        TypeError,
+        "`previous` must be a `MonteCarloEstimate`",
+    ),
+    Case(
+        "MonteCarloEstimate",
+        lambda: carlo().estimate(
+            x,
+            get="ntk",
+            previous=eqxbatch.MonteCarloEstimate(jnp.ones((3, 3)), jnp.ones((3, 3)), 1),
+        ),
+        ValueError,
+        r"`previous` must be .*kernel=\(5, 5\).*got .*shape \(3, 3\)",
+    ),
+    Case(
+        "MonteCarloEstimate",
+        lambda: carlo().estimate(
+            x, get="ntk", previous=eqxbatch.MonteCarloEstimate([1.0], [1.0], 1)
+        ),
+        TypeError,
+        "`kernel` of `previous` must be Inexact",
+    ),
+    Case(
+        "ntk_parameterise",
+        lambda: eqxbatch.ntk_parameterise(model, key=0),
+        TypeError,
+        "`key` must be Key.*got 0",
+    ),
+    Case(
+        "ntk_parameterise",
+        lambda: eqxbatch.ntk_parameterise(model, weight_std="1", key=key),
+        TypeError,
+        "`weight_std` must be float; got '1'",
+    ),
+    Case(
+        "ntk_parameterise",
+        lambda: eqxbatch.ntk_parameterise(model, bias_std=-1.0, key=key),
+        ValueError,
+        "`bias_std` must be finite",
+    ),
+    Case(
+        "ntk_parameterise",
+        lambda: eqxbatch.ntk_parameterise(w, key=key),
+        ValueError,
+        "`model` must have layers",
+    ),
+    Case(
+        "NTKLayer",
+        lambda: eqxbatch.NTKLayer(3, 1.0, 1.0),
+        TypeError,
+        "`layer` of `NTKLayer` must be Callable; got 3",
+    ),
+    Case(
+        "NTKLayer",
+        lambda: eqxbatch.NTKLayer(layer, "1", 1.0),
+        TypeError,
+        "`weight_scale` of `NTKLayer` must be float; got '1'",
+    ),
+]

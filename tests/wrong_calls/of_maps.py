@@ -1,0 +1,531 @@
+"""Maps, gradients, accumulators and sizes."""
+
+import functools
+
+import jax.numpy as jnp
+
+import eqxbatch
+from eqxbatch import grid
+from .cases import Case, loss, w, x, y
+
+
+vmap = functools.partial(eqxbatch.filter_micro_vmap, jnp.sum)
+batch = functools.partial(eqxbatch.filter_microbatch, jnp.sum)
+value_and_grad = functools.partial(eqxbatch.filter_micro_value_and_grad, loss)
+grad = functools.partial(eqxbatch.filter_micro_grad, loss)
+on_grid = functools.partial(
+    eqxbatch.filter_grid_vmap, lambda x, y: x * y, in_axes=(grid("i"), grid("j"))
+)
+
+
+class Wrong(eqxbatch.AbstractAccumulator):
+    """An accumulator whose methods return what is given."""
+
+    first: object
+    later: object
+
+    def init(self, value, blocks):
+        return self.first
+
+    def update(self, state, value, block):
+        return self.later
+
+    def finalize(self, state):
+        return state
+
+    def aggregate(self, values, block):
+        return values.sum(axis=0)
+
+
+def reduced(accumulator):
+    return lambda: vmap(accumulator=accumulator, microbatch_size=2)(x)
+
+
+MAPS = [
+    Case(
+        "filter_micro_vmap",
+        lambda: vmap(checkpoint="no"),
+        TypeError,
+        "`checkpoint` must be bool; got 'no'",
+    ),
+    Case(
+        "filter_micro_vmap",
+        lambda: vmap(axis_size=2.5),
+        TypeError,
+        "`axis_size` must be int | None; got 2.5",
+    ),
+    Case(
+        "filter_micro_vmap",
+        lambda: vmap(axis_size=-1)(),
+        ValueError,
+        "`axis_size` must be at least 0; got -1",
+    ),
+    Case(
+        "filter_micro_vmap",
+        lambda: vmap(vmap_fn=3),
+        TypeError,
+        "`vmap_fn` must be Callable; got 3",
+    ),
+    Case(
+        "filter_micro_vmap",
+        lambda: vmap(microbatch_size=2.5),
+        TypeError,
+        "`microbatch_size` must be an int",
+    ),
+    Case(
+        "filter_micro_vmap",
+        lambda: vmap(microbatch_size=2)(x, y[1:]),
+        ValueError,
+        "must agree on the number of examples",
+    ),
+    Case(
+        "filter_micro_vmap",
+        lambda: vmap()([1.0, 2.0]),
+        ValueError,
+        "Nothing is batched",
+    ),
+    Case(
+        "filter_micro_vmap",
+        lambda: eqxbatch.filter_micro_vmap("sum"),
+        TypeError,
+        "`fun` must be callable; got 'sum'",
+    ),
+    Case(
+        "filter_micro_vmap",
+        lambda: vmap(axis_name=[])(x),
+        TypeError,
+        "`axis_name` must be",
+    ),
+    Case(
+        "filter_microbatch",
+        lambda: batch(checkpoint=None),
+        TypeError,
+        "`checkpoint` must be bool; got None",
+    ),
+    Case(
+        "filter_microbatch",
+        lambda: batch(num_real_microbatches=1.0),
+        TypeError,
+        "`num_real_microbatches` must be an int",
+    ),
+    Case(
+        "filter_microbatch",
+        lambda: batch(in_axes=1)(y),
+        ValueError,
+        "out of range for its shape",
+    ),
+    Case(
+        "filter_grid_vmap",
+        lambda: on_grid(checkpoint="no"),
+        TypeError,
+        "`checkpoint` must be bool",
+    ),
+    Case(
+        "filter_grid_vmap",
+        lambda: on_grid(block_size="4"),
+        TypeError,
+        "`block_size` must be an int",
+    ),
+    Case(
+        "filter_grid_vmap",
+        lambda: on_grid()(y, 3.0),
+        ValueError,
+        "has no arrays. Give arrays",
+    ),
+    Case(
+        "filter_grid_vmap",
+        lambda: on_grid(out_axes=1.5),
+        TypeError,
+        "The number of an axis must be an int",
+    ),
+    Case(
+        "filter_grid_vmap",
+        lambda: on_grid(out_axes=(1, 2))(y, y),
+        ValueError,
+        "`out_axes` names the grid axis 1",
+    ),
+    Case("grid", lambda: grid(3), TypeError, "`name` must be"),
+    Case(
+        "grid",
+        lambda: grid("i", 1.5),
+        TypeError,
+        r"`axis` must be int | Sequence\[int\]; got 1.5",
+    ),
+    Case("grid", lambda: grid("i", (0, 1)), ValueError, "an axis for each of them"),
+    Case(
+        "GridAxis",
+        lambda: eqxbatch.GridAxis("i", (0,)),
+        TypeError,
+        r"`names` of `GridAxis` must be tuple\[str, ...\]; got 'i'",
+    ),
+    Case(
+        "GridAxis",
+        lambda: eqxbatch.GridAxis(("i",), (0.5,)),
+        TypeError,
+        "`axes` of `GridAxis` must be.*got 0.5",
+    ),
+    Case(
+        "MemoryBudget",
+        lambda: eqxbatch.MemoryBudget("much"),
+        ValueError,
+        "`max_bytes` must be an int or a string",
+    ),
+    Case(
+        "MemoryBudget",
+        lambda: eqxbatch.MemoryBudget([3]),
+        ValueError,
+        "`max_bytes` must be an int or a string",
+    ),
+    Case(
+        "MemoryBudget",
+        lambda: eqxbatch.MemoryBudget(0),
+        ValueError,
+        "`max_bytes` must be positive",
+    ),
+]
+
+# What has a row for each example cannot be added up: a remainder has other shapes.
+MAPS += [
+    Case(
+        "filter_microbatch",
+        lambda accumulator=accumulator: eqxbatch.filter_microbatch(
+            lambda x: x, microbatch_size=4, accumulator=accumulator
+        )(x),
+        ValueError,
+        r"needs results of one shape, but output has shape \(4, 2\) .* and \(1, 2\)",
+    )
+    for accumulator in (
+        eqxbatch.Sum(),
+        eqxbatch.Mean(),
+        eqxbatch.RunningMean(),
+        eqxbatch.Variance(),
+        eqxbatch.Max(),
+        eqxbatch.Min(),
+        eqxbatch.LogSumExp(),
+    )
+]
+
+GRADIENTS = [
+    Case(
+        "filter_micro_value_and_grad",
+        lambda: value_and_grad(has_aux="no"),
+        TypeError,
+        "`has_aux` must be bool; got 'no'",
+    ),
+    Case(
+        "filter_micro_value_and_grad",
+        lambda: value_and_grad(where="weight"),
+        TypeError,
+        "`where` must be Callable | None; got 'weight'",
+    ),
+    Case(
+        "filter_micro_value_and_grad",
+        lambda: value_and_grad(clip_norm="1"),
+        TypeError,
+        "`clip_norm` must consist of real numbers",
+    ),
+    Case(
+        "filter_micro_value_and_grad",
+        lambda: value_and_grad(clip_norm=w),
+        TypeError,
+        r"`clip_norm` .*got an array of shape \(2,\)",
+    ),
+    Case(
+        "filter_micro_value_and_grad",
+        lambda: value_and_grad(batched=1),
+        TypeError,
+        "`batched` must be bool; got 1",
+    ),
+    Case(
+        "filter_micro_value_and_grad",
+        lambda: value_and_grad()([1.0, 2.0], x),
+        ValueError,
+        "has no arrays of an inexact dtype",
+    ),
+    Case(
+        "filter_micro_value_and_grad",
+        lambda: eqxbatch.filter_micro_value_and_grad(lambda w, x: w * x)(w, x),
+        ValueError,
+        "must be a real floating-point scalar",
+    ),
+    Case(
+        "filter_micro_value_and_grad",
+        lambda: value_and_grad(moments="yes"),
+        TypeError,
+        "`moments` must be bool",
+    ),
+    Case(
+        "filter_micro_grad",
+        lambda: grad(nan_safe="no"),
+        TypeError,
+        "`nan_safe` must be bool; got 'no'",
+    ),
+    Case(
+        "filter_micro_grad",
+        lambda: grad(return_norms=1.0),
+        TypeError,
+        "`return_norms` must be bool; got 1.0",
+    ),
+    Case(
+        "filter_micro_grad",
+        lambda: grad(transform=3),
+        TypeError,
+        "`transform` must be a function",
+    ),
+    Case(
+        "filter_micro_grad",
+        lambda: grad(metrics=lambda g: "large")(w, x),
+        TypeError,
+        "What `metrics` returns must be PyTree.*got 'large'",
+    ),
+    Case(
+        "filter_micro_grad",
+        lambda: grad(transform=lambda g: "large")(w, x),
+        TypeError,
+        "What `transform` returns must be PyTree.*got 'large'",
+    ),
+    Case(
+        "filter_micro_grad",
+        lambda: grad(accumulator=eqxbatch.Mean(y[1:]))(w, x),
+        ValueError,
+        r"one weight for each example, .*shape \(5,\)",
+    ),
+    Case(
+        "filter_micro_grad",
+        lambda: grad(method="fast"),
+        ValueError,
+        "`method` must be one of",
+    ),
+    Case(
+        "GradientMoments",
+        lambda: grad(moments=True, accumulator=eqxbatch.Mean(y)),
+        ValueError,
+        "accumulator has weights",
+    ),
+    Case(
+        "GradientMoments", lambda: grad(moments=0), TypeError, "`moments` must be bool"
+    ),
+    Case(
+        "GradientStatistics",
+        lambda: grad(return_norms="all"),
+        TypeError,
+        "`return_norms` must be bool",
+    ),
+    Case(
+        "GradientStatistics",
+        lambda: grad(metrics=jnp.ones(2)),
+        TypeError,
+        "`metrics` must be a function",
+    ),
+]
+
+ACCUMULATORS = [
+    Case(
+        "AbstractAccumulator",
+        lambda: vmap(accumulator=eqxbatch.Sum)(x),
+        TypeError,
+        "Unknown accumulator",
+    ),
+    Case(
+        "AbstractAccumulator",
+        reduced(Wrong("zero", "zero")),
+        TypeError,
+        "What `init` of `Wrong` returns must be PyTree.*got 'zero'",
+    ),
+    Case(
+        "AbstractAccumulator",
+        reduced(Wrong(jnp.zeros(()), "one")),
+        TypeError,
+        "What `update` of `Wrong` returns must be PyTree.*got 'one'",
+    ),
+    Case(
+        "AbstractAccumulator",
+        reduced(Wrong(jnp.zeros(2), jnp.zeros(3))),
+        TypeError,
+        "must keep structure, shapes and dtypes",
+    ),
+    Case(
+        "Concat",
+        lambda: eqxbatch.Concat("0"),
+        TypeError,
+        "`axis` of `Concat` must be int; got '0'",
+    ),
+    Case(
+        "Concat",
+        lambda: eqxbatch.Concat(0.0),
+        TypeError,
+        "`axis` of `Concat` must be int; got 0.0",
+    ),
+    Case(
+        "Concat",
+        lambda: batch(accumulator=eqxbatch.Concat(2))(x),
+        ValueError,
+        r"Concat\(axis=2\) does not fit",
+    ),
+    Case(
+        "Last",
+        lambda: vmap(accumulator=eqxbatch.Last())(x[:0]),
+        ValueError,
+        "Last needs at least one example",
+    ),
+    Case(
+        "Last",
+        lambda: eqxbatch.Last().update(y, [1.0], eqxbatch.Block(0, 0, 5, False, 1)),
+        TypeError,
+        "`value` must be.*`jax.numpy.asarray`",
+    ),
+    Case(
+        "Last",
+        lambda: eqxbatch.Last().aggregate(
+            jnp.ones(()), eqxbatch.Block(0, 0, 5, False, 1)
+        ),
+        ValueError,
+        '`values` must be Shaped.Array, "b .r"',
+    ),
+    Case(
+        "Sum",
+        lambda: eqxbatch.Sum([1.0, 2.0]),
+        TypeError,
+        "`weights` of `Sum` must be.*`jax.numpy.asarray`",
+    ),
+    Case(
+        "Sum",
+        lambda: eqxbatch.Sum(x),
+        ValueError,
+        r'`weights` of `Sum` must be Shaped.Array, "n".*shape \(5, 2\)',
+    ),
+    Case(
+        "Sum",
+        lambda: eqxbatch.Sum(dtype="number"),
+        TypeError,
+        "`dtype` of `Sum` must be a dtype",
+    ),
+    Case(
+        "Sum",
+        reduced(eqxbatch.Sum(y[1:])),
+        ValueError,
+        r"one weight for each example, .*shape \(5,\)",
+    ),
+    Case(
+        "Mean",
+        lambda: eqxbatch.Mean(jnp.ones(())),
+        ValueError,
+        r"`weights` of `Mean` must be .*got an array of shape \(\)",
+    ),
+    Case(
+        "Mean",
+        lambda: eqxbatch.Mean("weights"),
+        TypeError,
+        "`weights` of `Mean` must be",
+    ),
+    Case(
+        "Mean",
+        lambda: eqxbatch.Mean(dtype=3),
+        TypeError,
+        "`dtype` of `Mean` must be a dtype",
+    ),
+    Case(
+        "RunningMean",
+        lambda: eqxbatch.RunningMean("mean"),
+        TypeError,
+        "`dtype` of `RunningMean` must be a dtype",
+    ),
+    Case(
+        "RunningMean",
+        lambda: eqxbatch.RunningMean([32]),
+        TypeError,
+        "`dtype` of `RunningMean` must be a dtype",
+    ),
+    Case(
+        "Variance",
+        lambda: eqxbatch.Variance("1"),
+        TypeError,
+        "`ddof` of `Variance` must be",
+    ),
+    Case(
+        "Variance",
+        lambda: eqxbatch.Variance(0, "number"),
+        TypeError,
+        "`dtype` of `Variance` must be a dtype",
+    ),
+    Case(
+        "MeanAndVariance",
+        lambda: eqxbatch.Variance(ddof=None),
+        TypeError,
+        "`ddof` of `Variance` must be",
+    ),
+    Case(
+        "MeanAndVariance",
+        lambda: vmap(accumulator=eqxbatch.Variance())(x.astype(int)),
+        TypeError,
+        "Variance",
+    ),
+    Case("Max", reduced(eqxbatch.Max), TypeError, "Unknown accumulator"),
+    Case(
+        "Max",
+        lambda: vmap(accumulator=eqxbatch.Max())(x.astype(complex)),
+        TypeError,
+        "Max needs ordered results",
+    ),
+    Case("Min", reduced("min"), TypeError, "Unknown accumulator 'min'"),
+    Case(
+        "Min",
+        lambda: vmap(accumulator=eqxbatch.Min())(x.astype(complex)),
+        TypeError,
+        "Min needs ordered results",
+    ),
+    Case(
+        "LogSumExp",
+        lambda: eqxbatch.LogSumExp("number"),
+        TypeError,
+        "`dtype` of `LogSumExp` must be a dtype",
+    ),
+    Case(
+        "LogSumExp",
+        lambda: vmap(accumulator=eqxbatch.LogSumExp())(x.astype(int)),
+        TypeError,
+        "LogSumExp",
+    ),
+    Case(
+        "Block",
+        lambda: eqxbatch.Block("first", 0, 5, False, 1),
+        TypeError,
+        "`index` of `Block` must be",
+    ),
+    Case(
+        "Block",
+        lambda: eqxbatch.Block(0, 0, 2.5, False, 1),
+        TypeError,
+        "`size` of `Block` must be int; got 2.5",
+    ),
+    Case(
+        "Block",
+        lambda: eqxbatch.Block(0, 0, 2, False, 1).take([1.0, 2.0]),
+        TypeError,
+        "`array` must be.*`jax.numpy.asarray`",
+    ),
+    Case(
+        "Block",
+        lambda: eqxbatch.Block(0, 0, 2, False, 1).take(x, 2),
+        ValueError,
+        "`axis` must be one of the 2 axes",
+    ),
+    Case(
+        "Blocks",
+        lambda: eqxbatch.Blocks("10", 2),
+        TypeError,
+        "`total` of `Blocks` must be int; got '10'",
+    ),
+    Case(
+        "Blocks",
+        lambda: eqxbatch.Blocks(10, 2.0),
+        TypeError,
+        "`size` of `Blocks` must be int; got 2.0",
+    ),
+    Case(
+        "Blocks",
+        lambda: eqxbatch.Blocks(10, 0),
+        ValueError,
+        "`size` of `Blocks` must be at least 1; got 0",
+    ),
+]

@@ -1,0 +1,28 @@
+"""All wrong calls end in messages of our own."""
+
+import collections
+
+import pytest
+
+from ..annotations import names
+from .of_curvature import CURVATURE, SITES
+from .of_kernels import FUNCTIONS, MODELS
+from .of_maps import ACCUMULATORS, GRADIENTS, MAPS
+
+
+CASES = [*MAPS, *GRADIENTS, *ACCUMULATORS, *CURVATURE, *SITES, *FUNCTIONS, *MODELS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_wrong_calls(case, pytestconfig):
+    if pytestconfig.getoption("--jaxtyping-packages", default=None):
+        pytest.skip("what checks the package's own functions speaks first")
+    with pytest.raises(case.error, match=case.match):
+        case.call()
+
+
+def test_every_public_name_has_two():
+    found = collections.Counter(case.name for case in CASES)
+    assert {*found} == {*names()}
+    assert min(found.values()) >= 2
+    assert found.total() >= 120
