@@ -24,8 +24,12 @@ from ._batch.moments import (
     Variance as Variance,
 )
 from ._check.explain import explain_sites as explain_sites
-from ._curvature.hessian import (
+from ._curvature.ggn import (
     filter_ggn as filter_ggn,
+    filter_ggn_blocks as filter_ggn_blocks,
+    filter_ggn_diagonal as filter_ggn_diagonal,
+)
+from ._curvature.hessian import (
     filter_hessian as filter_hessian,
     filter_hessian_blocks as filter_hessian_blocks,
     filter_hessian_diagonal as filter_hessian_diagonal,
@@ -147,6 +151,8 @@ __all__ = [
     "explain_sites",
     "filter_batch_kernel",
     "filter_ggn",
+    "filter_ggn_blocks",
+    "filter_ggn_diagonal",
     "filter_ggnvp",
     "filter_grid_vmap",
     "filter_hessian",

@@ -94,6 +94,8 @@ EXAMPLES = Contract(
     {"batched arguments, by leaf": Shaped[Arranged, "n ..."]},
     of=[
         "filter_ggn",
+        "filter_ggn_blocks",
+        "filter_ggn_diagonal",
         "filter_ggnvp",
         "filter_hessian",
         "filter_hessian_blocks",

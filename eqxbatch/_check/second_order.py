@@ -18,7 +18,8 @@ from .._batch.cut import split_batch
 from .._batch.objective import Loss
 from .._curvature.by_products import replaced
 from .._curvature.by_sites import is_covered
-from .._curvature.methods import AbstractCurvature, CurvatureBlocks, make_curvature
+from .._curvature.curvature_of import AbstractCurvature, make_curvature
+from .._curvature.methods import CurvatureBlocks
 from .._curvature.site_blocks import Pair, Wanted
 from .._sites.trace import Program
 from .subject import as_numpy, largest_entry, largest_error, Subject

@@ -54,11 +54,11 @@ class _Examples(TypedDict, total=False):
     accumulator: Sum | Mean
 
 
-class _NotFlat(TypedDict, total=False):
+class NotFlat(TypedDict, total=False):
     flat: Literal[False]
 
 
-class _IsFlat(TypedDict):
+class IsFlat(TypedDict):
     flat: Literal[True]
 
 
@@ -67,52 +67,44 @@ class _JacobianSettings(_Columns, total=False):
     holomorphic: bool
 
 
-class _Jacobian(_JacobianSettings, _NotFlat, NoAux):
+class _Jacobian(_JacobianSettings, NotFlat, NoAux):
     pass
 
 
-class _JacobianAux(_JacobianSettings, _NotFlat, HasAux):
+class _JacobianAux(_JacobianSettings, NotFlat, HasAux):
     pass
 
 
-class _JacobianFlat(_JacobianSettings, _IsFlat, NoAux):
+class _JacobianFlat(_JacobianSettings, IsFlat, NoAux):
     pass
 
 
-class _JacobianFlatAux(_JacobianSettings, _IsFlat, HasAux):
+class _JacobianFlatAux(_JacobianSettings, IsFlat, HasAux):
     pass
 
 
-class _GGNSettings(_Columns, _Examples, total=False):
+class MatrixSettings(_Columns, _Examples, total=False):
     method: CurvatureMethod
 
 
-class _GGN(_GGNSettings, _NotFlat):
-    pass
-
-
-class _GGNFlat(_GGNSettings, _IsFlat):
-    pass
-
-
-class _HessianSettings(_GGNSettings, total=False):
+class _HessianSettings(MatrixSettings, total=False):
     mode: Mode
     holomorphic: bool
 
 
-class _Hessian(_HessianSettings, _NotFlat, NoAux):
+class _Hessian(_HessianSettings, NotFlat, NoAux):
     pass
 
 
-class _HessianAux(_HessianSettings, _NotFlat, HasAux):
+class _HessianAux(_HessianSettings, NotFlat, HasAux):
     pass
 
 
-class _HessianFlat(_HessianSettings, _IsFlat, NoAux):
+class _HessianFlat(_HessianSettings, IsFlat, NoAux):
     pass
 
 
-class _HessianFlatAux(_HessianSettings, _IsFlat, HasAux):
+class _HessianFlatAux(_HessianSettings, IsFlat, HasAux):
     pass
 
 
@@ -146,7 +138,7 @@ class _ProductAux(_ProductSettings, HasAux):
 
 
 # Of the example's parameters, only the first is known to be another one for the loss.
-_LossOfOutputs = Callable[Concatenate[Out, ...], ArrayLike]
+LossOfOutputs = Callable[Concatenate[Out, ...], ArrayLike]
 
 
 # A product takes the vector after the model that it is like.
@@ -376,54 +368,6 @@ class HessianBlocksSignature(Protocol):
 
 
 @runtime_checkable
-class _GGNMaker(Protocol):
-    def __call__(self, fun: OfModel[Model, P, Any], /) -> OfModel[Model, P, Any]: ...
-
-
-@runtime_checkable
-class _GGNFlatMaker(Protocol):
-    def __call__(
-        self, fun: OfModel[Model, P, Any], /
-    ) -> OfModel[Model, P, tuple[Array, Unravel[Model]]]: ...
-
-
-@runtime_checkable
-class GGNSignature(Protocol):
-    """That of `filter_ggn`."""
-
-    @overload
-    def __call__(
-        self,
-        fun: OfModel[Model, P, Out],
-        loss: _LossOfOutputs[Out],
-        **settings: Unpack[_GGN],
-    ) -> OfModel[Model, P, Any]: ...
-    @overload
-    def __call__(
-        self,
-        fun: OfModel[Model, P, Out],
-        loss: _LossOfOutputs[Out],
-        **settings: Unpack[_GGNFlat],
-    ) -> OfModel[Model, P, tuple[Array, Unravel[Model]]]: ...
-    @overload
-    def __call__(
-        self,
-        fun: None = None,
-        *,
-        loss: Callable[..., ArrayLike],
-        **settings: Unpack[_GGN],
-    ) -> _GGNMaker: ...
-    @overload
-    def __call__(
-        self,
-        fun: None = None,
-        *,
-        loss: Callable[..., ArrayLike],
-        **settings: Unpack[_GGNFlat],
-    ) -> _GGNFlatMaker: ...
-
-
-@runtime_checkable
 class _ProductMaker(Protocol):
     def __call__(self, fun: Loss[Model, P], /) -> _Products[Model, P, Model]: ...
 
@@ -472,7 +416,7 @@ class GGNProductSignature(Protocol):
     def __call__(
         self,
         fun: OfModel[Model, P, Out],
-        loss: _LossOfOutputs[Out],
+        loss: LossOfOutputs[Out],
         **settings: Unpack[_GGNProduct],
     ) -> _Products[Model, P, Model]: ...
     @overload

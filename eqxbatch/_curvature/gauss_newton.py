@@ -11,7 +11,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import common_dtype, widened
@@ -19,7 +18,7 @@ from .._sites.cost import num_products
 from .._sites.einsum import EXAMPLE, Term
 from .._sites.site import Label
 from .._sites.trace import Program
-from .by_sites import basis, Estimate, of_examples
+from .by_sites import Estimate, of_examples
 from .site_blocks import (
     Blocks,
     for_each,
@@ -37,15 +36,22 @@ _FIRST: Label = ("output", 0)
 _SECOND: Label = ("output", 1)
 
 
-# Takes what the function returns for one example, and the example.
-Curve = Callable[[list, list], Inexact[Array, "outputs outputs"]]
+# The curvature in the directions of some vectors; None if it is one for each of them,
+# and nothing between them.
+Curve = Inexact[Array, "vectors vectors"] | None
+
+
+# Takes what the function returns for one example, and the example. The vectors are
+# cotangents of the outputs, along a new axis 0.
+OfOutputs = Callable[[list, list], tuple[list, Curve]]
 
 
 class SiteGaussNewton:
     """Blocks of a Gauss-Newton matrix, summed over examples, by sites.
 
     - `program`: the function, whose first `num_outputs` outputs are what it returns.
-    - `curve`: the Hessian of the loss of one example in all entries of those.
+    - `of_outputs`: the curvature of the loss of one example in these, in the directions
+        of `num_vectors` vectors.
     """
 
     def __init__(
@@ -53,12 +59,15 @@ class SiteGaussNewton:
         program: Program,
         leaves: list,
         wanted: Wanted,
-        curve: Curve,
+        of_outputs: OfOutputs,
         num_outputs: int,
+        num_vectors: int,
+        has_curve: bool,
     ):
         self.program = program
         self.blocks = Blocks(program, leaves, wanted, kind=lambda site, other: None)
-        self._curve, self._num_outputs = curve, num_outputs
+        self._of_outputs, self._num_outputs = of_outputs, num_outputs
+        self._num_vectors, self._has_curve = num_vectors, has_curve
 
     def sums(
         self,
@@ -69,41 +78,53 @@ class SiteGaussNewton:
     ) -> list[Inexact[Array, "pairs ..."]]:
         """The blocks of each group, of the (weighted) sum over the examples."""
 
-        def one(rows: list, weight: Array | None) -> tuple[Array, list, list]:
+        def one(rows: list, weight: Array | None) -> tuple[list, list, list]:
             curve, operands, cotangents = self._at(leaves, rows)
             if weight is not None:
-                curve = curve * weight.astype(curve.dtype)
-            return curve, operands, cotangents
+                dtype = common_dtype(*(x.dtype for x in self._outputs))
+                weight = weight.astype(dtype)
+            if curve is None or weight is None:
+                scales = [x for x in (curve, weight) if x is not None]
+            else:
+                scales = [curve * weight]
+            return scales, operands, cotangents
 
-        found = of_examples(one, rows, axes, weights)
-        factors = _Factors(*found, are_stacked=self.blocks.are_stacked)
+        scales, operands, cotangents = of_examples(one, rows, axes, weights)
+        scale = scales[0] if scales else None
+        factors = _Factors(
+            scale, operands, cotangents, are_stacked=self.blocks.are_stacked
+        )
         return self.blocks.sums(factors.terms, self.program.values(leaves))
 
     @property
     def bytes(self) -> int:
         """What is kept of one example."""
-        program, num = self.program, self._num_entries
+        program, num = self.program, self._num_vectors
         kept = [(x, 1) for x in program.operands]
         kept += ((x, num) for x in program.perturbations)
         of_sites = sum(times * x.size * x.dtype.itemsize for x, times in kept)
-        return of_sites + num**2 * self._dtype.itemsize
+        return of_sites + self._has_curve * num**2 * self._dtype.itemsize
 
     def estimate(self, num: int) -> Estimate:
         """What the sums of `num` examples take. All of it follows from shapes."""
-        program, entries = self.program, self._num_entries
-        # A backward pass for each output.
+        program, vectors = self.program, self._num_vectors
+        # A backward pass for each vector.
         perturbations: dict[int, float] = {}
         for site in program.sites:
-            cost = num * entries * num_products(site)
+            cost = num * vectors * num_products(site)
             perturbations[site.perturbation] = (
                 perturbations.get(site.perturbation, 0.0) + cost
             )
         of = lambda x, *lead: jax.ShapeDtypeStruct((num, *lead, *x.shape), x.dtype)
-        curve = jax.ShapeDtypeStruct((num, entries, entries), self._dtype)
+        curve = None
+        if self._has_curve:
+            curve = jax.ShapeDtypeStruct((num, vectors, vectors), self._dtype)
         operands = [*map(of, program.operands)]
-        cotangents = [of(x, entries) for x in program.perturbations]
+        cotangents = [of(x, vectors) for x in program.perturbations]
 
-        def count(curve: Array, operands: list, cotangents: list, values: list) -> dict:
+        def count(
+            curve: Array | None, operands: list, cotangents: list, values: list
+        ) -> dict:
             factors = _Factors(curve, operands, cotangents, are_stacked=False)
             return self.blocks.costs(factors.terms, values)
 
@@ -115,43 +136,43 @@ class SiteGaussNewton:
         return [var.aval for var in self.program.jaxpr.outvars[: self._num_outputs]]
 
     @property
-    def _num_entries(self) -> int:
-        return sum(x.size for x in self._outputs)
-
-    @property
     def _dtype(self) -> Any:
         return common_dtype(*(x.dtype for x in self._outputs))
 
-    def _at(self, leaves: list, rows: list) -> tuple[Array, list, list]:
-        """The curvature of the loss, the operands, and a cotangent for each output."""
+    def _at(self, leaves: list, rows: list) -> tuple[Array | None, list, list]:
+        """The curvature of the loss, the operands, and a cotangent for each vector."""
         num = self._num_outputs
         outs, operands, pullback = self.program.linearize(leaves, rows, num)
-        outs = outs[:num]
-        cotangents: list[list[Array]] = []
-        for index, out in enumerate(outs):
-            zeros = [jnp.zeros_like(other) for other in outs]
-            pull = lambda seed, index=index, zeros=zeros: pullback(
-                [*zeros[:index], seed, *zeros[index + 1 :]]
-            )
-            cotangents.append(jax.vmap(pull)(basis(out)))
-        joined = [jnp.concatenate(parts) for parts in zip(*cotangents, strict=True)]
-        return self._curve(outs, rows), operands, joined
+        seeds, curve = self._of_outputs(outs[:num], rows)
+        return curve, operands, jax.vmap(pullback)(seeds)
 
 
 class _Factors:
     def __init__(
-        self, curve: Array, operands: list, cotangents: list, *, are_stacked: bool
+        self,
+        scale: Array | None,
+        operands: list,
+        cotangents: list,
+        *,
+        are_stacked: bool,
     ):
-        self._curve = curve
+        self._scale = scale
         stacks = lambda x: Stacks(dict(enumerate(x)), are_stacked=are_stacked)
         self._operands, self._cotangents = stacks(operands), stacks(cotangents)
 
     def terms(
         self, uses: Sequence[Use], labels: list[dict[str, Label]]
     ) -> Iterator[list[Term]]:
-        terms: list[Term] = [(widened(self._curve), (EXAMPLE, _FIRST, _SECOND))]
+        terms: list[Term] = []
+        vectors = [_FIRST, _FIRST]
+        if self._scale is not None:
+            # It is a curvature, or the weight of each example.
+            has_curve = self._scale.ndim == 3
+            vectors = [_FIRST, _SECOND] if has_curve else vectors
+            between = tuple(vectors) if has_curve else ()
+            terms.append((widened(self._scale), (EXAMPLE, *between)))
         for sites, names, output in zip(
-            zip(*uses, strict=True), labels, (_FIRST, _SECOND), strict=True
+            zip(*uses, strict=True), labels, vectors, strict=True
         ):
             use = sites[0]
             d, lead = self._cotangents.take([site.perturbation for site in sites])

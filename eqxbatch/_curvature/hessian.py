@@ -1,4 +1,4 @@
-"""`filter_hessian`, its diagonal and its blocks, and `filter_ggn`."""
+"""`filter_hessian`, its diagonal and its blocks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,9 @@ from .._batch.objective import (
 )
 from .._batch.transform import also_decorator, Blocking, transformed
 from .by_products import ColumnSize, Mode
-from .methods import check_loss, CurvatureBlocks, CurvatureMethod, make_curvature
+from .curvature_of import make_curvature, with_keys
+from .fisher import Fisher, TYPE_2
+from .methods import CurvatureBlocks, CurvatureMethod
 from .pytree import all_pairs, arranged, MatrixPart, part_starts
 from .site_blocks import Wanted
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from .._batch.signatures import Typed
     from .curvature_signatures import (
         DiagonalSignature,
-        GGNSignature,
         HessianBlocksSignature,
         HessianSignature,
     )
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _LEAST_COLUMNS = 32
 
 
-class _Matrix(AbstractOverExamples):
+class Matrix(AbstractOverExamples):
     """A Hessian; or, with a `loss` of outputs, a Gauss-Newton matrix."""
 
     is_compiled: ClassVar[bool] = True
@@ -56,6 +57,7 @@ class _Matrix(AbstractOverExamples):
     method: CurvatureMethod
     mode: Mode = "auto"
     loss: Callable | None = None
+    of_loss: Fisher = TYPE_2
     is_block: Callable[[Any], bool] | None = None
 
     def __check_init__(self) -> None:
@@ -81,10 +83,11 @@ class _Matrix(AbstractOverExamples):
         diff, nondiff = self.objective.real_parameters(args, kwargs)
         leaves = jtu.tree_leaves(diff)
         call = (fun, args, kwargs)
-        examples = self._examples(call)
+        examples = with_keys(self._examples(call), self.of_loss)
         size = self._size(examples, sum(x.size for x in leaves), call)
         loss = self.objective.loss(fun, examples.batch, diff, nondiff)
-        curvature = make_curvature(loss, self.loss, self.mode, self.checkpoint)
+        settings = self.mode, self.checkpoint, self.of_loss
+        curvature = make_curvature(loss, self.loss, *settings)
         wanted = self._wanted(diff)
         blocks = CurvatureBlocks(curvature, wanted, self.method, size)
         closed = curvature.program.closed
@@ -133,15 +136,15 @@ class _Matrix(AbstractOverExamples):
         )
 
 
-def _matrix(
+def second_derivatives(
     part: MatrixPart,
     sizes: tuple[int | MemoryBudget | None, int | None, int | MemoryBudget | None],
     objective: Objective,
     accumulator: Sum | Mean,
     **settings: Any,
-) -> _Matrix:
+) -> Matrix:
     """The settings; `sizes` are those of blocks, their number, and of microbatches."""
-    return _Matrix(
+    return Matrix(
         part=part,
         objective=objective,
         column_size=ColumnSize(*sizes[:2]),
@@ -267,7 +270,7 @@ def filter_hessian(
     """
     sizes = block_size, num_blocks, microbatch_size
     objective = Objective(where, filter_spec, in_axes, has_aux, holomorphic)
-    matrix = _matrix(
+    matrix = second_derivatives(
         "full",
         sizes,
         objective,
@@ -326,7 +329,7 @@ def filter_hessian_diagonal(
     """
     sizes = block_size, num_blocks, microbatch_size
     objective = Objective(where, filter_spec, in_axes, has_aux, holomorphic)
-    matrix = _matrix(
+    matrix = second_derivatives(
         "diagonal",
         sizes,
         objective,
@@ -400,7 +403,7 @@ def filter_hessian_blocks(
     """
     sizes = block_size, num_blocks, microbatch_size
     objective = Objective(where, filter_spec, in_axes, has_aux, holomorphic)
-    matrix = _matrix(
+    matrix = second_derivatives(
         "blocks",
         sizes,
         objective,
@@ -412,84 +415,3 @@ def filter_hessian_blocks(
         mode=mode,
     )
     return transformed(matrix, fun, "filter_hessian_blocks")
-
-
-@cast("Typed[GGNSignature]", also_decorator)
-def filter_ggn(
-    fun: Callable[..., Any] | None = None,
-    loss: Callable[..., Any] | None = None,
-    *,
-    block_size: int | MemoryBudget | None = None,
-    num_blocks: int | None = None,
-    checkpoint: bool = False,
-    flat: bool = False,
-    method: CurvatureMethod = "auto",
-    where: Callable[[Any], Any] | None = None,
-    filter_spec: PyTree = eqx.is_inexact_array,
-    in_axes: PyTree = None,
-    microbatch_size: int | MemoryBudget | None = None,
-    accumulator: Sum | Mean = Mean(),
-) -> Callable[..., Any]:
-    r"""The generalised Gauss-Newton matrix of a function of a PyTree, in blocks.
-
-    With `J` the Jacobian of what `fun` returns, and `H` the Hessian of `loss` in that,
-    it is $J^T H J$, summed over the examples: the Hessian without the second
-    derivatives of `fun`. It is positive semidefinite if `loss` is convex, and the
-    Fisher information if `loss` is the negative log-likelihood of an exponential
-    family in its natural parameters.
-
-    **Arguments:**
-
-    - `fun`: takes the parameters first, and returns a PyTree of arrays of an inexact
-        dtype: a model, for the example that the other arguments are.
-    - `loss`: takes what `fun` returns in the place of the first argument, and the same
-        other arguments. It returns a real scalar.
-    - `method`: `"products"` multiplies the matrix with one-hot vectors; `"sites"` pulls
-        each output of an example back to the outputs of layers, and contracts that with
-        their inputs; `"auto"` takes, for each parameter, what costs less.
-
-    - `where`, `filter_spec`, `in_axes`, `microbatch_size`, `accumulator`, `block_size`,
-        `num_blocks`, `checkpoint`, `flat`: as for [`eqxbatch.filter_hessian`][].
-
-    What the function that it returns returns, and the errors, are those of that. As a
-    decorator, it needs `loss` by name.
-
-    !!! example
-
-        ```python
-        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
-        >>> model = eqx.nn.Linear(2, 3, key=jax.random.key(0))
-        >>> ggn = eqxbatch.filter_ggn(
-        ...     lambda model, x, label: model(x),
-        ...     lambda logits, x, label: -jax.nn.log_softmax(logits)[label],
-        ...     in_axes=0,
-        ...     flat=True,
-        ... )
-        >>> matrix, unravel = ggn(model, jnp.ones((10, 2)), jnp.arange(10) % 3)
-        >>> matrix.shape
-        (9, 9)
-
-        ```
-
-    ??? cite
-
-        Schraudolph, "Fast curvature matrix-vector products for second-order gradient
-        descent", [Neural Computation 14, 2002](
-        https://doi.org/10.1162/08997660260028683); Martens, "New insights and
-        perspectives on the natural gradient method",
-        [arXiv:1412.1193](https://arxiv.org/abs/1412.1193).
-    """
-    check_loss(loss)
-    sizes = block_size, num_blocks, microbatch_size
-    objective = Objective(where, filter_spec, in_axes)
-    matrix = _matrix(
-        "full",
-        sizes,
-        objective,
-        accumulator,
-        loss=loss,
-        checkpoint=checkpoint,
-        flat=flat,
-        method=method,
-    )
-    return transformed(matrix, fun, "filter_ggn")

@@ -30,7 +30,7 @@ from .._batch.transform import (
     transformed,
 )
 from .by_products import Mode
-from .methods import check_loss, make_curvature
+from .curvature_of import check_loss, make_curvature
 
 
 if TYPE_CHECKING:

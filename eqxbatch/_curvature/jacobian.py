@@ -27,7 +27,7 @@ from .by_products import (
     Mode,
     replaced,
 )
-from .methods import check_outputs
+from .curvature_of import check_outputs
 from .pytree import Unravel
 
 

@@ -15,7 +15,8 @@ from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
 from .._batch.objective import Objective
 from .by_products import Mode
-from .hessian import filter_ggn, filter_hessian, filter_hessian_diagonal
+from .ggn import filter_ggn, filter_ggn_diagonal
+from .hessian import filter_hessian, filter_hessian_diagonal
 from .hvp import filter_ggnvp, filter_hvp
 
 
@@ -232,7 +233,9 @@ class GGNOperator(_AbstractCurvatureOperator):
 
     @checked
     def diagonal(self) -> Inexact[Array, " n"]:
-        return jnp.diagonal(self.as_matrix())
+        settings = {**self._settings, "flat": True}
+        diagonal = filter_ggn_diagonal(self.fun, self.loss, **settings)
+        return diagonal(*self.args, **self.kwargs)[0]
 
 
 def _tags(tags: Any) -> frozenset:

@@ -83,6 +83,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
 
 _SECOND = (
     "filter_ggn",
+    "filter_ggn_blocks",
     "filter_hessian",
     "filter_hessian_blocks",
     "hessian_to_pytree",
@@ -102,7 +103,7 @@ _DIAGONAL = Contract(
         "diagonal": PyTree[Inexact[Array, "?*a"], "parameters"],
         "flat": Inexact[Array, " n"],
     },
-    of=["filter_hessian_diagonal"],
+    of=["filter_ggn_diagonal", "filter_hessian_diagonal"],
 )
 
 

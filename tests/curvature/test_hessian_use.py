@@ -201,8 +201,8 @@ class TestModes:
     @pytest.mark.parametrize(
         "place",
         (
-            "_curvature.methods.replaced",
-            "_curvature.methods.weighted_sum",
+            "_curvature.curvature_of.replaced",
+            "_curvature.curvature_of.weighted_sum",
             "_curvature.by_products.consecutive_groups",
             "_curvature.site_blocks.contract",
             "_curvature.site_blocks.contraction_cost",

@@ -11,6 +11,8 @@ from jaxtyping import Array
 import eqxbatch
 from eqxbatch import (
     filter_ggn,
+    filter_ggn_blocks,
+    filter_ggn_diagonal,
     filter_ggnvp,
     filter_hessian,
     filter_hessian_blocks,
@@ -185,6 +187,18 @@ aux = filter_hvp(loss_with_aux, has_aux=True)
 assert_type(aux(model, vector, x), tuple[MLP, Array])
 aux = filter_hvp(has_aux=True)(loss_with_aux)
 assert_type(aux(model, vector, x), tuple[MLP, Array])
+assert_type(filter_ggn_diagonal(outputs, loss_of_outputs)(model, x), MLP)
+flat_diagonal = filter_ggn_diagonal(outputs, loss_of_outputs, flat=True)
+assert_type(flat_diagonal(model, x), tuple[Array, Unravel[MLP]])
+assert_type(filter_ggn_diagonal(loss=loss_of_outputs)(outputs)(model, x), MLP)
+assert_type(
+    filter_ggn_diagonal(loss=loss_of_outputs, flat=True)(outputs)(model, x),
+    tuple[Array, Unravel[MLP]],
+)
+assert_type(filter_ggn_blocks(outputs, loss_of_outputs)(model, x), Any)
+assert_type(filter_ggn_blocks(loss=loss_of_outputs, flat=True)(outputs)(model, x), Any)
+
+
 assert_type(filter_ggnvp(outputs, loss_of_outputs)(model, vector, x), MLP)
 
 

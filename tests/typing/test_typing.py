@@ -14,7 +14,7 @@ import pytest
 from beartype.door import is_bearable
 
 import eqxbatch
-from eqxbatch._curvature import curvature_signatures as curvature
+from eqxbatch._curvature import curvature_signatures as curvature, ggn_signatures as ggn
 from eqxbatch._gradients import gradient_signatures as gradients
 from eqxbatch._maps import map_signatures as maps
 from eqxbatch._ntk import estimator_signatures as estimators
@@ -25,7 +25,9 @@ HERE = pathlib.Path(__file__).parent
 PROGRAMS = sorted(HERE.glob("*_types.py"))
 SIGNATURES = {
     "filter_batch_kernel": kernels.BatchKernelSignature,
-    "filter_ggn": curvature.GGNSignature,
+    "filter_ggn": ggn.GGNSignature,
+    "filter_ggn_blocks": ggn.GGNBlocksSignature,
+    "filter_ggn_diagonal": ggn.GGNDiagonalSignature,
     "filter_ggnvp": curvature.GGNProductSignature,
     "filter_grid_vmap": maps.GridVmapSignature,
     "filter_hessian": curvature.HessianSignature,

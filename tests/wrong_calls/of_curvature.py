@@ -21,6 +21,8 @@ hvp = functools.partial(eqxbatch.filter_hvp, square)
 outputs = lambda w, x: jnp.dot(w, x)
 of_output = lambda out, x: out**2
 ggn = functools.partial(eqxbatch.filter_ggn, outputs, of_output)
+ggn_diagonal = functools.partial(eqxbatch.filter_ggn_diagonal, outputs, of_output)
+ggn_blocks = functools.partial(eqxbatch.filter_ggn_blocks, outputs, of_output)
 ggnvp = functools.partial(eqxbatch.filter_ggnvp, outputs, of_output)
 unravel = eqxbatch.Unravel({"a": w, "b": y})
 expansion = eqxbatch.filter_linearize(model)
@@ -146,6 +148,36 @@ CURVATURE = [
     ),
     Case(
         "filter_ggn", lambda: ggn(flat="no"), TypeError, "`flat` must be bool; got 'no'"
+    ),
+    Case(
+        "filter_ggn_diagonal",
+        lambda: ggn_diagonal(fisher="mc"),
+        ValueError,
+        "give it a `key`, such as .*; got `key=None`",
+    ),
+    Case(
+        "filter_ggn_diagonal",
+        lambda: ggn_diagonal(fisher="exact"),
+        TypeError,
+        "`fisher` must be 'type-2' | 'mc' | 'empirical'; got 'exact'",
+    ),
+    Case(
+        "filter_ggn_diagonal",
+        lambda: ggn_diagonal(flat="no"),
+        TypeError,
+        "`flat` must be bool",
+    ),
+    Case(
+        "filter_ggn_blocks",
+        lambda: ggn_blocks(num_samples=2),
+        ValueError,
+        "`num_samples` is for `fisher='mc'`",
+    ),
+    Case(
+        "filter_ggn_blocks",
+        lambda: ggn_blocks(checkpoint="no"),
+        TypeError,
+        "`checkpoint` must be bool",
     ),
     Case(
         "filter_ggn",

@@ -1,0 +1,402 @@
+"""What second derivatives are of: a loss, or a loss of what a model returns."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, Inexact, PyTree, Real
+
+from .._base.dtypes import as_complex, as_real
+from .._base.jaxprs import at_example, PerExample
+from .._base.mesh import vary_as
+from .._base.modes import without_forward_mode
+from .._base.trees import described
+from .._batch.objective import check_value, Example, Examples, Loss
+from .._batch.slots import is_struct
+from .._sites.trace import Program
+from .by_products import (
+    gauss_newton_products,
+    Gradient,
+    hessian_products,
+    Mode,
+    Products,
+    replaced,
+    warn_reverse,
+)
+from .by_sites import SiteHessian
+from .fisher import Fisher, TYPE_2
+from .gauss_newton import SiteGaussNewton
+from .pytree import Unravel
+from .site_blocks import Wanted
+
+
+class AbstractCurvature(abc.ABC):
+    """What a matrix of second derivatives is of: a sum over examples.
+
+    - `program`: of what is differentiated and of one example.
+    - `num_outputs`: how many of its outputs are differentiated; they come first.
+    - `allows_sites`: whether sites are to be used at all.
+    """
+
+    program: PerExample
+    num_outputs: int
+    allows_sites: bool
+
+    @property
+    def leaves(self) -> list[Array]:
+        """What is differentiated."""
+        return self.program.leaves
+
+    @property
+    def axes(self) -> list[int]:
+        """Those of the batch; empty if there is only one example."""
+        return self.program.axes
+
+    @abc.abstractmethod
+    def excludes_sites(self, leaves: set[int]) -> bool:
+        """Whether JAX cannot differentiate what sites of these leaves would take."""
+
+    @abc.abstractmethod
+    def of_sites(
+        self, program: Program, wanted: Wanted
+    ) -> SiteHessian | SiteGaussNewton:
+        """The blocks that are wanted, by sites."""
+
+    @abc.abstractmethod
+    def aux(self, rows: list) -> PyTree:
+        """What the function returns besides, for some examples."""
+
+    @abc.abstractmethod
+    def products(self, rows: list, weights: Real[Array, " n"] | None) -> Products:
+        """Products with the matrix of some examples."""
+
+    @abc.abstractmethod
+    def product(
+        self, rows: list, weights: Real[Array, " n"] | None, vector: list
+    ) -> list[Array]:
+        """The product of the matrix of some examples with one vector."""
+
+    def _by_linear(self, products: Products, vector: list) -> list[Array]:
+        everything = list(range(len(self.leaves)))
+        return products(self.leaves, everything, everything)(vector)
+
+    @abc.abstractmethod
+    def products_of_one(self, rows: list) -> Products:
+        """Products with the matrix of one example."""
+
+
+class LossCurvature(AbstractCurvature):
+    """The Hessian of a loss."""
+
+    num_outputs = 1
+
+    def __init__(self, loss: Loss, mode: Mode, checkpoint: bool):
+        self.example = Example(loss)
+        self.program = self.example.program
+        self._mode: Mode = mode
+        self._checkpoint = checkpoint
+        self._holomorphic = loss.holomorphic
+        self.allows_sites = mode != "rev" and not loss.holomorphic
+        self._batch = loss.batch
+        self._answers: dict[frozenset[int], str | None] = {}
+
+    def excludes_sites(self, leaves: set[int]) -> bool:
+        # All that follows from a leaf that has sites follows from what they return.
+        return self._without_forward_mode(leaves) is not None
+
+    def of_sites(self, program: Program, wanted: Wanted) -> SiteHessian:
+        return SiteHessian(program, self.leaves, wanted, checkpoint=self._checkpoint)
+
+    def aux(self, rows: list) -> PyTree:
+        if not self.example.has_aux:
+            return None
+        run = self.program.many if self.axes else self.program.one
+        return self.example.outputs(run(self.leaves, rows))["aux"]
+
+    def products(self, rows: list, weights: Array | None) -> Products:
+        return self._products_of(self._value(rows, weights))
+
+    def products_of_one(self, rows: list) -> Products:
+        return self._products_of(self._value_of_one(rows))
+
+    def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
+        if self._is_reverse():
+            return self._by_linear(self.products(rows, weights), vector)
+        # One product needs no linear function that is run more than once.
+        gradient = self._gradient_of(self._value(rows, weights))
+        at = lambda leaves: gradient(leaves, range(len(leaves)))
+        return jax.jvp(at, (self.leaves,), (vector,))[1]
+
+    def _products_of(self, value: Callable[[list], Array]) -> Products:
+        gradient = self._gradient_of(value)
+        return hessian_products(gradient, is_reverse=self._is_reverse())
+
+    def _is_reverse(self) -> bool:
+        """Whether the gradient is differentiated in reverse mode, too."""
+        is_reverse = self._mode == "rev"
+        if self._mode == "auto":
+            reason = self._without_forward_mode(range(len(self.leaves)))
+            is_reverse = reason is not None
+            if reason is not None:
+                warn_reverse(reason)
+        return is_reverse
+
+    def _gradient_of(self, value: Callable[[list], Array]) -> Gradient:
+        def gradient(leaves: list, which: Sequence[int]) -> list:
+            at = lambda some: value(replaced(leaves, which, some))
+            point = [leaves[i] for i in which]
+            return jax.grad(at, holomorphic=self._holomorphic)(point)
+
+        return gradient
+
+    def _without_forward_mode(self, leaves: Iterable[int]) -> str | None:
+        """Why the gradient in some leaves has no forward mode; None if it has one."""
+        key = frozenset(leaves)
+        if key not in self._answers:
+            which = sorted(key)
+            point = [self.leaves[i] for i in which]
+
+            def ask(rows: list) -> str | None:
+                gradient = self._gradient_of(self._value_of_one(rows))
+                at = lambda some: gradient(replaced(self.leaves, which, some), which)
+                return without_forward_mode(at, point)
+
+            self._answers[key] = at_example(ask, self._batch.arrays, self.axes)
+        return self._answers[key]
+
+    def _value(self, rows: list, weights: Array | None) -> Callable[[list], Array]:
+        if not self.axes:
+            return self._value_of_one(rows)
+
+        def value(leaves: list) -> Array:
+            return weighted_sum(self.program.many(leaves, rows)[0], weights)
+
+        return jax.checkpoint(value) if self._checkpoint else value
+
+    def _value_of_one(self, rows: list) -> Callable[[list], Array]:
+        value = lambda leaves: self.program.one(leaves, rows)[0]
+        return jax.checkpoint(value) if self._checkpoint else value
+
+
+class GaussNewtonCurvature(AbstractCurvature):
+    """The generalised Gauss-Newton matrix of a `loss` of what a function returns.
+
+    `model` is that function and a call of it, and `loss(out, *args)` a scalar, where
+    `args` are all arguments of the call but the first. `fisher` says what is taken for
+    the Hessian of the loss. If it has a key, the last of the rows are keys.
+    """
+
+    allows_sites = True
+
+    def __init__(self, model: Loss, loss: Callable, checkpoint: bool, fisher: Fisher):
+        # The curvature of a loss in complex numbers is that in their two parts.
+        run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
+        batch = model.batch
+        self.program = PerExample(run, model.diff, batch.arrays, batch.axes)
+        self._structs = check_outputs(self.program.out)
+        self.num_outputs = len(self._structs)
+        self._model, self._loss, self._checkpoint = model, loss, checkpoint
+        self._fisher = fisher
+        self._are_reverse = at_example(
+            self._asked_of_one, model.batch.arrays, self.axes
+        )
+
+    def _asked_of_one(self, rows: list) -> tuple[bool, bool]:
+        """Whether the outputs, and the loss's gradient in them, lack a forward mode."""
+        outputs, _ = self._functions_of_one(rows)
+        outs = outputs(self.leaves)
+        gradient = jax.grad(lambda outs: self._loss_of(outs, rows))
+        return (
+            without_forward_mode(outputs, self.leaves) is not None,
+            without_forward_mode(gradient, outs) is not None,
+        )
+
+    def excludes_sites(self, leaves: set[int]) -> bool:
+        return False
+
+    def of_sites(self, program: Program, wanted: Wanted) -> SiteGaussNewton:
+        is_exact = self._fisher.fisher == "type-2"
+        num_vectors = self._fisher.num_samples
+        if is_exact:
+            num_vectors = sum(x.size for x in self._structs)
+        return SiteGaussNewton(
+            program,
+            self.leaves,
+            wanted,
+            self._of_outputs,
+            num_outputs=len(self._structs),
+            num_vectors=num_vectors,
+            has_curve=is_exact,
+        )
+
+    def _of_outputs(self, outs: list, rows: list) -> tuple[list, Array | None]:
+        if self._fisher.fisher != "type-2":
+            return self._seeds(outs, rows), None
+        unravel = Unravel(outs)
+        every = jnp.eye(sum(unravel.sizes), dtype=unravel.dtype)
+        return unravel(every), self._curve(outs, rows)
+
+    def aux(self, rows: list) -> PyTree:
+        return None
+
+    def products(self, rows: list, weights: Array | None) -> Products:
+        functions = self._functions(rows, weights)
+        return gauss_newton_products(*functions, self._are_reverse)
+
+    def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
+        return self._by_linear(self.products(rows, weights), vector)
+
+    def products_of_one(self, rows: list) -> Products:
+        return gauss_newton_products(*self._functions_of_one(rows), self._are_reverse)
+
+    def _functions(
+        self, rows: list, weights: Array | None
+    ) -> tuple[Callable[[list], list], Callable[[list], Array]]:
+        """The outputs for all leaves, and the loss of all outputs."""
+        if not self.axes:
+            return self._functions_of_one(rows)
+
+        def outputs(leaves: list) -> list:
+            one = lambda *rows: self._outputs(leaves, list(rows))
+            return jax.vmap(one, self.axes)(*rows)
+
+        def value(outs: list) -> Array:
+            one = lambda outs, *rows: self._value(outs, list(rows))
+            values = jax.vmap(one, (0, *self.axes))(outs, *rows)
+            return weighted_sum(values, weights)
+
+        return outputs, value
+
+    def _functions_of_one(
+        self, rows: list
+    ) -> tuple[Callable[[list], list], Callable[[list], Array]]:
+        outputs = lambda leaves: self._outputs(leaves, rows)
+        return outputs, lambda outs: self._value(outs, rows)
+
+    def _outputs(self, leaves: list, rows: list) -> list[Array]:
+        run = self.program.one
+        return (jax.checkpoint(run) if self._checkpoint else run)(leaves, rows)
+
+    def _value(self, outs: list, rows: list) -> Array:
+        """What has the curvature of the loss, or that which is taken for it."""
+        if self._fisher.fisher == "type-2":
+            return self._loss_of(outs, rows)
+        seeds = self._seeds(outs, rows)
+        products = [
+            jax.vmap(functools.partial(jnp.vdot, x - lax.stop_gradient(x)))(own)
+            for own, x in zip(seeds, outs, strict=True)
+        ]
+        return jnp.sum(functools.reduce(jnp.add, products) ** 2) / 2
+
+    def _seeds(self, outs: list, rows: list) -> list[Array]:
+        row = rows[-1] if self._fisher.key is not None and self.axes else None
+        value = lambda outs, key=None: self._loss_of(outs, rows, key)
+        curve = lambda outs: self._curve(outs, rows)
+        return self._fisher.seeds(value, curve, outs, row)
+
+    def _loss_of(self, outs: list, rows: list, key: Array | None = None) -> Array:
+        """The loss of an example, or that of a label drawn for it."""
+        (_, *rest), kwargs = self._model.batch.arguments(rows)
+        out = as_complex(self.program.output(outs))
+        if key is not None:
+            rest = [*rest[:-1], self._drawn(key, out, rest)]
+        return check_value(self._loss(out, *rest, **kwargs), what="loss")
+
+    def _drawn(self, key: Array, out: PyTree, rest: list) -> PyTree:
+        if not rest:
+            raise ValueError(
+                "`sampler` draws what takes the place of the last argument by "
+                "position, the label; got a call without arguments after the first."
+            )
+        sampler = self._fisher.sampler
+        assert sampler is not None
+        label = lax.stop_gradient(sampler(key, out))
+        shapes = [jax.eval_shape(lambda x: x, x) for x in (label, rest[-1])]
+        found, expected = (
+            (jtu.tree_structure(tree), [x.shape for x in jtu.tree_leaves(tree)])
+            for tree in shapes
+        )
+        if found != expected:
+            raise ValueError(
+                "`sampler` must return a label of the structure and shapes of the last "
+                f"argument by position; got {described(label)}, where that is "
+                f"{described(rest[-1])}."
+            )
+        return label
+
+    def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
+        unravel = Unravel(outs)
+        flat = jnp.concatenate([x.ravel().astype(unravel.dtype) for x in outs])
+        value = lambda flat: self._loss_of(unravel(flat), rows)
+        jacobian = jax.jacrev if self._are_reverse[1] else jax.jacfwd
+        return jacobian(jax.grad(value))(flat)
+
+
+def make_curvature(
+    loss: Loss,
+    of_output: Callable | None,
+    mode: Mode,
+    checkpoint: bool,
+    fisher: Fisher = TYPE_2,
+) -> LossCurvature | GaussNewtonCurvature:
+    """The Hessian of a loss, or that of a loss of its output, as Gauss and Newton."""
+    # Inside of `jax.shard_map`, a derivative is summed over the devices, if what it is
+    # of does not vary over them. Here that is done once, at the end.
+    local = vary_as(loss.batch.arrays, loss.diff)
+    loss = dataclasses.replace(loss, diff=local)
+    if of_output is None:
+        return LossCurvature(loss, mode, checkpoint)
+    return GaussNewtonCurvature(loss, of_output, checkpoint, fisher)
+
+
+def with_keys(examples: Examples, fisher: Fisher) -> Examples:
+    """The same, with keys as the last of their rows if there is anything to draw."""
+    batch, blocks = examples.batch, examples.blocks
+    keys = None if blocks is None else fisher.rows(blocks.total)
+    if keys is None:
+        return examples
+    batch = dataclasses.replace(
+        batch,
+        arrays=[*batch.arrays, keys],
+        axes=(*batch.axes, 0),
+        names=(*batch.names, "`key`"),
+    )
+    return dataclasses.replace(examples, batch=batch)
+
+
+def check_loss(loss: Any) -> None:
+    """Raises `TypeError` if it is not a function."""
+    if not callable(loss):
+        raise TypeError(
+            "`loss` must be a function of what `fun` returns and of the same other "
+            f"arguments; got {described(loss)}."
+        )
+
+
+def weighted_sum(values: Array, weights: Array | None) -> Array:
+    if weights is not None:
+        values = values * weights.astype(values.dtype)
+    return jnp.sum(values)
+
+
+def check_outputs(out: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of an output; raises `ValueError` if it has anything else."""
+    found = []
+    for path, x in jtu.tree_leaves_with_path(out):
+        if not is_struct(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            got = f"dtype {x.dtype}" if is_struct(x) else f"{x!r}"
+            raise ValueError(
+                "`fun` must return arrays of an inexact dtype, as only these have a "
+                f"derivative; got {got} for output{jtu.keystr(path)}. Return only "
+                "what is to be differentiated."
+            )
+        found.append(x)
+    if not found:
+        raise ValueError("`fun` must return at least one array; got none.")
+    return found

@@ -1,0 +1,136 @@
+"""The curvature of a loss in the outputs of a model, or an estimate, as a square root.
+
+A generalised Gauss-Newton matrix is `J^T C J` for each example, with `C` the Hessian of
+the loss in the outputs. `C` is the covariance of many random vectors `s`. So
+`(J^T s) (J^T s)^T` has the matrix as its mean, and takes one backward pass for each
+vector, where the matrix itself takes one for each output.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jax import lax
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real, UInt32
+
+from .pytree import Unravel
+
+
+Kind = Literal["type-2", "mc", "empirical"]
+
+
+# How much more negative eigenvalues may be than what is zero but for rounding.
+_ROUNDING = 8.0
+
+
+class Fisher(eqx.Module):
+    """Which matrix takes the place of the Hessian of a loss in the outputs.
+
+    - `fisher`: `"type-2"` is that Hessian; `"mc"` has its square root times random
+        vectors, or gradients for labels that are drawn; `"empirical"` has the gradient.
+    - `key`, `num_samples`: for what is drawn; the same for all examples.
+    - `sampler`: draws labels, as `sampler(key, out)`.
+    """
+
+    fisher: Kind = eqx.field(static=True)
+    key: PRNGKeyArray | UInt32[Array, "2"] | None
+    num_samples: int = eqx.field(static=True)
+    sampler: Callable | None
+
+    def __init__(
+        self,
+        fisher: Kind,
+        key: PRNGKeyArray | UInt32[Array, " words"] | None,
+        num_samples: int,
+        sampler: Callable | None,
+    ):
+        is_mc = fisher == "mc"
+        if num_samples < 1:
+            raise ValueError(f"`num_samples` must be at least 1; got {num_samples}.")
+        if is_mc and key is None:
+            raise ValueError(
+                "`fisher='mc'` draws random vectors: give it a `key`, such as "
+                "`jax.random.key(0)`; got `key=None`."
+            )
+        for name, is_given in (
+            ("key", key is not None),
+            ("sampler", sampler is not None),
+            ("num_samples", num_samples != 1),
+        ):
+            if is_given and not is_mc:
+                raise ValueError(
+                    f"`{name}` is for `fisher='mc'`, as nothing is drawn otherwise; "
+                    f"got it with `fisher={fisher!r}`. Leave it out."
+                )
+        self.fisher, self.num_samples, self.sampler = fisher, num_samples, sampler
+        if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            key = jr.wrap_key_data(key)
+        self.key = key
+
+    def rows(self, num: int) -> UInt32[Array, "num words"] | None:
+        """Of the key of each example, the numbers that it has."""
+        if self.key is None:
+            return None
+        return jr.key_data(jr.split(self.key, num))
+
+    def keys(self, row: UInt32[Array, " words"] | None) -> list[PRNGKeyArray | None]:
+        """The keys of all samples of an example, of which there is a `row`."""
+        key = self.key
+        if key is None:
+            return [None]
+        if row is not None:
+            key = jr.wrap_key_data(row, impl=jr.key_impl(key))
+        return [*jr.split(key, self.num_samples)]
+
+    def seeds(
+        self,
+        value: Callable[..., Array],
+        curvature: Callable[[list], Inexact[Array, "outputs outputs"]],
+        outs: list,
+        row: Array | None,
+    ) -> list[Inexact[Array, "samples *out"]]:
+        """For each output of an example, vectors of which the matrix is made.
+
+        `value(outs)` is the loss, `value(outs, label)` that of another label, and
+        `curvature(outs)` its Hessian.
+        """
+        outs = lax.stop_gradient(outs)
+        if self.fisher == "empirical":
+            found = [jax.grad(value)(outs)]
+        elif self.sampler is None:
+            found = _probes(curvature(outs), outs, self.keys(row))
+        else:
+            found = [jax.grad(value)(outs, key) for key in self.keys(row)]
+        scale = self.num_samples**-0.5
+        return [
+            lax.stop_gradient(jnp.stack(parts) * scale)
+            for parts in zip(*found, strict=True)
+        ]
+
+
+def _probes(
+    matrix: Real[Array, "outputs outputs"], outs: Sequence[Array], keys: Sequence[Any]
+) -> list[list[Array]]:
+    """The square root of a matrix times random signs, as outputs."""
+    unravel = Unravel(list(outs))
+    values, vectors = jnp.linalg.eigh(matrix)
+    largest = jnp.max(jnp.abs(values), initial=0)
+    zero = largest * matrix.shape[0] * jnp.finfo(matrix.dtype).eps
+    values = eqx.error_if(
+        values,
+        jnp.any(values < -_ROUNDING * zero),
+        "`fisher='mc'` takes the square root of the loss's Hessian in what `fun` "
+        "returns, but that has a negative eigenvalue: the loss is not convex there. "
+        "Use `fisher='type-2'`, which needs no root, or give a `sampler`.",
+    )
+    # The root of what is zero but for rounding would be as large as that of eps. Of all
+    # roots, the symmetric one does not depend on the choice of eigenvectors.
+    roots = jnp.where(values > zero, jnp.sqrt(jnp.maximum(values, 0)), 0)
+    draws = [jr.rademacher(key, values.shape, matrix.dtype) for key in keys]
+    return [unravel(vectors @ (roots * (vectors.T @ signs))) for signs in draws]
+
+
+TYPE_2 = Fisher("type-2", None, 1, None)

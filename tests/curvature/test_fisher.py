@@ -1,0 +1,244 @@
+"""Gauss-Newton matrices in parts, and estimates of Fisher, against dense ones."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from eqxbatch import (
+    filter_ggn,
+    filter_ggn_blocks,
+    filter_ggn_diagonal,
+    MemoryBudget,
+    Sum,
+)
+from ..helpers import KINDS, make_mesh, put
+from .oracle import CHOICES, close
+
+
+NUM = 7
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def apply(model, x, label):
+    return model(x)
+
+
+def cross_entropy(logits, x, label):
+    return -jax.nn.log_softmax(logits)[label]
+
+
+@pytest.fixture
+def job(x64):
+    keys = jr.split(jr.key(0), 3)
+    model = eqx.nn.MLP(3, 4, 5, 1, jnp.tanh, key=keys[0])
+    x, labels = jr.normal(keys[1], (NUM, 3)), jr.randint(keys[2], (NUM,), 0, 4)
+    return model, x, labels
+
+
+def per_example(job):
+    """For each example, the Jacobian, and gradient and Hessian of the loss."""
+    model, x, labels = job
+    flat, unravel = ravel_pytree(eqx.filter(model, eqx.is_inexact_array))
+    static = eqx.filter(model, eqx.is_inexact_array, inverse=True)
+    outputs = lambda flat, x: eqx.combine(unravel(flat), static)(x)
+
+    def one(x, label):
+        out = outputs(flat, x)
+        loss = lambda out: cross_entropy(out, x, label)
+        jacobian = jax.jacrev(outputs)(flat, x)
+        return jacobian, jax.grad(loss)(out), jax.hessian(loss)(out)
+
+    return jax.jit(jax.vmap(one))(x, labels)
+
+
+DRAWN = (
+    {"fisher": "mc", "key": jr.key(3)},
+    {"fisher": "mc", "key": jr.key(3), "num_samples": 2, "sampler": jr.categorical},
+)
+ALL = ({}, {"fisher": "empirical"}, *DRAWN)
+NAMES = ("type-2", "empirical", "probes", "labels")
+
+
+def matrix(job, transform=filter_ggn, **settings):
+    settings = {"in_axes": 0, "flat": True, **settings}
+    return transform(apply, cross_entropy, **settings)(*job)
+
+
+@pytest.mark.parametrize("settings", ALL, ids=NAMES)
+class TestEveryKind:
+    def test_parts(self, job, settings):
+        whole, _ = matrix(job, **settings)
+        expected, _ = matrix(job, **settings, method="products")
+        close(whole, expected)
+        is_block = lambda x: isinstance(x, eqx.nn.Linear)
+        sizes = [
+            job[0].layers[i].weight.size + len(job[0].layers[i].bias) for i in (0, 1)
+        ]
+        for method in CHOICES:
+            diagonal, _ = matrix(job, filter_ggn_diagonal, method=method, **settings)
+            close(diagonal, jnp.diagonal(whole))
+            blocks = matrix(
+                job, filter_ggn_blocks, is_block=is_block, method=method, **settings
+            )
+            start = 0
+            for (block, _), size in zip(blocks.layers, sizes, strict=True):
+                own = slice(start, start + size)
+                close(block, whole[own, own])
+                start += size
+
+    def test_microbatches_make_no_difference(self, job, settings):
+        expected, _ = matrix(job, filter_ggn_diagonal, **settings)
+        for size in (1, 3, NUM, MemoryBudget(2**24)):
+            got, _ = matrix(job, filter_ggn_diagonal, microbatch_size=size, **settings)
+            close(got, expected)
+
+    def test_weights(self, job, settings):
+        weights = jnp.array([1.0, 0, 2, -1, 0.5, 3, 1])
+        whole = lambda **more: matrix(job, accumulator=Sum(weights), **settings, **more)
+        close(whole(method="sites")[0], whole(method="products")[0])
+        one_by_one = [
+            weights[i] * matrix(job, accumulator=Sum(jnp.eye(NUM)[i]), **settings)[0]
+            for i in range(NUM)
+        ]
+        close(whole()[0], sum(one_by_one))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_on_a_mesh(self, job, settings, kind):
+        model, x, labels = job
+        mesh = make_mesh(kind)
+        num = 8
+        x, labels = jnp.resize(x, (num, 3)), jnp.resize(labels, num)
+        expected = matrix((model, x, labels), filter_ggn_diagonal, **settings)[0]
+        spread = [put(a, mesh, "data") for a in (x, labels)]
+        got = matrix((model, *spread), filter_ggn_diagonal, **settings)[0]
+        close(jax.device_get(got), jax.device_get(expected))
+
+    def test_within_jit_and_vmap(self, job, settings):
+        model, x, labels = job
+        run = lambda x: matrix((model, x, labels), filter_ggn_diagonal, **settings)[0]
+        xs = jnp.stack([x, 2 * x])
+        got = jax.jit(jax.vmap(run))(xs)
+        close(got, jnp.stack([run(x) for x in xs]))
+
+
+def test_truth(job):
+    jacobians, gradients, hessians = per_example(job)
+    exact = jnp.einsum("nop,nol,nlq->pq", jacobians, hessians, jacobians) / NUM
+    close(matrix(job)[0], exact)
+    pulled = jnp.einsum("nop,no->np", jacobians, gradients)
+    close(matrix(job, fisher="empirical")[0], pulled.T @ pulled / NUM)
+    diagonal, _ = matrix(job, filter_ggn_diagonal, fisher="empirical")
+    close(diagonal, jnp.mean(pulled**2, 0))
+
+
+@pytest.mark.parametrize("settings", DRAWN, ids=NAMES[2:])
+def test_estimates_are_unbiased(job, settings):
+    exact = matrix(job)[0]
+    num = 400
+
+    def estimate(key):
+        return matrix(job, **{**settings, "key": key, "num_samples": 4})[0]
+
+    found = np.asarray(
+        jax.jit(lambda keys: jax.lax.map(estimate, keys))(jr.split(jr.key(5), num))
+    )
+    errors = found.std(0, ddof=1) / num**0.5
+    scores = (found.mean(0) - np.asarray(exact))[errors > 1e-12] / errors[
+        errors > 1e-12
+    ]
+    # These are nearly normal: far from it with a factor that is wrong.
+    assert 0.5 < np.mean(scores**2) < 1.6
+    assert np.max(np.abs(scores)) < 6
+    # Where nothing varies, it is exact.
+    np.testing.assert_allclose(
+        found.mean(0)[errors <= 1e-12], exact[errors <= 1e-12], atol=1e-10
+    )
+
+
+def test_keys_are_of_examples(job):
+    settings = DRAWN[1]
+    same = matrix(job, filter_ggn_diagonal, **settings)[0]
+    np.testing.assert_array_equal(same, matrix(job, filter_ggn_diagonal, **settings)[0])
+    other = matrix(job, filter_ggn_diagonal, **{**settings, "key": jr.key(4)})[0]
+    assert not np.allclose(same, other)
+    raw = jr.key_data(settings["key"])
+    np.testing.assert_array_equal(
+        same, matrix(job, filter_ggn_diagonal, **{**settings, "key": raw})[0]
+    )
+
+
+def test_one_example(job):
+    model, x, labels = job
+    for settings in ALL:
+        ggn = filter_ggn(apply, cross_entropy, flat=True, **settings)
+        got = ggn(model, x[0], labels[0])[0]
+        other = filter_ggn(
+            apply, cross_entropy, flat=True, method="products", **settings
+        )
+        close(got, other(model, x[0], labels[0])[0])
+
+
+def test_several_outputs():
+    w, x = jr.normal(jr.key(0), (2, 3)), jr.normal(jr.key(1), (4, 3))
+    model = lambda w, x: {"a": jnp.tanh(w @ x), "b": (w[0] @ x) ** 2}
+    loss = lambda out, x: jnp.sum(out["a"] ** 2) * 2 + out["b"] ** 2 + out["b"]
+    exact = filter_ggn(model, loss, in_axes=0)(w, x).reshape(6, 6)
+    estimate = lambda key: filter_ggn(
+        model, loss, in_axes=0, fisher="mc", key=key, num_samples=64
+    )(w, x).reshape(6, 6)
+    found = jax.lax.map(estimate, jr.split(jr.key(2), 64))
+    scale = float(jnp.max(jnp.abs(exact)))
+    np.testing.assert_allclose(jnp.mean(found, 0), exact, rtol=0, atol=0.05 * scale)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("settings", "error", "message"),
+        (
+            ({"fisher": "exact"}, TypeError, "`fisher` must be 'type-2'"),
+            ({"fisher": "mc"}, ValueError, "give it a `key`"),
+            ({"fisher": "mc", "key": 0}, TypeError, "`key` must be Key"),
+            (
+                {"fisher": "mc", "key": jr.split(jr.key(0))},
+                ValueError,
+                "`key` must be Key",
+            ),
+            ({"key": jr.key(0)}, ValueError, "`key` is for `fisher='mc'`"),
+            ({"num_samples": 2}, ValueError, "`num_samples` is for `fisher='mc'`"),
+            ({"sampler": jr.categorical}, ValueError, "`sampler` is for"),
+            ({**DRAWN[0], "num_samples": 0}, ValueError, "at least 1; got 0"),
+            ({**DRAWN[0], "num_samples": 1.5}, TypeError, "must be int; got 1.5"),
+            (
+                {**DRAWN[0], "sampler": "normal"},
+                TypeError,
+                "`sampler` must be Callable",
+            ),
+        ),
+    )
+    def test_settings(self, settings, error, message):
+        with pytest.raises(error, match=message):
+            filter_ggn_diagonal(apply, cross_entropy, in_axes=0, **settings)
+
+    def test_labels_of_another_shape(self, job):
+        sampler = lambda key, out: out
+        settings = {"fisher": "mc", "key": jr.key(0), "sampler": sampler}
+        with pytest.raises(ValueError, match="shapes of the last argument"):
+            matrix(job, filter_ggn_diagonal, **settings)
+
+    def test_no_label(self, job):
+        model, x, _ = job
+        ggn = filter_ggn(lambda m: m(x[0]), lambda out: jnp.sum(out**2), **DRAWN[1])
+        with pytest.raises(ValueError, match="without arguments after the first"):
+            ggn(model)
+
+    def test_a_loss_that_is_not_convex(self, job):
+        model, x, labels = job
+        ggn = filter_ggn_diagonal(
+            apply, lambda out, x, label: -jnp.sum(out**2), in_axes=0, **DRAWN[0]
+        )
+        with pytest.raises(eqx.EquinoxRuntimeError, match="the loss is not convex"):
+            jax.block_until_ready(ggn(model, x, labels))
