@@ -213,6 +213,8 @@ FEATURES = {
     "filter_hessian_diagonal": in_batch(eb.filter_hessian_diagonal, loss),
     "filter_hessian_blocks": in_batch(eb.filter_hessian_blocks, loss),
     "filter_ggn": in_batch(eb.filter_ggn, apply, of_outputs),
+    "filter_ggn_blocks": in_batch(eb.filter_ggn_blocks, apply, of_outputs),
+    "filter_ggn_diagonal": in_batch(eb.filter_ggn_diagonal, apply, of_outputs),
     "filter_hvp": lambda model, x: in_batch(eb.filter_hvp, loss)(
         model, parameters(scaled(model)), x
     ),

@@ -92,7 +92,7 @@ class TestEveryKind:
 
     def test_microbatches_make_no_difference(self, job, settings):
         expected, _ = matrix(job, filter_ggn_diagonal, **settings)
-        for size in (1, 3, NUM, MemoryBudget(2**24)):
+        for size in (1, 3, MemoryBudget(2**24)):
             got, _ = matrix(job, filter_ggn_diagonal, microbatch_size=size, **settings)
             close(got, expected)
 

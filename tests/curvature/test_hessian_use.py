@@ -218,7 +218,7 @@ class TestModes:
         is_ggn = "gauss_newton" in place
         loss = lambda model, x, y: error_of(model(x), x, y)
         error_of = lambda out, x, y: (out - y) ** 2
-        of_products = "methods" in place or "by_products" in place
+        of_products = "curvature_of" in place or "by_products" in place
         settings = {"in_axes": 0, "method": "products" if of_products else "auto"}
         if is_ggn:
             run = filter_ggn(lambda model, x, y: model(x), error_of, **settings)
