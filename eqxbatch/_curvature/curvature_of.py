@@ -305,10 +305,17 @@ class GaussNewtonCurvature(AbstractCurvature):
         (_, *rest), kwargs = self._model.batch.arguments(rows)
         out = as_complex(self.program.output(outs))
         if key is not None:
-            rest = [*rest[:-1], self._drawn(key, out, rest)]
+            rest = [*rest[:-1], self._drawn(key, out, rest, kwargs)]
         return check_value(self._loss(out, *rest, **kwargs), what="loss")
 
-    def _drawn(self, key: Array, out: PyTree, rest: list) -> PyTree:
+    def _drawn(self, key: Array, out: PyTree, rest: list, kwargs: dict) -> PyTree:
+        """A label in the place of the last argument."""
+        if kwargs:
+            raise ValueError(
+                "`sampler` draws what takes the place of the last argument by "
+                f"position, the label; got the keyword arguments {(*kwargs,)}, one of "
+                "which may be it. Give all arguments by position."
+            )
         if not rest:
             raise ValueError(
                 "`sampler` draws what takes the place of the last argument by "

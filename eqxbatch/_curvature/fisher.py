@@ -6,16 +6,18 @@ the loss in the outputs. `C` is the covariance of many random vectors `s`. So
 vector, where the matrix itself takes one for each output.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+import functools
+from collections.abc import Callable
+from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real, UInt32
+from jaxtyping import Array, Inexact, Key, PRNGKeyArray, Real, UInt32
 
+from .._base.dtypes import widened
 from .pytree import Unravel
 
 
@@ -76,14 +78,13 @@ class Fisher(eqx.Module):
             return None
         return jr.key_data(jr.split(self.key, num))
 
-    def keys(self, row: UInt32[Array, " words"] | None) -> list[PRNGKeyArray | None]:
+    def _keys(self, row: UInt32[Array, " words"] | None) -> Key[Array, " samples"]:
         """The keys of all samples of an example, of which there is a `row`."""
+        assert self.key is not None
         key = self.key
-        if key is None:
-            return [None]
         if row is not None:
             key = jr.wrap_key_data(row, impl=jr.key_impl(key))
-        return [*jr.split(key, self.num_samples)]
+        return jr.split(key, self.num_samples)
 
     def seeds(
         self,
@@ -94,31 +95,30 @@ class Fisher(eqx.Module):
     ) -> list[Inexact[Array, "samples *out"]]:
         """For each output of an example, vectors of which the matrix is made.
 
-        `value(outs)` is the loss, `value(outs, label)` that of another label, and
-        `curvature(outs)` its Hessian.
+        `value(outs)` is the loss, `value(outs, key)` that of a label drawn with a key,
+        and `curvature(outs)` the Hessian of the loss.
         """
         outs = lax.stop_gradient(outs)
         if self.fisher == "empirical":
-            found = [jax.grad(value)(outs)]
+            found = [x[None] for x in jax.grad(value)(outs)]
         elif self.sampler is None:
-            found = _probes(curvature(outs), outs, self.keys(row))
+            found = _probes(curvature(outs), outs, self._keys(row))
         else:
-            found = [jax.grad(value)(outs, key) for key in self.keys(row)]
+            gradient = functools.partial(jax.grad(value), outs)
+            found = jax.vmap(gradient)(self._keys(row))
         scale = self.num_samples**-0.5
-        return [
-            lax.stop_gradient(jnp.stack(parts) * scale)
-            for parts in zip(*found, strict=True)
-        ]
+        return [lax.stop_gradient(x * scale) for x in found]
 
 
 def _probes(
-    matrix: Real[Array, "outputs outputs"], outs: Sequence[Array], keys: Sequence[Any]
-) -> list[list[Array]]:
+    matrix: Real[Array, "outputs outputs"], outs: list, keys: Key[Array, " samples"]
+) -> list[Inexact[Array, "samples *out"]]:
     """The square root of a matrix times random signs, as outputs."""
-    unravel = Unravel(list(outs))
+    eps = jnp.finfo(matrix.dtype).eps
+    matrix = widened(matrix)
     values, vectors = jnp.linalg.eigh(matrix)
     largest = jnp.max(jnp.abs(values), initial=0)
-    zero = largest * matrix.shape[0] * jnp.finfo(matrix.dtype).eps
+    zero = largest * matrix.shape[0] * float(eps)
     values = eqx.error_if(
         values,
         jnp.any(values < -_ROUNDING * zero),
@@ -129,8 +129,8 @@ def _probes(
     # The root of what is zero but for rounding would be as large as that of eps. Of all
     # roots, the symmetric one does not depend on the choice of eigenvectors.
     roots = jnp.where(values > zero, jnp.sqrt(jnp.maximum(values, 0)), 0)
-    draws = [jr.rademacher(key, values.shape, matrix.dtype) for key in keys]
-    return [unravel(vectors @ (roots * (vectors.T @ signs))) for signs in draws]
+    signs = jax.vmap(lambda key: jr.rademacher(key, values.shape, matrix.dtype))(keys)
+    return Unravel(outs)(((signs @ vectors) * roots[None]) @ vectors.T)
 
 
 TYPE_2 = Fisher("type-2", None, 1, None)

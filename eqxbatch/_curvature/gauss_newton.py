@@ -78,22 +78,15 @@ class SiteGaussNewton:
     ) -> list[Inexact[Array, "pairs ..."]]:
         """The blocks of each group, of the (weighted) sum over the examples."""
 
-        def one(rows: list, weight: Array | None) -> tuple[list, list, list]:
-            curve, operands, cotangents = self._at(leaves, rows)
+        def one(rows: list, weight: Array | None) -> tuple[Array | None, list, list]:
+            scale, operands, cotangents = self._at(leaves, rows)
             if weight is not None:
-                dtype = common_dtype(*(x.dtype for x in self._outputs))
-                weight = weight.astype(dtype)
-            if curve is None or weight is None:
-                scales = [x for x in (curve, weight) if x is not None]
-            else:
-                scales = [curve * weight]
-            return scales, operands, cotangents
+                weight = weight.astype(self._dtype)
+                scale = weight if scale is None else scale * weight
+            return scale, operands, cotangents
 
-        scales, operands, cotangents = of_examples(one, rows, axes, weights)
-        scale = scales[0] if scales else None
-        factors = _Factors(
-            scale, operands, cotangents, are_stacked=self.blocks.are_stacked
-        )
+        found = of_examples(one, rows, axes, weights)
+        factors = _Factors(*found, are_stacked=self.blocks.are_stacked)
         return self.blocks.sums(factors.terms, self.program.values(leaves))
 
     @property

@@ -71,10 +71,10 @@ def filter_ggn(
         microbatch size.
     - `num_samples`: how many of them each example has for `fisher="mc"`, at least 1.
     - `sampler`: draws a label as `sampler(key, out)`, where `out` is what `fun` returns
-        for an example. The label takes the place of the last argument by position. It
-        must be drawn from the model's own likelihood, of which `loss` is the negative
-        logarithm, for the estimate to be unbiased. Without one, `loss` must be convex
-        in `out`.
+        for an example. The label takes the place of the last argument, and all
+        arguments are given by position. It must be drawn from the model's own
+        likelihood, of which `loss` is the negative logarithm, for the estimate to be
+        unbiased. Without one, `loss` must be convex in `out`.
     - `method`: `"products"` multiplies the matrix with one-hot vectors; `"sites"` pulls
         each output of an example back to the outputs of layers, and contracts that with
         their inputs; `"auto"` takes, for each parameter, what costs less.

@@ -195,6 +195,24 @@ def test_several_outputs():
     np.testing.assert_allclose(jnp.mean(found, 0), exact, rtol=0, atol=0.05 * scale)
 
 
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
+def test_half_precision(job, dtype):
+    model, x, labels = job
+    cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
+    half = jax.tree.map(cast, (model, x))
+    for settings in ALL[1:]:
+        got, _ = matrix((*half, labels), filter_ggn_diagonal, **settings)
+        assert got.dtype == dtype
+        if "sampler" in settings:  # Other labels may be drawn.
+            assert jnp.all(jnp.isfinite(got))
+            continue
+        expected, _ = matrix(job, filter_ggn_diagonal, **settings)
+        scale = float(jnp.max(expected))
+        np.testing.assert_allclose(
+            got.astype(float), expected, rtol=0, atol=0.1 * scale
+        )
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("settings", "error", "message"),
@@ -234,6 +252,12 @@ class TestBadInput:
         ggn = filter_ggn(lambda m: m(x[0]), lambda out: jnp.sum(out**2), **DRAWN[1])
         with pytest.raises(ValueError, match="without arguments after the first"):
             ggn(model)
+
+    def test_a_label_by_keyword(self, job):
+        model, x, labels = job
+        ggn = filter_ggn_diagonal(apply, cross_entropy, in_axes=0, **DRAWN[1])
+        with pytest.raises(ValueError, match=r"keyword arguments \('label',\)"):
+            ggn(model, x, label=labels)
 
     def test_a_loss_that_is_not_convex(self, job):
         model, x, labels = job
