@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from eqxbatch import explain_sites
+from eqxbatch import explain_sites, SitesReport
 from .helpers import normal
 
 
@@ -220,7 +220,7 @@ def table() -> str:
 
 def table_of(title: str, cases: dict[str, Callable[[], Case]]) -> str:
     """For each case, the sites of its parameters, and those that fall back."""
-    lines = [f"| {title} | sites | without a rule |", "|---|---|---|"]
+    lines = [f"| {title} | sites | without a rule | K-FAC |", "|---|---|---|---|"]
     for name, make in cases.items():
         model, fun, example = make()
         report = explain_sites(fun, model, example(KEY))
@@ -234,8 +234,22 @@ def table_of(title: str, cases: dict[str, Callable[[], Case]]) -> str:
         failed = [
             f"`{leaf.path}`: {leaf.reason}" for leaf in report.leaves if leaf.reason
         ]
-        lines.append(f"| {name} | {names or '-'} | {'; '.join(failed) or '-'} |")
+        columns = (name, names, "; ".join(failed), kfac_of(report))
+        lines.append(f"| {' | '.join(text or '-' for text in columns)} |")
     return "\n".join(lines) + "\n"
+
+
+def kfac_of(report: SitesReport) -> str:
+    """Which parameters have Kronecker factors, and what others have, and why."""
+    kinds: dict[str, list[str]] = {}
+    for leaf in report.leaves:
+        kind = leaf.kfac
+        if kind not in ("block", "diagonal", "refused"):
+            kind = "factors"
+        elif not leaf.reason:
+            kind = f"{kind}, as {leaf.kfac_reason}"
+        kinds.setdefault(kind, []).append(f"`{leaf.path or 'itself'}`")
+    return "; ".join(f"{', '.join(paths)}: {kind}" for kind, paths in kinds.items())
 
 
 if __name__ == "__main__":

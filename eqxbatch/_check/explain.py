@@ -1,5 +1,6 @@
 """`explain_sites`: what the sites of a function are, and whether they are right."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,11 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from .._base.mistakes import no_arrays_remedy
 from .._base.shapes import checked
 from .._base.trees import shown
 from .._batch.cut import Batch, split_batch
+from .._batch.example_or_batch import told_apart
 from .._batch.objective import Selection, split_examples
 from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
 from .first_order import first_order
@@ -69,7 +72,8 @@ def explain_sites(
 
     An [`eqxbatch.SitesReport`][]. Its text is a table with the sites of each parameter,
     the contraction that is cheapest by an estimate of operations and memory traffic,
-    and why there is no rule for a parameter where there is none. With `check`, a table
+    its block in [`eqxbatch.filter_kfac`][] of a model, and why there is no rule for a
+    parameter where there is none. With `check`, a table
     of the largest errors follows, which is the `check` of the report.
 
     A check is done in float64: the arrays of the model and the arguments are cast to
@@ -101,12 +105,12 @@ def explain_sites(
         >>> def loss(model, x):
         ...     return jnp.sum(model(x) ** 2)
         >>> print(eqxbatch.explain_sites(loss, model, jnp.ones(256)))
-        leaf          shape    sites        contraction  kFLOP     kB
-        -------------------------------------------------------------
-        .weight       128x256  dot_general  factors       65.9    3.1
-        -------------------------------------------------------------
-        by sites                                          65.9    3.1
-        materialised                                     196.6  394.8
+        leaf          shape    sites        contraction  K-FAC        kFLOP     kB
+        --------------------------------------------------------------------------
+        .weight       128x256  dot_general  factors      128 (x) 256   65.9    3.1
+        --------------------------------------------------------------------------
+        by sites                                                       65.9    3.1
+        materialised                                                  196.6  394.8
         method="auto" is "sites"
 
         ```
@@ -127,7 +131,7 @@ def explain_sites(
     if not jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array)):
         raise ValueError(
             "`model` has no arrays of an inexact dtype, so it has no parameters; got "
-            f"{shown(model)}."
+            f"{shown(model)}.{no_arrays_remedy(model)}"
         )
     diff, nondiff = Selection(model, where, filter_spec).partition(model)
     leaves, treedef = jtu.tree_flatten(diff)
@@ -141,7 +145,8 @@ def explain_sites(
         model = eqx.combine(jtu.tree_unflatten(treedef, leaves), nondiff)
         return fun(model, *args, **kwargs)
 
-    closed, _, _ = eqx.filter_make_jaxpr(flat)(leaves, dynamic)
+    with _told_apart(fun, model, in_axes, args, kwargs):
+        closed, _, _ = eqx.filter_make_jaxpr(flat)(leaves, dynamic)
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
     report = report_of(closed, paths)
     if not check:
@@ -149,6 +154,21 @@ def explain_sites(
     batch = _batch(fun, model, in_axes, args, kwargs)
     found = _checked(Call(fun, diff, nondiff, batch), paths)
     return dataclasses.replace(report, check=found)
+
+
+def _told_apart(
+    fun: Callable, model: PyTree, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
+) -> contextlib.AbstractContextManager:
+    """What says so if the function is that of a whole batch."""
+    if in_axes is None:
+        return contextlib.nullcontext()
+    split = lambda args, kwargs: split_examples(fun, in_axes, (model, *args), kwargs)
+    batch = eqx.filter_eval_shape(split, *_as_arrays((args, kwargs)))
+    whole = lambda _: eqx.filter_eval_shape(fun, model, *args, **kwargs)
+    return told_apart(whole, batch, "example", _IF_WHOLE)
+
+
+_IF_WHOLE = "Give the function of one example, whose sites are asked for."
 
 
 def _has_shape(x: Any) -> bool:

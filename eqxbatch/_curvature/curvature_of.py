@@ -17,6 +17,7 @@ from .._base.jaxprs import at_example, PerExample
 from .._base.mesh import vary_as
 from .._base.modes import without_forward_mode
 from .._base.trees import described
+from .._batch.example_or_batch import told_apart
 from .._batch.objective import check_value, Example, Examples, Loss
 from .._batch.slots import is_struct
 from .._sites.trace import Program
@@ -91,13 +92,19 @@ class AbstractCurvature(abc.ABC):
         """Products with the matrix of one example."""
 
 
+IF_WHOLE = (
+    "Give the function of one example; or leave out `in_axes`, if it is one function "
+    "of all its arguments."
+)
+
+
 class LossCurvature(AbstractCurvature):
     """The Hessian of a loss."""
 
     num_outputs = 1
 
     def __init__(self, loss: Loss, mode: Mode, checkpoint: bool):
-        self.example = Example(loss)
+        self.example = Example(loss, IF_WHOLE)
         self.program = self.example.program
         self._mode: Mode = mode
         self._checkpoint = checkpoint
@@ -198,7 +205,8 @@ class GaussNewtonCurvature(AbstractCurvature):
         # The curvature of a loss in complex numbers is that in their two parts.
         run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
         batch = model.batch
-        self.program = PerExample(run, model.diff, batch.arrays, batch.axes)
+        with told_apart(functools.partial(run, model.diff), batch, "example", IF_WHOLE):
+            self.program = PerExample(run, model.diff, batch.arrays, batch.axes)
         self._structs = check_outputs(self.program.out)
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
@@ -221,21 +229,25 @@ class GaussNewtonCurvature(AbstractCurvature):
         return False
 
     def of_sites(self, program: Program, wanted: Wanted) -> SiteGaussNewton:
-        is_exact = self._fisher.fisher == "type-2"
-        num_vectors = self._fisher.num_samples
-        if is_exact:
-            num_vectors = sum(x.size for x in self._structs)
         return SiteGaussNewton(
             program,
             self.leaves,
             wanted,
-            self._of_outputs,
-            num_outputs=len(self._structs),
-            num_vectors=num_vectors,
-            has_curve=is_exact,
+            self.of_outputs,
+            num_outputs=self.num_outputs,
+            num_vectors=self.num_vectors,
+            has_curve=self._fisher.fisher == "type-2",
         )
 
-    def _of_outputs(self, outs: list, rows: list) -> tuple[list, Array | None]:
+    @property
+    def num_vectors(self) -> int:
+        """How many vectors there are for each example."""
+        if self._fisher.fisher == "type-2":
+            return sum(x.size for x in self._structs)
+        return self._fisher.num_samples
+
+    def of_outputs(self, outs: list, rows: list) -> tuple[list, Array | None]:
+        """Vectors that are to be pulled back, and the curvature between them."""
         if self._fisher.fisher != "type-2":
             return self._seeds(outs, rows), None
         unravel = Unravel(outs)
@@ -382,7 +394,7 @@ def check_loss(loss: Any) -> None:
     if not callable(loss):
         raise TypeError(
             "`loss` must be a function of what `fun` returns and of the same other "
-            f"arguments; got {described(loss)}."
+            f"arguments; got {described(loss)}. Give settings by keyword."
         )
 
 

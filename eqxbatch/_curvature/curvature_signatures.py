@@ -37,9 +37,12 @@ from .methods import CurvatureMethod
 from .pytree import Unravel
 
 
-class _Parameters(TypedDict, total=False):
+class Selected(TypedDict, total=False):
     where: Callable[[Any], Any] | None
     filter_spec: Any
+
+
+class _Parameters(Selected, total=False):
     checkpoint: bool
 
 
@@ -48,7 +51,7 @@ class _Columns(_Parameters, total=False):
     num_blocks: int | None
 
 
-class _Examples(TypedDict, total=False):
+class OverExamples(TypedDict, total=False):
     in_axes: Any
     microbatch_size: int | MemoryBudget | None
     accumulator: Sum | Mean
@@ -83,7 +86,7 @@ class _JacobianFlatAux(_JacobianSettings, IsFlat, HasAux):
     pass
 
 
-class MatrixSettings(_Columns, _Examples, total=False):
+class MatrixSettings(_Columns, OverExamples, total=False):
     method: CurvatureMethod
 
 
@@ -121,11 +124,11 @@ class _BlocksAux(_BlocksSettings, HasAux):
     pass
 
 
-class _GGNProduct(_Parameters, _Examples):
+class _GGNProduct(_Parameters, OverExamples):
     pass
 
 
-class _ProductSettings(_Parameters, _Examples, total=False):
+class _ProductSettings(_Parameters, OverExamples, total=False):
     mode: Mode
 
 

@@ -14,6 +14,7 @@ import jax
 from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import common_dtype, widened
+from .._base.mesh import vary, varying
 from .._sites.cost import num_products
 from .._sites.einsum import EXAMPLE, Term
 from .._sites.site import Label
@@ -134,10 +135,24 @@ class SiteGaussNewton:
 
     def _at(self, leaves: list, rows: list) -> tuple[Array | None, list, list]:
         """The curvature of the loss, the operands, and a cotangent for each vector."""
-        num = self._num_outputs
-        outs, operands, pullback = self.program.linearize(leaves, rows, num)
-        seeds, curve = self._of_outputs(outs[:num], rows)
-        return curve, operands, jax.vmap(pullback)(seeds)
+        return linearized(
+            self.program, leaves, rows, self._of_outputs, self._num_outputs
+        )
+
+
+def linearized(
+    program: Program, leaves: list, rows: list, of_outputs: OfOutputs, num_outputs: int
+) -> tuple[Curve, list, list]:
+    """For one example: the curvature along vectors, operands, and their cotangents."""
+    outs, operands, pullback = program.linearize(leaves, rows, num_outputs)
+    outs = outs[:num_outputs]
+    seeds, curve = of_outputs(outs, rows)
+    # They may be the same for all examples, on all devices.
+    seeds = [
+        vary(seed, varying(jax.typeof(out)))
+        for seed, out in zip(seeds, outs, strict=True)
+    ]
+    return curve, operands, jax.vmap(pullback)(seeds)
 
 
 class _Factors:

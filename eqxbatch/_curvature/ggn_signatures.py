@@ -7,8 +7,17 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, UInt32
 
 from .._batch.signatures import Model, OfModel, Out, P
-from .curvature_signatures import IsFlat, LossOfOutputs, MatrixSettings, NotFlat
+from .curvature_signatures import (
+    IsFlat,
+    LossOfOutputs,
+    MatrixSettings,
+    NotFlat,
+    OverExamples,
+    Selected,
+)
 from .fisher import Kind
+from .kronecker_factors import KroneckerFactors
+from .kronecker_sums import WeightSharing
 from .pytree import Unravel
 
 
@@ -140,3 +149,41 @@ class GGNBlocksSignature(Protocol):
         loss: Callable[..., ArrayLike],
         **settings: Unpack[_GGNBlocks],
     ) -> _Maker: ...
+
+
+class _KFAC(OverExamples, Selected, total=False):
+    fisher: Kind
+    key: PRNGKeyArray | UInt32[Array, "2"] | None
+    num_samples: int
+    sampler: Callable[..., Any] | None
+    weight_sharing: WeightSharing
+    corrected: bool
+    is_block: Callable[[Any], bool] | None
+
+
+@runtime_checkable
+class _FactorsMaker(Protocol):
+    def __call__(
+        self, fun: OfModel[Model, P, Any], /
+    ) -> OfModel[Model, P, KroneckerFactors]: ...
+
+
+@runtime_checkable
+class KFACSignature(Protocol):
+    """That of `filter_kfac`."""
+
+    @overload
+    def __call__(
+        self,
+        fun: OfModel[Model, P, Out],
+        loss: LossOfOutputs[Out],
+        **settings: Unpack[_KFAC],
+    ) -> OfModel[Model, P, KroneckerFactors]: ...
+    @overload
+    def __call__(
+        self,
+        fun: None = None,
+        *,
+        loss: Callable[..., ArrayLike],
+        **settings: Unpack[_KFAC],
+    ) -> _FactorsMaker: ...

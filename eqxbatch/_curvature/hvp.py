@@ -28,6 +28,7 @@ from .._batch.transform import (
     also_decorator,
     Blocking,
     transformed,
+    with_second,
 )
 from .by_products import Mode
 from .curvature_of import check_loss, make_curvature
@@ -73,20 +74,7 @@ class _Product(AbstractOverExamples, AbstractOtherArguments):
         return (like, PartitionSpec()) if self.objective.has_aux else like
 
     def signature(self, own: inspect.Signature) -> inspect.Signature:
-        # `equinox.filter_jit` calls by signature, and looks for the vector in it.
-        parameters = [*own.parameters.values()]
-        kinds = (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        )
-        if not parameters or parameters[0].kind not in kinds:
-            return own
-        first, *rest = parameters
-        name = "vector"
-        while name in own.parameters:
-            name += "_"
-        vector = first.replace(name=name, annotation=first.empty)
-        return own.replace(parameters=[first, vector, *rest])
+        return with_second(own, "vector")
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if len(args) < 2:
@@ -99,7 +87,7 @@ class _Product(AbstractOverExamples, AbstractOtherArguments):
         diff, nondiff = self.objective.real_parameters(*one[1:])
         call = PRODUCT.begin()
         call.check("x", diff)
-        tangents = _checked(_as_arrays(vector, diff), diff)
+        tangents = like_parameters("The vector", vector, diff)
         examples = split_call(self, (fun, args, kwargs), one)
         loss = self.objective.loss(fun, examples.batch, diff, nondiff)
         curvature = make_curvature(loss, self.loss, self.mode, self.checkpoint)
@@ -123,26 +111,25 @@ class _Product(AbstractOverExamples, AbstractOtherArguments):
         return (result, aux) if self.objective.has_aux else result
 
 
-def _as_arrays(vector: PyTree, diff: PyTree) -> PyTree:
-    """The vector with arrays for numbers that stand for scalar arrays."""
+def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
+    """The arrays of a vector, which must be like what is differentiated.
+
+    Numbers can stand for scalar arrays.
+    """
 
     def as_array(x: Any, like: Any) -> Any:
         is_number = isinstance(x, (float, complex)) and getattr(like, "shape", 1) == ()
         return jnp.asarray(x, like.dtype) if is_number else x
 
-    is_alike = jtu.tree_structure(vector) == jtu.tree_structure(diff)
-    return jtu.tree_map(as_array, vector, diff) if is_alike else vector
-
-
-def _checked(vector: PyTree, diff: PyTree) -> list[Array]:
-    """The arrays of a vector, which must be like what is differentiated."""
+    if jtu.tree_structure(vector) == jtu.tree_structure(diff):
+        vector = jtu.tree_map(as_array, vector, diff)
     types = [
         (jtu.tree_structure(tree), [(x.shape, x.dtype) for x in jtu.tree_leaves(tree)])
         for tree in (eqx.filter(vector, eqx.is_inexact_array), diff)
     ]
     if types[0] != types[1]:
         raise ValueError(
-            "The vector must have the structure, shapes and dtypes of what is "
+            f"{what} must have the structure, shapes and dtypes of what is "
             f"differentiated, {shown(diff)}; got {shown(vector)}."
         )
     return jtu.tree_leaves(eqx.filter(vector, eqx.is_inexact_array))

@@ -9,8 +9,7 @@ from .._base.cpu import separate
 from .._base.jaxprs import first_use
 from .._base.mesh import full_varying_as
 from .._base.trees import log
-from .._batch.moments import Sum
-from .._batch.rows import accumulated, Rows
+from .._batch.rows import accumulated_sums
 from .._sites.trace import Program
 from .by_products import (
     ProductBlocks,
@@ -96,18 +95,12 @@ class CurvatureBlocks:
         leaves, axes = self.curvature.leaves, self.curvature.axes
         if not axes:
             return sites.sums(leaves, rows, axes, weights)
-        extra = [] if weights is None else [weights]
-        arrays, all_axes = [*rows, *extra], (*axes, *(0 for _ in extra))
         total = rows[0].shape[axes[0]]
         result = sum(_num_bytes(pair, leaves) for pair in self.wanted.pairs)
         most = max(result // 4, _LEAST_BYTES)
         size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
-
-        def run(arrays: list, _: int) -> list[Array]:
-            of_rows = None if weights is None else arrays[-1]
-            return sites.sums(leaves, arrays[: len(rows)], axes, of_rows)
-
-        return accumulated(run, Rows(arrays, all_axes, total), size, Sum())
+        sums = lambda rows, weights: sites.sums(leaves, rows, axes, weights)
+        return accumulated_sums(sums, rows, axes, weights, size)
 
     def _by_products(
         self,

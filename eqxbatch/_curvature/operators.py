@@ -20,12 +20,25 @@ from .hessian import filter_hessian, filter_hessian_diagonal
 from .hvp import filter_ggnvp, filter_hvp
 
 
-class _AbstractCurvatureOperator(lineax.AbstractLinearOperator):
-    """A symmetric matrix over the parameters in the first of some arguments."""
+class AbstractSymmetricOperator(lineax.AbstractLinearOperator):
+    """A symmetric matrix over PyTrees of parameters."""
+
+    tags: eqx.AbstractVar[frozenset]
+
+    @abc.abstractmethod
+    def diagonal(self) -> Inexact[Array, " n"]:
+        """The diagonal of the matrix."""
+
+    @abc.abstractmethod
+    def as_pytree(self) -> PyTree:
+        """The matrix as a PyTree of PyTrees."""
+
+
+class _AbstractCurvatureOperator(AbstractSymmetricOperator):
+    """The matrix of a function, at the parameters in the first of some arguments."""
 
     args: eqx.AbstractVar[tuple]
     kwargs: eqx.AbstractVar[dict[str, Any]]
-    tags: eqx.AbstractVar[frozenset]
     _parameters: eqx.AbstractVar[PyTree]
 
     @abc.abstractmethod
@@ -35,10 +48,6 @@ class _AbstractCurvatureOperator(lineax.AbstractLinearOperator):
     @abc.abstractmethod
     def _matrix(self, **settings: Any) -> Callable[..., Any]:
         """What returns the matrix."""
-
-    @abc.abstractmethod
-    def diagonal(self) -> Inexact[Array, " n"]:
-        """The diagonal of the matrix."""
 
     def mv(self, vector: PyTree) -> PyTree:
         first, *rest = self.args
@@ -61,7 +70,7 @@ class _AbstractCurvatureOperator(lineax.AbstractLinearOperator):
         return self._parameters
 
 
-_Operator = _AbstractCurvatureOperator
+_Operator = AbstractSymmetricOperator
 
 
 def _parameters(
@@ -167,9 +176,8 @@ class GGNOperator(_AbstractCurvatureOperator):
     As [`eqxbatch.HessianOperator`][], for what [`eqxbatch.filter_ggn`][] is of, whose
     `fun` and `loss` come first, before `*args` and `**kwargs`. It is tagged as positive
     semidefinite unless `is_convex=False` says that the loss is not convex in what `fun`
-    returns. Its `lineax.diagonal` forms the whole matrix. All else means what it means
-    there: `in_axes`, `microbatch_size`, `accumulator`, `where`, `filter_spec`,
-    `checkpoint`, `tags`.
+    returns. All else means what it means there: `in_axes`, `microbatch_size`,
+    `accumulator`, `where`, `filter_spec`, `checkpoint`, `tags`.
 
     !!! example
 

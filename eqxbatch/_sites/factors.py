@@ -306,23 +306,30 @@ def weighted_sum(
     sites: Sequence[Site],
     factors: Factors,
     leaf: _Leaf,
-    weights: Inexact[Array, " n"],
+    weights: Inexact[Array, "n *outputs"],
 ) -> Inexact[Array, "..."]:
     """The weighted sum of the examples' gradients with respect to a leaf.
 
     No gradient of one example is formed: it is the transpose of all examples' sites at
     once, as in an ordinary backward pass.
     """
+    num, lead = weights.shape[0], weights.ndim
     operands, cotangents = [], []
     for site in sites:
         a, d = factors.of(site)
+        if a is not None and not a.has_examples:
+            a = a.of(jnp.broadcast_to(a.array, (num, *a.array.shape)))
         operands.append(None if a is None else a.array)
         # What is scaled by may be out of the range of half precision.
         wide = widened(d.array)
-        weight = jnp.expand_dims(weights.astype(wide.dtype), range(1, wide.ndim))
-        cotangents.append((wide * weight).astype(d.array.dtype))
-    num, values = weights.shape[0], factors.values
-    return _transposed(sites, leaf, operands, cotangents, values, num=num)
+        wide = wide if d.has_examples else wide[None]
+        weight = weights.astype(wide.dtype)
+        weight = jnp.expand_dims(weight, range(lead, wide.ndim))
+        product = wide * weight
+        if lead > 1:
+            product = jnp.sum(product, axis=tuple(range(1, lead)))
+        cotangents.append(product.astype(d.array.dtype))
+    return _transposed(sites, leaf, operands, cotangents, factors.values, num=num)
 
 
 def _transposed(

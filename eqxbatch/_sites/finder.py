@@ -34,8 +34,17 @@ from .custom import (
     linearized,
     unique_inputs,
 )
-from .plan import Called, Equation, Linearized, Perturbed, Plan, Shared, Switched
-from .rules import find_rule, Rule, SUMS, unknown_parameters
+from .plan import (
+    Called,
+    Equation,
+    Linearized,
+    Moved,
+    Perturbed,
+    Plan,
+    Shared,
+    Switched,
+)
+from .rules import find_rule, SUMS, unknown_parameters
 from .shared import Graph, Loop, Node, Slope, Value
 from .site import Site, SiteLoop
 from .view import extend_sum, extend_view, leaf_view, View
@@ -106,9 +115,7 @@ class Finder:
             outs = self.step(plan, own, ins)
             pairs = zip(eqn.outvars, outs, strict=True)
             shared.update((var, x) for var, x in pairs if x is not None)
-            plan.perturbed_by = {
-                v: number for v, number in plan.perturbed_by.items() if uses[v] == 1
-            }
+            plan.follow(eqn, uses)
         plan.outs = [of(atom) for atom in jaxpr.outvars]
         return plan
 
@@ -347,12 +354,13 @@ class Finder:
                     )
                 )
 
-        perturbation = _perturbation_before(plan, eqn, rules)
-        if perturbation is not None:
+        before = plan.perturbed_before(eqn, rules)
+        if before is not None:
             # What is added to something has the cotangent of that.
             (position,) = rules
-            add(position, perturbation, None)
-            plan.perturbed_by[out] = perturbation
+            rules[position] = before.rule(rules[position])
+            add(position, before.perturbation, None)
+            plan.perturbed_by[out] = before
             return
         number = len(plan.perturbations)
         operands: list[Callable[[list], Array]] = []
@@ -364,7 +372,8 @@ class Finder:
                 operands.append(rule.operand)
                 plan.operands.append(jax.eval_shape(rule.operand, structs))
             add(position, number, operand)
-        plan.perturbed_by[out] = number
+        shape = out.aval.shape
+        plan.perturbed_by[out] = Moved(number, shape, tuple(range(len(shape))))
         plan.perturbations.append(_Struct(out.aval.shape, out.aval.dtype))
         plan.steps[own.index] = Perturbed(operands)
 
@@ -372,6 +381,7 @@ class Finder:
         inner = self.plan(closed.jaxpr, closed.consts, inputs, own.live)
         if inner.steps:
             plan.steps[own.index] = Called(closed.jaxpr, list(closed.consts), inner)
+            plan.follow_out(inner, closed.jaxpr.outvars, own.eqn.outvars)
             plan.include(inner)
         return inner.outs
 
@@ -424,6 +434,9 @@ class Finder:
                 if any(i >= start for x in site.view.steps for i in x.values):
                     reason = "a branch of a `cond` has a function of a parameter"
                     self.fail([site.view], own, reason)
+            inner.sites = [
+                dataclasses.replace(x, is_in_branch=True) for x in inner.sites
+            ]
             branches.append(Called(closed.jaxpr, list(closed.consts), inner))
         if any(branch.plan.steps for branch in branches):
             plan.steps[own.index] = Switched(branches)
@@ -481,15 +494,3 @@ class Finder:
 
 def _views(inputs: Sequence[Shared | None]) -> "itertools.chain[View]":
     return itertools.chain(*(x.views for x in inputs if x is not None))
-
-
-def _perturbation_before(plan: Plan, eqn: Any, rules: dict[int, Rule]) -> int | None:
-    """The perturbation of what a parameter is added to, if it has that shape."""
-    name = eqn.primitive.name
-    if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):
-        return None
-    (position,) = rules
-    other = eqn.invars[1 - position]
-    if isinstance(other, jex.Literal) or other.aval.shape != eqn.outvars[0].aval.shape:
-        return None
-    return plan.perturbed_by.get(other)

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
 from jaxtyping import Array
 
+from .rules import Axes, Rule, SUMS
 from .shared import Node
 from .site import Site
 from .view import View
@@ -42,6 +45,83 @@ class Shared:
     views: tuple[View, ...] = ()
     curved: frozenset[int] = frozenset()
     coupled: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """Something perturbed, after steps that only move its axes.
+
+    - `perturbation`: its number, and `shape` its shape.
+    - `axes`: for each axis of what it is now, which one it was; None for one of size 1
+        that was put in. Axes of size 1 may be gone.
+    """
+
+    perturbation: int
+    shape: tuple[int, ...]
+    axes: tuple[int | None, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing has moved."""
+        return self.axes == tuple(range(len(self.shape)))
+
+    @property
+    def _new(self) -> tuple[int, ...]:
+        return tuple(i for i, axis in enumerate(self.axes) if axis is None)
+
+    def after(self, eqn: Any) -> "Moved | None":
+        """The same after an equation; None if that does more than move axes."""
+        name, params = eqn.primitive.name, eqn.params
+        if len(eqn.invars) != 1:  # A shape may be an input.
+            return None
+        before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        if name == "transpose":
+            axes = tuple(self.axes[axis] for axis in params["permutation"])
+        elif name in ("reshape", "squeeze", "broadcast_in_dim"):
+            kept = [n for n in before if n != 1]
+            if kept != [n for n in after if n != 1]:
+                return None
+            if name == "reshape" and params["dimensions"] is not None:
+                return None
+            dims = params.get("broadcast_dimensions", ())
+            if any(before[i] != after[axis] for i, axis in enumerate(dims)):
+                return None
+            rest = iter(own for own, n in zip(self.axes, before, strict=True) if n != 1)
+            axes = tuple(next(rest) if n != 1 else None for n in after)
+        else:
+            return None
+        return dataclasses.replace(self, axes=axes)
+
+    def apply(self, x: Array) -> Array:
+        """Moves the axes of something of the shape of the perturbation."""
+        kept = [axis for axis in self.axes if axis is not None]
+        gone = [axis for axis in range(x.ndim) if axis not in kept]
+        x = jnp.squeeze(jnp.transpose(x, [*gone, *kept]), tuple(range(len(gone))))
+        return jnp.expand_dims(x, self._new)
+
+    def undo(self, x: Array) -> Array:
+        """Moves them back."""
+        kept = [axis for axis in self.axes if axis is not None]
+        x = jnp.squeeze(x, self._new)
+        x = jnp.transpose(x, sorted(range(len(kept)), key=lambda i: kept[i]))
+        gone = [axis for axis, _ in enumerate(self.shape) if axis not in kept]
+        return jnp.expand_dims(x, gone)
+
+    def rule(self, rule: Rule) -> Rule:
+        """A rule of what it is now, as one of what was perturbed."""
+        if self.is_whole:
+            return rule
+        named: list[Axes] = [() for _ in self.shape]
+        for axis, names in zip(self.axes, rule.y_axes, strict=True):
+            if axis is not None:
+                named[axis] = names
+        return dataclasses.replace(
+            rule,
+            op=lambda a, w: self.undo(rule.op(a, w)),
+            arrange=lambda d: rule.arrange(self.apply(d)),
+            outputs=tuple(named),
+            key=f"{rule.key} moved by {self.axes} of {self.shape}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +181,43 @@ class Plan:
         self.operands: list[_Struct] = []
         self.outs: list[Shared | None] = []
         # What has a perturbation, and is used only once.
-        self.perturbed_by: dict[Any, int] = {}
+        self.perturbed_by: dict[Any, Moved] = {}
+
+    def follow(self, eqn: Any, uses: collections.Counter) -> None:
+        """Follows what is perturbed through an equation that moves its axes.
+
+        What is used more than once has more than one cotangent.
+        """
+        for var in eqn.invars:
+            before = (
+                None if isinstance(var, jex.Literal) else self.perturbed_by.get(var)
+            )
+            moved = None if before is None else before.after(eqn)
+            if moved is not None:
+                self.perturbed_by[eqn.outvars[0]] = moved
+        self.perturbed_by = {v: x for v, x in self.perturbed_by.items() if uses[v] == 1}
+
+    def follow_out(self, inner: "Plan", inner_outs: list, outs: list) -> None:
+        """Follows what is perturbed out of a call that is about to be included."""
+        for var, out in zip(inner_outs, outs, strict=True):
+            is_literal = isinstance(var, jex.Literal)
+            before = None if is_literal else inner.perturbed_by.get(var)
+            if before is not None:
+                number = before.perturbation + len(self.perturbations)
+                self.perturbed_by[out] = dataclasses.replace(
+                    before, perturbation=number
+                )
+
+    def perturbed_before(self, eqn: Any, rules: dict[int, Rule]) -> Moved | None:
+        """What a parameter is added to, if it is perturbed and as large as the sum."""
+        name = eqn.primitive.name
+        if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):
+            return None
+        (position,) = rules
+        other, out = eqn.invars[1 - position], eqn.outvars[0]
+        if isinstance(other, jex.Literal) or other.aval.shape != out.aval.shape:
+            return None
+        return self.perturbed_by.get(other)
 
     def include(self, inner: "Plan", steps: tuple[int, ...] = ()) -> None:
         """Takes over what is in a call, or in the `steps` of a loop."""

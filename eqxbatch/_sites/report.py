@@ -13,6 +13,7 @@ from .cost import (
     total_cost,
     vmapped_cost,
 )
+from .kronecker import multiplied, parts_of
 from .site import Site
 from .trace import Program
 
@@ -40,6 +41,10 @@ class LeafReport:
         floating-point operations, and bytes read and written.
     - `reason`: why no rule covers it, in which line of which function, and what the
         function does with the leaf before that; None if a rule does.
+    - `kfac`: its block in [`eqxbatch.filter_kfac`][]: the sizes of the two Kronecker
+        factors, or with which weight it is one block, or `"block"`, `"diagonal"`, or
+        `"refused"`.
+    - `kfac_reason`: why it has no Kronecker factors; None if it has.
     """
 
     path: str
@@ -49,6 +54,8 @@ class LeafReport:
     flops: float
     bytes: float
     reason: str | None
+    kfac: str
+    kfac_reason: str | None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -162,7 +169,7 @@ class SitesReport:
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
-            ("leaf", "shape", "sites", "contraction", "kFLOP", "kB")
+            ("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")
         ]
         for leaf in self.leaves:
             counts = collections.Counter(leaf.sites)
@@ -176,6 +183,7 @@ class SitesReport:
                     shape,
                     ", ".join(sites) or "-",
                     leaf.contraction,
+                    leaf.kfac,
                     *_thousands(leaf.flops, leaf.bytes),
                 )
             )
@@ -183,10 +191,15 @@ class SitesReport:
             ("by sites", self.flops, self.bytes),
             ("materialised", self.materialised_flops, self.materialised_bytes),
         ]
-        rows += [(name, "", "", "", *_thousands(*cost)) for name, *cost in sums]
-        lines = _table(rows, num_sums=2, num_texts=4)
+        rows += [(name, "", "", "", "", *_thousands(*cost)) for name, *cost in sums]
+        lines = _table(rows, num_sums=2, num_texts=5)
         lines.append(f'method="auto" is "{self.method}"')
         lines += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
+        lines += [
+            f"{leaf.path}: no Kronecker factors, as {leaf.kfac_reason}"
+            for leaf in self.leaves
+            if leaf.kfac_reason and not leaf.reason
+        ]
         if self.check is not None:
             lines += ["", str(self.check)]
         return "\n".join(lines)
@@ -218,9 +231,10 @@ def report_of(closed: Any, paths: list[str]) -> SitesReport:
     contractions = choose(program)
     by_sites = total_cost(contraction.cost for contraction in contractions)
     materialised = vmapped_cost(program)
+    kfac = _kfac(program, paths)
     return SitesReport(
         leaves=tuple(
-            _report(program, contraction, path)
+            _report(program, contraction, path, *kfac[contraction.leaf])
             for contraction, path in zip(contractions, paths, strict=True)
         ),
         method="sites" if prefers_sites(program, contractions) else "materialise",
@@ -231,7 +245,27 @@ def report_of(closed: Any, paths: list[str]) -> SitesReport:
     )
 
 
-def _report(program: Program, contraction: Contraction, path: str) -> LeafReport:
+def _kfac(program: Program, paths: list[str]) -> dict[int, tuple[str, str | None]]:
+    """What `filter_kfac` makes of each leaf, and why if it has no factors."""
+    found: dict[int, tuple[str, str | None]] = {}
+    for part in parts_of(program, None):
+        first, *rest = part.leaves
+        found[first] = str(part), part.reason
+        found.update((leaf, (f"with {paths[first]}", None)) for leaf in rest)
+    for leaf, _ in enumerate(paths):
+        other = multiplied(program, leaf)
+        if other is not None:
+            found[leaf] = "refused", f"it is multiplied with {paths[other]}"
+    return found
+
+
+def _report(
+    program: Program,
+    contraction: Contraction,
+    path: str,
+    kfac: str,
+    kfac_reason: str | None,
+) -> LeafReport:
     leaf = contraction.leaf
     reason = program.fallbacks.get(leaf)
     sites = () if reason else tuple(map(_name, program.sites_of(leaf)))
@@ -243,6 +277,8 @@ def _report(program: Program, contraction: Contraction, path: str) -> LeafReport
         flops=contraction.cost.flops,
         bytes=contraction.cost.bytes,
         reason=reason,
+        kfac=kfac,
+        kfac_reason=kfac_reason,
     )
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Integer
 
+from .._base.cpu import patches
 from .._base.dtypes import is_complex
 from .._base.jaxprs import literal
 from .._base.mesh import full_varying_as
@@ -49,6 +50,7 @@ class Rule:
     - `scale`: what the contraction is multiplied with.
     - `splits`: whether `w_axes` splits an axis of `w` in two.
     - `is_of_inverse`: whether `w` is one over the input of the equation.
+    - `outputs`: the names that each axis of `y` has in `d_axes`, if it is not one each.
     - `key`: equal for two rules that are the same function.
     """
 
@@ -66,7 +68,15 @@ class Rule:
     scale: float = 1.0
     splits: bool = False
     is_of_inverse: bool = False
+    outputs: tuple[Axes, ...] | None = None
     key: str = ""
+
+    @property
+    def y_axes(self) -> tuple[Axes, ...]:
+        """The names that each axis of `y` has in `d_axes`."""
+        if self.outputs is not None:
+            return self.outputs
+        return tuple((name,) for name in self.d_axes)
 
 
 # The parameters of primitives that views and rules know: what they rely on, and what
@@ -231,6 +241,7 @@ def _placed(kind: str, put: Callable[[Array], Array], aval: Any) -> Rule:
         w_axes=axes,
         sizes=dict(zip(axes, aval.shape, strict=True)),
         arrange=take,
+        outputs=(),
     )
 
 
@@ -298,15 +309,17 @@ def _convolution(eqn: Any, index: int) -> Rule | None:
 
     def expand(lhs: Array) -> Array:
         lhs = jnp.transpose(lhs, lhs_spec)
-        patches = _patches(lhs, kernel, out, params)
+        seen = patches(lhs, kernel, out, params)
         lead = (batch, groups, features) if groups > 1 else (batch, features)
-        return patches.reshape(*lead, *kernel, *out)
+        return seen.reshape(*lead, *kernel, *out)
 
     def arrange(d: Array) -> Array:
         d = jnp.transpose(d, out_spec)
         lead = (batch, groups, outputs) if groups > 1 else (batch, outputs)
         return d.reshape(*lead, *out)
 
+    named: dict[int, Axes] = {out_spec[0]: ("n",), out_spec[1]: (*grouped, "o")}
+    named.update((out_spec[2 + i], (name,)) for i, name in enumerate(out_axes))
     sizes = {"n": batch, "g": groups, "i": features, "o": outputs}
     sizes.update(zip(kernel_axes, kernel, strict=True))
     sizes.update(zip(out_axes, out, strict=True))
@@ -321,36 +334,8 @@ def _convolution(eqn: Any, index: int) -> Rule | None:
         expand=expand,
         arrange=arrange,
         splits=groups > 1,
+        outputs=tuple(named[axis] for axis in range(len(out_spec))),
     )
-
-
-def _patches(
-    lhs: Array, kernel: tuple[int, ...], out: tuple[int, ...], params: dict[str, Any]
-) -> Array:
-    """For each output position, what the kernel sees: (batch, features, *kernel, *out).
-
-    Slices are copied one by one. `jax.lax.conv_general_dilated_patches` makes a grouped
-    convolution with a kernel of zeros and ones of it, which CPUs run slowly.
-    """
-    if 0 in out:
-        return jnp.zeros((*lhs.shape[:2], *kernel, *out), lhs.dtype)
-    zero = jnp.zeros((), lhs.dtype)
-    padding = zip(params["padding"], params["lhs_dilation"], strict=True)
-    config = [(0, 0, 0), (0, 0, 0), *((lo, hi, dil - 1) for (lo, hi), dil in padding)]
-    lhs = lax.pad(lhs, zero, config)
-    strides, dilation = params["window_strides"], params["rhs_dilation"]
-    slices = []
-    for offset in itertools.product(*map(range, kernel)):
-        start = [k * step for k, step in zip(offset, dilation, strict=True)]
-        limit = [
-            first + (num - 1) * stride + 1
-            for first, num, stride in zip(start, out, strides, strict=True)
-        ]
-        slices.append(
-            lax.slice(lhs, (0, 0, *start), (*lhs.shape[:2], *limit), (1, 1, *strides))
-        )
-    stacked = jnp.stack(slices, axis=2)
-    return stacked.reshape(*lhs.shape[:2], *kernel, *out)
 
 
 def _gather(eqn: Any, index: int) -> Rule | None:

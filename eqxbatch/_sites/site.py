@@ -86,6 +86,7 @@ class Site:
     - `source`: the value there, if it is not linear in the leaf.
     - `is_coupled`: whether its second derivatives are more than a diagonal.
     - `is_reverse`: whether it has no forward mode, and so JAX no second derivatives.
+    - `is_in_branch`: whether some examples may not take part, as in those of a `cond`.
     """
 
     view: View
@@ -97,6 +98,7 @@ class Site:
     source: Node | None = None
     is_coupled: bool = False
     is_reverse: bool = False
+    is_in_branch: bool = False
 
     @property
     def leaf(self) -> int:

@@ -18,7 +18,7 @@ from .._base.jaxprs import evaluate_jaxpr, evaluate_with, REMAT, run_equation
 from .._base.mesh import full_varying_as, is_on_mesh, zeros_like
 from .finder import Finder
 from .plan import Called, Linearized, Perturbed, Plan, Switched
-from .shared import evaluate
+from .shared import evaluate, Value
 from .site import leaf_site, Site
 
 
@@ -31,8 +31,10 @@ class Program:
     `closed` is its jaxpr, whose first `num_leaves` inputs are the leaves. All others
     are of the example; what is the same for all examples is among its constants. With
     `use_rules=False`, all leaves are treated as if no rule covered them. Those in
-    `constant` are not differentiated. Of the outputs, the first `num_outputs` are; None
-    for all of them. `order` is 2 if second derivatives are to be made of the sites.
+    `constant` are not differentiated, and of those in `formed`, the gradient is wanted
+    itself, as if no rule covered them. Of the outputs, the first `num_outputs` are;
+    None for all of them. `order` is 2 if second derivatives are to be made of the
+    sites.
 
     - `leaves`: shapes and dtypes of the leaves.
     - `sites`: all sites; every leaf that the function uses has one at least.
@@ -48,20 +50,20 @@ class Program:
         *,
         use_rules: bool = True,
         constant: Collection[int] = (),
+        formed: Collection[int] = (),
         num_outputs: int | None = None,
         order: int = 1,
     ):
         self.jaxpr, self.consts = closed.jaxpr, list(closed.consts)
         avals = [var.aval for var in self.jaxpr.invars]
         self.leaves = [_Struct(a.shape, a.dtype) for a in avals[:num_leaves]]
-        self.fallbacks: dict[int, str] = {}
+        self.fallbacks = dict.fromkeys(formed, "its gradient is formed")
         reason = None if use_rules else "no rules are used"
         if self.jaxpr.effects:
             reason = "the function has side effects, so it is run as it is"
         if reason is not None:
-            self.fallbacks = {
-                leaf: reason for leaf in range(num_leaves) if leaf not in constant
-            }
+            leaves = (leaf for leaf in range(num_leaves) if leaf not in constant)
+            self.fallbacks = dict.fromkeys(leaves, reason)
         live = [
             num_outputs is None or i < num_outputs
             for i, _ in enumerate(self.jaxpr.outvars)
@@ -96,6 +98,10 @@ class Program:
 
     def sites_of(self, leaf: int) -> list[Site]:
         return [site for site in self.sites if site.leaf == leaf]
+
+    def value_of(self, number: int) -> Value:
+        """What a view reads, by its number."""
+        return self._values[number]
 
     def values(self, leaves: list) -> list:
         """What the views of sites read, besides the leaf that they are of.

@@ -1,0 +1,1 @@
+../../examples/kfac_laplace.py

@@ -1,0 +1,1 @@
+../../examples/natural_gradient.py

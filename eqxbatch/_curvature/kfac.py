@@ -1,0 +1,387 @@
+"""`filter_kfac`: Kronecker factors of Gauss-Newton and Fisher matrices."""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast, ClassVar, get_args, TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .._base.mesh import sum_varying, varying
+from .._batch.memory import MemoryBudget
+from .._batch.moments import Mean, Sum
+from .._batch.objective import (
+    AbstractOverExamples,
+    check_over_examples,
+    Examples,
+    Objective,
+    split_call,
+)
+from .._batch.rows import accumulated_sums
+from .._batch.transform import also_decorator, Blocking, transformed
+from .._sites.einsum import Labels
+from .._sites.factors import Factors
+from .._sites.kronecker import multiplied, Part, parts_of
+from .._sites.trace import Program
+from .by_sites import of_examples
+from .curvature_of import check_loss, GaussNewtonCurvature, make_curvature, with_keys
+from .fisher import Fisher, Kind
+from .gauss_newton import linearized
+from .ggn import Key
+from .kronecker_factors import (
+    DenseBlock,
+    DiagonalBlock,
+    FactorBlock,
+    KroneckerBlock,
+    KroneckerFactors,
+)
+from .kronecker_sums import (
+    finished,
+    moment_sums,
+    num_sums,
+    part_sums,
+    symmetric,
+    VECTOR,
+    Weighing,
+    WeightSharing,
+)
+from .pytree import part_starts, Unravel
+
+
+if TYPE_CHECKING:
+    from .._batch.signatures import Typed
+    from .ggn_signatures import KFACSignature
+
+
+# What is kept of examples at a time takes about so many bytes.
+_KEPT_BYTES = 2**26
+
+
+class _KFAC(AbstractOverExamples):
+    """Kronecker factors; if `corrected`, with eigenvalues from a second pass."""
+
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
+    loss: Callable
+    objective: Objective
+    blocking: Blocking
+    accumulator: Sum | Mean
+    of_loss: Fisher
+    weight_sharing: WeightSharing
+    corrected: bool
+    is_block: Callable[[Any], bool] | None = None
+
+    def __check_init__(self) -> None:
+        if self.weight_sharing not in get_args(WeightSharing):
+            raise ValueError(
+                f"`weight_sharing` must be one of {get_args(WeightSharing)}; got "
+                f"{self.weight_sharing!r}."
+            )
+        if self.objective.in_axes is None:
+            raise ValueError(
+                "`in_axes` must say which axes of the arguments after the first are "
+                "the batch, as Kronecker factors are means over examples; got None. "
+                "Use `in_axes=0`, with `x[None]` for a single example."
+            )
+        check_over_examples(self)
+
+    def specs(self, call: Any, out: PyTree) -> PyTree:
+        # Its blocks have the axes of arrays: they are whole on each device.
+        del call, out
+        return PartitionSpec()
+
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        diff, nondiff = self.objective.real_parameters(args, kwargs)
+        call = (fun, args, kwargs)
+        examples = with_keys(split_call(self, call, call), self.of_loss)
+        loss = self.objective.loss(fun, examples.batch, diff, nondiff)
+        curvature = make_curvature(loss, self.loss, "auto", False, self.of_loss)
+        assert isinstance(curvature, GaussNewtonCurvature)
+        closed, num = curvature.program.closed, len(curvature.leaves)
+        program = Program(closed, num, num_outputs=curvature.num_outputs)
+        own = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
+        blocks = _Blocks(
+            curvature,
+            program,
+            self._parts(program, diff),
+            self.weight_sharing,
+            frozenset.intersection(*own),
+        )
+        found = blocks.factors(examples)
+        if self.corrected:
+            found = blocks.corrected(examples, found)
+        return KroneckerFactors(tuple(found), Unravel(diff))
+
+    def _parts(self, program: Program, diff: PyTree) -> list[Part]:
+        chosen = None
+        if self.is_block is not None:
+            parts = jtu.tree_leaves(diff, is_leaf=self.is_block)
+            sizes = [len(jtu.tree_leaves(part)) for part in parts]
+            chosen = [
+                range(start, start + size)
+                for start, size in zip(part_starts(parts), sizes, strict=True)
+                if size
+            ]
+        else:
+            _check_not_multiplied(program, diff)
+        return parts_of(program, chosen)
+
+
+def _check_not_multiplied(program: Program, diff: PyTree) -> None:
+    paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
+    for leaf, path in enumerate(paths):
+        other = multiplied(program, leaf)
+        if other is not None:
+            raise ValueError(
+                f"The parameters `{path}` and `{paths[other]}` are multiplied with "
+                "each other before they meet an example, so neither has Kronecker "
+                "factors. Multiply them with the example one after the other, as in "
+                "`a @ (b @ x)`; or leave them out with `filter_spec` or `where`; or "
+                "say `is_block=equinox.is_array` for exact blocks, or diagonals of "
+                "large ones, with each bias for itself."
+            )
+
+
+class _Blocks:
+    """The blocks of a Gauss-Newton matrix, in passes over the examples.
+
+    - `program`: the function with the sites of all leaves.
+    - `own_axes`: of the mesh, those that parameters vary over inside of
+        `jax.shard_map`.
+    """
+
+    def __init__(
+        self,
+        curvature: GaussNewtonCurvature,
+        program: Program,
+        parts: list[Part],
+        weight_sharing: WeightSharing,
+        own_axes: frozenset,
+    ):
+        self._curvature, self._program, self._parts = curvature, program, parts
+        self._own_axes = own_axes
+        self._weight_sharing: WeightSharing = weight_sharing
+
+    def factors(self, examples: Examples) -> list[FactorBlock]:
+        def sums(part: Part, factors: Factors, weighing: Weighing) -> list[Array]:
+            return part_sums(
+                self._program, part, factors, weighing, self._weight_sharing
+            )
+
+        totals = self._totals(examples, sums)
+        found: list[FactorBlock] = []
+        for part in self._parts:
+            num = num_sums(self._program, part)
+            own, totals = totals[:num], totals[num:]
+            if part.structure == "kronecker":
+                inputs, outputs = finished(part, own)
+                found.append(KroneckerBlock(part, outputs, inputs))
+            elif part.structure == "block":
+                found.append(DenseBlock(part, symmetric(own[0])))
+            else:
+                found.append(DiagonalBlock(part, own[0]))
+        return found
+
+    def corrected(
+        self, examples: Examples, blocks: list[FactorBlock]
+    ) -> list[FactorBlock]:
+        """The same with second moments in the eigenvectors of the factors."""
+        bases = {}
+        for block in blocks:
+            if isinstance(block, KroneckerBlock):
+                _, outputs, _, inputs = block.eigenvectors()
+                bases[block.part] = (inputs, outputs)
+
+        def sums(part: Part, factors: Factors, weighing: Weighing) -> list[Array]:
+            if part not in bases:
+                return []
+            program = self._program
+            return [moment_sums(program, part, factors, weighing, bases[part])]
+
+        totals = iter(self._totals(examples, sums))
+        found: list[FactorBlock] = []
+        for block in blocks:
+            if isinstance(block, KroneckerBlock):
+                inputs, outputs = bases[block.part]
+                moments = next(totals)
+                block = KroneckerBlock(
+                    block.part, block.outputs, block.inputs, moments, outputs, inputs
+                )
+            found.append(block)
+        return found
+
+    def _totals(
+        self,
+        examples: Examples,
+        of_part: Callable[[Part, Factors, Weighing], list[Array]],
+    ) -> list[Array]:
+        """What is summed over examples for each part, of all of them."""
+        curvature = self._curvature
+
+        def sums(rows: list, weights: Array | None) -> list[Array]:
+            of_rows = lambda rows, weights: self._sums(rows, weights, of_part)
+            size = max(1, _KEPT_BYTES // max(self._bytes(), 1))
+            return accumulated_sums(of_rows, rows, curvature.axes, weights, size)
+
+        totals, _ = examples.total(sums, curvature.aux, curvature.program.closed)
+        # A sum over examples, as a gradient is: over devices, too, of which each has
+        # its own examples but not its own parameters.
+        return [sum_varying(x, self._own_axes) for x in totals]
+
+    def _sums(
+        self,
+        rows: list,
+        weights: Array | None,
+        of_part: Callable[[Part, Factors, Weighing], list[Array]],
+    ) -> list[Array]:
+        curvature, program = self._curvature, self._program
+        leaves = curvature.leaves
+
+        def one(rows: list, _: Array | None) -> tuple[Array | None, list, list]:
+            return linearized(
+                program, leaves, rows, curvature.of_outputs, curvature.num_outputs
+            )
+
+        found = of_examples(one, rows, curvature.axes, weights)
+        curve, operands, cotangents = found
+        labels: Labels = (VECTOR,)
+        num = rows[0].shape[curvature.axes[0]]
+        values = program.values(leaves)
+        factors = Factors(operands, cotangents, labels, num, values)
+        weighing = Weighing(num, weights, curve)
+        return [x for part in self._parts for x in of_part(part, factors, weighing)]
+
+    def _bytes(self) -> int:
+        """What is kept of one example, with the largest operand as its site has it.
+
+        The patches of a convolution are several times as large as what it takes.
+        """
+        program, num = self._program, self._curvature.num_vectors
+        structs = [*program.operands, *(num * [*program.perturbations])]
+        expanded = (
+            math.prod(site.sizes[name] for name in site.a_axes)
+            * program.operands[site.operand].dtype.itemsize
+            for site in program.sites
+            if site.operand is not None
+        )
+        kept = sum(math.prod(x.shape) * x.dtype.itemsize for x in structs)
+        return kept + max(expanded, default=0)
+
+
+@cast("Typed[KFACSignature]", also_decorator)
+def filter_kfac(
+    fun: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    *,
+    fisher: Kind = "type-2",
+    key: Key | None = None,
+    num_samples: int = 1,
+    sampler: Callable[..., Any] | None = None,
+    weight_sharing: WeightSharing = "expand",
+    corrected: bool = False,
+    is_block: Callable[[Any], bool] | None = None,
+    where: Callable[[Any], Any] | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
+    in_axes: PyTree = None,
+    microbatch_size: int | MemoryBudget | None = None,
+    accumulator: Sum | Mean = Mean(),
+) -> Callable[..., Any]:
+    """Kronecker factors (K-FAC) of a Gauss-Newton or Fisher matrix.
+
+    The block of a weight in [`eqxbatch.filter_ggn`][] is the second moment of `d a^T`,
+    with `a` the input of its layer and `d` the cotangents of the output. K-FAC takes
+    the Kronecker product of the second moments of `d` and of `a` for it. Both are found
+    for every matrix product, convolution and embedding of any program: in `scan`s, in
+    custom layers, for weights that are used several times, and for stacked layers.
+
+    **Arguments:**
+
+    - `fun`, `loss`: as for [`eqxbatch.filter_ggn`][]: a model, and a loss of what it
+        returns for an example. As a decorator, it needs `loss` by name.
+    - `fisher`, `key`, `num_samples`, `sampler`: the matrix itself, or an estimate of it
+        that takes fewer backward passes, as there.
+    - `weight_sharing`: what a weight meets at several positions of one example, such as
+        those of an image or a sequence, the steps of a `scan`, or several uses.
+        `"expand"` takes positions for examples of their own. `"reduce"` takes the mean
+        of the inputs and the sum of the cotangents over the positions, as fits models
+        that average over them before the loss. Embeddings are always expanded.
+    - `corrected`: whether to correct the eigenvalues (EK-FAC): a second pass over the
+        examples takes the second moments of their gradients along the eigenvectors of
+        each Kronecker product, which is then as near as possible to the exact block.
+    - `is_block`: takes a part of the first argument, and says whether that is one
+        block. A weight with its bias has Kronecker factors, and so has a weight alone;
+        all else gets the exact block of the part. By default, a bias that is added to
+        the product with a weight is one more input of it, and all other arrays are
+        blocks for themselves; `is_block=equinox.is_array` separates biases.
+    - `where`, `filter_spec`, `in_axes`, `microbatch_size`, `accumulator`: as for
+        [`eqxbatch.filter_hessian`][].
+
+    **Returns:**
+
+    A function with the arguments of `fun` that returns
+    [`eqxbatch.KroneckerFactors`][]. Arrays that do not enter by a matrix product, such
+    as the scales of a normalisation, have their exact block if they have at most 512
+    entries, and the diagonal of it otherwise; so has what is reshaped, sliced or masked
+    first. `print` the factors, or [`eqxbatch.explain_sites`][], to see which.
+
+    It compiles itself, and an equal call later on traces nothing.
+
+    **Raises:**
+
+    What [`eqxbatch.filter_ggn_diagonal`][] raises, and `ValueError` for another
+    `weight_sharing`, and for parameters that are multiplied with each other before they
+    meet an example unless `is_block` is given.
+
+    !!! example
+
+        A natural-gradient step:
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(2, 3, 8, 1, key=jax.random.key(0))
+        >>> predict = lambda model, x, label: model(x)
+        >>> loss = lambda logits, x, label: -jax.nn.log_softmax(logits)[label]
+        >>> x, labels = jnp.ones((10, 2)), jnp.arange(10) % 3
+        >>> factors = eqxbatch.filter_kfac(
+        ...     predict,
+        ...     loss,
+        ...     fisher="mc",
+        ...     key=jax.random.key(1),
+        ...     sampler=jax.random.categorical,
+        ...     in_axes=0,
+        ... )(model, x, labels)
+        >>> gradient = eqxbatch.filter_micro_grad(
+        ...     lambda model, x, label: loss(predict(model, x, label), x, label)
+        ... )(model, x, labels)
+        >>> step = factors.operator(damping=1e-2).inverse().mv(gradient)
+        >>> model = eqx.apply_updates(model, jax.tree.map(jnp.negative, step))
+
+        ```
+
+    ??? cite
+
+        Martens and Grosse, "Optimizing neural networks with Kronecker-factored
+        approximate curvature", [arXiv:1503.05671](https://arxiv.org/abs/1503.05671);
+        Grosse and Martens, "A Kronecker-factored approximate Fisher matrix for
+        convolution layers", [arXiv:1602.01407](https://arxiv.org/abs/1602.01407);
+        Eschenhagen et al., "Kronecker-factored approximate curvature for modern neural
+        network architectures", [arXiv:2311.00636](https://arxiv.org/abs/2311.00636),
+        for `weight_sharing`; George et al., "Fast approximate natural gradient descent
+        in a Kronecker-factored eigenbasis",
+        [arXiv:1806.03884](https://arxiv.org/abs/1806.03884), for `corrected`.
+    """
+    check_loss(loss)
+    kfac = _KFAC(
+        loss=cast(Callable, loss),
+        objective=Objective(where, filter_spec, in_axes),
+        blocking=Blocking(microbatch_size, None, checkpoint=False),
+        accumulator=accumulator,
+        of_loss=Fisher(fisher, key, num_samples, sampler),
+        weight_sharing=weight_sharing,
+        corrected=corrected,
+        is_block=is_block,
+    )
+    return transformed(kfac, fun, "filter_kfac")

@@ -1,0 +1,169 @@
+"""`KroneckerFactors`: an approximate curvature, block by block."""
+
+from collections.abc import Sequence
+from typing import Any, TYPE_CHECKING, TypeAlias
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Inexact, Real
+
+from .._base.shapes import checked
+from .._base.trees import shown
+from .._sites.kronecker import Part
+from .pytree import Unravel
+
+
+if TYPE_CHECKING:
+    from .kronecker_operator import KroneckerOperator
+
+
+class KroneckerBlock(eqx.Module):
+    """A block that is a Kronecker product, or several along the diagonal.
+
+    - `outputs`, `inputs`: the second moments of the cotangents and of the operands, of
+        shapes `(batch, outputs, outputs)` and `(batch, inputs, inputs)`, or `(batch,
+        inputs)` where that is diagonal.
+    - `moments`: with `corrected=True`, the eigenvalues, of shape `(batch, outputs,
+        inputs)`, for the eigenvectors in `output_basis` and `input_basis`.
+    """
+
+    part: Part = eqx.field(static=True)
+    outputs: Inexact[Array, "batch outputs outputs"]
+    inputs: Inexact[Array, "batch inputs *inputs"]
+    moments: Inexact[Array, "batch outputs inputs"] | None = None
+    output_basis: Inexact[Array, "batch outputs outputs"] | None = None
+    input_basis: Inexact[Array, "batch inputs inputs"] | None = None
+
+    def eigenvectors(self) -> tuple[Array, Array, Array, Array | None]:
+        """Eigenvalues and eigenvectors of the outputs, and of the inputs.
+
+        Those of a diagonal factor are in the order of its entries, and not in an array.
+        """
+        output_values, output_basis = jnp.linalg.eigh(self.outputs)
+        if self.inputs.ndim == 2:
+            return output_values, output_basis, self.inputs, None
+        return output_values, output_basis, *jnp.linalg.eigh(self.inputs)
+
+
+class DenseBlock(eqx.Module):
+    """A block that is there as it is, of shape `(entries, entries)`."""
+
+    part: Part = eqx.field(static=True)
+    matrix: Inexact[Array, "entries entries"]
+
+
+class DiagonalBlock(eqx.Module):
+    """A block of which there is the diagonal, of shape `(entries,)`."""
+
+    part: Part = eqx.field(static=True)
+    diagonal: Inexact[Array, " entries"]
+
+
+# Their `part` says which parameters a block is of, and why it has this structure.
+FactorBlock: TypeAlias = KroneckerBlock | DenseBlock | DiagonalBlock
+
+
+class KroneckerFactors(eqx.Module):
+    """A Gauss-Newton or Fisher matrix in blocks, most of them Kronecker products.
+
+    This is what [`eqxbatch.filter_kfac`][] returns. Its arrays are its leaves: it can
+    be averaged over steps with `optax.incremental_update`, saved with
+    `equinox.tree_serialise_leaves`, sharded, and given to functions under `jax.jit`.
+
+    - `blocks`: one for each weight, with its bias if that is one more input, and one
+        for each other array. A Kronecker product has `outputs` and `inputs`, the
+        factors, of shapes `(batch, rows, rows)` and `(batch, columns, columns)`: the
+        second moments of the cotangents of the outputs, and of the inputs. An exact
+        block has a `matrix`, and a diagonal one a `diagonal`. The `part` of each says
+        which structure it has, and why if that is not a Kronecker product.
+    - `unravel`: turns vectors into PyTrees of parameters.
+
+    `print` shows a table of the blocks, with the sizes of their factors.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(2, 3, 8, 1, key=jax.random.key(0))
+        >>> factors = eqxbatch.filter_kfac(
+        ...     lambda model, x, label: model(x),
+        ...     lambda logits, x, label: -jax.nn.log_softmax(logits)[label],
+        ...     in_axes=0,
+        ... )(model, jnp.ones((10, 2)), jnp.arange(10) % 3)
+        >>> print(factors)
+        leaves                              structure
+        .layers[0].weight, .layers[0].bias  8 (x) 3
+        .layers[1].weight, .layers[1].bias  3 (x) 9
+        >>> factors.blocks[0].outputs.shape
+        (1, 8, 8)
+
+        ```
+    """
+
+    blocks: tuple[FactorBlock, ...]
+    unravel: Unravel
+
+    @checked
+    def operator(
+        self, *, damping: Real[Array, ""] | float = 0.0
+    ) -> "KroneckerOperator":
+        """The matrix plus `damping` times the identity, as a linear operator of lineax.
+
+        It takes an eigendecomposition of each factor. Raises `ValueError` for negative
+        damping, and `ImportError` if lineax is not there; at run time, it raises an
+        error if the eigenvectors of a `corrected` block are not orthogonal, because
+        they were averaged.
+        """
+        from .kronecker_operator import KroneckerOperator
+
+        return KroneckerOperator(self, damping)
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The paths of the parameters of each block."""
+        structs = self.unravel.structs
+        numbered = jtu.tree_unflatten(self.unravel.treedef, range(len(structs)))
+        paths = {
+            number: jtu.keystr(path)
+            for path, number in jtu.tree_leaves_with_path(numbered)
+        }
+        return tuple(
+            tuple(paths[leaf] for leaf in block.part.leaves) for block in self.blocks
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            (", ".join(names), str(block.part), block.part.reason or "")
+            for names, block in zip(self.names, self.blocks, strict=True)
+        ]
+        rows = [("leaves", "structure", ""), *rows]
+        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        lines = (
+            f"{first:{widths[0]}}  {second:{widths[1]}}  {third}"
+            for first, second, third in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def check_vector(unravel: Unravel, vector: Any, what: str) -> list[Array]:
+    """The leaves of a PyTree in the structure of the parameters.
+
+    Raises `ValueError` if it is not.
+    """
+    leaves, treedef = jtu.tree_flatten(vector)
+    shapes = [getattr(x, "shape", None) for x in leaves]
+    expected = [struct.shape for struct in unravel.structs]
+    if treedef != unravel.treedef or shapes != expected:
+        wanted = jtu.tree_unflatten(unravel.treedef, unravel.structs)
+        raise ValueError(
+            f"`{what}` must have the structure and shapes of the parameters that the "
+            f"factors are of, {shown(wanted)}; got {shown(vector)}. Take the "
+            "parameters of the same model, such as with `equinox.filter(model, "
+            "equinox.is_inexact_array)`."
+        )
+    return leaves
+
+
+def of_part(part: Part, leaves: Sequence[Array]) -> list[Array]:
+    return [leaves[leaf] for leaf in part.leaves]

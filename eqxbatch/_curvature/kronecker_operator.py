@@ -1,0 +1,358 @@
+"""Kronecker factors as a linear operator of lineax, by their eigenvectors."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Inexact, PyTree, Real
+
+from .._base.dtypes import common_dtype
+from .._base.shapes import checked
+from .._sites.kronecker import Layout, Part
+from .kronecker_factors import (
+    check_vector,
+    DenseBlock,
+    DiagonalBlock,
+    FactorBlock,
+    KroneckerBlock,
+    KroneckerFactors,
+    of_part,
+)
+from .operators import AbstractSymmetricOperator
+from .pytree import hessian_to_pytree, Unravel
+
+
+class _AbstractSpectrum(eqx.Module):
+    """The eigenvalues of a block, and its eigenvectors.
+
+    Coordinates along these are arrays of the shape of `values`.
+    """
+
+    part: eqx.AbstractVar[Part]
+    values: eqx.AbstractVar[Array]
+
+    @abc.abstractmethod
+    def coordinates(self, leaves: list[Array]) -> Array:
+        """Those of the parameters of the block."""
+
+    @abc.abstractmethod
+    def leaves(self, coordinates: Array) -> list[Array]:
+        """The parameters with these coordinates."""
+
+    @abc.abstractmethod
+    def diagonal(self) -> list[Array]:
+        """The diagonal of the block, in the shapes of its parameters."""
+
+
+class _KroneckerSpectrum(_AbstractSpectrum):
+    part: Part = eqx.field(static=True)
+    values: Inexact[Array, "batch outputs inputs"]
+    outputs: Inexact[Array, "batch outputs outputs"]
+    inputs: Inexact[Array, "batch inputs inputs"] | None
+
+    @property
+    def _layout(self) -> Layout:
+        assert self.part.layout is not None
+        return self.part.layout
+
+    def coordinates(self, leaves: list[Array]) -> Array:
+        return self._rotated(self._layout.matrices(leaves), back=False)
+
+    def leaves(self, coordinates: Array) -> list[Array]:
+        return self._layout.leaves(self._rotated(coordinates, back=True))
+
+    def _rotated(self, matrices: Array, *, back: bool) -> Array:
+        turned = lambda basis: jnp.swapaxes(basis, -1, -2) if back else basis
+        outputs = turned(self.outputs)
+        matrices = jnp.einsum("boq,boi->bqi", outputs, matrices.astype(outputs.dtype))
+        if self.inputs is None:
+            return matrices
+        inputs = turned(self.inputs)
+        return jnp.einsum("bqi,bij->bqj", matrices, inputs)
+
+    def diagonal(self) -> list[Array]:
+        product = jnp.einsum("boq,bqi->boi", self.outputs**2, self.values)
+        if self.inputs is not None:
+            product = jnp.einsum("boj,bij->boi", product, self.inputs**2)
+        return self._layout.leaves(product)
+
+
+class _DenseSpectrum(_AbstractSpectrum):
+    part: Part = eqx.field(static=True)
+    values: Inexact[Array, " k"]
+    vectors: Inexact[Array, "k k"]
+
+    def coordinates(self, leaves: list[Array]) -> Array:
+        return self.vectors.T @ _joined(leaves, self.vectors.dtype)
+
+    def leaves(self, coordinates: Array) -> list[Array]:
+        return _split(self.vectors @ coordinates, self.part)
+
+    def diagonal(self) -> list[Array]:
+        return _split(jnp.sum(self.vectors**2 * self.values[None], 1), self.part)
+
+
+class _DiagonalSpectrum(_AbstractSpectrum):
+    part: Part = eqx.field(static=True)
+    values: Inexact[Array, " k"]
+
+    def coordinates(self, leaves: list[Array]) -> Array:
+        return _joined(leaves, self.values.dtype)
+
+    def leaves(self, coordinates: Array) -> list[Array]:
+        return _split(coordinates, self.part)
+
+    def diagonal(self) -> list[Array]:
+        return _split(self.values, self.part)
+
+
+def _joined(leaves: list[Array], dtype: Any) -> Array:
+    return jnp.concatenate([x.ravel().astype(dtype) for x in leaves])
+
+
+def _split(vector: Array, part: Part) -> list[Array]:
+    ends = np.cumsum([math.prod(shape) for shape in part.shapes])
+    pieces = jnp.split(vector, ends[:-1])
+    return [x.reshape(shape) for x, shape in zip(pieces, part.shapes, strict=True)]
+
+
+def _spectrum(block: FactorBlock) -> _AbstractSpectrum:
+    """Eigenvalues and eigenvectors of a block."""
+    if isinstance(block, DenseBlock):
+        values, vectors = jnp.linalg.eigh(block.matrix)
+        return _DenseSpectrum(block.part, _without_rounding(values), vectors)
+    if isinstance(block, DiagonalBlock):
+        return _DiagonalSpectrum(block.part, block.diagonal)
+    assert isinstance(block, KroneckerBlock)
+    if block.moments is None:
+        of_outputs, outputs, of_inputs, inputs = block.eigenvectors()
+        of_outputs, of_inputs = map(_without_rounding, (of_outputs, of_inputs))
+        values = of_outputs[:, :, None] * of_inputs[:, None, :]
+        return _KroneckerSpectrum(block.part, values, outputs, inputs)
+    outputs, inputs = block.output_basis, block.input_basis
+    assert outputs is not None
+    bases = [outputs] if inputs is None else [outputs, inputs]
+    moments = eqx.error_if(
+        block.moments,
+        jnp.stack([_is_askew(basis) for basis in bases]),
+        "The eigenvectors of `KroneckerFactors` are not orthogonal: factors with "
+        "`corrected=True` cannot be averaged, as their eigenvectors differ. Average "
+        "factors without, or compute them anew.",
+    )
+    return _KroneckerSpectrum(block.part, moments, outputs, inputs)
+
+
+def _rounding(values: Inexact[Array, "*batch k"]) -> Inexact[Array, "*batch 1"]:
+    """The size of an eigenvalue that is zero but for rounding."""
+    largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True, initial=0)
+    return values.shape[-1] * float(jnp.finfo(values.dtype).eps) * largest
+
+
+def _without_rounding(
+    values: Inexact[Array, "*batch k"],
+) -> Inexact[Array, "*batch k"]:
+    """Zero in the place of what is negative by rounding."""
+    is_zero = (values < 0) & (values >= -_rounding(values))
+    return jnp.where(is_zero, 0, values)
+
+
+def _is_askew(basis: Inexact[Array, "batch k k"]) -> Bool[Array, ""]:
+    """Whether eigenvectors are not orthogonal, as those of averages are not."""
+    size = basis.shape[-1]
+    product = jnp.einsum("bki,bkj->bij", basis, basis)
+    error = jnp.abs(product - jnp.eye(size, dtype=basis.dtype)[None])
+    limit = 100 * max(size, 10) * float(jnp.finfo(basis.dtype).eps)
+    return jnp.max(error, initial=0) > limit
+
+
+class KroneckerOperator(AbstractSymmetricOperator):
+    """Kronecker factors plus damping, as a `lineax.AbstractLinearOperator`.
+
+    What [`eqxbatch.KroneckerFactors`][]`.operator` returns. Vectors are PyTrees of
+    parameters. All methods work on the eigenvalues and eigenvectors of the blocks, so
+    that no matrix over all parameters is formed but by `as_matrix`. The eigenvalues of
+    a Kronecker product are all products of those of its factors, or with
+    `corrected=True` the second moments along its eigenvectors; `damping` is added to
+    each.
+
+    - `mv(vector)`: the product with a vector.
+    - `inverse()`: the inverse, as another such operator.
+    - `sqrt()`: the symmetric square root: `inverse().sqrt().mv(noise)` is a sample of
+        a Gaussian of which this is the precision.
+    - `logdet()`, `trace()`: numbers; `diagonal()`: a vector of shape `(n,)`, in the
+        order of `jax.flatten_util.ravel_pytree`.
+    - `eigh()`: all `n` eigenvalues, and a lineax operator from vectors of shape `(n,)`
+        to parameters whose columns are the eigenvectors. They are in the order of the
+        blocks, and not sorted.
+    - `as_matrix()`: the matrix, of shape `(n, n)`.
+
+    **Arguments:**
+
+    - `factors`: the [`eqxbatch.KroneckerFactors`][].
+    - `damping`: what is added to the diagonal, at least 0.
+
+    Raises `ValueError` for negative damping, and for vectors that are not of the
+    parameters of the factors. `inverse` and `logdet` raise an error at run time if an
+    eigenvalue is not positive, but for rounding: without damping, factors of fewer
+    examples than they have columns are singular. `sqrt` does so if one is negative.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> model = lambda w, x, y: w["weight"] @ x
+        >>> loss = lambda out, x, y: jnp.sum((out - y) ** 2) / 2
+        >>> w = {"weight": jnp.zeros((1, 2))}
+        >>> x, y = jnp.array([[1.0, 0.0], [0.0, 2.0]]), jnp.ones((2, 1))
+        >>> factors = eqxbatch.filter_kfac(model, loss, in_axes=0)(w, x, y)
+        >>> operator = factors.operator(damping=1.0)
+        >>> step = operator.inverse().mv({"weight": jnp.ones((1, 2))})
+        >>> [f"{x:.3f}" for x in step["weight"][0]]
+        ['0.667', '0.333']
+        >>> f"{operator.logdet():.3f}", f"{operator.trace():.3f}"
+        ('1.504', '4.500')
+
+        ```
+    """
+
+    tags: frozenset = eqx.field(static=True)
+    unravel: Unravel
+    _spectra: tuple[_AbstractSpectrum, ...]
+    _is_damped: Bool[Array, ""]
+
+    @checked
+    def __init__(
+        self, factors: KroneckerFactors, damping: Real[Array, ""] | float = 0.0
+    ):
+        if not isinstance(damping, Tracer) and not damping >= 0:
+            raise ValueError(
+                f"`damping` must be at least 0; got {damping}. It is added to the "
+                "eigenvalues of a matrix that is positive semidefinite."
+            )
+        added = jnp.asarray(damping)
+        added = eqx.error_if(
+            added, ~(added >= 0), "`damping` must be at least 0, and no NaN."
+        )
+        self.tags = frozenset({lineax.positive_semidefinite_tag})
+        self.unravel, self._is_damped = factors.unravel, added > 0
+        spectra = map(_spectrum, factors.blocks)
+        self._spectra = tuple(
+            dataclasses.replace(x, values=x.values + added.astype(x.values.dtype))
+            for x in spectra
+        )
+
+    def _with(self, change: Callable[[Array], Array]) -> "KroneckerOperator":
+        """The same eigenvectors with other eigenvalues."""
+        spectra = tuple(
+            dataclasses.replace(x, values=change(x.values)) for x in self._spectra
+        )
+        return eqx.tree_at(lambda x: x._spectra, self, spectra)
+
+    def mv(self, vector: PyTree) -> PyTree:
+        leaves = check_vector(self.unravel, vector, "vector")
+        found: dict[int, Array] = {}
+        for own in self._spectra:
+            coordinates = own.coordinates(of_part(own.part, leaves))
+            moved = own.leaves(own.values * coordinates)
+            found.update(zip(own.part.leaves, moved, strict=True))
+        return self._tree(found)
+
+    def _tree(self, found: dict[int, Array]) -> PyTree:
+        structs = self.unravel.structs
+        leaves = [found[i].astype(struct.dtype) for i, struct in enumerate(structs)]
+        return jax.tree.unflatten(self.unravel.treedef, leaves)
+
+    def inverse(self) -> "KroneckerOperator":
+        return self._with(lambda values: 1 / self._positive(values))
+
+    def sqrt(self) -> "KroneckerOperator":
+        def root(values: Array) -> Array:
+            values = eqx.error_if(
+                values,
+                values < -_rounding(values.ravel())[0],
+                "`sqrt` needs a positive semidefinite matrix, but an eigenvalue is "
+                "negative: the loss is not convex in what the model returns. Give "
+                "`damping` that exceeds it.",
+            )
+            return jnp.sqrt(jnp.maximum(values, 0))
+
+        return self._with(root)
+
+    @checked
+    def logdet(self) -> Real[Array, ""]:
+        return self._sum(lambda values: jnp.sum(jnp.log(self._positive(values))))
+
+    @checked
+    def trace(self) -> Real[Array, ""]:
+        return self._sum(jnp.sum)
+
+    @checked
+    def diagonal(self) -> Inexact[Array, " n"]:
+        found: dict[int, Array] = {}
+        for own in self._spectra:
+            found.update(zip(own.part.leaves, own.diagonal(), strict=True))
+        leaves = jax.tree.leaves(self._tree(found))
+        return _joined(leaves, self.unravel.dtype)
+
+    def eigh(self) -> tuple[Inexact[Array, " n"], lineax.AbstractLinearOperator]:
+        dtype = common_dtype(*(own.values.dtype for own in self._spectra))
+        values = _joined([own.values for own in self._spectra], dtype)
+
+        def vectors(coordinates: Inexact[Array, " n"]) -> PyTree:
+            found: dict[int, Array] = {}
+            start = 0
+            for own in self._spectra:
+                piece = coordinates[start : start + own.values.size]
+                start += own.values.size
+                leaves = own.leaves(piece.reshape(own.values.shape))
+                found.update(zip(own.part.leaves, leaves, strict=True))
+            return self._tree(found)
+
+        struct = jax.ShapeDtypeStruct(values.shape, dtype)
+        return values, lineax.FunctionLinearOperator(vectors, struct)
+
+    @checked
+    def as_matrix(self) -> Inexact[Array, "n n"]:
+        every = jnp.eye(sum(self.unravel.sizes), dtype=self.unravel.dtype)
+        columns = jax.vmap(lambda x: self.mv(self.unravel(x)))(every)
+        columns = jax.tree.leaves(columns)
+        flat = [x.reshape(x.shape[0], -1).astype(every.dtype) for x in columns]
+        matrix = jnp.concatenate(flat, axis=1)
+        return (matrix + matrix.T) / 2
+
+    def as_pytree(self) -> PyTree:
+        zeros = self.unravel(jnp.zeros(sum(self.unravel.sizes), self.unravel.dtype))
+        return hessian_to_pytree(self.as_matrix(), zeros)
+
+    def transpose(self) -> "KroneckerOperator":
+        return self
+
+    def in_structure(self) -> PyTree:
+        return jax.tree.unflatten(self.unravel.treedef, self.unravel.structs)
+
+    def out_structure(self) -> PyTree:
+        return self.in_structure()
+
+    def _sum(self, fun: Callable[[Array], Array]) -> Array:
+        found = [fun(own.values) for own in self._spectra]
+        dtype = common_dtype(*(x.dtype for x in found))
+        return sum((x.astype(dtype) for x in found), jnp.zeros((), dtype))
+
+    def _positive(self, values: Array) -> Array:
+        # What is zero but for rounding is so no more where damping was added.
+        rounding = jnp.where(self._is_damped, 0, _rounding(values.ravel())[0])
+        return eqx.error_if(
+            values,
+            values <= rounding.astype(values.dtype),
+            "`inverse` and `logdet` need a positive definite matrix, but an eigenvalue "
+            "is not positive: the factors are singular, or the loss is not convex in "
+            "what the model returns. Give `operator(damping=...)` more damping.",
+        )

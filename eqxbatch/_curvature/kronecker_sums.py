@@ -1,0 +1,353 @@
+"""Kronecker factors and exact blocks of some examples, from the factors of sites.
+
+With operands `a` and cotangents `d` at the positions `t` that share a weight, the
+gradient of an example is `sum_t d_t a_t^T`. Its second moment is taken to be the
+product of those of `d` and of `a`.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Real, Shaped
+
+from .._base.dtypes import common_dtype, widened
+from .._base.mesh import is_on_mesh, vary, varying
+from .._batch.moments import Sum
+from .._batch.rows import accumulated, Rows
+from .._sites.einsum import contract, EXAMPLE, Labels
+from .._sites.factors import Factors, gradients
+from .._sites.kronecker import Layout, Operands, Part, uses_of
+from .._sites.site import Label
+from .._sites.trace import Program
+
+
+WeightSharing = Literal["expand", "reduce"]
+
+
+VECTOR: Label = ("output", 0)
+
+
+# What is formed of the gradients of some examples takes no more bytes than that.
+_MOST_BYTES = 2**22
+
+
+class Weighing(NamedTuple):
+    """How the examples, and the vectors that were pulled back, enter.
+
+    - `curve`: what is between the vectors of an example; None for one each, and nothing
+        between them.
+    """
+
+    num: int
+    weights: Real[Array, " n"] | None
+    curve: Inexact[Array, "n vectors vectors"] | None
+
+    def sum(self) -> Array:
+        if self.weights is None:
+            return jnp.asarray(float(self.num))
+        return jnp.sum(widened(self.weights))
+
+    def times(self, x: Inexact[Array, "n ..."]) -> Inexact[Array, "n ..."]:
+        """Something of each example, weighted."""
+        if self.weights is None:
+            return x
+        weights = self.weights.astype(x.dtype)
+        return x * jnp.expand_dims(weights, range(1, x.ndim))
+
+    def seconds(
+        self, x: Inexact[Array, "n vectors ..."]
+    ) -> Inexact[Array, "n vectors ..."]:
+        """What `x` is to be multiplied with, and summed, for the curvature along it."""
+        if self.curve is not None:
+            curve = self.curve.astype(common_dtype(x.dtype, self.curve.dtype))
+            x = jnp.einsum("nv...,nvw->nw...", x.astype(curve.dtype), curve)
+        return self.times(x)
+
+
+class _Use(NamedTuple):
+    """The factors at one site, flat, with examples along axis 0.
+
+    - `tokens`: what an embedding looks up, in the place of the operand.
+    """
+
+    a: Inexact[Array, "n positions batch inputs"] | None
+    d: Inexact[Array, "n vectors positions batch outputs"]
+    tokens: Shaped[Array, "n positions"] | None
+    is_swapped: bool
+
+
+def _flat(use: Operands, factors: Factors, layout: Layout) -> _Use:
+    (a, of_a), (d, of_d), shared = use.terms(factors)
+    sides = (layout.inputs, layout.outputs)
+    into, out = sides[::-1] if use.is_swapped else sides
+    num, vectors = d.shape[:2]
+    positions = math.prod(d.shape[of_d.index(label)] for label in shared)
+    d = _in_order(d, of_d, (EXAMPLE, VECTOR), shared, layout.batch, out)
+    count, rows = layout.size(layout.batch), layout.size(out)
+    d = d.reshape(num, vectors, positions, count, rows)
+    if use.site.rule.token is not None:
+        tokens = _in_order(a, of_a, (EXAMPLE,), shared, (), ())
+        return _Use(None, d, tokens.reshape(num, positions), use.is_swapped)
+    a = _in_order(a, of_a, (EXAMPLE,), shared, layout.batch, into)
+    a = a.reshape(num, positions, count, layout.size(into))
+    return _Use(a, d, None, use.is_swapped)
+
+
+def _in_order(
+    x: Array, own: Labels, lead: Labels, shared: Labels, *axes: Sequence[int]
+) -> Array:
+    of_leaf = [("leaf", axis) for group in axes for axis in group]
+    wanted = (*lead, *shared, *(label for label in of_leaf if label in own))
+    return contract([(x, own)], wanted)
+
+
+def _gram(
+    x: Inexact[Array, "z batch k"], y: Inexact[Array, "z batch k"]
+) -> Inexact[Array, "batch k k"]:
+    """The sum of outer products; one matrix product if there is one of them."""
+    if x.shape[1] == 1:
+        return jnp.einsum("zi,zj->ij", x[:, 0], y[:, 0])[None]
+    return jnp.einsum("zbi,zbj->bij", x, y)
+
+
+def symmetric(x: Inexact[Array, "*batch k k"]) -> Inexact[Array, "*batch k k"]:
+    """A matrix that is symmetric but for rounding, exactly so."""
+    return (x + jnp.swapaxes(x, -1, -2)) / 2
+
+
+def _merged(x: Array, num: int) -> Array:
+    """The first axes as one."""
+    return x.reshape(-1, *x.shape[num:]) if x.size else x.reshape(0, *x.shape[num:])
+
+
+def _grams_of_operand(
+    a: Inexact[Array, "n positions batch inputs"], weighing: Weighing
+) -> tuple[Inexact[Array, "batch inputs inputs"], Inexact[Array, "batch inputs"]]:
+    weighted = weighing.times(a)
+    gram = _gram(_merged(a, 2), _merged(weighted, 2))
+    return gram, jnp.sum(weighted, (0, 1))
+
+
+def _gram_of_cotangent(
+    d: Inexact[Array, "n vectors positions batch outputs"], weighing: Weighing
+) -> Inexact[Array, "batch outputs outputs"]:
+    return _gram(_merged(d, 3), _merged(weighing.seconds(d), 3))
+
+
+def _counts(
+    tokens: Shaped[Array, "n positions"], weighing: Weighing, num_rows: int, dtype: Any
+) -> Inexact[Array, " rows"]:
+    """How often each row of a table is looked up."""
+    take = lambda table: jnp.take(table, tokens, mode="fill", fill_value=0)
+    ones = weighing.times(jnp.ones(tokens.shape, dtype))
+    table = jnp.zeros(num_rows, dtype)
+    return jax.linear_transpose(take, table)(ones)[0]
+
+
+def part_sums(
+    program: Program,
+    part: Part,
+    factors: Factors,
+    weighing: Weighing,
+    sharing: WeightSharing,
+) -> list[Array]:
+    """What is summed over examples for one block.
+
+    For Kronecker factors, that is for each of the two roles of operands that the weight
+    has: the second moment of the operands, their sum, the second moment of the
+    cotangents, and the number of positions.
+    """
+    if part.structure != "kronecker":
+        return [_exact_sum(program, part, factors, weighing)]
+    layout = part.layout
+    assert layout is not None
+    found: list[Array] = []
+    uses = [_flat(use, factors, layout) for use in uses_of(program, part)]
+    for is_swapped in (False, True):
+        own = [use for use in uses if use.is_swapped is is_swapped]
+        if own:
+            found += _role_sums(own, part, weighing, sharing)
+    return found
+
+
+def _role_sums(
+    uses: list[_Use], part: Part, weighing: Weighing, sharing: WeightSharing
+) -> list[Array]:
+    positions = sum(use.d.shape[2] for use in uses)
+    if sharing == "reduce" and all(use.a is not None for use in uses):
+        # The mean of the operands, and the sum of the cotangents, over the positions.
+        operands = (jnp.sum(use.a, 1) for use in uses if use.a is not None)
+        a = functools.reduce(jnp.add, operands) / max(positions, 1)
+        d = functools.reduce(jnp.add, (jnp.sum(use.d, 2) for use in uses))
+        uses = [_Use(a[:, None], d[:, :, None], None, uses[0].is_swapped)]
+        positions = 1
+    grams, sums, outputs = zip(
+        *(_use_sums(use, part, weighing) for use in uses), strict=True
+    )
+    add = functools.partial(functools.reduce, jnp.add)
+    gram, count = add(grams), weighing.sum() * positions
+    # Of what varies over devices in `jax.shard_map`, there is one count on each.
+    count = vary(count.astype(outputs[0].dtype), varying(jax.typeof(gram)))
+    return [gram, add(sums), add(outputs), count]
+
+
+def _use_sums(use: _Use, part: Part, weighing: Weighing) -> tuple[Array, Array, Array]:
+    outputs = _gram_of_cotangent(use.d, weighing)
+    if use.tokens is None:
+        assert use.a is not None
+        return *_grams_of_operand(use.a, weighing), outputs
+    assert part.layout is not None
+    side = part.layout.outputs if use.is_swapped else part.layout.inputs
+    num = part.layout.size(side)
+    counts = _counts(use.tokens, weighing, num, outputs.dtype)
+    if part.is_counted:
+        return counts[None], counts[None], outputs
+    return jnp.diag(counts)[None], counts[None], outputs
+
+
+def num_sums(program: Program, part: Part) -> int:
+    """How many arrays `part_sums` has."""
+    if part.structure != "kronecker":
+        return 1
+    return 4 * len({use.is_swapped for use in uses_of(program, part)})
+
+
+def _of_leaves(
+    program: Program, part: Part, factors: Factors
+) -> Inexact[Array, "n vectors entries"]:
+    """The gradient of each example along each vector, flat."""
+    found = []
+    for leaf in part.leaves:
+        struct, sites = program.leaves[leaf], program.sites_of(leaf)
+        if sites:
+            own = widened(gradients(sites, factors, struct))
+            found.append(own.reshape(*own.shape[:2], struct.size))
+        else:
+            lead = factors.cotangents[0].array.shape[:2]
+            found.append(jnp.zeros((*lead, struct.size), struct.dtype))
+    dtype = common_dtype(*(x.dtype for x in found))
+    return jnp.concatenate([x.astype(dtype) for x in found], axis=-1)
+
+
+def _exact_sum(
+    program: Program, part: Part, factors: Factors, weighing: Weighing
+) -> Array:
+    gradient = _of_leaves(program, part, factors)
+    second = weighing.seconds(gradient)
+    if part.structure == "diagonal":
+        return jnp.sum(gradient * second, (0, 1))
+    return _gram(_merged(gradient, 2)[:, None], _merged(second, 2)[:, None])[0]
+
+
+def finished(part: Part, sums: list[Array]) -> tuple[Array, Array]:
+    """The two factors of a block, from the sums of all examples.
+
+    Where a weight has two roles, that is the product with the partial traces of the sum
+    of both.
+    """
+    layout = part.layout
+    assert layout is not None
+    roles = [sums[start : start + 4] for start in range(0, len(sums), 4)]
+    pairs = []
+    for gram, total, outputs, count in roles:
+        safe = jnp.where(count == 0, 1, count)
+        inputs = gram / safe
+        if layout.bias is not None:
+            mean = total / safe
+            ones = jnp.where(count == 0, 0, jnp.ones((len(mean), 1, 1), mean.dtype))
+            column, corner = mean[:, :, None], ones
+            inputs = jnp.concatenate(
+                [
+                    jnp.concatenate([inputs, column], axis=2),
+                    jnp.concatenate([jnp.swapaxes(column, 1, 2), corner], axis=2),
+                ],
+                axis=1,
+            )
+        pairs.append((inputs, outputs))
+    pairs = [
+        (inputs if part.is_counted else symmetric(inputs), symmetric(outputs))
+        for inputs, outputs in pairs
+    ]
+    if len(pairs) == 1:
+        return pairs[0]
+    (first, second), (outputs, inputs) = pairs
+    traces = [
+        jnp.trace(x, axis1=1, axis2=2)[:, None, None]
+        for x in (first, second, inputs, outputs)
+    ]
+    total = traces[0] * traces[1] + traces[2] * traces[3]
+    safe = jnp.where(total == 0, 1, total)
+    return (
+        (traces[1] * first + traces[3] * inputs) / safe,
+        traces[0] * second + traces[2] * outputs,
+    )
+
+
+def moment_sums(
+    program: Program,
+    part: Part,
+    factors: Factors,
+    weighing: Weighing,
+    bases: tuple[Array | None, Array],
+) -> Inexact[Array, "batch outputs inputs"]:
+    """Second moments of the gradients of examples, along products of eigenvectors."""
+    layout = part.layout
+    assert layout is not None
+    uses = [_flat(use, factors, layout) for use in uses_of(program, part)]
+    (use, *rest) = uses
+    is_one = not rest and use.d.shape[2] == 1 and use.a is not None
+    if is_one:
+        # An outer product, whose squares are products of squares.
+        a, d = _rotated(use, layout, bases)
+        squares = jnp.sum(d * weighing.seconds(d), (1, 2))
+        return jnp.einsum("nbi,nbo->boi", a[:, 0] ** 2, squares)
+
+    def moments(uses: list[_Use], weighing: Weighing) -> Array:
+        formed = functools.reduce(jnp.add, (_formed(x, layout, bases) for x in uses))
+        return jnp.sum(formed * weighing.seconds(formed), 1)
+
+    arrays, treedef = jax.tree.flatten(
+        ([(x.a, x.d, x.tokens) for x in uses], weighing.weights, weighing.curve)
+    )
+
+    def of_block(arrays: list, num: int) -> Array:
+        own, weights, curve = jax.tree.unflatten(treedef, arrays)
+        some = [_Use(*x, use.is_swapped) for x, use in zip(own, uses, strict=True)]
+        return jnp.sum(moments(some, Weighing(num, weights, curve)), 0)
+
+    entries = math.prod(layout.sizes) * use.d.shape[1] * use.d.dtype.itemsize
+    # On a mesh, each device would be asked for the same examples at the same time.
+    size = None if is_on_mesh(use.d) else max(1, _MOST_BYTES // max(entries, 1))
+    rows = Rows(arrays, (0,) * len(arrays), use.d.shape[0])
+    return accumulated(of_block, rows, size, Sum())
+
+
+def _rotated(
+    use: _Use, layout: Layout, bases: tuple[Array | None, Array]
+) -> tuple[Array, Array]:
+    """Operand and cotangent in the eigenvectors of the factors."""
+    into, out = bases[::-1] if use.is_swapped else bases
+    if use.tokens is not None:
+        side = layout.outputs if use.is_swapped else layout.inputs
+        a = jax.nn.one_hot(use.tokens, layout.size(side), dtype=use.d.dtype)[:, :, None]
+    else:
+        assert use.a is not None
+        a = use.a
+    if layout.bias is not None:
+        a = jnp.concatenate([a, jnp.ones((*a.shape[:-1], 1), a.dtype)], axis=-1)
+    if into is not None:
+        a = jnp.einsum("npbi,bij->npbj", a, into.astype(a.dtype))
+    assert out is not None
+    return a, jnp.einsum("nvpbo,boq->nvpbq", use.d, out.astype(use.d.dtype))
+
+
+def _formed(
+    use: _Use, layout: Layout, bases: tuple[Array | None, Array]
+) -> Inexact[Array, "n vectors batch outputs inputs"]:
+    a, d = _rotated(use, layout, bases)
+    formed = jnp.einsum("npbi,nvpbo->nvboi", a, d)
+    return jnp.swapaxes(formed, -1, -2) if use.is_swapped else formed

@@ -1,0 +1,456 @@
+"""Which parameters have Kronecker factors, and on which of their axes.
+
+At a matrix product, the gradient of an example is `sum_t d_t a_t^T` over the positions
+`t` that share the weight. Its axes are those of the input `a`, those of the cotangent
+`d`, and those of both, as of the groups of a convolution: of these, each entry has
+factors of its own.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact
+
+from .einsum import EXAMPLE, Labels, Term
+from .factors import Factors, has_weights, labelled_terms, scale_of
+from .rules import Axes, SUMS
+from .shared import Node, Slope, Value
+from .site import is_lettered, Label, Site
+from .trace import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A weight as matrices, for each entry of some axes one.
+
+    - `leaf_shape`: that of the weight, and `shape` the same with some axes split in
+        two, so that each is of one kind.
+    - `batch`, `outputs`, `inputs`: the axes of each kind; one of size 1 may be none.
+    - `bias`: if a bias is one more input, its shape, and to which axes of the weight
+        its own belong.
+    """
+
+    leaf_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    batch: tuple[int, ...]
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]
+    bias: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def size(self, axes: Sequence[int]) -> int:
+        return math.prod(self.shape[axis] for axis in axes)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The numbers of matrices, and of rows and columns of each."""
+        num = self.size(self.inputs) + (self.bias is not None)
+        return self.size(self.batch), self.size(self.outputs), num
+
+    def matrices(
+        self, leaves: Sequence[Inexact[Array, "..."]]
+    ) -> Inexact[Array, "batch outputs inputs"]:
+        """The weight, and the bias as the last column."""
+        weight, *bias = leaves
+        order = (*self.batch, *self.outputs, *self.inputs)
+        units = tuple(i for i, _ in enumerate(self.shape) if i not in order)
+        weight = jnp.transpose(weight.reshape(self.shape), (*units, *order))
+        num, rows, _ = self.sizes
+        weight = weight.reshape(num, rows, self.size(self.inputs))
+        if self.bias is None:
+            return weight
+        _, axes = self.bias
+        column = bias[0].reshape([self.shape[axis] for axis in axes])
+        wanted = (*self.batch, *self.outputs)
+        column = jnp.transpose(column, [axes.index(axis) for axis in wanted])
+        return jnp.concatenate([weight, column.reshape(num, rows, 1)], axis=-1)
+
+    def leaves(
+        self, matrices: Inexact[Array, "batch outputs inputs"]
+    ) -> list[Inexact[Array, "..."]]:
+        """The arrays of which `matrices` makes that."""
+        order = (*self.batch, *self.outputs, *self.inputs)
+        units = tuple(i for i, _ in enumerate(self.shape) if i not in order)
+        order = (*units, *order)
+        weight = matrices[..., : self.size(self.inputs)]
+        weight = weight.reshape([self.shape[axis] for axis in order])
+        weight = jnp.transpose(weight, [order.index(i) for i, _ in enumerate(order)])
+        weight = weight.reshape(self.leaf_shape)
+        if self.bias is None:
+            return [weight]
+        shape, axes = self.bias
+        wanted = (*self.batch, *self.outputs)
+        column = matrices[..., -1].reshape([self.shape[axis] for axis in wanted])
+        column = jnp.transpose(column, [wanted.index(axis) for axis in axes])
+        return [weight, column.reshape(shape)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Where one site of a weight has the axes of its layout.
+
+    - `labels`: for each axis that the site names, what it is.
+    - `is_swapped`: whether the operand has the outputs of the layout, as where an
+        embedding is the last layer, too.
+    """
+
+    site: Site
+    labels: dict[str, Label]
+    is_swapped: bool
+
+    def terms(self, factors: Factors) -> tuple[Term, Term, Labels]:
+        """The operand, the cotangent, and the positions that they share.
+
+        Both are summed over axes that only one of them has; and the cotangent is
+        multiplied with what the site is.
+        """
+        (a, of_a), (d, of_d) = labelled_terms(self.site, factors, EXAMPLE, self.labels)
+        shared = [label for label in of_a if label in of_d and _is_position(label)]
+        sums: list[Term] = []
+        for x, labels in ((a, of_a), (d, of_d)):
+            own = [
+                axis
+                for axis, label in enumerate(labels)
+                if _is_position(label) and label not in shared
+            ]
+            kept = tuple(label for i, label in enumerate(labels) if i not in own)
+            is_tokens = x is a and self.site.rule.token is not None
+            sums.append((x if is_tokens else jnp.sum(x, axis=tuple(own)), kept))
+        (d, of_d) = sums[1]
+        return sums[0], (d * scale_of(self.site), of_d), tuple(shared)
+
+
+def _is_position(label: Label) -> bool:
+    return label[0] == 0
+
+
+Structure = Literal["kronecker", "block", "diagonal"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A block of an approximate curvature, of one leaf or of several.
+
+    - `leaves`: their numbers, and `shapes` their shapes.
+    - `structure`: Kronecker factors, or the exact block, or its diagonal.
+    - `layout`: for Kronecker factors: the axes of the first leaf. The second one, if
+        there is one, is its bias.
+    - `is_counted`: whether the factor of the inputs is a diagonal one, of the tokens
+        that an embedding looks up.
+    - `reason`: why there are no Kronecker factors.
+    """
+
+    leaves: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    structure: Structure
+    layout: Layout | None = None
+    is_counted: bool = False
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        """The sizes of the factors, of the outputs and of the inputs."""
+        if self.layout is None:
+            return self.structure
+        num, rows, columns = self.layout.sizes
+        first = f"diagonal {columns}" if self.is_counted else str(columns)
+        text = f"{rows} (x) {first}"
+        return text if num == 1 else f"{num} of {text}"
+
+
+# The exact block of an array that has no Kronecker factors has at most so many columns.
+_LARGEST = 512
+
+
+def parts_of(program: Program, chosen: Sequence[Sequence[int]] | None) -> list[Part]:
+    """The blocks of leaves; a bias joins its weight unless blocks are `chosen`."""
+    num = len(program.leaves)
+    joined: dict[int, tuple[int, Layout]] = {}
+    layouts = {leaf: _layout(program, leaf) for leaf in range(num)}
+    for weight, layout in layouts.items():
+        if isinstance(layout, str):
+            continue
+        met = {site.perturbation for site in program.sites_of(weight)}
+        sharing = {x.leaf for x in program.sites if x.perturbation in met} - {weight}
+        for bias in sorted(sharing):
+            found = _with_bias(program, weight, layout, bias)
+            if found is not None:
+                joined[weight] = (bias, found)
+                break
+    if chosen is None:
+        biases = {bias: weight for weight, (bias, _) in joined.items()}
+        # A bias that two weights lead to belongs to neither.
+        counts = collections.Counter(bias for bias, _ in joined.values())
+        biases = {bias: own for bias, own in biases.items() if counts[bias] == 1}
+        chosen = [
+            (leaf, *(bias for bias, weight in biases.items() if weight == leaf))
+            for leaf in range(num)
+            if leaf not in biases
+        ]
+    parts = []
+    for leaves in chosen:
+        shapes = tuple(program.leaves[leaf].shape for leaf in leaves)
+        own = next((x for x in leaves if not isinstance(layouts[x], str)), None)
+        layout = None if own is None else layouts[own]
+        if len(leaves) == 2 and own in joined and joined[own][0] in leaves:
+            bias, layout = joined[own]
+            leaves, order = (own, bias), [leaves.index(x) for x in (own, bias)]
+            shapes = tuple(shapes[i] for i in order)
+        elif len(leaves) > 1:
+            layout = None
+        if isinstance(layout, Layout):
+            is_counted = _is_counted(program, leaves[0])
+            part = Part(tuple(leaves), shapes, "kronecker", layout, is_counted)
+        else:
+            part = _without_factors(program, leaves, shapes, layouts)
+        parts.append(part)
+    return parts
+
+
+def _without_factors(
+    program: Program,
+    leaves: Sequence[int],
+    shapes: tuple[tuple[int, ...], ...],
+    layouts: dict[int, Layout | str],
+) -> Part:
+    if len(leaves) > 1:
+        reason = "several arrays are one block"
+        return Part(tuple(leaves), shapes, "block", reason=reason)
+    (leaf,) = leaves
+    reason = layouts[leaf]
+    assert isinstance(reason, str)
+    is_small = program.leaves[leaf].size <= _LARGEST
+    kind: Structure = "block" if is_small else "diagonal"
+    return Part((leaf,), shapes, kind, reason=reason)
+
+
+def multiplied(program: Program, leaf: int) -> int | None:
+    """Another leaf that a leaf is multiplied with; None if there is none."""
+    for site in program.sites_of(leaf):
+        for step in site.view.steps:
+            for number in step.values:
+                others = _leaves_of(program.value_of(number)) - {leaf}
+                if others:
+                    return min(others)
+    return None
+
+
+def _leaves_of(value: Value) -> set[int]:
+    """The leaves that a value is made of, and has derivatives in."""
+    nodes: list[Node] = [value.node if isinstance(value, Slope) else value]
+    found, seen = set(), set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.leaf is not None and node.varies:
+            found.add(node.leaf)
+        nodes += node.inputs
+    return found
+
+
+def uses_of(program: Program, part: Part) -> list[Operands]:
+    """The sites of a weight with Kronecker factors."""
+    assert part.layout is not None
+    uses = []
+    for site in program.sites_of(part.leaves[0]):
+        labels, _ = _labels(program, site)
+        kinds = _kinds(site, labels)
+        assert kinds is not None
+        is_swapped = _present(kinds[1], part.layout.shape) != _present(
+            part.layout.outputs, part.layout.shape
+        )
+        uses.append(Operands(site, labels, is_swapped))
+    return uses
+
+
+def _present(axes: Sequence[int], shape: tuple[int, ...]) -> set[int]:
+    """Those of more than one entry: others may be of any kind."""
+    return {axis for axis in axes if shape[axis] != 1}
+
+
+def _labels(program: Program, site: Site) -> tuple[dict[str, Label], tuple[int, ...]]:
+    """What the axes of a site are, and the shape of its leaf with axes split."""
+    axes, sizes = site.view.axes, site.sizes
+    assert axes is not None
+    names = iter(site.w_axes)
+    of_axes: dict[int, list[str]] = {}
+    for axis, length in zip(axes, _view_shape(site), strict=True):
+        own = [next(names)]
+        while math.prod(sizes[name] for name in own) != length:
+            own.append(next(names))
+        if axis is not None:
+            of_axes[axis] = own
+    shape: list[int] = []
+    labels: dict[str, Label] = {name: (0, name) for name in sizes}
+    for axis, length in enumerate(program.leaves[site.leaf].shape):
+        own = of_axes.get(axis, [])
+        for name in own:
+            labels[name] = ("leaf", len(shape))
+            shape.append(sizes[name])
+        if not own:
+            shape.append(length)
+    return labels, tuple(shape)
+
+
+def _view_shape(site: Site) -> tuple[int, ...]:
+    steps = [loop.length for loop in site.loops if loop.is_sliced]
+    return (*steps, *site.view.shape)
+
+
+_Kinds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _kinds(site: Site, labels: dict[str, Label]) -> _Kinds | None:
+    """The axes of a leaf in both factors, in the cotangent and in the operand.
+
+    None if it is not a matrix product.
+    """
+    of_a = {labels[name] for name in site.a_axes}
+    if site.rule.token is not None:
+        of_a.add(labels[site.rule.token])
+    of_d = {labels[name] for name in site.d_axes}
+    both = [x for x in of_a & of_d if not _is_position(x)]
+    out = [x for x in of_d - of_a if not _is_position(x)]
+    into = [x for x in of_a - of_d if not _is_position(x)]
+    if not into or site.operand is None:
+        return None
+    batch, outputs, inputs = (
+        tuple(sorted(axis for _, axis in found)) for found in (both, out, into)
+    )
+    return batch, outputs, inputs
+
+
+def _layout(program: Program, leaf: int) -> Layout | str:
+    """The axes of a leaf, or why it has no Kronecker factors."""
+    if leaf in program.fallbacks:
+        return program.fallbacks[leaf]
+    sites, shape = program.sites_of(leaf), program.leaves[leaf].shape
+    if not sites:
+        return "the function does not use it"
+    layout = None
+    for site in sites:
+        reason = _reason(site)
+        if reason is not None:
+            return reason
+        labels, split = _labels(program, site)
+        of_leaf = [name for name, label in labels.items() if label[0] == "leaf"]
+        if math.prod(site.sizes[name] for name in of_leaf) != math.prod(shape):
+            return "only a part of it is used"
+        kinds = _kinds(site, labels)
+        if kinds is None:
+            return "it is added, or multiplied entry by entry"
+        own = Layout(shape, split, *kinds)
+        layout = own if layout is None else layout
+        if not _fits(own, layout):
+            return "it is used in products along several axes"
+    assert layout is not None
+    return layout
+
+
+def _reason(site: Site) -> str | None:
+    """Why a site is no matrix product."""
+    view = site.view
+    if site.is_in_branch:
+        return "it is used in a branch, which not all examples take"
+    if site.is_complex or view.is_complex:
+        return "it meets complex numbers"
+    is_named = is_lettered(site) or (site.rule.splits and view.is_whole)
+    if not is_named or view.place is not None:
+        names = dict.fromkeys(key.split("[")[0].split(" ")[0] for key in view.key)
+        steps = ", ".join(f"`{name}`" for name in names)
+        return f"it is used after {steps}" if steps else "only a part of it is used"
+    if has_weights(site) or view.is_weighted:
+        return "its entries are multiplied with numbers of their own"
+    if site.rule.token is not None and any(loop.is_sliced for loop in site.loops):
+        return "tokens are looked up in one table for each step of a loop"
+    return None
+
+
+def _fits(own: Layout, other: Layout) -> bool:
+    """Whether two uses have the same axes, but for which of two sides is the input."""
+    if own.shape != other.shape:
+        return False
+    shape = own.shape
+    kinds = [
+        [_present(axes, shape) for axes in (x.batch, x.outputs, x.inputs)]
+        for x in (own, other)
+    ]
+    (batch, outputs, inputs), expected = kinds
+    return expected in ([batch, outputs, inputs], [batch, inputs, outputs])
+
+
+def _is_counted(program: Program, leaf: int) -> bool:
+    return all(site.rule.token is not None for site in program.sites_of(leaf))
+
+
+def _with_bias(
+    program: Program, weight: int, layout: Layout, bias: int
+) -> Layout | None:
+    """The layout with a bias as one more input; None if it is not one.
+
+    It is one if it is added to each product with the weight, and to nothing else.
+    """
+    sites, others = program.sites_of(weight), program.sites_of(bias)
+    if bias in program.fallbacks or len(sites) != len(others):
+        return None
+    by_perturbation = {site.perturbation: site for site in sites}
+    found = {
+        _bias_axes(program, by_perturbation.get(other.perturbation), other)
+        for other in others
+    }
+    if len(by_perturbation) != len(sites) or len(found) != 1:
+        return None
+    if len({other.perturbation for other in others}) != len(others):
+        return None
+    (axes,) = found
+    wanted = _present((*layout.batch, *layout.outputs), layout.shape)
+    if axes is None or _present(axes, layout.shape) != wanted:
+        return None
+    # Axes of size 1, which a bias may lack.
+    missing = {*layout.batch, *layout.outputs} - {*axes}
+    axes = (*axes, *sorted(missing))
+    shape = program.leaves[bias].shape
+    return dataclasses.replace(layout, bias=(shape, axes))
+
+
+def _bias_axes(
+    program: Program, site: Site | None, other: Site
+) -> tuple[int, ...] | None:
+    """To which axes of a weight those of what is added to the product belong."""
+    if site is None or site.rule.token is not None or other.rule.kind not in SUMS:
+        return None
+    if _reason(other) is not None or scale_of(site) != scale_of(other):
+        return None
+    if site.loops != other.loops and not _alike_loops(site, other):
+        return None
+    labels, _ = _labels(program, site)
+    of_bias, shape = _labels(program, other)
+    if math.prod(shape) != program.leaves[other.leaf].size:
+        return None
+    names: dict[str, Axes] = {
+        f"loop{i}": (f"loop{i}",) for i, _ in enumerate(site.loops)
+    }
+    for own, of_other in zip(site.rule.y_axes, other.rule.y_axes, strict=True):
+        names.update((name, own) for name in of_other)
+    axes: dict[int, list[Label]] = {}
+    for name, label in of_bias.items():
+        if label[0] == "leaf" and name in names and other.sizes[name] != 1:
+            axes[label[1]] = [labels[x] for x in names[name]]
+    of_leaf = [label for _, found in sorted(axes.items()) for label in found]
+    if any(_is_position(label) for label in of_leaf):
+        return None
+    numbers = tuple(label[1] for label in of_leaf)
+    return numbers if len({*numbers}) == len(numbers) else None
+
+
+def _alike_loops(site: Site, other: Site) -> bool:
+    """Whether two sites are in the same steps of the same loops."""
+    steps = [
+        [(loop.loop, loop.length, loop.start) for loop in x.loops]
+        for x in (site, other)
+    ]
+    return steps[0] == steps[1]

@@ -1,0 +1,169 @@
+# %% [markdown]
+# # Which training images matter for a prediction
+#
+# How would the loss of a test image change if one training image were left out? To
+# first order, that is the inner product of two gradients, with the inverse curvature
+# between them: an influence function ([Koh and Liang,
+# 2017](https://arxiv.org/abs/1703.04730)). For networks, the inverse is that of EK-FAC
+# ([Grosse et al., 2023](https://arxiv.org/abs/2308.03296)). Here it is compared with
+# what happens when images are really left out, and the network is trained again.
+
+# %%
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import eqxbatch
+
+
+digits = load_digits()
+order = np.random.default_rng(0).permutation(len(digits.target))
+images = jnp.asarray(digits.data[order] / 16, jnp.float32)
+labels = jnp.asarray(digits.target[order], jnp.int32)
+NUM, DECAY = 400, 3e-3
+x, y = images[:NUM], labels[:NUM]
+
+
+# %% [markdown]
+# A small network with weight decay, trained until its loss hardly changes. Weights of
+# the examples say which of them take part.
+
+
+# %%
+def predict(model, image, label):
+    return model(image)
+
+
+def cross_entropy(logits, image, label):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, label)
+
+
+def loss(model, image, label):
+    return cross_entropy(predict(model, image, label), image, label)
+
+
+network = eqx.nn.MLP(64, 10, 16, 1, jnp.tanh, key=jr.key(0))
+start, rest = eqx.partition(network, eqx.is_inexact_array)
+
+
+def fit(parameters, weights, steps, rate):
+    def objective(parameters):
+        model = eqx.combine(parameters, rest)
+        values = jax.vmap(lambda x, y: loss(model, x, y))(x, y)
+        decay = sum(jnp.sum(w**2) for w in jax.tree.leaves(parameters))
+        return jnp.sum(weights * values) / NUM + DECAY / 2 * decay
+
+    optimiser = optax.adam(optax.cosine_decay_schedule(rate, steps))
+
+    def step(carry, _):
+        parameters, state = carry
+        value, gradient = jax.value_and_grad(objective)(parameters)
+        updates, state = optimiser.update(gradient, state)
+        return (optax.apply_updates(parameters, updates), state), value
+
+    carry = parameters, optimiser.init(parameters)
+    (parameters, _), values = jax.lax.scan(step, carry, length=steps)
+    return parameters, values
+
+
+fit = jax.jit(fit, static_argnums=(2, 3))
+parameters, values = fit(start, jnp.ones(NUM), 3000, 0.02)
+model = eqx.combine(parameters, rest)
+print(f"objective: {values[0]:.3f} before training, {values[-1]:.4f} after it")
+
+# %% [markdown]
+# The test image is the one, of those that the network gets right, that it is the least
+# sure of.
+
+# %%
+held_out = jax.vmap(lambda x, y: loss(model, x, y))(images[NUM:], labels[NUM:])
+is_right = jnp.argmax(jax.vmap(model)(images[NUM:]), 1) == labels[NUM:]
+number = NUM + int(jnp.argmax(jnp.where(is_right, held_out, -jnp.inf)))
+question = images[number], labels[number]
+print(f"a {question[1]} with loss {loss(model, *question):.3f}")
+
+# %% [markdown]
+# The curvature of the training loss, by EK-FAC, with the weight decay as its damping.
+# One solve with it, for the gradient of the test image, is enough for all training
+# images: the inner products of their gradients with that direction are the derivative
+# of their losses along it, which is one `jax.jvp`. No gradient of a training image is
+# formed.
+
+# %%
+factors = eqxbatch.filter_kfac(predict, cross_entropy, in_axes=0, corrected=True)(
+    model, x, y
+)
+print(factors)
+gradient = eqx.filter_grad(loss)(model, *question)
+direction = factors.operator(damping=DECAY).inverse().mv(gradient)
+
+
+def losses(parameters):
+    model = eqx.combine(parameters, rest)
+    return jax.vmap(lambda x, y: loss(model, x, y))(x, y)
+
+
+_, slopes = jax.jvp(losses, (parameters,), (direction,))
+influence = slopes / NUM
+
+# %% [markdown]
+# The truth: 20 images of large influence and 40 others are left out, one at a time, and
+# the network is trained again from where it was. `filter_micro_vmap` does that for 20
+# of them at a time.
+
+# %%
+ranked = jnp.argsort(-jnp.abs(influence))
+left_out = jnp.concatenate([ranked[:20], jr.permutation(jr.key(1), ranked[20:])[:40]])
+
+
+@eqx.filter_jit
+def change_without(row):
+    weights = jnp.ones(NUM).at[row].set(0.0)
+    again, _ = fit(parameters, weights, 500, 0.002)
+    return loss(eqx.combine(again, rest), *question) - loss(model, *question)
+
+
+changes = eqxbatch.filter_micro_vmap(change_without, microbatch_size=20)(left_out)
+none_left_out, _ = fit(parameters, jnp.ones(NUM), 500, 0.002)
+baseline = loss(eqx.combine(none_left_out, rest), *question) - loss(model, *question)
+changes = changes - baseline
+ranks = lambda x: jnp.argsort(jnp.argsort(x))
+correlation = float(jnp.corrcoef(influence[left_out], changes)[0, 1])
+of_ranks = float(jnp.corrcoef(ranks(influence[left_out]), ranks(changes))[0, 1])
+print(f"correlation {correlation:.2f}, of ranks {of_ranks:.2f}")
+assert min(correlation, of_ranks) > 0.6
+
+# %% [markdown]
+# The influence of an image is how much the loss of the test image would rise without
+# it: images with large ones help the prediction, those with negative ones hurt it.
+
+# %%
+figure = plt.figure(figsize=(10, 4), layout="constrained")
+grid = figure.add_gridspec(2, 9)
+scatter = figure.add_subplot(grid[:, :4])
+scatter.plot(influence[left_out], changes, "o", markersize=4)
+ends = [float(jnp.min(influence)), float(jnp.max(influence))]
+scatter.plot(ends, ends, ":", color="grey")
+scatter.set(
+    xlabel="influence by EK-FAC",
+    ylabel="rise of the loss when left out",
+    title=f"Correlation {correlation:.2f}, of ranks {of_ranks:.2f}",
+)
+ranked = np.asarray(jnp.argsort(-influence))
+shown = (("helps", ranked[:4]), ("hurts", ranked[::-1][:4]))
+for row, (title, chosen) in enumerate(shown):
+    for column, i in enumerate([number, *chosen]):
+        axis = figure.add_subplot(grid[row, 4 + column])
+        axis.imshow(images[i].reshape(8, 8), cmap="gray_r")
+        axis.set(title="test" if column == 0 else f"{title}: {labels[i]}")
+        axis.axis("off")
+path = pathlib.Path("influence.png")
+figure.savefig(path, dpi=120)
+print(f"saved {path}")

@@ -1,0 +1,217 @@
+# %% [markdown]
+# # Natural gradients by K-FAC
+#
+# The natural gradient is the gradient times the inverse of the Fisher matrix, which
+# knows how much each direction in parameter space changes what the model predicts
+# ([Amari, 1998](https://doi.org/10.1162/089976698300017746)). K-FAC ([Martens and
+# Grosse, 2015](https://arxiv.org/abs/1503.05671)) makes it affordable: the block of
+# each layer is a Kronecker product of two small matrices. Here it trains a small
+# convolutional network on handwritten digits, inside of an `optax` chain, next to Adam.
+
+# %%
+import pathlib
+import time
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import eqxbatch
+
+
+digits = load_digits()
+order = np.random.default_rng(0).permutation(len(digits.target))
+images = jnp.asarray(digits.images[order, None] / 16 - 0.3, jnp.float32)
+labels = jnp.asarray(digits.target[order], jnp.int32)
+train, test = slice(0, 1400), slice(1400, None)
+
+
+# %% [markdown]
+# The model, and the loss of what it returns for one image. Nothing in them knows of
+# K-FAC.
+
+
+# %%
+class Network(eqx.Module):
+    convolutions: list[eqx.nn.Conv2d]
+    last: eqx.nn.Linear
+
+    def __init__(self, *, key):
+        keys = jr.split(key, 3)
+        self.convolutions = [
+            eqx.nn.Conv2d(1, 16, 3, padding=1, key=keys[0]),
+            eqx.nn.Conv2d(16, 16, 3, stride=2, padding=1, key=keys[1]),
+        ]
+        self.last = eqx.nn.Linear(16 * 4 * 4, 10, key=keys[2])
+
+    def __call__(self, x):
+        for layer in self.convolutions:
+            x = jax.nn.relu(layer(x))
+        return self.last(x.ravel())
+
+
+def predict(model, image, label):
+    return model(image)
+
+
+def loss(logits, image, label):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, label)
+
+
+# %% [markdown]
+# `filter_kfac` returns the Kronecker factors of a batch. With `fisher="mc"`, labels are
+# drawn from the model's own prediction, so that all factors take one forward and one
+# backward pass. The table shows the sizes of the two factors of each layer: of its
+# outputs, and of its inputs with the bias as one more of them.
+
+
+# %%
+def factors_of(model, images, labels, key):
+    return eqxbatch.filter_kfac(
+        predict,
+        loss,
+        in_axes=0,
+        fisher="mc",
+        key=key,
+        sampler=jr.categorical,
+    )(model, images, labels)
+
+
+network = Network(key=jr.key(0))
+first = factors_of(network, images[:128], labels[:128], jr.key(1))
+print(first)
+
+# %% [markdown]
+# As a transformation of gradients: it averages the factors over steps with
+# `optax.incremental_update`, adds damping, and multiplies the gradient with the
+# inverse. The factors are arrays in a module, so they are part of the optimiser's state
+# like any other. The inverse needs an eigendecomposition of each factor, which is
+# computed anew in every fifth step.
+
+# %%
+DAMPING, MEMORY, EVERY = 3e-3, 0.95, 5
+
+
+class KFACState(NamedTuple):
+    count: jax.Array
+    average: eqxbatch.KroneckerFactors
+    inverse: eqxbatch.KroneckerOperator
+
+
+def scale_by_kfac(example):
+    """`example`: factors of the model, for their shapes."""
+
+    def inverse_of(average):
+        return average.operator(damping=DAMPING).inverse()
+
+    def init(parameters):
+        return KFACState(jnp.zeros((), int), example, inverse_of(example))
+
+    def update(gradient, state, parameters=None, *, factors):
+        average = optax.incremental_update(factors, state.average, 1 - MEMORY)
+        inverse = jax.lax.cond(
+            state.count % EVERY == 0,
+            lambda: inverse_of(average),
+            lambda: state.inverse,
+        )
+        state = KFACState(state.count + 1, average, inverse)
+        return inverse.mv(gradient), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# %% [markdown]
+# Both run with minibatches of 128 images and a cosine schedule. A natural gradient is
+# long where the curvature is small, so its norm is clipped. The settings are the best
+# of a few that were tried: a learning rate of 0.1 of (0.003, 0.01, 0.03, 0.1) for Adam,
+# and for K-FAC one of 1.0 with a damping of 0.003, of (0.1, 0.3, 1.0) and (0.001 to
+# 0.1).
+
+# %%
+STEPS, BATCH = 120, 128
+
+
+def make_step(optimiser, has_factors):
+    def mean(model, images, labels):
+        logits = jax.vmap(model)(images)
+        return jnp.mean(jax.vmap(loss)(logits, images, labels))
+
+    @eqx.filter_jit
+    def step(model, state, images, labels, key):
+        value, gradient = eqx.filter_value_and_grad(mean)(model, images, labels)
+        extra = {}
+        if has_factors:
+            extra["factors"] = factors_of(model, images, labels, key)
+        updates, state = optimiser.update(gradient, state, **extra)
+        return eqx.apply_updates(model, updates), state, value
+
+    return step
+
+
+def fit(optimiser, *, has_factors=False):
+    step = make_step(optimiser, has_factors)
+    model = Network(key=jr.key(0))
+    state = optimiser.init(eqx.filter(model, eqx.is_array))
+    rng, keys = np.random.default_rng(1), jr.split(jr.key(2), STEPS)
+    batches = [rng.choice(1400, BATCH, replace=False) for _ in range(STEPS)]
+    # The first call compiles, and its result is not used.
+    jax.block_until_ready(step(model, state, images[:BATCH], labels[:BATCH], keys[0]))
+    values, seconds = [], 0.0
+    for rows, key in zip(batches, keys, strict=True):
+        start = time.perf_counter()
+        model, state, value = step(model, state, images[rows], labels[rows], key)
+        value.block_until_ready()
+        seconds += time.perf_counter() - start
+        values.append((seconds, float(value)))
+    right = jnp.argmax(jax.vmap(model)(images[test]), 1) == labels[test]
+    return np.array(values), float(jnp.mean(right))
+
+
+def schedule(rate):
+    return optax.scale_by_learning_rate(optax.cosine_decay_schedule(rate, STEPS))
+
+
+chains = {
+    "Adam": (optax.chain(optax.scale_by_adam(), schedule(0.1)), False),
+    "K-FAC": (
+        optax.chain(
+            scale_by_kfac(first), optax.clip_by_global_norm(1.0), schedule(1.0)
+        ),
+        True,
+    ),
+}
+curves = {}
+for name, (optimiser, has_factors) in chains.items():
+    curves[name], accuracy = fit(optimiser, has_factors=has_factors)
+    last = np.mean(curves[name][-10:, 1])
+    print(f"{name}: training loss {last:.5f}, {accuracy:.1%} of test images are right")
+
+# %% [markdown]
+# Over steps, K-FAC is ahead. Each of its steps takes longer, which the plot on the
+# right accounts for: the factors take about as long as the gradient, and the rest is
+# eigendecompositions. For a network as small as this one, that is most of a step; the
+# larger the batch, the less it matters.
+
+
+# %%
+def smooth(values):
+    return np.convolve(values, np.ones(10) / 10, mode="valid")
+
+
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.5), sharey=True, layout="constrained")
+for name, found in curves.items():
+    values = smooth(found[:, 1])
+    axes[0].semilogy(np.arange(len(values)), values, label=name)
+    axes[1].semilogy(found[: len(values), 0], values, label=name)
+axes[0].set(xlabel="step", ylabel="training loss", title="Over steps")
+axes[1].set(xlabel="seconds", title="Over time")
+axes[0].legend(frameon=False)
+path = pathlib.Path("natural_gradient.png")
+figure.savefig(path, dpi=120)
+print(f"saved {path}")

@@ -1,0 +1,570 @@
+"""Kronecker factors against their definition, and against exact matrices."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from eqxbatch import (
+    filter_ggn,
+    filter_ggn_blocks,
+    filter_kfac,
+    Mean,
+    MemoryBudget,
+    Sum,
+    Unravel,
+)
+from eqxbatch._curvature import kronecker_sums
+from .kfac_models import (
+    factors,
+    kfac,
+    KNOWN,
+    loss,
+    loss_of_four,
+    moments,
+    predict,
+    product,
+)
+from .oracle import close
+
+
+NUM = 5
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@pytest.fixture(params=KNOWN)
+def known(request, x64):
+    return KNOWN[request.param](jr.key(1), NUM)
+
+
+@pytest.fixture
+def y(x64):
+    return jr.normal(jr.key(2), (NUM, 2))
+
+
+def kronecker(found):
+    """The factors of the blocks, each with one pair."""
+    return [(block.inputs[0], block.outputs[0]) for block in found.blocks]
+
+
+class TestDefinition:
+    @pytest.mark.versions
+    @pytest.mark.parametrize("sharing", ("expand", "reduce"))
+    def test_factors(self, known, y, sharing):
+        found = kfac(known, y, weight_sharing=sharing)
+        expected = factors(known, y, sharing=sharing)
+        close(kronecker(found), expected)
+
+    def test_estimates(self, known, y):
+        weights = jnp.arange(1.0, NUM + 1)
+        found = kfac(
+            known,
+            y,
+            fisher="empirical",
+            microbatch_size=2,
+            accumulator=Sum(weights=weights),
+        )
+        expected = factors(known, y, fisher="empirical", weights=weights)
+        expected = [(a, g * np.sum(weights)) for a, g in expected]
+        close(kronecker(found), expected)
+
+    def test_corrected(self, known, y):
+        found = kfac(known, y, corrected=True, microbatch_size=3)
+        close(kronecker(found), factors(known, y))
+        bases = [(b.input_basis[0], b.output_basis[0]) for b in found.blocks]
+        got = [block.moments[0] for block in found.blocks]
+        close(got, moments(known, y, bases))
+        # It is never further from the exact matrix.
+        exact, _ = filter_ggn(predict(known), loss, in_axes=0, flat=True)(
+            known.model, known.x, y
+        )
+        plain = kfac(known, y).operator().as_matrix()
+        error = lambda matrix: float(jnp.linalg.norm(matrix - exact))
+        assert error(found.operator().as_matrix()) <= error(plain) * (1 + 1e-10)
+
+
+@pytest.mark.parametrize("name", ("pooled", "scanned"))
+def test_blocks_of_examples(name, y, monkeypatch):
+    """Gradients are formed for some examples at a time, also in `jax.shard_map`."""
+    known = KNOWN[name](jr.key(1), NUM)
+    expected = kfac(known, y, corrected=True)
+    # A gradient has 12 to 20 entries, and there are two vectors: for two examples.
+    monkeypatch.setattr(kronecker_sums, "_MOST_BYTES", 2 * 2 * 20 * 8)
+    blocks = []
+    accumulated = kronecker_sums.accumulated
+
+    def counted(run, rows, size, accumulator):
+        blocks.append((rows.total, size))
+        return accumulated(run, rows, size, accumulator)
+
+    monkeypatch.setattr(kronecker_sums, "accumulated", counted)
+    weights = jnp.ones(NUM)
+    close(kfac(known, y, corrected=True), expected)
+    close(kfac(known, y, corrected=True, accumulator=Mean(weights=weights)), expected)
+    assert all(size < num for num, size in blocks)
+    assert len(blocks) >= 2
+
+
+@pytest.mark.parametrize("fisher", ("type-2", "empirical"))
+@pytest.mark.parametrize("is_small", (False, True))
+def test_shard_map(fisher, is_small, monkeypatch):
+    """A sum over the examples of all devices, as a gradient is."""
+    if is_small:
+        monkeypatch.setattr(kronecker_sums, "_MOST_BYTES", 2 * 16 * 8)
+    known = KNOWN["pooled"](jr.key(1), 16)
+    y = jr.normal(jr.key(2), (16, 2))
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+    settings = {"fisher": fisher, "accumulator": Sum(), "corrected": True}
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("i"), out_specs=P())
+    def run(x, y):
+        found = kfac(known._replace(x=x), y, microbatch_size=3, **settings)
+        exact = filter_ggn(
+            predict(known),
+            loss,
+            in_axes=0,
+            fisher=fisher,
+            accumulator=Sum(),
+            method="sites",
+        )(known.model, x, y)
+        return kronecker(found), found.operator().diagonal(), exact
+
+    expected = kfac(known, y, **settings)
+    exact = filter_ggn(
+        predict(known),
+        loss,
+        in_axes=0,
+        fisher=fisher,
+        accumulator=Sum(),
+        method="products",
+    )(known.model, known.x, y)
+    got = run(known.x, y)
+    diagonal = expected.operator().diagonal()
+    close(got, (kronecker(expected), diagonal, exact))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_products(seed):
+    fun, parameters, x, matrix = product(seed)
+    of_value = lambda out, x, y: jnp.sum((out - y) ** 2)
+    call = (parameters, x, np.zeros(1))
+    exact, _ = filter_ggn(fun, of_value, in_axes=0, flat=True)(*call)
+    exact = np.where(matrix[:, None] == matrix[None, :], exact, 0)
+    for corrected in (False, True):
+        found = filter_kfac(fun, of_value, in_axes=0, corrected=corrected)(*call)
+        assert [block.part.structure for block in found.blocks] == ["kronecker"]
+        close(found.operator().as_matrix(), jnp.asarray(exact))
+
+
+def square(out, x, y):
+    return jnp.sum((out - y) ** 2)
+
+
+class TestExact:
+    """Where the product of the factors is the block itself."""
+
+    @pytest.mark.quick
+    def test_deep_linear(self):
+        model = eqx.nn.MLP(3, 2, 4, 2, lambda x: x, key=jr.key(0))
+        x, y = jr.normal(jr.key(1), (NUM, 3)), jnp.zeros((NUM, 2))
+        apply = lambda model, x, y: model(x)
+        self._compare(apply, square, model, x, y)
+
+    @pytest.mark.parametrize("sharing", ("expand", "reduce"))
+    def test_deep_linear_with_positions(self, sharing):
+        """Losses of each position are expanded, and means over them reduced."""
+        model = eqx.nn.MLP(3, 2, 4, 2, lambda x: x, key=jr.key(0))
+        x = jr.normal(jr.key(1), (NUM, 4, 3))
+        if sharing == "expand":
+            y, apply = jnp.zeros((NUM, 4, 2)), lambda model, x, y: jax.vmap(model)(x)
+        else:
+            y = jnp.zeros((NUM, 2))
+            apply = lambda model, x, y: jnp.mean(jax.vmap(model)(x), 0)
+        self._compare(apply, square, model, x, y, weight_sharing=sharing)
+
+    def test_deep_linear_convolutions(self):
+        keys = jr.split(jr.key(0), 3)
+        model = eqx.nn.Sequential(
+            [
+                eqx.nn.Conv1d(2, 3, 1, key=keys[0]),
+                eqx.nn.Conv1d(3, 2, 1, use_bias=False, key=keys[1]),
+            ]
+        )
+        x, y = jr.normal(keys[2], (NUM, 2, 4)), jnp.zeros((NUM, 2, 4))
+        is_block = lambda x: isinstance(x, eqx.nn.Conv)
+        self._compare(lambda model, x, y: model(x), square, model, x, y, of=is_block)
+
+    def _compare(
+        self,
+        apply,
+        of_output,
+        *call,
+        of=lambda x: isinstance(x, eqx.nn.Linear),
+        **settings,
+    ):
+        settings = {"in_axes": 0, **settings}
+        got = filter_kfac(apply, of_output, **settings)(*call)
+        settings.pop("weight_sharing", None)
+        exact = filter_ggn_blocks(apply, of_output, is_block=of, flat=True, **settings)(
+            *call
+        )
+        is_pair = lambda x: isinstance(x, tuple) and isinstance(x[-1], Unravel)
+        exact = [x[0] for x in jax.tree.leaves(exact, is_leaf=is_pair) if is_pair(x)]
+        assert {block.part.structure for block in got.blocks} == {"kronecker"}
+        expected = jax.scipy.linalg.block_diag(*exact)
+        close(got.operator().as_matrix(), expected)
+
+
+class TestOtherBlocks:
+    def test_scales_and_what_is_reshaped(self):
+        """Exact blocks of small arrays, and diagonals of large ones."""
+        keys = jr.split(jr.key(0), 4)
+        model = {
+            "norm": eqx.nn.LayerNorm(3),
+            "reshaped": jr.normal(keys[0], (6, 2)),
+            "large": jr.normal(keys[1], (600,)),
+            "unused": jr.normal(keys[2], (2,)),
+        }
+
+        def apply(model, x, y):
+            hidden = model["norm"](x) @ model["reshaped"].reshape(3, 4)
+            return hidden + jnp.sum((x[0] * model["large"]).reshape(4, 150), 1)
+
+        x, y = jr.normal(keys[3], (NUM, 3)), jnp.zeros((NUM, 4))
+        settings = {"in_axes": 0, "fisher": "mc", "key": jr.key(1)}
+        found = filter_kfac(apply, loss_of_four, **settings)(model, x, y)
+        by_name = dict(zip(found.names, found.blocks, strict=True))
+        exact = filter_ggn_blocks(apply, loss_of_four, **settings)(model, x, y)
+        for name, own in (
+            ("['norm'].weight", exact["norm"].weight),
+            ("['norm'].bias", exact["norm"].bias),
+            ("['reshaped']", exact["reshaped"].reshape(12, 12)),
+            ("['unused']", exact["unused"]),
+        ):
+            close(by_name[name,].matrix, own)
+        close(by_name["['large']",].diagonal, jnp.diag(exact["large"]))
+        assert "`reshape`" in by_name["['reshaped']",].part.reason
+        assert "does not use" in by_name["['unused']",].part.reason
+        assert "['reshaped']     block      it is used after `reshape`" in str(found)
+
+    def test_branches(self):
+        """Examples that take another branch are none of the mean of the inputs."""
+        model = {"a": jnp.ones((2, 2)), "b": 2 * jnp.ones((2, 3))}
+
+        def apply(model, x, y):
+            first, second = (
+                (lambda x: model["a"] @ x),
+                (lambda x: model["b"][:, :2] @ x),
+            )
+            return jnp.tanh(jax.lax.cond(x[0] > 0, first, second, x))
+
+        x, y = jnp.array([[1.0, 2.0], [-1.0, 0.5], [-2.0, 1.0]]), jnp.zeros((3, 2))
+        found = filter_kfac(apply, square, in_axes=0)(model, x, y)
+        exact = filter_ggn_blocks(apply, square, in_axes=0)(model, x, y)
+        for block, own in zip(found.blocks, jax.tree.leaves(exact), strict=True):
+            size = int(own.size**0.5)
+            close(block.matrix, own.reshape(size, size))
+        assert "in a branch" in found.blocks[0].part.reason
+
+    def test_weight_and_its_transpose(self):
+        """The product with the partial traces of the sum of both uses."""
+        weight = jr.normal(jr.key(0), (2, 3))
+        x, y = jr.normal(jr.key(1), (NUM, 3)), jnp.zeros((NUM, 3))
+        hidden = lambda w, x: jnp.tanh(w @ x)
+        apply = lambda w, x, y: w.T @ hidden(w, x)
+        found = filter_kfac(apply, square, in_axes=0)(weight, x, y)
+        h = jax.vmap(lambda x: hidden(weight, x))(x)
+        back = weight.T[None] * (1 - h**2)[:, None]  # Outputs, and what is hidden.
+        first = (2 * np.einsum("nci,ncj->ij", back, back) / NUM, x.T @ x / NUM)
+        second = (np.asarray(h.T @ h) / NUM, 2 * np.eye(3))
+        total = sum(np.kron(*pair) for pair in (first, second)).reshape(2, 3, 2, 3)
+        got = found.operator().as_matrix().reshape(2, 3, 2, 3)
+        for axes in ("aibi->ab", "aiaj->ij"):
+            close(jnp.einsum(axes, got), jnp.einsum(axes, jnp.asarray(total)))
+
+    def test_chosen_blocks(self, y):
+        known = KNOWN["mlp"](jr.key(1), NUM)
+        whole = kfac(known, y, is_block=lambda x: isinstance(x, eqx.nn.MLP))
+        exact, _ = filter_ggn(predict(known), loss, in_axes=0, flat=True)(
+            known.model, known.x, y
+        )
+        close(whole.operator().as_matrix(), exact)
+        layers = kfac(known, y, is_block=lambda x: isinstance(x, eqx.nn.Linear))
+        close(kronecker(layers), kronecker(kfac(known, y)))
+        apart = kfac(known, y, is_block=eqx.is_array)
+        bias = known.model.layers[0].bias.size
+        assert [block.part.structure for block in apart.blocks] == [
+            "kronecker",
+            "block",
+            "kronecker",
+            "block",
+        ]
+        start = known.model.layers[0].weight.size
+        close(apart.blocks[1].matrix, exact[start : start + bias, start : start + bias])
+
+    def test_embedding(self):
+        model = eqx.nn.Embedding(6, 3, key=jr.key(0))
+        tokens = jnp.array([[0, 1, 1], [5, 2, 1], [4, 4, 4]])
+        y = jnp.zeros((3, 3))
+        apply = lambda model, x, y: jnp.tanh(jax.vmap(model)(x)).sum(0)
+        found = filter_kfac(apply, square, in_axes=0, corrected=True)(model, tokens, y)
+        (block,) = found.blocks
+        counts = np.bincount(tokens.ravel(), minlength=6)
+        close(block.inputs[0], jnp.asarray(counts / 9))
+        slopes = 1 - jnp.tanh(jax.vmap(jax.vmap(model))(tokens)) ** 2
+        expected = jnp.diag(2 * jnp.sum(slopes**2, (0, 1)) / 3)
+        close(block.outputs[0], expected)
+        exact, _ = filter_ggn(apply, square, in_axes=0, flat=True)(model, tokens, y)
+        vectors = block.output_basis[0]
+        rows = [exact[3 * i : 3 * i + 3, 3 * i : 3 * i + 3] for i in range(6)]
+        moments = jnp.stack([jnp.diag(vectors.T @ own @ vectors) for own in rows])
+        close(block.moments[0], moments.T)
+
+    def test_embedding_that_is_the_last_layer(self):
+        """The product with the partial traces of the sum of both uses."""
+        table = jr.normal(jr.key(0), (4, 3))
+        tokens, y = jnp.array([0, 2, 2]), jnp.zeros((3, 4))
+        hidden = lambda table, x: jnp.tanh(table[x])
+        apply = lambda table, x, y: table @ hidden(table, x)
+        found = filter_kfac(apply, square, in_axes=0)(table, tokens, y)
+        first = np.diag(np.bincount(tokens, minlength=4) / 3)
+        h = jax.vmap(lambda x: hidden(table, x))(tokens)
+        back = (1 - h**2)[:, None] * table[None]  # Outputs, and the entries of a row.
+        second = 2 * np.einsum("nci,ncj->ij", back, back) / 3
+        of_head, of_hidden = 2 * np.eye(4), np.asarray(h.T @ h) / 3
+        total = np.kron(first, second) + np.kron(of_head, of_hidden)
+        got = found.operator().as_matrix().reshape(4, 3, 4, 3)
+        total = total.reshape(4, 3, 4, 3)
+        for axes in ("aibi->ab", "aiaj->ij"):
+            close(jnp.einsum(axes, got), jnp.einsum(axes, total))
+        corrected = filter_kfac(apply, square, in_axes=0, corrected=True)
+        found = corrected(table, tokens, y)
+        exact, _ = filter_ggn(apply, square, in_axes=0, flat=True)(table, tokens, y)
+        vectors = found.operator().eigh()[1].as_matrix()
+        moments = jnp.einsum("ik,ij,jk->k", vectors, exact, vectors)
+        close(found.operator().eigh()[0], moments)
+
+    @pytest.mark.parametrize("way", ("scan", "groups", "ensemble"))
+    def test_several_matrices(self, way):
+        """Each entry of an axis that both factors have is a block of its own."""
+        keys = jr.split(jr.key(0), 3)
+        x, y = jr.normal(keys[0], (NUM, 4)), jnp.zeros((NUM, 4))
+        make = lambda key: eqx.nn.Linear(4, 4, key=key)
+        if way == "scan":
+            model = eqx.filter_vmap(make)(jr.split(keys[1], 3))
+            stacked, static = eqx.partition(model, eqx.is_array)
+
+            def apply(stacked, x, y):
+                layers = lambda x, own: (jnp.tanh(eqx.combine(own, static)(x)), None)
+                return jax.lax.scan(layers, x, stacked)[0]
+
+            model, number = stacked, np.arange(3)
+        elif way == "ensemble":
+            model = eqx.filter_vmap(make)(jr.split(keys[1], 3))
+
+            def apply(model, x, y):
+                inputs = x[None] * jnp.arange(1.0, 4)[:, None]
+                return jnp.tanh(eqx.filter_vmap(lambda f, x: f(x))(model, inputs)).sum(
+                    0
+                )
+
+            number = np.arange(3)
+        else:
+            model = eqx.nn.Conv1d(4, 4, 1, groups=2, key=keys[1])
+            apply = lambda model, x, y: jnp.tanh(model(x[:, None]))[:, 0]
+            number = np.arange(4) // 2
+        found = filter_kfac(apply, square, in_axes=0)(model, x[:1], y[:1])
+        assert len(found.blocks) == 1
+        num = len(np.unique(number))
+        assert len(found.blocks[0].outputs) == num
+        assert found.blocks[0].inputs.shape[1] == (3 if way == "groups" else 5)
+        # Of an outer product `d a^T`, the traces of the block are known.
+        exact, _ = filter_ggn(apply, square, in_axes=0, flat=True)(model, x[:1], y[:1])
+        leaves = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+        belongs = np.concatenate(
+            [np.broadcast_to(_column(number, x), x.shape).ravel() for x in leaves]
+        )
+        got = found.operator().diagonal()
+        for i in range(num):
+            close(jnp.sum(got[belongs == i]), jnp.sum(jnp.diag(exact)[belongs == i]))
+
+
+def _column(number, x):
+    return np.expand_dims(number, tuple(range(1, x.ndim)))
+
+
+class TestExamples:
+    @pytest.mark.parametrize("name", ("pooled", "scanned"))
+    def test_sizes(self, name, y):
+        known = KNOWN[name](jr.key(1), NUM)
+        settings = {"fisher": "mc", "key": jr.key(3), "num_samples": 2}
+        expected = kfac(known, y, corrected=True, **settings)
+        for size in (1, 2, NUM - 1, NUM, NUM + 1, MemoryBudget("10MB")):
+            got = kfac(known, y, corrected=True, microbatch_size=size, **settings)
+            close(got.operator(damping=0.1), expected.operator(damping=0.1))
+
+    def test_one_drawn_example(self):
+        """The block of a vector that is pulled back is an outer product."""
+        known = KNOWN["mlp"](jr.key(1), 1)
+        y = jr.normal(jr.key(2), (1, 2))
+        for settings in (
+            {"fisher": "empirical"},
+            {"fisher": "mc", "key": jr.key(3)},
+        ):
+            got = kfac(known, y, **settings).operator().as_matrix()
+            exact = filter_ggn_blocks(
+                predict(known),
+                loss,
+                in_axes=0,
+                is_block=lambda x: isinstance(x, eqx.nn.Linear),
+                flat=True,
+                **settings,
+            )(known.model, known.x, y)
+            exact = [matrix for matrix, _ in exact.layers]
+            close(got, jax.scipy.linalg.block_diag(*exact))
+
+    def test_no_examples(self):
+        known = KNOWN["mlp"](jr.key(1), NUM)
+        y = jr.normal(jr.key(2), (NUM, 2))
+        none = known._replace(x=known.x[:0])
+        for block in kfac(none, y[:0], accumulator=Sum()).blocks:
+            close(block.outputs, jnp.zeros_like(block.outputs))
+        for block in kfac(none, y[:0]).blocks:
+            assert jnp.all(jnp.isnan(block.outputs))
+
+    def test_weights(self, y):
+        known = KNOWN["pooled"](jr.key(1), NUM)
+        weights = jnp.array([0.0, 2.0, 0.0, 1.0, 0.0])
+        got = kfac(known, y, accumulator=Mean(weights=weights), microbatch_size=2)
+        close(kronecker(got), factors(known, y, weights=weights))
+
+    def test_half_precision(self):
+        known = KNOWN["convolution"](jr.key(1), NUM)
+        y = jr.normal(jr.key(2), (NUM, 2))
+        cast = lambda tree, dtype: jax.tree.map(
+            lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree
+        )
+        expected = kronecker(kfac(known, y))
+        for dtype in (jnp.bfloat16, jnp.float16):
+            half = cast(known, dtype)
+            taps = [jnp.zeros(shape, dtype) for shape in known.shapes]
+            apply = lambda model, x, y, own=half, taps=taps: own.run(model, x, taps)[0]
+            found = filter_kfac(apply, loss, in_axes=0)(
+                half.model, half.x, y.astype(dtype)
+            )
+            pairs = zip(
+                jax.tree.leaves(kronecker(found)),
+                jax.tree.leaves(expected),
+                strict=True,
+            )
+            for got, wanted in pairs:
+                assert got.dtype == jnp.float32
+                error = np.linalg.norm(np.asarray(got) - np.asarray(wanted))
+                assert error < 0.05 * np.linalg.norm(wanted)
+
+    def test_under_transforms(self, y):
+        known = KNOWN["mlp"](jr.key(1), NUM)
+        run = lambda x, y: kronecker(kfac(known._replace(x=x), y))
+        both = (jnp.stack([known.x, 2 * known.x]), jnp.stack([y, y]))
+        for transform in (lambda f: f, jax.jit):
+            got = jax.vmap(transform(run))(*both)
+            expected = [run(x, y) for x, y in zip(*both, strict=True)]
+            close(got, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+        # The factors have derivatives.
+        trace = lambda x: sum(jnp.trace(g) for _, g in run(x, y))
+        slope = jax.grad(trace)(known.x)
+        step = 1e-5 * slope
+        change = (trace(known.x + step) - trace(known.x - step)) / 2
+        close(change, jnp.sum(slope * step), tol=1e-6)
+
+    def test_traces(self, y):
+        known = KNOWN["mlp"](jr.key(1), NUM)
+        num = 0
+
+        @filter_kfac(loss=loss, in_axes=0)
+        def factors_of(model, x, y):
+            nonlocal num
+            num += 1
+            return known.run(model, x, [jnp.zeros(s) for s in known.shapes])[0]
+
+        factors_of(known.model, known.x, y)
+        first = num
+        factors_of(known.model, 2 * known.x, y)
+        assert num == first
+
+
+class TestFactors:
+    def test_average(self, y):
+        known = KNOWN["pooled"](jr.key(1), NUM)
+        first, second = kfac(known, y), kfac(known, 2 * y)
+        mean = optax.incremental_update(second, first, 0.25)
+        expected = [
+            tuple(0.25 * x + 0.75 * z for x, z in zip(own, other, strict=True))
+            for own, other in zip(kronecker(second), kronecker(first), strict=True)
+        ]
+        close(kronecker(mean), expected)
+        mean.operator(damping=1.0)
+        others = [known, known._replace(x=jnp.sin(known.x))]
+        corrected = [kfac(own, y, corrected=True) for own in others]
+        corrected[0].operator(damping=1.0)
+        mean = optax.incremental_update(*corrected, 0.25)
+        with pytest.raises(RuntimeError, match="cannot be averaged"):
+            mean.operator(damping=1.0)
+
+    def test_serialise(self, y, tmp_path):
+        known = KNOWN["pooled"](jr.key(1), NUM)
+        found = kfac(known, y)
+        eqx.tree_serialise_leaves(tmp_path / "factors", found)
+        like = eqx.filter_eval_shape(kfac, known, y)
+        close(eqx.tree_deserialise_leaves(tmp_path / "factors", like), found)
+
+
+class TestRefused:
+    def test_products_of_parameters(self, y):
+        model = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+        apply = lambda model, x, y: model["a"] @ model["b"] @ x
+        x = jnp.ones((NUM, 2))
+        with pytest.raises(ValueError, match=r"`\['a'\]` and `\['b'\]` are multiplied"):
+            filter_kfac(apply, square, in_axes=0)(model, x, y)
+        found = filter_kfac(apply, square, in_axes=0, is_block=eqx.is_array)(
+            model, x, y
+        )
+        exact = filter_ggn_blocks(apply, square, in_axes=0)(model, x, y)
+        close(found.blocks[0].matrix, exact["a"].reshape(4, 4))
+        one_by_one = lambda model, x, y: model["a"] @ (model["b"] @ x)
+        found = filter_kfac(one_by_one, square, in_axes=0)(model, x, y)
+        assert {block.part.structure for block in found.blocks} == {"kronecker"}
+
+    def test_others(self, y):
+        known = KNOWN["mlp"](jr.key(1), NUM)
+        for settings, error, match in (
+            (
+                {"weight_sharing": "none"},
+                TypeError,
+                "`weight_sharing` must be 'expand'",
+            ),
+            ({"in_axes": None}, ValueError, "`in_axes` must say"),
+            ({"fisher": "mc"}, ValueError, "give it a `key`"),
+            ({"num_samples": 2}, ValueError, "`num_samples` is for `fisher='mc'`"),
+            ({"microbatch_size": 0}, ValueError, "`microbatch_size`"),
+        ):
+            with pytest.raises(error, match=match):
+                filter_kfac(predict(known), loss, **{"in_axes": 0, **settings})(
+                    known.model, known.x, y
+                )
+        with pytest.raises(TypeError, match="complex"):
+            filter_kfac(lambda w, x, y: jnp.abs(w @ x), square, in_axes=0)(
+                jnp.ones((2, 3), complex), known.x, y
+            )
+        not_convex = lambda out, x, y: -jnp.sum(out**2)
+        with pytest.raises(RuntimeError, match="not convex"):
+            filter_kfac(
+                predict(known), not_convex, in_axes=0, fisher="mc", key=jr.key(0)
+            )(known.model, known.x, y)
