@@ -83,6 +83,7 @@ def gradient_of(model, state, keys, size):
         batched=True,
         in_axes=(None, 0, 0, 0),
         microbatch_size=size,
+        accumulator=eqxbatch.Mean(),
         aux_accumulator=merged(state),
     )
     return value_and_grad(model, state, images, labels, keys)

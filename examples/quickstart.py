@@ -62,8 +62,8 @@ def loss(model, images, labels):
 
 # %% [markdown]
 # Its gradient, all at once and in microbatches of 64. `batched` says that the loss is
-# the mean over a whole batch, and `Mean` that the accuracy is one as well. (The last
-# microbatch has 5 examples, and counts for 5.)
+# that of a whole batch, and the two `Mean`s that loss and accuracy are means over its
+# examples. (The last microbatch has 5 examples, and counts for 5.)
 
 # %%
 at_once = eqx.filter_value_and_grad(loss, has_aux=True)
@@ -72,6 +72,7 @@ in_microbatches = eqxbatch.filter_micro_value_and_grad(
     has_aux=True,
     batched=True,
     microbatch_size=64,
+    accumulator=eqxbatch.Mean(),
     aux_accumulator=eqxbatch.Mean(),
 )
 

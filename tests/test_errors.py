@@ -9,13 +9,23 @@ import numpy as np
 import pytest
 
 import eqxbatch
-from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Max, MemoryBudget
+from eqxbatch import (
+    Concat,
+    filter_micro_vmap,
+    filter_microbatch,
+    Max,
+    MemoryBudget,
+    Sum,
+)
 
 
 pytestmark = pytest.mark.quick
 
 
-TRANSFORMS = (filter_micro_vmap, filter_microbatch)
+TRANSFORMS = (
+    filter_micro_vmap,
+    functools.partial(filter_microbatch, accumulator=Sum()),
+)
 
 
 def total(x, y=0.0):
@@ -57,7 +67,7 @@ def test_sizes_that_are_not_ints(transform, size, unchecked):
 
 @pytest.mark.parametrize("size", (np.int64(4), np.array(4)))
 def test_sizes_of_numpy_are_ints(size, unchecked):
-    micro = filter_microbatch(jnp.sum, microbatch_size=size)
+    micro = filter_microbatch(jnp.sum, accumulator=Sum(), microbatch_size=size)
     assert micro(jnp.ones(9)) == 9
 
 
@@ -226,7 +236,12 @@ def test_loss_of_one_example_with_a_named_axis():
 def test_states_are_not_concatenated():
     fun = lambda w, x: (jnp.sum(x @ w), {"count": jnp.zeros(())})
     grad = functools.partial(
-        eqxbatch.filter_micro_grad, fun, batched=True, has_aux=True, microbatch_size=2
+        eqxbatch.filter_micro_grad,
+        fun,
+        batched=True,
+        has_aux=True,
+        accumulator=Sum(),
+        microbatch_size=2,
     )
     with pytest.raises(ValueError, match=r"`Last\(\)` for what each microbatch repl"):
         grad()(jnp.ones(2), jnp.ones((4, 2)))
@@ -239,3 +254,50 @@ def test_budgets_too_small_for_a_gradient():
     )
     with pytest.raises(ValueError, match=r"Raise the budget.*`jax.checkpoint` keeps"):
         grad(jnp.ones(2), jnp.ones((3, 2)))
+
+
+def test_lists_that_are_the_same_for_all_examples():
+    x = jnp.arange(3.0)
+    fun = lambda x, levels: x * sum(levels)
+    for axes in ((0, None), {"levels": None}):
+        assert filter_micro_vmap(fun, in_axes=axes)(x, [1, 2])[2] == 6
+    # Neither a list of arrays nor a tuple is one of examples in the wrong form.
+    assert filter_micro_vmap(fun)(x, (1, 2))[2] == 6
+    assert filter_micro_vmap(fun)(x, [x, x])[2] == 8
+
+
+def test_errors_of_functions_are_their_own():
+    def fun(w, x):
+        raise RuntimeError("mine")
+
+    def picky(w, x):
+        if x.ndim == 1:
+            raise KeyError("two axes")
+        return jnp.sum(x @ w)
+
+    w, x = jnp.ones(2), jnp.ones((3, 2))
+    for transform in (eqxbatch.filter_micro_grad, filter_micro_vmap):
+        with pytest.raises(RuntimeError, match=r"^mine"):
+            transform(fun)(w if transform is not filter_micro_vmap else x[:, 0], x)
+    with pytest.raises(ValueError, match=r"KeyError: .two axes.*whole batch") as raised:
+        eqxbatch.filter_micro_grad(picky)(w, x)
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_the_accumulator_says_what_a_loss_of_a_batch_is():
+    w, x = jnp.ones(2), jnp.arange(14.0).reshape(7, 2)
+    for reduce, accumulator in ((jnp.mean, eqxbatch.Mean()), (jnp.sum, Sum())):
+        loss = lambda w, x, reduce=reduce: reduce((x @ w) ** 2)
+        expected = jax.grad(loss)(w, x)
+        for size in (1, 3, 7, None):
+            by_rows = filter_microbatch(
+                eqx.filter_grad(loss),
+                in_axes=(None, 0),
+                microbatch_size=size,
+                accumulator=accumulator,
+            )
+            of_batch = eqxbatch.filter_micro_grad(
+                loss, batched=True, microbatch_size=size, accumulator=accumulator
+            )
+            for grad in (by_rows, of_batch):
+                np.testing.assert_allclose(grad(w, x), expected, rtol=1e-5)

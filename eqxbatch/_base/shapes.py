@@ -29,6 +29,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import AbstractArray, Array, config, PyTree
 
+from .mistakes import bound_arguments
 from .trees import as_int, described
 
 
@@ -453,6 +454,7 @@ def checked(
     contract = Contract(annotations, remedies)
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     variadic = [x.name for x in signature.parameters.values() if x.kind in kinds]
+    public = fun.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(fun)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -460,7 +462,7 @@ def checked(
         if config.jaxtyping_disable:
             return fun(*args, **kwargs)
         call = contract.begin()
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        for name, value in bound_arguments(public, signature, args, kwargs).items():
             if name in contract.annotations and name not in variadic:
                 call.check(name, value)
         result = fun(*args, **kwargs)

@@ -90,7 +90,7 @@ def shown(x: Any) -> str:
     if _is_array(x):
         return f"an array of shape {tuple(x.shape)} and dtype {x.dtype}"
     if inspect.isroutine(x) or isinstance(x, type):
-        return x.__qualname__
+        return str(getattr(x, "__qualname__", type(x).__name__))
     paths = [
         f"`{jtu.keystr(path)}` of shape {tuple(leaf.shape)} and dtype {leaf.dtype}"
         for path, leaf in jtu.tree_leaves_with_path(x)

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.mesh import examples_spec, is_explicit, mesh_axes, names_of, spec_of
+from .._base.mistakes import called, has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.shapes import Arranged, check_fields, checked, Contract, text_of
 from .._base.trees import described, match_prefix
 
@@ -101,6 +102,7 @@ EXAMPLES = Contract(
         "filter_hessian_blocks",
         "filter_hessian_diagonal",
         "filter_hvp",
+        "filter_kfac",
         "filter_micro_grad",
         "filter_micro_value_and_grad",
         "filter_micro_vmap",
@@ -128,6 +130,11 @@ class Batch(eqx.Module):
         leaves = [arrays.pop(0) if x is _Batched else x for x in self._shared]
         return jtu.tree_unflatten(self._treedef, leaves)
 
+    def call(self, fun: Callable, arrays: list) -> PyTree:
+        """What `fun` returns with `arrays` for the batched leaves."""
+        args, kwargs = self.arguments(arrays)
+        return called(fun, args, kwargs)
+
     def total(self, axis_size: int | None = None) -> int:
         """The number of examples, which all batched arrays must agree on."""
         sizes = [x.shape[a] for x, a in zip(self.arrays, self.axes, strict=True)]
@@ -147,11 +154,15 @@ class Batch(eqx.Module):
             ]
             if axis_size is not None:
                 listing.append(f"`axis_size` is {axis_size}")
+            remedy = "Mend the shapes, or use `in_axes` to name another axis or None."
+            for name, x in zip(self.names, self.arrays, strict=True):
+                if is_one_key(x):
+                    num = max(found) if len(found) == 2 else None
+                    remedy = key_remedy(name, num)
             raise ValueError(
                 "Batched arguments must agree on the number of examples, as "
                 f"{text_of(Shaped[Array, 'n ...'])} once their axis is first, but "
-                f"{'; '.join(listing)}. Mend the shapes, or use `in_axes` to name "
-                "another axis or None."
+                f"{'; '.join(listing)}. {remedy}"
             )
         return found.pop()
 
@@ -175,6 +186,8 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
     axes += broadcast_axes("in_axes", kwargs_spec, kwargs)
     paths, treedef = jtu.tree_flatten_with_path((args, kwargs))
     parameters = positional_names(fun, len(args))
+    _check_lists(args_spec, args, parameters)
+    _check_lists(kwargs_spec, kwargs, [*kwargs])
 
     arrays, batch_axes, names, shared = [], [], [], []
     for (path, leaf), axis in zip(paths, axes, strict=True):
@@ -191,15 +204,40 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
                 "arrays of an argument, or None."
             )
         if not -leaf.ndim <= axis < leaf.ndim:
+            remedy = (
+                f"Name one of its {leaf.ndim} axes, or None for an argument that is "
+                "not batched."
+            )
             raise ValueError(
                 f"`in_axes` gives {name} the batch axis {axis}, which is out of range "
-                f"for its shape {leaf.shape}. Name one of its {leaf.ndim} axes, or "
-                "None for an argument that is not batched."
+                f"for its shape {leaf.shape}. "
+                f"{key_remedy(name, None) if is_one_key(leaf) else remedy}"
             )
         arrays.append(leaf)
         batch_axes.append(axis % leaf.ndim)
         names.append(name)
     return Batch(arrays, tuple(batch_axes), tuple(names), shared, treedef)
+
+
+def _check_lists(spec: PyTree, arguments: Any, names: list[str]) -> None:
+    """Raises for an argument that is a list of numbers, which would not be batched.
+
+    A prefix with None for it says that it is meant to be the same for all examples.
+    """
+    keys = [*arguments] if isinstance(arguments, dict) else range(len(arguments))
+    for path, axis, part in match_prefix("in_axes", spec, arguments, "a prefix"):
+        if not callable(axis) or len(path) > 1:
+            continue
+        for key, name in zip(keys, names, strict=True):
+            if path and key != getattr(path[0], "key", getattr(path[0], "idx", None)):
+                continue
+            x = part if path else part[key]
+            if isinstance(x, list) and has_numbers(x):
+                raise ValueError(
+                    f"`{name}` is a list of {len(x)} entries that are numbers or lists "
+                    f"of them, and only arrays are batched. {NUMBERS} If it is the "
+                    "same for all examples, give it None in `in_axes`."
+                )
 
 
 def unbatched(args: tuple, kwargs: dict) -> Batch:

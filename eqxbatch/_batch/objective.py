@@ -1,6 +1,7 @@
 """What differentiating features share: loss, selected parameters, examples."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,11 @@ from jaxtyping import Array, PyTree, Real
 
 from .._base.dtypes import finite_sums, normalised, widened
 from .._base.jaxprs import PerExample, uses_dtype
+from .._base.mistakes import called, no_arrays_remedy
 from .._base.trees import described, shown
 from .accumulators import Concat
 from .cut import Batch, Blocks, positional_names, split_batch, unbatched
+from .example_or_batch import told_apart
 from .moments import check_real, check_weights, Mean, OfTotals, Sum
 from .slots import array_structs, match_accumulators, Slots
 from .transform import AbstractAutoSharded, Blocking
@@ -39,7 +42,7 @@ class Selection(eqx.Module):
             raise ValueError(
                 "`where` and `filter_spec` leave no parameters: no array of an inexact "
                 "dtype is selected. Select the arrays that the derivative is to be "
-                "with respect to."
+                f"with respect to.{no_arrays_remedy(model)}"
             )
 
     def partition(self, model: PyTree) -> tuple[PyTree, PyTree]:
@@ -122,6 +125,7 @@ class Objective(eqx.Module):
                 "The first argument has no arrays of an inexact dtype, so that there "
                 f"is nothing to differentiate; got {shown(args[0])}. Give what the "
                 "derivative is with respect to as the first argument."
+                f"{no_arrays_remedy(args[0])}"
             )
         return Selection(first, self.where, self.filter_spec).partition(first)
 
@@ -217,7 +221,8 @@ class Loss:
     def outputs(self, diff: PyTree, rows: list) -> tuple[PyTree, PyTree]:
         """What the function returns, whatever it is, and aux."""
         (_, *rest), kwargs = self.batch.arguments(rows)
-        out = self.fun(eqx.combine(diff, self.nondiff), *rest, **kwargs)
+        first = eqx.combine(diff, self.nondiff)
+        out = called(self.fun, (first, *rest), kwargs)
         if not self.has_aux:
             return out, None
         if not isinstance(out, tuple) or len(out) != 2:
@@ -284,14 +289,19 @@ class MicrobatchResult(eqx.Module):
 
 
 class Example:
-    """A loss of one example, traced."""
+    """A loss of one example, traced.
 
-    def __init__(self, loss: Loss):
+    `if_whole` is what to do if it turns out to be the loss of a whole batch.
+    """
+
+    def __init__(self, loss: Loss, if_whole: str):
         batch = loss.batch
         self.has_aux = loss.has_aux
         self._treedef = jtu.tree_structure(loss.diff)
         try:
-            self.program = PerExample(loss, loss.diff, batch.arrays, batch.axes)
+            whole = functools.partial(loss, loss.diff)
+            with told_apart(whole, batch, "example", if_whole):
+                self.program = PerExample(loss, loss.diff, batch.arrays, batch.axes)
         except NameError as e:
             if "unbound axis name" not in str(e):
                 raise

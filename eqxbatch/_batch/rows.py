@@ -1,12 +1,14 @@
 """Examples that are worked on in blocks, without anything of a transform around it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
+from .._base.mesh import vary_as
 from .accumulators import Concat
 from .cut import Blocks
 from .loop import run_blocks
@@ -39,9 +41,31 @@ class Rows(eqx.Module):
         return [
             x
             if axis is None
-            else jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
+            else vary_as(
+                [x], jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
+            )
             for x, axis in zip(self.arrays, self.axes, strict=True)
         ]
+
+
+def accumulated_sums(
+    sums: Callable[[list, Any], Any],
+    arrays: list,
+    axes: Sequence[int],
+    weights: Array | None,
+    size: int,
+) -> Any:
+    """What `sums(arrays, weights)` returns for so many examples at a time, added up.
+
+    `axes` are those of the batch; `weights` are of the examples, or None.
+    """
+    num, total = len(arrays), arrays[0].shape[axes[0]]
+    if weights is None:
+        run = lambda arrays, _: sums(arrays, None)
+        return accumulated(run, Rows(arrays, tuple(axes), total), size, Sum())
+    run = lambda arrays, _: sums(arrays[:num], arrays[num])
+    rows = Rows([*arrays, weights], (*axes, 0), total)
+    return accumulated(run, rows, size, Sum())
 
 
 def accumulated(

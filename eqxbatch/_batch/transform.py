@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
+from .._base.mistakes import bound_arguments, check_not_jitted
 from .._base.shapes import checked
 from .._base.trees import as_int, described, shown
 from .cut import Batch, Blocks
@@ -60,6 +61,25 @@ class AbstractOtherArguments(AbstractTransform):
         """That of a transformed function; `own` is that of the function itself."""
 
 
+def with_second(own: inspect.Signature, name: str) -> inspect.Signature:
+    """A signature with one more argument, after the first.
+
+    `equinox.filter_jit` calls by signature, and looks for it there.
+    """
+    parameters = [*own.parameters.values()]
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    if not parameters or parameters[0].kind not in kinds:
+        return own
+    first, *rest = parameters
+    while name in own.parameters:
+        name += "_"
+    second = first.replace(name=name, annotation=first.empty)
+    return own.replace(parameters=[first, second, *rest])
+
+
 class Transformed(eqx.Module):
     """A transformed function.
 
@@ -76,6 +96,13 @@ class Transformed(eqx.Module):
     def __hash__(self) -> int:
         # Fields can be dicts, such as `in_axes`, but for PyTrees that is structure.
         leaves, treedef = jtu.tree_flatten(self)
+        if any(map(eqx.is_array, leaves)):
+            raise TypeError(
+                f"A function that `{self._name}` returns has no hash if there are "
+                "arrays in it, as in a module, so that `jax.jit` and `jax.pmap` do not "
+                "take it. Call it as it is: it compiles itself. For several devices, "
+                "put the examples on a `jax.sharding.Mesh`."
+            )
         return hash((treedef, *leaves))
 
     @property
@@ -189,6 +216,7 @@ def transformed(transform: AbstractTransform, fun: Any, name: str) -> Transforme
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be callable; got {described(fun)}.")
+    check_not_jitted(fun)
     wrapper: Any = eqx.module_update_wrapper(Transformed(transform, fun, name))
     return wrapper
 
@@ -197,6 +225,7 @@ def transformed(transform: AbstractTransform, fun: Any, name: str) -> Transforme
 _CONVERTED = (
     "accumulator",
     "block_size",
+    "damping",
     "fun",
     "kernel_fn",
     "loss",
@@ -206,14 +235,19 @@ _CONVERTED = (
     "metrics",
     "microbatch_size",
     "mode",
+    "momentum",
     "num_blocks",
     "num_real_microbatches",
     "out_axes",
     "progress",
+    "residual",
     "return",
+    "solver",
+    "space",
     "store",
     "symmetric",
     "transform",
+    "weights",
 )
 
 
@@ -234,7 +268,7 @@ def also_decorator(public: Callable) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (args[0] if args else kwargs.get(name)) is not None:
             return public(*args, **kwargs)
-        settings = signature.bind(*args, **kwargs).arguments
+        settings = bound_arguments(public.__name__, signature, args, kwargs)
         settings.pop(name, None)
         return functools.partial(wrapper, **settings)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast, ClassVar, get_args, TYPE_CHECKING
+from typing import Any, cast, ClassVar, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -18,7 +18,6 @@ from .._base.mesh import (
     vary_as,
     varying,
 )
-from .._base.trees import described, shown
 from .._batch.accumulators import Concat
 from .._batch.cut import Blocks
 from .._batch.memory import MemoryBudget
@@ -28,7 +27,6 @@ from .._batch.moments import (
     Mean,
     OfTotals,
     RunningMean,
-    Sum,
     Variance,
 )
 from .._batch.objective import Example, Loss, MicrobatchResult, Objective
@@ -43,6 +41,13 @@ from .._batch.slots import (
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
 from .._sites.cost import Method
 from .clip import Clipping
+from .gradient_settings import (
+    check_settings,
+    DEFAULT,
+    IF_WHOLE,
+    NO_ACCUMULATOR,
+    TOTALS,
+)
 from .ways import (
     BlockGradients,
     by_norms,
@@ -58,9 +63,6 @@ from .ways import (
 if TYPE_CHECKING:
     from .._batch.signatures import Typed
     from .gradient_signatures import MicroGradSignature, MicroValueAndGradSignature
-
-
-_TOTALS = (Sum, Mean, RunningMean)
 
 
 class _MicroGrad(AbstractTransform):
@@ -81,47 +83,14 @@ class _MicroGrad(AbstractTransform):
     blocking: Blocking
 
     def __check_init__(self) -> None:
-        if self.method not in get_args(Method):
-            raise ValueError(
-                f"`method` must be one of {get_args(Method)}; got {self.method!r}."
-            )
-        of_gradients = []
-        for name in ("transform", "metrics"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            of_gradients.append(name)
-            if not callable(value):
-                raise TypeError(
-                    f"`{name}` must be a function of the gradient of one example, or "
-                    f"None; got {described(value)}."
-                )
-        of_gradients += ["moments"] * self.moments
-        of_examples = list(of_gradients)
-        if self.clipping is not None:
-            of_examples.append("clip_norm, nan_safe or return_norms")
-        if self.method == "sites" and of_gradients:
-            raise ValueError(
-                "`method='sites'` does not form the gradient of an example, but "
-                f"`{of_gradients[0]}` is about that gradient. Use `method='auto'`."
-            )
-        if self.batched and of_examples:
-            raise ValueError(
-                f"`{of_examples[0]}` is about single examples, but with "
-                "`batched=True` the loss is that of a whole microbatch. Give the loss "
-                "of one example, without `batched`."
-            )
-        if self.transform is None and not isinstance(self.accumulator, _TOTALS):
-            raise TypeError(
-                "`accumulator` must be a Sum, a Mean or a RunningMean, as it is for "
-                f"gradients; got {shown(self.accumulator)}. With a `transform`, it "
-                "can be any accumulator, or a PyTree prefix of them."
-            )
-        if self.moments and self.weights is not None:
-            raise ValueError(
-                "`moments` are those of examples that count the same, but the "
-                "accumulator has weights. Compute them without."
-            )
+        check_settings(
+            accumulator=self.accumulator,
+            batched=self.batched,
+            functions={"transform": self.transform, "metrics": self.metrics},
+            moments=self.moments,
+            clips=self.clipping is not None,
+            method=self.method,
+        )
 
     @property
     def weights(self) -> Array | None:
@@ -185,7 +154,7 @@ class _MicroGrad(AbstractTransform):
         """How the gradients of a microbatch are computed."""
         if self.batched:
             return of_microbatch(loss)
-        example = Example(loss)
+        example = Example(loss, IF_WHOLE)
         # No sum is formed where its result is there to avoid that.
         is_mean = isinstance(self.accumulator, RunningMean)
         functions = {"transform": self.transform, "metrics": self.metrics}
@@ -265,7 +234,7 @@ def filter_micro_value_and_grad(
     in_axes: PyTree = eqx.if_array(0),
     batched: bool = False,
     microbatch_size: int | MemoryBudget | None = None,
-    accumulator: PyTree = Mean(),
+    accumulator: PyTree = DEFAULT,
     value_accumulator: PyTree = None,
     aux_accumulator: PyTree = Concat(),
     clip_norm: PyTree = None,
@@ -298,15 +267,16 @@ def filter_micro_value_and_grad(
         batched) and callables from a leaf to those; or a dict from argument names to
         such prefixes. The default is axis 0 of all arrays, also for the arguments that
         a dict does not name, and for keyword arguments.
-    - `batched`: whether `fun` is the loss of a whole microbatch instead: the mean over
-        its examples, or, with `accumulator=Sum()`, the sum. The value and the gradient
-        are then exact whatever the microbatch size, if `fun` couples no examples.
+    - `batched`: whether `fun` is the loss of a whole microbatch instead. Then
+        `accumulator` must be given: `Mean()` if that is the mean over its examples, and
+        `Sum()` if it is their sum. The value and the gradient are exact whatever the
+        microbatch size, if that is so and `fun` couples no examples.
     - `microbatch_size`: the number of examples of a microbatch, at least 1; it need not
         divide their total number `n`. An [`eqxbatch.MemoryBudget`][] chooses the
         largest that fits, and `None` is `n`.
-    - `accumulator`: [`eqxbatch.Mean`][] (the default), [`eqxbatch.Sum`][] or
-        [`eqxbatch.RunningMean`][], over the gradients of the examples; `weights` of
-        the first two weight the examples. With a `transform`, any
+    - `accumulator`: [`eqxbatch.Mean`][] (the default of a loss of one example),
+        [`eqxbatch.Sum`][] or [`eqxbatch.RunningMean`][], over the gradients;
+        `weights` of the first two weight the examples. With a `transform`, any
         [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of what it returns with
         those for leaves.
     - `value_accumulator`: the same for the values. The default is `accumulator`, or a
@@ -353,8 +323,8 @@ def filter_micro_value_and_grad(
     negative `clip_norm`, one that is no prefix of the gradient, `method="sites"` with
     a function of the gradient, `batched` with anything about single examples, and what
     [`eqxbatch.filter_micro_vmap`][] raises it for; `TypeError` for an accumulator that
-    is not for gradients; `RuntimeError` when run with a traced `clip_norm` that is
-    negative.
+    is not for gradients, and for `batched` without one; `RuntimeError` when run with a
+    traced `clip_norm` that is negative.
 
     !!! example
 
@@ -416,7 +386,7 @@ def filter_micro_grad(
     in_axes: PyTree = eqx.if_array(0),
     batched: bool = False,
     microbatch_size: int | MemoryBudget | None = None,
-    accumulator: PyTree = Mean(),
+    accumulator: PyTree = DEFAULT,
     value_accumulator: PyTree = None,
     aux_accumulator: PyTree = Concat(),
     clip_norm: PyTree = None,
@@ -485,11 +455,12 @@ def _micro_grad(
 ) -> _MicroGrad:
     """The settings; the accumulators are those of gradients, values and aux."""
     accumulator, of_value, of_aux = accumulators
+    is_default = accumulator is DEFAULT
     accumulator = jtu.tree_map(canonicalise, accumulator, is_leaf=is_accumulator)
     if of_value is None:
-        of_value = accumulator if isinstance(accumulator, _TOTALS) else Mean()
+        of_value = accumulator if isinstance(accumulator, TOTALS) else Mean()
     needs_norms = clip_norm is not None or nan_safe or settings["return_norms"]
-    return _MicroGrad(
+    gradient = _MicroGrad(
         accumulator=accumulator,
         of_values=of_value,
         aux_accumulator=of_aux,
@@ -497,3 +468,6 @@ def _micro_grad(
         blocking=blocking,
         **settings,
     )
+    if settings["batched"] and is_default:
+        raise TypeError(NO_ACCUMULATOR)
+    return gradient

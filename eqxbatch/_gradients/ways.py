@@ -27,6 +27,7 @@ from .._base.dtypes import (
 )
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.shapes import AnyArray, Contract
+from .._batch.example_or_batch import told_apart
 from .._batch.moments import MeanAndVariance
 from .._batch.objective import Example, Loss, MicrobatchResult
 from .._sites.cost import Contraction, Method, plan
@@ -43,6 +44,7 @@ from .._sites.gram import squared_norms
 from .._sites.site import positions, Site
 from .._sites.trace import Program
 from .clip import Clipping
+from .gradient_settings import IF_ONE
 
 
 class SiteGradients:
@@ -239,7 +241,13 @@ BlockGradients = Callable[[list, Array | None], MicrobatchResult]
 
 def of_microbatch(loss: Loss) -> BlockGradients:
     """For a loss of a whole microbatch: its gradient."""
-    value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
+
+    def of_rows(diff: PyTree, rows: list) -> tuple[Array, PyTree]:
+        call = functools.partial(loss, diff)
+        with told_apart(call, loss.batch, "microbatch", IF_ONE, rows):
+            return call(rows)
+
+    value_and_grad = eqx.filter_value_and_grad(of_rows, has_aux=True)
 
     def gradients(rows: list, _: Array | None) -> MicrobatchResult:
         (value, aux), gradient = value_and_grad(loss.diff, rows)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
 from .._base.mesh import spec_of
+from .._base.mistakes import has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.shapes import Arranged, Contract
 from .._base.trees import described, match_prefix
 from .._batch.accumulators import Concat
@@ -236,6 +237,7 @@ def _place_of(name: str, axes: GridAxis, leaf: Any) -> dict[str, int]:
             raise ValueError(
                 f"`in_axes` says that axis {axis} of {name} is the grid axis "
                 f"'{grid_axis}', which is out of range for its shape {leaf.shape}."
+                f"{f' {key_remedy(name, None)}' if is_one_key(leaf) else ''}"
             )
         place[grid_axis] = axis % leaf.ndim
     if len({*place.values()}) < len(place):
@@ -265,9 +267,13 @@ def _sizes(
             where = f"axis {axis} of {leaf_name(path, names)}, shape {leaf.shape}"
             listing.setdefault(name, {})[where] = leaf.shape[axis]
     if not listing:
+        remedy = ""
+        if any(map(has_numbers, (*call[0], *call[1].values()))):
+            remedy = f" {NUMBERS}"
         raise ValueError(
             "`in_axes` gives no array an axis of the grid, so there is nothing to map "
             'over. Mark an argument that has arrays, as in `in_axes={"x": grid("i")}`.'
+            f"{remedy}"
         )
     for name, found in listing.items():
         if len({*found.values()}) > 1:

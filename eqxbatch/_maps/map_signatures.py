@@ -31,7 +31,7 @@ class _Settings(TypedDict, total=False):
     checkpoint: bool
 
 
-class _Microbatch(_Settings, total=False):
+class _Microbatch(_Settings):
     accumulator: ArrayAccumulator
 
 

@@ -17,6 +17,7 @@ from .._base.jaxprs import evaluate_jaxpr
 from .._base.mesh import auto_sharded
 from .._batch.accumulators import Concat, Last
 from .._batch.cut import Batch, Blocks, broadcast_axes, spec_of_rows, split_batch
+from .._batch.example_or_batch import told_apart
 from .._batch.memory import MemoryBudget
 from .._batch.slots import array_structs, match_accumulators, Slot, Slots
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
@@ -25,6 +26,9 @@ from .._batch.transform import AbstractTransform, also_decorator, Blocking, tran
 if TYPE_CHECKING:
     from .._batch.signatures import Typed
     from .map_signatures import MicroVmapSignature
+
+
+_IF_WHOLE = "Give the function of one example, or use `filter_microbatch`."
 
 
 class MicroVmap(AbstractTransform):
@@ -45,6 +49,11 @@ class MicroVmap(AbstractTransform):
             raise ValueError(
                 f"`axis_size` must be at least 0; got {self.axis_size}. It is the "
                 "number of examples."
+            )
+        if self.vmap_fn is jax.pmap:
+            raise ValueError(
+                "`vmap_fn` must map over examples; got `jax.pmap`, which maps over "
+                "devices. Leave it out, and put the examples on a `jax.sharding.Mesh`."
             )
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -91,10 +100,11 @@ class MicroVmap(AbstractTransform):
         """
         # Filled when `jax.vmap` traces `one`, as only arrays can be returned from it.
         traced: dict[str, Any] = {}
+        call = functools.partial(batch.call, fun)
 
         def one(rows: list) -> tuple[list, list]:
-            args, kwargs = batch.arguments(rows)
-            out = fun(*args, **kwargs)
+            with told_apart(call, batch, "example", _IF_WHOLE):
+                out = call(rows)
             axes = broadcast_axes("out_axes", self.out_axes, out)
             leaves, traced["treedef"] = jtu.tree_flatten(out)
             traced["leaves"], traced["axes"] = leaves, axes

@@ -1,5 +1,6 @@
 """`filter_microbatch`: a function of a batch, run on one microbatch at a time."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast, ClassVar, TYPE_CHECKING
 
@@ -11,8 +12,8 @@ from jaxtyping import Array, Int, PyTree
 from .._base.mesh import auto_sharded, examples_spec
 from .._batch.accumulators import Concat
 from .._batch.cut import Batch, split_batch
+from .._batch.example_or_batch import told_apart
 from .._batch.memory import MemoryBudget
-from .._batch.moments import Sum
 from .._batch.slots import is_struct, match_accumulators, Slots
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from .map_signatures import MicrobatchSignature
 
 
+_IF_ONE = "Use `filter_micro_vmap` for a function of one example."
+
+
 class _Microbatch(AbstractTransform):
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
@@ -29,14 +33,25 @@ class _Microbatch(AbstractTransform):
     accumulator: PyTree
     blocking: Blocking
 
+    def __check_init__(self) -> None:
+        if self.accumulator is None:
+            raise TypeError(
+                "`filter_microbatch` needs an `accumulator`, as it cannot be seen what "
+                "the result of a microbatch is: `Sum()` if it is a sum over the "
+                "examples, `Mean()` if it is a mean over them, such as the gradient of "
+                "a mean loss, and `Concat()` if it has a row for each. The wrong one "
+                "of them makes the result depend on the microbatch size."
+            )
+
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         batch = split_batch(fun, self.in_axes, args, kwargs)
         total = batch.total()
         blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
 
         def call(fun: Callable, batch: Batch, rows: list) -> PyTree:
-            args, kwargs = batch.arguments(rows)
-            return fun(*args, **kwargs)
+            call = functools.partial(batch.call, fun)
+            with told_apart(call, batch, "microbatch", _IF_ONE, rows):
+                return call(rows)
 
         specs = lambda out: self._specs(out, batch)
         call_on_mesh = auto_sharded(call, (fun, batch), (batch.arrays,), specs)
@@ -69,7 +84,7 @@ def filter_microbatch(
     *,
     in_axes: PyTree = eqx.if_array(0),
     microbatch_size: int | MemoryBudget | None = None,
-    accumulator: PyTree = Sum(),
+    accumulator: PyTree = None,
     num_real_microbatches: int | Int[Array, ""] | None = None,
     checkpoint: bool = False,
 ) -> Callable[..., Any]:
@@ -92,9 +107,11 @@ def filter_microbatch(
     - `microbatch_size`: the number of examples of a microbatch, at least 1; it need
         not divide `n`. An [`eqxbatch.MemoryBudget`][] chooses the largest that fits,
         and `None` is one microbatch.
-    - `accumulator`: how the results of the microbatches become one: an
-        [`eqxbatch.AbstractAccumulator`][], by default [`eqxbatch.Sum`][], or a PyTree
-        prefix of the output with those for leaves.
+    - `accumulator`: how the results of the microbatches become one, which must be
+        given: an [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of the output
+        with those for leaves. [`eqxbatch.Sum`][] is for sums over the examples,
+        [`eqxbatch.Mean`][] for means over them, such as the gradient of a mean loss,
+        and [`eqxbatch.Concat`][] for results with a row for each example.
         `optax.microbatching.AccumulationType`s and `Accumulator`s are taken as well.
     - `num_real_microbatches`: if given, only that many microbatches run: an int, or an
         integer array, which may be traced. Reverse mode works either way.
@@ -116,9 +133,9 @@ def filter_microbatch(
 
     `ValueError` for a size below 1, unequal batch axes, an axis out of range, nothing
     batched, an accumulator that does not fit the output, and non-arrays in the output
-    that differ between microbatches; `TypeError` for a size that is not an int or a
-    mean of integers; `RuntimeError` when run with a traced `num_real_microbatches`
-    that is negative or larger than the number of microbatches.
+    that differ between microbatches; `TypeError` without an `accumulator`, for a size
+    that is not an int, or for a mean of integers; `RuntimeError` when run with a traced
+    `num_real_microbatches` that is negative or larger than the number of microbatches.
 
     !!! example
 

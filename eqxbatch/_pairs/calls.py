@@ -1,6 +1,9 @@
 """The two sides of a kernel: what a model is called with on each of them."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +17,7 @@ from jaxtyping import Array, Key, PyTree, UInt32
 from .._base.shapes import AnyArray, Contract
 from .._base.trees import described, shown
 from .._batch.cut import broadcast_axes, split_batch
+from .._batch.example_or_batch import told_apart
 from .._batch.memory import check_size, MemoryBudget
 from .._batch.rows import Rows
 
@@ -187,7 +191,7 @@ class Side:
         except ValueError as e:
             e.add_note(note)
             raise
-        self._batch = batch
+        self._batch, self._is_batched = batch, axes.is_batched
         # Two sides are traced alike if they are equal in this.
         static = eqx.filter((x, own), eqx.is_array, inverse=True)
         arrays = zip(batch.arrays, batch.axes, strict=True)
@@ -207,6 +211,23 @@ class Side:
         """What the model returns for one example."""
         x, kwargs = self.arguments(rows)
         return model(x, **kwargs)
+
+    def told_apart(self, model: Callable) -> AbstractContextManager:
+        """What says so if the model takes a batch and not an example, or so."""
+        call, batch = functools.partial(self.call, model), self._batch
+        if self._is_batched:
+            return told_apart(call, batch, "example", _IF_WHOLE)
+        # The whole batch is one row of the batch, whose examples are along axis 0.
+        whole = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batch.arrays]
+        has_examples = all(x.shape for x in whole)
+        batch = dataclasses.replace(batch, arrays=whole if has_examples else [])
+        return told_apart(call, batch, "microbatch", _IF_ONE)
+
+
+_IF_WHOLE = "Say `vmap_axes=None`, or give a model of one example."
+
+
+_IF_ONE = "If it is a model of one example, leave out `vmap_axes=None`."
 
 
 # What errors call the arguments of a side.

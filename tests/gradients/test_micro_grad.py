@@ -144,7 +144,7 @@ def test_batched(getkey, total):
         return jnp.mean(jnp.sum((outs - y) ** 2, 1)), (outs, "text")
 
     fun = filter_micro_value_and_grad(
-        mean, has_aux=True, batched=True, microbatch_size=BLOCK
+        mean, has_aux=True, batched=True, microbatch_size=BLOCK, accumulator=Mean()
     )
     ((value, aux), gradient) = fun(model, x, y)
     expected = eqx.filter_value_and_grad(mean, has_aux=True)(model, x, y)
@@ -500,7 +500,9 @@ def test_nothing_to_differentiate(getkey):
 def test_aux_that_differs_between_microbatches(getkey):
     model, x, y = data(getkey(), 5)
     differs = lambda model, x, y: (jnp.mean(jax.vmap(model)(x)), [x] * len(x))
-    fun = filter_micro_grad(differs, batched=True, has_aux=True, microbatch_size=2)
+    fun = filter_micro_grad(
+        differs, batched=True, has_aux=True, microbatch_size=2, accumulator=Mean()
+    )
     with pytest.raises(ValueError, match="for every microbatch"):
         fun(model, x, y)
 

@@ -66,7 +66,9 @@ def losses(name, total, getkey, dtype=jnp.float32, **kwargs):
 @pytest.mark.parametrize("derivative", (jax.grad, jax.jacfwd))
 def test_derivative_of_no_examples(derivative):
     mapped = lambda x: filter_micro_vmap(jnp.sin, microbatch_size=2)(x).sum()
-    whole = lambda x: filter_microbatch(jnp.sin, microbatch_size=2)(x).sum()
+    whole = lambda x: filter_microbatch(jnp.sin, accumulator=Sum(), microbatch_size=2)(
+        x
+    ).sum()
     for fun in (mapped, whole):
         assert_same(derivative(fun)(jnp.zeros(0)), jnp.zeros(0))
 

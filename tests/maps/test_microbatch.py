@@ -106,7 +106,6 @@ def test_other_accumulators():
     x = jnp.arange(8.0)
     fun = lambda x: x.sum()
     micro = functools.partial(filter_microbatch, fun, microbatch_size=4)
-    assert_same(micro()(x), x.sum())
     assert_same(micro(accumulator=Sum())(x), x.sum())
     assert_same(micro(accumulator=Max())(x), jnp.array(22.0))
     assert_same(micro(accumulator=Last())(x), jnp.array(22.0))
@@ -191,17 +190,18 @@ def test_no_examples_does_not_run():
     def fun(x):
         return x.max()  # Would raise for an empty microbatch.
 
-    micro = filter_microbatch(fun, microbatch_size=4)
+    micro = filter_microbatch(fun, accumulator=Sum(), microbatch_size=4)
     assert_same(micro(jnp.ones((0, 2))), jnp.array(0.0))
-    micro = filter_microbatch(fun, microbatch_size=None)
+    micro = filter_microbatch(fun, accumulator=Sum())
     assert_same(micro(jnp.ones((0, 2))), jnp.array(0.0))
 
 
 def test_static_outputs():
     fun = lambda x: (x.sum(), "static", jnp.tanh, None)
-    micro = filter_microbatch(fun, microbatch_size=4)
+    total = functools.partial(filter_microbatch, microbatch_size=4, accumulator=Sum())
+    micro = total(fun)
     assert_same(micro(jnp.arange(9.0)), (jnp.array(36.0), "static", jnp.tanh, None))
-    wrong = filter_microbatch(lambda x: (x.sum(), len(x)), microbatch_size=4)
+    wrong = total(lambda x: (x.sum(), len(x)))
     assert_same(wrong(jnp.arange(8.0)), (jnp.array(28.0), 4))
     with pytest.raises(ValueError, match="must be the same for every microbatch"):
         wrong(jnp.arange(9.0))
@@ -210,7 +210,7 @@ def test_static_outputs():
 def test_outputs_that_change_their_type():
     fun = lambda x: x.sum() if len(x) > 1 else x
     with pytest.raises(ValueError, match="same structure, rank and dtype"):
-        filter_microbatch(fun, microbatch_size=4)(jnp.arange(9.0))
+        filter_microbatch(fun, accumulator=Sum(), microbatch_size=4)(jnp.arange(9.0))
 
 
 def test_as_a_method_and_decorator(getkey):

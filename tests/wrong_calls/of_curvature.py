@@ -23,7 +23,10 @@ of_output = lambda out, x: out**2
 ggn = functools.partial(eqxbatch.filter_ggn, outputs, of_output)
 ggn_diagonal = functools.partial(eqxbatch.filter_ggn_diagonal, outputs, of_output)
 ggn_blocks = functools.partial(eqxbatch.filter_ggn_blocks, outputs, of_output)
+step = functools.partial(eqxbatch.filter_gauss_newton_step, damping=0.1)
 ggnvp = functools.partial(eqxbatch.filter_ggnvp, outputs, of_output)
+kfac = functools.partial(eqxbatch.filter_kfac, outputs, of_output)
+factors = lambda: kfac(in_axes=0)(w, x)
 unravel = eqxbatch.Unravel({"a": w, "b": y})
 expansion = eqxbatch.filter_linearize(model)
 explain = functools.partial(eqxbatch.explain_sites, loss)
@@ -31,6 +34,24 @@ wide = eqx.tree_at(lambda model: model.layers[0].weight, model, jnp.ones((5, 2))
 
 
 CURVATURE = [
+    Case(
+        "filter_gauss_newton_step",
+        lambda: step(outputs, centre="yes"),
+        TypeError,
+        "`centre` must be bool; got 'yes'",
+    ),
+    Case(
+        "filter_gauss_newton_step",
+        lambda: step(outputs, space="kernel"),
+        ValueError,
+        "`space` must be one of",
+    ),
+    Case(
+        "filter_gauss_newton_step",
+        lambda: step([outputs, outputs])(w, x),
+        ValueError,
+        "For 2 terms, the model is followed by one batch for each",
+    ),
     Case(
         "filter_hessian",
         lambda: hessian(flat="no"),
@@ -184,6 +205,43 @@ CURVATURE = [
         lambda: eqxbatch.filter_ggn(outputs, lambda out, x: x, in_axes=0)(w, x),
         ValueError,
         "must be a real floating-point scalar; `loss` returned",
+    ),
+    Case("filter_kfac", kfac, ValueError, "`in_axes` must say which axes.*got None"),
+    Case(
+        "filter_kfac",
+        lambda: kfac(in_axes=0, weight_sharing="all"),
+        TypeError,
+        "`weight_sharing` must be 'expand' | 'reduce'; got 'all'",
+    ),
+    Case(
+        "filter_kfac",
+        lambda: kfac(in_axes=0, corrected="yes"),
+        TypeError,
+        "`corrected` must be bool; got 'yes'",
+    ),
+    Case(
+        "KroneckerFactors",
+        lambda: factors().operator(damping=-1.0),
+        ValueError,
+        "`damping` must be at least 0; got -1.0",
+    ),
+    Case(
+        "KroneckerFactors",
+        lambda: factors().operator(damping=y),
+        ValueError,
+        "`damping` must be",
+    ),
+    Case(
+        "KroneckerOperator",
+        lambda: factors().operator().mv(y),
+        ValueError,
+        "`vector` must have the structure and shapes.*got",
+    ),
+    Case(
+        "KroneckerOperator",
+        lambda: eqxbatch.KroneckerOperator(w),
+        TypeError,
+        "`factors` must be",
     ),
     Case("filter_ggnvp", lambda: ggnvp(in_axes=0)(w, y, x), ValueError, "vector"),
     Case(
@@ -351,13 +409,13 @@ SITES = [
     ),
     Case(
         "LeafReport",
-        lambda: eqxbatch.LeafReport("a", 3, (), "factors", 0.0, 0.0, None),
+        lambda: eqxbatch.LeafReport("a", 3, (), "factors", 0.0, 0.0, None, "", None),
         TypeError,
         "`shape` of `LeafReport` must be",
     ),
     Case(
         "LeafReport",
-        lambda: eqxbatch.LeafReport("a", (3,), (), 1, 0.0, 0.0, None),
+        lambda: eqxbatch.LeafReport("a", (3,), (), 1, 0.0, 0.0, None, "", None),
         TypeError,
         "`contraction` of `LeafReport` must be str",
     ),

@@ -112,7 +112,7 @@ FUNCTIONS = [
         "filter_batch_kernel",
         lambda: kernel()([[1.0]], x),
         ValueError,
-        "Nothing is batched",
+        "`x1` is a list of 1 entries",
     ),
     Case(
         "filter_batch_kernel",

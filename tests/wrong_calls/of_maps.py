@@ -10,7 +10,9 @@ from .cases import Case, loss, w, x, y
 
 
 vmap = functools.partial(eqxbatch.filter_micro_vmap, jnp.sum)
-batch = functools.partial(eqxbatch.filter_microbatch, jnp.sum)
+batch = functools.partial(
+    eqxbatch.filter_microbatch, jnp.sum, accumulator=eqxbatch.Sum()
+)
 value_and_grad = functools.partial(eqxbatch.filter_micro_value_and_grad, loss)
 grad = functools.partial(eqxbatch.filter_micro_grad, loss)
 on_grid = functools.partial(
@@ -80,7 +82,7 @@ MAPS = [
     ),
     Case(
         "filter_micro_vmap",
-        lambda: vmap()([1.0, 2.0]),
+        lambda: vmap()(1.0),
         ValueError,
         "Nothing is batched",
     ),

@@ -5,12 +5,14 @@ import collections
 import pytest
 
 from ..annotations import names
+from .first_mistakes import FIRST
 from .of_curvature import CURVATURE, SITES
 from .of_kernels import FUNCTIONS, MODELS
 from .of_maps import ACCUMULATORS, GRADIENTS, MAPS
 
 
 CASES = [*MAPS, *GRADIENTS, *ACCUMULATORS, *CURVATURE, *SITES, *FUNCTIONS, *MODELS]
+CASES += FIRST
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -1,0 +1,167 @@
+"""What errors say of the mistakes that new users make most often."""
+
+import difflib
+import inspect
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .trees import described
+
+
+# Other names for the number of examples, rows or columns that are worked on at a time.
+_SIZES = ("microbatch_size", "block_size", "samples_per_batch")
+
+
+def bound_arguments(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call, by the names of the parameters.
+
+    Raises `TypeError` for arguments that do not fit the signature of the public `name`.
+    """
+    try:
+        return signature.bind(*args, **kwargs).arguments
+    except TypeError as e:
+        text = _wrong_arguments(name, signature, args, kwargs)
+        raise TypeError(text or f"`{name}`: {e}.") from None
+
+
+def _wrong_arguments(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+) -> str | None:
+    parameters = {
+        key: parameter
+        for key, parameter in signature.parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    names = [key for key in parameters if key != "self"]
+    for key in kwargs:
+        if key not in parameters:
+            return (
+                f"`{name}` has no argument `{key}`. {_meant(key, names)}It takes "
+                f"{', '.join(f'`{other}`' for other in names)}."
+            )
+    positional = [
+        key
+        for key, parameter in parameters.items()
+        if parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    if len(args) > len(positional):
+        extra = args[len(positional)]
+        first = [f"`{key}`" for key in positional if key != "self"]
+        sizes = [key for key in _SIZES if key in names]
+        example = f", as in `{sizes[0]}={extra}`" if sizes and _is_size(extra) else ""
+        return (
+            f"`{name}` takes {' and '.join(first) or 'nothing'} by position, and got "
+            f"{described(extra)} as well. Give settings by keyword{example}."
+        )
+    missing = [
+        f"`{key}`"
+        for key, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and key not in kwargs
+        and key not in positional[: len(args)]
+    ]
+    return f"`{name}` needs {' and '.join(missing)}." if missing else None
+
+
+def _meant(key: str, names: list[str]) -> str:
+    """Which argument is meant by one that is not there."""
+    found = difflib.get_close_matches(key, names, 1)
+    if "size" in key or key in ("batch", "chunk"):
+        found = [other for other in _SIZES if other in names][:1] or found
+    return f"Did you mean `{found[0]}`? " if found else ""
+
+
+def _is_size(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def hidden_module(x: Any) -> eqx.Module | None:
+    """The module with arrays that a function such as `jax.jit(model)` wraps."""
+    while not isinstance(x, eqx.Module) and hasattr(x, "__wrapped__"):
+        x = x.__wrapped__
+    has_arrays = any(map(eqx.is_array, jtu.tree_leaves(x)))
+    return x if isinstance(x, eqx.Module) and has_arrays else None
+
+
+def no_arrays_remedy(x: Any) -> str:
+    """What to do about an argument without arrays: empty if it is nothing common."""
+    module = hidden_module(x)
+    if module is not None and module is not x:
+        name = type(module).__name__
+        return (
+            f" It is a {name} in `jax.jit`, `jax.vmap` or `jax.pmap`, which hides the "
+            f"arrays of the {name}: give the {name} itself. eqxbatch compiles it."
+        )
+    if has_numbers(x):
+        return f" {NUMBERS}"
+    return ""
+
+
+def check_not_jitted(fun: Any) -> None:
+    """Raises for `jax.jit(module)`, which JAX cannot call: it has no hash."""
+    module = hidden_module(fun)
+    if module is None or module is fun or not hasattr(fun, "lower"):
+        return
+    name = type(module).__name__
+    raise TypeError(
+        f"`fun` is a {name} in `jax.jit` or `jax.pmap`, which do not take modules with "
+        f"arrays. Give the {name} itself: eqxbatch compiles it. For several devices, "
+        "put the examples on a `jax.sharding.Mesh`."
+    )
+
+
+def called(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a function of the user's returns.
+
+    Raises `TypeError` where `jax.jit` of it is given what only `equinox.filter_jit`
+    takes.
+    """
+    try:
+        return fun(*args, **kwargs)
+    except TypeError as e:
+        is_jitted = hasattr(fun, "lower") and not isinstance(fun, eqx.Module)
+        if not is_jitted or all(
+            map(eqx.is_array_like, jtu.tree_leaves((args, kwargs)))
+        ):
+            raise
+        raise TypeError(
+            "`fun` is in `jax.jit` or `jax.pmap`, which take nothing but arrays, and "
+            "there is more than arrays in its arguments, such as a module. Leave "
+            "`jax.jit` out: eqxbatch compiles `fun`."
+        ) from e
+
+
+NUMBERS = "Make an array of a list of numbers with `jax.numpy.asarray`."
+
+
+def has_numbers(x: Any) -> bool:
+    """Whether that is a list or tuple of nothing but numbers, also a nested one."""
+    leaves = jtu.tree_leaves(x)
+    is_number = lambda leaf: isinstance(leaf, (int, float, complex))
+    return isinstance(x, (list, tuple)) and bool(leaves) and all(map(is_number, leaves))
+
+
+def is_one_key(x: Any) -> bool:
+    """Whether that looks like the PRNG key of a single example, in either form."""
+    if not isinstance(x, jax.Array):
+        return False
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.shape == ()
+    return x.shape == (2,) and x.dtype == jnp.uint32
+
+
+def key_remedy(name: str, num: int | None) -> str:
+    """What to do about one PRNG key in the place of one for each example."""
+    num_keys = "n" if num is None else num
+    of = "" if num is None else f" {num}"
+    return (
+        f"{name} looks like one PRNG key, and each example needs its own: give "
+        f"`jax.random.split(key, {num_keys})` for the{of} examples, or None in "
+        "`in_axes` if all are to have the same."
+    )

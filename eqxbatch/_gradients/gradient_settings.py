@@ -1,0 +1,87 @@
+"""Which settings of a gradient fit to each other, and what to do where they do not."""
+
+from collections.abc import Callable
+from typing import get_args
+
+from jaxtyping import PyTree
+
+from .._base.trees import described, shown
+from .._batch.moments import Mean, RunningMean, Sum
+from .._sites.cost import Method
+
+
+TOTALS = (Sum, Mean, RunningMean)
+
+
+# That of a loss of one example. It is told from a mean that is given by its identity.
+DEFAULT = Mean()
+
+
+_ACCUMULATORS = (
+    "`accumulator=Mean()` if it is a mean over the examples, or `accumulator=Sum()` if "
+    "it is a sum"
+)
+
+
+IF_WHOLE = (
+    f"If it is the loss of a whole batch, say `batched=True` and {_ACCUMULATORS}; or "
+    "give the loss of one example."
+)
+
+
+IF_ONE = "If it is the loss of one example, leave out `batched=True`."
+
+
+NO_ACCUMULATOR = (
+    "`batched=True` needs an `accumulator`, as it cannot be seen what the loss of a "
+    f"whole microbatch is: {_ACCUMULATORS}. The wrong one of them makes the result "
+    "depend on the microbatch size."
+)
+
+
+def check_settings(
+    *,
+    accumulator: PyTree,
+    batched: bool,
+    functions: dict[str, Callable | None],
+    moments: bool,
+    clips: bool,
+    method: Method,
+) -> None:
+    """Raises for settings that are not what they can be, or not together.
+
+    `functions` are those of the gradient of an example.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"`method` must be one of {get_args(Method)}; got {method!r}.")
+    given = {name: fun for name, fun in functions.items() if fun is not None}
+    for name, fun in given.items():
+        if not callable(fun):
+            raise TypeError(
+                f"`{name}` must be a function of the gradient of one example, or "
+                f"None; got {described(fun)}."
+            )
+    of_gradients = [*given, *["moments"] * moments]
+    of_examples = [*of_gradients, *["clip_norm, nan_safe or return_norms"] * clips]
+    if method == "sites" and of_gradients:
+        raise ValueError(
+            "`method='sites'` does not form the gradient of an example, but "
+            f"`{of_gradients[0]}` is about that gradient. Use `method='auto'`."
+        )
+    if batched and of_examples:
+        raise ValueError(
+            f"`{of_examples[0]}` is about single examples, but with "
+            "`batched=True` the loss is that of a whole microbatch. Give the loss "
+            "of one example, without `batched`."
+        )
+    if functions["transform"] is None and not isinstance(accumulator, TOTALS):
+        raise TypeError(
+            "`accumulator` must be a Sum, a Mean or a RunningMean, as it is for "
+            f"gradients; got {shown(accumulator)}. With a `transform`, it "
+            "can be any accumulator, or a PyTree prefix of them."
+        )
+    if moments and getattr(accumulator, "weights", None) is not None:
+        raise ValueError(
+            "`moments` are those of examples that count the same, but the "
+            "accumulator has weights. Compute them without."
+        )
