@@ -12,10 +12,12 @@ from . import (
     grid,
     harness,
     kernels,
+    kfac,
     micro_grad,
     micro_vmap,
     models,
     monte_carlo,
+    steps,
 )
 
 
@@ -26,6 +28,8 @@ SUITES = (
     micro_grad,
     models,
     curvature,
+    kfac,
+    steps,
     kernels,
     monte_carlo,
     batch_kernel,

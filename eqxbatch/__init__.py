@@ -36,6 +36,8 @@ from ._curvature.hessian import (
 )
 from ._curvature.hvp import filter_ggnvp as filter_ggnvp, filter_hvp as filter_hvp
 from ._curvature.jacobian import filter_jacobian as filter_jacobian
+from ._curvature.kfac import filter_kfac as filter_kfac
+from ._curvature.kronecker_factors import KroneckerFactors as KroneckerFactors
 from ._curvature.pytree import (
     hessian_to_pytree as hessian_to_pytree,
     Unravel as Unravel,
@@ -98,6 +100,9 @@ from ._sites.report import (
     SitesCheck as SitesCheck,
     SitesReport as SitesReport,
 )
+from ._steps.gauss_newton_step import (
+    filter_gauss_newton_step as filter_gauss_newton_step,
+)
 
 
 __version__ = _metadata.version("eqxbatch")
@@ -120,6 +125,7 @@ __all__ = [
     "KernelAlignment",
     "KernelEstimate",
     "KernelProduct",
+    "KroneckerFactors",
     "Last",
     "LeafCheck",
     "LeafReport",
@@ -150,6 +156,7 @@ __all__ = [
     "ZarrStore",
     "explain_sites",
     "filter_batch_kernel",
+    "filter_gauss_newton_step",
     "filter_ggn",
     "filter_ggn_blocks",
     "filter_ggn_diagonal",
@@ -160,6 +167,7 @@ __all__ = [
     "filter_hessian_diagonal",
     "filter_hvp",
     "filter_jacobian",
+    "filter_kfac",
     "filter_linearize",
     "filter_micro_grad",
     "filter_micro_value_and_grad",
@@ -174,10 +182,15 @@ __all__ = [
 
 # These are lineax operators, and lineax is an extra: without it, they cannot be listed,
 # as whoever takes all that is listed would fail.
-_OPERATORS = ("GGNOperator", "HessianOperator")
+_OPERATORS = {
+    "GGNOperator": "eqxbatch._curvature.operators",
+    "HessianOperator": "eqxbatch._curvature.operators",
+    "KroneckerOperator": "eqxbatch._curvature.kronecker_operator",
+}
 
 
 if _typing.TYPE_CHECKING:
+    from ._curvature.kronecker_operator import KroneckerOperator as KroneckerOperator
     from ._curvature.operators import (
         GGNOperator as GGNOperator,
         HessianOperator as HessianOperator,
@@ -185,7 +198,7 @@ if _typing.TYPE_CHECKING:
 
 
 if _util.find_spec("lineax") is not None:
-    __all__ += ["GGNOperator", "HessianOperator"]
+    __all__ += ["GGNOperator", "HessianOperator", "KroneckerOperator"]
 
 
 def __dir__() -> list[str]:
@@ -195,6 +208,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> _typing.Any:
     if name in _OPERATORS:
         _import_extra("lineax", name, "linalg")
-        operators = _importlib.import_module("eqxbatch._curvature.operators")
-        return getattr(operators, name)
+        return getattr(_importlib.import_module(_OPERATORS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import eqxbatch
+from eqxbatch import _OPERATORS as OPERATORS
 from eqxbatch._base.shapes import CONTRACTS, text_of
 
 
@@ -18,17 +19,22 @@ METHODS = (
     "begin",
     "close",
     "diagonal",
+    "eigh",
     "estimate",
     "finalize",
     "init",
+    "inverse",
+    "logdet",
     "matvec",
     "merge",
     "mv",
     "as_matrix",
     "operator",
+    "sqrt",
     "start",
     "step",
     "take",
+    "trace",
     "update",
 )
 
@@ -37,7 +43,7 @@ def names() -> list[str]:
     """All public names."""
     own = [x for x in vars(eqxbatch) if not x.startswith("_")]
     public = [x for x in own if not inspect.ismodule(getattr(eqxbatch, x))]
-    return sorted({*public, "GGNOperator", "HessianOperator"}, key=str.lower)
+    return sorted({*public, *OPERATORS}, key=str.lower)
 
 
 def rows() -> Iterator[tuple[str, str, str]]:

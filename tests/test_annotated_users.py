@@ -124,7 +124,9 @@ CALLS = {
     "clip_norm": lambda x: grad(loss, clip_norm=1.0)(MODEL, x),
     "sites": lambda x: grad(loss, clip_norm=1.0, method="sites")(MODEL, x),
     "metrics": lambda x: grad(loss, metrics=largest)(MODEL, x),
-    "batched": lambda x: grad(of_batch, batched=True)(MODEL, x),
+    "batched": lambda x: grad(of_batch, batched=True, accumulator=eqxbatch.Mean())(
+        MODEL, x
+    ),
     "filter_micro_value_and_grad": lambda x: eqxbatch.filter_micro_value_and_grad(loss)(
         MODEL, x
     ),
@@ -143,6 +145,9 @@ CALLS = {
     ),
     "filter_ggnvp": lambda x: eqxbatch.filter_ggnvp(outputs, of_outputs, in_axes=0)(
         MODEL, MODEL, x
+    ),
+    "filter_kfac": lambda x: eqxbatch.filter_kfac(outputs, of_outputs, in_axes=0)(
+        MODEL, x
     ),
     "filter_hvp": lambda x: eqxbatch.filter_hvp(loss, in_axes=0)(MODEL, MODEL, x),
     "filter_jacobian": lambda x: eqxbatch.filter_jacobian(outputs)(MODEL, x[0]),

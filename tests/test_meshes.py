@@ -189,7 +189,7 @@ FEATURES = {
         accumulator=eb.Mean(jnp.arange(1.0, len(x) + 1)),
     )(model, x),
     "filter_micro_grad batched": eb.filter_micro_grad(
-        mean_loss, batched=True, microbatch_size=SIZE
+        mean_loss, batched=True, accumulator=eb.Mean(), microbatch_size=SIZE
     ),
     "filter_micro_grad clip_norm": eb.filter_micro_grad(
         loss, microbatch_size=SIZE, clip_norm=jnp.array(0.1), return_norms=True
@@ -215,6 +215,22 @@ FEATURES = {
     "filter_ggn": in_batch(eb.filter_ggn, apply, of_outputs),
     "filter_ggn_blocks": in_batch(eb.filter_ggn_blocks, apply, of_outputs),
     "filter_ggn_diagonal": in_batch(eb.filter_ggn_diagonal, apply, of_outputs),
+    "filter_kfac": in_batch(eb.filter_kfac, apply, of_outputs),
+    "filter_kfac corrected": in_batch(
+        eb.filter_kfac, apply, of_outputs, corrected=True, weight_sharing="reduce"
+    ),
+    "filter_gauss_newton_step": lambda model, x: eb.filter_gauss_newton_step(
+        lambda model, x: model(x), damping=0.5, space="sample"
+    )(model, x),
+    "filter_gauss_newton_step blocks": lambda model, x: eb.filter_gauss_newton_step(
+        lambda model, x: model(x), damping=0.5, space="sample", block_size=SIZE
+    )(model, x),
+    "filter_gauss_newton_step parameter": lambda model, x: eb.filter_gauss_newton_step(
+        lambda model, x: model(x),
+        damping=0.5,
+        space="parameter",
+        microbatch_size=SIZE,
+    )(model, x),
     "filter_hvp": lambda model, x: in_batch(eb.filter_hvp, loss)(
         model, parameters(scaled(model)), x
     ),

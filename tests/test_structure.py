@@ -21,6 +21,8 @@ FEATURES = ("_maps", "_gradients", "_curvature", "_pairs")
 BELOW = {"_base": (), "_batch": ("_base",), "_sites": ("_base", "_batch")}
 BELOW |= dict.fromkeys(FEATURES, ("_base", "_batch", "_sites"))
 BELOW["_ntk"] = ("_base", "_batch", "_sites", "_maps", "_pairs")
+# Steps take the kernel of a model, and its Gauss-Newton matrix.
+BELOW["_steps"] = tuple(BELOW)
 BELOW["_check"] = tuple(BELOW)
 
 

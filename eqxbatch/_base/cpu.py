@@ -261,3 +261,32 @@ def _channels_last(eqn: Any, lhs: Array, rhs: Array) -> Array:
 def _moved_last(spec: tuple[int, ...]) -> tuple[int, ...]:
     batch, features, *dims = spec
     return (batch, *dims, features)
+
+
+def patches(
+    lhs: Array, kernel: tuple[int, ...], out: tuple[int, ...], params: dict[str, Any]
+) -> Array:
+    """For each output position, what the kernel sees: (batch, features, *kernel, *out).
+
+    Slices are copied one by one. `jax.lax.conv_general_dilated_patches` makes a grouped
+    convolution with a kernel of zeros and ones of it, which CPUs run slowly.
+    """
+    if 0 in out:
+        return jnp.zeros((*lhs.shape[:2], *kernel, *out), lhs.dtype)
+    zero = jnp.zeros((), lhs.dtype)
+    padding = zip(params["padding"], params["lhs_dilation"], strict=True)
+    config = [(0, 0, 0), (0, 0, 0), *((lo, hi, dil - 1) for (lo, hi), dil in padding)]
+    lhs = lax.pad(lhs, zero, config)
+    strides, dilation = params["window_strides"], params["rhs_dilation"]
+    slices = []
+    for offset in itertools.product(*map(range, kernel)):
+        start = [k * step for k, step in zip(offset, dilation, strict=True)]
+        limit = [
+            first + (num - 1) * stride + 1
+            for first, num, stride in zip(start, out, strides, strict=True)
+        ]
+        slices.append(
+            lax.slice(lhs, (0, 0, *start), (*lhs.shape[:2], *limit), (1, 1, *strides))
+        )
+    stacked = jnp.stack(slices, axis=2)
+    return stacked.reshape(*lhs.shape[:2], *kernel, *out)

@@ -7,17 +7,23 @@ are used at many, as those of convolutions.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Inexact
 
 from .._base.jaxprs import PerExample
-from .._base.mesh import vary, varying
+from .._base.mesh import explicit_mesh, vary, varying
+from .._batch.accumulators import Concat
+from .._batch.rows import accumulated, Rows
 from .._sites.cost import contraction_cost, Cost, total_cost
 from .._sites.einsum import EXAMPLE
 from .._sites.factors import Factor, Factors, gradients, site_terms
@@ -62,6 +68,7 @@ class Linearization:
     ):
         self.program, self.outputs = program, outputs
         self.num_outputs = num_outputs
+        self.arrays, self.axes = arrays, list(axes)
 
         def run(operands: list, rows: list) -> tuple[list, list, list[list], list]:
             leaves, cotangents = operands
@@ -76,7 +83,12 @@ class Linearization:
                     direction = vary(direction, varying(jax.typeof(outs[index])))
                     return pullback([*zeros[:index], direction, *zeros[index + 1 :]])
 
-                found = jax.vmap(pull)(directions.reshape(-1, *shape))
+                each = directions.reshape(-1, *shape)
+                if each.shape[0] == 1:
+                    # An axis of size 1 makes other, slower products of matrices.
+                    found = [d[None] for d in pull(each[0])]
+                else:
+                    found = jax.vmap(pull)(each)
                 pulled.append([d.reshape(*lead, *d.shape[1:]) for d in found])
             return outs, a, pulled, program.values(leaves)
 
@@ -152,10 +164,36 @@ class KeptFactors(eqx.Module):
     of_views: list[Factor | None]
 
 
+# About what is near a core of a CPU, in bytes.
+_CACHE = 2**19
+
+
+# How many large examples to take at a time: enough for all cores to have work.
+_AT_A_TIME = 4
+
+
+def _is_factor(x: Any) -> bool:
+    return isinstance(x, Factor)
+
+
+def _bytes_of_examples(tree: Any) -> int:
+    """Of the factors that each example has its own of."""
+    factors = jtu.tree_leaves(tree, is_leaf=_is_factor)
+    arrays = [x.array for x in factors if _is_factor(x) and x.has_examples]
+    return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
+
+
+def _are_plain(rows: list) -> bool:
+    """Whether they are arrays of numbers that no mesh has spread explicitly."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return not any(map(is_key, rows)) and explicit_mesh(rows) is None
+
+
 class ExampleFactors:
     """What is kept of the examples of one side, for each output.
 
-    With `keeps_values`, that is what the function returns, too.
+    With `keeps_values`, that is what the function returns, too. `are_all` says whether
+    it is made of all examples at once, and not of blocks of them.
 
     `of` makes it from the rows of some examples.
     """
@@ -166,8 +204,9 @@ class ExampleFactors:
         kept: list[OutputFactors],
         *,
         keeps_values: bool,
+        are_all: bool = False,
     ):
-        self.linearization, self.kept = linearization, kept
+        self.linearization, self.kept, self._are_all = linearization, kept, are_all
         used = {
             site.operand
             for one in kept
@@ -179,7 +218,52 @@ class ExampleFactors:
         self._keeps_values = keeps_values
 
     def of(self, rows: list) -> KeptFactors:
-        """What is kept of some examples."""
+        """What is kept of some examples.
+
+        XLA for CPUs writes down all that it is made of, and reads it again. Where that
+        is larger than what is kept, and does not fit into a cache, it takes less time
+        and memory for a few examples after the other.
+        """
+        axes = self.linearization.axes
+        num = rows[0].shape[axes[0]]
+        if num <= _AT_A_TIME or not self._is_in_turn or not _are_plain(rows):
+            return self._of(rows)
+        all_rows = Rows(rows, tuple(axes), num)
+        structs = eqx.filter_eval_shape(self._of, all_rows.one())
+        factors, treedef = jtu.tree_flatten(structs, is_leaf=_is_factor)
+
+        def arrays(rows: list, has_examples: bool) -> list[Array]:
+            found = jtu.tree_leaves(self._of(rows), is_leaf=_is_factor)
+            return [x.array for x in found if x.has_examples is has_examples]
+
+        in_turn = lambda *rows: [
+            *accumulated(
+                lambda some, _: arrays(some, True),
+                Rows([*rows], all_rows.axes, num),
+                _AT_A_TIME,
+                Concat(),
+            )
+        ]
+        at_once = lambda *rows: arrays([*rows], True)
+        of_examples = lax.platform_dependent(*rows, cpu=in_turn, default=at_once)
+        shared = arrays(all_rows.one(), False)
+        found = [(of_examples if x.has_examples else shared).pop(0) for x in factors]
+        pairs = zip(factors, found, strict=True)
+        return jtu.tree_unflatten(treedef, [x.of(array) for x, array in pairs])
+
+    @functools.cached_property
+    def _is_in_turn(self) -> bool:
+        """Whether CPUs take a few examples after the other."""
+        if not self._are_all:
+            return False
+        made = _bytes_of_examples(self.linearization.structs(1))
+        if made < _CACHE:
+            return False
+        rows = Rows(self.linearization.arrays, tuple(self.linearization.axes), 1)
+        kept = _bytes_of_examples(eqx.filter_eval_shape(self._of, rows.one()))
+        return made > kept
+
+    def _of(self, rows: list) -> KeptFactors:
         outs, operands, cotangents, of_views = self.linearization.run(rows)
         values_of_views = [None if x is None else x.array for x in of_views]
         outputs, program = self.linearization.outputs, self.linearization.program

@@ -52,13 +52,12 @@ class ModelKernel(AbstractBlockKernel):
     def __init__(
         self,
         plan: Plan,
-        model: TracedModel,
+        rows: tuple[Rows, Rows],
         pairing: AbstractPairing,
         names: list[tuple[str, int]],
         assemble: Callable[[Found], PyTree],
     ):
-        self.plan, self.pairing = plan, pairing
-        self.rows = model.sides[0].rows, model.sides[-1].rows
+        self.plan, self.rows, self.pairing = plan, rows, pairing
         of = lambda kernels: assemble(by_name(names, kernels))
         # The order of the kernels in what is returned.
         self._order: list[int] = jtu.tree_leaves(of([*range(len(names))]))
@@ -114,13 +113,17 @@ class ModelKernel(AbstractBlockKernel):
         axes = tuple(0 if has else None for has in has_examples)
         return Rows(arrays, axes, rows.total)
 
+    def factors(self, side: int, rows: Rows) -> PyTree[Factor]:
+        """What `keep` keeps, as the pairing has it."""
+        return self._kept[min(side, len(self._sides) - 1)].factors(rows)
+
     def block(
         self, first: Rows, second: Rows | None, always: Bool[Array, ""] | bool = True
     ) -> list[Array]:
         del always
         second = first if second is None else second
         num = first.total, second.total
-        sides = self._kept[0].factors(first), self._kept[-1].factors(second)
+        sides = self.factors(0, first), self.factors(1, second)
         kernels = self.pairing.kernels(*sides, num)
         arranged = _arranged(self.pairing, kernels)
         return [arranged[i] for i in self._order]

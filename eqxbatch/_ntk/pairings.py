@@ -260,6 +260,7 @@ def _by_sites(
             side,
             [output_factors(side.program, leaves) for leaves in formed],
             keeps_values=bool(values),
+            are_all=schedule.num_pairs == 1,
         )
         for side in linearizations
     ]

@@ -9,6 +9,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, Key, UInt32
 
+from .._base.mistakes import no_arrays_remedy
 from .._base.shapes import check_fields, checked
 from .._base.trees import shown
 
@@ -116,7 +117,7 @@ def ntk_parameterise(
         raise ValueError(
             "`model` must have layers of `equinox.nn.Linear`, `equinox.nn.Conv` or "
             f"`equinox.nn.ConvTranspose`; got {shown(model)}. Draw it anew as it is "
-            "fit."
+            f"fit.{no_arrays_remedy(model)}"
         )
     nodes = [
         _drawn(node, weight_std, bias_std, jr.fold_in(key, number))

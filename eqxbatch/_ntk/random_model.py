@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.cpu import as_own_program, true_of
 from .._base.jaxprs import evaluate_jaxpr
+from .._base.mistakes import no_arrays_remedy
 from .._base.trees import described, shown, type_of
 from .._batch.objective import Selection
 
@@ -150,7 +151,7 @@ def check_models(models: RandomModels) -> None:
     if not found[0]:
         raise ValueError(
             f"`init` must return a model with arrays in it; got {shown(drawn)}, which "
-            "is the same for all keys."
+            f"is the same for all keys.{no_arrays_remedy(drawn)}"
         )
     if found[0] != found[1]:
         differing = [

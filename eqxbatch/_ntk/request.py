@@ -237,7 +237,7 @@ class KernelTask(AbstractTask):
             sizes=(rows, columns),
             room=sys.maxsize if room is None else room,
         )
-        kernel = ModelKernel(plan, model, pairing, names, lambda found: found)
+        kernel = ModelKernel(plan, model.rows, pairing, names, lambda found: found)
         return kernel.output(on_device(kernel, make_collectors(kernel, None)))
 
     def pairing(

@@ -65,7 +65,7 @@ class TaskKernel(AbstractKernelFunction):
             )
         pairing, names = self.task.pairing(model, model.axes)
         assemble = lambda found: self._named(self.task.assembled(model, found))
-        kernel = ModelKernel(call.plan, model, pairing, names, assemble)
+        kernel = ModelKernel(call.plan, model.rows, pairing, names, assemble)
         return kernel if _returns_axes_of(kernel, call) else None
 
 

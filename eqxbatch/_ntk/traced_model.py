@@ -20,6 +20,7 @@ from .._base.mesh import vary_as
 from .._base.trees import type_of
 from .._batch.memory import MemoryBudget, resolved
 from .._batch.objective import Selection
+from .._batch.rows import Rows
 from .._pairs.calls import (
     BlockSize,
     Call,
@@ -186,14 +187,11 @@ class TracedModel:
             if self.programs and side.type == self.sides[0].type:
                 self.programs.append(self.programs[0])
                 continue
-            self.programs.append(
-                PerExample(
-                    lambda leaves, rows, side=side: side.call(combine(leaves), rows),
-                    self.leaves,
-                    side.rows.arrays,
-                    side.rows.axes,
-                )
-            )
+            run = lambda leaves, rows, side=side: side.call(combine(leaves), rows)
+            rows = side.rows
+            with side.told_apart(model):
+                program = PerExample(run, self.leaves, rows.arrays, rows.axes)
+            self.programs.append(program)
         self.out = self.programs[0].out
         self.axes = self._output_axes(is_diagonal)
         if not all(axes.pairs_examples for axes in self.axes):
@@ -261,6 +259,11 @@ class TracedModel:
                 f"{types[1]}."
             )
         return jtu.tree_leaves(found[1])
+
+    @property
+    def rows(self) -> tuple[Rows, Rows]:
+        """The examples of both sides, which are one object if they are the same."""
+        return self.sides[0].rows, self.sides[-1].rows
 
     def block_sizes(self) -> tuple[int | None, int | None]:
         """The sizes of blocks of rows and of columns; None for a single block."""

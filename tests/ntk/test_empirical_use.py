@@ -10,6 +10,7 @@ import jax.random as jr
 import jaxtyping
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 from eqxbatch import (
     EmpiricalKernel,
@@ -17,6 +18,7 @@ from eqxbatch import (
     EmpiricalNTK,
     MemoryBudget,
     ProbedNTK,
+    TopK,
 )
 from ..helpers import assert_same, BLOCK, CountTraces, TOTALS
 from .models import (
@@ -430,3 +432,37 @@ def test_blocks_of_what_is_the_same_for_all_examples(is_used, symmetric):
     for name in ("sites", "jacobian_contraction", "ntk_vector_products"):
         ntk = EmpiricalNTK(model, trace_axes=(), implementation=name, block_size=2)
         assert_same(ntk(x, None if symmetric else y), expected)
+
+
+class _Losses(eqx.Module):
+    """The losses of two models, of an example that is an input, a label and a sign."""
+
+    models: list[eqx.nn.MLP]
+
+    def __call__(self, example):
+        x, label, sign = example
+        losses = [-jax.nn.log_softmax(model(x))[label] for model in self.models]
+        return sign * sum(losses)
+
+
+@float64
+def test_products_of_gradients_of_a_loss(getkey):
+    """The kernel of a loss, whose labels belong to the examples, over checkpoints."""
+    models = [eqx.nn.MLP(3, 4, 5, 1, key=getkey()) for _ in range(2)]
+    kernel = EmpiricalNTK(cast(_Losses(models)), block_size=BLOCK)
+    draw = np.random.default_rng(0)
+    sides = [
+        (draw.normal(size=(n, 3)), draw.integers(0, 4, n), np.full(n, sign))
+        for n, sign in ((7, -1.0), (9, 1.0))
+    ]
+    first, second = (jax.tree.map(jnp.asarray, side) for side in sides)
+    gradient = eqx.filter_grad(lambda losses, example: losses(example))
+    flat = lambda losses, x: ravel_pytree(gradient(losses, x))[0]
+    of_all = eqx.filter_vmap(flat, in_axes=(None, 0))
+    losses = cast(_Losses(models))
+    g1, g2 = (np.asarray(of_all(losses, side)) for side in (first, second))
+    np.testing.assert_allclose(kernel(first, second), g1 @ g2.T, atol=1e-12)
+    np.testing.assert_allclose(kernel.diagonal(first), (g1**2).sum(1), atol=1e-12)
+    top = EmpiricalNTK(cast(_Losses(models)), block_size=BLOCK, reduce=TopK(3))
+    expected = np.argsort(-(g1 @ g2.T), axis=1)[:, :3]
+    np.testing.assert_array_equal(top(first, second).indices, expected)

@@ -532,8 +532,11 @@ def test_report():
     ]
     text = str(report)
     assert "2 x dot_general" in text
-    place = text.splitlines()[-1]
+    *_, place, factors = text.splitlines()
     assert place.startswith("[2]: no rule for `max` with a parameter in this place, at")
+    assert factors.startswith(
+        "[1]: no Kronecker factors, as it is used after `reduce_max`"
+    )
     assert re.search(r"at test_sites\.py:\d+ in `.*<lambda>`, after `neg`$", place)
     assert f'method="auto" is "{report.method}"' in text
     lines = text.splitlines()

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 import eqxbatch
 from eqxbatch import (
+    filter_gauss_newton_step,
     filter_ggn,
     filter_ggn_blocks,
     filter_ggn_diagonal,
@@ -19,8 +20,10 @@ from eqxbatch import (
     filter_hessian_diagonal,
     filter_hvp,
     filter_jacobian,
+    filter_kfac,
     filter_linearize,
     filter_taylor_expand,
+    KroneckerFactors,
     TaylorExpansion,
     Unravel,
 )
@@ -196,6 +199,10 @@ assert_type(
     tuple[Array, Unravel[MLP]],
 )
 assert_type(filter_ggn_blocks(outputs, loss_of_outputs)(model, x), Any)
+kfac = filter_kfac(outputs, loss_of_outputs, in_axes=0)
+assert_type(kfac(model, xs), KroneckerFactors)
+kfac = filter_kfac(loss=loss_of_outputs, in_axes=0)(outputs)
+assert_type(kfac(model, xs), KroneckerFactors)
 assert_type(filter_ggn_blocks(loss=loss_of_outputs, flat=True)(outputs)(model, x), Any)
 
 
@@ -221,3 +228,10 @@ assert_type(ggn_product(model, vector, x), MLP)
 # Expansions return what the model returns.
 assert_type(filter_linearize(model), TaylorExpansion[Array])
 assert_type(filter_taylor_expand(model, degree=2)(model, x), Array)
+
+
+# A step is like the model; with momentum, the previous one comes second.
+assert_type(filter_gauss_newton_step(outputs, damping=0.1)(model, xs), MLP)
+assert_type(filter_gauss_newton_step(damping=0.1)(outputs)(model, xs), MLP)
+spring = filter_gauss_newton_step(outputs, damping=0.1, momentum=0.9)
+assert_type(spring(model, None, xs), MLP)

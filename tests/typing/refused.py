@@ -20,6 +20,7 @@ from eqxbatch import (
     filter_micro_vmap,
     filter_microbatch,
     grid,
+    Sum,
 )
 
 
@@ -56,7 +57,8 @@ grad(model, x, y, y)  # pyright: ignore[reportCallIssue]
 grad(model, x, z=y)  # pyright: ignore[reportCallIssue]
 filter_micro_vmap(scaled)(x)  # pyright: ignore[reportCallIssue]
 filter_micro_vmap(scaled)(x, "2")  # pyright: ignore[reportArgumentType]
-filter_microbatch(scaled)(x, scales=2.0)  # pyright: ignore[reportCallIssue]
+filter_microbatch(scaled, accumulator=Sum())(x, scales=2.0)  # pyright: ignore[reportCallIssue]
+filter_microbatch(scaled)  # pyright: ignore[reportCallIssue]
 filter_grid_vmap(scaled, in_axes=(grid("i"), None))(x)  # pyright: ignore[reportCallIssue]
 filter_hessian(loss)(x, x, y)  # pyright: ignore[reportArgumentType]
 filter_jacobian(outputs)(model)  # pyright: ignore[reportCallIssue]

@@ -19,15 +19,18 @@ from eqxbatch._gradients import gradient_signatures as gradients
 from eqxbatch._maps import map_signatures as maps
 from eqxbatch._ntk import estimator_signatures as estimators
 from eqxbatch._pairs import kernel_signature as kernels
+from eqxbatch._steps import step_signatures as steps
 
 
 HERE = pathlib.Path(__file__).parent
 PROGRAMS = sorted(HERE.glob("*_types.py"))
 SIGNATURES = {
+    "filter_gauss_newton_step": steps.StepSignature,
     "filter_batch_kernel": kernels.BatchKernelSignature,
     "filter_ggn": ggn.GGNSignature,
     "filter_ggn_blocks": ggn.GGNBlocksSignature,
     "filter_ggn_diagonal": ggn.GGNDiagonalSignature,
+    "filter_kfac": ggn.KFACSignature,
     "filter_ggnvp": curvature.GGNProductSignature,
     "filter_grid_vmap": maps.GridVmapSignature,
     "filter_hessian": curvature.HessianSignature,

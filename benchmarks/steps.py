@@ -1,0 +1,224 @@
+"""`filter_gauss_newton_step` beside a dense Jacobian and one contracted in chunks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import jax.random as jr
+import jax.scipy.linalg as jsl
+import jax.tree_util as jtu
+
+from eqxbatch import filter_gauss_newton_step
+from .harness import Bar, bars_of, Case, measure, OURS, results
+
+
+NAME = "steps"
+KEY = jr.key(0)
+DENSE = "dense Jacobian"
+CHUNKED = "Jacobians contracted in chunks"
+DAMPING = 1e-3
+
+
+def solved(kernel: jax.Array, residuals: jax.Array, centre: bool) -> jax.Array:
+    """What the transposed Jacobian is applied to."""
+    num = kernel.shape[0]
+    if centre:
+        kernel = kernel - kernel.mean(0)
+        kernel = kernel - kernel.mean(1, keepdims=True)
+        residuals = residuals - residuals.mean()
+    shifted = kernel / num + DAMPING * jnp.eye(num)
+    found = jsl.cho_solve(jsl.cho_factor(shifted), residuals / num)
+    return found - found.mean() if centre else found
+
+
+def by_dense_jacobian(fun: Callable, centre: bool) -> Callable:
+    """With the gradients of all examples in one matrix."""
+
+    def step(leaves: Any, *batch: Any) -> Any:
+        flat, unravel = jax.flatten_util.ravel_pytree(leaves)
+        own = lambda flat, *example: fun(unravel(flat), *example)
+        axes = (None, *(0 for _ in batch))
+        of_all = jax.vmap(jax.value_and_grad(own, has_aux=True), axes)
+        (_, residuals), jacobian = of_all(flat, *batch)
+        found = solved(jacobian @ jacobian.T, residuals, centre)
+        return unravel(found @ jacobian)
+
+    return step
+
+
+def by_chunks(fun: Callable, centre: bool, chunk: int) -> Callable:
+    """With the kernel's columns in chunks, leaf by leaf, and all rows for each.
+
+    What NetKet does on the fly, with its contraction of Jacobians.
+    """
+
+    def step(leaves: Any, *batch: Any) -> Any:
+        axes = (None, *(0 for _ in batch))
+        jacobian = jax.vmap(jax.grad(lambda *call: fun(*call)[0]), axes)
+
+        def contract(x: jax.Array, y: jax.Array) -> jax.Array:
+            return x.reshape(x.shape[0], -1) @ y.reshape(y.shape[0], -1).T
+
+        def columns(some: Any) -> jax.Array:
+            pairs = jtu.tree_map(
+                contract, jacobian(leaves, *batch), jacobian(leaves, *some)
+            )
+            return functools.reduce(jnp.add, jtu.tree_leaves(pairs))
+
+        chunks = [x.reshape(-1, chunk, *x.shape[1:]) for x in batch]
+        blocks = jax.lax.map(lambda some: columns(some), chunks)
+        kernel = jnp.swapaxes(blocks, 0, 1).reshape(batch[0].shape[0], -1)
+        outputs = lambda leaves: jax.vmap(fun, axes)(leaves, *batch)
+        _, pullback, residuals = jax.vjp(outputs, leaves, has_aux=True)
+        return pullback(solved(kernel, residuals, centre))[0]
+
+    return step
+
+
+class Block(eqx.Module):
+    """A layer of a transformer, with the norm before what it does."""
+
+    norms: list
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, width: int, key: Any):
+        keys = jr.split(key)
+        self.norms = [eqx.nn.LayerNorm(width) for _ in range(2)]
+        self.attention = eqx.nn.MultiheadAttention(4, width, key=keys[0])
+        self.mlp = eqx.nn.MLP(width, width, 2 * width, 1, jax.nn.gelu, key=keys[1])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(y, y, y)
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+
+
+class Wave(eqx.Module):
+    """The logarithm of an amplitude: a vision transformer of patches of spins."""
+
+    embed: eqx.nn.Linear
+    positions: jax.Array
+    blocks: list
+    head: eqx.nn.Linear
+    patch: int = eqx.field(static=True)
+
+    def __init__(self, spins: int, width: int, depth: int, key: Any):
+        keys = jr.split(key, depth + 3)
+        self.patch = 4
+        self.embed = eqx.nn.Linear(4, width, key=keys[0])
+        self.positions = 0.1 * jr.normal(keys[1], (spins // 4, width))
+        self.blocks = [Block(width, key) for key in keys[3:]]
+        self.head = eqx.nn.Linear(width, width, key=keys[2])
+
+    def __call__(self, spins: jax.Array) -> jax.Array:
+        x = jax.vmap(self.embed)(spins.reshape(-1, self.patch)) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return jnp.sum(jnp.log(jnp.cosh(self.head(jnp.mean(x, axis=0)))))
+
+
+def laplacian(model: Callable, x: jax.Array) -> jax.Array:
+    """The sum of second derivatives, each by two nested forward derivatives."""
+
+    def second(direction: jax.Array) -> jax.Array:
+        along = lambda x: jax.jvp(model, (x,), (direction,))[1]
+        return jax.jvp(along, (x,), (direction,))[1]
+
+    return jnp.sum(jax.vmap(second)(jnp.eye(x.size)))
+
+
+def case(
+    name: str, title: str, model: Any, fun: Callable, batch: tuple, **settings: Any
+) -> Case:
+    """`fun` returns what is differentiated, and the residual."""
+    centre, limit = settings["centre"], settings["limit"]
+    leaves, static = eqx.partition(model, eqx.is_inexact_array)
+    own = lambda leaves, *example: fun(eqx.combine(leaves, static), *example)
+    ours = filter_gauss_newton_step(
+        own,
+        damping=DAMPING,
+        centre=centre,
+        has_residual=True,
+        space="sample",
+        microbatch_size=settings.get("microbatch"),
+    )
+    return Case(
+        name=name,
+        title=title,
+        ways={
+            OURS: ours,
+            DENSE: by_dense_jacobian(own, centre),
+            CHUNKED: by_chunks(own, centre, settings["chunk"]),
+        },
+        args=(leaves, *batch),
+        unbounded=(),
+        best_time=1 / settings["best"],
+        limits={CHUNKED: 1 / limit},
+    )
+
+
+def wave(num: int, spins: int) -> Case:
+    """A centred step of stochastic reconfiguration."""
+    model = Wave(spins, 48, 2, KEY)
+    samples = jr.rademacher(jr.key(1), (num, spins), jnp.float32)
+    energies = jr.normal(jr.key(2), (num,))
+    return case(
+        "wave function",
+        f"vision transformer of {size_of(model):,} parameters, {num} samples of "
+        f"{spins} spins, centred",
+        model,
+        lambda model, spins, energy: (model(spins), energy),
+        (samples, energies),
+        centre=True,
+        chunk=num // 8,
+        limit=3.0,
+        best=1.0,
+    )
+
+
+def pinn(num: int) -> Case:
+    """The residuals of a Poisson equation."""
+    model = eqx.nn.MLP(2, "scalar", 64, 4, jnp.tanh, key=KEY)
+    points = jr.uniform(jr.key(1), (num, 2))
+
+    def residual(model: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = laplacian(model, x) + jnp.prod(jnp.sin(jnp.pi * x))
+        return found, found
+
+    return case(
+        "Poisson equation",
+        f"network of {size_of(model):,} parameters, its Laplacian at {num} points",
+        model,
+        residual,
+        (points,),
+        centre=False,
+        microbatch=num // 8,
+        chunk=num // 8,
+        limit=2.0,
+        best=2.0,
+    )
+
+
+def size_of(model: Any) -> int:
+    leaves = jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array))
+    return sum(x.size for x in leaves)
+
+
+def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
+    """The figures as JSON, the table of the docs, and the bars."""
+    cases = [
+        wave(32 if quick else 256, 16 if quick else 64),
+        pinn(64 if quick else 512),
+    ]
+    bars: list[Bar] = []
+    measured = []
+    for one in cases:
+        rows = measure(one, rounds=3 if quick else 15)
+        measured.append((one, rows))
+        bars += bars_of(one, rows)
+    return *results(measured, bars), bars

@@ -1,0 +1,1 @@
+../../examples/influential_examples.py

@@ -1,0 +1,1 @@
+../../examples/pinn_poisson.py

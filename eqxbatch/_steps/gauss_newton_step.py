@@ -1,0 +1,475 @@
+"""`filter_gauss_newton_step`: damped Gauss-Newton steps in the smaller space."""
+
+import dataclasses
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, cast, ClassVar, get_args, Literal, TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Float, Inexact, PyTree
+
+from .._base.dtypes import widened, widest
+from .._base.mesh import spec_of
+from .._base.shapes import AnyArray, Contract
+from .._base.trees import described, log, shown
+from .._batch.cut import Blocks
+from .._batch.memory import check_size, MemoryBudget
+from .._batch.moments import check_real, check_weights, Mean, Sum
+from .._batch.objective import Objective
+from .._batch.transform import (
+    AbstractAutoSharded,
+    AbstractOtherArguments,
+    also_decorator,
+    transformed,
+    with_second,
+)
+from .._curvature.hvp import like_parameters
+from .spaces import System
+from .terms import Residuals, shares, Term, Terms
+
+
+if TYPE_CHECKING:
+    from .._batch.signatures import Typed
+    from .step_signatures import StepSignature
+
+
+Space = Literal["auto", "sample", "parameter"]
+
+
+_SOLVERS = ("cholesky", "eigh")
+
+
+Number = float | Float[AnyArray, ""]
+
+
+_Parameters = PyTree[Inexact[AnyArray, "?*a"], "parameters"]
+
+
+STEP = Contract(
+    {"x": _Parameters, "previous": _Parameters, "step": _Parameters},
+    of=["filter_gauss_newton_step"],
+)
+
+
+class _Step(AbstractAutoSharded, AbstractOtherArguments):
+    """The step; `weights` and `accumulators` are one for each term, or one for all."""
+
+    is_compiled: ClassVar[bool] = True
+    takes_instance: ClassVar[bool] = True
+    objective: Objective
+    system: System
+    space: Space
+    centre: bool
+    has_residual: bool
+    momentum: Any
+    weights: Any
+    accumulator: Any
+
+    def __check_init__(self) -> None:
+        if self.space not in get_args(Space):
+            raise ValueError(
+                f"`space` must be one of {get_args(Space)}; got {self.space!r}."
+            )
+        each = self.accumulator
+        for one in each if isinstance(each, (tuple, list)) else [each]:
+            if not isinstance(one, (Sum, Mean)):
+                raise TypeError(
+                    "`accumulator` must be a Sum or a Mean, over the examples, or a "
+                    f"tuple with one for each term; got {shown(one)}."
+                )
+
+    def specs(self, call: tuple[Callable, tuple, dict], out: PyTree) -> PyTree:
+        _, args, kwargs = call
+        diff, _ = self.objective.parameters(args, kwargs)
+        return jtu.tree_map(spec_of, diff)
+
+    def signature(self, own: inspect.Signature) -> inspect.Signature:
+        return own if self.momentum is None else with_second(own, "previous")
+
+    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        previous = None
+        if self.momentum is not None:
+            if len(args) < 2:
+                raise ValueError(
+                    "With `momentum`, the first two arguments, by position, are what "
+                    "is differentiated and the previous step, or None for the first; "
+                    f"got {len(args)} positional arguments."
+                )
+            args, previous = (args[0], *args[2:]), args[1]
+        diff, nondiff = self.objective.parameters(args, kwargs)
+        call = STEP.begin()
+        call.check("x", diff)
+        leaves, treedef = jtu.tree_flatten(diff)
+        terms = self._terms(fun, args, kwargs, nondiff, treedef)
+        residuals = Residuals(
+            terms,
+            leaves,
+            functools.partial(self._weights, terms),
+            centre=self.centre,
+            microbatch_size=self.system.microbatch_size,
+        )
+        last = None
+        if previous is not None:
+            last = like_parameters("The previous step", previous, diff)
+        found = self._step(residuals, last)
+        pairs = zip(found, leaves, strict=True)
+        step = jtu.tree_unflatten(treedef, [x.astype(leaf.dtype) for x, leaf in pairs])
+        call.check("step", step)
+        return step
+
+    def _step(self, residuals: Residuals, previous: list | None) -> list[Array]:
+        if residuals.num == 0:
+            found = [jnp.zeros_like(x) for x in residuals.leaves]
+            return found if previous is None else self._kept(previous)
+        values = residuals.values()
+        if previous is not None:
+            given = _at_run_time("momentum", self.momentum)
+            momentum = jnp.asarray(given, residuals.dtype)
+            pairs = zip(values, residuals.push(previous), strict=True)
+            values = [x - momentum * y for x, y in pairs]
+        damping = _at_run_time("damping", self.system.damping)
+        system = dataclasses.replace(self.system, damping=damping)
+        if self._is_in_samples(residuals):
+            found = system.in_samples(residuals, values)
+        else:
+            gradient = residuals.pull(residuals.weighted(values))
+            found = system.in_parameters(residuals, gradient)
+        if previous is None:
+            return found
+        pairs = zip(found, self._kept(previous), strict=True)
+        return [x + y.astype(x.dtype) for x, y in pairs]
+
+    def _kept(self, previous: list) -> list[Array]:
+        """What stays of the previous step."""
+        return [
+            jnp.asarray(self.momentum, widest(x.dtype)) * widened(x) for x in previous
+        ]
+
+    def _is_in_samples(self, residuals: Residuals) -> bool:
+        num, num_parameters = residuals.num, residuals.num_parameters
+        if self.space != "auto":
+            return self.space == "sample"
+        log.debug(
+            "Gauss-Newton step: %d residuals and %d parameters, as real numbers.",
+            *(num, num_parameters),
+        )
+        return num <= num_parameters
+
+    def _terms(
+        self, fun: Callable, args: tuple, kwargs: dict, nondiff: PyTree, treedef: Any
+    ) -> list[Term]:
+        if not isinstance(fun, Terms):
+            batch = self.objective.batch(fun, args, kwargs)
+            return [Term(fun, batch, nondiff, treedef, self.has_residual)]
+        model, *batches = args
+        functions = fun.functions
+        if kwargs or len(batches) != len(functions):
+            raise ValueError(
+                f"For {len(functions)} terms, the model is followed by one batch for "
+                f"each, by position; got {len(batches)} and the keyword arguments "
+                f"{tuple(kwargs)}. Give what belongs to a term as one tuple or dict."
+            )
+        axes = self.objective.in_axes
+        if isinstance(axes, dict):
+            raise ValueError(
+                "For several terms, `in_axes` must be a tuple with a prefix for the "
+                f"batch of each, or one prefix for all; got {shown(axes)}."
+            )
+        each = _for_each("in_axes", axes, len(functions))
+        objectives = [
+            Objective(self.objective.where, self.objective.filter_spec, (axis,))
+            for axis in each
+        ]
+        triples = zip(functions, objectives, batches, strict=True)
+        return [
+            Term(
+                function,
+                objective.batch(function, (model, batch), {}),
+                nondiff,
+                treedef,
+                self.has_residual,
+            )
+            for function, objective, batch in triples
+        ]
+
+    def _weights(self, terms: list[Term], dtype: Any) -> list[Float[Array, " _"]]:
+        """For each term, what the squares of its examples' residuals count."""
+        num = len(terms)
+        numbers = _for_each("weights", self.weights, num)
+        accumulators = _for_each("accumulator", self.accumulator, num)
+        found = []
+        triples = zip(terms, numbers, accumulators, strict=True)
+        for term, number, accumulator in triples:
+            total, name = term.batch.total(), type(accumulator).__name__
+            weights = jnp.ones(total, dtype)
+            if accumulator.weights is not None:
+                check_weights(name, accumulator.weights, Blocks(total, max(total, 1)))
+                check_real(name, accumulator.weights)
+                weights = accumulator.weights.astype(dtype)
+                weights = eqx.error_if(
+                    weights,
+                    ~jnp.all(weights >= 0),
+                    f"{name}(weights=...) must not be negative or NaN here.",
+                )
+            if isinstance(accumulator, Mean):
+                weights = shares(weights)
+            found.append(weights * jnp.asarray(_at_run_time("weights", number), dtype))
+        return found
+
+
+def _for_each(name: str, value: Any, num: int) -> Sequence[Any]:
+    """One of a setting for each term."""
+    if not isinstance(value, (tuple, list)):
+        return [value] * num
+    if len(value) != num:
+        raise ValueError(
+            f"`{name}` must have one entry for each of {num} terms; got {len(value)}."
+        )
+    return value
+
+
+def _checked_sizes(**sizes: Any) -> list[int | None]:
+    checked = []
+    for name, size in sizes.items():
+        size = check_size(name, size)
+        if isinstance(size, MemoryBudget):
+            raise TypeError(
+                f"`{name}` must be an int or None; got a MemoryBudget, which can not "
+                "be divided between the two sizes of a step. Give a number."
+            )
+        checked.append(size)
+    return checked
+
+
+def _check_number(name: str, value: Any) -> Any:
+    """A setting that is a number, or a scalar array, and not negative."""
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        if value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
+            return jnp.asarray(value)
+        got = f"an array of shape {value.shape} and dtype {value.dtype}"
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if 0 <= float(value) < math.inf:
+            return float(value)
+        raise ValueError(
+            f"`{name}` must not be negative, NaN or infinite; got {value}."
+        )
+    else:
+        got = described(value)
+    raise TypeError(
+        f"`{name}` must be a real number or a floating-point array of shape (); got "
+        f"{got}."
+    )
+
+
+def _at_run_time(name: str, value: Any) -> Any:
+    """The same where it is known only when the program runs."""
+    if not isinstance(value, jax.Array):
+        return value
+    message = f"`{name}` must not be negative, NaN or infinite."
+    return eqx.error_if(value, ~((value >= 0) & jnp.isfinite(value)), message)
+
+
+def _checked_terms(functions: Sequence[Any]) -> tuple[Callable, ...]:
+    if not functions:
+        raise ValueError("`residual` must have at least one function; got none.")
+    for function in functions:
+        if not callable(function):
+            raise TypeError(
+                "`residual` must have callable functions; got one that is "
+                f"{described(function)}."
+            )
+    return tuple(functions)
+
+
+def _checked_solver(solver: Any) -> Any:
+    if solver in _SOLVERS or (hasattr(solver, "compute") and hasattr(solver, "init")):
+        return solver
+    raise TypeError(
+        f"`solver` must be one of {_SOLVERS}, or a solver of lineax such as "
+        f"`lineax.CG(rtol=1e-6, atol=0.0)`; got {described(solver)}."
+    )
+
+
+@cast("Typed[StepSignature]", also_decorator)
+def filter_gauss_newton_step(
+    residual: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    *,
+    damping: Number,
+    space: Space = "auto",
+    centre: bool = False,
+    has_residual: bool = False,
+    momentum: Number | None = None,
+    weights: Any = 1.0,
+    accumulator: Any = Mean(),
+    solver: Any = "cholesky",
+    where: Callable[[Any], Any] | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
+    in_axes: PyTree = eqx.if_array(0),
+    block_size: int | None = None,
+    microbatch_size: int | None = None,
+) -> Callable[..., Any]:
+    r"""Damped Gauss-Newton steps, solved in the smaller of two spaces.
+
+    With `r` the residuals of all examples, and `J` their Jacobian in the parameters,
+    the step is the solution of
+
+    $$(J^\top W J + \mathtt{damping}\, I)\, \mathtt{step} = J^\top W r,$$
+
+    where the diagonal matrix `W` has `1 / n` for each of the `n` examples. That is the
+    gradient of half of the mean squared residual, preconditioned by its Gauss-Newton
+    matrix. By Woodbury's identity, it is also
+
+    $$\mathtt{step} = J^\top W^{1/2}
+    (W^{1/2} J J^\top W^{1/2} + \mathtt{damping}\, I)^{-1} W^{1/2} r,$$
+
+    so that the matrix to solve with has either the size of the parameters, or that of
+    the residuals. The kernel of the latter is the neural tangent kernel, computed as
+    [`eqxbatch.EmpiricalNTK`][] computes it.
+
+    **Arguments:**
+
+    - `residual`: a function of the model and of one example, which returns a PyTree of
+        arrays of an inexact dtype. Or several such functions, in a tuple or list, for
+        terms that have batches of their own, such as the interior and the boundary of
+        a PINN: each takes the model and its batch, as one argument.
+    - `damping`: what is added to the diagonal, a number or a scalar array that is not
+        negative. It is relative to means over the examples, not to sums, and so need
+        not change with their number.
+    - `space`: `"sample"` solves with the kernel of the residuals, `"parameter"` with
+        the Gauss-Newton matrix, and `"auto"` with the smaller of the two. The step is
+        the same.
+    - `centre`: whether the weighted mean over the examples is subtracted from `J` and
+        from `r`, for each term. This is stochastic reconfiguration.
+    - `has_residual`: whether `residual` returns a pair `(output, residual)` of the same
+        structure. `J` is then that of `output`, and `r` is `residual`, which is not
+        differentiated. In variational Monte Carlo, these are the logarithm of the
+        amplitude, and the local energy.
+    - `momentum`: a number or a scalar array. The function that is returned then takes
+        the previous step as its second argument, and the step is the one closest to
+        `momentum` times that: the solution of the system above is found for what
+        remains of `r` after that step, and added to it. This is SPRING.
+    - `weights`: what the squared residuals of each term are multiplied with: a number
+        or scalar array for all, or a tuple with one for each term.
+    - `accumulator`: [`eqxbatch.Mean`][] (the default) or [`eqxbatch.Sum`][], or a tuple
+        with one for each term. With `Sum`, `W` has ones in the place of `1 / n`. Their
+        `weights` are those of single examples: for importance sampling in a mean, or
+        for quadrature in a sum.
+    - `solver`: `"cholesky"`; `"eigh"`, which also solves for matrices that are
+        singular, by the pseudoinverse if there is no `damping`; or an iterative solver
+        of lineax, such as `lineax.CG(rtol=1e-6, atol=0.0)`, which multiplies with the
+        matrix and never forms it.
+    - `where`, `filter_spec`: which leaves of the model are parameters, as for
+        [`eqxbatch.filter_micro_value_and_grad`][].
+    - `in_axes`: the batch axes of the arguments after the model, as there. For several
+        terms, a tuple with a prefix for the batch of each, or one prefix for all.
+    - `block_size`: how many rows and columns of the matrix are computed at a time: in
+        examples for the kernel, and in parameters for the Gauss-Newton matrix. None is
+        all of them.
+    - `microbatch_size`: how many examples run through the model at a time; None is all.
+
+    **Returns:**
+
+    A function with the arguments of `residual`, or of the model and one batch for each
+    term, or of the model, the previous step (None for the first) and the batches. It
+    returns the step in the structure of the model, with None for what is no parameter,
+    and in the dtypes of the parameters.
+
+    The step has the sign of a gradient: it points uphill, and it takes the place of a
+    gradient in an optax chain. To apply it without optax, subtract it.
+
+    A complex residual counts as its real and its imaginary part, so that products with
+    real parameters have the real part of what they would have in complex numbers, as
+    usual in stochastic reconfiguration. A complex parameter counts as two real ones.
+    Its step is the direction itself, and not its conjugate as gradients in JAX are. For
+    a function that is holomorphic in all its parameters, that is the solution in
+    complex numbers.
+
+    Matrices are in float32 at least, whatever the dtype of the model. In float32,
+    `damping` should not be much less than 1e-6 times the largest eigenvalue. Inside of
+    `jax.shard_map`, a step is that of the examples on its device; where it would raise
+    an error at run time, it is NaN there.
+
+    **Raises:**
+
+    `ValueError` if there are no parameters, for settings that are not listed above, for
+    numbers that are negative, and for numbers of terms that do not agree; `TypeError`
+    for outputs, settings and solvers of other types. A matrix that is not positive
+    definite raises an error at run time, for `solver="cholesky"`.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp, optax
+        >>> model = eqx.nn.MLP(1, 1, 32, 2, key=jax.random.key(0))
+        >>> x = jnp.linspace(-1.0, 1.0, 20)[:, None]
+        >>> gauss_newton_step = eqxbatch.filter_gauss_newton_step(
+        ...     lambda model, x: model(x) - x**2, damping=1e-3
+        ... )
+        >>> step = gauss_newton_step(model, x)
+        >>> updates = jax.tree.map(lambda s: -0.5 * s, step)
+        >>> model = eqx.apply_updates(model, updates)
+
+        ```
+
+        In a chain, which scales the step down where it is long:
+
+        ```python
+        >>> optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))
+        >>> state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+        >>> updates, state = optimiser.update(gauss_newton_step(model, x), state)
+        >>> model = eqx.apply_updates(model, updates)
+
+        ```
+
+        Two terms, with batches of their own:
+
+        ```python
+        >>> slope = lambda model, x: jax.jvp(model, (x,), (jnp.ones(1),))[1] - 2 * x
+        >>> ends = lambda model, x: model(x) - 1.0
+        >>> two_terms = eqxbatch.filter_gauss_newton_step(
+        ...     (slope, ends), damping=1e-3, weights=(1.0, 10.0)
+        ... )
+        >>> step = two_terms(model, x, jnp.array([[-1.0], [1.0]]))
+
+        ```
+
+    ??? cite
+
+        minSR: Chen and Heyl, "Empowering deep neural quantum states through efficient
+        optimization", [arXiv:2302.01941](https://arxiv.org/abs/2302.01941); the same as
+        SR(t): Rende et al., [arXiv:2310.05715](https://arxiv.org/abs/2310.05715).
+        SPRING: Goldshlager et al., "A Kaczmarz-inspired approach to accelerate the
+        optimization of neural network wavefunctions",
+        [arXiv:2401.10190](https://arxiv.org/abs/2401.10190). For PINNs: Guzmán-Cordero
+        et al., "Improving energy natural gradient descent through Woodbury, momentum,
+        and randomization", [arXiv:2505.12149](https://arxiv.org/abs/2505.12149).
+    """
+    sizes = _checked_sizes(block_size=block_size, microbatch_size=microbatch_size)
+    numbers_of = lambda x: jtu.tree_map(lambda own: _check_number("weights", own), x)
+    step = _Step(
+        objective=Objective(where, filter_spec, in_axes),
+        system=System(
+            _check_number("damping", damping), _checked_solver(solver), *sizes
+        ),
+        space=space,
+        centre=centre,
+        has_residual=has_residual,
+        momentum=None if momentum is None else _check_number("momentum", momentum),
+        weights=numbers_of(weights),
+        accumulator=accumulator,
+    )
+    if isinstance(residual, (tuple, list)):
+        residual = Terms(_checked_terms(residual))
+    elif not callable(residual):
+        raise TypeError(
+            "`residual` must be callable, or a tuple or list of functions; got "
+            f"{described(residual)}."
+        )
+    return transformed(step, residual, "filter_gauss_newton_step")

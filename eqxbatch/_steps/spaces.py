@@ -1,0 +1,168 @@
+"""The linear system of a step, in the space of samples and in that of parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg as jsl
+import jax.tree_util as jtu
+from jaxtyping import Array, Float, PyTree
+
+from .._base.dtypes import as_complex, as_real
+from .._base.mesh import varying
+from .._base.trees import import_extra
+from .._batch.moments import Sum
+from .._curvature.ggn import filter_ggn
+from .sample_space import SampleKernel
+from .terms import Residuals, Term
+
+
+class System(eqx.Module):
+    """How systems are solved.
+
+    - `damping`: what is added to the diagonal.
+    - `solver`: `"cholesky"`, `"eigh"`, or a solver of lineax, which takes products.
+    - `block_size`: how much of a matrix is computed at a time.
+    - `microbatch_size`: how many examples are.
+    """
+
+    damping: Any
+    solver: Any
+    block_size: int | None
+    microbatch_size: int | None
+
+    def in_samples(self, residuals: Residuals, values: list) -> list[Array]:
+        """`J^T W (J J^T W + damping)^-1 values`, with weights `W`."""
+        vector = residuals.join(residuals.weighted(values, 0.5))
+
+        def spread(vector: Array) -> list[Array]:
+            return residuals.weighted(residuals.split(vector), 0.5)
+
+        def product(vector: Array) -> Array:
+            pulled = residuals.pull(spread(vector))
+            pairs = zip(pulled, residuals.leaves, strict=True)
+            tangents = [x.astype(leaf.dtype) for x, leaf in pairs]
+            pushed = residuals.weighted(residuals.push(tangents), 0.5)
+            return residuals.join(pushed)
+
+        if isinstance(self.solver, str):
+            kernel = SampleKernel(residuals, self.block_size, self.microbatch_size)
+            return kernel.pull(spread(self._solved(kernel.matrix(), vector)))
+        return residuals.pull(spread(self._solved_by_products(product, vector)))
+
+    def in_parameters(self, residuals: Residuals, gradient: list) -> list[Array]:
+        """`(J^T W J + damping)^-1 gradient`, with weights `W`."""
+        real, treedef = jtu.tree_flatten(as_real(gradient))
+        vector = jnp.concatenate([x.reshape(-1).astype(residuals.dtype) for x in real])
+
+        def split(vector: Array) -> list[Array]:
+            found, start = [], 0
+            for x in real:
+                found.append(vector[start : start + x.size].reshape(x.shape))
+                start += x.size
+            return as_complex(jtu.tree_unflatten(treedef, found))
+
+        def product(vector: Array) -> Array:
+            pairs = zip(split(vector), residuals.leaves, strict=True)
+            tangents = [x.astype(leaf.dtype) for x, leaf in pairs]
+            pushed = residuals.weighted(residuals.push(tangents))
+            pulled = jtu.tree_leaves(as_real(residuals.pull(pushed)))
+            return jnp.concatenate([x.reshape(-1).astype(vector.dtype) for x in pulled])
+
+        if isinstance(self.solver, str):
+            return split(self._solved(self._matrix(residuals), vector))
+        return split(self._solved_by_products(product, vector))
+
+    def _matrix(self, residuals: Residuals) -> Float[Array, "p p"]:
+        """The Gauss-Newton matrix of real parameters."""
+        total: Any = 0
+        for number, weights in enumerate(residuals.weights):
+            rows = residuals.rows[number]
+            if rows.total == 0:
+                continue
+            matrix = filter_ggn(
+                _OfReal(residuals.terms[number]),
+                _half_of_squares,
+                in_axes=rows.axes,
+                flat=True,
+                accumulator=Sum(weights=weights),
+                block_size=self.block_size,
+                microbatch_size=self.microbatch_size,
+            )
+            found, _ = matrix(as_real(residuals.leaves), *rows.arrays)
+            total = total + found.astype(residuals.dtype)
+        if residuals.centre:
+            total = total - _of_means(residuals)
+        return total
+
+    def _solved(
+        self, matrix: Float[Array, "n n"], vector: Float[Array, " n"]
+    ) -> Float[Array, " n"]:
+        damping = jnp.asarray(self.damping, matrix.dtype)
+        if self.solver == "eigh":
+            values, vectors = jnp.linalg.eigh(matrix)
+            # What rounding leaves of an eigenvalue of zero is no part of the matrix.
+            least = jnp.max(values) * values.size * jnp.finfo(values.dtype).eps
+            values = jnp.where(values > least, values, 0) + damping
+            inverse = jnp.where(values > 0, 1 / jnp.where(values > 0, values, 1), 0)
+            return vectors @ (inverse * (vectors.T @ vector))
+        shifted = matrix + damping * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
+        factor = jnp.linalg.cholesky(shifted)
+        found = jsl.cho_solve((factor, True), vector)
+        if varying(jax.typeof(found)):
+            # Inside of `jax.shard_map` nothing can be raised. What is not a number says
+            # it, too.
+            return found
+        is_given = jnp.all(jnp.isfinite(shifted)) & jnp.all(jnp.isfinite(vector))
+        return eqx.error_if(
+            found,
+            is_given & ~jnp.all(jnp.isfinite(found)),
+            "The matrix of the step, with `damping` on its diagonal, is not positive "
+            f"definite in {matrix.dtype}. Use more `damping`, `solver='eigh'`, or "
+            "64-bit mode.",
+        )
+
+    def _solved_by_products(
+        self, product: Callable[[Array], Array], vector: Float[Array, " n"]
+    ) -> Float[Array, " n"]:
+        lineax = import_extra("lineax", "`solver`", "linalg")
+        damping = jnp.asarray(self.damping, vector.dtype)
+        operator = lineax.FunctionLinearOperator(
+            lambda x: product(x) + damping * x,
+            jax.eval_shape(lambda: vector),
+            lineax.positive_semidefinite_tag,
+        )
+        return lineax.linear_solve(operator, vector, self.solver).value
+
+
+class _OfReal(eqx.Module):
+    """A term as a function of real parameters alone."""
+
+    term: Term
+
+    def __call__(self, leaves: PyTree, *rows: Array) -> Float[Array, " entries"]:
+        return self.term(as_complex(leaves), *rows)
+
+
+def _half_of_squares(out: Array, *rows: Array) -> Array:
+    del rows
+    return 0.5 * jnp.sum(out**2)
+
+
+def _of_means(residuals: Residuals) -> Float[Array, "p p"]:
+    """What centring subtracts: the products of means of derivatives."""
+    total: Any = 0
+    for number, weights in enumerate(residuals.weights):
+        entries = jnp.eye(residuals.entries[number], dtype=residuals.dtype)
+
+        def mean(entry: Array, number: int = number, own: Array = weights) -> Array:
+            found = residuals.pull_as_it_is({number: jnp.outer(own, entry)})
+            real = jtu.tree_leaves(as_real(found))
+            return jnp.concatenate([x.reshape(-1) for x in real])
+
+        means = jax.vmap(mean)(entries).astype(residuals.dtype)
+        weight = jnp.sum(weights)
+        total = total + means.T @ means / jnp.where(weight > 0, weight, 1)
+    return total

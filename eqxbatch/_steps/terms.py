@@ -1,0 +1,272 @@
+"""The residuals of a step: of one function of an example, or of several."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Float, PyTree
+
+from .._base.dtypes import is_complex, power_of_two, widened, widest
+from .._base.jaxprs import PerExample
+from .._base.mesh import vary_as
+from .._base.trees import described
+from .._batch.accumulators import Concat
+from .._batch.cut import Batch
+from .._batch.moments import Sum
+from .._batch.rows import accumulated, Rows
+
+
+class Terms(eqx.Module):
+    """Several functions as one, which has an argument for the batch of each."""
+
+    functions: tuple[Callable, ...]
+
+    def __call__(self, model: PyTree, /, *batches: PyTree) -> tuple:
+        pairs = zip(self.functions, batches, strict=True)
+        return tuple(function(model, batch) for function, batch in pairs)
+
+
+class Term(eqx.Module):
+    """A function of one example, as one of parameters and of the rows of its batch.
+
+    It returns a vector of real numbers, in float32 at least: of all that the function
+    returns, and of what is complex the real and then the imaginary part.
+
+    - `nondiff`, `treedef`: what of the first argument is no parameter, and the
+        structure of the parameters.
+    - `has_residual`: whether the function returns a pair, of what is differentiated and
+        of the residual.
+    """
+
+    fun: Callable
+    batch: Batch
+    nondiff: PyTree
+    treedef: Any = eqx.field(static=True)
+    has_residual: bool = eqx.field(static=True)
+
+    def __call__(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
+        return _flat(self._returned(leaves, rows)[0])
+
+    def residual(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
+        """The residual in the place of what is differentiated."""
+        out, residual = self._returned(leaves, rows)
+        return _flat(residual, out)
+
+    def _returned(self, leaves: list, rows: Sequence[Array]) -> tuple[PyTree, PyTree]:
+        (_, *rest), kwargs = self.batch.arguments([*rows])
+        diff = jtu.tree_unflatten(self.treedef, leaves)
+        found = self.fun(eqx.combine(diff, self.nondiff), *rest, **kwargs)
+        if not self.has_residual:
+            return _checked(found), None
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ValueError(
+                "With `has_residual=True`, `residual` must return a pair `(output, "
+                f"residual)`; got {described(found)}."
+            )
+        out, residual = map(_checked, found)
+        shapes = [jtu.tree_map(jnp.shape, tree) for tree in (out, residual)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                "With `has_residual=True`, the two that `residual` returns must have "
+                f"the same structure and shapes; got {shapes[0]} and {shapes[1]}."
+            )
+        return out, residual
+
+
+def _checked(out: PyTree) -> PyTree:
+    """What a residual function returns, as arrays."""
+
+    def check(path: tuple, x: Any) -> Array:
+        if eqx.is_array_like(x):
+            array = jnp.asarray(x)
+            if jnp.issubdtype(array.dtype, jnp.inexact):
+                return array
+        got = f"dtype {x.dtype}" if eqx.is_array(x) else described(x)
+        raise ValueError(
+            "`residual` must return arrays of an inexact dtype, as only these have a "
+            f"derivative; got {got} for output{jtu.keystr(path)}. Return only what the "
+            "sum of squares is of."
+        )
+
+    if not jtu.tree_leaves(out):
+        raise ValueError("`residual` must return at least one array; got none.")
+    return jtu.tree_map_with_path(check, out)
+
+
+def _flat(tree: PyTree[Array], like: PyTree[Array] = None) -> Float[Array, " entries"]:
+    """All numbers in one vector of real ones, where `like` has imaginary parts."""
+    leaves = jtu.tree_leaves(tree)
+    parts = []
+    others = leaves if like is None else jtu.tree_leaves(like)
+    for x, y in zip(leaves, others, strict=True):
+        x = widened(x).reshape(-1)
+        parts += [x.real, x.imag] if is_complex(y) else [x.real]
+    dtype = widest(*(x.dtype for x in parts))
+    return jnp.concatenate([x.astype(dtype) for x in parts])
+
+
+# One for each term, of other sizes: so the axes have no names that would bind.
+Vectors = list[Float[Array, "_ _"]]
+
+
+class Residuals:
+    """The residuals of all terms at some parameters.
+
+    - `leaves`: the parameters. A complex one is two real ones: `pull` returns the sum
+        of its derivative in the real part and `1j` times that in the imaginary part.
+    - `programs`, `rows`: the output of one example, and all examples, of each term.
+    - `weights`: what the squares are multiplied with before they are added up.
+    - `centre`: whether weighted means are subtracted from all that is of the examples.
+    """
+
+    def __init__(
+        self,
+        terms: list[Term],
+        leaves: list[Array],
+        weights: Callable[[Any], list[Float[Array, " _"]]],
+        *,
+        centre: bool,
+        microbatch_size: int | None,
+    ):
+        self.terms, self.centre, self._size = terms, centre, microbatch_size
+        # Inside of `jax.shard_map`, a derivative in what is the same on all devices is
+        # summed over them. A step is that of the examples on its device.
+        arrays = [x for term in terms for x in term.batch.arrays]
+        self.leaves = vary_as(arrays, leaves)
+        self.rows = [_rows(term.batch) for term in terms]
+        self.programs = [
+            self._program(term, rows)
+            for term, rows in zip(terms, self.rows, strict=True)
+        ]
+        self.entries = [program.structs[0].shape[0] for program in self.programs]
+        dtypes = [program.structs[0].dtype for program in self.programs]
+        self.dtype = widest(*dtypes, *(x.dtype for x in leaves))
+        self.weights = vary_as(arrays, weights(self.dtype))
+
+    def _program(self, fun: Callable, rows: Rows) -> PerExample:
+        of_row = lambda leaves, row: fun(leaves, *row)
+        return PerExample(of_row, self.leaves, rows.arrays, rows.axes)
+
+    @property
+    def num(self) -> int:
+        """The number of real residuals."""
+        pairs = zip(self.rows, self.entries, strict=True)
+        return sum(rows.total * entries for rows, entries in pairs)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of real parameters."""
+        return sum(x.size * (2 if is_complex(x) else 1) for x in self.leaves)
+
+    def values(self) -> Vectors:
+        """The residuals, centred if they are to be."""
+        found = []
+        triples = zip(self.terms, self.programs, self.rows, strict=True)
+        for term, program, rows in triples:
+            if term.has_residual:
+                program = self._program(term.residual, rows)
+            of_rows = lambda arrays, _, own=program: own.many(self.leaves, arrays)[0]
+            found.append(accumulated(of_rows, rows, self._size, Concat()))
+        return self.centred(found)
+
+    def push(self, tangents: list[Array]) -> Vectors:
+        """The Jacobian times a vector, centred if it is to be."""
+        found = []
+        for program, rows in zip(self.programs, self.rows, strict=True):
+
+            def pushed(arrays: list, _: int, own: PerExample = program) -> Array:
+                values = lambda leaves: own.many(leaves, arrays)[0]
+                return jax.jvp(values, (self.leaves,), (tangents,))[1]
+
+            found.append(accumulated(pushed, rows, self._size, Concat()))
+        return self.centred(found)
+
+    def pull(self, vectors: Vectors) -> list[Array]:
+        """The transpose of that, with the sums in float32 at least."""
+        vectors = self.centred(vectors, is_transpose=True)
+        return self.pull_as_it_is(dict(enumerate(vectors)))
+
+    def pull_as_it_is(self, vectors: dict[int, Array]) -> list[Array]:
+        """The same for some terms, by their numbers, without any centring."""
+        totals = self.zeros()
+        scaled, size = in_range([*vectors.values()])
+        for number, vector in zip(vectors, scaled, strict=True):
+            program, rows = self.programs[number], self.rows[number]
+
+            def pulled(arrays: list, _: int, own: PerExample = program) -> list[Array]:
+                *arrays, seeds = arrays
+                outs, pullback = jax.vjp(
+                    lambda leaves: own.many(leaves, arrays)[0], self.leaves
+                )
+                return pullback(seeds.astype(outs.dtype))[0]
+
+            both = Rows([*rows.arrays, vector], (*rows.axes, 0), rows.total)
+            found = accumulated(pulled, both, self._size, Sum())
+            totals = [
+                total + jnp.conj(x).astype(total.dtype)
+                for total, x in zip(totals, found, strict=True)
+            ]
+        return [x * size.astype(x.dtype) for x in totals]
+
+    def zeros(self) -> list[Array]:
+        """Like the parameters, in float32 at least."""
+        return [jnp.zeros(x.shape, widened(x).dtype) for x in self.leaves]
+
+    def centred(self, vectors: Vectors, *, is_transpose: bool = False) -> Vectors:
+        """Each without its weighted mean over examples; or the transpose of that."""
+        vectors = [x.astype(self.dtype) for x in vectors]
+        if not self.centre:
+            return vectors
+        pairs = zip(vectors, self.weights, strict=True)
+        return [_centred(x, weights, is_transpose) for x, weights in pairs]
+
+    def weighted(self, vectors: Vectors, power: float = 1.0) -> Vectors:
+        """Each times the weights of the examples, or a power of these."""
+        pairs = zip(vectors, self.weights, strict=True)
+        return [x * (weights**power)[:, None] for x, weights in pairs]
+
+    def join(self, vectors: Vectors) -> Float[Array, " num"]:
+        """All of them in one vector."""
+        return jnp.concatenate([x.reshape(-1) for x in vectors])
+
+    def split(self, vector: Float[Array, " num"]) -> Vectors:
+        """What `join` takes together."""
+        found, start = [], 0
+        for rows, entries in zip(self.rows, self.entries, strict=True):
+            end = start + rows.total * entries
+            found.append(vector[start:end].reshape(rows.total, entries))
+            start = end
+        return found
+
+
+def _rows(batch: Batch) -> Rows:
+    return Rows(batch.arrays, batch.axes, batch.total())
+
+
+def in_range(vectors: Vectors) -> tuple[Vectors, Float[Array, ""]]:
+    """Vectors of which no number is out of the range of half precision, and their size.
+
+    In a backward pass in half precision, small numbers would vanish.
+    """
+    largest = [jnp.max(jnp.abs(x), initial=0) for x in vectors]
+    size = power_of_two(functools.reduce(jnp.maximum, largest))
+    return [x / size for x in vectors], size
+
+
+def shares(weights: Float[Array, " n"]) -> Float[Array, " n"]:
+    """The weights of a mean."""
+    total = jnp.sum(weights)
+    return weights / jnp.where(total > 0, total, jnp.ones_like(total))
+
+
+def _centred(
+    x: Float[Array, "n entries"], weights: Float[Array, " n"], is_transpose: bool
+) -> Float[Array, "n entries"]:
+    own = shares(weights)
+    if is_transpose:
+        return x - jnp.outer(own, jnp.sum(x, axis=0))
+    return x - (own @ x)[None]

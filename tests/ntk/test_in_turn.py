@@ -1,0 +1,138 @@
+"""Kernels all at once, for which CPUs take a few large examples after the other."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from eqxbatch import EmpiricalKernel, EmpiricalNTK
+from eqxbatch._ntk import example_factors
+from .models import cast, float64
+
+
+ntk_of = functools.partial(EmpiricalNTK, implementation="sites")
+
+
+class Net(eqx.Module):
+    """Small weights at many positions, a parameter alone, and dropout."""
+
+    conv: eqx.nn.Conv2d
+    last: eqx.nn.Linear
+    shift: jax.Array
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        keys = jr.split(key)
+        self.conv = eqx.nn.Conv2d(1, 2, 3, padding=1, key=keys[0])
+        self.last = eqx.nn.Linear(2, 3, key=keys[1])
+        self.shift = jnp.ones(3)
+        self.dropout = eqx.nn.Dropout(0.5)
+
+    def __call__(self, x, *, key=None):
+        x = jnp.tanh(self.conv(x.reshape(1, 10, 10)))
+        if key is not None:
+            x = self.dropout(x, key=key)
+        return self.last(jnp.mean(x, axis=(1, 2))) + self.shift
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The numbers of examples that are taken in turn, where no example is small."""
+    found = []
+    accumulated = example_factors.accumulated
+
+    def counted(run, rows, size, accumulator):
+        found.append(rows.total)
+        return accumulated(run, rows, size, accumulator)
+
+    monkeypatch.setattr(example_factors, "accumulated", counted)
+    monkeypatch.setattr(example_factors, "_CACHE", 1_000)
+    return found
+
+
+def jacobians(model, x):
+    arrays, static = eqx.partition(model, eqx.is_array)
+    of_one = lambda arrays, x: eqx.combine(arrays, static)(x)
+    found = jax.vmap(jax.jacrev(of_one), (None, 0))(arrays, x)
+    leaves = [j.reshape(*j.shape[:2], -1) for j in jax.tree.leaves(found)]
+    return np.concatenate(leaves, axis=-1)
+
+
+@float64
+@pytest.mark.parametrize("num", (4, 5, 8))
+def test_kernels(num, sizes, getkey):
+    model = cast(Net(getkey()))
+    x, y = (jr.normal(getkey(), (n, 100), jnp.float64) for n in (num, 3))
+    j, k = jacobians(model, x), jacobians(model, y)
+    full = ntk_of(model, trace_axes=())
+    np.testing.assert_allclose(full(x, y), np.einsum("aip,bjp->abij", j, k), atol=1e-12)
+    expected = np.einsum("aip,bip->ab", j, j) / 3
+    both = EmpiricalKernel(model, implementation="sites")(x)
+    np.testing.assert_allclose(both.ntk, expected, atol=1e-12)
+    np.testing.assert_array_equal(both.ntk, both.ntk.T)
+    outs = np.asarray(jax.vmap(model)(x))
+    np.testing.assert_allclose(both.nngp, outs @ outs.T / 3, atol=1e-12)
+    diagonal = ntk_of(model).diagonal(x)
+    np.testing.assert_allclose(diagonal, np.diag(expected), atol=1e-12)
+    assert {*sizes} == ({num} if num > 4 else set())
+    # Blocks have a size of their own.
+    sizes.clear()
+    ntk_of(model, block_size=3)(x)
+    assert not sizes
+
+
+@float64
+def test_derivatives_and_maps(sizes, getkey):
+    x = jr.normal(getkey(), (5, 100), jnp.float64)
+    models = [cast(Net(getkey())) for _ in range(2)]
+    total = lambda model, x: jnp.sum(jnp.sin(ntk_of(model)(x)))
+    in_blocks = lambda model, x: jnp.sum(jnp.sin(ntk_of(model, block_size=5)(x)))
+    for derivative in (eqx.filter_grad, eqx.filter_jit):
+        found, expected = (derivative(f)(models[0], x) for f in (total, in_blocks))
+        for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-12)
+    stacked = jax.tree.map(
+        lambda *xs: jnp.stack(xs) if eqx.is_array(xs[0]) else xs[0], *models
+    )
+    mapped = eqx.filter_vmap(total, in_axes=(eqx.if_array(0), None))(stacked, x)
+    expected = [in_blocks(model, x) for model in models]
+    np.testing.assert_allclose(mapped, expected, atol=1e-12)
+    assert sizes
+
+
+def test_keys_are_left_alone(sizes, getkey):
+    model, x, key = Net(getkey()), jr.normal(getkey(), (5, 100)), getkey()
+    for one in (key, jr.PRNGKey(0)):
+        found = ntk_of(model)(x, key=one)
+        expected = ntk_of(model, block_size=5)(x, key=one)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_on_a_mesh(kind, sizes, getkey):
+    num = 2 if len(jax.devices()) > 1 else 1
+    mesh = jax.make_mesh(
+        (num,), ("data",), axis_types=(kind,), devices=jax.devices()[:num]
+    )
+    model, x = Net(getkey()), jr.normal(getkey(), (12, 100))
+    expected = ntk_of(model, block_size=12)(x)
+    spread = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    np.testing.assert_allclose(ntk_of(model)(spread), expected, rtol=1e-5)
+
+    arrays, static = eqx.partition(model, eqx.is_array)
+    local = lambda arrays, x: ntk_of(eqx.combine(arrays, static))(x)
+    spec = PartitionSpec("data")
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec
+    )
+    found = jax.jit(run)(arrays, spread)
+    for i in range(num):
+        part = slice(12 // num * i, 12 // num * (i + 1))
+        np.testing.assert_allclose(
+            np.asarray(found)[part], expected[part, part], rtol=1e-5
+        )

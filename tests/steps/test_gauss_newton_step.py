@@ -1,0 +1,368 @@
+"""`filter_gauss_newton_step` beside dense solutions in float64."""
+
+import equinox as eqx
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import jax.random as jr
+import lineax
+import numpy as np
+import pytest
+
+import eqxbatch
+from ..helpers import quickly, TOTALS
+from .oracle import as_numbers, close, step, system
+
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+WAYS = {
+    "sample": {"space": "sample"},
+    "sample in blocks": {"space": "sample", "block_size": 4},
+    "sample in microbatches": {"space": "sample", "microbatch_size": 4},
+    "parameter": {"space": "parameter"},
+    "parameter in blocks": {
+        "space": "parameter",
+        "block_size": 7,
+        "microbatch_size": 4,
+    },
+    "eigh": {"space": "sample", "solver": "eigh"},
+    "products of samples": {
+        "space": "sample",
+        "solver": lineax.CG(rtol=1e-13, atol=1e-13),
+        "microbatch_size": 4,
+    },
+    "products of parameters": {
+        "space": "parameter",
+        "solver": lineax.CG(rtol=1e-13, atol=1e-13),
+    },
+}
+
+
+def network(out=2, seed=0, width=6):
+    return eqx.nn.MLP(3, out, width, 2, jnp.tanh, key=jr.key(seed))
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def fits(model, x, y):
+    return model(x) - y
+
+
+def even(num):
+    return np.full(num, 1 / max(num, 1))
+
+
+@pytest.mark.parametrize("way", quickly([*WAYS], 1))
+@pytest.mark.parametrize("centre", (False, True))
+def test_equals_dense(way, centre):
+    model = network()
+    for num in TOTALS if way == "sample in blocks" else (5,):
+        x, y = draw(num, 3), draw(num, 2, seed=1)
+        found = eqxbatch.filter_gauss_newton_step(
+            fits, damping=0.1, centre=centre, **WAYS[way]
+        )(model, x, y)
+        dense = system([fits], model, [(x, y)], [even(num)], centre=centre)
+        expected = step(*dense, 0.1)
+        if centre and num == 1:
+            # One example is its own mean.
+            np.testing.assert_allclose(as_numbers(found), 0, atol=1e-15)
+            continue
+        assert np.max(np.abs(expected)) > 1e-3
+        close(found, expected)
+
+
+def test_the_smaller_space_is_chosen():
+    small, large = network(width=1), network(width=8)
+    x, y = draw(9, 3), draw(9, 2)
+    make = lambda space: eqxbatch.filter_gauss_newton_step(
+        fits, damping=0.1, space=space
+    )
+    for model, space in ((small, "parameter"), (large, "sample")):
+        one, two = (make(of)(model, x, y) for of in ("auto", space))
+        # The same program gives the same bits.
+        np.testing.assert_array_equal(as_numbers(one), as_numbers(two))
+        other = {"parameter": "sample", "sample": "parameter"}[space]
+        three = as_numbers(make(other)(model, x, y))
+        assert not np.array_equal(as_numbers(one), three)
+        close(one, three)
+
+
+class Tied(eqx.Module):
+    """A weight that is used twice, a table, a scalar, and what is no parameter."""
+
+    table: jax.Array
+    weight: jax.Array
+    scale: jax.Array
+    name: str
+    nothing: None = None
+    numbers: jax.Array = eqx.field(default_factory=lambda: jnp.arange(3))
+
+    def __call__(self, token, x):
+        hidden = jnp.tanh(self.weight @ (self.table[token] + x))
+        return self.scale * (self.weight.T @ hidden) + self.numbers.sum().astype(
+            x.dtype
+        )
+
+
+class Convolution(eqx.Module):
+    first: eqx.nn.Conv1d
+    last: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.last(jnp.mean(jnp.tanh(self.first(x)), axis=1))
+
+
+def laplacian(model, x):
+    second = jnp.trace(jax.hessian(lambda x: model(x)[0])(x))
+    return second + jnp.sin(x[0])
+
+
+def nested(model, x):
+    """The same by derivatives along each axis."""
+
+    def along(direction):
+        first = lambda x: jax.jvp(lambda x: model(x)[0], (x,), (direction,))[1]
+        return jax.jvp(first, (x,), (direction,))[1]
+
+    return jnp.sum(jax.vmap(along)(jnp.eye(3))) + jnp.sin(x[0])
+
+
+def attends(model, x):
+    return model(x, x, x).sum(0)
+
+
+def programs():
+    keys = jr.split(jr.key(1), 4)
+    tied = Tied(draw(5, 3), draw(4, 3, seed=1), jnp.asarray(1.5), "tied")
+    tokens = jnp.asarray([0, 3, 3, 1, 4, 2, 0])
+    conv = Convolution(
+        eqx.nn.Conv1d(2, 3, 3, key=keys[0]), eqx.nn.Linear(3, 2, key=keys[1])
+    )
+    attention = eqx.nn.MultiheadAttention(2, 4, key=keys[2])
+    return {
+        "tied": (lambda model, *x: model(*x), tied, (tokens, draw(7, 3))),
+        "convolution": (lambda model, x: model(x), conv, (draw(6, 2, 5),)),
+        "attention": (attends, attention, (draw(5, 3, 4),)),
+        "hessian": (laplacian, network(1), (draw(7, 3),)),
+        "nested": (nested, network(1), (draw(7, 3),)),
+        "tree": (
+            lambda model, x: {"a": model(x)[0], "b": [model(2 * x)]},
+            network(),
+            (draw(5, 3),),
+        ),
+        "constant": (
+            lambda model, x: model.layers[-1].bias + 0 * x[0],
+            network(),
+            (draw(4, 3),),
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ("tied", "convolution", "attention", "hessian", "nested", "tree", "constant"),
+)
+def test_programs_give_the_same_step_in_both_spaces(name):
+    fun, model, batch = programs()[name]
+    num = batch[0].shape[0]
+    expected = step(*system([fun], model, [batch], [even(num)], centre=False), 0.05)
+    for way in ("sample", "sample in blocks", "parameter"):
+        take = eqxbatch.filter_gauss_newton_step(fun, damping=0.05, **WAYS[way])
+        close(take(model, *batch), expected, 1e-8 if way == "parameter" else 1e-10)
+
+
+class Amplitude(eqx.Module):
+    """The logarithm of a complex amplitude of real, or of complex, parameters."""
+
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        hidden = self.weight @ x.astype(self.weight.dtype) + self.bias
+        if jnp.iscomplexobj(hidden):
+            return jnp.sum(jnp.log(jnp.cosh(hidden)))
+        return jax.lax.complex(jnp.sum(jnp.tanh(hidden)), jnp.sum(hidden[::2] ** 2))
+
+
+def amplitude(is_holomorphic):
+    parts = draw(2, 5, 3), draw(2, 5, seed=1)
+    if is_holomorphic:
+        return Amplitude(*(0.3 * jax.lax.complex(x[0], x[1]) for x in parts))
+    return Amplitude(*(x[0] for x in parts))
+
+
+def energies(model, x, energy):
+    return model(x), energy
+
+
+@pytest.mark.parametrize("is_holomorphic", (False, True))
+def test_stochastic_reconfiguration(is_holomorphic):
+    model = amplitude(is_holomorphic)
+    spins = jnp.sign(draw(9, 3, seed=2))
+    local = jax.lax.complex(draw(9, seed=3), draw(9, seed=4))
+    # Of complex numbers, as it is written down in the field.
+    flat, unravel = jax.flatten_util.ravel_pytree(model)
+    own = lambda flat, x: unravel(flat)(x)
+    if is_holomorphic:
+        derivatives = jax.vmap(jax.grad(own, holomorphic=True), (None, 0))(flat, spins)
+    else:
+        parts = [
+            jax.vmap(jax.grad(lambda flat, x, part=part: part(own(flat, x))), (None, 0))
+            for part in (jnp.real, jnp.imag)
+        ]
+        derivatives = jax.lax.complex(*(part(flat, spins) for part in parts))
+    o, e = np.asarray(derivatives), np.asarray(local)
+    o, e = o - o.mean(0), e - e.mean()
+    matrix, force = o.conj().T @ o / 9, o.conj().T @ e / 9
+    if not is_holomorphic:
+        matrix, force = matrix.real, force.real
+    expected = np.linalg.solve(matrix + 0.02 * np.eye(flat.size), force)
+    for space in ("sample", "parameter"):
+        found = eqxbatch.filter_gauss_newton_step(
+            energies, damping=0.02, centre=True, has_residual=True, space=space
+        )(model, spins, local)
+        got = np.asarray(jax.flatten_util.ravel_pytree(found)[0])
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-10)
+    dense = system(
+        [energies], model, [(spins, local)], [even(9)], centre=True, has_residual=True
+    )
+    close(found, step(*dense, 0.02))
+
+
+def test_real_amplitudes_have_the_real_part_of_energies():
+    model, spins = network(1), jnp.sign(draw(6, 3))
+    real, imag = draw(2, 6, 1)
+    take = eqxbatch.filter_gauss_newton_step(
+        energies, damping=0.02, centre=True, has_residual=True
+    )
+    of_real = take(model, spins, real)
+    of_complex = take(model, spins, jax.lax.complex(real, imag))
+    np.testing.assert_array_equal(as_numbers(of_real), as_numbers(of_complex))
+
+
+@pytest.mark.parametrize("space", ("sample", "parameter"))
+def test_spring(space):
+    model = network(1)
+    x, y = draw(3, 8, 3), draw(3, 8, 1, seed=1)
+    take = eqxbatch.filter_gauss_newton_step(
+        fits, damping=0.1, centre=True, momentum=0.8, space=space, block_size=3
+    )
+    previous, expected = None, np.zeros(as_numbers(model).size)
+    for own in zip(x, y, strict=True):
+        previous = take(model, previous, *own)
+        dense = system([fits], model, [own], [even(8)], centre=True)
+        # Also as the recursion of the paper has it, with a kernel of the samples.
+        jacobian, residual = dense
+        kernel = jacobian @ jacobian.T + 0.1 * np.eye(8)
+        rest = residual - 0.8 * jacobian @ expected
+        by_recursion = jacobian.T @ np.linalg.solve(kernel, rest) + 0.8 * expected
+        expected = step(*dense, 0.1, 0.8, expected)
+        np.testing.assert_allclose(by_recursion, expected, atol=1e-12)
+        close(previous, expected)
+    assert not np.allclose(expected, step(*dense, 0.1))
+
+
+def interior(model, x):
+    return nested(model, x)
+
+
+def boundary(model, pair):
+    x, value = pair
+    return model(x) - value
+
+
+@pytest.mark.parametrize("way", ("sample", "sample in blocks", "parameter"))
+@pytest.mark.parametrize("centre", (False, True))
+def test_terms_with_batches_of_their_own(way, centre):
+    model = network(1)
+    inside, edge = draw(7, 3), (draw(3, 3, seed=1), draw(3, 1, seed=2))
+    quadrature = np.asarray([0.5, 0.0, 2.0])
+    take = eqxbatch.filter_gauss_newton_step(
+        [interior, boundary],
+        damping=0.1,
+        centre=centre,
+        weights=(0.5, jnp.asarray(3.0)),
+        accumulator=(eqxbatch.Mean(), eqxbatch.Sum(weights=jnp.asarray(quadrature))),
+        **WAYS[way],
+    )
+    dense = system(
+        [interior, lambda model, x, value: model(x) - value],
+        model,
+        [(inside,), edge],
+        [0.5 * even(7), 3 * quadrature],
+        centre=centre,
+    )
+    close(take(model, inside, edge), step(*dense, 0.1))
+
+
+def test_axes_of_terms():
+    model = network(1)
+    inside, edge = draw(5, 3), (draw(3, 2), jnp.asarray([0.5]))
+    take = eqxbatch.filter_gauss_newton_step(
+        (interior, boundary), damping=0.1, in_axes=(0, (1, None))
+    )
+    dense = system(
+        [interior, lambda model, x: model(x) - edge[1]],
+        model,
+        [(inside,), (edge[0].T,)],
+        [even(5), even(2)],
+    )
+    close(take(model, inside, edge), step(*dense, 0.1))
+
+
+@pytest.mark.parametrize("space", ("sample", "parameter"))
+@pytest.mark.parametrize("centre", (False, True))
+def test_weights_of_examples(space, centre):
+    model, x, y = network(), draw(6, 3), draw(6, 2, seed=1)
+    weights = np.asarray([1.0, 0.0, 2.5, 0.5, 1.0, 3.0])
+    for accumulator, shares in (
+        (eqxbatch.Mean(weights=jnp.asarray(weights)), weights / weights.sum()),
+        (eqxbatch.Sum(weights=jnp.asarray(weights)), weights),
+        (eqxbatch.Sum(), np.ones(6)),
+    ):
+        take = eqxbatch.filter_gauss_newton_step(
+            fits, damping=0.1, centre=centre, accumulator=accumulator, space=space
+        )
+        dense = system([fits], model, [(x, y)], [shares], centre=centre)
+        close(take(model, x, y), step(*dense, 0.1))
+
+
+@pytest.mark.parametrize("space", ("sample", "parameter"))
+def test_pseudoinverse_without_damping(space):
+    model, x, y = network(1), draw(6, 3), draw(6, 1, seed=1)
+    # Twice the same example makes the kernel singular.
+    x, y = jnp.concatenate([x, x[:2]]), jnp.concatenate([y, y[:2] + 0.5])
+    found = eqxbatch.filter_gauss_newton_step(
+        fits, damping=0.0, solver="eigh", space=space
+    )(model, x, y)
+    jacobian, residual = system([fits], model, [(x, y)], [even(8)])
+    close(found, np.linalg.lstsq(jacobian, residual, rcond=1e-10)[0], 1e-6)
+
+
+def test_a_singular_matrix_is_an_error():
+    model, x, y = network(1), draw(3, 3), draw(3, 1)
+    x, y = jnp.concatenate([x, x]), jnp.concatenate([y, y])
+    take = eqxbatch.filter_gauss_newton_step(
+        fits, damping=0.0, accumulator=eqxbatch.Sum(), space="parameter"
+    )
+    with pytest.raises(Exception, match="not positive definite in float64"):
+        take(model, x, y)
+
+
+def test_gradients_of_steps():
+    model, x, y = network(1), draw(4, 3), draw(4, 1, seed=1)
+
+    def norm(damping, space):
+        take = eqxbatch.filter_gauss_newton_step(fits, damping=damping, space=space)
+        leaves = jax.tree.leaves(eqx.filter(take(model, x, y), eqx.is_array))
+        return sum(jnp.sum(x**2) for x in leaves)
+
+    damping = jnp.asarray(0.2)
+    slope = (norm(damping + 1e-5, "sample") - norm(damping - 1e-5, "sample")) / 2e-5
+    for space in ("sample", "parameter"):
+        found = jax.grad(norm)(damping, space)
+        np.testing.assert_allclose(found, slope, rtol=1e-6)

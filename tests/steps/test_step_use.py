@@ -1,0 +1,361 @@
+"""How `filter_gauss_newton_step` is used: dtypes, transforms, methods, wrong calls."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqxbatch
+from ..helpers import assert_same, make_mesh, put
+from .oracle import as_numbers, close, step, system
+
+
+def network(dtype=jnp.float32, key=0):
+    return eqx.nn.MLP(3, 2, 6, 2, jnp.tanh, dtype=dtype, key=jr.key(key))
+
+
+def draw(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def fits(model, x, y):
+    return model(x) - y
+
+
+def take(residual=fits, **settings):
+    return eqxbatch.filter_gauss_newton_step(residual, **{"damping": 0.1, **settings})
+
+
+X, Y = (draw(7, 3), draw(7, 2, seed=1))
+
+
+@pytest.mark.quick
+def test_descends_by_itself_and_in_a_chain():
+    model = network()
+    found = take()(model, X, Y)
+    updates = jax.tree.map(lambda s: -0.5 * s, found)
+    loss = lambda model: float(jnp.mean((jax.vmap(model)(X) - Y) ** 2))
+    moved = eqx.apply_updates(model, updates)
+    assert loss(moved) < 0.95 * loss(model)
+    optimiser = optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.5))
+    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+    in_chain, _ = optimiser.update(found, state)
+    assert_same(eqx.apply_updates(model, in_chain), moved)
+
+
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16, jnp.float32))
+@pytest.mark.parametrize("space", ("sample", "parameter"))
+def test_narrow_dtypes(dtype, space):
+    model = network(dtype)
+    x, y = X.astype(dtype), Y.astype(dtype)
+    found = take(space=space, microbatch_size=3)(model, x, y)
+    leaves = jax.tree.leaves(found)
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
+    wide = jax.tree.map(
+        lambda x: x.astype(jnp.float32), eqx.filter(model, eqx.is_array)
+    )
+    wide = eqx.combine(wide, model)
+    expected = take(space=space)(wide, x.astype(jnp.float32), y.astype(jnp.float32))
+    tol = {"bfloat16": 6e-2, "float16": 1e-2, "float32": 1e-4}[jnp.dtype(dtype).name]
+    close(found, as_numbers(expected), tol)
+
+
+def test_small_residuals_do_not_vanish_in_half_precision():
+    # Their products with weights are out of the range of float16.
+    model, x = network(jnp.float16), X.astype(jnp.float16)
+    for space in ("sample", "parameter"):
+        of = lambda size: take(
+            lambda model, x: (model(x), jnp.full(2, size, jnp.float32)),
+            has_residual=True,
+            space=space,
+            filter_spec=eqx.is_inexact_array,
+        )
+        small = as_numbers(of(1e-3)(model, x)) * 1e3
+        large = as_numbers(of(1.0)(model, x))
+        np.testing.assert_allclose(small, large, rtol=2e-2, atol=2e-3)
+
+
+def test_data_of_another_dtype(x64):
+    model = network()
+    x, y = X.astype(jnp.float32), Y.astype(jnp.float64)
+    fun = lambda model, x, y: model(x).astype(jnp.float64) - y
+    found = take(fun, space="sample")(model, x, y)
+    dense = system([fun], model, [(x, y)], [np.full(7, 1 / 7)])
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)}
+    close(found, step(*dense, 0.1), 1e-5)
+    # Two terms, of which one is in float32.
+    terms = take([lambda model, x: model(x), lambda model, pair: fun(model, *pair)])
+    dense = system(
+        [lambda model, x: model(x), fun], model, [(x,), (x, y)], [np.full(7, 1 / 7)] * 2
+    )
+    close(terms(model, x, (x, y)), step(*dense, 0.1), 1e-5)
+
+
+@pytest.mark.parametrize("space", ("sample", "parameter"))
+def test_inside_of_transforms(space):
+    model, one = network(), take(space=space, block_size=3)
+    expected = one(model, X, Y)
+    assert_same(eqx.filter_jit(one)(model, X, Y), expected, tol=1e-5)
+    make = eqx.filter_vmap(lambda key: eqx.nn.MLP(3, 2, 6, 2, jnp.tanh, key=key))
+    models = make(jr.split(jr.key(0), 2))
+    found = eqx.filter_vmap(one, in_axes=(eqx.if_array(0), None, None))(models, X, Y)
+    for i in range(2):
+        pick = lambda tree: jax.tree.map(lambda x, i=i: x[i], tree)
+        arrays, static = eqx.partition(models, eqx.is_array)
+        expected = one(eqx.combine(pick(arrays), static), X, Y)
+        assert_same(pick(found), expected, tol=1e-4)
+
+    def body(model, xy):
+        moved = jax.tree.map(lambda s: -s, one(eqx.combine(model, static), *xy))
+        return eqx.apply_updates(model, moved), None
+
+    first = pick(arrays)
+    batches = (jnp.stack([X, X + 1]), jnp.stack([Y, Y]))
+    last, _ = jax.lax.scan(body, first, batches)
+    by_hand = body(body(first, (X, Y))[0], (X + 1, Y))[0]
+    assert_same(last, by_hand, tol=1e-4)
+
+
+def test_nothing_is_traced_twice():
+    count = 0
+
+    def fun(model, x, y):
+        nonlocal count
+        count += 1
+        return fits(model, x, y)
+
+    of = lambda damping: take(fun, damping=jnp.asarray(damping), momentum=0.5)
+    previous = take()(network(), X, Y)
+    of(0.1)(network(), previous, X, Y)
+    traced = count
+    of(0.2)(network(key=1), previous, X + 1, Y)
+    assert count == traced
+
+
+def test_no_examples():
+    model, empty = network(), (X[:0], Y[:0])
+    for space in ("sample", "parameter", "auto"):
+        found = take(space=space, centre=True)(model, *empty)
+        assert not np.any(as_numbers(found))
+    previous = take()(model, X, Y)
+    kept = take(momentum=0.5)(model, previous, *empty)
+    close(kept, 0.5 * as_numbers(previous), 1e-6)
+    # A term without examples counts as none.
+    two = [lambda model, x: model(x), lambda model, pair: fits(model, *pair)]
+    for space in ("sample", "parameter"):
+        for centre in (False, True):
+            found = take(two, space=space, centre=centre)(model, X[:0], (X, Y))
+            alone = take(space=space, centre=centre)(model, X, Y)
+            close(found, as_numbers(alone), 1e-4)
+
+
+class Owner(eqx.Module):
+    model: eqx.nn.MLP
+    numbers: jax.Array
+    name: str = "owner"
+    nothing: None = None
+
+    @eqxbatch.filter_gauss_newton_step(damping=0.1)
+    def gauss_newton(self, x, y):
+        return self.model(x) - y + self.numbers.sum().astype(x.dtype)
+
+
+def test_methods_and_parts():
+    owner = Owner(network(), jnp.zeros(2, jnp.int32))
+    found = owner.gauss_newton(X, Y)
+    assert found.numbers is None
+    assert_same(found.model, take()(owner.model, X, Y), tol=1e-5)
+    last = lambda model: model.layers[-1]
+    of_last = take(where=last)(owner.model, X, Y)
+    assert of_last.layers[0].weight is None
+    hidden = jax.vmap(
+        lambda x: jnp.tanh(owner.model.layers[1](jnp.tanh(owner.model.layers[0](x))))
+    )(X)
+    alone = take()(last(owner.model), hidden, Y)
+    assert_same(last(of_last), alone, tol=1e-4)
+
+
+def test_keys_and_shared_arguments():
+    model = network()
+
+    def fun(model, x, scale, *, key):
+        return model(x) * scale + jr.normal(key, (2,))
+
+    keys, scale = jr.split(jr.key(1), 7), jnp.asarray(2.0)
+    in_axes = {"x": 0, "scale": None}
+    found = take(fun, in_axes=in_axes, block_size=3)(model, X, scale, key=keys)
+    noise = jax.vmap(lambda key: jr.normal(key, (2,)))(keys)
+    expected = take(lambda model, x, n: 2 * model(x) + n)(model, X, noise)
+    assert_same(found, expected, tol=1e-4)
+
+
+def test_closed_over_arrays():
+    model, offset = network(), draw(2, seed=5)
+
+    @jax.jit
+    def run(offset):
+        own = take(lambda model, x: model(x) - offset, space="parameter")
+        return own(model, X)
+
+    expected = take(lambda model, x, y: model(x) - y, in_axes=(0, None))(
+        model, X, offset
+    )
+    assert_same(run(offset), expected, tol=1e-3)
+
+
+@pytest.mark.parametrize("space", ("sample", "parameter"))
+def test_within_shard_map(space):
+    # A step is that of the examples on its device.
+    mesh = make_mesh(jax.sharding.AxisType.Auto)
+    x, y = draw(8, 3), draw(8, 2, seed=1)
+    model = network()
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def local(arrays, x, y):
+        found = take(space=space)(eqx.combine(arrays, static), x, y)
+        return jax.tree.map(lambda s: s[None], found)
+
+    run = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data")
+        )
+    )
+    found = run(arrays, put(x, mesh, "data"), put(y, mesh, "data"))
+    for i in range(4):
+        own = slice(2 * i, 2 * i + 2)
+        expected = take(space=space)(model, x[own], y[own])
+        got = jax.tree.map(lambda s, i=i: s[i], jax.device_get(found))
+        assert_same(got, jax.device_get(expected), tol=1e-3)
+
+
+WRONG = {
+    "space": (lambda: take(space="kernel"), ValueError, "`space` must be one of"),
+    "damping": (
+        lambda: take(damping=-0.1),
+        ValueError,
+        "`damping` must not be negative, NaN or infinite; got -0.1",
+    ),
+    "damping array": (
+        lambda: take(damping=jnp.ones(2)),
+        TypeError,
+        r"`damping` must be a real number .*an array of shape \(2,\)",
+    ),
+    "momentum": (lambda: take(momentum="0.9"), TypeError, "`momentum` must be"),
+    "weights": (lambda: take(weights=-1), ValueError, "`weights` must not be negative"),
+    "number of weights": (
+        lambda: take(weights=(1.0, 2.0))(network(), X, Y),
+        ValueError,
+        "`weights` must have one entry for each of 1 terms; got 2",
+    ),
+    "solver": (
+        lambda: take(solver="cg"),
+        TypeError,
+        r"`solver` must be one of \('cholesky', 'eigh'\), or a solver of lineax",
+    ),
+    "accumulator": (
+        lambda: take(accumulator=eqxbatch.Concat()),
+        TypeError,
+        "`accumulator` must be a Sum or a Mean",
+    ),
+    "block_size": (
+        lambda: take(block_size=eqxbatch.MemoryBudget("1MB")),
+        TypeError,
+        "`block_size` must be an int or None; got a MemoryBudget",
+    ),
+    "microbatch_size": (
+        lambda: take(microbatch_size=0),
+        ValueError,
+        "`microbatch_size` must be at least 1",
+    ),
+    "integers": (
+        lambda: take(lambda model, x, y: jnp.round(x).astype(int))(network(), X, Y),
+        ValueError,
+        "`residual` must return arrays of an inexact dtype.*got dtype int32",
+    ),
+    "nothing": (
+        lambda: take(lambda model, x, y: None)(network(), X, Y),
+        ValueError,
+        "`residual` must return at least one array",
+    ),
+    "pair": (
+        lambda: take(has_residual=True)(network(), X, Y),
+        ValueError,
+        r"must return a pair `\(output, residual\)`",
+    ),
+    "shapes of a pair": (
+        lambda: take(lambda model, x, y: (model(x), y[0]), has_residual=True)(
+            network(), X, Y
+        ),
+        ValueError,
+        "must have the same structure and shapes",
+    ),
+    "previous": (
+        lambda: take(momentum=0.9)(network(), X, X, Y),
+        ValueError,
+        "The previous step must have the structure",
+    ),
+    "no previous": (
+        lambda: take(momentum=0.9)(network()),
+        ValueError,
+        "the previous step, or None for the first; got 1 positional",
+    ),
+    "batches": (
+        lambda: take([fits, fits])(network(), X),
+        ValueError,
+        "For 2 terms, the model is followed by one batch for each",
+    ),
+    "axes": (
+        lambda: take([fits, fits], in_axes={"x": 0})(network(), X, X),
+        ValueError,
+        "For several terms, `in_axes` must be a tuple",
+    ),
+    "number of axes": (
+        lambda: take([fits, fits], in_axes=(0,))(network(), X, X),
+        ValueError,
+        "`in_axes` must have one entry for each of 2 terms; got 1",
+    ),
+    "sizes": (
+        lambda: take()(network(), X, Y[:3]),
+        ValueError,
+        "must agree on the number of examples",
+    ),
+    "weights of examples": (
+        lambda: take(accumulator=eqxbatch.Mean(weights=jnp.ones(3)))(network(), X, Y),
+        ValueError,
+        "needs one weight for each example",
+    ),
+    "negative weights": (
+        lambda: take(accumulator=eqxbatch.Mean(weights=-jnp.ones(7)))(network(), X, Y),
+        RuntimeError,
+        "must not be negative or NaN here",
+    ),
+    "negative damping": (
+        lambda: take(damping=jnp.asarray(-0.1))(network(), X, Y),
+        RuntimeError,
+        "`damping` must not be negative",
+    ),
+    "function": (lambda: take(3), TypeError, "`residual` must be callable"),
+    "terms": (lambda: take([fits, 3]), TypeError, "must have callable functions"),
+    "no terms": (lambda: take([]), ValueError, "at least one function"),
+    "no parameters": (
+        lambda: take()(jnp.arange(3), X, Y),
+        ValueError,
+        "no arrays of an inexact dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name):
+    call, error, match = WRONG[name]
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_missing_damping():
+    with pytest.raises(TypeError, match="damping"):
+        eqxbatch.filter_gauss_newton_step(fits)
