@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 
-import jax
 import pytest
 
 from . import annotations, patterns
@@ -32,28 +31,6 @@ def test_import_takes_what_equinox_takes():
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["eqxbatch"], found.stderr
-
-
-@pytest.mark.docs
-@pytest.mark.parametrize(
-    "page",
-    (
-        "README.md",
-        "docs/index.md",
-        "docs/gradients.md",
-        "docs/kernels.md",
-        "docs/batched_kernels.md",
-        "docs/curvature.md",
-        "docs/grids.md",
-    ),
-)
-def test_code_on_the_pages_runs(page, tmp_path, monkeypatch):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    # Written for users, whose configuration is the default one.
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        exec(compile("\n".join(blocks), page, "exec"), {"__name__": "__main__"})
 
 
 def test_ci_runs_the_test_command_of_the_readme():
