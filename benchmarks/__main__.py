@@ -9,6 +9,7 @@ from . import (
     costs,
     curvature,
     first_call,
+    first_screen,
     grid,
     harness,
     kernels,
@@ -35,6 +36,7 @@ SUITES = (
     batch_kernel,
     costs,
     first_call,
+    first_screen,
 )
 
 HERE = pathlib.Path(__file__).parent

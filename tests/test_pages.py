@@ -30,7 +30,12 @@ def has_code(page: str) -> bool:
 def run(path: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedProcess:
     """Runs a page in a process of its own, with what users have: JAX's own settings."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+    python = str(pathlib.Path(sys.executable).parent)
+    environment |= {
+        "MPLBACKEND": "agg",
+        "PATH": python + os.pathsep + environment.get("PATH", ""),
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-W", "error", "-m", "tests.pages", str(path)]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True
