@@ -48,9 +48,9 @@ stored = kernel(images, scale=1.5)
 print(stored)
 
 # %% [markdown]
-# Nothing of the kernel is in memory yet. For the regression, read the rows and columns
-# of the training examples. The kernel between test and training examples is a rectangle
-# of the same array.
+# The kernel is on disk, and nothing is in memory yet. For the regression, read the rows
+# and columns of the training examples. The kernel between test and training examples is
+# a rectangle of the same array.
 
 # %%
 num_train = 1_297
