@@ -6,6 +6,7 @@
 # stopped, it goes on where it was; and every later run just opens what is there.
 
 # %%
+import pathlib
 import tempfile
 
 import jax
@@ -97,7 +98,9 @@ right.semilogx(scales, alignments, marker="o")
 right.axvline(1.5, color="grey", linestyle=":")
 right.set(xlabel="scale", ylabel="alignment with the labels", title="The kernel")
 figure.tight_layout()
-figure.savefig("gp_regression.png")
-print("saved gp_regression.png")
+path = pathlib.Path("pictures", "gp_regression.png")
+path.parent.mkdir(exist_ok=True)
+figure.savefig(path)
+print(f"saved {path}")
 folder.cleanup()
 assert np.mean(deviation[~is_right]) > np.mean(deviation[is_right])
