@@ -100,7 +100,7 @@ class _Bar:
 class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
     """A bar of tqdm: blocks that are done, blocks a second, time left, and NaNs.
 
-    Needs the extra `progress`: `pip install "eqxbatch[progress]"`.
+    Needs the extra `progress`: `pip install "equinox-batch[progress]"`.
 
     **Arguments:**
 

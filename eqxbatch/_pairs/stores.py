@@ -190,7 +190,7 @@ def fingerprint(
         program.append(_of_program(kernel.tile, first, None))
     return {
         "format": _FORMAT,
-        "package": f"eqxbatch {importlib.metadata.version('eqxbatch')}",
+        "package": f"eqxbatch {importlib.metadata.version('equinox-batch')}",
         # Only a record: tiles of another backend are rounded in another way, and not
         # to be mixed with these. Nothing is computed differently because of it.
         "compiler": f"jax {jax.__version__} {jax.default_backend()}",
