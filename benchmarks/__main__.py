@@ -6,6 +6,7 @@ import sys
 
 from . import (
     batch_kernel,
+    chart,
     costs,
     curvature,
     first_call,
@@ -73,6 +74,8 @@ def main() -> int:
             missed += counts and not bar.holds
             verdict = "ok" if bar.holds else "MISSED" if counts else "missed (no bar)"
             print(f"{verdict:15} {bar.value:8.3g} <= {bar.limit:.3g}  {bar.name}")
+    if not options.quick:
+        chart.main()
     return 1 if missed else 0
 
 
