@@ -35,11 +35,12 @@ def test_import_takes_what_equinox_takes():
 
 def test_ci_runs_the_test_command_of_the_readme():
     commands = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(commands) == 2
+    assert commands[0] == "pip install equinox-batch\n"
+    assert len(commands) == 3
     ci = (ROOT / ".ci" / "run").read_text()
-    for part in commands[1].strip().split(" && "):
+    for part in commands[2].strip().split(" && "):
         assert part in ci
-    assert "examples/quickstart.py" in commands[0]
+    assert "examples/quickstart.py" in commands[1]
 
 
 def test_lowest_versions_are_those_of_the_project():
