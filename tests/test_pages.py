@@ -1,5 +1,6 @@
 """The code on all pages of the docs runs as it is written."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -100,3 +101,10 @@ def test_comments_are_checked(line, is_right, tmp_path):
     done = run_text(f"```python\nimport numpy as np\n\n{line}\n```\n", tmp_path)
     assert done.returncode == (not is_right), done.stderr
     assert is_right or "is not what the comment says" in done.stderr
+
+
+@pytest.mark.parametrize("page", ("README.md", "docs/index.md"))
+def test_numbers_of_the_first_screen_are_measured(page):
+    results = ROOT / "benchmarks" / "results" / "first_screen.json"
+    sentence = json.loads(results.read_text())["sentence"]
+    assert sentence in " ".join((ROOT / page).read_text().split())
