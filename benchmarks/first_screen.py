@@ -129,11 +129,12 @@ def sentence(measured: list[tuple[Case, list[Row]]], machine: dict[str, Any]) ->
     plain, clipped = (
         next(row for row in rows if row.way != OURS) for _, rows in measured
     )
+    where = f"{machine['cores']} cores of an {machine['processor']}"
     return (
-        f"On {machine['cores']} cores of an {machine['processor']}, a training step of a "
-        f"small transformer needs {plain.memory_ratio:.0f} times less temporary memory in "
-        f"microbatches. With per-example clipping, it needs {clipped.memory_ratio:.0f} "
-        f"times less, and is {clipped.time_ratio:.1f} times as fast."
+        f"On {where}, a training step of a small transformer needs "
+        f"{plain.memory_ratio:.0f} times less temporary memory in microbatches. "
+        f"With per-example clipping, it needs {clipped.memory_ratio:.0f} times less, "
+        f"and is {clipped.time_ratio:.1f} times as fast."
     )
 
 
