@@ -32,10 +32,11 @@ def run(path: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedProcess
     """Runs a page in a process of its own, with what users have: JAX's own settings."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     python = str(pathlib.Path(sys.executable).parent)
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment |= {
         "MPLBACKEND": "agg",
         "PATH": python + os.pathsep + environment.get("PATH", ""),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(paths),
     }
     command = [sys.executable, "-W", "error", "-m", "tests.pages", str(path)]
     return subprocess.run(
