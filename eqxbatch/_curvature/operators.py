@@ -6,10 +6,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import lineax
 from jaxtyping import Array, Inexact, PyTree
 
+from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.shapes import checked
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
@@ -20,14 +20,8 @@ from .hessian import filter_hessian, filter_hessian_diagonal
 from .hvp import filter_ggnvp, filter_hvp
 
 
-class AbstractSymmetricOperator(lineax.AbstractLinearOperator):
+class AbstractSymmetricOperator(AbstractTaggedOperator):
     """A symmetric matrix over PyTrees of parameters."""
-
-    tags: eqx.AbstractVar[frozenset]
-
-    @abc.abstractmethod
-    def diagonal(self) -> Inexact[Array, " n"]:
-        """The diagonal of the matrix."""
 
     @abc.abstractmethod
     def as_pytree(self) -> PyTree:
@@ -146,7 +140,7 @@ class HessianOperator(_AbstractCurvatureOperator):
         **kwargs: Any,
     ):
         self.fun, self.args, self.kwargs = fun, args, kwargs
-        self.tags = _tags(tags)
+        self.tags = as_tags(tags)
         self._settings = {
             "in_axes": in_axes,
             "microbatch_size": microbatch_size,
@@ -222,7 +216,7 @@ class GGNOperator(_AbstractCurvatureOperator):
     ):
         self.fun, self.loss, self.args, self.kwargs = fun, loss, args, kwargs
         convex = {lineax.positive_semidefinite_tag} if is_convex else set()
-        self.tags = _tags(tags) | convex
+        self.tags = as_tags(tags) | convex
         self._settings = {
             "in_axes": in_axes,
             "microbatch_size": microbatch_size,
@@ -246,33 +240,11 @@ class GGNOperator(_AbstractCurvatureOperator):
         return diagonal(*self.args, **self.kwargs)[0]
 
 
-def _tags(tags: Any) -> frozenset:
-    is_many = isinstance(tags, (tuple, list, set, frozenset))
-    return frozenset(tags if is_many else (tags,))
-
-
-@lineax.linearise.register(_Operator)
-def _linearise(operator: _Operator) -> _Operator:
-    return operator
-
-
 @lineax.materialise.register(_Operator)
 def _materialise(operator: _Operator) -> lineax.AbstractLinearOperator:
     tags = operator.tags | {lineax.symmetric_tag}
     structure = operator.out_structure()
     return lineax.PyTreeLinearOperator(operator.as_pytree(), structure, tags)
-
-
-@lineax.diagonal.register(_Operator)
-def _diagonal(operator: _Operator) -> Array:
-    return operator.diagonal()
-
-
-@lineax.tridiagonal.register(_Operator)
-def _tridiagonal(operator: _Operator) -> tuple[Array, Array, Array]:
-    matrix = operator.as_matrix()
-    diagonals = [jnp.diagonal(matrix, offset) for offset in (0, -1, 1)]
-    return diagonals[0], diagonals[1], diagonals[2]
 
 
 @lineax.conj.register(_Operator)
@@ -284,28 +256,3 @@ def _conj(operator: _Operator) -> _Operator:
 def _is_symmetric(operator: _Operator) -> bool:
     del operator
     return True
-
-
-def _answer_by_tag(question: Any, tag: object) -> None:
-    question.register(_Operator)(lambda operator: tag in operator.tags)
-
-
-_answer_by_tag(lineax.is_diagonal, lineax.diagonal_tag)
-
-
-_answer_by_tag(lineax.is_tridiagonal, lineax.tridiagonal_tag)
-
-
-_answer_by_tag(lineax.has_unit_diagonal, lineax.unit_diagonal_tag)
-
-
-_answer_by_tag(lineax.is_lower_triangular, lineax.lower_triangular_tag)
-
-
-_answer_by_tag(lineax.is_upper_triangular, lineax.upper_triangular_tag)
-
-
-_answer_by_tag(lineax.is_positive_semidefinite, lineax.positive_semidefinite_tag)
-
-
-_answer_by_tag(lineax.is_negative_semidefinite, lineax.negative_semidefinite_tag)

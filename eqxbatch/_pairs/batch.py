@@ -22,6 +22,7 @@ from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHAR
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
 from .on_mesh import on_mesh
 from .progress import AbstractProgressMeter, NoProgressMeter
+from .reductions import RowSums
 from .stores import AbstractStore
 
 
@@ -52,12 +53,7 @@ class BatchKernel(AbstractTransform):
         # Blocks are cut anywhere, and not where a mesh with explicit axes is.
         mesh = None if self.mesh_axis is None else self.mesh_axis.mesh
         call, reduce = gathered((self._call(fun, *args, **kwargs), self.reduce), mesh)
-        block_size = self.block_size
-        if isinstance(block_size, MemoryBudget):
-            # What is free is looked up before anything is traced.
-            block_size = MemoryBudget(block_size.resolve())
-        elif isinstance(call.kernel_fn, AbstractKernelFunction):
-            call = call.planned(room=room_to_keep())
+        block_size, call = _with_room(self.block_size, call)
         has_meter = not isinstance(self.meter, NoProgressMeter)
         if self.store is not None:
             call = _sized(block_size, call, None, None, is_stored=True)
@@ -66,6 +62,13 @@ class BatchKernel(AbstractTransform):
             call = _sized(block_size, call, reduce, None)
             return with_progress(call, reduce, self.meter)
         return _run(call, block_size, reduce, self.mesh_axis)
+
+    def on_one_device(self, fun: Callable, args: tuple, kwargs: dict) -> KernelCall:
+        """The call of `fun`, with sizes of blocks, as one device computes it."""
+        call = gathered(self._call(fun, *args, **kwargs), None)
+        block_size, call = _with_room(self.block_size, call)
+        # A budget is for what is reduced, as the whole kernel may not fit.
+        return _sized(block_size, call, RowSums(), None)
 
     def _call(
         self,
@@ -103,6 +106,18 @@ class BatchKernel(AbstractTransform):
             is_alone=is_alone,
             plan=Plan(mirror),
         )
+
+
+def _with_room(size: BlockSize, call: KernelCall) -> tuple[BlockSize, KernelCall]:
+    """The block size, and the call with what may be kept of examples.
+
+    What is free is looked up before anything is traced.
+    """
+    if isinstance(size, MemoryBudget):
+        return MemoryBudget(size.resolve()), call
+    if isinstance(call.kernel_fn, AbstractKernelFunction):
+        return size, call.planned(room=room_to_keep())
+    return size, call
 
 
 def _as_array(x: Any) -> Any:

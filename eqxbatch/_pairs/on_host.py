@@ -39,8 +39,8 @@ class Metered:
         self.meter = meter
         self.state = meter.start(num_tiles, num_done)
 
-    def step(self, num_nans: Any) -> None:
-        self.state = self.meter.step(self.state, int(num_nans))
+    def step(self, num_nans: Any, *residual: float) -> None:
+        self.state = self.meter.step(self.state, int(num_nans), *residual)
 
     def __enter__(self) -> "Metered":
         return self

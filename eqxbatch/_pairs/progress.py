@@ -50,13 +50,17 @@ class AbstractProgressMeter(eqx.Module, Generic[_State]):
         """
 
     @abc.abstractmethod
-    def step(self, state: _State, num_nans: int) -> _State:
-        """The state after one more block.
+    def step(
+        self, state: _State, num_nans: int, residual: float | None = None
+    ) -> _State:
+        """The state after one more block, or one more product of a solver.
 
         **Arguments:**
 
         - `state`: what `start` or the last `step` returned.
         - `num_nans`: how many entries of the result it made NaN.
+        - `residual`: the relative residual of a solver; a meter that is used with no
+            solver can leave this argument out.
         """
 
     @abc.abstractmethod
@@ -83,8 +87,8 @@ class NoProgressMeter(AbstractProgressMeter[None]):
     def start(self, num_blocks: int, num_done: int) -> None:
         del num_blocks, num_done
 
-    def step(self, state: None, num_nans: int) -> None:
-        del state, num_nans
+    def step(self, state: None, num_nans: int, residual: float | None = None) -> None:
+        del state, num_nans, residual
 
     def close(self, state: None) -> None:
         del state
@@ -136,10 +140,12 @@ class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
         )
         return _Bar(bar)
 
-    def step(self, state: _Bar, num_nans: int) -> _Bar:
+    def step(self, state: _Bar, num_nans: int, residual: float | None = None) -> _Bar:
         state.num_nans += num_nans
         if num_nans:
             state.bar.set_postfix(NaN=state.num_nans, refresh=False)
+        if residual is not None:
+            state.bar.set_postfix(residual=f"{residual:.1e}", refresh=False)
         state.bar.update()
         return state
 

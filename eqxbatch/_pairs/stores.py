@@ -194,8 +194,8 @@ def fingerprint(
         # Only a record: tiles of another backend are rounded in another way, and not
         # to be mixed with these. Nothing is computed differently because of it.
         "compiler": f"jax {jax.__version__} {jax.default_backend()}",
-        "inputs": _digest((call.calls, call.args, call.shared)),
-        "kernel_fn": _digest(call.kernel_fn),
+        "inputs": digest((call.calls, call.args, call.shared)),
+        "kernel_fn": digest(call.kernel_fn),
         "program": program,
         "grid": {
             "totals": list(grid.totals),
@@ -215,22 +215,22 @@ def fingerprint(
     }
 
 
-def _digest(tree: PyTree) -> str:
+def digest(tree: PyTree) -> str:
     """A digest of all arrays of a PyTree."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for path, leaf in jtu.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)):
-        digest.update(jtu.keystr(path).encode())
-        _add(digest, leaf)
-    return digest.hexdigest()
+        found.update(jtu.keystr(path).encode())
+        _add(found, leaf)
+    return found.hexdigest()
 
 
-def _add(digest: Any, x: Any) -> None:
+def _add(found: Any, x: Any) -> None:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        digest.update(str(x.dtype).encode())
+        found.update(str(x.dtype).encode())
         x = jr.key_data(x)
     x = np.asarray(x)
-    digest.update(f"{x.dtype}{x.shape}".encode())
-    digest.update(np.ascontiguousarray(x).tobytes())
+    found.update(f"{x.dtype}{x.shape}".encode())
+    found.update(np.ascontiguousarray(x).tobytes())
 
 
 def _of_program(fun: Any, *args: Any) -> str:
@@ -238,11 +238,11 @@ def _of_program(fun: Any, *args: Any) -> str:
     closed = eqx.filter_make_jaxpr(fun)(*args)[0]
     # Functions are shown with their addresses, which are others in each run.
     text = re.sub(r"0x[0-9a-f]+", "", str(closed))
-    digest = hashlib.sha256(text.encode())
+    found = hashlib.sha256(text.encode())
     # The arrays of the kernel function are among these, and digested once more.
     for x in constants(closed):
-        _add(digest, x)
-    return digest.hexdigest()
+        _add(found, x)
+    return found.hexdigest()
 
 
 def constants(x: Any) -> Iterator[Any]:

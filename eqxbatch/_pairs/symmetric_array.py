@@ -57,6 +57,11 @@ class SymmetricArray:
     def ndim(self) -> int:
         return self.stored.ndim
 
+    @property
+    def is_transpose(self) -> bool:
+        """Whether blocks below the diagonal are conjugate transposes of those above."""
+        return self._mirror.is_transpose
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -111,7 +116,7 @@ class SymmetricArray:
 
     def _mirrored(self, rows: slice, columns: slice) -> np.ndarray:
         """The mirror image of a rectangle above the diagonal."""
-        if self._mirror.is_transpose:
+        if self.is_transpose:
             return np.conj(np.swapaxes(self.stored[rows, columns], 0, 1))
         tile = []
         for leaf, x in zip(self._mirror.leaves, self._arrays, strict=True):
