@@ -39,9 +39,8 @@ class Sum(AbstractAccumulator[_Total]):
 
     **Arguments:**
 
-    - `weights`: an array of numbers or bools of shape `(n,)`. The result is the sum of
-        `weights[i] * result[i]`. Only for per-example results, such as those of
-        [`eqxbatch.filter_micro_vmap`][].
+    - `weights`: an array of numbers or bools of shape `(n,)`. The sum is over
+        `weights[i] * result[i]`. Only for per-example results.
     - `dtype`: the dtype to accumulate in. The default is float32 for bfloat16 and
         float16, the dtype that `jnp.sum` uses for integers and bools, and the dtype of
         the results otherwise. Weights are taken into account: unsigned integers with

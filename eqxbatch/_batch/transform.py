@@ -102,8 +102,8 @@ class Transformed(eqx.Module):
             raise TypeError(
                 f"A function that `{self._name}` returns has no hash if there are "
                 "arrays in it, as in a module, so that `jax.jit` and `jax.pmap` do not "
-                "take it. Call it as it is: it compiles itself. For several devices, "
-                "put the examples on a `jax.sharding.Mesh`."
+                "take it. Call it directly: it is already compiled. For several "
+                "devices, put the examples on a `jax.sharding.Mesh`."
             )
         return hash((treedef, *leaves))
 

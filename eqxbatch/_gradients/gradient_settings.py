@@ -1,4 +1,4 @@
-"""Which settings of a gradient fit to each other, and what to do where they do not."""
+"""Checks which settings of a gradient can be combined, and names remedies."""
 
 from collections.abc import Callable
 from typing import get_args
@@ -13,7 +13,7 @@ from .._sites.cost import Method
 TOTALS = (Sum, Mean, RunningMean)
 
 
-# That of a loss of one example. It is told from a mean that is given by its identity.
+# The default for a loss of one example. `is` tells it from a mean that is given.
 DEFAULT = Mean()
 
 
@@ -48,9 +48,9 @@ def check_settings(
     clips: bool,
     method: Method,
 ) -> None:
-    """Raises for settings that are not what they can be, or not together.
+    """Raises for settings that are invalid, alone or together.
 
-    `functions` are those of the gradient of an example.
+    `functions` are the functions of a per-example gradient.
     """
     if method not in get_args(Method):
         raise ValueError(f"`method` must be one of {get_args(Method)}; got {method!r}.")
