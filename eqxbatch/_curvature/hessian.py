@@ -185,9 +185,9 @@ def filter_hessian(
         respect to all arrays of an inexact dtype in its first argument. With `in_axes`,
         it is the loss of one example.
     - `block_size`: the number of the `n` columns that are computed at a time, at least
-        1. A block has columns of one leaf, or of several small leaves. An
-        [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None`
-        computes all columns of a leaf at once.
+        1. A block has columns of one leaf or of several small leaves. An
+            [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None`
+            computes all columns of a leaf at once.
     - `num_blocks`: the number of blocks, as an alternative to `block_size`. If it
         exceeds the number of columns, these are computed one at a time.
     - `checkpoint`: whether to recompute intermediate values for each block instead of
@@ -214,7 +214,7 @@ def filter_hessian(
         [`eqxbatch.filter_micro_value_and_grad`][]. The result is then the Hessian of
         the mean of `fun` over all examples. With the default, `None`, there is no
         batch: `fun` is called once with all arguments.
-    - `microbatch_size`: the number of examples that are processed at a time, at least
+    - `microbatch_size`: how many examples are processed at a time, at least
         1. An [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None`
         means all of them.
     - `accumulator`: [`eqxbatch.Mean`][] or [`eqxbatch.Sum`][], over the examples; their

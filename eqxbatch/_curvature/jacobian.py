@@ -245,8 +245,8 @@ def filter_jacobian(
         `m` output entries. `"auto"` uses whichever mode needs fewer passes, or the only
         one that `fun` supports.
     - `block_size`: the number of columns or rows that are computed at a time, at least
-        1. It need not divide their total number. An [`eqxbatch.MemoryBudget`][] chooses
-        the largest number that fits; `None` computes all at once.
+        1. This need not divide their total number. An [`eqxbatch.MemoryBudget`][]
+            chooses the largest number that fits; `None` computes all at once.
     - `num_blocks`: the number of blocks, as an alternative to `block_size`. If it
         exceeds the number of columns or rows, these are computed one at a time.
     - `checkpoint`: whether to recompute intermediate values for each block instead of
