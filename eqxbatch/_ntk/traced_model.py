@@ -1,5 +1,4 @@
-"""A model traced on the two sides of a kernel, and the settings of kernels.
-"""
+"""A model traced on the two sides of a kernel, and the settings of kernels."""
 
 import collections
 import dataclasses
