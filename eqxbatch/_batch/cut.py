@@ -154,7 +154,7 @@ class Batch(eqx.Module):
             ]
             if axis_size is not None:
                 listing.append(f"`axis_size` is {axis_size}")
-            remedy = "Mend the shapes, or use `in_axes` to name another axis or None."
+            remedy = "Fix the shapes, or use `in_axes` to name another axis or None."
             for name, x in zip(self.names, self.arrays, strict=True):
                 if is_one_key(x):
                     num = max(found) if len(found) == 2 else None

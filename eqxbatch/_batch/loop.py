@@ -199,11 +199,11 @@ def _check_rows(
         expected = concat.extent(full[index], blocks) - blocks.num_full * rows
         if rest_rows != expected:
             raise ValueError(
-                f"Concat cannot put output{slot.path} together: it has {rows} rows for "
-                f"a microbatch of {blocks.size} examples, so that {expected} were "
-                f"expected, but there are {rest_rows} rows for the remainder of "
+                f"Concat cannot join the parts of output{slot.path}: it has {rows} "
+                f"rows for a microbatch of {blocks.size} examples, so that {expected} "
+                f"were expected, but there are {rest_rows} rows for the remainder of "
                 f"{blocks.remainder}. Choose a microbatch size that divides "
-                f"{blocks.total}, or one that is no divisor of {rows}; or use another "
+                f"{blocks.total}, or one that does not divide {rows}; or use another "
                 "accumulator, such as `Last()` for what each microbatch replaces."
             )
 

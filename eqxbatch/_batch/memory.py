@@ -176,8 +176,8 @@ def check_size(name: str, size: Any) -> int | MemoryBudget | None:
     if number is None:
         raise TypeError(
             f"`{name}` must be an int, a `MemoryBudget` or None; got "
-            f"{described(size)}. It sets the shapes of the compiled program, so "
-            "it must be known when that is made."
+            f"{described(size)}. It sets the shapes of the compiled program, so it "
+            "must be known at trace time."
         )
     if number < 1:
         raise ValueError(
@@ -337,7 +337,7 @@ def fit_size(
         raise ValueError(
             f"A memory budget of {budget:,} bytes is too small: with blocks of one "
             f"example, the program needs {sum(found[1]):,} bytes for temporaries and "
-            "outputs. Raise the budget, or let the function take less: "
+            "outputs. Raise the budget, or reduce the memory of the function: "
             "`jax.checkpoint` keeps fewer intermediate values, and where there is a "
             "result for each example, an accumulator such as `Sum` keeps only one."
         )

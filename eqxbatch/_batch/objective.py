@@ -50,9 +50,9 @@ class Selection(eqx.Module):
         leaves, treedef = jtu.tree_flatten(model)
         if len(leaves) != len(self._is_parameter):
             raise ValueError(
-                "The model has another structure than when the kernel was made: "
-                f"{len(leaves)} leaves in place of {len(self._is_parameter)}. Make a "
-                "new one."
+                "The model has a different structure than when the kernel was created: "
+                f"{len(leaves)} leaves in place of {len(self._is_parameter)}. Create a "
+                "new kernel."
             )
         return eqx.partition(model, jtu.tree_unflatten(treedef, self._is_parameter))
 
@@ -187,10 +187,9 @@ def _check_complex(diff: PyTree, holomorphic: bool) -> None:
         )
     if any(are_complex) and not holomorphic:
         raise TypeError(
-            "A function of complex arrays has a derivative in their real and "
-            f"imaginary parts; got {_dtypes(diff)}. Give these as two real arrays, and "
-            "make the complex one of them inside of `fun`; or, if `fun` is "
-            "holomorphic, say `holomorphic=True`."
+            "Complex arrays are only differentiated through their real and imaginary "
+            f"parts; got {_dtypes(diff)}. Give these as two real arrays and combine "
+            "them inside `fun`; or, if `fun` is holomorphic, say `holomorphic=True`."
         )
 
 
@@ -308,11 +307,11 @@ class Example:
                 raise
             raise ValueError(
                 "`fun` is the loss of one example, but it uses a named axis, as "
-                f"BatchNorm does in training mode ({e}). The gradient of an example is "
-                "not defined if the loss couples them: bring such layers to inference "
-                "mode. Or, for gradients without anything about single examples, give "
-                "the loss of a whole microbatch, which uses `jax.vmap` with that "
-                "`axis_name` itself, and say `batched=True`."
+                f"BatchNorm does in training mode ({e}). Per-example gradients are not "
+                "defined if the loss couples examples: switch such layers to inference "
+                "mode. Or, if nothing per-example is needed, give the loss of a whole "
+                "microbatch, which calls `jax.vmap` with this `axis_name` itself, and "
+                "say `batched=True`."
             ) from e
         # Whether sums over examples can overflow where their mean does not.
         self.is_narrow = uses_dtype(self.program.closed.jaxpr, jnp.float16)

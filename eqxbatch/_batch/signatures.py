@@ -2,7 +2,7 @@
 
 A transform is called with a function or, as a decorator with arguments, without one.
 Some of its settings change what the transformed function returns. For type checkers, a
-Protocol has an overload for each of these cases, in a file of its own beside the
+Protocol has an overload for each of these cases, in a separate file beside the
 transforms. The settings of a case are a `TypedDict`: most of them do not change the
 type, and would be repeated in each overload.
 

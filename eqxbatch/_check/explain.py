@@ -167,7 +167,7 @@ def _told_apart(
     return told_apart(whole, batch, "example", _IF_WHOLE)
 
 
-_IF_WHOLE = "Give the function of one example, whose sites are asked for."
+_IF_WHOLE = "Give the function of one example."
 
 
 def _has_shape(x: Any) -> bool:

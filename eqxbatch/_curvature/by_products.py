@@ -178,8 +178,8 @@ def gauss_newton_products(
 def warn_reverse(reason: str) -> None:
     warnings.warn(
         "The gradient has no forward-mode derivative, so it is differentiated in "
-        "reverse mode, which is slower and takes more memory. Say `mode='rev'` if that "
-        f"is meant. ({reason})",
+        "reverse mode, which is slower and takes more memory. Set `mode='rev'` to do "
+        f"so without a warning. ({reason})",
         stacklevel=2,
     )
 
@@ -271,8 +271,8 @@ class ColumnSize(eqx.Module):
             )
         if self.block_size is not None and number is not None:
             raise ValueError(
-                "`block_size` and `num_blocks` say the same thing in two ways; got "
-                f"{block_size} and {num_blocks}. Give one of them."
+                f"`block_size` and `num_blocks` are alternatives; got {block_size} and "
+                f"{num_blocks}. Give one of them."
             )
         self.num_blocks = number
 

@@ -324,14 +324,14 @@ class GaussNewtonCurvature(AbstractCurvature):
         """Replaces the last argument by a drawn label."""
         if kwargs:
             raise ValueError(
-                "`sampler` draws what takes the place of the last argument by "
-                f"position, the label; got the keyword arguments {(*kwargs,)}, one of "
-                "which may be it. Give all arguments by position."
+                "`sampler` draws the label, which replaces the last positional "
+                f"argument; got the keyword arguments {(*kwargs,)}, one of which may "
+                "be it. Give all arguments by position."
             )
         if not rest:
             raise ValueError(
-                "`sampler` draws what takes the place of the last argument by "
-                "position, the label; got a call without arguments after the first."
+                "`sampler` draws the label, which replaces the last positional "
+                "argument; got a call without arguments after the first."
             )
         sampler = self._fisher.sampler
         assert sampler is not None

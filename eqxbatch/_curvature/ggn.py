@@ -248,8 +248,8 @@ def filter_ggn_blocks(
     - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
     - `block_size`, `num_blocks`, `checkpoint`, `method`: how it is computed.
 
-    The transformed function returns what that of [`eqxbatch.filter_hessian_blocks`][]
-    returns, also with `flat`.
+    The transformed function returns the same PyTree as for
+    [`eqxbatch.filter_hessian_blocks`][], also with `flat`.
 
     !!! example
 

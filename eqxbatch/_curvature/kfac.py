@@ -138,10 +138,10 @@ def _check_not_multiplied(program: Program, diff: PyTree) -> None:
             raise ValueError(
                 f"The parameters `{path}` and `{paths[other]}` are multiplied with "
                 "each other before they meet an example, so neither has Kronecker "
-                "factors. Multiply them with the example one after the other, as in "
-                "`a @ (b @ x)`; or leave them out with `filter_spec` or `where`; or "
-                "say `is_block=equinox.is_array` for exact blocks, or diagonals of "
-                "large ones, with each bias for itself."
+                "factors. Multiply them with the example one after the other, as in `a "
+                "@ (b @ x)`; or leave them out with `filter_spec` or `where`; or say "
+                "`is_block=equinox.is_array` for exact blocks (diagonals of large "
+                "ones), with separate biases."
             )
 
 

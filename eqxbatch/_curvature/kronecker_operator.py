@@ -145,7 +145,7 @@ def _spectrum(block: FactorBlock) -> _AbstractSpectrum:
         jnp.stack([_is_askew(basis) for basis in bases]),
         "The eigenvectors of `KroneckerFactors` are not orthogonal: factors with "
         "`corrected=True` cannot be averaged, as their eigenvectors differ. Average "
-        "factors without, or compute them anew.",
+        "factors without it, or compute them again.",
     )
     return _KroneckerSpectrum(block.part, moments, outputs, inputs)
 

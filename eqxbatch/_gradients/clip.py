@@ -69,7 +69,7 @@ def _check_bound(bound: Any) -> None:
         if not float(bound) >= 0:
             raise ValueError(
                 f"`clip_norm` must not be negative or NaN; got {bound}. Use None for "
-                "what is not to be clipped."
+                "parts that are not clipped."
             )
         return
     else:

@@ -33,9 +33,9 @@ IF_ONE = "If it is the loss of one example, leave out `batched=True`."
 
 
 NO_ACCUMULATOR = (
-    "`batched=True` needs an `accumulator`, as it cannot be seen what the loss of a "
-    f"whole microbatch is: {_ACCUMULATORS}. The wrong one of them makes the result "
-    "depend on the microbatch size."
+    "`batched=True` needs an `accumulator`, because eqxbatch cannot tell what the loss "
+    f"of a whole microbatch is: {_ACCUMULATORS}. The wrong one of them makes the "
+    "result depend on the microbatch size."
 )
 
 
@@ -65,8 +65,8 @@ def check_settings(
     of_examples = [*of_gradients, *["clip_norm, nan_safe or return_norms"] * clips]
     if method == "sites" and of_gradients:
         raise ValueError(
-            "`method='sites'` does not form the gradient of an example, but "
-            f"`{of_gradients[0]}` is about that gradient. Use `method='auto'`."
+            "`method='sites'` does not materialise per-example gradients, but "
+            f"`{of_gradients[0]}` needs them. Use `method='auto'`."
         )
     if batched and of_examples:
         raise ValueError(
@@ -82,6 +82,6 @@ def check_settings(
         )
     if moments and getattr(accumulator, "weights", None) is not None:
         raise ValueError(
-            "`moments` are those of examples that count the same, but the "
-            "accumulator has weights. Compute them without."
+            "`moments` are those of examples that count the same, but the accumulator "
+            "has weights. Compute them without weights."
         )

@@ -123,8 +123,8 @@ class _GridVmap(AbstractAutoSharded):
             for name in axes.names:
                 if name not in sizes:
                     raise ValueError(
-                        f"`in_axes` names the grid axis {name!r}, but what is on it "
-                        "has no arrays. Give arrays, and not Python numbers or lists."
+                        f"`in_axes` names the grid axis {name!r}, but its argument has "
+                        "no arrays. Give arrays, not Python numbers or lists."
                     )
         levels = self._levels(sizes)
 
@@ -279,9 +279,9 @@ def _sizes(
         if len({*found.values()}) > 1:
             sizes = "; ".join(f"{where} has {size}" for where, size in found.items())
             raise ValueError(
-                f"What is on the same grid axis is zipped and must be as long, but for "
-                f"'{name}' {sizes}. Mend the shapes, or use another name for one of "
-                "them to have every combination."
+                "Arguments on the same grid axis are zipped and must have the same "
+                f"size, but for '{name}' {sizes}. Fix the shapes, or use another name "
+                "for one of them to compute every combination."
             )
     return {name: next(iter(found.values())) for name, found in listing.items()}
 
@@ -387,7 +387,7 @@ def filter_grid_vmap(
         any PyTrees, including modules.
     - `in_axes`: which arguments are on which grid axis: a PyTree prefix of the tuple of
         positional arguments, or a dict from argument names to such prefixes. The leaves
-        are [`eqxbatch.grid`][], or None for what is not mapped. Arguments that a dict
+        are [`eqxbatch.grid`][], or None for unmapped arguments. Arguments that a dict
         does not name are not mapped.
     - `out_axes`: the positions of the grid axes in the results: a tuple of names for
         the leading axes, a dict from names to positions, or a name or an int if there

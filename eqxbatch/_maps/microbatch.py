@@ -36,8 +36,8 @@ class _Microbatch(AbstractTransform):
     def __check_init__(self) -> None:
         if self.accumulator is None:
             raise TypeError(
-                "`filter_microbatch` needs an `accumulator`, as it cannot be seen what "
-                "the result of a microbatch is: `Sum()` if it is a sum over the "
+                "`filter_microbatch` needs an `accumulator`, because it cannot tell "
+                "what the result of a microbatch is: `Sum()` if it is a sum over the "
                 "examples, `Mean()` if it is a mean over them, such as the gradient of "
                 "a mean loss, and `Concat()` if it has a row for each. The wrong one "
                 "of them makes the result depend on the microbatch size."

@@ -325,7 +325,7 @@ class OnDevice:
 
     def sizes(self, num: int) -> list[int]:
         """How many samples to compute in one go, and then to look at what there is."""
-        # What is traced is one program, and this loop would be unrolled in it.
+        # A traced call is one program, in which this loop would be unrolled.
         return [num] if self.is_traced else self.samples.sizes(num)
 
     def advanced(

@@ -492,5 +492,5 @@ def _check_tol(tol: Any) -> float | None:
 def _raise_on_disk(what: str) -> None:
     raise ValueError(
         f"With {what}, the kernel is averaged as a whole several times, which a store "
-        "on disk is not made for. Use `store=HostStore()`, or one number of samples."
+        "on disk does not support. Use `store=HostStore()`, or one number of samples."
     )

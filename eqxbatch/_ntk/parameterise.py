@@ -116,8 +116,8 @@ def ntk_parameterise(
     if not any(map(is_layer, nodes)):
         raise ValueError(
             "`model` must have layers of `equinox.nn.Linear`, `equinox.nn.Conv` or "
-            f"`equinox.nn.ConvTranspose`; got {shown(model)}. Draw it anew as it is "
-            f"fit.{no_arrays_remedy(model)}"
+            f"`equinox.nn.ConvTranspose`; got {shown(model)}. Initialise other models "
+            f"by their own scheme.{no_arrays_remedy(model)}"
         )
     nodes = [
         _drawn(node, weight_std, bias_std, jr.fold_in(key, number))

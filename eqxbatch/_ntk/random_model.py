@@ -160,7 +160,7 @@ def check_models(models: RandomModels) -> None:
             if found[0].get(path) != found[1].get(path)
         ]
         raise ValueError(
-            "`init` must return models of the same structure for all keys; got twice "
-            f"different arrays at {'; '.join(differing)}. Let nothing but the values "
-            "of arrays depend on the key, and nothing on earlier calls."
+            "`init` must return models of the same structure for all keys; got "
+            f"different arrays for two keys at {'; '.join(differing)}. Only the values "
+            "of arrays may depend on the key, and nothing on earlier calls."
         )

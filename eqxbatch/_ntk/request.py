@@ -169,9 +169,9 @@ class Probes(eqx.Module):
             )
         if axes.averages_examples and self.key is not None:
             raise ValueError(
-                "`trace_axes` has the axis of the examples, but the standard error of "
-                "a mean over them is not known from those of each. Name it in "
-                "`diagonal_axes`, and take the mean of what is returned as `kernel`."
+                "`trace_axes` has the axis of the examples, but standard errors of "
+                "single examples do not give that of their mean. Name it in "
+                "`diagonal_axes`, and average the returned `kernel`."
             )
         shape = (self.num, *traced)
         if self.key is None:

@@ -59,9 +59,9 @@ class TaskKernel(AbstractKernelFunction):
             what = "has no entries" if axes.is_empty else "pairs no examples"
             raise ValueError(
                 "`store`, `mesh`, `reduce` and `progress` are for kernels of all pairs "
-                f"of examples; that of output number {axes.index}, of shape "
-                f"{axes.shape} for one example, {what}. Leave them out, or the axis of "
-                "the examples out of `trace_axes` and `diagonal_axes`."
+                f"of examples, but that of output number {axes.index}, of shape "
+                f"{axes.shape} for one example, {what}. Leave them out, or remove the "
+                "batch axis from `trace_axes` and `diagonal_axes`."
             )
         pairing, names = self.task.pairing(model, model.axes)
         assemble = lambda found: self._named(self.task.assembled(model, found))
@@ -176,8 +176,8 @@ def make_blocks(
     if not axes.is_batched:
         raise ValueError(
             "With `vmap_axes=None`, a kernel cannot go to a `store` or a `mesh`, be "
-            "reduced, or show its `progress`: examples that the model takes together "
-            "cannot be taken apart. Use `vmap_axes=0` if they do not interact."
+            "reduced, or show its `progress`: a model of a whole batch cannot be "
+            "evaluated for blocks of it. Use `vmap_axes=0` if examples do not interact."
         )
     return blocks
 

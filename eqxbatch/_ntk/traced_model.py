@@ -101,9 +101,9 @@ class Settings(eqx.Module):
     def __check_init__(self) -> None:
         if self.block_size is not None and not self.vmap_axes.is_batched:
             raise ValueError(
-                "`block_size` must be None with `vmap_axes=None`: examples that the "
-                "model takes together cannot be taken apart. Use `vmap_axes=0` if they "
-                "do not interact."
+                "`block_size` must be None with `vmap_axes=None`: a model of a whole "
+                "batch cannot be evaluated for blocks of it. Use `vmap_axes=0` if "
+                "examples do not interact."
             )
 
     def in_bytes(self) -> "Settings":

@@ -337,8 +337,8 @@ def make_batch_kernel(
     )
     if transform.store is not None and reduce is not None:
         raise ValueError(
-            "With `reduce`, no kernel is kept that could go to a `store`. Leave one of "
-            "them out."
+            "With `reduce`, no kernel is kept, so there is nothing to store. Leave one "
+            "of them out."
         )
     is_silent = isinstance(transform.meter, NoProgressMeter)
     if transform.store is None and mesh is not None and not is_silent:

@@ -65,7 +65,7 @@ class SymmetricArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError("The array is on disk: to have it takes a copy.")
+            raise ValueError("The array is on disk: reading it takes a copy.")
         return np.asarray(self[:, :], dtype)
 
     def __getitem__(self, key: Any) -> np.ndarray:
@@ -123,8 +123,8 @@ class SymmetricArray:
         part = self._mirror(tile)[self._index]
         if part.dtype != self.dtype:
             raise ValueError(
-                f"What is below the diagonal of a kernel of dtype {self.dtype} was "
-                f"computed as {part.dtype}. If 64-bit mode is off, set "
+                f"The mirror image of blocks of dtype {self.dtype} has dtype "
+                f"{part.dtype}. If 64-bit mode is off, set "
                 "`jax.config.update('jax_enable_x64', True)`, or read `stored`."
             )
         return np.asarray(part)

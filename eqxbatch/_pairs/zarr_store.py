@@ -162,8 +162,8 @@ def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None
         return
     if path.exists() and any(not x.name.endswith(_PARTIAL) for x in path.iterdir()):
         raise ValueError(
-            f"`path` is a folder with something else than a kernel: {path}. Give "
-            "one that is empty or that does not exist."
+            f"`path` is a folder that contains something other than a kernel: {path}. "
+            "Give one that is empty or does not exist."
         )
     # Metadata are written together with the group, so no group lacks them.
     zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
@@ -177,8 +177,8 @@ def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
         found = None
     if not isinstance(found, dict):
         raise ValueError(
-            f"`path` has zarr arrays that are no kernel of eqxbatch: {path}. Give a "
-            "folder that is empty or that does not exist."
+            f"`path` has zarr arrays that are not a kernel of eqxbatch: {path}. Give a "
+            "folder that is empty or does not exist."
         )
     different = [
         name for name in {**expected, **found} if expected.get(name) != found.get(name)

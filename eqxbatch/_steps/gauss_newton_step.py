@@ -241,8 +241,8 @@ def _checked_sizes(**sizes: Any) -> list[int | None]:
         size = check_size(name, size)
         if isinstance(size, MemoryBudget):
             raise TypeError(
-                f"`{name}` must be an int or None; got a MemoryBudget, which can not "
-                "be divided between the two sizes of a step. Give a number."
+                f"`{name}` must be an int or None; got a MemoryBudget, which cannot be "
+                "divided between the two sizes of a step. Give a number."
             )
         checked.append(size)
     return checked
