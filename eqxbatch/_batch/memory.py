@@ -59,9 +59,10 @@ _OPTIONS: dict[str, Any] = {"cpu": {"xla_backend_optimization_level": 0}}
 class MemoryBudget(eqx.Module):
     """A block size chosen from a memory budget: the largest that fits into `max_bytes`.
 
-    Pass it in place of a number to any `microbatch_size` or `block_size`. The budget
-    bounds what the compiled program allocates: temporaries and outputs. The inputs
-    exist already and do not count, and memory used outside the call is not counted.
+    Pass it in place of a number as `microbatch_size`, `block_size` or
+    `samples_per_batch`, where the function accepts it. The budget bounds what the
+    compiled program allocates: temporaries and outputs. The inputs exist already and do
+    not count, and memory used outside the call is not counted.
 
     Candidates are compiled, but not run, and XLA's reported memory is read. The first
     candidate is a small size, the second one should need slightly less than the budget.

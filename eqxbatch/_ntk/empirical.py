@@ -231,9 +231,9 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     def diagonal(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> _Result:
-        """The kernel of each example with the one in its place in `x2`, or itself.
+        """The kernel of each example of `x1` with the same example of `x2`.
 
-        What a call returns, with the axis of the examples among the `diagonal_axes`.
+        This is the result of a call with the batch axis among the `diagonal_axes`.
         """
         task = KernelTask(("ntk",))
         return self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)[0]
@@ -364,7 +364,7 @@ class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
     def diagonal(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> _Result:
-        """The kernel of each example with the one in its place in `x2`, or itself."""
+        """The kernel of each example of `x1` with the same example of `x2`."""
         task = KernelTask(("nngp",))
         return self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)[0]
 
@@ -492,7 +492,7 @@ class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
         key: Keys = None,
         **kwargs: Any,
     ) -> Any:
-        """The kernels of each example with the one in its place in `x2`, or itself."""
+        """The kernels of each example of `x1` with the same example of `x2`."""
         names = names_of(get)
         task = KernelTask(names)
         results = self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)

@@ -211,9 +211,9 @@ def filter_batch_kernel(
     - `kernel_fn`: the kernel function, such as an [`eqxbatch.EmpiricalNTK`][].
     - `block_size`: the largest number of rows and columns in a block: an int, a pair of
         ints, an [`eqxbatch.MemoryBudget`][], or None to compute the whole kernel at
-        once. All blocks have the same shape and are balanced. If this does not divide
-        the number of examples, the last block overlaps with the previous one. Blocks
-        are square without `x2`.
+        once. All blocks have the same shape and are balanced. If their size does not
+        divide the number of examples, the last block overlaps with the previous one.
+        Blocks are square without `x2`.
     - `in_axes`: the axes of the examples in `x1` and `x2`, as for
         `equinox.filter_vmap`. The default is axis 0 of all arrays.
     - `out_axes`: the axes of the rows and of the columns in the result of `kernel_fn`:
