@@ -186,8 +186,8 @@ __all__ = [
 ]
 
 
-# These are lineax operators, and lineax is an extra: without it, they cannot be listed,
-# as whoever takes all that is listed would fail.
+# These are lineax operators, and lineax is optional. Without it they are not listed, so
+# that `from eqxbatch import *` works.
 _OPERATORS = {
     "GGNOperator": "eqxbatch._curvature.operators",
     "HessianOperator": "eqxbatch._curvature.operators",

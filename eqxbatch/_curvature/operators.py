@@ -1,4 +1,4 @@
-"""Hessians and Gauss-Newton matrices as linear operators of lineax."""
+"""Hessians and Gauss-Newton matrices as lineax linear operators."""
 
 import abc
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class AbstractSymmetricOperator(AbstractTaggedOperator):
 
 
 class _AbstractCurvatureOperator(AbstractSymmetricOperator):
-    """The matrix of a function, at the parameters in the first of some arguments."""
+    """The matrix of a function, at the parameters in its first argument."""
 
     args: eqx.AbstractVar[tuple]
     kwargs: eqx.AbstractVar[dict[str, Any]]
@@ -37,11 +37,11 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
 
     @abc.abstractmethod
     def _product(self) -> Callable[..., PyTree]:
-        """What multiplies it with a vector, exactly, in microbatches."""
+        """The function for exact matrix-vector products, in microbatches."""
 
     @abc.abstractmethod
     def _matrix(self, **settings: Any) -> Callable[..., Any]:
-        """What returns the matrix."""
+        """The function that returns the matrix."""
 
     def mv(self, vector: PyTree) -> PyTree:
         first, *rest = self.args
@@ -70,7 +70,7 @@ _Operator = AbstractSymmetricOperator
 def _parameters(
     args: tuple, kwargs: dict, where: Callable | None, filter_spec: PyTree
 ) -> PyTree:
-    """What is differentiated, as shapes and dtypes."""
+    """The shapes and dtypes of the differentiated leaves."""
     diff, _ = Objective(where, filter_spec).real_parameters(args, kwargs)
     return jax.eval_shape(lambda: diff)
 
@@ -78,22 +78,22 @@ def _parameters(
 class HessianOperator(_AbstractCurvatureOperator):
     """The Hessian of a function of a PyTree, as a `lineax.AbstractLinearOperator`.
 
-    `mv(vector)` is [`eqxbatch.filter_hvp`][], so that it works in microbatches and
-    never forms the Hessian; `as_matrix()` and `lineax.diagonal` do what
-    [`eqxbatch.filter_hessian`][] and [`eqxbatch.filter_hessian_diagonal`][] do. It is
-    what solvers of lineax take, and its `mv` what other libraries do that need nothing
-    but products, such as matfree for eigenvalues, traces and spectral densities.
+    `mv(vector)` uses [`eqxbatch.filter_hvp`][]: it works in microbatches and never
+    materialises the Hessian. `as_matrix()` uses [`eqxbatch.filter_hessian`][], and
+    `lineax.diagonal` uses [`eqxbatch.filter_hessian_diagonal`][]. Pass the operator to
+    lineax solvers. Pass its `mv` to libraries that need only matrix-vector products,
+    such as matfree for eigenvalues, traces and spectral densities.
 
     **Arguments:**
 
-    - `fun`, `*args`, `**kwargs`: the function, and what it is called with; the first of
-        them has the parameters.
-    - `in_axes`, `microbatch_size`, `accumulator`, `where`, `filter_spec`,
-        `checkpoint`, `mode`: as for [`eqxbatch.filter_hessian`][].
-    - `tags`: what else is known of the Hessian, such as
-        `lineax.positive_semidefinite_tag`. That it is symmetric is known anyway.
+    - `fun`, `*args`, `**kwargs`: the function and its arguments; the first argument
+        contains the parameters.
+    - `in_axes`, `microbatch_size`, `accumulator`, `where`, `filter_spec`, `checkpoint`,
+        `mode`: as for [`eqxbatch.filter_hessian`][].
+    - `tags`: further lineax tags, such as `lineax.positive_semidefinite_tag`. The
+        operator is always tagged as symmetric.
 
-    Raises what these do, and `ImportError` if lineax is not there.
+    Raises the errors of these transforms, and `ImportError` if lineax is not installed.
 
     !!! example
 
@@ -167,10 +167,10 @@ class HessianOperator(_AbstractCurvatureOperator):
 class GGNOperator(_AbstractCurvatureOperator):
     """A generalised Gauss-Newton matrix, as a `lineax.AbstractLinearOperator`.
 
-    As [`eqxbatch.HessianOperator`][], for what [`eqxbatch.filter_ggn`][] is of, whose
-    `fun` and `loss` come first, before `*args` and `**kwargs`. It is tagged as positive
-    semidefinite unless `is_convex=False` says that the loss is not convex in what `fun`
-    returns. All else means what it means there: `in_axes`, `microbatch_size`,
+    Like [`eqxbatch.HessianOperator`][], for the matrix of [`eqxbatch.filter_ggn`][]:
+    `fun` and `loss` come first, then `*args` and `**kwargs`. The operator is tagged as
+    positive semidefinite, unless `is_convex=False` says that the loss is not convex in
+    the output of `fun`. The other arguments are the same: `in_axes`, `microbatch_size`,
     `accumulator`, `where`, `filter_spec`, `checkpoint`, `tags`.
 
     !!! example
