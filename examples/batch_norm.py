@@ -1,10 +1,11 @@
 # %% [markdown]
 # # Batch normalisation and dropout in microbatches
 #
-# `equinox.nn.BatchNorm` couples the examples of a batch: it normalises each by the
-# statistics of all. In microbatches, it sees one microbatch. This page trains such a
-# network, with its state and with dropout keys, and shows what that changes, and which
-# layers do not mind.
+# `equinox.nn.BatchNorm` couples the examples of a batch, because it normalises each
+# example by the statistics of all of them. In microbatches, it sees one microbatch at a
+# time. This example trains a network with batch normalisation and dropout, including
+# its state and keys. It measures how microbatches change the gradient, and shows which
+# layers are not affected.
 
 # %%
 import pathlib
@@ -50,8 +51,9 @@ class Network(eqx.Module):
 
 
 # %% [markdown]
-# The loss of a whole microbatch, as examples are coupled: hence `batched=True` below.
-# The state goes in the same for all microbatches, and each returns its own.
+# The loss takes a whole microbatch because the examples are coupled; hence
+# `batched=True` below. All microbatches start from the same state, and each returns its
+# own.
 
 
 # %%
@@ -64,9 +66,9 @@ def loss(model, state, images, labels, keys):
 
 
 # %% [markdown]
-# The states of the microbatches become one by an accumulator for each array: running
-# means and variances are averaged, by the number of examples; the flag that says
-# whether there was a batch before is that of the last microbatch.
+# One accumulator per array combines the states of the microbatches. Running means and
+# variances are averaged, weighted by the number of examples. The flag that marks the
+# first batch is taken from the last microbatch.
 
 
 # %%
@@ -90,12 +92,12 @@ def gradient_of(model, state, keys, size):
 
 
 # %% [markdown]
-# How far the gradient in microbatches is from that of the whole batch. Dropout makes no
-# difference, as each example has its own key. Group normalisation makes none, as it
-# looks at one example only. Batch normalisation does, the more, the smaller the
-# microbatches are: it is then
-# [ghost batch normalisation](https://arxiv.org/abs/1705.08741), a different function,
-# of which this is the exact gradient.
+# Compare the gradient in microbatches with the gradient of the whole batch. Dropout
+# does not change the gradient, because each example has its own key. Neither does group
+# normalisation, which acts on one example at a time. Batch normalisation does, and more
+# so for smaller microbatches. It is then known as [ghost batch
+# normalisation](https://arxiv.org/abs/1705.08741), a different function, of which this
+# is the exact gradient.
 
 # %%
 keys = jr.split(jr.key(7), len(images))
@@ -116,8 +118,8 @@ for kind in ("batch", "group"):
 assert max(distances["group"]) < 1e-4 < min(distances["batch"])
 
 # %% [markdown]
-# Training with the state, and new dropout keys in each step; then inference, with the
-# running statistics that were accumulated.
+# Train with the state and with new dropout keys in each step. Then evaluate the network
+# in inference mode, with the accumulated running statistics.
 
 # %%
 optimiser = optax.adam(1e-2)

@@ -1,12 +1,14 @@
 # %% [markdown]
 # # Clipped and noisy gradients
 #
-# A fifth of the labels of scikit-learn's handwritten digits are wrong here. Gradients
-# of mislabelled images are long once a network knows better, and pull it away; so the
-# gradient of each image is clipped by its norm before they are added up. Noise of the
-# size of one clipped gradient is added in a third run. This is the update of DP-SGD
-# ([Abadi et al., 2016](https://arxiv.org/abs/1607.00133)); what privacy it gives, if
-# any, is not accounted for here.
+# This example trains on data with wrong labels, and clips each per-example gradient by
+# its norm. A fifth of the labels of scikit-learn's handwritten digits are replaced by
+# random ones. Once a network has learnt something, the gradients of mislabelled images
+# become large and disturb the training. Clipping bounds the effect of each image.
+#
+# A third run also adds noise as large as one clipped gradient. This is the update of
+# DP-SGD ([Abadi et al., 2016](https://arxiv.org/abs/1607.00133)), but without privacy
+# accounting.
 
 # %%
 import pathlib
@@ -34,7 +36,7 @@ given = jnp.where(is_wrong, jr.randint(jr.key(2), (1400,), 0, 10), labels[train]
 
 
 # %% [markdown]
-# The loss of one image. Nothing in it knows of batches, or of clipping.
+# The loss takes one image. It needs no changes for batches or for clipping.
 
 
 # %%
@@ -43,15 +45,17 @@ def loss(model, image, label):
 
 
 # %% [markdown]
-# How the norms of the gradients are found: with no gradient of one image ever formed,
-# where two small factors of it do. `explain_sites` says so for each parameter.
+# `explain_sites` shows how the norm of the per-example gradient with respect to each
+# parameter is computed. If two small factors suffice, the per-example gradients are
+# never materialised.
 
 # %%
 network = eqx.nn.MLP(64, 10, 128, 2, key=jr.key(0))
 print(eqxbatch.explain_sites(loss, network, images[0], labels[0]))
 
 # %% [markdown]
-# One step with the 1,400 images in microbatches of 128, of which the last has 120.
+# One training step processes the 1,400 images in microbatches of 128; the last one has
+# 120.
 
 # %%
 CLIP = 0.5
@@ -84,9 +88,9 @@ def accuracy(model):
 
 
 # %% [markdown]
-# Each run has a learning rate that suits it: a clipped gradient is short, and a rate of
-# 1.0 diverges without clipping. There, the network learns first, and then learns the
-# wrong labels by heart.
+# Each run uses a suitable learning rate: clipped gradients are small, and without
+# clipping, a rate of 1.0 diverges. Without clipping, the network first learns the
+# digits and then memorises the wrong labels.
 
 # %%
 runs = {
@@ -107,7 +111,7 @@ for name, (rate, clip_norm, noise) in runs.items():
     print(f"{name:15} loss {value:.3f}, test accuracy {np.mean(curve[-10:]):.1%}")
 
 # %% [markdown]
-# The norms that were returned, of the clipped run: mislabelled images stand out.
+# The returned norms of the clipped run reveal the mislabelled images.
 
 # %%
 norms = last_norms["clipped"]

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Ensembles and hyperparameters on a grid
 #
-# Networks that are trained from different initial parameters agree where there are
-# data, and not so much elsewhere
-# ([Lakshminarayanan et al., 2017](https://arxiv.org/abs/1612.01474)). To see that, each
-# network meets each input: a grid of models and data, with the mean and the variance
-# over the models. Then each network meets each learning rate and each weight decay,
-# which is a grid of whole trainings.
+# Networks that are trained from different initial parameters agree near the training
+# data, and disagree elsewhere ([Lakshminarayanan et al.,
+# 2017](https://arxiv.org/abs/1612.01474)). To show this, the example evaluates every
+# network on every input, a grid of models and inputs, and computes the mean and the
+# variance over the models. A second grid trains networks for every combination of
+# learning rate and weight decay.
 
 # %%
 import pathlib
@@ -42,7 +42,7 @@ x, y = draw(jr.key(0), 64)
 held_out = draw(jr.key(1), 256)
 
 # %% [markdown]
-# Training is a function of a network and of two hyperparameters, and returns the
+# The training function takes a network and two hyperparameters, and returns the trained
 # network.
 
 
@@ -67,8 +67,8 @@ def train(model, rate, decay, num_steps):
 
 
 # %% [markdown]
-# An ensemble is one module whose arrays have an axis more, as `eqx.filter_vmap` makes
-# it of keys. All of its networks are trained at once.
+# An ensemble is a module whose arrays have an additional axis. `eqx.filter_vmap`
+# creates it from keys, and trains all of its networks at once.
 
 
 # %%
@@ -87,8 +87,8 @@ networks = make(jr.split(jr.key(2), 20))
 ensemble = fit(networks)
 
 # %% [markdown]
-# Models are on one axis of the grid, inputs on the other. Along the models, only the
-# mean and the variance are kept.
+# The models are on one axis of the grid and the inputs on the other. Along the models,
+# only the mean and the variance are kept.
 
 
 # %%
@@ -105,7 +105,7 @@ mean, variance = eqxbatch.filter_grid_vmap(
 )(ensemble, points)
 
 # %% [markdown]
-# That is what nested `vmap`s give, of which all predictions are there at once.
+# Nested `vmap`s give the same result, but materialise all predictions.
 
 # %%
 each = eqx.filter_vmap(lambda model: jax.vmap(model)(points))(ensemble)
@@ -118,9 +118,10 @@ for name, where in (("at the data", has_data), ("elsewhere", ~has_data)):
 assert jnp.mean(deviation[~has_data]) > 2 * jnp.mean(deviation[has_data])
 
 # %% [markdown]
-# What is done in a cell of a grid may be anything, and so a training. Here are 8
-# learning rates by 5 weight decays by 3 of the networks that were drawn above, and the
-# mean error on held-out data over these networks. Of 120 trainings, 30 run at a time.
+# A cell of the grid may compute anything, including a whole training run. Here, the
+# grid has 8 learning rates, 5 weight decays and 3 of the untrained networks, and the
+# result is the mean error on held-out data over these networks. Of the 120 training
+# runs, 30 run at a time.
 
 # %%
 rates = jnp.geomspace(1e-4, 1e-1, 8)

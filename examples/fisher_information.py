@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Error bars from Fisher information
 #
-# A physical model is fitted to a noisy spectrum: three lines, two of which overlap, on
-# a sloping background. How well its eleven parameters are known follows from the
-# Jacobian of the model, which says how much the spectrum changes with each of them.
+# This example fits a physical model to a noisy spectrum with three lines, two of which
+# overlap, on a sloping background. The uncertainties of its eleven parameters follow
+# from the Jacobian of the model, which measures how much the spectrum changes with each
+# parameter.
 
 # %%
 import pathlib
@@ -21,7 +22,7 @@ import eqxbatch
 
 
 class Spectrum(eqx.Module):
-    """Lines of the shape of a Gaussian, on a straight background."""
+    """Gaussian lines on a linear background."""
 
     position: Float[Array, " lines"]
     log_width: Float[Array, " lines"]
@@ -64,8 +65,8 @@ data = observe(truth, jr.key(0))
 
 
 # %% [markdown]
-# The fit, from a rough guess: Adam to come close, and L-BFGS to get to the bottom. The
-# loss is the negative logarithm of the likelihood, for one wavelength and for all.
+# Fit the model from a rough guess: Adam gets close, and L-BFGS converges. The loss is
+# the negative log-likelihood, defined for one wavelength and summed over all of them.
 
 
 # %%
@@ -117,9 +118,9 @@ degrees = len(wavelengths) - 11
 print(f"chi squared per degree of freedom: {2 * values[-1] / degrees:.2f}")
 
 # %% [markdown]
-# The Jacobian has a row for each wavelength, and with `flat=True` a column for each
-# parameter. With noise of the same size everywhere, the Fisher information is the
-# product of it with itself, over the variance of the noise.
+# The Jacobian has one row per wavelength and, with `flat=True`, one column per
+# parameter. If the noise has the same variance everywhere, the Fisher information
+# matrix is `J.T @ J` divided by this variance.
 
 # %%
 spectrum = lambda model: jax.vmap(model)(wavelengths)
@@ -134,10 +135,11 @@ for name in ("position", "log_width", "height", "background"):
         print(f"{name:10}  {found:6.3f} +- {error:.3f}  (truth: {true:6.3f})")
 
 # %% [markdown]
-# The generalised Gauss-Newton matrix of the loss is the same matrix. It is the Fisher
-# information for counts as well, with the loss of a Poisson distribution and a model of
-# the logarithm of its rate. The Hessian of the loss is the observed information: it has
-# the second derivatives of the model besides, which matter little where the model fits.
+# The generalised Gauss-Newton matrix of the loss is the same matrix. It is also the
+# Fisher information matrix for counts, if the loss is that of a Poisson distribution
+# and the model returns the logarithm of its rate. The Hessian of the loss is the
+# observed information. It also includes the second derivatives of the model, which
+# matter little where the model fits well.
 
 # %%
 total = eqxbatch.Sum()
@@ -155,13 +157,13 @@ observed = jnp.sqrt(jnp.diag(jnp.linalg.inv(hessian)))
 ratios = observed / jnp.sqrt(jnp.diag(covariance))
 np.testing.assert_allclose(ggn, fisher, rtol=1e-3, atol=1e-4 * jnp.max(fisher))
 print(
-    f"by the Hessian, they are {ratios.min():.2f} to {ratios.max():.2f} times as long"
+    f"errors from the Hessian: {ratios.min():.2f} to {ratios.max():.2f} times as large"
 )
 
 # %% [markdown]
-# The error of anything that is computed from the parameters takes one more Jacobian:
-# here, of the strengths of the lines. The two that overlap are hard to tell apart: what
-# one of them gets, the other does not.
+# The errors of derived quantities take one more Jacobian. Here, the quantities are the
+# strengths of the lines. The two overlapping lines are hard to distinguish, so their
+# strengths are anticorrelated.
 
 # %%
 strengths = lambda model: model.strength
@@ -171,11 +173,11 @@ strength_errors = jnp.sqrt(jnp.diag(of_strengths))
 correlation = of_strengths[1, 2] / (strength_errors[1] * strength_errors[2])
 for strength, error in zip(fitted.strength, strength_errors, strict=True):
     print(f"strength    {strength:6.3f} +- {error:.3f}")
-print(f"correlation of the two that overlap: {correlation:.2f}")
+print(f"correlation of the overlapping lines: {correlation:.2f}")
 
 # %% [markdown]
-# The check: spectra of the model that was found with other noise, each of them fitted
-# anew. Their scatter is what the error bars say it is.
+# To check the error bars, draw 200 new spectra from the fitted model and fit each of
+# them. The scatter of these fits agrees with the error bars.
 
 # %%
 keys = jr.split(jr.key(1), 200)

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Gaussian-process regression from a stored kernel
 #
-# The kernel of all 1,797 handwritten digits with themselves is computed in blocks and
-# written to disk. It is symmetric, so that half of the blocks are enough. If the run is
-# stopped, it goes on where it was; and every later run just opens what is there.
+# This example computes the kernel matrix of all 1,797 handwritten digits in blocks and
+# writes it to disk. By symmetry, only half of the blocks are computed. An interrupted
+# run resumes where it stopped, and later runs open the stored kernel without computing
+# anything.
 
 # %%
 import tempfile
@@ -32,7 +33,7 @@ def rbf(x1, x2=None, *, scale):
 
 
 # %% [markdown]
-# Here the folder is one that is thrown away in the end; give your own to keep it.
+# The example uses a temporary folder. Use a path of your own to keep the kernel.
 
 # %%
 folder = tempfile.TemporaryDirectory()
@@ -47,8 +48,9 @@ stored = kernel(images, scale=1.5)
 print(stored)
 
 # %% [markdown]
-# Nothing of it is in memory yet. For regression, the rows of the training examples are
-# read, and the kernel with the test examples is a rectangle of the same array.
+# The kernel is on disk, and nothing is in memory yet. For the regression, read the rows
+# and columns of the training examples. The kernel between test and training examples is
+# a rectangle of the same array.
 
 # %%
 num_train = 1_297
@@ -67,9 +69,9 @@ print(f"{accuracy:.1%} of {len(is_right)} digits are recognised.")
 assert accuracy > 0.97
 
 # %% [markdown]
-# What one wants to know of a kernel often is much smaller than the kernel. A reduction
-# takes the blocks as they come, and keeps none: here, how well the kernel fits the
-# labels, for a number of scales.
+# Often, only a small result is needed and not the kernel itself. A reduction consumes
+# the blocks one by one and keeps none of them. Here, it computes how well the kernel
+# fits the labels, for several length scales.
 
 # %%
 scales = np.geomspace(0.3, 10, 15)
@@ -84,7 +86,8 @@ best = scales[np.argmax(alignments)]
 print(f"Best aligned with the labels at a scale of {best:.2f}.")
 
 # %% [markdown]
-# The Gaussian process knows where it is likely to be wrong.
+# The standard deviations of the Gaussian process indicate where it is likely to be
+# wrong.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))

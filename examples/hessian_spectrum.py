@@ -1,11 +1,11 @@
 # %% [markdown]
-# # The spectrum of a Hessian along training
+# # The spectrum of a Hessian during training
 #
-# The Hessian of the loss of a classifier comes to have few large eigenvalues and a bulk
-# near zero ([Sagun et al., 2017](https://arxiv.org/abs/1706.04454)). Here is how that
-# goes for scikit-learn's handwritten digits and a network that is small enough for all
-# of its Hessian. So what is done for large networks, with products only, can be
-# compared.
+# During training, the Hessian of a classifier's loss develops a few large eigenvalues
+# and a bulk near zero ([Sagun et al., 2017](https://arxiv.org/abs/1706.04454)). This
+# example follows the spectrum of a network on scikit-learn's handwritten digits. The
+# network is small enough to compute the full Hessian, so the exact spectrum can be
+# compared with the methods for large networks, which use Hessian-vector products only.
 
 # %%
 import pathlib
@@ -34,9 +34,9 @@ def loss(model, image, label):
 
 
 # %% [markdown]
-# The network has 910 parameters. At some steps of training, the exact Hessian of the
-# mean loss is computed. `in_axes=0` says that the loss is that of one example, along
-# axis 0 of the other arguments, which is what makes this fast.
+# The network has 910 parameters. Compute the exact Hessian of the mean loss at several
+# steps of training. `in_axes=0` says that the loss takes one example along axis 0 of
+# the other arguments, which makes this fast.
 
 # %%
 model = eqx.nn.MLP(64, 10, 12, 1, activation=jnp.tanh, key=jr.key(0))
@@ -67,9 +67,10 @@ for i in range(301):
 print(f"loss at the end: {value:.4f}")
 
 # %% [markdown]
-# For larger networks, that matrix does not fit into memory. But a product with it takes
-# as much as a few gradients. `HessianOperator` has products, in microbatches, and
-# [matfree](https://github.com/pnkraemer/matfree) takes what multiplies vectors.
+# The Hessian of a larger network does not fit in memory, but a product with it costs
+# only about as much as a few gradients. `HessianOperator` computes such products in
+# microbatches, and [matfree](https://github.com/pnkraemer/matfree) works with any
+# matrix-vector product.
 
 # %%
 operator = eqxbatch.HessianOperator(
@@ -84,7 +85,7 @@ def matvec(vector):
 
 
 # %% [markdown]
-# Its trace, estimated from products with 100 random vectors:
+# Estimate the trace from products with 100 random vectors:
 
 # %%
 exactly = spectra[300]
@@ -96,11 +97,11 @@ print(f"trace, exactly: {exactly.sum():.2f}, estimated: {trace:.2f} +- {error:.2
 assert abs(trace - exactly.sum()) < 4 * error
 
 # %% [markdown]
-# And its eigenvalues, by the method of Lanczos with 60 products, from each of ten
-# random vectors. Any of them finds the largest ones. The 60 cannot be all 910, but
-# each of them stands for as many as its part of the random vector says, which is an
-# estimate of the density of all
-# ([Ghorbani et al., 2019](https://arxiv.org/abs/1901.10159)).
+# Next, estimate the eigenvalues with the Lanczos method, with 60 products for each of
+# ten random vectors. Each run finds the largest eigenvalues. The 60 Ritz values of a
+# run cannot be all 910 eigenvalues, but weighted by their overlap with the random
+# vector, they estimate the density of the spectrum ([Ghorbani et al.,
+# 2019](https://arxiv.org/abs/1901.10159)).
 
 # %%
 starts = jr.normal(jr.key(2), (10, flat.size))

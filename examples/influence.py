@@ -2,11 +2,12 @@
 # # Which training images matter for a prediction
 #
 # How would the loss of a test image change if one training image were left out? To
-# first order, that is the inner product of two gradients, with the inverse curvature
-# between them: an influence function ([Koh and Liang,
-# 2017](https://arxiv.org/abs/1703.04730)). For networks, the inverse is that of EK-FAC
-# ([Grosse et al., 2023](https://arxiv.org/abs/2308.03296)). Here it is compared with
-# what happens when images are really left out, and the network is trained again.
+# first order, the answer is an influence function: the inner product of the two
+# gradients, with the inverse curvature in between ([Koh and Liang,
+# 2017](https://arxiv.org/abs/1703.04730)). For neural networks, EK-FAC approximates
+# this inverse ([Grosse et al., 2023](https://arxiv.org/abs/2308.03296)). This example
+# compares the predicted influence with the effect of leaving images out and training
+# again.
 
 # %%
 import pathlib
@@ -32,8 +33,8 @@ x, y = images[:NUM], labels[:NUM]
 
 
 # %% [markdown]
-# A small network with weight decay, trained until its loss hardly changes. Weights of
-# the examples say which of them take part.
+# Train a small network with weight decay until its loss hardly changes. The weights of
+# the examples select which of them take part.
 
 
 # %%
@@ -79,8 +80,8 @@ model = eqx.combine(parameters, rest)
 print(f"objective: {values[0]:.3f} before training, {values[-1]:.4f} after it")
 
 # %% [markdown]
-# The test image is the one, of those that the network gets right, that it is the least
-# sure of.
+# Among the test images that the network classifies correctly, choose the one with the
+# largest loss.
 
 # %%
 held_out = jax.vmap(lambda x, y: loss(model, x, y))(images[NUM:], labels[NUM:])
@@ -90,11 +91,11 @@ question = images[number], labels[number]
 print(f"a {question[1]} with loss {loss(model, *question):.3f}")
 
 # %% [markdown]
-# The curvature of the training loss, by EK-FAC, with the weight decay as its damping.
-# One solve with it, for the gradient of the test image, is enough for all training
-# images: the inner products of their gradients with that direction are the derivative
-# of their losses along it, which is one `jax.jvp`. No gradient of a training image is
-# formed.
+# Compute the curvature of the training loss with EK-FAC, and use the weight decay as
+# damping. A single solve, for the gradient of the test image, serves all training
+# images. The inner products of this solution with their gradients are the derivatives
+# of their losses along it, which one `jax.jvp` computes. No gradient of a training
+# image is materialised.
 
 # %%
 factors = eqxbatch.filter_kfac(predict, cross_entropy, in_axes=0, corrected=True)(
@@ -114,9 +115,9 @@ _, slopes = jax.jvp(losses, (parameters,), (direction,))
 influence = slopes / NUM
 
 # %% [markdown]
-# The truth: 20 images of large influence and 40 others are left out, one at a time, and
-# the network is trained again from where it was. `filter_micro_vmap` does that for 20
-# of them at a time.
+# For comparison, leave out one image at a time: the 20 images with the largest
+# influence, and 40 others. Train the network again each time, starting from the trained
+# parameters. `filter_micro_vmap` runs 20 of these trainings at a time.
 
 # %%
 ranked = jnp.argsort(-jnp.abs(influence))
@@ -141,8 +142,9 @@ print(f"correlation {correlation:.2f}, of ranks {of_ranks:.2f}")
 assert min(correlation, of_ranks) > 0.6
 
 # %% [markdown]
-# The influence of an image is how much the loss of the test image would rise without
-# it: images with large ones help the prediction, those with negative ones hurt it.
+# The influence of an image is the predicted increase of the test loss when the image is
+# left out. Images with large positive influence help the prediction, and those with
+# negative influence hurt it.
 
 # %%
 figure = plt.figure(figsize=(10, 4), layout="constrained")

@@ -1,18 +1,18 @@
 # %% [markdown]
 # # Which examples matter
 #
-# A fifth of the labels of scikit-learn's handwritten digits are wrong here. Which ones,
-# and which training images make the network get a test image wrong? The answer is in
-# dot products of gradients. A small step of gradient descent on a training image
-# changes the loss of a test image by minus the learning rate times the dot product of
-# their two gradients. At one checkpoint, this is called GradDot
-# ([Charpiat et al., 2019](https://arxiv.org/abs/2102.05262)); added up over several
-# checkpoints of the training, it is TracIn
-# ([Pruthi et al., 2020](https://arxiv.org/abs/2002.08484)).
+# A fifth of the labels of scikit-learn's handwritten digits are wrong here. This
+# example finds them, and finds the training images that make the network misclassify a
+# test image. Both follow from dot products of gradients. A small step of gradient
+# descent on a training image changes the loss of a test image by minus the learning
+# rate times the dot product of their gradients. At one checkpoint, this is called
+# GradDot ([Charpiat et al., 2019](https://arxiv.org/abs/2102.05262)); summed over
+# several checkpoints of the training, it is TracIn ([Pruthi et al.,
+# 2020](https://arxiv.org/abs/2002.08484)).
 #
 # A matrix of dot products of gradients is a neural tangent kernel: that of the *loss*.
-# So `eqxbatch.EmpiricalNTK` computes it, in blocks, and never materialises the
-# per-example gradients.
+# `eqxbatch.EmpiricalNTK` computes it in blocks, and never materialises the per-example
+# gradients.
 
 # %%
 import pathlib
@@ -41,8 +41,8 @@ given = jnp.where(is_wrong, (labels[train] + shift) % 10, labels[train])
 
 
 # %% [markdown]
-# The network is trained for 60 epochs in batches of 100. Every 15 epochs, a checkpoint
-# is kept.
+# Train the network for 60 epochs with batches of 100, and keep a checkpoint every 15
+# epochs.
 
 
 # %%
@@ -76,11 +76,11 @@ is_right = found == np.asarray(labels[test])
 print(f"right on {is_right.mean():.1%} of the test images")
 
 # %% [markdown]
-# The kernel is that of a module that returns the loss of one example, and an example is
-# a PyTree: an image, its label and a sign. The module holds all checkpoints. These have
-# no parameters in common, so the kernel of the sum of their losses is the sum of their
-# kernels: TracIn in one call. With the sign -1 for test images, large entries are those
-# that raise the loss of the test image.
+# The kernel takes a module that returns the loss of one example. An example is a PyTree
+# of an image, its label and a sign. The module contains all checkpoints. They share no
+# parameters, so the kernel of the sum of their losses is the sum of their kernels, and
+# one call computes TracIn. Test images get the sign -1, so large entries belong to
+# training images that increase the loss of the test image.
 
 
 # %%
@@ -100,8 +100,8 @@ trained_on = examples(train, given, 1.0)
 harmed = examples(test, labels[test], -1.0)
 
 # %% [markdown]
-# For each of the 397 test images, these are the ten training images that raise its loss
-# the most: its opponents. `TopK` keeps these alone, and no more than one block of the
+# For each of the 397 test images, find its *opponents*: the ten training images that
+# increase its loss the most. `TopK` keeps only these, so at most one block of the
 # kernel is in memory at a time.
 
 # %%
@@ -115,13 +115,13 @@ print(f"wrong labels of all training images: {is_wrong.mean():.0%}")
 assert fraction.min() > 0.8
 
 # %% [markdown]
-# To find the wrong labels, the training images are ranked in three ways:
+# To find the wrong labels, rank the training images in three ways:
 #
-# - by the largest harm that they do to any test image: the same kernel, transposed;
-# - by their self-influence: the diagonal of the kernel of the training images with
-#   themselves, which is the squared norm of the gradient. It needs no test images;
-# - by their loss, which needs no gradients. On this data it does as well, but does not
-#   tell which test images an example harms.
+# - by the largest harm that they do to any test image, using the transposed kernel;
+# - by their self-influence, the squared norm of the gradient, which is the diagonal of
+#   the kernel of the training images with themselves. It needs no test images;
+# - by their loss, which needs no gradients. On this data it works equally well, but
+#   does not show which test images an example harms.
 
 # %%
 worst = eqxbatch.EmpiricalNTK(
@@ -141,8 +141,8 @@ for name, score in scores.items():
 assert min(curve[349] for curve in curves.values()) > 0.8
 
 # %% [markdown]
-# Below are four test images that the network gets wrong, each beside its first four
-# opponents with the labels that these were given.
+# The plot shows four misclassified test images, each next to its first four opponents
+# and the labels with which these were trained.
 
 # %%
 figure = plt.figure(figsize=(9, 5.6), layout="constrained")

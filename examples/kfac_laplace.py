@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Calibrated digits: Laplace approximations with K-FAC
 #
-# A network that fits its training data well is too sure of itself on new data.
-# Laplace's approximation takes the trained parameters for the mean of a Gaussian, whose
-# precision is the curvature of the loss, and averages predictions over it ([Daxberger
-# et al., 2021](https://arxiv.org/abs/2106.14806)). The curvature of a whole network
-# does not fit in memory, but its Kronecker factors do ([Ritter et al.,
-# 2018](https://openreview.net/forum?id=Skdvd2xAZ)). This page compares K-FAC with the
-# diagonal, and with the exact curvature of the last layer.
+# A network that fits its training data well is overconfident on new data. The Laplace
+# approximation places a Gaussian around the trained parameters, whose precision is the
+# curvature of the loss, and averages predictions over it ([Daxberger et al.,
+# 2021](https://arxiv.org/abs/2106.14806)). The curvature matrix of a large network does
+# not fit in memory, but its Kronecker factors do ([Ritter et al.,
+# 2018](https://openreview.net/forum?id=Skdvd2xAZ)). This example compares K-FAC with
+# the diagonal, and with the exact curvature of the last layer.
 
 # %%
 import pathlib
@@ -28,14 +28,14 @@ digits = load_digits()
 order = np.random.default_rng(0).permutation(len(digits.target))
 images = jnp.asarray(digits.data[order] / 16, jnp.float32)
 labels = jnp.asarray(digits.target[order], jnp.int32)
-# Few training images with some wrong labels, so that there is something to doubt.
+# Few training images and some wrong labels, so that predictions are uncertain.
 train, validation, test = slice(0, 300), slice(300, 700), slice(700, None)
 is_wrong = jr.bernoulli(jr.key(1), 0.1, (300,))
 given = jnp.where(is_wrong, jr.randint(jr.key(2), (300,), 0, 10), labels[train])
 
 
 # %% [markdown]
-# The network, trained as usual.
+# Train the network as usual.
 
 
 # %%
@@ -74,9 +74,9 @@ print(f"training loss: {values[0]:.2f} before training, {values[-1]:.4f} after i
 
 # %% [markdown]
 # The precision of the Gaussian is the curvature, summed over the training images
-# (`accumulator=eqxbatch.Sum()`), plus that of the prior, which is the damping of the
-# operator. Of each approximation, all that is needed is a function from white noise to
-# a change of the parameters with that precision: for K-FAC, `inverse().sqrt()`.
+# (`accumulator=eqxbatch.Sum()`), plus the precision of the prior, which is the damping
+# of the operator. Each approximation only has to map white noise to a change of the
+# parameters with this precision. For K-FAC, `inverse().sqrt()` does so.
 
 # %%
 call = model, images[train], given
@@ -113,10 +113,10 @@ def by_last_layer(prior):
 
 
 # %% [markdown]
-# Predictions are averages over 60 samples. The network is linearised in its parameters,
-# as the Gauss-Newton matrix assumes ([Immer et al.,
-# 2021](https://arxiv.org/abs/2008.08494)): a change of the parameters changes the
-# logits by a product with the Jacobian, which `jax.jvp` computes.
+# Average the predictions over 60 samples. As the Gauss-Newton matrix assumes, the
+# network is linearised in its parameters ([Immer et al.,
+# 2021](https://arxiv.org/abs/2008.08494)): `jax.jvp` computes how a change of the
+# parameters changes the logits.
 
 # %%
 parameters, rest = eqx.partition(model, eqx.is_inexact_array)
@@ -125,7 +125,7 @@ noise = jr.normal(jr.key(3), (60, len(diagonal)))
 
 @eqx.filter_jit
 def probabilities(way, prior):
-    """Of all images that it was not trained with."""
+    """Predictions for all images that were not used for training."""
     change = way(prior)
 
     def logits(parameters):
@@ -143,7 +143,7 @@ def log_likelihood(found, labels):
 
 
 def calibration(found, labels, bins=10):
-    """How sure it is and how often it is right, in bins; and the mean difference."""
+    """Mean confidence and accuracy per bin, and the expected calibration error."""
     sure, is_right = jnp.max(found, 1), jnp.argmax(found, 1) == labels
     where = np.minimum((np.asarray(sure) * bins).astype(int), bins - 1)
     counts = np.bincount(where, minlength=bins)
@@ -155,8 +155,8 @@ def calibration(found, labels, bins=10):
 
 
 # %% [markdown]
-# The precision of the prior is chosen by the log-likelihood of the validation images,
-# for each approximation by itself.
+# For each approximation, choose the precision of the prior by the log-likelihood of the
+# validation images.
 
 # %%
 PRIORS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -178,7 +178,7 @@ for name, way in ways.items():
     print(f"{name}: prior precision {prior:.0f}")
 
 # %% [markdown]
-# On images that were used for nothing else:
+# Finally, evaluate on images that were not used before.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
@@ -192,12 +192,12 @@ for name, own in found.items():
     axes[0].plot(means, rates, "o-", markersize=3, label=name)
     print(
         f"{name}: log-likelihood {score:.3f}, calibration error {error:.3f}, "
-        f"{accuracy:.1%} right"
+        f"accuracy {accuracy:.1%}"
     )
-axes[0].set(xlabel="how sure", ylabel="how often right", title="Held-out digits")
+axes[0].set(xlabel="confidence", ylabel="accuracy", title="Held-out digits")
 axes[0].legend(frameon=False)
 axes[1].barh(list(found), scores)
-axes[1].set(xlabel="log-likelihood of an image", title="Higher is better")
+axes[1].set(xlabel="log-likelihood per image", title="Higher is better")
 axes[1].invert_yaxis()
 assert scores[1] > scores[0]
 path = pathlib.Path("kfac_laplace.png")

@@ -1,12 +1,12 @@
 # %% [markdown]
-# # Error bands by Laplace's approximation
+# # Error bands with the Laplace approximation
 #
-# A network that is trained as usual does not say how sure it is. Laplace's
-# approximation ([MacKay, 1992](https://doi.org/10.1162/neco.1992.4.3.448)) puts a
-# Gaussian around the parameters that were found, with the curvature of the loss as its
-# precision. Often that is done for the last layer only
-# ([Daxberger et al., 2021](https://arxiv.org/abs/2106.14806)). Here it is done for that
-# layer, and for all of them, in a regression that has a gap in its data.
+# An ordinarily trained network does not report its uncertainty. The Laplace
+# approximation ([MacKay, 1992](https://doi.org/10.1162/neco.1992.4.3.448)) places a
+# Gaussian around the trained parameters, whose precision is the curvature of the loss.
+# It is often applied to the last layer only ([Daxberger et al.,
+# 2021](https://arxiv.org/abs/2106.14806)). This example applies it to the last layer
+# and to all layers, in a regression problem with a gap in the data.
 
 # %%
 import pathlib
@@ -36,8 +36,8 @@ x = jnp.concatenate([left, right])
 y = truth(x) + NOISE * jr.normal(keys[2], x.shape)
 
 # %% [markdown]
-# Training finds the most likely parameters, given the data and a Gaussian prior of
-# precision 1 for each of them.
+# Training finds the most likely parameters given the data and a Gaussian prior of
+# precision 1 on each parameter.
 
 
 # %%
@@ -81,9 +81,9 @@ print(f"objective: {values[0]:.0f} before training, {values[-1]:.0f} after it")
 
 
 # %% [markdown]
-# The curvature is the generalised Gauss-Newton matrix, summed over the examples: the
-# Hessian of the loss of the linearised network, which is positive semidefinite, whether
-# or not this is a minimum. `where` says which layers it is of.
+# The curvature is the generalised Gauss-Newton matrix, summed over the examples. It is
+# the Hessian of the loss of the linearised network, so it is positive semidefinite even
+# if training has not reached a minimum. `where` selects the layers.
 
 
 # %%
@@ -102,7 +102,8 @@ def posterior_precision(where):
 
 
 # %% [markdown]
-# A network is linear in its last layer, so that for that one, the Hessian is the same.
+# A network is linear in its last layer, so for this layer the Hessian equals the
+# Gauss-Newton matrix.
 
 # %%
 hessian, unravel = eqxbatch.filter_hessian(
@@ -117,8 +118,8 @@ np.testing.assert_allclose(
 )
 
 # %% [markdown]
-# The variance of a prediction is that of the parameters, seen through the Jacobian of
-# the network there. It is computed for 64 points at a time.
+# The variance of a prediction is the covariance of the parameters, mapped through the
+# Jacobian of the network at this point. It is computed for 64 points at a time.
 
 # %%
 grid = jnp.linspace(-7, 7, 281)
@@ -140,8 +141,9 @@ layers = {"last layer": last_layer, "all layers": lambda model: model}
 deviations = {name: deviation(where) for name, where in layers.items()}
 
 # %% [markdown]
-# The last layer alone does not doubt what the others make of points far from the data.
-# With all layers, the band opens there, and in the gap.
+# Far from the data, the last layer alone underestimates the uncertainty, because it
+# takes the features from the other layers as given. With all layers, the band widens
+# there and in the gap.
 
 # %%
 has_data = ((grid > -4) & (grid < -1)) | ((grid > 1.5) & (grid < 4))
@@ -151,7 +153,7 @@ for name, found in deviations.items():
     print(
         f"{name}: {jnp.mean(found[has_data]):.2f} at the data, "
         f"{jnp.mean(found[is_gap]):.2f} in the gap; "
-        f"the band holds the truth at {jnp.mean(is_within):.0%} of the points"
+        f"the band contains the truth at {jnp.mean(is_within):.0%} of the points"
     )
     assert jnp.mean(found[is_gap]) > 2 * jnp.mean(found[has_data])
 

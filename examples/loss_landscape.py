@@ -1,13 +1,14 @@
 # %% [markdown]
 # # Loss landscapes
 #
-# The loss of a network, along two directions around the parameters that training found
-# ([Li et al., 2018](https://arxiv.org/abs/1712.09913)). Each point of such a plane is a
-# pass through all of the data: a grid of three axes, two of which are the plane, and a
-# mean over the third. Here it is for scikit-learn's handwritten digits, in a plane of
-# random directions and in that of the two largest eigenvalues of the Hessian.
+# A loss landscape is the loss of a network in a plane around its trained parameters
+# ([Li et al., 2018](https://arxiv.org/abs/1712.09913)). Each point of the plane takes a
+# pass through all of the data, so the computation is a grid of three axes: two for the
+# plane, and one for the data, over which the mean is taken. This example uses
+# scikit-learn's handwritten digits, and two planes: one of random directions, and one
+# of the eigenvectors with the two largest eigenvalues of the Hessian.
 #
-# First, though, a function of two numbers.
+# First, a grid of a function of two numbers:
 
 # %%
 import pathlib
@@ -33,7 +34,7 @@ values = on_grid(horizontal, vertical)
 np.testing.assert_allclose(values, np.outer(np.sin(horizontal), vertical), atol=1e-6)
 
 # %% [markdown]
-# And now the digits.
+# Now load the digits.
 
 # %%
 digits = load_digits()
@@ -46,7 +47,7 @@ def loss(model, image, label):
 
 
 # %% [markdown]
-# Training is as usual.
+# Train a network as usual.
 
 # %%
 value_and_grad = eqxbatch.filter_micro_value_and_grad(loss)
@@ -67,9 +68,9 @@ for _ in range(200):
 print(f"loss at the end: {value:.4f}")
 
 # %% [markdown]
-# A direction is a model that is added to the one that was trained. A random one says
-# little unless it is scaled as the weights are: here, the weights into each neuron get
-# the norm of those that were trained, and biases stay as they are.
+# A direction is a model that is added to the trained one. A random direction is only
+# meaningful if it is scaled like the weights. Here, the weights into each neuron get
+# the norm of the trained ones, and biases do not change.
 
 
 # %%
@@ -85,7 +86,7 @@ def random_direction(key):
 
 
 # %% [markdown]
-# The other two directions are eigenvectors, of norm 1.
+# The other two directions are eigenvectors of norm 1.
 
 # %%
 hessian, unravel = eqxbatch.filter_hessian(loss, in_axes=0, flat=True)(
@@ -99,14 +100,14 @@ planes = {
 
 
 # %% [markdown]
-# Now the loss of one image at one point. `a` and `b` are on an axis of the grid each,
-# so that they meet in every combination. An image and its label are on one axis, so
-# that they are zipped. The model and the directions are on none. The mean over the
-# images is taken as their losses come, so that of the 4.7 million cells of the grid,
-# only a block is there at any time.
+# The function to map is the loss of one image at one point of the plane. `a` and `b`
+# are on separate axes of the grid, so all of their combinations are computed. An image
+# and its label are zipped on one axis. The model and the directions are not mapped. The
+# mean over the images is accumulated, so only one block of the 4.7 million cells of the
+# grid is in memory at a time.
 #
-# What is accumulated is the innermost axis. So a block of 20,000 cells is 11 points
-# with all images, and the parameters of a point are computed once for all of them.
+# Accumulated axes are innermost. A block of 20,000 cells therefore contains 11 points
+# with all images, and the parameters of a point are computed once for all images.
 
 
 # %%
@@ -137,7 +138,7 @@ for name, (first, second) in planes.items():
     print(f"{name}: {surfaces[name].shape}, losses up to {surfaces[name].max():.2f}")
 
 # %% [markdown]
-# At some points, the same is computed directly.
+# Compute a few points directly to check the result.
 
 # %%
 for name, (first, second) in planes.items():
@@ -147,8 +148,8 @@ for name, (first, second) in planes.items():
         np.testing.assert_allclose(surfaces[name][i, j], directly, rtol=1e-4)
 
 # %% [markdown]
-# The curvature of the second plane is known: it is the eigenvalues. That of the surface
-# is much the same, as far as differences of its points tell.
+# The curvatures of the second plane are known: they are the eigenvalues. Finite
+# differences on the surface agree with them.
 
 # %%
 surface, width = surfaces["Largest eigenvalues"], 6 / 50
@@ -159,7 +160,7 @@ for number, near in enumerate((surface[24:27, 25], surface[25, 24:27]), start=1)
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-# Rows of what `contour` takes go along the vertical axis.
+# `contourf` draws the rows of an array along the vertical axis.
 axes[0].contourf(horizontal, vertical, values.T)
 axes[0].set(title="sin(x) y", xlabel="x", ylabel="y")
 levels = (0.07, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 2, 3, 5)

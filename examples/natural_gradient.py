@@ -1,12 +1,13 @@
 # %% [markdown]
-# # Natural gradients by K-FAC
+# # Natural gradients with K-FAC
 #
 # The natural gradient is the gradient times the inverse of the Fisher matrix, which
-# knows how much each direction in parameter space changes what the model predicts
-# ([Amari, 1998](https://doi.org/10.1162/089976698300017746)). K-FAC ([Martens and
+# measures how much each direction in parameter space changes the predictions of the
+# model ([Amari, 1998](https://doi.org/10.1162/089976698300017746)). K-FAC ([Martens and
 # Grosse, 2015](https://arxiv.org/abs/1503.05671)) makes it affordable: the block of
-# each layer is a Kronecker product of two small matrices. Here it trains a small
-# convolutional network on handwritten digits, inside of an `optax` chain, next to Adam.
+# each layer is a Kronecker product of two small matrices. This example trains a small
+# convolutional network on handwritten digits with K-FAC in an `optax` chain, and
+# compares it with Adam.
 
 # %%
 import pathlib
@@ -33,8 +34,7 @@ train, test = slice(0, 1400), slice(1400, None)
 
 
 # %% [markdown]
-# The model, and the loss of what it returns for one image. Nothing in them knows of
-# K-FAC.
+# The model, and the loss of its output for one image, need no changes for K-FAC.
 
 
 # %%
@@ -65,10 +65,10 @@ def loss(logits, image, label):
 
 
 # %% [markdown]
-# `filter_kfac` returns the Kronecker factors of a batch. With `fisher="mc"`, labels are
-# drawn from the model's own prediction, so that all factors take one forward and one
-# backward pass. The table shows the sizes of the two factors of each layer: of its
-# outputs, and of its inputs with the bias as one more of them.
+# `filter_kfac` returns the Kronecker factors for a batch. With `fisher="mc"`, labels
+# are drawn from the model's own predictions, so that all factors take one forward and
+# one backward pass. The table shows the sizes of the two factors of each layer, for its
+# outputs and its inputs. The bias counts as one additional input.
 
 
 # %%
@@ -88,11 +88,11 @@ first = factors_of(network, images[:128], labels[:128], jr.key(1))
 print(first)
 
 # %% [markdown]
-# As a transformation of gradients: it averages the factors over steps with
-# `optax.incremental_update`, adds damping, and multiplies the gradient with the
-# inverse. The factors are arrays in a module, so they are part of the optimiser's state
-# like any other. The inverse needs an eigendecomposition of each factor, which is
-# computed anew in every fifth step.
+# Wrap K-FAC as a gradient transformation. It averages the factors over steps with
+# `optax.incremental_update`, adds damping, and multiplies the gradient by the inverse.
+# The factors are arrays in a module, so they are part of the optimiser state like any
+# other arrays. The inverse needs an eigendecomposition of each factor, which is
+# recomputed every fifth step.
 
 # %%
 DAMPING, MEMORY, EVERY = 3e-3, 0.95, 5
@@ -105,7 +105,7 @@ class KFACState(NamedTuple):
 
 
 def scale_by_kfac(example):
-    """`example`: factors of the model, for their shapes."""
+    """`example`: factors of the model, used for their shapes."""
 
     def inverse_of(average):
         return average.operator(damping=DAMPING).inverse()
@@ -127,11 +127,11 @@ def scale_by_kfac(example):
 
 
 # %% [markdown]
-# Both run with minibatches of 128 images and a cosine schedule. A natural gradient is
-# long where the curvature is small, so its norm is clipped. The settings are the best
-# of a few that were tried: a learning rate of 0.1 of (0.003, 0.01, 0.03, 0.1) for Adam,
-# and for K-FAC one of 1.0 with a damping of 0.003, of (0.1, 0.3, 1.0) and (0.001 to
-# 0.1).
+# Both optimisers use minibatches of 128 images and a cosine schedule. Natural gradients
+# are large where the curvature is small, so their norm is clipped. The settings are the
+# best of a small search. For Adam, this is a learning rate of 0.1, out of 0.003, 0.01,
+# 0.03 and 0.1. For K-FAC, it is a learning rate of 1.0, out of 0.1, 0.3 and 1.0, and a
+# damping of 0.003, out of values from 0.001 to 0.1.
 
 # %%
 STEPS, BATCH = 120, 128
@@ -190,13 +190,13 @@ curves = {}
 for name, (optimiser, has_factors) in chains.items():
     curves[name], accuracy = fit(optimiser, has_factors=has_factors)
     last = np.mean(curves[name][-10:, 1])
-    print(f"{name}: training loss {last:.5f}, {accuracy:.1%} of test images are right")
+    print(f"{name}: training loss {last:.5f}, test accuracy {accuracy:.1%}")
 
 # %% [markdown]
-# Over steps, K-FAC is ahead. Each of its steps takes longer, which the plot on the
-# right accounts for: the factors take about as long as the gradient, and the rest is
-# eigendecompositions. For a network as small as this one, that is most of a step; the
-# larger the batch, the less it matters.
+# K-FAC needs fewer steps than Adam, but each step takes longer. The plot on the right
+# shows the loss over time. Computing the factors takes about as long as the gradient;
+# the rest is eigendecompositions. For a network as small as this one, they dominate a
+# step. The larger the batch, the less they matter.
 
 
 # %%

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # NTK regression, and how a kernel drifts
 #
-# A network that is wide enough stays close to its linearisation while it is trained, so
-# that what it learns is regression with its neural tangent kernel
-# ([Jacot et al., 2018](https://arxiv.org/abs/1806.07572);
-# [Lee et al., 2019](https://arxiv.org/abs/1902.06720)). Here is that regression on
-# scikit-learn's handwritten digits, with the kernel of a network at its random start,
-# and again with that of the same network after training.
+# A sufficiently wide network stays close to its linearisation during training, so it
+# learns the same function as regression with its neural tangent kernel ([Jacot et al.,
+# 2018](https://arxiv.org/abs/1806.07572); [Lee et al.,
+# 2019](https://arxiv.org/abs/1902.06720)). This example performs this regression on
+# scikit-learn's handwritten digits, first with the kernel of a network at
+# initialisation, and then with the kernel of the same network after training.
 
 # %%
 import pathlib
@@ -28,7 +28,7 @@ digits = load_digits()
 order = np.random.default_rng(0).permutation(len(digits.target))
 images = jnp.asarray(digits.data[order] / 16, jnp.float32)
 labels = jnp.asarray(digits.target[order], jnp.int32)
-# Sorted by label, classes are blocks of the kernel.
+# Sort by label, so that each class is a block of the kernel.
 train = jnp.argsort(labels[:600])
 test = jnp.arange(600, 1797)
 targets = jax.nn.one_hot(labels[train], 10) - 0.1
@@ -37,9 +37,9 @@ model = eqx.nn.MLP(64, 10, 256, 2, key=jr.key(0))
 
 
 # %% [markdown]
-# The kernel of the 600 training images with themselves, and that of the 1,197 test
-# images with them, in blocks of 128. The mean over the ten outputs is taken, as the
-# kernels of different outputs are nearly the same in wide networks.
+# Compute the kernel of the 600 training images with themselves, and of the 1,197 test
+# images with the training images, in blocks of 128. By default, the kernel is the mean
+# over the ten outputs, whose kernels are nearly the same in wide networks.
 
 
 # %%
@@ -59,7 +59,7 @@ print(f"NTK regression at the random start: {accuracy_before:.1%} of the test im
 
 
 # %% [markdown]
-# Now the network is trained, by gradients in microbatches.
+# Now train the network, with gradients in microbatches.
 
 
 # %%
@@ -92,9 +92,9 @@ drift = jnp.linalg.norm(after - before) / jnp.linalg.norm(before)
 print(f"the kernel has drifted by {drift:.0%} of its norm")
 
 # %% [markdown]
-# With 256 units and steps this large, the network is far from its linearisation: its
-# kernel has become another one. Training aligns it with the labels: its blocks are the
-# ten digits, and ten eigenvalues stand out of the spectrum.
+# With 256 units and such large steps, the network moves far from its linearisation, and
+# its kernel changes. Training aligns the kernel with the labels: it develops ten
+# blocks, one per digit, and ten eigenvalues stand out of the spectrum.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")

@@ -1,14 +1,14 @@
 # %% [markdown]
-# # A PINN in Gauss-Newton steps
+# # A PINN with Gauss-Newton steps
 #
-# A physics-informed network solves the Poisson equation on a square: its Laplacian is
-# to be that of a known solution inside, and its values those at the boundary. Both are
-# residuals, with points of their own. Adam descends slowly here, as the equation is
-# badly conditioned; Gauss-Newton steps do not mind
+# A physics-informed neural network (PINN) solves the Poisson equation on a square.
+# Inside, its Laplacian must match that of a known solution; on the boundary, its values
+# must match. Both are residuals, each with its own points. The problem is
+# ill-conditioned, so Adam converges slowly, but Gauss-Newton steps do not
 # ([Guzmán-Cordero et al., 2025](https://arxiv.org/abs/2505.12149)). There are fewer
-# points than parameters, so that the steps are solved in the space of samples. Squares
-# of second derivatives are large, next to which the damping is lost in float32: this
-# runs in 64-bit mode.
+# points than parameters, so the steps are solved in the space of samples. The example
+# uses 64-bit mode: the squares of second derivatives are so large that the damping
+# would be lost in float32.
 
 # %%
 import functools
@@ -36,7 +36,7 @@ def solution(x):
 
 
 # %% [markdown]
-# The residuals at one point.
+# The residuals take one point.
 
 
 # %%
@@ -65,12 +65,12 @@ def draw(key):
     return jr.uniform(keys[0], (200, 2)), edge
 
 
-WEIGHT = 100.0  # Of the boundary.
+WEIGHT = 100.0  # Weight of the boundary residuals.
 DAMPING = 1e-5
 
 # %% [markdown]
-# A step is chosen by trying a few lengths of it, as it is much more expensive than an
-# evaluation of the loss.
+# A line search tries several lengths of each step, because computing a step is much
+# more expensive than evaluating the loss.
 
 
 # %%
@@ -101,7 +101,8 @@ def in_samples(model, state, key):
 
 
 # %% [markdown]
-# The same step by hand: the dense Gauss-Newton matrix of all parameters.
+# For comparison, compute the same step by hand, with the dense Gauss-Newton matrix of
+# all parameters.
 
 
 # %%
@@ -135,8 +136,8 @@ def by_adam(model, state, key):
 
 
 # %% [markdown]
-# Errors are those of the solution, relative and on a grid. Each function is compiled
-# before the clock starts.
+# Measure the relative error of the solution on a grid. Each function is compiled before
+# the clock starts.
 
 # %%
 grid = jnp.stack(jnp.meshgrid(*[jnp.linspace(0, 1, 30)] * 2), axis=-1).reshape(-1, 2)

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Quickstart: train in microbatches
 #
-# A convolutional network on scikit-learn's handwritten digits, with full-batch
-# gradients. They are the exact gradients either way, but the compiled step needs much
-# less memory when it goes through the batch in microbatches.
+# This example trains a convolutional network on scikit-learn's handwritten digits with
+# full-batch gradients. Computing the gradient in microbatches (gradient accumulation)
+# gives the same gradient, but the compiled training step needs much less memory.
 
 # %%
 import pathlib
@@ -22,8 +22,8 @@ import eqxbatch
 
 
 # %% [markdown]
-# The data: 1,797 images of 8 x 8 pixels. Nothing divides 1,797 but 3 and 599, and
-# nothing has to.
+# The data are 1,797 images of 8 x 8 pixels. The microbatch size need not divide the
+# number of images.
 
 # %%
 digits = load_digits()
@@ -32,7 +32,7 @@ labels = jnp.asarray(digits.target, jnp.int32)
 
 
 # %% [markdown]
-# An ordinary Equinox model of one image, and an ordinary loss of a batch.
+# The model takes one image, and the loss takes a batch, as usual in Equinox.
 
 
 # %%
@@ -61,9 +61,10 @@ def loss(model, images, labels):
 
 
 # %% [markdown]
-# Its gradient, all at once and in microbatches of 64. `batched` says that the loss is
-# that of a whole batch, and the two `Mean`s that loss and accuracy are means over its
-# examples. (The last microbatch has 5 examples, and counts for 5.)
+# Next, compute the gradient in two ways: for the whole batch at once, and in
+# microbatches of 64. `batched=True` says that the loss takes a whole batch, and the two
+# `Mean`s say that the loss and the accuracy are means over its examples. The last
+# microbatch has only 5 examples, and is weighted accordingly.
 
 # %%
 at_once = eqx.filter_value_and_grad(loss, has_aux=True)
@@ -95,8 +96,8 @@ steps = {
 }
 
 # %% [markdown]
-# What the compiler says about the memory of a step, and what the clock says about its
-# time: both are trained side by side, a step of one and a step of the other.
+# Train both versions side by side. Measure the time of each step with a clock, and read
+# its peak temporary memory from the compiled program.
 
 # %%
 history = {name: [] for name in steps}
@@ -127,7 +128,7 @@ for name in steps:
     print(f"{name:22}  {megabytes[name]:13.1f} MB  {median:9.3f} s  {accuracy:8.1%}")
 
 # %% [markdown]
-# The losses are the same, step by step.
+# Up to rounding, the losses are the same in every step.
 
 # %%
 difference = max(
