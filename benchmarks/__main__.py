@@ -6,9 +6,11 @@ import sys
 
 from . import (
     batch_kernel,
+    chart,
     costs,
     curvature,
     first_call,
+    first_screen,
     grid,
     harness,
     kernels,
@@ -35,6 +37,7 @@ SUITES = (
     batch_kernel,
     costs,
     first_call,
+    first_screen,
 )
 
 HERE = pathlib.Path(__file__).parent
@@ -71,6 +74,8 @@ def main() -> int:
             missed += counts and not bar.holds
             verdict = "ok" if bar.holds else "MISSED" if counts else "missed (no bar)"
             print(f"{verdict:15} {bar.value:8.3g} <= {bar.limit:.3g}  {bar.name}")
+    if not options.quick:
+        chart.main()
     return 1 if missed else 0
 
 

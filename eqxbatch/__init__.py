@@ -109,7 +109,7 @@ from ._steps.gauss_newton_step import (
 )
 
 
-__version__ = _metadata.version("eqxbatch")
+__version__ = _metadata.version("equinox-batch")
 
 __all__ = [
     "AbstractAccumulator",

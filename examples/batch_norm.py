@@ -163,6 +163,7 @@ for size in (32, None):
     right.semilogy(values, label=name)
 right.set(xlabel="step", ylabel="loss")
 right.legend(frameon=False)
-path = pathlib.Path("batch_norm.png")
+path = pathlib.Path("pictures", "batch_norm.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=150)
 print(f"saved {path}")

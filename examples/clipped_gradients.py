@@ -131,6 +131,7 @@ for name, chosen in (("right label", ~is_wrong), ("wrong label", is_wrong)):
 right.axvline(CLIP, color="black", linewidth=1)
 right.set(xlabel="norm of the gradient of an image", ylabel="images", xscale="log")
 right.legend(frameon=False)
-path = pathlib.Path("clipped_gradients.png")
+path = pathlib.Path("pictures", "clipped_gradients.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=150)
 print(f"saved {path}")

@@ -165,6 +165,7 @@ right.set(
     yscale="log",
 )
 figure.colorbar(mesh, ax=right)
-path = pathlib.Path("ensemble_grid.png")
+path = pathlib.Path("pictures", "ensemble_grid.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=120)
 print(f"saved {path}")

@@ -7,6 +7,7 @@
 # anything.
 
 # %%
+import pathlib
 import tempfile
 
 import jax
@@ -100,7 +101,9 @@ right.semilogx(scales, alignments, marker="o")
 right.axvline(1.5, color="grey", linestyle=":")
 right.set(xlabel="scale", ylabel="alignment with the labels", title="The kernel")
 figure.tight_layout()
-figure.savefig("gp_regression.png")
-print("saved gp_regression.png")
+path = pathlib.Path("pictures", "gp_regression.png")
+path.parent.mkdir(exist_ok=True)
+figure.savefig(path)
+print(f"saved {path}")
 folder.cleanup()
 assert np.mean(deviation[~is_right]) > np.mean(deviation[is_right])

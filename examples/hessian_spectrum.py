@@ -136,6 +136,7 @@ right.set(
     xlabel="eigenvalue", ylabel="density", title="All, at the end", ylim=(1e-4, None)
 )
 right.legend(frameon=False)
-path = pathlib.Path("hessian_spectrum.png")
+path = pathlib.Path("pictures", "hessian_spectrum.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=120)
 print(f"saved {path}")

@@ -166,6 +166,7 @@ for row, (title, chosen) in enumerate(shown):
         axis.imshow(images[i].reshape(8, 8), cmap="gray_r")
         axis.set(title="test" if column == 0 else f"{title}: {labels[i]}")
         axis.axis("off")
-path = pathlib.Path("influence.png")
+path = pathlib.Path("pictures", "influence.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=120)
 print(f"saved {path}")

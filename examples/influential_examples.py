@@ -170,6 +170,7 @@ for number, i in enumerate(shown):
     for panel, picture, title in zip(row, pictures, titles, strict=True):
         panel.imshow(picture.reshape(8, 8), cmap="gray_r")
         panel.set_title(title, fontsize=9)
-path = pathlib.Path("influential_examples.png")
+path = pathlib.Path("pictures", "influential_examples.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=120)
 print(f"saved {path}")

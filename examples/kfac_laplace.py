@@ -200,6 +200,7 @@ axes[1].barh(list(found), scores)
 axes[1].set(xlabel="log-likelihood per image", title="Higher is better")
 axes[1].invert_yaxis()
 assert scores[1] > scores[0]
-path = pathlib.Path("kfac_laplace.png")
+path = pathlib.Path("pictures", "kfac_laplace.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=120)
 print(f"saved {path}")

@@ -165,6 +165,7 @@ for axis, (name, found) in zip(axes, deviations.items(), strict=True):
     axis.plot(x, y, ".", color="grey", markersize=3, label="data")
     axis.set(title=f"Two deviations, {name}", xlabel="x", ylim=(-4, 4))
 axes[0].legend(frameon=False)
-path = pathlib.Path("laplace.png")
+path = pathlib.Path("pictures", "laplace.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=120)
 print(f"saved {path}")

@@ -169,6 +169,7 @@ for axis, (name, surface) in zip(axes[1:], surfaces.items(), strict=True):
     axis.clabel(lines, fmt="%g", fontsize=7)
     axis.plot(0, 0, "k+")
     axis.set(title=name, xlabel="along the first", ylabel="along the second")
-path = pathlib.Path("loss_landscape.png")
+path = pathlib.Path("pictures", "loss_landscape.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=120)
 print(f"saved {path}")

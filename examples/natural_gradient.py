@@ -212,6 +212,7 @@ for name, found in curves.items():
 axes[0].set(xlabel="step", ylabel="training loss", title="Over steps")
 axes[1].set(xlabel="seconds", title="Over time")
 axes[0].legend(frameon=False)
-path = pathlib.Path("natural_gradient.png")
+path = pathlib.Path("pictures", "natural_gradient.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=120)
 print(f"saved {path}")

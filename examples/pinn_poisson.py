@@ -183,6 +183,7 @@ for name, (seconds, errors) in curves.items():
 axes[0].set(xlabel="steps", ylabel="relative error")
 axes[1].set(xlabel="seconds")
 axes[0].legend(frameon=False)
-path = pathlib.Path("pinn_poisson.png")
+path = pathlib.Path("pictures", "pinn_poisson.png")
+path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=150)
 print(f"saved {path}")

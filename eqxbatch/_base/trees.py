@@ -131,5 +131,5 @@ def import_extra(module: str, what: str, extra: str) -> Any:
     except ImportError as e:
         package = module.partition(".")[0]
         raise ImportError(
-            f'`{what}` needs {package}: pip install "eqxbatch[{extra}]".'
+            f'`{what}` needs {package}: pip install "equinox-batch[{extra}]".'
         ) from e

@@ -104,7 +104,7 @@ class _Bar:
 class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
     """A tqdm progress bar: blocks done, blocks per second, time left, and NaNs.
 
-    Needs the extra `progress`: `pip install "eqxbatch[progress]"`.
+    Needs the extra `progress`: `pip install "equinox-batch[progress]"`.
 
     **Arguments:**
 

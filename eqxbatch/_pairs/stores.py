@@ -189,7 +189,7 @@ def fingerprint(
         program.append(_of_program(kernel.tile, first, None))
     return {
         "format": _FORMAT,
-        "package": f"eqxbatch {importlib.metadata.version('eqxbatch')}",
+        "package": f"eqxbatch {importlib.metadata.version('equinox-batch')}",
         # Only a record: tiles of another backend have other rounding errors and must
         # not be mixed with these. It does not change any computation.
         "compiler": f"jax {jax.__version__} {jax.default_backend()}",

@@ -50,7 +50,7 @@ class ZarrStore(AbstractStore):
     Several processes can share the work: see `mesh` of
     [`eqxbatch.filter_batch_kernel`][].
 
-    Needs the extra `store`: `pip install "eqxbatch[store]"`.
+    Needs the extra `store`: `pip install "equinox-batch[store]"`.
 
     **Arguments:**
 

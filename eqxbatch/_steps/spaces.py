@@ -126,7 +126,7 @@ class System(eqx.Module):
     def _solved_by_products(
         self, product: Callable[[Array], Array], vector: Float[Array, " n"]
     ) -> Float[Array, " n"]:
-        lineax = import_extra("lineax", "`solver`", "linalg")
+        lineax = import_extra("lineax", "solver", "linalg")
         damping = jnp.asarray(self.damping, vector.dtype)
         operator = lineax.FunctionLinearOperator(
             lambda x: product(x) + damping * x,

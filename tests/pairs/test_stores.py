@@ -253,5 +253,5 @@ def test_missing_extras(name, getkey, tmp_path, monkeypatch):
         "tqdm": ({"progress": TqdmProgressMeter()}, "progress"),
     }[name]
     batched = filter_batch_kernel(rbf, block_size=4, **settings)
-    with pytest.raises(ImportError, match=rf'pip install "eqxbatch\[{extra}\]"'):
+    with pytest.raises(ImportError, match=rf'pip install "equinox-batch\[{extra}\]"'):
         batched(x)

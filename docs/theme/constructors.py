@@ -1,0 +1,82 @@
+"""What the API pages show that static analysis does not see.
+
+Constructors of Equinox modules and named tuples are made from their fields, and
+examples in docstrings are Python sessions, whose prompts are not copied.
+"""
+
+import importlib
+import inspect
+import re
+from typing import Any
+
+import griffe
+
+
+KINDS = {
+    inspect.Parameter.POSITIONAL_ONLY: griffe.ParameterKind.positional_only,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: griffe.ParameterKind.positional_or_keyword,
+    inspect.Parameter.KEYWORD_ONLY: griffe.ParameterKind.keyword_only,
+}
+SESSION = re.compile(r"^( *)```python\n(?= *>>>)", re.MULTILINE)
+
+
+class Constructors(griffe.Extension):
+    """Gives each public class the signature that it is called with."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = SESSION.sub(r"\1```pycon\n", obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        package = importlib.import_module(pkg.name)
+        public = {
+            name: (member.final_target, getattr(package, name))
+            for name, member in pkg.members.items()
+            if member.is_alias and inspect.isclass(getattr(package, name, None))
+        }
+        # All that have none of their own, before the first is added: it is inherited.
+        without = [
+            (class_, inspect.signature(found))
+            for class_, found in public.values()
+            if "__init__" not in class_.all_members
+        ]
+        for class_, signature in without:
+            add_constructor(class_, signature)
+
+
+def add_constructor(class_: griffe.Class, signature: inspect.Signature) -> None:
+    """Adds `__init__`, with annotations and defaults as they are written."""
+    names = signature.parameters
+    if any(name.startswith("_") for name in names):
+        return
+    fields = {
+        name: field
+        for owner in (*reversed(class_.mro()), class_)
+        for name, field in owner.members.items()
+        if name in names and field.is_attribute
+    }
+    parameters = [
+        griffe.Parameter(
+            name,
+            annotation=fields[name].annotation,
+            kind=KINDS[parameter.kind],
+            default=default_of(fields[name], parameter),
+        )
+        for name, parameter in names.items()
+    ]
+    own = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
+    init = griffe.Function("__init__", parameters=griffe.Parameters(own, *parameters))
+    class_.set_member("__init__", init)
+
+
+def default_of(
+    field: griffe.Attribute, parameter: inspect.Parameter
+) -> griffe.Expr | str | None:
+    """The default of a field, also where it is given to `eqx.field`."""
+    if parameter.default is inspect.Parameter.empty:
+        return None
+    value = field.value
+    if isinstance(value, griffe.ExprCall) and str(value.function).endswith("field"):
+        given = {argument.name: argument.value for argument in value.arguments}
+        return given.get("default", repr(parameter.default))
+    return value
