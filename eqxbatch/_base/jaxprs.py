@@ -238,9 +238,7 @@ def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
 
 def live_in_scan(eqn: Any, outs: list[bool]) -> tuple[list[bool], list[bool]]:
     """Which outputs and inputs of the body of a scan are differentiated."""
-    params = eqn.params
-    jaxpr, first = params["jaxpr"].jaxpr, params["num_consts"]
-    num = params["num_carry"]
+    jaxpr, (first, num) = eqn.params["jaxpr"].jaxpr, scan_sizes(eqn)
     outs = [*outs]
     while True:
         live = live_variables(jaxpr, outs)
@@ -250,6 +248,16 @@ def live_in_scan(eqn: Any, outs: list[bool]) -> tuple[list[bool], list[bool]]:
         if carried == outs[:num]:
             return outs, inputs
         outs[:num] = carried
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """How many constants a scan has, and how many arrays it carries."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # Since JAX 0.12, a scan has trees: of constants, of what it carries, and of slices.
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts.vals), len(carry.vals)
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:

@@ -248,8 +248,9 @@ def constants(x: Any) -> Iterator[Any]:
     """All arrays that are part of a jaxpr."""
     if isinstance(x, jex.ClosedJaxpr):
         yield from x.consts
-        yield from constants(x.jaxpr)
-    elif isinstance(x, jex.Jaxpr):
+        x = x.jaxpr
+    # Since JAX 0.12, a jaxpr with constants is a `Jaxpr`, too.
+    if isinstance(x, jex.Jaxpr):
         for eqn in x.eqns:
             for atom in eqn.invars:
                 if isinstance(atom, jex.Literal):

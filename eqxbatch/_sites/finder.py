@@ -24,6 +24,7 @@ from .._base.jaxprs import (
     live_variables,
     REMAT,
     run_equation,
+    scan_sizes,
     source_line,
 )
 from .custom import (
@@ -388,7 +389,7 @@ class Finder:
     def scan(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
         params = own.eqn.params
         closed, length = params["jaxpr"], params["length"]
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = scan_sizes(own.eqn)
         first_x = num_consts + num_carry
         carried = [*_views(inputs[num_consts:first_x])]
         self.fail(carried, own, "a parameter is carried through a `scan`")

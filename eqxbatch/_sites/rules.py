@@ -106,7 +106,8 @@ _PARAMETERS = {
     "reshape": "new_sizes dimensions sharding",
     "rev": "dimensions",
     "scan": (
-        "jaxpr length reverse unroll num_consts num_carry linear _split_transpose"
+        "jaxpr length reverse unroll num_consts num_carry linear _split_transpose "
+        "ft_in ft_out"  # Of JAX 0.12, in place of the four before.
     ),
     "slice": "start_indices limit_indices strides",
     "split": "sizes axis",

@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._base.jaxprs import evaluate_jaxpr, evaluate_with, REMAT, run_equation
+from .._base.jaxprs import (
+    evaluate_jaxpr,
+    evaluate_with,
+    REMAT,
+    run_equation,
+    scan_sizes,
+)
 from .._base.mesh import full_varying_as, is_on_mesh, zeros_like
 from .finder import Finder
 from .plan import Called, Linearized, Perturbed, Plan, Switched
@@ -260,7 +266,7 @@ def _run_call(eqn: Any, step: Called, ins: list, perturbations: list | None) -> 
 
 def _run_scan(eqn: Any, step: Called, ins: list, perturbations: list | None) -> _Run:
     params = eqn.params
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_sizes(eqn)
     consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
 
     def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
