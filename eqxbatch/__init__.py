@@ -90,6 +90,10 @@ from ._pairs.reductions import (
     KernelProduct as KernelProduct,
     RowSums as RowSums,
 )
+from ._pairs.solve import (
+    kernel_solve as kernel_solve,
+    KernelSolution as KernelSolution,
+)
 from ._pairs.stores import HostStore as HostStore
 from ._pairs.symmetric_array import SymmetricArray as SymmetricArray
 from ._pairs.top_k import Neighbours as Neighbours, TopK as TopK
@@ -125,6 +129,7 @@ __all__ = [
     "KernelAlignment",
     "KernelEstimate",
     "KernelProduct",
+    "KernelSolution",
     "KroneckerFactors",
     "Last",
     "LeafCheck",
@@ -176,15 +181,17 @@ __all__ = [
     "filter_taylor_expand",
     "grid",
     "hessian_to_pytree",
+    "kernel_solve",
     "ntk_parameterise",
 ]
 
 
-# These are lineax operators, and lineax is an extra: without it, they cannot be listed,
-# as whoever takes all that is listed would fail.
+# These are lineax operators, and lineax is optional. Without it they are not listed, so
+# that `from eqxbatch import *` works.
 _OPERATORS = {
     "GGNOperator": "eqxbatch._curvature.operators",
     "HessianOperator": "eqxbatch._curvature.operators",
+    "KernelOperator": "eqxbatch._pairs.operator",
     "KroneckerOperator": "eqxbatch._curvature.kronecker_operator",
 }
 
@@ -195,10 +202,11 @@ if _typing.TYPE_CHECKING:
         GGNOperator as GGNOperator,
         HessianOperator as HessianOperator,
     )
+    from ._pairs.operator import KernelOperator as KernelOperator
 
 
 if _util.find_spec("lineax") is not None:
-    __all__ += ["GGNOperator", "HessianOperator", "KroneckerOperator"]
+    __all__ += [*_OPERATORS]
 
 
 def __dir__() -> list[str]:

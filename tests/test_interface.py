@@ -36,7 +36,12 @@ from eqxbatch import (
 pytestmark = pytest.mark.quick
 
 
-OPERATORS = {"GGNOperator", "HessianOperator", "KroneckerOperator"}
+OPERATORS = {
+    "GGNOperator",
+    "HessianOperator",
+    "KernelOperator",
+    "KroneckerOperator",
+}
 # Users receive these, and do not make them.
 RECEIVED = {"GridAxis", "SymmetricArray", "TaylorExpansion"}
 MODEL = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0))

@@ -1,17 +1,131 @@
 """The README, the examples and the benchmarks do what they say."""
 
+import ast
+import importlib.metadata
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
+import eqxbatch
 from . import annotations, patterns
 from .layers import table
 
 
 ROOT = pathlib.Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# Python files, pages and settings, without what builds and environments leave behind.
+TEXTS = [
+    path
+    for pattern in (
+        "*.md",
+        "*.toml",
+        "*.yml",
+        ".ci/*",
+        "eqxbatch/**/*.py",
+        "tests/**/*.py",
+        "docs/**/*.md",
+        "examples/*.py",
+        "benchmarks/**/*.py",
+    )
+    for path in sorted(ROOT.glob(pattern))
+    if path.is_file()
+]
+
+
+def packages(extra):
+    """The packages that an extra installs, also by way of other extras."""
+    found = set()
+    for requirement in EXTRAS[extra]:
+        name, others = re.match(r"([\w.-]+)(?:\[([\w,-]+)\])?", requirement).groups()
+        if name == PROJECT["name"]:
+            found = found.union(*map(packages, others.split(",")))
+        else:
+            found.add(name)
+    return found
+
+
+def test_distribution():
+    assert PROJECT["name"] == "equinox-batch"
+    assert importlib.metadata.version("equinox-batch") == PROJECT["version"]
+    assert eqxbatch.__version__ == PROJECT["version"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {PROJECT['version']}\n" in citation
+    assert f"\nlicense: {PROJECT['license']}\n" in citation
+    assert [x["name"] for x in PROJECT["authors"]] == ["The eqxbatch authors"]
+    assert "\n  - name: The eqxbatch authors\n" in citation
+
+
+def test_hints_install_this_project():
+    """`pip install eqxbatch` would install another one."""
+    hints = 0
+    this = pathlib.Path(__file__)
+    for path in (path for path in TEXTS if path != this):
+        text = path.read_text()
+        assert "eqxbatch[" not in text, path
+        for hint in re.findall(r"(?:equinox-batch|(?<=[\"' ])\.)\[([a-z,]+)\]", text):
+            hints += 1
+            assert {*hint.split(",")} <= {*EXTRAS}, path
+        for line in re.findall(r".*pip install[ \w-]* eqxbatch\b.*", text):
+            assert "installs another project" in line, path
+    assert hints > 10
+    for page in ("README.md", "docs/index.md"):
+        assert "`pip install eqxbatch` installs another" in (ROOT / page).read_text()
+
+
+def test_errors_name_extras_that_help():
+    found = []
+    for path in (ROOT / "eqxbatch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(getattr(node, "func", None), "id", "")
+            if isinstance(node, ast.Call) and name.endswith("import_extra"):
+                module, _, extra = node.args
+                found.append(extra.value)
+                assert module.value.partition(".")[0] in packages(extra.value), path
+    assert {*found} == {"store", "progress", "linalg"}
+
+
+def test_extras_are_complete():
+    own = {"store", "progress", "linalg"}
+    for extra in EXTRAS.keys() - own:
+        for part in own:
+            assert packages(part) <= packages(extra), extra
+    assert packages("docs") | packages("test") <= packages("dev")
+    checks = runpy.run_path(str(ROOT / ".ci" / "extras.py"))["CHECKS"]
+    assert checks.keys() == EXTRAS.keys() | {"none"}
+
+
+def test_classifiers_are_of_the_versions_that_are_supported():
+    found = [x.rpartition(" :: ")[2] for x in PROJECT["classifiers"] if "3." in x]
+    assert found == ["3.11", "3.12", "3.13"]
+    assert PROJECT["requires-python"] == f">={found[0]}"
+
+
+def test_pictures_of_examples_are_ignored_and_others_are_not():
+    for path in (ROOT / "examples").glob("*.py"):
+        text = path.read_text()
+        assert f'pathlib.Path("pictures", "{path.stem}.png")' in text
+        assert re.findall(r"savefig\((\w+)", text) == ["path"], path
+    ignored = (ROOT / ".gitignore").read_text().split()
+    assert "/pictures/" in ignored
+    assert not [x for x in ignored if x.endswith((".png", ".svg"))]
+
+
+def test_contributing_names_what_there_is():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+    for mark in settings["ini_options"]["markers"]:
+        assert f"`{mark.partition(':')[0]}`" in text
+    folders = [x.parent.name for x in (ROOT / "eqxbatch").glob("_*/__init__.py")]
+    listed = re.findall(r"^- `(_\w+)`: ", text, re.M)
+    assert sorted(listed) == sorted(folders)
+    for path in re.findall(r"`((?:\.ci|tests|benchmarks)/[\w./]+)`", text):
+        assert (ROOT / path).exists(), path
 
 
 def test_examples_are_in_the_docs():

@@ -141,6 +141,7 @@ def test_public_names_are_documented():
             "GradientStatistics",
             "GridAxis",
             "KernelEstimate",
+            "KernelSolution",
             "LeafCheck",
             "LeafReport",
             "MeanAndVariance",

@@ -1,5 +1,5 @@
-"""What knows nothing of batches.
+"""Foundations that do not depend on batches.
 
-Programs and how they are traced, meshes, dtypes, PyTrees, and what XLA for CPUs needs.
-It imports nothing of the package.
+Programs and how they are traced, meshes, dtypes, PyTrees, and workarounds for XLA on
+CPUs. Imports nothing else from the package.
 """

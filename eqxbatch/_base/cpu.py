@@ -1,4 +1,4 @@
-"""What XLA for CPUs needs: programs kept apart, mirror images, layouts."""
+"""Workarounds for XLA on CPUs: separate programs, mirror images, layouts."""
 
 import functools
 import itertools
@@ -19,19 +19,19 @@ from .mesh import vary, varying, where_it_is, zeros_like
 def as_own_program(
     run: Callable[..., list[Array]], always: Bool[Array, ""]
 ) -> Callable[..., list[Array]]:
-    """`run`, in a program of its own as far as XLA for CPUs can tell.
+    """Makes `run` a separate program, as far as XLA for CPUs can tell.
 
-    It would merge what computes a block with what writes it to its place, and again
-    with what writes the mirror image: the block is then computed twice, rounded in two
-    ways, and each time on one core, as writing in place is. It does not look through a
-    condition, even one that is `always` true.
+    Otherwise, XLA would fuse the computation of a block with writing it to its place,
+    and once more with writing its mirror image. The block would be computed twice, with
+    different rounding, and on a single core each time, like in-place writes. XLA does
+    not look through a condition, even one that is `always` true.
     """
-    run = jax.jit(run)  # So that it is traced once.
+    run = jax.jit(run)  # Traced only once.
 
     def run_apart(*args: Any) -> list:
         structs = jax.eval_shape(run, *args)
         skip = lambda *_: jtu.tree_map(zeros_like, structs)
-        # Where the program is compiled for another device, it may see that it is true.
+        # If the program is compiled for another device, XLA may see that it is true.
         is_true = lambda x: x | True
         known = lax.platform_dependent(always, cpu=lambda x: x, default=is_true)
         return lax.cond(known, run, skip, *args)
@@ -40,13 +40,12 @@ def as_own_program(
 
 
 def written_first(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
-    """`arrays`, all written before anything is made of them.
+    """`arrays`, written completely before anything reads them.
 
-    XLA for CPUs writes rows of an array in place, and reads what they are made of from
-    the same memory as it does so. It sees to it that nothing is read after it was
-    overwritten, but not where the array is then reshaped:
-    `lax.dynamic_update_slice(x, y, at)[None]` is wrong if `y` permutes a slice of `x`
-    (https://github.com/openxla/xla/issues/49176).
+    XLA for CPUs writes rows of an array in place while it reads their inputs from the
+    same memory. It makes sure that nothing is read after it was overwritten, but not if
+    the array is reshaped afterwards: `lax.dynamic_update_slice(x, y, at)[None]` is
+    wrong if `y` permutes a slice of `x` (https://github.com/openxla/xla/issues/49176).
     """
     is_number = [not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
     numbers = list(itertools.compress(arrays, is_number))
@@ -58,15 +57,16 @@ def written_first(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
 
 
 def true_of(x: Inexact[Array, "..."]) -> Bool[Array, ""]:
-    """True, which only shows when it runs."""
+    """True, but not known to be true at compile time."""
     return jnp.all((x == x) | (x != x))
 
 
 def places(numbers: Sequence[int], x: Inexact[Array, "..."]) -> list[Int[Array, ""]]:
-    """Where things begin, which only shows when it runs.
+    """Start indices that are not known at compile time.
 
-    XLA for CPUs compiles reading and writing at a constant place anew for each of them.
-    This way they share what is compiled. `x` is any array, best a small one.
+    XLA for CPUs compiles reads and writes at constant indices separately for each
+    index. With these, they share the compiled code. `x` is any array, preferably a
+    small one.
     """
     known = lambda: [jnp.asarray(i, "int32") for i in numbers]
     return as_own_program(known, true_of(x))()
@@ -75,7 +75,7 @@ def places(numbers: Sequence[int], x: Inexact[Array, "..."]) -> list[Int[Array, 
 def separate(arrays: list[Array], like: Sequence[Array]) -> list[list[Array]]:
     """The entries of each array along its axis 0; `like` are arguments of the program.
 
-    (What follows from these may be a constant, such as the Hessian of a square.)
+    (Results may be constants although `like` is not, such as the Hessian of a square.)
     """
     most = max((x.shape[0] for x in arrays), default=0)
     indices = []
@@ -95,10 +95,10 @@ _PIECE = 256
 
 
 def mirrored(x: Shaped[Array, "n n"]) -> Shaped[Array, "n n"]:
-    """What is on and above the diagonal, and its mirror image below.
+    """Copies entries on and above the diagonal to their mirror images below it.
 
-    XLA for CPUs takes minutes to compile the choice between an entry and its mirror
-    image from 512 rows on: so it is done in pieces, which are written in place.
+    For 512 or more rows, XLA for CPUs takes minutes to compile the selection between an
+    entry and its mirror image. So this is done in pieces, which are written in place.
     """
     default = _mirrored_at_once
     if x.shape[0] <= _PIECE:
@@ -107,7 +107,7 @@ def mirrored(x: Shaped[Array, "n n"]) -> Shaped[Array, "n n"]:
 
 
 def _mirrored_at_once(x: Array) -> Array:
-    # An entry and its mirror image must not be computed apart, and rounded in two ways.
+    # An entry and its mirror image must not be computed with different rounding.
     x = lax.optimization_barrier(x)
     index = jnp.arange(x.shape[0])
     return jnp.where(index[:, None] <= index[None], x, x.T)
@@ -150,9 +150,9 @@ def with_mirror_image(
 ) -> Shaped[Array, "n n ..."]:
     """`combine(x, exchanged(x))`, which must be symmetric.
 
-    XLA for CPUs reads the columns of a large array one number at a time, each of them
-    from far away: so it is done in pieces of which both images fit into a cache. A
-    product of 2,048 rows takes less than half the time then.
+    XLA for CPUs reads the columns of a large array one number at a time, with large
+    strides. So this is done in pieces small enough for both images to fit into a cache.
+    A product with 2,048 rows then takes less than half the time.
     """
     at_once = lambda x: combine(x, exchanged(x))
     if x.shape[0] <= 2 * _PIECE:
@@ -177,22 +177,21 @@ def with_mirror_image(
 
 
 def _starts(num: int) -> Array:
-    """Where pieces begin, so that all of them have the same size."""
+    """The start indices of pieces of equal size."""
     size = min(num, _PIECE)
     return jnp.minimum(jnp.arange(0, max(num, 1), max(size, 1)), num - size)
 
 
 def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
-    """Evaluates a jaxpr that is about to be the body of a loop, or a branch.
+    """Evaluates a jaxpr that is going to be the body of a loop, or a branch.
 
-    XLA for CPUs brings the convolutions of a program into the layout that its fast
-    kernels take (batch, spatial, features), but only those at the top of the program:
-    inside of a loop or a branch, a convolution in the layout of `equinox.nn.Conv`
-    (batch, features, spatial) runs several times slower than outside. So it is put into
-    that layout here, where the program is compiled for CPUs. On other devices, nothing
-    is changed.
+    XLA for CPUs converts convolutions to the layout of its fast kernels (batch,
+    spatial, features), but only at the top level of a program. Inside a loop or a
+    branch, a convolution in the layout of `equinox.nn.Conv` (batch, features, spatial)
+    runs several times slower than outside. So the layout is converted here if the
+    program is compiled for CPUs. On other devices, nothing is changed.
     """
-    # Effects, such as a debug print, belong to a jaxpr as a whole, so it stays whole.
+    # Effects, such as a debug print, belong to the whole jaxpr, so it is not split.
     if jaxpr.effects or not _has_convolution(jaxpr):
         return evaluate_jaxpr(jaxpr, consts, args)
 
@@ -220,16 +219,16 @@ def _has_convolution(jaxpr: Any) -> bool:
 
 
 def _convolution(eqn: Any) -> Callable[[Array, Array], Array]:
-    """The convolution of an equation, in the layout that is fast where it runs."""
+    """The convolution of an equation, in the layout that is fast on its device."""
     bind = functools.partial(eqn.primitive.bind, **eqn.params)
     last = functools.partial(_channels_last, eqn)
     choose = lambda lhs, rhs: lax.platform_dependent(lhs, rhs, cpu=last, default=bind)
-    # A choice keeps for its derivative what any of its branches would. Computed again,
-    # it keeps what it is given, as a convolution does.
+    # For its derivative, a choice stores the residuals of all its branches. With
+    # rematerialisation it stores its inputs, as a convolution does.
     checkpointed = jax.checkpoint(choose, prevent_cse=False)
 
     def run(lhs: Array, rhs: Array) -> Array:
-        # Axes of a mesh can have been automatic for the time in which it was traced.
+        # Mesh axes can have been automatic while this was traced.
         with where_it_is(lhs, rhs):
             return checkpointed(lhs, rhs)
 
@@ -237,7 +236,7 @@ def _convolution(eqn: Any) -> Callable[[Array, Array], Array]:
 
 
 def _channels_last(eqn: Any, lhs: Array, rhs: Array) -> Array:
-    """What a convolution computes of these, done channels last."""
+    """The same convolution, computed channels last."""
     params = dict(eqn.params)
     numbers = params["dimension_numbers"]
     ndim = lhs.ndim
@@ -266,10 +265,10 @@ def _moved_last(spec: tuple[int, ...]) -> tuple[int, ...]:
 def patches(
     lhs: Array, kernel: tuple[int, ...], out: tuple[int, ...], params: dict[str, Any]
 ) -> Array:
-    """For each output position, what the kernel sees: (batch, features, *kernel, *out).
+    """The patch of each output position: (batch, features, *kernel, *out).
 
-    Slices are copied one by one. `jax.lax.conv_general_dilated_patches` makes a grouped
-    convolution with a kernel of zeros and ones of it, which CPUs run slowly.
+    Slices are copied one by one. `jax.lax.conv_general_dilated_patches` uses a grouped
+    convolution with a kernel of zeros and ones instead, which is slow on CPUs.
     """
     if 0 in out:
         return jnp.zeros((*lhs.shape[:2], *kernel, *out), lhs.dtype)

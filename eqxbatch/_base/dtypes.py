@@ -1,4 +1,4 @@
-"""Dtypes of sums, numbers of any size, and complex numbers as two real ones."""
+"""Dtypes of sums, scaling against overflow, and complex numbers as pairs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 
 def widened(x: Array) -> Array:
-    """`x` in the dtype that its sums are added in."""
+    """`x` in the dtype in which its sums are accumulated."""
     return x.astype(accumulation_dtype("Sum", x.dtype, None, inexact=False))
 
 
 def widest(*dtypes: Any) -> Any:
-    """The real dtype among these that holds most digits, at least float32's."""
+    """The real dtype with the most digits among these, and at least float32."""
     reals = [jnp.finfo(dtype).dtype for dtype in dtypes]
     return max((jnp.dtype(jnp.float32), *reals), key=lambda dtype: dtype.itemsize)
 
 
 def common_dtype(*dtypes: Any) -> Any:
-    """What can hold all of these, whatever promotion is set to."""
+    """The dtype that can hold all of these, independent of the promotion setting."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, dtypes)
 
@@ -35,9 +35,10 @@ def accumulation_dtype(
 ) -> Any:
     """The dtype in which results of `dtype` are accumulated.
 
-    Raises `TypeError` where `dtype` has no sum, and, for `inexact`, where results are
-    integers and no dtype was requested; `TypeError` or `ValueError` for a requested
-    dtype that would lose the imaginary part or that JAX would quietly narrow.
+    Raises `TypeError` if `dtype` has no sum and, with `inexact`, if results are
+    integers and no dtype was requested. Raises `TypeError` or `ValueError` for a
+    requested dtype that would drop the imaginary part, or that JAX would silently
+    narrow.
     """
     if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
         raise TypeError(
@@ -64,7 +65,7 @@ def accumulation_dtype(
 
 
 def check_holds(name: str, requested: Any, dtype: Any, what: str) -> None:
-    """Raises `TypeError` if numbers of `dtype` are others in a requested dtype."""
+    """Raises `TypeError` if a requested dtype cannot hold numbers of `dtype`."""
     kinds = {
         "the imaginary part": (jnp.complexfloating, jnp.complexfloating),
         "the fractional part": (jnp.inexact, jnp.inexact),
@@ -82,59 +83,59 @@ def check_holds(name: str, requested: Any, dtype: Any, what: str) -> None:
 
 
 def power_of_two(x: Real[Array, "*s"]) -> Real[Array, "*s"]:
-    """The power of two next to `x` from below, and 1 where there is none.
+    """The largest power of two up to `x`, and 1 where there is none.
 
-    To divide by it rounds nothing, and it has no derivative.
+    Division by it is exact, and it has no derivative.
     """
     info = jnp.finfo(x.dtype)
     bits = lax.bitcast_convert_type(x, f"uint{info.bits}")
     shift = jnp.asarray(info.nmant, bits.dtype)
     bits = lax.shift_left(lax.shift_right_logical(bits, shift), shift)
     power = lax.bitcast_convert_type(bits, x.dtype)
-    # Compilers divide by multiplying with the inverse, which must not vanish.
+    # Compilers divide by multiplying with the inverse, which must not underflow.
     power = jnp.minimum(power, 2.0 ** (info.maxexp - 2))
     return jnp.where((x > 0) & jnp.isfinite(x) & (power > 0), power, 1)
 
 
 def largest_of_each(x: Inexact[Array, "n ..."]) -> Real[Array, " n"]:
-    """The largest absolute value of each example, zero where there is no entry."""
+    """The largest absolute value of each example; zero if there are no entries."""
     x = jnp.abs(widened(x))
     return jnp.max(x, axis=tuple(range(1, x.ndim)), initial=0)
 
 
 def scaled_examples(x: Inexact[Array, "n ..."], by: Real[Array, " n"]) -> Array:
-    """That of each example times a number of its own, in float32 at least."""
+    """Each example times its own number, in at least float32."""
     x = x.astype(common_dtype(x.dtype, by.dtype))
     return x * jnp.expand_dims(by, range(1, x.ndim)).astype(x.dtype)
 
 
 def squared_norm(gradient: Inexact[Array, "n ..."]) -> Real[Array, " n"]:
-    """The squared norm of each example's gradient, in float32 at least."""
+    """The squared norm of each per-example gradient, in at least float32."""
     gradient = widened(gradient)
     squares = jnp.real(gradient * jnp.conj(gradient))
     return jnp.sum(squares, axis=tuple(range(1, squares.ndim)))
 
 
 def is_in_range(square: Real[Array, "*s"]) -> Bool[Array, "*s"]:
-    """Whether no square that counts has vanished in these sums, or has overflowed."""
+    """Whether no relevant square in these sums has underflowed or overflowed."""
     info = jnp.finfo(square.dtype)
     least = float(info.tiny) / float(info.eps) ** 2
     return (square >= least) & jnp.isfinite(square)
 
 
 def into_range(square: Real[Array, "*s"]) -> Real[Array, "*s"]:
-    """What to multiply numbers with so that such a sum of their squares is in range."""
+    """The factor of numbers that brings the sum of their squares into range."""
     most = jnp.finfo(square.dtype).maxexp
-    # Compilers may square the first of these alone, so that must not overflow.
+    # Compilers may square the first one separately, so this must not overflow.
     small, large = 2.0 ** (most // 2 - 1), 2.0 ** -(5 * most // 8)
     factor = jnp.where(square < 1, small, large)
     return jnp.where(is_in_range(square), 1, factor).astype(square.dtype)
 
 
 def normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
-    """Weights that no backward pass overflows with, and what they were divided by.
+    """Weights scaled to at most one, and their divisor.
 
-    They are one at most, so that no cotangent overflows by its weight.
+    With these, weights cannot cause overflow of cotangents in a backward pass.
     """
     wide = weights.astype(widest(*[weights.dtype] * is_inexact(weights)))
     scale = 2 * power_of_two(jnp.max(jnp.abs(wide), initial=0))
@@ -151,12 +152,12 @@ def finite_sums(
     num: int,
     is_narrow: bool,
 ) -> list[Inexact[Array, "..."]]:
-    """Sums of `num` terms, in float32 at least.
+    """Sums of `num` terms, in at least float32.
 
-    `found` are these sums as they come out, and `sums_of(share)` those of the terms
-    times a number. Where the program `is_narrow`, which means that it uses float16, a
-    sum can overflow though the mean does not: it is then taken of smaller terms. That
-    is not done at once, as small terms would vanish.
+    `found` are the sums, and `sums_of(share)` the sums of scaled terms. If the program
+    `is_narrow`, which means that it uses float16, a sum can overflow although the mean
+    does not. The terms are then scaled down first. This is not always done, because
+    small terms would underflow.
     """
     wide = [widened(x) for x in found]
     if not is_narrow or num == 1:
@@ -175,19 +176,19 @@ def finite_sums(
 
 
 class _RealAndImaginary(eqx.Module):
-    """Real and imaginary part of an array."""
+    """The real and the imaginary part of an array."""
 
     real: Array
     imag: Array
 
 
 def is_complex(x: Any) -> bool:
-    """Whether something with a dtype, such as an array or its struct, is complex."""
+    """Whether an array or struct has a complex dtype."""
     return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def as_real(tree: PyTree) -> PyTree:
-    """Two real leaves in the place of each complex array."""
+    """Replaces each complex array by two real leaves."""
     split = lambda x: _RealAndImaginary(jnp.real(x), jnp.imag(x))
     return jtu.tree_map(
         lambda x: split(x) if eqx.is_array(x) and is_complex(x) else x, tree
@@ -195,7 +196,7 @@ def as_real(tree: PyTree) -> PyTree:
 
 
 def as_complex(tree: PyTree) -> PyTree:
-    """What `as_real` takes apart."""
+    """The inverse of `as_real`."""
     is_split = lambda x: isinstance(x, _RealAndImaginary)
     return jtu.tree_map(
         lambda x: lax.complex(x.real, x.imag) if is_split(x) else x,

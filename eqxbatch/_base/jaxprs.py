@@ -1,4 +1,4 @@
-"""Programs: of leaves and one example of a batch, and as jaxprs with parts replaced."""
+"""Programs of leaves and one example, and evaluation of jaxprs with replacements."""
 
 import functools
 import os
@@ -23,7 +23,7 @@ CALLS = ("pjit", "jit", "closed_call", "core_call")
 REMAT = ("checkpoint", "remat2")  # Its name depends on the version of JAX.
 
 
-# These have the derivative zero wherever they have one.
+# Their derivative is zero wherever it exists.
 _FLAT = frozenset(("ceil", "floor", "nextafter", "round", "sign", "stop_gradient"))
 
 
@@ -34,35 +34,35 @@ def callee(eqn: Any) -> Any:
 
 
 def literal(atom: Any) -> Array:
-    """The value of a literal in its own dtype, which a Python number does not have."""
+    """The value of a literal in its dtype, which a Python number does not have."""
     return jnp.asarray(atom.val, atom.aval.dtype)
 
 
 class _Static(eqx.Module):
-    """What is no array, and not traced."""
+    """Holds values that are not arrays and not traced."""
 
     value: Any = eqx.field(static=True)
 
 
 def at_example(fun: Callable[[list], _T], arrays: list, axes: Sequence[int]) -> _T:
-    """What `fun(rows)` returns for one example of a batch: nothing that is traced."""
+    """The untraced output of `fun(rows)` for one example of a batch."""
     if not arrays:
         return fun([])
-    # Within `jax.vmap`, an example is of the type that it will have there, also on a
+    # Inside `jax.vmap`, an example has the type that it will have there, also on a
     # mesh.
     run = jax.vmap(lambda *rows: _Static(fun([*rows])), [*axes])
     return jax.eval_shape(run, *arrays).value
 
 
 def axis_names(jaxpr: Any) -> set:
-    """The names of axes that a jaxpr uses, of a `vmap` or a mesh around it."""
+    """The axis names that a jaxpr uses, of an enclosing `vmap` or mesh."""
     return {effect.name for effect in jaxpr.effects if hasattr(effect, "name")}
 
 
 def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Which outputs depend on those inputs that are marked.
+    """Which outputs depend on marked inputs.
 
-    Some that do not may be said to, as equations are not looked into.
+    The result may include outputs that do not, because inner jaxprs are not inspected.
     """
     pairs = zip(jaxpr.invars, inputs, strict=True)
     dependent = {var for var, is_marked in pairs if is_marked}
@@ -74,7 +74,7 @@ def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
 
 
 def evaluate_jaxpr(jaxpr: Any, consts: list, args: list) -> list:
-    """Evaluates a jaxpr as it is."""
+    """Evaluates a jaxpr unchanged."""
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, consts))(*args)
 
 
@@ -84,13 +84,13 @@ def evaluate_with(
     args: list,
     replace: Callable[[int, Any], Callable[[list], list] | None],
 ) -> list:
-    """Evaluates a jaxpr, some equations of which are replaced.
+    """Evaluates a jaxpr with some equations replaced.
 
-    `replace(index, eqn)` gives a function from the inputs of that equation to its
-    outputs, or None for an equation that is to stay. What lies between two equations
-    that are replaced runs as JAX itself would run it, with all custom derivatives.
+    `replace(index, eqn)` returns a function from the inputs of the equation to its
+    outputs, or None to keep the equation. All other equations run as JAX itself would
+    run them, with all custom derivatives.
 
-    The jaxpr must have no effects: these belong to it as a whole.
+    The jaxpr must have no effects, because these belong to the whole jaxpr.
     """
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
@@ -135,7 +135,7 @@ def run_equations(jaxpr: Any, eqns: list, outs: list, values: dict) -> list:
 
 
 def run_equation(jaxpr: Any, eqn: Any, outs: list) -> Callable[..., list]:
-    """An equation of a jaxpr as a function of its inputs; `outs` are what it returns.
+    """An equation as a function of its inputs that returns `outs`.
 
     It runs as JAX itself would run it, with all custom derivatives.
     """
@@ -159,7 +159,7 @@ _OTHERS = tuple(
 
 
 def source_line(eqn: Any) -> str:
-    """Where an equation comes from, as `file:line in function`; empty if unknown."""
+    """The source of an equation, as `file:line in function`; empty if unknown."""
     traceback = getattr(eqn.source_info, "traceback", None)
     for frame in getattr(traceback, "frames", ()):
         if not os.path.abspath(frame.file_name).startswith(_OTHERS):
@@ -169,7 +169,7 @@ def source_line(eqn: Any) -> str:
 
 
 def first_use(jaxpr: Any, var: Any) -> tuple[int, ...]:
-    """Where a variable is first used; to be compared with others of the same jaxpr."""
+    """The position of a variable's first use, comparable within one jaxpr."""
     for index, eqn in enumerate(jaxpr.eqns):
         positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
         if not positions:
@@ -182,7 +182,7 @@ def first_use(jaxpr: Any, var: Any) -> tuple[int, ...]:
 
 
 def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
-    """Whether something in a jaxpr is of a dtype."""
+    """Whether a jaxpr uses a dtype."""
     atoms = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
     atoms += [var for eqn in jaxpr.eqns for var in eqn.outvars]
     if any(getattr(atom.aval, "dtype", None) == dtype for atom in atoms):
@@ -192,14 +192,14 @@ def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
 
 
 def is_flat(eqn: Any) -> bool:
-    """Whether an equation has the derivative zero, or none."""
+    """Whether the derivative of an equation is zero or does not exist."""
     if eqn.primitive.name in _FLAT:
         return True
     return not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
 
 
 def live_variables(jaxpr: Any, outs: Sequence[bool]) -> set:
-    """What some outputs of a jaxpr have a derivative in, as far as that is known."""
+    """The variables in which some outputs have a derivative, as far as is known."""
     live = {
         var
         for var, is_live in zip(jaxpr.outvars, outs, strict=True)
@@ -238,18 +238,26 @@ def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
 
 def live_in_scan(eqn: Any, outs: list[bool]) -> tuple[list[bool], list[bool]]:
     """Which outputs and inputs of the body of a scan are differentiated."""
-    params = eqn.params
-    jaxpr, first = params["jaxpr"].jaxpr, params["num_consts"]
-    num = params["num_carry"]
+    jaxpr, (first, num) = eqn.params["jaxpr"].jaxpr, scan_sizes(eqn)
     outs = [*outs]
     while True:
         live = live_variables(jaxpr, outs)
         inputs = [var in live for var in jaxpr.invars]
-        # What one step hands on is what the next one begins with.
+        # The carry of one step is the input of the next.
         carried = [a or b for a, b in zip(outs[:num], inputs[first:], strict=False)]
         if carried == outs[:num]:
             return outs, inputs
         outs[:num] = carried
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """How many constants a scan has, and how many arrays it carries."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # Since JAX 0.12, a scan has trees: of constants, of what it carries, and of slices.
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts.vals), len(carry.vals)
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -265,10 +273,10 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
 class PerExample:
     """A function of leaves and of one example of a batch, traced.
 
-    - `leaves`: the arrays that it was traced with, a list.
-    - `axes`: where the arrays of a batch have the examples. None of a batch without.
+    - `leaves`: the list of arrays that it was traced with.
+    - `axes`: the batch axes of the arrays of a batch; empty without a batch.
     - `closed`: its jaxpr, whose first inputs are the leaves.
-    - `out`: what it returns, with a `jax.ShapeDtypeStruct` for each array.
+    - `out`: its output, with a `jax.ShapeDtypeStruct` for each array.
     """
 
     def __init__(
@@ -311,9 +319,9 @@ class PerExample:
         return jax.vmap(lambda *rows: self.one(leaves, rows), self.axes)(*rows)
 
     def run(self, rows: list) -> list[Array]:
-        """The same, of which those that `has_examples` denies are there once for all.
+        """Like `many`, but arrays that do not depend on the example are computed once.
 
-        They are computed once, and have no axis for the examples.
+        These arrays have no batch axis; see `has_examples`.
         """
         in_axes = (None, *self.axes)
         out_axes = [0 if has else None for has in self.has_examples]
@@ -321,7 +329,7 @@ class PerExample:
         return jax.vmap(one, in_axes, out_axes)(self.leaves, *rows)
 
     def output(self, arrays: Sequence[Any]) -> PyTree:
-        """What it returns, with these in the place of the arrays."""
+        """The output of the function, with these as its arrays."""
         remaining = list(arrays)
         is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)
         return jtu.tree_map(lambda x: remaining.pop(0) if is_struct(x) else x, self.out)

@@ -1,4 +1,4 @@
-"""Meshes of devices: what arrays say of them, and what explicit axes ask for."""
+"""Meshes of devices: shardings of arrays, and support for explicit axes."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ from .jaxprs import inner_jaxprs
 
 
 def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
-    """Size and type of the axes of the mesh that an array, or a struct, is on."""
+    """Size and type of the axes of the mesh of an array or struct."""
     mesh = getattr(getattr(x, "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
         return {}
@@ -49,7 +49,7 @@ def is_explicit(x: Any) -> bool:
 
 
 def spec_of(x: Array) -> PartitionSpec:
-    """How an array is spread over the explicit axes of a mesh."""
+    """The sharding of an array over the explicit axes of a mesh."""
     struct = jax.typeof(x)
     axes = mesh_axes(struct)
     spec = struct.sharding.spec if axes else ()
@@ -67,12 +67,12 @@ def names_of(entry: Any) -> tuple[str, ...]:
 
 
 def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
-    """The number of equal parts in which to see a batch of `total` examples.
+    """The number of equal parts into which to divide a batch of `total` examples.
 
-    With that many parts, each of them is on one device, however the arrays are spread
-    over the meshes that they are on. With `jax.sharding.AxisType.Auto`, only the
-    compiler knows how that is, but any way divides the number of devices. (Inside of
-    `jax.shard_map`, there is nothing but the rows of one device, and so one part.)
+    With this many parts, each part is on one device, however the arrays are sharded.
+    With `jax.sharding.AxisType.Auto`, only the compiler knows the sharding, but the
+    number of shards divides the number of devices. (Inside `jax.shard_map`, there are
+    only the rows of one device, and therefore one part.)
     """
     devices, needed = 1, 1
     for x, axis in zip(arrays, axes, strict=True):
@@ -88,16 +88,16 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
 
 
 def with_type_of(struct: Any, x: Array) -> Array:
-    """`x`, sharded as `struct` says and varying over the mesh as it does."""
+    """`x`, with the sharding of `struct`, and varying over the same mesh axes."""
     if any(kind == AxisType.Explicit for _, kind in mesh_axes(struct).values()):
         x = jax.sharding.reshard(x, struct.sharding)
     return vary(x, varying(struct))
 
 
 def vary(x: Array, names: frozenset) -> Array:
-    """`x`, as something that varies over mesh axes inside of `jax.shard_map`.
+    """Marks `x` as varying over mesh axes inside `jax.shard_map`.
 
-    Its derivative is then that of one device, and not the sum over all of them.
+    Its derivative is then that of one device, not the sum over all devices.
     """
     missing = names - varying(jax.typeof(x))
     if not missing:
@@ -105,12 +105,12 @@ def vary(x: Array, names: frozenset) -> Array:
     pcast = getattr(lax, "pcast", None)
     if pcast is not None:
         return pcast(x, tuple(missing), to="varying")
-    pvary: Any = getattr(lax, "pvary")  # noqa: B009  # What JAX 0.7 has for it.
+    pvary: Any = getattr(lax, "pvary")  # noqa: B009  # Its name in JAX 0.7.
     return pvary(x, tuple(missing))
 
 
 def vary_as(arrays: list[Array], tree: PyTree[Array]) -> PyTree[Array]:
-    """`tree`, as something that varies over all mesh axes that some `arrays` do."""
+    """Marks `tree` as varying over all mesh axes over which some `arrays` vary."""
     names = frozenset().union(*(varying(jax.typeof(x)) for x in arrays))
     return jtu.tree_map(lambda x: vary(x, names), tree)
 
@@ -127,26 +127,26 @@ def zeros_like(struct: Any) -> Array:
 
 
 def full_varying_as(aval: Any, value: int | float) -> Array:
-    """An array full of a number, of a shape and dtype, that varies as that does."""
+    """An array filled with a number, with the type of a struct."""
     return vary(jnp.full(aval.shape, value, aval.dtype), varying(aval))
 
 
 def varying(x: Any) -> frozenset:
-    """The mesh axes over which an array varies, inside of `jax.shard_map`."""
-    # JAX 0.10 has another name for it.
+    """The mesh axes over which an array varies inside `jax.shard_map`."""
+    # The name of the attribute differs in JAX 0.10.
     manual = getattr(x, "manual_axis_type", None)
     return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
 
 
 def manual_axes() -> frozenset:
-    """The axes of the mesh that the `jax.shard_map`s around are over."""
+    """The mesh axes of the enclosing `jax.shard_map`s."""
     mesh = get_abstract_mesh()
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in pairs if kind == AxisType.Manual)
 
 
 def where_it_is(*arrays: Array) -> contextlib.AbstractContextManager:
-    """Where the mesh that some arrays are on is around, if there is one."""
+    """A context in which the mesh of some arrays is set, if there is one."""
     for x in arrays:
         if is_on_mesh(x):
             return use_abstract_mesh(jax.typeof(x).sharding.mesh)
@@ -154,14 +154,14 @@ def where_it_is(*arrays: Array) -> contextlib.AbstractContextManager:
 
 
 def outside_of_mesh() -> contextlib.AbstractContextManager:
-    """Where no mesh is around."""
+    """A context in which no mesh is set."""
     return use_abstract_mesh(AbstractMesh((), ()))
 
 
 def on_devices(mesh: AbstractMesh) -> Mesh:
-    """A mesh of the same form, outside of any `jax.shard_map`.
+    """A mesh of the same shape, outside of any `jax.shard_map`.
 
-    It is to compile for, so that it does not matter which devices are where.
+    It is only used for compilation, so the order of devices does not matter.
     """
     devices = jax.devices()
     if len(devices) < mesh.size:
@@ -177,14 +177,14 @@ def on_devices(mesh: AbstractMesh) -> Mesh:
 def on_all_devices(
     program: Callable[..., list], args: list[Array]
 ) -> tuple[Callable[..., list], list[jax.ShapeDtypeStruct]]:
-    """`program`, to be compiled for the devices of the `jax.shard_map` around.
+    """Compiles `program` for the devices of the enclosing `jax.shard_map`.
 
     Returns a function that applies it on each device, and the types of its arguments.
     """
     inner = get_abstract_mesh()
     mesh = on_devices(inner)
     order = [name for name in inner.axis_names if name in manual_axes()]
-    # What varies over the devices is along a new first axis.
+    # Arrays that vary over the devices get a new first axis.
     spread = lambda x: tuple(name for name in order if name in varying(jax.typeof(x)))
     num = lambda names: math.prod(mesh.shape[name] for name in names)
     names = [spread(x) for x in args]
@@ -212,7 +212,7 @@ def on_all_devices(
 
 
 def replicated(x: Array, mesh: Mesh) -> Array:
-    """`x`, whole on each device."""
+    """`x`, replicated on all devices."""
     whole = NamedSharding(mesh, PartitionSpec())
     if AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(x, whole)
@@ -220,7 +220,7 @@ def replicated(x: Array, mesh: Mesh) -> Array:
 
 
 def explicit_mesh(tree: PyTree) -> AbstractMesh | None:
-    """The mesh with explicit axes that some array is on, if there is one."""
+    """The mesh with explicit axes that any array is on, if there is one."""
     for x in jtu.tree_leaves(tree):
         if eqx.is_array(x) and is_explicit(x):
             return jax.typeof(x).sharding.mesh
@@ -228,7 +228,7 @@ def explicit_mesh(tree: PyTree) -> AbstractMesh | None:
 
 
 def examples_spec(arrays: list[Array], axes: Sequence[int]) -> PartitionSpec:
-    """How the examples are spread, for arrays that have them along axis 0."""
+    """The sharding of the examples, for arrays that have them along axis 0."""
     for x, axis in zip(arrays, axes, strict=True):
         entry = [*spec_of(x), *[None] * x.ndim][axis]
         if entry is not None:
@@ -237,19 +237,18 @@ def examples_spec(arrays: list[Array], axes: Sequence[int]) -> PartitionSpec:
 
 
 def on_one_mesh(tree: PyTree) -> PyTree:
-    """`tree` with all arrays on the mesh with explicit axes that some are on.
+    """Moves all arrays of `tree` to the mesh with explicit axes that some are on.
 
-    JAX multiplies what is on no mesh with what is on one, but cannot differentiate that
-    with respect to it.
+    JAX can multiply an array on no mesh by one on a mesh, but cannot differentiate this
+    with respect to the former.
     """
     return _moved(tree, lambda x: not is_on_mesh(x))
 
 
 def gathered(tree: PyTree, mesh: Mesh | None = None) -> PyTree:
-    """`tree` with all arrays whole on each device, if a mesh has explicit axes.
+    """Replicates all arrays of `tree` on all devices, if a mesh has explicit axes.
 
-    They go to another `mesh` if there is one, unless they are traced: then, they are
-    where they are.
+    They are moved to another `mesh` if one is given, unless they are traced.
     """
     is_elsewhere = lambda x: not is_on_mesh(x) or any(spec_of(x))
     return _moved(tree, lambda x: mesh is not None or is_elsewhere(x), mesh)
@@ -263,7 +262,7 @@ def _moved(
         return tree
     arrays = [x for x in jtu.tree_leaves(tree) if eqx.is_array(x)]
     is_traced = any(isinstance(x, Tracer) for x in arrays)
-    # Of arrays that are there already, the mesh has devices.
+    # The mesh of a concrete array has devices.
     meshes = [] if is_traced else [x.sharding.mesh for x in arrays if is_explicit(x)]
 
     def put(x: Any) -> Any:
@@ -277,16 +276,17 @@ def _moved(
 
 
 def within_mesh(tree: PyTree) -> contextlib.AbstractContextManager:
-    """Where new arrays are on the mesh with explicit axes that some of `tree` are on.
+    """A context in which new arrays are on the explicit mesh of `tree`, if any.
 
-    They meet those in the carries of loops and in updates, which ask for one type.
+    New arrays meet those of `tree` in the carries of loops and in updates, which
+    require equal types.
     """
     mesh = explicit_mesh(tree)
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh)
 
 
 def on_mesh_around(tree: PyTree[Array]) -> PyTree[Array]:
-    """New arrays, made `within_mesh`. JAX 0.7 makes them on no mesh."""
+    """Moves new arrays made `within_mesh` to it; JAX 0.7 creates them on no mesh."""
     if AxisType.Explicit not in get_abstract_mesh().axis_types:
         return tree
     put = lambda x: x if is_on_mesh(x) else reshard(x, PartitionSpec())
@@ -294,9 +294,9 @@ def on_mesh_around(tree: PyTree[Array]) -> PyTree[Array]:
 
 
 def structs_on_devices(arrays: list) -> list[jax.ShapeDtypeStruct]:
-    """The types of arrays, also NumPy's, to compile a program for them.
+    """The types of arrays (including NumPy arrays), to compile a program for them.
 
-    Of those on a mesh with explicit axes, the mesh has devices; others are on none.
+    For arrays on a mesh with explicit axes, the mesh has devices; others have no mesh.
     """
 
     def struct(x: Any) -> jax.ShapeDtypeStruct:
@@ -310,11 +310,11 @@ def structs_on_devices(arrays: list) -> list[jax.ShapeDtypeStruct]:
 
 
 def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
-    """Whether `fun(*operands)` only works where axes of a mesh are explicit.
+    """Whether `fun(*operands)` only works with explicit mesh axes.
 
-    It is so if it names them itself, as `reshard` and `out_sharding` do, or closes over
-    an array on such a mesh. The function is traced for operands that are whole on each
-    device, so that nothing in it is spread for another reason.
+    This is so if it names these axes itself, as with `reshard` and `out_sharding`, or
+    closes over an array on such a mesh. The function is traced for replicated operands,
+    so that nothing in it is sharded for another reason.
     """
     mesh = explicit_mesh(operands)
     if mesh is None:
@@ -348,15 +348,14 @@ def _names_axes(jaxpr: Any) -> bool:
 def with_auto_axes(
     fun: Callable[..., PyTree], operands: tuple, specs: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """`fun(*operands)`, where the compiler decides how arrays are spread over a mesh.
+    """`fun(*operands)`, where the compiler decides how arrays are sharded.
 
-    A product of what is spread along explicit axes must be told how it is spread
-    itself. That is neither known nor of interest on the way from the operands to the
-    result, so explicit axes are automatic for the time. `fun` must not need explicit
-    axes: see `needs_explicit_axes`.
+    With explicit axes, the sharding of each product must be specified. Intermediate
+    results have no natural sharding, so explicit axes are automatic inside `fun`. `fun`
+    must not need explicit axes: see `needs_explicit_axes`.
 
-    `specs` takes what `fun` returns, and gives a PyTree prefix of its arrays that says
-    how they are spread, as `spec_of` does. Axes that do not divide an array, or occur
+    `specs` takes the output of `fun` and returns a PyTree prefix of its arrays with
+    their shardings, as `spec_of` does. Axes that do not divide an array, or occur
     twice, are left out.
     """
     mesh = explicit_mesh(operands)
@@ -385,7 +384,7 @@ def auto_sharded(
     like: tuple,
     specs: Callable[[PyTree], PyTree],
 ) -> Callable[..., PyTree]:
-    """`fun` with its first arguments, with automatic axes if it does not need others.
+    """Applies `fun` to its first arguments, with automatic axes if possible.
 
     `like` stands for the other arguments; only their shapes and dtypes matter.
     """

@@ -1,4 +1,4 @@
-"""What errors say of the mistakes that new users make most often."""
+"""Error messages for common mistakes of new users."""
 
 import difflib
 import inspect
@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from .trees import described
 
 
-# Other names for the number of examples, rows or columns that are worked on at a time.
+# The names of block sizes, one of which is meant by `batch_size` and the like.
 _SIZES = ("microbatch_size", "block_size", "samples_per_batch")
 
 
@@ -70,7 +70,7 @@ def _wrong_arguments(
 
 
 def _meant(key: str, names: list[str]) -> str:
-    """Which argument is meant by one that is not there."""
+    """The argument that was probably meant by an unknown one."""
     found = difflib.get_close_matches(key, names, 1)
     if "size" in key or key in ("batch", "chunk"):
         found = [other for other in _SIZES if other in names][:1] or found
@@ -90,7 +90,7 @@ def hidden_module(x: Any) -> eqx.Module | None:
 
 
 def no_arrays_remedy(x: Any) -> str:
-    """What to do about an argument without arrays: empty if it is nothing common."""
+    """A remedy for an argument without arrays; empty if the mistake is not common."""
     module = hidden_module(x)
     if module is not None and module is not x:
         name = type(module).__name__
@@ -117,10 +117,10 @@ def check_not_jitted(fun: Any) -> None:
 
 
 def called(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a function of the user's returns.
+    """Calls a user's function.
 
-    Raises `TypeError` where `jax.jit` of it is given what only `equinox.filter_jit`
-    takes.
+    Raises `TypeError` if it is a `jax.jit` function whose arguments only
+    `equinox.filter_jit` accepts.
     """
     try:
         return fun(*args, **kwargs)
@@ -141,14 +141,14 @@ NUMBERS = "Make an array of a list of numbers with `jax.numpy.asarray`."
 
 
 def has_numbers(x: Any) -> bool:
-    """Whether that is a list or tuple of nothing but numbers, also a nested one."""
+    """Whether `x` is a (possibly nested) list or tuple of numbers only."""
     leaves = jtu.tree_leaves(x)
     is_number = lambda leaf: isinstance(leaf, (int, float, complex))
     return isinstance(x, (list, tuple)) and bool(leaves) and all(map(is_number, leaves))
 
 
 def is_one_key(x: Any) -> bool:
-    """Whether that looks like the PRNG key of a single example, in either form."""
+    """Whether `x` looks like a single PRNG key, typed or not."""
     if not isinstance(x, jax.Array):
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -157,7 +157,7 @@ def is_one_key(x: Any) -> bool:
 
 
 def key_remedy(name: str, num: int | None) -> str:
-    """What to do about one PRNG key in the place of one for each example."""
+    """The remedy for one PRNG key instead of one for each example."""
     num_keys = "n" if num is None else num
     of = "" if num is None else f" {num}"
     return (

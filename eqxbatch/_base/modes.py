@@ -1,4 +1,4 @@
-"""Whether JAX has the derivative of a function in forward mode, and in reverse mode."""
+"""Whether JAX can differentiate a function in forward mode and in reverse mode."""
 
 import re
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from .jaxprs import inner_jaxprs
 _Statement = tuple[type[Exception], str]
 
 
-# What JAX says. What has no rule at all, such as a callback, has no derivative at all,
-# and is none of these.
+# Messages of JAX. A function without any rule, such as a callback, has no derivative at
+# all and raises another one.
 _NO_FORWARD: list[_Statement] = [
     (TypeError, r"can't apply forward-mode \w+ \(jvp\) to a custom_vjp function"),
 ]
@@ -32,13 +32,13 @@ _NO_REVERSE: list[_Statement] = [
 def without_forward_mode(
     fun: Callable[[list], PyTree], point: list[Array]
 ) -> str | None:
-    """Why a function of arrays has no derivative in forward mode; None if it has."""
+    """Why a function of arrays has no forward-mode derivative; None if it has one."""
     closed = _traced(fun, point)
     if not _has_custom_rules(closed.jaxpr):
         return None
     run = jex.jaxpr_as_fun(closed)
     push = lambda *seeds: jax.jvp(run, tuple(point), seeds)[1]
-    # That there is none comes out only when it is vectorised.
+    # Some functions fail only if the derivative is vectorised.
     seeds = [jnp.expand_dims(x, 0) for x in point]
     return _stated(lambda: jax.eval_shape(jax.vmap(push), *seeds), _NO_FORWARD)
 
@@ -46,7 +46,7 @@ def without_forward_mode(
 def without_reverse_mode(
     fun: Callable[[list], PyTree], point: list[Array]
 ) -> str | None:
-    """Why a function of arrays has no derivative in reverse mode; None if it has."""
+    """Why a function of arrays has no reverse-mode derivative; None if it has one."""
     run = jex.jaxpr_as_fun(_traced(fun, point))
 
     def pulled(*point: Array) -> Any:
@@ -57,12 +57,12 @@ def without_reverse_mode(
 
 
 def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> jex.ClosedJaxpr:
-    """A function as its jaxpr: no code runs in it but that of JAX and custom rules."""
+    """A function as its jaxpr, so that only JAX and custom rules run any code."""
     return jax.make_jaxpr(lambda *point: fun([*point]))(*point)
 
 
 def _has_custom_rules(jaxpr: Any) -> bool:
-    """Whether something has a rule that may only be there for one mode."""
+    """Whether a jaxpr has a custom rule, which may exist for one mode only."""
     if any(eqn.primitive.name.startswith("custom") for eqn in jaxpr.eqns):
         return True
     inner = (sub for eqn in jaxpr.eqns for sub in inner_jaxprs(eqn))

@@ -1,17 +1,17 @@
 """Annotations of public functions, which are checked when these are called.
 
-Everything public has annotations in the words of jaxtyping. Here is the one mechanism
-that holds calls to them, for every user and not only in tests: `checked` for functions
-and methods, `check_fields` for modules, and a `Contract` where arrays are arranged
-first, or come from a function of the user's. All of it happens when a program is
-traced, and costs nothing once it is compiled.
+All public functions have jaxtyping annotations. This module checks calls against them,
+for every user and not only in tests: `checked` for functions and methods,
+`check_fields` for modules, and a `Contract` for arrays that are arranged first or come
+from a user's function. Checks run when a program is traced and cost nothing once it is
+compiled.
 
 `jaxtyping.jaxtyped` would check the same, but its errors name neither the argument nor
-a remedy, and it takes `n` to be one size in each call: what is traced is often called
-in several pieces. What is not about arrays is left to beartype, where it is more than
-the name of a class; that takes a while to import, and is imported when it is needed.
+a remedy, and it requires `n` to be a single size in each call, while traced functions
+are often called in several pieces. Annotations without arrays, other than classes, are
+left to beartype, which is imported only when needed because its import is slow.
 
-`JAXTYPING_DISABLE=1` switches it off, but for what would end in wrong numbers.
+`JAXTYPING_DISABLE=1` switches off all checks, except those that prevent wrong numbers.
 """
 
 import collections.abc
@@ -39,7 +39,7 @@ _Function = TypeVar("_Function", bound=Callable)
 Size = int | tuple[int, ...]
 
 
-# What is as good as an array of JAX; and where it has been arranged.
+# Everything that is accepted as a JAX array; and arrays with rearranged axes.
 AnyArray = Array | np.ndarray | np.generic
 
 
@@ -51,10 +51,10 @@ _UNIONS = (Union, types.UnionType)
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """An annotation of arrays with the axes of two others, which jaxtyping has not.
+    """An annotation of arrays with the axes of two others, which jaxtyping lacks.
 
-    - `dtype`: as `jaxtyping.Inexact`.
-    - `dims`: as in `"*a *b"`. At least one of them is known where it is checked.
+    - `dtype`: such as `jaxtyping.Inexact`.
+    - `dims`: such as `"*a *b"`. At least one of them must be known when it is checked.
     """
 
     dtype: Any
@@ -66,11 +66,11 @@ class Joined:
 
 @dataclasses.dataclass
 class _Mismatch:
-    """Why a value is not what an annotation says.
+    """Why a value does not match an annotation.
 
-    - `path`: where in a PyTree that is.
-    - `is_shape`: whether it is an array of another shape, and otherwise all is well.
-    - `known`: the sizes that are known of that shape.
+    - `path`: its position in a PyTree.
+    - `is_shape`: whether only the shape of an array is wrong.
+    - `known`: the known sizes of that shape.
     """
 
     value: Any
@@ -81,14 +81,14 @@ class _Mismatch:
 
 
 class Sizes:
-    """What the names in annotations stand for, in one call."""
+    """The sizes of named axes in the annotations of one call."""
 
     def __init__(self, known: dict[str, Size] | None = None):
         self.known = dict(known or {})
         self.structures: dict[str, Any] = {}
 
     def shown(self, dims: str, leaf: str) -> str:
-        """What is known of the names in `dims`."""
+        """The known sizes of names in `dims`."""
         names = {name: _of_leaf(name, leaf) for name in dims.split()}
         return ", ".join(
             f"{name.strip('*?')}={self.known[own]}"
@@ -97,11 +97,11 @@ class Sizes:
         )
 
     def fits(self, dims: str, shape: tuple[int, ...], leaf: str = "") -> bool:
-        """Whether a shape is what `dims` say, and if so, remembers what it is.
+        """Whether a shape matches `dims`; if so, remembers its sizes.
 
-        As for jaxtyping, but `*a *b` is fine where one of them is known. Names with a
-        `?` are those of one `leaf` of a PyTree. What is neither a name nor a number,
-        as it may be in annotations of users, can be any size.
+        Like jaxtyping, but `*a *b` is allowed if one of them is known. Names with a `?`
+        belong to one `leaf` of a PyTree. Anything that is neither a name nor a number,
+        as in users' annotations, matches any size.
         """
         sizes: list[Any] = []
         for name in map(_plain, dims.split()):
@@ -135,7 +135,7 @@ class Sizes:
 
 
 def _plain(name: str) -> str:
-    """A part of a shape as a name, a number, or what stands for anything."""
+    """A part of a shape as a name, a number, or a wildcard."""
     name = name.rpartition("=")[2]
     return name if name == "..." or name.strip("*?").isalnum() or "_" in name else "_"
 
@@ -150,13 +150,13 @@ def _of_leaf(name: str, leaf: str) -> str:
 
 
 def _mismatch(hint: Any, value: Any, sizes: Sizes, leaf: str = "") -> _Mismatch | None:
-    """What is wrong with a value; None if nothing is."""
+    """The mismatch between a value and an annotation; None if they match."""
     return _way_of(hint)(hint, value, sizes, leaf)
 
 
 @functools.cache
 def _way_of(hint: Any) -> Callable[[Any, Any, Sizes, str], _Mismatch | None]:
-    """How a value is compared with an annotation."""
+    """The function that compares values with an annotation."""
     if hint is Any or isinstance(hint, (str, TypeVar)):
         return lambda *_: None
     if _is_dtype_hint(hint):
@@ -181,7 +181,7 @@ def _of_other(hint: Any, value: Any, sizes: Sizes, leaf: str) -> _Mismatch | Non
 
 
 def _is_a(hint: Any, value: Any) -> bool:
-    """Whether something that is no array is what its annotation says."""
+    """Whether a value that is not an array matches its annotation."""
     origin = get_origin(hint) or hint
     if origin is Literal:
         return any(type(x) is type(value) and x == value for x in get_args(hint))
@@ -210,7 +210,7 @@ def _of_union(hint: Any, value: Any, sizes: Sizes, leaf: str) -> _Mismatch | Non
             return None
         sizes.known = known
         found.append(wrong)
-    # What is nearly right tells more than what is something else altogether.
+    # The closest match gives the most helpful message.
     return max(found, key=lambda wrong: (wrong.is_shape, bool(wrong.remedy)))
 
 
@@ -271,7 +271,7 @@ def _of_tree(hint: Any, value: Any, sizes: Sizes, leaf: str) -> _Mismatch | None
 
 
 def _is_record_hint(hint: Any) -> bool:
-    """Whether that is a named tuple, or a state that says what it is `checked_as`."""
+    """Whether this is a named tuple, or a state with annotations in `checked_as`."""
     is_record = hasattr(hint, "_fields") or hasattr(hint, "checked_as")
     return isinstance(hint, type) and is_record
 
@@ -298,7 +298,7 @@ def _of_dtype(hint: Any, value: Any, sizes: Sizes, leaf: str) -> _Mismatch | Non
 
 
 def _is_dtype(value: Any) -> bool:
-    # NumPy takes all that has a dtype for one, and an array has.
+    # NumPy accepts anything with a dtype as a dtype, including arrays.
     if value is None or (hasattr(value, "shape") and not isinstance(value, np.dtype)):
         return False
     try:
@@ -318,23 +318,23 @@ def _of_any_shape(hint: Any) -> Any:
 
 
 def as_jax(x: Any) -> Any:
-    """Converts arrays of NumPy, and leaves all else to checks."""
+    """Converts NumPy arrays to JAX arrays, and leaves everything else to checks."""
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def arranged(x: Any, *axes: int) -> jax.ShapeDtypeStruct:
-    """What an array is with these axes as its first ones, to be checked."""
+    """The type of an array with these axes moved to the front, for checks."""
     others = [size for i, size in enumerate(x.shape) if i not in axes]
     return jax.ShapeDtypeStruct((*(x.shape[i] for i in axes), *others), x.dtype)
 
 
 def text_of(hint: Any) -> str:
-    """How an annotation is shown."""
+    """How an annotation is displayed."""
     if _is_dtype_hint(hint):
         return "a dtype | None" if type(None) in get_args(hint) else "a dtype"
     if get_origin(hint) in _UNIONS:
         texts = [text_of(one) for one in get_args(hint)]
-        # What is said of arrays of JAX holds for those of NumPy, too, and for numbers.
+        # Annotations of JAX arrays also cover NumPy arrays and numbers.
         own = [x for x in texts if x == _of_jax(x) or _of_jax(x) not in texts]
         if any("[Array," in x for x in own) and {*_NUMBERS} & {*own}:
             own = [x.replace("[Array,", "[ArrayLike,") for x in own]
@@ -378,16 +378,16 @@ def _of_jax(text: str) -> str:
     return text.replace("[ndarray,", "[Array,").replace("[ShapeDtypeStruct,", "[Array,")
 
 
-# All that are not the annotations of a function or of a class.
+# All contracts other than annotations of functions and classes.
 CONTRACTS: list["Contract"] = []
 
 
 class Contract:
-    """The annotations of a call, by the names of what it takes and returns.
+    """The annotations of a call, by the names of its arguments and results.
 
-    - `annotations`: those of arguments; that of the result is called `return`.
-    - `remedies`: what to do, where that is more than the annotation says.
-    - `of`: what is public that has such calls, where those are not its own.
+    - `annotations`: those of arguments, and that of the result as `return`.
+    - `remedies`: what to do, if the annotation alone does not say so.
+    - `of`: the public functions that make such calls.
     """
 
     def __init__(
@@ -403,13 +403,13 @@ class Contract:
             CONTRACTS.append(self)
 
     def begin(self, **known: Size) -> "CheckedCall":
-        """A call, of which nothing but these sizes is known yet."""
+        """Begins a call, for which only these sizes are known yet."""
         return CheckedCall(self, Sizes(known))
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedCall:
-    """A call that is held to its contract."""
+    """A call that is checked against its contract."""
 
     contract: Contract
     sizes: Sizes
@@ -417,11 +417,12 @@ class CheckedCall:
     def check(
         self, name: str, value: Any, what: str | None = None, *, always: bool = False
     ) -> None:
-        """Raises if a value is not what the contract says of that name.
+        """Raises if a value does not match the contract for this name.
 
-        `ValueError` if it is an array of another shape or a PyTree of another
-        structure, and `TypeError` for all else. `what` it is called in the message is
-        its name if that is not given. What keeps out wrong numbers is `always` checked.
+        Raises `ValueError` for an array of another shape or a PyTree of another
+        structure, and `TypeError` for anything else. `what` describes the value in the
+        message; the default is its name. Checks that prevent wrong numbers use
+        `always`.
         """
         if config.jaxtyping_disable and not always:
             return
@@ -442,10 +443,10 @@ class CheckedCall:
 def checked(
     fun: _Function, remedies: dict[str, str] | None = None, but: Sequence[str] = ()
 ) -> _Function:
-    """`fun`, with its arguments and its result held to their annotations in each call.
+    """Wraps `fun` to check arguments and results against their annotations.
 
-    `remedies` are what messages about arguments end with; arguments that are named in
-    `but` are left out.
+    `remedies` are appended to messages about arguments. Arguments named in `but` are
+    not checked.
     """
     signature = inspect.signature(fun)
     annotations = {
@@ -474,14 +475,14 @@ def checked(
 
 
 def check_fields(module: Any) -> None:
-    """Raises if fields of a module are not what their annotations say."""
+    """Raises if fields of a module do not match their annotations."""
     if config.jaxtyping_disable:
         return
     cls = type(module)
     call = _contract_of(cls).begin()
     for name in call.contract.annotations:
         value = getattr(module, name)
-        # There can be structs in the place of arrays where only shapes are asked for.
+        # Structs can replace arrays if only shapes are needed.
         if not isinstance(value, jax.ShapeDtypeStruct):
             call.check(name, value, f"`{name}` of `{cls.__name__}`")
 

@@ -1,4 +1,4 @@
-"""PyTrees, and what is said of arguments."""
+"""PyTrees, and descriptions of arguments in messages."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 
-# Says what takes a while, and what is chosen.
+# Logs slow steps and automatic choices.
 log = logging.getLogger("eqxbatch")
 
 
@@ -28,10 +28,10 @@ def match_prefix(
     remedy: str = "",
     is_leaf: Callable[[Any], bool] = is_none,
 ) -> list[tuple[tuple, Any, PyTree]]:
-    """The leaves of a prefix of `tree`, each with its path and what it stands for.
+    """The leaves of a prefix of `tree`, each with its path and its subtree.
 
-    Raises `ValueError` where `spec` is no prefix; `name`, `what` the argument is to be,
-    and the `remedy` are for its message.
+    Raises `ValueError` if `spec` is not a prefix. `name`, `what` (the expected
+    argument) and `remedy` are used in the message.
     """
     places: list[tuple[tuple, Any, PyTree]] = []
     try:
@@ -48,7 +48,7 @@ _MOST_GROUPS = 8
 
 
 def consecutive_groups(sizes: list[int], least: int) -> list[list[int]]:
-    """Consecutive ones, about an eighth of all together, or `least` if that is more."""
+    """Groups of consecutive sizes, each about an eighth of the total, or `least`."""
     most = max(sum(sizes) // _MOST_GROUPS, least)
     groups: list[list[int]] = []
     for i, size in enumerate(sizes):
@@ -60,22 +60,22 @@ def consecutive_groups(sizes: list[int], least: int) -> list[list[int]]:
 
 
 def type_of(x: Any) -> Any:
-    """The shape and dtype of an array or of a struct; all else as it is."""
+    """The shape and dtype of an array or struct; anything else is unchanged."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return tuple(x.shape), str(x.dtype)
     return x
 
 
-# Scalars of NumPy are numbers, and what they are is worth saying.
+# NumPy scalars are numbers, so messages show their values.
 _NO_ARRAYS = (type, np.generic)
 
 
 def _is_array(x: Any) -> bool:
-    """Whether that is an array, of whatever library, or a struct."""
+    """Whether `x` is an array of any library, or a struct."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, _NO_ARRAYS)
 
 
-# How many paths a message lists, and how long what it quotes can be.
+# The largest number of paths in a message, and the longest quoted text.
 _MOST_PATHS = 6
 
 
@@ -83,9 +83,9 @@ _LONGEST = 200
 
 
 def shown(x: Any) -> str:
-    """What a message says of an argument: in one line, without the values of arrays.
+    """Describes an argument in one line, without the values of arrays.
 
-    An array is its shape and dtype, and a PyTree with arrays the paths of these.
+    An array is shown by its shape and dtype, and a PyTree by the paths of its arrays.
     """
     if _is_array(x):
         return f"an array of shape {tuple(x.shape)} and dtype {x.dtype}"
@@ -106,13 +106,13 @@ def shown(x: Any) -> str:
 
 
 def described(x: Any) -> str:
-    """The same, with the type of what is no array."""
+    """Like `shown`, with the type of anything that is not an array."""
     text = shown(x)
     return text if _is_array(x) else f"{text} of type {type(x).__name__}"
 
 
 def as_int(x: Any) -> int | None:
-    """An int, or what stands for one, as an int; None for all else, and for bools."""
+    """Converts an int, or an int-like value, to an int; None for others and bools."""
     if isinstance(x, bool):
         return None
     try:
@@ -122,9 +122,9 @@ def as_int(x: Any) -> int | None:
 
 
 def import_extra(module: str, what: str, extra: str) -> Any:
-    """Imports a module of a package that may not be there.
+    """Imports a module of an optional package.
 
-    Raises `ImportError` then, with how to install it.
+    Raises `ImportError` with instructions if the package is not installed.
     """
     try:
         return importlib.import_module(module)

@@ -1,5 +1,5 @@
-"""Rows of a batch in microbatches.
+"""Running a batch in microbatches.
 
-How they are cut, looped over, accumulated and sized, and what all transforms share.
-It imports from `_base`.
+How a batch is cut, looped over, accumulated and sized, and what all transforms share.
+May import from `_base`.
 """

@@ -1,4 +1,4 @@
-"""Accumulators: how the results of the microbatches become one result."""
+"""Accumulators: how the results of microbatches are combined."""
 
 import abc
 import functools
@@ -27,9 +27,9 @@ _Struct = jax.ShapeDtypeStruct
 
 
 class AbstractAccumulator(eqx.Module, Generic[_State]):
-    """How the results of the microbatches become one result; subclass it for your own.
+    """Combines the results of all microbatches; subclass it to write your own.
 
-    An accumulator is the program
+    An accumulator is used like this:
 
     ```python
     state = accumulator.init(shape_of_one_value, blocks)
@@ -38,13 +38,13 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
     result = accumulator.finalize(state)
     ```
 
-    In [`eqxbatch.filter_micro_vmap`][] the `value` of a microbatch is what `aggregate`
-    makes of the results of its examples. In [`eqxbatch.filter_microbatch`][] it is what
-    the function itself returned for the microbatch, and `aggregate` is not called.
+    In [`eqxbatch.filter_micro_vmap`][], the `value` of a microbatch is what `aggregate`
+    returns for the results of its examples. In [`eqxbatch.filter_microbatch`][], it is
+    what the function returned for the microbatch, and `aggregate` is not called.
 
-    An accumulator is given to each array of the output that it stands for, one at a
-    time. With the class attribute `leafwise = False` it is given the whole sub-PyTree
-    at its place instead, as optax's are.
+    By default, an accumulator is applied to each array of the output separately. With
+    the class attribute `leafwise = False`, it is applied to the whole sub-PyTree at its
+    place instead, as optax's accumulators are.
 
     !!! example
 
@@ -74,45 +74,46 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
 
     @abc.abstractmethod
     def init(self, value: PyTree[_Struct], blocks: Blocks) -> _State:
-        """The state before the first microbatch.
+        """Returns the state before the first microbatch.
 
         **Arguments:**
 
         - `value`: the shape and dtype of the value of one full microbatch.
-        - `blocks`: how the examples are cut: `total`, `size`, `num_full`, `remainder`
-            and `num`, all Python ints.
+        - `blocks`: how the batch is cut: `total`, `size`, `num_full`, `remainder` and
+            `num`, all Python ints.
         """
 
     @abc.abstractmethod
     def update(self, state: _State, value: PyTree[Array], block: Block) -> _State:
-        """The state after one more microbatch.
+        """Returns the state after one more microbatch.
 
         **Arguments:**
 
-        - `state`: what `init` or the last `update` returned. Structure, shapes and
-            dtypes must not change.
+        - `state`: what `init` or the previous `update` returned. Its structure, shapes
+            and dtypes must not change.
         - `value`: the value of the microbatch.
-        - `block`: which microbatch it is; `block.size` examples from `block.start` on.
+        - `block`: which microbatch it is: it holds `block.size` examples, starting at
+            `block.start`.
         """
 
     @abc.abstractmethod
     def finalize(self, state: _State) -> PyTree[Array]:
-        """The result, from the state after the last microbatch."""
+        """Returns the result, from the state after the last microbatch."""
 
     @abc.abstractmethod
     def aggregate(self, values: PyTree[Array], block: Block) -> PyTree[Array]:
-        """The value of one microbatch, from its examples' results along axis 0."""
+        """Returns the value of a microbatch from its examples' results, on axis 0."""
 
 
 class Concat(AbstractAccumulator[Array]):
-    """Puts the results of the microbatches one after another: what `vmap` returns.
+    """Concatenates the results of the microbatches, as `vmap` returns them.
 
-    This is the default. Blocks are written into the result in place; where
-    `num_real_microbatches` stops early, the rows that were not reached are zero.
+    This is the default. Results are written into the output array in place. If
+    `num_real_microbatches` stops the loop early, the remaining rows are zero.
 
     **Arguments:**
 
-    - `axis`: the axis of the result along which the examples are, for
+    - `axis`: the axis of the result that the examples are along. Used by
         [`eqxbatch.filter_microbatch`][].
 
     !!! example
@@ -146,8 +147,8 @@ class Concat(AbstractAccumulator[Array]):
         axis = self.axis_of(value)
         parts = self.parts_of(value, block)
         if block.is_remainder:
-            # Rows of no example, too, can be as many as it has examples: if the full
-            # microbatches have as many.
+            # Rows that do not belong to examples can be as many as the examples by
+            # chance: then full microbatches have the same number of rows.
             total = block.start + block.size
             if state.shape[axis] * block.size != value.shape[axis] * total:
                 parts = 1
@@ -180,12 +181,12 @@ class Concat(AbstractAccumulator[Array]):
         return rows * blocks.num if per_block else per_example * blocks.total
 
     def parts_of(self, value: Any, block: Block) -> int:
-        """The parts that the rows of a value are from; 1 if they are of no example."""
+        """The parts that the rows of a value come from; 1 if rows are not examples."""
         rows = value.shape[self.axis_of(value)]
         return 1 if rows % block.size else block.parts
 
     def axis_of(self, value: Any) -> int:
-        """`axis`, counted from the front."""
+        """`axis` as a non-negative number."""
         if not -len(value.shape) <= self.axis < len(value.shape):
             raise ValueError(
                 f"Concat(axis={self.axis}) does not fit a result of shape "
@@ -197,9 +198,9 @@ class Concat(AbstractAccumulator[Array]):
 
 
 class Last(AbstractAccumulator[Array]):
-    """The result of the last example (or microbatch) that ran.
+    """Keeps the result of the last example (or microbatch) that ran.
 
-    Raises `ValueError` where there are no examples.
+    Raises `ValueError` if there are no examples.
 
     !!! example
 
@@ -238,13 +239,13 @@ class Last(AbstractAccumulator[Array]):
     ) -> Shaped[Array, "*r"]:
         examples, *others = [*spec_of(values), *[None] * values.ndim][: values.ndim]
         if examples is not None:
-            # JAX does not cut one row out of an axis that is spread explicitly.
+            # JAX cannot slice one row out of an explicitly sharded axis.
             values = reshard(values, PartitionSpec(None, *others))
         return values[-1]
 
 
 class _Extreme(eqx.Module):
-    """The largest or smallest result of some examples, and how many results it is."""
+    """The largest or smallest result of some examples, and how many attain it."""
 
     checked_as: ClassVar[dict[str, Any]] = {
         "value": Shaped[Array, "*r"],
@@ -255,11 +256,11 @@ class _Extreme(eqx.Module):
 
 
 class Max(AbstractAccumulator[_Extreme]):
-    """The largest result of all examples, elementwise; NaN where one is NaN.
+    """The elementwise maximum over all examples; NaN where any result is NaN.
 
-    Its derivative is shared evenly between all examples that attain it.
+    If several examples attain the maximum, the gradient is split evenly between them.
 
-    For no examples it is the identity of the maximum: `-inf`, or the smallest integer.
+    For an empty batch, the result is `-inf` (the smallest integer for integer dtypes).
     Raises `TypeError` for complex results, which have no order.
 
     !!! example
@@ -295,11 +296,11 @@ class Max(AbstractAccumulator[_Extreme]):
 
 
 class Min(AbstractAccumulator[_Extreme]):
-    """The smallest result of all examples, elementwise; NaN where one is NaN.
+    """The elementwise minimum over all examples; NaN where any result is NaN.
 
-    Its derivative is shared evenly between all examples that attain it.
+    If several examples attain the minimum, the gradient is split evenly between them.
 
-    For no examples it is the identity of the minimum: `inf`, or the largest integer.
+    For an empty batch, the result is `inf` (the largest integer for integer dtypes).
     Raises `TypeError` for complex results, which have no order.
 
     !!! example
@@ -345,10 +346,11 @@ class LogSumExp(AbstractAccumulator[_LogTotal]):
 
     **Arguments:**
 
-    - `dtype`: the dtype to compute in: float32 for bfloat16 and float16, and the
-        result's own otherwise. The result comes back in its own dtype.
+    - `dtype`: the dtype to compute in. The default is float32 for bfloat16 and float16
+        results, and the dtype of the results otherwise. The output always has the dtype
+        of the results.
 
-    For no examples it is `-inf`. Raises `TypeError` for integer results.
+    For an empty batch, the result is `-inf`. Raises `TypeError` for integer results.
 
     !!! example
 
@@ -397,7 +399,7 @@ class LogSumExp(AbstractAccumulator[_LogTotal]):
 
 
 def _log_sum_exp(x: Inexact[Array, "n ..."]) -> Inexact[Array, "..."]:
-    """`jax.nn.logsumexp` along axis 0, whose derivative is zero where all is `-inf`."""
+    """`jax.nn.logsumexp` along axis 0, with derivative zero if all are `-inf`."""
     largest = lax.stop_gradient(jnp.max(jnp.real(x), axis=0))
     is_empty = largest == -jnp.inf
     shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(x.dtype)
@@ -433,7 +435,7 @@ def _merge_extremes(pick: Callable, state: _Extreme, value: Any) -> _Extreme:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _picked(pick: Callable, x: Array, y: Array, share: Array) -> Array:
-    """`pick(x, y)`, in whose derivative `x` has this `share`."""
+    """`pick(x, y)`, with a derivative in which `x` has weight `share`."""
     del share
     return pick(x, y)
 

@@ -1,6 +1,6 @@
 """Which axis of which argument is the batch, and how a batch is cut into microbatches.
 
-Axes are told in the words of `eqx.filter_vmap`. Microbatches are contiguous rows; the
+Batch axes are given as for `eqx.filter_vmap`. Microbatches are contiguous rows; the
 last one may be shorter.
 """
 
@@ -46,7 +46,7 @@ def _resolve_axis(name: str, axis: Any) -> int | None:
 
 
 def positional_names(fun: Callable, num: int) -> list[str]:
-    """What the first `num` positional arguments of a function are called."""
+    """The names of the first `num` positional arguments of a function."""
     names = []
     try:
         parameters = inspect.signature(fun).parameters.values()
@@ -71,10 +71,10 @@ _POSITIONAL = (
 def argument_specs(
     fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict, default: Any
 ) -> tuple[PyTree, PyTree]:
-    """What `in_axes` says of `args` and of `kwargs`.
+    """Splits `in_axes` into the axes of `args` and those of `kwargs`.
 
-    It is a prefix of `args`, or a dict by the names of the arguments. The `default` is
-    for what is not named, keyword arguments among it.
+    `in_axes` is a prefix of `args`, or a dict by argument name. Arguments that it does
+    not name, including keyword arguments, get the `default`.
     """
     if not isinstance(in_axes, dict):
         return in_axes, dict.fromkeys(kwargs, default)
@@ -90,7 +90,7 @@ def argument_specs(
     return tuple(args_spec), kwargs_spec
 
 
-# Of all arguments that are batched, with the axis of the batch first.
+# All batched arguments, once their batch axis has been moved to the front.
 EXAMPLES = Contract(
     {"batched arguments, by leaf": Shaped[Arranged, "n ..."]},
     of=[
@@ -112,10 +112,10 @@ EXAMPLES = Contract(
 
 
 class Batch(eqx.Module):
-    """The arguments of a call, split into what is batched and what is not.
+    """The arguments of a call, split into batched leaves and everything else.
 
-    `arrays` and `axes` (not negative) run in parallel over the batched leaves;
-    `names` says, for messages, where each of them came from.
+    `arrays` and `axes` (non-negative) list the batched leaves in the same order;
+    `names` says where each of them came from, for error messages.
     """
 
     arrays: list
@@ -125,18 +125,18 @@ class Batch(eqx.Module):
     _treedef: Any = eqx.field(static=True)
 
     def arguments(self, arrays: list) -> tuple[tuple, dict]:
-        """`(args, kwargs)` of the call, with `arrays` for the batched leaves."""
+        """`(args, kwargs)` of the call, with `arrays` as the batched leaves."""
         arrays = list(arrays)
         leaves = [arrays.pop(0) if x is _Batched else x for x in self._shared]
         return jtu.tree_unflatten(self._treedef, leaves)
 
     def call(self, fun: Callable, arrays: list) -> PyTree:
-        """What `fun` returns with `arrays` for the batched leaves."""
+        """Calls `fun` with `arrays` as the batched leaves."""
         args, kwargs = self.arguments(arrays)
         return called(fun, args, kwargs)
 
     def total(self, axis_size: int | None = None) -> int:
-        """The number of examples, which all batched arrays must agree on."""
+        """The number of examples; all batched arrays must agree on it."""
         sizes = [x.shape[a] for x, a in zip(self.arrays, self.axes, strict=True)]
         if axis_size is None and not sizes:
             raise ValueError(
@@ -154,7 +154,7 @@ class Batch(eqx.Module):
             ]
             if axis_size is not None:
                 listing.append(f"`axis_size` is {axis_size}")
-            remedy = "Mend the shapes, or use `in_axes` to name another axis or None."
+            remedy = "Fix the shapes, or use `in_axes` to name another axis or None."
             for name, x in zip(self.names, self.arrays, strict=True):
                 if is_one_key(x):
                     num = max(found) if len(found) == 2 else None
@@ -168,17 +168,17 @@ class Batch(eqx.Module):
 
 
 class _Batched:
-    """Stands where a batched leaf was taken out."""
+    """Marks the place of a batched leaf."""
 
 
 def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Batch:
     """Resolves `in_axes` against a call of `fun` as `eqx.filter_vmap` does.
 
-    Beyond `eqx.filter_vmap`, keyword arguments are taken: those named in a dict of
-    `in_axes` use that, all others `eqx.if_array(0)`.
+    Unlike `eqx.filter_vmap`, keyword arguments are supported: an `in_axes` dict may
+    name them, and all others use `eqx.if_array(0)`.
 
-    Raises `ValueError` for an `in_axes` that does not fit the arguments, for an axis
-    out of range, and for a batch axis on something that is not an array.
+    Raises `ValueError` if `in_axes` does not fit the arguments, if an axis is out of
+    range, or if something that is not an array gets a batch axis.
     """
     default = eqx.if_array(0)
     args_spec, kwargs_spec = argument_specs(fun, in_axes, args, kwargs, default)
@@ -222,7 +222,7 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
 def _check_lists(spec: PyTree, arguments: Any, names: list[str]) -> None:
     """Raises for an argument that is a list of numbers, which would not be batched.
 
-    A prefix with None for it says that it is meant to be the same for all examples.
+    None in the prefix of axes says that the list is shared by all examples.
     """
     keys = [*arguments] if isinstance(arguments, dict) else range(len(arguments))
     for path, axis, part in match_prefix("in_axes", spec, arguments, "a prefix"):
@@ -241,23 +241,23 @@ def _check_lists(spec: PyTree, arguments: Any, names: list[str]) -> None:
 
 
 def unbatched(args: tuple, kwargs: dict) -> Batch:
-    """The arguments of a call where nothing is batched."""
+    """The arguments of a call without a batch."""
     leaves, treedef = jtu.tree_flatten((args, kwargs))
     return Batch([], (), (), leaves, treedef)
 
 
 def leaf_name(path: tuple, parameters: list[str]) -> str:
-    """What a leaf of `(args, kwargs)` is called."""
+    """The name of a leaf of `(args, kwargs)`."""
     in_kwargs, argument, *rest = path
     name = argument.key if in_kwargs.idx == 1 else parameters[argument.idx]
     return f"`{name}{jtu.keystr(tuple(rest))}`"
 
 
 def spec_of_rows(shape: tuple[int, ...], batch: Batch) -> PartitionSpec:
-    """How results that have examples of a `shape` along axis 0 are spread.
+    """The sharding of results with examples of the given `shape` along axis 0.
 
-    They are spread as the argument is whose examples have that shape, if there is one,
-    and otherwise along their examples only.
+    If the examples of an argument have this shape, its sharding is used. Otherwise the
+    results are sharded along their examples only.
     """
     for x, axis in zip(batch.arrays, batch.axes, strict=True):
         if (*x.shape[:axis], *x.shape[axis + 1 :]) == shape:
@@ -267,15 +267,15 @@ def spec_of_rows(shape: tuple[int, ...], batch: Batch) -> PartitionSpec:
 
 
 class Blocks(eqx.Module):
-    """The cut of `total` examples into contiguous microbatches of `size`.
+    """How `total` examples are cut into contiguous microbatches of `size`.
 
-    Microbatch `i` holds the examples `[i * size, (i + 1) * size)`; where `size` does
-    not divide `total`, a shorter one of `remainder` examples comes last.
+    Microbatch `i` holds the examples `[i * size, (i + 1) * size)`. If `size` does not
+    divide `total`, the last microbatch is shorter and holds the `remainder` examples.
 
-    Examples that are spread over a mesh lie in `parts` equal parts, one after the
-    other. A microbatch then has the same share of each of them, so that all devices
-    work on every microbatch and no example leaves its device: of each part, microbatch
-    `i` holds the examples `[i * size / parts, (i + 1) * size / parts)`.
+    Examples that are sharded over a mesh lie in `parts` equal parts, one after the
+    other. Each microbatch then takes the same share of every part: microbatch `i` holds
+    the examples `[i * size / parts, (i + 1) * size / parts)` of each. All devices work
+    on every microbatch, and no example leaves its device.
     """
 
     total: int = eqx.field(static=True)
@@ -305,12 +305,12 @@ class Blocks(eqx.Module):
 
 
 class Block(eqx.Module):
-    """One microbatch, as an [`eqxbatch.AbstractAccumulator`][] is told of it.
+    """One microbatch, as it is described to an [`eqxbatch.AbstractAccumulator`][].
 
-    - `index`: the number of the microbatch, counted from 0.
-    - `start`: how many examples come before it.
-    - `size`: how many examples it holds; known at trace time.
-    - `is_remainder`: whether it is the shorter one at the end.
+    - `index`: the index of the microbatch, starting at 0.
+    - `start`: the number of examples before it.
+    - `size`: the number of examples in it, known at trace time.
+    - `is_remainder`: whether it is the shorter microbatch at the end.
     - `parts`: as in [`eqxbatch.Blocks`][].
     """
 
@@ -325,7 +325,7 @@ class Block(eqx.Module):
 
     @checked
     def take(self, array: Shaped[Array, "..."], axis: int = 0) -> Shaped[Array, "..."]:
-        """The rows of this microbatch, of an array over all examples."""
+        """Returns the rows of this microbatch from an array over all examples."""
         if not -array.ndim <= axis < array.ndim:
             raise ValueError(
                 f"`axis` must be one of the {array.ndim} axes of `array`, of shape "
@@ -352,10 +352,10 @@ def _rows(
 
 
 def are_split(x: Shaped[Array, "..."], axis: int, parts: int) -> bool:
-    """Whether rows along an axis are only to be cut out of each of their parts.
+    """Whether each part of an axis must be sliced separately.
 
-    That is so even of one part, where their type says that they are spread, though it
-    is over one device.
+    This holds even for a single part if the type of the array says that the axis is
+    sharded, although over one device.
     """
     names = names_of([*spec_of(x), *[None] * x.ndim][axis])
     sizes = [mesh_axes(jax.typeof(x))[name][0] for name in names]
@@ -363,20 +363,20 @@ def are_split(x: Shaped[Array, "..."], axis: int, parts: int) -> bool:
 
 
 def split_parts(x: Shaped[Array, "..."], axis: int, parts: int) -> Shaped[Array, "..."]:
-    """Splits an axis into one for the parts and one for the rows of each."""
+    """Splits an axis into an axis of parts and an axis of rows within a part."""
     rows = x.shape[axis] // parts
     shape = (*x.shape[:axis], parts, rows, *x.shape[axis + 1 :])
     spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
-    # JAX 0.7 asks for a sharding, if the rest has an axis of size one.
+    # JAX 0.7 needs a sharding here if another axis has size one.
     return _reshape(x, shape, [*spec[: axis + 1], None, *spec[axis + 1 :]])
 
 
 def merge_parts(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-    """Merges an axis with the one behind it."""
+    """Merges an axis with the next one."""
     rows = x.shape[axis] * x.shape[axis + 1]
     shape = (*x.shape[:axis], rows, *x.shape[axis + 2 :])
     spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
-    # If all parts are on one device, the type may say along which axis its rows are.
+    # If all parts are on one device, the type may name the axis of the rows.
     merged = spec.pop(axis + 1) or spec[axis]
     return _reshape(x, shape, [*spec[:axis], merged, *spec[axis + 1 :]])
 
@@ -406,9 +406,9 @@ def remainder_block(blocks: Blocks) -> Block:
 def block_struct(
     x: Array | jax.ShapeDtypeStruct, axis: int, size: int
 ) -> jax.ShapeDtypeStruct:
-    """What is known of `size` rows of `x` along `axis` at trace time.
+    """Shape and dtype of `size` rows of `x` along `axis`.
 
-    Besides shape and dtype, that is over which axes of a mesh it varies.
+    It also says over which axes of a mesh the rows vary.
     """
     if x.shape[axis] < size:  # There are no examples at all.
         shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])

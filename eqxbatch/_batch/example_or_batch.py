@@ -1,8 +1,8 @@
-"""What is said where a function of a batch is taken for one of an example, or not.
+"""Errors for a function of a batch that is used as a function of one example, or back.
 
-Both mistakes end in an error of JAX's about shapes, deep in the user's function. Which
-of them it is, if any, is found by giving the function what it might have been meant
-for: this is done only after it has failed, and traces it without running it.
+Either mistake ends in a shape error of JAX, deep inside the user's function. To find
+out which one it is, the function is traced again with the other kind of argument. This
+happens only after it has failed, and nothing is run.
 """
 
 import contextlib
@@ -23,11 +23,12 @@ def told_apart(
     remedy: str,
     rows: list | None = None,
 ) -> Iterator[None]:
-    """Raises `ValueError` where a function fails that works for the other of the two.
+    """Raises `ValueError` if a function fails here, but works for the other kind.
 
-    `call(rows)` calls it with these in the place of the batched arrays. `given` is what
-    it is given here, `rows` if that is a microbatch, and `remedy` what to do if it
-    should have been the other. Other errors are as they are.
+    The two kinds are one example and a microbatch. `call(rows)` calls the function with
+    these as the batched arrays. `given` is what it is given here, `rows` if that is a
+    microbatch, and `remedy` says what to do if the other kind was meant. Other errors
+    are raised unchanged.
     """
     try:
         yield
@@ -66,7 +67,7 @@ def _without(x: Any, axis: int) -> jax.ShapeDtypeStruct:
 
 
 def _shapes(batch: Batch, given: str, rows: list | None) -> str:
-    """The batched arrays by name, with the shapes that the function was given."""
+    """Names and shapes of the batched arrays, as the function was given them."""
     if given == "example":
         pairs = zip(batch.arrays, batch.axes, strict=True)
         rows = [_without(x, axis) for x, axis in pairs]

@@ -1,4 +1,4 @@
-"""The loop: one compiled body for all full microbatches, then the remainder."""
+"""The loop over microbatches: one body for all full ones, then the remainder."""
 
 import functools
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from .slots import array_structs, is_struct, Slot, Slots
 
 
 class _Operands(eqx.Module):
-    """All arrays of a run. Those that it may be differentiated in are in here."""
+    """All arrays of a run, including those that it may be differentiated in."""
 
     arrays: list
     full_consts: list
@@ -41,7 +41,7 @@ class _Operands(eqx.Module):
 
 
 class _Program(eqx.Module):
-    """What is known of a run at trace time. No arrays."""
+    """What is known of a run at trace time; it holds no arrays."""
 
     full: Any = eqx.field(static=True)
     outs: list[jax.ShapeDtypeStruct] = eqx.field(static=True)
@@ -61,22 +61,22 @@ def run_blocks(
     limit: Any,
     checkpoint: bool,
 ) -> PyTree:
-    """Runs `fun` over the microbatches of a batch and accumulates what it returns.
+    """Runs `fun` over the microbatches of a batch and accumulates its results.
 
     **Arguments:**
 
-    - `fun`: takes the rows of one microbatch, as a list parallel to `arrays`, and their
+    - `fun`: takes the rows of one microbatch (a list parallel to `arrays`) and their
         number, and returns `(output, static)`. It is traced once for the full
-        microbatches and once for the remainder; nothing else of it ever runs.
+        microbatches and once for the remainder.
     - `arrays`, `axes`: the batched arrays and the axis along which each is cut.
     - `blocks`: how they are cut.
-    - `make_slots`: takes the shapes of the output of a full microbatch, and `static`.
+    - `make_slots`: takes the shapes of a full microbatch's output, and `static`.
     - `limit`: how many microbatches to run: `None`, an int, or an integer scalar array.
     - `checkpoint`: whether microbatches are rematerialised in reverse mode.
 
     **Returns:**
 
-    The output, with the result of its accumulator in the place of each array.
+    The output, in which each array is replaced by the result of its accumulator.
     """
 
     def structs(size: int) -> list[jax.ShapeDtypeStruct]:
@@ -101,7 +101,7 @@ def run_blocks(
 
     outs = array_structs(output)
     if any(is_on_mesh(x) for x in [*arrays, *full.consts]):
-        # Not all versions of JAX tell along with the shapes how the arrays are spread.
+        # Not all versions of JAX include the sharding of the arrays in these shapes.
         evaluate = functools.partial(evaluate_jaxpr, full.jaxpr, full.consts)
         outs = jax.eval_shape(evaluate, structs(blocks.size))
 
@@ -121,7 +121,7 @@ def run_blocks(
         slots=[eqx.tree_at(lambda s: s.accumulator, s, None) for s in slots.slots],
         checkpoint=checkpoint,
     )
-    # JAX would come back to a rule for derivatives when such names are bound no more.
+    # JAX would call a derivative rule again after these axis names are unbound.
     has_names = any(axis_names(jaxpr) for jaxpr in (full.jaxpr, remainder.jaxpr))
     run = _loop_without_rule if has_names else _loop
     return slots.combine(run(operands, program=program))
@@ -133,7 +133,7 @@ def _at_once(
     blocks: Blocks,
     make_slots: Callable[[PyTree, Any], Slots],
 ) -> PyTree:
-    """The same of one microbatch, without a program to be traced ahead for a loop."""
+    """Runs a single microbatch, without tracing a loop body first."""
     block = full_block(blocks, 0)
     with jax.named_scope("microbatch"):
         output, aux = fun(arrays, blocks.size)
@@ -199,16 +199,16 @@ def _check_rows(
         expected = concat.extent(full[index], blocks) - blocks.num_full * rows
         if rest_rows != expected:
             raise ValueError(
-                f"Concat cannot put output{slot.path} together: it has {rows} rows for "
-                f"a microbatch of {blocks.size} examples, so that {expected} were "
-                f"expected, but there are {rest_rows} rows for the remainder of "
+                f"Concat cannot join the parts of output{slot.path}: it has {rows} "
+                f"rows for a microbatch of {blocks.size} examples, so that {expected} "
+                f"were expected, but there are {rest_rows} rows for the remainder of "
                 f"{blocks.remainder}. Choose a microbatch size that divides "
-                f"{blocks.total}, or one that is no divisor of {rows}; or use another "
+                f"{blocks.total}, or one that does not divide {rows}; or use another "
                 "accumulator, such as `Last()` for what each microbatch replaces."
             )
 
 
-# These would broadcast the result of a remainder, if it is of one example.
+# These would broadcast the result of a remainder of one example.
 _OF_ONE_SHAPE = (LogSumExp, Max, Mean, Min, RunningMean, Sum, Variance)
 
 
@@ -231,12 +231,12 @@ def _loop(operands: _Operands, *, program: _Program) -> list[PyTree]:
 
 @_loop.def_jvp
 def _loop_jvp(primals: tuple, tangents: tuple, *, program: _Program) -> tuple:
-    """The derivative, of a loop that is as good to transpose as to run.
+    """The derivative, through a loop whose transpose is efficient, too.
 
-    Reading a microbatch with a dynamic slice and writing it with a dynamic update slice
-    needs no copy of the batch. But in reverse mode, each such slice becomes a sum over
-    an array as large as the batch. `lax.scan` over the microbatches themselves
-    transposes in place, so that is what the arrays that are differentiated go through.
+    Microbatches are read with a dynamic slice and written with a dynamic update slice,
+    which needs no copy of the batch. In reverse mode, each such slice becomes a sum
+    over an array as large as the batch. `lax.scan` over the microbatches transposes in
+    place, so differentiated arrays are scanned over.
     """
     (operands,), (tangents,) = primals, tangents
     perturbed = jtu.tree_map(lambda _, t: t is not None, operands, tangents)
@@ -251,7 +251,7 @@ def _loop_jvp(primals: tuple, tangents: tuple, *, program: _Program) -> tuple:
 
 
 def _loop_without_rule(operands: _Operands, *, program: _Program) -> list[PyTree]:
-    """The loop that is as good to transpose as to run, whether it is to be or not."""
+    """Runs the loop whose transpose is efficient, differentiated or not."""
     are_inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands.arrays]
     return _Run(operands, program, are_inexact).results()
 
@@ -261,7 +261,7 @@ def _none_if_integer(out: Array, t_out: Any) -> Any:
 
 
 class _Run:
-    """One run of a program. `differentiated` says which arrays, if any, are."""
+    """One run of a program; `differentiated` says which arrays are, if any."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class _Run:
         if self.limit is not None and not self.is_limit_traced:
             self.num_steps = min(self.limit, self.num_steps)
             self.runs_remainder &= self.limit == self.blocks.num
-        # A loop of one step is none, and XLA compiles what is not in a loop better.
+        # One step needs no loop, and XLA optimises code outside of loops better.
         self.is_loop = self.num_steps > 1
 
     def results(self) -> list[PyTree]:
@@ -304,9 +304,8 @@ class _Run:
         if self.runs_remainder:
             block = remainder_block(self.blocks)
             rows = [None] * len(self.operands.arrays)
-            # Always true, but only the loop can tell. In a branch of its own, the
-            # remainder gets the memory that the loop has just given back; next to the
-            # loop, XLA gives it more.
+            # Always true, but XLA cannot know that ahead of the loop. As a branch, the
+            # remainder reuses memory of the loop; otherwise XLA allocates more.
             after_loop = num_ran == self.num_steps if self.is_loop else None
             rest = self.values(block, rows, after_loop)
             states = self.updated(states, rest, block)
@@ -326,11 +325,11 @@ class _Run:
         ]
 
     def initial_state(self, slot: Slot, value: PyTree) -> Any:
-        """The state before the first microbatch, with the type that it has after it.
+        """The state before the first microbatch, with its type after the first.
 
-        The result of a microbatch is spread over a mesh, or differs between the devices
-        of a `jax.shard_map`. The state must do so from the start, although it is zero,
-        or the like, on all of them.
+        The result of a microbatch may be sharded over a mesh, or vary over the devices
+        of a `jax.shard_map`. The state must have that type from the start, although its
+        values are the same everywhere.
         """
         state = slot.init(value, self.blocks)
         if self.blocks.total == 0:
@@ -343,14 +342,14 @@ class _Run:
         return jtu.tree_map(with_type_of, after, state)
 
     def is_collected(self, slot: Slot) -> bool:
-        """Whether values are outputs of the scan, rather than written into its carry.
+        """Whether values are outputs of the scan instead of parts of its carry.
 
-        See `_loop_jvp`: of these two, it is what transposes in place.
+        Only outputs transpose in place; see `_loop_jvp`.
         """
         return self.is_derivative and isinstance(slot.accumulator, Concat)
 
     def full_blocks(self, states: list) -> tuple[list, list[list], Any]:
-        """The states after the full ones, values of collected slots, and a count."""
+        """The states after all full microbatches, the collected values, and a count."""
         if self.num_steps == 0:
             return states, [], 0
         if not self.is_loop:
@@ -398,7 +397,7 @@ class _Run:
     def values(self, block: Block, rows: list, condition: Array | None) -> list[PyTree]:
         """The values of a microbatch, or zeros if it is not to run.
 
-        Its `rows` are given, or None and cut out here.
+        If `rows` is None, the rows are cut out here.
         """
         if self.is_limit_traced:
             in_limit = block.index < self.limit
@@ -415,7 +414,7 @@ class _Run:
                 jaxpr, consts = self.program.remainder, self.operands.remainder_consts
             else:
                 jaxpr, consts = self.program.full, self.operands.full_consts
-            # A branch is as bad for convolutions as a loop.
+            # Convolutions are as slow in a branch as in a loop.
             is_inside = self.is_loop or condition is not None
             evaluate = evaluate_in_loop if is_inside else evaluate_jaxpr
             outs = [_as_strong(x) for x in evaluate(jaxpr, consts, arrays)]
@@ -432,15 +431,15 @@ class _Run:
             return lax.cond(condition, compute, skip, rows)
 
     def updated(self, states: list, values: list, block: Block) -> list:
-        """The states after a microbatch."""
+        """The states after one more microbatch."""
         new_states = []
         for slot, state, value in zip(self.slots, states, values, strict=True):
             if self.is_collected(slot):
                 new_states.append(None)
                 continue
             new = slot.accumulator.update(state, value, block)
-            # The values of a microbatch past the limit are zero. Where they are written
-            # down, that is what should be there, and a choice would cost a copy.
+            # Values of microbatches past the limit are zero, and `Concat` writes these:
+            # selecting between arrays would cost a copy.
             if self.is_limit_traced and not isinstance(slot.accumulator, Concat):
                 choose = functools.partial(lax.select, block.index < self.limit)
                 new = jtu.tree_map(choose, new, state)
@@ -448,7 +447,7 @@ class _Run:
         return new_states
 
     def merged(self, slot: Slot, stacked: Array) -> Array:
-        """The rows of all full ones, which are along a new axis 0: undoes `cut`."""
+        """Undoes `cut`: merges the new axis 0 of microbatches with their rows."""
         value = jax.eval_shape(lambda x: x[0], stacked)
         axis, parts = self.rows_of(slot, value)
         if are_split(stacked, axis + 1, parts):
@@ -459,7 +458,7 @@ class _Run:
         return merge_parts(x, axis)
 
     def joined(self, slot: Slot, value: Any, pieces: list) -> Array:
-        """The result of a collected slot; what did not run is zero, as in `Concat`."""
+        """The result of a collected slot; rows that did not run are zero."""
         axis, parts = self.rows_of(slot, value)
         whole = jax.eval_shape(lambda: slot.accumulator.init(value, self.blocks))
         missing = whole.shape[axis] - sum(piece.shape[axis] for piece in pieces)
@@ -480,15 +479,15 @@ class _Run:
 
 
 def _as_strong(x: Any) -> Array:
-    # A constant output is a literal of the jaxpr, and not yet an array. The carry of a
-    # loop has no weak types, so that the first microbatch must not either.
+    # A constant output is a literal of the jaxpr and not an array yet. Loop carries
+    # have no weak types, so the first microbatch must not have any either.
     x = jnp.asarray(x)
     return lax.convert_element_type(x, x.dtype) if x.weak_type else x
 
 
 def _as_weak(x: Array) -> Array:
-    """`x` as something whose dtype gives way to others."""
-    # What is filled with it has the type of what it is like.
+    """`x` with a weak type."""
+    # `full_like` gives the result the type of `x`.
     zero = {"f": 0.0, "c": 0j}.get(x.dtype.kind, 0)
     like = lax.full((), zero)
     if like.dtype != x.dtype:

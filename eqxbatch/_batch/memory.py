@@ -1,4 +1,4 @@
-"""Block sizes from a memory budget, by asking the compiler."""
+"""Block sizes from a memory budget, measured by compiling programs."""
 
 import collections
 import dataclasses
@@ -42,46 +42,49 @@ _UNITS = {
 _MAX_COMPILATIONS = 4
 
 
-# A size is large enough if it is so much of the largest one that is expected to fit.
+# A size is large enough if it is this fraction of the largest that should fit.
 _ENOUGH = 0.9
 
 
-# A first guess assumes that memory is proportional to the size. It is a little low, as
-# layouts and padding grow, and what does not fit takes another guess.
+# A first guess assumes that memory is proportional to the size. It is a little low
+# because layouts and padding grow, and a guess that does not fit costs another one.
 _CAUTION = 0.94
 
 
-# XLA for CPUs assigns memory before it has LLVM optimise code. That is up to half of
-# the time, and changes no figure.
+# XLA for CPUs assigns memory before LLVM optimises the code. Optimisation takes up to
+# half of the time and does not change the memory.
 _OPTIONS: dict[str, Any] = {"cpu": {"xla_backend_optimization_level": 0}}
 
 
 class MemoryBudget(eqx.Module):
-    """Stands for a block size: the largest one whose program fits into `max_bytes`.
+    """A block size chosen from a memory budget: the largest that fits into `max_bytes`.
 
-    What has to fit is what the compiled program allocates: its temporaries and its
-    outputs. The inputs are there already and do not count. The program is compiled,
-    and not run, at a small size, and then at the size at which it should need a little
-    less than the budget. Memory is about fixed + slope x size, so that these two tell
-    which size is the largest that fits. If the second one is less than nine tenths of
-    it, a larger one is tried. That takes two compilations, or four at most, once for
-    each function and shapes of its arguments. The size that is chosen is one whose
-    program was compiled, and found to fit. Where not all examples fit, it is at most
-    half of them: a larger one makes two blocks as well, and the memory of both of them
-    can be needed at once.
+    Pass it in place of a number as `microbatch_size`, `block_size` or
+    `samples_per_batch`, where the function accepts it. The budget bounds what the
+    compiled program allocates: temporaries and outputs. The inputs exist already and do
+    not count, and memory used outside the call is not counted.
 
-    The logger `eqxbatch` says at `logging.DEBUG` what was compiled, how long that took,
-    and which size was chosen.
+    Candidates are compiled, but not run, and XLA's reported memory is read. The first
+    candidate is a small size, the second one should need slightly less than the budget.
+    Memory is roughly `fixed + slope * size`, so these two predict the largest size that
+    fits; if the second one is less than 90% of it, a larger one is tried. This takes
+    two to four compilations, once for each function and shapes of its arguments. The
+    chosen size is always one that was compiled and found to fit. If the whole batch
+    does not fit, at most half of it is chosen: a larger size needs two blocks as well,
+    and XLA may allocate memory for both at once.
+
+    The logger `eqxbatch` reports at `logging.DEBUG` what was compiled, how long it
+    took, and which size was chosen.
 
     **Arguments:**
 
-    - `max_bytes`: an int, or a string such as `"500MB"` or `"2GiB"`. The default is
-        what the device says is free, or, on a CPU, the machine's physical memory. That
-        is looked up for each call, and rounded down by up to 6%, so that a program is
-        compiled again only if it has changed. Within `jax.jit` or another transform,
-        it is looked up when the program is traced: give a number there.
+    - `max_bytes`: an int, or a string such as `"500MB"` or `"2GiB"`. The default is the
+        free memory that the device reports or, on a CPU, the physical memory of the
+        machine. It is looked up on every call and rounded down by up to 6%, so that
+        small changes do not cause recompilation. Inside `jax.jit` or another transform
+        it is looked up at trace time; pass a number there.
 
-    Raises `ValueError` for a size that is not positive or not understood, and, when
+    Raises `ValueError` if `max_bytes` is not positive or cannot be parsed and, when
     used, if not even a block of one example fits.
 
     !!! example
@@ -125,9 +128,9 @@ def _parse_bytes(value: int | str) -> int:
 
 
 def free_bytes(digits: int = 5) -> int:
-    """What is free, rounded down to so many binary digits.
+    """The free memory, rounded down to this many binary digits.
 
-    It is a static part of programs, which little changes are not to compile anew.
+    It is a static argument of programs, so small changes must not recompile them.
     """
     stats = jax.local_devices()[0].memory_stats()
     if stats is None or "bytes_limit" not in stats:
@@ -141,10 +144,10 @@ _Settings = TypeVar("_Settings", bound=eqx.Module)
 
 
 def resolved(settings: _Settings) -> _Settings:
-    """Settings of which all budgets are in bytes.
+    """Settings with all budgets resolved to bytes.
 
-    To be called where a call is not traced yet: what is free then is a part of what
-    tells compiled programs apart.
+    Call this before tracing: the free memory is then part of the key of the compiled
+    program.
     """
     changes = {}
     for name in _NAMES:
@@ -159,14 +162,14 @@ def resolved(settings: _Settings) -> _Settings:
     return dataclasses.replace(settings, **changes) if changes else settings
 
 
-# What settings call sizes, or other settings that have some.
+# The names of settings that are sizes, or that contain sizes.
 _NAMES = ("blocking", "block_size", "column_size", "microbatch_size", "per_batch")
 
 
 def check_size(name: str, size: Any) -> int | MemoryBudget | None:
     """The size as a Python int, a budget, or `None`.
 
-    Raises `TypeError` if it is something else, and `ValueError` if it is below 1.
+    Raises `TypeError` for any other type and `ValueError` for a size below 1.
     """
     if size is None or isinstance(size, MemoryBudget):
         return size
@@ -174,8 +177,8 @@ def check_size(name: str, size: Any) -> int | MemoryBudget | None:
     if number is None:
         raise TypeError(
             f"`{name}` must be an int, a `MemoryBudget` or None; got "
-            f"{described(size)}. It sets the shapes of the compiled program, so "
-            "it must be known when that is made."
+            f"{described(size)}. It sets the shapes of the compiled program, so it "
+            "must be known at trace time."
         )
     if number < 1:
         raise ValueError(
@@ -218,12 +221,12 @@ def resolve_size(
         log.debug("MemoryBudget(%d): chose blocks of %d of %d.", budget, size, largest)
         return size
 
-    # Only a key: sizes are for the backend that `compiled_bytes` compiles for, which is
-    # the default one, as its structs are on no device.
+    # Only a key. `compiled_bytes` compiles for the default backend, because its structs
+    # are on no device.
     key = (budget, jax.default_backend(), total, *_structure(operands))
     try:
         hash(key)
-    except TypeError:  # Something static in the arguments has no hash.
+    except TypeError:  # A static argument has no hash.
         return choose()
     if key not in _SIZES:
         _SIZES[key] = choose()
@@ -246,7 +249,7 @@ def _structure(operands: PyTree) -> tuple:
 
 
 class CompiledBytes(NamedTuple):
-    """What a compiled program allocates."""
+    """The bytes that a compiled program allocates."""
 
     temporaries: int
     outputs: int
@@ -261,8 +264,8 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> CompiledBy
         out = fun(eqx.combine(jtu.tree_unflatten(treedef, leaves), static))
         return eqx.filter(out, eqx.is_array)
 
-    # A jaxpr has what `fun` closes over in its constants. Those can be tracers, if this
-    # is called inside of another transformation; only their types matter here.
+    # The constants of a jaxpr are what `fun` closes over. Inside another transformation
+    # they can be tracers; only their types matter here.
     is_manual = bool(manual_axes())
     if is_manual or explicit_mesh(leaves) is not None:
         closed = jax.make_jaxpr(arrays_to_arrays)(*leaves)
@@ -287,7 +290,7 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> CompiledBy
         lowered = jax.jit(program).lower(*structs)
         stats = lowered.compile(compiler_options=options).memory_analysis()
     if stats is None:
-        # Only a message: it names the backend that was compiled for.
+        # Only for the message: it names the backend that was compiled for.
         raise RuntimeError(
             f"The compiler for {jax.default_backend()!r} does not report how much "
             "memory a program takes. Give a size in place of the `MemoryBudget`."
@@ -296,7 +299,7 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> CompiledBy
 
 
 def _within_vmaps(program: Callable[..., list], names: set) -> Callable[..., list]:
-    """`program` within `jax.vmap`s that bind these names, as they are bound here."""
+    """`program` inside `jax.vmap`s that bind the same axis names as here."""
     for name in names:
         program = _within_vmap(program, name, int(lax.psum(1, name)))
     return program
@@ -306,7 +309,7 @@ def _within_vmap(
     program: Callable[..., list], name: Any, size: int
 ) -> Callable[..., list]:
     def run(*args: Any) -> list:
-        # What differs between its places does so here; what does not, is there once.
+        # Mapped as here: only what varies along the axis varies in the program.
         mapped = jax.vmap(lambda: program(*args), axis_name=name, axis_size=size)
         return [x[0] for x in mapped()]
 
@@ -316,11 +319,11 @@ def _within_vmap(
 def fit_size(
     budget: int, largest: int, bytes_at: Callable[[int], CompiledBytes]
 ) -> int:
-    """A size in `[1, largest]` that fits into `budget`, nearly the largest.
+    """A size in `[1, largest]` that fits into `budget`, close to the largest such size.
 
-    Takes the sum of `bytes_at(size)` to be about affine and increasing, and calls it at
-    most four times. Where it is not, the size that is returned fits all the same, but
-    there can be much larger ones that do.
+    Assumes that the sum of `bytes_at(size)` is roughly affine and increasing, and calls
+    it at most four times. If it is not, the returned size still fits, but much larger
+    ones may fit, too.
 
     Raises `ValueError` if not even size 1 fits.
     """
@@ -335,7 +338,7 @@ def fit_size(
         raise ValueError(
             f"A memory budget of {budget:,} bytes is too small: with blocks of one "
             f"example, the program needs {sum(found[1]):,} bytes for temporaries and "
-            "outputs. Raise the budget, or let the function take less: "
+            "outputs. Raise the budget, or reduce the memory of the function: "
             "`jax.checkpoint` keeps fewer intermediate values, and where there is a "
             "result for each example, an accumulator such as `Sum` keeps only one."
         )
@@ -347,12 +350,12 @@ def fit_size(
         best = max((size for size in found if fits(size)), default=0)
         if len(found) > 1 and best >= _ENOUGH * (exact + 1):
             break
-        # A guess is low, to have something that fits should the program not be affine.
-        # If the last one fitted, and is far from what is predicted now, trust that.
+        # Guesses are low, so that one fits even if memory is not affine. If the last
+        # one fitted and is far from the new prediction, trust the prediction.
         has_room = len(found) > 2 and fits(list(found)[-1])
         cautious = exact if has_room or exact == largest else lower
         if len(found) == 1 and exact < largest:
-            # Far enough from the first one to tell the slope.
+            # Far enough from the first one to estimate the slope.
             cautious = max(cautious, min(best + best // 2, largest))
         guesses = [guess for guess in (cautious, exact) if guess not in found]
         if not guesses or guesses[0] < 1:
@@ -362,9 +365,9 @@ def fit_size(
 
 
 def _predict(budget: int, largest: int, found: dict[int, CompiledBytes]) -> int:
-    """The size at which the line through the two sizes next to the budget meets it.
+    """Predicts the largest size by a line through the two sizes nearest to the budget.
 
-    With one size only, temporaries are taken to be proportional to it.
+    With one size only, temporaries are assumed to be proportional to it.
     """
     totals = {size: sum(bytes) for size, bytes in found.items()}
     below = sorted(size for size in totals if totals[size] <= budget)
@@ -383,10 +386,10 @@ def _predict(budget: int, largest: int, found: dict[int, CompiledBytes]) -> int:
 
 
 def _useful(size: int, largest: int) -> int:
-    """A size with as many blocks as `size`: half of the `largest` for all in between.
+    """`size`, or half of `largest` for sizes between the two.
 
-    A size in between makes two blocks as well. They are not in a loop, so that XLA can
-    have the memory of both at once.
+    Sizes in between also need two blocks. These are not in a loop, so XLA may allocate
+    memory for both at once.
     """
     half = -(-largest // 2)
     return half if half < size < largest else size

@@ -1,4 +1,4 @@
-"""Sums and moments over examples: exact for a remainder and after an early stop."""
+"""Sums and moments over examples, exact with a remainder and after an early stop."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -26,7 +26,7 @@ _Value = Shaped[Array, "*r"]
 
 
 class _Total(eqx.Module):
-    """A sum over examples, the weight of those examples, and the results' dtype."""
+    """A sum over examples, their total weight, and the dtype of the results."""
 
     checked_as: ClassVar[dict[str, Any]] = {"total": Shaped[Array, "*r"]}
     total: Any
@@ -39,16 +39,16 @@ class Sum(AbstractAccumulator[_Total]):
 
     **Arguments:**
 
-    - `weights`: an array of shape `(n,)`, of numbers or bools; the sum is of
-        `weights[i] * result[i]`. Only for [`eqxbatch.filter_micro_vmap`][].
-    - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
-        what `jnp.sum` uses for integers and bools, and the results' own otherwise.
-        Weights of another kind are counted in: unsigned integers with signed weights
-        are added as signed ones, integers with real weights as real numbers, and
-        anything with complex weights as complex numbers.
+    - `weights`: an array of numbers or bools of shape `(n,)`. The sum is over
+        `weights[i] * result[i]`. Only for per-example results.
+    - `dtype`: the dtype to accumulate in. The default is float32 for bfloat16 and
+        float16, the dtype that `jnp.sum` uses for integers and bools, and the dtype of
+        the results otherwise. Weights are taken into account: unsigned integers with
+        signed weights accumulate as signed integers, integers with real weights as real
+        numbers, and anything with complex weights as complex numbers.
 
-    The sum comes back in the dtype of the results, except for integers and bools, and
-    for real results with complex weights, where it has the dtype that it was added in.
+    The sum has the dtype of the results. Exceptions are integers, bools, and real
+    results with complex weights: the sum then has the dtype of the accumulation.
 
     Raises `TypeError` for a `dtype` that would drop the imaginary part, the fractional
     part or the sign of results or weights.
@@ -106,22 +106,22 @@ class Sum(AbstractAccumulator[_Total]):
 class Mean(AbstractAccumulator[_Total]):
     """The mean over all examples: `jnp.mean(..., axis=0)` of what `vmap` returns.
 
-    Exact whether or not the microbatch size divides the batch: microbatches count by
-    their number of examples (or their weight). After an early stop it is the mean over
-    the examples that ran. In [`eqxbatch.filter_microbatch`][] each result is taken to
-    be the mean over its microbatch.
+    The mean is exact even if the microbatch size does not divide the batch: each
+    microbatch counts with its number of examples (or their total weight). After an
+    early stop, it is the mean over the examples that ran.
+    [`eqxbatch.filter_microbatch`][] assumes that each result is the mean over its
+    microbatch.
 
     **Arguments:**
 
-    - `weights`: an array of shape `(n,)`, of numbers that are not negative, or bools;
-        the result is
-        `sum(weights[i] * result[i]) / sum(weights)`.
-    - `dtype`: the dtype to add in. The default is float32 for bfloat16 and float16,
-        and the results' own otherwise.
+    - `weights`: an array of non-negative numbers or bools of shape `(n,)`. The result
+        is `sum(weights[i] * result[i]) / sum(weights)`.
+    - `dtype`: the dtype to accumulate in. The default is float32 for bfloat16 and
+        float16, and the dtype of the results otherwise.
 
-    The mean comes back in the dtype of the results. It is NaN over no examples, and
-    where the weights add up to zero. Raises `TypeError` for integer results unless
-    `dtype` is given, which is then the dtype of the mean.
+    The mean has the dtype of the results. It is NaN for an empty batch and if the
+    weights sum to zero. Raises `TypeError` for integer results unless `dtype` is given;
+    the mean then has that `dtype`.
 
     !!! example
 
@@ -175,7 +175,7 @@ _Squares = Real[AnyArray, "*r"] | None
 
 
 class VarianceState(eqx.Module):
-    """Mean and sum of squared distances to it over some examples.
+    """The mean over some examples, and the sum of squared distances to it.
 
     `count` is the number of examples and `observations` the number of results.
     """
@@ -192,10 +192,10 @@ class VarianceState(eqx.Module):
 
 
 class RunningMean(AbstractAccumulator[VarianceState]):
-    """The mean over all examples, kept as a mean after every microbatch.
+    """The mean over all examples, updated as a running mean after every microbatch.
 
-    As [`eqxbatch.Mean`][] without weights, for results whose sum would overflow: no
-    number larger than the results themselves is ever formed.
+    Like [`eqxbatch.Mean`][] without weights, but for results whose sum would overflow:
+    no intermediate value is larger than the results themselves.
 
     **Arguments:**
 
@@ -215,8 +215,8 @@ class RunningMean(AbstractAccumulator[VarianceState]):
 
     ??? cite
 
-        The update is the one of Welford, "Note on a method for calculating corrected
-        sums of squares and products", Technometrics 4(3), 1962.
+        The update is that of Welford, "Note on a method for calculating corrected sums
+        of squares and products", Technometrics 4(3), 1962.
     """
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
@@ -261,18 +261,18 @@ class MeanAndVariance(NamedTuple):
 
 
 class Variance(AbstractAccumulator[VarianceState]):
-    """Mean and variance over all examples, in one pass and without cancellation.
+    """Mean and variance over all examples, in one numerically stable pass.
 
     Each array of the output becomes a [`eqxbatch.MeanAndVariance`][], whose fields are
     `jnp.mean(..., axis=0)` and `jnp.var(..., axis=0, ddof=ddof)` of what `vmap`
     returns. The variance of complex results is real.
 
-    In [`eqxbatch.filter_microbatch`][] each result is one observation that counts by
-    the examples of its microbatch: it is the variance between microbatches.
+    In [`eqxbatch.filter_microbatch`][], each result is one observation, weighted by the
+    number of examples in its microbatch: the variance is that between microbatches.
 
     **Arguments:**
 
-    - `ddof`: the variance is divided by the number of results less `ddof`.
+    - `ddof`: the divisor of the variance is the number of results minus `ddof`.
     - `dtype`: the dtype to compute in, as for [`eqxbatch.Mean`][].
 
     Raises `TypeError` for integer results unless `dtype` is given.
@@ -313,11 +313,11 @@ class Variance(AbstractAccumulator[VarianceState]):
         value = self._whole(value, block)
         mean, delta, count = _merge_means(state, value)
         real = widest(state.squares.dtype)
-        # In floating point, as the product of two counts can overflow an int32.
+        # In floating point, because the product of two counts can overflow int32.
         harmonic = state.count.astype(real) * (
             value.count.astype(real) / count.astype(real)
         )
-        # Multiplied before it is squared: the square alone may overflow.
+        # Scaled before squaring: the square alone may overflow.
         distance = delta * jnp.sqrt(harmonic).astype(delta.dtype)
         squares = state.squares + value.squares + _abs_squared(distance)
         observations = state.observations + value.observations
@@ -379,7 +379,7 @@ class OfTotals(AbstractAccumulator[Any]):
 
 
 def _zeros_of(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
-    """Zeros of the form that `whole` brings the value of a microbatch to."""
+    """Zeros with the structure that `whole` gives the value of a microbatch."""
     block = full_block(blocks, 0)
     struct = jax.eval_shape(lambda value: whole(value, block), value)
     return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
@@ -410,7 +410,7 @@ def _cast(
 def _weighted_dtype(
     name: str, dtype: Any, weights: Array, requested: DTypeLike | None
 ) -> Any:
-    """The dtype to add weighted results in, which alone would be added in `dtype`."""
+    """The dtype to add weighted results in; `dtype` is the one without weights."""
     if requested is not None:
         check_holds(name, dtype, weights.dtype, "of `weights`")
         return dtype
@@ -421,13 +421,13 @@ def _weighted_dtype(
     of_weights = jax.eval_shape(lambda x: jnp.sum(widened(x)), weights).dtype
     is_unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
     if is_unsigned and jnp.issubdtype(of_weights, jnp.signedinteger):
-        # Promotion would make floats of the longest ones.
+        # Promotion would turn the longest ones into floats.
         return jnp.dtype(f"int{8 * max(dtype.itemsize, of_weights.itemsize)}")
     return jax.dtypes.canonicalize_dtype(common_dtype(dtype, of_weights))
 
 
 def _holds(dtype: Any, other: Any) -> bool:
-    """Whether one inexact dtype has an imaginary part if another one has."""
+    """Whether an inexact dtype can hold the imaginary part of another one, if any."""
     are_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (dtype, other)]
     return are_complex[0] or not are_complex[1]
 
@@ -482,8 +482,8 @@ def _merge_means(
         for x in (state, value)
     ]
     delta = value.mean - state.mean
-    # The difference is more exact, but not where it is infinite: there, a mean or both
-    # are, or they are huge and of different signs.
+    # The difference is more accurate, unless it is infinite: then a mean is infinite,
+    # or both are huge with opposite signs.
     mean = jnp.where(
         jnp.isfinite(delta),
         state.mean + delta * shares[1],

@@ -1,4 +1,4 @@
-"""What differentiating features share: loss, selected parameters, examples."""
+"""Shared by all transforms that differentiate: loss, parameters, examples."""
 
 import dataclasses
 import functools
@@ -46,18 +46,18 @@ class Selection(eqx.Module):
             )
 
     def partition(self, model: PyTree) -> tuple[PyTree, PyTree]:
-        """The parameters and all the rest, each with None for the other."""
+        """Splits a model into its parameters and the rest, as `eqx.partition` does."""
         leaves, treedef = jtu.tree_flatten(model)
         if len(leaves) != len(self._is_parameter):
             raise ValueError(
-                "The model has another structure than when the kernel was made: "
-                f"{len(leaves)} leaves in place of {len(self._is_parameter)}. Make a "
-                "new one."
+                "The model has a different structure than when the kernel was created: "
+                f"{len(leaves)} leaves in place of {len(self._is_parameter)}. Create a "
+                "new kernel."
             )
         return eqx.partition(model, jtu.tree_unflatten(treedef, self._is_parameter))
 
     def split(self, model: PyTree) -> tuple[list[Array], Callable[[list], PyTree]]:
-        """The parameters, and what puts others in their place."""
+        """The parameters, and a function that replaces them in the model."""
         parameters, rest = self.partition(model)
         leaves, treedef = jtu.tree_flatten(parameters)
         combine = lambda leaves: eqx.combine(jtu.tree_unflatten(treedef, leaves), rest)
@@ -75,7 +75,7 @@ class _Number:
 
 
 def _numbers(model: PyTree, where: Callable) -> set[int]:
-    """The numbers of the leaves that `where` picks; parts of it may have none."""
+    """The indices of the leaves that `where` picks."""
     leaves, treedef = jtu.tree_flatten(model)
     marked = jtu.tree_unflatten(treedef, [_Number(i) for i, _ in enumerate(leaves)])
     found = jtu.tree_leaves(where(marked))
@@ -90,11 +90,11 @@ def _numbers(model: PyTree, where: Callable) -> set[int]:
 
 
 class Objective(eqx.Module):
-    """What is differentiated: in which parameters, and over which examples.
+    """What is differentiated: with respect to which parameters, over which examples.
 
     - `where`, `filter_spec`: which leaves of the first argument are parameters.
     - `in_axes`: the batch axes of all other arguments; None if there is no batch.
-    - `has_aux`: whether the function returns more than what is differentiated.
+    - `has_aux`: whether the function returns `(value, aux)`.
     - `holomorphic`: whether it is a holomorphic function of complex arrays.
     """
 
@@ -105,13 +105,13 @@ class Objective(eqx.Module):
     holomorphic: bool = False
 
     def batch(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Batch:
-        """The arguments of a call, of which the first has no examples."""
+        """The arguments of a call; the first one is not batched."""
         if self.in_axes is None:
             return unbatched(args, kwargs)
         return split_examples(fun, self.in_axes, args, kwargs)
 
     def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
-        """What of the first argument is differentiated, and the rest of it."""
+        """The differentiated part of the first argument, and the rest of it."""
         if not args:
             raise ValueError(
                 "The argument that is differentiated comes first, by position; got "
@@ -119,7 +119,7 @@ class Objective(eqx.Module):
             )
         first = args[0]
         if isinstance(first, (float, complex)):
-            first = jnp.asarray(first)  # A number is as good as a scalar array.
+            first = jnp.asarray(first)  # A number counts as a scalar array.
         if not jtu.tree_leaves(eqx.filter(first, eqx.is_inexact_array)):
             raise ValueError(
                 "The first argument has no arrays of an inexact dtype, so that there "
@@ -132,9 +132,9 @@ class Objective(eqx.Module):
     def real_parameters(
         self, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
-        """The same, of real numbers, or of complex ones if it is holomorphic in them.
+        """Like `parameters`, for real arrays, or complex ones if `holomorphic`.
 
-        Raises `TypeError` for others.
+        Raises `TypeError` for other dtypes.
         """
         diff, nondiff = self.parameters(args, kwargs)
         _check_complex(diff, self.holomorphic)
@@ -143,7 +143,7 @@ class Objective(eqx.Module):
     def loss(
         self, fun: Callable, batch: Batch, diff: PyTree, nondiff: PyTree
     ) -> "Loss":
-        """The function as one of the parameters and of the rows of a batch."""
+        """The loss as a function of the parameters and of the rows of a batch."""
         return Loss(fun, batch, diff, nondiff, self.has_aux, self.holomorphic)
 
 
@@ -155,7 +155,7 @@ def split_examples(
 
 
 def _axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
-    """`in_axes` for all arguments, from those for all but the first."""
+    """`in_axes` for all arguments, from `in_axes` for all but the first."""
     if isinstance(in_axes, dict):
         (first,) = positional_names(fun, 1)
         if in_axes.get(first) is not None:
@@ -187,10 +187,9 @@ def _check_complex(diff: PyTree, holomorphic: bool) -> None:
         )
     if any(are_complex) and not holomorphic:
         raise TypeError(
-            "A function of complex arrays has a derivative in their real and "
-            f"imaginary parts; got {_dtypes(diff)}. Give these as two real arrays, and "
-            "make the complex one of them inside of `fun`; or, if `fun` is "
-            "holomorphic, say `holomorphic=True`."
+            "Complex arrays are only differentiated through their real and imaginary "
+            f"parts; got {_dtypes(diff)}. Give these as two real arrays and combine "
+            "them inside `fun`; or, if `fun` is holomorphic, say `holomorphic=True`."
         )
 
 
@@ -219,7 +218,7 @@ class Loss:
         return check_value(value, self.holomorphic), aux
 
     def outputs(self, diff: PyTree, rows: list) -> tuple[PyTree, PyTree]:
-        """What the function returns, whatever it is, and aux."""
+        """The output of the function, of any type, and aux."""
         (_, *rest), kwargs = self.batch.arguments(rows)
         first = eqx.combine(diff, self.nondiff)
         out = called(self.fun, (first, *rest), kwargs)
@@ -257,9 +256,10 @@ def weighted_totals(
     weights: Array | None,
     is_narrow: bool,
 ) -> list[Array]:
-    """`sums(weights, 1.0)` of `num` terms, in float32 at least, without overflow.
+    """`sums(weights, 1.0)` of `num` terms, in at least float32 and without overflow.
 
-    Weights are scaled first, so that the range of the loss's dtype does not matter.
+    Weights are scaled first, so that the range of the dtype of the loss does not
+    matter.
     """
     scale = None
     if weights is not None:
@@ -273,9 +273,9 @@ def weighted_totals(
 
 
 class MicrobatchResult(eqx.Module):
-    """What there is of a microbatch, by its names.
+    """The results of a microbatch, by name.
 
-    - `whole`: of the microbatch as a whole.
+    - `whole`: results of the microbatch as a whole.
     - `total`: sums over its examples.
     - `each`: one result for each example, along axis 0.
     """
@@ -289,9 +289,9 @@ class MicrobatchResult(eqx.Module):
 
 
 class Example:
-    """A loss of one example, traced.
+    """The traced loss of one example.
 
-    `if_whole` is what to do if it turns out to be the loss of a whole batch.
+    `if_whole` is the remedy if it turns out to be the loss of a whole batch.
     """
 
     def __init__(self, loss: Loss, if_whole: str):
@@ -307,22 +307,22 @@ class Example:
                 raise
             raise ValueError(
                 "`fun` is the loss of one example, but it uses a named axis, as "
-                f"BatchNorm does in training mode ({e}). The gradient of an example is "
-                "not defined if the loss couples them: bring such layers to inference "
-                "mode. Or, for gradients without anything about single examples, give "
-                "the loss of a whole microbatch, which uses `jax.vmap` with that "
-                "`axis_name` itself, and say `batched=True`."
+                f"BatchNorm does in training mode ({e}). Per-example gradients are not "
+                "defined if the loss couples examples: switch such layers to inference "
+                "mode. Or, if nothing per-example is needed, give the loss of a whole "
+                "microbatch, which calls `jax.vmap` with this `axis_name` itself, and "
+                "say `batched=True`."
             ) from e
         # Whether sums over examples can overflow where their mean does not.
         self.is_narrow = uses_dtype(self.program.closed.jaxpr, jnp.float16)
 
     @property
     def leaves(self) -> list[Array]:
-        """What is differentiated."""
+        """The differentiated leaves."""
         return self.program.leaves
 
     def vmap(self, one: Callable, rows: list) -> Any:
-        """`one(*rows)` for each of some examples; it may return more than arrays."""
+        """Maps `one(*rows)` over some examples; it may return more than arrays."""
         return eqx.filter_vmap(one, in_axes=tuple(self.program.axes))(*rows)
 
     def outputs(self, arrays: list) -> dict[str, PyTree]:
@@ -331,7 +331,7 @@ class Example:
         return {"value": value, "aux": aux}
 
     def gradient(self, leaves: list) -> PyTree:
-        """Arrays for the leaves, in the structure of the gradient."""
+        """Arrays for the leaves, as a PyTree with the structure of the gradient."""
         return jtu.tree_unflatten(self._treedef, leaves)
 
     def totals(
@@ -341,7 +341,7 @@ class Example:
         weights: Array | None,
         is_mean: bool,
     ) -> MicrobatchResult:
-        """The gradient of a microbatch of `num` examples: its total, or its mean.
+        """The gradient of a microbatch of `num` examples: their sum or mean.
 
         `sums(weights, share)` are the weighted sums over the examples, times a number.
         """
@@ -357,7 +357,7 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """The examples of a call, in microbatches; `blocks` is None if there is but one."""
+    """The examples of a call, in microbatches; `blocks` is None for a single call."""
 
     batch: Batch
     blocks: Blocks | None
@@ -370,11 +370,11 @@ class Examples:
         each: Callable[[list], PyTree],
         closed: Any,
     ) -> tuple[list, PyTree]:
-        """Accumulates what is made of the rows of microbatches.
+        """Accumulates results over all microbatches.
 
-        `sums(rows, weights)` are the (weighted) sums over a microbatch, and
-        `each(rows)` what there is for each example, along axis 0. The results are in
-        float32 at least. The jaxpr `closed` is that of one example.
+        `sums(rows, weights)` returns (weighted) sums over a microbatch, and
+        `each(rows)` per-example results along axis 0. The results are in at least
+        float32. The jaxpr `closed` is that of one example.
         """
         if self.blocks is None:
             return sums([], None), each([])
@@ -407,7 +407,7 @@ class Examples:
         return self.blocking.run(arrays, axes, self.blocks, run, slots)
 
     def fixed(self) -> Blocking:
-        """Microbatches of the size that these have."""
+        """How microbatches are cut, with the size that these examples use."""
         size = None if self.blocks is None else self.blocks.size
         return dataclasses.replace(self.blocking, microbatch_size=size)
 
@@ -415,7 +415,8 @@ class Examples:
 class AbstractOverExamples(AbstractAutoSharded):
     """A transform whose result is a sum or mean over examples.
 
-    With `in_axes=None`, there are no examples: the function is one of all arguments.
+    With `in_axes=None` there is no batch: the function is called once with all
+    arguments.
     """
 
     objective: eqx.AbstractVar[Objective]
@@ -424,7 +425,7 @@ class AbstractOverExamples(AbstractAutoSharded):
 
 
 def check_over_examples(transform: AbstractOverExamples) -> None:
-    """Raises for settings that do not fit to each other."""
+    """Raises for settings that contradict each other."""
     if not isinstance(transform.accumulator, (Sum, Mean)):
         raise TypeError(
             "`accumulator` must be a Sum or a Mean, over the losses of the "
@@ -447,7 +448,7 @@ Call = tuple[Callable, tuple, dict[str, Any]]
 def split_call(transform: AbstractOverExamples, call: Call, one: Call) -> Examples:
     """The examples of a `call` of a transform.
 
-    `one` is what is called for each example, which may be without some argument.
+    `one` is the function of one example, which may take fewer arguments.
     """
     fun, args, kwargs = one
     blocking, accumulator = transform.blocking, transform.accumulator

@@ -1,4 +1,4 @@
-"""Examples that are worked on in blocks, without anything of a transform around it."""
+"""Running functions over blocks of examples, without the settings of a transform."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,9 +17,9 @@ from .slots import match_accumulators
 
 
 class Rows(eqx.Module):
-    """What there is of some examples: arrays, and which of their axes is the batch.
+    """The arrays of some examples, and the batch axis of each.
 
-    That is None for an array which all examples share.
+    The axis is None for an array that all examples share.
     """
 
     arrays: list
@@ -27,7 +27,7 @@ class Rows(eqx.Module):
     total: int = eqx.field(static=True)
 
     def at(self, start: Any, size: int) -> "Rows":
-        """So many of them, from one on."""
+        """A number of rows, starting at a given one."""
         if size == self.total:
             return self
         cut = [
@@ -37,7 +37,7 @@ class Rows(eqx.Module):
         return Rows(cut, self.axes, size)
 
     def one(self) -> list:
-        """An example of zeros, for what does not depend on it."""
+        """An example of zeros, for computations that do not depend on its values."""
         return [
             x
             if axis is None
@@ -55,9 +55,9 @@ def accumulated_sums(
     weights: Array | None,
     size: int,
 ) -> Any:
-    """What `sums(arrays, weights)` returns for so many examples at a time, added up.
+    """Adds up what `sums(arrays, weights)` returns for blocks of examples.
 
-    `axes` are those of the batch; `weights` are of the examples, or None.
+    `axes` are the batch axes; `weights` has one weight for each example, or is None.
     """
     num, total = len(arrays), arrays[0].shape[axes[0]]
     if weights is None:
@@ -74,7 +74,7 @@ def accumulated(
     size: int | None,
     accumulator: Sum | Concat,
 ) -> Any:
-    """What `fun` returns for the arrays of blocks of rows, summed or put together."""
+    """Results of `fun` for blocks of rows, summed or concatenated."""
     if size is None or size >= rows.total > 0:
         return fun(rows.arrays, rows.total)
     blocks = Blocks(rows.total, max(1, min(size, rows.total)))

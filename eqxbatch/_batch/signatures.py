@@ -1,16 +1,16 @@
-"""What type checkers are told of transforms: what all of them share.
+"""Types for type checkers that the signatures of all transforms share.
 
 A transform is called with a function or, as a decorator with arguments, without one.
-Some of its settings change what the transformed function returns. A checker sees a
-Protocol with an overload for each of these cases, in a file of its own beside the
-transforms. The settings of a case are a `TypedDict`: most of them change nothing, and
-would be repeated in each overload.
+Some of its settings change what the transformed function returns. For type checkers, a
+Protocol has an overload for each of these cases, in a separate file beside the
+transforms. The settings of a case are a `TypedDict`: most of them do not change the
+type, and would be repeated in each overload.
 
-No file of signatures is imported at run time, as that takes a while.
+Files of signatures are not imported at run time, because importing them is slow.
 
 The transformed function is a `Callable` with the parameters of the function that it
-wraps. Protocols are `runtime_checkable`, as some tests check all annotations at run
-time, and refuse those that cannot be checked.
+wraps. Protocols are `runtime_checkable`, because some tests check all annotations at
+run time and refuse those that cannot be checked.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ from .moments import Mean, RunningMean, Sum
 P = ParamSpec("P")
 
 
-# Of a bound, so that a lambda without annotations can do anything with its model.
+# Bound to `Any`, so that a lambda without annotations can use its model freely.
 Model = TypeVar("Model", bound=Any)
 
 
@@ -44,7 +44,7 @@ Out = TypeVar("Out")
 Aux = TypeVar("Aux")
 
 
-# A function of a model, or of other parameters, and of what else it is called with.
+# A function of a model (or other parameters) and of further arguments.
 OfModel = Callable[Concatenate[Model, P], Out]
 
 
@@ -54,7 +54,7 @@ Loss = Callable[Concatenate[Model, P], ArrayLike]
 LossWithAux = Callable[Concatenate[Model, P], tuple[ArrayLike, Aux]]
 
 
-# Of an array, these make an array. Others, such as `Variance`, make something else.
+# For an array these return an array. Others, such as `Variance`, do not.
 ArrayAccumulator = Concat | Last | LogSumExp | Max | Mean | Min | RunningMean | Sum
 
 
@@ -75,13 +75,13 @@ class HasAux(TypedDict):
 
 @runtime_checkable
 class SameResult(Protocol):
-    """A decorator of functions that return the same types as before."""
+    """A decorator that keeps the return type of the function."""
 
     def __call__(self, fun: Callable[P, Out], /) -> Callable[P, Out]: ...
 
 
 @runtime_checkable
 class OtherResult(Protocol):
-    """A decorator of functions that can return anything then."""
+    """A decorator after which the function can return anything."""
 
     def __call__(self, fun: Callable[P, Any], /) -> Callable[P, Any]: ...

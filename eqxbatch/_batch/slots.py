@@ -1,4 +1,4 @@
-"""Which accumulator stands for which arrays of an output."""
+"""Which accumulator handles which arrays of an output."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ class _OptaxAccumulator(AbstractAccumulator[Any]):
         return self.accumulator.init(value)
 
     def update(self, state: Any, value: PyTree, block: Block) -> Any:
-        index: Any = block.index  # optax says int, and gives a traced array.
+        index: Any = block.index  # optax annotates an int, but passes a traced array.
         return self.accumulator.update(state, value, index)
 
     def finalize(self, state: Any) -> PyTree:
@@ -55,11 +55,11 @@ _STATES = Contract(dict.fromkeys(("init", "update"), PyTree[Shaped[ArrayLike, ".
 
 
 class Slot(eqx.Module):
-    """One accumulator and the arrays of the output that it is given.
+    """One accumulator and the arrays of the output that it handles.
 
-    `indices` are positions in the flat list of the output's arrays, and `treedef` puts
-    them together to the sub-PyTree that the accumulator sees. `per_example` says
-    whether those arrays hold one result for each example, along axis 0.
+    `indices` are positions in the flat list of the output's arrays, and `treedef`
+    combines them into the sub-PyTree that the accumulator sees. `per_example` says
+    whether these arrays have one result for each example, along axis 0.
     """
 
     accumulator: AbstractAccumulator
@@ -69,7 +69,7 @@ class Slot(eqx.Module):
     per_example: bool = eqx.field(static=True, default=False)
 
     def value(self, arrays: list, block: Block) -> PyTree[Array]:
-        """The value of a microbatch, from all arrays of the output for it."""
+        """The value of a microbatch, from all arrays of its output."""
         value = jtu.tree_unflatten(self.treedef, [arrays[i] for i in self.indices])
         with self.named():
             return (
@@ -92,7 +92,7 @@ class Slot(eqx.Module):
         return state
 
     def check_state(self, before: Any, after: Any) -> None:
-        """Raises if a microbatch changes the type of a state."""
+        """Raises if a microbatch changes the type of the state."""
         before, after = jax.eval_shape(lambda *states: states, before, after)
         if types_of(before) != types_of(after):
             raise TypeError(
@@ -102,9 +102,9 @@ class Slot(eqx.Module):
             )
 
     def is_weak(self, outs: list) -> bool:
-        """Whether a result is weakly typed, as what `jax.vmap` returns would be.
+        """Whether a result is weakly typed, as it would be with `jax.vmap`.
 
-        `outs` are what a microbatch returns.
+        `outs` is what a microbatch returns.
         """
         if not isinstance(self.accumulator, (Concat, Last)):
             return False
@@ -113,7 +113,7 @@ class Slot(eqx.Module):
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Says in errors which output they are about."""
+        """Names the output in error messages."""
         try:
             yield
         except (TypeError, ValueError) as e:
@@ -128,7 +128,7 @@ def is_accumulator(x: Any) -> bool:
 def canonicalise(accumulator: Any) -> AbstractAccumulator | None:
     if is_accumulator(accumulator):
         return accumulator
-    # Only here, as it takes a while to import.
+    # Imported here because the import is slow.
     from optax import microbatching
 
     if isinstance(accumulator, microbatching.AccumulationType):
@@ -178,10 +178,10 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
     """Matches a PyTree prefix of accumulators to an output.
 
     `output` has `jax.ShapeDtypeStruct`s for its arrays; everything else in it is
-    static. A `None` among the accumulators stands for a part without arrays.
+    static. A part without arrays may have None as its accumulator.
 
-    Raises `ValueError` where it is no prefix or leaves arrays out, and `TypeError` for
-    what is not an accumulator.
+    Raises `ValueError` if the accumulators are not a prefix or miss an array, and
+    `TypeError` for anything that is not an accumulator.
     """
     accumulator = jtu.tree_map(canonicalise, accumulator, is_leaf=is_accumulator)
     places = match_prefix(
@@ -227,6 +227,6 @@ def array_structs(output: PyTree) -> list[jax.ShapeDtypeStruct]:
 
 
 def types_of(struct: PyTree) -> tuple:
-    """Structure, shapes and dtypes, to be compared."""
+    """Structure, shapes and dtypes, for comparison."""
     leaves, treedef = jtu.tree_flatten(struct)
     return treedef, [(x.shape, x.dtype) for x in leaves]

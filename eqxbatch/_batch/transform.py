@@ -26,10 +26,10 @@ from .slots import Slots
 class AbstractTransform(eqx.Module):
     """The settings of a transform, and what it does with a call.
 
-    - `is_compiled`: whether calls are compiled as a whole. If not, `apply` runs as it
-        is, and compiles what it sees fit.
-    - `takes_instance`: whether the instance of a method is an argument as all others
-        are. If not, it belongs to the function.
+    - `is_compiled`: whether calls are compiled as a whole. If not, `apply` itself
+        decides what to compile.
+    - `takes_instance`: whether the instance of a method is an ordinary argument. If
+        not, it is part of the function.
     """
 
     is_compiled: ClassVar[bool]
@@ -41,30 +41,30 @@ class AbstractTransform(eqx.Module):
 
 
 class AbstractAutoSharded(AbstractTransform):
-    """A transform for which the compiler decides how arrays are spread over a mesh.
+    """A transform in which the compiler decides how arrays are sharded over a mesh.
 
-    That is also so where the axes of the mesh are explicit.
+    This holds for meshes with explicit axes, too.
     """
 
     @abc.abstractmethod
     def specs(
         self, call: tuple[Callable, tuple, dict[str, Any]], out: PyTree
     ) -> PyTree:
-        """How the results of a call are spread: a prefix with `PartitionSpec`s."""
+        """The sharding of the results of a call: a prefix of `PartitionSpec`s."""
 
 
 class AbstractOtherArguments(AbstractTransform):
-    """A transform for which functions take other arguments than before."""
+    """A transform that changes the arguments of the function."""
 
     @abc.abstractmethod
     def signature(self, own: inspect.Signature) -> inspect.Signature:
-        """That of a transformed function; `own` is that of the function itself."""
+        """The signature of a transformed function; `own` is that of the original."""
 
 
 def with_second(own: inspect.Signature, name: str) -> inspect.Signature:
-    """A signature with one more argument, after the first.
+    """A signature with one more argument after the first.
 
-    `equinox.filter_jit` calls by signature, and looks for it there.
+    `equinox.filter_jit` binds arguments by signature and needs to find it there.
     """
     parameters = [*own.parameters.values()]
     kinds = (
@@ -83,9 +83,10 @@ def with_second(own: inspect.Signature, name: str) -> inspect.Signature:
 class Transformed(eqx.Module):
     """A transformed function.
 
-    It is a PyTree whose leaves are those of the function that it wraps and of the
-    transform's settings, it works as a method, and it looks like what it wraps. Of a
-    method, `_bound` has the instance, where that is an argument as all others are.
+    It is a PyTree whose leaves are those of the wrapped function and of the transform's
+    settings. It works as a method and has the name and signature of the wrapped
+    function. For a method whose instance is an ordinary argument, `_bound` holds the
+    instance.
     """
 
     _transform: AbstractTransform
@@ -94,14 +95,15 @@ class Transformed(eqx.Module):
     _bound: tuple = ()
 
     def __hash__(self) -> int:
-        # Fields can be dicts, such as `in_axes`, but for PyTrees that is structure.
+        # Fields can be dicts, such as `in_axes`, which have no hash. The structure of a
+        # PyTree has one.
         leaves, treedef = jtu.tree_flatten(self)
         if any(map(eqx.is_array, leaves)):
             raise TypeError(
                 f"A function that `{self._name}` returns has no hash if there are "
                 "arrays in it, as in a module, so that `jax.jit` and `jax.pmap` do not "
-                "take it. Call it as it is: it compiles itself. For several devices, "
-                "put the examples on a `jax.sharding.Mesh`."
+                "take it. Call it directly: it is already compiled. For several "
+                "devices, put the examples on a `jax.sharding.Mesh`."
             )
         return hash((treedef, *leaves))
 
@@ -153,7 +155,7 @@ _PUBLIC: dict[str, Mapping[str, inspect.Parameter]] = {}
 
 
 def _of_function(fun: Callable) -> str:
-    """How a function is shown."""
+    """How a function is displayed."""
     if isinstance(fun, Transformed):
         return repr(fun)
     if isinstance(fun, (functools.partial, eqx.Partial)):
@@ -165,9 +167,9 @@ def _of_function(fun: Callable) -> str:
 def _settings(
     module: eqx.Module, parameters: Mapping[str, inspect.Parameter]
 ) -> Iterator[str]:
-    """The settings of a transform that are not the default ones.
+    """The settings of a transform that differ from their defaults.
 
-    Fields that are no settings themselves have some of them.
+    Fields that are not settings themselves contain settings.
     """
     for field in dataclasses.fields(module):
         value = getattr(module, field.name)
@@ -177,7 +179,7 @@ def _settings(
                 yield from _settings(value, parameters)
             continue
         text, default = _of_setting(value), _of_setting(parameter.default)
-        # `store="device"` is kept as None.
+        # `store="device"` is stored as None.
         is_device = value is None and isinstance(parameter.default, str)
         if text != default and not is_device:
             yield f"{field.name}={text}"
@@ -192,9 +194,9 @@ def _of_setting(value: Any) -> str:
     return f"{type(value).__name__}(...)" if has_arrays else shown(value)
 
 
-# One compiled function serves all transforms: what is called is an argument of it, so
-# that the arrays of modules are arguments of the program, and so that an equal call
-# finds the compiled program again.
+# One compiled function serves all transforms. The called function is an argument of it,
+# so that arrays of modules are arguments of the program, and repeated calls with the
+# same function and shapes are not retraced.
 @eqx.filter_jit
 def _apply(
     transform: AbstractTransform, fun: Callable, args: tuple, kwargs: dict[str, Any]
@@ -221,7 +223,7 @@ def transformed(transform: AbstractTransform, fun: Any, name: str) -> Transforme
     return wrapper
 
 
-# What transforms bring to another form says itself what it can be.
+# Settings that transforms convert; the conversion checks their types.
 _CONVERTED = (
     "accumulator",
     "block_size",
@@ -252,12 +254,11 @@ _CONVERTED = (
 
 
 def also_decorator(public: Callable) -> Callable[..., Any]:
-    """Lets the first argument of `public`, a function, be left out.
+    """Makes the first argument of `public`, a function, optional.
 
-    What is returned then takes that function: a decorator with arguments. What type
-    checkers are told of both forms is a Protocol in a file of `*signature*`s, which is
-    not imported at run time: transforms are decorated by
-    `cast("Typed[TheProtocol]", also_decorator)`.
+    Without it, `public` returns a decorator. For type checkers, a Protocol in a file of
+    `*signature*`s describes both forms. It is not imported at run time: transforms are
+    decorated by `cast("Typed[TheProtocol]", also_decorator)`.
     """
     public = checked(public, but=_CONVERTED)
     signature = inspect.signature(public)
@@ -298,8 +299,8 @@ class Blocking(eqx.Module):
     ) -> Blocks:
         """How a batch of `total` examples is cut.
 
-        `transform` is what this is the `blocking` of, and `call` what it is applied to:
-        the program for a budget to measure.
+        A budget measures the program of `transform`, which has this `blocking`, applied
+        to `call`.
         """
 
         def run_with(size: int) -> Callable[[tuple], Any]:
@@ -310,15 +311,15 @@ class Blocking(eqx.Module):
 
             return run
 
-        # The transform is one of the operands, as the memory depends on its settings.
+        # The transform is one of the operands because memory depends on its settings.
         operands = (transform, *call)
         size = resolve_size(self.microbatch_size, total, run_with, operands)
         parts = num_parts(batch.arrays, batch.axes, total)
-        # Each part gives the same share.
+        # Each part contributes the same share.
         return Blocks(total, min(-(-size // parts) * parts, max(total, 1)), parts)
 
     def num_examples(self, blocks: Blocks) -> int | Array:
-        """How many examples run."""
+        """The number of examples that run."""
         count = self.num_real_microbatches
         if count is None:
             return blocks.total
@@ -342,7 +343,7 @@ def _check_count(count: Any) -> int | Array | None:
         return None
     if isinstance(count, jax.Array):
         if count.shape == () and jnp.issubdtype(count.dtype, jnp.integer):
-            # Numbers of microbatches and of examples can need more bits.
+            # The numbers of microbatches and examples may need more bits.
             is_narrow = jnp.iinfo(count.dtype).bits < 32
             return count.astype(jnp.int32) if is_narrow else count
         got = f"an array of shape {count.shape} and dtype {count.dtype}"

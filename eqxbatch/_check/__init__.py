@@ -1,4 +1,4 @@
-"""`explain_sites`: what follows from the sites of a program, compared with JAX.
+"""`explain_sites`: the sites of a program, and a comparison of results with JAX.
 
-It imports from all other folders.
+May import from all other folders.
 """

@@ -1,4 +1,4 @@
-"""`explain_sites`: what the sites of a function are, and whether they are right."""
+"""`explain_sites`: the sites of a function, and a check of derivatives against JAX."""
 
 import contextlib
 import dataclasses
@@ -37,65 +37,64 @@ def explain_sites(
     in_axes: PyTree = None,
     **kwargs: Any,
 ) -> SitesReport:
-    """Shows where the parameters of a function enter it, and what follows from that.
+    """Reports where the parameters of a function enter it (its sites), and their cost.
 
     A site is an operation in which a parameter meets the rest of the computation, such
-    as a matrix product. There, the gradient of one example is a contraction of two
-    small factors, so that its norm, and weighted sums of gradients, can be had without
-    the gradient itself. This is what `clip_norm` of
-    [`eqxbatch.filter_micro_value_and_grad`][] builds on, and kernels, Hessians and
-    Gauss-Newton matrices, too.
+    as a matrix product. There, the per-example gradient is a contraction of two small
+    factors: norms and weighted sums of gradients can be computed without materialising
+    the gradients. `clip_norm` of [`eqxbatch.filter_micro_value_and_grad`][] uses this,
+    and so do kernels, Hessians and Gauss-Newton matrices.
 
-    With `check=True`, it compares for your own function what follows from sites with
-    what JAX says.
+    With `check=True`, results from sites are compared with those of JAX for your
+    function.
 
     **Arguments:**
 
-    - `fun`: called as `fun(model, *args, **kwargs)`, to be traced and not run, unless
-        it is checked. It is a function of one example, such as a loss or a model.
-    - `model`: its arrays of an inexact dtype are parameters.
-    - `args`, `kwargs`: those of one example, without a batch axis. Shapes and dtypes
-        suffice without `check`: anything with these is as good as an array, such as a
+    - `fun`: a function of one example, such as a loss or a model, called as
+        `fun(model, *args, **kwargs)`. It is traced but not run, unless `check=True`.
+    - `model`: a PyTree whose arrays of an inexact dtype are the parameters.
+    - `args`, `kwargs`: the arguments for one example, without a batch axis. Without
+        `check`, anything with a shape and a dtype is accepted as an array, such as a
         `jax.ShapeDtypeStruct`.
     - `check`: whether to compare gradients, norms, kernels, Hessians, their diagonals
-        and Gauss-Newton matrices with `jax.grad`, `jax.jacrev` and products with
-        `jax.jvp` of `jax.grad`, leaf by leaf. That compiles and runs the function,
-        which takes from seconds to minutes.
-    - `where`: takes `model` and returns the part of it, or parts, that it is
-        differentiated in: the last layer, say. The default is all of it.
+        and Gauss-Newton matrices with `jax.grad`, `jax.jacrev` and `jax.jvp` of
+        `jax.grad`, leaf by leaf. This compiles and runs the function, which takes
+        seconds to minutes.
+    - `where`: a function from `model` to the part (or parts) of it to differentiate
+        with respect to, such as the last layer. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
-    - `in_axes`: which axes of `args` are a batch, as for
-        [`eqxbatch.filter_hessian`][], if they are not of one example. A check takes the
-        first three examples then.
+    - `in_axes`: the batch axes of `args`, as for [`eqxbatch.filter_hessian`][], if they
+        are a batch and not a single example. A check then uses the first three
+        examples.
 
     **Returns:**
 
-    An [`eqxbatch.SitesReport`][]. Its text is a table with the sites of each parameter,
-    the contraction that is cheapest by an estimate of operations and memory traffic,
-    its block in [`eqxbatch.filter_kfac`][] of a model, and why there is no rule for a
-    parameter where there is none. With `check`, a table
-    of the largest errors follows, which is the `check` of the report.
+    An [`eqxbatch.SitesReport`][]. Printed, it is a table with the sites of each
+    parameter, the contraction that is cheapest by an estimate of operations and memory
+    traffic, its block in [`eqxbatch.filter_kfac`][] of a model and, for parameters
+    without a rule, the reason. With `check`, a table of the largest errors follows;
+    these are in the field `check` of the report.
 
-    A check is done in float64: the arrays of the model and the arguments are cast to
-    it. If the function then raises an exception, the check is done in the dtypes that
-    it was given, and the report says why. All contractions are compared that are exact
-    for a parameter, and not only the cheapest. What `fun` returns is differentiated as
-    it is if that is a real scalar. Otherwise, gradients and Hessians are those of a
-    quadratic function of it, and more than eight numbers are first projected to eight
-    at random.
+    A check uses float64: the arrays of the model and the arguments are cast to it. If
+    the function then raises an exception, the check uses the original dtypes, and the
+    report gives the reason. All contractions that are exact for a parameter are
+    compared, not only the cheapest one. If `fun` returns a real scalar, this is
+    differentiated. Otherwise, gradients and Hessians are those of a quadratic function
+    of the output, and outputs with more than eight numbers are first projected randomly
+    to eight.
 
-    The memory of a check is bounded: for each example, it is that of eight gradients,
-    and of at most 128 blocks of a Hessian, with eight million entries together. Larger
-    blocks are left out, as are those of parameters whose sites return more than a
-    thousand numbers, and all Hessians in complex parameters. Blocks of parameters with
-    more than 64 entries are compared in products with random directions, and diagonals
-    in some of their entries. The table has a `-` for what is left out altogether.
+    The memory of a check is bounded. For each example, it is that of eight gradients,
+    and of at most 128 Hessian blocks with eight million entries in total. Not compared
+    are larger blocks, blocks of parameters whose sites return more than a thousand
+    numbers, and Hessians in complex parameters. For parameters with more than 64
+    entries, blocks are compared by products with random directions, and diagonals in
+    some of their entries. The table has a `-` for everything that is not compared.
 
     **Raises:**
 
-    `ValueError` if `model` has no arrays of an inexact dtype, or none is selected; with
-    `check`, for arguments that are no arrays but only shapes, no examples, and a
-    function that returns no arrays of an inexact dtype.
+    `ValueError` if `model` has no arrays of an inexact dtype, or none is selected. With
+    `check`, also for arguments that are shapes instead of arrays, for an empty batch,
+    and if the function returns no arrays of an inexact dtype.
 
     !!! example
 
@@ -115,7 +114,7 @@ def explain_sites(
 
         ```
 
-        Are the derivatives of this model right?
+        Check the derivatives of a model:
 
         ```python
         >>> model = eqx.nn.MLP(2, 3, 8, 1, key=jax.random.key(0))
@@ -159,7 +158,7 @@ def explain_sites(
 def _told_apart(
     fun: Callable, model: PyTree, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
 ) -> contextlib.AbstractContextManager:
-    """What says so if the function is that of a whole batch."""
+    """A context that names the mistake if the function takes a whole batch."""
     if in_axes is None:
         return contextlib.nullcontext()
     split = lambda args, kwargs: split_examples(fun, in_axes, (model, *args), kwargs)
@@ -168,7 +167,7 @@ def _told_apart(
     return told_apart(whole, batch, "example", _IF_WHOLE)
 
 
-_IF_WHOLE = "Give the function of one example, whose sites are asked for."
+_IF_WHOLE = "Give the function of one example."
 
 
 def _has_shape(x: Any) -> bool:
@@ -196,7 +195,7 @@ def _first_example(
 
 
 def _as_arrays(tree: PyTree) -> PyTree:
-    """JAX's arrays in the place of NumPy's."""
+    """Converts NumPy arrays to JAX arrays."""
     is_numpy = lambda x: isinstance(x, (np.ndarray, np.generic))
     return jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, tree)
 
@@ -224,7 +223,7 @@ def _batch(
 
 
 def _checked(call: Call, paths: list[str]) -> SitesCheck:
-    """In float64, if the function can be differentiated there."""
+    """Runs the check in float64 if the function can be differentiated there."""
     with double_precision():
         wide = call.widened()
         reason = wide.refusal()

@@ -1,4 +1,4 @@
-"""Gradients, norms and kernels, as sites give them and as JAX does."""
+"""Compares gradients, norms and kernels from sites with those of JAX."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ Errors = dict[str, float]
 
 
 def first_order(subject: Subject) -> tuple[list[Errors], Errors, list[np.ndarray]]:
-    """The errors of each leaf and of all together; and what JAX's Jacobians are."""
+    """The errors of each leaf and of all together, and the Jacobians of JAX."""
     each, jacobians = _truth(subject)
     truth = [*zip(each, jacobians, strict=True)]
     found = _by_sites(subject)
@@ -43,7 +43,7 @@ def first_order(subject: Subject) -> tuple[list[Errors], Errors, list[np.ndarray
 
 
 def _floor(subject: Subject, largest: float) -> float:
-    """What is no more than that, as compared to other leaves, counts as rounding."""
+    """The value below which an entry is rounding error relative to other leaves."""
     dtype = common_dtype(*(x.dtype for x in subject.leaves))
     return float(jnp.finfo(dtype).eps) ** 0.5 * largest
 
@@ -53,7 +53,7 @@ def _weights(subject: Subject) -> np.ndarray:
 
 
 def _truth(subject: Subject) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Gradients and Jacobians of each example, by `jax.grad` and `jax.jacrev`."""
+    """Per-example gradients and Jacobians from `jax.grad` and `jax.jacrev`."""
 
     @jax.jit
     def run(leaves: list, rows: list) -> tuple[list, list]:
@@ -66,10 +66,10 @@ def _truth(subject: Subject) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def _by_sites(subject: Subject) -> list[tuple[dict[str, list[Array]], Array]]:
-    """For each leaf, what all contractions that are exact for it give.
+    """For each leaf, the results of all contractions that are exact for it.
 
-    These are gradients of each example, weighted sums of them, squared norms and
-    kernels; and Jacobians.
+    These are per-example gradients, their weighted sums, squared norms, kernels and
+    Jacobians.
     """
     one = [row[0] for row in subject.rows]
     closed = jax.make_jaxpr(subject.outputs)(subject.leaves, one)
@@ -157,13 +157,13 @@ def _leaf_errors(
 
 
 def _norms(each: list[np.ndarray]) -> np.ndarray:
-    """Those of each example, of some leaves together."""
+    """The norms of the per-example gradients of some leaves together."""
     flat = [x.reshape(x.shape[0], -1) for x in each]
     return np.sqrt(sum(np.sum(np.abs(x) ** 2, 1) for x in flat))
 
 
 def _kernel(jacobian: np.ndarray) -> np.ndarray:
-    """The share of a leaf, from its Jacobian; a complex one is two real ones."""
+    """A leaf's share in the kernel, from its Jacobian; complex counts as two real."""
     flat = jacobian.reshape(*jacobian.shape[:2], -1)
     return np.real(np.einsum("iap,jbp->iajb", flat, flat.conj(), optimize=True))
 
@@ -181,7 +181,7 @@ def _whole_errors(
     each: list[np.ndarray],
     jacobians: list[np.ndarray],
 ) -> Errors:
-    """Of clipped gradients and the norms that they are clipped by, and of kernels."""
+    """The errors of clipped gradients, of norms, and of kernels."""
     norms = _norms(each)
     bound = float(np.median(norms)) / 2 or 1.0
     clipped = filter_micro_value_and_grad(

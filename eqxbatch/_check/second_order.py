@@ -1,8 +1,8 @@
-"""Hessians, their diagonals and Gauss-Newton matrices, as sites give them and JAX.
+"""Compares Hessians, diagonals and Gauss-Newton matrices from sites with JAX.
 
-Blocks of leaves that are large, or whose sites return much, are left out: sites form
-them, and all that they are made of. Where JAX would take a product with a Hessian for
-each of many entries, it takes some for random directions instead.
+Blocks are left out if they are large, or if the sites of a leaf return many numbers,
+because these are materialised. Instead of one Hessian-vector product for each of many
+entries, JAX computes a few for random directions.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ from .._sites.trace import Program
 from .subject import as_numpy, largest_entry, largest_error, Subject
 
 
-# How many entries what a site returns may have, and those of all leaves together; and a
-# leaf that is left to products.
+# The largest number of entries that a site may return; the same for all leaves
+# together; and the largest size of a leaf that is left to products.
 _MOST_OF_PERTURBATION, _MOST_PERTURBED, _MOST_COLUMNS = 1024, 4096, 256
 
 
-# How many blocks of a matrix there may be, and with how many entries all together.
+# The largest number of blocks of a matrix, and of entries in all of them.
 _MOST_BLOCKS, _MOST_OF_BLOCKS = 128, 2**23
 
 
-# Leaves with no more entries are compared in all of them, others in so many, and in as
-# many random directions.
+# Leaves with at most this many entries are compared in all of them; larger leaves in
+# this many entries, and in as many random directions.
 _MOST_EXACT, _NUM_DIRECTIONS = 64, 8
 
 
@@ -43,8 +43,8 @@ _MOST_EXACT, _NUM_DIRECTIONS = 64, 8
 class _Product:
     """JAX's products of the Hessian and Gauss-Newton matrix with one direction.
 
-    The direction is in the leaf of that number, and along its one `entry` if there is
-    one. Products are there for the leaves that they are compared for.
+    The direction is in one leaf, and along a single `entry` if that is given. There are
+    products for the leaves that are compared.
     """
 
     leaf: int
@@ -60,7 +60,7 @@ def second_order(
     """The errors of each leaf, given the Jacobians of each example."""
     errors: list[dict[str, float]] = [{} for _ in subject.leaves]
     if any(map(jnp.iscomplexobj, subject.leaves)):
-        # These have a Hessian in their real and imaginary parts only.
+        # Complex parameters have a Hessian only in their real and imaginary parts.
         return errors
     wanted = {
         "hessian": _wanted(subject, is_diagonal=False, is_ggn=False),
@@ -89,7 +89,7 @@ def _curvature(subject: Subject, leaves: list, *, is_ggn: bool) -> AbstractCurva
 
 
 def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
-    """The blocks that are small enough, of leaves whose sites return little enough."""
+    """The blocks that are small enough, of leaves whose sites return few numbers."""
     curvature = _curvature(subject, subject.leaves, is_ggn=is_ggn)
     program = Program(
         curvature.program.closed,
@@ -101,7 +101,7 @@ def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
     chosen: list[int] = []
     perturbations: set[int] = set()
     sizes = [struct.size for struct in program.perturbations]
-    # Leaves with small perturbations first, so that as many as possible are compared.
+    # Leaves with small perturbations come first, so that most leaves are compared.
     perturbations_of = lambda leaf: {
         site.perturbation for site in program.sites_of(leaf)
     }
@@ -134,7 +134,7 @@ def _small_pairs(subject: Subject, leaves: list[int], is_diagonal: bool) -> list
         return [(leaf, leaf) for leaf in sorted(leaves)]
     with_itself = [(leaf, leaf) for leaf in leaves]
     others = [*itertools.combinations(sorted(leaves), 2)]
-    # Some of all sizes, if there is no room for all.
+    # A random choice has blocks of all sizes, if not all can be compared.
     np.random.default_rng(0).shuffle(others)
     room, chosen = _MOST_OF_BLOCKS, []
     for first, second in (*with_itself, *map(tuple, others)):
@@ -146,7 +146,7 @@ def _small_pairs(subject: Subject, leaves: list[int], is_diagonal: bool) -> list
 
 
 def _by_sites(subject: Subject, wanted: dict[str, Wanted]) -> dict[str, list]:
-    """The blocks that are wanted, summed over the examples."""
+    """The requested blocks, summed over the examples."""
 
     @jax.jit
     def run(leaves: list, rows: list) -> dict[str, list[Array]]:
@@ -172,7 +172,7 @@ def _products(
     leaves: list[int],
     curved: list[int],
 ) -> Iterator[_Product]:
-    """With directions in `leaves`; Hessians are those in the leaves `curved` only."""
+    """Products with directions in `leaves`; Hessians only in the leaves `curved`."""
     point = [subject.leaves[leaf] for leaf in curved]
 
     def total(at: list) -> Array:
@@ -250,7 +250,7 @@ def _compared(
 def _applied(
     block: np.ndarray, product: _Product, is_first: bool, is_diagonal: bool
 ) -> np.ndarray | None:
-    """A block times the direction of a product, as far as they have to do with it."""
+    """A block times the direction of a product, in the leaf of that direction."""
     if is_diagonal:
         entry = product.entry
         return None if entry is None else block.reshape(-1)[entry, None]

@@ -1,4 +1,4 @@
-"""A function and a few of its examples, for JAX and for sites to differentiate."""
+"""A function and a few examples, to differentiate with JAX and with sites."""
 
 import contextlib
 import dataclasses
@@ -18,8 +18,8 @@ from .._base.dtypes import as_real, common_dtype, is_complex
 from .._batch.cut import Batch
 
 
-# With how many examples. More of what a function returns is projected to so many
-# numbers, as each of them is pulled back.
+# The number of examples, and the number of outputs. Larger outputs are projected to
+# this many numbers, because each of them is pulled back.
 NUM_EXAMPLES = 3
 
 
@@ -28,11 +28,11 @@ _MOST_OUTPUTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is compared.
+    """The function whose derivatives are compared.
 
     - `outputs`: takes leaves and the rows of one example, and returns a real vector.
-    - `leaves`: what is differentiated.
-    - `rows`: arrays with the examples along axis 0. There is always one.
+    - `leaves`: the differentiated leaves.
+    - `rows`: arrays with the examples along axis 0, at least one array.
     - `is_scalar`: whether the function itself returns a real scalar.
     """
 
@@ -51,7 +51,7 @@ class Subject:
         return jax.eval_shape(self.outputs, self.leaves, one).size
 
     def scalar(self, outs: Real[Array, " k"]) -> Real[Array, ""]:
-        """What gradients and Hessians are of: a function of the outputs."""
+        """The scalar function of the outputs that has the gradients and Hessians."""
         if self.is_scalar:
             return outs[0]
         weights = jnp.linspace(0.5, 1.5, outs.size, dtype=outs.dtype)
@@ -62,16 +62,16 @@ class Subject:
         return self.scalar(self.outputs(leaves, rows))
 
     def loss(self, outs: Real[Array, " k"]) -> Real[Array, ""]:
-        """That of the Gauss-Newton matrix, convex in the outputs."""
+        """The loss of the Gauss-Newton matrix, convex in the outputs."""
         weights = jnp.linspace(0.5, 1.5, outs.size, dtype=outs.dtype)
         return (jnp.sum(weights * outs**2) + jnp.sum(outs) ** 2) / 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A function, and what it is called with.
+    """A function and its arguments.
 
-    `batch` splits all arguments; `diff` and `nondiff` are the first of them.
+    `batch` splits all arguments; `diff` and `nondiff` are the parts of the first one.
     """
 
     fun: Callable
@@ -85,7 +85,7 @@ class Call:
 
     @property
     def rows(self) -> list[Array]:
-        """Some examples. The last array is for functions that are given none."""
+        """Some examples. The last array is for functions without batched arguments."""
         num = self.batch.total() if self.batch.arrays else 1
         moved = [
             jnp.moveaxis(x, axis, 0)[:NUM_EXAMPLES]
@@ -101,7 +101,7 @@ class Call:
         return jtu.tree_leaves(eqx.filter(out, eqx.is_inexact_array))
 
     def widened(self) -> "Call":
-        """In double precision, which must be enabled."""
+        """The call in double precision, which must be enabled."""
         names = ("diff", "nondiff", "batch")
         wide = {name: _widened(getattr(self, name)) for name in names}
         return dataclasses.replace(self, **wide)
@@ -109,8 +109,8 @@ class Call:
     def refusal(self) -> str | None:
         """Why the function cannot be differentiated as it is called; None if it can.
 
-        Only types are asked for. What fails here is the function, which says whatever
-        it likes.
+        This only traces the function. If it fails here, it is an error of the function,
+        of any type.
         """
         one = [row[0] for row in self.rows]
 
@@ -161,12 +161,12 @@ def double_precision() -> contextlib.AbstractContextManager:
     """Enables 64-bit types."""
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(True)
-    # Its place in older versions.
+    # Its location in older versions.
     return importlib.import_module("jax.experimental").enable_x64(True)
 
 
 def largest_error(found: Any, expected: Any, scale: float | None = None) -> float:
-    """The largest difference, relative to a scale or to the largest entry expected."""
+    """The largest difference, relative to a scale or to the largest expected entry."""
     a, b = as_numpy(found), as_numpy(expected)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
@@ -178,18 +178,18 @@ def largest_error(found: Any, expected: Any, scale: float | None = None) -> floa
 
 
 def largest_entry(x: Any) -> float:
-    """That of an array in absolute value, of those that are finite."""
+    """The largest finite absolute value in an array."""
     x = np.abs(as_numpy(x))
     return float(np.max(x, initial=0.0, where=np.isfinite(x)))
 
 
 def as_numpy(x: Any) -> np.ndarray:
-    """In double precision."""
+    """Converts an array to NumPy, in double precision."""
     if is_complex(x):
         return np.asarray(x, np.complex128)
     return np.asarray(jnp.asarray(x).astype(jnp.float32) if _is_small(x) else x, float)
 
 
 def _is_small(x: Any) -> bool:
-    # NumPy knows no bfloat16.
+    # NumPy has no bfloat16.
     return jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4

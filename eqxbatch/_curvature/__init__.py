@@ -1,4 +1,4 @@
 """Jacobians, Hessians, Gauss-Newton matrices, their products, and expansions.
 
-It imports from `_base`, `_batch` and `_sites`.
+May import from `_base`, `_batch` and `_sites`.
 """

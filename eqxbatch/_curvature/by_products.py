@@ -1,8 +1,8 @@
 """Blocks of columns: products with one-hot vectors, in forward or reverse mode.
 
-Columns are computed for some leaves at a time. What does not depend on those is not
-differentiated, and rows of what comes earlier are not computed: they are known by
-symmetry. So each product goes through a part of the function only.
+Columns are computed for some leaves at a time. What does not depend on these leaves is
+not differentiated, and the rows of earlier leaves are known by symmetry. So each
+product needs only a part of the function.
 """
 
 import dataclasses
@@ -32,26 +32,27 @@ Linear = Callable[[list], list]
 Mode = Literal["auto", "fwd", "rev"]
 
 
-# How many entries of small leaves one product may take along.
+# The number of entries of small leaves that one product may include.
 LEAST_COLUMNS = 256
 
 
-# Takes leaves, the numbers of those that change, and of those whose rows are wanted. It
-# returns the linear function from directions of the former to rows of the latter.
+# Takes the leaves, the indices of those that change, and the indices of those whose
+# rows are requested. Returns the linear function from directions of the former to rows
+# of the latter.
 Products = Callable[[list, list[int], list[int]], Linear]
 
 
-# Takes leaves, and the numbers of those that the gradient is with respect to.
+# Takes the leaves, and the indices of those to differentiate with respect to.
 Gradient = Callable[[list, Sequence[int]], list]
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductBlocks:
-    """Blocks of a symmetric matrix over `leaves`, of which products are known.
+    """Blocks of a symmetric matrix over `leaves`, from products with it.
 
-    - `order`: the numbers of those leaves that columns are computed for, in the order
-        in which the function uses them. Each pair that is wanted has one of them.
-    - `size`: how many columns are computed at a time; None for all of a group.
+    - `order`: the indices of the leaves that columns are computed for, in the order in
+        which the function uses them. Each requested pair contains one of them.
+    - `size`: the number of columns that are computed at a time; None for a whole group.
     """
 
     products: Products
@@ -61,7 +62,7 @@ class ProductBlocks:
     size: int | None
 
     def blocks(self) -> dict[Pair, Inexact[Array, "..."]]:
-        """The blocks that are wanted."""
+        """The requested blocks."""
         result: dict[Pair, Array] = {}
         for group in self._groups():
             pairs = self._pairs(group)
@@ -70,7 +71,7 @@ class ProductBlocks:
             point = [self.leaves[leaf] for leaf in group]
             others = sorted({row for _, row in pairs.values()})
             if self.wanted.is_diagonal:
-                # Rows and columns are the same entries, in the same order.
+                # Rows and columns have the same entries in the same order.
                 others = group
             linear = self.products(self.leaves, group, others)
             compute = own_entries if self.wanted.is_diagonal else images
@@ -91,7 +92,7 @@ class ProductBlocks:
         return result
 
     def estimate(self) -> dict[int, float]:
-        """How many floating-point operations all columns of each leaf take."""
+        """The number of floating-point operations for all columns of each leaf."""
         everything = list(range(len(self.leaves)))
 
         def count(leaves: list) -> dict[int, float]:
@@ -108,7 +109,7 @@ class ProductBlocks:
         return eqx.filter_eval_shape(count, self.leaves)
 
     def _pairs(self, group: list[int]) -> dict[Pair, tuple[int, int]]:
-        """The pairs that a group gives: which leaf has the columns, and the other."""
+        """The pairs that a group covers: the leaf of the columns, and the other one."""
         done = self.order[: self.order.index(group[0])]
         result: dict[Pair, tuple[int, int]] = {}
         for pair in self.wanted.pairs:
@@ -118,14 +119,14 @@ class ProductBlocks:
         return result
 
     def _groups(self) -> list[list[int]]:
-        """The leaves whose columns are computed together: small ones with others."""
+        """Groups of leaves whose columns are computed together, as small ones are."""
         sizes = [self.leaves[leaf].size for leaf in self.order]
         groups = consecutive_groups(sizes, LEAST_COLUMNS)
         return [[self.order[i] for i in group] for group in groups]
 
 
 def hessian_products(gradient: Gradient, *, is_reverse: bool) -> Products:
-    """Products with a Hessian, as derivatives of the `gradient` in one mode."""
+    """Hessian-vector products, as derivatives of the `gradient` in the given mode."""
 
     def forward(leaves: list, group: list[int], rows: list[int]) -> Linear:
         at = lambda some: gradient(replaced(leaves, group, some), rows)
@@ -140,9 +141,9 @@ def hessian_products(gradient: Gradient, *, is_reverse: bool) -> Products:
 
 
 def _pushforward(fun: Linear, point: list, *, is_reverse: bool) -> tuple[list, Linear]:
-    """The values of a function, and its derivative in forward mode.
+    """The values of a function, and its forward-mode derivative.
 
-    With `is_reverse`, that is the transpose of the one in reverse mode.
+    With `is_reverse`, the derivative is the transpose of the reverse-mode one.
     """
     if not is_reverse:
         return jax.linearize(fun, point)
@@ -156,10 +157,10 @@ def gauss_newton_products(
     value: Callable[[list], Array],
     are_reverse: tuple[bool, bool],
 ) -> Products:
-    """Products with `J^T H J`, of the Jacobian of outputs, and a Hessian in them.
+    """Products with `J^T H J`, for the Jacobian of outputs and a Hessian in them.
 
-    `are_reverse` says which of the two have no derivative in forward mode: the outputs,
-    and the gradient of `value` in them.
+    `are_reverse` says, for the outputs and for the gradient of `value` with respect to
+    them, whether it has no forward-mode derivative.
     """
 
     def products(leaves: list, group: list[int], rows: list[int]) -> Linear:
@@ -177,8 +178,8 @@ def gauss_newton_products(
 def warn_reverse(reason: str) -> None:
     warnings.warn(
         "The gradient has no forward-mode derivative, so it is differentiated in "
-        "reverse mode, which is slower and takes more memory. Say `mode='rev'` if that "
-        f"is meant. ({reason})",
+        "reverse mode, which is slower and takes more memory. Set `mode='rev'` to do "
+        f"so without a warning. ({reason})",
         stacklevel=2,
     )
 
@@ -198,10 +199,10 @@ def swapped(block: Array, num: int) -> Array:
 def images(
     linear: Linear, point: Sequence[Array], size: int | None
 ) -> list[Inexact[Array, "..."]]:
-    """What a linear function makes of each direction in which one entry changes.
+    """The images of all one-hot directions under a linear function.
 
-    `point` is like what the function takes. The directions are along axis 0 of all
-    results, and `size` of them are followed at a time.
+    `point` is like the argument of the function. The directions are along axis 0 of all
+    results, and `size` of them are computed at a time.
     """
     return _in_blocks(jax.vmap(linear), point, size, 0)
 
@@ -209,7 +210,7 @@ def images(
 def columns(
     linear: Linear, point: Sequence[Array], size: int | None
 ) -> list[Inexact[Array, "..."]]:
-    """As `images`, with the directions along the last axis."""
+    """Like `images`, with the directions along the last axis."""
     return _in_blocks(
         lambda seeds: jax.vmap(linear, out_axes=-1)(seeds), point, size, -1
     )
@@ -218,7 +219,7 @@ def columns(
 def own_entries(
     linear: Linear, point: Sequence[Array], size: int | None
 ) -> list[Inexact[Array, " n"]]:
-    """The diagonal of a linear function that returns what is like its argument."""
+    """The diagonal of a linear function whose result is like its argument."""
 
     def entries(seeds: list) -> list:
         outs = jax.vmap(linear)(seeds)
@@ -242,7 +243,7 @@ def _in_blocks(
 
 
 def _seeds(index: Int[Array, " b"], point: Sequence[Array]) -> list[Array]:
-    """One-hot directions, for entries by their numbers in all arrays together."""
+    """One-hot directions for entries, numbered over all arrays together."""
     ends = itertools.accumulate(x.size for x in point)
     seeds = [
         jax.nn.one_hot(index - (end - x.size), x.size, dtype=x.dtype)
@@ -255,7 +256,7 @@ def _seeds(index: Int[Array, " b"], point: Sequence[Array]) -> list[Array]:
 
 
 class ColumnSize(eqx.Module):
-    """How many columns, or rows, of a matrix are computed at a time."""
+    """The number of columns (or rows) of a matrix that are computed at a time."""
 
     block_size: int | MemoryBudget | None
     num_blocks: int | None = eqx.field(static=True)
@@ -270,8 +271,8 @@ class ColumnSize(eqx.Module):
             )
         if self.block_size is not None and number is not None:
             raise ValueError(
-                "`block_size` and `num_blocks` say the same thing in two ways; got "
-                f"{block_size} and {num_blocks}. Give one of them."
+                f"`block_size` and `num_blocks` are alternatives; got {block_size} and "
+                f"{num_blocks}. Give one of them."
             )
         self.num_blocks = number
 
@@ -281,7 +282,7 @@ class ColumnSize(eqx.Module):
         run: Callable[["ColumnSize"], Callable[[PyTree], Any]],
         operands: PyTree,
     ) -> int | None:
-        """The size; `run(size)(operands)` is the program for a budget to measure."""
+        """The size; a budget measures the program `run(size)(operands)`."""
         if self.num_blocks is not None:
             return max(1, -(-total // self.num_blocks))
         if self.block_size is None:

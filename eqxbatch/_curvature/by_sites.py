@@ -1,14 +1,14 @@
 """Second derivatives with respect to parameters, from the sites where they enter.
 
 With `d` the cotangent of a site's output `y = w(a)`, the gradient with respect to `w`
-is `d a`. A second parameter that enters at `y' = w'(a')` changes `d`, and `a` if it
-comes later, by way of `y'` only. So the second derivatives of one example are
+is `d a`. A second parameter that enters at `y' = w'(a')` changes `d` (and `a`, if the
+first site comes later) only through `y'`. So the second derivatives of one example are
 
     (∂d/∂z') a a' + d (∂a/∂z') a' + d' (∂a'/∂z) a,
 
-for small perturbations `z` of `y` and `z'` of `y'`. These have few entries as compared
-to parameters, and only the products with the operands, summed over all examples, are
-as large as the Hessian.
+for small perturbations `z` of `y` and `z'` of `y'`. These have few entries compared to
+the parameters. Only the products with the operands, summed over all examples, are as
+large as the Hessian.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from .site_blocks import (
 
 
 def is_covered(program: Program, leaf: int, wanted: Wanted) -> bool:
-    """Whether the blocks of a leaf that are wanted follow from sites."""
+    """Whether the requested blocks of a leaf can be computed from sites."""
     sites = program.sites_of(leaf)
     if leaf in program.fallbacks or any(site.is_reverse for site in sites):
         return False
@@ -58,10 +58,10 @@ def is_covered(program: Program, leaf: int, wanted: Wanted) -> bool:
 
 
 class _Derivatives:
-    """Cotangents and operands of some examples, and how perturbations change them.
+    """Cotangents and operands of some examples, and their derivatives.
 
-    All have the examples along axis 0. A derivative has the directions of its
-    `Push` along axis 1.
+    Derivatives are with respect to perturbations. All arrays have the examples along
+    axis 0. A derivative has the directions of its `Push` along axis 1.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class _Derivatives:
     def terms(
         self, uses: Sequence[Use], labels: list[dict[str, Label]]
     ) -> Iterator[list[Term]]:
-        """Arrays to contract, the sum of which is the block of two sites."""
+        """Arrays to contract; the block of two sites is the sum of the contractions."""
         curvature = self._curvature(uses, labels)
         sites, others = zip(*uses, strict=True)
         sides = ((sites, labels[0]), (others, labels[1]))
@@ -105,9 +105,9 @@ class _Derivatives:
                 yield [self._cotangent(*changed), change, *operands[1 - index]]
 
     def of_sources(self) -> list[tuple[Node, Array]]:
-        """The values that are not linear in leaves, and the gradient of each.
+        """The values that are not linear in leaves, and their gradients.
 
-        That is the gradient of the sum over the examples.
+        The gradients are those of the sum over the examples.
         """
         uses: dict[tuple, Site] = {}
         for site in self.program.sites:
@@ -191,7 +191,7 @@ class _Derivatives:
         by: Site,
         other_names: dict[str, Label],
     ) -> Term:
-        """Changes of what `arrange` gives the axes of a site, with those of `by`."""
+        """Changes of an array that `arrange` gives the axes of a site."""
         x, lead = changes
 
         def arranged(x: Array) -> Array:
@@ -203,9 +203,9 @@ class _Derivatives:
     def _changes(
         self, known: list[tuple[Push, Stacks]], keys: list[tuple[int, Any]]
     ) -> tuple[Array, Labels]:
-        """How things change with perturbations, for one pair of these or for several.
+        """Derivatives with respect to perturbations, for one pair or for several.
 
-        Of each pair, it has the entries of the perturbation along axis 1.
+        The entries of a pair's perturbation are along axis 1.
         """
         if len(keys) == 1:
             ((z, number),) = keys
@@ -218,7 +218,7 @@ class _Derivatives:
         for i, own in [(i, [*own]) for i, own in itertools.groupby(keys, of_key)]:
             push, stacks = known[i]
             x, positions = stacks.stack([number for _, number in own])
-            # Those of the same shape follow each other.
+            # Perturbations of the same shape are adjacent.
             alike = push.alike[own[0][0]]
             start, stop = push.directions(alike)
             x = x[:, :, start:stop]
@@ -238,9 +238,9 @@ class _Derivatives:
 
 
 class SiteHessian:
-    """Blocks of the Hessian of a sum over examples, by the sites of its leaves.
+    """Blocks of the Hessian of a sum over examples, from the sites of its leaves.
 
-    The first output of the `program` is what is summed.
+    The first output of the `program` is summed.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class SiteHessian:
 
     @property
     def bytes(self) -> int:
-        """What is kept of one example."""
+        """The bytes kept for one example."""
         program = self.program
         structs = [*program.perturbations, *program.operands]
         kept = [(x, 1) for x in structs]
@@ -292,7 +292,7 @@ class SiteHessian:
         return sum(num * x.size * x.dtype.itemsize for x, num in kept)
 
     def estimate(self, num: int) -> "Estimate":
-        """What the sums of `num` examples take. All of it follows from shapes."""
+        """The cost of the sums over `num` examples. It depends on shapes only."""
         program, jaxpr = self.program, self._gradient.closed.jaxpr
         costs: dict[int, float] = {}
         for push in self._pushes:
@@ -326,7 +326,7 @@ class SiteHessian:
     def _pushed(
         self, point: list, run: Callable[[list], list], push: Push
     ) -> Callable[[list], list]:
-        """How things change with some perturbations, as a linear function."""
+        """The derivative with respect to some perturbations, as a linear function."""
         num = len(point)
 
         def at(zs: list) -> list:
@@ -341,7 +341,7 @@ class SiteHessian:
 
 
 def _basis_of(point: list, push: Push) -> list[Array]:
-    """All directions in which one entry of a perturbation of a push changes."""
+    """All one-hot directions of the perturbations of a push."""
     seeds = []
     for z in push.perturbations:
         x, (start, _) = point[z], push.directions([z])
@@ -356,10 +356,10 @@ def with_curved(
     sources: list[tuple[Node, Array]],
     found: list[Array],
 ) -> list[Array]:
-    """Adds the second derivatives of what is computed from leaves alone.
+    """Adds the second derivatives of values that are computed from leaves alone.
 
-    `sources` are such values, and the gradients of the sum with respect to them. What
-    is elementwise in a leaf has a diagonal there, which takes one product.
+    `sources` are these values, and the gradients of the sum with respect to them. An
+    elementwise function of a leaf has a diagonal Hessian, which takes one product.
     """
     if not sources:
         return found
@@ -392,7 +392,7 @@ def with_curved(
     for pairs, block in zip(blocks.groups, found, strict=True):
         first, second = pairs[0]
         if first in curved and second in curved:
-            # Such leaves are like no others, so that this is a block of one pair.
+            # Such leaves are unlike all others, so this is the block of a single pair.
             push = lambda x, first=first, second=second: pushes[second](x)[
                 numbers.index(first)
             ].astype(block.dtype)
@@ -420,7 +420,7 @@ def of_examples(
     axes: Sequence[int],
     weights: Array | None,
 ) -> Any:
-    """`one(rows, weight)` of each example, along axis 0; there may be just one."""
+    """`one(rows, weight)` for each example, along axis 0; there may be only one."""
     if rows:
         in_axes = ([*axes], None if weights is None else 0)
         return eqx.filter_vmap(one, in_axes=in_axes)(rows, weights)
@@ -430,10 +430,10 @@ def of_examples(
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """How many floating-point operations blocks of a Hessian take.
+    """The number of floating-point operations for blocks of a Hessian.
 
-    - `perturbations`, `pairs`: by the perturbations that derivatives are taken with
-        respect to, and by the pairs of leaves that they are contracted for.
+    - `perturbations`: for each perturbation, its derivatives.
+    - `pairs`: for each pair of leaves, the contraction of these derivatives.
     """
 
     perturbations: dict[int, float]
@@ -446,9 +446,10 @@ def cheapest(
     estimate: Estimate,
     columns: dict[int, float],
 ) -> set[int]:
-    """The leaves to be done by sites, for the least operations in all.
+    """The leaves to compute from sites, so that the total cost is minimal.
 
-    Leaves that share a perturbation, such as a weight and its bias, go together.
+    Leaves that share a perturbation, such as a weight and its bias, are chosen
+    together.
     """
     met = {
         leaf: {site.perturbation for site in program.sites_of(leaf)} for leaf in covered
@@ -478,6 +479,6 @@ def cheapest(
 
 
 def basis(x: Array) -> Array:
-    """All directions in which one entry of `x` changes, along a new axis 0."""
+    """All one-hot directions of `x`, along a new axis 0."""
     seeds = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
     return vary(seeds, varying(jax.typeof(x)))

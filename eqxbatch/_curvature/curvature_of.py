@@ -1,4 +1,4 @@
-"""What second derivatives are of: a loss, or a loss of what a model returns."""
+"""The functions of second-order transforms: a loss, or a loss of a model's output."""
 
 import abc
 import dataclasses
@@ -38,11 +38,11 @@ from .site_blocks import Wanted
 
 
 class AbstractCurvature(abc.ABC):
-    """What a matrix of second derivatives is of: a sum over examples.
+    """A sum over examples that has a matrix of second derivatives.
 
-    - `program`: of what is differentiated and of one example.
-    - `num_outputs`: how many of its outputs are differentiated; they come first.
-    - `allows_sites`: whether sites are to be used at all.
+    - `program`: a program of the differentiated leaves and of one example.
+    - `num_outputs`: the number of differentiated outputs, which come first.
+    - `allows_sites`: whether sites may be used at all.
     """
 
     program: PerExample
@@ -51,27 +51,27 @@ class AbstractCurvature(abc.ABC):
 
     @property
     def leaves(self) -> list[Array]:
-        """What is differentiated."""
+        """The differentiated leaves."""
         return self.program.leaves
 
     @property
     def axes(self) -> list[int]:
-        """Those of the batch; empty if there is only one example."""
+        """The batch axes; empty without a batch."""
         return self.program.axes
 
     @abc.abstractmethod
     def excludes_sites(self, leaves: set[int]) -> bool:
-        """Whether JAX cannot differentiate what sites of these leaves would take."""
+        """Whether JAX lacks derivatives that sites of these leaves need."""
 
     @abc.abstractmethod
     def of_sites(
         self, program: Program, wanted: Wanted
     ) -> SiteHessian | SiteGaussNewton:
-        """The blocks that are wanted, by sites."""
+        """The requested blocks, from sites."""
 
     @abc.abstractmethod
     def aux(self, rows: list) -> PyTree:
-        """What the function returns besides, for some examples."""
+        """The auxiliary output of the function for some examples."""
 
     @abc.abstractmethod
     def products(self, rows: list, weights: Real[Array, " n"] | None) -> Products:
@@ -114,7 +114,7 @@ class LossCurvature(AbstractCurvature):
         self._answers: dict[frozenset[int], str | None] = {}
 
     def excludes_sites(self, leaves: set[int]) -> bool:
-        # All that follows from a leaf that has sites follows from what they return.
+        # Whatever depends on a leaf with sites depends on their outputs.
         return self._without_forward_mode(leaves) is not None
 
     def of_sites(self, program: Program, wanted: Wanted) -> SiteHessian:
@@ -135,7 +135,7 @@ class LossCurvature(AbstractCurvature):
     def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
         if self._is_reverse():
             return self._by_linear(self.products(rows, weights), vector)
-        # One product needs no linear function that is run more than once.
+        # A single product needs no linear function that can be run again.
         gradient = self._gradient_of(self._value(rows, weights))
         at = lambda leaves: gradient(leaves, range(len(leaves)))
         return jax.jvp(at, (self.leaves,), (vector,))[1]
@@ -145,7 +145,7 @@ class LossCurvature(AbstractCurvature):
         return hessian_products(gradient, is_reverse=self._is_reverse())
 
     def _is_reverse(self) -> bool:
-        """Whether the gradient is differentiated in reverse mode, too."""
+        """Whether the gradient is differentiated in reverse mode as well."""
         is_reverse = self._mode == "rev"
         if self._mode == "auto":
             reason = self._without_forward_mode(range(len(self.leaves)))
@@ -163,7 +163,7 @@ class LossCurvature(AbstractCurvature):
         return gradient
 
     def _without_forward_mode(self, leaves: Iterable[int]) -> str | None:
-        """Why the gradient in some leaves has no forward mode; None if it has one."""
+        """The reason why the gradient has no forward mode in some leaves, or None."""
         key = frozenset(leaves)
         if key not in self._answers:
             which = sorted(key)
@@ -192,17 +192,17 @@ class LossCurvature(AbstractCurvature):
 
 
 class GaussNewtonCurvature(AbstractCurvature):
-    """The generalised Gauss-Newton matrix of a `loss` of what a function returns.
+    """The generalised Gauss-Newton matrix of a `loss` of a function's output.
 
-    `model` is that function and a call of it, and `loss(out, *args)` a scalar, where
-    `args` are all arguments of the call but the first. `fisher` says what is taken for
+    `model` is the function and a call of it. `loss(out, *args)` is a scalar, where
+    `args` are all arguments of the call except the first. `fisher` says what replaces
     the Hessian of the loss. If it has a key, the last of the rows are keys.
     """
 
     allows_sites = True
 
     def __init__(self, model: Loss, loss: Callable, checkpoint: bool, fisher: Fisher):
-        # The curvature of a loss in complex numbers is that in their two parts.
+        # Complex outputs count as their real and imaginary parts.
         run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
         batch = model.batch
         with told_apart(functools.partial(run, model.diff), batch, "example", IF_WHOLE):
@@ -216,7 +216,7 @@ class GaussNewtonCurvature(AbstractCurvature):
         )
 
     def _asked_of_one(self, rows: list) -> tuple[bool, bool]:
-        """Whether the outputs, and the loss's gradient in them, lack a forward mode."""
+        """Whether the outputs, and the loss's gradient in them, lack forward mode."""
         outputs, _ = self._functions_of_one(rows)
         outs = outputs(self.leaves)
         gradient = jax.grad(lambda outs: self._loss_of(outs, rows))
@@ -241,13 +241,13 @@ class GaussNewtonCurvature(AbstractCurvature):
 
     @property
     def num_vectors(self) -> int:
-        """How many vectors there are for each example."""
+        """The number of vectors for each example."""
         if self._fisher.fisher == "type-2":
             return sum(x.size for x in self._structs)
         return self._fisher.num_samples
 
     def of_outputs(self, outs: list, rows: list) -> tuple[list, Array | None]:
-        """Vectors that are to be pulled back, and the curvature between them."""
+        """The vectors to pull back, and the curvature between them."""
         if self._fisher.fisher != "type-2":
             return self._seeds(outs, rows), None
         unravel = Unravel(outs)
@@ -270,7 +270,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     def _functions(
         self, rows: list, weights: Array | None
     ) -> tuple[Callable[[list], list], Callable[[list], Array]]:
-        """The outputs for all leaves, and the loss of all outputs."""
+        """The outputs as a function of all leaves, and the loss of all outputs."""
         if not self.axes:
             return self._functions_of_one(rows)
 
@@ -296,7 +296,7 @@ class GaussNewtonCurvature(AbstractCurvature):
         return (jax.checkpoint(run) if self._checkpoint else run)(leaves, rows)
 
     def _value(self, outs: list, rows: list) -> Array:
-        """What has the curvature of the loss, or that which is taken for it."""
+        """The value whose Hessian is the curvature of the loss, or its estimate."""
         if self._fisher.fisher == "type-2":
             return self._loss_of(outs, rows)
         seeds = self._seeds(outs, rows)
@@ -313,7 +313,7 @@ class GaussNewtonCurvature(AbstractCurvature):
         return self._fisher.seeds(value, curve, outs, row)
 
     def _loss_of(self, outs: list, rows: list, key: Array | None = None) -> Array:
-        """The loss of an example, or that of a label drawn for it."""
+        """The loss of an example, or of a label drawn for it."""
         (_, *rest), kwargs = self._model.batch.arguments(rows)
         out = as_complex(self.program.output(outs))
         if key is not None:
@@ -321,17 +321,17 @@ class GaussNewtonCurvature(AbstractCurvature):
         return check_value(self._loss(out, *rest, **kwargs), what="loss")
 
     def _drawn(self, key: Array, out: PyTree, rest: list, kwargs: dict) -> PyTree:
-        """A label in the place of the last argument."""
+        """Replaces the last argument by a drawn label."""
         if kwargs:
             raise ValueError(
-                "`sampler` draws what takes the place of the last argument by "
-                f"position, the label; got the keyword arguments {(*kwargs,)}, one of "
-                "which may be it. Give all arguments by position."
+                "`sampler` draws the label, which replaces the last positional "
+                f"argument; got the keyword arguments {(*kwargs,)}, one of which may "
+                "be it. Give all arguments by position."
             )
         if not rest:
             raise ValueError(
-                "`sampler` draws what takes the place of the last argument by "
-                "position, the label; got a call without arguments after the first."
+                "`sampler` draws the label, which replaces the last positional "
+                "argument; got a call without arguments after the first."
             )
         sampler = self._fisher.sampler
         assert sampler is not None
@@ -364,9 +364,9 @@ def make_curvature(
     checkpoint: bool,
     fisher: Fisher = TYPE_2,
 ) -> LossCurvature | GaussNewtonCurvature:
-    """The Hessian of a loss, or that of a loss of its output, as Gauss and Newton."""
-    # Inside of `jax.shard_map`, a derivative is summed over the devices, if what it is
-    # of does not vary over them. Here that is done once, at the end.
+    """The Hessian of a loss or, with a `loss` of outputs, a Gauss-Newton matrix."""
+    # Inside `jax.shard_map`, JAX sums a derivative over devices if the parameters do
+    # not vary over them. Making them vary delays this sum until the end.
     local = vary_as(loss.batch.arrays, loss.diff)
     loss = dataclasses.replace(loss, diff=local)
     if of_output is None:
@@ -375,7 +375,7 @@ def make_curvature(
 
 
 def with_keys(examples: Examples, fisher: Fisher) -> Examples:
-    """The same, with keys as the last of their rows if there is anything to draw."""
+    """Appends keys as the last of the rows if anything is drawn at random."""
     batch, blocks = examples.batch, examples.blocks
     keys = None if blocks is None else fisher.rows(blocks.total)
     if keys is None:
@@ -390,7 +390,7 @@ def with_keys(examples: Examples, fisher: Fisher) -> Examples:
 
 
 def check_loss(loss: Any) -> None:
-    """Raises `TypeError` if it is not a function."""
+    """Raises `TypeError` if `loss` is not a function."""
     if not callable(loss):
         raise TypeError(
             "`loss` must be a function of what `fun` returns and of the same other "
@@ -405,7 +405,7 @@ def weighted_sum(values: Array, weights: Array | None) -> Array:
 
 
 def check_outputs(out: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of an output; raises `ValueError` if it has anything else."""
+    """The arrays of an output; raises `ValueError` for anything else in it."""
     found = []
     for path, x in jtu.tree_leaves_with_path(out):
         if not is_struct(x) or not jnp.issubdtype(x.dtype, jnp.inexact):

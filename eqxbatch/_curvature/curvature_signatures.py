@@ -1,7 +1,8 @@
-"""What type checkers are told of Jacobians, Hessians, and products with them.
+"""Signatures of Jacobians, Hessians and their products, for type checkers.
 
-What is like a gradient has the type of the model. A matrix of second derivatives is a
-PyTree of PyTrees, for which there is no type. With `flat`, it is an array.
+Results that are like a gradient have the type of the model. A matrix of second
+derivatives is a PyTree of PyTrees, which has no type of its own. With `flat`, it is an
+array.
 """
 
 from collections.abc import Callable
@@ -140,11 +141,11 @@ class _ProductAux(_ProductSettings, HasAux):
     pass
 
 
-# Of the example's parameters, only the first is known to be another one for the loss.
+# The loss takes the output in place of the model; its other arguments are the same.
 LossOfOutputs = Callable[Concatenate[Out, ...], ArrayLike]
 
 
-# A product takes the vector after the model that it is like.
+# A product takes the model, and then a vector with the same structure.
 _Products = Callable[Concatenate[Model, Model, P], Out]
 
 
@@ -186,7 +187,7 @@ class _JacobianFlatAuxMaker(Protocol):
 
 @runtime_checkable
 class JacobianSignature(Protocol):
-    """That of `filter_jacobian`."""
+    """The signature of `filter_jacobian`."""
 
     @overload
     def __call__(
@@ -274,7 +275,7 @@ class _FlatAuxMaker(Protocol):
 
 @runtime_checkable
 class HessianSignature(Protocol):
-    """That of `filter_hessian`."""
+    """The signature of `filter_hessian`."""
 
     @overload
     def __call__(
@@ -312,7 +313,7 @@ class HessianSignature(Protocol):
 
 @runtime_checkable
 class DiagonalSignature(Protocol):
-    """That of `filter_hessian_diagonal`."""
+    """The signature of `filter_hessian_diagonal`."""
 
     @overload
     def __call__(
@@ -350,7 +351,7 @@ class DiagonalSignature(Protocol):
 
 @runtime_checkable
 class HessianBlocksSignature(Protocol):
-    """That of `filter_hessian_blocks`."""
+    """The signature of `filter_hessian_blocks`."""
 
     @overload
     def __call__(
@@ -391,7 +392,7 @@ class _GGNProductMaker(Protocol):
 
 @runtime_checkable
 class ProductSignature(Protocol):
-    """That of `filter_hvp`."""
+    """The signature of `filter_hvp`."""
 
     @overload
     def __call__(
@@ -413,7 +414,7 @@ class ProductSignature(Protocol):
 
 @runtime_checkable
 class GGNProductSignature(Protocol):
-    """That of `filter_ggnvp`."""
+    """The signature of `filter_ggnvp`."""
 
     @overload
     def __call__(

@@ -1,9 +1,9 @@
-"""The curvature of a loss in the outputs of a model, or an estimate, as a square root.
+"""The curvature of a loss in the outputs of a model, or a square root of an estimate.
 
 A generalised Gauss-Newton matrix is `J^T C J` for each example, with `C` the Hessian of
-the loss in the outputs. `C` is the covariance of many random vectors `s`. So
-`(J^T s) (J^T s)^T` has the matrix as its mean, and takes one backward pass for each
-vector, where the matrix itself takes one for each output.
+the loss in the outputs. For random vectors `s` with covariance `C`, the mean of
+`(J^T s) (J^T s)^T` is this matrix. It takes one backward pass for each vector, while
+the matrix itself takes one for each output.
 """
 
 import functools
@@ -24,16 +24,16 @@ from .pytree import Unravel
 Kind = Literal["type-2", "mc", "empirical"]
 
 
-# How much more negative eigenvalues may be than what is zero but for rounding.
+# How far below zero eigenvalues may be, in units of the rounding error.
 _ROUNDING = 8.0
 
 
 class Fisher(eqx.Module):
-    """Which matrix takes the place of the Hessian of a loss in the outputs.
+    """The matrix that replaces the Hessian of a loss in the outputs.
 
-    - `fisher`: `"type-2"` is that Hessian; `"mc"` has its square root times random
-        vectors, or gradients for labels that are drawn; `"empirical"` has the gradient.
-    - `key`, `num_samples`: for what is drawn; the same for all examples.
+    - `fisher`: `"type-2"` uses this Hessian. `"mc"` uses its square root times random
+        vectors, or gradients for drawn labels. `"empirical"` uses the gradient.
+    - `key`, `num_samples`: settings for random draws, shared by all examples.
     - `sampler`: draws labels, as `sampler(key, out)`.
     """
 
@@ -73,13 +73,13 @@ class Fisher(eqx.Module):
         self.key = key
 
     def rows(self, num: int) -> UInt32[Array, "num words"] | None:
-        """Of the key of each example, the numbers that it has."""
+        """For each example, the numbers that its key is made from."""
         if self.key is None:
             return None
         return jr.key_data(jr.split(self.key, num))
 
     def _keys(self, row: UInt32[Array, " words"] | None) -> Key[Array, " samples"]:
-        """The keys of all samples of an example, of which there is a `row`."""
+        """The keys of all samples of an example, from its `row`."""
         assert self.key is not None
         key = self.key
         if row is not None:
@@ -93,10 +93,10 @@ class Fisher(eqx.Module):
         outs: list,
         row: Array | None,
     ) -> list[Inexact[Array, "samples *out"]]:
-        """For each output of an example, vectors of which the matrix is made.
+        """For each output of an example, vectors whose outer products give the matrix.
 
-        `value(outs)` is the loss, `value(outs, key)` that of a label drawn with a key,
-        and `curvature(outs)` the Hessian of the loss.
+        `value(outs)` is the loss, `value(outs, key)` the loss for a label drawn with
+        `key`, and `curvature(outs)` the Hessian of the loss.
         """
         outs = lax.stop_gradient(outs)
         if self.fisher == "empirical":
@@ -113,7 +113,7 @@ class Fisher(eqx.Module):
 def _probes(
     matrix: Real[Array, "outputs outputs"], outs: list, keys: Key[Array, " samples"]
 ) -> list[Inexact[Array, "samples *out"]]:
-    """The square root of a matrix times random signs, as outputs."""
+    """The square root of a matrix times random signs, structured like the outputs."""
     eps = jnp.finfo(matrix.dtype).eps
     matrix = widened(matrix)
     values, vectors = jnp.linalg.eigh(matrix)
@@ -126,8 +126,8 @@ def _probes(
         "returns, but that has a negative eigenvalue: the loss is not convex there. "
         "Use `fisher='type-2'`, which needs no root, or give a `sampler`.",
     )
-    # The root of what is zero but for rounding would be as large as that of eps. Of all
-    # roots, the symmetric one does not depend on the choice of eigenvectors.
+    # The root of an eigenvalue that is zero up to rounding would be as large as that of
+    # eps. The symmetric root does not depend on the choice of eigenvectors.
     roots = jnp.where(values > zero, jnp.sqrt(jnp.maximum(values, 0)), 0)
     signs = jax.vmap(lambda key: jr.rademacher(key, values.shape, matrix.dtype))(keys)
     return Unravel(outs)(((signs @ vectors) * roots[None]) @ vectors.T)

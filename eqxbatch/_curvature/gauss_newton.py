@@ -1,9 +1,9 @@
 """The generalised Gauss-Newton matrix, from the sites where parameters enter.
 
-With `d` the cotangents of a site's output, one for each entry `o` of what a function
-returns, the Jacobian with respect to the site's parameter is `d a`, and the matrix is a
-sum over two sites of `a d (∂²loss/∂o∂p) d' a'`. It is contracted as Hessians are, with
-`d (∂²loss/∂o∂p) d'` in the place of their second derivatives.
+Let `d` be the cotangents of a site's output, one for each entry `o` of the function's
+output. The Jacobian with respect to the site's parameter is `d a`, and the matrix is a
+sum over pairs of sites of `a d (∂²loss/∂o∂p) d' a'`. It is contracted like a Hessian,
+with `d (∂²loss/∂o∂p) d'` instead of second derivatives.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,22 +37,21 @@ _FIRST: Label = ("output", 0)
 _SECOND: Label = ("output", 1)
 
 
-# The curvature in the directions of some vectors; None if it is one for each of them,
-# and nothing between them.
+# The curvature in the directions of some vectors; None for the identity.
 Curve = Inexact[Array, "vectors vectors"] | None
 
 
-# Takes what the function returns for one example, and the example. The vectors are
+# Takes the output of the function for one example, and the example. The vectors are
 # cotangents of the outputs, along a new axis 0.
 OfOutputs = Callable[[list, list], tuple[list, Curve]]
 
 
 class SiteGaussNewton:
-    """Blocks of a Gauss-Newton matrix, summed over examples, by sites.
+    """Blocks of a Gauss-Newton matrix, summed over examples, from sites.
 
-    - `program`: the function, whose first `num_outputs` outputs are what it returns.
-    - `of_outputs`: the curvature of the loss of one example in these, in the directions
-        of `num_vectors` vectors.
+    - `program`: the function; its first `num_outputs` outputs are differentiated.
+    - `of_outputs`: the curvature of the loss of one example in these outputs, in the
+        directions of `num_vectors` vectors.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class SiteGaussNewton:
 
     @property
     def bytes(self) -> int:
-        """What is kept of one example."""
+        """The bytes kept for one example."""
         program, num = self.program, self._num_vectors
         kept = [(x, 1) for x in program.operands]
         kept += ((x, num) for x in program.perturbations)
@@ -100,9 +99,9 @@ class SiteGaussNewton:
         return of_sites + self._has_curve * num**2 * self._dtype.itemsize
 
     def estimate(self, num: int) -> Estimate:
-        """What the sums of `num` examples take. All of it follows from shapes."""
+        """The cost of the sums over `num` examples. It depends on shapes only."""
         program, vectors = self.program, self._num_vectors
-        # A backward pass for each vector.
+        # One backward pass for each vector.
         perturbations: dict[int, float] = {}
         for site in program.sites:
             cost = num * vectors * num_products(site)
@@ -143,11 +142,11 @@ class SiteGaussNewton:
 def linearized(
     program: Program, leaves: list, rows: list, of_outputs: OfOutputs, num_outputs: int
 ) -> tuple[Curve, list, list]:
-    """For one example: the curvature along vectors, operands, and their cotangents."""
+    """For one example: the curvature along vectors, operands and cotangents."""
     outs, operands, pullback = program.linearize(leaves, rows, num_outputs)
     outs = outs[:num_outputs]
     seeds, curve = of_outputs(outs, rows)
-    # They may be the same for all examples, on all devices.
+    # These may be the same for all examples and devices.
     seeds = [
         vary(seed, varying(jax.typeof(out)))
         for seed, out in zip(seeds, outs, strict=True)
@@ -174,7 +173,7 @@ class _Factors:
         terms: list[Term] = []
         vectors = [_FIRST, _FIRST]
         if self._scale is not None:
-            # It is a curvature, or the weight of each example.
+            # The scale is a curvature, or the weight of each example.
             has_curve = self._scale.ndim == 3
             vectors = [_FIRST, _SECOND] if has_curve else vectors
             between = tuple(vectors) if has_curve else ()

@@ -1,4 +1,4 @@
-"""`filter_ggn`, its diagonal and its blocks, exactly or as estimates of Fisher."""
+"""`filter_ggn`, its diagonal and its blocks, exact or as Fisher estimates."""
 
 from collections.abc import Callable
 from typing import Any, cast, TYPE_CHECKING
@@ -50,41 +50,50 @@ def filter_ggn(
 ) -> Callable[..., Any]:
     r"""The generalised Gauss-Newton matrix of a function of a PyTree, in blocks.
 
-    With `J` the Jacobian of what `fun` returns, and `H` the Hessian of `loss` in that,
-    it is $J^T H J$, summed over the examples: the Hessian without the second
-    derivatives of `fun`. It is positive semidefinite if `loss` is convex, and the
-    Fisher information if `loss` is the negative log-likelihood of an exponential
-    family in its natural parameters.
+    Let `J` be the Jacobian of the outputs of `fun` and `H` the Hessian of `loss` with
+    respect to these outputs. The matrix is $J^T H J$, accumulated over the examples:
+    the Hessian without the second derivatives of `fun`. It is positive semidefinite if
+    `loss` is convex. It equals the Fisher information if `loss` is the negative
+    log-likelihood of an exponential family in its natural parameters.
 
     **Arguments:**
 
-    - `fun`: takes the parameters first, and returns a PyTree of arrays of an inexact
-        dtype: a model, for the example that the other arguments are.
-    - `loss`: takes what `fun` returns in the place of the first argument, and the same
-        other arguments. It returns a real scalar.
-    - `fisher`: `"type-2"` is the matrix itself, which takes one backward pass for each
-        output of an example. `"mc"` is an unbiased estimate of it, which takes one for
-        each sample: of gradients for labels that a `sampler` draws, or else of random
-        vectors with the covariance `H`. `"empirical"` has the gradients for the labels
-        at hand in their place. That is another matrix, whose mean is not this one.
-    - `key`: for `fisher="mc"`. Each example has its own part of it, whatever the
-        microbatch size.
-    - `num_samples`: how many of them each example has for `fisher="mc"`, at least 1.
-    - `sampler`: draws a label as `sampler(key, out)`, where `out` is what `fun` returns
-        for an example. The label takes the place of the last argument, and all
-        arguments are given by position. It must be drawn from the model's own
-        likelihood, of which `loss` is the negative logarithm, for the estimate to be
-        unbiased. Without one, `loss` must be convex in `out`.
-    - `method`: `"products"` multiplies the matrix with one-hot vectors; `"sites"` pulls
-        each output of an example back to the outputs of layers, and contracts that with
-        their inputs; `"auto"` takes, for each parameter, what costs less.
-
+    - `fun`: the model: a function of the parameters and of one example that returns a
+        PyTree of arrays of an inexact dtype.
+    - `loss`: a function of the output of `fun`, followed by the same further arguments
+        as `fun`. It returns a real scalar. Pass it by keyword if you use this as a
+        decorator.
+    - `fisher`: `"type-2"` computes the matrix itself, with one backward pass for each
+        output of an example. `"mc"` is an unbiased Monte-Carlo estimate, with one
+        backward pass for each sample: the gradients for labels drawn by a `sampler`, or
+        random vectors with covariance `H` pulled back without one. `"empirical"` (the
+        empirical Fisher) uses the gradients for the given labels. It is a different
+        matrix, not an estimate of this one.
+    - `key`: the random key for `fisher="mc"`. Samples of an example do not depend on
+        the microbatch size.
+    - `num_samples`: the number of samples of each example for `fisher="mc"`, at least
+        1.
+    - `sampler`: draws a label as `sampler(key, out)`, where `out` is the output of
+        `fun` for an example. The label replaces the last argument, so all arguments
+        must be given by position. The estimate is unbiased if labels are drawn from the
+        model's likelihood, of which `loss` is the negative logarithm. Without a
+        `sampler`, `loss` must be convex in `out`.
+    - `method`: `"products"` computes products of the matrix with one-hot vectors.
+        `"sites"` pulls each output of an example back to the outputs of layers and
+        contracts the result with the layers' inputs. `"auto"` chooses the cheaper one
+        for each parameter.
     - `where`, `filter_spec`, `in_axes`, `microbatch_size`, `accumulator`, `block_size`,
         `num_blocks`, `checkpoint`, `flat`: as for [`eqxbatch.filter_hessian`][].
 
-    What the function that it returns returns, and the errors, are those of that. As a
-    decorator, it needs `loss` by name. A loss that is not convex raises an error at run
-    time for `fisher="mc"` without a `sampler`.
+    **Returns:**
+
+    A function with the arguments of `fun` that returns the matrix in the same form as
+    [`eqxbatch.filter_hessian`][].
+
+    **Raises:**
+
+    The errors of [`eqxbatch.filter_hessian`][]. With `fisher="mc"` and no `sampler`, a
+    loss that is not convex raises an error at run time.
 
     !!! example
 
@@ -152,18 +161,18 @@ def filter_ggn_diagonal(
 ) -> Callable[..., Any]:
     """The diagonal of the generalised Gauss-Newton matrix of a function of a PyTree.
 
-    As [`eqxbatch.filter_ggn`][], with the same errors, but the matrix itself is never
-    there. With `fisher="empirical"`, it has the squares of the gradients of single
-    examples. The arguments mean what they mean there:
+    Like [`eqxbatch.filter_ggn`][], with the same errors, but the matrix is never
+    materialised. With `fisher="empirical"`, the diagonal consists of squared
+    per-example gradients. The arguments are the same:
 
     - `fun`, `loss`, `where`, `filter_spec`: what is differentiated.
-    - `fisher`, `key`, `num_samples`, `sampler`: the matrix itself, or an estimate.
+    - `fisher`, `key`, `num_samples`, `sampler`: the exact matrix, or an estimate.
     - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
     - `block_size`, `num_blocks`, `checkpoint`, `method`: how it is computed.
 
-    The function that it returns returns a PyTree in the structure of the first
-    argument, with arrays of the same shapes as there; with `flat`, a pair of a vector
-    of shape `(n,)` and of `unravel`.
+    The transformed function returns a PyTree with the structure and shapes of the
+    parameters. With `flat`, it returns a pair of a vector of shape `(n,)` and
+    `unravel`.
 
     !!! example
 
@@ -187,8 +196,8 @@ def filter_ggn_diagonal(
     ??? cite
 
         Dangel et al., "BackPACK: packing more into backprop",
-        [arXiv:1912.10985](https://arxiv.org/abs/1912.10985), has the exact diagonal and
-        its estimate by samples.
+        [arXiv:1912.10985](https://arxiv.org/abs/1912.10985), for the exact diagonal and
+        its Monte-Carlo estimate.
     """
     check_loss(loss)
     sizes = block_size, num_blocks, microbatch_size
@@ -228,18 +237,19 @@ def filter_ggn_blocks(
     microbatch_size: int | MemoryBudget | None = None,
     accumulator: Sum | Mean = Mean(),
 ) -> Callable[..., Any]:
-    """The blocks on the diagonal of the generalised Gauss-Newton matrix.
+    """The block diagonal of the generalised Gauss-Newton matrix.
 
-    As [`eqxbatch.filter_ggn`][], with the same errors, for the blocks that
-    [`eqxbatch.filter_hessian_blocks`][] has: of each array with itself, or of the parts
-    that `is_block` says are one. The arguments mean what they mean there:
+    Like [`eqxbatch.filter_ggn`][], with the same errors, for the blocks of
+    [`eqxbatch.filter_hessian_blocks`][]: one for each array, or one for each part that
+    `is_block` selects. The arguments are the same:
 
     - `fun`, `loss`, `where`, `filter_spec`: what is differentiated.
-    - `fisher`, `key`, `num_samples`, `sampler`: the matrix itself, or an estimate.
+    - `fisher`, `key`, `num_samples`, `sampler`: the exact matrix, or an estimate.
     - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
     - `block_size`, `num_blocks`, `checkpoint`, `method`: how it is computed.
 
-    It returns what [`eqxbatch.filter_hessian_blocks`][] returns, with `flat` too.
+    The transformed function returns the same PyTree as for
+    [`eqxbatch.filter_hessian_blocks`][], also with `flat`.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""What type checkers are told of Gauss-Newton matrices, as of Hessians."""
+"""Signatures of Gauss-Newton matrices for type checkers, like those of Hessians."""
 
 from collections.abc import Callable
 from typing import Any, overload, Protocol, runtime_checkable, Unpack
@@ -60,7 +60,7 @@ class _FlatMaker(Protocol):
 
 @runtime_checkable
 class GGNSignature(Protocol):
-    """That of `filter_ggn`."""
+    """The signature of `filter_ggn`."""
 
     @overload
     def __call__(
@@ -96,7 +96,7 @@ class GGNSignature(Protocol):
 
 @runtime_checkable
 class GGNDiagonalSignature(Protocol):
-    """That of `filter_ggn_diagonal`."""
+    """The signature of `filter_ggn_diagonal`."""
 
     @overload
     def __call__(
@@ -132,7 +132,7 @@ class GGNDiagonalSignature(Protocol):
 
 @runtime_checkable
 class GGNBlocksSignature(Protocol):
-    """That of `filter_ggn_blocks`."""
+    """The signature of `filter_ggn_blocks`."""
 
     @overload
     def __call__(
@@ -170,7 +170,7 @@ class _FactorsMaker(Protocol):
 
 @runtime_checkable
 class KFACSignature(Protocol):
-    """That of `filter_kfac`."""
+    """The signature of `filter_kfac`."""
 
     @overload
     def __call__(

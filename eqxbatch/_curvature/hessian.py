@@ -43,7 +43,7 @@ _LEAST_COLUMNS = 32
 
 
 class Matrix(AbstractOverExamples):
-    """A Hessian; or, with a `loss` of outputs, a Gauss-Newton matrix."""
+    """A Hessian or, with a `loss` of outputs, a Gauss-Newton matrix."""
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
@@ -75,7 +75,7 @@ class Matrix(AbstractOverExamples):
         check_over_examples(self)
 
     def specs(self, call: Any, out: PyTree) -> PyTree:
-        # Its blocks have the axes of two arrays: they are whole on each device.
+        # Blocks have the axes of two arrays, so they are replicated on all devices.
         del call, out
         return PartitionSpec()
 
@@ -103,13 +103,14 @@ class Matrix(AbstractOverExamples):
     def _examples(self, call: Call) -> Examples:
         fixed = self
         if isinstance(self.column_size.block_size, MemoryBudget):
-            # The batch is cut first, so that not both sizes are looked for at once.
+            # The batch is cut first, so that the two sizes are chosen one after the
+            # other.
             few = ColumnSize(_LEAST_COLUMNS, None)
             fixed = dataclasses.replace(self, column_size=few)
         return split_call(fixed, call, call)
 
     def _size(self, examples: Examples, total: int, call: Call) -> int | None:
-        """How many columns are computed at a time."""
+        """The number of columns that are computed at a time."""
 
         def run_with(size: ColumnSize) -> Callable[[PyTree], Any]:
             def run(operands: PyTree) -> Any:
@@ -143,7 +144,7 @@ def second_derivatives(
     accumulator: Sum | Mean,
     **settings: Any,
 ) -> Matrix:
-    """The settings; `sizes` are those of blocks, their number, and of microbatches."""
+    """The transform; `sizes` are block size, number of blocks and microbatch size."""
     return Matrix(
         part=part,
         objective=objective,
@@ -174,68 +175,73 @@ def filter_hessian(
 ) -> Callable[..., Any]:
     """The Hessian of a function of a PyTree, in blocks.
 
-    `equinox.filter_hessian`, in less time and memory: of a symmetric matrix, only the
-    blocks of leaves on and above the diagonal are computed. It is exactly symmetric.
+    Like `equinox.filter_hessian`, with less time and memory: by symmetry, only the
+    blocks on and above the diagonal are computed, and only a block of columns at a
+    time. The result is exactly symmetric.
 
     **Arguments:**
 
     - `fun`: a function that returns a real scalar. It is differentiated twice with
         respect to all arrays of an inexact dtype in its first argument. With `in_axes`,
         it is the loss of one example.
-    - `block_size`: how many of the `n` columns are computed at a time, at least 1. They
-        are those of one leaf, or of several small ones. An [`eqxbatch.MemoryBudget`][]
-        chooses the largest number that fits; `None` is all of a leaf.
-    - `num_blocks`: in how many blocks they are computed instead; more than there are
-        columns means one at a time.
-    - `checkpoint`: whether intermediate values are computed anew for each block, and
-        not kept.
+    - `block_size`: the number of the `n` columns that are computed at a time, at least
+        1. A block has columns of one leaf or of several small leaves. An
+            [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None`
+            computes all columns of a leaf at once.
+    - `num_blocks`: the number of blocks, as an alternative to `block_size`. If it
+        exceeds the number of columns, these are computed one at a time.
+    - `checkpoint`: whether to recompute intermediate values for each block instead of
+        storing them.
     - `has_aux`: whether `fun` returns a pair `(value, aux)`.
-    - `flat`: whether to return a matrix, and what turns vectors into PyTrees.
-    - `method`: `"products"` multiplies the Hessian with one-hot vectors, one for each
-        parameter; `"sites"` follows what single examples give with respect to the
-        outputs of layers, of which there are fewer than parameters, and contracts that
-        with their inputs. Parameters that it has no rule for are done by products.
-        `"auto"` takes, for each parameter, what costs less. With many examples in one
-        function, and `in_axes` not given, that is mostly products.
-    - `mode`: products are those of the gradient's forward-mode derivative with
-        `"fwd"`, and of its reverse-mode derivative with `"rev"`, which some functions
-        with custom derivatives need. `"auto"` is the former, unless JAX says that there
-        is none: then it warns, and takes the latter.
-    - `where`: takes the first argument and returns the part of it, or parts, that it is
-        differentiated in: the last layer, say. The default is all of it.
+    - `flat`: whether to return a matrix and a function that turns vectors into PyTrees.
+    - `method`: `"products"` computes one Hessian-vector product for each parameter
+        entry. `"sites"` differentiates each example with respect to the outputs of
+        layers, which have fewer entries than the parameters, and contracts the result
+        with the layers' inputs. Parameters without a rule use products. `"auto"`
+        chooses the cheaper one for each parameter. Without `in_axes`, for a function of
+        many examples, this is mostly products.
+    - `mode`: how Hessian-vector products differentiate the gradient: in forward mode
+        with `"fwd"`, in reverse mode with `"rev"`. Some functions with custom
+        derivatives need the latter. `"auto"` uses forward mode; if JAX cannot do that,
+        it warns and uses reverse mode.
+    - `where`: a function from the first argument to the part (or parts) of it to
+        differentiate with respect to, such as the last layer. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
-    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays. For one
-        that is not, give their real and imaginary parts as arrays of their own.
-    - `in_axes`: which axes of the arguments after the first are the batch, as for
-        [`eqxbatch.filter_micro_value_and_grad`][]. The Hessian is then that of the mean
-        of `fun` over all examples. With `None`, the default, `fun` is one function of
-        all its arguments.
-    - `microbatch_size`: how many examples are worked with at a time, at least 1. An
-        [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None` is all
-        of them.
-    - `accumulator`: [`eqxbatch.Mean`][] or [`eqxbatch.Sum`][], over the examples;
-        their `weights` weight the examples.
+    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays. For
+        other functions of complex arrays, pass real and imaginary parts as separate
+        arrays.
+    - `in_axes`: the batch axes of the arguments after the first, as for
+        [`eqxbatch.filter_micro_value_and_grad`][]. The result is then the Hessian of
+        the mean of `fun` over all examples. With the default, `None`, there is no
+        batch: `fun` is called once with all arguments.
+    - `microbatch_size`: how many examples are processed at a time, at least
+        1. An [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None`
+        means all of them.
+    - `accumulator`: [`eqxbatch.Mean`][] or [`eqxbatch.Sum`][], over the examples; their
+        `weights` weight the examples.
 
     **Returns:**
 
-    A function with the arguments of `fun` that returns the Hessian, or `(hessian,
-    aux)`. It is a PyTree in the structure of the first argument, `None` for what is not
-    differentiated, whose leaves are such PyTrees again. The array for two leaves has
-    the axes of the first, then those of the second. With `flat`, it is a pair of a
-    matrix of shape `(n, n)`, in the order of `jax.flatten_util.ravel_pytree`, and of
-    `unravel`, which turns vectors of shape `(n,)` into PyTrees;
-    [`eqxbatch.hessian_to_pytree`][] does that to matrices. `aux` is that of all
-    examples, along axis 0.
+    A function with the arguments of `fun` that returns the Hessian, or `(hessian, aux)`
+    with `has_aux`. The Hessian is a PyTree of PyTrees: it has the structure of the
+    first argument, with `None` for everything that is not differentiated, and each leaf
+    is such a PyTree again. The array for two leaves has the axes of the first, then
+    those of the second. `aux` has the examples along axis 0.
 
-    It compiles itself, and an equal call later on traces nothing.
+    With `flat`, the Hessian is a pair of a matrix of shape `(n, n)`, in the order of
+    `jax.flatten_util.ravel_pytree`, and `unravel`, which turns vectors of shape `(n,)`
+    into PyTrees. Use [`eqxbatch.hessian_to_pytree`][] for matrices.
+
+    The function is compiled on the first call; repeated calls with the same function
+    and shapes are not retraced.
 
     **Raises:**
 
-    `ValueError` for a value that is not a real scalar, if there is nothing to
-    differentiate, for sizes below 1, for both `block_size` and `num_blocks`, and for
-    `microbatch_size` without `in_axes`; `TypeError` for complex arrays without
-    `holomorphic`, and with `mode="fwd"` or `method="sites"` for a gradient that has no
-    forward-mode derivative.
+    - `ValueError` for a value that is not a real scalar, if there is nothing to
+        differentiate, for sizes below 1, for both `block_size` and `num_blocks`, and
+        for `microbatch_size` without `in_axes`.
+    - `TypeError` for complex arrays without `holomorphic`, and if `mode="fwd"` or
+        `method="sites"` is used for a gradient without a forward-mode derivative.
 
     !!! example
 
@@ -258,15 +264,15 @@ def filter_hessian(
 
     ??? cite
 
-        Products with Hessians are those of Pearlmutter, "Fast exact multiplication by
-        the Hessian", [Neural Computation 6, 1994](
+        Hessian-vector products follow Pearlmutter, "Fast exact multiplication by the
+        Hessian", [Neural Computation 6, 1994](
         https://doi.org/10.1162/neco.1994.6.1.147). Second derivatives with respect to
-        the outputs of layers, dressed with their inputs, are what Botev et al.,
-        "Practical Gauss-Newton optimisation for deep learning",
+        the outputs of layers, contracted with the layers' inputs, are used by Botev et
+        al., "Practical Gauss-Newton optimisation for deep learning",
         [arXiv:1706.03662](https://arxiv.org/abs/1706.03662), and Dangel et al.,
-        "Modular block-diagonal curvature approximations for feedforward
-        architectures", [arXiv:1902.01813](https://arxiv.org/abs/1902.01813), pass
-        backwards for blocks on the diagonal.
+        "Modular block-diagonal curvature approximations for feedforward architectures",
+        [arXiv:1902.01813](https://arxiv.org/abs/1902.01813), for blocks on the
+        diagonal.
     """
     sizes = block_size, num_blocks, microbatch_size
     objective = Objective(where, filter_spec, in_axes, has_aux, holomorphic)
@@ -303,17 +309,17 @@ def filter_hessian_diagonal(
 ) -> Callable[..., Any]:
     """The diagonal of the Hessian of a function of a PyTree, exactly.
 
-    As [`eqxbatch.filter_hessian`][], with the same errors, but the Hessian itself is
-    never there. By `method="sites"`, the derivatives of single examples are only taken
-    with respect to the outputs of layers. The arguments mean what they mean there:
+    Like [`eqxbatch.filter_hessian`][], with the same errors, but the Hessian is never
+    materialised. With `method="sites"`, each example is differentiated only with
+    respect to the outputs of layers. The arguments are the same:
 
     - `fun`, `has_aux`, `where`, `filter_spec`, `holomorphic`: what is differentiated.
     - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
     - `block_size`, `num_blocks`, `checkpoint`, `method`, `mode`: how it is computed.
 
-    The function that it returns returns a PyTree in the structure of the first
-    argument, with arrays of the same shapes as there; with `flat`, a pair of a vector
-    of shape `(n,)` and of `unravel`; with `has_aux`, a pair of that and `aux`.
+    The transformed function returns a PyTree with the structure and shapes of the
+    parameters. With `flat`, it returns a pair of a vector of shape `(n,)` and
+    `unravel`. With `has_aux`, it returns a pair of this and `aux`.
 
     !!! example
 
@@ -361,29 +367,28 @@ def filter_hessian_blocks(
     microbatch_size: int | MemoryBudget | None = None,
     accumulator: Sum | Mean = Mean(),
 ) -> Callable[..., Any]:
-    """The blocks on the diagonal of the Hessian of a function of a PyTree.
+    """The block diagonal of the Hessian of a function of a PyTree.
 
-    As [`eqxbatch.filter_hessian`][], with the same errors, but each array is only
-    differentiated twice with respect to itself, or to those of the same block. The
-    other arguments mean what they mean there.
+    Like [`eqxbatch.filter_hessian`][], with the same errors, but only the blocks on the
+    diagonal are computed: one for each array, or one for each part that `is_block`
+    selects. The other arguments are the same.
 
     **Arguments:**
 
     - `fun`, `has_aux`, `where`, `filter_spec`, `holomorphic`: what is differentiated.
     - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
     - `block_size`, `num_blocks`, `checkpoint`, `method`, `mode`: how it is computed.
-    - `is_block`: takes a part of the first argument, and says whether that is one
-        block: `lambda x: isinstance(x, equinox.nn.Linear)` for layers. The default is
-        a block for each array.
+    - `is_block`: a predicate on parts of the first argument: whether the part is one
+        block, such as `lambda x: isinstance(x, equinox.nn.Linear)` for layers. The
+        default is one block for each array.
 
     **Returns:**
 
-    A function that returns a PyTree in the structure of the first argument. For an
-    array of shape `s`, it has one of shape `(*s, *s)`; for a part that `is_block` says
-    is one, what [`eqxbatch.filter_hessian`][] returns for that part. With `flat`, it
-    has a pair of a matrix and of `unravel` for each block, and `None` for a block of
-    which nothing is differentiated; with `has_aux`, the function returns a pair of that
-    and `aux`.
+    A function that returns a PyTree with the structure of the first argument. An array
+    of shape `s` is replaced by an array of shape `(*s, *s)`. A part that `is_block`
+    selects is replaced by what [`eqxbatch.filter_hessian`][] returns for it. With
+    `flat`, each block is a pair of a matrix and `unravel`, or `None` if nothing in it
+    is differentiated. With `has_aux`, the function returns a pair of this and `aux`.
 
     !!! example
 

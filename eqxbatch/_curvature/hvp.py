@@ -49,7 +49,7 @@ PRODUCT = Contract(
 
 
 class _Product(AbstractOverExamples, AbstractOtherArguments):
-    """A product with a Hessian; or, with a `loss`, with a Gauss-Newton matrix."""
+    """A product with a Hessian or, with a `loss`, with a Gauss-Newton matrix."""
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
@@ -112,9 +112,9 @@ class _Product(AbstractOverExamples, AbstractOtherArguments):
 
 
 def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
-    """The arrays of a vector, which must be like what is differentiated.
+    """The arrays of a vector, which must match the differentiated leaves.
 
-    Numbers can stand for scalar arrays.
+    Python numbers are accepted as scalar arrays.
     """
 
     def as_array(x: Any, like: Any) -> Any:
@@ -148,29 +148,32 @@ def filter_hvp(
     microbatch_size: int | MemoryBudget | None = None,
     accumulator: Sum | Mean = Mean(),
 ) -> Callable[..., Any]:
-    """Products of a Hessian with vectors, without the Hessian, in microbatches.
+    """Hessian-vector products, one microbatch at a time.
+
+    The Hessian is never materialised.
 
     **Arguments:**
 
     - `fun`, `has_aux`, `where`, `filter_spec`, `mode`, `checkpoint`: as for
         [`eqxbatch.filter_hessian`][].
-    - `in_axes`, `microbatch_size`, `accumulator`: the same. `in_axes` is for the
+    - `in_axes`, `microbatch_size`, `accumulator`: the same. `in_axes` applies to the
         arguments of `fun` after its first.
 
     **Returns:**
 
-    A function `(x, vector, *args, **kwargs)`, where all but the `vector` are the
-    arguments of `fun`. The vector has the structure of the inexact arrays of `x` that
-    are differentiated, with `None` for all else, or anything that is no inexact array.
-    The product has that structure, too; with `has_aux`, it comes with `aux`, as a pair.
+    A function `(x, vector, *args, **kwargs)`, where everything except `vector` is an
+    argument of `fun`. `vector` has the structure of `x`; leaves that are not
+    differentiated are `None` or anything that is not an inexact array. The product has
+    this structure, too. With `has_aux`, the function returns a pair of the product and
+    `aux`.
 
-    It compiles itself, and an equal call later on traces nothing. For several vectors,
-    use `jax.vmap`.
+    The function is compiled on the first call; repeated calls with the same function
+    and shapes are not retraced. For several vectors, use `jax.vmap`.
 
     **Raises:**
 
-    What [`eqxbatch.filter_hessian`][] raises; and `ValueError` for a vector that is not
-    like what is differentiated.
+    The errors of [`eqxbatch.filter_hessian`][], and `ValueError` for a vector that does
+    not match the differentiated leaves.
 
     !!! example
 
@@ -210,14 +213,14 @@ def filter_ggnvp(
     microbatch_size: int | MemoryBudget | None = None,
     accumulator: Sum | Mean = Mean(),
 ) -> Callable[..., Any]:
-    """Products of a generalised Gauss-Newton matrix with vectors, in microbatches.
+    """Generalised Gauss-Newton-vector products, one microbatch at a time.
 
-    As [`eqxbatch.filter_hvp`][], for the matrix of [`eqxbatch.filter_ggn`][].
+    Like [`eqxbatch.filter_hvp`][], for the matrix of [`eqxbatch.filter_ggn`][].
 
     **Arguments:**
 
-    - `fun`, `loss`: as for [`eqxbatch.filter_ggn`][]. As a decorator, it needs `loss`
-        by name.
+    - `fun`, `loss`: as for [`eqxbatch.filter_ggn`][]. Pass `loss` by keyword if you use
+        this as a decorator.
     - `where`, `filter_spec`, `checkpoint`, `in_axes`, `microbatch_size`, `accumulator`:
         as for [`eqxbatch.filter_hvp`][].
 

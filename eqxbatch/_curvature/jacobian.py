@@ -61,7 +61,7 @@ class _Jacobian(AbstractAutoSharded):
             )
 
     def specs(self, call: Any, out: PyTree) -> PyTree:
-        # Its blocks have the axes of two arrays: they are whole on each device.
+        # Blocks have the axes of two arrays, so they are replicated on all devices.
         del call, out
         return PartitionSpec()
 
@@ -110,7 +110,7 @@ class _Jacobian(AbstractAutoSharded):
     def _checked_mode(
         self, values: Callable[[list], list], leaves: list, structs: list
     ) -> Literal["fwd", "rev"]:
-        """Columns or rows, whatever there are fewer of and has a derivative."""
+        """The mode that needs fewer passes, among those that are differentiable."""
         if self.objective.holomorphic and not all(map(is_complex, structs)):
             raise TypeError(
                 "With `holomorphic=True`, all arrays that `fun` returns must be "
@@ -125,7 +125,7 @@ class _Jacobian(AbstractAutoSharded):
         return "rev" if without_reverse_mode(values, leaves) is None else "fwd"
 
     def _num_rows(self, structs: list) -> int:
-        """How many pullbacks reverse mode takes."""
+        """The number of pullbacks in reverse mode."""
         parts = lambda struct: (
             1 if self.objective.holomorphic or not is_complex(struct) else 2
         )
@@ -159,9 +159,10 @@ class _Jacobian(AbstractAutoSharded):
 def _by_columns(
     values: Callable[[list], list], leaves: list, structs: list, size: int | None
 ) -> list[list[Array]]:
-    """Forward-mode derivatives along the entries of the leaves.
+    """Forward-mode derivatives with respect to the entries of the leaves.
 
-    There is one for each output and leaf; the entries of the leaf are one axis.
+    There is one array for each output and leaf, in which one axis has the entries of
+    the leaf.
     """
     result: list[list[Array]] = [[] for _ in structs]
     for group in consecutive_groups([x.size for x in leaves], LEAST_COLUMNS):
@@ -179,15 +180,15 @@ def _by_rows(
 ) -> list[list[Array]]:
     """Reverse-mode derivatives of the entries of the outputs.
 
-    With respect to real arrays, a complex output has one for its real part and one for
-    its imaginary part: what is pulled back to a real array is real.
+    With respect to real arrays, a complex output is pulled back once for its real part
+    and once for its imaginary part, because a pullback to a real array is real.
     """
     if any(map(is_complex, leaves)) or not any(map(is_complex, structs)):
         return _pulled_back(values, leaves, structs, size)
     parts, treedef = jtu.tree_flatten(jax.eval_shape(as_real, structs))
     of_parts = lambda leaves: jtu.tree_leaves(as_real(values(leaves)))
     found = _pulled_back(of_parts, leaves, parts, size)
-    # One list for each leaf, of what is there for each output.
+    # One list for each leaf, with an entry for each output.
     joined = [
         as_complex(jtu.tree_unflatten(treedef, of_leaf))
         for of_leaf in zip(*found, strict=True)
@@ -198,7 +199,7 @@ def _by_rows(
 def _pulled_back(
     values: Callable[[list], list], leaves: list, structs: list, size: int | None
 ) -> list[list[Array]]:
-    """The same, of outputs that are complex only if the leaves are."""
+    """Like `_by_rows`, for outputs that are complex only if the leaves are."""
     result: list[list[Array]] = []
     for group in consecutive_groups([x.size for x in structs], LEAST_COLUMNS):
         at = lambda leaves, group=group: [values(leaves)[i] for i in group]
@@ -232,50 +233,56 @@ def filter_jacobian(
 ) -> Callable[..., Any]:
     """The Jacobian of a function of a PyTree, in blocks of columns or rows.
 
-    `equinox.filter_jacfwd` and `equinox.filter_jacrev`, with the memory of one block
-    besides the result.
+    Like `equinox.filter_jacfwd` and `equinox.filter_jacrev`, but peak temporary memory
+    is that of one block.
 
     **Arguments:**
 
     - `fun`: the function. It is differentiated with respect to all arrays of an
         inexact dtype in its first argument, and returns a PyTree of such arrays.
-    - `mode`: `"fwd"` computes columns, one for each of the `n` parameters; `"rev"`
-        computes rows, one for each of the `m` entries of the outputs; `"auto"` what
-        there are fewer of, or what can be differentiated at all.
-    - `block_size`: how many columns or rows are computed at a time, at least 1; it need
-        not divide their number. An [`eqxbatch.MemoryBudget`][] chooses the largest
-        number that fits; `None` is all of them.
-    - `num_blocks`: in how many blocks they are computed instead; more than there are
-        columns or rows means one at a time.
-    - `checkpoint`: whether intermediate values are computed anew for each block, and
-        not kept.
+    - `mode`: `"fwd"` computes columns in forward mode, one for each of the `n`
+        parameter entries. `"rev"` computes rows in reverse mode, one for each of the
+        `m` output entries. `"auto"` uses whichever mode needs fewer passes, or the only
+        one that `fun` supports.
+    - `block_size`: the number of columns or rows that are computed at a time, at least
+        1. This need not divide their total number. An [`eqxbatch.MemoryBudget`][]
+            chooses the largest number that fits; `None` computes all at once.
+    - `num_blocks`: the number of blocks, as an alternative to `block_size`. If it
+        exceeds the number of columns or rows, these are computed one at a time.
+    - `checkpoint`: whether to recompute intermediate values for each block instead of
+        storing them.
     - `has_aux`: whether `fun` returns a pair `(out, aux)`.
-    - `flat`: whether the parameters are put into one axis.
-    - `where`: takes the first argument and returns the part of it, or parts, that it is
-        differentiated in. The default is all of it.
+    - `flat`: whether to flatten the parameters into a single axis.
+    - `where`: a function from the first argument to the part (or parts) of it to
+        differentiate with respect to. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
-    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays, which
-        returns complex arrays. For a function of complex arrays that is not, give their
-        real and imaginary parts as arrays of their own. Complex outputs of real arrays
-        need nothing, in either mode.
+    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays; it must
+        return complex arrays. For other functions of complex arrays, pass real and
+        imaginary parts as separate arrays. Complex outputs of real parameters need no
+        setting, in either mode.
 
     **Returns:**
 
-    A function with the arguments of `fun` that returns the Jacobian, or `(jacobian,
-    aux)`: what `fun` returns, with a PyTree in the place of each array, in the
-    structure of the first argument, `None` for what is not differentiated. Its arrays
-    have the axes of the output, and then those of the parameter. With `flat`, it is a
-    pair of what `fun` returns, with an array of shape `(*output, n)` in the place of
-    each one, and of `unravel`, which turns vectors of shape `(n,)` into PyTrees.
+    A function with the arguments of `fun` that returns the Jacobian, or
+    `(jacobian, aux)` with `has_aux`. The Jacobian is the output of `fun`, where each
+    array is replaced by a PyTree with the structure of the first argument, and `None`
+    for everything that is not differentiated. Its arrays have the axes of the output,
+    then those of the parameter.
 
-    It compiles itself, and an equal call later on traces nothing.
+    With `flat`, the Jacobian is a pair: the output of `fun`, where each array is
+    replaced by one of shape `(*output, n)`, and `unravel`, which turns vectors of shape
+    `(n,)` into PyTrees.
+
+    The function is compiled on the first call; repeated calls with the same function
+    and shapes are not retraced.
 
     **Raises:**
 
-    `ValueError` if there is nothing to differentiate, for outputs that are not arrays
-    of an inexact dtype, for sizes below 1, and if both `block_size` and `num_blocks`
-    are given; `TypeError` for complex arrays without `holomorphic`, and for real ones,
-    or real outputs, with it.
+    - `ValueError` if there is nothing to differentiate, for outputs that are not arrays
+        of an inexact dtype, for sizes below 1, and if both `block_size` and
+        `num_blocks` are given.
+    - `TypeError` for complex arrays without `holomorphic`, and for real parameters or
+        outputs with it.
 
     !!! example
 

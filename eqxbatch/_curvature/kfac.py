@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from .ggn_signatures import KFACSignature
 
 
-# What is kept of examples at a time takes about so many bytes.
+# The factors of the examples that are processed at a time take about this many bytes.
 _KEPT_BYTES = 2**26
 
 
 class _KFAC(AbstractOverExamples):
-    """Kronecker factors; if `corrected`, with eigenvalues from a second pass."""
+    """Kronecker factors, with eigenvalues from a second pass if `corrected`."""
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
@@ -89,7 +89,7 @@ class _KFAC(AbstractOverExamples):
         check_over_examples(self)
 
     def specs(self, call: Any, out: PyTree) -> PyTree:
-        # Its blocks have the axes of arrays: they are whole on each device.
+        # Blocks have the axes of arrays, so they are replicated on all devices.
         del call, out
         return PartitionSpec()
 
@@ -138,10 +138,10 @@ def _check_not_multiplied(program: Program, diff: PyTree) -> None:
             raise ValueError(
                 f"The parameters `{path}` and `{paths[other]}` are multiplied with "
                 "each other before they meet an example, so neither has Kronecker "
-                "factors. Multiply them with the example one after the other, as in "
-                "`a @ (b @ x)`; or leave them out with `filter_spec` or `where`; or "
-                "say `is_block=equinox.is_array` for exact blocks, or diagonals of "
-                "large ones, with each bias for itself."
+                "factors. Multiply them with the example one after the other, as in `a "
+                "@ (b @ x)`; or leave them out with `filter_spec` or `where`; or say "
+                "`is_block=equinox.is_array` for exact blocks (diagonals of large "
+                "ones), with separate biases."
             )
 
 
@@ -149,8 +149,7 @@ class _Blocks:
     """The blocks of a Gauss-Newton matrix, in passes over the examples.
 
     - `program`: the function with the sites of all leaves.
-    - `own_axes`: of the mesh, those that parameters vary over inside of
-        `jax.shard_map`.
+    - `own_axes`: the mesh axes that parameters vary over inside `jax.shard_map`.
     """
 
     def __init__(
@@ -188,7 +187,7 @@ class _Blocks:
     def corrected(
         self, examples: Examples, blocks: list[FactorBlock]
     ) -> list[FactorBlock]:
-        """The same with second moments in the eigenvectors of the factors."""
+        """The factors with second moments along their eigenvectors."""
         bases = {}
         for block in blocks:
             if isinstance(block, KroneckerBlock):
@@ -218,7 +217,7 @@ class _Blocks:
         examples: Examples,
         of_part: Callable[[Part, Factors, Weighing], list[Array]],
     ) -> list[Array]:
-        """What is summed over examples for each part, of all of them."""
+        """The sums over all examples for each part."""
         curvature = self._curvature
 
         def sums(rows: list, weights: Array | None) -> list[Array]:
@@ -227,8 +226,8 @@ class _Blocks:
             return accumulated_sums(of_rows, rows, curvature.axes, weights, size)
 
         totals, _ = examples.total(sums, curvature.aux, curvature.program.closed)
-        # A sum over examples, as a gradient is: over devices, too, of which each has
-        # its own examples but not its own parameters.
+        # A sum over examples, like a gradient. It also sums over devices, which have
+        # different examples but the same parameters.
         return [sum_varying(x, self._own_axes) for x in totals]
 
     def _sums(
@@ -255,9 +254,9 @@ class _Blocks:
         return [x for part in self._parts for x in of_part(part, factors, weighing)]
 
     def _bytes(self) -> int:
-        """What is kept of one example, with the largest operand as its site has it.
+        """The bytes kept for one example, with the largest operand as its site uses it.
 
-        The patches of a convolution are several times as large as what it takes.
+        The patches of a convolution are several times as large as its input.
         """
         program, num = self._program, self._curvature.num_vectors
         structs = [*program.operands, *(num * [*program.perturbations])]
@@ -292,48 +291,53 @@ def filter_kfac(
     """Kronecker factors (K-FAC) of a Gauss-Newton or Fisher matrix.
 
     The block of a weight in [`eqxbatch.filter_ggn`][] is the second moment of `d a^T`,
-    with `a` the input of its layer and `d` the cotangents of the output. K-FAC takes
-    the Kronecker product of the second moments of `d` and of `a` for it. Both are found
-    for every matrix product, convolution and embedding of any program: in `scan`s, in
-    custom layers, for weights that are used several times, and for stacked layers.
+    where `a` is the input of its layer and `d` are the cotangents of its output. K-FAC
+    approximates it by the Kronecker product of the second moments of `d` and of `a`.
+    Both are found for every matrix product, convolution and embedding in any program:
+    inside `scan`s, in custom layers, for weights that are used several times, and for
+    stacked layers.
 
     **Arguments:**
 
-    - `fun`, `loss`: as for [`eqxbatch.filter_ggn`][]: a model, and a loss of what it
-        returns for an example. As a decorator, it needs `loss` by name.
-    - `fisher`, `key`, `num_samples`, `sampler`: the matrix itself, or an estimate of it
-        that takes fewer backward passes, as there.
-    - `weight_sharing`: what a weight meets at several positions of one example, such as
-        those of an image or a sequence, the steps of a `scan`, or several uses.
-        `"expand"` takes positions for examples of their own. `"reduce"` takes the mean
-        of the inputs and the sum of the cotangents over the positions, as fits models
-        that average over them before the loss. Embeddings are always expanded.
-    - `corrected`: whether to correct the eigenvalues (EK-FAC): a second pass over the
-        examples takes the second moments of their gradients along the eigenvectors of
-        each Kronecker product, which is then as near as possible to the exact block.
-    - `is_block`: takes a part of the first argument, and says whether that is one
-        block. A weight with its bias has Kronecker factors, and so has a weight alone;
-        all else gets the exact block of the part. By default, a bias that is added to
-        the product with a weight is one more input of it, and all other arrays are
-        blocks for themselves; `is_block=equinox.is_array` separates biases.
+    - `fun`, `loss`: a model, and a loss of its output for one example, as for
+        [`eqxbatch.filter_ggn`][]. Pass `loss` by keyword if you use this as a
+        decorator.
+    - `fisher`, `key`, `num_samples`, `sampler`: the exact matrix, or an estimate that
+        needs fewer backward passes, as for [`eqxbatch.filter_ggn`][].
+    - `weight_sharing`: how to treat a weight that is used at several positions of one
+        example, such as those of an image or a sequence, the steps of a `scan`, or
+        several calls. `"expand"` treats positions as separate examples. `"reduce"` uses
+        the mean of the inputs and the sum of the cotangents over the positions, which
+        suits models that average over positions before the loss. Embeddings are always
+        expanded.
+    - `corrected`: whether to correct the eigenvalues (EK-FAC). A second pass over the
+        examples computes the second moments of per-example gradients along the
+        eigenvectors of each Kronecker product. The result is the best approximation of
+        the exact block with these eigenvectors.
+    - `is_block`: a predicate on parts of the first argument: whether the part is one
+        block. A weight with its bias, or a weight alone, has Kronecker factors; any
+        other part gets its exact block. By default, a bias that is added to the product
+        with a weight counts as one more input of the layer, and every other array is a
+        block of its own. `is_block=equinox.is_array` separates biases.
     - `where`, `filter_spec`, `in_axes`, `microbatch_size`, `accumulator`: as for
         [`eqxbatch.filter_hessian`][].
 
     **Returns:**
 
-    A function with the arguments of `fun` that returns
-    [`eqxbatch.KroneckerFactors`][]. Arrays that do not enter by a matrix product, such
-    as the scales of a normalisation, have their exact block if they have at most 512
-    entries, and the diagonal of it otherwise; so has what is reshaped, sliced or masked
-    first. `print` the factors, or [`eqxbatch.explain_sites`][], to see which.
+    A function with the arguments of `fun` that returns [`eqxbatch.KroneckerFactors`][].
+    Arrays that do not enter by a matrix product, such as the scales of a normalisation
+    layer, have an exact block if they have at most 512 entries, and a diagonal block
+    otherwise. So do arrays that are reshaped, sliced or masked first. `print` the
+    factors, or [`eqxbatch.explain_sites`][], to see the structure of each block.
 
-    It compiles itself, and an equal call later on traces nothing.
+    The function is compiled on the first call; repeated calls with the same function
+    and shapes are not retraced.
 
     **Raises:**
 
-    What [`eqxbatch.filter_ggn_diagonal`][] raises, and `ValueError` for another
+    The errors of [`eqxbatch.filter_ggn_diagonal`][], and `ValueError` for an unknown
     `weight_sharing`, and for parameters that are multiplied with each other before they
-    meet an example unless `is_block` is given.
+    meet an example, unless `is_block` is given.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""`KroneckerFactors`: an approximate curvature, block by block."""
+"""`KroneckerFactors`: an approximate curvature matrix, block by block."""
 
 from collections.abc import Sequence
 from typing import Any, TYPE_CHECKING, TypeAlias
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 class KroneckerBlock(eqx.Module):
-    """A block that is a Kronecker product, or several along the diagonal.
+    """A block that is a Kronecker product, or a block diagonal of several.
 
     - `outputs`, `inputs`: the second moments of the cotangents and of the operands, of
-        shapes `(batch, outputs, outputs)` and `(batch, inputs, inputs)`, or `(batch,
-        inputs)` where that is diagonal.
-    - `moments`: with `corrected=True`, the eigenvalues, of shape `(batch, outputs,
-        inputs)`, for the eigenvectors in `output_basis` and `input_basis`.
+        shapes `(batch, outputs, outputs)` and `(batch, inputs, inputs)`, or
+        `(batch, inputs)` if the latter is diagonal.
+    - `moments`: with `corrected=True`, the eigenvalues, of shape
+        `(batch, outputs, inputs)`. The eigenvectors are in `output_basis` and
+        `input_basis`.
     """
 
     part: Part = eqx.field(static=True)
@@ -36,9 +37,10 @@ class KroneckerBlock(eqx.Module):
     input_basis: Inexact[Array, "batch inputs inputs"] | None = None
 
     def eigenvectors(self) -> tuple[Array, Array, Array, Array | None]:
-        """Eigenvalues and eigenvectors of the outputs, and of the inputs.
+        """Eigenvalues and eigenvectors of the two factors.
 
-        Those of a diagonal factor are in the order of its entries, and not in an array.
+        For a diagonal factor, eigenvalues are in the order of its entries, and there is
+        no array of eigenvectors.
         """
         output_values, output_basis = jnp.linalg.eigh(self.outputs)
         if self.inputs.ndim == 2:
@@ -47,39 +49,40 @@ class KroneckerBlock(eqx.Module):
 
 
 class DenseBlock(eqx.Module):
-    """A block that is there as it is, of shape `(entries, entries)`."""
+    """A dense block of shape `(entries, entries)`."""
 
     part: Part = eqx.field(static=True)
     matrix: Inexact[Array, "entries entries"]
 
 
 class DiagonalBlock(eqx.Module):
-    """A block of which there is the diagonal, of shape `(entries,)`."""
+    """A diagonal block, stored with shape `(entries,)`."""
 
     part: Part = eqx.field(static=True)
     diagonal: Inexact[Array, " entries"]
 
 
-# Their `part` says which parameters a block is of, and why it has this structure.
+# The `part` of a block names its parameters and says why it has this structure.
 FactorBlock: TypeAlias = KroneckerBlock | DenseBlock | DiagonalBlock
 
 
 class KroneckerFactors(eqx.Module):
     """A Gauss-Newton or Fisher matrix in blocks, most of them Kronecker products.
 
-    This is what [`eqxbatch.filter_kfac`][] returns. Its arrays are its leaves: it can
-    be averaged over steps with `optax.incremental_update`, saved with
-    `equinox.tree_serialise_leaves`, sharded, and given to functions under `jax.jit`.
+    This is what [`eqxbatch.filter_kfac`][] returns. It is a PyTree of arrays: it can be
+    averaged over steps with `optax.incremental_update`, saved with
+    `equinox.tree_serialise_leaves`, sharded, and passed to functions under `jax.jit`.
 
-    - `blocks`: one for each weight, with its bias if that is one more input, and one
-        for each other array. A Kronecker product has `outputs` and `inputs`, the
-        factors, of shapes `(batch, rows, rows)` and `(batch, columns, columns)`: the
-        second moments of the cotangents of the outputs, and of the inputs. An exact
-        block has a `matrix`, and a diagonal one a `diagonal`. The `part` of each says
-        which structure it has, and why if that is not a Kronecker product.
+    - `blocks`: one block for each weight (together with its bias if that counts as one
+        more input), and one for each other array. A Kronecker block has two factors:
+        `outputs`, the second moments of the output cotangents, of shape
+        `(batch, rows, rows)`, and `inputs`, the second moments of the inputs, of shape
+        `(batch, columns, columns)`. An exact block has a `matrix`, and a diagonal block
+        a `diagonal`. The `part` of each block says which structure it has, and why, if
+        it is not a Kronecker product.
     - `unravel`: turns vectors into PyTrees of parameters.
 
-    `print` shows a table of the blocks, with the sizes of their factors.
+    `print` shows a table of the blocks with the sizes of their factors.
 
     !!! example
 
@@ -108,12 +111,12 @@ class KroneckerFactors(eqx.Module):
     def operator(
         self, *, damping: Real[Array, ""] | float = 0.0
     ) -> "KroneckerOperator":
-        """The matrix plus `damping` times the identity, as a linear operator of lineax.
+        """The matrix plus `damping` times the identity, as a lineax linear operator.
 
-        It takes an eigendecomposition of each factor. Raises `ValueError` for negative
-        damping, and `ImportError` if lineax is not there; at run time, it raises an
-        error if the eigenvectors of a `corrected` block are not orthogonal, because
-        they were averaged.
+        It computes an eigendecomposition of each factor. Raises `ValueError` for
+        negative damping, and `ImportError` if lineax is not installed. At run time, it
+        raises an error if the eigenvectors of a `corrected` block are not orthogonal
+        because they were averaged.
         """
         from .kronecker_operator import KroneckerOperator
 
@@ -121,7 +124,7 @@ class KroneckerFactors(eqx.Module):
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """The paths of the parameters of each block."""
+        """The paths of the parameters in each block."""
         structs = self.unravel.structs
         numbered = jtu.tree_unflatten(self.unravel.treedef, range(len(structs)))
         paths = {
@@ -147,9 +150,9 @@ class KroneckerFactors(eqx.Module):
 
 
 def check_vector(unravel: Unravel, vector: Any, what: str) -> list[Array]:
-    """The leaves of a PyTree in the structure of the parameters.
+    """The leaves of a PyTree, which must have the structure of the parameters.
 
-    Raises `ValueError` if it is not.
+    Raises `ValueError` if it does not.
     """
     leaves, treedef = jtu.tree_flatten(vector)
     shapes = [getattr(x, "shape", None) for x in leaves]

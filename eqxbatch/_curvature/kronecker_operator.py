@@ -1,4 +1,4 @@
-"""Kronecker factors as a linear operator of lineax, by their eigenvectors."""
+"""Kronecker factors as a lineax linear operator, in terms of their eigenvectors."""
 
 import abc
 import dataclasses
@@ -31,9 +31,9 @@ from .pytree import hessian_to_pytree, Unravel
 
 
 class _AbstractSpectrum(eqx.Module):
-    """The eigenvalues of a block, and its eigenvectors.
+    """The eigenvalues and eigenvectors of a block.
 
-    Coordinates along these are arrays of the shape of `values`.
+    Coordinates along the eigenvectors are arrays of the shape of `values`.
     """
 
     part: eqx.AbstractVar[Part]
@@ -41,7 +41,7 @@ class _AbstractSpectrum(eqx.Module):
 
     @abc.abstractmethod
     def coordinates(self, leaves: list[Array]) -> Array:
-        """Those of the parameters of the block."""
+        """The coordinates of the parameters of the block."""
 
     @abc.abstractmethod
     def leaves(self, coordinates: Array) -> list[Array]:
@@ -145,13 +145,13 @@ def _spectrum(block: FactorBlock) -> _AbstractSpectrum:
         jnp.stack([_is_askew(basis) for basis in bases]),
         "The eigenvectors of `KroneckerFactors` are not orthogonal: factors with "
         "`corrected=True` cannot be averaged, as their eigenvectors differ. Average "
-        "factors without, or compute them anew.",
+        "factors without it, or compute them again.",
     )
     return _KroneckerSpectrum(block.part, moments, outputs, inputs)
 
 
 def _rounding(values: Inexact[Array, "*batch k"]) -> Inexact[Array, "*batch 1"]:
-    """The size of an eigenvalue that is zero but for rounding."""
+    """The size below which an eigenvalue is zero up to rounding."""
     largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True, initial=0)
     return values.shape[-1] * float(jnp.finfo(values.dtype).eps) * largest
 
@@ -159,13 +159,13 @@ def _rounding(values: Inexact[Array, "*batch k"]) -> Inexact[Array, "*batch 1"]:
 def _without_rounding(
     values: Inexact[Array, "*batch k"],
 ) -> Inexact[Array, "*batch k"]:
-    """Zero in the place of what is negative by rounding."""
+    """Replaces values that are negative because of rounding by zero."""
     is_zero = (values < 0) & (values >= -_rounding(values))
     return jnp.where(is_zero, 0, values)
 
 
 def _is_askew(basis: Inexact[Array, "batch k k"]) -> Bool[Array, ""]:
-    """Whether eigenvectors are not orthogonal, as those of averages are not."""
+    """Whether eigenvectors are not orthogonal, as averages of them are not."""
     size = basis.shape[-1]
     product = jnp.einsum("bki,bkj->bij", basis, basis)
     error = jnp.abs(product - jnp.eye(size, dtype=basis.dtype)[None])
@@ -176,33 +176,35 @@ def _is_askew(basis: Inexact[Array, "batch k k"]) -> Bool[Array, ""]:
 class KroneckerOperator(AbstractSymmetricOperator):
     """Kronecker factors plus damping, as a `lineax.AbstractLinearOperator`.
 
-    What [`eqxbatch.KroneckerFactors`][]`.operator` returns. Vectors are PyTrees of
-    parameters. All methods work on the eigenvalues and eigenvectors of the blocks, so
-    that no matrix over all parameters is formed but by `as_matrix`. The eigenvalues of
-    a Kronecker product are all products of those of its factors, or with
-    `corrected=True` the second moments along its eigenvectors; `damping` is added to
-    each.
+    This is what [`eqxbatch.KroneckerFactors`][]`.operator` returns. Vectors are PyTrees
+    of parameters. All methods work on the eigenvalues and eigenvectors of the blocks;
+    only `as_matrix` materialises a matrix over all parameters. The eigenvalues of a
+    Kronecker product are the products of the eigenvalues of its factors or, with
+    `corrected=True`, the second moments along its eigenvectors. `damping` is added to
+    each eigenvalue.
 
     - `mv(vector)`: the product with a vector.
-    - `inverse()`: the inverse, as another such operator.
-    - `sqrt()`: the symmetric square root: `inverse().sqrt().mv(noise)` is a sample of
-        a Gaussian of which this is the precision.
-    - `logdet()`, `trace()`: numbers; `diagonal()`: a vector of shape `(n,)`, in the
-        order of `jax.flatten_util.ravel_pytree`.
+    - `inverse()`: the inverse, as another `KroneckerOperator`.
+    - `sqrt()`: the symmetric square root. `inverse().sqrt().mv(noise)` samples from a
+        Gaussian whose precision is this operator.
+    - `logdet()`, `trace()`: scalars.
+    - `diagonal()`: a vector of shape `(n,)`, in the order of
+        `jax.flatten_util.ravel_pytree`.
     - `eigh()`: all `n` eigenvalues, and a lineax operator from vectors of shape `(n,)`
         to parameters whose columns are the eigenvectors. They are in the order of the
-        blocks, and not sorted.
+        blocks, not sorted.
     - `as_matrix()`: the matrix, of shape `(n, n)`.
 
     **Arguments:**
 
     - `factors`: the [`eqxbatch.KroneckerFactors`][].
-    - `damping`: what is added to the diagonal, at least 0.
+    - `damping`: a number that is added to the diagonal, at least 0.
 
-    Raises `ValueError` for negative damping, and for vectors that are not of the
-    parameters of the factors. `inverse` and `logdet` raise an error at run time if an
-    eigenvalue is not positive, but for rounding: without damping, factors of fewer
-    examples than they have columns are singular. `sqrt` does so if one is negative.
+    Raises `ValueError` for negative damping, and for vectors that do not have the
+    structure of the parameters. At run time, `inverse` and `logdet` raise an error if
+    an eigenvalue is not positive, up to rounding. Without damping, factors computed
+    from fewer examples than they have columns are singular. `sqrt` raises an error at
+    run time if an eigenvalue is negative.
 
     !!! example
 
@@ -250,7 +252,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         )
 
     def _with(self, change: Callable[[Array], Array]) -> "KroneckerOperator":
-        """The same eigenvectors with other eigenvalues."""
+        """An operator with the same eigenvectors and other eigenvalues."""
         spectra = tuple(
             dataclasses.replace(x, values=change(x.values)) for x in self._spectra
         )
@@ -347,7 +349,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         return sum((x.astype(dtype) for x in found), jnp.zeros((), dtype))
 
     def _positive(self, values: Array) -> Array:
-        # What is zero but for rounding is so no more where damping was added.
+        # With damping, an eigenvalue of zero up to rounding is no longer zero.
         rounding = jnp.where(self._is_damped, 0, _rounding(values.ravel())[0])
         return eqx.error_if(
             values,

@@ -1,8 +1,8 @@
 """Kronecker factors and exact blocks of some examples, from the factors of sites.
 
-With operands `a` and cotangents `d` at the positions `t` that share a weight, the
-gradient of an example is `sum_t d_t a_t^T`. Its second moment is taken to be the
-product of those of `d` and of `a`.
+With operands `a` and cotangents `d` at the positions `t` that share a weight, a
+per-example gradient is `sum_t d_t a_t^T`. Its second moment is approximated by the
+Kronecker product of the second moments of `d` and of `a`.
 """
 
 import functools
@@ -31,15 +31,14 @@ WeightSharing = Literal["expand", "reduce"]
 VECTOR: Label = ("output", 0)
 
 
-# What is formed of the gradients of some examples takes no more bytes than that.
+# Materialised per-example gradients take at most this many bytes.
 _MOST_BYTES = 2**22
 
 
 class Weighing(NamedTuple):
-    """How the examples, and the vectors that were pulled back, enter.
+    """How examples, and the vectors that were pulled back, are weighted.
 
-    - `curve`: what is between the vectors of an example; None for one each, and nothing
-        between them.
+    - `curve`: the curvature between the vectors of an example; None for the identity.
     """
 
     num: int
@@ -52,7 +51,7 @@ class Weighing(NamedTuple):
         return jnp.sum(widened(self.weights))
 
     def times(self, x: Inexact[Array, "n ..."]) -> Inexact[Array, "n ..."]:
-        """Something of each example, weighted."""
+        """Multiplies per-example values by the weights of the examples."""
         if self.weights is None:
             return x
         weights = self.weights.astype(x.dtype)
@@ -61,7 +60,7 @@ class Weighing(NamedTuple):
     def seconds(
         self, x: Inexact[Array, "n vectors ..."]
     ) -> Inexact[Array, "n vectors ..."]:
-        """What `x` is to be multiplied with, and summed, for the curvature along it."""
+        """The array that contracts with `x` to the curvature along `x`."""
         if self.curve is not None:
             curve = self.curve.astype(common_dtype(x.dtype, self.curve.dtype))
             x = jnp.einsum("nv...,nvw->nw...", x.astype(curve.dtype), curve)
@@ -71,7 +70,7 @@ class Weighing(NamedTuple):
 class _Use(NamedTuple):
     """The factors at one site, flat, with examples along axis 0.
 
-    - `tokens`: what an embedding looks up, in the place of the operand.
+    - `tokens`: the indices that an embedding looks up, instead of an operand.
     """
 
     a: Inexact[Array, "n positions batch inputs"] | None
@@ -108,19 +107,19 @@ def _in_order(
 def _gram(
     x: Inexact[Array, "z batch k"], y: Inexact[Array, "z batch k"]
 ) -> Inexact[Array, "batch k k"]:
-    """The sum of outer products; one matrix product if there is one of them."""
+    """The sum of outer products, as a single matrix product if possible."""
     if x.shape[1] == 1:
         return jnp.einsum("zi,zj->ij", x[:, 0], y[:, 0])[None]
     return jnp.einsum("zbi,zbj->bij", x, y)
 
 
 def symmetric(x: Inexact[Array, "*batch k k"]) -> Inexact[Array, "*batch k k"]:
-    """A matrix that is symmetric but for rounding, exactly so."""
+    """Makes a matrix that is symmetric up to rounding exactly symmetric."""
     return (x + jnp.swapaxes(x, -1, -2)) / 2
 
 
 def _merged(x: Array, num: int) -> Array:
-    """The first axes as one."""
+    """Merges the first axes into one."""
     return x.reshape(-1, *x.shape[num:]) if x.size else x.reshape(0, *x.shape[num:])
 
 
@@ -155,11 +154,11 @@ def part_sums(
     weighing: Weighing,
     sharing: WeightSharing,
 ) -> list[Array]:
-    """What is summed over examples for one block.
+    """The arrays that are summed over examples for one block.
 
-    For Kronecker factors, that is for each of the two roles of operands that the weight
-    has: the second moment of the operands, their sum, the second moment of the
-    cotangents, and the number of positions.
+    For Kronecker factors, these are, for each of the (up to two) roles of operands that
+    the weight has: the second moment of the operands, their sum, the second moment of
+    the cotangents, and the number of positions.
     """
     if part.structure != "kronecker":
         return [_exact_sum(program, part, factors, weighing)]
@@ -190,7 +189,7 @@ def _role_sums(
     )
     add = functools.partial(functools.reduce, jnp.add)
     gram, count = add(grams), weighing.sum() * positions
-    # Of what varies over devices in `jax.shard_map`, there is one count on each.
+    # If the sums vary over devices in `jax.shard_map`, so must the count.
     count = vary(count.astype(outputs[0].dtype), varying(jax.typeof(gram)))
     return [gram, add(sums), add(outputs), count]
 
@@ -210,7 +209,7 @@ def _use_sums(use: _Use, part: Part, weighing: Weighing) -> tuple[Array, Array, 
 
 
 def num_sums(program: Program, part: Part) -> int:
-    """How many arrays `part_sums` has."""
+    """The number of arrays that `part_sums` returns."""
     if part.structure != "kronecker":
         return 1
     return 4 * len({use.is_swapped for use in uses_of(program, part)})
@@ -219,7 +218,7 @@ def num_sums(program: Program, part: Part) -> int:
 def _of_leaves(
     program: Program, part: Part, factors: Factors
 ) -> Inexact[Array, "n vectors entries"]:
-    """The gradient of each example along each vector, flat."""
+    """The flattened gradient of each example along each vector."""
     found = []
     for leaf in part.leaves:
         struct, sites = program.leaves[leaf], program.sites_of(leaf)
@@ -246,8 +245,8 @@ def _exact_sum(
 def finished(part: Part, sums: list[Array]) -> tuple[Array, Array]:
     """The two factors of a block, from the sums of all examples.
 
-    Where a weight has two roles, that is the product with the partial traces of the sum
-    of both.
+    If a weight has two roles, they give the Kronecker product with the same partial
+    traces as the sum of both.
     """
     layout = part.layout
     assert layout is not None
@@ -301,7 +300,7 @@ def moment_sums(
     (use, *rest) = uses
     is_one = not rest and use.d.shape[2] == 1 and use.a is not None
     if is_one:
-        # An outer product, whose squares are products of squares.
+        # The squares of an outer product are products of squares.
         a, d = _rotated(use, layout, bases)
         squares = jnp.sum(d * weighing.seconds(d), (1, 2))
         return jnp.einsum("nbi,nbo->boi", a[:, 0] ** 2, squares)
@@ -320,7 +319,7 @@ def moment_sums(
         return jnp.sum(moments(some, Weighing(num, weights, curve)), 0)
 
     entries = math.prod(layout.sizes) * use.d.shape[1] * use.d.dtype.itemsize
-    # On a mesh, each device would be asked for the same examples at the same time.
+    # On a mesh, cutting would gather the same examples from all devices.
     size = None if is_on_mesh(use.d) else max(1, _MOST_BYTES // max(entries, 1))
     rows = Rows(arrays, (0,) * len(arrays), use.d.shape[0])
     return accumulated(of_block, rows, size, Sum())
@@ -329,7 +328,7 @@ def moment_sums(
 def _rotated(
     use: _Use, layout: Layout, bases: tuple[Array | None, Array]
 ) -> tuple[Array, Array]:
-    """Operand and cotangent in the eigenvectors of the factors."""
+    """Operand and cotangent in the eigenbases of the factors."""
     into, out = bases[::-1] if use.is_swapped else bases
     if use.tokens is not None:
         side = layout.outputs if use.is_swapped else layout.inputs

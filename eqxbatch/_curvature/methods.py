@@ -1,4 +1,4 @@
-"""Blocks of a matrix of second derivatives, each leaf by the cheaper of two ways."""
+"""Blocks of a matrix of second derivatives, with the cheaper method for each leaf."""
 
 import math
 from typing import Literal
@@ -23,8 +23,8 @@ from .site_blocks import Pair, Wanted
 CurvatureMethod = Literal["auto", "sites", "products"]
 
 
-# With how many examples contractions are counted, and how many bytes what is kept of
-# examples may take if the result is smaller than that.
+# The number of examples for which contractions are estimated, and the number of bytes
+# that factors of examples may take if the result is smaller.
 _COUNTED = 32
 
 
@@ -36,7 +36,7 @@ class CurvatureBlocks:
 
     - `method`: `"sites"` for all leaves that have rules, `"products"` for none, or
         `"auto"` for those where that is cheaper.
-    - `size`: how many columns are computed at a time by products.
+    - `size`: the number of columns that products compute at a time.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CurvatureBlocks:
     def sums(
         self, rows: list, weights: Real[Array, " n"] | None
     ) -> list[Inexact[Array, "pairs ..."]]:
-        """The blocks of each group of pairs, of the sum over some examples."""
+        """The blocks of each group of pairs, summed over some examples."""
         found: list[Array] = []
         rest = self.wanted.leaves
         if self._sites is not None:
@@ -71,7 +71,7 @@ class CurvatureBlocks:
         return found
 
     def by_pairs(self, sums: list[Array]) -> dict[Pair, Inexact[Array, "..."]]:
-        """The blocks that are wanted, of what `sums` returns."""
+        """The requested blocks, from what `sums` returns."""
         found = {}
         separated = separate(sums, self.curvature.leaves)
         for pairs, blocks in zip(self.groups, separated, strict=True):
@@ -80,7 +80,7 @@ class CurvatureBlocks:
 
     @property
     def groups(self) -> list[list[Pair]]:
-        """The pairs of leaves that are wanted, as `sums` has them together."""
+        """The requested pairs of leaves, in the groups that `sums` uses."""
         groups = [] if self._sites is None else self._sites.blocks.groups
         known = {pair for pairs in groups for pair in pairs}
         return [*groups, *([pair] for pair in self.wanted.pairs if pair not in known)]
@@ -91,7 +91,7 @@ class CurvatureBlocks:
         rows: list,
         weights: Array | None,
     ) -> list[Array]:
-        """In blocks of so many examples that what is kept of them is small."""
+        """Computes sums from sites, in blocks of examples whose factors are small."""
         leaves, axes = self.curvature.leaves, self.curvature.axes
         if not axes:
             return sites.sums(leaves, rows, axes, weights)
@@ -115,12 +115,12 @@ class CurvatureBlocks:
         return ProductBlocks(products, leaves, order, wanted, self.size).blocks()
 
     def _in_order(self, leaves: set[int]) -> list[int]:
-        """The order in which the function uses them."""
+        """The leaves in the order in which the function uses them."""
         jaxpr = self.curvature.program.closed.jaxpr
         return sorted(leaves, key=lambda i: first_use(jaxpr, jaxpr.invars[i]))
 
     def _choose(self) -> SiteHessian | SiteGaussNewton | None:
-        """What is done by sites."""
+        """The leaves that are computed from sites."""
         curvature, num = self.curvature, len(self.curvature.leaves)
         if self.method == "products" or not curvature.allows_sites:
             return None
@@ -152,9 +152,9 @@ class CurvatureBlocks:
         return curvature.of_sites(program, self.wanted.among(covered))
 
     def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
-        """The function with the sites of some leaves only; and those that have rules.
+        """The function with the sites of some leaves, and the leaves that have rules.
 
-        Leaves without a rule are not perturbed, so that they take no part in it.
+        Leaves without a rule are not perturbed.
         """
         curvature, num = self.curvature, len(self.curvature.leaves)
         while True:
@@ -172,9 +172,9 @@ class CurvatureBlocks:
 
 
 def _even(total: int, size: int) -> int:
-    """A size of which there is no remainder, if one is at least half as large.
+    """A size without a remainder, if one is at least half as large.
 
-    A remainder is a program of its own.
+    A remainder would need a program of its own.
     """
     divisors = (i for i in range(size, size // 2, -1) if total % i == 0)
     return next(divisors, size)

@@ -1,4 +1,4 @@
-"""Hessians and Gauss-Newton matrices as linear operators of lineax."""
+"""Hessians and Gauss-Newton matrices as lineax linear operators."""
 
 import abc
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import lineax
 from jaxtyping import Array, Inexact, PyTree
 
+from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.shapes import checked
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
@@ -20,14 +20,8 @@ from .hessian import filter_hessian, filter_hessian_diagonal
 from .hvp import filter_ggnvp, filter_hvp
 
 
-class AbstractSymmetricOperator(lineax.AbstractLinearOperator):
+class AbstractSymmetricOperator(AbstractTaggedOperator):
     """A symmetric matrix over PyTrees of parameters."""
-
-    tags: eqx.AbstractVar[frozenset]
-
-    @abc.abstractmethod
-    def diagonal(self) -> Inexact[Array, " n"]:
-        """The diagonal of the matrix."""
 
     @abc.abstractmethod
     def as_pytree(self) -> PyTree:
@@ -35,7 +29,7 @@ class AbstractSymmetricOperator(lineax.AbstractLinearOperator):
 
 
 class _AbstractCurvatureOperator(AbstractSymmetricOperator):
-    """The matrix of a function, at the parameters in the first of some arguments."""
+    """The matrix of a function, at the parameters in its first argument."""
 
     args: eqx.AbstractVar[tuple]
     kwargs: eqx.AbstractVar[dict[str, Any]]
@@ -43,11 +37,11 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
 
     @abc.abstractmethod
     def _product(self) -> Callable[..., PyTree]:
-        """What multiplies it with a vector, exactly, in microbatches."""
+        """The function for exact matrix-vector products, in microbatches."""
 
     @abc.abstractmethod
     def _matrix(self, **settings: Any) -> Callable[..., Any]:
-        """What returns the matrix."""
+        """The function that returns the matrix."""
 
     def mv(self, vector: PyTree) -> PyTree:
         first, *rest = self.args
@@ -76,7 +70,7 @@ _Operator = AbstractSymmetricOperator
 def _parameters(
     args: tuple, kwargs: dict, where: Callable | None, filter_spec: PyTree
 ) -> PyTree:
-    """What is differentiated, as shapes and dtypes."""
+    """The shapes and dtypes of the differentiated leaves."""
     diff, _ = Objective(where, filter_spec).real_parameters(args, kwargs)
     return jax.eval_shape(lambda: diff)
 
@@ -84,22 +78,22 @@ def _parameters(
 class HessianOperator(_AbstractCurvatureOperator):
     """The Hessian of a function of a PyTree, as a `lineax.AbstractLinearOperator`.
 
-    `mv(vector)` is [`eqxbatch.filter_hvp`][], so that it works in microbatches and
-    never forms the Hessian; `as_matrix()` and `lineax.diagonal` do what
-    [`eqxbatch.filter_hessian`][] and [`eqxbatch.filter_hessian_diagonal`][] do. It is
-    what solvers of lineax take, and its `mv` what other libraries do that need nothing
-    but products, such as matfree for eigenvalues, traces and spectral densities.
+    `mv(vector)` uses [`eqxbatch.filter_hvp`][]: it works in microbatches and never
+    materialises the Hessian. `as_matrix()` uses [`eqxbatch.filter_hessian`][], and
+    `lineax.diagonal` uses [`eqxbatch.filter_hessian_diagonal`][]. Pass the operator to
+    lineax solvers. Pass its `mv` to libraries that need only matrix-vector products,
+    such as matfree for eigenvalues, traces and spectral densities.
 
     **Arguments:**
 
-    - `fun`, `*args`, `**kwargs`: the function, and what it is called with; the first of
-        them has the parameters.
-    - `in_axes`, `microbatch_size`, `accumulator`, `where`, `filter_spec`,
-        `checkpoint`, `mode`: as for [`eqxbatch.filter_hessian`][].
-    - `tags`: what else is known of the Hessian, such as
-        `lineax.positive_semidefinite_tag`. That it is symmetric is known anyway.
+    - `fun`, `*args`, `**kwargs`: the function and its arguments; the first argument
+        contains the parameters.
+    - `in_axes`, `microbatch_size`, `accumulator`, `where`, `filter_spec`, `checkpoint`,
+        `mode`: as for [`eqxbatch.filter_hessian`][].
+    - `tags`: further lineax tags, such as `lineax.positive_semidefinite_tag`. The
+        operator is always tagged as symmetric.
 
-    Raises what these do, and `ImportError` if lineax is not there.
+    Raises the errors of these transforms, and `ImportError` if lineax is not installed.
 
     !!! example
 
@@ -146,7 +140,7 @@ class HessianOperator(_AbstractCurvatureOperator):
         **kwargs: Any,
     ):
         self.fun, self.args, self.kwargs = fun, args, kwargs
-        self.tags = _tags(tags)
+        self.tags = as_tags(tags)
         self._settings = {
             "in_axes": in_axes,
             "microbatch_size": microbatch_size,
@@ -173,10 +167,10 @@ class HessianOperator(_AbstractCurvatureOperator):
 class GGNOperator(_AbstractCurvatureOperator):
     """A generalised Gauss-Newton matrix, as a `lineax.AbstractLinearOperator`.
 
-    As [`eqxbatch.HessianOperator`][], for what [`eqxbatch.filter_ggn`][] is of, whose
-    `fun` and `loss` come first, before `*args` and `**kwargs`. It is tagged as positive
-    semidefinite unless `is_convex=False` says that the loss is not convex in what `fun`
-    returns. All else means what it means there: `in_axes`, `microbatch_size`,
+    Like [`eqxbatch.HessianOperator`][], for the matrix of [`eqxbatch.filter_ggn`][]:
+    `fun` and `loss` come first, then `*args` and `**kwargs`. The operator is tagged as
+    positive semidefinite, unless `is_convex=False` says that the loss is not convex in
+    the output of `fun`. The other arguments are the same: `in_axes`, `microbatch_size`,
     `accumulator`, `where`, `filter_spec`, `checkpoint`, `tags`.
 
     !!! example
@@ -222,7 +216,7 @@ class GGNOperator(_AbstractCurvatureOperator):
     ):
         self.fun, self.loss, self.args, self.kwargs = fun, loss, args, kwargs
         convex = {lineax.positive_semidefinite_tag} if is_convex else set()
-        self.tags = _tags(tags) | convex
+        self.tags = as_tags(tags) | convex
         self._settings = {
             "in_axes": in_axes,
             "microbatch_size": microbatch_size,
@@ -246,33 +240,11 @@ class GGNOperator(_AbstractCurvatureOperator):
         return diagonal(*self.args, **self.kwargs)[0]
 
 
-def _tags(tags: Any) -> frozenset:
-    is_many = isinstance(tags, (tuple, list, set, frozenset))
-    return frozenset(tags if is_many else (tags,))
-
-
-@lineax.linearise.register(_Operator)
-def _linearise(operator: _Operator) -> _Operator:
-    return operator
-
-
 @lineax.materialise.register(_Operator)
 def _materialise(operator: _Operator) -> lineax.AbstractLinearOperator:
     tags = operator.tags | {lineax.symmetric_tag}
     structure = operator.out_structure()
     return lineax.PyTreeLinearOperator(operator.as_pytree(), structure, tags)
-
-
-@lineax.diagonal.register(_Operator)
-def _diagonal(operator: _Operator) -> Array:
-    return operator.diagonal()
-
-
-@lineax.tridiagonal.register(_Operator)
-def _tridiagonal(operator: _Operator) -> tuple[Array, Array, Array]:
-    matrix = operator.as_matrix()
-    diagonals = [jnp.diagonal(matrix, offset) for offset in (0, -1, 1)]
-    return diagonals[0], diagonals[1], diagonals[2]
 
 
 @lineax.conj.register(_Operator)
@@ -284,28 +256,3 @@ def _conj(operator: _Operator) -> _Operator:
 def _is_symmetric(operator: _Operator) -> bool:
     del operator
     return True
-
-
-def _answer_by_tag(question: Any, tag: object) -> None:
-    question.register(_Operator)(lambda operator: tag in operator.tags)
-
-
-_answer_by_tag(lineax.is_diagonal, lineax.diagonal_tag)
-
-
-_answer_by_tag(lineax.is_tridiagonal, lineax.tridiagonal_tag)
-
-
-_answer_by_tag(lineax.has_unit_diagonal, lineax.unit_diagonal_tag)
-
-
-_answer_by_tag(lineax.is_lower_triangular, lineax.lower_triangular_tag)
-
-
-_answer_by_tag(lineax.is_upper_triangular, lineax.upper_triangular_tag)
-
-
-_answer_by_tag(lineax.is_positive_semidefinite, lineax.positive_semidefinite_tag)
-
-
-_answer_by_tag(lineax.is_negative_semidefinite, lineax.negative_semidefinite_tag)

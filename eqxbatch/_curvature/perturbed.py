@@ -1,7 +1,7 @@
 """The gradient of an example, as a function of perturbations at the sites.
 
-It is traced once, to see what changes with which perturbation, to count what that
-takes, and to run it.
+It is traced once. The trace shows which values depend on which perturbation and what
+their derivatives cost, and it is what runs.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ from .._sites.trace import Program
 from .site_blocks import Wanted
 
 
-# Derivatives are taken with respect to all perturbations in so many programs. Each has
-# what comes after its first perturbation, so that more of them compute less, and take
-# longer to compile.
+# The maximal number of programs in which derivatives are taken. Each contains what
+# comes after its first perturbation, so more programs compute less, but take longer to
+# compile.
 _MOST_PUSHES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """Some perturbations, and which cotangents and operands change with them.
+    """Some perturbations, and the cotangents and operands that depend on them.
 
-    - `sizes`: of the perturbations. Those of equal shapes follow each other; `alike`
-        has them for each.
+    - `sizes`: the sizes of the perturbations. Perturbations of equal shapes are
+        adjacent; `alike` lists them for each.
     """
 
     perturbations: tuple[int, ...]
@@ -40,11 +40,11 @@ class Push:
 
     @property
     def num(self) -> int:
-        """How many directions there are."""
+        """The number of directions."""
         return sum(self.sizes)
 
     def directions(self, perturbations: Sequence[int]) -> tuple[int, int]:
-        """The first direction of some that follow each other, and the one after."""
+        """The range of directions of some adjacent perturbations."""
         first = self.perturbations.index(perturbations[0])
         start = sum(self.sizes[:first])
         return start, start + sum(self.sizes[first : first + len(perturbations)])
@@ -53,8 +53,8 @@ class Push:
 class PerturbedGradient:
     """The cotangents and operands of one example, as a function of perturbations.
 
-    - `of_cotangents`, `of_operands`: pairs of a perturbation and of what is known to
-        change with it, of those that sites ask for.
+    - `of_cotangents`, `of_operands`: pairs of a perturbation and a cotangent or operand
+        that depends on it, among those that sites need.
     """
 
     def __init__(self, program: Program, leaves: list, wanted: Wanted, remat: bool):
@@ -90,7 +90,7 @@ class PerturbedGradient:
     def at(
         self, leaves: list, rows: list, weight: Array | None
     ) -> tuple[list, Callable[[list], list]]:
-        """Where to differentiate, and cotangents and operands for perturbations."""
+        """The point to differentiate at, and the function to differentiate."""
         point = self.program.zeros(leaves, rows)
         aval = self.program.jaxpr.outvars[0].aval
         seed = full_varying_as(aval, 1)
@@ -104,7 +104,7 @@ class PerturbedGradient:
         return point, run
 
     def pushes(self) -> list[Push]:
-        """The programs that derivatives are taken in."""
+        """The programs for derivatives."""
         every = sorted({z for z, _ in (*self.of_cotangents, *self.of_operands)})
         size = -(-len(every) // _MOST_PUSHES) or 1
         return [
@@ -128,7 +128,7 @@ class PerturbedGradient:
         )
 
     def kind(self, site: Site, other: Site) -> tuple:
-        """Equal for pairs of sites that have the same terms."""
+        """A key that is equal for pairs of sites with the same terms."""
         z, y = site.perturbation, other.perturbation
         return (
             (z > y) - (z < y),
@@ -139,7 +139,7 @@ class PerturbedGradient:
 
 
 class _Needs:
-    """What sites ask for, so that each derivative is computed once."""
+    """What sites need, so that each derivative is computed once."""
 
     def __init__(self, program: Program, wanted: Wanted):
         self.cotangents: dict[int, set[int]] = {}

@@ -1,4 +1,4 @@
-"""Matrices of second derivatives: as PyTrees of PyTrees, and flat."""
+"""Matrices of second derivatives, as PyTrees of PyTrees and flat."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -23,12 +23,13 @@ _Tree = TypeVar("_Tree")
 
 
 class Unravel(eqx.Module, Generic[_Tree]):
-    """Turns vectors into PyTrees: what comes with a flat Hessian or Jacobian.
+    """Turns vectors into PyTrees of parameters; comes with a flat Hessian or Jacobian.
 
-    `unravel(vector)` takes a vector of shape `(n,)`, or several of shape `(..., n)`. It
-    returns the PyTree of the parameters, with the axes of several vectors first, as
-    what `jax.flatten_util.ravel_pytree` returns does. Raises `ValueError` for another
-    number of entries. To make one, give the `tree` of the parameters.
+    `unravel(vector)` takes a vector of shape `(n,)`, or several of shape `(..., n)`,
+    and returns a PyTree like the parameters, with the leading axes first. It matches
+    the function that `jax.flatten_util.ravel_pytree` returns. Raises `ValueError` if
+    the number of entries is not `n`. To construct one, pass the `tree` of the
+    parameters.
 
     !!! example
 
@@ -58,7 +59,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
 
     @property
     def dtype(self) -> Any:
-        """That of the vector."""
+        """The dtype of the vector."""
         return common_dtype(*(struct.dtype for struct in self.structs))
 
     def __call__(self, vector: Inexact[Array, "*batch n"]) -> _Tree:
@@ -72,7 +73,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
         return jtu.tree_unflatten(self.treedef, leaves)
 
     def split(self, vector: Any) -> list[Array]:
-        """The parts of a vector, in its own dtype."""
+        """Splits a vector into leaves, in its own dtype."""
         ends = itertools.accumulate(self.sizes)
         lead = vector.shape[:-1]
         return [
@@ -90,7 +91,7 @@ _SECOND = (
 )
 
 
-# Of two leaves, with the axes of the first and then those of the second.
+# The block of two leaves: the axes of the first, then those of the second.
 _BLOCK = Contract(
     {"block of two leaves": Joined(Inexact, "*a *b"), "flat": Inexact[Array, "n n"]},
     of=_SECOND,
@@ -118,7 +119,7 @@ _UNRAVEL = Contract(
 
 
 def all_pairs(leaves: Sequence) -> list[Pair]:
-    """A pair for each block on the diagonal and above it."""
+    """A pair of leaves for each block on and above the diagonal."""
     num = len(leaves)
     return [*itertools.combinations_with_replacement(range(num), 2)]
 
@@ -164,22 +165,25 @@ def flat_square(blocks: dict[Pair, Array], leaves: Sequence) -> Inexact[Array, "
 
 @checked
 def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTree:
-    """A matrix over all parameters, as a PyTree of PyTrees.
+    """Turns a matrix over all parameters into a PyTree of PyTrees.
 
     **Arguments:**
 
-    - `H`: shape `(n, n)`, over the `n` entries of the inexact arrays in `x`, in the
-        order of `jax.flatten_util.ravel_pytree`: what [`eqxbatch.filter_hessian`][]
-        returns with `flat=True`, or something that was made of it, as its inverse.
-    - `x`: the parameters, or a PyTree that has them in it. Only shapes matter.
+    - `H`: a matrix of shape `(n, n)` over the `n` entries of the inexact arrays in `x`,
+        in the order of `jax.flatten_util.ravel_pytree`: the result of
+        [`eqxbatch.filter_hessian`][] with `flat=True`, or a matrix computed from it,
+        such as its inverse.
+    - `x`: the parameters, or a PyTree that contains them. Only shapes matter.
 
     **Returns:**
 
-    What `equinox.filter_hessian` returns: a PyTree in the structure of the inexact
-    arrays of `x`, whose leaves are such PyTrees again. The array for two leaves has the
-    axes of the first and then those of the second.
+    A PyTree of PyTrees like that of `equinox.filter_hessian`: it has the structure of
+    the inexact arrays of `x`, and each leaf is such a PyTree again. The array for two
+    leaves has the axes of the first, then those of the second.
 
-    Raises `ValueError` if `H` is not of shape `(n, n)`, or `x` has no inexact array.
+    **Raises:**
+
+    `ValueError` if `H` does not have shape `(n, n)`, or if `x` has no inexact array.
 
     !!! example
 
@@ -230,7 +234,7 @@ def arranged(
     is_block: Callable[[Any], bool] | None,
     flat: bool,
 ) -> Any:
-    """What is returned of a matrix, from its blocks."""
+    """The return value for a matrix, from its blocks."""
     leaves, treedef = jtu.tree_flatten(diff)
     unravel = Unravel(diff)
     if part == "full":
@@ -260,7 +264,7 @@ def arranged(
             for pair in all_pairs(leaves_of_part)
         }
         if flat:
-            # A part of which nothing is differentiated has no matrix.
+            # A part without differentiated leaves has no matrix.
             pair = (
                 (flat_square(blocks, leaves_of_part), Unravel(own_part))
                 if leaves_of_part
@@ -273,7 +277,7 @@ def arranged(
 
 
 def part_starts(parts: list) -> list[int]:
-    """The number of the first leaf of each part."""
+    """The index of the first leaf of each part."""
     starts = [0]
     for part in parts:
         starts.append(starts[-1] + len(jtu.tree_leaves(part)))

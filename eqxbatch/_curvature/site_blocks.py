@@ -26,19 +26,19 @@ from .._sites.trace import Program
 
 Pair = tuple[int, int]
 
-# Less than that is not worth keeping apart: the terms of its sums are small beside what
-# they are made of, all of which is there until the last one is.
+# Smaller sums need not be computed one after the other: their terms are small compared
+# to the arrays they are computed from, which are all live until the last sum is done.
 _LEAST_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The blocks of a Hessian that are wanted.
+    """The requested blocks of a Hessian.
 
-    - `pairs`: of leaves, by number; the block of a pair has the axes of its first leaf,
-        and then those of its second one.
-    - `is_diagonal`: whether only the diagonals of the blocks are, which are of a leaf
-        with itself then.
+    - `pairs`: pairs of leaf indices. The block of a pair has the axes of its first
+        leaf, then those of its second.
+    - `is_diagonal`: whether only diagonals are requested; each pair is then a leaf with
+        itself.
     """
 
     pairs: list[Pair]
@@ -49,14 +49,14 @@ class Wanted:
         return {leaf for pair in self.pairs for leaf in pair}
 
     def among(self, leaves: Iterable[int]) -> "Wanted":
-        """The blocks of pairs of these leaves."""
+        """The requested blocks of pairs of these leaves."""
         chosen = set(leaves)
         pairs = [pair for pair in self.pairs if chosen.issuperset(pair)]
         return Wanted(pairs, self.is_diagonal)
 
 
-# Pairs of leaves that are alike are contracted together, if there are so many, and if
-# their blocks are that small together. It takes less time to compile.
+# Pairs of leaves that are alike are contracted together if there are at least this
+# many, and if their blocks are at most this large together. This compiles faster.
 _FEWEST_ALIKE = 3
 
 _MOST_BYTES_ALIKE = 2**22
@@ -66,10 +66,10 @@ PAIR: Label = ("pair", 0)
 
 
 class Stacks:
-    """Arrays by their numbers, of which those of one shape can be taken together.
+    """Arrays by index; arrays of one shape can be taken together.
 
-    All that take some of them take them out of the same stack, so that they compile to
-    the same code.
+    Everything that uses some of them takes them from the same stack, so that it
+    compiles to the same code.
     """
 
     def __init__(self, arrays: dict[int, Array], *, are_stacked: bool):
@@ -87,12 +87,12 @@ class Stacks:
         return self._arrays[number]
 
     def stack(self, numbers: Sequence[int]) -> tuple[Array, Int[np.ndarray, " pairs"]]:
-        """All arrays of the shape of those with some numbers, and where these are."""
+        """All arrays with the shape of the indexed ones, and the positions of these."""
         x, members = self._stacks[_kind_of(self._arrays[numbers[0]])]
         return x, np.array([members.index(i) for i in numbers])
 
     def take(self, numbers: Sequence[int]) -> tuple[Array, Labels]:
-        """One for each pair, along a new axis; or that which is the same for all."""
+        """One array for each pair along a new axis, or a single array for all."""
         if len({*numbers}) == 1:
             return self._arrays[numbers[0]], ()
         x, positions = self.stack(numbers)
@@ -104,20 +104,20 @@ def _kind_of(x: Array) -> Hashable:
 
 
 def for_each(fun: Callable[[Array], Array], x: Array, lead: Labels) -> Array:
-    """`fun` of an array, or of that of each pair."""
+    """Applies `fun` to an array, or to the array of each pair."""
     return jax.vmap(fun)(x) if lead else fun(x)
 
 
 def operand_term(
     sites: Sequence[Site], operands: Stacks, labels: dict[str, Label]
 ) -> Term:
-    """The operands of sites that are alike, with the axes that they name."""
+    """The operands of sites that are alike, with their named axes."""
     site = sites[0]
     a, lead = operands.take([x.operand for x in sites if x.operand is not None])
     a = for_each(lambda a: jax.vmap(site.expand)(site.at_steps(a, 1)), a, lead)
     names = site.a_axes
     if site.rule.token is not None:
-        # A row of a table that is not there is no row at all.
+        # An index that is out of range selects no row.
         a = jax.nn.one_hot(a, site.sizes[site.rule.token], dtype=jnp.float32)
         names = (*names, site.rule.token)
     return widened(a), (*lead, EXAMPLE, *named_labels(labels, names))
@@ -137,10 +137,10 @@ Terms = Callable[[Sequence[Use], list[dict[str, Label]]], Iterable[list[Term]]]
 class Blocks:
     """Blocks of second derivatives with respect to leaves, from those of their sites.
 
-    `leaves` are of their shapes and dtypes; `terms` gives the arrays to contract.
-    `kind` says of a pair of sites which terms there are.
+    `leaves` gives shapes and dtypes. `terms` gives the arrays to contract. `kind` says
+    which terms a pair of sites has.
 
-    - `groups`: the pairs that are wanted; those that are alike together.
+    - `groups`: the requested pairs, grouped with those that are alike.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Blocks:
             )
 
     def _family(self, leaf: int) -> Hashable:
-        """Equal for two leaves whose sites are the same functions of their factors."""
+        """A key that is equal for leaves whose sites are equal functions."""
         struct, program = self.leaves[leaf], self.program
         key = [struct.shape, struct.dtype, varying(jax.typeof(struct))]
         for site in program.sites_of(leaf):
@@ -194,13 +194,13 @@ class Blocks:
 
     @property
     def are_stacked(self) -> bool:
-        """Whether some pairs are contracted together."""
+        """Whether the pairs of a group are contracted together."""
         return any(len(pairs) > 1 for pairs in self.groups)
 
     def sums(self, terms: Terms, values: list) -> list[Inexact[Array, "pairs ..."]]:
-        """One for each group, summed over the examples.
+        """The blocks of each group, summed over the examples.
 
-        `values` are those of the program.
+        `values` are the values of the program.
         """
         sizes = [self._num_bytes(pairs) for pairs in self.groups]
         if sum(sizes) <= _LEAST_BYTES:
@@ -210,8 +210,8 @@ class Blocks:
             run = lambda group=group: [
                 self._sum(self.groups[i], terms, values) for i in group
             ]
-            # XLA for CPUs would compute the terms of all pairs before it adds any. Here
-            # what a group waits for is a number of the one before.
+            # XLA for CPUs would compute the terms of all pairs before it adds any. So
+            # each group depends on a number from the previous one.
             before = found[-1] if found else self.leaves[0]
             found += as_own_program(run, true_of(before.ravel()[:1]))()
         return found
@@ -236,10 +236,10 @@ class Blocks:
         return total
 
     def costs(self, terms: Terms, values: list) -> dict[Pair, float]:
-        """What the blocks of pairs take, in floating-point operations."""
+        """The cost of the blocks of pairs, in floating-point operations."""
         found = {}
         for pairs in self.groups:
-            # Those that are alike take the same.
+            # Pairs that are alike have the same cost.
             cost = total_cost(
                 contraction_cost(arrays, out)
                 for _, arrays, out in self._labelled(pairs[:1], terms, values)
@@ -250,7 +250,7 @@ class Blocks:
     def _labelled(
         self, pairs: list[Pair], terms: Terms, values: list
     ) -> Iterator[tuple[Use, list[Term], Labels]]:
-        """What to contract, and to which axes; and two sites that have these axes."""
+        """The arrays to contract, the resulting axes, and two sites with these axes."""
         for uses in zip(*map(self._uses, pairs), strict=True):
             site, other = uses[0]
             labels = [labels_of(site, 0), labels_of(other, 1)]
@@ -272,12 +272,13 @@ class Blocks:
                 arrays = [_without_repeats(term) for term in _alike(arrays)]
                 present = {label for _, axes in arrays for label in axes}
                 lead = (PAIR,) if PAIR in present else ()
-                # An axis of size 1 may be in none, and is put back by a reshape.
+                # An axis of size 1 may be missing from all arrays; a reshape restores
+                # it.
                 of_leaves = sorted(filter(_is_of_leaf, present), key=_key)
                 yield uses[0], arrays, (*lead, *of_leaves)
 
     def _of_leaves(self, use: Use, values: list, block: Array) -> Array:
-        """The block of two leaves, from that of the views of them that sites have."""
+        """The block of two leaves, from the block of their sites' views."""
         site, other = use
         block = block * (scale_of(site) * scale_of(other))
         structs = [self.leaves[site.leaf], self.leaves[other.leaf]]
@@ -302,8 +303,7 @@ def _diagonal_of(
 ) -> Array:
     """The diagonal of a block of two sites of a leaf, in the shape of the leaf.
 
-    Along the axes of a small view, the block is multiplied with what its entries are
-    of the leaf.
+    Along the axes of a small view, the block is multiplied with the view's Jacobian.
     """
     views = [
         None if is_lettered(use) else use.view.struct(struct, values) for use in sites
@@ -327,13 +327,13 @@ def _diagonal_of(
 def _transposed(
     site: Site, struct: Any, view: Any, values: list
 ) -> Callable[[Array], Array]:
-    """Takes what belongs to a view of a leaf back to the leaf."""
+    """Pulls an array back from a view of a leaf to the leaf."""
     back = site.view.transposed(struct, values)
     return lambda x: widened(back(x.astype(view.dtype)))
 
 
 def _alike(terms: list[Term]) -> list[Term]:
-    """The same in one dtype, the widest."""
+    """Casts arrays to their widest dtype."""
     dtype = common_dtype(*(x.dtype for x, _ in terms))
     return [(x.astype(dtype), labels) for x, labels in terms]
 

@@ -26,10 +26,11 @@ _EXPANSION = Contract(
 
 
 class TaylorExpansion(eqx.Module, Generic[_Out]):
-    """What [`eqxbatch.filter_linearize`][] and its relative return.
+    """A Taylor polynomial of a model, from [`eqxbatch.filter_taylor_expand`][].
 
-    Called as `expansion(model, *args, **kwargs)`: the expansion around the model that
-    it was made from, at the parameters of another one.
+    Also the result of [`eqxbatch.filter_linearize`][].
+    `expansion(model, *args, **kwargs)` evaluates the expansion around the original
+    model at the parameters of `model`.
     """
 
     _centre: Callable
@@ -58,7 +59,7 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
             return [dynamic], rest
 
         def derivatives(degree: int) -> Callable[[Array], tuple[list[PyTree], PyTree]]:
-            """Those of all degrees up to this one; and what has none."""
+            """The derivatives up to this degree, and the outputs that have none."""
             if degree == 0:
                 return along
 
@@ -84,19 +85,20 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
 def filter_taylor_expand(
     model: Callable[..., _Out], degree: int
 ) -> TaylorExpansion[_Out]:
-    """The Taylor polynomial of a model in its parameters, around what they are.
+    """The Taylor polynomial of a model in its parameters, around their current values.
 
-    It is a function `expansion(model, *args, **kwargs)` of a model of the same
-    structure, of which the inexact arrays count. What is expanded is what the model
-    returns; arrays of other dtypes in that are those at the centre.
+    Returns a function `expansion(model, *args, **kwargs)` of a model with the same
+    structure, whose inexact arrays are the parameters. The outputs of the model are
+    expanded. Outputs of other dtypes are those at the centre.
 
     **Arguments:**
 
     - `model`: a callable PyTree.
-    - `degree`: that of the polynomial, at least 0.
+    - `degree`: the degree of the polynomial, at least 0. Each degree takes about twice
+        as long as the previous one.
 
-    Each degree takes about twice as long as the one before. Raises `ValueError` for a
-    negative degree, and, when called, for a model of another structure.
+    Raises `ValueError` for a negative degree and, when called, for a model with another
+    structure.
 
     !!! example
 
@@ -120,10 +122,11 @@ def filter_taylor_expand(
 
 
 def filter_linearize(model: Callable[..., _Out]) -> TaylorExpansion[_Out]:
-    """The model, made linear in its parameters around what they are.
+    """Linearises a model in its parameters, around their current values.
 
-    [`eqxbatch.filter_taylor_expand`][] of degree 1, for a callable PyTree `model`. Its
-    tangent kernel is that of the model at the centre, wherever it is trained to.
+    This is [`eqxbatch.filter_taylor_expand`][] with degree 1, for a callable PyTree
+    `model`. Its tangent kernel is that of the original model and stays constant during
+    training.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""Gradients in microbatches, of sums and of each example, clipped by their norms.
+"""Gradient accumulation and per-example gradients, in microbatches.
 
-It imports from `_base`, `_batch` and `_sites`.
+May import from `_base`, `_batch` and `_sites`.
 """

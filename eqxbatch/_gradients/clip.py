@@ -1,4 +1,4 @@
-"""Clipping the gradient of each example by its norm."""
+"""Per-example gradient clipping."""
 
 import dataclasses
 import numbers
@@ -20,7 +20,7 @@ class Clipping(eqx.Module):
     """Bounds on the norms of groups of leaves.
 
     `clip_norm` is a PyTree prefix of the gradient: a number for each group, or None for
-    one that is not clipped. Norms are those of Euclid.
+    a group that is not clipped. Norms are Euclidean.
     """
 
     clip_norm: PyTree
@@ -28,16 +28,16 @@ class Clipping(eqx.Module):
 
     def __init__(self, bounds: PyTree, nan_safe: bool):
         jtu.tree_map(_check_bound, bounds)
-        # As arrays of JAX, those of NumPy are arguments of the compiled program.
+        # NumPy arrays become JAX arrays, which are arguments of the compiled program.
         is_numpy = lambda x: isinstance(x, np.ndarray)
         bounds = jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, bounds)
         self.clip_norm = bounds
         self.nan_safe = nan_safe
 
     def groups(self, gradient: PyTree) -> "Groups":
-        """The groups of the leaves of a gradient, of which only the structure counts.
+        """Groups the leaves of a gradient; only its structure matters.
 
-        Raises `ValueError` where `bounds` is no prefix of it.
+        Raises `ValueError` if `bounds` is not a prefix of it.
         """
         what = "a number or a PyTree prefix of the gradient, with a number or None for"
         what += " each part"
@@ -69,7 +69,7 @@ def _check_bound(bound: Any) -> None:
         if not float(bound) >= 0:
             raise ValueError(
                 f"`clip_norm` must not be negative or NaN; got {bound}. Use None for "
-                "what is not to be clipped."
+                "parts that are not clipped."
             )
         return
     else:
@@ -81,9 +81,9 @@ def _check_bound(bound: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Clipped:
-    """What clipping says of some examples.
+    """The result of clipping for some examples.
 
-    `scales` has a factor for each leaf, `is_kept` is None if all examples are kept.
+    `scales` has a factor for each leaf; `is_kept` is None if all examples are kept.
     """
 
     scales: list[Array]
@@ -105,11 +105,11 @@ class Groups:
         squared_norms: Callable[[list[Array] | None], list[Real[Array, " n"]]],
         are_cheap: bool,
     ) -> Clipped:
-        """Factors for each leaf, of some examples.
+        """The factors of each leaf, for some examples.
 
-        `squared_norms(scales)` are those of each leaf, of gradients that are multiplied
-        with the scales first, if there are any. Unless these `are_cheap`, they are only
-        used where some square is out of range.
+        `squared_norms(scales)` returns the squared norms of each leaf's gradients,
+        scaled first if `scales` is not None. If scaling is not cheap (`are_cheap`), it
+        is used only if some square is out of range.
         """
         squared = squared_norms(None)
         dtype = widest(*(x.dtype for x in squared))
@@ -142,13 +142,13 @@ class Groups:
         return self._scales(norms)
 
     def _scales(self, found: list[tuple[Array, Array]]) -> Clipped:
-        """Factors from norms: the root of a number over another, for each group."""
+        """Factors from norms, which are `sqrt(square) / power` for each group."""
         scales, norms = [], []
         is_kept: Bool[Array, "..."] | None = None
         for bound, members, (power, square) in zip(
             self.bounds, self.members, found, strict=True
         ):
-            # The derivative of a norm at zero is taken to be zero, and not NaN.
+            # The derivative of a norm at zero is defined as zero instead of NaN.
             is_positive = square > 0
             root = jnp.sqrt(jnp.where(is_positive, square, 1))
             root = jnp.where(is_positive, root, square)
@@ -158,7 +158,7 @@ class Groups:
                 is_kept = is_finite if is_kept is None else is_kept & is_finite
             factor = _factor(bound, power, root)
             if not self.nan_safe and bound is not None:
-                # An entry that is not finite makes all of the gradient so.
+                # One non-finite entry makes the whole gradient non-finite.
                 factor = jnp.where(jnp.isfinite(root), factor, jnp.nan)
             scales += [factor] * len(members)
             norms.append(norm)
@@ -166,7 +166,7 @@ class Groups:
 
 
 def _factor(bound: Any, power: Array, root: Array) -> Array:
-    """What brings gradients of norms `root / power` to a bound."""
+    """The factor that clips gradients of norm `root / power` to a bound."""
     if bound is None:
         return jnp.ones_like(root)
     limit = jnp.asarray(bound, root.dtype)

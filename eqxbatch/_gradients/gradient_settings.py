@@ -1,4 +1,4 @@
-"""Which settings of a gradient fit to each other, and what to do where they do not."""
+"""Checks which settings of a gradient can be combined, and names remedies."""
 
 from collections.abc import Callable
 from typing import get_args
@@ -13,7 +13,7 @@ from .._sites.cost import Method
 TOTALS = (Sum, Mean, RunningMean)
 
 
-# That of a loss of one example. It is told from a mean that is given by its identity.
+# The default for a loss of one example. `is` tells it from a mean that is given.
 DEFAULT = Mean()
 
 
@@ -33,9 +33,9 @@ IF_ONE = "If it is the loss of one example, leave out `batched=True`."
 
 
 NO_ACCUMULATOR = (
-    "`batched=True` needs an `accumulator`, as it cannot be seen what the loss of a "
-    f"whole microbatch is: {_ACCUMULATORS}. The wrong one of them makes the result "
-    "depend on the microbatch size."
+    "`batched=True` needs an `accumulator`, because eqxbatch cannot tell what the loss "
+    f"of a whole microbatch is: {_ACCUMULATORS}. The wrong one of them makes the "
+    "result depend on the microbatch size."
 )
 
 
@@ -48,9 +48,9 @@ def check_settings(
     clips: bool,
     method: Method,
 ) -> None:
-    """Raises for settings that are not what they can be, or not together.
+    """Raises for settings that are invalid, alone or together.
 
-    `functions` are those of the gradient of an example.
+    `functions` are the functions of a per-example gradient.
     """
     if method not in get_args(Method):
         raise ValueError(f"`method` must be one of {get_args(Method)}; got {method!r}.")
@@ -65,8 +65,8 @@ def check_settings(
     of_examples = [*of_gradients, *["clip_norm, nan_safe or return_norms"] * clips]
     if method == "sites" and of_gradients:
         raise ValueError(
-            "`method='sites'` does not form the gradient of an example, but "
-            f"`{of_gradients[0]}` is about that gradient. Use `method='auto'`."
+            "`method='sites'` does not materialise per-example gradients, but "
+            f"`{of_gradients[0]}` needs them. Use `method='auto'`."
         )
     if batched and of_examples:
         raise ValueError(
@@ -82,6 +82,6 @@ def check_settings(
         )
     if moments and getattr(accumulator, "weights", None) is not None:
         raise ValueError(
-            "`moments` are those of examples that count the same, but the "
-            "accumulator has weights. Compute them without."
+            "`moments` are those of examples that count the same, but the accumulator "
+            "has weights. Compute them without weights."
         )

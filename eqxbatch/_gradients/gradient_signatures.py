@@ -1,6 +1,6 @@
-"""What type checkers are told of `filter_micro_grad` and its relative."""
-# Where settings fit two overloads, the first of them is meant.
-# pyright: reportOverlappingOverload=false
+"""Signatures of `filter_micro_grad` and `filter_micro_value_and_grad`, for checkers."""
+# # If settings fit two overloads, the first one is meant. # pyright:
+# reportOverlappingOverload=false
 
 from collections.abc import Callable
 from typing import (
@@ -47,7 +47,7 @@ class _Settings(TypedDict, total=False):
 
 
 class _Arrays(_Settings, total=False):
-    """Values, gradients and aux are the arrays that they are of one example."""
+    """Values, gradients and aux have the types that they have for one example."""
 
     value_accumulator: ArrayAccumulator | None
     aux_accumulator: ArrayAccumulator
@@ -60,7 +60,7 @@ class _Plain(_Arrays, total=False):
     metrics: None
 
 
-# There are statistics if one of three settings asks for them.
+# Statistics are returned if one of three settings asks for them.
 class _Norms(_Arrays, total=False):
     return_norms: Required[Literal[True]]
     moments: bool
@@ -80,7 +80,7 @@ class _Metrics(_Arrays, total=False):
 
 
 class _Other(_Settings, total=False):
-    """Values, gradients or aux are replaced by something else."""
+    """Values, gradients or aux have other types."""
 
     value_accumulator: Any
     aux_accumulator: Any
@@ -162,7 +162,7 @@ class _WatchedGradAux(Protocol):
 
 @runtime_checkable
 class MicroGradSignature(Protocol):
-    """That of `filter_micro_grad`."""
+    """The signature of `filter_micro_grad`."""
 
     @overload
     def __call__(
@@ -268,7 +268,7 @@ class _WatchedValueAndGradAux(Protocol):
 
 @runtime_checkable
 class MicroValueAndGradSignature(Protocol):
-    """That of `filter_micro_value_and_grad`."""
+    """The signature of `filter_micro_value_and_grad`."""
 
     @overload
     def __call__(

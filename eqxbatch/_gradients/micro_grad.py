@@ -1,4 +1,4 @@
-"""`filter_micro_grad`: gradients over microbatches, also one for each example."""
+"""`filter_micro_grad`: gradient accumulation and per-example gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -107,9 +107,9 @@ class _MicroGrad(AbstractTransform):
             check_weights(name, self.weights, blocks)
             check_real(name, self.weights)
             arrays, axes = [*arrays, self.weights], (*axes, 0)
-        # Inside of `jax.shard_map`, a derivative is summed over the devices, if what it
-        # is of does not vary over them. Here that is done once, and not for each
-        # example: what is differentiated varies as the examples do.
+        # Inside `jax.shard_map`, JAX sums a derivative over devices if the parameters
+        # do not vary over them. Making the parameters vary as the examples do delays
+        # this sum, so that it happens once instead of for each example.
         local = vary_as(batch.arrays, diff)
         loss = self.objective.loss(fun, batch, local, nondiff)
         gradients = self._gradients_on_mesh(loss)
@@ -129,7 +129,7 @@ class _MicroGrad(AbstractTransform):
         return self.returned(merged, blocks)
 
     def _gradients_on_mesh(self, loss: Loss) -> BlockGradients:
-        """How the gradients of a microbatch are computed, wherever its examples are."""
+        """The function that computes the gradients of a microbatch, on any devices."""
         call = tuple(getattr(loss, field.name) for field in dataclasses.fields(loss))
         if explicit_mesh(call) is None:
             return self.block_gradients(loss)
@@ -151,11 +151,11 @@ class _MicroGrad(AbstractTransform):
         return auto_sharded(run, (self, call), like, specs)
 
     def block_gradients(self, loss: Loss) -> BlockGradients:
-        """How the gradients of a microbatch are computed."""
+        """The function that computes the gradients of a microbatch."""
         if self.batched:
             return of_microbatch(loss)
         example = Example(loss, IF_WHOLE)
-        # No sum is formed where its result is there to avoid that.
+        # A `RunningMean` is chosen to avoid sums, so no sum is formed.
         is_mean = isinstance(self.accumulator, RunningMean)
         functions = {"transform": self.transform, "metrics": self.metrics}
         if self.moments:
@@ -169,7 +169,7 @@ class _MicroGrad(AbstractTransform):
         return of_each(example, self.clipping, functions)
 
     def slots(self, output: MicrobatchResult, _: None) -> Slots:
-        """The accumulators of what a microbatch gives."""
+        """The accumulators for the results of a microbatch."""
         accumulators: dict[str, PyTree] = {
             "gradient": self.accumulator,
             "value": self.of_values,
@@ -187,7 +187,7 @@ class _MicroGrad(AbstractTransform):
             of_parts(output.whole), of_totals, of_parts(output.each)
         )
         slots = match_accumulators(spec, output)
-        # In the place of the arrays, and so in the same order.
+        # Flags replace the arrays, so they have the same order.
         flagged = lambda parts, flag: jtu.tree_map(
             lambda _: flag, eqx.filter(parts, is_struct)
         )
@@ -206,7 +206,7 @@ class _MicroGrad(AbstractTransform):
         )
 
     def returned(self, result: dict[str, Any], blocks: Blocks) -> Any:
-        """What the transformed function returns."""
+        """The return value of the transformed function."""
         moments = None
         if self.moments:
             moments = moments_of(result["moments"], self.blocking.num_examples(blocks))
@@ -246,85 +246,89 @@ def filter_micro_value_and_grad(
     method: Method = "auto",
     num_real_microbatches: int | Int[Array, ""] | None = None,
 ) -> Callable[..., Any]:
-    """Differentiates a loss of one example over a batch of them, in microbatches.
+    """Value and gradient of a mean loss over a batch, one microbatch at a time.
 
-    `equinox.filter_value_and_grad` of the mean loss, with the memory of one microbatch.
-    The gradients of the examples can be clipped by their norms, transformed, and
-    looked at one by one, before they are added up.
+    Like `equinox.filter_value_and_grad` of the mean loss, with gradient accumulation:
+    peak temporary memory is that of one microbatch. Per-example gradients can be
+    clipped, transformed and inspected before they are averaged.
 
     **Arguments:**
 
     - `fun`: the loss of one example, a real scalar. It is differentiated with respect
-        to all arrays of an inexact dtype in its first argument, which is the same for
-        all examples.
+        to all arrays of an inexact dtype in its first argument, which is shared by all
+        examples.
     - `has_aux`: whether `fun` returns a pair `(value, aux)`.
-    - `where`: takes the first argument and returns the part of it, or parts, that it is
-        differentiated in: the last layer, say. The default is all of it. Norms, and
-        all else about gradients, are of that part.
+    - `where`: a function from the first argument to the part (or parts) of it to
+        differentiate with respect to, such as the last layer. The default is all of it.
+        Norms and statistics are those of the gradient of this part.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
-    - `in_axes`: which axes of the arguments after the first are the batch: a tuple
-        with a prefix for each, or one prefix for all, made of ints, `None` (not
-        batched) and callables from a leaf to those; or a dict from argument names to
-        such prefixes. The default is axis 0 of all arrays, also for the arguments that
-        a dict does not name, and for keyword arguments.
-    - `batched`: whether `fun` is the loss of a whole microbatch instead. Then
-        `accumulator` must be given: `Mean()` if that is the mean over its examples, and
-        `Sum()` if it is their sum. The value and the gradient are exact whatever the
-        microbatch size, if that is so and `fun` couples no examples.
-    - `microbatch_size`: the number of examples of a microbatch, at least 1; it need not
-        divide their total number `n`. An [`eqxbatch.MemoryBudget`][] chooses the
-        largest that fits, and `None` is `n`.
-    - `accumulator`: [`eqxbatch.Mean`][] (the default of a loss of one example),
-        [`eqxbatch.Sum`][] or [`eqxbatch.RunningMean`][], over the gradients;
-        `weights` of the first two weight the examples. With a `transform`, any
-        [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of what it returns with
-        those for leaves.
+    - `in_axes`: the batch axes of the arguments after the first: a tuple with a prefix
+        for each argument, or one prefix for all, with ints, `None` (not batched), or
+        callables from a leaf to these; or a dict from argument names to such prefixes.
+        The default is axis 0 of all arrays. It also applies to keyword arguments and to
+        arguments that a dict does not name.
+    - `batched`: whether `fun` is the loss of a whole microbatch instead. This requires
+        an `accumulator`: `Mean()` if the loss is a mean over its examples, `Sum()` if
+        it is a sum. Value and gradient are then exact for any microbatch size, provided
+        that `fun` does not couple examples.
+    - `microbatch_size`: the number of examples in a microbatch, at least 1. It need not
+        divide the batch size `n`. An [`eqxbatch.MemoryBudget`][] chooses the largest
+        size that fits; `None` means `n`.
+    - `accumulator`: how gradients are combined: [`eqxbatch.Mean`][] (the default for a
+        loss of one example), [`eqxbatch.Sum`][] or [`eqxbatch.RunningMean`][].
+        `weights` of the first two weight the examples. With a `transform`, it can be
+        any [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of what `transform`
+        returns with accumulators as leaves.
     - `value_accumulator`: the same for the values. The default is `accumulator`, or a
         mean if that is not one of the three.
     - `aux_accumulator`: the same for `aux`, a PyTree prefix. The default is
-        [`eqxbatch.Concat`][]: all of them, along axis 0.
-    - `clip_norm`: a bound on the norm of the gradient of each example. What is longer
-        is scaled to that length. A number is for the norm of the gradient as a whole;
-        a PyTree prefix of the gradient, with a number or `None` for each part, is for
-        the norms of these parts. Scalar arrays work, and do not compile anew for each
-        value.
-    - `nan_safe`: whether an example whose gradient has a norm that is not finite
-        counts as if its gradient were zero. Otherwise, what is not finite is passed
-        on. Values and norms are passed on either way.
-    - `return_norms`: whether to return the norms of the examples' gradients.
-    - `transform`: a function of the gradient of one example; what it returns is
-        clipped and accumulated in the place of the gradient.
-    - `metrics`: a function of the gradient of one example, as it is before
-        `transform`. What it returns is returned for each example.
-    - `moments`: whether to return mean, variance and noise scale of the examples'
-        gradients, as they are before `transform`.
-    - `method`: how norms of gradients are found. `"materialise"` forms the gradients
-        of a microbatch of examples; `transform`, `metrics` and `moments` always do.
-        `"sites"` does without, wherever it pays for a parameter, and `"auto"` takes
-        what costs less; [`eqxbatch.explain_sites`][] shows both. If nothing is asked
-        for single examples, then neither is done: there is one backward pass for each
-        microbatch.
-    - `num_real_microbatches`: if given, only that many microbatches run: an int, or an
+        [`eqxbatch.Concat`][], which returns `aux` for all examples along axis 0.
+    - `clip_norm`: a bound on the norm of each per-example gradient. Longer gradients
+        are scaled down to this norm. A number bounds the global norm; a PyTree prefix
+        of the gradient, with a number or `None` for each part, bounds the norm of each
+        part. Scalar arrays are allowed, and changing their values does not cause
+        recompilation.
+    - `nan_safe`: whether a per-example gradient with a non-finite norm is replaced by
+        zero. Otherwise, one non-finite gradient makes the whole result non-finite.
+        Values and norms are returned unchanged in both cases.
+    - `return_norms`: whether to return the norms of the per-example gradients.
+    - `transform`: a function of a per-example gradient. Its result is clipped and
+        accumulated instead of the gradient.
+    - `metrics`: a function of a per-example gradient (before `transform`). Its results
+        are returned for each example.
+    - `moments`: whether to return mean, variance and noise scale of the per-example
+        gradients (before `transform`).
+    - `method`: how per-example gradient norms are computed. `"materialise"`
+        materialises the per-example gradients of a microbatch; `transform`, `metrics`
+        and `moments` always do. `"sites"` computes norms and clipped sums from layer
+        inputs and output cotangents, without materialising gradients, for each
+        parameter where this is cheaper. `"auto"` chooses the cheaper of the two;
+        [`eqxbatch.explain_sites`][] shows both. If nothing per-example is requested,
+        neither is used: each microbatch takes a single backward pass.
+    - `num_real_microbatches`: if given, only this many microbatches run: an int or an
         integer array, which may be traced.
 
     **Returns:**
 
     A function with the arguments of `fun` that returns `(value, gradient)`, or
     `((value, aux), gradient)` with `has_aux`. The gradient has the structure of the
-    first argument, with `None` for what is not differentiated: it is what optax and
-    `equinox.apply_updates` take. If `return_norms`, `metrics` or `moments` is given,
-    then an [`eqxbatch.GradientStatistics`][] follows.
+    first argument, with `None` for everything that is not differentiated, as optax and
+    `equinox.apply_updates` expect. With `return_norms`, `metrics` or `moments`, an
+    [`eqxbatch.GradientStatistics`][] follows as the last element.
 
-    It compiles itself, and an equal call later on traces nothing.
+    The function is compiled on the first call; repeated calls with the same function
+    and shapes are not retraced.
 
     **Raises:**
 
-    `ValueError` for a value that is not a real scalar, nothing to differentiate, a
-    negative `clip_norm`, one that is no prefix of the gradient, `method="sites"` with
-    a function of the gradient, `batched` with anything about single examples, and what
-    [`eqxbatch.filter_micro_vmap`][] raises it for; `TypeError` for an accumulator that
-    is not for gradients, and for `batched` without one; `RuntimeError` when run with a
-    traced `clip_norm` that is negative.
+    - `ValueError` for a value that is not a real scalar, if there is nothing to
+        differentiate, for a `clip_norm` that is negative or not a prefix of the
+        gradient, for `method="sites"` with a function of the gradient, for `batched`
+        with a per-example setting, and wherever [`eqxbatch.filter_micro_vmap`][] raises
+        it.
+    - `TypeError` for an accumulator that does not apply to gradients, and for `batched`
+        without an accumulator.
+    - `RuntimeError` at run time, if a traced `clip_norm` is negative.
 
     !!! example
 
@@ -345,18 +349,18 @@ def filter_micro_value_and_grad(
 
     ??? cite
 
-        Norms of gradients from activations and cotangents are those of Goodfellow,
+        Per-example gradient norms from activations and cotangents follow Goodfellow,
         "Efficient per-example gradient computations",
-        [arXiv:1510.01799](https://arxiv.org/abs/1510.01799), for layers that are used
-        at many positions those of Li et al., "Large language models can be strong
+        [arXiv:1510.01799](https://arxiv.org/abs/1510.01799), and for layers that are
+        used at many positions Li et al., "Large language models can be strong
         differentially private learners",
-        [arXiv:2110.05679](https://arxiv.org/abs/2110.05679), and the sum without a
-        second backward pass is that of Bu et al., "Differentially private optimization
-        on large model at small cost",
-        [arXiv:2210.00038](https://arxiv.org/abs/2210.00038). Clipping is that of Abadi
-        et al., "Deep learning with differential privacy",
-        [arXiv:1607.00133](https://arxiv.org/abs/1607.00133); nothing here accounts for
-        privacy. The noise scale is that of McCandlish et al., "An empirical model of
+        [arXiv:2110.05679](https://arxiv.org/abs/2110.05679), The clipped sum without a
+        second backward pass follows Bu et al., "Differentially private optimization on
+        large model at small cost",
+        [arXiv:2210.00038](https://arxiv.org/abs/2210.00038). Clipping follows Abadi et
+        al., "Deep learning with differential privacy",
+        [arXiv:1607.00133](https://arxiv.org/abs/1607.00133); there is no privacy
+        accounting. The noise scale is that of McCandlish et al., "An empirical model of
         large-batch training", [arXiv:1812.06162](https://arxiv.org/abs/1812.06162).
     """
     gradient = _micro_grad(
@@ -398,21 +402,22 @@ def filter_micro_grad(
     method: Method = "auto",
     num_real_microbatches: int | Int[Array, ""] | None = None,
 ) -> Callable[..., Any]:
-    """The gradient of a loss of one example over a batch of them, in microbatches.
+    """The gradient of a mean loss over a batch, one microbatch at a time.
 
-    As [`eqxbatch.filter_micro_value_and_grad`][], but the value is not returned: only
-    the gradient, or `(gradient, aux)` with `has_aux`, and then statistics if
-    `return_norms`, `metrics` or `moments` asks for them. All arguments mean what they
-    mean there:
+    Like [`eqxbatch.filter_micro_value_and_grad`][], but the value is not returned: the
+    result is the gradient, or `(gradient, aux)` with `has_aux`. With `return_norms`,
+    `metrics` or `moments`, an [`eqxbatch.GradientStatistics`][] follows. The arguments
+    are the same:
 
     - `fun`, `where`, `filter_spec`, `in_axes`, `batched`: what is differentiated.
-    - `microbatch_size`, `num_real_microbatches`: how many examples at a time.
-    - `clip_norm`, `nan_safe`, `transform`, `method`: what each gradient becomes.
-    - `accumulator`, `value_accumulator`, `aux_accumulator`: what all of them become.
+    - `microbatch_size`, `num_real_microbatches`: how the batch is cut.
+    - `clip_norm`, `nan_safe`, `transform`, `method`: what happens to each per-example
+        gradient.
+    - `accumulator`, `value_accumulator`, `aux_accumulator`: how results are combined.
 
     !!! example
 
-        The largest entry of each example's gradient, and the mean of their signs:
+        The largest entry of each per-example gradient, and the mean of their signs:
 
         ```python
         >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
@@ -453,7 +458,7 @@ def _micro_grad(
     blocking: Blocking,
     **settings: Any,
 ) -> _MicroGrad:
-    """The settings; the accumulators are those of gradients, values and aux."""
+    """The transform; `accumulators` are those of gradients, values and aux."""
     accumulator, of_value, of_aux = accumulators
     is_default = accumulator is DEFAULT
     accumulator = jtu.tree_map(canonicalise, accumulator, is_leaf=is_accumulator)

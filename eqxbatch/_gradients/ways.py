@@ -1,8 +1,9 @@
-"""The ways to the gradients of a microbatch.
+"""The ways to compute the gradients of a microbatch.
 
-Each way is a function of the rows of a microbatch and the weights of its examples, if
-there are any. It returns a `MicrobatchResult` of gradients, values, aux and norms.
-`SiteGradients` knows gradients by norms and weighted sums, without forming them.
+Each way is a function of the rows of a microbatch and of optional weights of its
+examples. It returns a `MicrobatchResult` of gradients, values, aux and norms.
+`SiteGradients` gives norms and weighted sums of per-example gradients without
+materialising them.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ from .gradient_settings import IF_ONE
 
 
 class SiteGradients:
-    """The gradients of some examples, by the factors of their sites.
+    """Per-example gradients, represented by the factors of their sites.
 
     Only the types of the `leaves` matter.
     """
@@ -69,13 +70,13 @@ class SiteGradients:
 
     @property
     def are_cheap(self) -> bool:
-        """Whether `scales` take nothing that is not there without them."""
+        """Whether passing `scales` costs nothing extra."""
         return all(
             c.form == "unused" or self._is_product(c) for c in self._contractions
         )
 
     def _is_product(self, contraction: Contraction) -> bool:
-        """Whether the norm of a leaf's gradient is the product of two norms."""
+        """Whether the norm of a leaf's gradient is a product of two norms."""
         if contraction.form != "gram":
             return False
         (site, *others) = self._program.sites_of(contraction.leaf)
@@ -84,10 +85,10 @@ class SiteGradients:
     def squared_norms(
         self, scales: Sequence[Real[Array, " n"]] | None = None
     ) -> list[Real[Array, " n"]]:
-        """For each leaf, the squared norms of the examples' gradients.
+        """For each leaf, the squared norms of the per-example gradients.
 
-        With `scales`, for each leaf, gradients are multiplied with these first, so that
-        their squares are in range.
+        With `scales`, one for each leaf, gradients are multiplied by these first, so
+        that their squares are in range.
         """
         factors = scales or [None] * len(self._contractions)
         return [
@@ -101,7 +102,8 @@ class SiteGradients:
             return jnp.zeros(self._factors.num, widest(self._leaves[leaf].dtype))
         sites = self._program.sites_of(leaf)
         if contraction.form == "gram":
-            # What is cheap is never done in another way, which takes time to compile.
+            # If scaling is cheap, it is always used: another way would take time to
+            # compile.
             if scale is None and not self._is_product(contraction):
                 return squared_norms(sites, self._factors)
             found = self._scaled.get(leaf)
@@ -112,7 +114,7 @@ class SiteGradients:
                 self._scaled[leaf] = found
             else:
                 power = power.astype(scale.dtype) * scale
-            # One after the other: the square of the power alone may overflow.
+            # Multiplied one after the other: the square of `power` alone may overflow.
             return squares.astype(power.dtype) * power * power
         formed = self._formed.get(leaf)
         if formed is None:
@@ -128,11 +130,11 @@ class SiteGradients:
     def weighted_sums(
         self, weights: Sequence[Real[Array, " n"]], is_kept: Array | None
     ) -> list[Inexact[Array, "..."]]:
-        """For each leaf, the weighted sum of the examples' gradients.
+        """For each leaf, the weighted sum of the per-example gradients.
 
         The `weights` are given for each leaf. Examples where `is_kept` is False are
-        left out, whatever their gradient is. Call `squared_norms` first: what it formed
-        is used again.
+        left out, even if their gradient is not finite. Call `squared_norms` first:
+        gradients that it materialised are reused.
         """
         factors = self._factors if is_kept is None else self._factors.where(is_kept)
         return [
@@ -159,8 +161,8 @@ class SiteGradients:
                 formed = widened(formed)
             weights = weights.astype(formed.dtype)
             if is_on_mesh(formed):
-                # A product would ask for all of an axis that is sharded. `is_kept` can
-                # be on a mesh where `formed`, which is flat then, was not.
+                # A product would gather an axis that is sharded. `is_kept` can be on a
+                # mesh even if `formed`, which is flat then, was not.
                 weights = jnp.expand_dims(weights, range(1, formed.ndim))
                 return jnp.sum(weights * formed, axis=0).reshape(struct.shape)
             return jnp.tensordot(weights, formed, 1).reshape(struct.shape)
@@ -173,7 +175,7 @@ class SiteGradients:
 def _scaled_squared_norms(
     sites: Sequence[Site], factors: Factors
 ) -> tuple[Real[Array, " n"], Real[Array, " n"]]:
-    """Norms as the root of the second, times the first: no square is out of range."""
+    """Norms as `power * sqrt(squares)`, where no square is out of range."""
     operands, cotangents, own = [], [], []
     for i, site in enumerate(sites):
         a, d = factors.of(site)
@@ -200,7 +202,7 @@ def _scaled_squared_norms(
 def _balanced(
     sites: Sequence[Site], factors: Factors, weights: Array
 ) -> tuple[Factors, Array]:
-    """The same products, where no cotangent times its weight is out of range."""
+    """Equal products, rescaled so that no weighted cotangent is out of range."""
     if not _have_size(sites, factors):
         return factors, weights
     numbers = {s.operand for s in sites if s.operand is not None}
@@ -216,8 +218,8 @@ def _balanced(
 def _have_size(sites: Sequence[Site], factors: Factors) -> bool:
     """Whether the operands of all sites can be scaled.
 
-    Tokens have no size, what has no operand has ones in its place, and whole numbers
-    and bools must stay what they are.
+    Tokens cannot be scaled, a missing operand stands for ones, and integers and bools
+    must keep their values.
     """
     operands = [factors.of(site)[0] for site in sites]
     return all(
@@ -240,7 +242,7 @@ BlockGradients = Callable[[list, Array | None], MicrobatchResult]
 
 
 def of_microbatch(loss: Loss) -> BlockGradients:
-    """For a loss of a whole microbatch: its gradient."""
+    """The gradient of a loss of a whole microbatch."""
 
     def of_rows(diff: PyTree, rows: list) -> tuple[Array, PyTree]:
         call = functools.partial(loss, diff)
@@ -259,7 +261,7 @@ def of_microbatch(loss: Loss) -> BlockGradients:
 def of_sum(example: Example, is_mean: bool) -> BlockGradients:
     """The gradient of the sum over the examples, in one backward pass.
 
-    With `is_mean`, it is that of the mean, and no sum is formed.
+    With `is_mean`, it is the gradient of the mean, without forming a sum.
     """
 
     def gradients(rows: list, weights: Array | None) -> MicrobatchResult:
@@ -282,15 +284,14 @@ def of_sum(example: Example, is_mean: bool) -> BlockGradients:
 
 
 class GradientMoments(NamedTuple):
-    """What `moments=True` asks of [`eqxbatch.filter_micro_value_and_grad`][].
+    """What [`eqxbatch.filter_micro_value_and_grad`][] returns with `moments=True`.
 
-    - `mean`: the mean of the examples' gradients, in the structure of the gradient.
-    - `variance`: of each entry, over the examples, divided by `n - 1`.
-    - `noise_scale`: shape `()`; the sum of all variances, divided by the squared norm
-        of the gradient that infinitely many examples would have. That norm is
-        estimated without bias, so that it can come out as zero or negative where the
-        gradient is lost in noise. Batches much larger than this, in examples, bring
-        little.
+    - `mean`: the mean of the per-example gradients, a PyTree like the gradient.
+    - `variance`: the variance of each entry over the examples, with divisor `n - 1`.
+    - `noise_scale`: the sum of all variances divided by the squared norm of the true
+        gradient, shape `()`. The squared norm is estimated without bias, so it can be
+        zero or negative if noise dominates the gradient. Batch sizes much larger than
+        the noise scale bring little benefit.
     """
 
     mean: PyTree
@@ -299,14 +300,14 @@ class GradientMoments(NamedTuple):
 
 
 class GradientStatistics(NamedTuple):
-    """What [`eqxbatch.filter_micro_value_and_grad`][] is asked for besides a gradient.
+    """Per-example statistics of [`eqxbatch.filter_micro_value_and_grad`][].
 
-    - `norms`: the norms of the examples' gradients before they are clipped, shape
-        `(n,)`; if `clip_norm` has several bounds, then one such array for each.
-    - `metrics`: what `metrics` returned, with the examples along axis 0.
+    - `norms`: the norms of the per-example gradients before clipping, shape `(n,)`. If
+        `clip_norm` has several bounds, one such array for each.
+    - `metrics`: the results of `metrics`, with the examples along axis 0.
     - `moments`: an [`eqxbatch.GradientMoments`][].
 
-    What was not asked for is None.
+    Statistics that were not requested are None.
     """
 
     norms: PyTree[Real[Array, " n"]]
@@ -314,7 +315,7 @@ class GradientStatistics(NamedTuple):
     moments: GradientMoments | None
 
 
-# What users make of the gradient of an example has at least one array.
+# The result of a user's function of a gradient must have at least one array.
 OF_GRADIENTS = Contract(
     {
         "x": PyTree[Inexact[AnyArray, "?*a"], "parameters"],
@@ -328,7 +329,7 @@ OF_GRADIENTS = Contract(
 
 
 def check_gradient(diff: PyTree, gradient: PyTree) -> None:
-    """Raises if a gradient is not like what is differentiated."""
+    """Raises if a gradient does not match the differentiated leaves."""
     call = OF_GRADIENTS.begin()
     call.check("x", diff)
     call.check("gradient", gradient)
@@ -337,8 +338,8 @@ def check_gradient(diff: PyTree, gradient: PyTree) -> None:
 def statistics_of(
     norms: PyTree, metrics: PyTree, moments: GradientMoments | None, num: int
 ) -> GradientStatistics:
-    """What is returned besides a gradient, of so many examples."""
-    # There can be more in metrics than arrays.
+    """The statistics that are returned besides a gradient."""
+    # Metrics can contain non-arrays.
     arrays = eqx.filter(metrics, eqx.is_array)
     call = OF_GRADIENTS.begin(n=num)
     call.check("statistics", GradientStatistics(norms, arrays, moments))
@@ -351,7 +352,7 @@ def _of_gradient(
     out = fun(gradient)
     if name in ("transform", "metrics"):
         arrays = eqx.filter(out, eqx.is_array_like)
-        # What is beside arrays can be anything, but alone it would be nothing.
+        # Non-arrays are allowed beside arrays, but not alone.
         found = arrays if jtu.tree_leaves(arrays) else out
         OF_GRADIENTS.begin().check(name, found, f"What `{name}` returns")
     return out
@@ -362,10 +363,10 @@ def of_each(
     clipping: Clipping | None,
     functions: dict[str, Callable[[PyTree], PyTree]],
 ) -> BlockGradients:
-    """The gradient of each example, as it is.
+    """Materialises each per-example gradient.
 
-    `functions` are what is computed from it besides. That which is called
-    `"transform"` takes its place before it is clipped.
+    `functions` are applied to each gradient. The result of the one named `"transform"`
+    replaces the gradient before clipping.
     """
     functions = dict(functions)
     transform = functions.pop("transform", None)
@@ -396,7 +397,7 @@ def of_each(
 
 
 def _clipped(gradients: PyTree, clipping: Clipping) -> tuple[PyTree, PyTree]:
-    """The gradients of some examples, clipped, and their norms."""
+    """Clipped per-example gradients, and their norms."""
     groups = clipping.groups(gradients)
     leaves, treedef = jtu.tree_flatten(gradients)
 
@@ -417,10 +418,10 @@ def _clipped(gradients: PyTree, clipping: Clipping) -> tuple[PyTree, PyTree]:
 def by_norms(
     example: Example, clipping: Clipping, method: Method, is_mean: bool
 ) -> BlockGradients:
-    """The sum of the clipped gradients, from their norms; or, `is_mean`, their mean.
+    """The sum of the clipped gradients from their norms, or their mean if `is_mean`.
 
-    What `materialise` forms for each example is not scaled and added up, as that would
-    go through it twice more: like the factors of sites, it is contracted with weights.
+    Materialised gradients are contracted with weights, as the factors of sites are.
+    Scaling them and adding them up would read them twice more.
     """
     program, contractions = plan(example.program.closed, len(example.leaves), method)
     groups = clipping.groups(example.gradient(example.leaves))
@@ -443,7 +444,7 @@ def by_norms(
         clipped = own.clip(gradients.squared_norms, gradients.are_cheap)
         scales, powers = clipped.scales, []
         if example.is_narrow:
-            # Small in common where all gradients are long, or the bound is small.
+            # If all gradients are long or the bound is small, all scales are small.
             powers = [power_of_two(jnp.max(scale)) for scale in scales]
             scales = [s / power for s, power in zip(scales, powers, strict=True)]
 
@@ -485,6 +486,6 @@ def moments_of(moments: PyTree, num: int | Array) -> GradientMoments:
     total = lambda xs: sum(jnp.sum(widened(x)).astype(dtype) for x in xs)
     noise = total(jtu.tree_leaves(variance))
     signal = total(jnp.abs(widened(x)) ** 2 for x in jtu.tree_leaves(mean))
-    # The square of a mean is too large by the variance of that mean.
+    # The squared mean overestimates by the variance of the mean.
     signal = signal - noise / jnp.asarray(num).astype(dtype)
     return GradientMoments(mean, variance, noise / signal)

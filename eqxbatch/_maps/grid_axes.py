@@ -10,7 +10,7 @@ from .._base.trees import as_int, described
 
 
 class GridAxis(eqx.Module):
-    """What [`eqxbatch.grid`][] returns: grid axes, and where arrays have them."""
+    """What [`eqxbatch.grid`][] returns: names of grid axes, and their array axes."""
 
     names: tuple[str, ...] = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
@@ -21,17 +21,18 @@ class GridAxis(eqx.Module):
 
 @checked
 def grid(name: str | Sequence[str], axis: int | Sequence[int] = 0) -> GridAxis:
-    """Says which axis of a grid an argument of [`eqxbatch.filter_grid_vmap`][] is on.
+    """Assigns an argument of [`eqxbatch.filter_grid_vmap`][] to an axis of the grid.
 
     **Arguments:**
 
-    - `name`: the name of the grid axis; or several, for arrays that lie along several
-        of them.
-    - `axis`: which axis of the arrays of the argument that is: an int, or one for each
-        name. What is no array is not mapped.
+    - `name`: the name of the grid axis, or a tuple of names for arrays with several
+        grid axes.
+    - `axis`: the axis of the argument's arrays that is mapped: an int, or one for each
+        name. Leaves that are not arrays are not mapped.
 
-    Raises `TypeError` for names that are not strings and axes that are not ints, and
-    `ValueError` for names or axes given twice, or in different numbers.
+    Raises `TypeError` for names that are not strings and axes that are not ints. Raises
+    `ValueError` for repeated names or axes, and for different numbers of names and
+    axes.
 
     !!! example
 

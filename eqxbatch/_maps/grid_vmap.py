@@ -1,4 +1,4 @@
-"""`filter_grid_vmap`: every combination of what arguments are mapped over."""
+"""`filter_grid_vmap`: maps a function over every combination of its arguments."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .map_signatures import GridVmapSignature
 
 
-# With the axes of the grid first; those on the same axis are as long.
+# Grid axes come first; arrays on the same grid axis have the same length there.
 ON_GRID = Contract(
     {"arrays on the axes i and j of the grid": Shaped[Arranged, "i j ..."]},
     of=["filter_grid_vmap"],
@@ -44,8 +44,8 @@ ON_GRID = Contract(
 class _Level:
     """One of the nested loops.
 
-    - `position`: where its axis is in the results; None if they do not have it.
-    - `outer`: the same for the loops that this one is in, if they have one.
+    - `position`: the position of its axis in the results; None if it is reduced.
+    - `outer`: the positions of the enclosing loops' axes that are kept.
     """
 
     name: str
@@ -55,7 +55,7 @@ class _Level:
     outer: tuple[int, ...]
 
     def out_axis(self, leaf: Any) -> int | None:
-        """Where the axis is in the results of this loop; `leaf` has none of it yet."""
+        """The position of the axis in the results of this loop; `leaf` lacks it."""
         if not eqx.is_array(leaf):
             return None
         if self.position is None:
@@ -88,7 +88,7 @@ class _GridVmap(AbstractAutoSharded):
     takes_instance: ClassVar[bool] = True
     in_axes: PyTree
     places: Any = eqx.field(static=True)
-    # Pairs: a dict that is a PyTree would be sorted.
+    # Pairs, because JAX would sort a dict.
     names: tuple[str, ...] = eqx.field(static=True)
     accumulators: tuple[PyTree, ...]
     block_size: int | MemoryBudget | None = eqx.field(static=True)
@@ -123,8 +123,8 @@ class _GridVmap(AbstractAutoSharded):
             for name in axes.names:
                 if name not in sizes:
                     raise ValueError(
-                        f"`in_axes` names the grid axis {name!r}, but what is on it "
-                        "has no arrays. Give arrays, and not Python numbers or lists."
+                        f"`in_axes` names the grid axis {name!r}, but its argument has "
+                        "no arrays. Give arrays, not Python numbers or lists."
                     )
         levels = self._levels(sizes)
 
@@ -149,8 +149,8 @@ class _GridVmap(AbstractAutoSharded):
             args, kwargs = jtu.tree_unflatten(treedef, filled)
             return fun(*args, **kwargs)
 
-        # The innermost axes are whole in a block, so that what depends on the others
-        # alone is computed once for all of them.
+        # A block contains the innermost axes as a whole, so that what depends only on
+        # the others is computed once for all of them.
         over = of_one
         for level in reversed(levels):
             number = max(min(level.size, room), 1)
@@ -178,7 +178,7 @@ class _GridVmap(AbstractAutoSharded):
     def _places(
         self, fun: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> list[dict[str, int]]:
-        """Which axis of each leaf, if any, is which one of the grid."""
+        """For each leaf, which of its axes are grid axes."""
         specs = argument_specs(fun, self.in_axes, args, kwargs, None)
         found = match_prefix(
             "in_axes",
@@ -224,7 +224,7 @@ class _GridVmap(AbstractAutoSharded):
             )
             for number, name in enumerate(kept)
         ]
-        # What comes first is accumulated first.
+        # The first name is accumulated first.
         for name, accumulator in reversed(reduced.items()):
             levels.append(_Level(name, sizes[name], accumulator, None, ()))
         return levels
@@ -248,7 +248,7 @@ def _place_of(name: str, axes: GridAxis, leaf: Any) -> dict[str, int]:
 
 
 def _axis_within(place: dict[str, int], name: str, outer: set[str]) -> int | None:
-    """The axis of an array of which the loops outside have taken theirs."""
+    """The axis of an array from which the outer loops have removed theirs."""
     if name not in place:
         return None
     axis = place[name]
@@ -258,7 +258,7 @@ def _axis_within(place: dict[str, int], name: str, outer: set[str]) -> int | Non
 def _sizes(
     fun: Callable, call: tuple[tuple, dict], places: list[dict[str, int]]
 ) -> dict[str, int]:
-    """How long the axes of the grid are, in the order in which they turn up."""
+    """The lengths of the grid axes, in order of their first appearance."""
     names = positional_names(fun, len(call[0]))
     leaves = jtu.tree_leaves_with_path(call)
     listing: dict[str, dict[str, int]] = {}
@@ -279,15 +279,15 @@ def _sizes(
         if len({*found.values()}) > 1:
             sizes = "; ".join(f"{where} has {size}" for where, size in found.items())
             raise ValueError(
-                f"What is on the same grid axis is zipped and must be as long, but for "
-                f"'{name}' {sizes}. Mend the shapes, or use another name for one of "
-                "them to have every combination."
+                "Arguments on the same grid axis are zipped and must have the same "
+                f"size, but for '{name}' {sizes}. Fix the shapes, or use another name "
+                "for one of them to compute every combination."
             )
     return {name: next(iter(found.values())) for name, found in listing.items()}
 
 
 def _keeps_rows(name: str, accumulator: PyTree) -> bool:
-    """Whether the results still have the axis; raises if that is so for some only."""
+    """Whether the results keep the axis; raises if only some of them do."""
     found = [
         canonicalise(x) for x in jtu.tree_leaves(accumulator, is_leaf=is_accumulator)
     ]
@@ -315,7 +315,7 @@ def _check_name(argument: str, name: Any, sizes: dict[str, int]) -> None:
 
 
 def _positions(out_axes: Any, kept: list[str], sizes: dict[str, int]) -> dict[str, int]:
-    """Where each axis that is kept goes in the results."""
+    """The position of each kept axis in the results."""
     if out_axes is None:
         return {name: number for number, name in enumerate(kept)}
     if isinstance(out_axes, int):
@@ -339,7 +339,7 @@ def _positions(out_axes: Any, kept: list[str], sizes: dict[str, int]) -> dict[st
 
 
 def _check_out_axes(out_axes: Any) -> Any:
-    """None, an int, or pairs of a name and a place, which can be hashed."""
+    """None, an int, or hashable pairs of a name and a position."""
     if out_axes is None:
         return None
     if isinstance(out_axes, dict):
@@ -374,47 +374,47 @@ def filter_grid_vmap(
     accumulator: dict[str, PyTree] | None = None,
     checkpoint: bool = False,
 ) -> Callable[..., Any]:
-    """Maps a function over a grid: zipped, un-batched and Cartesian axes in one call.
+    """Maps a function over a grid: zipped, unbatched and Cartesian axes in one call.
 
-    Arguments on the same axis of the grid are zipped, and those on different axes meet
-    in every combination. The result is that of nested `jax.vmap`s, one for each axis
-    of the grid, but only a block of the grid is worked on at any time.
+    Arguments on the same grid axis are zipped. Arguments on different grid axes are
+    combined as a Cartesian product. The result equals that of nested `jax.vmap`s, one
+    for each grid axis, but only one block of the grid is computed at a time, which
+    bounds peak temporary memory.
 
     **Arguments:**
 
     - `fun`: a function of one example of each argument. Arguments and results may be
-        any PyTrees, modules among them.
-    - `in_axes`: which arguments are on which axis of the grid: a dict from argument
-        names to PyTree prefixes of the arguments, or such a prefix of the tuple of
-        positional arguments, made of [`eqxbatch.grid`][] and of None for what is not
-        mapped, as arguments are not that a dict does not name.
-    - `out_axes`: where the axes of the grid are in the results: a tuple of names for
-        the first axes in that order, a dict from names to places, or a name or an int
-        if there is one axis only. By default, they come first, in the order in which
-        they turn up in the arguments (those that are given by name in the order of the
-        alphabet).
-    - `block_size`: how many cells of the grid are worked on at any time, at least 1.
-        Blocks have the last axes of the grid as a whole as far as they fit, so that
-        what does not depend on them is computed once. An [`eqxbatch.MemoryBudget`][]
-        chooses the largest size that fits; None is all of the grid.
-    - `accumulator`: a dict from axes of the grid to what becomes of the results along
-        them, an [`eqxbatch.AbstractAccumulator`][] such as [`eqxbatch.Mean`][], or a
-        PyTree prefix of the output made of such. The axis that is named first is
-        accumulated first. Axes that are not named are kept.
-    - `checkpoint`: whether reverse-mode differentiation keeps only the inputs, and
-        computes each block again on the way back.
+        any PyTrees, including modules.
+    - `in_axes`: which arguments are on which grid axis: a PyTree prefix of the tuple of
+        positional arguments, or a dict from argument names to such prefixes. The leaves
+        are [`eqxbatch.grid`][], or None for unmapped arguments. Arguments that a dict
+        does not name are not mapped.
+    - `out_axes`: the positions of the grid axes in the results: a tuple of names for
+        the leading axes, a dict from names to positions, or a name or an int if there
+        is only one axis. By default, grid axes come first, in the order in which they
+        appear in the arguments (keyword arguments in alphabetical order).
+    - `block_size`: the number of grid cells that are computed at a time, at least 1.
+        Blocks include the last grid axes completely as far as they fit, so that what
+        does not depend on them is computed once. An [`eqxbatch.MemoryBudget`][] chooses
+        the largest size that fits; None computes the whole grid at once.
+    - `accumulator`: how to reduce grid axes: a dict from their names to an
+        [`eqxbatch.AbstractAccumulator`][] such as [`eqxbatch.Mean`][], or to a PyTree
+        prefix of the output with accumulators as leaves. Axes are reduced in the order
+        of the dict. Axes that are not named are kept.
+    - `checkpoint`: whether reverse-mode differentiation saves only the inputs and
+        recomputes each block in the backward pass.
 
     **Returns:**
 
-    A function with the arguments of `fun`, which compiles itself; an equal call later
-    on traces nothing.
+    A function with the arguments of `fun`. The function is compiled on the first call;
+    repeated calls with the same function and shapes are not retraced.
 
     **Raises:**
 
-    `ValueError` for a size below 1, no array on the grid, arguments on the same axis
-    of it whose sizes differ, axes that are out of range, names that are not in
-    `in_axes`, and names in it that no array is on; `TypeError` for arguments of other
-    types than these.
+    - `ValueError` for a size below 1, if no array is on the grid, if arguments on the
+        same grid axis have different sizes, for axes out of range, for names that are
+        not in `in_axes`, and for names in `in_axes` without an array.
+    - `TypeError` for arguments of any other type.
 
     !!! example
 

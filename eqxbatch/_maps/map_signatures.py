@@ -1,4 +1,4 @@
-"""What type checkers are told of `filter_micro_vmap` and its relatives."""
+"""Signatures of `filter_micro_vmap` and related transforms, for type checkers."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import (
@@ -71,7 +71,7 @@ class _OtherGrid(_GridSettings):
 
 @runtime_checkable
 class MicroVmapSignature(Protocol):
-    """That of `filter_micro_vmap`."""
+    """The signature of `filter_micro_vmap`."""
 
     @overload
     def __call__(
@@ -91,7 +91,7 @@ class MicroVmapSignature(Protocol):
 
 @runtime_checkable
 class MicrobatchSignature(Protocol):
-    """That of `filter_microbatch`."""
+    """The signature of `filter_microbatch`."""
 
     @overload
     def __call__(
@@ -113,7 +113,7 @@ class MicrobatchSignature(Protocol):
 
 @runtime_checkable
 class GridVmapSignature(Protocol):
-    """That of `filter_grid_vmap`."""
+    """The signature of `filter_grid_vmap`."""
 
     @overload
     def __call__(

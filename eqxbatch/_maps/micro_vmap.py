@@ -32,7 +32,7 @@ _IF_WHOLE = "Give the function of one example, or use `filter_microbatch`."
 
 
 class MicroVmap(AbstractTransform):
-    """What `filter_micro_vmap` is, not yet compiled."""
+    """The transform `filter_micro_vmap`, before compilation."""
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
@@ -74,7 +74,7 @@ class MicroVmap(AbstractTransform):
         return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
 
     def _run_on_mesh(self, fun: Callable, batch: Batch) -> Callable[[list, int], Any]:
-        """`fun` mapped over the examples of a microbatch, wherever they are."""
+        """Maps `fun` over the examples of a microbatch, on any devices."""
         total = batch.total(self.axis_size)
         if total == 0:
             return functools.partial(self.vmap, fun, batch)
@@ -93,12 +93,12 @@ class MicroVmap(AbstractTransform):
     def vmap(
         self, fun: Callable, batch: Batch, rows: list, size: int
     ) -> tuple[PyTree, tuple[int | None, ...]]:
-        """`fun` mapped over the examples of a microbatch.
+        """Maps `fun` over the examples of a microbatch.
 
-        Returns its output, with the examples along axis 0 of the arrays that are
-        mapped, and the `out_axes` of all arrays of it.
+        Returns the output, with the examples along axis 0 of all mapped arrays, and the
+        `out_axes` of all its arrays.
         """
-        # Filled when `jax.vmap` traces `one`, as only arrays can be returned from it.
+        # Filled when `jax.vmap` traces `one`, which can return only arrays.
         traced: dict[str, Any] = {}
         call = functools.partial(batch.call, fun)
 
@@ -119,7 +119,7 @@ class MicroVmap(AbstractTransform):
         if not rows:
             kwargs["axis_size"] = size
         if size == 1 and self.vmap_fn is jax.vmap and self.axis_name is None:
-            # What XLA makes of a batch of one is slower than what it makes of none.
+            # XLA's code for a batch of one is slower than its code without a batch.
             mapped, unmapped = _of_one(one, rows, batch.axes)
         else:
             vmapped = self.vmap_fn(one, (list(batch.axes),), (0, None), **kwargs)
@@ -139,9 +139,9 @@ class MicroVmap(AbstractTransform):
 def _of_one(
     one: Callable[[list], tuple[list, list]], rows: list, axes: tuple[int, ...]
 ) -> tuple[list, list]:
-    """What is mapped and what is not, of one example on its own, without `jax.vmap`.
+    """The mapped and unmapped outputs of a single example, without `jax.vmap`.
 
-    Raises as `jax.vmap` does where what is not mapped differs between examples.
+    Raises as `jax.vmap` does if an unmapped output differs between examples.
     """
     in_axes = [*axes]
     pairs = zip(rows, axes, strict=True)
@@ -156,7 +156,7 @@ def _of_one(
     if structs[1] and rows:
         jax.eval_shape(jax.vmap(run, (in_axes,), (0, None)), rows)
     mapped, unmapped = run(row)
-    # A constant is a literal of the jaxpr, and not yet an array.
+    # A constant is a literal of the jaxpr and not an array yet.
     return [jnp.asarray(x)[None] for x in mapped], [*map(jnp.asarray, unmapped)]
 
 
@@ -171,7 +171,7 @@ def _as_array(leaf: Any, axis: int) -> Array:
 
 
 def _per_example(slot: Slot, leaves: list, axes: tuple, blocks: Blocks) -> Slot:
-    """The slot of an output with one result for each example, at `out_axes`."""
+    """The slot of a per-example output, with its examples at `out_axes`."""
     for i in slot.indices:
         ndim = leaves[i].ndim
         if axes[i] is not None and not -ndim <= axes[i] < ndim:
@@ -182,7 +182,7 @@ def _per_example(slot: Slot, leaves: list, axes: tuple, blocks: Blocks) -> Slot:
     unmapped = [axes[i] is None for i in slot.indices]
     accumulator = slot.accumulator
     if any(unmapped):
-        # The same for all examples, so there is nothing to accumulate.
+        # Shared by all examples, so there is nothing to accumulate.
         if not accumulator.leafwise:
             raise ValueError(
                 f"The accumulator of output{slot.path} takes a whole part of the "
@@ -220,59 +220,61 @@ def filter_micro_vmap(
     checkpoint: bool = False,
     vmap_fn: Callable[..., Callable] = jax.vmap,
 ) -> Callable[..., Any]:
-    """Vectorises a function as `equinox.filter_vmap` does, in microbatches.
+    """Vectorises a function like `equinox.filter_vmap`, one microbatch at a time.
 
-    The result is that of `equinox.filter_vmap`, but the memory that it takes beyond
-    inputs and outputs is that of one microbatch. It does not depend on the microbatch
-    size, other than by rounding.
+    The result is the same as for `equinox.filter_vmap`, up to rounding, for any
+    microbatch size. Peak temporary memory is that of one microbatch instead of the
+    whole batch. Use it if `vmap` runs out of memory.
 
     **Arguments:**
 
     - `fun`: a function of one example. Arguments and results may be any PyTrees,
-        modules among them.
+        including modules.
     - `in_axes`: which axes of which arguments are mapped: a prefix of the tuple of
-        positional arguments, made of ints, `None` (not mapped) and callables from a
-        leaf to those, or a dict from argument names to such prefixes. As for
-        `equinox.filter_vmap`, the default is axis 0 of all arrays, also for the
-        arguments that a dict does not name; keyword arguments not in it likewise.
-    - `out_axes`: at which axis of which outputs the examples are: a prefix of the
-        output, made of the same. `None` is for what is the same for all examples.
-    - `axis_name`: a name for the mapped axis, for collectives. They see one microbatch,
-        not the whole batch.
-    - `axis_size`: the number of examples, for when no argument is mapped.
-    - `microbatch_size`: the number of examples that are worked on at any time, at
-        least 1; it need not divide their total number `n`. An
-        [`eqxbatch.MemoryBudget`][] chooses the largest that fits, and `None` is `n`.
-    - `accumulator`: what becomes of the results of the examples: an
-        [`eqxbatch.AbstractAccumulator`][], by default [`eqxbatch.Concat`][], which
-        returns all of them, or a PyTree prefix of the output with those for leaves.
-        `optax.microbatching.AccumulationType`s and `Accumulator`s are taken as well.
-    - `num_real_microbatches`: if given, only that many microbatches run: an int, or an
-        integer array, which may be traced. Reverse mode works either way. The rows of
-        a `Concat` that are not reached are zero.
-    - `checkpoint`: whether reverse-mode differentiation keeps only the inputs, and
-        computes each microbatch again on the way back.
-    - `vmap_fn`: what vectorises a microbatch, called as `vmap_fn(fun, in_axes,
-        out_axes)`; for example `functools.partial(jax.vmap, spmd_axis_name="data")`.
+        positional arguments, with ints, `None` (not mapped), or callables from a leaf
+        to these; or a dict from argument names to such prefixes. As for
+        `equinox.filter_vmap`, the default is axis 0 of all arrays. It also applies to
+        positional and keyword arguments that a dict does not name.
+    - `out_axes`: the axis of the examples in each output: a prefix of the output, with
+        the same leaves. `None` is for outputs that are the same for all examples.
+    - `axis_name`: a name for the mapped axis, for collectives. They act within one
+        microbatch, not over the whole batch.
+    - `axis_size`: the number of examples, needed only if no argument is mapped.
+    - `microbatch_size`: the number of examples that are computed at a time, at least 1.
+        It need not divide the batch size `n`. An [`eqxbatch.MemoryBudget`][] chooses
+        the largest size that fits; `None` means `n`.
+    - `accumulator`: how per-example results are combined: an
+        [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of the output with
+        accumulators as leaves. The default, [`eqxbatch.Concat`][], returns all of them.
+        `optax.microbatching.AccumulationType`s and `Accumulator`s are accepted, too.
+    - `num_real_microbatches`: if given, only this many microbatches run: an int or an
+        integer array, which may be traced. Reverse mode works in both cases. Rows of a
+        `Concat` that are not reached are zero.
+    - `checkpoint`: whether reverse-mode differentiation saves only the inputs and
+        recomputes each microbatch in the backward pass.
+    - `vmap_fn`: the function that vectorises a microbatch, called as
+        `vmap_fn(fun, in_axes, out_axes)`; for example `functools.partial(jax.vmap,
+        spmd_axis_name="data")`.
 
     **Returns:**
 
-    A function with the arguments of `fun`, each mapped one with a batch axis more.
-    What it returns beyond arrays must be the same for all microbatches. If there are no
-    examples, then `fun` is traced but not run.
+    A function with the arguments of `fun`, where each mapped argument has an additional
+    batch axis. Outputs that are not arrays must be the same for all microbatches. If
+    the batch is empty, `fun` is traced but not run.
 
-    It compiles itself, and an equal call later on traces nothing: as with
-    `equinox.filter_jit`, `fun` must be pure, and arrays in a module or in an
-    `equinox.Partial` are arguments of the program while those that a Python function
-    closes over are constants.
+    The function is compiled on the first call; repeated calls with the same function
+    and shapes are not retraced. As with `equinox.filter_jit`, `fun` must be pure.
+    Arrays in a module or in an `equinox.Partial` are arguments of the compiled program;
+    arrays that a Python function closes over are constants.
 
     **Raises:**
 
-    `ValueError` for a size below 1, unequal batch axes, an axis out of range, nothing
-    mapped, an accumulator that does not fit the output, and non-arrays in the output
-    that differ between microbatches; `TypeError` for a size that is not an int or a
-    mean of integers; `RuntimeError` when run with a traced `num_real_microbatches`
-    that is negative or larger than the number of microbatches.
+    - `ValueError` for a size below 1, unequal batch sizes, an axis out of range, no
+        mapped argument, an accumulator that does not fit the output, and non-array
+        outputs that differ between microbatches.
+    - `TypeError` for a size that is not an int, and for a mean of integers.
+    - `RuntimeError` at run time, if a traced `num_real_microbatches` is negative or
+        larger than the number of microbatches.
 
     !!! example
 
@@ -285,7 +287,7 @@ def filter_micro_vmap(
 
         ```
 
-        An ensemble by its mean prediction, two members at a time:
+        The mean prediction of an ensemble, two members at a time:
 
         ```python
         >>> keys = jax.random.split(jax.random.key(0), 5)
@@ -306,9 +308,9 @@ def filter_micro_vmap(
 
     ??? cite
 
-        Microbatches with accumulators are those of `optax.microbatching`, described in
-        [arXiv:2510.00236](https://arxiv.org/abs/2510.00236); the axes are those of
-        `equinox.filter_vmap`.
+        Microbatching with accumulators follows `optax.microbatching`, described in
+        [arXiv:2510.00236](https://arxiv.org/abs/2510.00236). The specification of axes
+        follows `equinox.filter_vmap`.
     """
     transform = MicroVmap(
         in_axes=in_axes,

@@ -36,8 +36,8 @@ class _Microbatch(AbstractTransform):
     def __check_init__(self) -> None:
         if self.accumulator is None:
             raise TypeError(
-                "`filter_microbatch` needs an `accumulator`, as it cannot be seen what "
-                "the result of a microbatch is: `Sum()` if it is a sum over the "
+                "`filter_microbatch` needs an `accumulator`, because it cannot tell "
+                "what the result of a microbatch is: `Sum()` if it is a sum over the "
                 "examples, `Mean()` if it is a mean over them, such as the gradient of "
                 "a mean loss, and `Concat()` if it has a row for each. The wrong one "
                 "of them makes the result depend on the microbatch size."
@@ -65,7 +65,7 @@ class _Microbatch(AbstractTransform):
         return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
 
     def _specs(self, out: PyTree, batch: Batch) -> PyTree:
-        """How results are spread: as the batch is, where they have its rows."""
+        """The sharding of the results: that of the batch, if they have its rows."""
         structs = eqx.filter_eval_shape(lambda: out)
         arrays, treedef = jtu.tree_flatten(eqx.filter(structs, is_struct))
         rows = examples_spec(batch.arrays, batch.axes)
@@ -88,58 +88,60 @@ def filter_microbatch(
     num_real_microbatches: int | Int[Array, ""] | None = None,
     checkpoint: bool = False,
 ) -> Callable[..., Any]:
-    """Runs a function of a batch on one microbatch at a time, and accumulates.
+    """Runs a function of a batch one microbatch at a time and accumulates the results.
 
     The counterpart of [`eqxbatch.filter_micro_vmap`][] for functions that take a whole
-    batch, such as a loss or its gradient. No more than one microbatch is worked on at
-    any time.
+    batch, such as a loss or its gradient (gradient accumulation). Peak temporary memory
+    is that of one microbatch.
 
     **Arguments:**
 
     - `fun`: a function of arrays with `n` examples along some axis. It is called with
-        microbatches: contiguous blocks of `microbatch_size` examples, the last one
-        perhaps shorter. Arguments and results may be any PyTrees, modules among them.
-    - `in_axes`: which axes of which arguments are the batch: a prefix of the tuple of
-        positional arguments, made of ints, `None` (not batched) and callables from a
-        leaf to those, or a dict from argument names to such prefixes. As for
-        `equinox.filter_vmap`, the default is axis 0 of all arrays, also for the
-        arguments that a dict does not name; keyword arguments not in it likewise.
-    - `microbatch_size`: the number of examples of a microbatch, at least 1; it need
-        not divide `n`. An [`eqxbatch.MemoryBudget`][] chooses the largest that fits,
-        and `None` is one microbatch.
-    - `accumulator`: how the results of the microbatches become one, which must be
-        given: an [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of the output
-        with those for leaves. [`eqxbatch.Sum`][] is for sums over the examples,
-        [`eqxbatch.Mean`][] for means over them, such as the gradient of a mean loss,
-        and [`eqxbatch.Concat`][] for results with a row for each example.
-        `optax.microbatching.AccumulationType`s and `Accumulator`s are taken as well.
-    - `num_real_microbatches`: if given, only that many microbatches run: an int, or an
-        integer array, which may be traced. Reverse mode works either way.
-    - `checkpoint`: whether reverse-mode differentiation keeps only the inputs of each
-        microbatch, and computes it again on the way back.
+        microbatches: contiguous blocks of `microbatch_size` examples; the last one may
+        be shorter. Arguments and results may be any PyTrees, including modules.
+    - `in_axes`: the batch axes of the arguments: a prefix of the tuple of positional
+        arguments, with ints, `None` (not batched), or callables from a leaf to these;
+        or a dict from argument names to such prefixes. As for `equinox.filter_vmap`,
+        the default is axis 0 of all arrays. It also applies to positional and keyword
+        arguments that a dict does not name.
+    - `microbatch_size`: the number of examples in a microbatch, at least 1. It need not
+        divide `n`. An [`eqxbatch.MemoryBudget`][] chooses the largest size that fits;
+        `None` means a single microbatch.
+    - `accumulator`: required; how the results of the microbatches are combined: an
+        [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of the output with
+        accumulators as leaves. Use [`eqxbatch.Sum`][] for sums over examples,
+        [`eqxbatch.Mean`][] for means over examples, such as the gradient of a mean
+        loss, and [`eqxbatch.Concat`][] for results with one row for each example.
+        `optax.microbatching.AccumulationType`s and `Accumulator`s are accepted, too.
+    - `num_real_microbatches`: if given, only this many microbatches run: an int or an
+        integer array, which may be traced. Reverse mode works in both cases.
+    - `checkpoint`: whether reverse-mode differentiation saves only the inputs and
+        recomputes each microbatch in the backward pass.
 
     **Returns:**
 
-    A function with the arguments of `fun` that returns what it returns, accumulated.
-    What is not an array must be the same for all microbatches. If `n` is 0, then `fun`
-    is traced but not run.
+    A function with the arguments of `fun` that returns the accumulated results. Outputs
+    that are not arrays must be the same for all microbatches. If `n` is 0, `fun` is
+    traced but not run.
 
-    It compiles itself, and an equal call later on traces nothing: as with
-    `equinox.filter_jit`, `fun` must be pure, and arrays in a module or in an
-    `equinox.Partial` are arguments of the program while those that a Python function
-    closes over are constants.
+    The function is compiled on the first call; repeated calls with the same function
+    and shapes are not retraced. As with `equinox.filter_jit`, `fun` must be pure.
+    Arrays in a module or in an `equinox.Partial` are arguments of the compiled program;
+    arrays that a Python function closes over are constants.
 
     **Raises:**
 
-    `ValueError` for a size below 1, unequal batch axes, an axis out of range, nothing
-    batched, an accumulator that does not fit the output, and non-arrays in the output
-    that differ between microbatches; `TypeError` without an `accumulator`, for a size
-    that is not an int, or for a mean of integers; `RuntimeError` when run with a traced
-    `num_real_microbatches` that is negative or larger than the number of microbatches.
+    - `ValueError` for a size below 1, unequal batch sizes, an axis out of range, no
+        batched argument, an accumulator that does not fit the output, and non-array
+        outputs that differ between microbatches.
+    - `TypeError` without an `accumulator`, for a size that is not an int, and for a
+        mean of integers.
+    - `RuntimeError` at run time, if a traced `num_real_microbatches` is negative or
+        larger than the number of microbatches.
 
     !!! example
 
-        The exact gradient of a mean, of a batch that no microbatch size divides:
+        The exact gradient of a mean, although 32 does not divide 100:
 
         ```python
         >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp

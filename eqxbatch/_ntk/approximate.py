@@ -1,4 +1,4 @@
-"""Estimates of a neural tangent kernel that take fewer backward passes."""
+"""Estimates of a neural tangent kernel with fewer backward passes."""
 
 import operator
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from .task_kernel import AbstractEstimator, checked_settings
 
 
 class PseudoNTK(AbstractEstimator):
-    """The kernel of the sum of a model's outputs: one backward pass an example.
+    """The NTK of the sum of a model's outputs: one backward pass per example.
 
-    With `k` outputs along the `trace_axes`, it is that of their sum divided by
-    `sqrt(k)`. For wide models at initialisation it is close to what
-    [`eqxbatch.EmpiricalNTK`][] returns; it is not unbiased, as it has what different
-    outputs have in common.
+    For `k` outputs along the `trace_axes`, this is the kernel of their sum divided by
+    `sqrt(k)`. For wide models at initialisation, it is close to the result of
+    [`eqxbatch.EmpiricalNTK`][]. It is biased, because it includes products between
+    different outputs.
 
-    It is called as that is, its results have the same shapes, and its arguments mean
-    what they mean there: `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`,
-    `block_size`, `where` and `filter_spec`.
+    It is called like [`eqxbatch.EmpiricalNTK`][], and its results have the same shapes.
+    The arguments `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`,
+    `where` and `filter_spec` are the same.
 
     !!! example
 
@@ -80,7 +80,7 @@ class KernelEstimate(NamedTuple):
     """What [`eqxbatch.ProbedNTK`][] returns.
 
     - `kernel`: the mean over the probes.
-    - `standard_error`: of each of its entries; NaN for a single probe.
+    - `standard_error`: the standard error of each entry; NaN for a single probe.
     """
 
     kernel: PyTree[Inexact[Array, "..."]]
@@ -90,22 +90,23 @@ class KernelEstimate(NamedTuple):
 class ProbedNTK(AbstractEstimator):
     """An unbiased estimate of a traced NTK, from random directions of the outputs.
 
-    Instead of all entries of the output along the `trace_axes`, `num_probes` sums of
-    them with random signs are pulled back, the same for all examples. The mean of their
-    kernels has that of [`eqxbatch.EmpiricalNTK`][] as its expectation, is positive
-    semidefinite, and comes with its standard error. Worth it for more outputs than
-    probes.
+    Instead of every output entry along the `trace_axes`, `num_probes` sums of them with
+    random signs are pulled back, with the same signs for all examples. The mean of
+    their kernels is an unbiased estimate of the kernel of [`eqxbatch.EmpiricalNTK`][].
+    It is positive semidefinite and comes with a standard error. It saves time if there
+    are more outputs than probes.
 
     **Arguments:**
 
     - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `where`,
-        `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][], as which it is called.
-    - `num_probes`: how many directions.
-    - `key`: what they are drawn from.
+        `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][]. Calls take the same
+        arguments, too.
+    - `num_probes`: the number of random directions.
+    - `key`: the random key for the directions.
 
     **Returns:**
 
-    From a call, an [`eqxbatch.KernelEstimate`][].
+    A call returns an [`eqxbatch.KernelEstimate`][].
 
     !!! example
 
@@ -121,8 +122,8 @@ class ProbedNTK(AbstractEstimator):
 
     ??? cite
 
-        The estimate of a trace is that of
-        [Hutchinson, 1989](https://doi.org/10.1080/03610918908812806).
+        The estimator of the trace is that of [Hutchinson,
+        1989](https://doi.org/10.1080/03610918908812806).
     """
 
     _kernels: Kernels

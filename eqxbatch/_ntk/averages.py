@@ -1,4 +1,4 @@
-"""Kernels of random models, averaged as they come: on devices and on the host."""
+"""Running averages of kernels of random models, on devices and on the host."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ from .traced_model import named, Settings
 
 
 class _Resumed(AbstractAccumulator[VarianceState]):
-    """Moments that go on from others, and are not yet brought to their final form."""
+    """Accumulates moments starting from earlier ones, without finalizing them."""
 
     moments: RunningMean | Variance
     state: VarianceState | None
@@ -54,7 +54,7 @@ def _is_spread(x: Any) -> bool:
 
 
 class Request(eqx.Module):
-    """What is asked for: which kernels, of which examples."""
+    """The requested kernels, and their examples."""
 
     names: tuple[str, ...] = eqx.field(static=True)
     with_error: bool = eqx.field(static=True)
@@ -70,7 +70,7 @@ class Request(eqx.Module):
     def average(
         self, samples: "Samples", start: int, num: int, *, is_final: bool
     ) -> "Average":
-        """What `num` samples, from number `start` on, give for any block of it."""
+        """The average of `num` samples from index `start`, for any block."""
         at = jnp.asarray(start, jnp.int32)
         of_block = samples.of_block()
         return Average(of_block, self.names, self.with_error, at, num, is_final)
@@ -81,7 +81,7 @@ def _in_a_list(*kernels: PyTree) -> list[PyTree]:
 
 
 class Samples(eqx.Module):
-    """Random models, how the kernel of one is computed, and how many at once."""
+    """Random models, and how many of their kernels are computed at once, and how."""
 
     models: RandomModels
     settings: Settings
@@ -94,12 +94,12 @@ class Samples(eqx.Module):
         return 1 if self.samples is None else self.samples.num
 
     def of_block(self) -> "Samples":
-        """The same for a block of a kernel, which is computed as a whole."""
+        """The same samples for a block of a kernel, which is computed as a whole."""
         settings = dataclasses.replace(self.settings, block_size=None)
         return dataclasses.replace(self, rows=None, settings=settings)
 
     def sizes(self, num: int) -> list[int]:
-        """In what numbers samples are computed, so that devices have as many each."""
+        """The batch sizes of samples, so that all devices have equally many."""
         assert isinstance(self.per_batch, int)
         step = self.per_batch * self.num_devices
         rest = num % step
@@ -109,7 +109,7 @@ class Samples(eqx.Module):
     def kernels(self, request: Request, index: Array) -> list[PyTree[Array]]:
         """The kernels of one sample."""
         if self.rows is None and self.samples is not None:
-            # `vmap` gives each device samples of its own.
+            # `vmap` gives each device its own samples.
             of_one = dataclasses.replace(self, samples=None)
             dynamic, static = eqx.partition((of_one, request), eqx.is_array)
 
@@ -123,7 +123,7 @@ class Samples(eqx.Module):
                 mesh=self.samples.mesh,
                 in_specs=everywhere,
                 out_specs=everywhere,
-                # As in `on_devices`. What varies is only known to `vmap`, besides.
+                # As in `on_devices`. Besides, only `vmap` knows what varies.
                 check_vma=False,
             )(dynamic, index)
 
@@ -141,7 +141,7 @@ class Samples(eqx.Module):
     def advanced(
         self, request: Request, state: PyTree, start: Any, num: int
     ) -> PyTree[VarianceState]:
-        """The moments after `num` more samples, from number `start` on."""
+        """The moments after `num` more samples, from index `start`."""
         moments = request.moments
         accumulator: PyTree = _Resumed(moments, None)
         if state is not None:
@@ -164,7 +164,7 @@ class Samples(eqx.Module):
 
 
 def _spread_vmap(axis: MeshAxis) -> Callable[..., Callable[[list], Any]]:
-    """`jax.vmap` over samples, which the devices share where they can."""
+    """`jax.vmap` over samples, which are distributed over devices if possible."""
 
     def vmap(fun: Callable, in_axes: Any, out_axes: Any) -> Callable[[list], Any]:
         def run(rows: list) -> Any:
@@ -177,7 +177,7 @@ def _spread_vmap(axis: MeshAxis) -> Callable[..., Callable[[list], Any]]:
     return vmap
 
 
-# All that changes from one batch of samples to the next is donated, or a number.
+# Everything that changes between batches of samples is donated, or is a number.
 @eqx.filter_jit(donate="all-except-first")
 def _advanced(call: tuple, state: PyTree) -> PyTree[VarianceState]:
     samples, request, start, num = call
@@ -186,14 +186,14 @@ def _advanced(call: tuple, state: PyTree) -> PyTree[VarianceState]:
 
 @eqx.filter_jit
 def _start(samples: Samples, request: Request) -> PyTree[VarianceState]:
-    """The moments of no samples."""
+    """The moments of zero samples."""
     structs = eqx.filter_eval_shape(samples.advanced, request, None, 0, 1)
     return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
 @eqx.filter_jit
 def estimated(state: PyTree[VarianceState], with_error: bool) -> tuple[list, list]:
-    """The means, and their standard errors if they are wanted."""
+    """The means, and their standard errors if requested."""
     spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)
     means, errors = [], []
     for spread in spreads:
@@ -209,9 +209,9 @@ def estimated(state: PyTree[VarianceState], with_error: bool) -> tuple[list, lis
 
 
 class Average(eqx.Module):
-    """What some samples give for a block of examples, as a kernel function.
+    """The average of some samples over a block of examples, as a kernel function.
 
-    `is_final` says whether that is means and errors, or moments to be merged.
+    `is_final` says whether it returns means and errors, or moments to merge.
     """
 
     samples: Samples
@@ -232,13 +232,13 @@ class Average(eqx.Module):
         state = self.samples.advanced(request, None, self.start, self.num)
         if self.is_final:
             return estimated(state, self.with_error)
-        # Counts have neither rows nor columns.
+        # Counts have no rows or columns.
         without = lambda x: VarianceState(x.mean, x.squares, None, None, x.dtype)
         return jtu.tree_map(without, state, is_leaf=_is_spread)
 
 
 class Mean(eqx.Module):
-    """The means of an average alone, as an estimator returns kernels."""
+    """Only the means of an average, in the form in which estimators return kernels."""
 
     average: Average
     get: Any = eqx.field(static=True)
@@ -262,9 +262,9 @@ _PREVIOUS = Contract(
 
 
 def _check_previous(mean: Any, error: Any, shape: tuple[int, ...] | None) -> None:
-    """Raises for moments of an earlier estimate that are not those of this one.
+    """Raises if the moments of an earlier estimate do not fit this one.
 
-    Its shape is None where it is not known yet.
+    The shape is None if it is not known yet.
     """
     call = _PREVIOUS.begin(**({} if shape is None else {"kernel": shape}))
     call.check("kernel", mean, "`kernel` of `previous`", always=True)
@@ -273,7 +273,7 @@ def _check_previous(mean: Any, error: Any, shape: tuple[int, ...] | None) -> Non
 
 
 def parts_of(previous: Any, get: Any, names: tuple[str, ...]) -> tuple[list, list]:
-    """The kernels of an earlier estimate, and their errors."""
+    """The kernels of an earlier estimate, and their standard errors."""
     parts = previous.kernel, previous.standard_error
     if isinstance(get, str):
         return [parts[0]], [parts[1]]
@@ -286,7 +286,7 @@ def parts_of(previous: Any, get: Any, names: tuple[str, ...]) -> tuple[list, lis
 
 
 class OnDevice:
-    """Moments that stay on the devices, after one compiled batch of samples each."""
+    """Moments on the devices, updated by one compiled batch of samples at a time."""
 
     def __init__(self, samples: Samples, request: Request):
         self.samples = samples
@@ -299,7 +299,7 @@ class OnDevice:
         return _start(self.samples, self.request)
 
     def resumed(self, means: list, errors: list, num: int) -> PyTree[VarianceState]:
-        """The moments that an estimate was made of."""
+        """The moments of an earlier estimate."""
 
         def moments(spread: VarianceState, mean: Any, error: Any) -> VarianceState:
             _check_previous(mean, error, spread.mean.shape)
@@ -325,7 +325,7 @@ class OnDevice:
 
     def sizes(self, num: int) -> list[int]:
         """How many samples to compute in one go, and then to look at what there is."""
-        # What is traced is one program, and this loop would be unrolled in it.
+        # A traced call is one program, in which this loop would be unrolled.
         return [num] if self.is_traced else self.samples.sizes(num)
 
     def advanced(
@@ -358,7 +358,7 @@ class OnHost:
         return None
 
     def resumed(self, means: list, errors: list, num: int) -> list[PyTree]:
-        """The moments that an estimate was made of."""
+        """The moments of an earlier estimate."""
 
         def moments(mean: Any, error: Any) -> VarianceState:
             _check_previous(mean, error, None)

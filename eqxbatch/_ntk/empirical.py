@@ -50,7 +50,7 @@ def _made(
     progress: AbstractProgressMeter | None,
     **settings: Any,
 ) -> tuple[Kernels, BatchKernel | None]:
-    """How kernels are computed, and where they go to."""
+    """How kernels are computed and stored."""
     kernels = make_kernels(
         model, selection, vmap_axes=vmap_axes, block_size=block_size, **settings
     )
@@ -67,73 +67,75 @@ def _made(
 
 
 class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
-    """The neural tangent kernel of a model as it is: products of its Jacobians.
+    """The empirical neural tangent kernel (NTK) of a model: products of its Jacobians.
 
-    For an example `x` of one side and `y` of the other, and entries `o` and `p` of what
-    the model returns, that is the sum over all parameters `w` of
+    For examples `x` of `x1` and `y` of `x2`, and entries `o` and `p` of the model's
+    output, the kernel is the sum over all parameters `w` of
 
     ```
     d model(x)[o] / dw * conj(d model(y)[p] / dw)
     ```
 
-    It is a function, `ntk(x1, x2=None, *, key=None, **kwargs)`, and a PyTree whose
-    arrays are those of the model: it can be differentiated, mapped over an ensemble of
-    models, and saved.
+    The kernel is a function `ntk(x1, x2=None, *, key=None, **kwargs)`. It is also a
+    PyTree whose arrays are those of the model: it can be differentiated, mapped over an
+    ensemble of models, and saved.
 
     **Arguments:**
 
     - `model`: a callable PyTree, called as `model(x, **kwargs)` for one example; or a
         pair of a model and its `equinox.nn.State`, called as
-        `model(x, state, **kwargs)`, of whose results the first is taken. What it
-        returns is a PyTree of arrays, and the kernel is one of kernels, without those
-        between different arrays.
-    - `trace_axes`: axes of the whole output, that of the examples included, over which
-        to take the mean of the diagonal. By default, that is the last axis, if the
-        model returns more than a scalar for an example. The axis of the examples must
-        be counted from the front.
-    - `diagonal_axes`: axes of which only the diagonal is computed. Can be that of the
-        examples.
-    - `vmap_axes`: which axis of inputs, outputs and keyword arguments that come in
-        pairs has the examples: an int for all, or a triple of PyTree prefixes of
-        ints, `(inputs, outputs, {name: axis})`. None if the model takes a whole batch
-        at once, as it must where examples interact.
-    - `implementation`: `"sites"` contracts structured derivatives, parameter by
-        parameter in the cheaper of two ways; `"jacobian_contraction"` forms the
-        Jacobian; `"ntk_vector_products"` pushes the Jacobian of one side through the
-        linearised model at the other; `"auto"` takes what should be fastest, by
-        counting operations. Or `3`, `1`, `2`, `0`.
-    - `block_size`: how many rows and columns of the kernel are computed at a time: an
-        int, a pair of ints, an [`eqxbatch.MemoryBudget`][], or None for all at once.
-    - `where`: takes the model and returns the part of it, or parts, with the
-        parameters, as for `eqx.tree_at`. By default, all of it.
+        `model(x, state, **kwargs)`, of which the first result is used. The model
+        returns a PyTree of arrays. The result is then a PyTree of kernels, one for each
+        array; kernels between different arrays are not computed.
+    - `trace_axes`: axes of the whole output (including the batch axis) over which to
+        average the diagonal. The default is the last axis, if the model returns more
+        than a scalar for each example. Count the batch axis from the front.
+    - `diagonal_axes`: axes of which only the diagonal is computed. The batch axis is
+        allowed.
+    - `vmap_axes`: the batch axis of inputs, outputs and paired keyword arguments: an
+        int for all, or a triple of PyTree prefixes of ints,
+        `(inputs, outputs, {name: axis})`. Use None for a model that takes a whole batch
+        at once, as it must if examples interact.
+    - `implementation`: `"sites"` uses structured derivatives, with the cheaper of two
+        contractions for each parameter. `"jacobian_contraction"` materialises the
+        Jacobian. `"ntk_vector_products"` pushes the Jacobian of one input through the
+        linearised model at the other. `"auto"` counts operations and chooses the method
+        that should be fastest. The numbers `3`, `1`, `2` and `0` stand for these names.
+    - `block_size`: the number of rows and columns of the kernel that are computed at a
+        time: an int, a pair of ints, an [`eqxbatch.MemoryBudget`][], or None to compute
+        all at once.
+    - `where`: a function from the model to the part (or parts) of it that contains the
+        parameters, as for `eqx.tree_at`. The default is the whole model.
     - `filter_spec`: which leaves are parameters, as for `eqx.filter`.
-    - `store`, `mesh`, `mesh_axis`, `reduce`, `progress`: where calls bring the kernel
-        to, and what they make of it, as for [`eqxbatch.filter_batch_kernel`][]. What is
-        kept of examples serves all blocks there, too.
+    - `store`, `mesh`, `mesh_axis`, `reduce`, `progress`: where the kernel is computed
+        and stored, and how it is reduced, as for [`eqxbatch.filter_batch_kernel`][].
+        Derivatives of examples are still shared by all blocks.
 
     **Returns:**
 
-    From a call, for `n1` and `n2` examples and an output of shape `(n, a, b)`: an array
-    of shape `(n1, n2, a, a, b, b)` in which axes in `trace_axes` are missing and those
-    in `diagonal_axes` are there once; in the dtype of the output.
+    For `n1` and `n2` examples and an output of shape `(n, a, b)`, a call returns an
+    array of shape `(n1, n2, a, a, b, b)` with the dtype of the output. Axes in
+    `trace_axes` are removed, and axes in `diagonal_axes` appear only once.
 
     **Raises:**
 
-    `ValueError` for axes that are out of range or named twice, a model without
-    parameters, sides that do not fit each other, and whatever the model raises.
+    `ValueError` for axes that are out of range or repeated, a model without parameters,
+    and inputs that do not match each other. Errors of the model are passed on.
 
-    Without `x2` (or if it is `x1` itself), the kernel is exactly symmetric, and only
-    about half of the blocks are computed. A `key` is split for the examples; the second
-    side has its own, folded from it with 1. A pair of keys is taken as it is. Keyword
-    arguments with one value for each example are given as pairs, for `x1` and for `x2`;
-    all others are shared.
+    **Inputs and keys:** without `x2` (or if it is `x1` itself), the kernel is exactly
+    symmetric and only about half of the blocks are computed. A `key` is split into one
+    key for each example; `x2` uses `jax.random.fold_in(key, 1)`. A pair of keys is used
+    unchanged. Keyword arguments with one value for each example are passed as pairs,
+    for `x1` and for `x2`; all others are shared.
 
-    What blocks need of their examples is computed once and kept, as long as there is
-    room for it: half of the device's memory, or of the budget's. Where there is not,
-    rows are kept in panels, and columns computed for each of them.
+    **Memory:** factors of the examples are computed once and reused by all blocks if
+    they fit into half of the device's memory, or of the budget. Otherwise they are kept
+    for a panel of rows at a time, and those of the columns are recomputed for each
+    panel.
 
-    Complex parameters of complex outputs are taken to have a complex derivative. If
-    they have not, a kernel is the sum of those of both Wirtinger derivatives.
+    **Complex numbers:** complex parameters of complex outputs are assumed to have a
+    complex derivative. If they do not, the kernel is the sum of the kernels of both
+    Wirtinger derivatives.
 
     !!! example
 
@@ -149,7 +151,7 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
 
         ```
 
-        Of the last layer alone, in blocks:
+        The kernel of the last layer only, in blocks:
 
         ```python
         >>> last = eqxbatch.EmpiricalNTK(
@@ -162,9 +164,8 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
 
     ??? cite
 
-        The kernel is that of
-        [Jacot, Gabriel and Hongler, 2018](https://arxiv.org/abs/1806.07572), and
-        structured derivatives are due to
+        The kernel is due to [Jacot, Gabriel and Hongler,
+        2018](https://arxiv.org/abs/1806.07572), structured derivatives are due to
         [Novak, Sohl-Dickstein and Schoenholz, 2022](https://arxiv.org/abs/2206.08720).
     """
 
@@ -230,9 +231,9 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     def diagonal(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> _Result:
-        """The kernel of each example with the one in its place in `x2`, or itself.
+        """The kernel of each example of `x1` with the same example of `x2`.
 
-        What a call returns, with the axis of the examples among the `diagonal_axes`.
+        This is the result of a call with the batch axis among the `diagonal_axes`.
         """
         task = KernelTask(("ntk",))
         return self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)[0]
@@ -246,11 +247,12 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
         key: Keys = None,
         **kwargs: Any,
     ) -> _Result:
-        """The product of the kernel with a vector, without the kernel.
+        """The product of the kernel with a vector, without materialising the kernel.
 
-        `v` is like what the model returns for `x2` (for `x1`, if that is None), and the
-        result like what it returns for `x1`. The kernel is the full one: no axis is
-        traced, and what different outputs have in common counts.
+        `v` has the structure and shape of the model's output for `x2` (for `x1`, if
+        `x2` is None), and the result those of the output for `x1`. The product is with
+        the full kernel: no axis is traced, and entries between different outputs are
+        included.
         """
         return self._kernels(ProductTask(v), x1, x2, key, kwargs)
 
@@ -259,8 +261,8 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     ) -> Any:
         """`matvec` as a `lineax.AbstractLinearOperator`.
 
-        Without `x2`, it is tagged as positive semidefinite. Raises `ImportError`
-        without lineax.
+        Without `x2`, it is tagged as positive semidefinite. Raises `ImportError` if
+        lineax is not installed.
         """
         lineax = import_extra("lineax", "operator", "linalg")
         product = lambda v: self.matvec(x1, x2, v, key=key, **kwargs)
@@ -274,19 +276,19 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
 
 
 class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
-    """The second moments of what a model returns: its kernel as a Gaussian process.
+    """The empirical NNGP kernel of a model: second moments of its outputs.
 
-    For an example `x` of one side and `y` of the other, and entries `o` and `p` of what
-    the model returns, that is `model(x)[o] * conj(model(y)[p])`. Averaged over random
-    models, it is the covariance that they have as functions.
+    For examples `x` of `x1` and `y` of `x2`, and entries `o` and `p` of the model's
+    output, the kernel is `model(x)[o] * conj(model(y)[p])`. Its average over random
+    models is their covariance as random functions.
 
-    It is called as an [`eqxbatch.EmpiricalNTK`][] is, and returns kernels of the same
+    It is called like an [`eqxbatch.EmpiricalNTK`][] and returns kernels of the same
     shapes.
 
     **Arguments:**
 
     - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `store`,
-        `mesh`, `mesh_axis`, `reduce`, `progress`: as for that.
+        `mesh`, `mesh_axis`, `reduce`, `progress`: as for [`eqxbatch.EmpiricalNTK`][].
 
     !!! example
 
@@ -362,7 +364,7 @@ class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
     def diagonal(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> _Result:
-        """The kernel of each example with the one in its place in `x2`, or itself."""
+        """The kernel of each example of `x1` with the same example of `x2`."""
         task = KernelTask(("nngp",))
         return self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)[0]
 
@@ -370,16 +372,16 @@ class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
 class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
     """NTK and NNGP of a model, from one pass over the examples.
 
-    It is called as an [`eqxbatch.EmpiricalNTK`][] is, but for `get`, which says what to
-    return: `"ntk"` or `"nngp"` for one of them, a tuple of both names for a named tuple
-    in that order, or None for `("nngp", "ntk")`. Case does not matter. Raises
-    `ValueError` for other values.
+    It is called like an [`eqxbatch.EmpiricalNTK`][], with an additional argument `get`
+    that selects the kernels: `"ntk"` or `"nngp"` for one kernel, a tuple of both names
+    for a named tuple in that order, or None for `("nngp", "ntk")`. Case does not
+    matter. Raises `ValueError` for other values.
 
     **Arguments:**
 
     - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `implementation`,
         `block_size`, `where`, `filter_spec`, `store`, `mesh`, `mesh_axis`, `reduce`,
-        `progress`: as for that.
+        `progress`: as for [`eqxbatch.EmpiricalNTK`][].
 
     !!! example
 
@@ -490,7 +492,7 @@ class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
         key: Keys = None,
         **kwargs: Any,
     ) -> Any:
-        """The kernels of each example with the one in its place in `x2`, or itself."""
+        """The kernels of each example of `x1` with the same example of `x2`."""
         names = names_of(get)
         task = KernelTask(names)
         results = self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)

@@ -1,7 +1,7 @@
-"""What type checkers are told of empirical kernels.
+"""Signatures of empirical kernels, for type checkers.
 
-A kernel has the structure of what the model returns, and so the type of that, unless it
-goes to a store or is reduced.
+A kernel has the structure of the model's output, and therefore its type, unless it goes
+to a store or is reduced.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from .._pairs.stores import AbstractStore
 Out = TypeVar("Out")
 
 
-# A model; or one with its state, of whose results the first is taken.
+# A model, or a model with its state, of which the first result is used.
 ModelOf = (
     Callable[..., Out] | tuple[Callable[..., tuple[Out, eqx.nn.State]], eqx.nn.State]
 )
 
 
 class BothKernels(NamedTuple, Generic[Out]):
-    """What an `EmpiricalKernel` returns; at run time, the names are those asked for."""
+    """The result of an `EmpiricalKernel`; at run time, names are those requested."""
 
     nngp: Out
     ntk: Out

@@ -1,9 +1,9 @@
-"""What is kept of each example so that kernels of the Jacobian follow from it.
+"""Factors of examples, from which kernels of the Jacobian are computed.
 
-For each parameter, that is either the factors of its sites, whose Gram matrices are
-multiplied with each other, or the Jacobian that they are contracted to. The first is
-cheaper for large weights that are used at few positions, the second for small ones that
-are used at many, as those of convolutions.
+For each parameter, either the factors of its sites are kept, whose Gram matrices are
+multiplied with each other, or the Jacobian that they are contracted to. The former is
+cheaper for large weights that are used at few positions, the latter for small weights
+that are used at many positions, such as those of convolutions.
 """
 
 import dataclasses
@@ -35,10 +35,11 @@ from .output_axes import OutputAxes
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How many examples are worked with at a time, and how often.
+    """The number of examples that are processed at a time, and how often.
 
-    - `blocks`: the sizes of blocks of the two sides, and `num_blocks` their numbers.
-    - `num_pairs`: how many pairs of blocks meet.
+    - `blocks`: the block sizes of the two sides; `num_blocks` are the numbers of
+        blocks.
+    - `num_pairs`: the number of pairs of blocks that are computed.
     - `is_symmetric`: whether the two sides are the same.
     """
 
@@ -51,7 +52,7 @@ class Schedule:
 class Linearization:
     """A function at each example of a batch, and its pullback along some directions.
 
-    - `program`: what the function is.
+    - `program`: the program of the function.
     - `cotangents`: for each of the `outputs`, the directions along its first axes.
     - `arrays`, `axes`: the batch. Only its types matter.
     """
@@ -85,7 +86,7 @@ class Linearization:
 
                 each = directions.reshape(-1, *shape)
                 if each.shape[0] == 1:
-                    # An axis of size 1 makes other, slower products of matrices.
+                    # An axis of size 1 would lead to other, slower matrix products.
                     found = [d[None] for d in pull(each[0])]
                 else:
                     found = jax.vmap(pull)(each)
@@ -103,9 +104,9 @@ class Linearization:
         return self._run.output(factors)
 
     def run(self, rows: list) -> tuple[list, list, list[list], list]:
-        """Outputs, operands, for each output cotangents, and values, as `Factor`s.
+        """Outputs, operands, cotangents of each output, and values, as `Factor`s.
 
-        What does not depend on the example is computed once for all of them.
+        Whatever does not depend on the example is computed once for all of them.
         """
         arrays = self._run.run(rows)
         return self._run.output([*map(Factor, arrays, self._run.has_examples)])
@@ -113,11 +114,11 @@ class Linearization:
 
 @dataclasses.dataclass(frozen=True)
 class OutputFactors:
-    """Which of a program's factors are kept for one output, and the sites about them.
+    """Which of a program's factors are kept for one output, and their sites.
 
-    - `perturbations`: the cotangents that are kept as they are.
-    - `formed`: the leaves of which the Jacobian is kept, after those.
-    - `sites`: for each leaf that is used.
+    - `perturbations`: the cotangents that are kept unchanged.
+    - `formed`: the leaves whose Jacobian is kept, after the cotangents.
+    - `sites`: the sites of each leaf that is used.
     """
 
     perturbations: tuple[int, ...]
@@ -126,7 +127,7 @@ class OutputFactors:
 
 
 def output_factors(program: Program, formed: Sequence[int]) -> OutputFactors:
-    """What to keep if the Jacobian of the leaves in `formed` is."""
+    """What to keep, if Jacobians are kept for the leaves in `formed`."""
     used = [leaf for leaf in range(len(program.leaves)) if program.sites_of(leaf)]
     as_they_are = [leaf for leaf in used if leaf not in formed]
     sites = {leaf: program.sites_of(leaf) for leaf in as_they_are}
@@ -150,12 +151,12 @@ def output_factors(program: Program, formed: Sequence[int]) -> OutputFactors:
 
 
 class KeptFactors(eqx.Module):
-    """What is kept of some examples.
+    """The factors of some examples.
 
-    - `values`: what the function returns, if that is wanted.
-    - `operands`: those of sites, by their numbers.
-    - `cotangents`: for each output, cotangents of sites, and then Jacobians.
-    - `of_views`: what the views of sites read.
+    - `values`: the outputs of the function, if requested.
+    - `operands`: the operands of sites, by index.
+    - `cotangents`: for each output, cotangents of sites, then Jacobians.
+    - `of_views`: the arrays that views of sites read.
     """
 
     values: list[Factor]
@@ -164,11 +165,11 @@ class KeptFactors(eqx.Module):
     of_views: list[Factor | None]
 
 
-# About what is near a core of a CPU, in bytes.
+# The approximate size of a CPU core's cache, in bytes.
 _CACHE = 2**19
 
 
-# How many large examples to take at a time: enough for all cores to have work.
+# The number of large examples at a time, which should keep all cores busy.
 _AT_A_TIME = 4
 
 
@@ -177,25 +178,23 @@ def _is_factor(x: Any) -> bool:
 
 
 def _bytes_of_examples(tree: Any) -> int:
-    """Of the factors that each example has its own of."""
+    """The bytes of the factors that differ between examples."""
     factors = jtu.tree_leaves(tree, is_leaf=_is_factor)
     arrays = [x.array for x in factors if _is_factor(x) and x.has_examples]
     return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
 
 
 def _are_plain(rows: list) -> bool:
-    """Whether they are arrays of numbers that no mesh has spread explicitly."""
+    """Whether these are numeric arrays that are not explicitly sharded."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return not any(map(is_key, rows)) and explicit_mesh(rows) is None
 
 
 class ExampleFactors:
-    """What is kept of the examples of one side, for each output.
+    """Computes the factors of the examples of one side, for each output.
 
-    With `keeps_values`, that is what the function returns, too. `are_all` says whether
-    it is made of all examples at once, and not of blocks of them.
-
-    `of` makes it from the rows of some examples.
+    With `keeps_values`, the outputs of the function are kept, too. `are_all` says
+    whether all examples are processed at once, not in blocks.
     """
 
     def __init__(
@@ -218,11 +217,11 @@ class ExampleFactors:
         self._keeps_values = keeps_values
 
     def of(self, rows: list) -> KeptFactors:
-        """What is kept of some examples.
+        """The factors of some examples.
 
-        XLA for CPUs writes down all that it is made of, and reads it again. Where that
-        is larger than what is kept, and does not fit into a cache, it takes less time
-        and memory for a few examples after the other.
+        XLA for CPUs writes all intermediate values to memory and reads them again. If
+        these are larger than the factors and do not fit into the cache, processing a
+        few examples at a time is faster and takes less memory.
         """
         axes = self.linearization.axes
         num = rows[0].shape[axes[0]]
@@ -253,7 +252,7 @@ class ExampleFactors:
 
     @functools.cached_property
     def _is_in_turn(self) -> bool:
-        """Whether CPUs take a few examples after the other."""
+        """Whether a CPU processes a few examples at a time."""
         if not self._are_all:
             return False
         made = _bytes_of_examples(self.linearization.structs(1))
@@ -282,7 +281,7 @@ class ExampleFactors:
         return KeptFactors(values, operands, kept, of_views)
 
     def of_outputs(self, kept: KeptFactors, side: int) -> list[Factors]:
-        """What of that is about each output."""
+        """The factors that belong to each output."""
         operands = [
             kept.operands.get(i, Factor(None, False))
             for i, _ in enumerate(self.linearization.program.operands)
@@ -302,13 +301,13 @@ def kernel(
     factors: tuple[Factors, Factors],
     num: tuple[int, int],
 ) -> Inexact[Array, "..."]:
-    """The kernel of the Jacobian of an output, before it is arranged.
+    """The kernel of the Jacobian of an output, before its axes are arranged.
 
-    `num` says how many examples there are.
+    `num` gives the numbers of examples.
     """
     out = (*output.out, *output.parts)
-    # What comes out of a matrix product: what both sides have, then that of one side,
-    # then that of the other. It is put in order once, at the end.
+    # The axes of a matrix product: shared axes, then those of one side, then those of
+    # the other. They are put in order once, at the end.
     names = [{*output.examples[:1], *output.directions(0)}]
     names.append({*output.examples[1:], *output.directions(1)})
     labels = (
@@ -324,8 +323,8 @@ def kernel(
         example = output.examples[-1]
         product = gram(sites, factors[0], others, factors[1], example, labels)
         is_complex = jnp.issubdtype(leaves[leaf].dtype, jnp.complexfloating)
-        # A function of a complex number is one of two real numbers; if it has a
-        # complex derivative, each of these contributes the square of it.
+        # A complex parameter counts as two real ones. If there is a complex derivative,
+        # each of them contributes its square.
         product = product * (0.5 if output.is_complex and is_complex else 1.0)
         dtype = np.promote_types(total.dtype, product.dtype)
         total = total.astype(dtype) + product.astype(dtype)
@@ -337,16 +336,16 @@ def kernel(
 def choose_formed(
     first: Linearization, second: Linearization, which: int, schedule: Schedule
 ) -> tuple[list[int], float]:
-    """The leaves of which the Jacobian is to be kept, for the output number `which`.
+    """The leaves whose Jacobian is kept, for the output with index `which`.
 
-    Also what all contractions cost then, in floating-point operations.
+    Also returns the cost of all contractions, in floating-point operations.
     """
     formed, total = [], 0.0
     for leaf in range(len(first.program.leaves)):
         costs = _costs(first, second, leaf, which, schedule)
         total += min(costs)
-        # Where a product of factors is best begun by forming the Jacobians, that is
-        # better done apart.
+        # If a product of factors would start by forming the Jacobians, it is better to
+        # form them separately.
         if costs[1] < 1.2 * costs[0]:
             formed.append(leaf)
     return formed, total
@@ -359,14 +358,14 @@ def _costs(
     which: int,
     schedule: Schedule,
 ) -> tuple[float, float]:
-    """What a leaf costs by its factors, and by the Jacobian formed of them."""
+    """The cost of a leaf with its factors, and with the Jacobian formed from them."""
     sites = first.program.sites_of(leaf)
     others = second.program.sites_of(leaf)
     if not sites or not others:
         return 0.0, math.inf
     by_factors = has_gram(sites, others)
-    # What is only added to something has its cotangent as Jacobian. It is kept but once
-    # for what is added, and for what it is added to.
+    # The Jacobian of a leaf that is only added to something is the cotangent there. It
+    # is shared with the array that the leaf is added to, and kept once.
     are_formed = by_factors and all(
         len(uses) == 1 and uses[0].operand is None and not positions(uses[0])
         for uses in (sites, others)
@@ -379,7 +378,7 @@ def _costs(
         return (0.0, math.inf) if by_factors else (math.inf, 0.0)
 
     def count(structs: list) -> tuple[Cost, Cost, Cost]:
-        """The Gram matrices, forming the Jacobians, and the products of these."""
+        """The costs of Gram matrices, of forming Jacobians, and of their products."""
         sides = [
             Factors(
                 operands,

@@ -1,4 +1,4 @@
-"""Products of a kernel with vectors, without the kernel."""
+"""Kernel-vector products without materialising the kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from .request import AbstractTask
 from .traced_model import TracedModel
 
 
-# With the axis of the examples first.
+# With the batch axis first.
 VECTORS = Contract(
     {
         "v, by leaf": Inexact[Array, "n2 ..."],
@@ -27,7 +27,7 @@ VECTORS = Contract(
 class ProductTask(AbstractTask):
     """`J1 (J2^H vector)`, for the Jacobians of a model on its two sides.
 
-    No axis is traced, and what different outputs have in common counts.
+    No axis is traced, and entries between different outputs are included.
     """
 
     vector: PyTree
@@ -42,8 +42,8 @@ class ProductTask(AbstractTask):
         are_complex = [axes.is_complex for axes in model.axes]
         result = _real_product(model, vectors)
         if all(are_complex):
-            # The product above is with the real and the imaginary part of the kernel as
-            # a map of real numbers.
+            # The product above treats the kernel as a real-linear map of real and
+            # imaginary parts.
             turned = _real_product(
                 model, [x * jnp.asarray(-1j, x.dtype) for x in vectors]
             )
@@ -57,7 +57,7 @@ class ProductTask(AbstractTask):
         return jtu.tree_unflatten(jtu.tree_structure(model.out), result)
 
     def _checked(self, model: TracedModel) -> list[Array]:
-        """The vector's arrays, with the examples along axis 0."""
+        """The arrays of the vector, with the examples along axis 0."""
         total = model.sides[-1].rows.total
         treedef = jtu.tree_structure(model.out)
         if jtu.tree_structure(self.vector) != treedef:
@@ -81,10 +81,10 @@ class ProductTask(AbstractTask):
 
 
 def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
-    """The product, linear in real numbers, with a kernel of real numbers."""
+    """The real-linear product with a kernel of real numbers."""
     tangents = _pulled_back(model, vectors)
     if model.axes[0].is_complex:
-        # As in `features.kernel`: a complex parameter is two real ones.
+        # As in `example_factors.kernel`: a complex parameter counts as two real ones.
         tangents = [x / 2 if jnp.iscomplexobj(x) else x for x in tangents]
     first = model.sides[0].rows
     size, _ = model.block_sizes()
@@ -116,10 +116,10 @@ def _pulled_back(model: TracedModel, vectors: list[Array]) -> list[Array]:
 
 
 class StructTask(AbstractTask):
-    """What a vector must be like to be multiplied with the kernel from the right."""
+    """The structure and shapes of vectors that the kernel multiplies."""
 
     def run(self, model: TracedModel) -> PyTree[Array]:
-        """Zeros like what the model returns for all examples."""
+        """Zeros like the model's output for all examples."""
         total = model.sides[-1].rows.total
         zeros = [jnp.zeros(axes.whole_shape(total), axes.dtype) for axes in model.axes]
         return jtu.tree_unflatten(jtu.tree_structure(model.out), zeros)

@@ -1,4 +1,4 @@
-"""Kernels of a model, from what is kept of its examples."""
+"""Kernels of a model, from factors of its examples."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from .pairings import AbstractPairing
 from .traced_model import TracedModel
 
 
-# By kind and number of the output: a kernel, or an estimate and its standard error.
+# By kind and index of the output: a kernel, or an estimate and its standard error.
 Found = dict[tuple[str, int], list]
 
 
 def by_name(names: list[tuple[str, int]], kernels: list) -> Found:
-    """Kernels by their names, which can be those of several."""
+    """Kernels by name; a name can stand for several kernels."""
     found: Found = {}
     for name, kernel in zip(names, kernels, strict=True):
         found.setdefault(name, []).append(kernel)
@@ -36,7 +36,7 @@ def _flat(factors: PyTree[Factor]) -> tuple[list[Factor], Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """How what is kept of a side is put together, and what of it differs."""
+    """The structure of the factors of a side, and which of them differ by example."""
 
     treedef: Any
     has_examples: list[bool]
@@ -59,7 +59,7 @@ class ModelKernel(AbstractBlockKernel):
     ):
         self.plan, self.rows, self.pairing = plan, rows, pairing
         of = lambda kernels: assemble(by_name(names, kernels))
-        # The order of the kernels in what is returned.
+        # The order of the kernels in the output.
         self._order: list[int] = jtu.tree_leaves(of([*range(len(names))]))
         shapes = [axes.arranged_shape(SAMPLE) for axes in pairing.axes]
         structs = [
@@ -91,7 +91,7 @@ class ModelKernel(AbstractBlockKernel):
         self._shared = [self._shared_by(side) for side in self._sides]
 
     def _shared_by(self, side: int) -> list[Array]:
-        """What is kept that all examples of a side have in common."""
+        """The factors that all examples of a side share."""
         if all(self._kept[side].has_examples):
             return []
         factors, _ = _flat(self.pairing.factors(side, self.rows[side].one()))
@@ -103,7 +103,7 @@ class ModelKernel(AbstractBlockKernel):
         def run(arrays: list, num: int) -> list[Array]:
             factors, _ = _flat(self.pairing.factors(side, arrays))
             of_examples = [factor.array for factor in factors if factor.has_examples]
-            # Without any array, nothing would run. This one is not used.
+            # A dummy array, because a loop needs at least one.
             return of_examples or [jnp.zeros(num)]
 
         of_examples = list(accumulated(run, rows, size, Concat()))
@@ -114,7 +114,7 @@ class ModelKernel(AbstractBlockKernel):
         return Rows(arrays, axes, rows.total)
 
     def factors(self, side: int, rows: Rows) -> PyTree[Factor]:
-        """What `keep` keeps, as the pairing has it."""
+        """The factors that `keep` returns, in the form that the pairing uses."""
         return self._kept[min(side, len(self._sides) - 1)].factors(rows)
 
     def block(
@@ -139,7 +139,7 @@ class ModelKernel(AbstractBlockKernel):
 
 
 def whole(model: TracedModel, pairing: AbstractPairing) -> list[Array]:
-    """All kernels at once. They are exactly symmetric if there is but one side."""
+    """All kernels at once. They are exactly symmetric if both sides are the same."""
     rows = [side.rows for side in model.sides]
     factors = [pairing.factors(side, x.arrays) for side, x in enumerate(rows)]
     num = rows[0].total, rows[-1].total
@@ -151,7 +151,7 @@ def whole(model: TracedModel, pairing: AbstractPairing) -> list[Array]:
 
 
 def each(model: TracedModel, pairing: AbstractPairing, size: int | None) -> list[Array]:
-    """The kernels of each example of one side with that of the other in its place."""
+    """The kernels of each example of one side with the same example of the other."""
     first, *others = [side.rows for side in model.sides]
     num = len(first.arrays)
 

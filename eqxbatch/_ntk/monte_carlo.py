@@ -41,16 +41,16 @@ from .task_kernel import checked_settings
 from .traced_model import Get, make_settings, named, names_of
 
 
-# Of fewer samples than that, a standard error says little.
+# With fewer samples, a standard error is unreliable.
 _LEAST_SAMPLES = 8
 
 
 class MonteCarloEstimate(NamedTuple):
-    """What [`eqxbatch.MonteCarloKernel`][] knows after some samples.
+    """The estimate of [`eqxbatch.MonteCarloKernel`][] after some samples.
 
     - `kernel`: the mean over the samples.
-    - `standard_error`: of each of its entries; NaN for a single sample.
-    - `num_samples`: how many there were.
+    - `standard_error`: the standard error of each entry; NaN for a single sample.
+    - `num_samples`: the number of samples.
     """
 
     kernel: PyTree[Inexact[Array, "..."] | Inexact[np.ndarray, "..."]]
@@ -61,69 +61,74 @@ class MonteCarloEstimate(NamedTuple):
 class MonteCarloKernel(eqx.Module):
     """Kernels averaged over random models: Monte-Carlo estimates of NNGP and NTK.
 
-    Averaged over models drawn by `init`, empirical kernels tend to those of infinitely
-    wide models as models get wider; see [`eqxbatch.ntk_parameterise`][] for models that
-    have such a limit.
+    Empirical kernels are averaged over models drawn by `init`. As the models get wider,
+    the average tends to the kernel of an infinitely wide model; see
+    [`eqxbatch.ntk_parameterise`][] for models that have such a limit.
 
-    It is a function, `kernel(x1, x2=None, get=None, *, key=None, **kwargs)`, as an
-    [`eqxbatch.EmpiricalKernel`][] is, and a PyTree whose arrays are the `key` and those
-    of `init`.
+    The kernel is a function `kernel(x1, x2=None, get=None, *, key=None, **kwargs)`,
+    like an [`eqxbatch.EmpiricalKernel`][]. It is also a PyTree whose arrays are the
+    `key` and those of `init`.
 
     **Arguments:**
 
-    - `init`: a function from a key to a random model, or to a pair of a model and its
+    - `init`: a function from a random key to a model, or to a pair of a model and its
         `equinox.nn.State`. A model without state is called as `model(x, **kwargs)` for
-        one example, and one with state as `model(x, state, **kwargs)`, of whose results
-        the first is taken. It is traced.
-    - `key`: sample `i` is `init(jax.random.fold_in(key, i))`, so that more samples
-        extend fewer, in whatever batches, blocks, and devices they are computed.
-    - `n_samples`: the number of samples, for an estimate; or several numbers, for a
-        generator that yields an estimate for each of them, from the smallest to the
-        largest, which share all samples.
-    - `get`: which kernels to return where a call does not say so: as for
+        one example, a model with state as `model(x, state, **kwargs)`, of which the
+        first result is used. `init` is traced.
+    - `key`: the random key. Sample `i` is `init(jax.random.fold_in(key, i))`, so a
+        larger number of samples extends a smaller one, independent of batches, blocks
+        and devices.
+    - `n_samples`: the number of samples. If several numbers are given, calls return a
+        generator that yields an estimate for each of them, in increasing order. All of
+        these share their samples.
+    - `get`: which kernels to return if a call does not specify `get`, as for
         [`eqxbatch.EmpiricalKernel`][].
-    - `samples_per_batch`: how many samples are computed at a time (on each device of
-        the `sample_axis`): an int, or an [`eqxbatch.MemoryBudget`][].
-    - `tol`: ends when the relative standard error is no more than that, after 8 samples
-        at the earliest and `n_samples` at the latest: the norm of all standard errors,
-        divided by the norm of the kernel; of the worst kernel, where there are several.
+    - `samples_per_batch`: the number of samples that are computed at a time (on each
+        device of the `sample_axis`): an int, or an [`eqxbatch.MemoryBudget`][].
+    - `tol`: stops as soon as the relative standard error is at most `tol`, after at
+        least 8 and at most `n_samples` samples. The relative standard error is the norm
+        of all standard errors divided by the norm of the kernel; of several kernels,
+        the worst one counts.
     - `trace_axes`, `diagonal_axes`, `vmap_axes`, `implementation`, `where`,
         `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][]; `where` takes a model and
         `filter_spec` is a prefix of one.
-    - `block_size`: how many rows and columns of the kernel are computed at a time, as
-        for [`eqxbatch.EmpiricalNTK`][]; with `mesh_axis` or a `store` as for
+    - `block_size`: the number of rows and columns of the kernel that are computed at a
+        time, as for [`eqxbatch.EmpiricalNTK`][]; with `mesh_axis` or a `store`, as for
         [`eqxbatch.filter_batch_kernel`][].
-    - `mesh`, `mesh_axis`: a mesh, and which axis of it the rows of the kernel are
-        spread over, as for [`eqxbatch.filter_batch_kernel`][].
-    - `sample_axis`: which axis of the mesh the samples are spread over. With it, rows
-        are not spread unless `mesh_axis` is given.
-    - `store`: where the kernel goes, as for [`eqxbatch.filter_batch_kernel`][]: each
-        block is averaged over all samples, and then stored.
-    - `reduce`: what calls make of the averaged kernel, as for
-        [`eqxbatch.filter_batch_kernel`][]: each block is averaged over all samples, and
+    - `mesh`, `mesh_axis`: a mesh, and the axis of it that rows of the kernel are
+        distributed over, as for [`eqxbatch.filter_batch_kernel`][].
+    - `sample_axis`: the axis of the mesh that samples are distributed over. Rows are
+        then distributed only if `mesh_axis` is given, too.
+    - `store`: where the kernel is stored, as for [`eqxbatch.filter_batch_kernel`][]:
+        each block is averaged over all samples, then stored.
+    - `reduce`: how the averaged kernel is reduced, as for
+        [`eqxbatch.filter_batch_kernel`][]: each block is averaged over all samples,
         then reduced.
     - `progress`: an [`eqxbatch.AbstractProgressMeter`][], which counts batches of
         samples, or blocks if there is a `store`.
 
     **Returns:**
 
-    From a call, what an [`eqxbatch.EmpiricalKernel`][] returns, averaged; or a
-    generator of such, if `n_samples` are several. `estimate` returns an
-    [`eqxbatch.MonteCarloEstimate`][], which has standard errors, and from which a later
-    call can go on.
+    A call returns the same as an [`eqxbatch.EmpiricalKernel`][], averaged over the
+    samples, or a generator of such results for several `n_samples`. The method
+    `estimate` returns an [`eqxbatch.MonteCarloEstimate`][] with standard errors. An
+    estimate can be resumed: pass it as `previous` to a later call of `estimate`.
 
     **Raises:**
 
-    `ValueError` for `n_samples` that are none or below 1, an `init` that returns no
-    arrays or other ones for other keys, an axis that the mesh does not have, and a
-    store on disk or `reduce` together with what needs the whole kernel several times:
-    several `n_samples`, `tol` or `previous`; `TypeError` for `n_samples` that are not
-    ints, and for `tol`, stores or `progress` within `jax.jit` and the like.
+    - `ValueError` if `n_samples` is empty or below 1, if `init` returns no arrays or a
+        different structure for different keys, for an axis that the mesh does not have,
+        and for a store on disk or `reduce` together with several `n_samples`, `tol` or
+        `previous`, which need the whole kernel several times.
+    - `TypeError` for `n_samples` that are not ints, and for `tol`, stores or `progress`
+        inside `jax.jit` and other transforms.
 
-    A `key` of a call is one for each example, as for [`eqxbatch.EmpiricalNTK`][], with
-    the number of the sample folded in: dropout differs from sample to sample. The
-    program is compiled once, whatever the number of samples (once more for what is
-    left if `samples_per_batch` does not divide it).
+    **Keys:** the `key` of a call is split into one key for each example, as for
+    [`eqxbatch.EmpiricalNTK`][], and the index of the sample is folded in: dropout
+    differs between samples.
+
+    **Compilation:** the program is compiled once for any number of samples, and once
+    more if `samples_per_batch` does not divide this number.
 
     !!! example
 
@@ -157,10 +162,9 @@ class MonteCarloKernel(eqx.Module):
 
     ??? cite
 
-        Kernels of random networks are those of
-        [Lee et al., 2018](https://arxiv.org/abs/1711.00165) and
-        [Jacot, Gabriel and Hongler, 2018](https://arxiv.org/abs/1806.07572); averaging
-        empirical ones is due to
+        Kernels of random networks are due to [Lee et al.,
+        2018](https://arxiv.org/abs/1711.00165) and [Jacot, Gabriel and Hongler,
+        2018](https://arxiv.org/abs/1806.07572); averaging empirical kernels is due to
         [Novak et al., 2019](https://arxiv.org/abs/1810.05148), as in
         `neural_tangents.monte_carlo_kernel_fn`. Moments are merged as in
         [`eqxbatch.Variance`][].
@@ -240,7 +244,7 @@ class MonteCarloKernel(eqx.Module):
             )
 
     def _check_places(self, mesh_axis: str | None, sample_axis: str | None) -> None:
-        """Raises for averages that cannot go where they are to go."""
+        """Raises for combinations of settings that are not supported."""
         is_spread_twice = sample_axis is not None and mesh_axis is not None
         if self._store is not None and is_spread_twice:
             raise ValueError(
@@ -260,7 +264,7 @@ class MonteCarloKernel(eqx.Module):
 
     @property
     def symmetric(self) -> Mirror:
-        """What exchanges the two sides of a kernel, so that half of it is enough."""
+        """A function that exchanges the two sides of a kernel, for symmetry."""
         return self._samples.settings.mirror
 
     def __call__(
@@ -294,11 +298,11 @@ class MonteCarloKernel(eqx.Module):
         key: Keys = None,
         **kwargs: Any,
     ) -> Any:
-        """The same with standard errors, in an [`eqxbatch.MonteCarloEstimate`][].
+        """The kernels and their errors, as an [`eqxbatch.MonteCarloEstimate`][].
 
-        `previous` is an earlier estimate for the same examples, from the same `init`
-        and `key`, and with the same `get`: it is extended to `n_samples` in all, as if
-        there had been no interruption.
+        `previous` is an earlier estimate for the same examples, `init`, `key` and
+        `get`. It is extended to a total of `n_samples`, with the same result as an
+        uninterrupted run.
         """
         if self._reduce is not None:
             raise ValueError(
@@ -313,7 +317,7 @@ class MonteCarloKernel(eqx.Module):
     def _estimates(
         self, request: Request, get: Any, previous: MonteCarloEstimate | None
     ) -> Iterator[MonteCarloEstimate]:
-        """Estimates for all numbers of samples; what is wrong raises at once."""
+        """Estimates for all numbers of samples; invalid arguments raise immediately."""
         counts = _remaining(self._counts, previous, self._is_generator)
         for what, is_set in (
             ("a `store`", self._store is not None),
@@ -335,8 +339,8 @@ class MonteCarloKernel(eqx.Module):
         return self._run(engine, request, get, counts, previous)
 
     def _ready(self, request: Request, num: int) -> tuple[Samples, Request]:
-        """What is asked for, with all sizes known, for that many samples."""
-        # What is free is looked up before anything is traced.
+        """The request with all sizes resolved, for the given number of samples."""
+        # The free memory is looked up before tracing.
         samples, request = gathered((resolved(self._samples), request))
         samples = dataclasses.replace(samples, settings=samples.settings.in_bytes())
         if isinstance(samples.per_batch, MemoryBudget):
@@ -344,14 +348,14 @@ class MonteCarloKernel(eqx.Module):
         return samples, request
 
     def _reduced(self, request: Request, get: Any) -> PyTree:
-        """What the reductions make of the kernel, each block averaged at once."""
+        """The reduced kernel; each block is averaged over all samples first."""
         num = self._counts[0]
         samples, request = self._ready(request, num)
         average = request.average(samples, 0, num, is_final=True)
         return self._run_blocks(Mean(average, get), request)
 
     def _run_blocks(self, average: Average | Mean, request: Request) -> PyTree:
-        """What is averaged, block by block, where it is to go to."""
+        """Averages the kernel block by block, into its store or reduction."""
         transform = BatchKernel(
             self._samples.settings.block_size,
             mesh_axis=self._samples.rows,
@@ -365,7 +369,7 @@ class MonteCarloKernel(eqx.Module):
     def _stored(
         self, samples: Samples, request: Request, get: Any, num: int
     ) -> Iterator[MonteCarloEstimate]:
-        """The estimate, each block of which is averaged before the next."""
+        """The estimate, averaged one block after the other."""
         average = request.average(samples, 0, num, is_final=True)
         means, errors = self._run_blocks(average, request)
         yield _estimate(request, get, means, errors, num)
@@ -420,7 +424,7 @@ def _num_nans(means: list) -> int:
 
 
 def _relative_error(means: list, errors: list) -> float:
-    """The norm of the errors over that of the kernel, for the worst of the kernels."""
+    """The norm of the errors divided by that of the kernel, for the worst kernel."""
     norm = lambda tree: float(
         np.linalg.norm(
             [float(jnp.linalg.norm(jnp.ravel(x))) for x in jtu.tree_leaves(tree)]
@@ -433,7 +437,7 @@ def _relative_error(means: list, errors: list) -> float:
 def _remaining(
     counts: tuple[int, ...], previous: MonteCarloEstimate | None, is_generator: bool
 ) -> list[int]:
-    """The numbers of samples that are still to be reached."""
+    """The numbers of samples that are still to be computed."""
     if previous is None:
         return list(counts)
     if not isinstance(previous, MonteCarloEstimate):
@@ -451,7 +455,7 @@ def _remaining(
 
 
 def _check_counts(n_samples: Any) -> tuple[tuple[int, ...], bool]:
-    """The numbers of samples in order, and whether they were given as several."""
+    """The numbers of samples in increasing order, and whether several were given."""
     is_several = isinstance(n_samples, Iterable) and not isinstance(n_samples, str)
     found: list[Any] = list(n_samples) if is_several else [n_samples]
     counts = set()
@@ -488,5 +492,5 @@ def _check_tol(tol: Any) -> float | None:
 def _raise_on_disk(what: str) -> None:
     raise ValueError(
         f"With {what}, the kernel is averaged as a whole several times, which a store "
-        "on disk is not made for. Use `store=HostStore()`, or one number of samples."
+        "on disk does not support. Use `store=HostStore()`, or one number of samples."
     )

@@ -1,4 +1,4 @@
-"""What becomes of the axes of a model's output in a kernel."""
+"""How the axes of a model's output appear in a kernel."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ _PROBE: Label = ("probe", 0)
 _PARTS: Labels = (("part", 0), ("part", 1))
 
 
-# With the axes of the examples first.
+# With the batch axes first.
 KERNEL = Contract(
     {
         "x1, by leaf": Shaped[Arranged, "n1 ..."],
@@ -49,17 +49,16 @@ KERNEL = Contract(
 class OutputAxes:
     """One array that a model returns, and the axes of its kernel.
 
-    - `index`: its number among all arrays that the model returns.
-    - `shapes`: those for one example, on the two sides. They can differ along axes that
-        are `"full"`.
-    - `dtype`: that on both sides.
-    - `batch`: which axis of the whole output is that of the examples; None if they are
-        not treated one by one.
-    - `roles`: what becomes of each axis of the whole output. There are two of it if it
-        is `"full"`, one for both sides if it is `"diagonal"`, and none if it is
-        `"trace"`.
-    - `probes`: in how many directions the traced axes are projected; None if they are
-        not.
+    - `index`: its index among all arrays that the model returns.
+    - `shapes`: the shapes for one example on the two sides. They can differ along
+        `"full"` axes.
+    - `dtype`: the dtype on both sides.
+    - `batch`: the batch axis of the whole output; None if examples are not treated
+        separately.
+    - `roles`: the role of each axis of the whole output. In the kernel, a `"full"` axis
+        appears twice, a `"diagonal"` axis once, and a `"trace"` axis not at all.
+    - `probes`: the number of directions that traced axes are projected on; None for no
+        projection.
     """
 
     index: int
@@ -75,12 +74,12 @@ class OutputAxes:
 
     @property
     def pairs_examples(self) -> bool:
-        """Whether each example of one side meets each of the other."""
+        """Whether the kernel has all pairs of examples."""
         return self.batch is None or self.roles[self.batch] == "full"
 
     @property
     def averages_examples(self) -> bool:
-        """Whether the kernel is the mean of those of each example with its own."""
+        """Whether the kernel is a mean over the examples, each paired with itself."""
         return self.batch is not None and self.roles[self.batch] == "trace"
 
     @property
@@ -89,7 +88,7 @@ class OutputAxes:
         return any(0 in shape for shape in self.shapes)
 
     def nothing(self, num: tuple[int, int]) -> Inexact[Array, "..."]:
-        """The kernel of so many examples of no entries, before it is arranged."""
+        """The kernel of outputs without entries, before its axes are arranged."""
         sizes = {**self.sizes, EXAMPLE: num[0], OTHER_EXAMPLE: num[1]}
         return jnp.zeros([sizes[label] for label in self.out], self.dtype)
 
@@ -102,7 +101,7 @@ class OutputAxes:
         return self.shapes[0]
 
     def whole_shape(self, num: int) -> tuple[int, ...]:
-        """That of the whole output for `num` examples, on the second side."""
+        """The shape of the whole output for `num` examples, on the second side."""
         shape = list(self.shapes[1])
         if self.batch is not None:
             shape.insert(self.batch, num)
@@ -137,11 +136,11 @@ class OutputAxes:
     def cotangents(
         self, probes: Inexact[Array, "probes ..."] | None, side: int
     ) -> Inexact[Array, "..."]:
-        """What is pulled back, along new first axes: in what direction each.
+        """The directions to pull back, along new first axes.
 
-        That is the identity, or, along traced axes, the `probes`. The real and the
-        imaginary part of a complex output are pulled back apart, as the derivative of
-        either is one with respect to real numbers.
+        These are the identity or, along traced axes, the `probes`. The real and the
+        imaginary part of a complex output are pulled back separately, because each has
+        a real derivative.
         """
         ndim = len(self.shape)
         sizes = self.shapes[side]
@@ -168,7 +167,7 @@ class OutputAxes:
 
     @property
     def out(self) -> Labels:
-        """The labels of a kernel before it is arranged."""
+        """The labels of a kernel before its axes are arranged."""
         labels = [*self.examples, *([_PROBE] if self.probes is not None else [])]
         for axis, role in enumerate(self._own_roles):
             if role != "trace":
@@ -179,7 +178,7 @@ class OutputAxes:
 
     @property
     def sizes(self) -> dict[Label, int]:
-        """How long the axes of a kernel are, but for those of the examples."""
+        """The sizes of the axes of a kernel, except those of the examples."""
         sizes: dict[Label, int] = dict.fromkeys(_PARTS, 2)
         if self.probes is not None:
             sizes[_PROBE] = self.probes
@@ -189,18 +188,18 @@ class OutputAxes:
 
     @property
     def parts(self) -> Labels:
-        """The labels that it has after those, for real and imaginary parts."""
+        """The labels of the last axes, for real and imaginary parts."""
         return _PARTS if self.is_complex else ()
 
     def join(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-        """The kernel, from that of real and imaginary parts along the last two axes."""
+        """The complex kernel, from real and imaginary parts along the last two axes."""
         if not self.is_complex:
             return kernel
         real = kernel[..., 0, 0] + kernel[..., 1, 1]
         return lax.complex(real, kernel[..., 1, 0] - kernel[..., 0, 1])
 
     def mirrored(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-        """The kernel, before it is arranged, with the two sides exchanged."""
+        """The kernel with its two sides exchanged, before its axes are arranged."""
         other = {EXAMPLE: OTHER_EXAMPLE, OTHER_EXAMPLE: EXAMPLE}
         for axis in self.axes_with("full"):
             pair: Labels = (("output", axis), ("other", axis))
@@ -225,12 +224,12 @@ class OutputAxes:
 
     @property
     def example_axes(self) -> tuple[int, int]:
-        """Where an arranged kernel has the examples of both sides."""
+        """The batch axes of an arranged kernel."""
         labels = self._arranged_labels
         return labels.index(EXAMPLE), labels.index(OTHER_EXAMPLE)
 
     def check(self, kernel: Any, num: tuple[int, int]) -> None:
-        """Raises if an arranged kernel of so many examples is not of its shape."""
+        """Raises if an arranged kernel has the wrong shape for its examples."""
         if self.batch is None:
             return
         call = KERNEL.begin(n1=num[0], n2=num[1])
@@ -241,14 +240,14 @@ class OutputAxes:
             call.check("diagonal of an output", arranged(kernel, axis))
 
     def arranged_shape(self, num: tuple[int, int]) -> tuple[int, ...]:
-        """That of an arranged kernel of so many examples."""
+        """The shape of an arranged kernel, given the numbers of examples."""
         sizes = {**self.sizes, EXAMPLE: num[0], OTHER_EXAMPLE: num[1]}
         return tuple(sizes[label] for label in self._arranged_labels)
 
     def arranged(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-        """The kernel with its axes where they belong, in the dtype of the output.
+        """The kernel with its axes in their final order, in the dtype of the output.
 
-        It is divided by the sizes of the axes that were traced.
+        It is divided by the sizes of the traced axes.
         """
         labels = list(self.out)
         if self.averages_examples:
@@ -264,7 +263,7 @@ class OutputAxes:
 
 
 class Mirror(eqx.Module):
-    """Kernels of whole outputs, as they are returned, with the two sides exchanged."""
+    """Exchanges the two sides of kernels of whole outputs."""
 
     trace_axes: tuple[int, ...] = eqx.field(static=True)
     diagonal_axes: tuple[int, ...] = eqx.field(static=True)
@@ -314,7 +313,7 @@ def axis_roles(
     trace_axes: tuple[int, ...],
     diagonal_axes: tuple[int, ...],
 ) -> tuple[Role, ...]:
-    """What becomes of each axis of an output with `ndim` axes, `batch` included."""
+    """The role of each axis of an output with `ndim` axes, including `batch`."""
     roles: list[Role] = ["full"] * ndim
     named: tuple[tuple[str, Role, tuple[int, ...]], ...] = (
         ("trace_axes", "trace", trace_axes),
@@ -339,7 +338,7 @@ def axis_roles(
                     f"({trace_axes}) and in `diagonal_axes` ({diagonal_axes}). It can "
                     "be in one of them only."
                 )
-            # The default is counted from the end.
+            # The default axis is counted from the end.
             if role == "trace" and axis < 0 and axis % ndim == batch:
                 raise ValueError(
                     f"`trace_axes` has the axis {axis}, which is that of the examples "

@@ -1,4 +1,4 @@
-"""The ways to a kernel: what is kept of examples, what is made of it, and which way."""
+"""The methods for kernels: which factors are kept, and how they are combined."""
 
 import abc
 import dataclasses
@@ -33,21 +33,21 @@ from .traced_model import TracedModel
 
 
 class AbstractPairing(abc.ABC):
-    """What is kept of examples, and the kernels of two sets of them."""
+    """Factors of examples, and the kernels of two sets of examples."""
 
-    axes: list[OutputAxes]  # Of all kernels.
+    axes: list[OutputAxes]  # For all kernels.
 
     @abc.abstractmethod
     def factors(self, side: int, rows: list) -> Any:
-        """What is kept of the examples of a side: a PyTree of `Factor`s."""
+        """The factors of the examples of a side: a PyTree of `Factor`s."""
 
     @abc.abstractmethod
     def kernels(self, first: Any, second: Any, num: tuple[int, int]) -> list[Array]:
-        """All kernels, before they are arranged, of `num` examples."""
+        """All kernels of `num` examples, before their axes are arranged."""
 
 
 class Values(AbstractPairing):
-    """The second moments of what the model returns: an NNGP alone."""
+    """The second moments of the model's outputs: an NNGP without an NTK."""
 
     def __init__(self, forwards: list, axes: list[OutputAxes]):
         self._forwards, self.axes = forwards, axes
@@ -65,7 +65,7 @@ class Values(AbstractPairing):
 
 
 class Sites(AbstractPairing):
-    """Kernels from what is kept of the sites of the parameters."""
+    """Kernels from the factors of the parameters' sites."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Sites(AbstractPairing):
 
 
 class _Sided(eqx.Module):
-    """What is kept of examples as rows, and as columns; None for neither."""
+    """Factors of examples as rows and as columns; None if not needed."""
 
     pushed: PushedFactors | None
     pulled: KeptFactors | None
@@ -153,7 +153,7 @@ class Products(AbstractPairing):
 def moment(
     axes: OutputAxes, first: Factor, second: Factor, num: tuple[int, int]
 ) -> Inexact[Array, "..."]:
-    """The products of two sides' outputs, before they are arranged."""
+    """The products of the outputs of two sides, before axes are arranged."""
     terms = []
     sides = zip((first, second), num, (EXAMPLE, OTHER_EXAMPLE), strict=True)
     for side, (factor, size, example) in enumerate(sides):
@@ -182,10 +182,10 @@ def choose_pairing(
     ntk: list[OutputAxes],
     directions: tuple[list[Array], list[Array]],
 ) -> AbstractPairing:
-    """For the NNGPs of the outputs in `values`, and the NTKs of those in `ntk`.
+    """The pairing for the NNGPs of outputs in `values` and the NTKs of those in `ntk`.
 
-    All of them pair the examples, or none does. `directions` are what is pulled back
-    for the latter, on each side.
+    Either all of them have all pairs of examples, or none has. `directions` are pulled
+    back for the NTKs, on each side.
     """
     if not ntk:
         return Values([_forward(model, i) for i in range(len(model.sides))], values)
@@ -237,7 +237,7 @@ def _by_sites(
     *,
     use_rules: bool,
 ) -> tuple[Sites, float]:
-    """The pairing, and what it costs in floating-point operations."""
+    """The pairing, and its cost in floating-point operations."""
     linearizations: list[Linearization] = []
     for position, one in enumerate(model.programs):
         if position and one is model.programs[0]:
@@ -287,7 +287,7 @@ def _by_products(
 
 
 def _has_products(model: TracedModel) -> bool:
-    """Whether Jacobians can be pushed through the model, which is in forward mode."""
+    """Whether the model supports forward mode, to push Jacobians through it."""
     closed, num = model.programs[0].closed, len(model.leaves)
     rows = [full_varying_as(var.aval, 0) for var in closed.jaxpr.invars[num:]]
     of_leaves = lambda leaves: model.programs[0].one(leaves, rows)
@@ -295,7 +295,7 @@ def _has_products(model: TracedModel) -> bool:
 
 
 def _cost_of_products(model: TracedModel, ntk: list[OutputAxes]) -> float:
-    """What it costs to push Jacobians through the model, in operations."""
+    """The cost of pushing Jacobians through the model, in operations."""
     program = Program(model.programs[0].closed, len(model.leaves))
     schedule = _schedule(model, ntk)
     products = sum(map(num_products, program.sites))
@@ -306,13 +306,13 @@ def _cost_of_products(model: TracedModel, ntk: list[OutputAxes]) -> float:
     pairs = schedule.num_pairs * schedule.blocks[0]
     if ntk[0].pairs_examples:
         pairs *= schedule.blocks[1]
-    # A tangent is read for each.
+    # Each product reads a tangent.
     each = Cost(2.0 * products, 4.0 * size)
     return (each * (pairs * directions)).time
 
 
 def _schedule(model: TracedModel, ntk: list[OutputAxes]) -> Schedule:
-    """How many examples meet at a time."""
+    """The numbers of examples that are combined at a time."""
     is_each = not ntk[0].pairs_examples
     totals = [model.sides[0].rows.total, model.sides[-1].rows.total]
     rows, columns = model.block_sizes()

@@ -1,4 +1,4 @@
-"""Layers whose infinitely wide limit has a kernel."""
+"""The NTK parameterisation, in which kernels have infinite-width limits."""
 
 import math
 from collections.abc import Callable
@@ -21,10 +21,10 @@ _LAYERS = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose)
 
 
 class NTKLayer(eqx.Module):
-    """A layer of [`eqxbatch.ntk_parameterise`][]: one whose weights are scaled.
+    """A layer in NTK parameterisation; see [`eqxbatch.ntk_parameterise`][].
 
     - `layer`: the layer, whose weight and bias are standard normal.
-    - `weight_scale`, `bias_scale`: what they are multiplied by in the forward pass.
+    - `weight_scale`, `bias_scale`: the factors of weight and bias in the forward pass.
     """
 
     layer: Callable
@@ -35,12 +35,12 @@ class NTKLayer(eqx.Module):
         check_fields(self)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the layer returns with scaled weights."""
+        """Calls the layer with scaled weights."""
         return self.scaled(x, *args, **kwargs)
 
     @property
     def scaled(self) -> Callable:
-        """The layer with its weight and bias multiplied out."""
+        """The layer with scales multiplied into its weight and bias."""
         layer: Any = self.layer
         parameters = [layer.weight * self.weight_scale]
         if layer.bias is None:
@@ -57,7 +57,7 @@ def ntk_parameterise(
     bias_std: float = 0.0,
     key: Key[Array, ""] | UInt32[Array, "2"],
 ) -> _Model:
-    """Draws a model's layers anew, in the parameterisation that kernels have limits in.
+    """Re-initialises a model in the NTK parameterisation.
 
     Every `equinox.nn.Linear`, `equinox.nn.Conv` and `equinox.nn.ConvTranspose` of the
     model becomes an [`eqxbatch.NTKLayer`][], whose weights `W` and biases `b` are
@@ -67,26 +67,27 @@ def ntk_parameterise(
     weight_std / sqrt(fan_in) * (W @ x) + bias_std * b
     ```
 
-    with the number of weights that an output channel has as `fan_in`. As layers get
-    wider, the NNGP kernel and the NTK of such a model, averaged over draws, tend to
-    limits that depend on its architecture alone. All else stays as it is.
+    where `fan_in` is the number of weights of an output channel. As layers get wider,
+    the NNGP kernel and the NTK of such a model, averaged over random draws, tend to
+    limits that depend only on its architecture. Everything else in the model is
+    unchanged.
 
     **Arguments:**
 
-    - `model`: a PyTree with such layers.
-    - `weight_std`, `bias_std`: the standard deviations of pre-activations that weights
-        and biases contribute. `sqrt(2)` and 0 keep the size of signals in networks
-        with ReLUs.
-    - `key`: what is drawn from; each layer has a key of its own, in their order.
+    - `model`: a PyTree that contains such layers.
+    - `weight_std`, `bias_std`: the standard deviations that weights and biases
+        contribute to the pre-activations. `sqrt(2)` and 0 preserve the magnitude of
+        signals in ReLU networks.
+    - `key`: the random key; each layer gets its own key, in order.
 
     **Returns:**
 
-    The model with other layers, whose shapes and dtypes are the same.
+    The model with new layers of the same shapes and dtypes.
 
     **Raises:**
 
-    `ValueError` if there are no such layers in the model, or if a standard deviation is
-    not finite or negative.
+    `ValueError` if the model has no such layers, or if a standard deviation is negative
+    or not finite.
 
     !!! example
 
@@ -102,11 +103,10 @@ def ntk_parameterise(
 
     ??? cite
 
-        The parameterisation is that of
-        [Jacot, Gabriel and Hongler, 2018](https://arxiv.org/abs/1806.07572); for
-        the limits that it has, see [Lee et al., 2019](https://arxiv.org/abs/1902.06720)
-        and, for convolutions,
-        [Arora et al., 2019](https://arxiv.org/abs/1904.11955).
+        The parameterisation is due to [Jacot, Gabriel and Hongler,
+        2018](https://arxiv.org/abs/1806.07572); for its limits, see [Lee et al.,
+        2019](https://arxiv.org/abs/1902.06720) and, for convolutions, [Arora et al.,
+        2019](https://arxiv.org/abs/1904.11955).
     """
     for name, std in (("weight_std", weight_std), ("bias_std", bias_std)):
         if not (math.isfinite(std) and std >= 0):
@@ -116,8 +116,8 @@ def ntk_parameterise(
     if not any(map(is_layer, nodes)):
         raise ValueError(
             "`model` must have layers of `equinox.nn.Linear`, `equinox.nn.Conv` or "
-            f"`equinox.nn.ConvTranspose`; got {shown(model)}. Draw it anew as it is "
-            f"fit.{no_arrays_remedy(model)}"
+            f"`equinox.nn.ConvTranspose`; got {shown(model)}. Initialise other models "
+            f"by their own scheme.{no_arrays_remedy(model)}"
         )
     nodes = [
         _drawn(node, weight_std, bias_std, jr.fold_in(key, number))

@@ -17,22 +17,22 @@ from .output_axes import OutputAxes
 
 
 class _Push(eqx.Module):
-    """A linear function, with what it needs to be known as its first inputs."""
+    """A linear function, whose residuals are its first inputs."""
 
     jaxpr: Any = eqx.field(static=True)
 
 
 class PushedFactors(eqx.Module):
-    """What a function returns for some examples, and what its derivative is made of."""
+    """The outputs of a function for some examples, and residuals of its derivative."""
 
     values: list[Factor]
     factors: list[Factor]
 
 
 class Pushforward:
-    """A function's derivative at each example of a batch, as what it needs to be known.
+    """A function's derivative at each example of a batch, stored as residuals.
 
-    That is computed once, and not again for each tangent.
+    Residuals are computed once, not again for each tangent.
     """
 
     def __init__(self, program: PerExample, batch: Rows):
@@ -46,7 +46,7 @@ class Pushforward:
         self._push = self._program.out[1].jaxpr
 
     def of(self, rows: list) -> PushedFactors:
-        """What is kept of some examples."""
+        """The residuals of some examples."""
         program = self._program
         factors = [*map(Factor, program.run(rows), program.has_examples)]
         return PushedFactors(factors[: self._num], factors[self._num :])
@@ -55,7 +55,7 @@ class Pushforward:
         self, factors: list, tangents: list[Array], index: int
     ) -> Inexact[Array, "..."]:
         """The derivative of an output at one example along one tangent."""
-        # One that is zero everywhere is a constant of NumPy.
+        # A derivative that is zero everywhere is a NumPy constant.
         return jnp.asarray(evaluate_jaxpr(self._push, factors, tangents)[index])
 
 
@@ -66,7 +66,7 @@ def pushed_kernel(
     jacobians: list[Factor],
     num: tuple[int, int],
 ) -> Inexact[Array, "..."]:
-    """The kernel of an output, before it is arranged.
+    """The kernel of an output, before its axes are arranged.
 
     The `jacobians` are those of the other side, one for each leaf.
     """
@@ -80,7 +80,7 @@ def pushed_kernel(
             x = jnp.broadcast_to(x, (num[1], *x.shape))
         x = jnp.conj(x.reshape(num[1], math.prod(lead), *shape))
         if output.is_complex and jnp.iscomplexobj(x):
-            x = x / 2  # As for the Gram matrices, see `features.kernel`.
+            x = x / 2  # As for Gram matrices; see `example_factors.kernel`.
         tangents.append(x)
     arrays = [residual.array for residual in factors]
     has_examples = [0 if residual.has_examples else None for residual in factors]

@@ -1,4 +1,4 @@
-"""A random model, as it is called on the two sides of a kernel."""
+"""Random models, and models with state."""
 
 import functools
 import itertools
@@ -21,8 +21,8 @@ from .._batch.objective import Selection
 class RandomModel(eqx.Module):
     """One sample of a model.
 
-    - `model`, `state`: what was drawn; the state is None for a model without.
-    - `index`: the number of the sample, which is folded into the keys of calls.
+    - `model`, `state`: the drawn model, and its state or None.
+    - `index`: the index of the sample, which is folded into the keys of calls.
     """
 
     model: Any
@@ -61,18 +61,18 @@ def as_callable(model: Any) -> Any:
 def selected(
     model: Any, where: Callable | None, filter_spec: PyTree
 ) -> tuple[Any, Selection]:
-    """The same, and its parameters, which are those of the model alone."""
+    """A callable model and its parameters; those of the state do not count."""
     both = as_callable(model)
     if both is model:
         return model, Selection(model, where, filter_spec)
     of_model = lambda both: both.model if where is None else where(both.model)
-    # Also a callable is a prefix.
+    # A callable is a valid prefix, too.
     spec = ModelWithState(filter_spec, False)
     return both, Selection(both, of_model, spec)
 
 
 class RandomModels(eqx.Module):
-    """What models are drawn from, and which of their leaves are parameters."""
+    """A distribution of models, and which of their leaves are parameters."""
 
     init: Callable
     key: Array
@@ -80,17 +80,17 @@ class RandomModels(eqx.Module):
     filter_spec: PyTree
 
     def draw(self, index: Array) -> RandomModel:
-        """The model with this number.
+        """Draws the model with this index.
 
-        It is drawn apart from what it is used for: XLA for CPUs would draw its numbers
-        on one core, and anew for each use.
+        It is drawn in a separate step: otherwise, XLA for CPUs would draw its numbers
+        on one core, and again for each use.
         """
-        # Not in the condition: a derivative of that raises in JAX 0.7, as one key is of
-        # all samples and the other is not.
+        # Outside of the condition: in JAX 0.7, its derivative would raise because only
+        # one of the keys is batched.
         key = jr.fold_in(self.key, index)
         closed, structs, static = eqx.filter_make_jaxpr(self.init)(key)
         evaluate = functools.partial(evaluate_jaxpr, closed.jaxpr, closed.consts)
-        # Keys and numbers without a definite type do not get through a condition.
+        # Keys and weakly typed numbers cannot be passed through a condition.
         is_random = [
             jnp.issubdtype(aval.dtype, jnp.inexact) and not aval.weak_type
             for aval in closed.out_avals
@@ -110,7 +110,7 @@ class RandomModels(eqx.Module):
 
     def selection(self, model: RandomModel) -> Selection:
         where = self.where
-        # Also a callable is a prefix.
+        # A callable is a valid prefix, too.
         spec = RandomModel(self.filter_spec, False, False)
         of_model = lambda sample: sample.model if where is None else where(sample.model)
         return Selection(model, of_model, spec)
@@ -125,7 +125,7 @@ def _has_state(drawn: Any) -> bool:
 
 
 def check_models(models: RandomModels) -> None:
-    """Raises for an `init` that draws no models, or models of different structures."""
+    """Raises if `init` returns no models, or models of different structures."""
     if not callable(models.init):
         raise TypeError(
             "`init` must be a function from a key to a model; got "
@@ -160,7 +160,7 @@ def check_models(models: RandomModels) -> None:
             if found[0].get(path) != found[1].get(path)
         ]
         raise ValueError(
-            "`init` must return models of the same structure for all keys; got twice "
-            f"different arrays at {'; '.join(differing)}. Let nothing but the values "
-            "of arrays depend on the key, and nothing on earlier calls."
+            "`init` must return models of the same structure for all keys; got "
+            f"different arrays for two keys at {'; '.join(differing)}. Only the values "
+            "of arrays may depend on the key, and nothing on earlier calls."
         )

@@ -1,4 +1,4 @@
-"""The work that all empirical kernels share: a model, and what is asked of it."""
+"""Shared by all empirical kernels: a model, and the tasks for it."""
 
 import abc
 import dataclasses
@@ -27,17 +27,17 @@ from .traced_model import make_settings, Settings, TracedModel
 
 
 class AbstractTask(eqx.Module):
-    """What is asked of a model."""
+    """A task for a model."""
 
     @abc.abstractmethod
     def run(self, model: TracedModel) -> Any:
-        """The answer."""
+        """The result of the task."""
 
 
 class Kernels(eqx.Module):
     """A model, which of its leaves are parameters, and how kernels are computed.
 
-    `selection` is None where only the values of the model count.
+    `selection` is None if only the outputs of the model matter.
     """
 
     model: Callable
@@ -46,7 +46,7 @@ class Kernels(eqx.Module):
 
     @property
     def mirror(self) -> Mirror:
-        """What exchanges the two sides of a kernel that it returns."""
+        """A function that exchanges the two sides of a returned kernel."""
         return self.settings.mirror
 
     def __call__(
@@ -59,9 +59,10 @@ class Kernels(eqx.Module):
         *,
         is_diagonal: bool = False,
     ) -> Any:
-        """What the task makes of the model, as it is called on two sides.
+        """Runs the task for the model on two sides.
 
-        `is_diagonal` says whether each example only meets the one in its place.
+        `is_diagonal` says whether each example is only combined with the same example
+        of the other side.
         """
         calls, shared = make_calls(x1, x2, key, kwargs)
         kernels = dataclasses.replace(self, settings=self.settings.in_bytes())
@@ -82,8 +83,8 @@ class Kernels(eqx.Module):
         return task.run(model)
 
     def of_blocks(self, plan: Plan) -> "Kernels":
-        """The same for blocks that are planned from outside."""
-        # Without a size, there is one block.
+        """Runs the task in blocks of a given plan."""
+        # Without a size, there is a single block.
         size = None if plan.sizes == (None, None) else plan.sizes
         changes = {"block_size": size, "room": plan.room}
         settings = dataclasses.replace(self.settings, **changes)
@@ -92,7 +93,7 @@ class Kernels(eqx.Module):
     def traced(
         self, calls: list[Call], shared: dict[str, Any], *, is_diagonal: bool = False
     ) -> TracedModel:
-        """The model as it is called."""
+        """The traced model."""
         return TracedModel(
             self.model,
             self.selection,
@@ -103,7 +104,7 @@ class Kernels(eqx.Module):
         )
 
     def _fitted(self, budget: MemoryBudget, total: int, call: tuple) -> Any:
-        """With the largest blocks that fit into a budget."""
+        """The kernels with the largest blocks that fit into a budget."""
 
         def run_with(size: int, room: int) -> Callable[[tuple], Any]:
             def run(operands: tuple) -> Any:
@@ -115,7 +116,7 @@ class Kernels(eqx.Module):
 
             return run
 
-        # What the kernels leave is for what is kept of the rows, and for the blocks.
+        # The memory that the kernels leave is for factors of the rows and for blocks.
         operands = (self, call)
         structs = eqx.filter_eval_shape(run_with(1, 0), operands)
         outputs = sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(structs))
@@ -124,8 +125,8 @@ class Kernels(eqx.Module):
         return run(resolve_size(budget, total, run, operands))(operands)
 
 
-# What is called is an argument of the one compiled function, so that an equal call
-# finds the compiled program again.
+# The called object is an argument of the one compiled function, so repeated calls with
+# the same shapes are not retraced.
 @eqx.filter_jit
 def _run(kernels: Kernels, *call: Any) -> Any:
     kernels, call = gathered((kernels, call))
@@ -152,7 +153,7 @@ def make_kernels(
 
 
 class Probes(eqx.Module):
-    """Directions that the traced axes are projected on: random signs, or all ones."""
+    """The directions that traced axes are projected on: random signs or ones."""
 
     num: int = eqx.field(static=True)
     key: Array | None
@@ -168,9 +169,9 @@ class Probes(eqx.Module):
             )
         if axes.averages_examples and self.key is not None:
             raise ValueError(
-                "`trace_axes` has the axis of the examples, but the standard error of "
-                "a mean over them is not known from those of each. Name it in "
-                "`diagonal_axes`, and take the mean of what is returned as `kernel`."
+                "`trace_axes` has the axis of the examples, but standard errors of "
+                "single examples do not give that of their mean. Name it in "
+                "`diagonal_axes`, and average the returned `kernel`."
             )
         shape = (self.num, *traced)
         if self.key is None:
@@ -181,15 +182,16 @@ class Probes(eqx.Module):
 class KernelTask(AbstractTask):
     """Kernels, one for each array that the model returns.
 
-    - `get`: which kinds of them.
-    - `probes`: what to project traced axes on, for an estimate with standard error.
+    - `get`: the kinds of kernels.
+    - `probes`: directions to project traced axes on, for an estimate with standard
+        error.
     """
 
     get: tuple[str, ...] = eqx.field(static=True)
     probes: Probes | None = None
 
     def run(self, model: TracedModel) -> list[PyTree[Inexact[Array, "..."]]]:
-        """All kinds in order; an estimate is followed by its standard error."""
+        """Kernels of all kinds; an estimate is followed by its standard error."""
         found: Found = {}
         num = (model.sides[0].rows.total, model.sides[-1].rows.total)
         empty = [axes for axes in model.axes if axes.is_empty]
@@ -211,7 +213,7 @@ class KernelTask(AbstractTask):
         return self.assembled(model, found)
 
     def assembled(self, model: TracedModel, found: Found) -> list[PyTree]:
-        """What is returned, of the kernels of all outputs."""
+        """Assembles the output from the kernels of all outputs of the model."""
         treedef = jtu.tree_structure(model.out)
         return [
             jtu.tree_unflatten(treedef, kernels)
@@ -222,7 +224,7 @@ class KernelTask(AbstractTask):
         ]
 
     def _found(self, model: TracedModel, some: list[OutputAxes]) -> Found:
-        """The kernels of outputs that all pair the examples, or none does."""
+        """The kernels of outputs that all have all pairs of examples, or none has."""
         pairing, names = self.pairing(model, some)
         rows, columns = model.block_sizes()
         if not some[0].pairs_examples:
@@ -243,7 +245,7 @@ class KernelTask(AbstractTask):
     def pairing(
         self, model: TracedModel, some: list[OutputAxes]
     ) -> tuple[AbstractPairing, list[tuple[str, int]]]:
-        """How kernels of some outputs are computed, and what they are called."""
+        """The pairing for some outputs, and the names of its kernels."""
         values = some if "nngp" in self.get else []
         ntk: list[OutputAxes] = []
         directions: tuple[list[Array], list[Array]] = ([], [])

@@ -1,4 +1,4 @@
-"""A model's kernels as a kernel function, which knows what to keep of examples."""
+"""The kernels of a model as a kernel function that keeps factors of examples."""
 
 import abc
 import dataclasses
@@ -24,9 +24,9 @@ from .traced_model import named
 
 
 class TaskKernel(AbstractKernelFunction):
-    """What a task makes of a model, as a kernel function.
+    """A task for a model, as a kernel function.
 
-    - `get`: as `named` has it.
+    - `get`: as for `named`.
     """
 
     kernels: Kernels
@@ -59,9 +59,9 @@ class TaskKernel(AbstractKernelFunction):
             what = "has no entries" if axes.is_empty else "pairs no examples"
             raise ValueError(
                 "`store`, `mesh`, `reduce` and `progress` are for kernels of all pairs "
-                f"of examples; that of output number {axes.index}, of shape "
-                f"{axes.shape} for one example, {what}. Leave them out, or the axis of "
-                "the examples out of `trace_axes` and `diagonal_axes`."
+                f"of examples, but that of output number {axes.index}, of shape "
+                f"{axes.shape} for one example, {what}. Leave them out, or remove the "
+                "batch axis from `trace_axes` and `diagonal_axes`."
             )
         pairing, names = self.task.pairing(model, model.axes)
         assemble = lambda found: self._named(self.task.assembled(model, found))
@@ -70,10 +70,10 @@ class TaskKernel(AbstractKernelFunction):
 
 
 class AbstractEstimator(AbstractKernelFunction):
-    """An empirical kernel: a kernel function that has a model.
+    """An empirical kernel: a kernel function with a model.
 
     - `_kernels`: the model, and how its kernels are computed.
-    - `_blocks`: where they go to, if not to the device as they are.
+    - `_blocks`: where they are stored or reduced; None for the device.
     """
 
     _kernels: eqx.AbstractVar[Kernels]
@@ -81,11 +81,11 @@ class AbstractEstimator(AbstractKernelFunction):
 
     @abc.abstractmethod
     def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
-        """What a call asks for, as what, and what it passes on to the model."""
+        """The requested kernels of a call, their names, and arguments for the model."""
 
     @property
     def model(self) -> Callable | tuple[Callable, eqx.nn.State]:
-        """The model; with its state, if that was given."""
+        """The model, together with its state if one was given."""
         model = self._kernels.model
         if isinstance(model, ModelWithState):
             return model.model, model.state
@@ -93,7 +93,7 @@ class AbstractEstimator(AbstractKernelFunction):
 
     @property
     def symmetric(self) -> Mirror:
-        """What exchanges the two sides of a kernel, so that half of it is enough."""
+        """A function that exchanges the two sides of a kernel, for symmetry."""
         return self._kernels.mirror
 
     def in_blocks(self, call: KernelCall) -> ModelKernel | None:
@@ -104,7 +104,7 @@ class AbstractEstimator(AbstractKernelFunction):
         return kernel.in_blocks(dataclasses.replace(call, args=(), shared=kwargs))
 
     def _computed(self, x1: PyTree, x2: PyTree, key: Any, asked: tuple) -> Any:
-        """The kernels, which have gone to where they are to go."""
+        """The kernels, after they are stored or reduced."""
         task, get, kwargs = asked
         if self._blocks is None:
             return TaskKernel(self._kernels, task, get)(x1, x2, key=key, **kwargs)
@@ -117,7 +117,7 @@ class AbstractEstimator(AbstractKernelFunction):
 _Constructor = TypeVar("_Constructor", bound=Callable)
 
 
-# What is brought to another form says itself what it can be.
+# Settings that are converted; the conversion checks their types.
 _CONVERTED = (
     "block_size",
     "diagonal_axes",
@@ -138,7 +138,7 @@ _CONVERTED = (
 
 
 def checked_settings(constructor: _Constructor) -> _Constructor:
-    """The constructor of a kernel, with its settings held to their annotations."""
+    """A constructor that checks the settings of a kernel against annotations."""
     remedies = {"key": "`jax.random.key(seed)` makes one."}
     return checked(constructor, remedies, _CONVERTED)
 
@@ -153,7 +153,7 @@ def make_blocks(
     reduce: PyTree,
     progress: Any,
 ) -> BatchKernel | None:
-    """Where kernels go to; None for the device as they are."""
+    """Where kernels are stored or reduced; None to return them on the device."""
     settings = mesh, mesh_axis, reduce, progress
     if (
         all(x is None for x in settings)
@@ -176,14 +176,14 @@ def make_blocks(
     if not axes.is_batched:
         raise ValueError(
             "With `vmap_axes=None`, a kernel cannot go to a `store` or a `mesh`, be "
-            "reduced, or show its `progress`: examples that the model takes together "
-            "cannot be taken apart. Use `vmap_axes=0` if they do not interact."
+            "reduced, or show its `progress`: a model of a whole batch cannot be "
+            "evaluated for blocks of it. Use `vmap_axes=0` if examples do not interact."
         )
     return blocks
 
 
 def _has_axes_of(kernels: Kernels, call: KernelCall) -> bool:
-    """Whether the model has the examples where the kernel function has."""
+    """Whether the model and the kernel function have the same input batch axes."""
     axes = kernels.settings.vmap_axes
     if kernels.settings.block_size is not None or not axes.is_batched:
         return False
@@ -208,7 +208,7 @@ def _axes(spec: PyTree, tree: PyTree) -> list[int | None]:
 
 
 def _returns_axes_of(kernel: ModelKernel, call: KernelCall) -> bool:
-    """Whether rows and columns are where the call says that they are."""
+    """Whether rows and columns are on the axes that the call expects."""
     if call.out_axes is None:
         return True
     places = match_prefix(

@@ -1,7 +1,4 @@
-"""A model as it is called on the two sides of a kernel, and what it is told.
-
-Settings: kinds, parameters, axes, sizes.
-"""
+"""A model traced on the two sides of a kernel, and the settings of kernels."""
 
 import collections
 import dataclasses
@@ -34,7 +31,7 @@ from .._pairs.kernel import room_to_keep
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
 
 
-# Which kernels are wanted.
+# The requested kernels.
 Get = str | Sequence[str] | None
 
 
@@ -55,9 +52,9 @@ def names_of(get: Any) -> tuple[str, ...]:
 
 
 def named(get: Any, names: tuple[str, ...], results: list) -> Any:
-    """The kernel itself if one was asked for by its name, and else a named tuple.
+    """The kernel itself if it was requested by name, and otherwise a named tuple.
 
-    `get` can also be what makes something else of them.
+    `get` can also be a function of the kernels.
     """
     if isinstance(get, str):
         return results[0]
@@ -73,7 +70,7 @@ Implementation = Literal["auto", "jacobian_contraction", "ntk_vector_products", 
 
 
 def check_implementation(implementation: Any) -> Implementation:
-    """One of the four names; numbers are those that `neural_tangents` has for them."""
+    """The name of an implementation; numbers are those of `neural_tangents`."""
     names: tuple[Implementation, ...] = get_args(Implementation)
     for number, name in enumerate(names):
         is_number = implementation == number and not isinstance(implementation, bool)
@@ -88,9 +85,9 @@ def check_implementation(implementation: Any) -> Implementation:
 class Settings(eqx.Module):
     """How a kernel is computed.
 
-    `room` is how many bytes what is kept of examples may take; None for all.
-    `traces_last` says whether the traced axis was not named: then it is the last one,
-    if an output has one besides that of the examples.
+    `room` is the number of bytes for factors of examples; None for no limit.
+    `traces_last` says whether `trace_axes` is the default: the last axis, if an output
+    has one besides the batch axis.
     """
 
     trace_axes: tuple[int, ...] = eqx.field(static=True)
@@ -104,13 +101,13 @@ class Settings(eqx.Module):
     def __check_init__(self) -> None:
         if self.block_size is not None and not self.vmap_axes.is_batched:
             raise ValueError(
-                "`block_size` must be None with `vmap_axes=None`: examples that the "
-                "model takes together cannot be taken apart. Use `vmap_axes=0` if they "
-                "do not interact."
+                "`block_size` must be None with `vmap_axes=None`: a model of a whole "
+                "batch cannot be evaluated for blocks of it. Use `vmap_axes=0` if "
+                "examples do not interact."
             )
 
     def in_bytes(self) -> "Settings":
-        """The settings with all that depends on free memory as it is now."""
+        """The settings with memory budgets resolved to bytes."""
         if self.block_size is None or self.room is not None:
             return self
         if isinstance(self.block_size, MemoryBudget):
@@ -119,7 +116,7 @@ class Settings(eqx.Module):
 
     @property
     def mirror(self) -> Mirror:
-        """What exchanges the two sides of a kernel."""
+        """A function that exchanges the two sides of a kernel."""
         return Mirror(self.trace_axes, self.diagonal_axes)
 
 
@@ -130,7 +127,7 @@ def make_settings(
     implementation: Any,
     block_size: Any,
 ) -> Settings:
-    """The settings, all of them checked."""
+    """Makes the settings, which are checked."""
     is_last = trace_axes is None
     return Settings(
         trace_axes=(-1,) if is_last else check_axes("trace_axes", trace_axes),
@@ -145,9 +142,9 @@ def make_settings(
 class TracedModel:
     """A model and its calls on the two sides, or on one if they are the same.
 
-    - `sides`, `programs`: the examples of each, and what the model makes of one.
+    - `sides`, `programs`: for each side, its examples and the program of one.
     - `leaves`: the parameters, which are the first inputs of the jaxprs.
-    - `axes`: what the kernel is to have of the axes of each output.
+    - `axes`: the axes of each output and their roles in the kernel.
     """
 
     def __init__(
@@ -167,9 +164,9 @@ class TracedModel:
                 "With `vmap_axes=None`, the axis of the examples is not known. Name it "
                 "in `diagonal_axes`."
             )
-        # Inside of `jax.shard_map`, a derivative in what is the same on all devices is
-        # summed over them. A kernel is that of the examples on its device, and both
-        # sides have one program.
+        # Inside `jax.shard_map`, JAX sums a derivative over devices if its input is the
+        # same on all of them. A kernel is that of the examples on its device, and both
+        # sides have the same program.
         arrays, static = eqx.partition(calls, eqx.is_array)
         arrays = vary_as(jtu.tree_leaves(arrays), arrays)
         calls = eqx.combine(arrays, static)
@@ -246,7 +243,7 @@ class TracedModel:
         return result
 
     def _others(self) -> list:
-        """What the model returns on the second side, which must fit to the first."""
+        """The model's outputs on the second side, which must match the first."""
         found = [self.out, self.programs[-1].out]
         types = [
             jtu.tree_map(lambda x: (len(x.shape), str(x.dtype)), out) for out in found
@@ -262,7 +259,7 @@ class TracedModel:
 
     @property
     def rows(self) -> tuple[Rows, Rows]:
-        """The examples of both sides, which are one object if they are the same."""
+        """The examples of both sides; a single object if they are the same."""
         return self.sides[0].rows, self.sides[-1].rows
 
     def block_sizes(self) -> tuple[int | None, int | None]:
@@ -273,6 +270,6 @@ class TracedModel:
             size = (size, size)
         rows, columns = size
         if len(self.sides) == 1 and rows is not None and columns is not None:
-            # A square tile has its mirror image in a tile.
+            # The mirror image of a square tile is a tile, too.
             rows = columns = min(rows, columns)
         return rows, columns

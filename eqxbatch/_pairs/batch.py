@@ -22,6 +22,7 @@ from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHAR
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
 from .on_mesh import on_mesh
 from .progress import AbstractProgressMeter, NoProgressMeter
+from .reductions import RowSums
 from .stores import AbstractStore
 
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class BatchKernel(AbstractTransform):
-    """What `filter_batch_kernel` is."""
+    """The transform `filter_batch_kernel`."""
 
     is_compiled: ClassVar[bool] = False
     takes_instance: ClassVar[bool] = False
@@ -45,19 +46,14 @@ class BatchKernel(AbstractTransform):
     reduce: PyTree = None
     mesh_axis: MeshAxis | None = None
     store: AbstractStore | None = None
-    # Static, so that it stays the very object that it is, whatever it counts.
+    # Static, so that the meter stays the same object while it counts.
     meter: AbstractProgressMeter = eqx.field(static=True, default=NoProgressMeter())
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # Blocks are cut anywhere, and not where a mesh with explicit axes is.
+        # Blocks can start anywhere, which a mesh with explicit axes does not allow.
         mesh = None if self.mesh_axis is None else self.mesh_axis.mesh
         call, reduce = gathered((self._call(fun, *args, **kwargs), self.reduce), mesh)
-        block_size = self.block_size
-        if isinstance(block_size, MemoryBudget):
-            # What is free is looked up before anything is traced.
-            block_size = MemoryBudget(block_size.resolve())
-        elif isinstance(call.kernel_fn, AbstractKernelFunction):
-            call = call.planned(room=room_to_keep())
+        block_size, call = _with_room(self.block_size, call)
         has_meter = not isinstance(self.meter, NoProgressMeter)
         if self.store is not None:
             call = _sized(block_size, call, None, None, is_stored=True)
@@ -66,6 +62,13 @@ class BatchKernel(AbstractTransform):
             call = _sized(block_size, call, reduce, None)
             return with_progress(call, reduce, self.meter)
         return _run(call, block_size, reduce, self.mesh_axis)
+
+    def on_one_device(self, fun: Callable, args: tuple, kwargs: dict) -> KernelCall:
+        """The call of `fun`, with sizes of blocks, as one device computes it."""
+        call = gathered(self._call(fun, *args, **kwargs), None)
+        block_size, call = _with_room(self.block_size, call)
+        # A budget is for what is reduced, as the whole kernel may not fit.
+        return _sized(block_size, call, RowSums(), None)
 
     def _call(
         self,
@@ -78,7 +81,7 @@ class BatchKernel(AbstractTransform):
         **kwargs: Any,
     ) -> KernelCall:
         if self.pairwise:
-            # Its symmetry is that of the function.
+            # The transformed function is as symmetric as the function itself.
             symmetric = getattr(fun, "symmetric", False)
             fun = PairwiseKernel(fun, self.in_axes, symmetric)
         is_alone = x2 is None
@@ -103,6 +106,18 @@ class BatchKernel(AbstractTransform):
             is_alone=is_alone,
             plan=Plan(mirror),
         )
+
+
+def _with_room(size: BlockSize, call: KernelCall) -> tuple[BlockSize, KernelCall]:
+    """The block size, and the call with what may be kept of examples.
+
+    The free memory is looked up before tracing.
+    """
+    if isinstance(size, MemoryBudget):
+        return MemoryBudget(size.resolve()), call
+    if isinstance(call.kernel_fn, AbstractKernelFunction):
+        return size, call.planned(room=room_to_keep())
+    return size, call
 
 
 def _as_array(x: Any) -> Any:
@@ -133,17 +148,17 @@ def _sized(
     *,
     is_stored: bool = False,
 ) -> KernelCall:
-    """The call, with how many rows and columns a block may have."""
+    """The call, with the largest numbers of rows and columns of a block."""
     if not isinstance(size, MemoryBudget):
         sizes = size if isinstance(size, tuple) else (size, size)
         return call.planned(sizes=sizes)
     kernel = block_kernel(call)
     budget = size.resolve()
     if is_stored:
-        # Some blocks are on their way while the next is computed.
+        # Some blocks are being copied while the next one is computed.
         size = MemoryBudget(max(budget // (IN_FLIGHT + 1), 1))
     elif any(kernel.bytes_kept):
-        # What the kernel leaves is for what is kept of examples, and for the blocks.
+        # The memory that the kernel leaves is for factors of examples and for blocks.
         shapes = [
             math.prod(leaf.shape(kernel.totals)) * leaf.dtype.itemsize
             for leaf in kernel.leaves
@@ -191,87 +206,91 @@ def filter_batch_kernel(
     store: AbstractStore | Literal["device"] = "device",
     progress: AbstractProgressMeter | None = None,
 ) -> Any:
-    """Any kernel function, computed in blocks of rows by columns.
+    """Computes any kernel function in blocks of rows and columns.
 
-    A kernel function takes `n1` examples and `n2`, and returns something for each pair
-    of them: `kernel_fn(x1, x2=None, *args, **kwargs)`. Here it is called for a block of
-    the ones and a block of the others at a time, and what it returns is put together,
-    on the device, on the host, or on disk; or reduced to something smaller.
+    A kernel function `kernel_fn(x1, x2=None, *args, **kwargs)` takes `n1` and `n2`
+    examples and returns a value for each pair of them. The transformed function calls
+    it for one block of rows and one block of columns at a time. It assembles the
+    results on the device, in host memory or on disk, or reduces them on the fly without
+    storing the kernel.
 
-    Without `x2`, or if it is `x1` itself, the two sides are the same. If the kernel is
-    symmetric, only the blocks on and above the diagonal are computed then, and the
-    result is exactly symmetric. Where `x2` is left out, it is so for blocks on the
-    diagonal, too.
+    If `x2` is omitted, or is `x1` itself, both inputs are the same. For a symmetric
+    kernel, only the blocks on and above the diagonal are then computed, and the result
+    is exactly symmetric. If `x2` is omitted, `kernel_fn` is also called without it for
+    blocks on the diagonal.
 
     It can be used as a decorator with arguments, and on methods.
 
     **Arguments:**
 
     - `kernel_fn`: the kernel function, such as an [`eqxbatch.EmpiricalNTK`][].
-    - `block_size`: the most rows and columns that a block may have: an int, a pair of
-        them, an [`eqxbatch.MemoryBudget`][], or None for all at once. Blocks are as
-        equal as can be, and all have the same shape: where the number of examples is
-        not divided, the last block overlaps with the one before. Blocks are square
-        without `x2`.
-    - `in_axes`: which axes of `x1` and `x2` are the examples, as for
-        `equinox.filter_vmap`; by default, axis 0 of all arrays.
-    - `out_axes`: a pair for the axes of the rows and of the columns in what `kernel_fn`
-        returns, `(0, 1)` by default, or a PyTree prefix of it with such pairs. None for
-        an axis that is not there: `(0, None)` is what there is for each row, such as a
-        diagonal or a mask.
-    - `symmetric`: whether exchanging both sides exchanges the two axes of the result,
-        conjugated if it is complex. A function that takes the result for a block, and
-        returns that with sides exchanged, if it is more than that. By default, what the
-        attribute `symmetric` of `kernel_fn` says, as estimators of this package have
-        it, and otherwise False.
-    - `pairwise`: whether `kernel_fn` is a function of one example of each side, such as
-        `lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))`. A `key` and keyword arguments
-        that come in pairs are pairs for the two examples, then. Rows and columns of
-        the result come first.
-    - `reduce`: what to make of the kernel instead of keeping it: an
+    - `block_size`: the largest number of rows and columns in a block: an int, a pair of
+        ints, an [`eqxbatch.MemoryBudget`][], or None to compute the whole kernel at
+        once. All blocks have the same shape and are balanced. If their size does not
+        divide the number of examples, the last block overlaps with the previous one.
+        Blocks are square without `x2`.
+    - `in_axes`: the axes of the examples in `x1` and `x2`, as for
+        `equinox.filter_vmap`. The default is axis 0 of all arrays.
+    - `out_axes`: the axes of the rows and of the columns in the result of `kernel_fn`:
+        a pair, `(0, 1)` by default, or a PyTree prefix of the result with such pairs.
+        None stands for a missing axis: `(0, None)` is for a result with one value for
+        each row, such as a diagonal or a mask.
+    - `symmetric`: whether exchanging `x1` and `x2` transposes the result (and
+        conjugates it if it is complex). If exchanging them changes more than that, pass
+        a function from the result for a block to the result with the inputs exchanged.
+        The default is the attribute `symmetric` of `kernel_fn`, which the estimators of
+        this package have, and otherwise False.
+    - `pairwise`: whether `kernel_fn` is a function of one example of each input, such
+        as `lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))`. It then receives a pair of
+        keys as `key`, and keyword arguments that are pairs have one element for each of
+        the two examples. Rows and columns are the first axes of the result.
+    - `reduce`: reduces the kernel on the fly instead of storing it: an
         [`eqxbatch.AbstractReduction`][] such as [`eqxbatch.RowSums`][],
         [`eqxbatch.KernelProduct`][] or [`eqxbatch.TopK`][], or a PyTree prefix of the
-        result.
-    - `mesh`: a `jax.sharding.Mesh` over which the rows are spread, each device looping
-        over blocks of its own; numbers of examples need not be divided by that of the
-        devices, but where it does not divide that of rows, each device gets the whole
-        result in the end. The mesh can span the processes of `jax.distributed`; each
-        must then be called with the same arguments.
-    - `mesh_axis`: the axis of the mesh; need not be given if there is only one.
-    - `store`: `"device"`, an [`eqxbatch.HostStore`][] for arrays of NumPy, or an
-        [`eqxbatch.ZarrStore`][] for arrays on disk, which can be continued.
+        result with reductions as leaves.
+    - `mesh`: a `jax.sharding.Mesh` to distribute the rows over; each device computes
+        its own blocks. The number of devices need not divide the number of examples,
+        but if it does not divide the number of rows, the result is replicated on all
+        devices. The mesh can span the processes of `jax.distributed`; all processes
+        must then call the function with the same arguments.
+    - `mesh_axis`: the name of the mesh axis; optional if there is only one.
+    - `store`: where the kernel is stored: `"device"`, an [`eqxbatch.HostStore`][] for
+        NumPy arrays in host memory, or an [`eqxbatch.ZarrStore`][] for arrays on disk.
+        A run that writes to disk can be resumed.
     - `progress`: an [`eqxbatch.AbstractProgressMeter`][] such as
-        [`eqxbatch.TqdmProgressMeter`][], which also counts NaNs; None for nothing.
+        [`eqxbatch.TqdmProgressMeter`][], which also counts NaNs; None for no progress
+        bar.
 
     **Returns:**
 
-    A function `(x1, x2=None, *args, key=None, **kwargs)` that returns what `kernel_fn`
-    does: arrays of shape `(n1, n2, ...)`. All else in its result must be the same for
-    all blocks.
+    A function `(x1, x2=None, *args, key=None, **kwargs)` that returns the same PyTree
+    as `kernel_fn`, with arrays of shape `(n1, n2, ...)`. Everything else in the result
+    must be the same for all blocks.
 
     - `x1`, `x2`: PyTrees whose arrays have the examples along the same axis.
-    - `args`: is passed on as it is.
-    - `key`: one key, or a pair of them for both sides, is split into one for each
-        example, and `kernel_fn` is called with `key=(keys1, keys2)`, whatever the
-        blocks are.
-    - `kwargs`: a pair (tuple) of arrays, or of PyTrees of arrays, is for the examples
-        of both sides, with these along axis 0, and `kernel_fn` gets the same rows of
-        them as of `x1` and `x2`; without `x2`, the second one can be None. All else is
-        passed on.
+    - `args`: passed on unchanged.
+    - `key`: a random key, or a pair of keys for the two inputs. It is split into one
+        key for each example, and `kernel_fn` is called with `key=(keys1, keys2)`. The
+        keys do not depend on the block size.
+    - `kwargs`: a pair (tuple) of arrays, or of PyTrees of arrays, belongs to the
+        examples of the two inputs, along axis 0. `kernel_fn` receives the same rows of
+        them as of `x1` and `x2`. Without `x2`, the second element can be None.
+        Everything else is passed on unchanged.
 
-    With `store="device"` and without `progress`, it is one compiled program, and can be
-    used within `jax.jit`, `jax.vmap`, `jax.grad` and the like; in reverse mode, blocks
-    are computed again and not kept. Otherwise, it is a loop in Python over blocks that
-    are compiled, and an error or Ctrl-C leaves a store that can be continued.
+    With `store="device"` and without `progress`, the function is a single compiled
+    program. It can be used inside `jax.jit`, `jax.vmap`, `jax.grad` and other
+    transforms; reverse mode recomputes blocks instead of storing them. Otherwise, it is
+    a Python loop over compiled blocks. After an error or Ctrl-C, a run with an
+    [`eqxbatch.ZarrStore`][] can be resumed.
 
     **Raises:**
 
-    `ValueError` for a size below 1, examples that differ in number, an axis that is not
-    there, a result without rows and columns where `out_axes` says, or one that changes
-    with the block otherwise, a `mesh_axis` that the mesh does not have, and a store
-    where there can be none: with `reduce`, or with `upper_only` and a kernel that is
-    not symmetric; `TypeError` for arguments of other types than these, and for stores
-    or `progress` within `jax.jit` and the like.
+    - `ValueError` for a size below 1, different numbers of examples, an axis out of
+        range, a result that lacks the axes in `out_axes` or changes in other ways with
+        the block, an unknown `mesh_axis`, a `store` together with `reduce`, and
+        `upper_only` for a kernel that is not symmetric.
+    - `TypeError` for arguments of other types, and for stores or `progress` inside
+        `jax.jit` and other transforms.
 
     !!! example
 
@@ -322,7 +341,7 @@ def make_batch_kernel(
     progress: Any,
     **axes: Any,
 ) -> BatchKernel:
-    """The settings, all of them checked."""
+    """Makes the transform from its settings, which are checked."""
     transform = BatchKernel(
         block_size=check_block_size(block_size),
         reduce=reduce,
@@ -333,8 +352,8 @@ def make_batch_kernel(
     )
     if transform.store is not None and reduce is not None:
         raise ValueError(
-            "With `reduce`, no kernel is kept that could go to a `store`. Leave one of "
-            "them out."
+            "With `reduce`, no kernel is kept, so there is nothing to store. Leave one "
+            "of them out."
         )
     is_silent = isinstance(transform.meter, NoProgressMeter)
     if transform.store is None and mesh is not None and not is_silent:

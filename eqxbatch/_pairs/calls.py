@@ -1,4 +1,4 @@
-"""The two sides of a kernel: what a model is called with on each of them."""
+"""The two sides of a kernel: the arguments of a model on each side."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from .._batch.memory import check_size, MemoryBudget
 from .._batch.rows import Rows
 
 
-# The axis of the examples; or those of inputs, outputs and keyword arguments.
+# The axis of the examples, or those of inputs, outputs and keyword arguments.
 VmapSpec = int | tuple[PyTree, PyTree, dict[str, PyTree]] | None
 
 
@@ -30,7 +30,7 @@ VmapSpec = int | tuple[PyTree, PyTree, dict[str, PyTree]] | None
 OneKey = Key[Array, "..."] | UInt32[AnyArray, "... 2"] | None
 
 
-# The same, or one for each side.
+# Keys for both sides, or a pair with those for each side.
 Keys = OneKey | tuple[OneKey, ...] | list[OneKey]
 
 
@@ -38,7 +38,7 @@ _KEY = Contract({"key": Keys}, {"key": "`jax.random.key(seed)` makes one."})
 
 
 class VmapAxes(eqx.Module):
-    """Where the examples are: in the inputs, the outputs, and keyword arguments.
+    """The batch axes of the inputs, the outputs, and keyword arguments.
 
     `inputs` is None if the model takes a whole batch at once.
     """
@@ -73,7 +73,7 @@ class VmapAxes(eqx.Module):
 
 
 def check_vmap_axes(axes: Any) -> VmapAxes:
-    """Raises `TypeError` or `ValueError` for what is no `vmap_axes`."""
+    """Raises `TypeError` or `ValueError` for invalid `vmap_axes`."""
     if axes is None:
         return VmapAxes(None, None, {})
     if isinstance(axes, int) and not isinstance(axes, bool):
@@ -98,7 +98,7 @@ def check_vmap_axes(axes: Any) -> VmapAxes:
 
 
 class Call(eqx.Module):
-    """What the model is called with: `own` is what has the examples of one side."""
+    """The arguments of the model; `own` are the keyword arguments of one side."""
 
     x: PyTree
     key: Array | None
@@ -108,7 +108,7 @@ class Call(eqx.Module):
 def make_calls(
     x1: PyTree, x2: PyTree, key: Any, kwargs: dict[str, Any]
 ) -> tuple[list[Call], dict[str, Any]]:
-    """The calls for the two sides, or one if they are the same, and what they share."""
+    """The calls for the two sides, or one if they are equal, and shared arguments."""
     pairs = {
         name: x for name, x in kwargs.items() if isinstance(x, tuple) and len(x) == 2
     }
@@ -155,9 +155,9 @@ def _is_single(key: Array) -> bool:
 
 
 class Side:
-    """The examples of one side, and how the model is called with one of them.
+    """The examples of one side, and how to call the model with one of them.
 
-    `note` is added to errors about axes.
+    `note` is appended to errors about axes.
     """
 
     def __init__(
@@ -171,8 +171,7 @@ class Side:
         x, key, own = call.x, call.key, call.own
         name = _CALLS[position]
         if not axes.is_batched:
-            # The whole batch is one example, whose output has the examples among its
-            # axes.
+            # The whole batch is treated as one example; its output has a batch axis.
             x, own = jtu.tree_map(_with_axis, (x, own))
             key = None if key is None else key[None]
             x_axes, own_axes = eqx.if_array(0), dict.fromkeys(own, eqx.if_array(0))
@@ -192,7 +191,7 @@ class Side:
             e.add_note(note)
             raise
         self._batch, self._is_batched = batch, axes.is_batched
-        # Two sides are traced alike if they are equal in this.
+        # Two sides with equal static parts are traced once.
         static = eqx.filter((x, own), eqx.is_array, inverse=True)
         arrays = zip(batch.arrays, batch.axes, strict=True)
         self.type = (
@@ -203,21 +202,21 @@ class Side:
         )
 
     def arguments(self, rows: list) -> tuple[PyTree, dict[str, Any]]:
-        """The input, and the keyword arguments, with these arrays for the examples."""
+        """The input and the keyword arguments, with these arrays for the examples."""
         (x, kwargs), _ = self._batch.arguments(rows)
         return x, kwargs
 
     def call(self, model: Callable, rows: list) -> PyTree:
-        """What the model returns for one example."""
+        """The output of the model for one example."""
         x, kwargs = self.arguments(rows)
         return model(x, **kwargs)
 
     def told_apart(self, model: Callable) -> AbstractContextManager:
-        """What says so if the model takes a batch and not an example, or so."""
+        """A context that tells models of a batch from models of one example."""
         call, batch = functools.partial(self.call, model), self._batch
         if self._is_batched:
             return told_apart(call, batch, "example", _IF_WHOLE)
-        # The whole batch is one row of the batch, whose examples are along axis 0.
+        # The whole batch is the single row of a batch.
         whole = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batch.arrays]
         has_examples = all(x.shape for x in whole)
         batch = dataclasses.replace(batch, arrays=whole if has_examples else [])
@@ -230,7 +229,7 @@ _IF_WHOLE = "Say `vmap_axes=None`, or give a model of one example."
 _IF_ONE = "If it is a model of one example, leave out `vmap_axes=None`."
 
 
-# What errors call the arguments of a side.
+# The names of the arguments of a side, for error messages.
 _CALLS: tuple[Callable, Callable] = (lambda x1, kwargs: None, lambda x2, kwargs: None)
 
 
@@ -239,7 +238,7 @@ def _with_axis(x: Any) -> Any:
 
 
 def output_axis(axes: VmapAxes, out: PyTree) -> list[int | None]:
-    """The batch axis of each array of the output, in the whole output."""
+    """The batch axis of each output array, for the whole batch."""
     leaves = jtu.tree_leaves(out)
     if not axes.is_batched:
         return [None] * len(leaves)
@@ -277,7 +276,7 @@ def check_block_size(size: Any) -> BlockSize:
 
 
 class MeshAxis(eqx.Module):
-    """An axis of a mesh, over which the rows of a kernel are spread."""
+    """A mesh axis, over which the rows of a kernel are distributed."""
 
     mesh: Mesh = eqx.field(static=True)
     name: str = eqx.field(static=True)
@@ -291,7 +290,7 @@ class MeshAxis(eqx.Module):
 
 
 def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
-    """The axis of a mesh that is meant, or None without a mesh."""
+    """The selected mesh axis, or None without a mesh."""
     if mesh is None:
         if axis is not None:
             raise ValueError(

@@ -1,9 +1,9 @@
 """The loop over blocks of a kernel, in one compiled program.
 
-What is kept of a block of examples is made once, for as many blocks of rows as there is
-room for. Such a panel of rows is kept while all columns pass by. If both sides are the
-same, a panel meets itself, and the half of the other panels that follow. Blocks are
-written down, or reduced.
+Factors of examples are computed once for a panel: as many blocks of rows as fit into
+memory. They are kept while the loop runs over all columns. If both sides are the same,
+a panel is combined with itself and with half of the other panels. Blocks are stored or
+reduced.
 """
 
 import abc
@@ -31,19 +31,19 @@ from .reductions import AbstractReduction
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A block of rows or of columns, and which of it counts; None for all."""
+    """A block of rows or columns, and a mask of those that count; None for all."""
 
     block: Block
     counts: Bool[Array, " size"] | None
 
 
 def span(grid: Grid, side: int, index: Any, counts: Any = None) -> Span:
-    """The block number `index` of a side. `counts` says whether it does at all."""
+    """The block with number `index` of a side; `counts` says whether it counts."""
     size = grid.sizes[side]
     start = grid.start(side, index)
     new = None
     if grid.is_ragged(side) or counts is not None:
-        # What is in the block before does not count again.
+        # Rows that the previous block contains do not count again.
         new = start + jnp.arange(size, dtype=jnp.int32) >= index * size
         if counts is not None:
             new = new & counts
@@ -63,7 +63,7 @@ def _both(rows: Span, columns: Span) -> Bool[Array, "rows columns"] | None:
 def count_nans(
     kernel: AbstractBlockKernel, tile: list[Array], rows: Span, columns: Span
 ) -> Array:
-    """How many entries of a tile are NaN, of those that count."""
+    """The number of NaNs among the entries of a tile that count."""
     num = jnp.zeros((), jnp.int32)
     for leaf, x in zip(kernel.leaves, tile, strict=True):
         if not leaf.is_pairwise or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -77,7 +77,7 @@ def count_nans(
 
 
 class AbstractCollector(abc.ABC):
-    """What becomes of one array that the kernel function returns."""
+    """Collects one array that the kernel function returns."""
 
     @abc.abstractmethod
     def init(self, totals: tuple[int, int]) -> PyTree[Array]:
@@ -87,7 +87,7 @@ class AbstractCollector(abc.ABC):
     def update(
         self, state: PyTree[Array], tile: Array, rows: Span, columns: Span
     ) -> PyTree[Array]:
-        """The state after one more."""
+        """The state after one more tile."""
 
     @abc.abstractmethod
     def finalize(self, state: PyTree[Array], totals: tuple[int, int]) -> Any:
@@ -95,7 +95,7 @@ class AbstractCollector(abc.ABC):
 
 
 class Written(AbstractCollector):
-    """The tiles in their places."""
+    """Writes tiles to their places in the result."""
 
     def __init__(self, leaf: KernelLeaf):
         self.leaf = leaf
@@ -127,7 +127,7 @@ _OF_REDUCTION = Contract(
 
 
 class Reduced(AbstractCollector):
-    """What a reduction makes of the tiles."""
+    """Reduces the tiles."""
 
     def __init__(self, leaf: KernelLeaf, reduction: AbstractReduction):
         self.leaf, self.reduction = leaf, reduction
@@ -169,7 +169,7 @@ class Reduced(AbstractCollector):
         return result
 
     def _struct(self, totals: tuple[int, int]) -> jax.ShapeDtypeStruct:
-        """The kernel, with rows and columns first."""
+        """The shape of the kernel, with rows and columns first."""
         struct = jax.ShapeDtypeStruct(self.leaf.shape(totals), self.leaf.dtype)
         return jax.eval_shape(self.leaf.front, struct)
 
@@ -189,7 +189,7 @@ def finalized(
 def make_collectors(
     kernel: AbstractBlockKernel, reduce: PyTree
 ) -> list[AbstractCollector]:
-    """One for each array, from a PyTree prefix of reductions, or None for none."""
+    """One collector for each array, from a PyTree prefix of reductions or None."""
     if reduce is None:
         return [Written(leaf) for leaf in kernel.leaves]
     places = match_prefix(
@@ -220,7 +220,7 @@ def make_collectors(
 
 
 class Tiles:
-    """The tiles of a kernel, and what becomes of them."""
+    """The tiles of a kernel, and their collectors."""
 
     def __init__(
         self,
@@ -241,9 +241,9 @@ class Tiles:
         is_diagonal: bool,
         is_loop: bool = False,
     ) -> list[Array]:
-        """The arrays of a tile, for what is kept of blocks at some places.
+        """The arrays of a tile, from the factors of its blocks.
 
-        Of a tile on the diagonal, rows and columns are one.
+        For a tile on the diagonal, rows and columns are the same block.
         """
 
         def run(kept: tuple[Rows, Rows], places: tuple[Any, Any]) -> list[Array]:
@@ -257,7 +257,7 @@ class Tiles:
             return tile
 
         with jax.named_scope("tile"):
-            # In reverse mode, a tile is computed again and not kept.
+            # Reverse mode recomputes tiles instead of storing them.
             tile = jax.checkpoint(run, prevent_cse=not is_loop)(kept, places)
             if self.grid.is_symmetric and is_diagonal:
                 return self.kernel.symmetrised(tile)
@@ -270,9 +270,9 @@ class Tiles:
         is_loop: bool = False,
         kept: Sequence[Rows | None] = (None, None),
     ) -> list[Array]:
-        """The arrays of a tile, by its numbers.
+        """The arrays of a tile, by the indices of its blocks.
 
-        `kept` is what is kept of its two blocks already.
+        `kept` has the factors of its two blocks that are available already.
         """
         sides = []
         for side, of_side in enumerate(kept):
@@ -293,9 +293,9 @@ class Tiles:
         is_diagonal: bool,
         counts: Any = None,
     ) -> list[PyTree[Array]]:
-        """The states after a tile, and its mirror image if there is one.
+        """The states after a tile, and after its mirror image if there is one.
 
-        `counts` is False if it is there for nothing.
+        `counts` is False if the tile is only padding.
         """
         spans = self._at(at, counts)
         states = self._collected(states, tile, spans)
@@ -313,7 +313,7 @@ class Tiles:
         is_mirror: bool = False,
     ) -> list:
         return [
-            # What there is for each row, or for each column, is in the tile itself.
+            # Arrays with rows only, or columns only, need no mirror image.
             state
             if is_mirror and not leaf.is_pairwise
             else collector.update(state, x, *spans)
@@ -325,7 +325,7 @@ class Tiles:
     def num_nans(
         self, tile: list[Array], at: Int[Array, "2"], is_diagonal: bool
     ) -> Int[Array, ""]:
-        """How many entries of the kernel a tile makes NaN."""
+        """The number of NaNs that a tile adds to the kernel."""
         num = count_nans(self.kernel, tile, *self._at(at))
         return 2 * num if self.grid.is_symmetric and not is_diagonal else num
 
@@ -363,7 +363,7 @@ class Tiles:
     ) -> list[PyTree[Array]]:
         """The states after all tiles of some examples with some others.
 
-        `panel` is what is kept of all of the first, if that is there already.
+        `panel` has the factors of all of the first examples, if available already.
         """
         states = self.initial(first, second)
         if self.grid.is_empty:
@@ -405,7 +405,8 @@ class Tiles:
     def _square(self, states: list, panel: Rows, index: Any) -> list:
         """The states after the tiles of a panel with itself."""
         begin = self.grid.panel_start(index)
-        # Those on the diagonal come last, to settle what overlapping blocks share.
+        # Diagonal tiles come last: they decide the entries that overlapping blocks
+        # share.
         for tiles, is_diagonal in (
             (self.grid.pairs(), False),
             (self.grid.diagonal(), True),
@@ -453,7 +454,7 @@ class Tiles:
 def _loop(
     step: Callable[[list, Array], list], states: list, numbers: Any
 ) -> list[PyTree[Array]]:
-    """The states after a step for each number, or for each pair of them."""
+    """The states after a step for each index, or for each pair of indices."""
     if len(numbers) == 0:
         return states
 
@@ -471,9 +472,9 @@ def run_tiles(
     second: Rows,
     panel: Rows | None = None,
 ) -> list[PyTree[Array]]:
-    """The states after all tiles, with panels of as many rows as can be kept.
+    """The states after all tiles, with panels as large as memory allows.
 
-    `panel` is what is kept of all of the first, if that is there already.
+    `panel` has the factors of all of the first examples, if available already.
     """
     if panel is None:
         grid = grid.in_panels(kernel.num_kept(kernel.bytes_kept[0]))
@@ -483,6 +484,6 @@ def run_tiles(
 def on_device(
     kernel: AbstractBlockKernel, collectors: Sequence[AbstractCollector]
 ) -> list[PyTree[Array]]:
-    """What becomes of all arrays of a kernel, on one device."""
+    """The collected arrays of a kernel, on one device."""
     states = run_tiles(kernel, kernel.grid(), collectors, *kernel.rows)
     return finalized(collectors, states, kernel.totals)

@@ -1,4 +1,4 @@
-"""A kernel function that is called for blocks of rows and of columns."""
+"""Kernel functions that are called for blocks of rows and columns."""
 
 import functools
 import inspect
@@ -30,7 +30,7 @@ _ROWS, _COLUMNS = SAMPLE
 
 
 def block_kernel(call: KernelCall) -> AbstractBlockKernel:
-    """The kernel of a call, with what can be kept of its examples if that is known."""
+    """The kernel of a call; kernels of this package keep factors of examples."""
     found = None
     if isinstance(call.kernel_fn, AbstractKernelFunction):
         found = call.kernel_fn.in_blocks(call)
@@ -38,7 +38,7 @@ def block_kernel(call: KernelCall) -> AbstractBlockKernel:
 
 
 class CalledKernel(AbstractBlockKernel):
-    """A kernel function of which nothing is known: it is called for each block."""
+    """Any other kernel function, which is called for each block."""
 
     def __init__(self, call: KernelCall):
         self.call, self.plan = call, call.plan
@@ -79,7 +79,7 @@ class CalledKernel(AbstractBlockKernel):
         return found
 
     def prepare(self) -> None:
-        """There is nothing of that kind."""
+        """There is nothing to prepare."""
 
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
         del side, size
@@ -95,14 +95,15 @@ class CalledKernel(AbstractBlockKernel):
             make = eqx.filter_make_jaxpr(self.tile)
             self._programs[key] = make(*arrays, *none)[0]
         closed = self._programs[key]
-        # Apart, it is in a branch, which is as bad for convolutions as a loop.
+        # As its own program, it is in a branch, where convolutions are as slow as in a
+        # loop.
         run = as_own_program(functools.partial(evaluate_in_loop, closed.jaxpr), always)
         return run(list(closed.consts), jtu.tree_leaves(arrays))
 
     def tile(self, first: list, second: list | None) -> list[Array]:
-        """The arrays for a block of rows and one of columns.
+        """The arrays for a block of rows and a block of columns.
 
-        Without `second`, the rows are the columns.
+        Without `second`, both are the same.
         """
         sizes = [
             x.shape[axis]
@@ -135,9 +136,9 @@ class CalledKernel(AbstractBlockKernel):
 
 
 class PairwiseKernel(eqx.Module):
-    """A kernel of one example of each side, for blocks of them.
+    """A kernel of one example of each side, mapped over blocks of them.
 
-    - `in_axes`: where the examples are in those of both sides.
+    - `in_axes`: the batch axes of both sides.
     """
 
     fun: Callable
@@ -167,7 +168,7 @@ class PairwiseKernel(eqx.Module):
 
 
 def _is_pair(x: Any) -> bool:
-    """Whether a keyword argument has one part for each side."""
+    """Whether a keyword argument has an element for each side."""
     is_two = isinstance(x, tuple) and len(x) == 2
     return is_two and any(map(eqx.is_array, jtu.tree_leaves(x)))
 
@@ -183,7 +184,7 @@ def _sides(call: KernelCall) -> list[Side]:
 def _run(
     call: KernelCall, sides: list[Side], first: list, second: list | None
 ) -> PyTree:
-    """What the kernel function returns for a block of rows and one of columns."""
+    """The output of the kernel function for a block of rows and one of columns."""
     x1, first_kwargs = sides[0].arguments(first)
     x2, other = None, first_kwargs
     if second is not None:
@@ -197,14 +198,14 @@ def _run(
     )
 
 
-# Compiled, so that it is looked up and not traced where shapes are all that is wanted.
+# Compiled, so that repeated requests for shapes do not trace it again.
 @eqx.filter_jit
 def _out(call: KernelCall, first: list, second: list) -> PyTree:
     return _run(call, _sides(call), first, second)
 
 
 def is_axes(x: Any) -> bool:
-    """Whether that is a pair of axes, and no PyTree of such."""
+    """Whether `axes` is a pair of axes, not a PyTree of pairs."""
     return (
         isinstance(x, tuple)
         and len(x) == 2

@@ -1,4 +1,4 @@
-"""How a kernel is cut into blocks: which rows by which columns, and in what order."""
+"""How a kernel is cut into blocks, and the order in which they are computed."""
 
 import dataclasses
 import math
@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 
 class Tile(NamedTuple):
-    """A block of rows by a block of columns, by their numbers."""
+    """A block of rows by a block of columns, given by their indices."""
 
     row: int
     column: int
 
 
 def balanced(total: int, size: int | None) -> int:
-    """The smallest size, at most that, with which there are as many blocks."""
+    """The smallest size that needs no more blocks than `size`."""
     if total == 0:
         return 1
     if size is None or size >= total:
@@ -29,18 +29,18 @@ def _least(x: Any, y: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The cut of a kernel into tiles.
+    """How a kernel is cut into tiles.
 
-    All tiles have the same shape, so that one program computes them: the last block of
-    a side overlaps with the one before, and only what is new of it counts.
+    All tiles have the same shape, so that one program computes them. The last block of
+    a side overlaps with the previous one, and only its new rows count.
 
-    - `totals`: the number of examples of both sides.
-    - `sizes`: that of the rows and columns of a tile. A side without examples has no
-        block, or one of size 0, for what there is of the other side alone.
-    - `is_same`: whether both sides are the same examples; tiles are square then.
-    - `is_symmetric`: whether those below the diagonal are mirror images, and not
+    - `totals`: the numbers of examples of the two sides.
+    - `sizes`: the numbers of rows and columns of a tile. A side without examples has no
+        block, or one of size 0 for arrays of the other side alone.
+    - `is_same`: whether both sides are the same examples; tiles are then square.
+    - `is_symmetric`: whether tiles below the diagonal are mirror images and not
         computed.
-    - `num_panels`: in how many panels the blocks of rows are taken, as many in each.
+    - `num_panels`: the number of panels, which have equally many blocks of rows.
     """
 
     totals: tuple[int, int]
@@ -55,15 +55,15 @@ class Grid:
             return 1
         num = math.ceil(self.totals[side] / self.sizes[side])
         if side == 0 or self.is_same:
-            # What is left of the last panel repeats the last block.
+            # The last panel is filled by repeating the last block.
             num = math.ceil(num / self.num_panels) * self.num_panels
         return num
 
     def in_panels(self, most: int) -> "Grid":
-        """The grid with panels of at most `most` rows, but one block at least.
+        """The grid with panels of at most `most` rows, but at least one block.
 
-        If both sides are the same, there is an odd number of them, so that each can
-        meet the half of the others that follow, as if in a circle.
+        If both sides are the same, the number of panels is odd. Each panel is then
+        combined with the half of the others that follows it in cyclic order.
         """
         num, height = self.num(0), max(most // max(self.sizes[0], 1), 1)
         if most >= self.totals[0] or num <= height:
@@ -90,29 +90,29 @@ class Grid:
         return 0 in (self.num(0), self.num(1))
 
     def start(self, side: int, index: Any) -> Any:
-        """Where a block starts; the last one overlaps with the one before."""
+        """The start of a block; the last one overlaps with the previous one."""
         size = self.sizes[side]
         return _least(index * size, self.totals[side] - size)
 
     def panel_start(self, index: Any) -> Any:
-        """Where a panel starts; the last one overlaps with the one before."""
+        """The start of a panel; the last one overlaps with the previous one."""
         first = index * self.height * self.sizes[0]
         return _least(first, self.totals[0] - self.panel_rows)
 
     def is_ragged(self, side: int) -> bool:
-        """Whether the last block overlaps with the one before."""
+        """Whether the last block overlaps with the previous one."""
         size = self.sizes[side]
         return size != 0 and self.num(side) * size != self.totals[side]
 
     def new(self, side: int, index: int) -> range:
-        """The examples of a block that are in none before it."""
+        """The examples of a block that no previous block contains."""
         first = index * self.sizes[side]
         return range(first, min(first + self.sizes[side], self.totals[side]))
 
     def pairs(self) -> list[Tile]:
-        """The tiles of a panel with all columns, but for those of a block with itself.
+        """The tiles of a panel with all columns, except those of a block with itself.
 
-        If both sides are the same, these are the columns of the panel.
+        If both sides are the same, the columns are those of the panel.
         """
         return [
             Tile(row, column)
@@ -127,10 +127,11 @@ class Grid:
         return [Tile(i, i) for i in range(self.height)] if self.is_same else []
 
     def part_of(self, tile: Tile, num_parts: int) -> int:
-        """Which of some equal parts of the rows a tile belongs to.
+        """The part that a tile belongs to, if rows are divided into equal parts.
 
-        Of a symmetric kernel, a row of tiles has those with the half of the others that
-        follow, as if in a circle, so that all rows have about the same number of them.
+        In a symmetric kernel, a row of tiles has those with the half of the other
+        blocks that follows it in cyclic order, so that all rows have about the same
+        number of tiles.
         """
         row, column = tile
         num = self.num(0)

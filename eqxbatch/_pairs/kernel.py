@@ -1,4 +1,4 @@
-"""A kernel of two sides of examples, as it is computed for blocks of them."""
+"""A kernel of two sides of examples, computed in blocks."""
 
 import abc
 import dataclasses
@@ -21,7 +21,7 @@ from .calls import Call
 from .grid import balanced, Grid
 
 
-# Shapes are looked up with so many rows and columns, so that they are told apart.
+# Shapes are looked up with different numbers of rows and columns, to tell them apart.
 SAMPLE = 2, 3
 
 
@@ -31,14 +31,15 @@ Sizes = tuple[int | None, int | None]
 _LEADING = (0, 1)
 
 
-# What is kept of examples takes as much room as the blocks that are worked with.
+# Factors of examples may take as much memory as the blocks in use.
 SHARE = 2
 
 
 def room_to_keep() -> int:
-    """How many bytes may be kept of examples where there is no budget.
+    """The number of bytes for factors of examples if there is no budget.
 
-    It is a power of two: it makes panels, and few of them are enough.
+    It is a power of two, so that it changes rarely; it only decides the number of
+    panels.
     """
     return free_bytes(1) // SHARE
 
@@ -46,10 +47,10 @@ def room_to_keep() -> int:
 class Plan(eqx.Module):
     """How a kernel is computed in blocks.
 
-    - `mirror`: None if the kernel is not known to be symmetric; True if it is so under
-        exchange of its two axes; or a function from a block to its mirror image.
-    - `sizes`: the most rows and columns of a block; None for all.
-    - `room`: how many bytes may be kept of examples.
+    - `mirror`: None if the kernel is not known to be symmetric; True if it is symmetric
+        under exchange of its two axes; or a function from a block to its mirror image.
+    - `sizes`: the largest number of rows and of columns in a block; None for all.
+    - `room`: the number of bytes for factors of examples.
     """
 
     mirror: Any
@@ -58,11 +59,11 @@ class Plan(eqx.Module):
 
 
 class KernelCall(eqx.Module):
-    """A kernel function, and all that it is called with.
+    """A kernel function and its arguments.
 
     - `calls`: one for each side, or one for both if they are the same examples.
-    - `in_axes`, `kwargs_axes`: where the examples are in those.
-    - `is_alone`: whether the second argument was left out.
+    - `in_axes`, `kwargs_axes`: the batch axes of the calls.
+    - `is_alone`: whether the second argument was omitted.
     """
 
     kernel_fn: Callable
@@ -76,7 +77,7 @@ class KernelCall(eqx.Module):
     plan: Plan
 
     def planned(self, **changes: Any) -> "KernelCall":
-        """The call, with changes of its plan."""
+        """The call with a changed plan."""
         plan = dataclasses.replace(self.plan, **changes)
         return dataclasses.replace(self, plan=plan)
 
@@ -94,18 +95,18 @@ BLOCK = Contract(
 
 
 class AbstractKernelFunction(eqx.Module):
-    """A kernel function that knows what to keep of examples for all their blocks."""
+    """A kernel function that computes factors of examples once for all blocks."""
 
     @abc.abstractmethod
     def in_blocks(self, call: KernelCall) -> "AbstractBlockKernel | None":
-        """The kernel of a call of it; None where it is to be called for each block."""
+        """The kernel of a call; None if the function is to be called for each block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelLeaf:
     """One array that the kernel function returns.
 
-    - `axes`: those of the rows and of the columns; None for one that it does not have.
+    - `axes`: the axes of the rows and of the columns; None for a missing one.
     - `sample`: its shape for two rows and three columns.
     """
 
@@ -119,7 +120,7 @@ class KernelLeaf:
         return None not in self.axes
 
     def shape(self, sizes: tuple[int, int]) -> tuple[int, ...]:
-        """Its shape for so many rows and columns."""
+        """Its shape for given numbers of rows and columns."""
         shape = list(self.sample)
         for axis, size in zip(self.axes, sizes, strict=True):
             if axis is not None:
@@ -143,7 +144,7 @@ class KernelLeaf:
 def check_tile(
     leaves: list[KernelLeaf], tile: list[Array], sizes: tuple[int, int]
 ) -> None:
-    """Raises if the arrays of a tile of that size are not of their shapes."""
+    """Raises if the arrays of a tile do not have the shapes for its size."""
     for leaf, x in zip(leaves, tile, strict=True):
         row, column = leaf.axes
         if row is None or column is None:
@@ -155,7 +156,7 @@ def check_tile(
 
 @dataclasses.dataclass(frozen=True)
 class TileMirror:
-    """Exchanges rows and columns of tiles. Keeps no arrays of the kernel function.
+    """Exchanges rows and columns of tiles, without holding arrays of the kernel.
 
     - `mirror`: as in `Plan`, but not None.
     - `out`: what the kernel function returns, with shapes for its arrays.
@@ -170,7 +171,7 @@ class TileMirror:
         return self.mirror is True
 
     def __call__(self, tile: list[Array]) -> list[Array]:
-        """The arrays of the mirror image, from those of a tile."""
+        """The arrays of the mirror image of a tile."""
         if self.is_transpose:
             return [
                 leaf.back(jnp.conj(jnp.swapaxes(leaf.front(x), 0, 1)))
@@ -193,13 +194,13 @@ class TileMirror:
 
 
 def _filled(out: PyTree, arrays: list) -> PyTree:
-    """What the kernel function returns, with these arrays in the place of shapes."""
+    """The output of the kernel function, with arrays in place of shapes."""
     remaining = list(arrays)
     return jtu.tree_map(lambda x: remaining.pop(0) if is_struct(x) else x, out)
 
 
 def _sizes(leaves: list[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
-    """How many rows and columns a tile has."""
+    """The numbers of rows and columns of a tile."""
     found = [0, 0]
     for leaf, x in zip(leaves, tile, strict=True):
         for side, axis in enumerate(leaf.axes):
@@ -209,14 +210,14 @@ def _sizes(leaves: list[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
 
 
 class AbstractBlockKernel(abc.ABC):
-    """A kernel: what is kept of a block of examples, and what two blocks of it make.
+    """A kernel: factors of blocks of examples, and tiles from two such blocks.
 
     - `plan`: how it is computed.
-    - `rows`: the examples of both sides, which are one object if they are the same.
+    - `rows`: the examples of both sides; a single object if they are the same.
     - `leaves`: the arrays of the kernel, in the order of its blocks.
-    - `out`: what the kernel function returns, with shapes for its arrays.
-    - `bytes_kept`: how many bytes are kept of an example of each side; 0 if blocks are
-        made of the examples themselves.
+    - `out`: the output of the kernel function, with shapes for its arrays.
+    - `bytes_kept`: the bytes kept for an example of each side; 0 if tiles are computed
+        from the examples themselves.
     """
 
     plan: Plan
@@ -227,30 +228,30 @@ class AbstractBlockKernel(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
-        """What is kept of some examples, made of blocks of at most that size."""
+        """The factors of some examples, computed in blocks of at most `size`."""
 
     @abc.abstractmethod
     def block(
         self, first: Rows, second: Rows | None, always: Bool[Array, ""]
     ) -> list[Array]:
-        """The arrays for what is kept of a block of rows and of one of columns.
+        """The arrays of a tile, from the factors of a block of rows and of columns.
 
-        Without `second`, the rows are the columns. `always` is true, which only shows
-        when it runs.
+        Without `second`, both are the same. `always` is true, but XLA cannot know that
+        at compile time.
         """
 
     @abc.abstractmethod
     def prepare(self) -> None:
-        """Computes what is kept that all examples have in common.
+        """Computes what all examples share.
 
-        It is called before any loop, so that loops do not compute it again.
+        It is called before any loop, so that loops do not recompute it.
         """
 
     @abc.abstractmethod
     def tile(self, first: list, second: list | None) -> list[Array]:
-        """The arrays for the examples of a block of rows and of one of columns.
+        """The arrays of a tile, from the examples of a block of rows and of columns.
 
-        Without `second`, the rows are the columns.
+        Without `second`, both are the same.
         """
 
     @property
@@ -263,10 +264,10 @@ class AbstractBlockKernel(abc.ABC):
         return self.rows[0].total, self.rows[1].total
 
     def grid(self) -> Grid:
-        """The cut into tiles of at most the sizes of the call."""
+        """How the kernel is cut into tiles of at most the sizes of the plan."""
         sizes = self.plan.sizes
         if self.is_same:
-            # A square tile has its mirror image in a tile.
+            # The mirror image of a square tile is a tile, too.
             found = [size for size in sizes if size is not None]
             sizes = (min(found), min(found)) if found else (None, None)
         rows, columns = map(balanced, self.totals, sizes)
@@ -278,7 +279,7 @@ class AbstractBlockKernel(abc.ABC):
         return Grid(self.totals, (rows, columns), self.is_same, is_symmetric)
 
     def num_kept(self, bytes_of_one: int) -> int:
-        """How many examples can be kept."""
+        """The number of examples whose factors can be kept."""
         return max(self.totals) if not bytes_of_one else self.plan.room // bytes_of_one
 
     def structs(self, sizes: tuple[int, int]) -> list[list[jax.ShapeDtypeStruct]]:
@@ -293,7 +294,7 @@ class AbstractBlockKernel(abc.ABC):
         ]
 
     def output(self, arrays: list) -> PyTree:
-        """What the kernel function returns, with these arrays in it."""
+        """The output of the kernel function, with these arrays."""
         return _filled(self.out, arrays)
 
     @property
@@ -305,7 +306,7 @@ class AbstractBlockKernel(abc.ABC):
         return self.mirror(tile)
 
     def symmetrised(self, tile: list[Array]) -> list[Array]:
-        """A tile on the diagonal, made exactly symmetric, whatever rounding did."""
+        """A tile on the diagonal, made exactly symmetric."""
         if self.plan.mirror is True:
             return [
                 leaf.back(_symmetrised(leaf.front(x))) if leaf.is_pairwise else x
@@ -318,7 +319,7 @@ class AbstractBlockKernel(abc.ABC):
 
 
 def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Something between both that does not depend on their order."""
+    """A combination of two arrays that does not depend on their order."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.where(x == y, x, (x + y) / 2)
     return jnp.maximum(x, y)

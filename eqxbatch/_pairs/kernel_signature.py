@@ -1,4 +1,4 @@
-"""What type checkers are told of `filter_batch_kernel`."""
+"""The signature of `filter_batch_kernel`, for type checkers."""
 
 from collections.abc import Callable
 from typing import (
@@ -64,7 +64,7 @@ _KernelFunction = Callable[Concatenate[_X1, _X2, _P], _Out]
 if TYPE_CHECKING:
 
     class _InBlocks(Protocol[_X1, _X2, _P, _Out]):
-        """The same, but the second argument can be left out."""
+        """The same, but the second argument is optional."""
 
         def __call__(
             self, x1: _X1, x2: _X2 | None = None, /, *args: _P.args, **kwargs: _P.kwargs
@@ -90,7 +90,7 @@ class _OtherMaker(Protocol):
 
 @runtime_checkable
 class BatchKernelSignature(Protocol):
-    """That of `filter_batch_kernel`."""
+    """The signature of `filter_batch_kernel`."""
 
     @overload
     def __call__(

@@ -1,4 +1,4 @@
-"""Blocks of a kernel one call at a time, from a loop in Python."""
+"""Blocks of a kernel, one call at a time, in a Python loop."""
 
 import collections
 import concurrent.futures
@@ -27,20 +27,19 @@ from .progress import AbstractProgressMeter
 from .stores import AbstractStore, AbstractWriter, fingerprint, Patch, patches
 
 
-# While one group of tiles is computed, one is on its way to the host, and one is
-# written.
+# While one group of tiles is computed, one is copied to the host and one is written.
 IN_FLIGHT = 2
 
 
 class Metered:
-    """A meter that is closed however the loop ends."""
+    """A meter that is closed even if the loop raises an error."""
 
     def __init__(self, meter: AbstractProgressMeter, num_tiles: int, num_done: int):
         self.meter = meter
         self.state = meter.start(num_tiles, num_done)
 
-    def step(self, num_nans: Any) -> None:
-        self.state = self.meter.step(self.state, int(num_nans))
+    def step(self, num_nans: Any, *residual: float) -> None:
+        self.state = self.meter.step(self.state, int(num_nans), *residual)
 
     def __enter__(self) -> "Metered":
         return self
@@ -60,7 +59,7 @@ def check_concrete(call: PyTree, what: str) -> None:
 
 
 class _Blocks:
-    """What is kept of blocks of examples on the device, for as many as have room."""
+    """The factors of blocks of examples on the device, for as many as fit."""
 
     def __init__(self, call: KernelCall, kernel: AbstractBlockKernel, grid: Grid):
         self.call, self.grid = call, grid
@@ -70,7 +69,7 @@ class _Blocks:
         self._most = max(kernel.num_kept(max(n * size for n, size in sizes)), 2)
 
     def of(self, tile: Tile) -> tuple[Rows | None, Rows | None]:
-        """What is kept of the two blocks of a tile; None to make it with the tile."""
+        """The factors of a tile's two blocks; None to compute them with the tile."""
         return self._block(0, tile.row), self._block(1, tile.column)
 
     def _block(self, side: int, number: int) -> Rows | None:
@@ -86,9 +85,9 @@ class _Blocks:
         return self._blocks[key]
 
     def ordered(self, tiles: list[Tile]) -> list[Tile]:
-        """The tiles, so that as few blocks as can be are made again.
+        """The tiles, ordered so that factors are recomputed as rarely as possible.
 
-        Those of a panel of rows are kept while the columns pass by.
+        The factors of a panel of rows are kept while the loop runs over the columns.
         """
         if not self.is_used or self._most >= sum(map(self.grid.num, (0, 1))):
             return tiles
@@ -107,7 +106,7 @@ def _kept(operands: tuple, number: Array) -> Rows:
 def with_progress(
     call: KernelCall, reduce: PyTree, meter: AbstractProgressMeter
 ) -> PyTree:
-    """What becomes of a kernel on one device, one tile at a time."""
+    """The collected arrays of a kernel on one device, one tile at a time."""
     check_concrete(call, "`progress`")
     kernel = block_kernel(call)
     grid = kernel.grid()
@@ -122,7 +121,7 @@ def with_progress(
             is_diagonal = grid.is_same and tile.row == tile.column
             operands = (call, reduce, grid, is_diagonal, at, blocks.of(tile))
             states, num_nans = _step(operands, states)
-            # The count of the one before is there by now, so that none is waited for.
+            # The count of the previous tile is available by now, so this does not wait.
             waiting.append(num_nans)
             if len(waiting) > 1:
                 metered.step(waiting.popleft())
@@ -144,7 +143,7 @@ def _initial(call: KernelCall, reduce: PyTree, grid: Grid) -> list:
 
 @eqx.filter_jit(donate="all-except-first")
 def _step(operands: tuple, states: list) -> tuple[list, Array]:
-    """The states after a tile, in place, and how many NaNs it has."""
+    """The states after a tile, updated in place, and its number of NaNs."""
     call, reduce, grid, is_diagonal, at, kept = operands
     tiles = _tiles(call, grid, reduce)
     tile = tiles.tile_of(at, is_diagonal, kept=kept)
@@ -155,8 +154,8 @@ def _step(operands: tuple, states: list) -> tuple[list, Array]:
 class _Team:
     """The devices and processes that compute a kernel together.
 
-    - `devices`: those of this process.
-    - `rank`, `num`: which of the processes this is, and how many there are.
+    - `devices`: the devices of this process.
+    - `rank`, `num`: the index of this process and the number of processes.
     """
 
     def __init__(self, mesh_axis: MeshAxis | None, store: AbstractStore):
@@ -166,7 +165,7 @@ class _Team:
             return
         mesh = mesh_axis.mesh
         axis = mesh.axis_names.index(mesh_axis.name)
-        # Along other axes, devices would do the same.
+        # Devices along other axes would repeat the same work.
         line = np.moveaxis(mesh.devices, axis, 0).reshape(mesh_axis.num, -1)[:, 0]
         processes = sorted({device.process_index for device in line})
         this = jax.process_index()
@@ -181,7 +180,7 @@ class _Team:
         self.rank = processes.index(this)
 
     def agree(self, error: Exception | None) -> None:
-        """Waits for all processes. Raises if one of them has failed."""
+        """Waits for all processes and raises if one of them has failed."""
         if self.num > 1:
             flags = multihost_utils.process_allgather(np.array(error is not None))
             if error is None and np.any(flags):
@@ -194,7 +193,7 @@ class _Team:
             raise error
 
     def begin(self, make: Callable[[bool], AbstractWriter]) -> AbstractWriter:
-        """What the first process makes, before all others do."""
+        """Runs a function in the first process before all others."""
         made: AbstractWriter | None = None
         for is_first in (True, False) if self.num > 1 else (True,):
             error = None
@@ -208,7 +207,7 @@ class _Team:
         return made
 
     def groups(self, tiles: list[Tile]) -> Iterator[list[Tile]]:
-        """Tiles for all devices at a time."""
+        """Groups of tiles, one for each device."""
         num = max(len(self.devices), 1)
         for start in range(0, len(tiles), num):
             yield tiles[start : start + num]
@@ -259,7 +258,7 @@ def _write(
     team: _Team,
     counts_nans: bool,
 ) -> None:
-    """Computes what the store does not have yet, and writes it down."""
+    """Computes the tiles that the store lacks, and writes them."""
     wanted_of_team: list[dict[Tile, list[Patch]]] = []
     for tiles in (grid.pairs(), grid.diagonal()):
         wanted_of_team.append({})
@@ -272,7 +271,7 @@ def _write(
     for some in wanted_of_team:
         missing.append({})
         for tile, wanted in some.items():
-            # All are asked for, as what is damaged is put away then.
+            # All patches are checked, because this removes damaged ones.
             there = [writer.has(patch) for patch in wanted]
             if not all(there):
                 missing[-1][tile] = wanted
@@ -293,7 +292,7 @@ def _write(
 
 
 class _Job:
-    """Some tiles, computed or still to be, and what to write of them."""
+    """Some tiles, computed or pending, and the patches to write."""
 
     def __init__(
         self,
@@ -309,7 +308,7 @@ class _Job:
                 x.copy_to_host_async()
 
     def run(self) -> list[int]:
-        """Writes, and returns the number of NaNs of each tile."""
+        """Writes the patches, and returns the number of NaNs of each tile."""
         nans = []
         for wanted, arrays in zip(self.wanted, self.results, strict=True):
             for patch in wanted:
@@ -321,7 +320,7 @@ class _Job:
 
 
 class _Pipeline:
-    """Writes in threads of its own, with a bound on how much is under way."""
+    """Writes in separate threads, with a bound on the pending work."""
 
     def __init__(self, metered: Metered):
         self.metered = metered
@@ -345,12 +344,12 @@ class _Pipeline:
             if kind is None:
                 self._drain(0)
         finally:
-            # What has begun is written to the end, also after an error.
+            # Writes that have begun are finished, even after an error.
             self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _Task(eqx.Module):
-    """What is computed of a tile."""
+    """How to compute a tile."""
 
     call: KernelCall
     grid: Grid = eqx.field(static=True)
@@ -359,7 +358,7 @@ class _Task(eqx.Module):
     counts_nans: bool = eqx.field(static=True)
 
     def run(self, at: Array, kept: Sequence[Rows | None] = (None, None)) -> list[Array]:
-        """The arrays of a tile, of its mirror image, and the number of NaNs."""
+        """The arrays of a tile and of its mirror image, and the number of NaNs."""
         tiles = _tiles(self.call, self.grid, None)
         tile = tiles.tile_of(at, self.is_diagonal, kept=kept)
         mirrored = tiles.kernel.mirrored(tile) if self.has_mirror else []
@@ -370,7 +369,7 @@ class _Task(eqx.Module):
 
 
 def tile_program(call: KernelCall) -> list[Array]:
-    """What is computed of one tile, for its memory to be measured."""
+    """The program for one tile, to measure its memory."""
     grid = block_kernel(call).grid()
     at = jnp.zeros(2, jnp.int32)
     return _Task(call, grid, grid.is_same, grid.is_symmetric, False).run(at)
@@ -383,7 +382,7 @@ def _tile(task: _Task, at: Array, kept: Sequence[Rows | None]) -> list[Array]:
 
 @eqx.filter_jit
 def _tiles_on_devices(task: _Task, at: Array, mesh_axis: MeshAxis) -> list[Array]:
-    """As `_tile`, on each device for its own tile, along a new first axis."""
+    """Like `_tile`, for one tile on each device, along a new first axis."""
     check_closed_over(task.call, block_kernel(task.call))
 
     def run(operands: tuple) -> list[Array]:
@@ -397,13 +396,13 @@ def _tiles_on_devices(task: _Task, at: Array, mesh_axis: MeshAxis) -> list[Array
 def _computed(
     task: _Task, group: Sequence[Tile], devices: list, blocks: _Blocks
 ) -> list[list[Array]]:
-    """What there is of each tile of a group, one for each device."""
+    """The results for each tile of a group, one for each device."""
     if len(devices) < 2:
         with jax.default_device(devices[0] if devices else None):
             at = jnp.array(group[0], jnp.int32)
             return [_tile(task, at, blocks.of(group[0]))]
     mesh_axis = MeshAxis(Mesh(np.array(devices), ("devices",)), "devices")
-    # Devices for which nothing is left repeat what another one does.
+    # Devices without a tile repeat the work of another one.
     padded = [*group, *[group[0]] * (len(devices) - len(group))]
     stacked = _tiles_on_devices(task, jnp.array(padded, jnp.int32), mesh_axis)
     shards = [

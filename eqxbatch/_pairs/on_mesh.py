@@ -1,4 +1,4 @@
-"""Blocks of a kernel on several devices, each with its own rows."""
+"""Blocks of a kernel on several devices; each device computes its own rows."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from .stores import constants
 def on_mesh(
     call: KernelCall, kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis
 ) -> list[PyTree[Array]]:
-    """What becomes of all arrays of the kernel of a call, on the devices of a mesh."""
+    """The collected arrays of the kernel of a call, on the devices of a mesh."""
     check_closed_over(call, kernel)
     grid, collectors = kernel.grid(), make_collectors(kernel, reduce)
     if reduce is None:
@@ -45,9 +45,9 @@ def on_mesh(
 
 
 def check_closed_over(call: KernelCall, kernel: AbstractBlockKernel) -> None:
-    """Raises `ValueError` for arrays that `kernel_fn` cannot take to each device.
+    """Raises `ValueError` if `kernel_fn` closes over arrays on an Explicit mesh.
 
-    `jax.shard_map` does not close over arrays on a mesh with Explicit axes.
+    `jax.shard_map` cannot close over such arrays.
     """
     structs = kernel.structs(SAMPLE)
     closed = eqx.filter_make_jaxpr(kernel.tile)(*structs)[0]
@@ -68,7 +68,7 @@ def on_devices(
     mesh_axis: MeshAxis,
     out_specs: Any,
 ) -> Any:
-    """What `run(operands)` returns on each device."""
+    """The results of `run(operands)` on each device."""
     dynamic, static = eqx.partition(operands, eqx.is_array)
     dynamic = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), dynamic)
     return jax.shard_map(
@@ -76,9 +76,9 @@ def on_devices(
         mesh=mesh_axis.mesh,
         in_specs=PartitionSpec(),
         out_specs=out_specs,
-        # With it, a derivative in what is the same on all devices is summed over them.
-        # Arguments can be declared to differ, but not what a function closes over. A
-        # kernel function is to know nothing of the mesh: its derivatives are local.
+        # If True, JAX sums a derivative over devices if its input is the same on all of
+        # them. Arguments can be declared to vary, but closed-over arrays cannot. Kernel
+        # functions must not depend on the mesh, so their derivatives are local.
         check_vma=False,
     )(dynamic)
 
@@ -128,7 +128,7 @@ def _reduced(
                 states, _ = lax.scan(step, states, (at, counts))
                 always = at[0, 0] >= 0
         leaves, treedef = jtu.tree_flatten(states)
-        # A scan of one step is no loop for XLA, and what it writes not apart from this.
+        # XLA removes a scan of one step, and then mixes its writes with what follows.
         leaves = [x[None] for x in written_first(leaves, always)]
         return jtu.tree_unflatten(treedef, leaves)
 
@@ -144,7 +144,7 @@ def _reduced(
 
 
 def _all_kept(kernel: AbstractBlockKernel, grid: Grid) -> tuple[Rows, Rows] | None:
-    """What is kept of all examples, as a device may need any; None without room."""
+    """The factors of all examples, since a device may need any; None if too large."""
     sides = (0,) if kernel.is_same else (0, 1)
     size = sum(kernel.bytes_kept[side] * kernel.totals[side] for side in sides)
     if size > kernel.plan.room:
@@ -160,7 +160,7 @@ def _written(
     collectors: Sequence[AbstractCollector],
     mesh_axis: MeshAxis,
 ) -> list[Array]:
-    """Each device has a panel of rows; the last one may have some that do not count."""
+    """Each device has a panel of rows; in the last one, some may not count."""
     if grid.is_empty:
         return [collector.init(grid.totals) for collector in collectors]
     num = mesh_axis.num
@@ -169,9 +169,9 @@ def _written(
     for leaf in kernel.leaves:
         row, column = leaf.axes
         if grid.is_same and row is None:
-            row = column  # Each device has that of its own examples.
+            row = column  # Each device has its own examples.
         if row is None:
-            row = 0  # All devices have the same; they are along a new first axis.
+            row = 0  # All devices have the same, along a new first axis.
         specs.append(PartitionSpec(*[None] * row, mesh_axis.name))
     arrays = on_devices(run, call, mesh_axis, specs)
     size = -(-grid.totals[0] // num) * num
@@ -185,7 +185,7 @@ def _written(
             sharded = leaf.axes[1] if leaf.axes[0] is None else leaf.axes[0]
             assert sharded is not None
             if size != grid.totals[0]:
-                # What devices cannot share equally, they cannot share.
+                # An axis that devices cannot share equally is replicated.
                 x = replicated(x, mesh_axis.mesh)
             x = x[tuple(slice(0, length) for length in shape)]
         results.append(x)
@@ -206,7 +206,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
     def block(
         first: Rows, second: Rows, is_diagonal: bool, kept: Rows | None = None
     ) -> list[Array]:
-        """The kernel of some examples with others, or with themselves."""
+        """The kernel of some examples with others or with themselves."""
         totals = first.total, second.total
         size = min(sizes[0], totals[0]), min(sizes[1], totals[1])
         cut = Grid(totals, size, is_diagonal, grid.is_symmetric and is_diagonal)
@@ -214,7 +214,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
 
     def panel(number: Any, start: Any = 0, size: int = height) -> Rows:
         at = number * height + start + jnp.arange(size, dtype=jnp.int32)
-        # Where there are too few examples, the last one stands in.
+        # If there are too few examples, the last one is repeated.
         return _taken(rows, jnp.minimum(at, total - 1))
 
     if not grid.is_same:
@@ -240,7 +240,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
         part = block(mine, panel(other), False, kept)
         results = place(results, part, other)
         if grid.is_symmetric:
-            # The mirror image is what the other device lacks.
+            # The other device lacks the mirror image.
             pairs = [(i, (i + distance) % num) for i in range(num)]
             sent = _sent(kernel.mirrored(part), mesh_axis, pairs)
             results = place(results, sent, (index - distance) % num)
@@ -248,7 +248,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
         part = _opposite(kernel, block, panel, mesh_axis, height)
         results = place(results, part, (index + num // 2) % num)
     return [
-        # What there is for each example comes from the diagonal.
+        # Per-example arrays come from the diagonal.
         whole if leaf.is_pairwise else part
         for leaf, whole, part in zip(kernel.leaves, results, diagonal, strict=True)
     ]
@@ -261,7 +261,7 @@ def _opposite(
     mesh_axis: MeshAxis,
     height: int,
 ) -> list[Array]:
-    """The kernel with the panel half a circle away, of which both make a half."""
+    """The kernel with the opposite panel; each of the two devices computes a half."""
     num = mesh_axis.num
     index = lax.axis_index(mesh_axis.name)
     is_first = index < num // 2
@@ -271,7 +271,7 @@ def _opposite(
     computed = block(panel(low, starts[0], half), panel(low + num // 2), False)
     pairs = [(i, (i + num // 2) % num) for i in range(num)]
     other = _sent(computed, mesh_axis, pairs)
-    # The halves overlap in a row if they must, which is then the same for both.
+    # If the number of rows is odd, the halves overlap in one row, computed by both.
     first = [jnp.where(is_first, x, y) for x, y in zip(computed, other, strict=True)]
     second = [jnp.where(is_first, y, x) for x, y in zip(computed, other, strict=True)]
     whole = []
@@ -286,7 +286,7 @@ def _opposite(
 
 
 def _pairwise(kernel: AbstractBlockKernel, first: list, second: list) -> list[tuple]:
-    """The arrays of two tiles; those without pairs are those of the first."""
+    """The arrays of two tiles; per-example arrays are taken from the first."""
     return [
         (x, y if leaf.is_pairwise else x)
         for leaf, x, y in zip(kernel.leaves, first, second, strict=True)
@@ -305,7 +305,7 @@ def _placed(
     *,
     height: int,
 ) -> list[Array]:
-    """The rows of a device, with those columns that are the panel of some device."""
+    """The rows of a device, in the columns of the panel of some device."""
     placed = []
     for leaf, whole, x in zip(leaves, results, part, strict=True):
         if leaf.is_pairwise:

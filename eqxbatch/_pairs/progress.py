@@ -1,4 +1,4 @@
-"""Meters of how far a long loop has come."""
+"""Progress meters for long loops."""
 
 import abc
 from typing import Any, Generic, TypeVar
@@ -13,9 +13,9 @@ _State = TypeVar("_State")
 
 
 class AbstractProgressMeter(eqx.Module, Generic[_State]):
-    """Tells how far a loop over blocks has come; subclass it for your own.
+    """Reports the progress of a loop over blocks; subclass it to write your own.
 
-    `close` is called once for each `start`, also if the loop ends with an exception or
+    `close` is called once for each `start`, even if the loop ends with an exception or
     is interrupted.
 
     !!! example
@@ -41,31 +41,35 @@ class AbstractProgressMeter(eqx.Module, Generic[_State]):
 
     @abc.abstractmethod
     def start(self, num_blocks: int, num_done: int) -> _State:
-        """The state before the first block.
+        """Returns the state before the first block.
 
         **Arguments:**
 
-        - `num_blocks`: how many blocks there are in all.
-        - `num_done`: how many of them an earlier run has done.
+        - `num_blocks`: the total number of blocks.
+        - `num_done`: the number of blocks that an earlier run has computed.
         """
 
     @abc.abstractmethod
-    def step(self, state: _State, num_nans: int) -> _State:
-        """The state after one more block.
+    def step(
+        self, state: _State, num_nans: int, residual: float | None = None
+    ) -> _State:
+        """Returns the state after one more block, or one more product of a solver.
 
         **Arguments:**
 
-        - `state`: what `start` or the last `step` returned.
-        - `num_nans`: how many entries of the result it made NaN.
+        - `state`: what `start` or the previous `step` returned.
+        - `num_nans`: the number of NaNs that the block adds to the result.
+        - `residual`: the relative residual of a solver. A meter that is never used with
+            a solver can leave this argument out.
         """
 
     @abc.abstractmethod
     def close(self, state: _State) -> None:
-        """Is called when the loop ends, whether all blocks are done or not."""
+        """Called when the loop ends, whether all blocks are done or not."""
 
 
 class NoProgressMeter(AbstractProgressMeter[None]):
-    """Tells nothing.
+    """Reports nothing.
 
     !!! example
 
@@ -83,30 +87,30 @@ class NoProgressMeter(AbstractProgressMeter[None]):
     def start(self, num_blocks: int, num_done: int) -> None:
         del num_blocks, num_done
 
-    def step(self, state: None, num_nans: int) -> None:
-        del state, num_nans
+    def step(self, state: None, num_nans: int, residual: float | None = None) -> None:
+        del state, num_nans, residual
 
     def close(self, state: None) -> None:
         del state
 
 
 class _Bar:
-    """A bar of tqdm, and the NaNs that it has counted."""
+    """A tqdm bar, and the number of NaNs so far."""
 
     def __init__(self, bar: Any):
         self.bar, self.num_nans = bar, 0
 
 
 class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
-    """A bar of tqdm: blocks that are done, blocks a second, time left, and NaNs.
+    """A tqdm progress bar: blocks done, blocks per second, time left, and NaNs.
 
     Needs the extra `progress`: `pip install "equinox-batch[progress]"`.
 
     **Arguments:**
 
-    - `description`: what stands in front of the bar.
+    - `description`: the text in front of the bar.
 
-    Raises `ImportError`, when used, if tqdm is not there.
+    Raises `ImportError`, when used, if tqdm is not installed.
 
     !!! example
 
@@ -130,16 +134,18 @@ class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
 
     def start(self, num_blocks: int, num_done: int) -> _Bar:
         tqdm = import_extra("tqdm.auto", "TqdmProgressMeter", "progress").tqdm
-        # Blocks of an earlier run say nothing of the speed of this one.
+        # Blocks of an earlier run do not count for the speed of this one.
         bar = tqdm(
             desc=self.description, total=num_blocks, initial=num_done, unit="block"
         )
         return _Bar(bar)
 
-    def step(self, state: _Bar, num_nans: int) -> _Bar:
+    def step(self, state: _Bar, num_nans: int, residual: float | None = None) -> _Bar:
         state.num_nans += num_nans
         if num_nans:
             state.bar.set_postfix(NaN=state.num_nans, refresh=False)
+        if residual is not None:
+            state.bar.set_postfix(residual=f"{residual:.1e}", refresh=False)
         state.bar.update()
         return state
 

@@ -1,4 +1,4 @@
-"""What to make of a kernel without keeping it."""
+"""Reductions of a kernel that is never stored as a whole."""
 
 import abc
 import math
@@ -28,9 +28,9 @@ else:
 
 
 class AbstractReduction(eqx.Module, Generic[_State]):
-    """What is made of the blocks of a kernel as they come; subclass it for your own.
+    """Reduces a kernel block by block; subclass it to write your own.
 
-    A reduction is the program
+    A reduction is used like this:
 
     ```python
     state = reduction.init(shape_of_the_kernel)
@@ -39,8 +39,8 @@ class AbstractReduction(eqx.Module, Generic[_State]):
     result = reduction.finalize(state)
     ```
 
-    and each entry of the kernel is seen once. Where the last block overlaps with the
-    one before, what has been seen is set to `neutral` in the tile.
+    Each entry of the kernel counts once. If the last block overlaps with the previous
+    one, entries that were already seen are set to `neutral`.
 
     !!! example
 
@@ -75,41 +75,41 @@ class AbstractReduction(eqx.Module, Generic[_State]):
     @property
     @abc.abstractmethod
     def neutral(self) -> float:
-        """The entry that changes nothing."""
+        """The value of an entry that does not change the result."""
 
     @abc.abstractmethod
     def init(self, kernel: jax.ShapeDtypeStruct) -> _State:
-        """The state before the first block, from shape and dtype of the kernel.
+        """Returns the state before the first block, from the kernel's shape and dtype.
 
-        Its first two axes are those of the rows and columns. Raises `ValueError` or
-        `TypeError` for a kernel that it cannot reduce.
+        The first two axes of `kernel` are the rows and columns. Raise `ValueError` or
+        `TypeError` for a kernel that cannot be reduced.
         """
 
     @abc.abstractmethod
     def update(
         self, state: _State, tile: MatrixTile, rows: Block, columns: Block
     ) -> _State:
-        """The state after one more block.
+        """Returns the state after one more block.
 
         **Arguments:**
 
-        - `state`: what `init` or the last `update` returned. Structure, shapes and
-            dtypes must not change.
+        - `state`: what `init` or the previous `update` returned. Its structure, shapes
+            and dtypes must not change.
         - `tile`: the block, of shape `(rows.size, columns.size, ...)`.
-        - `rows`, `columns`: which rows and columns these are.
+        - `rows`, `columns`: the indices of its rows and columns.
         """
 
     @abc.abstractmethod
     def merge(self, first: _State, second: _State) -> _State:
-        """One state for the blocks of two, as several devices make them."""
+        """Merges the states of two sets of blocks, as computed by different devices."""
 
     @abc.abstractmethod
     def finalize(self, state: _State) -> Any:
-        """The result, from the state after the last block."""
+        """Returns the result, from the state after the last block."""
 
 
 def _added(state: Array, part: Array, block: Block) -> Array:
-    """The state with a part added to the rows of a block."""
+    """Adds a part to the rows of a block in the state."""
     new = block.take(state) + part
     return lax.dynamic_update_slice_in_dim(state, new, block.start, 0)
 
@@ -119,7 +119,7 @@ def _sum_dtype(struct: jax.ShapeDtypeStruct) -> Any:
 
 
 class _Sums(eqx.Module):
-    """Sums in a wide dtype, and the dtype that they are to have."""
+    """Sums in a wide dtype, and the dtype of the result."""
 
     checked_as: ClassVar[dict[str, Any]] = {"values": Shaped[Array, "n1 ..."]}
     values: Array
@@ -127,10 +127,10 @@ class _Sums(eqx.Module):
 
 
 class RowSums(AbstractReduction[_Sums]):
-    """The sum of each row: shape `(n1, ...)`, in the dtype of `jax.numpy.sum`.
+    """The sum of each row, of shape `(n1, ...)`.
 
-    That is the kernel's, or that of longer integers. Half precision is added in
-    float32.
+    The dtype is that of `jax.numpy.sum`: the dtype of the kernel, or a longer integer.
+    Half precision is accumulated in float32.
 
     !!! example
 
@@ -183,15 +183,15 @@ _PRODUCT = Contract(
 
 
 class KernelProduct(AbstractReduction[_Sums]):
-    """The product of the kernel with `vectors`: shape `(n1, ..., k)`.
+    """The product of the kernel with `vectors`, of shape `(n1, ..., k)`.
 
-    Half precision is added in float32, and the result is in the kernel's dtype.
+    Half precision is accumulated in float32. The result has the dtype of the kernel.
 
     **Arguments:**
 
     - `vectors`: an array of shape `(n2,)` or `(n2, k)`.
 
-    Raises `ValueError` for vectors with another number of rows.
+    Raises `ValueError` if `vectors` has a different number of rows.
 
     !!! example
 
@@ -250,11 +250,10 @@ class KernelProduct(AbstractReduction[_Sums]):
 
 
 class FrobeniusNorm(AbstractReduction[Array]):
-    """The root of the sum of the squares of all entries: shape `()`, real.
+    """The Frobenius norm of the kernel, a real scalar.
 
-    Half precision is added in float32.
-
-    Raises `TypeError` for a kernel of integers.
+    Half precision is accumulated in float32. Raises `TypeError` for a kernel of
+    integers.
 
     !!! example
 
@@ -314,19 +313,20 @@ class _Alignment(eqx.Module):
 
 
 class KernelAlignment(AbstractReduction[_Alignment]):
-    """How far the kernel is like that of the labels, `y @ y.T`: a number up to 1.
+    """The alignment of the kernel `K` with the label kernel `T = y @ y.T`: at most 1.
 
-    That is the cosine of the angle between both as vectors,
-    `sum(K * T) / (norm(K) * norm(T))`, and 1 if one is a multiple of the other.
+    The alignment is the cosine similarity of the two kernels,
+    `sum(K * T) / (norm(K) * norm(T))`. It is 1 if one is a positive multiple of the
+    other.
 
     **Arguments:**
 
-    - `labels`: those of the rows, of shape `(n1,)` or `(n1, k)`.
-    - `other_labels`: those of the columns, of shape `(n2,)` or `(n2, k)`; by default,
-        those of the rows.
+    - `labels`: the labels of the rows, of shape `(n1,)` or `(n1, k)`.
+    - `other_labels`: the labels of the columns, of shape `(n2,)` or `(n2, k)`. The
+        default is `labels`.
 
     Raises `ValueError` for labels of other shapes and for a kernel with more than two
-    axes, and `TypeError` for one that is not real.
+    axes. Raises `TypeError` for a kernel that is not real.
 
     !!! example
 
@@ -391,7 +391,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
                 f"{kernel.dtype}. Cast what `kernel_fn` returns."
             )
         zero = jnp.zeros((), _sum_dtype(kernel))
-        # The norm of y1 y2^T, from matrices that are as small as labels have entries.
+        # The norm of y1 y2^T, from matrices that are only as large as a label.
         flat = [_columns(y, zero.dtype) for y in sides]
         gram = [y.T @ y for y in flat]
         return _Alignment(zero, zero, jnp.sum(gram[0] * gram[1]), kernel.dtype)

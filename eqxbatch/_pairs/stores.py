@@ -1,4 +1,4 @@
-"""Where blocks of a kernel go that leave the device, and what tells kernels apart."""
+"""Stores for kernels outside the device, and fingerprints of kernels."""
 
 import abc
 import dataclasses
@@ -23,11 +23,11 @@ from .kernel import AbstractBlockKernel, KernelCall, KernelLeaf, TileMirror
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """What a tile adds to one array of a kernel.
+    """The part of a tile that is written to one array of a kernel.
 
-    - `leaf`: the number of the array.
-    - `place`: where that is in the array, and `chunk`, in blocks.
-    - `part`: what of the tile that is.
+    - `leaf`: the index of the array.
+    - `place`: its position in the array; `chunk` is the position in blocks.
+    - `part`: the part of the tile.
     - `is_mirror`: whether it is from the mirror image of the tile.
     """
 
@@ -39,14 +39,14 @@ class Patch:
 
 
 def patches(leaves: list[KernelLeaf], grid: Grid, tile: Tile) -> Iterator[Patch]:
-    """What a tile adds to the arrays of a kernel."""
+    """The patches of a tile, for the arrays of a kernel."""
     for index, leaf in enumerate(leaves):
         if leaf.is_pairwise:
             yield _patch(index, leaf, grid, tile, False)
             if grid.is_symmetric and tile.row != tile.column:
                 yield _patch(index, leaf, grid, Tile(*reversed(tile)), True)
             continue
-        # One of the tiles of a row, or of a column, is enough.
+        # A single tile of each row, or of each column, is enough.
         other = tile.column if leaf.axes[1] is None else tile.row
         if tile.row == tile.column if grid.is_same else other == 0:
             yield _patch(index, leaf, grid, tile, False)
@@ -69,29 +69,29 @@ def _patch(
 
 
 class AbstractWriter(abc.ABC):
-    """Takes the patches of one kernel."""
+    """Writes the patches of one kernel."""
 
     @abc.abstractmethod
     def has(self, patch: Patch) -> bool:
-        """Whether it is there already, and whole."""
+        """Whether a patch is stored already, and intact."""
 
     @abc.abstractmethod
     def prepare(self, missing: list[Patch]) -> None:
-        """Is told what is to come. Raises `OSError` if there is no room for it."""
+        """Announces patches to write. Raises `OSError` without enough space."""
 
     @abc.abstractmethod
     def write(self, patch: Patch, values: np.ndarray) -> None:
-        """Takes a patch. Can be called from several threads, for different ones."""
+        """Writes a patch. Several threads may call it for different patches."""
 
     @abc.abstractmethod
     def finish(self) -> list[Any]:
-        """The arrays, after all patches."""
+        """The arrays, once all patches are written."""
 
 
 class AbstractStore(eqx.Module):
-    """Where the blocks of a kernel go."""
+    """Where the blocks of a kernel are stored."""
 
-    # Whether patches that are mirror images are not to be written.
+    # Whether to omit patches that are mirror images.
     upper_only: eqx.AbstractVar[bool]
 
     @abc.abstractmethod
@@ -104,25 +104,24 @@ class AbstractStore(eqx.Module):
         mirror: TileMirror,
         is_first: bool,
     ) -> AbstractWriter:
-        """What takes the patches of a kernel.
+        """The writer for the patches of a kernel.
 
-        `fingerprint` tells kernels apart, `mirror` exchanges the sides of one that is
-        symmetric, and `is_first` is whether this process is the first of those that
+        `fingerprint` identifies the kernel, `mirror` exchanges the sides of a symmetric
+        kernel, and `is_first` says whether this is the first of the processes that
         compute it.
         """
 
     @property
     @abc.abstractmethod
     def is_shared(self) -> bool:
-        """Whether several processes can write into it."""
+        """Whether several processes can write to it."""
 
 
 class HostStore(AbstractStore):
-    """Brings a kernel to the memory of the host, as NumPy arrays.
+    """Stores a kernel in host memory, as NumPy arrays.
 
-    Each block is copied while the next one is computed, so that the kernel can be
-    larger than the memory of the device. It stands for `store` in
-    [`eqxbatch.filter_batch_kernel`][].
+    Pass it as `store` to [`eqxbatch.filter_batch_kernel`][]. Each block is copied while
+    the next one is computed, so the kernel can be larger than device memory.
 
     !!! example
 
@@ -176,14 +175,14 @@ class _HostWriter(AbstractWriter):
         return self.arrays
 
 
-# Of what is stored, so that a later version knows what an earlier one wrote.
+# The version of the format, so that later versions recognise earlier ones.
 _FORMAT = 1
 
 
 def fingerprint(
     call: KernelCall, kernel: AbstractBlockKernel, grid: Grid
 ) -> dict[str, Any]:
-    """The parts by which the kernel of a call is known, as JSON has them."""
+    """The parts that identify the kernel of a call, as JSON data."""
     first, second = kernel.structs(grid.sizes)
     program = [_of_program(kernel.tile, first, second)]
     if grid.is_same:
@@ -191,11 +190,11 @@ def fingerprint(
     return {
         "format": _FORMAT,
         "package": f"eqxbatch {importlib.metadata.version('equinox-batch')}",
-        # Only a record: tiles of another backend are rounded in another way, and not
-        # to be mixed with these. Nothing is computed differently because of it.
+        # Only a record: tiles of another backend have other rounding errors and must
+        # not be mixed with these. It does not change any computation.
         "compiler": f"jax {jax.__version__} {jax.default_backend()}",
-        "inputs": _digest((call.calls, call.args, call.shared)),
-        "kernel_fn": _digest(call.kernel_fn),
+        "inputs": digest((call.calls, call.args, call.shared)),
+        "kernel_fn": digest(call.kernel_fn),
         "program": program,
         "grid": {
             "totals": list(grid.totals),
@@ -215,42 +214,43 @@ def fingerprint(
     }
 
 
-def _digest(tree: PyTree) -> str:
+def digest(tree: PyTree) -> str:
     """A digest of all arrays of a PyTree."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for path, leaf in jtu.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)):
-        digest.update(jtu.keystr(path).encode())
-        _add(digest, leaf)
-    return digest.hexdigest()
+        found.update(jtu.keystr(path).encode())
+        _add(found, leaf)
+    return found.hexdigest()
 
 
-def _add(digest: Any, x: Any) -> None:
+def _add(found: Any, x: Any) -> None:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        digest.update(str(x.dtype).encode())
+        found.update(str(x.dtype).encode())
         x = jr.key_data(x)
     x = np.asarray(x)
-    digest.update(f"{x.dtype}{x.shape}".encode())
-    digest.update(np.ascontiguousarray(x).tobytes())
+    found.update(f"{x.dtype}{x.shape}".encode())
+    found.update(np.ascontiguousarray(x).tobytes())
 
 
 def _of_program(fun: Any, *args: Any) -> str:
-    """A digest of what a function does, and of what it closes over."""
+    """A digest of the program of a function, and of what it closes over."""
     closed = eqx.filter_make_jaxpr(fun)(*args)[0]
-    # Functions are shown with their addresses, which are others in each run.
+    # Functions are printed with their addresses, which change in every run.
     text = re.sub(r"0x[0-9a-f]+", "", str(closed))
-    digest = hashlib.sha256(text.encode())
-    # The arrays of the kernel function are among these, and digested once more.
+    found = hashlib.sha256(text.encode())
+    # These include the arrays of the kernel function, which are digested again.
     for x in constants(closed):
-        _add(digest, x)
-    return digest.hexdigest()
+        _add(found, x)
+    return found.hexdigest()
 
 
 def constants(x: Any) -> Iterator[Any]:
     """All arrays that are part of a jaxpr."""
     if isinstance(x, jex.ClosedJaxpr):
         yield from x.consts
-        yield from constants(x.jaxpr)
-    elif isinstance(x, jex.Jaxpr):
+        x = x.jaxpr
+    # Since JAX 0.12, a jaxpr with constants is a `Jaxpr`, too.
+    if isinstance(x, jex.Jaxpr):
         for eqn in x.eqns:
             for atom in eqn.invars:
                 if isinstance(atom, jex.Literal):

@@ -1,4 +1,4 @@
-"""Symmetric kernels of which one half is stored."""
+"""Symmetric kernels of which only one half is stored."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from .kernel import TileMirror
 class SymmetricArray:
     """A symmetric array on disk, without the blocks below its diagonal.
 
-    What is asked for below the diagonal is read from above it, and its sides are
-    exchanged as `symmetric` of the kernel says: it is conjugated if it is complex, and
-    axes of the output change places if it has such. `array[rows, columns]`, with ints
-    and slices, reads just what it needs, and `numpy.asarray` reads all of it.
+    Entries below the diagonal are read from above it, and the two sides are exchanged
+    as `symmetric` of the kernel specifies: complex entries are conjugated, and output
+    axes, if any, are transposed. `array[rows, columns]`, with ints and slices, reads
+    only what it needs; `numpy.asarray` reads everything.
 
-    - `shape`, `dtype`, `ndim`: as NumPy has them.
-    - `stored`: the zarr array behind it, with zeros for what is left out.
+    - `shape`, `dtype`, `ndim`: as for NumPy arrays.
+    - `stored`: the underlying zarr array, with zeros in the omitted blocks.
 
     !!! example
 
@@ -57,6 +57,11 @@ class SymmetricArray:
     def ndim(self) -> int:
         return self.stored.ndim
 
+    @property
+    def is_transpose(self) -> bool:
+        """Whether blocks below the diagonal are conjugate transposes of those above."""
+        return self._mirror.is_transpose
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -65,7 +70,7 @@ class SymmetricArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError("The array is on disk: to have it takes a copy.")
+            raise ValueError("The array is on disk: reading it takes a copy.")
         return np.asarray(self[:, :], dtype)
 
     def __getitem__(self, key: Any) -> np.ndarray:
@@ -93,7 +98,7 @@ class SymmetricArray:
         return found[(*drop, *key[2:])]
 
     def _read(self, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
-        """A rectangle, block by block."""
+        """Reads a rectangle, block by block."""
         shape = (rows[1] - rows[0], columns[1] - columns[0], *self.shape[2:])
         result = np.empty(shape, self.dtype)
         for top, bottom in _pieces(*rows, self._block):
@@ -110,8 +115,8 @@ class SymmetricArray:
         return result
 
     def _mirrored(self, rows: slice, columns: slice) -> np.ndarray:
-        """The mirror image of a rectangle above the diagonal."""
-        if self._mirror.is_transpose:
+        """Reads the mirror image of a rectangle above the diagonal."""
+        if self.is_transpose:
             return np.conj(np.swapaxes(self.stored[rows, columns], 0, 1))
         tile = []
         for leaf, x in zip(self._mirror.leaves, self._arrays, strict=True):
@@ -123,8 +128,8 @@ class SymmetricArray:
         part = self._mirror(tile)[self._index]
         if part.dtype != self.dtype:
             raise ValueError(
-                f"What is below the diagonal of a kernel of dtype {self.dtype} was "
-                f"computed as {part.dtype}. If 64-bit mode is off, set "
+                f"The mirror image of blocks of dtype {self.dtype} has dtype "
+                f"{part.dtype}. If 64-bit mode is off, set "
                 "`jax.config.update('jax_enable_x64', True)`, or read `stored`."
             )
         return np.asarray(part)
@@ -151,6 +156,6 @@ def _bounds(x: range) -> tuple[int, int]:
 
 
 def _pieces(start: int, stop: int, block: int) -> list[tuple[int, int]]:
-    """What a range has of each block."""
+    """Splits a range at the boundaries of blocks."""
     firsts = range(start // block * block, stop, block)
     return [(max(start, x), min(stop, x + block)) for x in firsts]

@@ -16,10 +16,10 @@ from .reductions import AbstractReduction, KernelStruct, MatrixTile
 
 
 class Neighbours(NamedTuple):
-    """What [`eqxbatch.TopK`][] makes of a kernel.
+    """The result of [`eqxbatch.TopK`][].
 
-    - `values`: the largest entries of each row, from the largest on.
-    - `indices`: the columns that they are in.
+    - `values`: the largest entries of each row, in descending order.
+    - `indices`: their columns.
     """
 
     values: Shaped[Array, "n1 k"]
@@ -35,22 +35,22 @@ class _Nearest(eqx.Module):
 
 
 class TopK(AbstractReduction[_Nearest]):
-    """The largest entries of each row, and where they are: the nearest neighbours.
+    """The `k` largest entries of each row and their columns: nearest neighbours.
 
-    Of equal entries, any can be taken. A NaN counts as larger than all numbers.
+    Ties are broken arbitrarily. NaN counts as larger than all numbers.
 
     **Arguments:**
 
-    - `k`: how many of each row.
-    - `without_self`: whether to leave out the diagonal: an example is the nearest
-        neighbour of itself.
+    - `k`: the number of entries for each row.
+    - `without_self`: whether to exclude the diagonal, because each example is its own
+        nearest neighbour.
 
     **Returns:**
 
     An [`eqxbatch.Neighbours`][].
 
-    Raises `ValueError` if a row has fewer entries, or for a kernel with more than two
-    axes, and `TypeError` for a complex one.
+    Raises `ValueError` if a row has fewer than `k` entries, or for a kernel with more
+    than two axes. Raises `TypeError` for a complex kernel.
 
     !!! example
 
@@ -111,7 +111,7 @@ class TopK(AbstractReduction[_Nearest]):
             row = rows.start + jnp.arange(rows.size, dtype=jnp.int32)
             is_self = row[:, None] == column[None, :]
             tile = jnp.where(is_self, jnp.asarray(-jnp.inf, tile.dtype), tile)
-        # Few of a tile can be among the largest of all.
+        # At most `k` entries of a tile can be among the largest of all.
         values, index = lax.top_k(tile, min(self.k, columns.size))
         new = _Nearest(values, column[index], state.num_columns)
         old = rows.take(state.values), rows.take(state.indices)
@@ -133,10 +133,11 @@ class TopK(AbstractReduction[_Nearest]):
 
     @checked
     def finalize(self, state: _Nearest) -> Neighbours:
-        # An entry of `-inf` looks like one that is left out. Where such are among the
-        # largest, all columns of other entries are known: the rest has `-inf`.
+        # An entry of `-inf` looks like an excluded one. If such entries are among the
+        # largest, all columns of larger entries are known, and the other columns have
+        # `-inf`.
         is_low = state.values == -jnp.inf
-        # Columns that do not exist stand for none; they are different from each other.
+        # Indices past the last column stand for no column; they are distinct.
         none = state.num_columns + jnp.arange(self.k + 1, dtype=jnp.int32)
         taken = jnp.where(is_low, none[None, :-1], state.indices)
         if self.without_self:
@@ -152,9 +153,9 @@ class TopK(AbstractReduction[_Nearest]):
 def _missing(
     taken: Int[Array, "rows m"], rank: Int[Array, "rows k"]
 ) -> Int[Array, "rows k"]:
-    """The columns with these ranks among those that are not taken, row by row."""
+    """The columns with these ranks among those that are not taken, for each row."""
     taken = jnp.sort(taken, axis=1)
-    # How many columns before each that is taken are not.
+    # The number of columns before each taken column that are not taken.
     before = taken - jnp.arange(taken.shape[1], dtype=jnp.int32)[None]
     passed = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(before, rank)
     return rank + passed.astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Kernels on disk, which can be continued."""
+"""Kernels on disk; runs can be resumed."""
 
 import errno
 import importlib
@@ -28,24 +28,24 @@ _ATTRIBUTE = "eqxbatch"
 _CHECKSUM = 4  # The bytes of a CRC32C, at the end of a chunk.
 
 
-_PARTIAL = ".partial"  # What zarr calls a file that it has not written to the end.
+_PARTIAL = ".partial"  # How zarr names an unfinished file.
 
 
 class ZarrStore(AbstractStore):
-    """Brings a kernel to disk, as zarr arrays whose chunks are its blocks.
+    """Stores a kernel on disk, as zarr arrays whose chunks are the blocks.
 
-    It stands for `store` in [`eqxbatch.filter_batch_kernel`][], which then returns zarr
-    arrays that are open for reading: nothing of them is in memory until it is asked
-    for. `path` becomes a zarr group (version 3 of the format) with one array for each
-    that the kernel function returns, called `kernel` if there is only one, and
-    otherwise by their place in what is returned.
+    Pass it as `store` to [`eqxbatch.filter_batch_kernel`][], which then returns zarr
+    arrays that are open for reading. Entries are read from disk only when they are
+    accessed. `path` becomes a zarr group (format version 3) with one array for each
+    array that the kernel function returns. A single array is named `kernel`; several
+    are named by their position in the output.
 
-    **A run that was stopped, or killed, is continued by calling it again.** Each chunk
-    comes with its checksum. Chunks that are there and whole are kept, those that are
-    missing or of another size or checksum are computed, and the kernel is bit for bit
-    what an undisturbed run on the same machine makes of it. The group has a fingerprint
-    of the inputs, of the arrays and the program of the kernel function, of the blocks
-    and of the versions of packages, so that no two kernels are mixed up.
+    **To resume a run that was stopped or killed, call it again.** Each chunk has a
+    checksum. Intact chunks are kept; chunks that are missing, or have a wrong size or
+    checksum, are computed. The kernel is bit for bit that of an uninterrupted run on
+    the same machine. The group has a fingerprint of the inputs, of the arrays and the
+    program of the kernel function, of the blocks and of package versions, so that
+    different kernels are never mixed.
 
     Several processes can share the work: see `mesh` of
     [`eqxbatch.filter_batch_kernel`][].
@@ -54,18 +54,21 @@ class ZarrStore(AbstractStore):
 
     **Arguments:**
 
-    - `path`: a folder, which is made if it is not there.
-    - `upper_only`: whether to leave out the blocks below the diagonal of a symmetric
-        kernel, for half of the space. What is returned is then an
-        [`eqxbatch.SymmetricArray`][], which mirrors what is asked for.
+    - `path`: a folder, which is created if it does not exist.
+    - `upper_only`: whether to omit the blocks below the diagonal of a symmetric kernel,
+        which halves the space on disk. The result is then an
+        [`eqxbatch.SymmetricArray`][], which reads the omitted blocks as mirror images.
 
     **Raises:**
 
-    When used, `ValueError` for a folder with another kernel, or with something else;
-    `TypeError` for a dtype that zarr does not have, such as bfloat16; `OSError` if
-    the folder cannot be written or the disk is too small, before anything is computed,
-    or if the disk becomes full, with all that was written before intact; and
-    `ImportError` if zarr is not there.
+    When used:
+
+    - `ValueError` for a folder that contains another kernel or anything else.
+    - `TypeError` for a dtype that zarr does not support, such as bfloat16.
+    - `OSError` before anything is computed, if the folder cannot be written or the disk
+        has too little space; or later, if the disk becomes full. Everything written
+        before stays intact.
+    - `ImportError` if zarr is not installed.
 
     !!! example
 
@@ -134,7 +137,7 @@ class ZarrStore(AbstractStore):
         if is_first:
             for leftover in path.rglob(f"*{_PARTIAL}"):
                 leftover.unlink(missing_ok=True)
-        # A chunk of zeros is to be written as well, so that it is not missing.
+        # Chunks of zeros are written, too, so that they are not missing.
         with zarr.config.set({"array.write_empty_chunks": True}):
             arrays = [zarr.open_array(str(path / name), mode="r+") for name in names]
         half = mirror if self.upper_only else None
@@ -142,7 +145,7 @@ class ZarrStore(AbstractStore):
 
 
 def _names(leaves: list[KernelLeaf]) -> list[str]:
-    """The names of the arrays, which are those of folders."""
+    """The names of the arrays, which are names of folders."""
     if len(leaves) == 1:
         return ["kernel"]
     names: list[str] = []
@@ -159,10 +162,10 @@ def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None
         return
     if path.exists() and any(not x.name.endswith(_PARTIAL) for x in path.iterdir()):
         raise ValueError(
-            f"`path` is a folder with something else than a kernel: {path}. Give "
-            "one that is empty or that does not exist."
+            f"`path` is a folder that contains something other than a kernel: {path}. "
+            "Give one that is empty or does not exist."
         )
-    # Metadata are written with the group: there is none without.
+    # Metadata are written together with the group, so no group lacks them.
     zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
 
 
@@ -174,8 +177,8 @@ def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
         found = None
     if not isinstance(found, dict):
         raise ValueError(
-            f"`path` has zarr arrays that are no kernel of eqxbatch: {path}. Give a "
-            "folder that is empty or that does not exist."
+            f"`path` has zarr arrays that are not a kernel of eqxbatch: {path}. Give a "
+            "folder that is empty or does not exist."
         )
     different = [
         name for name in {**expected, **found} if expected.get(name) != found.get(name)
@@ -193,7 +196,7 @@ def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A part of a fingerprint, without what only tells that it is another one."""
+    """A part of a fingerprint, in readable form."""
     text = repr(value)
     return re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1...", text)
 
@@ -207,8 +210,8 @@ def _make_array(group: Any, name: str, leaf: KernelLeaf, grid: Grid) -> None:
         shape=shape,
         chunks=tuple(max(1, size) for size in chunks),
         dtype=np.dtype(leaf.dtype),
-        # Entries of a kernel are as good as random: to compress them takes long and
-        # gains little. The checksum tells whether a chunk is whole.
+        # Entries of a kernel are nearly random, so compression is slow and saves
+        # little. The checksum tells whether a chunk is intact.
         compressors=[codecs.Crc32cCodec()],
         filters=None,
         fill_value=0,
@@ -244,10 +247,10 @@ class _ZarrWriter(AbstractWriter):
         return False
 
     def _is_whole(self, patch: Patch) -> bool:
-        """Whether the checksum is that of the chunk.
+        """Whether the checksum of the chunk is correct.
 
-        What raises for another reason says nothing of the chunk: the disk may fail, or
-        the memory be too small.
+        Other errors say nothing about the chunk: the disk may fail, or memory may run
+        out.
         """
         try:
             self.arrays[patch.leaf][patch.place]
@@ -258,7 +261,7 @@ class _ZarrWriter(AbstractWriter):
         return True
 
     def _bytes(self, patch: Patch) -> int:
-        """The size of the entries of a chunk."""
+        """The size in bytes of the entries of a chunk."""
         array = self.arrays[patch.leaf]
         return math.prod(array.chunks) * array.dtype.itemsize
 

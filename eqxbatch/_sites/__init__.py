@@ -1,5 +1,5 @@
-"""Where parameters enter a program.
+"""Sites: where parameters enter a program.
 
-Which contractions are exact there, and what they cost.
-It imports from `_base` and `_batch`.
+Also which contractions are exact there, and what they cost. May import from `_base` and
+`_batch`.
 """

@@ -1,6 +1,6 @@
-"""What computations cost, and so how gradients and their norms are best computed.
+"""The cost of computations, and the cheapest way to gradients and their norms.
 
-All of it follows from shapes alone.
+Costs depend on shapes only.
 """
 
 import collections
@@ -24,15 +24,15 @@ from .site import is_lettered, Site
 from .trace import Program
 
 
-# What costs are reckoned with. They are rounded from what `python -m benchmarks costs`
+# The constants of the cost model, rounded from what `python -m benchmarks costs`
 # measures on 2 cores of an AMD EPYC; only orders of magnitude matter.
-# - How many floating-point operations of a contraction take as long as moving a byte.
+# - The number of floating-point operations that take as long as moving a byte.
 FLOPS_PER_BYTE = 8.0
-# - How much slower per-example gradients of a convolution are than matrix products, as
-#   `vmap` makes grouped convolutions of them.
+# - How much slower per-example gradients of a convolution are than matrix products,
+#   because `vmap` turns them into grouped convolutions.
 GROUPED_CONVOLUTION = 4.0
-# - How cheap sites must be as compared with that to be used, as they take longer to
-#   compile.
+# - The relative cost below which sites are used: they must be cheaper, because they
+#   take longer to compile.
 SITES_AT_MOST = 0.95
 
 
@@ -40,7 +40,7 @@ _EXAMPLES = {EXAMPLE, OTHER_EXAMPLE}
 
 
 class Cost(eqx.Module):
-    """What a computation takes: floating-point operations, and bytes that are moved."""
+    """The cost of a computation: floating-point operations, and bytes moved."""
 
     flops: float = eqx.field(static=True, default=0.0)
     bytes: float = eqx.field(static=True, default=0.0)
@@ -53,32 +53,32 @@ class Cost(eqx.Module):
 
     @property
     def time(self) -> float:
-        """How long it takes, in floating-point operations."""
+        """The time that it takes, in floating-point operations."""
         return self.flops + FLOPS_PER_BYTE * self.bytes
 
 
 def total_cost(costs: Iterable[Cost]) -> Cost:
-    """That of several, one after the other."""
+    """The total cost of several computations, one after the other."""
     return sum(costs, Cost())
 
 
 def contraction_cost(terms: Sequence[Term], out: Labels) -> Cost:
-    """That of a contraction: its factors are read, what is between them is moved."""
+    """The cost of a contraction, which reads its factors and moves intermediates."""
     present = {label for _, labels in terms for label in labels}
     flops, largest = contract_cost(terms, tuple(x for x in out if x in present))
-    # What is the same for all examples stays in the caches.
+    # Factors shared by all examples stay in the caches.
     of_examples = [x for x, labels in terms if not _EXAMPLES.isdisjoint(labels)]
     entries = sum(math.prod(x.shape) for x in of_examples) + 2 * largest
     return Cost(flops, float(terms[0][0].dtype.itemsize * entries))
 
 
 def program_cost(jaxpr: Any) -> Cost:
-    """About that of a jaxpr: matrix products, and what each equation writes."""
+    """The approximate cost of a jaxpr: matrix products, and writes of each equation."""
     return total_cost(map(_cost_of, jaxpr.eqns))
 
 
 def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
-    """About that of the derivative of a jaxpr in a direction of marked inputs."""
+    """The approximate cost of a jaxpr's derivative in directions of marked inputs."""
     dependent = set(itertools.compress(jaxpr.invars, inputs))
     total = Cost()
     for eqn in jaxpr.eqns:
@@ -130,15 +130,15 @@ Form = Literal["gram", "gradient", "leaf", "unused"]
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """How the gradients of examples with respect to one leaf are worked with.
+    """How per-example gradients with respect to one leaf are handled.
 
-    - `form`: `"gram"` forms no gradient, and works with the factors of its sites;
-        `"gradient"` forms the gradient of each example from its factors; `"leaf"` lets
-        automatic differentiation do that, for want of a rule; `"unused"` has no
-        gradient, as the function does not use the leaf.
-    - `keeps`: whether the gradients of a microbatch, once formed for the norms, are
-        kept for the sum. Otherwise the sum is another pass over the factors.
-    - `cost`: for one example, its norm and its share in the sum together.
+    - `form`: `"gram"` works with the factors of sites without forming gradients.
+        `"gradient"` forms each per-example gradient from its factors. `"leaf"` leaves
+        this to automatic differentiation, if there is no rule. `"unused"` is for a leaf
+        that the function does not use.
+    - `keeps`: whether gradients of a microbatch that were formed for the norms are kept
+        for the sum. Otherwise the sum takes another pass over the factors.
+    - `cost`: the cost of the norm and of the share in the sum, for one example.
     """
 
     leaf: int
@@ -152,8 +152,8 @@ def plan(
 ) -> tuple[Program, list[Contraction]]:
     """A function's program, and how each leaf is contracted.
 
-    `"sites"` takes the cheapest contraction for each leaf, `"materialise"` leaves all
-    of them to automatic differentiation, and `"auto"` is the cheaper of the two.
+    `"sites"` chooses the cheapest contraction for each leaf, `"materialise"` leaves all
+    of them to automatic differentiation, and `"auto"` chooses the cheaper of the two.
     """
     if method != "materialise":
         program = Program(closed, num_leaves, num_outputs=1)
@@ -196,7 +196,7 @@ def _choose(
     size = float(math.prod(struct.shape))
     width = struct.dtype.itemsize
     if leaf in program.fallbacks:
-        # Written once and read twice: for the norm, and for the sum.
+        # The gradient is written once and read twice: for the norm and for the sum.
         return Contraction(leaf, "leaf", True, Cost(4 * size, 3 * width * size))
     factors = sum(_num_factors(site) for site in sites)
     products = sum(num_products(site) for site in sites)
@@ -205,12 +205,12 @@ def _choose(
     twice = Cost(
         2 * products + 2 * size, width * (2 * factors + (1 + len(sites)) * size)
     )
-    # It is computed from the gradients of what sites see of it.
+    # It is computed from the gradients with respect to the views of sites.
     formed = Cost(0.0, 2 * width * sum(_num_viewed(site) for site in sites))
     once, twice = once + formed, twice + formed
     candidates = [Contraction(leaf, "gradient", False, twice)]
-    # What is kept is kept for all leaves at a time, so it must not be much more than
-    # what a backward pass keeps anyway.
+    # Gradients are kept for all leaves at the same time, so they must not be much
+    # larger than what a backward pass stores anyway.
     if size <= 2 * factors:
         candidates.append(Contraction(leaf, "gradient", True, once))
     if has_gram(sites):
@@ -220,7 +220,7 @@ def _choose(
             return total_cost(contraction_cost(own, (EXAMPLE,)) for own, _ in terms)
 
         cost = eqx.filter_eval_shape(norms, operands, cotangents, values)
-        # The factors are read once more for the sum.
+        # The sum reads the factors once more.
         cost += Cost(products, width * factors)
         candidates.append(Contraction(leaf, "gram", False, cost))
     return min(candidates, key=lambda contraction: contraction.cost.time)
@@ -233,22 +233,22 @@ def prefers_sites(program: Program, contractions: list[Contraction]) -> bool:
 
 
 def vmapped_cost(program: Program) -> Cost:
-    """That of one example if all its gradients are formed by `vmap`."""
+    """The cost of one example if `vmap` forms all its gradients."""
     total = Cost()
     viewed: set[tuple] = set()
     for leaf, struct in enumerate(program.leaves):
         size, width = float(math.prod(struct.shape)), struct.dtype.itemsize
-        # The gradient is read for the norm and the sum.
+        # The gradient is read for the norm and for the sum.
         total += Cost(4 * size, 2 * width * size)
         for site in program.sites_of(leaf):
-            # Each use adds to it; in a loop, it is read and written at each step.
+            # Each use adds to the gradient; in a loop, each step reads and writes it.
             steps = [loop.length for loop in site.loops if not loop.is_sliced]
             uses = 2 * math.prod(steps) if steps else 1
             total += Cost(0.0, width * size * uses)
             if site.rule.kind == "leaf":
-                # What it takes to be formed is not known, here or there.
+                # The cost of forming it is not known for either method.
                 continue
-            # Leaves that are seen together have one gradient of what is seen.
+            # Leaves that share a site's view share its gradient.
             key = (site.perturbation, site.operand, site.rule.key)
             if key not in viewed:
                 viewed.add(key)
@@ -260,14 +260,14 @@ def vmapped_cost(program: Program) -> Cost:
 
 
 def _num_factors(site: Site) -> float:
-    """How many numbers the factors of a site have, as they are contracted."""
+    """The number of entries of a site's factors in contractions."""
     sizes = site.sizes
     both = (site.a_axes, site.d_axes)
     return float(sum(math.prod(sizes[name] for name in axes) for axes in both))
 
 
 def _num_viewed(site: Site) -> float:
-    """How many entries what a site sees of a leaf has, if these are not the leaf's."""
+    """The number of entries of a site's view, if they are not entries of the leaf."""
     if is_lettered(site):
         return 0.0
     steps = [loop.length for loop in site.loops if loop.is_sliced]
@@ -275,7 +275,7 @@ def _num_viewed(site: Site) -> float:
 
 
 def num_products(site: Site) -> float:
-    """FLOPs of a site's gradient for one example, or of its share in a sum of them."""
+    """The FLOPs of a site's gradient for one example, or of its share in a sum."""
     sizes = site.sizes
     axes = {*site.a_axes, *site.d_axes}
     return 2.0 * math.prod(sizes[name] for name in axes)

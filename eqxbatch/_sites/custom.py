@@ -1,11 +1,12 @@
-"""Functions with a derivative of their own, as linear programs in which sites are.
+"""Sites inside functions with custom derivatives.
 
-A `jax.custom_jvp` or `jax.custom_vjp` may have any derivative, whatever the function is
-made of. So what is gone through is never the function, but its derivative: it is linear
-in the tangents of parameters, and where these meet data, there are sites as elsewhere.
+A `jax.custom_jvp` or `jax.custom_vjp` may have any derivative, independent of the code
+of the function. So the finder never goes through the function, but through its
+derivative: this is linear in the tangents of parameters, and where these meet data,
+there are sites as elsewhere.
 
-The derivative is written down as JAX takes it. A backward pass is transposed, which is
-only done if each of its equations is known to be linear in the cotangents.
+The derivative is written down as JAX computes it. A backward pass is transposed, but
+only if each of its equations is known to be linear in the cotangents.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from .._base.mesh import mesh_axes
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
-# What an input of an equation is, seen from the cotangents.
+# The kind of an input of an equation with respect to the cotangents.
 _OTHER, _ZERO, _LINEAR = "other", "zero", "linear"
 
 
@@ -37,7 +38,7 @@ LINEAR_IN_ALL = frozenset(
     pad reduce_sum reshape rev slice split squeeze stack sub transpose
     """.split()  # noqa: SIM905
 )
-# Linear in some of the inputs together; the others say where.
+# Linear in some of the inputs together; the others are indices.
 LINEAR_IN_SOME = {
     "dynamic_slice": (0,),
     "dynamic_update_slice": (0, 1),
@@ -49,7 +50,7 @@ LINEAR_IN_EACH = ("conv_general_dilated", "dot_general", "mul")
 
 
 def unique_inputs(eqn: Any) -> list[int]:
-    """The inputs of an equation that are no literals, each variable once."""
+    """The distinct variables among the inputs of an equation."""
     first: dict[Any, int] = {}
     for i, atom in enumerate(eqn.invars):
         if not isinstance(atom, jex.Literal):
@@ -60,10 +61,10 @@ def unique_inputs(eqn: Any) -> list[int]:
 def linearized(
     jaxpr: Any, eqn: Any, moved: Sequence[int], outs: Sequence[int]
 ) -> jex.ClosedJaxpr | str:
-    """The derivative of an equation with one of its own, or why there is none.
+    """The custom derivative of an equation, or the reason why there is none.
 
-    Its inputs are those of `unique_inputs`, and then tangents of the inputs in `moved`,
-    which are among them. It returns the tangents of the outputs in `outs`.
+    Its inputs are those of `unique_inputs`, followed by tangents of the inputs in
+    `moved`. It returns the tangents of the outputs in `outs`.
     """
     name = eqn.primitive.name
     if eqn.params.get("symbolic_zeros") is not False:
@@ -71,7 +72,7 @@ def linearized(
     if any(is_complex(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
         return f"`{name}` with complex numbers"
     if any(_is_explicit(atom.aval) for atom in eqn.invars):
-        # The derivative names axes, which the contractions have as automatic ones.
+        # The derivative names mesh axes, which are automatic in contractions.
         return f"`{name}` on a mesh with explicit axes"
     given = unique_inputs(eqn)
     atoms, results = [eqn.invars[i] for i in given], [eqn.outvars[i] for i in outs]
@@ -116,9 +117,9 @@ def _is_explicit(aval: Any) -> bool:
 
 
 def _transposed(backward: jex.ClosedJaxpr, num: int, cotangents: list) -> Any:
-    """The transpose of a backward pass, from tangents of its outputs to tangents.
+    """The transpose of a backward pass, a function of tangents.
 
-    Only what the outputs need is transposed: that is what was looked at.
+    Only what the outputs need is transposed, because only that was checked.
     """
     jaxpr, consts = backward.jaxpr, list(backward.consts)
     jaxpr = jaxpr.replace(eqns=_needed(jaxpr))
@@ -134,7 +135,7 @@ def _transposed(backward: jex.ClosedJaxpr, num: int, cotangents: list) -> Any:
 
 
 def _as_outer_product(_: int, eqn: Any) -> Callable[[list], list] | None:
-    """What `jnp.outer` multiplies entry by entry, so that factors are not repeated."""
+    """Replaces the products of `jnp.outer`, so that factors are not repeated."""
     if eqn.primitive.name != "mul":
         return None
     shapes = [atom.aval.shape for atom in eqn.invars]
@@ -148,7 +149,7 @@ def _as_outer_product(_: int, eqn: Any) -> Callable[[list], list] | None:
             jnp.reshape(x, [out[i] for i in own])
             for x, own in zip(ins, axes, strict=True)
         )
-        # Products of entries are not rounded as those of matrices may be.
+        # Elementwise products are not rounded as matrix products may be.
         whole = lax.Precision.HIGHEST
         product = jnp.einsum(
             x, axes[0], y, axes[1], sorted([*axes[0], *axes[1]]), precision=whole
@@ -159,7 +160,7 @@ def _as_outer_product(_: int, eqn: Any) -> Callable[[list], list] | None:
 
 
 def _needed(jaxpr: Any) -> list:
-    """The equations that the outputs of a jaxpr follow from."""
+    """The equations that the outputs of a jaxpr depend on."""
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
@@ -170,9 +171,10 @@ def _needed(jaxpr: Any) -> list:
 
 
 def _not_linear(jaxpr: Any, num: int) -> str:
-    """What keeps a jaxpr from being linear in its inputs from `num` on; often nothing.
+    """The reason why a jaxpr is not linear in its inputs from `num` on, if any.
 
-    A constant that is added to something linear does, unless it is known to be zero.
+    A constant that is added to something linear is a reason, unless it is known to be
+    zero.
     """
     kinds = [_OTHER] * num + [_LINEAR] * (len(jaxpr.invars) - num)
     found = _kinds(jaxpr, kinds)
@@ -180,7 +182,7 @@ def _not_linear(jaxpr: Any, num: int) -> str:
 
 
 def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
-    """What the outputs of a jaxpr are; or what in it is not linear."""
+    """The kinds of a jaxpr's outputs, or the equation that is not linear."""
     known = dict.fromkeys(jaxpr.constvars, _OTHER)
     known.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -206,19 +208,19 @@ def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
 
 
 def _is_zero(eqn: Any, kinds: Sequence[str]) -> bool:
-    """Whether an equation makes zeros of zeros, as of a cotangent that is none."""
+    """Whether an equation returns zeros, because its inputs are zero cotangents."""
     if eqn.primitive.name in LINEAR_IN_EACH:
         return _ZERO in kinds
     return eqn.primitive.name in LINEAR_IN_ALL and {*kinds} == {_ZERO}
 
 
 def _is_linear(eqn: Any, kinds: Sequence[str]) -> bool:
-    """Whether an equation is linear in those inputs that are."""
+    """Whether an equation is linear in its linear inputs."""
     name = eqn.primitive.name
     if not all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in eqn.outvars):
         return False
     if name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
-        # What is out of bounds is another number, which a transpose does not know.
+        # Entries out of bounds are another number, which a transpose cannot know.
         return eqn.params["fill_value"] == 0
     if name in LINEAR_IN_EACH:
         return [*kinds].count(_LINEAR) == 1

@@ -1,4 +1,4 @@
-"""Contractions of arrays with labelled axes, and what they cost."""
+"""Contractions of arrays with labelled axes, and their cost."""
 
 import collections
 import functools
@@ -30,8 +30,8 @@ def contract(terms: Sequence[Term], out: Labels) -> Array:
     terms = _summed(terms, out)
     labels = tuple(labels for _, labels in terms)
     path, _ = _optimal_path(labels, tuple(x.shape for x, _ in terms), out)
-    # The first of two terms stays the first, so that equal products are found to be
-    # equal by the compiler.
+    # The first of two terms stays the first, so that the compiler recognises equal
+    # products.
     items = [(i, *term) for i, term in enumerate(terms)]
     for step in path:
         chosen = sorted((items[i] for i in step), key=lambda item: item[0])
@@ -45,14 +45,14 @@ def contract(terms: Sequence[Term], out: Labels) -> Array:
 
 
 def _product(terms: list[Term], needed: set[Label], wanted: Labels | None) -> Term:
-    """The product of one or two terms, summed over what is not needed any more.
+    """The product of one or two terms, summed over labels that are no longer needed.
 
-    Its axes are as `wanted`, or in the order in which they come out.
+    Its axes are in the order of `wanted`, or in any order.
     """
     (x, own), *rest = terms
     others: Labels = rest[0][1] if rest else ()
     if rest and needed.issuperset({*own, *others}):
-        # Nothing is summed over. What the larger of the two looks like is kept.
+        # Nothing is summed over. The axes of the larger term are kept.
         (y, _) = rest[0]
         if wanted is None:
             first, second = (own, others) if x.size >= y.size else (others, own)
@@ -72,7 +72,7 @@ def _product(terms: list[Term], needed: set[Label], wanted: Labels | None) -> Te
 
 
 def aligned(x: Array, own: Labels, labels: Labels) -> Array:
-    """`x` with axes for all `labels`, of size 1 for those that it does not have."""
+    """`x` with axes for all `labels`, of size 1 for missing ones."""
     order = sorted(range(len(own)), key=lambda axis: labels.index(own[axis]))
     missing = [axis for axis, label in enumerate(labels) if label not in own]
     return jnp.expand_dims(jnp.transpose(x, order), missing)
@@ -91,7 +91,7 @@ def _expression(terms: Sequence[Labels], out: Labels) -> str:
 
 
 def contract_cost(terms: Sequence[Term], out: Labels) -> tuple[float, float]:
-    """FLOPs of `contract`, and the number of elements of its largest intermediate."""
+    """The FLOPs of `contract`, and the size of its largest intermediate array."""
     flops = float(sum(x.size for x, _ in terms))
     terms = _summed(terms, out)
     labels = tuple(labels for _, labels in terms)
@@ -110,9 +110,9 @@ def _sizes(terms: Sequence[Term]) -> dict[Label, int]:
 
 
 def _fused(terms: Sequence[Term], out: Labels) -> tuple[list[Term], Labels]:
-    """The same with fewer axes: those of size 1 dropped, and neighbours made one.
+    """Equal terms with fewer axes: drops those of size 1 and merges neighbours.
 
-    Compilers run a matrix product faster than the same one over many axes.
+    A matrix product runs faster than the same product over many axes.
     """
     sizes = _sizes(terms)
     lists = [
@@ -121,7 +121,7 @@ def _fused(terms: Sequence[Term], out: Labels) -> tuple[list[Term], Labels]:
     ]
     for label in sizes:
         while True:
-            # Wherever one of the two is, they must be next to each other.
+            # Wherever one of the two appears, they must be adjacent.
             following = {
                 own[own.index(label) + 1] if own[-1] != label else None
                 for own in lists
@@ -164,8 +164,8 @@ def _optimal_path(
         # One after the other.
         return [(0,), *[(0, 1)] * (len(labels) - 1)][len(labels) > 1 :], None
     expression = _expression(labels, out)
-    # Nothing that is formed on the way may be larger than what is there already, or
-    # else than the smaller of a Gram matrix and a gradient.
+    # No intermediate may be larger than the existing arrays, or else than the smaller
+    # of a Gram matrix and a gradient.
     sizes = {
         label: size
         for term, shape in zip(labels, shapes, strict=True)
@@ -182,6 +182,6 @@ def _optimal_path(
     )
     path, info = find(memory_limit=limit)
     if any(len(step) > 2 for step in path):
-        # Nothing of two terms is that small.
+        # No pair of terms has a small enough product.
         path, info = find()
     return path, info

@@ -1,8 +1,8 @@
-"""What follows from the factors of the sites: gradients, and weighted sums of them.
+"""Gradients, and weighted sums of them, from the factors of sites.
 
-All arrays here have examples along axis 0. The gradient of an example with respect to a
-leaf is the sum over the leaf's sites of `einsum(a, d)`, brought from the view back to
-the leaf. It is only formed where that is cheaper than to do without.
+All arrays here have examples along axis 0. A per-example gradient with respect to a
+leaf is the sum over the leaf's sites of `einsum(a, d)`, pulled back from the view to
+the leaf. It is only formed if that is cheaper.
 """
 
 import functools
@@ -22,21 +22,21 @@ from .rules import Axes
 from .site import is_lettered, Label, labels_of, Site
 
 
-_Leaf = Array | jax.ShapeDtypeStruct  # Only its type matters.
+_Leaf = Array | jax.ShapeDtypeStruct  # Only the type matters.
 
 
 class Factor(eqx.Module):
     """One operand or cotangent of some examples.
 
-    `has_examples` says whether it has them along axis 0; otherwise it is the same for
-    all of them.
+    `has_examples` says whether axis 0 has the examples; otherwise the factor is shared
+    by all of them.
     """
 
     array: Any
     has_examples: bool = eqx.field(static=True, default=True)
 
     def vmap(self, fun: Callable[[Array], Array], num: int = 0) -> "Factor":
-        """Applies `fun` to that of each example, and along `num` axes after that."""
+        """Applies `fun` to the factor of each example, and over `num` further axes."""
         for _ in range(num + self.has_examples):
             fun = jax.vmap(fun)
         return self.of(fun(self.array))
@@ -49,10 +49,10 @@ class Factor(eqx.Module):
 class Factors:
     """The operands and cotangents of all sites, for some examples.
 
-    `outputs` labels the axes that the cotangents have after the examples: those of
-    what is differentiated, if it is more than a scalar. `num` is the number of
-    examples, where there may be no factors to tell. `values` are those of the program,
-    and `unit` is what weights are divided by.
+    `outputs` labels the axes of the cotangents after the examples: those of the
+    differentiated output, if it is not a scalar. `num` is the number of examples, in
+    case there are no factors. `values` are the values of the program, and `unit` is a
+    divisor of weights.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Factors:
     def replaced(
         self, operands: list, cotangents: list, unit: Array | None = None
     ) -> "Factors":
-        """Others of the same examples."""
+        """Other factors of the same examples."""
         unit = self.unit if unit is None else unit
         return Factors(operands, cotangents, self.outputs, self._num, self.values, unit)
 
     def of(self, site: Site) -> tuple[Factor | None, Factor]:
-        """`a` and `d` of a site, as it has them."""
+        """The factors `a` and `d` of a site."""
 
         def at_steps(x: Factor, num: int) -> Factor:
             return x.of(site.at_steps(x.array, x.has_examples + num))
@@ -109,7 +109,7 @@ class Factors:
         return at_steps(self.operands[site.operand], 0), d
 
     def expanded(self, site: Site) -> tuple[Factor | None, Factor]:
-        """`a` and `d` with the axes that the site names."""
+        """The factors `a` and `d` with the axes that the site names."""
         a, d = self.of(site)
         d = d.vmap(site.arrange, len(self.outputs))
         d = d.of(widened(d.array))
@@ -127,7 +127,7 @@ class Factors:
         return a.vmap(expand), d
 
     def has_examples(self, sites: Sequence[Site]) -> bool:
-        """Whether the gradients at some sites differ from example to example."""
+        """Whether the gradients at some sites differ between examples."""
         return any(
             factor is not None and factor.has_examples
             for site in sites
@@ -161,7 +161,7 @@ def labelled_terms(
 
 
 def _without_dropped(cotangent: Term, tokens: Term, site: Site) -> Term:
-    """Zeros where a token chooses no row of a table at all."""
+    """Replaces entries by zero where a token selects no row of a table."""
     (d, labels), (rows, token_labels) = cotangent, tokens
     missing = tuple(label for label in token_labels if label not in labels)
     # Examples come first.
@@ -172,21 +172,21 @@ def _without_dropped(cotangent: Term, tokens: Term, site: Site) -> Term:
 
 
 def scale_of(site: Site) -> Any:
-    """What the terms of a site are multiplied with."""
+    """The number that multiplies the terms of a site."""
     is_in_terms = site.view.is_weighted or not is_lettered(site)
     return site.rule.scale * (1.0 if is_in_terms else site.view.scale)
 
 
 def has_weights(site: Site) -> bool:
-    """Whether the entries of a leaf are multiplied with numbers of their own.
+    """Whether a site multiplies each entry of a leaf by its own weight.
 
-    Where the axes of the view are not those of the leaf, that is a part of the view.
+    If the axes of the view are not those of the leaf, this is part of the view.
     """
     return site.view.is_weighted and is_lettered(site)
 
 
 def weights_of(site: Site, values: list) -> Array:
-    """What the entries of a leaf are multiplied with, in the shape of the view."""
+    """The weights of a leaf's entries, in the shape of the view."""
     ones = full_varying_as(site.view.type_of_leaf, 1)
     return widened(site.view.apply(ones, values))
 
@@ -194,9 +194,9 @@ def weights_of(site: Site, values: list) -> Array:
 def weight_terms(
     site: Site, values: list, labels: dict[str, Label], unit: Array | None = None
 ) -> list[Term]:
-    """What the entries of a leaf are multiplied with on the way to a site, if so.
+    """The weights of a leaf's entries on the way to a site, if there are any.
 
-    It is divided by the `unit`, if there is one.
+    They are divided by the `unit`, if there is one.
     """
     if not has_weights(site):
         return []
@@ -206,9 +206,10 @@ def weight_terms(
 
 
 def site_terms(site: Site, factors: Factors) -> list[Term]:
-    """The arrays whose contraction is a site's gradient, brought back to the leaf.
+    """The arrays whose contraction is a site's gradient, pulled back to the leaf.
 
-    Or that with respect to the view, where its axes are not those of the leaf.
+    If the view's axes are not those of the leaf, it is the gradient with respect to the
+    view.
     """
     labels = labels_of(site, 0)
     terms = labelled_terms(site, factors, EXAMPLE, labels)
@@ -218,10 +219,10 @@ def site_terms(site: Site, factors: Factors) -> list[Term]:
 def gradients(
     sites: Sequence[Site], factors: Factors, leaf: _Leaf
 ) -> Inexact[Array, "..."]:
-    """The gradient of each example with respect to a leaf, from all its sites.
+    """The per-example gradients with respect to a leaf, from all its sites.
 
-    Shape `(n, *outputs, *leaf.shape)`, or `(*outputs, *leaf.shape)` if all factors are
-    the same for all examples.
+    The shape is `(n, *outputs, *leaf.shape)`, or `(*outputs, *leaf.shape)` if no factor
+    differs between examples.
     """
     has_examples = factors.has_examples(sites)
     parts = []
@@ -251,11 +252,11 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
 
     if a is None or not a.has_examples or is_on_mesh(a.array):
         return form(a, d)
-    # Patches are several times as large as what they are taken from, so they are made
-    # for some examples at a time: for so many that they are no larger than that, or
-    # than the cotangents of several outputs. It is faster, too, as they stay in the
-    # caches. (On a mesh, each device would be asked for the same examples at the same
-    # time, so there it is done at once.)
+    # Patches are several times as large as their input, so they are computed for some
+    # examples at a time: as many as keep them no larger than the input, or the
+    # cotangents of several outputs. It is also faster, because they stay in the caches.
+    # (On a mesh, this would gather the same examples from all devices, so all patches
+    # are computed at once.)
     num = factors.num
     outputs = math.prod(d.array.shape[d.has_examples :][:num_outputs])
     size = max(a.array.size * outputs, 1)
@@ -275,12 +276,12 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
 
 
 def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
-    """The gradients at a site from its own factors, of the steps that it has."""
+    """The gradients at a site from its own factors, for the steps that it has."""
     site = site.with_own(0, None if site.operand is None else 0)
     terms = site_terms(site, factors)
     present = {label for _, own in terms for label in own}
     lead = (EXAMPLE, *factors.outputs) if EXAMPLE in present else factors.outputs
-    # An axis of size 1 may be in neither, and is put back by the reshape.
+    # An axis of size 1 may be missing from both; the reshape restores it.
     of_leaf = sorted(label for label in present if label[0] in ("leaf", "view"))
     product = contract(terms, (*lead, *of_leaf))
     shape = product.shape[: len(lead)]
@@ -296,7 +297,7 @@ def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
 
 
 def _in_dtype(x: Array, dtype: Any) -> Array:
-    """The real part of it, if a real array meets complex ones."""
+    """Casts to a dtype; takes the real part for a real leaf in complex arithmetic."""
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         x = jnp.real(x)
     return x.astype(dtype)
@@ -308,10 +309,10 @@ def weighted_sum(
     leaf: _Leaf,
     weights: Inexact[Array, "n *outputs"],
 ) -> Inexact[Array, "..."]:
-    """The weighted sum of the examples' gradients with respect to a leaf.
+    """The weighted sum of per-example gradients with respect to a leaf.
 
-    No gradient of one example is formed: it is the transpose of all examples' sites at
-    once, as in an ordinary backward pass.
+    No per-example gradient is formed: the sites of all examples are transposed at once,
+    as in an ordinary backward pass.
     """
     num, lead = weights.shape[0], weights.ndim
     operands, cotangents = [], []
@@ -320,7 +321,7 @@ def weighted_sum(
         if a is not None and not a.has_examples:
             a = a.of(jnp.broadcast_to(a.array, (num, *a.array.shape)))
         operands.append(None if a is None else a.array)
-        # What is scaled by may be out of the range of half precision.
+        # The scale may be out of the range of half precision.
         wide = widened(d.array)
         wide = wide if d.has_examples else wide[None]
         weight = weights.astype(wide.dtype)

@@ -1,8 +1,8 @@
-"""Finding the sites of a program: where what depends on leaves meets an example.
+"""Finds the sites of a program: where values that depend on leaves meet an example.
 
-The equations of a program are gone through one by one. What leaves and constants alone
-make is the same for all examples: of it, its value is known, and its derivative as a
-sum of views of leaves. Where such a value meets an example, there is a site.
+The finder goes through the equations of a program one by one. Values of leaves and
+constants alone are the same for all examples: their derivatives are known as sums of
+views of leaves. Where such a value meets an example, there is a site.
 """
 
 import collections
@@ -24,6 +24,7 @@ from .._base.jaxprs import (
     live_variables,
     REMAT,
     run_equation,
+    scan_sizes,
     source_line,
 )
 from .custom import (
@@ -53,7 +54,7 @@ from .view import extend_sum, extend_view, leaf_view, View
 _Struct = jax.ShapeDtypeStruct
 
 
-# More ways from a leaf to a value are not followed.
+# The largest number of ways from a leaf to a value that are followed.
 _MOST_VIEWS = 16
 
 
@@ -68,11 +69,11 @@ _Inputs = list[Shared | None]
 
 
 class Finder:
-    """Goes through a jaxpr and what it calls.
+    """Goes through a jaxpr and the jaxprs that it calls.
 
-    - `order`: the highest derivative that is taken with the sites that are found.
-    - `failed`: the leaves without a rule, and why.
-    - `values`: what views read.
+    - `order`: the highest derivative that will be taken with the sites.
+    - `failed`: the leaves without a rule, with reasons.
+    - `values`: the values that views read.
     """
 
     def __init__(self, order: int = 1) -> None:
@@ -85,7 +86,7 @@ class Finder:
         self._num_loops = 0
 
     def leaf(self, number: int, aval: Any, *, is_followed: bool) -> Shared:
-        """A leaf; one that is not followed has no sites."""
+        """Adds a leaf; a leaf that is not followed has no sites."""
         node = self.graph.leaf(number, aval, varies=is_followed)
         return self._known(node, (leaf_view(number, aval),) if is_followed else ())
 
@@ -95,7 +96,7 @@ class Finder:
     def plan(
         self, jaxpr: Any, consts: Sequence[Any], inputs: _Inputs, live: Sequence[bool]
     ) -> Plan:
-        """What there is in a jaxpr, of which some outputs are differentiated."""
+        """The plan of a jaxpr, of which some outputs are differentiated."""
         plan = Plan()
         atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
         uses = collections.Counter(x for x in atoms if not isinstance(x, jex.Literal))
@@ -120,7 +121,7 @@ class Finder:
         return plan
 
     def step(self, plan: Plan, own: Equation, inputs: _Inputs) -> _Inputs:
-        """Adds one equation to the plan, and returns what is shared of its outputs."""
+        """Adds one equation to the plan, and returns its outputs that are shared."""
         eqn = own.eqn
         name = eqn.primitive.name
         none: _Inputs = [None for _ in eqn.outvars]
@@ -151,10 +152,10 @@ class Finder:
             self.meet(plan, own, inputs)
         return none
 
-    # What is the same for all examples.
+    # Values that are the same for all examples.
 
     def shared(self, own: Equation, inputs: list[Shared]) -> _Inputs:
-        """What an equation makes of what is the same for all examples."""
+        """The outputs of an equation whose inputs are the same for all examples."""
         eqn = own.eqn
         used = [var for var in eqn.outvars if own.uses[var]]
         nodes = self.graph.outputs(own.jaxpr, eqn, tuple(x.node for x in inputs), used)
@@ -174,7 +175,7 @@ class Finder:
         return [by_var.get(var) for var in eqn.outvars]
 
     def _inverse(self, own: Equation, x: Shared) -> Shared:
-        """One over what is the same for all examples."""
+        """One over a value that is the same for all examples."""
         node = self.graph.inverse(x.node)
         views = self._views_of(own, [x], 0, node, None)
         return self._known(node, views, *self._curved(own.eqn, [x], node))
@@ -184,7 +185,7 @@ class Finder:
         return self._of_nodes[node]
 
     def _linear(self, eqn: Any, inputs: list[Shared]) -> list[list[View]] | None:
-        """The views of each output, if the equation makes views of all that it gets."""
+        """The views of each output, if the equation is linear in all its inputs."""
         is_known = not unknown_parameters(eqn)
         if eqn.primitive.name in SUMS and is_known:
             sums = [
@@ -214,7 +215,7 @@ class Finder:
         """The derivative of an output of an equation, as a sum of views."""
         bases = [self._of_nodes[base] for base in node.bases]
         by_slopes = sum(len(x.views) for x in bases)
-        # Two ways from the same array are one, with the sum of their slopes.
+        # Two ways from the same array are merged, with the sum of their slopes.
         if linear is not None and (not bases or len(linear[output]) <= by_slopes):
             return tuple(linear[output])
         if bases:
@@ -230,7 +231,7 @@ class Finder:
         )
 
     def _times(self, view: View, slope: Slope) -> View:
-        """A view times the derivative of a function of each entry."""
+        """A view times the derivative of an elementwise function."""
         value = self._number(slope, (slope.node, slope.base))
         place = view.place
         if place is not None:
@@ -286,7 +287,7 @@ class Finder:
         )
 
     def _number(self, value: Value, key: Any) -> tuple[int, tuple[Loop, ...]]:
-        """The number of a value, and its loops."""
+        """The index of a value, and its loops."""
         if key not in self._numbers:
             self._numbers[key] = len(self.values)
             self.values.append(value)
@@ -295,7 +296,7 @@ class Finder:
     def _curved(
         self, eqn: Any, inputs: list[Shared], node: Node
     ) -> tuple[frozenset[int], frozenset[int]]:
-        """The leaves that a node is not linear in, and those that it couples."""
+        """The leaves in which a node is nonlinear, and those that it couples."""
         bases = [self._of_nodes[base] for base in node.bases]
         made_of = bases or inputs
         curved = frozenset[int]().union(*(x.curved for x in made_of))
@@ -314,10 +315,10 @@ class Finder:
         name, num = eqn.primitive.name, sum(x.node.varies for x in inputs)
         return name in _JOINTLY_LINEAR or (name in LINEAR_IN_EACH and num == 1)
 
-    # Where it meets an example.
+    # Where values meet an example.
 
     def meet(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
-        """Adds an equation in which views meet something else, by their rules."""
+        """Adds an equation in which views meet other values, using their rules."""
         eqn = own.eqn
         name = eqn.primitive.name
         of_views = {i: x for i, x in enumerate(inputs) if x is not None and x.views}
@@ -356,7 +357,7 @@ class Finder:
 
         before = plan.perturbed_before(eqn, rules)
         if before is not None:
-            # What is added to something has the cotangent of that.
+            # A summand has the cotangent of the sum.
             (position,) = rules
             rules[position] = before.rule(rules[position])
             add(position, before.perturbation, None)
@@ -388,7 +389,7 @@ class Finder:
     def scan(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
         params = own.eqn.params
         closed, length = params["jaxpr"], params["length"]
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = scan_sizes(own.eqn)
         first_x = num_consts + num_carry
         carried = [*_views(inputs[num_consts:first_x])]
         self.fail(carried, own, "a parameter is carried through a `scan`")
@@ -399,7 +400,7 @@ class Finder:
         inner_inputs: _Inputs = []
         for position, x in enumerate(inputs):
             if x is None or num_consts <= position < first_x:
-                # A carry is not the same for all steps, even where it starts so.
+                # A carry differs between steps, even if its initial value is shared.
                 inner_inputs.append(None)
             elif position < first_x:
                 inner_inputs.append(x)
@@ -421,7 +422,7 @@ class Finder:
             plan.include(inner, (length,))
 
     def cond(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
-        """Adds the sites of all branches: those of a branch not taken give zero."""
+        """Adds the sites of all branches; those of branches not taken give zero."""
         branches, start = [], len(self.values)
         for closed in own.eqn.params["branches"]:
             inner = self.plan(closed.jaxpr, closed.consts, inputs[1:], own.live)
@@ -429,8 +430,8 @@ class Finder:
                 if x is not None and is_live:
                     self.fail(x.views, own, "a `cond` returns a parameter")
             for site in inner.sites:
-                # What a view reads is computed before the branch is known. It may be
-                # infinite there, which a cotangent of zero does not undo.
+                # The values of a view are computed before the branch is known. They may
+                # be infinite, and a zero cotangent does not remove that.
                 if any(i >= start for x in site.view.steps for i in x.values):
                     reason = "a branch of a `cond` has a function of a parameter"
                     self.fail([site.view], own, reason)
@@ -444,10 +445,10 @@ class Finder:
                 plan.include(branch.plan)
 
     def custom(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
-        """Adds the sites of the derivative of an equation with one of its own.
+        """Adds the sites in the custom derivative of an equation.
 
-        Only the tangents of parameters are followed in it. What else it takes has its
-        value, the parameters themselves included.
+        Only tangents of parameters are followed in it. All other inputs, including the
+        parameters themselves, are values.
         """
         eqn, given = own.eqn, unique_inputs(own.eqn)
         shared = [inputs[i] for i in given]
@@ -484,7 +485,7 @@ class Finder:
             plan.include(inner)
 
     def fail(self, views: Iterable[View], own: Equation, reason: str) -> None:
-        """Gives up the leaves of some views, at an equation."""
+        """Marks the leaves of some views as not covered, because of an equation."""
         line = source_line(own.eqn)
         for view in views:
             led = [f"`{re.split(r'[^a-z_]', key)[0]}`" for key in view.key]

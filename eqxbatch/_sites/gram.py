@@ -1,6 +1,6 @@
 """Inner products and norms of gradients, from the factors of pairs of sites.
 
-No gradient is formed. `site.py` says for which sites that is exact.
+No gradient is formed. See `site.py` for the sites where this is exact.
 """
 
 import dataclasses
@@ -34,15 +34,15 @@ from .site import (
 )
 
 
-# A leaf with more sites, as in an unrolled loop, has so many pairs of them that tracing
-# their products takes seconds.
+# A leaf with more sites, as in an unrolled loop, has so many pairs of sites that
+# tracing their products takes seconds.
 MOST_SITES = 16
 
 
 def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> bool:
-    """Whether inner products of the gradients at the sites follow from factors.
+    """Whether factors suffice for inner products of the gradients at the sites.
 
-    The sites are those of a leaf, and so are the `others`.
+    All sites are those of one leaf, and so are the `others`.
     """
     first = [own for own, *_ in _groups(sites)]
     second = first if others is None else [own for own, *_ in _groups(others)]
@@ -52,9 +52,9 @@ def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> boo
 
 
 def _groups(sites: Sequence[Site]) -> list[list[Site]]:
-    """The sites; those that are alike together, if there are many.
+    """Groups the sites: if there are many, those that are alike are merged.
 
-    The uses of a leaf in the steps of an unrolled loop are like those in a `scan`.
+    Uses of a leaf in an unrolled loop are then handled like those in a `scan`.
     """
     if len(sites) <= MOST_SITES:
         return [[site] for site in sites]
@@ -62,14 +62,14 @@ def _groups(sites: Sequence[Site]) -> list[list[Site]]:
     for number, site in enumerate(sites):
         view, rule = site.view, site.rule
         key = (view.key, view.windows, rule.kind, rule.key, site.loops)
-        # What is small is not so any more as the steps of a loop.
+        # A small site is no longer small once it is merged into a loop.
         key = (number,) if is_small(site) else key
         groups.setdefault(key, []).append(site)
     return [*groups.values()]
 
 
 def _merged(sites: Sequence[Site], factors: Factors) -> tuple[list[Site], Factors]:
-    """The sites, with those that are alike as the steps of a loop."""
+    """Merges sites that are alike into the steps of a loop."""
     groups = _groups(sites)
     if len(groups) == len(sites):
         return [*sites], factors
@@ -93,7 +93,7 @@ def _merged(sites: Sequence[Site], factors: Factors) -> tuple[list[Site], Factor
 
 
 def _stacked(parts: list[Factor], num_outputs: int) -> Factor:
-    """Factors of several sites along a new axis, after examples and outputs."""
+    """Stacks factors of several sites on a new axis after examples and outputs."""
     arrays = [x.array for x in parts]
     has_examples = any(x.has_examples for x in parts)
     if has_examples:
@@ -118,7 +118,7 @@ class _Side(NamedTuple):
 
     @property
     def token(self) -> tuple[Array, Labels, Label] | None:
-        """The tokens, if there are any, and what they choose from."""
+        """The tokens, if there are any, and the axis that they index."""
         if self.site.rule.token is None:
             return None
         a, _ = self.site_terms
@@ -130,7 +130,7 @@ class _Side(NamedTuple):
 
     @property
     def terms(self) -> list[Term]:
-        """The cotangent, and the operand if it is one of numbers; and weights."""
+        """The cotangent, weights, and the operand if it does not consist of tokens."""
         *operand, cotangent = self.site_terms
         values, unit = self.factors.values, self.factors.unit
         weights = weight_terms(self.site, values, self.labels, unit)
@@ -140,7 +140,7 @@ class _Side(NamedTuple):
 
     @property
     def coefficients(self) -> Term:
-        """The gradient with respect to a view that is small, with one axis."""
+        """The gradient with respect to a small view, flattened."""
         present = {label for _, own in self.site_terms for label in own}
         lead = (self.example, *self.factors.outputs)
         lead = tuple(label for label in lead if label in present)
@@ -152,7 +152,7 @@ class _Side(NamedTuple):
 
     @property
     def directions(self) -> Array:
-        """What the entries of a small view are of the leaf, one after the other."""
+        """The Jacobian of a small view with respect to the leaf, row by row."""
         view, values = self.site.view, self.factors.values
         leaf = full_varying_as(view.type_of_leaf, 0)
         struct = view.struct(leaf, values)
@@ -178,7 +178,7 @@ class _Side(NamedTuple):
 
 
 def _scale(site: Site) -> Any:
-    """What the terms of a site are multiplied with: no view is transposed here."""
+    """The number that multiplies the terms of a site; no view is transposed here."""
     return site.rule.scale * (1.0 if has_weights(site) else site.view.scale)
 
 
@@ -191,7 +191,7 @@ def pair_terms(
 ) -> tuple[list[Term], Any]:
     """The arrays whose contraction is the inner product of two sites' gradients.
 
-    Also what to multiply it with. `example` is the label of the other's examples.
+    Also returns a factor for it. `example` is the label of the other side's examples.
     """
     first, second = (
         _Side(s, f, lead, labels_of(s, side), ("small", side))
@@ -215,7 +215,7 @@ def pair_terms(
 
 
 def _small_terms(first: _Side, second: _Side) -> tuple[list[Term], Any]:
-    """The same, where one of the sites has few numbers of a leaf, as a penalty has."""
+    """Like `pair_terms`, if one of the sites is small, such as that of a penalty."""
     scale = first.site.rule.scale * second.site.rule.scale
     if is_small(first.site) and is_small(second.site):
         flat = ("flat", 0)
@@ -231,17 +231,17 @@ def _small_terms(first: _Side, second: _Side) -> tuple[list[Term], Any]:
 
 
 def _equal(first: Term, second: Term) -> Term:
-    """Where tokens choose the same row."""
+    """A mask of tokens that select the same row."""
     (x, x_labels), (y, y_labels) = first, second
     labels = (*x_labels, *(label for label in y_labels if label not in x_labels))
     return aligned(x, x_labels, labels) == aligned(y, y_labels, labels), labels
 
 
 def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
-    """A term at the rows of a table that the tokens choose.
+    """A term at the rows of a table that the tokens select.
 
-    Along axes that both have, such as that of the examples or the steps of a `scan`
-    over tables, each has its own tokens.
+    Along shared axes, such as those of the examples or of the steps of a `scan` over
+    tables, each entry has its own tokens.
     """
     (x, labels), (tokens, token_labels, chosen) = term, token
     if chosen not in labels:
@@ -254,7 +254,7 @@ def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
     def take(x: Array, tokens: Array) -> Array:
         return jnp.take(x, tokens, axis=axis, mode="fill", fill_value=0)
 
-    # The innermost first, so that the axes of the outer ones are still there.
+    # The innermost axis comes first, so that outer axes still exist.
     for i, label in reversed([*enumerate(shared)]):
         later = shared[i:]
         in_axes = [
@@ -268,7 +268,7 @@ def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
 
 
 def squared_norms(sites: Sequence[Site], factors: Factors) -> Real[Array, " n"]:
-    """Squared norms of gradients with respect to a leaf, by its sites' factors."""
+    """Squared norms of gradients with respect to a leaf, from its sites' factors."""
     total = 0
     for terms, scale in norm_terms(sites, factors):
         total += jnp.real(contract(terms, (EXAMPLE,)) * scale)
@@ -283,10 +283,10 @@ def gram(
     example: Label,
     out: Labels,
 ) -> Inexact[Array, "..."]:
-    """Inner products of gradients with respect to a leaf, by its sites' factors.
+    """Inner products of gradients with respect to a leaf, from its sites' factors.
 
-    `example` is the label of the other's examples, and `out` are those of the result;
-    along those that no factor has, its size is 1. A complex leaf counts as its real and
+    `example` is the label of the other side's examples, and `out` are the labels of the
+    result; axes that no factor has get size 1. A complex leaf counts as its real and
     its imaginary part.
     """
     total = 0
@@ -305,7 +305,7 @@ def gram_terms(
     other_factors: Factors,
     example: Label,
 ) -> Iterator[tuple[list[Term], Any]]:
-    """The arrays to contract for `gram`, and what to multiply each with."""
+    """The arrays to contract for `gram`, each with a factor."""
     sites, factors = _merged(sites, factors)
     others, other_factors = _merged(others, other_factors)
     for site in sites:
@@ -316,9 +316,9 @@ def gram_terms(
 def norm_terms(
     sites: Sequence[Site], factors: Factors
 ) -> Iterator[tuple[list[Term], Any]]:
-    """The arrays to contract for a squared norm, and what to multiply each with.
+    """The arrays to contract for a squared norm, each with a factor.
 
-    It is the sum of the real parts: one for each site, and one for each pair of them.
+    The squared norm is the sum of the real parts, for each site and each pair of sites.
     """
     sites, factors = _merged(sites, factors)
     for i, site in enumerate(sites):
@@ -332,7 +332,7 @@ def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
     """The arrays whose contraction is the squared norm of a site's gradient."""
     if site.rule.token is not None or positions(site) or is_small(site):
         return pair_terms(site, factors, site, factors, EXAMPLE)
-    # An outer product, whose norm is the product of the norms.
+    # The norm of an outer product is the product of the norms.
     terms = [
         (jnp.real(x * jnp.conj(x)), labels) for x, labels in site_terms(site, factors)
     ]

@@ -1,9 +1,9 @@
 """Which parameters have Kronecker factors, and on which of their axes.
 
-At a matrix product, the gradient of an example is `sum_t d_t a_t^T` over the positions
-`t` that share the weight. Its axes are those of the input `a`, those of the cotangent
-`d`, and those of both, as of the groups of a convolution: of these, each entry has
-factors of its own.
+At a matrix product, a per-example gradient is `sum_t d_t a_t^T` over the positions `t`
+that share the weight. Its axes are those of the input `a`, those of the cotangent `d`,
+and those of both, such as the groups of a convolution: each entry of the latter has
+separate factors.
 """
 
 import collections
@@ -25,13 +25,14 @@ from .trace import Program
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A weight as matrices, for each entry of some axes one.
+    """A weight as a batch of matrices.
 
-    - `leaf_shape`: that of the weight, and `shape` the same with some axes split in
-        two, so that each is of one kind.
-    - `batch`, `outputs`, `inputs`: the axes of each kind; one of size 1 may be none.
-    - `bias`: if a bias is one more input, its shape, and to which axes of the weight
-        its own belong.
+    - `leaf_shape`: the shape of the weight; in `shape`, some axes are split in two, so
+        that each axis is of one kind.
+    - `batch`, `outputs`, `inputs`: the axes of each kind; axes of size 1 may be of no
+        kind.
+    - `bias`: if a bias counts as one more input, its shape, and the axes of the weight
+        that its axes belong to.
     """
 
     leaf_shape: tuple[int, ...]
@@ -46,14 +47,14 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The numbers of matrices, and of rows and columns of each."""
+        """The number of matrices, and the numbers of their rows and columns."""
         num = self.size(self.inputs) + (self.bias is not None)
         return self.size(self.batch), self.size(self.outputs), num
 
     def matrices(
         self, leaves: Sequence[Inexact[Array, "..."]]
     ) -> Inexact[Array, "batch outputs inputs"]:
-        """The weight, and the bias as the last column."""
+        """The weight as matrices, with the bias as the last column."""
         weight, *bias = leaves
         order = (*self.batch, *self.outputs, *self.inputs)
         units = tuple(i for i, _ in enumerate(self.shape) if i not in order)
@@ -71,7 +72,7 @@ class Layout:
     def leaves(
         self, matrices: Inexact[Array, "batch outputs inputs"]
     ) -> list[Inexact[Array, "..."]]:
-        """The arrays of which `matrices` makes that."""
+        """The arrays of weight and bias: the inverse of `matrices`."""
         order = (*self.batch, *self.outputs, *self.inputs)
         units = tuple(i for i, _ in enumerate(self.shape) if i not in order)
         order = (*units, *order)
@@ -90,11 +91,11 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Where one site of a weight has the axes of its layout.
+    """How the axes of a site correspond to the layout of its weight.
 
-    - `labels`: for each axis that the site names, what it is.
-    - `is_swapped`: whether the operand has the outputs of the layout, as where an
-        embedding is the last layer, too.
+    - `labels`: the role of each axis that the site names.
+    - `is_swapped`: whether the operand has the outputs of the layout, for example if an
+        embedding is also the last layer.
     """
 
     site: Site
@@ -104,8 +105,8 @@ class Operands:
     def terms(self, factors: Factors) -> tuple[Term, Term, Labels]:
         """The operand, the cotangent, and the positions that they share.
 
-        Both are summed over axes that only one of them has; and the cotangent is
-        multiplied with what the site is.
+        Both are summed over axes that only one of them has. The cotangent is multiplied
+        by the scale of the site.
         """
         (a, of_a), (d, of_d) = labelled_terms(self.site, factors, EXAMPLE, self.labels)
         shared = [label for label in of_a if label in of_d and _is_position(label)]
@@ -132,14 +133,14 @@ Structure = Literal["kronecker", "block", "diagonal"]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A block of an approximate curvature, of one leaf or of several.
+    """A block of an approximate curvature matrix, for one or several leaves.
 
-    - `leaves`: their numbers, and `shapes` their shapes.
-    - `structure`: Kronecker factors, or the exact block, or its diagonal.
-    - `layout`: for Kronecker factors: the axes of the first leaf. The second one, if
+    - `leaves`, `shapes`: the indices and shapes of the leaves.
+    - `structure`: Kronecker factors, the exact block, or its diagonal.
+    - `layout`: for Kronecker factors, the axes of the first leaf. The second leaf, if
         there is one, is its bias.
-    - `is_counted`: whether the factor of the inputs is a diagonal one, of the tokens
-        that an embedding looks up.
+    - `is_counted`: whether the factor of the inputs is diagonal, with counts of the
+        tokens that an embedding looks up.
     - `reason`: why there are no Kronecker factors.
     """
 
@@ -151,7 +152,7 @@ class Part:
     reason: str | None = None
 
     def __str__(self) -> str:
-        """The sizes of the factors, of the outputs and of the inputs."""
+        """The sizes of the two factors: outputs and inputs."""
         if self.layout is None:
             return self.structure
         num, rows, columns = self.layout.sizes
@@ -160,7 +161,7 @@ class Part:
         return text if num == 1 else f"{num} of {text}"
 
 
-# The exact block of an array that has no Kronecker factors has at most so many columns.
+# The largest number of columns of the exact block of an array without factors.
 _LARGEST = 512
 
 
@@ -181,7 +182,7 @@ def parts_of(program: Program, chosen: Sequence[Sequence[int]] | None) -> list[P
                 break
     if chosen is None:
         biases = {bias: weight for weight, (bias, _) in joined.items()}
-        # A bias that two weights lead to belongs to neither.
+        # A bias that is added to the products of two weights belongs to neither.
         counts = collections.Counter(bias for bias, _ in joined.values())
         biases = {bias: own for bias, own in biases.items() if counts[bias] == 1}
         chosen = [
@@ -227,7 +228,7 @@ def _without_factors(
 
 
 def multiplied(program: Program, leaf: int) -> int | None:
-    """Another leaf that a leaf is multiplied with; None if there is none."""
+    """Another leaf that a leaf is multiplied with, or None."""
     for site in program.sites_of(leaf):
         for step in site.view.steps:
             for number in step.values:
@@ -238,7 +239,7 @@ def multiplied(program: Program, leaf: int) -> int | None:
 
 
 def _leaves_of(value: Value) -> set[int]:
-    """The leaves that a value is made of, and has derivatives in."""
+    """The leaves that a value depends on and has derivatives in."""
     nodes: list[Node] = [value.node if isinstance(value, Slope) else value]
     found, seen = set(), set()
     while nodes:
@@ -268,12 +269,12 @@ def uses_of(program: Program, part: Part) -> list[Operands]:
 
 
 def _present(axes: Sequence[int], shape: tuple[int, ...]) -> set[int]:
-    """Those of more than one entry: others may be of any kind."""
+    """The axes with more than one entry; others may be of any kind."""
     return {axis for axis in axes if shape[axis] != 1}
 
 
 def _labels(program: Program, site: Site) -> tuple[dict[str, Label], tuple[int, ...]]:
-    """What the axes of a site are, and the shape of its leaf with axes split."""
+    """The roles of a site's axes, and the shape of its leaf with axes split."""
     axes, sizes = site.view.axes, site.sizes
     assert axes is not None
     names = iter(site.w_axes)
@@ -307,7 +308,7 @@ _Kinds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 def _kinds(site: Site, labels: dict[str, Label]) -> _Kinds | None:
     """The axes of a leaf in both factors, in the cotangent and in the operand.
 
-    None if it is not a matrix product.
+    None if the site is not a matrix product.
     """
     of_a = {labels[name] for name in site.a_axes}
     if site.rule.token is not None:
@@ -325,7 +326,7 @@ def _kinds(site: Site, labels: dict[str, Label]) -> _Kinds | None:
 
 
 def _layout(program: Program, leaf: int) -> Layout | str:
-    """The axes of a leaf, or why it has no Kronecker factors."""
+    """The layout of a leaf, or the reason why it has no Kronecker factors."""
     if leaf in program.fallbacks:
         return program.fallbacks[leaf]
     sites, shape = program.sites_of(leaf), program.leaves[leaf].shape
@@ -352,7 +353,7 @@ def _layout(program: Program, leaf: int) -> Layout | str:
 
 
 def _reason(site: Site) -> str | None:
-    """Why a site is no matrix product."""
+    """Why a site is not a matrix product."""
     view = site.view
     if site.is_in_branch:
         return "it is used in a branch, which not all examples take"
@@ -371,7 +372,7 @@ def _reason(site: Site) -> str | None:
 
 
 def _fits(own: Layout, other: Layout) -> bool:
-    """Whether two uses have the same axes, but for which of two sides is the input."""
+    """Whether two uses have the same axes, possibly with inputs and outputs swapped."""
     if own.shape != other.shape:
         return False
     shape = own.shape
@@ -392,7 +393,7 @@ def _with_bias(
 ) -> Layout | None:
     """The layout with a bias as one more input; None if it is not one.
 
-    It is one if it is added to each product with the weight, and to nothing else.
+    A bias is one if it is added to each product with the weight, and to nothing else.
     """
     sites, others = program.sites_of(weight), program.sites_of(bias)
     if bias in program.fallbacks or len(sites) != len(others):
@@ -420,7 +421,7 @@ def _with_bias(
 def _bias_axes(
     program: Program, site: Site | None, other: Site
 ) -> tuple[int, ...] | None:
-    """To which axes of a weight those of what is added to the product belong."""
+    """The axes of a weight that match those of an array added to the product."""
     if site is None or site.rule.token is not None or other.rule.kind not in SUMS:
         return None
     if _reason(other) is not None or scale_of(site) != scale_of(other):

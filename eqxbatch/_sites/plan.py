@@ -1,4 +1,4 @@
-"""What is to be done in a program: which equations have sites, and what they take."""
+"""The plan of a program: which equations have sites, and how to run them."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ _Struct = jax.ShapeDtypeStruct
 class Equation:
     """An equation of a jaxpr, and which of its outputs are differentiated.
 
-    `uses` says how often variables are used.
+    `uses` counts how often variables are used.
     """
 
     jaxpr: Any
@@ -35,10 +35,10 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What is the same for all examples: a value, and its derivative by views.
+    """A value that is the same for all examples, and its derivative as views.
 
-    - `curved`: the leaves that it is not linear in. Of those in `coupled`, too, some
-        entry has a mixed second derivative with another, or with one of another leaf.
+    - `curved`: the leaves in which it is nonlinear. For those also in `coupled`, some
+        entry has a mixed second derivative with another entry of this or another leaf.
     """
 
     node: Node
@@ -49,11 +49,11 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """Something perturbed, after steps that only move its axes.
+    """A perturbed value, after steps that only move its axes.
 
-    - `perturbation`: its number, and `shape` its shape.
-    - `axes`: for each axis of what it is now, which one it was; None for one of size 1
-        that was put in. Axes of size 1 may be gone.
+    - `perturbation`, `shape`: the index and shape of the perturbation.
+    - `axes`: for each current axis, the axis that it was; None for an inserted axis of
+        size 1. Axes of size 1 may have been removed.
     """
 
     perturbation: int
@@ -62,7 +62,7 @@ class Moved:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing has moved."""
+        """Whether no axis has moved."""
         return self.axes == tuple(range(len(self.shape)))
 
     @property
@@ -70,9 +70,9 @@ class Moved:
         return tuple(i for i, axis in enumerate(self.axes) if axis is None)
 
     def after(self, eqn: Any) -> "Moved | None":
-        """The same after an equation; None if that does more than move axes."""
+        """The value after an equation; None if that does more than move axes."""
         name, params = eqn.primitive.name, eqn.params
-        if len(eqn.invars) != 1:  # A shape may be an input.
+        if len(eqn.invars) != 1:  # A dynamic shape may be an input.
             return None
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         if name == "transpose":
@@ -93,14 +93,14 @@ class Moved:
         return dataclasses.replace(self, axes=axes)
 
     def apply(self, x: Array) -> Array:
-        """Moves the axes of something of the shape of the perturbation."""
+        """Moves the axes of an array with the shape of the perturbation."""
         kept = [axis for axis in self.axes if axis is not None]
         gone = [axis for axis in range(x.ndim) if axis not in kept]
         x = jnp.squeeze(jnp.transpose(x, [*gone, *kept]), tuple(range(len(gone))))
         return jnp.expand_dims(x, self._new)
 
     def undo(self, x: Array) -> Array:
-        """Moves them back."""
+        """Moves the axes back."""
         kept = [axis for axis in self.axes if axis is not None]
         x = jnp.squeeze(x, self._new)
         x = jnp.transpose(x, sorted(range(len(kept)), key=lambda i: kept[i]))
@@ -108,7 +108,7 @@ class Moved:
         return jnp.expand_dims(x, gone)
 
     def rule(self, rule: Rule) -> Rule:
-        """A rule of what it is now, as one of what was perturbed."""
+        """Converts a rule for the current value to one for the perturbed value."""
         if self.is_whole:
             return rule
         named: list[Axes] = [() for _ in self.shape]
@@ -142,20 +142,20 @@ class Called:
 
 @dataclasses.dataclass(frozen=True)
 class Switched:
-    """A `cond` with sites in its branches, each of which has its own perturbations."""
+    """A `cond` with sites in its branches; each branch has its own perturbations."""
 
     branches: list[Called]
 
 
 @dataclasses.dataclass(frozen=True)
 class Linearized:
-    """An equation with a derivative of its own, in which there are sites.
+    """An equation with a custom derivative that contains sites.
 
     - `called`: the derivative, linear in tangents.
-    - `given`: which inputs of the equation it takes first.
-    - `tangents`: the types of the tangents, which it takes after them.
-    - `outs`: which outputs of the equation anything uses.
-    - `live`: of which outputs it returns the tangents.
+    - `given`: the inputs of the equation that the derivative takes first.
+    - `tangents`: the types of the tangents, which it takes next.
+    - `outs`: the outputs of the equation that are used.
+    - `live`: the outputs whose tangents it returns.
     """
 
     called: Called
@@ -169,9 +169,9 @@ Step = Perturbed | Called | Switched | Linearized
 
 
 class Plan:
-    """What is to be done in one jaxpr, found by going through its equations.
+    """The plan of one jaxpr, built by going through its equations.
 
-    - `outs`: what the outputs are, where it is the same for all examples.
+    - `outs`: the outputs that are the same for all examples.
     """
 
     def __init__(self) -> None:
@@ -180,13 +180,13 @@ class Plan:
         self.perturbations: list[_Struct] = []
         self.operands: list[_Struct] = []
         self.outs: list[Shared | None] = []
-        # What has a perturbation, and is used only once.
+        # Values that have a perturbation and are used only once.
         self.perturbed_by: dict[Any, Moved] = {}
 
     def follow(self, eqn: Any, uses: collections.Counter) -> None:
-        """Follows what is perturbed through an equation that moves its axes.
+        """Follows a perturbed value through an equation that moves its axes.
 
-        What is used more than once has more than one cotangent.
+        A value that is used more than once has more than one cotangent.
         """
         for var in eqn.invars:
             before = (
@@ -198,7 +198,7 @@ class Plan:
         self.perturbed_by = {v: x for v, x in self.perturbed_by.items() if uses[v] == 1}
 
     def follow_out(self, inner: "Plan", inner_outs: list, outs: list) -> None:
-        """Follows what is perturbed out of a call that is about to be included."""
+        """Follows a perturbed value out of a call that is about to be included."""
         for var, out in zip(inner_outs, outs, strict=True):
             is_literal = isinstance(var, jex.Literal)
             before = None if is_literal else inner.perturbed_by.get(var)
@@ -209,7 +209,7 @@ class Plan:
                 )
 
     def perturbed_before(self, eqn: Any, rules: dict[int, Rule]) -> Moved | None:
-        """What a parameter is added to, if it is perturbed and as large as the sum."""
+        """The summand of a parameter, if it is perturbed and as large as the sum."""
         name = eqn.primitive.name
         if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):
             return None
@@ -220,7 +220,7 @@ class Plan:
         return self.perturbed_by.get(other)
 
     def include(self, inner: "Plan", steps: tuple[int, ...] = ()) -> None:
-        """Takes over what is in a call, or in the `steps` of a loop."""
+        """Includes the plan of a call, or of the `steps` of a loop."""
         for site in inner.sites:
             operand = site.operand
             self.sites.append(

@@ -1,4 +1,4 @@
-"""Reports on the sites of a function: what they are, and whether they are right."""
+"""Reports on the sites of a function and on checks of their derivatives."""
 
 import collections
 import dataclasses
@@ -30,20 +30,21 @@ _CONTRACTIONS = {
 class LeafReport:
     """One leaf of a [`eqxbatch.SitesReport`][].
 
-    - `path`, `shape`: which array of the model it is.
-    - `sites`: the operations that it enters, as a loop's number of steps times the
-        name of the operation.
-    - `contraction`: how its share in the norms is computed. `"factors"`: from the
-        operands and cotangents of the sites, with no gradient formed. `"gradient"`: the
-        gradient of each example is formed from those. `"derivative"`: automatic
-        differentiation forms it. `"none"`: the function does not use the leaf.
-    - `flops`, `bytes`: what the norm and the share in the sum take for one example:
-        floating-point operations, and bytes read and written.
-    - `reason`: why no rule covers it, in which line of which function, and what the
-        function does with the leaf before that; None if a rule does.
-    - `kfac`: its block in [`eqxbatch.filter_kfac`][]: the sizes of the two Kronecker
-        factors, or with which weight it is one block, or `"block"`, `"diagonal"`, or
-        `"refused"`.
+    - `path`, `shape`: the path and shape of the leaf in the model.
+    - `sites`: the operations that the leaf enters; in a loop, the number of steps times
+        the name of the operation.
+    - `contraction`: how the leaf's share in per-example gradient norms is computed.
+        `"factors"`: from the operands and cotangents of the sites, without forming
+        gradients. `"gradient"`: each per-example gradient is formed from these.
+        `"derivative"`: automatic differentiation forms it. `"none"`: the function does
+        not use the leaf.
+    - `flops`, `bytes`: the cost of the norm and of the share in the sum for one
+        example: floating-point operations, and bytes read and written.
+    - `reason`: why no rule covers the leaf: the line and function, and the operations
+        on the leaf before that. None if a rule covers it.
+    - `kfac`: the block of the leaf in [`eqxbatch.filter_kfac`][]: the sizes of the two
+        Kronecker factors, the weight that it forms a block with, or `"block"`,
+        `"diagonal"` or `"refused"`.
     - `kfac_reason`: why it has no Kronecker factors; None if it has.
     """
 
@@ -75,18 +76,19 @@ _HEADINGS = ("gradient", "norm", "kernel", "Hessian", "diagonal", "Gauss-Newton"
 
 @dataclasses.dataclass(frozen=True)
 class LeafCheck:
-    """One leaf of an [`eqxbatch.SitesCheck`][]: how far sites are from JAX.
+    """One leaf of an [`eqxbatch.SitesCheck`][]: differences between sites and JAX.
 
-    Each is the largest difference, relative to the largest entry that JAX has there; or
-    None if it was not compared.
+    Each error is the largest difference, relative to the largest entry of JAX's result,
+    or None if it was not compared.
 
-    - `path`: which array of the model it is.
-    - `gradient`: of gradients and Jacobians of single examples, and of weighted sums.
-    - `norm`: of the norms of the examples' gradients.
-    - `kernel`: of the leaf's share in the kernel.
-    - `hessian`: of the blocks of the leaf with itself and with others.
-    - `diagonal`: of its share in the diagonal of the Hessian.
-    - `gauss_newton`: of its blocks in the Gauss-Newton matrix.
+    - `path`: the path of the leaf in the model.
+    - `gradient`: the error of per-example gradients and Jacobians, and of weighted
+        sums.
+    - `norm`: the error of per-example gradient norms.
+    - `kernel`: the error of the leaf's share in the kernel.
+    - `hessian`: the error of the leaf's Hessian blocks, with itself and with others.
+    - `diagonal`: the error of its share in the diagonal of the Hessian.
+    - `gauss_newton`: the error of its blocks in the Gauss-Newton matrix.
     """
 
     path: str
@@ -103,15 +105,15 @@ class LeafCheck:
 
 @dataclasses.dataclass(frozen=True)
 class SitesCheck:
-    """What `check=True` of [`eqxbatch.explain_sites`][] finds; print it for a table.
+    """The result of [`eqxbatch.explain_sites`][] with `check=True`; prints as a table.
 
-    - `leaves`: an [`eqxbatch.LeafCheck`][] for each array that is differentiated.
-    - `whole`: one for all of them together: clipped gradients and norms of
-        [`eqxbatch.filter_micro_value_and_grad`][], and the kernel of
+    - `leaves`: an [`eqxbatch.LeafCheck`][] for each differentiated array.
+    - `whole`: an [`eqxbatch.LeafCheck`][] for all arrays together: clipped gradients
+        and norms of [`eqxbatch.filter_micro_value_and_grad`][], and the kernel of
         [`eqxbatch.EmpiricalNTK`][].
-    - `num_examples`: with how many examples.
+    - `num_examples`: the number of examples.
     - `dtype`: `"float64"`, or the dtypes of the model.
-    - `reason`: why not in float64; None if it was.
+    - `reason`: why the check did not use float64; None if it did.
     """
 
     leaves: tuple[LeafCheck, ...]
@@ -145,15 +147,16 @@ class SitesCheck:
 
 @dataclasses.dataclass(frozen=True)
 class SitesReport:
-    """What [`eqxbatch.explain_sites`][] returns; print it for a table.
+    """The result of [`eqxbatch.explain_sites`][]; prints as a table.
 
-    - `leaves`: a [`eqxbatch.LeafReport`][] for each array that is differentiated.
-    - `method`: what `method="auto"` is for this function, `"sites"` or
+    - `leaves`: a [`eqxbatch.LeafReport`][] for each differentiated array.
+    - `method`: what `method="auto"` chooses for this function, `"sites"` or
         `"materialise"`.
-    - `flops`, `bytes`: for one example by its sites, beyond forward and backward pass.
-    - `materialised_flops`, `materialised_bytes`: the same, if `jax.vmap` forms the
-        gradient of each example.
-    - `check`: an [`eqxbatch.SitesCheck`][] if it was asked for, and else None.
+    - `flops`, `bytes`: the cost for one example with sites, in addition to the forward
+        and backward pass.
+    - `materialised_flops`, `materialised_bytes`: the same cost if `jax.vmap`
+        materialises per-example gradients.
+    - `check`: an [`eqxbatch.SitesCheck`][] with `check=True`, otherwise None.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -210,7 +213,7 @@ def _thousands(flops: float, traffic: float) -> tuple[str, str]:
 
 
 def _table(rows: list[tuple[str, ...]], *, num_sums: int, num_texts: int) -> list[str]:
-    """The lines of a table; the first columns are texts, and the others numbers."""
+    """The lines of a table: columns of text, then columns of numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -226,7 +229,7 @@ def _table(rows: list[tuple[str, ...]], *, num_sums: int, num_texts: int) -> lis
 
 
 def report_of(closed: Any, paths: list[str]) -> SitesReport:
-    """The report on a function, whose first inputs are the leaves at these paths."""
+    """The report on a function whose first inputs are the leaves at these paths."""
     program = Program(closed, len(paths))
     contractions = choose(program)
     by_sites = total_cost(contraction.cost for contraction in contractions)
@@ -246,7 +249,7 @@ def report_of(closed: Any, paths: list[str]) -> SitesReport:
 
 
 def _kfac(program: Program, paths: list[str]) -> dict[int, tuple[str, str | None]]:
-    """What `filter_kfac` makes of each leaf, and why if it has no factors."""
+    """The block of each leaf in `filter_kfac`, and why it has no factors, if so."""
     found: dict[int, tuple[str, str | None]] = {}
     for part in parts_of(program, None):
         first, *rest = part.leaves

@@ -1,4 +1,4 @@
-"""Rules: what an equation that is linear in a parameter says about its gradient.
+"""Rules: the gradient of a parameter at an equation that is linear in it.
 
 At `y = w(a)`, linear in `w`, the gradient of anything with respect to `w` is a
 contraction of two factors: the other operand `a` and the cotangent `d` of `y`. A rule
@@ -26,7 +26,7 @@ from .._base.mesh import full_varying_as
 Axes = tuple[str, ...]
 
 
-# What JAX's derivatives add up is `add_any`.
+# JAX's derivatives add cotangents with `add_any`.
 SUMS = ("add", "add_any", "sub")
 
 
@@ -42,15 +42,16 @@ class Rule:
     - `op`: takes the operand `a` and `w`, and returns `y`; linear in `w`.
     - `operand`: takes the inputs of the equation and returns `a`; None without one.
     - `a_axes`, `d_axes`, `w_axes`: the names of the axes of the factors and of `w`.
-    - `sizes`: how long the named axes are.
-    - `expand`, `arrange`: bring `a` and `d` to the form that the names are about.
-    - `token`: for a gather, the axis of `w` that `a`, of integers, chooses from; `a` is
-        then short for a one-hot array with that axis besides.
-    - `drops`: whether a token may choose no row. It is then the number of rows.
-    - `scale`: what the contraction is multiplied with.
+    - `sizes`: the sizes of the named axes.
+    - `expand`, `arrange`: functions that give `a` and `d` the named axes.
+    - `token`: for a gather, the axis of `w` that the integers `a` index; `a` then
+        stands for a one-hot array with this additional axis.
+    - `drops`: whether a token may select no row. It then equals the number of rows.
+    - `scale`: a factor of the contraction.
     - `splits`: whether `w_axes` splits an axis of `w` in two.
     - `is_of_inverse`: whether `w` is one over the input of the equation.
-    - `outputs`: the names that each axis of `y` has in `d_axes`, if it is not one each.
+    - `outputs`: the names of each axis of `y` in `d_axes`, if there is not one for
+        each.
     - `key`: equal for two rules that are the same function.
     """
 
@@ -73,15 +74,15 @@ class Rule:
 
     @property
     def y_axes(self) -> tuple[Axes, ...]:
-        """The names that each axis of `y` has in `d_axes`."""
+        """The names of each axis of `y` in `d_axes`."""
         if self.outputs is not None:
             return self.outputs
         return tuple((name,) for name in self.d_axes)
 
 
-# The parameters of primitives that views and rules know: what they rely on, and what
-# does not change which linear function an equation is. One that is not here, such as of
-# a newer JAX, is declined.
+# The parameters of primitives that views and rules know: those that they use, and those
+# that do not change the linear function. An equation with any other parameter, such as
+# one of a newer JAX, is declined.
 _PARAMETERS = {
     **dict.fromkeys((*SUMS, "copy", "copy_p", "div", "neg", "select_n"), ""),
     "broadcast_in_dim": "shape broadcast_dimensions sharding",
@@ -105,7 +106,8 @@ _PARAMETERS = {
     "reshape": "new_sizes dimensions sharding",
     "rev": "dimensions",
     "scan": (
-        "jaxpr length reverse unroll num_consts num_carry linear _split_transpose"
+        "jaxpr length reverse unroll num_consts num_carry linear _split_transpose "
+        "ft_in ft_out"  # Of JAX 0.12, in place of the four before.
     ),
     "slice": "start_indices limit_indices strides",
     "split": "sizes axis",
@@ -116,15 +118,16 @@ _PARAMETERS = {
 
 
 def unknown_parameters(eqn: Any) -> str:
-    """The parameters of an equation that no rule or view knows, or knows the value of.
+    """The parameters of an equation that are unknown to rules and views.
 
-    Empty if there are none, or if there is no rule for the equation at all.
+    Parameters with unknown values are included. Empty if there are none, or if there is
+    no rule for the equation at all.
     """
     known = _PARAMETERS.get(eqn.primitive.name)
     if known is None:
         return ""
     unknown = sorted({*eqn.params} - {*known.split()})
-    # The dtype of a product that is not that of its factors.
+    # The dtype of a product may differ from that of its factors.
     if eqn.params.get("out_dtype") is not None:
         unknown.append("out_dtype")
     return ", ".join(f"`{name}`" for name in unknown)
@@ -200,7 +203,7 @@ def _elementwise(eqn: Any, index: int) -> Rule | None:
     shapes = _shapes(eqn)
     out = shapes[-1]
     sizes = dict(zip(_numbered("m", len(out)), out, strict=True))
-    # An input may be a scalar, or have axes of size 1 that are repeated.
+    # An input may be a scalar, or have axes of size 1 that are broadcast.
     named = []
     for shape in shapes[:2]:
         axes = [
@@ -228,7 +231,7 @@ def _elementwise(eqn: Any, index: int) -> Rule | None:
 
 
 def _placed(kind: str, put: Callable[[Array], Array], aval: Any) -> Rule:
-    """The rule of what is put into something else, without being multiplied."""
+    """The rule of a value that is copied into another array."""
     axes = _numbered("w", len(aval.shape))
 
     take = lambda d: jax.linear_transpose(put, full_varying_as(aval, 0))(d)[0]
@@ -246,7 +249,7 @@ def _placed(kind: str, put: Callable[[Array], Array], aval: Any) -> Rule:
 
 
 def _in_place(eqn: Any, index: int) -> Rule | None:
-    """Parts of an array, of which one is a parameter."""
+    """Concatenation, where one of the parts is a parameter."""
     name = eqn.primitive.name
     starts = eqn.invars[2:] if name == "dynamic_update_slice" else []
     if not all(isinstance(atom, jex.Literal) for atom in starts):
@@ -264,7 +267,7 @@ def _in_place(eqn: Any, index: int) -> Rule | None:
 
 
 def _select(eqn: Any, index: int) -> Rule | None:
-    """What is chosen, entry by entry, where that depends on the example."""
+    """Elementwise selection that depends on the example."""
     if index == 0:
         return None
     which, out = eqn.invars[0].aval, eqn.outvars[0].aval
@@ -339,11 +342,11 @@ def _convolution(eqn: Any, index: int) -> Rule | None:
 
 
 def _gather(eqn: Any, index: int) -> Rule | None:
-    """Rows of a table, chosen along one axis of it: what an embedding is."""
+    """Rows of a table, selected along one of its axes, as in an embedding."""
     table, indices, _ = _shapes(eqn)
     params = eqn.params
     numbers = params["dimension_numbers"]
-    # What comes out of `jax.vmap` over tables.
+    # `jax.vmap` over tables gives batching dimensions.
     has_batch = numbers.operand_batching_dims or numbers.start_indices_batching_dims
     if index != 0 or has_batch:
         return None
@@ -351,7 +354,7 @@ def _gather(eqn: Any, index: int) -> Rule | None:
     token = _axis_of_rows(params, table)
     if token is None:
         return None
-    # Where a promise is not kept, JAX's own gradient drops the token, too.
+    # If an index breaks the promise to be in bounds, JAX's gradient drops it, too.
     is_dropping = params["mode"] != lax.GatherScatterMode.CLIP
     column = numbers.start_index_map.index(token)
     token_size = table[token]
@@ -360,7 +363,7 @@ def _gather(eqn: Any, index: int) -> Rule | None:
         return _rows(ins[1][..., column], token_size, drops=is_dropping)
 
     def op(tokens: Array, w: Array) -> Array:
-        # Where only one axis is chosen along, the others start at zero.
+        # If only one axis is indexed, the others start at zero.
         columns = range(len(numbers.start_index_map))
         where = jnp.stack([tokens if i == column else 0 * tokens for i in columns], -1)
         dropping = lax.GatherScatterMode.FILL_OR_DROP
@@ -399,11 +402,11 @@ def _gather(eqn: Any, index: int) -> Rule | None:
 
 
 def _axis_of_rows(params: dict[str, Any], table: tuple[int, ...]) -> int | None:
-    """The one axis of a table along which rows are chosen; None if it is not one."""
+    """The axis of a table along which rows are selected; None if not exactly one."""
     index_map = params["dimension_numbers"].start_index_map
     sizes = params["slice_sizes"]
     chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
-    if not chosen:  # A table of one row: any axis of one will do.
+    if not chosen:  # A table with one row: any axis of size 1 will do.
         chosen = [axis for axis in index_map if table[axis] == 1][:1]
     others = [axis for axis in index_map if axis not in chosen]
     mode, modes = params["mode"], lax.GatherScatterMode
@@ -419,10 +422,10 @@ def _axis_of_rows(params: dict[str, Any], table: tuple[int, ...]) -> int | None:
 def _rows(
     tokens: Integer[Array, "..."], num_rows: int, *, drops: bool
 ) -> Integer[Array, "..."]:
-    """The rows that tokens of any dtype choose; `num_rows` for no row at all.
+    """The rows that tokens of any dtype select; `num_rows` stands for no row.
 
-    They are compared in their own dtype, which may not reach as far as the rows do, and
-    which a smaller one would not hold.
+    They are compared in their own dtype. It may be too small for the number of rows,
+    and another dtype may be too small for the tokens.
     """
     last = min(num_rows - 1, jnp.iinfo(tokens.dtype).max)
     rows = jnp.clip(tokens, 0, last).astype(jnp.int32)
@@ -437,7 +440,7 @@ def _one_or_same(axis: int, token: int) -> str:
 
 
 def _dynamic_slice(eqn: Any, index: int) -> Rule | None:
-    """One row of a table, as an embedding of one token takes it."""
+    """One row of a table, as in the embedding of a single token."""
     table = eqn.invars[0].aval.shape
     sizes = eqn.params["slice_sizes"]
     chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]

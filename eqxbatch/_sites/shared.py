@@ -1,8 +1,8 @@
-"""What a program computes from its parameters alone, the same for all examples.
+"""Values that a program computes from parameters alone, shared by all examples.
 
-Penalties, masks, weight normalisation, parametrisations: their values do not depend on
-an example, so they are computed once, and so are their derivatives. A `Node` is such a
-value. It is run by JAX as it stands in the program, with all custom derivatives.
+Examples are penalties, masks, weight normalisation and reparametrisations. Their values
+and derivatives do not depend on an example, so they are computed once. A `Node` is such
+a value. JAX runs it as written in the program, with all custom derivatives.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from .._base.jaxprs import (
 from .._base.mesh import full_varying_as
 
 
-# A `scan` around an equation: its number, which grows inwards, and its steps.
+# A `scan` around an equation: its index, which grows inwards, and its length.
 Loop = tuple[int, int]
 
-# Each entry of what they return depends on the same entry of what they are given.
+# Each entry of their outputs depends on the same entry of their inputs only.
 _ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
@@ -47,17 +47,18 @@ _LINEAR = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """A value of leaves and constants alone.
+    """A value computed from leaves and constants alone.
 
-    - `order`: nodes of a program are made in this order.
-    - `loops`: the loops whose steps have values of their own, outermost first. The
-        value has an axis for each, before its own axes.
-    - `run`: makes the values of an equation from those of `inputs`; `output` is which
-        of them this is.
-    - `varies`: whether a derivative of it may be more than zero.
-    - `bases`: if it is elementwise in some nodes, those; what is between is, too.
+    - `order`: the position of the node among those of the program.
+    - `loops`: the loops in whose steps the value differs, outermost first. The value
+        has a leading axis for each.
+    - `run`: computes the outputs of an equation from `inputs`; `output` is the index of
+        this one.
+    - `varies`: whether its derivative may be nonzero.
+    - `bases`: the nodes in which it is elementwise, if any; so is everything in
+        between.
     - `is_linear`: whether it is linear in these.
-    - `is_reverse`: whether JAX only has its derivative in reverse mode.
+    - `is_reverse`: whether JAX has its derivative in reverse mode only.
     """
 
     order: int
@@ -77,7 +78,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slope:
-    """The derivative of a node that is elementwise in `base`, entry by entry."""
+    """The elementwise derivative of a node with respect to `base`."""
 
     node: Node
     base: Node
@@ -109,26 +110,26 @@ class Graph:
         return self.constant(atom.aval, literal(atom))
 
     def sliced(self, node: Node, loop: Loop) -> Node:
-        """What the body of a scan gets of a node: its entries along the first axis."""
+        """The slices of a node along its first axis, for the body of a scan."""
         loops, shape = (*node.loops, loop), node.shape[1:]
         return self._made_of(node, lambda x: [x], loops=loops, shape=shape)
 
     def frozen(self, node: Node) -> Node:
-        """The value of a node, of which no derivative is taken."""
+        """The value of a node without its derivative."""
         return self._made_of(node, lambda x: [x], varies=False)
 
     def tangent(self, aval: Any) -> Node:
-        """What is linear in a leaf, so that its derivatives may be taken at zero."""
+        """A node that is linear in a leaf, so its derivatives may be taken at zero."""
         order, run = next(self._order), lambda: [full_varying_as(aval, 0)]
         return Node(order, (), aval.shape, aval.dtype, True, run=run)
 
     def inverse(self, node: Node) -> Node:
-        """One over a node, entry by entry."""
+        """One over a node, elementwise."""
         bases = node.bases or (node,)
         return self._made_of(node, lambda x: [1 / x], bases=bases, is_linear=False)
 
     def _made_of(self, node: Node, run: Callable[..., list], **changes: Any) -> Node:
-        """A node like another, which `run` makes of that."""
+        """A node that `run` computes from another one, with the same type."""
         order = next(self._order)
         own = {"bases": (), "is_linear": True, **changes}
         made = {"inputs": (node,), "run": run, "output": 0}
@@ -138,7 +139,7 @@ class Graph:
     def outputs(
         self, jaxpr: Any, eqn: Any, inputs: tuple[Node, ...], outs: list
     ) -> list[Node]:
-        """What an equation of a jaxpr makes of nodes, for some of its outputs."""
+        """Some of the outputs of an equation whose inputs are nodes."""
         loops = merged_loops(*(node.loops for node in inputs))
         run = _in_loops(run_equation(jaxpr, eqn, outs), loops, inputs)
         order = next(self._order)
@@ -165,7 +166,7 @@ class Graph:
 
 def merged_loops(*loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
     """The loops of several values, outermost first."""
-    # Inner loops have larger numbers.
+    # Inner loops have larger indices.
     return tuple(sorted(set(itertools.chain(*loops))))
 
 
@@ -187,7 +188,7 @@ def _is_reverse(eqn: Any) -> bool:
 def _bases(
     jaxpr: Any, eqn: Any, inputs: tuple[Node, ...]
 ) -> tuple[tuple[Node, ...], bool]:
-    """What the outputs of an equation are elementwise in, and whether linearly so."""
+    """The nodes in which an equation's outputs are elementwise, and if linearly so."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     varying = [node for node in inputs if node.varies]
     if any(node.shape != shape for node in varying):
@@ -206,7 +207,7 @@ def _bases(
 
 
 def _is_linear(eqn: Any, inputs: tuple[Node, ...]) -> bool:
-    """Whether an elementwise equation is linear in all that depends on leaves."""
+    """Whether an elementwise equation is linear in all inputs that depend on leaves."""
     name = eqn.primitive.name
     varying = [node.varies for node in inputs]
     if name in _LINEAR:
@@ -219,22 +220,22 @@ def _is_linear(eqn: Any, inputs: tuple[Node, ...]) -> bool:
 
 
 def _is_real(eqn: Any) -> bool:
-    """Whether there are no complex numbers, whose derivative may not be one of them."""
+    """Whether all is real: complex functions may have no complex derivative."""
     atoms = (*eqn.invars, *eqn.outvars)
     return not any(jnp.issubdtype(x.aval.dtype, jnp.complexfloating) for x in atoms)
 
 
 def _are_alike(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Whether all that an equation takes and makes has a shape, or is a scalar."""
+    """Whether all inputs and outputs of an equation have one shape or are scalars."""
     outs = [var.aval.shape for var in eqn.outvars]
     ins = [atom.aval.shape for atom in eqn.invars]
     return all(own == shape for own in outs) and all(own in (shape, ()) for own in ins)
 
 
 def _has_elementwise_rule(jaxpr: Any, eqn: Any) -> bool:
-    """Whether a function with a derivative of its own is elementwise, up to the second.
+    """Whether a function with custom derivatives is elementwise, up to second order.
 
-    What counts is that derivative, and not what the function is made of.
+    What counts are the derivatives, not the code of the function.
     """
     shape = eqn.outvars[0].aval.shape
     are_real = all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars)
@@ -262,9 +263,9 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
         name = eqn.primitive.name
         avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
         if all(aval.shape == () for aval in avals) and shape:
-            continue  # Of no entry.
+            continue  # Depends on no entry.
         if name in ("broadcast_in_dim", "iota"):
-            # Of a scalar, which is none of the entries.
+            # Depends on a scalar, which is not one of the entries.
             is_scalar = all(atom.aval.shape == () for atom in eqn.invars)
             if not is_scalar or eqn.outvars[0].aval.shape != shape:
                 return False
@@ -280,7 +281,7 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
 
 
 def evaluate(values: Iterable[Value], leaves: list) -> list[Array]:
-    """What values are at these leaves."""
+    """Computes values at these leaves."""
     values = list(values)
     wanted = [own for value in values for own in _nodes_of(value)]
     known = _evaluated(wanted, leaves, {})
@@ -291,7 +292,7 @@ def evaluate(values: Iterable[Value], leaves: list) -> list[Array]:
 
 
 def _nodes_of(value: Value) -> Iterable[Node]:
-    """The nodes whose values are needed for a value."""
+    """The nodes that a value depends on."""
     if isinstance(value, Node):
         return (value,)
     return (value.base, *_constants(value))
@@ -311,7 +312,7 @@ def _between(slope: Slope) -> list[Node]:
 
 
 def _constants(slope: Slope) -> list[Node]:
-    """What else these need."""
+    """The other inputs of these nodes."""
     between = {*_between(slope), slope.base}
     inputs = itertools.chain(*(node.inputs for node in between - {slope.base}))
     return [node for node in inputs if node not in between]
@@ -353,5 +354,5 @@ def _evaluated(
 
 
 def value_of(node: Node) -> Callable[[list], Array]:
-    """A node as a function of the leaves, to be differentiated."""
+    """A node as a differentiable function of the leaves."""
     return lambda leaves: _evaluated([node], leaves, {})[node]

@@ -1,24 +1,24 @@
 """One place where a parameter enters a program, and which contractions it allows.
 
-The gradient of an example at a site is a contraction of its operand `a` and cotangent
-`d` over all axes that `w` lacks, brought back from the view to the leaf. That is the
-transpose of linear functions, and exact for every site. Everything else is a shortcut
-around forming it, and each asks something of the site:
+The per-example gradient at a site is a contraction of its operand `a` and cotangent `d`
+over all axes that `w` lacks, pulled back from the view to the leaf. This is the
+transpose of linear functions, and exact for every site. All other contractions avoid
+forming the gradient, and each has conditions:
 
-- `"gram"`, the inner product of the gradients of two sites, and so a norm: the gradient
-    is the contraction itself, and not its real part; and the inner product of what is
-    contracted is that of what is brought back. It is where both views are the same and
-    an isometry, or where each axis of both views is known to be an axis of the leaf, or
-    to repeat it. Tokens that choose rows must not themselves differ along the axis that
-    the tokens of the other site choose from.
-    A site of few numbers that are made of a whole leaf, as of a penalty, needs none of
-    this: its gradients are sums of so many directions.
-- `"hessian"`, the second derivatives of a pair of sites: perturbations are of real
-    numbers, so nothing at either site is complex.
-- `"diagonal"`, only the diagonal of those: each axis of the views is, besides, known to
-    be one of the leaf, so that the factors have it; or there are few numbers.
+- `"gram"`: the inner product of the gradients of two sites, and therefore norms. The
+    gradient must be the contraction itself, not its real part, and pulling back must
+    preserve inner products. It does if both views are the same isometry, or if each
+    axis of both views is known to be an axis of the leaf, or to repeat it. Tokens that
+    select rows must not differ along the axis that the tokens of the other site index.
+    A small site, with few numbers that are computed from a whole leaf, such as a
+    penalty, needs none of this: its gradients are sums of a few fixed directions.
+- `"hessian"`: the second derivatives of a pair of sites. Perturbations are real, so
+    nothing at either site may be complex.
+- `"diagonal"`: only the diagonal of these. In addition, each axis of the views must be
+    known to be an axis of the leaf, so that the factors have it; or the sites are
+    small.
 
-What is not known to hold is not used: the leaf takes the gradient, or products.
+If a condition is not known to hold, the leaf uses the gradient, or products.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ from .shared import Loop, Node
 from .view import leaf_view, View
 
 
-# Gradients are sums of so many fixed directions, rather than formed.
+# Gradients with at most this many fixed directions are not formed.
 _MOST_DIRECTIONS = 4
 
 
 Form = Literal["gram", "hessian", "diagonal"]
 
 
-Label = tuple  # A pair: of one side, or of a leaf or view that both share.
+Label = tuple  # A pair: for one side, or for a leaf or view that both share.
 
 
 _Struct = jax.ShapeDtypeStruct
@@ -52,10 +52,10 @@ _Struct = jax.ShapeDtypeStruct
 class SiteLoop:
     """A `scan` around a site. The factors have an axis for its steps.
 
-    - `loop`: its number, and that of its steps.
-    - `is_sliced`: whether the view differs from step to step.
-    - `length`: the number of its steps in which the leaf takes part; they begin with
-        `start`, or are all steps if that is None.
+    - `loop`: its index and length.
+    - `is_sliced`: whether the view differs between steps.
+    - `length`: the number of steps that use the leaf; they begin with `start`, or are
+        all steps if that is None.
     """
 
     loop: Loop
@@ -78,15 +78,15 @@ class SiteLoop:
 class Site:
     """One use of a leaf.
 
-    - `view`: what the leaf is there, and `rule` what it meets.
-    - `perturbation`: which cotangent `d` belongs to it.
-    - `operand`: which operand `a` does; None if it has none.
+    - `view`: the view of the leaf; `rule`: how it meets other values.
+    - `perturbation`: the index of its cotangent `d`.
+    - `operand`: the index of its operand `a`; None if it has none.
     - `is_complex`: whether `d` is.
     - `loops`: the `scan`s around it, outermost first.
     - `source`: the value there, if it is not linear in the leaf.
-    - `is_coupled`: whether its second derivatives are more than a diagonal.
-    - `is_reverse`: whether it has no forward mode, and so JAX no second derivatives.
-    - `is_in_branch`: whether some examples may not take part, as in those of a `cond`.
+    - `is_coupled`: whether its second derivatives are not diagonal.
+    - `is_reverse`: whether it has no forward mode, and therefore no second derivatives.
+    - `is_in_branch`: whether some examples may not use it, as in a branch of a `cond`.
     """
 
     view: View
@@ -134,7 +134,7 @@ class Site:
         )
 
     def output(self, a: Array | None, view: Array) -> Array:
-        """What comes out of the site, of one example, linear in the view."""
+        """The output of the site for one example, linear in the view."""
         op = self.rule.op
         for loop in reversed(self.loops):
             in_axes = (None if a is None else 0, 0 if loop.is_sliced else None)
@@ -142,7 +142,7 @@ class Site:
         return op(a, view)
 
     def output_of_source(self, a: Array | None, source: Array) -> Array:
-        """The same, of the value of `source` at all steps of all loops."""
+        """The output for the value of `source`, at all steps of all loops."""
         assert self.source is not None
         op = self.rule.op
         for own in reversed(self.loops):
@@ -152,9 +152,9 @@ class Site:
         return op(a, source)
 
     def at_steps(self, x: Array, axis: int) -> Array:
-        """What of a factor is of steps that the leaf takes part in.
+        """The part of a factor for the steps that use the leaf.
 
-        The axes of loops begin with that number.
+        The axes of loops begin with this index.
         """
         for i, loop in enumerate(self.loops):
             if loop.start is not None:
@@ -163,7 +163,7 @@ class Site:
         return x
 
     def with_own(self, perturbation: int, operand: int | None) -> "Site":
-        """The same for factors of its own, which are of the steps that it has."""
+        """The site with its own factors, for the steps that it has."""
         loops = tuple(dataclasses.replace(loop, start=None) for loop in self.loops)
         return dataclasses.replace(
             self, perturbation=perturbation, operand=operand, loops=loops
@@ -203,7 +203,7 @@ def is_allowed(form: Form, site: Site, other: Site) -> bool:
 
 
 def is_lettered(site: Site) -> bool:
-    """Whether the axes of `w` at the site are axes of the leaf, each another one."""
+    """Whether the axes of `w` at the site are distinct axes of the leaf."""
     axes = site.view.axes
     if axes is None or site.rule.splits:
         return False
@@ -212,7 +212,7 @@ def is_lettered(site: Site) -> bool:
 
 
 def is_small(site: Site) -> bool:
-    """Whether a site has but a few real numbers, which are made of all of a leaf."""
+    """Whether a site has only a few real numbers, computed from a whole leaf."""
     view = site.view
     is_plain = not (is_lettered(site) or site.loops or site.rule.token)
     is_real = not (site.is_complex or view.is_complex)
@@ -220,7 +220,7 @@ def is_small(site: Site) -> bool:
 
 
 def labels_of(site: Site, side: int) -> dict[str, Label]:
-    """The labels of the named axes of a site: equal where two sites share an axis."""
+    """The labels of the named axes of a site; two sites share labels of common axes."""
     labels: dict[str, Label] = {name: (side, name) for name in site.sizes}
     if is_lettered(site):
         assert site.view.axes is not None
@@ -233,14 +233,14 @@ def labels_of(site: Site, side: int) -> dict[str, Label]:
 
 
 def positions(site: Site) -> list[str]:
-    """The axes of a site's factors that `w` lacks, so that its gradient is a sum."""
+    """The axes of a site's factors that `w` lacks; the gradient sums over them."""
     labels = labels_of(site, 0)
     names = dict.fromkeys((*site.a_axes, *site.d_axes))
     return [name for name in names if labels[name][0] == 0 and site.sizes[name] != 1]
 
 
 def _same_isometry(site: Site, other: Site) -> bool:
-    """Whether two views are the same, and their transpose keeps inner products."""
+    """Whether two views are the same, with a transpose that keeps inner products."""
     return site.view.is_isometry and _identity(site) == _identity(other)
 
 
@@ -251,9 +251,9 @@ def _identity(site: Site) -> tuple:
 
 
 def _cross(site: Site, other: Site) -> bool:
-    """Whether the tokens of one site differ along what those of the other choose from.
+    """Whether the tokens of one site differ along the axis that the other's index.
 
-    As where a `scan` slices a table along the axis that another lookup chooses from.
+    For example, a `scan` may slice a table along the axis that another lookup indexes.
     """
     if site.rule.token is None or other.rule.token is None:
         return False

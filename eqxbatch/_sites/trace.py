@@ -1,8 +1,8 @@
 """A function with its sites: where its parameters enter the computation.
 
-Adding a perturbation of zero to the output of each site, the derivative with respect to
-it is the cotangent `d` that the gradient of the parameter is made of. That takes no
-derivative rule of our own: `jax.vjp` does it.
+A zero perturbation is added to the output of each site. The derivative with respect to
+it is the cotangent `d` in the gradient of the parameter. `jax.vjp` computes it, so no
+derivative rules of our own are needed.
 """
 
 import itertools
@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._base.jaxprs import evaluate_jaxpr, evaluate_with, REMAT, run_equation
+from .._base.jaxprs import (
+    evaluate_jaxpr,
+    evaluate_with,
+    REMAT,
+    run_equation,
+    scan_sizes,
+)
 from .._base.mesh import full_varying_as, is_on_mesh, zeros_like
 from .finder import Finder
 from .plan import Called, Linearized, Perturbed, Plan, Switched
@@ -28,19 +34,18 @@ _Struct = jax.ShapeDtypeStruct
 class Program:
     """A function of some leaves and one example, with its sites.
 
-    `closed` is its jaxpr, whose first `num_leaves` inputs are the leaves. All others
-    are of the example; what is the same for all examples is among its constants. With
-    `use_rules=False`, all leaves are treated as if no rule covered them. Those in
-    `constant` are not differentiated, and of those in `formed`, the gradient is wanted
-    itself, as if no rule covered them. Of the outputs, the first `num_outputs` are;
-    None for all of them. `order` is 2 if second derivatives are to be made of the
-    sites.
+    `closed` is its jaxpr, whose first `num_leaves` inputs are the leaves. All other
+    inputs belong to the example; constants are shared by all examples. With
+    `use_rules=False`, all leaves are treated as if no rule covered them. Leaves in
+    `constant` are not differentiated. For leaves in `formed`, the gradient itself is
+    requested, as if no rule covered them. The first `num_outputs` outputs are
+    differentiated; None for all of them. `order` is 2 if second derivatives are needed.
 
     - `leaves`: shapes and dtypes of the leaves.
-    - `sites`: all sites; every leaf that the function uses has one at least.
+    - `sites`: all sites; every leaf that the function uses has at least one.
     - `perturbations`, `operands`: shapes and dtypes of the cotangents and operands.
-    - `fallbacks`: the leaves that no rule covers, by number, and why. Their one site is
-        the leaf itself.
+    - `fallbacks`: the leaves that no rule covers, by index, with reasons. Their only
+        site is the leaf itself.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class Program:
                     finder.failed.setdefault(view.leaf, reason)
             if not finder.failed:
                 break
-            # What is not followed any more can no longer be in the way of others.
+            # Leaves that are no longer followed cannot block others.
             self.fallbacks.update(finder.failed)
         self._values = finder.values
         self.sites = list(self.plan.sites)
@@ -100,13 +105,13 @@ class Program:
         return [site for site in self.sites if site.leaf == leaf]
 
     def value_of(self, number: int) -> Value:
-        """What a view reads, by its number."""
+        """A value that a view reads, by its index."""
         return self._values[number]
 
     def values(self, leaves: list) -> list:
-        """What the views of sites read, besides the leaf that they are of.
+        """The values that views of sites read, besides their leaf.
 
-        It is the same for all examples. What no view reads is None.
+        They are the same for all examples. Values that no view reads are None.
         """
         steps = [step for site in self.sites for step in site.view.steps]
         read = {i for step in steps for i in step.values}
@@ -141,12 +146,12 @@ class Program:
     def perturbed(
         self, leaves: list, example: list, perturbations: list
     ) -> tuple[list, list]:
-        """The outputs and operands of one example, with these perturbations."""
+        """The outputs and operands of one example, with perturbations."""
         return self._evaluate(leaves, example, perturbations)[:2]
 
     def zeros(self, leaves: list, example: list) -> list[Array]:
-        """Perturbations that are none."""
-        # On a mesh, a perturbation must be of the type of what it perturbs.
+        """Perturbations of zero."""
+        # On a mesh, a perturbation must have the type of the value that it perturbs.
         typed = any(map(is_on_mesh, [*leaves, *example]))
         structs = (
             self._perturbed_types(leaves, example) if typed else self.perturbations
@@ -162,7 +167,7 @@ class Program:
     def _evaluate(
         self, leaves: list, example: list, perturbations: list | None
     ) -> tuple[list, list, list]:
-        """Outputs, operands and, without perturbations, what would be perturbed."""
+        """Outputs, operands and, without perturbations, the values to perturb."""
         leaves = list(leaves)
         of_leaves = [leaves[leaf] for leaf in self._perturbed]
         if perturbations is not None:
@@ -186,7 +191,7 @@ def _run(
 ) -> _Run:
     """Evaluates a jaxpr with perturbations added to the outputs of its sites.
 
-    Returns its outputs, the operands, and what would be perturbed if there are none.
+    Returns its outputs, the operands and, without perturbations, the values to perturb.
     """
     remaining = None if perturbations is None else list(perturbations)
     operands: list = []
@@ -206,7 +211,7 @@ def _run(
         if isinstance(step, Perturbed):
 
             def perturb(ins: list) -> list:
-                # A constant may be an array of NumPy.
+                # A constant may be a NumPy array.
                 operands.extend(jnp.asarray(operand(ins)) for operand in step.operands)
                 out = eqn.primitive.bind(*ins, **eqn.params)
                 own = take(1)
@@ -261,7 +266,7 @@ def _run_call(eqn: Any, step: Called, ins: list, perturbations: list | None) -> 
 
 def _run_scan(eqn: Any, step: Called, ins: list, perturbations: list | None) -> _Run:
     params = eqn.params
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_sizes(eqn)
     consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
 
     def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
@@ -315,10 +320,10 @@ def _run_cond(step: Switched, ins: list, perturbations: list[list | None]) -> _R
 def _run_linearized(
     jaxpr: Any, eqn: Any, step: Linearized, ins: list, perturbations: list | None
 ) -> _Run:
-    """Runs an equation as it is; perturbations enter its derivative, and nothing else.
+    """Runs an equation unchanged; perturbations only enter its derivative.
 
-    That is in the derivative with respect to them alone: they are zero, and so is what
-    they would add, even where a derivative is infinite.
+    They only matter for derivatives with respect to them: they are zero, and so is
+    their contribution, even if a derivative is infinite.
     """
     own = step.called
     given = [own.consts, [ins[i] for i in step.given]]

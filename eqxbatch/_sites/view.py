@@ -1,4 +1,4 @@
-"""Views: linear functions of one parameter, from what a program does with it."""
+"""Views: linear functions of one parameter, as a program applies them."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from .shared import Loop, merged_loops
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A linear function of an array; `values` are numbers of those that it reads."""
+    """A linear function of an array; `values` are indices of values that it reads."""
 
     fun: Callable[[Array, list], Array]
     values: tuple[int, ...] = ()
@@ -27,7 +27,7 @@ class _Step:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in zeros an array is put, along its first axis."""
+    """The position of an array in zeros, along its first axis."""
 
     start: int
     size: int
@@ -39,20 +39,20 @@ class _Place:
 class View:
     """A linear function of one leaf, built from steps such as a transpose.
 
-    - `leaf`: the number of the leaf, and `type_of_leaf` its shape, dtype and so on.
-    - `shape`: that of the view. Axes for `loops` come before it in what `apply`
-        returns: for the loops in which it differs from step to step, outermost first.
-    - `windows`: for each of these, which of its steps there is something for, as the
-        first one and their number; None for all.
+    - `leaf`, `type_of_leaf`: the index of the leaf, and its shape, dtype and so on.
+    - `shape`: the shape of the view. The result of `apply` has leading axes for
+        `loops`: the loops in which the view differs between steps, outermost first.
+    - `windows`: for each of these loops, the steps for which the view is not zero, as
+        the first one and their number; None for all.
     - `key`: equal for two views that are the same function.
-    - `axes`: for each axis of the view, leading ones included, the axis of the leaf
-        that it is, or None if the leaf is repeated along it; None if some axis is
-        neither (it comes from a reshape, a slice, and so on).
-    - `scale`: what the leaf is multiplied with.
-    - `is_weighted`: whether its entries are multiplied with numbers of their own.
-    - `is_isometry`: whether the transpose of the view keeps the norm, but for `scale`.
-    - `place`: where the view is in zeros, of which it has the shape then. This comes
-        last, so that a loop over them has the leaf at some steps only.
+    - `axes`: for each axis of the view, including leading ones, the corresponding axis
+        of the leaf, or None if the leaf is repeated along it. None if some axis is
+        neither, for example after a reshape or a slice.
+    - `scale`: a factor of the leaf.
+    - `is_weighted`: whether each entry is multiplied by its own weight.
+    - `is_isometry`: whether the transpose of the view keeps the norm, up to `scale`.
+    - `place`: the position of the view in an array of zeros, which gives it its shape.
+        This comes last, so that a loop over the array uses the leaf in some steps only.
     """
 
     leaf: int
@@ -74,26 +74,26 @@ class View:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each entry is another entry of the leaf, times a number."""
+        """Whether entries are distinct entries of the leaf, times a number."""
         return self.axes is not None and None not in self.axes and self.place is None
 
     def apply(self, x: Array, values: list) -> Array:
-        """The view of a leaf `x`; `values` are those of the program."""
+        """Applies the view to a leaf `x`; `values` are those of the program."""
         for step in self.steps:
             x = step.fun(x, [values[i] for i in step.values])
         return x
 
     def transposed(self, leaf: Any, values: list) -> Callable[[Array], Array]:
-        """Takes what belongs to the view back to a leaf of that type."""
+        """Pulls an array back from the view to a leaf of the given type."""
         transpose = jax.linear_transpose(lambda x: self.apply(x, values), leaf)
         return lambda x: transpose(x)[0]
 
     def struct(self, leaf: Any, values: list) -> jax.ShapeDtypeStruct:
-        """The type of the view of a leaf of that type."""
+        """The type of the view for a leaf of the given type."""
         return jax.eval_shape(self.apply, leaf, values)
 
     def scanned(self, loop: Loop) -> "View":
-        """A slice along axis 0, as the body of a scan gets it."""
+        """A slice along axis 0, as in the body of a scan."""
         place = self.place
         return dataclasses.replace(
             self,
@@ -104,7 +104,7 @@ class View:
         )
 
     def in_zeros(self) -> "View":
-        """The same, with the zeros around it."""
+        """The view with the zeros around it."""
         place = self.place
         if place is None:
             return self
@@ -126,9 +126,9 @@ class View:
     ) -> "View":
         """The view after one more step.
 
-        `step` and `axes` are about what it is given, without leading axes: `axes` has,
-        for each axis of the result, the axis that it was, or None for a new one.
-        `values` are the numbers of values that `step` takes besides, and their loops.
+        `step` and `axes` refer to the input without leading axes. For each axis of the
+        result, `axes` has the axis that it was, or None for a new one. `values` are the
+        indices of further values that `step` takes, and their loops.
         """
         if self.place is not None:
             view = self.in_zeros()
@@ -176,7 +176,7 @@ def _in_loops(
     loops: tuple[Loop, ...],
     windows: Sequence[tuple[int, int] | None],
 ) -> Callable[[Array, list], Array]:
-    """A step for all steps of some loops, those of the view and those of the values."""
+    """Maps a step over the loops of the view and of the values."""
     run = lambda x, values: step(x, *values)
     for loop, window in reversed([*zip(loops, windows, strict=True)]):
         axes = [0 if loop in each else None for each in of_values]
@@ -202,10 +202,10 @@ def leaf_view(index: int, aval: Any) -> View:
 
 
 def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
-    """The views that an equation makes of a view, its input number `index`.
+    """The views after an equation, whose input with the given `index` is a view.
 
-    One for each output of the equation; None if it is not linear in that input, or not
-    known to be.
+    There is one for each output of the equation. None if the equation is not known to
+    be linear in this input.
     """
     name = eqn.primitive.name
     shapes = [var.aval.shape for var in eqn.outvars]
@@ -217,16 +217,16 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
     if unknown_parameters(eqn):
         return None
     if name in ("transpose", "squeeze", "broadcast_in_dim", "reshape"):
-        if len(eqn.invars) > 1:  # A shape that is not static.
+        if len(eqn.invars) > 1:  # A dynamic shape.
             return None
         axes = _kept_axes(name, view.shape, shape, eqn.params)
-        # Repeating is no isometry: its transpose is a sum.
+        # Broadcasting is not an isometry: its transpose is a sum.
         same = math.prod(shape) == math.prod(view.shape)
         return [view.then(key, bind, shape, axes, is_isometry=same)]
     if name in ("convert_element_type", "copy", "copy_p"):
         if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
             return None
-        # The real part of something complex is not a view of the same dimension.
+        # The real part of a complex array is not a view of the same dimension.
         old, new = (is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars))
         if old and not new:
             return None
@@ -238,7 +238,7 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
         axes = tuple(range(len(shape)))
         return [view.then(key, bind, shape, axes, scale=-1.0)]
     if name == "slice" and shape == view.shape:
-        # All of it, as where an axis of size 1 is indexed.
+        # The whole array, for example if an axis of size 1 is indexed.
         return [view.then(key, bind, shape, tuple(range(len(shape))))]
     if name in ("slice", "rev", "reduce_sum"):
         return [view.then(key, bind, shape, None, is_isometry=name != "reduce_sum")]
@@ -268,7 +268,7 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
 
 
 def _in_zeros(view: View, eqn: Any, index: int, key: str) -> View:
-    """A view as a part of what `concatenate` makes."""
+    """A view as a part of the output of `concatenate`."""
     axis = eqn.params["dimension"]
     start = sum(var.aval.shape[axis] for var in eqn.invars[:index])
     return _placed(view, eqn, start, axis, key)
@@ -290,7 +290,7 @@ def _placed(view: View, eqn: Any, start: int, axis: int, key: str) -> View:
 
 
 def _scaled(view: View, eqn: Any, index: int, key: str) -> View | None:
-    """A view times a number, or divided by one; None for anything else."""
+    """A view multiplied or divided by a number; None for anything else."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     other = eqn.invars[1 - index] if len(eqn.invars) == 2 else None
     if not isinstance(other, jex.Literal) or out.shape != view.shape:
@@ -312,7 +312,7 @@ def _scaled(view: View, eqn: Any, index: int, key: str) -> View | None:
 
 
 def extend_sum(view: View, eqn: Any, index: int) -> View:
-    """The part of a view in `add` or `sub`, of which it is the input `index`."""
+    """The contribution of a view to `add` or `sub`, as the input with this `index`."""
     shape = eqn.outvars[0].aval.shape
     if view.shape != shape:
         repeat = lambda x: jnp.broadcast_to(x, shape)
@@ -332,7 +332,7 @@ def extend_sum(view: View, eqn: Any, index: int) -> View:
 def _kept_axes(
     name: str, old: tuple[int, ...], new: tuple[int, ...], params: dict[str, Any]
 ) -> tuple[int | None, ...] | None:
-    """For each axis of the result, which axis it was; None if that is not the case."""
+    """For each axis of the result, the axis that it was; None if there is none."""
     if name == "transpose":
         return tuple(params["permutation"])
     if name == "squeeze":
@@ -344,7 +344,7 @@ def _kept_axes(
             if old[axis] == new[target]:
                 axes[target] = axis
         return tuple(axes)
-    # A reshape that only moves axes of size 1 keeps all others. It may come after a
+    # A reshape that only moves axes of size 1 keeps all others. It may follow a
     # transpose.
     order = params["dimensions"]
     order = range(len(old)) if order is None else order

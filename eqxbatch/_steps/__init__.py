@@ -1,5 +1,5 @@
-"""Gauss-Newton steps, in the space of samples by kernels, or in that of parameters.
+"""Gauss-Newton steps, in sample space by kernels, or in parameter space.
 
-It imports from `_base`, `_batch`, `_sites`, `_maps`, `_gradients`, `_curvature`,
+May import from `_base`, `_batch`, `_sites`, `_maps`, `_gradients`, `_curvature`,
 `_pairs` and `_ntk`.
 """

@@ -59,7 +59,7 @@ STEP = Contract(
 
 
 class _Step(AbstractAutoSharded, AbstractOtherArguments):
-    """The step; `weights` and `accumulators` are one for each term, or one for all."""
+    """The step; `weights` and `accumulators` have one for each term, or one for all."""
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
@@ -147,7 +147,7 @@ class _Step(AbstractAutoSharded, AbstractOtherArguments):
         return [x + y.astype(x.dtype) for x, y in pairs]
 
     def _kept(self, previous: list) -> list[Array]:
-        """What stays of the previous step."""
+        """The part of the previous step that is kept."""
         return [
             jnp.asarray(self.momentum, widest(x.dtype)) * widened(x) for x in previous
         ]
@@ -200,7 +200,7 @@ class _Step(AbstractAutoSharded, AbstractOtherArguments):
         ]
 
     def _weights(self, terms: list[Term], dtype: Any) -> list[Float[Array, " _"]]:
-        """For each term, what the squares of its examples' residuals count."""
+        """For each term, the weights of its examples' squared residuals."""
         num = len(terms)
         numbers = _for_each("weights", self.weights, num)
         accumulators = _for_each("accumulator", self.accumulator, num)
@@ -225,7 +225,7 @@ class _Step(AbstractAutoSharded, AbstractOtherArguments):
 
 
 def _for_each(name: str, value: Any, num: int) -> Sequence[Any]:
-    """One of a setting for each term."""
+    """Expands a setting to one value for each term."""
     if not isinstance(value, (tuple, list)):
         return [value] * num
     if len(value) != num:
@@ -241,15 +241,15 @@ def _checked_sizes(**sizes: Any) -> list[int | None]:
         size = check_size(name, size)
         if isinstance(size, MemoryBudget):
             raise TypeError(
-                f"`{name}` must be an int or None; got a MemoryBudget, which can not "
-                "be divided between the two sizes of a step. Give a number."
+                f"`{name}` must be an int or None; got a MemoryBudget, which cannot be "
+                "divided between the two sizes of a step. Give a number."
             )
         checked.append(size)
     return checked
 
 
 def _check_number(name: str, value: Any) -> Any:
-    """A setting that is a number, or a scalar array, and not negative."""
+    """Checks a setting that must be a non-negative number or scalar array."""
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         if value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
             return jnp.asarray(value)
@@ -269,7 +269,7 @@ def _check_number(name: str, value: Any) -> Any:
 
 
 def _at_run_time(name: str, value: Any) -> Any:
-    """The same where it is known only when the program runs."""
+    """The same check at run time, for values that are traced."""
     if not isinstance(value, jax.Array):
         return value
     message = f"`{name}` must not be negative, NaN or infinite."
@@ -315,93 +315,98 @@ def filter_gauss_newton_step(
     block_size: int | None = None,
     microbatch_size: int | None = None,
 ) -> Callable[..., Any]:
-    r"""Damped Gauss-Newton steps, solved in the smaller of two spaces.
+    r"""Damped Gauss-Newton steps, solved in sample or parameter space.
 
-    With `r` the residuals of all examples, and `J` their Jacobian in the parameters,
-    the step is the solution of
+    Let `r` be the residuals of all examples and `J` their Jacobian with respect to the
+    parameters. The step solves
 
     $$(J^\top W J + \mathtt{damping}\, I)\, \mathtt{step} = J^\top W r,$$
 
-    where the diagonal matrix `W` has `1 / n` for each of the `n` examples. That is the
-    gradient of half of the mean squared residual, preconditioned by its Gauss-Newton
-    matrix. By Woodbury's identity, it is also
+    where the diagonal matrix `W` has entries `1 / n` for `n` examples. This is the
+    gradient of half the mean squared residual, preconditioned by its damped
+    Gauss-Newton matrix. By Woodbury's identity, it equals
 
     $$\mathtt{step} = J^\top W^{1/2}
     (W^{1/2} J J^\top W^{1/2} + \mathtt{damping}\, I)^{-1} W^{1/2} r,$$
 
-    so that the matrix to solve with has either the size of the parameters, or that of
-    the residuals. The kernel of the latter is the neural tangent kernel, computed as
-    [`eqxbatch.EmpiricalNTK`][] computes it.
+    so the linear system has either one row for each parameter (parameter space) or one
+    for each residual (sample space). The matrix $J J^\top$ of the latter is the neural
+    tangent kernel, computed as in [`eqxbatch.EmpiricalNTK`][].
 
     **Arguments:**
 
-    - `residual`: a function of the model and of one example, which returns a PyTree of
-        arrays of an inexact dtype. Or several such functions, in a tuple or list, for
-        terms that have batches of their own, such as the interior and the boundary of
-        a PINN: each takes the model and its batch, as one argument.
-    - `damping`: what is added to the diagonal, a number or a scalar array that is not
-        negative. It is relative to means over the examples, not to sums, and so need
-        not change with their number.
+    - `residual`: a function of the model and of one example that returns a PyTree of
+        arrays of an inexact dtype. For several terms with separate batches, such as the
+        interior and the boundary of a PINN, pass a tuple or list of functions: each
+        takes the model and its batch as a single argument.
+    - `damping`: a non-negative number or scalar array that is added to the diagonal. It
+        is relative to means over the examples, not sums, so it need not change with the
+        batch size.
     - `space`: `"sample"` solves with the kernel of the residuals, `"parameter"` with
         the Gauss-Newton matrix, and `"auto"` with the smaller of the two. The step is
-        the same.
-    - `centre`: whether the weighted mean over the examples is subtracted from `J` and
-        from `r`, for each term. This is stochastic reconfiguration.
+        the same in each case.
+    - `centre`: whether to subtract the weighted mean over the examples from `J` and
+        `r`, for each term. This is stochastic reconfiguration.
     - `has_residual`: whether `residual` returns a pair `(output, residual)` of the same
-        structure. `J` is then that of `output`, and `r` is `residual`, which is not
-        differentiated. In variational Monte Carlo, these are the logarithm of the
-        amplitude, and the local energy.
-    - `momentum`: a number or a scalar array. The function that is returned then takes
-        the previous step as its second argument, and the step is the one closest to
-        `momentum` times that: the solution of the system above is found for what
-        remains of `r` after that step, and added to it. This is SPRING.
-    - `weights`: what the squared residuals of each term are multiplied with: a number
-        or scalar array for all, or a tuple with one for each term.
+        structure. `J` is then the Jacobian of `output`, and `r` is `residual`, which is
+        not differentiated. In variational Monte Carlo, these are the logarithm of the
+        amplitude and the local energy.
+    - `momentum`: a number or a scalar array. The transformed function then takes the
+        previous step as its second argument, and returns the step closest to
+        `momentum * previous`: it solves the system above for the part of `r` that
+        remains after this step, and adds the solution to it. This is SPRING.
+    - `weights`: the weights of the squared residuals: a number or scalar array for all
+        terms, or a tuple with one for each term.
     - `accumulator`: [`eqxbatch.Mean`][] (the default) or [`eqxbatch.Sum`][], or a tuple
-        with one for each term. With `Sum`, `W` has ones in the place of `1 / n`. Their
-        `weights` are those of single examples: for importance sampling in a mean, or
-        for quadrature in a sum.
-    - `solver`: `"cholesky"`; `"eigh"`, which also solves for matrices that are
-        singular, by the pseudoinverse if there is no `damping`; or an iterative solver
-        of lineax, such as `lineax.CG(rtol=1e-6, atol=0.0)`, which multiplies with the
-        matrix and never forms it.
+        with one for each term. With `Sum`, `W` has ones instead of `1 / n`. Their
+        `weights` weight single examples, for importance sampling in a mean or for
+        quadrature in a sum.
+    - `solver`: `"cholesky"`; or `"eigh"`, which also handles singular matrices, and
+        uses the pseudoinverse without `damping`; or an iterative lineax solver such as
+        `lineax.CG(rtol=1e-6, atol=0.0)`, which only needs matrix-vector products and
+        never materialises the matrix.
     - `where`, `filter_spec`: which leaves of the model are parameters, as for
         [`eqxbatch.filter_micro_value_and_grad`][].
-    - `in_axes`: the batch axes of the arguments after the model, as there. For several
-        terms, a tuple with a prefix for the batch of each, or one prefix for all.
-    - `block_size`: how many rows and columns of the matrix are computed at a time: in
-        examples for the kernel, and in parameters for the Gauss-Newton matrix. None is
-        all of them.
-    - `microbatch_size`: how many examples run through the model at a time; None is all.
+    - `in_axes`: the batch axes of the arguments after the model, as for
+        [`eqxbatch.filter_micro_value_and_grad`][]. For several terms, a tuple with a
+        prefix for the batch of each, or one prefix for all.
+    - `block_size`: the number of rows and columns of the matrix that are computed at a
+        time: in examples for the kernel, in parameters for the Gauss-Newton matrix.
+        None means all of them.
+    - `microbatch_size`: the number of examples that run through the model at a time;
+        None means all of them.
 
     **Returns:**
 
-    A function with the arguments of `residual`, or of the model and one batch for each
-    term, or of the model, the previous step (None for the first) and the batches. It
-    returns the step in the structure of the model, with None for what is no parameter,
-    and in the dtypes of the parameters.
+    A function with the arguments of `residual`. For several terms, its arguments are
+    the model and one batch for each term. With `momentum`, the previous step (None at
+    first) follows the model. The function returns the step, with the structure of the
+    model, the dtypes of the parameters, and None for everything that is not a
+    parameter.
 
-    The step has the sign of a gradient: it points uphill, and it takes the place of a
-    gradient in an optax chain. To apply it without optax, subtract it.
+    The step has the sign of a gradient: it points uphill and can replace the gradient
+    in an optax chain. Without optax, subtract it from the parameters.
 
-    A complex residual counts as its real and its imaginary part, so that products with
-    real parameters have the real part of what they would have in complex numbers, as
-    usual in stochastic reconfiguration. A complex parameter counts as two real ones.
-    Its step is the direction itself, and not its conjugate as gradients in JAX are. For
-    a function that is holomorphic in all its parameters, that is the solution in
-    complex numbers.
+    A complex residual counts as its real and its imaginary part. Its products with real
+    parameters are therefore the real part of the complex products, as usual in
+    stochastic reconfiguration. A complex parameter counts as two real ones. Its step is
+    the direction itself, not the conjugate that JAX returns for gradients. For a
+    function that is holomorphic in all parameters, the step is the solution in complex
+    numbers.
 
-    Matrices are in float32 at least, whatever the dtype of the model. In float32,
-    `damping` should not be much less than 1e-6 times the largest eigenvalue. Inside of
-    `jax.shard_map`, a step is that of the examples on its device; where it would raise
-    an error at run time, it is NaN there.
+    Matrices are in at least float32, even if the model is not. In float32, `damping`
+    should not be much smaller than 1e-6 times the largest eigenvalue. Inside
+    `jax.shard_map`, a step uses the examples of its device only, and is NaN where it
+    would otherwise raise an error at run time.
 
     **Raises:**
 
-    `ValueError` if there are no parameters, for settings that are not listed above, for
-    numbers that are negative, and for numbers of terms that do not agree; `TypeError`
-    for outputs, settings and solvers of other types. A matrix that is not positive
-    definite raises an error at run time, for `solver="cholesky"`.
+    - `ValueError` if there are no parameters, for settings that are not listed above,
+        for negative numbers, and for settings or batches that do not match the number
+        of terms.
+    - `TypeError` for outputs, settings and solvers of other types.
+    - With `solver="cholesky"`, a matrix that is not positive definite raises an error
+        at run time.
 
     !!! example
 
@@ -418,7 +423,7 @@ def filter_gauss_newton_step(
 
         ```
 
-        In a chain, which scales the step down where it is long:
+        In an optax chain that clips long steps:
 
         ```python
         >>> optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))
@@ -428,7 +433,7 @@ def filter_gauss_newton_step(
 
         ```
 
-        Two terms, with batches of their own:
+        Two terms with separate batches:
 
         ```python
         >>> slope = lambda model, x: jax.jvp(model, (x,), (jnp.ones(1),))[1] - 2 * x
@@ -443,8 +448,8 @@ def filter_gauss_newton_step(
     ??? cite
 
         minSR: Chen and Heyl, "Empowering deep neural quantum states through efficient
-        optimization", [arXiv:2302.01941](https://arxiv.org/abs/2302.01941); the same as
-        SR(t): Rende et al., [arXiv:2310.05715](https://arxiv.org/abs/2310.05715).
+        optimization", [arXiv:2302.01941](https://arxiv.org/abs/2302.01941). Also known
+        as SR(t): Rende et al., [arXiv:2310.05715](https://arxiv.org/abs/2310.05715).
         SPRING: Goldshlager et al., "A Kaczmarz-inspired approach to accelerate the
         optimization of neural network wavefunctions",
         [arXiv:2401.10190](https://arxiv.org/abs/2401.10190). For PINNs: Guzmán-Cordero

@@ -1,4 +1,4 @@
-"""Steps in the space of samples: a kernel of all residuals with each other."""
+"""Steps in sample space: the kernel of all residuals."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -27,10 +27,11 @@ from .terms import in_range, Residuals, shares, Vectors
 
 
 class SampleKernel:
-    """The products of the derivatives of all residuals.
+    """The inner products of the derivatives of all residuals.
 
-    - `block_size`: how many examples are rows or columns of a block; None for all.
-    - `microbatch_size`: of how many examples factors are made at a time.
+    - `block_size`: the number of examples in the rows or columns of a block; None for
+        all.
+    - `microbatch_size`: the number of examples whose factors are computed at a time.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class SampleKernel:
         self._residuals, self._size = residuals, block_size
         self._microbatch_size = microbatch_size
         formed = self._formed([self._linearization(i, ()) for i in self._numbers])
-        # One backward pass makes all of a leaf's gradient. That is faster than to
-        # contract the factors of its sites.
+        # One backward pass computes all gradients of a leaf. That is faster than
+        # contracting the factors of its sites.
         linearizations = [self._linearization(i, formed) for i in self._numbers]
         self._factors = [
             ExampleFactors(own, [output_factors(own.program, ())], keeps_values=False)
@@ -70,7 +71,7 @@ class SampleKernel:
         )
 
     def _formed(self, linearizations: list[Linearization]) -> set[int]:
-        """The leaves whose gradients are formed, by all terms."""
+        """The leaves whose gradients are formed, for all terms."""
         formed: set[int] = set()
         for i, j in self._pairs():
             pair, schedule = (
@@ -96,7 +97,7 @@ class SampleKernel:
         return Schedule(*pairs, is_symmetric=first == second)
 
     def _kernel(self, first: int, second: int) -> ModelKernel:
-        """That of two terms, of which the second may be the first."""
+        """The kernel of two terms, which may be the same."""
         rows, is_same = self._residuals.rows, first == second
         factors = [self._factors[first], self._factors[second]][: 1 if is_same else 2]
         return ModelKernel(
@@ -112,7 +113,7 @@ class SampleKernel:
         )
 
     def matrix(self) -> Float[Array, "num num"]:
-        """The kernel of all residuals, in their order, with weights and centred."""
+        """The kernel of all residuals in order, weighted and centred."""
         all_rows, size = self._residuals.rows, self._size
         blocks: dict[tuple[int, int], Array] = {}
         if size is None or all(size >= rows.total for rows in all_rows):
@@ -137,7 +138,7 @@ class SampleKernel:
         return jnp.concatenate(rows, axis=0)
 
     def pull(self, vectors: Vectors) -> list[Array]:
-        """What `Residuals.pull` returns, of what was kept for the kernel."""
+        """Like `Residuals.pull`, from the factors that were kept for the kernel."""
         residuals = self._residuals
         if not self._kept:
             return residuals.pull(vectors)
@@ -158,7 +159,7 @@ class SampleKernel:
     def _arranged(
         self, kernel: Float[Array, "n1 n2 out1 out2"], first: int, second: int
     ) -> Float[Array, "rows columns"]:
-        """A block with the entries of each example together, weighted and centred."""
+        """A block with adjacent entries for each example, weighted and centred."""
         residuals = self._residuals
         weights = residuals.weights[first], residuals.weights[second]
         if residuals.centre:
@@ -181,7 +182,7 @@ def _product(
     leaf: Array,
     vector: Float[Array, "n entries"],
 ) -> Inexact[Array, "..."]:
-    """The sum of a leaf's gradients at all examples, each times a number."""
+    """The weighted sum of a leaf's gradients at all examples."""
     (site, *_) = sites
     if site.rule.kind != "leaf":
         return weighted_sum(sites, factors, leaf, vector)

@@ -1,4 +1,4 @@
-"""The linear system of a step, in the space of samples and in that of parameters."""
+"""The linear system of a step, in sample space and in parameter space."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +22,10 @@ from .terms import Residuals, Term
 class System(eqx.Module):
     """How systems are solved.
 
-    - `damping`: what is added to the diagonal.
-    - `solver`: `"cholesky"`, `"eigh"`, or a solver of lineax, which takes products.
-    - `block_size`: how much of a matrix is computed at a time.
-    - `microbatch_size`: how many examples are.
+    - `damping`: a number that is added to the diagonal.
+    - `solver`: `"cholesky"`, `"eigh"`, or a lineax solver, which uses products.
+    - `block_size`: the size of the blocks of a matrix that are computed at a time.
+    - `microbatch_size`: the number of examples that are processed at a time.
     """
 
     damping: Any
@@ -103,7 +103,7 @@ class System(eqx.Module):
         damping = jnp.asarray(self.damping, matrix.dtype)
         if self.solver == "eigh":
             values, vectors = jnp.linalg.eigh(matrix)
-            # What rounding leaves of an eigenvalue of zero is no part of the matrix.
+            # Eigenvalues that are zero up to rounding do not count.
             least = jnp.max(values) * values.size * jnp.finfo(values.dtype).eps
             values = jnp.where(values > least, values, 0) + damping
             inverse = jnp.where(values > 0, 1 / jnp.where(values > 0, values, 1), 0)
@@ -112,8 +112,7 @@ class System(eqx.Module):
         factor = jnp.linalg.cholesky(shifted)
         found = jsl.cho_solve((factor, True), vector)
         if varying(jax.typeof(found)):
-            # Inside of `jax.shard_map` nothing can be raised. What is not a number says
-            # it, too.
+            # Errors cannot be raised inside `jax.shard_map`, so the result is NaN.
             return found
         is_given = jnp.all(jnp.isfinite(shifted)) & jnp.all(jnp.isfinite(vector))
         return eqx.error_if(
@@ -138,7 +137,7 @@ class System(eqx.Module):
 
 
 class _OfReal(eqx.Module):
-    """A term as a function of real parameters alone."""
+    """A term as a function of real parameters only."""
 
     term: Term
 
@@ -152,7 +151,7 @@ def _half_of_squares(out: Array, *rows: Array) -> Array:
 
 
 def _of_means(residuals: Residuals) -> Float[Array, "p p"]:
-    """What centring subtracts: the products of means of derivatives."""
+    """The products of mean derivatives, which centring subtracts."""
     total: Any = 0
     for number, weights in enumerate(residuals.weights):
         entries = jnp.eye(residuals.entries[number], dtype=residuals.dtype)

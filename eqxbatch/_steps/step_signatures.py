@@ -1,4 +1,4 @@
-"""What type checkers are told of Gauss-Newton steps."""
+"""The signature of Gauss-Newton steps, for type checkers."""
 
 from collections.abc import Callable, Sequence
 from typing import (
@@ -46,7 +46,7 @@ class _OfTerms(_Settings, total=False):
     momentum: Number | None
 
 
-# A step is like the model, with None for what is no parameter.
+# A step is like the model, with None for everything that is not a parameter.
 _WithPrevious = Callable[Concatenate[Model, Any, P], Model]
 
 
@@ -66,7 +66,7 @@ class _MakerWithMomentum(Protocol):
 
 @runtime_checkable
 class StepSignature(Protocol):
-    """That of `filter_gauss_newton_step`."""
+    """The signature of `filter_gauss_newton_step`."""
 
     @overload
     def __call__(

@@ -1,4 +1,4 @@
-"""The residuals of a step: of one function of an example, or of several."""
+"""The residuals of a step, from one function of an example or from several."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from .._batch.rows import accumulated, Rows
 
 
 class Terms(eqx.Module):
-    """Several functions as one, which has an argument for the batch of each."""
+    """Several functions as one, with an argument for the batch of each."""
 
     functions: tuple[Callable, ...]
 
@@ -31,15 +31,15 @@ class Terms(eqx.Module):
 
 
 class Term(eqx.Module):
-    """A function of one example, as one of parameters and of the rows of its batch.
+    """A function of one example, as a function of parameters and of a batch's rows.
 
-    It returns a vector of real numbers, in float32 at least: of all that the function
-    returns, and of what is complex the real and then the imaginary part.
+    It returns a real vector in at least float32, which contains all outputs. Complex
+    outputs contribute their real, then their imaginary part.
 
-    - `nondiff`, `treedef`: what of the first argument is no parameter, and the
-        structure of the parameters.
-    - `has_residual`: whether the function returns a pair, of what is differentiated and
-        of the residual.
+    - `nondiff`, `treedef`: the part of the first argument that is not a parameter, and
+        the structure of the parameters.
+    - `has_residual`: whether the function returns a pair of the differentiated output
+        and the residual.
     """
 
     fun: Callable
@@ -52,7 +52,7 @@ class Term(eqx.Module):
         return _flat(self._returned(leaves, rows)[0])
 
     def residual(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
-        """The residual in the place of what is differentiated."""
+        """The same term with the residual in place of the differentiated output."""
         out, residual = self._returned(leaves, rows)
         return _flat(residual, out)
 
@@ -78,7 +78,7 @@ class Term(eqx.Module):
 
 
 def _checked(out: PyTree) -> PyTree:
-    """What a residual function returns, as arrays."""
+    """The outputs of a residual function, as arrays."""
 
     def check(path: tuple, x: Any) -> Array:
         if eqx.is_array_like(x):
@@ -98,7 +98,7 @@ def _checked(out: PyTree) -> PyTree:
 
 
 def _flat(tree: PyTree[Array], like: PyTree[Array] = None) -> Float[Array, " entries"]:
-    """All numbers in one vector of real ones, where `like` has imaginary parts."""
+    """All numbers in one real vector, with imaginary parts where `like` is complex."""
     leaves = jtu.tree_leaves(tree)
     parts = []
     others = leaves if like is None else jtu.tree_leaves(like)
@@ -109,18 +109,18 @@ def _flat(tree: PyTree[Array], like: PyTree[Array] = None) -> Float[Array, " ent
     return jnp.concatenate([x.astype(dtype) for x in parts])
 
 
-# One for each term, of other sizes: so the axes have no names that would bind.
+# One array for each term; sizes differ, so the axes have no names.
 Vectors = list[Float[Array, "_ _"]]
 
 
 class Residuals:
     """The residuals of all terms at some parameters.
 
-    - `leaves`: the parameters. A complex one is two real ones: `pull` returns the sum
-        of its derivative in the real part and `1j` times that in the imaginary part.
-    - `programs`, `rows`: the output of one example, and all examples, of each term.
-    - `weights`: what the squares are multiplied with before they are added up.
-    - `centre`: whether weighted means are subtracted from all that is of the examples.
+    - `leaves`: the parameters. A complex one counts as two real ones: `pull` returns
+        the derivative in the real part plus `1j` times that in the imaginary part.
+    - `programs`, `rows`: for each term, the program of one example, and all examples.
+    - `weights`: the weights of the squared residuals.
+    - `centre`: whether to subtract weighted means over the examples.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class Residuals:
         microbatch_size: int | None,
     ):
         self.terms, self.centre, self._size = terms, centre, microbatch_size
-        # Inside of `jax.shard_map`, a derivative in what is the same on all devices is
-        # summed over them. A step is that of the examples on its device.
+        # Inside `jax.shard_map`, JAX sums a derivative over devices if its input is the
+        # same on all of them. A step uses the examples of its device only.
         arrays = [x for term in terms for x in term.batch.arrays]
         self.leaves = vary_as(arrays, leaves)
         self.rows = [_rows(term.batch) for term in terms]
@@ -163,7 +163,7 @@ class Residuals:
         return sum(x.size * (2 if is_complex(x) else 1) for x in self.leaves)
 
     def values(self) -> Vectors:
-        """The residuals, centred if they are to be."""
+        """The residuals, centred if required."""
         found = []
         triples = zip(self.terms, self.programs, self.rows, strict=True)
         for term, program, rows in triples:
@@ -174,7 +174,7 @@ class Residuals:
         return self.centred(found)
 
     def push(self, tangents: list[Array]) -> Vectors:
-        """The Jacobian times a vector, centred if it is to be."""
+        """The product of the Jacobian with a vector, centred if required."""
         found = []
         for program, rows in zip(self.programs, self.rows, strict=True):
 
@@ -186,12 +186,12 @@ class Residuals:
         return self.centred(found)
 
     def pull(self, vectors: Vectors) -> list[Array]:
-        """The transpose of that, with the sums in float32 at least."""
+        """The transpose of `push`, with sums in at least float32."""
         vectors = self.centred(vectors, is_transpose=True)
         return self.pull_as_it_is(dict(enumerate(vectors)))
 
     def pull_as_it_is(self, vectors: dict[int, Array]) -> list[Array]:
-        """The same for some terms, by their numbers, without any centring."""
+        """Like `pull`, for the terms with some indices, without centring."""
         totals = self.zeros()
         scaled, size = in_range([*vectors.values()])
         for number, vector in zip(vectors, scaled, strict=True):
@@ -213,11 +213,11 @@ class Residuals:
         return [x * size.astype(x.dtype) for x in totals]
 
     def zeros(self) -> list[Array]:
-        """Like the parameters, in float32 at least."""
+        """Zeros like the parameters, in at least float32."""
         return [jnp.zeros(x.shape, widened(x).dtype) for x in self.leaves]
 
     def centred(self, vectors: Vectors, *, is_transpose: bool = False) -> Vectors:
-        """Each without its weighted mean over examples; or the transpose of that."""
+        """Subtracts the weighted mean over examples; or the transpose of that."""
         vectors = [x.astype(self.dtype) for x in vectors]
         if not self.centre:
             return vectors
@@ -225,16 +225,16 @@ class Residuals:
         return [_centred(x, weights, is_transpose) for x, weights in pairs]
 
     def weighted(self, vectors: Vectors, power: float = 1.0) -> Vectors:
-        """Each times the weights of the examples, or a power of these."""
+        """Multiplies by the weights of the examples, or by a power of them."""
         pairs = zip(vectors, self.weights, strict=True)
         return [x * (weights**power)[:, None] for x, weights in pairs]
 
     def join(self, vectors: Vectors) -> Float[Array, " num"]:
-        """All of them in one vector."""
+        """Concatenates the vectors of all terms."""
         return jnp.concatenate([x.reshape(-1) for x in vectors])
 
     def split(self, vector: Float[Array, " num"]) -> Vectors:
-        """What `join` takes together."""
+        """Splits a vector into those of the terms: the inverse of `join`."""
         found, start = [], 0
         for rows, entries in zip(self.rows, self.entries, strict=True):
             end = start + rows.total * entries
@@ -248,9 +248,9 @@ def _rows(batch: Batch) -> Rows:
 
 
 def in_range(vectors: Vectors) -> tuple[Vectors, Float[Array, ""]]:
-    """Vectors of which no number is out of the range of half precision, and their size.
+    """Vectors scaled to the range of half precision, and their scale.
 
-    In a backward pass in half precision, small numbers would vanish.
+    In a half-precision backward pass, small numbers would underflow.
     """
     largest = [jnp.max(jnp.abs(x), initial=0) for x in vectors]
     size = power_of_two(functools.reduce(jnp.maximum, largest))

@@ -130,8 +130,8 @@ def test_bad_input():
         HessianOperator(jnp.sum, jnp.arange(3))
     with pytest.raises(TypeError, match="real and imaginary parts"):
         GGNOperator(jnp.sum, jnp.sum, jnp.ones(2, complex))
-    with pytest.raises(AttributeError, match="no attribute 'KernelOperator'"):
-        _ = eqxbatch.KernelOperator
+    with pytest.raises(AttributeError, match="no attribute 'MatrixOperator'"):
+        _ = eqxbatch.MatrixOperator
 
 
 def test_without_lineax(monkeypatch):

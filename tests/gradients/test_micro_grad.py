@@ -439,12 +439,12 @@ SETTINGS = {
     "sites": (
         {"transform": jnp.sign, "method": "sites"},
         ValueError,
-        "does not form the gradient of an example, but `transform`",
+        "does not materialise per-example gradients, but `transform`",
     ),
     "sites of moments": (
         {"moments": True, "method": "sites"},
         ValueError,
-        "but `moments` is about",
+        "but `moments` needs",
     ),
     "batched": (
         {"batched": True, "clip_norm": 1.0},

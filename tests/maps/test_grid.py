@@ -325,7 +325,7 @@ class TestBadInput:
             ({"in_axes": {"x": grid("i", 1)}}, r"axis 1 of `x` .* its shape \(3,\)"),
             ({"in_axes": {"z": grid("i")}}, "did not correspond to any argument"),
             ({"in_axes": {}}, "nothing to map over"),
-            ({"in_axes": {"x": grid("i"), "scale": grid("j")}}, "it has no arrays"),
+            ({"in_axes": {"x": grid("i"), "scale": grid("j")}}, "has no arrays"),
             ({"accumulator": {"i": Concat(1)}}, r"Concat\(axis=1\) is for"),
             ({"in_axes": (grid("i"),)}, "a PyTree prefix of the arguments"),
             ({"in_axes": (grid(("i", "j"), (0, -1)), None)}, "one axis of `x` to two"),

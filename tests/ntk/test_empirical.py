@@ -405,7 +405,7 @@ def test_parameters(getkey):
     with pytest.raises(ValueError, match="leave no parameters"):
         EmpiricalNTK(model, where=lambda m: m.steps)
     changed = eqx.tree_at(lambda ntk: ntk._kernels.model.steps, last, None)
-    with pytest.raises(ValueError, match="another structure"):
+    with pytest.raises(ValueError, match="a different structure"):
         changed(x)
 
 

@@ -391,7 +391,7 @@ def test_wrong_calls(getkey):
     with pytest.raises(ValueError, match="over which the diagonal has its mean"):
         mean.diagonal(jnp.ones((2, 4)))
     probed = ProbedNTK(mean.model, num_probes=2, key=getkey(), trace_axes=(0, 1))
-    with pytest.raises(ValueError, match="the standard error of a mean over them"):
+    with pytest.raises(ValueError, match="standard errors of single examples"):
         probed(jnp.ones((2, 4)))
     ntk = EmpiricalNTK(Matrices(getkey(), jnp.float32), diagonal_axes=(0,))
     with pytest.raises(ValueError, match="same number of them; got 2 and 3"):

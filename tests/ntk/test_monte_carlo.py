@@ -371,8 +371,8 @@ class TestBadInput:
                 ValueError,
                 "and not both",
             ),
-            ({"tol": 0.1, **disk}, ValueError, "a store on disk is not made for"),
-            ({"num": (1, 2), **disk}, ValueError, "a store on disk is not made for"),
+            ({"tol": 0.1, **disk}, ValueError, "a store on disk does not support"),
+            ({"num": (1, 2), **disk}, ValueError, "a store on disk does not support"),
             ({"implementation": 7}, ValueError, "`implementation` must be"),
             ({"trace_axes": 0.5}, TypeError, "`trace_axes`"),
         ):
@@ -387,7 +387,7 @@ class TestBadInput:
         with pytest.raises(TypeError, match="must be a `MonteCarloEstimate`"):
             kernel(9).estimate(x, previous=start.kernel)
         disk = kernel(9, store=ZarrStore(tmp_path), block_size=2)
-        with pytest.raises(ValueError, match="a store on disk is not made for"):
+        with pytest.raises(ValueError, match="a store on disk does not support"):
             disk.estimate(x, previous=start)
         with pytest.raises(TypeError, match="with `tol` runs a loop in Python"):
             jax.jit(lambda x: kernel(tol=0.1)(x))(x)

@@ -311,7 +311,7 @@ def test_folders_with_something_else(getkey, tmp_path):
         return filter_batch_kernel(rbf, block_size=4, store=ZarrStore(path))(x)
 
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="`path` is a folder with something else"):
+    with pytest.raises(ValueError, match="`path` is a folder that contains something"):
         run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     zarr.create_group(str(tmp_path / "group"))
@@ -319,7 +319,7 @@ def test_folders_with_something_else(getkey, tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "zarr.json").write_text('{"zarr_format"')
     for name in ("group", "array", "damaged"):
-        with pytest.raises(ValueError, match="`path` has zarr arrays that are no kern"):
+        with pytest.raises(ValueError, match="`path` has zarr arrays that are not a k"):
             run(tmp_path / name)
 
 

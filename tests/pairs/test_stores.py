@@ -195,7 +195,7 @@ def test_upper_only_reads_in_its_own_dtype(getkey, tmp_path):
             store=ZarrStore(tmp_path / "kernel", upper_only=True),
         )(x)
         np.testing.assert_array_equal(half[2, :2], half[:2, 2])
-    with pytest.raises(ValueError, match="below the diagonal of a kernel of dtype flo"):
+    with pytest.raises(ValueError, match="mirror image of blocks of dtype flo"):
         half[2, 0]
 
 

@@ -38,6 +38,10 @@ def stored():
         return kernel(store=store, symmetric=True)(x)
 
 
+def symmetric():
+    return eqxbatch.KernelOperator(linear, x, block_size=2, symmetric=True)
+
+
 class Wrong(eqxbatch.AbstractReduction):
     """A reduction whose methods return what is given."""
 
@@ -244,6 +248,48 @@ FUNCTIONS = [
         lambda: eqxbatch.RowSums().init(jax.ShapeDtypeStruct((5,), jnp.float32)),
         ValueError,
         '`kernel` must be Shaped.Array, "n1 n2 .out"',
+    ),
+    Case(
+        "KernelOperator",
+        lambda: eqxbatch.KernelOperator(linear, x, block_size=2).mv(y[:2]),
+        ValueError,
+        "`vector` must have 5 rows, as the kernel has 5 columns; got shape",
+    ),
+    Case(
+        "KernelOperator",
+        lambda: eqxbatch.KernelOperator(linear, x, block_size="2"),
+        TypeError,
+        "`block_size` must be",
+    ),
+    Case(
+        "KernelOperator",
+        lambda: eqxbatch.KernelOperator(linear, x, progress=None, store=3),
+        TypeError,
+        "`store` must be",
+    ),
+    Case(
+        "kernel_solve",
+        lambda: eqxbatch.kernel_solve(linear, y, ridge=0.1),
+        TypeError,
+        "`operator` must be a `KernelOperator`; got",
+    ),
+    Case(
+        "kernel_solve",
+        lambda: eqxbatch.kernel_solve(symmetric(), y, ridge=y),
+        ValueError,
+        "`ridge` must be",
+    ),
+    Case(
+        "KernelSolution",
+        lambda: eqxbatch.kernel_solve(symmetric(), y[:2], ridge=0.1),
+        ValueError,
+        "`y` must have 5 rows, as the kernel has; got shape",
+    ),
+    Case(
+        "KernelSolution",
+        lambda: eqxbatch.kernel_solve(symmetric(), y, ridge=0.1, rtol=2.0),
+        ValueError,
+        "`rtol` must be between 0 and 1; got 2.0",
     ),
     Case(
         "KernelProduct",

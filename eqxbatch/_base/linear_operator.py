@@ -1,0 +1,73 @@
+"""What all linear operators of this package tell lineax about themselves."""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax
+from jaxtyping import Array, Inexact
+
+
+class AbstractTaggedOperator(lineax.AbstractLinearOperator):
+    """A linear operator with tags that say what is known about its matrix."""
+
+    tags: eqx.AbstractVar[frozenset]
+
+    @abc.abstractmethod
+    def diagonal(self) -> Inexact[Array, " n"]:
+        """The diagonal of the matrix."""
+
+
+_Operator = AbstractTaggedOperator
+
+
+def as_tags(tags: Any) -> frozenset:
+    """One tag, or several of them, as a set."""
+    is_many = isinstance(tags, (tuple, list, set, frozenset))
+    return frozenset(tags if is_many else (tags,))
+
+
+@lineax.linearise.register(_Operator)
+def _linearise(operator: _Operator) -> _Operator:
+    return operator
+
+
+@lineax.diagonal.register(_Operator)
+def _diagonal(operator: _Operator) -> Array:
+    return operator.diagonal()
+
+
+@lineax.tridiagonal.register(_Operator)
+def _tridiagonal(operator: _Operator) -> tuple[Array, Array, Array]:
+    matrix = operator.as_matrix()
+    diagonals = [jnp.diagonal(matrix, offset) for offset in (0, -1, 1)]
+    return diagonals[0], diagonals[1], diagonals[2]
+
+
+def _answer_by_tag(question: Any, tag: object) -> None:
+    question.register(_Operator)(lambda operator: tag in operator.tags)
+
+
+_answer_by_tag(lineax.is_symmetric, lineax.symmetric_tag)
+
+
+_answer_by_tag(lineax.is_diagonal, lineax.diagonal_tag)
+
+
+_answer_by_tag(lineax.is_tridiagonal, lineax.tridiagonal_tag)
+
+
+_answer_by_tag(lineax.has_unit_diagonal, lineax.unit_diagonal_tag)
+
+
+_answer_by_tag(lineax.is_lower_triangular, lineax.lower_triangular_tag)
+
+
+_answer_by_tag(lineax.is_upper_triangular, lineax.upper_triangular_tag)
+
+
+_answer_by_tag(lineax.is_positive_semidefinite, lineax.positive_semidefinite_tag)
+
+
+_answer_by_tag(lineax.is_negative_semidefinite, lineax.negative_semidefinite_tag)

@@ -1,0 +1,174 @@
+"""Preconditioned conjugate gradients for several right-hand sides, step by step."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from jaxtyping import Inexact, Shaped
+
+
+_Matrix = Shaped[np.ndarray, "n k"]
+
+
+# A product, and how exact it must be: in the dtype of the vectors, or in a shorter one.
+Product = Callable[[_Matrix, bool], _Matrix]
+
+
+# If a residual that was computed anew has not fallen below so much of the one before,
+# it never will.
+_STAGNATION = 0.5
+
+
+@dataclasses.dataclass
+class State:
+    """All that the next step depends on.
+
+    - `solution`, `residual`, `direction`: one column for each right-hand side.
+    - `energy`: the product of the residual with the preconditioned residual.
+    - `start`: the norms of the residuals at the last restart, from products in full
+        precision.
+    - `num_products`: how many products with the matrix there were.
+    - `is_exact`: whether the residual is from a product in full precision, and not
+        from a recurrence, and the next step is the first one after a restart.
+    """
+
+    solution: np.ndarray
+    residual: np.ndarray
+    direction: np.ndarray
+    energy: np.ndarray
+    start: np.ndarray
+    num_products: int
+    is_exact: bool
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What is saved of it."""
+        return {name: np.asarray(x) for name, x in dataclasses.asdict(self).items()}
+
+    @staticmethod
+    def from_arrays(arrays: dict[str, np.ndarray]) -> "State":
+        scalars = {
+            "num_products": int(arrays["num_products"]),
+            "is_exact": bool(arrays["is_exact"]),
+        }
+        return State(**{**arrays, **scalars})
+
+
+def initial(right: Inexact[np.ndarray, "n k"]) -> State:
+    """The state of a solution of zeros, whose residual is the right-hand side."""
+    zeros = np.zeros_like(right)
+    norms = np.linalg.norm(right, axis=0)
+    return State(zeros, right.copy(), zeros, np.zeros_like(norms), norms, 0, True)
+
+
+def _inner(x: np.ndarray, y: np.ndarray) -> Inexact[np.ndarray, " k"]:
+    return np.sum(np.conj(x) * y, axis=0).real
+
+
+def relative_norms(x: np.ndarray, right: np.ndarray) -> Inexact[np.ndarray, " k"]:
+    """The norms of columns, as parts of those of the right-hand sides."""
+    norms, wholes = np.linalg.norm(x, axis=0), np.linalg.norm(right, axis=0)
+    return norms / np.where(wholes > 0, wholes, 1)
+
+
+class ConjugateGradients:
+    """Solves `matrix @ solution = right` for a positive definite matrix.
+
+    The recurrence for the residual drifts away from the residual. So where it says that
+    the solution is found, the residual is computed in full precision, and the method
+    starts again from there if that is too large.
+    """
+
+    def __init__(
+        self,
+        product: Product,
+        preconditioner: Callable[[_Matrix], _Matrix],
+        right: Inexact[np.ndarray, "n k"],
+        rtol: float,
+    ):
+        self._product, self._preconditioner = product, preconditioner
+        self._right, self._rtol = right, rtol
+
+    def residuals(self, state: State) -> Inexact[np.ndarray, " k"]:
+        """The norms of the residuals, relative to the right-hand sides."""
+        return relative_norms(state.residual, self._right)
+
+    def is_done(self, state: State) -> bool:
+        """Whether the solution is found, and its residual exact."""
+        return state.is_exact and bool(np.all(self.residuals(state) <= self._rtol))
+
+    def steps(self, state: State) -> Iterator[State]:
+        """The states after each product, up to the one that is exact and small.
+
+        Raises `RuntimeError` where there is no progress.
+        """
+        while not self.is_done(state):
+            is_open = self.residuals(state) > self._rtol
+            state = self._step(state, is_open) if np.any(is_open) else self._anew(state)
+            yield state
+
+    def _step(self, state: State, is_open: np.ndarray) -> State:
+        conditioned = self._preconditioner(state.residual)
+        energy = _inner(state.residual, conditioned)
+        if np.any(is_open & ~(energy > 0)):
+            raise RuntimeError(
+                "The preconditioner is not positive definite for this residual, or "
+                "there are NaNs: its product with the residual is "
+                f"{energy[is_open].min()}. Give a smaller `preconditioner_rank`, or a "
+                "larger `ridge`."
+            )
+        share = np.zeros_like(energy)
+        if not state.is_exact:
+            np.divide(energy, state.energy, out=share, where=is_open)
+        direction = conditioned + share * state.direction
+        image = self._product(direction, False)
+        curvature = _inner(direction, image)
+        _check_curvature(curvature, is_open)
+        length = np.zeros_like(energy)
+        np.divide(energy, curvature, out=length, where=is_open)
+        return State(
+            state.solution + length * direction,
+            state.residual - length * image,
+            direction,
+            energy,
+            state.start,
+            state.num_products + 1,
+            False,
+        )
+
+    def _anew(self, state: State) -> State:
+        """The state with a residual in full precision."""
+        residual = self._right - self._product(state.solution, True)
+        norms = np.linalg.norm(residual, axis=0)
+        is_open = relative_norms(residual, self._right) > self._rtol
+        if np.any(is_open & ~(norms < _STAGNATION * state.start)):
+            worst = np.max(relative_norms(residual, self._right))
+            raise RuntimeError(
+                f"The relative residual does not fall below {worst:.1e}, and `rtol` is "
+                f"{self._rtol:.1e}: products with a kernel of its dtype are not "
+                "exact enough. Give a larger `rtol` or `ridge`, store the kernel "
+                "(`store=HostStore()`), or use float64."
+            )
+        return State(
+            state.solution,
+            residual,
+            state.direction,
+            state.energy,
+            norms,
+            state.num_products + 1,
+            True,
+        )
+
+
+def _check_curvature(curvature: np.ndarray, is_open: np.ndarray) -> None:
+    if np.any(is_open & ~np.isfinite(curvature)):
+        raise RuntimeError(
+            "The product with the kernel has NaNs or infinities. Look for them in the "
+            "examples, and in the kernel with `progress=TqdmProgressMeter()`, which "
+            "counts them."
+        )
+    if np.any(is_open & (curvature <= 0)):
+        raise RuntimeError(
+            "The kernel plus `ridge` is not positive definite: a vector `v` was found "
+            f"with `v @ (kernel + ridge) @ v` = {curvature[is_open].min():.3e}. Give a "
+            "larger `ridge`, or use `lineax.GMRES` for a kernel that is not positive."
+        )

@@ -1,0 +1,307 @@
+"""The matrix of a kernel: computed in blocks, read in blocks, or transposed."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Inexact, Int, PyTree, Shaped
+
+from .._batch.cut import Block
+from .batch import BatchKernel
+from .engine import run_tiles, Tiles, Written
+from .function import block_kernel
+from .grid import Grid
+from .kernel import KernelCall
+from .reader import Reader
+from .reductions import AbstractReduction, KernelProduct
+
+
+class AbstractMatrix(eqx.Module):
+    """The matrix of a kernel that need not fit in memory."""
+
+    @property
+    @abc.abstractmethod
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype."""
+
+    @property
+    @abc.abstractmethod
+    def is_hermitian(self) -> bool:
+        """Whether it is known to be its own conjugate transpose."""
+
+    @abc.abstractmethod
+    def product(
+        self, vectors: Shaped[Array, "n2 k"], *, is_transposed: bool = False
+    ) -> Shaped[Array, "n1 k"]:
+        """The product with vectors, or that of the transpose."""
+
+    @abc.abstractmethod
+    def product_on_host(
+        self, vectors: Shaped[np.ndarray, "n2 k"], *, is_transposed: bool = False
+    ) -> Shaped[np.ndarray, "n1 k"]:
+        """The same for NumPy arrays, in their dtype if JAX need not compute it."""
+
+    @abc.abstractmethod
+    def whole(self) -> Shaped[Array, "n1 n2"]:
+        """All of it."""
+
+    @abc.abstractmethod
+    def diagonal(self) -> Shaped[Array, " n"]:
+        """The diagonal, from the blocks around it."""
+
+    @abc.abstractmethod
+    def column(self, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
+        """The column of that number, which is in range."""
+
+
+class _OfTranspose(AbstractReduction):
+    """A reduction of the transpose of a kernel with two axes."""
+
+    reduction: AbstractReduction
+
+    @property
+    def neutral(self) -> float:
+        return self.reduction.neutral
+
+    def init(self, kernel: jax.ShapeDtypeStruct) -> Any:
+        struct = jax.ShapeDtypeStruct(kernel.shape[::-1], kernel.dtype)
+        return self.reduction.init(struct)
+
+    def update(self, state: Any, tile: Array, rows: Block, columns: Block) -> Any:
+        return self.reduction.update(state, tile.T, columns, rows)
+
+    def merge(self, first: Any, second: Any) -> Any:
+        return self.reduction.merge(first, second)
+
+    def finalize(self, state: Any) -> Any:
+        return self.reduction.finalize(state)
+
+
+class ComputedMatrix(AbstractMatrix):
+    """Its blocks are computed whenever they are needed.
+
+    - `x1`, `x2`, `kwargs`: what `kernel_fn` is called with.
+    """
+
+    transform: BatchKernel
+    kernel_fn: Any
+    x1: PyTree
+    x2: PyTree
+    kwargs: dict[str, Any]
+    _struct: jax.ShapeDtypeStruct = eqx.field(static=True)
+    _is_hermitian: bool = eqx.field(static=True)
+
+    def __init__(
+        self, transform: BatchKernel, kernel_fn: Any, x1: Any, x2: Any, kwargs: dict
+    ):
+        self.transform, self.kernel_fn = transform, kernel_fn
+        self.x1, self.x2, self.kwargs = x1, x2, kwargs
+        kernel = block_kernel(self._call())
+        if [leaf.axes for leaf in kernel.leaves] != [(0, 1)] or any(
+            len(leaf.sample) != 2 for leaf in kernel.leaves
+        ):
+            shapes = [leaf.shape(kernel.totals) for leaf in kernel.leaves]
+            raise ValueError(
+                "`kernel` must return one array of shape (n1, n2), here "
+                f"{kernel.totals}; got the shapes {shapes}. For several outputs, take "
+                "the trace over them, with `trace_axes`."
+            )
+        (leaf,) = kernel.leaves
+        self._struct = jax.ShapeDtypeStruct(leaf.shape(kernel.totals), leaf.dtype)
+        self._is_hermitian = kernel.is_same and kernel.plan.mirror is not None
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return self._struct
+
+    @property
+    def is_hermitian(self) -> bool:
+        return self._is_hermitian
+
+    def _call(self) -> KernelCall:
+        args = (self.x1, self.x2)
+        return self.transform.on_one_device(self.kernel_fn, args, self.kwargs)
+
+    def _apply(self, transform: BatchKernel) -> Any:
+        return transform.apply(self.kernel_fn, (self.x1, self.x2), self.kwargs)
+
+    def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
+        reduce: AbstractReduction = KernelProduct(vectors)
+        reduce = _OfTranspose(reduce) if is_transposed else reduce
+        return self._apply(dataclasses.replace(self.transform, reduce=reduce))
+
+    def product_on_host(
+        self, vectors: np.ndarray, *, is_transposed: bool = False
+    ) -> np.ndarray:
+        return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
+
+    def whole(self) -> Array:
+        return self._apply(self.transform)
+
+    def diagonal(self) -> Array:
+        return _diagonal(self._call())
+
+    def column(self, index: Int[Array, ""]) -> Array:
+        return _column(self._call(), index)
+
+
+@eqx.filter_jit
+def _product(matrix: ComputedMatrix, vectors: Array, is_transposed: bool) -> Array:
+    return matrix.product(vectors, is_transposed=is_transposed)
+
+
+@eqx.filter_jit
+def _diagonal(call: KernelCall) -> Shaped[Array, " n"]:
+    sizes = [size for size in call.plan.sizes if size is not None]
+    call = call.planned(sizes=(min(sizes),) * 2 if sizes else (None, None))
+    kernel = block_kernel(call)
+    grid, leaf = kernel.grid(), kernel.leaves[0]
+    num = min(grid.totals)
+    if num == 0:
+        return jnp.zeros(0, leaf.dtype)
+    # Blocks of both sides start at the same places.
+    size = min(*grid.sizes, num)
+    grid = Grid((num, num), (size, size), grid.is_same, grid.is_symmetric)
+    tiles = Tiles(kernel, grid, [])
+
+    def step(diagonal: Array, number: Array) -> tuple[Array, None]:
+        at = jnp.stack([number, number])
+        tile = tiles.tile_of(at, grid.is_same, is_loop=True)[0]
+        start = jnp.asarray(grid.start(0, number), jnp.int32)
+        return lax.dynamic_update_slice(diagonal, jnp.diagonal(tile), (start,)), None
+
+    numbers = jnp.arange(grid.num(0), dtype=jnp.int32)
+    return lax.scan(step, jnp.zeros(num, leaf.dtype), numbers)[0]
+
+
+@eqx.filter_jit
+def _column(call: KernelCall, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
+    kernel = block_kernel(call)
+    rows, columns = kernel.rows
+    grid = Grid((rows.total, 1), (kernel.grid().sizes[0], 1), False, False)
+    written = [Written(kernel.leaves[0])]
+    return run_tiles(kernel, grid, written, rows, columns.at(index, 1))[0][:, 0]
+
+
+class StoredMatrix(AbstractMatrix):
+    """It is read in blocks, and multiplied by the host."""
+
+    reader: Reader = eqx.field(static=True)
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(self.reader.dtype)
+        return jax.ShapeDtypeStruct(self.reader.shape, dtype)
+
+    @property
+    def is_hermitian(self) -> bool:
+        return self.reader.is_hermitian
+
+    def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
+        dtype = jnp.result_type(self.struct.dtype, vectors.dtype)
+        vectors = vectors.astype(dtype)
+        if isinstance(vectors, Tracer):
+            return self._traced_product(vectors, is_transposed)
+        found = self.product_on_host(np.asarray(vectors), is_transposed=is_transposed)
+        return jnp.asarray(found.astype(dtype))
+
+    def product_on_host(
+        self, vectors: np.ndarray, *, is_transposed: bool = False
+    ) -> np.ndarray:
+        return self.reader.product(vectors, is_transposed=is_transposed)
+
+    def _traced_product(
+        self, vectors: Inexact[Array, "n2 k"], is_transposed: bool
+    ) -> Inexact[Array, "n1 k"]:
+        rows, columns = (
+            reversed(self.reader.shape) if is_transposed else self.reader.shape
+        )
+        size = max(rows, columns)
+        padded = jnp.pad(vectors, [(0, size - columns), (0, 0)])
+        # A callback has no derivative. This is the linear function in JAX that takes
+        # its transpose and works under `jax.vmap`: so a product is declared to be the
+        # solution of a system. It is square, so the shorter side is padded.
+        found = lax.custom_linear_solve(
+            lambda x: x,
+            padded,
+            lambda _, b: self._callback(b, is_transposed),
+            lambda _, b: self._callback(b, not is_transposed),
+        )
+        return found[:rows]
+
+    def _callback(self, vectors: Array, is_transposed: bool) -> Array:
+        """The product with padded vectors, padded to the same size."""
+        height = self.reader.shape[0 if is_transposed else 1]
+        dtype = np.dtype(vectors.dtype)
+
+        def run(vectors: Any) -> np.ndarray:
+            vectors = np.asarray(vectors)
+            if vectors.dtype != dtype:
+                raise TypeError(
+                    f"JAX gives vectors of dtype {dtype} as {vectors.dtype} to the "
+                    "thread that multiplies them with a stored kernel. Enable 64-bit "
+                    "types in all threads: `jax.config.update('jax_enable_x64', True)`."
+                )
+            *batch, size, k = vectors.shape
+            flat = np.moveaxis(vectors, -2, 0).reshape(size, -1)[:height]
+            found = self.reader.product(flat, is_transposed=is_transposed)
+            found = np.pad(found, [(0, size - len(found)), (0, 0)])
+            found = np.moveaxis(found.reshape(size, *batch, k), 0, -2)
+            return found.astype(dtype)
+
+        struct = jax.ShapeDtypeStruct(vectors.shape, vectors.dtype)
+        return jax.pure_callback(run, struct, vectors, vmap_method="expand_dims")
+
+    def whole(self) -> Array:
+        return jnp.asarray(self.reader.whole(), self.struct.dtype)
+
+    def diagonal(self) -> Array:
+        return jnp.asarray(self.reader.diagonal(), self.struct.dtype)
+
+    def column(self, index: Int[Array, ""]) -> Array:
+        struct = self.struct
+        read = lambda index: self.reader.column(int(index)).astype(struct.dtype)
+        if not isinstance(index, Tracer):
+            return jnp.asarray(read(index))
+        shape = jax.ShapeDtypeStruct(struct.shape[:1], struct.dtype)
+        return jax.pure_callback(read, shape, index, vmap_method="sequential")
+
+
+class TransposedMatrix(AbstractMatrix):
+    """The transpose of another one."""
+
+    original: AbstractMatrix
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        struct = self.original.struct
+        return jax.ShapeDtypeStruct(struct.shape[::-1], struct.dtype)
+
+    @property
+    def is_hermitian(self) -> bool:
+        return self.original.is_hermitian
+
+    def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
+        return self.original.product(vectors, is_transposed=not is_transposed)
+
+    def product_on_host(
+        self, vectors: np.ndarray, *, is_transposed: bool = False
+    ) -> np.ndarray:
+        return self.original.product_on_host(vectors, is_transposed=not is_transposed)
+
+    def whole(self) -> Array:
+        return self.original.whole().T
+
+    def diagonal(self) -> Array:
+        return self.original.diagonal()
+
+    def column(self, index: Int[Array, ""]) -> Array:
+        num = self.struct.shape[1]
+        unit = jnp.zeros((num, 1), self.struct.dtype).at[index, 0].set(1)
+        return self.product(unit)[:, 0]

@@ -1,0 +1,241 @@
+"""`KernelOperator`: a kernel as a linear operator, computed or read in blocks."""
+
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+from jaxtyping import Array, Int, PyTree, Shaped
+
+from .._base.linear_operator import AbstractTaggedOperator, as_tags
+from .._base.shapes import checked
+from .batch import check_store, make_batch_kernel
+from .calls import BlockSize
+from .matrix import AbstractMatrix, ComputedMatrix, StoredMatrix, TransposedMatrix
+from .progress import AbstractProgressMeter
+from .reader import check_stored, Reader
+from .stores import AbstractStore
+from .symmetric_array import SymmetricArray
+
+
+class KernelOperator(AbstractTaggedOperator):
+    """A kernel as a `lineax.AbstractLinearOperator` that need not fit in memory.
+
+    The product with vectors is computed in blocks. Blocks are computed whenever they
+    are needed, or read from a store, where the next blocks are read while one is
+    multiplied. Only half of the blocks of a symmetric kernel are computed or read.
+
+    It works with iterative solvers such as `lineax.CG` and `lineax.GMRES`, with
+    matfree's estimates of traces and log-determinants, and with
+    [`eqxbatch.kernel_solve`][].
+
+    - `mv(vector)`: the product with a vector of shape `(n2,)`, or with `k` vectors in
+        an array of shape `(n2, k)`.
+    - `transpose()`: the transpose, as another such operator.
+    - `diagonal()`: the diagonal, from the blocks around it.
+    - `column(index)`: one column.
+    - `as_matrix()`: the whole kernel, of shape `(n1, n2)`.
+
+    **Arguments:**
+
+    - `kernel`: a kernel function, as for [`eqxbatch.filter_batch_kernel`][], or an
+        estimator such as [`eqxbatch.EmpiricalNTK`][]. It returns one array of shape
+        `(n1, n2)`. Or, without `x1`, a kernel that is stored: a NumPy array, a zarr
+        array or a [`eqxbatch.SymmetricArray`][].
+    - `x1`, `x2`: the examples; without `x2`, those of both sides are `x1`.
+    - `block_size`, `symmetric`, `pairwise`, `in_axes`, `mesh`, `mesh_axis`, `progress`:
+        as for [`eqxbatch.filter_batch_kernel`][]. For a kernel that is stored,
+        `symmetric=True` reads half of it, and the others are not needed.
+    - `store`: an [`eqxbatch.HostStore`][] or [`eqxbatch.ZarrStore`][]. The kernel is
+        computed once, right away, and read for each product.
+    - `tags`: what is known about the kernel, such as
+        `lineax.positive_semidefinite_tag`, which `lineax.CG` requires. Symmetry need
+        not be declared.
+    - `**kwargs`: passed on to the kernel function, with its `key` if it takes one.
+
+    Computed operators work inside of `jax.jit`, `jax.vmap` and `jax.grad`, which
+    differentiates with respect to the arrays of `kernel`, too. A stored kernel is
+    multiplied by the host; its products are differentiable with respect to the vectors.
+
+    Raises `ValueError` for a kernel without exactly two axes, vectors with another
+    number of rows, and settings that a stored kernel cannot have; `TypeError` for other
+    types; and `ImportError` without lineax, which the extra `linalg` installs.
+
+    !!! example
+
+        Kernel ridge regression:
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp, lineax
+        >>> rbf = lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))
+        >>> x = jnp.linspace(0.0, 3.0, 7)[:, None]
+        >>> kernel = eqxbatch.KernelOperator(
+        ...     rbf, x, block_size=4, pairwise=True, symmetric=True
+        ... )
+        >>> ridge = 0.1 * lineax.IdentityLinearOperator(kernel.in_structure())
+        >>> ridged = lineax.TaggedLinearOperator(
+        ...     kernel + ridge, lineax.positive_semidefinite_tag
+        ... )
+        >>> solver = lineax.CG(rtol=1e-5, atol=1e-5)
+        >>> solution = lineax.linear_solve(ridged, jnp.sin(x[:, 0]), solver)
+        >>> solution.value.shape
+        (7,)
+
+        ```
+    """
+
+    tags: frozenset = eqx.field(static=True)
+    matrix: AbstractMatrix
+
+    @checked
+    def __init__(
+        self,
+        kernel: Any,
+        x1: PyTree = None,
+        x2: PyTree = None,
+        *,
+        block_size: BlockSize = None,
+        symmetric: bool | None = None,
+        pairwise: bool = False,
+        in_axes: PyTree = eqx.if_array(0),
+        store: AbstractStore | Literal["device"] | None = None,
+        mesh: Mesh | None = None,
+        mesh_axis: str | None = None,
+        progress: AbstractProgressMeter | None = None,
+        tags: Any = (),
+        **kwargs: Any,
+    ):
+        is_stored = check_store("device" if store is None else store) is not None
+        if progress is not None and not is_stored:
+            raise ValueError(
+                "`progress` is that of computing a kernel into a `store`, and there is "
+                "none. Leave it out, or give `store=HostStore()`."
+            )
+        settings = {
+            "block_size": block_size,
+            "pairwise": pairwise,
+            "in_axes": in_axes,
+            "mesh": mesh,
+            "mesh_axis": mesh_axis,
+        }
+        if x1 is None:
+            given = {**settings, "x2": x2, "store": store, **kwargs}
+            self.matrix = _read(kernel, symmetric, given)
+        else:
+            settings |= {"symmetric": symmetric, "reduce": None, "out_axes": (0, 1)}
+            make = lambda store, progress: make_batch_kernel(
+                **settings, store=store, progress=progress
+            )
+            computed = ComputedMatrix(make("device", None), kernel, x1, x2, kwargs)
+            self.matrix = computed
+            if is_stored:
+                stored = make(store, progress).apply(kernel, (x1, x2), kwargs)
+                check_stored(stored)
+                self.matrix = StoredMatrix(Reader(stored, computed.is_hermitian))
+        self.tags = as_tags(tags)
+        triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}
+        if self.tags & triangular:
+            raise ValueError("`tags` must not be triangular: a kernel is not.")
+        is_real = not jnp.issubdtype(self.matrix.struct.dtype, jnp.complexfloating)
+        if self.matrix.is_hermitian and is_real:
+            self.tags |= {lineax.symmetric_tag}
+
+    @checked
+    def mv(
+        self, vector: Shaped[Array, " n2"] | Shaped[Array, "n2 k"]
+    ) -> Shaped[Array, "n1 ..."]:
+        num = self.matrix.struct.shape[1]
+        if vector.shape[0] != num:
+            raise ValueError(
+                f"`vector` must have {num} rows, as the kernel has {num} columns; got "
+                f"shape {vector.shape}."
+            )
+        if vector.ndim == 1:
+            return self.matrix.product(vector[:, None])[:, 0]
+        return self.matrix.product(vector)
+
+    @checked
+    def as_matrix(self) -> Shaped[Array, "n1 n2"]:
+        return self.matrix.whole()
+
+    @checked
+    def diagonal(self) -> Shaped[Array, " n"]:
+        return self.matrix.diagonal()
+
+    @checked
+    def column(self, index: int | Int[Array, ""]) -> Shaped[Array, " n1"]:
+        num = self.matrix.struct.shape[1]
+        if not isinstance(index, Tracer) and not 0 <= index < num:
+            raise ValueError(
+                f"`index` must be that of one of the {num} columns; got {index}."
+            )
+        at = eqx.error_if(
+            jnp.asarray(index, jnp.int32),
+            (jnp.asarray(index) < 0) | (jnp.asarray(index) >= num),
+            f"`index` must be that of one of the {num} columns.",
+        )
+        return self.matrix.column(at)
+
+    def transpose(self) -> "KernelOperator":
+        if lineax.symmetric_tag in self.tags:
+            return self
+        matrix = self.matrix
+        is_back = isinstance(matrix, TransposedMatrix)
+        transposed = matrix.original if is_back else TransposedMatrix(matrix)
+        return eqx.tree_at(lambda x: x.matrix, self, transposed)
+
+    def in_structure(self) -> jax.ShapeDtypeStruct:
+        struct = self.matrix.struct
+        return jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype)
+
+    def out_structure(self) -> jax.ShapeDtypeStruct:
+        struct = self.matrix.struct
+        return jax.ShapeDtypeStruct(struct.shape[:1], struct.dtype)
+
+
+def _read(array: Any, symmetric: bool | None, given: dict[str, Any]) -> StoredMatrix:
+    """The matrix of a kernel that is stored already."""
+    check_stored(array)
+    names = [name for name, value in given.items() if _is_given(value)]
+    if names:
+        raise ValueError(
+            "A kernel that is stored takes no other settings than `symmetric` and "
+            f"`tags`; got `{'`, `'.join(names)}`. Give `x1` with a kernel function."
+        )
+    is_mirrored = isinstance(array, SymmetricArray)
+    is_hermitian = is_mirrored if symmetric is None else symmetric
+    if is_hermitian and array.shape[0] != array.shape[1]:
+        raise ValueError(
+            f"A kernel with `symmetric=True` must be square; got shape {array.shape}."
+        )
+    if is_mirrored and not is_hermitian:
+        raise ValueError(
+            "`symmetric=False` contradicts a `SymmetricArray`. Leave it out."
+        )
+    array = np.asarray(array) if isinstance(array, jax.Array) else array
+    return StoredMatrix(Reader(array, is_hermitian))
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and not callable(value)
+
+
+@lineax.materialise.register(KernelOperator)
+def _materialise(operator: KernelOperator) -> lineax.AbstractLinearOperator:
+    return lineax.MatrixLinearOperator(operator.as_matrix(), operator.tags)
+
+
+@lineax.conj.register(KernelOperator)
+def _conj(operator: KernelOperator) -> lineax.AbstractLinearOperator:
+    if not jnp.issubdtype(operator.matrix.struct.dtype, jnp.complexfloating):
+        return operator
+    if operator.matrix.is_hermitian:
+        return operator.transpose()
+    raise ValueError(
+        "`lineax.conj` of a complex kernel needs one that is Hermitian. Say "
+        "`symmetric=True` if it is."
+    )

@@ -1,0 +1,365 @@
+"""`kernel_solve`: systems with a kernel that need not fit in memory."""
+
+import contextlib
+import inspect
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Inexact
+
+from .._base.shapes import checked
+from .._base.trees import described, import_extra, log
+from .checkpoint import Checkpoint
+from .conjugate_gradients import ConjugateGradients, initial, Product, State
+from .on_host import check_concrete, Metered
+from .progress import AbstractProgressMeter, NoProgressMeter
+from .stores import digest
+
+
+if TYPE_CHECKING:
+    from .operator import KernelOperator
+
+
+class KernelSolution(eqx.Module):
+    """What [`eqxbatch.kernel_solve`][] returns.
+
+    - `weights`: the solution, in the shape of `y`.
+    - `residuals`: the norm of the residual of each right-hand side, relative to that of
+        the right-hand side; shape `()` or `(k,)`.
+    - `num_products`: how many products with the kernel it took, of all right-hand sides
+        at once.
+    """
+
+    weights: Array
+    residuals: Array
+    num_products: int = eqx.field(static=True)
+
+
+@checked
+def kernel_solve(
+    operator: Any,
+    y: Inexact[Array, " n"] | Inexact[Array, "n k"],
+    *,
+    ridge: float | Inexact[Array, ""],
+    preconditioner_rank: int = 0,
+    rtol: float = 1e-6,
+    max_steps: int = 1_000,
+    checkpoint: str | os.PathLike | None = None,
+    progress: AbstractProgressMeter | None = None,
+) -> KernelSolution:
+    """Kernel ridge regression, or the weights of a Gaussian process.
+
+    Solves `(kernel + ridge * identity) @ weights = y` for one or many right-hand sides
+    by preconditioned conjugate gradients. The kernel is used in products only, so it
+    need not fit in memory. All right-hand sides share the products.
+
+    Vectors are kept on the host in float64. The residual that the method goes by drifts
+    away from the true one, so that is computed in the end, from a product in float64
+    if the kernel is stored, and the iteration goes on if it is too large.
+
+    **Arguments:**
+
+    - `operator`: an [`eqxbatch.KernelOperator`][] of a symmetric kernel of examples
+        with themselves.
+    - `y`: right-hand sides of shape `(n,)` or `(n, k)`.
+    - `ridge`: what is added to the diagonal, such as the variance of the noise.
+    - `preconditioner_rank`: the rank of a partial Cholesky decomposition of the kernel,
+        computed by matfree, that preconditions the system; 0 for none. Each rank takes
+        one column of the kernel. The larger it is, the fewer products are needed.
+    - `rtol`: what the norm of each residual is reduced to, relative to that of its
+        right-hand side.
+    - `max_steps`: how many products with the kernel there can be.
+    - `checkpoint`: a folder. If the run is stopped or killed, the same call continues
+        it, and returns the same bits as a run that was not stopped. Saving takes at
+        most about a twentieth of the time.
+    - `progress`: an [`eqxbatch.AbstractProgressMeter`][], which gets the largest
+        relative residual after each product.
+
+    **Returns:**
+
+    An [`eqxbatch.KernelSolution`][] with the weights, the residuals and the number of
+    products.
+
+    **Raises:**
+
+    `ValueError` for a kernel that is not symmetric, `y` with another number of rows or
+    with NaNs, a negative `ridge`, a rank that is out of range or without `ridge`, and a
+    checkpoint of another problem; `TypeError` inside of `jax.jit` and the like, where
+    `lineax.linear_solve` is for; `RuntimeError` if the kernel plus `ridge` is not
+    positive definite, if a product has NaNs, if the residual does not fall any further,
+    or if it is not small enough after `max_steps`.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> x = jnp.linspace(0.0, 3.0, 50)[:, None]
+        >>> kernel = eqxbatch.KernelOperator(
+        ...     lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2)),
+        ...     x,
+        ...     block_size=20,
+        ...     pairwise=True,
+        ...     symmetric=True,
+        ... )
+        >>> solution = eqxbatch.kernel_solve(
+        ...     kernel, jnp.sin(x[:, 0]), ridge=0.1, preconditioner_rank=5
+        ... )
+        >>> solution.weights.shape, bool(solution.residuals < 1e-6)
+        ((50,), True)
+
+        ```
+
+    ??? cite
+
+        Wang et al., "Exact Gaussian processes on a million data points",
+        [arXiv:1903.08114](https://arxiv.org/abs/1903.08114).
+    """
+    from .operator import KernelOperator
+
+    if not isinstance(operator, KernelOperator):
+        raise TypeError(
+            f"`operator` must be a `KernelOperator`; got {described(operator)}."
+        )
+    check_concrete((operator, y, ridge), "`kernel_solve`")
+    ridge = _checked_ridge(ridge, preconditioner_rank, operator)
+    right, dtype = _checked_right(operator, y)
+    if not 0 < rtol < 1:
+        raise ValueError(f"`rtol` must be between 0 and 1; got {rtol}.")
+    if max_steps < 1:
+        raise ValueError(f"`max_steps` must be at least 1; got {max_steps}.")
+    meter = _checked_meter(progress)
+    saved = None
+    if checkpoint is not None:
+        problem = {
+            "shape": list(right.shape),
+            "y": digest(right),
+            "ridge": ridge,
+            "preconditioner_rank": preconditioner_rank,
+            "rtol": rtol,
+            "kernel": f"{operator.matrix.struct.dtype}",
+        }
+        saved = Checkpoint(checkpoint, problem)
+    factor = _factor(operator, preconditioner_rank, saved)
+    method = ConjugateGradients(
+        _product(operator, ridge), _preconditioner(factor, ridge), right, rtol
+    )
+    state = _solved(method, initial(right), max_steps, meter, saved)
+    weights = jnp.asarray(state.solution.astype(dtype)).reshape(y.shape)
+    residuals = method.residuals(state).astype(weights.real.dtype)
+    return KernelSolution(
+        weights, jnp.asarray(residuals).reshape(y.shape[1:]), state.num_products
+    )
+
+
+def _solved(
+    method: ConjugateGradients,
+    state: State,
+    max_steps: int,
+    meter: AbstractProgressMeter,
+    saved: Checkpoint | None,
+) -> State:
+    """The last state; from the one that was saved, if there is one."""
+    found = None if saved is None else saved.load("state")
+    first = None
+    if found is not None:
+        first = str(found.pop("first"))
+        _check_same(method, state, first)
+        state = State.from_arrays(found)
+    steps = method.steps(state)
+    with Metered(meter, max_steps, state.num_products) as metered:
+        for state in steps:
+            metered.step(0, float(np.max(method.residuals(state))))
+            is_last = state.num_products >= max_steps or method.is_done(state)
+            if saved is not None:
+                first = digest(state.residual) if first is None else first
+                arrays = {**state.arrays(), "first": np.array(first)}
+                saved.save("state", arrays, even_if_slow=is_last)
+            if is_last:
+                break
+    if not method.is_done(state):
+        raise RuntimeError(
+            f"After {max_steps} products, the largest relative residual is "
+            f"{np.max(method.residuals(state)):.1e}. Give a larger "
+            "`preconditioner_rank`, `ridge`, `rtol` or `max_steps`."
+        )
+    return state
+
+
+def _check_same(method: ConjugateGradients, state: State, first: str) -> None:
+    """Raises if the first step is not, bit by bit, the one that was saved."""
+    (state,) = itertools.islice(method.steps(state), 1)
+    if digest(state.residual) != first:
+        raise ValueError(
+            "`checkpoint` is of another kernel, or this machine rounds its products in "
+            "another way: the first step differs. Delete it, or give another path."
+        )
+
+
+def _checked_ridge(ridge: Any, rank: int, operator: "KernelOperator") -> float:
+    value = float(ridge)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"`ridge` must not be negative, NaN or infinite; got {value}.")
+    struct = operator.matrix.struct
+    if not 0 <= rank <= struct.shape[0]:
+        raise ValueError(
+            f"`preconditioner_rank` must be between 0 and {struct.shape[0]}, the size "
+            f"of the kernel; got {rank}."
+        )
+    if rank and value == 0:
+        raise ValueError(
+            "A preconditioner needs a `ridge` above 0, as a matrix of low rank has no "
+            "inverse. Give one, or leave `preconditioner_rank` out."
+        )
+    if rank and jnp.issubdtype(struct.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"`preconditioner_rank` is for real kernels; got dtype {struct.dtype}. "
+            "Leave it out."
+        )
+    return value
+
+
+def _checked_right(operator: "KernelOperator", y: Any) -> tuple[np.ndarray, Any]:
+    """The right-hand sides as columns in double precision, and their own dtype."""
+    struct = operator.matrix.struct
+    if not operator.matrix.is_hermitian:
+        raise ValueError(
+            "`operator` must be of a symmetric kernel of examples with themselves. "
+            "Say `symmetric=True` and leave out `x2`; for other kernels, use "
+            "`lineax.linear_solve(operator, y, lineax.GMRES(rtol, atol))`."
+        )
+    if y.shape[0] != struct.shape[0]:
+        raise ValueError(
+            f"`y` must have {struct.shape[0]} rows, as the kernel has; got shape "
+            f"{y.shape}."
+        )
+    right = np.asarray(y).reshape(struct.shape[0], math.prod(y.shape[1:]))
+    right = right.astype(np.result_type(right.dtype, np.float64))
+    if jnp.issubdtype(struct.dtype, jnp.complexfloating):
+        right = right.astype(np.complex128)
+    if not np.all(np.isfinite(right)):
+        raise ValueError("`y` must be finite; got NaNs or infinities.")
+    with jax.numpy_dtype_promotion("standard"):
+        return right, jnp.result_type(struct.dtype, y.dtype)
+
+
+def _checked_meter(progress: AbstractProgressMeter | None) -> AbstractProgressMeter:
+    meter = NoProgressMeter() if progress is None else progress
+    try:
+        inspect.signature(meter.step).bind(None, 0, 1.0)
+    except TypeError:
+        raise TypeError(
+            f"`step` of `{type(meter).__name__}` must take a third argument, the "
+            "residual, to be used by `kernel_solve`."
+        ) from None
+    return meter
+
+
+def _product(operator: "KernelOperator", ridge: float) -> Product:
+    matrix = operator.matrix
+    short = np.result_type(matrix.struct.dtype, np.float32)
+
+    def product(vectors: np.ndarray, is_exact: bool) -> np.ndarray:
+        dtype = vectors.dtype if is_exact else short
+        found = matrix.product_on_host(vectors.astype(dtype))
+        return found.astype(vectors.dtype) + ridge * vectors
+
+    return product
+
+
+def _preconditioner(
+    factor: np.ndarray | None, ridge: float
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Applies the inverse of `factor @ factor.T + ridge`."""
+    if factor is None:
+        return lambda residual: residual
+    low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
+    array = jnp.asarray(factor)
+
+    @jax.jit
+    def apply(array: Array, columns: Array) -> Array:
+        inverse = low_rank.preconditioner(lambda: (array, {}))
+        return jax.vmap(lambda column: inverse(column, ridge)[0], 1, 1)(columns)
+
+    def solve(residual: np.ndarray) -> np.ndarray:
+        # Small numbers would vanish in single precision.
+        size = np.max(np.abs(residual), axis=0)
+        size = np.where(size > 0, size, 1)
+        with standard_promotion():
+            found = apply(array, jnp.asarray(residual / size, array.dtype))
+        return np.asarray(found, residual.dtype) * size
+
+    return solve
+
+
+def _factor(
+    operator: "KernelOperator", rank: int, saved: Checkpoint | None
+) -> np.ndarray | None:
+    """A partial Cholesky decomposition, of shape (n, rank)."""
+    if rank == 0 or operator.matrix.struct.shape[0] == 0:
+        return None
+    found = None if saved is None else saved.load("preconditioner")
+    if found is None:
+        found = {"factor": np.asarray(_decomposed(operator, rank))}
+        if saved is not None:
+            saved.save("preconditioner", found, even_if_slow=True)
+    factor = found["factor"]
+    # Beyond the numerical rank of the kernel, the decomposition has nothing to go on.
+    is_finite = np.all(np.isfinite(factor), axis=0)
+    num = rank if is_finite.all() else int(np.argmin(is_finite))
+    if num < rank:
+        log.debug("kernel_solve: %d of %d ranks of the preconditioner.", num, rank)
+    return factor[:, :num] if num else None
+
+
+@eqx.filter_jit
+def _decomposed(operator: "KernelOperator", rank: int) -> Inexact[Array, "n rank"]:
+    low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
+    matrix, dtype = operator.matrix, jnp.zeros(()).dtype
+    diagonal = matrix.diagonal().astype(dtype)
+
+    def column(index: Array) -> Array:
+        found = matrix.column(index).astype(dtype)
+        # Kernels with noise on the diagonal do not have it in a column alone.
+        return found.at[index].set(diagonal[index])
+
+    # matfree asks for entries: for one on the diagonal, for all of these at once, and
+    # for those of a column. Each is answered by what a block kernel has.
+    @jax.custom_batching.custom_vmap
+    def entry(row: Array, index: Array) -> Array:
+        return lax.cond(
+            row == index,
+            lambda: diagonal[row],
+            lambda: column(index)[row],
+        )
+
+    @entry.def_vmap
+    def entries(size: int, are_batched: list, rows: Array, indices: Array) -> tuple:
+        is_batched = tuple(are_batched)
+        if is_batched == (True, False):
+            return column(indices)[rows], True
+        rows, indices = (
+            x if batched else jnp.broadcast_to(x, (size,))
+            for x, batched in zip((rows, indices), is_batched, strict=True)
+        )
+        each = lambda: lax.map(lambda at: column(at[1])[at[0]], (rows, indices))
+        return lax.cond(jnp.all(rows == indices), lambda: diagonal[rows], each), True
+
+    with standard_promotion():
+        num = matrix.struct.shape[0]
+        cholesky = low_rank.cholesky_partial_pivot(entry, nrows=num, rank=rank)
+        return cholesky()[0]
+
+
+@contextlib.contextmanager
+def standard_promotion() -> Iterator[None]:
+    """Other libraries mix dtypes and ranks, whatever the user's settings are."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -1,0 +1,391 @@
+"""Kernels as linear operators: computed, in memory, on disk."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax
+import matfree.decomp
+import matfree.funm
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import AxisType
+
+from eqxbatch import (
+    EmpiricalNTK,
+    filter_batch_kernel,
+    HostStore,
+    kernel_solve,
+    KernelOperator,
+    MemoryBudget,
+    ZarrStore,
+)
+from ..helpers import make_mesh, normal
+from .kernel_functions import lopsided, rbf, white
+
+
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("x64_in_all_threads")]
+
+
+@pytest.fixture
+def x64_in_all_threads():
+    """With 64-bit types in callbacks, too, which run in threads of their own."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def hermitian(x1, x2=None):
+    x2 = x1 if x2 is None else x2
+    phase = x1[:, None, 1] - x2[None, :, 1]
+    k = rbf(x1, x2)
+    return jax.lax.complex(k * jnp.cos(phase), k * jnp.sin(phase))
+
+
+X, Y = numbers(13, 3), numbers(7, 3, seed=1)
+# By name: what the operator is of, and the dense kernel.
+KERNELS = {
+    "symmetric": ((rbf, X), {"symmetric": True}),
+    "not known to be": ((rbf, X), {}),
+    "lopsided": ((lopsided, X), {}),
+    "rectangle": ((rbf, X, Y), {}),
+    "tall": ((lopsided, Y, X), {}),
+    "Hermitian": ((hermitian, X), {"symmetric": True}),
+    "noise": ((white, X), {"symmetric": True}),
+}
+
+
+def dense(kernel, *examples):
+    return np.asarray(kernel(*examples))
+
+
+def close(got, expected):
+    np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-10, atol=1e-12)
+
+
+def stores(where, path):
+    return {
+        "all at once": None,
+        "computed": None,
+        "host": HostStore(),
+        "zarr": ZarrStore(path / "whole"),
+        "half": ZarrStore(path / "half", upper_only=True),
+    }[where]
+
+
+CASES = [
+    (name, where)
+    for name, (_, settings) in KERNELS.items()
+    for where in ("all at once", "computed", "host", "zarr", "half")
+    # Only symmetric kernels have half of their blocks stored.
+    if where != "half" or "symmetric" in settings
+]
+
+
+@pytest.mark.parametrize(("name", "where"), CASES)
+def test_is_the_kernel(name, where, tmp_path):
+    of, settings = KERNELS[name]
+    size = None if where == "all at once" else 4
+    store = stores(where, tmp_path)
+    operator = KernelOperator(*of, block_size=size, store=store, **settings)
+    matrix = dense(*of)
+    n1, n2 = matrix.shape
+    vectors = jnp.asarray(numbers(n2, 2, seed=2), matrix.dtype)
+    back = jnp.asarray(numbers(n1, 2, seed=3), matrix.dtype)
+    run = eqx.filter_jit(lambda operator, vector: operator.mv(vector))
+    for mv in (lambda v: operator.mv(v), lambda v: run(operator, v)):
+        close(mv(vectors), matrix @ vectors)
+        close(mv(vectors[:, 0]), matrix @ vectors[:, 0])
+        close(jax.vmap(mv, 1, 1)(vectors), matrix @ vectors)
+    transposed = operator.transpose()
+    close(transposed.mv(back), matrix.T @ back)
+    close(transposed.transpose().mv(vectors), matrix @ vectors)
+    for one, two in ((operator, matrix), (transposed, matrix.T)):
+        close(one.as_matrix(), two)
+        close(one.diagonal(), np.diagonal(two))
+        close(lineax.diagonal(one), np.diagonal(two))
+        assert one.in_structure().shape == two.shape[1:]
+        assert one.out_structure().shape == two.shape[:1]
+        assert one.in_structure().dtype == two.dtype
+        for index in (0, 5, two.shape[1] - 1):
+            if name != "noise":
+                close(one.column(index), two[:, index])
+    is_symmetric = name in ("symmetric", "noise")
+    assert lineax.is_symmetric(operator) == is_symmetric
+    assert (transposed is operator) == is_symmetric
+    assert not lineax.is_diagonal(operator)
+    close(lineax.materialise(operator).as_matrix(), matrix)
+
+
+@pytest.mark.parametrize("where", ("computed", "host"))
+@pytest.mark.parametrize("name", ("lopsided", "rectangle", "tall"))
+def test_products_have_derivatives(name, where, tmp_path):
+    of, settings = KERNELS[name]
+    store = stores(where, tmp_path)
+    operator = KernelOperator(*of, block_size=4, store=store, **settings)
+    matrix = dense(*of)
+    vectors = jnp.asarray(numbers(matrix.shape[1], 2, seed=2))
+    loss = lambda v: jnp.sum(operator.mv(v) ** 2)
+    gradient = 2 * matrix.T @ (matrix @ vectors)
+    close(jax.grad(loss)(vectors), gradient)
+    close(jax.vmap(jax.grad(loss), 1, 1)(vectors), gradient)
+    close(jax.jvp(operator.mv, (vectors,), (vectors,))[1], matrix @ vectors)
+    pushed = jax.jvp(jax.grad(loss), (vectors,), (vectors,))[1]
+    close(pushed, gradient)
+
+
+def test_stored_kernels(tmp_path):
+    matrix = dense(rbf, X)
+    stored = filter_batch_kernel(
+        rbf, block_size=4, symmetric=True, store=ZarrStore(tmp_path)
+    )(jnp.asarray(X))
+    vectors = jnp.asarray(numbers(13, 2))
+    for array in (matrix, jnp.asarray(matrix), stored):
+        for symmetric in (None, True):
+            operator = KernelOperator(array, symmetric=symmetric)
+            close(operator.mv(vectors), matrix @ vectors)
+            assert operator.matrix.is_hermitian == (symmetric is True)
+    # Only the blocks on and above the diagonal are read.
+    for row in range(1, 4):
+        for column in range(row):
+            (tmp_path / "kernel" / "c" / str(row) / str(column)).unlink()
+    half = KernelOperator(zarr.open_array(str(tmp_path / "kernel")), symmetric=True)
+    close(half.mv(vectors), matrix @ vectors)
+    close(half.column(2), matrix[:, 2])
+    close(half.column(12), matrix[:, 12])
+
+
+def test_narrow_dtypes():
+    vector = jnp.ones(13, jnp.float32)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32):
+        matrix = np.asarray(jnp.asarray(8 * dense(rbf, X), dtype))
+        with jax.numpy_dtype_promotion("standard"):
+            got = KernelOperator(matrix, symmetric=True).mv(vector)
+        expected = matrix.astype(np.float64) @ np.ones(13)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("where", ("computed", "zarr"))
+def test_solvers_of_lineax(where, tmp_path):
+    kernel = KernelOperator(
+        rbf,
+        jnp.asarray(X),
+        block_size=4,
+        symmetric=True,
+        store=stores(where, tmp_path),
+        tags=lineax.positive_semidefinite_tag,
+    )
+    assert lineax.is_positive_semidefinite(kernel)
+    ridge = 0.1 * lineax.IdentityLinearOperator(kernel.in_structure())
+    ridged = lineax.TaggedLinearOperator(
+        kernel + ridge, lineax.positive_semidefinite_tag
+    )
+    y = jnp.asarray(numbers(13))
+    expected = np.linalg.solve(dense(rbf, X) + 0.1 * np.eye(13), y)
+    for solver in (lineax.CG(1e-13, 1e-13), lineax.GMRES(1e-13, 1e-13, restart=13)):
+        solve = lambda y, solver=solver: lineax.linear_solve(ridged, y, solver).value
+        np.testing.assert_allclose(solve(y), expected, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(
+            jax.grad(lambda y: solve(y)[0])(y),
+            np.linalg.inv(dense(rbf, X) + 0.1 * np.eye(13))[0],
+            rtol=1e-9,
+            atol=1e-10,
+        )
+
+
+def test_log_likelihood_of_a_gaussian_process():
+    """Against the one by a Cholesky decomposition, with its gradient."""
+    x, y = jnp.asarray(X), jnp.asarray(numbers(13))
+
+    def ridged(log_scale):
+        kernel = KernelOperator(
+            rbf, x, block_size=5, symmetric=True, scale=jnp.exp(log_scale)
+        )
+        ridged = kernel + 0.5 * lineax.IdentityLinearOperator(kernel.in_structure())
+        return lineax.TaggedLinearOperator(ridged, lineax.positive_semidefinite_tag)
+
+    def solved(log_scale):
+        solver = lineax.CG(1e-13, 1e-13)
+        weights = lineax.linear_solve(ridged(log_scale), y, solver).value
+        # With as many steps as rows, and unit vectors, Lanczos is exact.
+        tridiagonal = matfree.decomp.tridiag_sym(13, reortho="full")
+        logdet = matfree.funm.monte_carlo_funm_sym_logdet(tridiagonal)
+        product = lambda v, log_scale: ridged(log_scale).mv(v)
+        each = jax.vmap(lambda v: logdet(product, v, log_scale))(jnp.eye(13))
+        return -y @ weights / 2 - jnp.sum(each) / 2
+
+    def exact(log_scale):
+        matrix = rbf(x, scale=jnp.exp(log_scale)) + 0.5 * jnp.eye(13)
+        factor = jnp.linalg.cholesky(matrix)
+        half = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
+        return -half @ half / 2 - jnp.sum(jnp.log(jnp.diagonal(factor)))
+
+    at = jnp.array(0.3)
+    got, gradient = jax.value_and_grad(solved)(at)
+    expected, wanted = jax.value_and_grad(exact)(at)
+    np.testing.assert_allclose(got, expected, rtol=1e-9)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+
+
+def test_kernels_of_models(getkey):
+    model = eqx.nn.MLP(3, 4, 8, 1, key=getkey())
+    ntk = EmpiricalNTK(model)
+    matrix = np.asarray(ntk(jnp.asarray(X)))
+    for settings in ({"block_size": 5}, {"block_size": MemoryBudget(10**6)}):
+        operator = KernelOperator(ntk, jnp.asarray(X), **settings)
+        assert operator.matrix.is_hermitian
+        vectors = jnp.asarray(numbers(13, 2))
+        close(operator.mv(vectors), matrix @ vectors)
+        close(operator.diagonal(), np.diagonal(matrix))
+        close(operator.column(12), matrix[:, 12])
+    models = lambda model, v: KernelOperator(
+        EmpiricalNTK(model), jnp.asarray(X), block_size=5
+    ).mv(v)
+    gradient = eqx.filter_grad(lambda model: jnp.sum(models(model, jnp.ones(13))))
+    whole = eqx.filter_grad(lambda m: jnp.sum(EmpiricalNTK(m)(jnp.asarray(X))))
+    for one, two in zip(
+        jax.tree.leaves(gradient(model)), jax.tree.leaves(whole(model)), strict=True
+    ):
+        np.testing.assert_allclose(one, two, rtol=1e-8, atol=1e-10)
+
+
+def test_on_a_mesh(tmp_path):
+    mesh = make_mesh(AxisType.Auto)
+    x, y = jnp.asarray(X), jnp.asarray(Y)
+    vectors = jnp.asarray(numbers(13, 2))
+    operator = KernelOperator(rbf, x, block_size=2, symmetric=True, mesh=mesh)
+    close(operator.mv(vectors), dense(rbf, X) @ vectors)
+    close(operator.as_matrix(), dense(rbf, X))
+    close(operator.diagonal(), np.diagonal(dense(rbf, X)))
+    rectangle = KernelOperator(rbf, x, y, block_size=2, mesh=mesh)
+    close(rectangle.transpose().mv(vectors), dense(rbf, X, Y).T @ vectors)
+    store = ZarrStore(tmp_path)
+    stored = KernelOperator(
+        rbf, x, block_size=2, symmetric=True, mesh=mesh, store=store
+    )
+    close(stored.mv(vectors), dense(rbf, X) @ vectors)
+
+
+def test_no_copies_of_the_kernel():
+    """A product needs memory for blocks, not for the kernel."""
+    x = jnp.zeros((2048, 3))
+    vector = jnp.zeros(2048)
+
+    def temporaries(block_size):
+        operator = KernelOperator(rbf, x, block_size=block_size, symmetric=True)
+        run = jax.jit(lambda vector: operator.mv(vector))
+        compiled = run.lower(vector).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    blocked, whole = temporaries(128), temporaries(None)
+    assert whole > 2048 * 2048 * 8
+    assert blocked < whole / 20
+
+
+def test_an_operator_is_an_argument_of_compiled_functions():
+    """Of the same program for other examples; a stored kernel is not copied into it."""
+    traces = []
+
+    @eqx.filter_jit
+    def run(operator, vector):
+        traces.append(None)
+        return operator.mv(vector)
+
+    for seed in (0, 1):
+        x = jnp.asarray(numbers(13, 3, seed=seed))
+        operator = KernelOperator(rbf, x, block_size=4, symmetric=True)
+        close(run(operator, jnp.ones(13)), dense(rbf, x) @ np.ones(13))
+    assert len(traces) == 1
+    stored = KernelOperator(dense(rbf, X))
+    close(run(stored, jnp.ones(13)), dense(rbf, X) @ np.ones(13))
+    close(run(stored, jnp.zeros(13)), np.zeros(13))
+    assert len(traces) == 2
+    assert not any(map(eqx.is_array, jax.tree.leaves(stored)))
+
+
+def several_outputs(x1, x2=None):
+    k = rbf(x1, x2)
+    return jnp.stack([k, k], axis=-1)
+
+
+def two_arrays(x1, x2=None):
+    k = rbf(x1, x2)
+    return k, k
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    (
+        (lambda x: KernelOperator(several_outputs, x), ValueError, "shape .n1, n2."),
+        (lambda x: KernelOperator(two_arrays, x), ValueError, "one array of shape"),
+        (lambda x: KernelOperator(rbf), TypeError, "must be a kernel function with"),
+        (lambda x: KernelOperator(np.ones(3)), ValueError, "must have the two axes"),
+        (
+            lambda x: KernelOperator(np.ones((3, 2)), symmetric=True),
+            ValueError,
+            "must be square; got shape .3, 2.",
+        ),
+        (
+            lambda x: KernelOperator(np.ones((3, 3)), block_size=2),
+            ValueError,
+            "takes no other settings than .*got `block_size`",
+        ),
+        (
+            lambda x: KernelOperator(rbf, x, store="disk"),
+            TypeError,
+            "`store` must be",
+        ),
+        (
+            lambda x: KernelOperator(rbf, x, tags=lineax.lower_triangular_tag),
+            ValueError,
+            "must not be triangular",
+        ),
+        (
+            lambda x: KernelOperator(rbf, x).mv(jnp.ones(4)),
+            ValueError,
+            "`vector` must have 13 rows, as the kernel has 13 columns; got shape .4,.",
+        ),
+        (
+            lambda x: KernelOperator(rbf, x).column(13),
+            ValueError,
+            "one of the 13 columns; got 13",
+        ),
+        (
+            lambda x: KernelOperator(rbf, x, block_size=0),
+            ValueError,
+            "`block_size` must be at least 1",
+        ),
+        (
+            lambda x: kernel_solve(KernelOperator(rbf, x), x[:, 0], ridge=0.1),
+            ValueError,
+            "must be of a symmetric kernel",
+        ),
+    ),
+)
+def test_wrong_operators(make, error, match):
+    with pytest.raises(error, match=match):
+        make(jnp.asarray(X))
+
+
+def test_an_empty_kernel():
+    operator = KernelOperator(rbf, jnp.zeros((0, 3)), block_size=4, symmetric=True)
+    assert operator.mv(jnp.zeros((0, 2))).shape == (0, 2)
+    assert operator.diagonal().shape == (0,)
+    stored = KernelOperator(np.zeros((0, 0)), symmetric=True)
+    assert stored.mv(jnp.zeros((0, 2))).shape == (0, 2)
+    assert stored.diagonal().shape == (0,)
+
+
+def test_normal_is_used(getkey):
+    # Single precision, as most users have it.
+    x = normal(getkey(), (9, 3)).astype(jnp.float32)
+    operator = KernelOperator(rbf, x, block_size=4, symmetric=True, store=HostStore())
+    got = operator.mv(jnp.ones(9, jnp.float32))
+    assert got.dtype == jnp.float32
+    expected = dense(rbf, x).astype(np.float64) @ np.ones(9)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)

@@ -1,0 +1,380 @@
+"""Systems with kernels: against dense solves, stopped, continued, refused."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqxbatch import (
+    AbstractProgressMeter,
+    HostStore,
+    kernel_solve,
+    KernelOperator,
+    TqdmProgressMeter,
+    ZarrStore,
+)
+from ..flags import COMPILE_FAST
+from .kernel_functions import rbf, white
+from .on_disk import Stops
+
+
+pytestmark = pytest.mark.versions
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+X, Y = numbers(61, 3), numbers(61, 2, seed=1)
+
+
+def hermitian(x1, x2=None):
+    x2 = x1 if x2 is None else x2
+    phase = x1[:, None, 1] - x2[None, :, 1]
+    k = rbf(x1, x2)
+    return jax.lax.complex(k * jnp.cos(phase), k * jnp.sin(phase))
+
+
+def make(kernel=rbf, x=X, dtype=jnp.float64, **settings):
+    settings = {"block_size": 16, "symmetric": True, **settings}
+    return KernelOperator(kernel, jnp.asarray(x, dtype), **settings)
+
+
+def solution(kernel, y, ridge):
+    matrix = np.asarray(kernel(jnp.asarray(X)))
+    return np.linalg.solve(matrix + ridge * np.eye(len(X)), y)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("rank", (0, 1, 10, 61))
+@pytest.mark.parametrize("store", (None, HostStore()))
+def test_is_the_solution(store, rank):
+    operator = make(store=store)
+    for y in (Y, Y[:, 0]):
+        expected = solution(rbf, y, 0.1)
+        found = kernel_solve(
+            operator, jnp.asarray(y), ridge=0.1, preconditioner_rank=rank, rtol=1e-13
+        )
+        assert found.weights.shape == y.shape
+        assert found.residuals.shape == y.shape[1:]
+        assert found.weights.dtype == jnp.float64
+        np.testing.assert_allclose(found.weights, expected, rtol=1e-10, atol=1e-11)
+        assert np.max(found.residuals) <= 1e-13
+        if rank == 61:
+            assert found.num_products <= 5
+
+
+@pytest.mark.usefixtures("x64")
+def test_preconditioners_take_fewer_products():
+    x = jnp.asarray(numbers(200, 2) / 3)
+    operator = KernelOperator(rbf, x, block_size=50, symmetric=True)
+    y = jnp.asarray(numbers(200))
+    nums = [
+        kernel_solve(operator, y, ridge=1e-4, preconditioner_rank=rank).num_products
+        for rank in (0, 10, 40)
+    ]
+    assert nums[1] < nums[0] / 1.5
+    assert nums[2] < nums[1] / 2
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("rank", (0, 10))
+def test_kernels_with_noise_on_the_diagonal(rank):
+    found = kernel_solve(
+        make(white),
+        jnp.asarray(Y),
+        ridge=0.1,
+        preconditioner_rank=rank,
+        rtol=1e-12,
+    )
+    np.testing.assert_allclose(found.weights, solution(white, Y, 0.1), rtol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+def test_complex_kernels():
+    for y in (Y, Y + 1j * numbers(61, 2, seed=2)):
+        found = kernel_solve(
+            make(hermitian, store=HostStore()), jnp.asarray(y), ridge=0.1, rtol=1e-12
+        )
+        assert found.weights.dtype == jnp.complex128
+        expected = solution(hermitian, y, 0.1)
+        np.testing.assert_allclose(found.weights, expected, rtol=1e-9, atol=1e-10)
+        assert found.residuals.dtype == jnp.float64
+
+
+def test_single_precision():
+    """A stored kernel is multiplied in float64 where the residual asks for it."""
+    # Examples that are close to each other make the largest eigenvalue large.
+    x = numbers(400, 2) / 5
+    y = jnp.asarray(numbers(400), jnp.float32)
+    computed = KernelOperator(
+        rbf, jnp.asarray(x, jnp.float32), block_size=100, symmetric=True
+    )
+    stored = KernelOperator(np.asarray(computed.as_matrix()), symmetric=True)
+    found = kernel_solve(stored, y, ridge=1e-3, preconditioner_rank=30)
+    assert found.weights.dtype == jnp.float32
+    assert found.residuals <= 1e-6
+    matrix = np.asarray(computed.as_matrix(), np.float64) + 1e-3 * np.eye(400)
+    exact = np.linalg.solve(matrix, np.asarray(y, np.float64))
+    error = np.linalg.norm(found.weights - exact) / np.linalg.norm(exact)
+    assert error < 1e-5
+    with pytest.raises(RuntimeError, match="The relative residual does not fall below"):
+        kernel_solve(computed, y, ridge=1e-3, rtol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("num", (0, 1, 16, 17))
+def test_sizes(num):
+    operator = make(x=X[:num])
+    for y in (Y[:num], Y[:num, 0], 0 * Y[:num], Y[:num, :0]):
+        found = kernel_solve(operator, jnp.asarray(y), ridge=1.0, rtol=1e-12)
+        matrix = np.asarray(rbf(jnp.asarray(X[:num]))) + np.eye(num)
+        np.testing.assert_allclose(
+            found.weights, np.linalg.solve(matrix, y), rtol=1e-9, atol=1e-12
+        )
+        if not np.any(y):
+            assert found.num_products == 0
+
+
+class Residuals(AbstractProgressMeter):
+    log: list
+
+    def start(self, num_blocks, num_done):
+        self.log.append((num_blocks, num_done))
+
+    def step(self, state, num_nans, residual=None):
+        self.log.append(residual)
+
+    def close(self, state):
+        self.log.append("closed")
+
+
+@pytest.mark.usefixtures("x64")
+def test_meters_get_residuals(capsys):
+    log = []
+    found = kernel_solve(
+        make(), jnp.asarray(Y), ridge=0.1, progress=Residuals(log), max_steps=99
+    )
+    assert log[0] == (99, 0)
+    assert log[-1] == "closed"
+    assert len(log) == found.num_products + 2
+    assert log[-2] == pytest.approx(float(np.max(found.residuals)))
+    assert log[-2] <= 1e-6 < log[1]
+    kernel_solve(make(), jnp.asarray(Y), ridge=0.1, progress=TqdmProgressMeter("cg"))
+    shown = capsys.readouterr().err
+    assert "cg" in shown
+    assert "residual=" in shown
+    with pytest.raises(TypeError, match="must take a third argument, the residual"):
+        kernel_solve(make(), jnp.asarray(Y), ridge=0.1, progress=Stops(None, None, []))
+
+
+class StopsAt(AbstractProgressMeter):
+    """Raises at a product, as Ctrl-C does."""
+
+    num: int
+
+    def start(self, num_blocks, num_done):
+        return num_done
+
+    def step(self, state, num_nans, residual=None):
+        if state + 1 == self.num:
+            raise KeyboardInterrupt
+        return state + 1
+
+    def close(self, state):
+        pass
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_solve_that_was_stopped(tmp_path):
+    settings = {"ridge": 1e-3, "preconditioner_rank": 5, "rtol": 1e-10}
+    operator, y = make(store=HostStore()), jnp.asarray(Y)
+    whole = kernel_solve(operator, y, **settings)
+    for num in (1, 3, 4, whole.num_products):
+        with pytest.raises(KeyboardInterrupt):
+            kernel_solve(
+                operator, y, checkpoint=tmp_path, progress=StopsAt(num), **settings
+            )
+    log = []
+    found = kernel_solve(
+        operator, y, checkpoint=tmp_path, progress=Residuals(log), **settings
+    )
+    assert log[0][1] > 0
+    np.testing.assert_array_equal(found.weights, whole.weights)
+    np.testing.assert_array_equal(found.residuals, whole.residuals)
+    assert found.num_products == whole.num_products
+    log.clear()
+    again = kernel_solve(
+        operator, y, checkpoint=tmp_path, progress=Residuals(log), **settings
+    )
+    np.testing.assert_array_equal(again.weights, whole.weights)
+    assert log == [(1000, whole.num_products), "closed"]
+
+
+SCRIPT = """
+    import sys
+
+    import jax.numpy as jnp
+    import numpy as np
+
+    import eqxbatch
+
+
+    def rbf(x1, x2=None):
+        x2 = x1 if x2 is None else x2
+        return jnp.exp(-jnp.sum((x1[:, None] - x2[None]) ** 2, axis=-1))
+
+
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(300, 2)), jnp.float32)
+    y = jnp.asarray(random.normal(size=(300, 3)), jnp.float32)
+    operator = eqxbatch.KernelOperator(
+        rbf,
+        x,
+        block_size=100,
+        symmetric=True,
+        store=eqxbatch.ZarrStore(sys.argv[1] + "/kernel"),
+    )
+    print("begin", flush=True)
+    found = eqxbatch.kernel_solve(
+        operator,
+        y,
+        ridge=1e-2,
+        preconditioner_rank=5,
+        checkpoint=sys.argv[1] + "/solve",
+    )
+    np.save(sys.argv[1] + "/weights.npy", found.weights)
+"""
+
+
+@pytest.mark.matrix
+def test_a_solve_that_is_killed_ten_times(tmp_path):
+    """At random, while it runs; it ends with the bits of one that was never killed."""
+    rng = random.Random(0)
+
+    def begin(folder):
+        folder.mkdir(exist_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "XLA_FLAGS": COMPILE_FAST},
+        )
+        with process.stdout as out:
+            out.readline()
+        return process
+
+    process = begin(tmp_path / "whole")
+    assert process.wait() == 0
+    num_killed, folder = 0, tmp_path / "killed"
+    while num_killed < 10:
+        process = begin(folder)
+        try:
+            process.wait(rng.uniform(0.0, 1.2))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            num_killed += 1
+        else:
+            # It ended before: once more, from the beginning.
+            assert process.returncode == 0
+            shutil.rmtree(folder / "solve")
+    process = begin(folder)
+    assert process.wait() == 0
+    got, expected = (
+        np.load(path / "weights.npy") for path in (folder, tmp_path / "whole")
+    )
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.usefixtures("x64")
+def test_checkpoints_of_other_problems(tmp_path):
+    y = jnp.asarray(Y)
+    run = lambda operator, y=y, **settings: kernel_solve(
+        operator, y, checkpoint=tmp_path, **{"ridge": 0.1, **settings}
+    )
+    run(make())
+    for settings in ({"ridge": 0.2}, {"rtol": 1e-5}, {"y": 2 * y}):
+        with pytest.raises(ValueError, match="`checkpoint` is of another problem"):
+            run(make(), **settings)
+    with pytest.raises(ValueError, match="`checkpoint` is of another kernel"):
+        run(make(scale=1.001))
+    (tmp_path / "state.npz").write_bytes(b"half of it")
+    with pytest.raises(ValueError, match="`checkpoint` has a damaged file"):
+        run(make())
+    (tmp_path / "problem.json").unlink()
+    with pytest.raises(ValueError, match="something other than a checkpoint"):
+        run(make())
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="must be a folder"):
+        kernel_solve(make(), y, ridge=0.1, checkpoint=file)
+
+
+def negative(x1, x2=None):
+    return -rbf(x1, x2)
+
+
+def broken(x1, x2=None):
+    return rbf(x1, x2) / jnp.where(x1[:, :1] > 1.5, jnp.nan, 1.0)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("kernel", "settings", "error", "match"),
+    (
+        (negative, {}, RuntimeError, "not positive definite: a vector"),
+        (broken, {}, RuntimeError, "has NaNs or infinities"),
+        (rbf, {"max_steps": 3}, RuntimeError, "After 3 products, the largest"),
+        (rbf, {"max_steps": 0}, ValueError, "`max_steps` must be at least 1; got 0"),
+        (rbf, {"ridge": -1.0}, ValueError, "`ridge` must not be negative.*got -1"),
+        (rbf, {"ridge": float("nan")}, ValueError, "`ridge` must not be negative"),
+        (rbf, {"rtol": 0.0}, ValueError, "`rtol` must be between 0 and 1; got 0"),
+        (rbf, {"preconditioner_rank": 62}, ValueError, "between 0 and 61.*got 62"),
+        (
+            rbf,
+            {"preconditioner_rank": 2, "ridge": 0.0},
+            ValueError,
+            "A preconditioner needs a `ridge` above 0",
+        ),
+        (
+            hermitian,
+            {"preconditioner_rank": 2},
+            ValueError,
+            "`preconditioner_rank` is for real kernels; got dtype complex128",
+        ),
+        (rbf, {"y": jnp.ones(60)}, ValueError, "`y` must have 61 rows.*got shape .60"),
+        (rbf, {"y": jnp.full(61, jnp.inf)}, ValueError, "`y` must be finite"),
+        (rbf, {"y": np.ones(61, int)}, TypeError, "`y` must be"),
+        (rbf, {"progress": "tqdm"}, TypeError, "`progress` must be"),
+    ),
+)
+def test_wrong_systems(kernel, settings, error, match):
+    settings = {"y": jnp.asarray(Y), "ridge": 0.1, **settings}
+    with pytest.raises(error, match=match):
+        kernel_solve(make(kernel), **settings)
+
+
+def test_solves_are_not_within_transformations():
+    operator = make(dtype=jnp.float32)
+    run = lambda y: kernel_solve(operator, y, ridge=0.1).weights
+    with pytest.raises(TypeError, match="`kernel_solve` runs a loop in Python"):
+        jax.jit(run)(jnp.ones(61))
+    with pytest.raises(TypeError, match="must be a `KernelOperator`; got"):
+        kernel_solve(jnp.eye(3), jnp.ones(3), ridge=0.1)
+
+
+@pytest.mark.usefixtures("x64")
+def test_kernels_on_disk(tmp_path):
+    operator = make(store=ZarrStore(tmp_path, upper_only=True))
+    found = kernel_solve(
+        operator, jnp.asarray(Y), ridge=0.1, preconditioner_rank=7, rtol=1e-12
+    )
+    np.testing.assert_allclose(found.weights, solution(rbf, Y, 0.1), rtol=1e-9)
