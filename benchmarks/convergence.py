@@ -262,8 +262,8 @@ def text(found: dict[str, dict[str, Any]], x: np.ndarray, width: int) -> str:
     lines = [
         f"Relative errors of networks with {HIDDEN} hidden layers, with the "
         "estimated standard errors in brackets. Both are Frobenius norms, divided by "
-        "the norm of the kernel of infinitely wide networks. There are "
-        f"{len(x)} inputs on a half circle; `weight_std` is {stds}, and `bias_std` {BIAS_STD}.",
+        f"the norm of the kernel of infinitely wide networks. There are {len(x)} "
+        f"inputs on a half circle; `weight_std` is {stds}, and `bias_std` {BIAS_STD}.",
         "",
         f"Root mean squares of {parts['samples']['repeats']} runs with different keys, "
         f"networks of width {width}:",
