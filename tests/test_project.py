@@ -11,11 +11,8 @@ import tomllib
 
 import pytest
 
-<<<<<<< HEAD
 import eqxbatch
-=======
 from benchmarks import chart
->>>>>>> h-site
 from . import annotations, patterns
 from .layers import table
 
