@@ -248,7 +248,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     figures["bars"] = [{**vars(bar), "holds": bar.holds} for bar in bars]
     resident = f"{disk['resident'] / 1e9:.2f} GB"
     notes = (
-        f"\nThe process that wrote to disk had at most {resident} in memory.\n\n"
+        f"\nPeak memory of the process that wrote to disk: {resident}.\n\n"
         f"{harness.describe(where)}"
     )
     return figures, "\n".join([*lines, notes]), bars

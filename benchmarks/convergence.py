@@ -260,18 +260,18 @@ def text(found: dict[str, dict[str, Any]], x: np.ndarray, width: int) -> str:
     counts = parts["samples"]["counts"]
     most = parts["widths"]["counts"]
     lines = [
-        f"Relative errors of networks with {HIDDEN} hidden layers, and in brackets "
-        "what their standard errors say; both as Frobenius norms, divided by that of "
-        f"the kernel of infinitely wide networks. There are {len(x)} inputs on a half "
-        f"circle; `weight_std` is {stds}, and `bias_std` {BIAS_STD}.",
+        f"Relative errors of networks with {HIDDEN} hidden layers, with the "
+        "estimated standard errors in brackets. Both are Frobenius norms, divided by "
+        f"the norm of the kernel of infinitely wide networks. There are {len(x)} "
+        f"inputs on a half circle; `weight_std` is {stds}, and `bias_std` {BIAS_STD}.",
         "",
-        f"With networks of width {width}, the root mean square of "
-        f"{parts['samples']['repeats']} runs with different keys:",
+        f"Root mean squares of {parts['samples']['repeats']} runs with different keys, "
+        f"networks of width {width}:",
         "",
         *table("samples", counts, samples),
         "",
-        f"With {most[0]:,} samples of the narrowest networks to {most[-1]:,} of the "
-        "widest, so that the error is bias for the most part:",
+        f"Between {most[0]:,} samples for the narrowest networks and {most[-1]:,} for "
+        "the widest, so that most of the error is bias:",
         "",
         *table("width", parts["widths"]["widths"], widths),
     ]

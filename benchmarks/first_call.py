@@ -149,7 +149,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     rounds = 1 if quick else 3
     bars, depths, figures = [], {}, {}
     lines = [
-        "| first call | beside | seconds | ratio | bar |",
+        "| first call | alternative | seconds | ratio | target |",
         "|---|---|---:|---:|---:|",
     ]
     # What JAX does once in a process.

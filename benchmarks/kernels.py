@@ -335,10 +335,10 @@ def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
 
     where = harness.machine()
     notes = (
-        f"\nGeometric mean over the jobs that are not blocked, embedding aside, of the "
-        f"time of the best way to eqxbatch's: {mean:.2f}.\n\n"
+        "\nGeometric mean of the time of the fastest alternative ÷ eqxbatch's, over "
+        f"the jobs without blocks and without an embedding: {mean:.2f}.\n\n"
         f"{harness.describe(where)} neural-tangents 0.6.5 ran in another process with "
-        f"{VERSIONS['timing'][0]}, in turn with ours. There, JAX's own backward pass "
+        f"{VERSIONS['timing'][0]}, in turn with eqxbatch. There, JAX's backward pass "
         f"through the CNN takes {plain:.2f} times as long as here."
     )
     figures = {"machine": where, "jobs": figures, "geometric_mean": mean}

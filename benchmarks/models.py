@@ -191,9 +191,9 @@ def shown(one: Measured, way: str) -> str:
 def ratios(measured: list[Measured]) -> list[str]:
     """One line for each model: time and temporaries as parts of other ways'."""
     lines = [
-        'Time and temporaries of `method="auto"`, as parts of those of other ways:',
+        'Time and temporaries of `method="auto"`, divided by those of the others:',
         "",
-        "| model | `auto` is | of optax's | of `sites`' | of `materialise`'s |",
+        "| model | `auto` chooses | ÷ optax | ÷ `sites` | ÷ `materialise` |",
         "|---|---|---:|---:|---:|",
     ]
     for one in measured:
@@ -206,9 +206,9 @@ def ratios(measured: list[Measured]) -> list[str]:
 def fallbacks(measured: list[Measured]) -> list[str]:
     """A line for each reason for which leaves of a model have no sites."""
     lines = [
-        "Leaves without sites, whose gradients are formed for each example:",
+        "Leaves without sites, whose per-example gradients are materialised:",
         "",
-        "| model | leaves | such as | why |",
+        "| model | leaves | example | reason |",
         "|---|---:|---|---|",
     ]
     for one in measured:

@@ -12,6 +12,7 @@ import tomllib
 import pytest
 
 import eqxbatch
+from benchmarks import chart
 from . import annotations, patterns
 from .layers import table
 
@@ -194,3 +195,9 @@ def test_table_of_annotations_is_complete():
     # What these return is a module of its own, which is in the table.
     of_what_they_return -= {"filter_linearize(...)", "filter_taylor_expand(...)"}
     assert of_what_they_return - calls == set()
+
+
+def test_summary_of_the_benchmarks_is_of_their_results():
+    page = ROOT / "benchmarks" / "results" / "summary.md"
+    command = "python -m benchmarks.chart"
+    assert page.read_text() == chart.summary(chart.read()) + "\n", f"Run `{command}`."

@@ -38,7 +38,7 @@ class Constructors(griffe.Extension):
         without = [
             (class_, inspect.signature(found))
             for class_, found in public.values()
-            if "__init__" not in class_.all_members
+            if "__init__" not in class_.all_members and not inspect.isabstract(found)
         ]
         for class_, signature in without:
             add_constructor(class_, signature)
@@ -48,6 +48,7 @@ def add_constructor(class_: griffe.Class, signature: inspect.Signature) -> None:
     """Adds `__init__`, with annotations and defaults as they are written."""
     names = signature.parameters
     if any(name.startswith("_") for name in names):
+        # Made by a function, and not by users.
         return
     fields = {
         name: field

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from .._base.dtypes import widened, widest
+from .._base.dtypes import widened
 from .._base.mesh import spec_of
 from .._base.shapes import AnyArray, Contract
 from .._base.trees import described, log, shown
@@ -148,9 +148,8 @@ class _Step(AbstractAutoSharded, AbstractOtherArguments):
 
     def _kept(self, previous: list) -> list[Array]:
         """The part of the previous step that is kept."""
-        return [
-            jnp.asarray(self.momentum, widest(x.dtype)) * widened(x) for x in previous
-        ]
+        wide = map(widened, previous)
+        return [jnp.asarray(self.momentum, x.dtype) * x for x in wide]
 
     def _is_in_samples(self, residuals: Residuals) -> bool:
         num, num_parameters = residuals.num, residuals.num_parameters

@@ -331,6 +331,76 @@ def test_weights_of_examples(space, centre):
         close(take(model, x, y), step(*dense, 0.1))
 
 
+class Mixed(eqx.Module):
+    """Complex and real parameters in one product, and leaves that are no parameters."""
+
+    weight: jax.Array
+    bias: jax.Array
+    scale: jax.Array
+    unused: jax.Array
+    powers: jax.Array
+
+    def __call__(self, x):
+        hidden = jnp.tanh(self.weight @ x.astype(complex) + self.bias)
+        size = self.scale * jnp.sum(x ** self.powers[1].astype(x.dtype))
+        return size.astype(complex) * hidden
+
+
+@pytest.mark.parametrize("space", ("sample", "parameter"))
+@pytest.mark.parametrize("centre", (False, True))
+def test_all_settings_together(space, centre):
+    real, imag = 0.4 * draw(2, 2, 3)
+    model = Mixed(
+        jax.lax.complex(real, imag),
+        jax.lax.complex(*draw(2, 2, seed=1)),
+        jnp.asarray(1.5),
+        draw(2, seed=2),
+        jnp.asarray([1, 2]),
+    )
+
+    def parts(model, x):
+        out = model(x)
+        return out, jnp.conj(out) * out**2 - jnp.sum(x).astype(complex)
+
+    def real_part(model, x):
+        return {"a": model(x).real}, {"a": jnp.cos(x[:2])}
+
+    batches = [draw(7, 3, seed=3), draw(0, 3), draw(3, 3, seed=4)]
+    weights = np.asarray([0.5, 0.0, 2.0, 1.0, 0.0, 3.0, 1.0])
+    previous = Mixed(
+        jax.lax.complex(imag, real), model.bias, model.scale, model.unused, None
+    )
+    take = eqxbatch.filter_gauss_newton_step(
+        [parts, real_part, real_part],
+        damping=0.1,
+        centre=centre,
+        has_residual=True,
+        momentum=0.8,
+        weights=(2.0, 1.0, 0.5),
+        accumulator=(
+            eqxbatch.Mean(weights=jnp.asarray(weights)),
+            eqxbatch.Mean(),
+            eqxbatch.Sum(),
+        ),
+        space=space,
+        block_size=2,
+        microbatch_size=3,
+    )
+    found = take(model, previous, *batches)
+    dense = system(
+        [parts, real_part],
+        model,
+        [(batches[0],), (batches[2],)],
+        [2 * weights / weights.sum(), np.full(3, 0.5)],
+        centre=centre,
+        has_residual=True,
+    )
+    close(found, step(*dense, 0.1, 0.8, as_numbers(previous)), 1e-9)
+    assert found.powers is None
+    # What no residual depends on keeps what momentum leaves of it.
+    np.testing.assert_allclose(found.unused, 0.8 * previous.unused, rtol=1e-12)
+
+
 @pytest.mark.parametrize("space", ("sample", "parameter"))
 def test_pseudoinverse_without_damping(space):
     model, x, y = network(1), draw(6, 3), draw(6, 1, seed=1)
