@@ -19,6 +19,7 @@ from . import (
     micro_vmap,
     models,
     monte_carlo,
+    solve,
     steps,
 )
 
@@ -35,6 +36,7 @@ SUITES = (
     kernels,
     monte_carlo,
     batch_kernel,
+    solve,
     costs,
     first_call,
     first_screen,

@@ -144,11 +144,13 @@ def beside_peer() -> tuple[list[str], list[Bar], dict[str, Any]]:
     return lines, [Bar(name, 1 / ratio, 0.5, is_time=True)], figures
 
 
-def in_own_process(what: str, *args: Any, devices: int = 1) -> Any:
-    """What this file prints, run as a script."""
+def in_own_process(
+    what: str, *args: Any, devices: int = 1, module: str = "benchmarks.batch_kernel"
+) -> Any:
+    """What a file prints, run as a script."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.batch_kernel", what, *map(str, args)],
+        [sys.executable, "-m", module, what, *map(str, args)],
         capture_output=True,
         text=True,
         check=False,

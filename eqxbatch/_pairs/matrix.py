@@ -17,7 +17,7 @@ from .batch import BatchKernel
 from .engine import run_tiles, Tiles, Written
 from .function import block_kernel
 from .grid import Grid
-from .kernel import KernelCall
+from .kernel import AbstractKernelFunction, KernelCall
 from .reader import Reader
 from .reductions import AbstractReduction, KernelProduct
 
@@ -114,7 +114,12 @@ class ComputedMatrix(AbstractMatrix):
             )
         (leaf,) = kernel.leaves
         self._struct = jax.ShapeDtypeStruct(leaf.shape(kernel.totals), leaf.dtype)
-        self._is_hermitian = kernel.is_same and kernel.plan.mirror is not None
+        # What exchanges the outputs of estimators, too, is a transpose of two axes. A
+        # function of the user's may be anything.
+        mirror = kernel.plan.mirror
+        is_ours = isinstance(kernel_fn, AbstractKernelFunction)
+        is_known = mirror is True or (mirror is not None and is_ours)
+        self._is_hermitian = kernel.is_same and is_known
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:

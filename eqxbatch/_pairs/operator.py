@@ -1,5 +1,6 @@
 """`KernelOperator`: a kernel as a linear operator, computed or read in blocks."""
 
+import functools
 from typing import Any, Literal
 
 import equinox as eqx
@@ -126,16 +127,17 @@ class KernelOperator(AbstractTaggedOperator):
             given = {**settings, "x2": x2, "store": store, **kwargs}
             self.matrix = _read(kernel, symmetric, given)
         else:
-            settings |= {"symmetric": symmetric, "reduce": None, "out_axes": (0, 1)}
-            make = lambda store, progress: make_batch_kernel(
-                **settings, store=store, progress=progress
+            make = functools.partial(
+                make_batch_kernel, **settings, reduce=None, out_axes=(0, 1)
             )
-            computed = ComputedMatrix(make("device", None), kernel, x1, x2, kwargs)
+            transform = make(symmetric=symmetric, store="device", progress=None)
+            computed = ComputedMatrix(transform, kernel, x1, x2, kwargs)
             self.matrix = computed
             if is_stored:
-                stored = make(store, progress).apply(kernel, (x1, x2), kwargs)
-                check_stored(stored)
-                self.matrix = StoredMatrix(Reader(stored, computed.is_hermitian))
+                symmetric = computed.is_hermitian
+                transform = make(symmetric=symmetric, store=store, progress=progress)
+                stored = transform.apply(kernel, (x1, x2), kwargs)
+                self.matrix = StoredMatrix(Reader(stored, symmetric))
         self.tags = as_tags(tags)
         triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}
         if self.tags & triangular:

@@ -232,11 +232,15 @@ def test_log_likelihood_of_a_gaussian_process():
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
 
 
-def test_kernels_of_models(getkey):
+def test_kernels_of_models(getkey, tmp_path):
     model = eqx.nn.MLP(3, 4, 8, 1, key=getkey())
     ntk = EmpiricalNTK(model)
     matrix = np.asarray(ntk(jnp.asarray(X)))
-    for settings in ({"block_size": 5}, {"block_size": MemoryBudget(10**6)}):
+    for settings in (
+        {"block_size": 5},
+        {"block_size": MemoryBudget(10**6)},
+        {"block_size": 5, "store": ZarrStore(tmp_path, upper_only=True)},
+    ):
         operator = KernelOperator(ntk, jnp.asarray(X), **settings)
         assert operator.matrix.is_hermitian
         vectors = jnp.asarray(numbers(13, 2))
@@ -370,6 +374,30 @@ def two_arrays(x1, x2=None):
 def test_wrong_operators(make, error, match):
     with pytest.raises(error, match=match):
         make(jnp.asarray(X))
+
+
+class Antisymmetric(eqx.Module):
+    """Half of it is known from the other half, which is no transpose."""
+
+    def __call__(self, x1, x2=None):
+        x2 = x1 if x2 is None else x2
+        return x1[:, None, 0] - x2[None, :, 0]
+
+    @property
+    def symmetric(self):
+        return lambda block: -block.T
+
+
+@pytest.mark.parametrize("store", (None, HostStore()))
+def test_kernels_that_are_symmetric_in_another_way(store):
+    operator = KernelOperator(
+        Antisymmetric(), jnp.asarray(X), block_size=4, store=store
+    )
+    matrix = dense(Antisymmetric(), X)
+    assert not operator.matrix.is_hermitian
+    vectors = jnp.asarray(numbers(13, 2))
+    close(operator.mv(vectors), matrix @ vectors)
+    close(operator.transpose().mv(vectors), matrix.T @ vectors)
 
 
 def test_an_empty_kernel():

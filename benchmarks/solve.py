@@ -1,0 +1,136 @@
+"""`kernel_solve` of kernels on disk, beside reading them.
+
+Each job runs this file in a process of its own: `python -m benchmarks.solve`.
+"""
+
+import json
+import math
+import sys
+import tempfile
+import time
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import zarr
+from sklearn.datasets import load_digits
+
+from eqxbatch import EmpiricalNTK, kernel_solve, KernelOperator, ZarrStore
+from . import harness
+from .batch_kernel import in_own_process, peak_resident, rbf
+from .harness import Bar
+
+
+NAME = "solve"
+RTOL = 1e-6
+
+
+def ntk_of_digits(n: int, size: int, rank: int) -> dict[str, Any]:
+    """Ten classes of handwritten digits, by the kernel of a network."""
+    digits = load_digits()
+    x = jnp.asarray(digits.data[:n] / 16, jnp.float32)
+    y = jnp.asarray(np.eye(10)[digits.target[:n]] - 0.1, jnp.float32)
+    model = eqx.nn.MLP(64, 10, 256, 3, key=jr.key(0))
+    return solved(EmpiricalNTK(model), x, y, 1.0, size, rank)
+
+
+def rbf_ridge(n: int, size: int, rank: int) -> dict[str, Any]:
+    """A smooth function of four variables, with noise."""
+    random = np.random.default_rng(0)
+    x = random.uniform(size=(n, 4)).astype(np.float32) * 6
+    y = np.sin(x).sum(1) + 0.1 * random.standard_normal(n)
+    y = jnp.asarray(y, jnp.float32)
+    return solved(rbf, jnp.asarray(x), y, 1.0, size, rank)
+
+
+def solved(
+    kernel: Any, x: Any, y: Any, ridge: float, size: int, rank: int
+) -> dict[str, Any]:
+    """How long the solve takes, and reading once what is stored."""
+    with tempfile.TemporaryDirectory() as folder:
+        operator = KernelOperator(
+            kernel,
+            x,
+            block_size=size,
+            symmetric=True if kernel is rbf else None,
+            store=ZarrStore(folder, upper_only=True),
+        )
+        start = time.perf_counter()
+        found = kernel_solve(
+            operator, y, ridge=ridge, preconditioner_rank=rank, rtol=RTOL
+        )
+        seconds = time.perf_counter() - start
+        resident = peak_resident()
+        # Reading in between, so that the machine is about equally busy.
+        reads = [read_once(folder)]
+        start = time.perf_counter()
+        again = kernel_solve(
+            operator, y, ridge=ridge, preconditioner_rank=rank, rtol=RTOL
+        )
+        seconds = min(seconds, time.perf_counter() - start)
+        reads.append(read_once(folder))
+        assert np.array_equal(found.weights, again.weights)
+    return {
+        "seconds": seconds,
+        "products": found.num_products,
+        "read": min(reads),
+        "residual": float(np.max(found.residuals)),
+        "resident": resident,
+    }
+
+
+def read_once(folder: str) -> float:
+    """The seconds to read the blocks that are stored, one after another."""
+    stored = zarr.open_array(f"{folder}/kernel", mode="r")
+    size = stored.chunks[0]
+    num = math.ceil(stored.shape[0] / size)
+    start = time.perf_counter()
+    for row in range(num):
+        for column in range(row, num):
+            rows = slice(row * size, (row + 1) * size)
+            _ = stored[rows, column * size : (column + 1) * size]
+    return time.perf_counter() - start
+
+
+JOBS = {"ntk_of_digits": ntk_of_digits, "rbf_ridge": rbf_ridge}
+
+
+def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
+    jobs = {
+        "ntk_of_digits": (300, 100, 50) if quick else (1_797, 512, 200),
+        "rbf_ridge": (2_000, 500, 50) if quick else (50_000, 2_000, 50),
+    }
+    titles = {
+        "ntk_of_digits": "NTK of an MLP, {:,} digits, 10 right-hand sides",
+        "rbf_ridge": "RBF kernel, {:,} examples",
+    }
+    lines = [
+        "| job | products | residual | product ÷ reading once | peak memory |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    bars, figures = [], {}
+    for name, (n, size, rank) in jobs.items():
+        own = in_own_process(name, n, size, rank, module=__name__)
+        title = titles[name].format(n)
+        ratio = own["seconds"] / own["products"] / own["read"]
+        lines.append(
+            f"| {title}, rank {rank} | {own['products']} | {own['residual']:.1e} | "
+            f"{ratio:.2f} | {own['resident'] / 1e9:.2f} GB |"
+        )
+        figures[title] = {**own, "ratio": ratio}
+        bars += [
+            Bar(f"{title}: relative residual", own["residual"], RTOL),
+            Bar(f"{title}: resident memory in GB", own["resident"] / 1e9, 1.0),
+            Bar(f"{title}: time, of products x reading", ratio, 1.25, is_time=True),
+        ]
+    where = harness.machine()
+    results = {"machine": where, "jobs": figures}
+    results["bars"] = [{**vars(bar), "holds": bar.holds} for bar in bars]
+    return results, "\n".join([*lines, "", harness.describe(where)]), bars
+
+
+if __name__ == "__main__":
+    _, what, *numbers = sys.argv
+    print(json.dumps(JOBS[what](*map(int, numbers))))
