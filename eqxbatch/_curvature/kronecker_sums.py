@@ -315,7 +315,10 @@ def moment_sums(
 
     def of_block(arrays: list, num: int) -> Array:
         own, weights, curve = jax.tree.unflatten(treedef, arrays)
-        some = [_Use(*x, use.is_swapped) for x, use in zip(own, uses, strict=True)]
+        some = [
+            use._replace(a=a, d=d, tokens=tokens)
+            for (a, d, tokens), use in zip(own, uses, strict=True)
+        ]
         return jnp.sum(moments(some, Weighing(num, weights, curve)), 0)
 
     entries = math.prod(layout.sizes) * use.d.shape[1] * use.d.dtype.itemsize
