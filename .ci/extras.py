@@ -167,6 +167,13 @@ def check_linalg() -> None:
         np.testing.assert_allclose(
             np.linalg.eigvalsh(lanczos.J_small), np.linalg.eigvalsh(dense), rtol=1e-3
         )
+    kernel = eqxbatch.KernelOperator(jnp.dot, x, x, pairwise=True)
+    np.testing.assert_allclose(kernel.as_matrix(), x @ x.T, rtol=1e-5, atol=1e-5)
+    kernel = eqxbatch.KernelOperator(jnp.dot, x, pairwise=True, symmetric=True)
+    y = jnp.arange(9.0)
+    found = eqxbatch.kernel_solve(kernel, y, ridge=1.0, preconditioner_rank=2)
+    expected = np.linalg.solve(x @ x.T + np.eye(9), y)
+    np.testing.assert_allclose(found.weights, expected, rtol=1e-4, atol=1e-4)
 
 
 def check_examples() -> None:
