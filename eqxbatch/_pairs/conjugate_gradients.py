@@ -94,7 +94,11 @@ class ConjugateGradients:
 
     def is_done(self, state: State) -> bool:
         """Whether the solution is found, and its residual exact."""
-        return state.is_exact and bool(np.all(self.residuals(state) <= self._rtol))
+        return state.is_exact and not np.any(self._is_open(state.residual))
+
+    def _is_open(self, residual: np.ndarray) -> np.ndarray:
+        """Whether columns are not solved yet. NaNs are not."""
+        return ~(relative_norms(residual, self._right) <= self._rtol)
 
     def steps(self, state: State) -> Iterator[State]:
         """The states after each product, up to the one that is exact and small.
@@ -102,7 +106,7 @@ class ConjugateGradients:
         Raises `RuntimeError` where there is no progress.
         """
         while not self.is_done(state):
-            is_open = self.residuals(state) > self._rtol
+            is_open = self._is_open(state.residual)
             state = self._step(state, is_open) if np.any(is_open) else self._anew(state)
             yield state
 
@@ -139,7 +143,8 @@ class ConjugateGradients:
         """The state with a residual in full precision."""
         residual = self._right - self._product(state.solution, True)
         norms = np.linalg.norm(residual, axis=0)
-        is_open = relative_norms(residual, self._right) > self._rtol
+        is_open = self._is_open(residual)
+        _check_finite(norms)
         if np.any(is_open & ~(norms < _STAGNATION * state.start)):
             worst = np.max(relative_norms(residual, self._right))
             raise RuntimeError(
@@ -159,13 +164,17 @@ class ConjugateGradients:
         )
 
 
-def _check_curvature(curvature: np.ndarray, is_open: np.ndarray) -> None:
-    if np.any(is_open & ~np.isfinite(curvature)):
+def _check_finite(numbers: np.ndarray) -> None:
+    if not np.all(np.isfinite(numbers)):
         raise RuntimeError(
             "The product with the kernel has NaNs or infinities. Look for them in the "
             "examples, and in the kernel with `progress=TqdmProgressMeter()`, which "
             "counts them."
         )
+
+
+def _check_curvature(curvature: np.ndarray, is_open: np.ndarray) -> None:
+    _check_finite(curvature[is_open])
     if np.any(is_open & (curvature <= 0)):
         raise RuntimeError(
             "The kernel plus `ridge` is not positive definite: a vector `v` was found "

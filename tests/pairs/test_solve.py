@@ -1,5 +1,6 @@
 """Systems with kernels: against dense solves, stopped, continued, refused."""
 
+import itertools
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ from eqxbatch import (
     TqdmProgressMeter,
     ZarrStore,
 )
+from eqxbatch._pairs.conjugate_gradients import ConjugateGradients, initial
 from ..flags import COMPILE_FAST
 from .kernel_functions import rbf, white
 from .on_disk import Stops
@@ -128,6 +130,39 @@ def test_single_precision():
     assert error < 1e-5
     with pytest.raises(RuntimeError, match="The relative residual does not fall below"):
         kernel_solve(computed, y, ridge=1e-3, rtol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+def test_computed_in_single_precision_with_double_vectors():
+    """As exact as a stored one, where 64-bit types are enabled."""
+    x = jnp.asarray(numbers(200, 2) / 5, jnp.float32)
+    operator = KernelOperator(rbf, x, block_size=100, symmetric=True)
+    y = numbers(200)
+    with jax.numpy_dtype_promotion("standard"):
+        found = kernel_solve(operator, jnp.asarray(y), ridge=1e-2, rtol=1e-9)
+    matrix = np.asarray(rbf(x), np.float64) + 1e-2 * np.eye(200)
+    # Blocks may differ from the whole kernel by rounding in single precision.
+    residual = matrix @ np.asarray(found.weights) - y
+    assert np.linalg.norm(residual) < 1e-4 * np.linalg.norm(y)
+    assert found.residuals <= 1e-9
+
+
+class LateNaNs:
+    """A matrix whose products have NaNs from the third one on."""
+
+    def __init__(self):
+        self.num = 0
+
+    def __call__(self, vectors, is_exact):
+        self.num += 1
+        return 2 * vectors if self.num < 2 else np.nan * vectors
+
+
+def test_late_nans():
+    method = ConjugateGradients(LateNaNs(), lambda x: x, numbers(5, 2), 1e-6)
+    steps = method.steps(initial(numbers(5, 2)))
+    with pytest.raises(RuntimeError, match="has NaNs or infinities"):
+        list(itertools.islice(steps, 5))
 
 
 @pytest.mark.usefixtures("x64")
