@@ -116,10 +116,10 @@ class Reader:
             tile = tile.astype(dtype, copy=False)
             # The transpose of a Hermitian matrix is its conjugate.
             if self.is_hermitian:
-                tile = np.conj(tile) if is_transposed else tile
+                tile = _conj(tile) if is_transposed else tile
                 total[piece.rows] += tile @ vectors[piece.columns]
                 if not piece.is_diagonal:
-                    total[piece.columns] += np.conj(tile).T @ vectors[piece.rows]
+                    total[piece.columns] += _conj(tile).T @ vectors[piece.rows]
             elif is_transposed:
                 total[piece.columns] += tile.T @ vectors[piece.rows]
             else:
@@ -132,7 +132,7 @@ class Reader:
         for piece, tile in self._tiles():
             result[piece.rows, piece.columns] = tile
             if self.is_hermitian and not piece.is_diagonal:
-                result[piece.columns, piece.rows] = np.conj(tile).T
+                result[piece.columns, piece.rows] = _conj(tile).T
         return result
 
     def diagonal(self) -> Shaped[np.ndarray, " n"]:
@@ -160,6 +160,11 @@ class Reader:
             rows = slice(start, min(start + size, self.shape[0]))
             result[rows] = self._read(_Piece(rows, rows))[:, index - start]
         return result
+
+
+def _conj(x: np.ndarray) -> np.ndarray:
+    """As `np.conj`, which copies real numbers, too."""
+    return np.conj(x) if np.iscomplexobj(x) else x
 
 
 def _multiplied(dtype: np.dtype) -> np.dtype:
