@@ -170,6 +170,17 @@ def test_narrow_dtypes():
         np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
+def test_the_other_byte_order():
+    matrix = dense(rbf, X)
+    swapped = matrix.astype(matrix.dtype.newbyteorder("S"))
+    operator = KernelOperator(swapped, symmetric=True)
+    close(operator.mv(jnp.ones(13)), matrix @ np.ones(13))
+    close(operator.as_matrix(), matrix)
+    close(operator.diagonal(), np.diagonal(matrix))
+    close(operator.column(4), matrix[:, 4])
+    close(eqx.filter_jit(operator.column)(jnp.array(4)), matrix[:, 4])
+
+
 @pytest.mark.parametrize("where", ("computed", "zarr"))
 def test_solvers_of_lineax(where, tmp_path):
     kernel = KernelOperator(
