@@ -282,6 +282,16 @@ def test_on_a_mesh(tmp_path):
     close(stored.mv(vectors), dense(rbf, X) @ vectors)
 
 
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_a_store_while_a_mesh_is_set(axis_type):
+    mesh = make_mesh(axis_type)
+    settings = {"block_size": 2, "symmetric": True, "store": HostStore()}
+    with jax.set_mesh(mesh):
+        for own in ({}, {"mesh": mesh}):
+            operator = KernelOperator(rbf, jnp.asarray(X), **settings, **own)
+            close(operator.as_matrix(), dense(rbf, X))
+
+
 def test_no_copies_of_the_kernel():
     """A product needs memory for blocks, not for the kernel."""
     x = jnp.zeros((2048, 3))
