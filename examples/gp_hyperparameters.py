@@ -243,10 +243,10 @@ axes[1].legend(frameon=False)
 axes[2].plot(levels, shares, marker="o", markersize=3)
 axes[2].plot([0, 1], [0, 1], color="grey", linestyle=":")
 axes[2].set(xlabel="level", ylabel="share of test examples", title="Calibration")
-picture = pathlib.Path("pictures", "gp_hyperparameters.png")
-picture.parent.mkdir(exist_ok=True)
-figure.savefig(picture, dpi=150)
-print(f"saved {picture}")
+path = pathlib.Path("pictures", "gp_hyperparameters.png")
+path.parent.mkdir(exist_ok=True)
+figure.savefig(path, dpi=150)
+print(f"saved {path}")
 
 # %%
 assert float(exact(best)[0]) - float(exact(fitted)[0]) < 0.5
