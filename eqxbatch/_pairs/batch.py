@@ -229,8 +229,8 @@ def filter_batch_kernel(
         once. All blocks have the same shape and are balanced. If their size does not
         divide the number of examples, the last block overlaps with the previous one.
         Blocks are square without `x2`.
-    - `in_axes`: the axes of the examples in `x1` and `x2`, as for
-        `equinox.filter_vmap`. The default is axis 0 of all arrays.
+    - `in_axes`: the axes of the examples, the same in `x1` and in `x2`: a PyTree prefix
+        of either, as for `equinox.filter_vmap`. The default is axis 0 of all arrays.
     - `out_axes`: the axes of the rows and of the columns in the result of `kernel_fn`:
         a pair, `(0, 1)` by default, or a PyTree prefix of the result with such pairs.
         None stands for a missing axis: `(0, None)` is for a result with one value for

@@ -241,7 +241,9 @@ def to_store(
     )
     error = None
     try:
-        _write(call, kernel, grid, store, writer, meter, team, counts_nans)
+        # Devices compute tiles on a mesh of their own, or alone.
+        with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
+            _write(call, kernel, grid, store, writer, meter, team, counts_nans)
     except Exception as e:
         error = e
     team.agree(error)

@@ -50,7 +50,8 @@ class Reader:
         self.array = array.stored if is_half else array
         rows, columns = array.shape
         self.shape: tuple[int, int] = rows, columns
-        self.dtype = np.dtype(array.dtype)
+        # JAX has no arrays of the other byte order.
+        self.dtype = np.dtype(array.dtype).newbyteorder("=")
         self.is_hermitian = is_hermitian
         self._sizes = self._tile_sizes()
 

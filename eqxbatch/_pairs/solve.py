@@ -267,8 +267,11 @@ def _product(operator: "KernelOperator", ridge: float) -> Product:
     short = np.result_type(matrix.struct.dtype, np.float32)
 
     def product(vectors: np.ndarray, is_exact: bool) -> np.ndarray:
-        dtype = vectors.dtype if is_exact else short
-        found = matrix.product_on_host(vectors.astype(dtype))
+        is_complex = np.iscomplexobj(vectors)
+        fast = np.result_type(short, np.complex64) if is_complex else short
+        dtype = vectors.dtype if is_exact else fast
+        with standard_promotion():
+            found = matrix.product_on_host(vectors.astype(dtype))
         return found.astype(vectors.dtype) + ridge * vectors
 
     return product
@@ -288,13 +291,19 @@ def _preconditioner(
         inverse = low_rank.preconditioner(lambda: (array, {}))
         return jax.vmap(lambda column: inverse(column, ridge)[0], 1, 1)(columns)
 
+    def run(columns: np.ndarray) -> np.ndarray:
+        with standard_promotion():
+            found = apply(array, jnp.asarray(columns, array.dtype))
+        return np.asarray(found, columns.dtype)
+
     def solve(residual: np.ndarray) -> np.ndarray:
         # Small numbers would vanish in single precision.
         size = np.max(np.abs(residual), axis=0)
         size = np.where(size > 0, size, 1)
-        with standard_promotion():
-            found = apply(array, jnp.asarray(residual / size, array.dtype))
-        return np.asarray(found, residual.dtype) * size
+        scaled = residual / size
+        if np.iscomplexobj(scaled):
+            return (run(scaled.real) + 1j * run(scaled.imag)) * size
+        return run(scaled) * size
 
     return solve
 

@@ -170,6 +170,17 @@ def test_narrow_dtypes():
         np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
+def test_the_other_byte_order():
+    matrix = dense(rbf, X)
+    swapped = matrix.astype(matrix.dtype.newbyteorder("S"))
+    operator = KernelOperator(swapped, symmetric=True)
+    close(operator.mv(jnp.ones(13)), matrix @ np.ones(13))
+    close(operator.as_matrix(), matrix)
+    close(operator.diagonal(), np.diagonal(matrix))
+    close(operator.column(4), matrix[:, 4])
+    close(eqx.filter_jit(operator.column)(jnp.array(4)), matrix[:, 4])
+
+
 @pytest.mark.parametrize("where", ("computed", "zarr"))
 def test_solvers_of_lineax(where, tmp_path):
     kernel = KernelOperator(
@@ -273,6 +284,16 @@ def test_on_a_mesh(tmp_path):
         rbf, x, block_size=2, symmetric=True, mesh=mesh, store=store
     )
     close(stored.mv(vectors), dense(rbf, X) @ vectors)
+
+
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_a_store_while_a_mesh_is_set(axis_type):
+    mesh = make_mesh(axis_type)
+    settings = {"block_size": 2, "symmetric": True, "store": HostStore()}
+    with jax.set_mesh(mesh):
+        for own in ({}, {"mesh": mesh}):
+            operator = KernelOperator(rbf, jnp.asarray(X), **settings, **own)
+            close(operator.as_matrix(), dense(rbf, X))
 
 
 def test_no_copies_of_the_kernel():

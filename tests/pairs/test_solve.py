@@ -112,6 +112,26 @@ def test_complex_kernels():
         assert found.residuals.dtype == jnp.float64
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("rank", (0, 10))
+@pytest.mark.parametrize("store", (None, HostStore()))
+def test_complex_right_hand_sides_of_real_kernels(store, rank):
+    y = Y + 1j * numbers(61, 2, seed=2)
+    for dtype in (jnp.float64, jnp.float32):
+        found = kernel_solve(
+            make(store=store, dtype=dtype),
+            jnp.asarray(y),
+            ridge=0.1,
+            preconditioner_rank=rank,
+            rtol=1e-12 if dtype == jnp.float64 else 1e-5,
+        )
+        assert found.weights.dtype == jnp.complex128
+        rtol = 1e-9 if dtype == jnp.float64 else 1e-3
+        np.testing.assert_allclose(
+            found.weights, solution(rbf, y, 0.1), rtol=rtol, atol=rtol / 10
+        )
+
+
 def test_single_precision():
     """A stored kernel is multiplied in float64 where the residual asks for it."""
     # Examples that are close to each other make the largest eigenvalue large.
