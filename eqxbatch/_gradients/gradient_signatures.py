@@ -1,6 +1,6 @@
 """Signatures of `filter_micro_grad` and `filter_micro_value_and_grad`, for checkers."""
-# # If settings fit two overloads, the first one is meant. # pyright:
-# reportOverlappingOverload=false
+# If settings fit two overloads, the first one is meant.
+# pyright: reportOverlappingOverload=false
 
 from collections.abc import Callable
 from typing import (

@@ -198,9 +198,14 @@ def _column(call: KernelCall, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
 
 
 class StoredMatrix(AbstractMatrix):
-    """It is read in blocks, and multiplied by the host."""
+    """It is read in blocks, and multiplied by the host.
+
+    - `source`: what it was computed from, if that is known. A column is computed again,
+        as reading one takes as long as reading all the blocks that it passes.
+    """
 
     reader: Reader = eqx.field(static=True)
+    source: ComputedMatrix | None = None
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
@@ -273,6 +278,8 @@ class StoredMatrix(AbstractMatrix):
         return jnp.asarray(self.reader.diagonal(), self.struct.dtype)
 
     def column(self, index: Int[Array, ""]) -> Array:
+        if self.source is not None:
+            return self.source.column(index)
         struct = self.struct
         read = lambda index: self.reader.column(int(index)).astype(struct.dtype)
         if not isinstance(index, Tracer):

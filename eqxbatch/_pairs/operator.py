@@ -137,7 +137,7 @@ class KernelOperator(AbstractTaggedOperator):
                 symmetric = computed.is_hermitian
                 transform = make(symmetric=symmetric, store=store, progress=progress)
                 stored = transform.apply(kernel, (x1, x2), kwargs)
-                self.matrix = StoredMatrix(Reader(stored, symmetric))
+                self.matrix = StoredMatrix(Reader(stored, symmetric), computed)
         self.tags = as_tags(tags)
         triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}
         if self.tags & triangular:
