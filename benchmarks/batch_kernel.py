@@ -145,7 +145,11 @@ def beside_peer() -> tuple[list[str], list[Bar], dict[str, Any]]:
 
 
 def in_own_process(
-    what: str, *args: Any, devices: int = 1, module: str = "benchmarks.batch_kernel"
+    what: str,
+    *args: Any,
+    devices: int = 1,
+    module: str = "benchmarks.batch_kernel",
+    environment: dict[str, str] | None = None,
 ) -> Any:
     """What a file prints, run as a script."""
     flags = f"--xla_force_host_platform_device_count={devices}"
@@ -155,7 +159,7 @@ def in_own_process(
         text=True,
         check=False,
         cwd=pathlib.Path(__file__).parent.parent,
-        env={**os.environ, "XLA_FLAGS": flags},
+        env={**os.environ, "XLA_FLAGS": flags, **(environment or {})},
     )
     if done.returncode:
         raise RuntimeError(done.stderr)

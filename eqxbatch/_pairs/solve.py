@@ -63,7 +63,9 @@ def kernel_solve(
 
     Vectors are kept on the host in float64. The residual that the method goes by drifts
     away from the true one, so that is computed in the end, from a product in float64
-    if the kernel is stored, and the iteration goes on if it is too large.
+    if the kernel is stored, and the iteration goes on if it is too large. A kernel on
+    disk is multiplied by NumPy while the next blocks are read; on few cores, that is
+    faster with the environment variable `OPENBLAS_NUM_THREADS=1`.
 
     **Arguments:**
 
