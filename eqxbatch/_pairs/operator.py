@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
-from .._base.shapes import checked
+from .._base.shapes import AnyArray, checked
 from .batch import check_store, make_batch_kernel
 from .calls import BlockSize
 from .matrix import AbstractMatrix, ComputedMatrix, StoredMatrix, TransposedMatrix
@@ -148,17 +148,18 @@ class KernelOperator(AbstractTaggedOperator):
 
     @checked
     def mv(
-        self, vector: Shaped[Array, " n2"] | Shaped[Array, "n2 k"]
+        self, vector: Shaped[AnyArray, " n2"] | Shaped[AnyArray, "n2 k"]
     ) -> Shaped[Array, "n1 ..."]:
+        vectors: Array = jnp.asarray(vector)
         num = self.matrix.struct.shape[1]
-        if vector.shape[0] != num:
+        if vectors.shape[0] != num:
             raise ValueError(
                 f"`vector` must have {num} rows, as the kernel has {num} columns; got "
-                f"shape {vector.shape}."
+                f"shape {vectors.shape}."
             )
-        if vector.ndim == 1:
-            return self.matrix.product(vector[:, None])[:, 0]
-        return self.matrix.product(vector)
+        if vectors.ndim == 1:
+            return self.matrix.product(vectors[:, None])[:, 0]
+        return self.matrix.product(vectors)
 
     @checked
     def as_matrix(self) -> Shaped[Array, "n1 n2"]:

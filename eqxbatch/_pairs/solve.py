@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._base.shapes import checked
+from .._base.shapes import AnyArray, checked
 from .._base.trees import described, import_extra, log
 from .checkpoint import Checkpoint
 from .conjugate_gradients import ConjugateGradients, initial, Product, State
@@ -46,9 +46,9 @@ class KernelSolution(eqx.Module):
 @checked
 def kernel_solve(
     operator: Any,
-    y: Inexact[Array, " n"] | Inexact[Array, "n k"],
+    y: Inexact[AnyArray, " n"] | Inexact[AnyArray, "n k"],
     *,
-    ridge: float | Inexact[Array, ""],
+    ridge: float | Inexact[AnyArray, ""],
     preconditioner_rank: int = 0,
     rtol: float = 1e-6,
     max_steps: int = 1_000,

@@ -100,6 +100,7 @@ def test_is_the_kernel(name, where, tmp_path):
     for mv in (lambda v: operator.mv(v), lambda v: run(operator, v)):
         close(mv(vectors), matrix @ vectors)
         close(mv(vectors[:, 0]), matrix @ vectors[:, 0])
+        close(mv(np.asarray(vectors)), matrix @ vectors)
         close(jax.vmap(mv, 1, 1)(vectors), matrix @ vectors)
     transposed = operator.transpose()
     close(transposed.mv(back), matrix.T @ back)
