@@ -282,7 +282,7 @@ def test_matvec_and_operator(getkey):
 def test_operator_needs_lineax(monkeypatch, getkey):
     monkeypatch.setitem(sys.modules, "lineax", None)
     ntk = EmpiricalNTK(Matrices(getkey(), jnp.float32))
-    with pytest.raises(ImportError, match=r"eqxbatch\[linalg\]"):
+    with pytest.raises(ImportError, match=r"equinox-batch\[linalg\]"):
         ntk.operator(jnp.ones((2, 4)))
 
 
