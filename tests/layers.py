@@ -248,7 +248,9 @@ def kfac_of(report: SitesReport) -> str:
         if kind not in ("block", "diagonal", "refused"):
             kind = "factors"
         elif not leaf.reason:
-            reason = re.sub(r"(?<=multiplied with )(.+)$", r"`\1`", leaf.kfac_reason)
+            reason = re.sub(
+                r"(?<=it is multiplied with )(.+)$", r"`\1`", leaf.kfac_reason
+            )
             kind = f"{kind}, as {reason}"
         kinds.setdefault(kind, []).append(f"`{leaf.path or 'itself'}`")
     return "; ".join(f"{', '.join(paths)}: {kind}" for kind, paths in kinds.items())
