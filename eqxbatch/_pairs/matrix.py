@@ -144,10 +144,7 @@ class ComputedMatrix(AbstractMatrix):
     def product_on_host(
         self, vectors: np.ndarray, *, is_transposed: bool = False
     ) -> np.ndarray:
-        # In double precision, a kernel in single precision is multiplied with vectors
-        # in double precision, whatever the user's setting for promotion is.
-        with jax.numpy_dtype_promotion("standard"):
-            return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
+        return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
 
     def whole(self) -> Array:
         return self._apply(self.transform)

@@ -371,6 +371,9 @@ def _decomposed(operator: "KernelOperator", rank: int) -> Inexact[Array, "n rank
 
 @contextlib.contextmanager
 def standard_promotion() -> Iterator[None]:
-    """Other libraries mix dtypes and ranks, whatever the user's settings are."""
+    """Mixes dtypes and ranks as other libraries do, whatever the user's settings are.
+
+    A kernel in single precision is multiplied with vectors in double precision, too.
+    """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
