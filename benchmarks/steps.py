@@ -188,7 +188,7 @@ def wave(num: int, spins: int) -> Case:
     )
 
 
-def pinn(num: int) -> Case:
+def pinn(num: int, microbatch: int) -> Case:
     """The residuals of a Poisson equation."""
     model = eqx.nn.MLP(2, "scalar", 64, 4, jnp.tanh, key=KEY)
     points = jr.uniform(jr.key(1), (num, 2))
@@ -198,13 +198,14 @@ def pinn(num: int) -> Case:
         return found, found
 
     return case(
-        "Poisson equation",
-        f"network of {size_of(model):,} parameters, its Laplacian at {num} points",
+        f"Poisson equation, {microbatch} at a time",
+        f"network of {size_of(model):,} parameters, its Laplacian at {num} points, "
+        f"{microbatch} at a time",
         model,
         residual,
         (points,),
         centre=False,
-        microbatch=num // 8,
+        microbatch=microbatch,
         chunk=num // 8,
         limit=2.0,
         best=2.0,
@@ -220,7 +221,8 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     """The figures as JSON, the table of the docs, and the bars."""
     cases = [
         wave(32 if quick else 256, 16 if quick else 64),
-        pinn(64 if quick else 512),
+        pinn(64, 8) if quick else pinn(512, 64),
+        pinn(64, 32) if quick else pinn(512, 256),
     ]
     bars: list[Bar] = []
     measured = []

@@ -150,11 +150,14 @@ def kernel_solve(
         }
         saved = Checkpoint(checkpoint, problem)
     factor = _factor(operator, preconditioner_rank, saved)
+    sizes = _sizes(right)
+    right = right / sizes
     method = ConjugateGradients(
         _product(operator, ridge), _preconditioner(factor, ridge), right, rtol
     )
     state = _solved(method, initial(right), max_steps, meter, saved)
-    weights = jnp.asarray(state.solution.astype(dtype)).reshape(y.shape)
+    solution = state.solution * sizes
+    weights = jnp.asarray(solution.astype(dtype)).reshape(y.shape)
     residuals = method.residuals(state).astype(weights.real.dtype)
     return KernelSolution(
         weights, jnp.asarray(residuals).reshape(y.shape[1:]), state.num_products
@@ -252,6 +255,17 @@ def _checked_right(operator: "KernelOperator", y: Any) -> tuple[np.ndarray, Any]
         return right, jnp.result_type(struct.dtype, y.dtype)
 
 
+def _sizes(columns: Inexact[np.ndarray, "n k"]) -> Inexact[np.ndarray, " k"]:
+    """The largest entry of each column, rounded down to a power of two.
+
+    Divided by them, columns neither vanish nor overflow in single precision, nor when
+    they are squared, and no entry is rounded.
+    """
+    largest = np.max(np.abs(columns), axis=0, initial=0)
+    _, exponents = np.frexp(np.where(largest > 0, largest, 1))
+    return np.ldexp(1.0, exponents - 1)
+
+
 def _checked_meter(progress: AbstractProgressMeter | None) -> AbstractProgressMeter:
     meter = NoProgressMeter() if progress is None else progress
     try:
@@ -299,13 +313,9 @@ def _preconditioner(
         return np.asarray(found, columns.dtype)
 
     def solve(residual: np.ndarray) -> np.ndarray:
-        # Small numbers would vanish in single precision.
-        size = np.max(np.abs(residual), axis=0)
-        size = np.where(size > 0, size, 1)
-        scaled = residual / size
-        if np.iscomplexobj(scaled):
-            return (run(scaled.real) + 1j * run(scaled.imag)) * size
-        return run(scaled) * size
+        if np.iscomplexobj(residual):
+            return run(residual.real) + 1j * run(residual.imag)
+        return run(residual)
 
     return solve
 

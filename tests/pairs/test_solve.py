@@ -132,6 +132,20 @@ def test_complex_right_hand_sides_of_real_kernels(store, rank):
         )
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.float64))
+def test_tiny_and_huge_right_hand_sides(dtype):
+    """Their squares, or they themselves, are outside of the range of the dtype."""
+    operator = make(dtype=dtype, store=HostStore())
+    settings = {"ridge": 0.1, "preconditioner_rank": 5, "rtol": 1e-10}
+    sizes = np.array([2.0**-1000, 2.0**-140, 0, 1, 2.0**140, 2.0**1000])
+    y = Y[:, :1] * np.where(sizes == 0, 0, 1)
+    expected = kernel_solve(operator, jnp.asarray(y), **settings)
+    found = kernel_solve(operator, jnp.asarray(y * sizes), **settings)
+    assert np.array_equal(found.weights, expected.weights * sizes)
+    assert np.array_equal(found.residuals, expected.residuals)
+
+
 def test_single_precision():
     """A stored kernel is multiplied in float64 where the residual asks for it."""
     # Examples that are close to each other make the largest eigenvalue large.
