@@ -107,10 +107,9 @@ class Mean(AbstractAccumulator[_Total]):
     """The mean over all examples: `jnp.mean(..., axis=0)` of what `vmap` returns.
 
     The mean is exact even if the microbatch size does not divide the batch: each
-    microbatch counts with its number of examples (or their total weight). After an
-    early stop, it is the mean over the examples that ran.
-    [`eqxbatch.filter_microbatch`][] assumes that each result is the mean over its
-    microbatch.
+    microbatch is weighted by its number of examples (or by their total weight). After
+    an early stop, it is the mean over the examples that ran. In
+    [`eqxbatch.filter_microbatch`][], each result must be the mean over its microbatch.
 
     **Arguments:**
 
@@ -268,7 +267,7 @@ class Variance(AbstractAccumulator[VarianceState]):
     returns. The variance of complex results is real.
 
     In [`eqxbatch.filter_microbatch`][], each result is one observation, weighted by the
-    number of examples in its microbatch: the variance is that between microbatches.
+    number of examples in its microbatch, and the variance is between microbatches.
 
     **Arguments:**
 
