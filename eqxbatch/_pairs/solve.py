@@ -175,7 +175,7 @@ def _solved(
     meter: AbstractProgressMeter,
     saved: Checkpoint | None,
 ) -> State:
-    """The last state; from the one that was saved, if there is one."""
+    """The final state; the iteration starts from a saved state, if there is one."""
     found = None if saved is None else saved.load("state")
     first = None
     if found is not None:
@@ -203,7 +203,7 @@ def _solved(
 
 
 def _check_same(method: ConjugateGradients, state: State, first: str) -> None:
-    """Raises if the first step is not, bit by bit, the one that was saved."""
+    """Raises if the first step is not, bit for bit, the one that was saved."""
     (state,) = itertools.islice(method.steps(state), 1)
     if digest(state.residual) != first:
         raise ValueError(
@@ -329,7 +329,7 @@ def _factor(
         if saved is not None:
             saved.save("preconditioner", found, even_if_slow=True)
     factor = found["factor"]
-    # Beyond the numerical rank of the kernel, the decomposition has nothing to go on.
+    # Beyond the numerical rank of the kernel, the decomposition is not finite.
     is_finite = np.all(np.isfinite(factor), axis=0)
     num = rank if is_finite.all() else int(np.argmin(is_finite))
     if num < rank:
@@ -345,11 +345,11 @@ def _decomposed(operator: "KernelOperator", rank: int) -> Inexact[Array, "n rank
 
     def column(index: Array) -> Array:
         found = matrix.column(index).astype(dtype)
-        # Kernels with noise on the diagonal do not have it in a column alone.
+        # A kernel may add noise on its diagonal, which a single column lacks.
         return found.at[index].set(diagonal[index])
 
-    # matfree asks for entries: for one on the diagonal, for all of these at once, and
-    # for those of a column. Each is answered by what a block kernel has.
+    # matfree evaluates single entries on the diagonal, all of these at once, and the
+    # entries of a column. A block kernel has fast functions for each of these.
     @jax.custom_batching.custom_vmap
     def entry(row: Array, index: Array) -> Array:
         return lax.cond(
@@ -378,9 +378,9 @@ def _decomposed(operator: "KernelOperator", rank: int) -> Inexact[Array, "n rank
 
 @contextlib.contextmanager
 def standard_promotion() -> Iterator[None]:
-    """Mixes dtypes and ranks as other libraries do, whatever the user's settings are.
+    """Promotes dtypes and ranks by the standard rules, whatever the user's settings.
 
-    A kernel in single precision is multiplied with vectors in double precision, too.
+    Kernels in single precision can then be multiplied with vectors in double precision.
     """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
