@@ -277,7 +277,8 @@ class Blocks(eqx.Module):
     the examples `[i * size / parts, (i + 1) * size / parts)` of each. All devices work
     on every microbatch, and no example leaves its device.
 
-    There are `num` microbatches, of which `num_full` hold `size` examples.
+    `num` is the number of all microbatches, and `num_full` of those with `size`
+    examples.
     """
 
     total: int = eqx.field(static=True)

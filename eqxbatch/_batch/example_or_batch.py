@@ -26,9 +26,9 @@ def told_apart(
     """Raises `ValueError` if a function fails here, but works for the other kind.
 
     The two kinds are one example and a microbatch. `call(rows)` calls the function with
-    these as the batched arrays. `given` is what it is given here, `rows` if that is a
-    microbatch, and `remedy` says what to do if the other kind was meant. Other errors
-    are raised unchanged.
+    these as the batched arrays. `given` is the kind that it is called with here, `rows`
+    are the arrays of a microbatch, and `remedy` says what to do if the other kind was
+    meant. Other errors are raised unchanged.
     """
     try:
         yield

@@ -75,8 +75,8 @@ def filter_ggn(
         least 1.
     - `sampler`: draws a label as `sampler(key, out)`, where `out` is the output of
         `fun` for an example. The label replaces the last argument, so all arguments
-        must be given by position. The estimate is unbiased if labels are drawn from the
-        model's likelihood, of which `loss` is the negative logarithm. Without a
+        must be given by position. The estimate is unbiased if `loss` is the model's
+        negative log-likelihood and labels are drawn from this likelihood. Without a
         `sampler`, `loss` must be convex in `out`.
     - `method`: `"products"` computes products of the matrix with one-hot vectors.
         `"sites"` pulls each output of an example back to the outputs of layers and
@@ -246,14 +246,22 @@ def filter_ggn_blocks(
 ) -> Callable[..., Any]:
     """The block diagonal of the generalised Gauss-Newton matrix.
 
-    Like [`eqxbatch.filter_ggn`][], with the same errors, for the blocks of
-    [`eqxbatch.filter_hessian_blocks`][]: one for each array, or one for each part that
-    `is_block` selects. The arguments are the same:
+    Like [`eqxbatch.filter_ggn`][], with the same errors, but only the blocks on the
+    diagonal are computed: one for each array, or one for each part that `is_block`
+    selects.
+
+    **Arguments:**
+
+    All arguments except `is_block` are those of [`eqxbatch.filter_ggn`][].
 
     - `fun`, `loss`, `where`, `filter_spec`: what is differentiated.
     - `fisher`, `key`, `num_samples`, `sampler`: the exact matrix, or an estimate.
     - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
     - `block_size`, `num_blocks`, `checkpoint`, `method`: how it is computed.
+    - `is_block`: which parts are one block, as for
+        [`eqxbatch.filter_hessian_blocks`][].
+
+    **Returns:**
 
     The transformed function returns a PyTree of the same form as for
     [`eqxbatch.filter_hessian_blocks`][], also with `flat`.

@@ -224,8 +224,8 @@ def filter_ggnvp(
     - `where`, `filter_spec`, `checkpoint`, `in_axes`, `microbatch_size`, `accumulator`:
         as for [`eqxbatch.filter_hvp`][].
 
-    Raises the errors of [`eqxbatch.filter_hvp`][], and `TypeError` for a `loss` that is
-    not callable.
+    The transformed function is called like that of [`eqxbatch.filter_hvp`][]. Raises
+    the same errors, and `TypeError` for a `loss` that is not callable.
 
     !!! example
 

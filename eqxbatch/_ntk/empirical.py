@@ -84,13 +84,13 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
 
     - `model`: a callable PyTree, called as `model(x, **kwargs)` for one example; or a
         pair of a model and its `equinox.nn.State`, called as
-        `model(x, state, **kwargs)`, of which the first result is used. If the model
-        returns a PyTree of arrays, the result is a PyTree of kernels, one for each
-        array; kernels between different arrays are not computed.
+        `model(x, state, **kwargs)`, whose first result is used. If the model returns a
+        PyTree of arrays, the result is a PyTree of kernels, one for each array; kernels
+        between different arrays are not computed.
     - `trace_axes`: axes of the whole output (including the batch axis) over which to
         average the diagonal. The default is the last axis, if the model returns more
         than a scalar for each example. Count the batch axis from the front.
-    - `diagonal_axes`: axes of which only the diagonal is computed. The batch axis is
+    - `diagonal_axes`: axes along which only the diagonal is computed. The batch axis is
         allowed.
     - `vmap_axes`: the batch axis of inputs, outputs and paired keyword arguments: an
         int for all, or a triple of PyTree prefixes of ints,

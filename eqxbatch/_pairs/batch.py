@@ -67,7 +67,7 @@ class BatchKernel(AbstractTransform):
         """The call of `fun`, with sizes of blocks, as one device computes it."""
         call = gathered(self._call(fun, *args, **kwargs), None)
         block_size, call = _with_room(self.block_size, call)
-        # A budget is for what is reduced, as the whole kernel may not fit.
+        # A budget is for a reduction, because the whole kernel may not fit.
         return _sized(block_size, call, RowSums(), None)
 
     def _call(
