@@ -51,7 +51,8 @@ class Sum(AbstractAccumulator[_Total]):
     results with complex weights: the sum then has the dtype of the accumulation.
 
     Raises `TypeError` for a `dtype` that would drop the imaginary part, the fractional
-    part or the sign of results or weights.
+    part or the sign of results or weights. Raises `ValueError` for `weights` of another
+    shape, as [`eqxbatch.Mean`][] does.
 
     !!! example
 

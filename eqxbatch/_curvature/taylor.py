@@ -132,7 +132,7 @@ def filter_linearize(model: Callable[..., _Out]) -> TaylorExpansion[_Out]:
 
     This is [`eqxbatch.filter_taylor_expand`][] with degree 1, for a callable PyTree
     `model`. The tangent kernel of the linearised model is that of the original model,
-    and stays constant during training.
+    and stays constant during training. Raises `TypeError` if `model` is not callable.
 
     !!! example
 

@@ -31,8 +31,8 @@ class LeafReport:
     """One leaf of an [`eqxbatch.SitesReport`][].
 
     - `path`, `shape`: the path and shape of the leaf in the model.
-    - `sites`: the operations that the leaf enters; in a loop, the number of steps times
-        the name of the operation.
+    - `sites`: the operations that the leaf enters; inside a `scan`, with its length, as
+        in `scan(10) dot_general`.
     - `contraction`: how the leaf's share in per-example gradient norms is computed.
         `"factors"`: from the inputs and output cotangents of the sites, without forming
         gradients. `"gradient"`: each per-example gradient is formed from these.

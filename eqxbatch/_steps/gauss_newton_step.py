@@ -361,7 +361,7 @@ def filter_gauss_newton_step(
         `weights` weight single examples, for importance sampling in a mean or for
         quadrature in a sum.
     - `solver`: `"cholesky"`; or `"eigh"`, which also handles singular matrices, and
-        uses the pseudoinverse without `damping`; or an iterative lineax solver such as
+        uses the pseudoinverse if `damping` is 0; or an iterative lineax solver such as
         `lineax.CG(rtol=1e-6, atol=0.0)`, which only needs matrix-vector products and
         never materialises the matrix.
     - `where`, `filter_spec`: which leaves of the model are parameters, as for
