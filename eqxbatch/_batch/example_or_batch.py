@@ -1,4 +1,4 @@
-"""Errors for a function of a batch that is used as a function of one example, or back.
+"""Errors for functions of a batch used as functions of one example, or vice versa.
 
 Either mistake ends in a shape error of JAX, deep inside the user's function. To find
 out which one it is, the function is traced again with the other kind of argument. This
