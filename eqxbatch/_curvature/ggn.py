@@ -65,12 +65,12 @@ def filter_ggn(
         decorator.
     - `fisher`: `"type-2"` computes the matrix itself, with one backward pass for each
         output of an example. `"mc"` is an unbiased Monte-Carlo estimate, with one
-        backward pass for each sample: the gradients for labels drawn by a `sampler`, or
-        random vectors with covariance `H` pulled back without one. `"empirical"` (the
-        empirical Fisher) uses the gradients for the given labels. It is a different
-        matrix, not an estimate of this one.
-    - `key`: the random key for `fisher="mc"`, and required there. Samples of an example
-        do not depend on the microbatch size.
+        backward pass for each sample. It uses the gradients for labels drawn by a
+        `sampler` or, without one, pulls back random vectors with covariance `H`.
+        `"empirical"` (the empirical Fisher) uses the gradients for the given labels. It
+        is a different matrix, not an estimate of this one.
+    - `key`: the random key, which `fisher="mc"` requires. Samples of an example do not
+        depend on the microbatch size.
     - `num_samples`: how many samples to draw for each example with `fisher="mc"`, at
         least 1.
     - `sampler`: draws a label as `sampler(key, out)`, where `out` is the output of

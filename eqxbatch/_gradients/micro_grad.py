@@ -329,8 +329,8 @@ def filter_micro_value_and_grad(
         per-example setting, and wherever [`eqxbatch.filter_micro_vmap`][] raises it.
     - `TypeError` for an accumulator that does not apply to gradients, for `batched`
         without an accumulator, and for settings of the wrong type.
-    - `RuntimeError` at run time, if a `clip_norm` in a JAX array is negative or NaN, or
-        if a `num_real_microbatches` in one is out of range.
+    - `RuntimeError` at run time, for JAX arrays: if `clip_norm` is negative or NaN, or
+        if `num_real_microbatches` is out of range.
 
     !!! example
 

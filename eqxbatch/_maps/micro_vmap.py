@@ -274,8 +274,8 @@ def filter_micro_vmap(
         that differ between microbatches, and a `num_real_microbatches` that is negative
         or larger than the number of microbatches.
     - `TypeError` for a size that is not an int, and for a mean of integers.
-    - `RuntimeError` at run time, if a `num_real_microbatches` in a JAX array is out of
-        this range.
+    - `RuntimeError` at run time, if `num_real_microbatches` is a JAX array that is out
+        of this range.
 
     !!! example
 

@@ -137,8 +137,8 @@ def filter_microbatch(
         or larger than the number of microbatches.
     - `TypeError` without an `accumulator`, for a size that is not an int, and for a
         mean of integers.
-    - `RuntimeError` at run time, if a `num_real_microbatches` in a JAX array is out of
-        this range.
+    - `RuntimeError` at run time, if `num_real_microbatches` is a JAX array that is out
+        of this range.
 
     !!! example
 
