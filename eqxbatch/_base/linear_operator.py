@@ -1,4 +1,4 @@
-"""What all linear operators of this package tell lineax about themselves."""
+"""The base class of all linear operators, and its answers to lineax."""
 
 import abc
 from typing import Any

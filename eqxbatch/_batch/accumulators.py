@@ -40,7 +40,7 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
 
     In [`eqxbatch.filter_micro_vmap`][], the `value` of a microbatch is what `aggregate`
     returns for the results of its examples. In [`eqxbatch.filter_microbatch`][], it is
-    what the function returned for the microbatch, and `aggregate` is not called.
+    what the function returns for the microbatch, and `aggregate` is not called.
 
     By default, an accumulator is applied to each array of the output separately. With
     the class attribute `leafwise = False`, it is applied to the whole sub-PyTree at its
@@ -79,8 +79,7 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
         **Arguments:**
 
         - `value`: the shape and dtype of the value of one full microbatch.
-        - `blocks`: how the batch is cut: `total`, `size`, `num_full`, `remainder` and
-            `num`, all Python ints.
+        - `blocks`: how the batch is cut, as Python ints; see [`eqxbatch.Blocks`][].
         """
 
     @abc.abstractmethod
@@ -92,8 +91,7 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
         - `state`: what `init` or the previous `update` returned. Its structure, shapes
             and dtypes must not change.
         - `value`: the value of the microbatch.
-        - `block`: which microbatch it is: it holds `block.size` examples, starting at
-            `block.start`.
+        - `block`: the microbatch's index, start and size; see [`eqxbatch.Block`][].
         """
 
     @abc.abstractmethod
@@ -108,13 +106,15 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
 class Concat(AbstractAccumulator[Array]):
     """Concatenates the results of the microbatches, as `vmap` returns them.
 
-    This is the default. Results are written into the output array in place. If
-    `num_real_microbatches` stops the loop early, the remaining rows are zero.
+    This is the default of [`eqxbatch.filter_micro_vmap`][]. Results are written into
+    the output array in place. If `num_real_microbatches` stops the loop early, the
+    remaining rows are zero.
 
     **Arguments:**
 
-    - `axis`: the axis of the result that the examples are along. Used by
-        [`eqxbatch.filter_microbatch`][].
+    - `axis`: the axis that has the examples in each result of
+        [`eqxbatch.filter_microbatch`][]. For [`eqxbatch.filter_micro_vmap`][], set its
+        `out_axes` instead.
 
     !!! example
 
@@ -198,7 +198,7 @@ class Concat(AbstractAccumulator[Array]):
 
 
 class Last(AbstractAccumulator[Array]):
-    """Keeps the result of the last example (or microbatch) that ran.
+    """Keeps the result of the last example (or microbatch) that runs.
 
     Raises `ValueError` if there are no examples.
 

@@ -276,6 +276,9 @@ class Blocks(eqx.Module):
     other. Each microbatch then takes the same share of every part: microbatch `i` holds
     the examples `[i * size / parts, (i + 1) * size / parts)` of each. All devices work
     on every microbatch, and no example leaves its device.
+
+    `num` is the number of all microbatches, and `num_full` of those with `size`
+    examples.
     """
 
     total: int = eqx.field(static=True)
@@ -325,7 +328,15 @@ class Block(eqx.Module):
 
     @checked
     def take(self, array: Shaped[Array, "..."], axis: int = 0) -> Shaped[Array, "..."]:
-        """Returns the rows of this microbatch from an array over all examples."""
+        """Returns the rows of this microbatch from an array over all examples.
+
+        **Arguments:**
+
+        - `array`: an array with all examples along `axis`.
+        - `axis`: the axis of the examples.
+
+        Raises `ValueError` if `axis` is out of range.
+        """
         if not -array.ndim <= axis < array.ndim:
             raise ValueError(
                 f"`axis` must be one of the {array.ndim} axes of `array`, of shape "

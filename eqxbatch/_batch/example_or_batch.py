@@ -1,4 +1,4 @@
-"""Errors for a function of a batch that is used as a function of one example, or back.
+"""Errors for functions of a batch used as functions of one example, or vice versa.
 
 Either mistake ends in a shape error of JAX, deep inside the user's function. To find
 out which one it is, the function is traced again with the other kind of argument. This
@@ -26,9 +26,9 @@ def told_apart(
     """Raises `ValueError` if a function fails here, but works for the other kind.
 
     The two kinds are one example and a microbatch. `call(rows)` calls the function with
-    these as the batched arrays. `given` is what it is given here, `rows` if that is a
-    microbatch, and `remedy` says what to do if the other kind was meant. Other errors
-    are raised unchanged.
+    these as the batched arrays. `given` is the kind that it is called with here, `rows`
+    are the arrays of a microbatch, and `remedy` says what to do if the other kind was
+    meant. Other errors are raised unchanged.
     """
     try:
         yield

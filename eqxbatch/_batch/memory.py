@@ -61,14 +61,14 @@ class MemoryBudget(eqx.Module):
 
     Pass it in place of a number as `microbatch_size`, `block_size` or
     `samples_per_batch`, where the function accepts it. The budget bounds what the
-    compiled program allocates: temporaries and outputs. The inputs exist already and do
-    not count, and memory used outside the call is not counted.
+    compiled program allocates: its outputs and its temporaries (intermediate values).
+    Inputs, which exist already, and memory used outside the call are not counted.
 
     Candidates are compiled, but not run, and XLA's reported memory is read. The first
-    candidate is a small size, the second one should need slightly less than the budget.
+    candidate is a small size; the second one should need slightly less than the budget.
     Memory is roughly `fixed + slope * size`, so these two predict the largest size that
-    fits; if the second one is less than 90% of it, a larger one is tried. This takes
-    two to four compilations, once for each function and shapes of its arguments. The
+    fits; if the second one is less than 90% of it, a larger one is tried. This takes at
+    most four compilations, once for each function and shapes of its arguments. The
     chosen size is always one that was compiled and found to fit. If the whole batch
     does not fit, at most half of it is chosen: a larger size needs two blocks as well,
     and XLA may allocate memory for both at once.
@@ -80,12 +80,13 @@ class MemoryBudget(eqx.Module):
 
     - `max_bytes`: an int, or a string such as `"500MB"` or `"2GiB"`. The default is the
         free memory that the device reports or, on a CPU, the physical memory of the
-        machine. It is looked up on every call and rounded down by up to 6%, so that
-        small changes do not cause recompilation. Inside `jax.jit` or another transform
-        it is looked up at trace time; pass a number there.
+        machine. Free memory is looked up on every call and rounded down by up to 6%, so
+        that small changes do not cause recompilation. Inside `jax.jit` or another
+        transform, it is looked up at trace time; pass a number there.
 
     Raises `ValueError` if `max_bytes` is not positive or cannot be parsed and, when
-    used, if not even a block of one example fits.
+    used, if not even a block of one example fits. Raises `RuntimeError`, when used, if
+    the compiler does not report how much memory a program takes.
 
     !!! example
 

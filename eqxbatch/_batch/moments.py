@@ -51,7 +51,8 @@ class Sum(AbstractAccumulator[_Total]):
     results with complex weights: the sum then has the dtype of the accumulation.
 
     Raises `TypeError` for a `dtype` that would drop the imaginary part, the fractional
-    part or the sign of results or weights.
+    part or the sign of results or weights. Raises `ValueError` for `weights` of another
+    shape, as [`eqxbatch.Mean`][] does.
 
     !!! example
 
@@ -107,10 +108,9 @@ class Mean(AbstractAccumulator[_Total]):
     """The mean over all examples: `jnp.mean(..., axis=0)` of what `vmap` returns.
 
     The mean is exact even if the microbatch size does not divide the batch: each
-    microbatch counts with its number of examples (or their total weight). After an
-    early stop, it is the mean over the examples that ran.
-    [`eqxbatch.filter_microbatch`][] assumes that each result is the mean over its
-    microbatch.
+    microbatch is weighted by its number of examples (or by their total weight). After
+    an early stop, it is the mean over the examples that ran. In
+    [`eqxbatch.filter_microbatch`][], each result must be the mean over its microbatch.
 
     **Arguments:**
 
@@ -268,7 +268,7 @@ class Variance(AbstractAccumulator[VarianceState]):
     returns. The variance of complex results is real.
 
     In [`eqxbatch.filter_microbatch`][], each result is one observation, weighted by the
-    number of examples in its microbatch: the variance is that between microbatches.
+    number of examples in its microbatch, and the variance is between microbatches.
 
     **Arguments:**
 

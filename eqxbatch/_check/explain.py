@@ -41,9 +41,10 @@ def explain_sites(
 
     A site is an operation in which a parameter meets the rest of the computation, such
     as a matrix product. There, the per-example gradient is a contraction of two small
-    factors: norms and weighted sums of gradients can be computed without materialising
-    the gradients. `clip_norm` of [`eqxbatch.filter_micro_value_and_grad`][] uses this,
-    and so do kernels, Hessians and Gauss-Newton matrices.
+    factors, so norms and weighted sums of gradients can be computed without
+    materialising the gradients. `clip_norm` of
+    [`eqxbatch.filter_micro_value_and_grad`][] uses this, and so do kernels, Hessians
+    and Gauss-Newton matrices.
 
     With `check=True`, results from sites are compared with those of JAX for your
     function.
@@ -57,14 +58,13 @@ def explain_sites(
         `check`, anything with a shape and a dtype is accepted as an array, such as a
         `jax.ShapeDtypeStruct`.
     - `check`: whether to compare gradients, norms, kernels, Hessians, their diagonals
-        and Gauss-Newton matrices with `jax.grad`, `jax.jacrev` and `jax.jvp` of
-        `jax.grad`, leaf by leaf. This compiles and runs the function, which takes
-        seconds to minutes.
+        and Gauss-Newton matrices with those of JAX, leaf by leaf. This compiles and
+        runs the function, which takes seconds to minutes.
     - `where`: a function from `model` to the part (or parts) of it to differentiate
         with respect to, such as the last layer. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
-    - `in_axes`: the batch axes of `args`, as for [`eqxbatch.filter_hessian`][], if they
-        are a batch and not a single example. A check then uses the first three
+    - `in_axes`: the batch axes of the arguments, as for [`eqxbatch.filter_hessian`][],
+        if these are a batch and not a single example. A check then uses the first three
         examples.
 
     **Returns:**
@@ -84,17 +84,18 @@ def explain_sites(
     to eight.
 
     The memory of a check is bounded. For each example, it is that of eight gradients,
-    and of at most 128 Hessian blocks with eight million entries in total. Not compared
-    are larger blocks, blocks of parameters whose sites return more than a thousand
-    numbers, and Hessians in complex parameters. For parameters with more than 64
-    entries, blocks are compared by products with random directions, and diagonals in
+    and of at most 128 Hessian blocks with eight million entries in total. Larger
+    blocks, blocks of parameters whose sites return more than a thousand numbers, and
+    Hessians in complex parameters are not compared. For parameters with more than 64
+    entries, blocks are compared by products with random directions, and diagonals at
     some of their entries. The table has a `-` for everything that is not compared.
 
     **Raises:**
 
-    `ValueError` if `model` has no arrays of an inexact dtype, or none is selected. With
-    `check`, also for arguments that are shapes instead of arrays, for an empty batch,
-    and if the function returns no arrays of an inexact dtype.
+    - `ValueError` if `model` has no arrays of an inexact dtype, if none is selected,
+        and for an empty batch. With `check`, also for arguments that are shapes instead
+        of arrays, and if the function returns no arrays of an inexact dtype.
+    - `TypeError` for arguments of the wrong type.
 
     !!! example
 

@@ -60,23 +60,23 @@ def filter_ggn(
 
     - `fun`: the model: a function of the parameters and of one example that returns a
         PyTree of arrays of an inexact dtype.
-    - `loss`: a function of the output of `fun`, followed by the same further arguments
-        as `fun`. It returns a real scalar. Pass it by keyword if you use this as a
+    - `loss`: a function of the output of `fun` and of all arguments of `fun` after the
+        first. It returns a real scalar. Pass it by keyword if you use this as a
         decorator.
     - `fisher`: `"type-2"` computes the matrix itself, with one backward pass for each
         output of an example. `"mc"` is an unbiased Monte-Carlo estimate, with one
-        backward pass for each sample: the gradients for labels drawn by a `sampler`, or
-        random vectors with covariance `H` pulled back without one. `"empirical"` (the
-        empirical Fisher) uses the gradients for the given labels. It is a different
-        matrix, not an estimate of this one.
-    - `key`: the random key for `fisher="mc"`. Samples of an example do not depend on
-        the microbatch size.
-    - `num_samples`: the number of samples of each example for `fisher="mc"`, at least
-        1.
+        backward pass for each sample. It uses the gradients for labels drawn by a
+        `sampler` or, without one, pulls back random vectors with covariance `H`.
+        `"empirical"` (the empirical Fisher) uses the gradients for the given labels. It
+        is a different matrix, not an estimate of this one.
+    - `key`: the random key, which `fisher="mc"` requires. Samples of an example do not
+        depend on the microbatch size.
+    - `num_samples`: how many samples to draw for each example with `fisher="mc"`, at
+        least 1.
     - `sampler`: draws a label as `sampler(key, out)`, where `out` is the output of
         `fun` for an example. The label replaces the last argument, so all arguments
-        must be given by position. The estimate is unbiased if labels are drawn from the
-        model's likelihood, of which `loss` is the negative logarithm. Without a
+        must be given by position. The estimate is unbiased if `loss` is the model's
+        negative log-likelihood and labels are drawn from this likelihood. Without a
         `sampler`, `loss` must be convex in `out`.
     - `method`: `"products"` computes products of the matrix with one-hot vectors.
         `"sites"` pulls each output of an example back to the outputs of layers and
@@ -92,8 +92,15 @@ def filter_ggn(
 
     **Raises:**
 
-    The errors of [`eqxbatch.filter_hessian`][]. With `fisher="mc"` and no `sampler`, a
-    loss that is not convex raises an error at run time.
+    The errors of [`eqxbatch.filter_hessian`][], and:
+
+    - `ValueError` for outputs of `fun` that are not arrays of an inexact dtype, for
+        `fisher="mc"` without a `key`, for `key`, `num_samples` or `sampler` with any
+        other `fisher`, and for a label from `sampler` that does not have the structure
+        and shapes of the last argument.
+    - `TypeError` for a `loss` that is not callable, and for an unknown `fisher`.
+    - `RuntimeError` at run time for a loss that is not convex, with `fisher="mc"` and
+        no `sampler`.
 
     !!! example
 
@@ -162,8 +169,8 @@ def filter_ggn_diagonal(
     """The diagonal of the generalised Gauss-Newton matrix of a function of a PyTree.
 
     Like [`eqxbatch.filter_ggn`][], with the same errors, but the matrix is never
-    materialised. With `fisher="empirical"`, the diagonal consists of squared
-    per-example gradients. The arguments are the same:
+    materialised. With `fisher="empirical"`, the diagonal is the mean (or sum) of the
+    squared per-example gradients. The arguments are the same:
 
     - `fun`, `loss`, `where`, `filter_spec`: what is differentiated.
     - `fisher`, `key`, `num_samples`, `sampler`: the exact matrix, or an estimate.
@@ -239,16 +246,24 @@ def filter_ggn_blocks(
 ) -> Callable[..., Any]:
     """The block diagonal of the generalised Gauss-Newton matrix.
 
-    Like [`eqxbatch.filter_ggn`][], with the same errors, for the blocks of
-    [`eqxbatch.filter_hessian_blocks`][]: one for each array, or one for each part that
-    `is_block` selects. The arguments are the same:
+    Like [`eqxbatch.filter_ggn`][], with the same errors, but only the blocks on the
+    diagonal are computed: one for each array, or one for each part that `is_block`
+    selects.
+
+    **Arguments:**
+
+    All arguments except `is_block` are those of [`eqxbatch.filter_ggn`][].
 
     - `fun`, `loss`, `where`, `filter_spec`: what is differentiated.
     - `fisher`, `key`, `num_samples`, `sampler`: the exact matrix, or an estimate.
     - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
     - `block_size`, `num_blocks`, `checkpoint`, `method`: how it is computed.
+    - `is_block`: which parts are one block, as for
+        [`eqxbatch.filter_hessian_blocks`][].
 
-    The transformed function returns the same PyTree as for
+    **Returns:**
+
+    The transformed function returns a PyTree of the same form as for
     [`eqxbatch.filter_hessian_blocks`][], also with `flat`.
 
     !!! example

@@ -184,16 +184,17 @@ def filter_hessian(
     - `fun`: a function that returns a real scalar. It is differentiated twice with
         respect to all arrays of an inexact dtype in its first argument. With `in_axes`,
         it is the loss of one example.
-    - `block_size`: the number of the `n` columns that are computed at a time, at least
-        1. A block has columns of one leaf or of several small leaves. An
-            [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None`
-            computes all columns of a leaf at once.
+    - `block_size`: how many of the `n` columns are computed at a time, at least 1. A
+        block has columns of one leaf or of several small leaves. An
+        [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None`
+        computes all columns of a leaf at once.
     - `num_blocks`: the number of blocks, as an alternative to `block_size`. If it
         exceeds the number of columns, these are computed one at a time.
     - `checkpoint`: whether to recompute intermediate values for each block instead of
         storing them.
     - `has_aux`: whether `fun` returns a pair `(value, aux)`.
-    - `flat`: whether to return a matrix and a function that turns vectors into PyTrees.
+    - `flat`: whether to return a matrix, and a function that turns vectors into
+        PyTrees.
     - `method`: `"products"` computes one Hessian-vector product for each parameter
         entry. `"sites"` differentiates each example with respect to the outputs of
         layers, which have fewer entries than the parameters, and contracts the result
@@ -207,16 +208,16 @@ def filter_hessian(
     - `where`: a function from the first argument to the part (or parts) of it to
         differentiate with respect to, such as the last layer. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
-    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays. For
-        other functions of complex arrays, pass real and imaginary parts as separate
-        arrays.
+    - `holomorphic`: whether `fun` is a holomorphic function of complex arrays; it must
+        return a complex scalar. For other functions of complex arrays, pass real and
+        imaginary parts as separate arrays.
     - `in_axes`: the batch axes of the arguments after the first, as for
         [`eqxbatch.filter_micro_value_and_grad`][]. The result is then the Hessian of
         the mean of `fun` over all examples. With the default, `None`, there is no
         batch: `fun` is called once with all arguments.
-    - `microbatch_size`: how many examples are processed at a time, at least
-        1. An [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None`
-        means all of them.
+    - `microbatch_size`: how many examples are processed at a time, at least 1. An
+        [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None` means
+        all of them.
     - `accumulator`: [`eqxbatch.Mean`][] or [`eqxbatch.Sum`][], over the examples; their
         `weights` weight the examples.
 
@@ -226,11 +227,12 @@ def filter_hessian(
     with `has_aux`. The Hessian is a PyTree of PyTrees: it has the structure of the
     first argument, with `None` for everything that is not differentiated, and each leaf
     is such a PyTree again. The array for two leaves has the axes of the first, then
-    those of the second. `aux` has the examples along axis 0.
+    those of the second. With `in_axes`, `aux` has the examples along axis 0.
 
     With `flat`, the Hessian is a pair of a matrix of shape `(n, n)`, in the order of
-    `jax.flatten_util.ravel_pytree`, and `unravel`, which turns vectors of shape `(n,)`
-    into PyTrees. Use [`eqxbatch.hessian_to_pytree`][] for matrices.
+    `jax.flatten_util.ravel_pytree`, and `unravel` (an [`eqxbatch.Unravel`][]), which
+    turns vectors of shape `(n,)` into PyTrees. [`eqxbatch.hessian_to_pytree`][] turns
+    matrices into PyTrees of PyTrees.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced.
@@ -238,10 +240,12 @@ def filter_hessian(
     **Raises:**
 
     - `ValueError` for a value that is not a real scalar, if there is nothing to
-        differentiate, for sizes below 1, for both `block_size` and `num_blocks`, and
-        for `microbatch_size` without `in_axes`.
-    - `TypeError` for complex arrays without `holomorphic`, and if `mode="fwd"` or
-        `method="sites"` is used for a gradient without a forward-mode derivative.
+        differentiate, for an unknown `method` or `mode`, for `method="sites"` with
+        `mode="rev"`, for sizes below 1, for both `block_size` and `num_blocks`, and for
+        `microbatch_size` without `in_axes`.
+    - `TypeError` for complex arrays without `holomorphic`, for real arrays with it, for
+        an `accumulator` of another type, and if `mode="fwd"` or `method="sites"` is
+        used for a gradient without a forward-mode derivative.
 
     !!! example
 
@@ -371,9 +375,11 @@ def filter_hessian_blocks(
 
     Like [`eqxbatch.filter_hessian`][], with the same errors, but only the blocks on the
     diagonal are computed: one for each array, or one for each part that `is_block`
-    selects. The other arguments are the same.
+    selects.
 
     **Arguments:**
+
+    All arguments except `is_block` are those of [`eqxbatch.filter_hessian`][].
 
     - `fun`, `has_aux`, `where`, `filter_spec`, `holomorphic`: what is differentiated.
     - `in_axes`, `microbatch_size`, `accumulator`: over which examples.

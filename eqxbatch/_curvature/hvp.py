@@ -154,10 +154,10 @@ def filter_hvp(
 
     **Arguments:**
 
-    - `fun`, `has_aux`, `where`, `filter_spec`, `mode`, `checkpoint`: as for
-        [`eqxbatch.filter_hessian`][].
-    - `in_axes`, `microbatch_size`, `accumulator`: the same. `in_axes` applies to the
-        arguments of `fun` after its first.
+    - `fun`, `has_aux`, `where`, `filter_spec`, `mode`, `checkpoint`, `microbatch_size`,
+        `accumulator`: as for [`eqxbatch.filter_hessian`][].
+    - `in_axes`: as for [`eqxbatch.filter_hessian`][]. It applies to the arguments of
+        `fun` after its first, without `vector`.
 
     **Returns:**
 
@@ -172,8 +172,8 @@ def filter_hvp(
 
     **Raises:**
 
-    The errors of [`eqxbatch.filter_hessian`][], and `ValueError` for a vector that does
-    not match the differentiated leaves.
+    The errors of [`eqxbatch.filter_hessian`][], and `ValueError` for a vector that is
+    missing or does not match the differentiated leaves.
 
     !!! example
 
@@ -223,6 +223,9 @@ def filter_ggnvp(
         this as a decorator.
     - `where`, `filter_spec`, `checkpoint`, `in_axes`, `microbatch_size`, `accumulator`:
         as for [`eqxbatch.filter_hvp`][].
+
+    The transformed function is called like that of [`eqxbatch.filter_hvp`][]. Raises
+    the same errors, and `TypeError` for a `loss` that is not callable.
 
     !!! example
 

@@ -244,15 +244,16 @@ def filter_jacobian(
         parameter entries. `"rev"` computes rows in reverse mode, one for each of the
         `m` output entries. `"auto"` uses whichever mode needs fewer passes, or the only
         one that `fun` supports.
-    - `block_size`: the number of columns or rows that are computed at a time, at least
-        1. This need not divide their total number. An [`eqxbatch.MemoryBudget`][]
-            chooses the largest number that fits; `None` computes all at once.
+    - `block_size`: how many columns or rows are computed at a time, at least 1. This
+        number need not divide their total number. An [`eqxbatch.MemoryBudget`][]
+        chooses the largest number that fits; `None` computes all at once.
     - `num_blocks`: the number of blocks, as an alternative to `block_size`. If it
         exceeds the number of columns or rows, these are computed one at a time.
     - `checkpoint`: whether to recompute intermediate values for each block instead of
         storing them.
     - `has_aux`: whether `fun` returns a pair `(out, aux)`.
-    - `flat`: whether to flatten the parameters into a single axis.
+    - `flat`: whether to flatten the parameters into a single axis, and to return
+        `unravel`, too.
     - `where`: a function from the first argument to the part (or parts) of it to
         differentiate with respect to. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
@@ -270,8 +271,8 @@ def filter_jacobian(
     then those of the parameter.
 
     With `flat`, the Jacobian is a pair: the output of `fun`, where each array is
-    replaced by one of shape `(*output, n)`, and `unravel`, which turns vectors of shape
-    `(n,)` into PyTrees.
+    replaced by one of shape `(*output, n)`, and `unravel` (an [`eqxbatch.Unravel`][]),
+    which turns vectors of shape `(n,)` into PyTrees.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced.
@@ -279,8 +280,8 @@ def filter_jacobian(
     **Raises:**
 
     - `ValueError` if there is nothing to differentiate, for outputs that are not arrays
-        of an inexact dtype, for sizes below 1, and if both `block_size` and
-        `num_blocks` are given.
+        of an inexact dtype, for an unknown `mode`, for sizes below 1, and if both
+        `block_size` and `num_blocks` are given.
     - `TypeError` for complex arrays without `holomorphic`, and for real parameters or
         outputs with it.
 

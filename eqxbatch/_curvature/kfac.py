@@ -293,7 +293,7 @@ def filter_kfac(
     The block of a weight in [`eqxbatch.filter_ggn`][] is the second moment of `d a^T`,
     where `a` is the input of its layer and `d` are the cotangents of its output. K-FAC
     approximates it by the Kronecker product of the second moments of `d` and of `a`.
-    Both are found for every matrix product, convolution and embedding in any program:
+    These are found for every matrix product, convolution and embedding in any program:
     inside `scan`s, in custom layers, for weights that are used several times, and for
     stacked layers.
 
@@ -319,7 +319,9 @@ def filter_kfac(
         other part gets its exact block. By default, a bias that is added to the product
         with a weight counts as one more input of the layer, and every other array is a
         block of its own. `is_block=equinox.is_array` separates biases.
-    - `where`, `filter_spec`, `in_axes`, `microbatch_size`, `accumulator`: as for
+    - `in_axes`: required; the batch axes of the arguments after the first, as for
+        [`eqxbatch.filter_hessian`][].
+    - `where`, `filter_spec`, `microbatch_size`, `accumulator`: as for
         [`eqxbatch.filter_hessian`][].
 
     **Returns:**
@@ -327,17 +329,20 @@ def filter_kfac(
     A function with the arguments of `fun` that returns [`eqxbatch.KroneckerFactors`][].
     Arrays that do not enter by a matrix product, such as the scales of a normalisation
     layer, have an exact block if they have at most 512 entries, and a diagonal block
-    otherwise. So do arrays that are reshaped, sliced or masked first. `print` the
-    factors, or [`eqxbatch.explain_sites`][], to see the structure of each block.
+    otherwise. So do arrays that are reshaped, sliced or masked first. To see the
+    structure of each block, print the factors or an [`eqxbatch.explain_sites`][]
+    report.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced.
 
     **Raises:**
 
-    The errors of [`eqxbatch.filter_ggn_diagonal`][], and `ValueError` for an unknown
-    `weight_sharing`, and for parameters that are multiplied with each other before they
-    meet an example, unless `is_block` is given.
+    The errors of [`eqxbatch.filter_ggn`][], and:
+
+    - `ValueError` without `in_axes`, and for parameters that are multiplied with each
+        other before they meet an example, unless `is_block` is given.
+    - `TypeError` for an unknown `weight_sharing`.
 
     !!! example
 

@@ -70,17 +70,22 @@ class KroneckerFactors(eqx.Module):
     """A Gauss-Newton or Fisher matrix in blocks, most of them Kronecker products.
 
     This is what [`eqxbatch.filter_kfac`][] returns. It is a PyTree of arrays: it can be
-    averaged over steps with `optax.incremental_update`, saved with
-    `equinox.tree_serialise_leaves`, sharded, and passed to functions under `jax.jit`.
+    averaged over steps with `optax.incremental_update` (unless `corrected=True`), saved
+    with `equinox.tree_serialise_leaves`, sharded, and passed to functions under
+    `jax.jit`.
 
     - `blocks`: one block for each weight (together with its bias if that counts as one
         more input), and one for each other array. A Kronecker block has two factors:
         `outputs`, the second moments of the output cotangents, of shape
         `(batch, rows, rows)`, and `inputs`, the second moments of the inputs, of shape
-        `(batch, columns, columns)`. An exact block has a `matrix`, and a diagonal block
-        a `diagonal`. The `part` of each block says which structure it has, and why, if
-        it is not a Kronecker product.
-    - `unravel`: turns vectors into PyTrees of parameters.
+        `(batch, columns, columns)`, or `(batch, columns)` if they are diagonal, as for
+        an embedding. `batch` is the number of stacked matrices, such as the groups of a
+        convolution. With `corrected=True`, `moments` are the eigenvalues, of shape
+        `(batch, rows, columns)`. An exact block has a `matrix`, and a diagonal block a
+        `diagonal`. The `part` of each block says which structure it has, and why, if it
+        is not a Kronecker product.
+    - `unravel`: an [`eqxbatch.Unravel`][], which turns vectors into PyTrees of
+        parameters.
 
     `print` shows a table of the blocks with the sizes of their factors.
 
@@ -113,10 +118,10 @@ class KroneckerFactors(eqx.Module):
     ) -> "KroneckerOperator":
         """The matrix plus `damping` times the identity, as a lineax linear operator.
 
-        It computes an eigendecomposition of each factor. Raises `ValueError` for
-        negative damping, and `ImportError` if lineax is not installed. At run time, it
-        raises an error if the eigenvectors of a `corrected` block are not orthogonal
-        because they were averaged.
+        Returns an [`eqxbatch.KroneckerOperator`][], from an eigendecomposition of each
+        factor. Raises `ValueError` for negative damping, and `ImportError` if lineax is
+        not installed. Raises `RuntimeError` at run time if the eigenvectors of a
+        `corrected` block are not orthogonal because they were averaged.
         """
         from .kronecker_operator import KroneckerOperator
 

@@ -190,10 +190,12 @@ class KroneckerOperator(AbstractSymmetricOperator):
     - `logdet()`, `trace()`: scalars.
     - `diagonal()`: a vector of shape `(n,)`, in the order of
         `jax.flatten_util.ravel_pytree`.
-    - `eigh()`: all `n` eigenvalues, and a lineax operator from vectors of shape `(n,)`
-        to parameters whose columns are the eigenvectors. They are in the order of the
-        blocks, not sorted.
+    - `eigh()`: all `n` eigenvalues, and a lineax operator whose columns are the
+        eigenvectors: it takes vectors of shape `(n,)` to PyTrees of parameters. They
+        are in the order of the blocks, not sorted.
     - `as_matrix()`: the matrix, of shape `(n, n)`.
+    - `as_pytree()`: the matrix as a PyTree of PyTrees, as for
+        [`eqxbatch.hessian_to_pytree`][].
 
     **Arguments:**
 
@@ -201,10 +203,10 @@ class KroneckerOperator(AbstractSymmetricOperator):
     - `damping`: a number that is added to the diagonal, at least 0.
 
     Raises `ValueError` for negative damping, and for vectors that do not have the
-    structure of the parameters. At run time, `inverse` and `logdet` raise an error if
-    an eigenvalue is not positive, up to rounding. Without damping, factors computed
-    from fewer examples than they have columns are singular. `sqrt` raises an error at
-    run time if an eigenvalue is negative.
+    structure of the parameters. At run time, `inverse` and `logdet` raise a
+    `RuntimeError` if an eigenvalue is not positive, up to rounding; without damping,
+    factors computed from fewer examples than they have columns are singular. `sqrt`
+    raises one if an eigenvalue is negative.
 
     !!! example
 

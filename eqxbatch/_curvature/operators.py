@@ -79,14 +79,15 @@ class HessianOperator(_AbstractCurvatureOperator):
     """The Hessian of a function of a PyTree, as a `lineax.AbstractLinearOperator`.
 
     `mv(vector)` uses [`eqxbatch.filter_hvp`][]: it works in microbatches and never
-    materialises the Hessian. `as_matrix()` uses [`eqxbatch.filter_hessian`][], and
-    `lineax.diagonal` uses [`eqxbatch.filter_hessian_diagonal`][]. Pass the operator to
-    lineax solvers. Pass its `mv` to libraries that need only matrix-vector products,
-    such as matfree for eigenvalues, traces and spectral densities.
+    materialises the Hessian. `as_matrix()` and `as_pytree()` use
+    [`eqxbatch.filter_hessian`][], and `lineax.diagonal` uses
+    [`eqxbatch.filter_hessian_diagonal`][]. Pass the operator to lineax solvers. Pass
+    its `mv` to libraries that need only matrix-vector products, such as matfree for
+    eigenvalues, traces and spectral densities.
 
     **Arguments:**
 
-    - `fun`, `*args`, `**kwargs`: the function and its arguments; the first argument
+    - `fun`, `*args`, `**kwargs`: the function and its arguments. The first argument
         contains the parameters.
     - `in_axes`, `microbatch_size`, `accumulator`, `where`, `filter_spec`, `checkpoint`,
         `mode`: as for [`eqxbatch.filter_hessian`][].
@@ -167,11 +168,15 @@ class HessianOperator(_AbstractCurvatureOperator):
 class GGNOperator(_AbstractCurvatureOperator):
     """A generalised Gauss-Newton matrix, as a `lineax.AbstractLinearOperator`.
 
-    Like [`eqxbatch.HessianOperator`][], for the matrix of [`eqxbatch.filter_ggn`][]:
-    `fun` and `loss` come first, then `*args` and `**kwargs`. The operator is tagged as
-    positive semidefinite, unless `is_convex=False` says that the loss is not convex in
-    the output of `fun`. The other arguments are the same: `in_axes`, `microbatch_size`,
-    `accumulator`, `where`, `filter_spec`, `checkpoint`, `tags`.
+    Like [`eqxbatch.HessianOperator`][], for the matrix of [`eqxbatch.filter_ggn`][].
+
+    **Arguments:**
+
+    - `fun`, `loss`: as for [`eqxbatch.filter_ggn`][].
+    - `is_convex`: whether `loss` is convex in the output of `fun`, which is the
+        default. The operator is then tagged as positive semidefinite.
+    - `*args`, `**kwargs`, `in_axes`, `microbatch_size`, `accumulator`, `where`,
+        `filter_spec`, `checkpoint`, `tags`: as for [`eqxbatch.HessianOperator`][].
 
     !!! example
 

@@ -26,10 +26,15 @@ class Unravel(eqx.Module, Generic[_Tree]):
     """Turns vectors into PyTrees of parameters; comes with a flat Hessian or Jacobian.
 
     `unravel(vector)` takes a vector of shape `(n,)`, or several of shape `(..., n)`,
-    and returns a PyTree like the parameters, with the leading axes first. It matches
-    the function that `jax.flatten_util.ravel_pytree` returns. Raises `ValueError` if
-    the number of entries is not `n`. To construct one, pass the `tree` of the
-    parameters.
+    and returns a PyTree like the parameters, with the leading axes first. For one
+    vector, it matches the function that `jax.flatten_util.ravel_pytree` returns. Raises
+    `ValueError` if the number of entries is not `n`, and `TypeError` for anything but
+    an array of an inexact dtype.
+
+    **Arguments:**
+
+    - `tree`: the parameters, a PyTree of arrays. Only structure, shapes and dtypes
+        matter.
 
     !!! example
 
@@ -183,7 +188,8 @@ def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTre
 
     **Raises:**
 
-    `ValueError` if `H` does not have shape `(n, n)`, or if `x` has no inexact array.
+    `ValueError` if `H` does not have shape `(n, n)`, or if `x` has no inexact array;
+    `TypeError` if `H` is not an array of an inexact dtype.
 
     !!! example
 

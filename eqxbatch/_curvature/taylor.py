@@ -26,11 +26,11 @@ _EXPANSION = Contract(
 
 
 class TaylorExpansion(eqx.Module, Generic[_Out]):
-    """A Taylor polynomial of a model, from [`eqxbatch.filter_taylor_expand`][].
+    """A Taylor polynomial of a model in its parameters.
 
-    Also the result of [`eqxbatch.filter_linearize`][].
-    `expansion(model, *args, **kwargs)` evaluates the expansion around the original
-    model at the parameters of `model`.
+    This is what [`eqxbatch.filter_taylor_expand`][] and [`eqxbatch.filter_linearize`][]
+    return. `expansion(model, *args, **kwargs)` evaluates the expansion around the
+    original model at the parameters of `model`.
     """
 
     _centre: Callable
@@ -39,7 +39,11 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
     def __call__(
         self, model: Callable[..., _Out], /, *args: Any, **kwargs: Any
     ) -> _Out:
-        """The value of the expansion at the inexact arrays of `model`."""
+        """The value of the expansion at the inexact arrays of `model`.
+
+        Raises `ValueError` if `model` has another structure or other shapes than the
+        original model.
+        """
         start, static = eqx.partition(self._centre, eqx.is_inexact_array)
         end = eqx.filter(model, eqx.is_inexact_array)
         if jtu.tree_structure(start) != jtu.tree_structure(end):
@@ -87,9 +91,10 @@ def filter_taylor_expand(
 ) -> TaylorExpansion[_Out]:
     """The Taylor polynomial of a model in its parameters, around their current values.
 
-    Returns a function `expansion(model, *args, **kwargs)` of a model with the same
-    structure, whose inexact arrays are the parameters. The outputs of the model are
-    expanded. Outputs of other dtypes are those at the centre.
+    Returns an [`eqxbatch.TaylorExpansion`][]: a function
+    `expansion(model, *args, **kwargs)` of a model with the same structure, whose
+    inexact arrays are the parameters. Outputs of inexact dtypes are expanded; others
+    are those of the original model.
 
     **Arguments:**
 
@@ -98,7 +103,8 @@ def filter_taylor_expand(
         as long as the previous one.
 
     Raises `ValueError` for a negative degree and, when called, for a model with another
-    structure.
+    structure. Raises `TypeError` for a model that is not callable and for a degree that
+    is not an int.
 
     !!! example
 
@@ -112,7 +118,7 @@ def filter_taylor_expand(
 
         ```
 
-    A drop-in for `neural_tangents.taylor_expand`.
+    The counterpart of `neural_tangents.taylor_expand` for callable PyTrees.
     """
     if degree < 0:
         raise ValueError(f"`degree` must be at least 0; got {degree}.")
@@ -125,8 +131,8 @@ def filter_linearize(model: Callable[..., _Out]) -> TaylorExpansion[_Out]:
     """Linearises a model in its parameters, around their current values.
 
     This is [`eqxbatch.filter_taylor_expand`][] with degree 1, for a callable PyTree
-    `model`. Its tangent kernel is that of the original model and stays constant during
-    training.
+    `model`. The tangent kernel of the linearised model is that of the original model,
+    and stays constant during training. Raises `TypeError` if `model` is not callable.
 
     !!! example
 
@@ -145,6 +151,6 @@ def filter_linearize(model: Callable[..., _Out]) -> TaylorExpansion[_Out]:
 
         ```
 
-    A drop-in for `neural_tangents.linearize`.
+    The counterpart of `neural_tangents.linearize` for callable PyTrees.
     """
     return filter_taylor_expand(model, 1)

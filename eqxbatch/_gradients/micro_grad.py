@@ -275,7 +275,7 @@ def filter_micro_value_and_grad(
         divide the batch size `n`. An [`eqxbatch.MemoryBudget`][] chooses the largest
         size that fits; `None` means `n`.
     - `accumulator`: how gradients are combined: [`eqxbatch.Mean`][] (the default for a
-        loss of one example), [`eqxbatch.Sum`][] or [`eqxbatch.RunningMean`][].
+        loss of one example), [`eqxbatch.Sum`][] or [`eqxbatch.RunningMean`][]. The
         `weights` of the first two weight the examples. With a `transform`, it can be
         any [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of what `transform`
         returns with accumulators as leaves.
@@ -292,8 +292,8 @@ def filter_micro_value_and_grad(
         zero. Otherwise, one non-finite gradient makes the whole result non-finite.
         Values and norms are returned unchanged in both cases.
     - `return_norms`: whether to return the norms of the per-example gradients.
-    - `transform`: a function of a per-example gradient. Its result is clipped and
-        accumulated instead of the gradient.
+    - `transform`: a function of a per-example gradient. Its result takes the place of
+        the gradient: it is clipped and accumulated, and norms are those of the result.
     - `metrics`: a function of a per-example gradient (before `transform`). Its results
         are returned for each example.
     - `moments`: whether to return mean, variance and noise scale of the per-example
@@ -313,7 +313,8 @@ def filter_micro_value_and_grad(
     A function with the arguments of `fun` that returns `(value, gradient)`, or
     `((value, aux), gradient)` with `has_aux`. The gradient has the structure of the
     first argument, with `None` for everything that is not differentiated, as optax and
-    `equinox.apply_updates` expect. With `return_norms`, `metrics` or `moments`, an
+    `equinox.apply_updates` expect. With a `transform`, its accumulated results are
+    returned instead. With `return_norms`, `metrics` or `moments`, an
     [`eqxbatch.GradientStatistics`][] follows as the last element.
 
     The function is compiled on the first call; repeated calls with the same function
@@ -322,13 +323,14 @@ def filter_micro_value_and_grad(
     **Raises:**
 
     - `ValueError` for a value that is not a real scalar, if there is nothing to
-        differentiate, for a `clip_norm` that is negative or not a prefix of the
-        gradient, for `method="sites"` with a function of the gradient, for `batched`
-        with a per-example setting, and wherever [`eqxbatch.filter_micro_vmap`][] raises
-        it.
-    - `TypeError` for an accumulator that does not apply to gradients, and for `batched`
-        without an accumulator.
-    - `RuntimeError` at run time, if a traced `clip_norm` is negative.
+        differentiate, for a `clip_norm` that is negative, NaN, or not a prefix of the
+        gradient, for an unknown `method`, for `method="sites"` with `transform`,
+        `metrics` or `moments`, for `moments` with weights, for `batched` with a
+        per-example setting, and wherever [`eqxbatch.filter_micro_vmap`][] raises it.
+    - `TypeError` for an accumulator that does not apply to gradients, for `batched`
+        without an accumulator, and for settings of the wrong type.
+    - `RuntimeError` at run time, for JAX arrays: if `clip_norm` is negative or NaN, or
+        if `num_real_microbatches` is out of range.
 
     !!! example
 
@@ -352,9 +354,9 @@ def filter_micro_value_and_grad(
         Per-example gradient norms from activations and cotangents follow Goodfellow,
         "Efficient per-example gradient computations",
         [arXiv:1510.01799](https://arxiv.org/abs/1510.01799), and for layers that are
-        used at many positions Li et al., "Large language models can be strong
+        used at many positions, Li et al., "Large language models can be strong
         differentially private learners",
-        [arXiv:2110.05679](https://arxiv.org/abs/2110.05679), The clipped sum without a
+        [arXiv:2110.05679](https://arxiv.org/abs/2110.05679). The clipped sum without a
         second backward pass follows Bu et al., "Differentially private optimization on
         large model at small cost",
         [arXiv:2210.00038](https://arxiv.org/abs/2210.00038). Clipping follows Abadi et
@@ -409,11 +411,14 @@ def filter_micro_grad(
     `metrics` or `moments`, an [`eqxbatch.GradientStatistics`][] follows. The arguments
     are the same:
 
-    - `fun`, `where`, `filter_spec`, `in_axes`, `batched`: what is differentiated.
+    - `fun`, `has_aux`, `where`, `filter_spec`, `in_axes`, `batched`: what is
+        differentiated.
     - `microbatch_size`, `num_real_microbatches`: how the batch is cut.
     - `clip_norm`, `nan_safe`, `transform`, `method`: what happens to each per-example
         gradient.
-    - `accumulator`, `value_accumulator`, `aux_accumulator`: how results are combined.
+    - `accumulator`, `aux_accumulator`: how results are combined. `value_accumulator`
+        has no effect, because no values are returned.
+    - `return_norms`, `metrics`, `moments`: which statistics are returned.
 
     !!! example
 

@@ -303,7 +303,8 @@ class GradientStatistics(NamedTuple):
     """Per-example statistics of [`eqxbatch.filter_micro_value_and_grad`][].
 
     - `norms`: the norms of the per-example gradients before clipping, shape `(n,)`. If
-        `clip_norm` has several bounds, one such array for each.
+        `clip_norm` is a PyTree of bounds, a PyTree with one such array for each. With a
+        `transform`, these are the norms of its results.
     - `metrics`: the results of `metrics`, with the examples along axis 0.
     - `moments`: an [`eqxbatch.GradientMoments`][].
 

@@ -10,7 +10,11 @@ from .._base.trees import as_int, described
 
 
 class GridAxis(eqx.Module):
-    """What [`eqxbatch.grid`][] returns: names of grid axes, and their array axes."""
+    """What [`eqxbatch.grid`][] returns.
+
+    - `names`: the names of the grid axes.
+    - `axes`: for each name, the axis of the argument's arrays.
+    """
 
     names: tuple[str, ...] = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)

@@ -387,16 +387,17 @@ def filter_grid_vmap(
         any PyTrees, including modules.
     - `in_axes`: which arguments are on which grid axis: a PyTree prefix of the tuple of
         positional arguments, or a dict from argument names to such prefixes. The leaves
-        are [`eqxbatch.grid`][], or None for unmapped arguments. Arguments that a dict
-        does not name are not mapped.
+        are results of [`eqxbatch.grid`][], or None for unmapped arguments. Arguments
+        that a dict does not name are not mapped.
     - `out_axes`: the positions of the grid axes in the results: a tuple of names for
         the leading axes, a dict from names to positions, or a name or an int if there
         is only one axis. By default, grid axes come first, in the order in which they
         appear in the arguments (keyword arguments in alphabetical order).
     - `block_size`: the number of grid cells that are computed at a time, at least 1.
-        Blocks include the last grid axes completely as far as they fit, so that what
-        does not depend on them is computed once. An [`eqxbatch.MemoryBudget`][] chooses
-        the largest size that fits; None computes the whole grid at once.
+        Blocks extend along the innermost axes first: reduced axes, then the last grid
+        axes of the results. What does not depend on these axes is computed only once
+        for each block. An [`eqxbatch.MemoryBudget`][] chooses the largest size that
+        fits; None computes the whole grid at once.
     - `accumulator`: how to reduce grid axes: a dict from their names to an
         [`eqxbatch.AbstractAccumulator`][] such as [`eqxbatch.Mean`][], or to a PyTree
         prefix of the output with accumulators as leaves. Axes are reduced in the order
@@ -413,8 +414,10 @@ def filter_grid_vmap(
 
     - `ValueError` for a size below 1, if no array is on the grid, if arguments on the
         same grid axis have different sizes, for axes out of range, for names that are
-        not in `in_axes`, and for names in `in_axes` without an array.
-    - `TypeError` for arguments of any other type.
+        not in `in_axes`, for names in `in_axes` without an array, for `out_axes` that
+        do not name all axes of the results, and for an axis that is reduced in some
+        outputs and kept in others.
+    - `TypeError` for settings of the wrong type.
 
     !!! example
 

@@ -248,13 +248,13 @@ def filter_micro_vmap(
         accumulators as leaves. The default, [`eqxbatch.Concat`][], returns all of them.
         `optax.microbatching.AccumulationType`s and `Accumulator`s are accepted, too.
     - `num_real_microbatches`: if given, only this many microbatches run: an int or an
-        integer array, which may be traced. Reverse mode works in both cases. Rows of a
-        `Concat` that are not reached are zero.
+        integer array, which may be traced. Reverse mode works in both cases. With
+        `Concat`, rows that are not reached are zero.
     - `checkpoint`: whether reverse-mode differentiation saves only the inputs and
         recomputes each microbatch in the backward pass.
     - `vmap_fn`: the function that vectorises a microbatch, called as
-        `vmap_fn(fun, in_axes, out_axes)`; for example `functools.partial(jax.vmap,
-        spmd_axis_name="data")`.
+        `vmap_fn(fun, in_axes, out_axes)`, with `axis_name` and `axis_size` where
+        needed; for example `functools.partial(jax.vmap, spmd_axis_name="data")`.
 
     **Returns:**
 
@@ -270,11 +270,12 @@ def filter_micro_vmap(
     **Raises:**
 
     - `ValueError` for a size below 1, unequal batch sizes, an axis out of range, no
-        mapped argument, an accumulator that does not fit the output, and non-array
-        outputs that differ between microbatches.
+        mapped argument, an accumulator that does not fit the output, non-array outputs
+        that differ between microbatches, and a `num_real_microbatches` that is negative
+        or larger than the number of microbatches.
     - `TypeError` for a size that is not an int, and for a mean of integers.
-    - `RuntimeError` at run time, if a traced `num_real_microbatches` is negative or
-        larger than the number of microbatches.
+    - `RuntimeError` at run time, if `num_real_microbatches` is a JAX array that is out
+        of this range.
 
     !!! example
 

@@ -132,12 +132,13 @@ def filter_microbatch(
     **Raises:**
 
     - `ValueError` for a size below 1, unequal batch sizes, an axis out of range, no
-        batched argument, an accumulator that does not fit the output, and non-array
-        outputs that differ between microbatches.
+        batched argument, an accumulator that does not fit the output, non-array outputs
+        that differ between microbatches, and a `num_real_microbatches` that is negative
+        or larger than the number of microbatches.
     - `TypeError` without an `accumulator`, for a size that is not an int, and for a
         mean of integers.
-    - `RuntimeError` at run time, if a traced `num_real_microbatches` is negative or
-        larger than the number of microbatches.
+    - `RuntimeError` at run time, if `num_real_microbatches` is a JAX array that is out
+        of this range.
 
     !!! example
 

@@ -22,9 +22,16 @@ class PseudoNTK(AbstractEstimator):
     [`eqxbatch.EmpiricalNTK`][]. It is biased, because it includes products between
     different outputs.
 
-    It is called like [`eqxbatch.EmpiricalNTK`][], and its results have the same shapes.
-    The arguments `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`,
-    `where` and `filter_spec` are the same.
+    It is called like an [`eqxbatch.EmpiricalNTK`][], and its results have the same
+    shapes.
+
+    **Arguments:**
+
+    - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `where`,
+        `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][].
+
+    Raises the errors of [`eqxbatch.EmpiricalNTK`][], and `ValueError` when called if
+    `trace_axes=()`.
 
     !!! example
 
@@ -90,23 +97,28 @@ class KernelEstimate(NamedTuple):
 class ProbedNTK(AbstractEstimator):
     """An unbiased estimate of a traced NTK, from random directions of the outputs.
 
-    Instead of every output entry along the `trace_axes`, `num_probes` sums of them with
-    random signs are pulled back, with the same signs for all examples. The mean of
-    their kernels is an unbiased estimate of the kernel of [`eqxbatch.EmpiricalNTK`][].
-    It is positive semidefinite and comes with a standard error. It saves time if there
-    are more outputs than probes.
+    Instead of every output entry along the `trace_axes`, `num_probes` sums of these
+    entries with random signs are pulled back, with the same signs for all examples. The
+    mean of the kernels of the sums is an unbiased estimate of the kernel of
+    [`eqxbatch.EmpiricalNTK`][]. It is positive semidefinite and comes with a standard
+    error. It saves time if there are more outputs than probes.
 
     **Arguments:**
 
     - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `where`,
         `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][]. Calls take the same
         arguments, too.
-    - `num_probes`: the number of random directions.
+    - `num_probes`: the number of random directions, at least 1.
     - `key`: the random key for the directions.
 
     **Returns:**
 
     A call returns an [`eqxbatch.KernelEstimate`][].
+
+    **Raises:**
+
+    The errors of [`eqxbatch.EmpiricalNTK`][], and `ValueError` if `num_probes` is below
+    1 and, when called, if `trace_axes` is empty or names the axis of the examples.
 
     !!! example
 

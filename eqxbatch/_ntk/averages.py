@@ -324,7 +324,7 @@ class OnDevice:
         return jtu.tree_unflatten(treedef, [*map(moments, spreads, *found)])
 
     def sizes(self, num: int) -> list[int]:
-        """How many samples to compute in one go, and then to look at what there is."""
+        """The sizes of batches of samples; the estimate is inspected after each."""
         # A traced call is one program, in which this loop would be unrolled.
         return [num] if self.is_traced else self.samples.sizes(num)
 
@@ -372,7 +372,7 @@ class OnHost:
         return jtu.tree_map(moments, means, errors)
 
     def sizes(self, num: int) -> list[int]:
-        # Blocks are brought to the host once for all samples, if that may be.
+        # If possible, each block is copied to the host only once, for all samples.
         return self.samples.sizes(num) if self.in_batches else [num]
 
     def advanced(self, state: Any, start: int, num: int) -> list[PyTree]:

@@ -84,23 +84,24 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
 
     - `model`: a callable PyTree, called as `model(x, **kwargs)` for one example; or a
         pair of a model and its `equinox.nn.State`, called as
-        `model(x, state, **kwargs)`, of which the first result is used. The model
-        returns a PyTree of arrays. The result is then a PyTree of kernels, one for each
-        array; kernels between different arrays are not computed.
+        `model(x, state, **kwargs)`, whose first result is used. If the model returns a
+        PyTree of arrays, the result is a PyTree of kernels, one for each array; kernels
+        between different arrays are not computed.
     - `trace_axes`: axes of the whole output (including the batch axis) over which to
         average the diagonal. The default is the last axis, if the model returns more
         than a scalar for each example. Count the batch axis from the front.
-    - `diagonal_axes`: axes of which only the diagonal is computed. The batch axis is
+    - `diagonal_axes`: axes along which only the diagonal is computed. The batch axis is
         allowed.
     - `vmap_axes`: the batch axis of inputs, outputs and paired keyword arguments: an
         int for all, or a triple of PyTree prefixes of ints,
         `(inputs, outputs, {name: axis})`. Use None for a model that takes a whole batch
         at once, as it must if examples interact.
-    - `implementation`: `"sites"` uses structured derivatives, with the cheaper of two
-        contractions for each parameter. `"jacobian_contraction"` materialises the
-        Jacobian. `"ntk_vector_products"` pushes the Jacobian of one input through the
-        linearised model at the other. `"auto"` counts operations and chooses the method
-        that should be fastest. The numbers `3`, `1`, `2` and `0` stand for these names.
+    - `implementation`: `"sites"` uses structured derivatives (layer inputs and output
+        cotangents), with the cheaper of two contractions for each parameter.
+        `"jacobian_contraction"` materialises the Jacobian. `"ntk_vector_products"`
+        pushes the Jacobian of one input through the linearised model at the other.
+        `"auto"` counts operations and chooses the method that should be fastest. The
+        numbers `3`, `1`, `2` and `0` stand for these names, in this order.
     - `block_size`: the number of rows and columns of the kernel that are computed at a
         time: an int, a pair of ints, an [`eqxbatch.MemoryBudget`][], or None to compute
         all at once.
@@ -120,18 +121,18 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     **Raises:**
 
     `ValueError` for axes that are out of range or repeated, a model without parameters,
-    and inputs that do not match each other. Errors of the model are passed on.
+    an unknown `implementation`, and inputs that do not match each other. `TypeError`
+    for settings of the wrong type. Errors of the model are passed on.
 
     **Inputs and keys:** without `x2` (or if it is `x1` itself), the kernel is exactly
     symmetric and only about half of the blocks are computed. A `key` is split into one
-    key for each example; `x2` uses `jax.random.fold_in(key, 1)`. A pair of keys is used
-    unchanged. Keyword arguments with one value for each example are passed as pairs,
-    for `x1` and for `x2`; all others are shared.
+    key for each example; `x2` uses `jax.random.fold_in(key, 1)`. Or pass a pair of keys
+    for `x1` and `x2`. Keyword arguments with one value for each example are passed as
+    pairs, for `x1` and for `x2`; all others are shared.
 
-    **Memory:** factors of the examples are computed once and reused by all blocks if
-    they fit into half of the device's memory, or of the budget. Otherwise they are kept
-    for a panel of rows at a time, and those of the columns are recomputed for each
-    panel.
+    **Memory:** what blocks need of each example (its factors) is computed once if it
+    fits into half of the free device memory, or of the budget. Otherwise, factors are
+    kept for one panel of rows at a time and recomputed for the columns of each panel.
 
     **Complex numbers:** complex parameters of complex outputs are assumed to have a
     complex derivative. If they do not, the kernel is the sum of the kernels of both
@@ -165,7 +166,7 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     ??? cite
 
         The kernel is due to [Jacot, Gabriel and Hongler,
-        2018](https://arxiv.org/abs/1806.07572), structured derivatives are due to
+        2018](https://arxiv.org/abs/1806.07572); structured derivatives are due to
         [Novak, Sohl-Dickstein and Schoenholz, 2022](https://arxiv.org/abs/2206.08720).
     """
 
@@ -252,7 +253,7 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
         `v` has the structure and shape of the model's output for `x2` (for `x1`, if
         `x2` is None), and the result those of the output for `x1`. The product is with
         the full kernel: no axis is traced, and entries between different outputs are
-        included.
+        included. Raises `ValueError` if `v` does not match the output.
         """
         return self._kernels(ProductTask(v), x1, x2, key, kwargs)
 

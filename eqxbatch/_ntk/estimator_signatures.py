@@ -18,7 +18,7 @@ from .._pairs.stores import AbstractStore
 Out = TypeVar("Out")
 
 
-# A model, or a model with its state, of which the first result is used.
+# A model, or a model with its state, whose first result is used.
 ModelOf = (
     Callable[..., Out] | tuple[Callable[..., tuple[Out, eqx.nn.State]], eqx.nn.State]
 )

@@ -1,7 +1,7 @@
 """Factors of examples, from which kernels of the Jacobian are computed.
 
-For each parameter, either the factors of its sites are kept, whose Gram matrices are
-multiplied with each other, or the Jacobian that they are contracted to. The former is
+For each parameter, either the factors of its sites are kept and their Gram matrices
+multiplied, or the factors are contracted to the Jacobian, which is kept. The former is
 cheaper for large weights that are used at few positions, the latter for small weights
 that are used at many positions, such as those of convolutions.
 """

@@ -72,9 +72,8 @@ class MonteCarloKernel(eqx.Module):
     **Arguments:**
 
     - `init`: a function from a random key to a model, or to a pair of a model and its
-        `equinox.nn.State`. A model without state is called as `model(x, **kwargs)` for
-        one example, a model with state as `model(x, state, **kwargs)`, of which the
-        first result is used. `init` is traced.
+        `equinox.nn.State`; both are called as for [`eqxbatch.EmpiricalNTK`][]. `init`
+        is traced.
     - `key`: the random key. Sample `i` is `init(jax.random.fold_in(key, i))`, so a
         larger number of samples extends a smaller one, independent of batches, blocks
         and devices.
@@ -95,17 +94,15 @@ class MonteCarloKernel(eqx.Module):
     - `block_size`: the number of rows and columns of the kernel that are computed at a
         time, as for [`eqxbatch.EmpiricalNTK`][]; with `mesh_axis` or a `store`, as for
         [`eqxbatch.filter_batch_kernel`][].
-    - `mesh`, `mesh_axis`: a mesh, and the axis of it that rows of the kernel are
-        distributed over, as for [`eqxbatch.filter_batch_kernel`][].
-    - `sample_axis`: the axis of the mesh that samples are distributed over. Rows are
+    - `mesh`, `mesh_axis`: a mesh, and its axis over which rows of the kernel are
+        distributed, as for [`eqxbatch.filter_batch_kernel`][].
+    - `sample_axis`: the axis of the mesh over which samples are distributed. Rows are
         then distributed only if `mesh_axis` is given, too.
-    - `store`: where the kernel is stored, as for [`eqxbatch.filter_batch_kernel`][]:
-        each block is averaged over all samples, then stored.
-    - `reduce`: how the averaged kernel is reduced, as for
-        [`eqxbatch.filter_batch_kernel`][]: each block is averaged over all samples,
-        then reduced.
+    - `store`, `reduce`: where the averaged kernel is stored, or how it is reduced, as
+        for [`eqxbatch.filter_batch_kernel`][]. Each block is averaged over all samples
+        first.
     - `progress`: an [`eqxbatch.AbstractProgressMeter`][], which counts batches of
-        samples, or blocks if there is a `store`.
+        samples, or blocks if there is a `store` or `reduce`.
 
     **Returns:**
 
@@ -116,12 +113,13 @@ class MonteCarloKernel(eqx.Module):
 
     **Raises:**
 
-    - `ValueError` if `n_samples` is empty or below 1, if `init` returns no arrays or a
-        different structure for different keys, for an axis that the mesh does not have,
-        and for a store on disk or `reduce` together with several `n_samples`, `tol` or
-        `previous`, which need the whole kernel several times.
-    - `TypeError` for `n_samples` that are not ints, and for `tol`, stores or `progress`
-        inside `jax.jit` and other transforms.
+    - `ValueError` if `n_samples` is empty or below 1, if `tol` is not positive, if
+        `init` returns no arrays or a different structure for different keys, for an
+        axis that the mesh does not have, for a store on disk or `reduce` together with
+        several `n_samples` or `tol`, for `previous` with a store on disk, and for
+        `estimate` with `reduce`.
+    - `TypeError` for `n_samples` that are not ints, if `init` does not return a model,
+        and for `tol`, stores or `progress` inside `jax.jit` and other transforms.
 
     **Keys:** the `key` of a call is split into one key for each example, as for
     [`eqxbatch.EmpiricalNTK`][], and the index of the sample is folded in: dropout
@@ -302,7 +300,7 @@ class MonteCarloKernel(eqx.Module):
 
         `previous` is an earlier estimate for the same examples, `init`, `key` and
         `get`. It is extended to a total of `n_samples`, with the same result as an
-        uninterrupted run.
+        uninterrupted run, up to rounding.
         """
         if self._reduce is not None:
             raise ValueError(

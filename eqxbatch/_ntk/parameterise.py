@@ -23,7 +23,7 @@ _LAYERS = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose)
 class NTKLayer(eqx.Module):
     """A layer in NTK parameterisation; see [`eqxbatch.ntk_parameterise`][].
 
-    - `layer`: the layer, whose weight and bias are standard normal.
+    - `layer`: the layer, whose weight and bias are initially standard normal.
     - `weight_scale`, `bias_scale`: the factors of weight and bias in the forward pass.
     """
 
@@ -78,7 +78,7 @@ def ntk_parameterise(
     - `weight_std`, `bias_std`: the standard deviations that weights and biases
         contribute to the pre-activations. `sqrt(2)` and 0 preserve the magnitude of
         signals in ReLU networks.
-    - `key`: the random key; each layer gets its own key, in order.
+    - `key`: the random key, from which each layer gets its own.
 
     **Returns:**
 
@@ -87,7 +87,8 @@ def ntk_parameterise(
     **Raises:**
 
     `ValueError` if the model has no such layers, or if a standard deviation is negative
-    or not finite.
+    or not finite. `TypeError` if a standard deviation is not a number, or if `key` is
+    not a random key.
 
     !!! example
 

@@ -67,7 +67,7 @@ class BatchKernel(AbstractTransform):
         """The call of `fun`, with sizes of blocks, as one device computes it."""
         call = gathered(self._call(fun, *args, **kwargs), None)
         block_size, call = _with_room(self.block_size, call)
-        # A budget is for what is reduced, as the whole kernel may not fit.
+        # A budget is for a reduction, because the whole kernel may not fit.
         return _sized(block_size, call, RowSums(), None)
 
     def _call(
@@ -229,8 +229,9 @@ def filter_batch_kernel(
         once. All blocks have the same shape and are balanced. If their size does not
         divide the number of examples, the last block overlaps with the previous one.
         Blocks are square without `x2`.
-    - `in_axes`: the axes of the examples, the same in `x1` and in `x2`: a PyTree prefix
-        of either, as for `equinox.filter_vmap`. The default is axis 0 of all arrays.
+    - `in_axes`: the axes of the examples, which are the same in `x1` and `x2`: a PyTree
+        prefix of either, as for `equinox.filter_vmap`. The default is axis 0 of all
+        arrays.
     - `out_axes`: the axes of the rows and of the columns in the result of `kernel_fn`:
         a pair, `(0, 1)` by default, or a PyTree prefix of the result with such pairs.
         None stands for a missing axis: `(0, None)` is for a result with one value for
@@ -239,7 +240,7 @@ def filter_batch_kernel(
         conjugates it if it is complex). If exchanging them changes more than that, pass
         a function from the result for a block to the result with the inputs exchanged.
         The default is the attribute `symmetric` of `kernel_fn`, which the estimators of
-        this package have, and otherwise False.
+        this package have, or False without it.
     - `pairwise`: whether `kernel_fn` is a function of one example of each input, such
         as `lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))`. It then receives a pair of
         keys as `key`, and keyword arguments that are pairs have one element for each of
@@ -259,7 +260,7 @@ def filter_batch_kernel(
         A run that writes to disk can be resumed.
     - `progress`: an [`eqxbatch.AbstractProgressMeter`][] such as
         [`eqxbatch.TqdmProgressMeter`][], which also counts NaNs; None for no progress
-        bar.
+        bar. With a `mesh`, it needs a `store`.
 
     **Returns:**
 
@@ -287,9 +288,10 @@ def filter_batch_kernel(
 
     - `ValueError` for a size below 1, different numbers of examples, an axis out of
         range, a result that lacks the axes in `out_axes` or changes in other ways with
-        the block, an unknown `mesh_axis`, a `store` together with `reduce`, and
+        the block, an unknown `mesh_axis`, `out_axes` together with `pairwise`, a
+        `store` together with `reduce`, `progress` with a `mesh` but no `store`, and
         `upper_only` for a kernel that is not symmetric.
-    - `TypeError` for arguments of other types, and for stores or `progress` inside
+    - `TypeError` for settings of the wrong type, and for stores or `progress` inside
         `jax.jit` and other transforms.
 
     !!! example

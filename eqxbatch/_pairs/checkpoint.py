@@ -1,4 +1,4 @@
-"""What a solver has found so far, on disk."""
+"""Saves the state of a solver on disk."""
 
 import json
 import os
@@ -13,14 +13,14 @@ import numpy as np
 _FORMAT = 1
 
 
-# Saving takes at most about this part of the time.
+# Saving takes at most about this fraction of the time.
 _SHARE = 0.05
 
 
 class Checkpoint:
-    """A folder with the state of a solver, and what tells problems apart.
+    """A folder with the state of a solver and a description of its problem.
 
-    Files are replaced as a whole, so that a run can be killed at any time.
+    Files are replaced as a whole, so a run can be killed at any time.
     """
 
     def __init__(self, path: str | os.PathLike, problem: dict[str, Any]):
@@ -61,7 +61,7 @@ class Checkpoint:
             )
 
     def load(self, name: str) -> dict[str, np.ndarray] | None:
-        """What was saved by that name; None if there is nothing."""
+        """The arrays that were saved under a name; None if there are none."""
         file = self._path / f"{name}.npz"
         if not file.exists():
             return None
@@ -77,7 +77,10 @@ class Checkpoint:
     def save(
         self, name: str, arrays: dict[str, np.ndarray], *, even_if_slow: bool
     ) -> None:
-        """Saves arrays; only if that takes little of the time since it last did."""
+        """Saves arrays, unless saving would take more than its share of the time.
+
+        With `even_if_slow`, arrays are always saved.
+        """
         begin = time.monotonic()
         if begin < self._next and not even_if_slow:
             return

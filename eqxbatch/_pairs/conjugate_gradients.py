@@ -10,26 +10,27 @@ from jaxtyping import Inexact, Shaped
 _Matrix = Shaped[np.ndarray, "n k"]
 
 
-# A product, and how exact it must be: in the dtype of the vectors, or in a shorter one.
+# A product with vectors. It also takes whether the product must be exact: in the dtype
+# of the vectors, and not in a shorter one.
 Product = Callable[[_Matrix, bool], _Matrix]
 
 
-# If a residual that was computed anew has not fallen below so much of the one before,
-# it never will.
+# If a recomputed residual is not below this fraction of the previous one, it will not
+# decrease any further.
 _STAGNATION = 0.5
 
 
 @dataclasses.dataclass
 class State:
-    """All that the next step depends on.
+    """Everything that the next step depends on.
 
     - `solution`, `residual`, `direction`: one column for each right-hand side.
     - `energy`: the product of the residual with the preconditioned residual.
     - `start`: the norms of the residuals at the last restart, from products in full
         precision.
-    - `num_products`: how many products with the matrix there were.
-    - `is_exact`: whether the residual is from a product in full precision, and not
-        from a recurrence, and the next step is the first one after a restart.
+    - `num_products`: the number of products with the matrix so far.
+    - `is_exact`: whether the residual is from a product in full precision instead of
+        the recurrence. The next step is then the first one after a restart.
     """
 
     solution: np.ndarray
@@ -41,7 +42,7 @@ class State:
     is_exact: bool
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What is saved of it."""
+        """The fields as arrays, which can be saved."""
         return {name: np.asarray(x) for name, x in dataclasses.asdict(self).items()}
 
     @staticmethod
@@ -65,7 +66,7 @@ def _inner(x: np.ndarray, y: np.ndarray) -> Inexact[np.ndarray, " k"]:
 
 
 def relative_norms(x: np.ndarray, right: np.ndarray) -> Inexact[np.ndarray, " k"]:
-    """The norms of columns, as parts of those of the right-hand sides."""
+    """The norms of columns, relative to those of the right-hand sides."""
     norms, wholes = np.linalg.norm(x, axis=0), np.linalg.norm(right, axis=0)
     return norms / np.where(wholes > 0, wholes, 1)
 
@@ -73,9 +74,9 @@ def relative_norms(x: np.ndarray, right: np.ndarray) -> Inexact[np.ndarray, " k"
 class ConjugateGradients:
     """Solves `matrix @ solution = right` for a positive definite matrix.
 
-    The recurrence for the residual drifts away from the residual. So where it says that
-    the solution is found, the residual is computed in full precision, and the method
-    starts again from there if that is too large.
+    The residual from the recurrence drifts away from the true one. Once it is small
+    enough, the true residual is computed in full precision. If that is still too large,
+    the method restarts from there.
     """
 
     def __init__(
@@ -97,13 +98,13 @@ class ConjugateGradients:
         return state.is_exact and not np.any(self._is_open(state.residual))
 
     def _is_open(self, residual: np.ndarray) -> np.ndarray:
-        """Whether columns are not solved yet. NaNs are not."""
+        """Which columns are not solved yet, including those with NaNs."""
         return ~(relative_norms(residual, self._right) <= self._rtol)
 
     def steps(self, state: State) -> Iterator[State]:
-        """The states after each product, up to the one that is exact and small.
+        """The states after each product, up to one whose exact residual is small.
 
-        Raises `RuntimeError` where there is no progress.
+        Raises `RuntimeError` if there is no progress.
         """
         while not self.is_done(state):
             is_open = self._is_open(state.residual)

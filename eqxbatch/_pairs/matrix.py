@@ -49,15 +49,15 @@ class AbstractMatrix(eqx.Module):
 
     @abc.abstractmethod
     def whole(self) -> Shaped[Array, "n1 n2"]:
-        """All of it."""
+        """The whole matrix."""
 
     @abc.abstractmethod
     def diagonal(self) -> Shaped[Array, " n"]:
-        """The diagonal, from the blocks around it."""
+        """The diagonal, from the blocks that contain it."""
 
     @abc.abstractmethod
     def column(self, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
-        """The column of that number, which is in range."""
+        """One column; `index` is in range."""
 
 
 class _OfTranspose(AbstractReduction):
@@ -84,9 +84,9 @@ class _OfTranspose(AbstractReduction):
 
 
 class ComputedMatrix(AbstractMatrix):
-    """Its blocks are computed whenever they are needed.
+    """The matrix of a kernel function; each product computes its blocks anew.
 
-    - `x1`, `x2`, `kwargs`: what `kernel_fn` is called with.
+    - `x1`, `x2`, `kwargs`: the arguments of `kernel_fn`.
     """
 
     transform: BatchKernel
@@ -114,8 +114,8 @@ class ComputedMatrix(AbstractMatrix):
             )
         (leaf,) = kernel.leaves
         self._struct = jax.ShapeDtypeStruct(leaf.shape(kernel.totals), leaf.dtype)
-        # What exchanges the outputs of estimators, too, is a transpose of two axes. A
-        # function of the user's may be anything.
+        # With two axes, the function that exchanges the sides of our estimators is a
+        # transpose. A user's function can do anything.
         mirror = kernel.plan.mirror
         is_ours = isinstance(kernel_fn, AbstractKernelFunction)
         is_known = mirror is True or (mirror is not None and is_ours)
@@ -195,10 +195,11 @@ def _column(call: KernelCall, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
 
 
 class StoredMatrix(AbstractMatrix):
-    """It is read in blocks, and multiplied by the host.
+    """A stored matrix, which the host reads in blocks and multiplies.
 
-    - `source`: what it was computed from, if that is known. A column is computed again,
-        as reading one takes as long as reading all the blocks that it passes.
+    - `source`: the matrix that it was computed from, if that is known. Columns are
+        computed from it, because reading one takes as long as reading all the blocks
+        that contain a part of it.
     """
 
     reader: Reader = eqx.field(static=True)
@@ -234,9 +235,9 @@ class StoredMatrix(AbstractMatrix):
         )
         size = max(rows, columns)
         padded = jnp.pad(vectors, [(0, size - columns), (0, 0)])
-        # A callback has no derivative. This is the linear function in JAX that takes
-        # its transpose and works under `jax.vmap`: so a product is declared to be the
-        # solution of a system. It is square, so the shorter side is padded.
+        # A callback has no derivative. In JAX, the linear function that accepts its own
+        # transpose and works under `jax.vmap` is a linear solve, so the product is
+        # declared to be one. Systems are square, so the shorter side is padded.
         found = lax.custom_linear_solve(
             lambda x: x,
             padded,
@@ -286,7 +287,7 @@ class StoredMatrix(AbstractMatrix):
 
 
 class TransposedMatrix(AbstractMatrix):
-    """The transpose of another one."""
+    """The transpose of another matrix."""
 
     original: AbstractMatrix
 

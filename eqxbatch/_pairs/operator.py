@@ -24,11 +24,11 @@ from .symmetric_array import SymmetricArray
 
 
 class KernelOperator(AbstractTaggedOperator):
-    """A kernel as a `lineax.AbstractLinearOperator` that need not fit in memory.
+    """A kernel as a `lineax.AbstractLinearOperator`; it need not fit in memory.
 
-    The product with vectors is computed in blocks. Blocks are computed whenever they
-    are needed, or read from a store, where the next blocks are read while one is
-    multiplied. Only half of the blocks of a symmetric kernel are computed or read.
+    Products with vectors are computed in blocks. Each product computes the blocks anew,
+    or reads them from a store: while one block is multiplied, the next ones are read.
+    By symmetry, only half of the blocks of a symmetric kernel are computed or read.
 
     It works with iterative solvers such as `lineax.CG` and `lineax.GMRES`, with
     matfree's estimates of traces and log-determinants, and with
@@ -37,34 +37,39 @@ class KernelOperator(AbstractTaggedOperator):
     - `mv(vector)`: the product with a vector of shape `(n2,)`, or with `k` vectors in
         an array of shape `(n2, k)`.
     - `transpose()`: the transpose, as another such operator.
-    - `diagonal()`: the diagonal, from the blocks around it.
-    - `column(index)`: one column.
+    - `diagonal()`: the diagonal, computed from the blocks that contain it.
+    - `column(index)`: one column, of shape `(n1,)`.
     - `as_matrix()`: the whole kernel, of shape `(n1, n2)`.
 
     **Arguments:**
 
     - `kernel`: a kernel function, as for [`eqxbatch.filter_batch_kernel`][], or an
-        estimator such as [`eqxbatch.EmpiricalNTK`][]. It returns one array of shape
-        `(n1, n2)`. Or, without `x1`, a kernel that is stored: a NumPy array, a zarr
-        array or a [`eqxbatch.SymmetricArray`][].
-    - `x1`, `x2`: the examples; without `x2`, those of both sides are `x1`.
-    - `block_size`, `symmetric`, `pairwise`, `in_axes`, `mesh`, `mesh_axis`, `progress`:
-        as for [`eqxbatch.filter_batch_kernel`][]. For a kernel that is stored,
-        `symmetric=True` reads half of it, and the others are not needed.
+        estimator such as [`eqxbatch.EmpiricalNTK`][], that returns one array of shape
+        `(n1, n2)`. Or, without `x1`, a stored kernel: a NumPy array, a zarr array or an
+        [`eqxbatch.SymmetricArray`][].
+    - `x1`, `x2`: the examples of rows and columns. Without `x2`, both are `x1`.
+    - `block_size`, `pairwise`, `in_axes`, `mesh`, `mesh_axis`: as for
+        [`eqxbatch.filter_batch_kernel`][]. A stored kernel does not take them.
+    - `symmetric`: a bool or None, as for [`eqxbatch.filter_batch_kernel`][]. With
+        `True`, only half of a stored kernel is read.
     - `store`: an [`eqxbatch.HostStore`][] or [`eqxbatch.ZarrStore`][]. The kernel is
         computed once, right away, and read for each product.
-    - `tags`: what is known about the kernel, such as
-        `lineax.positive_semidefinite_tag`, which `lineax.CG` requires. Symmetry need
-        not be declared.
-    - `**kwargs`: passed on to the kernel function, with its `key` if it takes one.
+    - `progress`: an [`eqxbatch.AbstractProgressMeter`][] for computing the kernel into
+        the `store`.
+    - `tags`: lineax tags that state properties of the kernel, such as
+        `lineax.positive_semidefinite_tag`, which `lineax.CG` requires. A symmetric
+        kernel need not be tagged as such.
+    - `**kwargs`: further arguments of the kernel function, including `key`.
 
-    Computed operators work inside of `jax.jit`, `jax.vmap` and `jax.grad`, which
-    differentiates with respect to the arrays of `kernel`, too. A stored kernel is
-    multiplied by the host; its products are differentiable with respect to the vectors.
+    Operators without a store work inside `jax.jit`, `jax.vmap` and `jax.grad`, also
+    for derivatives with respect to the arrays of `kernel`. With a stored kernel, the
+    host computes products, which are differentiable with respect to the vectors.
 
-    Raises `ValueError` for a kernel without exactly two axes, vectors with another
-    number of rows, and settings that a stored kernel cannot have; `TypeError` for other
-    types; and `ImportError` without lineax, which the extra `linalg` installs.
+    Raises `ValueError` for a kernel without exactly two axes, for vectors with another
+    number of rows, for an index out of range, for settings that a stored kernel does
+    not take, for `progress` without a `store`, and for triangular `tags`. Raises
+    `TypeError` for arguments of the wrong type, and `ImportError` without lineax, which
+    the extra `linalg` installs.
 
     !!! example
 

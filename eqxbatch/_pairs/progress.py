@@ -13,7 +13,7 @@ _State = TypeVar("_State")
 
 
 class AbstractProgressMeter(eqx.Module, Generic[_State]):
-    """Reports the progress of a loop over blocks; subclass it to write your own.
+    """Reports the progress of a loop or a solver; subclass it to write your own.
 
     `close` is called once for each `start`, even if the loop ends with an exception or
     is interrupted.
@@ -45,8 +45,8 @@ class AbstractProgressMeter(eqx.Module, Generic[_State]):
 
         **Arguments:**
 
-        - `num_blocks`: the total number of blocks.
-        - `num_done`: the number of blocks that an earlier run has computed.
+        - `num_blocks`: the total number of blocks; for a solver, its `max_steps`.
+        - `num_done`: the number of blocks or products that an earlier run has computed.
         """
 
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class AbstractProgressMeter(eqx.Module, Generic[_State]):
 
     @abc.abstractmethod
     def close(self, state: _State) -> None:
-        """Called when the loop ends, whether all blocks are done or not."""
+        """Called once when the loop ends, whether all blocks are done or not."""
 
 
 class NoProgressMeter(AbstractProgressMeter[None]):

@@ -14,11 +14,11 @@ from .._base.trees import described
 from .symmetric_array import SymmetricArray
 
 
-# So many bytes of an array without chunks are a tile: a few of them fit into a cache.
+# The bytes of a tile of an array without chunks: a few tiles fit into a cache.
 _TILE_BYTES = 2**22
 
 
-# So many tiles are read while one is multiplied.
+# The number of tiles that are read ahead while one is multiplied.
 _AHEAD = 2
 
 
@@ -37,12 +37,12 @@ class _Piece:
 class Reader:
     """A matrix that is read a tile at a time.
 
-    Two of them are equal if they are the same object, so that it can be a static part
-    of a PyTree: its entries are never an argument of a compiled program.
+    Two readers are equal only if they are the same object. A reader can therefore be a
+    static part of a PyTree: its entries are never arguments of a compiled program.
 
-    - `array`: has `shape`, `dtype`, and can be indexed with slices.
+    - `array`: has `shape` and `dtype`, and can be indexed with slices.
     - `is_hermitian`: whether the tiles below the diagonal are mirror images of those
-        above it. Only tiles on and above the diagonal are read then.
+        above it. Only tiles on and above the diagonal are then read.
     """
 
     def __init__(self, array: Any, is_hermitian: bool):
@@ -61,7 +61,7 @@ class Reader:
             size = max(math.isqrt(_TILE_BYTES // max(self.dtype.itemsize, 1)), 1)
             return size, size
         rows, columns = (max(size, 1) for size in chunks)
-        # A tile of a symmetric matrix has its mirror image in a tile.
+        # The mirror image of a square tile is a tile, too.
         return (min(rows, columns),) * 2 if self.is_hermitian else (rows, columns)
 
     def _pieces(self) -> list[_Piece]:
@@ -80,7 +80,7 @@ class Reader:
         return np.asarray(self.array[piece.rows, piece.columns])
 
     def _tiles(self) -> Iterator[tuple[_Piece, np.ndarray]]:
-        """The tiles, of which some are read ahead."""
+        """The tiles; the next ones are read ahead."""
         pieces = self._pieces()
         if isinstance(self.array, np.ndarray):
             # There is nothing to wait for.
@@ -137,7 +137,7 @@ class Reader:
         return result
 
     def diagonal(self) -> Shaped[np.ndarray, " n"]:
-        """The diagonal, of tiles around it alone."""
+        """The diagonal, from the tiles that contain it."""
         size, num = self._sizes[0], min(self.shape)
         parts = [
             np.diagonal(self._read(_Piece(slice(start, stop), slice(start, stop))))
@@ -147,7 +147,7 @@ class Reader:
         return np.concatenate([np.zeros(0, self.dtype), *parts])
 
     def column(self, index: int) -> Shaped[np.ndarray, " n"]:
-        """One column; of a Hermitian matrix, from what is above the diagonal."""
+        """One column; for a Hermitian matrix, from the upper triangle."""
         result = np.empty(self.shape[0], self.dtype)
         size, at = self._sizes[0], slice(index, index + 1)
         for start in range(0, self.shape[0], size):
@@ -164,7 +164,7 @@ class Reader:
 
 
 def _conj(x: np.ndarray) -> np.ndarray:
-    """As `np.conj`, which copies real numbers, too."""
+    """Like `np.conj`, but without a copy of real numbers."""
     return np.conj(x) if np.iscomplexobj(x) else x
 
 
@@ -176,7 +176,7 @@ def _multiplied(dtype: np.dtype) -> np.dtype:
 
 
 def check_stored(array: Any) -> None:
-    """Raises `TypeError` or `ValueError` for what is no matrix that can be read."""
+    """Raises `TypeError` or `ValueError` for anything that is not a stored matrix."""
     missing = [x for x in ("shape", "dtype", "__getitem__") if not hasattr(array, x)]
     if missing:
         raise TypeError(

@@ -127,7 +127,7 @@ class _Sums(eqx.Module):
 
 
 class RowSums(AbstractReduction[_Sums]):
-    """The sum of each row, of shape `(n1, ...)`.
+    """The sum of each row of the kernel, of shape `(n1, ...)`.
 
     The dtype is that of `jax.numpy.sum`: the dtype of the kernel, or a longer integer.
     Half precision is accumulated in float32.
@@ -183,15 +183,16 @@ _PRODUCT = Contract(
 
 
 class KernelProduct(AbstractReduction[_Sums]):
-    """The product of the kernel with `vectors`, of shape `(n1, ..., k)`.
+    """The product of the kernel with `vectors`, of shape `(n1, ...)` or `(n1, ..., k)`.
 
-    Half precision is accumulated in float32. The result has the dtype of the kernel.
+    Half precision is accumulated in float32. The result has the dtype to which kernel
+    and vectors promote.
 
     **Arguments:**
 
     - `vectors`: an array of shape `(n2,)` or `(n2, k)`.
 
-    Raises `ValueError` if `vectors` has a different number of rows.
+    Raises `ValueError` if `vectors` has another shape or another number of rows.
 
     !!! example
 
@@ -252,8 +253,8 @@ class KernelProduct(AbstractReduction[_Sums]):
 class FrobeniusNorm(AbstractReduction[Array]):
     """The Frobenius norm of the kernel, a real scalar.
 
-    Half precision is accumulated in float32. Raises `TypeError` for a kernel of
-    integers.
+    For kernels in half precision, it is computed and returned in float32. Raises
+    `TypeError` for a kernel of integers.
 
     !!! example
 
@@ -313,11 +314,11 @@ class _Alignment(eqx.Module):
 
 
 class KernelAlignment(AbstractReduction[_Alignment]):
-    """The alignment of the kernel `K` with the label kernel `T = y @ y.T`: at most 1.
+    """The alignment of the kernel `K` with the kernel `T` of the labels: at most 1.
 
     The alignment is the cosine similarity of the two kernels,
-    `sum(K * T) / (norm(K) * norm(T))`. It is 1 if one is a positive multiple of the
-    other.
+    `sum(K * T) / (norm(K) * norm(T))`, where `T` is `labels @ other_labels.T`. It is 1
+    if one kernel is a positive multiple of the other.
 
     **Arguments:**
 
@@ -326,7 +327,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         default is `labels`.
 
     Raises `ValueError` for labels of other shapes and for a kernel with more than two
-    axes. Raises `TypeError` for a kernel that is not real.
+    axes. Raises `TypeError` unless the kernel has a real floating-point dtype.
 
     !!! example
 

@@ -32,10 +32,10 @@ class KernelSolution(eqx.Module):
     """What [`eqxbatch.kernel_solve`][] returns.
 
     - `weights`: the solution, in the shape of `y`.
-    - `residuals`: the norm of the residual of each right-hand side, relative to that of
-        the right-hand side; shape `()` or `(k,)`.
-    - `num_products`: how many products with the kernel it took, of all right-hand sides
-        at once.
+    - `residuals`: the norm of the residual of each right-hand side, relative to the
+        norm of the right-hand side; shape `()` or `(k,)`.
+    - `num_products`: the number of products with the kernel. Each product is with all
+        right-hand sides at once.
     """
 
     weights: Array
@@ -55,34 +55,37 @@ def kernel_solve(
     checkpoint: str | os.PathLike | None = None,
     progress: AbstractProgressMeter | None = None,
 ) -> KernelSolution:
-    """Kernel ridge regression, or the weights of a Gaussian process.
+    """Solves a kernel system, as in kernel ridge regression and Gaussian processes.
 
     Solves `(kernel + ridge * identity) @ weights = y` for one or many right-hand sides
-    by preconditioned conjugate gradients. The kernel is used in products only, so it
-    need not fit in memory. All right-hand sides share the products.
+    by preconditioned conjugate gradients. These need only products with the kernel, so
+    it need not fit in memory. All right-hand sides share the products.
 
-    Vectors are kept on the host in float64. The residual that the method goes by drifts
-    away from the true one, so that is computed in the end, from a product in float64
-    if the kernel is stored, and the iteration goes on if it is too large. A kernel on
-    disk is multiplied by NumPy while the next blocks are read; on few cores, that is
-    faster with the environment variable `OPENBLAS_NUM_THREADS=1`.
+    Vectors are kept on the host in float64. The recursively updated residual of
+    conjugate gradients drifts away from the true one. Once it is small enough, the true
+    residual is computed (in float64 if the kernel is stored), and the iteration
+    continues if that is too large. NumPy multiplies a kernel on disk while the next
+    blocks are read; with few cores, this is faster if the environment variable
+    `OPENBLAS_NUM_THREADS` is 1.
 
     **Arguments:**
 
     - `operator`: an [`eqxbatch.KernelOperator`][] of a symmetric kernel of examples
         with themselves.
     - `y`: right-hand sides of shape `(n,)` or `(n, k)`.
-    - `ridge`: what is added to the diagonal, such as the variance of the noise.
-    - `preconditioner_rank`: the rank of a partial Cholesky decomposition of the kernel,
-        computed by matfree, that preconditions the system; 0 for none. Each rank takes
-        one column of the kernel. The larger it is, the fewer products are needed.
-    - `rtol`: what the norm of each residual is reduced to, relative to that of its
-        right-hand side.
-    - `max_steps`: how many products with the kernel there can be.
-    - `checkpoint`: a folder. If the run is stopped or killed, the same call continues
-        it, and returns the same bits as a run that was not stopped. Saving takes at
-        most about a twentieth of the time.
-    - `progress`: an [`eqxbatch.AbstractProgressMeter`][], which gets the largest
+    - `ridge`: a non-negative number that is added to the diagonal, such as the variance
+        of the noise.
+    - `preconditioner_rank`: the rank of a partial Cholesky decomposition of the kernel
+        that preconditions the system; 0 for none. matfree computes it from one column
+        of the kernel for each rank. The larger the rank, the fewer products are needed.
+        It requires a positive `ridge` and a real kernel.
+    - `rtol`: the norm to reach for each residual, relative to the norm of its
+        right-hand side; between 0 and 1.
+    - `max_steps`: the largest number of products with the kernel.
+    - `checkpoint`: a folder to save the state in. If the run is stopped or killed, the
+        same call continues it and returns bit for bit the result of an uninterrupted
+        run. Saving takes at most about a twentieth of the time.
+    - `progress`: an [`eqxbatch.AbstractProgressMeter`][], which receives the largest
         relative residual after each product.
 
     **Returns:**
@@ -92,12 +95,16 @@ def kernel_solve(
 
     **Raises:**
 
-    `ValueError` for a kernel that is not symmetric, `y` with another number of rows or
-    with NaNs, a negative `ridge`, a rank that is out of range or without `ridge`, and a
-    checkpoint of another problem; `TypeError` inside of `jax.jit` and the like, where
-    `lineax.linear_solve` is for; `RuntimeError` if the kernel plus `ridge` is not
-    positive definite, if a product has NaNs, if the residual does not fall any further,
-    or if it is not small enough after `max_steps`.
+    - `ValueError` for a kernel that is not symmetric, for a `y` with another number of
+        rows or with NaNs or infinities, for a `ridge`, rank, `rtol` or `max_steps` out
+        of range, for a rank without `ridge` or with a complex kernel, and for a
+        checkpoint of another problem.
+    - `TypeError` for an operator of another type, and inside `jax.jit` and other
+        transforms; use `lineax.linear_solve` there.
+    - `RuntimeError` if the kernel plus `ridge` is not positive definite, if a product
+        has NaNs, if the residual stops decreasing, or if it is still too large after
+        `max_steps`.
+    - `ImportError` if lineax is not installed or, for a preconditioner, matfree.
 
     !!! example
 
@@ -171,7 +178,7 @@ def _solved(
     meter: AbstractProgressMeter,
     saved: Checkpoint | None,
 ) -> State:
-    """The last state; from the one that was saved, if there is one."""
+    """The final state; the iteration starts from a saved state, if there is one."""
     found = None if saved is None else saved.load("state")
     first = None
     if found is not None:
@@ -199,7 +206,7 @@ def _solved(
 
 
 def _check_same(method: ConjugateGradients, state: State, first: str) -> None:
-    """Raises if the first step is not, bit by bit, the one that was saved."""
+    """Raises if the first step is not, bit for bit, the one that was saved."""
     (state,) = itertools.islice(method.steps(state), 1)
     if digest(state.residual) != first:
         raise ValueError(
@@ -332,7 +339,7 @@ def _factor(
         if saved is not None:
             saved.save("preconditioner", found, even_if_slow=True)
     factor = found["factor"]
-    # Beyond the numerical rank of the kernel, the decomposition has nothing to go on.
+    # Beyond the numerical rank of the kernel, the decomposition is not finite.
     is_finite = np.all(np.isfinite(factor), axis=0)
     num = rank if is_finite.all() else int(np.argmin(is_finite))
     if num < rank:
@@ -348,11 +355,11 @@ def _decomposed(operator: "KernelOperator", rank: int) -> Inexact[Array, "n rank
 
     def column(index: Array) -> Array:
         found = matrix.column(index).astype(dtype)
-        # Kernels with noise on the diagonal do not have it in a column alone.
+        # A kernel may add noise on its diagonal, which a single column lacks.
         return found.at[index].set(diagonal[index])
 
-    # matfree asks for entries: for one on the diagonal, for all of these at once, and
-    # for those of a column. Each is answered by what a block kernel has.
+    # matfree evaluates single entries on the diagonal, all of these at once, and the
+    # entries of a column. A block kernel has fast functions for each of these.
     @jax.custom_batching.custom_vmap
     def entry(row: Array, index: Array) -> Array:
         return lax.cond(
@@ -381,9 +388,9 @@ def _decomposed(operator: "KernelOperator", rank: int) -> Inexact[Array, "n rank
 
 @contextlib.contextmanager
 def standard_promotion() -> Iterator[None]:
-    """Mixes dtypes and ranks as other libraries do, whatever the user's settings are.
+    """Promotes dtypes and ranks by the standard rules, whatever the user's settings.
 
-    A kernel in single precision is multiplied with vectors in double precision, too.
+    Kernels in single precision can then be multiplied with vectors in double precision.
     """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

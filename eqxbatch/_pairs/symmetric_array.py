@@ -1,4 +1,4 @@
-"""Symmetric kernels of which only one half is stored."""
+"""Symmetric kernels on disk, stored without the blocks below the diagonal."""
 
 from typing import Any
 

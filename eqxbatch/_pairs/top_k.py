@@ -18,8 +18,8 @@ from .reductions import AbstractReduction, KernelStruct, MatrixTile
 class Neighbours(NamedTuple):
     """The result of [`eqxbatch.TopK`][].
 
-    - `values`: the largest entries of each row, in descending order.
-    - `indices`: their columns.
+    - `values`: the largest entries of each row in descending order, shape `(n1, k)`.
+    - `indices`: their columns, shape `(n1, k)`.
     """
 
     values: Shaped[Array, "n1 k"]
@@ -41,7 +41,7 @@ class TopK(AbstractReduction[_Nearest]):
 
     **Arguments:**
 
-    - `k`: the number of entries for each row.
+    - `k`: the number of entries for each row, at least 1.
     - `without_self`: whether to exclude the diagonal, because each example is its own
         nearest neighbour.
 
@@ -50,7 +50,7 @@ class TopK(AbstractReduction[_Nearest]):
     An [`eqxbatch.Neighbours`][].
 
     Raises `ValueError` if a row has fewer than `k` entries, or for a kernel with more
-    than two axes. Raises `TypeError` for a complex kernel.
+    than two axes. Raises `TypeError` unless the kernel has a real floating-point dtype.
 
     !!! example
 

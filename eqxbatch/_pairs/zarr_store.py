@@ -43,9 +43,9 @@ class ZarrStore(AbstractStore):
     **To resume a run that was stopped or killed, call it again.** Each chunk has a
     checksum. Intact chunks are kept; chunks that are missing, or have a wrong size or
     checksum, are computed. The kernel is bit for bit that of an uninterrupted run on
-    the same machine. The group has a fingerprint of the inputs, of the arrays and the
-    program of the kernel function, of the blocks and of package versions, so that
-    different kernels are never mixed.
+    the same machine. The group stores a fingerprint of the inputs, the kernel function
+    (its arrays and its program), the blocks and the package versions, so that different
+    kernels are never mixed.
 
     Several processes can share the work: see `mesh` of
     [`eqxbatch.filter_batch_kernel`][].
@@ -63,7 +63,8 @@ class ZarrStore(AbstractStore):
 
     When used:
 
-    - `ValueError` for a folder that contains another kernel or anything else.
+    - `ValueError` for a folder that contains another kernel or anything else, and for
+        `upper_only` if the kernel is not symmetric.
     - `TypeError` for a dtype that zarr does not support, such as bfloat16.
     - `OSError` before anything is computed, if the folder cannot be written or the disk
         has too little space; or later, if the disk becomes full. Everything written

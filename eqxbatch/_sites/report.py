@@ -28,13 +28,13 @@ _CONTRACTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
-    """One leaf of a [`eqxbatch.SitesReport`][].
+    """One leaf of an [`eqxbatch.SitesReport`][].
 
     - `path`, `shape`: the path and shape of the leaf in the model.
-    - `sites`: the operations that the leaf enters; in a loop, the number of steps times
-        the name of the operation.
+    - `sites`: the operations that the leaf enters; inside a `scan`, with its length, as
+        in `scan(10) dot_general`.
     - `contraction`: how the leaf's share in per-example gradient norms is computed.
-        `"factors"`: from the operands and cotangents of the sites, without forming
+        `"factors"`: from the inputs and output cotangents of the sites, without forming
         gradients. `"gradient"`: each per-example gradient is formed from these.
         `"derivative"`: automatic differentiation forms it. `"none"`: the function does
         not use the leaf.
@@ -114,6 +114,7 @@ class SitesCheck:
     - `num_examples`: the number of examples.
     - `dtype`: `"float64"`, or the dtypes of the model.
     - `reason`: why the check did not use float64; None if it did.
+    - `max_error`: the largest of all errors.
     """
 
     leaves: tuple[LeafCheck, ...]
@@ -149,7 +150,7 @@ class SitesCheck:
 class SitesReport:
     """The result of [`eqxbatch.explain_sites`][]; prints as a table.
 
-    - `leaves`: a [`eqxbatch.LeafReport`][] for each differentiated array.
+    - `leaves`: an [`eqxbatch.LeafReport`][] for each differentiated array.
     - `method`: what `method="auto"` chooses for this function, `"sites"` or
         `"materialise"`.
     - `flops`, `bytes`: the cost for one example with sites, in addition to the forward

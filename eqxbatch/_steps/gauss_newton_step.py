@@ -361,7 +361,7 @@ def filter_gauss_newton_step(
         `weights` weight single examples, for importance sampling in a mean or for
         quadrature in a sum.
     - `solver`: `"cholesky"`; or `"eigh"`, which also handles singular matrices, and
-        uses the pseudoinverse without `damping`; or an iterative lineax solver such as
+        uses the pseudoinverse if `damping` is 0; or an iterative lineax solver such as
         `lineax.CG(rtol=1e-6, atol=0.0)`, which only needs matrix-vector products and
         never materialises the matrix.
     - `where`, `filter_spec`: which leaves of the model are parameters, as for
@@ -370,28 +370,27 @@ def filter_gauss_newton_step(
         [`eqxbatch.filter_micro_value_and_grad`][]. For several terms, a tuple with a
         prefix for the batch of each, or one prefix for all.
     - `block_size`: the number of rows and columns of the matrix that are computed at a
-        time: in examples for the kernel, in parameters for the Gauss-Newton matrix.
-        None means all of them.
-    - `microbatch_size`: the number of examples that run through the model at a time;
-        None means all of them.
+        time: in examples for the kernel, in parameters for the Gauss-Newton matrix. An
+        int, or None for all of them; a memory budget is not supported.
+    - `microbatch_size`: the number of examples that run through the model at a time: an
+        int, or None for all of them.
 
     **Returns:**
 
     A function with the arguments of `residual`. For several terms, its arguments are
-    the model and one batch for each term. With `momentum`, the previous step (None at
-    first) follows the model. The function returns the step, with the structure of the
-    model, the dtypes of the parameters, and None for everything that is not a
+    the model and one batch for each term. With `momentum`, the second argument is the
+    previous step, or None at first. The function returns the step, with the structure
+    of the model, the dtypes of the parameters, and None for everything that is not a
     parameter.
 
     The step has the sign of a gradient: it points uphill and can replace the gradient
     in an optax chain. Without optax, subtract it from the parameters.
 
-    A complex residual counts as its real and its imaginary part. Its products with real
-    parameters are therefore the real part of the complex products, as usual in
-    stochastic reconfiguration. A complex parameter counts as two real ones. Its step is
-    the direction itself, not the conjugate that JAX returns for gradients. For a
-    function that is holomorphic in all parameters, the step is the solution in complex
-    numbers.
+    A complex residual counts as two real ones. Products of its Jacobian with real
+    parameters are therefore real parts of complex products, as usual in stochastic
+    reconfiguration. A complex parameter counts as two real ones, too. Its step is the
+    direction itself, not the conjugate that JAX returns for gradients. For a function
+    that is holomorphic in all parameters, the step is the solution in complex numbers.
 
     Matrices are in at least float32, even if the model is not. In float32, `damping`
     should not be much smaller than 1e-6 times the largest eigenvalue. Inside
@@ -400,12 +399,15 @@ def filter_gauss_newton_step(
 
     **Raises:**
 
-    - `ValueError` if there are no parameters, for settings that are not listed above,
-        for negative numbers, and for settings or batches that do not match the number
-        of terms.
-    - `TypeError` for outputs, settings and solvers of other types.
-    - With `solver="cholesky"`, a matrix that is not positive definite raises an error
-        at run time.
+    - `ValueError` if there are no parameters, for outputs that are not arrays of an
+        inexact dtype, for an unknown `space`, for numbers that are negative, NaN or
+        infinite, and for settings or batches that do not match the number of terms.
+    - `TypeError` for an unknown `solver`, for a memory budget, and for settings of the
+        wrong type.
+    - `RuntimeError` at run time, for such numbers in JAX arrays, for negative weights
+        of an `accumulator` and, with `solver="cholesky"`, for a matrix that is not
+        positive definite.
+    - `ImportError` for an iterative solver if lineax is not installed.
 
     !!! example
 
