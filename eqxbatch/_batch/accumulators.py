@@ -347,10 +347,11 @@ class LogSumExp(AbstractAccumulator[_LogTotal]):
     **Arguments:**
 
     - `dtype`: the dtype to compute in. The default is float32 for bfloat16 and float16
-        results, and the dtype of the results otherwise. The output always has the dtype
-        of the results.
+        results, and the dtype of the results otherwise. Integer results need one. The
+        output has this dtype for integer results, and that of the results otherwise.
 
-    For an empty batch, the result is `-inf`. Raises `TypeError` for integer results.
+    For an empty batch, the result is `-inf`. Raises `TypeError` for integer results
+    without a `dtype`.
 
     !!! example
 
@@ -395,7 +396,8 @@ class LogSumExp(AbstractAccumulator[_LogTotal]):
         if isinstance(value, _LogTotal):
             return value
         dtype = accumulation_dtype("LogSumExp", value.dtype, self.dtype, inexact=True)
-        return _LogTotal(value.astype(dtype), value.dtype)
+        is_integer = not jnp.issubdtype(value.dtype, jnp.inexact)
+        return _LogTotal(value.astype(dtype), dtype if is_integer else value.dtype)
 
 
 def _log_sum_exp(x: Inexact[Array, "n ..."]) -> Inexact[Array, "..."]:

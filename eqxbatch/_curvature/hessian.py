@@ -188,8 +188,9 @@ def filter_hessian(
         block has columns of one leaf or of several small leaves. An
         [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None`
         computes all columns of a leaf at once.
-    - `num_blocks`: the number of blocks, as an alternative to `block_size`. If it
-        exceeds the number of columns, these are computed one at a time.
+    - `num_blocks`: an alternative to `block_size`, which becomes `n / num_blocks`,
+        rounded up. There may be more blocks than this, since a block can end with its
+        leaf.
     - `checkpoint`: whether to recompute intermediate values for each block instead of
         storing them.
     - `has_aux`: whether `fun` returns a pair `(value, aux)`.

@@ -100,6 +100,8 @@ def test_integers(dtype):
             micro(accumulator=name())(x)
     mean = micro(accumulator=Mean(dtype=jnp.float32))(x)
     assert_same(mean, jnp.mean(x.astype(jnp.float32)))
+    total = micro(accumulator=LogSumExp(dtype=jnp.float32))(x)
+    assert_same(total, jax.nn.logsumexp(x.astype(jnp.float32)))
 
 
 def test_low_precision_is_accumulated_in_float32():
