@@ -33,8 +33,8 @@ x, y = images[:NUM], labels[:NUM]
 
 
 # %% [markdown]
-# Train a small network with weight decay until its loss hardly changes. The weights of
-# the examples select which of them take part.
+# Train a small network with weight decay until its loss hardly changes. Each example
+# has a weight in the objective; a weight of zero leaves it out.
 
 
 # %%
@@ -93,9 +93,9 @@ print(f"a {question[1]} with loss {loss(model, *question):.3f}")
 # %% [markdown]
 # Compute the curvature of the training loss with EK-FAC, and use the weight decay as
 # damping. A single solve, for the gradient of the test image, serves all training
-# images. The inner products of this solution with their gradients are the derivatives
-# of their losses along it, which one `jax.jvp` computes. No gradient of a training
-# image is materialised.
+# images. The inner products of the solution with the gradients of the training images
+# are the derivatives of their losses along the solution, which one `jax.jvp` computes.
+# No gradient of a training image is materialised.
 
 # %%
 factors = eqxbatch.filter_kfac(predict, cross_entropy, in_axes=0, corrected=True)(
@@ -115,9 +115,10 @@ _, slopes = jax.jvp(losses, (parameters,), (direction,))
 influence = slopes / NUM
 
 # %% [markdown]
-# For comparison, leave out one image at a time: the 20 images with the largest
+# For comparison, leave out one image at a time: the 20 images with the largest absolute
 # influence, and 40 others. Train the network again each time, starting from the trained
-# parameters. `filter_micro_vmap` runs 20 of these trainings at a time.
+# parameters. `filter_micro_vmap` runs 20 of these trainings at a time. Training again
+# with all images gives the baseline.
 
 # %%
 ranked = jnp.argsort(-jnp.abs(influence))
