@@ -3,9 +3,9 @@
 #
 # A network that fits its training data well is often overconfident on new data. The
 # Laplace approximation averages predictions over a Gaussian that is centred at the
-# trained parameters, with the curvature of the loss as its precision ([Daxberger et al.,
-# 2021](https://arxiv.org/abs/2106.14806)). The curvature matrix of a large network does
-# not fit in memory, but its Kronecker factors do ([Ritter et al.,
+# trained parameters, with the curvature of the loss as its precision
+# ([Daxberger et al., 2021](https://arxiv.org/abs/2106.14806)). The curvature matrix of
+# a large network does not fit in memory, but its Kronecker factors do ([Ritter et al.,
 # 2018](https://openreview.net/forum?id=Skdvd2xAZ)). This example compares K-FAC with
 # the diagonal, and with the exact curvature of the last layer.
 
