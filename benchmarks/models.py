@@ -1,4 +1,4 @@
-"""Clipped gradients of models and patterns that others designed, next to optax.
+"""Clipped gradients of models and patterns that others designed, compared with optax.
 
 Models from other packages need `pip install -e ".[models]"`, and are left out if their
 package is not installed.

@@ -88,7 +88,7 @@ held_out = jax.vmap(lambda x, y: loss(model, x, y))(images[NUM:], labels[NUM:])
 is_right = jnp.argmax(jax.vmap(model)(images[NUM:]), 1) == labels[NUM:]
 number = NUM + int(jnp.argmax(jnp.where(is_right, held_out, -jnp.inf)))
 question = images[number], labels[number]
-print(f"a {question[1]} with loss {loss(model, *question):.3f}")
+print(f"test image: a {question[1]} with loss {loss(model, *question):.3f}")
 
 # %% [markdown]
 # Compute the curvature of the training loss with EK-FAC, and use the weight decay as
@@ -139,7 +139,7 @@ changes = changes - baseline
 ranks = lambda x: jnp.argsort(jnp.argsort(x))
 correlation = float(jnp.corrcoef(influence[left_out], changes)[0, 1])
 of_ranks = float(jnp.corrcoef(ranks(influence[left_out]), ranks(changes))[0, 1])
-print(f"correlation {correlation:.2f}, of ranks {of_ranks:.2f}")
+print(f"correlation {correlation:.2f}, rank correlation {of_ranks:.2f}")
 assert min(correlation, of_ranks) > 0.6
 
 # %% [markdown]
@@ -156,8 +156,8 @@ ends = [float(jnp.min(influence)), float(jnp.max(influence))]
 scatter.plot(ends, ends, ":", color="grey")
 scatter.set(
     xlabel="influence by EK-FAC",
-    ylabel="rise of the loss when left out",
-    title=f"Correlation {correlation:.2f}, of ranks {of_ranks:.2f}",
+    ylabel="change of the test loss when left out",
+    title=f"Correlation {correlation:.2f}, rank correlation {of_ranks:.2f}",
 )
 ranked = np.asarray(jnp.argsort(-influence))
 shown = (("helps", ranked[:4]), ("hurts", ranked[::-1][:4]))

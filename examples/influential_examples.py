@@ -110,8 +110,8 @@ influence = eqxbatch.EmpiricalNTK(SignedLoss(checkpoints), block_size=256, reduc
 opponents = influence(harmed, trained_on)
 print("opponents", opponents.indices.shape)
 fraction = is_wrong[opponents.indices].mean(axis=0)
-print(f"wrong labels of the first opponents: {fraction[0]:.0%}")
-print(f"wrong labels of all training images: {is_wrong.mean():.0%}")
+print(f"first opponents with a wrong label: {fraction[0]:.0%}")
+print(f"training images with a wrong label: {is_wrong.mean():.0%}")
 assert fraction.min() > 0.8
 
 # %% [markdown]

@@ -155,7 +155,7 @@ for name, (first, second) in planes.items():
 surface, width = surfaces["Largest eigenvalues"], 6 / 50
 for number, near in enumerate((surface[24:27, 25], surface[25, 24:27]), start=1):
     curvature = (near[0] - 2 * near[1] + near[2]) / width**2
-    print(f"eigenvalue {eigenvalues[-number]:.3f}, of the surface {curvature:.3f}")
+    print(f"eigenvalue {eigenvalues[-number]:.3f}, curvature {curvature:.3f}")
     np.testing.assert_allclose(curvature, eigenvalues[-number], rtol=0.1)
 
 # %%
