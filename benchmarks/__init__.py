@@ -1,1 +1,1 @@
-"""Measurements of eqxbatch beside its peers: `python -m benchmarks`."""
+"""Benchmarks of eqxbatch and its alternatives: `python -m benchmarks`."""

@@ -55,12 +55,12 @@ def main() -> int:
     parser.add_argument(
         "--no-time-bars",
         action="store_true",
-        help="for machines that are too busy to judge times: they are shown only",
+        help="show times without comparing them with targets, on a busy machine",
     )
     parser.add_argument(
         "--suite",
         choices=[suite.NAME for suite in SUITES],
-        help="run that one only",
+        help="run only this suite",
     )
     options = parser.parse_args()
     root = HERE.parent / "build" / "benchmarks" if options.quick else HERE / "results"

@@ -1,6 +1,7 @@
-"""`filter_batch_kernel` beside the kernel at once, a disk, and `neural_tangents.batch`.
+"""`filter_batch_kernel`, compared with kernels at once, a disk, and `nt.batch`.
 
-What needs a process of its own runs this file: `python -m benchmarks.batch_kernel`.
+Some measurements need a process of their own, which runs this file as a script:
+`python -m benchmarks.batch_kernel`. `nt` is `neural_tangents`.
 """
 
 import functools
@@ -53,14 +54,14 @@ def temporaries(fun: Callable, n: int) -> int:
 
 
 def runner(fun: Callable, *args: Any) -> Callable[[], float]:
-    """Runs it once more, and returns the seconds."""
+    """A function that runs the compiled `fun(*args)` and returns the seconds."""
     run = lambda: jax.block_until_ready(fun(*args))
     run()
     return lambda: timed(run)
 
 
 def on_digits(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
-    """Beside the kernel at once, for as many examples as fit."""
+    """Compared with the kernel at once, for examples whose kernel fits in memory."""
     x = jnp.asarray(load_digits().data / 16, jnp.float32)
     x = x[:300] if quick else x
     size = 64 if quick else 512
@@ -70,7 +71,7 @@ def on_digits(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
     for name, kernel in (("RBF kernel", rbf), ("NTK of an MLP", ntk)):
         dense = eqx.filter_jit(kernel)
         batch = functools.partial(filter_batch_kernel, kernel, block_size=size)
-        # The estimator says itself that it is symmetric.
+        # The estimator itself declares that it is symmetric.
         blocked = {OURS: batch(symmetric=True if kernel is rbf else None)}
         blocked["every block"] = batch(symmetric=False)
         ways = {DENSE: dense, **blocked}
@@ -84,7 +85,7 @@ def on_digits(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
             title = ""
         figures[name] = {"seconds": seconds, "ratios": found, "temporaries": flat}
         figures[name]["temporaries_at_once"] = whole
-        # What is kept of the examples of a model grows as their number does.
+        # The kept factors of the examples grow with their number.
         growth = 1.3 if kernel is rbf else 4.0
         bars += [
             Bar(f"{name}: time, of all at once", 1 / found[DENSE], 1.05, is_time=True),
@@ -94,7 +95,7 @@ def on_digits(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
 
 
 def beside_estimators(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
-    """An estimator as the kernel function, beside its own blocks."""
+    """An estimator as the kernel function, compared with its own `block_size`."""
     mlp = eqx.nn.MLP(64, 10, 128, 2, key=jr.key(0))
     images = jr.normal(jr.key(1), (32 if quick else 256, 3, 16, 16))
     jobs = {
@@ -121,7 +122,7 @@ def beside_estimators(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]
 
 
 def beside_peer() -> tuple[list[str], list[Bar], dict[str, Any]]:
-    """Beside `nt.batch`, of an analytic kernel, in numbers that it can divide."""
+    """Compared with `nt.batch` of an analytic kernel; the block size must divide."""
     n, size, depth = 1792, 256, 3
     x = jr.normal(jr.key(0), (n, 64))
     kernel = lambda x1, x2=None: arc_cosine(x1, x2, depth)
@@ -151,7 +152,7 @@ def in_own_process(
     module: str = "benchmarks.batch_kernel",
     environment: dict[str, str] | None = None,
 ) -> Any:
-    """What a file prints, run as a script."""
+    """The JSON that a module prints last when it runs as a script."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, "-m", module, what, *map(str, args)],
@@ -167,9 +168,10 @@ def in_own_process(
 
 
 def peak_resident() -> int:
-    """The most memory that this process had, in bytes.
+    """The peak resident memory of this process, in bytes.
 
-    `resource.getrusage` counts what the parent had when it started this one.
+    `resource.getrusage` includes the memory that the parent had when it started this
+    process.
     """
     status = pathlib.Path("/proc/self/status").read_text()
     (line,) = [x for x in status.splitlines() if x.startswith("VmHWM:")]
@@ -177,7 +179,7 @@ def peak_resident() -> int:
 
 
 def to_disk(n: int, size: int) -> dict[str, float]:
-    """A kernel on disk, and the same bytes without one; both until they are there."""
+    """A kernel on disk, and as many bytes without a kernel, until both are synced."""
     x = np.random.default_rng(0).standard_normal((n, 64)).astype(np.float32) / 8
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder)
@@ -202,7 +204,7 @@ def to_disk(n: int, size: int) -> dict[str, float]:
 
 
 def scaling(n: int, size: int) -> dict[str, float]:
-    """One device beside two, of a machine with two cores."""
+    """The time on one device divided by that on two, on a machine with two cores."""
     x = jr.normal(jr.key(0), (n, 64))
     model = eqx.nn.MLP(64, 10, 128, 3, key=jr.key(0))
     found = {}

@@ -1,7 +1,7 @@
-"""The ten rows that benchmarks begin with in the docs, and their chart.
+"""The summary of the benchmarks in the docs: a table of ten rows, and its chart.
 
-`python -m benchmarks` writes both at its end; `python -m benchmarks.chart` writes them
-anew from the results that are there.
+`python -m benchmarks` writes both at the end; `python -m benchmarks.chart` writes them
+again, from the existing results.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ COLOURS = ("#3b6fb6", "#e39a26")
 
 @dataclasses.dataclass(frozen=True)
 class Pick:
-    """A job of a suite that the summary shows, beside the fastest alternative.
+    """A job of a suite that the summary compares with the fastest alternative.
 
-    - `task`: what the summary calls it.
-    - `suite`, `job`: where its figures are.
-    - `of`: the library whose ways are compared, where their names do not say it.
-    - `ways`: how the names of the alternatives among them begin; by default, these are
-        all whose memory is bounded.
+    - `task`: its name in the summary.
+    - `suite`, `job`: the suite and the title of the job.
+    - `of`: the library of the alternatives, if their names do not include it.
+    - `ways`: prefixes of the names of alternatives; by default, all ways whose memory
+        is bounded.
     """
 
     task: str
@@ -36,7 +36,7 @@ class Pick:
     ways: tuple[str, ...] = ()
 
 
-# Where the page has the whole table of a suite.
+# The section of the page with the whole table of a suite.
 SECTIONS = {
     "micro_vmap": "filter_micro_vmap-and-filter_microbatch",
     "micro_grad": "filter_micro_grad",
@@ -144,7 +144,7 @@ def is_alternative(row: dict[str, Any]) -> bool:
 
 
 def summary(results: dict[str, dict[str, Any]]) -> str:
-    """The table, and what it was measured on."""
+    """The table, and the machines that it was measured on."""
     text = [
         "| task | time | temporary memory | fastest alternative | suite |",
         "|---|---:|---:|---|---|",
@@ -174,15 +174,15 @@ def measured_on(results: dict[str, dict[str, Any]]) -> str:
 
 
 def plot(shown: list[Line], path: pathlib.Path) -> None:
-    """Bars of the ratios, on a logarithmic axis on which 1 is as good as eqxbatch."""
-    # The tests read the summary alone, and do not have it.
+    """Bars of the ratios, on a logarithmic axis; 1 is as good as eqxbatch."""
+    # Tests use the summary without matplotlib.
     import matplotlib
     import matplotlib.pyplot as plt
 
     matplotlib.use("agg")
-    # The same figures make the same file.
+    # Equal figures give an identical file.
     matplotlib.rcParams["svg.hashsalt"] = path.stem
-    # Narrow, with names above the bars: to be read on a phone, too.
+    # Narrow, with names above the bars, so that it can be read on a phone.
     figure, axis = plt.subplots(figsize=(5, 7.2), layout="constrained")
     for i, line in enumerate(reversed(shown)):
         ratios = (line.time,) if line.memory is None else (line.time, line.memory)

@@ -2,9 +2,9 @@
 
 NNGP and NTK of random networks with two hidden layers are compared with those of
 infinitely wide ones, which are known in closed form for ReLU (Cho and Saul, 2009) and
-erf (Williams, 1997). The error falls with the number of samples down to a bias, and
-that falls with the width. Writes a table and a plot for the docs; `--quick` writes
-those of a smaller run below `build/`.
+erf (Williams, 1997). The error falls with the number of samples until a bias remains,
+which falls with the width. Writes a table and a plot for the docs; `--quick` writes
+those of a smaller run to `build/`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ KEY = jr.key(0)
 HIDDEN, OUTPUTS = 2, 10
 BIAS_STD = 0.1
 KINDS = ("NNGP", "NTK")
-# What slopes may be off by, as they are fitted to few noisy points.
+# The tolerance of slopes, which are fitted to few noisy points.
 OFF = 0.15
 
 
@@ -54,11 +54,11 @@ def erf_means(k11: Any, k12: Any, k22: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Random networks, and what they tend to.
+    """Random networks and their limit of infinite width.
 
     - `means`: E[f(u) f(v)] and E[f'(u) f'(v)] for normal `u` and `v` with a covariance.
-    - `weight_std`: with the second one, erf is far from linear, or there would be
-        little bias to see.
+    - `weight_std`: large for erf, so that it is far from linear; otherwise the bias
+        would be too small to see.
     """
 
     name: str
@@ -98,7 +98,7 @@ NETWORKS = (
 
 
 def half_circle(num: int) -> np.ndarray:
-    """Inputs of mean square 1, at all angles to each other."""
+    """Inputs of mean square 1 on a half circle."""
     angles = np.linspace(0, np.pi, num)
     points = 2**0.5 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
     return points.astype(np.float32)
@@ -111,7 +111,7 @@ def norm(x: Any) -> float:
 def by_samples(
     network: Network, x: np.ndarray, counts: tuple[int, ...], width: int, repeats: int
 ) -> dict[str, Any]:
-    """Relative errors, and what standard errors say of them, for numbers of samples.
+    """Relative errors, and relative standard errors, for several numbers of samples.
 
     They are root mean squares over runs with different keys.
     """
@@ -143,10 +143,10 @@ def by_samples(
 def by_width(
     network: Network, x: np.ndarray, widths: tuple[int, ...], per_width: int
 ) -> dict[str, Any]:
-    """Relative errors of NTKs of so many samples that they are bias for the most part.
+    """Relative errors of NTKs for several widths, with enough samples to see the bias.
 
-    Both the bias and what one sample is off by fall with the width, the former faster:
-    samples are as many as `per_width` times the width.
+    With the width, the bias falls faster than the error of one sample. So the number of
+    samples is `per_width` times the width.
     """
     _, limit = network.limits(x)
     errors, expected, counts = [], [], []
@@ -178,7 +178,7 @@ def slope(x: Sequence, y: Sequence) -> float:
 
 def plot(found: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
     matplotlib.use("agg")
-    # The same figures make the same file.
+    # Equal figures give an identical file.
     matplotlib.rcParams["svg.hashsalt"] = path.stem
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
     colours = {"ReLU": "tab:blue", "erf": "tab:orange"}

@@ -1,6 +1,6 @@
-"""The constants that costs are reckoned with, measured on this machine.
+"""The constants of the cost model, measured on this machine.
 
-`eqxbatch/_sites/cost.py` has them, rounded: what is cheaper is chosen by them.
+`eqxbatch/_sites/cost.py` has them, rounded, and chooses the cheaper method with them.
 """
 
 import statistics
@@ -29,13 +29,13 @@ def seconds(fun: Callable, *args: Any, rounds: int) -> float:
 
 
 def flops_per_second(rounds: int) -> dict[str, float]:
-    """Of contractions as they are made of factors: of some examples at a time."""
+    """The rates of contractions of factors of some examples, in FLOPs per second."""
     found = {}
     for width in (64, 256):
         a, d = (jr.normal(jr.key(i), (256, width)) for i in range(2))
-        # Gram matrices, multiplied: what a dense layer gives to a kernel.
+        # Gram matrices, multiplied, as for a dense layer in a kernel.
         gram = lambda a, d: jnp.sum((a @ a.T) * (d @ d.T), axis=1)
-        # The sum of all examples' gradients.
+        # The sum of the gradients of all examples.
         weighted = lambda a, d: a.T @ d
         flops = 2 * 2 * 256 * 256 * width
         found[f"Gram matrices of {width}"] = flops / seconds(gram, a, d, rounds=rounds)
@@ -46,13 +46,13 @@ def flops_per_second(rounds: int) -> dict[str, float]:
 
 
 def bytes_per_second(rounds: int) -> float:
-    """Of gradients of examples, each read and written once."""
+    """The rate of reading and writing per-example gradients, in bytes per second."""
     x = jr.normal(jr.key(0), (256, 128, 512))
     return 2 * 4 * x.size / seconds(lambda x: 2 * x, x, rounds=rounds)
 
 
 def grouped_convolution(rounds: int) -> float:
-    """Gradients of examples in a convolution's weight, of a matrix product's time."""
+    """The time of per-example gradients of a convolution, over matrix products'."""
     x = jr.normal(jr.key(0), (32, 16, 16, 16))
     w = jr.normal(jr.key(1), (16, 16, 3, 3))
     d = jr.normal(jr.key(2), (32, 16, 16, 16))

@@ -1,4 +1,4 @@
-"""`filter_jacobian`, `filter_hessian` and its diagonal beside their peers."""
+"""`filter_jacobian`, `filter_hessian` and its diagonal, compared with their peers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,18 +22,18 @@ from .kernels import ratios, timed
 
 NAME = "curvature"
 KEY = jr.key(0)
-# Counters of loops, and what they are aligned to.
+# Temporaries may be this much larger, for loop counters and their alignment.
 SLACK = 1.001
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A function to differentiate in the arrays of `point`.
+    """A function to differentiate with respect to the arrays of `point`.
 
-    - `fun`: what users write, a function of `point` and of `data`: if `is_network`,
-        the loss of one example of these.
-    - `size`: how many columns are computed at a time, where not all are.
-    - `calls`: has an entry for each time that Python ran `fun`.
+    - `fun`: a function of `point` and `data`, as a user writes it; if `is_network`, the
+        loss of one example of `data`.
+    - `size`: the number of columns that are computed at a time in blocks.
+    - `calls`: a list with one entry for each time that Python ran `fun`.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def best_time(self) -> float:
-        """What to hold our time to, as a part of the best peer's."""
+        """The upper limit for the time of eqxbatch, divided by the best peer's."""
         return 1 / 3 if self.is_network else 1.03
 
     def whole(self, arrays: Any) -> Any:
@@ -60,14 +60,14 @@ class Job:
         return eqx.combine(arrays, rest)
 
     def total(self, arrays: Any, *data: Any) -> jax.Array:
-        """What peers differentiate: the mean over all examples."""
+        """The function that peers differentiate: the mean over all examples."""
         point = self.whole(arrays)
         if not self.is_network:
             return self.fun(point, *data)
         return jnp.mean(jax.vmap(lambda *row: self.fun(point, *row))(*data))
 
     def flat(self, arrays: Any, *data: Any) -> tuple[Callable, jax.Array]:
-        """The same as a function of one vector."""
+        """The same function, of one vector."""
         vector, unravel = ravel_pytree(arrays)
         return (lambda vector: self.total(unravel(vector), *data)), vector
 
@@ -104,7 +104,7 @@ def cross_entropy(model, x, label):
 
 
 def chain(x):
-    """Neighbours in a curved valley, and all variables together."""
+    """Rosenbrock-like terms of neighbours, and a term of all variables."""
     valley = 100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2
     return jnp.sum(valley) + jax.nn.logsumexp(x)
 
@@ -193,7 +193,7 @@ def num_blocks(job: Job, size: int | None) -> int:
 
 
 def hessians(job: Job, size: int | None) -> dict[str, Callable]:
-    """All ways to a Hessian, as `way(arrays, *data)`."""
+    """All ways to compute a Hessian, as `way(arrays, *data)`."""
 
     def ours(arrays, *data):
         hessian = filter_hessian(
@@ -225,9 +225,10 @@ def hessians(job: Job, size: int | None) -> dict[str, Callable]:
 
 
 def jacobians(job: Job, size: int | None) -> dict[str, Callable]:
-    """All ways to a Jacobian, as `way(arrays, *data)`.
+    """All ways to compute a Jacobian, as `way(arrays, *data)`.
 
-    All at once, as PyTrees; in blocks, as matrices, which is what zodiax has.
+    At once, Jacobians are PyTrees; in blocks, they are matrices, because zodiax returns
+    matrices.
     """
 
     def ours(arrays, *data):
@@ -255,7 +256,7 @@ def jacobians(job: Job, size: int | None) -> dict[str, Callable]:
 
 
 def laplacians(job: Job) -> dict[str, Callable]:
-    """All ways to the sum of the diagonal of a Hessian, as `way(x)`."""
+    """All ways to compute the sum of the diagonal of a Hessian, as `way(x)`."""
 
     def ours(x):
         return jnp.sum(filter_hessian_diagonal(job.fun, block_size=job.size)(x))
@@ -272,7 +273,7 @@ def laplacians(job: Job) -> dict[str, Callable]:
 
 
 def cases(job: Job) -> list[Case]:
-    """The compiled forms of a job: all at once, and in blocks."""
+    """The compiled cases of a job: all at once, and in blocks."""
     ways = jacobians if job.name == "spectrum" else hessians
     missing = {"folx": "sum of the diagonal only"}
     if ways is jacobians:
@@ -290,9 +291,9 @@ def cases(job: Job) -> list[Case]:
             ways(job, size),
             job.args,
             missing={} if size else missing,
-            # JAX fuses the whole chain into one loop that needs nothing, and whose
-            # result is not quite symmetric. To make it so takes a piece of 256 x 256,
-            # which is shown, but is no part of what grows.
+            # JAX fuses the whole chain into one loop without temporaries, whose result
+            # is not exactly symmetric. eqxbatch makes it symmetric, which takes a piece
+            # of 256 x 256. This is shown, but it does not grow with the Hessian.
             best_memory=None if job.name == "chain" and size is None else SLACK,
             best_time=job.best_time,
         )
@@ -305,8 +306,8 @@ def cases(job: Job) -> list[Case]:
                 laplacians(job),
                 job.args,
                 missing={"zodiax, adv_jax_math": "whole Hessians only"},
-                # What folx makes of being told that most intermediate values depend on
-                # few variables is another method, which is only shown.
+                # The sparse mode of folx uses that most intermediate values depend on
+                # few variables. This is another method, which is only shown.
                 best_memory=None,
                 best_time=None,
                 limits={"folx": 1.03, "trace of jax.hessian": 1.03},
@@ -316,7 +317,7 @@ def cases(job: Job) -> list[Case]:
 
 
 def eager_ways(job: Job) -> dict[str, Callable]:
-    """All ways as users call them, without `jax.jit`."""
+    """All ways as users call them, outside of `jax.jit`."""
     ways = jacobians if job.name == "spectrum" else hessians
     zodiax = f"zodiax {'jacobian' if ways is jacobians else 'hessian'}"
     blocked = ways(job, job.size)[zodiax]
@@ -324,7 +325,7 @@ def eager_ways(job: Job) -> dict[str, Callable]:
 
 
 def measure_eager(job: Job, quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
-    """Calls again what was called before: the time, and how often `fun` is traced.
+    """Repeats calls, and measures their time and how often `fun` is traced.
 
     The results are compared with those of JAX, too.
     """
@@ -369,10 +370,10 @@ def relative_error(found: Any, expected: Any) -> float:
 
 
 def exactness_bars(quick: bool) -> list[Bar]:
-    """Small jobs in blocks, in float64, beside JAX's own."""
+    """Small jobs in blocks, compared with JAX in float64."""
     small = [*mlp_jobs(True), chain_job(True), spectrum_job(True)]
     if not quick:
-        # It takes long to compile.
+        # This takes long to compile.
         small.append(cnn_job(True))
     bars = []
     with jax.enable_x64(True):
@@ -399,7 +400,7 @@ def exactness_bars(quick: bool) -> list[Bar]:
 
 
 def flat_bars() -> list[Bar]:
-    """More blocks of a Jacobian do not take more temporaries."""
+    """Temporaries do not grow with the number of blocks of a Jacobian."""
     job = spectrum_job(False)
 
     def temporaries(size: int) -> int:
@@ -419,7 +420,7 @@ def flat_bars() -> list[Bar]:
 
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
-    """The figures as JSON, the table of the docs, and the bars."""
+    """The figures as JSON, the tables for the docs, and the bars."""
     bars = [*exactness_bars(quick), *flat_bars()]
     measured: list[tuple[Case, list[Row]]] = []
     lines = [

@@ -1,7 +1,7 @@
-"""First calls: what tracing and compiling take, beside a user's own way.
+"""First calls: the time to trace and compile, compared with a way without eqxbatch.
 
-Caches are cleared before each first call, and functions are made anew for it. Ours and
-the other way take turns in one process; a ratio is the median over rounds.
+Caches are cleared and functions are created before each first call. Both ways take
+turns in one process; a ratio is the median over rounds.
 """
 
 import os
@@ -37,7 +37,7 @@ from .harness import Bar
 NAME = "first_call"
 ROOT = pathlib.Path(__file__).parent.parent
 KEY = jr.key(0)
-# What an import may take more than `import equinox`, in seconds.
+# The seconds that an import may take in addition to `import equinox`.
 IMPORT = 0.4
 
 
@@ -66,7 +66,7 @@ def measure(job: Job, rounds: int) -> dict[str, float]:
 
 
 def import_seconds(rounds: int) -> dict[str, float]:
-    """What an import takes in a fresh process, with byte code there already."""
+    """The seconds of an import in a fresh process, with cached byte code."""
     times: dict[str, list[float]] = {"equinox": [], "eqxbatch": []}
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
@@ -86,12 +86,12 @@ def import_seconds(rounds: int) -> dict[str, float]:
                     check=True,
                 )
                 found.append(float(done.stdout))
-    # The first one wrote the byte code.
+    # The first import wrote the byte code.
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
 def second_calls() -> dict[str, tuple[Callable, tuple]]:
-    """Functions with next to nothing to compute."""
+    """Functions with almost nothing to compute."""
     model = eqx.nn.MLP(2, "scalar", 2, 1, key=KEY)
     x, y = jnp.ones((4, 2)), jnp.ones(4)
     return {
@@ -110,7 +110,7 @@ def second_calls() -> dict[str, tuple[Callable, tuple]]:
 
 
 def overhead(fun: Callable, args: tuple, rounds: int) -> dict[str, float]:
-    """Seconds of a call, eager and as the same program within `eqx.filter_jit`."""
+    """The seconds of a call outside of `jax.jit`, and inside of `eqx.filter_jit`."""
     compiled = eqx.filter_jit(lambda *args: fun(*args))
     times: dict[Callable, list[float]] = {fun: [], compiled: []}
     for i in range(rounds):
@@ -125,7 +125,7 @@ def overhead(fun: Callable, args: tuple, rounds: int) -> dict[str, float]:
 
 def plot(found: dict[int, dict[str, float]], path: pathlib.Path) -> None:
     matplotlib.use("agg")
-    # The same figures make the same file.
+    # Equal figures give an identical file.
     matplotlib.rcParams["svg.hashsalt"] = path.stem
     figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
     for name, key, marker in (
@@ -145,14 +145,14 @@ def plot(found: dict[int, dict[str, float]], path: pathlib.Path) -> None:
 
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
-    """The figures as JSON, the tables of the docs, and the bars."""
+    """The figures as JSON, the tables for the docs, and the bars."""
     rounds = 1 if quick else 3
     bars, depths, figures = [], {}, {}
     lines = [
         "| first call | alternative | seconds | ratio | target |",
         "|---|---|---:|---:|---:|",
     ]
-    # What JAX does once in a process.
+    # These are not measured, because they include what JAX does once in a process.
     for make in (our_hessian, hessian_of_jax):
         first_call(lambda make=make: make(1))
     for job in jobs():

@@ -1,4 +1,4 @@
-"""First calls, ours and a user's own, for `benchmarks.first_call`."""
+"""First calls of eqxbatch and of alternatives, for `benchmarks.first_call`."""
 
 import dataclasses
 import functools
@@ -26,15 +26,15 @@ KEY = jr.key(0)
 DEPTHS = (2, 4, 8, 16, 32)
 
 
-# A function and what to call it with, both made anew.
+# A function and its arguments, both created for each first call.
 Call = tuple[Callable, tuple]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A first call of ours, and one of `way`, which it is held to `limit` times.
+    """A first call of eqxbatch, which should take at most `limit` times that of `way`.
 
-    - `depth`: of the network, where growth with depth is shown.
+    - `depth`: the depth of the network, if the growth with the depth is shown.
     - `is_quick`: whether it compiles fast enough for quick runs.
     """
 
@@ -60,7 +60,7 @@ def network(depth: int, num: int = 64) -> tuple[Any, tuple]:
 
 
 def mean_loss(model: Any, loss: Callable, *data: Any) -> tuple[Callable, Any]:
-    """What users differentiate without us, and where."""
+    """The mean loss that users differentiate without eqxbatch, and the parameters."""
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
 
     def total(arrays):
@@ -120,7 +120,7 @@ class Wave(eqx.Module):
 
 
 class MaskedLayer(eqx.Module):
-    """Shift and logarithm of the scale of each variable, from those before it."""
+    """The shift and log-scale of each variable, from the variables before it."""
 
     first: eqx.nn.Linear
     second: eqx.nn.Linear
@@ -177,7 +177,7 @@ def our_ggn(make: Callable) -> Call:
 
 
 def dense_ggn(make: Callable) -> Call:
-    """J^T H J of all examples, from dense Jacobians and Hessians."""
+    """The mean of J^T H J over all examples, from dense Jacobians and Hessians."""
     model, data, loss = make()
 
     def run(model, xs):
@@ -376,7 +376,7 @@ def jobs() -> list[Job]:
             "the size given",
             2.5,
             part(budgeted, MemoryBudget("300MB")),
-            # About what the budget chooses, and a remainder as well.
+            # About the size that the budget chooses, which also leaves a remainder.
             part(budgeted, 109),
             is_quick=False,
         )

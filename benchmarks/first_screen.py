@@ -1,7 +1,7 @@
-"""The picture on the first screen: one training step, with and without eqxbatch.
+"""The picture in the README and on the home page: a step with and without eqxbatch.
 
-A step is loss, gradient and update of `optax.adam`, for a transformer. The peak
-temporary memory is what XLA reports of the compiled step.
+A training step is the loss, gradient and update of `optax.adam`, for a transformer. XLA
+reports the peak temporary memory of the compiled step.
 """
 
 import functools
@@ -32,7 +32,7 @@ def loss(model, tokens, label):
 
 
 def steps(static: Any, size: int, *, clips: bool) -> dict[str, Callable]:
-    """Two ways to a training step, as `step(arrays, state, tokens, labels)`."""
+    """Two ways to compute a training step, `step(arrays, state, tokens, labels)`."""
 
     def step(value_and_grad, arrays, state, tokens, labels):
         value, grads = value_and_grad(eqx.combine(arrays, static), tokens, labels)
@@ -85,13 +85,13 @@ def cases(quick: bool) -> list[Case]:
 
 
 def agreement_bars(case: Case) -> list[Bar]:
-    """Values and updated parameters are those of the other way."""
+    """Both ways have the same values and updated parameters."""
     ours, theirs = (jax.jit(way)(*case.args) for way in case.ways.values())
     off = jax.tree.map(jnp.subtract, ours[0], theirs[0])
     error = float(jnp.sqrt(sum(jnp.mean(x**2) for x in jax.tree.leaves(off))))
     value = float(jnp.abs(ours[2] - theirs[2]) / theirs[2])
     return [
-        # Adam's first step is the sign of a gradient, of 1e-3.
+        # Adam's first step changes each entry by about 1e-3, up or down.
         Bar(f"{case.name}: root mean square of updates that differ", error, 1e-4),
         Bar(f"{case.name}: relative difference of values", value, 1e-5),
     ]
@@ -125,7 +125,7 @@ def plot(measured: list[tuple[Case, list[Row]]], path: pathlib.Path) -> None:
 
 
 def sentence(measured: list[tuple[Case, list[Row]]], machine: dict[str, Any]) -> str:
-    """The numbers of the first screen, which README and home page have."""
+    """The sentence below the picture."""
     plain, clipped = (
         next(row for row in rows if row.way != OURS) for _, rows in measured
     )
@@ -139,7 +139,7 @@ def sentence(measured: list[tuple[Case, list[Row]]], machine: dict[str, Any]) ->
 
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
-    """The figures as JSON, the table of the docs, and the bars."""
+    """The figures as JSON, the table for the docs, and the bars."""
     bars, measured = [], []
     for case in cases(quick):
         rows = measure(case, rounds=2 if quick else 9)

@@ -1,4 +1,4 @@
-"""`filter_grid_vmap` beside nested `jax.vmap`s, and `jax.lax.map`s around them."""
+"""`filter_grid_vmap`, compared with nested `jax.vmap`s and `jax.lax.map`s."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ LOOP = "jax.lax.map of jax.vmap"
 
 
 def nested(fun: Any, *axes: Any) -> Any:
-    """`jax.vmap` over each of these, the first of them outermost."""
+    """Nested `jax.vmap`s with these `in_axes`, the first ones outermost."""
     for in_axes in reversed(axes):
         fun = jax.vmap(fun, in_axes)
     return fun
 
 
 def cells(size: int) -> Case:
-    """The 50 x 50 grid of the docs, only larger."""
+    """The 50 x 50 grid of the docs, but larger."""
     x, y = jr.normal(KEY, (2, size))
     fun = lambda x, y: jnp.sin(x) * y
     ours = filter_grid_vmap(fun, in_axes=(grid("i"), grid("j")))
@@ -35,13 +35,13 @@ def cells(size: int) -> Case:
         ways={OURS: ours, NESTED: nested(fun, (0, None), (None, 0))},
         args=(x, y),
         unbounded=(),
-        # Neither needs any.
+        # Neither way needs temporaries.
         best_memory=None,
     )
 
 
 def ensemble(models: int, inputs: int, block: int | None) -> Case:
-    """Members of an ensemble by inputs."""
+    """A grid of the members of an ensemble and of inputs."""
     make = lambda key: eqx.nn.MLP(64, 10, 256, 2, key=key)
     members = eqx.filter_vmap(make)(jr.split(KEY, models))
     arrays, static = eqx.partition(members, eqx.is_array)
@@ -75,7 +75,7 @@ def ensemble(models: int, inputs: int, block: int | None) -> Case:
 
 
 def landscape(points: int, inputs: int) -> Case:
-    """The mean loss over inputs, for a plane of parameters."""
+    """The mean loss over inputs, for a plane in the space of parameters."""
     mlp = eqx.nn.MLP(64, 10, 128, 2, key=KEY)
     arrays, static = eqx.partition(mlp, eqx.is_array)
     x = jr.normal(KEY, (inputs, 64))
@@ -125,7 +125,7 @@ def flat_bars() -> list[Bar]:
 
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
-    """The figures as JSON, the table of the docs, and the bars."""
+    """The figures as JSON, the table for the docs, and the bars."""
     cases = [
         cells(200 if quick else 2_000),
         ensemble(2 if quick else 8, 256 if quick else 4_096, None),

@@ -1,4 +1,4 @@
-"""How things are measured here: compiled once, run in turn, medians of ratios."""
+"""Measurements: programs are compiled once and take turns; ratios are medians."""
 
 import dataclasses
 import json
@@ -23,13 +23,13 @@ PEERS = ("adv-jax-math", "jax-privacy", "zodiax", "folx")
 class Case:
     """A job, and several ways to do it.
 
-    - `ways`: what is run, by name; `eqxbatch` is one of them. Each takes `args`.
-    - `unbounded`: the ways whose memory is not meant to be bounded. They are shown,
-        but are no peers to hold the bars against.
+    - `ways`: functions of `args`, by name; `eqxbatch` is one of them.
+    - `unbounded`: the ways whose memory is not meant to be bounded. They are shown, but
+        bars do not compare with them.
     - `missing`: the peers that cannot do the job, and why.
-    - `best_memory`, `best_time`: what to hold temporaries and time to, as a part of the
-        best peer's; None for no bar.
-    - `limits`: what to hold the time to, as a part of that of single ways.
+    - `best_memory`, `best_time`: upper limits for temporaries and time, divided by
+        those of the best peer; None for no bar.
+    - `limits`: upper limits for the time, divided by that of single ways.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """Something that must hold: `value <= limit`."""
+    """A target: `value <= limit`."""
 
     name: str
     value: float
@@ -59,7 +59,7 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was measured of one way to do a job."""
+    """The measurements of one way to do a job."""
 
     way: str
     seconds: float
@@ -82,11 +82,11 @@ def measure(
 ) -> list[Row]:
     """Compiles all ways of a case, unless they are given, and runs them in turn.
 
-    The ratio of two times is the median over rounds of their ratio in one round, in
-    which the machine was about equally busy for both. Where that misses a bar, as many
-    rounds again are added, twice at the most: some peers compile to the very same
-    program, and the ratio of its times to themselves strays by some percent. What takes
-    20 times as long as eqxbatch does is run in the first two rounds only.
+    A ratio of times is the median of the ratios of all rounds, because the machine is
+    about equally busy for both within a round. If this misses a bar, as many rounds
+    are added, at most twice: some peers compile to the same program as eqxbatch, and
+    such ratios vary by a few percent. A way that takes more than 20 times as long as
+    eqxbatch runs in the first two rounds only.
     """
     compiled = compiled or compile_ways(case)
     for program in compiled.values():
@@ -101,7 +101,7 @@ def measure(
     rows: list[Row] = []
     for _ in range(3):
         for _ in range(rounds):
-            # Each starts from the caches that some other one left.
+            # Each one finds the caches as another one left them.
             shuffle(order)
             for name in order:
                 if len(times[name]) >= 2 and is_slow(times[name], times[OURS]):
@@ -139,7 +139,7 @@ def summarise(
 
 
 def bars_of(case: Case, rows: list[Row]) -> list[Bar]:
-    """What a case is held to."""
+    """The bars of a case."""
     peers = [row for row in rows if row.way != OURS and not row.is_unbounded]
     bars = []
     if case.best_memory is not None:
@@ -159,7 +159,7 @@ def bars_of(case: Case, rows: list[Row]) -> list[Bar]:
 
 
 def table(cases: list[tuple[Case, list[Row]]]) -> str:
-    """The table of the docs: all figures are ratios within one run."""
+    """The table for the docs: all figures are ratios within one run."""
     lines = [
         "| job | way | time ÷ eqxbatch's | temporaries ÷ eqxbatch's |",
         "|---|---|---:|---:|",
@@ -181,7 +181,7 @@ def table(cases: list[tuple[Case, list[Row]]]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and the versions of the measurements."""
     model = platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -218,7 +218,7 @@ def write(folder: pathlib.Path, name: str, results: dict[str, Any], text: str) -
 def results(
     measured: list[tuple[Case, list[Row]]], bars: list[Bar], more: str = ""
 ) -> tuple[dict[str, Any], str]:
-    """The figures as JSON, and the table of the docs, with `more` below it."""
+    """The figures as JSON, and the table for the docs, with `more` below it."""
     where = machine()
     figures = {
         "machine": where,

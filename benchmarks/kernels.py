@@ -1,7 +1,7 @@
-"""`EmpiricalNTK` beside the three implementations of `neural_tangents`.
+"""`EmpiricalNTK`, compared with the three implementations of `neural_tangents`.
 
-That needs an old JAX, so it runs in a process of its own (`neural_tangents/peer.py`),
-which is asked for one run at a time, in turn with ours.
+`neural_tangents` needs an old JAX, so it runs in its own process
+(`neural_tangents/peer.py`), which runs on request, in turn with eqxbatch.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ STRUCTURED = "structured derivatives"
 class Job:
     """A kernel of some examples with themselves.
 
-    - `spec`: the model and the number of examples, as both processes know them.
+    - `spec`: the model and the number of examples, for both processes.
     - `block`: the block size; None for all at once.
-    - `without`: what takes too much memory or time for the peer.
-    - `limit`: what to hold our time to, as a part of the best peer's.
+    - `without`: the ways of the peer that take too much memory or time.
+    - `limit`: the upper limit for the time of eqxbatch, divided by the best peer's.
     - `limits`: the same for single ways.
     """
 
@@ -192,7 +192,7 @@ def build(spec: dict[str, Any]) -> tuple[Callable, jax.Array]:
 
 
 def compiled(fun: Callable, model: Any, x: jax.Array) -> tuple[Callable, float]:
-    """A compiled `fun(model, x)` to run, and its FLOPs."""
+    """A function that runs the compiled `fun(model, x)`, and its FLOPs."""
     arrays, static = eqx.partition(model, eqx.is_array)
     run = lambda arrays, x: fun(eqx.combine(arrays, static), x)
     program = jax.jit(run).lower(arrays, x).compile()
@@ -248,7 +248,7 @@ def timed(program: Callable) -> float:
 def ratios(
     programs: dict[str, Callable[[], float]], rounds: int
 ) -> tuple[dict[str, float], float]:
-    """How many times as long as ours each takes, and our seconds."""
+    """The time of each way divided by that of eqxbatch, and the latter in seconds."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     order = list(programs)
     shuffle = random.Random(0).shuffle
@@ -270,7 +270,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
 
 
 def run_quickly() -> tuple[dict[str, Any], str, list[Bar]]:
-    """Beside JAX's own Jacobian contraction, for which no other JAX is needed."""
+    """Compared with Jacobian contraction by eqxbatch, which needs no other JAX."""
     lines = ["| job | time ÷ eqxbatch's | FLOPs ÷ eqxbatch's |", "|---|---:|---:|"]
     bars = []
     for job in (

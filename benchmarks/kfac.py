@@ -1,8 +1,8 @@
-"""Kronecker factors and Gauss-Newton diagonals, beside gradients and kfac-jax.
+"""Kronecker factors and Gauss-Newton diagonals; also gradients and kfac-jax.
 
-kfac-jax 0.0.8 does not run with JAX 0.10. The figures of the docs were made with
-`pip install -e ".[benchmarks]" kfac-jax==0.0.8 jax==0.7.2 jaxlib==0.7.2`; where it is
-not installed, its rows are left out.
+kfac-jax 0.0.8 does not run with JAX 0.10. The figures in the docs were measured with
+`pip install -e ".[benchmarks]" kfac-jax==0.0.8 jax==0.7.2 jaxlib==0.7.2`. Without
+kfac-jax, its rows are left out.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def cross_entropy(logits, x, label):
 
 
 class Convolutional(eqx.Module):
-    """Three convolutions, and a layer after the mean over positions."""
+    """Three convolutions, the mean over positions, and a linear layer."""
 
     convolutions: list[eqx.nn.Conv2d]
     last: eqx.nn.Linear
@@ -99,7 +99,7 @@ class Transformer(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A model and examples of it; `of_peer` makes the way of kfac-jax."""
+    """A model and its examples; `of_peer(job)` is the way of kfac-jax."""
 
     name: str
     title: str
@@ -167,7 +167,7 @@ def make_jobs(quick: bool) -> list[Job]:
             jr.randint(keys[5], (few, length), 0, 100),
         ),
     ]
-    # Others take seconds to compile, however small they are.
+    # The others take seconds to compile, however small they are.
     return jobs[:1] if quick else jobs
 
 
@@ -178,9 +178,9 @@ def has_peer() -> bool:
 def peer_way(
     loss: Callable, own: Callable[[Any], Any], images: Callable, job: Job
 ) -> Callable:
-    """What kfac-jax updates all factors with, for labels that it draws.
+    """The update of all factors by kfac-jax, for labels that it draws.
 
-    `own` and `images` take parameters and examples to the layout that it wants.
+    `own` and `images` convert parameters and examples to its layout.
     """
     import kfac_jax
 
@@ -232,7 +232,7 @@ def dense_peer(job: Job) -> Callable:
 
 
 def convolutional_peer(job: Job) -> Callable:
-    """With channels last, as it wants them, and as CPUs are fast with them."""
+    """With channels last, as kfac-jax requires, which is fast on CPUs."""
     strides = [layer.stride for layer in job.model.convolutions]
 
     def own(model):
@@ -296,7 +296,7 @@ def _diagonal_case(quick: bool) -> Case:
     rest = eqx.filter(model, eqx.is_inexact_array, inverse=True)
 
     def squared(arrays, x, labels):
-        """Jacobians by `jacrev`, times the Hessian of the loss."""
+        """The diagonal from Jacobians by `jacrev`, and the Hessian of the loss."""
 
         def one(x, label):
             outputs = lambda arrays: eqx.combine(arrays, rest)(x)
@@ -321,7 +321,7 @@ def _diagonal_case(quick: bool) -> Case:
 
 
 def memory_bars(quick: bool) -> list[Bar]:
-    """Temporaries do not grow with the examples, if the microbatch does not."""
+    """For a fixed microbatch size, temporaries do not grow with the examples."""
     bars = []
     for job in make_jobs(quick):
         size, found = max(len(job.x) // 4, 1), []

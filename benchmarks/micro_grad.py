@@ -1,4 +1,4 @@
-"""`filter_micro_grad` beside its peers."""
+"""`filter_micro_grad`, compared with its peers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +64,7 @@ class Block(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """Blocks of width 128, over 64 vectors or tokens of 10,000."""
+    """Blocks of width 128, for 64 vectors, or for 64 tokens out of 10,000."""
 
     embedding: eqx.nn.Embedding | None
     blocks: list[Block]
@@ -117,7 +117,7 @@ class Dense(eqx.Module):
 
 
 def clipped(model: Any, num: int, size: int) -> dict[str, Callable]:
-    """All ways to the mean of the clipped gradients, as `way(arrays, x, y)`."""
+    """All ways to compute the mean of clipped gradients, as `way(arrays, x, y)`."""
     _, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(arrays, x, y):
@@ -176,7 +176,7 @@ def clipped(model: Any, num: int, size: int) -> dict[str, Callable]:
 
 
 def accumulated(model: Any, num: int, size: int) -> dict[str, Callable]:
-    """All ways to the mean gradient in microbatches, as `way(arrays, x, y)`."""
+    """All ways to compute the mean gradient in microbatches, as `way(arrays, x, y)`."""
     _, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(arrays, x, y):
@@ -211,7 +211,7 @@ def accumulated(model: Any, num: int, size: int) -> dict[str, Callable]:
 
 
 def jobs(quick: bool) -> dict[str, tuple[str, Any, tuple, int]]:
-    """Title, model, data of all examples, and the size of a microbatch, by name."""
+    """By name: title, model, data of all examples, and microbatch size."""
     num = 256 if quick else 2048
     large = num // 4
     few = 32 if quick else 128
@@ -246,7 +246,7 @@ def jobs(quick: bool) -> dict[str, tuple[str, Any, tuple, int]]:
     }
 
 
-# What the time is held to, as a part of that of these ways.
+# Upper limits for the time of eqxbatch, divided by that of these ways.
 PLAIN = "one plain gradient"
 LIMITS = {
     "a": {PLAIN: 2.0, "optax micro_grad": 1 / 100},
@@ -279,7 +279,7 @@ def cases(quick: bool) -> list[Case]:
                     f"{title}, accumulated",
                     accumulated(model, num, size),
                     (arrays, *data),
-                    # A counter, and what it is aligned to.
+                    # The same memory, up to a loop counter and its alignment.
                     best_memory=1.001,
                 )
             )
@@ -287,7 +287,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def exactness_bars() -> list[Bar]:
-    """Clipped gradients by sites, in float64, against those of each example."""
+    """Clipped gradients from sites in float64, compared with clipping one by one."""
     bars = []
     with jax.enable_x64(True):
         cast = lambda x: x.astype(jnp.float64) if eqx.is_inexact_array(x) else x
@@ -309,7 +309,7 @@ def exactness_bars() -> list[Bar]:
 
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
-    """The figures as JSON, the table of the docs, and the bars."""
+    """The figures as JSON, the table for the docs, and the bars."""
     bars, measured = exactness_bars(), []
     for case in cases(quick):
         rows = measure(case, rounds=2 if quick else 15)

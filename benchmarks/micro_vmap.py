@@ -1,4 +1,4 @@
-"""`filter_micro_vmap` and `filter_microbatch` beside their peers."""
+"""`filter_micro_vmap` and `filter_microbatch`, compared with their peers."""
 
 import functools
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def maps(size: int, *, checkpoint: bool = False, ragged: bool = False) -> dict:
 
 def mapped(model: Any, size: int, **kwargs: Any) -> dict[str, Callable]:
     """All ways to evaluate a model, as `way(x)`."""
-    # Closed over, as the peers want a function and not a module.
+    # Peers map functions and not modules, so the model is closed over.
     fun = lambda x: model(x)
     return {
         name: functools.partial(way, fun) for name, way in maps(size, **kwargs).items()
@@ -162,7 +162,7 @@ def flat_bars() -> list[Bar]:
 
 
 def residual_bars() -> list[Bar]:
-    """With `checkpoint`, the inputs and one microbatch's activations are kept."""
+    """With `checkpoint`, residuals are the inputs and one microbatch's activations."""
     mlp = eqx.nn.MLP(256, 256, 512, 3, key=KEY)
     arrays, static = eqx.partition(mlp, eqx.is_inexact_array)
     x = jnp.zeros((4096, 256))
@@ -182,7 +182,7 @@ def residual_bars() -> list[Bar]:
 
 
 def trace_bars() -> list[Bar]:
-    """Traces of the first call and of the second."""
+    """The numbers of traces in a first and in a second call."""
     bars = []
     for rows, limit in ((1024, 1), (1025, 2)):
         traces = []
@@ -202,7 +202,7 @@ def trace_bars() -> list[Bar]:
 
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
-    """The figures as JSON, the table of the docs, and the bars."""
+    """The figures as JSON, the table for the docs, and the bars."""
     measured = []
     bars = [*flat_bars(), *residual_bars(), *trace_bars()]
     for case in cases(quick):

@@ -1,6 +1,7 @@
-"""Clipped gradients of models and workflows that others designed, beside optax.
+"""Clipped gradients of models and patterns that others designed, compared with optax.
 
-Those of packages need `pip install -e ".[models]"`, and are left out without these.
+Models from other packages need `pip install -e ".[models]"`, and are left out if their
+package is not installed.
 """
 
 import collections
@@ -31,7 +32,7 @@ PEER = "optax micro_grad"
 class Subject:
     """A model of the zoo, and the package that it needs.
 
-    - `sizes`: how many examples, and how many at a time, in quick and in full runs.
+    - `sizes`: the numbers of examples in total and at a time, in quick and full runs.
     - `is_quick`: whether it compiles fast enough for quick runs.
     """
 
@@ -43,7 +44,7 @@ class Subject:
     is_quick: bool = False
 
 
-# So that one run takes some milliseconds at least.
+# For small models: with many examples, a run takes some milliseconds at least.
 SMALL = ((256, 64), (2048, 256))
 
 
@@ -97,7 +98,7 @@ SUBJECTS = (
 
 
 def ways(job: zoo.Job, size: int, methods: dict[str, Any]) -> dict[str, Callable]:
-    """All ways to the mean of the clipped gradients, as `way(arrays, *data)`."""
+    """All ways to compute the mean of clipped gradients, as `way(arrays, *data)`."""
     _, static = eqx.partition(job.model, eqx.is_inexact_array)
 
     def ours(method):
@@ -125,7 +126,7 @@ def ways(job: zoo.Job, size: int, methods: dict[str, Any]) -> dict[str, Callable
 
 
 def compile_distinct(case: Case) -> dict[str, Any]:
-    """The ways of a case, compiled, less those with the very program of `auto`."""
+    """The compiled ways of a case, without those with the same program as `auto`."""
     lowered = {name: jax.jit(way).lower(*case.args) for name, way in case.ways.items()}
     text = lowered[OURS].as_text()
     return {
@@ -160,7 +161,7 @@ def measure_subject(subject: Subject, quick: bool) -> Measured:
     case = Case(
         subject.name,
         f"{subject.title}, {num:,} by {size}",
-        # Most of a quick run is compilation: methods are compared in full runs only.
+        # Quick runs mostly compile, so only full runs compare the methods.
         ways(job, size, {OURS: "auto"} if quick else METHODS),
         (arrays, *job.data),
         unbounded=(SITES, MATERIALISE),
@@ -181,7 +182,7 @@ def measure_subject(subject: Subject, quick: bool) -> Measured:
 
 
 def shown(one: Measured, way: str) -> str:
-    """Time and temporaries of eqxbatch, as parts of those of a way."""
+    """Time and temporaries of eqxbatch, divided by those of a way."""
     for row in one.rows:
         if row.way == way:
             return f"{1 / row.time_ratio:.2f}, {1 / max(row.memory_ratio, 1e-9):.2f}"
@@ -189,7 +190,7 @@ def shown(one: Measured, way: str) -> str:
 
 
 def ratios(measured: list[Measured]) -> list[str]:
-    """One line for each model: time and temporaries as parts of other ways'."""
+    """A table with a line for each model: time and temporaries, as ratios."""
     lines = [
         'Time and temporaries of `method="auto"`, divided by those of the others:',
         "",
@@ -204,7 +205,7 @@ def ratios(measured: list[Measured]) -> list[str]:
 
 
 def fallbacks(measured: list[Measured]) -> list[str]:
-    """A line for each reason for which leaves of a model have no sites."""
+    """A table of leaves without sites, with a line for each reason."""
     lines = [
         "Leaves without sites, whose per-example gradients are materialised:",
         "",
@@ -228,7 +229,7 @@ def fallbacks(measured: list[Measured]) -> list[str]:
 
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
-    """The figures as JSON, the tables of the docs, and the bars."""
+    """The figures as JSON, the tables for the docs, and the bars."""
     measured, missing, versions = [], [], {}
     for subject in SUBJECTS:
         if quick and not subject.is_quick:
@@ -248,7 +249,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     if versions:
         named = ", ".join(f"{name} {version}" for name, version in versions.items())
         tables.append(f"With {named}.")
-    # No peers to hold bars against, but their memory is as bounded.
+    # The other methods have no bars, but the table must not call them unbounded.
     bounded = lambda row: dataclasses.replace(row, is_unbounded=False)
     cases = [(one.case, list(map(bounded, one.rows))) for one in measured]
     figures, text = results(cases, bars, "\n\n".join(tables))

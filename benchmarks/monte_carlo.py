@@ -1,7 +1,7 @@
-"""`MonteCarloKernel` beside `neural_tangents.monte_carlo_kernel_fn`.
+"""`MonteCarloKernel`, compared with `neural_tangents.monte_carlo_kernel_fn`.
 
-That runs in a process of its own, as `kernels.py` says. Both are called as users call
-them, a second time, when everything is compiled.
+The latter runs in its own process, as in `kernels.py`. Both are called as users call
+them, a second time, so that everything is compiled.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ KEY = jr.key(0)
 LOOP = "a loop in Python over `EmpiricalKernel`"
 DRAWS = "drawing the models alone"
 KINDS = ("nngp", "ntk")
-# Of weights and biases, on both sides.
+# The standard deviations of weights and biases, for both libraries.
 STD = {"weight_std": 2**0.5, "bias_std": 0.1}
 
 
@@ -35,10 +35,10 @@ STD = {"weight_std": 2**0.5, "bias_std": 0.1}
 class Job:
     """The mean kernels of some examples with themselves.
 
-    - `spec`: the model, as both processes know it.
+    - `spec`: the model, for both processes.
     - `num`: the number of samples.
-    - `per_batch`: how many of them are computed at a time, in a row of its own.
-    - `without`: what takes too long for the peer, and how long.
+    - `per_batch`: the number of samples at a time, in a row of its own.
+    - `without`: the ways of the peer that take too long, and how long they take.
     """
 
     name: str
@@ -70,7 +70,7 @@ def examples(spec: dict[str, Any]) -> jax.Array:
 
 
 def make_init(spec: dict[str, Any], calls: list) -> Callable[[Any], Any]:
-    """What draws a model; `calls` has an entry for each time that Python ran it."""
+    """A function that draws a model, and appends to `calls` when Python runs it."""
 
     def init(key):
         calls.append(None)
@@ -99,11 +99,11 @@ def batched_name(job: Job) -> str:
 def ours(
     job: Job, init: Callable, x: jax.Array, calls: list
 ) -> tuple[dict[str, Callable[[], float]], list[Bar]]:
-    """Our ways to a job, and how often `init` is traced in first and later calls."""
+    """The ways of eqxbatch, and how often first and later calls trace `init`."""
     programs, bars = {}, []
     for name, per_batch in ((OURS, 1), (batched_name(job), job.per_batch)):
         kernel = make_kernel(init, job.num, per_batch)
-        # With as many whole batches of samples, or fewer.
+        # Another number of samples, in whole batches.
         other = make_kernel(init, job.num // 2 // per_batch * per_batch, per_batch)
         run = lambda kernel=kernel: jax.block_until_ready(kernel(x))
         for called, again, limit in ((kernel, "", 2), (other, ", another number", 0)):
@@ -116,7 +116,7 @@ def ours(
 
 
 def draws(job: Job, init: Callable) -> Callable[[], float]:
-    """The random numbers of all samples, and no kernels."""
+    """Draws the models of all samples, without kernels."""
     arrays = lambda key: eqx.filter(init(key), eqx.is_array)
     draw = jax.jit(lambda key: jax.tree.map(jnp.sum, arrays(key)))
 
@@ -137,7 +137,7 @@ def traces_of(running: Iterable[tuple]) -> list[list[float]]:
 
 
 def difference(found: list[list[float]], expected: list[list[float]]) -> np.ndarray:
-    """By how many standard errors the last of running means differ, for each kind."""
+    """The difference of the last running means of each kind, in standard errors."""
     means, variances = [], []
     for running in (found, expected):
         values = np.asarray(running, np.float64)
@@ -154,7 +154,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
 
 
 def run_quickly() -> tuple[dict[str, Any], str, list[Bar]]:
-    """Beside a loop of ours, for which no other JAX is needed."""
+    """Compared with a Python loop over `EmpiricalKernel`, which needs no other JAX."""
     (job,) = jobs(True)
     x, calls = examples(job.spec), []
     init = make_init(job.spec, calls)
@@ -203,7 +203,7 @@ def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
         x, calls = examples(job.spec), []
         init = make_init(job.spec, calls)
         programs, more = ours(job, init, x, calls)
-        # Channels are last there.
+        # neural_tangents has channels last.
         theirs = jnp.moveaxis(x, 1, -1)
         message = {**job.spec, **STD, "num": job.num, "without": list(job.without)}
         peers = peer.ask(monte_carlo={**message, "x": np.asarray(theirs).tolist()})
@@ -214,7 +214,7 @@ def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
         fastest = min(found[name] for name in peers)
         name = f"{job.name}: time, of the best"
         bars += [Bar(name, 1 / fastest, 1 / 3, is_time=True), *more]
-        # Other keys, so that they agree only as far as means over samples do.
+        # The keys differ, so the kernels only agree within standard errors.
         own = traces_of(make_kernel(init, range(1, job.num + 1))(x))
         off = difference(own, peer.ask(traces=STRUCTURED))
         for kind, value in zip(KINDS, off, strict=True):

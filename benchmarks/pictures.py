@@ -1,7 +1,7 @@
 """The pictures on the guide pages: `python -m benchmarks.pictures`.
 
-The memory is what XLA reports for compiled programs, and the Hessian is one that
-eqxbatch computes. The other two are drawings.
+XLA reports the memory of compiled programs, and eqxbatch computes the Hessian. The
+other two pictures are drawings.
 """
 
 import itertools
@@ -27,7 +27,7 @@ SIZES = (32, 128)
 
 
 def temporaries(num: int, size: int | None) -> float:
-    """Megabytes for a gradient of `num` sequences, all at once or in microbatches."""
+    """The memory of a gradient of `num` sequences in MB, at once or in microbatches."""
     model = Transformer(KEY, embeds=True)
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
 

@@ -1,4 +1,4 @@
-"""How pictures of the docs look: readable on white and on black."""
+"""The style of the pictures in the docs: readable on white and on black."""
 
 import contextlib
 import pathlib
@@ -8,7 +8,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 
 
-# As far from white as from the dark background of the docs.
+# The contrast to white is the same as to the dark background of the docs.
 GREY = "#7f7f7f"
 OURS, THEIRS, THIRD = "#e08a00", "#6f8fbf", "#4fa37a"
 SETTINGS = {
@@ -30,7 +30,7 @@ SETTINGS = {
 
 @contextlib.contextmanager
 def picture(path: pathlib.Path, width: float, height: float) -> Iterator[plt.Figure]:
-    """A figure that is written to `path`; the same figures make the same file."""
+    """A figure that is written to `path`; equal figures give an identical file."""
     matplotlib.use("agg")
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": path.stem}):
         figure = plt.figure(figsize=(width, height), layout="constrained")

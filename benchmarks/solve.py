@@ -1,6 +1,6 @@
-"""`kernel_solve` of kernels on disk, beside reading them.
+"""`kernel_solve` of kernels on disk, compared with reading them.
 
-Each job runs this file in a process of its own: `python -m benchmarks.solve`.
+Each job runs this file in its own process: `python -m benchmarks.solve`.
 """
 
 import json
@@ -34,7 +34,7 @@ RTOL = 1e-6
 
 
 def ntk_of_digits(n: int, size: int, rank: int) -> dict[str, Any]:
-    """Ten classes of handwritten digits, by the kernel of a network."""
+    """Ten classes of handwritten digits, with the kernel of a network."""
     digits = load_digits()
     x = jnp.asarray(digits.data[:n] / 16, jnp.float32)
     y = jnp.asarray(np.eye(10)[digits.target[:n]] - 0.1, jnp.float32)
@@ -43,7 +43,7 @@ def ntk_of_digits(n: int, size: int, rank: int) -> dict[str, Any]:
 
 
 def rbf_ridge(n: int, size: int, rank: int) -> dict[str, Any]:
-    """A smooth function of four variables, with noise."""
+    """A smooth function of four variables with noise, with an RBF kernel."""
     random = np.random.default_rng(0)
     x = random.uniform(size=(n, 4)).astype(np.float32) * 6
     y = np.sin(x).sum(1) + 0.1 * random.standard_normal(n)
@@ -52,7 +52,7 @@ def rbf_ridge(n: int, size: int, rank: int) -> dict[str, Any]:
 
 
 class Clock(AbstractProgressMeter):
-    """Notes when a solve begins, and when each product is done."""
+    """Records when a solve begins, and when each product is done."""
 
     times: list[float]
 
@@ -69,7 +69,7 @@ class Clock(AbstractProgressMeter):
 def solved(
     kernel: Any, x: Any, y: Any, ridge: float, size: int, rank: int
 ) -> dict[str, Any]:
-    """How long the solve takes, and reading once what is stored."""
+    """The seconds of a solve, and of reading the stored blocks once."""
     with tempfile.TemporaryDirectory() as folder:
         operator = KernelOperator(
             kernel,
@@ -78,7 +78,7 @@ def solved(
             symmetric=True if kernel is rbf else None,
             store=ZarrStore(folder, upper_only=True),
         )
-        # Reading before and after, as the machine may be busier at one of them.
+        # Read before and after, because the machine may be busier at one of the times.
         reads = [read_once(folder)]
         clock = Clock([])
         begin = time.perf_counter()
@@ -95,7 +95,7 @@ def solved(
         reads.append(read_once(folder))
     return {
         "preconditioner": before - begin,
-        # The first product comes with compiling the preconditioner.
+        # The time of the first product includes compiling the preconditioner.
         "product": (last - first) / (found.num_products - 1),
         "products": found.num_products,
         "read": sum(reads) / len(reads),
@@ -105,7 +105,7 @@ def solved(
 
 
 def read_once(folder: str) -> float:
-    """The seconds to read the blocks that are stored, one after another."""
+    """The seconds to read the stored blocks, one after another."""
     stored = zarr.open_array(f"{folder}/kernel", mode="r")
     size = stored.chunks[0]
     num = math.ceil(stored.shape[0] / size)
@@ -139,7 +139,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
             name,
             *(n, size, rank),
             module=__name__,
-            # The threads of BLAS would wait for those that read.
+            # The threads of BLAS would compete with those that read.
             environment={"OPENBLAS_NUM_THREADS": "1"},
         )
         title = titles[name].format(n)

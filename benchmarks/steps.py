@@ -1,4 +1,4 @@
-"""`filter_gauss_newton_step` beside a dense Jacobian and one contracted in chunks."""
+"""`filter_gauss_newton_step`, compared with Jacobians, dense and in chunks."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ DAMPING = 1e-3
 
 
 def solved(kernel: jax.Array, residuals: jax.Array, centre: bool) -> jax.Array:
-    """What the transposed Jacobian is applied to."""
+    """The vector that the transposed Jacobian maps to the step."""
     num = kernel.shape[0]
     if centre:
         kernel = kernel - kernel.mean(0)
@@ -37,7 +37,7 @@ def solved(kernel: jax.Array, residuals: jax.Array, centre: bool) -> jax.Array:
 
 
 def by_dense_jacobian(fun: Callable, centre: bool) -> Callable:
-    """With the gradients of all examples in one matrix."""
+    """A step with the gradients of all examples in one matrix."""
 
     def step(leaves: Any, *batch: Any) -> Any:
         flat, unravel = jax.flatten_util.ravel_pytree(leaves)
@@ -54,11 +54,11 @@ def by_dense_jacobian(fun: Callable, centre: bool) -> Callable:
 def by_chunks(
     fun: Callable, centre: bool, chunk: int, *, is_hoisted: bool = True
 ) -> Callable:
-    """With the kernel's columns in chunks, leaf by leaf, and all rows for each.
+    """A step with all rows of the kernel and a chunk of its columns at a time.
 
-    This is what NetKet does on the fly, with its contraction of Jacobians. As it is
-    written, the Jacobian of all rows is in the loop over the chunks. XLA moves it in
-    front of the loop, unless it is told not to: then each chunk computes it anew.
+    NetKet contracts Jacobians on the fly like this, leaf by leaf. The Jacobian of all
+    rows is inside the loop over the chunks. XLA moves it out of the loop if
+    `is_hoisted`; otherwise, each chunk computes it again.
     """
 
     def step(leaves: Any, *batch: Any) -> Any:
@@ -86,7 +86,7 @@ def by_chunks(
 
 
 class Block(eqx.Module):
-    """A layer of a transformer, with the norm before what it does."""
+    """A layer of a transformer, with normalised inputs (pre-norm)."""
 
     norms: list
     attention: eqx.nn.MultiheadAttention
@@ -105,7 +105,7 @@ class Block(eqx.Module):
 
 
 class Wave(eqx.Module):
-    """The logarithm of an amplitude: a vision transformer of patches of spins."""
+    """The logarithm of an amplitude: a vision transformer on patches of spins."""
 
     embed: eqx.nn.Linear
     positions: jax.Array
@@ -129,7 +129,7 @@ class Wave(eqx.Module):
 
 
 def laplacian(model: Callable, x: jax.Array) -> jax.Array:
-    """The sum of second derivatives, each by two nested forward derivatives."""
+    """The Laplacian, with two nested forward-mode derivatives for each variable."""
 
     def second(direction: jax.Array) -> jax.Array:
         along = lambda x: jax.jvp(model, (x,), (direction,))[1]
@@ -141,7 +141,7 @@ def laplacian(model: Callable, x: jax.Array) -> jax.Array:
 def case(
     name: str, title: str, model: Any, fun: Callable, batch: tuple, **settings: Any
 ) -> Case:
-    """`fun` returns what is differentiated, and the residual."""
+    """A case; `fun` returns the output to differentiate, and the residual."""
     centre, limit = settings["centre"], settings["limit"]
     leaves, static = eqx.partition(model, eqx.is_inexact_array)
     own = lambda leaves, *example: fun(eqx.combine(leaves, static), *example)
@@ -218,7 +218,7 @@ def size_of(model: Any) -> int:
 
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
-    """The figures as JSON, the table of the docs, and the bars."""
+    """The figures as JSON, the table for the docs, and the bars."""
     cases = [
         wave(32 if quick else 256, 16 if quick else 64),
         pinn(64, 8) if quick else pinn(512, 64),

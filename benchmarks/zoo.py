@@ -1,6 +1,6 @@
 """Small instances of models that others designed, for `benchmarks.models`.
 
-Those of packages are imported from these; the others are written anew here.
+Some models are imported from other packages; the others are implemented here.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ import numpy as np
 import optax
 
 
-# Others take long to compile, and there are arrays of many shapes.
+# Other implementations take longer to compile, once for each of the many shapes.
 KEY = jr.key(0, impl="rbg")
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A loss of one example, `loss(model, *example)`, and a batch of these.
+    """A loss of one example, `loss(model, *example)`, and a batch of examples.
 
-    What makes one is called with the number of examples, and of blocks of a model.
+    Functions that create jobs take the number of examples, and the number of blocks.
     """
 
     loss: Callable
@@ -56,7 +56,7 @@ def tokens(num, length, words):
     return jr.randint(KEY, (num, length), 0, words)
 
 
-# Models of packages.
+# Models from other packages.
 
 
 def images(num, size):
@@ -141,7 +141,7 @@ def lora(num, depth):
     from quax.examples.lora import LoraArray, loraify
 
     def adapts(leaf):
-        """The rank is from the start as large as it is after some training."""
+        """With entries that are zero only before training (`b`) drawn at random."""
         if not isinstance(leaf, LoraArray):
             return leaf
         b = 0.1 * normal(*leaf.b.shape)
@@ -164,7 +164,7 @@ def fourier_operator(num, depth):
 
 
 class Telescope(eqx.Module):
-    """What is unknown of a telescope: aberrations in nm, a spectrum, and pixels."""
+    """The unknowns of a telescope: aberrations in nm, a spectrum, and pixels."""
 
     aberrations: jax.Array
     spectrum: jax.Array
@@ -231,7 +231,7 @@ def neural_ode(num, depth):
     return Job(fits, NeuralODE(), (normal(num, 2), normal(num, 16, 2)))
 
 
-# Models that are written anew.
+# Models that are implemented here.
 
 
 def heads_first(x, heads):
@@ -246,7 +246,7 @@ def attend(queries, keys, values):
 
 
 def rotate(x):
-    """Rotary embeddings of positions, of `(heads, positions, size)`."""
+    """Rotary embeddings of positions, for shape `(heads, positions, size)`."""
     _, length, size = x.shape
     rates = 10_000.0 ** (-jnp.arange(0, size, 2) / size)
     angles = jnp.arange(length)[:, None] * rates
@@ -277,7 +277,7 @@ class Attention(eqx.Module):
 
 
 class Encoder(eqx.Module):
-    """A block with its norms before (ESM2) or behind (BERT) the residual sums."""
+    """A block with norms before the layers (ESM2), or after the sums (BERT)."""
 
     attention: Attention
     wide: eqx.nn.Linear
@@ -339,7 +339,7 @@ def esm2(num, depth):
 
 
 class BERT(eqx.Module):
-    """Learned positions, blocks with norms behind, and a head on the first token."""
+    """Learned positions, post-norm blocks, and a head on the first token."""
 
     words: eqx.nn.Embedding
     positions: eqx.nn.Embedding
@@ -375,7 +375,7 @@ def bert(num, depth):
 
 
 class ComplexEMA(eqx.Module):
-    """A damped average over earlier positions, with complex decay, by an FFT."""
+    """A damped average over earlier positions with complex decay, by an FFT."""
 
     alpha: jax.Array
     delta: jax.Array
@@ -408,7 +408,7 @@ class ComplexEMA(eqx.Module):
 
 
 class TimestepNorm(eqx.Module):
-    """A norm by the mean and the variance of all that came before."""
+    """Normalises by the mean and the variance of all positions so far."""
 
     weight: jax.Array
     bias: jax.Array
@@ -504,7 +504,7 @@ def megalodon(num, depth):
 
 
 class Term(eqx.Module):
-    """A node of a formula: its numbers are learnt, and `op` puts them together."""
+    """A node of a formula: the numbers are learnt, and `op` combines them."""
 
     args: tuple
     op: Callable = eqx.field(static=True)
@@ -649,7 +649,7 @@ def masked(num, depth):
 
 
 class Stacked(eqx.Module):
-    """Six layers of the same size, which are stacked and then scanned."""
+    """Six layers of the same size, stacked and scanned."""
 
     layers: list[eqx.nn.Linear]
     last: eqx.nn.Linear

@@ -4,8 +4,8 @@
 # `equinox.nn.BatchNorm` couples the examples of a batch, because it normalises each
 # example by the statistics of all of them. In microbatches, it sees one microbatch at a
 # time. This example trains a network with batch normalisation and dropout, including
-# its state and keys. It measures how microbatches change the gradient, and shows which
-# layers are not affected.
+# its state and its keys. It measures how microbatches change the gradient, and shows
+# which layers are not affected.
 
 # %%
 import pathlib
@@ -52,8 +52,8 @@ class Network(eqx.Module):
 
 # %% [markdown]
 # The loss takes a whole microbatch because the examples are coupled; hence
-# `batched=True` below. All microbatches start from the same state, and each returns its
-# own.
+# `batched=True` below. All microbatches start from the same state, and each returns a
+# new one.
 
 
 # %%
@@ -67,8 +67,8 @@ def loss(model, state, images, labels, keys):
 
 # %% [markdown]
 # One accumulator per array combines the states of the microbatches. Running means and
-# variances are averaged, weighted by the number of examples. The flag that marks the
-# first batch is taken from the last microbatch.
+# variances are averaged, weighted by the number of examples. The counter of batches is
+# the same for all microbatches, so it is taken from the last one.
 
 
 # %%
@@ -93,11 +93,10 @@ def gradient_of(model, state, keys, size):
 
 # %% [markdown]
 # Compare the gradient in microbatches with the gradient of the whole batch. Dropout
-# does not change the gradient, because each example has its own key. Neither does group
+# makes no difference, because each example has its own key. Neither does group
 # normalisation, which acts on one example at a time. Batch normalisation does, and more
-# so for smaller microbatches. It is then known as [ghost batch
-# normalisation](https://arxiv.org/abs/1705.08741), a different function, of which this
-# is the exact gradient.
+# so for smaller microbatches. The gradient is then the exact gradient of a different
+# function, known as [ghost batch normalisation](https://arxiv.org/abs/1705.08741).
 
 # %%
 keys = jr.split(jr.key(7), len(images))
@@ -114,12 +113,12 @@ for kind in ("batch", "group"):
     shown = ", ".join(
         f"{d:.1e} ({n})" for n, d in zip(sizes, distances[kind], strict=True)
     )
-    print(f"{kind} normalisation: {shown}")
+    print(f"{kind} normalisation, relative change (microbatch size): {shown}")
 assert max(distances["group"]) < 1e-4 < min(distances["batch"])
 
 # %% [markdown]
-# Train with the state and with new dropout keys in each step. Then evaluate the network
-# in inference mode, with the accumulated running statistics.
+# Train the network, with the state of the previous step and with new dropout keys in
+# each step. Then evaluate it in inference mode, with the running statistics.
 
 # %%
 optimiser = optax.adam(1e-2)
@@ -153,7 +152,7 @@ def train(size):
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
 for kind, values in distances.items():
     left.loglog(sizes, values, "o-", label=f"{kind} normalisation")
-left.set(xlabel="microbatch size", ylabel="distance of the gradient")
+left.set(xlabel="microbatch size", ylabel="relative change of the gradient")
 left.legend(frameon=False)
 for size in (32, None):
     values, accuracy = train(size)

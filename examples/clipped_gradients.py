@@ -6,9 +6,10 @@
 # random ones. Once a network has learnt something, the gradients of mislabelled images
 # become large and disturb the training. Clipping bounds the effect of each image.
 #
-# A third run also adds noise as large as one clipped gradient. This is the update of
-# DP-SGD ([Abadi et al., 2016](https://arxiv.org/abs/1607.00133)), but without privacy
-# accounting.
+# A third run also adds Gaussian noise to the sum of the clipped gradients. The standard
+# deviation of the noise in each entry is the norm to which gradients are clipped. This
+# is the update of DP-SGD ([Abadi et al., 2016](https://arxiv.org/abs/1607.00133)), but
+# without privacy accounting.
 
 # %%
 import pathlib
@@ -45,8 +46,9 @@ def loss(model, image, label):
 
 
 # %% [markdown]
-# `explain_sites` shows how the norm of the per-example gradient with respect to each
-# parameter is computed. If two small factors suffice, the per-example gradients are
+# `explain_sites` shows how the norm of the per-example gradient is computed for each
+# parameter. In a matrix product, this gradient is a product of two small arrays, its
+# *factors*. If the norm is computed from the factors, the per-example gradients are
 # never materialised.
 
 # %%
@@ -54,8 +56,9 @@ network = eqx.nn.MLP(64, 10, 128, 2, key=jr.key(0))
 print(eqxbatch.explain_sites(loss, network, images[0], labels[0]))
 
 # %% [markdown]
-# One training step processes the 1,400 images in microbatches of 128; the last one has
-# 120.
+# Each training step processes the 1,400 images in microbatches of 128; the last one has
+# 120. The noise is added to the mean gradient and not to the sum, so it is divided by
+# the number of images.
 
 # %%
 CLIP = 0.5
@@ -88,8 +91,8 @@ def accuracy(model):
 
 
 # %% [markdown]
-# Each run uses a suitable learning rate: clipped gradients are small, and without
-# clipping, a rate of 1.0 diverges. Without clipping, the network first learns the
+# Each run uses a suitable learning rate: clipped gradients are small, so a rate of 1.0
+# works, which diverges without clipping. Without clipping, the network first learns the
 # digits and then memorises the wrong labels.
 
 # %%
@@ -111,7 +114,8 @@ for name, (rate, clip_norm, noise) in runs.items():
     print(f"{name:15} loss {value:.3f}, test accuracy {np.mean(curve[-10:]):.1%}")
 
 # %% [markdown]
-# The returned norms of the clipped run reveal the mislabelled images.
+# The norms before clipping, which `return_norms=True` returns, reveal the mislabelled
+# images.
 
 # %%
 norms = last_norms["clipped"]

@@ -4,9 +4,9 @@
 # Networks that are trained from different initial parameters agree near the training
 # data, and disagree elsewhere ([Lakshminarayanan et al.,
 # 2017](https://arxiv.org/abs/1612.01474)). To show this, the example evaluates every
-# network on every input, a grid of models and inputs, and computes the mean and the
-# variance over the models. A second grid trains networks for every combination of
-# learning rate and weight decay.
+# network on every input, which is a grid of models and inputs, and computes the mean
+# and the variance over the models. A second grid trains networks for every combination
+# of learning rate and weight decay.
 
 # %%
 import pathlib
@@ -67,8 +67,8 @@ def train(model, rate, decay, num_steps):
 
 
 # %% [markdown]
-# An ensemble is a module whose arrays have an additional axis. `eqx.filter_vmap`
-# creates it from keys, and trains all of its networks at once.
+# An ensemble is a module whose arrays have an additional axis for the networks.
+# `eqx.filter_vmap` creates it from keys, and trains all of its networks at once.
 
 
 # %%
@@ -114,14 +114,14 @@ np.testing.assert_allclose(variance, each.var(0), rtol=1e-2, atol=1e-5)
 deviation = jnp.sqrt(variance)
 has_data = (jnp.abs(points) > 1.25) & (jnp.abs(points) < 4)
 for name, where in (("at the data", has_data), ("elsewhere", ~has_data)):
-    print(f"deviation of the networks {name}: {jnp.mean(deviation[where]):.3f}")
+    print(f"standard deviation {name}: {jnp.mean(deviation[where]):.3f}")
 assert jnp.mean(deviation[~has_data]) > 2 * jnp.mean(deviation[has_data])
 
 # %% [markdown]
 # A cell of the grid may compute anything, including a whole training run. Here, the
 # grid has 8 learning rates, 5 weight decays and 3 of the untrained networks, and the
-# result is the mean error on held-out data over these networks. Of the 120 training
-# runs, 30 run at a time.
+# result is the error on held-out data, averaged over these networks. Of the 120
+# training runs, 30 run at a time.
 
 # %%
 rates = jnp.geomspace(1e-4, 1e-1, 8)
@@ -141,7 +141,7 @@ few = jax.tree.map(lambda w: w[:3] if eqx.is_array(w) else w, networks)
 errors = error_after(few, rates, decays)
 i, j = np.unravel_index(np.argmin(errors), errors.shape)
 print(
-    f"least of {errors.size} errors: {errors[i, j]:.3f}, for a learning rate of "
+    f"smallest of {errors.size} errors: {errors[i, j]:.3f}, for a learning rate of "
     f"{rates[i]:.2g} and a weight decay of {decays[j]:.2g}; "
     f"variance of the noise: {NOISE**2:.3f}"
 )
@@ -153,7 +153,7 @@ left.fill_between(points, mean - 2 * deviation, mean + 2 * deviation, alpha=0.3)
 left.plot(points, mean, label="mean of the networks")
 left.plot(points, truth(points), ":", color="black", label="truth")
 left.plot(x, y, ".", color="grey", markersize=3, label="data")
-left.set(title="Two deviations of the networks", xlabel="x", ylim=(-4, 4))
+left.set(title="Two standard deviations", xlabel="x", ylim=(-4, 4))
 left.legend(frameon=False)
 mesh = right.pcolormesh(decays, rates, errors, norm="log", shading="nearest")
 right.plot(decays[j], rates[i], "w*")

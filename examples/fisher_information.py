@@ -66,7 +66,8 @@ data = observe(truth, jr.key(0))
 
 # %% [markdown]
 # Fit the model from a rough guess: Adam gets close, and L-BFGS converges. The loss is
-# the negative log-likelihood, defined for one wavelength and summed over all of them.
+# the negative log-likelihood, up to a constant, of the flux at one wavelength. It is
+# summed over all wavelengths.
 
 
 # %%
@@ -118,9 +119,9 @@ degrees = len(wavelengths) - 11
 print(f"chi squared per degree of freedom: {2 * values[-1] / degrees:.2f}")
 
 # %% [markdown]
-# The Jacobian has one row per wavelength and, with `flat=True`, one column per
-# parameter. If the noise has the same variance everywhere, the Fisher information
-# matrix is `J.T @ J` divided by this variance.
+# The Jacobian `J` has one row per wavelength and, with `flat=True`, one column per
+# parameter. For Gaussian noise with the same variance everywhere, the Fisher
+# information matrix is `J.T @ J` divided by this variance.
 
 # %%
 spectrum = lambda model: jax.vmap(model)(wavelengths)
@@ -135,11 +136,11 @@ for name in ("position", "log_width", "height", "background"):
         print(f"{name:10}  {found:6.3f} +- {error:.3f}  (truth: {true:6.3f})")
 
 # %% [markdown]
-# The generalised Gauss-Newton matrix of the loss is the same matrix. It is also the
-# Fisher information matrix for counts, if the loss is that of a Poisson distribution
-# and the model returns the logarithm of its rate. The Hessian of the loss is the
-# observed information. It also includes the second derivatives of the model, which
-# matter little where the model fits well.
+# The generalised Gauss-Newton matrix of the loss is the same matrix. It is the Fisher
+# information matrix for counts, too, if the loss is that of a Poisson distribution and
+# the model returns the logarithm of its rate. The Hessian of the loss is the observed
+# information. It also includes the second derivatives of the model, which matter little
+# where the model fits well.
 
 # %%
 total = eqxbatch.Sum()
@@ -161,9 +162,10 @@ print(
 )
 
 # %% [markdown]
-# The errors of derived quantities take one more Jacobian. Here, the quantities are the
-# strengths of the lines. The two overlapping lines are hard to distinguish, so their
-# strengths are anticorrelated.
+# The standard errors of derived quantities take one more Jacobian: that of these
+# quantities with respect to the parameters. Here, they are the strengths of the lines.
+# The two overlapping lines are hard to distinguish, so their strengths are
+# anticorrelated.
 
 # %%
 strengths = lambda model: model.strength
@@ -177,7 +179,7 @@ print(f"correlation of the overlapping lines: {correlation:.2f}")
 
 # %% [markdown]
 # To check the error bars, draw 200 new spectra from the fitted model and fit each of
-# them. The scatter of these fits agrees with the error bars.
+# them. The scatter of the fitted parameters agrees with the error bars.
 
 # %%
 keys = jr.split(jr.key(1), 200)

@@ -1,14 +1,14 @@
 # %% [markdown]
 # # Hyperparameters of a Gaussian process
 #
-# This example fits the hyperparameters of a Gaussian process without its kernel matrix
-# in memory. The log marginal likelihood needs the solution of a linear system and a
+# This example fits the hyperparameters of a Gaussian process without storing its kernel
+# matrix. The log marginal likelihood needs the solution of a linear system and a
 # log-determinant. Both need only products of the kernel with vectors, which
 # [`eqxbatch.KernelOperator`][] computes in blocks. `lineax` solves the system by
 # conjugate gradients, `matfree` estimates the log-determinant by stochastic Lanczos
 # quadrature, and gradients flow through both
-# ([Krämer et al., 2024](https://arxiv.org/abs/2405.17277)). The data set is small, and
-# the exact likelihood is computed for comparison.
+# ([Krämer et al., 2024](https://arxiv.org/abs/2405.17277)). The data set is small
+# enough to compute the exact likelihood for comparison.
 
 # %%
 import pathlib
@@ -43,7 +43,7 @@ x_test, y_test = inputs[num:], targets[num:]
 
 # %% [markdown]
 # The kernel is a module. Its hyperparameters are leaves, so they have gradients. The
-# standard deviation of the noise is a hyperparameter as well, but not a part of the
+# standard deviation of the noise is a hyperparameter as well, but not part of the
 # kernel.
 
 
@@ -74,8 +74,9 @@ def operator_of(kernel):
 
 
 # %% [markdown]
-# The estimate takes 8 random vectors and 15 products with them. `lineax` needs to know
-# that the kernel with the noise is positive definite.
+# The estimate of the log-determinant uses 8 random vectors, and 15 products of the
+# kernel with each. For conjugate gradients, `lineax` requires a tag that says that the
+# kernel with the noise on its diagonal is positive semidefinite.
 
 # %%
 lanczos = matfree.decomp.tridiag_sym(15)
@@ -101,7 +102,7 @@ def log_likelihood(hyper, key):
 
 
 # %% [markdown]
-# For comparison, the exact likelihood by a Cholesky decomposition.
+# For comparison, compute the exact likelihood with a Cholesky decomposition.
 
 
 # %%
@@ -117,8 +118,8 @@ def exact(hyper):
 # %% [markdown]
 # ## Fitting
 #
-# Adam draws new random vectors in each step, so its gradients are unbiased up to the
-# error of the quadrature.
+# Each step of Adam draws new random vectors, so its gradients are unbiased up to the
+# errors of the quadrature and of the solver.
 
 # %%
 start = Hyperparameters(RBF(jnp.ones(()), jnp.zeros(())), jnp.zeros(()))
@@ -143,8 +144,8 @@ for i, key in enumerate(jr.split(jr.key(0), num_steps)):
     estimates.append(float(value))
 
 # %% [markdown]
-# From there, BFGS with the exact likelihood and gradient finds the optimum to compare
-# with.
+# For comparison, find the optimum from there, by BFGS with the exact likelihood and
+# gradient.
 
 # %%
 flat, unravel = jax.flatten_util.ravel_pytree(fitted)
@@ -176,9 +177,10 @@ for name, hyper in (("start", start), ("fitted", fitted), ("exact optimum", best
 # %% [markdown]
 # ## Predictions
 #
-# [`eqxbatch.kernel_solve`][] solves for the weights of the targets and for those of the
-# kernel with each test example, with a partial Cholesky decomposition as the
-# preconditioner. All right-hand sides share the products with the kernel.
+# [`eqxbatch.kernel_solve`][] solves for several right-hand sides: the targets give the
+# mean, and the kernel of the training examples with each test example gives its
+# variance. The preconditioner is a partial Cholesky decomposition. All right-hand sides
+# share the products with the kernel.
 
 # %%
 operator = operator_of(fitted.kernel)
@@ -197,7 +199,7 @@ explained = jnp.sum(across * solution.weights[:, 1:], axis=0)
 deviation = jnp.sqrt(prior - explained)
 
 # %% [markdown]
-# The same by a Cholesky decomposition:
+# Compute the same with a Cholesky decomposition:
 
 # %%
 matrix = fitted.kernel(x) + fitted.variance * jnp.eye(num)
@@ -207,8 +209,9 @@ solved = jax.scipy.linalg.cho_solve(factor, across)
 deviation_exact = jnp.sqrt(prior - jnp.sum(across * solved, axis=0))
 
 # %% [markdown]
-# The error bars are calibrated if, for each level, this share of the test examples lies
-# within the interval of that level.
+# The error bars are calibrated if, at each level, a credible interval of this level
+# contains the target for that share of the test examples: 50 % of them at a level of
+# 0.5, for example.
 
 # %%
 levels = np.linspace(0.05, 0.95, 19)

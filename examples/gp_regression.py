@@ -34,7 +34,7 @@ def rbf(x1, x2=None, *, scale):
 
 
 # %% [markdown]
-# The example uses a temporary folder. Use a path of your own to keep the kernel.
+# The example uses a temporary folder. To keep the kernel, use a path of your own.
 
 # %%
 folder = tempfile.TemporaryDirectory()
@@ -50,8 +50,8 @@ print(stored)
 
 # %% [markdown]
 # The kernel is on disk, and nothing is in memory yet. For the regression, read the rows
-# and columns of the training examples. The kernel between test and training examples is
-# a rectangle of the same array.
+# and columns of the training examples. The kernel of the test examples with the
+# training examples is a rectangle of the same array.
 
 # %%
 num_train = 1_297
@@ -72,7 +72,7 @@ assert accuracy > 0.97
 # %% [markdown]
 # Often, only a small result is needed and not the kernel itself. A reduction consumes
 # the blocks one by one and keeps none of them. Here, it computes how well the kernel
-# fits the labels, for several length scales.
+# aligns with the labels, for several length scales.
 
 # %%
 scales = np.geomspace(0.3, 10, 15)

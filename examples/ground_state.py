@@ -3,8 +3,8 @@
 #
 # Variational Monte Carlo minimises the energy of a quantum state whose amplitudes are
 # the outputs of a network. Its usual optimiser is stochastic reconfiguration: the
-# gradient of the energy is preconditioned by the covariance of the derivatives of the
-# log-amplitudes. This is a Gauss-Newton step with centred derivatives. With fewer
+# gradient of the energy is multiplied by the inverse covariance of the derivatives of
+# the log-amplitudes. This is a Gauss-Newton step with centred derivatives. With fewer
 # samples than parameters, it is solved in the space of samples (minSR, [Chen and Heyl,
 # 2023](https://arxiv.org/abs/2302.01941)); with momentum, it is SPRING ([Goldshlager et
 # al., 2024](https://arxiv.org/abs/2401.10190)).
@@ -34,7 +34,7 @@ bits = (np.arange(2**SPINS)[:, None] >> np.arange(SPINS)) & 1
 states = 1.0 - 2.0 * bits
 
 # %% [markdown]
-# The exact energy, by NumPy. The coupling of neighbours is diagonal, and the field
+# NumPy computes the exact energy. The coupling of neighbours is diagonal, and the field
 # connects states that differ in one spin.
 
 # %%
@@ -46,8 +46,8 @@ exact = np.linalg.eigvalsh(hamiltonian)[0]
 print(f"ground-state energy: {exact:.6f}")
 
 # %% [markdown]
-# The wave function is a network of circular convolutions, so that rotations of the ring
-# do not change it. All amplitudes of the ground state are positive here, so the network
+# The wave function is a network of circular convolutions, so it does not change if the
+# ring is rotated. All amplitudes of the ground state are positive here, so the network
 # returns the logarithm of an amplitude, as a real number.
 
 
@@ -75,20 +75,20 @@ print(f"{num_parameters} parameters")
 
 # %% [markdown]
 # The local energy of a state depends on its own amplitude and on those of the states
-# next to it. Its mean over samples, drawn with probabilities proportional to the
-# squared amplitudes, is an estimate of the energy.
+# that differ from it in one spin. Its mean over samples, drawn with probabilities
+# proportional to the squared amplitudes, is an estimate of the energy.
 #
 # For so few states, all amplitudes are computed at once. They give the local energies,
 # and exact samples without the burn-in and the autocorrelation of a Markov chain, which
-# would blur the comparison of optimisers. A longer chain needs Metropolis sampling;
-# nothing else changes.
+# would blur the comparison of optimisers. A longer ring of spins needs Metropolis
+# sampling; nothing else changes.
 
 # %%
 flipped = np.arange(2**SPINS)[:, None] ^ (1 << np.arange(SPINS))
 
 
 def local_energies(model):
-    """Of all states, with their log-amplitudes."""
+    """The local energies of all states, and their log-amplitudes."""
     logs = jax.vmap(model)(jnp.asarray(states))
     ratios = jnp.exp(logs[flipped] - logs[:, None])
     return jnp.asarray(coupling) - FIELD * jnp.sum(ratios, axis=1), logs
@@ -118,7 +118,7 @@ min_sr = eqxbatch.filter_gauss_newton_step(amplitude, **settings)
 spring = eqxbatch.filter_gauss_newton_step(amplitude, momentum=MOMENTUM, **settings)
 
 # %% [markdown]
-# Adam takes the gradient that minSR preconditions, which is half of the energy's.
+# Adam takes the gradient that minSR preconditions: half of the gradient of the energy.
 
 
 # %%
@@ -139,9 +139,9 @@ ways = {
 }
 
 # %% [markdown]
-# All start from the same network and draw with the same keys. The learning rates were
-# tuned: 0.3 diverges for both kinds of steps, and 0.03 for Adam, whose learning rate
-# decays.
+# All optimisers start from the same network and draw with the same keys. The learning
+# rates were tuned: SPRING and minSR diverge at 0.3, and Adam, whose learning rate
+# decays, at 0.03.
 
 
 # %%

@@ -3,9 +3,10 @@
 #
 # During training, the Hessian of a classifier's loss develops a few large eigenvalues
 # and a bulk near zero ([Sagun et al., 2017](https://arxiv.org/abs/1706.04454)). This
-# example follows the spectrum of a network on scikit-learn's handwritten digits. The
-# network is small enough to compute the full Hessian, so the exact spectrum can be
-# compared with the methods for large networks, which use Hessian-vector products only.
+# example follows the spectrum for a network that learns scikit-learn's handwritten
+# digits. The network is small enough to compute the full Hessian. Methods for large
+# networks, which only use Hessian-vector products, can thus be compared with the exact
+# spectrum.
 
 # %%
 import pathlib
@@ -35,8 +36,8 @@ def loss(model, image, label):
 
 # %% [markdown]
 # The network has 910 parameters. Compute the exact Hessian of the mean loss at several
-# steps of training. `in_axes=0` says that the loss takes one example along axis 0 of
-# the other arguments, which makes this fast.
+# steps of training. `in_axes=0` says that the loss takes one example, and that the
+# other arguments have the examples along axis 0. This makes the Hessian fast.
 
 # %%
 model = eqx.nn.MLP(64, 10, 12, 1, activation=jnp.tanh, key=jr.key(0))
@@ -98,8 +99,9 @@ assert abs(trace - exactly.sum()) < 4 * error
 
 # %% [markdown]
 # Next, estimate the eigenvalues with the Lanczos method, with 60 products for each of
-# ten random vectors. Each run finds the largest eigenvalues. The 60 Ritz values of a
-# run cannot be all 910 eigenvalues, but weighted by their overlap with the random
+# ten random vectors. Each run returns 60 approximate eigenvalues (Ritz values) with
+# their vectors. The largest ones are accurate. The others cannot be all of the 910
+# eigenvalues, but weighted by the squared overlaps of their vectors with the random
 # vector, they estimate the density of the spectrum ([Ghorbani et al.,
 # 2019](https://arxiv.org/abs/1901.10159)).
 

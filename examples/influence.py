@@ -33,8 +33,8 @@ x, y = images[:NUM], labels[:NUM]
 
 
 # %% [markdown]
-# Train a small network with weight decay until its loss hardly changes. The weights of
-# the examples select which of them take part.
+# Train a small network with weight decay until its loss hardly changes. Each example
+# has a weight in the objective; a weight of zero leaves it out.
 
 
 # %%
@@ -88,14 +88,14 @@ held_out = jax.vmap(lambda x, y: loss(model, x, y))(images[NUM:], labels[NUM:])
 is_right = jnp.argmax(jax.vmap(model)(images[NUM:]), 1) == labels[NUM:]
 number = NUM + int(jnp.argmax(jnp.where(is_right, held_out, -jnp.inf)))
 question = images[number], labels[number]
-print(f"a {question[1]} with loss {loss(model, *question):.3f}")
+print(f"test image: a {question[1]} with loss {loss(model, *question):.3f}")
 
 # %% [markdown]
 # Compute the curvature of the training loss with EK-FAC, and use the weight decay as
 # damping. A single solve, for the gradient of the test image, serves all training
-# images. The inner products of this solution with their gradients are the derivatives
-# of their losses along it, which one `jax.jvp` computes. No gradient of a training
-# image is materialised.
+# images. The inner products of the solution with the gradients of the training images
+# are the derivatives of their losses along the solution, which one `jax.jvp` computes.
+# No gradient of a training image is materialised.
 
 # %%
 factors = eqxbatch.filter_kfac(predict, cross_entropy, in_axes=0, corrected=True)(
@@ -115,9 +115,10 @@ _, slopes = jax.jvp(losses, (parameters,), (direction,))
 influence = slopes / NUM
 
 # %% [markdown]
-# For comparison, leave out one image at a time: the 20 images with the largest
+# For comparison, leave out one image at a time: the 20 images with the largest absolute
 # influence, and 40 others. Train the network again each time, starting from the trained
-# parameters. `filter_micro_vmap` runs 20 of these trainings at a time.
+# parameters. `filter_micro_vmap` runs 20 of these trainings at a time. Training again
+# with all images gives the baseline.
 
 # %%
 ranked = jnp.argsort(-jnp.abs(influence))
@@ -138,7 +139,7 @@ changes = changes - baseline
 ranks = lambda x: jnp.argsort(jnp.argsort(x))
 correlation = float(jnp.corrcoef(influence[left_out], changes)[0, 1])
 of_ranks = float(jnp.corrcoef(ranks(influence[left_out]), ranks(changes))[0, 1])
-print(f"correlation {correlation:.2f}, of ranks {of_ranks:.2f}")
+print(f"correlation {correlation:.2f}, rank correlation {of_ranks:.2f}")
 assert min(correlation, of_ranks) > 0.6
 
 # %% [markdown]
@@ -155,8 +156,8 @@ ends = [float(jnp.min(influence)), float(jnp.max(influence))]
 scatter.plot(ends, ends, ":", color="grey")
 scatter.set(
     xlabel="influence by EK-FAC",
-    ylabel="rise of the loss when left out",
-    title=f"Correlation {correlation:.2f}, of ranks {of_ranks:.2f}",
+    ylabel="change of the test loss when left out",
+    title=f"Correlation {correlation:.2f}, rank correlation {of_ranks:.2f}",
 )
 ranked = np.asarray(jnp.argsort(-influence))
 shown = (("helps", ranked[:4]), ("hurts", ranked[::-1][:4]))

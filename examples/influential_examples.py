@@ -1,18 +1,18 @@
 # %% [markdown]
 # # Which examples matter
 #
-# A fifth of the labels of scikit-learn's handwritten digits are wrong here. This
-# example finds them, and finds the training images that make the network misclassify a
-# test image. Both follow from dot products of gradients. A small step of gradient
-# descent on a training image changes the loss of a test image by minus the learning
-# rate times the dot product of their gradients. At one checkpoint, this is called
-# GradDot ([Charpiat et al., 2019](https://arxiv.org/abs/2102.05262)); summed over
-# several checkpoints of the training, it is TracIn ([Pruthi et al.,
+# In this example, a fifth of the labels of scikit-learn's handwritten digits are wrong.
+# It finds them, and finds the training images that make the network misclassify a test
+# image. Both follow from dot products of gradients: a small step of gradient descent on
+# a training image changes the loss of a test image by minus the learning rate times the
+# dot product of their gradients. At one checkpoint, this dot product is called GradDot
+# ([Charpiat et al., 2019](https://arxiv.org/abs/2102.05262)); summed over several
+# checkpoints of the training, it is TracIn ([Pruthi et al.,
 # 2020](https://arxiv.org/abs/2002.08484)).
 #
-# A matrix of dot products of gradients is a neural tangent kernel: that of the *loss*.
-# `eqxbatch.EmpiricalNTK` computes it in blocks, and never materialises the per-example
-# gradients.
+# The matrix of dot products of gradients is a neural tangent kernel, that of the
+# *loss*. `eqxbatch.EmpiricalNTK` computes it in blocks, and never materialises the
+# per-example gradients.
 
 # %%
 import pathlib
@@ -101,8 +101,8 @@ harmed = examples(test, labels[test], -1.0)
 
 # %% [markdown]
 # For each of the 397 test images, find its *opponents*: the ten training images that
-# increase its loss the most. `TopK` keeps only these, so at most one block of the
-# kernel is in memory at a time.
+# increase its loss the most. `TopK` keeps only these, so only one block of the kernel
+# is in memory at a time.
 
 # %%
 top = eqxbatch.TopK(10)
@@ -110,18 +110,18 @@ influence = eqxbatch.EmpiricalNTK(SignedLoss(checkpoints), block_size=256, reduc
 opponents = influence(harmed, trained_on)
 print("opponents", opponents.indices.shape)
 fraction = is_wrong[opponents.indices].mean(axis=0)
-print(f"wrong labels of the first opponents: {fraction[0]:.0%}")
-print(f"wrong labels of all training images: {is_wrong.mean():.0%}")
+print(f"first opponents with a wrong label: {fraction[0]:.0%}")
+print(f"training images with a wrong label: {is_wrong.mean():.0%}")
 assert fraction.min() > 0.8
 
 # %% [markdown]
 # To find the wrong labels, rank the training images in three ways:
 #
 # - by the largest harm that they do to any test image, using the transposed kernel;
-# - by their self-influence, the squared norm of the gradient, which is the diagonal of
-#   the kernel of the training images with themselves. It needs no test images;
-# - by their loss, which needs no gradients. On this data it works equally well, but
-#   does not show which test images an example harms.
+# - by their self-influence, the squared norm of the gradient. It is the diagonal of the
+#   kernel of the training images with themselves, and needs no test images;
+# - by their loss, which needs no gradients. On these data, it works equally well, but
+#   it does not show which test images an example harms.
 
 # %%
 worst = eqxbatch.EmpiricalNTK(
@@ -141,8 +141,9 @@ for name, score in scores.items():
 assert min(curve[349] for curve in curves.values()) > 0.8
 
 # %% [markdown]
-# The plot shows four misclassified test images, each next to its first four opponents
-# and the labels with which these were trained.
+# The plot shows how many of the wrong labels each ranking finds, and how often the
+# opponents of a test image have wrong labels. Below are four misclassified test images,
+# each next to its first four opponents, with the labels that these had in training.
 
 # %%
 figure = plt.figure(figsize=(9, 5.6), layout="constrained")

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Calibrated digits: Laplace approximations with K-FAC
 #
-# A network that fits its training data well is overconfident on new data. The Laplace
-# approximation places a Gaussian around the trained parameters, whose precision is the
-# curvature of the loss, and averages predictions over it ([Daxberger et al.,
-# 2021](https://arxiv.org/abs/2106.14806)). The curvature matrix of a large network does
-# not fit in memory, but its Kronecker factors do ([Ritter et al.,
+# A network that fits its training data well is often overconfident on new data. The
+# Laplace approximation averages predictions over a Gaussian that is centred at the
+# trained parameters, with the curvature of the loss as its precision
+# ([Daxberger et al., 2021](https://arxiv.org/abs/2106.14806)). The curvature matrix of
+# a large network does not fit in memory, but its Kronecker factors do ([Ritter et al.,
 # 2018](https://openreview.net/forum?id=Skdvd2xAZ)). This example compares K-FAC with
 # the diagonal, and with the exact curvature of the last layer.
 
@@ -113,8 +113,8 @@ def by_last_layer(prior):
 
 
 # %% [markdown]
-# Average the predictions over 60 samples. As the Gauss-Newton matrix assumes, the
-# network is linearised in its parameters ([Immer et al.,
+# Average the predictions over 60 samples of the Gaussian. As the Gauss-Newton matrix
+# assumes, the network is linearised in its parameters ([Immer et al.,
 # 2021](https://arxiv.org/abs/2008.08494)): `jax.jvp` computes how a change of the
 # parameters changes the logits.
 
@@ -178,7 +178,8 @@ for name, way in ways.items():
     print(f"{name}: prior precision {prior:.0f}")
 
 # %% [markdown]
-# Finally, evaluate on images that were not used before.
+# Finally, evaluate all of them on images that were not used before. The expected
+# calibration error is the mean difference between confidence and accuracy.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Error bands with the Laplace approximation
 #
-# An ordinarily trained network does not report its uncertainty. The Laplace
-# approximation ([MacKay, 1992](https://doi.org/10.1162/neco.1992.4.3.448)) places a
-# Gaussian around the trained parameters, whose precision is the curvature of the loss.
-# It is often applied to the last layer only ([Daxberger et al.,
+# A network does not report its uncertainty by itself. The Laplace approximation
+# ([MacKay, 1992](https://doi.org/10.1162/neco.1992.4.3.448)) is a Gaussian centred at
+# the trained parameters, and its precision is the curvature of the loss. It is often
+# applied to the last layer only ([Daxberger et al.,
 # 2021](https://arxiv.org/abs/2106.14806)). This example applies it to the last layer
 # and to all layers, in a regression problem with a gap in the data.
 
@@ -83,7 +83,8 @@ print(f"objective: {values[0]:.0f} before training, {values[-1]:.0f} after it")
 # %% [markdown]
 # The curvature is the generalised Gauss-Newton matrix, summed over the examples. It is
 # the Hessian of the loss of the linearised network, so it is positive semidefinite even
-# if training has not reached a minimum. `where` selects the layers.
+# if training has not reached a minimum. The precision of the prior is added to it.
+# `where` selects the layers.
 
 
 # %%
@@ -118,8 +119,9 @@ np.testing.assert_allclose(
 )
 
 # %% [markdown]
-# The variance of a prediction is the covariance of the parameters, mapped through the
-# Jacobian of the network at this point. It is computed for 64 points at a time.
+# The variance of a prediction is `j @ covariance @ j`, for the covariance of the
+# parameters and the Jacobian `j` of the network at the point. The Jacobians are
+# computed for 64 points at a time.
 
 # %%
 grid = jnp.linspace(-7, 7, 281)
@@ -163,7 +165,7 @@ for axis, (name, found) in zip(axes, deviations.items(), strict=True):
     axis.plot(grid, mean, label="network")
     axis.plot(grid, truth(grid), ":", color="black", label="truth")
     axis.plot(x, y, ".", color="grey", markersize=3, label="data")
-    axis.set(title=f"Two deviations, {name}", xlabel="x", ylim=(-4, 4))
+    axis.set(title=f"Two standard deviations, {name}", xlabel="x", ylim=(-4, 4))
 axes[0].legend(frameon=False)
 path = pathlib.Path("pictures", "laplace.png")
 path.parent.mkdir(exist_ok=True)

@@ -3,10 +3,10 @@
 #
 # A loss landscape is the loss of a network in a plane around its trained parameters
 # ([Li et al., 2018](https://arxiv.org/abs/1712.09913)). Each point of the plane takes a
-# pass through all of the data, so the computation is a grid of three axes: two for the
-# plane, and one for the data, over which the mean is taken. This example uses
-# scikit-learn's handwritten digits, and two planes: one of random directions, and one
-# of the eigenvectors with the two largest eigenvalues of the Hessian.
+# pass over all data, so the computation is a grid with three axes: two for the plane,
+# and one for the data, over which the mean is taken. This example uses scikit-learn's
+# handwritten digits, and two planes. One is spanned by random directions, and the other
+# by the eigenvectors of the Hessian for its two largest eigenvalues.
 #
 # First, a grid of a function of two numbers:
 
@@ -68,9 +68,9 @@ for _ in range(200):
 print(f"loss at the end: {value:.4f}")
 
 # %% [markdown]
-# A direction is a model that is added to the trained one. A random direction is only
-# meaningful if it is scaled like the weights. Here, the weights into each neuron get
-# the norm of the trained ones, and biases do not change.
+# A direction is a model whose parameters are added to the trained ones. A random
+# direction is only meaningful if it is scaled like the weights. Here, the weights into
+# each neuron get the norm of the trained ones, and biases do not change.
 
 
 # %%
@@ -100,11 +100,11 @@ planes = {
 
 
 # %% [markdown]
-# The function to map is the loss of one image at one point of the plane. `a` and `b`
-# are on separate axes of the grid, so all of their combinations are computed. An image
-# and its label are zipped on one axis. The model and the directions are not mapped. The
-# mean over the images is accumulated, so only one block of the 4.7 million cells of the
-# grid is in memory at a time.
+# Map the loss of one image at one point of the plane. `a` and `b` are on separate axes
+# of the grid, so all of their combinations are computed. An image and its label are
+# zipped on one axis. The model and the directions are not mapped. The mean over the
+# images is accumulated, so only one block of the 4.7 million cells of the grid is in
+# memory at a time.
 #
 # Accumulated axes are innermost. A block of 20,000 cells therefore contains 11 points
 # with all images, and the parameters of a point are computed once for all images.
@@ -155,7 +155,7 @@ for name, (first, second) in planes.items():
 surface, width = surfaces["Largest eigenvalues"], 6 / 50
 for number, near in enumerate((surface[24:27, 25], surface[25, 24:27]), start=1):
     curvature = (near[0] - 2 * near[1] + near[2]) / width**2
-    print(f"eigenvalue {eigenvalues[-number]:.3f}, of the surface {curvature:.3f}")
+    print(f"eigenvalue {eigenvalues[-number]:.3f}, curvature {curvature:.3f}")
     np.testing.assert_allclose(curvature, eigenvalues[-number], rtol=0.1)
 
 # %%

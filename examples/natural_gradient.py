@@ -4,10 +4,10 @@
 # The natural gradient is the gradient times the inverse of the Fisher matrix, which
 # measures how much each direction in parameter space changes the predictions of the
 # model ([Amari, 1998](https://doi.org/10.1162/089976698300017746)). K-FAC ([Martens and
-# Grosse, 2015](https://arxiv.org/abs/1503.05671)) makes it affordable: the block of
-# each layer is a Kronecker product of two small matrices. This example trains a small
-# convolutional network on handwritten digits with K-FAC in an `optax` chain, and
-# compares it with Adam.
+# Grosse, 2015](https://arxiv.org/abs/1503.05671)) makes it affordable: it approximates
+# the block of each layer by a Kronecker product of two small matrices, and neglects all
+# other blocks. This example trains a small convolutional network on handwritten digits
+# with K-FAC in an `optax` chain, and compares it with Adam.
 
 # %%
 import pathlib
@@ -66,8 +66,8 @@ def loss(logits, image, label):
 
 # %% [markdown]
 # `filter_kfac` returns the Kronecker factors for a batch. With `fisher="mc"`, labels
-# are drawn from the model's own predictions, so that all factors take one forward and
-# one backward pass. The table shows the sizes of the two factors of each layer, for its
+# are drawn from the model's own predictions, so all factors take one forward and one
+# backward pass. The table shows the sizes of the two factors of each layer, for its
 # outputs and its inputs. The bias counts as one additional input.
 
 
@@ -105,7 +105,7 @@ class KFACState(NamedTuple):
 
 
 def scale_by_kfac(example):
-    """`example`: factors of the model, used for their shapes."""
+    """`example`: factors of the model, from which the average starts."""
 
     def inverse_of(average):
         return average.operator(damping=DAMPING).inverse()
@@ -129,9 +129,9 @@ def scale_by_kfac(example):
 # %% [markdown]
 # Both optimisers use minibatches of 128 images and a cosine schedule. Natural gradients
 # are large where the curvature is small, so their norm is clipped. The settings are the
-# best of a small search. For Adam, this is a learning rate of 0.1, out of 0.003, 0.01,
-# 0.03 and 0.1. For K-FAC, it is a learning rate of 1.0, out of 0.1, 0.3 and 1.0, and a
-# damping of 0.003, out of values from 0.001 to 0.1.
+# best of a small search: for Adam, a learning rate of 0.1, out of 0.003, 0.01, 0.03 and
+# 0.1; for K-FAC, a learning rate of 1.0, out of 0.1, 0.3 and 1.0, and a damping of
+# 0.003, out of values from 0.001 to 0.1.
 
 # %%
 STEPS, BATCH = 120, 128
@@ -195,8 +195,8 @@ for name, (optimiser, has_factors) in chains.items():
 # %% [markdown]
 # K-FAC needs fewer steps than Adam, but each step takes longer. The plot on the right
 # shows the loss over time. Computing the factors takes about as long as the gradient;
-# the rest is eigendecompositions. For a network as small as this one, they dominate a
-# step. The larger the batch, the less they matter.
+# the rest is eigendecompositions, which dominate for a network as small as this one.
+# The larger the batch, the less they matter.
 
 
 # %%

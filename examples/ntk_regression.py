@@ -2,8 +2,8 @@
 # # NTK regression, and how a kernel drifts
 #
 # A sufficiently wide network stays close to its linearisation during training, so it
-# learns the same function as regression with its neural tangent kernel ([Jacot et al.,
-# 2018](https://arxiv.org/abs/1806.07572); [Lee et al.,
+# learns the same function as regression with its neural tangent kernel (NTK) ([Jacot et
+# al., 2018](https://arxiv.org/abs/1806.07572); [Lee et al.,
 # 2019](https://arxiv.org/abs/1902.06720)). This example performs this regression on
 # scikit-learn's handwritten digits, first with the kernel of a network at
 # initialisation, and then with the kernel of the same network after training.
@@ -44,7 +44,7 @@ model = eqx.nn.MLP(64, 10, 256, 2, key=jr.key(0))
 
 # %%
 def regress(model):
-    """The kernel of the training set, and how well regression with it does."""
+    """The kernel of the training set, and the test accuracy of regression with it."""
     ntk = eqxbatch.EmpiricalNTK(model, block_size=128)
     kernel = ntk(images[train])
     cross = ntk(images[test], images[train])
@@ -55,7 +55,7 @@ def regress(model):
 
 
 before, accuracy_before = regress(model)
-print(f"NTK regression at the random start: {accuracy_before:.1%} of the test images")
+print(f"NTK regression at initialisation:   {accuracy_before:.1%} of the test images")
 
 
 # %% [markdown]
@@ -94,7 +94,7 @@ print(f"the kernel has drifted by {drift:.0%} of its norm")
 # %% [markdown]
 # With 256 units and such large steps, the network moves far from its linearisation, and
 # its kernel changes. Training aligns the kernel with the labels: it develops ten
-# blocks, one per digit, and ten eigenvalues stand out of the spectrum.
+# blocks, one per digit, and ten eigenvalues stand out from the others.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
@@ -108,8 +108,8 @@ for name, kernel in kernels.items():
     values = jnp.linalg.eigvalsh(kernel)[::-1]
     axes[2].loglog(jnp.arange(1, len(values) + 1), values / values.sum(), label=name)
 axes[2].set_title("spectrum")
-axes[2].set_xlabel("eigenvalue")
-axes[2].set_ylabel("part of the trace")
+axes[2].set_xlabel("eigenvalue, by size")
+axes[2].set_ylabel("fraction of the trace")
 axes[2].legend()
 path = pathlib.Path("pictures", "ntk_regression.png")
 path.parent.mkdir(exist_ok=True)

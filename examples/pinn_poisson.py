@@ -3,8 +3,8 @@
 #
 # A physics-informed neural network (PINN) solves the Poisson equation on a square.
 # Inside, its Laplacian must match that of a known solution; on the boundary, its values
-# must match. Both are residuals, each with its own points. The problem is
-# ill-conditioned, so Adam converges slowly, but Gauss-Newton steps do not
+# must match. The two differences are the residuals, each with points of its own. The
+# problem is ill-conditioned, so Adam converges slowly, but Gauss-Newton steps do not
 # ([Guzmán-Cordero et al., 2025](https://arxiv.org/abs/2505.12149)). There are fewer
 # points than parameters, so the steps are solved in the space of samples. The example
 # uses 64-bit mode: the squares of second derivatives are so large that the damping
@@ -69,8 +69,8 @@ WEIGHT = 100.0  # Weight of the boundary residuals.
 DAMPING = 1e-5
 
 # %% [markdown]
-# A line search tries several lengths of each step, because computing a step is much
-# more expensive than evaluating the loss.
+# Computing a step is much more expensive than evaluating the loss, so a line search
+# tries several lengths of each step.
 
 
 # %%
@@ -101,7 +101,7 @@ def in_samples(model, state, key):
 
 
 # %% [markdown]
-# For comparison, compute the same step by hand, with the dense Gauss-Newton matrix of
+# For comparison, compute the same step by hand, with the dense Gauss-Newton matrix over
 # all parameters.
 
 

@@ -22,7 +22,7 @@ import eqxbatch
 
 
 # %% [markdown]
-# The data are 1,797 images of 8 x 8 pixels. The microbatch size need not divide the
+# The data set has 1,797 images of 8 x 8 pixels. The microbatch size need not divide the
 # number of images.
 
 # %%
@@ -32,7 +32,7 @@ labels = jnp.asarray(digits.target, jnp.int32)
 
 
 # %% [markdown]
-# The model takes one image, and the loss takes a batch, as usual in Equinox.
+# As usual in Equinox, the model takes one image, and the loss takes a batch.
 
 
 # %%
@@ -61,7 +61,7 @@ def loss(model, images, labels):
 
 
 # %% [markdown]
-# Next, compute the gradient in two ways: for the whole batch at once, and in
+# Next, define the gradient in two ways: for the whole batch at once, and in
 # microbatches of 64. `batched=True` says that the loss takes a whole batch, and the two
 # `Mean`s say that the loss and the accuracy are means over its examples. The last
 # microbatch has only 5 examples, and is weighted accordingly.
@@ -96,8 +96,8 @@ steps = {
 }
 
 # %% [markdown]
-# Train both versions side by side. Measure the time of each step with a clock, and read
-# its peak temporary memory from the compiled program.
+# Train both versions side by side. Time each step, and read its peak temporary memory
+# from the compiled program.
 
 # %%
 history = {name: [] for name in steps}
@@ -121,7 +121,7 @@ for i in range(41):
             seconds[name].append(time.perf_counter() - start)
         history[name].append((float(value), float(accuracy)))
 
-print(f"{'gradient':22}  {'peak temporaries':>16}  {'time a step':>11}  accuracy")
+print(f"{'gradient':22}  {'temporary memory':>16}  {'step time':>11}  accuracy")
 for name in steps:
     median = statistics.median(seconds[name])
     accuracy = history[name][-1][1]
@@ -145,7 +145,7 @@ for (name, values), style in zip(history.items(), ("-", "--"), strict=True):
 left.set(xlabel="step", ylabel="loss")
 left.legend(frameon=False)
 right.barh(list(megabytes), list(megabytes.values()), height=0.5)
-right.set(xlabel="peak temporaries of a step [MB]")
+right.set(xlabel="peak temporary memory of a step [MB]")
 right.invert_yaxis()
 path = pathlib.Path("pictures", "quickstart.png")
 path.parent.mkdir(exist_ok=True)

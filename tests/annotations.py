@@ -12,7 +12,7 @@ from eqxbatch import _OPERATORS as OPERATORS
 from eqxbatch._base.shapes import CONTRACTS, text_of
 
 
-# Methods that are called by users, or that they write.
+# Methods that users call or implement.
 METHODS = (
     "__call__",
     "aggregate",
@@ -47,7 +47,7 @@ def names() -> list[str]:
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """What is called, the name of an argument or a result, and its annotation."""
+    """The call, the name of an argument or `returns`, and the annotation."""
     for name in names():
         public = getattr(eqxbatch, name)
         yield from of_call(name, public)
@@ -71,7 +71,7 @@ def is_own(method: object) -> bool:
 
 def of_call(name: str, fun: Callable) -> Iterator[tuple[str, str, str]]:
     signature = inspect.signature(fun)
-    # What a field is converted from can be anything, but it is checked as its own type.
+    # A field may be converted from anything, but its own type is checked.
     fields = {x.name: x.type for x in getattr(fun, "__dataclass_fields__", {}).values()}
     for parameter in signature.parameters.values():
         if parameter.name == "self":
@@ -88,7 +88,7 @@ def of_call(name: str, fun: Callable) -> Iterator[tuple[str, str, str]]:
 
 def of_hint(hint: object) -> str:
     text = "Any" if hint is inspect.Signature.empty else text_of(hint)
-    # What nobody else is to know the name of.
+    # The name of a private class means nothing to users.
     return "a state" if text.startswith("_") else text
 
 

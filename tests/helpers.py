@@ -1,4 +1,4 @@
-"""What several test modules use."""
+"""Helpers that several test modules use."""
 
 import equinox as eqx
 import jax
@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
-# The number of examples around a block size of 4, and a prime.
+# Numbers of examples around multiples of a block size of 4, and a prime.
 BLOCK = 4
 TOTALS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 13)
 
@@ -24,7 +24,7 @@ TOLERANCES = {
 
 
 def assert_same(got, expected, tol=None):
-    """Same structure, static leaves, shapes and dtypes, and values within rounding."""
+    """Checks structure, static leaves, shapes, dtypes, and values up to rounding."""
     got_arrays, got_static = eqx.partition(got, eqx.is_array)
     arrays, static = eqx.partition(expected, eqx.is_array)
     assert eqx.tree_equal(got_static, static)
@@ -45,7 +45,7 @@ def assert_same(got, expected, tol=None):
 
 
 def quickly(values, num):
-    """Values of a parameter of a test, of which the first ones are for `-m quick`."""
+    """Values for `parametrize`; `-m quick` runs only the first `num` of them."""
     return [pytest.param(x, marks=pytest.mark.quick) for x in values[:num]] + [
         *values[num:]
     ]
@@ -54,7 +54,7 @@ def quickly(values, num):
 def normal(key, shape, dtype=jnp.float32):
     """Standard normal numbers of any inexact dtype.
 
-    They are NumPy's: JAX compiles a program for each shape.
+    NumPy draws them, because JAX would compile a program for each shape.
     """
     if isinstance(key, jax.core.Tracer):
         return jr.normal(key, shape, dtype)
@@ -79,7 +79,7 @@ def put(x, mesh, *spec):
 
 
 def memory(fun, *args):
-    """What the compiled `fun` allocates: `temp_size_in_bytes` and so on."""
+    """XLA's memory analysis of the compiled `fun`: `temp_size_in_bytes` and so on."""
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     return jax.jit(fun).lower(*structs).compile().memory_analysis()
 

@@ -1,6 +1,6 @@
 """Every layer of Equinox that has parameters, and networks made of them.
 
-`python -m tests.layers` prints the table of the docs, which a test compares with.
+`python -m tests.layers` prints the table in the docs; a test compares them.
 """
 
 import collections
@@ -23,7 +23,7 @@ KEY = jr.key(0)
 
 
 class Case(NamedTuple):
-    """A model, how one example goes through it, and how an example is made."""
+    """A model, a function of it and an example, and a function that draws examples."""
 
     model: Any
     fun: Callable
@@ -86,7 +86,7 @@ def _layers() -> dict[str, Callable[[], Case]]:
     conv2d = {"kernel_size": (3, 2), "stride": (2, 1), "padding": ((1, 0), (2, 1))}
     dilated = {"stride": 2, "padding": 1, "dilation": 2}
     up = {"stride": 2, "padding": 1, "output_padding": 1}
-    # A layer with a buffer, its state, is made by `make_with_state`.
+    # `make_with_state` creates a layer that has a state.
     norm = lambda: nn.make_with_state(nn.SpectralNorm)(
         nn.Linear(3, 2, key=KEY), weight_name="weight", key=KEY
     )
@@ -127,7 +127,7 @@ def _layers() -> dict[str, Callable[[], Case]]:
         "SpectralNorm": Case(norm, spectral, vectors(3)),
     }
 
-    # A layer is made once for each of the default dtypes, whichever test comes first.
+    # Layers are created once for each default dtype, in whatever order tests run.
     @functools.cache
     def one(name, is_double):
         del is_double
@@ -139,12 +139,12 @@ def _layers() -> dict[str, Callable[[], Case]]:
     }
 
 
-# Functions, so that a layer is only made where it is asked for.
+# These are functions, so that only layers that are used are created.
 LAYERS = _layers()
 
 
 class Network(eqx.Module):
-    """Layers in a row, each with the function that applies it."""
+    """A sequence of layers, each with the function that applies it."""
 
     layers: list
     funs: list[Callable]
@@ -198,7 +198,7 @@ def random_network(key) -> Case:
         example = tokens(5)
     chosen = [choices[i] for i in order[:3]]
     pairs = [*first, *chosen, chosen[0], *last]
-    # The layer that comes twice is one object in the model, and shared by the function.
+    # The layer that is used twice is in the model once; the function shares it.
     shared = len(first)
     again = len(first) + len(chosen)
     layers = [layer for i, (layer, _) in enumerate(pairs) if i != again]
@@ -215,12 +215,12 @@ def lstm_output(cell, x):
 
 
 def table() -> str:
-    """Which layers have rules for all their parameters, in the words of the docs."""
+    """The table in the docs: the sites of each layer, and parameters without rules."""
     return table_of("layer of `equinox.nn`", LAYERS)
 
 
 def table_of(title: str, cases: dict[str, Callable[[], Case]]) -> str:
-    """For each case, the sites of its parameters, and those that fall back."""
+    """For each case, the sites of its parameters, and parameters that fall back."""
     lines = [f"| {title} | sites | without a rule | K-FAC |", "|---|---|---|---|"]
     for name, make in cases.items():
         model, fun, example = make()
@@ -241,7 +241,7 @@ def table_of(title: str, cases: dict[str, Callable[[], Case]]) -> str:
 
 
 def kfac_of(report: SitesReport) -> str:
-    """Which parameters have Kronecker factors, and what others have, and why."""
+    """Which parameters have Kronecker factors, and what the others have and why."""
     kinds: dict[str, list[str]] = {}
     for leaf in report.leaves:
         kind = leaf.kfac

@@ -1,11 +1,11 @@
 """Runs the code on a page of the docs: `python -m tests.pages docs/index.md`.
 
-All blocks of Python on a page are one program: they run in order, in this process, as
-they are written. A block with a title is a file instead: it is written to the working
-directory, and the commands on the page that name it run in the shell.
+All blocks of Python on a page are one program: they run in order, in this process. A
+block with a title is a file instead: it is written to the working directory, and the
+commands on the page that name it run in the shell.
 
-Comments that state results are checked: `f(x)  # (50, 3)` for a shape, `f(x)  # [1, 2]`
-for a value.
+Comments with results are checked: `f(x)  # (50, 3)` for a shape, `f(x)  # [1, 2]` for a
+value.
 """
 
 import ast
@@ -30,7 +30,7 @@ FENCE = re.compile(
 SHAPE = r"\((?:\d[\d_]*(?:, \d[\d_]*)*,?)?\)"
 SHAPES = re.compile(rf"{SHAPE}(?:, {SHAPE})*(?=$|[\s,;:.])")
 NUMBERS = re.compile(r"[\d_]+$|\[.*\]$")
-# Seconds that the commands of a page may take.
+# The seconds that one command of a page may take.
 TIMEOUT = 600
 
 
@@ -56,7 +56,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def stated(comment: str) -> tuple[str, Any] | None:
-    """What a comment says of a result: its shapes, or its value."""
+    """The shapes or the value of a result, as a comment states them."""
     if found := SHAPES.match(comment):
         shapes = re.findall(SHAPE, found[0])
         return "shapes", [ast.literal_eval(shape) for shape in shapes]
@@ -89,7 +89,7 @@ def check(result: Any, comment: str) -> None:
 
 
 def run_python(block: Block, page: str, names: dict[str, Any]) -> None:
-    """Runs a block, one statement after the other, with the lines of the page."""
+    """Runs a block statement by statement, with the line numbers of the page."""
     tree = ast.parse(block.code)
     ast.increment_lineno(tree, block.line - 1)
     behind = comments(block.code)
@@ -107,7 +107,7 @@ def run_python(block: Block, page: str, names: dict[str, Any]) -> None:
 
 
 def run_page(path: str) -> None:
-    # As in a program of its own.
+    # As if the page were a program of its own.
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     titles = []

@@ -1,6 +1,6 @@
 """Looks for dangling links, anchors and pictures in the built site.
 
-`mkdocs build` and then `python -m tests.site_links site`.
+Run `mkdocs build`, and then `python -m tests.site_links site`.
 """
 
 import argparse
@@ -10,15 +10,15 @@ import sys
 import urllib.parse
 
 
-# Schemes that lead out of the site, or nowhere.
+# Schemes of links that do not lead to a page of the site.
 OUTSIDE = ("http", "https", "mailto", "data", "javascript")
-# What notebooks have where a picture has no description.
+# The alt texts of pictures without a description; the second one is that of notebooks.
 NO_DESCRIPTION = ("", "No description has been provided for this image")
 LINKS = {"a": "href", "link": "href", "img": "src", "script": "src", "source": "src"}
 
 
 class Page(html.parser.HTMLParser):
-    """The links, the anchors and the pictures without a description of a page."""
+    """The links and anchors of a page, and its pictures without a description."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -39,7 +39,7 @@ class Page(html.parser.HTMLParser):
 
 
 def problems(site: pathlib.Path) -> list[str]:
-    """What is wrong on the pages of a site, one line each."""
+    """The problems on the pages of a site, one line each."""
     site = site.resolve()
     pages = {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
     if not pages:
@@ -59,12 +59,12 @@ def problems(site: pathlib.Path) -> list[str]:
 def problem_of(
     link: str, path: pathlib.Path, site: pathlib.Path, pages: dict[pathlib.Path, Page]
 ) -> str | None:
-    """What is wrong with a link on the page in `path`, if anything is."""
+    """The problem of a link on the page in `path`; None if there is none."""
     parts = urllib.parse.urlsplit(link)
     if parts.scheme in OUTSIDE or parts.netloc:
         return None
     where = urllib.parse.unquote(parts.path)
-    # The page for wrong addresses does not know where it is, and counts from the root.
+    # Links on the page for wrong addresses (404) start from the root.
     start = site if where.startswith("/") else path.parent
     target = (start / where.lstrip("/")).resolve() if where else path
     if target.is_dir():

@@ -1,6 +1,6 @@
-"""Environments of their own for `neural_tangents`, which needs an old JAX.
+"""Separate environments for `neural_tangents`, which needs an old JAX.
 
-`python -m benchmarks.neural_tangents.environment` makes both below `build/`.
+`python -m benchmarks.neural_tangents.environment` creates both in `build/`.
 """
 
 import pathlib
@@ -10,8 +10,8 @@ import sys
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent / "build"
-# The first is the newest that all of `neural_tangents` works with; with the second,
-# what it is timed with here does, and its XLA is a year closer to ours.
+# The first has the newest JAX with which all of `neural_tangents` works. The second one
+# suffices for everything that is timed here, and its XLA is a year newer.
 VERSIONS = {
     "truth": ("jax==0.4.25", "jaxlib==0.4.25", "numpy<2", "scipy<1.13"),
     "timing": ("jax==0.5.3", "jaxlib==0.5.3"),
@@ -19,7 +19,7 @@ VERSIONS = {
 
 
 def python(name: str) -> pathlib.Path:
-    """The interpreter of an environment, which is made if it is not there yet."""
+    """The interpreter of an environment, which is created if necessary."""
     folder = ROOT / f"neural-tangents-{name}"
     interpreter = folder / "bin" / "python"
     done = folder / "done"

@@ -1,8 +1,8 @@
-"""Models without a library, for `neural_tangents` in an environment of its own.
+"""Models without a library, for `neural_tangents` in its own environment.
 
 Each is a pair of functions: `init(key, ...) -> parameters` and `apply(parameters, x)`
-for a batch `x`, with biases and in the widths of the Equinox models that they stand
-for. Convolutions have their channels last, which is what XLA runs fastest on CPUs.
+for a batch `x`, with the biases and the widths of the corresponding Equinox model.
+Convolutions have channels last, which is the fastest layout of XLA on CPUs.
 """
 
 import jax
@@ -107,7 +107,7 @@ def embedding(params, tokens):
 
 
 def arc_cosine(x1, x2=None, depth=3):
-    """The NTK of an infinitely wide network with relus, in closed form."""
+    """The NTK of an infinitely wide ReLU network, in closed form."""
     x2 = x1 if x2 is None else x2
     dim = x1.shape[-1]
     squares = [jnp.sum(x**2, axis=-1) / dim for x in (x1, x2)]

@@ -1,7 +1,7 @@
-"""Times `neural_tangents`, as told through standard input: one JSON object a line.
+"""Times `neural_tangents` on request; each line of standard input is a JSON object.
 
-It runs in an environment of its own, see `environment.py`. `{"prepare": job}` compiles
-a job for all implementations and answers with their names and FLOPs; `{"run": name}`
+It runs in its own environment; see `environment.py`. `{"prepare": job}` compiles a job
+for all implementations and answers with their names and FLOPs; `{"run": name}`
 runs one of them once and answers with the seconds. `{"monte_carlo": job}` is the same
 as `prepare` for averages over random models, and `{"traces": name}` answers with the
 mean diagonals of such averages over 1, 2, ... samples.
@@ -20,7 +20,7 @@ from jax.interpreters import ad
 from neural_tangents import stax
 
 
-# Structured derivatives take what JAX 0.5 no longer has in its public module.
+# Structured derivatives use names that the public module of JAX 0.5 no longer has.
 for name in dir(private_ad):
     if not hasattr(ad, name):
         setattr(ad, name, getattr(private_ad, name))
@@ -72,13 +72,13 @@ def prepare(job, compiled):
             implementation=implementation,
         )
         if job.get("block") is not None:
-            # As it is meant to be used: each block is compiled, the loop is Python's.
+            # As intended: each block is compiled, in a Python loop.
             kernel_fn = nt.batch(
                 kernel_fn, batch_size=job["block"], store_on_device=True
             )
             program, flops = (lambda f=kernel_fn: f(x, None, params)), None
         else:
-            # Arguments, so that nothing is computed at compile time.
+            # `x` and `p` are arguments, so nothing is computed at compile time.
             jitted = jax.jit(lambda x, p, f=kernel_fn: f(x, None, p)).lower(x, params)
             executable = jitted.compile()
             analysis = executable.cost_analysis()
@@ -92,7 +92,7 @@ def prepare(job, compiled):
 
 
 def random_model(job):
-    """What draws parameters, and what applies them, in the NTK parameterisation."""
+    """The functions that draw and apply parameters, in the NTK parameterisation."""
     std = {"W_std": job["weight_std"], "b_std": job["bias_std"]}
     if job["model"] == "dense":
         layers = [
@@ -111,7 +111,7 @@ def random_model(job):
 
 
 def average(job, implementation, num):
-    """As users call it; nothing of it needs another `jax.jit`."""
+    """The kernel function as users call it; it needs no additional `jax.jit`."""
     init, apply = random_model(job)
     kernel_fn = nt.monte_carlo_kernel_fn(
         init,

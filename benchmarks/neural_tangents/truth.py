@@ -1,7 +1,7 @@
 """Writes kernels that `neural_tangents` computes, for the tests to compare with.
 
 `python -m benchmarks.neural_tangents.truth` runs `write.py` in its environment. The
-files have weights, inputs and kernels; models are told apart by their names only.
+files have weights, inputs and kernels; only their names tell which model they are of.
 """
 
 import pathlib
