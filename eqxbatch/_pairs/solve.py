@@ -321,7 +321,7 @@ def _preconditioner(
 
     def solve(residual: np.ndarray) -> np.ndarray:
         if np.iscomplexobj(residual):
-            return run(residual.real) + 1j * run(residual.imag)
+            return run(np.real(residual)) + 1j * run(np.imag(residual))
         return run(residual)
 
     return solve
