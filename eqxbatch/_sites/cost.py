@@ -25,8 +25,8 @@ from .trace import Program
 
 
 # The constants of the cost model, rounded from the measurements of
-# `python -m benchmarks --suite costs` on 2 cores of an AMD EPYC; only orders of magnitude
-# matter.
+# `python -m benchmarks --suite costs` on 2 cores of an AMD EPYC; only orders of
+# magnitude matter.
 # - The number of floating-point operations that take as long as moving a byte.
 FLOPS_PER_BYTE = 8.0
 # - How much slower per-example gradients of a convolution are than matrix products,
