@@ -31,9 +31,9 @@ from .._batch.moments import (
 )
 from .._batch.objective import Example, Loss, MicrobatchResult, Objective
 from .._batch.slots import (
-    array_structs,
     canonicalise,
     is_accumulator,
+    is_number,
     is_struct,
     match_accumulators,
     Slots,
@@ -179,7 +179,7 @@ class _MicroGrad(AbstractTransform):
             "moments": Variance(ddof=1),
         }
         of_parts = lambda parts: {
-            name: accumulators[name] if array_structs(part) else None
+            name: accumulators[name] if _has_results(part) else None
             for name, part in parts.items()
         }
         of_totals = {name: OfTotals(accumulators[name]) for name in output.total}
@@ -222,6 +222,10 @@ class _MicroGrad(AbstractTransform):
         if self.return_norms or self.moments or self.metrics is not None:
             first.append(statistics)
         return first[0] if len(first) == 1 else tuple(first)
+
+
+def _has_results(part: PyTree) -> bool:
+    return any(is_struct(x) or is_number(x) for x in jtu.tree_leaves(part))
 
 
 @cast("Typed[MicroValueAndGradSignature]", also_decorator)

@@ -276,6 +276,17 @@ def test_prefixes(getkey):
     assert_same(got, expected, tol=1e-4)
 
 
+def test_numbers_stay_where_the_result_is_the_same_number():
+    def fun(x):
+        return {"mean": (x, 2), "kept": 3, "flag": True, "sum": x}
+
+    accumulator = {"mean": Mean(), "kept": None, "flag": Sum(), "sum": Sum()}
+    got = filter_micro_vmap(fun, microbatch_size=2, accumulator=accumulator)(
+        jnp.arange(3.0)
+    )
+    assert got == {"mean": (1, 2), "kept": 3, "flag": True, "sum": 3}
+
+
 def test_accumulators_apply_to_modules(getkey):
     import equinox as eqx
 

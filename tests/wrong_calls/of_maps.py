@@ -408,6 +408,26 @@ ACCUMULATORS = [
         ValueError,
         r"one weight for each example, .*shape \(5,\)",
     ),
+    *(
+        Case("Sum", call, ValueError, r"output.*\] is \d of type int, and only arrays")
+        for call in (
+            lambda: eqxbatch.filter_micro_vmap(
+                lambda x: (x, 1), accumulator=eqxbatch.Sum()
+            )(y),
+            lambda: eqxbatch.filter_microbatch(
+                lambda x: {"sum": x.sum(), "num": x.shape[0]},
+                microbatch_size=2,
+                accumulator=Wrong(jnp.zeros(()), jnp.zeros(())),
+            )(y),
+            lambda: eqxbatch.filter_micro_grad(
+                lambda w, x: (jnp.sum(x @ w), x.shape[0]),
+                has_aux=True,
+                batched=True,
+                accumulator=eqxbatch.Sum(),
+                aux_accumulator=eqxbatch.Sum(),
+            )(w, x),
+        )
+    ),
     Case(
         "Mean",
         lambda: eqxbatch.Mean(jnp.ones(())),
