@@ -79,7 +79,7 @@ class Sum(AbstractAccumulator[_Total]):
             raise ValueError(
                 "Sum(weights=...) weights single examples, but here `fun` returns one "
                 "result for a whole microbatch. Pass the weights to `fun` as a batched "
-                "argument, or use `Mean(weights=...)`."
+                "argument, and return the weighted sum."
             )
         return _zeros_of(lambda value, _: self._whole(value), value, blocks)
 
@@ -110,7 +110,8 @@ class Mean(AbstractAccumulator[_Total]):
     The mean is exact even if the microbatch size does not divide the batch: each
     microbatch is weighted by its number of examples (or by their total weight). After
     an early stop, it is the mean over the examples that ran. In
-    [`eqxbatch.filter_microbatch`][], each result must be the mean over its microbatch.
+    [`eqxbatch.filter_microbatch`][] and with `batched=True`, each result must be the
+    mean over its microbatch: with `weights`, the mean with the same weights.
 
     **Arguments:**
 
@@ -370,8 +371,7 @@ class OfTotals(AbstractAccumulator[Any]):
 
     def _value(self, total: Array, block: Block) -> Any:
         accumulator = self.accumulator
-        name = type(accumulator).__name__
-        weights = accumulator.weights
+        name, weights = type(accumulator).__name__, accumulator.weights
         wide, dtype = _cast(name, total, accumulator.dtype, None, inexact=True)
         if isinstance(accumulator, Sum):
             return _Total(wide, None, dtype)
