@@ -321,6 +321,16 @@ GRADIENTS = [
     ),
 ]
 
+GRADIENTS += [
+    Case("filter_micro_grad", call, TypeError, "`transform` returns, so that it must")
+    for call in (
+        lambda: grad(transform=lambda g: g.astype(int), return_norms=True)(w, x),
+        lambda: grad(transform=lambda g: (g, g > 0), clip_norm=1.0)(w, x),
+        lambda: grad(transform=lambda g: {"a": g, "b": 3}, nan_safe=True)(w, x),
+    )
+]
+
+
 ACCUMULATORS = [
     Case(
         "AbstractAccumulator",
