@@ -185,6 +185,14 @@ def test_running_mean_does_not_overflow():
     assert_same(micro(accumulator=RunningMean())(x), jnp.array(3e38))
 
 
+def test_logsumexp_of_reals_in_complex_numbers(recwarn):
+    x = jnp.array([0.5, 1.0, 2.0])
+    accumulator = LogSumExp(dtype=jnp.complex64)
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=2, accumulator=accumulator)
+    assert_same(micro(x), jax.nn.logsumexp(x))
+    assert not recwarn.list
+
+
 def test_logsumexp_does_not_overflow():
     x = jnp.array([1000.0, 1001.0, -jnp.inf, 999.0, 1000.5])
     micro = filter_micro_vmap(lambda x: x, microbatch_size=2, accumulator=LogSumExp())
@@ -249,6 +257,29 @@ def test_derivative_of_equal_extremes_is_shared_evenly(size, sign):
         lambda x: x[0], microbatch_size=1, accumulator=accumulator
     )
     assert_same(jax.grad(micro)(infinite), jnp.full(5, 0.2))
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, None))
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
+def test_second_derivative_of_equal_extremes(size, dtype):
+    def square(x, reduce):
+        return reduce(x) ** 2 * x[0]
+
+    micro = filter_micro_vmap(lambda x: x**2, microbatch_size=size, accumulator=Max())
+    x = jnp.array([2.0, 1.0, -2.0, 0.0, 2.0, 2.0], dtype)
+    expected = jax.hessian(square)(x, lambda x: jnp.max(x**2))
+    got = jax.hessian(square)(x, micro)
+    tol = 1e-5 if dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(*(a.astype(jnp.float32) for a in (got, expected)), tol)
+    np.testing.assert_array_equal(got, got.T)
+
+
+def test_extremes_of_dtypes_without_infinity():
+    x = jnp.array([1.0, 3.0, -2.0], jnp.float8_e4m3fn)
+    for accumulator, expected in ((Max(), 3), (Min(), -2)):
+        got = filter_micro_vmap(lambda x: x, microbatch_size=2, accumulator=accumulator)
+        assert got(x) == expected
+        assert abs(got(x[:0])) == 448
 
 
 # Prefixes
