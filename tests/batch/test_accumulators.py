@@ -459,6 +459,19 @@ def test_custom_is_told_which_block_it_is():
     assert_same(micro(jnp.ones(13)), expected)
 
 
+@pytest.mark.parametrize("total", (1, 2, 3, 5))
+def test_custom_that_takes_rows_of_another_length(total):
+    class Taking(Norm):
+        def aggregate(self, values, block):
+            return values @ block.take(jnp.ones(total))
+
+    micro = filter_micro_vmap(
+        lambda x: x, microbatch_size=2, accumulator=Taking(jnp.array(1.0))
+    )
+    with pytest.raises(ValueError, match="must have all 4 examples along axis 0"):
+        micro(jnp.ones(4))
+
+
 def test_custom_whose_state_changes():
     class Wrong(Norm):
         def update(self, state, value, block):
