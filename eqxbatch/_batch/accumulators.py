@@ -201,7 +201,8 @@ class Concat(AbstractAccumulator[Array]):
 class Last(AbstractAccumulator[Array]):
     """Keeps the result of the last example (or microbatch) that runs.
 
-    Raises `ValueError` if there are no examples.
+    Raises `ValueError` if there are no examples, or if `num_real_microbatches` is 0. If
+    it is an array of value 0, the result is zero.
 
     !!! example
 

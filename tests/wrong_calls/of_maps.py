@@ -380,6 +380,15 @@ ACCUMULATORS = [
         ValueError,
         "Last needs at least one example",
     ),
+    *(
+        Case("Last", call, ValueError, "output is that of the last example.* is 0, so")
+        for call in (
+            lambda: batch(accumulator=eqxbatch.Last(), num_real_microbatches=0)(y),
+            lambda: vmap(
+                out_axes=None, in_axes=None, axis_size=3, num_real_microbatches=0
+            )(y),
+        )
+    ),
     Case(
         "Last",
         lambda: eqxbatch.Last().update(y, [1.0], eqxbatch.Block(0, 0, 5, False, 1)),
@@ -541,6 +550,12 @@ ACCUMULATORS = [
         lambda: eqxbatch.Block(0, 0, 2, False, 1).take(x, 2),
         ValueError,
         "`axis` must be one of the 2 axes",
+    ),
+    Case(
+        "Block",
+        lambda: eqxbatch.Block(0, 0, 2, False, 1, 4).take(x),
+        ValueError,
+        r"`array` must have all 4 examples along axis 0; got shape \(5, 2\)",
     ),
     Case(
         "Blocks",
