@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec, reshard
 from jax.typing import DTypeLike
@@ -200,7 +201,8 @@ class Concat(AbstractAccumulator[Array]):
 class Last(AbstractAccumulator[Array]):
     """Keeps the result of the last example (or microbatch) that runs.
 
-    Raises `ValueError` if there are no examples.
+    Raises `ValueError` if there are no examples, or if `num_real_microbatches` is 0. If
+    it is an array of value 0, the result is zero.
 
     !!! example
 
@@ -260,7 +262,8 @@ class Max(AbstractAccumulator[_Extreme]):
 
     If several examples attain the maximum, the gradient is split evenly between them.
 
-    For an empty batch, the result is `-inf` (the smallest integer for integer dtypes).
+    For an empty batch, the result is `-inf` (the smallest number for integer dtypes and
+    others without infinities).
     Raises `TypeError` for complex results, which have no order.
 
     !!! example
@@ -300,7 +303,8 @@ class Min(AbstractAccumulator[_Extreme]):
 
     If several examples attain the minimum, the gradient is split evenly between them.
 
-    For an empty batch, the result is `inf` (the largest integer for integer dtypes).
+    For an empty batch, the result is `inf` (the largest number for integer dtypes and
+    others without infinities).
     Raises `TypeError` for complex results, which have no order.
 
     !!! example
@@ -385,7 +389,9 @@ class LogSumExp(AbstractAccumulator[_LogTotal]):
 
     @checked
     def finalize(self, state: _LogTotal) -> Inexact[Array, "*r"]:
-        return state.log_total.astype(state.dtype)
+        is_real = not jnp.issubdtype(state.dtype, jnp.complexfloating)
+        total = jnp.real(state.log_total) if is_real else state.log_total
+        return total.astype(state.dtype)
 
     @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _LogTotal:
@@ -430,9 +436,19 @@ def _merge_extremes(pick: Callable, state: _Extreme, value: Any) -> _Extreme:
     count = counts[0] + counts[1]
     if jnp.issubdtype(picked.dtype, jnp.inexact):
         share = counts[0].astype(jnp.float32) / count.astype(jnp.float32)
-        share = share.astype(picked.dtype)
-        picked = _picked(pick, state.value, value.value, share)
+        picked = _shared(pick, state.value, value.value, share.astype(picked.dtype))
     return _Extreme(picked, count)
+
+
+def _shared(pick: Callable, x: Array, y: Array, share: Array) -> Array:
+    """`pick(x, y)`, with derivatives in which `x` has weight `share` if both tie.
+
+    Ties are written out, because JAX can drop the custom rule of a `lax.scan` that is
+    differentiated twice.
+    """
+    is_tie = (x == y) & jnp.isfinite(x)
+    gap = jnp.where(is_tie, y, 0) - jnp.where(is_tie, x, 0)
+    return jnp.where(is_tie, x + (1 - share) * gap, _picked(pick, x, y, share))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -451,7 +467,11 @@ def _picked_jvp(pick: Callable, primals: tuple, tangents: tuple) -> tuple:
 
 def _identity(name: str, dtype: Any, sign: int) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
-        return sign * jnp.inf
+        if np.isinf(np.asarray(np.inf, dtype)):
+            return sign * np.inf
+        # Some dtypes with 8 or fewer bits have no infinity.
+        info = jnp.finfo(dtype)
+        return float(info.max if sign > 0 else info.min)
     if jnp.issubdtype(dtype, jnp.bool_):
         return sign > 0
     if jnp.issubdtype(dtype, jnp.integer):

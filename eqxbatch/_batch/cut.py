@@ -315,6 +315,7 @@ class Block(eqx.Module):
     - `size`: the number of examples in it, known at trace time.
     - `is_remainder`: whether it is the shorter microbatch at the end.
     - `parts`: as in [`eqxbatch.Blocks`][].
+    - `total`: the number of all examples, or None if it is not known.
     """
 
     index: int | Int[Array, ""]
@@ -322,6 +323,7 @@ class Block(eqx.Module):
     size: int = eqx.field(static=True)
     is_remainder: bool = eqx.field(static=True)
     parts: int = eqx.field(static=True)
+    total: int | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
         check_fields(self)
@@ -335,12 +337,19 @@ class Block(eqx.Module):
         - `array`: an array with all examples along `axis`.
         - `axis`: the axis of the examples.
 
-        Raises `ValueError` if `axis` is out of range.
+        Raises `ValueError` if `axis` is out of range, or if the array does not have
+        `total` examples along it.
         """
         if not -array.ndim <= axis < array.ndim:
             raise ValueError(
                 f"`axis` must be one of the {array.ndim} axes of `array`, of shape "
                 f"{array.shape}; got {axis}."
+            )
+        if self.total is not None and array.shape[axis] != self.total:
+            raise ValueError(
+                f"`array` must have all {self.total} examples along axis {axis}; got "
+                f"shape {array.shape}. Pass the array for the whole batch: `take` "
+                "returns the rows of this microbatch."
             )
         if array.shape[axis] == self.size:
             return array
@@ -404,14 +413,14 @@ def _reshape(
 def full_block(blocks: Blocks, index: int | Int[Array, ""]) -> Block:
     """The full microbatch number `index`."""
     start, size = index * blocks.size, blocks.size
-    return Block(index, start, size, is_remainder=False, parts=blocks.parts)
+    return Block(index, start, size, False, blocks.parts, blocks.total)
 
 
 def remainder_block(blocks: Blocks) -> Block:
     """The shorter microbatch that comes after the full ones."""
     index, size = blocks.num_full, blocks.remainder
     start = index * blocks.size
-    return Block(index, start, size, is_remainder=True, parts=blocks.parts)
+    return Block(index, start, size, True, blocks.parts, blocks.total)
 
 
 def block_struct(

@@ -74,12 +74,11 @@ class Sum(AbstractAccumulator[_Total]):
         check_fields(self)
 
     def init(self, value: Any, blocks: Blocks) -> _Total:
-        check_weights("Sum", self.weights, blocks)
         if self.weights is not None and not isinstance(value, _Total):
             raise ValueError(
                 "Sum(weights=...) weights single examples, but here `fun` returns one "
                 "result for a whole microbatch. Pass the weights to `fun` as a batched "
-                "argument, or use `Mean(weights=...)`."
+                "argument, and return the weighted sum."
             )
         return _zeros_of(lambda value, _: self._whole(value), value, blocks)
 
@@ -93,6 +92,7 @@ class Sum(AbstractAccumulator[_Total]):
 
     @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
+        check_weights("Sum", self.weights, block)
         whole = self._whole(values)
         total = _weighted_sum(whole.total, self.weights, block)
         return _Total(total, None, whole.dtype)
@@ -110,7 +110,8 @@ class Mean(AbstractAccumulator[_Total]):
     The mean is exact even if the microbatch size does not divide the batch: each
     microbatch is weighted by its number of examples (or by their total weight). After
     an early stop, it is the mean over the examples that ran. In
-    [`eqxbatch.filter_microbatch`][], each result must be the mean over its microbatch.
+    [`eqxbatch.filter_microbatch`][] and with `batched=True`, each result must be the
+    mean over its microbatch: with `weights`, the mean with the same weights.
 
     **Arguments:**
 
@@ -143,7 +144,6 @@ class Mean(AbstractAccumulator[_Total]):
         check_fields(self)
 
     def init(self, value: Any, blocks: Blocks) -> _Total:
-        check_weights("Mean", self.weights, blocks)
         return _zeros_of(self._whole, value, blocks)
 
     @checked
@@ -370,8 +370,7 @@ class OfTotals(AbstractAccumulator[Any]):
 
     def _value(self, total: Array, block: Block) -> Any:
         accumulator = self.accumulator
-        name = type(accumulator).__name__
-        weights = accumulator.weights
+        name, weights = type(accumulator).__name__, accumulator.weights
         wide, dtype = _cast(name, total, accumulator.dtype, None, inexact=True)
         if isinstance(accumulator, Sum):
             return _Total(wide, None, dtype)
@@ -432,8 +431,8 @@ def _holds(dtype: Any, other: Any) -> bool:
     return are_complex[0] or not are_complex[1]
 
 
-def check_weights(name: str, weights: Any, blocks: Blocks) -> None:
-    if weights is not None and weights.shape != (blocks.total,):
+def check_weights(name: str, weights: Any, blocks: Blocks | Block) -> None:
+    if weights is not None and blocks.total not in (None, weights.shape[0]):
         raise ValueError(
             f"{name}(weights=...) needs one weight for each example, shape "
             f"({blocks.total},); got shape {weights.shape}."
@@ -462,6 +461,7 @@ def _weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
 def _block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
     if weights is None:
         return jnp.asarray(block.size, jnp.int32)
+    check_weights("Mean", weights, block)
     check_real("Mean", weights)
     return jnp.sum(block.take(weights).astype(widest(dtype)))
 

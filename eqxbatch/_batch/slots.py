@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from .._base.shapes import Contract
 from .._base.trees import described, match_prefix
-from .accumulators import AbstractAccumulator, Concat, Last
+from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
 from .cut import Block, Blocks
 from .moments import Mean, RunningMean, Sum
 
@@ -49,6 +49,10 @@ _FROM_OPTAX: dict[str, Callable[[], AbstractAccumulator]] = {
     "MEAN": Mean,
     "RUNNING_MEAN": RunningMean,
 }
+
+
+# With these, the result of equal numbers is that number.
+_OF_EQUAL = (Concat, Last, Max, Mean, Min, RunningMean)
 
 
 _STATES = Contract(dict.fromkeys(("init", "update"), PyTree[Shaped[ArrayLike, "..."]]))
@@ -180,8 +184,9 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
     `output` has `jax.ShapeDtypeStruct`s for its arrays; everything else in it is
     static. A part without arrays may have None as its accumulator.
 
-    Raises `ValueError` if the accumulators are not a prefix or miss an array, and
-    `TypeError` for anything that is not an accumulator.
+    Raises `ValueError` if the accumulators are not a prefix or miss an array, and for a
+    Python number that would have to be accumulated. Raises `TypeError` for anything
+    that is not an accumulator.
     """
     accumulator = jtu.tree_map(canonicalise, accumulator, is_leaf=is_accumulator)
     places = match_prefix(
@@ -195,6 +200,7 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
 
     slots: list[Slot] = []
     for path, acc, part in places:
+        _check_numbers(path, acc, part)
         arrays = eqx.filter(part, is_struct)
         paths, treedef = jtu.tree_flatten_with_path(arrays)
         if not paths:
@@ -215,6 +221,24 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
     parts = [(acc, part) for _, acc, part in places]
     treedef = jtu.tree_structure(accumulator, is_leaf=is_accumulator)
     return Slots(slots, parts, treedef)
+
+
+def _check_numbers(path: tuple, accumulator: Any, part: PyTree) -> None:
+    if accumulator is None or isinstance(accumulator, _OF_EQUAL):
+        return
+    for sub, leaf in jtu.tree_leaves_with_path(part):
+        if is_number(leaf):
+            raise ValueError(
+                f"output{jtu.keystr((*path, *sub))} is {described(leaf)}, and only "
+                f"arrays are accumulated: {type(accumulator).__name__} would leave it "
+                "out. Return it as an array, with `jax.numpy.asarray`; or give this "
+                "part of the output the accumulator None, which keeps it as it is."
+            )
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is a Python number. A bool is a flag instead."""
+    return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
 
 
 def is_struct(x: Any) -> bool:

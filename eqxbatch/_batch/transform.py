@@ -17,6 +17,7 @@ from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
 from .._base.mistakes import bound_arguments, check_not_jitted
 from .._base.shapes import checked
 from .._base.trees import as_int, described, shown
+from .accumulators import Last
 from .cut import Batch, Blocks
 from .loop import run_blocks
 from .memory import check_size, MemoryBudget, resolve_size, resolved
@@ -335,7 +336,14 @@ class Blocking(eqx.Module):
     ) -> PyTree:
         """Runs `fun` over the microbatches of a batch; see `run_blocks`."""
         limit = _check_limit(self.num_real_microbatches, blocks.num)
-        return run_blocks(fun, arrays, axes, blocks, make_slots, limit, self.checkpoint)
+
+        def slots(output: PyTree, aux: Any) -> Slots:
+            found = make_slots(output, aux)
+            if isinstance(limit, int) and limit == 0:
+                _check_needs_none(found)
+            return found
+
+        return run_blocks(fun, arrays, axes, blocks, slots, limit, self.checkpoint)
 
 
 def _check_count(count: Any) -> int | Array | None:
@@ -364,7 +372,20 @@ def _check_limit(count: int | Array | None, num: int) -> int | Array | None:
         f"{num}"
     )
     if isinstance(count, jax.Array):
-        return eqx.error_if(count, (count < 0) | (count > num), f"{remedy}.")
+        is_outside = (count < 0) | (count > num)
+        # Indices of microbatches have this dtype, too.
+        return eqx.error_if(count, is_outside, f"{remedy}.").astype(jnp.int32)
     if count is not None and not 0 <= count <= num:
         raise ValueError(f"{remedy}; got {count}. Use None to run all of them.")
     return count
+
+
+def _check_needs_none(slots: Slots) -> None:
+    """Raises for results that do not exist if no microbatch runs."""
+    for slot in slots.slots:
+        if isinstance(slot.accumulator, Last):
+            raise ValueError(
+                f"output{slot.path} is that of the last example that runs, because of "
+                "`Last` or None in `out_axes`, but `num_real_microbatches` is 0, so "
+                "that none runs. Run at least one microbatch."
+            )

@@ -35,10 +35,20 @@ class Clipping(eqx.Module):
         self.nan_safe = nan_safe
 
     def groups(self, gradient: PyTree) -> "Groups":
-        """Groups the leaves of a gradient; only its structure matters.
+        """Groups the leaves of a gradient; their values do not matter.
 
-        Raises `ValueError` if `bounds` is not a prefix of it.
+        Raises `ValueError` if `bounds` is not a prefix of it, and `TypeError` for
+        integers, which only a `transform` returns.
         """
+        for path, leaf in jtu.tree_leaves_with_path(gradient):
+            if not eqx.is_inexact_array(leaf):
+                raise TypeError(
+                    "`clip_norm`, `nan_safe` and `return_norms` need the norm of what "
+                    "`transform` returns, so that it must consist of real or complex "
+                    f"arrays; got {described(leaf)} at transform(...)"
+                    f"{jtu.keystr(path)}. Cast it to a dtype such as float32 in "
+                    "`transform`."
+                )
         what = "a number or a PyTree prefix of the gradient, with a number or None for"
         what += " each part"
         places = match_prefix("clip_norm", self.clip_norm, gradient, what)

@@ -80,7 +80,10 @@ def check_settings(
             f"gradients; got {shown(accumulator)}. With a `transform`, it "
             "can be any accumulator, or a PyTree prefix of them."
         )
-    if moments and getattr(accumulator, "weights", None) is not None:
+    is_weighted = (
+        isinstance(accumulator, (Sum, Mean)) and accumulator.weights is not None
+    )
+    if moments and is_weighted:
         raise ValueError(
             "`moments` are those of examples that count the same, but the accumulator "
             "has weights. Compute them without weights."

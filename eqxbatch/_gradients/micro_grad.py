@@ -9,6 +9,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
+from .._base.dtypes import widened
 from .._base.mesh import (
     auto_sharded,
     examples_spec,
@@ -27,13 +28,14 @@ from .._batch.moments import (
     Mean,
     OfTotals,
     RunningMean,
+    Sum,
     Variance,
 )
 from .._batch.objective import Example, Loss, MicrobatchResult, Objective
 from .._batch.slots import (
-    array_structs,
     canonicalise,
     is_accumulator,
+    is_number,
     is_struct,
     match_accumulators,
     Slots,
@@ -94,7 +96,9 @@ class _MicroGrad(AbstractTransform):
 
     @property
     def weights(self) -> Array | None:
-        return getattr(self.accumulator, "weights", None)
+        # Other accumulators, with a `transform`, can have a field of this name, too.
+        is_own = isinstance(self.accumulator, (Sum, Mean))
+        return self.accumulator.weights if is_own else None
 
     def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         diff, nondiff = self.objective.parameters(args, kwargs)
@@ -126,7 +130,7 @@ class _MicroGrad(AbstractTransform):
                 merged["gradient"],
             )
             check_gradient(diff, merged["gradient"])
-        return self.returned(merged, blocks)
+        return self.returned(diff, merged, blocks)
 
     def _gradients_on_mesh(self, loss: Loss) -> BlockGradients:
         """The function that computes the gradients of a microbatch, on any devices."""
@@ -159,7 +163,8 @@ class _MicroGrad(AbstractTransform):
         is_mean = isinstance(self.accumulator, RunningMean)
         functions = {"transform": self.transform, "metrics": self.metrics}
         if self.moments:
-            functions["moments"] = lambda gradient: gradient
+            # The squares of numbers in half precision would be out of range.
+            functions["moments"] = lambda gradient: jtu.tree_map(widened, gradient)
         functions = {name: f for name, f in functions.items() if f is not None}
         if not functions and self.clipping is None:
             return of_sum(example, is_mean)
@@ -179,7 +184,7 @@ class _MicroGrad(AbstractTransform):
             "moments": Variance(ddof=1),
         }
         of_parts = lambda parts: {
-            name: accumulators[name] if array_structs(part) else None
+            name: accumulators[name] if _has_results(part) else None
             for name, part in parts.items()
         }
         of_totals = {name: OfTotals(accumulators[name]) for name in output.total}
@@ -205,11 +210,12 @@ class _MicroGrad(AbstractTransform):
             ],
         )
 
-    def returned(self, result: dict[str, Any], blocks: Blocks) -> Any:
+    def returned(self, diff: PyTree, result: dict[str, Any], blocks: Blocks) -> Any:
         """The return value of the transformed function."""
         moments = None
         if self.moments:
-            moments = moments_of(result["moments"], self.blocking.num_examples(blocks))
+            num = self.blocking.num_examples(blocks)
+            moments = moments_of(diff, result["moments"], num)
         norms = result["norms"] if self.return_norms else None
         statistics = statistics_of(norms, result.get("metrics"), moments, blocks.total)
         value = result["value"]
@@ -222,6 +228,10 @@ class _MicroGrad(AbstractTransform):
         if self.return_norms or self.moments or self.metrics is not None:
             first.append(statistics)
         return first[0] if len(first) == 1 else tuple(first)
+
+
+def _has_results(part: PyTree) -> bool:
+    return any(is_struct(x) or is_number(x) for x in jtu.tree_leaves(part))
 
 
 @cast("Typed[MicroValueAndGradSignature]", also_decorator)
@@ -270,7 +280,8 @@ def filter_micro_value_and_grad(
     - `batched`: whether `fun` is the loss of a whole microbatch instead. This requires
         an `accumulator`: `Mean()` if the loss is a mean over its examples, `Sum()` if
         it is a sum. Value and gradient are then exact for any microbatch size, provided
-        that `fun` does not couple examples.
+        that `fun` does not couple examples. For `Mean(weights=w)`, the loss must be the
+        mean with the same weights: pass `w` to `fun` as a batched argument as well.
     - `microbatch_size`: the number of examples in a microbatch, at least 1. It need not
         divide the batch size `n`. An [`eqxbatch.MemoryBudget`][] chooses the largest
         size that fits; `None` means `n`.

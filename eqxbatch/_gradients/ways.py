@@ -29,7 +29,6 @@ from .._base.dtypes import (
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.shapes import AnyArray, Contract
 from .._batch.example_or_batch import told_apart
-from .._batch.moments import MeanAndVariance
 from .._batch.objective import Example, Loss, MicrobatchResult
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
@@ -287,7 +286,8 @@ class GradientMoments(NamedTuple):
     """What [`eqxbatch.filter_micro_value_and_grad`][] returns with `moments=True`.
 
     - `mean`: the mean of the per-example gradients, a PyTree like the gradient.
-    - `variance`: the variance of each entry over the examples, with divisor `n - 1`.
+    - `variance`: the variance of each entry over the examples, with divisor `n - 1`, in
+        the dtype of the gradient.
     - `noise_scale`: the sum of all variances divided by the squared norm of the true
         gradient, shape `()`. The squared norm is estimated without bias, so it can be
         zero or negative if noise dominates the gradient. Batch sizes much larger than
@@ -479,14 +479,21 @@ def by_norms(
     return gradients
 
 
-def moments_of(moments: PyTree, num: int | Array) -> GradientMoments:
-    is_pair = lambda x: isinstance(x, MeanAndVariance)
-    mean = jtu.tree_map(lambda pair: pair.mean, moments, is_leaf=is_pair)
-    variance = jtu.tree_map(lambda pair: pair.variance, moments, is_leaf=is_pair)
-    dtype = widest(*(x.dtype for x in jtu.tree_leaves(variance)))
-    total = lambda xs: sum(jnp.sum(widened(x)).astype(dtype) for x in xs)
-    noise = total(jtu.tree_leaves(variance))
-    signal = total(jnp.abs(widened(x)) ** 2 for x in jtu.tree_leaves(mean))
+def moments_of(diff: PyTree, moments: PyTree, num: int | Array) -> GradientMoments:
+    """The moments of gradients with respect to `diff`, from those in a wider dtype."""
+    leaves, treedef = jtu.tree_flatten(diff)
+    means, variances = zip(*treedef.flatten_up_to(moments), strict=True)
+    dtype = widest(*(x.dtype for x in variances))
+    total = lambda xs: sum(jnp.sum(x).astype(dtype) for x in xs)
+    noise = total(variances)
+    signal = total(jnp.abs(x) ** 2 for x in means)
     # The squared mean overestimates by the variance of the mean.
     signal = signal - noise / jnp.asarray(num).astype(dtype)
+    mean, variance = (
+        treedef.unflatten(x.astype(d) for x, d in zip(xs, dtypes, strict=True))
+        for xs, dtypes in (
+            (means, [x.dtype for x in leaves]),
+            (variances, [x.real.dtype for x in leaves]),
+        )
+    )
     return GradientMoments(mean, variance, noise / signal)

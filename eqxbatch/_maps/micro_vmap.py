@@ -249,7 +249,8 @@ def filter_micro_vmap(
         `optax.microbatching.AccumulationType`s and `Accumulator`s are accepted, too.
     - `num_real_microbatches`: if given, only this many microbatches run: an int or an
         integer array, which may be traced. Reverse mode works in both cases. With
-        `Concat`, rows that are not reached are zero.
+        `Concat`, rows that are not reached are zero. For [`eqxbatch.Last`][] and
+        `out_axes=None`, the int 0 raises, and an array of value 0 gives zero.
     - `checkpoint`: whether reverse-mode differentiation saves only the inputs and
         recomputes each microbatch in the backward pass.
     - `vmap_fn`: the function that vectorises a microbatch, called as

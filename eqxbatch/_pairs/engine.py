@@ -47,7 +47,7 @@ def span(grid: Grid, side: int, index: Any, counts: Any = None) -> Span:
         new = start + jnp.arange(size, dtype=jnp.int32) >= index * size
         if counts is not None:
             new = new & counts
-    return Span(Block(index, start, size, is_remainder=False, parts=1), new)
+    return Span(Block(index, start, size, False, 1, grid.totals[side]), new)
 
 
 def _both(rows: Span, columns: Span) -> Bool[Array, "rows columns"] | None:

@@ -185,6 +185,14 @@ def test_running_mean_does_not_overflow():
     assert_same(micro(accumulator=RunningMean())(x), jnp.array(3e38))
 
 
+def test_logsumexp_of_reals_in_complex_numbers(recwarn):
+    x = jnp.array([0.5, 1.0, 2.0])
+    accumulator = LogSumExp(dtype=jnp.complex64)
+    micro = filter_micro_vmap(lambda x: x, microbatch_size=2, accumulator=accumulator)
+    assert_same(micro(x), jax.nn.logsumexp(x))
+    assert not recwarn.list
+
+
 def test_logsumexp_does_not_overflow():
     x = jnp.array([1000.0, 1001.0, -jnp.inf, 999.0, 1000.5])
     micro = filter_micro_vmap(lambda x: x, microbatch_size=2, accumulator=LogSumExp())
@@ -251,6 +259,29 @@ def test_derivative_of_equal_extremes_is_shared_evenly(size, sign):
     assert_same(jax.grad(micro)(infinite), jnp.full(5, 0.2))
 
 
+@pytest.mark.parametrize("size", (1, 2, 3, None))
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
+def test_second_derivative_of_equal_extremes(size, dtype):
+    def square(x, reduce):
+        return reduce(x) ** 2 * x[0]
+
+    micro = filter_micro_vmap(lambda x: x**2, microbatch_size=size, accumulator=Max())
+    x = jnp.array([2.0, 1.0, -2.0, 0.0, 2.0, 2.0], dtype)
+    expected = jax.hessian(square)(x, lambda x: jnp.max(x**2))
+    got = jax.hessian(square)(x, micro)
+    tol = 1e-5 if dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(*(a.astype(jnp.float32) for a in (got, expected)), tol)
+    np.testing.assert_array_equal(got, got.T)
+
+
+def test_extremes_of_dtypes_without_infinity():
+    x = jnp.array([1.0, 3.0, -2.0], jnp.float8_e4m3fn)
+    for accumulator, expected in ((Max(), 3), (Min(), -2)):
+        got = filter_micro_vmap(lambda x: x, microbatch_size=2, accumulator=accumulator)
+        assert got(x) == expected
+        assert abs(got(x[:0])) == 448
+
+
 # Prefixes
 
 
@@ -274,6 +305,17 @@ def test_prefixes(getkey):
         "d": variance(x, 0),
     }
     assert_same(got, expected, tol=1e-4)
+
+
+def test_numbers_stay_where_the_result_is_the_same_number():
+    def fun(x):
+        return {"mean": (x, 2), "kept": 3, "flag": True, "sum": x}
+
+    accumulator = {"mean": Mean(), "kept": None, "flag": Sum(), "sum": Sum()}
+    got = filter_micro_vmap(fun, microbatch_size=2, accumulator=accumulator)(
+        jnp.arange(3.0)
+    )
+    assert got == {"mean": (1, 2), "kept": 3, "flag": True, "sum": 3}
 
 
 def test_accumulators_apply_to_modules(getkey):
@@ -415,6 +457,19 @@ def test_custom_is_told_which_block_it_is():
     micro = filter_micro_vmap(lambda x: x, microbatch_size=4, accumulator=Blocks())
     expected = jnp.array([[0, 0, 4], [1, 4, 4], [2, 8, 4], [3, 12, 1]])
     assert_same(micro(jnp.ones(13)), expected)
+
+
+@pytest.mark.parametrize("total", (1, 2, 3, 5))
+def test_custom_that_takes_rows_of_another_length(total):
+    class Taking(Norm):
+        def aggregate(self, values, block):
+            return values @ block.take(jnp.ones(total))
+
+    micro = filter_micro_vmap(
+        lambda x: x, microbatch_size=2, accumulator=Taking(jnp.array(1.0))
+    )
+    with pytest.raises(ValueError, match="must have all 4 examples along axis 0"):
+        micro(jnp.ones(4))
 
 
 def test_custom_whose_state_changes():

@@ -8,6 +8,7 @@ import jax.random as jr
 import pytest
 
 from eqxbatch import (
+    filter_micro_grad,
     filter_micro_vmap,
     filter_microbatch,
     Mean,
@@ -38,6 +39,16 @@ def test_weights_of_whole_microbatches_can_be_zero():
     assert_same(micro(x), jnp.array(6.5))
     micro = filter_microbatch(jnp.sum, microbatch_size=1, accumulator=Mean(mask))
     assert_same(micro(x), jnp.array(6.5))
+
+
+@pytest.mark.parametrize("size", (2, None))
+def test_results_that_are_means_with_the_same_weights(size, getkey):
+    x, w = normal(getkey(), (5,)), jnp.arange(1.0, 6.0)
+    mean = lambda p, x, w: jnp.sum(w * p * x) / jnp.sum(w)
+    gradient = filter_micro_grad(
+        mean, batched=True, accumulator=Mean(w), microbatch_size=size
+    )
+    assert_same(gradient(jnp.ones(()), x, w), mean(1.0, x, w))
 
 
 def test_weights_of_integers():
@@ -76,7 +87,9 @@ def test_wrong_weights():
     for cls in (Sum, Mean):
         with pytest.raises(ValueError, match=r"one weight for each example.*\(9,\)"):
             micro(accumulator=cls(jnp.ones(8)))(jnp.ones(9))
-    with pytest.raises(ValueError, match="weights single examples"):
+    with pytest.raises(
+        ValueError, match=r"weights single examples.*as a batched argument"
+    ):
         filter_microbatch(jnp.sum, accumulator=Sum(jnp.ones(9)))(jnp.ones(9))
 
 

@@ -166,6 +166,18 @@ def test_noise_scale_of_a_count_of_few_bits(getkey):
     assert_same(many(model, x, y), filter_micro_grad(loss)(model, x[:100], y[:100]))
 
 
+@pytest.mark.parametrize("size", (1e-4, 1e3))
+def test_noise_scale_of_squares_beyond_half_precision(size, getkey):
+    x = (size * normal(getkey(), (50, 3))).astype(jnp.float16)
+    fun = filter_micro_grad(jnp.dot, microbatch_size=20, moments=True)
+    moments = fun(jnp.ones(3, jnp.float16), x)[1].moments
+    wide = fun(jnp.ones(3), x.astype(jnp.float32))[1].moments
+    assert moments.noise_scale.dtype == jnp.float32
+    np.testing.assert_allclose(moments.noise_scale, wide.noise_scale, 1e-3)
+    expected = (wide.mean.astype(jnp.float16), wide.variance.astype(jnp.float16))
+    assert_same((moments.mean, moments.variance), expected)
+
+
 @pytest.mark.parametrize("dtype", (jnp.float16, jnp.float32))
 @pytest.mark.parametrize("mask_dtype", (jnp.bool_, jnp.int8))
 def test_weights_times_whole_numbers(dtype, mask_dtype, getkey):

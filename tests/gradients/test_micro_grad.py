@@ -173,6 +173,36 @@ def test_transform_and_metrics(getkey):
     assert_same(statistics.metrics, (norms_of(grads), grads.scale))
 
 
+class Weighted(eqxbatch.AbstractAccumulator):
+    """A custom accumulator, with a field that `Sum` and `Mean` have, too."""
+
+    weights: jax.Array
+
+    def init(self, value, blocks):
+        return jnp.zeros(value.shape)
+
+    def update(self, state, value, block):
+        return state + value
+
+    def finalize(self, state):
+        return state
+
+    def aggregate(self, values, block):
+        return self.weights @ values.reshape(len(values), -1).sum(0)
+
+
+def test_custom_accumulator_with_weights():
+    x = jnp.arange(6.0).reshape(3, 2)
+    fun = filter_micro_grad(
+        jnp.dot,
+        microbatch_size=2,
+        transform=jnp.sign,
+        accumulator=Weighted(jnp.array([2.0, 3.0])),
+        moments=True,
+    )
+    assert fun(jnp.ones(2), x)[0] == 2 * 2 + 3 * 3
+
+
 @pytest.mark.parametrize("count", (None, 2, 3))
 def test_moments(getkey, count):
     # The gradient of an example is its data.

@@ -322,6 +322,18 @@ def test_num_real_microbatches(count, traced, getkey):
     assert_same(mean, kept.sum(axis=0) / rows if rows else jnp.full(2, jnp.nan))
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", (jnp.int64, jnp.uint32, jnp.int8))
+def test_num_real_microbatches_of_any_integer_dtype(dtype):
+    count = jnp.array(2, dtype)
+    f = functools.partial(filter_micro_vmap, microbatch_size=2)
+    fun = lambda x: (x, x)
+    micro = f(fun, num_real_microbatches=count, accumulator=(Sum(), Concat()))
+    assert_same(
+        micro(jnp.arange(1.0, 6)), (jnp.array(10.0), jnp.array([1.0, 2, 3, 4, 0]))
+    )
+
+
 @pytest.mark.parametrize("traced", (True, False))
 @pytest.mark.parametrize("count", (1, 2, 4))
 def test_accumulators_do_not_see_what_does_not_run(count, traced, getkey):

@@ -201,7 +201,7 @@ def test_static_outputs():
     total = functools.partial(filter_microbatch, microbatch_size=4, accumulator=Sum())
     micro = total(fun)
     assert_same(micro(jnp.arange(9.0)), (jnp.array(36.0), "static", jnp.tanh, None))
-    wrong = total(lambda x: (x.sum(), len(x)))
+    wrong = total(lambda x: (x.sum(), len(x)), accumulator=(Sum(), None))
     assert_same(wrong(jnp.arange(8.0)), (jnp.array(28.0), 4))
     with pytest.raises(ValueError, match="must be the same for every microbatch"):
         wrong(jnp.arange(9.0))

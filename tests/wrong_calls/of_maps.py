@@ -321,6 +321,16 @@ GRADIENTS = [
     ),
 ]
 
+GRADIENTS += [
+    Case("filter_micro_grad", call, TypeError, "`transform` returns, so that it must")
+    for call in (
+        lambda: grad(transform=lambda g: g.astype(int), return_norms=True)(w, x),
+        lambda: grad(transform=lambda g: (g, g > 0), clip_norm=1.0)(w, x),
+        lambda: grad(transform=lambda g: {"a": g, "b": 3}, nan_safe=True)(w, x),
+    )
+]
+
+
 ACCUMULATORS = [
     Case(
         "AbstractAccumulator",
@@ -370,6 +380,15 @@ ACCUMULATORS = [
         ValueError,
         "Last needs at least one example",
     ),
+    *(
+        Case("Last", call, ValueError, "output is that of the last example.* is 0, so")
+        for call in (
+            lambda: batch(accumulator=eqxbatch.Last(), num_real_microbatches=0)(y),
+            lambda: vmap(
+                out_axes=None, in_axes=None, axis_size=3, num_real_microbatches=0
+            )(y),
+        )
+    ),
     Case(
         "Last",
         lambda: eqxbatch.Last().update(y, [1.0], eqxbatch.Block(0, 0, 5, False, 1)),
@@ -407,6 +426,26 @@ ACCUMULATORS = [
         reduced(eqxbatch.Sum(y[1:])),
         ValueError,
         r"one weight for each example, .*shape \(5,\)",
+    ),
+    *(
+        Case("Sum", call, ValueError, r"output.*\] is \d of type int, and only arrays")
+        for call in (
+            lambda: eqxbatch.filter_micro_vmap(
+                lambda x: (x, 1), accumulator=eqxbatch.Sum()
+            )(y),
+            lambda: eqxbatch.filter_microbatch(
+                lambda x: {"sum": x.sum(), "num": x.shape[0]},
+                microbatch_size=2,
+                accumulator=Wrong(jnp.zeros(()), jnp.zeros(())),
+            )(y),
+            lambda: eqxbatch.filter_micro_grad(
+                lambda w, x: (jnp.sum(x @ w), x.shape[0]),
+                has_aux=True,
+                batched=True,
+                accumulator=eqxbatch.Sum(),
+                aux_accumulator=eqxbatch.Sum(),
+            )(w, x),
+        )
     ),
     Case(
         "Mean",
@@ -511,6 +550,12 @@ ACCUMULATORS = [
         lambda: eqxbatch.Block(0, 0, 2, False, 1).take(x, 2),
         ValueError,
         "`axis` must be one of the 2 axes",
+    ),
+    Case(
+        "Block",
+        lambda: eqxbatch.Block(0, 0, 2, False, 1, 4).take(x),
+        ValueError,
+        r"`array` must have all 4 examples along axis 0; got shape \(5, 2\)",
     ),
     Case(
         "Blocks",
