@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import PyTree
 
-from .._base.jaxprs import axis_names
+from .._base.jaxprs import axis_names, text_of_numbers
 from .._base.mesh import (
     explicit_mesh,
     manual_axes,
@@ -246,7 +246,8 @@ def _structure(operands: PyTree) -> tuple:
     dynamic, static = eqx.partition(operands, eqx.is_array)
     leaves, treedef = jtu.tree_flatten(jtu.tree_map(jax.typeof, dynamic))
     static_leaves, static_treedef = jtu.tree_flatten(static)
-    return tuple(leaves), treedef, tuple(static_leaves), static_treedef
+    numbers = text_of_numbers(static_leaves)
+    return tuple(leaves), treedef, tuple(static_leaves), static_treedef, numbers
 
 
 class CompiledBytes(NamedTuple):

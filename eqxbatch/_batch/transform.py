@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
+from .._base.jaxprs import compiled
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
 from .._base.mistakes import bound_arguments, check_not_jitted
 from .._base.shapes import checked
@@ -197,7 +198,7 @@ def _of_setting(value: Any) -> str:
 # One compiled function serves all transforms. The called function is an argument of it,
 # so that arrays of modules are arguments of the program, and repeated calls with the
 # same function and shapes are not retraced.
-@eqx.filter_jit
+@compiled
 def _apply(
     transform: AbstractTransform, fun: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:

@@ -348,6 +348,17 @@ def test_cache_tells_settings_of_the_transform_apart():
         filter_micro_vmap(wide, microbatch_size=budget)(x)
 
 
+def test_cache_tells_equal_numbers_apart(compilations):
+    fun = lambda x, by: by * x.astype(jnp.result_type(by))
+    budget = MemoryBudget("1MB")
+    run = filter_micro_vmap(fun, in_axes=(0, None), microbatch_size=budget)
+    x = jnp.ones((64, 16), jnp.uint8)
+    run(x, 2)
+    num = len(compilations)
+    run(x, 2.0)
+    assert len(compilations) > num
+
+
 def test_cache_tells_functions_apart():
     run = functools.partial(filter_micro_vmap, microbatch_size=MemoryBudget("40kB"))
     run(jnp.sum)(X[:64])

@@ -187,6 +187,25 @@ def test_weights_of_modules_and_partials_are_arguments(getkey):
         assert analysis.argument_size_in_bytes == 4 * (256 * 256 + 256 + x.size)
 
 
+def test_equal_numbers_of_other_types_have_other_programs():
+    x = jnp.array([200], jnp.uint8)
+    times = lambda by, x: by * x.astype(jnp.result_type(by))
+    fun = CountTraces(times)
+    run = filter_micro_vmap(fun, in_axes=(None, 0))
+    # 2 == 2.0 == True == 1.0 and 0.0 == -0.0.
+    for by in (2, 2.0, 1, True, 1.0, 0.0, -0.0):
+        expected = times(by, x)
+        for _ in range(2):
+            got = run(by, x)
+            assert got.dtype == expected.dtype
+            assert jnp.array_equal(jnp.signbit(got), jnp.signbit(expected))
+            assert jnp.array_equal(got, expected)
+    assert fun.num == 7
+    for by in (2, 2.0):
+        module = eqx.Partial(times, by)
+        assert_same(filter_micro_vmap(module)(x), times(by, x))
+
+
 def test_methods(getkey):
     class Model(eqx.Module):
         weight: jax.Array
