@@ -203,7 +203,10 @@ def test_equal_numbers_of_other_types_have_other_programs():
     assert fun.num == 7
     for by in (2, 2.0):
         module = eqx.Partial(times, by)
-        assert_same(filter_micro_vmap(module)(x), times(by, x))
+        run = filter_micro_vmap(module)
+        assert_same(run(x), times(by, x))
+        assert_same(jax.jit(run)(x), times(by, x))
+        assert run == filter_micro_vmap(module)
 
 
 def test_methods(getkey):
