@@ -118,7 +118,8 @@ def _parse_bytes(value: int | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, re.I)
         if match is not None and match[2].upper() in _UNITS:
             number = int(float(match[1]) * _UNITS[match[2].upper()])
-    if isinstance(number, bool) or not isinstance(number, int):
+    number = None if isinstance(number, jax.Array) else as_int(number)
+    if number is None:
         raise ValueError(
             "`max_bytes` must be an int or a string such as '500MB' or '2GiB'; got "
             f"{value!r}."

@@ -7,6 +7,7 @@ import re
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -282,6 +283,7 @@ def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
     (
         ("1000", 1000),
         (1000, 1000),
+        (np.int64(1000), 1000),
         ("1kB", 1000),
         ("1 KiB", 1024),
         ("500MB", 500 * 10**6),
