@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from .._base.jaxprs import compiled, text_of_numbers
@@ -276,6 +277,7 @@ def also_decorator(public: Callable) -> Callable[..., Any]:
 
     @functools.wraps(public)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: python_settings(value) for name, value in kwargs.items()}
         if (args[0] if args else kwargs.get(name)) is not None:
             return public(*args, **kwargs)
         settings = bound_arguments(public.__name__, signature, args, kwargs)
@@ -283,6 +285,16 @@ def also_decorator(public: Callable) -> Callable[..., Any]:
         return functools.partial(wrapper, **settings)
 
     return wrapper
+
+
+def python_settings(settings: PyTree) -> PyTree:
+    """Converts bools and ints of NumPy, which count as arrays, to those of Python."""
+    is_setting = lambda x: isinstance(x, (np.bool_, np.integer))
+    is_module = lambda x: isinstance(x, eqx.Module)
+    if not any(map(is_setting, jtu.tree_leaves(settings, is_leaf=is_module))):
+        return settings
+    convert = lambda x: x.item() if is_setting(x) else x
+    return jtu.tree_map(convert, settings, is_leaf=is_module)
 
 
 class Blocking(eqx.Module):

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import optax
 import pytest
 
@@ -112,6 +113,17 @@ def test_axis_size_without_batched_arguments():
     assert_same(micro(lambda x: 2 * x, in_axes=None)(jnp.array(3.0)), jnp.full(9, 6.0))
     assert_same(micro(lambda: jnp.array(1.0))(), jnp.ones(9))
     assert_same(micro(lambda: jnp.array(1.0), accumulator=Sum())(), jnp.array(9.0))
+
+
+def test_settings_can_be_numbers_of_numpy():
+    run = filter_micro_vmap(
+        lambda: 1.0,
+        axis_size=np.int64(5),
+        microbatch_size=2,
+        out_axes=np.int32(0),
+        checkpoint=np.bool_(True),
+    )
+    assert_same(run(), jnp.ones(5))
 
 
 def test_axis_name():
