@@ -284,6 +284,13 @@ def test_errors_of_functions_are_their_own():
     assert isinstance(raised.value.__cause__, KeyError)
 
 
+def test_errors_of_functions_in_jit_with_static_arguments_come_through():
+    fun = jax.jit(lambda x, mode: jnp.dot(x, jnp.ones(3)), static_argnames="mode")
+    run = filter_micro_vmap(fun, in_axes=(0, None))
+    with pytest.raises(TypeError, match="dot_general requires"):
+        run(jnp.ones((4, 2)), "fast")
+
+
 def test_the_accumulator_says_what_a_loss_of_a_batch_is():
     w, x = jnp.ones(2), jnp.arange(14.0).reshape(7, 2)
     for reduce, accumulator in ((jnp.mean, eqxbatch.Mean()), (jnp.sum, Sum())):

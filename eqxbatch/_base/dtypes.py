@@ -137,7 +137,8 @@ def normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
 
     With these, weights cannot cause overflow of cotangents in a backward pass.
     """
-    wide = weights.astype(widest(*[weights.dtype] * is_inexact(weights)))
+    dtype = weights.dtype if is_inexact(weights) else jnp.result_type(float)
+    wide = weights.astype(widest(dtype))
     scale = 2 * power_of_two(jnp.max(jnp.abs(wide), initial=0))
     return wide / scale, scale
 

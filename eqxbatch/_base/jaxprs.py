@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, cast, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -15,6 +15,43 @@ from jaxtyping import Array, PyTree
 
 
 _T = TypeVar("_T")
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+_NUMBERS = frozenset((bool, int, float, complex))
+
+
+def text_of_numbers(leaves: Sequence[Any]) -> str:
+    """What tells numbers apart that are equal: `2 == 2.0 == True`, and `0.0 == -0.0`.
+
+    Programs differ for these, so that caches of them need it as a part of their keys.
+    """
+    return repr([x for x in leaves if type(x) in _NUMBERS])
+
+
+def compiled(
+    fun: _Function, *, donate: Literal["none", "all-except-first"] = "none"
+) -> _Function:
+    """`equinox.filter_jit`, which gives equal numbers of other types other programs."""
+
+    def run(first: list, rest: list, static: tuple) -> Any:
+        of_first, of_rest, _ = static
+        return fun(of_first.unflatten(first), *of_rest.unflatten(rest))
+
+    run.__name__, run.__qualname__ = fun.__name__, fun.__qualname__
+    jitted = eqx.filter_jit(run, donate=donate)
+
+    @functools.wraps(fun)
+    def wrapper(first: Any, *rest: Any) -> Any:
+        __tracebackhide__ = True
+        leaves, of_first = jtu.tree_flatten(first)
+        others, of_rest = jtu.tree_flatten(rest)
+        static = of_first, of_rest, text_of_numbers(leaves + others)
+        return jitted(leaves, others, static)
+
+    return cast(_Function, wrapper)
 
 
 CALLS = ("pjit", "jit", "closed_call", "core_call")

@@ -126,9 +126,8 @@ def called(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return fun(*args, **kwargs)
     except TypeError as e:
         is_jitted = hasattr(fun, "lower") and not isinstance(fun, eqx.Module)
-        if not is_jitted or all(
-            map(eqx.is_array_like, jtu.tree_leaves((args, kwargs)))
-        ):
+        # The start of JAX's own message.
+        if not is_jitted or "Error interpreting argument to" not in str(e):
             raise
         raise TypeError(
             "`fun` is in `jax.jit` or `jax.pmap`, which take nothing but arrays, and "

@@ -319,7 +319,8 @@ def _of_any_shape(hint: Any) -> Any:
 
 def as_jax(x: Any) -> Any:
     """Converts NumPy arrays to JAX arrays, and leaves everything else to checks."""
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    # JAX reads NumPy arrays later, when their owner may have changed them.
+    return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def arranged(x: Any, *axes: int) -> jax.ShapeDtypeStruct:

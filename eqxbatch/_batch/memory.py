@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import PyTree
 
-from .._base.jaxprs import axis_names
+from .._base.jaxprs import axis_names, text_of_numbers
 from .._base.mesh import (
     explicit_mesh,
     manual_axes,
@@ -118,7 +118,8 @@ def _parse_bytes(value: int | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, re.I)
         if match is not None and match[2].upper() in _UNITS:
             number = int(float(match[1]) * _UNITS[match[2].upper()])
-    if isinstance(number, bool) or not isinstance(number, int):
+    number = None if isinstance(number, jax.Array) else as_int(number)
+    if number is None:
         raise ValueError(
             "`max_bytes` must be an int or a string such as '500MB' or '2GiB'; got "
             f"{value!r}."
@@ -246,7 +247,8 @@ def _structure(operands: PyTree) -> tuple:
     dynamic, static = eqx.partition(operands, eqx.is_array)
     leaves, treedef = jtu.tree_flatten(jtu.tree_map(jax.typeof, dynamic))
     static_leaves, static_treedef = jtu.tree_flatten(static)
-    return tuple(leaves), treedef, tuple(static_leaves), static_treedef
+    numbers = text_of_numbers(static_leaves)
+    return tuple(leaves), treedef, tuple(static_leaves), static_treedef, numbers
 
 
 class CompiledBytes(NamedTuple):

@@ -73,20 +73,31 @@ class _Number:
     def __init__(self, number: int):
         self.number = number
 
+    def __getitem__(self, index: Any) -> Any:
+        raise _not_a_part("it takes a part of one")
+
 
 def _numbers(model: PyTree, where: Callable) -> set[int]:
     """The indices of the leaves that `where` picks."""
     leaves, treedef = jtu.tree_flatten(model)
     marked = jtu.tree_unflatten(treedef, [_Number(i) for i, _ in enumerate(leaves)])
-    found = jtu.tree_leaves(where(marked))
+    try:
+        found = jtu.tree_leaves(where(marked))
+    except AttributeError as e:
+        if not isinstance(e.obj, _Number):
+            raise
+        raise _not_a_part(f"it uses `.{e.name}` of one") from e
     for x in found:
         if not isinstance(x, _Number):
-            raise ValueError(
-                "`where` must return parts of the model, whose arrays it must not "
-                f"look at; got {described(x)}. Select by dtype or "
-                "shape with `filter_spec`."
-            )
+            raise _not_a_part(f"got {described(x)}")
     return {x.number for x in found}
+
+
+def _not_a_part(what: str) -> ValueError:
+    return ValueError(
+        "`where` must return parts of the model, whose arrays it must not look at; "
+        f"{what}. Select by dtype or shape with `filter_spec`."
+    )
 
 
 class Objective(eqx.Module):
@@ -95,14 +106,15 @@ class Objective(eqx.Module):
     - `where`, `filter_spec`: which leaves of the first argument are parameters.
     - `in_axes`: the batch axes of all other arguments; None if there is no batch.
     - `has_aux`: whether the function returns `(value, aux)`.
-    - `holomorphic`: whether it is a holomorphic function of complex arrays.
+    - `holomorphic`: whether it is a holomorphic function of complex arrays; None if the
+        transform has no such setting.
     """
 
     where: Callable | None = None
     filter_spec: PyTree = eqx.is_inexact_array
     in_axes: PyTree = None
     has_aux: bool = False
-    holomorphic: bool = False
+    holomorphic: bool | None = None
 
     def batch(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Batch:
         """The arguments of a call; the first one is not batched."""
@@ -144,7 +156,7 @@ class Objective(eqx.Module):
         self, fun: Callable, batch: Batch, diff: PyTree, nondiff: PyTree
     ) -> "Loss":
         """The loss as a function of the parameters and of the rows of a batch."""
-        return Loss(fun, batch, diff, nondiff, self.has_aux, self.holomorphic)
+        return Loss(fun, batch, diff, nondiff, self.has_aux, bool(self.holomorphic))
 
 
 def split_examples(
@@ -177,7 +189,7 @@ def _axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
     return (None, *[in_axes] * num)
 
 
-def _check_complex(diff: PyTree, holomorphic: bool) -> None:
+def _check_complex(diff: PyTree, holomorphic: bool | None) -> None:
     """Raises `TypeError` if `holomorphic` does not fit the parameters."""
     are_complex = [jnp.iscomplexobj(x) for x in jtu.tree_leaves(diff)]
     if holomorphic and not all(are_complex):
@@ -186,10 +198,11 @@ def _check_complex(diff: PyTree, holomorphic: bool) -> None:
             f"complex; got {_dtypes(diff)}."
         )
     if any(are_complex) and not holomorphic:
+        or_else = "; or, if `fun` is holomorphic, say `holomorphic=True`"
         raise TypeError(
             "Complex arrays are only differentiated through their real and imaginary "
             f"parts; got {_dtypes(diff)}. Give these as two real arrays and combine "
-            "them inside `fun`; or, if `fun` is holomorphic, say `holomorphic=True`."
+            f"them inside `fun`{or_else if holomorphic is False else ''}."
         )
 
 

@@ -11,8 +11,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Int, PyTree
 
+from .._base.jaxprs import compiled, text_of_numbers
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
 from .._base.mistakes import bound_arguments, check_not_jitted
 from .._base.shapes import checked
@@ -108,6 +110,14 @@ class Transformed(eqx.Module):
             )
         return hash((treedef, *leaves))
 
+    def __eq__(self, other: object) -> Any:
+        # `jax.jit` compiles equal functions only once.
+        if isinstance(other, Transformed):
+            own, others = jtu.tree_leaves(self), jtu.tree_leaves(other)
+            if text_of_numbers(own) != text_of_numbers(others):
+                return False
+        return super().__eq__(other)
+
     @property
     def __wrapped__(self) -> Callable:
         return self._fun
@@ -198,7 +208,7 @@ def _of_setting(value: Any) -> str:
 # One compiled function serves all transforms. The called function is an argument of it,
 # so that arrays of modules are arguments of the program, and repeated calls with the
 # same function and shapes are not retraced.
-@eqx.filter_jit
+@compiled
 def _apply(
     transform: AbstractTransform, fun: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
@@ -268,6 +278,7 @@ def also_decorator(public: Callable) -> Callable[..., Any]:
 
     @functools.wraps(public)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: python_settings(value) for name, value in kwargs.items()}
         if (args[0] if args else kwargs.get(name)) is not None:
             return public(*args, **kwargs)
         settings = bound_arguments(public.__name__, signature, args, kwargs)
@@ -275,6 +286,16 @@ def also_decorator(public: Callable) -> Callable[..., Any]:
         return functools.partial(wrapper, **settings)
 
     return wrapper
+
+
+def python_settings(settings: PyTree) -> PyTree:
+    """Converts bools and ints of NumPy, which count as arrays, to those of Python."""
+    is_setting = lambda x: isinstance(x, (np.bool_, np.integer))
+    is_module = lambda x: isinstance(x, eqx.Module)
+    if not any(map(is_setting, jtu.tree_leaves(settings, is_leaf=is_module))):
+        return settings
+    convert = lambda x: x.item() if is_setting(x) else x
+    return jtu.tree_map(convert, settings, is_leaf=is_module)
 
 
 class Blocking(eqx.Module):

@@ -14,6 +14,7 @@ from .._base.shapes import checked
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Mean, Sum
 from .._batch.objective import Objective
+from .._batch.transform import python_settings
 from .by_products import Mode
 from .ggn import filter_ggn, filter_ggn_diagonal
 from .hessian import filter_hessian, filter_hessian_diagonal
@@ -142,7 +143,7 @@ class HessianOperator(_AbstractCurvatureOperator):
     ):
         self.fun, self.args, self.kwargs = fun, args, kwargs
         self.tags = as_tags(tags)
-        self._settings = {
+        settings = {
             "in_axes": in_axes,
             "microbatch_size": microbatch_size,
             "accumulator": accumulator,
@@ -151,6 +152,7 @@ class HessianOperator(_AbstractCurvatureOperator):
             "checkpoint": checkpoint,
             "mode": mode,
         }
+        self._settings = python_settings(settings)
         self._parameters = _parameters(args, kwargs, where, filter_spec)
 
     def _product(self) -> Callable[..., PyTree]:
@@ -222,7 +224,7 @@ class GGNOperator(_AbstractCurvatureOperator):
         self.fun, self.loss, self.args, self.kwargs = fun, loss, args, kwargs
         convex = {lineax.positive_semidefinite_tag} if is_convex else set()
         self.tags = as_tags(tags) | convex
-        self._settings = {
+        settings = {
             "in_axes": in_axes,
             "microbatch_size": microbatch_size,
             "accumulator": accumulator,
@@ -230,6 +232,7 @@ class GGNOperator(_AbstractCurvatureOperator):
             "filter_spec": filter_spec,
             "checkpoint": checkpoint,
         }
+        self._settings = python_settings(settings)
         self._parameters = _parameters(args, kwargs, where, filter_spec)
 
     def _product(self) -> Callable[..., PyTree]:

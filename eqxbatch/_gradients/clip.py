@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree, Real
 
 from .._base.dtypes import into_range, is_in_range, widest
+from .._base.shapes import as_jax
 from .._base.trees import described, is_none, match_prefix
 
 
@@ -29,9 +30,7 @@ class Clipping(eqx.Module):
     def __init__(self, bounds: PyTree, nan_safe: bool):
         jtu.tree_map(_check_bound, bounds)
         # NumPy arrays become JAX arrays, which are arguments of the compiled program.
-        is_numpy = lambda x: isinstance(x, np.ndarray)
-        bounds = jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, bounds)
-        self.clip_norm = bounds
+        self.clip_norm = jtu.tree_map(as_jax, bounds)
         self.nan_safe = nan_safe
 
     def groups(self, gradient: PyTree) -> "Groups":

@@ -172,6 +172,7 @@ class _GridVmap(AbstractAutoSharded):
             out_axes=level.out_axis,
             accumulator=level.accumulator,
             blocking=Blocking(size, None, self.checkpoint and size < level.size),
+            if_whole=None,
         )
         return lambda arrays: transform.apply(fun, (arrays,), {})
 

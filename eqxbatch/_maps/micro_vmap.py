@@ -32,7 +32,11 @@ _IF_WHOLE = "Give the function of one example, or use `filter_microbatch`."
 
 
 class MicroVmap(AbstractTransform):
-    """The transform `filter_micro_vmap`, before compilation."""
+    """The transform `filter_micro_vmap`, before compilation.
+
+    - `if_whole`: a remedy for a function of a whole batch; None if the arguments are
+        not those of a user's call, so that errors cannot name them.
+    """
 
     is_compiled: ClassVar[bool] = True
     takes_instance: ClassVar[bool] = True
@@ -43,6 +47,7 @@ class MicroVmap(AbstractTransform):
     axis_name: Hashable | None = None
     axis_size: int | None = None
     vmap_fn: Callable[..., Callable] = jax.vmap
+    if_whole: str | None = eqx.field(default=_IF_WHOLE, static=True)
 
     def __check_init__(self) -> None:
         if self.axis_size is not None and self.axis_size < 0:
@@ -103,8 +108,11 @@ class MicroVmap(AbstractTransform):
         call = functools.partial(batch.call, fun)
 
         def one(rows: list) -> tuple[list, list]:
-            with told_apart(call, batch, "example", _IF_WHOLE):
+            if self.if_whole is None:
                 out = call(rows)
+            else:
+                with told_apart(call, batch, "example", self.if_whole):
+                    out = call(rows)
             axes = broadcast_axes("out_axes", self.out_axes, out)
             leaves, traced["treedef"] = jtu.tree_flatten(out)
             traced["leaves"], traced["axes"] = leaves, axes

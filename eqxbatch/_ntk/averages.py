@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
 from .._base.dtypes import accumulation_dtype
+from .._base.jaxprs import compiled
 from .._base.shapes import AnyArray, Contract
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size
@@ -178,20 +179,20 @@ def _spread_vmap(axis: MeshAxis) -> Callable[..., Callable[[list], Any]]:
 
 
 # Everything that changes between batches of samples is donated, or is a number.
-@eqx.filter_jit(donate="all-except-first")
+@functools.partial(compiled, donate="all-except-first")
 def _advanced(call: tuple, state: PyTree) -> PyTree[VarianceState]:
     samples, request, start, num = call
     return samples.advanced(request, state, start, num)
 
 
-@eqx.filter_jit
+@compiled
 def _start(samples: Samples, request: Request) -> PyTree[VarianceState]:
     """The moments of zero samples."""
     structs = eqx.filter_eval_shape(samples.advanced, request, None, 0, 1)
     return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
-@eqx.filter_jit
+@compiled
 def estimated(state: PyTree[VarianceState], with_error: bool) -> tuple[list, list]:
     """The means, and their standard errors if requested."""
     spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)

@@ -13,6 +13,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
+from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
 from .._base.trees import described
 from .._batch.memory import MemoryBudget, resolve_size
@@ -127,7 +128,7 @@ class Kernels(eqx.Module):
 
 # The called object is an argument of the one compiled function, so repeated calls with
 # the same shapes are not retraced.
-@eqx.filter_jit
+@compiled
 def _run(kernels: Kernels, *call: Any) -> Any:
     kernels, call = gathered((kernels, call))
     with within_mesh((kernels, call)):

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
 from .._base.trees import described
 from .._batch.memory import MemoryBudget, resolve_size
@@ -124,7 +125,7 @@ def _as_array(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
-@eqx.filter_jit
+@compiled
 def _run(
     call: KernelCall, block_size: BlockSize, reduce: PyTree, mesh_axis: MeshAxis | None
 ) -> PyTree:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from .._base.cpu import as_own_program, evaluate_in_loop
+from .._base.jaxprs import compiled
 from .._base.trees import match_prefix, shown
 from .._batch.rows import Rows
 from .._batch.slots import is_struct
@@ -199,7 +200,7 @@ def _run(
 
 
 # Compiled, so that repeated requests for shapes do not trace it again.
-@eqx.filter_jit
+@compiled
 def _out(call: KernelCall, first: list, second: list) -> PyTree:
     return _run(call, _sides(call), first, second)
 

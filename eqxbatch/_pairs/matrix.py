@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
+from .._base.jaxprs import compiled
 from .._batch.cut import Block
 from .batch import BatchKernel
 from .engine import run_tiles, Tiles, Written
@@ -156,12 +157,12 @@ class ComputedMatrix(AbstractMatrix):
         return _column(self._call(), index)
 
 
-@eqx.filter_jit
+@compiled
 def _product(matrix: ComputedMatrix, vectors: Array, is_transposed: bool) -> Array:
     return matrix.product(vectors, is_transposed=is_transposed)
 
 
-@eqx.filter_jit
+@compiled
 def _diagonal(call: KernelCall) -> Shaped[Array, " n"]:
     sizes = [size for size in call.plan.sizes if size is not None]
     call = call.planned(sizes=(min(sizes),) * 2 if sizes else (None, None))
@@ -185,7 +186,7 @@ def _diagonal(call: KernelCall) -> Shaped[Array, " n"]:
     return lax.scan(step, jnp.zeros(num, leaf.dtype), numbers)[0]
 
 
-@eqx.filter_jit
+@compiled
 def _column(call: KernelCall, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
     kernel = block_kernel(call)
     rows, columns = kernel.rows

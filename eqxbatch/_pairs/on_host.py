@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from .._base.jaxprs import compiled
 from .._batch.rows import Rows
 from .calls import MeshAxis
 from .engine import finalized, make_collectors, Tiles
@@ -95,7 +97,7 @@ class _Blocks:
         return sorted(tiles, key=lambda t: (t.row // height, t.column, t.row))
 
 
-@eqx.filter_jit
+@compiled
 def _kept(operands: tuple, number: Array) -> Rows:
     call, grid, side = operands
     kernel, size = block_kernel(call), grid.sizes[side]
@@ -135,13 +137,13 @@ def _tiles(call: KernelCall, grid: Grid, reduce: PyTree) -> Tiles:
     return Tiles(kernel, grid, make_collectors(kernel, reduce))
 
 
-@eqx.filter_jit
+@compiled
 def _initial(call: KernelCall, reduce: PyTree, grid: Grid) -> list:
     tiles = _tiles(call, grid, reduce)
     return tiles.initial(*tiles.kernel.rows)
 
 
-@eqx.filter_jit(donate="all-except-first")
+@functools.partial(compiled, donate="all-except-first")
 def _step(operands: tuple, states: list) -> tuple[list, Array]:
     """The states after a tile, updated in place, and its number of NaNs."""
     call, reduce, grid, is_diagonal, at, kept = operands
@@ -377,12 +379,12 @@ def tile_program(call: KernelCall) -> list[Array]:
     return _Task(call, grid, grid.is_same, grid.is_symmetric, False).run(at)
 
 
-@eqx.filter_jit
+@compiled
 def _tile(task: _Task, at: Array, kept: Sequence[Rows | None]) -> list[Array]:
     return task.run(at, kept)
 
 
-@eqx.filter_jit
+@compiled
 def _tiles_on_devices(task: _Task, at: Array, mesh_axis: MeshAxis) -> list[Array]:
     """Like `_tile`, for one tile on each device, along a new first axis."""
     check_closed_over(task.call, block_kernel(task.call))

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from .._base.jaxprs import compiled
 from .._base.shapes import AnyArray, checked
 from .._base.trees import described, import_extra, log
 from .checkpoint import Checkpoint
@@ -347,7 +348,7 @@ def _factor(
     return factor[:, :num] if num else None
 
 
-@eqx.filter_jit
+@compiled
 def _decomposed(operator: "KernelOperator", rank: int) -> Inexact[Array, "n rank"]:
     low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
     matrix, dtype = operator.matrix, jnp.zeros(()).dtype

@@ -7,6 +7,7 @@ import re
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -282,6 +283,7 @@ def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
     (
         ("1000", 1000),
         (1000, 1000),
+        (np.int64(1000), 1000),
         ("1kB", 1000),
         ("1 KiB", 1024),
         ("500MB", 500 * 10**6),
@@ -346,6 +348,17 @@ def test_cache_tells_settings_of_the_transform_apart():
     assert_same(total(x), jax.vmap(wide)(x).sum(0), tol=1e-4)
     with pytest.raises(ValueError, match="budget of 40,000 bytes is too small"):
         filter_micro_vmap(wide, microbatch_size=budget)(x)
+
+
+def test_cache_tells_equal_numbers_apart(compilations):
+    fun = lambda x, by: by * x.astype(jnp.result_type(by))
+    budget = MemoryBudget("1MB")
+    run = filter_micro_vmap(fun, in_axes=(0, None), microbatch_size=budget)
+    x = jnp.ones((64, 16), jnp.uint8)
+    run(x, 2)
+    num = len(compilations)
+    run(x, 2.0)
+    assert len(compilations) > num
 
 
 def test_cache_tells_functions_apart():

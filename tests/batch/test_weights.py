@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import pytest
 
 from eqxbatch import (
@@ -56,6 +57,16 @@ def test_weights_of_integers():
     weights = jnp.full(9, 0.5)
     micro = filter_micro_vmap(lambda x: x, microbatch_size=4, accumulator=Sum(weights))
     assert_same(micro(x), jnp.array(18.0))
+
+
+@pytest.mark.parametrize("name", (Mean, Sum))
+def test_weights_of_numpy_can_change_afterwards(name):
+    # JAX reads large arrays later.
+    for _ in range(100):
+        weights = np.ones(1_000_003, np.float32)
+        accumulator = name(weights)
+        weights[:] = 0
+        assert jnp.all(accumulator.weights == 1)
 
 
 def test_weights_are_differentiable(getkey):

@@ -75,7 +75,8 @@ def test_is_the_matrix_of_a_sum(kind, getkey):
 
 def test_is_a_pytree(getkey):
     model, (x, y) = network(getkey()), batch(getkey(), 7)
-    operator, matrix, unravel = make("hessian", model, x, y, in_axes=0)
+    settings = {"in_axes": np.int64(0), "checkpoint": np.bool_(True)}
+    operator, matrix, unravel = make("hessian", model, x, y, **settings)
     vector = jr.normal(getkey(), (matrix.shape[0],))
     run = eqx.filter_jit(lambda operator, vector: operator.mv(vector))
     close(run(operator, unravel(vector)), unravel(matrix @ vector))

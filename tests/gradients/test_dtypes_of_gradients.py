@@ -121,6 +121,15 @@ def test_weights_beyond_the_range_of_the_loss():
             assert_same(mean(w, x), expected)
 
 
+def test_weights_that_are_integers_keep_their_digits(x64):
+    # Also those that float32 does not have.
+    weights, x = jnp.array([123456789, 3, 987654321]), jnp.array([[1.0], [2.0], [5.0]])
+    grad = filter_micro_value_and_grad(jnp.dot, accumulator=Mean(weights))
+    value, gradient = grad(jnp.ones(1), x)
+    expected = np.average(x[:, 0], weights=weights)
+    np.testing.assert_allclose([value, gradient[0]], expected, rtol=1e-14)
+
+
 def test_clipped_gradients_of_float16_of_any_length():
     # What the first is scaled with is no number in float16. Gradients of a vector are
     # formed, and those of a matrix are not.

@@ -232,6 +232,19 @@ def test_noise_scale_is_that_of_the_distribution():
     assert abs(statistics.moments.noise_scale - 4) < 0.1
 
 
+def test_settings_can_be_numbers_of_numpy(getkey):
+    x = normal(getkey(), (4, 3))
+    fun = lambda w, x: (jnp.dot(w, x), x)
+    names = ("has_aux", "return_norms", "nan_safe", "moments")
+    settings = dict.fromkeys(names, np.bool_(True)) | {"batched": np.bool_(False)}
+    settings |= {"in_axes": (np.int64(0),), "clip_norm": 1.0}
+    gradient, aux, statistics = filter_micro_grad(fun, **settings)(jnp.zeros(3), x)
+    assert_same(aux, x)
+    assert_same(statistics.norms, jnp.linalg.norm(x, axis=1))
+    scales = jnp.minimum(1, 1 / statistics.norms)
+    assert_same(gradient, jnp.mean(scales[:, None] * x, 0))
+
+
 def test_early_stop(getkey):
     model, x, y = data(getkey(), 7)
     for count in (0, 1, 2, 3):

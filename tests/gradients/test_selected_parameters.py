@@ -214,8 +214,15 @@ def test_wrong_selections(getkey):
         make(where=lambda model: model.count)(model, x, y)
     with pytest.raises(ValueError, match="`where` and `filter_spec` leave no param"):
         make(filter_spec=False)(model, x, y)
-    with pytest.raises(ValueError, match="`where` must return parts of the model"):
-        make(where=lambda model: 1.0)(model, x, y)
+    for where in (
+        lambda model: 1.0,
+        lambda model: [model.scale] if model.scale.ndim == 2 else [],
+        lambda model: model.scale[0],
+    ):
+        with pytest.raises(ValueError, match="`where` must return parts of the model"):
+            make(where=where)(model, x, y)
+    with pytest.raises(AttributeError, match="no attribute 'scales'"):
+        make(where=lambda model: model.scales)(model, x, y)
     with pytest.raises(ValueError, match="`clip_norm` must be a number or a PyTree"):
         make(where=lambda m: m.scale, clip_norm={"scale": 1.0})(model, x, y)
 

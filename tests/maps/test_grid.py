@@ -301,6 +301,13 @@ class TestMemory:
 
 
 class TestBadInput:
+    def test_errors_of_the_function_come_through(self):
+        # It would work for `x` as a whole.
+        total = lambda x, y: jnp.sum(x, axis=1) @ y
+        run = filter_grid_vmap(total, in_axes=(grid("i"), grid("j")))
+        with pytest.raises(ValueError, match=r"^axis 1 is out of bounds"):
+            run(jnp.ones((3, 2)), jnp.ones((4, 3)))
+
     def test_sizes(self):
         zipped = filter_grid_vmap(product, in_axes=(grid("i"), grid("i")))
         with pytest.raises(ValueError, match=r"'i' axis 0 of `x`.* has 3; .* has 4"):

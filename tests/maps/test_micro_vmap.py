@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import optax
 import pytest
 
@@ -114,6 +115,17 @@ def test_axis_size_without_batched_arguments():
     assert_same(micro(lambda: jnp.array(1.0), accumulator=Sum())(), jnp.array(9.0))
 
 
+def test_settings_can_be_numbers_of_numpy():
+    run = filter_micro_vmap(
+        lambda: 1.0,
+        axis_size=np.int64(5),
+        microbatch_size=2,
+        out_axes=np.int32(0),
+        checkpoint=np.bool_(True),
+    )
+    assert_same(run(), jnp.ones(5))
+
+
 def test_axis_name():
     x = jnp.arange(8.0)
     center = lambda x: x - jax.lax.pmean(x, "i")
@@ -185,6 +197,28 @@ def test_weights_of_modules_and_partials_are_arguments(getkey):
         call = lambda d, x: eqx.combine(d, static)(x)
         analysis = jax.jit(call).lower(dynamic, x).compile().memory_analysis()
         assert analysis.argument_size_in_bytes == 4 * (256 * 256 + 256 + x.size)
+
+
+def test_equal_numbers_of_other_types_have_other_programs():
+    x = jnp.array([200], jnp.uint8)
+    times = lambda by, x: by * x.astype(jnp.result_type(by))
+    fun = CountTraces(times)
+    run = filter_micro_vmap(fun, in_axes=(None, 0))
+    # 2 == 2.0 == True == 1.0 and 0.0 == -0.0.
+    for by in (2, 2.0, 1, True, 1.0, 0.0, -0.0):
+        expected = times(by, x)
+        for _ in range(2):
+            got = run(by, x)
+            assert got.dtype == expected.dtype
+            assert jnp.array_equal(jnp.signbit(got), jnp.signbit(expected))
+            assert jnp.array_equal(got, expected)
+    assert fun.num == 7
+    for by in (2, 2.0):
+        module = eqx.Partial(times, by)
+        run = filter_micro_vmap(module)
+        assert_same(run(x), times(by, x))
+        assert_same(jax.jit(run)(x), times(by, x))
+        assert run == filter_micro_vmap(module)
 
 
 def test_methods(getkey):

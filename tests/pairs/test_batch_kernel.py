@@ -212,6 +212,20 @@ def test_methods_decorators_and_arguments(getkey):
     assert_same(batched(np.asarray(x), np.asarray(y), scale=3.0), rbf(x, y, 3.0))
 
 
+@pytest.mark.parametrize("store", ("device", HostStore()))
+def test_equal_numbers_of_other_types_have_other_programs(store):
+    def kernel_fn(x1, x2, by):
+        dtype = jnp.result_type(by)
+        return by * jnp.outer(x1.astype(dtype), x2.astype(dtype))
+
+    run = filter_batch_kernel(kernel_fn, block_size=2, store=store)
+    x = jnp.array([100, 200, 50], jnp.uint8)
+    for by in (2, 2.0):
+        got = run(x, x, by)
+        assert got.dtype == jnp.result_type(by)
+        assert_same(got, kernel_fn(x, x, by))
+
+
 @pytest.mark.parametrize("raw", (True, False))
 def test_keys_do_not_depend_on_blocks(raw, getkey):
     def random(x1, x2=None, *, key):

@@ -30,6 +30,7 @@ factors = lambda: kfac(in_axes=0)(w, x)
 unravel = eqxbatch.Unravel({"a": w, "b": y})
 expansion = eqxbatch.filter_linearize(model)
 explain = functools.partial(eqxbatch.explain_sites, loss)
+z = w.astype(complex)
 wide = eqx.tree_at(lambda model: model.layers[0].weight, model, jnp.ones((5, 2)))
 
 
@@ -160,6 +161,18 @@ CURVATURE = [
         lambda: hvp(checkpoint="no"),
         TypeError,
         "`checkpoint` must be bool; got 'no'",
+    ),
+    Case(
+        "filter_hvp",
+        lambda: hvp()(z, z),
+        TypeError,
+        r"(?m)real arrays and combine them inside `fun`\.$",
+    ),
+    Case(
+        "filter_jacobian",
+        lambda: jacobian()(z),
+        TypeError,
+        "inside `fun`; or, if `fun` is holomorphic, say `holomorphic=True`",
     ),
     Case(
         "filter_ggn",
