@@ -10,7 +10,7 @@ import jax.scipy.linalg as jsl
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
-from .._base.dtypes import as_complex, as_real
+from .._base.dtypes import as_complex, as_real, widened
 from .._base.mesh import varying
 from .._base.trees import import_extra
 from .._batch.moments import Sum
@@ -78,12 +78,15 @@ class System(eqx.Module):
     def _matrix(self, residuals: Residuals) -> Float[Array, "p p"]:
         """The Gauss-Newton matrix of real parameters."""
         total: Any = 0
+        # The matrix has the dtype of its parameters.
+        wide = jtu.tree_map(widened, as_real(residuals.leaves))
+        dtypes = tuple(x.dtype for x in residuals.leaves)
         for number, weights in enumerate(residuals.weights):
             rows = residuals.rows[number]
             if rows.total == 0:
                 continue
             matrix = filter_ggn(
-                _OfReal(residuals.terms[number]),
+                _OfReal(residuals.terms[number], dtypes),
                 _half_of_squares,
                 in_axes=rows.axes,
                 flat=True,
@@ -91,7 +94,7 @@ class System(eqx.Module):
                 block_size=self.block_size,
                 microbatch_size=self.microbatch_size,
             )
-            found, _ = matrix(as_real(residuals.leaves), *rows.arrays)
+            found, _ = matrix(wide, *rows.arrays)
             total = total + found.astype(residuals.dtype)
         if residuals.centre:
             total = total - _of_means(residuals)
@@ -137,12 +140,17 @@ class System(eqx.Module):
 
 
 class _OfReal(eqx.Module):
-    """A term as a function of real parameters only."""
+    """A term as a function of real parameters only, in at least float32.
+
+    - `dtypes`: the dtypes in which the term takes its parameters.
+    """
 
     term: Term
+    dtypes: tuple = eqx.field(static=True)
 
     def __call__(self, leaves: PyTree, *rows: Array) -> Float[Array, " entries"]:
-        return self.term(as_complex(leaves), *rows)
+        pairs = zip(as_complex(leaves), self.dtypes, strict=True)
+        return self.term([x.astype(dtype) for x, dtype in pairs], *rows)
 
 
 def _half_of_squares(out: Array, *rows: Array) -> Array:

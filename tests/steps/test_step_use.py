@@ -79,6 +79,33 @@ def test_small_residuals_do_not_vanish_in_half_precision():
         np.testing.assert_allclose(small, large, rtol=2e-2, atol=2e-3)
 
 
+def test_matrices_of_half_precision_are_in_float32():
+    # The columns are almost the same, so the matrix needs its digits.
+    a = draw(256)
+    rows = jnp.stack([a, a + 0.05 * draw(256, seed=1)], 1)
+    rows = rows.astype(jnp.bfloat16).astype(jnp.float32)
+    of = lambda dtype, space: take(
+        lambda w, row, y: row @ w.astype(jnp.float32) - y, damping=1e-4, space=space
+    )(jnp.zeros(2, dtype), rows, draw(256, seed=2))
+    for space in ("sample", "parameter"):
+        exact = as_numbers(of(jnp.float32, space))
+        close(of(jnp.bfloat16, space), exact, 5e-2)
+
+
+@pytest.mark.parametrize("space", ("sample", "parameter"))
+def test_sums_beyond_float16(space):
+    # Neither the matrix nor sums of derivatives over the examples are in its range.
+    x = jnp.full((400, 2), 300, jnp.float16)
+    w = jnp.asarray([0.5, 0.5], jnp.float16)
+    take_in = lambda dtype, **sizes: take(
+        lambda w, x: w @ x, damping=1.0, space=space, **sizes
+    )(w.astype(dtype), x.astype(dtype))
+    expected = as_numbers(take_in(jnp.float32))
+    for size in (None, 150):
+        close(take_in(jnp.float16, microbatch_size=size), expected, 1e-2)
+    close(take_in(jnp.float16, block_size=150), expected, 1e-2)
+
+
 def test_data_of_another_dtype(x64):
     model = network()
     x, y = X.astype(jnp.float32), Y.astype(jnp.float64)
