@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._base.dtypes import widened
-from .._base.mesh import spec_of
+from .._base.mesh import error_if, spec_of, vary_as
 from .._base.shapes import AnyArray, Contract
 from .._base.trees import described, log, shown
 from .._batch.cut import Blocks
@@ -132,7 +132,8 @@ class _Step(AbstractAutoSharded, AbstractOtherArguments):
         if previous is not None:
             given = _at_run_time("momentum", self.momentum)
             momentum = jnp.asarray(given, residuals.dtype)
-            pairs = zip(values, residuals.push(previous), strict=True)
+            tangents = vary_as(residuals.leaves, previous)
+            pairs = zip(values, residuals.push(tangents), strict=True)
             values = [x - momentum * y for x, y in pairs]
         damping = _at_run_time("damping", self.system.damping)
         system = dataclasses.replace(self.system, damping=damping)
@@ -212,7 +213,7 @@ class _Step(AbstractAutoSharded, AbstractOtherArguments):
                 check_weights(name, accumulator.weights, Blocks(total, max(total, 1)))
                 check_real(name, accumulator.weights)
                 weights = accumulator.weights.astype(dtype)
-                weights = eqx.error_if(
+                weights = error_if(
                     weights,
                     ~jnp.all(weights >= 0),
                     f"{name}(weights=...) must not be negative or NaN here.",
@@ -272,7 +273,7 @@ def _at_run_time(name: str, value: Any) -> Any:
     if not isinstance(value, jax.Array):
         return value
     message = f"`{name}` must not be negative, NaN or infinite."
-    return eqx.error_if(value, ~((value >= 0) & jnp.isfinite(value)), message)
+    return error_if(value, ~((value >= 0) & jnp.isfinite(value)), message)
 
 
 def _checked_terms(functions: Sequence[Any]) -> tuple[Callable, ...]:

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 from .._base.dtypes import as_complex, as_real, widened
-from .._base.mesh import varying
+from .._base.mesh import error_if
 from .._base.trees import import_extra
 from .._batch.moments import Sum
 from .._curvature.ggn import filter_ggn
@@ -107,18 +107,18 @@ class System(eqx.Module):
         if self.solver == "eigh":
             values, vectors = jnp.linalg.eigh(matrix)
             # Eigenvalues that are zero up to rounding do not count.
-            least = jnp.max(values) * values.size * jnp.finfo(values.dtype).eps
+            least = (
+                jnp.max(values, initial=0) * values.size * jnp.finfo(values.dtype).eps
+            )
             values = jnp.where(values > least, values, 0) + damping
-            inverse = jnp.where(values > 0, 1 / jnp.where(values > 0, values, 1), 0)
+            is_zero = values <= 0
+            inverse = jnp.where(is_zero, 0, 1 / jnp.where(is_zero, 1, values))
             return vectors @ (inverse * (vectors.T @ vector))
         shifted = matrix + damping * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
         factor = jnp.linalg.cholesky(shifted)
         found = jsl.cho_solve((factor, True), vector)
-        if varying(jax.typeof(found)):
-            # Errors cannot be raised inside `jax.shard_map`, so the result is NaN.
-            return found
         is_given = jnp.all(jnp.isfinite(shifted)) & jnp.all(jnp.isfinite(vector))
-        return eqx.error_if(
+        return error_if(
             found,
             is_given & ~jnp.all(jnp.isfinite(found)),
             "The matrix of the step, with `damping` on its diagonal, is not positive "

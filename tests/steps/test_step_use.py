@@ -259,6 +259,37 @@ def test_within_shard_map(space):
         assert_same(got, jax.device_get(expected), tol=1e-3)
 
 
+def test_settings_of_each_device():
+    """With `momentum`, the previous step may be the same on all devices."""
+    mesh, model = make_mesh(jax.sharding.AxisType.Auto), draw(3, 2)
+    x, y = draw(8, 3), draw(8, 2, seed=1)
+    weights = jnp.arange(8.0) - 0.5
+    previous = draw(3, 2, seed=2)
+    step_of = lambda weights, damping, *args: take(
+        lambda w, x, y: x @ w - y,
+        damping=damping,
+        momentum=0.5,
+        solver="eigh",
+        accumulator=eqxbatch.Mean(weights=weights),
+    )(*args)
+    dampings = jnp.array([0.1, 0.1, -0.1, 0.3])
+    local = lambda model, previous, x, y, weights, damping: step_of(
+        weights, damping[0], model, previous, x, y
+    )[None]
+    each = P("data")
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P(), *[each] * 4), out_specs=each
+    )
+    found = jax.jit(run)(model, previous, x, y, weights, dampings)
+    # Neither weights nor damping may be negative: on the first and the third device.
+    for i in (0, 2):
+        assert np.all(np.isnan(found[i]))
+    for i in (1, 3):
+        own = slice(2 * i, 2 * i + 2)
+        expected = step_of(weights[own], dampings[i], model, previous, x[own], y[own])
+        np.testing.assert_allclose(found[i], expected, rtol=1e-3, atol=1e-5)
+
+
 WRONG = {
     "space": (lambda: take(space="kernel"), ValueError, "`space` must be one of"),
     "damping": (
