@@ -180,6 +180,14 @@ def test_no_examples():
             close(found, as_numbers(alone), 1e-4)
 
 
+def test_parameters_without_entries():
+    for solver in ("cholesky", "eigh"):
+        one = take(
+            lambda w, x: x + jnp.sum(w), space="parameter", solver=solver, damping=0.0
+        )
+        assert one(jnp.ones(0), jnp.ones(3)).shape == (0,)
+
+
 class Owner(eqx.Module):
     model: eqx.nn.MLP
     numbers: jax.Array
