@@ -291,6 +291,12 @@ CURVATURE = [
     ),
     Case(
         "Unravel",
+        lambda: unravel(jnp.ones(7, complex)),
+        TypeError,
+        "`vector` must be real.*complex64.*Unravel `vector.real`",
+    ),
+    Case(
+        "Unravel",
         lambda: eqxbatch.Unravel([1.0, 2.0]),
         TypeError,
         "`tree` must be PyTree",
