@@ -243,10 +243,13 @@ def check_value(value: Any, holomorphic: bool = False, what: str = "fun") -> Arr
             "With `holomorphic=True`, the value must be a complex scalar; "
             f"`{what}` returned {described(value)}."
         )
+    # The loss of an output has no `has_aux`.
+    more = ", or use `has_aux=True` to return more than the value"
+    more = "" if what == "loss" else more
     raise ValueError(
         "The value that is differentiated must be a real floating-point scalar; "
         f"`{what}` returned {described(value)}. Take the sum, the mean or the real "
-        "part of it, or use `has_aux=True` to return more than the value."
+        f"part of it{more}."
     )
 
 
