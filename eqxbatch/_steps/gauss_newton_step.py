@@ -293,7 +293,7 @@ def _checked_solver(solver: Any) -> Any:
         return solver
     raise TypeError(
         f"`solver` must be one of {_SOLVERS}, or a solver of lineax such as "
-        f"`lineax.CG(rtol=1e-6, atol=0.0)`; got {described(solver)}."
+        f"`lineax.CG(rtol=1e-4, atol=1e-4)`; got {described(solver)}."
     )
 
 
@@ -363,8 +363,11 @@ def filter_gauss_newton_step(
         quadrature in a sum.
     - `solver`: `"cholesky"`; or `"eigh"`, which also handles singular matrices, and
         uses the pseudoinverse if `damping` is 0; or an iterative lineax solver such as
-        `lineax.CG(rtol=1e-6, atol=0.0)`, which only needs matrix-vector products and
-        never materialises the matrix.
+        `lineax.CG(rtol=1e-4, atol=1e-4)`, which only needs matrix-vector products and
+        never materialises the matrix. The right-hand side is scaled to about 1, so
+        `atol` is relative to its largest entry. In float32, an iterative solver may not
+        converge if `damping` is much smaller than 1e-4 times the largest eigenvalue;
+        lineax then raises an error, and 64-bit mode (`jax_enable_x64`) helps.
     - `where`, `filter_spec`: which leaves of the model are parameters, as for
         [`eqxbatch.filter_micro_value_and_grad`][].
     - `in_axes`: the batch axes of the arguments after the model, as for

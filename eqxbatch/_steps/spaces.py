@@ -16,7 +16,7 @@ from .._base.trees import import_extra
 from .._batch.moments import Sum
 from .._curvature.ggn import filter_ggn
 from .sample_space import SampleKernel
-from .terms import Residuals, Term
+from .terms import in_range, Residuals, Term
 
 
 class System(eqx.Module):
@@ -131,12 +131,14 @@ class System(eqx.Module):
     ) -> Float[Array, " n"]:
         lineax = import_extra("lineax", "solver", "linalg")
         damping = jnp.asarray(self.damping, vector.dtype)
+        # Absolute tolerances are then relative to the largest entry.
+        (scaled,), size = in_range([vector])
         operator = lineax.FunctionLinearOperator(
             lambda x: product(x) + damping * x,
             jax.eval_shape(lambda: vector),
             lineax.positive_semidefinite_tag,
         )
-        return lineax.linear_solve(operator, vector, self.solver).value
+        return lineax.linear_solve(operator, scaled, self.solver).value * size
 
 
 class _OfReal(eqx.Module):

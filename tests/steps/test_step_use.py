@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import lineax
 import numpy as np
 import optax
 import pytest
@@ -178,6 +179,25 @@ def test_no_examples():
             found = take(two, space=space, centre=centre)(model, X[:0], (X, Y))
             alone = take(space=space, centre=centre)(model, X, Y)
             close(found, as_numbers(alone), 1e-4)
+
+
+@pytest.mark.parametrize(("space", "damping"), (("sample", 1e-3), ("parameter", 0.1)))
+def test_products_in_float32(space, damping):
+    """With the tolerances that the docs recommend, for residuals of any size."""
+    model = eqx.nn.MLP(1, 1, 32, 2, key=jr.key(0))
+    x = jnp.linspace(-1.0, 1.0, 20)[:, None]
+    of = lambda solver: take(
+        lambda model, x, size: (model(x), size * (model(x) - x**2)),
+        has_residual=True,
+        in_axes=(0, None),
+        solver=solver,
+        space=space,
+        damping=damping,
+    )
+    by_products, exact = of(lineax.CG(rtol=1e-4, atol=1e-4)), of("cholesky")
+    for size in (1.0, 1e-4):
+        expected = as_numbers(exact(model, x, size))
+        close(by_products(model, x, size), expected, 1e-2)
 
 
 def test_parameters_without_entries():
