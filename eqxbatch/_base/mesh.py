@@ -138,6 +138,16 @@ def varying(x: Any) -> frozenset:
     return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
 
 
+def error_if(x: Array, is_wrong: Array, message: str) -> Array:
+    """`equinox.error_if`, except that the result is NaN if devices may disagree.
+
+    Inside `jax.shard_map`, errors cannot be raised on some devices only.
+    """
+    if varying(jax.typeof(is_wrong)):
+        return jnp.where(jnp.any(is_wrong), jnp.nan, x)
+    return eqx.error_if(x, is_wrong, message)
+
+
 def manual_axes() -> frozenset:
     """The mesh axes of the enclosing `jax.shard_map`s."""
     mesh = get_abstract_mesh()

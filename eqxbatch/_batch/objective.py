@@ -256,10 +256,13 @@ def check_value(value: Any, holomorphic: bool = False, what: str = "fun") -> Arr
             "With `holomorphic=True`, the value must be a complex scalar; "
             f"`{what}` returned {described(value)}."
         )
+    # The loss of an output has no `has_aux`.
+    more = ", or use `has_aux=True` to return more than the value"
+    more = "" if what == "loss" else more
     raise ValueError(
         "The value that is differentiated must be a real floating-point scalar; "
         f"`{what}` returned {described(value)}. Take the sum, the mean or the real "
-        "part of it, or use `has_aux=True` to return more than the value."
+        f"part of it{more}."
     )
 
 
@@ -444,14 +447,20 @@ def check_over_examples(transform: AbstractOverExamples) -> None:
             "`accumulator` must be a Sum or a Mean, over the losses of the "
             f"examples; got {shown(transform.accumulator)}."
         )
-    if (
-        transform.objective.in_axes is None
-        and transform.blocking.microbatch_size is not None
-    ):
+    if transform.objective.in_axes is not None:
+        return
+    if transform.blocking.microbatch_size is not None:
         raise ValueError(
             "`microbatch_size` is about a batch of examples, but `in_axes` is "
             "None: `fun` is one function of all its arguments. Give the batch "
             "axes of the arguments after the first, or leave it out."
+        )
+    if transform.accumulator.weights is not None:
+        name = type(transform.accumulator).__name__
+        raise ValueError(
+            f"`accumulator={name}(weights=...)` weights the examples of a batch, but "
+            "`in_axes` is None: `fun` is one function of all its arguments. Give the "
+            "batch axes of the arguments after the first, or leave out `weights`."
         )
 
 

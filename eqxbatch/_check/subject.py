@@ -121,7 +121,8 @@ class Call:
         try:
             jax.eval_shape(gradients, self.leaves)
         except Exception as e:
-            return f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+            name, lines = type(e).__name__, str(e).strip().splitlines()
+            return f"{name}: {lines[0]}" if lines else name
         return None
 
 

@@ -201,11 +201,18 @@ class GaussNewtonCurvature(AbstractCurvature):
 
     allows_sites = True
 
-    def __init__(self, model: Loss, loss: Callable, checkpoint: bool, fisher: Fisher):
+    def __init__(
+        self,
+        model: Loss,
+        loss: Callable,
+        checkpoint: bool,
+        fisher: Fisher,
+        if_whole: str,
+    ):
         # Complex outputs count as their real and imaginary parts.
         run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
         batch = model.batch
-        with told_apart(functools.partial(run, model.diff), batch, "example", IF_WHOLE):
+        with told_apart(functools.partial(run, model.diff), batch, "example", if_whole):
             self.program = PerExample(run, model.diff, batch.arrays, batch.axes)
         self._structs = check_outputs(self.program.out)
         self.num_outputs = len(self._structs)
@@ -363,6 +370,7 @@ def make_curvature(
     mode: Mode,
     checkpoint: bool,
     fisher: Fisher = TYPE_2,
+    if_whole: str = IF_WHOLE,
 ) -> LossCurvature | GaussNewtonCurvature:
     """The Hessian of a loss or, with a `loss` of outputs, a Gauss-Newton matrix."""
     # Inside `jax.shard_map`, JAX sums a derivative over devices if the parameters do
@@ -371,7 +379,7 @@ def make_curvature(
     loss = dataclasses.replace(loss, diff=local)
     if of_output is None:
         return LossCurvature(loss, mode, checkpoint)
-    return GaussNewtonCurvature(loss, of_output, checkpoint, fisher)
+    return GaussNewtonCurvature(loss, of_output, checkpoint, fisher, if_whole)
 
 
 def with_keys(examples: Examples, fisher: Fisher) -> Examples:

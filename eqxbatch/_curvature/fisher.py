@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Key, PRNGKeyArray, Real, UInt32
 
 from .._base.dtypes import widened
+from .._base.mesh import error_if
 from .pytree import Unravel
 
 
@@ -119,7 +120,7 @@ def _probes(
     values, vectors = jnp.linalg.eigh(matrix)
     largest = jnp.max(jnp.abs(values), initial=0)
     zero = largest * matrix.shape[0] * float(eps)
-    values = eqx.error_if(
+    values = error_if(
         values,
         jnp.any(values < -_ROUNDING * zero),
         "`fisher='mc'` takes the square root of the loss's Hessian in what `fun` "
@@ -128,7 +129,7 @@ def _probes(
     )
     # The root of an eigenvalue that is zero up to rounding would be as large as that of
     # eps. The symmetric root does not depend on the choice of eigenvectors.
-    roots = jnp.where(values > zero, jnp.sqrt(jnp.maximum(values, 0)), 0)
+    roots = jnp.where(values <= zero, 0, jnp.sqrt(jnp.maximum(values, 0)))
     signs = jax.vmap(lambda key: jr.rademacher(key, values.shape, matrix.dtype))(keys)
     return Unravel(outs)(((signs @ vectors) * roots[None]) @ vectors.T)
 

@@ -100,7 +100,7 @@ def filter_ggn(
         and shapes of the last argument.
     - `TypeError` for a `loss` that is not callable, and for an unknown `fisher`.
     - `RuntimeError` at run time for a loss that is not convex, with `fisher="mc"` and
-        no `sampler`.
+        no `sampler`. Inside `jax.shard_map`, the result is NaN instead.
 
     !!! example
 

@@ -60,6 +60,10 @@ if TYPE_CHECKING:
 _KEPT_BYTES = 2**26
 
 
+# `in_axes` is required here.
+_IF_WHOLE = "Give the function of one example."
+
+
 class _KFAC(AbstractOverExamples):
     """Kronecker factors, with eigenvalues from a second pass if `corrected`."""
 
@@ -98,7 +102,9 @@ class _KFAC(AbstractOverExamples):
         call = (fun, args, kwargs)
         examples = with_keys(split_call(self, call, call), self.of_loss)
         loss = self.objective.loss(fun, examples.batch, diff, nondiff)
-        curvature = make_curvature(loss, self.loss, "auto", False, self.of_loss)
+        curvature = make_curvature(
+            loss, self.loss, "auto", False, self.of_loss, _IF_WHOLE
+        )
         assert isinstance(curvature, GaussNewtonCurvature)
         closed, num = curvature.program.closed, len(curvature.leaves)
         program = Program(closed, num, num_outputs=curvature.num_outputs)

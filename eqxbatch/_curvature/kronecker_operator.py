@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 from .._base.dtypes import common_dtype
+from .._base.mesh import error_if
 from .._base.shapes import checked
 from .._sites.kronecker import Layout, Part
 from .kronecker_factors import (
@@ -39,6 +40,11 @@ class _AbstractSpectrum(eqx.Module):
     part: eqx.AbstractVar[Part]
     values: eqx.AbstractVar[Array]
 
+    @property
+    @abc.abstractmethod
+    def rounding(self) -> Array:
+        """The size below which an eigenvalue is zero up to rounding."""
+
     @abc.abstractmethod
     def coordinates(self, leaves: list[Array]) -> Array:
         """The coordinates of the parameters of the block."""
@@ -62,6 +68,13 @@ class _KroneckerSpectrum(_AbstractSpectrum):
     def _layout(self) -> Layout:
         assert self.part.layout is not None
         return self.part.layout
+
+    @property
+    def rounding(self) -> Inexact[Array, "batch 1 columns"]:
+        rows, columns = self.values.shape[1:]
+        if self.inputs is None:
+            return _rounding(self.values, rows, (1,))
+        return _rounding(self.values, rows + columns, (1, 2))
 
     def coordinates(self, leaves: list[Array]) -> Array:
         return self._rotated(self._layout.matrices(leaves), back=False)
@@ -90,6 +103,10 @@ class _DenseSpectrum(_AbstractSpectrum):
     values: Inexact[Array, " k"]
     vectors: Inexact[Array, "k k"]
 
+    @property
+    def rounding(self) -> Inexact[Array, " 1"]:
+        return _rounding(self.values, self.values.size)
+
     def coordinates(self, leaves: list[Array]) -> Array:
         return self.vectors.T @ _joined(leaves, self.vectors.dtype)
 
@@ -103,6 +120,10 @@ class _DenseSpectrum(_AbstractSpectrum):
 class _DiagonalSpectrum(_AbstractSpectrum):
     part: Part = eqx.field(static=True)
     values: Inexact[Array, " k"]
+
+    @property
+    def rounding(self) -> Inexact[Array, ""]:
+        return jnp.zeros((), self.values.dtype)
 
     def coordinates(self, leaves: list[Array]) -> Array:
         return _joined(leaves, self.values.dtype)
@@ -128,19 +149,23 @@ def _spectrum(block: FactorBlock) -> _AbstractSpectrum:
     """Eigenvalues and eigenvectors of a block."""
     if isinstance(block, DenseBlock):
         values, vectors = jnp.linalg.eigh(block.matrix)
-        return _DenseSpectrum(block.part, _without_rounding(values), vectors)
+        values = _without_rounding(values, values.size)
+        return _DenseSpectrum(block.part, values, vectors)
     if isinstance(block, DiagonalBlock):
-        return _DiagonalSpectrum(block.part, block.diagonal)
+        # Each entry is computed by itself.
+        return _DiagonalSpectrum(block.part, _without_rounding(block.diagonal, 8))
     assert isinstance(block, KroneckerBlock)
     if block.moments is None:
         of_outputs, outputs, of_inputs, inputs = block.eigenvectors()
-        of_outputs, of_inputs = map(_without_rounding, (of_outputs, of_inputs))
+        of_outputs, of_inputs = (
+            _without_rounding(x, x.shape[-1]) for x in (of_outputs, of_inputs)
+        )
         values = of_outputs[:, :, None] * of_inputs[:, None, :]
         return _KroneckerSpectrum(block.part, values, outputs, inputs)
     outputs, inputs = block.output_basis, block.input_basis
     assert outputs is not None
     bases = [outputs] if inputs is None else [outputs, inputs]
-    moments = eqx.error_if(
+    moments = error_if(
         block.moments,
         jnp.stack([_is_askew(basis) for basis in bases]),
         "The eigenvectors of `KroneckerFactors` are not orthogonal: factors with "
@@ -150,17 +175,20 @@ def _spectrum(block: FactorBlock) -> _AbstractSpectrum:
     return _KroneckerSpectrum(block.part, moments, outputs, inputs)
 
 
-def _rounding(values: Inexact[Array, "*batch k"]) -> Inexact[Array, "*batch 1"]:
-    """The size below which an eigenvalue is zero up to rounding."""
-    largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True, initial=0)
-    return values.shape[-1] * float(jnp.finfo(values.dtype).eps) * largest
+def _rounding(values: Array, size: int, axes: tuple[int, ...] = (-1,)) -> Array:
+    """The rounding errors of eigenvalues of matrices, or of products of some.
+
+    - `size`: the number of rows of a matrix, or the sum of these.
+    """
+    largest = jnp.max(jnp.abs(values), axis=axes, keepdims=True, initial=0)
+    return size * float(jnp.finfo(values.dtype).eps) * largest
 
 
 def _without_rounding(
-    values: Inexact[Array, "*batch k"],
+    values: Inexact[Array, "*batch k"], size: int
 ) -> Inexact[Array, "*batch k"]:
     """Replaces values that are negative because of rounding by zero."""
-    is_zero = (values < 0) & (values >= -_rounding(values))
+    is_zero = (values < 0) & (values >= -_rounding(values, size))
     return jnp.where(is_zero, 0, values)
 
 
@@ -206,7 +234,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
     structure of the parameters. At run time, `inverse` and `logdet` raise a
     `RuntimeError` if an eigenvalue is not positive, up to rounding; without damping,
     factors computed from fewer examples than they have columns are singular. `sqrt`
-    raises one if an eigenvalue is negative.
+    raises one if an eigenvalue is negative. Inside `jax.shard_map`, with factors that
+    differ between devices, the result is NaN instead.
 
     !!! example
 
@@ -242,7 +271,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
                 "eigenvalues of a matrix that is positive semidefinite."
             )
         added = jnp.asarray(damping)
-        added = eqx.error_if(
+        added = error_if(
             added, ~(added >= 0), "`damping` must be at least 0, and no NaN."
         )
         self.tags = frozenset({lineax.positive_semidefinite_tag})
@@ -253,11 +282,11 @@ class KroneckerOperator(AbstractSymmetricOperator):
             for x in spectra
         )
 
-    def _with(self, change: Callable[[Array], Array]) -> "KroneckerOperator":
+    def _with(
+        self, change: Callable[[_AbstractSpectrum], Array]
+    ) -> "KroneckerOperator":
         """An operator with the same eigenvectors and other eigenvalues."""
-        spectra = tuple(
-            dataclasses.replace(x, values=change(x.values)) for x in self._spectra
-        )
+        spectra = tuple(dataclasses.replace(x, values=change(x)) for x in self._spectra)
         return eqx.tree_at(lambda x: x._spectra, self, spectra)
 
     def mv(self, vector: PyTree) -> PyTree:
@@ -275,13 +304,13 @@ class KroneckerOperator(AbstractSymmetricOperator):
         return jax.tree.unflatten(self.unravel.treedef, leaves)
 
     def inverse(self) -> "KroneckerOperator":
-        return self._with(lambda values: 1 / self._positive(values))
+        return self._with(lambda own: 1 / self._positive(own))
 
     def sqrt(self) -> "KroneckerOperator":
-        def root(values: Array) -> Array:
-            values = eqx.error_if(
-                values,
-                values < -_rounding(values.ravel())[0],
+        def root(own: _AbstractSpectrum) -> Array:
+            values = error_if(
+                own.values,
+                own.values < -own.rounding,
                 "`sqrt` needs a positive semidefinite matrix, but an eigenvalue is "
                 "negative: the loss is not convex in what the model returns. Give "
                 "`damping` that exceeds it.",
@@ -292,11 +321,11 @@ class KroneckerOperator(AbstractSymmetricOperator):
 
     @checked
     def logdet(self) -> Real[Array, ""]:
-        return self._sum(lambda values: jnp.sum(jnp.log(self._positive(values))))
+        return self._sum(lambda own: jnp.sum(jnp.log(self._positive(own))))
 
     @checked
     def trace(self) -> Real[Array, ""]:
-        return self._sum(jnp.sum)
+        return self._sum(lambda own: jnp.sum(own.values))
 
     @checked
     def diagonal(self) -> Inexact[Array, " n"]:
@@ -345,17 +374,17 @@ class KroneckerOperator(AbstractSymmetricOperator):
     def out_structure(self) -> PyTree:
         return self.in_structure()
 
-    def _sum(self, fun: Callable[[Array], Array]) -> Array:
-        found = [fun(own.values) for own in self._spectra]
+    def _sum(self, fun: Callable[[_AbstractSpectrum], Array]) -> Array:
+        found = [fun(own) for own in self._spectra]
         dtype = common_dtype(*(x.dtype for x in found))
         return sum((x.astype(dtype) for x in found), jnp.zeros((), dtype))
 
-    def _positive(self, values: Array) -> Array:
+    def _positive(self, own: _AbstractSpectrum) -> Array:
         # With damping, an eigenvalue of zero up to rounding is no longer zero.
-        rounding = jnp.where(self._is_damped, 0, _rounding(values.ravel())[0])
-        return eqx.error_if(
-            values,
-            values <= rounding.astype(values.dtype),
+        rounding = jnp.where(self._is_damped, 0, own.rounding)
+        return error_if(
+            own.values,
+            own.values <= rounding,
             "`inverse` and `logdet` need a positive definite matrix, but an eigenvalue "
             "is not positive: the factors are singular, or the loss is not convex in "
             "what the model returns. Give `operator(damping=...)` more damping.",

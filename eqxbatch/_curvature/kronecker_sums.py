@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real, Shaped
 
-from .._base.dtypes import common_dtype, widened
+from .._base.dtypes import common_dtype, widened, widest
 from .._base.mesh import is_on_mesh, vary, varying
 from .._batch.moments import Sum
 from .._batch.rows import accumulated, Rows
@@ -235,6 +235,11 @@ def _of_leaves(
 def _exact_sum(
     program: Program, part: Part, factors: Factors, weighing: Weighing
 ) -> Array:
+    if not factors.cotangents:  # The function uses no parameter.
+        structs = [program.leaves[leaf] for leaf in part.leaves]
+        size = sum(struct.size for struct in structs)
+        shape = (size,) if part.structure == "diagonal" else (size, size)
+        return jnp.zeros(shape, widest(*(struct.dtype for struct in structs)))
     gradient = _of_leaves(program, part, factors)
     second = weighing.seconds(gradient)
     if part.structure == "diagonal":

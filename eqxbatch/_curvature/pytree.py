@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .._base.cpu import mirrored, places
-from .._base.dtypes import common_dtype
+from .._base.dtypes import common_dtype, is_complex
 from .._base.shapes import AnyArray, Arranged, checked, Contract, Joined
 from .._base.trees import shown
 from .site_blocks import Pair
@@ -29,7 +29,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
     and returns a PyTree like the parameters, with the leading axes first. For one
     vector, it matches the function that `jax.flatten_util.ravel_pytree` returns. Raises
     `ValueError` if the number of entries is not `n`, and `TypeError` for anything but
-    an array of an inexact dtype.
+    an array of an inexact dtype, and for a complex vector if all parameters are real.
 
     **Arguments:**
 
@@ -71,6 +71,11 @@ class Unravel(eqx.Module, Generic[_Tree]):
         call = _UNRAVEL.begin(n=sum(self.sizes))
         call.check("vector", vector, always=True)
         vector = jnp.asarray(vector)
+        if is_complex(vector) and not jnp.issubdtype(self.dtype, jnp.complexfloating):
+            raise TypeError(
+                "`vector` must be real, as all parameters are; got dtype "
+                f"{vector.dtype}. Unravel `vector.real` and `vector.imag` separately."
+            )
         leaves = [
             part.astype(struct.dtype)
             for part, struct in zip(self.split(vector), self.structs, strict=True)
@@ -82,7 +87,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
         ends = itertools.accumulate(self.sizes)
         lead = vector.shape[:-1]
         return [
-            vector[..., end - struct.size : end].reshape(*lead, *struct.shape)
+            vector[..., end - struct.size : end].reshape((*lead, *struct.shape))
             for end, struct in zip(ends, self.structs, strict=True)
         ]
 
@@ -219,6 +224,8 @@ def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTre
             f"`H` must have shape {(n, n)}, for the {n} entries of the inexact arrays "
             f"in `x`; got {H.shape}. Give the `x` that `H` was computed with."
         )
+    # Otherwise, the result would change with `H`.
+    H = H.copy() if isinstance(H, np.ndarray) else H
     ends = itertools.accumulate(unravel.sizes)
     rows = [
         jtu.tree_unflatten(

@@ -78,7 +78,7 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
         one = jnp.ones((), jnp.float32)
         found, rest = derivatives(self._degree)(jnp.zeros((), jnp.float32))
         terms = [
-            jtu.tree_map(lambda x, k=k: x / math.factorial(k), term)
+            jtu.tree_map(lambda x, k=k: x / float(math.factorial(k)), term)
             for k, term in enumerate(found)
         ]
         total = functools.reduce(lambda a, b: jtu.tree_map(jnp.add, a, b), terms)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._base.dtypes import widened
-from .._base.mesh import spec_of
+from .._base.mesh import error_if, spec_of, vary_as
 from .._base.shapes import AnyArray, Contract
 from .._base.trees import described, log, shown
 from .._batch.cut import Blocks
@@ -132,7 +132,8 @@ class _Step(AbstractAutoSharded, AbstractOtherArguments):
         if previous is not None:
             given = _at_run_time("momentum", self.momentum)
             momentum = jnp.asarray(given, residuals.dtype)
-            pairs = zip(values, residuals.push(previous), strict=True)
+            tangents = vary_as(residuals.leaves, previous)
+            pairs = zip(values, residuals.push(tangents), strict=True)
             values = [x - momentum * y for x, y in pairs]
         damping = _at_run_time("damping", self.system.damping)
         system = dataclasses.replace(self.system, damping=damping)
@@ -212,7 +213,7 @@ class _Step(AbstractAutoSharded, AbstractOtherArguments):
                 check_weights(name, accumulator.weights, Blocks(total, max(total, 1)))
                 check_real(name, accumulator.weights)
                 weights = accumulator.weights.astype(dtype)
-                weights = eqx.error_if(
+                weights = error_if(
                     weights,
                     ~jnp.all(weights >= 0),
                     f"{name}(weights=...) must not be negative or NaN here.",
@@ -272,7 +273,7 @@ def _at_run_time(name: str, value: Any) -> Any:
     if not isinstance(value, jax.Array):
         return value
     message = f"`{name}` must not be negative, NaN or infinite."
-    return eqx.error_if(value, ~((value >= 0) & jnp.isfinite(value)), message)
+    return error_if(value, ~((value >= 0) & jnp.isfinite(value)), message)
 
 
 def _checked_terms(functions: Sequence[Any]) -> tuple[Callable, ...]:
@@ -292,7 +293,7 @@ def _checked_solver(solver: Any) -> Any:
         return solver
     raise TypeError(
         f"`solver` must be one of {_SOLVERS}, or a solver of lineax such as "
-        f"`lineax.CG(rtol=1e-6, atol=0.0)`; got {described(solver)}."
+        f"`lineax.CG(rtol=1e-4, atol=1e-4)`; got {described(solver)}."
     )
 
 
@@ -362,8 +363,11 @@ def filter_gauss_newton_step(
         quadrature in a sum.
     - `solver`: `"cholesky"`; or `"eigh"`, which also handles singular matrices, and
         uses the pseudoinverse if `damping` is 0; or an iterative lineax solver such as
-        `lineax.CG(rtol=1e-6, atol=0.0)`, which only needs matrix-vector products and
-        never materialises the matrix.
+        `lineax.CG(rtol=1e-4, atol=1e-4)`, which only needs matrix-vector products and
+        never materialises the matrix. The right-hand side is scaled to about 1, so
+        `atol` is relative to its largest entry. In float32, an iterative solver may not
+        converge if `damping` is much smaller than 1e-4 times the largest eigenvalue;
+        lineax then raises an error, and 64-bit mode (`jax_enable_x64`) helps.
     - `where`, `filter_spec`: which leaves of the model are parameters, as for
         [`eqxbatch.filter_micro_value_and_grad`][].
     - `in_axes`: the batch axes of the arguments after the model, as for

@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from .._base.dtypes import widened
+from .._base.dtypes import finite_sums, widened
+from .._base.jaxprs import uses_dtype
 from .._batch.rows import Rows
 from .._ntk.example_factors import (
     choose_formed,
@@ -146,10 +147,14 @@ class SampleKernel:
         vectors, size = in_range(residuals.centred(vectors, is_transpose=True))
         for number, vector in enumerate(vectors):
             own = self._factors[number]
+            closed = residuals.programs[number].closed
+            is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
             kept = self._kernels[number, number].factors(0, self._kept[number])
             (sites,), (factors,) = own.kept, own.of_outputs(kept, 0)
             for leaf, of_leaf in sites.sites.items():
-                found = _product(of_leaf, factors, residuals.leaves[leaf], vector)
+                found = _product(
+                    of_leaf, factors, residuals.leaves[leaf], vector, is_narrow
+                )
                 totals[leaf] += jnp.conj(found).astype(totals[leaf].dtype)
         return [x * size.astype(x.dtype) for x in totals]
 
@@ -181,11 +186,17 @@ def _product(
     factors: Factors,
     leaf: Array,
     vector: Float[Array, "n entries"],
+    is_narrow: bool,
 ) -> Inexact[Array, "..."]:
-    """The weighted sum of a leaf's gradients at all examples."""
+    """The weighted sum of a leaf's gradients at all examples.
+
+    `is_narrow` says whether the program uses float16.
+    """
     (site, *_) = sites
     if site.rule.kind != "leaf":
-        return weighted_sum(sites, factors, leaf, vector)
+        sums = lambda share: [weighted_sum(sites, factors, leaf, share * vector)]
+        (found,) = finite_sums(sums(1.0), sums, vector.shape[0], is_narrow)
+        return found
     _, gradients = factors.of(site)
     if not gradients.has_examples:
         vector = jnp.sum(vector, axis=0)

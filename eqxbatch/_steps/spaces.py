@@ -10,13 +10,13 @@ import jax.scipy.linalg as jsl
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
-from .._base.dtypes import as_complex, as_real
-from .._base.mesh import varying
+from .._base.dtypes import as_complex, as_real, widened
+from .._base.mesh import error_if
 from .._base.trees import import_extra
 from .._batch.moments import Sum
 from .._curvature.ggn import filter_ggn
 from .sample_space import SampleKernel
-from .terms import Residuals, Term
+from .terms import in_range, Residuals, Term
 
 
 class System(eqx.Module):
@@ -78,12 +78,15 @@ class System(eqx.Module):
     def _matrix(self, residuals: Residuals) -> Float[Array, "p p"]:
         """The Gauss-Newton matrix of real parameters."""
         total: Any = 0
+        # The matrix has the dtype of its parameters.
+        wide = jtu.tree_map(widened, as_real(residuals.leaves))
+        dtypes = tuple(x.dtype for x in residuals.leaves)
         for number, weights in enumerate(residuals.weights):
             rows = residuals.rows[number]
             if rows.total == 0:
                 continue
             matrix = filter_ggn(
-                _OfReal(residuals.terms[number]),
+                _OfReal(residuals.terms[number], dtypes),
                 _half_of_squares,
                 in_axes=rows.axes,
                 flat=True,
@@ -91,7 +94,7 @@ class System(eqx.Module):
                 block_size=self.block_size,
                 microbatch_size=self.microbatch_size,
             )
-            found, _ = matrix(as_real(residuals.leaves), *rows.arrays)
+            found, _ = matrix(wide, *rows.arrays)
             total = total + found.astype(residuals.dtype)
         if residuals.centre:
             total = total - _of_means(residuals)
@@ -104,18 +107,18 @@ class System(eqx.Module):
         if self.solver == "eigh":
             values, vectors = jnp.linalg.eigh(matrix)
             # Eigenvalues that are zero up to rounding do not count.
-            least = jnp.max(values) * values.size * jnp.finfo(values.dtype).eps
+            least = (
+                jnp.max(values, initial=0) * values.size * jnp.finfo(values.dtype).eps
+            )
             values = jnp.where(values > least, values, 0) + damping
-            inverse = jnp.where(values > 0, 1 / jnp.where(values > 0, values, 1), 0)
+            is_zero = values <= 0
+            inverse = jnp.where(is_zero, 0, 1 / jnp.where(is_zero, 1, values))
             return vectors @ (inverse * (vectors.T @ vector))
         shifted = matrix + damping * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
         factor = jnp.linalg.cholesky(shifted)
         found = jsl.cho_solve((factor, True), vector)
-        if varying(jax.typeof(found)):
-            # Errors cannot be raised inside `jax.shard_map`, so the result is NaN.
-            return found
         is_given = jnp.all(jnp.isfinite(shifted)) & jnp.all(jnp.isfinite(vector))
-        return eqx.error_if(
+        return error_if(
             found,
             is_given & ~jnp.all(jnp.isfinite(found)),
             "The matrix of the step, with `damping` on its diagonal, is not positive "
@@ -128,21 +131,28 @@ class System(eqx.Module):
     ) -> Float[Array, " n"]:
         lineax = import_extra("lineax", "solver", "linalg")
         damping = jnp.asarray(self.damping, vector.dtype)
+        # Absolute tolerances are then relative to the largest entry.
+        (scaled,), size = in_range([vector])
         operator = lineax.FunctionLinearOperator(
             lambda x: product(x) + damping * x,
             jax.eval_shape(lambda: vector),
             lineax.positive_semidefinite_tag,
         )
-        return lineax.linear_solve(operator, vector, self.solver).value
+        return lineax.linear_solve(operator, scaled, self.solver).value * size
 
 
 class _OfReal(eqx.Module):
-    """A term as a function of real parameters only."""
+    """A term as a function of real parameters only, in at least float32.
+
+    - `dtypes`: the dtypes in which the term takes its parameters.
+    """
 
     term: Term
+    dtypes: tuple = eqx.field(static=True)
 
     def __call__(self, leaves: PyTree, *rows: Array) -> Float[Array, " entries"]:
-        return self.term(as_complex(leaves), *rows)
+        pairs = zip(as_complex(leaves), self.dtypes, strict=True)
+        return self.term([x.astype(dtype) for x, dtype in pairs], *rows)
 
 
 def _half_of_squares(out: Array, *rows: Array) -> Array:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
-from .._base.dtypes import is_complex, power_of_two, widened, widest
-from .._base.jaxprs import PerExample
+from .._base.dtypes import finite_sums, is_complex, power_of_two, widened, widest
+from .._base.jaxprs import PerExample, uses_dtype
 from .._base.mesh import vary_as
 from .._base.trees import described
 from .._batch.accumulators import Concat
@@ -197,12 +197,16 @@ class Residuals:
         for number, vector in zip(vectors, scaled, strict=True):
             program, rows = self.programs[number], self.rows[number]
 
-            def pulled(arrays: list, _: int, own: PerExample = program) -> list[Array]:
+            def pulled(
+                arrays: list, size: int, own: PerExample = program
+            ) -> list[Array]:
                 *arrays, seeds = arrays
                 outs, pullback = jax.vjp(
                     lambda leaves: own.many(leaves, arrays)[0], self.leaves
                 )
-                return pullback(seeds.astype(outs.dtype))[0]
+                sums = lambda share: pullback((share * seeds).astype(outs.dtype))[0]
+                is_narrow = uses_dtype(own.closed.jaxpr, jnp.float16)
+                return finite_sums(sums(1.0), sums, size, is_narrow)
 
             both = Rows([*rows.arrays, vector], (*rows.axes, 0), rows.total)
             found = accumulated(pulled, both, self._size, Sum())

@@ -137,6 +137,17 @@ def test_functions_that_refuse_float64():
     assert 1e-12 < report.check.max_error < 1e-5
 
 
+def test_errors_without_a_text():
+    def fun(model, x):
+        if x.dtype == jnp.float64:
+            raise NotImplementedError
+        return jnp.sum(jnp.tanh(model(x)))
+
+    model = eqx.nn.Linear(2, 3, key=jr.key(1))
+    report = explain_sites(fun, model, jnp.ones(2), check=True)
+    assert report.check.reason == "NotImplementedError"
+
+
 def test_functions_without_arguments_and_with_unused_parameters():
     model = {"a": jnp.arange(1.0, 4.0), "b": jnp.ones(2), "steps": jnp.arange(3)}
     fun = lambda model, name, *, power: jnp.sum(model["a"] ** power)

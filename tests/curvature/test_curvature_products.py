@@ -256,6 +256,8 @@ class TestBadInput:
         for transform in (filter_hessian, filter_hvp):
             with pytest.raises(ValueError, match="`microbatch_size` is about a batch"):
                 transform(jnp.sum, microbatch_size=2)
+            with pytest.raises(ValueError, match=r"but `in_axes` is None.*`weights`"):
+                transform(jnp.sum, accumulator=Mean(weights=jnp.ones(1)))
             with pytest.raises(TypeError, match="must be a Sum or a Mean"):
                 transform(jnp.sum, accumulator=Variance())
         for transform in (filter_ggn, filter_ggnvp):

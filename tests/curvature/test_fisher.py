@@ -7,14 +7,17 @@ import jax.random as jr
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
 
 from eqxbatch import (
     filter_ggn,
     filter_ggn_blocks,
     filter_ggn_diagonal,
+    filter_kfac,
     MemoryBudget,
     Sum,
 )
+from eqxbatch._base.mesh import vary_as
 from ..helpers import KINDS, make_mesh, put
 from .oracle import CHOICES, close
 
@@ -211,6 +214,47 @@ def test_half_precision(job, dtype):
         np.testing.assert_allclose(
             got.astype(float), expected, rtol=0, atol=0.1 * scale
         )
+
+
+def test_roots_on_each_device(job):
+    """Where devices may disagree, there are NaNs in place of errors."""
+    model, x, labels = job
+    x, labels = jnp.resize(x, (8, 3)), jnp.resize(labels, 8)
+    mesh = make_mesh(KINDS[0])
+    arrays, static = eqx.partition(model, eqx.is_array)
+    signs = jnp.array([1.0, 1, 1, 1, 1, 1, -1, -1])
+    settings = {"in_axes": 0, "fisher": "mc", "key": jr.key(3)}
+    loss = lambda out, x, label, sign: sign * cross_entropy(out, x, label)
+    apply_ = lambda model, x, label, sign: model(x)
+    one = lambda method: (
+        lambda *args: filter_ggn_diagonal(
+            apply_, loss, flat=True, method=method, **settings
+        )(*args)[0]
+    )
+
+    def traces(*args):
+        factors = filter_kfac(apply_, loss, **settings)(*args)
+        return factors.operator(damping=0.1).inverse().trace()
+
+    def local(arrays, *batch):
+        model = eqx.combine(vary_as(batch, arrays), static)
+        found = one("sites")(model, *batch), one("products")(model, *batch)
+        return [x[None] for x in (*found, traces(model, *batch))]
+
+    own = P("data")
+    run = jax.shard_map(local, mesh=mesh, in_specs=(P(), own, own, own), out_specs=own)
+    by_sites, by_products, by_factors = map(
+        np.asarray, jax.jit(run)(arrays, x, labels, signs)
+    )
+    first = (x[:2], labels[:2], signs[:2])
+    for got, expected in (
+        (by_sites, one("sites")(model, *first)),
+        (by_products, one("sites")(model, *first)),
+        (by_factors, traces(model, *first)),
+    ):
+        np.testing.assert_allclose(got[0], expected, rtol=1e-8)
+        assert np.all(np.isfinite(got[:3]))
+        assert np.any(np.isnan(got[3]))
 
 
 class TestBadInput:

@@ -434,3 +434,13 @@ def test_where_looks_at_structure_only():
         eqxbatch.filter_hessian(lambda m: m[0].sum(), where=where)([jnp.ones(2)])
     with pytest.raises(ValueError, match="`where` must return parts of the model"):
         eqxbatch.filter_hessian(lambda m: m.sum(), where=lambda m: 1)(jnp.ones(2))
+
+
+def test_arrays_of_numpy_as_pytrees():
+    x = {"a": np.zeros(2), "b": np.zeros(())}
+    matrix = np.arange(9.0).reshape(3, 3)
+    found = eqxbatch.hessian_to_pytree(matrix, x)
+    expected = eqxbatch.hessian_to_pytree(jnp.asarray(matrix), x)
+    matrix[:] = -1
+    for got, wanted in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(got, wanted)

@@ -430,6 +430,14 @@ class TestExamples:
             exact = [matrix for matrix, _ in exact.layers]
             close(got, jax.scipy.linalg.block_diag(*exact))
 
+    def test_no_parameter_is_used(self):
+        for settings in ({}, {"fisher": "empirical", "corrected": True}):
+            apply = filter_kfac(
+                lambda w, x: x, lambda out, x: jnp.sum(out**2), in_axes=0, **settings
+            )
+            found = apply({"a": jnp.ones(3), "b": jnp.ones(600)}, jnp.ones((4, 2)))
+            np.testing.assert_array_equal(found.operator().diagonal(), np.zeros(603))
+
     def test_no_examples(self):
         known = KNOWN["mlp"](jr.key(1), NUM)
         y = jr.normal(jr.key(2), (NUM, 2))

@@ -144,6 +144,27 @@ class TestOperator:
             eqx.filter_jit(lambda x: x.sqrt())(concave.operator())
 
 
+def test_rounding_is_that_of_each_factor():
+    """Large blocks are neither called singular, nor are negative eigenvalues lost."""
+    x = jnp.ones((2, 100), jnp.float32)
+    model = eqx.nn.Linear(100, 100, use_bias=False, dtype=jnp.float32, key=jr.key(0))
+    found = filter_kfac(
+        lambda model, x: model(x), lambda out, x: jnp.sum(out**2), in_axes=0
+    )(model, x)
+    spread = jnp.diag(jnp.geomspace(0.01, 1, 100, dtype=jnp.float32))[None]
+    both = lambda factors: (factors.blocks[0].outputs, factors.blocks[0].inputs)
+    of = lambda *pair: eqx.tree_at(both, found, pair).operator()
+    logs = 2 * 100 * np.sum(np.log(np.geomspace(0.01, 1, 100)))
+    run = eqx.filter_jit(lambda x: (x.logdet(), x.inverse().trace()))
+    logdet, trace = run(of(spread, spread))
+    np.testing.assert_allclose(logdet, logs, rtol=1e-5)
+    expected = np.sum(1 / np.geomspace(0.01, 1, 100)) ** 2
+    np.testing.assert_allclose(trace, expected, rtol=1e-5)
+    negative = jnp.eye(100, dtype=jnp.float32).at[3, 3].set(-5e-4)[None]
+    with pytest.raises(RuntimeError, match="`sqrt` needs a positive"):
+        eqx.filter_jit(lambda x: x.sqrt())(of(negative, jnp.abs(negative)))
+
+
 def layout_leaves(block):
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.normal(size=shape)) for shape in block.part.shapes]

@@ -105,6 +105,11 @@ def test_taylor(degree, getkey):
     assert_same(expansion(centre, x), centre(x))
 
 
+def test_factorials_beyond_32_bits():
+    centre, model = (eqx.Partial(jnp.multiply, jnp.asarray(w)) for w in (1.0, 3.0))
+    assert_same(filter_taylor_expand(centre, 13)(model, 2.0), jnp.asarray(6.0))
+
+
 def test_linearized(getkey):
     centre, model = mlp(getkey()), mlp(getkey())
     x = jr.normal(getkey(), (5, 4))

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import lineax
 import numpy as np
 import optax
 import pytest
@@ -79,6 +80,33 @@ def test_small_residuals_do_not_vanish_in_half_precision():
         np.testing.assert_allclose(small, large, rtol=2e-2, atol=2e-3)
 
 
+def test_matrices_of_half_precision_are_in_float32():
+    # The columns are almost the same, so the matrix needs its digits.
+    a = draw(256)
+    rows = jnp.stack([a, a + 0.05 * draw(256, seed=1)], 1)
+    rows = rows.astype(jnp.bfloat16).astype(jnp.float32)
+    of = lambda dtype, space: take(
+        lambda w, row, y: row @ w.astype(jnp.float32) - y, damping=1e-4, space=space
+    )(jnp.zeros(2, dtype), rows, draw(256, seed=2))
+    for space in ("sample", "parameter"):
+        exact = as_numbers(of(jnp.float32, space))
+        close(of(jnp.bfloat16, space), exact, 5e-2)
+
+
+@pytest.mark.parametrize("space", ("sample", "parameter"))
+def test_sums_beyond_float16(space):
+    # Neither the matrix nor sums of derivatives over the examples are in its range.
+    x = jnp.full((400, 2), 300, jnp.float16)
+    w = jnp.asarray([0.5, 0.5], jnp.float16)
+    take_in = lambda dtype, **sizes: take(
+        lambda w, x: w @ x, damping=1.0, space=space, **sizes
+    )(w.astype(dtype), x.astype(dtype))
+    expected = as_numbers(take_in(jnp.float32))
+    for size in (None, 150):
+        close(take_in(jnp.float16, microbatch_size=size), expected, 1e-2)
+    close(take_in(jnp.float16, block_size=150), expected, 1e-2)
+
+
 def test_data_of_another_dtype(x64):
     model = network()
     x, y = X.astype(jnp.float32), Y.astype(jnp.float64)
@@ -151,6 +179,33 @@ def test_no_examples():
             found = take(two, space=space, centre=centre)(model, X[:0], (X, Y))
             alone = take(space=space, centre=centre)(model, X, Y)
             close(found, as_numbers(alone), 1e-4)
+
+
+@pytest.mark.parametrize(("space", "damping"), (("sample", 1e-3), ("parameter", 0.1)))
+def test_products_in_float32(space, damping):
+    """With the tolerances that the docs recommend, for residuals of any size."""
+    model = eqx.nn.MLP(1, 1, 32, 2, key=jr.key(0))
+    x = jnp.linspace(-1.0, 1.0, 20)[:, None]
+    of = lambda solver: take(
+        lambda model, x, size: (model(x), size * (model(x) - x**2)),
+        has_residual=True,
+        in_axes=(0, None),
+        solver=solver,
+        space=space,
+        damping=damping,
+    )
+    by_products, exact = of(lineax.CG(rtol=1e-4, atol=1e-4)), of("cholesky")
+    for size in (1.0, 1e-4):
+        expected = as_numbers(exact(model, x, size))
+        close(by_products(model, x, size), expected, 1e-2)
+
+
+def test_parameters_without_entries():
+    for solver in ("cholesky", "eigh"):
+        one = take(
+            lambda w, x: x + jnp.sum(w), space="parameter", solver=solver, damping=0.0
+        )
+        assert one(jnp.ones(0), jnp.ones(3)).shape == (0,)
 
 
 class Owner(eqx.Module):
@@ -230,6 +285,37 @@ def test_within_shard_map(space):
         expected = take(space=space)(model, x[own], y[own])
         got = jax.tree.map(lambda s, i=i: s[i], jax.device_get(found))
         assert_same(got, jax.device_get(expected), tol=1e-3)
+
+
+def test_settings_of_each_device():
+    """With `momentum`, the previous step may be the same on all devices."""
+    mesh, model = make_mesh(jax.sharding.AxisType.Auto), draw(3, 2)
+    x, y = draw(8, 3), draw(8, 2, seed=1)
+    weights = jnp.arange(8.0) - 0.5
+    previous = draw(3, 2, seed=2)
+    step_of = lambda weights, damping, *args: take(
+        lambda w, x, y: x @ w - y,
+        damping=damping,
+        momentum=0.5,
+        solver="eigh",
+        accumulator=eqxbatch.Mean(weights=weights),
+    )(*args)
+    dampings = jnp.array([0.1, 0.1, -0.1, 0.3])
+    local = lambda model, previous, x, y, weights, damping: step_of(
+        weights, damping[0], model, previous, x, y
+    )[None]
+    each = P("data")
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P(), *[each] * 4), out_specs=each
+    )
+    found = jax.jit(run)(model, previous, x, y, weights, dampings)
+    # Neither weights nor damping may be negative: on the first and the third device.
+    for i in (0, 2):
+        assert np.all(np.isnan(found[i]))
+    for i in (1, 3):
+        own = slice(2 * i, 2 * i + 2)
+        expected = step_of(weights[own], dampings[i], model, previous, x[own], y[own])
+        np.testing.assert_allclose(found[i], expected, rtol=1e-3, atol=1e-5)
 
 
 WRONG = {

@@ -219,6 +219,20 @@ CURVATURE = [
         ValueError,
         "must be a real floating-point scalar; `loss` returned",
     ),
+    Case(
+        "filter_ggn",
+        lambda: eqxbatch.filter_ggn(outputs, lambda out, x: (out, x), in_axes=0)(w, x),
+        ValueError,
+        "`loss` returned.*or the real part of it\\.",
+    ),
+    Case(
+        "filter_kfac",
+        lambda: eqxbatch.filter_kfac(
+            lambda w, x: jnp.sum(x, axis=1) * jnp.sum(w), of_output, in_axes=0
+        )(w, x),
+        ValueError,
+        r"works for a whole batch\. Give the function of one example\.(?!.*leave out)",
+    ),
     Case("filter_kfac", kfac, ValueError, "`in_axes` must say which axes.*got None"),
     Case(
         "filter_kfac",
@@ -301,6 +315,12 @@ CURVATURE = [
     ),
     Case(
         "Unravel", lambda: unravel(jnp.arange(7)), TypeError, "`vector` must be Inexact"
+    ),
+    Case(
+        "Unravel",
+        lambda: unravel(jnp.ones(7, complex)),
+        TypeError,
+        "`vector` must be real.*complex64.*Unravel `vector.real`",
     ),
     Case(
         "Unravel",
