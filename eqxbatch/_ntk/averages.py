@@ -303,7 +303,8 @@ class OnDevice:
 
         def moments(spread: VarianceState, mean: Any, error: Any) -> VarianceState:
             _check_previous(mean, error, spread.mean.shape)
-            mean = jnp.asarray(mean).astype(spread.mean.dtype)
+            # A copy: the state is donated, but the estimate is the user's.
+            mean = jnp.array(mean, spread.mean.dtype)
             squares = jnp.zeros_like(spread.squares)
             if num > 1:
                 squares = jnp.asarray(error).astype(squares.dtype) ** 2

@@ -194,6 +194,9 @@ class TestCounts:
             means, errors = sampled(x, y)
             assert_same(as_jax(got.kernel), means)
             assert_same(as_jax(got.standard_error), errors, tol=1e-3)
+            # The earlier estimate can still be used.
+            if first > 1:
+                assert_same(as_jax(start.kernel), sampled(x, y, num=first)[0])
         several = kernel((2, 5, 7), get="ntk", store=store)
         start = kernel(4, get="ntk", store=store).estimate(x, y)
         found = [*several.estimate(x, y, previous=start)]
