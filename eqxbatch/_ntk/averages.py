@@ -197,15 +197,30 @@ def estimated(state: PyTree[VarianceState], with_error: bool) -> tuple[list, lis
     spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)
     means, errors = [], []
     for spread in spreads:
-        if not with_error:
-            means.append(RunningMean().finalize(spread))
-            continue
-        mean, variance = Variance(ddof=1).finalize(spread)
+        mean = RunningMean().finalize(spread)
         means.append(mean)
-        errors.append(jnp.sqrt(variance / spread.count.astype(variance.dtype)))
+        if with_error:
+            # The variance may be out of the range of the mean's dtype.
+            count = spread.count.astype(spread.squares.dtype)
+            error = jnp.sqrt(spread.squares / count / (count - 1))
+            errors.append(error.astype(mean.real.dtype))
     return jtu.tree_unflatten(treedef, means), (
         jtu.tree_unflatten(treedef, errors) if with_error else []
     )
+
+
+def relative_error(means: list, errors: list) -> float:
+    """The norm of the errors divided by that of the kernel, for the worst kernel."""
+    norm = lambda tree: float(np.linalg.norm([*map(_norm, jtu.tree_leaves(tree))]))
+    pairs = [(norm(e), norm(m)) for m, e in zip(means, errors, strict=True)]
+    return max(error / mean if mean else float(error > 0) for error, mean in pairs)
+
+
+def _norm(x: Any) -> float:
+    """The norm of all entries in at least float32; that of a NumPy array by NumPy."""
+    dtype = accumulation_dtype("Sum", x.dtype, None, inexact=True)
+    module: Any = np if isinstance(x, np.ndarray) else jnp
+    return float(module.linalg.norm(module.ravel(module.asarray(x, dtype))))
 
 
 class Average(eqx.Module):

@@ -32,6 +32,7 @@ from .averages import (
     OnDevice,
     OnHost,
     parts_of,
+    relative_error,
     Request,
     Samples,
 )
@@ -276,12 +277,12 @@ class MonteCarloKernel(eqx.Module):
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`, averaged."""
         get = self._get if get is None else get
-        if self._reduce is not None:
-            return self._reduced(
-                Request(names_of(get), False, x1, x2, key, kwargs), get
-            )
         with_error = self._tol is not None
+        # Compiled functions do not see that two arguments are the same object.
+        x2 = None if x2 is x1 else x2
         request = Request(names_of(get), with_error, x1, x2, key, kwargs)
+        if self._reduce is not None:
+            return self._reduced(request, get)
         estimates = self._estimates(request, get, None)
         kernels = (estimate.kernel for estimate in estimates)
         return kernels if self._is_generator else next(kernels)
@@ -308,6 +309,7 @@ class MonteCarloKernel(eqx.Module):
                 "make one without `reduce`."
             )
         get = self._get if get is None else get
+        x2 = None if x2 is x1 else x2
         request = Request(names_of(get), True, x1, x2, key, kwargs)
         estimates = self._estimates(request, get, previous)
         return estimates if self._is_generator else next(estimates)
@@ -400,7 +402,7 @@ class MonteCarloKernel(eqx.Module):
                         metered.step(found - num_nans)
                         num_nans = found
                     if self._tol is not None and num >= _LEAST_SAMPLES:
-                        is_done = _relative_error(*engine.estimated(state)) <= self._tol
+                        is_done = relative_error(*engine.estimated(state)) <= self._tol
                         if is_done:
                             break
                 means, errors = engine.estimated(state)
@@ -419,17 +421,6 @@ def _estimate(
 
 def _num_nans(means: list) -> int:
     return sum(int(jnp.sum(jnp.isnan(x))) for x in jtu.tree_leaves(means))
-
-
-def _relative_error(means: list, errors: list) -> float:
-    """The norm of the errors divided by that of the kernel, for the worst kernel."""
-    norm = lambda tree: float(
-        np.linalg.norm(
-            [float(jnp.linalg.norm(jnp.ravel(x))) for x in jtu.tree_leaves(tree)]
-        )
-    )
-    pairs = [(norm(e), norm(m)) for m, e in zip(means, errors, strict=True)]
-    return max(error / mean if mean else float(error > 0) for error, mean in pairs)
 
 
 def _remaining(

@@ -154,6 +154,28 @@ class TestTypes:
         wide = np.asarray(got.kernel).astype(np.float64)
         np.testing.assert_allclose(wide, expected, rtol=2**-8)
 
+    @pytest.mark.parametrize("store", ("device", HostStore()))
+    def test_float16(self, store, getkey):
+        """The variance is out of range, and so are the squares of errors."""
+        x = jnp.array([[40.0], [3e-2]], jnp.float16)
+
+        def make(key, dtype=jnp.float16):
+            weights = 2 + jr.uniform(key, (1,), jnp.float16).astype(dtype)
+            return eqx.Partial(lambda w, x: w * x.astype(w.dtype), weights)
+
+        in_float32 = lambda key: make(key, jnp.float32)
+        settings = {"store": store, "get": "nngp"}
+        got = kernel(100, init=make, **settings).estimate(x)
+        wide = kernel(100, init=in_float32, **settings).estimate(x)
+        assert got.standard_error.dtype == jnp.float16
+        error = np.asarray(got.standard_error, np.float32)
+        np.testing.assert_allclose(error, wide.standard_error, rtol=2e-2)
+        several = kernel(200, init=make, tol=0.02, samples_per_batch=25, **settings)
+        again = kernel(200, init=in_float32, tol=0.02, samples_per_batch=25, **settings)
+        num = several.estimate(x).num_samples
+        assert num == again.estimate(x).num_samples
+        assert 25 < num < 200
+
     def test_complex(self, getkey):
         make = lambda key: eqx.Partial(jnp.dot, jr.normal(key, (2, 3), jnp.complex64))
         x = normal(getkey(), (4, 3), jnp.complex64)
@@ -238,6 +260,14 @@ class TestCalls:
         for settings in (stored,) if pair else (blocks, {"samples_per_batch": 2}):
             other = kernel(5, init=with_dropout, **settings)(x, y, key=key)
             assert_same(as_jax(other), expected)
+
+    def test_the_same_examples_twice(self, getkey):
+        x, key = normal(getkey(), (4, 3)), getkey()
+        monte_carlo = kernel(5, init=with_dropout, get="nngp")
+        expected = monte_carlo.estimate(x, key=key)
+        for got in (monte_carlo(x, x, key=key), monte_carlo.estimate(x, x, key=key)[0]):
+            assert (got == expected.kernel).all()
+        assert (expected.kernel == expected.kernel.T).all()
 
     def test_state(self, getkey):
         class Model(eqx.Module):
