@@ -135,7 +135,14 @@ class Samples(eqx.Module):
         call = {"key": request.key, **request.kwargs}
         if self.rows is None:
             return kernel_fn(request.x1, request.x2, **call)
-        transform = BatchKernel(self.settings.block_size, mesh_axis=self.rows)
+        axes = self.settings.vmap_axes
+        transform = BatchKernel(
+            self.settings.block_size,
+            in_axes=axes.inputs,
+            kwargs_axes=axes.kwargs,
+            out_axes=None,
+            mesh_axis=self.rows,
+        )
         return transform.apply(kernel_fn, (request.x1, request.x2), call)
 
     def advanced(

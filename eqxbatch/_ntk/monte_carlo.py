@@ -38,7 +38,7 @@ from .averages import (
 )
 from .output_axes import Mirror
 from .random_model import check_models, RandomModels
-from .task_kernel import checked_settings
+from .task_kernel import check_axes_of_blocks, check_is_batched, checked_settings
 from .traced_model import Get, make_settings, named, names_of
 
 
@@ -117,8 +117,10 @@ class MonteCarloKernel(eqx.Module):
     - `ValueError` if `n_samples` is empty or below 1, if `tol` is not positive, if
         `init` returns no arrays or a different structure for different keys, for an
         axis that the mesh does not have, for a store on disk or `reduce` together with
-        several `n_samples` or `tol`, for `previous` with a store on disk, and for
-        `estimate` with `reduce`.
+        several `n_samples` or `tol`, for `previous` with a store on disk, for
+        `vmap_axes=None` with `mesh_axis`, `store` or `reduce`, and for `estimate` with
+        `reduce`. With a `store` or `reduce`, the batch axis of outputs must be 0, and
+        must not be in `trace_axes` or `diagonal_axes`.
     - `TypeError` for `n_samples` that are not ints, if `init` does not return a model,
         and for `tol`, stores or `progress` inside `jax.jit` and other transforms.
 
@@ -260,6 +262,11 @@ class MonteCarloKernel(eqx.Module):
                 "With `reduce`, each block is averaged over all samples once, and not "
                 "kept for several `n_samples` or for `tol`. Leave them out."
             )
+        is_in_blocks = self._store is not None or self._reduce is not None
+        if is_in_blocks or self._samples.rows is not None:
+            check_is_batched(self._samples.settings.vmap_axes)
+        if is_in_blocks:
+            check_axes_of_blocks(self._samples.settings)
 
     @property
     def symmetric(self) -> Mirror:
@@ -356,8 +363,11 @@ class MonteCarloKernel(eqx.Module):
 
     def _run_blocks(self, average: Average | Mean, request: Request) -> PyTree:
         """Averages the kernel block by block, into its store or reduction."""
+        axes = self._samples.settings.vmap_axes
         transform = BatchKernel(
             self._samples.settings.block_size,
+            in_axes=axes.inputs,
+            kwargs_axes=axes.kwargs,
             mesh_axis=self._samples.rows,
             store=self._store,
             reduce=self._reduce,

@@ -12,6 +12,7 @@ from eqxbatch import (
     MemoryBudget,
     MonteCarloEstimate,
     MonteCarloKernel,
+    RowSums,
     ZarrStore,
 )
 from ..helpers import CountTraces, normal
@@ -408,6 +409,15 @@ class TestBadInput:
             ({"num": (1, 2), **disk}, ValueError, "a store on disk does not support"),
             ({"implementation": 7}, ValueError, "`implementation` must be"),
             ({"trace_axes": 0.5}, TypeError, "`trace_axes`"),
+            ({"vmap_axes": None, **disk, "block_size": None}, ValueError, "cannot go"),
+            (
+                {"vmap_axes": None, "mesh": mesh, "mesh_axis": "r"},
+                ValueError,
+                "a model of a whole batch cannot",
+            ),
+            ({"vmap_axes": None, "reduce": RowSums()}, ValueError, "cannot go to"),
+            ({"vmap_axes": 1, **disk}, ValueError, "give outputs the batch axis 0"),
+            ({"diagonal_axes": 0, **disk}, ValueError, "got the batch axis 0 in"),
         ):
             with pytest.raises(error, match=match):
                 kernel(**settings)
