@@ -230,6 +230,10 @@ def _norm(x: Any) -> float:
     return float(module.linalg.norm(module.ravel(module.asarray(x, dtype))))
 
 
+def count_nans(means: list) -> int:
+    return sum(int(jnp.sum(jnp.isnan(x))) for x in jtu.tree_leaves(means))
+
+
 class Average(eqx.Module):
     """The average of some samples over a block of examples, as a kernel function.
 
@@ -251,7 +255,11 @@ class Average(eqx.Module):
         self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
     ) -> PyTree:
         request = Request(self.names, self.with_error, x1, x2, key, kwargs)
-        state = self.samples.advanced(request, None, self.start, self.num)
+        samples = self.samples
+        if isinstance(samples.per_batch, MemoryBudget):
+            # The program of a block is the one that must fit.
+            samples = fitted(samples, request, self.num)
+        state = samples.advanced(request, None, self.start, self.num)
         if self.is_final:
             return estimated(state, self.with_error)
         # Counts have no rows or columns.

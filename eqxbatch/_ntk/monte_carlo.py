@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import equinox as eqx
-import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
@@ -27,6 +25,7 @@ from .._pairs.progress import AbstractProgressMeter, NoProgressMeter
 from .._pairs.stores import AbstractStore, HostStore
 from .averages import (
     Average,
+    count_nans,
     fitted,
     Mean,
     OnDevice,
@@ -84,7 +83,8 @@ class MonteCarloKernel(eqx.Module):
     - `get`: which kernels to return if a call does not specify `get`, as for
         [`eqxbatch.EmpiricalKernel`][].
     - `samples_per_batch`: the number of samples that are computed at a time (on each
-        device of the `sample_axis`): an int, or an [`eqxbatch.MemoryBudget`][].
+        device of the `sample_axis`): an int, or an [`eqxbatch.MemoryBudget`][]. With a
+        `store` or `reduce`, the budget is for one block, and cannot be used with `tol`.
     - `tol`: stops as soon as the relative standard error is at most `tol`, after at
         least 8 and at most `n_samples` samples. The relative standard error is the norm
         of all standard errors divided by the norm of the kernel; of several kernels,
@@ -119,8 +119,8 @@ class MonteCarloKernel(eqx.Module):
         axis that the mesh does not have, for a store on disk or `reduce` together with
         several `n_samples` or `tol`, for `previous` with a store on disk, for
         `vmap_axes=None` with `mesh_axis`, `store` or `reduce`, and for `estimate` with
-        `reduce`. With a `store` or `reduce`, the batch axis of outputs must be 0, and
-        must not be in `trace_axes` or `diagonal_axes`.
+        `reduce`. With a `store` or `reduce`, outputs must have batch axis 0, and it
+        must be in neither `trace_axes` nor `diagonal_axes`.
     - `TypeError` for `n_samples` that are not ints, if `init` does not return a model,
         and for `tol`, stores or `progress` inside `jax.jit` and other transforms.
 
@@ -265,6 +265,12 @@ class MonteCarloKernel(eqx.Module):
         is_in_blocks = self._store is not None or self._reduce is not None
         if is_in_blocks or self._samples.rows is not None:
             check_is_batched(self._samples.settings.vmap_axes)
+        is_budget = isinstance(self._samples.per_batch, MemoryBudget)
+        if is_budget and is_in_blocks and self._tol is not None:
+            raise ValueError(
+                "With a `store` and `tol`, `samples_per_batch` must be an int; got "
+                f"{self._samples.per_batch}."
+            )
         if is_in_blocks:
             check_axes_of_blocks(self._samples.settings)
 
@@ -350,7 +356,8 @@ class MonteCarloKernel(eqx.Module):
         # The free memory is looked up before tracing.
         samples, request = gathered((resolved(self._samples), request))
         samples = dataclasses.replace(samples, settings=samples.settings.in_bytes())
-        if isinstance(samples.per_batch, MemoryBudget):
+        is_whole = self._store is None and self._reduce is None
+        if isinstance(samples.per_batch, MemoryBudget) and is_whole:
             samples = fitted(samples, request, num)
         return samples, request
 
@@ -408,7 +415,7 @@ class MonteCarloKernel(eqx.Module):
                     state = engine.advanced(state, num, size)
                     num += size
                     if has_meter:
-                        found = _num_nans(engine.estimated(state)[0])
+                        found = count_nans(engine.estimated(state)[0])
                         metered.step(found - num_nans)
                         num_nans = found
                     if self._tol is not None and num >= _LEAST_SAMPLES:
@@ -427,10 +434,6 @@ def _estimate(
     kernel = named(get, request.names, means)
     error = named(get, request.names, errors) if request.with_error else None
     return MonteCarloEstimate(kernel, error, num)
-
-
-def _num_nans(means: list) -> int:
-    return sum(int(jnp.sum(jnp.isnan(x))) for x in jtu.tree_leaves(means))
 
 
 def _remaining(

@@ -417,6 +417,15 @@ class TestBadInput:
             ),
             ({"vmap_axes": None, "reduce": RowSums()}, ValueError, "cannot go to"),
             ({"vmap_axes": 1, **disk}, ValueError, "give outputs the batch axis 0"),
+            (
+                {
+                    "tol": 0.1,
+                    "store": HostStore(),
+                    "samples_per_batch": MemoryBudget("1MB"),
+                },
+                ValueError,
+                "`samples_per_batch` must be an int; got",
+            ),
             ({"diagonal_axes": 0, **disk}, ValueError, "got the batch axis 0 in"),
         ):
             with pytest.raises(error, match=match):

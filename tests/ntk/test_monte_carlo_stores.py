@@ -173,3 +173,13 @@ class TestMemory:
         stats = self.program(100, samples_per_batch=budget)
         used = stats.temp_size_in_bytes + stats.output_size_in_bytes
         assert 300_000 < used <= 3_000_000
+
+    def test_budget_of_a_block(self, getkey):
+        """The whole kernel need not fit."""
+        x = normal(getkey(), (300, 3))
+        settings = {"get": "nngp", "block_size": 50, "store": HostStore()}
+        budget = MemoryBudget("200KB")
+        got = kernel(3, samples_per_batch=budget, **settings)(x)
+        assert_same(jnp.asarray(got), jnp.asarray(kernel(3, **settings)(x)))
+        with pytest.raises(ValueError, match="A memory budget of 200,000 bytes is too"):
+            kernel(3, samples_per_batch=budget, get="nngp")(x)
