@@ -16,7 +16,7 @@ from .._base.cpu import as_own_program, evaluate_in_loop
 from .._base.trees import match_prefix, shown
 from .._batch.rows import Rows
 from .._batch.slots import is_struct
-from .calls import Side, VmapAxes
+from .calls import is_pair, Side, VmapAxes
 from .kernel import (
     AbstractBlockKernel,
     AbstractKernelFunction,
@@ -147,7 +147,7 @@ class PairwiseKernel(eqx.Module):
 
     def __call__(self, x1: PyTree, x2: PyTree = None, *args: Any, **kwargs: Any) -> Any:
         x2 = x1 if x2 is None else x2
-        pairs = {name: x for name, x in kwargs.items() if _is_pair(x)}
+        pairs = {name: x for name, x in kwargs.items() if is_pair(x)}
         shared = {name: x for name, x in kwargs.items() if name not in pairs}
         first, second = (
             {name: pair[side] for name, pair in pairs.items()} for side in (0, 1)
@@ -165,12 +165,6 @@ class PairwiseKernel(eqx.Module):
             return eqx.filter_vmap(of_one, in_axes=axes)(x2, second)
 
         return eqx.filter_vmap(row, in_axes=axes)(x1, first)
-
-
-def _is_pair(x: Any) -> bool:
-    """Whether a keyword argument has an element for each side."""
-    is_two = isinstance(x, tuple) and len(x) == 2
-    return is_two and any(map(eqx.is_array, jtu.tree_leaves(x)))
 
 
 def _sides(call: KernelCall) -> list[Side]:
