@@ -216,6 +216,21 @@ def estimated(state: PyTree[VarianceState], with_error: bool) -> tuple[list, lis
     )
 
 
+def check_tol(tol: Any) -> float | None:
+    if tol is None:
+        return None
+    try:
+        value = float(tol)
+    except (TypeError, ValueError):
+        value = float("nan")
+    if not value > 0:
+        raise ValueError(
+            "`tol` must be a positive number, the relative standard error to reach, or "
+            f"None; got {tol!r}."
+        )
+    return value
+
+
 def relative_error(means: list, errors: list) -> float:
     """The norm of the errors divided by that of the kernel, for the worst kernel."""
     norm = lambda tree: float(np.linalg.norm([*map(_norm, jtu.tree_leaves(tree))]))

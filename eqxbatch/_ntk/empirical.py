@@ -95,7 +95,7 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     - `vmap_axes`: the batch axis of inputs, outputs and paired keyword arguments: an
         int for all, or a triple of PyTree prefixes of ints,
         `(inputs, outputs, {name: axis})`. Use None for a model that takes a whole batch
-        at once, as it must if examples interact.
+        at once, as it must if examples interact. Its kernel has no blocks.
     - `implementation`: `"sites"` uses structured derivatives (layer inputs and output
         cotangents), with the cheaper of two contractions for each parameter.
         `"jacobian_contraction"` materialises the Jacobian. `"ntk_vector_products"`

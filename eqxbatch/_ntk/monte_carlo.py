@@ -25,6 +25,7 @@ from .._pairs.progress import AbstractProgressMeter, NoProgressMeter
 from .._pairs.stores import AbstractStore, HostStore
 from .averages import (
     Average,
+    check_tol,
     count_nans,
     fitted,
     Mean,
@@ -207,7 +208,7 @@ class MonteCarloKernel(eqx.Module):
         self._counts, self._is_generator = _check_counts(n_samples)
         names_of(get)
         self._get = tuple(get) if isinstance(get, list) else get
-        self._tol = _check_tol(tol)
+        self._tol = check_tol(tol)
         self._store = check_store(store)
         self._meter = check_progress(progress)
         models = RandomModels(init, key, where, filter_spec)
@@ -278,6 +279,11 @@ class MonteCarloKernel(eqx.Module):
     def symmetric(self) -> Mirror:
         """A function that exchanges the two sides of a kernel, for symmetry."""
         return self._samples.settings.mirror
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether blocks of a kernel are kernels of blocks of the examples."""
+        return self._samples.settings.vmap_axes.is_batched
 
     def __call__(
         self,
@@ -474,21 +480,6 @@ def _check_counts(n_samples: Any) -> tuple[tuple[int, ...], bool]:
             f"`n_samples` must be at least 1, and at least one number; got {n_samples}."
         )
     return tuple(sorted(counts)), is_several
-
-
-def _check_tol(tol: Any) -> float | None:
-    if tol is None:
-        return None
-    try:
-        value = float(tol)
-    except (TypeError, ValueError):
-        value = float("nan")
-    if not value > 0:
-        raise ValueError(
-            "`tol` must be a positive number, the relative standard error to reach, or "
-            f"None; got {tol!r}."
-        )
-    return value
 
 
 def _raise_on_disk(what: str) -> None:

@@ -96,6 +96,11 @@ class AbstractEstimator(AbstractKernelFunction):
         """A function that exchanges the two sides of a kernel, for symmetry."""
         return self._kernels.mirror
 
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether blocks of a kernel are kernels of blocks of the examples."""
+        return self._kernels.settings.vmap_axes.is_batched
+
     def in_blocks(self, call: KernelCall) -> ModelKernel | None:
         if self._blocks is not None:
             return None

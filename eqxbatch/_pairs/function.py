@@ -112,6 +112,14 @@ class CalledKernel(AbstractBlockKernel):
             )
             for x, axis in [(arrays[0], rows.axes[0])]
         ]
+        takes_blocks = getattr(self.call.kernel_fn, "takes_blocks", True)
+        if not takes_blocks and (sizes[0], sizes[1]) != self.totals:
+            raise ValueError(
+                "A kernel with `vmap_axes=None` cannot be computed in blocks, or by "
+                "columns: a model of a whole batch cannot be evaluated for parts of "
+                "it. Use `vmap_axes=0` if examples do not interact; otherwise, "
+                "`block_size=None`, without a `mesh`."
+            )
         try:
             out = _run(self.call, self.sides, first, second)
         except Exception as e:
