@@ -136,7 +136,14 @@ class Samples(eqx.Module):
         call = {"key": request.key, **request.kwargs}
         if self.rows is None:
             return kernel_fn(request.x1, request.x2, **call)
-        transform = BatchKernel(self.settings.block_size, mesh_axis=self.rows)
+        axes = self.settings.vmap_axes
+        transform = BatchKernel(
+            self.settings.block_size,
+            in_axes=axes.inputs,
+            kwargs_axes=axes.kwargs,
+            out_axes=None,
+            mesh_axis=self.rows,
+        )
         return transform.apply(kernel_fn, (request.x1, request.x2), call)
 
     def advanced(
@@ -198,15 +205,49 @@ def estimated(state: PyTree[VarianceState], with_error: bool) -> tuple[list, lis
     spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)
     means, errors = [], []
     for spread in spreads:
-        if not with_error:
-            means.append(RunningMean().finalize(spread))
-            continue
-        mean, variance = Variance(ddof=1).finalize(spread)
+        mean = RunningMean().finalize(spread)
         means.append(mean)
-        errors.append(jnp.sqrt(variance / spread.count.astype(variance.dtype)))
+        if with_error:
+            # The variance may be out of the range of the mean's dtype.
+            count = spread.count.astype(spread.squares.dtype)
+            error = jnp.sqrt(spread.squares / count / (count - 1))
+            errors.append(error.astype(mean.real.dtype))
     return jtu.tree_unflatten(treedef, means), (
         jtu.tree_unflatten(treedef, errors) if with_error else []
     )
+
+
+def check_tol(tol: Any) -> float | None:
+    if tol is None:
+        return None
+    try:
+        value = float(tol)
+    except (TypeError, ValueError):
+        value = float("nan")
+    if not value > 0:
+        raise ValueError(
+            "`tol` must be a positive number, the relative standard error to reach, or "
+            f"None; got {tol!r}."
+        )
+    return value
+
+
+def relative_error(means: list, errors: list) -> float:
+    """The norm of the errors divided by that of the kernel, for the worst kernel."""
+    norm = lambda tree: float(np.linalg.norm([*map(_norm, jtu.tree_leaves(tree))]))
+    pairs = [(norm(e), norm(m)) for m, e in zip(means, errors, strict=True)]
+    return max(error / mean if mean else float(error > 0) for error, mean in pairs)
+
+
+def _norm(x: Any) -> float:
+    """The norm of all entries in at least float32; that of a NumPy array by NumPy."""
+    dtype = accumulation_dtype("Sum", x.dtype, None, inexact=True)
+    module: Any = np if isinstance(x, np.ndarray) else jnp
+    return float(module.linalg.norm(module.ravel(module.asarray(x, dtype))))
+
+
+def count_nans(means: list) -> int:
+    return sum(int(jnp.sum(jnp.isnan(x))) for x in jtu.tree_leaves(means))
 
 
 class Average(eqx.Module):
@@ -230,7 +271,11 @@ class Average(eqx.Module):
         self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
     ) -> PyTree:
         request = Request(self.names, self.with_error, x1, x2, key, kwargs)
-        state = self.samples.advanced(request, None, self.start, self.num)
+        samples = self.samples
+        if isinstance(samples.per_batch, MemoryBudget):
+            # The program of a block is the one that must fit.
+            samples = fitted(samples, request, self.num)
+        state = samples.advanced(request, None, self.start, self.num)
         if self.is_final:
             return estimated(state, self.with_error)
         # Counts have no rows or columns.
@@ -304,7 +349,8 @@ class OnDevice:
 
         def moments(spread: VarianceState, mean: Any, error: Any) -> VarianceState:
             _check_previous(mean, error, spread.mean.shape)
-            mean = jnp.asarray(mean).astype(spread.mean.dtype)
+            # A copy: the state is donated, but the estimate is the user's.
+            mean = jnp.array(mean, spread.mean.dtype)
             squares = jnp.zeros_like(spread.squares)
             if num > 1:
                 squares = jnp.asarray(error).astype(squares.dtype) ** 2

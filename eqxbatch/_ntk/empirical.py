@@ -11,7 +11,7 @@ from .._base.shapes import AnyArray
 from .._base.trees import import_extra
 from .._batch.objective import Selection
 from .._pairs.batch import BatchKernel
-from .._pairs.calls import BlockSize, Keys, VmapSpec
+from .._pairs.calls import BlockSize, Keys, make_calls, VmapSpec
 from .._pairs.progress import AbstractProgressMeter
 from .._pairs.stores import AbstractStore
 from .matvec import ProductTask, StructTask
@@ -95,7 +95,7 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     - `vmap_axes`: the batch axis of inputs, outputs and paired keyword arguments: an
         int for all, or a triple of PyTree prefixes of ints,
         `(inputs, outputs, {name: axis})`. Use None for a model that takes a whole batch
-        at once, as it must if examples interact.
+        at once, as it must if examples interact. Its kernel has no blocks.
     - `implementation`: `"sites"` uses structured derivatives (layer inputs and output
         cotangents), with the cheaper of two contractions for each parameter.
         `"jacobian_contraction"` materialises the Jacobian. `"ntk_vector_products"`
@@ -128,7 +128,7 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     symmetric and only about half of the blocks are computed. A `key` is split into one
     key for each example; `x2` uses `jax.random.fold_in(key, 1)`. Or pass a pair of keys
     for `x1` and `x2`. Keyword arguments with one value for each example are passed as
-    pairs, for `x1` and for `x2`; all others are shared.
+    pairs of arrays, for `x1` and for `x2`; all others are shared.
 
     **Memory:** what blocks need of each example (its factors) is computed once if it
     fits into half of the free device memory, or of the budget. Otherwise, factors are
@@ -262,17 +262,15 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     ) -> Any:
         """`matvec` as a `lineax.AbstractLinearOperator`.
 
-        Without `x2`, it is tagged as positive semidefinite. Raises `ImportError` if
-        lineax is not installed.
+        If both sides are the same, as they are without `x2` and without pairs, it is
+        tagged as positive semidefinite. Raises `ImportError` without lineax.
         """
         lineax = import_extra("lineax", "operator", "linalg")
         product = lambda v: self.matvec(x1, x2, v, key=key, **kwargs)
-        is_square = x2 is None
-        columns = x1 if is_square else x2
-        structs = eqx.filter_eval_shape(
-            lambda: self._kernels(StructTask(), columns, None, key, kwargs)
-        )
-        tags = lineax.positive_semidefinite_tag if is_square else ()
+        call = x1, x2, key, kwargs
+        structs = eqx.filter_eval_shape(lambda: self._kernels(StructTask(), *call))
+        is_same = len(make_calls(*call)[0]) == 1
+        tags = lineax.positive_semidefinite_tag if is_same else ()
         return lineax.FunctionLinearOperator(product, structs, tags)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import equinox as eqx
-import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
@@ -27,17 +25,20 @@ from .._pairs.progress import AbstractProgressMeter, NoProgressMeter
 from .._pairs.stores import AbstractStore, HostStore
 from .averages import (
     Average,
+    check_tol,
+    count_nans,
     fitted,
     Mean,
     OnDevice,
     OnHost,
     parts_of,
+    relative_error,
     Request,
     Samples,
 )
 from .output_axes import Mirror
 from .random_model import check_models, RandomModels
-from .task_kernel import checked_settings
+from .task_kernel import check_axes_of_blocks, check_is_batched, checked_settings
 from .traced_model import Get, make_settings, named, names_of
 
 
@@ -83,7 +84,8 @@ class MonteCarloKernel(eqx.Module):
     - `get`: which kernels to return if a call does not specify `get`, as for
         [`eqxbatch.EmpiricalKernel`][].
     - `samples_per_batch`: the number of samples that are computed at a time (on each
-        device of the `sample_axis`): an int, or an [`eqxbatch.MemoryBudget`][].
+        device of the `sample_axis`): an int, or an [`eqxbatch.MemoryBudget`][]. With a
+        `store` or `reduce`, the budget is for one block, and cannot be used with `tol`.
     - `tol`: stops as soon as the relative standard error is at most `tol`, after at
         least 8 and at most `n_samples` samples. The relative standard error is the norm
         of all standard errors divided by the norm of the kernel; of several kernels,
@@ -116,8 +118,10 @@ class MonteCarloKernel(eqx.Module):
     - `ValueError` if `n_samples` is empty or below 1, if `tol` is not positive, if
         `init` returns no arrays or a different structure for different keys, for an
         axis that the mesh does not have, for a store on disk or `reduce` together with
-        several `n_samples` or `tol`, for `previous` with a store on disk, and for
-        `estimate` with `reduce`.
+        several `n_samples` or `tol`, for `previous` with a store on disk, for
+        `vmap_axes=None` with `mesh_axis`, `store` or `reduce`, and for `estimate` with
+        `reduce`. With a `store` or `reduce`, outputs must have batch axis 0, and it
+        must be in neither `trace_axes` nor `diagonal_axes`.
     - `TypeError` for `n_samples` that are not ints, if `init` does not return a model,
         and for `tol`, stores or `progress` inside `jax.jit` and other transforms.
 
@@ -204,7 +208,7 @@ class MonteCarloKernel(eqx.Module):
         self._counts, self._is_generator = _check_counts(n_samples)
         names_of(get)
         self._get = tuple(get) if isinstance(get, list) else get
-        self._tol = _check_tol(tol)
+        self._tol = check_tol(tol)
         self._store = check_store(store)
         self._meter = check_progress(progress)
         models = RandomModels(init, key, where, filter_spec)
@@ -259,11 +263,27 @@ class MonteCarloKernel(eqx.Module):
                 "With `reduce`, each block is averaged over all samples once, and not "
                 "kept for several `n_samples` or for `tol`. Leave them out."
             )
+        is_in_blocks = self._store is not None or self._reduce is not None
+        if is_in_blocks or self._samples.rows is not None:
+            check_is_batched(self._samples.settings.vmap_axes)
+        is_budget = isinstance(self._samples.per_batch, MemoryBudget)
+        if is_budget and is_in_blocks and self._tol is not None:
+            raise ValueError(
+                "With a `store` and `tol`, `samples_per_batch` must be an int; got "
+                f"{self._samples.per_batch}."
+            )
+        if is_in_blocks:
+            check_axes_of_blocks(self._samples.settings)
 
     @property
     def symmetric(self) -> Mirror:
         """A function that exchanges the two sides of a kernel, for symmetry."""
         return self._samples.settings.mirror
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether blocks of a kernel are kernels of blocks of the examples."""
+        return self._samples.settings.vmap_axes.is_batched
 
     def __call__(
         self,
@@ -276,12 +296,12 @@ class MonteCarloKernel(eqx.Module):
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`, averaged."""
         get = self._get if get is None else get
-        if self._reduce is not None:
-            return self._reduced(
-                Request(names_of(get), False, x1, x2, key, kwargs), get
-            )
         with_error = self._tol is not None
+        # Compiled functions do not see that two arguments are the same object.
+        x2 = None if x2 is x1 else x2
         request = Request(names_of(get), with_error, x1, x2, key, kwargs)
+        if self._reduce is not None:
+            return self._reduced(request, get)
         estimates = self._estimates(request, get, None)
         kernels = (estimate.kernel for estimate in estimates)
         return kernels if self._is_generator else next(kernels)
@@ -308,6 +328,7 @@ class MonteCarloKernel(eqx.Module):
                 "make one without `reduce`."
             )
         get = self._get if get is None else get
+        x2 = None if x2 is x1 else x2
         request = Request(names_of(get), True, x1, x2, key, kwargs)
         estimates = self._estimates(request, get, previous)
         return estimates if self._is_generator else next(estimates)
@@ -341,7 +362,8 @@ class MonteCarloKernel(eqx.Module):
         # The free memory is looked up before tracing.
         samples, request = gathered((resolved(self._samples), request))
         samples = dataclasses.replace(samples, settings=samples.settings.in_bytes())
-        if isinstance(samples.per_batch, MemoryBudget):
+        is_whole = self._store is None and self._reduce is None
+        if isinstance(samples.per_batch, MemoryBudget) and is_whole:
             samples = fitted(samples, request, num)
         return samples, request
 
@@ -354,8 +376,11 @@ class MonteCarloKernel(eqx.Module):
 
     def _run_blocks(self, average: Average | Mean, request: Request) -> PyTree:
         """Averages the kernel block by block, into its store or reduction."""
+        axes = self._samples.settings.vmap_axes
         transform = BatchKernel(
             self._samples.settings.block_size,
+            in_axes=axes.inputs,
+            kwargs_axes=axes.kwargs,
             mesh_axis=self._samples.rows,
             store=self._store,
             reduce=self._reduce,
@@ -396,11 +421,11 @@ class MonteCarloKernel(eqx.Module):
                     state = engine.advanced(state, num, size)
                     num += size
                     if has_meter:
-                        found = _num_nans(engine.estimated(state)[0])
+                        found = count_nans(engine.estimated(state)[0])
                         metered.step(found - num_nans)
                         num_nans = found
                     if self._tol is not None and num >= _LEAST_SAMPLES:
-                        is_done = _relative_error(*engine.estimated(state)) <= self._tol
+                        is_done = relative_error(*engine.estimated(state)) <= self._tol
                         if is_done:
                             break
                 means, errors = engine.estimated(state)
@@ -415,21 +440,6 @@ def _estimate(
     kernel = named(get, request.names, means)
     error = named(get, request.names, errors) if request.with_error else None
     return MonteCarloEstimate(kernel, error, num)
-
-
-def _num_nans(means: list) -> int:
-    return sum(int(jnp.sum(jnp.isnan(x))) for x in jtu.tree_leaves(means))
-
-
-def _relative_error(means: list, errors: list) -> float:
-    """The norm of the errors divided by that of the kernel, for the worst kernel."""
-    norm = lambda tree: float(
-        np.linalg.norm(
-            [float(jnp.linalg.norm(jnp.ravel(x))) for x in jtu.tree_leaves(tree)]
-        )
-    )
-    pairs = [(norm(e), norm(m)) for m, e in zip(means, errors, strict=True)]
-    return max(error / mean if mean else float(error > 0) for error, mean in pairs)
 
 
 def _remaining(
@@ -470,21 +480,6 @@ def _check_counts(n_samples: Any) -> tuple[tuple[int, ...], bool]:
             f"`n_samples` must be at least 1, and at least one number; got {n_samples}."
         )
     return tuple(sorted(counts)), is_several
-
-
-def _check_tol(tol: Any) -> float | None:
-    if tol is None:
-        return None
-    try:
-        value = float(tol)
-    except (TypeError, ValueError):
-        value = float("nan")
-    if not value > 0:
-        raise ValueError(
-            "`tol` must be a positive number, the relative standard error to reach, or "
-            f"None; got {tol!r}."
-        )
-    return value
 
 
 def _raise_on_disk(what: str) -> None:

@@ -13,14 +13,14 @@ from .._base.shapes import checked
 from .._base.trees import match_prefix
 from .._batch.cut import broadcast_axes
 from .._pairs.batch import BatchKernel, make_batch_kernel
-from .._pairs.calls import check_vmap_axes
+from .._pairs.calls import check_vmap_axes, VmapAxes
 from .._pairs.function import is_axes
 from .._pairs.kernel import AbstractKernelFunction, KernelCall
 from .model_kernel import ModelKernel
 from .output_axes import Mirror
 from .random_model import ModelWithState
 from .request import Kernels, KernelTask
-from .traced_model import named
+from .traced_model import named, Settings
 
 
 class TaskKernel(AbstractKernelFunction):
@@ -95,6 +95,11 @@ class AbstractEstimator(AbstractKernelFunction):
     def symmetric(self) -> Mirror:
         """A function that exchanges the two sides of a kernel, for symmetry."""
         return self._kernels.mirror
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether blocks of a kernel are kernels of blocks of the examples."""
+        return self._kernels.settings.vmap_axes.is_batched
 
     def in_blocks(self, call: KernelCall) -> ModelKernel | None:
         if self._blocks is not None:
@@ -173,13 +178,36 @@ def make_blocks(
         kwargs_axes=axes.kwargs,
         out_axes=None,
     )
+    check_is_batched(axes)
+    return blocks
+
+
+def check_is_batched(axes: VmapAxes) -> None:
+    """Raises for a model of a whole batch."""
     if not axes.is_batched:
         raise ValueError(
             "With `vmap_axes=None`, a kernel cannot go to a `store` or a `mesh`, be "
-            "reduced, or show its `progress`: a model of a whole batch cannot be "
-            "evaluated for blocks of it. Use `vmap_axes=0` if examples do not interact."
+            "reduced, be computed in blocks, or show its `progress`: a model of a "
+            "whole batch cannot be evaluated for blocks of it. Use `vmap_axes=0` if "
+            "examples do not interact."
         )
-    return blocks
+
+
+def check_axes_of_blocks(settings: Settings) -> None:
+    """Raises unless rows and columns are the first axes of a block."""
+    outputs = settings.vmap_axes.outputs
+    if any(axis != 0 for axis in jtu.tree_leaves(outputs)):
+        raise ValueError(
+            "With a `store` or `reduce`, `vmap_axes` must give outputs the batch axis "
+            f"0; got {outputs}. Use `vmap_axes=(inputs, 0, kwargs)`, and move axes of "
+            "the kernel afterwards."
+        )
+    if 0 in (*settings.trace_axes, *settings.diagonal_axes):
+        raise ValueError(
+            "`store` and `reduce` are for kernels of all pairs of examples; got the "
+            "batch axis 0 in `trace_axes` or `diagonal_axes`. Remove it from them, or "
+            "leave out `store` and `reduce`."
+        )
 
 
 def _has_axes_of(kernels: Kernels, call: KernelCall) -> bool:

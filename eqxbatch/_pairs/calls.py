@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
@@ -109,11 +110,15 @@ def make_calls(
     x1: PyTree, x2: PyTree, key: Any, kwargs: dict[str, Any]
 ) -> tuple[list[Call], dict[str, Any]]:
     """The calls for the two sides, or one if they are equal, and shared arguments."""
-    pairs = {
-        name: x for name, x in kwargs.items() if isinstance(x, tuple) and len(x) == 2
-    }
+    pairs = {name: x for name, x in kwargs.items() if is_pair(x)}
     shared = {name: x for name, x in kwargs.items() if name not in pairs}
     is_one = x2 is None or x2 is x1
+    for name, (_, second) in pairs.items():
+        if second is None and not is_one:
+            raise ValueError(
+                f"`{name}` must be a pair of arrays for the examples of `x1` and of "
+                "`x2`; got None for those of `x2`, which is for calls without `x2`."
+            )
     keys = _key_pair(key, is_one)
     is_same = (
         is_one
@@ -128,6 +133,13 @@ def make_calls(
         }
         calls.append(Call(x1 if x2 is None else x2, keys[1], own))
     return calls, shared
+
+
+def is_pair(x: Any) -> bool:
+    """Whether a keyword argument has arrays for each of the two sides."""
+    is_two = type(x) is tuple and len(x) == 2
+    is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
+    return is_two and any(map(is_array, jtu.tree_leaves(x)))
 
 
 def _key_pair(key: Any, is_one: bool) -> tuple:

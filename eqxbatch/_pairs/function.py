@@ -17,7 +17,7 @@ from .._base.jaxprs import compiled
 from .._base.trees import match_prefix, shown
 from .._batch.rows import Rows
 from .._batch.slots import is_struct
-from .calls import Side, VmapAxes
+from .calls import is_pair, Side, VmapAxes
 from .kernel import (
     AbstractBlockKernel,
     AbstractKernelFunction,
@@ -113,6 +113,14 @@ class CalledKernel(AbstractBlockKernel):
             )
             for x, axis in [(arrays[0], rows.axes[0])]
         ]
+        takes_blocks = getattr(self.call.kernel_fn, "takes_blocks", True)
+        if not takes_blocks and (sizes[0], sizes[1]) != self.totals:
+            raise ValueError(
+                "A kernel with `vmap_axes=None` cannot be computed in blocks, or by "
+                "columns: a model of a whole batch cannot be evaluated for parts of "
+                "it. Use `vmap_axes=0` if examples do not interact; otherwise, "
+                "`block_size=None`, without a `mesh`."
+            )
         try:
             out = _run(self.call, self.sides, first, second)
         except Exception as e:
@@ -148,7 +156,7 @@ class PairwiseKernel(eqx.Module):
 
     def __call__(self, x1: PyTree, x2: PyTree = None, *args: Any, **kwargs: Any) -> Any:
         x2 = x1 if x2 is None else x2
-        pairs = {name: x for name, x in kwargs.items() if _is_pair(x)}
+        pairs = {name: x for name, x in kwargs.items() if is_pair(x)}
         shared = {name: x for name, x in kwargs.items() if name not in pairs}
         first, second = (
             {name: pair[side] for name, pair in pairs.items()} for side in (0, 1)
@@ -166,12 +174,6 @@ class PairwiseKernel(eqx.Module):
             return eqx.filter_vmap(of_one, in_axes=axes)(x2, second)
 
         return eqx.filter_vmap(row, in_axes=axes)(x1, first)
-
-
-def _is_pair(x: Any) -> bool:
-    """Whether a keyword argument has an element for each side."""
-    is_two = isinstance(x, tuple) and len(x) == 2
-    return is_two and any(map(eqx.is_array, jtu.tree_leaves(x)))
 
 
 def _sides(call: KernelCall) -> list[Side]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,6 +17,7 @@ from eqxbatch import (
     EmpiricalKernel,
     EmpiricalNNGP,
     EmpiricalNTK,
+    HostStore,
     MemoryBudget,
     ProbedNTK,
     TopK,
@@ -198,18 +200,31 @@ def test_keyword_arguments(getkey):
     assert_same(got, expected[:, :])
 
 
+class Both(NamedTuple):
+    scale: jax.Array
+    power: int
+
+
 def test_keyword_arguments_that_are_no_arrays(getkey):
     class Power(eqx.Module):
         weights: jax.Array
 
         def __call__(self, x, power):
-            return jnp.dot(self.weights, x**power)[None]
+            scale, power = power
+            return jnp.dot(self.weights, scale * x**power)[None]
 
     model = Power(jr.normal(getkey(), (4,)))
     x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
     ntk = EmpiricalNTK(model)
-    assert_same(ntk(x1, x2, power=(2, 3)), x1**2 @ (x2**3).T)
-    assert_same(ntk(x1, power=(1, 2)), x1 @ (x1**2).T)
+    ones = jnp.ones(5), jnp.ones(3)
+    pair = ((ones[0], 2), (ones[1], 3))
+    assert_same(ntk(x1, x2, power=pair), x1**2 @ (x2**3).T)
+    assert_same(ntk(x1, power=((ones[0], 1), (ones[0], 2))), x1 @ (x1**2).T)
+    # What has no arrays has no values of examples, and neither has a named tuple.
+    stored = EmpiricalNTK(model, store=HostStore(), block_size=2)
+    for shared in ((1, 2), Both(jnp.array(1.0), 2)):
+        for kernel in (ntk, stored):
+            assert_same(jnp.asarray(kernel(x1, x2, power=shared)), x1**2 @ (x2**2).T)
 
 
 @float64
@@ -277,6 +292,17 @@ def test_matvec_and_operator(getkey):
     operator = ntk.operator(x1, x2)
     assert operator.in_structure().shape == (3, 2, 3)
     assert operator.out_structure().shape == (5, 2, 3)
+    # The sides differ without `x2`, too.
+    model = eqx.Partial(lambda model, x, s: s * model(x), model)
+    s1, s2 = jr.normal(getkey(), (2, 5))
+    ntk = EmpiricalNTK(model, block_size=2)
+    for pair in ((s1, None), (s1, s1)):
+        assert lineax.is_positive_semidefinite(ntk.operator(x1, s=pair))
+    assert not lineax.is_positive_semidefinite(ntk.operator(x1, s=(s1, s2)))
+    operator = ntk.operator(x1, x2, s=(s1, s2[:3]))
+    assert operator.in_structure().shape == (3, 2, 3)
+    with pytest.raises(ValueError, match=r"`s` must be a pair of arrays .*got None"):
+        ntk(x1, x2, s=(s1[:3], None))
 
 
 def test_operator_needs_lineax(monkeypatch, getkey):

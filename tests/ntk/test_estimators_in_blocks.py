@@ -157,11 +157,6 @@ def test_estimators_as_kernel_functions(getkey):
             {"in_axes": 1},
             (x.T, y.T),
         ),
-        "not batched": (
-            EmpiricalNTK(eqx.filter_vmap(model), vmap_axes=None),
-            {},
-            (x, y),
-        ),
         "outputs last": (
             EmpiricalNTK(model, vmap_axes=(0, 1, {}), trace_axes=()),
             {"out_axes": (2, 3)},
@@ -180,6 +175,17 @@ def test_estimators_as_kernel_functions(getkey):
     assert_close(batched(x), ntk(x))
     batched = filter_batch_kernel(ntk, block_size=MemoryBudget("1MB"))
     assert_close(batched(x), ntk(x))
+    # A model of a whole batch is not one of its blocks.
+    whole = EmpiricalNNGP(eqx.filter_vmap(model), vmap_axes=None)
+    batched = filter_batch_kernel(whole, block_size=None)
+    assert_close(batched(x, y), whole(x, y))
+    mesh = {"block_size": None, "mesh": make_mesh(AxisType.Auto, (2,))}
+    make = lambda key: eqx.filter_vmap(init(key))
+    carlo = MonteCarloKernel(make, key=getkey(), n_samples=2, vmap_axes=None)
+    for kernel, settings in ((whole, {"block_size": 2}), (whole, mesh), (carlo, mesh)):
+        batched = filter_batch_kernel(kernel, **settings)
+        with pytest.raises(ValueError, match="a model of a whole batch cannot"):
+            batched(x)
 
 
 def test_keys_and_pairs(getkey):

@@ -12,6 +12,7 @@ from eqxbatch import (
     MemoryBudget,
     MonteCarloEstimate,
     MonteCarloKernel,
+    RowSums,
     ZarrStore,
 )
 from ..helpers import CountTraces, normal
@@ -154,6 +155,28 @@ class TestTypes:
         wide = np.asarray(got.kernel).astype(np.float64)
         np.testing.assert_allclose(wide, expected, rtol=2**-8)
 
+    @pytest.mark.parametrize("store", ("device", HostStore()))
+    def test_float16(self, store, getkey):
+        """The variance is out of range, and so are the squares of errors."""
+        x = jnp.array([[40.0], [3e-2]], jnp.float16)
+
+        def make(key, dtype=jnp.float16):
+            weights = 2 + jr.uniform(key, (1,), jnp.float16).astype(dtype)
+            return eqx.Partial(lambda w, x: w * x.astype(w.dtype), weights)
+
+        in_float32 = lambda key: make(key, jnp.float32)
+        settings = {"store": store, "get": "nngp"}
+        got = kernel(100, init=make, **settings).estimate(x)
+        wide = kernel(100, init=in_float32, **settings).estimate(x)
+        assert got.standard_error.dtype == jnp.float16
+        error = np.asarray(got.standard_error, np.float32)
+        np.testing.assert_allclose(error, wide.standard_error, rtol=2e-2)
+        several = kernel(200, init=make, tol=0.02, samples_per_batch=25, **settings)
+        again = kernel(200, init=in_float32, tol=0.02, samples_per_batch=25, **settings)
+        num = several.estimate(x).num_samples
+        assert num == again.estimate(x).num_samples
+        assert 25 < num < 200
+
     def test_complex(self, getkey):
         make = lambda key: eqx.Partial(jnp.dot, jr.normal(key, (2, 3), jnp.complex64))
         x = normal(getkey(), (4, 3), jnp.complex64)
@@ -194,6 +217,9 @@ class TestCounts:
             means, errors = sampled(x, y)
             assert_same(as_jax(got.kernel), means)
             assert_same(as_jax(got.standard_error), errors, tol=1e-3)
+            # The earlier estimate can still be used.
+            if first > 1:
+                assert_same(as_jax(start.kernel), sampled(x, y, num=first)[0])
         several = kernel((2, 5, 7), get="ntk", store=store)
         start = kernel(4, get="ntk", store=store).estimate(x, y)
         found = [*several.estimate(x, y, previous=start)]
@@ -235,6 +261,14 @@ class TestCalls:
         for settings in (stored,) if pair else (blocks, {"samples_per_batch": 2}):
             other = kernel(5, init=with_dropout, **settings)(x, y, key=key)
             assert_same(as_jax(other), expected)
+
+    def test_the_same_examples_twice(self, getkey):
+        x, key = normal(getkey(), (4, 3)), getkey()
+        monte_carlo = kernel(5, init=with_dropout, get="nngp")
+        expected = monte_carlo.estimate(x, key=key)
+        for got in (monte_carlo(x, x, key=key), monte_carlo.estimate(x, x, key=key)[0]):
+            assert (got == expected.kernel).all()
+        assert (expected.kernel == expected.kernel.T).all()
 
     def test_state(self, getkey):
         class Model(eqx.Module):
@@ -375,6 +409,24 @@ class TestBadInput:
             ({"num": (1, 2), **disk}, ValueError, "a store on disk does not support"),
             ({"implementation": 7}, ValueError, "`implementation` must be"),
             ({"trace_axes": 0.5}, TypeError, "`trace_axes`"),
+            ({"vmap_axes": None, **disk, "block_size": None}, ValueError, "cannot go"),
+            (
+                {"vmap_axes": None, "mesh": mesh, "mesh_axis": "r"},
+                ValueError,
+                "a model of a whole batch cannot",
+            ),
+            ({"vmap_axes": None, "reduce": RowSums()}, ValueError, "cannot go to"),
+            ({"vmap_axes": 1, **disk}, ValueError, "give outputs the batch axis 0"),
+            (
+                {
+                    "tol": 0.1,
+                    "store": HostStore(),
+                    "samples_per_batch": MemoryBudget("1MB"),
+                },
+                ValueError,
+                "`samples_per_batch` must be an int; got",
+            ),
+            ({"diagonal_axes": 0, **disk}, ValueError, "got the batch axis 0 in"),
         ):
             with pytest.raises(error, match=match):
                 kernel(**settings)

@@ -66,6 +66,23 @@ class TestDevices:
         got = as_jax(kernel(**settings)(x))
         assert_same(got, sampled(x)[0])
 
+    def test_other_axes(self, getkey):
+        """With the examples of inputs and of a keyword argument last."""
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (4, 3))
+        own = normal(getkey(), (1, 5)), normal(getkey(), (1, 4))
+
+        def make(key):
+            return eqx.Partial(lambda model, x, own: model(x) * own[0], init(key))
+
+        axes = {"vmap_axes": (1, 0, {"own": 1}), "get": "nngp", "init": make}
+        expected = np.asarray(kernel(2, **axes)(x.T, y.T, own=own))
+        mesh = {"mesh": jax.make_mesh((4,), ("r",)), "mesh_axis": "r"}
+        for place in ({"store": HostStore(), "block_size": 2}, mesh):
+            got = kernel(2, **axes, **place)(x.T, y.T, own=own)
+            np.testing.assert_allclose(np.asarray(got), expected, rtol=2e-4, atol=1e-5)
+        with pytest.raises(ValueError, match="pairs no examples"):
+            kernel(2, diagonal_axes=0, **mesh)(x)
+
 
 class TestStores:
     def test_disk(self, tmp_path, getkey):
@@ -156,3 +173,13 @@ class TestMemory:
         stats = self.program(100, samples_per_batch=budget)
         used = stats.temp_size_in_bytes + stats.output_size_in_bytes
         assert 300_000 < used <= 3_000_000
+
+    def test_budget_of_a_block(self, getkey):
+        """The whole kernel need not fit."""
+        x = normal(getkey(), (300, 3))
+        settings = {"get": "nngp", "block_size": 50, "store": HostStore()}
+        budget = MemoryBudget("200KB")
+        got = kernel(3, samples_per_batch=budget, **settings)(x)
+        assert_same(jnp.asarray(got), jnp.asarray(kernel(3, **settings)(x)))
+        with pytest.raises(ValueError, match="A memory budget of 200,000 bytes is too"):
+            kernel(3, samples_per_batch=budget, get="nngp")(x)

@@ -509,6 +509,18 @@ MODELS = [
         "it is a str, not an array",
     ),
     Case(
+        "EmpiricalNTK",
+        lambda: ntk()(x, x[:3], mask=(x, None)),
+        ValueError,
+        "`mask` must be a pair of arrays .*got None for those of `x2`",
+    ),
+    Case(
+        "MonteCarloKernel",
+        lambda: carlo(vmap_axes=None, reduce=eqxbatch.RowSums()),
+        ValueError,
+        "a model of a whole batch cannot be evaluated for blocks",
+    ),
+    Case(
         "MonteCarloKernel", lambda: carlo(key=0), TypeError, "`key` must be Key.* got 0"
     ),
     Case(
