@@ -15,7 +15,14 @@ from .._base.mesh import gathered, within_mesh
 from .._base.trees import described
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.transform import AbstractTransform, also_decorator, transformed
-from .calls import BlockSize, check_block_size, check_mesh, make_calls, MeshAxis
+from .calls import (
+    BlockSize,
+    check_block_size,
+    check_mesh,
+    make_calls,
+    MeshAxis,
+    without_twins,
+)
 from .engine import make_collectors, on_device
 from .function import block_kernel, PairwiseKernel
 from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHARE, Sizes
@@ -86,6 +93,7 @@ class BatchKernel(AbstractTransform):
             fun = PairwiseKernel(fun, self.in_axes, symmetric)
         is_alone = x2 is None
         x2 = None if x2 is x1 else x2
+        key, kwargs = without_twins(key, kwargs, x2 is None)
         x1, x2, args, key, kwargs = jtu.tree_map(_as_array, (x1, x2, args, key, kwargs))
         has_arrays = lambda x: any(map(eqx.is_array, jtu.tree_leaves(x)))
         arrays = {name: x for name, x in kwargs.items() if has_arrays(x)}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
@@ -128,6 +129,28 @@ def make_calls(
         }
         calls.append(Call(x1 if x2 is None else x2, keys[1], own))
     return calls, shared
+
+
+def without_twins(
+    key: Any, kwargs: dict[str, Any], is_one: bool
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of both sides, with those that are one object named once.
+
+    This is known before a conversion or a compiled function makes two of them.
+    """
+    kwargs = {
+        name: (x[0], None) if _is_twin(x) and _has_arrays(x[0]) else x
+        for name, x in kwargs.items()
+    }
+    return key[0] if is_one and _is_twin(key) else key, kwargs
+
+
+def _is_twin(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and x[0] is x[1]
+
+
+def _has_arrays(x: PyTree) -> bool:
+    return any(isinstance(x, (jax.Array, np.ndarray)) for x in jtu.tree_leaves(x))
 
 
 def _key_pair(key: Any, is_one: bool) -> tuple:

@@ -141,7 +141,7 @@ class KernelOperator(AbstractTaggedOperator):
             if is_stored:
                 symmetric = computed.is_hermitian
                 transform = make(symmetric=symmetric, store=store, progress=progress)
-                stored = transform.apply(kernel, (x1, x2), kwargs)
+                stored = computed.apply(transform)
                 self.matrix = StoredMatrix(Reader(stored, symmetric), computed)
         self.tags = as_tags(tags)
         triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}
