@@ -138,6 +138,7 @@ def kernel_solve(
             f"`operator` must be a `KernelOperator`; got {described(operator)}."
         )
     check_concrete((operator, y, ridge), "`kernel_solve`")
+    preconditioner_rank, rtol = int(preconditioner_rank), float(rtol)
     ridge = _checked_ridge(ridge, preconditioner_rank, operator)
     right, dtype = _checked_right(operator, y)
     if not 0 < rtol < 1:

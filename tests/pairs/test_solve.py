@@ -367,9 +367,13 @@ def test_a_solve_that_is_killed_ten_times(tmp_path):
 def test_checkpoints_of_other_problems(tmp_path):
     y = jnp.asarray(Y)
     run = lambda operator, y=y, **settings: kernel_solve(
-        operator, y, checkpoint=tmp_path, **{"ridge": 0.1, **settings}
+        operator, y, **{"ridge": 0.1, "checkpoint": tmp_path, **settings}
     )
+    # A run was killed before it had written what the problem is.
+    (tmp_path / "problem.json.partial").write_text("{")
     run(make())
+    numpy = {"preconditioner_rank": np.int64(2), "rtol": np.float32(1e-4)}
+    run(make(), checkpoint=tmp_path / "numpy", **numpy)
     for settings in ({"ridge": 0.2}, {"rtol": 1e-5}, {"y": 2 * y}):
         with pytest.raises(ValueError, match="`checkpoint` is of another problem"):
             run(make(), **settings)
