@@ -17,7 +17,7 @@ from .._batch.cut import Block
 from .batch import BatchKernel
 from .calls import without_twins
 from .engine import run_tiles, Tiles, Written
-from .function import block_kernel
+from .function import block_kernel, CalledKernel
 from .grid import Grid
 from .kernel import AbstractKernelFunction, KernelCall
 from .reader import Reader
@@ -208,7 +208,14 @@ def _column(call: KernelCall, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
     rows, columns = kernel.rows
     grid = Grid((rows.total, 1), (kernel.grid().sizes[0], 1), False, False)
     written = [Written(kernel.leaves[0])]
-    return run_tiles(kernel, grid, written, rows, columns.at(index, 1))[0][:, 0]
+    column = run_tiles(kernel, grid, written, rows, columns.at(index, 1))[0][:, 0]
+    if not (call.is_alone and kernel.is_same and isinstance(kernel, CalledKernel)):
+        return column
+    # Without `x2`, the function may add noise to the diagonal.
+    one = Grid(kernel.totals, (1, 1), True, kernel.grid().is_symmetric)
+    at = jnp.stack([index, index])
+    entry = Tiles(kernel, one, []).tile_of(at, is_diagonal=True)[0]
+    return lax.dynamic_update_slice(column, entry[:, 0], (index,))
 
 
 class StoredMatrix(AbstractMatrix):

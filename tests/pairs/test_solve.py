@@ -1,5 +1,6 @@
 """Systems with kernels: against dense solves, stopped, continued, refused."""
 
+import gc
 import itertools
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +100,19 @@ def test_kernels_with_noise_on_the_diagonal(rank):
         rtol=1e-12,
     )
     np.testing.assert_allclose(found.weights, solution(white, Y, 0.1), rtol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("has_source", (True, False))
+def test_kernels_are_freed_after_solves(has_source):
+    operator = make(store=HostStore())
+    if not has_source:
+        operator = KernelOperator(operator.matrix.reader.array, symmetric=True)
+    reader = weakref.ref(operator.matrix.reader)
+    kernel_solve(operator, jnp.asarray(Y), ridge=0.1, preconditioner_rank=3)
+    del operator
+    gc.collect()
+    assert reader() is None
 
 
 @pytest.mark.usefixtures("x64")
