@@ -262,7 +262,7 @@ def filter_batch_kernel(
         but if it does not divide the number of rows, the result is replicated on all
         devices. The mesh can span the processes of `jax.distributed`; all processes
         must then call the function with the same arguments. With a `store`, it must
-        have devices of all processes, or of one.
+        have devices of all processes, or only of the one that calls it.
     - `mesh_axis`: the name of the mesh axis; optional if there is only one.
     - `store`: where the kernel is stored: `"device"`, an [`eqxbatch.HostStore`][] for
         NumPy arrays in host memory, or an [`eqxbatch.ZarrStore`][] for arrays on disk.

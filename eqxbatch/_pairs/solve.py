@@ -357,6 +357,13 @@ def _decomposed(matrix: AbstractMatrix, rank: int) -> Inexact[Array, "n rank"]:
         matrix = matrix.source
     if isinstance(matrix, StoredMatrix):
         return _factor_of_reader(weakref.ref(matrix.reader), diagonal, rank)
+    return _factor_of_computed(matrix, diagonal, rank)
+
+
+@eqx.filter_jit
+def _factor_of_computed(
+    matrix: AbstractMatrix, diagonal: Shaped[Array, " n"], rank: int
+) -> Inexact[Array, "n rank"]:
     return _factor_of(matrix, diagonal, rank)
 
 
@@ -369,7 +376,6 @@ def _factor_of_reader(
     return _factor_of(matrix, diagonal, rank)
 
 
-@eqx.filter_jit
 def _factor_of(
     matrix: AbstractMatrix, diagonal: Shaped[Array, " n"], rank: int
 ) -> Inexact[Array, "n rank"]:
