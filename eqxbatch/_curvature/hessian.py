@@ -243,7 +243,7 @@ def filter_hessian(
     - `ValueError` for a value that is not a real scalar, if there is nothing to
         differentiate, for an unknown `method` or `mode`, for `method="sites"` with
         `mode="rev"`, for sizes below 1, for both `block_size` and `num_blocks`, and for
-        `microbatch_size` without `in_axes`.
+        `microbatch_size`, or weights of an `accumulator`, without `in_axes`.
     - `TypeError` for complex arrays without `holomorphic`, for real arrays with it, for
         an `accumulator` of another type, and if `mode="fwd"` or `method="sites"` is
         used for a gradient without a forward-mode derivative.

@@ -16,7 +16,14 @@ from .._base.mesh import gathered, within_mesh
 from .._base.trees import described
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.transform import AbstractTransform, also_decorator, transformed
-from .calls import BlockSize, check_block_size, check_mesh, make_calls, MeshAxis
+from .calls import (
+    BlockSize,
+    check_block_size,
+    check_mesh,
+    make_calls,
+    MeshAxis,
+    without_twins,
+)
 from .engine import make_collectors, on_device
 from .function import block_kernel, PairwiseKernel
 from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHARE, Sizes
@@ -87,6 +94,7 @@ class BatchKernel(AbstractTransform):
             fun = PairwiseKernel(fun, self.in_axes, symmetric)
         is_alone = x2 is None
         x2 = None if x2 is x1 else x2
+        key, kwargs = without_twins(key, kwargs, x2 is None)
         x1, x2, args, key, kwargs = jtu.tree_map(_as_array, (x1, x2, args, key, kwargs))
         has_arrays = lambda x: any(map(eqx.is_array, jtu.tree_leaves(x)))
         arrays = {name: x for name, x in kwargs.items() if has_arrays(x)}
@@ -254,7 +262,8 @@ def filter_batch_kernel(
         its own blocks. The number of devices need not divide the number of examples,
         but if it does not divide the number of rows, the result is replicated on all
         devices. The mesh can span the processes of `jax.distributed`; all processes
-        must then call the function with the same arguments.
+        must then call the function with the same arguments. With a `store`, it must
+        have devices of all processes, or only of the one that calls it.
     - `mesh_axis`: the name of the mesh axis; optional if there is only one.
     - `store`: where the kernel is stored: `"device"`, an [`eqxbatch.HostStore`][] for
         NumPy arrays in host memory, or an [`eqxbatch.ZarrStore`][] for arrays on disk.

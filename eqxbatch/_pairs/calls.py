@@ -142,6 +142,23 @@ def is_pair(x: Any) -> bool:
     return is_two and any(map(is_array, jtu.tree_leaves(x)))
 
 
+def without_twins(
+    key: Any, kwargs: dict[str, Any], is_one: bool
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of calls without `x2`, with pairs of one object named once.
+
+    This is known before a conversion or a compiled function makes two of them.
+    """
+    if not is_one:
+        return key, kwargs
+    is_twin = lambda x: isinstance(x, tuple) and len(x) == 2 and x[0] is x[1]
+    kwargs = {
+        name: (x[0], None) if is_pair(x) and is_twin(x) else x
+        for name, x in kwargs.items()
+    }
+    return key[0] if is_twin(key) else key, kwargs
+
+
 def _key_pair(key: Any, is_one: bool) -> tuple:
     if key is not None:
         _KEY.begin().check("key", key)

@@ -13,6 +13,9 @@ import numpy as np
 _FORMAT = 1
 
 
+_PARTIAL = ".partial"
+
+
 # Saving takes at most about this fraction of the time.
 _SHARE = 0.05
 
@@ -35,15 +38,17 @@ class Checkpoint:
         if about.exists():
             self._check(json.loads(about.read_text()))
             return
-        if self._path.exists() and any(self._path.iterdir()):
+        # A run that was killed may have left a part of a file.
+        if self._path.exists() and any(
+            not file.name.endswith(_PARTIAL) for file in self._path.iterdir()
+        ):
             raise ValueError(
                 f"`checkpoint` is a folder with something other than a checkpoint: "
                 f"{path}. Give an empty folder, or one that does not exist."
             )
+        text = json.dumps(self._problem).encode()
         self._path.mkdir(parents=True, exist_ok=True)
-        self._replace(
-            about, lambda file: file.write(json.dumps(self._problem).encode())
-        )
+        self._replace(about, lambda file: file.write(text))
 
     def _check(self, found: dict[str, Any]) -> None:
         names = {*found, *self._problem}
@@ -90,7 +95,7 @@ class Checkpoint:
         self._next = end + (end - begin) / _SHARE
 
     def _replace(self, file: pathlib.Path, write: Any) -> None:
-        partial = file.with_name(f"{file.name}.partial")
+        partial = file.with_name(file.name + _PARTIAL)
         with partial.open("wb") as out:
             write(out)
             out.flush()

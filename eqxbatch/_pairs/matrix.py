@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.core import Tracer
@@ -15,8 +16,9 @@ from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 from .._base.jaxprs import compiled
 from .._batch.cut import Block
 from .batch import BatchKernel
+from .calls import without_twins
 from .engine import run_tiles, Tiles, Written
-from .function import block_kernel
+from .function import block_kernel, CalledKernel
 from .grid import Grid
 from .kernel import AbstractKernelFunction, KernelCall
 from .reader import Reader
@@ -87,7 +89,8 @@ class _OfTranspose(AbstractReduction):
 class ComputedMatrix(AbstractMatrix):
     """The matrix of a kernel function; each product computes its blocks anew.
 
-    - `x1`, `x2`, `kwargs`: the arguments of `kernel_fn`.
+    - `x1`, `x2`, `kwargs`: the arguments of `kernel_fn`. `_is_twice` stands for an `x2`
+        that is `x1`, which a compiled function would see as two.
     """
 
     transform: BatchKernel
@@ -95,6 +98,7 @@ class ComputedMatrix(AbstractMatrix):
     x1: PyTree
     x2: PyTree
     kwargs: dict[str, Any]
+    _is_twice: bool = eqx.field(static=True)
     _struct: jax.ShapeDtypeStruct = eqx.field(static=True)
     _is_hermitian: bool = eqx.field(static=True)
 
@@ -102,7 +106,12 @@ class ComputedMatrix(AbstractMatrix):
         self, transform: BatchKernel, kernel_fn: Any, x1: Any, x2: Any, kwargs: dict
     ):
         self.transform, self.kernel_fn = transform, kernel_fn
-        self.x1, self.x2, self.kwargs = x1, x2, kwargs
+        self._is_twice = x2 is x1
+        x2 = None if self._is_twice else x2
+        key, kwargs = without_twins(kwargs.get("key"), kwargs, x2 is None)
+        kwargs = kwargs if key is None else {**kwargs, "key": key}
+        # Copies, as the caller may change NumPy arrays later.
+        self.x1, self.x2, self.kwargs = jtu.tree_map(_copied, (x1, x2, kwargs))
         kernel = block_kernel(self._call())
         if [leaf.axes for leaf in kernel.leaves] != [(0, 1)] or any(
             len(leaf.sample) != 2 for leaf in kernel.leaves
@@ -130,17 +139,21 @@ class ComputedMatrix(AbstractMatrix):
     def is_hermitian(self) -> bool:
         return self._is_hermitian
 
-    def _call(self) -> KernelCall:
-        args = (self.x1, self.x2)
-        return self.transform.on_one_device(self.kernel_fn, args, self.kwargs)
+    @property
+    def _args(self) -> tuple[PyTree, PyTree]:
+        return self.x1, self.x1 if self._is_twice else self.x2
 
-    def _apply(self, transform: BatchKernel) -> Any:
-        return transform.apply(self.kernel_fn, (self.x1, self.x2), self.kwargs)
+    def _call(self) -> KernelCall:
+        return self.transform.on_one_device(self.kernel_fn, self._args, self.kwargs)
+
+    def apply(self, transform: BatchKernel) -> Any:
+        """What another transform makes of the kernel function and its arguments."""
+        return transform.apply(self.kernel_fn, self._args, self.kwargs)
 
     def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
         reduce: AbstractReduction = KernelProduct(vectors)
         reduce = _OfTranspose(reduce) if is_transposed else reduce
-        return self._apply(dataclasses.replace(self.transform, reduce=reduce))
+        return self.apply(dataclasses.replace(self.transform, reduce=reduce))
 
     def product_on_host(
         self, vectors: np.ndarray, *, is_transposed: bool = False
@@ -148,13 +161,17 @@ class ComputedMatrix(AbstractMatrix):
         return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
 
     def whole(self) -> Array:
-        return self._apply(self.transform)
+        return self.apply(self.transform)
 
     def diagonal(self) -> Array:
         return _diagonal(self._call())
 
     def column(self, index: Int[Array, ""]) -> Array:
         return _column(self._call(), index)
+
+
+def _copied(x: Any) -> Any:
+    return jnp.array(x) if isinstance(x, np.ndarray) else x
 
 
 @compiled
@@ -192,7 +209,14 @@ def _column(call: KernelCall, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
     rows, columns = kernel.rows
     grid = Grid((rows.total, 1), (kernel.grid().sizes[0], 1), False, False)
     written = [Written(kernel.leaves[0])]
-    return run_tiles(kernel, grid, written, rows, columns.at(index, 1))[0][:, 0]
+    column = run_tiles(kernel, grid, written, rows, columns.at(index, 1))[0][:, 0]
+    if not (call.is_alone and kernel.is_same and isinstance(kernel, CalledKernel)):
+        return column
+    # Without `x2`, the function may add noise to the diagonal.
+    one = Grid(kernel.totals, (1, 1), True, kernel.grid().is_symmetric)
+    at = jnp.stack([index, index])
+    entry = Tiles(kernel, one, []).tile_of(at, is_diagonal=True)[0]
+    return lax.dynamic_update_slice(column, entry[:, 0], (index,))
 
 
 class StoredMatrix(AbstractMatrix):

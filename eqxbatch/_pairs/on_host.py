@@ -173,11 +173,15 @@ class _Team:
         this = jax.process_index()
         self.devices = [device for device in line if device.process_index == this]
         self.num = len(processes)
-        if self.num > 1 and (not store.is_shared or this not in processes):
+        # All processes meet whenever there are several, so they must fail together.
+        is_of_all = self.num in (1, jax.process_count())
+        is_shared = self.num == 1 or store.is_shared
+        if this not in processes or not is_of_all or not is_shared:
             raise ValueError(
-                f"The `mesh` has devices of {self.num} processes, which each have "
-                "memory of their own. Use `store='device'` or a `ZarrStore` on a disk "
-                "that all of them see, and a mesh with devices of all processes."
+                f"The `mesh` has devices of {self.num} of {jax.process_count()} "
+                "processes, which each have memory of their own. Use `store='device'` "
+                "or a `ZarrStore` on a disk that all of them see, and a mesh with "
+                "devices of all processes."
             )
         self.rank = processes.index(this)
 

@@ -47,7 +47,8 @@ class KernelOperator(AbstractTaggedOperator):
         estimator such as [`eqxbatch.EmpiricalNTK`][], that returns one array of shape
         `(n1, n2)`. Or, without `x1`, a stored kernel: a NumPy array, a zarr array or an
         [`eqxbatch.SymmetricArray`][].
-    - `x1`, `x2`: the examples of rows and columns. Without `x2`, both are `x1`.
+    - `x1`, `x2`: the examples of rows and columns. Without `x2`, both are `x1`. NumPy
+        arrays are copied.
     - `block_size`, `pairwise`, `in_axes`, `mesh`, `mesh_axis`: as for
         [`eqxbatch.filter_batch_kernel`][]. A stored kernel does not take them.
     - `symmetric`: a bool or None, as for [`eqxbatch.filter_batch_kernel`][]. With
@@ -141,7 +142,7 @@ class KernelOperator(AbstractTaggedOperator):
             if is_stored:
                 symmetric = computed.is_hermitian
                 transform = make(symmetric=symmetric, store=store, progress=progress)
-                stored = transform.apply(kernel, (x1, x2), kwargs)
+                stored = computed.apply(transform)
                 self.matrix = StoredMatrix(Reader(stored, symmetric), computed)
         self.tags = as_tags(tags)
         triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}

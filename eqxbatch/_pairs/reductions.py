@@ -1,6 +1,7 @@
 """Reductions of a kernel that is never stored as a whole."""
 
 import abc
+import dataclasses
 import math
 from typing import Any, ClassVar, Generic, TYPE_CHECKING, TypeVar
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Shaped
 
-from .._base.dtypes import widened
+from .._base.dtypes import common_dtype, power_of_two, widened
 from .._base.shapes import Arranged, as_jax, check_fields, checked, Contract
 from .._batch.cut import Block
 
@@ -250,7 +251,45 @@ class KernelProduct(AbstractReduction[_Sums]):
         return state.values.astype(state.dtype)
 
 
-class FrobeniusNorm(AbstractReduction[Array]):
+class _Norm(eqx.Module):
+    """A norm whose squares neither overflow nor vanish.
+
+    - `largest`: the largest absolute value of an entry.
+    - `squares`: the sum of the squares of entries that are divided by `scale`.
+    """
+
+    checked_as: ClassVar[dict[str, Any]] = dict.fromkeys(
+        ("largest", "squares"), Inexact[Array, ""]
+    )
+    largest: Array
+    squares: Array
+
+    @property
+    def scale(self) -> Inexact[Array, ""]:
+        """The power of two at `largest`, by which all entries can be divided."""
+        return power_of_two(self.largest)
+
+    def shrinkage(self, other: "_Norm") -> Inexact[Array, ""]:
+        """The factor of sums of this norm that are added to those of a larger one."""
+        # Infinite entries have the scale 1, and nothing has to grow beside them.
+        return jnp.minimum(self.scale / other.scale, 1)
+
+    def including(self, tile: Array) -> "_Norm":
+        """The norm with the entries of one more tile."""
+        top = jnp.max(jnp.abs(lax.stop_gradient(tile)), initial=0)
+        new = _Norm(jnp.maximum(self.largest, top), self.squares)
+        is_real = jnp.issubdtype(tile.dtype, jnp.floating)
+        parts = [tile] if is_real else [jnp.real(tile), jnp.imag(tile)]
+        squares = sum(jnp.sum((part / new.scale) ** 2) for part in parts)
+        return _Norm(new.largest, self.squares * self.shrinkage(new) ** 2 + squares)
+
+    def merged(self, other: "_Norm") -> "_Norm":
+        new = _Norm(jnp.maximum(self.largest, other.largest), self.squares)
+        squares = [x.squares * x.shrinkage(new) ** 2 for x in (self, other)]
+        return _Norm(new.largest, squares[0] + squares[1])
+
+
+class FrobeniusNorm(AbstractReduction[_Norm]):
     """The Frobenius norm of the kernel, a real scalar.
 
     For kernels in half precision, it is computed and returned in float32. Raises
@@ -274,42 +313,50 @@ class FrobeniusNorm(AbstractReduction[Array]):
         return 0.0
 
     @checked
-    def init(self, kernel: KernelStruct) -> Array:
+    def init(self, kernel: KernelStruct) -> _Norm:
         if not jnp.issubdtype(kernel.dtype, jnp.inexact):
             raise TypeError(
                 "FrobeniusNorm needs a kernel of an inexact dtype; got "
                 f"{kernel.dtype}. Cast what `kernel_fn` returns."
             )
-        return jnp.zeros((), jnp.finfo(_sum_dtype(kernel)).dtype)
+        zero = jnp.zeros((), jnp.finfo(_sum_dtype(kernel)).dtype)
+        return _Norm(zero, zero)
 
     @checked
     def update(
-        self, state: Array, tile: MatrixTile, rows: Block, columns: Block
-    ) -> Array:
+        self, state: _Norm, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _Norm:
         del rows, columns
-        return state + _squares(tile)
+        return state.including(widened(tile))
 
     @checked
-    def merge(self, first: Array, second: Array) -> Array:
-        return first + second
+    def merge(self, first: _Norm, second: _Norm) -> _Norm:
+        return first.merged(second)
 
     @checked
-    def finalize(self, state: Array) -> Inexact[Array, ""]:
-        return jnp.sqrt(state)
-
-
-def _squares(tile: MatrixTile) -> Inexact[Array, ""]:
-    wide = widened(tile)
-    return jnp.sum(jnp.real(wide * jnp.conj(wide)))
+    def finalize(self, state: _Norm) -> Inexact[Array, ""]:
+        return jnp.sqrt(state.squares) * state.scale
 
 
 class _Alignment(eqx.Module):
-    checked_as: ClassVar[dict[str, Any]] = dict.fromkeys(
-        ("inner", "squares", "labels"), Inexact[Array, ""]
-    )
+    """Sums in a wide dtype, and the dtype of the result.
+
+    - `inner`: the inner product with the kernel of the labels, divided by the scales of
+        both kernels.
+    - `norm`: the norm of the kernel.
+    - `labels`: the norm of the kernel of the labels, divided by its scale.
+    - `scales`: the largest label of the rows and that of the columns, as powers of two.
+    """
+
+    checked_as: ClassVar[dict[str, Any]] = {
+        "inner": Inexact[Array, ""],
+        "labels": Inexact[Array, ""],
+        "scales": Inexact[Array, "2"],
+    }
     inner: Array
-    squares: Array
+    norm: _Norm
     labels: Array
+    scales: Array
     dtype: Any = eqx.field(static=True)
 
 
@@ -327,7 +374,8 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         default is `labels`.
 
     Raises `ValueError` for labels of other shapes and for a kernel with more than two
-    axes. Raises `TypeError` unless the kernel has a real floating-point dtype.
+    axes. Raises `TypeError` for complex labels, and unless the kernel has a real
+    floating-point dtype.
 
     !!! example
 
@@ -357,6 +405,12 @@ class KernelAlignment(AbstractReduction[_Alignment]):
 
     def __check_init__(self) -> None:
         check_fields(self)
+        for name, y in zip(("labels", "other_labels"), self._sides, strict=True):
+            if jnp.issubdtype(y.dtype, jnp.complexfloating):
+                raise TypeError(
+                    f"`{name}` must be real numbers; got dtype {y.dtype}. Give their "
+                    "real and imaginary parts as columns."
+                )
 
     @property
     def neutral(self) -> float:
@@ -392,42 +446,49 @@ class KernelAlignment(AbstractReduction[_Alignment]):
                 f"{kernel.dtype}. Cast what `kernel_fn` returns."
             )
         zero = jnp.zeros((), _sum_dtype(kernel))
+        wide = [y.astype(common_dtype(y.dtype, zero.dtype)) for y in sides]
+        tops = [jnp.max(jnp.abs(lax.stop_gradient(y)), initial=0) for y in wide]
+        scales = [power_of_two(top).astype(zero.dtype) for top in tops]
         # The norm of y1 y2^T, from matrices that are only as large as a label.
-        flat = [_columns(y, zero.dtype) for y in sides]
+        flat = [_columns(y, scale) for y, scale in zip(wide, scales, strict=True)]
         gram = [y.T @ y for y in flat]
-        return _Alignment(zero, zero, jnp.sum(gram[0] * gram[1]), kernel.dtype)
+        labels = jnp.sqrt(jnp.sum(gram[0] * gram[1]))
+        norm = _Norm(zero, zero)
+        return _Alignment(zero, norm, labels, jnp.stack(scales), kernel.dtype)
 
     @checked
     def update(
         self, state: _Alignment, tile: MatrixTile, rows: Block, columns: Block
     ) -> _Alignment:
         wide = widened(tile)
+        norm = state.norm.including(wide)
+        # Half of the scale for each side, so that no label underflows. A tile need not
+        # be copied to be divided.
+        root = power_of_two(jnp.sqrt(norm.scale))
         first, second = (
-            _columns(block.take(y), wide.dtype)
-            for y, block in zip(self._sides, (rows, columns), strict=True)
+            _columns(block.take(y), scale)
+            for y, block, scale in zip(
+                self._sides, (rows, columns), state.scales, strict=True
+            )
         )
-        inner = jnp.sum((wide @ second) * first)
-        return _Alignment(
-            state.inner + inner,
-            state.squares + _squares(tile),
-            state.labels,
-            state.dtype,
-        )
+        inner = jnp.sum((wide @ (second / root)) * (first / (norm.scale / root)))
+        inner += state.inner * state.norm.shrinkage(norm)
+        return dataclasses.replace(state, inner=inner, norm=norm)
 
     @checked
     def merge(self, first: _Alignment, second: _Alignment) -> _Alignment:
-        return _Alignment(
-            first.inner + second.inner,
-            first.squares + second.squares,
-            first.labels,
-            first.dtype,
-        )
+        norm = first.norm.merged(second.norm)
+        inner = [x.inner * x.norm.shrinkage(norm) for x in (first, second)]
+        return dataclasses.replace(first, inner=inner[0] + inner[1], norm=norm)
 
     @checked
     def finalize(self, state: _Alignment) -> Inexact[Array, ""]:
-        norms = jnp.sqrt(state.squares) * jnp.sqrt(state.labels)
+        norms = jnp.sqrt(state.norm.squares) * state.labels
         return (state.inner / norms).astype(state.dtype)
 
 
-def _columns(labels: Array, dtype: Any) -> Inexact[Array, "n k"]:
-    return labels.reshape(labels.shape[0], -1 if labels.size else 1).astype(dtype)
+def _columns(labels: Array, scale: Inexact[Array, ""]) -> Inexact[Array, "n k"]:
+    """Labels as columns, divided by `scale`, in its dtype."""
+    flat = labels.reshape(labels.shape[0], -1 if labels.size else 1)
+    dtype = common_dtype(labels.dtype, scale.dtype)
+    return (flat.astype(dtype) / scale.astype(dtype)).astype(scale.dtype)

@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TYPE_CHECKING
 
@@ -13,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Shaped
 
 from .._base.jaxprs import compiled
 from .._base.shapes import AnyArray, checked
 from .._base.trees import described, import_extra, log
 from .checkpoint import Checkpoint
 from .conjugate_gradients import ConjugateGradients, initial, Product, State
+from .matrix import AbstractMatrix, StoredMatrix
 from .on_host import check_concrete, Metered
 from .progress import AbstractProgressMeter, NoProgressMeter
 from .stores import digest
@@ -139,6 +141,7 @@ def kernel_solve(
             f"`operator` must be a `KernelOperator`; got {described(operator)}."
         )
     check_concrete((operator, y, ridge), "`kernel_solve`")
+    preconditioner_rank, rtol = int(preconditioner_rank), float(rtol)
     ridge = _checked_ridge(ridge, preconditioner_rank, operator)
     right, dtype = _checked_right(operator, y)
     if not 0 < rtol < 1:
@@ -336,7 +339,7 @@ def _factor(
         return None
     found = None if saved is None else saved.load("preconditioner")
     if found is None:
-        found = {"factor": np.asarray(_decomposed(operator, rank))}
+        found = {"factor": np.asarray(_decomposed(operator.matrix, rank))}
         if saved is not None:
             saved.save("preconditioner", found, even_if_slow=True)
     factor = found["factor"]
@@ -348,16 +351,39 @@ def _factor(
     return factor[:, :num] if num else None
 
 
-@compiled
-def _decomposed(operator: "KernelOperator", rank: int) -> Inexact[Array, "n rank"]:
-    low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
-    matrix, dtype = operator.matrix, jnp.zeros(()).dtype
-    diagonal = matrix.diagonal().astype(dtype)
+def _decomposed(matrix: AbstractMatrix, rank: int) -> Inexact[Array, "n rank"]:
+    """A partial Cholesky decomposition, from columns that are computed if possible."""
+    diagonal = matrix.diagonal()
+    if isinstance(matrix, StoredMatrix) and matrix.source is not None:
+        matrix = matrix.source
+    if isinstance(matrix, StoredMatrix):
+        return _factor_of_reader(weakref.ref(matrix.reader), diagonal, rank)
+    return _factor_of_computed(matrix, diagonal, rank)
 
-    def column(index: Array) -> Array:
-        found = matrix.column(index).astype(dtype)
-        # A kernel may add noise on its diagonal, which a single column lacks.
-        return found.at[index].set(diagonal[index])
+
+@compiled
+def _factor_of_computed(
+    matrix: AbstractMatrix, diagonal: Shaped[Array, " n"], rank: int
+) -> Inexact[Array, "n rank"]:
+    return _factor_of(matrix, diagonal, rank)
+
+
+@compiled
+def _factor_of_reader(
+    reader: weakref.ref, diagonal: Shaped[Array, " n"], rank: int
+) -> Inexact[Array, "n rank"]:
+    # Compiled programs are kept. They must not keep the kernels that they read.
+    matrix = StoredMatrix(weakref.proxy(reader()))
+    return _factor_of(matrix, diagonal, rank)
+
+
+def _factor_of(
+    matrix: AbstractMatrix, diagonal: Shaped[Array, " n"], rank: int
+) -> Inexact[Array, "n rank"]:
+    low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
+    dtype = jnp.zeros(()).dtype
+    diagonal = diagonal.astype(dtype)
+    column = lambda index: matrix.column(index).astype(dtype)
 
     # matfree evaluates single entries on the diagonal, all of these at once, and the
     # entries of a column. A block kernel has fast functions for each of these.

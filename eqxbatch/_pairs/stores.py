@@ -196,6 +196,7 @@ def fingerprint(
         "inputs": digest((call.calls, call.args, call.shared)),
         "kernel_fn": digest(call.kernel_fn),
         "program": program,
+        "symmetric": _of_mirror(kernel, grid),
         "grid": {
             "totals": list(grid.totals),
             "sizes": list(grid.sizes),
@@ -212,6 +213,20 @@ def fingerprint(
             for leaf in kernel.leaves
         ],
     }
+
+
+def _of_mirror(kernel: AbstractBlockKernel, grid: Grid) -> str | None:
+    """How blocks below the diagonal follow from those above it; None if they do not."""
+    if not grid.is_symmetric:
+        return None
+    mirror = kernel.mirror
+    if mirror.is_transpose:
+        return "transpose"
+    tile = [
+        jax.ShapeDtypeStruct(leaf.shape(grid.sizes), leaf.dtype)
+        for leaf in kernel.leaves
+    ]
+    return _of_program(lambda tile: mirror(tile), tile)
 
 
 def digest(tree: PyTree) -> str:

@@ -75,8 +75,10 @@ class SymmetricArray:
 
     def __getitem__(self, key: Any) -> np.ndarray:
         key = key if isinstance(key, tuple) else (key,)
-        if Ellipsis in key:
-            at = key.index(Ellipsis)
+        # By identity: arrays do not compare to a truth value.
+        dots = [at for at, index in enumerate(key) if index is Ellipsis]
+        if dots:
+            at = dots[0]
             key = key[:at] + (slice(None),) * (self.ndim - len(key) + 1) + key[at + 1 :]
         if len(key) > self.ndim:
             raise IndexError(

@@ -179,3 +179,58 @@ def test_reductions_within_transforms(getkey):
     for argnum in (0, 1):
         got, expected = (jax.grad(f, argnum)(x, v) for f in (loss, dense))
         assert_same(got, expected, tol=1e-4)
+
+
+@pytest.mark.parametrize("on_mesh", (True, False))
+def test_norms_whose_squares_are_out_of_range(on_mesh, getkey):
+    x, labels = normal(getkey(), (9, 3)), normal(getkey(), (9, 2))
+    settings = {"mesh": make_mesh(AxisType.Auto, (2,))} if on_mesh else {}
+    # From block to block, entries are larger and smaller by orders of magnitude.
+    sizes = jnp.array([1, 10, 1e-9, 1, 1, 100, 1e-3, 1, 1])
+
+    @jax.jit
+    def run(scale, by):
+        kernel = lambda x, y: scale * (x @ y.T)
+        reductions = FrobeniusNorm(), KernelAlignment(by * labels, by * labels)
+        return [
+            filter_batch_kernel(kernel, block_size=2, reduce=reduce, **settings)(
+                sizes[:, None] * x, x + 0
+            )
+            for reduce in reductions
+        ]
+
+    wide = [np.asarray(a, np.float64) for a in (sizes[:, None] * x, x, labels)]
+    dense, target = wide[0] @ wide[1].T, wide[2] @ wide[2].T
+    norm = np.linalg.norm(dense)
+    alignment = np.sum(dense * target) / (norm * np.linalg.norm(target))
+    for scale, by in ((1, 1), (1e20, 1), (1e-25, 1e-20), (1e27, 1e30), (1e-36, 1)):
+        found = run(jnp.float32(scale), jnp.float32(by))
+        np.testing.assert_allclose(found[0], scale * norm, rtol=1e-5)
+        np.testing.assert_allclose(found[1], alignment, rtol=1e-4)
+    assert run(jnp.float32(0), jnp.float32(1))[0] == 0
+    infinite = run(jnp.float32(jnp.inf), jnp.float32(1))
+    assert np.isinf(infinite[0])
+    assert np.isnan([*run(jnp.float32(jnp.nan), jnp.float32(1)), infinite[1]]).all()
+
+
+def test_derivatives_of_norms(getkey):
+    x, labels = normal(getkey(), (9, 3)), normal(getkey(), (9,))
+    target = jnp.outer(labels, labels)
+    cosine = lambda k: jnp.sum(k * target) / jnp.linalg.norm(target) / norm(k)
+    norm = jnp.linalg.norm
+    for reduce, expected in (
+        (FrobeniusNorm(), norm),
+        (KernelAlignment(labels), cosine),
+    ):
+
+        @jax.jit
+        def slope(scale, x, reduce=reduce):
+            kernel = lambda x, y: scale * lopsided(x, y)
+            run = filter_batch_kernel(kernel, block_size=4, reduce=reduce)
+            return jax.grad(lambda x: run(x))(x)
+
+        wanted = jax.grad(lambda x, expected=expected: expected(lopsided(x)))(x)
+        power = reduce == FrobeniusNorm()
+        for scale in (1, 1e20, 1e-25):
+            got = slope(jnp.float32(scale), x)
+            assert_same(got / scale**power, wanted, tol=1e-4)

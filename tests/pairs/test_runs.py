@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import types
 
 import equinox as eqx
 import jax
@@ -22,6 +23,8 @@ from eqxbatch import (
     filter_batch_kernel,
     ZarrStore,
 )
+from eqxbatch._pairs.calls import MeshAxis
+from eqxbatch._pairs.on_host import _Team
 from ..flags import COMPILE_FAST
 from ..helpers import CountTraces, normal
 from .kernel_functions import rbf
@@ -304,6 +307,23 @@ def test_closures_are_part_of_the_fingerprint(getkey, tmp_path):
         run(weights.at[0, 0].add(1))
 
 
+def test_mirror_images_are_part_of_the_fingerprint(tmp_path):
+    x = jnp.arange(5.0)[:, None]
+
+    def run(symmetric):
+        store = ZarrStore(tmp_path)
+        differences = lambda x, y: x - y.T
+        return filter_batch_kernel(
+            differences, block_size=2, symmetric=symmetric, store=store
+        )(x)
+
+    run(lambda block: -block.T)
+    run(lambda block: -block.T)
+    for other in (True, lambda block: block.T):
+        with pytest.raises(ValueError, match=r"symmetric is '.*' there and '.*' now"):
+            run(other)
+
+
 def test_folders_with_something_else(getkey, tmp_path):
     x = normal(getkey(), (9, 3))
 
@@ -456,6 +476,19 @@ TOGETHER = """
     except (ValueError, RuntimeError) as e:
         print("refused", type(e).__name__, flush=True)
 """
+
+
+def test_meshes_of_some_processes(monkeypatch):
+    """Are refused by all processes, also by those that would wait for the others."""
+    devices = [types.SimpleNamespace(process_index=index) for index in (0, 1)]
+    mesh = types.SimpleNamespace(
+        axis_names=("rows",), devices=np.array(devices), shape={"rows": 2}
+    )
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    for rank in range(3):
+        monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
+        with pytest.raises(ValueError, match="has devices of 2 of 3 processes"):
+            _Team(MeshAxis(mesh, "rows"), ZarrStore("never opened"))
 
 
 def test_two_processes(tmp_path):

@@ -1,5 +1,6 @@
 """Systems with kernels: against dense solves, stopped, continued, refused."""
 
+import gc
 import itertools
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +100,20 @@ def test_kernels_with_noise_on_the_diagonal(rank):
         rtol=1e-12,
     )
     np.testing.assert_allclose(found.weights, solution(white, Y, 0.1), rtol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("has_source", (True, False))
+def test_kernels_are_freed_after_solves(has_source):
+    for _ in range(2):
+        operator = make(store=HostStore())
+        if not has_source:
+            operator = KernelOperator(operator.matrix.reader.array, symmetric=True)
+        reader = weakref.ref(operator.matrix.reader)
+        kernel_solve(operator, jnp.asarray(Y), ridge=0.1, preconditioner_rank=3)
+        del operator
+        gc.collect()
+        assert reader() is None
 
 
 @pytest.mark.usefixtures("x64")
@@ -367,9 +383,13 @@ def test_a_solve_that_is_killed_ten_times(tmp_path):
 def test_checkpoints_of_other_problems(tmp_path):
     y = jnp.asarray(Y)
     run = lambda operator, y=y, **settings: kernel_solve(
-        operator, y, checkpoint=tmp_path, **{"ridge": 0.1, **settings}
+        operator, y, **{"ridge": 0.1, "checkpoint": tmp_path, **settings}
     )
+    # A run was killed before it had written what the problem is.
+    (tmp_path / "problem.json.partial").write_text("{")
     run(make())
+    numpy = {"preconditioner_rank": np.int64(2), "rtol": np.float32(1e-4)}
+    run(make(), checkpoint=tmp_path / "numpy", **numpy)
     for settings in ({"ridge": 0.2}, {"rtol": 1e-5}, {"y": 2 * y}):
         with pytest.raises(ValueError, match="`checkpoint` is of another problem"):
             run(make(), **settings)

@@ -144,8 +144,9 @@ def test_upper_only(getkey, tmp_path):
         np.testing.assert_array_equal(half[key], whole[key])
     with pytest.raises(IndexError):
         half[13]
-    with pytest.raises(IndexError, match="named by ints and slices; got"):
-        half[[1, 2]]
+    for several in ([1, 2], np.array([1, 2])):
+        with pytest.raises(IndexError, match="named by ints and slices; got"):
+            half[several]
     with pytest.raises(ValueError, match="takes a copy"):
         np.array(half, copy=False)
 

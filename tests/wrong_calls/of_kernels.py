@@ -342,6 +342,12 @@ FUNCTIONS = [
     ),
     Case(
         "KernelAlignment",
+        lambda: eqxbatch.KernelAlignment(y, y.astype(complex)),
+        TypeError,
+        "`other_labels` must be real numbers; got dtype complex64",
+    ),
+    Case(
+        "KernelAlignment",
         reduced(eqxbatch.KernelAlignment(y, x[:3])),
         ValueError,
         "as many columns|labels",
