@@ -226,7 +226,9 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
 def _check_numbers(path: tuple, accumulator: Any, part: PyTree) -> None:
     if accumulator is None or isinstance(accumulator, _OF_EQUAL):
         return
-    for sub, leaf in jtu.tree_leaves_with_path(part):
+    # Numbers in a module are its settings, and not results.
+    is_module = lambda x: isinstance(x, eqx.Module)
+    for sub, leaf in jtu.tree_leaves_with_path(part, is_leaf=is_module):
         if is_number(leaf):
             raise ValueError(
                 f"output{jtu.keystr((*path, *sub))} is {described(leaf)}, and only "

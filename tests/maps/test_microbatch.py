@@ -201,6 +201,9 @@ def test_static_outputs():
     total = functools.partial(filter_microbatch, microbatch_size=4, accumulator=Sum())
     micro = total(fun)
     assert_same(micro(jnp.arange(9.0)), (jnp.array(36.0), "static", jnp.tanh, None))
+    # Numbers in a module are settings of it.
+    whole = total(lambda x: (x.sum(), eqx.nn.Dropout(0.25)))(jnp.arange(9.0))
+    assert whole[1] == eqx.nn.Dropout(0.25)
     wrong = total(lambda x: (x.sum(), len(x)), accumulator=(Sum(), None))
     assert_same(wrong(jnp.arange(8.0)), (jnp.array(28.0), 4))
     with pytest.raises(ValueError, match="must be the same for every microbatch"):
