@@ -430,7 +430,7 @@ def test_parts_without_parameters():
 
 def test_where_looks_at_structure_only():
     where = lambda model: [x for x in model if x.ndim == 1]
-    with pytest.raises(ValueError, match="it uses `.ndim` of one"):
+    with pytest.raises(ValueError, match=r"it uses `.ndim` of one"):
         eqxbatch.filter_hessian(lambda m: m[0].sum(), where=where)([jnp.ones(2)])
     with pytest.raises(ValueError, match="`where` must return parts of the model"):
         eqxbatch.filter_hessian(lambda m: m.sum(), where=lambda m: 1)(jnp.ones(2))
