@@ -478,6 +478,7 @@ TOGETHER = """
 """
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_meshes_of_some_processes(monkeypatch):
     """Are refused by all processes, also by those that would wait for the others."""
     devices = [types.SimpleNamespace(process_index=index) for index in (0, 1)]

@@ -380,6 +380,7 @@ def test_a_solve_that_is_killed_ten_times(tmp_path):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.usefixtures("unchecked")
 def test_checkpoints_of_other_problems(tmp_path):
     y = jnp.asarray(Y)
     run = lambda operator, y=y, **settings: kernel_solve(
