@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
 from .._base.jaxprs import compiled
+from .._base.shapes import as_jax
 from .._batch.cut import Block
 from .batch import BatchKernel
 from .calls import without_twins
@@ -111,7 +112,7 @@ class ComputedMatrix(AbstractMatrix):
         key, kwargs = without_twins(kwargs.get("key"), kwargs, x2 is None)
         kwargs = kwargs if key is None else {**kwargs, "key": key}
         # Copies, as the caller may change NumPy arrays later.
-        self.x1, self.x2, self.kwargs = jtu.tree_map(_copied, (x1, x2, kwargs))
+        self.x1, self.x2, self.kwargs = jtu.tree_map(as_jax, (x1, x2, kwargs))
         kernel = block_kernel(self._call())
         if [leaf.axes for leaf in kernel.leaves] != [(0, 1)] or any(
             len(leaf.sample) != 2 for leaf in kernel.leaves
@@ -168,10 +169,6 @@ class ComputedMatrix(AbstractMatrix):
 
     def column(self, index: Int[Array, ""]) -> Array:
         return _column(self._call(), index)
-
-
-def _copied(x: Any) -> Any:
-    return jnp.array(x) if isinstance(x, np.ndarray) else x
 
 
 @compiled
