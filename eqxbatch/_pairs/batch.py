@@ -96,10 +96,7 @@ class BatchKernel(AbstractTransform):
         x2 = None if x2 is x1 else x2
         key, kwargs = without_twins(key, kwargs, x2 is None)
         x1, x2, args, key, kwargs = jtu.tree_map(_as_array, (x1, x2, args, key, kwargs))
-        has_arrays = lambda x: any(map(eqx.is_array, jtu.tree_leaves(x)))
-        arrays = {name: x for name, x in kwargs.items() if has_arrays(x)}
-        calls, shared = make_calls(x1, x2, key, arrays)
-        shared |= {name: x for name, x in kwargs.items() if name not in arrays}
+        calls, shared = make_calls(x1, x2, key, kwargs)
         symmetric = self.symmetric
         if symmetric is None:
             symmetric = getattr(fun, "symmetric", False)
