@@ -119,7 +119,7 @@ def _contracted(
         "kernels": [],
     }
     if has_gram(sites):
-        found["norms"].append(squared_norms(sites, factors))
+        found["norms"].append(squared_norms(sites, factors, struct))
         kernel = gram(sites, sides[0], sites, sides[1], OTHER_EXAMPLE, _KERNEL)
         found["kernels"].append(kernel)
     return found, gradients(sites, sides[0], struct)

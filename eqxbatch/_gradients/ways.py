@@ -40,8 +40,8 @@ from .._sites.factors import (
     weighted_sum,
     weights_of,
 )
-from .._sites.gram import squared_norms
-from .._sites.site import positions, Site
+from .._sites.gram import is_outer_product, squared_norms
+from .._sites.site import Site
 from .._sites.trace import Program
 from .clip import Clipping
 from .gradient_settings import IF_ONE
@@ -79,7 +79,7 @@ class SiteGradients:
         if contraction.form != "gram":
             return False
         (site, *others) = self._program.sites_of(contraction.leaf)
-        return not (others or site.rule.token is not None or positions(site))
+        return not others and is_outer_product(site)
 
     def squared_norms(
         self, scales: Sequence[Real[Array, " n"]] | None = None
@@ -104,10 +104,10 @@ class SiteGradients:
             # If scaling is cheap, it is always used: another way would take time to
             # compile.
             if scale is None and not self._is_product(contraction):
-                return squared_norms(sites, self._factors)
+                return squared_norms(sites, self._factors, self._leaves[leaf])
             found = self._scaled.get(leaf)
             if found is None:
-                found = _scaled_squared_norms(sites, self._factors)
+                found = _scaled_squared_norms(sites, self._factors, self._leaves[leaf])
             power, squares = found
             if scale is None:
                 self._scaled[leaf] = found
@@ -172,7 +172,7 @@ class SiteGradients:
 
 
 def _scaled_squared_norms(
-    sites: Sequence[Site], factors: Factors
+    sites: Sequence[Site], factors: Factors, leaf: Array
 ) -> tuple[Real[Array, " n"], Real[Array, " n"]]:
     """Norms as `power * sqrt(squares)`, where no square is out of range."""
     operands, cotangents, own = [], [], []
@@ -194,7 +194,7 @@ def _scaled_squared_norms(
         largest = [jnp.max(jnp.abs(x), initial=0) for x in weights]
         unit = power_of_two(functools.reduce(jnp.maximum, largest))
         power = power * unit.astype(power.dtype)
-    squares = squared_norms(own, factors.replaced(operands, cotangents, unit))
+    squares = squared_norms(own, factors.replaced(operands, cotangents, unit), leaf)
     return jnp.where(squares > 0, power, 1), squares
 
 

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._base.dtypes import widened
-from .._base.mesh import full_varying_as, vary, varying
+from .._base.dtypes import squared_norm, widened
+from .._base.mesh import full_varying_as, is_on_mesh, vary, vary_as, varying
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .factors import (
     Factor,
     Factors,
+    gradients,
     has_weights,
     labelled_terms,
     site_terms,
@@ -37,6 +39,11 @@ from .site import (
 # A leaf with more sites, as in an unrolled loop, has so many pairs of sites that
 # tracing their products takes seconds.
 MOST_SITES = 16
+
+# How much larger than the squared norm of a gradient the sum of the squares of what is
+# added up may be. The error of products of pairs grows with this ratio, that of the
+# gradient with its root.
+MOST_CANCELLED = 64.0
 
 
 def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> bool:
@@ -267,12 +274,69 @@ def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
     return take(x, tokens), (*shared, *rest[:axis], *own, *rest[axis + 1 :])
 
 
-def squared_norms(sites: Sequence[Site], factors: Factors) -> Real[Array, " n"]:
-    """Squared norms of gradients with respect to a leaf, from its sites' factors."""
+def squared_norms(
+    sites: Sequence[Site], factors: Factors, leaf: Any
+) -> Real[Array, " n"]:
+    """Squared norms of gradients with respect to a leaf, from its sites' factors.
+
+    Where uses or positions nearly cancel, the gradients are formed, one at a time: the
+    products of pairs are then much larger than their sum, and so are their errors.
+    """
     total = 0
     for terms, scale in norm_terms(sites, factors):
         total += jnp.real(contract(terms, (EXAMPLE,)) * scale)
-    return jnp.maximum(total, 0)
+    total = jnp.maximum(total, 0)
+    if len(sites) == 1 and is_outer_product(sites[0]):
+        return total
+    separate: Any = 0
+    merged, of_merged = _merged(sites, factors)
+    for site in merged:
+        separate += _separate_squares(site, of_merged)
+    cancels = jnp.any(separate > MOST_CANCELLED * total)
+    arrays = [x.array for x in (*factors.operands, *factors.cotangents)]
+    total = vary_as([x for x in arrays if x is not None], total)
+
+    def formed() -> Array:
+        found = _formed_norms(sites, factors, leaf)
+        return vary(found.astype(total.dtype), varying(jax.typeof(total)))
+
+    return lax.cond(cancels, formed, lambda: total)
+
+
+def is_outer_product(site: Site) -> bool:
+    """Whether the gradient at a site is a single outer product, with nothing summed."""
+    return not (site.rule.token is not None or positions(site))
+
+
+def _separate_squares(site: Site, factors: Factors) -> Array:
+    """The squared norms of the gradients at a site if no two positions met."""
+    side = _Side(site, factors, EXAMPLE, labels_of(site, 0), ("small", 0))
+    terms, scale = side.terms, _scale(site)
+    if is_small(site):
+        directions = _flat(side.directions), (side.small, ("flat", 0))
+        terms, scale = [side.coefficients, directions], site.rule.scale
+    squares = [(jnp.real(x * jnp.conj(x)), labels) for x, labels in terms]
+    return contract(squares, (EXAMPLE,)) * abs(scale) ** 2
+
+
+def _formed_norms(sites: Sequence[Site], factors: Factors, leaf: Any) -> Array:
+    """Squared norms from the gradients, of which one is formed at a time."""
+    is_shared = lambda x: x.array is None or not x.has_examples
+    every = [*factors.operands, *factors.cotangents]
+    num = len(factors.operands)
+
+    def norms(arrays: list) -> Array:
+        arrays = [*arrays]
+        own = [x if is_shared(x) else x.of(arrays.pop(0)) for x in every]
+        formed = gradients(sites, factors.replaced(own[:num], own[num:]), leaf)
+        formed = formed if factors.has_examples(sites) else formed[None]
+        unit = 1 if factors.unit is None else factors.unit.astype(formed.real.dtype)
+        return squared_norm(formed / unit)
+
+    arrays = [x.array for x in every if not is_shared(x)]
+    if any(map(is_on_mesh, arrays)):  # One at a time would gather it on all devices.
+        return norms(arrays)
+    return lax.map(lambda one: norms([x[None] for x in one])[0], arrays)
 
 
 def gram(
@@ -330,7 +394,7 @@ def norm_terms(
 
 def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
     """The arrays whose contraction is the squared norm of a site's gradient."""
-    if site.rule.token is not None or positions(site) or is_small(site):
+    if not is_outer_product(site) or is_small(site):
         return pair_terms(site, factors, site, factors, EXAMPLE)
     # The norm of an outer product is the product of the norms.
     terms = [

@@ -82,7 +82,7 @@ def compare(case, key=None):
             expected.append(jnp.tensordot(weights.astype(true.dtype), true, 1))
             if can:
                 flat = true.reshape(NUM, -1)
-                got.append(squared_norms(own, factors))
+                got.append(squared_norms(own, factors, leaf))
                 expected.append(jnp.sum(jnp.abs(flat) ** 2, 1))
                 out = (EXAMPLE, OTHER_EXAMPLE)
                 got.append(gram(own, factors, own, factors, OTHER_EXAMPLE, out))
