@@ -170,9 +170,7 @@ class CurvatureBlocks:
                 order=2,
             )
             covered = {
-                i
-                for i in leaves
-                if i in formed or is_covered(program, i, self.wanted)
+                i for i in leaves if i in formed or is_covered(program, i, self.wanted)
             }
             several = covered - formed if curvature.has_jacobian else set()
             several = {i for i in several if len(program.sites_of(i)) > 1}

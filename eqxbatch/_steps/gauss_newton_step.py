@@ -140,7 +140,7 @@ class _Step(AbstractAutoSharded, AbstractOtherArguments):
         if self._is_in_samples(residuals):
             found = system.in_samples(residuals, values)
         else:
-            gradient = residuals.pull(residuals.weighted(values))
+            gradient = residuals.pull_once(residuals.weighted(values))
             found = system.in_parameters(residuals, gradient)
         if previous is None:
             return found
@@ -395,6 +395,10 @@ def filter_gauss_newton_step(
     reconfiguration. A complex parameter counts as two real ones, too. Its step is the
     direction itself, not the conjugate that JAX returns for gradients. For a function
     that is holomorphic in all parameters, the step is the solution in complex numbers.
+
+    With `centre`, the mean is subtracted from the Jacobian of each example before any
+    products, so digits are kept where the mean is much larger than the spread. The
+    Jacobian of the examples of a block is then materialised.
 
     Matrices are in at least float32, even if the model is not. In float32, `damping`
     should not be much smaller than 1e-6 times the largest eigenvalue. Inside

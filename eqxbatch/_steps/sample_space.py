@@ -40,6 +40,10 @@ class SampleKernel:
     ):
         self._residuals, self._size = residuals, block_size
         self._microbatch_size = microbatch_size
+        self._programs = residuals.programs
+        if residuals.centre:
+            pairs = zip(residuals.centred_terms(), residuals.rows, strict=True)
+            self._programs = [residuals.program(*pair) for pair in pairs]
         formed = self._formed([self._linearization(i, ()) for i in self._numbers])
         # One backward pass computes all gradients of a leaf. That is faster than
         # contracting the factors of its sites.
@@ -57,7 +61,7 @@ class SampleKernel:
 
     def _linearization(self, number: int, formed: Collection[int]) -> Linearization:
         residuals = self._residuals
-        rows, program = residuals.rows[number], residuals.programs[number]
+        rows, program = residuals.rows[number], self._programs[number]
         axes = self._axes(number, number, program.structs[0].dtype)
         return Linearization(
             Program(
@@ -73,6 +77,8 @@ class SampleKernel:
 
     def _formed(self, linearizations: list[Linearization]) -> set[int]:
         """The leaves whose gradients are formed, for all terms."""
+        if self._residuals.centre:  # Products would cancel.
+            return {*range(len(self._residuals.leaves))}
         formed: set[int] = set()
         for i, j in self._pairs():
             pair, schedule = (
@@ -142,12 +148,12 @@ class SampleKernel:
         """Like `Residuals.pull`, from the factors that were kept for the kernel."""
         residuals = self._residuals
         if not self._kept:
-            return residuals.pull(vectors)
+            return residuals.pull_once(vectors)
         totals = residuals.zeros()
         vectors, size = in_range(residuals.centred(vectors, is_transpose=True))
         for number, vector in enumerate(vectors):
             own = self._factors[number]
-            closed = residuals.programs[number].closed
+            closed = self._programs[number].closed
             is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
             kept = self._kernels[number, number].factors(0, self._kept[number])
             (sites,), (factors,) = own.kept, own.of_outputs(kept, 0)

@@ -16,7 +16,7 @@ from .._base.trees import import_extra
 from .._batch.moments import Sum
 from .._curvature.ggn import filter_ggn
 from .sample_space import SampleKernel
-from .terms import in_range, Residuals, Term
+from .terms import CentredTerm, in_range, Residuals, Term
 
 
 class System(eqx.Module):
@@ -81,23 +81,25 @@ class System(eqx.Module):
         # The matrix has the dtype of its parameters.
         wide = jtu.tree_map(widened, as_real(residuals.leaves))
         dtypes = tuple(x.dtype for x in residuals.leaves)
-        for number, weights in enumerate(residuals.weights):
-            rows = residuals.rows[number]
+        terms = residuals.centred_terms()
+        for term, rows, weights in zip(
+            terms, residuals.rows, residuals.weights, strict=True
+        ):
             if rows.total == 0:
                 continue
             matrix = filter_ggn(
-                _OfReal(residuals.terms[number], dtypes),
+                _OfReal(term, dtypes),
                 _half_of_squares,
                 in_axes=rows.axes,
                 flat=True,
                 accumulator=Sum(weights=weights),
                 block_size=self.block_size,
                 microbatch_size=self.microbatch_size,
+                # Products add up examples before they subtract the mean.
+                method="sites" if residuals.centre else "auto",
             )
             found, _ = matrix(wide, *rows.arrays)
             total = total + found.astype(residuals.dtype)
-        if residuals.centre:
-            total = total - _of_means(residuals)
         return total
 
     def _solved(
@@ -106,10 +108,11 @@ class System(eqx.Module):
         damping = jnp.asarray(self.damping, matrix.dtype)
         if self.solver == "eigh":
             values, vectors = jnp.linalg.eigh(matrix)
-            # Eigenvalues that are zero up to rounding do not count.
-            least = (
-                jnp.max(values, initial=0) * values.size * jnp.finfo(values.dtype).eps
-            )
+            # Without damping, eigenvalues that are zero up to rounding do not count.
+            # With it, they are still much larger than `damping` may be.
+            largest = jnp.max(values, initial=0)
+            rounding = largest * values.size * jnp.finfo(values.dtype).eps
+            least = jnp.where(damping > 0, 0, rounding)
             values = jnp.where(values > least, values, 0) + damping
             is_zero = values <= 0
             inverse = jnp.where(is_zero, 0, 1 / jnp.where(is_zero, 1, values))
@@ -147,7 +150,7 @@ class _OfReal(eqx.Module):
     - `dtypes`: the dtypes in which the term takes its parameters.
     """
 
-    term: Term
+    term: Term | CentredTerm
     dtypes: tuple = eqx.field(static=True)
 
     def __call__(self, leaves: PyTree, *rows: Array) -> Float[Array, " entries"]:
@@ -158,20 +161,3 @@ class _OfReal(eqx.Module):
 def _half_of_squares(out: Array, *rows: Array) -> Array:
     del rows
     return 0.5 * jnp.sum(out**2)
-
-
-def _of_means(residuals: Residuals) -> Float[Array, "p p"]:
-    """The products of mean derivatives, which centring subtracts."""
-    total: Any = 0
-    for number, weights in enumerate(residuals.weights):
-        entries = jnp.eye(residuals.entries[number], dtype=residuals.dtype)
-
-        def mean(entry: Array, number: int = number, own: Array = weights) -> Array:
-            found = residuals.pull_as_it_is({number: jnp.outer(own, entry)})
-            real = jtu.tree_leaves(as_real(found))
-            return jnp.concatenate([x.reshape(-1) for x in real])
-
-        means = jax.vmap(mean)(entries).astype(residuals.dtype)
-        weight = jnp.sum(weights)
-        total = total + means.T @ means / jnp.where(weight > 0, weight, 1)
-    return total

@@ -77,6 +77,25 @@ class Term(eqx.Module):
         return out, residual
 
 
+class CentredTerm(eqx.Module):
+    """A term minus a linear function whose derivative is the mean over the examples.
+
+    Its Jacobian is centred entry by entry, before any products. Centring products would
+    lose all digits where the mean is much larger than the spread.
+    """
+
+    term: Term
+    means: list
+
+    def __call__(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
+        out = self.term(leaves, *rows)
+        for mean, leaf in zip(self.means, leaves, strict=True):
+            product = jnp.conj(mean) * leaf.astype(mean.dtype)
+            total = jnp.sum(product, axis=range(1, mean.ndim))
+            out -= total.real.astype(out.dtype)
+        return out
+
+
 def _checked(out: PyTree) -> PyTree:
     """The outputs of a residual function, as arrays."""
 
@@ -139,7 +158,7 @@ class Residuals:
         self.leaves = vary_as(arrays, leaves)
         self.rows = [_rows(term.batch) for term in terms]
         self.programs = [
-            self._program(term, rows)
+            self.program(term, rows)
             for term, rows in zip(terms, self.rows, strict=True)
         ]
         self.entries = [program.structs[0].shape[0] for program in self.programs]
@@ -147,7 +166,22 @@ class Residuals:
         self.dtype = widest(*dtypes, *(x.dtype for x in leaves))
         self.weights = vary_as(arrays, weights(self.dtype))
 
-    def _program(self, fun: Callable, rows: Rows) -> PerExample:
+    def centred_terms(self) -> list[Term | CentredTerm]:
+        """The terms with centred derivatives, if required."""
+        if not self.centre:
+            return [*self.terms]
+        return [
+            CentredTerm(term, self._means(number))
+            for number, term in enumerate(self.terms)
+        ]
+
+    def _means(self, number: int) -> list[Array]:
+        """The weighted mean over the examples of each entry's derivative."""
+        own = shares(self.weights[number])
+        pull = lambda entry: self.pull_as_it_is({number: jnp.outer(own, entry)})
+        return jax.vmap(pull)(jnp.eye(self.entries[number], dtype=self.dtype))
+
+    def program(self, fun: Callable, rows: Rows) -> PerExample:
         of_row = lambda leaves, row: fun(leaves, *row)
         return PerExample(of_row, self.leaves, rows.arrays, rows.axes)
 
@@ -168,7 +202,7 @@ class Residuals:
         triples = zip(self.terms, self.programs, self.rows, strict=True)
         for term, program, rows in triples:
             if term.has_residual:
-                program = self._program(term.residual, rows)
+                program = self.program(term.residual, rows)
             of_rows = lambda arrays, _, own=program: own.many(self.leaves, arrays)[0]
             found.append(accumulated(of_rows, rows, self._size, Concat()))
         return self.centred(found)
@@ -189,6 +223,38 @@ class Residuals:
         """The transpose of `push`, with sums in at least float32."""
         vectors = self.centred(vectors, is_transpose=True)
         return self.pull_as_it_is(dict(enumerate(vectors)))
+
+    def pull_once(self, vectors: Vectors) -> list[Array]:
+        """Like `pull`. If means are subtracted, they are subtracted from each gradient.
+
+        A sum over examples loses digits where the mean is much larger than the spread.
+        Gradients are formed for as many examples as take the memory of the matrix.
+        """
+        if not self.centre:
+            return self.pull(vectors)
+        totals, size = self.zeros(), self._size or self.num_parameters
+        scaled, scale = in_range(self.centred(vectors, is_transpose=True))
+        triples = zip(self.centred_terms(), self.rows, scaled, strict=True)
+        for term, rows, vector in triples:
+
+            def of_one(*row: Array, own: CentredTerm = term) -> list[Array]:
+                *row, vector = row
+                out, pullback = jax.vjp(lambda leaves: own(leaves, *row), self.leaves)
+                # Means cancel exactly only before anything is multiplied.
+                (jacobian,) = jax.vmap(pullback)(jnp.eye(out.size, dtype=out.dtype))
+                wide = map(widened, jacobian)
+                return [jnp.tensordot(vector.astype(x.real.dtype), x, 1) for x in wide]
+
+            both = Rows([*rows.arrays, vector], (*rows.axes, 0), rows.total)
+            pulled = lambda arrays, _, axes=both.axes, one=of_one: [
+                jnp.sum(x, axis=0) for x in jax.vmap(one, axes)(*arrays)
+            ]
+            found = accumulated(pulled, both, size, Sum())
+            totals = [
+                total + jnp.conj(x).astype(total.dtype)
+                for total, x in zip(totals, found, strict=True)
+            ]
+        return [x * scale.astype(x.dtype) for x in totals]
 
     def pull_as_it_is(self, vectors: dict[int, Array]) -> list[Array]:
         """Like `pull`, for the terms with some indices, without centring."""
