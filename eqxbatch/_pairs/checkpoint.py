@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 _PARTIAL = ".partial"

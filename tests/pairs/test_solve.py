@@ -304,6 +304,53 @@ def test_a_solve_that_was_stopped(tmp_path):
     assert log == [(1000, whole.num_products), "closed"]
 
 
+@pytest.mark.usefixtures("x64")
+def test_a_finished_solve_of_another_kernel(tmp_path):
+    """The first product is the same: the right-hand side has one entry."""
+    matrix, y = np.diag(np.full(61, 2.0)), np.zeros(61)
+    y[0] = 1.0
+    other = matrix.copy()
+    other[30:, 30:] += np.eye(31) + 0.1
+    run = lambda matrix: kernel_solve(
+        KernelOperator(matrix, symmetric=True),
+        jnp.asarray(y),
+        ridge=0.1,
+        checkpoint=tmp_path,
+    )
+    run(matrix)
+    with pytest.raises(ValueError, match="`checkpoint` is of another kernel"):
+        run(other)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("num", (4, None))
+def test_a_solve_continues_where_products_round_otherwise(num, tmp_path):
+    """And the residual of a finished one is that of the kernel at hand."""
+    matrix, y = np.asarray(rbf(jnp.asarray(X))), jnp.asarray(Y)
+    noise = numbers(61, 61, seed=3)
+    other = matrix + 1e-9 * (noise + noise.T)
+    run = lambda matrix, **settings: kernel_solve(
+        KernelOperator(matrix, symmetric=True),
+        y,
+        ridge=1e-2,
+        rtol=1e-10,
+        checkpoint=tmp_path,
+        **settings,
+    )
+    if num is None:
+        run(matrix)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run(matrix, progress=StopsAt(num))
+    log = []
+    found = run(other, progress=Residuals(log))
+    assert log[0][1] > 0
+    residual = other @ np.asarray(found.weights) + 1e-2 * found.weights - y
+    true = np.linalg.norm(residual, axis=0) / np.linalg.norm(y, axis=0)
+    assert np.max(true) <= 1.001e-10
+    np.testing.assert_allclose(found.residuals, true, rtol=1e-3)
+
+
 SCRIPT = """
     import sys
 
