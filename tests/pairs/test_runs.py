@@ -338,9 +338,11 @@ def test_folders_with_something_else(getkey, tmp_path):
     zarr.create_array(str(tmp_path / "array"), shape=(3,), dtype="f4")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "zarr.json").write_text('{"zarr_format"')
-    for name in ("group", "array", "damaged"):
+    for name in ("group", "array"):
         with pytest.raises(ValueError, match="`path` has zarr arrays that are not a k"):
             run(tmp_path / name)
+    with pytest.raises(ValueError, match=r"damaged/zarr\.json is not JSON"):
+        run(tmp_path / "damaged")
 
 
 def test_paths_that_cannot_be_written(getkey, tmp_path):
