@@ -53,8 +53,9 @@ class ZarrStore(AbstractStore):
     checksum. Intact chunks are kept; chunks that are missing, have a wrong size or
     checksum, or are those of another place, are computed. The kernel is bit for bit
     that of an uninterrupted run on the same machine. The group stores a fingerprint of
-    the inputs, the kernel function (its arrays and its program), the blocks and the
-    package versions, so that different kernels are never mixed.
+    the inputs, the kernel function (its arrays and its program), the blocks, JAX's
+    settings for random numbers and precision, and the package versions, so that
+    different kernels are never mixed.
 
     Several processes can share the work: see `mesh` of
     [`eqxbatch.filter_batch_kernel`][].
@@ -67,14 +68,17 @@ class ZarrStore(AbstractStore):
     - `upper_only`: whether to omit the blocks below the diagonal of a symmetric kernel,
         which halves the space on disk. The result is then an
         [`eqxbatch.SymmetricArray`][], which reads the omitted blocks as mirror images.
+    - `version`: a name for what the fingerprint cannot contain: the functions that a
+        kernel calls on the host, by `jax.pure_callback` for instance, and what they
+        read. Such kernels need one. Give another name when these functions change.
 
     **Raises:**
 
     When used:
 
     - `ValueError` for a folder that contains another kernel or anything else, for
-        metadata that are damaged or edited, and for `upper_only` if the kernel is not
-        symmetric.
+        metadata that are damaged or edited, for `upper_only` if the kernel is not
+        symmetric, and for a kernel with callbacks without `version`.
     - `TypeError` for a dtype that zarr does not support, such as bfloat16.
     - `OSError` before anything is computed, if the folder cannot be written or the disk
         has too little space; or later, if the disk becomes full, or if files are
@@ -104,11 +108,19 @@ class ZarrStore(AbstractStore):
 
     path: str = eqx.field(static=True)
     upper_only: bool = eqx.field(static=True)
+    version: str | None = eqx.field(static=True)
 
     @checked
-    def __init__(self, path: str | os.PathLike, *, upper_only: bool = False):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        upper_only: bool = False,
+        version: str | None = None,
+    ):
         self.path = os.fspath(path)
         self.upper_only = upper_only
+        self.version = version
 
     @property
     def is_shared(self) -> bool:
@@ -135,7 +147,14 @@ class ZarrStore(AbstractStore):
                     "`upper_only` needs rows and columns along axes 0 and 1; got "
                     f"{leaf.axes} for output{leaf.path}."
                 )
-        expected = {**fingerprint(), "upper_only": self.upper_only}
+        own = {"upper_only": self.upper_only, "version": self.version}
+        expected = {**fingerprint(), **own}
+        if expected["callbacks"] and self.version is None:
+            raise ValueError(
+                f"The kernel calls functions on the host, by {expected['callbacks']}, "
+                "whose results a fingerprint cannot contain. Give "
+                "`ZarrStore(..., version='1')`, and another `version` when they change."
+            )
         path = pathlib.Path(self.path)
         if is_first:
             _make_group(zarr, path, expected)
@@ -258,7 +277,7 @@ def _make_array(group: Any, name: str, leaf: KernelLeaf, grid: Grid) -> Any:
 def _seal(patch: Patch, values: np.ndarray) -> str:
     """A digest of the entries of a chunk and of its place."""
     found = hashlib.blake2b(f"{patch.chunk}".encode(), digest_size=16)
-    found.update(np.ascontiguousarray(values))
+    found.update(np.ascontiguousarray(values).data)
     return found.hexdigest()
 
 
