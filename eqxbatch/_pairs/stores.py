@@ -87,6 +87,10 @@ class AbstractWriter(abc.ABC):
     def finish(self) -> list[Any]:
         """The arrays, once all patches are written."""
 
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the writing, also after an error."""
+
 
 class AbstractStore(eqx.Module):
     """Where the blocks of a kernel are stored."""
@@ -173,6 +177,9 @@ class _HostWriter(AbstractWriter):
 
     def finish(self) -> list[np.ndarray]:
         return self.arrays
+
+    def close(self) -> None:
+        pass
 
 
 # The version of the format, so that later versions recognise earlier ones.

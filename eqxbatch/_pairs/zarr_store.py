@@ -1,8 +1,10 @@
 """Kernels on disk; runs can be resumed."""
 
+import contextlib
 import errno
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -17,7 +19,7 @@ import equinox as eqx
 import numpy as np
 
 from .._base.shapes import checked
-from .._base.trees import import_extra
+from .._base.trees import import_extra, log
 from .grid import Grid
 from .kernel import KernelLeaf, TileMirror
 from .stores import AbstractStore, AbstractWriter, Patch, patches
@@ -37,7 +39,8 @@ _PLACES = "places"
 _CHECKSUM = 4  # The bytes of a CRC32C, at the end of a chunk.
 
 
-_PARTIAL = ".partial"  # How zarr names an unfinished file.
+# How zarr names an unfinished file.
+_PARTIAL = re.compile(r".+\.[0-9a-f]{32}\.partial")
 
 
 class ZarrStore(AbstractStore):
@@ -165,10 +168,9 @@ class ZarrStore(AbstractStore):
             for name, leaf in zip(names, leaves, strict=True):
                 if not (path / name / _METADATA).exists():
                     _make_array(group, name, leaf, grid)
-            for leftover in path.rglob(f"*{_PARTIAL}"):
-                leftover.unlink(missing_ok=True)
         writer = _ZarrWriter(zarr, path, names, leaves, grid)
         writer.mirror = mirror if self.upper_only else None
+        writer.lock(clean=is_first)
         return writer
 
 
@@ -188,7 +190,7 @@ def _names(leaves: list[KernelLeaf]) -> list[str]:
 def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None:
     if (path / _METADATA).exists():
         return
-    if path.exists() and any(not x.name.endswith(_PARTIAL) for x in path.iterdir()):
+    if path.exists() and any(not _PARTIAL.fullmatch(x.name) for x in path.iterdir()):
         raise ValueError(
             f"`path` is a folder that contains something other than a kernel: {path}. "
             "Give one that is empty or does not exist."
@@ -291,6 +293,7 @@ class _ZarrWriter(AbstractWriter):
     """
 
     mirror: TileMirror | None = None
+    _lock: int | None = None
 
     def __init__(
         self,
@@ -319,6 +322,35 @@ class _ZarrWriter(AbstractWriter):
             files = sorted((path / name / _PLACES).glob("*"))
             lines = [file.read_text(errors="replace").split() for file in files]
             self.seals.append({line for some in lines for line in some})
+
+    def lock(self, *, clean: bool) -> None:
+        """Tells other runs that this one writes, until it is closed or killed.
+
+        If no other run does, `clean` deletes the files that killed runs have left.
+        """
+        try:
+            fcntl = importlib.import_module("fcntl")
+            self._lock = os.open(self.path / _METADATA, os.O_RDWR)
+            if clean:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._clean()
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        except (ImportError, OSError) as e:
+            # On Windows, and on file systems without locks.
+            log.debug("ZarrStore: unfinished files are kept, without locks (%s).", e)
+
+    def _clean(self) -> None:
+        folders = [self.path / name / "c" for name in self.names]
+        found = [self.path.glob("*"), *(folder.rglob("*") for folder in folders)]
+        for file in itertools.chain.from_iterable(found):
+            if _PARTIAL.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _open(self, mode: str) -> list:
         """The arrays, after their metadata have been compared with the kernel."""

@@ -112,7 +112,7 @@ def test_damaged_chunks(how, getkey, tmp_path):
     # One in the middle, one at an edge, and one that is a mirror image.
     for chunk in ("1/1", "3/3", "3/0"):
         damage(tmp_path / "kernel" / "c" / chunk, how)
-    leftover = tmp_path / "kernel" / "c" / "1" / "2.0123456789abcdef.partial"
+    leftover = tmp_path / "kernel" / "c" / "1" / f"2.{'0123456789abcdef' * 2}.partial"
     leftover.write_bytes(b"half a chunk")
     log.clear()
     batched(x)
@@ -385,6 +385,9 @@ def test_folders_with_something_else(getkey, tmp_path):
     with pytest.raises(ValueError, match="`path` is a folder that contains something"):
         run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    (tmp_path / "notes.txt").rename(tmp_path / "notes.partial")
+    with pytest.raises(ValueError, match="`path` is a folder that contains something"):
+        run(tmp_path)
     zarr.create_group(str(tmp_path / "group"))
     zarr.create_array(str(tmp_path / "array"), shape=(3,), dtype="f4")
     (tmp_path / "damaged").mkdir()

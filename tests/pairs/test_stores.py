@@ -1,6 +1,7 @@
 """Kernels on the host and on disk: continued, damaged, shared, and metered."""
 
 import json
+import pathlib
 import shutil
 import sys
 
@@ -348,6 +349,47 @@ def test_flipped_bits_of_metadata(name, tmp_path):
         else:
             assert error.startswith("`path` has ")
             assert str(tmp_path) in error
+
+
+class RunsAnother(AbstractProgressMeter):
+    """Stores the same kernel, while a chunk of this run is unfinished."""
+
+    path: pathlib.Path
+
+    def start(self, num_blocks, num_done):
+        pass
+
+    def step(self, state, num_nans):
+        unfinished = self.path / "kernel" / "c" / "1" / f"1.{'0' * 32}.partial"
+        unfinished.parent.mkdir(exist_ok=True)
+        unfinished.write_text("half a chunk")
+        kept(self.path)
+        assert unfinished.exists()
+
+    def close(self, state):
+        pass
+
+
+def test_two_runs_keep_their_unfinished_files(tmp_path):
+    kept(tmp_path, RunsAnother(tmp_path))
+    own = [tmp_path / "thesis.partial", tmp_path / "kernel" / "c" / "thesis.partial"]
+    for file in own:
+        file.write_text("mine")
+    assert sum("partial" in name for name in chunks(tmp_path)) == 2
+    # Now there is no other run.
+    found, _ = kept(tmp_path)
+    assert sum("partial" in name for name in chunks(tmp_path)) == 1
+    assert all(file.exists() for file in own)
+    assert np.asarray(found)[3, 0] == 3
+
+
+def test_unfinished_files_are_kept_without_locks(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # As on Windows.
+    kept(tmp_path)
+    unfinished = tmp_path / "kernel" / "c" / "1" / f"1.{'0' * 32}.partial"
+    unfinished.write_text("half a chunk")
+    assert kept(tmp_path)[1][0] == ("start", 4, 4)
+    assert unfinished.exists()
 
 
 class Deletes(AbstractProgressMeter):
