@@ -449,10 +449,43 @@ def test_checkpoints_of_other_problems(tmp_path):
     (tmp_path / "problem.json").unlink()
     with pytest.raises(ValueError, match="something other than a checkpoint"):
         run(make())
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "thesis.partial").write_text("mine")
+    with pytest.raises(ValueError, match="something other than a checkpoint"):
+        run(make(), checkpoint=own)
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ValueError, match="must be a folder"):
         kernel_solve(make(), y, ridge=0.1, checkpoint=file)
+
+
+@pytest.mark.usefixtures("x64")
+def test_damaged_checkpoints(tmp_path):
+    """Every flipped bit and every cut is an error that names the file."""
+    operator = KernelOperator(np.eye(3), symmetric=True)
+    solve = lambda: kernel_solve(
+        operator, jnp.ones(3), ridge=0.1, preconditioner_rank=1, checkpoint=tmp_path
+    )
+    expected = solve()
+    for name in ("problem.json", "state.npz", "preconditioner.npz"):
+        file = tmp_path / name
+        data = file.read_bytes()
+        places = range(0, len(data), 1 + len(data) // 40)
+        flips = [
+            data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
+            for at in places
+        ]
+        for damaged in (*flips, data[:-1], data[:3], b"", b"[]"):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match="`checkpoint` ") as e:
+                solve()
+            assert str(tmp_path) in str(e.value)
+        file.unlink()
+        if name == "problem.json":
+            file.write_bytes(data)
+        # What is left is used, and the rest is computed.
+        np.testing.assert_allclose(solve().weights, expected.weights, rtol=1e-9)
 
 
 def negative(x1, x2=None):
