@@ -256,17 +256,19 @@ def digest(tree: PyTree) -> str:
     found = hashlib.sha256()
     for path, leaf in jtu.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)):
         found.update(jtu.keystr(path).encode())
-        _add(found, leaf)
+        add_array(found, leaf)
     return found.hexdigest()
 
 
-def _add(found: Any, x: Any) -> None:
+def add_array(found: Any, x: Any) -> None:
+    """Adds an array to a digest, without a copy if it is contiguous."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         found.update(str(x.dtype).encode())
         x = jr.key_data(x)
     x = np.asarray(x)
     found.update(f"{x.dtype}{x.shape}".encode())
-    found.update(np.ascontiguousarray(x).tobytes())
+    # As bytes: Python has no buffers of dtypes such as bfloat16.
+    found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
 def _program(fun: Any, *args: Any) -> Any:
@@ -280,7 +282,7 @@ def _of_program(closed: Any) -> str:
     found = hashlib.sha256(text.encode())
     # These include the arrays of the kernel function, which are digested again.
     for x in constants(closed):
-        _add(found, x)
+        add_array(found, x)
     return found.hexdigest()
 
 

@@ -22,7 +22,7 @@ from .._base.shapes import checked
 from .._base.trees import import_extra, log
 from .grid import Grid
 from .kernel import KernelLeaf, TileMirror
-from .stores import AbstractStore, AbstractWriter, Patch, patches
+from .stores import AbstractStore, AbstractWriter, add_array, Patch, patches
 from .symmetric_array import SymmetricArray
 
 
@@ -279,7 +279,7 @@ def _make_array(group: Any, name: str, leaf: KernelLeaf, grid: Grid) -> Any:
 def _seal(patch: Patch, values: np.ndarray) -> str:
     """A digest of the entries of a chunk and of its place."""
     found = hashlib.blake2b(f"{patch.chunk}".encode(), digest_size=16)
-    found.update(np.ascontiguousarray(values).data)
+    add_array(found, values)
     return found.hexdigest()
 
 

@@ -411,9 +411,8 @@ class Deletes(AbstractProgressMeter):
 def test_files_deleted_while_a_kernel_is_computed(name, tmp_path):
     folder = tmp_path / "store"
     meter = Deletes(str(folder / name))
-    with pytest.raises(OSError, match="store") as e:
+    with pytest.raises(OSError, match="store"):
         kept(folder, meter)
-    assert isinstance(e.value, FileNotFoundError)
     # Blocks that were being written may have come after.
     shutil.rmtree(folder / name, ignore_errors=True)
     found, _ = kept(folder)
