@@ -167,7 +167,8 @@ class ZarrStore(AbstractStore):
             group = _opened(zarr.open_group, path, mode="r+")
             for name, leaf in zip(names, leaves, strict=True):
                 if not (path / name / _METADATA).exists():
-                    _make_array(group, name, leaf, grid)
+                    with contextlib.suppress(zarr.errors.ContainsArrayError):
+                        _make_array(group, name, leaf, grid)
         writer = _ZarrWriter(zarr, path, names, leaves, grid)
         writer.mirror = mirror if self.upper_only else None
         writer.lock(clean=is_first)
@@ -188,15 +189,18 @@ def _names(leaves: list[KernelLeaf]) -> list[str]:
 
 
 def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None:
-    if (path / _METADATA).exists():
+    found = {x.name for x in path.iterdir()} if path.exists() else set()
+    if _METADATA in found:
         return
-    if path.exists() and any(not _PARTIAL.fullmatch(x.name) for x in path.iterdir()):
+    if any(not _PARTIAL.fullmatch(name) for name in found):
         raise ValueError(
             f"`path` is a folder that contains something other than a kernel: {path}. "
             "Give one that is empty or does not exist."
         )
     # Metadata are written together with the group, so no group lacks them.
-    zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
+    # Another run of the same kernel may have been faster.
+    with contextlib.suppress(zarr.errors.ContainsGroupError):
+        zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
 
 
 def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
