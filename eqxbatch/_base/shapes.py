@@ -319,8 +319,9 @@ def _of_any_shape(hint: Any) -> Any:
 
 def as_jax(x: Any) -> Any:
     """Converts NumPy arrays to JAX arrays, and leaves everything else to checks."""
-    # JAX reads NumPy arrays later, when their owner may have changed them.
-    return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
+    # JAX reads NumPy arrays later, when their owner may have changed them. A copy for
+    # that would stay until then, and may be as large as all examples.
+    return jax.block_until_ready(jnp.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def arranged(x: Any, *axes: int) -> jax.ShapeDtypeStruct:

@@ -1,19 +1,24 @@
 """Saves the state of a solver on disk."""
 
+import hashlib
+import io
 import json
 import os
 import pathlib
 import time
-import zipfile
 from typing import Any, cast
 
 import numpy as np
 
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 _PARTIAL = ".partial"
+
+
+# The bytes of a SHA-256, at the end of a file of arrays.
+_CHECKSUM = 32
 
 
 # Saving takes at most about this fraction of the time.
@@ -36,11 +41,11 @@ class Checkpoint:
             )
         about = self._path / "problem.json"
         if about.exists():
-            self._check(json.loads(about.read_text()))
+            self._check(_read(about))
             return
         # A run that was killed may have left a part of a file.
         if self._path.exists() and any(
-            not file.name.endswith(_PARTIAL) for file in self._path.iterdir()
+            file.name != about.name + _PARTIAL for file in self._path.iterdir()
         ):
             raise ValueError(
                 f"`checkpoint` is a folder with something other than a checkpoint: "
@@ -70,14 +75,16 @@ class Checkpoint:
         file = self._path / f"{name}.npz"
         if not file.exists():
             return None
-        try:
-            with np.load(file, allow_pickle=False) as arrays:
-                return {key: arrays[key] for key in arrays.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
+        data = file.read_bytes()
+        saved, checksum = data[:-_CHECKSUM], data[-_CHECKSUM:]
+        if hashlib.sha256(saved).digest() != checksum:
             raise ValueError(
-                f"`checkpoint` has a damaged file: {file}. Delete the folder to begin "
-                "anew."
-            ) from e
+                f"`checkpoint` has a damaged file: {file}, whose checksum is wrong. "
+                "The other files are kept. Delete this one, and the call computes what "
+                "was in it anew."
+            )
+        with np.load(io.BytesIO(saved), allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in arrays.files}
 
     def save(
         self, name: str, arrays: dict[str, np.ndarray], *, even_if_slow: bool
@@ -90,7 +97,11 @@ class Checkpoint:
         if begin < self._next and not even_if_slow:
             return
         file = self._path / f"{name}.npz"
-        self._replace(file, lambda out: np.savez(out, **cast(Any, arrays)))
+        data = io.BytesIO()
+        np.savez(data, **cast(Any, arrays))
+        saved = data.getbuffer()
+        checksum = hashlib.sha256(saved).digest()
+        self._replace(file, lambda out: out.writelines((saved, checksum)))
         end = time.monotonic()
         self._next = end + (end - begin) / _SHARE
 
@@ -101,6 +112,20 @@ class Checkpoint:
             out.flush()
             os.fsync(out.fileno())
         partial.replace(file)
+
+
+def _read(about: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(about.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"got a {type(found).__name__}")
+    except ValueError as e:
+        raise ValueError(
+            f"`checkpoint` has a damaged file: {about} must be a JSON object ({e}). "
+            "The saved state is kept. Restore this file, or delete the folder to begin "
+            "anew."
+        ) from e
+    return found
 
 
 def _short(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -245,15 +246,16 @@ def to_store(
             is_first=is_first,
         )
     )
-    error = None
-    try:
-        # Devices compute tiles on a mesh of their own, or alone.
-        with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
-            _write(call, kernel, grid, store, writer, meter, team, counts_nans)
-    except Exception as e:
-        error = e
-    team.agree(error)
-    return kernel.output(writer.finish())
+    with contextlib.closing(writer):
+        error = None
+        try:
+            # Devices compute tiles on a mesh of their own, or alone.
+            with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
+                _write(call, kernel, grid, store, writer, meter, team, counts_nans)
+        except Exception as e:
+            error = e
+        team.agree(error)
+        return kernel.output(writer.finish())
 
 
 def _write(

@@ -87,6 +87,10 @@ class AbstractWriter(abc.ABC):
     def finish(self) -> list[Any]:
         """The arrays, once all patches are written."""
 
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the writing, also after an error."""
+
 
 class AbstractStore(eqx.Module):
     """Where the blocks of a kernel are stored."""
@@ -174,9 +178,22 @@ class _HostWriter(AbstractWriter):
     def finish(self) -> list[np.ndarray]:
         return self.arrays
 
+    def close(self) -> None:
+        pass
+
 
 # The version of the format, so that later versions recognise earlier ones.
-_FORMAT = 1
+_FORMAT = 2
+
+
+# What changes numbers, random ones above all, without changing a program's text.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_random_seed_offset",
+    "jax_default_matmul_precision",
+)
 
 
 def fingerprint(
@@ -184,9 +201,16 @@ def fingerprint(
 ) -> dict[str, Any]:
     """The parts that identify the kernel of a call, as JSON data."""
     first, second = kernel.structs(grid.sizes)
-    program = [_of_program(kernel.tile, first, second)]
+    programs = [_program(kernel.tile, first, second)]
     if grid.is_same:
-        program.append(_of_program(kernel.tile, first, None))
+        programs.append(_program(kernel.tile, first, None))
+    symmetric = None
+    if grid.is_symmetric:
+        symmetric = "transpose"
+        if not kernel.mirror.is_transpose:
+            exchange = _program_of_mirror(kernel, grid)
+            programs.append(exchange)
+            symmetric = _of_program(exchange)
     return {
         "format": _FORMAT,
         "package": f"eqxbatch {importlib.metadata.version('equinox-batch')}",
@@ -194,9 +218,11 @@ def fingerprint(
         # not be mixed with these. It does not change any computation.
         "compiler": f"jax {jax.__version__} {jax.default_backend()}",
         "inputs": digest((call.calls, call.args, call.shared)),
+        "settings": {name: getattr(jax.config, name, None) for name in _SETTINGS},
         "kernel_fn": digest(call.kernel_fn),
-        "program": program,
-        "symmetric": _of_mirror(kernel, grid),
+        "program": [_of_program(x) for x in programs],
+        "callbacks": sorted(_callbacks(programs)),
+        "symmetric": symmetric,
         "grid": {
             "totals": list(grid.totals),
             "sizes": list(grid.sizes),
@@ -215,18 +241,14 @@ def fingerprint(
     }
 
 
-def _of_mirror(kernel: AbstractBlockKernel, grid: Grid) -> str | None:
-    """How blocks below the diagonal follow from those above it; None if they do not."""
-    if not grid.is_symmetric:
-        return None
+def _program_of_mirror(kernel: AbstractBlockKernel, grid: Grid) -> Any:
+    """How blocks below the diagonal follow from those above it."""
     mirror = kernel.mirror
-    if mirror.is_transpose:
-        return "transpose"
     tile = [
         jax.ShapeDtypeStruct(leaf.shape(grid.sizes), leaf.dtype)
         for leaf in kernel.leaves
     ]
-    return _of_program(lambda tile: mirror(tile), tile)
+    return _program(lambda tile: mirror(tile), tile)
 
 
 def digest(tree: PyTree) -> str:
@@ -234,44 +256,74 @@ def digest(tree: PyTree) -> str:
     found = hashlib.sha256()
     for path, leaf in jtu.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)):
         found.update(jtu.keystr(path).encode())
-        _add(found, leaf)
+        add_array(found, leaf)
     return found.hexdigest()
 
 
-def _add(found: Any, x: Any) -> None:
+def add_array(found: Any, x: Any) -> None:
+    """Adds an array to a digest, without a copy if it is contiguous."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         found.update(str(x.dtype).encode())
         x = jr.key_data(x)
     x = np.asarray(x)
     found.update(f"{x.dtype}{x.shape}".encode())
-    found.update(np.ascontiguousarray(x).tobytes())
+    # As bytes: Python has no buffers of dtypes such as bfloat16.
+    found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
-def _of_program(fun: Any, *args: Any) -> str:
-    """A digest of the program of a function, and of what it closes over."""
-    closed = eqx.filter_make_jaxpr(fun)(*args)[0]
+def _program(fun: Any, *args: Any) -> Any:
+    return eqx.filter_make_jaxpr(fun)(*args)[0]
+
+
+def _of_program(closed: Any) -> str:
+    """A digest of a program, and of what it closes over."""
     # Functions are printed with their addresses, which change in every run.
     text = re.sub(r"0x[0-9a-f]+", "", str(closed))
     found = hashlib.sha256(text.encode())
     # These include the arrays of the kernel function, which are digested again.
     for x in constants(closed):
-        _add(found, x)
+        add_array(found, x)
     return found.hexdigest()
+
+
+def _parts(x: Any) -> Iterator[tuple[Any, Any]]:
+    """The constants and the equations of a jaxpr, and of all jaxprs in it."""
+    consts: Any = ()
+    if isinstance(x, jex.ClosedJaxpr):
+        consts, x = x.consts, x.jaxpr
+    # Since JAX 0.12, a jaxpr with constants is a `Jaxpr`, too.
+    if isinstance(x, jex.Jaxpr):
+        yield consts, x.eqns
+        for eqn in x.eqns:
+            yield from _parts(list(eqn.params.values()))
+    elif isinstance(x, (tuple, list)):
+        for part in x:
+            yield from _parts(part)
 
 
 def constants(x: Any) -> Iterator[Any]:
     """All arrays that are part of a jaxpr."""
-    if isinstance(x, jex.ClosedJaxpr):
-        yield from x.consts
-        x = x.jaxpr
-    # Since JAX 0.12, a jaxpr with constants is a `Jaxpr`, too.
-    if isinstance(x, jex.Jaxpr):
-        for eqn in x.eqns:
+    for consts, eqns in _parts(x):
+        yield from consts
+        for eqn in eqns:
             for atom in eqn.invars:
                 if isinstance(atom, jex.Literal):
                     yield np.asarray(atom.val)
-            for param in eqn.params.values():
-                yield from constants(param)
-    elif isinstance(x, (tuple, list)):
-        for part in x:
-            yield from constants(part)
+
+
+def _callbacks(x: Any) -> set[str]:
+    """What a jaxpr calls on the host, whose results are not part of its text."""
+    return {
+        eqn.primitive.name
+        for _, eqns in _parts(x)
+        for eqn in eqns
+        if "callback" in eqn.primitive.name and not _has_no_result(eqn)
+    }
+
+
+def _has_no_result(eqn: Any) -> bool:
+    """Whether a callback prints, or raises an error of `equinox.error_if`."""
+    if eqn.primitive.name.startswith("debug"):
+        return True
+    fun = getattr(eqn.params.get("callback"), "callback_func", None)
+    return getattr(fun, "__module__", None) == "equinox._errors"

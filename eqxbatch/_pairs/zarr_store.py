@@ -1,13 +1,17 @@
 """Kernels on disk; runs can be resumed."""
 
+import contextlib
 import errno
+import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
 import pathlib
 import re
 import shutil
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +19,28 @@ import equinox as eqx
 import numpy as np
 
 from .._base.shapes import checked
-from .._base.trees import import_extra
+from .._base.trees import import_extra, log
 from .grid import Grid
 from .kernel import KernelLeaf, TileMirror
-from .stores import AbstractStore, AbstractWriter, Patch
+from .stores import AbstractStore, AbstractWriter, add_array, Patch, patches
 from .symmetric_array import SymmetricArray
 
 
 _ATTRIBUTE = "eqxbatch"
 
 
+_METADATA = "zarr.json"
+
+
+# Next to the chunks of an array: which values belong to which of its chunks.
+_PLACES = "places"
+
+
 _CHECKSUM = 4  # The bytes of a CRC32C, at the end of a chunk.
 
 
-_PARTIAL = ".partial"  # How zarr names an unfinished file.
+# How zarr names an unfinished file.
+_PARTIAL = re.compile(r".+\.[0-9a-f]{32}\.partial")
 
 
 class ZarrStore(AbstractStore):
@@ -41,11 +53,12 @@ class ZarrStore(AbstractStore):
     are named by their position in the output.
 
     **To resume a run that was stopped or killed, call it again.** Each chunk has a
-    checksum. Intact chunks are kept; chunks that are missing, or have a wrong size or
-    checksum, are computed. The kernel is bit for bit that of an uninterrupted run on
-    the same machine. The group stores a fingerprint of the inputs, the kernel function
-    (its arrays and its program), the blocks and the package versions, so that different
-    kernels are never mixed.
+    checksum. Intact chunks are kept; chunks that are missing, have a wrong size or
+    checksum, or are those of another place, are computed. The kernel is bit for bit
+    that of an uninterrupted run on the same machine. The group stores a fingerprint of
+    the inputs, the kernel function (its arrays and its program), the blocks, JAX's
+    settings for random numbers and precision, and the package versions, so that
+    different kernels are never mixed.
 
     Several processes can share the work: see `mesh` of
     [`eqxbatch.filter_batch_kernel`][].
@@ -58,17 +71,21 @@ class ZarrStore(AbstractStore):
     - `upper_only`: whether to omit the blocks below the diagonal of a symmetric kernel,
         which halves the space on disk. The result is then an
         [`eqxbatch.SymmetricArray`][], which reads the omitted blocks as mirror images.
+    - `version`: a name for what the fingerprint cannot contain: the functions that a
+        kernel calls on the host, by `jax.pure_callback` for instance, and what they
+        read. Such kernels need one. Give another name when these functions change.
 
     **Raises:**
 
     When used:
 
-    - `ValueError` for a folder that contains another kernel or anything else, and for
-        `upper_only` if the kernel is not symmetric.
+    - `ValueError` for a folder that contains another kernel or anything else, for
+        metadata that are damaged or edited, for `upper_only` if the kernel is not
+        symmetric, and for a kernel with callbacks without `version`.
     - `TypeError` for a dtype that zarr does not support, such as bfloat16.
     - `OSError` before anything is computed, if the folder cannot be written or the disk
-        has too little space; or later, if the disk becomes full. Everything written
-        before stays intact.
+        has too little space; or later, if the disk becomes full, or if files are
+        deleted while the kernel is computed. Everything written before stays intact.
     - `ImportError` if zarr is not installed.
 
     !!! example
@@ -94,11 +111,19 @@ class ZarrStore(AbstractStore):
 
     path: str = eqx.field(static=True)
     upper_only: bool = eqx.field(static=True)
+    version: str | None = eqx.field(static=True)
 
     @checked
-    def __init__(self, path: str | os.PathLike, *, upper_only: bool = False):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        upper_only: bool = False,
+        version: str | None = None,
+    ):
         self.path = os.fspath(path)
         self.upper_only = upper_only
+        self.version = version
 
     @property
     def is_shared(self) -> bool:
@@ -125,24 +150,29 @@ class ZarrStore(AbstractStore):
                     "`upper_only` needs rows and columns along axes 0 and 1; got "
                     f"{leaf.axes} for output{leaf.path}."
                 )
-        expected = {**fingerprint(), "upper_only": self.upper_only}
+        own = {"upper_only": self.upper_only, "version": self.version}
+        expected = {**fingerprint(), **own}
+        if expected["callbacks"] and self.version is None:
+            raise ValueError(
+                f"The kernel calls functions on the host, by {expected['callbacks']}, "
+                "whose results a fingerprint cannot contain. Give "
+                "`ZarrStore(..., version='1')`, and another `version` when they change."
+            )
         path = pathlib.Path(self.path)
         if is_first:
             _make_group(zarr, path, expected)
         _check_same(path, expected)
-        group = zarr.open_group(str(path), mode="r+" if is_first else "r")
         names = _names(leaves)
-        for name, leaf in zip(names, leaves, strict=True):
-            if is_first and not (path / name / "zarr.json").exists():
-                _make_array(group, name, leaf, grid)
         if is_first:
-            for leftover in path.rglob(f"*{_PARTIAL}"):
-                leftover.unlink(missing_ok=True)
-        # Chunks of zeros are written, too, so that they are not missing.
-        with zarr.config.set({"array.write_empty_chunks": True}):
-            arrays = [zarr.open_array(str(path / name), mode="r+") for name in names]
-        half = mirror if self.upper_only else None
-        return _ZarrWriter(zarr, path, names, arrays, half, grid.sizes[0])
+            group = _opened(zarr.open_group, path, mode="r+")
+            for name, leaf in zip(names, leaves, strict=True):
+                if not (path / name / _METADATA).exists():
+                    with contextlib.suppress(zarr.errors.ContainsArrayError):
+                        _make_array(group, name, leaf, grid)
+        writer = _ZarrWriter(zarr, path, names, leaves, grid)
+        writer.mirror = mirror if self.upper_only else None
+        writer.lock(clean=is_first)
+        return writer
 
 
 def _names(leaves: list[KernelLeaf]) -> list[str]:
@@ -159,22 +189,32 @@ def _names(leaves: list[KernelLeaf]) -> list[str]:
 
 
 def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None:
-    if (path / "zarr.json").exists():
+    found = {x.name for x in path.iterdir()} if path.exists() else set()
+    if _METADATA in found:
         return
-    if path.exists() and any(not x.name.endswith(_PARTIAL) for x in path.iterdir()):
+    if any(not _PARTIAL.fullmatch(name) for name in found):
         raise ValueError(
             f"`path` is a folder that contains something other than a kernel: {path}. "
             "Give one that is empty or does not exist."
         )
     # Metadata are written together with the group, so no group lacks them.
-    zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
+    # Another run of the same kernel may have been faster.
+    with contextlib.suppress(zarr.errors.ContainsGroupError):
+        zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
 
 
 def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
+    file = path / _METADATA
     try:
-        node = json.loads((path / "zarr.json").read_text())
+        node = json.loads(file.read_text())
+    except ValueError as e:
+        raise ValueError(
+            f"`path` has damaged metadata: {file} is not JSON ({e}). Nothing is "
+            "deleted. Restore this file, or give another path."
+        ) from e
+    try:
         found = node["attributes"][_ATTRIBUTE]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError):
         found = None
     if not isinstance(found, dict):
         raise ValueError(
@@ -202,11 +242,32 @@ def _shown(value: Any) -> str:
     return re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1...", text)
 
 
-def _make_array(group: Any, name: str, leaf: KernelLeaf, grid: Grid) -> None:
+def _opened(open_node: Callable[..., Any], path: pathlib.Path, **settings: Any) -> Any:
+    """What zarr opens. Raises `ValueError` for metadata that it cannot read."""
+    try:
+        return open_node(str(path), **settings)
+    except Exception as e:
+        is_of_system = isinstance(e, (OSError, MemoryError))
+        # This is what zarr raises for a file that is not of an array or a group.
+        if is_of_system and not isinstance(e, FileNotFoundError):
+            raise
+        raise ValueError(
+            f"`path` has damaged metadata: zarr cannot read {path / _METADATA} "
+            f"({type(e).__name__}: {e}). {_KEPT}"
+        ) from e
+
+
+_KEPT = (
+    "Chunks are kept. Delete the file of an array, and the call writes it again; "
+    "restore that of the group."
+)
+
+
+def _make_array(group: Any, name: str, leaf: KernelLeaf, grid: Grid) -> Any:
     codecs = importlib.import_module("zarr.codecs")
     shape = leaf.shape(grid.totals)
     chunks = leaf.shape(grid.sizes)
-    group.create_array(
+    return group.create_array(
         name,
         shape=shape,
         chunks=tuple(max(1, size) for size in chunks),
@@ -219,47 +280,138 @@ def _make_array(group: Any, name: str, leaf: KernelLeaf, grid: Grid) -> None:
     )
 
 
+def _seal(patch: Patch, values: np.ndarray) -> str:
+    """A digest of the entries of a chunk and of its place."""
+    found = hashlib.blake2b(f"{patch.chunk}".encode(), digest_size=16)
+    add_array(found, values)
+    return found.hexdigest()
+
+
 class _ZarrWriter(AbstractWriter):
+    """Writes chunks, and before each a line that says which values belong there.
+
+    Each writer has files of its own for these lines. A chunk without its line is
+    computed again, so nothing depends on them.
+
+    - `mirror`: exchanges the sides, if chunks below the diagonal are omitted.
+    """
+
+    mirror: TileMirror | None = None
+    _lock: int | None = None
+
     def __init__(
         self,
         zarr: Any,
         path: pathlib.Path,
         names: list[str],
-        arrays: list,
-        mirror: TileMirror | None,
-        block: int,
+        leaves: list[KernelLeaf],
+        grid: Grid,
     ):
         self.zarr, self.path, self.names = zarr, path, names
-        self.arrays, self.mirror, self.block = arrays, mirror, block
+        self.leaves, self.grid = leaves, grid
+        # Chunks of zeros are written, too, so that they are not missing.
+        self.arrays = [
+            zarr.Array(
+                zarr.AsyncArray(
+                    metadata=array.metadata,
+                    store_path=array.store_path,
+                    config={"write_empty_chunks": True},
+                )
+            )
+            for array in self._open("r+")
+        ]
+        self.own = uuid.uuid4().hex
+        self.seals: list[set[str]] = []
+        for name in names:
+            files = sorted((path / name / _PLACES).glob("*"))
+            lines = [file.read_text(errors="replace").split() for file in files]
+            self.seals.append({line for some in lines for line in some})
+
+    def lock(self, *, clean: bool) -> None:
+        """Tells other runs that this one writes, until it is closed or killed.
+
+        If no other run does, `clean` deletes the files that killed runs have left.
+        """
+        try:
+            fcntl = importlib.import_module("fcntl")
+            self._lock = os.open(self.path / _METADATA, os.O_RDWR)
+            if clean:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._clean()
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        except (ImportError, OSError) as e:
+            # On Windows, and on file systems without locks.
+            log.debug("ZarrStore: unfinished files are kept, without locks (%s).", e)
+
+    def _clean(self) -> None:
+        folders = [self.path / name / "c" for name in self.names]
+        found = [self.path.glob("*"), *(folder.rglob("*") for folder in folders)]
+        for file in itertools.chain.from_iterable(found):
+            if _PARTIAL.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _open(self, mode: str) -> list:
+        """The arrays, after their metadata have been compared with the kernel."""
+        memory = self.zarr.create_group(self.zarr.storage.MemoryStore(), zarr_format=3)
+        arrays = []
+        for name, leaf in zip(self.names, self.leaves, strict=True):
+            expected = _make_array(memory, name, leaf, self.grid).metadata.to_dict()
+            place = self.path / name
+            array = _opened(self.zarr.open_array, place, mode=mode)
+            found = array.metadata.to_dict()
+            # Users may add attributes.
+            different = [
+                part
+                for part in sorted({*expected, *found} - {"attributes"})
+                if found.get(part) != expected.get(part)
+            ]
+            if different:
+                raise ValueError(
+                    f"`path` has metadata that are not those of its kernel: in "
+                    f"{place / _METADATA}, {different} differ. {_KEPT}"
+                )
+            arrays.append(array)
+        return arrays
 
     def _file(self, patch: Patch) -> pathlib.Path:
         name = self.names[patch.leaf]
         return self.path.joinpath(name, "c", *map(str, patch.chunk))
 
-    def has(self, patch: Patch) -> bool:
-        file = self._file(patch)
+    def _has_size(self, patch: Patch) -> bool | None:
+        """Whether a chunk has the right size; None if there is none."""
         try:
-            size = file.stat().st_size
+            size = self._file(patch).stat().st_size
         except FileNotFoundError:
-            return False
-        if size == self._bytes(patch) + _CHECKSUM and self._is_whole(patch):
-            return True
-        file.unlink(missing_ok=True)
+            return None
+        return size == self._bytes(patch) + _CHECKSUM
+
+    def has(self, patch: Patch) -> bool:
+        has_size = self._has_size(patch)
+        values = self._read(patch) if has_size else None
+        if values is not None:
+            return _seal(patch, values) in self.seals[patch.leaf]
+        if has_size is not None:
+            self._file(patch).unlink(missing_ok=True)
         return False
 
-    def _is_whole(self, patch: Patch) -> bool:
-        """Whether the checksum of the chunk is correct.
+    def _read(self, patch: Patch) -> np.ndarray | None:
+        """The entries of a chunk; None if its checksum is wrong.
 
         Other errors say nothing about the chunk: the disk may fail, or memory may run
         out.
         """
         try:
-            self.arrays[patch.leaf][patch.place]
+            return np.asarray(self.arrays[patch.leaf][patch.place])
         except ValueError as e:
             if "checksum" not in str(e):
                 raise
-            return False
-        return True
+            return None
 
     def _bytes(self, patch: Patch) -> int:
         """The size in bytes of the entries of a chunk."""
@@ -278,16 +430,33 @@ class _ZarrWriter(AbstractWriter):
             )
 
     def write(self, patch: Patch, values: np.ndarray) -> None:
+        places = self.path / self.names[patch.leaf] / _PLACES
+        places.mkdir(parents=True, exist_ok=True)
+        with (places / self.own).open("a") as file:
+            file.write(f"{_seal(patch, values)}\n")
         self.arrays[patch.leaf][patch.place] = values
 
     def finish(self) -> list[Any]:
-        arrays = [
-            self.zarr.open_array(str(self.path / name), mode="r") for name in self.names
-        ]
+        nodes = [self.path, *(self.path / name for name in self.names)]
+        lost = [node / _METADATA for node in nodes if not (node / _METADATA).exists()]
+        for tile in (*self.grid.pairs(), *self.grid.diagonal()):
+            for patch in patches(self.leaves, self.grid, tile):
+                if self.mirror is not None and patch.is_mirror:
+                    continue
+                if not self._has_size(patch):
+                    lost.append(self._file(patch))
+        if lost:
+            raise OSError(
+                errno.ENOENT,
+                f"{len(lost)} files of `path` were deleted or damaged while the kernel "
+                "was computed. Call again, which computes what is missing. The first",
+                str(lost[0]),
+            )
+        arrays = self._open("r")
         if self.mirror is None:
             return arrays
         return [
-            SymmetricArray(arrays, i, self.block, self.mirror)
+            SymmetricArray(arrays, i, self.grid.sizes[0], self.mirror)
             if leaf.is_pairwise
             else arrays[i]
             for i, leaf in enumerate(self.mirror.leaves)

@@ -1,5 +1,7 @@
 """Kernels as linear operators: computed, in memory, on disk."""
 
+import tracemalloc
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -84,6 +86,22 @@ CASES = [
     # Only symmetric kernels have half of their blocks stored.
     if where != "half" or "symmetric" in settings
 ]
+
+
+def test_examples_on_disk_are_copied_once(tmp_path):
+    """By JAX, and not by NumPy before."""
+    x = np.memmap(tmp_path / "x", "f8", mode="w+", shape=(1000, 1000))
+    x[:] = 1.0
+    tracemalloc.start()
+    try:
+        operator = KernelOperator(rbf, x, block_size=10, symmetric=True)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < x.nbytes / 2
+    # The owner may change them.
+    x[:] = 2.0
+    close(operator.matrix.x1, np.ones((1000, 1000)))
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)

@@ -25,6 +25,7 @@ from eqxbatch import (
 )
 from eqxbatch._pairs.calls import MeshAxis
 from eqxbatch._pairs.on_host import _Team
+from ..conftest import enable_x64
 from ..flags import COMPILE_FAST
 from ..helpers import CountTraces, normal
 from .kernel_functions import rbf
@@ -111,7 +112,7 @@ def test_damaged_chunks(how, getkey, tmp_path):
     # One in the middle, one at an edge, and one that is a mirror image.
     for chunk in ("1/1", "3/3", "3/0"):
         damage(tmp_path / "kernel" / "c" / chunk, how)
-    leftover = tmp_path / "kernel" / "c" / "1" / "2.0123456789abcdef.partial"
+    leftover = tmp_path / "kernel" / "c" / "1" / f"2.{'0123456789abcdef' * 2}.partial"
     leftover.write_bytes(b"half a chunk")
     log.clear()
     batched(x)
@@ -307,6 +308,56 @@ def test_closures_are_part_of_the_fingerprint(getkey, tmp_path):
         run(weights.at[0, 0].add(1))
 
 
+def test_settings_are_part_of_the_fingerprint(tmp_path):
+    """The text of a program is the same for all of them."""
+    x = jnp.arange(3.0)[:, None]
+
+    def run():
+        draw = lambda: jax.random.normal(jax.random.key(0), (1, 1), jnp.float32)
+        kernel = lambda x, y: x - y.T + draw()
+        return filter_batch_kernel(kernel, block_size=2, store=ZarrStore(tmp_path))(x)
+
+    run()
+    run()
+    is_partitionable = jax.config.jax_threefry_partitionable
+    changed = {
+        "threefry_partitionable": jax.threefry_partitionable(not is_partitionable),
+        "default_matmul": jax.default_matmul_precision("highest"),
+        "enable_x64': True": enable_x64(),
+    }
+    for match, context in changed.items():
+        with context, pytest.raises(ValueError, match=f"settings is .*{match}"):
+            run()
+
+
+def test_callbacks_need_a_version(tmp_path):
+    x, table = jnp.arange(3.0)[:, None], {"scale": 2.0}
+
+    def kernel(x, y):
+        x = eqx.error_if(x, jnp.any(x < 0), "negative")
+        jax.debug.print("{}", x[0, 0])
+        return x * y.T
+
+    def looked_up(x, y):
+        k = kernel(x, y)
+        look = lambda k: np.asarray(k * np.float32(table["scale"]))
+        return jax.pure_callback(look, jax.ShapeDtypeStruct(k.shape, k.dtype), k)
+
+    run = lambda kernel, name, version=None: filter_batch_kernel(
+        kernel, block_size=2, store=ZarrStore(tmp_path / name, version=version)
+    )(x)
+    # Their callbacks raise or print.
+    assert run(kernel, "none")[2, 2] == 4
+    with pytest.raises(ValueError, match=r"by \['pure_callback'\].*version='1'"):
+        run(looked_up, "callback")
+    assert not (tmp_path / "callback").exists()
+    assert run(looked_up, "callback", "1")[2, 2] == 8
+    table["scale"] = 3.0
+    with pytest.raises(ValueError, match="version is '1' there and '2' now"):
+        run(looked_up, "callback", "2")
+    assert run(looked_up, "other", "2")[2, 2] == 12
+
+
 def test_mirror_images_are_part_of_the_fingerprint(tmp_path):
     x = jnp.arange(5.0)[:, None]
 
@@ -334,13 +385,18 @@ def test_folders_with_something_else(getkey, tmp_path):
     with pytest.raises(ValueError, match="`path` is a folder that contains something"):
         run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    (tmp_path / "notes.txt").rename(tmp_path / "notes.partial")
+    with pytest.raises(ValueError, match="`path` is a folder that contains something"):
+        run(tmp_path)
     zarr.create_group(str(tmp_path / "group"))
     zarr.create_array(str(tmp_path / "array"), shape=(3,), dtype="f4")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "zarr.json").write_text('{"zarr_format"')
-    for name in ("group", "array", "damaged"):
+    for name in ("group", "array"):
         with pytest.raises(ValueError, match="`path` has zarr arrays that are not a k"):
             run(tmp_path / name)
+    with pytest.raises(ValueError, match=r"damaged/zarr\.json is not JSON"):
+        run(tmp_path / "damaged")
 
 
 def test_paths_that_cannot_be_written(getkey, tmp_path):

@@ -304,6 +304,53 @@ def test_a_solve_that_was_stopped(tmp_path):
     assert log == [(1000, whole.num_products), "closed"]
 
 
+@pytest.mark.usefixtures("x64")
+def test_a_finished_solve_of_another_kernel(tmp_path):
+    """The first product is the same: the right-hand side has one entry."""
+    matrix, y = np.diag(np.full(61, 2.0)), np.zeros(61)
+    y[0] = 1.0
+    other = matrix.copy()
+    other[30:, 30:] += np.eye(31) + 0.1
+    run = lambda matrix: kernel_solve(
+        KernelOperator(matrix, symmetric=True),
+        jnp.asarray(y),
+        ridge=0.1,
+        checkpoint=tmp_path,
+    )
+    run(matrix)
+    with pytest.raises(ValueError, match="`checkpoint` is of another kernel"):
+        run(other)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("num", (4, None))
+def test_a_solve_continues_where_products_round_otherwise(num, tmp_path):
+    """And the residual of a finished one is that of the kernel at hand."""
+    matrix, y = np.asarray(rbf(jnp.asarray(X))), jnp.asarray(Y)
+    noise = numbers(61, 61, seed=3)
+    other = matrix + 1e-9 * (noise + noise.T)
+    run = lambda matrix, **settings: kernel_solve(
+        KernelOperator(matrix, symmetric=True),
+        y,
+        ridge=1e-2,
+        rtol=1e-10,
+        checkpoint=tmp_path,
+        **settings,
+    )
+    if num is None:
+        run(matrix)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run(matrix, progress=StopsAt(num))
+    log = []
+    found = run(other, progress=Residuals(log))
+    assert log[0][1] > 0
+    residual = other @ np.asarray(found.weights) + 1e-2 * found.weights - y
+    true = np.linalg.norm(residual, axis=0) / np.linalg.norm(y, axis=0)
+    assert np.max(true) <= 1.001e-10
+    np.testing.assert_allclose(found.residuals, true, rtol=1e-3)
+
+
 SCRIPT = """
     import sys
 
@@ -402,10 +449,43 @@ def test_checkpoints_of_other_problems(tmp_path):
     (tmp_path / "problem.json").unlink()
     with pytest.raises(ValueError, match="something other than a checkpoint"):
         run(make())
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "thesis.partial").write_text("mine")
+    with pytest.raises(ValueError, match="something other than a checkpoint"):
+        run(make(), checkpoint=own)
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ValueError, match="must be a folder"):
         kernel_solve(make(), y, ridge=0.1, checkpoint=file)
+
+
+@pytest.mark.usefixtures("x64")
+def test_damaged_checkpoints(tmp_path):
+    """Every flipped bit and every cut is an error that names the file."""
+    operator = KernelOperator(np.eye(3), symmetric=True)
+    solve = lambda: kernel_solve(
+        operator, jnp.ones(3), ridge=0.1, preconditioner_rank=1, checkpoint=tmp_path
+    )
+    expected = solve()
+    for name in ("problem.json", "state.npz", "preconditioner.npz"):
+        file = tmp_path / name
+        data = file.read_bytes()
+        places = range(0, len(data), 1 + len(data) // 40)
+        flips = [
+            data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
+            for at in places
+        ]
+        for damaged in (*flips, data[:-1], data[:3], b"", b"[]"):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match="`checkpoint` ") as e:
+                solve()
+            assert str(tmp_path) in str(e.value)
+        file.unlink()
+        if name == "problem.json":
+            file.write_bytes(data)
+        # What is left is used, and the rest is computed.
+        np.testing.assert_allclose(solve().weights, expected.weights, rtol=1e-9)
 
 
 def negative(x1, x2=None):

@@ -1,5 +1,8 @@
 """Kernels on the host and on disk: continued, damaged, shared, and metered."""
 
+import json
+import pathlib
+import shutil
 import sys
 
 import equinox as eqx
@@ -12,6 +15,7 @@ import zarr
 from jax.sharding import AxisType
 
 from eqxbatch import (
+    AbstractProgressMeter,
     EmpiricalKernel,
     filter_batch_kernel,
     HostStore,
@@ -22,7 +26,7 @@ from eqxbatch import (
 from ..conftest import enable_x64
 from ..helpers import make_mesh, normal
 from .kernel_functions import AXES, lopsided, rbf, Structured, white
-from .on_disk import chunks
+from .on_disk import chunks, Stops
 
 
 pytestmark = pytest.mark.versions
@@ -256,3 +260,171 @@ def test_missing_extras(name, getkey, tmp_path, monkeypatch):
     batched = filter_batch_kernel(rbf, block_size=4, **settings)
     with pytest.raises(ImportError, match=rf'pip install "equinox-batch\[{extra}\]"'):
         batched(x)
+
+
+# Stores that others have changed.
+
+
+def kept(path, meter=None):
+    """A stored kernel of chunks of equal sizes, and what its meter has counted."""
+    log = []
+    meter = Stops(None, None, log) if meter is None else meter
+    batched = filter_batch_kernel(
+        lambda x, y: x - y.T, block_size=2, store=ZarrStore(path), progress=meter
+    )
+    return batched(jnp.arange(1.0, 5.0)[:, None]), log
+
+
+def test_chunks_that_have_changed_places(tmp_path):
+    expected = np.asarray(kept(tmp_path)[0])
+    before, folder = chunks(tmp_path), tmp_path / "kernel" / "c"
+    (folder / "0" / "0").rename(folder / "first")
+    (folder / "0" / "1").rename(folder / "0" / "0")
+    (folder / "first").rename(folder / "0" / "1")
+    assert chunks(tmp_path) != before
+    found, log = kept(tmp_path)
+    assert log[0] == ("start", 4, 2)
+    np.testing.assert_array_equal(np.asarray(found), expected)
+    assert chunks(tmp_path) == before
+
+
+def edited(node, *path, value):
+    for name in path[:-1]:
+        node = node[name]
+    node[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    "edit",
+    (
+        lambda node: edited(node, "shape", value=[4, 8]),
+        lambda node: edited(node, "data_type", value="int32"),
+        lambda node: edited(node, "fill_value", value=1.0),
+        lambda node: edited(
+            node, "chunk_grid", "configuration", "chunk_shape", value=[4, 1]
+        ),
+        lambda node: edited(node, "codecs", 0, "configuration", "endian", value="big"),
+        lambda node: edited(node, "codecs", value=node["codecs"][:1]),
+        lambda node: edited(
+            node, "chunk_key_encoding", "configuration", "separator", value="."
+        ),
+        lambda node: edited(node, "zarr_format", value=2),
+        lambda node: edited(node, "data_type", value="float99"),
+        lambda node: node.pop("codecs"),
+    ),
+)
+def test_metadata_of_arrays_that_were_edited(edit, tmp_path):
+    expected = np.asarray(kept(tmp_path)[0])
+    before, file = chunks(tmp_path), tmp_path / "kernel" / "zarr.json"
+    node = json.loads(file.read_text())
+    node["attributes"]["mine"] = 1
+    file.write_text(json.dumps(node))
+    assert kept(tmp_path)[1][0] == ("start", 4, 4)
+    edit(node)
+    file.write_text(json.dumps(node))
+    with pytest.raises(ValueError, match=r"kernel/zarr\.json.*Chunks are kept"):
+        kept(tmp_path)
+    assert chunks(tmp_path) == before
+    file.unlink()
+    found, log = kept(tmp_path)
+    assert log[0] == ("start", 4, 4)
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+@pytest.mark.parametrize("name", ("zarr.json", "kernel/zarr.json"))
+def test_flipped_bits_of_metadata(name, tmp_path):
+    expected = np.asarray(kept(tmp_path)[0])
+    file = tmp_path / name
+    data = file.read_bytes()
+    for at in range(0, len(data), 29):
+        flipped = bytes([data[at] ^ (1 << at % 8)])
+        file.write_bytes(data[:at] + flipped + data[at + 1 :])
+        error = None
+        try:
+            found = np.asarray(kept(tmp_path)[0])
+        except ValueError as e:
+            error = str(e)
+        if error is None:
+            np.testing.assert_array_equal(found, expected)
+        else:
+            assert error.startswith("`path` has ")
+            assert str(tmp_path) in error
+
+
+class RunsAnother(AbstractProgressMeter):
+    """Stores the same kernel, while a chunk of this run is unfinished."""
+
+    path: pathlib.Path
+
+    def start(self, num_blocks, num_done):
+        pass
+
+    def step(self, state, num_nans):
+        unfinished = self.path / "kernel" / "c" / "1" / f"1.{'0' * 32}.partial"
+        unfinished.parent.mkdir(exist_ok=True)
+        unfinished.write_text("half a chunk")
+        kept(self.path)
+        assert unfinished.exists()
+
+    def close(self, state):
+        pass
+
+
+def test_two_runs_keep_their_unfinished_files(tmp_path):
+    kept(tmp_path, RunsAnother(tmp_path))
+    own = [tmp_path / "thesis.partial", tmp_path / "kernel" / "c" / "thesis.partial"]
+    for file in own:
+        file.write_text("mine")
+    assert sum("partial" in name for name in chunks(tmp_path)) == 2
+    # Now there is no other run.
+    found, _ = kept(tmp_path)
+    assert sum("partial" in name for name in chunks(tmp_path)) == 1
+    assert all(file.exists() for file in own)
+    assert np.asarray(found)[3, 0] == 3
+
+
+def test_unfinished_files_are_kept_without_locks(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # As on Windows.
+    kept(tmp_path)
+    unfinished = tmp_path / "kernel" / "c" / "1" / f"1.{'0' * 32}.partial"
+    unfinished.write_text("half a chunk")
+    assert kept(tmp_path)[1][0] == ("start", 4, 4)
+    assert unfinished.exists()
+
+
+class Deletes(AbstractProgressMeter):
+    """Deletes a folder after each block."""
+
+    path: str
+
+    def start(self, num_blocks, num_done):
+        pass
+
+    def step(self, state, num_nans):
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self, state):
+        pass
+
+
+@pytest.mark.parametrize("name", ("kernel/c/0", "kernel", "."))
+def test_files_deleted_while_a_kernel_is_computed(name, tmp_path):
+    folder = tmp_path / "store"
+    meter = Deletes(str(folder / name))
+    with pytest.raises(OSError, match="store"):
+        kept(folder, meter)
+    # Blocks that were being written may have come after.
+    shutil.rmtree(folder / name, ignore_errors=True)
+    found, _ = kept(folder)
+    assert np.asarray(found)[3, 0] == 3
+
+
+def test_settings_of_zarr_are_not_changed(tmp_path, monkeypatch):
+    """They are global, and several threads may store kernels."""
+
+    def raises(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(zarr.config, "set", raises)
+    assert np.asarray(kept(tmp_path)[0])[1, 1] == 0
+    assert len(chunks(tmp_path)) == 4
