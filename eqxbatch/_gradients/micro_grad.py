@@ -22,15 +22,7 @@ from .._base.mesh import (
 from .._batch.accumulators import Concat
 from .._batch.cut import Blocks
 from .._batch.memory import MemoryBudget
-from .._batch.moments import (
-    check_real,
-    check_weights,
-    Mean,
-    OfTotals,
-    RunningMean,
-    Sum,
-    Variance,
-)
+from .._batch.moments import Mean, OfTotals, RunningMean, Sum, Variance
 from .._batch.objective import Example, Loss, MicrobatchResult, Objective
 from .._batch.slots import (
     canonicalise,
@@ -41,6 +33,7 @@ from .._batch.slots import (
     Slots,
 )
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
+from .._batch.weights import check_real, check_weights
 from .._sites.cost import Method
 from .clip import Clipping
 from .gradient_settings import (
