@@ -192,8 +192,8 @@ class Concat(AbstractAccumulator[Array]):
             raise ValueError(
                 f"Concat(axis={self.axis}) does not fit a result of shape "
                 f"{value.shape}: `fun` must return an array with that axis for each "
-                "microbatch. Return one, or use another accumulator: `Last()` for what "
-                "each microbatch replaces, such as an `equinox.nn.State`."
+                "microbatch. Return one, or use another accumulator: `Mean()` for what "
+                "is averaged, and `Last()` for what each microbatch replaces."
             )
         return self.axis % len(value.shape)
 
