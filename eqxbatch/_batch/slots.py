@@ -14,8 +14,9 @@ from jaxtyping import Array, PyTree, Shaped
 
 from .._base.shapes import Contract
 from .._base.trees import described, match_prefix
-from .accumulators import AbstractAccumulator, Concat, Last, LogSumExp, Max, Min
+from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
 from .cut import Block, Blocks
+from .log_sums import LogSumExp
 from .moments import Mean, RunningMean, Sum, Variance
 
 

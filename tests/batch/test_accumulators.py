@@ -533,6 +533,7 @@ def long_sums(x, weights):
         "mean": run(lambda x: x, Mean())(x),
         "weights": run(lambda x: x, Mean(weights=weights))(x),
         "variance": run(lambda x: x, Variance())(x)[1],
+        "exponentials": jnp.exp(run(lambda x: x, LogSumExp())(x)) / LONG,
         "tangent": jax.jvp(scaled, (one,), (one,))[1] / LONG,
         "cotangents": jax.grad(lambda x: run(jnp.sin, Sum())(x))(x),
         "gradient": gradient(one, x) / LONG,
@@ -544,12 +545,17 @@ def test_long_sums_keep_their_digits():
     value = np.float32(0.1)
     found = long_sums(jnp.full(LONG, value), jnp.full(LONG, jnp.float32(0.3)))
     assert found.pop("variance") < 1e-12
+    np.testing.assert_allclose(found.pop("exponentials"), np.exp(value), rtol=1e-5)
     np.testing.assert_allclose(found.pop("cotangents"), np.cos(value), rtol=1e-6)
     for name, got in found.items():
         np.testing.assert_allclose(got, value, rtol=1e-6, err_msg=name)
     signs = np.where(np.arange(LONG) % 2, value, -value)
-    got = long_sums(jnp.asarray(signs), jnp.ones(LONG))["variance"]
-    np.testing.assert_allclose(got, np.float64(value) ** 2, rtol=1e-6)
+    got = long_sums(jnp.asarray(signs), jnp.ones(LONG))
+    np.testing.assert_allclose(got["variance"], np.float64(value) ** 2, rtol=1e-6)
+    # Each number is larger than all before.
+    ramp = np.linspace(-20, 5, LONG, dtype=np.float32)
+    got = long_sums(jnp.asarray(ramp), jnp.ones(LONG))["exponentials"]
+    np.testing.assert_allclose(got, np.exp(np.float64(ramp)).mean(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", (np.inf, np.nan))
