@@ -33,6 +33,7 @@ class _Exponentials(eqx.Module):
     The shift is `-inf` before the first finite number; then nothing is subtracted.
     """
 
+    checked_as: ClassVar[dict[str, Any]] = {"total": Inexact[Array, "*r"]}
     shift: Any
     total: Any
     lost: Any

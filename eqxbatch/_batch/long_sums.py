@@ -19,8 +19,10 @@ _MANY = 128
 
 def nothing_lost(total: Any, blocks: Blocks) -> Array | None:
     """What rounding took from a sum so far, or None if it is not kept."""
-    is_inexact = total is not None and jnp.issubdtype(total.dtype, jnp.inexact)
-    return jnp.zeros_like(total) if is_inexact and blocks.num > _MANY else None
+    if total is None or blocks.num <= _MANY:
+        return None
+    is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
+    return jnp.zeros_like(total) if is_inexact else None
 
 
 def plus(

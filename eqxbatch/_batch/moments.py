@@ -44,7 +44,7 @@ class _Total(eqx.Module):
     def begun(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
         """The sum over no examples yet."""
         zero = _zeros_of(whole, value, blocks)
-        lost = tuple(nothing_lost(x, blocks) for x in (zero.total, zero.weight))
+        lost = nothing_lost(zero.total, blocks), nothing_lost(zero.weight, blocks)
         return _Total(zero.total, zero.weight, zero.dtype, lost)
 
     def plus(self, value: "_Total") -> "_Total":
