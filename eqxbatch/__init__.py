@@ -10,11 +10,11 @@ from ._batch.accumulators import (
     AbstractAccumulator as AbstractAccumulator,
     Concat as Concat,
     Last as Last,
-    LogSumExp as LogSumExp,
     Max as Max,
     Min as Min,
 )
 from ._batch.cut import Block as Block, Blocks as Blocks
+from ._batch.log_sums import LogSumExp as LogSumExp
 from ._batch.memory import MemoryBudget as MemoryBudget
 from ._batch.moments import (
     Mean as Mean,

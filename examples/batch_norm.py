@@ -66,18 +66,12 @@ def loss(model, state, images, labels, keys):
 
 
 # %% [markdown]
-# One accumulator per array combines the states of the microbatches. Running means and
-# variances are averaged, weighted by the number of examples. The counter of batches is
-# the same for all microbatches, so it is taken from the last one.
+# The states of the microbatches are merged into one. Running means and variances are
+# averaged, weighted by the number of examples. The counter of batches is the same for
+# all microbatches, so it is taken from the last one.
 
 
 # %%
-def merged(state):
-    return jax.tree.map(
-        lambda x: eqxbatch.Mean() if eqx.is_inexact_array(x) else eqxbatch.Last(), state
-    )
-
-
 def gradient_of(model, state, keys, size):
     value_and_grad = eqxbatch.filter_micro_value_and_grad(
         loss,
@@ -86,7 +80,6 @@ def gradient_of(model, state, keys, size):
         in_axes=(None, 0, 0, 0),
         microbatch_size=size,
         accumulator=eqxbatch.Mean(),
-        aux_accumulator=merged(state),
     )
     return value_and_grad(model, state, images, labels, keys)
 

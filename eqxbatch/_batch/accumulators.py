@@ -8,14 +8,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec, reshard
-from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact, Int, PyTree, Shaped
+from jaxtyping import Array, Int, PyTree, Shaped
 
-from .._base.dtypes import accumulation_dtype
 from .._base.mesh import spec_of, with_type_of
 from .._base.shapes import check_fields, checked
 from .cut import are_split, Block, Blocks, merge_parts, split_parts
@@ -192,8 +189,8 @@ class Concat(AbstractAccumulator[Array]):
             raise ValueError(
                 f"Concat(axis={self.axis}) does not fit a result of shape "
                 f"{value.shape}: `fun` must return an array with that axis for each "
-                "microbatch. Return one, or use another accumulator: `Last()` for what "
-                "each microbatch replaces, such as an `equinox.nn.State`."
+                "microbatch. Return one, or use another accumulator: `Mean()` for what "
+                "is averaged, and `Last()` for what each microbatch replaces."
             )
         return self.axis % len(value.shape)
 
@@ -337,83 +334,6 @@ class Min(AbstractAccumulator[_Extreme]):
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
         _identity("Min", values.dtype, 1)
         return _extreme_of(values, values.min(axis=0))
-
-
-class _LogTotal(eqx.Module):
-    checked_as: ClassVar[dict[str, Any]] = {"log_total": Inexact[Array, "*r"]}
-    log_total: Any
-    dtype: Any = eqx.field(static=True)
-
-
-class LogSumExp(AbstractAccumulator[_LogTotal]):
-    """`log(sum(exp(...)))` over all examples, without overflow.
-
-    **Arguments:**
-
-    - `dtype`: the dtype to compute in. The default is float32 for bfloat16 and float16
-        results, and the dtype of the results otherwise. Integer results need one. The
-        output has this dtype for integer results, and that of the results otherwise.
-
-    For an empty batch, the result is `-inf`. Raises `TypeError` for integer results
-    without a `dtype`.
-
-    !!! example
-
-        ```python
-        >>> import eqxbatch, jax.numpy as jnp
-        >>> f = eqxbatch.filter_micro_vmap(
-        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.LogSumExp()
-        ... )
-        >>> print(f(jnp.arange(5.0)).round(3))
-        8.145
-
-        ```
-    """
-
-    dtype: DTypeLike | None = eqx.field(static=True, default=None)
-
-    def __check_init__(self) -> None:
-        check_fields(self)
-
-    def init(self, value: Any, blocks: Blocks) -> _LogTotal:
-        value = jax.eval_shape(self._whole, value)
-        return jtu.tree_map(lambda s: jnp.full(s.shape, -jnp.inf, s.dtype), value)
-
-    @checked
-    def update(
-        self, state: _LogTotal, value: _LogTotal | Shaped[Array, "*r"], block: Block
-    ) -> _LogTotal:
-        value = self._whole(value)
-        log_total = _log_sum_exp(jnp.stack([state.log_total, value.log_total]))
-        return _LogTotal(log_total, state.dtype)
-
-    @checked
-    def finalize(self, state: _LogTotal) -> Inexact[Array, "*r"]:
-        is_real = not jnp.issubdtype(state.dtype, jnp.complexfloating)
-        total = jnp.real(state.log_total) if is_real else state.log_total
-        return total.astype(state.dtype)
-
-    @checked
-    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _LogTotal:
-        whole = self._whole(values)
-        return _LogTotal(_log_sum_exp(whole.log_total), whole.dtype)
-
-    def _whole(self, value: Any) -> _LogTotal:
-        if isinstance(value, _LogTotal):
-            return value
-        dtype = accumulation_dtype("LogSumExp", value.dtype, self.dtype, inexact=True)
-        is_integer = not jnp.issubdtype(value.dtype, jnp.inexact)
-        return _LogTotal(value.astype(dtype), dtype if is_integer else value.dtype)
-
-
-def _log_sum_exp(x: Inexact[Array, "n ..."]) -> Inexact[Array, "..."]:
-    """`jax.nn.logsumexp` along axis 0, with derivative zero if all are `-inf`."""
-    largest = lax.stop_gradient(jnp.max(jnp.real(x), axis=0))
-    is_empty = largest == -jnp.inf
-    shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(x.dtype)
-    total = jnp.sum(jnp.exp(x - shift[None]), axis=0)
-    log_total = jnp.log(jnp.where(is_empty, jnp.ones_like(total), total)) + shift
-    return jnp.where(is_empty, jnp.asarray(-jnp.inf, x.dtype), log_total)
 
 
 def _no_extreme(name: str, value: Any, sign: int) -> _Extreme:

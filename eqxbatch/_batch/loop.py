@@ -15,7 +15,7 @@ from .._base.cpu import evaluate_in_loop
 from .._base.jaxprs import axis_names, evaluate_jaxpr
 from .._base.mesh import is_on_mesh, with_type_of, zeros_like
 from .._base.trees import is_none
-from .accumulators import Concat, LogSumExp, Max, Min
+from .accumulators import Concat, Max, Min
 from .cut import (
     are_split,
     Block,
@@ -26,6 +26,7 @@ from .cut import (
     remainder_block,
     split_parts,
 )
+from .log_sums import LogSumExp
 from .moments import Mean, RunningMean, Sum, Variance
 from .slots import array_structs, is_struct, Slot, Slots
 

@@ -18,20 +18,41 @@ from .._base.dtypes import (
     widest,
 )
 from .._base.shapes import AnyArray, as_jax, check_fields, checked
+from .._base.trees import is_none
 from .accumulators import AbstractAccumulator
 from .cut import Block, Blocks, full_block
+from .long_sums import complete, nothing_lost, plus
+from .weights import block_weight, check_weights, weighted_sum
 
 
 _Value = Shaped[Array, "*r"]
 
 
 class _Total(eqx.Module):
-    """A sum over examples, their total weight, and the dtype of the results."""
+    """A sum over examples, their total weight, and the dtype of the results.
+
+    `lost` is what rounding took from both, if there are many microbatches.
+    """
 
     checked_as: ClassVar[dict[str, Any]] = {"total": Shaped[Array, "*r"]}
     total: Any
     weight: Any
     dtype: Any = eqx.field(static=True)
+    lost: tuple[Any, Any] = (None, None)
+
+    @staticmethod
+    def begun(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
+        """The sum over no examples yet."""
+        zero = _zeros_of(whole, value, blocks)
+        lost = nothing_lost(zero.total, blocks), nothing_lost(zero.weight, blocks)
+        return _Total(zero.total, zero.weight, zero.dtype, lost)
+
+    def plus(self, value: "_Total") -> "_Total":
+        total, lost = plus(self.total, self.lost[0], value.total)
+        if self.weight is None:
+            return _Total(total, None, self.dtype, (lost, None))
+        weight, lost_weight = plus(self.weight, self.lost[1], value.weight)
+        return _Total(total, weight, self.dtype, (lost, lost_weight))
 
 
 class Sum(AbstractAccumulator[_Total]):
@@ -80,21 +101,21 @@ class Sum(AbstractAccumulator[_Total]):
                 "result for a whole microbatch. Pass the weights to `fun` as a batched "
                 "argument, and return the weighted sum."
             )
-        return _zeros_of(lambda value, _: self._whole(value), value, blocks)
+        return _Total.begun(lambda value, _: self._whole(value), value, blocks)
 
     @checked
     def update(self, state: _Total, value: _Total | _Value, block: Block) -> _Total:
-        return _Total(state.total + self._whole(value).total, None, state.dtype)
+        return state.plus(self._whole(value))
 
     @checked
     def finalize(self, state: _Total) -> Shaped[Array, "*r"]:
-        return state.total.astype(state.dtype)
+        return complete(state.total, state.lost[0]).astype(state.dtype)
 
     @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
         check_weights("Sum", self.weights, block)
         whole = self._whole(values)
-        total = _weighted_sum(whole.total, self.weights, block)
+        total = weighted_sum(whole.total, self.weights, block)
         return _Total(total, None, whole.dtype)
 
     def _whole(self, value: Any) -> _Total:
@@ -144,30 +165,29 @@ class Mean(AbstractAccumulator[_Total]):
         check_fields(self)
 
     def init(self, value: Any, blocks: Blocks) -> _Total:
-        return _zeros_of(self._whole, value, blocks)
+        return _Total.begun(self._whole, value, blocks)
 
     @checked
     def update(self, state: _Total, value: _Total | _Value, block: Block) -> _Total:
-        value = self._whole(value, block)
-        total = state.total + value.total
-        return _Total(total, state.weight + value.weight, state.dtype)
+        return state.plus(self._whole(value, block))
 
     @checked
     def finalize(self, state: _Total) -> Inexact[Array, "*r"]:
-        total = widened(state.total)
-        return (total / state.weight.astype(total.dtype)).astype(state.dtype)
+        total = widened(complete(state.total, state.lost[0]))
+        weight = complete(state.weight, state.lost[1])
+        return (total / weight.astype(total.dtype)).astype(state.dtype)
 
     @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
         total, dtype = _cast("Mean", values, self.dtype, self.weights, inexact=True)
-        weight = _block_weight(total.dtype, self.weights, block)
-        return _Total(_weighted_sum(total, self.weights, block), weight, dtype)
+        weight = block_weight(total.dtype, self.weights, block)
+        return _Total(weighted_sum(total, self.weights, block), weight, dtype)
 
     def _whole(self, value: Any, block: Block) -> _Total:
         if isinstance(value, _Total):
             return value
         mean, dtype = _cast("Mean", value, self.dtype, self.weights, inexact=True)
-        weight = _block_weight(mean.dtype, self.weights, block)
+        weight = block_weight(mean.dtype, self.weights, block)
         return _Total(mean * weight.astype(mean.dtype), weight, dtype)
 
 
@@ -177,7 +197,8 @@ _Squares = Real[AnyArray, "*r"] | None
 class VarianceState(eqx.Module):
     """The mean over some examples, and the sum of squared distances to it.
 
-    `count` is the number of examples and `observations` the number of results.
+    `count` is the number of examples and `observations` the number of results. `lost`
+    is what rounding took from `squares`, if there are many microbatches.
     """
 
     checked_as: ClassVar[dict[str, Any]] = {
@@ -189,6 +210,14 @@ class VarianceState(eqx.Module):
     count: Any
     observations: Any
     dtype: Any = eqx.field(static=True)
+    lost: Any = None
+
+    def whole(self) -> "VarianceState":
+        """The same, with `squares` in one number."""
+        squares = complete(self.squares, self.lost)
+        return VarianceState(
+            self.mean, squares, self.count, self.observations, self.dtype
+        )
 
 
 class RunningMean(AbstractAccumulator[VarianceState]):
@@ -304,7 +333,9 @@ class Variance(AbstractAccumulator[VarianceState]):
         check_fields(self)
 
     def init(self, value: Any, blocks: Blocks) -> VarianceState:
-        return _zeros_of(self._whole, value, blocks)
+        state = _zeros_of(self._whole, value, blocks)
+        lost = nothing_lost(state.squares, blocks)
+        return eqx.tree_at(lambda s: s.lost, state, lost, is_leaf=is_none)
 
     @checked
     def update(
@@ -319,12 +350,14 @@ class Variance(AbstractAccumulator[VarianceState]):
         )
         # Scaled before squaring: the square alone may overflow.
         distance = delta * jnp.sqrt(harmonic).astype(delta.dtype)
-        squares = state.squares + value.squares + _abs_squared(distance)
+        part = value.squares + _abs_squared(distance)
+        squares, lost = plus(state.squares, state.lost, part)
         observations = state.observations + value.observations
-        return VarianceState(mean, squares, count, observations, state.dtype)
+        return VarianceState(mean, squares, count, observations, state.dtype, lost)
 
     @checked
     def finalize(self, state: VarianceState) -> MeanAndVariance:
+        state = state.whole()
         real = widest(state.squares.dtype)
         observations = state.observations.astype(real)
         unbiased = observations / (observations - self.ddof)
@@ -374,7 +407,7 @@ class OfTotals(AbstractAccumulator[Any]):
         wide, dtype = _cast(name, total, accumulator.dtype, None, inexact=True)
         if isinstance(accumulator, Sum):
             return _Total(wide, None, dtype)
-        return _Total(wide, _block_weight(wide.dtype, weights, block), dtype)
+        return _Total(wide, block_weight(wide.dtype, weights, block), dtype)
 
 
 def _zeros_of(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
@@ -429,41 +462,6 @@ def _holds(dtype: Any, other: Any) -> bool:
     """Whether an inexact dtype can hold the imaginary part of another one, if any."""
     are_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (dtype, other)]
     return are_complex[0] or not are_complex[1]
-
-
-def check_weights(name: str, weights: Any, blocks: Blocks | Block) -> None:
-    if weights is not None and blocks.total not in (None, weights.shape[0]):
-        raise ValueError(
-            f"{name}(weights=...) needs one weight for each example, shape "
-            f"({blocks.total},); got shape {weights.shape}."
-        )
-
-
-def check_real(name: str, weights: Any) -> None:
-    if weights is not None and not any(
-        jnp.issubdtype(weights.dtype, kind)
-        for kind in (jnp.floating, jnp.integer, jnp.bool_)
-    ):
-        raise TypeError(
-            f"{name}(weights=...) needs real numbers or bools here; got dtype "
-            f"{weights.dtype}. For complex weights, use `Sum` over the results of "
-            "`filter_micro_vmap`."
-        )
-
-
-def _weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
-    if weights is not None:
-        rows = block.take(weights).astype(values.dtype)
-        values = values * jnp.expand_dims(rows, tuple(range(1, values.ndim)))
-    return jnp.sum(values, axis=0, dtype=values.dtype)
-
-
-def _block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
-    if weights is None:
-        return jnp.asarray(block.size, jnp.int32)
-    check_weights("Mean", weights, block)
-    check_real("Mean", weights)
-    return jnp.sum(block.take(weights).astype(widest(dtype)))
 
 
 def _mean(values: Inexact[Array, "b ..."]) -> Inexact[Array, "..."]:

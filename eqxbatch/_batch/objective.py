@@ -17,9 +17,10 @@ from .._base.trees import described, shown
 from .accumulators import Concat
 from .cut import Batch, Blocks, positional_names, split_batch, unbatched
 from .example_or_batch import told_apart
-from .moments import check_real, check_weights, Mean, OfTotals, Sum
+from .moments import Mean, OfTotals, Sum
 from .slots import array_structs, match_accumulators, Slots
 from .transform import AbstractAutoSharded, Blocking
+from .weights import check_real, check_weights
 
 
 class Selection(eqx.Module):

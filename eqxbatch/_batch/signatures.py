@@ -27,7 +27,8 @@ from typing import (
 
 from jax.typing import ArrayLike
 
-from .accumulators import Concat, Last, LogSumExp, Max, Min
+from .accumulators import Concat, Last, Max, Min
+from .log_sums import LogSumExp
 from .moments import Mean, RunningMean, Sum
 
 

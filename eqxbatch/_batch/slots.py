@@ -7,6 +7,7 @@ from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree, Shaped
@@ -15,7 +16,8 @@ from .._base.shapes import Contract
 from .._base.trees import described, match_prefix
 from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
 from .cut import Block, Blocks
-from .moments import Mean, RunningMean, Sum
+from .log_sums import LogSumExp
+from .moments import Mean, RunningMean, Sum, Variance
 
 
 if TYPE_CHECKING:
@@ -55,6 +57,10 @@ _FROM_OPTAX: dict[str, Callable[[], AbstractAccumulator]] = {
 _OF_EQUAL = (Concat, Last, Max, Mean, Min, RunningMean)
 
 
+# An `equinox.nn.State` is none of what these reduce or join.
+_NOT_OF_STATES = (Concat, LogSumExp, Max, Mean, Min, RunningMean, Sum, Variance)
+
+
 _STATES = Contract(dict.fromkeys(("init", "update"), PyTree[Shaped[ArrayLike, "..."]]))
 
 
@@ -63,7 +69,8 @@ class Slot(eqx.Module):
 
     `indices` are positions in the flat list of the output's arrays, and `treedef`
     combines them into the sub-PyTree that the accumulator sees. `per_example` says
-    whether these arrays have one result for each example, along axis 0.
+    whether these arrays have one result for each example, along axis 0, and `in_state`
+    whether the array is in an `equinox.nn.State`.
     """
 
     accumulator: AbstractAccumulator
@@ -71,6 +78,7 @@ class Slot(eqx.Module):
     treedef: Any = eqx.field(static=True)
     path: str = eqx.field(static=True)
     per_example: bool = eqx.field(static=True, default=False)
+    in_state: bool = eqx.field(static=True, default=False)
 
     def value(self, arrays: list, block: Block) -> PyTree[Array]:
         """The value of a microbatch, from all arrays of its output."""
@@ -110,7 +118,8 @@ class Slot(eqx.Module):
 
         `outs` is what a microbatch returns.
         """
-        if not isinstance(self.accumulator, (Concat, Last)):
+        is_state = self.in_state and isinstance(self.accumulator, (Mean, RunningMean))
+        if not isinstance(self.accumulator, (Concat, Last)) and not is_state:
             return False
         (index,) = self.indices
         return getattr(outs[index], "weak_type", False)
@@ -155,6 +164,28 @@ class Slots:
     slots: list[Slot]
     _parts: list[tuple[AbstractAccumulator | None, PyTree]]
     _treedef: Any
+
+    def with_states(self, output: PyTree) -> "Slots":
+        """The same, with each `equinox.nn.State` merged as a whole.
+
+        It is what a microbatch leaves behind, and no result to reduce or join: floats
+        are averaged, and of flags and counters there is the last. `Last` and
+        accumulators of users are taken at their word. Of one state for each example,
+        `Concat` returns all, as `jax.vmap` does.
+        """
+        arrays = array_structs(output)
+
+        def merged(slot: Slot) -> Slot:
+            is_each = slot.per_example and isinstance(slot.accumulator, Concat)
+            if not slot.in_state or is_each:
+                return slot
+            if not isinstance(slot.accumulator, _NOT_OF_STATES):
+                return slot
+            dtype = arrays[slot.indices[0]].dtype
+            accumulator = of_state(slot.accumulator, dtype)
+            return dataclasses.replace(slot, accumulator=accumulator)
+
+        return dataclasses.replace(self, slots=[*map(merged, self.slots)])
 
     def combine(self, results: list[PyTree]) -> PyTree:
         """The output, from the results of the slots in their order."""
@@ -213,14 +244,35 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
         first = sum(len(slot.indices) for slot in slots)
         if acc.leafwise:
             leaf = jtu.tree_structure(0)
+            are_in_states = _are_in_states(arrays)
             for i, (sub, _) in enumerate(paths):
-                slots.append(Slot(acc, (first + i,), leaf, jtu.keystr((*path, *sub))))
+                name = jtu.keystr((*path, *sub))
+                at = (first + i,)
+                slots.append(Slot(acc, at, leaf, name, in_state=are_in_states[i]))
         else:
             indices = tuple(range(first, first + len(paths)))
             slots.append(Slot(acc, indices, treedef, jtu.keystr(path)))
     parts = [(acc, part) for _, acc, part in places]
     treedef = jtu.tree_structure(accumulator, is_leaf=is_accumulator)
     return Slots(slots, parts, treedef)
+
+
+def _are_in_states(arrays: PyTree) -> list[bool]:
+    """For each array, whether it is in an `equinox.nn.State`."""
+    is_state = lambda x: isinstance(x, eqx.nn.State)
+    return [
+        is_state(part)
+        for part in jtu.tree_leaves(arrays, is_leaf=is_state)
+        for _ in jtu.tree_leaves(part)
+    ]
+
+
+def of_state(accumulator: AbstractAccumulator, dtype: Any) -> AbstractAccumulator:
+    """The accumulator for an array in an `equinox.nn.State`."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return Last()
+    # The running mean of equal numbers is that number.
+    return accumulator if isinstance(accumulator, Mean) else RunningMean()
 
 
 def _check_numbers(path: tuple, accumulator: Any, part: PyTree) -> None:

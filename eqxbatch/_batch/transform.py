@@ -359,7 +359,7 @@ class Blocking(eqx.Module):
         limit = _check_limit(self.num_real_microbatches, blocks.num)
 
         def slots(output: PyTree, aux: Any) -> Slots:
-            found = make_slots(output, aux)
+            found = make_slots(output, aux).with_states(output)
             if isinstance(limit, int) and limit == 0:
                 _check_needs_none(found)
             return found

@@ -22,15 +22,7 @@ from .._base.mesh import (
 from .._batch.accumulators import Concat
 from .._batch.cut import Blocks
 from .._batch.memory import MemoryBudget
-from .._batch.moments import (
-    check_real,
-    check_weights,
-    Mean,
-    OfTotals,
-    RunningMean,
-    Sum,
-    Variance,
-)
+from .._batch.moments import Mean, OfTotals, RunningMean, Sum, Variance
 from .._batch.objective import Example, Loss, MicrobatchResult, Objective
 from .._batch.slots import (
     canonicalise,
@@ -41,6 +33,7 @@ from .._batch.slots import (
     Slots,
 )
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
+from .._batch.weights import check_real, check_weights
 from .._sites.cost import Method
 from .clip import Clipping
 from .gradient_settings import (
@@ -293,7 +286,9 @@ def filter_micro_value_and_grad(
     - `value_accumulator`: the same for the values. The default is `accumulator`, or a
         mean if that is not one of the three.
     - `aux_accumulator`: the same for `aux`, a PyTree prefix. The default is
-        [`eqxbatch.Concat`][], which returns `aux` for all examples along axis 0.
+        [`eqxbatch.Concat`][], which returns `aux` for all examples along axis 0. With
+        `batched`, an `equinox.nn.State` is merged as [`eqxbatch.filter_microbatch`][]
+        does.
     - `clip_norm`: a bound on the norm of each per-example gradient. Longer gradients
         are scaled down to this norm. A number bounds the global norm; a PyTree prefix
         of the gradient, with a number or `None` for each part, bounds the norm of each

@@ -19,7 +19,7 @@ from .._batch.accumulators import Concat, Last
 from .._batch.cut import Batch, Blocks, broadcast_axes, spec_of_rows, split_batch
 from .._batch.example_or_batch import told_apart
 from .._batch.memory import MemoryBudget
-from .._batch.slots import array_structs, match_accumulators, Slot, Slots
+from .._batch.slots import array_structs, match_accumulators, of_state, Slot, Slots
 from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
 
 
@@ -202,6 +202,11 @@ def _per_example(slot: Slot, leaves: list, axes: tuple, blocks: Blocks) -> Slot:
                 f"`out_axes` is None for output{slot.path}, so that it is the same for "
                 "all examples, but there are 0 examples to take it from."
             )
+        if slot.in_state and not isinstance(accumulator, Last):
+            # Layers with a state couple the examples, so that microbatches differ.
+            (i,) = slot.indices
+            accumulator = of_state(accumulator, leaves[i].dtype)
+            return dataclasses.replace(slot, accumulator=accumulator)
         return dataclasses.replace(slot, accumulator=Last())
     if isinstance(accumulator, Concat):
         if accumulator.axis != 0:
@@ -244,7 +249,9 @@ def filter_micro_vmap(
         `equinox.filter_vmap`, the default is axis 0 of all arrays. It also applies to
         positional and keyword arguments that a dict does not name.
     - `out_axes`: the axis of the examples in each output: a prefix of the output, with
-        the same leaves. `None` is for outputs that are the same for all examples.
+        the same leaves. `None` is for outputs that are the same for all examples, and
+        for an `equinox.nn.State`: its floats are averaged over all microbatches, and of
+        other arrays, such as counters, the last one is returned.
     - `axis_name`: a name for the mapped axis, for collectives. They act within one
         microbatch, not over the whole batch.
     - `axis_size`: the number of examples, needed only if no argument is mapped.

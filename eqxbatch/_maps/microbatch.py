@@ -70,7 +70,8 @@ class _Microbatch(AbstractTransform):
         arrays, treedef = jtu.tree_flatten(eqx.filter(structs, is_struct))
         rows = examples_spec(batch.arrays, batch.axes)
         specs = [PartitionSpec() for _ in arrays]
-        for slot in match_accumulators(self.accumulator, structs).slots:
+        slots = match_accumulators(self.accumulator, structs).with_states(structs)
+        for slot in slots.slots:
             if isinstance(slot.accumulator, Concat):
                 (i,) = slot.indices
                 axis = slot.accumulator.axis_of(arrays[i])
@@ -112,7 +113,9 @@ def filter_microbatch(
         accumulators as leaves. Use [`eqxbatch.Sum`][] for sums over examples,
         [`eqxbatch.Mean`][] for means over examples, such as the gradient of a mean
         loss, and [`eqxbatch.Concat`][] for results with one row for each example.
-        `optax.microbatching.AccumulationType`s and `Accumulator`s are accepted, too.
+        `optax.microbatching.AccumulationType`s and `Accumulator`s are accepted, too. An
+        `equinox.nn.State` needs none of its own: its floats are averaged over the
+        examples, and of other arrays, such as counters, the last one is returned.
     - `num_real_microbatches`: if given, only this many microbatches run: an int or an
         integer array, which may be traced. Reverse mode works in both cases.
     - `checkpoint`: whether reverse-mode differentiation saves only the inputs and

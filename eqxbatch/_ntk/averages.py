@@ -44,7 +44,7 @@ class _Resumed(AbstractAccumulator[VarianceState]):
         return self.moments.update(state, value, block)
 
     def finalize(self, state: VarianceState) -> Any:
-        return state
+        return state.whole()
 
     def aggregate(self, values: Any, block: Any) -> VarianceState:
         return self.moments.aggregate(values, block)

@@ -125,10 +125,10 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
     for settings of the wrong type. Errors of the model are passed on.
 
     **Inputs and keys:** without `x2` (or if it is `x1` itself), the kernel is exactly
-    symmetric and only about half of the blocks are computed. A `key` is split into one
-    key for each example; `x2` uses `jax.random.fold_in(key, 1)`. Or pass a pair of keys
-    for `x1` and `x2`. Keyword arguments with one value for each example are passed as
-    pairs of arrays, for `x1` and for `x2`; all others are shared.
+    symmetric and only about half of the blocks are computed. A `key` is split
+    into one for `x1` and one for `x2`, and each of these into one key for each example.
+    Or pass a pair of keys for `x1` and `x2`. Keyword arguments with one value for each
+    example are passed as pairs of arrays, for `x1` and for `x2`; all others are shared.
 
     **Memory:** what blocks need of each example (its factors) is computed once if it
     fits into half of the free device memory, or of the budget. Otherwise, factors are

@@ -277,9 +277,9 @@ def filter_batch_kernel(
 
     - `x1`, `x2`: PyTrees whose arrays have the examples along the same axis.
     - `args`: passed on unchanged.
-    - `key`: a random key, or a pair of keys for the two inputs. It is split into one
-        key for each example, and `kernel_fn` is called with `key=(keys1, keys2)`. The
-        keys do not depend on the block size.
+    - `key`: a random key, which is split into a pair, or a pair of keys for the two
+        inputs. Each of them is split into one key for each example, and `kernel_fn` is
+        called with `key=(keys1, keys2)`. The keys do not depend on the block size.
     - `kwargs`: a pair (tuple) of arrays, or of PyTrees of arrays, belongs to the
         examples of the two inputs, along axis 0. `kernel_fn` receives the same rows of
         them as of `x1` and `x2`. Without `x2`, the second element can be None.

@@ -169,14 +169,19 @@ def _key_pair(key: Any, is_one: bool) -> tuple:
                 f"{len(key)} keys."
             )
         return tuple(key)
-    if key is None or is_one:
+    if key is None:
+        return None, None
+    is_single = eqx.is_array(key) and _is_single(key)
+    if is_one and not is_single:
         return key, key
-    if not eqx.is_array(key) or not _is_single(key):
+    if not is_single:
         raise ValueError(
             f"`key` must be one key, or a pair of them for the two sides; got "
             f"{shown(key)}."
         )
-    return key, jr.fold_in(key, 1)
+    # Without `x2`, `x1` has the keys that it has with one.
+    first, second = jr.split(key)
+    return first, first if is_one else second
 
 
 def _is_single(key: Array) -> bool:

@@ -21,7 +21,7 @@ from .._base.shapes import AnyArray, Contract
 from .._base.trees import described, log, shown
 from .._batch.cut import Blocks
 from .._batch.memory import check_size, MemoryBudget
-from .._batch.moments import check_real, check_weights, Mean, Sum
+from .._batch.moments import Mean, Sum
 from .._batch.objective import Objective
 from .._batch.transform import (
     AbstractAutoSharded,
@@ -30,6 +30,7 @@ from .._batch.transform import (
     transformed,
     with_second,
 )
+from .._batch.weights import check_real, check_weights
 from .._curvature.hvp import like_parameters
 from .spaces import System
 from .terms import Residuals, shares, Term, Terms

@@ -4,11 +4,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import optax
 import pytest
 
 from eqxbatch import (
     Concat,
+    filter_micro_grad,
+    filter_micro_vmap,
     filter_microbatch,
     Last,
     Max,
@@ -125,6 +128,64 @@ def test_variance_between_microbatches(getkey):
     means = zip((4, 4, 4, 1), parts, strict=True)
     spread = sum(n * (mean - x.mean()) ** 2 for n, mean in means) / 13
     assert_same(got, MeanAndVariance(x.mean(), spread), tol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ("batch", "ema"))
+def test_a_state_is_merged_where_it_is_returned(mode):
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
+        3, "batch", momentum=0.9, mode=mode
+    )
+    x = np.random.default_rng(0).normal(size=(13, 3)) + np.arange(13)[:, None]
+    x = jnp.asarray(x, jnp.float32)
+    axes = {"in_axes": (0, None), "out_axes": (0, None), "axis_name": "batch"}
+    whole = jax.jit(jax.vmap(norm, **axes))
+    states = [whole(x[i : i + 4], state)[1] for i in range(0, 13, 4)]
+    expected = jax.tree.map(
+        lambda *parts: (
+            np.average(np.stack(parts), 0, [4, 4, 4, 1])
+            if eqx.is_inexact_array(parts[0])
+            else parts[-1]
+        ),
+        *states,
+    )
+    # The mean is that of the whole batch.
+    mean = jax.tree.leaves(whole(x, state)[1])[1]
+    assert_same(jnp.asarray(jax.tree.leaves(expected)[1], jnp.float32), mean)
+
+    def check(got, expected):
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+            assert_same(a, jnp.asarray(b, a.dtype))
+        likes = zip(*map(jax.tree.leaves, (got, state)), strict=True)
+        assert all(a.aval == b.aval for a, b in likes)
+
+    run = functools.partial(filter_microbatch, in_axes=(0, None), microbatch_size=4)
+    check(filter_micro_vmap(norm, microbatch_size=4, **axes)(x, state)[1], expected)
+    losses = lambda x, state: (whole(x, state)[0].sum(), whole(x, state)[1])
+    for fun, accumulator in (
+        (whole, Concat()),
+        (losses, Sum()),
+        (losses, Mean(weights=jnp.ones(13))),
+    ):
+        check(run(fun, accumulator=accumulator)(x, state)[1], expected)
+    # `Last` is taken at its word.
+    check(run(whole, accumulator=Last())(x, state)[1], states[-1])
+    # So are accumulators for single arrays.
+    each = jax.tree.map(lambda _: Last(), state)
+    check(run(whole, accumulator=(Concat(), each))(x, state)[1], states[-1])
+    _, found = filter_micro_grad(
+        lambda scale, x, state: losses(scale * x, state),
+        in_axes=(0, None),
+        microbatch_size=4,
+        has_aux=True,
+        batched=True,
+        accumulator=Sum(),
+    )(jnp.ones(()), x, state)
+    check(found, expected)
+    # A state that the function leaves alone is not even rounded.
+    inference = eqx.nn.inference_mode(norm)
+    kept = filter_micro_vmap(inference, microbatch_size=4, **axes)(x, found)[1]
+    assert eqx.tree_equal(kept, found)
 
 
 @pytest.mark.parametrize("kind", tuple(optax.microbatching.AccumulationType))

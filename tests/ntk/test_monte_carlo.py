@@ -253,7 +253,7 @@ class TestCalls:
         x, y = normal(getkey(), (4, 3)), normal(getkey(), (5, 3))
         key = (getkey(), getkey()) if pair else getkey()
         got = kernel(5, init=with_dropout)(x, y, key=key)
-        one, two = key if pair else (key, jr.fold_in(key, 1))
+        one, two = key if pair else jr.split(key)
         keys = jr.split(one, 4), jr.split(two, 5)
         expected, _ = sampled(x, y, 5, with_dropout, keys)
         assert_same(got, expected)

@@ -96,6 +96,22 @@ def test_keys_are_those_of_the_examples():
     assert_same(blocks(X, Y, key=pair), expected)
 
 
+def test_no_two_examples_share_a_key_or_one_that_is_split_from_it():
+    both = lambda x, y, key: jnp.stack([jr.key_data(k) for k in key])
+    kernel = filter_batch_kernel(both, block_size=2, pairwise=True)
+    found = kernel(X, Y, key=jr.key(0))
+    alone = kernel(X, key=jr.key(0))
+    # Without `y`, both sides have the keys that `x` has with it.
+    assert_same(alone[:, 0, 0], found[:, 0, 0])
+    assert_same(alone[0, :, 1], found[:, 0, 0])
+    keys = jr.wrap_key_data(jnp.concatenate([found[:, 0, 0], found[0, :, 1]]))
+    split = lambda keys: jax.vmap(lambda key: jr.split(key, 13))(keys).ravel()
+    children = split(keys)
+    data = [jr.key_data(k) for k in (keys, children, split(children))]
+    streams = np.concatenate([*data, jr.key_data(jr.key(0))[None]])
+    assert len(np.unique(streams, axis=0)) == len(streams)
+
+
 def test_derivatives_of_kernels_of_single_examples():
     total = lambda kernel: filter_batch_kernel(kernel, block_size=2, pairwise=True)(
         X, Y
