@@ -182,6 +182,11 @@ def _starts(num: int) -> Array:
     return jnp.minimum(jnp.arange(0, max(num, 1), max(size, 1)), num - size)
 
 
+# Up to so many output channels of one input channel, channels last is several times
+# slower, also where XLA has to run the convolution inside a loop.
+_FEW_CHANNELS = 16
+
+
 def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     """Evaluates a jaxpr that is going to be the body of a loop, or a branch.
 
@@ -189,14 +194,15 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     spatial, features), but only at the top level of a program. Inside a loop or a
     branch, a convolution in the layout of `equinox.nn.Conv` (batch, features, spatial)
     runs several times slower than outside. So the layout is converted here if the
-    program is compiled for CPUs. On other devices, nothing is changed.
+    program is compiled for CPUs, where that is faster. On other devices, nothing is
+    changed.
     """
     # Effects, such as a debug print, belong to the whole jaxpr, so it is not split.
     if jaxpr.effects or not _has_convolution(jaxpr):
         return evaluate_jaxpr(jaxpr, consts, args)
 
     def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
-        if _is_convolution(eqn):
+        if _is_convolution(eqn) and not _is_narrow(eqn):
             return lambda ins: [_convolution(eqn)(*ins)]
         if eqn.primitive.name in CALLS and _has_convolution(callee(eqn).jaxpr):
             closed = callee(eqn)
@@ -208,6 +214,14 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
 
 def _is_convolution(eqn: Any) -> bool:
     return eqn.primitive.name == "conv_general_dilated"
+
+
+def _is_narrow(eqn: Any) -> bool:
+    """Whether channels last is the slower layout: one channel in, and few out."""
+    numbers = eqn.params["dimension_numbers"]
+    inputs = eqn.invars[0].aval.shape[numbers.lhs_spec[1]]
+    outputs = eqn.outvars[0].aval.shape[numbers.out_spec[1]]
+    return inputs == 1 and outputs <= _FEW_CHANNELS
 
 
 def _has_convolution(jaxpr: Any) -> bool:

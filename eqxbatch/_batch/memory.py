@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import os
 import re
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from .._base.mesh import (
     structs_on_devices,
 )
 from .._base.trees import as_int, described, log
+from .machine import available_bytes
 
 
 _UNITS = {
@@ -79,9 +79,12 @@ class MemoryBudget(eqx.Module):
     **Arguments:**
 
     - `max_bytes`: an int, or a string such as `"500MB"` or `"2GiB"`. The default is the
-        free memory that the device reports or, on a CPU, the physical memory of the
-        machine. Free memory is looked up on every call and rounded down by up to 6%, so
-        that small changes do not cause recompilation. Inside `jax.jit` or another
+        free memory that the device reports or, on a CPU, what the machine has available
+        and the limits of containers (control groups) leave. That is read on Linux;
+        elsewhere it is the physical memory, and 4 GiB on Windows, which does not tell
+        Python. Free memory is looked up on every call and rounded down, on a device by
+        up to 6% and on a CPU to a power of two, so that small changes do not cause
+        recompilation. Inside `jax.jit` or another
         transform, it is looked up at trace time; pass a number there.
 
     Raises `ValueError` if `max_bytes` is not positive or cannot be parsed and, when
@@ -133,11 +136,13 @@ def free_bytes(digits: int = 5) -> int:
     """The free memory, rounded down to this many binary digits.
 
     It is a static argument of programs, so small changes must not recompile them.
+    Other programs use a machine's memory, so only one digit of it is kept.
     """
     stats = jax.local_devices()[0].memory_stats()
     if stats is None or "bytes_limit" not in stats:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
+        free, digits = available_bytes(), 1
+    else:
+        free = max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
     shift = max(free.bit_length() - digits, 0)
     return free >> shift << shift
 

@@ -128,7 +128,7 @@ class Finder:
         found = [x for x in inputs if x is not None]
         has_views = any(x.views for x in found)
         is_shared = len(found) == len(inputs)
-        if not is_shared and not (has_views and any(own.live)):
+        if not eqn.outvars or not (is_shared or (has_views and any(own.live))):
             return none
         if name in CALLS:
             return self.call(plan, own, callee(eqn), inputs)

@@ -110,6 +110,16 @@ def test_loops_have_channels_last(getkey):
     assert CHANNELS_LAST not in conv_layouts(micro, x)
 
 
+@pytest.mark.parametrize("outputs", (16, 17))
+def test_one_channel_to_a_few_is_left_as_it_is(outputs, getkey):
+    # Channels last would be several times slower.
+    conv = eqx.nn.Conv2d(1, outputs, 3, key=getkey())
+    x = normal(getkey(), (9, 1, 7, 6))
+    micro = filter_micro_vmap(lambda x: conv(x), microbatch_size=3)
+    layout = CHANNELS_FIRST if outputs == 16 else CHANNELS_LAST
+    assert conv_layouts(micro, x) == [layout]
+
+
 def test_gradients_in_microbatches_have_channels_last(getkey):
     conv = eqx.nn.Conv2d(2, 4, 3, key=getkey())
     x = normal(getkey(), (9, 2, 7, 6))

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import re
 
 import equinox as eqx
@@ -29,6 +30,7 @@ from eqxbatch import (
     Sum,
 )
 from eqxbatch._batch import memory as memory_module
+from eqxbatch._batch.machine import available_bytes
 from eqxbatch._batch.memory import CompiledBytes, fit_size
 from eqxbatch._ntk import model_kernel
 from ..helpers import assert_same, CountTraces, memory, normal
@@ -184,6 +186,52 @@ def test_no_examples():
 def test_default_is_what_the_machine_has():
     budget = MemoryBudget().resolve()
     assert 2**28 < budget < 2**50
+
+
+def machine_of(folder, files):
+    for name, text in files.items():
+        folder.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        folder.joinpath(name).write_text(text)
+    return available_bytes(folder)
+
+
+def test_what_is_available(tmp_path, monkeypatch):
+    """In Linux's words; limits are those of the control group and all above it."""
+    info = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 4000 kB\n"}
+    assert machine_of(tmp_path / "plain", info) == 4000 * 1024
+    group = "sys/fs/cgroup/jobs/one/memory"
+    second = {
+        **info,
+        "proc/self/cgroup": "0::/jobs/one\n",
+        f"{group}.max": "max\n",
+        f"{group}.current": "500000\n",
+        "sys/fs/cgroup/jobs/memory.max": "3000000\n",
+        "sys/fs/cgroup/jobs/memory.current": "1000000\n",
+        "sys/fs/cgroup/jobs/memory.stat": "anon 800000\ninactive_file 200000\n",
+    }
+    assert machine_of(tmp_path / "second", second) == 2_200_000
+    # Inside a container, the path is that on the host.
+    group = "sys/fs/cgroup/memory/memory"
+    first = {
+        **info,
+        "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a/b\n0::/\n",
+        f"{group}.limit_in_bytes": "2000000\n",
+        f"{group}.usage_in_bytes": "700000\n",
+        f"{group}.stat": "cache 5\ntotal_inactive_file 100000\n",
+    }
+    assert machine_of(tmp_path / "first", first) == 1_400_000
+    first[f"{group}.usage_in_bytes"] = "9000000\n"
+    assert machine_of(tmp_path / "full", first) == 0
+    # Elsewhere than on Linux; Windows has no `sysconf` either.
+    assert available_bytes(tmp_path / "none") > 2**28
+    monkeypatch.delattr(os, "sysconf")
+    assert available_bytes(tmp_path / "none") == 2**32
+
+
+def test_a_cpu_has_what_is_available(monkeypatch):
+    free = 3 * 2**30
+    monkeypatch.setattr(memory_module, "available_bytes", lambda: free)
+    assert MemoryBudget().resolve() == 2**31
 
 
 class Device:

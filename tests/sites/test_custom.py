@@ -236,6 +236,44 @@ def test_a_rule_in_a_branch_that_is_not_taken():
     np.testing.assert_allclose(got, xs.mean(0), rtol=1e-10)
 
 
+@jax.custom_jvp
+def _nothing(w):
+    return ()
+
+
+_nothing.defjvp(lambda primals, tangents: ((), ()))
+
+
+@jax.custom_vjp
+def _nothing_in_reverse(w):
+    return ()
+
+
+_nothing_in_reverse.defvjp(lambda w: ((), w), lambda w, _: (jnp.zeros_like(w),))
+
+
+@pytest.mark.parametrize(
+    "checked",
+    (
+        lambda w: lax.cond(w[0, 0] > 0, lambda w: None, lambda w: None, w),
+        _nothing,
+        _nothing_in_reverse,
+    ),
+)
+def test_parameters_alone_where_nothing_is_returned(checked):
+    def fun(w, x):
+        checked(jnp.sin(w))
+        return jnp.sum(jnp.sin(w @ x))
+
+    w, xs = np.arange(6.0).reshape(2, 3) / 7, np.arange(12.0).reshape(4, 3) / 5
+    grads = [np.cos(w @ x)[:, None] * x for x in xs]
+    norms = [np.sqrt(np.sum(grad**2)) for grad in grads]
+    clipped = [g * min(1, 0.9 / norm) for g, norm in zip(grads, norms, strict=True)]
+    got = filter_micro_grad(fun, clip_norm=0.9, method="sites")(w, xs)
+    np.testing.assert_allclose(got, np.mean(clipped, 0), rtol=1e-10)
+    assert explain_sites(fun, w, xs, in_axes=0).leaves[0].reason is None
+
+
 def test_branches_without_a_derivative():
     stopped = lambda w, x: lax.cond(
         jnp.sum(x) > 0, lambda x: lax.stop_gradient(x), jnp.round, w @ x

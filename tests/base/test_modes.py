@@ -1,0 +1,62 @@
+"""Which modes JAX has for a function: only the text of its exceptions tells."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from eqxbatch._base.modes import without_forward_mode, without_reverse_mode
+
+
+pytestmark = pytest.mark.versions
+
+
+@jax.custom_vjp
+def in_reverse(x):
+    return jnp.sin(x)
+
+
+in_reverse.defvjp(lambda x: (jnp.sin(x), x), lambda x, d: (d * jnp.cos(x),))
+
+
+@jax.custom_jvp
+def pushed_only(x):
+    return jnp.sin(x)
+
+
+def _pushed_by_loop(primals, tangents):
+    loop = lambda t: lax.while_loop(lambda t: jnp.sum(t) > 9, lambda t: t / 2, t)
+    return pushed_only(*primals), loop(*tangents)
+
+
+pushed_only.defjvp(_pushed_by_loop)
+
+
+def solved(x):
+    matvec = lambda y: 2 * y
+    return lax.custom_linear_solve(matvec, x, lambda _, b: b / 2)
+
+
+def looped(x):
+    return lax.while_loop(lambda y: jnp.sum(y) < 9, lambda y: 2 * y + 1, x)
+
+
+# If JAX words an exception differently, one of these raises it. `_NO_FORWARD` and
+# `_NO_REVERSE` then need its words, too.
+
+
+@pytest.mark.parametrize("fun", (jnp.sin, in_reverse))
+def test_forward_mode(fun):
+    reason = without_forward_mode(lambda ins: fun(*ins), [np.ones(3, "float32")])
+    if fun is in_reverse:
+        assert reason is not None
+        assert "custom_vjp" in reason
+    else:
+        assert reason is None
+
+
+@pytest.mark.parametrize("fun", (jnp.sin, in_reverse, looped, pushed_only, solved))
+def test_reverse_mode(fun):
+    reason = without_reverse_mode(lambda ins: fun(*ins), [np.ones(3, "float32")])
+    assert (reason is None) == (fun in (jnp.sin, in_reverse))
