@@ -35,7 +35,27 @@ def block_kernel(call: KernelCall) -> AbstractBlockKernel:
     found = None
     if isinstance(call.kernel_fn, AbstractKernelFunction):
         found = call.kernel_fn.in_blocks(call)
-    return CalledKernel(call) if found is None else found
+    kernel = CalledKernel(call) if found is None else found
+    if kernel.is_same and kernel.mirror.is_transpose:
+        _check_transpose(kernel.leaves)
+    return kernel
+
+
+def _check_transpose(leaves: list[KernelLeaf]) -> None:
+    """Raises if exchanging the examples may exchange further axes of the kernel."""
+    for leaf in leaves:
+        sizes = leaf.further
+        if leaf.is_pairwise and any(n > 1 and sizes.count(n) > 1 for n in sizes):
+            raise ValueError(
+                "`symmetric=True` exchanges rows and columns only, but output"
+                f"{leaf.path} has the further axes {sizes} for each pair of examples. "
+                "Exchanging two examples may exchange axes of the same size as well. "
+                "Pass a function from a block to its mirror image: `symmetric=lambda "
+                "k: k.transpose(1, 0, 3, 2)` if it transposes the matrix of each pair, "
+                "or `symmetric=lambda k: k.swapaxes(0, 1)` if it does not (and "
+                "conjugate a complex result). Leave `symmetric` out if `kernel_fn` has "
+                "it as an attribute, as the estimators of this package do."
+            )
 
 
 class CalledKernel(AbstractBlockKernel):
