@@ -340,3 +340,36 @@ class TransposedMatrix(AbstractMatrix):
         num = self.struct.shape[1]
         unit = jnp.zeros((num, 1), self.struct.dtype).at[index, 0].set(1)
         return self.product(unit)[:, 0]
+
+
+class ConjugatedMatrix(AbstractMatrix):
+    """The complex conjugate of another matrix."""
+
+    original: AbstractMatrix
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return self.original.struct
+
+    @property
+    def is_hermitian(self) -> bool:
+        return self.original.is_hermitian
+
+    def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
+        vectors = jnp.conj(vectors)
+        return jnp.conj(self.original.product(vectors, is_transposed=is_transposed))
+
+    def product_on_host(
+        self, vectors: np.ndarray, *, is_transposed: bool = False
+    ) -> np.ndarray:
+        vectors, run = np.conj(vectors), self.original.product_on_host
+        return np.conj(run(vectors, is_transposed=is_transposed))
+
+    def whole(self) -> Array:
+        return jnp.conj(self.original.whole())
+
+    def diagonal(self) -> Array:
+        return jnp.conj(self.original.diagonal())
+
+    def column(self, index: Int[Array, ""]) -> Array:
+        return jnp.conj(self.original.column(index))
