@@ -25,7 +25,7 @@ from .calls import (
     without_twins,
 )
 from .engine import make_collectors, on_device
-from .function import block_kernel, PairwiseKernel
+from .function import block_kernel, on_mesh_of_results, PairwiseKernel
 from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHARE, Sizes
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
 from .on_mesh import on_mesh
@@ -134,6 +134,8 @@ def _as_array(x: Any) -> Any:
 def _run(
     call: KernelCall, block_size: BlockSize, reduce: PyTree, mesh_axis: MeshAxis | None
 ) -> PyTree:
+    if mesh_axis is None:
+        call, reduce = on_mesh_of_results(call, reduce)
     with within_mesh((call, reduce)):
         call = _sized(block_size, call, reduce, mesh_axis)
         return _on_devices(call, reduce, mesh_axis)

@@ -14,6 +14,13 @@ from jaxtyping import Array, Bool, PyTree
 
 from .._base.cpu import as_own_program, evaluate_in_loop
 from .._base.jaxprs import compiled
+from .._base.mesh import (
+    explicit_mesh,
+    gathered,
+    has_explicit_axes,
+    mesh_of_results,
+    put_on,
+)
 from .._base.trees import match_prefix, shown
 from .._batch.rows import Rows
 from .._batch.slots import is_struct
@@ -25,6 +32,7 @@ from .kernel import (
     KernelLeaf,
     SAMPLE,
 )
+from .stores import constants
 
 
 _ROWS, _COLUMNS = SAMPLE
@@ -56,6 +64,24 @@ def _check_transpose(leaves: list[KernelLeaf]) -> None:
                 "conjugate a complex result). Leave `symmetric` out if `kernel_fn` has "
                 "it as an attribute, as the estimators of this package do."
             )
+
+
+def on_mesh_of_results(call: KernelCall, reduce: PyTree) -> tuple[KernelCall, PyTree]:
+    """Moves a call to the mesh with explicit axes where `kernel_fn` has its results.
+
+    It may close over arrays there, or move arrays itself. What is on no mesh could not
+    be combined with its blocks.
+    """
+    is_ours = isinstance(call.kernel_fn, AbstractKernelFunction)
+    if is_ours or explicit_mesh((call, reduce)) is not None:
+        return call, reduce
+    kernel = CalledKernel(call)
+    if not any(map(has_explicit_axes, jtu.tree_leaves(kernel.out))):
+        return call, reduce
+    structs = kernel.structs(SAMPLE)
+    closed = eqx.filter_make_jaxpr(kernel.tile)(*structs)[0]
+    mesh = mesh_of_results(closed, list(constants(closed)))
+    return (call, reduce) if mesh is None else put_on((call, reduce), mesh)
 
 
 class CalledKernel(AbstractBlockKernel):
@@ -161,7 +187,8 @@ class CalledKernel(AbstractBlockKernel):
                 f"expected {_shown(expected, dtypes)} for {sizes[0]} rows and "
                 f"{sizes[1]} columns, got {_shown(found, [x.dtype for x in arrays])}."
             )
-        return [jnp.asarray(x, x.dtype) for x in arrays]
+        # Blocks can start anywhere, which a mesh with explicit axes does not allow.
+        return gathered([jnp.asarray(x, x.dtype) for x in arrays])
 
 
 class PairwiseKernel(eqx.Module):
