@@ -134,18 +134,19 @@ def _as_array(x: Any) -> Any:
 def _run(
     call: KernelCall, block_size: BlockSize, reduce: PyTree, mesh_axis: MeshAxis | None
 ) -> PyTree:
-    if mesh_axis is None:
-        call, reduce = on_mesh_of_results(call, reduce)
     with within_mesh((call, reduce)):
         call = _sized(block_size, call, reduce, mesh_axis)
         return _on_devices(call, reduce, mesh_axis)
 
 
 def _on_devices(call: KernelCall, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
-    kernel = block_kernel(call)
     if mesh_axis is not None:
+        kernel = block_kernel(call)
         return kernel.output(on_mesh(call, kernel, reduce, mesh_axis))
-    return kernel.output(on_device(kernel, make_collectors(kernel, reduce)))
+    call, reduce = on_mesh_of_results(call, reduce)
+    kernel = block_kernel(call)
+    with within_mesh((call, reduce)):
+        return kernel.output(on_device(kernel, make_collectors(kernel, reduce)))
 
 
 def _sized(
