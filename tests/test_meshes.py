@@ -519,3 +519,31 @@ def test_convolutions_that_say_how_they_are_spread(kind):
     got = jax.jit(jax.grad(total))(on_mesh, put(x, mesh, "data"))
     assert_same(jax.device_get(got), wanted, tol=1e-4)
     assert np.all(np.isfinite(wanted.weight))
+
+
+@pytest.mark.parametrize("names_axes", (False, True))
+def test_functions_of_parameters_alone_on_explicit_axes(names_axes):
+    """Their derivatives are equations of a program that has been traced there."""
+    mesh = make_mesh(AxisType.Explicit, (2,))
+
+    def loss(parameters, x, names_axes=False):
+        scale, w = parameters
+        scale = jax.nn.softplus(scale) + jax.nn.relu(scale)
+        if names_axes:
+            both = jnp.stack([scale, scale])
+            both = jax.sharding.reshard(both, NamedSharding(mesh, P("data")))
+            scale = jnp.mean(both)
+        return scale * jnp.sum(jnp.tanh(x @ w))
+
+    parameters, x = (jnp.array(0.3), jnp.ones(3)), normal(KEY, (SIZE, 3))
+    there = jax.tree.map(lambda x: put(x, mesh), parameters)
+    clipped = eb.filter_micro_grad(
+        lambda p, x: loss(p, x, names_axes), microbatch_size=4, clip_norm=0.5
+    )
+    # JAX cannot spread examples over an axis that the function names.
+    got = clipped(there, put(x, mesh, None if names_axes else "data"))
+    of_one = jax.vmap(jax.grad(loss), (None, 0))(parameters, x)
+    s, w = (np.asarray(g, np.float64) for g in of_one)
+    scales = np.minimum(1, 0.5 / np.sqrt(s**2 + (w**2).sum(1)))
+    np.testing.assert_allclose(got[0], np.mean(scales * s), rtol=1e-5)
+    np.testing.assert_allclose(got[1], np.mean(scales[:, None] * w, 0), rtol=1e-5)

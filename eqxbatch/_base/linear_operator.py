@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax
 from jaxtyping import Array, Inexact
 
@@ -45,17 +46,11 @@ def _tridiagonal(operator: _Operator) -> tuple[Array, Array, Array]:
     return diagonals[0], diagonals[1], diagonals[2]
 
 
-def _answer_by_tag(question: Any, tag: object) -> None:
-    question.register(_Operator)(lambda operator: tag in operator.tags)
+def _answer_by_tag(question: Any, *tags: object) -> None:
+    question.register(_Operator)(lambda operator: not operator.tags.isdisjoint(tags))
 
 
-_answer_by_tag(lineax.is_symmetric, lineax.symmetric_tag)
-
-
-_answer_by_tag(lineax.is_diagonal, lineax.diagonal_tag)
-
-
-_answer_by_tag(lineax.is_tridiagonal, lineax.tridiagonal_tag)
+_answer_by_tag(lineax.is_tridiagonal, lineax.tridiagonal_tag, lineax.diagonal_tag)
 
 
 _answer_by_tag(lineax.has_unit_diagonal, lineax.unit_diagonal_tag)
@@ -71,3 +66,22 @@ _answer_by_tag(lineax.is_positive_semidefinite, lineax.positive_semidefinite_tag
 
 
 _answer_by_tag(lineax.is_negative_semidefinite, lineax.negative_semidefinite_tag)
+
+
+@lineax.is_diagonal.register(_Operator)
+def _is_diagonal(operator: _Operator) -> bool:
+    sizes = operator.in_size(), operator.out_size()
+    return lineax.diagonal_tag in operator.tags or sizes == (1, 1)
+
+
+@lineax.is_symmetric.register(_Operator)
+def _is_symmetric(operator: _Operator) -> bool:
+    if operator.tags & {lineax.symmetric_tag, lineax.diagonal_tag}:
+        return True
+    leaves = jtu.tree_leaves(operator.in_structure())
+    is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves)
+    # A complex matrix that is semidefinite is Hermitian.
+    return not is_complex and (
+        lineax.is_positive_semidefinite(operator)
+        or lineax.is_negative_semidefinite(operator)
+    )

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -45,7 +45,11 @@ def is_on_mesh(x: Any) -> bool:
 
 def is_explicit(x: Any) -> bool:
     """Whether an array is on a mesh with `jax.sharding.AxisType.Explicit` axes."""
-    return AxisType.Explicit in [kind for _, kind in mesh_axes(jax.typeof(x)).values()]
+    return has_explicit_axes(jax.typeof(x))
+
+
+def has_explicit_axes(struct: Any) -> bool:
+    return AxisType.Explicit in [kind for _, kind in mesh_axes(struct).values()]
 
 
 def spec_of(x: Array) -> PartitionSpec:
@@ -89,7 +93,7 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
 
 def with_type_of(struct: Any, x: Array) -> Array:
     """`x`, with the sharding of `struct`, and varying over the same mesh axes."""
-    if any(kind == AxisType.Explicit for _, kind in mesh_axes(struct).values()):
+    if has_explicit_axes(struct):
         x = jax.sharding.reshard(x, struct.sharding)
     return vary(x, varying(struct))
 
@@ -264,6 +268,13 @@ def gathered(tree: PyTree, mesh: Mesh | None = None) -> PyTree:
     return _moved(tree, lambda x: mesh is not None or is_elsewhere(x), mesh)
 
 
+def put_on(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Replicates all arrays of `tree` on the devices of a mesh."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    put = lambda x: jax.device_put(x, whole) if eqx.is_array(x) else x
+    return jtu.tree_map(put, tree)
+
+
 def _moved(
     tree: PyTree, is_moved: Callable[[Array], bool], to: Mesh | None = None
 ) -> PyTree:
@@ -301,6 +312,25 @@ def on_mesh_around(tree: PyTree[Array]) -> PyTree[Array]:
         return tree
     put = lambda x: x if is_on_mesh(x) else reshard(x, PartitionSpec())
     return jtu.tree_map(put, tree)
+
+
+def mesh_of_results(closed: Any, arrays: list) -> Mesh | None:
+    """The mesh with explicit axes on which a program has its results, if there is one.
+
+    `arrays` are those that the program closes over. They know the devices of the mesh,
+    as do the shardings that the program names.
+    """
+    is_there = lambda x: (
+        AxisType.Explicit in [kind for _, kind in mesh_axes(x).values()]
+    )
+    found = [x.sharding.mesh for x in closed.out_avals if is_there(x)]
+    if not found:
+        return None
+    shardings = [x.sharding for x in arrays if eqx.is_array(x) and is_explicit(x)]
+    for sharding in [*shardings, *_shardings(closed.jaxpr)]:
+        if isinstance(sharding.mesh, Mesh) and sharding.mesh.abstract_mesh == found[0]:
+            return sharding.mesh
+    return on_devices(found[0])
 
 
 def structs_on_devices(arrays: list) -> list[jax.ShapeDtypeStruct]:
@@ -344,15 +374,20 @@ def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
 
 
 def _names_axes(jaxpr: Any) -> bool:
-    is_sharding = lambda x: isinstance(x, NamedSharding)
     return any(
-        any(
-            is_sharding(x) and AxisType.Explicit in x.mesh.axis_types and any(x.spec)
-            for x in jtu.tree_leaves([*eqn.params.values()], is_leaf=is_sharding)
-        )
-        or any(map(_names_axes, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
+        AxisType.Explicit in x.mesh.axis_types and any(x.spec)
+        for x in _shardings(jaxpr)
     )
+
+
+def _shardings(jaxpr: Any) -> Iterator[NamedSharding]:
+    """The shardings that a program names."""
+    is_sharding = lambda x: isinstance(x, NamedSharding)
+    for eqn in jaxpr.eqns:
+        leaves = jtu.tree_leaves([*eqn.params.values()], is_leaf=is_sharding)
+        yield from filter(is_sharding, leaves)
+        for inner in inner_jaxprs(eqn):
+            yield from _shardings(inner)
 
 
 def with_auto_axes(
@@ -386,6 +421,26 @@ def with_auto_axes(
     is_spec = lambda x: isinstance(x, PartitionSpec)
     arrays = jtu.tree_map(leave, specs(out), arrays, is_leaf=is_spec)
     return eqx.combine(arrays, static)
+
+
+def in_this_mesh(fun: Callable[..., Array]) -> Callable[..., Array]:
+    """A function of arrays that runs with the mesh that is set now.
+
+    This is for parts of a traced program, whose equations belong to the mesh of the
+    trace, also if they run inside `with_auto_axes`.
+    """
+    mesh = get_abstract_mesh()
+
+    def run(*args: Array) -> Array:
+        now = get_abstract_mesh()
+        if now == mesh or AxisType.Explicit not in mesh.axis_types:
+            return fun(*args)
+        whole = NamedSharding(mesh, PartitionSpec())
+        with use_abstract_mesh(mesh):
+            out = fun(*(reshard(x, whole) for x in args))
+        return reshard(out, NamedSharding(now, PartitionSpec()))
+
+    return run
 
 
 def auto_sharded(

@@ -5,6 +5,7 @@ last one may be shorter.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,7 +129,7 @@ class Batch(eqx.Module):
         """`(args, kwargs)` of the call, with `arrays` as the batched leaves."""
         arrays = list(arrays)
         leaves = [arrays.pop(0) if x is _Batched else x for x in self._shared]
-        return jtu.tree_unflatten(self._treedef, leaves)
+        return _with_own_shapes(jtu.tree_unflatten(self._treedef, leaves))
 
     def call(self, fun: Callable, arrays: list) -> PyTree:
         """Calls `fun` with `arrays` as the batched leaves."""
@@ -165,6 +166,37 @@ class Batch(eqx.Module):
                 f"{'; '.join(listing)}. {remedy}"
             )
         return found.pop()
+
+
+def _with_own_shapes(tree: PyTree) -> PyTree:
+    """Gives sparse arrays the shapes of the examples whose entries they have.
+
+    Unflattened from some examples, they still have the shape of the whole batch.
+    """
+    sparse = sys.modules.get("jax.experimental.sparse")
+    if sparse is None:  # There is no sparse array.
+        return tree
+    is_sparse = lambda x: isinstance(x, (sparse.BCOO, sparse.BCSR))
+
+    def fitted(x: Any) -> Any:
+        if not is_sparse(x):
+            return x
+        if isinstance(x, sparse.BCOO):
+            parts, num_sparse = (x.data, x.indices), x.indices.shape[-1]
+            batch = x.indices.shape[:-2]
+        else:
+            parts, num_sparse = (x.data, x.indices, x.indptr), 2
+            batch = x.indptr.shape[:-1]
+        num_dense = x.data.ndim - len(batch) - 1
+        shape = (*batch, *x.shape[len(x.shape) - num_sparse - num_dense :])
+        if shape == x.shape:
+            return x
+        is_sorted, is_unique = x.indices_sorted, x.unique_indices
+        return type(x)(
+            parts, shape=shape, indices_sorted=is_sorted, unique_indices=is_unique
+        )
+
+    return jtu.tree_map(fitted, tree, is_leaf=is_sparse)
 
 
 class _Batched:

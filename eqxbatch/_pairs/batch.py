@@ -25,7 +25,7 @@ from .calls import (
     without_twins,
 )
 from .engine import make_collectors, on_device
-from .function import block_kernel, PairwiseKernel
+from .function import block_kernel, on_mesh_of_results, PairwiseKernel
 from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHARE, Sizes
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
 from .on_mesh import on_mesh
@@ -140,10 +140,13 @@ def _run(
 
 
 def _on_devices(call: KernelCall, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
-    kernel = block_kernel(call)
     if mesh_axis is not None:
+        kernel = block_kernel(call)
         return kernel.output(on_mesh(call, kernel, reduce, mesh_axis))
-    return kernel.output(on_device(kernel, make_collectors(kernel, reduce)))
+    call, reduce = on_mesh_of_results(call, reduce)
+    kernel = block_kernel(call)
+    with within_mesh((call, reduce)):
+        return kernel.output(on_device(kernel, make_collectors(kernel, reduce)))
 
 
 def _sized(
@@ -244,7 +247,10 @@ def filter_batch_kernel(
         each row, such as a diagonal or a mask.
     - `symmetric`: whether exchanging `x1` and `x2` transposes the result (and
         conjugates it if it is complex). If exchanging them changes more than that, pass
-        a function from the result for a block to the result with the inputs exchanged.
+        a function from the result for a block to the result with the inputs exchanged,
+        such as `lambda k: k.transpose(1, 0, 3, 2)` for one matrix for each pair of
+        examples, which is transposed as well. `True` is refused if further axes of the
+        result have the same size, because it does not say whether they are exchanged.
         The default is the attribute `symmetric` of `kernel_fn`, which the estimators of
         this package have, or False without it.
     - `pairwise`: whether `kernel_fn` is a function of one example of each input, such
@@ -296,8 +302,9 @@ def filter_batch_kernel(
     - `ValueError` for a size below 1, different numbers of examples, an axis out of
         range, a result that lacks the axes in `out_axes` or changes in other ways with
         the block, an unknown `mesh_axis`, `out_axes` together with `pairwise`, a
-        `store` together with `reduce`, `progress` with a `mesh` but no `store`, and
-        `upper_only` for a kernel that is not symmetric.
+        `store` together with `reduce`, `progress` with a `mesh` but no `store`,
+        `upper_only` for a kernel that is not symmetric, and `symmetric=True` for a
+        kernel of `x1` with itself whose further axes have the same size.
     - `TypeError` for settings of the wrong type, and for stores or `progress` inside
         `jax.jit` and other transforms.
 

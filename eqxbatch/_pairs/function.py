@@ -14,6 +14,13 @@ from jaxtyping import Array, Bool, PyTree
 
 from .._base.cpu import as_own_program, evaluate_in_loop
 from .._base.jaxprs import compiled
+from .._base.mesh import (
+    explicit_mesh,
+    gathered,
+    has_explicit_axes,
+    mesh_of_results,
+    put_on,
+)
 from .._base.trees import match_prefix, shown
 from .._batch.rows import Rows
 from .._batch.slots import is_struct
@@ -25,6 +32,7 @@ from .kernel import (
     KernelLeaf,
     SAMPLE,
 )
+from .stores import constants
 
 
 _ROWS, _COLUMNS = SAMPLE
@@ -35,7 +43,45 @@ def block_kernel(call: KernelCall) -> AbstractBlockKernel:
     found = None
     if isinstance(call.kernel_fn, AbstractKernelFunction):
         found = call.kernel_fn.in_blocks(call)
-    return CalledKernel(call) if found is None else found
+    kernel = CalledKernel(call) if found is None else found
+    if kernel.is_same and kernel.mirror.is_transpose:
+        _check_transpose(kernel.leaves)
+    return kernel
+
+
+def _check_transpose(leaves: list[KernelLeaf]) -> None:
+    """Raises if exchanging the examples may exchange further axes of the kernel."""
+    for leaf in leaves:
+        sizes = leaf.further
+        if leaf.is_pairwise and any(n > 1 and sizes.count(n) > 1 for n in sizes):
+            raise ValueError(
+                "`symmetric=True` exchanges rows and columns only, but output"
+                f"{leaf.path} has the further axes {sizes} for each pair of examples. "
+                "Exchanging two examples may exchange axes of the same size as well. "
+                "Pass a function from a block to its mirror image: `symmetric=lambda "
+                "k: k.transpose(1, 0, 3, 2)` if it transposes the matrix of each pair, "
+                "or `symmetric=lambda k: k.swapaxes(0, 1)` if it does not (and "
+                "conjugate a complex result). Leave `symmetric` out if `kernel_fn` has "
+                "it as an attribute, as the estimators of this package do."
+            )
+
+
+def on_mesh_of_results(call: KernelCall, reduce: PyTree) -> tuple[KernelCall, PyTree]:
+    """Moves a call to the mesh with explicit axes where `kernel_fn` has its results.
+
+    It may close over arrays there, or move arrays itself. What is on no mesh could not
+    be combined with its blocks.
+    """
+    is_ours = isinstance(call.kernel_fn, AbstractKernelFunction)
+    if is_ours or explicit_mesh((call, reduce)) is not None:
+        return call, reduce
+    kernel = CalledKernel(call)
+    if not any(map(has_explicit_axes, jtu.tree_leaves(kernel.out))):
+        return call, reduce
+    structs = kernel.structs(SAMPLE)
+    closed = eqx.filter_make_jaxpr(kernel.tile)(*structs)[0]
+    mesh = mesh_of_results(closed, list(constants(closed)))
+    return (call, reduce) if mesh is None else put_on((call, reduce), mesh)
 
 
 class CalledKernel(AbstractBlockKernel):
@@ -141,7 +187,8 @@ class CalledKernel(AbstractBlockKernel):
                 f"expected {_shown(expected, dtypes)} for {sizes[0]} rows and "
                 f"{sizes[1]} columns, got {_shown(found, [x.dtype for x in arrays])}."
             )
-        return [jnp.asarray(x, x.dtype) for x in arrays]
+        # Blocks can start anywhere, which a mesh with explicit axes does not allow.
+        return gathered([jnp.asarray(x, x.dtype) for x in arrays])
 
 
 class PairwiseKernel(eqx.Module):

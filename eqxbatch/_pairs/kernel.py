@@ -119,6 +119,11 @@ class KernelLeaf:
     def is_pairwise(self) -> bool:
         return None not in self.axes
 
+    @property
+    def further(self) -> tuple[int, ...]:
+        """The sizes of its axes other than those of the rows and of the columns."""
+        return tuple(n for i, n in enumerate(self.sample) if i not in self.axes)
+
     def shape(self, sizes: tuple[int, int]) -> tuple[int, ...]:
         """Its shape for given numbers of rows and columns."""
         shape = list(self.sample)
@@ -149,8 +154,7 @@ def check_tile(
         row, column = leaf.axes
         if row is None or column is None:
             continue
-        out = [size for i, size in enumerate(leaf.sample) if i not in leaf.axes]
-        call = BLOCK.begin(rows=sizes[0], columns=sizes[1], out=tuple(out))
+        call = BLOCK.begin(rows=sizes[0], columns=sizes[1], out=leaf.further)
         call.check("block of `kernel_fn`", arranged(x, row, column))
 
 

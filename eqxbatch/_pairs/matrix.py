@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -14,12 +15,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
 from .._base.jaxprs import compiled
+from .._base.mesh import within_mesh
 from .._base.shapes import as_jax
 from .._batch.cut import Block
 from .batch import BatchKernel
 from .calls import without_twins
 from .engine import run_tiles, Tiles, Written
-from .function import block_kernel, CalledKernel
+from .function import block_kernel, CalledKernel, on_mesh_of_results
 from .grid import Grid
 from .kernel import AbstractKernelFunction, KernelCall
 from .reader import Reader
@@ -165,10 +167,10 @@ class ComputedMatrix(AbstractMatrix):
         return self.apply(self.transform)
 
     def diagonal(self) -> Array:
-        return _diagonal(self._call())
+        return _in_one_program(_diagonal, self._call())
 
     def column(self, index: Int[Array, ""]) -> Array:
-        return _column(self._call(), index)
+        return _in_one_program(_column, self._call(), index)
 
 
 @compiled
@@ -177,6 +179,12 @@ def _product(matrix: ComputedMatrix, vectors: Array, is_transposed: bool) -> Arr
 
 
 @compiled
+def _in_one_program(run: Callable[..., Array], call: KernelCall, *args: Array) -> Array:
+    call, _ = on_mesh_of_results(call, None)
+    with within_mesh(call):
+        return run(call, *args)
+
+
 def _diagonal(call: KernelCall) -> Shaped[Array, " n"]:
     sizes = [size for size in call.plan.sizes if size is not None]
     call = call.planned(sizes=(min(sizes),) * 2 if sizes else (None, None))
@@ -200,7 +208,6 @@ def _diagonal(call: KernelCall) -> Shaped[Array, " n"]:
     return lax.scan(step, jnp.zeros(num, leaf.dtype), numbers)[0]
 
 
-@compiled
 def _column(call: KernelCall, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
     kernel = block_kernel(call)
     rows, columns = kernel.rows
@@ -340,3 +347,36 @@ class TransposedMatrix(AbstractMatrix):
         num = self.struct.shape[1]
         unit = jnp.zeros((num, 1), self.struct.dtype).at[index, 0].set(1)
         return self.product(unit)[:, 0]
+
+
+class ConjugatedMatrix(AbstractMatrix):
+    """The complex conjugate of another matrix."""
+
+    original: AbstractMatrix
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return self.original.struct
+
+    @property
+    def is_hermitian(self) -> bool:
+        return self.original.is_hermitian
+
+    def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
+        vectors = jnp.conj(vectors)
+        return jnp.conj(self.original.product(vectors, is_transposed=is_transposed))
+
+    def product_on_host(
+        self, vectors: np.ndarray, *, is_transposed: bool = False
+    ) -> np.ndarray:
+        vectors, run = np.conj(vectors), self.original.product_on_host
+        return np.conj(run(vectors, is_transposed=is_transposed))
+
+    def whole(self) -> Array:
+        return jnp.conj(self.original.whole())
+
+    def diagonal(self) -> Array:
+        return jnp.conj(self.original.diagonal())
+
+    def column(self, index: Int[Array, ""]) -> Array:
+        return jnp.conj(self.original.column(index))

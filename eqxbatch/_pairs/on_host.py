@@ -19,10 +19,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.jaxprs import compiled
+from .._base.mesh import within_mesh
 from .._batch.rows import Rows
 from .calls import MeshAxis
 from .engine import finalized, make_collectors, Tiles
-from .function import block_kernel
+from .function import block_kernel, on_mesh_of_results
 from .grid import Grid, Tile
 from .kernel import AbstractBlockKernel, KernelCall
 from .on_mesh import check_closed_over, on_devices
@@ -114,7 +115,7 @@ def with_progress(
     kernel = block_kernel(call)
     grid = kernel.grid()
     collectors = make_collectors(kernel, reduce)
-    states = _initial(call, reduce, grid)
+    states, _ = _initial(call, reduce, grid)
     blocks = _Blocks(call, kernel, grid)
     tiles = [*blocks.ordered(grid.pairs()), *grid.diagonal()]
     with Metered(meter, len(tiles), 0) as metered:
@@ -134,14 +135,18 @@ def with_progress(
 
 
 def _tiles(call: KernelCall, grid: Grid, reduce: PyTree) -> Tiles:
+    call, reduce = on_mesh_of_results(call, reduce)
     kernel = block_kernel(call)
     return Tiles(kernel, grid, make_collectors(kernel, reduce))
 
 
 @compiled
-def _initial(call: KernelCall, reduce: PyTree, grid: Grid) -> list:
+def _initial(call: KernelCall, reduce: PyTree, grid: Grid) -> tuple[list, Array]:
     tiles = _tiles(call, grid, reduce)
-    return tiles.initial(*tiles.kernel.rows)
+    rows = tiles.kernel.rows
+    with within_mesh(rows):
+        # JAX finds the devices of the states by the examples, if some result has any.
+        return tiles.initial(*rows), rows[0].arrays[0][:0]
 
 
 @functools.partial(compiled, donate="all-except-first")
@@ -151,7 +156,8 @@ def _step(operands: tuple, states: list) -> tuple[list, Array]:
     tiles = _tiles(call, grid, reduce)
     tile = tiles.tile_of(at, is_diagonal, kept=kept)
     num_nans = tiles.num_nans(tile, at, is_diagonal)
-    return tiles.update(states, tile, at, is_diagonal), num_nans
+    with within_mesh(tile):
+        return tiles.update(states, tile, at, is_diagonal), num_nans
 
 
 class _Team:

@@ -50,7 +50,9 @@ def check_closed_over(call: KernelCall, kernel: AbstractBlockKernel) -> None:
     `jax.shard_map` cannot close over such arrays.
     """
     structs = kernel.structs(SAMPLE)
-    closed = eqx.filter_make_jaxpr(kernel.tile)(*structs)[0]
+    # Arrays that the kernel itself computes from the call are no constants of this.
+    tile = lambda *sides: block_kernel(call).tile(*sides)
+    closed = eqx.filter_make_jaxpr(tile)(*structs)[0]
     operands = {id(x) for x in jtu.tree_leaves(call)}
     for x in constants(closed):
         if id(x) not in operands and is_explicit(x):

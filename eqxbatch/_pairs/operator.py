@@ -16,7 +16,13 @@ from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.shapes import AnyArray, checked
 from .batch import check_store, make_batch_kernel
 from .calls import BlockSize
-from .matrix import AbstractMatrix, ComputedMatrix, StoredMatrix, TransposedMatrix
+from .matrix import (
+    AbstractMatrix,
+    ComputedMatrix,
+    ConjugatedMatrix,
+    StoredMatrix,
+    TransposedMatrix,
+)
 from .progress import AbstractProgressMeter
 from .reader import check_stored, Reader
 from .stores import AbstractStore
@@ -190,7 +196,7 @@ class KernelOperator(AbstractTaggedOperator):
         return self.matrix.column(at)
 
     def transpose(self) -> "KernelOperator":
-        if lineax.symmetric_tag in self.tags:
+        if lineax.is_symmetric(self):
             return self
         matrix = self.matrix
         is_back = isinstance(matrix, TransposedMatrix)
@@ -240,11 +246,9 @@ def _materialise(operator: KernelOperator) -> lineax.AbstractLinearOperator:
 
 @lineax.conj.register(KernelOperator)
 def _conj(operator: KernelOperator) -> lineax.AbstractLinearOperator:
-    if not jnp.issubdtype(operator.matrix.struct.dtype, jnp.complexfloating):
+    matrix = operator.matrix
+    if not jnp.issubdtype(matrix.struct.dtype, jnp.complexfloating):
         return operator
-    if operator.matrix.is_hermitian:
-        return operator.transpose()
-    raise ValueError(
-        "`lineax.conj` of a complex kernel needs one that is Hermitian. Say "
-        "`symmetric=True` if it is."
-    )
+    is_back = isinstance(matrix, ConjugatedMatrix)
+    conjugated = matrix.original if is_back else ConjugatedMatrix(matrix)
+    return eqx.tree_at(lambda x: x.matrix, operator, conjugated)

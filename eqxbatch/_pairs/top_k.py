@@ -92,8 +92,9 @@ class TopK(AbstractReduction[_Nearest]):
                 f"TopK needs a kernel of real numbers; got dtype {kernel.dtype}. Cast "
                 "what `kernel_fn` returns."
             )
-        most = kernel.shape[1] - self.without_self
-        if self.k > most:
+        most = max(kernel.shape[1] - self.without_self, 0)
+        has_rows = kernel.shape[0] > 0
+        if has_rows and self.k > most:
             raise ValueError(
                 f"`k` must be at most the number of entries of a row, {most}; got "
                 f"{self.k}."

@@ -27,6 +27,7 @@ from .._base.jaxprs import (
     scan_sizes,
     source_line,
 )
+from .._base.mesh import in_this_mesh
 from .custom import (
     CUSTOM,
     LINEAR_IN_ALL,
@@ -270,6 +271,7 @@ class Finder:
         values = [self._number(x.node, x.node) for x in inputs]
         has_no_jvp = eqn.primitive.name.startswith("custom_vjp")
 
+        @in_this_mesh
         def push(tangent: Array, *values: Array) -> Array:
             at = lambda x: run(*values[:position], x, *values[position + 1 :])[0]
             x = values[position]

@@ -7,10 +7,13 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
+from jax.experimental import sparse
 
 from eqxbatch import (
     Concat,
+    filter_micro_grad,
     filter_micro_vmap,
+    filter_microbatch,
     Last,
     LogSumExp,
     Max,
@@ -487,3 +490,28 @@ def test_weak_types_stay_weak(size):
     assert not micro(fun, accumulator=Sum())(x)[0].weak_type
     shifted = jax.grad(lambda s: jnp.sum(micro(lambda x: (s, x)[0])(x)))(2.0)
     assert shifted == 5
+
+
+@pytest.mark.parametrize("kind", (sparse.BCOO, sparse.BCSR))
+def test_batches_of_sparse_arrays(kind):
+    """One example of them is a sparse array with the shape of one example."""
+    numbers = np.random.default_rng(0)
+    dense = numbers.integers(-2, 3, (7, 4, 3)).astype(np.float32)
+    x, w = kind.fromdense(jnp.asarray(dense), n_batch=1), jnp.arange(3.0)
+    for size in (1, 3, None):
+        map_ = functools.partial(filter_micro_vmap, microbatch_size=size)
+        np.testing.assert_array_equal(map_(lambda x: x @ w)(x), dense @ np.arange(3))
+        np.testing.assert_array_equal(map_(lambda x: x.todense())(x), dense)
+    shapes = []
+    whole = filter_microbatch(
+        lambda x: (shapes.append(x.shape), x.todense())[1],
+        microbatch_size=3,
+        accumulator=Concat(),
+    )
+    np.testing.assert_array_equal(whole(x), dense)
+    assert {*shapes} == {(3, 4, 3), (1, 4, 3)}
+    gradient = filter_micro_grad(
+        lambda w, x: jnp.sum((x @ w) ** 2), microbatch_size=3, clip_norm=1e6
+    )(w, x)
+    expected = np.einsum("nij,nik,k->j", dense, dense, np.arange(3)) * 2 / 7
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)

@@ -12,9 +12,11 @@ from eqxbatch import (
     filter_batch_kernel,
     HostStore,
     KernelAlignment,
+    KernelOperator,
     MemoryBudget,
     RowSums,
     TopK,
+    TqdmProgressMeter,
 )
 from ..helpers import (
     assert_same,
@@ -161,3 +163,39 @@ def test_budget_on_a_mesh(kind, getkey):
             store=store,
         )
         np.testing.assert_allclose(batched(x), rbf(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ("closed over", "moved", "field"))
+def test_results_on_a_mesh_with_explicit_axes(how, getkey):
+    """No array of the call is on the mesh, or the result is sharded over it."""
+    x, mesh = normal(getkey(), (8, 3)), make_mesh(AxisType.Explicit, (2,))
+    scale = put(jnp.array(1.0), mesh)
+    kernel = {
+        "closed over": lambda x, y=None: rbf(x, y) * scale,
+        "moved": lambda x, y=None: put(rbf(x, y), mesh, "data"),
+        "field": eqx.Partial(lambda scale, x, y=None: rbf(x, y) * scale, scale),
+    }[how]
+    dense, vector = np.asarray(rbf(x)), np.asarray(normal(getkey(), (8,)))
+    settings = {"block_size": 4, "symmetric": how == "moved"}
+    whole, hosted = (
+        filter_batch_kernel(kernel, store=store, **settings)(x)
+        for store in ("device", HostStore())
+    )
+    counted = filter_batch_kernel(kernel, progress=TqdmProgressMeter(), **settings)(x)
+    for got in (whole, hosted, counted):
+        np.testing.assert_allclose(jax.device_get(got), dense, rtol=1e-5)
+    operator = KernelOperator(kernel, x, **settings)
+    np.testing.assert_allclose(operator.mv(vector), dense @ vector, atol=1e-5)
+    np.testing.assert_allclose(operator.diagonal(), np.diagonal(dense), rtol=1e-5)
+    if how != "moved":  # Devices cannot share a single column.
+        np.testing.assert_allclose(operator.column(2), dense[:, 2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("trace_axes", (-1, ()))
+def test_estimators_whose_model_is_on_a_mesh_with_explicit_axes(trace_axes, getkey):
+    x, mesh = normal(getkey(), (4, 3)), make_mesh(AxisType.Explicit, (2,))
+    model = eqx.nn.MLP(3, 2, 4, 1, key=getkey())
+    dense = EmpiricalNTK(model, trace_axes=trace_axes)(x)
+    there = jax.tree.map(lambda x: put(x, mesh) if eqx.is_array(x) else x, model)
+    ntk = EmpiricalNTK(there, trace_axes=trace_axes, mesh=mesh, block_size=2)
+    assert_same(jax.device_get(ntk(x)), jax.device_get(dense))

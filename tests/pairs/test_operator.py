@@ -490,3 +490,48 @@ def test_normal_is_used(getkey):
     assert got.dtype == jnp.float32
     expected = dense(rbf, x).astype(np.float64) @ np.ones(9)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def twisted(x1, x2=None):
+    """A complex kernel that is neither symmetric nor Hermitian."""
+    x2 = x1 if x2 is None else x2
+    return jax.lax.complex(rbf(x1, x2), jnp.sin(x1[:, None, 0] + 2 * x2[None, :, 1]))
+
+
+@pytest.mark.parametrize("store", (None, HostStore()))
+def test_conjugates_of_complex_kernels(store):
+    operator = KernelOperator(twisted, X, Y, block_size=4, store=store)
+    matrix = dense(twisted, X, Y)
+    conjugate = lineax.conj(operator)
+    for one, two in (
+        (conjugate, matrix.conj()),
+        (conjugate.transpose(), matrix.conj().T),
+        (lineax.conj(operator.transpose()), matrix.conj().T),
+        (lineax.conj(conjugate), matrix),
+    ):
+        vectors = jnp.asarray(numbers(two.shape[1], 2), two.dtype)
+        close(one.mv(vectors), two @ vectors)
+        close(one.as_matrix(), two)
+        close(one.diagonal(), np.diagonal(two))
+        close(one.column(2), two[:, 2])
+    right = jnp.asarray(numbers(13), matrix.dtype)
+    solution = np.linalg.lstsq(matrix, right)[0]
+    for solver in (
+        lineax.Normal(lineax.CG(rtol=1e-12, atol=1e-12)),
+        lineax.LSMR(rtol=1e-12, atol=1e-12),
+    ):
+        found = lineax.linear_solve(operator, right, solver).value
+        np.testing.assert_allclose(found, solution, rtol=1e-6)
+
+
+def test_what_lineax_knows_without_a_tag():
+    one = KernelOperator(rbf, X[:1])
+    assert lineax.is_diagonal(one)
+    assert not lineax.is_diagonal(KernelOperator(rbf, X[:1], Y))
+    for kernel in (rbf, hermitian):
+        tagged = KernelOperator(kernel, X, tags=lineax.positive_semidefinite_tag)
+        assert lineax.is_symmetric(tagged) == (kernel is rbf)
+        assert (tagged.transpose() is tagged) == (kernel is rbf)
+    diagonal = KernelOperator(rbf, X, tags=lineax.diagonal_tag)
+    assert lineax.is_tridiagonal(diagonal)
+    assert lineax.is_symmetric(diagonal)

@@ -1,5 +1,7 @@
 """Kernels of single examples, and numbers where scalar arrays are meant."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -130,3 +132,19 @@ def test_numbers_are_scalar_arrays(number):
     assert filter_jacobian(cube)(number) == 12
     assert filter_micro_grad(lambda x, y: x**2 * y)(number, jnp.ones(3)) == 4
     assert filter_hvp(cube)(jnp.array(2.0), number) == 24
+
+
+@pytest.mark.parametrize(
+    "settings", ({}, {"store": HostStore()}, {"reduce": RowSums()})
+)
+def test_what_is_transposed_where_each_pair_has_a_matrix(settings):
+    """`symmetric=True` does not say whether the small matrices are transposed."""
+    make = functools.partial(
+        filter_batch_kernel, jnp.outer, block_size=2, pairwise=True, **settings
+    )
+    with pytest.raises(ValueError, match=r"further axes \(3, 3\).*`symmetric=lambda k"):
+        make(symmetric=True)(X)
+    found = make(symmetric=lambda k: k.transpose(1, 0, 3, 2))(X)
+    expected = np.einsum("ia,jb->ijab", X, X)
+    expected = expected.sum(1) if "reduce" in settings else expected
+    assert_same(jnp.asarray(found), jnp.asarray(expected))

@@ -234,3 +234,16 @@ def test_derivatives_of_norms(getkey):
         for scale in (1, 1e20, 1e-25):
             got = slope(jnp.float32(scale), x)
             assert_same(got / scale**power, wanted, tol=1e-4)
+
+
+@pytest.mark.parametrize("columns", (0, 1, 5))
+def test_the_largest_of_no_rows(columns):
+    """A row has fewer than `k` entries, but there is no row."""
+    for without_self in (False, True):
+        kernel = filter_batch_kernel(
+            rbf, block_size=2, reduce=TopK(2, without_self=without_self)
+        )
+        found = kernel(jnp.zeros((0, 3)), jnp.zeros((columns, 3)))
+        assert found.values.shape == found.indices.shape == (0, 2)
+        with pytest.raises(ValueError, match="number of entries of a row, 0; got 2"):
+            kernel(jnp.zeros((4, 3)), jnp.zeros((0, 3)))
