@@ -292,7 +292,7 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    # Since JAX 0.12, a scan has trees: of constants, of what it carries, and of slices.
+    # Since JAX 0.11, a scan has trees: of constants, of what it carries, and of slices.
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts.vals), len(carry.vals)
 

@@ -229,7 +229,9 @@ def replicated(x: Array, mesh: Mesh) -> Array:
     """`x`, replicated on all devices."""
     whole = NamedSharding(mesh, PartitionSpec())
     if AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(x, whole)
+        # Arrays on no mesh are replicated by `jax.shard_map`. Within a `jax.vmap` whose
+        # examples are on devices, JAX 0.12 fails if their type says so before.
+        return jax.sharding.reshard(x, whole) if is_on_mesh(x) else x
     return lax.with_sharding_constraint(x, whole)
 
 

@@ -491,4 +491,6 @@ def _columns(labels: Array, scale: Inexact[Array, ""]) -> Inexact[Array, "n k"]:
     """Labels as columns, divided by `scale`, in its dtype."""
     flat = labels.reshape(labels.shape[0], -1 if labels.size else 1)
     dtype = common_dtype(labels.dtype, scale.dtype)
-    return (flat.astype(dtype) / scale.astype(dtype)).astype(scale.dtype)
+    divided = (flat.astype(dtype) / scale.astype(dtype)).astype(scale.dtype)
+    # Without it, XLA divides by the product with the next divisor, which overflows.
+    return lax.optimization_barrier(divided)

@@ -107,7 +107,7 @@ _PARAMETERS = {
     "rev": "dimensions",
     "scan": (
         "jaxpr length reverse unroll num_consts num_carry linear _split_transpose "
-        "ft_in ft_out"  # Of JAX 0.12, in place of the four before.
+        "ft_in ft_out"  # Since JAX 0.11, in place of the four before.
     ),
     "slice": "start_indices limit_indices strides",
     "split": "sizes axis",
