@@ -103,7 +103,10 @@ class Fisher(eqx.Module):
         if self.fisher == "empirical":
             found = [x[None] for x in jax.grad(value)(outs)]
         elif self.sampler is None:
-            found = _probes(curvature(outs), outs, self._keys(row))
+            # Terms that cancel where a classifier is confident do not cancel at zero.
+            terms = jnp.abs(curvature([jnp.zeros_like(x) for x in outs]))
+            terms = jnp.where(jnp.isfinite(terms), terms, 0)
+            found = _probes(curvature(outs), terms, outs, self._keys(row))
         else:
             gradient = functools.partial(jax.grad(value), outs)
             found = jax.vmap(gradient)(self._keys(row))
@@ -112,26 +115,37 @@ class Fisher(eqx.Module):
 
 
 def _probes(
-    matrix: Real[Array, "outputs outputs"], outs: list, keys: Key[Array, " samples"]
+    matrix: Real[Array, "outputs outputs"],
+    terms: Real[Array, "outputs outputs"],
+    outs: list,
+    keys: Key[Array, " samples"],
 ) -> list[Inexact[Array, "samples *out"]]:
-    """The square root of a matrix times random signs, structured like the outputs."""
-    eps = jnp.finfo(matrix.dtype).eps
-    matrix = widened(matrix)
-    values, vectors = jnp.linalg.eigh(matrix)
-    largest = jnp.max(jnp.abs(values), initial=0)
-    zero = largest * matrix.shape[0] * float(eps)
+    """The square root of a matrix times random signs, structured like the outputs.
+
+    `terms` is as large as what was subtracted to form the matrix: eigenvalues below
+    zero by its rounding count as zero.
+    """
+    rounding = matrix.shape[0] * float(jnp.finfo(matrix.dtype).eps)
+    matrix, terms = widened(matrix), widened(terms)
+    # Each row is judged by its own size, so that small curvatures beside large ones
+    # keep their digits. No entry of the scaled matrix is above one.
+    sizes = jnp.max(jnp.abs(matrix), axis=1, initial=0)
+    scales = jnp.sqrt(jnp.where(sizes == 0, 1, sizes))
+    values, vectors = jnp.linalg.eigh(matrix / scales[:, None] / scales[None])
+    lowest = jnp.min(jnp.linalg.eigvalsh(matrix), initial=0)
+    largest = jnp.max(jnp.maximum(jnp.abs(matrix), terms), initial=0)
     values = error_if(
         values,
-        jnp.any(values < -_ROUNDING * zero),
+        lowest < -_ROUNDING * rounding * largest,
         "`fisher='mc'` takes the square root of the loss's Hessian in what `fun` "
         "returns, but that has a negative eigenvalue: the loss is not convex there. "
         "Use `fisher='type-2'`, which needs no root, or give a `sampler`.",
     )
     # The root of an eigenvalue that is zero up to rounding would be as large as that of
     # eps. The symmetric root does not depend on the choice of eigenvectors.
-    roots = jnp.where(values <= zero, 0, jnp.sqrt(jnp.maximum(values, 0)))
+    roots = jnp.where(values <= rounding, 0, jnp.sqrt(jnp.maximum(values, 0)))
     signs = jax.vmap(lambda key: jr.rademacher(key, values.shape, matrix.dtype))(keys)
-    return Unravel(outs)(((signs @ vectors) * roots[None]) @ vectors.T)
+    return Unravel(outs)(((signs @ vectors) * roots[None]) @ vectors.T * scales[None])
 
 
 TYPE_2 = Fisher("type-2", None, 1, None)

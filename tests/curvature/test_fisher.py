@@ -310,3 +310,26 @@ class TestBadInput:
         )
         with pytest.raises(eqx.EquinoxRuntimeError, match="the loss is not convex"):
             jax.block_until_ready(ggn(model, x, labels))
+
+
+def test_roots_keep_small_curvatures_and_confident_classifiers():
+    scales = np.array([1.0, 2.5e-9], np.float32)
+    quadratic = lambda out: 0.5 * jnp.sum(scales * out**2)
+    ggn = filter_ggn(
+        lambda w: w, quadratic, fisher="mc", key=jr.key(0), num_samples=4, flat=True
+    )
+    matrix = ggn(jnp.ones(2, jnp.float32))[0]
+    np.testing.assert_allclose(np.diag(matrix), scales, rtol=1e-5)
+
+    entropy = lambda out: jax.nn.logsumexp(out) - out[0]
+    ggn = filter_ggn(
+        lambda w: w, entropy, fisher="mc", key=jr.key(0), num_samples=4, flat=True
+    )
+    for confidence in (7.0, 12.0, 17.0, 25.0):
+        out = np.zeros(10, np.float32)
+        out[0] = confidence
+        found = ggn(jnp.asarray(out))[0]
+        p = np.exp(out.astype(float) - confidence)
+        p /= p.sum()
+        bound = 10 * p[1:].sum() + 1e-6
+        assert np.max(np.abs(found)) < bound
