@@ -363,7 +363,7 @@ def _costs(
     others = second.program.sites_of(leaf)
     if not sites or not others:
         return 0.0, math.inf
-    # Several uses may nearly cancel. Their products are then much larger than their sum.
+    # Several uses may nearly cancel: their products are much larger than their sum.
     by_factors = len(sites) == len(others) == 1 and has_gram(sites, others)
     # The Jacobian of a leaf that is only added to something is the cotangent there. It
     # is shared with the array that the leaf is added to, and kept once.

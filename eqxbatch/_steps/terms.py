@@ -90,8 +90,8 @@ class CentredTerm(eqx.Module):
     def __call__(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
         out = self.term(leaves, *rows)
         for mean, leaf in zip(self.means, leaves, strict=True):
-            product = jnp.conj(mean) * leaf.astype(mean.dtype)
-            total = jnp.sum(product, axis=range(1, mean.ndim))
+            product = jnp.conj(mean) * leaf.astype(mean.dtype)[None]
+            total = jnp.sum(product, axis=tuple(range(1, mean.ndim)))
             out -= total.real.astype(out.dtype)
         return out
 
@@ -243,7 +243,7 @@ class Residuals:
                 # Means cancel exactly only before anything is multiplied.
                 (jacobian,) = jax.vmap(pullback)(jnp.eye(out.size, dtype=out.dtype))
                 wide = map(widened, jacobian)
-                return [jnp.tensordot(vector.astype(x.real.dtype), x, 1) for x in wide]
+                return [jnp.tensordot(vector.astype(x.dtype), x, 1) for x in wide]
 
             both = Rows([*rows.arrays, vector], (*rows.axes, 0), rows.total)
             pulled = lambda arrays, _, axes=both.axes, one=of_one: [

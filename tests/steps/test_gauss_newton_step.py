@@ -413,6 +413,54 @@ def test_pseudoinverse_without_damping(space):
     close(found, np.linalg.lstsq(jacobian, residual, rcond=1e-10)[0], 1e-6)
 
 
+def sum_of_rows(model, x, y):
+    return jnp.dot(model, x), y
+
+
+@pytest.mark.parametrize("ratio", (1e4, 2e5))
+@pytest.mark.parametrize(
+    "way", ("sample", "sample in blocks", "parameter", "parameter in blocks")
+)
+def test_centred_jacobians_keep_their_digits_in_float32(way, ratio):
+    """Held to NumPy in float32, which centres the Jacobian first."""
+    rng, num, size, damping = np.random.default_rng(0), 20, 30, 0.01
+    x = (np.sqrt(ratio) + rng.normal(size=(num, size))).astype(np.float32)
+    y = rng.normal(size=num).astype(np.float32)
+    found = eqxbatch.filter_gauss_newton_step(
+        sum_of_rows, damping=damping, centre=True, has_residual=True, **WAYS[way]
+    )(jnp.zeros(size, jnp.float32), jnp.asarray(x), jnp.asarray(y))
+
+    def solved(x, y):
+        x, y = x - x.mean(0), y - y.mean()
+        damped = x.T @ x / num + np.eye(size, dtype=x.dtype) * x.dtype.type(damping)
+        return np.linalg.solve(damped, x.T @ y / num)
+
+    truth = solved(x.astype(np.float64), y.astype(np.float64))
+    error = lambda step: np.linalg.norm(step - truth) / np.linalg.norm(truth)
+    assert error(np.asarray(found)) <= 10 * error(solved(x, y)) + 1e-5
+
+
+@pytest.mark.parametrize("damping", (1e-3, 1e-5))
+def test_small_damping_with_many_parameters(damping):
+    """Eigenvalues may be smaller than the rounding error of a sum of all of them."""
+    rng, size = np.random.default_rng(0), 400
+    values = np.logspace(0, -6, size)
+    basis, _ = np.linalg.qr(rng.normal(size=(size, size)))
+    x = (basis * np.sqrt(size * values)).T.astype(np.float32)
+    y = (x @ rng.normal(size=size)).astype(np.float32)
+    found = eqxbatch.filter_gauss_newton_step(
+        sum_of_rows,
+        damping=damping,
+        has_residual=True,
+        space="parameter",
+        solver="eigh",
+    )(jnp.zeros(size, jnp.float32), jnp.asarray(x), jnp.asarray(y))
+    wide = x.astype(np.float64)
+    damped = wide.T @ wide / size + damping * np.eye(size)
+    truth = np.linalg.solve(damped, wide.T @ y / size)
+    assert np.linalg.norm(np.asarray(found) - truth) <= 1e-2 * np.linalg.norm(truth)
+
+
 def test_a_singular_matrix_is_an_error():
     model, x, y = network(1), draw(3, 3), draw(3, 1)
     x, y = jnp.concatenate([x, x]), jnp.concatenate([y, y])
