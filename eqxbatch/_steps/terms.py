@@ -237,8 +237,8 @@ class Residuals:
         triples = zip(self.centred_terms(), self.rows, scaled, strict=True)
         for term, rows, vector in triples:
 
-            def of_one(*row: Array, own: CentredTerm = term) -> list[Array]:
-                *row, vector = row
+            def of_one(*both: Array, own: Any = term) -> list[Array]:
+                *row, vector = both
                 out, pullback = jax.vjp(lambda leaves: own(leaves, *row), self.leaves)
                 # Means cancel exactly only before anything is multiplied.
                 (jacobian,) = jax.vmap(pullback)(jnp.eye(out.size, dtype=out.dtype))
