@@ -35,7 +35,7 @@ def plus(
     return (total + part, None) if lost is None else _sum_and_rest(total, part + lost)
 
 
-def complete(total: Shaped[Array, "*r"], lost: Any) -> Shaped[Array, "*r"]:
+def complete(total: Any, lost: Any) -> Any:
     """The sum, with what rounding took from it."""
     return total if lost is None else total + lost
 

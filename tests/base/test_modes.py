@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
@@ -48,7 +47,7 @@ def looped(x):
 
 @pytest.mark.parametrize("fun", (jnp.sin, in_reverse))
 def test_forward_mode(fun):
-    reason = without_forward_mode(lambda ins: fun(*ins), [np.ones(3, "float32")])
+    reason = without_forward_mode(lambda ins: fun(*ins), [jnp.ones(3)])
     if fun is in_reverse:
         assert reason is not None
         assert "custom_vjp" in reason
@@ -58,5 +57,5 @@ def test_forward_mode(fun):
 
 @pytest.mark.parametrize("fun", (jnp.sin, in_reverse, looped, pushed_only, solved))
 def test_reverse_mode(fun):
-    reason = without_reverse_mode(lambda ins: fun(*ins), [np.ones(3, "float32")])
+    reason = without_reverse_mode(lambda ins: fun(*ins), [jnp.ones(3)])
     assert (reason is None) == (fun in (jnp.sin, in_reverse))

@@ -88,6 +88,8 @@ CASES = [
 ]
 
 
+# The lowest version of JAX lets NumPy copy.
+@pytest.mark.matrix
 def test_examples_on_disk_are_copied_once(tmp_path):
     """By JAX, and not by NumPy before."""
     x = np.memmap(tmp_path / "x", "f8", mode="w+", shape=(1000, 1000))
@@ -514,6 +516,14 @@ def test_conjugates_of_complex_kernels(store):
         close(one.as_matrix(), two)
         close(one.diagonal(), np.diagonal(two))
         close(one.column(2), two[:, 2])
+
+
+# The lowest version of lineax has neither solver.
+@pytest.mark.matrix
+@pytest.mark.parametrize("store", (None, HostStore()))
+def test_least_squares_of_complex_kernels(store):
+    operator = KernelOperator(twisted, X, Y, block_size=4, store=store)
+    matrix = dense(twisted, X, Y)
     right = jnp.asarray(numbers(13), matrix.dtype)
     solution = np.linalg.lstsq(matrix, right)[0]
     for solver in (
