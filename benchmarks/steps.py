@@ -164,6 +164,7 @@ def case(
         },
         args=(leaves, *batch),
         unbounded=(),
+        best_memory=settings["memory"],
         best_time=1 / settings["best"],
         limits={CHUNKED: 1 / limit},
     )
@@ -185,6 +186,9 @@ def wave(num: int, spins: int) -> Case:
         chunk=num // 8,
         limit=3.0,
         best=1.0,
+        # Means are subtracted from the Jacobian of each sample, which is stored for
+        # all of them; the best peer stores those of a chunk, and computes them again.
+        memory=2.75,
     )
 
 
@@ -209,6 +213,9 @@ def pinn(num: int, microbatch: int) -> Case:
         chunk=num // 8,
         limit=2.0,
         best=2.0,
+        # The uses of a parameter in nested derivatives may cancel, so its Jacobian is
+        # stored.
+        memory=1.25,
     )
 
 
