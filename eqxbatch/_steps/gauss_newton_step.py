@@ -399,7 +399,8 @@ def filter_gauss_newton_step(
 
     With `centre`, the mean is subtracted from the Jacobian of each example before any
     products, so digits are kept where the mean is much larger than the spread. The
-    Jacobian of the examples of a block is then materialised.
+    Jacobian of the examples of a block is then materialised. Iterative solvers subtract
+    the mean after products with vectors, which keeps fewer digits.
 
     Matrices are in at least float32, even if the model is not. In float32, `damping`
     should not be much smaller than 1e-6 times the largest eigenvalue. Inside
