@@ -13,7 +13,7 @@ from .._gradients.micro_grad import filter_micro_value_and_grad
 from .._ntk.empirical import EmpiricalNTK
 from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
 from .._sites.factors import Factors, gradients, weighted_sum
-from .._sites.gram import gram, has_gram, squared_norms
+from .._sites.gram import gram, has_gram, OfLeaf, squared_norms
 from .._sites.site import Label, Site
 from .._sites.trace import Program
 from .subject import as_numpy, largest_entry, largest_error, Subject
@@ -119,7 +119,7 @@ def _contracted(
         "kernels": [],
     }
     if has_gram(sites):
-        found["norms"].append(squared_norms(sites, factors, struct))
+        found["norms"] += squared_norms([OfLeaf(sites, factors, struct)])
         kernel = gram(sites, sides[0], sites, sides[1], OTHER_EXAMPLE, _KERNEL)
         found["kernels"].append(kernel)
     return found, gradients(sites, sides[0], struct)

@@ -40,7 +40,12 @@ from .._sites.factors import (
     weighted_sum,
     weights_of,
 )
-from .._sites.gram import is_outer_product, squared_norms
+from .._sites.gram import (
+    is_outer_product,
+    OfLeaf,
+    squared_norms,
+    with_own_factors,
+)
 from .._sites.site import Site
 from .._sites.trace import Program
 from .clip import Clipping
@@ -65,7 +70,7 @@ class SiteGradients:
         self._contractions = contractions
         self._factors = factors
         self._formed: dict[int, Array] = {}
-        self._scaled: dict[int, tuple[Array, Array]] = {}
+        self._scaled: dict[int, tuple[Array | None, Array]] = {}
 
     @property
     def are_cheap(self) -> bool:
@@ -78,8 +83,7 @@ class SiteGradients:
         """Whether the norm of a leaf's gradient is a product of two norms."""
         if contraction.form != "gram":
             return False
-        (site, *others) = self._program.sites_of(contraction.leaf)
-        return not others and is_outer_product(site)
+        return is_outer_product(self._program.sites_of(contraction.leaf))
 
     def squared_norms(
         self, scales: Sequence[Real[Array, " n"]] | None = None
@@ -90,28 +94,54 @@ class SiteGradients:
         that their squares are in range.
         """
         factors = scales or [None] * len(self._contractions)
+        grams = self._of_grams(is_scaled=scales is not None)
         return [
-            self._squared_norm(contraction, scale)
+            self._squared_norm(contraction, scale, grams)
             for contraction, scale in zip(self._contractions, factors, strict=True)
         ]
 
-    def _squared_norm(self, contraction: Contraction, scale: Array | None) -> Array:
+    def _of_grams(
+        self, *, is_scaled: bool
+    ) -> dict[int, tuple[Array | None, Real[Array, " n"]]]:
+        """For leaves without formed gradients, norms as `power * sqrt(squares)`.
+
+        The power is None if nothing is scaled.
+        """
+        powers: dict[int, Array | None] = {}
+        asked = []
+        for contraction in self._contractions:
+            leaf = contraction.leaf
+            if contraction.form != "gram" or leaf in self._scaled:
+                continue
+            sites, factors, power = self._program.sites_of(leaf), self._factors, None
+            # If scaling is cheap, it is always used: another way would take time to
+            # compile.
+            if is_scaled or self._is_product(contraction):
+                power, sites, factors = _scaled(sites, factors)
+            powers[leaf] = power
+            asked.append(OfLeaf(sites, factors, self._leaves[leaf]))
+        found: dict[int, tuple[Array | None, Array]] = {}
+        for (leaf, power), squares in zip(
+            powers.items(), squared_norms(asked), strict=True
+        ):
+            power = None if power is None else jnp.where(squares > 0, power, 1)
+            found[leaf] = power, squares
+        if not is_scaled:
+            self._scaled = {i: x for i, x in found.items() if x[0] is not None}
+        return {**self._scaled, **found}
+
+    def _squared_norm(
+        self, contraction: Contraction, scale: Array | None, grams: dict
+    ) -> Array:
         leaf = contraction.leaf
         if contraction.form == "unused":
             return jnp.zeros(self._factors.num, widest(self._leaves[leaf].dtype))
         sites = self._program.sites_of(leaf)
         if contraction.form == "gram":
-            # If scaling is cheap, it is always used: another way would take time to
-            # compile.
-            if scale is None and not self._is_product(contraction):
-                return squared_norms(sites, self._factors, self._leaves[leaf])
-            found = self._scaled.get(leaf)
-            if found is None:
-                found = _scaled_squared_norms(sites, self._factors, self._leaves[leaf])
-            power, squares = found
-            if scale is None:
-                self._scaled[leaf] = found
-            else:
+            power, squares = grams[leaf]
+            if power is None:
+                return squares
+            if scale is not None:
                 power = power.astype(scale.dtype) * scale
             # Multiplied one after the other: the square of `power` alone may overflow.
             return squares.astype(power.dtype) * power * power
@@ -171,17 +201,12 @@ class SiteGradients:
         return weighted_sum(sites, factors, struct, weights)
 
 
-def _scaled_squared_norms(
-    sites: Sequence[Site], factors: Factors, leaf: Array
-) -> tuple[Real[Array, " n"], Real[Array, " n"]]:
-    """Norms as `power * sqrt(squares)`, where no square is out of range."""
-    operands, cotangents, own = [], [], []
-    for i, site in enumerate(sites):
-        a, d = factors.of(site)
-        operands.append(a)
-        cotangents.append(d)
-        operand = None if a is None else i
-        own.append(site.with_own(i, operand))
+def _scaled(
+    sites: Sequence[Site], factors: Factors
+) -> tuple[Real[Array, " n"], list[Site], Factors]:
+    """Sites and factors with squares in range, for norms divided by a power of two."""
+    own, of_own = with_own_factors(sites, factors)
+    operands, cotangents = zip(*map(of_own.of, own), strict=True)
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
     if _have_size(sites, factors):
@@ -194,8 +219,7 @@ def _scaled_squared_norms(
         largest = [jnp.max(jnp.abs(x), initial=0) for x in weights]
         unit = power_of_two(functools.reduce(jnp.maximum, largest))
         power = power * unit.astype(power.dtype)
-    squares = squared_norms(own, factors.replaced(operands, cotangents, unit), leaf)
-    return jnp.where(squares > 0, power, 1), squares
+    return power, own, factors.replaced([*operands], cotangents, unit)
 
 
 def _balanced(

@@ -4,6 +4,7 @@ No gradient is formed. See `site.py` for the sites where this is exact.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -274,38 +275,72 @@ def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
     return take(x, tokens), (*shared, *rest[:axis], *own, *rest[axis + 1 :])
 
 
-def squared_norms(
-    sites: Sequence[Site], factors: Factors, leaf: Any
-) -> Real[Array, " n"]:
-    """Squared norms of gradients with respect to a leaf, from its sites' factors.
+class OfLeaf(NamedTuple):
+    """A leaf, its sites, and their factors."""
+
+    sites: Sequence[Site]
+    factors: Factors
+    leaf: Any
+
+
+def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
+    """Squared norms of gradients with respect to each leaf, from its sites' factors.
 
     Where uses or positions nearly cancel, the gradients are formed, one at a time: the
-    products of pairs are then much larger than their sum, and so are their errors.
+    products of pairs are then much larger than their sum, and so are their errors. One
+    branch decides for all leaves, because the host of a GPU may wait for each.
     """
-    total = 0
+    pairs = [_total_and_separate(own.sites, own.factors) for own in leaves]
+    totals = [total for total, _ in pairs]
+    summed = [i for i, (_, separate) in enumerate(pairs) if separate is not None]
+    if not summed:
+        return totals
+    cancels: Any = False
+    for total, separate in pairs:
+        if separate is not None:
+            cancels |= jnp.any(separate > MOST_CANCELLED * total)
+
+    def formed() -> list[Array]:
+        found = _formed_norms([leaves[i] for i in summed])
+        like = [totals[i] for i in summed]
+        return [
+            vary(x.astype(y.dtype), varying(jax.typeof(y)))
+            for x, y in zip(found, like, strict=True)
+        ]
+
+    for i in summed:
+        factors = (*leaves[i].factors.operands, *leaves[i].factors.cotangents)
+        arrays = [x.array for x in factors if x.array is not None]
+        totals[i] = vary_as(arrays, totals[i])
+    chosen = lax.cond(cancels, formed, lambda: [totals[i] for i in summed])
+    for i, norm in zip(summed, chosen, strict=True):
+        totals[i] = norm
+    return totals
+
+
+def _total_and_separate(
+    sites: Sequence[Site], factors: Factors
+) -> tuple[Array, Array | None]:
+    """A squared norm, and what it would be if no two uses or positions met.
+
+    The latter is None where nothing is summed.
+    """
+    is_product = is_outer_product(sites)
+    sites, factors = _merged(sites, factors)
+    total: Any = 0
     for terms, scale in norm_terms(sites, factors):
         total += jnp.real(contract(terms, (EXAMPLE,)) * scale)
-    total = jnp.maximum(total, 0)
-    if len(sites) == 1 and is_outer_product(sites[0]):
-        return total
-    separate: Any = 0
-    merged, of_merged = _merged(sites, factors)
-    for site in merged:
-        separate += _separate_squares(site, of_merged)
-    cancels = jnp.any(separate > MOST_CANCELLED * total)
-    arrays = [x.array for x in (*factors.operands, *factors.cotangents)]
-    total = vary_as([x for x in arrays if x is not None], total)
-
-    def formed() -> Array:
-        found = _formed_norms(sites, factors, leaf)
-        return vary(found.astype(total.dtype), varying(jax.typeof(total)))
-
-    return lax.cond(cancels, formed, lambda: total)
+    separate = None
+    if not is_product:
+        squares = [_separate_squares(site, factors) for site in sites]
+        separate = functools.reduce(jnp.add, squares)
+    return jnp.maximum(total, 0), separate
 
 
-def is_outer_product(site: Site) -> bool:
-    """Whether the gradient at a site is a single outer product, with nothing summed."""
-    return not (site.rule.token is not None or positions(site))
+def is_outer_product(sites: Sequence[Site]) -> bool:
+    """Whether a gradient is a single outer product, with nothing summed."""
+    (site, *others) = sites
+    return not (others or site.rule.token is not None or positions(site))
 
 
 def _separate_squares(site: Site, factors: Factors) -> Array:
@@ -319,24 +354,40 @@ def _separate_squares(site: Site, factors: Factors) -> Array:
     return contract(squares, (EXAMPLE,)) * abs(scale) ** 2
 
 
-def _formed_norms(sites: Sequence[Site], factors: Factors, leaf: Any) -> Array:
-    """Squared norms from the gradients, of which one is formed at a time."""
-    is_shared = lambda x: x.array is None or not x.has_examples
-    every = [*factors.operands, *factors.cotangents]
-    num = len(factors.operands)
+def _formed_norms(leaves: Sequence[OfLeaf]) -> list[Array]:
+    """Squared norms from the gradients, which are formed for one example at a time."""
+    own = [OfLeaf(*with_own_factors(x.sites, x.factors), x.leaf) for x in leaves]
+    every = [[*x.factors.operands, *x.factors.cotangents] for x in own]
 
-    def norms(arrays: list) -> Array:
+    def norm(of_leaf: OfLeaf, kept: list[Factor], arrays: list) -> Array:
+        sites, factors, leaf = of_leaf
         arrays = [*arrays]
-        own = [x if is_shared(x) else x.of(arrays.pop(0)) for x in every]
-        formed = gradients(sites, factors.replaced(own[:num], own[num:]), leaf)
-        formed = formed if factors.has_examples(sites) else formed[None]
+        found = [x.of(arrays.pop(0)) if x.has_examples else x for x in kept]
+        num = len(sites)
+        parts = Factors(found[:num], found[num:], values=factors.values)
+        formed = gradients(sites, parts, leaf)
         unit = 1 if factors.unit is None else factors.unit.astype(formed.real.dtype)
         return squared_norm(formed / unit)
 
-    arrays = [x.array for x in every if not is_shared(x)]
-    if any(map(is_on_mesh, arrays)):  # One at a time would gather it on all devices.
-        return norms(arrays)
-    return lax.map(lambda one: norms([x[None] for x in one])[0], arrays)
+    norms = lambda arrays: [*map(norm, own, every, arrays)]
+    arrays = [[x.array for x in kept if x.has_examples] for kept in every]
+    if any(map(is_on_mesh, jax.tree.leaves(arrays))):
+        return norms(arrays)  # One at a time would gather it on all devices.
+    one = lambda arrays: norms(jax.tree.map(lambda x: x[None], arrays))
+    return lax.map(lambda arrays: [x[0] for x in one(arrays)], arrays)
+
+
+def with_own_factors(
+    sites: Sequence[Site], factors: Factors
+) -> tuple[list[Site], Factors]:
+    """Sites in order, and the factors of these only."""
+    own, operands, cotangents = [], [], []
+    for i, site in enumerate(sites):
+        a, d = factors.of(site)
+        own.append(site.with_own(i, None if a is None else i))
+        operands.append(Factor(None, has_examples=False) if a is None else a)
+        cotangents.append(d)
+    return own, factors.replaced(operands, cotangents)
 
 
 def gram(
@@ -394,7 +445,7 @@ def norm_terms(
 
 def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
     """The arrays whose contraction is the squared norm of a site's gradient."""
-    if not is_outer_product(site) or is_small(site):
+    if not is_outer_product([site]) or is_small(site):
         return pair_terms(site, factors, site, factors, EXAMPLE)
     # The norm of an outer product is the product of the norms.
     terms = [

@@ -10,7 +10,7 @@ import numpy as np
 
 from eqxbatch._sites.einsum import EXAMPLE, OTHER_EXAMPLE
 from eqxbatch._sites.factors import Factors, gradients, weighted_sum
-from eqxbatch._sites.gram import gram, squared_norms
+from eqxbatch._sites.gram import gram, OfLeaf, squared_norms
 from eqxbatch._sites.site import is_allowed
 from eqxbatch._sites.trace import Program
 from ..flags import compiler_options
@@ -82,7 +82,7 @@ def compare(case, key=None):
             expected.append(jnp.tensordot(weights.astype(true.dtype), true, 1))
             if can:
                 flat = true.reshape(NUM, -1)
-                got.append(squared_norms(own, factors, leaf))
+                got += squared_norms([OfLeaf(own, factors, leaf)])
                 expected.append(jnp.sum(jnp.abs(flat) ** 2, 1))
                 out = (EXAMPLE, OTHER_EXAMPLE)
                 got.append(gram(own, factors, own, factors, OTHER_EXAMPLE, out))
