@@ -11,9 +11,10 @@ from jaxtyping import Array
 from .._base.dtypes import common_dtype, squared_norm
 from .._gradients.micro_grad import filter_micro_value_and_grad
 from .._ntk.empirical import EmpiricalNTK
+from .._sites.cancellation import OfLeaf, squared_norms
 from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
 from .._sites.factors import Factors, gradients, weighted_sum
-from .._sites.gram import gram, has_gram, OfLeaf, squared_norms
+from .._sites.gram import gram, has_gram
 from .._sites.site import Label, Site
 from .._sites.trace import Program
 from .subject import as_numpy, largest_entry, largest_error, Subject

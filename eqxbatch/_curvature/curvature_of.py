@@ -43,13 +43,11 @@ class AbstractCurvature(abc.ABC):
     - `program`: a program of the differentiated leaves and of one example.
     - `num_outputs`: the number of differentiated outputs, which come first.
     - `allows_sites`: whether sites may be used at all.
-    - `has_jacobian`: whether it is a product of Jacobians, with no second derivatives.
     """
 
     program: PerExample
     num_outputs: int
     allows_sites: bool
-    has_jacobian: bool
 
     @property
     def leaves(self) -> list[Array]:
@@ -104,7 +102,6 @@ class LossCurvature(AbstractCurvature):
     """The Hessian of a loss."""
 
     num_outputs = 1
-    has_jacobian = False
 
     def __init__(self, loss: Loss, mode: Mode, checkpoint: bool):
         self.example = Example(loss, IF_WHOLE)
@@ -203,7 +200,6 @@ class GaussNewtonCurvature(AbstractCurvature):
     """
 
     allows_sites = True
-    has_jacobian = True
 
     def __init__(
         self,

@@ -3,7 +3,9 @@
 Let `d` be the cotangents of a site's output, one for each entry `o` of the function's
 output. The Jacobian with respect to the site's parameter is `d a`, and the matrix is a
 sum over pairs of sites of `a d (∂²loss/∂o∂p) d' a'`. It is contracted like a Hessian,
-with `d (∂²loss/∂o∂p) d'` instead of second derivatives.
+with `d (∂²loss/∂o∂p) d'` instead of second derivatives. If the Jacobian is a sum over
+uses of a parameter or over positions, it is formed first: its terms may nearly cancel,
+and products of pairs of them would be much larger than their sum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +17,10 @@ from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import vary, varying
-from .._sites.cost import num_products
+from .._sites.cost import forming_cost, num_products
 from .._sites.einsum import EXAMPLE, Term
-from .._sites.site import Label
+from .._sites.factors import Factors, gradients
+from .._sites.site import is_sum, Label
 from .._sites.trace import Program
 from .by_sites import Estimate, of_examples
 from .site_blocks import (
@@ -65,7 +68,9 @@ class SiteGaussNewton:
         has_curve: bool,
     ):
         self.program = program
-        self.blocks = Blocks(program, leaves, wanted, kind=lambda site, other: None)
+        self._formed = [i for i in sorted(wanted.leaves) if is_sum(program.sites_of(i))]
+        own = program.with_jacobians(self._formed)
+        self.blocks = Blocks(own, leaves, wanted, kind=lambda site, other: None)
         self._of_outputs, self._num_outputs = of_outputs, num_outputs
         self._num_vectors, self._has_curve = num_vectors, has_curve
 
@@ -85,16 +90,19 @@ class SiteGaussNewton:
                 scale = weight if scale is None else scale * weight
             return scale, operands, cotangents
 
-        found = of_examples(one, rows, axes, weights)
-        factors = _Factors(*found, are_stacked=self.blocks.are_stacked)
-        return self.blocks.sums(factors.terms, self.program.values(leaves))
+        scale, operands, cotangents = of_examples(one, rows, axes, weights)
+        values = self.program.values(leaves)
+        cotangents = self._with_jacobians(operands, cotangents, values)
+        are_stacked = self.blocks.are_stacked
+        factors = _Factors(scale, operands, cotangents, are_stacked=are_stacked)
+        return self.blocks.sums(factors.terms, values)
 
     @property
     def bytes(self) -> int:
         """The bytes kept for one example."""
         program, num = self.program, self._num_vectors
         kept = [(x, 1) for x in program.operands]
-        kept += ((x, num) for x in program.perturbations)
+        kept += ((x, num) for x in self.blocks.program.perturbations)
         of_sites = sum(times * x.size * x.dtype.itemsize for x, times in kept)
         return of_sites + self._has_curve * num**2 * self._dtype.itemsize
 
@@ -117,12 +125,25 @@ class SiteGaussNewton:
 
         def count(
             curve: Array | None, operands: list, cotangents: list, values: list
-        ) -> dict:
-            factors = _Factors(curve, operands, cotangents, are_stacked=False)
-            return self.blocks.costs(factors.terms, values)
+        ) -> tuple[dict, dict]:
+            factors = Factors(operands, cotangents, (_FIRST,), values=values)
+            of_leaves = {i: program.sites_of(i) for i in self._formed}
+            forming = {i: forming_cost(x, factors).time for i, x in of_leaves.items()}
+            cotangents = self._with_jacobians(operands, cotangents, values)
+            own = _Factors(curve, operands, cotangents, are_stacked=False)
+            return forming, self.blocks.costs(own.terms, values)
 
         args = (curve, operands, cotangents, program.value_structs())
-        return Estimate(perturbations, eqx.filter_eval_shape(count, *args))
+        forming, pairs = eqx.filter_eval_shape(count, *args)
+        for leaf, cost in forming.items():
+            perturbations[program.sites_of(leaf)[0].perturbation] += cost
+        return Estimate(perturbations, pairs)
+
+    def _with_jacobians(self, operands: list, cotangents: list, values: list) -> list:
+        """The cotangents of some examples, then the Jacobians that are formed."""
+        factors = Factors(operands, cotangents, (_FIRST,), values=values)
+        of = lambda i: (self.program.sites_of(i), factors, self.program.leaves[i])
+        return [*cotangents, *(gradients(*of(i)) for i in self._formed)]
 
     @property
     def _outputs(self) -> list:

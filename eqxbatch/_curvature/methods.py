@@ -154,29 +154,21 @@ class CurvatureBlocks:
     def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
         """The function with the sites of some leaves, and the leaves that have rules.
 
-        Leaves without a rule are not perturbed. Of a leaf that is used several times,
-        a Gauss-Newton matrix takes the Jacobian: the uses may nearly cancel, and
-        products of pairs of them would be much larger than their sum.
+        Leaves without a rule are not perturbed.
         """
         curvature, num = self.curvature, len(self.curvature.leaves)
-        formed: set[int] = set()
         while True:
             program = Program(
                 curvature.program.closed,
                 num,
                 constant=set(range(num)) - leaves,
-                formed=formed & leaves,
                 num_outputs=curvature.num_outputs,
                 order=2,
             )
-            covered = {
-                i for i in leaves if i in formed or is_covered(program, i, self.wanted)
-            }
-            several = covered - formed if curvature.has_jacobian else set()
-            several = {i for i in several if len(program.sites_of(i)) > 1}
-            if covered == leaves and not several:
+            covered = {i for i in leaves if is_covered(program, i, self.wanted)}
+            if covered == leaves:
                 return program, covered
-            leaves, formed = covered, formed | several
+            leaves = covered
 
 
 def _even(total: int, size: int) -> int:

@@ -30,6 +30,7 @@ from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.shapes import AnyArray, Contract
 from .._batch.example_or_batch import told_apart
 from .._batch.objective import Example, Loss, MicrobatchResult
+from .._sites.cancellation import OfLeaf, squared_norms, with_own_factors
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
     Factor,
@@ -40,13 +41,7 @@ from .._sites.factors import (
     weighted_sum,
     weights_of,
 )
-from .._sites.gram import (
-    is_outer_product,
-    OfLeaf,
-    squared_norms,
-    with_own_factors,
-)
-from .._sites.site import Site
+from .._sites.site import is_outer_product, Site
 from .._sites.trace import Program
 from .clip import Clipping
 from .gradient_settings import IF_ONE

@@ -24,10 +24,10 @@ from .._base.jaxprs import PerExample
 from .._base.mesh import explicit_mesh, vary, varying
 from .._batch.accumulators import Concat
 from .._batch.rows import accumulated, Rows
-from .._sites.cost import contraction_cost, Cost, total_cost
-from .._sites.einsum import EXAMPLE
-from .._sites.factors import Factor, Factors, gradients, site_terms
-from .._sites.gram import gram, gram_terms, has_gram
+from .._sites.cancellation import cancels, grams, OfLeaf
+from .._sites.cost import contraction_cost, Cost, forming_cost, total_cost
+from .._sites.factors import Factor, Factors, gradients
+from .._sites.gram import gram_terms, has_gram
 from .._sites.site import leaf_site, positions, Site
 from .._sites.trace import Program
 from .output_axes import OutputAxes
@@ -157,12 +157,15 @@ class KeptFactors(eqx.Module):
     - `operands`: the operands of sites, by index.
     - `cotangents`: for each output, cotangents of sites, then Jacobians.
     - `of_views`: the arrays that views of sites read.
+    - `cancelled`: for each output, whether terms of a gradient nearly cancel; None if
+        this cannot be.
     """
 
     values: list[Factor]
     operands: dict[int, Factor]
     cotangents: list[list[Factor]]
     of_views: list[Factor | None]
+    cancelled: list[Factor | None]
 
 
 # The approximate size of a CPU core's cache, in bytes.
@@ -267,6 +270,7 @@ class ExampleFactors:
         values_of_views = [None if x is None else x.array for x in of_views]
         outputs, program = self.linearization.outputs, self.linearization.program
         kept: list[list[Factor]] = []
+        cancelled: list[Factor | None] = []
         for output, own, pulled in zip(outputs, self.kept, cotangents, strict=True):
             kept.append([pulled[perturbation] for perturbation in own.perturbations])
             factors = Factors(
@@ -276,9 +280,12 @@ class ExampleFactors:
                 sites = program.sites_of(leaf)
                 jacobian = gradients(sites, factors, program.leaves[leaf])
                 kept[-1].append(Factor(jacobian, factors.has_examples(sites)))
+            of = lambda leaf: (program.sites_of(leaf), factors, program.leaves[leaf])
+            as_they_are = [leaf for leaf in own.sites if leaf not in own.formed]
+            cancelled.append(cancels([OfLeaf(*of(leaf)) for leaf in as_they_are]))
         values = outs[: self.linearization.num_outputs] if self._keeps_values else []
         operands = {i: operands[i] for i in self._operands}
-        return KeptFactors(values, operands, kept, of_views)
+        return KeptFactors(values, operands, kept, of_views, cancelled)
 
     def of_outputs(self, kept: KeptFactors, side: int) -> list[Factors]:
         """The factors that belong to each output."""
@@ -299,11 +306,12 @@ def kernel(
     leaves: list,
     kept: tuple[OutputFactors, OutputFactors],
     factors: tuple[Factors, Factors],
+    cancelled: Sequence[Factor | None],
     num: tuple[int, int],
 ) -> Inexact[Array, "..."]:
     """The kernel of the Jacobian of an output, before its axes are arranged.
 
-    `num` gives the numbers of examples.
+    `cancelled` is that of both sides, and `num` gives the numbers of examples.
     """
     out = (*output.out, *output.parts)
     # The axes of a matrix product: shared axes, then those of one side, then those of
@@ -316,19 +324,23 @@ def kernel(
         *(label for label in out if label in names[1] - names[0]),
     )
     total: Array = jnp.zeros((1,) * len(labels), jnp.float32)
-    for leaf, sites in kept[0].sites.items():
-        others = kept[1].sites.get(leaf)
-        if others is None:
-            continue
-        example = output.examples[-1]
-        product = gram(sites, factors[0], others, factors[1], example, labels)
+    sizes = {**output.sizes, **dict(zip(output.examples, num, strict=False))}
+    both = [leaf for leaf in kept[0].sites if leaf in kept[1].sites]
+    pairs = [
+        (
+            OfLeaf(kept[0].sites[leaf], factors[0], leaves[leaf]),
+            OfLeaf(kept[1].sites[leaf], factors[1], leaves[leaf]),
+        )
+        for leaf in both
+    ]
+    products = grams(pairs, cancelled, output.examples, labels, sizes)
+    for leaf, product in zip(both, products, strict=True):
         is_complex = jnp.issubdtype(leaves[leaf].dtype, jnp.complexfloating)
         # A complex parameter counts as two real ones. If there is a complex derivative,
         # each of them contributes its square.
         product = product * (0.5 if output.is_complex and is_complex else 1.0)
         dtype = np.promote_types(total.dtype, product.dtype)
         total = total.astype(dtype) + product.astype(dtype)
-    sizes = {**output.sizes, **dict(zip(output.examples, num, strict=False))}
     total = jnp.broadcast_to(total, [sizes[label] for label in labels])
     return jnp.transpose(total, [labels.index(label) for label in out])
 
@@ -363,8 +375,7 @@ def _costs(
     others = second.program.sites_of(leaf)
     if not sites or not others:
         return 0.0, math.inf
-    # Several uses may nearly cancel: their products are much larger than their sum.
-    by_factors = len(sites) == len(others) == 1 and has_gram(sites, others)
+    by_factors = has_gram(sites, others)
     # The Jacobian of a leaf that is only added to something is the cotangent there. It
     # is shared with the array that the leaf is added to, and kept once.
     are_formed = by_factors and all(
@@ -398,8 +409,7 @@ def _costs(
         rows = zip((sites, others), sides, schedule.num_blocks, strict=True)
         for side, (uses, factors, num) in enumerate(rows):
             if side == 0 or not schedule.is_symmetric:
-                of_side = total_cost(_cost_of_forming(site, factors) for site in uses)
-                forms += of_side * num
+                forms += forming_cost(uses, factors) * num
             jacobian = gradients(uses, factors, struct)
             factor = Factor(jacobian, factors.has_examples(uses))
             jacobians.append(Factors([], [factor], output.directions(side)))
@@ -412,10 +422,3 @@ def _costs(
     by_gram = (grams * schedule.num_pairs).time if by_factors else math.inf
     by_jacobian = (forms + products * schedule.num_pairs).time
     return by_gram, math.inf if are_formed else by_jacobian
-
-
-def _cost_of_forming(site: Site, factors: Factors) -> Cost:
-    terms = site_terms(site, factors)
-    labels = dict.fromkeys(label for _, axes in terms for label in axes)
-    of_leaf = [label for label in labels if label[0] in ("leaf", "view")]
-    return contraction_cost(terms, (EXAMPLE, *factors.outputs, *of_leaf))

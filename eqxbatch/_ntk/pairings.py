@@ -94,7 +94,9 @@ class Sites(AbstractPairing):
         leaves = pair[0].linearization.program.leaves
         for i, axes in enumerate(self._ntk):
             kept = pair[0].kept[i], pair[1].kept[i]
-            found = kernel(axes, leaves, kept, (factors[i], others[i]), num)
+            cancelled = first.cancelled[i], second.cancelled[i]
+            own = factors[i], others[i]
+            found = kernel(axes, leaves, kept, own, cancelled, num)
             joined = axes.join(found)
             kernels += [joined] if axes.probes is None else _estimates(axes, joined)
         return kernels

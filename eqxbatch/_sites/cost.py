@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from .._base.jaxprs import callee, CALLS, inner_jaxprs
 from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
-from .factors import Factors
+from .factors import Factors, site_terms
 from .gram import has_gram, norm_terms
 from .site import is_lettered, Site
 from .trace import Program
@@ -71,6 +71,17 @@ def contraction_cost(terms: Sequence[Term], out: Labels) -> Cost:
     of_examples = [x for x, labels in terms if not _EXAMPLES.isdisjoint(labels)]
     entries = sum(math.prod(x.shape) for x in of_examples) + 2 * largest
     return Cost(flops, float(terms[0][0].dtype.itemsize * entries))
+
+
+def forming_cost(sites: Sequence[Site], factors: Factors) -> Cost:
+    """The cost of forming the gradients at some sites from their factors."""
+    costs = []
+    for site in sites:
+        terms = site_terms(site, factors)
+        labels = dict.fromkeys(label for _, axes in terms for label in axes)
+        of_leaf = [label for label in labels if label[0] in ("leaf", "view")]
+        costs.append(contraction_cost(terms, (EXAMPLE, *factors.outputs, *of_leaf)))
+    return total_cost(costs)
 
 
 def program_cost(jaxpr: Any) -> Cost:

@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._base.dtypes import squared_norm, widened
-from .._base.mesh import full_varying_as, is_on_mesh, vary, vary_as, varying
+from .._base.dtypes import widened
+from .._base.mesh import full_varying_as, vary, varying
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .factors import (
     Factor,
     Factors,
-    gradients,
     has_weights,
     labelled_terms,
     site_terms,
@@ -28,10 +26,10 @@ from .factors import (
 )
 from .site import (
     is_allowed,
+    is_outer_product,
     is_small,
     Label,
     labels_of,
-    positions,
     Site,
     SiteLoop,
 )
@@ -40,11 +38,6 @@ from .site import (
 # A leaf with more sites, as in an unrolled loop, has so many pairs of sites that
 # tracing their products takes seconds.
 MOST_SITES = 16
-
-# How much larger than the squared norm of a gradient the sum of the squares of what is
-# added up may be. The error of products of pairs grows with this ratio, that of the
-# gradient with its root.
-MOST_CANCELLED = 64.0
 
 
 def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> bool:
@@ -275,121 +268,6 @@ def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
     return take(x, tokens), (*shared, *rest[:axis], *own, *rest[axis + 1 :])
 
 
-class OfLeaf(NamedTuple):
-    """A leaf, its sites, and their factors."""
-
-    sites: Sequence[Site]
-    factors: Factors
-    leaf: Any
-
-
-def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
-    """Squared norms of gradients with respect to each leaf, from its sites' factors.
-
-    Where uses or positions nearly cancel, the gradients are formed, one at a time: the
-    products of pairs are then much larger than their sum, and so are their errors. One
-    branch decides for all leaves, because the host of a GPU may wait for each.
-    """
-    pairs = [_total_and_separate(own.sites, own.factors) for own in leaves]
-    totals = [total for total, _ in pairs]
-    summed = [i for i, (_, separate) in enumerate(pairs) if separate is not None]
-    if not summed:
-        return totals
-    cancels: Any = False
-    for total, separate in pairs:
-        if separate is not None:
-            cancels |= jnp.any(separate > MOST_CANCELLED * total)
-
-    def formed() -> list[Array]:
-        found = _formed_norms([leaves[i] for i in summed])
-        like = [totals[i] for i in summed]
-        return [
-            vary(x.astype(y.dtype), varying(jax.typeof(y)))
-            for x, y in zip(found, like, strict=True)
-        ]
-
-    for i in summed:
-        factors = (*leaves[i].factors.operands, *leaves[i].factors.cotangents)
-        arrays = [x.array for x in factors if x.array is not None]
-        totals[i] = vary_as(arrays, totals[i])
-    chosen = lax.cond(cancels, formed, lambda: [totals[i] for i in summed])
-    for i, norm in zip(summed, chosen, strict=True):
-        totals[i] = norm
-    return totals
-
-
-def _total_and_separate(
-    sites: Sequence[Site], factors: Factors
-) -> tuple[Array, Array | None]:
-    """A squared norm, and what it would be if no two uses or positions met.
-
-    The latter is None where nothing is summed.
-    """
-    is_product = is_outer_product(sites)
-    sites, factors = _merged(sites, factors)
-    total: Any = 0
-    for terms, scale in norm_terms(sites, factors):
-        total += jnp.real(contract(terms, (EXAMPLE,)) * scale)
-    separate = None
-    if not is_product:
-        squares = [_separate_squares(site, factors) for site in sites]
-        separate = functools.reduce(jnp.add, squares)
-    return jnp.maximum(total, 0), separate
-
-
-def is_outer_product(sites: Sequence[Site]) -> bool:
-    """Whether a gradient is a single outer product, with nothing summed."""
-    (site, *others) = sites
-    return not (others or site.rule.token is not None or positions(site))
-
-
-def _separate_squares(site: Site, factors: Factors) -> Array:
-    """The squared norms of the gradients at a site if no two positions met."""
-    side = _Side(site, factors, EXAMPLE, labels_of(site, 0), ("small", 0))
-    terms, scale = side.terms, _scale(site)
-    if is_small(site):
-        directions = _flat(side.directions), (side.small, ("flat", 0))
-        terms, scale = [side.coefficients, directions], site.rule.scale
-    squares = [(jnp.real(x * jnp.conj(x)), labels) for x, labels in terms]
-    return contract(squares, (EXAMPLE,)) * abs(scale) ** 2
-
-
-def _formed_norms(leaves: Sequence[OfLeaf]) -> list[Array]:
-    """Squared norms from the gradients, which are formed for one example at a time."""
-    own = [OfLeaf(*with_own_factors(x.sites, x.factors), x.leaf) for x in leaves]
-    every = [[*x.factors.operands, *x.factors.cotangents] for x in own]
-
-    def norm(of_leaf: OfLeaf, kept: list[Factor], arrays: list) -> Array:
-        sites, factors, leaf = of_leaf
-        arrays = [*arrays]
-        found = [x.of(arrays.pop(0)) if x.has_examples else x for x in kept]
-        num = len(sites)
-        parts = Factors(found[:num], found[num:], values=factors.values)
-        formed = gradients(sites, parts, leaf)
-        unit = 1 if factors.unit is None else factors.unit.astype(formed.real.dtype)
-        return squared_norm(formed / unit)
-
-    norms = lambda arrays: [*map(norm, own, every, arrays)]
-    arrays = [[x.array for x in kept if x.has_examples] for kept in every]
-    if any(map(is_on_mesh, jax.tree.leaves(arrays))):
-        return norms(arrays)  # One at a time would gather it on all devices.
-    one = lambda arrays: norms(jax.tree.map(lambda x: x[None], arrays))
-    return lax.map(lambda arrays: [x[0] for x in one(arrays)], arrays)
-
-
-def with_own_factors(
-    sites: Sequence[Site], factors: Factors
-) -> tuple[list[Site], Factors]:
-    """Sites in order, and the factors of these only."""
-    own, operands, cotangents = [], [], []
-    for i, site in enumerate(sites):
-        a, d = factors.of(site)
-        own.append(site.with_own(i, None if a is None else i))
-        operands.append(Factor(None, has_examples=False) if a is None else a)
-        cotangents.append(d)
-    return own, factors.replaced(operands, cotangents)
-
-
 def gram(
     sites: Sequence[Site],
     factors: Factors,
@@ -452,3 +330,36 @@ def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
         (jnp.real(x * jnp.conj(x)), labels) for x, labels in site_terms(site, factors)
     ]
     return terms, abs(_scale(site)) ** 2
+
+
+def squares(
+    sites: Sequence[Site], factors: Factors
+) -> tuple[Real[Array, "n *outputs"], Real[Array, "n *outputs"]]:
+    """The squared norms of gradients, and what they would be if no two terms met.
+
+    An axis along which no factor differs has size 1.
+    """
+    sites, factors = _merged(sites, factors)
+    total: Any = 0
+    for terms, scale in norm_terms(sites, factors):
+        total += jnp.real(_for_each(terms, factors) * scale)
+    separate = [_separate_squares(site, factors) for site in sites]
+    return jnp.maximum(total, 0), functools.reduce(jnp.add, separate)
+
+
+def _for_each(terms: list[Term], factors: Factors) -> Array:
+    out = EXAMPLE, *factors.outputs
+    present = {label for _, labels in terms for label in labels}
+    found = contract(terms, tuple(label for label in out if label in present))
+    return jnp.expand_dims(found, [i for i, x in enumerate(out) if x not in present])
+
+
+def _separate_squares(site: Site, factors: Factors) -> Array:
+    """The squared norms of the gradients at a site if no two positions met."""
+    side = _Side(site, factors, EXAMPLE, labels_of(site, 0), ("small", 0))
+    terms, scale = side.terms, _scale(site)
+    if is_small(site):
+        directions = _flat(side.directions), (side.small, ("flat", 0))
+        terms, scale = [side.coefficients, directions], site.rule.scale
+    terms = [(jnp.real(x * jnp.conj(x)), labels) for x, labels in terms]
+    return _for_each(terms, factors) * abs(scale) ** 2

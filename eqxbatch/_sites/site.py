@@ -23,7 +23,7 @@ If a condition is not known to hold, the leaf uses the gradient, or products.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -237,6 +237,21 @@ def positions(site: Site) -> list[str]:
     labels = labels_of(site, 0)
     names = dict.fromkeys((*site.a_axes, *site.d_axes))
     return [name for name in names if labels[name][0] == 0 and site.sizes[name] != 1]
+
+
+def is_sum(sites: Sequence[Site]) -> bool:
+    """Whether a gradient sums over uses of a leaf, positions, or entries of a view.
+
+    These may nearly cancel.
+    """
+    keeps_apart = lambda site: is_lettered(site) or site.view.is_isometry
+    sums = lambda site: positions(site) or not keeps_apart(site)
+    return len(sites) > 1 or any(map(sums, sites))
+
+
+def is_outer_product(sites: Sequence[Site]) -> bool:
+    """Whether a gradient is a single outer product of dense factors."""
+    return not is_sum(sites) and all(site.rule.token is None for site in sites)
 
 
 def _same_isometry(site: Site, other: Site) -> bool:

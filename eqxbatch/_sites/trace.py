@@ -5,8 +5,9 @@ it is the cotangent `d` in the gradient of the parameter. `jax.vjp` computes it,
 derivative rules of our own are needed.
 """
 
+import copy
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +104,20 @@ class Program:
 
     def sites_of(self, leaf: int) -> list[Site]:
         return [site for site in self.sites if site.leaf == leaf]
+
+    def with_jacobians(self, leaves: Sequence[int]) -> "Program":
+        """Jacobians in place of the sites of some leaves, after the cotangents.
+
+        It has the same values and operands. Do not run it.
+        """
+        own = copy.copy(self)
+        own.sites = [site for site in self.sites if site.leaf not in leaves]
+        own.perturbations = [*self.perturbations]
+        for leaf in leaves:
+            struct = self.leaves[leaf]
+            own.sites.append(leaf_site(leaf, struct, len(own.perturbations)))
+            own.perturbations.append(struct)
+        return own
 
     def value_of(self, number: int) -> Value:
         """A value that a view reads, by its index."""

@@ -141,7 +141,7 @@ class _Step(AbstractAutoSharded, AbstractOtherArguments):
         if self._is_in_samples(residuals):
             found = system.in_samples(residuals, values)
         else:
-            gradient = residuals.pull_once(residuals.weighted(values))
+            gradient = residuals.pull_by_example(residuals.weighted(values))
             found = system.in_parameters(residuals, gradient)
         if previous is None:
             return found

@@ -42,7 +42,7 @@ class SampleKernel:
         self._microbatch_size = microbatch_size
         self._programs = residuals.programs
         if residuals.centre:
-            pairs = zip(residuals.centred_terms(), residuals.rows, strict=True)
+            pairs = zip(residuals.centred_terms, residuals.rows, strict=True)
             self._programs = [residuals.program(*pair) for pair in pairs]
         formed = self._formed([self._linearization(i, ()) for i in self._numbers])
         # One backward pass computes all gradients of a leaf. That is faster than
@@ -148,7 +148,7 @@ class SampleKernel:
         """Like `Residuals.pull`, from the factors that were kept for the kernel."""
         residuals = self._residuals
         if not self._kept:
-            return residuals.pull_once(vectors)
+            return residuals.pull_by_example(vectors, self._size)
         totals = residuals.zeros()
         vectors, size = in_range(residuals.centred(vectors, is_transpose=True))
         for number, vector in enumerate(vectors):

@@ -81,7 +81,7 @@ class System(eqx.Module):
         # The matrix has the dtype of its parameters.
         wide = jtu.tree_map(widened, as_real(residuals.leaves))
         dtypes = tuple(x.dtype for x in residuals.leaves)
-        terms = residuals.centred_terms()
+        terms = residuals.centred_terms
         for term, rows, weights in zip(
             terms, residuals.rows, residuals.weights, strict=True
         ):

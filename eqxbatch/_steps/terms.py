@@ -166,6 +166,7 @@ class Residuals:
         self.dtype = widest(*dtypes, *(x.dtype for x in leaves))
         self.weights = vary_as(arrays, weights(self.dtype))
 
+    @functools.cached_property
     def centred_terms(self) -> list[Term | CentredTerm]:
         """The terms with centred derivatives, if required."""
         if not self.centre:
@@ -224,17 +225,19 @@ class Residuals:
         vectors = self.centred(vectors, is_transpose=True)
         return self.pull_as_it_is(dict(enumerate(vectors)))
 
-    def pull_once(self, vectors: Vectors) -> list[Array]:
+    def pull_by_example(self, vectors: Vectors, size: int | None = None) -> list[Array]:
         """Like `pull`. If means are subtracted, they are subtracted from each gradient.
 
         A sum over examples loses digits where the mean is much larger than the spread.
-        Gradients are formed for as many examples as take the memory of the matrix.
+        Without a microbatch size, gradients are formed for `size` examples at a time,
+        by default for as many as take the memory of the matrix in parameter space.
         """
         if not self.centre:
             return self.pull(vectors)
-        totals, size = self.zeros(), self._size or self.num_parameters
+        most = max(1, self.num_parameters // max(*self.entries, 1))
+        totals, size = self.zeros(), self._size or size or most
         scaled, scale = in_range(self.centred(vectors, is_transpose=True))
-        triples = zip(self.centred_terms(), self.rows, scaled, strict=True)
+        triples = zip(self.centred_terms, self.rows, scaled, strict=True)
         for term, rows, vector in triples:
 
             def of_one(*both: Array, own: Any = term) -> list[Array]:
