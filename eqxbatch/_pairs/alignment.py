@@ -51,8 +51,8 @@ class _Alignment(eqx.Module):
         """The sums with one more inner product, at the scale of another norm."""
         shrinkage = self.norm.shrinkage(norm)
         shrink = lambda x: x * shrinkage
-        old = jtu.tree_map(shrink, (self.inner, self.lost))
-        inner, lost = plus(*old, inner)
+        old, lost = jtu.tree_map(shrink, (self.inner, self.lost))
+        inner, lost = plus(old, lost, inner)
         return dataclasses.replace(self, inner=inner, lost=lost, norm=norm)
 
 

@@ -214,8 +214,8 @@ def _column(kernel: AbstractBlockKernel, index: Int[Array, ""]) -> Shaped[Array,
     grid = Grid((rows.total, 1), (kernel.grid().sizes[0], 1), False, False)
     written = [Written(kernel.leaves[0])]
     column = run_tiles(kernel, grid, written, rows, columns.at(index, 1))[0][:, 0]
-    is_called = isinstance(kernel, CalledKernel) and kernel.is_same
-    if not (is_called and kernel.call.is_alone):
+    is_alone = isinstance(kernel, CalledKernel) and kernel.call.is_alone
+    if not (is_alone and kernel.is_same):
         return column
     # Without `x2`, the function may add noise to the diagonal.
     one = Grid(kernel.totals, (1, 1), True, kernel.grid().is_symmetric)

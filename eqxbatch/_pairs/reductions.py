@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar, Generic, TYPE_CHECKING, TypeVar
 
@@ -138,9 +139,10 @@ class _Sums(eqx.Module):
     def plus(self, part: Array, rows: Block) -> "_Sums":
         """The sums with a part for the rows of a block."""
         whole = self.values, self.lost
-        new = plus(*jtu.tree_map(rows.take, whole), part)
+        old, lost = jtu.tree_map(rows.take, whole)
         put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, rows.start, 0)
-        return _Sums(*jtu.tree_map(put, whole, new), self.dtype)
+        values, lost = jtu.tree_map(put, whole, plus(old, lost, part))
+        return _Sums(values, lost, self.dtype)
 
     def merged(self, other: "_Sums") -> "_Sums":
         part = complete(other.values, other.lost)
@@ -310,8 +312,8 @@ class Norm(eqx.Module):
         new = dataclasses.replace(self, largest=jnp.maximum(self.largest, top))
         is_real = jnp.issubdtype(tile.dtype, jnp.floating)
         parts = [tile] if is_real else [jnp.real(tile), jnp.imag(tile)]
-        squares = sum(jnp.sum((part / new.scale) ** 2) for part in parts)
-        return self._plus(squares, new)
+        squares = [jnp.sum((part / new.scale) ** 2) for part in parts]
+        return self._plus(functools.reduce(jnp.add, squares), new)
 
     def merged(self, other: "Norm") -> "Norm":
         largest = jnp.maximum(self.largest, other.largest)
@@ -326,8 +328,8 @@ class Norm(eqx.Module):
     def _plus(self, squares: Array, new: "Norm") -> "Norm":
         shrinkage = self.shrinkage(new) ** 2
         shrink = lambda x: x * shrinkage
-        old = jtu.tree_map(shrink, (self.squares, self.lost))
-        return Norm(new.largest, *plus(*old, squares))
+        old, lost = jtu.tree_map(shrink, (self.squares, self.lost))
+        return Norm(new.largest, *plus(old, lost, squares))
 
 
 class FrobeniusNorm(AbstractReduction[Norm]):
