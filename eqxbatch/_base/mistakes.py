@@ -1,7 +1,8 @@
-"""Error messages for common mistakes of new users."""
+"""Error messages for common mistakes of new users, and warnings at their lines."""
 
 import difflib
 import inspect
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +15,22 @@ from .trees import described
 
 # The names of block sizes, one of which is meant by `batch_size` and the like.
 _SIZES = ("microbatch_size", "block_size", "samples_per_batch")
+
+
+# What may lie between a line of a user and this package.
+_LIBRARIES = frozenset(
+    ("beartype", "contextlib", "eqxbatch", "equinox", "functools", "jax", "jaxlib")
+    + ("jaxtyping", "lineax", "optax")
+)
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line that belongs to no library."""
+    level, frame = 1, inspect.currentframe()
+    name = lambda frame: str(frame.f_globals.get("__name__", ""))
+    while frame is not None and name(frame).partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def bound_arguments(
