@@ -136,7 +136,7 @@ def check_not_jitted(fun: Any) -> None:
 def called(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Calls a user's function.
 
-    Raises `TypeError` if it is a `jax.jit` function whose arguments only
+    Adds a note to the error if it is a `jax.jit` function whose arguments only
     `equinox.filter_jit` accepts.
     """
     try:
@@ -144,13 +144,13 @@ def called(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     except TypeError as e:
         is_jitted = hasattr(fun, "lower") and not isinstance(fun, eqx.Module)
         # The start of JAX's own message.
-        if not is_jitted or "Error interpreting argument to" not in str(e):
-            raise
-        raise TypeError(
-            "`fun` is in `jax.jit` or `jax.pmap`, which take nothing but arrays, and "
-            "there is more than arrays in its arguments, such as a module. Leave "
-            "`jax.jit` out: eqxbatch compiles `fun`."
-        ) from e
+        if is_jitted and "Error interpreting argument to" in str(e):
+            e.add_note(
+                "`fun` is in `jax.jit` or `jax.pmap`, which take nothing but arrays, "
+                "and there is more than arrays in its arguments, such as a module. "
+                "Leave `jax.jit` out: eqxbatch compiles `fun`."
+            )
+        raise
 
 
 NUMBERS = "Make an array of a list of numbers with `jax.numpy.asarray`."

@@ -337,16 +337,16 @@ class Example:
             with told_apart(whole, batch, "example", if_whole):
                 self.program = PerExample(loss, loss.diff, batch.arrays, batch.axes)
         except NameError as e:
-            if "unbound axis name" not in str(e):
-                raise
-            raise ValueError(
-                "`fun` is the loss of one example, but it uses a named axis, as "
-                f"BatchNorm does in training mode ({e}). Per-example gradients are not "
-                "defined if the loss couples examples: switch such layers to inference "
-                "mode. Or, if nothing per-example is needed, give the loss of a whole "
-                "microbatch, which calls `jax.vmap` with this `axis_name` itself, and "
-                "say `batched=True`."
-            ) from e
+            if "unbound axis name" in str(e):
+                e.add_note(
+                    "`fun` is the loss of one example, but it uses a named axis, as "
+                    "BatchNorm does in training mode. Per-example gradients are not "
+                    "defined if the loss couples examples: switch such layers to "
+                    "inference mode. Or, if nothing per-example is needed, give the "
+                    "loss of a whole microbatch, which calls `jax.vmap` with this "
+                    "`axis_name` itself, and say `batched=True`."
+                )
+            raise
         # Whether sums over examples can overflow where their mean does not.
         self.is_narrow = uses_dtype(self.program.closed.jaxpr, jnp.float16)
 
