@@ -253,6 +253,8 @@ class GGNOperator(_AbstractCurvatureOperator):
 @lineax.materialise.register(_Operator)
 def _materialise(operator: _Operator) -> lineax.AbstractLinearOperator:
     tags = operator.tags | {lineax.symmetric_tag}
+    if lineax.is_positive_semidefinite(operator):
+        tags |= {lineax.positive_semidefinite_tag}
     structure = operator.out_structure()
     return lineax.PyTreeLinearOperator(operator.as_pytree(), structure, tags)
 
