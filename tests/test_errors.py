@@ -279,9 +279,8 @@ def test_errors_of_functions_are_their_own():
     for transform in (eqxbatch.filter_micro_grad, filter_micro_vmap):
         with pytest.raises(RuntimeError, match=r"^mine"):
             transform(fun)(w if transform is not filter_micro_vmap else x[:, 0], x)
-    with pytest.raises(ValueError, match=r"KeyError: .two axes.*whole batch") as raised:
+    with pytest.raises(KeyError, match=r"(?s)two axes.*works for a whole batch"):
         eqxbatch.filter_micro_grad(picky)(w, x)
-    assert isinstance(raised.value.__cause__, KeyError)
 
 
 def test_errors_of_functions_in_jit_with_static_arguments_come_through():
