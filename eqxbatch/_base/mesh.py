@@ -322,10 +322,7 @@ def mesh_of_results(closed: Any, arrays: list) -> Mesh | None:
     `arrays` are those that the program closes over. They know the devices of the mesh,
     as do the shardings that the program names.
     """
-    is_there = lambda x: (
-        AxisType.Explicit in [kind for _, kind in mesh_axes(x).values()]
-    )
-    found = [x.sharding.mesh for x in closed.out_avals if is_there(x)]
+    found = [x.sharding.mesh for x in closed.out_avals if has_explicit_axes(x)]
     if not found:
         return None
     shardings = [x.sharding for x in arrays if eqx.is_array(x) and is_explicit(x)]

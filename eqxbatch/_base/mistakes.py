@@ -1,7 +1,8 @@
-"""Error messages for common mistakes of new users."""
+"""Error messages for common mistakes of new users, and warnings at their lines."""
 
 import difflib
 import inspect
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +15,22 @@ from .trees import described
 
 # The names of block sizes, one of which is meant by `batch_size` and the like.
 _SIZES = ("microbatch_size", "block_size", "samples_per_batch")
+
+
+# What may lie between a line of a user and this package.
+_LIBRARIES = frozenset(
+    ("beartype", "contextlib", "eqxbatch", "equinox", "functools", "jax", "jaxlib")
+    + ("jaxtyping", "lineax", "optax")
+)
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line that belongs to no library."""
+    level, frame = 1, inspect.currentframe()
+    name = lambda frame: str(frame.f_globals.get("__name__", ""))
+    while frame is not None and name(frame).partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def bound_arguments(
@@ -119,7 +136,7 @@ def check_not_jitted(fun: Any) -> None:
 def called(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Calls a user's function.
 
-    Raises `TypeError` if it is a `jax.jit` function whose arguments only
+    Adds a note to the error if it is a `jax.jit` function whose arguments only
     `equinox.filter_jit` accepts.
     """
     try:
@@ -127,13 +144,13 @@ def called(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     except TypeError as e:
         is_jitted = hasattr(fun, "lower") and not isinstance(fun, eqx.Module)
         # The start of JAX's own message.
-        if not is_jitted or "Error interpreting argument to" not in str(e):
-            raise
-        raise TypeError(
-            "`fun` is in `jax.jit` or `jax.pmap`, which take nothing but arrays, and "
-            "there is more than arrays in its arguments, such as a module. Leave "
-            "`jax.jit` out: eqxbatch compiles `fun`."
-        ) from e
+        if is_jitted and "Error interpreting argument to" in str(e):
+            e.add_note(
+                "`fun` is in `jax.jit` or `jax.pmap`, which take nothing but arrays, "
+                "and there is more than arrays in its arguments, such as a module. "
+                "Leave `jax.jit` out: eqxbatch compiles `fun`."
+            )
+        raise
 
 
 NUMBERS = "Make an array of a list of numbers with `jax.numpy.asarray`."

@@ -23,30 +23,24 @@ def told_apart(
     remedy: str,
     rows: list | None = None,
 ) -> Iterator[None]:
-    """Raises `ValueError` if a function fails here, but works for the other kind.
+    """Adds a note if a function fails here, but works for the other kind.
 
     The two kinds are one example and a microbatch. `call(rows)` calls the function with
     these as the batched arrays. `given` is the kind that it is called with here, `rows`
     are the arrays of a microbatch, and `remedy` says what to do if the other kind was
-    meant. Other errors are raised unchanged.
+    meant. The exception is still the user's.
     """
     try:
         yield
     except Exception as e:
-        if not batch.arrays or not _works(call, batch, given):
-            raise
-        other = "a whole batch" if given == "example" else "a single example"
-        what = "one example" if given == "example" else "a microbatch"
-        raise ValueError(
-            f"`fun` is called with {what}, {_shapes(batch, given, rows)}, and raises "
-            f"{_first_line(e)} It works for {other}. {remedy}"
-        ) from e
-
-
-def _first_line(e: Exception) -> str:
-    text = (str(e).strip().splitlines() or [""])[0].strip()
-    text = f"{type(e).__name__}: {text}" if text else type(e).__name__
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+        if batch.arrays and _works(call, batch, given):
+            other = "a whole batch" if given == "example" else "a single example"
+            what = "one example" if given == "example" else "a microbatch"
+            e.add_note(
+                f"`fun` is called with {what}, {_shapes(batch, given, rows)}, and "
+                f"raises this error. It works for {other}. {remedy}"
+            )
+        raise
 
 
 def _works(call: Callable[[list], Any], batch: Batch, given: str) -> bool:

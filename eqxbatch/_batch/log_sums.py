@@ -75,7 +75,7 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         # Not even in half precision do sums overflow.
         total = widened(jnp.zeros(value.log_total.shape, value.log_total.dtype))
         shift = jnp.full_like(total.real, -jnp.inf)
-        return _Exponentials(shift, total, nothing_lost(total, blocks), value.dtype)
+        return _Exponentials(shift, total, nothing_lost(total, blocks.num), value.dtype)
 
     @checked
     def update(

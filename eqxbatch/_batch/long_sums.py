@@ -1,7 +1,7 @@
 """Sums of many parts, whose rounding errors do not add up.
 
-Each addition rounds. Over many microbatches, the errors of equal parts have the same
-sign: without compensation, 2^18 of them lose 0.25 % in float32.
+Each addition rounds. Over many microbatches or blocks, the errors of equal parts have
+the same sign: without compensation, 2^18 of them lose 0.25 % in float32.
 """
 
 from typing import Any
@@ -10,16 +10,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
-from .cut import Blocks
-
 
 # Sums of at most this many parts are within 1e-6 in float32 as they are.
 _MANY = 128
 
 
-def nothing_lost(total: Any, blocks: Blocks) -> Array | None:
-    """What rounding took from a sum so far, or None if it is not kept."""
-    if total is None or blocks.num <= _MANY:
+def nothing_lost(total: Any, num: int) -> Array | None:
+    """What rounding took from a sum so far, or None if it is not kept.
+
+    `num` is the largest number of its parts.
+    """
+    if total is None or num <= _MANY:
         return None
     is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
     return jnp.zeros_like(total) if is_inexact else None

@@ -44,7 +44,8 @@ class _Total(eqx.Module):
     def begun(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
         """The sum over no examples yet."""
         zero = _zeros_of(whole, value, blocks)
-        lost = nothing_lost(zero.total, blocks), nothing_lost(zero.weight, blocks)
+        num = blocks.num
+        lost = nothing_lost(zero.total, num), nothing_lost(zero.weight, num)
         return _Total(zero.total, zero.weight, zero.dtype, lost)
 
     def plus(self, value: "_Total") -> "_Total":
@@ -334,7 +335,7 @@ class Variance(AbstractAccumulator[VarianceState]):
 
     def init(self, value: Any, blocks: Blocks) -> VarianceState:
         state = _zeros_of(self._whole, value, blocks)
-        lost = nothing_lost(state.squares, blocks)
+        lost = nothing_lost(state.squares, blocks.num)
         return eqx.tree_at(lambda s: s.lost, state, lost, is_leaf=is_none)
 
     @checked

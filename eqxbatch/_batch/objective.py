@@ -27,8 +27,10 @@ class Selection(eqx.Module):
     """Which leaves of a model are its parameters."""
 
     _is_parameter: tuple[bool, ...] = eqx.field(static=True)
+    _paths: tuple[str, ...] = eqx.field(static=True)
 
     def __init__(self, model: PyTree, where: Callable | None, filter_spec: PyTree):
+        self._paths = _paths(model)
         selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
         leaves = jtu.tree_leaves(model)
         chosen = [x is not _OTHER for x in selected]
@@ -47,13 +49,24 @@ class Selection(eqx.Module):
             )
 
     def partition(self, model: PyTree) -> tuple[PyTree, PyTree]:
-        """Splits a model into its parameters and the rest, as `eqx.partition` does."""
+        """Splits a model into its parameters and the rest, as `eqx.partition` does.
+
+        Raises `ValueError` for another structure, or if a parameter is no array of an
+        inexact dtype any more. Shapes may differ, as within `jax.vmap`.
+        """
         leaves, treedef = jtu.tree_flatten(model)
-        if len(leaves) != len(self._is_parameter):
+        paths = _paths(model)
+        dtypes = [getattr(x, "dtype", bool) for x in leaves]
+        wrong = sorted({*paths} ^ {*self._paths})
+        if paths == self._paths:
+            triples = zip(paths, dtypes, self._is_parameter, strict=True)
+            is_inexact = lambda dtype: jnp.issubdtype(dtype, jnp.inexact)
+            wrong = [path for path, x, y in triples if y and not is_inexact(x)]
+        if wrong or paths != self._paths:
             raise ValueError(
-                "The model has a different structure than when the kernel was created: "
-                f"{len(leaves)} leaves in place of {len(self._is_parameter)}. Create a "
-                "new kernel."
+                "The model has a different structure than when the kernel was created, "
+                f"or parameters of no inexact dtype: see its leaves {wrong or paths}. "
+                "Create a new kernel."
             )
         return eqx.partition(model, jtu.tree_unflatten(treedef, self._is_parameter))
 
@@ -63,6 +76,10 @@ class Selection(eqx.Module):
         leaves, treedef = jtu.tree_flatten(parameters)
         combine = lambda leaves: eqx.combine(jtu.tree_unflatten(treedef, leaves), rest)
         return leaves, combine
+
+
+def _paths(model: PyTree) -> tuple[str, ...]:
+    return tuple(jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(model))
 
 
 _OTHER = object()
@@ -320,16 +337,16 @@ class Example:
             with told_apart(whole, batch, "example", if_whole):
                 self.program = PerExample(loss, loss.diff, batch.arrays, batch.axes)
         except NameError as e:
-            if "unbound axis name" not in str(e):
-                raise
-            raise ValueError(
-                "`fun` is the loss of one example, but it uses a named axis, as "
-                f"BatchNorm does in training mode ({e}). Per-example gradients are not "
-                "defined if the loss couples examples: switch such layers to inference "
-                "mode. Or, if nothing per-example is needed, give the loss of a whole "
-                "microbatch, which calls `jax.vmap` with this `axis_name` itself, and "
-                "say `batched=True`."
-            ) from e
+            if "unbound axis name" in str(e):
+                e.add_note(
+                    "`fun` is the loss of one example, but it uses a named axis, as "
+                    "BatchNorm does in training mode. Per-example gradients are not "
+                    "defined if the loss couples examples: switch such layers to "
+                    "inference mode. Or, if nothing per-example is needed, give the "
+                    "loss of a whole microbatch, which calls `jax.vmap` with this "
+                    "`axis_name` itself, and say `batched=True`."
+                )
+            raise
         # Whether sums over examples can overflow where their mean does not.
         self.is_narrow = uses_dtype(self.program.closed.jaxpr, jnp.float16)
 

@@ -7,7 +7,6 @@ product needs only a part of the function.
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.dtypes import common_dtype
 from .._base.mesh import vary, varying
+from .._base.mistakes import warn_user
 from .._base.trees import consecutive_groups
 from .._batch.accumulators import Concat
 from .._batch.memory import check_size, MemoryBudget, resolve_size
@@ -176,11 +176,10 @@ def gauss_newton_products(
 
 
 def warn_reverse(reason: str) -> None:
-    warnings.warn(
+    warn_user(
         "The gradient has no forward-mode derivative, so it is differentiated in "
         "reverse mode, which is slower and takes more memory. Set `mode='rev'` to do "
-        f"so without a warning. ({reason})",
-        stacklevel=2,
+        f"so without a warning. ({reason})"
     )
 
 

@@ -119,7 +119,9 @@ class _KFAC(AbstractOverExamples):
         found = blocks.factors(examples)
         if self.corrected:
             found = blocks.corrected(examples, found)
-        return KroneckerFactors(tuple(found), Unravel(diff))
+        is_squared = self.of_loss.fisher != "type-2"
+        is_semidefinite = is_squared and self.accumulator.weights is None
+        return KroneckerFactors(tuple(found), Unravel(diff), is_semidefinite)
 
     def _parts(self, program: Program, diff: PyTree) -> list[Part]:
         chosen = None

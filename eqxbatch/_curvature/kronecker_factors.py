@@ -86,6 +86,8 @@ class KroneckerFactors(eqx.Module):
         is not a Kronecker product.
     - `unravel`: an [`eqxbatch.Unravel`][], which turns vectors into PyTrees of
         parameters.
+    - `is_semidefinite`: whether the matrix is known to be positive semidefinite, as it
+        is with `fisher="mc"` or `"empirical"` and without `weights`.
 
     `print` shows a table of the blocks with the sizes of their factors.
 
@@ -111,6 +113,7 @@ class KroneckerFactors(eqx.Module):
 
     blocks: tuple[FactorBlock, ...]
     unravel: Unravel
+    is_semidefinite: bool = eqx.field(static=True, default=False)
 
     @checked
     def operator(

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -35,10 +35,12 @@ class _AbstractSpectrum(eqx.Module):
     """The eigenvalues and eigenvectors of a block.
 
     Coordinates along the eigenvectors are arrays of the shape of `values`.
+    `is_semidefinite` says whether no eigenvalue is known to be negative.
     """
 
     part: eqx.AbstractVar[Part]
     values: eqx.AbstractVar[Array]
+    is_semidefinite: eqx.AbstractVar[bool]
 
     @property
     @abc.abstractmethod
@@ -63,6 +65,7 @@ class _KroneckerSpectrum(_AbstractSpectrum):
     values: Inexact[Array, "batch outputs inputs"]
     outputs: Inexact[Array, "batch outputs outputs"]
     inputs: Inexact[Array, "batch inputs inputs"] | None
+    is_semidefinite: bool = eqx.field(static=True, default=False)
 
     @property
     def _layout(self) -> Layout:
@@ -102,6 +105,7 @@ class _DenseSpectrum(_AbstractSpectrum):
     part: Part = eqx.field(static=True)
     values: Inexact[Array, " k"]
     vectors: Inexact[Array, "k k"]
+    is_semidefinite: bool = eqx.field(static=True, default=False)
 
     @property
     def rounding(self) -> Inexact[Array, " 1"]:
@@ -120,6 +124,7 @@ class _DenseSpectrum(_AbstractSpectrum):
 class _DiagonalSpectrum(_AbstractSpectrum):
     part: Part = eqx.field(static=True)
     values: Inexact[Array, " k"]
+    is_semidefinite: bool = eqx.field(static=True, default=False)
 
     @property
     def rounding(self) -> Inexact[Array, ""]:
@@ -150,7 +155,7 @@ def _spectrum(block: FactorBlock) -> _AbstractSpectrum:
     if isinstance(block, DenseBlock):
         values, vectors = jnp.linalg.eigh(block.matrix)
         values = _without_rounding(values, values.size)
-        return _DenseSpectrum(block.part, values, vectors)
+        return _DenseSpectrum(block.part, values, vectors=vectors)
     if isinstance(block, DiagonalBlock):
         # Each entry is computed by itself.
         return _DiagonalSpectrum(block.part, _without_rounding(block.diagonal, 8))
@@ -161,7 +166,7 @@ def _spectrum(block: FactorBlock) -> _AbstractSpectrum:
             _without_rounding(x, x.shape[-1]) for x in (of_outputs, of_inputs)
         )
         values = of_outputs[:, :, None] * of_inputs[:, None, :]
-        return _KroneckerSpectrum(block.part, values, outputs, inputs)
+        return _KroneckerSpectrum(block.part, values, outputs=outputs, inputs=inputs)
     outputs, inputs = block.output_basis, block.input_basis
     assert outputs is not None
     bases = [outputs] if inputs is None else [outputs, inputs]
@@ -172,7 +177,19 @@ def _spectrum(block: FactorBlock) -> _AbstractSpectrum:
         "`corrected=True` cannot be averaged, as their eigenvectors differ. Average "
         "factors without it, or compute them again.",
     )
-    return _KroneckerSpectrum(block.part, moments, outputs, inputs)
+    return _KroneckerSpectrum(block.part, moments, outputs=outputs, inputs=inputs)
+
+
+def _changed(
+    spectra: Sequence[_AbstractSpectrum],
+    change: Callable[[_AbstractSpectrum], Array],
+    is_semidefinite: bool,
+) -> tuple[_AbstractSpectrum, ...]:
+    """The spectra, with other eigenvalues."""
+    known = {"is_semidefinite": is_semidefinite}
+    return tuple(
+        dataclasses.replace(own, values=change(own), **known) for own in spectra
+    )
 
 
 def _rounding(values: Array, size: int, axes: tuple[int, ...] = (-1,)) -> Array:
@@ -225,6 +242,11 @@ class KroneckerOperator(AbstractSymmetricOperator):
     - `as_pytree()`: the matrix as a PyTree of PyTrees, as for
         [`eqxbatch.hessian_to_pytree`][].
 
+    It is known to lineax as positive semidefinite, which `lineax.CG` requires, if
+    `factors` are known to be. So are `inverse()` and `sqrt()`, whose eigenvalues are
+    checked. If you know that the loss is convex, wrap it in a
+    `lineax.TaggedLinearOperator`.
+
     **Arguments:**
 
     - `factors`: the [`eqxbatch.KroneckerFactors`][].
@@ -274,19 +296,17 @@ class KroneckerOperator(AbstractSymmetricOperator):
         added = error_if(
             added, ~(added >= 0), "`damping` must be at least 0, and no NaN."
         )
-        self.tags = frozenset({lineax.positive_semidefinite_tag})
+        self.tags = frozenset()
         self.unravel, self._is_damped = factors.unravel, added > 0
-        spectra = map(_spectrum, factors.blocks)
-        self._spectra = tuple(
-            dataclasses.replace(x, values=x.values + added.astype(x.values.dtype))
-            for x in spectra
-        )
+        damped = lambda own: own.values + added.astype(own.values.dtype)
+        spectra = [*map(_spectrum, factors.blocks)]
+        self._spectra = _changed(spectra, damped, factors.is_semidefinite)
 
     def _with(
         self, change: Callable[[_AbstractSpectrum], Array]
     ) -> "KroneckerOperator":
-        """An operator with the same eigenvectors and other eigenvalues."""
-        spectra = tuple(dataclasses.replace(x, values=change(x)) for x in self._spectra)
+        """An operator with the same eigenvectors and eigenvalues that are checked."""
+        spectra = _changed(self._spectra, change, True)
         return eqx.tree_at(lambda x: x._spectra, self, spectra)
 
     def mv(self, vector: PyTree) -> PyTree:
@@ -389,3 +409,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
             "is not positive: the factors are singular, or the loss is not convex in "
             "what the model returns. Give `operator(damping=...)` more damping.",
         )
+
+
+@lineax.is_positive_semidefinite.register(KroneckerOperator)
+def _is_positive_semidefinite(operator: KroneckerOperator) -> bool:
+    return all(own.is_semidefinite for own in operator._spectra)

@@ -175,8 +175,10 @@ class GGNOperator(_AbstractCurvatureOperator):
     **Arguments:**
 
     - `fun`, `loss`: as for [`eqxbatch.filter_ggn`][].
-    - `is_convex`: whether `loss` is convex in the output of `fun`, which is the
-        default. The operator is then tagged as positive semidefinite.
+    - `is_convex`: whether `loss` is known to be convex in the output of `fun`, as a
+        squared error and the cross entropy of logits are, and no weight of the
+        `accumulator` is negative. This cannot be checked. If so, the operator is tagged
+        as positive semidefinite, which `lineax.CG` requires.
     - `*args`, `**kwargs`, `in_axes`, `microbatch_size`, `accumulator`, `where`,
         `filter_spec`, `checkpoint`, `tags`: as for [`eqxbatch.HessianOperator`][].
 
@@ -187,7 +189,7 @@ class GGNOperator(_AbstractCurvatureOperator):
         >>> model = lambda w, x, y: jnp.tanh(jnp.dot(w, x))
         >>> loss = lambda out, x, y: (out - y) ** 2
         >>> x, y, w = jnp.eye(3), jnp.ones(3), jnp.zeros(3)
-        >>> ggn = eqxbatch.GGNOperator(model, loss, w, x, y, in_axes=0)
+        >>> ggn = eqxbatch.GGNOperator(model, loss, w, x, y, in_axes=0, is_convex=True)
         >>> print(ggn.mv(jnp.array([3.0, 0.0, 0.0])))
         [2. 0. 0.]
         >>> lineax.is_positive_semidefinite(ggn)
@@ -217,7 +219,7 @@ class GGNOperator(_AbstractCurvatureOperator):
         where: Callable[[Any], Any] | None = None,
         filter_spec: PyTree = eqx.is_inexact_array,
         checkpoint: bool = False,
-        is_convex: bool = True,
+        is_convex: bool = False,
         tags: Any = (),
         **kwargs: Any,
     ):
@@ -251,6 +253,8 @@ class GGNOperator(_AbstractCurvatureOperator):
 @lineax.materialise.register(_Operator)
 def _materialise(operator: _Operator) -> lineax.AbstractLinearOperator:
     tags = operator.tags | {lineax.symmetric_tag}
+    if lineax.is_positive_semidefinite(operator):
+        tags |= {lineax.positive_semidefinite_tag}
     structure = operator.out_structure()
     return lineax.PyTreeLinearOperator(operator.as_pytree(), structure, tags)
 

@@ -143,8 +143,7 @@ def _on_devices(call: KernelCall, reduce: PyTree, mesh_axis: MeshAxis | None) ->
     if mesh_axis is not None:
         kernel = block_kernel(call)
         return kernel.output(on_mesh(call, kernel, reduce, mesh_axis))
-    call, reduce = on_mesh_of_results(call, reduce)
-    kernel = block_kernel(call)
+    kernel, call, reduce = on_mesh_of_results(call, reduce)
     with within_mesh((call, reduce)):
         return kernel.output(on_device(kernel, make_collectors(kernel, reduce)))
 

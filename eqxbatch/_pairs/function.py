@@ -66,22 +66,26 @@ def _check_transpose(leaves: list[KernelLeaf]) -> None:
             )
 
 
-def on_mesh_of_results(call: KernelCall, reduce: PyTree) -> tuple[KernelCall, PyTree]:
-    """Moves a call to the mesh with explicit axes where `kernel_fn` has its results.
+def on_mesh_of_results(
+    call: KernelCall, reduce: PyTree
+) -> tuple[AbstractBlockKernel, KernelCall, PyTree]:
+    """The kernel of a call, on the mesh with explicit axes where its results are.
 
-    It may close over arrays there, or move arrays itself. What is on no mesh could not
-    be combined with its blocks.
+    `kernel_fn` may close over arrays there, or move arrays itself. What is on no mesh
+    could not be combined with its blocks, so the call and `reduce` are moved, too.
     """
-    is_ours = isinstance(call.kernel_fn, AbstractKernelFunction)
-    if is_ours or explicit_mesh((call, reduce)) is not None:
-        return call, reduce
-    kernel = CalledKernel(call)
+    kernel = block_kernel(call)
+    is_on_mesh = explicit_mesh((call, reduce)) is not None
+    if is_on_mesh or not isinstance(kernel, CalledKernel):
+        return kernel, call, reduce
     if not any(map(has_explicit_axes, jtu.tree_leaves(kernel.out))):
-        return call, reduce
-    structs = kernel.structs(SAMPLE)
-    closed = eqx.filter_make_jaxpr(kernel.tile)(*structs)[0]
+        return kernel, call, reduce
+    closed = eqx.filter_make_jaxpr(_out)(call, *kernel.structs(SAMPLE))[0]
     mesh = mesh_of_results(closed, list(constants(closed)))
-    return (call, reduce) if mesh is None else put_on((call, reduce), mesh)
+    if mesh is None:
+        return kernel, call, reduce
+    call, reduce = put_on((call, reduce), mesh)
+    return block_kernel(call), call, reduce
 
 
 class CalledKernel(AbstractBlockKernel):

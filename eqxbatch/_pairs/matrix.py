@@ -23,7 +23,7 @@ from .calls import without_twins
 from .engine import run_tiles, Tiles, Written
 from .function import block_kernel, CalledKernel, on_mesh_of_results
 from .grid import Grid
-from .kernel import AbstractKernelFunction, KernelCall
+from .kernel import AbstractBlockKernel, AbstractKernelFunction, KernelCall
 from .reader import Reader
 from .reductions import AbstractReduction, KernelProduct
 
@@ -167,7 +167,10 @@ class ComputedMatrix(AbstractMatrix):
         return self.apply(self.transform)
 
     def diagonal(self) -> Array:
-        return _in_one_program(_diagonal, self._call())
+        call = self._call()
+        sizes = [size for size in call.plan.sizes if size is not None]
+        square = (min(sizes),) * 2 if sizes else (None, None)
+        return _in_one_program(_diagonal, call.planned(sizes=square))
 
     def column(self, index: Int[Array, ""]) -> Array:
         return _in_one_program(_column, self._call(), index)
@@ -180,15 +183,13 @@ def _product(matrix: ComputedMatrix, vectors: Array, is_transposed: bool) -> Arr
 
 @compiled
 def _in_one_program(run: Callable[..., Array], call: KernelCall, *args: Array) -> Array:
-    call, _ = on_mesh_of_results(call, None)
     with within_mesh(call):
-        return run(call, *args)
+        kernel, call, _ = on_mesh_of_results(call, None)
+    with within_mesh(call):
+        return run(kernel, *args)
 
 
-def _diagonal(call: KernelCall) -> Shaped[Array, " n"]:
-    sizes = [size for size in call.plan.sizes if size is not None]
-    call = call.planned(sizes=(min(sizes),) * 2 if sizes else (None, None))
-    kernel = block_kernel(call)
+def _diagonal(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
     grid, leaf = kernel.grid(), kernel.leaves[0]
     num = min(grid.totals)
     if num == 0:
@@ -208,13 +209,13 @@ def _diagonal(call: KernelCall) -> Shaped[Array, " n"]:
     return lax.scan(step, jnp.zeros(num, leaf.dtype), numbers)[0]
 
 
-def _column(call: KernelCall, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
-    kernel = block_kernel(call)
+def _column(kernel: AbstractBlockKernel, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
     rows, columns = kernel.rows
     grid = Grid((rows.total, 1), (kernel.grid().sizes[0], 1), False, False)
     written = [Written(kernel.leaves[0])]
     column = run_tiles(kernel, grid, written, rows, columns.at(index, 1))[0][:, 0]
-    if not (call.is_alone and kernel.is_same and isinstance(kernel, CalledKernel)):
+    is_alone = isinstance(kernel, CalledKernel) and kernel.call.is_alone
+    if not (is_alone and kernel.is_same):
         return column
     # Without `x2`, the function may add noise to the diagonal.
     one = Grid(kernel.totals, (1, 1), True, kernel.grid().is_symmetric)

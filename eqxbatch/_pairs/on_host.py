@@ -135,8 +135,7 @@ def with_progress(
 
 
 def _tiles(call: KernelCall, grid: Grid, reduce: PyTree) -> Tiles:
-    call, reduce = on_mesh_of_results(call, reduce)
-    kernel = block_kernel(call)
+    kernel, _, reduce = on_mesh_of_results(call, reduce)
     return Tiles(kernel, grid, make_collectors(kernel, reduce))
 
 

@@ -2,18 +2,21 @@
 
 import abc
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar, Generic, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, Shaped
 
-from .._base.dtypes import common_dtype, power_of_two, widened
+from .._base.dtypes import power_of_two, widened
 from .._base.shapes import Arranged, as_jax, check_fields, checked, Contract
 from .._batch.cut import Block
+from .._batch.long_sums import complete, nothing_lost, plus
 
 
 _State = TypeVar("_State")
@@ -109,22 +112,44 @@ class AbstractReduction(eqx.Module, Generic[_State]):
         """Returns the result, from the state after the last block."""
 
 
-def _added(state: Array, part: Array, block: Block) -> Array:
-    """Adds a part to the rows of a block in the state."""
-    new = block.take(state) + part
-    return lax.dynamic_update_slice_in_dim(state, new, block.start, 0)
-
-
-def _sum_dtype(struct: jax.ShapeDtypeStruct) -> Any:
+def sum_dtype(struct: jax.ShapeDtypeStruct) -> Any:
     return jax.eval_shape(widened, jax.ShapeDtypeStruct((), struct.dtype)).dtype
 
 
+def num_parts(kernel: jax.ShapeDtypeStruct) -> int:
+    """The number of blocks of a kernel, at most."""
+    return math.prod(kernel.shape[:2])
+
+
 class _Sums(eqx.Module):
-    """Sums in a wide dtype, and the dtype of the result."""
+    """Sums over the columns in a wide dtype, and the dtype of the result.
+
+    `lost` is what rounding took from them, if there may be many blocks.
+    """
 
     checked_as: ClassVar[dict[str, Any]] = {"values": Shaped[Array, "n1 ..."]}
     values: Array
+    lost: Array | None
     dtype: Any = eqx.field(static=True)
+
+    @staticmethod
+    def begun(values: Array, kernel: jax.ShapeDtypeStruct, dtype: Any) -> "_Sums":
+        return _Sums(values, nothing_lost(values, kernel.shape[1]), dtype)
+
+    def plus(self, part: Array, rows: Block) -> "_Sums":
+        """The sums with a part for the rows of a block."""
+        whole = self.values, self.lost
+        old, lost = jtu.tree_map(rows.take, whole)
+        put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, rows.start, 0)
+        values, lost = jtu.tree_map(put, whole, plus(old, lost, part))
+        return _Sums(values, lost, self.dtype)
+
+    def merged(self, other: "_Sums") -> "_Sums":
+        part = complete(other.values, other.lost)
+        return _Sums(*plus(self.values, self.lost, part), self.dtype)
+
+    def result(self) -> Array:
+        return complete(self.values, self.lost).astype(self.dtype)
 
 
 class RowSums(AbstractReduction[_Sums]):
@@ -155,22 +180,22 @@ class RowSums(AbstractReduction[_Sums]):
         sums = jax.eval_shape(_row_sums, kernel)
         is_inexact = jnp.issubdtype(kernel.dtype, jnp.inexact)
         dtype = kernel.dtype if is_inexact else sums.dtype
-        return _Sums(jnp.zeros(sums.shape, sums.dtype), dtype)
+        return _Sums.begun(jnp.zeros(sums.shape, sums.dtype), kernel, dtype)
 
     @checked
     def update(
         self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
     ) -> _Sums:
         del columns
-        return _Sums(_added(state.values, _row_sums(tile), rows), state.dtype)
+        return state.plus(_row_sums(tile), rows)
 
     @checked
     def merge(self, first: _Sums, second: _Sums) -> _Sums:
-        return _Sums(first.values + second.values, first.dtype)
+        return first.merged(second)
 
     @checked
     def finalize(self, state: _Sums) -> Shaped[Array, "n1 *out"]:
-        return state.values.astype(state.dtype)
+        return state.result()
 
 
 def _row_sums(tile: MatrixTile) -> Shaped[Array, "rows ..."]:
@@ -226,8 +251,8 @@ class KernelProduct(AbstractReduction[_Sums]):
         call.check("vectors", vectors, always=True)
         dtype = jnp.result_type(kernel.dtype, vectors.dtype)
         shape = (kernel.shape[0], *kernel.shape[2:], *vectors.shape[1:])
-        wide = _sum_dtype(jax.ShapeDtypeStruct((), dtype))
-        return _Sums(jnp.zeros(shape, wide), dtype)
+        wide = sum_dtype(jax.ShapeDtypeStruct((), dtype))
+        return _Sums.begun(jnp.zeros(shape, wide), kernel, dtype)
 
     @checked
     def update(
@@ -240,22 +265,23 @@ class KernelProduct(AbstractReduction[_Sums]):
             ((1,), (0,)),
             preferred_element_type=state.values.dtype,
         )
-        return _Sums(_added(state.values, part, rows), state.dtype)
+        return state.plus(part, rows)
 
     @checked
     def merge(self, first: _Sums, second: _Sums) -> _Sums:
-        return _Sums(first.values + second.values, first.dtype)
+        return first.merged(second)
 
     @checked
     def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
-        return state.values.astype(state.dtype)
+        return state.result()
 
 
-class _Norm(eqx.Module):
+class Norm(eqx.Module):
     """A norm whose squares neither overflow nor vanish.
 
     - `largest`: the largest absolute value of an entry.
     - `squares`: the sum of the squares of entries that are divided by `scale`.
+    - `lost`: what rounding took from it, if there may be many tiles.
     """
 
     checked_as: ClassVar[dict[str, Any]] = dict.fromkeys(
@@ -263,33 +289,50 @@ class _Norm(eqx.Module):
     )
     largest: Array
     squares: Array
+    lost: Array | None
+
+    @staticmethod
+    def begun(kernel: jax.ShapeDtypeStruct) -> "Norm":
+        zero = jnp.zeros((), jnp.finfo(sum_dtype(kernel)).dtype)
+        return Norm(zero, zero, nothing_lost(zero, num_parts(kernel)))
 
     @property
     def scale(self) -> Inexact[Array, ""]:
         """The power of two at `largest`, by which all entries can be divided."""
         return power_of_two(self.largest)
 
-    def shrinkage(self, other: "_Norm") -> Inexact[Array, ""]:
+    def shrinkage(self, other: "Norm") -> Inexact[Array, ""]:
         """The factor of sums of this norm that are added to those of a larger one."""
         # Infinite entries have the scale 1, and nothing has to grow beside them.
         return jnp.minimum(self.scale / other.scale, 1)
 
-    def including(self, tile: Array) -> "_Norm":
+    def including(self, tile: Array) -> "Norm":
         """The norm with the entries of one more tile."""
         top = jnp.max(jnp.abs(lax.stop_gradient(tile)), initial=0)
-        new = _Norm(jnp.maximum(self.largest, top), self.squares)
+        new = dataclasses.replace(self, largest=jnp.maximum(self.largest, top))
         is_real = jnp.issubdtype(tile.dtype, jnp.floating)
         parts = [tile] if is_real else [jnp.real(tile), jnp.imag(tile)]
-        squares = sum(jnp.sum((part / new.scale) ** 2) for part in parts)
-        return _Norm(new.largest, self.squares * self.shrinkage(new) ** 2 + squares)
+        squares = [jnp.sum((part / new.scale) ** 2) for part in parts]
+        return self._plus(functools.reduce(jnp.add, squares), new)
 
-    def merged(self, other: "_Norm") -> "_Norm":
-        new = _Norm(jnp.maximum(self.largest, other.largest), self.squares)
-        squares = [x.squares * x.shrinkage(new) ** 2 for x in (self, other)]
-        return _Norm(new.largest, squares[0] + squares[1])
+    def merged(self, other: "Norm") -> "Norm":
+        largest = jnp.maximum(self.largest, other.largest)
+        new = dataclasses.replace(self, largest=largest)
+        return self._plus(other.total * other.shrinkage(new) ** 2, new)
+
+    @property
+    def total(self) -> Inexact[Array, ""]:
+        """The sum of the squares, with what rounding took from it."""
+        return complete(self.squares, self.lost)
+
+    def _plus(self, squares: Array, new: "Norm") -> "Norm":
+        shrinkage = self.shrinkage(new) ** 2
+        shrink = lambda x: x * shrinkage
+        old, lost = jtu.tree_map(shrink, (self.squares, self.lost))
+        return Norm(new.largest, *plus(old, lost, squares))
 
 
-class FrobeniusNorm(AbstractReduction[_Norm]):
+class FrobeniusNorm(AbstractReduction[Norm]):
     """The Frobenius norm of the kernel, a real scalar.
 
     For kernels in half precision, it is computed and returned in float32. Raises
@@ -313,184 +356,25 @@ class FrobeniusNorm(AbstractReduction[_Norm]):
         return 0.0
 
     @checked
-    def init(self, kernel: KernelStruct) -> _Norm:
+    def init(self, kernel: KernelStruct) -> Norm:
         if not jnp.issubdtype(kernel.dtype, jnp.inexact):
             raise TypeError(
                 "FrobeniusNorm needs a kernel of an inexact dtype; got "
                 f"{kernel.dtype}. Cast what `kernel_fn` returns."
             )
-        zero = jnp.zeros((), jnp.finfo(_sum_dtype(kernel)).dtype)
-        return _Norm(zero, zero)
+        return Norm.begun(kernel)
 
     @checked
     def update(
-        self, state: _Norm, tile: MatrixTile, rows: Block, columns: Block
-    ) -> _Norm:
+        self, state: Norm, tile: MatrixTile, rows: Block, columns: Block
+    ) -> Norm:
         del rows, columns
         return state.including(widened(tile))
 
     @checked
-    def merge(self, first: _Norm, second: _Norm) -> _Norm:
+    def merge(self, first: Norm, second: Norm) -> Norm:
         return first.merged(second)
 
     @checked
-    def finalize(self, state: _Norm) -> Inexact[Array, ""]:
-        return jnp.sqrt(state.squares) * state.scale
-
-
-class _Alignment(eqx.Module):
-    """Sums in a wide dtype, and the dtype of the result.
-
-    - `inner`: the inner product with the kernel of the labels, divided by the scales of
-        both kernels.
-    - `norm`: the norm of the kernel.
-    - `labels`: the norm of the kernel of the labels, divided by its scale.
-    - `scales`: the largest label of the rows and that of the columns, as powers of two.
-    """
-
-    checked_as: ClassVar[dict[str, Any]] = {
-        "inner": Inexact[Array, ""],
-        "labels": Inexact[Array, ""],
-        "scales": Inexact[Array, "2"],
-    }
-    inner: Array
-    norm: _Norm
-    labels: Array
-    scales: Array
-    dtype: Any = eqx.field(static=True)
-
-
-class KernelAlignment(AbstractReduction[_Alignment]):
-    """The alignment of the kernel `K` with the kernel `T` of the labels: at most 1.
-
-    The alignment is the cosine similarity of the two kernels,
-    `sum(K * T) / (norm(K) * norm(T))`, where `T` is `labels @ other_labels.T`. It is 1
-    if one kernel is a positive multiple of the other.
-
-    **Arguments:**
-
-    - `labels`: the labels of the rows, of shape `(n1,)` or `(n1, k)`.
-    - `other_labels`: the labels of the columns, of shape `(n2,)` or `(n2, k)`. The
-        default is `labels`.
-
-    Raises `ValueError` for labels of other shapes and for a kernel with more than two
-    axes. Raises `TypeError` for complex labels, and unless the kernel has a real
-    floating-point dtype.
-
-    !!! example
-
-        ```python
-        >>> import eqxbatch, jax.numpy as jnp
-        >>> labels = jnp.array([1.0, 1.0, -1.0, -1.0])
-        >>> kernel = eqxbatch.filter_batch_kernel(
-        ...     lambda x, y: x @ y.T,
-        ...     block_size=2,
-        ...     reduce=eqxbatch.KernelAlignment(labels),
-        ... )
-        >>> x = jnp.array([2.0, 2.0, -2.0, -2.0])[:, None]
-        >>> print(kernel(x, x))
-        1.0
-
-        ```
-
-    ??? cite
-
-        [Cristianini et al., 2001](https://papers.nips.cc/paper/1946-on-kernel-target-alignment).
-    """
-
-    labels: Shaped[Array, "n1 *k"] = eqx.field(converter=as_jax)
-    other_labels: Shaped[Array, "n2 *l"] | None = eqx.field(
-        converter=as_jax, default=None
-    )
-
-    def __check_init__(self) -> None:
-        check_fields(self)
-        for name, y in zip(("labels", "other_labels"), self._sides, strict=True):
-            if jnp.issubdtype(y.dtype, jnp.complexfloating):
-                raise TypeError(
-                    f"`{name}` must be real numbers; got dtype {y.dtype}. Give their "
-                    "real and imaginary parts as columns."
-                )
-
-    @property
-    def neutral(self) -> float:
-        return 0.0
-
-    @property
-    def _sides(self) -> list[Array]:
-        other = self.labels if self.other_labels is None else self.other_labels
-        return [self.labels, other]
-
-    @checked
-    def init(self, kernel: KernelStruct) -> _Alignment:
-        sides = self._sides
-        if len(kernel.shape) != 2 or [y.shape[:1] for y in sides] != [
-            kernel.shape[:1],
-            kernel.shape[1:],
-        ]:
-            raise ValueError(
-                "KernelAlignment needs a kernel of shape `(n1, n2)` and labels for "
-                f"its rows and columns; got {kernel.shape} and labels of shapes "
-                f"{sides[0].shape} and {sides[1].shape}."
-            )
-        sizes = [math.prod(y.shape[1:]) for y in sides]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                "KernelAlignment needs labels with as many columns for the columns of "
-                f"the kernel as for its rows; got shapes {sides[0].shape} and "
-                f"{sides[1].shape}."
-            )
-        if not jnp.issubdtype(kernel.dtype, jnp.floating):
-            raise TypeError(
-                "KernelAlignment needs a kernel of real numbers; got dtype "
-                f"{kernel.dtype}. Cast what `kernel_fn` returns."
-            )
-        zero = jnp.zeros((), _sum_dtype(kernel))
-        wide = [y.astype(common_dtype(y.dtype, zero.dtype)) for y in sides]
-        tops = [jnp.max(jnp.abs(lax.stop_gradient(y)), initial=0) for y in wide]
-        scales = [power_of_two(top).astype(zero.dtype) for top in tops]
-        # The norm of y1 y2^T, from matrices that are only as large as a label.
-        flat = [_columns(y, scale) for y, scale in zip(wide, scales, strict=True)]
-        gram = [y.T @ y for y in flat]
-        labels = jnp.sqrt(jnp.sum(gram[0] * gram[1]))
-        norm = _Norm(zero, zero)
-        return _Alignment(zero, norm, labels, jnp.stack(scales), kernel.dtype)
-
-    @checked
-    def update(
-        self, state: _Alignment, tile: MatrixTile, rows: Block, columns: Block
-    ) -> _Alignment:
-        wide = widened(tile)
-        norm = state.norm.including(wide)
-        # Half of the scale for each side, so that no label underflows. A tile need not
-        # be copied to be divided.
-        root = power_of_two(jnp.sqrt(norm.scale))
-        first, second = (
-            _columns(block.take(y), scale)
-            for y, block, scale in zip(
-                self._sides, (rows, columns), state.scales, strict=True
-            )
-        )
-        inner = jnp.sum((wide @ (second / root)) * (first / (norm.scale / root)))
-        inner += state.inner * state.norm.shrinkage(norm)
-        return dataclasses.replace(state, inner=inner, norm=norm)
-
-    @checked
-    def merge(self, first: _Alignment, second: _Alignment) -> _Alignment:
-        norm = first.norm.merged(second.norm)
-        inner = [x.inner * x.norm.shrinkage(norm) for x in (first, second)]
-        return dataclasses.replace(first, inner=inner[0] + inner[1], norm=norm)
-
-    @checked
-    def finalize(self, state: _Alignment) -> Inexact[Array, ""]:
-        norms = jnp.sqrt(state.norm.squares) * state.labels
-        return (state.inner / norms).astype(state.dtype)
-
-
-def _columns(labels: Array, scale: Inexact[Array, ""]) -> Inexact[Array, "n k"]:
-    """Labels as columns, divided by `scale`, in its dtype."""
-    flat = labels.reshape(labels.shape[0], -1 if labels.size else 1)
-    dtype = common_dtype(labels.dtype, scale.dtype)
-    divided = (flat.astype(dtype) / scale.astype(dtype)).astype(scale.dtype)
-    # Without it, XLA divides by the product with the next divisor, which overflows.
-    return lax.optimization_barrier(divided)
+    def finalize(self, state: Norm) -> Inexact[Array, ""]:
+        return jnp.sqrt(state.total) * state.scale

@@ -1,6 +1,7 @@
 """How Hessians are used: within other transforms, without forward mode, in memory."""
 
 import functools
+import inspect
 import warnings
 
 import equinox as eqx
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+import lineax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
@@ -19,6 +21,7 @@ from eqxbatch import (
     filter_hessian,
     filter_hessian_diagonal,
     filter_hvp,
+    HessianOperator,
     MemoryBudget,
     Sum,
 )
@@ -160,6 +163,31 @@ class TestModes:
                 filter_hessian(loss, in_axes=0, **settings)(w, x)
         with pytest.raises(TypeError, match="forward-mode"):
             filter_hvp(loss, in_axes=0, mode="fwd")(w, vector, x)
+
+    def test_warnings_point_to_the_line_of_the_user(self):
+        class Model(eqx.Module):
+            weight: jax.Array
+
+            @filter_hessian(in_axes=0)
+            def loss(self, x):
+                return jnp.sum(only_backwards(self.weight * x))
+
+        w, x = jnp.ones(3), jnp.ones((2, 3))
+        loss = lambda w, x: jnp.sum(only_backwards(w * x))
+        hessian = filter_hessian(loss, in_axes=0)
+        jitted = eqx.filter_jit(lambda w: filter_hvp(loss, in_axes=0)(w, w, x))
+        solve = lambda matrix: lineax.linear_solve(matrix, w, lineax.LU()).value
+        matrix = HessianOperator(loss, w, x, in_axes=0)
+        for inner, call in (
+            (None, lambda: hessian(w, x)),
+            (jitted, lambda: jitted(w)),
+            (None, lambda: Model(w).loss(x)),
+            (solve, lambda: solve(matrix)),
+        ):
+            with pytest.warns(UserWarning, match="no forward-mode") as found:
+                call()
+            line = inspect.unwrap(inner or call).__code__.co_firstlineno
+            assert {(x.filename, x.lineno) for x in found} == {(__file__, line)}
 
     def test_gauss_newton_without_forward_mode(self, getkey):
         w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))

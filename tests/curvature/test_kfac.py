@@ -70,6 +70,8 @@ class TestDefinition:
             microbatch_size=2,
             accumulator=Sum(weights=weights),
         )
+        # Weights may be negative.
+        assert not found.is_semidefinite
         expected = factors(known, y, fisher="empirical", weights=weights)
         expected = [(a, g * np.sum(weights)) for a, g in expected]
         close(kronecker(found), expected)
@@ -418,7 +420,9 @@ class TestExamples:
             {"fisher": "empirical"},
             {"fisher": "mc", "key": jr.key(3)},
         ):
-            got = kfac(known, y, **settings).operator().as_matrix()
+            found = kfac(known, y, **settings)
+            assert found.is_semidefinite
+            got = found.operator().as_matrix()
             exact = filter_ggn_blocks(
                 predict(known),
                 loss,

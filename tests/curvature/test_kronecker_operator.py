@@ -1,5 +1,7 @@
 """Kronecker factors as linear operators, against dense matrices."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.flatten_util
@@ -107,9 +109,15 @@ class TestOperator:
         found, model = mixed
         operator = found.operator(damping=0.3)
         assert lineax.is_symmetric(operator)
-        assert lineax.is_positive_semidefinite(operator)
+        # With `fisher="type-2"`, nothing says that the loss is convex.
+        assert not lineax.is_positive_semidefinite(operator)
+        assert lineax.is_positive_semidefinite(operator.inverse())
+        assert lineax.is_positive_semidefinite(operator.sqrt())
+        squared = dataclasses.replace(found, is_semidefinite=True)
+        assert lineax.is_positive_semidefinite(squared.operator(damping=0.3))
         close(lineax.diagonal(operator), operator.diagonal())
-        solution = lineax.linear_solve(operator, model, lineax.CG(1e-9, 1e-9)).value
+        tagged = lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)
+        solution = lineax.linear_solve(tagged, model, lineax.CG(1e-9, 1e-9)).value
         close(solution, operator.inverse().mv(model), tol=1e-6)
         tree = lineax.materialise(operator)
         close(tree.mv(model), operator.mv(model))

@@ -88,6 +88,7 @@ def test_solve(getkey):
     x, y = jr.normal(getkey(), (9, 4)), jr.normal(getkey(), (9,))
     model = lambda w, x, y: jnp.dot(w, x)
     settings = {"in_axes": 0, "microbatch_size": 2, "accumulator": Sum()}
+    settings["is_convex"] = True
     operator = GGNOperator(model, squared, jnp.zeros(4), x, y, **settings)
     assert lineax.is_positive_semidefinite(operator)
     expected = np.linalg.lstsq(x, y)[0]
@@ -106,8 +107,12 @@ def test_tags():
     assert lineax.is_positive_semidefinite(tagged)
     assert lineax.is_diagonal(tagged)
     model = lambda w: w
-    concave = GGNOperator(model, lambda w: -total(w), jnp.ones(3), is_convex=False)
+    concave = GGNOperator(model, lambda w: -total(w), jnp.ones(3))
     assert not lineax.is_positive_semidefinite(concave)
+    with pytest.raises(ValueError, match="positive or negative definite"):
+        lineax.linear_solve(concave, jnp.ones(3), lineax.CG(1e-6, 1e-6))
+    convex = GGNOperator(model, total, jnp.ones(3), is_convex=True)
+    assert lineax.is_positive_semidefinite(convex)
 
 
 def test_keywords(getkey):

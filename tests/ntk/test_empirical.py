@@ -405,8 +405,31 @@ def test_parameters(getkey):
     with pytest.raises(ValueError, match="leave no parameters"):
         EmpiricalNTK(model, where=lambda m: m.steps)
     changed = eqx.tree_at(lambda ntk: ntk._kernels.model.steps, last, None)
-    with pytest.raises(ValueError, match="a different structure"):
+    with pytest.raises(ValueError, match=r"a different structure .*'\.steps'"):
         changed(x)
+    whole_numbers = jnp.ones((3, 5), int)
+    weight = lambda ntk: ntk._kernels.model.mlp.layers[1].weight
+    changed = eqx.tree_at(weight, last, whole_numbers)
+    with pytest.raises(
+        ValueError, match=r"inexact dtype: .*'\.mlp.layers\[1\]\.weight'"
+    ):
+        changed(x)
+
+
+def test_parameters_that_move_to_other_places(getkey):
+    class Model(eqx.Module):
+        first: jax.Array | None
+        second: jax.Array | None
+
+        def __call__(self, x):
+            return jnp.sum(jnp.sin(x) if self.first is None else self.first * x)
+
+    weight = jnp.ones(4)
+    ntk = EmpiricalNTK(Model(None, weight), where=lambda m: m.second)
+    both = lambda ntk: (ntk._kernels.model.first, ntk._kernels.model.second)
+    moved = eqx.tree_at(both, ntk, (weight, None), is_leaf=lambda x: x is None)
+    with pytest.raises(ValueError, match=r"structure .*'\.first', '\.second'"):
+        moved(jr.normal(getkey(), (4, 4)))
 
 
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16, jnp.float32))

@@ -191,6 +191,21 @@ def test_results_on_a_mesh_with_explicit_axes(how, getkey):
         np.testing.assert_allclose(operator.column(2), dense[:, 2], rtol=1e-5)
 
 
+def test_how_often_a_kernel_function_is_traced(getkey):
+    """Once for shapes and once for a block, and once more where results are moved."""
+    x, y = normal(getkey(), (4, 3)), normal(getkey(), (6, 3))
+    scale = put(jnp.array(1.0), make_mesh(AxisType.Explicit, (2,)))
+    for factor, expected in ((np.float32(1), 2), (scale, 3)):
+        calls = []
+
+        def kernel(x1, x2, factor=factor, calls=calls):
+            calls.append(None)
+            return rbf(x1, x2) * factor
+
+        filter_batch_kernel(kernel, block_size=2)(x, y)
+        assert len(calls) == expected
+
+
 @pytest.mark.parametrize("trace_axes", (-1, ()))
 def test_estimators_whose_model_is_on_a_mesh_with_explicit_axes(trace_axes, getkey):
     x, mesh = normal(getkey(), (4, 3)), make_mesh(AxisType.Explicit, (2,))

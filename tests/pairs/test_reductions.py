@@ -168,6 +168,37 @@ def test_sums_of_rows_of_integers(dtype):
     assert_same(got, jnp.sum(dense, axis=1))
 
 
+@pytest.mark.parametrize("on_mesh", (True, False))
+def test_many_blocks_of_equal_values(on_mesh):
+    """Adding one by one loses 6e-5 of the sums."""
+    value, num = np.float32(0.1), 2**13
+    settings = {"mesh": make_mesh(AxisType.Auto, (2,))} if on_mesh else {}
+    # With one block for each entry. Devices share the blocks of one row.
+    reduce = {
+        "norm": FrobeniusNorm(),
+        "alignment": KernelAlignment(jnp.ones(1), jnp.ones(num)),
+        "rows": RowSums(),
+        "product": KernelProduct(jnp.ones((num, 2))),
+        "complex": RowSums(),
+    }
+
+    def kernel(x, y):
+        k = value * x[:, None] * y[None, :]
+        return {**dict.fromkeys(reduce, k), "complex": jax.lax.complex(k, 2 * k)}
+
+    run = filter_batch_kernel(kernel, block_size=1, reduce=reduce, **settings)
+    found = run(jnp.ones(1), jnp.ones(num))
+    total = num * np.float64(value)
+    for name, expected in (
+        ("norm", total / np.sqrt(num)),
+        ("alignment", 1),
+        ("rows", total),
+        ("product", total),
+        ("complex", total * (1 + 2j)),
+    ):
+        np.testing.assert_allclose(found[name], expected, rtol=1e-6, err_msg=name)
+
+
 def test_reductions_within_transforms(getkey):
     x, v = normal(getkey(), (9, 3)), normal(getkey(), (9,))
 

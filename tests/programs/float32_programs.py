@@ -49,19 +49,19 @@ class Model(eqx.Module):
     confidence: float = eqx.field(static=True)
 
     def __call__(self, x: Array) -> Array:
-        rows = jax.vmap(self.net)(x)
-        weights = {
+        uses = {
             "once": [1.0],
             "difference": [1.0, -1.0],
             "second_difference": [1.0, -2.0, 1.0],
-        }.get(self.use, [(-1.0) ** i for i in range(len(x))])
-        if self.use == "attention":
-            rows = jax.nn.softmax(rows @ rows.T, axis=-1) @ rows
-        if self.use in ("once", "difference", "second_difference"):
+        }.get(self.use)
+        if uses is not None:
             # Uses of their own, rather than positions of one use.
-            out = sum(w * self.net(row) for w, row in zip(weights, x, strict=True))
+            out = sum(w * self.net(row) for w, row in zip(uses, x, strict=True))
         else:
-            out = jnp.asarray(weights, x.dtype) @ rows
+            rows = jax.vmap(self.net)(x)
+            if self.use == "attention":
+                rows = jax.nn.softmax(rows @ rows.T, axis=-1) @ rows
+            out = jnp.asarray([(-1.0) ** i for i in range(len(x))], x.dtype) @ rows
         return out * jnp.asarray(self.confidence, x.dtype)
 
 
