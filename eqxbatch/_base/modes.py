@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.extend.core as jex
@@ -27,6 +27,34 @@ _NO_REVERSE: list[_Statement] = [
     (NotImplementedError, r"Transpose rule \(for reverse-mode differentiation\) for"),
     (TypeError, r"transpose_solve required for backwards mode"),
 ]
+
+
+# How JAX has products with the Jacobian of a function, and with its transpose: in both
+# modes; in reverse mode and its transpose; or in one mode only, so that the Jacobian is
+# needed, which reverse mode has by rows and forward mode by columns.
+Derivative = Literal["both", "transposed", "rows", "columns"]
+
+
+def derivative_of(
+    name: str, fun: Callable[[list], PyTree], point: list[Array]
+) -> Derivative:
+    """How JAX can differentiate a function of arrays.
+
+    Raises `TypeError`, with the `name` of the function, if it has neither mode.
+    """
+    no_reverse, no_forward = (
+        ask(fun, point) for ask in (without_reverse_mode, without_forward_mode)
+    )
+    if no_forward is None:
+        return "both" if no_reverse is None else "columns"
+    if no_reverse is not None:
+        raise TypeError(
+            f"JAX can differentiate {name} neither in forward nor in reverse mode, but "
+            "one of them is needed. Replace a `jax.custom_vjp` by a `jax.custom_jvp`, "
+            "or a `lax.while_loop` by a `lax.scan`. (Forward mode: "
+            f"{no_forward} Reverse mode: {no_reverse})"
+        )
+    return "transposed" if _has_transpose(fun, point) else "rows"
 
 
 def without_forward_mode(
@@ -54,6 +82,17 @@ def without_reverse_mode(
         return pull(outs)
 
     return _stated(lambda: jax.eval_shape(pulled, *point), _NO_REVERSE)
+
+
+def _has_transpose(fun: Callable[[list], PyTree], point: list[Array]) -> bool:
+    """Whether the reverse-mode derivative of a function can be transposed."""
+    run = jex.jaxpr_as_fun(_traced(fun, point))
+
+    def pushed(*point: Array) -> Any:
+        outs, pull = jax.vjp(run, *point)
+        return jax.linear_transpose(pull, outs)(point)
+
+    return _stated(lambda: jax.eval_shape(pushed, *point), _NO_REVERSE) is None
 
 
 def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> jex.ClosedJaxpr:

@@ -23,6 +23,7 @@ from .._base.jaxprs import (
     run_equation,
 )
 from .._base.mesh import full_varying_as
+from .._base.modes import derivative_of
 
 
 # A `scan` around an equation: its index, which grows inwards, and its length.
@@ -183,6 +184,36 @@ def _is_reverse(eqn: Any) -> bool:
     if eqn.primitive.name.startswith("custom_vjp"):
         return True
     return any(_is_reverse(own) for sub in inner_jaxprs(eqn) for own in sub.eqns)
+
+
+def pushforward_of(
+    jaxpr: Any, eqn: Any, position: int, var: Any
+) -> Callable[..., Array] | None:
+    """The derivative of the output `var` of an equation in one of its inputs.
+
+    It is a function of a tangent and of the values of all inputs; None if JAX has only
+    reverse mode, and no transpose of that.
+    """
+    run = run_equation(jaxpr, eqn, [var])
+    of_input = lambda values: (
+        lambda x: run(*values[:position], x, *values[position + 1 :])[0]
+    )
+    derivative = "both"
+    if _is_reverse(eqn):
+        zeros = [full_varying_as(atom.aval, 0) for atom in eqn.invars]
+        one = lambda xs: of_input(zeros)(*xs)
+        derivative = derivative_of(f"`{eqn.primitive.name}`", one, [zeros[position]])
+
+    def push(tangent: Array, *values: Array) -> Array:
+        at, x = of_input(values), values[position]
+        tangent = tangent.astype(x.dtype)
+        if derivative != "transposed":
+            return jax.jvp(at, (x,), (tangent,))[1]
+        out, pullback = jax.vjp(at, x)
+        pull = lambda cotangent: pullback(cotangent)[0]
+        return jax.linear_transpose(pull, out)(tangent)[0]
+
+    return None if derivative == "rows" else push
 
 
 def _bases(
