@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +15,20 @@ from .trees import described
 
 # The names of block sizes, one of which is meant by `batch_size` and the like.
 _SIZES = ("microbatch_size", "block_size", "samples_per_batch")
+
+
+# Packages whose functions are between a user's call and our code.
+_BETWEEN = ("contextlib", "equinox", "eqxbatch", "functools", "jax", "lineax")
+
+
+def warn_at_call(message: str) -> None:
+    """Warns of the user's line that called this package."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _BETWEEN:
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def bound_arguments(

@@ -130,7 +130,7 @@ class CurvatureBlocks:
         if self.method == "auto" and curvature.excludes_sites(covered):
             return None
         sites = curvature.of_sites(program, self.wanted.among(covered))
-        if self.method == "sites":
+        if self.method == "sites" or curvature.forms_rest:
             return sites
         counted = _COUNTED if curvature.axes else 1
         zeros = [
@@ -174,6 +174,9 @@ class CurvatureBlocks:
             }
             several = covered - formed if curvature.has_jacobian else set()
             several = {i for i in several if len(program.sites_of(i)) > 1}
+            if curvature.forms_rest:
+                several |= leaves - covered
+                covered = leaves
             if covered == leaves and not several:
                 return program, covered
             leaves, formed = covered, formed | several
