@@ -9,7 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .jaxprs import inner_jaxprs
+from .jaxprs import at_example, inner_jaxprs, PerExample
 
 
 _Statement = tuple[type[Exception], str]
@@ -55,6 +55,39 @@ def derivative_of(
             f"{no_forward} Reverse mode: {no_reverse})"
         )
     return "transposed" if _has_transpose(fun, point) else "rows"
+
+
+def derivative_of_program(name: str, program: PerExample, arrays: list) -> Derivative:
+    """How JAX can differentiate a program of one example of a batch in its leaves."""
+
+    def ask(rows: list) -> Derivative:
+        one = lambda leaves: program.one(leaves, rows)
+        return derivative_of(name, one, program.leaves)
+
+    return at_example(ask, arrays, program.axes)
+
+
+def pushforward(
+    fun: Callable[[list], list], point: list, derivative: Derivative
+) -> tuple[list, Callable[[list], list]]:
+    """The values of a function, and its forward-mode derivative."""
+    if derivative != "transposed":
+        return jax.linearize(fun, point)
+    outs, pull = jax.vjp(fun, point)
+    transpose = jax.linear_transpose(lambda outs: pull(outs)[0], outs)
+    return outs, lambda seeds: transpose(seeds)[0]
+
+
+def pushed(
+    fun: Callable[[list], list], point: list, tangents: list, derivative: Derivative
+) -> list:
+    """The product of the Jacobian with one vector.
+
+    It needs no linear function that can be run again.
+    """
+    if derivative == "transposed":
+        return pushforward(fun, point, derivative)[1](tangents)
+    return jax.jvp(fun, (point,), (tangents,))[1]
 
 
 def without_forward_mode(

@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array
 
 from .._base.dtypes import as_complex, as_real, is_complex
-from .._base.jaxprs import at_example, PerExample
-from .._base.modes import Derivative, derivative_of
+from .._base.jaxprs import PerExample
+from .._base.modes import Derivative
 from .._base.trees import consecutive_groups
 from .by_products import columns, images, LEAST_COLUMNS, Linear, replaced
 
@@ -130,13 +130,3 @@ def with_both_modes(
         return expanded(expansion(one, point, derivative), point, leaves)
 
     return PerExample(run, point, arrays, program.axes)
-
-
-def derivative_of_program(name: str, program: PerExample, arrays: list) -> Derivative:
-    """How JAX can differentiate a program of one example in its leaves."""
-
-    def ask(rows: list) -> Derivative:
-        one = lambda leaves: program.one(leaves, rows)
-        return derivative_of(name, one, program.leaves)
-
-    return at_example(ask, arrays, program.axes)

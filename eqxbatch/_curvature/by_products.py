@@ -17,7 +17,7 @@ from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.dtypes import common_dtype
 from .._base.mesh import vary, varying
-from .._base.modes import Derivative
+from .._base.modes import Derivative, pushforward
 from .._base.trees import consecutive_groups
 from .._batch.accumulators import Concat
 from .._batch.memory import check_size, MemoryBudget, resolve_size
@@ -138,17 +138,6 @@ def hessian_products(gradient: Gradient, *, is_reverse: bool) -> Products:
         return lambda seeds: pull(seeds)[0]
 
     return reverse if is_reverse else forward
-
-
-def pushforward(
-    fun: Linear, point: list, derivative: Derivative
-) -> tuple[list, Linear]:
-    """The values of a function, and its forward-mode derivative."""
-    if derivative != "transposed":
-        return jax.linearize(fun, point)
-    outs, pull = jax.vjp(fun, point)
-    transpose = jax.linear_transpose(lambda outs: pull(outs)[0], outs)
-    return outs, lambda seeds: transpose(seeds)[0]
 
 
 def gauss_newton_products(

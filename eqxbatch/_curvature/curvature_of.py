@@ -16,19 +16,17 @@ from .._base.dtypes import as_complex, as_real, common_dtype
 from .._base.jaxprs import at_example, PerExample
 from .._base.mesh import vary_as
 from .._base.mistakes import warn_at_call
-from .._base.modes import without_forward_mode, without_reverse_mode
+from .._base.modes import (
+    derivative_of_program,
+    without_forward_mode,
+    without_reverse_mode,
+)
 from .._base.trees import described
 from .._batch.example_or_batch import told_apart
 from .._batch.objective import check_value, Example, Examples, Loss
 from .._batch.slots import is_struct
 from .._sites.trace import Program
-from .by_one_mode import (
-    derivative_of_program,
-    expanded,
-    Expansion,
-    expansion,
-    with_both_modes,
-)
+from .by_one_mode import expanded, Expansion, expansion, with_both_modes
 from .by_products import (
     gauss_newton_products,
     Gradient,

@@ -191,8 +191,8 @@ def filter_jacobian(
         inexact dtype in its first argument, and returns a PyTree of such arrays.
     - `mode`: `"fwd"` computes columns in forward mode, one for each of the `n`
         parameter entries. `"rev"` computes rows in reverse mode, one for each of the
-        `m` output entries. `"auto"` uses whichever mode needs fewer passes, or the only
-        one that `fun` supports.
+        `m` output entries. `"auto"` uses whichever mode needs fewer passes; if JAX
+        cannot differentiate `fun` in that mode, it warns and uses the other one.
     - `block_size`: how many columns or rows are computed at a time, at least 1. This
         number need not divide their total number. An [`eqxbatch.MemoryBudget`][]
         chooses the largest number that fits; `None` computes all at once.
@@ -231,8 +231,8 @@ def filter_jacobian(
     - `ValueError` if there is nothing to differentiate, for outputs that are not arrays
         of an inexact dtype, for an unknown `mode`, for sizes below 1, and if both
         `block_size` and `num_blocks` are given.
-    - `TypeError` for complex arrays without `holomorphic`, and for real parameters or
-        outputs with it.
+    - `TypeError` for complex arrays without `holomorphic`, for real parameters or
+        outputs with it, and for a `fun` that JAX can differentiate in neither mode.
 
     !!! example
 

@@ -23,7 +23,7 @@ from .._base.jaxprs import (
     run_equation,
 )
 from .._base.mesh import full_varying_as
-from .._base.modes import derivative_of
+from .._base.modes import Derivative, derivative_of, pushed
 
 
 # A `scan` around an equation: its index, which grows inwards, and its length.
@@ -195,23 +195,17 @@ def pushforward_of(
     reverse mode, and no transpose of that.
     """
     run = run_equation(jaxpr, eqn, [var])
-    of_input = lambda values: (
-        lambda x: run(*values[:position], x, *values[position + 1 :])[0]
-    )
-    derivative = "both"
+    at = lambda values: lambda x: run(*values[:position], *x, *values[position + 1 :])
+    derivative: Derivative = "both"
     if _is_reverse(eqn):
         zeros = [full_varying_as(atom.aval, 0) for atom in eqn.invars]
-        one = lambda xs: of_input(zeros)(*xs)
-        derivative = derivative_of(f"`{eqn.primitive.name}`", one, [zeros[position]])
+        name, point = f"`{eqn.primitive.name}`", [zeros[position]]
+        derivative = derivative_of(name, at(zeros), point)
 
     def push(tangent: Array, *values: Array) -> Array:
-        at, x = of_input(values), values[position]
-        tangent = tangent.astype(x.dtype)
-        if derivative != "transposed":
-            return jax.jvp(at, (x,), (tangent,))[1]
-        out, pullback = jax.vjp(at, x)
-        pull = lambda cotangent: pullback(cotangent)[0]
-        return jax.linear_transpose(pull, out)(tangent)[0]
+        tangents = [tangent.astype(values[position].dtype)]
+        (out,) = pushed(at(values), [values[position]], tangents, derivative)
+        return out
 
     return None if derivative == "rows" else push
 

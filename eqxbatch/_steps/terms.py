@@ -13,14 +13,13 @@ from jaxtyping import Array, Float, PyTree
 from .._base.dtypes import finite_sums, is_complex, power_of_two, widened, widest
 from .._base.jaxprs import PerExample, uses_dtype
 from .._base.mesh import vary_as
-from .._base.modes import Derivative
+from .._base.modes import Derivative, derivative_of_program, pushed
 from .._base.trees import described
 from .._batch.accumulators import Concat
 from .._batch.cut import Batch
 from .._batch.moments import Sum
 from .._batch.rows import accumulated, Rows
-from .._curvature.by_one_mode import derivative_of_program, with_both_modes
-from .._curvature.by_products import pushforward
+from .._curvature.by_one_mode import with_both_modes
 
 
 class Terms(eqx.Module):
@@ -245,16 +244,14 @@ class Residuals:
         for number, rows in enumerate(self.rows):
             program = self._with(number, "rows", self._own[number])
 
-            def pushed(
+            def push(
                 arrays: list, _: int, number: int = number, own: PerExample = program
             ) -> Array:
                 values = lambda leaves: own.many(leaves, arrays)
-                if self._derivatives[number] == "transposed":
-                    _, push = pushforward(values, self.leaves, "transposed")
-                    return push(tangents)[0]
-                return jax.jvp(values, (self.leaves,), (tangents,))[1][0]
+                derivative = self._derivatives[number]
+                return pushed(values, self.leaves, tangents, derivative)[0]
 
-            found.append(accumulated(pushed, rows, self._size, Concat()))
+            found.append(accumulated(push, rows, self._size, Concat()))
         return self.centred(found)
 
     def pull(self, vectors: Vectors) -> list[Array]:
