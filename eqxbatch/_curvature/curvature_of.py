@@ -266,6 +266,11 @@ class GaussNewtonCurvature(AbstractCurvature):
 
         return at_example(ask, self._model.batch.arrays, self.axes)
 
+    @property
+    def formed(self) -> Sequence[int]:
+        """The leaves with a Jacobian of columns in place of sites."""
+        return range(len(self.leaves)) if self._derivative == "columns" else ()
+
     def excludes_sites(self, leaves: set[int]) -> bool:
         return False
 
