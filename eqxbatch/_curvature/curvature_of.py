@@ -17,6 +17,7 @@ from .._base.jaxprs import at_example, PerExample
 from .._base.mesh import vary_as
 from .._base.mistakes import warn_at_call
 from .._base.modes import (
+    Derivative,
     derivative_of_program,
     without_forward_mode,
     without_reverse_mode,
@@ -237,7 +238,9 @@ class GaussNewtonCurvature(AbstractCurvature):
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
         self._fisher = fisher
-        self._derivative = derivative_of_program("`fun`", self._own, batch.arrays)
+        self._derivative: Derivative = derivative_of_program(
+            "`fun`", self._own, batch.arrays
+        )
         self.forms_rest = self._derivative in ("rows", "columns")
         # Sites need reverse mode only.
         self.program = self._own

@@ -164,7 +164,7 @@ class Residuals:
             self._traced(term, rows)
             for term, rows in zip(terms, self.rows, strict=True)
         ]
-        self._derivatives = [
+        self._derivatives: list[Derivative] = [
             derivative_of_program("`residual`", program, rows.arrays)
             for program, rows in zip(self._own, self.rows, strict=True)
         ]
