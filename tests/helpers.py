@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
@@ -111,3 +112,26 @@ _cosine.defvjp(lambda x: (jnp.cos(x), x), lambda x, g: (-g * jnp.sin(x),))
 
 # Its derivative has no forward mode either.
 only_backwards.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * _cosine(x),))
+
+
+def forwards_only(x):
+    """The sine, by a loop that JAX cannot differentiate in reverse mode."""
+    return _looped(jnp.zeros_like(x), lambda total: total + jnp.sin(x))
+
+
+def _looped(start, step):
+    """One step, in a loop whose number of steps is not known."""
+    num = 1 + jnp.count_nonzero(lax.stop_gradient(start))
+    return lax.fori_loop(0, num, lambda _, value: step(value), start)
+
+
+@jax.custom_vjp
+def rows_only(x):
+    """The sine, with a backward pass that JAX cannot transpose."""
+    return forwards_only(x)
+
+
+rows_only.defvjp(
+    lambda x: (forwards_only(x), x),
+    lambda x, g: (_looped(jnp.zeros_like(x), lambda total: total + g * jnp.cos(x)),),
+)

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .jaxprs import inner_jaxprs
+from .jaxprs import at_example, inner_jaxprs, PerExample
 
 
 _Statement = tuple[type[Exception], str]
@@ -27,6 +27,67 @@ _NO_REVERSE: list[_Statement] = [
     (NotImplementedError, r"Transpose rule \(for reverse-mode differentiation\) for"),
     (TypeError, r"transpose_solve required for backwards mode"),
 ]
+
+
+# How JAX has products with the Jacobian of a function, and with its transpose: in both
+# modes; in reverse mode and its transpose; or in one mode only, so that the Jacobian is
+# needed, which reverse mode has by rows and forward mode by columns.
+Derivative = Literal["both", "transposed", "rows", "columns"]
+
+
+def derivative_of(
+    name: str, fun: Callable[[list], PyTree], point: list[Array]
+) -> Derivative:
+    """How JAX can differentiate a function of arrays.
+
+    Raises `TypeError`, with the `name` of the function, if it has neither mode.
+    """
+    no_reverse, no_forward = (
+        ask(fun, point) for ask in (without_reverse_mode, without_forward_mode)
+    )
+    if no_forward is None:
+        return "both" if no_reverse is None else "columns"
+    if no_reverse is not None:
+        raise TypeError(
+            f"JAX can differentiate {name} neither in forward nor in reverse mode, but "
+            "one of them is needed. Replace a `jax.custom_vjp` by a `jax.custom_jvp`, "
+            "or a `lax.while_loop` by a `lax.scan`. (Forward mode: "
+            f"{no_forward} Reverse mode: {no_reverse})"
+        )
+    return "transposed" if _has_transpose(fun, point) else "rows"
+
+
+def derivative_of_program(name: str, program: PerExample, arrays: list) -> Derivative:
+    """How JAX can differentiate a program of one example of a batch in its leaves."""
+
+    def ask(rows: list) -> Derivative:
+        one = lambda leaves: program.one(leaves, rows)
+        return derivative_of(name, one, program.leaves)
+
+    return at_example(ask, arrays, program.axes)
+
+
+def pushforward(
+    fun: Callable[[list], list], point: list, derivative: Derivative
+) -> tuple[list, Callable[[list], list]]:
+    """The values of a function, and its forward-mode derivative."""
+    if derivative != "transposed":
+        return jax.linearize(fun, point)
+    outs, pull = jax.vjp(fun, point)
+    transpose = jax.linear_transpose(lambda outs: pull(outs)[0], outs)
+    return outs, lambda seeds: transpose(seeds)[0]
+
+
+def pushed(
+    fun: Callable[[list], list], point: list, tangents: list, derivative: Derivative
+) -> list:
+    """The product of the Jacobian with one vector.
+
+    It needs no linear function that can be run again.
+    """
+    if derivative == "transposed":
+        return pushforward(fun, point, derivative)[1](tangents)
+    return jax.jvp(fun, (point,), (tangents,))[1]
 
 
 def without_forward_mode(
@@ -54,6 +115,17 @@ def without_reverse_mode(
         return pull(outs)
 
     return _stated(lambda: jax.eval_shape(pulled, *point), _NO_REVERSE)
+
+
+def _has_transpose(fun: Callable[[list], PyTree], point: list[Array]) -> bool:
+    """Whether the reverse-mode derivative of a function can be transposed."""
+    run = jex.jaxpr_as_fun(_traced(fun, point))
+
+    def pushed(*point: Array) -> Any:
+        outs, pull = jax.vjp(run, *point)
+        return jax.linear_transpose(pull, outs)(point)
+
+    return _stated(lambda: jax.eval_shape(pushed, *point), _NO_REVERSE) is None
 
 
 def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> jex.ClosedJaxpr:

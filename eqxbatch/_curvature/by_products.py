@@ -17,7 +17,7 @@ from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.dtypes import common_dtype
 from .._base.mesh import vary, varying
-from .._base.mistakes import warn_user
+from .._base.modes import Derivative, pushforward
 from .._base.trees import consecutive_groups
 from .._batch.accumulators import Concat
 from .._batch.memory import check_size, MemoryBudget, resolve_size
@@ -140,47 +140,24 @@ def hessian_products(gradient: Gradient, *, is_reverse: bool) -> Products:
     return reverse if is_reverse else forward
 
 
-def _pushforward(fun: Linear, point: list, *, is_reverse: bool) -> tuple[list, Linear]:
-    """The values of a function, and its forward-mode derivative.
-
-    With `is_reverse`, the derivative is the transpose of the reverse-mode one.
-    """
-    if not is_reverse:
-        return jax.linearize(fun, point)
-    outs, pull = jax.vjp(fun, point)
-    transpose = jax.linear_transpose(lambda outs: pull(outs)[0], outs)
-    return outs, lambda seeds: transpose(seeds)[0]
-
-
 def gauss_newton_products(
-    outputs: Callable[[list], list],
-    value: Callable[[list], Array],
-    are_reverse: tuple[bool, bool],
+    outputs: Linear, curvature: Callable[[list], Linear], derivative: Derivative
 ) -> Products:
-    """Products with `J^T H J`, for the Jacobian of outputs and a Hessian in them.
+    """Products with `J^T C J`, for the Jacobian of outputs and a matrix for them.
 
-    `are_reverse` says, for the outputs and for the gradient of `value` with respect to
-    them, whether it has no forward-mode derivative.
+    `curvature` takes outputs, and returns the function that multiplies by this matrix.
     """
 
     def products(leaves: list, group: list[int], rows: list[int]) -> Linear:
         changed = lambda some: outputs(replaced(leaves, group, some))
         point = [leaves[i] for i in group]
-        outs, push = _pushforward(changed, point, is_reverse=are_reverse[0])
-        curve = _pushforward(jax.grad(value), outs, is_reverse=are_reverse[1])[1]
+        outs, push = pushforward(changed, point, derivative)
+        curve = curvature(outs)
         changed = lambda some: outputs(replaced(leaves, rows, some))
         pull = jax.vjp(changed, [leaves[i] for i in rows])[1]
         return lambda seeds: pull(curve(push(seeds)))[0]
 
     return products
-
-
-def warn_reverse(reason: str) -> None:
-    warn_user(
-        "The gradient has no forward-mode derivative, so it is differentiated in "
-        "reverse mode, which is slower and takes more memory. Set `mode='rev'` to do "
-        f"so without a warning. ({reason})"
-    )
 
 
 def replaced(leaves: Sequence, which: Sequence[int], values: Sequence) -> list:

@@ -12,27 +12,34 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Real
 
-from .._base.dtypes import as_complex, as_real
+from .._base.dtypes import as_complex, as_real, common_dtype
 from .._base.jaxprs import at_example, PerExample
 from .._base.mesh import vary_as
-from .._base.modes import without_forward_mode
+from .._base.mistakes import warn_user
+from .._base.modes import (
+    Derivative,
+    derivative_of_program,
+    without_forward_mode,
+    without_reverse_mode,
+)
 from .._base.trees import described
 from .._batch.example_or_batch import told_apart
 from .._batch.objective import check_value, Example, Examples, Loss
 from .._batch.slots import is_struct
 from .._sites.trace import Program
+from .by_one_mode import expanded, Expansion, expansion, with_both_modes
 from .by_products import (
     gauss_newton_products,
     Gradient,
     hessian_products,
+    Linear,
     Mode,
     Products,
     replaced,
-    warn_reverse,
 )
 from .by_sites import SiteHessian
 from .fisher import Fisher, TYPE_2
-from .gauss_newton import SiteGaussNewton
+from .gauss_newton import Curve, SiteGaussNewton
 from .pytree import Unravel
 from .site_blocks import Wanted
 
@@ -43,11 +50,14 @@ class AbstractCurvature(abc.ABC):
     - `program`: a program of the differentiated leaves and of one example.
     - `num_outputs`: the number of differentiated outputs, which come first.
     - `allows_sites`: whether sites may be used at all.
+    - `forms_rest`: whether leaves without a rule are left to sites, which form their
+        Jacobian, because products would form it, too.
     """
 
     program: PerExample
     num_outputs: int
     allows_sites: bool
+    forms_rest: bool
 
     @property
     def leaves(self) -> list[Array]:
@@ -102,6 +112,7 @@ class LossCurvature(AbstractCurvature):
     """The Hessian of a loss."""
 
     num_outputs = 1
+    forms_rest = False
 
     def __init__(self, loss: Loss, mode: Mode, checkpoint: bool):
         self.example = Example(loss, IF_WHOLE)
@@ -151,7 +162,12 @@ class LossCurvature(AbstractCurvature):
             reason = self._without_forward_mode(range(len(self.leaves)))
             is_reverse = reason is not None
             if reason is not None:
-                warn_reverse(reason)
+                warn_user(
+                    "The gradient has no forward-mode derivative, so it is "
+                    "differentiated in reverse mode, which is slower and takes more "
+                    "memory. Set `mode='rev'` to do so without a warning. "
+                    f"({reason})"
+                )
         return is_reverse
 
     def _gradient_of(self, value: Callable[[list], Array]) -> Gradient:
@@ -213,24 +229,46 @@ class GaussNewtonCurvature(AbstractCurvature):
         run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
         batch = model.batch
         with told_apart(functools.partial(run, model.diff), batch, "example", if_whole):
-            self.program = PerExample(run, model.diff, batch.arrays, batch.axes)
-        self._structs = check_outputs(self.program.out)
+            self._own = PerExample(run, model.diff, batch.arrays, batch.axes)
+        self._structs = check_outputs(self._own.out)
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
         self._fisher = fisher
-        self._are_reverse = at_example(
-            self._asked_of_one, model.batch.arrays, self.axes
+        self._derivative: Derivative = derivative_of_program(
+            "`fun`", self._own, batch.arrays
         )
+        self.forms_rest = self._derivative in ("rows", "columns")
+        # Sites need reverse mode only.
+        self.program = self._own
+        if self._derivative == "columns":
+            self.program = with_both_modes(self._own, batch.arrays, "columns")
 
-    def _asked_of_one(self, rows: list) -> tuple[bool, bool]:
-        """Whether the outputs, and the loss's gradient in them, lack forward mode."""
-        outputs, _ = self._functions_of_one(rows)
-        outs = outputs(self.leaves)
-        gradient = jax.grad(lambda outs: self._loss_of(outs, rows))
-        return (
-            without_forward_mode(outputs, self.leaves) is not None,
-            without_forward_mode(gradient, outs) is not None,
-        )
+    @functools.cached_property
+    def _gradient(self) -> Callable[[Callable[..., Array]], Callable[..., list]]:
+        """`jax.grad` for functions of outputs, in the mode that the loss has."""
+
+        def ask(rows: list) -> bool:
+            loss = lambda outs: self._loss_of(outs, rows)
+            return without_reverse_mode(loss, self._own.one(self.leaves, rows)) is None
+
+        has_reverse = at_example(ask, self._model.batch.arrays, self.axes)
+        return jax.grad if has_reverse else jax.jacfwd
+
+    @functools.cached_property
+    def _is_reverse(self) -> bool:
+        """Whether the loss's gradient in the outputs lacks forward mode."""
+
+        def ask(rows: list) -> bool:
+            gradient = self._gradient(lambda outs: self._loss_of(outs, rows))
+            outs = self._own.one(self.leaves, rows)
+            return without_forward_mode(gradient, outs) is not None
+
+        return at_example(ask, self._model.batch.arrays, self.axes)
+
+    @property
+    def formed(self) -> Sequence[int]:
+        """The leaves with a Jacobian of columns in place of sites."""
+        return range(len(self.leaves)) if self._derivative == "columns" else ()
 
     def excludes_sites(self, leaves: set[int]) -> bool:
         return False
@@ -265,64 +303,75 @@ class GaussNewtonCurvature(AbstractCurvature):
         return None
 
     def products(self, rows: list, weights: Array | None) -> Products:
-        functions = self._functions(rows, weights)
-        return gauss_newton_products(*functions, self._are_reverse)
+        return self._products(rows, weights, self.axes)
 
     def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
         return self._by_linear(self.products(rows, weights), vector)
 
     def products_of_one(self, rows: list) -> Products:
-        return gauss_newton_products(*self._functions_of_one(rows), self._are_reverse)
+        return self._products(rows, None, [])
 
-    def _functions(
-        self, rows: list, weights: Array | None
-    ) -> tuple[Callable[[list], list], Callable[[list], Array]]:
-        """The outputs as a function of all leaves, and the loss of all outputs."""
-        if not self.axes:
-            return self._functions_of_one(rows)
+    def _products(
+        self, rows: list, weights: Array | None, axes: Sequence[int]
+    ) -> Products:
+        outputs = self._outputs(rows, axes)
+        curvature = lambda outs: self._curvature(outs, rows, weights, axes)
+        return gauss_newton_products(outputs, curvature, self._derivative)
 
-        def outputs(leaves: list) -> list:
-            one = lambda *rows: self._outputs(leaves, list(rows))
-            return jax.vmap(one, self.axes)(*rows)
+    def _outputs(self, rows: list, axes: Sequence[int]) -> Linear:
+        """The outputs of some examples as a function of all leaves."""
+        point, run = self.leaves, self._own.one
+        if not self.forms_rest:
+            run = jax.checkpoint(run) if self._checkpoint else run
+            return lambda leaves: _over(lambda rows: run(leaves, rows), axes, rows)
 
-        def value(outs: list) -> Array:
-            one = lambda outs, *rows: self._value(outs, list(rows))
-            values = jax.vmap(one, (0, *self.axes))(outs, *rows)
-            return weighted_sum(values, weights)
+        def of_one(rows: list) -> Expansion:
+            return expansion(lambda leaves: run(leaves, rows), point, self._derivative)
 
-        return outputs, value
+        # The Jacobian is computed once for all products.
+        found = _over(of_one, axes, rows)
+        expand = lambda leaves: lambda _, found: expanded(found, point, leaves)
+        return lambda leaves: _over(expand(leaves), axes, rows, found)
 
-    def _functions_of_one(
-        self, rows: list
-    ) -> tuple[Callable[[list], list], Callable[[list], Array]]:
-        outputs = lambda leaves: self._outputs(leaves, rows)
-        return outputs, lambda outs: self._value(outs, rows)
+    def _curvature(
+        self, outs: list, rows: list, weights: Array | None, axes: Sequence[int]
+    ) -> Linear:
+        """The product with the Hessian of all losses, or with what replaces it."""
+        if self._fisher.fisher == "type-2" and self._gradient is jax.grad:
+            one = lambda rows, outs: self._loss_of(outs, rows)
+            value = lambda outs: weighted_sum(_over(one, axes, rows, outs), weights)
+            if self._is_reverse:  # A Hessian is its own transpose.
+                pull = jax.vjp(jax.grad(value), outs)[1]
+                return lambda seeds: pull(seeds)[0]
+            return jax.linearize(jax.grad(value), outs)[1]
+        vectors = _over(
+            lambda rows, outs: self.of_outputs(outs, rows), axes, rows, outs
+        )
 
-    def _outputs(self, leaves: list, rows: list) -> list[Array]:
-        run = self.program.one
-        return (jax.checkpoint(run) if self._checkpoint else run)(leaves, rows)
+        def product(_: list, own: tuple[list, list, Curve, Array | None]) -> list:
+            seeds, vectors, curve, weight = own
+            dtype = common_dtype(*(seed.dtype for seed in seeds))
+            parts = [
+                jnp.tensordot(x, seed, seed.ndim).astype(dtype)
+                for x, seed in zip(vectors, seeds, strict=True)
+            ]
+            along = functools.reduce(jnp.add, parts)
+            along = along if curve is None else curve @ along
+            along = along if weight is None else weight.astype(along.dtype) * along
+            return [jnp.tensordot(along.astype(x.dtype), x, 1) for x in vectors]
 
-    def _value(self, outs: list, rows: list) -> Array:
-        """The value whose Hessian is the curvature of the loss, or its estimate."""
-        if self._fisher.fisher == "type-2":
-            return self._loss_of(outs, rows)
-        seeds = self._seeds(outs, rows)
-        products = [
-            jax.vmap(functools.partial(jnp.vdot, x - lax.stop_gradient(x)))(own)
-            for own, x in zip(seeds, outs, strict=True)
-        ]
-        return jnp.sum(functools.reduce(jnp.add, products) ** 2) / 2
+        return lambda seeds: _over(product, axes, rows, (seeds, *vectors, weights))
 
     def _seeds(self, outs: list, rows: list) -> list[Array]:
         row = rows[-1] if self._fisher.key is not None and self.axes else None
-        value = lambda outs, key=None: self._loss_of(outs, rows, key)
+        loss = lambda outs, key=None: self._loss_of(outs, rows, key)
         curve = lambda outs: self._curve(outs, rows)
-        return self._fisher.seeds(value, curve, outs, row)
+        return self._fisher.seeds(self._gradient(loss), curve, outs, row)
 
     def _loss_of(self, outs: list, rows: list, key: Array | None = None) -> Array:
         """The loss of an example, or of a label drawn for it."""
         (_, *rest), kwargs = self._model.batch.arguments(rows)
-        out = as_complex(self.program.output(outs))
+        out = as_complex(self._own.output(outs))
         if key is not None:
             rest = [*rest[:-1], self._drawn(key, out, rest, kwargs)]
         return check_value(self._loss(out, *rest, **kwargs), what="loss")
@@ -360,8 +409,8 @@ class GaussNewtonCurvature(AbstractCurvature):
         unravel = Unravel(outs)
         flat = jnp.concatenate([x.ravel().astype(unravel.dtype) for x in outs])
         value = lambda flat: self._loss_of(unravel(flat), rows)
-        jacobian = jax.jacrev if self._are_reverse[1] else jax.jacfwd
-        return jacobian(jax.grad(value))(flat)
+        jacobian = jax.jacrev if self._is_reverse else jax.jacfwd
+        return jacobian(self._gradient(value))(flat)
 
 
 def make_curvature(
@@ -404,6 +453,19 @@ def check_loss(loss: Any) -> None:
             "`loss` must be a function of what `fun` returns and of the same other "
             f"arguments; got {described(loss)}. Give settings by keyword."
         )
+
+
+def _over(
+    one: Callable[..., Any], axes: Sequence[int], rows: list, *others: PyTree
+) -> Any:
+    """Maps `one(rows, *others)` over examples; `others` have them along axis 0.
+
+    Without `axes`, there is one example.
+    """
+    if not axes:
+        return one(rows, *others)
+    in_axes = [list(axes), *(0 for _ in others)]
+    return jax.vmap(one, in_axes)(rows, *others)
 
 
 def weighted_sum(values: Array, weights: Array | None) -> Array:

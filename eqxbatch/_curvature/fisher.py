@@ -6,7 +6,6 @@ the loss in the outputs. For random vectors `s` with covariance `C`, the mean of
 the matrix itself takes one for each output.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -89,27 +88,26 @@ class Fisher(eqx.Module):
 
     def seeds(
         self,
-        value: Callable[..., Array],
+        gradient: Callable[..., list],
         curvature: Callable[[list], Inexact[Array, "outputs outputs"]],
         outs: list,
         row: Array | None,
     ) -> list[Inexact[Array, "samples *out"]]:
         """For each output of an example, vectors whose outer products give the matrix.
 
-        `value(outs)` is the loss, `value(outs, key)` the loss for a label drawn with
-        `key`, and `curvature(outs)` the Hessian of the loss.
+        `gradient(outs)` is that of the loss, `gradient(outs, key)` that for a label
+        drawn with `key`, and `curvature(outs)` the Hessian of the loss.
         """
         outs = lax.stop_gradient(outs)
         if self.fisher == "empirical":
-            found = [x[None] for x in jax.grad(value)(outs)]
+            found = [x[None] for x in gradient(outs)]
         elif self.sampler is None:
             # Terms that cancel where a classifier is confident do not cancel at zero.
             terms = jnp.abs(curvature([jnp.zeros_like(x) for x in outs]))
             terms = jnp.where(jnp.isfinite(terms), terms, 0)
             found = _probes(curvature(outs), terms, outs, self._keys(row))
         else:
-            gradient = functools.partial(jax.grad(value), outs)
-            found = jax.vmap(gradient)(self._keys(row))
+            found = jax.vmap(lambda key: gradient(outs, key))(self._keys(row))
         scale = self.num_samples**-0.5
         return [lax.stop_gradient(x * scale) for x in found]
 

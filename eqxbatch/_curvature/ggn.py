@@ -59,7 +59,9 @@ def filter_ggn(
     **Arguments:**
 
     - `fun`: the model: a function of the parameters and of one example that returns a
-        PyTree of arrays of an inexact dtype.
+        PyTree of arrays of an inexact dtype. It may have a derivative in forward mode
+        or in reverse mode only. If it has one mode only, the Jacobian of the examples
+        of a microbatch is materialised.
     - `loss`: a function of the output of `fun` and of all arguments of `fun` after the
         first. It returns a real scalar. Pass it by keyword if you use this as a
         decorator.
@@ -98,7 +100,8 @@ def filter_ggn(
         `fisher="mc"` without a `key`, for `key`, `num_samples` or `sampler` with any
         other `fisher`, and for a label from `sampler` that does not have the structure
         and shapes of the last argument.
-    - `TypeError` for a `loss` that is not callable, and for an unknown `fisher`.
+    - `TypeError` for a `loss` that is not callable, for an unknown `fisher`, and for a
+        `fun` that JAX can differentiate in neither mode.
     - `RuntimeError` at run time for a loss that is not convex, with `fisher="mc"` and
         no `sampler`. Inside `jax.shard_map`, the result is NaN instead.
 

@@ -220,7 +220,8 @@ def filter_ggnvp(
     **Arguments:**
 
     - `fun`, `loss`: as for [`eqxbatch.filter_ggn`][]. Pass `loss` by keyword if you use
-        this as a decorator.
+        this as a decorator. Without forward mode, a product may take one pass for each
+        output of an example; without reverse mode, one for each parameter.
     - `where`, `filter_spec`, `checkpoint`, `in_axes`, `microbatch_size`, `accumulator`:
         as for [`eqxbatch.filter_hvp`][].
 

@@ -1,6 +1,5 @@
 """`filter_jacobian`: Jacobians in blocks of columns or rows."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any, cast, ClassVar, get_args, Literal, TYPE_CHECKING
 
@@ -11,22 +10,17 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
-from .._base.dtypes import as_complex, as_real, is_complex
+from .._base.dtypes import is_complex
 from .._base.jaxprs import PerExample
-from .._base.modes import without_forward_mode, without_reverse_mode
+from .._base.mistakes import warn_user
+from .._base.modes import derivative_of, without_forward_mode, without_reverse_mode
 from .._base.shapes import Contract, Joined
-from .._base.trees import consecutive_groups, log
+from .._base.trees import log
 from .._batch.memory import MemoryBudget
 from .._batch.objective import Objective
 from .._batch.transform import AbstractAutoSharded, also_decorator, transformed
-from .by_products import (
-    columns,
-    ColumnSize,
-    images,
-    LEAST_COLUMNS,
-    Mode,
-    replaced,
-)
+from .by_one_mode import by_columns, by_rows
+from .by_products import ColumnSize, Mode
 from .curvature_of import check_outputs
 from .pytree import Unravel
 
@@ -99,7 +93,7 @@ class _Jacobian(AbstractAutoSharded):
         operands = (self, fun, args, kwargs)
         largest = total if mode == "fwd" else self._num_rows(structs)
         size = self.column_size.resolve(largest, run_with, operands)
-        compute = _by_columns if mode == "fwd" else _by_rows
+        compute = by_columns if mode == "fwd" else by_rows
         blocks = compute(values, leaves, structs, size)
         result = self._arranged(blocks, leaves, diff, out)
         if not objective.has_aux:
@@ -120,9 +114,25 @@ class _Jacobian(AbstractAutoSharded):
             )
         if self.mode != "auto":
             return self.mode
-        if sum(x.size for x in leaves) <= self._num_rows(structs):
-            return "fwd" if without_forward_mode(values, leaves) is None else "rev"
-        return "rev" if without_reverse_mode(values, leaves) is None else "fwd"
+        num_columns, num_rows = sum(x.size for x in leaves), self._num_rows(structs)
+        is_forward = num_columns <= num_rows
+        ask = without_forward_mode if is_forward else without_reverse_mode
+        reason = ask(values, leaves)
+        if reason is not None:
+            is_forward = derivative_of("`fun`", values, leaves) == "columns"
+            ways = (
+                f"forward mode (passes: {num_columns})",
+                f"reverse mode (passes: {num_rows})",
+            )
+            found, missing = ways if is_forward else ways[::-1]
+            rule = "custom_vjp" if is_forward else "custom_jvp"
+            warn_user(
+                f"The Jacobian of `fun` is computed in {found} instead of {missing}, "
+                "as JAX cannot differentiate `fun` in the latter. Set "
+                f"`mode={'fwd' if is_forward else 'rev'!r}` to do so without a "
+                f"warning, or give `fun` a `jax.{rule}` to be faster. ({reason})"
+            )
+        return "fwd" if is_forward else "rev"
 
     def _num_rows(self, structs: list) -> int:
         """The number of pullbacks in reverse mode."""
@@ -156,67 +166,6 @@ class _Jacobian(AbstractAutoSharded):
         return (tree, unravel) if self.flat else tree
 
 
-def _by_columns(
-    values: Callable[[list], list], leaves: list, structs: list, size: int | None
-) -> list[list[Array]]:
-    """Forward-mode derivatives with respect to the entries of the leaves.
-
-    There is one array for each output and leaf, in which one axis has the entries of
-    the leaf.
-    """
-    result: list[list[Array]] = [[] for _ in structs]
-    for group in consecutive_groups([x.size for x in leaves], LEAST_COLUMNS):
-        point = [leaves[i] for i in group]
-        at = lambda some, group=group: values(replaced(leaves, group, some))
-        found = columns(jax.linearize(at, point)[1], point, size)
-        ends = [*itertools.accumulate(x.size for x in point)]
-        for of_output, x in zip(result, found, strict=True):
-            of_output += jnp.split(x, ends[:-1], axis=-1)
-    return result
-
-
-def _by_rows(
-    values: Callable[[list], list], leaves: list, structs: list, size: int | None
-) -> list[list[Array]]:
-    """Reverse-mode derivatives of the entries of the outputs.
-
-    With respect to real arrays, a complex output is pulled back once for its real part
-    and once for its imaginary part, because a pullback to a real array is real.
-    """
-    if any(map(is_complex, leaves)) or not any(map(is_complex, structs)):
-        return _pulled_back(values, leaves, structs, size)
-    parts, treedef = jtu.tree_flatten(jax.eval_shape(as_real, structs))
-    of_parts = lambda leaves: jtu.tree_leaves(as_real(values(leaves)))
-    found = _pulled_back(of_parts, leaves, parts, size)
-    # One list for each leaf, with an entry for each output.
-    joined = [
-        as_complex(jtu.tree_unflatten(treedef, of_leaf))
-        for of_leaf in zip(*found, strict=True)
-    ]
-    return [[*of_output] for of_output in zip(*joined, strict=True)]
-
-
-def _pulled_back(
-    values: Callable[[list], list], leaves: list, structs: list, size: int | None
-) -> list[list[Array]]:
-    """Like `_by_rows`, for outputs that are complex only if the leaves are."""
-    result: list[list[Array]] = []
-    for group in consecutive_groups([x.size for x in structs], LEAST_COLUMNS):
-        at = lambda leaves, group=group: [values(leaves)[i] for i in group]
-        outs, pull = jax.vjp(at, leaves)
-        found = images(lambda seeds, pull=pull: pull(seeds)[0], outs, size)
-        ends = [*itertools.accumulate(x.size for x in outs)]
-        for out, end in zip(outs, ends, strict=True):
-            rows = [x[end - out.size : end] for x in found]
-            result.append(
-                [
-                    x.reshape(*out.shape, leaf.size).astype(out.dtype)
-                    for x, leaf in zip(rows, leaves, strict=True)
-                ]
-            )
-    return result
-
-
 @cast("Typed[JacobianSignature]", also_decorator)
 def filter_jacobian(
     fun: Callable[..., Any] | None = None,
@@ -242,8 +191,8 @@ def filter_jacobian(
         inexact dtype in its first argument, and returns a PyTree of such arrays.
     - `mode`: `"fwd"` computes columns in forward mode, one for each of the `n`
         parameter entries. `"rev"` computes rows in reverse mode, one for each of the
-        `m` output entries. `"auto"` uses whichever mode needs fewer passes, or the only
-        one that `fun` supports.
+        `m` output entries. `"auto"` uses whichever mode needs fewer passes; if JAX
+        cannot differentiate `fun` in that mode, it warns and uses the other one.
     - `block_size`: how many columns or rows are computed at a time, at least 1. This
         number need not divide their total number. An [`eqxbatch.MemoryBudget`][]
         chooses the largest number that fits; `None` computes all at once.
@@ -282,8 +231,8 @@ def filter_jacobian(
     - `ValueError` if there is nothing to differentiate, for outputs that are not arrays
         of an inexact dtype, for an unknown `mode`, for sizes below 1, and if both
         `block_size` and `num_blocks` are given.
-    - `TypeError` for complex arrays without `holomorphic`, and for real parameters or
-        outputs with it.
+    - `TypeError` for complex arrays without `holomorphic`, for real parameters or
+        outputs with it, and for a `fun` that JAX can differentiate in neither mode.
 
     !!! example
 

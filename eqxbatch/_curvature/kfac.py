@@ -107,7 +107,9 @@ class _KFAC(AbstractOverExamples):
         )
         assert isinstance(curvature, GaussNewtonCurvature)
         closed, num = curvature.program.closed, len(curvature.leaves)
-        program = Program(closed, num, num_outputs=curvature.num_outputs)
+        program = Program(
+            closed, num, formed=curvature.formed, num_outputs=curvature.num_outputs
+        )
         own = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
         blocks = _Blocks(
             curvature,
@@ -337,9 +339,9 @@ def filter_kfac(
     A function with the arguments of `fun` that returns [`eqxbatch.KroneckerFactors`][].
     Arrays that do not enter by a matrix product, such as the scales of a normalisation
     layer, have an exact block if they have at most 512 entries, and a diagonal block
-    otherwise. So do arrays that are reshaped, sliced or masked first. To see the
-    structure of each block, print the factors or an [`eqxbatch.explain_sites`][]
-    report.
+    otherwise. So do arrays that are reshaped, sliced or masked first, and all arrays if
+    JAX can differentiate `fun` in forward mode only. To see the structure of each
+    block, print the factors or an [`eqxbatch.explain_sites`][] report.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced.

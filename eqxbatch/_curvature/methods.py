@@ -130,7 +130,7 @@ class CurvatureBlocks:
         if self.method == "auto" and curvature.excludes_sites(covered):
             return None
         sites = curvature.of_sites(program, self.wanted.among(covered))
-        if self.method == "sites":
+        if self.method == "sites" or curvature.forms_rest:
             return sites
         counted = _COUNTED if curvature.axes else 1
         zeros = [
@@ -154,21 +154,28 @@ class CurvatureBlocks:
     def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
         """The function with the sites of some leaves, and the leaves that have rules.
 
-        Leaves without a rule are not perturbed.
+        Leaves without a rule are not perturbed, or their Jacobian is formed.
         """
         curvature, num = self.curvature, len(self.curvature.leaves)
+        formed: set[int] = set()
         while True:
             program = Program(
                 curvature.program.closed,
                 num,
                 constant=set(range(num)) - leaves,
+                formed=formed,
                 num_outputs=curvature.num_outputs,
                 order=2,
             )
-            covered = {i for i in leaves if is_covered(program, i, self.wanted)}
+            covered = {
+                i for i in leaves if i in formed or is_covered(program, i, self.wanted)
+            }
             if covered == leaves:
                 return program, covered
-            leaves = covered
+            if curvature.forms_rest:
+                formed |= leaves - covered
+            else:
+                leaves = covered
 
 
 def _even(total: int, size: int) -> int:

@@ -253,7 +253,8 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
         `v` has the structure and shape of the model's output for `x2` (for `x1`, if
         `x2` is None), and the result those of the output for `x1`. The product is with
         the full kernel: no axis is traced, and entries between different outputs are
-        included. Raises `ValueError` if `v` does not match the output.
+        included. Raises `ValueError` if `v` does not match the output, and `TypeError`
+        if JAX has neither forward mode for the model nor the transpose of reverse mode.
         """
         return self._kernels(ProductTask(v), x1, x2, key, kwargs)
 

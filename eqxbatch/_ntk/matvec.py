@@ -6,6 +6,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
 from .._base.mesh import vary_as
+from .._base.modes import derivative_of_program, pushed
 from .._base.shapes import Contract
 from .._batch.accumulators import Concat
 from .._batch.moments import Sum
@@ -89,14 +90,23 @@ def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
     first = model.sides[0].rows
     size, _ = model.block_sizes()
 
+    derivative = derivative_of_program("the model", model.programs[0], first.arrays)
+    if derivative == "rows":
+        raise TypeError(
+            "A product with the kernel needs the model's derivative in forward mode, "
+            "but JAX has neither that nor the transpose of its backward pass. Use the "
+            "kernel itself, which needs reverse mode only: call the `EmpiricalNTK` on "
+            "the examples. A `jax.custom_jvp` instead of a `jax.custom_vjp` has both."
+        )
+
     def push(arrays: list, _: int) -> list[Array]:
         values = lambda leaves: model.programs[0].many(leaves, arrays)
-        return jax.jvp(values, (model.leaves,), (tangents,))[1]
+        return pushed(values, model.leaves, tangents, derivative)
 
-    pushed = accumulated(push, first, size, Concat())
+    products = accumulated(push, first, size, Concat())
     return [
         x[0] if axes.batch is None else jnp.moveaxis(x, 0, axes.batch)
-        for axes, x in zip(model.axes, pushed, strict=True)
+        for axes, x in zip(model.axes, products, strict=True)
     ]
 
 

@@ -200,7 +200,7 @@ def choose_pairing(
         if name == "sites" or is_probed:
             return pairing
         cost_of_products = _cost_of_products(model, ntk)
-        is_by_sites = cost <= cost_of_products or not _has_products(model)
+        is_by_sites = cost <= cost_of_products or _without_products(model) is not None
         log.debug(
             "NTK: implementation='auto' is %r; about %.2g operations by sites, and "
             "%.2g by products.",
@@ -209,6 +209,12 @@ def choose_pairing(
         )
         if is_by_sites:
             return pairing
+    elif (reason := _without_products(model)) is not None:
+        raise TypeError(
+            "`implementation='ntk_vector_products'` needs the model's derivative in "
+            "forward mode, which JAX does not have. Use 'auto' or 'sites', which need "
+            f"reverse mode only. ({reason})"
+        )
     return _by_products(model, values, ntk, directions)
 
 
@@ -288,12 +294,12 @@ def _by_products(
     return Products(pushforward, example_factors, values, ntk, is_symmetric=last == 0)
 
 
-def _has_products(model: TracedModel) -> bool:
-    """Whether the model supports forward mode, to push Jacobians through it."""
+def _without_products(model: TracedModel) -> str | None:
+    """Why Jacobians cannot be pushed through the model; None if they can."""
     closed, num = model.programs[0].closed, len(model.leaves)
     rows = [full_varying_as(var.aval, 0) for var in closed.jaxpr.invars[num:]]
     of_leaves = lambda leaves: model.programs[0].one(leaves, rows)
-    return without_forward_mode(of_leaves, model.leaves) is None
+    return without_forward_mode(of_leaves, model.leaves)
 
 
 def _cost_of_products(model: TracedModel, ntk: list[OutputAxes]) -> float:

@@ -23,7 +23,6 @@ from .._base.jaxprs import (
     live_in_scan,
     live_variables,
     REMAT,
-    run_equation,
     scan_sizes,
     source_line,
 )
@@ -47,7 +46,7 @@ from .plan import (
     Switched,
 )
 from .rules import find_rule, SUMS, unknown_parameters
-from .shared import Graph, Loop, Node, Slope, Value
+from .shared import Graph, Loop, Node, pushforward_of, Slope, Value
 from .site import Site, SiteLoop
 from .view import extend_sum, extend_view, leaf_view, View
 
@@ -225,11 +224,11 @@ class Finder:
                 for base in bases
                 for view in base.views
             )
-        return tuple(
-            self._pushed(view, own, inputs, position, output)
-            for position, x in enumerate(inputs)
-            for view in x.views
-        )
+        views: list[View] = []
+        for position, x in enumerate(inputs):
+            if x.views:
+                views += self._pushed(x.views, own, inputs, position, output)
+        return tuple(views)
 
     def _times(self, view: View, slope: Slope) -> View:
         """A view times the derivative of an elementwise function."""
@@ -258,35 +257,26 @@ class Finder:
 
     def _pushed(
         self,
-        view: View,
+        views: tuple[View, ...],
         own: Equation,
         inputs: list[Shared],
         position: int,
         output: int,
-    ) -> View:
-        """A view pushed through the derivative of an equation at the values there."""
+    ) -> list[View]:
+        """Views pushed through the derivative of an equation at the values there."""
         eqn = own.eqn
         var = eqn.outvars[output]
-        run = run_equation(own.jaxpr, eqn, [var])
+        push = pushforward_of(own.jaxpr, eqn, position, var)
+        if push is None:
+            reason = f"`{eqn.primitive.name}` has no derivative in forward mode"
+            self.fail(views, own, reason)
+            return []
         values = [self._number(x.node, x.node) for x in inputs]
-        has_no_jvp = eqn.primitive.name.startswith("custom_vjp")
-
-        @in_this_mesh
-        def push(tangent: Array, *values: Array) -> Array:
-            at = lambda x: run(*values[:position], x, *values[position + 1 :])[0]
-            x = values[position]
-            tangent = tangent.astype(x.dtype)
-            if not has_no_jvp:
-                return jax.jvp(at, (x,), (tangent,))[1]
-            out, pullback = jax.vjp(at, x)
-            pull = lambda cotangent: pullback(cotangent)[0]
-            return jax.linear_transpose(pull, out)(tangent)[0]
-
         numbers = [number for number, _ in values]
         key = f"{eqn.primitive.name}[{position}, {output}]{numbers}"
-        return view.then(
-            key, push, var.aval.shape, None, is_isometry=False, values=values
-        )
+        settings = {"is_isometry": False, "values": values}
+        shape, push = var.aval.shape, in_this_mesh(push)
+        return [view.then(key, push, shape, None, **settings) for view in views]
 
     def _number(self, value: Value, key: Any) -> tuple[int, tuple[Loop, ...]]:
         """The index of a value, and its loops."""

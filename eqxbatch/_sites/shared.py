@@ -23,6 +23,7 @@ from .._base.jaxprs import (
     run_equation,
 )
 from .._base.mesh import full_varying_as
+from .._base.modes import Derivative, derivative_of, pushed
 
 
 # A `scan` around an equation: its index, which grows inwards, and its length.
@@ -183,6 +184,30 @@ def _is_reverse(eqn: Any) -> bool:
     if eqn.primitive.name.startswith("custom_vjp"):
         return True
     return any(_is_reverse(own) for sub in inner_jaxprs(eqn) for own in sub.eqns)
+
+
+def pushforward_of(
+    jaxpr: Any, eqn: Any, position: int, var: Any
+) -> Callable[..., Array] | None:
+    """The derivative of the output `var` of an equation in one of its inputs.
+
+    It is a function of a tangent and of the values of all inputs; None if JAX has only
+    reverse mode, and no transpose of that.
+    """
+    run = run_equation(jaxpr, eqn, [var])
+    at = lambda values: lambda x: run(*values[:position], *x, *values[position + 1 :])
+    derivative: Derivative = "both"
+    if _is_reverse(eqn):
+        zeros = [full_varying_as(atom.aval, 0) for atom in eqn.invars]
+        name, point = f"`{eqn.primitive.name}`", [zeros[position]]
+        derivative = derivative_of(name, at(zeros), point)
+
+    def push(tangent: Array, *values: Array) -> Array:
+        tangents = [tangent.astype(values[position].dtype)]
+        (out,) = pushed(at(values), [values[position]], tangents, derivative)
+        return out
+
+    return None if derivative == "rows" else push
 
 
 def _bases(

@@ -345,7 +345,8 @@ def filter_gauss_newton_step(
         batch size.
     - `space`: `"sample"` solves with the kernel of the residuals, `"parameter"` with
         the Gauss-Newton matrix, and `"auto"` with the smaller of the two. The step is
-        the same in each case.
+        the same in each case. Each works for a `residual` that has a derivative in
+        forward mode or in reverse mode only.
     - `centre`: whether to subtract the weighted mean over the examples from `J` and
         `r`, for each term. This is stochastic reconfiguration.
     - `has_residual`: whether `residual` returns a pair `(output, residual)` of the same
@@ -412,8 +413,8 @@ def filter_gauss_newton_step(
     - `ValueError` if there are no parameters, for outputs that are not arrays of an
         inexact dtype, for an unknown `space`, for numbers that are negative, NaN or
         infinite, and for settings or batches that do not match the number of terms.
-    - `TypeError` for an unknown `solver`, for a memory budget, and for settings of the
-        wrong type.
+    - `TypeError` for an unknown `solver`, for a memory budget, for settings of the
+        wrong type, and for a `residual` that JAX can differentiate in neither mode.
     - `RuntimeError` at run time, for such numbers in JAX arrays, for negative weights
         of an `accumulator` and, with `solver="cholesky"`, for a matrix that is not
         positive definite.

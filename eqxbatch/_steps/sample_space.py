@@ -40,24 +40,17 @@ class SampleKernel:
     ):
         self._residuals, self._size = residuals, block_size
         self._microbatch_size = microbatch_size
-        self._programs = residuals.programs
-        if residuals.centre:
-            pairs = zip(residuals.centred_terms, residuals.rows, strict=True)
-            self._programs = [residuals.program(*pair) for pair in pairs]
-        formed = self._formed([self._linearization(i, ()) for i in self._numbers])
+        self._programs = residuals.centred_programs
+        formed = self._formed([self._linearization(i, ()) for i in residuals.numbers])
         # One backward pass computes all gradients of a leaf. That is faster than
         # contracting the factors of its sites.
-        linearizations = [self._linearization(i, formed) for i in self._numbers]
+        linearizations = [self._linearization(i, formed) for i in residuals.numbers]
         self._factors = [
             ExampleFactors(own, [output_factors(own.program, ())], keeps_values=False)
             for own in linearizations
         ]
         self._kernels = {pair: self._kernel(*pair) for pair in self._pairs()}
         self._kept: list[Rows] = []
-
-    @property
-    def _numbers(self) -> range:
-        return range(len(self._residuals.terms))
 
     def _linearization(self, number: int, formed: Collection[int]) -> Linearization:
         residuals = self._residuals
@@ -134,12 +127,12 @@ class SampleKernel:
             for pair, kernel in self._kernels.items():
                 (blocks[pair],) = on_device(kernel, make_collectors(kernel, None))
         rows: list[Array] = []
-        for i in self._numbers:
+        for i in self._residuals.numbers:
             of_row = [
                 self._arranged(blocks[i, j], i, j)
                 if j <= i
                 else self._arranged(blocks[j, i], j, i).T
-                for j in self._numbers
+                for j in self._residuals.numbers
             ]
             rows.append(jnp.concatenate(of_row, axis=1))
         return jnp.concatenate(rows, axis=0)
@@ -165,7 +158,7 @@ class SampleKernel:
         return [x * size.astype(x.dtype) for x in totals]
 
     def _pairs(self) -> list[tuple[int, int]]:
-        return [(i, j) for i in self._numbers for j in range(i + 1)]
+        return [(i, j) for i in self._residuals.numbers for j in range(i + 1)]
 
     def _arranged(
         self, kernel: Float[Array, "n1 n2 out1 out2"], first: int, second: int

@@ -13,11 +13,13 @@ from jaxtyping import Array, Float, PyTree
 from .._base.dtypes import finite_sums, is_complex, power_of_two, widened, widest
 from .._base.jaxprs import PerExample, uses_dtype
 from .._base.mesh import vary_as
+from .._base.modes import Derivative, derivative_of_program, pushed
 from .._base.trees import described
 from .._batch.accumulators import Concat
 from .._batch.cut import Batch
 from .._batch.moments import Sum
 from .._batch.rows import accumulated, Rows
+from .._curvature.by_one_mode import with_both_modes
 
 
 class Terms(eqx.Module):
@@ -138,6 +140,7 @@ class Residuals:
     - `leaves`: the parameters. A complex one counts as two real ones: `pull` returns
         the derivative in the real part plus `1j` times that in the imaginary part.
     - `programs`, `rows`: for each term, the program of one example, and all examples.
+        Programs have reverse mode.
     - `weights`: the weights of the squared residuals.
     - `centre`: whether to subtract weighted means over the examples.
     """
@@ -157,10 +160,15 @@ class Residuals:
         arrays = [x for term in terms for x in term.batch.arrays]
         self.leaves = vary_as(arrays, leaves)
         self.rows = [_rows(term.batch) for term in terms]
-        self.programs = [
-            self.program(term, rows)
+        self._own = [
+            self._traced(term, rows)
             for term, rows in zip(terms, self.rows, strict=True)
         ]
+        self._derivatives: list[Derivative] = [
+            derivative_of_program("`residual`", program, rows.arrays)
+            for program, rows in zip(self._own, self.rows, strict=True)
+        ]
+        self.programs = [self._with(i, "columns", self._own[i]) for i in self.numbers]
         self.entries = [program.structs[0].shape[0] for program in self.programs]
         dtypes = [program.structs[0].dtype for program in self.programs]
         self.dtype = widest(*dtypes, *(x.dtype for x in leaves))
@@ -182,9 +190,33 @@ class Residuals:
         pull = lambda entry: self.pull_as_it_is({number: jnp.outer(own, entry)})
         return jax.vmap(pull)(jnp.eye(self.entries[number], dtype=self.dtype))
 
-    def program(self, fun: Callable, rows: Rows) -> PerExample:
+    @property
+    def numbers(self) -> range:
+        """The indices of the terms."""
+        return range(len(self.terms))
+
+    @functools.cached_property
+    def centred_programs(self) -> list[PerExample]:
+        """Like `programs`, with centred derivatives if required."""
+        if not self.centre:
+            return self.programs
+        terms = self.centred_terms
+        return [
+            self._with(i, "columns", self._traced(terms[i], self.rows[i]))
+            for i in self.numbers
+        ]
+
+    def _traced(self, fun: Callable, rows: Rows) -> PerExample:
         of_row = lambda leaves, row: fun(leaves, *row)
         return PerExample(of_row, self.leaves, rows.arrays, rows.axes)
+
+    def _with(
+        self, number: int, derivative: Derivative, program: PerExample
+    ) -> PerExample:
+        """The program of a term, with its Jacobian if that is its only derivative."""
+        if self._derivatives[number] != derivative:
+            return program
+        return with_both_modes(program, self.rows[number].arrays, derivative)
 
     @property
     def num(self) -> int:
@@ -200,10 +232,10 @@ class Residuals:
     def values(self) -> Vectors:
         """The residuals, centred if required."""
         found = []
-        triples = zip(self.terms, self.programs, self.rows, strict=True)
+        triples = zip(self.terms, self._own, self.rows, strict=True)
         for term, program, rows in triples:
             if term.has_residual:
-                program = self.program(term.residual, rows)
+                program = self._traced(term.residual, rows)
             of_rows = lambda arrays, _, own=program: own.many(self.leaves, arrays)[0]
             found.append(accumulated(of_rows, rows, self._size, Concat()))
         return self.centred(found)
@@ -211,13 +243,17 @@ class Residuals:
     def push(self, tangents: list[Array]) -> Vectors:
         """The product of the Jacobian with a vector, centred if required."""
         found = []
-        for program, rows in zip(self.programs, self.rows, strict=True):
+        for number, rows in enumerate(self.rows):
+            program = self._with(number, "rows", self._own[number])
 
-            def pushed(arrays: list, _: int, own: PerExample = program) -> Array:
-                values = lambda leaves: own.many(leaves, arrays)[0]
-                return jax.jvp(values, (self.leaves,), (tangents,))[1]
+            def push(
+                arrays: list, _: int, number: int = number, own: PerExample = program
+            ) -> Array:
+                values = lambda leaves: own.many(leaves, arrays)
+                derivative = self._derivatives[number]
+                return pushed(values, self.leaves, tangents, derivative)[0]
 
-            found.append(accumulated(pushed, rows, self._size, Concat()))
+            found.append(accumulated(push, rows, self._size, Concat()))
         return self.centred(found)
 
     def pull(self, vectors: Vectors) -> list[Array]:
@@ -237,12 +273,13 @@ class Residuals:
         most = max(1, self.num_parameters // max(*self.entries, 1))
         totals, size = self.zeros(), self._size or size or most
         scaled, scale = in_range(self.centred(vectors, is_transpose=True))
-        triples = zip(self.centred_terms, self.rows, scaled, strict=True)
-        for term, rows, vector in triples:
+        triples = zip(self.centred_programs, self.rows, scaled, strict=True)
+        for program, rows, vector in triples:
 
-            def of_one(*both: Array, own: Any = term) -> list[Array]:
+            def of_one(*both: Array, own: PerExample = program) -> list[Array]:
                 *row, vector = both
-                out, pullback = jax.vjp(lambda leaves: own(leaves, *row), self.leaves)
+                values = lambda leaves: own.one(leaves, row)[0]
+                out, pullback = jax.vjp(values, self.leaves)
                 # Means cancel exactly only before anything is multiplied.
                 (jacobian,) = jax.vmap(pullback)(jnp.eye(out.size, dtype=out.dtype))
                 wide = map(widened, jacobian)

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from eqxbatch._base.modes import without_forward_mode, without_reverse_mode
+from eqxbatch._base.modes import (
+    derivative_of,
+    without_forward_mode,
+    without_reverse_mode,
+)
+from ..helpers import forwards_only, rows_only
 
 
 pytestmark = pytest.mark.versions
@@ -41,6 +46,15 @@ def looped(x):
     return lax.while_loop(lambda y: jnp.sum(y) < 9, lambda y: 2 * y + 1, x)
 
 
+WAYS = (
+    (jnp.sin, "both"),
+    (forwards_only, "columns"),
+    (solved, "columns"),
+    (in_reverse, "transposed"),
+    (rows_only, "rows"),
+)
+
+
 # If JAX words an exception differently, one of these raises it. `_NO_FORWARD` and
 # `_NO_REVERSE` then need its words, too.
 
@@ -59,3 +73,14 @@ def test_forward_mode(fun):
 def test_reverse_mode(fun):
     reason = without_reverse_mode(lambda ins: fun(*ins), [jnp.ones(3)])
     assert (reason is None) == (fun in (jnp.sin, in_reverse))
+
+
+@pytest.mark.parametrize(("fun", "way"), WAYS)
+def test_how_a_function_is_differentiated(fun, way):
+    assert derivative_of("`fun`", lambda ins: fun(*ins), [jnp.ones(3)]) == way
+
+
+def test_functions_with_neither_mode():
+    fun = lambda ins: looped(in_reverse(*ins))
+    with pytest.raises(TypeError, match="neither in forward nor in reverse mode"):
+        derivative_of("`fun`", fun, [jnp.ones(3)])

@@ -12,11 +12,13 @@ import jax.tree_util as jtu
 import lineax
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, PartitionSpec as P
 
 import eqxbatch
 from eqxbatch import (
     filter_ggn,
+    filter_ggn_diagonal,
     filter_ggnvp,
     filter_hessian,
     filter_hessian_diagonal,
@@ -25,7 +27,14 @@ from eqxbatch import (
     MemoryBudget,
     Sum,
 )
-from ..helpers import assert_same, CountTraces, memory, only_backwards
+from ..helpers import (
+    assert_same,
+    CountTraces,
+    forwards_only,
+    memory,
+    only_backwards,
+    rows_only,
+)
 from .oracle import (
     batch,
     CHOICES,
@@ -146,8 +155,9 @@ class TestModes:
         loss = lambda w, x: jnp.sum(only_backwards(w * x))
         expected = dense(lambda w, x: jnp.sum(jnp.sin(w * x)), w, x)
         vector = jnp.arange(3.0)
-        with pytest.warns(UserWarning, match="no forward-mode derivative"):
+        with pytest.warns(UserWarning, match="no forward-mode derivative") as record:
             close(filter_hessian(loss, in_axes=0)(w, x), expected)
+        assert {warning.filename for warning in record} == {__file__}
         with pytest.warns(UserWarning, match="no forward-mode derivative"):
             got = filter_hvp(loss, in_axes=0)(w, vector, x)
         close(got, expected @ vector)
@@ -212,6 +222,68 @@ class TestModes:
         for method in ("sites", "products"):
             ggn = filter_ggn(model, loss, in_axes=0, flat=True, method=method)
             close(ggn(w, x)[0], expected)
+
+    @pytest.mark.parametrize("fisher", ("type-2", "mc", "empirical"))
+    @pytest.mark.parametrize("activation", (forwards_only, rows_only))
+    def test_gauss_newton_of_models_with_one_mode(self, activation, fisher, getkey):
+        w = {"a": jr.normal(getkey(), (2, 3)), "b": jr.normal(getkey(), (2,))}
+        x, y = jr.normal(getkey(), (5, 3)), jr.normal(getkey(), (5, 2))
+
+        def model(fun):
+            # Once of parameters and an example, once of parameters alone.
+            return lambda w, x, y: fun(w["a"] @ x + w["b"]) * jnp.sum(fun(w["b"]))
+
+        loss = lambda out, x, y: jnp.sum((out - y) ** 2 / 2 + jnp.cosh(out))
+        settings = {"fisher": fisher, "in_axes": 0, "flat": True}
+        if fisher == "mc":
+            settings |= {"key": getkey(), "num_samples": 2}
+            # Of the same labels; that is compared with a dense matrix elsewhere.
+            expected, _ = filter_ggn(model(jnp.sin), loss, **settings)(w, x, y)
+        else:
+            outs = lambda w: jax.vmap(model(jnp.sin), (None, 0, 0))(w, x, y)
+            parts = jax.tree.leaves(jax.jacfwd(outs)(w))
+            rows = np.concatenate([part.reshape(5, 2, -1) for part in parts], axis=-1)
+            if fisher == "empirical":
+                slopes = jax.vmap(jax.grad(loss))(outs(w), x, y)
+                gradients = np.einsum("nop,no->np", rows, slopes)
+                expected = gradients.T @ gradients / 5
+            else:
+                curves = jax.vmap(jax.hessian(loss))(outs(w), x, y)
+                expected = np.einsum("nop,noq,nqr->pr", rows, curves, rows) / 5
+        expected = jnp.asarray(expected)
+        for method in METHODS:
+            ggn = filter_ggn(model(activation), loss, method=method, **settings)
+            close(ggn(w, x, y)[0], expected)
+        diagonal = filter_ggn_diagonal(model(activation), loss, **settings)
+        close(diagonal(w, x, y)[0], jnp.diagonal(expected))
+        if fisher == "type-2":
+            vector = jax.tree.map(lambda x: jnp.arange(x.size).reshape(x.shape) / 2, w)
+            product = filter_ggnvp(
+                model(activation), loss, in_axes=0, microbatch_size=2
+            )(w, vector, x, y)
+            flat, _ = ravel_pytree(vector)
+            close(ravel_pytree(product)[0], expected @ flat)
+
+    @pytest.mark.parametrize("fun", (forwards_only, rows_only))
+    def test_gauss_newton_of_losses_with_one_mode(self, fun, getkey):
+        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        model, vector = lambda w, x: jnp.tanh(w * x), jnp.arange(3.0)
+        of = lambda fun: lambda out, x: jnp.sum(fun(out))
+        for fisher in ("type-2", "empirical"):
+            settings = {"in_axes": 0, "flat": True, "fisher": fisher}
+            expected, _ = filter_ggn(model, of(jnp.sin), **settings)(w, x)
+            for method in CHOICES:
+                ggn = filter_ggn(model, of(fun), method=method, **settings)
+                close(ggn(w, x)[0], expected)
+        expected, _ = filter_ggn(model, of(jnp.sin), in_axes=0, flat=True)(w, x)
+        product = filter_ggnvp(model, of(fun), in_axes=0)(w, vector, x)
+        close(product, expected @ vector)
+
+    def test_gauss_newton_of_models_with_neither_mode(self):
+        model = lambda w, x: forwards_only(rows_only(w * x))
+        ggn = filter_ggn(model, lambda out, x: jnp.sum(out**2), in_axes=0)
+        with pytest.raises(TypeError, match="`fun` neither in forward nor in reverse"):
+            ggn(jnp.ones(3), jnp.ones((4, 3)))
 
     def test_only_parameters_without_forward_mode_are_left_to_products(self, getkey):
         w = {"a": jr.normal(getkey(), (3,)), "b": jr.normal(getkey(), (4, 3))}

@@ -21,6 +21,7 @@ from eqxbatch import (
     Unravel,
 )
 from eqxbatch._curvature import kronecker_sums
+from ..helpers import forwards_only, rows_only
 from .kfac_models import (
     factors,
     kfac,
@@ -255,6 +256,21 @@ class TestOtherBlocks:
         assert "`reshape`" in by_name["['reshaped']",].part.reason
         assert "does not use" in by_name["['unused']",].part.reason
         assert "['reshaped']     block      it is used after `reshape`" in str(found)
+
+    def test_models_with_one_derivative_mode(self, y):
+        w = {"a": jr.normal(jr.key(3), (2, 3)), "b": jr.normal(jr.key(4), (2,))}
+        x, of = (
+            jr.normal(jr.key(5), (NUM, 3)),
+            lambda out, x, y: jnp.sum((out - y) ** 4),
+        )
+        model = lambda fun: lambda w, x, y: fun(w["a"] @ x + w["b"])
+        found = filter_kfac(model(forwards_only), of, in_axes=0)(w, x, y)
+        # No layer is seen, so that all blocks are exact.
+        blocks = filter_ggn_blocks(model(jnp.sin), of, in_axes=0, flat=True)(w, x, y)
+        expected = [matrix for matrix, _ in blocks.values()]
+        close([block.matrix for block in found.blocks], expected)
+        pair = [filter_kfac(model(fun), of, in_axes=0) for fun in (rows_only, jnp.sin)]
+        close(*(jax.tree.leaves(kfac(w, x, y)) for kfac in pair))
 
     def test_branches(self):
         """Examples that take another branch are none of the mean of the inputs."""

@@ -17,7 +17,7 @@ from eqxbatch import (
     ProbedNTK,
 )
 from eqxbatch._ntk.pairings import Products, Sites
-from ..helpers import assert_same
+from ..helpers import assert_same, rows_only
 from ..layers import LAYERS
 from .models import cast, Dict, float64, jacobians, Matrices, outputs, pairs, truth
 
@@ -479,4 +479,13 @@ def test_models_without_forward_mode(getkey):
     layers = [eqx.nn.Linear(3, 4, key=keys[0]), eqx.nn.Linear(4, 1, key=keys[1])]
     layers.insert(1, eqx.nn.Lambda(no_forward_mode))
     model, x = eqx.nn.Sequential(layers), jr.normal(getkey(), (5, 3))
+    expected = truth(model, x, x, (-1,), ())
+    assert_same(EmpiricalNTK(model)(x), expected)
+    assert_same(EmpiricalNTK(model).matvec(x, None, x[:, :1]), expected @ x[:, :1])
+    with pytest.raises(TypeError, match="needs the model's derivative in forward mode"):
+        EmpiricalNTK(model, implementation="ntk_vector_products")(x)
+    layers[1] = eqx.nn.Lambda(rows_only)
+    model = eqx.nn.Sequential(layers)
     assert_same(EmpiricalNTK(model)(x), truth(model, x, x, (-1,), ()))
+    with pytest.raises(TypeError, match="nor the transpose of its backward pass"):
+        EmpiricalNTK(model).matvec(x, None, x[:, :1])

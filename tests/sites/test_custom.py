@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from eqxbatch import explain_sites, filter_hessian, filter_micro_grad, Sum
 from eqxbatch._sites.factors import Factors, gradients
 from eqxbatch._sites.trace import Program
-from ..helpers import KINDS, make_mesh, put
+from ..helpers import KINDS, make_mesh, put, rows_only
 from ..layers import Case, tokens, vectors, weight
 from .oracle import compare
 
@@ -165,6 +165,15 @@ def test_backward_passes_that_take_what_is_out_of_bounds(fill, is_linear):
     product = ruled(lambda w, x, d: (take(d) * x, d * w))
     program, _ = compare(Case([weight(4)], lambda w, x: product(w[0], x), vectors(4)))
     assert is_linear != bool(program.fallbacks)
+
+
+def test_a_backward_pass_of_parameters_alone_that_has_no_transpose():
+    w, x = jnp.arange(1.0, 4.0), jnp.linspace(-1.0, 2.0, 12).reshape(4, 3)
+    loss = lambda fun: lambda w, x: jnp.sum(fun(w) * x) ** 2
+    of, (report,) = loss(rows_only), explain_sites(loss(rows_only), w, x[0]).leaves
+    assert "no derivative in forward mode" in report.reason
+    clip = lambda loss: filter_micro_grad(loss, clip_norm=0.7)(w, x)
+    np.testing.assert_allclose(clip(of), clip(loss(jnp.sin)), rtol=1e-12)
 
 
 def test_what_the_backward_pass_does_for_data_is_its_own():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import eqxbatch
-from ..helpers import quickly, TOTALS
+from ..helpers import forwards_only, only_backwards, quickly, rows_only, TOTALS
 from .oracle import as_numbers, close, step, system
 
 
@@ -73,6 +73,29 @@ def test_equals_dense(way, centre):
             continue
         assert np.max(np.abs(expected)) > 1e-3
         close(found, expected)
+
+
+@pytest.mark.parametrize("fun", (forwards_only, only_backwards, rows_only))
+@pytest.mark.parametrize(
+    ("way", "centre"), (("sample", False), ("parameter", True), ("auto", True))
+)
+def test_models_with_one_derivative_mode(fun, way, centre):
+    model = {"a": draw(2, 3), "b": draw(2, seed=1)}
+    x, y, previous = draw(5, 3), draw(5, 2, seed=2), {"a": draw(2, 3), "b": draw(2)}
+
+    def residual(fun):
+        # Once of parameters and an example, once of parameters alone.
+        return lambda model, x, y: (
+            fun(model["a"] @ x + model["b"]) * jnp.sum(fun(model["b"])) - y
+        )
+
+    solver = {"auto": lineax.CG(rtol=1e-13, atol=1e-13)}.get(way, "cholesky")
+    settings = {"damping": 0.1, "centre": centre, "solver": solver, "space": way}
+    of_residual = residual(jnp.sin)
+    dense = system([of_residual], model, [(x, y)], [even(5)], centre=centre)
+    take = eqxbatch.filter_gauss_newton_step(residual(fun), momentum=0.8, **settings)
+    expected = step(*dense, 0.1, 0.8, as_numbers(previous))
+    close(take(model, previous, x, y), expected)
 
 
 def test_the_smaller_space_is_chosen():
