@@ -25,7 +25,7 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
-from .jaxprs import inner_jaxprs
+from .jaxprs import inner_jaxprs, parameters
 
 
 def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
@@ -386,7 +386,7 @@ def _shardings(jaxpr: Any) -> Iterator[NamedSharding]:
     """The shardings that a program names."""
     is_sharding = lambda x: isinstance(x, NamedSharding)
     for eqn in jaxpr.eqns:
-        leaves = jtu.tree_leaves([*eqn.params.values()], is_leaf=is_sharding)
+        leaves = jtu.tree_leaves([*parameters(eqn).values()], is_leaf=is_sharding)
         yield from filter(is_sharding, leaves)
         for inner in inner_jaxprs(eqn):
             yield from _shardings(inner)

@@ -18,11 +18,12 @@ from jaxtyping import Array
 
 from .._base.dtypes import is_complex
 from .._base.jaxprs import (
-    callee,
-    CALLS,
+    called,
+    IDENTITIES,
+    is_unknown_object,
     live_in_scan,
     live_variables,
-    REMAT,
+    name_of,
     run_equation,
     scan_sizes,
     source_line,
@@ -124,20 +125,22 @@ class Finder:
     def step(self, plan: Plan, own: Equation, inputs: _Inputs) -> _Inputs:
         """Adds one equation to the plan, and returns its outputs that are shared."""
         eqn = own.eqn
-        name = eqn.primitive.name
+        name = name_of(eqn)
         none: _Inputs = [None for _ in eqn.outvars]
         found = [x for x in inputs if x is not None]
         has_views = any(x.views for x in found)
         is_shared = len(found) == len(inputs)
         if not eqn.outvars or not (is_shared or (has_views and any(own.live))):
             return none
-        if name in CALLS:
-            return self.call(plan, own, callee(eqn), inputs)
-        if name in REMAT:
-            closed = jex.ClosedJaxpr(eqn.params["jaxpr"], ())
+        closed = called(eqn)
+        if closed is not None:
             return self.call(plan, own, closed, inputs)
+        if name in IDENTITIES:
+            return inputs
         is_lookup = name in ("gather", "dynamic_slice") and has_views and any(own.live)
         if is_shared and not (is_lookup and find_rule(eqn, 0) is not None):
+            if is_unknown_object(eqn) and any(own.live):
+                self.fail(_views(inputs), own, f"no rule for `{name}`")
             return self.shared(own, found)
         unknown = unknown_parameters(eqn)
         if unknown:
@@ -169,7 +172,7 @@ class Finder:
                 views = self._views_of(own, inputs, output, node, linear)
             counts = collections.Counter(view.leaf for view in views)
             many = [view for view in views if counts[view.leaf] > _MOST_VIEWS]
-            reason = f"`{eqn.primitive.name}` makes too much of a parameter"
+            reason = f"`{name_of(eqn)}` makes too much of a parameter"
             self.fail(many, own, reason)
             views = tuple(view for view in views if view.leaf not in self.failed)
             by_var[var] = self._known(node, views, *self._curved(eqn, inputs, node))
@@ -188,7 +191,7 @@ class Finder:
     def _linear(self, eqn: Any, inputs: list[Shared]) -> list[list[View]] | None:
         """The views of each output, if the equation is linear in all its inputs."""
         is_known = not unknown_parameters(eqn)
-        if eqn.primitive.name in SUMS and is_known:
+        if name_of(eqn) in SUMS and is_known:
             sums = [
                 extend_sum(view, eqn, position)
                 for position, own in enumerate(inputs)
@@ -269,7 +272,7 @@ class Finder:
         var = eqn.outvars[output]
         run = run_equation(own.jaxpr, eqn, [var])
         values = [self._number(x.node, x.node) for x in inputs]
-        has_no_jvp = eqn.primitive.name.startswith("custom_vjp")
+        has_no_jvp = name_of(eqn).startswith("custom_vjp")
 
         @in_this_mesh
         def push(tangent: Array, *values: Array) -> Array:
@@ -283,7 +286,7 @@ class Finder:
             return jax.linear_transpose(pull, out)(tangent)[0]
 
         numbers = [number for number, _ in values]
-        key = f"{eqn.primitive.name}[{position}, {output}]{numbers}"
+        key = f"{name_of(eqn)}[{position}, {output}]{numbers}"
         return view.then(
             key, push, var.aval.shape, None, is_isometry=False, values=values
         )
@@ -314,7 +317,7 @@ class Finder:
     def _is_linear(self, eqn: Any, inputs: list[Shared], node: Node) -> bool:
         if node.bases:
             return node.is_linear
-        name, num = eqn.primitive.name, sum(x.node.varies for x in inputs)
+        name, num = name_of(eqn), sum(x.node.varies for x in inputs)
         return name in _JOINTLY_LINEAR or (name in LINEAR_IN_EACH and num == 1)
 
     # Where values meet an example.
@@ -322,7 +325,7 @@ class Finder:
     def meet(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
         """Adds an equation in which views meet other values, using their rules."""
         eqn = own.eqn
-        name = eqn.primitive.name
+        name = name_of(eqn)
         of_views = {i: x for i, x in enumerate(inputs) if x is not None and x.views}
         found = {i: find_rule(eqn, i) for i in of_views}
         rules = {i: rule for i, rule in found.items() if rule is not None}
@@ -460,9 +463,7 @@ class Finder:
             for i, is_live in enumerate(own.live)
             if is_live and own.uses[eqn.outvars[i]]
         ]
-        reason = (
-            f"`{eqn.primitive.name}` has a first derivative of its own, and no second"
-        )
+        reason = f"`{name_of(eqn)}` has a first derivative of its own, and no second"
         found = linearized(own.jaxpr, eqn, moved, live) if self.order == 1 else reason
         if isinstance(found, str):
             self.fail(_views(inputs), own, found)
@@ -478,7 +479,7 @@ class Finder:
         consts = list(found.consts)
         inner = self.plan(found.jaxpr, consts, known, [True for _ in live])
         for x in inner.outs:
-            self.fail(_views([x]), own, f"`{eqn.primitive.name}` returns a parameter")
+            self.fail(_views([x]), own, f"`{name_of(eqn)}` returns a parameter")
         if inner.steps:
             used = [i for i, var in enumerate(eqn.outvars) if own.uses[var]]
             tangents = [eqn.invars[i].aval for i in moved]

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._base.jaxprs import (
-    callee,
-    CALLS,
+    called,
     inner_jaxprs,
     is_flat,
     literal,
+    name_of,
     run_equation,
 )
 from .._base.mesh import full_varying_as
@@ -180,7 +180,7 @@ def _in_loops(
 
 
 def _is_reverse(eqn: Any) -> bool:
-    if eqn.primitive.name.startswith("custom_vjp"):
+    if name_of(eqn).startswith("custom_vjp"):
         return True
     return any(_is_reverse(own) for sub in inner_jaxprs(eqn) for own in sub.eqns)
 
@@ -189,7 +189,7 @@ def _bases(
     jaxpr: Any, eqn: Any, inputs: tuple[Node, ...]
 ) -> tuple[tuple[Node, ...], bool]:
     """The nodes in which an equation's outputs are elementwise, and if linearly so."""
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    name, shape = name_of(eqn), eqn.outvars[0].aval.shape
     varying = [node for node in inputs if node.varies]
     if any(node.shape != shape for node in varying):
         return (), True
@@ -208,7 +208,7 @@ def _bases(
 
 def _is_linear(eqn: Any, inputs: tuple[Node, ...]) -> bool:
     """Whether an elementwise equation is linear in all inputs that depend on leaves."""
-    name = eqn.primitive.name
+    name = name_of(eqn)
     varying = [node.varies for node in inputs]
     if name in _LINEAR:
         return True
@@ -260,7 +260,7 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
     if any(var.aval.shape not in (shape, ()) for var in jaxpr.constvars):
         return False
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+        name, closed = name_of(eqn), called(eqn)
         avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
         if all(aval.shape == () for aval in avals) and shape:
             continue  # Depends on no entry.
@@ -269,8 +269,8 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
             is_scalar = all(atom.aval.shape == () for atom in eqn.invars)
             if not is_scalar or eqn.outvars[0].aval.shape != shape:
                 return False
-        elif name in CALLS:
-            if not _is_elementwise(callee(eqn).jaxpr, shape):
+        elif closed is not None:
+            if not _is_elementwise(closed.jaxpr, shape):
                 return False
         elif name == "custom_jvp_call":
             if not all(_is_elementwise(own, shape) for own in inner_jaxprs(eqn)):

@@ -15,9 +15,10 @@ from jax import lax
 from jaxtyping import Array
 
 from .._base.jaxprs import (
+    as_remat,
     evaluate_jaxpr,
     evaluate_with,
-    REMAT,
+    is_remat,
     run_equation,
     scan_sizes,
 )
@@ -256,11 +257,7 @@ def _run_call(eqn: Any, step: Called, ins: list, perturbations: list | None) -> 
         *ins, perturbations = args
         return _run(step.plan, step.jaxpr, step.consts, ins, perturbations)
 
-    if eqn.primitive.name in REMAT:
-        prevent_cse, policy = eqn.params["prevent_cse"], eqn.params["policy"]
-        if isinstance(prevent_cse, tuple):  # One for each input.
-            prevent_cse = (*prevent_cse, True)
-        run = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
+    run = as_remat(eqn, run, 1) if is_remat(eqn) else run
     return run(*ins, perturbations)
 
 
