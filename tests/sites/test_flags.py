@@ -24,6 +24,7 @@ from .oracle import compare
 pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.versions]
 
 FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+ALL_FLAGS = (*FLAGS, "jax_use_simplified_jaxpr_constants")
 # Before that, some of JAX's own rules of these classes are missing.
 is_whole = jax.__version_info__ >= (0, 12)
 
@@ -31,7 +32,7 @@ is_whole = jax.__version_info__ >= (0, 12)
 @contextlib.contextmanager
 def flags(*names):
     """Runs with these of the flags switched on, and all others off."""
-    before = {name: getattr(jax.config, name) for name in FLAGS if known(name)}
+    before = {name: getattr(jax.config, name) for name in ALL_FLAGS if known(name)}
     try:
         for name in before:
             jax.config.update(name, name in names)
@@ -168,9 +169,18 @@ def test_sites_are_what_they_were(flag):
         before = sites_of(fun)
     with flags(flag):
         assert sites_of(fun) == before
-    with flags(*FLAGS):
+    with flags(*ALL_FLAGS):
         assert sites_of(fun) == before
         compare(Case(weights(), fun, vectors(4)))
+
+
+@needs("jax_use_simplified_jaxpr_constants")
+def test_constants_in_programs():
+    mask, shift = np.arange(16.0).reshape(4, 4) % 3, np.arange(4.0)
+    fun = lambda ws, x: (ws["w"] * mask / (1 + mask)) @ x + shift * (ws["v"] + shift)
+    with flags("jax_use_simplified_jaxpr_constants"):
+        program, _ = compare(Case(weights(), fun, vectors(4)))
+    assert program.fallbacks == {}
 
 
 @needs("jax_remat3")
