@@ -12,16 +12,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Inexact, Int, Shaped
 
-from .jaxprs import (
-    as_remat,
-    called,
-    evaluate_jaxpr,
-    evaluate_with,
-    is_remat,
-    name_of,
-    parameters,
-)
+from .jaxprs import evaluate_jaxpr, evaluate_with
 from .mesh import vary, varying, where_it_is, zeros_like
+from .primitives import as_remat, called, is_remat, name_of, parameters
 
 
 def as_own_program(

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast, Literal, TypeVar
 
 import equinox as eqx
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import jaxlib
 from jaxtyping import Array, PyTree
+
+from .primitives import called, IDENTITIES, inner_jaxprs, is_flat, name_of
 
 
 _T = TypeVar("_T")
@@ -52,123 +54,6 @@ def compiled(
         return jitted(leaves, others, static)
 
     return cast(_Function, wrapper)
-
-
-# They run a program, and their derivative is that of the program.
-_CALLS = frozenset(("call", "closed_call", "core_call", "eval_jaxpr", "jit", "pjit"))
-
-
-_REMAT = ("checkpoint", "remat2")  # Its name depends on the version of JAX.
-
-
-# JAX's primitive for objects of classes.
-_OF_CLASSES = "call_hi_primitive"
-
-
-# JAX's classes that stand for a primitive with other flags, or in older versions.
-_CLASSES = {
-    "CheckpointName": "name",
-    "CustomJVPTraced": "custom_jvp_call",
-    "CustomVJPTraced": "custom_vjp_call",
-    "Einsum": "einsum",
-    "RematTraced": "checkpoint",
-}
-
-
-# Classes without a program among their parameters. They write it down on request.
-_EXPANDED = ("einsum",)
-
-
-# Each output is the input in the same place.
-IDENTITIES = ("name", "optimization_barrier")
-
-
-# Their derivative is zero wherever it exists.
-_FLAT = frozenset(("ceil", "floor", "nextafter", "round", "sign", "stop_gradient"))
-
-
-def name_of(eqn: Any) -> str:
-    """The name of the primitive of an equation, with any flags of JAX.
-
-    `jax_remat3` and similar flags replace primitives by objects of JAX's own classes.
-    """
-    if eqn.primitive.name != _OF_CLASSES:
-        return eqn.primitive.name
-    kind = type(eqn.params["_prim"])
-    unknown = f"{_OF_CLASSES}[{kind.__name__}]"
-    is_of_jax = kind.__module__.startswith("jax.")
-    return _CLASSES.get(kind.__name__, unknown) if is_of_jax else unknown
-
-
-def is_unknown_object(eqn: Any) -> bool:
-    """Whether an equation is an object of a class that no table knows.
-
-    It may have a derivative in one mode only, and no transpose.
-    """
-    return name_of(eqn).startswith(_OF_CLASSES)
-
-
-def parameters(eqn: Any) -> dict[str, Any]:
-    """The parameters of an equation, with any flags of JAX."""
-    is_object = eqn.primitive.name == _OF_CLASSES
-    return eqn.params["_prim"].params if is_object else eqn.params
-
-
-def called(eqn: Any) -> Any:
-    """The closed jaxpr in place of which an equation stands; None for others.
-
-    The derivative of the equation is that of the jaxpr. So functions with custom
-    derivatives are not called in this sense.
-    """
-    name, params = name_of(eqn), parameters(eqn)
-    if name in _EXPANDED:
-        closed = _expanded(eqn)
-    elif name in _CALLS or name in _REMAT:
-        closed = _as_closed(params["jaxpr" if "jaxpr" in params else "call_jaxpr"])
-    else:
-        return None
-    types = lambda atoms: [(x.aval.shape, x.aval.dtype) for x in atoms]
-    jaxpr = closed.jaxpr
-    fits = types(jaxpr.invars) == types(eqn.invars)
-    fits = fits and types(jaxpr.outvars) == types(eqn.outvars)
-    # An object may hide the effects of its program.
-    return closed if fits and bool(jaxpr.effects) <= bool(eqn.effects) else None
-
-
-def _expanded(eqn: Any) -> Any:
-    """The program that an object stands for."""
-    kind = eqn.params["_prim"]
-
-    def run(*ins: Any) -> list:
-        return jtu.tree_leaves(kind.expand(*jtu.tree_unflatten(kind.in_tree, ins)))
-
-    return jax.make_jaxpr(run)(*(atom.aval for atom in eqn.invars))
-
-
-def _as_closed(x: Any) -> Any:
-    """A jaxpr, or what was traced to one, as a closed jaxpr; None for others."""
-    if isinstance(x, jax.stages.Traced):
-        x = x.jaxpr
-    if isinstance(x, jex.ClosedJaxpr):
-        return x
-    return jex.ClosedJaxpr(x, ()) if isinstance(x, jex.Jaxpr) else None
-
-
-def is_remat(eqn: Any) -> bool:
-    """Whether an equation computes its program again for the derivative."""
-    return name_of(eqn) in _REMAT
-
-
-def as_remat(eqn: Any, run: _Function, num_more: int = 0) -> _Function:
-    """`run`, rematerialised as the program of an equation is.
-
-    It takes the inputs of the equation and so many more.
-    """
-    params = parameters(eqn)
-    prevent_cse, policy = params.get("prevent_cse", True), params["policy"]
-    if isinstance(prevent_cse, tuple):  # One for each input.
-        prevent_cse = (*prevent_cse, *(True,) * num_more)
-    return jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
 
 
 def literal(atom: Any) -> Array:
@@ -330,13 +215,6 @@ def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
     return any(uses_dtype(sub, dtype) for sub in inner)
 
 
-def is_flat(eqn: Any) -> bool:
-    """Whether the derivative of an equation is zero or does not exist."""
-    if name_of(eqn) in _FLAT:
-        return True
-    return not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
-
-
 def live_variables(jaxpr: Any, outs: Sequence[bool]) -> set:
     """The variables in which some outputs have a derivative, as far as is known."""
     live = {
@@ -398,22 +276,6 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     # Since JAX 0.11, a scan has trees: of constants, of what it carries, and of slices.
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts.vals), len(carry.vals)
-
-
-def inner_programs(eqn: Any) -> Iterator[Any]:
-    """The closed jaxprs that an equation has in its parameters, or stands for."""
-    if name_of(eqn) in _EXPANDED:
-        yield _expanded(eqn)
-    for value in parameters(eqn).values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            closed = _as_closed(x)
-            if closed is not None:
-                yield closed
-
-
-def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """The jaxprs of these programs, without constants."""
-    return (closed.jaxpr for closed in inner_programs(eqn))
 
 
 class PerExample:

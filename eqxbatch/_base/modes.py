@@ -9,7 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .jaxprs import inner_jaxprs, is_unknown_object, name_of
+from .primitives import inner_jaxprs, is_unknown_object, name_of
 
 
 _Statement = tuple[type[Exception], str]

@@ -10,14 +10,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from .._base.jaxprs import inner_programs, parameters
+from .._base.primitives import constants, inner_programs, parameters, programs_in
 from .grid import Grid, Tile
 from .kernel import AbstractBlockKernel, KernelCall, KernelLeaf, TileMirror
 
@@ -280,7 +279,7 @@ def _of_program(closed: Any) -> str:
     """A digest of a program, and of what it closes over."""
     found = hashlib.sha256()
     # Some equations are printed without the programs that they run.
-    texts = (str(x) for part in _parts(closed) for x in _programs_of_objects(part))
+    texts = (str(x) for part in programs_in(closed) for x in _programs_of_objects(part))
     for text in (str(closed), *texts):
         # Functions are printed with their addresses, which change in every run.
         found.update(re.sub(r"0x[0-9a-f]+", "", text).encode())
@@ -290,14 +289,6 @@ def _of_program(closed: Any) -> str:
     return found.hexdigest()
 
 
-def _parts(closed: Any) -> Iterator[Any]:
-    """A closed jaxpr, and all in it."""
-    yield closed
-    for eqn in closed.jaxpr.eqns:
-        for inner in inner_programs(eqn):
-            yield from _parts(inner)
-
-
 def _programs_of_objects(closed: Any) -> Iterator[Any]:
     """The programs that objects among the parameters of equations have."""
     for eqn in closed.jaxpr.eqns:
@@ -305,22 +296,12 @@ def _programs_of_objects(closed: Any) -> Iterator[Any]:
             yield from inner_programs(eqn)
 
 
-def constants(closed: Any) -> Iterator[Any]:
-    """All arrays that are part of a closed jaxpr."""
-    for part in _parts(closed):
-        yield from part.consts
-        for eqn in part.jaxpr.eqns:
-            for atom in eqn.invars:
-                if isinstance(atom, jex.Literal):
-                    yield np.asarray(atom.val)
-
-
 def _callbacks(programs: list) -> set[str]:
     """What programs call on the host, whose results are not part of their text."""
     return {
         eqn.primitive.name
         for program in programs
-        for closed in _parts(program)
+        for closed in programs_in(program)
         for eqn in closed.jaxpr.eqns
         if "callback" in eqn.primitive.name and not _has_no_result(eqn)
     }

@@ -15,7 +15,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from .._base.jaxprs import called, inner_jaxprs, name_of
+from .._base.primitives import called, inner_jaxprs, name_of, PRODUCTS
 from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .factors import Factors
@@ -91,7 +91,7 @@ def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
         if closed is not None:
             total += pushed_cost(closed.jaxpr, own)
         else:
-            is_product = name_of(eqn) in ("dot_general", "conv_general_dilated")
+            is_product = name_of(eqn) in PRODUCTS
             total += _cost_of(eqn) * (sum(own) if is_product else 1)
     return total
 

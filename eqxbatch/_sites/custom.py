@@ -20,40 +20,21 @@ from jax import lax
 from jax.sharding import AxisType
 
 from .._base.dtypes import is_complex
-from .._base.jaxprs import (
+from .._base.jaxprs import evaluate_with, run_equations
+from .._base.mesh import mesh_axes
+from .._base.primitives import (
     called,
-    evaluate_with,
     IDENTITIES,
+    LINEAR_IN_ALL,
+    LINEAR_IN_EACH,
+    LINEAR_IN_SOME,
     name_of,
     parameters,
-    run_equations,
 )
-from .._base.mesh import mesh_axes
-
-
-CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 # The kind of an input of an equation with respect to the cotangents.
 _OTHER, _ZERO, _LINEAR = "other", "zero", "linear"
-
-
-# Linear in all inputs together.
-LINEAR_IN_ALL = frozenset(
-    """
-    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p cumsum neg
-    pad reduce_sum reshape rev slice split squeeze stack sub transpose
-    """.split()  # noqa: SIM905
-)
-# Linear in some of the inputs together; the others are indices.
-LINEAR_IN_SOME = {
-    "dynamic_slice": (0,),
-    "dynamic_update_slice": (0, 1),
-    "gather": (0,),
-    "scatter-add": (0, 2),
-}
-# Linear in each of the two inputs.
-LINEAR_IN_EACH = ("conv_general_dilated", "dot_general", "mul")
 
 
 def unique_inputs(eqn: Any) -> list[int]:

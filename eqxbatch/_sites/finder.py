@@ -18,25 +18,26 @@ from jaxtyping import Array
 
 from .._base.dtypes import is_complex
 from .._base.jaxprs import (
-    called,
-    IDENTITIES,
-    is_unknown_object,
     live_in_scan,
     live_variables,
-    name_of,
     run_equation,
     scan_sizes,
     source_line,
 )
 from .._base.mesh import in_this_mesh
-from .custom import (
+from .._base.primitives import (
+    called,
     CUSTOM,
+    IDENTITIES,
+    is_unknown_object,
     LINEAR_IN_ALL,
     LINEAR_IN_EACH,
     LINEAR_IN_SOME,
-    linearized,
-    unique_inputs,
+    name_of,
+    SUMS,
+    with_trait,
 )
+from .custom import linearized, unique_inputs
 from .plan import (
     Called,
     Equation,
@@ -47,7 +48,7 @@ from .plan import (
     Shared,
     Switched,
 )
-from .rules import find_rule, SUMS, unknown_parameters
+from .rules import find_rule, unknown_parameters
 from .shared import Graph, Loop, Node, Slope, Value
 from .site import Site, SiteLoop
 from .view import extend_sum, extend_view, leaf_view, View
@@ -60,11 +61,8 @@ _Struct = jax.ShapeDtypeStruct
 _MOST_VIEWS = 16
 
 
-# Linear in all inputs together.
-_JOINTLY_LINEAR = frozenset(
-    [*LINEAR_IN_ALL, *LINEAR_IN_SOME, "complex", "fft", "imag", "real"]
-    + ["scatter", "tile"]
-)
+# Linear in all inputs together, as far as second derivatives are concerned.
+_JOINTLY_LINEAR = LINEAR_IN_ALL | {*LINEAR_IN_SOME} | with_trait("straight")
 
 
 _Inputs = list[Shared | None]

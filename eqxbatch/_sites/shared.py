@@ -14,35 +14,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._base.jaxprs import (
+from .._base.jaxprs import literal, run_equation
+from .._base.mesh import full_varying_as
+from .._base.primitives import (
     called,
     inner_jaxprs,
     is_flat,
-    literal,
+    LINEAR_IN_ALL,
     name_of,
-    run_equation,
+    with_trait,
 )
-from .._base.mesh import full_varying_as
 
 
 # A `scan` around an equation: its index, which grows inwards, and its length.
 Loop = tuple[int, int]
 
-# Each entry of their outputs depends on the same entry of their inputs only.
-_ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul
-    ne neg nextafter not or pcast pow pvary rem round rsqrt select_n sign sin sinh sqrt
-    square stop_gradient sub tan tanh xor
-    """.split()  # noqa: SIM905
-)
-
-
-_LINEAR = frozenset(
-    "add convert_element_type copy copy_p neg pcast pvary sub".split()  # noqa: SIM905
-)
+_ELEMENTWISE = with_trait("entries")
+_LINEAR = _ELEMENTWISE & (LINEAR_IN_ALL | with_trait("straight"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

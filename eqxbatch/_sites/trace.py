@@ -14,15 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._base.jaxprs import (
-    as_remat,
-    evaluate_jaxpr,
-    evaluate_with,
-    is_remat,
-    run_equation,
-    scan_sizes,
-)
+from .._base.jaxprs import evaluate_jaxpr, evaluate_with, run_equation, scan_sizes
 from .._base.mesh import full_varying_as, is_on_mesh, zeros_like
+from .._base.primitives import as_remat, is_remat
 from .finder import Finder
 from .plan import Called, Linearized, Perturbed, Plan, Switched
 from .shared import evaluate, Value

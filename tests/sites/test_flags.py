@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from eqxbatch import filter_kfac
-from eqxbatch._base import jaxprs
+from eqxbatch._base import primitives
 from eqxbatch._base.modes import without_forward_mode, without_reverse_mode
 from eqxbatch._pairs import stores
 from eqxbatch._sites.trace import Program
@@ -200,8 +200,8 @@ def test_kronecker_factors_of_a_rematerialised_network():
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
-    sizes = [(len(b.inputs[0]), len(b.outputs[0])) for b in got.blocks]
-    assert sizes[0] == (16, 17)
+    shapes = {x.shape[-2:] for x in jax.tree.leaves(got)}
+    assert {(16, 16), (17, 17)} <= shapes
 
 
 def test_modes_of_rules():
@@ -277,11 +277,11 @@ def test_objects(monkeypatch):
     assert list(fallbacks) == [0]
     assert "no rule for `call_hi_primitive[Twice]`" in fallbacks[0]
     closed = jax.make_jaxpr(apply)(jnp.ones(3))
-    assert jaxprs.name_of(closed.eqns[0]) == "call_hi_primitive[Twice]"
-    assert jaxprs.called(closed.eqns[0]) is None
+    assert primitives.name_of(closed.eqns[0]) == "call_hi_primitive[Twice]"
+    assert primitives.called(closed.eqns[0]) is None
     # One of JAX's own, whose program is known to have its derivative.
     monkeypatch.setattr(twice, "__module__", "jax.numpy")
-    monkeypatch.setitem(jaxprs._CLASSES, "Twice", "einsum")
+    monkeypatch.setitem(primitives._CLASSES, "Twice", "einsum")
     program, comparable = compare(case)
     assert comparable == [True, True]
     assert [site.view.is_isometry for site in program.sites] == [True, True]
