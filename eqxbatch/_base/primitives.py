@@ -236,7 +236,9 @@ def called(eqn: Any) -> Any:
         closed = _as_closed(params["jaxpr" if "jaxpr" in params else "call_jaxpr"])
     else:
         return None
-    types = lambda atoms: [(x.aval.shape, x.aval.dtype) for x in atoms]
+    # Some types of JAX have neither.
+    type_of = lambda x: [getattr(x.aval, name, None) for name in ("shape", "dtype")]
+    types = lambda atoms: [type_of(x) for x in atoms]
     jaxpr = closed.jaxpr
     fits = types(jaxpr.invars) == types(eqn.invars)
     fits = fits and types(jaxpr.outvars) == types(eqn.outvars)
