@@ -162,6 +162,16 @@ def with_own_derivative(ws, x):
     return data(rounded_matmul(ws[1], jnp.tanh(rounded_matmul(ws[0], x))))
 
 
+def of_experts(ws, x):
+    """Every token goes to the expert with the highest score."""
+    router, experts, last = ws
+    scores = x @ router
+    chosen = jnp.argmax(scores, -1)
+    hidden = jnp.einsum("ti,tij->tj", x, experts[chosen])
+    gates = jnp.take_along_axis(jax.nn.softmax(scores), chosen[:, None], 1)
+    return data((gates * jnp.tanh(hidden)).sum(0) @ last)
+
+
 def linears(num):
     return [eqx.nn.Linear(4, 4, key=key) for key in jr.split(jr.key(6), num)]
 
@@ -201,6 +211,9 @@ PATTERNS = {
     ),
     "A matmul with its own derivative (`custom_vjp`)": lambda: Case(
         [weight(4, 4), 2 * weight(4, 4)], with_own_derivative, vectors(4)
+    ),
+    "A mixture of experts, one for each token": lambda: Case(
+        [weight(4, 3), weight(3, 4, 5), weight(5, 2)], of_experts, vectors(6, 4)
     ),
     "PINN residual": lambda: Case(
         eqx.nn.MLP(2, 1, 4, 1, jnp.tanh, key=jr.key(4)), residual, vectors(2)

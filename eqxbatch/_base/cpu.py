@@ -12,8 +12,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Inexact, Int, Shaped
 
-from .jaxprs import callee, CALLS, evaluate_jaxpr, evaluate_with
+from .jaxprs import evaluate_jaxpr, evaluate_with
 from .mesh import vary, varying, where_it_is, zeros_like
+from .primitives import as_remat, called, is_remat, name_of, parameters
 
 
 def as_own_program(
@@ -204,16 +205,22 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
         if _is_convolution(eqn) and not _is_narrow(eqn):
             return lambda ins: [_convolution(eqn)(*ins)]
-        if eqn.primitive.name in CALLS and _has_convolution(callee(eqn).jaxpr):
-            closed = callee(eqn)
-            return lambda ins: evaluate_in_loop(closed.jaxpr, closed.consts, ins)
-        return None
+        closed = called(eqn)
+        if closed is None or not _has_convolution(closed.jaxpr):
+            return None
+        run = lambda *ins: evaluate_in_loop(closed.jaxpr, closed.consts, [*ins])
+        if is_remat(eqn):
+            # A policy may keep convolutions, but does not find those below.
+            if parameters(eqn)["policy"] is not None:
+                return None
+            run = as_remat(eqn, run)
+        return lambda ins: run(*ins)
 
     return evaluate_with(jaxpr, consts, args, replace)
 
 
 def _is_convolution(eqn: Any) -> bool:
-    return eqn.primitive.name == "conv_general_dilated"
+    return name_of(eqn) == "conv_general_dilated"
 
 
 def _is_narrow(eqn: Any) -> bool:
@@ -225,10 +232,9 @@ def _is_narrow(eqn: Any) -> bool:
 
 
 def _has_convolution(jaxpr: Any) -> bool:
-    return any(
-        _is_convolution(eqn)
-        or (eqn.primitive.name in CALLS and _has_convolution(callee(eqn).jaxpr))
-        for eqn in jaxpr.eqns
+    programs = (called(eqn) for eqn in jaxpr.eqns)
+    return any(map(_is_convolution, jaxpr.eqns)) or any(
+        closed is not None and _has_convolution(closed.jaxpr) for closed in programs
     )
 
 

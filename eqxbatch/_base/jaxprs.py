@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast, Literal, TypeVar
 
 import equinox as eqx
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import jaxlib
 from jaxtyping import Array, PyTree
+
+from .primitives import called, IDENTITIES, inner_jaxprs, is_flat, name_of
 
 
 _T = TypeVar("_T")
@@ -52,22 +54,6 @@ def compiled(
         return jitted(leaves, others, static)
 
     return cast(_Function, wrapper)
-
-
-CALLS = ("pjit", "jit", "closed_call", "core_call")
-
-
-REMAT = ("checkpoint", "remat2")  # Its name depends on the version of JAX.
-
-
-# Their derivative is zero wherever it exists.
-_FLAT = frozenset(("ceil", "floor", "nextafter", "round", "sign", "stop_gradient"))
-
-
-def callee(eqn: Any) -> Any:
-    """The closed jaxpr that an equation in `CALLS` calls."""
-    params = eqn.params
-    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
 
 
 def literal(atom: Any) -> Array:
@@ -178,7 +164,7 @@ def run_equation(jaxpr: Any, eqn: Any, outs: list) -> Callable[..., list]:
     """
 
     def run(*ins: Any) -> list:
-        if not any(inner_jaxprs(eqn)) and not eqn.primitive.name.startswith("custom"):
+        if not any(inner_jaxprs(eqn)) and not name_of(eqn).startswith("custom"):
             found = eqn.primitive.bind(*ins, **eqn.params)
             found = found if eqn.primitive.multiple_results else [found]
             return [found[eqn.outvars.index(var)] for var in outs]
@@ -211,9 +197,10 @@ def first_use(jaxpr: Any, var: Any) -> tuple[int, ...]:
         positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
         if not positions:
             continue
-        if eqn.primitive.name not in CALLS:
+        closed = called(eqn)
+        if closed is None:
             return (index,)
-        inner = callee(eqn).jaxpr
+        inner = closed.jaxpr
         return (index, *min(first_use(inner, inner.invars[i]) for i in positions))
     return (len(jaxpr.eqns),)
 
@@ -226,13 +213,6 @@ def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
         return True
     inner = (sub for eqn in jaxpr.eqns for sub in inner_jaxprs(eqn))
     return any(uses_dtype(sub, dtype) for sub in inner)
-
-
-def is_flat(eqn: Any) -> bool:
-    """Whether the derivative of an equation is zero or does not exist."""
-    if eqn.primitive.name in _FLAT:
-        return True
-    return not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
 
 
 def live_variables(jaxpr: Any, outs: Sequence[bool]) -> set:
@@ -256,13 +236,12 @@ def live_variables(jaxpr: Any, outs: Sequence[bool]) -> set:
 
 
 def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
-    name = eqn.primitive.name
+    name, closed = name_of(eqn), called(eqn)
     if is_flat(eqn):
         return [False for _ in eqn.invars]
-    if name in CALLS or name in REMAT:
-        jaxpr = callee(eqn).jaxpr if name in CALLS else eqn.params["jaxpr"]
-        live = live_variables(jaxpr, outs)
-        return [var in live for var in jaxpr.invars]
+    if closed is not None:
+        live = live_variables(closed.jaxpr, outs)
+        return [var in live for var in closed.jaxpr.invars]
     if name == "scan":
         return live_in_scan(eqn, outs)[1]
     if name == "cond":
@@ -270,6 +249,8 @@ def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
         found = [(jaxpr.invars, live_variables(jaxpr, outs)) for jaxpr in jaxprs]
         each = zip(*([v in live for v in ins] for ins, live in found), strict=True)
         return [False, *map(any, each)]
+    if name in IDENTITIES:
+        return outs
     return [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars]
 
 
@@ -295,16 +276,6 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     # Since JAX 0.11, a scan has trees: of constants, of what it carries, and of slices.
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts.vals), len(carry.vals)
-
-
-def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """The jaxprs that an equation has in its parameters."""
-    for value in eqn.params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(x, jex.ClosedJaxpr):
-                yield x.jaxpr
-            elif isinstance(x, jex.Jaxpr):
-                yield x
 
 
 class PerExample:

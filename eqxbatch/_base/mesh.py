@@ -25,7 +25,7 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
-from .jaxprs import inner_jaxprs
+from .primitives import constants, inner_jaxprs, parameters
 
 
 def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
@@ -369,7 +369,7 @@ def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
     structs = [struct(x) if explicit_mesh(x) else jax.typeof(x) for x in leaves]
     closed = jax.make_jaxpr(arrays_to_arrays)(*structs)
-    return explicit_mesh(closed.consts) is not None or _names_axes(closed.jaxpr)
+    return explicit_mesh([*constants(closed)]) is not None or _names_axes(closed.jaxpr)
 
 
 def _names_axes(jaxpr: Any) -> bool:
@@ -383,7 +383,7 @@ def _shardings(jaxpr: Any) -> Iterator[NamedSharding]:
     """The shardings that a program names."""
     is_sharding = lambda x: isinstance(x, NamedSharding)
     for eqn in jaxpr.eqns:
-        leaves = jtu.tree_leaves([*eqn.params.values()], is_leaf=is_sharding)
+        leaves = jtu.tree_leaves([*parameters(eqn).values()], is_leaf=is_sharding)
         yield from filter(is_sharding, leaves)
         for inner in inner_jaxprs(eqn):
             yield from _shardings(inner)

@@ -9,7 +9,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .jaxprs import at_example, inner_jaxprs, PerExample
+from .jaxprs import at_example, PerExample
+from .primitives import inner_jaxprs, is_unknown_object, name_of
 
 
 _Statement = tuple[type[Exception], str]
@@ -19,6 +20,7 @@ _Statement = tuple[type[Exception], str]
 # all and raises another one.
 _NO_FORWARD: list[_Statement] = [
     (TypeError, r"can't apply forward-mode \w+ \(jvp\) to a custom_vjp function"),
+    (NotImplementedError, r"for jvp support, subclass"),
 ]
 
 
@@ -26,6 +28,7 @@ _NO_REVERSE: list[_Statement] = [
     (ValueError, r"Reverse-mode differentiation does not work for lax\.while_loop"),
     (NotImplementedError, r"Transpose rule \(for reverse-mode differentiation\) for"),
     (TypeError, r"transpose_solve required for backwards mode"),
+    (NotImplementedError, r"for grad support, subclass"),
 ]
 
 
@@ -135,7 +138,8 @@ def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> jex.ClosedJaxp
 
 def _has_custom_rules(jaxpr: Any) -> bool:
     """Whether a jaxpr has a custom rule, which may exist for one mode only."""
-    if any(eqn.primitive.name.startswith("custom") for eqn in jaxpr.eqns):
+    is_custom = lambda eqn: name_of(eqn).startswith("custom") or is_unknown_object(eqn)
+    if any(map(is_custom, jaxpr.eqns)):
         return True
     inner = (sub for eqn in jaxpr.eqns for sub in inner_jaxprs(eqn))
     return any(map(_has_custom_rules, inner))

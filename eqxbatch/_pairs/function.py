@@ -21,6 +21,7 @@ from .._base.mesh import (
     mesh_of_results,
     put_on,
 )
+from .._base.primitives import constants
 from .._base.trees import match_prefix, shown
 from .._batch.rows import Rows
 from .._batch.slots import is_struct
@@ -32,7 +33,6 @@ from .kernel import (
     KernelLeaf,
     SAMPLE,
 )
-from .stores import constants
 
 
 _ROWS, _COLUMNS = SAMPLE

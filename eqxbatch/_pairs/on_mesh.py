@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.cpu import written_first
 from .._base.mesh import is_explicit, replicated
+from .._base.primitives import constants
 from .._batch.rows import Rows
 from .calls import MeshAxis
 from .engine import (
@@ -28,7 +29,6 @@ from .engine import (
 from .function import block_kernel
 from .grid import balanced, Grid, Tile
 from .kernel import AbstractBlockKernel, KernelCall, KernelLeaf, SAMPLE
-from .stores import constants
 
 
 def on_mesh(

@@ -10,13 +10,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
+from .._base.primitives import constants, inner_programs, parameters, programs_in
 from .grid import Grid, Tile
 from .kernel import AbstractBlockKernel, KernelCall, KernelLeaf, TileMirror
 
@@ -277,46 +277,32 @@ def _program(fun: Any, *args: Any) -> Any:
 
 def _of_program(closed: Any) -> str:
     """A digest of a program, and of what it closes over."""
-    # Functions are printed with their addresses, which change in every run.
-    text = re.sub(r"0x[0-9a-f]+", "", str(closed))
-    found = hashlib.sha256(text.encode())
+    found = hashlib.sha256()
+    # Some equations are printed without the programs that they run.
+    texts = (str(x) for part in programs_in(closed) for x in _programs_of_objects(part))
+    for text in (str(closed), *texts):
+        # Functions are printed with their addresses, which change in every run.
+        found.update(re.sub(r"0x[0-9a-f]+", "", text).encode())
     # These include the arrays of the kernel function, which are digested again.
     for x in constants(closed):
         add_array(found, x)
     return found.hexdigest()
 
 
-def _parts(x: Any) -> Iterator[tuple[Any, Any]]:
-    """The constants and the equations of a jaxpr, and of all jaxprs in it."""
-    consts: Any = ()
-    if isinstance(x, jex.ClosedJaxpr):
-        consts, x = x.consts, x.jaxpr
-    # Since JAX 0.12, a jaxpr with constants is a `Jaxpr`, too.
-    if isinstance(x, jex.Jaxpr):
-        yield consts, x.eqns
-        for eqn in x.eqns:
-            yield from _parts(list(eqn.params.values()))
-    elif isinstance(x, (tuple, list)):
-        for part in x:
-            yield from _parts(part)
+def _programs_of_objects(closed: Any) -> Iterator[Any]:
+    """The programs that objects among the parameters of equations have."""
+    for eqn in closed.jaxpr.eqns:
+        if parameters(eqn) is not eqn.params:
+            yield from inner_programs(eqn)
 
 
-def constants(x: Any) -> Iterator[Any]:
-    """All arrays that are part of a jaxpr."""
-    for consts, eqns in _parts(x):
-        yield from consts
-        for eqn in eqns:
-            for atom in eqn.invars:
-                if isinstance(atom, jex.Literal):
-                    yield np.asarray(atom.val)
-
-
-def _callbacks(x: Any) -> set[str]:
-    """What a jaxpr calls on the host, whose results are not part of its text."""
+def _callbacks(programs: list) -> set[str]:
+    """What programs call on the host, whose results are not part of their text."""
     return {
         eqn.primitive.name
-        for _, eqns in _parts(x)
-        for eqn in eqns
+        for program in programs
+        for closed in programs_in(program)
+        for eqn in closed.jaxpr.eqns
         if "callback" in eqn.primitive.name and not _has_no_result(eqn)
     }
 

@@ -15,7 +15,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from .._base.jaxprs import callee, CALLS, inner_jaxprs
+from .._base.primitives import called, inner_jaxprs, name_of, PRODUCTS
 from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .factors import Factors, site_terms
@@ -98,16 +98,17 @@ def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
         if not any(own):
             continue
         dependent.update(eqn.outvars)
-        if eqn.primitive.name in CALLS:
-            total += pushed_cost(callee(eqn).jaxpr, own)
+        closed = called(eqn)
+        if closed is not None:
+            total += pushed_cost(closed.jaxpr, own)
         else:
-            is_product = eqn.primitive.name in ("dot_general", "conv_general_dilated")
+            is_product = name_of(eqn) in PRODUCTS
             total += _cost_of(eqn) * (sum(own) if is_product else 1)
     return total
 
 
 def _cost_of(eqn: Any) -> Cost:
-    name = eqn.primitive.name
+    name = name_of(eqn)
     shapes = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
     widths = [getattr(var.aval, "dtype", jnp.dtype("float32")) for var in eqn.outvars]
     written = float(

@@ -20,33 +20,21 @@ from jax import lax
 from jax.sharding import AxisType
 
 from .._base.dtypes import is_complex
-from .._base.jaxprs import callee, CALLS, evaluate_with, run_equations
+from .._base.jaxprs import evaluate_with, run_equations
 from .._base.mesh import mesh_axes
-
-
-CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+from .._base.primitives import (
+    called,
+    IDENTITIES,
+    LINEAR_IN_ALL,
+    LINEAR_IN_EACH,
+    LINEAR_IN_SOME,
+    name_of,
+    parameters,
+)
 
 
 # The kind of an input of an equation with respect to the cotangents.
 _OTHER, _ZERO, _LINEAR = "other", "zero", "linear"
-
-
-# Linear in all inputs together.
-LINEAR_IN_ALL = frozenset(
-    """
-    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p cumsum neg
-    pad reduce_sum reshape rev slice split squeeze stack sub transpose
-    """.split()  # noqa: SIM905
-)
-# Linear in some of the inputs together; the others are indices.
-LINEAR_IN_SOME = {
-    "dynamic_slice": (0,),
-    "dynamic_update_slice": (0, 1),
-    "gather": (0,),
-    "scatter-add": (0, 2),
-}
-# Linear in each of the two inputs.
-LINEAR_IN_EACH = ("conv_general_dilated", "dot_general", "mul")
 
 
 def unique_inputs(eqn: Any) -> list[int]:
@@ -66,8 +54,8 @@ def linearized(
     Its inputs are those of `unique_inputs`, followed by tangents of the inputs in
     `moved`. It returns the tangents of the outputs in `outs`.
     """
-    name = eqn.primitive.name
-    if eqn.params.get("symbolic_zeros") is not False:
+    name = name_of(eqn)
+    if parameters(eqn).get("symbolic_zeros") is not False:
         return f"the rule of a `{name}` asks which inputs are differentiated"
     if any(is_complex(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
         return f"`{name}` with complex numbers"
@@ -121,22 +109,31 @@ def _transposed(backward: jex.ClosedJaxpr, num: int, cotangents: list) -> Any:
 
     Only what the outputs need is transposed, because only that was checked.
     """
-    jaxpr, consts = backward.jaxpr, list(backward.consts)
-    jaxpr = jaxpr.replace(eqns=_needed(jaxpr))
 
     def transpose(*args: Any) -> list:
         ins, tangents = args[:num], args[num:]
-        run = lambda *cotangents: evaluate_with(
-            jaxpr, consts, [*ins, *cotangents], _as_outer_product
-        )
+        run = lambda *cotangents: _evaluate_needed(backward, [*ins, *cotangents])
         return [*jax.linear_transpose(run, *cotangents)([*tangents])]
 
     return transpose
 
 
-def _as_outer_product(_: int, eqn: Any) -> Callable[[list], list] | None:
-    """Replaces the products of `jnp.outer`, so that factors are not repeated."""
-    if eqn.primitive.name != "mul":
+def _evaluate_needed(closed: Any, args: list) -> list:
+    jaxpr = closed.jaxpr.replace(eqns=_needed(closed.jaxpr))
+    return evaluate_with(jaxpr, list(closed.consts), args, _to_transpose)
+
+
+def _to_transpose(_: int, eqn: Any) -> Callable[[list], list] | None:
+    """Replaces calls, identities, and the products of `jnp.outer`.
+
+    Some of them have no transpose. The products would repeat factors.
+    """
+    closed = called(eqn)
+    if closed is not None:
+        return lambda ins: _evaluate_needed(closed, ins)
+    if name_of(eqn) in IDENTITIES:
+        return lambda ins: ins
+    if name_of(eqn) != "mul":
         return None
     shapes = [atom.aval.shape for atom in eqn.invars]
     axes = [[i for i, size in enumerate(shape) if size != 1] for shape in shapes]
@@ -193,13 +190,16 @@ def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
 
     for eqn in _needed(jaxpr):
         kinds = [kind_of(atom) for atom in eqn.invars]
-        if eqn.primitive.name in CALLS:
-            outs = _kinds(callee(eqn).jaxpr, kinds)
+        closed = called(eqn)
+        if closed is not None:
+            outs = _kinds(closed.jaxpr, kinds)
             if isinstance(outs, str):
                 return outs
+        elif name_of(eqn) in IDENTITIES:
+            outs = kinds
         elif _LINEAR in kinds:
             if not _is_linear(eqn, kinds):
-                return f"`{eqn.primitive.name}`, which is not known to be linear"
+                return f"`{name_of(eqn)}`, which is not known to be linear"
             outs = [_LINEAR for _ in eqn.outvars]
         else:
             outs = [_ZERO if _is_zero(eqn, kinds) else _OTHER for _ in eqn.outvars]
@@ -209,14 +209,14 @@ def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
 
 def _is_zero(eqn: Any, kinds: Sequence[str]) -> bool:
     """Whether an equation returns zeros, because its inputs are zero cotangents."""
-    if eqn.primitive.name in LINEAR_IN_EACH:
+    if name_of(eqn) in LINEAR_IN_EACH:
         return _ZERO in kinds
-    return eqn.primitive.name in LINEAR_IN_ALL and {*kinds} == {_ZERO}
+    return name_of(eqn) in LINEAR_IN_ALL and {*kinds} == {_ZERO}
 
 
 def _is_linear(eqn: Any, kinds: Sequence[str]) -> bool:
     """Whether an equation is linear in its linear inputs."""
-    name = eqn.primitive.name
+    name = name_of(eqn)
     if not all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in eqn.outvars):
         return False
     if name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:

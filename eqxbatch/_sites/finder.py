@@ -18,23 +18,25 @@ from jaxtyping import Array
 
 from .._base.dtypes import is_complex
 from .._base.jaxprs import (
-    callee,
-    CALLS,
     live_in_scan,
     live_variables,
-    REMAT,
     scan_sizes,
     source_line,
 )
 from .._base.mesh import in_this_mesh
-from .custom import (
+from .._base.primitives import (
+    called,
     CUSTOM,
+    IDENTITIES,
+    is_unknown_object,
     LINEAR_IN_ALL,
     LINEAR_IN_EACH,
     LINEAR_IN_SOME,
-    linearized,
-    unique_inputs,
+    name_of,
+    SUMS,
+    with_trait,
 )
+from .custom import linearized, unique_inputs
 from .plan import (
     Called,
     Equation,
@@ -45,7 +47,7 @@ from .plan import (
     Shared,
     Switched,
 )
-from .rules import find_rule, SUMS, unknown_parameters
+from .rules import find_rule, unknown_parameters
 from .shared import Graph, Loop, Node, pushforward_of, Slope, Value
 from .site import Site, SiteLoop
 from .view import extend_sum, extend_view, leaf_view, View
@@ -58,11 +60,8 @@ _Struct = jax.ShapeDtypeStruct
 _MOST_VIEWS = 16
 
 
-# Linear in all inputs together.
-_JOINTLY_LINEAR = frozenset(
-    [*LINEAR_IN_ALL, *LINEAR_IN_SOME, "complex", "fft", "imag", "real"]
-    + ["scatter", "tile"]
-)
+# Linear in all inputs together, as far as second derivatives are concerned.
+_JOINTLY_LINEAR = LINEAR_IN_ALL | {*LINEAR_IN_SOME} | with_trait("straight")
 
 
 _Inputs = list[Shared | None]
@@ -123,20 +122,22 @@ class Finder:
     def step(self, plan: Plan, own: Equation, inputs: _Inputs) -> _Inputs:
         """Adds one equation to the plan, and returns its outputs that are shared."""
         eqn = own.eqn
-        name = eqn.primitive.name
+        name = name_of(eqn)
         none: _Inputs = [None for _ in eqn.outvars]
         found = [x for x in inputs if x is not None]
         has_views = any(x.views for x in found)
         is_shared = len(found) == len(inputs)
         if not eqn.outvars or not (is_shared or (has_views and any(own.live))):
             return none
-        if name in CALLS:
-            return self.call(plan, own, callee(eqn), inputs)
-        if name in REMAT:
-            closed = jex.ClosedJaxpr(eqn.params["jaxpr"], ())
+        closed = called(eqn)
+        if closed is not None:
             return self.call(plan, own, closed, inputs)
+        if name in IDENTITIES:
+            return inputs
         is_lookup = name in ("gather", "dynamic_slice") and has_views and any(own.live)
         if is_shared and not (is_lookup and find_rule(eqn, 0) is not None):
+            if is_unknown_object(eqn) and any(own.live):
+                self.fail(_views(inputs), own, f"no rule for `{name}`")
             return self.shared(own, found)
         unknown = unknown_parameters(eqn)
         if unknown:
@@ -168,7 +169,7 @@ class Finder:
                 views = self._views_of(own, inputs, output, node, linear)
             counts = collections.Counter(view.leaf for view in views)
             many = [view for view in views if counts[view.leaf] > _MOST_VIEWS]
-            reason = f"`{eqn.primitive.name}` makes too much of a parameter"
+            reason = f"`{name_of(eqn)}` makes too much of a parameter"
             self.fail(many, own, reason)
             views = tuple(view for view in views if view.leaf not in self.failed)
             by_var[var] = self._known(node, views, *self._curved(eqn, inputs, node))
@@ -187,7 +188,7 @@ class Finder:
     def _linear(self, eqn: Any, inputs: list[Shared]) -> list[list[View]] | None:
         """The views of each output, if the equation is linear in all its inputs."""
         is_known = not unknown_parameters(eqn)
-        if eqn.primitive.name in SUMS and is_known:
+        if name_of(eqn) in SUMS and is_known:
             sums = [
                 extend_sum(view, eqn, position)
                 for position, own in enumerate(inputs)
@@ -268,12 +269,12 @@ class Finder:
         var = eqn.outvars[output]
         push = pushforward_of(own.jaxpr, eqn, position, var)
         if push is None:
-            reason = f"`{eqn.primitive.name}` has no derivative in forward mode"
+            reason = f"`{name_of(eqn)}` has no derivative in forward mode"
             self.fail(views, own, reason)
             return []
         values = [self._number(x.node, x.node) for x in inputs]
         numbers = [number for number, _ in values]
-        key = f"{eqn.primitive.name}[{position}, {output}]{numbers}"
+        key = f"{name_of(eqn)}[{position}, {output}]{numbers}"
         settings = {"is_isometry": False, "values": values}
         shape, push = var.aval.shape, in_this_mesh(push)
         return [view.then(key, push, shape, None, **settings) for view in views]
@@ -304,7 +305,7 @@ class Finder:
     def _is_linear(self, eqn: Any, inputs: list[Shared], node: Node) -> bool:
         if node.bases:
             return node.is_linear
-        name, num = eqn.primitive.name, sum(x.node.varies for x in inputs)
+        name, num = name_of(eqn), sum(x.node.varies for x in inputs)
         return name in _JOINTLY_LINEAR or (name in LINEAR_IN_EACH and num == 1)
 
     # Where values meet an example.
@@ -312,7 +313,7 @@ class Finder:
     def meet(self, plan: Plan, own: Equation, inputs: _Inputs) -> None:
         """Adds an equation in which views meet other values, using their rules."""
         eqn = own.eqn
-        name = eqn.primitive.name
+        name = name_of(eqn)
         of_views = {i: x for i, x in enumerate(inputs) if x is not None and x.views}
         found = {i: find_rule(eqn, i) for i in of_views}
         rules = {i: rule for i, rule in found.items() if rule is not None}
@@ -450,9 +451,7 @@ class Finder:
             for i, is_live in enumerate(own.live)
             if is_live and own.uses[eqn.outvars[i]]
         ]
-        reason = (
-            f"`{eqn.primitive.name}` has a first derivative of its own, and no second"
-        )
+        reason = f"`{name_of(eqn)}` has a first derivative of its own, and no second"
         found = linearized(own.jaxpr, eqn, moved, live) if self.order == 1 else reason
         if isinstance(found, str):
             self.fail(_views(inputs), own, found)
@@ -468,7 +467,7 @@ class Finder:
         consts = list(found.consts)
         inner = self.plan(found.jaxpr, consts, known, [True for _ in live])
         for x in inner.outs:
-            self.fail(_views([x]), own, f"`{eqn.primitive.name}` returns a parameter")
+            self.fail(_views([x]), own, f"`{name_of(eqn)}` returns a parameter")
         if inner.steps:
             used = [i for i, var in enumerate(eqn.outvars) if own.uses[var]]
             tangents = [eqn.invars[i].aval for i in moved]

@@ -10,7 +10,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .rules import Axes, Rule, SUMS
+from .._base.primitives import SUMS
+from .rules import Axes, Rule
 from .shared import Node
 from .site import Site
 from .view import View

@@ -21,13 +21,10 @@ from .._base.cpu import patches
 from .._base.dtypes import is_complex
 from .._base.jaxprs import literal
 from .._base.mesh import full_varying_as
+from .._base.primitives import known_parameters, SUMS
 
 
 Axes = tuple[str, ...]
-
-
-# JAX's derivatives add cotangents with `add_any`.
-SUMS = ("add", "add_any", "sub")
 
 
 def _same(x: Any) -> Any:
@@ -80,53 +77,16 @@ class Rule:
         return tuple((name,) for name in self.d_axes)
 
 
-# The parameters of primitives that views and rules know: those that they use, and those
-# that do not change the linear function. An equation with any other parameter, such as
-# one of a newer JAX, is declined.
-_PARAMETERS = {
-    **dict.fromkeys((*SUMS, "copy", "copy_p", "div", "neg", "select_n"), ""),
-    "broadcast_in_dim": "shape broadcast_dimensions sharding",
-    "concatenate": "dimension",
-    "cond": "branches",
-    "conv_general_dilated": (
-        "window_strides padding lhs_dilation rhs_dilation dimension_numbers "
-        "feature_group_count batch_group_count precision preferred_element_type "
-        "out_sharding"
-    ),
-    "convert_element_type": "new_dtype weak_type sharding",
-    "dot_general": "dimension_numbers precision preferred_element_type out_sharding",
-    "dynamic_slice": "slice_sizes",
-    "dynamic_update_slice": "",
-    "gather": (
-        "dimension_numbers slice_sizes mode fill_value indices_are_sorted "
-        "unique_indices"
-    ),
-    "mul": "out_dtype",
-    "reduce_sum": "axes out_sharding",
-    "reshape": "new_sizes dimensions sharding",
-    "rev": "dimensions",
-    "scan": (
-        "jaxpr length reverse unroll num_consts num_carry linear _split_transpose "
-        "ft_in ft_out"  # Since JAX 0.11, in place of the four before.
-    ),
-    "slice": "start_indices limit_indices strides",
-    "split": "sizes axis",
-    "stack": "axis",
-    "squeeze": "dimensions",
-    "transpose": "permutation",
-}
-
-
 def unknown_parameters(eqn: Any) -> str:
     """The parameters of an equation that are unknown to rules and views.
 
     Parameters with unknown values are included. Empty if there are none, or if there is
     no rule for the equation at all.
     """
-    known = _PARAMETERS.get(eqn.primitive.name)
+    known = known_parameters(eqn.primitive.name)
     if known is None:
         return ""
-    unknown = sorted({*eqn.params} - {*known.split()})
+    unknown = sorted({*eqn.params} - known)
     # The dtype of a product may differ from that of its factors.
     if eqn.params.get("out_dtype") is not None:
         unknown.append("out_dtype")

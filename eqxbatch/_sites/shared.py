@@ -14,36 +14,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._base.jaxprs import (
-    callee,
-    CALLS,
-    inner_jaxprs,
-    is_flat,
-    literal,
-    run_equation,
-)
+from .._base.jaxprs import literal, run_equation
 from .._base.mesh import full_varying_as
 from .._base.modes import Derivative, derivative_of, pushed
+from .._base.primitives import (
+    called,
+    inner_jaxprs,
+    is_flat,
+    LINEAR_IN_ALL,
+    name_of,
+    with_trait,
+)
 
 
 # A `scan` around an equation: its index, which grows inwards, and its length.
 Loop = tuple[int, int]
 
-# Each entry of their outputs depends on the same entry of their inputs only.
-_ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul
-    ne neg nextafter not or pcast pow pvary rem round rsqrt select_n sign sin sinh sqrt
-    square stop_gradient sub tan tanh xor
-    """.split()  # noqa: SIM905
-)
-
-
-_LINEAR = frozenset(
-    "add convert_element_type copy copy_p neg pcast pvary sub".split()  # noqa: SIM905
-)
+_ELEMENTWISE = with_trait("entries")
+_LINEAR = _ELEMENTWISE & (LINEAR_IN_ALL | with_trait("straight"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,7 +169,7 @@ def _in_loops(
 
 
 def _is_reverse(eqn: Any) -> bool:
-    if eqn.primitive.name.startswith("custom_vjp"):
+    if name_of(eqn).startswith("custom_vjp"):
         return True
     return any(_is_reverse(own) for sub in inner_jaxprs(eqn) for own in sub.eqns)
 
@@ -199,7 +187,7 @@ def pushforward_of(
     derivative: Derivative = "both"
     if _is_reverse(eqn):
         zeros = [full_varying_as(atom.aval, 0) for atom in eqn.invars]
-        name, point = f"`{eqn.primitive.name}`", [zeros[position]]
+        name, point = f"`{name_of(eqn)}`", [zeros[position]]
         derivative = derivative_of(name, at(zeros), point)
 
     def push(tangent: Array, *values: Array) -> Array:
@@ -214,7 +202,7 @@ def _bases(
     jaxpr: Any, eqn: Any, inputs: tuple[Node, ...]
 ) -> tuple[tuple[Node, ...], bool]:
     """The nodes in which an equation's outputs are elementwise, and if linearly so."""
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    name, shape = name_of(eqn), eqn.outvars[0].aval.shape
     varying = [node for node in inputs if node.varies]
     if any(node.shape != shape for node in varying):
         return (), True
@@ -233,7 +221,7 @@ def _bases(
 
 def _is_linear(eqn: Any, inputs: tuple[Node, ...]) -> bool:
     """Whether an elementwise equation is linear in all inputs that depend on leaves."""
-    name = eqn.primitive.name
+    name = name_of(eqn)
     varying = [node.varies for node in inputs]
     if name in _LINEAR:
         return True
@@ -285,7 +273,7 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
     if any(var.aval.shape not in (shape, ()) for var in jaxpr.constvars):
         return False
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+        name, closed = name_of(eqn), called(eqn)
         avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
         if all(aval.shape == () for aval in avals) and shape:
             continue  # Depends on no entry.
@@ -294,8 +282,8 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
             is_scalar = all(atom.aval.shape == () for atom in eqn.invars)
             if not is_scalar or eqn.outvars[0].aval.shape != shape:
                 return False
-        elif name in CALLS:
-            if not _is_elementwise(callee(eqn).jaxpr, shape):
+        elif closed is not None:
+            if not _is_elementwise(closed.jaxpr, shape):
                 return False
         elif name == "custom_jvp_call":
             if not all(_is_elementwise(own, shape) for own in inner_jaxprs(eqn)):

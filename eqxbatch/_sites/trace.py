@@ -15,14 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._base.jaxprs import (
-    evaluate_jaxpr,
-    evaluate_with,
-    REMAT,
-    run_equation,
-    scan_sizes,
-)
+from .._base.jaxprs import evaluate_jaxpr, evaluate_with, run_equation, scan_sizes
 from .._base.mesh import full_varying_as, is_on_mesh, zeros_like
+from .._base.primitives import as_remat, is_remat
 from .finder import Finder
 from .plan import Called, Linearized, Perturbed, Plan, Switched
 from .shared import evaluate, Value
@@ -271,11 +266,7 @@ def _run_call(eqn: Any, step: Called, ins: list, perturbations: list | None) -> 
         *ins, perturbations = args
         return _run(step.plan, step.jaxpr, step.consts, ins, perturbations)
 
-    if eqn.primitive.name in REMAT:
-        prevent_cse, policy = eqn.params["prevent_cse"], eqn.params["policy"]
-        if isinstance(prevent_cse, tuple):  # One for each input.
-            prevent_cse = (*prevent_cse, True)
-        run = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
+    run = as_remat(eqn, run, 1) if is_remat(eqn) else run
     return run(*ins, perturbations)
 
 

@@ -110,6 +110,20 @@ def test_loops_have_channels_last(getkey):
     assert CHANNELS_LAST not in conv_layouts(micro, x)
 
 
+def test_checkpoints_have_channels_last(getkey):
+    conv = eqx.nn.Conv2d(2, 4, 3, key=getkey())
+    x = normal(getkey(), (9, 2, 7, 6))
+    saveable = jax.checkpoint_policies.dots_saveable
+    for policy, layout in ((None, CHANNELS_LAST), (saveable, CHANNELS_FIRST)):
+        # A policy does not find convolutions in a choice of a layout.
+        fun = jax.checkpoint(lambda x: jnp.tanh(conv(x)), policy=policy)
+        micro = filter_micro_vmap(fun, microbatch_size=3)
+        assert conv_layouts(lambda x, micro=micro: micro(x), x) == [layout]
+    micro = filter_micro_vmap(jax.checkpoint(lambda x: conv(x)), microbatch_size=3)
+    grad = lambda run: jax.grad(lambda x: jnp.sum(jnp.sin(run(x))))
+    assert_same(grad(micro)(x), grad(jax.vmap(conv))(x), tol=1e-4)
+
+
 @pytest.mark.parametrize("outputs", (16, 17))
 def test_one_channel_to_a_few_is_left_as_it_is(outputs, getkey):
     # Channels last would be several times slower.

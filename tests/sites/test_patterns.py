@@ -24,6 +24,14 @@ def test_pattern(name):
         assert report.check.max_error < 1e-10, str(report.check)
 
 
+def test_ragged_products_are_not_mapped():
+    # The docs say so. Once JAX maps them, they need a rule.
+    xs, ws, sizes = jnp.ones((2, 4, 3)), jnp.ones((2, 3, 5)), jnp.array([1, 3])
+    loss = lambda ws, x: jnp.sum(lax.ragged_dot(x, ws, sizes))
+    with pytest.raises(NotImplementedError, match="ragged_dot vmap"):
+        filter_micro_grad(loss)(ws, xs)
+
+
 NUM, SIZE = 64, 128
 
 
