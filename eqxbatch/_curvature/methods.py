@@ -1,6 +1,5 @@
 """Blocks of a matrix of second derivatives, with the cheaper method for each leaf."""
 
-import math
 from typing import Literal
 
 from jaxtyping import Array, Inexact, Real
@@ -96,11 +95,17 @@ class CurvatureBlocks:
         if not axes:
             return sites.sums(leaves, rows, axes, weights)
         total = rows[0].shape[axes[0]]
-        result = sum(_num_bytes(pair, leaves) for pair in self.wanted.pairs)
+        result = sum(self._num_bytes(pair) for pair in self.wanted.pairs)
         most = max(result // 4, _LEAST_BYTES)
         size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
         sums = lambda rows, weights: sites.sums(leaves, rows, axes, weights)
         return accumulated_sums(sums, rows, axes, weights, size)
+
+    def _num_bytes(self, pair: Pair) -> int:
+        """The size of the block of a pair, or of its diagonal."""
+        first, second = (self.curvature.leaves[i] for i in pair)
+        entries = first.size * (1 if self.wanted.is_diagonal else second.size)
+        return entries * first.dtype.itemsize
 
     def _by_products(
         self,
@@ -186,7 +191,3 @@ def _even(total: int, size: int) -> int:
     """
     divisors = (i for i in range(size, size // 2, -1) if total % i == 0)
     return next(divisors, size)
-
-
-def _num_bytes(pair: Pair, leaves: list) -> int:
-    return math.prod(leaves[i].size for i in pair) * leaves[pair[0]].dtype.itemsize
