@@ -54,6 +54,18 @@ class CurvatureBlocks:
             *(method, len(by_sites), len(wanted.leaves)),
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is a Hessian of one array, with all columns at once.
+
+        There is nothing to gain by symmetry then: a copy of all entries above the
+        diagonal would only come on top.
+        """
+        if self._sites is not None or self.curvature.has_jacobian:
+            return False
+        sizes = [x.size for x in self.curvature.leaves]
+        return len(sizes) == 1 and (self.size is None or self.size >= sizes[0])
+
     def sums(
         self, rows: list, weights: Real[Array, " n"] | None
     ) -> list[Inexact[Array, "pairs ..."]]:
