@@ -291,10 +291,7 @@ def cases(job: Job) -> list[Case]:
             ways(job, size),
             job.args,
             missing={} if size else missing,
-            # JAX fuses the whole chain into one loop without temporaries, whose result
-            # is not exactly symmetric. eqxbatch makes it symmetric, which takes a piece
-            # of 256 x 256. This is shown, but it does not grow with the Hessian.
-            best_memory=None if job.name == "chain" and size is None else SLACK,
+            best_memory=SLACK,
             best_time=job.best_time,
         )
         found.append(case)

@@ -97,7 +97,8 @@ class Matrix(AbstractOverExamples):
             for own, x in zip(blocks.groups, found, strict=True)
         ]
         pairs = blocks.by_pairs(found)
-        result = arranged(diff, pairs, self.part, self.is_block, self.flat)
+        form = self.part, self.is_block, self.flat
+        result = arranged(diff, pairs, *form, is_whole=blocks.is_whole)
         return (result, aux) if self.objective.has_aux else result
 
     def _examples(self, call: Call) -> Examples:
@@ -177,7 +178,9 @@ def filter_hessian(
 
     Like `equinox.filter_hessian`, with less time and memory: by symmetry, only the
     blocks on and above the diagonal are computed, and only a block of columns at a
-    time. The result is exactly symmetric.
+    time. The result is exactly symmetric. The only exception is a single array, all
+    columns of which are computed at once by products: as for `jax.hessian`, which does
+    the same, entries and their mirror images may differ by rounding.
 
     **Arguments:**
 

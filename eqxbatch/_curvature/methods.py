@@ -1,6 +1,5 @@
 """Blocks of a matrix of second derivatives, with the cheaper method for each leaf."""
 
-import math
 from typing import Literal
 
 from jaxtyping import Array, Inexact, Real
@@ -15,7 +14,7 @@ from .by_products import (
     ProductBlocks,
 )
 from .by_sites import cheapest, is_covered, SiteHessian
-from .curvature_of import AbstractCurvature
+from .curvature_of import AbstractCurvature, LossCurvature
 from .gauss_newton import SiteGaussNewton
 from .site_blocks import Pair, Wanted
 
@@ -54,6 +53,18 @@ class CurvatureBlocks:
             "Second derivatives: method=%r takes %d of %d arrays by sites.",
             *(method, len(by_sites), len(wanted.leaves)),
         )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is a Hessian of one array, with all columns at once.
+
+        There is nothing to gain by symmetry then: a copy of all entries above the
+        diagonal would only come on top.
+        """
+        if self._sites is not None or not isinstance(self.curvature, LossCurvature):
+            return False
+        sizes = [x.size for x in self.curvature.leaves]
+        return len(sizes) == 1 and (self.size is None or self.size >= sizes[0])
 
     def sums(
         self, rows: list, weights: Real[Array, " n"] | None
@@ -96,11 +107,17 @@ class CurvatureBlocks:
         if not axes:
             return sites.sums(leaves, rows, axes, weights)
         total = rows[0].shape[axes[0]]
-        result = sum(_num_bytes(pair, leaves) for pair in self.wanted.pairs)
+        result = sum(self._num_bytes(pair) for pair in self.wanted.pairs)
         most = max(result // 4, _LEAST_BYTES)
         size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
         sums = lambda rows, weights: sites.sums(leaves, rows, axes, weights)
         return accumulated_sums(sums, rows, axes, weights, size)
+
+    def _num_bytes(self, pair: Pair) -> int:
+        """The size of the block of a pair, or of its diagonal."""
+        first, second = (self.curvature.leaves[i] for i in pair)
+        entries = first.size * (1 if self.wanted.is_diagonal else second.size)
+        return entries * first.dtype.itemsize
 
     def _by_products(
         self,
@@ -185,7 +202,3 @@ def _even(total: int, size: int) -> int:
     """
     divisors = (i for i in range(size, size // 2, -1) if total % i == 0)
     return next(divisors, size)
-
-
-def _num_bytes(pair: Pair, leaves: list) -> int:
-    return math.prod(leaves[i].size for i in pair) * leaves[pair[0]].dtype.itemsize

@@ -134,14 +134,19 @@ def all_pairs(leaves: Sequence) -> list[Pair]:
     return [*itertools.combinations_with_replacement(range(num), 2)]
 
 
-def square(blocks: dict[Pair, Array], leaves: Sequence, treedef: Any) -> PyTree:
-    """A symmetric matrix as a PyTree of PyTrees, from the blocks of `all_pairs`."""
+def square(
+    blocks: dict[Pair, Array], leaves: Sequence, treedef: Any, *, is_whole: bool = False
+) -> PyTree:
+    """A symmetric matrix as a PyTree of PyTrees, from the blocks of `all_pairs`.
+
+    With `is_whole`, it stays as it is below the diagonal.
+    """
 
     def block(row: int, column: int) -> Array:
         first, second = min(row, column), max(row, column)
         x = blocks[first, second].reshape(leaves[first].size, leaves[second].size)
         if row == column:
-            x = mirrored(x)
+            x = x if is_whole else mirrored(x)
         elif row > column:
             x = x.T
         shape = (*leaves[row].shape, *leaves[column].shape)
@@ -156,13 +161,19 @@ def square(blocks: dict[Pair, Array], leaves: Sequence, treedef: Any) -> PyTree:
 
 
 @checked
-def flat_square(blocks: dict[Pair, Array], leaves: Sequence) -> Inexact[Array, "n n"]:
-    """A symmetric matrix, from the blocks of `all_pairs`."""
+def flat_square(
+    blocks: dict[Pair, Array], leaves: Sequence, *, is_whole: bool = False
+) -> Inexact[Array, "n n"]:
+    """A symmetric matrix, from the blocks of `all_pairs`.
+
+    With `is_whole`, there is a single block, which stays as it is below the diagonal.
+    """
     sizes = [x.size for x in leaves]
     starts = [0, *itertools.accumulate(sizes)]
     dtype = common_dtype(*(x.dtype for x in leaves))
     if len(leaves) == 1:
-        return mirrored(blocks[0, 0].reshape(*sizes, *sizes).astype(dtype))
+        matrix = blocks[0, 0].reshape(*sizes, *sizes).astype(dtype)
+        return matrix if is_whole else mirrored(matrix)
     matrix = jnp.zeros((starts[-1], starts[-1]), dtype)
     first = next(iter(blocks.values()))
     at_run_time = places(starts, first.ravel()[:1])
@@ -246,14 +257,20 @@ def arranged(
     part: MatrixPart,
     is_block: Callable[[Any], bool] | None,
     flat: bool,
+    *,
+    is_whole: bool,
 ) -> Any:
-    """The return value for a matrix, from its blocks."""
+    """The return value for a matrix, from its blocks.
+
+    With `is_whole`, nothing was gained by symmetry, so that a full matrix stays as it
+    is below the diagonal.
+    """
     leaves, treedef = jtu.tree_flatten(diff)
     unravel = Unravel(diff)
     if part == "full":
         if flat:
-            return flat_square(pairs, leaves), unravel
-        return square(pairs, leaves, treedef)
+            return flat_square(pairs, leaves, is_whole=is_whole), unravel
+        return square(pairs, leaves, treedef, is_whole=is_whole)
     if part == "diagonal":
         entries = [
             pairs[i, i].astype(unravel.dtype if flat else x.dtype)

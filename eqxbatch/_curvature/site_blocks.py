@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Inexact, Int
 
 from .._base.cpu import as_own_program, true_of
@@ -355,8 +356,17 @@ def _key(label: Label) -> tuple[int, int]:
 def _without_repeats(term: Term) -> Term:
     """The diagonal of axes that have the same label."""
     x, labels = term
-    kept = tuple(dict.fromkeys(labels))
-    if len(kept) == len(labels):
-        return term
-    numbers = [kept.index(label) for label in labels]
-    return jnp.einsum(x, numbers, [*range(len(kept))]), kept
+    while len({*labels}) < len(labels):
+        first, second = next(
+            pair
+            for pair in itertools.combinations(range(len(labels)), 2)
+            if labels[pair[0]] == labels[pair[1]]
+        )
+        size = x.shape[first]
+        x = jnp.moveaxis(x, (first, second), (-2, -1))
+        x = x.reshape(*x.shape[:-2], size**2)
+        # On CPUs, this is several times faster than `jnp.einsum`.
+        x = lax.slice_in_dim(x, 0, size**2, size + 1, axis=-1)
+        rest = [own for i, own in enumerate(labels) if i not in (first, second)]
+        labels = (*rest, labels[first])
+    return x, labels

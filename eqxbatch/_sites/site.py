@@ -23,7 +23,7 @@ If a condition is not known to hold, the leaf uses the gradient, or products.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import jax
@@ -239,13 +239,13 @@ def positions(site: Site) -> list[str]:
     return [name for name in names if labels[name][0] == 0 and site.sizes[name] != 1]
 
 
-def is_sum(sites: Sequence[Site]) -> bool:
+def is_sum(sites: Sequence[Site], apart: Collection[str] = ()) -> bool:
     """Whether a gradient sums over uses of a leaf, positions, or entries of a view.
 
-    These may nearly cancel.
+    These may nearly cancel. Positions along the axes in `apart` are not summed.
     """
     keeps_apart = lambda site: is_lettered(site) or site.view.is_isometry
-    sums = lambda site: positions(site) or not keeps_apart(site)
+    sums = lambda site: {*positions(site)}.difference(apart) or not keeps_apart(site)
     return len(sites) > 1 or any(map(sums, sites))
 
 

@@ -295,7 +295,7 @@ def _scaled(view: View, eqn: Any, index: int, key: str) -> View | None:
     other = eqn.invars[1 - index] if len(eqn.invars) == 2 else None
     if not isinstance(other, jex.Literal) or out.shape != view.shape:
         return None
-    if other.aval.shape:  # With flags of JAX, an array is a literal, too.
+    if np.ndim(other.val):  # With flags of JAX, an array is a literal, too.
         return None
     if name == "div" and index == 1:
         return None

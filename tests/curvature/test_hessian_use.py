@@ -509,6 +509,26 @@ class TestRangeOfFloat16:
         np.testing.assert_allclose(np.asarray(got, np.float64), [22500, 150], rtol=2e-3)
 
 
+def test_one_array_is_differentiated_as_by_jax(getkey):
+    def chain(x):
+        steps = 100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2
+        return jnp.sum(steps) + jax.nn.logsumexp(x), x[0]
+
+    x = jr.normal(getkey(), (600,))
+    run = lambda size: filter_hessian(chain, block_size=size, has_aux=True, flat=True)
+    ours = lambda x, size=None: run(size)(x)[0][0]
+    theirs = jax.jit(jax.hessian(lambda x: chain(x)[0]))
+    most = memory(theirs, x).temp_size_in_bytes
+    expected = theirs(x)
+    assert_same(run(None)(x)[1], x[0])
+    for size in (None, 600, 1_000):
+        assert_same(ours(x, size), expected, tol=1e-5)
+        assert memory(functools.partial(ours, size=size), x).temp_size_in_bytes <= most
+    in_blocks = ours(x, 64)
+    assert_same(in_blocks, expected, tol=1e-5)
+    np.testing.assert_array_equal(in_blocks, in_blocks.T)
+
+
 def test_parts_without_parameters():
     model = {"a": (jnp.arange(2.0), ()), "b": jnp.ones(3), "c": None}
     loss = lambda model: jnp.sum(model["a"][0] ** 3) + jnp.sum(model["b"])
