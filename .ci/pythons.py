@@ -1,9 +1,9 @@
-"""Finds the Pythons that `.ci/run` needs: `.ci/pythons.py lowest`, `.ci/pythons.py newest`.
+"""Finds the Pythons of `.ci/run`: `.ci/pythons.py lowest` and `.ci/pythons.py newest`.
 
-The lowest is the one that the project requires, because the lowest versions of its
-dependencies only support that. The newest is newer than that one, because JAX no longer
-supports that one, and has wheels of JAX. uv looks on the path, among its own Pythons, and,
-with the folders below, among those of version managers. It downloads none.
+The lowest is the one that the project requires, with which the lowest versions of its
+dependencies run. The newest has wheels of JAX, and is newer than the lowest, which new
+versions of JAX do not support. uv looks on the path, among its own Pythons and, with
+the folders below, among those of version managers. It downloads none.
 """
 
 import json

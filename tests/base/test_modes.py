@@ -8,7 +8,7 @@ from jax import lax
 from eqxbatch._base.modes import without_forward_mode, without_reverse_mode
 
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.versions, pytest.mark.flags]
 
 
 @jax.custom_vjp

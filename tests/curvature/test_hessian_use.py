@@ -138,6 +138,7 @@ class TestUse:
 
 @pytest.mark.usefixtures("x64")
 class TestModes:
+    @pytest.mark.flags
     def test_functions_without_forward_mode(self, getkey):
         w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
         loss = lambda w, x: jnp.sum(only_backwards(w * x))
@@ -234,6 +235,7 @@ class TestModes:
             hessian = filter_hessian(error, in_axes=0, mode=mode, block_size=4)
             close(hessian(model, x, y), expected)
 
+    @pytest.mark.flags
     def test_custom_derivatives_are_kept(self, getkey):
         @jax.custom_jvp
         def odd(x):
@@ -260,6 +262,7 @@ class TestModes:
                 got = filter_hessian(loss, in_axes=0, method=method)(w, x)
                 close(got, expected)
 
+    @pytest.mark.flags
     def test_checkpoint(self, getkey):
         model, (x, y) = network(getkey()), batch(getkey(), 5)
         expected = dense(error, model, x, y)

@@ -109,6 +109,7 @@ class TestTruth:
         close(got, expected["sum"])
 
     def test_complex_function_without_forward_mode(self, getkey):
+    @pytest.mark.flags
         @jax.custom_vjp
         def wave(x):
             return lax.complex(jnp.cos(x), jnp.sin(x))
@@ -132,6 +133,7 @@ class TestTruth:
                 filter_jacobian(jnp.sin, mode=mode, holomorphic=True)(jnp.ones(3))
 
     def test_functions_with_one_mode_only(self, getkey):
+    @pytest.mark.flags
         x = jr.normal(getkey(), (3,))
         # It has as many inputs as outputs, so that columns are tried first.
         close(filter_jacobian(only_backwards)(x), jnp.diag(jnp.cos(x)))
@@ -315,6 +317,7 @@ class TestMemory:
         assert 2 * sizes[0] < sizes[2]
 
     def test_checkpoint(self):
+    @pytest.mark.flags
         run, args = self.jacobian(block_size=5, checkpoint=True)
         plain, _ = self.jacobian(block_size=5)
         assert_same(jax.jit(run)(*args), jax.jit(plain)(*args))

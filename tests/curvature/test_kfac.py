@@ -54,6 +54,7 @@ def kronecker(found):
 
 
 class TestDefinition:
+    @pytest.mark.flags
     @pytest.mark.versions
     @pytest.mark.parametrize("sharing", ("expand", "reduce"))
     def test_factors(self, known, y, sharing):
@@ -351,6 +352,7 @@ class TestOtherBlocks:
         moments = jnp.einsum("ik,ij,jk->k", vectors, exact, vectors)
         close(found.operator().eigh()[0], moments)
 
+    @pytest.mark.flags
     @pytest.mark.parametrize("way", ("scan", "groups", "ensemble"))
     def test_several_matrices(self, way):
         """Each entry of an axis that both factors have is a block of its own."""

@@ -19,6 +19,7 @@ from ..helpers import assert_same, BLOCK, CountTraces, memory, normal
 from .models import combined, data, each, loss, METHODS, mlp, norms_of, program
 
 
+@pytest.mark.flags
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("total", (1, 13))
 @pytest.mark.usefixtures("x64")

@@ -142,6 +142,7 @@ def test_only_what_is_differentiated_has_a_gradient(getkey):
     assert_same(jax.grad(loss)(x), i.astype(x.dtype))
     assert_same(jax.jit(jax.grad(loss))(x), i.astype(x.dtype))
 
+@pytest.mark.flags
 
 def test_custom_rules_are_kept(getkey):
     x = normal(getkey(), (9,)).at[0].set(0.0)
@@ -202,6 +203,7 @@ def gradient_memory(total, accumulator, **kwargs):
     w, x = jnp.zeros((WIDTH, WIDTH)), jnp.zeros((total, WIDTH))
     return memory(jax.grad(loss), w, x).temp_size_in_bytes
 
+@pytest.mark.flags
 
 def test_checkpoint_keeps_one_microbatch_of_activations():
     small, large = (
@@ -236,6 +238,7 @@ def residuals(checkpoint):
     _, pullback = jax.vjp(run, w, x)
     return sum(x.nbytes for x in jax.tree.leaves(pullback)), w.nbytes + x.nbytes
 
+@pytest.mark.flags
 
 def test_saved_residuals():
     saved, inputs = residuals(checkpoint=True)

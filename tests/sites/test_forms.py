@@ -190,6 +190,7 @@ def test_use_by_gradients(name):
     assert not program.fallbacks
 
 
+@pytest.mark.flags
 @pytest.mark.skipif(jax.__version_info__ <= (0, 7, 2), reason="it takes one bool")
 def test_remat_that_keeps_some_inputs():
     def fun(ws, x):

@@ -316,6 +316,7 @@ BY_GRADIENTS = {
 }
 
 
+@pytest.mark.flags
 @pytest.mark.parametrize("name", BY_FACTORS)
 def test_use_by_factors(name):
     program, comparable = compare(Case(*BY_FACTORS[name]))
@@ -323,6 +324,7 @@ def test_use_by_factors(name):
     assert not program.fallbacks
 
 
+@pytest.mark.flags
 @pytest.mark.parametrize("name", BY_GRADIENTS)
 def test_use_by_gradients(name):
     program, comparable = compare(Case(*BY_GRADIENTS[name]))
