@@ -21,6 +21,7 @@ from eqxbatch import (
     Unravel,
 )
 from eqxbatch._curvature import kronecker_sums
+from ..helpers import spread, thinned
 from .kfac_models import (
     factors,
     kfac,
@@ -62,6 +63,7 @@ class TestDefinition:
         expected = factors(known, y, sharing=sharing)
         close(kronecker(found), expected)
 
+    @pytest.mark.parametrize("known", spread([*KNOWN], 2), indirect=True)
     def test_estimates(self, known, y):
         weights = jnp.arange(1.0, NUM + 1)
         found = kfac(
@@ -75,6 +77,7 @@ class TestDefinition:
         expected = [(a, g * np.sum(weights)) for a, g in expected]
         close(kronecker(found), expected)
 
+    @pytest.mark.parametrize("known", spread([*KNOWN], 2), indirect=True)
     def test_corrected(self, known, y):
         found = kfac(known, y, corrected=True, microbatch_size=3)
         close(kronecker(found), factors(known, y))
@@ -112,8 +115,9 @@ def test_blocks_of_examples(name, y, monkeypatch):
     assert len(blocks) >= 2
 
 
-@pytest.mark.parametrize("fisher", ("type-2", "empirical"))
-@pytest.mark.parametrize("is_small", (False, True))
+@pytest.mark.parametrize(
+    ("fisher", "is_small"), thinned(("type-2", "empirical"), (False, True))
+)
 def test_shard_map(fisher, is_small, monkeypatch):
     """A sum over the examples of all devices, as a gradient is."""
     if is_small:
@@ -151,7 +155,7 @@ def test_shard_map(fisher, is_small, monkeypatch):
     close(got, (kronecker(expected), diagonal, exact))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", spread(range(16), 4))
 def test_random_products(seed):
     fun, parameters, x, matrix = product(seed)
     of_value = lambda out, x, y: jnp.sum((out - y) ** 2)
