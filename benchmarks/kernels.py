@@ -252,7 +252,7 @@ def ratios(
     times: dict[str, list[float]] = {name: [] for name in programs}
     order = list(programs)
     shuffle = random.Random(0).shuffle
-    for _ in range(rounds):
+    for _ in range(harness.rounds_of(rounds)):
         shuffle(order)
         for name in order:
             few = len(times[name]) < 2

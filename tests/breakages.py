@@ -534,7 +534,7 @@ def broken(breakage: Breakage, root: pathlib.Path) -> str:
 
 def outcome(arguments: list[str], root: pathlib.Path) -> str:
     """What pytest says of the copy, in a word or with the first test that fails."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", "not docs"]
     run = subprocess.run(
         [sys.executable, "-c", _RUN, *options, *arguments],
         cwd=root,

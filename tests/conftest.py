@@ -8,16 +8,19 @@ import jax
 import jaxtyping
 import pytest
 
-from .flags import COMPILE_FAST, FOUR_DEVICES
+from .flags import COMPILE_FAST, FOUR_DEVICES, turn_on_coming_defaults
 
 
 # Read when JAX first looks for devices, which is later than here.
 os.environ.setdefault("XLA_FLAGS", f"{FOUR_DEVICES} {COMPILE_FAST}")
+# Warnings are errors in the processes that tests start, as they are in the tests.
+os.environ.setdefault("PYTHONWARNINGS", "error")
 
 # A tenth of the time went into looking for garbage among all that JAX keeps.
 gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+turn_on_coming_defaults()
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""How XLA compiles what the tests run."""
+"""How XLA compiles what the tests run, and what JAX will do by default."""
+
+import os
 
 import jax
 
@@ -14,6 +16,26 @@ COMPILE_FAST = (
 if CAN_TURN_OFF_EMITTERS:
     COMPILE_FAST += " --xla_cpu_use_fusion_emitters=false"
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
+
+# Settings of JAX that are to become its defaults, of which a version has some.
+COMING = (
+    "jax_custom_jvp3",
+    "jax_custom_vjp3",
+    "jax_remat3",
+    "jax_use_simplified_jaxpr_constants",
+)
+
+
+def turn_on_coming_defaults() -> None:
+    """Turns these on, if the variable `EQXBATCH_JAX_FLAGS` is `coming`."""
+    wanted = os.environ.get("EQXBATCH_JAX_FLAGS", "")
+    if wanted not in ("", "coming"):
+        raise ValueError(f"EQXBATCH_JAX_FLAGS must be 'coming'; got {wanted!r}")
+    there = [name for name in COMING if wanted and hasattr(jax.config, name)]
+    if wanted and not there:
+        raise ValueError(f"JAX {jax.__version__} has none of {COMING}")
+    for name in there:
+        jax.config.update(name, True)
 
 
 def compiler_options(examples) -> dict[str, bool]:

@@ -1,5 +1,7 @@
 """Helpers that several test modules use."""
 
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -45,10 +47,37 @@ def assert_same(got, expected, tol=None):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
 
 
-def quickly(values, num):
+def quickly(values, num, others=()):
     """Values for `parametrize`; `-m quick` runs only the first `num` of them."""
     return [pytest.param(x, marks=pytest.mark.quick) for x in values[:num]] + [
-        *values[num:]
+        pytest.param(x, marks=others) for x in values[num:]
+    ]
+
+
+def thinned(*settings, quick=0):
+    """All combinations of settings, for `parametrize`.
+
+    The default run has each value of each setting at least once, `-m quick` the first
+    few of these, and the others are marked `matrix`.
+    """
+    most = max(map(len, settings))
+    # Settings of one length do not go in step with those of another.
+    kept = [tuple((i + i // len(x)) % len(x) for x in settings) for i in range(most)]
+    params = []
+    for indices in itertools.product(*(range(len(x)) for x in settings)):
+        values = (x[i] for x, i in zip(settings, indices, strict=True))
+        mark = () if indices in kept else pytest.mark.matrix
+        mark = pytest.mark.quick if indices in kept[:quick] else mark
+        params.append(pytest.param(*values, marks=mark))
+    return params
+
+
+def spread(values, num):
+    """Values for `parametrize`, of which all but `num` are marked `matrix`."""
+    kept = {len(values) * i // num for i in range(num)}
+    return [
+        x if i in kept else pytest.param(x, marks=pytest.mark.matrix)
+        for i, x in enumerate(values)
     ]
 
 

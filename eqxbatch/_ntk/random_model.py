@@ -91,9 +91,10 @@ class RandomModels(eqx.Module):
         closed, structs, static = eqx.filter_make_jaxpr(self.init)(key)
         evaluate = functools.partial(evaluate_jaxpr, closed.jaxpr, closed.consts)
         # Keys and weakly typed numbers cannot be passed through a condition.
+        avals: list[Any] = list(closed.out_avals)
         is_random = [
             jnp.issubdtype(aval.dtype, jnp.inexact) and not aval.weak_type
-            for aval in closed.out_avals
+            for aval in avals
         ]
         pick = lambda leaves: list(itertools.compress(leaves, is_random))
         run = lambda key: pick(evaluate([key]))

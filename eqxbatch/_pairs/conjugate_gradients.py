@@ -62,7 +62,7 @@ def initial(right: Inexact[np.ndarray, "n k"]) -> State:
 
 
 def _inner(x: np.ndarray, y: np.ndarray) -> Inexact[np.ndarray, " k"]:
-    return np.sum(np.conj(x) * y, axis=0).real
+    return np.real(np.sum(np.conj(x) * y, axis=0))
 
 
 def relative_norms(x: np.ndarray, right: np.ndarray) -> Inexact[np.ndarray, " k"]:

@@ -24,7 +24,7 @@ from eqxbatch._base.cpu import (
 )
 from eqxbatch._ntk import random_model
 from eqxbatch._pairs import function
-from ..helpers import assert_same, memory, normal
+from ..helpers import assert_same, memory, normal, thinned
 
 
 pytestmark = pytest.mark.versions
@@ -49,8 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dims", (1, 2, 3))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dims", "case"), thinned((1, 2, 3), [*CASES]))
 def test_equals_dense(dims, case, getkey):
     conv = eqx.nn.Conv(dims, 2, 4, 3, key=getkey(), **CASES[case])
     x = normal(getkey(), (9, 2, *(7, 6, 5)[:dims]))

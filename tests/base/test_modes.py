@@ -13,7 +13,7 @@ from eqxbatch._base.modes import (
 from ..helpers import forwards_only, rows_only
 
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.versions, pytest.mark.flags]
 
 
 @jax.custom_vjp

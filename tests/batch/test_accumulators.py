@@ -24,7 +24,7 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from ..helpers import assert_same, BLOCK, memory, normal, TOTALS
+from ..helpers import assert_same, BLOCK, memory, normal, thinned, TOTALS
 
 
 def variance(x, axis, ddof=0):
@@ -49,9 +49,9 @@ ORACLES = {
 ORDERED = ("max", "min")
 
 
-@pytest.mark.parametrize("name", ORACLES)
-@pytest.mark.parametrize("total", TOTALS)
-@pytest.mark.parametrize("size", (1, BLOCK, None))
+@pytest.mark.parametrize(
+    ("name", "total", "size"), thinned([*ORACLES], TOTALS, (1, BLOCK, None))
+)
 def test_equals_dense(name, size, total, getkey):
     if name == "variance_ddof" and total == 1:
         total = 2  # The variance of one example has no unbiased estimate.
@@ -63,8 +63,9 @@ def test_equals_dense(name, size, total, getkey):
     assert_same(micro(x), oracle(x * 2))
 
 
-@pytest.mark.parametrize("name", ORACLES)
-@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16, jnp.complex64))
+@pytest.mark.parametrize(
+    ("name", "dtype"), thinned([*ORACLES], (jnp.bfloat16, jnp.float16, jnp.complex64))
+)
 def test_dtypes(name, dtype, getkey):
     accumulator, oracle = ORACLES[name]
     x = normal(getkey(), (13, 3), dtype)
@@ -249,8 +250,7 @@ def test_derivative_of_logsumexp_behind_a_mask(size):
     assert_same(derivative(LogSumExp(), nothing, size), jnp.zeros(5))
 
 
-@pytest.mark.parametrize("size", (1, 2, 3, None))
-@pytest.mark.parametrize("sign", (-1, 1))
+@pytest.mark.parametrize(("size", "sign"), thinned((1, 2, 3, None), (-1, 1)))
 def test_derivative_of_equal_extremes_is_shared_evenly(size, sign):
     accumulator = Max() if sign > 0 else Min()
     infinite = jnp.full(5, -jnp.inf) * sign
@@ -264,8 +264,9 @@ def test_derivative_of_equal_extremes_is_shared_evenly(size, sign):
     assert_same(jax.grad(micro)(infinite), jnp.full(5, 0.2))
 
 
-@pytest.mark.parametrize("size", (1, 2, 3, None))
-@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
+@pytest.mark.parametrize(
+    ("size", "dtype"), thinned((1, 2, 3, None), (jnp.float32, jnp.bfloat16))
+)
 def test_second_derivative_of_equal_extremes(size, dtype):
     def square(x, reduce):
         return reduce(x) ** 2 * x[0]

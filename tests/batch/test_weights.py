@@ -16,14 +16,15 @@ from eqxbatch import (
     RunningMean,
     Sum,
 )
-from ..helpers import assert_same, BLOCK, normal, TOTALS
+from ..helpers import assert_same, BLOCK, normal, thinned, TOTALS
 
 
 # Weights
 
 
-@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bool_, jnp.int32))
-@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize(
+    ("dtype", "total"), thinned((jnp.float32, jnp.bool_, jnp.int32), TOTALS)
+)
 def test_weights(total, dtype, getkey):
     x = normal(getkey(), (total, 2))
     weights = jnp.arange(1, total + 1).astype(dtype)

@@ -18,7 +18,7 @@ from eqxbatch import (
     Sum,
 )
 from eqxbatch._base.mesh import vary_as
-from ..helpers import KINDS, make_mesh, put
+from ..helpers import KINDS, make_mesh, put, spread
 from .oracle import CHOICES, close
 
 
@@ -71,8 +71,13 @@ def matrix(job, transform=filter_ggn, **settings):
     return transform(apply, cross_entropy, **settings)(*job)
 
 
-@pytest.mark.parametrize("settings", ALL, ids=NAMES)
+EVERY = pytest.mark.parametrize("settings", ALL, ids=NAMES)
+# A drawn and an exact one.
+SOME = pytest.mark.parametrize("settings", spread(ALL, 2), ids=NAMES)
+
+
 class TestEveryKind:
+    @EVERY
     def test_parts(self, job, settings):
         whole, _ = matrix(job, **settings)
         expected, _ = matrix(job, **settings, method="products")
@@ -93,23 +98,24 @@ class TestEveryKind:
                 close(block, whole[own, own])
                 start += size
 
+    @SOME
     def test_microbatches_make_no_difference(self, job, settings):
         expected, _ = matrix(job, filter_ggn_diagonal, **settings)
         for size in (1, 3, MemoryBudget(2**24)):
             got, _ = matrix(job, filter_ggn_diagonal, microbatch_size=size, **settings)
             close(got, expected)
 
+    @SOME
     def test_weights(self, job, settings):
         weights = jnp.array([1.0, 0, 2, -1, 0.5, 3, 1])
         whole = lambda **more: matrix(job, accumulator=Sum(weights), **settings, **more)
         close(whole(method="sites")[0], whole(method="products")[0])
-        one_by_one = [
-            weights[i] * matrix(job, accumulator=Sum(jnp.eye(NUM)[i]), **settings)[0]
-            for i in range(NUM)
-        ]
+        run = jax.jit(lambda w: matrix(job, accumulator=Sum(w), **settings)[0])
+        one_by_one = [weights[i] * run(jnp.eye(NUM)[i]) for i in range(NUM)]
         close(whole()[0], sum(one_by_one))
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @SOME
+    @pytest.mark.parametrize("kind", spread(KINDS, 1))
     def test_on_a_mesh(self, job, settings, kind):
         model, x, labels = job
         mesh = make_mesh(kind)
@@ -120,6 +126,7 @@ class TestEveryKind:
         got = matrix((model, *spread), filter_ggn_diagonal, **settings)[0]
         close(jax.device_get(got), jax.device_get(expected))
 
+    @EVERY
     def test_within_jit_and_vmap(self, job, settings):
         model, x, labels = job
         run = lambda x: matrix((model, x, labels), filter_ggn_diagonal, **settings)[0]

@@ -21,7 +21,7 @@ from eqxbatch import (
     Unravel,
 )
 from eqxbatch._curvature import kronecker_sums
-from ..helpers import forwards_only, rows_only
+from ..helpers import forwards_only, rows_only, spread, thinned
 from .kfac_models import (
     factors,
     kfac,
@@ -55,6 +55,7 @@ def kronecker(found):
 
 
 class TestDefinition:
+    @pytest.mark.flags
     @pytest.mark.versions
     @pytest.mark.parametrize("sharing", ("expand", "reduce"))
     def test_factors(self, known, y, sharing):
@@ -62,6 +63,7 @@ class TestDefinition:
         expected = factors(known, y, sharing=sharing)
         close(kronecker(found), expected)
 
+    @pytest.mark.parametrize("known", spread([*KNOWN], 2), indirect=True)
     def test_estimates(self, known, y):
         weights = jnp.arange(1.0, NUM + 1)
         found = kfac(
@@ -77,6 +79,7 @@ class TestDefinition:
         expected = [(a, g * np.sum(weights)) for a, g in expected]
         close(kronecker(found), expected)
 
+    @pytest.mark.parametrize("known", spread([*KNOWN], 2), indirect=True)
     def test_corrected(self, known, y):
         found = kfac(known, y, corrected=True, microbatch_size=3)
         close(kronecker(found), factors(known, y))
@@ -114,8 +117,9 @@ def test_blocks_of_examples(name, y, monkeypatch):
     assert len(blocks) >= 2
 
 
-@pytest.mark.parametrize("fisher", ("type-2", "empirical"))
-@pytest.mark.parametrize("is_small", (False, True))
+@pytest.mark.parametrize(
+    ("fisher", "is_small"), thinned(("type-2", "empirical"), (False, True))
+)
 def test_shard_map(fisher, is_small, monkeypatch):
     """A sum over the examples of all devices, as a gradient is."""
     if is_small:
@@ -153,7 +157,7 @@ def test_shard_map(fisher, is_small, monkeypatch):
     close(got, (kronecker(expected), diagonal, exact))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", spread(range(16), 4))
 def test_random_products(seed):
     fun, parameters, x, matrix = product(seed)
     of_value = lambda out, x, y: jnp.sum((out - y) ** 2)
@@ -369,6 +373,7 @@ class TestOtherBlocks:
         moments = jnp.einsum("ik,ij,jk->k", vectors, exact, vectors)
         close(found.operator().eigh()[0], moments)
 
+    @pytest.mark.flags
     @pytest.mark.parametrize("way", ("scan", "groups", "ensemble"))
     def test_several_matrices(self, way):
         """Each entry of an axis that both factors have is a block of its own."""

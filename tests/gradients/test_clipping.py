@@ -15,10 +15,11 @@ from eqxbatch import (
     filter_micro_value_and_grad,
     Sum,
 )
-from ..helpers import assert_same, BLOCK, CountTraces, memory, normal
+from ..helpers import assert_same, BLOCK, CountTraces, memory, normal, thinned
 from .models import combined, data, each, loss, METHODS, mlp, norms_of, program
 
 
+@pytest.mark.flags
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("total", (1, 13))
 @pytest.mark.usefixtures("x64")
@@ -95,8 +96,7 @@ def test_bound_is_an_argument_of_the_program(getkey):
     assert counted.num == 2
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("bad", (jnp.nan, jnp.inf))
+@pytest.mark.parametrize(("method", "bad"), thinned(METHODS, (jnp.nan, jnp.inf)))
 def test_gradients_that_are_not_finite(getkey, method, bad):
     model, x, y = data(getkey(), 6)
     x = x.at[4, 1].set(bad)
@@ -180,8 +180,7 @@ class Range(eqx.Module):
         return jnp.sum(h @ self.last)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("is_grouped", (False, True))
+@pytest.mark.parametrize(("method", "is_grouped"), thinned(METHODS, (False, True)))
 def test_norms_whose_squares_are_out_of_range(getkey, method, is_grouped):
     model, x = Range(getkey(), jnp.float32), normal(getkey(), (6, 2))
     fun = lambda model, x, scale: model(x) * scale

@@ -15,7 +15,7 @@ from eqxbatch import (
     RunningMean,
     Sum,
 )
-from ..helpers import assert_same, normal
+from ..helpers import assert_same, normal, thinned
 from .models import combined, data, each, loss, METHODS, norms_of
 
 
@@ -69,9 +69,12 @@ def test_mixed_dtypes(getkey):
     np.testing.assert_allclose(statistics.norms, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ("sum", "mean", "weighted", "running_mean"))
-@pytest.mark.parametrize("clip_norm", (None, 2e4))
-@pytest.mark.parametrize("metrics", (None, lambda g: g))
+@pytest.mark.parametrize(
+    ("kind", "clip_norm", "metrics"),
+    thinned(
+        ("sum", "mean", "weighted", "running_mean"), (None, 2e4), (None, lambda g: g)
+    ),
+)
 def test_gradients_of_float16_are_added_in_float32(kind, clip_norm, metrics):
     # Some entries are half of what float16 holds, others nearly vanish.
     x = jnp.tile(jnp.array([32768.0, 5e-5], jnp.float16), (300, 1))
@@ -187,8 +190,9 @@ def test_noise_scale_of_squares_beyond_half_precision(size, getkey):
     assert_same((moments.mean, moments.variance), expected)
 
 
-@pytest.mark.parametrize("dtype", (jnp.float16, jnp.float32))
-@pytest.mark.parametrize("mask_dtype", (jnp.bool_, jnp.int8))
+@pytest.mark.parametrize(
+    ("dtype", "mask_dtype"), thinned((jnp.float16, jnp.float32), (jnp.bool_, jnp.int8))
+)
 def test_weights_times_whole_numbers(dtype, mask_dtype, getkey):
     weight = normal(getkey(), (3, 4), dtype)
     masks = jnp.array([[1, 0, 1, 1], [0, 0, 3, 1], [5, 1, 0, 0]]).astype(mask_dtype)

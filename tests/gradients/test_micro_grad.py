@@ -19,7 +19,7 @@ from eqxbatch import (
     RunningMean,
     Sum,
 )
-from ..helpers import assert_same, BLOCK, CountTraces, memory, normal, TOTALS
+from ..helpers import assert_same, BLOCK, CountTraces, memory, normal, thinned, TOTALS
 from .models import combined, data, each, loss, mlp, Model, norms_of, program
 
 
@@ -30,8 +30,7 @@ ACCUMULATORS = {
 }
 
 
-@pytest.mark.parametrize("total", TOTALS)
-@pytest.mark.parametrize("kind", ACCUMULATORS)
+@pytest.mark.parametrize(("total", "kind"), thinned(TOTALS, [*ACCUMULATORS]))
 def test_accumulates_values_and_gradients(getkey, total, kind):
     model, x, y = data(getkey(), total)
     accumulator = ACCUMULATORS[kind]()
@@ -48,8 +47,7 @@ def test_accumulates_values_and_gradients(getkey, total, kind):
     assert_same(grad(model, x, y), expected[1])
 
 
-@pytest.mark.parametrize("clip_norm", (None, 0.5))
-@pytest.mark.parametrize("kind", ("sum", "mean"))
+@pytest.mark.parametrize(("clip_norm", "kind"), thinned((None, 0.5), ("sum", "mean")))
 def test_weights_of_examples(getkey, kind, clip_norm):
     model, x, y = data(getkey(), 13)
     weights = jr.uniform(getkey(), (13,)).at[:BLOCK].set(0)

@@ -19,7 +19,7 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from ..helpers import assert_same, BLOCK, memory, normal
+from ..helpers import assert_same, BLOCK, memory, normal, thinned
 
 
 REDUCE = {
@@ -73,9 +73,9 @@ def test_derivative_of_no_examples(derivative):
         assert_same(derivative(fun)(jnp.zeros(0)), jnp.zeros(0))
 
 
-@pytest.mark.parametrize("name", REDUCE)
-@pytest.mark.parametrize("total", (1, 4, 5, 13))
-@pytest.mark.parametrize("checkpoint", (True, False))
+@pytest.mark.parametrize(
+    ("name", "total", "checkpoint"), thinned([*REDUCE], (1, 4, 5, 13), (True, False))
+)
 @pytest.mark.usefixtures("x64")
 def test_reverse_mode(name, total, checkpoint, getkey):
     blocked, dense, args = losses(
@@ -86,8 +86,7 @@ def test_reverse_mode(name, total, checkpoint, getkey):
     assert_same(got, expected, tol=1e-9)
 
 
-@pytest.mark.parametrize("name", REDUCE)
-@pytest.mark.parametrize("total", (4, 13))
+@pytest.mark.parametrize(("name", "total"), thinned([*REDUCE], (4, 13)))
 @pytest.mark.usefixtures("x64")
 def test_forward_mode(name, total, getkey):
     blocked, dense, args = losses(name, total, getkey, jnp.float64)
@@ -143,6 +142,7 @@ def test_only_what_is_differentiated_has_a_gradient(getkey):
     assert_same(jax.jit(jax.grad(loss))(x), i.astype(x.dtype))
 
 
+@pytest.mark.flags
 def test_custom_rules_are_kept(getkey):
     x = normal(getkey(), (9,)).at[0].set(0.0)
 
@@ -203,6 +203,7 @@ def gradient_memory(total, accumulator, **kwargs):
     return memory(jax.grad(loss), w, x).temp_size_in_bytes
 
 
+@pytest.mark.flags
 def test_checkpoint_keeps_one_microbatch_of_activations():
     small, large = (
         gradient_memory(n, Sum(), checkpoint=True) for n in (4 * SIZE, 64 * SIZE)
@@ -237,6 +238,7 @@ def residuals(checkpoint):
     return sum(x.nbytes for x in jax.tree.leaves(pullback)), w.nbytes + x.nbytes
 
 
+@pytest.mark.flags
 def test_saved_residuals():
     saved, inputs = residuals(checkpoint=True)
     assert saved <= inputs + 1024
@@ -260,8 +262,7 @@ def is_jaxpr(x):
     return isinstance(x, (Jaxpr, ClosedJaxpr))
 
 
-@pytest.mark.parametrize("total", (64, 67))
-@pytest.mark.parametrize("checkpoint", (True, False))
+@pytest.mark.parametrize(("total", "checkpoint"), thinned((64, 67), (True, False)))
 def test_no_step_of_a_gradient_is_as_large_as_the_batch(total, checkpoint):
     # Reverse mode of a dynamic slice would make, for each microbatch, a cotangent of
     # the size of the batch: time would be quadratic.

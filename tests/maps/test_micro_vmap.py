@@ -22,14 +22,13 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from ..helpers import assert_same, BLOCK, CountTraces, normal, TOTALS
+from ..helpers import assert_same, BLOCK, CountTraces, normal, thinned, TOTALS
 
 
 SIZES = (1, 2, BLOCK, None, 100)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("total", (0, *TOTALS))
+@pytest.mark.parametrize(("size", "total"), thinned(SIZES, (0, *TOTALS)))
 def test_equals_filter_vmap(total, size, getkey):
     x = normal(getkey(), (total, 3))
 
@@ -57,9 +56,10 @@ def test_dtypes_64(dtype, getkey, x64):
     assert_same(got, jnp.sin(x))
 
 
-@pytest.mark.parametrize("out_axes", (0, 1, 2, -1, -2, -3))
-@pytest.mark.parametrize("in_axes", (0, 1, 2, -1, -2))
-@pytest.mark.parametrize("total", (8, 9))
+@pytest.mark.parametrize(
+    ("out_axes", "in_axes", "total"),
+    thinned((0, 1, 2, -1, -2, -3), (0, 1, 2, -1, -2), (8, 9)),
+)
 def test_axes(total, in_axes, out_axes, getkey):
     x = jnp.moveaxis(normal(getkey(), (total, 2, 3)), 0, in_axes)
     fun = lambda x: jnp.cos(x) * jnp.arange(1.0, 4.0)[None]
@@ -261,8 +261,7 @@ def test_is_a_pytree_of_what_it_wraps(getkey):
 # PRNG keys
 
 
-@pytest.mark.parametrize("typed", (True, False))
-@pytest.mark.parametrize("total", (8, 9))
+@pytest.mark.parametrize(("typed", "total"), thinned((True, False), (8, 9)))
 def test_keys_do_not_depend_on_the_block_size(total, typed, getkey):
     key = getkey() if typed else jr.PRNGKey(0)
     keys = jr.split(key, total)
@@ -272,8 +271,7 @@ def test_keys_do_not_depend_on_the_block_size(total, typed, getkey):
         assert_same(filter_micro_vmap(draw, microbatch_size=size)(keys), expected)
 
 
-@pytest.mark.parametrize("typed", (True, False))
-@pytest.mark.parametrize("out_axes", (0, 1))
+@pytest.mark.parametrize(("typed", "out_axes"), thinned((True, False), (0, 1)))
 def test_keys_are_returned(typed, out_axes, getkey):
     keys = jr.split(getkey() if typed else jr.PRNGKey(0), 9)
     split = lambda key: jr.split(key, 3)
@@ -342,8 +340,7 @@ def test_effects_inside(getkey, capfd):
 # Early stop
 
 
-@pytest.mark.parametrize("traced", (True, False))
-@pytest.mark.parametrize("count", (0, 1, 2, 3, 4))
+@pytest.mark.parametrize(("traced", "count"), thinned((True, False), (0, 1, 2, 3, 4)))
 def test_num_real_microbatches(count, traced, getkey):
     x = normal(getkey(), (13, 2))
     rows = min(4 * count, 13)
@@ -371,8 +368,7 @@ def test_num_real_microbatches_of_any_integer_dtype(dtype):
     )
 
 
-@pytest.mark.parametrize("traced", (True, False))
-@pytest.mark.parametrize("count", (1, 2, 4))
+@pytest.mark.parametrize(("traced", "count"), thinned((True, False), (1, 2, 4)))
 def test_accumulators_do_not_see_what_does_not_run(count, traced, getkey):
     x = normal(getkey(), (13,)) - 10  # So that a zero would be the largest.
     kept = x[: 4 * count]
@@ -391,8 +387,7 @@ def test_accumulators_do_not_see_what_does_not_run(count, traced, getkey):
         assert_same(micro(x), expected, tol=1e-4)
 
 
-@pytest.mark.parametrize("checkpoint", (True, False))
-@pytest.mark.parametrize("count", (0, 1, 3, 4))
+@pytest.mark.parametrize(("checkpoint", "count"), thinned((True, False), (0, 1, 3, 4)))
 def test_num_real_microbatches_is_differentiable(count, checkpoint, getkey):
     x = normal(getkey(), (13, 2))
     rows = min(4 * count, 13)

@@ -20,7 +20,7 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from ..helpers import assert_same, BLOCK, CountTraces, normal, TOTALS
+from ..helpers import assert_same, BLOCK, CountTraces, normal, thinned, TOTALS
 
 
 def model_and_data(getkey, total):
@@ -32,8 +32,7 @@ def loss(model, x, y):
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-@pytest.mark.parametrize("total", TOTALS)
-@pytest.mark.parametrize("size", (1, BLOCK, None))
+@pytest.mark.parametrize(("total", "size"), thinned(TOTALS, (1, BLOCK, None)))
 def test_exact_gradient_accumulation(size, total, getkey):
     model, x, y = model_and_data(getkey, total)
     grad = filter_microbatch(
@@ -61,8 +60,7 @@ def test_microbatches_are_contiguous():
     assert_same(seen, jnp.arange(12).reshape(4, 3))
 
 
-@pytest.mark.parametrize("axis", (0, 1, -1))
-@pytest.mark.parametrize("total", (8, 9))
+@pytest.mark.parametrize(("axis", "total"), thinned((0, 1, -1), (8, 9)))
 def test_concat_along_an_axis(total, axis, getkey):
     x = jnp.moveaxis(normal(getkey(), (total, 3)), 0, axis)
     fun = functools.partial(jnp.cumsum, axis=1 - axis % 2)
@@ -226,8 +224,7 @@ def test_all_of_optaxs_arguments_can_be_expressed(getkey):
     assert_same(ours(x, z, y=y), theirs(x, z, y=y))
 
 
-@pytest.mark.parametrize("traced", (True, False))
-@pytest.mark.parametrize("count", range(4))
+@pytest.mark.parametrize(("traced", "count"), thinned((True, False), range(4)))
 def test_num_real_microbatches(count, traced):
     x = jnp.arange(10.0)
     rows = min(4 * count, 10)

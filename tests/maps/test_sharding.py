@@ -20,7 +20,7 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from ..helpers import assert_same, KINDS, make_mesh, normal, put
+from ..helpers import assert_same, KINDS, make_mesh, normal, put, thinned
 
 
 pytestmark = pytest.mark.versions
@@ -36,9 +36,9 @@ def collectives(run, *args):
     return [name for name in names if f" {name}(" in hlo]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("total", (4, 16, 20, 52))
-@pytest.mark.parametrize("size", (1, 4, 6, 8, None))
+@pytest.mark.parametrize(
+    ("kind", "total", "size"), thinned(KINDS, (4, 16, 20, 52), (1, 4, 6, 8, None))
+)
 def test_equals_dense_and_stays_where_it_is(kind, total, size, getkey):
     x = normal(getkey(), (total, 3))
     sharded = put(x, make_mesh(kind), "data")
@@ -50,8 +50,7 @@ def test_equals_dense_and_stays_where_it_is(kind, total, size, getkey):
     assert collectives(micro, sharded) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axis", (1, 2))
+@pytest.mark.parametrize(("kind", "axis"), thinned(KINDS, (1, 2)))
 def test_other_axes(kind, axis, getkey):
     x = jnp.moveaxis(normal(getkey(), (20, 2, 3)), 0, axis)
     spec = [None] * 3
@@ -65,9 +64,9 @@ def test_other_axes(kind, axis, getkey):
     assert collectives(micro, sharded) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("total", (16, 20))
-@pytest.mark.parametrize("traced", (True, False))
+@pytest.mark.parametrize(
+    ("kind", "total", "traced"), thinned(KINDS, (16, 20), (True, False))
+)
 def test_accumulators(kind, total, traced, getkey):
     x, weights = normal(getkey(), (total, 3)), jnp.arange(1.0, total + 1)
     sharded = put(x, make_mesh(kind), "data")
@@ -93,9 +92,9 @@ def test_accumulators(kind, total, traced, getkey):
         assert_same(got, expected, tol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("total", (16, 20))
-@pytest.mark.parametrize("checkpoint", (True, False))
+@pytest.mark.parametrize(
+    ("kind", "total", "checkpoint"), thinned(KINDS, (16, 20), (True, False))
+)
 def test_derivatives(kind, total, checkpoint, getkey):
     x, w = normal(getkey(), (total, 3)), normal(getkey(), (3,))
     mesh = make_mesh(kind)
@@ -169,8 +168,7 @@ def test_meshes_of_two_axes(kind, getkey):
         assert collectives(micro, sharded) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", (3, 8))
+@pytest.mark.parametrize(("kind", "size"), thinned(KINDS, (3, 8)))
 def test_inside_of_shard_map(kind, size, getkey):
     mesh = make_mesh(kind)
     x, w = normal(getkey(), (32, 3)), normal(getkey(), (3,))
@@ -218,8 +216,9 @@ def test_early_stop_inside_of_shard_map(count, getkey):
     assert_same(jax.device_get(got), jax.device_get(expected), tol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", ({}, {"clip_norm": 0.5, "return_norms": True}))
+@pytest.mark.parametrize(
+    ("kind", "options"), thinned(KINDS, ({}, {"clip_norm": 0.5, "return_norms": True}))
+)
 def test_gradients(kind, options, getkey):
     mlp = eqx.nn.MLP(3, 2, 4, 1, key=getkey())
     loss = lambda model, x: jnp.sum(jnp.tanh(jax.vmap(model)(x)) ** 2)
@@ -232,14 +231,16 @@ def test_gradients(kind, options, getkey):
     assert_same(jax.device_get(got), jax.device_get(grad(mlp, x)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "options",
-    (
-        {},
-        {"clip_norm": 0.5, "method": "sites"},
-        {"clip_norm": 0.5, "method": "materialise"},
-        {"clip_norm": 0.5, "metrics": lambda gradient: gradient.cell.bias[0]},
+    ("kind", "options"),
+    thinned(
+        KINDS,
+        (
+            {},
+            {"clip_norm": 0.5, "method": "sites"},
+            {"clip_norm": 0.5, "method": "materialise"},
+            {"clip_norm": 0.5, "metrics": lambda gradient: gradient.cell.bias[0]},
+        ),
     ),
 )
 def test_gradients_inside_of_shard_map(kind, options, getkey):
@@ -306,8 +307,7 @@ def test_kernels_inside_of_shard_map(kind, getkey):
     assert_same(jax.device_get(got), jax.device_get(expected))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num", (2, 4))
+@pytest.mark.parametrize(("kind", "num"), thinned(KINDS, (2, 4)))
 def test_rows_of_no_example(kind, num):
     """As many for each microbatch, and for the remainder as it has examples."""
     x = jnp.arange(60.0).reshape(20, 3)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Mean, Sum
-from ..helpers import assert_same, CountTraces, memory, normal
+from ..helpers import assert_same, CountTraces, memory, normal, thinned
 
 
 pytestmark = pytest.mark.versions
@@ -76,8 +76,7 @@ def test_methods_do_not_trace_again(getkey):
     assert len(num) == 1
 
 
-@pytest.mark.parametrize("total", (256, 256 + 3))
-@pytest.mark.parametrize("axis", (0, 1))
+@pytest.mark.parametrize(("total", "axis"), thinned((256, 256 + 3), (0, 1)))
 def test_no_copy_of_the_batch(total, axis):
     # Neither of the inputs nor of the outputs, wherever their batch axis is.
     shape = (total, 128) if axis == 0 else (128, total)

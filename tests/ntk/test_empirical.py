@@ -473,6 +473,7 @@ def no_forward_mode(x):
 no_forward_mode.defvjp(lambda x: (jnp.tanh(x), x), lambda x, d: (d / jnp.cosh(x) ** 2,))
 
 
+@pytest.mark.flags
 @float64
 def test_models_without_forward_mode(getkey):
     keys = jr.split(getkey(), 2)

@@ -22,7 +22,7 @@ from eqxbatch import (
     ProbedNTK,
     TopK,
 )
-from ..helpers import assert_same, BLOCK, CountTraces, TOTALS
+from ..helpers import assert_same, BLOCK, CountTraces, thinned, TOTALS
 from .models import (
     cast,
     Counted,
@@ -450,8 +450,9 @@ class SameDerivative(eqx.Module):
         return x.sum() + (jnp.sin(self.weight.sum()) if self.is_used else 0)
 
 
-@pytest.mark.parametrize("is_used", (True, False))
-@pytest.mark.parametrize("symmetric", (True, False))
+@pytest.mark.parametrize(
+    ("is_used", "symmetric"), thinned((True, False), (True, False))
+)
 def test_blocks_of_what_is_the_same_for_all_examples(is_used, symmetric):
     model = SameDerivative(jnp.ones(3), is_used)
     x, y = jnp.ones((5, 2)), jnp.ones((3, 2))

@@ -30,6 +30,7 @@ from ..helpers import (
     make_mesh,
     memory,
     normal,
+    thinned,
     TOTALS,
 )
 from .kernel_functions import AXES, lopsided, rbf, Structured, white
@@ -38,16 +39,17 @@ from .kernel_functions import AXES, lopsided, rbf, Structured, white
 SIZES = (1, BLOCK, (BLOCK, 3), None)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("totals", [(n, 7) for n in (0, *TOTALS)] + [(5, 0), (0, 0)])
+@pytest.mark.parametrize(
+    ("size", "totals"),
+    thinned(SIZES, [(n, 7) for n in (0, *TOTALS)] + [(5, 0), (0, 0)]),
+)
 def test_two_sides(size, totals, getkey):
     x1, x2 = (normal(getkey(), (n, 3)) for n in totals)
     batched = filter_batch_kernel(lopsided, block_size=size)
     assert_same(batched(x1, x2), lopsided(x1, x2))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("total", (0, *TOTALS))
+@pytest.mark.parametrize(("size", "total"), thinned(SIZES, (0, *TOTALS)))
 def test_one_side(size, total, getkey):
     x = normal(getkey(), (total, 3))
     for kernel in (white, lopsided):

@@ -18,20 +18,16 @@ from eqxbatch import (
     TopK,
     TqdmProgressMeter,
 )
-from ..helpers import (
-    assert_same,
-    make_mesh,
-    normal,
-    put,
-)
+from ..helpers import assert_same, make_mesh, normal, put, thinned
 from .kernel_functions import lopsided, rbf, white
 
 
 # Meshes.
 
 
-@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
-@pytest.mark.parametrize("total", (2, 13, 16))
+@pytest.mark.parametrize(
+    ("kind", "total"), thinned((AxisType.Auto, AxisType.Explicit), (2, 13, 16))
+)
 def test_mesh_equals_one_device(kind, total, getkey):
     x, y = normal(getkey(), (total, 3)), normal(getkey(), (6, 3))
     labels = x[:, 0]

@@ -26,6 +26,7 @@ from eqxbatch import (
 )
 from eqxbatch._pairs.conjugate_gradients import ConjugateGradients, initial
 from ..flags import COMPILE_FAST
+from ..helpers import thinned
 from .kernel_functions import rbf, white
 from .on_disk import Stops
 
@@ -57,9 +58,10 @@ def solution(kernel, y, ridge):
     return np.linalg.solve(matrix + ridge * np.eye(len(X)), y)
 
 
+@pytest.mark.parametrize(
+    ("rank", "store"), thinned((0, 1, 10, 61), (None, HostStore()))
+)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("rank", (0, 1, 10, 61))
-@pytest.mark.parametrize("store", (None, HostStore()))
 def test_is_the_solution(store, rank):
     operator = make(store=store)
     for y in (jnp.asarray(Y), Y[:, 0]):
@@ -128,9 +130,8 @@ def test_complex_kernels():
         assert found.residuals.dtype == jnp.float64
 
 
+@pytest.mark.parametrize(("rank", "store"), thinned((0, 10), (None, HostStore())))
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("rank", (0, 10))
-@pytest.mark.parametrize("store", (None, HostStore()))
 def test_complex_right_hand_sides_of_real_kernels(store, rank):
     y = Y + 1j * numbers(61, 2, seed=2)
     for dtype in (jnp.float64, jnp.float32):

@@ -24,7 +24,7 @@ from eqxbatch import (
     ZarrStore,
 )
 from ..conftest import enable_x64
-from ..helpers import make_mesh, normal
+from ..helpers import make_mesh, normal, thinned
 from .kernel_functions import AXES, lopsided, rbf, Structured, white
 from .on_disk import chunks, Stops
 
@@ -49,8 +49,7 @@ def assert_close(got, expected):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mesh", (True, False))
+@pytest.mark.parametrize(("size", "mesh"), thinned(SIZES, (True, False)))
 def test_stores_equal_the_device(size, mesh, getkey, tmp_path):
     x, y = normal(getkey(), (13, 3)), normal(getkey(), (7, 3))
     mesh = make_mesh(AxisType.Explicit) if mesh else None

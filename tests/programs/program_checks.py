@@ -310,6 +310,15 @@ def kernels_traced(s: Subject) -> Triples:
 # Curvature.
 
 
+@contextlib.contextmanager
+def _only_deprecations() -> Iterator[None]:
+    """Of the warnings of random programs, only deprecations are of interest."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", DeprecationWarning)
+        yield
+
+
 def _curvature(
     s: Subject, transform: Callable, *funs: Callable, **settings: Any
 ) -> Any:
@@ -317,8 +326,7 @@ def _curvature(
     size, checkpoint = rng.choice((None, None, 1, 3)), rng.random() < 0.2
     settings |= {"block_size": size, "checkpoint": checkpoint, **s.settings}
     run = transform(*funs, in_axes=0, flat=True, **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _only_deprecations():
         return run(s.parameters, *s.examples)
 
 
@@ -430,8 +438,7 @@ def _direction(s: Subject) -> Any:
 
 
 def _product(s: Subject, product: Callable) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _only_deprecations():
         vector = s.tree(s.unravelled(_direction(s)))
         got = product(s.parameters, vector, *s.examples)
     return s.ravelled(jax.tree.leaves(eqx.filter(got, eqx.is_inexact_array)))

@@ -70,13 +70,14 @@ def compare(program, *turn):
     assert result.num_compared
 
 
-@pytest.mark.parametrize("seed", quickly(SEEDS, 3))
+@pytest.mark.parametrize("seed", quickly(SEEDS, 3, pytest.mark.matrix))
 def test_random_program(seed):
     with settings():
         program = draw(seed)
     compare(program, IN_TURN[SEEDS.index(seed) % len(IN_TURN)])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("seed", "uses"), OF_ONE_USE)
 def test_random_program_of_one_use(seed, uses):
     with settings():
@@ -92,6 +93,7 @@ def test_random_program_of_parameters_alone(seed):
     compare(program, IN_TURN[seed % len(IN_TURN)])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("seed", "uses"), OF_OWN_DERIVATIVES)
 def test_random_program_of_branches_and_rules(seed, uses):
     with settings():

@@ -16,7 +16,11 @@ from ..layers import Case, tokens, vectors, weight
 from .oracle import compare
 
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.versions]
+pytestmark = [
+    pytest.mark.usefixtures("x64"),
+    pytest.mark.versions,
+    pytest.mark.flags,
+]
 
 
 def ruled(backward):

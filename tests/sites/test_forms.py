@@ -17,6 +17,7 @@ from eqxbatch import (
     filter_micro_grad,
 )
 from eqxbatch._base import primitives
+from ..helpers import thinned
 from ..layers import Case, vectors, weight
 from .oracle import cast, compare
 
@@ -190,6 +191,7 @@ def test_use_by_gradients(name):
     assert not program.fallbacks
 
 
+@pytest.mark.flags
 @pytest.mark.skipif(jax.__version_info__ <= (0, 7, 2), reason="it takes one bool")
 def test_remat_that_keeps_some_inputs():
     def fun(ws, x):
@@ -333,8 +335,9 @@ class Added(eqx.Module):
         return jnp.sin(x) + padded[: x.shape[0]]
 
 
-@pytest.mark.parametrize("way", ("positions", "sum", "padded"))
-@pytest.mark.parametrize("lengths", ((4, 4), (4, 2)))
+@pytest.mark.parametrize(
+    ("way", "lengths"), thinned(("positions", "sum", "padded"), ((4, 4), (4, 2)))
+)
 def test_kernel_of_what_is_only_added(way, lengths):
     model = cast(Added(weight(5, 4), way))
     first, second = (jr.normal(jr.key(n), (2, n)) for n in lengths)

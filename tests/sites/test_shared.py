@@ -42,6 +42,7 @@ RULES = {
 }
 
 
+@pytest.mark.flags
 @pytest.mark.parametrize("name", RULES)
 def test_custom_rules_are_elementwise_as_their_derivative_is(name):
     derivative, is_elementwise = RULES[name]
@@ -52,6 +53,7 @@ def test_custom_rules_are_elementwise_as_their_derivative_is(name):
     assert [is_lettered(site) for site in program.sites] == [is_elementwise]
 
 
+@pytest.mark.flags
 def test_custom_rule_whose_second_derivative_is_not_elementwise():
     inner = rule_of(lambda w, t: t - jnp.mean(t))
     fun = rule_of(lambda w, t: t * inner(w))

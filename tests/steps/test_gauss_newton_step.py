@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import eqxbatch
-from ..helpers import forwards_only, only_backwards, quickly, rows_only, TOTALS
+from ..helpers import forwards_only, only_backwards, rows_only, thinned, TOTALS
 from .oracle import as_numbers, close, step, system
 
 
@@ -56,8 +56,7 @@ def even(num):
     return np.full(num, 1 / max(num, 1))
 
 
-@pytest.mark.parametrize("way", quickly([*WAYS], 1))
-@pytest.mark.parametrize("centre", (False, True))
+@pytest.mark.parametrize(("way", "centre"), thinned([*WAYS], (False, True), quick=2))
 def test_equals_dense(way, centre):
     model = network()
     for num in TOTALS if way == "sample in blocks" else (5,):
@@ -298,8 +297,10 @@ def boundary(model, pair):
     return model(x) - value
 
 
-@pytest.mark.parametrize("way", ("sample", "sample in blocks", "parameter"))
-@pytest.mark.parametrize("centre", (False, True))
+@pytest.mark.parametrize(
+    ("way", "centre"),
+    thinned(("sample", "sample in blocks", "parameter"), (False, True)),
+)
 def test_terms_with_batches_of_their_own(way, centre):
     model = network(1)
     inside, edge = draw(7, 3), (draw(3, 3, seed=1), draw(3, 1, seed=2))
@@ -337,8 +338,9 @@ def test_axes_of_terms():
     close(take(model, inside, edge), step(*dense, 0.1))
 
 
-@pytest.mark.parametrize("space", ("sample", "parameter"))
-@pytest.mark.parametrize("centre", (False, True))
+@pytest.mark.parametrize(
+    ("space", "centre"), thinned(("sample", "parameter"), (False, True))
+)
 def test_weights_of_examples(space, centre):
     model, x, y = network(), draw(6, 3), draw(6, 2, seed=1)
     weights = np.asarray([1.0, 0.0, 2.5, 0.5, 1.0, 3.0])
@@ -369,8 +371,9 @@ class Mixed(eqx.Module):
         return size.astype(complex) * hidden
 
 
-@pytest.mark.parametrize("space", ("sample", "parameter"))
-@pytest.mark.parametrize("centre", (False, True))
+@pytest.mark.parametrize(
+    ("space", "centre"), thinned(("sample", "parameter"), (False, True))
+)
 def test_all_settings_together(space, centre):
     real, imag = 0.4 * draw(2, 2, 3)
     model = Mixed(
@@ -440,9 +443,11 @@ def sum_of_rows(model, x, y):
     return jnp.dot(model, x), y
 
 
-@pytest.mark.parametrize("ratio", (1e4, 2e5))
 @pytest.mark.parametrize(
-    "way", ("sample", "sample in blocks", "parameter", "parameter in blocks")
+    ("ratio", "way"),
+    thinned(
+        (1e4, 2e5), ("sample", "sample in blocks", "parameter", "parameter in blocks")
+    ),
 )
 def test_centred_jacobians_keep_their_digits_in_float32(way, ratio):
     """Held to NumPy in float32, which centres the Jacobian first."""

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqxbatch
-from ..helpers import assert_same, make_mesh, put
+from ..helpers import assert_same, make_mesh, put, thinned
 from .oracle import as_numbers, close, step, system
 
 
@@ -48,8 +48,10 @@ def test_descends_by_itself_and_in_a_chain():
     assert_same(eqx.apply_updates(model, in_chain), moved)
 
 
-@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16, jnp.float32))
-@pytest.mark.parametrize("space", ("sample", "parameter"))
+@pytest.mark.parametrize(
+    ("dtype", "space"),
+    thinned((jnp.bfloat16, jnp.float16, jnp.float32), ("sample", "parameter")),
+)
 def test_narrow_dtypes(dtype, space):
     model = network(dtype)
     x, y = X.astype(dtype), Y.astype(dtype)
