@@ -80,7 +80,7 @@ BREAKAGES = [
     ),
     Breakage(
         "weights are added in the dtype of the result",
-        "_batch/moments.py",
+        "_batch/weights.py",
         "jnp.sum(block.take(weights).astype(widest(dtype)))",
         "jnp.sum(block.take(weights).astype(dtype))",
         "tests/batch -k 'weights or half'",
@@ -335,7 +335,7 @@ BREAKAGES = [
     Breakage(
         "a Taylor expansion has k in place of its factorial",
         "_curvature/taylor.py",
-        "x / math.factorial(k)",
+        "x / float(math.factorial(k))",
         "x / max(k, 1)",
         "tests/ntk/test_approximate.py -k taylor",
     ),
@@ -398,10 +398,10 @@ BREAKAGES = [
         "tests/pairs -k largest",
     ),
     Breakage(
-        "the norm of a complex kernel has no conjugate",
+        "the norm of a complex kernel has no imaginary part",
         "_pairs/reductions.py",
-        "return jnp.sum(jnp.real(wide * jnp.conj(wide)))",
-        "return jnp.sum(jnp.real(wide * wide))",
+        "[jnp.real(tile), jnp.imag(tile)]",
+        "[jnp.real(tile)]",
         "tests/pairs -k 'reductions and not mesh'",
     ),
     Breakage(
@@ -414,8 +414,8 @@ BREAKAGES = [
     Breakage(
         "the fingerprint ignores the second side",
         "_pairs/stores.py",
-        '"inputs": _digest((call.calls, call.args, call.shared)),',
-        '"inputs": _digest((call.calls[:1], call.args, call.shared)),',
+        '"inputs": digest((call.calls, call.args, call.shared)),',
+        '"inputs": digest((call.calls[:1], call.args, call.shared)),',
         "tests/pairs -k another_kernel",
     ),
     Breakage(
@@ -485,8 +485,8 @@ BREAKAGES = [
     Breakage(
         "roots are inverses",
         "_curvature/kronecker_operator.py",
-        "return self._with(lambda values: 1 / self._positive(values))",
-        "return self._with(lambda values: 1 / self._positive(values) ** 0.5)",
+        "return self._with(lambda own: 1 / self._positive(own))",
+        "return self._with(lambda own: 1 / self._positive(own) ** 0.5)",
         "tests/curvature/test_kronecker_operator.py",
     ),
     # The check of rules.

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
 from .._base.dtypes import accumulation_dtype
 from .._base.jaxprs import compiled
+from .._base.mesh import is_explicit
 from .._base.shapes import AnyArray, Contract
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size
@@ -178,6 +179,11 @@ def _spread_vmap(axis: MeshAxis) -> Callable[..., Callable[[list], Any]]:
         def run(rows: list) -> Any:
             (num,) = {x.shape[0] for x in rows}
             name = axis.name if num % axis.num == 0 else None
+            if name is not None:
+                # With JAX 0.12, types on a mesh with Explicit axes must say so, too.
+                along = NamedSharding(axis.mesh, PartitionSpec(name))
+                to = lambda x: jax.sharding.reshard(x, along) if is_explicit(x) else x
+                rows = [*map(to, rows)]
             return jax.vmap(fun, in_axes, out_axes, spmd_axis_name=name)(rows)
 
         return run
