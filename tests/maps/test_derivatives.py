@@ -183,6 +183,12 @@ def test_gradient_through_microbatch(getkey):
 
 DEPTH, WIDTH, SIZE = 6, 64, 32
 
+# The loop over microbatches has a rule for its derivative.
+LOST = pytest.mark.xfail(
+    getattr(jax.config, "jax_remat3", False),
+    reason="with `jax_remat3`, JAX forgets checkpoints in rules of `jax.custom_jvp`",
+)
+
 
 def deep(w, x):
     for _ in range(DEPTH):
@@ -203,6 +209,7 @@ def gradient_memory(total, accumulator, **kwargs):
     return memory(jax.grad(loss), w, x).temp_size_in_bytes
 
 
+@LOST
 @pytest.mark.flags
 def test_checkpoint_keeps_one_microbatch_of_activations():
     small, large = (
@@ -238,6 +245,7 @@ def residuals(checkpoint):
     return sum(x.nbytes for x in jax.tree.leaves(pullback)), w.nbytes + x.nbytes
 
 
+@LOST
 @pytest.mark.flags
 def test_saved_residuals():
     saved, inputs = residuals(checkpoint=True)
