@@ -5,6 +5,7 @@ than their sum then, and so are their errors. Such gradients are formed, a few a
 time: the error of a formed gradient is that of plain JAX.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from .site import is_outer_product, is_sum, Label, leaf_site, Site
 # How much larger than the squared norm of a gradient the sum of the squares of its
 # terms may be. The error of products of pairs grows with this ratio, that of the
 # gradient with its root.
-MOST_CANCELLED = 64.0
+_MOST_CANCELLED = 64.0
 
 
 # The number of bytes that the gradients which are formed at a time may take.
@@ -48,7 +49,7 @@ def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
         norms.append(total)
         if not is_outer_product(own.sites):
             summed.append(i)
-            separate.append(jnp.any(apart > MOST_CANCELLED * total))
+            separate.append(jnp.any(apart > _MOST_CANCELLED * total))
     if not summed:
         return norms
 
@@ -70,18 +71,18 @@ def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
 
 
 def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:
-    """For each example, whether terms of some gradient nearly cancel.
+    """For each example, whether terms of the gradient of all leaves nearly cancel.
 
-    Returns None if this cannot be.
+    Returns None if this cannot be. The gradient of a single leaf may be zero, as that
+    of a bias of attention keys.
     """
     summed = [own for own in leaves if is_sum(own.sites)]
     if not summed:
         return None
-    found: Array = jnp.zeros((1,), bool)
-    for sites, factors, _ in summed:
-        total, apart = squares(sites, factors)
-        flags = apart > MOST_CANCELLED * total
-        found = found | jnp.any(flags, axis=tuple(range(1, flags.ndim)))
+    pairs = (squares(sites, factors) for sites, factors, _ in summed)
+    total, apart = (functools.reduce(jnp.add, x) for x in zip(*pairs, strict=True))
+    flags = apart > _MOST_CANCELLED * total
+    found = jnp.any(flags, axis=tuple(range(1, flags.ndim)))
     if any(factors.has_examples(sites) for sites, factors, _ in summed):
         return Factor(found)
     return Factor(found[0], has_examples=False)

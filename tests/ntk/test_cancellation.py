@@ -1,0 +1,97 @@
+"""Kernels of differences, whose Jacobians are sums of terms that nearly cancel."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from eqxbatch import EmpiricalNTK
+from eqxbatch._sites import cancellation
+from ..conftest import enable_x64
+from .models import cast
+
+
+class Difference(eqx.Module):
+    """One use of each layer at two positions; the last bias has no gradient at all."""
+
+    net: eqx.nn.MLP
+
+    def __call__(self, x):
+        first, second = jax.vmap(self.net)(x)
+        return first - second
+
+
+MODEL = Difference(eqx.nn.MLP(3, 2, 24, 2, activation=jnp.tanh, key=jr.key(0)))
+
+
+def pairs(num, distance, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(num, 1, 3)) + distance * rng.normal(size=(num, 2, 3))
+    return jnp.asarray(x, jnp.float32)
+
+
+def kernel(model, x1, x2=None, **settings):
+    return EmpiricalNTK(model, implementation="sites", **settings)(x1, x2)
+
+
+def dense(model, x1, x2):
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    flat, unravel = ravel_pytree(arrays)
+    output = lambda flat, x: eqx.combine(unravel(flat), static)(x)
+    first, second = (jax.vmap(jax.jacrev(output), (None, 0))(flat, x) for x in (x1, x2))
+    return jnp.tensordot(first, second, ((1, 2), (1, 2))) / 2
+
+
+def test_blocks_diagonals_and_maps_whose_terms_cancel():
+    with enable_x64():
+        model, x1, x2 = cast((MODEL, pairs(5, 1e-3), pairs(4, 1e-3, seed=1)))
+        expected = jax.jit(lambda x1, x2: dense(model, x1, x2))(x1, x2)
+        close = {"rtol": 1e-9, "atol": 1e-10 * np.max(np.abs(expected))}
+        for size in (None, 2):
+            np.testing.assert_allclose(
+                kernel(model, x1, x2, block_size=size), expected, **close
+            )
+        square = np.asarray(dense(model, x1, x1))
+        np.testing.assert_allclose(kernel(model, x1), square, **close)
+        np.testing.assert_allclose(
+            EmpiricalNTK(model, implementation="sites").diagonal(x1),
+            np.diagonal(square),
+            **close,
+        )
+        # The terms of one of the models' examples cancel, those of the other do not.
+        several = jnp.stack([x1, cast(pairs(5, 1.0))])
+        found = jax.vmap(lambda x: kernel(model, x, x2))(several)
+        for got, x in zip(found, several, strict=True):
+            np.testing.assert_allclose(got, dense(model, x, x2), **close)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_examples_on_a_mesh_whose_terms_cancel(kind):
+    with enable_x64():
+        model, x = cast((MODEL, pairs(8, 1e-3)))
+        expected = np.asarray(dense(model, x, x))
+        mesh = jax.make_mesh((4,), ("r",), axis_types=(kind,))
+        spread = jax.device_put(x, NamedSharding(mesh, PartitionSpec("r")))
+        close = {"rtol": 1e-9, "atol": 1e-10 * np.max(np.abs(expected))}
+        np.testing.assert_allclose(kernel(model, spread), expected, **close)
+        own = jax.shard_map(
+            lambda x1: kernel(model, x1, x),
+            mesh=mesh,
+            in_specs=PartitionSpec("r"),
+            out_specs=PartitionSpec("r"),
+        )
+        np.testing.assert_allclose(jax.jit(own)(spread), expected, **close)
+
+
+def test_jacobians_are_formed_only_where_the_kernel_cancels(monkeypatch):
+    # The bias of the last layer has a Jacobian of zero in any case.
+    formed = cancellation._for_each_formed
+    is_nan = lambda *args: [jnp.full_like(x, jnp.nan) for x in formed(*args)]
+    monkeypatch.setattr(cancellation, "_for_each_formed", is_nan)
+    assert np.all(np.isfinite(kernel(MODEL, pairs(6, 1.0))))
+    assert np.any(np.isnan(kernel(MODEL, pairs(6, 1e-3))))
