@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Inexact, Int, Shaped
 
 from .jaxprs import evaluate_jaxpr, evaluate_with
 from .mesh import vary, varying, where_it_is, zeros_like
-from .primitives import as_remat, called, is_remat, name_of, parameters
+from .primitives import as_remat, callee, is_remat, name_of, parameters
 
 
 def as_own_program(
@@ -205,7 +205,7 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
         if _is_convolution(eqn) and not _is_narrow(eqn):
             return lambda ins: [_convolution(eqn)(*ins)]
-        closed = called(eqn)
+        closed = callee(eqn)
         if closed is None or not _has_convolution(closed.jaxpr):
             return None
         run = lambda *ins: evaluate_in_loop(closed.jaxpr, closed.consts, [*ins])
@@ -232,7 +232,7 @@ def _is_narrow(eqn: Any) -> bool:
 
 
 def _has_convolution(jaxpr: Any) -> bool:
-    programs = (called(eqn) for eqn in jaxpr.eqns)
+    programs = (callee(eqn) for eqn in jaxpr.eqns)
     return any(map(_is_convolution, jaxpr.eqns)) or any(
         closed is not None and _has_convolution(closed.jaxpr) for closed in programs
     )

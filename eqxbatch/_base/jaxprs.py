@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 import jaxlib
 from jaxtyping import Array, PyTree
 
-from .primitives import called, IDENTITIES, inner_jaxprs, is_flat, name_of
+from .primitives import callee, IDENTITIES, inner_jaxprs, is_flat, name_of
 
 
 _T = TypeVar("_T")
@@ -197,7 +197,7 @@ def first_use(jaxpr: Any, var: Any) -> tuple[int, ...]:
         positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
         if not positions:
             continue
-        closed = called(eqn)
+        closed = callee(eqn)
         if closed is None:
             return (index,)
         inner = closed.jaxpr
@@ -236,7 +236,7 @@ def live_variables(jaxpr: Any, outs: Sequence[bool]) -> set:
 
 
 def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
-    name, closed = name_of(eqn), called(eqn)
+    name, closed = name_of(eqn), callee(eqn)
     if is_flat(eqn):
         return [False for _ in eqn.invars]
     if closed is not None:

@@ -18,9 +18,9 @@ _SIZES = ("microbatch_size", "block_size", "samples_per_batch")
 
 
 # What may lie between a line of a user and this package.
-_LIBRARIES = frozenset(
-    ("beartype", "contextlib", "eqxbatch", "equinox", "functools", "jax", "jaxlib")
-    + ("jaxtyping", "lineax", "optax")
+_LIBRARIES = (
+    *("beartype", "contextlib", "eqxbatch", "equinox", "functools", "jax", "jaxlib"),
+    *("jaxtyping", "lineax", "optax"),
 )
 
 

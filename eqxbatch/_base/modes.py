@@ -98,7 +98,7 @@ def without_forward_mode(
 ) -> str | None:
     """Why a function of arrays has no forward-mode derivative; None if it has one."""
     closed = _traced(fun, point)
-    if not _has_custom_rules(closed.jaxpr):
+    if not _has_reverse_rules(closed.jaxpr):
         return None
     run = jex.jaxpr_as_fun(closed)
     push = lambda *seeds: jax.jvp(run, tuple(point), seeds)[1]
@@ -136,13 +136,13 @@ def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> jex.ClosedJaxp
     return jax.make_jaxpr(lambda *point: fun([*point]))(*point)
 
 
-def _has_custom_rules(jaxpr: Any) -> bool:
-    """Whether a jaxpr has a custom rule, which may exist for one mode only."""
-    is_custom = lambda eqn: name_of(eqn).startswith("custom") or is_unknown_object(eqn)
-    if any(map(is_custom, jaxpr.eqns)):
+def _has_reverse_rules(jaxpr: Any) -> bool:
+    """Whether a jaxpr has a rule that may be for reverse mode only."""
+    is_one = lambda eqn: name_of(eqn).startswith("custom_vjp") or is_unknown_object(eqn)
+    if any(map(is_one, jaxpr.eqns)):
         return True
     inner = (sub for eqn in jaxpr.eqns for sub in inner_jaxprs(eqn))
-    return any(map(_has_custom_rules, inner))
+    return any(map(_has_reverse_rules, inner))
 
 
 def _stated(ask: Callable[[], Any], statements: list[_Statement]) -> str | None:

@@ -22,9 +22,10 @@ import numpy as np
 #   those that do not change the linear function. An equation with any other, such as
 #   one of a newer JAX, is declined. Without a colon, no rule or view is for it.
 #
-# `call`: runs a program, and has its derivative; so does `remat`, which computes it
-# again for the derivative, and `expand`, which writes it down on request. `custom`: has
-# a derivative of its own. `identity`: each output is the input in the same place.
+# `call`: runs a program, and has its derivative. `remat`: likewise, but computes the
+# program again for the derivative. `expand`: likewise, but has to be asked for its
+# program. `custom`: has a derivative of its own. `identity`: each output is the input
+# in the same place.
 # `flat`: has a derivative of zero wherever it exists. `entries`: each entry of the
 # outputs depends on the same entry of the inputs only. `linear`: in all inputs
 # together; `linear-0-2`: in some of them together, where others are indices;
@@ -223,7 +224,7 @@ def parameters(eqn: Any) -> dict[str, Any]:
     return eqn.params["_prim"].params if is_object else eqn.params
 
 
-def called(eqn: Any) -> Any:
+def callee(eqn: Any) -> Any:
     """The closed jaxpr in place of which an equation stands; None for others.
 
     The derivative of the equation is that of the jaxpr. So functions with custom
@@ -236,9 +237,13 @@ def called(eqn: Any) -> Any:
         closed = _as_closed(params["jaxpr" if "jaxpr" in params else "call_jaxpr"])
     else:
         return None
+    if closed is None:
+        return None
     # Some types of JAX have neither.
-    type_of = lambda x: [getattr(x.aval, name, None) for name in ("shape", "dtype")]
-    types = lambda atoms: [type_of(x) for x in atoms]
+    types = lambda atoms: [
+        [getattr(x.aval, attribute, None) for attribute in ("shape", "dtype")]
+        for x in atoms
+    ]
     jaxpr = closed.jaxpr
     fits = types(jaxpr.invars) == types(eqn.invars)
     fits = fits and types(jaxpr.outvars) == types(eqn.outvars)

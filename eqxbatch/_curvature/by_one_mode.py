@@ -104,7 +104,8 @@ def expanded(found: Expansion, point: list[Array], leaves: list[Array]) -> list[
     """The linear expansion of a function at `point`, evaluated for some leaves."""
     pairs = zip(*(jtu.tree_leaves(as_real(x)) for x in (leaves, point)), strict=True)
     changes = [(x - start).reshape(-1) for x, start in pairs]
-    whole = lax.Precision.HIGHEST  # As is everything else that is differentiated.
+    # On GPUs and TPUs, the default would round the Jacobian.
+    whole = lax.Precision.HIGHEST
     result = []
     for out, jacobian in zip(*found, strict=True):
         for part, change in zip(jacobian, changes, strict=True):

@@ -145,8 +145,9 @@ class SiteGaussNewton:
         if self._has_curve:
             curve = jax.ShapeDtypeStruct((num, vectors, vectors), self._dtype)
         operands = [*map(of, program.operands)]
-        pairs = zip(program.perturbations, self._nums, strict=False)
-        cotangents = [of(x, own) for x, own in pairs]
+        # Jacobians come after these.
+        nums = self._nums[: len(program.perturbations)]
+        cotangents = [*map(of, program.perturbations, nums)]
 
         def count(
             curve: Array | None, operands: list, cotangents: list, values: list

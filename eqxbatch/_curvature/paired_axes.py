@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._base.mesh import full_varying_as, vary, varying
-from .._base.primitives import called, LINEAR_IN_ALL, name_of, with_trait
+from .._base.primitives import callee, LINEAR_IN_ALL, name_of, with_trait
 from .._sites.rules import Axes
 from .._sites.site import Site
 from .._sites.trace import Program
@@ -151,7 +151,7 @@ def _followed(jaxpr: Any, inputs: Sequence[_State]) -> list[_State]:
 
 
 def _after(eqn: Any, ins: list[_State]) -> list[_State]:
-    closed = called(eqn)
+    closed = callee(eqn)
     if closed is not None:
         return _followed(closed.jaxpr, ins)
     moved: list[_State] = []

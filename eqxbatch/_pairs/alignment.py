@@ -18,8 +18,8 @@ from .reductions import (
     AbstractReduction,
     KernelStruct,
     MatrixTile,
+    most_blocks,
     Norm,
-    num_parts,
     sum_dtype,
 )
 
@@ -149,7 +149,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         flat = [_columns(y, scale) for y, scale in zip(wide, scales, strict=True)]
         gram = [y.T @ y for y in flat]
         labels = jnp.sqrt(jnp.sum(gram[0] * gram[1]))
-        lost, norm = nothing_lost(zero, num_parts(kernel)), Norm.begun(kernel)
+        lost, norm = nothing_lost(zero, most_blocks(kernel)), Norm.begun(kernel)
         return _Alignment(zero, lost, norm, labels, jnp.stack(scales), kernel.dtype)
 
     @checked

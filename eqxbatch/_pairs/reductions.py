@@ -116,7 +116,7 @@ def sum_dtype(struct: jax.ShapeDtypeStruct) -> Any:
     return jax.eval_shape(widened, jax.ShapeDtypeStruct((), struct.dtype)).dtype
 
 
-def num_parts(kernel: jax.ShapeDtypeStruct) -> int:
+def most_blocks(kernel: jax.ShapeDtypeStruct) -> int:
     """The number of blocks of a kernel, at most."""
     return math.prod(kernel.shape[:2])
 
@@ -294,7 +294,7 @@ class Norm(eqx.Module):
     @staticmethod
     def begun(kernel: jax.ShapeDtypeStruct) -> "Norm":
         zero = jnp.zeros((), jnp.finfo(sum_dtype(kernel)).dtype)
-        return Norm(zero, zero, nothing_lost(zero, num_parts(kernel)))
+        return Norm(zero, zero, nothing_lost(zero, most_blocks(kernel)))
 
     @property
     def scale(self) -> Inexact[Array, ""]:

@@ -15,7 +15,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from .._base.primitives import called, inner_jaxprs, name_of, PRODUCTS
+from .._base.primitives import callee, inner_jaxprs, name_of, PRODUCTS
 from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .factors import Factors, site_terms
@@ -98,7 +98,7 @@ def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
         if not any(own):
             continue
         dependent.update(eqn.outvars)
-        closed = called(eqn)
+        closed = callee(eqn)
         if closed is not None:
             total += pushed_cost(closed.jaxpr, own)
         else:

@@ -23,7 +23,7 @@ from .._base.dtypes import is_complex
 from .._base.jaxprs import evaluate_with, run_equations
 from .._base.mesh import mesh_axes
 from .._base.primitives import (
-    called,
+    callee,
     IDENTITIES,
     LINEAR_IN_ALL,
     LINEAR_IN_EACH,
@@ -128,7 +128,7 @@ def _to_transpose(_: int, eqn: Any) -> Callable[[list], list] | None:
 
     Some of them have no transpose. The products would repeat factors.
     """
-    closed = called(eqn)
+    closed = callee(eqn)
     if closed is not None:
         return lambda ins: _evaluate_needed(closed, ins)
     if name_of(eqn) in IDENTITIES:
@@ -190,7 +190,7 @@ def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
 
     for eqn in _needed(jaxpr):
         kinds = [kind_of(atom) for atom in eqn.invars]
-        closed = called(eqn)
+        closed = callee(eqn)
         if closed is not None:
             outs = _kinds(closed.jaxpr, kinds)
             if isinstance(outs, str):

@@ -25,7 +25,7 @@ from .._base.jaxprs import (
 )
 from .._base.mesh import in_this_mesh
 from .._base.primitives import (
-    called,
+    callee,
     CUSTOM,
     IDENTITIES,
     is_unknown_object,
@@ -129,7 +129,7 @@ class Finder:
         is_shared = len(found) == len(inputs)
         if not eqn.outvars or not (is_shared or (has_views and any(own.live))):
             return none
-        closed = called(eqn)
+        closed = callee(eqn)
         if closed is not None:
             return self.call(plan, own, closed, inputs)
         if name in IDENTITIES:

@@ -18,7 +18,7 @@ from .._base.jaxprs import literal, run_equation
 from .._base.mesh import full_varying_as
 from .._base.modes import Derivative, derivative_of, pushed
 from .._base.primitives import (
-    called,
+    callee,
     inner_jaxprs,
     is_flat,
     LINEAR_IN_ALL,
@@ -273,7 +273,7 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
     if any(var.aval.shape not in (shape, ()) for var in jaxpr.constvars):
         return False
     for eqn in jaxpr.eqns:
-        name, closed = name_of(eqn), called(eqn)
+        name, closed = name_of(eqn), callee(eqn)
         avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
         if all(aval.shape == () for aval in avals) and shape:
             continue  # Depends on no entry.

@@ -278,7 +278,7 @@ def test_objects(monkeypatch):
     assert "no rule for `call_hi_primitive[Twice]`" in fallbacks[0]
     closed = jax.make_jaxpr(apply)(jnp.ones(3))
     assert primitives.name_of(closed.eqns[0]) == "call_hi_primitive[Twice]"
-    assert primitives.called(closed.eqns[0]) is None
+    assert primitives.callee(closed.eqns[0]) is None
     # One of JAX's own, whose program is known to have its derivative.
     monkeypatch.setattr(twice, "__module__", "jax.numpy")
     monkeypatch.setitem(primitives._CLASSES, "Twice", "einsum")
