@@ -21,7 +21,6 @@ from .._batch.slots import canonicalise, is_accumulator
 from .._batch.transform import (
     AbstractAutoSharded,
     also_decorator,
-    Blocking,
     transformed,
 )
 from .grid_axes import as_axis, GridAxis, is_grid_axis
@@ -168,13 +167,14 @@ class _GridVmap(AbstractAutoSharded):
     ) -> Callable[[list], Any]:
         outer = {other.name for other in levels[: levels.index(level)]}
         transform = MicroVmap(
+            fun,
             in_axes=([_axis_within(place, level.name, outer) for place in axes],),
             out_axes=level.out_axis,
             accumulator=level.accumulator,
-            blocking=Blocking(size, None, self.checkpoint and size < level.size),
-            if_whole=None,
+            microbatch_size=size,
+            checkpoint=self.checkpoint and size < level.size,
         )
-        return lambda arrays: transform.apply(fun, (arrays,), {})
+        return lambda arrays: transform.apply((arrays,), {}, if_whole=None)
 
     def _places(
         self, fun: Callable, args: tuple, kwargs: dict[str, Any]

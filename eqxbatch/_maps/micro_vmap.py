@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, cast, ClassVar, TYPE_CHECKING
+from typing import Any, Generic
 
 import equinox as eqx
 import jax
@@ -11,43 +11,145 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from .._base.jaxprs import evaluate_jaxpr
 from .._base.mesh import auto_sharded
 from .._batch.accumulators import Concat, Last
 from .._batch.cut import Batch, Blocks, broadcast_axes, spec_of_rows, split_batch
+from .._batch.declare import (
+    AbstractEarlyStop,
+    also_decorator,
+    Out,
+    P,
+    run_compiled,
+)
 from .._batch.example_or_batch import told_apart
-from .._batch.memory import MemoryBudget
 from .._batch.slots import array_structs, match_accumulators, of_state, Slot, Slots
-from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
-
-
-if TYPE_CHECKING:
-    from .._batch.signatures import Typed
-    from .map_signatures import MicroVmapSignature
 
 
 _IF_WHOLE = "Give the function of one example, or use `filter_microbatch`."
 
 
-class MicroVmap(AbstractTransform):
-    """The transform `filter_micro_vmap`, before compilation.
+class AbstractMicroVmap(AbstractEarlyStop, Generic[P, Out]):
+    """`filter_micro_vmap` with results of the type of the function's."""
 
-    - `if_whole`: a remedy for a function of a whole batch; None if the arguments are
-        not those of a user's call, so that errors cannot name them.
-    """
-
-    is_compiled: ClassVar[bool] = True
-    takes_instance: ClassVar[bool] = True
-    in_axes: PyTree
-    out_axes: PyTree
-    accumulator: PyTree
-    blocking: Blocking
+    fun: Callable[P, Out]
+    _: dataclasses.KW_ONLY
+    in_axes: PyTree = eqx.if_array(0)
+    out_axes: PyTree = eqx.if_array(0)
     axis_name: Hashable | None = None
     axis_size: int | None = None
+    checkpoint: bool = False
     vmap_fn: Callable[..., Callable] = jax.vmap
-    if_whole: str | None = eqx.field(default=_IF_WHOLE, static=True)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Out:
+        return run_compiled(self, *args, **kwargs)
+
+
+class MicroVmap(AbstractMicroVmap[P, Out]):
+    """Vectorises a function like `equinox.filter_vmap`, one microbatch at a time.
+
+    The result is the same as for `equinox.filter_vmap`, up to rounding, for any
+    microbatch size. Peak temporary memory is that of one microbatch instead of the
+    whole batch. Use it if `vmap` runs out of memory.
+
+    **Arguments:**
+
+    - `fun`: a function of one example. Arguments and results may be any PyTrees,
+        including modules.
+    - `in_axes`: which axes of which arguments are mapped: a prefix of the tuple of
+        positional arguments, with ints, `None` (not mapped), or callables from a leaf
+        to these; or a dict from argument names to such prefixes. As for
+        `equinox.filter_vmap`, the default is axis 0 of all arrays. It also applies to
+        positional and keyword arguments that a dict does not name.
+    - `out_axes`: the axis of the examples in each output: a prefix of the output, with
+        the same leaves. `None` is for outputs that are the same for all examples, and
+        for an `equinox.nn.State`: its floats are averaged over all microbatches, and of
+        other arrays, such as counters, the last one is returned.
+    - `axis_name`: a name for the mapped axis, for collectives. They act within one
+        microbatch, not over the whole batch.
+    - `axis_size`: the number of examples, needed only if no argument is mapped.
+    - `microbatch_size`: the number of examples that are computed at a time, at least 1.
+        It need not divide the batch size `n`. An [`eqxbatch.MemoryBudget`][] chooses
+        the largest size that fits; `None` means `n`.
+    - `accumulator`: how per-example results are combined: an
+        [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of the output with
+        accumulators as leaves. The default, [`eqxbatch.Concat`][], returns all of them.
+        `optax.microbatching.AccumulationType`s and `Accumulator`s are accepted, too.
+    - `num_real_microbatches`: if given, only this many microbatches run: an int or an
+        integer array, which may be traced. Reverse mode works in both cases. With
+        `Concat`, rows that are not reached are zero. For [`eqxbatch.Last`][] and
+        `out_axes=None`, the int 0 raises, and an array of value 0 gives zero.
+    - `checkpoint`: whether reverse-mode differentiation saves only the inputs and
+        recomputes each microbatch in the backward pass.
+    - `vmap_fn`: the function that vectorises a microbatch, called as
+        `vmap_fn(fun, in_axes, out_axes)`, with `axis_name` and `axis_size` where
+        needed; for example `functools.partial(jax.vmap, spmd_axis_name="data")`.
+
+    **Returns:**
+
+    A function with the arguments of `fun`, where each mapped argument has an additional
+    batch axis. Outputs that are not arrays must be the same for all microbatches. If
+    the batch is empty, `fun` is traced but not run.
+
+    The function is compiled on the first call; repeated calls with the same function
+    and shapes are not retraced. As with `equinox.filter_jit`, `fun` must be pure.
+    Arrays in a module or in an `equinox.Partial` are arguments of the compiled program;
+    arrays that a Python function closes over are constants.
+
+    **Raises:**
+
+    - `ValueError` for a size below 1, unequal batch sizes, an axis out of range, no
+        mapped argument, an accumulator that does not fit the output, non-array outputs
+        that differ between microbatches, and a `num_real_microbatches` that is negative
+        or larger than the number of microbatches.
+    - `TypeError` for a size that is not an int, and for a mean of integers.
+    - `RuntimeError` at run time, if `num_real_microbatches` is a JAX array that is out
+        of this range.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(2, 3, 8, 2, key=jax.random.key(0))
+        >>> xs = jnp.ones((1_000, 2))
+        >>> eqxbatch.filter_micro_vmap(model, microbatch_size=64)(xs).shape
+        (1000, 3)
+
+        ```
+
+        The mean prediction of an ensemble, two members at a time:
+
+        ```python
+        >>> keys = jax.random.split(jax.random.key(0), 5)
+        >>> @eqxbatch.filter_micro_vmap(microbatch_size=2)
+        ... def make(key):
+        ...     return eqx.nn.MLP(2, 3, 8, 2, key=key)
+        >>> @eqxbatch.filter_micro_vmap(
+        ...     in_axes=(eqx.if_array(0), None),
+        ...     microbatch_size=2,
+        ...     accumulator=eqxbatch.Mean(),
+        ... )
+        ... def evaluate(model, x):
+        ...     return model(x)
+        >>> evaluate(make(keys), jnp.ones(2)).shape
+        (3,)
+
+        ```
+
+    ??? cite
+
+        Microbatching with accumulators follows `optax.microbatching`, described in
+        [arXiv:2510.00236](https://arxiv.org/abs/2510.00236). The specification of axes
+        follows `equinox.filter_vmap`.
+    """
+
+    _: dataclasses.KW_ONLY
+    accumulator: PyTree = Concat()
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return run_compiled(self, *args, **kwargs)
 
     def __check_init__(self) -> None:
         if self.axis_size is not None and self.axis_size < 0:
@@ -61,12 +163,18 @@ class MicroVmap(AbstractTransform):
                 "devices. Leave it out, and put the examples on a `jax.sharding.Mesh`."
             )
 
-    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        batch = split_batch(fun, self.in_axes, args, kwargs)
-        total = batch.total(self.axis_size)
-        blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
+    def apply(
+        self, args: tuple, kwargs: dict[str, Any], if_whole: str | None = _IF_WHOLE
+    ) -> Any:
+        """The result of a call.
 
-        run = self._run_on_mesh(fun, batch)
+        `if_whole` is a remedy for a function of a whole batch; None if the arguments
+        are not those of a user's call, so that errors cannot name them.
+        """
+        batch = split_batch(self.fun, self.in_axes, args, kwargs)
+        total = batch.total(self.axis_size)
+        blocks = self.blocks(batch, args, kwargs, total)
+        run = self._run_on_mesh(batch, if_whole)
 
         def make_slots(output: PyTree, axes: tuple) -> Slots:
             slots = match_accumulators(self.accumulator, output)
@@ -76,13 +184,18 @@ class MicroVmap(AbstractTransform):
                 slots=[_per_example(s, leaves, axes, blocks) for s in slots.slots],
             )
 
-        return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
+        return self.run(
+            batch.arrays, batch.axes, blocks, run, make_slots, self.checkpoint
+        )
 
-    def _run_on_mesh(self, fun: Callable, batch: Batch) -> Callable[[list, int], Any]:
+    def _run_on_mesh(
+        self, batch: Batch, if_whole: str | None
+    ) -> Callable[[list, int], Any]:
         """Maps `fun` over the examples of a microbatch, on any devices."""
+        vmap = functools.partial(MicroVmap.vmap, if_whole=if_whole)
         total = batch.total(self.axis_size)
         if total == 0:
-            return functools.partial(self.vmap, fun, batch)
+            return functools.partial(vmap, self, batch)
 
         def specs(out: tuple[PyTree, tuple]) -> tuple[PyTree, PartitionSpec]:
             arrays, treedef = jtu.tree_flatten(eqx.filter(out[0], eqx.is_array))
@@ -93,10 +206,10 @@ class MicroVmap(AbstractTransform):
             return jtu.tree_unflatten(treedef, found), PartitionSpec()
 
         like = (batch.arrays, total)
-        return auto_sharded(self.vmap, (fun, batch), like, specs)
+        return auto_sharded(vmap, (self, batch), like, specs)
 
     def vmap(
-        self, fun: Callable, batch: Batch, rows: list, size: int
+        self, batch: Batch, rows: list, size: int, if_whole: str | None
     ) -> tuple[PyTree, tuple[int | None, ...]]:
         """Maps `fun` over the examples of a microbatch.
 
@@ -105,13 +218,13 @@ class MicroVmap(AbstractTransform):
         """
         # Filled when `jax.vmap` traces `one`, which can return only arrays.
         traced: dict[str, Any] = {}
-        call = functools.partial(batch.call, fun)
+        call = functools.partial(batch.call, self.fun)
 
         def one(rows: list) -> tuple[list, list]:
-            if self.if_whole is None:
+            if if_whole is None:
                 out = call(rows)
             else:
-                with told_apart(call, batch, "example", self.if_whole):
+                with told_apart(call, batch, "example", if_whole):
                     out = call(rows)
             axes = broadcast_axes("out_axes", self.out_axes, out)
             leaves, traced["treedef"] = jtu.tree_flatten(out)
@@ -219,123 +332,4 @@ def _per_example(slot: Slot, leaves: list, axes: tuple, blocks: Blocks) -> Slot:
     return dataclasses.replace(slot, accumulator=accumulator, per_example=True)
 
 
-@cast("Typed[MicroVmapSignature]", also_decorator)
-def filter_micro_vmap(
-    fun: Callable[..., Any] | None = None,
-    *,
-    in_axes: PyTree = eqx.if_array(0),
-    out_axes: PyTree = eqx.if_array(0),
-    axis_name: Hashable | None = None,
-    axis_size: int | None = None,
-    microbatch_size: int | MemoryBudget | None = None,
-    accumulator: PyTree = Concat(),
-    num_real_microbatches: int | Int[Array, ""] | None = None,
-    checkpoint: bool = False,
-    vmap_fn: Callable[..., Callable] = jax.vmap,
-) -> Callable[..., Any]:
-    """Vectorises a function like `equinox.filter_vmap`, one microbatch at a time.
-
-    The result is the same as for `equinox.filter_vmap`, up to rounding, for any
-    microbatch size. Peak temporary memory is that of one microbatch instead of the
-    whole batch. Use it if `vmap` runs out of memory.
-
-    **Arguments:**
-
-    - `fun`: a function of one example. Arguments and results may be any PyTrees,
-        including modules.
-    - `in_axes`: which axes of which arguments are mapped: a prefix of the tuple of
-        positional arguments, with ints, `None` (not mapped), or callables from a leaf
-        to these; or a dict from argument names to such prefixes. As for
-        `equinox.filter_vmap`, the default is axis 0 of all arrays. It also applies to
-        positional and keyword arguments that a dict does not name.
-    - `out_axes`: the axis of the examples in each output: a prefix of the output, with
-        the same leaves. `None` is for outputs that are the same for all examples, and
-        for an `equinox.nn.State`: its floats are averaged over all microbatches, and of
-        other arrays, such as counters, the last one is returned.
-    - `axis_name`: a name for the mapped axis, for collectives. They act within one
-        microbatch, not over the whole batch.
-    - `axis_size`: the number of examples, needed only if no argument is mapped.
-    - `microbatch_size`: the number of examples that are computed at a time, at least 1.
-        It need not divide the batch size `n`. An [`eqxbatch.MemoryBudget`][] chooses
-        the largest size that fits; `None` means `n`.
-    - `accumulator`: how per-example results are combined: an
-        [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of the output with
-        accumulators as leaves. The default, [`eqxbatch.Concat`][], returns all of them.
-        `optax.microbatching.AccumulationType`s and `Accumulator`s are accepted, too.
-    - `num_real_microbatches`: if given, only this many microbatches run: an int or an
-        integer array, which may be traced. Reverse mode works in both cases. With
-        `Concat`, rows that are not reached are zero. For [`eqxbatch.Last`][] and
-        `out_axes=None`, the int 0 raises, and an array of value 0 gives zero.
-    - `checkpoint`: whether reverse-mode differentiation saves only the inputs and
-        recomputes each microbatch in the backward pass.
-    - `vmap_fn`: the function that vectorises a microbatch, called as
-        `vmap_fn(fun, in_axes, out_axes)`, with `axis_name` and `axis_size` where
-        needed; for example `functools.partial(jax.vmap, spmd_axis_name="data")`.
-
-    **Returns:**
-
-    A function with the arguments of `fun`, where each mapped argument has an additional
-    batch axis. Outputs that are not arrays must be the same for all microbatches. If
-    the batch is empty, `fun` is traced but not run.
-
-    The function is compiled on the first call; repeated calls with the same function
-    and shapes are not retraced. As with `equinox.filter_jit`, `fun` must be pure.
-    Arrays in a module or in an `equinox.Partial` are arguments of the compiled program;
-    arrays that a Python function closes over are constants.
-
-    **Raises:**
-
-    - `ValueError` for a size below 1, unequal batch sizes, an axis out of range, no
-        mapped argument, an accumulator that does not fit the output, non-array outputs
-        that differ between microbatches, and a `num_real_microbatches` that is negative
-        or larger than the number of microbatches.
-    - `TypeError` for a size that is not an int, and for a mean of integers.
-    - `RuntimeError` at run time, if `num_real_microbatches` is a JAX array that is out
-        of this range.
-
-    !!! example
-
-        ```python
-        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
-        >>> model = eqx.nn.MLP(2, 3, 8, 2, key=jax.random.key(0))
-        >>> xs = jnp.ones((1_000, 2))
-        >>> eqxbatch.filter_micro_vmap(model, microbatch_size=64)(xs).shape
-        (1000, 3)
-
-        ```
-
-        The mean prediction of an ensemble, two members at a time:
-
-        ```python
-        >>> keys = jax.random.split(jax.random.key(0), 5)
-        >>> @eqxbatch.filter_micro_vmap(microbatch_size=2)
-        ... def make(key):
-        ...     return eqx.nn.MLP(2, 3, 8, 2, key=key)
-        >>> @eqxbatch.filter_micro_vmap(
-        ...     in_axes=(eqx.if_array(0), None),
-        ...     microbatch_size=2,
-        ...     accumulator=eqxbatch.Mean(),
-        ... )
-        ... def evaluate(model, x):
-        ...     return model(x)
-        >>> evaluate(make(keys), jnp.ones(2)).shape
-        (3,)
-
-        ```
-
-    ??? cite
-
-        Microbatching with accumulators follows `optax.microbatching`, described in
-        [arXiv:2510.00236](https://arxiv.org/abs/2510.00236). The specification of axes
-        follows `equinox.filter_vmap`.
-    """
-    transform = MicroVmap(
-        in_axes=in_axes,
-        out_axes=out_axes,
-        axis_name=axis_name,
-        axis_size=axis_size,
-        vmap_fn=vmap_fn,
-        accumulator=accumulator,
-        blocking=Blocking(microbatch_size, num_real_microbatches, checkpoint),
-    )
-    return transformed(transform, fun, "filter_micro_vmap")
+filter_micro_vmap = also_decorator("filter_micro_vmap", MicroVmap, AbstractMicroVmap)

@@ -21,7 +21,6 @@ from .._base.shapes import AnyArray, Contract
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.moments import RunningMean, Variance, VarianceState
-from .._batch.transform import Blocking
 from .._maps.micro_vmap import MicroVmap
 from .._pairs.batch import BatchKernel
 from .._pairs.calls import MeshAxis
@@ -161,15 +160,15 @@ class Samples(eqx.Module):
         if isinstance(size, int):
             size *= self.num_devices
         transform = MicroVmap(
+            functools.partial(self.kernels, request),
             in_axes=(0,),
             out_axes=eqx.if_array(0),
             accumulator=accumulator,
-            blocking=Blocking(size, None, False),
+            microbatch_size=size,
             vmap_fn=jax.vmap if self.samples is None else _spread_vmap(self.samples),
         )
         index = start + jnp.arange(num, dtype=jnp.int32)
-        of_one = functools.partial(self.kernels, request)
-        return transform.apply(of_one, (index,), {})
+        return transform.apply((index,), {})
 
 
 def _spread_vmap(axis: MeshAxis) -> Callable[..., Callable[[list], Any]]:

@@ -43,7 +43,7 @@ xs = jnp.ones((5, 3))
 # As a call.
 assert_type(filter_micro_vmap(moments)(xs), Moments)
 assert_type(filter_micro_vmap(moments, microbatch_size=2)(xs, scale=2.0), Moments)
-assert_type(filter_micro_vmap(moments, accumulator=eqxbatch.Sum())(xs), Moments)
+assert_type(filter_micro_vmap(moments, accumulator=eqxbatch.Sum())(xs), Any)
 add_up = filter_microbatch(total, microbatch_size=2, accumulator=eqxbatch.Sum())
 assert_type(add_up(xs, scale=2.0), Array)
 assert_type(filter_micro_vmap(lambda x: jnp.sum(x))(xs), Array)

@@ -88,7 +88,7 @@ matrix: Array = filter_hessian(loss, flat=True)(model, x, y)  # pyright: ignore[
 
 # Settings of another type, or of another name.
 filter_micro_vmap(scaled, microbatch_size=2.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
-filter_micro_vmap(microbatch_size="2")  # pyright: ignore[reportArgumentType]
+filter_micro_vmap(microbatch_size="2")  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_micro_grad(loss, microbatch_size=2.5)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_micro_grad(loss, microbatch_sizes=2)  # pyright: ignore[reportCallIssue]
 filter_micro_grad(loss, return_norms="yes")  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -1,0 +1,210 @@
+"""Checks of what users pass, and the errors that these raise.
+
+`check_types` compares arguments with their annotations. The other functions here each
+raise one kind of error. Every message names the argument, what was passed, what was
+expected, and the remedy if there is a known one.
+
+`JAXTYPING_DISABLE=1` switches off the checks of types.
+"""
+
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, get_origin, Literal, TypeVar, Union
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import AbstractArray, Array, config, jaxtyped, PyTree
+
+from .mistakes import bound_arguments
+from .trees import as_int, described, shown
+
+
+_Function = TypeVar("_Function", bound=Callable)
+
+
+# Everything that is accepted as a JAX array.
+AnyArray = Array | np.ndarray | np.generic
+
+
+def check_types(
+    values: Mapping[str, Any],
+    hints: Mapping[str, Any],
+    remedies: Mapping[str, str] | None = None,
+) -> None:
+    """Raises if values do not match their annotations.
+
+    Names of sizes in annotations of arrays are the same in all `values`.
+
+    Raises `ValueError` for an array of another shape and for an unknown string, and
+    `TypeError` for anything else.
+    """
+    if config.jaxtyping_disable:
+        return
+    with jaxtyped("context"):
+        for name, value in values.items():
+            hint = hints.get(name, Any)
+            if hint is Any or fits(value, hint):
+                continue
+            if get_origin(hint) is Literal and isinstance(value, str):
+                check_one_of(name, value, get_args(hint))
+            is_shape = any(fits(value, wide) for wide in _of_any_shape(hint))
+            remedy = (remedies or {}).get(name, "")
+            if not remedy and _is_array_hint(hint) and _are_numbers(value):
+                remedy = "Make an array of it with `jax.numpy.asarray`."
+            message = f"`{name}` must be {text_of(hint)}; got {described(value)}."
+            error = ValueError if is_shape else TypeError
+            raise error(f"{message} {remedy}".rstrip())
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value matches an annotation."""
+    options = get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
+    if {*options} >= {*get_args(DTypeLike)}:
+        return _is_dtype(value) or (value is None and type(None) in options)
+    # `beartype` takes a bool for an int.
+    if isinstance(value, (bool, np.bool_)) and not {bool, np.bool_, object} & {
+        *options
+    }:
+        options = tuple(x for x in options if x not in (int, float))
+    if (
+        int in options
+        and not isinstance(value, jax.Array)
+        and as_int(value) is not None
+    ):
+        return True
+    return any(_is_bearable(value, option) for option in options)
+
+
+_UNIONS = (Union, types.UnionType)
+
+
+def _is_bearable(value: Any, hint: Any) -> bool:
+    if isinstance(hint, type) and not issubclass(hint, AbstractArray):
+        is_number = hint is float and isinstance(value, (int, np.floating, np.integer))
+        return is_number or isinstance(value, hint)
+    if get_origin(hint) is Callable or hint is Callable:
+        return callable(value)
+    # Importing beartype takes longer than most checks.
+    from beartype.door import is_bearable
+
+    return is_bearable(value, hint)
+
+
+def _is_dtype(value: Any) -> bool:
+    # NumPy accepts anything with a dtype as a dtype, including arrays.
+    if value is None or (hasattr(value, "shape") and not isinstance(value, np.dtype)):
+        return False
+    try:
+        jnp.dtype(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_array_hint(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, AbstractArray)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, (list, tuple, int, float, complex))
+
+
+def _of_any_shape(hint: Any) -> list[Any]:
+    """The annotations of arrays in `hint`, for arrays of any shape."""
+    if get_origin(hint) in _UNIONS:
+        return [wide for option in get_args(hint) for wide in _of_any_shape(option)]
+    if _is_array_hint(hint):
+        return [hint.dtype[hint.array_type, "..."]]
+    leaf = getattr(hint, "leaftype", None)
+    return [] if leaf is None else [PyTree[wide] for wide in _of_any_shape(leaf)]
+
+
+def text_of(hint: Any) -> str:
+    """An annotation as it is written, without the names of modules."""
+    if get_origin(hint) in _UNIONS:
+        if {*get_args(hint)} >= {*get_args(DTypeLike)}:
+            return "a dtype"
+        # Annotations of JAX arrays also cover those of NumPy.
+        texts = [text_of(option) for option in get_args(hint)]
+        return " | ".join(dict.fromkeys(x for x in texts if x not in _SCALARS))
+    if _is_array_hint(hint):
+        return f'{hint.dtype.__name__}[Array, "{hint.dim_str.strip()}"]'
+    if get_origin(hint) is Literal:
+        return " | ".join(map(repr, get_args(hint)))
+    if hint is type(None):
+        return "None"
+    text = hint.__name__ if isinstance(hint, type) else str(hint)
+    text = re.sub(r"[A-Za-z_][\w.]*\.(?=[A-Za-z_])", "", text)
+    return re.sub(r"<class '(\w+)'>", r"\1", text)
+
+
+_SCALARS = ("ndarray", "generic")
+
+
+def checked(
+    fun: _Function, remedies: dict[str, str] | None = None, but: Sequence[str] = ()
+) -> _Function:
+    """Wraps a function that users call to check its arguments' types.
+
+    `remedies` are appended to messages about arguments. Arguments named in `but` are
+    not checked.
+    """
+    signature = inspect.signature(fun)
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    hints = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if parameter.annotation is not parameter.empty
+        and parameter.kind not in kinds
+        and name not in but
+    }
+    public = fun.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(fun)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        values = bound_arguments(public, signature, args, kwargs)
+        check_types(
+            {name: values[name] for name in hints if name in values}, hints, remedies
+        )
+        return fun(*args, **kwargs)
+
+    return wrapper  # pyright: ignore[reportReturnType]
+
+
+def check_one_of(name: str, value: Any, options: Sequence[Any]) -> None:
+    """Raises `ValueError` if a value is none of several."""
+    if not any(type(x) is type(value) and x == value for x in options):
+        raise ValueError(f"`{name}` must be one of {tuple(options)}; got {value!r}.")
+
+
+def check_at_least(name: str, value: Any, least: float, remedy: str = "") -> None:
+    """Raises `ValueError` if a number is too small."""
+    if not value >= least:
+        message = f"`{name}` must be at least {least}; got {shown(value)}. {remedy}"
+        raise ValueError(message.rstrip())
+
+
+def check_callable(name: str, value: Any, what: str = "callable") -> None:
+    """Raises `TypeError` if a value cannot be called."""
+    if not callable(value):
+        raise TypeError(f"`{name}` must be {what}; got {described(value)}.")
+
+
+def check_exclusive(remedy: str, **settings: Any) -> None:
+    """Raises `ValueError` if more than one of several settings is given."""
+    passed = [f"`{name}={shown(x)}`" for name, x in settings.items() if x is not None]
+    if len(passed) > 1:
+        raise ValueError(f"{' and '.join(passed)} exclude each other. {remedy}")
+
+
+def check_equal(what: str, value: Any, expected: Any, remedy: str = "") -> None:
+    """Raises `ValueError` for shapes, structures or types that must agree."""
+    if value != expected:
+        message = f"{what} must be {expected}; got {value}. {remedy}"
+        raise ValueError(message.rstrip())

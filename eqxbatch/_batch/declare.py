@@ -1,0 +1,443 @@
+"""A transform: a Module whose fields are a function and how to transform it.
+
+Each setting of a transform is declared once, as a field. `also_decorator` makes the
+public function from the Module. Signature, types, checks, `repr` and documentation
+follow from the fields.
+"""
+
+import abc
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import (
+    Any,
+    cast,
+    ClassVar,
+    Concatenate,
+    overload,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+)
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Integer, PyTree
+
+from .._base.checks import check_callable, check_types
+from .._base.jaxprs import compiled, text_of_numbers
+from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
+from .._base.mistakes import bound_arguments, check_not_jitted
+from .._base.trees import shown
+from .accumulators import Last
+from .cut import Batch, Blocks
+from .loop import run_blocks
+from .memory import check_size, MemoryBudget, resolve_size, resolved
+from .slots import Slots
+
+
+P = ParamSpec("P")
+
+
+# Bound to `Any`, so that a lambda without annotations can use its model freely.
+Model = TypeVar("Model", bound=Any)
+
+
+Out = TypeVar("Out")
+
+
+_Settings = ParamSpec("_Settings")
+
+
+_Plain = ParamSpec("_Plain")
+
+
+_Fun = TypeVar("_Fun")
+
+
+_Made = TypeVar("_Made")
+
+
+_MadePlain = TypeVar("_MadePlain")
+
+
+_Fun_contra = TypeVar("_Fun_contra", contravariant=True)
+
+
+_Made_co = TypeVar("_Made_co", covariant=True)
+
+
+_MadePlain_co = TypeVar("_MadePlain_co", covariant=True)
+
+
+# A number of rows that are processed at a time. A budget chooses it; None means all.
+Size = int | MemoryBudget | None
+
+
+class AbstractTransform(eqx.Module):
+    """A function, and how to transform it.
+
+    It is a PyTree whose leaves are those of the function and of the settings. It has
+    the name and signature of the function, and works as a method, whose instance is the
+    first argument. Subclasses define `__call__` with its types.
+
+    - `public_name`, `public_signature`: those of the function that makes it, from
+        `also_decorator`.
+    - `second_argument`: the name of an argument after the first that the function does
+        not have.
+    """
+
+    fun: eqx.AbstractVar[Callable]
+    public_name: ClassVar[str]
+    public_signature: ClassVar[inspect.Signature]
+    second_argument: ClassVar[str | None] = None
+
+    def __check_init__(self) -> None:
+        check_callable("fun", self.fun)
+        check_not_jitted(self.fun)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "fun" or value is field.default:
+                continue
+            if field.type == Size:
+                check_size(field.name, value)
+            else:
+                check_types({field.name: value}, {field.name: field.type})
+
+    @abc.abstractmethod
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of calling the transformed function."""
+
+    def __hash__(self) -> int:
+        # Fields can be dicts, such as `in_axes`, which have no hash. The structure of a
+        # PyTree has one.
+        leaves, treedef = jtu.tree_flatten(self)
+        if any(map(eqx.is_array, leaves)):
+            raise TypeError(
+                f"A function that `{self.public_name}` returns has no hash if it "
+                "contains arrays, as a module does, so that `jax.jit` and `jax.pmap` "
+                "do not take it. Call it directly: it is already compiled. For several "
+                "devices, put the examples on a `jax.sharding.Mesh`."
+            )
+        return hash((treedef, *leaves))
+
+    def __eq__(self, other: object) -> Any:
+        # `jax.jit` compiles equal functions only once.
+        if isinstance(other, AbstractTransform):
+            leaves, others = jtu.tree_leaves(self), jtu.tree_leaves(other)
+            if text_of_numbers(leaves) != text_of_numbers(others):
+                return False
+        return super().__eq__(other)
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self.fun
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = _signature(self.fun)
+        if self.second_argument is None:
+            return signature
+        return _with_second(signature, self.second_argument)
+
+    def __repr__(self) -> str:
+        settings = [f"{name}={text}" for name, text in _settings(self)]
+        return f"{self.public_name}({', '.join([_of_function(self.fun), *settings])})"
+
+    @overload
+    def __get__(self, instance: None, owner: Any) -> Self: ...
+    @overload
+    def __get__(
+        self: Callable[Concatenate[Any, P], Out], instance: Any, owner: Any
+    ) -> Callable[P, Out]: ...
+    def __get__(self: Any, instance: Any, owner: Any) -> Any:
+        del owner
+        return self if instance is None else BoundMethod(self, instance)
+
+
+class BoundMethod(eqx.Module):
+    """A transformed method and its instance, which is the first argument."""
+
+    transform: Callable
+    instance: Any
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self.transform
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.transform)
+        parameters = [*signature.parameters.values()]
+        is_open = parameters and parameters[0].kind == inspect.Parameter.VAR_POSITIONAL
+        return signature.replace(parameters=parameters[0 if is_open else 1 :])
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__).replace(
+            "(", f"({type(self.instance).__name__}(...).", 1
+        )
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        return self.transform(self.instance, *args, **kwargs)
+
+
+class AbstractAutoSharded(AbstractTransform):
+    """A transform in which the compiler decides how arrays are sharded over a mesh.
+
+    This holds for meshes with explicit axes, too.
+    """
+
+    @abc.abstractmethod
+    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+        """The sharding of the results of a call: a prefix of `PartitionSpec`s."""
+
+
+class AbstractMicrobatched(AbstractTransform):
+    """A transform that cuts a batch into microbatches of `microbatch_size`."""
+
+    _: dataclasses.KW_ONLY
+    microbatch_size: Size = None
+
+    def blocks(
+        self, batch: Batch, args: tuple, kwargs: dict[str, Any], total: int
+    ) -> Blocks:
+        """How a batch of `total` examples is cut."""
+
+        def run_with(size: int) -> Callable[[tuple], Any]:
+            def run(operands: tuple) -> Any:
+                transform, *call = operands
+                return dataclasses.replace(transform, microbatch_size=size).apply(*call)
+
+            return run
+
+        # The transform is one of the operands because memory depends on its settings.
+        operands = (self, args, kwargs)
+        size = resolve_size(self.microbatch_size, total, run_with, operands)
+        parts = num_parts(batch.arrays, batch.axes, total)
+        # Each part contributes the same share.
+        return Blocks(total, min(-(-size // parts) * parts, max(total, 1)), parts)
+
+
+class AbstractEarlyStop(AbstractMicrobatched):
+    """A transform that can stop after some microbatches."""
+
+    _: dataclasses.KW_ONLY
+    num_real_microbatches: int | Integer[Array, ""] | None = None
+
+    def num_examples(self, blocks: Blocks) -> int | Array:
+        """The number of examples that run."""
+        count = _as_index(self.num_real_microbatches)
+        return (
+            blocks.total
+            if count is None
+            else jnp.minimum(count * blocks.size, blocks.total)
+        )
+
+    def run(
+        self,
+        arrays: list,
+        axes: tuple[int, ...],
+        blocks: Blocks,
+        fun: Callable[[list, int], tuple[PyTree, Any]],
+        make_slots: Callable[[PyTree, Any], Slots],
+        checkpoint: bool = False,
+    ) -> PyTree:
+        """Runs `fun` over the microbatches of a batch; see `run_blocks`."""
+        limit = _check_limit(_as_index(self.num_real_microbatches), blocks.num)
+
+        def slots(output: PyTree, aux: Any) -> Slots:
+            found = make_slots(output, aux).with_states(output)
+            if isinstance(limit, int) and limit == 0:
+                _check_needs_none(found)
+            return found
+
+        return run_blocks(fun, arrays, axes, blocks, slots, limit, checkpoint)
+
+
+def _as_index(count: Any) -> int | Array | None:
+    """A number of microbatches in at least 32 bits, which numbers of examples need."""
+    is_narrow = eqx.is_array(count) and jnp.iinfo(count.dtype).bits < 32
+    return count.astype(jnp.int32) if is_narrow else count
+
+
+def _check_limit(count: int | Array | None, num: int) -> int | Array | None:
+    remedy = (
+        f"`num_real_microbatches` must be between 0 and the number of microbatches, "
+        f"{num}"
+    )
+    if isinstance(count, jax.Array):
+        is_outside = (count < 0) | (count > num)
+        # Indices of microbatches have this dtype, too.
+        return eqx.error_if(count, is_outside, f"{remedy}.").astype(jnp.int32)
+    if count is not None and not 0 <= count <= num:
+        raise ValueError(f"{remedy}; got {count}. Use None to run all of them.")
+    return count
+
+
+def _check_needs_none(slots: Slots) -> None:
+    """Raises for results that do not exist if no microbatch runs."""
+    for slot in slots.slots:
+        if isinstance(slot.accumulator, Last):
+            raise ValueError(
+                f"output{slot.path} is that of the last example that runs, because of "
+                "`Last` or None in `out_axes`, but `num_real_microbatches` is 0, so "
+                "that none runs. Run at least one microbatch."
+            )
+
+
+def _signature(fun: Callable) -> inspect.Signature:
+    if isinstance(fun, eqx.Partial):
+        fun = functools.partial(fun.func, *fun.args, **fun.keywords)
+    return inspect.signature(fun)
+
+
+def _with_second(signature: inspect.Signature, name: str) -> inspect.Signature:
+    """A signature with one more argument after the first.
+
+    `equinox.filter_jit` binds arguments by signature and needs to find it there.
+    """
+    parameters = [*signature.parameters.values()]
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    if not parameters or parameters[0].kind not in kinds:
+        return signature
+    first, *rest = parameters
+    while name in signature.parameters:
+        name += "_"
+    second = first.replace(name=name, annotation=first.empty)
+    return signature.replace(parameters=[first, second, *rest])
+
+
+def _of_function(fun: Any) -> str:
+    """How a function is displayed."""
+    if isinstance(fun, (AbstractTransform, BoundMethod)):
+        return repr(fun)
+    if isinstance(fun, (functools.partial, eqx.Partial)):
+        return f"Partial({_of_function(fun.func)}, ...)"
+    name = getattr(fun, "__name__", None)
+    return name if isinstance(name, str) else f"{type(fun).__name__}(...)"
+
+
+def _settings(transform: AbstractTransform) -> Iterator[tuple[str, str]]:
+    """The settings that differ from their defaults."""
+    _, *parameters = transform.public_signature.parameters.values()
+    for parameter in parameters:
+        text = _of_setting(getattr(transform, parameter.name))
+        if text != _of_setting(parameter.default):
+            yield parameter.name, text
+
+
+def _of_setting(value: Any) -> str:
+    if isinstance(value, AbstractTransform) or inspect.isroutine(value):
+        return _of_function(value)
+    if eqx.is_array(value):
+        return f"{value.dtype}{[*value.shape]}"
+    has_arrays = any(map(eqx.is_array, jtu.tree_leaves(value)))
+    return f"{type(value).__name__}(...)" if has_arrays else shown(value)
+
+
+def run_compiled(transform: AbstractTransform, /, *args: Any, **kwargs: Any) -> Any:
+    """Compiles and runs a call of a transformed function."""
+    __tracebackhide__ = True
+    return _apply(resolved(transform), args, kwargs)
+
+
+# One compiled function serves all transforms. The transform is an argument of it, so
+# that arrays of modules are arguments of the program, and repeated calls with the same
+# function and shapes are not retraced.
+@compiled
+def _apply(transform: AbstractTransform, args: tuple, kwargs: dict[str, Any]) -> Any:
+    operands = on_one_mesh((transform, args, kwargs))
+    apply = lambda transform, *call: transform.apply(*call)
+    with within_mesh(operands):
+        spread, *call = operands
+        if not isinstance(spread, AbstractAutoSharded):
+            return apply(*operands)
+        specs = functools.partial(spread.specs, *call)
+        return auto_sharded(apply, operands, (), specs)()
+
+
+class Transform(Protocol[_Fun_contra, _Plain, _MadePlain_co, _Settings, _Made_co]):
+    """A transform in both forms: called with a function, and with settings only."""
+
+    @overload
+    def __call__(
+        self, fun: _Fun_contra, /, *args: _Plain.args, **settings: _Plain.kwargs
+    ) -> _MadePlain_co: ...
+    @overload
+    def __call__(
+        self, fun: _Fun_contra, /, *args: _Settings.args, **settings: _Settings.kwargs
+    ) -> _Made_co: ...
+    @overload
+    def __call__(
+        self, *args: _Plain.args, **settings: _Plain.kwargs
+    ) -> Callable[[_Fun_contra], _MadePlain_co]: ...
+    @overload
+    def __call__(
+        self, *args: _Settings.args, **settings: _Settings.kwargs
+    ) -> Callable[[_Fun_contra], _Made_co]: ...
+
+
+@overload
+def also_decorator(
+    name: str, cls: Callable[Concatenate[_Fun, _Settings], _Made]
+) -> Transform[_Fun, _Settings, _Made, _Settings, _Made]: ...
+@overload
+def also_decorator(
+    name: str,
+    cls: Callable[Concatenate[_Fun, _Settings], _Made],
+    plain: Callable[Concatenate[_Fun, _Plain], _MadePlain],
+) -> Transform[_Fun, _Plain, _MadePlain, _Settings, _Made]: ...
+def also_decorator(name: str, cls: Any, plain: Any = None) -> Any:
+    """The public function `name` that makes transforms of class `cls`.
+
+    Without a function, it returns a decorator. `plain` is the base class without the
+    settings that change the type of the result, for type checkers.
+    """
+    del plain
+    signature = inspect.signature(cls)
+    first, *rest = signature.parameters.values()
+
+    @functools.wraps(cls, updated=())
+    def make(*args: Any, **settings: Any) -> Any:
+        settings = {key: _python_setting(value) for key, value in settings.items()}
+        if not args and first.name not in settings:
+            arguments = bound_arguments(name, public, args, settings)
+            return functools.partial(make, **arguments)
+        arguments = bound_arguments(name, signature, args, settings)
+        if arguments[first.name] is None:
+            del arguments[first.name]
+            return functools.partial(make, **arguments)
+        return eqx.module_update_wrapper(cls(**arguments))
+
+    # Settings of the class itself come before those of its bases. A decorator takes
+    # settings only.
+    bases = [inspect.get_annotations(base) for base in cls.__mro__]
+    level = lambda x: next(i for i, base in enumerate(bases) if x.name in base)
+    rest = sorted(rest, key=lambda x: (x.kind, level(x)))
+    optional = [x.replace(default=None) if x.default is x.empty else x for x in rest]
+    parameters = [first.replace(default=None), *optional]
+    public = signature.replace(parameters=parameters, return_annotation=Any)
+    wrapper = cast(Any, make)
+    wrapper.__name__ = wrapper.__qualname__ = name
+    wrapper.__signature__ = public
+    cls.public_name, cls.public_signature = name, public
+    return make
+
+
+def _python_setting(value: PyTree) -> PyTree:
+    """Converts bools and ints of NumPy, which count as arrays, to those of Python."""
+    is_setting = lambda x: isinstance(x, (np.bool_, np.integer))
+    is_module = lambda x: isinstance(x, eqx.Module)
+    if not any(map(is_setting, jtu.tree_leaves(value, is_leaf=is_module))):
+        return value
+    convert = lambda x: x.item() if is_setting(x) else x
+    return jtu.tree_map(convert, value, is_leaf=is_module)
