@@ -7,6 +7,7 @@ expected, and the remedy if there is a known one.
 `JAXTYPING_DISABLE=1` switches off the checks of types.
 """
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -56,9 +57,26 @@ def check_types(
             remedy = (remedies or {}).get(name, "")
             if not remedy and _is_array_hint(hint) and _are_numbers(value):
                 remedy = "Make an array of it with `jax.numpy.asarray`."
-            message = f"`{name}` must be {text_of(hint)}; got {described(value)}."
+            what = name if " " in name else f"`{name}`"
+            message = f"{what} must be {text_of(hint)}; got {described(value)}."
             error = ValueError if is_shape else TypeError
             raise error(f"{message} {remedy}".rstrip())
+
+
+def check_fields(module: Any) -> None:
+    """Raises if fields of a module do not match their annotations."""
+    hints = {field.name: field.type for field in dataclasses.fields(module)}
+    values = {name: getattr(module, name) for name in hints}
+    # Structs can replace arrays if only shapes are needed.
+    is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    check_types({k: x for k, x in values.items() if not is_struct(x)}, hints)
+
+
+def as_jax(x: Any) -> Any:
+    """Converts NumPy arrays to JAX arrays, and leaves everything else to checks."""
+    # JAX reads NumPy arrays later, when their owner may have changed them. A copy for
+    # that would stay until then, and may be as large as all examples.
+    return jax.block_until_ready(jnp.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def fits(value: Any, hint: Any) -> bool:

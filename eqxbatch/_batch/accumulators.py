@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec, reshard
-from jaxtyping import Array, Int, PyTree, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
+from .._base.checks import check_fields
 from .._base.mesh import spec_of, with_type_of
-from .._base.shapes import check_fields, checked
 from .cut import are_split, Block, Blocks, merge_parts, split_parts
 
 
@@ -138,7 +138,6 @@ class Concat(AbstractAccumulator[Array]):
         shape = (*value.shape[:axis], extent, *value.shape[axis + 1 :])
         return with_type_of(value, jnp.zeros(shape, value.dtype))
 
-    @checked
     def update(
         self, state: Shaped[Array, "..."], value: Shaped[Array, "..."], block: Block
     ) -> Shaped[Array, "..."]:
@@ -160,11 +159,9 @@ class Concat(AbstractAccumulator[Array]):
         state = lax.dynamic_update_slice_in_dim(state, value, start, axis)
         return merge_parts(state, axis - 1) if is_split else state
 
-    @checked
     def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         return state
 
-    @checked
     def aggregate(
         self, values: Shaped[Array, "b ..."], block: Block
     ) -> Shaped[Array, "..."]:
@@ -222,17 +219,14 @@ class Last(AbstractAccumulator[Array]):
             )
         return jnp.zeros(value.shape, value.dtype)
 
-    @checked
     def update(
         self, state: Shaped[Array, "..."], value: Shaped[Array, "..."], block: Block
     ) -> Shaped[Array, "..."]:
         return value
 
-    @checked
     def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         return state
 
-    @checked
     def aggregate(
         self, values: Shaped[Array, "b *r"], block: Block
     ) -> Shaped[Array, "*r"]:
@@ -246,10 +240,6 @@ class Last(AbstractAccumulator[Array]):
 class _Extreme(eqx.Module):
     """The largest or smallest result of some examples, and how many attain it."""
 
-    checked_as: ClassVar[dict[str, Any]] = {
-        "value": Shaped[Array, "*r"],
-        "count": Int[Array, "*r"],
-    }
     value: Any
     count: Any
 
@@ -279,17 +269,14 @@ class Max(AbstractAccumulator[_Extreme]):
     def init(self, value: Any, blocks: Blocks) -> _Extreme:
         return _no_extreme("Max", value, -1)
 
-    @checked
     def update(
         self, state: _Extreme, value: _Extreme | Shaped[Array, "*r"], block: Block
     ) -> _Extreme:
         return _merge_extremes(jnp.maximum, state, value)
 
-    @checked
     def finalize(self, state: _Extreme) -> Shaped[Array, "*r"]:
         return state.value
 
-    @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
         _identity("Max", values.dtype, -1)
         return _extreme_of(values, values.max(axis=0))
@@ -320,17 +307,14 @@ class Min(AbstractAccumulator[_Extreme]):
     def init(self, value: Any, blocks: Blocks) -> _Extreme:
         return _no_extreme("Min", value, 1)
 
-    @checked
     def update(
         self, state: _Extreme, value: _Extreme | Shaped[Array, "*r"], block: Block
     ) -> _Extreme:
         return _merge_extremes(jnp.minimum, state, value)
 
-    @checked
     def finalize(self, state: _Extreme) -> Shaped[Array, "*r"]:
         return state.value
 
-    @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
         _identity("Min", values.dtype, 1)
         return _extreme_of(values, values.min(axis=0))

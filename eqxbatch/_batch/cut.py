@@ -19,7 +19,6 @@ from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.mesh import examples_spec, is_explicit, mesh_axes, names_of, spec_of
 from .._base.mistakes import called, has_numbers, is_one_key, key_remedy, NUMBERS
-from .._base.shapes import Arranged, check_fields, checked, Contract, text_of
 from .._base.trees import described, match_prefix
 
 
@@ -91,27 +90,6 @@ def argument_specs(
     return tuple(args_spec), kwargs_spec
 
 
-# All batched arguments, once their batch axis has been moved to the front.
-EXAMPLES = Contract(
-    {"batched arguments, by leaf": Shaped[Arranged, "n ..."]},
-    of=[
-        "filter_ggn",
-        "filter_ggn_blocks",
-        "filter_ggn_diagonal",
-        "filter_ggnvp",
-        "filter_hessian",
-        "filter_hessian_blocks",
-        "filter_hessian_diagonal",
-        "filter_hvp",
-        "filter_kfac",
-        "filter_micro_grad",
-        "filter_micro_value_and_grad",
-        "filter_micro_vmap",
-        "filter_microbatch",
-    ],
-)
-
-
 class Batch(eqx.Module):
     """The arguments of a call, split into batched leaves and everything else.
 
@@ -161,8 +139,7 @@ class Batch(eqx.Module):
                     num = max(found) if len(found) == 2 else None
                     remedy = key_remedy(name, num)
             raise ValueError(
-                "Batched arguments must agree on the number of examples, as "
-                f"{text_of(Shaped[Array, 'n ...'])} once their axis is first, but "
+                "Batched arguments must agree on the number of examples, but "
                 f"{'; '.join(listing)}. {remedy}"
             )
         return found.pop()
@@ -318,7 +295,6 @@ class Blocks(eqx.Module):
     parts: int = eqx.field(static=True, default=1)
 
     def __check_init__(self) -> None:
-        check_fields(self)
         for name in ("size", "parts"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -357,10 +333,6 @@ class Block(eqx.Module):
     parts: int = eqx.field(static=True)
     total: int | None = eqx.field(static=True, default=None)
 
-    def __check_init__(self) -> None:
-        check_fields(self)
-
-    @checked
     def take(self, array: Shaped[Array, "..."], axis: int = 0) -> Shaped[Array, "..."]:
         """Returns the rows of this microbatch from an array over all examples.
 

@@ -1,6 +1,6 @@
 """The logarithm of a sum of exponentials, over any number of microbatches."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,8 +9,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, Shaped
 
+from .._base.checks import check_fields
 from .._base.dtypes import accumulation_dtype, widened
-from .._base.shapes import check_fields, checked
 from .accumulators import AbstractAccumulator
 from .cut import Block, Blocks
 from .long_sums import complete, nothing_lost, plus
@@ -21,7 +21,6 @@ _MARGIN = 8.0
 
 
 class _LogTotal(eqx.Module):
-    checked_as: ClassVar[dict[str, Any]] = {"log_total": Inexact[Array, "*r"]}
     log_total: Any
     dtype: Any = eqx.field(static=True)
 
@@ -33,7 +32,6 @@ class _Exponentials(eqx.Module):
     The shift is `-inf` before the first finite number; then nothing is subtracted.
     """
 
-    checked_as: ClassVar[dict[str, Any]] = {"total": Inexact[Array, "*r"]}
     shift: Any
     total: Any
     lost: Any
@@ -77,7 +75,6 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         shift = jnp.full_like(total.real, -jnp.inf)
         return _Exponentials(shift, total, nothing_lost(total, blocks.num), value.dtype)
 
-    @checked
     def update(
         self,
         state: _Exponentials,
@@ -98,13 +95,11 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         total, lost = plus(state.total * scale, lost, part)
         return _Exponentials(shift, total, lost, state.dtype)
 
-    @checked
     def finalize(self, state: _Exponentials) -> Inexact[Array, "*r"]:
         log_total = _log(complete(state.total, state.lost), _finite(state.shift))
         is_real = not jnp.issubdtype(state.dtype, jnp.complexfloating)
         return (log_total.real if is_real else log_total).astype(state.dtype)
 
-    @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _LogTotal:
         whole = self._whole(values)
         return _LogTotal(_log_sum_exp(whole.log_total), whole.dtype)

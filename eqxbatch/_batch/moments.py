@@ -1,7 +1,7 @@
 """Sums and moments over examples, exact with a remainder and after an early stop."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, Real, Shaped
 
+from .._base.checks import AnyArray, as_jax, check_fields
 from .._base.dtypes import (
     accumulation_dtype,
     check_holds,
@@ -17,7 +18,6 @@ from .._base.dtypes import (
     widened,
     widest,
 )
-from .._base.shapes import AnyArray, as_jax, check_fields, checked
 from .._base.trees import is_none
 from .accumulators import AbstractAccumulator
 from .cut import Block, Blocks, full_block
@@ -34,7 +34,6 @@ class _Total(eqx.Module):
     `lost` is what rounding took from both, if there are many microbatches.
     """
 
-    checked_as: ClassVar[dict[str, Any]] = {"total": Shaped[Array, "*r"]}
     total: Any
     weight: Any
     dtype: Any = eqx.field(static=True)
@@ -104,15 +103,12 @@ class Sum(AbstractAccumulator[_Total]):
             )
         return _Total.begun(lambda value, _: self._whole(value), value, blocks)
 
-    @checked
     def update(self, state: _Total, value: _Total | _Value, block: Block) -> _Total:
         return state.plus(self._whole(value))
 
-    @checked
     def finalize(self, state: _Total) -> Shaped[Array, "*r"]:
         return complete(state.total, state.lost[0]).astype(state.dtype)
 
-    @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
         check_weights("Sum", self.weights, block)
         whole = self._whole(values)
@@ -168,17 +164,14 @@ class Mean(AbstractAccumulator[_Total]):
     def init(self, value: Any, blocks: Blocks) -> _Total:
         return _Total.begun(self._whole, value, blocks)
 
-    @checked
     def update(self, state: _Total, value: _Total | _Value, block: Block) -> _Total:
         return state.plus(self._whole(value, block))
 
-    @checked
     def finalize(self, state: _Total) -> Inexact[Array, "*r"]:
         total = widened(complete(state.total, state.lost[0]))
         weight = complete(state.weight, state.lost[1])
         return (total / weight.astype(total.dtype)).astype(state.dtype)
 
-    @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
         total, dtype = _cast("Mean", values, self.dtype, self.weights, inexact=True)
         weight = block_weight(total.dtype, self.weights, block)
@@ -202,10 +195,6 @@ class VarianceState(eqx.Module):
     is what rounding took from `squares`, if there are many microbatches.
     """
 
-    checked_as: ClassVar[dict[str, Any]] = {
-        "mean": Inexact[AnyArray, "*r"],
-        "squares": _Squares,
-    }
     mean: Any
     squares: Any
     count: Any
@@ -257,7 +246,6 @@ class RunningMean(AbstractAccumulator[VarianceState]):
     def init(self, value: Any, blocks: Blocks) -> VarianceState:
         return _zeros_of(self._whole, value, blocks)
 
-    @checked
     def update(
         self, state: VarianceState, value: VarianceState | _Value, block: Block
     ) -> VarianceState:
@@ -265,11 +253,9 @@ class RunningMean(AbstractAccumulator[VarianceState]):
         mean, _, count = _merge_means(state, value)
         return VarianceState(mean, None, count, None, state.dtype)
 
-    @checked
     def finalize(self, state: VarianceState) -> Inexact[Array, "*r"]:
         return _mean_or_nan(state)
 
-    @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> VarianceState:
         whole = self._whole(values, block)
         return VarianceState(_mean(whole.mean), None, whole.count, None, whole.dtype)
@@ -338,7 +324,6 @@ class Variance(AbstractAccumulator[VarianceState]):
         lost = nothing_lost(state.squares, blocks.num)
         return eqx.tree_at(lambda s: s.lost, state, lost, is_leaf=is_none)
 
-    @checked
     def update(
         self, state: VarianceState, value: VarianceState | _Value, block: Block
     ) -> VarianceState:
@@ -356,7 +341,6 @@ class Variance(AbstractAccumulator[VarianceState]):
         observations = state.observations + value.observations
         return VarianceState(mean, squares, count, observations, state.dtype, lost)
 
-    @checked
     def finalize(self, state: VarianceState) -> MeanAndVariance:
         state = state.whole()
         real = widest(state.squares.dtype)
@@ -366,7 +350,6 @@ class Variance(AbstractAccumulator[VarianceState]):
         mean = _mean_or_nan(state)
         return MeanAndVariance(mean, variance.astype(mean.real.dtype))
 
-    @checked
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> VarianceState:
         whole = self._whole(values, block)
         mean = _mean(whole.mean)

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree, Shaped
 
-from .._base.shapes import Contract
+from .._base.checks import check_types
 from .._base.trees import described, match_prefix
 from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
 from .cut import Block, Blocks
@@ -61,7 +61,7 @@ _OF_EQUAL = (Concat, Last, Max, Mean, Min, RunningMean)
 _NOT_OF_STATES = (Concat, LogSumExp, Max, Mean, Min, RunningMean, Sum, Variance)
 
 
-_STATES = Contract(dict.fromkeys(("init", "update"), PyTree[Shaped[ArrayLike, "..."]]))
+_State = PyTree[Shaped[ArrayLike, "..."]]
 
 
 class Slot(eqx.Module):
@@ -99,8 +99,8 @@ class Slot(eqx.Module):
         return self._checked("update", self.accumulator.update(state, value, block))
 
     def _checked(self, name: str, state: Any) -> Any:
-        of = f"What `{name}` of `{type(self.accumulator).__name__}` returns"
-        _STATES.begin().check(name, state, of)
+        what = f"the state from `{name}` of `{type(self.accumulator).__name__}`"
+        check_types({what: state}, {what: _State})
         return state
 
     def check_state(self, before: Any, after: Any) -> None:

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 from typing import Any
 
-from .._base.shapes import check_fields
 from .cost import (
     choose,
     Contraction,
@@ -58,9 +57,6 @@ class LeafReport:
     kfac: str
     kfac_reason: str | None
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 def _shown(error: float | None) -> str:
     if error is None:
@@ -99,9 +95,6 @@ class LeafCheck:
     diagonal: float | None = None
     gauss_newton: float | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class SitesCheck:
@@ -122,9 +115,6 @@ class SitesCheck:
     num_examples: int
     dtype: str
     reason: str | None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def max_error(self) -> float:
@@ -167,9 +157,6 @@ class SitesReport:
     materialised_flops: float
     materialised_bytes: float
     check: SitesCheck | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
