@@ -14,7 +14,7 @@ import pytest
 
 import eqxbatch
 from benchmarks import chart
-from . import annotations, patterns
+from . import patterns
 from .layers import table
 
 
@@ -184,23 +184,6 @@ def test_table_of_patterns_in_the_docs():
     page = ROOT / "docs" / "sites_patterns.md"
     command = "python -m tests.patterns > docs/sites_patterns.md"
     assert page.read_text() == patterns.table(), f"Run `{command}`."
-
-
-def test_table_of_annotations_in_the_docs():
-    page = ROOT / "docs" / "annotations_table.md"
-    command = "python -m tests.annotations > docs/annotations_table.md"
-    assert page.read_text() == annotations.table(), f"Run `{command}`."
-
-
-def test_table_of_annotations_is_complete():
-    calls = {call for call, _, _ in annotations.rows()}
-    whole = {call.partition("(")[0] for call in calls}
-    assert {*annotations.names()} - whole == set()
-    transforms = [x for x in annotations.names() if x.startswith("filter_")]
-    of_what_they_return = {f"{name}(...)" for name in transforms}
-    # What these return is a module of its own, which is in the table.
-    of_what_they_return -= {"filter_linearize(...)", "filter_taylor_expand(...)"}
-    assert of_what_they_return - calls == set()
 
 
 def test_summary_of_the_benchmarks_is_of_their_results():

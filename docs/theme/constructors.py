@@ -21,7 +21,7 @@ SESSION = re.compile(r"^( *)```python\n(?= *>>>)", re.MULTILINE)
 
 
 class Constructors(griffe.Extension):
-    """Gives each public class the signature that it is called with."""
+    """Gives public classes and transforms the signatures that they are called with."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
@@ -42,6 +42,43 @@ class Constructors(griffe.Extension):
         ]
         for class_, signature in without:
             add_constructor(class_, signature)
+        for name, member in pkg.members.items():
+            found = getattr(package, name, None)
+            is_made = inspect.isclass(getattr(found, "__wrapped__", None))
+            if member.is_alias and is_made:
+                add_function(pkg, member.target_path, found)
+
+
+def add_function(pkg: griffe.Module, path: str, public: Any) -> None:
+    """Adds a function that is made from a class, whose fields are its parameters."""
+    cls = public.__wrapped__
+    class_ = pkg[f"{cls.__module__}.{cls.__name__}".removeprefix(f"{pkg.name}.")]
+    fields = fields_of(class_)
+    parameters = [
+        griffe.Parameter(
+            name,
+            annotation=fields[name].annotation,
+            kind=KINDS[parameter.kind],
+            default=fields[name].value or repr(parameter.default),
+        )
+        for name, parameter in inspect.signature(public).parameters.items()
+    ]
+    function = griffe.Function(
+        public.__name__,
+        parameters=griffe.Parameters(*parameters),
+        docstring=class_.docstring,
+    )
+    pkg.set_member(path.removeprefix(f"{pkg.name}."), function)
+
+
+def fields_of(class_: griffe.Class) -> dict[str, griffe.Attribute]:
+    """The fields of a class and of its bases."""
+    return {
+        name: field
+        for owner in (*reversed(class_.mro()), class_)
+        for name, field in owner.members.items()
+        if field.is_attribute
+    }
 
 
 def add_constructor(class_: griffe.Class, signature: inspect.Signature) -> None:
@@ -50,12 +87,7 @@ def add_constructor(class_: griffe.Class, signature: inspect.Signature) -> None:
     if any(name.startswith("_") for name in names):
         # Made by a function, and not by users.
         return
-    fields = {
-        name: field
-        for owner in (*reversed(class_.mro()), class_)
-        for name, field in owner.members.items()
-        if name in names and field.is_attribute
-    }
+    fields = fields_of(class_)
     parameters = [
         griffe.Parameter(
             name,

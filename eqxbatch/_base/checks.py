@@ -7,6 +7,7 @@ expected, and the remedy if there is a known one.
 `JAXTYPING_DISABLE=1` switches off the checks of types.
 """
 
+import collections.abc
 import dataclasses
 import functools
 import inspect
@@ -44,23 +45,31 @@ def check_types(
     Raises `ValueError` for an array of another shape and for an unknown string, and
     `TypeError` for anything else.
     """
-    if config.jaxtyping_disable:
-        return
     with jaxtyped("context"):
         for name, value in values.items():
             hint = hints.get(name, Any)
-            if hint is Any or fits(value, hint):
-                continue
             if get_origin(hint) is Literal and isinstance(value, str):
                 check_one_of(name, value, get_args(hint))
-            is_shape = any(fits(value, wide) for wide in _of_any_shape(hint))
-            remedy = (remedies or {}).get(name, "")
-            if not remedy and _is_array_hint(hint) and _are_numbers(value):
-                remedy = "Make an array of it with `jax.numpy.asarray`."
-            what = name if " " in name else f"`{name}`"
-            message = f"{what} must be {text_of(hint)}; got {described(value)}."
-            error = ValueError if is_shape else TypeError
-            raise error(f"{message} {remedy}".rstrip())
+            elif not config.jaxtyping_disable and not fits(value, hint):
+                raise _mismatch(name, values, hint, (remedies or {}).get(name, ""))
+
+
+def _mismatch(
+    name: str, values: Mapping[str, Any], hint: Any, remedy: str
+) -> TypeError | ValueError:
+    value = values[name]
+    what = name if " " in name else f"`{name}`"
+    message = f"{what} must be {text_of(hint)}; got {described(value)}"
+    is_shape = any(fits(value, wide) for wide in _of_any_shape(hint))
+    if is_shape:
+        arrays = {key: x for key, x in values.items() if hasattr(x, "shape")}
+        shapes = [f"`{key}` of shape {x.shape}" for key, x in arrays.items()]
+        others = shapes[: [*arrays].index(name)] if name in arrays else shapes
+        message += f", with {' and '.join(others)}" * bool(others)
+    elif not remedy and _is_array_hint(hint) and _are_numbers(value):
+        remedy = "Make an array of it with `jax.numpy.asarray`."
+    error = ValueError if is_shape else TypeError
+    return error(f"{message}. {remedy}".rstrip())
 
 
 def check_fields(module: Any) -> None:
@@ -81,6 +90,8 @@ def as_jax(x: Any) -> Any:
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value matches an annotation."""
+    if hint is Any:
+        return True
     options = get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
     if {*options} >= {*get_args(DTypeLike)}:
         return _is_dtype(value) or (value is None and type(None) in options)
@@ -102,15 +113,28 @@ _UNIONS = (Union, types.UnionType)
 
 
 def _is_bearable(value: Any, hint: Any) -> bool:
-    if isinstance(hint, type) and not issubclass(hint, AbstractArray):
-        is_number = hint is float and isinstance(value, (int, np.floating, np.integer))
-        return is_number or isinstance(value, hint)
-    if get_origin(hint) is Callable or hint is Callable:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in (bool, float):
+        scalars = (bool, np.bool_) if hint is bool else (float, int, *_NUMPY_REALS)
+        return isinstance(value, scalars)
+    if isinstance(hint, type) and origin is None:
+        return isinstance(value, hint)
+    if origin is collections.abc.Callable or hint is collections.abc.Callable:
         return callable(value)
+    if origin in (tuple, list, collections.abc.Sequence):
+        # `beartype` looks at one of many entries only.
+        is_open = origin is not tuple or arguments[-1] is ...
+        if not isinstance(value, origin if is_open else tuple):
+            return False
+        entries = arguments[:1] * len(value) if is_open else arguments
+        return len(entries) == len(value) and all(map(fits, value, entries))
     # Importing beartype takes longer than most checks.
     from beartype.door import is_bearable
 
     return is_bearable(value, hint)
+
+
+_NUMPY_REALS = (np.floating, np.integer)
 
 
 def _is_dtype(value: Any) -> bool:
