@@ -20,6 +20,8 @@ os.environ.setdefault("PYTHONWARNINGS", "error")
 gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Failing tests show all frames.
+jax.config.update("jax_traceback_filtering", "off")
 turn_on_coming_defaults()
 
 

@@ -4,7 +4,7 @@
 raise one kind of error. Every message names the argument, what was passed, what was
 expected, and the remedy if there is a known one.
 
-`JAXTYPING_DISABLE=1` switches off the checks of types.
+`JAXTYPING_DISABLE=1` switches off the checks of types, except for those of settings.
 """
 
 import collections.abc
@@ -37,20 +37,24 @@ def check_types(
     values: Mapping[str, Any],
     hints: Mapping[str, Any],
     remedies: Mapping[str, str] | None = None,
+    *,
+    always: bool = False,
 ) -> None:
     """Raises if values do not match their annotations.
 
-    Names of sizes in annotations of arrays are the same in all `values`.
+    Names of sizes in annotations of arrays are the same in all `values`. With `always`,
+    values are checked although checks are switched off.
 
     Raises `ValueError` for an array of another shape and for an unknown string, and
     `TypeError` for anything else.
     """
+    is_on = always or not config.jaxtyping_disable
     with jaxtyped("context"):
         for name, value in values.items():
             hint = hints.get(name, Any)
             if get_origin(hint) is Literal and isinstance(value, str):
                 check_one_of(name, value, get_args(hint))
-            elif not config.jaxtyping_disable and not fits(value, hint):
+            elif is_on and not fits(value, hint):
                 raise _mismatch(name, values, hint, (remedies or {}).get(name, ""))
 
 

@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 import jaxlib
 from jaxtyping import Array, PyTree
 
+from .mistakes import without_layers
 from .primitives import callee, IDENTITIES, inner_jaxprs, is_flat, name_of
 
 
@@ -51,7 +52,10 @@ def compiled(
         leaves, of_first = jtu.tree_flatten(first)
         others, of_rest = jtu.tree_flatten(rest)
         static = of_first, of_rest, text_of_numbers(leaves + others)
-        return jitted(leaves, others, static)
+        try:
+            return jitted(leaves, others, static)
+        except Exception as e:
+            raise e.with_traceback(without_layers(e.__traceback__))  # noqa: B904
 
     return cast(_Function, wrapper)
 

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import types
 import warnings
 from typing import Any
 
@@ -31,6 +32,25 @@ def warn_user(message: str) -> None:
     while frame is not None and name(frame).partition(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+# Modules between the call of a transform and the user's function.
+_LAYERS = ("eqxbatch.", "equinox._jit", "equinox._module")
+
+
+def without_layers(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the frames of the package, unless JAX shows its own."""
+    if getattr(jax.config, "jax_traceback_filtering", None) == "off":
+        return trace
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        if not str(frame.tb_frame.f_globals.get("__name__")).startswith(_LAYERS):
+            place = frame.tb_frame, frame.tb_lasti, frame.tb_lineno
+            trace = types.TracebackType(trace, *place)
+    return trace
 
 
 def bound_arguments(

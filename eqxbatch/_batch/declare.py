@@ -107,7 +107,8 @@ class AbstractTransform(eqx.Module):
             if field.type == Size:
                 check_size(field.name, value)
             else:
-                check_types({field.name: value}, {field.name: field.type})
+                hints = {field.name: field.type}
+                check_types({field.name: value}, hints, always=True)
 
     @abc.abstractmethod
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
