@@ -17,6 +17,8 @@ KINDS = {
     inspect.Parameter.POSITIONAL_OR_KEYWORD: griffe.ParameterKind.positional_or_keyword,
     inspect.Parameter.KEYWORD_ONLY: griffe.ParameterKind.keyword_only,
 }
+# Short names in the code, which pages write out.
+ALIASES = {"Size": "int | MemoryBudget | None"}
 SESSION = re.compile(r"^( *)```python\n(?= *>>>)", re.MULTILINE)
 
 
@@ -57,7 +59,8 @@ def add_function(pkg: griffe.Module, path: str, public: Any) -> None:
     parameters = [
         griffe.Parameter(
             name,
-            annotation=fields[name].annotation,
+            annotation=ALIASES.get(str(fields[name].annotation))
+            or fields[name].annotation,
             kind=KINDS[parameter.kind],
             default=fields[name].value or repr(parameter.default),
         )
