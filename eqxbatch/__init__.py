@@ -111,81 +111,6 @@ from ._steps.gauss_newton_step import (
 
 __version__ = _metadata.version("equinox-batch")
 
-__all__ = [
-    "AbstractAccumulator",
-    "AbstractProgressMeter",
-    "AbstractReduction",
-    "Block",
-    "Blocks",
-    "Concat",
-    "EmpiricalKernel",
-    "EmpiricalNNGP",
-    "EmpiricalNTK",
-    "FrobeniusNorm",
-    "GradientMoments",
-    "GradientStatistics",
-    "GridAxis",
-    "HostStore",
-    "KernelAlignment",
-    "KernelEstimate",
-    "KernelProduct",
-    "KernelSolution",
-    "KroneckerFactors",
-    "Last",
-    "LeafCheck",
-    "LeafReport",
-    "LogSumExp",
-    "Max",
-    "Mean",
-    "MeanAndVariance",
-    "MemoryBudget",
-    "Min",
-    "MonteCarloEstimate",
-    "MonteCarloKernel",
-    "NTKLayer",
-    "Neighbours",
-    "NoProgressMeter",
-    "ProbedNTK",
-    "PseudoNTK",
-    "RowSums",
-    "RunningMean",
-    "SitesCheck",
-    "SitesReport",
-    "Sum",
-    "SymmetricArray",
-    "TaylorExpansion",
-    "TopK",
-    "TqdmProgressMeter",
-    "Unravel",
-    "Variance",
-    "ZarrStore",
-    "explain_sites",
-    "filter_batch_kernel",
-    "filter_gauss_newton_step",
-    "filter_ggn",
-    "filter_ggn_blocks",
-    "filter_ggn_diagonal",
-    "filter_ggnvp",
-    "filter_grid_vmap",
-    "filter_hessian",
-    "filter_hessian_blocks",
-    "filter_hessian_diagonal",
-    "filter_hvp",
-    "filter_jacobian",
-    "filter_kfac",
-    "filter_linearize",
-    "filter_micro_grad",
-    "filter_micro_value_and_grad",
-    "filter_micro_vmap",
-    "filter_microbatch",
-    "filter_taylor_expand",
-    "grid",
-    "hessian_to_pytree",
-    "kernel_solve",
-    "ntk_parameterise",
-]
-
-
 # These are lineax operators, and lineax is optional. Without it they are not listed, so
 # that `from eqxbatch import *` works.
 _OPERATORS = {
@@ -205,8 +130,9 @@ if _typing.TYPE_CHECKING:
     from ._pairs.operator import KernelOperator as KernelOperator
 
 
+__all__ = [name for name in vars() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
 if _util.find_spec("lineax") is not None:
-    __all__ += [*_OPERATORS]
+    __all__ += _OPERATORS
 
 
 def __dir__() -> list[str]:

@@ -62,7 +62,7 @@ def test_sizes_below_one(transform, size, unchecked):
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("size", (2.0, "4", True, jnp.array(4), (4,)))
 def test_sizes_that_are_not_ints(transform, size, unchecked):
-    with pytest.raises(TypeError, match="`microbatch_size` must be an int"):
+    with pytest.raises(TypeError, match="`microbatch_size` must be int"):
         transform(total, microbatch_size=size)
 
 

@@ -37,7 +37,7 @@ from .._base.trees import shown
 from .accumulators import Last
 from .cut import Batch, Blocks
 from .loop import run_blocks
-from .memory import check_size, MemoryBudget, resolve_size, resolved
+from .memory import check_size, resolve_size, resolved, Size
 from .slots import Slots
 
 
@@ -73,10 +73,6 @@ _Made_co = TypeVar("_Made_co", covariant=True)
 
 
 _MadePlain_co = TypeVar("_MadePlain_co", covariant=True)
-
-
-# A number of rows that are processed at a time. A budget chooses it; None means all.
-Size = int | MemoryBudget | None
 
 
 class AbstractTransform(eqx.Module):

@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import PyTree
 
+from .._base.checks import check_at_least, check_types
 from .._base.jaxprs import axis_names, text_of_numbers
 from .._base.mesh import (
     explicit_mesh,
@@ -22,7 +23,7 @@ from .._base.mesh import (
     outside_of_mesh,
     structs_on_devices,
 )
-from .._base.trees import as_int, described, log
+from .._base.trees import as_int, log
 from .machine import available_bytes
 
 
@@ -115,6 +116,10 @@ class MemoryBudget(eqx.Module):
         return free_bytes() if self.max_bytes is None else self.max_bytes
 
 
+# A number of rows that are processed at a time. A budget chooses it; None means all.
+Size = int | MemoryBudget | None
+
+
 def _parse_bytes(value: int | str) -> int:
     number: Any = value
     if isinstance(value, str):
@@ -173,25 +178,17 @@ def resolved(settings: _Settings) -> _Settings:
 _NAMES = ("blocking", "block_size", "column_size", "microbatch_size", "per_batch")
 
 
-def check_size(name: str, size: Any) -> int | MemoryBudget | None:
+def check_size(name: str, size: Any) -> Any:
     """The size as a Python int, a budget, or `None`.
 
     Raises `TypeError` for any other type and `ValueError` for a size below 1.
     """
+    remedy = "It sets the shapes of the compiled program."
+    check_types({name: size}, {name: Size}, {name: remedy}, always=True)
     if size is None or isinstance(size, MemoryBudget):
         return size
-    number = None if isinstance(size, jax.Array) else as_int(size)
-    if number is None:
-        raise TypeError(
-            f"`{name}` must be an int, a `MemoryBudget` or None; got "
-            f"{described(size)}. It sets the shapes of the compiled program, so it "
-            "must be known at trace time."
-        )
-    if number < 1:
-        raise ValueError(
-            f"`{name}` must be at least 1; got {number}. Use None for one block."
-        )
-    return number
+    check_at_least(name, size, 1, "Use None for one block.")
+    return as_int(size)
 
 
 def resolve_size(
