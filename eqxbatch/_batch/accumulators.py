@@ -244,7 +244,38 @@ class _Extreme(eqx.Module):
     count: Any
 
 
-class Max(AbstractAccumulator[_Extreme]):
+class AbstractExtreme(AbstractAccumulator[_Extreme]):
+    """The largest or smallest result. Before the first one, it is `sign` times inf."""
+
+    sign: ClassVar[int]
+
+    @staticmethod
+    @abc.abstractmethod
+    def pick(x: Array, y: Array) -> Array:
+        """The elementwise larger or smaller of two results."""
+
+    def init(self, value: Any, blocks: Blocks) -> _Extreme:
+        struct = value.value if isinstance(value, _Extreme) else value
+        identity = _identity(type(self).__name__, struct.dtype, self.sign)
+        extreme = jnp.full(struct.shape, identity, struct.dtype)
+        return _Extreme(extreme, jnp.zeros(struct.shape, jnp.int32))
+
+    def update(
+        self, state: _Extreme, value: _Extreme | Shaped[Array, "*r"], block: Block
+    ) -> _Extreme:
+        return _merge_extremes(self.pick, state, value)
+
+    def finalize(self, state: _Extreme) -> Shaped[Array, "*r"]:
+        return state.value
+
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
+        _identity(type(self).__name__, values.dtype, self.sign)
+        extreme = values.max(axis=0) if self.sign < 0 else values.min(axis=0)
+        count = jnp.sum(values == extreme[None], axis=0, dtype=jnp.int32)
+        return _Extreme(extreme, count)
+
+
+class Max(AbstractExtreme):
     """The elementwise maximum over all examples; NaN where any result is NaN.
 
     If several examples attain the maximum, the gradient is split evenly between them.
@@ -266,23 +297,14 @@ class Max(AbstractAccumulator[_Extreme]):
         ```
     """
 
-    def init(self, value: Any, blocks: Blocks) -> _Extreme:
-        return _no_extreme("Max", value, -1)
+    sign: ClassVar[int] = -1
 
-    def update(
-        self, state: _Extreme, value: _Extreme | Shaped[Array, "*r"], block: Block
-    ) -> _Extreme:
-        return _merge_extremes(jnp.maximum, state, value)
-
-    def finalize(self, state: _Extreme) -> Shaped[Array, "*r"]:
-        return state.value
-
-    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
-        _identity("Max", values.dtype, -1)
-        return _extreme_of(values, values.max(axis=0))
+    @staticmethod
+    def pick(x: Array, y: Array) -> Array:
+        return jnp.maximum(x, y)
 
 
-class Min(AbstractAccumulator[_Extreme]):
+class Min(AbstractExtreme):
     """The elementwise minimum over all examples; NaN where any result is NaN.
 
     If several examples attain the minimum, the gradient is split evenly between them.
@@ -304,32 +326,11 @@ class Min(AbstractAccumulator[_Extreme]):
         ```
     """
 
-    def init(self, value: Any, blocks: Blocks) -> _Extreme:
-        return _no_extreme("Min", value, 1)
+    sign: ClassVar[int] = 1
 
-    def update(
-        self, state: _Extreme, value: _Extreme | Shaped[Array, "*r"], block: Block
-    ) -> _Extreme:
-        return _merge_extremes(jnp.minimum, state, value)
-
-    def finalize(self, state: _Extreme) -> Shaped[Array, "*r"]:
-        return state.value
-
-    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
-        _identity("Min", values.dtype, 1)
-        return _extreme_of(values, values.min(axis=0))
-
-
-def _no_extreme(name: str, value: Any, sign: int) -> _Extreme:
-    struct = value.value if isinstance(value, _Extreme) else value
-    identity = _identity(name, struct.dtype, sign)
-    extreme = jnp.full(struct.shape, identity, struct.dtype)
-    return _Extreme(extreme, jnp.zeros(struct.shape, jnp.int32))
-
-
-def _extreme_of(values: Shaped[Array, "b ..."], extreme: Array) -> _Extreme:
-    count = jnp.sum(values == extreme[None], axis=0, dtype=jnp.int32)
-    return _Extreme(extreme, count)
+    @staticmethod
+    def pick(x: Array, y: Array) -> Array:
+        return jnp.minimum(x, y)
 
 
 def _merge_extremes(pick: Callable, state: _Extreme, value: Any) -> _Extreme:
