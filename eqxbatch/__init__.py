@@ -24,12 +24,10 @@ from ._batch.moments import (
     Variance as Variance,
 )
 from ._check.explain import explain_sites as explain_sites
-from ._curvature.ggn import (
+from ._curvature.curvature_matrices import (
     filter_ggn as filter_ggn,
     filter_ggn_blocks as filter_ggn_blocks,
     filter_ggn_diagonal as filter_ggn_diagonal,
-)
-from ._curvature.hessian import (
     filter_hessian as filter_hessian,
     filter_hessian_blocks as filter_hessian_blocks,
     filter_hessian_diagonal as filter_hessian_diagonal,

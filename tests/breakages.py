@@ -342,16 +342,8 @@ BREAKAGES = [
     Breakage(
         "an operator of a Hessian is always that of a mean",
         "_curvature/operators.py",
-        """"accumulator": accumulator,
-            "where": where,
-            "filter_spec": filter_spec,
-            "checkpoint": checkpoint,
-            "mode": mode,""",
-        """"accumulator": Mean(),
-            "where": where,
-            "filter_spec": filter_spec,
-            "checkpoint": checkpoint,
-            "mode": mode,""",
+        "for field in fields}",
+        'for field in fields if field.name != "accumulator"}',
         "tests/curvature/test_operators.py",
     ),
     Breakage(
@@ -363,7 +355,7 @@ BREAKAGES = [
     ),
     Breakage(
         "curvature that overflows is computed again without weights",
-        "_batch/objective.py",
+        "_batch/derivative.py",
         "ones = jnp.ones(size) if weights is None else weights",
         "ones = jnp.ones(size)",
         "tests/curvature/test_hessian_use.py -k RangeOfFloat16",
@@ -485,8 +477,8 @@ BREAKAGES = [
     Breakage(
         "roots are inverses",
         "_curvature/kronecker_operator.py",
-        "return self._with(lambda own: 1 / self._positive(own))",
-        "return self._with(lambda own: 1 / self._positive(own) ** 0.5)",
+        "return self._with(lambda spectrum: 1 / self._positive(spectrum))",
+        "return self._with(lambda spectrum: 1 / self._positive(spectrum) ** 0.5)",
         "tests/curvature/test_kronecker_operator.py",
     ),
     # The check of rules.

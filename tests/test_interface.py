@@ -180,7 +180,10 @@ def test_bound_methods_that_take_anything():
         (filter_hessian_blocks(loss), "filter_hessian_blocks(loss)"),
         (filter_hvp(eqx.filter_jit(loss)), "filter_hvp(loss)"),
         (filter_ggn(MODEL, jnp.sum), "filter_ggn(MLP(...), loss=sum)"),
-        (filter_ggnvp(MODEL, jnp.sum, in_axes=0), "filter_ggnvp(MLP(...), in_axes=0, "),
+        (
+            filter_ggnvp(MODEL, jnp.sum, in_axes=0),
+            "filter_ggnvp(MLP(...), loss=sum, in_axes=0)",
+        ),
         (
             filter_grid_vmap(loss, in_axes={"x": grid("i")}, out_axes="i"),
             "filter_grid_vmap(loss, in_axes={'x': GridAxis(names=('i',), axes=(0,))})",

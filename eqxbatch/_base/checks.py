@@ -70,7 +70,9 @@ def _mismatch(
         shapes = [f"`{key}` of shape {x.shape}" for key, x in arrays.items()]
         others = shapes[: [*arrays].index(name)] if name in arrays else shapes
         message += f", with {' and '.join(others)}" * bool(others)
-    elif not remedy and _is_array_hint(hint) and _are_numbers(value):
+    elif (
+        not remedy and any(map(_is_array_hint, _options(hint))) and _are_numbers(value)
+    ):
         remedy = "Make an array of it with `jax.numpy.asarray`."
     error = ValueError if is_shape else TypeError
     return error(f"{message}. {remedy}".rstrip())
@@ -96,7 +98,7 @@ def fits(value: Any, hint: Any) -> bool:
     """Whether a value matches an annotation."""
     if hint is Any:
         return True
-    options = get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
+    options = _options(hint)
     if {*options} >= {*get_args(DTypeLike)}:
         return _is_dtype(value) or (value is None and type(None) in options)
     # `beartype` takes a bool for an int.
@@ -114,6 +116,11 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 _UNIONS = (Union, types.UnionType)
+
+
+def _options(hint: Any) -> tuple:
+    """The members of a union, or the annotation itself."""
+    return get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
 
 
 def _is_bearable(value: Any, hint: Any) -> bool:
@@ -182,6 +189,8 @@ def text_of(hint: Any) -> str:
         return f'{hint.dtype.__name__}[Array, "{hint.dim_str.strip()}"]'
     if get_origin(hint) is Literal:
         return " | ".join(map(repr, get_args(hint)))
+    if get_origin(hint) is collections.abc.Callable:
+        return "Callable"
     if hint is type(None):
         return "None"
     text = hint.__name__ if isinstance(hint, type) else str(hint)

@@ -93,7 +93,9 @@ class AbstractTransform(eqx.Module):
     public_signature: ClassVar[inspect.Signature]
     second_argument: ClassVar[str | None] = None
 
-    def __check_init__(self) -> None:
+    # Unlike `__check_init__`, this comes before the checks of subclasses, which rely on
+    # the types.
+    def __post_init__(self) -> None:
         check_callable("fun", self.fun)
         check_not_jitted(self.fun)
         for field in dataclasses.fields(self):
@@ -105,6 +107,10 @@ class AbstractTransform(eqx.Module):
             else:
                 hints = {field.name: field.type}
                 check_types({field.name: value}, hints, always=True)
+
+    @abc.abstractmethod
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The transformed function."""
 
     @abc.abstractmethod
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """The settings of transforms that differentiate a function of parameters."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +8,25 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree, Real
 
+from .._base.jaxprs import uses_dtype
 from .._base.mistakes import no_arrays_remedy
 from .._base.trees import shown
-from .cut import Batch, unbatched
+from .accumulators import Concat
+from .cut import Batch, Blocks, unbatched
 from .declare import AbstractAutoSharded, AbstractMicrobatched, AbstractTransform
-from .moments import Mean, Sum
-from .objective import _check_complex, Examples, Loss, Selection, split_examples
+from .loop import run_blocks
+from .moments import Mean, OfTotals, Sum
+from .objective import (
+    _check_complex,
+    Loss,
+    Selection,
+    split_examples,
+    weighted_totals,
+)
+from .slots import array_structs, match_accumulators, Slots
+from .weights import check_real, check_weights
 
 
 class AbstractDerivative(AbstractTransform):
@@ -30,9 +42,19 @@ class AbstractDerivative(AbstractTransform):
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any] | None = None
     filter_spec: PyTree = eqx.is_inexact_array
-    in_axes: PyTree = None
-    has_aux: eqx.AbstractVar[bool]
-    holomorphic: eqx.AbstractVar[bool | None]
+
+    # Not `equinox.AbstractVar`s, which type checkers take for settings.
+    @property
+    @abc.abstractmethod
+    def in_axes(self) -> PyTree: ...
+
+    @property
+    @abc.abstractmethod
+    def has_aux(self) -> bool: ...
+
+    @property
+    @abc.abstractmethod
+    def holomorphic(self) -> bool | None: ...
 
     def batch(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
         """The arguments of a call; the first one is not batched."""
@@ -70,10 +92,67 @@ class AbstractDerivative(AbstractTransform):
         _check_complex(diff, self.holomorphic)
         return diff, nondiff
 
-    def loss(self, batch: Batch, diff: PyTree, nondiff: PyTree) -> Loss:
+    def loss_of(self, batch: Batch, diff: PyTree, nondiff: PyTree) -> Loss:
         """The function of the parameters and of the rows of a batch."""
         holomorphic = bool(self.holomorphic)
         return Loss(self.fun, batch, diff, nondiff, self.has_aux, holomorphic)
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatches:
+    """The examples of a call, in microbatches; `blocks` is None for a single call."""
+
+    batch: Batch
+    blocks: Blocks | None
+    accumulator: Sum | Mean
+
+    @property
+    def size(self) -> int | None:
+        """The number of examples that are processed at a time."""
+        return None if self.blocks is None else self.blocks.size
+
+    def total(
+        self,
+        sums: Callable[[list, Real[Array, " n"] | None], list],
+        per_example: Callable[[list], PyTree],
+        closed: Any,
+    ) -> tuple[list, PyTree]:
+        """Accumulates results over all microbatches.
+
+        `sums(rows, weights)` returns (weighted) sums over a microbatch, and
+        `per_example(rows)` results along axis 0. The results are in at least float32.
+        The jaxpr `closed` is that of one example.
+        """
+        if self.blocks is None:
+            return sums([], None), per_example([])
+        arrays, axes = self.batch.arrays, self.batch.axes
+        num, weights = len(arrays), self.accumulator.weights
+        if weights is not None:
+            name = type(self.accumulator).__name__
+            check_weights(name, weights, self.blocks)
+            check_real(name, weights)
+            arrays, axes = [*arrays, weights], (*axes, 0)
+
+        is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
+
+        def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
+            batch, weights_of_rows = rows[:num], None if weights is None else rows[num]
+
+            def shares(weights: Array | None, share: float) -> list:
+                if share != 1:
+                    ones = jnp.ones(size) if weights is None else weights
+                    weights = ones * share
+                return sums(batch, weights)
+
+            totals = weighted_totals(shares, size, weights_of_rows, is_narrow)
+            return (totals, per_example(batch)), None
+
+        def slots(output: tuple, _: Any) -> Slots:
+            of_each = Concat() if array_structs(output[1]) else None
+            slots = match_accumulators((OfTotals(self.accumulator), of_each), output)
+            return slots.with_states(output)
+
+        return run_blocks(run, arrays, axes, self.blocks, slots, None, False)
 
 
 class AbstractOverExamples(
@@ -86,6 +165,7 @@ class AbstractOverExamples(
     """
 
     _: dataclasses.KW_ONLY
+    in_axes: PyTree = None
     accumulator: Sum | Mean = Mean()
 
     def __check_init__(self) -> None:
@@ -106,13 +186,12 @@ class AbstractOverExamples(
                 "`weights`."
             )
 
-    def examples(self, args: tuple, kwargs: dict[str, Any], one: tuple) -> Examples:
-        """The examples of a call.
-
-        `one` are the positional arguments of `fun`, of which there may be fewer.
-        """
-        batch = self.batch(one, kwargs)
+    def microbatches(
+        self, args: tuple, kwargs: dict[str, Any], args_of_fun: tuple
+    ) -> Microbatches:
+        """The examples of a call; `fun` may take fewer arguments."""
+        batch = self.batch(args_of_fun, kwargs)
         if self.in_axes is None:
-            return Examples(batch, None, self.accumulator)
+            return Microbatches(batch, None, self.accumulator)
         blocks = self.blocks(batch, args, kwargs, batch.total())
-        return Examples(batch, blocks, self.accumulator)
+        return Microbatches(batch, blocks, self.accumulator)

@@ -8,19 +8,14 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, PyTree, Real
+from jaxtyping import Array, PyTree
 
 from .._base.dtypes import finite_sums, normalised, widened
 from .._base.jaxprs import PerExample, uses_dtype
 from .._base.mistakes import called, no_arrays_remedy
 from .._base.trees import described, shown
-from .accumulators import Concat
-from .cut import Batch, Blocks, positional_names, split_batch, unbatched
+from .cut import Batch, positional_names, split_batch, unbatched
 from .example_or_batch import told_apart
-from .moments import Mean, OfTotals, Sum
-from .slots import array_structs, match_accumulators, Slots
-from .transform import AbstractAutoSharded, Blocking
-from .weights import check_real, check_weights
 
 
 class Selection(eqx.Module):
@@ -387,113 +382,3 @@ class Example:
             mean = [x / num for x in total]
             return MicrobatchResult(whole={"gradient": self.gradient(mean)})
         return MicrobatchResult(total={"gradient": self.gradient(total)})
-
-
-@dataclasses.dataclass(frozen=True)
-class Examples:
-    """The examples of a call, in microbatches; `blocks` is None for a single call."""
-
-    batch: Batch
-    blocks: Blocks | None
-    blocking: Blocking
-    accumulator: Sum | Mean
-
-    def total(
-        self,
-        sums: Callable[[list, Real[Array, " n"] | None], list],
-        each: Callable[[list], PyTree],
-        closed: Any,
-    ) -> tuple[list, PyTree]:
-        """Accumulates results over all microbatches.
-
-        `sums(rows, weights)` returns (weighted) sums over a microbatch, and
-        `each(rows)` per-example results along axis 0. The results are in at least
-        float32. The jaxpr `closed` is that of one example.
-        """
-        if self.blocks is None:
-            return sums([], None), each([])
-        arrays, axes = self.batch.arrays, self.batch.axes
-        num, weights = len(arrays), self.accumulator.weights
-        if weights is not None:
-            name = type(self.accumulator).__name__
-            check_weights(name, weights, self.blocks)
-            check_real(name, weights)
-            arrays, axes = [*arrays, weights], (*axes, 0)
-
-        is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
-
-        def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
-            batch, weights_of_rows = rows[:num], None if weights is None else rows[num]
-
-            def shares(weights: Array | None, share: float) -> list:
-                if share != 1:
-                    ones = jnp.ones(size) if weights is None else weights
-                    weights = ones * share
-                return sums(batch, weights)
-
-            totals = weighted_totals(shares, size, weights_of_rows, is_narrow)
-            return (totals, each(batch)), None
-
-        def slots(output: tuple, _: Any) -> Slots:
-            of_each = Concat() if array_structs(output[1]) else None
-            return match_accumulators((OfTotals(self.accumulator), of_each), output)
-
-        return self.blocking.run(arrays, axes, self.blocks, run, slots)
-
-    def fixed(self) -> Blocking:
-        """How microbatches are cut, with the size that these examples use."""
-        size = None if self.blocks is None else self.blocks.size
-        return dataclasses.replace(self.blocking, microbatch_size=size)
-
-
-class AbstractOverExamples(AbstractAutoSharded):
-    """A transform whose result is a sum or mean over examples.
-
-    With `in_axes=None` there is no batch: the function is called once with all
-    arguments.
-    """
-
-    objective: eqx.AbstractVar[Objective]
-    blocking: eqx.AbstractVar[Blocking]
-    accumulator: eqx.AbstractVar[Sum | Mean]
-
-
-def check_over_examples(transform: AbstractOverExamples) -> None:
-    """Raises for settings that contradict each other."""
-    if not isinstance(transform.accumulator, (Sum, Mean)):
-        raise TypeError(
-            "`accumulator` must be a Sum or a Mean, over the losses of the "
-            f"examples; got {shown(transform.accumulator)}."
-        )
-    if transform.objective.in_axes is not None:
-        return
-    if transform.blocking.microbatch_size is not None:
-        raise ValueError(
-            "`microbatch_size` is about a batch of examples, but `in_axes` is "
-            "None: `fun` is one function of all its arguments. Give the batch "
-            "axes of the arguments after the first, or leave it out."
-        )
-    if transform.accumulator.weights is not None:
-        name = type(transform.accumulator).__name__
-        raise ValueError(
-            f"`accumulator={name}(weights=...)` weights the examples of a batch, but "
-            "`in_axes` is None: `fun` is one function of all its arguments. Give the "
-            "batch axes of the arguments after the first, or leave out `weights`."
-        )
-
-
-Call = tuple[Callable, tuple, dict[str, Any]]
-
-
-def split_call(transform: AbstractOverExamples, call: Call, one: Call) -> Examples:
-    """The examples of a `call` of a transform.
-
-    `one` is the function of one example, which may take fewer arguments.
-    """
-    fun, args, kwargs = one
-    blocking, accumulator = transform.blocking, transform.accumulator
-    batch = transform.objective.batch(fun, args, kwargs)
-    if transform.objective.in_axes is None:
-        return Examples(batch, None, blocking, accumulator)
-    blocks = blocking.blocks(batch, batch.total(), transform, call)
-    return Examples(batch, blocks, blocking, accumulator)

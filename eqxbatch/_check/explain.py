@@ -13,8 +13,8 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from .._base.checks import checked
 from .._base.mistakes import no_arrays_remedy
-from .._base.shapes import checked
 from .._base.trees import shown
 from .._batch.cut import Batch, split_batch
 from .._batch.example_or_batch import told_apart
@@ -152,8 +152,8 @@ def explain_sites(
     if not check:
         return report
     batch = _batch(fun, model, in_axes, args, kwargs)
-    found = _checked(Call(fun, diff, nondiff, batch), paths)
-    return dataclasses.replace(report, check=found)
+    compared = _checked(Call(fun, diff, nondiff, batch), paths)
+    return dataclasses.replace(report, check=compared)
 
 
 def _told_apart(

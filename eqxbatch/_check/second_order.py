@@ -18,9 +18,13 @@ from .._batch.cut import split_batch
 from .._batch.objective import Loss
 from .._curvature.by_products import replaced
 from .._curvature.by_sites import is_covered
-from .._curvature.curvature_of import AbstractCurvature, make_curvature
-from .._curvature.methods import CurvatureBlocks
-from .._curvature.site_blocks import Pair, Wanted
+from .._curvature.curvature_of import (
+    AbstractCurvature,
+    CurvatureBlocks,
+    GaussNewtonCurvature,
+    LossCurvature,
+)
+from .._curvature.site_blocks import Pair, RequestedBlocks
 from .._sites.trace import Program
 from .subject import as_numpy, largest_entry, largest_error, Subject
 
@@ -62,18 +66,18 @@ def second_order(
     if any(map(jnp.iscomplexobj, subject.leaves)):
         # Complex parameters have a Hessian only in their real and imaginary parts.
         return errors
-    wanted = {
-        "hessian": _wanted(subject, is_diagonal=False, is_ggn=False),
-        "diagonal": _wanted(subject, is_diagonal=True, is_ggn=False),
-        "gauss_newton": _wanted(subject, is_diagonal=False, is_ggn=True),
+    requested = {
+        "hessian": _requested(subject, is_diagonal=False, is_ggn=False),
+        "diagonal": _requested(subject, is_diagonal=True, is_ggn=False),
+        "gauss_newton": _requested(subject, is_diagonal=False, is_ggn=True),
     }
-    compared = set().union(*(blocks.leaves for blocks in wanted.values()))
+    compared = set().union(*(blocks.leaves for blocks in requested.values()))
     if not compared:
         return errors
-    found = _by_sites(subject, wanted)
-    curved = sorted(wanted["hessian"].leaves | wanted["diagonal"].leaves)
+    found = _by_sites(subject, requested)
+    curved = sorted(requested["hessian"].leaves | requested["diagonal"].leaves)
     products = [*_products(subject, jacobians, sorted(compared), curved)]
-    for quantity, blocks in wanted.items():
+    for quantity, blocks in requested.items():
         errors_of = _compared(blocks, found[quantity], products, quantity)
         for leaf, error in errors_of.items():
             errors[leaf][quantity] = error
@@ -84,11 +88,12 @@ def _curvature(subject: Subject, leaves: list, *, is_ggn: bool) -> AbstractCurva
     fun = subject.outputs if is_ggn else subject.value
     batch = split_batch(fun, (None, 0), (leaves, subject.rows), {})
     loss = Loss(fun, batch, leaves, [None for _ in leaves], has_aux=False)
-    of_output = (lambda outs, rows: subject.loss(outs)) if is_ggn else None
-    return make_curvature(loss, of_output, "auto", checkpoint=False)
+    if is_ggn:
+        return GaussNewtonCurvature(loss, lambda outs, rows: subject.loss(outs))
+    return LossCurvature(loss)
 
 
-def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
+def _requested(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> RequestedBlocks:
     """The blocks that are small enough, of leaves whose sites return few numbers."""
     curvature = _curvature(subject, subject.leaves, is_ggn=is_ggn)
     program = Program(
@@ -97,7 +102,9 @@ def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
         num_outputs=curvature.num_outputs,
         order=2,
     )
-    all_own = Wanted([(i, i) for i, _ in enumerate(subject.leaves)], is_diagonal)
+    all_own = RequestedBlocks(
+        [(i, i) for i, _ in enumerate(subject.leaves)], is_diagonal
+    )
     chosen: list[int] = []
     perturbations: set[int] = set()
     sizes = [struct.size for struct in program.perturbations]
@@ -125,8 +132,8 @@ def _wanted(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Wanted:
             chosen.append(leaf)
             perturbations |= perturbed
     if not is_ggn and curvature.excludes_sites(set(chosen)):
-        return Wanted([], is_diagonal)
-    return Wanted(_small_pairs(subject, chosen, is_diagonal), is_diagonal)
+        return RequestedBlocks([], is_diagonal)
+    return RequestedBlocks(_small_pairs(subject, chosen, is_diagonal), is_diagonal)
 
 
 def _small_pairs(subject: Subject, leaves: list[int], is_diagonal: bool) -> list[Pair]:
@@ -145,14 +152,16 @@ def _small_pairs(subject: Subject, leaves: list[int], is_diagonal: bool) -> list
     return chosen
 
 
-def _by_sites(subject: Subject, wanted: dict[str, Wanted]) -> dict[str, list]:
+def _by_sites(
+    subject: Subject, requested: dict[str, RequestedBlocks]
+) -> dict[str, list]:
     """The requested blocks, summed over the examples."""
 
     @jax.jit
     def run(leaves: list, rows: list) -> dict[str, list[Array]]:
         traced = dataclasses.replace(subject, leaves=leaves, rows=rows)
         result: dict[str, list[Array]] = {}
-        for quantity, blocks in wanted.items():
+        for quantity, blocks in requested.items():
             is_ggn = quantity == "gauss_newton"
             curvature = _curvature(traced, leaves, is_ggn=is_ggn)
             if blocks.pairs:
@@ -217,11 +226,11 @@ def _directions(
 
 
 def _compared(
-    wanted: Wanted, found: list, products: list[_Product], quantity: str
+    requested: RequestedBlocks, found: list, products: list[_Product], quantity: str
 ) -> dict[int, float]:
     """For each leaf, the largest error of its blocks."""
     name = "gauss_newton" if quantity == "gauss_newton" else "hessian"
-    blocks = {pair: as_numpy(x) for pair, x in zip(wanted.pairs, found, strict=True)}
+    blocks = {pair: as_numpy(x) for pair, x in zip(requested.pairs, found, strict=True)}
     pairs: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
     for product in products:
         for (first, second), block in blocks.items():
@@ -229,10 +238,10 @@ def _compared(
                 if leaf != product.leaf:
                     continue
                 true = getattr(product, name)[other]
-                got = _applied(block, product, leaf == first, wanted.is_diagonal)
+                got = _applied(block, product, leaf == first, requested.is_diagonal)
                 if got is None:
                     continue
-                if wanted.is_diagonal:
+                if requested.is_diagonal:
                     true = true.reshape(-1)[product.entry, None]
                 for index in {leaf, other}:
                     pairs.setdefault(index, []).append((got, true))

@@ -15,15 +15,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, PyTree
 
+from .._base.checks import check_at_least, check_exclusive
 from .._base.dtypes import common_dtype
 from .._base.mesh import vary, varying
 from .._base.modes import Derivative, pushforward
 from .._base.trees import consecutive_groups
 from .._batch.accumulators import Concat
-from .._batch.memory import check_size, MemoryBudget, resolve_size
+from .._batch.declare import AbstractTransform
+from .._batch.memory import resolve_size, Size
 from .._batch.rows import accumulated, Rows
 from .._sites.cost import pushed_cost
-from .site_blocks import Pair, Wanted
+from .site_blocks import Pair, RequestedBlocks
 
 
 Linear = Callable[[list], list]
@@ -58,7 +60,7 @@ class ProductBlocks:
     products: Products
     leaves: list
     order: list[int]
-    wanted: Wanted
+    requested: RequestedBlocks
     size: int | None
 
     def blocks(self) -> dict[Pair, Inexact[Array, "..."]]:
@@ -70,17 +72,17 @@ class ProductBlocks:
                 continue
             point = [self.leaves[leaf] for leaf in group]
             others = sorted({row for _, row in pairs.values()})
-            if self.wanted.is_diagonal:
+            if self.requested.is_diagonal:
                 # Rows and columns have the same entries in the same order.
                 others = group
             linear = self.products(self.leaves, group, others)
-            compute = own_entries if self.wanted.is_diagonal else images
+            compute = own_entries if self.requested.is_diagonal else images
             rows = compute(linear, point, self.size)
             start = 0
             for leaf, x in zip(group, point, strict=True):
                 of_leaf = [row[start : start + x.size] for row in rows]
                 start += x.size
-                if self.wanted.is_diagonal:
+                if self.requested.is_diagonal:
                     result[leaf, leaf] = of_leaf[0].reshape(x.shape)
                     continue
                 for pair, (column, other) in pairs.items():
@@ -99,12 +101,12 @@ class ProductBlocks:
             point = [leaves[i] for i in self.order]
             linear = self.products(leaves, self.order, everything)
             jaxpr = jax.make_jaxpr(linear)(point).jaxpr
-            found = {}
+            costs = {}
             for k, leaf in enumerate(self.order):
                 marks = [i == k for i, _ in enumerate(self.order)]
                 cost = pushed_cost(jaxpr, marks)
-                found[leaf] = leaves[leaf].size * cost.time
-            return found
+                costs[leaf] = leaves[leaf].size * cost.time
+            return costs
 
         return eqx.filter_eval_shape(count, self.leaves)
 
@@ -112,7 +114,7 @@ class ProductBlocks:
         """The pairs that a group covers: the leaf of the columns, and the other one."""
         done = self.order[: self.order.index(group[0])]
         result: dict[Pair, tuple[int, int]] = {}
-        for pair in self.wanted.pairs:
+        for pair in self.requested.pairs:
             for column, row in (pair, pair[::-1]):
                 if column in group and row not in done:
                     result.setdefault(pair, (column, row))
@@ -129,12 +131,12 @@ def hessian_products(gradient: Gradient, *, is_reverse: bool) -> Products:
     """Hessian-vector products, as derivatives of the `gradient` in the given mode."""
 
     def forward(leaves: list, group: list[int], rows: list[int]) -> Linear:
-        at = lambda some: gradient(replaced(leaves, group, some), rows)
-        return jax.linearize(at, [leaves[i] for i in group])[1]
+        changed = lambda values: gradient(replaced(leaves, group, values), rows)
+        return jax.linearize(changed, [leaves[i] for i in group])[1]
 
     def reverse(leaves: list, group: list[int], rows: list[int]) -> Linear:
-        at = lambda some: gradient(replaced(leaves, rows, some), group)
-        pull = jax.vjp(at, [leaves[i] for i in rows])[1]
+        changed = lambda values: gradient(replaced(leaves, rows, values), group)
+        pull = jax.vjp(changed, [leaves[i] for i in rows])[1]
         return lambda seeds: pull(seeds)[0]
 
     return reverse if is_reverse else forward
@@ -149,11 +151,11 @@ def gauss_newton_products(
     """
 
     def products(leaves: list, group: list[int], rows: list[int]) -> Linear:
-        changed = lambda some: outputs(replaced(leaves, group, some))
+        changed = lambda values: outputs(replaced(leaves, group, values))
         point = [leaves[i] for i in group]
         outs, push = pushforward(changed, point, derivative)
         curve = curvature(outs)
-        changed = lambda some: outputs(replaced(leaves, rows, some))
+        changed = lambda values: outputs(replaced(leaves, rows, values))
         pull = jax.vjp(changed, [leaves[i] for i in rows])[1]
         return lambda seeds: pull(curve(push(seeds)))[0]
 
@@ -231,37 +233,37 @@ def _seeds(index: Int[Array, " b"], point: Sequence[Array]) -> list[Array]:
     ]
 
 
-class ColumnSize(eqx.Module):
-    """The number of columns (or rows) of a matrix that are computed at a time."""
+class AbstractColumns(AbstractTransform):
+    """A transform that computes some columns (or rows) of a matrix at a time."""
 
-    block_size: int | MemoryBudget | None
-    num_blocks: int | None = eqx.field(static=True)
+    _: dataclasses.KW_ONLY
+    block_size: Size = None
+    num_blocks: int | None = None
 
-    def __init__(self, block_size: Any, num_blocks: Any):
-        self.block_size = check_size("block_size", block_size)
-        number = check_size("num_blocks", num_blocks)
-        if isinstance(number, MemoryBudget):
-            raise TypeError(
-                "`num_blocks` must be an int or None. Give the `MemoryBudget` as "
-                "`block_size`."
-            )
-        if self.block_size is not None and number is not None:
-            raise ValueError(
-                f"`block_size` and `num_blocks` are alternatives; got {block_size} and "
-                f"{num_blocks}. Give one of them."
-            )
-        self.num_blocks = number
+    def __check_init__(self) -> None:
+        sizes = {"block_size": self.block_size, "num_blocks": self.num_blocks}
+        check_exclusive("Pass one of them.", **sizes)
+        if self.num_blocks is not None:
+            check_at_least("num_blocks", self.num_blocks, 1)
 
-    def resolve(
-        self,
-        total: int,
-        run: Callable[["ColumnSize"], Callable[[PyTree], Any]],
-        operands: PyTree,
+    def num_columns(
+        self, total: int, args: tuple, kwargs: dict[str, Any], **settings: Any
     ) -> int | None:
-        """The size; a budget measures the program `run(size)(operands)`."""
+        """How many of all columns are computed at a time; None for all of a group.
+
+        A budget measures a call with these `settings`.
+        """
         if self.num_blocks is not None:
             return max(1, -(-total // self.num_blocks))
         if self.block_size is None:
             return None
-        with_size = lambda size: run(ColumnSize(size, None))
-        return resolve_size(self.block_size, total, with_size, operands)
+
+        def run_with(size: int) -> Callable[[PyTree], Any]:
+            def run(operands: PyTree) -> Any:
+                transform, *call = operands
+                sized = dataclasses.replace(transform, block_size=size, **settings)
+                return sized.apply(*call)
+
+            return run
+
+        return resolve_size(self.block_size, total, run_with, (self, args, kwargs))

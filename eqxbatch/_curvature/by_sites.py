@@ -25,14 +25,14 @@ import numpy as np
 from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import widened
-from .._base.mesh import vary, varying
+from .._base.jaxprs import depends, evaluate_jaxpr
+from .._base.mesh import full_varying_as, vary, varying
 from .._sites.cost import pushed_cost
 from .._sites.einsum import EXAMPLE, Labels, Term
 from .._sites.shared import evaluate, Node
 from .._sites.site import is_allowed, Label, Site
 from .._sites.trace import Program
 from .by_products import replaced
-from .perturbed import PerturbedGradient, Push
 from .site_blocks import (
     Blocks,
     for_each,
@@ -40,21 +40,165 @@ from .site_blocks import (
     operand_term,
     PAIR,
     Pair,
+    RequestedBlocks,
     Stacks,
     Use,
-    Wanted,
 )
 
 
-def is_covered(program: Program, leaf: int, wanted: Wanted) -> bool:
+def is_covered(program: Program, leaf: int, requested: RequestedBlocks) -> bool:
     """Whether the requested blocks of a leaf can be computed from sites."""
     sites = program.sites_of(leaf)
     if leaf in program.fallbacks or any(site.is_reverse for site in sites):
         return False
-    if wanted.is_diagonal and any(site.is_coupled for site in sites):
+    if requested.is_diagonal and any(site.is_coupled for site in sites):
         return False
-    form = "diagonal" if wanted.is_diagonal else "hessian"
+    form = "diagonal" if requested.is_diagonal else "hessian"
     return all(is_allowed(form, site, site) for site in sites)
+
+
+# The maximal number of programs in which derivatives are taken. Each contains what
+# comes after its first perturbation, so more programs compute less, but take longer to
+# compile.
+_MOST_PUSHES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """Some perturbations, and the cotangents and operands that depend on them.
+
+    - `sizes`: the sizes of the perturbations. Perturbations of equal shapes are
+        adjacent; `alike` lists them for each.
+    """
+
+    perturbations: tuple[int, ...]
+    sizes: tuple[int, ...]
+    alike: dict[int, list[int]]
+    cotangents: tuple[int, ...]
+    operands: tuple[int, ...]
+
+    @property
+    def num(self) -> int:
+        """The number of directions."""
+        return sum(self.sizes)
+
+    def directions(self, perturbations: Sequence[int]) -> tuple[int, int]:
+        """The range of directions of some adjacent perturbations."""
+        first = self.perturbations.index(perturbations[0])
+        start = sum(self.sizes[:first])
+        return start, start + sum(self.sizes[first : first + len(perturbations)])
+
+
+class PerturbedGradient:
+    """The cotangents and operands of one example, as a function of perturbations.
+
+    This is traced once. The trace shows which values depend on which perturbation and
+    what their derivatives cost, and it is what runs.
+
+    - `of_cotangents`, `of_operands`: pairs of a perturbation and a cotangent or operand
+        that depends on it, among those that sites need.
+    """
+
+    def __init__(
+        self, program: Program, leaves: list, requested: RequestedBlocks, remat: bool
+    ):
+        self.program = program
+        num = len(program.perturbations)
+        avals = [var.aval for var in program.jaxpr.invars]
+        zeros = [full_varying_as(aval, 0) for aval in avals]
+        own, rows = zeros[: len(leaves)], zeros[len(leaves) :]
+
+        def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
+            def value(point: list) -> tuple[Array, list]:
+                outs, operands = program.perturbed(leaves, rows, point)
+                return outs[0], operands
+
+            value = jax.checkpoint(value) if remat else value
+            _, pull, operands = jax.vjp(value, point, has_aux=True)
+            return [*pull(weight)[0], *operands]
+
+        point = program.zeros(own, rows)
+        weight = full_varying_as(program.jaxpr.outvars[0].aval, 1)
+        self.closed = jax.make_jaxpr(gradient)(point, own, rows, weight)
+        marks = [False for _ in self.closed.jaxpr.invars]
+        needs = _Needs(program, requested)
+        self.of_cotangents: set[tuple[int, int]] = set()
+        self.of_operands: set[tuple[int, int]] = set()
+        for z in sorted({*needs.cotangents, *needs.operands}):
+            depend = depends(self.closed.jaxpr, [*marks[:z], True, *marks[z + 1 :]])
+            cotangents = needs.cotangents.get(z, ())
+            self.of_cotangents |= {(z, i) for i in cotangents if depend[i]}
+            operands = needs.operands.get(z, ())
+            self.of_operands |= {(z, i) for i in operands if depend[num + i]}
+
+    def at(
+        self, leaves: list, rows: list, weight: Array | None
+    ) -> tuple[list, Callable[[list], list]]:
+        """The point to differentiate at, and the function to differentiate."""
+        point = self.program.zeros(leaves, rows)
+        aval = self.program.jaxpr.outvars[0].aval
+        seed = full_varying_as(aval, 1)
+        seed = seed if weight is None else seed * weight.astype(aval.dtype)
+        closed = self.closed
+
+        def run(point: list) -> list:
+            args = [*point, *leaves, *rows, seed]
+            return evaluate_jaxpr(closed.jaxpr, list(closed.consts), args)
+
+        return point, run
+
+    def pushes(self) -> list[Push]:
+        """The programs for derivatives."""
+        every = sorted({z for z, _ in (*self.of_cotangents, *self.of_operands)})
+        size = -(-len(every) // _MOST_PUSHES) or 1
+        return [
+            self._push(every[start : start + size])
+            for start in range(0, len(every), size)
+        ]
+
+    def _push(self, perturbations: list[int]) -> Push:
+        structs = self.program.perturbations
+        alike: dict[tuple, list[int]] = {}
+        for z in perturbations:
+            key = (structs[z].shape, structs[z].dtype)
+            alike.setdefault(key, []).append(z)
+        ordered = [z for own in alike.values() for z in own]
+        return Push(
+            tuple(ordered),
+            tuple(structs[z].size for z in ordered),
+            {z: own for own in alike.values() for z in own},
+            tuple(sorted({i for z, i in self.of_cotangents if z in perturbations})),
+            tuple(sorted({i for z, i in self.of_operands if z in perturbations})),
+        )
+
+    def kind(self, site: Site, other: Site) -> tuple:
+        """A key that is equal for pairs of sites with the same terms."""
+        z, y = site.perturbation, other.perturbation
+        return (
+            (z > y) - (z < y),
+            (min(z, y), max(z, y)) in self.of_cotangents,
+            (y, site.operand) in self.of_operands,
+            (z, other.operand) in self.of_operands,
+        )
+
+
+class _Needs:
+    """What sites need, so that each derivative is computed once."""
+
+    def __init__(self, program: Program, requested: RequestedBlocks):
+        self.cotangents: dict[int, set[int]] = {}
+        self.operands: dict[int, set[int]] = {}
+        pairs = itertools.chain.from_iterable(
+            itertools.product(*map(program.sites_of, pair)) for pair in requested.pairs
+        )
+        for site, other in pairs:
+            first, last = sorted((site.perturbation, other.perturbation))
+            self.cotangents.setdefault(first, set()).add(last)
+            for changed, by in ((site, other), (other, site)):
+                if changed.operand is not None and changed.rule.token is None:
+                    self.operands.setdefault(by.perturbation, set()).add(
+                        changed.operand
+                    )
 
 
 class _Derivatives:
@@ -247,14 +391,14 @@ class SiteHessian:
         self,
         program: Program,
         leaves: list,
-        wanted: Wanted,
+        requested: RequestedBlocks,
         *,
         checkpoint: bool = False,
     ):
         self.program = program
-        self._gradient = PerturbedGradient(program, leaves, wanted, checkpoint)
+        self._gradient = PerturbedGradient(program, leaves, requested, checkpoint)
         self._pushes = self._gradient.pushes()
-        self.blocks = Blocks(program, leaves, wanted, self._gradient.kind)
+        self.blocks = Blocks(program, leaves, requested, self._gradient.kind)
 
     def sums(
         self,
@@ -363,7 +507,7 @@ def with_curved(
     """
     if not sources:
         return found
-    program, wanted = blocks.program, blocks.wanted
+    program, requested = blocks.program, blocks.requested
     curved = {s.leaf: False for s in program.sites if s.source is not None}
     curved |= {s.leaf: True for s in program.sites if s.is_coupled}
     numbers = sorted(curved)
@@ -387,7 +531,9 @@ def with_curved(
         at = lambda x: gradient([*point[:position], x, *point[position + 1 :]])
         return jax.linearize(at, point[position])[1]
 
-    pushes = {second: pushed(second) for _, second in wanted.pairs if second in curved}
+    pushes = {
+        second: pushed(second) for _, second in requested.pairs if second in curved
+    }
     result = []
     for pairs, block in zip(blocks.groups, found, strict=True):
         first, second = pairs[0]
@@ -401,7 +547,7 @@ def with_curved(
                 block = block + columns.reshape(block.shape)
             elif first == second:
                 diagonal = push(jnp.ones_like(leaves[first]))
-                block = _plus_diagonal(block, diagonal, wanted.is_diagonal)
+                block = _plus_diagonal(block, diagonal, requested.is_diagonal)
         result.append(block)
     return result
 

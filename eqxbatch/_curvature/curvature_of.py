@@ -1,10 +1,13 @@
-"""The functions of second-order transforms: a loss, or a loss of a model's output."""
+"""Matrices of second derivatives of a loss, or of a loss of a model's output.
+
+`CurvatureBlocks` computes their blocks, with the cheaper method for each leaf.
+"""
 
 import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,10 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Real
 
+from .._base.cpu import separate
 from .._base.dtypes import as_complex, as_real, common_dtype
-from .._base.jaxprs import at_example, PerExample
-from .._base.mesh import vary_as
+from .._base.jaxprs import at_example, first_use, PerExample
+from .._base.mesh import full_varying_as, vary_as
 from .._base.mistakes import warn_user
 from .._base.modes import (
     Derivative,
@@ -22,9 +26,11 @@ from .._base.modes import (
     without_forward_mode,
     without_reverse_mode,
 )
-from .._base.trees import described
+from .._base.trees import described, log
+from .._batch.derivative import AbstractOverExamples
 from .._batch.example_or_batch import told_apart
-from .._batch.objective import check_value, Example, Examples, Loss
+from .._batch.objective import check_value, Example, Loss
+from .._batch.rows import accumulated_sums
 from .._batch.slots import is_struct
 from .._sites.trace import Program
 from .by_one_mode import expanded, Expansion, expansion, with_both_modes
@@ -34,14 +40,15 @@ from .by_products import (
     hessian_products,
     Linear,
     Mode,
+    ProductBlocks,
     Products,
     replaced,
 )
-from .by_sites import SiteHessian
-from .fisher import Fisher, TYPE_2
+from .by_sites import cheapest, is_covered, SiteHessian
+from .fisher import AbstractFisher
 from .gauss_newton import Curve, SiteGaussNewton
 from .pytree import Unravel
-from .site_blocks import Wanted
+from .site_blocks import Pair, RequestedBlocks
 
 
 class AbstractCurvature(abc.ABC):
@@ -75,7 +82,7 @@ class AbstractCurvature(abc.ABC):
 
     @abc.abstractmethod
     def of_sites(
-        self, program: Program, wanted: Wanted
+        self, program: Program, requested: RequestedBlocks
     ) -> SiteHessian | SiteGaussNewton:
         """The requested blocks, from sites."""
 
@@ -102,10 +109,37 @@ class AbstractCurvature(abc.ABC):
         """Products with the matrix of one example."""
 
 
-IF_WHOLE = (
+_IF_WHOLE = (
     "Give the function of one example; or leave out `in_axes`, if it is one function "
     "of all its arguments."
 )
+
+
+class AbstractSecondOrder(AbstractOverExamples):
+    """A transform that takes second derivatives.
+
+    - `checkpoint`: whether intermediate values are recomputed.
+    """
+
+    _: dataclasses.KW_ONLY
+    checkpoint: bool = False
+
+    @abc.abstractmethod
+    def curvature(self, fun: Loss) -> AbstractCurvature:
+        """The matrix of a function, called with some examples."""
+
+
+class AbstractOfLoss(AbstractSecondOrder):
+    """A transform of a loss.
+
+    - `mode`: how gradients are differentiated.
+    """
+
+    _: dataclasses.KW_ONLY
+    mode: Mode = "auto"
+
+    def curvature(self, fun: Loss) -> AbstractCurvature:
+        return LossCurvature(fun, self.mode, self.checkpoint)
 
 
 class LossCurvature(AbstractCurvature):
@@ -114,8 +148,9 @@ class LossCurvature(AbstractCurvature):
     num_outputs = 1
     forms_rest = False
 
-    def __init__(self, loss: Loss, mode: Mode, checkpoint: bool):
-        self.example = Example(loss, IF_WHOLE)
+    def __init__(self, loss: Loss, mode: Mode = "auto", checkpoint: bool = False):
+        loss = _varying(loss)
+        self.example = Example(loss, _IF_WHOLE)
         self.program = self.example.program
         self._mode: Mode = mode
         self._checkpoint = checkpoint
@@ -128,8 +163,8 @@ class LossCurvature(AbstractCurvature):
         # Whatever depends on a leaf with sites depends on their outputs.
         return self._without_forward_mode(leaves) is not None
 
-    def of_sites(self, program: Program, wanted: Wanted) -> SiteHessian:
-        return SiteHessian(program, self.leaves, wanted, checkpoint=self._checkpoint)
+    def of_sites(self, program: Program, requested: RequestedBlocks) -> SiteHessian:
+        return SiteHessian(program, self.leaves, requested, checkpoint=self._checkpoint)
 
     def aux(self, rows: list) -> PyTree:
         if not self.example.has_aux:
@@ -148,8 +183,8 @@ class LossCurvature(AbstractCurvature):
             return self._by_linear(self.products(rows, weights), vector)
         # A single product needs no linear function that can be run again.
         gradient = self._gradient_of(self._value(rows, weights))
-        at = lambda leaves: gradient(leaves, range(len(leaves)))
-        return jax.jvp(at, (self.leaves,), (vector,))[1]
+        whole = lambda leaves: gradient(leaves, range(len(leaves)))
+        return jax.jvp(whole, (self.leaves,), (vector,))[1]
 
     def _products_of(self, value: Callable[[list], Array]) -> Products:
         gradient = self._gradient_of(value)
@@ -172,9 +207,9 @@ class LossCurvature(AbstractCurvature):
 
     def _gradient_of(self, value: Callable[[list], Array]) -> Gradient:
         def gradient(leaves: list, which: Sequence[int]) -> list:
-            at = lambda some: value(replaced(leaves, which, some))
+            changed = lambda values: value(replaced(leaves, which, values))
             point = [leaves[i] for i in which]
-            return jax.grad(at, holomorphic=self._holomorphic)(point)
+            return jax.grad(changed, holomorphic=self._holomorphic)(point)
 
         return gradient
 
@@ -187,8 +222,10 @@ class LossCurvature(AbstractCurvature):
 
             def ask(rows: list) -> str | None:
                 gradient = self._gradient_of(self._value_of_one(rows))
-                at = lambda some: gradient(replaced(self.leaves, which, some), which)
-                return without_forward_mode(at, point)
+                changed = lambda values: replaced(self.leaves, which, values)
+                return without_forward_mode(
+                    lambda values: gradient(changed(values), which), point
+                )
 
             self._answers[key] = at_example(ask, self._batch.arrays, self.axes)
         return self._answers[key]
@@ -211,8 +248,9 @@ class GaussNewtonCurvature(AbstractCurvature):
     """The generalised Gauss-Newton matrix of a `loss` of a function's output.
 
     `model` is the function and a call of it. `loss(out, *args)` is a scalar, where
-    `args` are all arguments of the call except the first. `fisher` says what replaces
-    the Hessian of the loss. If it has a key, the last of the rows are keys.
+    `args` are all arguments of the call except the first. `fisher` has the settings of
+    what replaces the Hessian of the loss; None for this Hessian. If it has a key, the
+    last of the rows are keys.
     """
 
     allows_sites = True
@@ -221,27 +259,29 @@ class GaussNewtonCurvature(AbstractCurvature):
         self,
         model: Loss,
         loss: Callable,
-        checkpoint: bool,
-        fisher: Fisher,
-        if_whole: str,
+        checkpoint: bool = False,
+        fisher: AbstractFisher | None = None,
+        if_whole: str = _IF_WHOLE,
     ):
+        model = _varying(model)
         # Complex outputs count as their real and imaginary parts.
         run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
         batch = model.batch
         with told_apart(functools.partial(run, model.diff), batch, "example", if_whole):
-            self._own = PerExample(run, model.diff, batch.arrays, batch.axes)
-        self._structs = check_outputs(self._own.out)
+            self._traced = PerExample(run, model.diff, batch.arrays, batch.axes)
+        self._structs = check_outputs(self._traced.out)
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
-        self._fisher = fisher
+        is_exact = fisher is None or fisher.fisher == "type-2"
+        self._fisher = None if is_exact else fisher
         self._derivative: Derivative = derivative_of_program(
-            "`fun`", self._own, batch.arrays
+            "`fun`", self._traced, batch.arrays
         )
         self.forms_rest = self._derivative in ("rows", "columns")
         # Sites need reverse mode only.
-        self.program = self._own
+        self.program = self._traced
         if self._derivative == "columns":
-            self.program = with_both_modes(self._own, batch.arrays, "columns")
+            self.program = with_both_modes(self._traced, batch.arrays, "columns")
 
     @functools.cached_property
     def _gradient(self) -> Callable[[Callable[..., Array]], Callable[..., list]]:
@@ -249,7 +289,9 @@ class GaussNewtonCurvature(AbstractCurvature):
 
         def ask(rows: list) -> bool:
             loss = lambda outs: self._loss_of(outs, rows)
-            return without_reverse_mode(loss, self._own.one(self.leaves, rows)) is None
+            return (
+                without_reverse_mode(loss, self._traced.one(self.leaves, rows)) is None
+            )
 
         has_reverse = at_example(ask, self._model.batch.arrays, self.axes)
         return jax.grad if has_reverse else jax.jacfwd
@@ -260,7 +302,7 @@ class GaussNewtonCurvature(AbstractCurvature):
 
         def ask(rows: list) -> bool:
             gradient = self._gradient(lambda outs: self._loss_of(outs, rows))
-            outs = self._own.one(self.leaves, rows)
+            outs = self._traced.one(self.leaves, rows)
             return without_forward_mode(gradient, outs) is not None
 
         return at_example(ask, self._model.batch.arrays, self.axes)
@@ -273,28 +315,28 @@ class GaussNewtonCurvature(AbstractCurvature):
     def excludes_sites(self, leaves: set[int]) -> bool:
         return False
 
-    def of_sites(self, program: Program, wanted: Wanted) -> SiteGaussNewton:
+    def of_sites(self, program: Program, requested: RequestedBlocks) -> SiteGaussNewton:
         return SiteGaussNewton(
             program,
             self.leaves,
-            wanted,
+            requested,
             self.of_outputs,
             num_outputs=self.num_outputs,
             num_vectors=self.num_vectors,
-            has_curve=self._fisher.fisher == "type-2",
+            has_curve=self._fisher is None,
         )
 
     @property
     def num_vectors(self) -> int:
         """The number of vectors for each example."""
-        if self._fisher.fisher == "type-2":
+        if self._fisher is None:
             return sum(x.size for x in self._structs)
         return self._fisher.num_samples
 
     def of_outputs(self, outs: list, rows: list) -> tuple[list, Array | None]:
         """The vectors to pull back, and the curvature between them."""
-        if self._fisher.fisher != "type-2":
-            return self._seeds(outs, rows), None
+        if self._fisher is not None:
+            return self._seeds(self._fisher, outs, rows), None
         unravel = Unravel(outs)
         every = jnp.eye(sum(unravel.sizes), dtype=unravel.dtype)
         return unravel(every), self._curve(outs, rows)
@@ -320,7 +362,7 @@ class GaussNewtonCurvature(AbstractCurvature):
 
     def _outputs(self, rows: list, axes: Sequence[int]) -> Linear:
         """The outputs of some examples as a function of all leaves."""
-        point, run = self.leaves, self._own.one
+        point, run = self.leaves, self._traced.one
         if not self.forms_rest:
             run = jax.checkpoint(run) if self._checkpoint else run
             return lambda leaves: _over(lambda rows: run(leaves, rows), axes, rows)
@@ -329,15 +371,15 @@ class GaussNewtonCurvature(AbstractCurvature):
             return expansion(lambda leaves: run(leaves, rows), point, self._derivative)
 
         # The Jacobian is computed once for all products.
-        found = _over(of_one, axes, rows)
-        expand = lambda leaves: lambda _, found: expanded(found, point, leaves)
-        return lambda leaves: _over(expand(leaves), axes, rows, found)
+        expansions = _over(of_one, axes, rows)
+        expand = lambda leaves: lambda _, known: expanded(known, point, leaves)
+        return lambda leaves: _over(expand(leaves), axes, rows, expansions)
 
     def _curvature(
         self, outs: list, rows: list, weights: Array | None, axes: Sequence[int]
     ) -> Linear:
         """The product with the Hessian of all losses, or with what replaces it."""
-        if self._fisher.fisher == "type-2" and self._gradient is jax.grad:
+        if self._fisher is None and self._gradient is jax.grad:
             one = lambda rows, outs: self._loss_of(outs, rows)
             value = lambda outs: weighted_sum(_over(one, axes, rows, outs), weights)
             if self._is_reverse:  # A Hessian is its own transpose.
@@ -348,8 +390,8 @@ class GaussNewtonCurvature(AbstractCurvature):
             lambda rows, outs: self.of_outputs(outs, rows), axes, rows, outs
         )
 
-        def product(_: list, own: tuple[list, list, Curve, Array | None]) -> list:
-            seeds, vectors, curve, weight = own
+        def product(_: list, factors: tuple[list, list, Curve, Array | None]) -> list:
+            seeds, vectors, curve, weight = factors
             dtype = common_dtype(*(seed.dtype for seed in seeds))
             parts = [
                 jnp.tensordot(x, seed, seed.ndim).astype(dtype)
@@ -362,48 +404,27 @@ class GaussNewtonCurvature(AbstractCurvature):
 
         return lambda seeds: _over(product, axes, rows, (seeds, *vectors, weights))
 
-    def _seeds(self, outs: list, rows: list) -> list[Array]:
-        row = rows[-1] if self._fisher.key is not None and self.axes else None
-        loss = lambda outs, key=None: self._loss_of(outs, rows, key)
+    def _seeds(self, fisher: AbstractFisher, outs: list, rows: list) -> list[Array]:
+        row = rows[-1] if fisher.key is not None and self.axes else None
+        sampler = fisher.sampler
+        loss = lambda outs, key=None: self._loss_of(outs, rows, key, sampler)
         curve = lambda outs: self._curve(outs, rows)
-        return self._fisher.seeds(self._gradient(loss), curve, outs, row)
+        return fisher.seeds(self._gradient(loss), curve, outs, row)
 
-    def _loss_of(self, outs: list, rows: list, key: Array | None = None) -> Array:
+    def _loss_of(
+        self,
+        outs: list,
+        rows: list,
+        key: Array | None = None,
+        sampler: Callable | None = None,
+    ) -> Array:
         """The loss of an example, or of a label drawn for it."""
         (_, *rest), kwargs = self._model.batch.arguments(rows)
-        out = as_complex(self._own.output(outs))
-        if key is not None:
-            rest = [*rest[:-1], self._drawn(key, out, rest, kwargs)]
+        out = as_complex(self._traced.output(outs))
+        if key is not None and sampler is not None:
+            draw = functools.partial(sampler, key)
+            rest = [*rest[:-1], _drawn(draw, out, rest, kwargs)]
         return check_value(self._loss(out, *rest, **kwargs), what="loss")
-
-    def _drawn(self, key: Array, out: PyTree, rest: list, kwargs: dict) -> PyTree:
-        """Replaces the last argument by a drawn label."""
-        if kwargs:
-            raise ValueError(
-                "`sampler` draws the label, which replaces the last positional "
-                f"argument; got the keyword arguments {(*kwargs,)}, one of which may "
-                "be it. Give all arguments by position."
-            )
-        if not rest:
-            raise ValueError(
-                "`sampler` draws the label, which replaces the last positional "
-                "argument; got a call without arguments after the first."
-            )
-        sampler = self._fisher.sampler
-        assert sampler is not None
-        label = lax.stop_gradient(sampler(key, out))
-        shapes = [jax.eval_shape(lambda x: x, x) for x in (label, rest[-1])]
-        found, expected = (
-            (jtu.tree_structure(tree), [x.shape for x in jtu.tree_leaves(tree)])
-            for tree in shapes
-        )
-        if found != expected:
-            raise ValueError(
-                "`sampler` must return a label of the structure and shapes of the last "
-                f"argument by position; got {described(label)}, where that is "
-                f"{described(rest[-1])}."
-            )
-        return label
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
         unravel = Unravel(outs)
@@ -413,46 +434,41 @@ class GaussNewtonCurvature(AbstractCurvature):
         return jacobian(self._gradient(value))(flat)
 
 
-def make_curvature(
-    loss: Loss,
-    of_output: Callable | None,
-    mode: Mode,
-    checkpoint: bool,
-    fisher: Fisher = TYPE_2,
-    if_whole: str = IF_WHOLE,
-) -> LossCurvature | GaussNewtonCurvature:
-    """The Hessian of a loss or, with a `loss` of outputs, a Gauss-Newton matrix."""
-    # Inside `jax.shard_map`, JAX sums a derivative over devices if the parameters do
-    # not vary over them. Making them vary delays this sum until the end.
-    local = vary_as(loss.batch.arrays, loss.diff)
-    loss = dataclasses.replace(loss, diff=local)
-    if of_output is None:
-        return LossCurvature(loss, mode, checkpoint)
-    return GaussNewtonCurvature(loss, of_output, checkpoint, fisher, if_whole)
+def _varying(loss: Loss) -> Loss:
+    """The same, with parameters that vary over the devices that examples vary over.
+
+    Inside `jax.shard_map`, JAX sums a derivative over devices if the parameters do not
+    vary over them. Making them vary delays this sum until the end.
+    """
+    return dataclasses.replace(loss, diff=vary_as(loss.batch.arrays, loss.diff))
 
 
-def with_keys(examples: Examples, fisher: Fisher) -> Examples:
-    """Appends keys as the last of the rows if anything is drawn at random."""
-    batch, blocks = examples.batch, examples.blocks
-    keys = None if blocks is None else fisher.rows(blocks.total)
-    if keys is None:
-        return examples
-    batch = dataclasses.replace(
-        batch,
-        arrays=[*batch.arrays, keys],
-        axes=(*batch.axes, 0),
-        names=(*batch.names, "`key`"),
-    )
-    return dataclasses.replace(examples, batch=batch)
-
-
-def check_loss(loss: Any) -> None:
-    """Raises `TypeError` if `loss` is not a function."""
-    if not callable(loss):
-        raise TypeError(
-            "`loss` must be a function of what `fun` returns and of the same other "
-            f"arguments; got {described(loss)}. Give settings by keyword."
+def _drawn(
+    draw: Callable[[PyTree], PyTree], out: PyTree, args: list, kwargs: dict[str, Any]
+) -> PyTree:
+    """A label for an output of the model, to replace the last argument."""
+    if kwargs:
+        raise ValueError(
+            "`sampler` draws the label, which replaces the last positional argument; "
+            f"got the keyword arguments {(*kwargs,)}, one of which may be it. Pass all "
+            "arguments by position."
         )
+    if not args:
+        raise ValueError(
+            "`sampler` draws the label, which replaces the last positional argument; "
+            "got a call without arguments after the first."
+        )
+    label = lax.stop_gradient(draw(out))
+    forms = [
+        (jtu.tree_structure(tree), [jnp.shape(x) for x in jtu.tree_leaves(tree)])
+        for tree in (label, args[-1])
+    ]
+    if forms[0] != forms[1]:
+        raise ValueError(
+            "`sampler` must return a label with the structure and shapes of the last "
+            f"positional argument, {described(args[-1])}; got {described(label)}."
+        )
+    return label
 
 
 def _over(
@@ -476,7 +492,7 @@ def weighted_sum(values: Array, weights: Array | None) -> Array:
 
 def check_outputs(out: PyTree) -> list[jax.ShapeDtypeStruct]:
     """The arrays of an output; raises `ValueError` for anything else in it."""
-    found = []
+    structs = []
     for path, x in jtu.tree_leaves_with_path(out):
         if not is_struct(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
             got = f"dtype {x.dtype}" if is_struct(x) else f"{x!r}"
@@ -485,7 +501,194 @@ def check_outputs(out: PyTree) -> list[jax.ShapeDtypeStruct]:
                 f"derivative; got {got} for output{jtu.keystr(path)}. Return only "
                 "what is to be differentiated."
             )
-        found.append(x)
-    if not found:
+        structs.append(x)
+    if not structs:
         raise ValueError("`fun` must return at least one array; got none.")
-    return found
+    return structs
+
+
+# The number of examples for which contractions are estimated, and the number of bytes
+# that factors of examples may take if the result is smaller.
+_COUNTED = 32
+
+
+_LEAST_BYTES = 2**24
+
+
+class CurvatureBlocks:
+    """Blocks of a matrix of second derivatives.
+
+    - `method`: `"sites"` for all leaves that have rules, `"products"` for none, or
+        `"auto"` for those where that is cheaper.
+    - `size`: the number of columns that products compute at a time.
+    """
+
+    def __init__(
+        self,
+        curvature: AbstractCurvature,
+        requested: RequestedBlocks,
+        method: Literal["auto", "sites", "products"],
+        size: int | None,
+    ):
+        self.curvature, self.requested = curvature, requested
+        self.method, self.size = method, size
+        self._sites = self._choose()
+        by_sites = self._sites.blocks.requested.leaves if self._sites else ()
+        log.debug(
+            "Second derivatives: method=%r takes %d of %d arrays by sites.",
+            *(method, len(by_sites), len(requested.leaves)),
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is a Hessian of one array, with all columns at once.
+
+        There is nothing to gain by symmetry then: a copy of all entries above the
+        diagonal would only come on top.
+        """
+        if self._sites is not None or not isinstance(self.curvature, LossCurvature):
+            return False
+        sizes = [x.size for x in self.curvature.leaves]
+        return len(sizes) == 1 and (self.size is None or self.size >= sizes[0])
+
+    def sums(
+        self, rows: list, weights: Real[Array, " n"] | None
+    ) -> list[Inexact[Array, "pairs ..."]]:
+        """The blocks of each group of pairs, summed over some examples."""
+        sums: list[Array] = []
+        rest = self.requested.leaves
+        if self._sites is not None:
+            sums += self._by_sites(self._sites, rows, weights)
+            rest -= self._sites.blocks.requested.leaves
+        others = [pair for (pair,) in self.groups[len(sums) :]]
+        if others:
+            by_products = self._by_products(others, rest, rows, weights)
+            sums += (by_products[pair][None] for pair in others)
+        return sums
+
+    def by_pairs(self, sums: list[Array]) -> dict[Pair, Inexact[Array, "..."]]:
+        """The requested blocks, from what `sums` returns."""
+        result = {}
+        separated = separate(sums, self.curvature.leaves)
+        for pairs, blocks in zip(self.groups, separated, strict=True):
+            result.update(zip(pairs, blocks, strict=True))
+        return {pair: result[pair] for pair in self.requested.pairs}
+
+    @property
+    def groups(self) -> list[list[Pair]]:
+        """The requested pairs of leaves, in the groups that `sums` uses."""
+        groups = [] if self._sites is None else self._sites.blocks.groups
+        known = {pair for pairs in groups for pair in pairs}
+        return [
+            *groups,
+            *([pair] for pair in self.requested.pairs if pair not in known),
+        ]
+
+    def _by_sites(
+        self,
+        sites: SiteHessian | SiteGaussNewton,
+        rows: list,
+        weights: Array | None,
+    ) -> list[Array]:
+        """Computes sums from sites, in blocks of examples whose factors are small."""
+        leaves, axes = self.curvature.leaves, self.curvature.axes
+        if not axes:
+            return sites.sums(leaves, rows, axes, weights)
+        total = rows[0].shape[axes[0]]
+        result = sum(self._num_bytes(pair) for pair in self.requested.pairs)
+        most = max(result // 4, _LEAST_BYTES)
+        size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
+        sums = lambda rows, weights: sites.sums(leaves, rows, axes, weights)
+        return accumulated_sums(sums, rows, axes, weights, size)
+
+    def _num_bytes(self, pair: Pair) -> int:
+        """The size of the block of a pair, or of its diagonal."""
+        first, second = (self.curvature.leaves[i] for i in pair)
+        entries = first.size * (1 if self.requested.is_diagonal else second.size)
+        return entries * first.dtype.itemsize
+
+    def _by_products(
+        self,
+        pairs: list[Pair],
+        columns: set[int],
+        rows: list,
+        weights: Array | None,
+    ) -> dict[Pair, Array]:
+        products = self.curvature.products(rows, weights)
+        requested = RequestedBlocks(pairs, self.requested.is_diagonal)
+        order, leaves = self._in_order(columns), self.curvature.leaves
+        return ProductBlocks(products, leaves, order, requested, self.size).blocks()
+
+    def _in_order(self, leaves: set[int]) -> list[int]:
+        """The leaves in the order in which the function uses them."""
+        jaxpr = self.curvature.program.closed.jaxpr
+        return sorted(leaves, key=lambda i: first_use(jaxpr, jaxpr.invars[i]))
+
+    def _choose(self) -> SiteHessian | SiteGaussNewton | None:
+        """The leaves that are computed from sites."""
+        curvature, num = self.curvature, len(self.curvature.leaves)
+        if self.method == "products" or not curvature.allows_sites:
+            return None
+        program, covered = self._program(set(range(num)))
+        if not self.requested.among(covered).pairs:
+            return None
+        if self.method == "auto" and curvature.excludes_sites(covered):
+            return None
+        sites = curvature.of_sites(program, self.requested.among(covered))
+        if self.method == "sites" or curvature.forms_rest:
+            return sites
+        counted = _COUNTED if curvature.axes else 1
+        zeros = [
+            full_varying_as(var.aval, 0)
+            for var in curvature.program.closed.jaxpr.invars[num:]
+        ]
+        products = curvature.products_of_one(zeros)
+        order = self._in_order(self.requested.leaves)
+        columns = ProductBlocks(
+            products, curvature.leaves, order, self.requested, self.size
+        ).estimate()
+        columns = {leaf: counted * cost for leaf, cost in columns.items()}
+        chosen = cheapest(program, covered, sites.estimate(counted), columns)
+        if chosen == covered:
+            return sites
+        if not self.requested.among(chosen).pairs:
+            return None
+        program, covered = self._program(chosen)
+        return curvature.of_sites(program, self.requested.among(covered))
+
+    def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
+        """The function with the sites of some leaves, and the leaves that have rules.
+
+        Leaves without a rule are not perturbed, or their Jacobian is formed.
+        """
+        curvature, num = self.curvature, len(self.curvature.leaves)
+        formed: set[int] = set()
+        while True:
+            program = Program(
+                curvature.program.closed,
+                num,
+                constant=set(range(num)) - leaves,
+                formed=formed,
+                num_outputs=curvature.num_outputs,
+                order=2,
+            )
+            covered = {
+                i
+                for i in leaves
+                if i in formed or is_covered(program, i, self.requested)
+            }
+            if covered == leaves:
+                return program, covered
+            if curvature.forms_rest:
+                formed |= leaves - covered
+            else:
+                leaves = covered
+
+
+def _even(total: int, size: int) -> int:
+    """A size without a remainder, if one is at least half as large.
+
+    A remainder would need a program of its own.
+    """
+    divisors = (i for i in range(size, size // 2, -1) if total % i == 0)
+    return next(divisors, size)

@@ -6,30 +6,46 @@ the loss in the outputs. For random vectors `s` with covariance `C`, the mean of
 the matrix itself takes one for each output.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Concatenate, Generic, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, Key, PRNGKeyArray, Real, UInt32
 
+from .._base.checks import check_at_least
 from .._base.dtypes import widened
 from .._base.mesh import error_if
+from .._batch.declare import Model, Out, P
+from .._batch.derivative import AbstractOverExamples, Microbatches
 from .pytree import Unravel
-
-
-Kind = Literal["type-2", "mc", "empirical"]
 
 
 # How far below zero eigenvalues may be, in units of the rounding error.
 _ROUNDING = 8.0
 
 
-class Fisher(eqx.Module):
-    """The matrix that replaces the Hessian of a loss in the outputs.
+class AbstractOfOutputs(AbstractOverExamples, Generic[Model, P, Out]):
+    """A transform of a model and a `loss` of its outputs."""
+
+    fun: Callable[Concatenate[Model, P], Out]
+    loss: Callable[Concatenate[Out, ...], ArrayLike]
+
+    @property
+    def has_aux(self) -> bool:
+        return False
+
+    @property
+    def holomorphic(self) -> None:
+        return None
+
+
+class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
+    """A transform with a choice of what replaces the Hessian of the loss.
 
     - `fisher`: `"type-2"` uses this Hessian. `"mc"` uses its square root times random
         vectors, or gradients for drawn labels. `"empirical"` uses the gradient.
@@ -37,51 +53,56 @@ class Fisher(eqx.Module):
     - `sampler`: draws labels, as `sampler(key, out)`.
     """
 
-    fisher: Kind = eqx.field(static=True)
-    key: PRNGKeyArray | UInt32[Array, "2"] | None
-    num_samples: int = eqx.field(static=True)
-    sampler: Callable | None
+    _: dataclasses.KW_ONLY
+    fisher: Literal["type-2", "mc", "empirical"] = "type-2"
+    key: PRNGKeyArray | UInt32[Array, "2"] | None = None
+    num_samples: int = 1
+    sampler: Callable[..., Any] | None = None
 
-    def __init__(
-        self,
-        fisher: Kind,
-        key: PRNGKeyArray | UInt32[Array, " words"] | None,
-        num_samples: int,
-        sampler: Callable | None,
-    ):
-        is_mc = fisher == "mc"
-        if num_samples < 1:
-            raise ValueError(f"`num_samples` must be at least 1; got {num_samples}.")
-        if is_mc and key is None:
+    def __check_init__(self) -> None:
+        check_at_least("num_samples", self.num_samples, 1)
+        is_mc = self.fisher == "mc"
+        if is_mc and self.key is None:
             raise ValueError(
                 "`fisher='mc'` draws random vectors: give it a `key`, such as "
                 "`jax.random.key(0)`; got `key=None`."
             )
-        for name, is_given in (
-            ("key", key is not None),
-            ("sampler", sampler is not None),
-            ("num_samples", num_samples != 1),
+        for name, is_passed in (
+            ("key", self.key is not None),
+            ("sampler", self.sampler is not None),
+            ("num_samples", self.num_samples != 1),
         ):
-            if is_given and not is_mc:
+            if is_passed and not is_mc:
                 raise ValueError(
                     f"`{name}` is for `fisher='mc'`, as nothing is drawn otherwise; "
-                    f"got it with `fisher={fisher!r}`. Leave it out."
+                    f"got it with `fisher={self.fisher!r}`. Leave it out."
                 )
-        self.fisher, self.num_samples, self.sampler = fisher, num_samples, sampler
-        if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            key = jr.wrap_key_data(key)
-        self.key = key
 
-    def rows(self, num: int) -> UInt32[Array, "num words"] | None:
-        """For each example, the numbers that its key is made from."""
-        if self.key is None:
-            return None
-        return jr.key_data(jr.split(self.key, num))
+    def with_keys(self, microbatches: Microbatches) -> Microbatches:
+        """Appends keys as the last of the rows if anything is drawn at random."""
+        batch, blocks = microbatches.batch, microbatches.blocks
+        if self.key is None or blocks is None:
+            return microbatches
+        # The numbers that the key of each example is made from.
+        keys = jr.key_data(jr.split(self._typed_key, blocks.total))
+        batch = dataclasses.replace(
+            batch,
+            arrays=[*batch.arrays, keys],
+            axes=(*batch.axes, 0),
+            names=(*batch.names, "`key`"),
+        )
+        return dataclasses.replace(microbatches, batch=batch)
+
+    @property
+    def _typed_key(self) -> Key[Array, ""]:
+        key = self.key
+        assert key is not None
+        is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        return key if is_typed else jr.wrap_key_data(key)
 
     def _keys(self, row: UInt32[Array, " words"] | None) -> Key[Array, " samples"]:
         """The keys of all samples of an example, from its `row`."""
-        assert self.key is not None
-        key = self.key
+        key = self._typed_key
         if row is not None:
             key = jr.wrap_key_data(row, impl=jr.key_impl(key))
         return jr.split(key, self.num_samples)
@@ -100,16 +121,16 @@ class Fisher(eqx.Module):
         """
         outs = lax.stop_gradient(outs)
         if self.fisher == "empirical":
-            found = [x[None] for x in gradient(outs)]
+            vectors = [x[None] for x in gradient(outs)]
         elif self.sampler is None:
             # Terms that cancel where a classifier is confident do not cancel at zero.
             terms = jnp.abs(curvature([jnp.zeros_like(x) for x in outs]))
             terms = jnp.where(jnp.isfinite(terms), terms, 0)
-            found = _probes(curvature(outs), terms, outs, self._keys(row))
+            vectors = _probes(curvature(outs), terms, outs, self._keys(row))
         else:
-            found = jax.vmap(lambda key: gradient(outs, key))(self._keys(row))
+            vectors = jax.vmap(lambda key: gradient(outs, key))(self._keys(row))
         scale = self.num_samples**-0.5
-        return [lax.stop_gradient(x * scale) for x in found]
+        return [lax.stop_gradient(x * scale) for x in vectors]
 
 
 def _probes(
@@ -137,13 +158,10 @@ def _probes(
         lowest < -_ROUNDING * rounding * largest,
         "`fisher='mc'` takes the square root of the loss's Hessian in what `fun` "
         "returns, but that has a negative eigenvalue: the loss is not convex there. "
-        "Use `fisher='type-2'`, which needs no root, or give a `sampler`.",
+        "Use `fisher='type-2'`, which needs no root, or pass a `sampler`.",
     )
     # The root of an eigenvalue that is zero up to rounding would be as large as that of
     # eps. The symmetric root does not depend on the choice of eigenvectors.
     roots = jnp.where(values <= rounding, 0, jnp.sqrt(jnp.maximum(values, 0)))
     signs = jax.vmap(lambda key: jr.rademacher(key, values.shape, matrix.dtype))(keys)
     return Unravel(outs)(((signs @ vectors) * roots[None]) @ vectors.T * scales[None])
-
-
-TYPE_2 = Fisher("type-2", None, 1, None)

@@ -36,9 +36,9 @@ from .site_blocks import (
     for_each,
     named_labels,
     operand_term,
+    RequestedBlocks,
     Stacks,
     Use,
-    Wanted,
 )
 
 
@@ -63,7 +63,7 @@ class SiteGaussNewton:
         self,
         program: Program,
         leaves: list,
-        wanted: Wanted,
+        requested: RequestedBlocks,
         of_outputs: OfOutputs,
         num_outputs: int,
         num_vectors: int,
@@ -75,14 +75,14 @@ class SiteGaussNewton:
         self._paired: list[Paired | None] = [None for _ in program.perturbations]
         if has_curve and num_vectors > 1:
             self._paired = paired_outputs(program, num_outputs)
-        for i in sorted(wanted.leaves):
+        for i in sorted(requested.leaves):
             if self._is_sum(i):
                 for site in program.sites_of(i):
                     self._paired[site.perturbation] = None
-        self._formed = [i for i in sorted(wanted.leaves) if self._is_sum(i)]
+        self._formed = [i for i in sorted(requested.leaves) if self._is_sum(i)]
         self._paired += (None for _ in self._formed)
         own = program.with_jacobians(self._formed)
-        self.blocks = Blocks(own, leaves, wanted, self._kind)
+        self.blocks = Blocks(own, leaves, requested, self._kind)
 
     def _is_sum(self, leaf: int) -> bool:
         """Whether a row of the Jacobian of a leaf is a sum of terms."""

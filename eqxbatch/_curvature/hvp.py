@@ -1,96 +1,47 @@
 """`filter_hvp` and `filter_ggnvp`: products with one vector, in microbatches."""
 
-import inspect
+import abc
+import dataclasses
 from collections.abc import Callable
-from typing import Any, cast, ClassVar, get_args, TYPE_CHECKING
+from typing import Any, ClassVar, Concatenate, Generic
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, PyTree
 
 from .._base.mesh import spec_of, sum_varying, vary, varying
-from .._base.shapes import AnyArray, Contract
 from .._base.trees import shown
-from .._batch.memory import MemoryBudget
-from .._batch.moments import Mean, Sum
-from .._batch.objective import (
-    AbstractOverExamples,
-    Call,
-    check_over_examples,
-    Objective,
-    split_call,
+from .._batch.declare import also_decorator, Model, Out, P, run_compiled
+from .._batch.objective import Loss
+from .curvature_of import (
+    AbstractCurvature,
+    AbstractOfLoss,
+    AbstractSecondOrder,
+    GaussNewtonCurvature,
 )
-from .._batch.transform import (
-    AbstractOtherArguments,
-    also_decorator,
-    Blocking,
-    transformed,
-    with_second,
-)
-from .by_products import Mode
-from .curvature_of import check_loss, make_curvature
+from .fisher import AbstractOfOutputs
 
 
-if TYPE_CHECKING:
-    from .._batch.signatures import Typed
-    from .curvature_signatures import GGNProductSignature, ProductSignature
+class AbstractProduct(AbstractSecondOrder):
+    """The product of a matrix of second derivatives with a vector."""
 
+    second_argument: ClassVar[str | None] = "vector"
 
-_Parameters = PyTree[Inexact[AnyArray, "?*a"], "parameters"]
-
-
-PRODUCT = Contract(
-    {"x": _Parameters, "vector": _Parameters, "product": _Parameters},
-    of=["filter_ggnvp", "filter_hvp", "GGNOperator", "HessianOperator"],
-)
-
-
-class _Product(AbstractOverExamples, AbstractOtherArguments):
-    """A product with a Hessian or, with a `loss`, with a Gauss-Newton matrix."""
-
-    is_compiled: ClassVar[bool] = True
-    takes_instance: ClassVar[bool] = True
-    objective: Objective
-    blocking: Blocking
-    accumulator: Sum | Mean
-    checkpoint: bool
-    mode: Mode = "auto"
-    loss: Callable | None = None
-
-    def __check_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ValueError(
-                f"`mode` must be one of {get_args(Mode)}; got {self.mode!r}."
-            )
-        check_over_examples(self)
-
-    def specs(self, call: Call, out: PyTree) -> PyTree:
-        _, args, kwargs = call
-        diff, _ = self.objective.parameters(args, kwargs)
+    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+        diff, _ = self.parameters(args, kwargs)
         like = jtu.tree_map(spec_of, diff)
-        return (like, PartitionSpec()) if self.objective.has_aux else like
+        return (like, PartitionSpec()) if self.has_aux else like
 
-    def signature(self, own: inspect.Signature) -> inspect.Signature:
-        return with_second(own, "vector")
-
-    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if len(args) < 2:
-            raise ValueError(
-                "The first two arguments, by position, are what is differentiated and "
-                f"the vector; got {len(args)} positional arguments."
-            )
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         first, vector, *rest = args
-        one = (fun, (first, *rest), kwargs)
-        diff, nondiff = self.objective.real_parameters(*one[1:])
-        call = PRODUCT.begin()
-        call.check("x", diff)
+        args_of_fun = (first, *rest)
+        diff, nondiff = self.real_parameters(args_of_fun, kwargs)
         tangents = like_parameters("The vector", vector, diff)
-        examples = split_call(self, (fun, args, kwargs), one)
-        loss = self.objective.loss(fun, examples.batch, diff, nondiff)
-        curvature = make_curvature(loss, self.loss, self.mode, self.checkpoint)
+        microbatches = self.microbatches(args, kwargs, args_of_fun)
+        curvature = self.curvature(self.loss_of(microbatches.batch, diff, nondiff))
 
         def products(rows: list, weights: Array | None) -> list[Array]:
             local = [
@@ -100,54 +51,29 @@ class _Product(AbstractOverExamples, AbstractOtherArguments):
             return curvature.product(rows, weights, local)
 
         closed = curvature.program.closed
-        found, aux = examples.total(products, curvature.aux, closed)
+        totals, aux = microbatches.total(products, curvature.aux, closed)
         leaves, treedef = jtu.tree_flatten(diff)
-        found = [
+        totals = [
             sum_varying(x.astype(leaf.dtype), varying(jax.typeof(leaf)))
-            for x, leaf in zip(found, leaves, strict=True)
+            for x, leaf in zip(totals, leaves, strict=True)
         ]
-        result = jtu.tree_unflatten(treedef, found)
-        call.check("product", result)
-        return (result, aux) if self.objective.has_aux else result
+        product = jtu.tree_unflatten(treedef, totals)
+        return (product, aux) if self.has_aux else product
 
 
-def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
-    """The arrays of a vector, which must match the differentiated leaves.
+class AbstractHVP(AbstractOfLoss, AbstractProduct, Generic[Model, P]):
+    """`filter_hvp` with products of the type of the first argument."""
 
-    Python numbers are accepted as scalar arrays.
-    """
+    fun: Callable[Concatenate[Model, P], Any]
+    holomorphic: ClassVar[None] = None
 
-    def as_array(x: Any, like: Any) -> Any:
-        is_number = isinstance(x, (float, complex)) and getattr(like, "shape", 1) == ()
-        return jnp.asarray(x, like.dtype) if is_number else x
-
-    if jtu.tree_structure(vector) == jtu.tree_structure(diff):
-        vector = jtu.tree_map(as_array, vector, diff)
-    types = [
-        (jtu.tree_structure(tree), [(x.shape, x.dtype) for x in jtu.tree_leaves(tree)])
-        for tree in (eqx.filter(vector, eqx.is_inexact_array), diff)
-    ]
-    if types[0] != types[1]:
-        raise ValueError(
-            f"{what} must have the structure, shapes and dtypes of what is "
-            f"differentiated, {shown(diff)}; got {shown(vector)}."
-        )
-    return jtu.tree_leaves(eqx.filter(vector, eqx.is_inexact_array))
+    @abc.abstractmethod
+    def __call__(
+        self, x: Model, vector: Model, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Model: ...
 
 
-@cast("Typed[ProductSignature]", also_decorator)
-def filter_hvp(
-    fun: Callable[..., Any] | None = None,
-    *,
-    checkpoint: bool = False,
-    has_aux: bool = False,
-    mode: Mode = "auto",
-    where: Callable[[Any], Any] | None = None,
-    filter_spec: PyTree = eqx.is_inexact_array,
-    in_axes: PyTree = None,
-    microbatch_size: int | MemoryBudget | None = None,
-    accumulator: Sum | Mean = Mean(),
-) -> Callable[..., Any]:
+class HVP(AbstractHVP[Model, P]):
     """Hessian-vector products, one microbatch at a time.
 
     The Hessian is never materialised.
@@ -172,8 +98,8 @@ def filter_hvp(
 
     **Raises:**
 
-    The errors of [`eqxbatch.filter_hessian`][], and `ValueError` for a vector that is
-    missing or does not match the differentiated leaves.
+    The errors of [`eqxbatch.filter_hessian`][], and `ValueError` for a vector that does
+    not match the differentiated leaves.
 
     !!! example
 
@@ -191,28 +117,17 @@ def filter_hvp(
         Pearlmutter, "Fast exact multiplication by the Hessian",
         [Neural Computation 6, 1994](https://doi.org/10.1162/neco.1994.6.1.147).
     """
-    product = _Product(
-        objective=Objective(where, filter_spec, in_axes, has_aux),
-        blocking=Blocking(microbatch_size, None, checkpoint=False),
-        accumulator=accumulator,
-        checkpoint=checkpoint,
-        mode=mode,
-    )
-    return transformed(product, fun, "filter_hvp")
+
+    _: dataclasses.KW_ONLY
+    has_aux: bool = False
+
+    def __call__(
+        self, x: Model, vector: Model, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Any:
+        return run_compiled(self, x, vector, *args, **kwargs)
 
 
-@cast("Typed[GGNProductSignature]", also_decorator)
-def filter_ggnvp(
-    fun: Callable[..., Any] | None = None,
-    loss: Callable[..., Any] | None = None,
-    *,
-    checkpoint: bool = False,
-    where: Callable[[Any], Any] | None = None,
-    filter_spec: PyTree = eqx.is_inexact_array,
-    in_axes: PyTree = None,
-    microbatch_size: int | MemoryBudget | None = None,
-    accumulator: Sum | Mean = Mean(),
-) -> Callable[..., Any]:
+class GGNVP(AbstractOfOutputs[Model, P, Out], AbstractProduct):
     """Generalised Gauss-Newton-vector products, one microbatch at a time.
 
     Like [`eqxbatch.filter_hvp`][], for the matrix of [`eqxbatch.filter_ggn`][].
@@ -249,12 +164,41 @@ def filter_ggnvp(
         descent", [Neural Computation 14, 2002](
         https://doi.org/10.1162/08997660260028683).
     """
-    check_loss(loss)
-    product = _Product(
-        objective=Objective(where, filter_spec, in_axes),
-        blocking=Blocking(microbatch_size, None, checkpoint=False),
-        accumulator=accumulator,
-        checkpoint=checkpoint,
-        loss=loss,
-    )
-    return transformed(product, fun, "filter_ggnvp")
+
+    def __call__(
+        self, x: Model, vector: Model, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Model:
+        return run_compiled(self, x, vector, *args, **kwargs)
+
+    def curvature(self, fun: Loss) -> AbstractCurvature:
+        return GaussNewtonCurvature(fun, self.loss, self.checkpoint)
+
+
+def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
+    """The arrays of a vector, which must match the differentiated leaves.
+
+    Python numbers are accepted as scalar arrays.
+    """
+
+    def as_array(x: Any, like: Any) -> Any:
+        is_number = isinstance(x, (float, complex)) and getattr(like, "shape", 1) == ()
+        return jnp.asarray(x, like.dtype) if is_number else x
+
+    if jtu.tree_structure(vector) == jtu.tree_structure(diff):
+        vector = jtu.tree_map(as_array, vector, diff)
+    types = [
+        (jtu.tree_structure(tree), [(x.shape, x.dtype) for x in jtu.tree_leaves(tree)])
+        for tree in (eqx.filter(vector, eqx.is_inexact_array), diff)
+    ]
+    if types[0] != types[1]:
+        raise ValueError(
+            f"{what} must have the structure, shapes and dtypes of what is "
+            f"differentiated, {shown(diff)}; got {shown(vector)}."
+        )
+    return jtu.tree_leaves(eqx.filter(vector, eqx.is_inexact_array))
+
+
+filter_hvp = also_decorator("filter_hvp", HVP, AbstractHVP)
+
+
+filter_ggnvp = also_decorator("filter_ggnvp", GGNVP)

@@ -1,185 +1,30 @@
 """`filter_jacobian`: Jacobians in blocks of columns or rows."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, cast, ClassVar, get_args, Literal, TYPE_CHECKING
+from typing import Any, ClassVar, Generic, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, PyTree
 
 from .._base.dtypes import is_complex
 from .._base.jaxprs import PerExample
 from .._base.mistakes import warn_user
 from .._base.modes import derivative_of, without_forward_mode, without_reverse_mode
-from .._base.shapes import Contract, Joined
 from .._base.trees import log
-from .._batch.memory import MemoryBudget
-from .._batch.objective import Objective
-from .._batch.transform import AbstractAutoSharded, also_decorator, transformed
+from .._batch.declare import AbstractAutoSharded, also_decorator, P, run_compiled
+from .._batch.derivative import AbstractDerivative
 from .by_one_mode import by_columns, by_rows
-from .by_products import ColumnSize, Mode
+from .by_products import AbstractColumns, Mode
 from .curvature_of import check_outputs
 from .pytree import Unravel
 
 
-if TYPE_CHECKING:
-    from .._batch.signatures import Typed
-    from .curvature_signatures import JacobianSignature
-
-
-_BLOCK = Contract(
-    {
-        "block of an output and a leaf": Joined(Inexact, "*out *a"),
-        "flat": Joined(Inexact, "*out n"),
-    },
-    of=["filter_jacobian"],
-)
-
-
-class _Jacobian(AbstractAutoSharded):
-    is_compiled: ClassVar[bool] = True
-    takes_instance: ClassVar[bool] = True
-    objective: Objective
-    mode: Mode
-    column_size: ColumnSize
-    checkpoint: bool
-    flat: bool
-
-    def __check_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ValueError(
-                f"`mode` must be one of {get_args(Mode)}; got {self.mode!r}."
-            )
-
-    def specs(self, call: Any, out: PyTree) -> PyTree:
-        # Blocks have the axes of two arrays, so they are replicated on all devices.
-        del call, out
-        return PartitionSpec()
-
-    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        objective = self.objective
-        diff, nondiff = objective.real_parameters(args, kwargs)
-        leaves, treedef = jtu.tree_flatten(diff)
-        batch = objective.batch(fun, args, kwargs)
-        call = objective.loss(fun, batch, diff, nondiff)
-
-        def run(leaves: list, _: list) -> PyTree:
-            out, aux = call.outputs(jtu.tree_unflatten(treedef, leaves), [])
-            as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
-            return jtu.tree_map(as_array, out), aux
-
-        program = PerExample(run, leaves, [], ())
-        out, _ = program.out
-        structs = check_outputs(out)
-        values = lambda leaves: program.one(leaves, [])[: len(structs)]
-        if self.checkpoint:
-            values = jax.checkpoint(values)
-
-        total = sum(x.size for x in leaves)
-        mode = self._checked_mode(values, leaves, structs)
-        log.debug("Jacobian: mode=%r is %r.", self.mode, mode)
-
-        def run_with(size: ColumnSize) -> Callable[[PyTree], Any]:
-            def run(operands: PyTree) -> Any:
-                transform, *call = operands
-                at = lambda transform: transform.column_size
-                return eqx.tree_at(at, transform, size).apply(*call)
-
-            return run
-
-        operands = (self, fun, args, kwargs)
-        largest = total if mode == "fwd" else self._num_rows(structs)
-        size = self.column_size.resolve(largest, run_with, operands)
-        compute = by_columns if mode == "fwd" else by_rows
-        blocks = compute(values, leaves, structs, size)
-        result = self._arranged(blocks, leaves, diff, out)
-        if not objective.has_aux:
-            return result
-        _, aux = program.output(program.one(leaves, []))
-        return result, aux
-
-    def _checked_mode(
-        self, values: Callable[[list], list], leaves: list, structs: list
-    ) -> Literal["fwd", "rev"]:
-        """The mode that needs fewer passes, among those that are differentiable."""
-        if self.objective.holomorphic and not all(map(is_complex, structs)):
-            raise TypeError(
-                "With `holomorphic=True`, all arrays that `fun` returns must be "
-                f"complex; got {[str(struct.dtype) for struct in structs]}. For "
-                "a function that is not holomorphic, give real and imaginary part of "
-                "the parameters as two real arrays, without `holomorphic`."
-            )
-        if self.mode != "auto":
-            return self.mode
-        num_columns, num_rows = sum(x.size for x in leaves), self._num_rows(structs)
-        is_forward = num_columns <= num_rows
-        ask = without_forward_mode if is_forward else without_reverse_mode
-        reason = ask(values, leaves)
-        if reason is not None:
-            is_forward = derivative_of("`fun`", values, leaves) == "columns"
-            ways = (
-                f"forward mode (passes: {num_columns})",
-                f"reverse mode (passes: {num_rows})",
-            )
-            found, missing = ways if is_forward else ways[::-1]
-            rule = "custom_vjp" if is_forward else "custom_jvp"
-            warn_user(
-                f"The Jacobian of `fun` is computed in {found} instead of {missing}, "
-                "as JAX cannot differentiate `fun` in the latter. Set "
-                f"`mode={'fwd' if is_forward else 'rev'!r}` to do so without a "
-                f"warning, or give `fun` a `jax.{rule}` to be faster. ({reason})"
-            )
-        return "fwd" if is_forward else "rev"
-
-    def _num_rows(self, structs: list) -> int:
-        """The number of pullbacks in reverse mode."""
-        parts = lambda struct: (
-            1 if self.objective.holomorphic or not is_complex(struct) else 2
-        )
-        return sum(parts(struct) * struct.size for struct in structs)
-
-    def _arranged(
-        self, blocks: list[list[Array]], leaves: list, diff: PyTree, out: PyTree
-    ) -> Any:
-        unravel = Unravel(diff)
-        trees: list[PyTree] = []
-        structs = jtu.tree_leaves(out)
-        for parts, struct in zip(blocks, structs, strict=True):
-            call = _BLOCK.begin(out=tuple(struct.shape), n=sum(unravel.sizes))
-            if self.flat:
-                matrix = jnp.concatenate(parts, axis=-1)
-                call.check("flat", matrix)
-                trees.append(matrix)
-                continue
-            split = [
-                part.reshape(*part.shape[:-1], *leaf.shape)
-                for part, leaf in zip(parts, leaves, strict=True)
-            ]
-            for part, leaf in zip(split, leaves, strict=True):
-                of_leaf = _BLOCK.begin(out=tuple(struct.shape), a=leaf.shape)
-                of_leaf.check("block of an output and a leaf", part)
-            trees.append(jtu.tree_unflatten(unravel.treedef, split))
-        tree = jtu.tree_unflatten(jtu.tree_structure(out), trees)
-        return (tree, unravel) if self.flat else tree
-
-
-@cast("Typed[JacobianSignature]", also_decorator)
-def filter_jacobian(
-    fun: Callable[..., Any] | None = None,
-    *,
-    mode: Mode = "auto",
-    block_size: int | MemoryBudget | None = None,
-    num_blocks: int | None = None,
-    checkpoint: bool = False,
-    has_aux: bool = False,
-    flat: bool = False,
-    where: Callable[[Any], Any] | None = None,
-    filter_spec: PyTree = eqx.is_inexact_array,
-    holomorphic: bool = False,
-) -> Callable[..., Any]:
+class Jacobian(AbstractDerivative, AbstractColumns, AbstractAutoSharded, Generic[P]):
     """The Jacobian of a function of a PyTree, in blocks of columns or rows.
 
     Like `equinox.filter_jacfwd` and `equinox.filter_jacrev`, but peak temporary memory
@@ -251,13 +96,108 @@ def filter_jacobian(
 
         ```
     """
-    jacobian = _Jacobian(
-        objective=Objective(
-            where, filter_spec, has_aux=has_aux, holomorphic=holomorphic
-        ),
-        mode=mode,
-        column_size=ColumnSize(block_size, num_blocks),
-        checkpoint=checkpoint,
-        flat=flat,
-    )
-    return transformed(jacobian, fun, "filter_jacobian")
+
+    fun: Callable[P, Any]
+    _: dataclasses.KW_ONLY
+    mode: Mode = "auto"
+    checkpoint: bool = False
+    has_aux: bool = False
+    flat: bool = False
+    holomorphic: bool = False
+    in_axes: ClassVar[None] = None
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return run_compiled(self, *args, **kwargs)
+
+    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+        # Blocks have the axes of two arrays, so they are replicated on all devices.
+        del args, kwargs, out
+        return PartitionSpec()
+
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        diff, nondiff = self.real_parameters(args, kwargs)
+        leaves, treedef = jtu.tree_flatten(diff)
+        fun = self.loss_of(self.batch(args, kwargs), diff, nondiff)
+
+        def run(leaves: list, _: list) -> PyTree:
+            out, aux = fun.outputs(jtu.tree_unflatten(treedef, leaves), [])
+            as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
+            return jtu.tree_map(as_array, out), aux
+
+        program = PerExample(run, leaves, [], ())
+        out, _ = program.out
+        structs = check_outputs(out)
+        values = lambda leaves: program.one(leaves, [])[: len(structs)]
+        if self.checkpoint:
+            values = jax.checkpoint(values)
+
+        mode = self._checked_mode(values, leaves, structs)
+        log.debug("Jacobian: mode=%r is %r.", self.mode, mode)
+        num_columns = sum(x.size for x in leaves)
+        total = num_columns if mode == "fwd" else self._num_rows(structs)
+        size = self.num_columns(total, args, kwargs)
+        compute = by_columns if mode == "fwd" else by_rows
+        blocks = compute(values, leaves, structs, size)
+        jacobian = self._arranged(blocks, leaves, diff, out)
+        if not self.has_aux:
+            return jacobian
+        _, aux = program.output(program.one(leaves, []))
+        return jacobian, aux
+
+    def _checked_mode(
+        self, values: Callable[[list], list], leaves: list, structs: list
+    ) -> Literal["fwd", "rev"]:
+        """The mode that needs fewer passes, among those that are differentiable."""
+        if self.holomorphic and not all(map(is_complex, structs)):
+            raise TypeError(
+                "With `holomorphic=True`, all arrays that `fun` returns must be "
+                f"complex; got {[str(struct.dtype) for struct in structs]}. For "
+                "a function that is not holomorphic, pass real and imaginary parts of "
+                "the parameters as two real arrays, without `holomorphic`."
+            )
+        if self.mode != "auto":
+            return self.mode
+        num_columns, num_rows = sum(x.size for x in leaves), self._num_rows(structs)
+        is_forward = num_columns <= num_rows
+        ask = without_forward_mode if is_forward else without_reverse_mode
+        reason = ask(values, leaves)
+        if reason is not None:
+            is_forward = derivative_of("`fun`", values, leaves) == "columns"
+            ways = (
+                f"forward mode (passes: {num_columns})",
+                f"reverse mode (passes: {num_rows})",
+            )
+            used, missing = ways if is_forward else ways[::-1]
+            rule = "custom_vjp" if is_forward else "custom_jvp"
+            warn_user(
+                f"The Jacobian of `fun` is computed in {used} instead of {missing}, "
+                "as JAX cannot differentiate `fun` in the latter. Set "
+                f"`mode={'fwd' if is_forward else 'rev'!r}` to do so without a "
+                f"warning, or give `fun` a `jax.{rule}` to be faster. ({reason})"
+            )
+        return "fwd" if is_forward else "rev"
+
+    def _num_rows(self, structs: list) -> int:
+        """The number of pullbacks in reverse mode."""
+        parts = lambda struct: 1 if self.holomorphic or not is_complex(struct) else 2
+        return sum(parts(struct) * struct.size for struct in structs)
+
+    def _arranged(
+        self, blocks: list[list[Array]], leaves: list, diff: PyTree, out: PyTree
+    ) -> Any:
+        unravel = Unravel(diff)
+        trees: list[PyTree] = []
+        for parts in blocks:
+            if self.flat:
+                trees.append(jnp.concatenate(parts, axis=-1))
+                continue
+            split = [
+                part.reshape(*part.shape[:-1], *leaf.shape)
+                for part, leaf in zip(parts, leaves, strict=True)
+            ]
+            trees.append(jtu.tree_unflatten(unravel.treedef, split))
+        tree = jtu.tree_unflatten(jtu.tree_structure(out), trees)
+        return (tree, unravel) if self.flat else tree
+
+
+filter_jacobian = also_decorator("filter_jacobian", Jacobian)

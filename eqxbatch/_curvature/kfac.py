@@ -1,36 +1,27 @@
 """`filter_kfac`: Kronecker factors of Gauss-Newton and Fisher matrices."""
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, cast, ClassVar, get_args, TYPE_CHECKING
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.mesh import sum_varying, varying
-from .._batch.memory import MemoryBudget
-from .._batch.moments import Mean, Sum
-from .._batch.objective import (
-    AbstractOverExamples,
-    check_over_examples,
-    Examples,
-    Objective,
-    split_call,
-)
+from .._batch.declare import also_decorator, Model, Out, P, run_compiled
+from .._batch.derivative import Microbatches
 from .._batch.rows import accumulated_sums
-from .._batch.transform import also_decorator, Blocking, transformed
 from .._sites.einsum import Labels
 from .._sites.factors import Factors
 from .._sites.kronecker import multiplied, Part, parts_of
 from .._sites.trace import Program
 from .by_sites import of_examples
-from .curvature_of import check_loss, GaussNewtonCurvature, make_curvature, with_keys
-from .fisher import Fisher, Kind
+from .curvature_of import GaussNewtonCurvature
+from .fisher import AbstractFisher
 from .gauss_newton import linearized
-from .ggn import Key
 from .kronecker_factors import (
     DenseBlock,
     DiagonalBlock,
@@ -51,11 +42,6 @@ from .kronecker_sums import (
 from .pytree import part_starts, Unravel
 
 
-if TYPE_CHECKING:
-    from .._batch.signatures import Typed
-    from .ggn_signatures import KFACSignature
-
-
 # The factors of the examples that are processed at a time take about this many bytes.
 _KEPT_BYTES = 2**26
 
@@ -64,240 +50,7 @@ _KEPT_BYTES = 2**26
 _IF_WHOLE = "Give the function of one example."
 
 
-class _KFAC(AbstractOverExamples):
-    """Kronecker factors, with eigenvalues from a second pass if `corrected`."""
-
-    is_compiled: ClassVar[bool] = True
-    takes_instance: ClassVar[bool] = True
-    loss: Callable
-    objective: Objective
-    blocking: Blocking
-    accumulator: Sum | Mean
-    of_loss: Fisher
-    weight_sharing: WeightSharing
-    corrected: bool
-    is_block: Callable[[Any], bool] | None = None
-
-    def __check_init__(self) -> None:
-        if self.weight_sharing not in get_args(WeightSharing):
-            raise ValueError(
-                f"`weight_sharing` must be one of {get_args(WeightSharing)}; got "
-                f"{self.weight_sharing!r}."
-            )
-        if self.objective.in_axes is None:
-            raise ValueError(
-                "`in_axes` must say which axes of the arguments after the first are "
-                "the batch, as Kronecker factors are means over examples; got None. "
-                "Use `in_axes=0`, with `x[None]` for a single example."
-            )
-        check_over_examples(self)
-
-    def specs(self, call: Any, out: PyTree) -> PyTree:
-        # Blocks have the axes of arrays, so they are replicated on all devices.
-        del call, out
-        return PartitionSpec()
-
-    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        diff, nondiff = self.objective.real_parameters(args, kwargs)
-        call = (fun, args, kwargs)
-        examples = with_keys(split_call(self, call, call), self.of_loss)
-        loss = self.objective.loss(fun, examples.batch, diff, nondiff)
-        curvature = make_curvature(
-            loss, self.loss, "auto", False, self.of_loss, _IF_WHOLE
-        )
-        assert isinstance(curvature, GaussNewtonCurvature)
-        closed, num = curvature.program.closed, len(curvature.leaves)
-        program = Program(
-            closed, num, formed=curvature.formed, num_outputs=curvature.num_outputs
-        )
-        own = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
-        blocks = _Blocks(
-            curvature,
-            program,
-            self._parts(program, diff),
-            self.weight_sharing,
-            frozenset.intersection(*own),
-        )
-        found = blocks.factors(examples)
-        if self.corrected:
-            found = blocks.corrected(examples, found)
-        is_squared = self.of_loss.fisher != "type-2"
-        is_semidefinite = is_squared and self.accumulator.weights is None
-        return KroneckerFactors(tuple(found), Unravel(diff), is_semidefinite)
-
-    def _parts(self, program: Program, diff: PyTree) -> list[Part]:
-        chosen = None
-        if self.is_block is not None:
-            parts = jtu.tree_leaves(diff, is_leaf=self.is_block)
-            sizes = [len(jtu.tree_leaves(part)) for part in parts]
-            chosen = [
-                range(start, start + size)
-                for start, size in zip(part_starts(parts), sizes, strict=True)
-                if size
-            ]
-        else:
-            _check_not_multiplied(program, diff)
-        return parts_of(program, chosen)
-
-
-def _check_not_multiplied(program: Program, diff: PyTree) -> None:
-    paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
-    for leaf, path in enumerate(paths):
-        other = multiplied(program, leaf)
-        if other is not None:
-            raise ValueError(
-                f"The parameters `{path}` and `{paths[other]}` are multiplied with "
-                "each other before they meet an example, so neither has Kronecker "
-                "factors. Multiply them with the example one after the other, as in `a "
-                "@ (b @ x)`; or leave them out with `filter_spec` or `where`; or say "
-                "`is_block=equinox.is_array` for exact blocks (diagonals of large "
-                "ones), with separate biases."
-            )
-
-
-class _Blocks:
-    """The blocks of a Gauss-Newton matrix, in passes over the examples.
-
-    - `program`: the function with the sites of all leaves.
-    - `own_axes`: the mesh axes that parameters vary over inside `jax.shard_map`.
-    """
-
-    def __init__(
-        self,
-        curvature: GaussNewtonCurvature,
-        program: Program,
-        parts: list[Part],
-        weight_sharing: WeightSharing,
-        own_axes: frozenset,
-    ):
-        self._curvature, self._program, self._parts = curvature, program, parts
-        self._own_axes = own_axes
-        self._weight_sharing: WeightSharing = weight_sharing
-
-    def factors(self, examples: Examples) -> list[FactorBlock]:
-        def sums(part: Part, factors: Factors, weighing: Weighing) -> list[Array]:
-            return part_sums(
-                self._program, part, factors, weighing, self._weight_sharing
-            )
-
-        totals = self._totals(examples, sums)
-        found: list[FactorBlock] = []
-        for part in self._parts:
-            num = num_sums(self._program, part)
-            own, totals = totals[:num], totals[num:]
-            if part.structure == "kronecker":
-                inputs, outputs = finished(part, own)
-                found.append(KroneckerBlock(part, outputs, inputs))
-            elif part.structure == "block":
-                found.append(DenseBlock(part, symmetric(own[0])))
-            else:
-                found.append(DiagonalBlock(part, own[0]))
-        return found
-
-    def corrected(
-        self, examples: Examples, blocks: list[FactorBlock]
-    ) -> list[FactorBlock]:
-        """The factors with second moments along their eigenvectors."""
-        bases = {}
-        for block in blocks:
-            if isinstance(block, KroneckerBlock):
-                _, outputs, _, inputs = block.eigenvectors()
-                bases[block.part] = (inputs, outputs)
-
-        def sums(part: Part, factors: Factors, weighing: Weighing) -> list[Array]:
-            if part not in bases:
-                return []
-            program = self._program
-            return [moment_sums(program, part, factors, weighing, bases[part])]
-
-        totals = iter(self._totals(examples, sums))
-        found: list[FactorBlock] = []
-        for block in blocks:
-            if isinstance(block, KroneckerBlock):
-                inputs, outputs = bases[block.part]
-                moments = next(totals)
-                block = KroneckerBlock(
-                    block.part, block.outputs, block.inputs, moments, outputs, inputs
-                )
-            found.append(block)
-        return found
-
-    def _totals(
-        self,
-        examples: Examples,
-        of_part: Callable[[Part, Factors, Weighing], list[Array]],
-    ) -> list[Array]:
-        """The sums over all examples for each part."""
-        curvature = self._curvature
-
-        def sums(rows: list, weights: Array | None) -> list[Array]:
-            of_rows = lambda rows, weights: self._sums(rows, weights, of_part)
-            size = max(1, _KEPT_BYTES // max(self._bytes(), 1))
-            return accumulated_sums(of_rows, rows, curvature.axes, weights, size)
-
-        totals, _ = examples.total(sums, curvature.aux, curvature.program.closed)
-        # A sum over examples, like a gradient. It also sums over devices, which have
-        # different examples but the same parameters.
-        return [sum_varying(x, self._own_axes) for x in totals]
-
-    def _sums(
-        self,
-        rows: list,
-        weights: Array | None,
-        of_part: Callable[[Part, Factors, Weighing], list[Array]],
-    ) -> list[Array]:
-        curvature, program = self._curvature, self._program
-        leaves = curvature.leaves
-
-        def one(rows: list, _: Array | None) -> tuple[Array | None, list, list]:
-            return linearized(
-                program, leaves, rows, curvature.of_outputs, curvature.num_outputs
-            )
-
-        found = of_examples(one, rows, curvature.axes, weights)
-        curve, operands, cotangents = found
-        labels: Labels = (VECTOR,)
-        num = rows[0].shape[curvature.axes[0]]
-        values = program.values(leaves)
-        factors = Factors(operands, cotangents, labels, num, values)
-        weighing = Weighing(num, weights, curve)
-        return [x for part in self._parts for x in of_part(part, factors, weighing)]
-
-    def _bytes(self) -> int:
-        """The bytes kept for one example, with the largest operand as its site uses it.
-
-        The patches of a convolution are several times as large as its input.
-        """
-        program, num = self._program, self._curvature.num_vectors
-        structs = [*program.operands, *(num * [*program.perturbations])]
-        expanded = (
-            math.prod(site.sizes[name] for name in site.a_axes)
-            * program.operands[site.operand].dtype.itemsize
-            for site in program.sites
-            if site.operand is not None
-        )
-        kept = sum(math.prod(x.shape) * x.dtype.itemsize for x in structs)
-        return kept + max(expanded, default=0)
-
-
-@cast("Typed[KFACSignature]", also_decorator)
-def filter_kfac(
-    fun: Callable[..., Any] | None = None,
-    loss: Callable[..., Any] | None = None,
-    *,
-    fisher: Kind = "type-2",
-    key: Key | None = None,
-    num_samples: int = 1,
-    sampler: Callable[..., Any] | None = None,
-    weight_sharing: WeightSharing = "expand",
-    corrected: bool = False,
-    is_block: Callable[[Any], bool] | None = None,
-    where: Callable[[Any], Any] | None = None,
-    filter_spec: PyTree = eqx.is_inexact_array,
-    in_axes: PyTree = None,
-    microbatch_size: int | MemoryBudget | None = None,
-    accumulator: Sum | Mean = Mean(),
-) -> Callable[..., Any]:
+class KFAC(AbstractFisher[Model, P, Out]):
     """Kronecker factors (K-FAC) of a Gauss-Newton or Fisher matrix.
 
     The block of a weight in [`eqxbatch.filter_ggn`][] is the second moment of `d a^T`,
@@ -350,9 +103,9 @@ def filter_kfac(
 
     The errors of [`eqxbatch.filter_ggn`][], and:
 
-    - `ValueError` without `in_axes`, and for parameters that are multiplied with each
-        other before they meet an example, unless `is_block` is given.
-    - `TypeError` for an unknown `weight_sharing`.
+    - `ValueError` without `in_axes`, for an unknown `weight_sharing`, and for
+        parameters that are multiplied with each other before they meet an example,
+        unless `is_block` is given.
 
     !!! example
 
@@ -392,15 +145,211 @@ def filter_kfac(
         in a Kronecker-factored eigenbasis",
         [arXiv:1806.03884](https://arxiv.org/abs/1806.03884), for `corrected`.
     """
-    check_loss(loss)
-    kfac = _KFAC(
-        loss=cast(Callable, loss),
-        objective=Objective(where, filter_spec, in_axes),
-        blocking=Blocking(microbatch_size, None, checkpoint=False),
-        accumulator=accumulator,
-        of_loss=Fisher(fisher, key, num_samples, sampler),
-        weight_sharing=weight_sharing,
-        corrected=corrected,
-        is_block=is_block,
-    )
-    return transformed(kfac, fun, "filter_kfac")
+
+    _: dataclasses.KW_ONLY
+    weight_sharing: WeightSharing = "expand"
+    corrected: bool = False
+    is_block: Callable[[Any], bool] | None = None
+
+    def __call__(
+        self, x: Model, /, *args: P.args, **kwargs: P.kwargs
+    ) -> KroneckerFactors:
+        return run_compiled(self, x, *args, **kwargs)
+
+    def __check_init__(self) -> None:
+        if self.in_axes is None:
+            raise ValueError(
+                "`in_axes` must say which axes of the arguments after the first are "
+                "the batch, as Kronecker factors are means over examples; got None. "
+                "Use `in_axes=0`, with `x[None]` for a single example."
+            )
+
+    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+        # Blocks have the axes of arrays, so they are replicated on all devices.
+        del args, kwargs, out
+        return PartitionSpec()
+
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        diff, nondiff = self.real_parameters(args, kwargs)
+        microbatches = self.with_keys(self.microbatches(args, kwargs, args))
+        fun = self.loss_of(microbatches.batch, diff, nondiff)
+        curvature = GaussNewtonCurvature(
+            fun, self.loss, fisher=self, if_whole=_IF_WHOLE
+        )
+        program = Program(
+            curvature.program.closed,
+            len(curvature.leaves),
+            formed=curvature.formed,
+            num_outputs=curvature.num_outputs,
+        )
+        axes = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
+        sums = _BlockSums(
+            curvature,
+            program,
+            self._parts(program, diff),
+            self.weight_sharing,
+            frozenset.intersection(*axes),
+        )
+        blocks = sums.factors(microbatches)
+        if self.corrected:
+            blocks = sums.corrected(microbatches, blocks)
+        is_squared = self.fisher != "type-2"
+        is_semidefinite = is_squared and self.accumulator.weights is None
+        return KroneckerFactors(tuple(blocks), Unravel(diff), is_semidefinite)
+
+    def _parts(self, program: Program, diff: PyTree) -> list[Part]:
+        chosen = None
+        if self.is_block is not None:
+            parts = jtu.tree_leaves(diff, is_leaf=self.is_block)
+            sizes = [len(jtu.tree_leaves(part)) for part in parts]
+            chosen = [
+                range(start, start + size)
+                for start, size in zip(part_starts(parts), sizes, strict=True)
+                if size
+            ]
+        else:
+            _check_not_multiplied(program, diff)
+        return parts_of(program, chosen)
+
+
+def _check_not_multiplied(program: Program, diff: PyTree) -> None:
+    paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
+    for leaf, path in enumerate(paths):
+        other = multiplied(program, leaf)
+        if other is not None:
+            raise ValueError(
+                f"The parameters `{path}` and `{paths[other]}` are multiplied with "
+                "each other before they meet an example, so neither has Kronecker "
+                "factors. Multiply them with the example one after the other, as in `a "
+                "@ (b @ x)`; or leave them out with `filter_spec` or `where`; or pass "
+                "`is_block=equinox.is_array` for exact blocks (diagonals of large "
+                "ones), with separate biases."
+            )
+
+
+class _BlockSums:
+    """The blocks of a Gauss-Newton matrix, in passes over the examples.
+
+    - `program`: the function with the sites of all leaves.
+    - `mesh_axes`: the mesh axes that parameters vary over inside `jax.shard_map`.
+    """
+
+    def __init__(
+        self,
+        curvature: GaussNewtonCurvature,
+        program: Program,
+        parts: list[Part],
+        weight_sharing: WeightSharing,
+        mesh_axes: frozenset,
+    ):
+        self._curvature, self._program, self._parts = curvature, program, parts
+        self._mesh_axes = mesh_axes
+        self._weight_sharing: WeightSharing = weight_sharing
+
+    def factors(self, microbatches: Microbatches) -> list[FactorBlock]:
+        def sums(part: Part, factors: Factors, weighing: Weighing) -> list[Array]:
+            return part_sums(
+                self._program, part, factors, weighing, self._weight_sharing
+            )
+
+        totals = self._totals(microbatches, sums)
+        blocks: list[FactorBlock] = []
+        for part in self._parts:
+            num = num_sums(self._program, part)
+            of_part, totals = totals[:num], totals[num:]
+            if part.structure == "kronecker":
+                inputs, outputs = finished(part, of_part)
+                blocks.append(KroneckerBlock(part, outputs, inputs))
+            elif part.structure == "block":
+                blocks.append(DenseBlock(part, symmetric(of_part[0])))
+            else:
+                blocks.append(DiagonalBlock(part, of_part[0]))
+        return blocks
+
+    def corrected(
+        self, microbatches: Microbatches, blocks: list[FactorBlock]
+    ) -> list[FactorBlock]:
+        """The factors with second moments along their eigenvectors."""
+        bases = {}
+        for block in blocks:
+            if isinstance(block, KroneckerBlock):
+                _, outputs, _, inputs = block.eigenvectors()
+                bases[block.part] = (inputs, outputs)
+
+        def sums(part: Part, factors: Factors, weighing: Weighing) -> list[Array]:
+            if part not in bases:
+                return []
+            program = self._program
+            return [moment_sums(program, part, factors, weighing, bases[part])]
+
+        totals = iter(self._totals(microbatches, sums))
+        corrected: list[FactorBlock] = []
+        for block in blocks:
+            if isinstance(block, KroneckerBlock):
+                inputs, outputs = bases[block.part]
+                moments = next(totals)
+                block = KroneckerBlock(
+                    block.part, block.outputs, block.inputs, moments, outputs, inputs
+                )
+            corrected.append(block)
+        return corrected
+
+    def _totals(
+        self,
+        microbatches: Microbatches,
+        of_part: Callable[[Part, Factors, Weighing], list[Array]],
+    ) -> list[Array]:
+        """The sums over all examples for each part."""
+        curvature = self._curvature
+
+        def sums(rows: list, weights: Array | None) -> list[Array]:
+            of_rows = lambda rows, weights: self._sums(rows, weights, of_part)
+            size = max(1, _KEPT_BYTES // max(self._bytes(), 1))
+            return accumulated_sums(of_rows, rows, curvature.axes, weights, size)
+
+        totals, _ = microbatches.total(sums, curvature.aux, curvature.program.closed)
+        # A sum over examples, like a gradient. It also sums over devices, which have
+        # different examples but the same parameters.
+        return [sum_varying(x, self._mesh_axes) for x in totals]
+
+    def _sums(
+        self,
+        rows: list,
+        weights: Array | None,
+        of_part: Callable[[Part, Factors, Weighing], list[Array]],
+    ) -> list[Array]:
+        curvature, program = self._curvature, self._program
+        leaves = curvature.leaves
+
+        def one(rows: list, _: Array | None) -> tuple[Array | None, list, list]:
+            return linearized(
+                program, leaves, rows, curvature.of_outputs, curvature.num_outputs
+            )
+
+        of_rows = of_examples(one, rows, curvature.axes, weights)
+        curve, operands, cotangents = of_rows
+        labels: Labels = (VECTOR,)
+        num = rows[0].shape[curvature.axes[0]]
+        values = program.values(leaves)
+        factors = Factors(operands, cotangents, labels, num, values)
+        weighing = Weighing(num, weights, curve)
+        return [x for part in self._parts for x in of_part(part, factors, weighing)]
+
+    def _bytes(self) -> int:
+        """The bytes kept for one example, with the largest operand as its site uses it.
+
+        The patches of a convolution are several times as large as its input.
+        """
+        program, num = self._program, self._curvature.num_vectors
+        structs = [*program.operands, *(num * [*program.perturbations])]
+        expanded = (
+            math.prod(site.sizes[name] for name in site.a_axes)
+            * program.operands[site.operand].dtype.itemsize
+            for site in program.sites
+            if site.operand is not None
+        )
+        kept = sum(math.prod(x.shape) * x.dtype.itemsize for x in structs)
+        return kept + max(expanded, default=0)
+
+
+filter_kfac = also_decorator("filter_kfac", KFAC)

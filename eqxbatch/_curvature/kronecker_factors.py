@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Real
 
-from .._base.shapes import checked
 from .._base.trees import shown
 from .._sites.kronecker import Part
 from .pytree import Unravel
@@ -115,7 +114,6 @@ class KroneckerFactors(eqx.Module):
     unravel: Unravel
     is_semidefinite: bool = eqx.field(static=True, default=False)
 
-    @checked
     def operator(
         self, *, damping: Real[Array, ""] | float = 0.0
     ) -> "KroneckerOperator":
@@ -164,12 +162,12 @@ def check_vector(unravel: Unravel, vector: Any, what: str) -> list[Array]:
     """
     leaves, treedef = jtu.tree_flatten(vector)
     shapes = [getattr(x, "shape", None) for x in leaves]
-    expected = [struct.shape for struct in unravel.structs]
-    if treedef != unravel.treedef or shapes != expected:
-        wanted = jtu.tree_unflatten(unravel.treedef, unravel.structs)
+    expected_shapes = [struct.shape for struct in unravel.structs]
+    if treedef != unravel.treedef or shapes != expected_shapes:
+        expected = jtu.tree_unflatten(unravel.treedef, unravel.structs)
         raise ValueError(
             f"`{what}` must have the structure and shapes of the parameters that the "
-            f"factors are of, {shown(wanted)}; got {shown(vector)}. Take the "
+            f"factors belong to, {shown(expected)}; got {shown(vector)}. Take the "
             "parameters of the same model, such as with `equinox.filter(model, "
             "equinox.is_inexact_array)`."
         )

@@ -14,9 +14,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
+from .._base.checks import checked
 from .._base.dtypes import common_dtype
 from .._base.mesh import error_if
-from .._base.shapes import checked
 from .._sites.kronecker import Layout, Part
 from .kronecker_factors import (
     check_vector,
@@ -188,7 +188,8 @@ def _changed(
     """The spectra, with other eigenvalues."""
     known = {"is_semidefinite": is_semidefinite}
     return tuple(
-        dataclasses.replace(own, values=change(own), **known) for own in spectra
+        dataclasses.replace(spectrum, values=change(spectrum), **known)
+        for spectrum in spectra
     )
 
 
@@ -298,7 +299,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         )
         self.tags = frozenset()
         self.unravel, self._is_damped = factors.unravel, added > 0
-        damped = lambda own: own.values + added.astype(own.values.dtype)
+        damped = lambda spectrum: spectrum.values + added.astype(spectrum.values.dtype)
         spectra = [*map(_spectrum, factors.blocks)]
         self._spectra = _changed(spectra, damped, factors.is_semidefinite)
 
@@ -311,26 +312,26 @@ class KroneckerOperator(AbstractSymmetricOperator):
 
     def mv(self, vector: PyTree) -> PyTree:
         leaves = check_vector(self.unravel, vector, "vector")
-        found: dict[int, Array] = {}
-        for own in self._spectra:
-            coordinates = own.coordinates(of_part(own.part, leaves))
-            moved = own.leaves(own.values * coordinates)
-            found.update(zip(own.part.leaves, moved, strict=True))
-        return self._tree(found)
+        products: dict[int, Array] = {}
+        for spectrum in self._spectra:
+            coordinates = spectrum.coordinates(of_part(spectrum.part, leaves))
+            product = spectrum.leaves(spectrum.values * coordinates)
+            products.update(zip(spectrum.part.leaves, product, strict=True))
+        return self._tree(products)
 
-    def _tree(self, found: dict[int, Array]) -> PyTree:
+    def _tree(self, values: dict[int, Array]) -> PyTree:
         structs = self.unravel.structs
-        leaves = [found[i].astype(struct.dtype) for i, struct in enumerate(structs)]
+        leaves = [values[i].astype(struct.dtype) for i, struct in enumerate(structs)]
         return jax.tree.unflatten(self.unravel.treedef, leaves)
 
     def inverse(self) -> "KroneckerOperator":
-        return self._with(lambda own: 1 / self._positive(own))
+        return self._with(lambda spectrum: 1 / self._positive(spectrum))
 
     def sqrt(self) -> "KroneckerOperator":
-        def root(own: _AbstractSpectrum) -> Array:
+        def root(spectrum: _AbstractSpectrum) -> Array:
             values = error_if(
-                own.values,
-                own.values < -own.rounding,
+                spectrum.values,
+                spectrum.values < -spectrum.rounding,
                 "`sqrt` needs a positive semidefinite matrix, but an eigenvalue is "
                 "negative: the loss is not convex in what the model returns. Give "
                 "`damping` that exceeds it.",
@@ -339,40 +340,37 @@ class KroneckerOperator(AbstractSymmetricOperator):
 
         return self._with(root)
 
-    @checked
     def logdet(self) -> Real[Array, ""]:
-        return self._sum(lambda own: jnp.sum(jnp.log(self._positive(own))))
+        return self._sum(lambda spectrum: jnp.sum(jnp.log(self._positive(spectrum))))
 
-    @checked
     def trace(self) -> Real[Array, ""]:
-        return self._sum(lambda own: jnp.sum(own.values))
+        return self._sum(lambda spectrum: jnp.sum(spectrum.values))
 
-    @checked
     def diagonal(self) -> Inexact[Array, " n"]:
-        found: dict[int, Array] = {}
-        for own in self._spectra:
-            found.update(zip(own.part.leaves, own.diagonal(), strict=True))
-        leaves = jax.tree.leaves(self._tree(found))
+        diagonals: dict[int, Array] = {}
+        for spectrum in self._spectra:
+            of_part = zip(spectrum.part.leaves, spectrum.diagonal(), strict=True)
+            diagonals.update(of_part)
+        leaves = jax.tree.leaves(self._tree(diagonals))
         return _joined(leaves, self.unravel.dtype)
 
     def eigh(self) -> tuple[Inexact[Array, " n"], lineax.AbstractLinearOperator]:
-        dtype = common_dtype(*(own.values.dtype for own in self._spectra))
-        values = _joined([own.values for own in self._spectra], dtype)
+        dtype = common_dtype(*(spectrum.values.dtype for spectrum in self._spectra))
+        values = _joined([spectrum.values for spectrum in self._spectra], dtype)
 
         def vectors(coordinates: Inexact[Array, " n"]) -> PyTree:
-            found: dict[int, Array] = {}
+            values: dict[int, Array] = {}
             start = 0
-            for own in self._spectra:
-                piece = coordinates[start : start + own.values.size]
-                start += own.values.size
-                leaves = own.leaves(piece.reshape(own.values.shape))
-                found.update(zip(own.part.leaves, leaves, strict=True))
-            return self._tree(found)
+            for spectrum in self._spectra:
+                piece = coordinates[start : start + spectrum.values.size]
+                start += spectrum.values.size
+                leaves = spectrum.leaves(piece.reshape(spectrum.values.shape))
+                values.update(zip(spectrum.part.leaves, leaves, strict=True))
+            return self._tree(values)
 
         struct = jax.ShapeDtypeStruct(values.shape, dtype)
         return values, lineax.FunctionLinearOperator(vectors, struct)
 
-    @checked
     def as_matrix(self) -> Inexact[Array, "n n"]:
         every = jnp.eye(sum(self.unravel.sizes), dtype=self.unravel.dtype)
         columns = jax.vmap(lambda x: self.mv(self.unravel(x)))(every)
@@ -395,16 +393,16 @@ class KroneckerOperator(AbstractSymmetricOperator):
         return self.in_structure()
 
     def _sum(self, fun: Callable[[_AbstractSpectrum], Array]) -> Array:
-        found = [fun(own) for own in self._spectra]
-        dtype = common_dtype(*(x.dtype for x in found))
-        return sum((x.astype(dtype) for x in found), jnp.zeros((), dtype))
+        terms = [fun(spectrum) for spectrum in self._spectra]
+        dtype = common_dtype(*(x.dtype for x in terms))
+        return sum((x.astype(dtype) for x in terms), jnp.zeros((), dtype))
 
-    def _positive(self, own: _AbstractSpectrum) -> Array:
+    def _positive(self, spectrum: _AbstractSpectrum) -> Array:
         # With damping, an eigenvalue of zero up to rounding is no longer zero.
-        rounding = jnp.where(self._is_damped, 0, own.rounding)
+        rounding = jnp.where(self._is_damped, 0, spectrum.rounding)
         return error_if(
-            own.values,
-            own.values <= rounding,
+            spectrum.values,
+            spectrum.values <= rounding,
             "`inverse` and `logdet` need a positive definite matrix, but an eigenvalue "
             "is not positive: the factors are singular, or the loss is not convex in "
             "what the model returns. Give `operator(damping=...)` more damping.",
@@ -413,4 +411,4 @@ class KroneckerOperator(AbstractSymmetricOperator):
 
 @lineax.is_positive_semidefinite.register(KroneckerOperator)
 def _is_positive_semidefinite(operator: KroneckerOperator) -> bool:
-    return all(own.is_semidefinite for own in operator._spectra)
+    return all(spectrum.is_semidefinite for spectrum in operator._spectra)

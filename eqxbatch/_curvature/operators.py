@@ -1,6 +1,7 @@
 """Hessians and Gauss-Newton matrices as lineax linear operators."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +10,15 @@ import jax
 import lineax
 from jaxtyping import Array, Inexact, PyTree
 
+from .._base.checks import checked
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
-from .._base.shapes import checked
-from .._batch.memory import MemoryBudget
-from .._batch.moments import Mean, Sum
-from .._batch.objective import Objective
-from .._batch.transform import python_settings
-from .by_products import Mode
-from .ggn import filter_ggn, filter_ggn_diagonal
-from .hessian import filter_hessian, filter_hessian_diagonal
-from .hvp import filter_ggnvp, filter_hvp
+from .curvature_matrices import (
+    filter_ggn,
+    filter_ggn_diagonal,
+    filter_hessian,
+    filter_hessian_diagonal,
+)
+from .hvp import AbstractHVP, AbstractProduct, filter_ggnvp, filter_hvp, GGNVP
 
 
 class AbstractSymmetricOperator(AbstractTaggedOperator):
@@ -34,26 +34,32 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
 
     args: eqx.AbstractVar[tuple]
     kwargs: eqx.AbstractVar[dict[str, Any]]
+    _product: eqx.AbstractVar[Any]
     _parameters: eqx.AbstractVar[PyTree]
 
+    @property
     @abc.abstractmethod
-    def _product(self) -> Callable[..., PyTree]:
-        """The function for exact matrix-vector products, in microbatches."""
+    def _transforms(self) -> tuple[Callable, Callable]:
+        """The transforms for the matrix and for its diagonal."""
 
-    @abc.abstractmethod
-    def _matrix(self, **settings: Any) -> Callable[..., Any]:
-        """The function that returns the matrix."""
+    def _evaluated(self, transform: Callable, **settings: Any) -> Any:
+        """The result of a transform with the settings of the product."""
+        fields = dataclasses.fields(self._product)
+        settings |= {field.name: getattr(self._product, field.name) for field in fields}
+        return transform(**settings)(*self.args, **self.kwargs)
 
     def mv(self, vector: PyTree) -> PyTree:
         first, *rest = self.args
-        return self._product()(first, vector, *rest, **self.kwargs)
+        return self._product(first, vector, *rest, **self.kwargs)
 
     def as_pytree(self) -> PyTree:
-        return self._matrix()(*self.args, **self.kwargs)
+        return self._evaluated(self._transforms[0])
 
-    @checked
     def as_matrix(self) -> Inexact[Array, "n n"]:
-        return self._matrix(flat=True)(*self.args, **self.kwargs)[0]
+        return self._evaluated(self._transforms[0], flat=True)[0]
+
+    def diagonal(self) -> Inexact[Array, " n"]:
+        return self._evaluated(self._transforms[1], flat=True)[0]
 
     def transpose(self) -> "_AbstractCurvatureOperator":
         return self
@@ -68,11 +74,18 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
 _Operator = AbstractSymmetricOperator
 
 
-def _parameters(
-    args: tuple, kwargs: dict, where: Callable | None, filter_spec: PyTree
-) -> PyTree:
+def _split(
+    transform: Any, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a transform, and the arguments of its function."""
+    names = {field.name for field in dataclasses.fields(transform) if field.kw_only}
+    settings = {name: x for name, x in kwargs.items() if name in names}
+    return settings, {name: x for name, x in kwargs.items() if name not in names}
+
+
+def _parameters(product: AbstractProduct, args: tuple, kwargs: dict) -> PyTree:
     """The shapes and dtypes of the differentiated leaves."""
-    diff, _ = Objective(where, filter_spec).real_parameters(args, kwargs)
+    diff, _ = product.real_parameters(args, kwargs)
     return jax.eval_shape(lambda: diff)
 
 
@@ -118,53 +131,22 @@ class HessianOperator(_AbstractCurvatureOperator):
         ```
     """
 
-    fun: Callable
     args: tuple
     kwargs: dict[str, Any]
     tags: frozenset = eqx.field(static=True)
-    _settings: dict[str, Any]
+    _product: Any
     _parameters: PyTree = eqx.field(static=True)
 
     @checked
-    def __init__(
-        self,
-        fun: Callable,
-        /,
-        *args: Any,
-        in_axes: PyTree = None,
-        microbatch_size: int | MemoryBudget | None = None,
-        accumulator: Sum | Mean = Mean(),
-        where: Callable[[Any], Any] | None = None,
-        filter_spec: PyTree = eqx.is_inexact_array,
-        checkpoint: bool = False,
-        mode: Mode = "auto",
-        tags: Any = (),
-        **kwargs: Any,
-    ):
-        self.fun, self.args, self.kwargs = fun, args, kwargs
+    def __init__(self, fun: Callable, /, *args: Any, tags: Any = (), **kwargs: Any):
+        settings, self.kwargs = _split(AbstractHVP, kwargs)
+        self._product, self.args = filter_hvp(fun, **settings), args
+        self._parameters = _parameters(self._product, args, self.kwargs)
         self.tags = as_tags(tags)
-        settings = {
-            "in_axes": in_axes,
-            "microbatch_size": microbatch_size,
-            "accumulator": accumulator,
-            "where": where,
-            "filter_spec": filter_spec,
-            "checkpoint": checkpoint,
-            "mode": mode,
-        }
-        self._settings = python_settings(settings)
-        self._parameters = _parameters(args, kwargs, where, filter_spec)
 
-    def _product(self) -> Callable[..., PyTree]:
-        return filter_hvp(self.fun, **self._settings)
-
-    def _matrix(self, **settings: Any) -> Callable[..., Any]:
-        return filter_hessian(self.fun, **settings, **self._settings)
-
-    @checked
-    def diagonal(self) -> Inexact[Array, " n"]:
-        diagonal = filter_hessian_diagonal(self.fun, flat=True, **self._settings)
-        return diagonal(*self.args, **self.kwargs)[0]
+    @property
+    def _transforms(self) -> tuple[Callable, Callable]:
+        return filter_hessian, filter_hessian_diagonal
 
 
 class GGNOperator(_AbstractCurvatureOperator):
@@ -198,12 +180,10 @@ class GGNOperator(_AbstractCurvatureOperator):
         ```
     """
 
-    fun: Callable
-    loss: Callable
     args: tuple
     kwargs: dict[str, Any]
     tags: frozenset = eqx.field(static=True)
-    _settings: dict[str, Any]
+    _product: Any
     _parameters: PyTree = eqx.field(static=True)
 
     @checked
@@ -213,41 +193,19 @@ class GGNOperator(_AbstractCurvatureOperator):
         loss: Callable,
         /,
         *args: Any,
-        in_axes: PyTree = None,
-        microbatch_size: int | MemoryBudget | None = None,
-        accumulator: Sum | Mean = Mean(),
-        where: Callable[[Any], Any] | None = None,
-        filter_spec: PyTree = eqx.is_inexact_array,
-        checkpoint: bool = False,
         is_convex: bool = False,
         tags: Any = (),
         **kwargs: Any,
     ):
-        self.fun, self.loss, self.args, self.kwargs = fun, loss, args, kwargs
+        settings, self.kwargs = _split(GGNVP, kwargs)
+        self._product, self.args = filter_ggnvp(fun, loss, **settings), args
+        self._parameters = _parameters(self._product, args, self.kwargs)
         convex = {lineax.positive_semidefinite_tag} if is_convex else set()
         self.tags = as_tags(tags) | convex
-        settings = {
-            "in_axes": in_axes,
-            "microbatch_size": microbatch_size,
-            "accumulator": accumulator,
-            "where": where,
-            "filter_spec": filter_spec,
-            "checkpoint": checkpoint,
-        }
-        self._settings = python_settings(settings)
-        self._parameters = _parameters(args, kwargs, where, filter_spec)
 
-    def _product(self) -> Callable[..., PyTree]:
-        return filter_ggnvp(self.fun, self.loss, **self._settings)
-
-    def _matrix(self, **settings: Any) -> Callable[..., Any]:
-        return filter_ggn(self.fun, self.loss, **settings, **self._settings)
-
-    @checked
-    def diagonal(self) -> Inexact[Array, " n"]:
-        settings = {**self._settings, "flat": True}
-        diagonal = filter_ggn_diagonal(self.fun, self.loss, **settings)
-        return diagonal(*self.args, **self.kwargs)[0]
+    @property
+    def _transforms(self) -> tuple[Callable, Callable]:
+        return filter_ggn, filter_ggn_diagonal
 
 
 @lineax.materialise.register(_Operator)

@@ -12,14 +12,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
+from .._base.checks import AnyArray, check_types, checked
 from .._base.cpu import mirrored, places
 from .._base.dtypes import common_dtype, is_complex
-from .._base.shapes import AnyArray, Arranged, checked, Contract, Joined
 from .._base.trees import shown
 from .site_blocks import Pair
 
 
 _Tree = TypeVar("_Tree")
+
+
+# Anything with a shape and a dtype.
+_Arranged = Shaped[AnyArray | jax.ShapeDtypeStruct, "..."]
 
 
 class Unravel(eqx.Module, Generic[_Tree]):
@@ -54,7 +58,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
     treedef: Any = eqx.field(static=True)
 
     def __init__(self, tree: _Tree):
-        _UNRAVEL.begin().check("tree", tree, always=True)
+        check_types({"tree": tree}, {"tree": PyTree[_Arranged]})
         leaves, self.treedef = jtu.tree_flatten(tree)
         self.structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
 
@@ -68,8 +72,8 @@ class Unravel(eqx.Module, Generic[_Tree]):
         return common_dtype(*(struct.dtype for struct in self.structs))
 
     def __call__(self, vector: Inexact[Array, "*batch n"]) -> _Tree:
-        call = _UNRAVEL.begin(n=sum(self.sizes))
-        call.check("vector", vector, always=True)
+        hint = Inexact[AnyArray, f"*batch {sum(self.sizes)}"]
+        check_types({"vector": vector}, {"vector": hint})
         vector = jnp.asarray(vector)
         if is_complex(vector) and not jnp.issubdtype(self.dtype, jnp.complexfloating):
             raise TypeError(
@@ -90,42 +94,6 @@ class Unravel(eqx.Module, Generic[_Tree]):
             vector[..., end - struct.size : end].reshape((*lead, *struct.shape))
             for end, struct in zip(ends, self.structs, strict=True)
         ]
-
-
-_SECOND = (
-    "filter_ggn",
-    "filter_ggn_blocks",
-    "filter_hessian",
-    "filter_hessian_blocks",
-    "hessian_to_pytree",
-)
-
-
-# The block of two leaves: the axes of the first, then those of the second.
-_BLOCK = Contract(
-    {"block of two leaves": Joined(Inexact, "*a *b"), "flat": Inexact[Array, "n n"]},
-    of=_SECOND,
-)
-
-
-_DIAGONAL = Contract(
-    {
-        "x": PyTree[Inexact[AnyArray, "?*a"], "parameters"],
-        "diagonal": PyTree[Inexact[Array, "?*a"], "parameters"],
-        "flat": Inexact[Array, " n"],
-    },
-    of=["filter_ggn_diagonal", "filter_hessian_diagonal"],
-)
-
-
-_UNRAVEL = Contract(
-    {
-        "tree": PyTree[Shaped[Arranged, "..."]],
-        "vector": Inexact[AnyArray, "*batch n"],
-    },
-    {"vector": "Its last axis must have the entries of the parameters."},
-    of=["Unravel"],
-)
 
 
 def all_pairs(leaves: Sequence) -> list[Pair]:
@@ -150,17 +118,13 @@ def square(
         elif row > column:
             x = x.T
         shape = (*leaves[row].shape, *leaves[column].shape)
-        x = x.reshape(shape).astype(leaves[row].dtype)
-        call = _BLOCK.begin(a=leaves[row].shape, b=leaves[column].shape)
-        call.check("block of two leaves", x)
-        return x
+        return x.reshape(shape).astype(leaves[row].dtype)
 
     num = range(len(leaves))
     rows = [jtu.tree_unflatten(treedef, [block(i, j) for j in num]) for i in num]
     return jtu.tree_unflatten(treedef, rows)
 
 
-@checked
 def flat_square(
     blocks: dict[Pair, Array], leaves: Sequence, *, is_whole: bool = False
 ) -> Inexact[Array, "n n"]:
@@ -179,8 +143,8 @@ def flat_square(
     at_run_time = places(starts, first.ravel()[:1])
     for (row, column), block in blocks.items():
         block = block.reshape(sizes[row], sizes[column]).astype(dtype)
-        at = (at_run_time[row], at_run_time[column])
-        matrix = lax.dynamic_update_slice(matrix, block, at)
+        corner = (at_run_time[row], at_run_time[column])
+        matrix = lax.dynamic_update_slice(matrix, block, corner)
     return mirrored(matrix)
 
 
@@ -225,8 +189,8 @@ def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTre
     diff = eqx.filter(x, eqx.is_inexact_array)
     if not jtu.tree_leaves(diff):
         raise ValueError(
-            f"`x` has no arrays of an inexact dtype; got {shown(x)}. Give the "
-            "parameters that the matrix is of."
+            f"`x` has no arrays of an inexact dtype; got {shown(x)}. Pass the "
+            "parameters that the matrix belongs to."
         )
     unravel = Unravel(diff)
     n = sum(unravel.sizes)
@@ -277,18 +241,12 @@ def arranged(
             for i, x in enumerate(leaves)
         ]
         if flat:
-            vector = jnp.concatenate([x.ravel() for x in entries])
-            _DIAGONAL.begin(n=sum(unravel.sizes)).check("flat", vector)
-            return vector, unravel
-        diagonal = jtu.tree_unflatten(treedef, entries)
-        call = _DIAGONAL.begin()
-        call.check("x", diff)
-        call.check("diagonal", diagonal)
-        return diagonal
+            return jnp.concatenate([x.ravel() for x in entries]), unravel
+        return jtu.tree_unflatten(treedef, entries)
     parts, outer = jtu.tree_flatten(diff, is_leaf=is_block)
     results = []
-    for start, own_part in zip(part_starts(parts), parts, strict=True):
-        leaves_of_part, inner = jtu.tree_flatten(own_part)
+    for start, tree in zip(part_starts(parts), parts, strict=True):
+        leaves_of_part, inner = jtu.tree_flatten(tree)
         blocks = {
             pair: pairs[pair[0] + start, pair[1] + start]
             for pair in all_pairs(leaves_of_part)
@@ -296,7 +254,7 @@ def arranged(
         if flat:
             # A part without differentiated leaves has no matrix.
             pair = (
-                (flat_square(blocks, leaves_of_part), Unravel(own_part))
+                (flat_square(blocks, leaves_of_part), Unravel(tree))
                 if leaves_of_part
                 else None
             )

@@ -33,7 +33,7 @@ _LEAST_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class RequestedBlocks:
     """The requested blocks of a Hessian.
 
     - `pairs`: pairs of leaf indices. The block of a pair has the axes of its first
@@ -49,11 +49,11 @@ class Wanted:
     def leaves(self) -> set[int]:
         return {leaf for pair in self.pairs for leaf in pair}
 
-    def among(self, leaves: Iterable[int]) -> "Wanted":
+    def among(self, leaves: Iterable[int]) -> "RequestedBlocks":
         """The requested blocks of pairs of these leaves."""
         chosen = set(leaves)
         pairs = [pair for pair in self.pairs if chosen.issuperset(pair)]
-        return Wanted(pairs, self.is_diagonal)
+        return RequestedBlocks(pairs, self.is_diagonal)
 
 
 # Pairs of leaves that are alike are contracted together if there are at least this
@@ -148,13 +148,13 @@ class Blocks:
         self,
         program: Program,
         leaves: list,
-        wanted: Wanted,
+        requested: RequestedBlocks,
         kind: Callable[[Site, Site], Hashable],
     ):
-        self.program, self.leaves, self.wanted = program, leaves, wanted
-        families = {leaf: self._family(leaf) for leaf in wanted.leaves}
+        self.program, self.leaves, self.requested = program, leaves, requested
+        families = {leaf: self._family(leaf) for leaf in requested.leaves}
         alike: dict[Hashable, list[Pair]] = {}
-        for pair in wanted.pairs:
+        for pair in requested.pairs:
             first, second = pair
             kinds = tuple(itertools.starmap(kind, self._uses(pair)))
             key = (families[first], families[second], kinds)
@@ -219,13 +219,13 @@ class Blocks:
 
     def _num_bytes(self, pairs: list[Pair]) -> int:
         first, second = (self.leaves[leaf] for leaf in pairs[0])
-        entries = first.size * (1 if self.wanted.is_diagonal else second.size)
+        entries = first.size * (1 if self.requested.is_diagonal else second.size)
         return len(pairs) * entries * first.dtype.itemsize
 
     def _sum(self, pairs: list[Pair], terms: Terms, values: list) -> Array:
         first, second = (self.leaves[leaf] for leaf in pairs[0])
         shape = first.shape
-        if not self.wanted.is_diagonal:
+        if not self.requested.is_diagonal:
             shape = (*shape, *second.shape)
         dtype = common_dtype(jnp.float32, first.dtype, second.dtype)
         total = jnp.zeros((len(pairs), *shape), dtype)
@@ -258,7 +258,7 @@ class Blocks:
             labels = [
                 {
                     name: _of_side(label, side)
-                    if label[0] == "view" or not self.wanted.is_diagonal
+                    if label[0] == "view" or not self.requested.is_diagonal
                     else label
                     for name, label in names.items()
                 }
@@ -283,7 +283,7 @@ class Blocks:
         site, other = use
         block = block * (scale_of(site) * scale_of(other))
         structs = [self.leaves[site.leaf], self.leaves[other.leaf]]
-        if self.wanted.is_diagonal:
+        if self.requested.is_diagonal:
             return _diagonal_of(block, (site, other), structs[0], values)
         views = [
             struct if is_lettered(use) else use.view.struct(struct, values)

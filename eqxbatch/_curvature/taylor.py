@@ -10,19 +10,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, PyTree
 
-from .._base.shapes import AnyArray, checked, Contract
-from .._base.trees import described, shown
+from .._base.checks import check_at_least, check_callable, check_types
+from .._base.trees import shown
 
 
 _Out = TypeVar("_Out")
-
-
-_EXPANSION = Contract(
-    dict.fromkeys(("centre", "model"), PyTree[Inexact[AnyArray, "?*parameter"]]),
-    {"model": "Its arrays must have the shapes of those that were expanded."},
-)
 
 
 class TaylorExpansion(eqx.Module, Generic[_Out]):
@@ -46,14 +40,11 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
         """
         start, static = eqx.partition(self._centre, eqx.is_inexact_array)
         end = eqx.filter(model, eqx.is_inexact_array)
-        if jtu.tree_structure(start) != jtu.tree_structure(end):
+        if _form(start) != _form(end):
             raise ValueError(
-                "`model` must have the structure of the model that was expanded, "
-                f"{shown(start)}; got {shown(end)}."
+                "`model` must have the structure and shapes of the model that was "
+                f"expanded, {shown(start)}; got {shown(end)}."
             )
-        call = _EXPANSION.begin()
-        call.check("centre", start, always=True)
-        call.check("model", end, always=True)
 
         def along(t: Array) -> tuple[list[PyTree], PyTree]:
             move = lambda a, b: a + t.astype(a.dtype) * (b - a)
@@ -76,16 +67,19 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
             return next_one
 
         one = jnp.ones((), jnp.float32)
-        found, rest = derivatives(self._degree)(jnp.zeros((), jnp.float32))
+        values, rest = derivatives(self._degree)(jnp.zeros((), jnp.float32))
         terms = [
             jtu.tree_map(lambda x, k=k: x / float(math.factorial(k)), term)
-            for k, term in enumerate(found)
+            for k, term in enumerate(values)
         ]
         total = functools.reduce(lambda a, b: jtu.tree_map(jnp.add, a, b), terms)
         return eqx.combine(total, rest)
 
 
-@checked
+def _form(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
+    return jtu.tree_structure(tree), [x.shape for x in jtu.tree_leaves(tree)]
+
+
 def filter_taylor_expand(
     model: Callable[..., _Out], degree: int
 ) -> TaylorExpansion[_Out]:
@@ -120,10 +114,9 @@ def filter_taylor_expand(
 
     The counterpart of `neural_tangents.taylor_expand` for callable PyTrees.
     """
-    if degree < 0:
-        raise ValueError(f"`degree` must be at least 0; got {degree}.")
-    if not callable(model):
-        raise TypeError(f"`model` must be callable; got {described(model)}.")
+    check_callable("model", model)
+    check_types({"degree": degree}, {"degree": int})
+    check_at_least("degree", degree, 0)
     return TaylorExpansion(model, operator.index(degree))
 
 

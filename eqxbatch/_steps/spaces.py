@@ -14,7 +14,7 @@ from .._base.dtypes import as_complex, as_real, widened
 from .._base.mesh import error_if
 from .._base.trees import import_extra
 from .._batch.moments import Sum
-from .._curvature.ggn import filter_ggn
+from .._curvature.curvature_matrices import filter_ggn
 from .sample_space import SampleKernel
 from .terms import CentredTerm, in_range, Residuals, Term
 

@@ -236,14 +236,14 @@ class TestBadInput:
             self.hessian(total, jnp.ones(2, complex))
 
     def test_settings(self, unchecked):
-        with pytest.raises(ValueError, match="Give one of them"):
+        with pytest.raises(ValueError, match="exclude each other"):
             filter_hessian(jnp.sum, block_size=2, num_blocks=2)
         for name in ("block_size", "num_blocks"):
             with pytest.raises(ValueError, match=f"`{name}` must be at least 1; got 0"):
                 filter_hessian(jnp.sum, **{name: 0})
-            with pytest.raises(TypeError, match=f"`{name}` must be an int"):
+            with pytest.raises(TypeError, match=f"`{name}` must be int"):
                 filter_hessian(jnp.sum, **{name: 1.5})
-        with pytest.raises(TypeError, match="Give the `MemoryBudget` as `block_size`"):
+        with pytest.raises(TypeError, match=r"`num_blocks` must be int . None; got"):
             filter_hessian(jnp.sum, num_blocks=MemoryBudget())
         with pytest.raises(ValueError, match="`method` must be one of"):
             filter_hessian(jnp.sum, method="magic")
@@ -254,14 +254,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match="forward mode; got `mode='rev'`"):
             filter_hessian(jnp.sum, method="sites", mode="rev")
         for transform in (filter_hessian, filter_hvp):
-            with pytest.raises(ValueError, match="`microbatch_size` is about a batch"):
+            with pytest.raises(ValueError, match="`microbatch_size` needs a batch"):
                 transform(jnp.sum, microbatch_size=2)
             with pytest.raises(ValueError, match=r"but `in_axes` is None.*`weights`"):
                 transform(jnp.sum, accumulator=Mean(weights=jnp.ones(1)))
-            with pytest.raises(TypeError, match="must be a Sum or a Mean"):
+            with pytest.raises(TypeError, match=r"`accumulator` must be Sum . Mean"):
                 transform(jnp.sum, accumulator=Variance())
         for transform in (filter_ggn, filter_ggnvp):
-            with pytest.raises(TypeError, match="`loss` must be a function"):
+            with pytest.raises(TypeError, match="`loss` must be Callable"):
                 transform(jnp.sum, None)
         with pytest.raises(TypeError, match="`fun` must be callable"):
             filter_hessian(3)
@@ -285,7 +285,7 @@ class TestBadInput:
         for vector in ({"b": jnp.ones(3)}, {"a": jnp.ones(2)}, {"a": 1.0}, None):
             with pytest.raises(ValueError, match="what is differentiated"):
                 hvp(w, vector, x)
-        with pytest.raises(ValueError, match="got 1 positional"):
+        with pytest.raises(TypeError, match="argument: 'vector'"):
             hvp(w)
 
     def test_budget_that_is_too_small(self, getkey):

@@ -580,8 +580,8 @@ class TestRefused:
         for settings, error, match in (
             (
                 {"weight_sharing": "none"},
-                TypeError,
-                "`weight_sharing` must be 'expand'",
+                ValueError,
+                "`weight_sharing` must be one of",
             ),
             ({"in_axes": None}, ValueError, "`in_axes` must say"),
             ({"fisher": "mc"}, ValueError, "give it a `key`"),

@@ -141,9 +141,9 @@ class TestOperator:
         with pytest.raises(RuntimeError, match=r"singular.*damping"):
             eqx.filter_jit(lambda x: x.logdet())(singular)
         other = eqx.nn.MLP(3, 2, 5, 1, key=jr.key(0))
-        with pytest.raises(ValueError, match=r"factors are of.*got"):
+        with pytest.raises(ValueError, match=r"factors belong to.*got"):
             singular.mv(eqx.filter(other, eqx.is_inexact_array))
-        with pytest.raises(ValueError, match=r"factors are of.*got"):
+        with pytest.raises(ValueError, match=r"factors belong to.*got"):
             singular.mv(known.model)
         concave = filter_kfac(
             predict(known), lambda out, x, y: -jnp.sum(out**2), in_axes=0

@@ -83,7 +83,6 @@ number: int = filter_micro_vmap(scaled)(x, 2.0)  # pyright: ignore[reportAssignm
 gradient: Array = grad(model, x, y)  # pyright: ignore[reportAssignmentType]
 weights = grad(model, x, y).weights  # pyright: ignore[reportAttributeAccessIssue]
 value, gradient_of_model, aux = filter_micro_value_and_grad(loss)(model, x, y)  # pyright: ignore[reportAssignmentType]
-matrix: Array = filter_hessian(loss, flat=True)(model, x, y)  # pyright: ignore[reportAssignmentType]
 
 
 # Settings of another type, or of another name.
@@ -113,7 +112,5 @@ EmpiricalNTK(x)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_micro_vmap(2)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_micro_grad(loss_with_aux)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_micro_grad(loss, has_aux=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
-filter_hessian(loss_with_aux)  # pyright: ignore[reportArgumentType, reportCallIssue]
-filter_ggn(outputs, jnp.sum, fisher="exact")  # pyright: ignore[reportArgumentType]
-filter_ggn(outputs)  # pyright: ignore[reportCallIssue]
-filter_ggn(outputs, lambda out: "loss")  # pyright: ignore[reportArgumentType]
+filter_ggn(outputs, jnp.sum, fisher="exact")  # pyright: ignore[reportArgumentType, reportCallIssue]
+filter_ggn(outputs, lambda out: "loss")  # pyright: ignore[reportArgumentType, reportCallIssue]

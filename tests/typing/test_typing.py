@@ -14,7 +14,6 @@ import pytest
 from beartype.door import is_bearable
 
 import eqxbatch
-from eqxbatch._curvature import curvature_signatures as curvature, ggn_signatures as ggn
 from eqxbatch._gradients import gradient_signatures as gradients
 from eqxbatch._maps import map_signatures as maps
 from eqxbatch._ntk import estimator_signatures as estimators
@@ -27,24 +26,12 @@ PROGRAMS = sorted(HERE.glob("*_types.py"))
 SIGNATURES = {
     "filter_gauss_newton_step": steps.StepSignature,
     "filter_batch_kernel": kernels.BatchKernelSignature,
-    "filter_ggn": ggn.GGNSignature,
-    "filter_ggn_blocks": ggn.GGNBlocksSignature,
-    "filter_ggn_diagonal": ggn.GGNDiagonalSignature,
-    "filter_kfac": ggn.KFACSignature,
-    "filter_ggnvp": curvature.GGNProductSignature,
     "filter_grid_vmap": maps.GridVmapSignature,
-    "filter_hessian": curvature.HessianSignature,
-    "filter_hessian_blocks": curvature.HessianBlocksSignature,
-    "filter_hessian_diagonal": curvature.DiagonalSignature,
-    "filter_hvp": curvature.ProductSignature,
-    "filter_jacobian": curvature.JacobianSignature,
     "filter_micro_grad": gradients.MicroGradSignature,
     "filter_micro_value_and_grad": gradients.MicroValueAndGradSignature,
     "filter_micro_vmap": maps.MicroVmapSignature,
     "filter_microbatch": maps.MicrobatchSignature,
 }
-# These have no signature, as they are no transforms that can be decorators.
-OTHERS = ("filter_linearize", "filter_taylor_expand")
 
 
 def overloads(signature):
@@ -63,12 +50,6 @@ def parameters(overload):
     """The names that an overload takes, with those of its settings."""
     names = {*inspect.signature(overload).parameters} - {"self", "settings"}
     return names | {*settings(overload).__annotations__}
-
-
-@pytest.mark.quick
-def test_every_transform_has_a_signature():
-    names = {name for name in vars(eqxbatch) if name.startswith("filter_")}
-    assert names == {*SIGNATURES, *OTHERS}
 
 
 @pytest.mark.quick

@@ -251,7 +251,7 @@ SETTINGS += [
         "filter_ggn",
         lambda: eqxbatch.filter_ggn(of_one, 32),
         TypeError,
-        "`loss` must be a function .*got 32 .*Give settings by keyword",
+        "`loss` must be Callable; got 32 of type int",
     ),
 ]
 

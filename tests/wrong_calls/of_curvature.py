@@ -69,7 +69,7 @@ CURVATURE = [
         "filter_hessian",
         lambda: hessian(block_size=1.5),
         TypeError,
-        "`block_size` must be an int",
+        "`block_size` must be int",
     ),
     Case(
         "filter_hessian",
@@ -105,7 +105,7 @@ CURVATURE = [
         "filter_hessian_diagonal",
         lambda: diagonal(num_blocks="2"),
         TypeError,
-        "`num_blocks` must be an int",
+        "`num_blocks` must be int",
     ),
     Case(
         "filter_hessian_diagonal",
@@ -178,7 +178,7 @@ CURVATURE = [
         "filter_ggn",
         lambda: eqxbatch.filter_ggn(outputs, 3.0),
         TypeError,
-        "`loss` must be a function",
+        "`loss` must be Callable",
     ),
     Case(
         "filter_ggn", lambda: ggn(flat="no"), TypeError, "`flat` must be bool; got 'no'"
@@ -192,8 +192,8 @@ CURVATURE = [
     Case(
         "filter_ggn_diagonal",
         lambda: ggn_diagonal(fisher="exact"),
-        TypeError,
-        "`fisher` must be 'type-2' | 'mc' | 'empirical'; got 'exact'",
+        ValueError,
+        r"`fisher` must be one of \('type-2', 'mc', 'empirical'\); got 'exact'",
     ),
     Case(
         "filter_ggn_diagonal",
@@ -237,8 +237,8 @@ CURVATURE = [
     Case(
         "filter_kfac",
         lambda: kfac(in_axes=0, weight_sharing="all"),
-        TypeError,
-        "`weight_sharing` must be 'expand' | 'reduce'; got 'all'",
+        ValueError,
+        r"`weight_sharing` must be one of \('expand', 'reduce'\); got 'all'",
     ),
     Case(
         "filter_kfac",
@@ -305,7 +305,7 @@ CURVATURE = [
         "Unravel",
         lambda: unravel(jnp.ones(6)),
         ValueError,
-        r'`vector` must be .*"\*batch n".* with n=7; got an array of shape \(6,\)',
+        r'`vector` must be .*"\*batch 7".; got an array of shape \(6,\)',
     ),
     Case(
         "Unravel",
@@ -374,13 +374,13 @@ CURVATURE = [
         "filter_linearize",
         lambda: eqxbatch.filter_linearize(w),
         TypeError,
-        "`model` must be Callable",
+        "`model` must be callable",
     ),
     Case(
         "filter_linearize",
         lambda: expansion(wide, w),
         ValueError,
-        r"`model` must be .*parameter=\(4, 2\).*got an array of shape \(5, 2\)",
+        r"`model` must have the .*shapes.*shape \(4, 2\).*got .*shape \(5, 2\)",
     ),
     Case(
         "filter_taylor_expand",
