@@ -53,8 +53,11 @@ from ._gradients.ways import (
     GradientMoments as GradientMoments,
     GradientStatistics as GradientStatistics,
 )
-from ._maps.grid_axes import grid as grid, GridAxis as GridAxis
-from ._maps.grid_vmap import filter_grid_vmap as filter_grid_vmap
+from ._maps.grid_vmap import (
+    filter_grid_vmap as filter_grid_vmap,
+    grid as grid,
+    GridAxis as GridAxis,
+)
 from ._maps.micro_vmap import filter_micro_vmap as filter_micro_vmap
 from ._maps.microbatch import filter_microbatch as filter_microbatch
 from ._ntk.approximate import (

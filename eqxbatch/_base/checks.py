@@ -139,6 +139,8 @@ def _is_bearable(value: Any, hint: Any) -> bool:
             return False
         entries = arguments[:1] * len(value) if is_open else arguments
         return len(entries) == len(value) and all(map(fits, value, entries))
+    if origin is dict and isinstance(value, dict):
+        return all(fits(pair, tuple[arguments]) for pair in value.items())
     # Importing beartype takes longer than most checks.
     from beartype.door import is_bearable
 

@@ -6,6 +6,7 @@ follow from the fields.
 """
 
 import abc
+import collections
 import dataclasses
 import functools
 import inspect
@@ -344,6 +345,8 @@ def _of_setting(value: Any) -> str:
     if eqx.is_array(value):
         return f"{value.dtype}{[*value.shape]}"
     has_arrays = any(map(eqx.is_array, jtu.tree_leaves(value)))
+    if isinstance(value, collections.OrderedDict):
+        value = dict(value)
     return f"{type(value).__name__}(...)" if has_arrays else shown(value)
 
 

@@ -1,380 +1,113 @@
 """`filter_grid_vmap`: maps a function over every combination of its arguments."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast, ClassVar, TYPE_CHECKING
+from typing import Any, Generic
 
 import equinox as eqx
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, PyTree
 
+from .._base.checks import check_fields, checked
 from .._base.mesh import spec_of
 from .._base.mistakes import has_numbers, is_one_key, key_remedy, NUMBERS
-from .._base.shapes import Arranged, Contract
 from .._base.trees import described, match_prefix
 from .._batch.accumulators import Concat
 from .._batch.cut import argument_specs, leaf_name, positional_names
-from .._batch.memory import check_size, MemoryBudget, resolve_size
-from .._batch.slots import canonicalise, is_accumulator
-from .._batch.transform import (
+from .._batch.declare import (
     AbstractAutoSharded,
     also_decorator,
-    transformed,
+    Out,
+    P,
+    run_compiled,
+    Size,
 )
-from .grid_axes import as_axis, GridAxis, is_grid_axis
+from .._batch.memory import resolve_size
+from .._batch.slots import canonicalise, is_accumulator
 from .micro_vmap import MicroVmap
 
 
-if TYPE_CHECKING:
-    from .._batch.signatures import Typed
-    from .map_signatures import GridVmapSignature
+class GridAxis(eqx.Module):
+    """What [`eqxbatch.grid`][] returns.
 
-
-# Grid axes come first; arrays on the same grid axis have the same length there.
-ON_GRID = Contract(
-    {"arrays on the axes i and j of the grid": Shaped[Arranged, "i j ..."]},
-    of=["filter_grid_vmap"],
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Level:
-    """One of the nested loops.
-
-    - `position`: the position of its axis in the results; None if it is reduced.
-    - `outer`: the positions of the enclosing loops' axes that are kept.
+    - `names`: the names of the grid axes.
+    - `axes`: for each name, the axis of the argument's arrays.
     """
 
-    name: str
-    size: int
-    accumulator: PyTree
-    position: int | None
-    outer: tuple[int, ...]
-
-    def out_axis(self, leaf: Any) -> int | None:
-        """The position of the axis in the results of this loop; `leaf` lacks it."""
-        if not eqx.is_array(leaf):
-            return None
-        if self.position is None:
-            return 0
-        ndim = leaf.ndim + 1 + len(self.outer)
-        found = [
-            _in_range(position, ndim, leaf.shape)
-            for position in (self.position, *self.outer)
-        ]
-        if len({*found}) < len(found):
-            raise ValueError(
-                f"`out_axes` puts two grid axes, '{self.name}' among them, at one "
-                f"place of an output that has {ndim} axes."
-            )
-        return found[0] - sum(outer < found[0] for outer in found[1:])
-
-
-def _in_range(position: int, ndim: int, shape: tuple[int, ...]) -> int:
-    if not -ndim <= position < ndim:
-        raise ValueError(
-            f"`out_axes` puts a grid axis at {position}, which is out of range: with "
-            f"all of them, the output has {ndim} axes (for the loops inside, its "
-            f"shape is {shape})."
-        )
-    return position % ndim
-
-
-class _GridVmap(AbstractAutoSharded):
-    is_compiled: ClassVar[bool] = True
-    takes_instance: ClassVar[bool] = True
-    in_axes: PyTree
-    places: Any = eqx.field(static=True)
-    # Pairs, because JAX would sort a dict.
     names: tuple[str, ...] = eqx.field(static=True)
-    accumulators: tuple[PyTree, ...]
-    block_size: int | MemoryBudget | None = eqx.field(static=True)
-    checkpoint: bool = eqx.field(static=True)
+    axes: tuple[int, ...] = eqx.field(static=True)
 
-    def specs(self, call: Any, out: PyTree) -> PyTree:
-        fun, args, kwargs = call
-        places = self._places(fun, args, kwargs)
-        sizes = _sizes(fun, (args, kwargs), places)
-        spread = {
-            name: entry
-            for leaf, place in zip(jtu.tree_leaves((args, kwargs)), places, strict=True)
-            for name, axis in place.items()
-            for entry in [*spec_of(leaf)][axis : axis + 1]
-            if entry is not None
-        }
-
-        def spec(x: Array) -> PartitionSpec:
-            entries: list = [None] * x.ndim
-            for level in self._levels(sizes):
-                if level.position is not None and level.name in spread:
-                    entries[level.position] = spread[level.name]
-            return PartitionSpec(*entries)
-
-        return jtu.tree_map(spec, eqx.filter(out, eqx.is_array))
-
-    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        call = (args, kwargs)
-        places = self._places(fun, args, kwargs)
-        sizes = _sizes(fun, call, places)
-        for axes in jtu.tree_leaves(self.in_axes, is_leaf=is_grid_axis):
-            for name in axes.names:
-                if name not in sizes:
-                    raise ValueError(
-                        f"`in_axes` names the grid axis {name!r}, but its argument has "
-                        "no arrays. Give arrays, not Python numbers or lists."
-                    )
-        levels = self._levels(sizes)
-
-        def run_with(size: int) -> Callable[[tuple], Any]:
-            def run(operands: tuple) -> Any:
-                transform, *call = operands
-                return dataclasses.replace(transform, block_size=size).apply(*call)
-
-            return run
-
-        operands = (self, fun, args, kwargs)
-        total = math.prod(sizes.values())
-        room = resolve_size(self.block_size, total, run_with, operands)
-        leaves, treedef = jtu.tree_flatten(call)
-        mapped = [x for x, place in zip(leaves, places, strict=True) if place]
-        axes = [place for place in places if place]
-
-        def of_one(arrays: list) -> Any:
-            remaining = list(arrays)
-            pairs = zip(leaves, places, strict=True)
-            filled = [remaining.pop(0) if place else x for x, place in pairs]
-            args, kwargs = jtu.tree_unflatten(treedef, filled)
-            return fun(*args, **kwargs)
-
-        # A block contains the innermost axes as a whole, so that what depends only on
-        # the others is computed once for all of them.
-        over = of_one
-        for level in reversed(levels):
-            number = max(min(level.size, room), 1)
-            room //= number
-            over = self._mapped(over, level, axes, levels, number)
-        return over(mapped)
-
-    def _mapped(
-        self,
-        fun: Callable[[list], Any],
-        level: _Level,
-        axes: list[dict[str, int]],
-        levels: list[_Level],
-        size: int,
-    ) -> Callable[[list], Any]:
-        outer = {other.name for other in levels[: levels.index(level)]}
-        transform = MicroVmap(
-            fun,
-            in_axes=([_axis_within(place, level.name, outer) for place in axes],),
-            out_axes=level.out_axis,
-            accumulator=level.accumulator,
-            microbatch_size=size,
-            checkpoint=self.checkpoint and size < level.size,
-        )
-        return lambda arrays: transform.apply((arrays,), {}, if_whole=None)
-
-    def _places(
-        self, fun: Callable, args: tuple, kwargs: dict[str, Any]
-    ) -> list[dict[str, int]]:
-        """For each leaf, which of its axes are grid axes."""
-        specs = argument_specs(fun, self.in_axes, args, kwargs, None)
-        found = match_prefix(
-            "in_axes",
-            specs,
-            (args, kwargs),
-            "a PyTree prefix of the arguments, with `grid(name, axis)` or None for "
-            "each part",
-            is_leaf=lambda x: x is None or is_grid_axis(x),
-        )
-        names = positional_names(fun, len(args))
-        places: list[dict[str, int]] = []
-        for path, axes, part in found:
-            if axes is not None and not is_grid_axis(axes):
-                raise TypeError(
-                    "`in_axes` must consist of `grid(name, axis)` and None; got "
-                    f"{described(axes)}."
-                )
-            for sub, leaf in jtu.tree_leaves_with_path(part):
-                if axes is None or not eqx.is_array(leaf):
-                    places.append({})
-                    continue
-                name = leaf_name((*path, *sub), names)
-                places.append(_place_of(name, axes, leaf))
-        return places
-
-    def _levels(self, sizes: dict[str, int]) -> list[_Level]:
-        """The loops, outermost first."""
-        reduced = {}
-        for name, accumulator in zip(self.names, self.accumulators, strict=True):
-            _check_name("accumulator", name, sizes)
-            if not _keeps_rows(name, accumulator):
-                reduced[name] = accumulator
-        kept = [name for name in sizes if name not in reduced]
-        positions = _positions(self.places, kept, sizes)
-        kept.sort(key=lambda name: (positions[name] < 0, positions[name]))
-        levels = [
-            _Level(
-                name,
-                sizes[name],
-                Concat(),
-                positions[name],
-                tuple(positions[outer] for outer in kept[:number]),
-            )
-            for number, name in enumerate(kept)
-        ]
-        # The first name is accumulated first.
-        for name, accumulator in reversed(reduced.items()):
-            levels.append(_Level(name, sizes[name], accumulator, None, ()))
-        return levels
+    def __check_init__(self) -> None:
+        check_fields(self)
 
 
-def _place_of(name: str, axes: GridAxis, leaf: Any) -> dict[str, int]:
-    place = {}
-    for grid_axis, axis in zip(axes.names, axes.axes, strict=True):
-        if not -leaf.ndim <= axis < leaf.ndim:
-            raise ValueError(
-                f"`in_axes` says that axis {axis} of {name} is the grid axis "
-                f"'{grid_axis}', which is out of range for its shape {leaf.shape}."
-                f"{f' {key_remedy(name, None)}' if is_one_key(leaf) else ''}"
-            )
-        place[grid_axis] = axis % leaf.ndim
-    if len({*place.values()}) < len(place):
+@checked
+def grid(name: str | Sequence[str], axis: int | Sequence[int] = 0) -> GridAxis:
+    """Assigns an argument of [`eqxbatch.filter_grid_vmap`][] to an axis of the grid.
+
+    **Arguments:**
+
+    - `name`: the name of the grid axis, or a tuple of names for arrays with several
+        grid axes.
+    - `axis`: the axis of the argument's arrays that is mapped: an int, or one for each
+        name. Leaves that are not arrays are not mapped.
+
+    Raises `TypeError` for names that are not strings and axes that are not ints. Raises
+    `ValueError` for repeated names or axes, and for different numbers of names and
+    axes.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_grid_vmap(
+        ...     lambda weight, x: weight * x,
+        ...     in_axes=(eqxbatch.grid(("i", "j"), (0, 1)), eqxbatch.grid("j")),
+        ... )
+        >>> print(f(jnp.ones((2, 3)), jnp.arange(3.0)))
+        [[0. 1. 2.]
+         [0. 1. 2.]]
+
+        ```
+    """
+    names = (name,) if isinstance(name, str) else tuple(name)
+    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    if not names or len(names) != len(axes) or len({*names}) < len(names):
         raise ValueError(
-            f"`in_axes` gives one axis of {name} to two grid axes; got {axes}."
+            "`grid` must be given names that differ, and an axis for each of them; got "
+            f"{name!r} and {axis!r}."
         )
-    return place
+    return GridAxis(names, tuple(map(int, axes)))
 
 
-def _axis_within(place: dict[str, int], name: str, outer: set[str]) -> int | None:
-    """The axis of an array from which the outer loops have removed theirs."""
-    if name not in place:
-        return None
-    axis = place[name]
-    return axis - sum(place.get(other, axis) < axis for other in outer)
+def _is_grid_axis(x: Any) -> bool:
+    return isinstance(x, GridAxis)
 
 
-def _sizes(
-    fun: Callable, call: tuple[tuple, dict], places: list[dict[str, int]]
-) -> dict[str, int]:
-    """The lengths of the grid axes, in order of their first appearance."""
-    names = positional_names(fun, len(call[0]))
-    leaves = jtu.tree_leaves_with_path(call)
-    listing: dict[str, dict[str, int]] = {}
-    for (path, leaf), place in zip(leaves, places, strict=True):
-        for name, axis in place.items():
-            where = f"axis {axis} of {leaf_name(path, names)}, shape {leaf.shape}"
-            listing.setdefault(name, {})[where] = leaf.shape[axis]
-    if not listing:
-        remedy = ""
-        if any(map(has_numbers, (*call[0], *call[1].values()))):
-            remedy = f" {NUMBERS}"
-        raise ValueError(
-            "`in_axes` gives no array an axis of the grid, so there is nothing to map "
-            'over. Mark an argument that has arrays, as in `in_axes={"x": grid("i")}`.'
-            f"{remedy}"
-        )
-    for name, found in listing.items():
-        if len({*found.values()}) > 1:
-            sizes = "; ".join(f"{where} has {size}" for where, size in found.items())
-            raise ValueError(
-                "Arguments on the same grid axis are zipped and must have the same "
-                f"size, but for '{name}' {sizes}. Fix the shapes, or use another name "
-                "for one of them to compute every combination."
-            )
-    return {name: next(iter(found.values())) for name, found in listing.items()}
+class AbstractGridVmap(AbstractAutoSharded, Generic[P, Out]):
+    """`filter_grid_vmap` with results of the type of the function's."""
+
+    fun: Callable[P, Out]
+    _: dataclasses.KW_ONLY
+    in_axes: PyTree
+    out_axes: int | str | Sequence[str] | dict[str, int] | None = None
+    block_size: Size = None
+    checkpoint: bool = False
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Out:
+        return run_compiled(self, *args, **kwargs)
 
 
-def _keeps_rows(name: str, accumulator: PyTree) -> bool:
-    """Whether the results keep the axis; raises if only some of them do."""
-    found = [
-        canonicalise(x) for x in jtu.tree_leaves(accumulator, is_leaf=is_accumulator)
-    ]
-    kept = [x for x in found if isinstance(x, Concat)]
-    if len(kept) not in (0, len(found)):
-        raise ValueError(
-            f"`accumulator` keeps the grid axis '{name}' in some outputs and not in "
-            "others. Make one call for each, or keep it and reduce afterwards."
-        )
-    for concat in kept:
-        if concat.axis != 0:
-            raise ValueError(
-                f"Concat(axis={concat.axis}) is for `filter_microbatch`; here the axis "
-                "is set by `out_axes`. Use Concat(), or leave it out."
-            )
-    return bool(kept)
+def _in_order(accumulator: dict[str, PyTree] | None) -> dict[str, PyTree] | None:
+    """An equal dict whose order JAX keeps."""
+    is_dict = isinstance(accumulator, dict)
+    return collections.OrderedDict(accumulator) if is_dict else accumulator
 
 
-def _check_name(argument: str, name: Any, sizes: dict[str, int]) -> None:
-    if name not in sizes:
-        raise ValueError(
-            f"`{argument}` names the grid axis {name!r}, but `in_axes` has only "
-            f"{tuple(sizes)}."
-        )
-
-
-def _positions(out_axes: Any, kept: list[str], sizes: dict[str, int]) -> dict[str, int]:
-    """The position of each kept axis in the results."""
-    if out_axes is None:
-        return {name: number for number, name in enumerate(kept)}
-    if isinstance(out_axes, int):
-        if len(kept) != 1:
-            raise ValueError(
-                f"`out_axes` is {out_axes}, a place for one grid axis, but the results "
-                f"have {tuple(kept)}. Give a tuple of names, or a dict from names to "
-                "places."
-            )
-        return {kept[0]: out_axes}
-    positions = dict(out_axes)
-    for name in positions:
-        _check_name("out_axes", name, sizes)
-    if {*positions} != {*kept}:
-        raise ValueError(
-            "`out_axes` must name each grid axis that the results have, "
-            f"{tuple(kept)}, and no other; got {tuple(positions)}. Those with an "
-            "accumulator other than `Concat` are gone."
-        )
-    return positions
-
-
-def _check_out_axes(out_axes: Any) -> Any:
-    """None, an int, or hashable pairs of a name and a position."""
-    if out_axes is None:
-        return None
-    if isinstance(out_axes, dict):
-        return tuple((name, as_axis(axis)) for name, axis in out_axes.items())
-    if isinstance(out_axes, str):
-        out_axes = (out_axes,)
-    if isinstance(out_axes, (tuple, list)):
-        if len({*out_axes}) < len(out_axes):
-            raise ValueError(f"`out_axes` names a grid axis twice; got {out_axes!r}.")
-        return tuple((name, number) for number, name in enumerate(out_axes))
-    return as_axis(out_axes)
-
-
-def _check_accumulator(accumulator: Any) -> dict[str, PyTree]:
-    if accumulator is None:
-        return {}
-    if isinstance(accumulator, dict):
-        return accumulator
-    raise TypeError(
-        "`accumulator` must be a dict from names of grid axes to accumulators, as in "
-        f'`{{"j": Mean()}}`; got {described(accumulator)}.'
-    )
-
-
-@cast("Typed[GridVmapSignature]", also_decorator)
-def filter_grid_vmap(
-    fun: Callable[..., Any] | None = None,
-    *,
-    in_axes: PyTree,
-    out_axes: int | str | Sequence[str] | dict[str, int] | None = None,
-    block_size: int | MemoryBudget | None = None,
-    accumulator: dict[str, PyTree] | None = None,
-    checkpoint: bool = False,
-) -> Callable[..., Any]:
+class GridVmap(AbstractGridVmap[P, Out]):
     """Maps a function over a grid: zipped, unbatched and Cartesian axes in one call.
 
     Arguments on the same grid axis are zipped. Arguments on different grid axes are
@@ -447,13 +180,304 @@ def filter_grid_vmap(
 
         ```
     """
-    accumulators = _check_accumulator(accumulator)
-    transform = _GridVmap(
-        in_axes=in_axes,
-        places=_check_out_axes(out_axes),
-        names=tuple(accumulators),
-        accumulators=tuple(accumulators.values()),
-        block_size=check_size("block_size", block_size),
-        checkpoint=checkpoint,
-    )
-    return transformed(transform, fun, "filter_grid_vmap")
+
+    _: dataclasses.KW_ONLY
+    accumulator: dict[str, PyTree] | None = eqx.field(default=None, converter=_in_order)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return run_compiled(self, *args, **kwargs)
+
+    def __check_init__(self) -> None:
+        names = self.out_axes
+        if isinstance(names, (tuple, list)) and len({*names}) < len(names):
+            raise ValueError(f"`out_axes` names a grid axis twice; got {names!r}.")
+
+    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+        places = self._places(args, kwargs)
+        sizes = _sizes(self.fun, (args, kwargs), places)
+        spread = {
+            name: entry
+            for leaf, place in zip(jtu.tree_leaves((args, kwargs)), places, strict=True)
+            for name, axis in place.items()
+            for entry in [*spec_of(leaf)][axis : axis + 1]
+            if entry is not None
+        }
+
+        def spec(x: Array) -> PartitionSpec:
+            entries: list = [None] * x.ndim
+            for level in self._levels(sizes):
+                if level.position is not None and level.name in spread:
+                    entries[level.position] = spread[level.name]
+            return PartitionSpec(*entries)
+
+        return jtu.tree_map(spec, eqx.filter(out, eqx.is_array))
+
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        call = (args, kwargs)
+        places = self._places(args, kwargs)
+        sizes = _sizes(self.fun, call, places)
+        for axes in jtu.tree_leaves(self.in_axes, is_leaf=_is_grid_axis):
+            for name in axes.names:
+                if name not in sizes:
+                    raise ValueError(
+                        f"`in_axes` names the grid axis {name!r}, but its argument has "
+                        "no arrays. Give arrays, not Python numbers or lists."
+                    )
+        levels = self._levels(sizes)
+
+        def run_with(size: int) -> Callable[[tuple], Any]:
+            def run(operands: tuple) -> Any:
+                transform, *call = operands
+                return dataclasses.replace(transform, block_size=size).apply(*call)
+
+            return run
+
+        operands = (self, *call)
+        total = math.prod(sizes.values())
+        room = resolve_size(self.block_size, total, run_with, operands)
+        leaves, treedef = jtu.tree_flatten(call)
+        mapped = [x for x, place in zip(leaves, places, strict=True) if place]
+        axes = [place for place in places if place]
+
+        def of_one(arrays: list) -> Any:
+            remaining = list(arrays)
+            pairs = zip(leaves, places, strict=True)
+            filled = [remaining.pop(0) if place else x for x, place in pairs]
+            args, kwargs = jtu.tree_unflatten(treedef, filled)
+            return self.fun(*args, **kwargs)
+
+        # A block contains the innermost axes as a whole, so that what depends only on
+        # the others is computed once for all of them.
+        over = of_one
+        for level in reversed(levels):
+            number = max(min(level.size, room), 1)
+            room //= number
+            over = self._mapped(over, level, axes, levels, number)
+        return over(mapped)
+
+    def _mapped(
+        self,
+        fun: Callable[[list], Any],
+        level: "_Level",
+        axes: list[dict[str, int]],
+        levels: "list[_Level]",
+        size: int,
+    ) -> Callable[[list], Any]:
+        outer = {other.name for other in levels[: levels.index(level)]}
+        transform = MicroVmap(
+            fun,
+            in_axes=([_axis_within(place, level.name, outer) for place in axes],),
+            out_axes=level.out_axis,
+            accumulator=level.accumulator,
+            microbatch_size=size,
+            checkpoint=self.checkpoint and size < level.size,
+        )
+        return lambda arrays: transform.apply((arrays,), {}, if_whole=None)
+
+    def _places(self, args: tuple, kwargs: dict[str, Any]) -> list[dict[str, int]]:
+        """For each leaf, which of its axes are grid axes."""
+        specs = argument_specs(self.fun, self.in_axes, args, kwargs, None)
+        prefix = match_prefix(
+            "in_axes",
+            specs,
+            (args, kwargs),
+            "a PyTree prefix of the arguments, with `grid(name, axis)` or None for "
+            "each part",
+            is_leaf=lambda x: x is None or _is_grid_axis(x),
+        )
+        names = positional_names(self.fun, len(args))
+        places: list[dict[str, int]] = []
+        for path, axes, part in prefix:
+            if axes is not None and not _is_grid_axis(axes):
+                raise TypeError(
+                    "`in_axes` must consist of `grid(name, axis)` and None; got "
+                    f"{described(axes)}."
+                )
+            for sub, leaf in jtu.tree_leaves_with_path(part):
+                if axes is None or not eqx.is_array(leaf):
+                    places.append({})
+                    continue
+                name = leaf_name((*path, *sub), names)
+                places.append(_place_of(name, axes, leaf))
+        return places
+
+    def _levels(self, sizes: dict[str, int]) -> "list[_Level]":
+        """The loops, outermost first."""
+        reduced = {}
+        for name, accumulator in (self.accumulator or {}).items():
+            _check_name("accumulator", name, sizes)
+            if not _keeps_rows(name, accumulator):
+                reduced[name] = accumulator
+        kept = [name for name in sizes if name not in reduced]
+        positions = _positions(self.out_axes, kept, sizes)
+        kept.sort(key=lambda name: (positions[name] < 0, positions[name]))
+        levels = [
+            _Level(
+                name,
+                sizes[name],
+                Concat(),
+                positions[name],
+                tuple(positions[outer] for outer in kept[:number]),
+            )
+            for number, name in enumerate(kept)
+        ]
+        # The first name is accumulated first.
+        for name, accumulator in reversed(reduced.items()):
+            levels.append(_Level(name, sizes[name], accumulator, None, ()))
+        return levels
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    """One of the nested loops.
+
+    - `position`: the position of its axis in the results; None if it is reduced.
+    - `outer`: the positions of the enclosing loops' axes that are kept.
+    """
+
+    name: str
+    size: int
+    accumulator: PyTree
+    position: int | None
+    outer: tuple[int, ...]
+
+    def out_axis(self, leaf: Any) -> int | None:
+        """The position of the axis in the results of this loop; `leaf` lacks it."""
+        if not eqx.is_array(leaf):
+            return None
+        if self.position is None:
+            return 0
+        ndim = leaf.ndim + 1 + len(self.outer)
+        positions = [
+            _in_range(position, ndim, leaf.shape)
+            for position in (self.position, *self.outer)
+        ]
+        if len({*positions}) < len(positions):
+            raise ValueError(
+                f"`out_axes` puts two grid axes, '{self.name}' among them, at one "
+                f"place of an output that has {ndim} axes."
+            )
+        position, *outer = positions
+        return position - sum(other < position for other in outer)
+
+
+def _in_range(position: int, ndim: int, shape: tuple[int, ...]) -> int:
+    if not -ndim <= position < ndim:
+        raise ValueError(
+            f"`out_axes` puts a grid axis at {position}, which is out of range: with "
+            f"all of them, the output has {ndim} axes (for the loops inside, its "
+            f"shape is {shape})."
+        )
+    return position % ndim
+
+
+def _place_of(name: str, axes: GridAxis, leaf: Any) -> dict[str, int]:
+    place = {}
+    for grid_axis, axis in zip(axes.names, axes.axes, strict=True):
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ValueError(
+                f"`in_axes` says that axis {axis} of {name} is the grid axis "
+                f"'{grid_axis}', which is out of range for its shape {leaf.shape}."
+                f"{f' {key_remedy(name, None)}' if is_one_key(leaf) else ''}"
+            )
+        place[grid_axis] = axis % leaf.ndim
+    if len({*place.values()}) < len(place):
+        raise ValueError(
+            f"`in_axes` gives one axis of {name} to two grid axes; got {axes}."
+        )
+    return place
+
+
+def _axis_within(place: dict[str, int], name: str, outer: set[str]) -> int | None:
+    """The axis of an array from which the outer loops have removed theirs."""
+    if name not in place:
+        return None
+    axis = place[name]
+    return axis - sum(place.get(other, axis) < axis for other in outer)
+
+
+def _sizes(
+    fun: Callable, call: tuple[tuple, dict], places: list[dict[str, int]]
+) -> dict[str, int]:
+    """The lengths of the grid axes, in order of their first appearance."""
+    names = positional_names(fun, len(call[0]))
+    leaves = jtu.tree_leaves_with_path(call)
+    listing: dict[str, dict[str, int]] = {}
+    for (path, leaf), place in zip(leaves, places, strict=True):
+        for name, axis in place.items():
+            where = f"axis {axis} of {leaf_name(path, names)}, shape {leaf.shape}"
+            listing.setdefault(name, {})[where] = leaf.shape[axis]
+    if not listing:
+        remedy = ""
+        if any(map(has_numbers, (*call[0], *call[1].values()))):
+            remedy = f" {NUMBERS}"
+        raise ValueError(
+            "`in_axes` gives no array an axis of the grid, so there is nothing to map "
+            'over. Mark an argument that has arrays, as in `in_axes={"x": grid("i")}`.'
+            f"{remedy}"
+        )
+    for name, lengths in listing.items():
+        if len({*lengths.values()}) > 1:
+            sizes = "; ".join(f"{where} has {size}" for where, size in lengths.items())
+            raise ValueError(
+                "Arguments on the same grid axis are zipped and must have the same "
+                f"size, but for '{name}' {sizes}. Fix the shapes, or use another name "
+                "for one of them to compute every combination."
+            )
+    return {name: next(iter(lengths.values())) for name, lengths in listing.items()}
+
+
+def _keeps_rows(name: str, accumulator: PyTree) -> bool:
+    """Whether the results keep the axis; raises if only some of them do."""
+    leaves = jtu.tree_leaves(accumulator, is_leaf=is_accumulator)
+    kept = [x for x in map(canonicalise, leaves) if isinstance(x, Concat)]
+    if len(kept) not in (0, len(leaves)):
+        raise ValueError(
+            f"`accumulator` keeps the grid axis '{name}' in some outputs and not in "
+            "others. Make one call for each, or keep it and reduce afterwards."
+        )
+    for concat in kept:
+        if concat.axis != 0:
+            raise ValueError(
+                f"Concat(axis={concat.axis}) is for `filter_microbatch`; here the axis "
+                "is set by `out_axes`. Use Concat(), or leave it out."
+            )
+    return bool(kept)
+
+
+def _check_name(argument: str, name: Any, sizes: dict[str, int]) -> None:
+    if name not in sizes:
+        raise ValueError(
+            f"`{argument}` names the grid axis {name!r}, but `in_axes` has only "
+            f"{tuple(sizes)}."
+        )
+
+
+def _positions(out_axes: Any, kept: list[str], sizes: dict[str, int]) -> dict[str, int]:
+    """The position of each kept axis in the results."""
+    if out_axes is None:
+        return {name: number for number, name in enumerate(kept)}
+    if isinstance(out_axes, int):
+        if len(kept) != 1:
+            raise ValueError(
+                f"`out_axes` is {out_axes}, a place for one grid axis, but the results "
+                f"have {tuple(kept)}. Give a tuple of names, or a dict from names to "
+                "places."
+            )
+        return {kept[0]: out_axes}
+    if isinstance(out_axes, str):
+        out_axes = (out_axes,)
+    is_dict = isinstance(out_axes, dict)
+    positions = out_axes if is_dict else {x: i for i, x in enumerate(out_axes)}
+    for name in positions:
+        _check_name("out_axes", name, sizes)
+    if {*positions} != {*kept}:
+        raise ValueError(
+            "`out_axes` must name each grid axis that the results have, "
+            f"{tuple(kept)}, and no other; got {tuple(positions)}. Those with an "
+            "accumulator other than `Concat` are gone."
+        )
+    return positions
+
+
+filter_grid_vmap = also_decorator("filter_grid_vmap", GridVmap, AbstractGridVmap)

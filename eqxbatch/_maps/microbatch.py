@@ -1,94 +1,50 @@
 """`filter_microbatch`: a function of a batch, run on one microbatch at a time."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast, ClassVar, TYPE_CHECKING
+from typing import Any, Generic
 
 import equinox as eqx
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
 from .._base.mesh import auto_sharded, examples_spec
-from .._batch.accumulators import Concat
+from .._batch.accumulators import Concat, Last, Max, Min
 from .._batch.cut import Batch, split_batch
+from .._batch.declare import AbstractEarlyStop, also_decorator, Out, P, run_compiled
 from .._batch.example_or_batch import told_apart
-from .._batch.memory import MemoryBudget
+from .._batch.log_sums import LogSumExp
+from .._batch.moments import Mean, RunningMean, Sum
 from .._batch.slots import is_struct, match_accumulators, Slots
-from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
-
-
-if TYPE_CHECKING:
-    from .._batch.signatures import Typed
-    from .map_signatures import MicrobatchSignature
 
 
 _IF_ONE = "Use `filter_micro_vmap` for a function of one example."
 
 
-class _Microbatch(AbstractTransform):
-    is_compiled: ClassVar[bool] = True
-    takes_instance: ClassVar[bool] = True
-    in_axes: PyTree
-    accumulator: PyTree
-    blocking: Blocking
-
-    def __check_init__(self) -> None:
-        if self.accumulator is None:
-            raise TypeError(
-                "`filter_microbatch` needs an `accumulator`, because it cannot tell "
-                "what the result of a microbatch is: `Sum()` if it is a sum over the "
-                "examples, `Mean()` if it is a mean over them, such as the gradient of "
-                "a mean loss, and `Concat()` if it has a row for each. The wrong one "
-                "of them makes the result depend on the microbatch size."
-            )
-
-    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        batch = split_batch(fun, self.in_axes, args, kwargs)
-        total = batch.total()
-        blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
-
-        def call(fun: Callable, batch: Batch, rows: list) -> PyTree:
-            call = functools.partial(batch.call, fun)
-            with told_apart(call, batch, "microbatch", _IF_ONE, rows):
-                return call(rows)
-
-        specs = lambda out: self._specs(out, batch)
-        call_on_mesh = auto_sharded(call, (fun, batch), (batch.arrays,), specs)
-
-        def run(rows: list, _: int) -> tuple[PyTree, None]:
-            return call_on_mesh(rows), None
-
-        def make_slots(output: PyTree, _: None) -> Slots:
-            return match_accumulators(self.accumulator, output)
-
-        return self.blocking.run(batch.arrays, batch.axes, blocks, run, make_slots)
-
-    def _specs(self, out: PyTree, batch: Batch) -> PyTree:
-        """The sharding of the results: that of the batch, if they have its rows."""
-        structs = eqx.filter_eval_shape(lambda: out)
-        arrays, treedef = jtu.tree_flatten(eqx.filter(structs, is_struct))
-        rows = examples_spec(batch.arrays, batch.axes)
-        specs = [PartitionSpec() for _ in arrays]
-        slots = match_accumulators(self.accumulator, structs).with_states(structs)
-        for slot in slots.slots:
-            if isinstance(slot.accumulator, Concat):
-                (i,) = slot.indices
-                axis = slot.accumulator.axis_of(arrays[i])
-                specs[i] = PartitionSpec(*[None] * axis, *rows)
-        return jtu.tree_unflatten(treedef, specs)
+# For an array these return an array. Others, such as `Variance`, do not.
+ArrayAccumulator = Concat | Last | LogSumExp | Max | Mean | Min | RunningMean | Sum
 
 
-@cast("Typed[MicrobatchSignature]", also_decorator)
-def filter_microbatch(
-    fun: Callable[..., Any] | None = None,
-    *,
-    in_axes: PyTree = eqx.if_array(0),
-    microbatch_size: int | MemoryBudget | None = None,
-    accumulator: PyTree = None,
-    num_real_microbatches: int | Int[Array, ""] | None = None,
-    checkpoint: bool = False,
-) -> Callable[..., Any]:
+class AbstractMicrobatch(AbstractEarlyStop, Generic[P, Out]):
+    """`filter_microbatch` with results of the type of the function's."""
+
+    fun: Callable[P, Out]
+    _: dataclasses.KW_ONLY
+    in_axes: PyTree = eqx.if_array(0)
+    accumulator: ArrayAccumulator
+    checkpoint: bool = False
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Out:
+        return run_compiled(self, *args, **kwargs)
+
+
+# Type checkers see no default, and refuse a call without an accumulator.
+_NO_DEFAULT: dict[str, Any] = {"default": None}
+
+
+class Microbatch(AbstractMicrobatch[P, Out]):
     """Runs a function of a batch one microbatch at a time and accumulates the results.
 
     The counterpart of [`eqxbatch.filter_micro_vmap`][] for functions that take a whole
@@ -162,7 +118,58 @@ def filter_microbatch(
 
         ```
     """
-    blocking = Blocking(microbatch_size, num_real_microbatches, checkpoint)
-    return transformed(
-        _Microbatch(in_axes, accumulator, blocking), fun, "filter_microbatch"
-    )
+
+    _: dataclasses.KW_ONLY
+    accumulator: PyTree = eqx.field(**_NO_DEFAULT)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return run_compiled(self, *args, **kwargs)
+
+    def __check_init__(self) -> None:
+        if self.accumulator is None:
+            raise TypeError(
+                "`filter_microbatch` needs an `accumulator`, because it cannot tell "
+                "what the result of a microbatch is: `Sum()` if it is a sum over the "
+                "examples, `Mean()` if it is a mean over them, such as the gradient of "
+                "a mean loss, and `Concat()` if it has a row for each. The wrong one "
+                "of them makes the result depend on the microbatch size."
+            )
+
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        batch = split_batch(self.fun, self.in_axes, args, kwargs)
+        blocks = self.blocks(batch, args, kwargs, batch.total())
+
+        def call(fun: Callable, batch: Batch, rows: list) -> PyTree:
+            call = functools.partial(batch.call, fun)
+            with told_apart(call, batch, "microbatch", _IF_ONE, rows):
+                return call(rows)
+
+        specs = lambda out: self._specs(out, batch)
+        call_on_mesh = auto_sharded(call, (self.fun, batch), (batch.arrays,), specs)
+
+        def run(rows: list, _: int) -> tuple[PyTree, None]:
+            return call_on_mesh(rows), None
+
+        def make_slots(output: PyTree, _: None) -> Slots:
+            return match_accumulators(self.accumulator, output)
+
+        return self.run(
+            batch.arrays, batch.axes, blocks, run, make_slots, self.checkpoint
+        )
+
+    def _specs(self, out: PyTree, batch: Batch) -> PyTree:
+        """The sharding of the results: that of the batch, if they have its rows."""
+        structs = eqx.filter_eval_shape(lambda: out)
+        arrays, treedef = jtu.tree_flatten(eqx.filter(structs, is_struct))
+        rows = examples_spec(batch.arrays, batch.axes)
+        specs = [PartitionSpec() for _ in arrays]
+        slots = match_accumulators(self.accumulator, structs).with_states(structs)
+        for slot in slots.slots:
+            if isinstance(slot.accumulator, Concat):
+                (i,) = slot.indices
+                axis = slot.accumulator.axis_of(arrays[i])
+                specs[i] = PartitionSpec(*[None] * axis, *rows)
+        return jtu.tree_unflatten(treedef, specs)
+
+
+filter_microbatch = also_decorator("filter_microbatch", Microbatch, AbstractMicrobatch)
