@@ -48,8 +48,6 @@ from ._curvature.taylor import (
 from ._gradients.micro_grad import (
     filter_micro_grad as filter_micro_grad,
     filter_micro_value_and_grad as filter_micro_value_and_grad,
-)
-from ._gradients.ways import (
     GradientMoments as GradientMoments,
     GradientStatistics as GradientStatistics,
 )

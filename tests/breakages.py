@@ -249,7 +249,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a power of two that inputs are divided by is lost",
-        "_gradients/ways.py",
+        "_gradients/per_example.py",
         "weights * power.astype(weights.dtype)",
         "weights",
         "tests/gradients -k '_float16 or range'",
@@ -313,7 +313,7 @@ BREAKAGES = [
     # Transforms.
     Breakage(
         "the last group decides which examples are finite",
-        "_gradients/clip.py",
+        "_gradients/per_example.py",
         "is_kept = is_finite if is_kept is None else is_kept & is_finite",
         "is_kept = is_finite",
         "tests/gradients -k 'finite or groups or nan_safe'",

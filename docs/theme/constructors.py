@@ -62,7 +62,7 @@ def add_function(pkg: griffe.Module, path: str, public: Any) -> None:
             annotation=ALIASES.get(str(fields[name].annotation))
             or fields[name].annotation,
             kind=KINDS[parameter.kind],
-            default=fields[name].value or repr(parameter.default),
+            default=default_of(fields[name], parameter) or repr(parameter.default),
         )
         for name, parameter in inspect.signature(public).parameters.items()
     ]
@@ -113,6 +113,7 @@ def default_of(
         return None
     value = field.value
     if isinstance(value, griffe.ExprCall) and str(value.function).endswith("field"):
-        given = {argument.name: argument.value for argument in value.arguments}
+        settings = [x for x in value.arguments if isinstance(x, griffe.ExprKeyword)]
+        given = {setting.name: setting.value for setting in settings}
         return given.get("default", repr(parameter.default))
     return value

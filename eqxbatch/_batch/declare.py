@@ -67,7 +67,13 @@ _Made = TypeVar("_Made")
 _MadePlain = TypeVar("_MadePlain")
 
 
+_FunPlain = TypeVar("_FunPlain")
+
+
 _Fun_contra = TypeVar("_Fun_contra", contravariant=True)
+
+
+_FunPlain_contra = TypeVar("_FunPlain_contra", contravariant=True)
 
 
 _Made_co = TypeVar("_Made_co", covariant=True)
@@ -77,7 +83,7 @@ _MadePlain_co = TypeVar("_MadePlain_co", covariant=True)
 
 
 class AbstractTransform(eqx.Module):
-    """A function, and how to transform it.
+    """A function, the first field, and how to transform it.
 
     It is a PyTree whose leaves are those of the function and of the settings. It has
     the name and signature of the function, and works as a method, whose instance is the
@@ -89,7 +95,6 @@ class AbstractTransform(eqx.Module):
         not have.
     """
 
-    fun: eqx.AbstractVar[Callable]
     public_name: ClassVar[str]
     public_signature: ClassVar[inspect.Signature]
     second_argument: ClassVar[str | None] = None
@@ -97,11 +102,10 @@ class AbstractTransform(eqx.Module):
     # Unlike `__check_init__`, this comes before the checks of subclasses, which rely on
     # the types.
     def __post_init__(self) -> None:
-        check_callable("fun", self.fun)
-        check_not_jitted(self.fun)
+        check_callable(self._first, self.__wrapped__)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "fun" or value is field.default:
+            if field.name == self._first or value is field.default:
                 continue
             if field.type == Size:
                 check_size(field.name, value)
@@ -139,19 +143,26 @@ class AbstractTransform(eqx.Module):
         return super().__eq__(other)
 
     @property
+    def _first(self) -> str:
+        """The name of the field that is the function."""
+        fields = dataclasses.fields(self)
+        return next(field.name for field in fields if not field.kw_only)
+
+    @property
     def __wrapped__(self) -> Callable:
-        return self.fun
+        return getattr(self, self._first)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        signature = _signature(self.fun)
+        signature = _signature(self.__wrapped__)
         if self.second_argument is None:
             return signature
-        return _with_second(signature, self.second_argument)
+        return with_second(signature, self.second_argument)
 
     def __repr__(self) -> str:
         settings = [f"{name}={text}" for name, text in _settings(self)]
-        return f"{self.public_name}({', '.join([_of_function(self.fun), *settings])})"
+        texts = [_of_function(self.__wrapped__), *settings]
+        return f"{self.public_name}({', '.join(texts)})"
 
     @overload
     def __get__(self, instance: None, owner: Any) -> Self: ...
@@ -301,7 +312,7 @@ def _signature(fun: Callable) -> inspect.Signature:
     return inspect.signature(fun)
 
 
-def _with_second(signature: inspect.Signature, name: str) -> inspect.Signature:
+def with_second(signature: inspect.Signature, name: str) -> inspect.Signature:
     """A signature with one more argument after the first.
 
     `equinox.filter_jit` binds arguments by signature and needs to find it there.
@@ -371,12 +382,14 @@ def _apply(transform: AbstractTransform, args: tuple, kwargs: dict[str, Any]) ->
         return auto_sharded(apply, operands, (), specs)()
 
 
-class Transform(Protocol[_Fun_contra, _Plain, _MadePlain_co, _Settings, _Made_co]):
+class Transform(
+    Protocol[_FunPlain_contra, _Plain, _MadePlain_co, _Fun_contra, _Settings, _Made_co]
+):
     """A transform in both forms: called with a function, and with settings only."""
 
     @overload
     def __call__(
-        self, fun: _Fun_contra, /, *args: _Plain.args, **settings: _Plain.kwargs
+        self, fun: _FunPlain_contra, /, *args: _Plain.args, **settings: _Plain.kwargs
     ) -> _MadePlain_co: ...
     @overload
     def __call__(
@@ -385,7 +398,7 @@ class Transform(Protocol[_Fun_contra, _Plain, _MadePlain_co, _Settings, _Made_co
     @overload
     def __call__(
         self, *args: _Plain.args, **settings: _Plain.kwargs
-    ) -> Callable[[_Fun_contra], _MadePlain_co]: ...
+    ) -> Callable[[_FunPlain_contra], _MadePlain_co]: ...
     @overload
     def __call__(
         self, *args: _Settings.args, **settings: _Settings.kwargs
@@ -395,13 +408,13 @@ class Transform(Protocol[_Fun_contra, _Plain, _MadePlain_co, _Settings, _Made_co
 @overload
 def also_decorator(
     name: str, cls: Callable[Concatenate[_Fun, _Settings], _Made]
-) -> Transform[_Fun, _Settings, _Made, _Settings, _Made]: ...
+) -> Transform[_Fun, _Settings, _Made, _Fun, _Settings, _Made]: ...
 @overload
 def also_decorator(
     name: str,
     cls: Callable[Concatenate[_Fun, _Settings], _Made],
-    plain: Callable[Concatenate[_Fun, _Plain], _MadePlain],
-) -> Transform[_Fun, _Plain, _MadePlain, _Settings, _Made]: ...
+    plain: Callable[Concatenate[_FunPlain, _Plain], _MadePlain],
+) -> Transform[_FunPlain, _Plain, _MadePlain, _Fun, _Settings, _Made]: ...
 def also_decorator(name: str, cls: Any, plain: Any = None) -> Any:
     """The public function `name` that makes transforms of class `cls`.
 
@@ -422,6 +435,8 @@ def also_decorator(name: str, cls: Any, plain: Any = None) -> Any:
         if arguments[first.name] is None:
             del arguments[first.name]
             return functools.partial(make, **arguments)
+        # Before Equinox warns of it.
+        check_not_jitted(arguments[first.name])
         return eqx.module_update_wrapper(cls(**arguments))
 
     # Settings of the class itself come before those of its bases. A decorator takes

@@ -60,7 +60,7 @@ class AbstractDerivative(AbstractTransform):
         """The arguments of a call; the first one is not batched."""
         if self.in_axes is None:
             return unbatched(args, kwargs)
-        return split_examples(self.fun, self.in_axes, args, kwargs)
+        return split_examples(self.__wrapped__, self.in_axes, args, kwargs)
 
     def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
         """The differentiated part of the first argument, and the rest of it."""
@@ -95,7 +95,8 @@ class AbstractDerivative(AbstractTransform):
     def loss_of(self, batch: Batch, diff: PyTree, nondiff: PyTree) -> Loss:
         """The function of the parameters and of the rows of a batch."""
         holomorphic = bool(self.holomorphic)
-        return Loss(self.fun, batch, diff, nondiff, self.has_aux, holomorphic)
+        fun = self.__wrapped__
+        return Loss(fun, batch, diff, nondiff, self.has_aux, holomorphic)
 
 
 @dataclasses.dataclass(frozen=True)

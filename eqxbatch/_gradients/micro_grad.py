@@ -1,15 +1,19 @@
 """`filter_micro_grad`: gradient accumulation and per-example gradients."""
 
+import abc
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, cast, ClassVar, TYPE_CHECKING
+from typing import Any, ClassVar, Concatenate, Generic, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree, Real, Shaped
 
-from .._base.dtypes import widened
+from .._base.checks import as_jax, check_at_least, check_types
+from .._base.dtypes import widened, widest
 from .._base.mesh import (
     auto_sharded,
     examples_spec,
@@ -19,11 +23,13 @@ from .._base.mesh import (
     vary_as,
     varying,
 )
+from .._base.trees import shown
 from .._batch.accumulators import Concat
 from .._batch.cut import Blocks
-from .._batch.memory import MemoryBudget
+from .._batch.declare import AbstractEarlyStop, also_decorator, Model, P, run_compiled
+from .._batch.derivative import AbstractDerivative
 from .._batch.moments import Mean, OfTotals, RunningMean, Sum, Variance
-from .._batch.objective import Example, Loss, MicrobatchResult, Objective
+from .._batch.objective import Example, Loss, MicrobatchResult
 from .._batch.slots import (
     canonicalise,
     is_accumulator,
@@ -32,75 +38,181 @@ from .._batch.slots import (
     match_accumulators,
     Slots,
 )
-from .._batch.transform import AbstractTransform, also_decorator, Blocking, transformed
 from .._batch.weights import check_real, check_weights
 from .._sites.cost import Method
-from .clip import Clipping
-from .gradient_settings import (
-    check_settings,
-    DEFAULT,
-    IF_WHOLE,
-    NO_ACCUMULATOR,
-    TOTALS,
-)
-from .ways import (
+from .per_example import (
     BlockGradients,
-    by_norms,
-    check_gradient,
-    moments_of,
-    of_each,
-    of_microbatch,
-    of_sum,
-    statistics_of,
+    clipped_by_norms,
+    clipping_groups,
+    gradient_of_microbatch,
+    gradient_of_sum,
+    materialised_gradients,
 )
 
 
-if TYPE_CHECKING:
-    from .._batch.signatures import Typed
-    from .gradient_signatures import MicroGradSignature, MicroValueAndGradSignature
+class GradientMoments(NamedTuple):
+    """What [`eqxbatch.filter_micro_value_and_grad`][] returns with `moments=True`.
+
+    - `mean`: the mean of the per-example gradients, a PyTree like the gradient.
+    - `variance`: the variance of each entry over the examples, with divisor `n - 1`, in
+        the dtype of the gradient.
+    - `noise_scale`: the sum of all variances divided by the squared norm of the true
+        gradient, shape `()`. The squared norm is estimated without bias, so it can be
+        zero or negative if noise dominates the gradient. Batch sizes much larger than
+        the noise scale bring little benefit.
+    """
+
+    mean: PyTree
+    variance: PyTree
+    noise_scale: Real[Array, ""]
 
 
-class _MicroGrad(AbstractTransform):
-    is_compiled: ClassVar[bool] = True
-    takes_instance: ClassVar[bool] = True
-    objective: Objective
-    accumulator: PyTree
-    of_values: PyTree
-    aux_accumulator: PyTree
-    returns_value: bool
-    batched: bool
-    transform: Callable | None
-    metrics: Callable | None
-    moments: bool
-    clipping: Clipping | None
-    return_norms: bool
-    method: Method
-    blocking: Blocking
+class GradientStatistics(NamedTuple):
+    """Per-example statistics of [`eqxbatch.filter_micro_value_and_grad`][].
+
+    - `norms`: the norms of the per-example gradients before clipping, shape `(n,)`. If
+        `clip_norm` is a PyTree of bounds, a PyTree with one such array for each. With a
+        `transform`, these are the norms of its results.
+    - `metrics`: the results of `metrics`, with the examples along axis 0.
+    - `moments`: an [`eqxbatch.GradientMoments`][].
+
+    Statistics that were not requested are None.
+    """
+
+    norms: PyTree[Real[Array, " n"]]
+    metrics: PyTree[Shaped[Array, "n ..."]]
+    moments: GradientMoments | None
+
+
+_TOTALS = (Sum, Mean, RunningMean)
+
+
+_ACCUMULATORS = (
+    "`accumulator=Mean()` if it is a mean over the examples, or `accumulator=Sum()` if "
+    "it is a sum"
+)
+
+
+_IF_WHOLE = (
+    f"If it is the loss of a whole batch, pass `batched=True` and {_ACCUMULATORS}; or "
+    "pass the loss of one example."
+)
+
+
+class AbstractMicroGradient(AbstractDerivative, AbstractEarlyStop, Generic[Model, P]):
+    """The settings of gradients that do not change the type of the result."""
+
+    fun: Callable[Concatenate[Model, P], Any]
+    holomorphic: ClassVar[None] = None
+    _: dataclasses.KW_ONLY
+    in_axes: PyTree = eqx.if_array(0)
+    batched: bool = False
+    accumulator: PyTree = Mean()
+    clip_norm: PyTree = eqx.field(
+        default=None, converter=lambda bounds: jtu.tree_map(as_jax, bounds)
+    )
+    nan_safe: bool = False
+    method: Method = "auto"
+
+
+class AbstractMicroValueAndGrad(AbstractMicroGradient[Model, P]):
+    """`filter_micro_value_and_grad` with gradients of the type of the model."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, model: Model, /, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[Array, Model]: ...
+
+
+class AbstractMicroGrad(AbstractMicroGradient[Model, P]):
+    """`filter_micro_grad` with gradients of the type of the model."""
+
+    @abc.abstractmethod
+    def __call__(self, model: Model, /, *args: P.args, **kwargs: P.kwargs) -> Model: ...
+
+
+class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
+    """A gradient with all settings, whose results can be anything."""
+
+    _: dataclasses.KW_ONLY
+    value_accumulator: PyTree = None
+    aux_accumulator: PyTree = Concat()
+    return_norms: bool = False
+    transform: Callable[[PyTree], PyTree] | None = None
+    metrics: Callable[[PyTree], PyTree] | None = None
+    moments: bool = False
+
+    @abc.abstractmethod
+    def outputs(self, results: dict[str, Any]) -> list:
+        """What is returned, apart from statistics."""
+
+    def __call__(self, model: Model, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return run_compiled(self, model, *args, **kwargs)
 
     def __check_init__(self) -> None:
-        check_settings(
-            accumulator=self.accumulator,
-            batched=self.batched,
-            functions={"transform": self.transform, "metrics": self.metrics},
-            moments=self.moments,
-            clips=self.clipping is not None,
-            method=self.method,
-        )
+        for bound in jtu.tree_leaves(self.clip_norm):
+            check_types({"clip_norm": bound}, {"clip_norm": _Bound}, always=True)
+            if not eqx.is_array(bound):
+                remedy = "Use None for parts that are not clipped."
+                check_at_least("clip_norm", bound, 0, remedy)
+        settings = ("transform", "metrics", "moments")
+        of_gradients = [x for x in settings if getattr(self, x) not in (None, False)]
+        if self.method == "sites" and of_gradients:
+            raise ValueError(
+                "`method='sites'` does not materialise per-example gradients, but "
+                f"`{of_gradients[0]}` needs them. Use `method='auto'`."
+            )
+        norms = ["clip_norm, nan_safe or return_norms"] * self.needs_norms
+        if self.batched and (of_gradients or norms):
+            raise ValueError(
+                f"`{[*of_gradients, *norms][0]}` is about single examples, but with "
+                "`batched=True` the loss is that of a whole microbatch. Pass the loss "
+                "of one example, without `batched`."
+            )
+        accumulator = self.gradient_accumulator
+        if self.transform is None and not isinstance(accumulator, _TOTALS):
+            raise TypeError(
+                "`accumulator` must be a Sum, a Mean or a RunningMean, as it is for "
+                f"gradients; got {shown(accumulator)}. With a `transform`, it can be "
+                "any accumulator, or a PyTree prefix of them."
+            )
+        if self.moments and self.weights is not None:
+            raise ValueError(
+                "`moments` are those of examples that count the same, but the "
+                "accumulator has weights. Compute them without weights."
+            )
+        # The default is for a loss of one example.
+        if self.batched and self.accumulator is type(self).accumulator:
+            raise TypeError(
+                "`batched=True` needs an `accumulator`, because eqxbatch cannot tell "
+                f"what the loss of a whole microbatch is: {_ACCUMULATORS}. The wrong "
+                "one of them makes the result depend on the microbatch size."
+            )
+
+    @property
+    def gradient_accumulator(self) -> PyTree:
+        """The `accumulator`, with accumulators of this package in place of others."""
+        return jtu.tree_map(canonicalise, self.accumulator, is_leaf=is_accumulator)
 
     @property
     def weights(self) -> Array | None:
+        """The weights of the examples."""
         # Other accumulators, with a `transform`, can have a field of this name, too.
-        is_own = isinstance(self.accumulator, (Sum, Mean))
-        return self.accumulator.weights if is_own else None
+        accumulator = self.gradient_accumulator
+        return accumulator.weights if isinstance(accumulator, (Sum, Mean)) else None
 
-    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        diff, nondiff = self.objective.parameters(args, kwargs)
-        batch = self.objective.batch(fun, args, kwargs)
-        total = batch.total()
-        blocks = self.blocking.blocks(batch, total, self, (fun, args, kwargs))
+    @property
+    def needs_norms(self) -> bool:
+        """Whether the norms of per-example gradients are computed."""
+        return self.clip_norm is not None or self.nan_safe or self.return_norms
+
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        diff, nondiff = self.parameters(args, kwargs)
+        batch = self.batch(args, kwargs)
+        blocks = self.blocks(batch, args, kwargs, batch.total())
         arrays, axes = batch.arrays, batch.axes
         if self.weights is not None:
-            name = type(self.accumulator).__name__
+            name = type(self.gradient_accumulator).__name__
             check_weights(name, self.weights, blocks)
             check_real(name, self.weights)
             arrays, axes = [*arrays, self.weights], (*axes, 0)
@@ -108,22 +220,21 @@ class _MicroGrad(AbstractTransform):
         # do not vary over them. Making the parameters vary as the examples do delays
         # this sum, so that it happens once instead of for each example.
         local = vary_as(batch.arrays, diff)
-        loss = self.objective.loss(fun, batch, local, nondiff)
+        loss = Loss(self.fun, batch, local, nondiff, self.has_aux)
         gradients = self._gradients_on_mesh(loss)
 
         def run(rows: list, _: int) -> tuple[MicrobatchResult, None]:
             weights = None if self.weights is None else rows[-1]
             return gradients(rows[: len(batch.arrays)], weights), None
 
-        merged = self.blocking.run(arrays, axes, blocks, run, self.slots).merged()
+        results = self.run(arrays, axes, blocks, run, self.slots).merged()
         if self.transform is None:
-            merged["gradient"] = jtu.tree_map(
+            results["gradient"] = jtu.tree_map(
                 lambda x, d: sum_varying(d.astype(x.dtype), varying(jax.typeof(x))),
                 diff,
-                merged["gradient"],
+                results["gradient"],
             )
-            check_gradient(diff, merged["gradient"])
-        return self.returned(diff, merged, blocks)
+        return self.returned(diff, results, blocks)
 
     def _gradients_on_mesh(self, loss: Loss) -> BlockGradients:
         """The function that computes the gradients of a microbatch, on any devices."""
@@ -132,7 +243,7 @@ class _MicroGrad(AbstractTransform):
             return self.block_gradients(loss)
 
         def run(
-            transform: _MicroGrad, call: tuple, rows: list, weights: Array | None
+            transform: Any, call: tuple, rows: list, weights: Array | None
         ) -> MicrobatchResult:
             return transform.block_gradients(Loss(*call))(rows, weights)
 
@@ -150,27 +261,31 @@ class _MicroGrad(AbstractTransform):
     def block_gradients(self, loss: Loss) -> BlockGradients:
         """The function that computes the gradients of a microbatch."""
         if self.batched:
-            return of_microbatch(loss)
-        example = Example(loss, IF_WHOLE)
+            return gradient_of_microbatch(loss)
+        example = Example(loss, _IF_WHOLE)
         # A `RunningMean` is chosen to avoid sums, so no sum is formed.
-        is_mean = isinstance(self.accumulator, RunningMean)
+        is_mean = isinstance(self.gradient_accumulator, RunningMean)
         functions = {"transform": self.transform, "metrics": self.metrics}
         if self.moments:
             # The squares of numbers in half precision would be out of range.
             functions["moments"] = lambda gradient: jtu.tree_map(widened, gradient)
         functions = {name: f for name, f in functions.items() if f is not None}
-        if not functions and self.clipping is None:
-            return of_sum(example, is_mean)
-        if not functions:
-            assert self.clipping is not None
-            return by_norms(example, self.clipping, self.method, is_mean)
-        return of_each(example, self.clipping, functions)
+        groups_of = functools.partial(clipping_groups, self.clip_norm, self.nan_safe)
+        if functions:
+            groups = groups_of if self.needs_norms else None
+            return materialised_gradients(example, groups, functions)
+        if self.needs_norms:
+            return clipped_by_norms(example, groups_of, self.method, is_mean)
+        return gradient_of_sum(example, is_mean)
 
     def slots(self, output: MicrobatchResult, _: None) -> Slots:
         """The accumulators for the results of a microbatch."""
+        accumulator, of_values = self.gradient_accumulator, self.value_accumulator
+        if of_values is None:
+            of_values = accumulator if isinstance(accumulator, _TOTALS) else Mean()
         accumulators: dict[str, PyTree] = {
-            "gradient": self.accumulator,
-            "value": self.of_values,
+            "gradient": accumulator,
+            "value": of_values,
             "aux": self.aux_accumulator,
             "norms": Concat(),
             "metrics": Concat(),
@@ -203,52 +318,50 @@ class _MicroGrad(AbstractTransform):
             ],
         )
 
-    def returned(self, diff: PyTree, result: dict[str, Any], blocks: Blocks) -> Any:
+    def returned(self, diff: PyTree, results: dict[str, Any], blocks: Blocks) -> Any:
         """The return value of the transformed function."""
         moments = None
         if self.moments:
-            num = self.blocking.num_examples(blocks)
-            moments = moments_of(diff, result["moments"], num)
-        norms = result["norms"] if self.return_norms else None
-        statistics = statistics_of(norms, result.get("metrics"), moments, blocks.total)
-        value = result["value"]
-        gradient = result["gradient"]
-        if self.objective.has_aux:
-            aux = result["aux"]
-            first = [(value, aux), gradient] if self.returns_value else [gradient, aux]
-        else:
-            first = [value, gradient] if self.returns_value else [gradient]
+            moments = moments_of(diff, results["moments"], self.num_examples(blocks))
+        norms = results["norms"] if self.return_norms else None
+        statistics = GradientStatistics(norms, results.get("metrics"), moments)
+        outputs = self.outputs(results)
         if self.return_norms or self.moments or self.metrics is not None:
-            first.append(statistics)
-        return first[0] if len(first) == 1 else tuple(first)
+            outputs.append(statistics)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+# A bound on the norm of a gradient.
+_Bound = float | Real[Array, ""]
 
 
 def _has_results(part: PyTree) -> bool:
     return any(is_struct(x) or is_number(x) for x in jtu.tree_leaves(part))
 
 
-@cast("Typed[MicroValueAndGradSignature]", also_decorator)
-def filter_micro_value_and_grad(
-    fun: Callable[..., Any] | None = None,
-    *,
-    has_aux: bool = False,
-    where: Callable[[Any], Any] | None = None,
-    filter_spec: PyTree = eqx.is_inexact_array,
-    in_axes: PyTree = eqx.if_array(0),
-    batched: bool = False,
-    microbatch_size: int | MemoryBudget | None = None,
-    accumulator: PyTree = DEFAULT,
-    value_accumulator: PyTree = None,
-    aux_accumulator: PyTree = Concat(),
-    clip_norm: PyTree = None,
-    nan_safe: bool = False,
-    return_norms: bool = False,
-    transform: Callable[[PyTree], PyTree] | None = None,
-    metrics: Callable[[PyTree], PyTree] | None = None,
-    moments: bool = False,
-    method: Method = "auto",
-    num_real_microbatches: int | Int[Array, ""] | None = None,
-) -> Callable[..., Any]:
+def moments_of(diff: PyTree, moments: PyTree, num: int | Array) -> GradientMoments:
+    """The moments of gradients with respect to `diff`, from those in a wider dtype."""
+    leaves, treedef = jtu.tree_flatten(diff)
+    means, variances = zip(*treedef.flatten_up_to(moments), strict=True)
+    dtype = widest(*(x.dtype for x in variances))
+    total = lambda xs: sum(jnp.sum(x).astype(dtype) for x in xs)
+    noise = total(variances)
+    signal = total(jnp.abs(x) ** 2 for x in means)
+    # The squared mean overestimates by the variance of the mean.
+    signal = signal - noise / jnp.asarray(num).astype(dtype)
+    mean, variance = (
+        treedef.unflatten(x.astype(d) for x, d in zip(xs, dtypes, strict=True))
+        for xs, dtypes in (
+            (means, [x.dtype for x in leaves]),
+            (variances, [x.real.dtype for x in leaves]),
+        )
+    )
+    return GradientMoments(mean, variance, noise / signal)
+
+
+class MicroValueAndGrad(
+    AbstractAnyMicroGradient[Model, P], AbstractMicroValueAndGrad[Model, P]
+):
     """Value and gradient of a mean loss over a batch, one microbatch at a time.
 
     Like `equinox.filter_value_and_grad` of the mean loss, with gradient accumulation:
@@ -371,45 +484,16 @@ def filter_micro_value_and_grad(
         accounting. The noise scale is that of McCandlish et al., "An empirical model of
         large-batch training", [arXiv:1812.06162](https://arxiv.org/abs/1812.06162).
     """
-    gradient = _micro_grad(
-        objective=Objective(where, filter_spec, in_axes, has_aux),
-        accumulators=(accumulator, value_accumulator, aux_accumulator),
-        clip_norm=clip_norm,
-        nan_safe=nan_safe,
-        return_norms=return_norms,
-        transform=transform,
-        metrics=metrics,
-        moments=moments,
-        method=method,
-        batched=batched,
-        returns_value=True,
-        blocking=Blocking(microbatch_size, num_real_microbatches, checkpoint=False),
-    )
-    return transformed(gradient, fun, "filter_micro_value_and_grad")
+
+    _: dataclasses.KW_ONLY
+    has_aux: bool = False
+
+    def outputs(self, results: dict[str, Any]) -> list:
+        value, gradient = results["value"], results["gradient"]
+        return [(value, results["aux"]) if self.has_aux else value, gradient]
 
 
-@cast("Typed[MicroGradSignature]", also_decorator)
-def filter_micro_grad(
-    fun: Callable[..., Any] | None = None,
-    *,
-    has_aux: bool = False,
-    where: Callable[[Any], Any] | None = None,
-    filter_spec: PyTree = eqx.is_inexact_array,
-    in_axes: PyTree = eqx.if_array(0),
-    batched: bool = False,
-    microbatch_size: int | MemoryBudget | None = None,
-    accumulator: PyTree = DEFAULT,
-    value_accumulator: PyTree = None,
-    aux_accumulator: PyTree = Concat(),
-    clip_norm: PyTree = None,
-    nan_safe: bool = False,
-    return_norms: bool = False,
-    transform: Callable[[PyTree], PyTree] | None = None,
-    metrics: Callable[[PyTree], PyTree] | None = None,
-    moments: bool = False,
-    method: Method = "auto",
-    num_real_microbatches: int | Int[Array, ""] | None = None,
-) -> Callable[..., Any]:
+class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P]):
     """The gradient of a mean loss over a batch, one microbatch at a time.
 
     Like [`eqxbatch.filter_micro_value_and_grad`][], but the value is not returned: the
@@ -444,46 +528,17 @@ def filter_micro_grad(
 
         ```
     """
-    gradient = _micro_grad(
-        objective=Objective(where, filter_spec, in_axes, has_aux),
-        accumulators=(accumulator, value_accumulator, aux_accumulator),
-        clip_norm=clip_norm,
-        nan_safe=nan_safe,
-        return_norms=return_norms,
-        transform=transform,
-        metrics=metrics,
-        moments=moments,
-        method=method,
-        batched=batched,
-        returns_value=False,
-        blocking=Blocking(microbatch_size, num_real_microbatches, checkpoint=False),
-    )
-    return transformed(gradient, fun, "filter_micro_grad")
+
+    _: dataclasses.KW_ONLY
+    has_aux: bool = False
+
+    def outputs(self, results: dict[str, Any]) -> list:
+        return [results["gradient"], *[results["aux"]] * self.has_aux]
 
 
-def _micro_grad(
-    *,
-    accumulators: tuple[PyTree, PyTree, PyTree],
-    clip_norm: PyTree,
-    nan_safe: bool,
-    blocking: Blocking,
-    **settings: Any,
-) -> _MicroGrad:
-    """The transform; `accumulators` are those of gradients, values and aux."""
-    accumulator, of_value, of_aux = accumulators
-    is_default = accumulator is DEFAULT
-    accumulator = jtu.tree_map(canonicalise, accumulator, is_leaf=is_accumulator)
-    if of_value is None:
-        of_value = accumulator if isinstance(accumulator, TOTALS) else Mean()
-    needs_norms = clip_norm is not None or nan_safe or settings["return_norms"]
-    gradient = _MicroGrad(
-        accumulator=accumulator,
-        of_values=of_value,
-        aux_accumulator=of_aux,
-        clipping=Clipping(clip_norm, nan_safe) if needs_norms else None,
-        blocking=blocking,
-        **settings,
-    )
-    if settings["batched"] and is_default:
-        raise TypeError(NO_ACCUMULATOR)
-    return gradient
+filter_micro_value_and_grad = also_decorator(
+    "filter_micro_value_and_grad", MicroValueAndGrad, AbstractMicroValueAndGrad
+)
+
+
+filter_micro_grad = also_decorator("filter_micro_grad", MicroGrad, AbstractMicroGrad)

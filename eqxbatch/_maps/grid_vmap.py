@@ -239,12 +239,14 @@ class GridVmap(AbstractGridVmap[P, Out]):
         mapped = [x for x, place in zip(leaves, places, strict=True) if place]
         axes = [place for place in places if place]
 
+        fun: Callable = self.fun
+
         def of_one(arrays: list) -> Any:
             remaining = list(arrays)
             pairs = zip(leaves, places, strict=True)
             filled = [remaining.pop(0) if place else x for x, place in pairs]
             args, kwargs = jtu.tree_unflatten(treedef, filled)
-            return self.fun(*args, **kwargs)
+            return fun(*args, **kwargs)
 
         # A block contains the innermost axes as a whole, so that what depends only on
         # the others is computed once for all of them.

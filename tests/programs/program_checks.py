@@ -22,7 +22,7 @@ import numpy as np
 
 import eqxbatch
 from eqxbatch._curvature import curvature_of, site_blocks
-from eqxbatch._gradients.ways import SiteGradients
+from eqxbatch._gradients.per_example import SiteGradients
 from eqxbatch._ntk import example_factors, pairings
 from eqxbatch._sites import cost
 from eqxbatch._sites.factors import Factors, gradients

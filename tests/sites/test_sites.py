@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites
-from eqxbatch._gradients.ways import SiteGradients
+from eqxbatch._gradients.per_example import SiteGradients
 from eqxbatch._sites import cost
 from eqxbatch._sites.factors import Factors
 from eqxbatch._sites.gram import MOST_SITES

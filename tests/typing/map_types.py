@@ -103,7 +103,7 @@ axes = (grid("i"), grid("j"))
 surface = filter_grid_vmap(product, in_axes=axes, block_size=4)
 assert_type(surface(xs[0], xs[0]), Array)
 mean = filter_grid_vmap(product, in_axes=axes, accumulator={"j": eqxbatch.Mean()})
-assert_type(mean(xs[0], xs[0]), Array)
+assert_type(mean(xs[0], xs[0]), Any)
 variance = filter_grid_vmap(
     product, in_axes=axes, accumulator={"j": eqxbatch.Variance()}
 )

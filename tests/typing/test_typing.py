@@ -14,23 +14,14 @@ import pytest
 from beartype.door import is_bearable
 
 import eqxbatch
-from eqxbatch._gradients import gradient_signatures as gradients
-from eqxbatch._maps import map_signatures as maps
 from eqxbatch._ntk import estimator_signatures as estimators
 from eqxbatch._pairs import kernel_signature as kernels
-from eqxbatch._steps import step_signatures as steps
 
 
 HERE = pathlib.Path(__file__).parent
 PROGRAMS = sorted(HERE.glob("*_types.py"))
 SIGNATURES = {
-    "filter_gauss_newton_step": steps.StepSignature,
     "filter_batch_kernel": kernels.BatchKernelSignature,
-    "filter_grid_vmap": maps.GridVmapSignature,
-    "filter_micro_grad": gradients.MicroGradSignature,
-    "filter_micro_value_and_grad": gradients.MicroValueAndGradSignature,
-    "filter_micro_vmap": maps.MicroVmapSignature,
-    "filter_microbatch": maps.MicrobatchSignature,
 }
 
 

@@ -43,7 +43,7 @@ WHOLE = [
     )
     for name, settings, remedy in (
         ("filter_micro_grad", {}, "If it is .*`batched=True` and `accumulator=Mean"),
-        ("filter_micro_grad", {"clip_norm": 1.0}, "If it is .*say `batched=True`"),
+        ("filter_micro_grad", {"clip_norm": 1.0}, "If it is .*pass `batched=True`"),
         ("filter_micro_value_and_grad", {"transform": jnp.sign}, "If it is the loss"),
         ("filter_hessian", {"in_axes": 0}, "Give the function of one example; or"),
         ("filter_hessian_blocks", {"in_axes": 0}, "Give the function of one example"),

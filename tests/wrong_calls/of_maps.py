@@ -66,13 +66,13 @@ MAPS = [
         "filter_micro_vmap",
         lambda: vmap(vmap_fn=3),
         TypeError,
-        "`vmap_fn` must be Callable; got 3",
+        "`vmap_fn` must be Callable.*; got 3",
     ),
     Case(
         "filter_micro_vmap",
         lambda: vmap(microbatch_size=2.5),
         TypeError,
-        "`microbatch_size` must be an int",
+        "`microbatch_size` must be int",
     ),
     Case(
         "filter_micro_vmap",
@@ -108,7 +108,7 @@ MAPS = [
         "filter_microbatch",
         lambda: batch(num_real_microbatches=1.0),
         TypeError,
-        "`num_real_microbatches` must be an int",
+        "`num_real_microbatches` must be int",
     ),
     Case(
         "filter_microbatch",
@@ -126,7 +126,7 @@ MAPS = [
         "filter_grid_vmap",
         lambda: on_grid(block_size="4"),
         TypeError,
-        "`block_size` must be an int",
+        "`block_size` must be int",
     ),
     Case(
         "filter_grid_vmap",
@@ -224,12 +224,12 @@ GRADIENTS = [
         "filter_micro_value_and_grad",
         lambda: value_and_grad(clip_norm="1"),
         TypeError,
-        "`clip_norm` must consist of real numbers",
+        "`clip_norm` must be float .*got '1'",
     ),
     Case(
         "filter_micro_value_and_grad",
         lambda: value_and_grad(clip_norm=w),
-        TypeError,
+        ValueError,
         r"`clip_norm` .*got an array of shape \(2,\)",
     ),
     Case(
@@ -272,7 +272,7 @@ GRADIENTS = [
         "filter_micro_grad",
         lambda: grad(transform=3),
         TypeError,
-        "`transform` must be a function",
+        "`transform` must be Callable",
     ),
     Case(
         "filter_micro_grad",
@@ -317,7 +317,7 @@ GRADIENTS = [
         "GradientStatistics",
         lambda: grad(metrics=jnp.ones(2)),
         TypeError,
-        "`metrics` must be a function",
+        "`metrics` must be Callable",
     ),
 ]
 
@@ -342,13 +342,13 @@ ACCUMULATORS = [
         "AbstractAccumulator",
         reduced(Wrong("zero", "zero")),
         TypeError,
-        "What `init` of `Wrong` returns must be PyTree.*got 'zero'",
+        "the state from `init` of `Wrong` must be PyTree.*got 'zero'",
     ),
     Case(
         "AbstractAccumulator",
         reduced(Wrong(jnp.zeros(()), "one")),
         TypeError,
-        "What `update` of `Wrong` returns must be PyTree.*got 'one'",
+        "the state from `update` of `Wrong` must be PyTree.*got 'one'",
     ),
     Case(
         "AbstractAccumulator",
@@ -360,13 +360,13 @@ ACCUMULATORS = [
         "Concat",
         lambda: eqxbatch.Concat("0"),
         TypeError,
-        "`axis` of `Concat` must be int; got '0'",
+        "`axis` must be int; got '0'",
     ),
     Case(
         "Concat",
         lambda: eqxbatch.Concat(0.0),
         TypeError,
-        "`axis` of `Concat` must be int; got 0.0",
+        "`axis` must be int; got 0.0",
     ),
     Case(
         "Concat",
@@ -390,36 +390,22 @@ ACCUMULATORS = [
         )
     ),
     Case(
-        "Last",
-        lambda: eqxbatch.Last().update(y, [1.0], eqxbatch.Block(0, 0, 5, False, 1)),
-        TypeError,
-        "`value` must be.*`jax.numpy.asarray`",
-    ),
-    Case(
-        "Last",
-        lambda: eqxbatch.Last().aggregate(
-            jnp.ones(()), eqxbatch.Block(0, 0, 5, False, 1)
-        ),
-        ValueError,
-        '`values` must be Shaped.Array, "b .r"',
-    ),
-    Case(
         "Sum",
         lambda: eqxbatch.Sum([1.0, 2.0]),
         TypeError,
-        "`weights` of `Sum` must be.*`jax.numpy.asarray`",
+        "`weights` must be.*`jax.numpy.asarray`",
     ),
     Case(
         "Sum",
         lambda: eqxbatch.Sum(x),
         ValueError,
-        r'`weights` of `Sum` must be Shaped.Array, "n".*shape \(5, 2\)',
+        r'`weights` must be Shaped.Array, "n".*shape \(5, 2\)',
     ),
     Case(
         "Sum",
         lambda: eqxbatch.Sum(dtype="number"),
         TypeError,
-        "`dtype` of `Sum` must be a dtype",
+        "`dtype` must be a dtype",
     ),
     Case(
         "Sum",
@@ -451,49 +437,49 @@ ACCUMULATORS = [
         "Mean",
         lambda: eqxbatch.Mean(jnp.ones(())),
         ValueError,
-        r"`weights` of `Mean` must be .*got an array of shape \(\)",
+        r"`weights` must be .*got an array of shape \(\)",
     ),
     Case(
         "Mean",
         lambda: eqxbatch.Mean("weights"),
         TypeError,
-        "`weights` of `Mean` must be",
+        "`weights` must be",
     ),
     Case(
         "Mean",
         lambda: eqxbatch.Mean(dtype=3),
         TypeError,
-        "`dtype` of `Mean` must be a dtype",
+        "`dtype` must be a dtype",
     ),
     Case(
         "RunningMean",
         lambda: eqxbatch.RunningMean("mean"),
         TypeError,
-        "`dtype` of `RunningMean` must be a dtype",
+        "`dtype` must be a dtype",
     ),
     Case(
         "RunningMean",
         lambda: eqxbatch.RunningMean([32]),
         TypeError,
-        "`dtype` of `RunningMean` must be a dtype",
+        "`dtype` must be a dtype",
     ),
     Case(
         "Variance",
         lambda: eqxbatch.Variance("1"),
         TypeError,
-        "`ddof` of `Variance` must be",
+        "`ddof` must be",
     ),
     Case(
         "Variance",
         lambda: eqxbatch.Variance(0, "number"),
         TypeError,
-        "`dtype` of `Variance` must be a dtype",
+        "`dtype` must be a dtype",
     ),
     Case(
         "MeanAndVariance",
         lambda: eqxbatch.Variance(ddof=None),
         TypeError,
-        "`ddof` of `Variance` must be",
+        "`ddof` must be",
     ),
     Case(
         "MeanAndVariance",
@@ -519,31 +505,13 @@ ACCUMULATORS = [
         "LogSumExp",
         lambda: eqxbatch.LogSumExp("number"),
         TypeError,
-        "`dtype` of `LogSumExp` must be a dtype",
+        "`dtype` must be a dtype",
     ),
     Case(
         "LogSumExp",
         lambda: vmap(accumulator=eqxbatch.LogSumExp())(x.astype(int)),
         TypeError,
         "LogSumExp",
-    ),
-    Case(
-        "Block",
-        lambda: eqxbatch.Block("first", 0, 5, False, 1),
-        TypeError,
-        "`index` of `Block` must be",
-    ),
-    Case(
-        "Block",
-        lambda: eqxbatch.Block(0, 0, 2.5, False, 1),
-        TypeError,
-        "`size` of `Block` must be int; got 2.5",
-    ),
-    Case(
-        "Block",
-        lambda: eqxbatch.Block(0, 0, 2, False, 1).take([1.0, 2.0]),
-        TypeError,
-        "`array` must be.*`jax.numpy.asarray`",
     ),
     Case(
         "Block",
@@ -559,15 +527,9 @@ ACCUMULATORS = [
     ),
     Case(
         "Blocks",
-        lambda: eqxbatch.Blocks("10", 2),
-        TypeError,
-        "`total` of `Blocks` must be int; got '10'",
-    ),
-    Case(
-        "Blocks",
-        lambda: eqxbatch.Blocks(10, 2.0),
-        TypeError,
-        "`size` of `Blocks` must be int; got 2.0",
+        lambda: eqxbatch.Blocks(10, -2),
+        ValueError,
+        "`size` of `Blocks` must be at least 1; got -2",
     ),
     Case(
         "Blocks",
