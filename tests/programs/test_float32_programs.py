@@ -2,7 +2,7 @@
 
 import pytest
 
-from .float32_programs import draw, findings
+from .float32_programs import draw, examine, findings
 
 
 # Positions that nearly cancel, two and three uses, and a confident classifier.
@@ -10,4 +10,4 @@ from .float32_programs import draw, findings
 @pytest.mark.parametrize("seed", (5, 144, 6))
 def test_programs_keep_what_plain_float32_keeps(seed):
     program = draw(seed)
-    assert findings(program) == [], str(program)
+    assert findings(examine(program)) == [], str(program)
