@@ -139,29 +139,43 @@ def _probes(
     outs: list,
     keys: Key[Array, " samples"],
 ) -> list[Inexact[Array, "samples *out"]]:
-    """The square root of a matrix times random signs, structured like the outputs.
+    """The square root of a matrix times random signs, structured like the outputs."""
+    factor = root(matrix, terms)
+    signs = jax.vmap(lambda key: jr.rademacher(key, factor.shape[:1], factor.dtype))(
+        keys
+    )
+    return Unravel(outs)(signs @ factor)
+
+
+def root(
+    matrix: Real[Array, "outputs outputs"], terms: Real[Array, "outputs outputs"]
+) -> Real[Array, "outputs outputs"]:
+    """An array `x` with `x.T @ x` equal to a positive semidefinite matrix.
 
     `terms` is as large as what was subtracted to form the matrix: eigenvalues below
     zero by its rounding count as zero.
     """
-    rounding = matrix.shape[0] * float(jnp.finfo(matrix.dtype).eps)
+    eps = float(jnp.finfo(matrix.dtype).eps)
     matrix, terms = widened(matrix), widened(terms)
-    # Each row is judged by its own size, so that small curvatures beside large ones
-    # keep their digits. No entry of the scaled matrix is above one.
-    sizes = jnp.max(jnp.abs(matrix), axis=1, initial=0)
-    scales = jnp.sqrt(jnp.where(sizes == 0, 1, sizes))
-    values, vectors = jnp.linalg.eigh(matrix / scales[:, None] / scales[None])
     lowest = jnp.min(jnp.linalg.eigvalsh(matrix), initial=0)
     largest = jnp.max(jnp.maximum(jnp.abs(matrix), terms), initial=0)
+    # Each row is judged by its own size, so that small curvatures beside large ones
+    # keep their digits. It is that of the diagonal, which is bounded below by the other
+    # entries, as its own digits may have cancelled.
+    sizes = jnp.diagonal(matrix)
+    sizes = matrix / jnp.where(sizes > 0, sizes, jnp.inf)[None] * matrix
+    sizes = jnp.max(sizes, axis=1, initial=0)
+    scales = jnp.sqrt(jnp.where(sizes == 0, 1, sizes))
+    values, vectors = jnp.linalg.eigh(matrix / scales[:, None] / scales[None])
     values = error_if(
         values,
-        lowest < -_ROUNDING * rounding * largest,
+        lowest < -_ROUNDING * matrix.shape[0] * eps * largest,
         "`fisher='mc'` takes the square root of the loss's Hessian in what `fun` "
         "returns, but that has a negative eigenvalue: the loss is not convex there. "
         "Use `fisher='type-2'`, which needs no root, or pass a `sampler`.",
     )
     # The root of an eigenvalue that is zero up to rounding would be as large as that of
     # eps. The symmetric root does not depend on the choice of eigenvectors.
-    roots = jnp.where(values <= rounding, 0, jnp.sqrt(jnp.maximum(values, 0)))
-    signs = jax.vmap(lambda key: jr.rademacher(key, values.shape, matrix.dtype))(keys)
-    return Unravel(outs)(((signs @ vectors) * roots[None]) @ vectors.T * scales[None])
+    least = 4 * eps * jnp.max(values, initial=0)
+    roots = jnp.where(values <= least, 0, jnp.sqrt(jnp.maximum(values, 0)))
+    return (vectors * roots[None]) @ vectors.T * scales[None]

@@ -18,6 +18,7 @@ from eqxbatch import (
     Sum,
 )
 from eqxbatch._base.mesh import vary_as
+from eqxbatch._curvature.fisher import root
 from ..helpers import KINDS, make_mesh, put, spread
 from .oracle import CHOICES, close
 
@@ -317,6 +318,54 @@ class TestBadInput:
         )
         with pytest.raises(eqx.EquinoxRuntimeError, match="the loss is not convex"):
             jax.block_until_ready(ggn(model, x, labels))
+
+
+def squares(out, factor):
+    return 0.5 * jnp.sum((factor @ out) ** 2)
+
+
+def entropy(out, scale):
+    return jax.nn.logsumexp(scale * out) - scale[0] * out[0]
+
+
+def losses():
+    """Losses whose curvatures are of very different sizes, and their arguments."""
+    yield squares, np.ones(4), np.diag([1, 1e-2, 1e-4, 1e-6])
+    rng = np.random.default_rng(0)
+    for num, rank in ((4, 4), (4, 1), (300, 300), (300, 10)):
+        factor = rng.normal(size=(num, num)) * 10 ** -np.linspace(0, 6, num)
+        factor[rank:] = 0
+        yield squares, np.ones(num), factor
+    factor = np.eye(300)
+    factor[0, 1], factor[1, 1] = 1, 5e-3  # Two outputs that are almost the same.
+    yield squares, np.ones(300), factor
+    for doubt in (0.1, 1e-3, 1e-5, 1e-6, 1e-7, 1e-9):
+        for num, decades in ((2, 0), (10, 0), (10, 6)):
+            scale, logits = (
+                10 ** -np.linspace(0, decades, num),
+                3 * rng.normal(size=num),
+            )
+            # All other classes have the probability `doubt`.
+            logits[0] = np.log(np.exp(logits[1:]).sum()) + np.log((1 - doubt) / doubt)
+            yield entropy, logits / scale, scale
+
+
+def test_mean_of_estimates_in_float32():
+    """Each entry is judged by its row and column, as curvatures differ by 1e12."""
+    hessian = jax.jit(jax.hessian(lambda out, loss, x: loss(out, x)), static_argnums=1)
+    for loss, out, numbers in losses():
+        out, numbers = jnp.asarray(out, jnp.float32), jnp.asarray(numbers, jnp.float32)
+        terms = jnp.abs(hessian(0 * out, loss, numbers))
+        plain = hessian(out, loss, numbers)
+        factor = np.asarray(jax.jit(root)(plain, terms), float)
+        wide = jnp.asarray(out, float), loss, jnp.asarray(numbers, float)
+        truth = np.asarray(hessian(*wide))
+        scale = np.sqrt(np.outer(np.diag(truth), np.diag(truth)))
+        error, of_plain = (
+            np.max(np.abs(np.asarray(x) - truth) / scale)
+            for x in (factor.T @ factor, plain)
+        )
+        assert error <= 10 * of_plain + 5e-6
 
 
 def test_roots_keep_small_curvatures_and_confident_classifiers():
