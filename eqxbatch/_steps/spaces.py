@@ -1,5 +1,6 @@
 """The linear system of a step, in sample space and in parameter space."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.linalg as jsl
 import jax.tree_util as jtu
+from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from .._base.dtypes import as_complex, as_real, widened
@@ -116,7 +118,14 @@ class System(eqx.Module):
             values = jnp.where(values > least, values, 0) + damping
             is_zero = values <= 0
             inverse = jnp.where(is_zero, 0, 1 / jnp.where(is_zero, 1, values))
-            return vectors @ (inverse * (vectors.T @ vector))
+            times = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+            solve = lambda vector: times(vectors, inverse * times(vectors.T, vector))
+            found = solve(vector)
+            # All eigenvalues are as inexact as the largest one: what they leave of the
+            # right-hand side is solved for, too.
+            for _ in range(3):
+                found += solve(vector - times(matrix, found) - damping * found)
+            return found
         shifted = matrix + damping * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
         factor = jnp.linalg.cholesky(shifted)
         found = jsl.cho_solve((factor, True), vector)
