@@ -115,16 +115,19 @@ class System(eqx.Module):
             largest = jnp.max(values, initial=0)
             rounding = largest * values.size * jnp.finfo(values.dtype).eps
             least = jnp.where(damping > 0, 0, rounding)
-            values = jnp.where(values > least, values, 0) + damping
-            is_zero = values <= 0
-            inverse = jnp.where(is_zero, 0, 1 / jnp.where(is_zero, 1, values))
+            damped = jnp.where(values > least, values, 0) + damping
+            is_zero = damped <= 0
+            inverse = jnp.where(is_zero, 0, 1 / jnp.where(is_zero, 1, damped))
             times = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-            solve = lambda vector: times(vectors, inverse * times(vectors.T, vector))
-            found = solve(vector)
+            solve = lambda inverse, x: times(vectors, inverse * times(vectors.T, x))
+            found = solve(inverse, vector)
             # All eigenvalues are as inexact as the largest one: what they leave of the
-            # right-hand side is solved for, too.
+            # right-hand side is solved for, too. It would grow where a value is far
+            # below zero.
+            inverse = jnp.where(2 * values > -damping, inverse, 0)
             for _ in range(3):
-                found += solve(vector - times(matrix, found) - damping * found)
+                rest = vector - times(matrix, found) - damping * found
+                found += solve(inverse, rest)
             return found
         shifted = matrix + damping * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
         factor = jnp.linalg.cholesky(shifted)
