@@ -131,7 +131,7 @@ if _typing.TYPE_CHECKING:
 
 __all__ = [name for name in vars() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
 if _util.find_spec("lineax") is not None:
-    __all__ += _OPERATORS
+    __all__ += _OPERATORS  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __dir__() -> list[str]:
