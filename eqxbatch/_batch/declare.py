@@ -456,7 +456,10 @@ def also_decorator(name: str, cls: Any, plain: Any = None) -> Any:
 
 def _python_setting(value: PyTree) -> PyTree:
     """Converts bools and ints of NumPy, which count as arrays, to those of Python."""
-    is_setting = lambda x: isinstance(x, (np.bool_, np.integer))
+    is_setting = lambda x: (
+        isinstance(x, (np.bool_, np.integer))
+        or (isinstance(x, np.ndarray) and x.shape == () and x.dtype.kind in "biu")
+    )
     is_module = lambda x: isinstance(x, eqx.Module)
     if not any(map(is_setting, jtu.tree_leaves(value, is_leaf=is_module))):
         return value

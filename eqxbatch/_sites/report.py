@@ -4,6 +4,7 @@ import collections
 import dataclasses
 from typing import Any
 
+from .._base.checks import check_fields
 from .cost import (
     choose,
     Contraction,
@@ -57,6 +58,9 @@ class LeafReport:
     kfac: str
     kfac_reason: str | None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 def _shown(error: float | None) -> str:
     if error is None:
@@ -95,6 +99,9 @@ class LeafCheck:
     diagonal: float | None = None
     gauss_newton: float | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class SitesCheck:
@@ -115,6 +122,9 @@ class SitesCheck:
     num_examples: int
     dtype: str
     reason: str | None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def max_error(self) -> float:
@@ -157,6 +167,9 @@ class SitesReport:
     materialised_flops: float
     materialised_bytes: float
     check: SitesCheck | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
