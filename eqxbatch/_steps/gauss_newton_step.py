@@ -4,318 +4,67 @@ import dataclasses
 import functools
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, cast, ClassVar, get_args, Literal, TYPE_CHECKING
+from typing import Any, ClassVar, Concatenate, Generic, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
-from jaxtyping import Array, Float, Inexact, PyTree
+from jaxtyping import Array, Float, PyTree
 
+from .._base.checks import AnyArray, as_jax, check_at_least, check_callable
 from .._base.dtypes import widened
 from .._base.mesh import error_if, spec_of, vary_as
-from .._base.shapes import AnyArray, Contract
 from .._base.trees import described, log, shown
 from .._batch.cut import Blocks
-from .._batch.memory import check_size, MemoryBudget
-from .._batch.moments import Mean, Sum
-from .._batch.objective import Objective
-from .._batch.transform import (
+from .._batch.declare import (
     AbstractAutoSharded,
-    AbstractOtherArguments,
     also_decorator,
-    transformed,
+    Model,
+    P,
+    run_compiled,
     with_second,
 )
+from .._batch.derivative import AbstractDerivative
+from .._batch.moments import Mean, Sum
+from .._batch.objective import split_examples
 from .._batch.weights import check_real, check_weights
 from .._curvature.hvp import like_parameters
-from .spaces import System
+from .linear_system import System
 from .terms import Residuals, shares, Term, Terms
-
-
-if TYPE_CHECKING:
-    from .._batch.signatures import Typed
-    from .step_signatures import StepSignature
-
-
-Space = Literal["auto", "sample", "parameter"]
-
-
-_SOLVERS = ("cholesky", "eigh")
 
 
 Number = float | Float[AnyArray, ""]
 
 
-_Parameters = PyTree[Inexact[AnyArray, "?*a"], "parameters"]
+class AbstractGaussNewtonStep(
+    AbstractDerivative, AbstractAutoSharded, Generic[Model, P]
+):
+    """`filter_gauss_newton_step` without another argument for the previous step."""
 
-
-STEP = Contract(
-    {"x": _Parameters, "previous": _Parameters, "step": _Parameters},
-    of=["filter_gauss_newton_step"],
-)
-
-
-class _Step(AbstractAutoSharded, AbstractOtherArguments):
-    """The step; `weights` and `accumulators` have one for each term, or one for all."""
-
-    is_compiled: ClassVar[bool] = True
-    takes_instance: ClassVar[bool] = True
-    objective: Objective
-    system: System
-    space: Space
-    centre: bool
-    has_residual: bool
-    momentum: Any
-    weights: Any
-    accumulator: Any
-
-    def __check_init__(self) -> None:
-        if self.space not in get_args(Space):
-            raise ValueError(
-                f"`space` must be one of {get_args(Space)}; got {self.space!r}."
-            )
-        each = self.accumulator
-        for one in each if isinstance(each, (tuple, list)) else [each]:
-            if not isinstance(one, (Sum, Mean)):
-                raise TypeError(
-                    "`accumulator` must be a Sum or a Mean, over the examples, or a "
-                    f"tuple with one for each term; got {shown(one)}."
-                )
-
-    def specs(self, call: tuple[Callable, tuple, dict], out: PyTree) -> PyTree:
-        _, args, kwargs = call
-        diff, _ = self.objective.parameters(args, kwargs)
-        return jtu.tree_map(spec_of, diff)
-
-    def signature(self, own: inspect.Signature) -> inspect.Signature:
-        return own if self.momentum is None else with_second(own, "previous")
-
-    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        previous = None
-        if self.momentum is not None:
-            if len(args) < 2:
-                raise ValueError(
-                    "With `momentum`, the first two arguments, by position, are what "
-                    "is differentiated and the previous step, or None for the first; "
-                    f"got {len(args)} positional arguments."
-                )
-            args, previous = (args[0], *args[2:]), args[1]
-        diff, nondiff = self.objective.parameters(args, kwargs)
-        call = STEP.begin()
-        call.check("x", diff)
-        leaves, treedef = jtu.tree_flatten(diff)
-        terms = self._terms(fun, args, kwargs, nondiff, treedef)
-        residuals = Residuals(
-            terms,
-            leaves,
-            functools.partial(self._weights, terms),
-            centre=self.centre,
-            microbatch_size=self.system.microbatch_size,
-        )
-        last = None
-        if previous is not None:
-            last = like_parameters("The previous step", previous, diff)
-        found = self._step(residuals, last)
-        pairs = zip(found, leaves, strict=True)
-        step = jtu.tree_unflatten(treedef, [x.astype(leaf.dtype) for x, leaf in pairs])
-        call.check("step", step)
-        return step
-
-    def _step(self, residuals: Residuals, previous: list | None) -> list[Array]:
-        if residuals.num == 0:
-            found = [jnp.zeros_like(x) for x in residuals.leaves]
-            return found if previous is None else self._kept(previous)
-        values = residuals.values()
-        if previous is not None:
-            given = _at_run_time("momentum", self.momentum)
-            momentum = jnp.asarray(given, residuals.dtype)
-            tangents = vary_as(residuals.leaves, previous)
-            pairs = zip(values, residuals.push(tangents), strict=True)
-            values = [x - momentum * y for x, y in pairs]
-        damping = _at_run_time("damping", self.system.damping)
-        system = dataclasses.replace(self.system, damping=damping)
-        if self._is_in_samples(residuals):
-            found = system.in_samples(residuals, values)
-        else:
-            gradient = residuals.pull_by_example(residuals.weighted(values))
-            found = system.in_parameters(residuals, gradient)
-        if previous is None:
-            return found
-        pairs = zip(found, self._kept(previous), strict=True)
-        return [x + y.astype(x.dtype) for x, y in pairs]
-
-    def _kept(self, previous: list) -> list[Array]:
-        """The part of the previous step that is kept."""
-        wide = map(widened, previous)
-        return [jnp.asarray(self.momentum, x.dtype) * x for x in wide]
-
-    def _is_in_samples(self, residuals: Residuals) -> bool:
-        num, num_parameters = residuals.num, residuals.num_parameters
-        if self.space != "auto":
-            return self.space == "sample"
-        log.debug(
-            "Gauss-Newton step: %d residuals and %d parameters, as real numbers.",
-            *(num, num_parameters),
-        )
-        return num <= num_parameters
-
-    def _terms(
-        self, fun: Callable, args: tuple, kwargs: dict, nondiff: PyTree, treedef: Any
-    ) -> list[Term]:
-        if not isinstance(fun, Terms):
-            batch = self.objective.batch(fun, args, kwargs)
-            return [Term(fun, batch, nondiff, treedef, self.has_residual)]
-        model, *batches = args
-        functions = fun.functions
-        if kwargs or len(batches) != len(functions):
-            raise ValueError(
-                f"For {len(functions)} terms, the model is followed by one batch for "
-                f"each, by position; got {len(batches)} and the keyword arguments "
-                f"{tuple(kwargs)}. Give what belongs to a term as one tuple or dict."
-            )
-        axes = self.objective.in_axes
-        if isinstance(axes, dict):
-            raise ValueError(
-                "For several terms, `in_axes` must be a tuple with a prefix for the "
-                f"batch of each, or one prefix for all; got {shown(axes)}."
-            )
-        each = _for_each("in_axes", axes, len(functions))
-        objectives = [
-            Objective(self.objective.where, self.objective.filter_spec, (axis,))
-            for axis in each
-        ]
-        triples = zip(functions, objectives, batches, strict=True)
-        return [
-            Term(
-                function,
-                objective.batch(function, (model, batch), {}),
-                nondiff,
-                treedef,
-                self.has_residual,
-            )
-            for function, objective, batch in triples
-        ]
-
-    def _weights(self, terms: list[Term], dtype: Any) -> list[Float[Array, " _"]]:
-        """For each term, the weights of its examples' squared residuals."""
-        num = len(terms)
-        numbers = _for_each("weights", self.weights, num)
-        accumulators = _for_each("accumulator", self.accumulator, num)
-        found = []
-        triples = zip(terms, numbers, accumulators, strict=True)
-        for term, number, accumulator in triples:
-            total, name = term.batch.total(), type(accumulator).__name__
-            weights = jnp.ones(total, dtype)
-            if accumulator.weights is not None:
-                check_weights(name, accumulator.weights, Blocks(total, max(total, 1)))
-                check_real(name, accumulator.weights)
-                weights = accumulator.weights.astype(dtype)
-                weights = error_if(
-                    weights,
-                    ~jnp.all(weights >= 0),
-                    f"{name}(weights=...) must not be negative or NaN here.",
-                )
-            if isinstance(accumulator, Mean):
-                weights = shares(weights)
-            found.append(weights * jnp.asarray(_at_run_time("weights", number), dtype))
-        return found
-
-
-def _for_each(name: str, value: Any, num: int) -> Sequence[Any]:
-    """Expands a setting to one value for each term."""
-    if not isinstance(value, (tuple, list)):
-        return [value] * num
-    if len(value) != num:
-        raise ValueError(
-            f"`{name}` must have one entry for each of {num} terms; got {len(value)}."
-        )
-    return value
-
-
-def _checked_sizes(**sizes: Any) -> list[int | None]:
-    checked = []
-    for name, size in sizes.items():
-        size = check_size(name, size)
-        if isinstance(size, MemoryBudget):
-            raise TypeError(
-                f"`{name}` must be an int or None; got a MemoryBudget, which cannot be "
-                "divided between the two sizes of a step. Give a number."
-            )
-        checked.append(size)
-    return checked
-
-
-def _check_number(name: str, value: Any) -> Any:
-    """Checks a setting that must be a non-negative number or scalar array."""
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        if value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
-            return jnp.asarray(value)
-        got = f"an array of shape {value.shape} and dtype {value.dtype}"
-    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
-        if 0 <= float(value) < math.inf:
-            return float(value)
-        raise ValueError(
-            f"`{name}` must not be negative, NaN or infinite; got {value}."
-        )
-    else:
-        got = described(value)
-    raise TypeError(
-        f"`{name}` must be a real number or a floating-point array of shape (); got "
-        f"{got}."
+    residual: Callable[Concatenate[Model, P], Any]
+    has_aux: ClassVar[bool] = False
+    holomorphic: ClassVar[None] = None
+    _: dataclasses.KW_ONLY
+    damping: Number = eqx.field(converter=as_jax)
+    space: Literal["auto", "sample", "parameter"] = "auto"
+    centre: bool = False
+    has_residual: bool = False
+    weights: Number | Sequence[Number] = eqx.field(
+        default=1.0, converter=lambda weights: jtu.tree_map(as_jax, weights)
     )
+    accumulator: Sum | Mean | Sequence[Sum | Mean] = Mean()
+    solver: Any = "cholesky"
+    in_axes: PyTree = eqx.if_array(0)
+    block_size: int | None = None
+    microbatch_size: int | None = None
+
+    def __call__(self, model: Model, /, *args: P.args, **kwargs: P.kwargs) -> Model:
+        return run_compiled(self, model, *args, **kwargs)
 
 
-def _at_run_time(name: str, value: Any) -> Any:
-    """The same check at run time, for values that are traced."""
-    if not isinstance(value, jax.Array):
-        return value
-    message = f"`{name}` must not be negative, NaN or infinite."
-    return error_if(value, ~((value >= 0) & jnp.isfinite(value)), message)
-
-
-def _checked_terms(functions: Sequence[Any]) -> tuple[Callable, ...]:
-    if not functions:
-        raise ValueError("`residual` must have at least one function; got none.")
-    for function in functions:
-        if not callable(function):
-            raise TypeError(
-                "`residual` must have callable functions; got one that is "
-                f"{described(function)}."
-            )
-    return tuple(functions)
-
-
-def _checked_solver(solver: Any) -> Any:
-    if solver in _SOLVERS or (hasattr(solver, "compute") and hasattr(solver, "init")):
-        return solver
-    raise TypeError(
-        f"`solver` must be one of {_SOLVERS}, or a solver of lineax such as "
-        f"`lineax.CG(rtol=1e-4, atol=1e-4)`; got {described(solver)}."
-    )
-
-
-@cast("Typed[StepSignature]", also_decorator)
-def filter_gauss_newton_step(
-    residual: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
-    *,
-    damping: Number,
-    space: Space = "auto",
-    centre: bool = False,
-    has_residual: bool = False,
-    momentum: Number | None = None,
-    weights: Any = 1.0,
-    accumulator: Any = Mean(),
-    solver: Any = "cholesky",
-    where: Callable[[Any], Any] | None = None,
-    filter_spec: PyTree = eqx.is_inexact_array,
-    in_axes: PyTree = eqx.if_array(0),
-    block_size: int | None = None,
-    microbatch_size: int | None = None,
-) -> Callable[..., Any]:
+class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
     r"""Damped Gauss-Newton steps, solved in sample or parameter space.
 
     Let `r` be the residuals of all examples and `J` their Jacobian with respect to the
@@ -468,25 +217,198 @@ def filter_gauss_newton_step(
         et al., "Improving energy natural gradient descent through Woodbury, momentum,
         and randomization", [arXiv:2505.12149](https://arxiv.org/abs/2505.12149).
     """
-    sizes = _checked_sizes(block_size=block_size, microbatch_size=microbatch_size)
-    numbers_of = lambda x: jtu.tree_map(lambda own: _check_number("weights", own), x)
-    step = _Step(
-        objective=Objective(where, filter_spec, in_axes),
-        system=System(
-            _check_number("damping", damping), _checked_solver(solver), *sizes
-        ),
-        space=space,
-        centre=centre,
-        has_residual=has_residual,
-        momentum=None if momentum is None else _check_number("momentum", momentum),
-        weights=numbers_of(weights),
-        accumulator=accumulator,
-    )
-    if isinstance(residual, (tuple, list)):
-        residual = Terms(_checked_terms(residual))
-    elif not callable(residual):
-        raise TypeError(
-            "`residual` must be callable, or a tuple or list of functions; got "
-            f"{described(residual)}."
+
+    residual: PyTree[Callable[..., Any]]
+    _: dataclasses.KW_ONLY
+    momentum: Number | None = eqx.field(default=None, converter=as_jax)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return run_compiled(self, *args, **kwargs)
+
+    def __check_init__(self) -> None:
+        if isinstance(self.residual, (tuple, list)):
+            if not self.residual:
+                message = "`residual` must have at least one function; got none."
+                raise ValueError(message)
+            for function in self.residual:
+                check_callable("residual", function, "a sequence of functions")
+        for name in ("damping", "momentum", "weights"):
+            for number in jtu.tree_leaves(getattr(self, name)):
+                if not eqx.is_array(number) and not 0 <= number < math.inf:
+                    raise ValueError(
+                        f"`{name}` must not be negative, NaN or infinite; got {number}."
+                    )
+        for name in ("block_size", "microbatch_size"):
+            size = getattr(self, name)
+            if size is not None:
+                check_at_least(name, size, 1, "Use None for one block.")
+        is_solver = hasattr(self.solver, "compute") and hasattr(self.solver, "init")
+        if not is_solver and self.solver not in _SOLVERS:
+            raise TypeError(
+                f"`solver` must be one of {_SOLVERS}, or a solver of lineax such as "
+                "`lineax.CG(rtol=1e-4, atol=1e-4)`; got "
+                f"{described(self.solver)}."
+            )
+
+    @property
+    def __wrapped__(self) -> Callable:
+        is_one = not isinstance(self.residual, (tuple, list))
+        return self.residual if is_one else Terms(tuple(self.residual))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = super().__signature__
+        if self.momentum is None:
+            return signature
+        return with_second(signature, "previous")
+
+    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+        diff, _ = self.parameters(args, kwargs)
+        return jtu.tree_map(spec_of, diff)
+
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        previous = None
+        if self.momentum is not None:
+            if len(args) < 2:
+                raise ValueError(
+                    "With `momentum`, the first two arguments, by position, are what "
+                    "is differentiated and the previous step, or None for the first; "
+                    f"got {len(args)} positional arguments."
+                )
+            args, previous = (args[0], *args[2:]), args[1]
+        diff, nondiff = self.parameters(args, kwargs)
+        leaves, treedef = jtu.tree_flatten(diff)
+        terms = self._terms(args, kwargs, nondiff, treedef)
+        residuals = Residuals(
+            terms,
+            leaves,
+            functools.partial(self._weights, terms),
+            centre=self.centre,
+            microbatch_size=self.microbatch_size,
         )
-    return transformed(step, residual, "filter_gauss_newton_step")
+        last = None
+        if previous is not None:
+            last = like_parameters("The previous step", previous, diff)
+        pairs = zip(self._step(residuals, last), leaves, strict=True)
+        return jtu.tree_unflatten(treedef, [x.astype(leaf.dtype) for x, leaf in pairs])
+
+    def _step(self, residuals: Residuals, previous: list | None) -> list[Array]:
+        if residuals.num == 0:
+            zeros = [jnp.zeros_like(x) for x in residuals.leaves]
+            return zeros if previous is None else self._kept(previous)
+        values = residuals.values()
+        if previous is not None:
+            momentum = _at_run_time("momentum", self.momentum)
+            momentum = jnp.asarray(momentum, residuals.dtype)
+            tangents = vary_as(residuals.leaves, previous)
+            pairs = zip(values, residuals.push(tangents), strict=True)
+            values = [x - momentum * y for x, y in pairs]
+        damping = _at_run_time("damping", self.damping)
+        system = System(damping, self.solver, self.block_size, self.microbatch_size)
+        if self._is_in_samples(residuals):
+            step = system.in_samples(residuals, values)
+        else:
+            gradient = residuals.pull_by_example(residuals.weighted(values))
+            step = system.in_parameters(residuals, gradient)
+        if previous is None:
+            return step
+        pairs = zip(step, self._kept(previous), strict=True)
+        return [x + y.astype(x.dtype) for x, y in pairs]
+
+    def _kept(self, previous: list) -> list[Array]:
+        """The part of the previous step that is kept."""
+        wide = map(widened, previous)
+        return [jnp.asarray(self.momentum, x.dtype) * x for x in wide]
+
+    def _is_in_samples(self, residuals: Residuals) -> bool:
+        num, num_parameters = residuals.num, residuals.num_parameters
+        if self.space != "auto":
+            return self.space == "sample"
+        log.debug(
+            "Gauss-Newton step: %d residuals and %d parameters, as real numbers.",
+            *(num, num_parameters),
+        )
+        return num <= num_parameters
+
+    def _terms(
+        self, args: tuple, kwargs: dict[str, Any], nondiff: PyTree, treedef: Any
+    ) -> list[Term]:
+        fun = self.__wrapped__
+        if not isinstance(fun, Terms):
+            batch = self.batch(args, kwargs)
+            return [Term(fun, batch, nondiff, treedef, self.has_residual)]
+        model, *batches = args
+        num = len(fun.functions)
+        if kwargs or len(batches) != num:
+            raise ValueError(
+                f"For {num} terms, the model is followed by one batch for each, by "
+                f"position; got {len(batches)} and the keyword arguments "
+                f"{tuple(kwargs)}. Pass what belongs to a term as one tuple or dict."
+            )
+        if isinstance(self.in_axes, dict):
+            raise ValueError(
+                "For several terms, `in_axes` must be a tuple with a prefix for the "
+                f"batch of each, or one prefix for all; got {shown(self.in_axes)}."
+            )
+        in_axes = _for_terms("in_axes", self.in_axes, num)
+        triples = zip(fun.functions, in_axes, batches, strict=True)
+        return [
+            Term(
+                function,
+                split_examples(function, (axes,), (model, batch), {}),
+                nondiff,
+                treedef,
+                self.has_residual,
+            )
+            for function, axes, batch in triples
+        ]
+
+    def _weights(self, terms: list[Term], dtype: Any) -> list[Float[Array, " _"]]:
+        """For each term, the weights of its examples' squared residuals."""
+        factors = _for_terms("weights", self.weights, len(terms))
+        accumulators = _for_terms("accumulator", self.accumulator, len(terms))
+        triples = zip(terms, factors, accumulators, strict=True)
+        return [_weights_of_term(*triple, dtype) for triple in triples]
+
+
+_SOLVERS = ("cholesky", "eigh")
+
+
+def _weights_of_term(
+    term: Term, factor: Any, accumulator: Sum | Mean, dtype: Any
+) -> Float[Array, " n"]:
+    total, name = term.batch.total(), type(accumulator).__name__
+    weights = jnp.ones(total, dtype)
+    if accumulator.weights is not None:
+        check_weights(name, accumulator.weights, Blocks(total, max(total, 1)))
+        check_real(name, accumulator.weights)
+        weights = accumulator.weights.astype(dtype)
+        message = f"{name}(weights=...) must not be negative or NaN here."
+        weights = error_if(weights, ~jnp.all(weights >= 0), message)
+    if isinstance(accumulator, Mean):
+        weights = shares(weights)
+    return weights * jnp.asarray(_at_run_time("weights", factor), dtype)
+
+
+def _for_terms(name: str, value: Any, num: int) -> Sequence[Any]:
+    """Expands a setting to one value for each term."""
+    if not isinstance(value, (tuple, list)):
+        return [value] * num
+    if len(value) != num:
+        raise ValueError(
+            f"`{name}` must have one entry for each of {num} terms; got {len(value)}."
+        )
+    return value
+
+
+def _at_run_time(name: str, value: Any) -> Any:
+    """Checks a number at run time if it is traced."""
+    if not isinstance(value, jax.Array):
+        return value
+    message = f"`{name}` must not be negative, NaN or infinite."
+    return error_if(value, ~((value >= 0) & jnp.isfinite(value)), message)
+
+
+filter_gauss_newton_step = also_decorator(
+    "filter_gauss_newton_step", GaussNewtonStep, AbstractGaussNewtonStep
+)

@@ -46,8 +46,8 @@ class SampleKernel:
         # contracting the factors of its sites.
         linearizations = [self._linearization(i, formed) for i in residuals.numbers]
         self._factors = [
-            ExampleFactors(own, [output_factors(own.program, ())], keeps_values=False)
-            for own in linearizations
+            ExampleFactors(x, [output_factors(x.program, ())], keeps_values=False)
+            for x in linearizations
         ]
         self._kernels = {pair: self._kernel(*pair) for pair in self._pairs()}
         self._kept: list[Rows] = []
@@ -109,7 +109,7 @@ class SampleKernel:
             (rows[first], rows[second]),
             Sites(factors, [], [self._axes(first, second)]),
             [("ntk", 0)],
-            lambda found: found["ntk", 0],
+            lambda blocks: blocks["ntk", 0],
         )
 
     def matrix(self) -> Float[Array, "num num"]:
@@ -117,16 +117,16 @@ class SampleKernel:
         all_rows, size = self._residuals.rows, self._size
         blocks: dict[tuple[int, int], Array] = {}
         if size is None or all(size >= rows.total for rows in all_rows):
-            for i, own in enumerate(all_rows):
-                most = self._microbatch_size or max(own.total, 1)
-                self._kept.append(self._kernels[i, i].keep(0, own, most))
+            for i, rows in enumerate(all_rows):
+                most = self._microbatch_size or max(rows.total, 1)
+                self._kept.append(self._kernels[i, i].keep(0, rows, most))
             for (i, j), kernel in self._kernels.items():
                 second = None if i == j else self._kept[j]
                 (blocks[i, j],) = kernel.block(self._kept[i], second)
         else:
             for pair, kernel in self._kernels.items():
                 (blocks[pair],) = on_device(kernel, make_collectors(kernel, None))
-        rows: list[Array] = []
+        block_rows: list[Array] = []
         for i in self._residuals.numbers:
             of_row = [
                 self._arranged(blocks[i, j], i, j)
@@ -134,8 +134,8 @@ class SampleKernel:
                 else self._arranged(blocks[j, i], j, i).T
                 for j in self._residuals.numbers
             ]
-            rows.append(jnp.concatenate(of_row, axis=1))
-        return jnp.concatenate(rows, axis=0)
+            block_rows.append(jnp.concatenate(of_row, axis=1))
+        return jnp.concatenate(block_rows, axis=0)
 
     def pull(self, vectors: Vectors) -> list[Array]:
         """Like `Residuals.pull`, from the factors that were kept for the kernel."""
@@ -145,16 +145,16 @@ class SampleKernel:
         totals = residuals.zeros()
         vectors, size = in_range(residuals.centred(vectors, is_transpose=True))
         for number, vector in enumerate(vectors):
-            own = self._factors[number]
+            of_term = self._factors[number]
             closed = self._programs[number].closed
             is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
             kept = self._kernels[number, number].factors(0, self._kept[number])
-            (sites,), (factors,) = own.kept, own.of_outputs(kept, 0)
+            (sites,), (factors,) = of_term.kept, of_term.of_outputs(kept, 0)
             for leaf, of_leaf in sites.sites.items():
-                found = _product(
+                gradient = _product(
                     of_leaf, factors, residuals.leaves[leaf], vector, is_narrow
                 )
-                totals[leaf] += jnp.conj(found).astype(totals[leaf].dtype)
+                totals[leaf] += jnp.conj(gradient).astype(totals[leaf].dtype)
         return [x * size.astype(x.dtype) for x in totals]
 
     def _pairs(self) -> list[tuple[int, int]]:
@@ -167,16 +167,16 @@ class SampleKernel:
         residuals = self._residuals
         weights = residuals.weights[first], residuals.weights[second]
         if residuals.centre:
-            for axis, own in enumerate(weights):
-                kernel = _centred_along(kernel, shares(own), axis)
-        roots = [jnp.sqrt(own) for own in weights]
+            for axis, of_side in enumerate(weights):
+                kernel = _centred_along(kernel, shares(of_side), axis)
+        roots = [jnp.sqrt(x) for x in weights]
         kernel = kernel * jnp.expand_dims(jnp.outer(roots[0], roots[1]), (2, 3))
         n1, n2, out1, out2 = kernel.shape
         return jnp.swapaxes(kernel, 1, 2).reshape(n1 * out1, n2 * out2)
 
 
-def _centred_along(kernel: Array, own: Array, axis: int) -> Array:
-    mean = jnp.tensordot(own, kernel, axes=(0, axis))
+def _centred_along(kernel: Array, weights: Array, axis: int) -> Array:
+    mean = jnp.tensordot(weights, kernel, axes=(0, axis))
     return kernel - jnp.expand_dims(mean, axis)
 
 
@@ -194,8 +194,8 @@ def _product(
     (site, *_) = sites
     if site.rule.kind != "leaf":
         sums = lambda share: [weighted_sum(sites, factors, leaf, share * vector)]
-        (found,) = finite_sums(sums(1.0), sums, vector.shape[0], is_narrow)
-        return found
+        (total,) = finite_sums(sums(1.0), sums, vector.shape[0], is_narrow)
+        return total
     _, gradients = factors.of(site)
     if not gradients.has_examples:
         vector = jnp.sum(vector, axis=0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
+from .._base.checks import check_equal
 from .._base.dtypes import finite_sums, is_complex, power_of_two, widened, widest
 from .._base.jaxprs import PerExample, uses_dtype
 from .._base.mesh import vary_as
@@ -61,21 +62,18 @@ class Term(eqx.Module):
     def _returned(self, leaves: list, rows: Sequence[Array]) -> tuple[PyTree, PyTree]:
         (_, *rest), kwargs = self.batch.arguments([*rows])
         diff = jtu.tree_unflatten(self.treedef, leaves)
-        found = self.fun(eqx.combine(diff, self.nondiff), *rest, **kwargs)
+        out = self.fun(eqx.combine(diff, self.nondiff), *rest, **kwargs)
         if not self.has_residual:
-            return _checked(found), None
-        if not isinstance(found, tuple) or len(found) != 2:
+            return _checked(out), None
+        if not isinstance(out, tuple) or len(out) != 2:
             raise ValueError(
                 "With `has_residual=True`, `residual` must return a pair `(output, "
-                f"residual)`; got {described(found)}."
+                f"residual)`; got {described(out)}."
             )
-        out, residual = map(_checked, found)
-        shapes = [jtu.tree_map(jnp.shape, tree) for tree in (out, residual)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                "With `has_residual=True`, the two that `residual` returns must have "
-                f"the same structure and shapes; got {shapes[0]} and {shapes[1]}."
-            )
+        out, residual = map(_checked, out)
+        shapes = [jtu.tree_map(jnp.shape, tree) for tree in (residual, out)]
+        what = "With `has_residual=True`, the shapes of the second output of `residual`"
+        check_equal(what, *shapes)
         return out, residual
 
 
@@ -109,8 +107,8 @@ def _checked(out: PyTree) -> PyTree:
         got = f"dtype {x.dtype}" if eqx.is_array(x) else described(x)
         raise ValueError(
             "`residual` must return arrays of an inexact dtype, as only these have a "
-            f"derivative; got {got} for output{jtu.keystr(path)}. Return only what the "
-            "sum of squares is of."
+            f"derivative; got {got} for output{jtu.keystr(path)}. Return only the "
+            "residuals, whose squares are summed."
         )
 
     if not jtu.tree_leaves(out):
@@ -160,15 +158,17 @@ class Residuals:
         arrays = [x for term in terms for x in term.batch.arrays]
         self.leaves = vary_as(arrays, leaves)
         self.rows = [_rows(term.batch) for term in terms]
-        self._own = [
+        self._one_mode = [
             self._traced(term, rows)
             for term, rows in zip(terms, self.rows, strict=True)
         ]
         self._derivatives: list[Derivative] = [
             derivative_of_program("`residual`", program, rows.arrays)
-            for program, rows in zip(self._own, self.rows, strict=True)
+            for program, rows in zip(self._one_mode, self.rows, strict=True)
         ]
-        self.programs = [self._with(i, "columns", self._own[i]) for i in self.numbers]
+        self.programs = [
+            self._with(i, "columns", self._one_mode[i]) for i in self.numbers
+        ]
         self.entries = [program.structs[0].shape[0] for program in self.programs]
         dtypes = [program.structs[0].dtype for program in self.programs]
         self.dtype = widest(*dtypes, *(x.dtype for x in leaves))
@@ -186,8 +186,8 @@ class Residuals:
 
     def _means(self, number: int) -> list[Array]:
         """The weighted mean over the examples of each entry's derivative."""
-        own = shares(self.weights[number])
-        pull = lambda entry: self.pull_as_it_is({number: jnp.outer(own, entry)})
+        means = shares(self.weights[number])
+        pull = lambda entry: self.pull_as_it_is({number: jnp.outer(means, entry)})
         return jax.vmap(pull)(jnp.eye(self.entries[number], dtype=self.dtype))
 
     @property
@@ -231,30 +231,30 @@ class Residuals:
 
     def values(self) -> Vectors:
         """The residuals, centred if required."""
-        found = []
-        triples = zip(self.terms, self._own, self.rows, strict=True)
+        vectors = []
+        triples = zip(self.terms, self._one_mode, self.rows, strict=True)
         for term, program, rows in triples:
             if term.has_residual:
                 program = self._traced(term.residual, rows)
-            of_rows = lambda arrays, _, own=program: own.many(self.leaves, arrays)[0]
-            found.append(accumulated(of_rows, rows, self._size, Concat()))
-        return self.centred(found)
+            of_rows = lambda arrays, _, run=program.many: run(self.leaves, arrays)[0]
+            vectors.append(accumulated(of_rows, rows, self._size, Concat()))
+        return self.centred(vectors)
 
     def push(self, tangents: list[Array]) -> Vectors:
         """The product of the Jacobian with a vector, centred if required."""
-        found = []
+        vectors = []
         for number, rows in enumerate(self.rows):
-            program = self._with(number, "rows", self._own[number])
+            program = self._with(number, "rows", self._one_mode[number])
 
             def push(
-                arrays: list, _: int, number: int = number, own: PerExample = program
+                arrays: list, _: int, number: int = number, term: PerExample = program
             ) -> Array:
-                values = lambda leaves: own.many(leaves, arrays)
+                values = lambda leaves: term.many(leaves, arrays)
                 derivative = self._derivatives[number]
                 return pushed(values, self.leaves, tangents, derivative)[0]
 
-            found.append(accumulated(push, rows, self._size, Concat()))
-        return self.centred(found)
+            vectors.append(accumulated(push, rows, self._size, Concat()))
+        return self.centred(vectors)
 
     def pull(self, vectors: Vectors) -> list[Array]:
         """The transpose of `push`, with sums in at least float32."""
@@ -276,9 +276,9 @@ class Residuals:
         triples = zip(self.centred_programs, self.rows, scaled, strict=True)
         for program, rows, vector in triples:
 
-            def of_one(*both: Array, own: PerExample = program) -> list[Array]:
+            def of_one(*both: Array, term: PerExample = program) -> list[Array]:
                 *row, vector = both
-                values = lambda leaves: own.one(leaves, row)[0]
+                values = lambda leaves: term.one(leaves, row)[0]
                 out, pullback = jax.vjp(values, self.leaves)
                 # Means cancel exactly only before anything is multiplied.
                 (jacobian,) = jax.vmap(pullback)(jnp.eye(out.size, dtype=out.dtype))
@@ -289,10 +289,10 @@ class Residuals:
             pulled = lambda arrays, _, axes=both.axes, one=of_one: [
                 jnp.sum(x, axis=0) for x in jax.vmap(one, axes)(*arrays)
             ]
-            found = accumulated(pulled, both, size, Sum())
+            gradient = accumulated(pulled, both, size, Sum())
             totals = [
                 total + jnp.conj(x).astype(total.dtype)
-                for total, x in zip(totals, found, strict=True)
+                for total, x in zip(totals, gradient, strict=True)
             ]
         return [x * scale.astype(x.dtype) for x in totals]
 
@@ -304,21 +304,21 @@ class Residuals:
             program, rows = self.programs[number], self.rows[number]
 
             def pulled(
-                arrays: list, size: int, own: PerExample = program
+                arrays: list, size: int, term: PerExample = program
             ) -> list[Array]:
                 *arrays, seeds = arrays
                 outs, pullback = jax.vjp(
-                    lambda leaves: own.many(leaves, arrays)[0], self.leaves
+                    lambda leaves: term.many(leaves, arrays)[0], self.leaves
                 )
                 sums = lambda share: pullback((share * seeds).astype(outs.dtype))[0]
-                is_narrow = uses_dtype(own.closed.jaxpr, jnp.float16)
+                is_narrow = uses_dtype(term.closed.jaxpr, jnp.float16)
                 return finite_sums(sums(1.0), sums, size, is_narrow)
 
             both = Rows([*rows.arrays, vector], (*rows.axes, 0), rows.total)
-            found = accumulated(pulled, both, self._size, Sum())
+            gradient = accumulated(pulled, both, self._size, Sum())
             totals = [
                 total + jnp.conj(x).astype(total.dtype)
-                for total, x in zip(totals, found, strict=True)
+                for total, x in zip(totals, gradient, strict=True)
             ]
         return [x * size.astype(x.dtype) for x in totals]
 
@@ -345,12 +345,12 @@ class Residuals:
 
     def split(self, vector: Float[Array, " num"]) -> Vectors:
         """Splits a vector into those of the terms: the inverse of `join`."""
-        found, start = [], 0
+        vectors, start = [], 0
         for rows, entries in zip(self.rows, self.entries, strict=True):
             end = start + rows.total * entries
-            found.append(vector[start:end].reshape(rows.total, entries))
+            vectors.append(vector[start:end].reshape(rows.total, entries))
             start = end
-        return found
+        return vectors
 
 
 def _rows(batch: Batch) -> Rows:
@@ -376,7 +376,7 @@ def shares(weights: Float[Array, " n"]) -> Float[Array, " n"]:
 def _centred(
     x: Float[Array, "n entries"], weights: Float[Array, " n"], is_transpose: bool
 ) -> Float[Array, "n entries"]:
-    own = shares(weights)
+    weights = shares(weights)
     if is_transpose:
-        return x - jnp.outer(own, jnp.sum(x, axis=0))
-    return x - (own @ x)[None]
+        return x - jnp.outer(weights, jnp.sum(x, axis=0))
+    return x - (weights @ x)[None]

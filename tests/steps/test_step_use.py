@@ -329,8 +329,8 @@ WRONG = {
     ),
     "damping array": (
         lambda: take(damping=jnp.ones(2)),
-        TypeError,
-        r"`damping` must be a real number .*an array of shape \(2,\)",
+        ValueError,
+        r"`damping` must be float \| .*an array of shape \(2,\)",
     ),
     "momentum": (lambda: take(momentum="0.9"), TypeError, "`momentum` must be"),
     "weights": (lambda: take(weights=-1), ValueError, "`weights` must not be negative"),
@@ -347,12 +347,12 @@ WRONG = {
     "accumulator": (
         lambda: take(accumulator=eqxbatch.Concat()),
         TypeError,
-        "`accumulator` must be a Sum or a Mean",
+        r"`accumulator` must be Sum \| Mean",
     ),
     "block_size": (
         lambda: take(block_size=eqxbatch.MemoryBudget("1MB")),
         TypeError,
-        "`block_size` must be an int or None; got a MemoryBudget",
+        r"`block_size` must be int \| None; got MemoryBudget",
     ),
     "microbatch_size": (
         lambda: take(microbatch_size=0),
@@ -379,7 +379,7 @@ WRONG = {
             network(), X, Y
         ),
         ValueError,
-        "must have the same structure and shapes",
+        "the second output of `residual` must be",
     ),
     "previous": (
         lambda: take(momentum=0.9)(network(), X, X, Y),
@@ -427,7 +427,7 @@ WRONG = {
         "`damping` must not be negative",
     ),
     "function": (lambda: take(3), TypeError, "`residual` must be callable"),
-    "terms": (lambda: take([fits, 3]), TypeError, "must have callable functions"),
+    "terms": (lambda: take([fits, 3]), TypeError, "must be a sequence of functions"),
     "no terms": (lambda: take([]), ValueError, "at least one function"),
     "no parameters": (
         lambda: take()(jnp.arange(3), X, Y),

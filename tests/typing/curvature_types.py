@@ -129,8 +129,10 @@ assert_type(filter_linearize(model), TaylorExpansion[Array])
 assert_type(filter_taylor_expand(model, degree=2)(model, x), Array)
 
 
-# A step is like the model; with momentum, the previous one comes second.
+# A step is like the model. With momentum, the previous one comes second.
 assert_type(filter_gauss_newton_step(outputs, damping=0.1)(model, xs), MLP)
 assert_type(filter_gauss_newton_step(damping=0.1)(outputs)(model, xs), MLP)
 spring = filter_gauss_newton_step(outputs, damping=0.1, momentum=0.9)
-assert_type(spring(model, None, xs), MLP)
+assert_type(spring(model, None, xs), Any)
+terms = filter_gauss_newton_step((outputs, outputs), damping=0.1)
+assert_type(terms(model, xs, xs), Any)

@@ -60,11 +60,11 @@ class System(eqx.Module):
         vector = jnp.concatenate([x.reshape(-1).astype(residuals.dtype) for x in real])
 
         def split(vector: Array) -> list[Array]:
-            found, start = [], 0
+            leaves, start = [], 0
             for x in real:
-                found.append(vector[start : start + x.size].reshape(x.shape))
+                leaves.append(vector[start : start + x.size].reshape(x.shape))
                 start += x.size
-            return as_complex(jtu.tree_unflatten(treedef, found))
+            return as_complex(jtu.tree_unflatten(treedef, leaves))
 
         def product(vector: Array) -> Array:
             pairs = zip(split(vector), residuals.leaves, strict=True)
@@ -100,8 +100,8 @@ class System(eqx.Module):
                 # Products add up examples before they subtract the mean.
                 method="sites" if residuals.centre else "auto",
             )
-            found, _ = matrix(wide, *rows.arrays)
-            total = total + found.astype(residuals.dtype)
+            of_term, _ = matrix(wide, *rows.arrays)
+            total = total + of_term.astype(residuals.dtype)
         return total
 
     def _solved(
@@ -131,11 +131,11 @@ class System(eqx.Module):
             return found
         shifted = matrix + damping * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
         factor = jnp.linalg.cholesky(shifted)
-        found = jsl.cho_solve((factor, True), vector)
-        is_given = jnp.all(jnp.isfinite(shifted)) & jnp.all(jnp.isfinite(vector))
+        solution = jsl.cho_solve((factor, True), vector)
+        is_finite = jnp.all(jnp.isfinite(shifted)) & jnp.all(jnp.isfinite(vector))
         return error_if(
-            found,
-            is_given & ~jnp.all(jnp.isfinite(found)),
+            solution,
+            is_finite & ~jnp.all(jnp.isfinite(solution)),
             "The matrix of the step, with `damping` on its diagonal, is not positive "
             f"definite in {matrix.dtype}. Use more `damping`, `solver='eigh'`, or "
             "64-bit mode.",
