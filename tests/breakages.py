@@ -320,9 +320,9 @@ BREAKAGES = [
     ),
     Breakage(
         "a remainder counts as a whole microbatch",
-        "_batch/transform.py",
-        "return jnp.minimum(count * blocks.size, blocks.total)",
-        "return count * blocks.size",
+        "_batch/declare.py",
+        "else jnp.minimum(count * blocks.size, blocks.total)",
+        "else count * blocks.size",
         "tests/gradients -k 'moments or early_stop or noise'",
     ),
     Breakage(

@@ -178,8 +178,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             )
         if self.moments and self.weights is not None:
             raise ValueError(
-                "`moments` are those of examples that count the same, but the "
-                "accumulator has weights. Compute them without weights."
+                "`moments` are those of unweighted examples, but the accumulator has "
+                "weights. Compute them without weights."
             )
         # The default is for a loss of one example.
         if self.batched and self.accumulator is type(self).accumulator:
@@ -448,7 +448,7 @@ class MicroValueAndGrad(
         per-example setting, and wherever [`eqxbatch.filter_micro_vmap`][] raises it.
     - `TypeError` for an accumulator that does not apply to gradients, for `batched`
         without an accumulator, and for settings of the wrong type.
-    - `RuntimeError` at run time, for JAX arrays: if `clip_norm` is negative or NaN, or
+    - `RuntimeError` at run time, for arrays: if `clip_norm` is negative or NaN, or
         if `num_real_microbatches` is out of range.
 
     !!! example

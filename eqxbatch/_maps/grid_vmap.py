@@ -221,7 +221,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
                 if name not in sizes:
                     raise ValueError(
                         f"`in_axes` names the grid axis {name!r}, but its argument has "
-                        "no arrays. Give arrays, not Python numbers or lists."
+                        "no arrays. Pass arrays, not Python numbers or lists."
                     )
         levels = self._levels(sizes)
 
@@ -463,7 +463,7 @@ def _positions(out_axes: Any, kept: list[str], sizes: dict[str, int]) -> dict[st
         if len(kept) != 1:
             raise ValueError(
                 f"`out_axes` is {out_axes}, a place for one grid axis, but the results "
-                f"have {tuple(kept)}. Give a tuple of names, or a dict from names to "
+                f"have {tuple(kept)}. Pass a tuple of names, or a dict from names to "
                 "places."
             )
         return {kept[0]: out_axes}
@@ -476,8 +476,8 @@ def _positions(out_axes: Any, kept: list[str], sizes: dict[str, int]) -> dict[st
     if {*positions} != {*kept}:
         raise ValueError(
             "`out_axes` must name each grid axis that the results have, "
-            f"{tuple(kept)}, and no other; got {tuple(positions)}. Those with an "
-            "accumulator other than `Concat` are gone."
+            f"{tuple(kept)}, and no other; got {tuple(positions)}. Grid axes with an "
+            "accumulator other than `Concat` are not in the results."
         )
     return positions
 

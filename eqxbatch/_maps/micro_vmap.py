@@ -199,11 +199,11 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
 
         def specs(out: tuple[PyTree, tuple]) -> tuple[PyTree, PartitionSpec]:
             arrays, treedef = jtu.tree_flatten(eqx.filter(out[0], eqx.is_array))
-            found = [
+            of_arrays = [
                 PartitionSpec() if axis is None else spec_of_rows(x.shape[1:], batch)
                 for x, axis in zip(arrays, out[1], strict=True)
             ]
-            return jtu.tree_unflatten(treedef, found), PartitionSpec()
+            return jtu.tree_unflatten(treedef, of_arrays), PartitionSpec()
 
         like = (batch.arrays, total)
         return auto_sharded(vmap, (self, batch), like, specs)

@@ -511,7 +511,7 @@ SETTINGS = {
     "weighted moments": (
         {"moments": True, "accumulator": Mean(weights=jnp.ones(3))},
         ValueError,
-        "`moments` are those of examples that count the same",
+        "`moments` are those of unweighted examples",
     ),
     "size": ({"microbatch_size": 0}, ValueError, "must be at least 1; got 0"),
 }

@@ -340,7 +340,7 @@ class TestBadInput:
             ({"accumulator": {"k": Mean()}}, "`accumulator` names the grid axis 'k'"),
             (
                 {"accumulator": {"i": Mean()}, "out_axes": ("i", "j")},
-                "other than `Concat` are gone",
+                "other than `Concat` are not in the",
             ),
             ({"accumulator": {"i": (Mean(), Concat())}}, "in some outputs and not in"),
             ({"in_axes": {"x": grid("i", 1)}}, r"axis 1 of `x` .* its shape \(3,\)"),

@@ -132,7 +132,7 @@ MAPS = [
         "filter_grid_vmap",
         lambda: on_grid()(y, 3.0),
         ValueError,
-        "has no arrays. Give arrays",
+        "has no arrays. Pass arrays",
     ),
     Case(
         "filter_grid_vmap",
