@@ -76,7 +76,6 @@ from ._ntk.parameterise import (
     ntk_parameterise as ntk_parameterise,
     NTKLayer as NTKLayer,
 )
-from ._pairs.alignment import KernelAlignment as KernelAlignment
 from ._pairs.batch import filter_batch_kernel as filter_batch_kernel
 from ._pairs.progress import (
     AbstractProgressMeter as AbstractProgressMeter,
@@ -86,6 +85,7 @@ from ._pairs.progress import (
 from ._pairs.reductions import (
     AbstractReduction as AbstractReduction,
     FrobeniusNorm as FrobeniusNorm,
+    KernelAlignment as KernelAlignment,
     KernelProduct as KernelProduct,
     RowSums as RowSums,
 )

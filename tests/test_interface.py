@@ -195,7 +195,7 @@ def test_bound_methods_that_take_anything():
                 store=eqxbatch.HostStore(),
                 mesh=jax.make_mesh((1,), ("rows",)),
             ),
-            "filter_batch_kernel(loss, block_size=(2, 3), mesh_axis='rows', store=Host",
+            "filter_batch_kernel(loss, block_size=(2, 3), store=HostStore(), mesh=Me",
         ),
         (
             filter_micro_vmap(filter_micro_vmap(loss, axis_name="a")),

@@ -80,11 +80,16 @@ def _mismatch(
 
 def check_fields(module: Any) -> None:
     """Raises if fields of a module do not match their annotations."""
-    hints = {field.name: field.type for field in dataclasses.fields(module)}
-    values = {name: getattr(module, name) for name in hints}
+    fields = {field.name: field for field in dataclasses.fields(module)}
+    values = {name: getattr(module, name) for name in fields}
     # Structs can replace arrays if only shapes are needed.
-    is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    check_types({k: x for k, x in values.items() if not is_struct(x)}, hints)
+    values = {
+        name: value
+        for name, value in values.items()
+        if value is not fields[name].default
+        and not isinstance(value, jax.ShapeDtypeStruct)
+    }
+    check_types(values, {name: field.type for name, field in fields.items()})
 
 
 def as_jax(x: Any) -> Any:
@@ -113,6 +118,13 @@ def fits(value: Any, hint: Any) -> bool:
     ):
         return True
     return any(_is_bearable(value, option) for option in options)
+
+
+def as_jax(x: Any) -> Any:
+    """Converts NumPy arrays to JAX arrays, and leaves everything else to checks."""
+    # JAX reads NumPy arrays later, when their owner may have changed them. A copy for
+    # that would stay until then, and may be as large as all examples.
+    return jax.block_until_ready(jnp.array(x)) if isinstance(x, np.ndarray) else x
 
 
 _UNIONS = (Union, types.UnionType)
@@ -163,6 +175,12 @@ def _is_dtype(value: Any) -> bool:
 
 def _is_array_hint(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, AbstractArray)
+
+
+def _are_array_hints(hint: Any) -> bool:
+    """Whether an annotation is for arrays, or for None, and nothing else."""
+    options = get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
+    return all(map(_is_array_hint, {*options} - {type(None)}))
 
 
 def _are_numbers(value: Any) -> bool:

@@ -39,6 +39,7 @@ class AbstractDerivative(AbstractTransform):
         transform has no such setting.
     """
 
+    fun: eqx.AbstractVar[Callable]
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any] | None = None
     filter_spec: PyTree = eqx.is_inexact_array

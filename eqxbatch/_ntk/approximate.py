@@ -1,20 +1,19 @@
 """Estimates of a neural tangent kernel with fewer backward passes."""
 
-import operator
-from collections.abc import Callable
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
-from .._pairs.batch import BatchKernel
-from .._pairs.calls import BlockSize, Keys, VmapSpec
-from .random_model import selected
-from .request import Kernels, KernelTask, make_kernels, Probes
-from .task_kernel import AbstractEstimator, checked_settings
+from .._base.checks import check_at_least
+from .._pairs.calls import Keys
+from .estimator import AbstractEstimator, checked_constructor, KernelTask, Probes
+from .request import AbstractParameterKernel
 
 
-class PseudoNTK(AbstractEstimator):
+@checked_constructor
+class PseudoNTK(AbstractEstimator, AbstractParameterKernel):
     """The NTK of the sum of a model's outputs: one backward pass per example.
 
     For `k` outputs along the `trace_axes`, this is the kernel of their sum divided by
@@ -49,30 +48,6 @@ class PseudoNTK(AbstractEstimator):
         [Mohamadi, Bae and Sutherland, 2023](https://arxiv.org/abs/2206.12543).
     """
 
-    _kernels: Kernels
-    _blocks: BatchKernel | None
-
-    @checked_settings
-    def __init__(
-        self,
-        model: Callable | tuple[Callable, eqx.nn.State],
-        *,
-        trace_axes: int | tuple[int, ...] | None = None,
-        diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: VmapSpec = 0,
-        block_size: BlockSize = None,
-        where: Callable[[Any], Any] | None = None,
-        filter_spec: PyTree = eqx.is_inexact_array,
-    ):
-        self._kernels = make_kernels(
-            *selected(model, where, filter_spec),
-            trace_axes=trace_axes,
-            diagonal_axes=diagonal_axes,
-            vmap_axes=vmap_axes,
-            block_size=block_size,
-        )
-        self._blocks = None
-
     def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
         return KernelTask(("ntk",), Probes(1, None)), "ntk", kwargs
 
@@ -94,7 +69,8 @@ class KernelEstimate(NamedTuple):
     standard_error: PyTree[Inexact[Array, "..."]]
 
 
-class ProbedNTK(AbstractEstimator):
+@checked_constructor
+class ProbedNTK(AbstractEstimator, AbstractParameterKernel):
     """An unbiased estimate of a traced NTK, from random directions of the outputs.
 
     Instead of every output entry along the `trace_axes`, `num_probes` sums of these
@@ -138,38 +114,19 @@ class ProbedNTK(AbstractEstimator):
         1989](https://doi.org/10.1080/03610918908812806).
     """
 
-    _kernels: Kernels
-    _blocks: BatchKernel | None
-    _probes: Probes
+    _: dataclasses.KW_ONLY
+    num_probes: int = eqx.field(static=True)
+    key: Key[Array, ""] | UInt32[Array, "2"]
 
-    @checked_settings
-    def __init__(
-        self,
-        model: Callable | tuple[Callable, eqx.nn.State],
-        *,
-        num_probes: int,
-        key: Key[Array, ""] | UInt32[Array, "2"],
-        trace_axes: int | tuple[int, ...] | None = None,
-        diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: VmapSpec = 0,
-        block_size: BlockSize = None,
-        where: Callable[[Any], Any] | None = None,
-        filter_spec: PyTree = eqx.is_inexact_array,
-    ):
-        if num_probes < 1:
-            raise ValueError(f"`num_probes` must be at least 1; got {num_probes}.")
-        self._probes = Probes(operator.index(num_probes), key)
-        self._kernels = make_kernels(
-            *selected(model, where, filter_spec),
-            trace_axes=trace_axes,
-            diagonal_axes=diagonal_axes,
-            vmap_axes=vmap_axes,
-            block_size=block_size,
-        )
-        self._blocks = None
+    def __check_init__(self) -> None:
+        check_at_least("num_probes", self.num_probes, 1)
 
     def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
-        return KernelTask(("ntk",), self._probes), KernelEstimate, kwargs
+        return (
+            KernelTask(("ntk",), Probes(self.num_probes, self.key)),
+            KernelEstimate,
+            kwargs,
+        )
 
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any

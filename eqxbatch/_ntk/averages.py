@@ -12,23 +12,23 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, PyTree
 
+from .._base.checks import check_equal
 from .._base.dtypes import accumulation_dtype
 from .._base.jaxprs import compiled
 from .._base.mesh import is_explicit
-from .._base.shapes import AnyArray, Contract
+from .._base.trees import described
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.moments import RunningMean, Variance, VarianceState
 from .._maps.micro_vmap import MicroVmap
-from .._pairs.batch import BatchKernel
+from .._pairs.batch import settings_of
 from .._pairs.calls import MeshAxis
+from .estimator import in_blocks, KernelTask, TaskKernel
 from .output_axes import Mirror
 from .random_model import RandomModels
-from .request import Kernels, KernelTask
-from .task_kernel import TaskKernel
-from .traced_model import named, Settings
+from .request import AbstractRequest, ModelRequest, named
 
 
 class _Resumed(AbstractAccumulator[VarianceState]):
@@ -81,11 +81,10 @@ def _in_a_list(*kernels: PyTree) -> list[PyTree]:
     return [*kernels]
 
 
-class Samples(eqx.Module):
+class Samples(AbstractRequest):
     """Random models, and how many of their kernels are computed at once, and how."""
 
     models: RandomModels
-    settings: Settings
     per_batch: int | MemoryBudget | None = eqx.field(static=True)
     rows: MeshAxis | None
     samples: MeshAxis | None
@@ -96,8 +95,7 @@ class Samples(eqx.Module):
 
     def of_block(self) -> "Samples":
         """The same samples for a block of a kernel, which is computed as a whole."""
-        settings = dataclasses.replace(self.settings, block_size=None)
-        return dataclasses.replace(self, rows=None, settings=settings)
+        return dataclasses.replace(self, rows=None, block_size=None)
 
     def sizes(self, num: int) -> list[int]:
         """The batch sizes of samples, so that all devices have equally many."""
@@ -107,7 +105,7 @@ class Samples(eqx.Module):
         shared = rest - rest % self.num_devices
         return [*[step] * (num // step), *filter(None, (shared, rest - shared))]
 
-    def kernels(self, request: Request, index: Array) -> list[PyTree[Array]]:
+    def __call__(self, request: Request, index: Array) -> list[PyTree[Array]]:
         """The kernels of one sample."""
         if self.rows is None and self.samples is not None:
             # `vmap` gives each device its own samples.
@@ -116,7 +114,7 @@ class Samples(eqx.Module):
 
             def body(dynamic: PyTree, index: Array) -> list:
                 of_one, request = eqx.combine(dynamic, static)
-                return of_one.kernels(request, index)
+                return of_one(request, index)
 
             everywhere = PartitionSpec()
             return jax.shard_map(
@@ -131,20 +129,16 @@ class Samples(eqx.Module):
         model = self.models.draw(index)
         selection = self.models.selection(model) if "ntk" in request.names else None
         of_kernel = self if self.rows is None else self.of_block()
-        kernels = Kernels(model, selection, of_kernel.settings)
-        kernel_fn = TaskKernel(kernels, KernelTask(request.names), _in_a_list)
-        call = {"key": request.key, **request.kwargs}
-        if self.rows is None:
-            return kernel_fn(request.x1, request.x2, **call)
-        axes = self.settings.vmap_axes
-        transform = BatchKernel(
-            self.settings.block_size,
-            in_axes=axes.inputs,
-            kwargs_axes=axes.kwargs,
-            out_axes=None,
-            mesh_axis=self.rows,
-        )
-        return transform.apply(kernel_fn, (request.x1, request.x2), call)
+        settings = settings_of(of_kernel, AbstractRequest)
+        model_request = ModelRequest(model, selection, **settings)
+        task = KernelTask(request.names)
+        kernel_fn = TaskKernel(model_request, task, _in_a_list)
+        if self.rows is not None:
+            mesh, name = self.rows.mesh, self.rows.name
+            kernel_fn = in_blocks(
+                self, kernel_fn, out_axes=None, mesh=mesh, mesh_axis=name
+            )
+        return kernel_fn(request.x1, request.x2, key=request.key, **request.kwargs)
 
     def advanced(
         self, request: Request, state: PyTree, start: Any, num: int
@@ -160,7 +154,7 @@ class Samples(eqx.Module):
         if isinstance(size, int):
             size *= self.num_devices
         transform = MicroVmap(
-            functools.partial(self.kernels, request),
+            functools.partial(self, request),
             in_axes=(0,),
             out_axes=eqx.if_array(0),
             accumulator=accumulator,
@@ -222,14 +216,13 @@ def estimated(state: PyTree[VarianceState], with_error: bool) -> tuple[list, lis
     )
 
 
-def check_tol(tol: Any) -> float | None:
-    if tol is None:
-        return None
+def check_tol(tol: float | None) -> float | None:
+    """The tolerance as a number; raises `ValueError` if it is not positive."""
     try:
-        value = float(tol)
+        value = None if tol is None else float(tol)
     except (TypeError, ValueError):
         value = float("nan")
-    if not value > 0:
+    if value is not None and not value > 0:
         raise ValueError(
             "`tol` must be a positive number, the relative standard error to reach, or "
             f"None; got {tol!r}."
@@ -270,7 +263,11 @@ class Average(eqx.Module):
 
     @property
     def symmetric(self) -> Mirror:
-        return self.samples.settings.mirror
+        return self.samples.symmetric
+
+    @property
+    def kwargs_axes(self) -> dict[str, PyTree]:
+        return self.samples.vmap_axes.kwargs
 
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
@@ -298,18 +295,13 @@ class Mean(eqx.Module):
     def symmetric(self) -> Mirror:
         return self.average.symmetric
 
+    @property
+    def kwargs_axes(self) -> dict[str, PyTree]:
+        return self.average.kwargs_axes
+
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         means, _ = self.average(*args, **kwargs)
         return named(self.get, self.average.names, means)
-
-
-_PREVIOUS = Contract(
-    dict.fromkeys(("kernel", "standard_error"), Inexact[AnyArray, "*kernel"]),
-    dict.fromkeys(
-        ("kernel", "standard_error"),
-        "Give an estimate for the same examples, from the same model.",
-    ),
-)
 
 
 def _check_previous(mean: Any, error: Any, shape: tuple[int, ...] | None) -> None:
@@ -317,10 +309,17 @@ def _check_previous(mean: Any, error: Any, shape: tuple[int, ...] | None) -> Non
 
     The shape is None if it is not known yet.
     """
-    call = _PREVIOUS.begin(**({} if shape is None else {"kernel": shape}))
-    call.check("kernel", mean, "`kernel` of `previous`", always=True)
-    what = "`standard_error` of `previous`"
-    call.check("standard_error", error, what, always=True)
+    remedy = "Pass an estimate for the same examples, from the same model."
+    parts = {"kernel": mean, "standard_error": error}
+    for name, x in parts.items():
+        what = f"`{name}` of `previous`"
+        if not hasattr(x, "shape") or not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"{what} must be an array of an inexact dtype; got {described(x)}. "
+                f"{remedy}"
+            )
+        shape = x.shape if shape is None else shape
+        check_equal(f"The shape of {what}", x.shape, shape, remedy)
 
 
 def parts_of(previous: Any, get: Any, names: tuple[str, ...]) -> tuple[list, list]:
@@ -331,7 +330,7 @@ def parts_of(previous: Any, get: Any, names: tuple[str, ...]) -> tuple[list, lis
     if not all(isinstance(x, tuple) and len(x) == len(names) for x in parts):
         raise ValueError(
             f"`previous` must be of the kernels {names}, as `get` says; got "
-            f"{jtu.tree_structure(parts[0])}. Give the `get` that it was made with."
+            f"{jtu.tree_structure(parts[0])}. Pass the `get` that it was made with."
         )
     return [*parts[0]], [*parts[1]]
 
@@ -370,7 +369,7 @@ class OnDevice:
         except ValueError as e:
             raise ValueError(
                 "`previous` must have the structure of what the model returns; got "
-                f"{jtu.tree_structure(means)} for {treedef}. Give an estimate from the "
+                f"{jtu.tree_structure(means)} for {treedef}. Pass an estimate from the "
                 "same model."
             ) from e
         return jtu.tree_unflatten(treedef, [*map(moments, spreads, *found)])

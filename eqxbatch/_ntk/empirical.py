@@ -1,31 +1,17 @@
 """Empirical kernels of a model: NTK, NNGP, and both."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, overload, TYPE_CHECKING, TypeVar, Unpack
+from typing import Any
 
 import equinox as eqx
-from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
-from .._base.shapes import AnyArray
+from .._base.checks import AnyArray
 from .._base.trees import import_extra
-from .._batch.objective import Selection
-from .._pairs.batch import BatchKernel
-from .._pairs.calls import BlockSize, Keys, make_calls, VmapSpec
-from .._pairs.progress import AbstractProgressMeter
-from .._pairs.stores import AbstractStore
+from .._pairs.batch import AbstractStored
+from .._pairs.calls import Keys, make_calls
+from .estimator import AbstractEstimator, checked_constructor, KernelTask
 from .matvec import ProductTask, StructTask
-from .random_model import as_callable, selected
-from .request import Kernels, KernelTask, make_kernels
-from .task_kernel import AbstractEstimator, checked_settings, make_blocks
-from .traced_model import Get, named, names_of
-
-
-if TYPE_CHECKING:
-    from . import estimator_signatures as signatures
-
-
-_Out = TypeVar("_Out")
+from .request import AbstractJacobianKernel, Get, named, names_of
 
 
 _Inputs = PyTree[Shaped[AnyArray, "..."]]
@@ -37,36 +23,8 @@ _Result = PyTree[Inexact[Array, "..."]]
 _Vector = PyTree[Inexact[AnyArray, "..."]]
 
 
-def _made(
-    model: Callable,
-    selection: Selection | None,
-    *,
-    vmap_axes: Any,
-    block_size: BlockSize,
-    store: AbstractStore | Literal["device"],
-    mesh: Mesh | None,
-    mesh_axis: str | None,
-    reduce: PyTree,
-    progress: AbstractProgressMeter | None,
-    **settings: Any,
-) -> tuple[Kernels, BatchKernel | None]:
-    """How kernels are computed and stored."""
-    kernels = make_kernels(
-        model, selection, vmap_axes=vmap_axes, block_size=block_size, **settings
-    )
-    blocks = make_blocks(
-        block_size,
-        vmap_axes,
-        store=store,
-        mesh=mesh,
-        mesh_axis=mesh_axis,
-        reduce=reduce,
-        progress=progress,
-    )
-    return kernels, blocks
-
-
-class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
+@checked_constructor
+class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
     """The empirical neural tangent kernel (NTK) of a model: products of its Jacobians.
 
     For examples `x` of `x1` and `y` of `x2`, and entries `o` and `p` of the model's
@@ -170,62 +128,12 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
         [Novak, Sohl-Dickstein and Schoenholz, 2022](https://arxiv.org/abs/2206.08720).
     """
 
-    _kernels: Kernels
-    _blocks: BatchKernel | None
-
-    if TYPE_CHECKING:
-
-        @overload
-        def __init__(
-            self,
-            model: signatures.ModelOf[_Out],
-            **settings: Unpack[signatures.NTKOnDevice],
-        ): ...
-        @overload
-        def __init__(
-            self: "EmpiricalNTK[Any]",
-            model: signatures.ModelOf[Any],
-            **settings: Unpack[signatures.NTKElsewhere],
-        ): ...
-
-    @checked_settings
-    def __init__(
-        self,
-        model: Callable | tuple[Callable, eqx.nn.State],
-        *,
-        trace_axes: int | tuple[int, ...] | None = None,
-        diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: VmapSpec = 0,
-        implementation: str | int = "auto",
-        block_size: BlockSize = None,
-        where: Callable[[Any], Any] | None = None,
-        filter_spec: PyTree = eqx.is_inexact_array,
-        store: AbstractStore | Literal["device"] = "device",
-        mesh: Mesh | None = None,
-        mesh_axis: str | None = None,
-        reduce: PyTree = None,
-        progress: AbstractProgressMeter | None = None,
-    ):
-        self._kernels, self._blocks = _made(
-            *selected(model, where, filter_spec),
-            trace_axes=trace_axes,
-            diagonal_axes=diagonal_axes,
-            vmap_axes=vmap_axes,
-            implementation=implementation,
-            block_size=block_size,
-            store=store,
-            mesh=mesh,
-            mesh_axis=mesh_axis,
-            reduce=reduce,
-            progress=progress,
-        )
-
     def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
         return KernelTask(("ntk",)), "ntk", kwargs
 
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
-    ) -> _Out:
+    ) -> Any:
         """The kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))
 
@@ -237,7 +145,7 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
         This is the result of a call with the batch axis among the `diagonal_axes`.
         """
         task = KernelTask(("ntk",))
-        return self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)[0]
+        return self._request(task, x1, x2, key, kwargs, is_diagonal=True)[0]
 
     def matvec(
         self,
@@ -256,7 +164,7 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
         included. Raises `ValueError` if `v` does not match the output, and `TypeError`
         if JAX has neither forward mode for the model nor the transpose of reverse mode.
         """
-        return self._kernels(ProductTask(v), x1, x2, key, kwargs)
+        return self._request(ProductTask(v), x1, x2, key, kwargs)
 
     def operator(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
@@ -269,13 +177,14 @@ class EmpiricalNTK(AbstractEstimator, Generic[_Out]):
         lineax = import_extra("lineax", "operator", "linalg")
         product = lambda v: self.matvec(x1, x2, v, key=key, **kwargs)
         call = x1, x2, key, kwargs
-        structs = eqx.filter_eval_shape(lambda: self._kernels(StructTask(), *call))
+        structs = eqx.filter_eval_shape(lambda: self._request(StructTask(), *call))
         is_same = len(make_calls(*call)[0]) == 1
         tags = lineax.positive_semidefinite_tag if is_same else ()
         return lineax.FunctionLinearOperator(product, structs, tags)
 
 
-class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
+@checked_constructor
+class EmpiricalNNGP(AbstractEstimator, AbstractStored):
     """The empirical NNGP kernel of a model: second moments of its outputs.
 
     For examples `x` of `x1` and `y` of `x2`, and entries `o` and `p` of the model's
@@ -305,59 +214,12 @@ class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
         [Lee et al., 2018](https://arxiv.org/abs/1711.00165).
     """
 
-    _kernels: Kernels
-    _blocks: BatchKernel | None
-
-    if TYPE_CHECKING:
-
-        @overload
-        def __init__(
-            self,
-            model: signatures.ModelOf[_Out],
-            **settings: Unpack[signatures.NNGPOnDevice],
-        ): ...
-        @overload
-        def __init__(
-            self: "EmpiricalNNGP[Any]",
-            model: signatures.ModelOf[Any],
-            **settings: Unpack[signatures.NNGPElsewhere],
-        ): ...
-
-    @checked_settings
-    def __init__(
-        self,
-        model: Callable | tuple[Callable, eqx.nn.State],
-        *,
-        trace_axes: int | tuple[int, ...] | None = None,
-        diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: VmapSpec = 0,
-        block_size: BlockSize = None,
-        store: AbstractStore | Literal["device"] = "device",
-        mesh: Mesh | None = None,
-        mesh_axis: str | None = None,
-        reduce: PyTree = None,
-        progress: AbstractProgressMeter | None = None,
-    ):
-        self._kernels, self._blocks = _made(
-            as_callable(model),
-            None,
-            trace_axes=trace_axes,
-            diagonal_axes=diagonal_axes,
-            vmap_axes=vmap_axes,
-            block_size=block_size,
-            store=store,
-            mesh=mesh,
-            mesh_axis=mesh_axis,
-            reduce=reduce,
-            progress=progress,
-        )
-
     def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
         return KernelTask(("nngp",)), "nngp", kwargs
 
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
-    ) -> _Out:
+    ) -> Any:
         """The kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))
 
@@ -366,10 +228,11 @@ class EmpiricalNNGP(AbstractEstimator, Generic[_Out]):
     ) -> _Result:
         """The kernel of each example of `x1` with the same example of `x2`."""
         task = KernelTask(("nngp",))
-        return self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)[0]
+        return self._request(task, x1, x2, key, kwargs, is_diagonal=True)[0]
 
 
-class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
+@checked_constructor
+class EmpiricalKernel(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
     """NTK and NNGP of a model, from one pass over the examples.
 
     It is called like an [`eqxbatch.EmpiricalNTK`][], with an additional argument `get`
@@ -398,78 +261,11 @@ class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
         ```
     """
 
-    _kernels: Kernels
-    _blocks: BatchKernel | None
-
-    if TYPE_CHECKING:
-
-        @overload
-        def __init__(
-            self,
-            model: signatures.ModelOf[_Out],
-            **settings: Unpack[signatures.NTKOnDevice],
-        ): ...
-        @overload
-        def __init__(
-            self: "EmpiricalKernel[Any]",
-            model: signatures.ModelOf[Any],
-            **settings: Unpack[signatures.NTKElsewhere],
-        ): ...
-
-    @checked_settings
-    def __init__(
-        self,
-        model: Callable | tuple[Callable, eqx.nn.State],
-        *,
-        trace_axes: int | tuple[int, ...] | None = None,
-        diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: VmapSpec = 0,
-        implementation: str | int = "auto",
-        block_size: BlockSize = None,
-        where: Callable[[Any], Any] | None = None,
-        filter_spec: PyTree = eqx.is_inexact_array,
-        store: AbstractStore | Literal["device"] = "device",
-        mesh: Mesh | None = None,
-        mesh_axis: str | None = None,
-        reduce: PyTree = None,
-        progress: AbstractProgressMeter | None = None,
-    ):
-        self._kernels, self._blocks = _made(
-            *selected(model, where, filter_spec),
-            trace_axes=trace_axes,
-            diagonal_axes=diagonal_axes,
-            vmap_axes=vmap_axes,
-            implementation=implementation,
-            block_size=block_size,
-            store=store,
-            mesh=mesh,
-            mesh_axis=mesh_axis,
-            reduce=reduce,
-            progress=progress,
-        )
-
     def _asked(
         self, get: Get = None, **kwargs: Any
     ) -> tuple[KernelTask, Any, dict[str, Any]]:
         get = tuple(get) if isinstance(get, list) else get
         return KernelTask(names_of(get)), get, kwargs
-
-    if TYPE_CHECKING:
-
-        @overload
-        def __call__(
-            self, x1: Any, x2: Any = None, get: None = None, **kwargs: Any
-        ) -> signatures.BothKernels[_Out]: ...
-        @overload
-        def __call__(self, x1: Any, x2: Any, get: str, **kwargs: Any) -> _Out: ...
-        @overload
-        def __call__(
-            self, x1: Any, x2: Any = None, *, get: str, **kwargs: Any
-        ) -> _Out: ...
-        @overload
-        def __call__(
-            self, x1: Any, x2: Any = None, get: Sequence[str] = ..., **kwargs: Any
-        ) -> Any: ...
 
     def __call__(
         self,
@@ -495,5 +291,5 @@ class EmpiricalKernel(AbstractEstimator, Generic[_Out]):
         """The kernels of each example of `x1` with the same example of `x2`."""
         names = names_of(get)
         task = KernelTask(names)
-        results = self._kernels(task, x1, x2, key, kwargs, is_diagonal=True)
+        results = self._request(task, x1, x2, key, kwargs, is_diagonal=True)
         return named(get, names, results)

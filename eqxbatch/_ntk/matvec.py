@@ -7,22 +7,10 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.mesh import vary_as
 from .._base.modes import derivative_of_program, pushed
-from .._base.shapes import Contract
 from .._batch.accumulators import Concat
 from .._batch.moments import Sum
 from .._batch.rows import accumulated, Rows
-from .request import AbstractTask
-from .traced_model import TracedModel
-
-
-# With the batch axis first.
-VECTORS = Contract(
-    {
-        "v, by leaf": Inexact[Array, "n2 ..."],
-        "product, by leaf": Inexact[Array, "n1 ..."],
-    },
-    of=["EmpiricalNTK"],
-)
+from .request import AbstractTask, TracedModel
 
 
 class ProductTask(AbstractTask):
@@ -34,12 +22,7 @@ class ProductTask(AbstractTask):
     vector: PyTree
 
     def run(self, model: TracedModel) -> PyTree[Inexact[Array, "..."]]:
-        call = VECTORS.begin(
-            n1=model.sides[0].rows.total, n2=model.sides[-1].rows.total
-        )
         vectors = self._checked(model)
-        for x in vectors:
-            call.check("v, by leaf", x)
         are_complex = [axes.is_complex for axes in model.axes]
         result = _real_product(model, vectors)
         if all(are_complex):

@@ -15,7 +15,7 @@ from .._batch.rows import accumulated, Rows
 from .._pairs.kernel import AbstractBlockKernel, KernelLeaf, Plan, SAMPLE
 from .._sites.factors import Factor
 from .pairings import AbstractPairing
-from .traced_model import TracedModel
+from .request import TracedModel
 
 
 # By kind and index of the output: a kernel, or an estimate and its standard error.

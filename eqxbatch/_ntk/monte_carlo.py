@@ -3,26 +3,20 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import equinox as eqx
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
 from .._base.mesh import gathered
 from .._base.trees import as_int, described
 from .._batch.memory import check_size, MemoryBudget, resolved
-from .._pairs.batch import (
-    BatchKernel,
-    check_progress,
-    check_store,
-    make_batch_kernel,
-)
-from .._pairs.calls import BlockSize, check_mesh, Keys, VmapSpec
+from .._pairs.batch import AbstractStored, BatchKernel, settings_of
+from .._pairs.calls import check_mesh, Keys, MeshAxis
 from .._pairs.on_host import check_concrete, Metered
-from .._pairs.progress import AbstractProgressMeter, NoProgressMeter
-from .._pairs.stores import AbstractStore, HostStore
+from .._pairs.progress import NoProgressMeter
+from .._pairs.stores import HostStore
 from .averages import (
     Average,
     check_tol,
@@ -36,10 +30,20 @@ from .averages import (
     Request,
     Samples,
 )
-from .output_axes import Mirror
+from .estimator import (
+    check_axes_of_blocks,
+    check_is_batched,
+    checked_constructor,
+    in_blocks,
+)
 from .random_model import check_models, RandomModels
-from .task_kernel import check_axes_of_blocks, check_is_batched, checked_settings
-from .traced_model import Get, make_settings, named, names_of
+from .request import (
+    AbstractJacobianKernel,
+    AbstractKernelSettings,
+    Get,
+    named,
+    names_of,
+)
 
 
 # With fewer samples, a standard error is unreliable.
@@ -59,7 +63,44 @@ class MonteCarloEstimate(NamedTuple):
     num_samples: int
 
 
-class MonteCarloKernel(eqx.Module):
+def _check_counts(
+    n_samples: SupportsIndex | Iterable[SupportsIndex],
+) -> int | tuple[int, ...]:
+    """The number of samples, or several of them in increasing order."""
+    is_several = isinstance(n_samples, Iterable) and not isinstance(n_samples, str)
+    several: Any = n_samples if is_several else [n_samples]
+    counts: set[int] = set()
+    for count in several:
+        number = as_int(count)
+        if number is None:
+            raise TypeError(
+                "`n_samples` must be an int or an iterable of ints; got "
+                f"{described(n_samples)}."
+            )
+        counts.add(number)
+    if not counts or min(counts) < 1:
+        raise ValueError(
+            f"`n_samples` must be at least 1, and at least one number; got {n_samples}."
+        )
+    return tuple(sorted(counts)) if is_several else counts.pop()
+
+
+def _check_get(get: Get) -> str | tuple[str, ...] | None:
+    names_of(get)
+    return get if get is None or isinstance(get, str) else tuple(get)
+
+
+def _check_per_batch(size: int | MemoryBudget) -> int | MemoryBudget:
+    size_or_budget = check_size("samples_per_batch", size)
+    if size_or_budget is None:
+        raise TypeError(
+            "`samples_per_batch` must be an int or a `MemoryBudget`; got None."
+        )
+    return size_or_budget
+
+
+@checked_constructor
+class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     """Kernels averaged over random models: Monte-Carlo estimates of NNGP and NTK.
 
     Empirical kernels are averaged over models drawn by `init`. As the models get wider,
@@ -172,118 +213,96 @@ class MonteCarloKernel(eqx.Module):
         [`eqxbatch.Variance`][].
     """
 
-    _samples: Samples
-    _counts: tuple[int, ...] = eqx.field(static=True)
-    _is_generator: bool = eqx.field(static=True)
-    _get: Any = eqx.field(static=True)
-    _tol: float | None = eqx.field(static=True)
-    _store: AbstractStore | None
-    _reduce: PyTree
-    _meter: AbstractProgressMeter = eqx.field(static=True)
+    init: Callable[[Any], Any]
+    _: dataclasses.KW_ONLY
+    key: Key[Array, ""] | UInt32[Array, "2"]
+    n_samples: int | tuple[int, ...] = eqx.field(static=True, converter=_check_counts)
+    get: str | tuple[str, ...] | None = eqx.field(
+        static=True, converter=_check_get, default=None
+    )
+    samples_per_batch: int | MemoryBudget = eqx.field(
+        static=True, converter=_check_per_batch, default=1
+    )
+    tol: float | None = eqx.field(static=True, converter=check_tol, default=None)
+    sample_axis: str | None = eqx.field(static=True, default=None)
 
-    @checked_settings
-    def __init__(
-        self,
-        init: Callable[[Any], Any],
-        *,
-        key: Key[Array, ""] | UInt32[Array, "2"],
-        n_samples: SupportsIndex | Iterable[SupportsIndex],
-        get: Get = None,
-        samples_per_batch: int | MemoryBudget = 1,
-        tol: float | None = None,
-        trace_axes: int | tuple[int, ...] | None = None,
-        diagonal_axes: int | tuple[int, ...] = (),
-        vmap_axes: VmapSpec = 0,
-        implementation: str | int = "auto",
-        block_size: BlockSize = None,
-        where: Callable[[Any], Any] | None = None,
-        filter_spec: PyTree = eqx.is_inexact_array,
-        mesh: Mesh | None = None,
-        mesh_axis: str | None = None,
-        sample_axis: str | None = None,
-        store: AbstractStore | Literal["device"] = "device",
-        reduce: PyTree = None,
-        progress: AbstractProgressMeter | None = None,
-    ):
-        self._counts, self._is_generator = _check_counts(n_samples)
-        names_of(get)
-        self._get = tuple(get) if isinstance(get, list) else get
-        self._tol = check_tol(tol)
-        self._store = check_store(store)
-        self._meter = check_progress(progress)
-        models = RandomModels(init, key, where, filter_spec)
-        check_models(models)
-        has_rows = sample_axis is None or mesh_axis is not None
-        if sample_axis is not None and sample_axis == mesh_axis:
-            raise ValueError(
-                "`mesh_axis` and `sample_axis` must be different axes of the mesh; got "
-                f"{mesh_axis!r} for both."
-            )
-        per_batch = check_size("samples_per_batch", samples_per_batch)
-        if per_batch is None:
-            raise TypeError(
-                "`samples_per_batch` must be an int or a `MemoryBudget`; got None."
-            )
-        self._samples = Samples(
-            models,
-            make_settings(
-                trace_axes, diagonal_axes, vmap_axes, implementation, block_size
-            ),
-            per_batch,
-            check_mesh(mesh, mesh_axis) if has_rows else None,
-            None if sample_axis is None else check_mesh(mesh, sample_axis),
-        )
-        self._reduce = reduce
-        self._check_places(mesh_axis, sample_axis)
-        if reduce is not None:
-            make_batch_kernel(
-                block_size,
-                reduce=reduce,
-                mesh=mesh if has_rows else None,
-                mesh_axis=mesh_axis,
-                store=store,
-                progress=progress,
-            )
-
-    def _check_places(self, mesh_axis: str | None, sample_axis: str | None) -> None:
-        """Raises for combinations of settings that are not supported."""
-        is_spread_twice = sample_axis is not None and mesh_axis is not None
-        if self._store is not None and is_spread_twice:
-            raise ValueError(
-                "With a `store`, devices share the rows of a block or the samples, and "
-                f"not both; got `mesh_axis={mesh_axis!r}` and "
-                f"`sample_axis={sample_axis!r}`. Leave one of them out."
-            )
-        needs_several = self._is_generator or self._tol is not None
-        is_on_disk = self._store is not None and not isinstance(self._store, HostStore)
-        if is_on_disk and needs_several:
+    def __check_init__(self) -> None:
+        samples = self._samples
+        check_models(samples.models)
+        self._check_axes()
+        needs_several = self._is_generator or self.tol is not None
+        if self._is_on_disk and needs_several:
             _raise_on_disk("several `n_samples` or `tol`")
-        if self._reduce is not None and needs_several:
+        if self.reduce is not None and needs_several:
             raise ValueError(
                 "With `reduce`, each block is averaged over all samples once, and not "
                 "kept for several `n_samples` or for `tol`. Leave them out."
             )
-        is_in_blocks = self._store is not None or self._reduce is not None
-        if is_in_blocks or self._samples.rows is not None:
-            check_is_batched(self._samples.settings.vmap_axes)
-        is_budget = isinstance(self._samples.per_batch, MemoryBudget)
-        if is_budget and is_in_blocks and self._tol is not None:
+        is_in_blocks = self.is_stored or self.reduce is not None
+        if is_in_blocks or samples.rows is not None:
+            check_is_batched(self.vmap_axes)
+        is_budget = isinstance(self.samples_per_batch, MemoryBudget)
+        if is_budget and is_in_blocks and self.tol is not None:
             raise ValueError(
                 "With a `store` and `tol`, `samples_per_batch` must be an int; got "
-                f"{self._samples.per_batch}."
+                f"{self.samples_per_batch}."
             )
         if is_in_blocks:
-            check_axes_of_blocks(self._samples.settings)
+            check_axes_of_blocks(self)
+        if self.reduce is not None:
+            self._in_blocks(self.init)
+
+    def _check_axes(self) -> None:
+        """Raises for combinations of axes of the mesh that are not supported."""
+        if self.sample_axis is None or self.mesh_axis is None:
+            return
+        if self.sample_axis == self.mesh_axis:
+            raise ValueError(
+                "`mesh_axis` and `sample_axis` must be different axes of the mesh; got "
+                f"{self.mesh_axis!r} for both."
+            )
+        if self.is_stored:
+            raise ValueError(
+                "With a `store`, devices share the rows of a block or the samples, and "
+                f"not both; got `mesh_axis={self.mesh_axis!r}` and "
+                f"`sample_axis={self.sample_axis!r}`. Leave one of them out."
+            )
 
     @property
-    def symmetric(self) -> Mirror:
-        """A function that exchanges the two sides of a kernel, for symmetry."""
-        return self._samples.settings.mirror
+    def _counts(self) -> tuple[int, ...]:
+        """The numbers of samples, in increasing order."""
+        counts = self.n_samples
+        return counts if isinstance(counts, tuple) else (counts,)
 
     @property
-    def takes_blocks(self) -> bool:
-        """Whether blocks of a kernel are kernels of blocks of the examples."""
-        return self._samples.settings.vmap_axes.is_batched
+    def _is_generator(self) -> bool:
+        return isinstance(self.n_samples, tuple)
+
+    @property
+    def _is_on_disk(self) -> bool:
+        return self.is_stored and not isinstance(self.store, HostStore)
+
+    @property
+    def _row_axis(self) -> MeshAxis | None:
+        """The axis of the mesh over which rows are distributed."""
+        has_rows = self.sample_axis is None or self.mesh_axis is not None
+        return self.row_axis if has_rows else None
+
+    @property
+    def _samples(self) -> Samples:
+        is_spread = self.sample_axis is not None
+        return Samples(
+            RandomModels(self.init, self.key, self.where, self.filter_spec),
+            self.samples_per_batch,
+            self._row_axis,
+            check_mesh(self.mesh, self.sample_axis) if is_spread else None,
+            implementation=self.implementation,
+            **settings_of(self, AbstractKernelSettings),
+        )
+
+    def _in_blocks(self, kernel_fn: Callable) -> BatchKernel:
+        mesh = None if self._row_axis is None else self.mesh
+        return in_blocks(self, kernel_fn, mesh=mesh)
 
     def __call__(
         self,
@@ -295,12 +314,12 @@ class MonteCarloKernel(eqx.Module):
         **kwargs: Any,
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`, averaged."""
-        get = self._get if get is None else get
-        with_error = self._tol is not None
+        get = self.get if get is None else get
+        with_error = self.tol is not None
         # Compiled functions do not see that two arguments are the same object.
         x2 = None if x2 is x1 else x2
         request = Request(names_of(get), with_error, x1, x2, key, kwargs)
-        if self._reduce is not None:
+        if self.reduce is not None:
             return self._reduced(request, get)
         estimates = self._estimates(request, get, None)
         kernels = (estimate.kernel for estimate in estimates)
@@ -322,12 +341,12 @@ class MonteCarloKernel(eqx.Module):
         `get`. It is extended to a total of `n_samples`, with the same result as an
         uninterrupted run, up to rounding.
         """
-        if self._reduce is not None:
+        if self.reduce is not None:
             raise ValueError(
-                "Of a kernel with `reduce`, no standard error is known. Call it, or "
-                "make one without `reduce`."
+                "A kernel with `reduce` has no standard error. Call it, or make a "
+                "kernel without `reduce`."
             )
-        get = self._get if get is None else get
+        get = self.get if get is None else get
         x2 = None if x2 is x1 else x2
         request = Request(names_of(get), True, x1, x2, key, kwargs)
         estimates = self._estimates(request, get, previous)
@@ -339,30 +358,29 @@ class MonteCarloKernel(eqx.Module):
         """Estimates for all numbers of samples; invalid arguments raise immediately."""
         counts = _remaining(self._counts, previous, self._is_generator)
         for what, is_set in (
-            ("a `store`", self._store is not None),
-            ("`progress`", not isinstance(self._meter, NoProgressMeter)),
-            ("`tol`", self._tol is not None),
+            ("a `store`", self.is_stored),
+            ("`progress`", self.has_meter),
+            ("`tol`", self.tol is not None),
         ):
             if is_set:
                 check_concrete((self._samples, request), what)
         samples, request = self._ready(request, counts[-1])
-        if self._store is None:
+        if not self.is_stored:
             return self._run(OnDevice(samples, request), request, get, counts, previous)
-        is_one_run = not self._is_generator and self._tol is None and previous is None
+        is_one_run = not self._is_generator and self.tol is None and previous is None
         if is_one_run:
             return self._stored(samples, request, get, counts[0])
-        if not isinstance(self._store, HostStore):
+        if self._is_on_disk:
             _raise_on_disk("`previous`")
-        in_batches = self._tol is not None
+        in_batches = self.tol is not None
         engine = OnHost(samples, request, self._run_blocks, in_batches=in_batches)
         return self._run(engine, request, get, counts, previous)
 
     def _ready(self, request: Request, num: int) -> tuple[Samples, Request]:
         """The request with all sizes resolved, for the given number of samples."""
         # The free memory is looked up before tracing.
-        samples, request = gathered((resolved(self._samples), request))
-        samples = dataclasses.replace(samples, settings=samples.settings.in_bytes())
-        is_whole = self._store is None and self._reduce is None
+        samples, request = gathered((resolved(self._samples).in_bytes(), request))
+        is_whole = not self.is_stored and self.reduce is None
         if isinstance(samples.per_batch, MemoryBudget) and is_whole:
             samples = fitted(samples, request, num)
         return samples, request
@@ -376,18 +394,8 @@ class MonteCarloKernel(eqx.Module):
 
     def _run_blocks(self, average: Average | Mean, request: Request) -> PyTree:
         """Averages the kernel block by block, into its store or reduction."""
-        axes = self._samples.settings.vmap_axes
-        transform = BatchKernel(
-            self._samples.settings.block_size,
-            in_axes=axes.inputs,
-            kwargs_axes=axes.kwargs,
-            mesh_axis=self._samples.rows,
-            store=self._store,
-            reduce=self._reduce,
-            meter=self._meter,
-        )
-        call = {"key": request.key, **request.kwargs}
-        return transform.apply(average, (request.x1, request.x2), call)
+        x1, x2, key = request.x1, request.x2, request.key
+        return self._in_blocks(average)(x1, x2, key=key, **request.kwargs)
 
     def _stored(
         self, samples: Samples, request: Request, get: Any, num: int
@@ -410,7 +418,7 @@ class MonteCarloKernel(eqx.Module):
             num = previous.num_samples
             means, errors = parts_of(previous, get, request.names)
             state = engine.resumed(means, errors, num)
-        meter = self._meter if self._store is None else NoProgressMeter()
+        meter = NoProgressMeter() if self.is_stored else self.meter
         has_meter = not isinstance(meter, NoProgressMeter)
         spans = itertools.pairwise((num, *counts))
         total = sum(len(engine.sizes(end - start)) for start, end in spans)
@@ -424,8 +432,8 @@ class MonteCarloKernel(eqx.Module):
                         found = count_nans(engine.estimated(state)[0])
                         metered.step(found - num_nans)
                         num_nans = found
-                    if self._tol is not None and num >= _LEAST_SAMPLES:
-                        is_done = relative_error(*engine.estimated(state)) <= self._tol
+                    if self.tol is not None and num >= _LEAST_SAMPLES:
+                        is_done = relative_error(*engine.estimated(state)) <= self.tol
                         if is_done:
                             break
                 means, errors = engine.estimated(state)
@@ -460,26 +468,6 @@ def _remaining(
             f"{counts if is_generator else counts[0]}. Make a kernel with more."
         )
     return remaining
-
-
-def _check_counts(n_samples: Any) -> tuple[tuple[int, ...], bool]:
-    """The numbers of samples in increasing order, and whether several were given."""
-    is_several = isinstance(n_samples, Iterable) and not isinstance(n_samples, str)
-    found: list[Any] = list(n_samples) if is_several else [n_samples]
-    counts = set()
-    for count in found:
-        number = as_int(count)
-        if number is None:
-            raise TypeError(
-                "`n_samples` must be an int or an iterable of ints; got "
-                f"{described(n_samples)}."
-            )
-        counts.add(number)
-    if not counts or min(counts) < 1:
-        raise ValueError(
-            f"`n_samples` must be at least 1, and at least one number; got {n_samples}."
-        )
-    return tuple(sorted(counts)), is_several
 
 
 def _raise_on_disk(what: str) -> None:

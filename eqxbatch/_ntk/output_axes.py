@@ -9,9 +9,8 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Inexact, PyTree, Shaped
+from jaxtyping import Array, Inexact, PyTree
 
-from .._base.shapes import Arranged, arranged, Contract
 from .._base.trees import as_int, described
 from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
 from .._sites.site import Label
@@ -24,25 +23,6 @@ _PROBE: Label = ("probe", 0)
 
 
 _PARTS: Labels = (("part", 0), ("part", 1))
-
-
-# With the batch axes first.
-KERNEL = Contract(
-    {
-        "x1, by leaf": Shaped[Arranged, "n1 ..."],
-        "x2, by leaf": Shaped[Arranged, "n2 ..."],
-        "kernel of an output": Inexact[Arranged, "n1 n2 *out"],
-        "diagonal of an output": Inexact[Arranged, "n1 *out"],
-    },
-    of=[
-        "EmpiricalKernel",
-        "EmpiricalNNGP",
-        "EmpiricalNTK",
-        "MonteCarloKernel",
-        "ProbedNTK",
-        "PseudoNTK",
-    ],
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,17 +208,6 @@ class OutputAxes:
         labels = self._arranged_labels
         return labels.index(EXAMPLE), labels.index(OTHER_EXAMPLE)
 
-    def check(self, kernel: Any, num: tuple[int, int]) -> None:
-        """Raises if an arranged kernel has the wrong shape for its examples."""
-        if self.batch is None:
-            return
-        call = KERNEL.begin(n1=num[0], n2=num[1])
-        if self.pairs_examples:
-            call.check("kernel of an output", arranged(kernel, *self.example_axes))
-        elif not self.averages_examples:
-            axis = self._arranged_labels.index(EXAMPLE)
-            call.check("diagonal of an output", arranged(kernel, axis))
-
     def arranged_shape(self, num: tuple[int, int]) -> tuple[int, ...]:
         """The shape of an arranged kernel, given the numbers of examples."""
         sizes = {**self.sizes, EXAMPLE: num[0], OTHER_EXAMPLE: num[1]}
@@ -324,7 +293,7 @@ def axis_roles(
             if not -ndim <= axis < ndim:
                 raise ValueError(
                     f"`{name}` has the axis {axis}, which is out of range for "
-                    f"output{path}: it has {ndim} axes, that of the examples included. "
+                    f"output{path}: it has {ndim} axes, including the batch axis. "
                     f"Use `{name}=()` if it has no such axis."
                 )
             if roles[axis] == role:
@@ -341,7 +310,7 @@ def axis_roles(
             # The default axis is counted from the end.
             if role == "trace" and axis < 0 and axis % ndim == batch:
                 raise ValueError(
-                    f"`trace_axes` has the axis {axis}, which is that of the examples "
+                    f"`trace_axes` has the axis {axis}, which is the batch axis "
                     f"of output{path}. Use `trace_axes=()` for a model that returns a "
                     f"scalar for each example, or `trace_axes={batch}` for the mean "
                     "over the examples."

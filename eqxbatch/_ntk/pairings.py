@@ -29,7 +29,7 @@ from .example_factors import (
 )
 from .output_axes import OutputAxes
 from .pushforward import pushed_kernel, PushedFactors, Pushforward
-from .traced_model import TracedModel
+from .request import TracedModel
 
 
 class AbstractPairing(abc.ABC):
@@ -191,7 +191,7 @@ def choose_pairing(
     """
     if not ntk:
         return Values([_forward(model, i) for i in range(len(model.sides))], values)
-    name = model.settings.implementation
+    name = model.request.implementation
     if name == "jacobian_contraction":
         return _by_sites(model, values, ntk, directions, use_rules=False)[0]
     is_probed = any(axes.probes is not None for axes in ntk)

@@ -1,8 +1,10 @@
 """`filter_batch_kernel`: any kernel function, in blocks of rows and columns."""
 
+import abc
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, cast, ClassVar, Literal, TYPE_CHECKING
+from typing import Any, Concatenate, Generic, Literal, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,9 +15,8 @@ from jaxtyping import PyTree
 
 from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
-from .._base.trees import described
+from .._batch.declare import AbstractTransform, also_decorator, Out, P
 from .._batch.memory import MemoryBudget, resolve_size
-from .._batch.transform import AbstractTransform, also_decorator, transformed
 from .calls import (
     BlockSize,
     check_block_size,
@@ -34,186 +35,84 @@ from .reductions import RowSums
 from .stores import AbstractStore
 
 
-if TYPE_CHECKING:
-    from .._batch.signatures import Typed
-    from .kernel_signature import BatchKernelSignature
+_X1 = TypeVar("_X1", bound=Any)
 
 
-class BatchKernel(AbstractTransform):
-    """The transform `filter_batch_kernel`."""
+_X2 = TypeVar("_X2", bound=Any)
 
-    is_compiled: ClassVar[bool] = False
-    takes_instance: ClassVar[bool] = False
 
-    block_size: BlockSize = eqx.field(static=True)
-    in_axes: PyTree = eqx.if_array(0)
-    kwargs_axes: dict[str, PyTree] = eqx.field(default_factory=dict)
-    out_axes: PyTree = (0, 1)
-    symmetric: Any = None
-    pairwise: bool = False
-    reduce: PyTree = None
-    mesh_axis: MeshAxis | None = None
-    store: AbstractStore | None = None
+def settings_of(module: Any, cls: type[eqx.Module]) -> dict[str, Any]:
+    """The settings of a module that a base class of it declares."""
+    return {
+        field.name: getattr(module, field.name) for field in dataclasses.fields(cls)
+    }
+
+
+class AbstractOnMesh(eqx.Module):
+    """A kernel function whose rows can be distributed over an axis of a mesh."""
+
+    _: dataclasses.KW_ONLY
+    mesh: Mesh | None = eqx.field(static=True, default=None)
+    mesh_axis: str | None = eqx.field(static=True, default=None)
     # Static, so that the meter stays the same object while it counts.
-    meter: AbstractProgressMeter = eqx.field(static=True, default=NoProgressMeter())
+    progress: AbstractProgressMeter | None = eqx.field(static=True, default=None)
 
-    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # Blocks can start anywhere, which a mesh with explicit axes does not allow.
-        mesh = None if self.mesh_axis is None else self.mesh_axis.mesh
-        call, reduce = gathered((self._call(fun, *args, **kwargs), self.reduce), mesh)
-        block_size, call = _with_room(self.block_size, call)
-        has_meter = not isinstance(self.meter, NoProgressMeter)
-        if self.store is not None:
-            call = _sized(block_size, call, None, None, is_stored=True)
-            return to_store(call, self.store, self.meter, self.mesh_axis, has_meter)
-        if has_meter:
-            call = _sized(block_size, call, reduce, None)
-            return with_progress(call, reduce, self.meter)
-        return _run(call, block_size, reduce, self.mesh_axis)
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The kernel."""
 
-    def on_one_device(self, fun: Callable, args: tuple, kwargs: dict) -> KernelCall:
-        """The call of `fun`, with sizes of blocks, as one device computes it."""
-        call = gathered(self._call(fun, *args, **kwargs), None)
-        block_size, call = _with_room(self.block_size, call)
-        # A budget is for a reduction, because the whole kernel may not fit.
-        return _sized(block_size, call, RowSums(), None)
+    @property
+    def row_axis(self) -> MeshAxis | None:
+        """The axis of the mesh over which rows are distributed."""
+        return check_mesh(self.mesh, self.mesh_axis)
 
-    def _call(
-        self,
-        fun: Callable,
-        /,
-        x1: PyTree,
-        x2: PyTree = None,
-        *args: Any,
-        key: Any = None,
-        **kwargs: Any,
-    ) -> KernelCall:
-        if self.pairwise:
-            # The transformed function is as symmetric as the function itself.
-            symmetric = getattr(fun, "symmetric", False)
-            fun = PairwiseKernel(fun, self.in_axes, symmetric)
-        is_alone = x2 is None
-        x2 = None if x2 is x1 else x2
-        key, kwargs = without_twins(key, kwargs, x2 is None)
-        x1, x2, args, key, kwargs = jtu.tree_map(_as_array, (x1, x2, args, key, kwargs))
-        calls, shared = make_calls(x1, x2, key, kwargs)
-        symmetric = self.symmetric
-        if symmetric is None:
-            symmetric = getattr(fun, "symmetric", False)
-        mirror = None if symmetric is False else symmetric
-        return KernelCall(
-            kernel_fn=fun,
-            args=args,
-            calls=calls,
-            shared=shared,
-            in_axes=self.in_axes,
-            kwargs_axes=self.kwargs_axes,
-            out_axes=self.out_axes,
-            is_alone=is_alone,
-            plan=Plan(mirror),
-        )
+    @property
+    def meter(self) -> AbstractProgressMeter:
+        return NoProgressMeter() if self.progress is None else self.progress
+
+    @property
+    def has_meter(self) -> bool:
+        return not isinstance(self.meter, NoProgressMeter)
 
 
-def _with_room(size: BlockSize, call: KernelCall) -> tuple[BlockSize, KernelCall]:
-    """The block size, and the call with what may be kept of examples.
+class AbstractStored(AbstractOnMesh):
+    """A kernel function whose results can be stored elsewhere, or reduced."""
 
-    The free memory is looked up before tracing.
-    """
-    if isinstance(size, MemoryBudget):
-        return MemoryBudget(size.resolve()), call
-    if isinstance(call.kernel_fn, AbstractKernelFunction):
-        return size, call.planned(room=room_to_keep())
-    return size, call
+    _: dataclasses.KW_ONLY
+    store: AbstractStore | Literal["device"] = "device"
+    reduce: PyTree = None
 
+    @property
+    def is_stored(self) -> bool:
+        return isinstance(self.store, AbstractStore)
 
-def _as_array(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
-
-
-@compiled
-def _run(
-    call: KernelCall, block_size: BlockSize, reduce: PyTree, mesh_axis: MeshAxis | None
-) -> PyTree:
-    with within_mesh((call, reduce)):
-        call = _sized(block_size, call, reduce, mesh_axis)
-        return _on_devices(call, reduce, mesh_axis)
+    def __check_init__(self) -> None:
+        if self.is_stored and self.reduce is not None:
+            raise ValueError(
+                "With `reduce`, no kernel is kept, so there is nothing to store. Leave "
+                "one of them out."
+            )
 
 
-def _on_devices(call: KernelCall, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
-    if mesh_axis is not None:
-        kernel = block_kernel(call)
-        return kernel.output(on_mesh(call, kernel, reduce, mesh_axis))
-    kernel, call, reduce = on_mesh_of_results(call, reduce)
-    with within_mesh((call, reduce)):
-        return kernel.output(on_device(kernel, make_collectors(kernel, reduce)))
+class AbstractBatchKernel(AbstractTransform, AbstractOnMesh, Generic[_X1, _X2, P, Out]):
+    """`filter_batch_kernel` with results of the type of the kernel function's."""
+
+    kernel_fn: Callable[Concatenate[_X1, _X2, P], Out]
+    _: dataclasses.KW_ONLY
+    block_size: BlockSize = eqx.field(static=True, converter=check_block_size)
+    in_axes: PyTree = eqx.if_array(0)
+    out_axes: PyTree = (0, 1)
+    symmetric: bool | Callable[[PyTree], PyTree] | None = None
+    pairwise: bool = False
+
+    def __call__(
+        self, x1: _X1, x2: _X2 | None = None, *args: P.args, **kwargs: P.kwargs
+    ) -> Out:
+        __tracebackhide__ = True
+        return self.apply((x1, x2, *args), kwargs)
 
 
-def _sized(
-    size: BlockSize,
-    call: KernelCall,
-    reduce: PyTree,
-    mesh_axis: MeshAxis | None,
-    *,
-    is_stored: bool = False,
-) -> KernelCall:
-    """The call, with the largest numbers of rows and columns of a block."""
-    if not isinstance(size, MemoryBudget):
-        sizes = size if isinstance(size, tuple) else (size, size)
-        return call.planned(sizes=sizes)
-    kernel = block_kernel(call)
-    budget = size.resolve()
-    if is_stored:
-        # Some blocks are being copied while the next one is computed.
-        size = MemoryBudget(max(budget // (IN_FLIGHT + 1), 1))
-    elif any(kernel.bytes_kept):
-        # The memory that the kernel leaves is for factors of examples and for blocks.
-        shapes = [
-            math.prod(leaf.shape(kernel.totals)) * leaf.dtype.itemsize
-            for leaf in kernel.leaves
-        ]
-        left = budget if reduce is not None else budget - sum(shapes)
-        call = call.planned(room=max(left, 0) // SHARE)
-    operands = (call, reduce, mesh_axis, is_stored)
-
-    # Memory is affine in the area of a block.
-    def run(area: int) -> Callable[[tuple], Any]:
-        def program(operands: tuple) -> Any:
-            call, reduce, mesh_axis, is_stored = operands
-            call = call.planned(sizes=_square(area))
-            if is_stored:
-                return tile_program(call)
-            return _on_devices(call, reduce, mesh_axis)
-
-        return program
-
-    try:
-        area = resolve_size(size, max(kernel.totals) ** 2, run, operands)
-    except ValueError as e:
-        e.add_note("A kernel that is too large itself can go to `store=HostStore()`.")
-        raise
-    return call.planned(sizes=_square(area))
-
-
-def _square(area: int) -> Sizes:
-    size = math.isqrt(area)
-    return size, size
-
-
-@cast("Typed[BatchKernelSignature]", also_decorator)
-def filter_batch_kernel(
-    kernel_fn: Any = None,
-    *,
-    block_size: BlockSize,
-    in_axes: PyTree = eqx.if_array(0),
-    out_axes: PyTree = (0, 1),
-    symmetric: bool | Callable[[PyTree], PyTree] | None = None,
-    pairwise: bool = False,
-    reduce: PyTree = None,
-    mesh: Mesh | None = None,
-    mesh_axis: str | None = None,
-    store: AbstractStore | Literal["device"] = "device",
-    progress: AbstractProgressMeter | None = None,
-) -> Any:
+class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
     """Computes any kernel function in blocks of rows and columns.
 
     A kernel function `kernel_fn(x1, x2=None, *args, **kwargs)` takes `n1` and `n2`
@@ -331,89 +230,173 @@ def filter_batch_kernel(
 
         ```
     """
-    transform = make_batch_kernel(
-        block_size,
-        reduce=reduce,
-        mesh=mesh,
-        mesh_axis=mesh_axis,
-        store=store,
-        progress=progress,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        symmetric=_check_symmetric(symmetric),
-        pairwise=_check_pairwise(pairwise, out_axes),
-    )
-    return transformed(transform, kernel_fn, "filter_batch_kernel")
+
+    def __check_init__(self) -> None:
+        if self.pairwise and self.out_axes != (0, 1):
+            raise ValueError(
+                "With `pairwise=True`, rows and columns are the first axes of the "
+                f"result; got `out_axes={self.out_axes!r}`. Leave it out."
+            )
+        on_mesh = self.row_axis is not None
+        if on_mesh and not self.is_stored and self.has_meter:
+            raise ValueError(
+                "`progress` on a `mesh` needs a `store`: on the devices, the kernel is "
+                "one program. Use `store=HostStore()`, or leave one of them out."
+            )
+
+    def __call__(
+        self, x1: _X1, x2: _X2 | None = None, *args: P.args, **kwargs: P.kwargs
+    ) -> Any:
+        __tracebackhide__ = True
+        return self.apply((x1, x2, *args), kwargs)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        # The examples are the first arguments, so the instance belongs to the function.
+        del owner
+        if instance is None:
+            return self
+        return dataclasses.replace(
+            self, kernel_fn=eqx.Partial(self.kernel_fn, instance)
+        )
+
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # Blocks can start anywhere, which a mesh with explicit axes does not allow.
+        operands = (self._call(*args, **kwargs), self.reduce)
+        call, reduce = gathered(operands, self.mesh)
+        block_size, call = _with_room(self.block_size, call)
+        if isinstance(self.store, AbstractStore):
+            call = _sized(block_size, call, None, None, is_stored=True)
+            return to_store(call, self.store, self.meter, self.row_axis, self.has_meter)
+        if self.has_meter:
+            call = _sized(block_size, call, reduce, None)
+            return with_progress(call, reduce, self.meter)
+        return _run(call, block_size, reduce, self.row_axis)
+
+    def on_one_device(self, args: tuple, kwargs: dict[str, Any]) -> KernelCall:
+        """The call with sizes of blocks, as one device computes it."""
+        call = gathered(self._call(*args, **kwargs), None)
+        block_size, call = _with_room(self.block_size, call)
+        # A budget is for a reduction, because the whole kernel may not fit.
+        return _sized(block_size, call, RowSums(), None)
+
+    def _call(
+        self,
+        x1: PyTree,
+        x2: PyTree = None,
+        /,
+        *args: Any,
+        key: Any = None,
+        **kwargs: Any,
+    ) -> KernelCall:
+        fun = self.kernel_fn
+        symmetric = self.symmetric
+        if symmetric is None:
+            symmetric = getattr(fun, "symmetric", False)
+        if self.pairwise:
+            fun = PairwiseKernel(fun, self.in_axes)
+        is_alone = x2 is None
+        x2 = None if x2 is x1 else x2
+        key, kwargs = without_twins(key, kwargs, x2 is None)
+        x1, x2, args, key, kwargs = jtu.tree_map(_as_array, (x1, x2, args, key, kwargs))
+        calls, shared = make_calls(x1, x2, key, kwargs)
+        return KernelCall(
+            kernel_fn=fun,
+            args=args,
+            calls=calls,
+            shared=shared,
+            in_axes=self.in_axes,
+            kwargs_axes=getattr(fun, "kwargs_axes", {}),
+            out_axes=self.out_axes,
+            is_alone=is_alone,
+            plan=Plan(None if symmetric is False else symmetric),
+        )
 
 
-def make_batch_kernel(
-    block_size: BlockSize,
-    *,
+def _with_room(size: BlockSize, call: KernelCall) -> tuple[BlockSize, KernelCall]:
+    """The block size, and the call with what may be kept of examples.
+
+    The free memory is looked up before tracing.
+    """
+    if isinstance(size, MemoryBudget):
+        return MemoryBudget(size.resolve()), call
+    if isinstance(call.kernel_fn, AbstractKernelFunction):
+        return size, call.planned(room=room_to_keep())
+    return size, call
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+@compiled
+def _run(
+    call: KernelCall, block_size: BlockSize, reduce: PyTree, mesh_axis: MeshAxis | None
+) -> PyTree:
+    with within_mesh((call, reduce)):
+        call = _sized(block_size, call, reduce, mesh_axis)
+        return _on_devices(call, reduce, mesh_axis)
+
+
+def _on_devices(call: KernelCall, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
+    if mesh_axis is not None:
+        kernel = block_kernel(call)
+        return kernel.output(on_mesh(call, kernel, reduce, mesh_axis))
+    kernel, call, reduce = on_mesh_of_results(call, reduce)
+    with within_mesh((call, reduce)):
+        return kernel.output(on_device(kernel, make_collectors(kernel, reduce)))
+
+
+def _sized(
+    size: BlockSize,
+    call: KernelCall,
     reduce: PyTree,
-    mesh: Mesh | None,
-    mesh_axis: str | None,
-    store: Any,
-    progress: Any,
-    **axes: Any,
-) -> BatchKernel:
-    """Makes the transform from its settings, which are checked."""
-    transform = BatchKernel(
-        block_size=check_block_size(block_size),
-        reduce=reduce,
-        mesh_axis=check_mesh(mesh, mesh_axis),
-        store=check_store(store),
-        meter=check_progress(progress),
-        **axes,
-    )
-    if transform.store is not None and reduce is not None:
-        raise ValueError(
-            "With `reduce`, no kernel is kept, so there is nothing to store. Leave one "
-            "of them out."
-        )
-    is_silent = isinstance(transform.meter, NoProgressMeter)
-    if transform.store is None and mesh is not None and not is_silent:
-        raise ValueError(
-            "`progress` on a `mesh` needs a `store`: on the devices, the kernel is one "
-            "program. Use `store=HostStore()`, or leave one of them out."
-        )
-    return transform
+    mesh_axis: MeshAxis | None,
+    *,
+    is_stored: bool = False,
+) -> KernelCall:
+    """The call, with the largest numbers of rows and columns of a block."""
+    if not isinstance(size, MemoryBudget):
+        sizes = size if isinstance(size, tuple) else (size, size)
+        return call.planned(sizes=sizes)
+    kernel = block_kernel(call)
+    budget = size.resolve()
+    if is_stored:
+        # Some blocks are being copied while the next one is computed.
+        size = MemoryBudget(max(budget // (IN_FLIGHT + 1), 1))
+    elif any(kernel.bytes_kept):
+        # The memory that the kernel leaves is for factors of examples and for blocks.
+        shapes = [
+            math.prod(leaf.shape_for(kernel.totals)) * leaf.dtype.itemsize
+            for leaf in kernel.leaves
+        ]
+        left = budget if reduce is not None else budget - sum(shapes)
+        call = call.planned(room=max(left, 0) // SHARE)
+    operands = (call, reduce, mesh_axis, is_stored)
+
+    # Memory is affine in the area of a block.
+    def run(area: int) -> Callable[[tuple], Any]:
+        def program(operands: tuple) -> Any:
+            call, reduce, mesh_axis, is_stored = operands
+            call = call.planned(sizes=_square(area))
+            if is_stored:
+                return tile_program(call)
+            return _on_devices(call, reduce, mesh_axis)
+
+        return program
+
+    try:
+        area = resolve_size(size, max(kernel.totals) ** 2, run, operands)
+    except ValueError as e:
+        e.add_note("A kernel that is too large itself can go to `store=HostStore()`.")
+        raise
+    return call.planned(sizes=_square(area))
 
 
-def _check_symmetric(symmetric: Any) -> Any:
-    if symmetric is None or isinstance(symmetric, bool) or callable(symmetric):
-        return symmetric
-    raise TypeError(
-        "`symmetric` must be a bool, None, or a function from a block to its mirror "
-        f"image; got {described(symmetric)}."
-    )
+def _square(area: int) -> Sizes:
+    size = math.isqrt(area)
+    return size, size
 
 
-def _check_pairwise(pairwise: bool, out_axes: PyTree) -> bool:
-    if pairwise and out_axes != (0, 1):
-        raise ValueError(
-            "With `pairwise=True`, rows and columns are the first axes of the result; "
-            f"got `out_axes={out_axes!r}`. Leave it out."
-        )
-    return bool(pairwise)
-
-
-def check_store(store: Any) -> AbstractStore | None:
-    if isinstance(store, AbstractStore):
-        return store
-    if isinstance(store, str) and store == "device":
-        return None
-    raise TypeError(
-        "`store` must be 'device', a `HostStore()` or a `ZarrStore(path)`; got "
-        f"{described(store)}."
-    )
-
-
-def check_progress(progress: Any) -> AbstractProgressMeter:
-    if progress is None:
-        return NoProgressMeter()
-    if isinstance(progress, AbstractProgressMeter):
-        return progress
-    raise TypeError(
-        "`progress` must be a progress meter, such as `TqdmProgressMeter()`, or None; "
-        f"got {described(progress)}."
-    )
+filter_batch_kernel = also_decorator(
+    "filter_batch_kernel", BatchKernel, AbstractBatchKernel
+)

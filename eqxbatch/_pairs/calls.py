@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
-from .._base.shapes import AnyArray, Contract
-from .._base.trees import described, shown
+from .._base.checks import AnyArray, check_types
+from .._base.trees import shown
 from .._batch.cut import broadcast_axes, split_batch
 from .._batch.example_or_batch import told_apart
 from .._batch.memory import check_size, MemoryBudget
@@ -35,7 +35,7 @@ OneKey = Key[Array, "..."] | UInt32[AnyArray, "... 2"] | None
 Keys = OneKey | tuple[OneKey, ...] | list[OneKey]
 
 
-_KEY = Contract({"key": Keys}, {"key": "`jax.random.key(seed)` makes one."})
+KEY_REMEDY = {"key": "`jax.random.key(seed)` makes one."}
 
 
 class VmapAxes(eqx.Module):
@@ -73,8 +73,10 @@ class VmapAxes(eqx.Module):
         return self.inputs is not None
 
 
-def check_vmap_axes(axes: Any) -> VmapAxes:
+def check_vmap_axes(axes: VmapSpec | VmapAxes) -> VmapAxes:
     """Raises `TypeError` or `ValueError` for invalid `vmap_axes`."""
+    if isinstance(axes, VmapAxes):
+        return axes
     if axes is None:
         return VmapAxes(None, None, {})
     if isinstance(axes, int) and not isinstance(axes, bool):
@@ -160,8 +162,7 @@ def without_twins(
 
 
 def _key_pair(key: Any, is_one: bool) -> tuple:
-    if key is not None:
-        _KEY.begin().check("key", key)
+    check_types({"key": key}, {"key": Keys}, KEY_REMEDY)
     if isinstance(key, (tuple, list)):
         if len(key) != 2:
             raise ValueError(
@@ -257,7 +258,7 @@ class Side:
         return told_apart(call, batch, "microbatch", _IF_ONE)
 
 
-_IF_WHOLE = "Say `vmap_axes=None`, or give a model of one example."
+_IF_WHOLE = "Pass `vmap_axes=None`, or a model of one example."
 
 
 _IF_ONE = "If it is a model of one example, leave out `vmap_axes=None`."
@@ -292,7 +293,7 @@ def output_axis(axes: VmapAxes, out: PyTree) -> list[int | None]:
 BlockSize = int | tuple[int, int] | MemoryBudget | None
 
 
-def check_block_size(size: Any) -> BlockSize:
+def check_block_size(size: BlockSize) -> BlockSize:
     if isinstance(size, tuple):
         if len(size) != 2:
             raise ValueError(
@@ -303,7 +304,7 @@ def check_block_size(size: Any) -> BlockSize:
         if not isinstance(rows, int) or not isinstance(columns, int):
             raise TypeError(
                 f"A pair of sizes must consist of ints; got {shown(size)}. A "
-                "`MemoryBudget` is for both: give it alone."
+                "`MemoryBudget` is for both: pass it alone."
             )
         return rows, columns
     return check_size("block_size", size)
@@ -325,18 +326,15 @@ class MeshAxis(eqx.Module):
 
 def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
     """The selected mesh axis, or None without a mesh."""
+    hints = {"mesh": Mesh | None, "mesh_axis": str | None}
+    check_types({"mesh": mesh, "mesh_axis": axis}, hints)
     if mesh is None:
         if axis is not None:
             raise ValueError(
-                f"`mesh_axis` is {axis!r}, but there is no `mesh`. Give one, or leave "
-                "the axis out."
+                f"`mesh_axis` is {axis!r}, but there is no `mesh`. Pass a mesh, or "
+                "leave the axis out."
             )
         return None
-    if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"`mesh` must be a `jax.sharding.Mesh`; got {described(mesh)}. "
-            "`jax.make_mesh` makes one."
-        )
     if axis is None and len(mesh.axis_names) == 1:
         (axis,) = mesh.axis_names
     if axis not in mesh.axis_names:

@@ -118,7 +118,7 @@ class ConjugateGradients:
             raise RuntimeError(
                 "The preconditioner is not positive definite for this residual, or "
                 "there are NaNs: its product with the residual is "
-                f"{energy[is_open].min()}. Give a smaller `preconditioner_rank`, or a "
+                f"{energy[is_open].min()}. Pass a smaller `preconditioner_rank`, or a "
                 "larger `ridge`."
             )
         share = np.zeros_like(energy)
@@ -162,7 +162,7 @@ class ConjugateGradients:
             raise RuntimeError(
                 f"The relative residual does not fall below {worst:.1e}, and `rtol` is "
                 f"{self._rtol:.1e}: products with a kernel of its dtype are not "
-                "exact enough. Give a larger `rtol` or `ridge`, store the kernel "
+                "exact enough. Pass a larger `rtol` or `ridge`, store the kernel "
                 "(`store=HostStore()`), or use float64."
             )
         return State(
@@ -190,6 +190,6 @@ def _check_curvature(curvature: np.ndarray, is_open: np.ndarray) -> None:
     if np.any(is_open & (curvature <= 0)):
         raise RuntimeError(
             "The kernel plus `ridge` is not positive definite: a vector `v` was found "
-            f"with `v @ (kernel + ridge) @ v` = {curvature[is_open].min():.3e}. Give a "
+            f"with `v @ (kernel + ridge) @ v` = {curvature[is_open].min():.3e}. Pass a "
             "larger `ridge`, or use `lineax.GMRES` for a kernel that is not positive."
         )

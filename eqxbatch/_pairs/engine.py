@@ -18,14 +18,13 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
+from .._base.checks import check_types
 from .._base.mesh import on_mesh_around, with_type_of
-from .._base.shapes import Contract
 from .._base.trees import match_prefix, shown
 from .._batch.cut import Block
 from .._batch.rows import Rows
 from .._batch.slots import types_of
-from .grid import Grid
-from .kernel import AbstractBlockKernel, check_tile, KernelLeaf
+from .kernel import AbstractBlockKernel, Grid, KernelLeaf
 from .reductions import AbstractReduction
 
 
@@ -101,7 +100,7 @@ class Written(AbstractCollector):
         self.leaf = leaf
 
     def init(self, totals: tuple[int, int]) -> Array:
-        return jnp.zeros(self.leaf.shape(totals), self.leaf.dtype)
+        return jnp.zeros(self.leaf.shape_for(totals), self.leaf.dtype)
 
     def update(self, state: Array, tile: Array, rows: Span, columns: Span) -> Array:
         if tile.shape == state.shape:
@@ -117,13 +116,10 @@ class Written(AbstractCollector):
         return state
 
 
-_OF_REDUCTION = Contract(
-    {
-        "neutral": float | Shaped[ArrayLike, ""],
-        "init": PyTree[Shaped[ArrayLike, "..."]],
-        "update": PyTree[Shaped[ArrayLike, "..."]],
-    }
-)
+_KERNEL = Shaped[jax.ShapeDtypeStruct, "n1 n2 *out"]
+
+
+_State = PyTree[Shaped[ArrayLike, "..."]]
 
 
 class Reduced(AbstractCollector):
@@ -134,11 +130,14 @@ class Reduced(AbstractCollector):
 
     def init(self, totals: tuple[int, int]) -> PyTree[Array]:
         try:
+            neutral = {"neutral": self.reduction.neutral}
+            self._check(neutral, float | Shaped[ArrayLike, ""])
             state = self.reduction.init(self._struct(totals))
-            return self._checked("init", state)
+            self._check({"init(...)": state}, _State)
         except (TypeError, ValueError) as e:
             e.add_note(f"This is about output{self.leaf.path}.")
             raise
+        return state
 
     def update(
         self, state: PyTree[Array], tile: Array, rows: Span, columns: Span
@@ -150,27 +149,30 @@ class Reduced(AbstractCollector):
             neutral = jnp.asarray(self.reduction.neutral).astype(tile.dtype)
             tile = jnp.where(counts, tile, neutral)
         state = self.reduction.update(state, tile, rows.block, columns.block)
-        return self._checked("update", state)
-
-    def _checked(self, name: str, state: PyTree) -> PyTree:
-        call, kind = _OF_REDUCTION.begin(), type(self.reduction).__name__
-        call.check("neutral", self.reduction.neutral, f"`neutral` of `{kind}`")
-        call.check(name, state, f"What `{name}` of `{kind}` returns")
+        self._check({"update(...)": state}, _State)
         return state
 
     def finalize(self, state: PyTree[Array], totals: tuple[int, int]) -> Any:
         result = self.reduction.finalize(state)
-        kind = type(self.reduction)
-        annotations = getattr(kind.finalize, "__annotations__", {})
-        contract = Contract({"finalize": annotations.get("return", Any)})
-        n1, n2, *out = self._struct(totals).shape
-        call = contract.begin(n1=n1, n2=n2, out=tuple(out))
-        call.check("finalize", result, f"What `finalize` of `{kind.__name__}` returns")
+        annotations = getattr(type(self.reduction).finalize, "__annotations__", {})
+        struct = self._struct(totals)
+        self._check({"finalize(...)": result}, annotations.get("return", Any), struct)
         return result
+
+    def _check(self, result: dict[str, Any], hint: Any, kernel: Any = None) -> None:
+        """Raises if an attribute or a result of the reduction has another type."""
+        ((name, value),) = result.items()
+        name = f"{type(self.reduction).__name__}.{name}"
+        values, hints, remedies = {name: value}, {name: hint}, {}
+        if kernel is not None:
+            # It binds the names of sizes.
+            values, hints = {"kernel": kernel, **values}, {"kernel": _KERNEL, **hints}
+            remedies = {name: f"The kernel has the shape {kernel.shape}."}
+        check_types(values, hints, remedies)
 
     def _struct(self, totals: tuple[int, int]) -> jax.ShapeDtypeStruct:
         """The shape of the kernel, with rows and columns first."""
-        struct = jax.ShapeDtypeStruct(self.leaf.shape(totals), self.leaf.dtype)
+        struct = jax.ShapeDtypeStruct(self.leaf.shape_for(totals), self.leaf.dtype)
         return jax.eval_shape(self.leaf.front, struct)
 
 
@@ -213,7 +215,8 @@ def make_collectors(
             if not leaf.is_pairwise:
                 raise ValueError(
                     f"`reduce` is for kernels with rows and columns, but output"
-                    f"{leaf.path} has the axes {leaf.axes}. Compute it apart."
+                    f"{leaf.path} has the axes {leaf.axes}. Compute it "
+                    "separately."
                 )
             found.append(Reduced(leaf, reduction))
     return found
@@ -252,9 +255,7 @@ class Tiles:
                 for rows, place, size in zip(kept, places, self.grid.sizes, strict=True)
             )
             always = jnp.asarray(places[0]) >= 0
-            tile = self.kernel.block(first, None if is_diagonal else second, always)
-            check_tile(self.kernel.leaves, tile, self.grid.sizes)
-            return tile
+            return self.kernel.block(first, None if is_diagonal else second, always)
 
         with jax.named_scope("tile"):
             # Reverse mode recomputes tiles instead of storing them.

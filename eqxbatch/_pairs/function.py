@@ -101,7 +101,7 @@ class CalledKernel(AbstractBlockKernel):
         except Exception as e:
             e.add_note(
                 f"`kernel_fn` is called with blocks of examples, here with {_ROWS} and "
-                f"{_COLUMNS}. For a kernel of single examples, say `pairwise=True`."
+                f"{_COLUMNS}. For a kernel of single examples, pass `pairwise=True`."
             )
             raise
         self.leaves = self._find_leaves()
@@ -181,13 +181,13 @@ class CalledKernel(AbstractBlockKernel):
                 )
             raise
         arrays = [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
-        expected = [leaf.shape((sizes[0], sizes[1])) for leaf in self.leaves]
+        expected = [leaf.shape_for((sizes[0], sizes[1])) for leaf in self.leaves]
         found = [x.shape for x in arrays]
         dtypes = [leaf.dtype for leaf in self.leaves]
         if found != expected or [x.dtype for x in arrays] != dtypes:
             raise ValueError(
                 "`kernel_fn` must return arrays of the same structure, rank and dtype "
-                "for all blocks, with axes other than those of the examples as long; "
+                "for all blocks, whose other axes have the same sizes for all of them; "
                 f"expected {_shown(expected, dtypes)} for {sizes[0]} rows and "
                 f"{sizes[1]} columns, got {_shown(found, [x.dtype for x in arrays])}."
             )
@@ -203,7 +203,6 @@ class PairwiseKernel(eqx.Module):
 
     fun: Callable
     in_axes: PyTree
-    symmetric: Any
 
     def __call__(self, x1: PyTree, x2: PyTree = None, *args: Any, **kwargs: Any) -> Any:
         x2 = x1 if x2 is None else x2
@@ -283,12 +282,12 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
     remedy = (
         "Return an array with these axes, or declare by `out_axes` what there is, with "
         "None for an axis that is missing, as in `(0, None)` for a value for each row. "
-        "For a kernel of single examples, say `pairwise=True`."
+        "For a kernel of single examples, pass `pairwise=True`."
     )
     if axes == (None, None):
         raise ValueError(
             f"`out_axes` gives output{path} neither rows nor columns, so that there "
-            "would be one for each block. Return it apart from the kernel."
+            "would be one for each block. Return it separately."
         )
     resolved: list[int | None] = []
     sizes = {"rows": _ROWS, "columns": _COLUMNS}
@@ -298,7 +297,7 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
             continue
         if not -len(shape) <= axis < len(shape) or shape[axis] != size:
             raise ValueError(
-                f"{got}, whose axis {axis} should be that of the {name}. {remedy}"
+                f"{got}, whose axis {axis} should be the axis of the {name}. {remedy}"
             )
         resolved.append(axis % len(shape))
     return KernelLeaf(path, (resolved[0], resolved[1]), shape, struct.dtype)

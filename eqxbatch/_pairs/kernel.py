@@ -1,9 +1,10 @@
-"""A kernel of two sides of examples, computed in blocks."""
+"""A kernel of two sides of examples, and how it is cut into blocks."""
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,13 +13,144 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._base.cpu import with_mirror_image
-from .._base.shapes import Arranged, arranged, Contract
 from .._batch.cut import block_struct
 from .._batch.memory import free_bytes
 from .._batch.rows import Rows
 from .._batch.slots import is_struct
 from .calls import Call
-from .grid import balanced, Grid
+
+
+class Tile(NamedTuple):
+    """A block of rows by a block of columns, given by their indices."""
+
+    row: int
+    column: int
+
+
+def balanced(total: int, size: int | None) -> int:
+    """The smallest size that needs no more blocks than `size`."""
+    if total == 0:
+        return 1
+    if size is None or size >= total:
+        return total
+    return math.ceil(total / math.ceil(total / size))
+
+
+def _least(x: Any, y: int) -> Any:
+    return min(x, y) if isinstance(x, int) else jnp.minimum(x, y)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """How a kernel is cut into tiles.
+
+    All tiles have the same shape, so that one program computes them. The last block of
+    a side overlaps with the previous one, and only its new rows count.
+
+    - `totals`: the numbers of examples of the two sides.
+    - `sizes`: the numbers of rows and columns of a tile. A side without examples has no
+        block, or one of size 0 for arrays of the other side alone.
+    - `is_same`: whether both sides are the same examples; tiles are then square.
+    - `is_symmetric`: whether tiles below the diagonal are mirror images and not
+        computed.
+    - `num_panels`: the number of panels, which have equally many blocks of rows.
+    """
+
+    totals: tuple[int, int]
+    sizes: tuple[int, int]
+    is_same: bool
+    is_symmetric: bool
+    num_panels: int = 1
+
+    def num(self, side: int) -> int:
+        """The number of blocks of a side."""
+        if self.sizes[side] == 0:
+            return 1
+        num = math.ceil(self.totals[side] / self.sizes[side])
+        if side == 0 or self.is_same:
+            # The last panel is filled by repeating the last block.
+            num = math.ceil(num / self.num_panels) * self.num_panels
+        return num
+
+    def in_panels(self, most: int) -> "Grid":
+        """The grid with panels of at most `most` rows, but at least one block.
+
+        If both sides are the same, the number of panels is odd. Each panel is then
+        combined with the half of the others that follows it in cyclic order.
+        """
+        num, height = self.num(0), max(most // max(self.sizes[0], 1), 1)
+        if most >= self.totals[0] or num <= height:
+            return self
+        num_panels = math.ceil(num / height)
+        num_panels += self.is_same and num_panels % 2 == 0
+        rows = math.ceil(self.totals[0] / (math.ceil(num / num_panels) * num_panels))
+        sizes = (rows, rows if self.is_same else self.sizes[1])
+        return dataclasses.replace(self, sizes=sizes, num_panels=num_panels)
+
+    @property
+    def height(self) -> int:
+        """The number of blocks of rows in a panel."""
+        return self.num(0) // self.num_panels
+
+    @property
+    def panel_rows(self) -> int:
+        """The number of rows of a panel."""
+        return min(self.height * self.sizes[0], self.totals[0])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no tiles."""
+        return 0 in (self.num(0), self.num(1))
+
+    def start(self, side: int, index: Any) -> Any:
+        """The start of a block; the last one overlaps with the previous one."""
+        size = self.sizes[side]
+        return _least(index * size, self.totals[side] - size)
+
+    def panel_start(self, index: Any) -> Any:
+        """The start of a panel; the last one overlaps with the previous one."""
+        first = index * self.height * self.sizes[0]
+        return _least(first, self.totals[0] - self.panel_rows)
+
+    def is_ragged(self, side: int) -> bool:
+        """Whether the last block overlaps with the previous one."""
+        size = self.sizes[side]
+        return size != 0 and self.num(side) * size != self.totals[side]
+
+    def new(self, side: int, index: int) -> range:
+        """The examples of a block that no previous block contains."""
+        first = index * self.sizes[side]
+        return range(first, min(first + self.sizes[side], self.totals[side]))
+
+    def pairs(self) -> list[Tile]:
+        """The tiles of a panel with all columns, except those of a block with itself.
+
+        If both sides are the same, the columns are those of the panel.
+        """
+        return [
+            Tile(row, column)
+            for row in range(self.height)
+            for column in range(self.height if self.is_same else self.num(1))
+            if not self.is_same
+            or (row < column if self.is_symmetric else row != column)
+        ]
+
+    def diagonal(self) -> list[Tile]:
+        """The tiles of a panel's blocks with themselves, if both sides are the same."""
+        return [Tile(i, i) for i in range(self.height)] if self.is_same else []
+
+    def part_of(self, tile: Tile, num_parts: int) -> int:
+        """The part that a tile belongs to, if rows are divided into equal parts.
+
+        In a symmetric kernel, a row of tiles has those with the half of the other
+        blocks that follows it in cyclic order, so that all rows have about the same
+        number of tiles.
+        """
+        row, column = tile
+        num = self.num(0)
+        if self.is_symmetric and 2 * (column - row) > num:
+            row = column
+        return row * num_parts // num
 
 
 # Shapes are looked up with different numbers of rows and columns, to tell them apart.
@@ -82,18 +214,6 @@ class KernelCall(eqx.Module):
         return dataclasses.replace(self, plan=plan)
 
 
-# With rows and columns first.
-BLOCK = Contract(
-    {
-        "x1, by leaf": Shaped[Arranged, "n1 ..."],
-        "x2, by leaf": Shaped[Arranged, "n2 ..."],
-        "block of `kernel_fn`": Shaped[Arranged, "rows columns *out"],
-        "kernel": Shaped[Arranged, "n1 n2 *out"],
-    },
-    of=["filter_batch_kernel"],
-)
-
-
 class AbstractKernelFunction(eqx.Module):
     """A kernel function that computes factors of examples once for all blocks."""
 
@@ -124,7 +244,7 @@ class KernelLeaf:
         """The sizes of its axes other than those of the rows and of the columns."""
         return tuple(n for i, n in enumerate(self.sample) if i not in self.axes)
 
-    def shape(self, sizes: tuple[int, int]) -> tuple[int, ...]:
+    def shape_for(self, sizes: tuple[int, int]) -> tuple[int, ...]:
         """Its shape for given numbers of rows and columns."""
         shape = list(self.sample)
         for axis, size in zip(self.axes, sizes, strict=True):
@@ -144,18 +264,6 @@ class KernelLeaf:
         assert row is not None
         assert column is not None
         return jnp.moveaxis(tile, _LEADING, (row, column))
-
-
-def check_tile(
-    leaves: list[KernelLeaf], tile: list[Array], sizes: tuple[int, int]
-) -> None:
-    """Raises if the arrays of a tile do not have the shapes for its size."""
-    for leaf, x in zip(leaves, tile, strict=True):
-        row, column = leaf.axes
-        if row is None or column is None:
-            continue
-        call = BLOCK.begin(rows=sizes[0], columns=sizes[1], out=leaf.further)
-        call.check("block of `kernel_fn`", arranged(x, row, column))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +294,7 @@ class TileMirror:
         arrays = jtu.tree_leaves(self.mirror(_filled(self.out, tile)))
         mirrored = [x for x in arrays if eqx.is_array(x)]
         sizes = _sizes(self.leaves, tile)
-        expected = [leaf.shape((sizes[1], sizes[0])) for leaf in self.leaves]
+        expected = [leaf.shape_for((sizes[1], sizes[0])) for leaf in self.leaves]
         pairwise = [leaf.is_pairwise for leaf in self.leaves]
         for is_pairwise, x, shape in zip(pairwise, mirrored, expected, strict=True):
             if is_pairwise and x.shape != shape:

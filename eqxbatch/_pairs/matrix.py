@@ -14,16 +14,15 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
+from .._base.checks import as_jax
 from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
-from .._base.shapes import as_jax
 from .._batch.cut import Block
 from .batch import BatchKernel
 from .calls import without_twins
 from .engine import run_tiles, Tiles, Written
 from .function import block_kernel, CalledKernel, on_mesh_of_results
-from .grid import Grid
-from .kernel import AbstractBlockKernel, AbstractKernelFunction, KernelCall
+from .kernel import AbstractBlockKernel, AbstractKernelFunction, Grid, KernelCall
 from .reader import Reader
 from .reductions import AbstractReduction, KernelProduct
 
@@ -92,12 +91,11 @@ class _OfTranspose(AbstractReduction):
 class ComputedMatrix(AbstractMatrix):
     """The matrix of a kernel function; each product computes its blocks anew.
 
-    - `x1`, `x2`, `kwargs`: the arguments of `kernel_fn`. `_is_twice` stands for an `x2`
-        that is `x1`, which a compiled function would see as two.
+    - `x1`, `x2`, `kwargs`: the arguments of the kernel function. `_is_twice` stands for
+        an `x2` that is `x1`, which a compiled function would see as two.
     """
 
     transform: BatchKernel
-    kernel_fn: Any
     x1: PyTree
     x2: PyTree
     kwargs: dict[str, Any]
@@ -105,10 +103,8 @@ class ComputedMatrix(AbstractMatrix):
     _struct: jax.ShapeDtypeStruct = eqx.field(static=True)
     _is_hermitian: bool = eqx.field(static=True)
 
-    def __init__(
-        self, transform: BatchKernel, kernel_fn: Any, x1: Any, x2: Any, kwargs: dict
-    ):
-        self.transform, self.kernel_fn = transform, kernel_fn
+    def __init__(self, transform: BatchKernel, x1: Any, x2: Any, kwargs: dict):
+        self.transform = transform
         self._is_twice = x2 is x1
         x2 = None if self._is_twice else x2
         key, kwargs = without_twins(kwargs.get("key"), kwargs, x2 is None)
@@ -119,18 +115,18 @@ class ComputedMatrix(AbstractMatrix):
         if [leaf.axes for leaf in kernel.leaves] != [(0, 1)] or any(
             len(leaf.sample) != 2 for leaf in kernel.leaves
         ):
-            shapes = [leaf.shape(kernel.totals) for leaf in kernel.leaves]
+            shapes = [leaf.shape_for(kernel.totals) for leaf in kernel.leaves]
             raise ValueError(
                 "`kernel` must return one array of shape (n1, n2), here "
                 f"{kernel.totals}; got the shapes {shapes}. For several outputs, take "
                 "the trace over them, with `trace_axes`."
             )
         (leaf,) = kernel.leaves
-        self._struct = jax.ShapeDtypeStruct(leaf.shape(kernel.totals), leaf.dtype)
+        self._struct = jax.ShapeDtypeStruct(leaf.shape_for(kernel.totals), leaf.dtype)
         # With two axes, the function that exchanges the sides of our estimators is a
         # transpose. A user's function can do anything.
         mirror = kernel.plan.mirror
-        is_ours = isinstance(kernel_fn, AbstractKernelFunction)
+        is_ours = isinstance(transform.kernel_fn, AbstractKernelFunction)
         is_known = mirror is True or (mirror is not None and is_ours)
         self._is_hermitian = kernel.is_same and is_known
 
@@ -147,16 +143,17 @@ class ComputedMatrix(AbstractMatrix):
         return self.x1, self.x1 if self._is_twice else self.x2
 
     def _call(self) -> KernelCall:
-        return self.transform.on_one_device(self.kernel_fn, self._args, self.kwargs)
+        return self.transform.on_one_device(self._args, self.kwargs)
 
-    def apply(self, transform: BatchKernel) -> Any:
-        """What another transform makes of the kernel function and its arguments."""
-        return transform.apply(self.kernel_fn, self._args, self.kwargs)
+    def apply(self, **settings: Any) -> Any:
+        """The kernel with other settings."""
+        transform = dataclasses.replace(self.transform, **settings)
+        return transform.apply(self._args, self.kwargs)
 
     def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
         reduce: AbstractReduction = KernelProduct(vectors)
         reduce = _OfTranspose(reduce) if is_transposed else reduce
-        return self.apply(dataclasses.replace(self.transform, reduce=reduce))
+        return self.apply(reduce=reduce)
 
     def product_on_host(
         self, vectors: np.ndarray, *, is_transposed: bool = False
@@ -164,7 +161,7 @@ class ComputedMatrix(AbstractMatrix):
         return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
 
     def whole(self) -> Array:
-        return self.apply(self.transform)
+        return self.apply()
 
     def diagonal(self) -> Array:
         call = self._call()

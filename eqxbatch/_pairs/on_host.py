@@ -24,8 +24,7 @@ from .._batch.rows import Rows
 from .calls import MeshAxis
 from .engine import finalized, make_collectors, Tiles
 from .function import block_kernel, on_mesh_of_results
-from .grid import Grid, Tile
-from .kernel import AbstractBlockKernel, KernelCall
+from .kernel import AbstractBlockKernel, Grid, KernelCall, Tile
 from .on_mesh import check_closed_over, on_devices
 from .progress import AbstractProgressMeter
 from .stores import AbstractStore, AbstractWriter, fingerprint, Patch, patches
@@ -240,7 +239,7 @@ def to_store(
     if store.upper_only and not grid.is_symmetric:
         raise ValueError(
             "`upper_only` is for symmetric kernels of examples with themselves: leave "
-            "out `x2`, and say `symmetric=True` if the kernel does not say so itself."
+            "out `x2`, and pass `symmetric=True` if the kernel does not declare it."
         )
     writer = team.begin(
         lambda is_first: store.begin(

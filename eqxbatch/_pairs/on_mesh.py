@@ -27,8 +27,15 @@ from .engine import (
     Written,
 )
 from .function import block_kernel
-from .grid import balanced, Grid, Tile
-from .kernel import AbstractBlockKernel, KernelCall, KernelLeaf, SAMPLE
+from .kernel import (
+    AbstractBlockKernel,
+    balanced,
+    Grid,
+    KernelCall,
+    KernelLeaf,
+    SAMPLE,
+    Tile,
+)
 
 
 def on_mesh(
@@ -182,7 +189,7 @@ def _written(
         if leaf.axes[0] is None and not grid.is_same:
             results.append(replicated(x, mesh_axis.mesh)[0])
             continue
-        shape = leaf.shape(grid.totals)
+        shape = leaf.shape_for(grid.totals)
         if x.shape != shape:
             sharded = leaf.axes[1] if leaf.axes[0] is None else leaf.axes[0]
             assert sharded is not None
@@ -227,7 +234,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
         ]
 
     results = [
-        jnp.zeros(leaf.shape((height, num * height)), leaf.dtype)
+        jnp.zeros(leaf.shape_for((height, num * height)), leaf.dtype)
         for leaf in kernel.leaves
     ]
     mine = panel(index)

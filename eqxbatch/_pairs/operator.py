@@ -1,6 +1,5 @@
 """`KernelOperator`: a kernel as a linear operator, computed or read in blocks."""
 
-import functools
 from typing import Any, Literal
 
 import equinox as eqx
@@ -9,13 +8,11 @@ import jax.numpy as jnp
 import lineax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree, Shaped
 
+from .._base.checks import AnyArray, checked
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
-from .._base.shapes import AnyArray, checked
-from .batch import check_store, make_batch_kernel
-from .calls import BlockSize
+from .batch import BatchKernel
 from .matrix import (
     AbstractMatrix,
     ComputedMatrix,
@@ -27,6 +24,10 @@ from .progress import AbstractProgressMeter
 from .reader import check_stored, Reader
 from .stores import AbstractStore
 from .symmetric_array import SymmetricArray
+
+
+# The settings of `filter_batch_kernel` that an operator takes, too.
+_SETTINGS = ("block_size", "pairwise", "in_axes", "mesh", "mesh_axis")
 
 
 class KernelOperator(AbstractTaggedOperator):
@@ -111,44 +112,33 @@ class KernelOperator(AbstractTaggedOperator):
         x1: PyTree = None,
         x2: PyTree = None,
         *,
-        block_size: BlockSize = None,
         symmetric: bool | None = None,
-        pairwise: bool = False,
-        in_axes: PyTree = eqx.if_array(0),
         store: AbstractStore | Literal["device"] | None = None,
-        mesh: Mesh | None = None,
-        mesh_axis: str | None = None,
         progress: AbstractProgressMeter | None = None,
         tags: Any = (),
         **kwargs: Any,
     ):
-        is_stored = check_store("device" if store is None else store) is not None
+        store = "device" if store is None else store
+        is_stored = isinstance(store, AbstractStore)
         if progress is not None and not is_stored:
             raise ValueError(
-                "`progress` is that of computing a kernel into a `store`, and there is "
-                "none. Leave it out, or give `store=HostStore()`."
+                "`progress` is for computing a kernel into a `store`, and there is "
+                "none. Leave it out, or pass `store=HostStore()`."
             )
-        settings = {
-            "block_size": block_size,
-            "pairwise": pairwise,
-            "in_axes": in_axes,
-            "mesh": mesh,
-            "mesh_axis": mesh_axis,
-        }
+        settings = {name: kwargs.pop(name) for name in _SETTINGS if name in kwargs}
         if x1 is None:
-            given = {**settings, "x2": x2, "store": store, **kwargs}
-            self.matrix = _read(kernel, symmetric, given)
+            others = {**settings, "x2": x2, "store": is_stored, **kwargs}
+            self.matrix = _read(kernel, symmetric, others)
         else:
-            make = functools.partial(
-                make_batch_kernel, **settings, reduce=None, out_axes=(0, 1)
-            )
-            transform = make(symmetric=symmetric, store="device", progress=None)
-            computed = ComputedMatrix(transform, kernel, x1, x2, kwargs)
+            settings = {"block_size": None, **settings}
+            transform = BatchKernel(kernel, symmetric=symmetric, **settings)
+            computed = ComputedMatrix(transform, x1, x2, kwargs)
             self.matrix = computed
             if is_stored:
                 symmetric = computed.is_hermitian
-                transform = make(symmetric=symmetric, store=store, progress=progress)
-                stored = computed.apply(transform)
+                stored = computed.apply(
+                    symmetric=symmetric, store=store, progress=progress
+                )
                 self.matrix = StoredMatrix(Reader(stored, symmetric), computed)
         self.tags = as_tags(tags)
         triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}
@@ -186,12 +176,12 @@ class KernelOperator(AbstractTaggedOperator):
         num = self.matrix.struct.shape[1]
         if not isinstance(index, Tracer) and not 0 <= index < num:
             raise ValueError(
-                f"`index` must be that of one of the {num} columns; got {index}."
+                f"`index` must be the index of one of the {num} columns; got {index}."
             )
         at = eqx.error_if(
             jnp.asarray(index, jnp.int32),
             (jnp.asarray(index) < 0) | (jnp.asarray(index) >= num),
-            f"`index` must be that of one of the {num} columns.",
+            f"`index` must be the index of one of the {num} columns.",
         )
         return self.matrix.column(at)
 
@@ -212,14 +202,14 @@ class KernelOperator(AbstractTaggedOperator):
         return jax.ShapeDtypeStruct(struct.shape[:1], struct.dtype)
 
 
-def _read(array: Any, symmetric: bool | None, given: dict[str, Any]) -> StoredMatrix:
+def _read(array: Any, symmetric: bool | None, others: dict[str, Any]) -> StoredMatrix:
     """The matrix of a kernel that is stored already."""
     check_stored(array)
-    names = [name for name, value in given.items() if _is_given(value)]
+    names = [name for name, x in others.items() if x is not None and x is not False]
     if names:
         raise ValueError(
             "A kernel that is stored takes no other settings than `symmetric` and "
-            f"`tags`; got `{'`, `'.join(names)}`. Give `x1` with a kernel function."
+            f"`tags`; got `{'`, `'.join(names)}`. Pass `x1` with a kernel function."
         )
     is_mirrored = isinstance(array, SymmetricArray)
     is_hermitian = is_mirrored if symmetric is None else symmetric
@@ -233,10 +223,6 @@ def _read(array: Any, symmetric: bool | None, given: dict[str, Any]) -> StoredMa
         )
     array = np.asarray(array) if isinstance(array, jax.Array) else array
     return StoredMatrix(Reader(array, is_hermitian))
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False and not callable(value)
 
 
 @lineax.materialise.register(KernelOperator)

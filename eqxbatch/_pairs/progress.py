@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 
-from .._base.shapes import check_fields
+from .._base.checks import check_fields
 from .._base.trees import import_extra
 
 

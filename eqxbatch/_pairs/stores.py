@@ -17,8 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._base.primitives import constants, inner_programs, parameters, programs_in
-from .grid import Grid, Tile
-from .kernel import AbstractBlockKernel, KernelCall, KernelLeaf, TileMirror
+from .kernel import AbstractBlockKernel, Grid, KernelCall, KernelLeaf, Tile, TileMirror
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +162,9 @@ class HostStore(AbstractStore):
 
 class _HostWriter(AbstractWriter):
     def __init__(self, leaves: list[KernelLeaf], grid: Grid):
-        self.arrays = [np.zeros(leaf.shape(grid.totals), leaf.dtype) for leaf in leaves]
+        self.arrays = [
+            np.zeros(leaf.shape_for(grid.totals), leaf.dtype) for leaf in leaves
+        ]
 
     def has(self, patch: Patch) -> bool:
         del patch
@@ -233,7 +234,7 @@ def fingerprint(
             {
                 "path": leaf.path,
                 "axes": list(leaf.axes),
-                "shape": list(leaf.shape(grid.totals)),
+                "shape": list(leaf.shape_for(grid.totals)),
                 "dtype": str(np.dtype(leaf.dtype)),
             }
             for leaf in kernel.leaves
@@ -245,7 +246,7 @@ def _program_of_mirror(kernel: AbstractBlockKernel, grid: Grid) -> Any:
     """How blocks below the diagonal follow from those above it."""
     mirror = kernel.mirror
     tile = [
-        jax.ShapeDtypeStruct(leaf.shape(grid.sizes), leaf.dtype)
+        jax.ShapeDtypeStruct(leaf.shape_for(grid.sizes), leaf.dtype)
         for leaf in kernel.leaves
     ]
     return _program(lambda tile: mirror(tile), tile)

@@ -83,7 +83,7 @@ class SymmetricArray:
         if len(key) > self.ndim:
             raise IndexError(
                 f"There are {len(key)} indices for the {self.ndim} axes of an array of "
-                f"shape {self.shape}. Give one for each axis at most."
+                f"shape {self.shape}. Pass at most one for each axis."
             )
         key = (*key, *[slice(None)] * (2 - len(key)))
         ranges = [

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
-from .._base.shapes import check_fields, checked
+from .._base.checks import check_at_least, check_fields
 from .._batch.cut import Block
-from .reductions import AbstractReduction, KernelStruct, MatrixTile
+from .reductions import AbstractReduction, MatrixTile
 
 
 class Neighbours(NamedTuple):
@@ -73,15 +73,13 @@ class TopK(AbstractReduction[_Nearest]):
 
     def __check_init__(self) -> None:
         check_fields(self)
-        if self.k < 1:
-            raise ValueError(f"`k` must be at least 1; got {self.k}.")
+        check_at_least("k", self.k, 1)
 
     @property
     def neutral(self) -> float:
         return -math.inf
 
-    @checked
-    def init(self, kernel: KernelStruct) -> _Nearest:
+    def init(self, kernel: jax.ShapeDtypeStruct) -> _Nearest:
         if len(kernel.shape) != 2:
             raise ValueError(
                 "TopK needs a kernel with one number for each pair of examples; got "
@@ -103,7 +101,6 @@ class TopK(AbstractReduction[_Nearest]):
         values = jnp.full(shape, -jnp.inf, kernel.dtype)
         return _Nearest(values, jnp.full(shape, -1, jnp.int32), kernel.shape[1])
 
-    @checked
     def update(
         self, state: _Nearest, tile: MatrixTile, rows: Block, columns: Block
     ) -> _Nearest:
@@ -124,7 +121,6 @@ class TopK(AbstractReduction[_Nearest]):
             state.num_columns,
         )
 
-    @checked
     def merge(self, first: _Nearest, second: _Nearest) -> _Nearest:
         values = jnp.concatenate([first.values, second.values], axis=1)
         indices = jnp.concatenate([first.indices, second.indices], axis=1)
@@ -132,7 +128,6 @@ class TopK(AbstractReduction[_Nearest]):
         indices = jnp.take_along_axis(indices, order, axis=1)
         return _Nearest(values, indices, first.num_columns)
 
-    @checked
     def finalize(self, state: _Nearest) -> Neighbours:
         # An entry of `-inf` looks like an excluded one. If such entries are among the
         # largest, all columns of larger entries are known, and the other columns have

@@ -18,10 +18,9 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
-from .._base.shapes import checked
+from .._base.checks import checked
 from .._base.trees import import_extra, log
-from .grid import Grid
-from .kernel import KernelLeaf, TileMirror
+from .kernel import Grid, KernelLeaf, TileMirror
 from .stores import AbstractStore, AbstractWriter, add_array, Patch, patches
 from .symmetric_array import SymmetricArray
 
@@ -73,7 +72,7 @@ class ZarrStore(AbstractStore):
         [`eqxbatch.SymmetricArray`][], which reads the omitted blocks as mirror images.
     - `version`: a name for what the fingerprint cannot contain: the functions that a
         kernel calls on the host, by `jax.pure_callback` for instance, and what they
-        read. Such kernels need one. Give another name when these functions change.
+        read. Such kernels need one. Pass another name when these functions change.
 
     **Raises:**
 
@@ -155,7 +154,7 @@ class ZarrStore(AbstractStore):
         if expected["callbacks"] and self.version is None:
             raise ValueError(
                 f"The kernel calls functions on the host, by {expected['callbacks']}, "
-                "whose results a fingerprint cannot contain. Give "
+                "whose results a fingerprint cannot contain. Pass "
                 "`ZarrStore(..., version='1')`, and another `version` when they change."
             )
         path = pathlib.Path(self.path)
@@ -195,7 +194,7 @@ def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None
     if any(not _PARTIAL.fullmatch(name) for name in found):
         raise ValueError(
             f"`path` is a folder that contains something other than a kernel: {path}. "
-            "Give one that is empty or does not exist."
+            "Pass one that is empty or does not exist."
         )
     # Metadata are written together with the group, so no group lacks them.
     # Another run of the same kernel may have been faster.
@@ -210,7 +209,7 @@ def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
     except ValueError as e:
         raise ValueError(
             f"`path` has damaged metadata: {file} is not JSON ({e}). Nothing is "
-            "deleted. Restore this file, or give another path."
+            "deleted. Restore this file, or pass another path."
         ) from e
     try:
         found = node["attributes"][_ATTRIBUTE]
@@ -218,7 +217,7 @@ def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
         found = None
     if not isinstance(found, dict):
         raise ValueError(
-            f"`path` has zarr arrays that are not a kernel of eqxbatch: {path}. Give a "
+            f"`path` has zarr arrays that are not a kernel of eqxbatch: {path}. Pass a "
             "folder that is empty or does not exist."
         )
     different = [
@@ -232,7 +231,7 @@ def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
         )
         raise ValueError(
             f"`path` has another kernel than this one: {path}. {parts}. Delete it, or "
-            "give another path."
+            "pass another path."
         )
 
 
@@ -265,8 +264,8 @@ _KEPT = (
 
 def _make_array(group: Any, name: str, leaf: KernelLeaf, grid: Grid) -> Any:
     codecs = importlib.import_module("zarr.codecs")
-    shape = leaf.shape(grid.totals)
-    chunks = leaf.shape(grid.sizes)
+    shape = leaf.shape_for(grid.totals)
+    chunks = leaf.shape_for(grid.sizes)
     return group.create_array(
         name,
         shape=shape,

@@ -1,6 +1,6 @@
 """Empirical kernels in use: blocks, memory, keys, transforms, errors."""
 
-import dataclasses
+import functools
 import sys
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from eqxbatch import (
     ProbedNTK,
     TopK,
 )
+from eqxbatch._ntk import request
 from ..helpers import assert_same, BLOCK, CountTraces, thinned, TOTALS
 from .models import (
     cast,
@@ -65,18 +66,15 @@ def test_any_size_and_exact_symmetry(total, implementation, getkey):
         assert_same(kernel, pairs(jac_other, jac, (-1,)))
 
 
-def with_room(ntk, num_bytes):
-    """A kernel that may keep only so much of its examples."""
-    settings = dataclasses.replace(ntk._kernels.settings, room=num_bytes)
-    return eqx.tree_at(
-        lambda ntk: ntk._kernels,
-        ntk,
-        dataclasses.replace(ntk._kernels, settings=settings),
-    )
+@pytest.fixture
+def keep_at_most(monkeypatch):
+    """Kernels may keep only so much of their examples."""
+    patch = functools.partial(monkeypatch.setattr, request, "room_to_keep")
+    return lambda num_bytes: patch(lambda: num_bytes)
 
 
 @pytest.mark.parametrize(("num_panels", "total"), ((1, 13), (2, 13), (3, 16)))
-def test_each_example_runs_once_a_panel(num_panels, total, getkey):
+def test_each_example_runs_once_a_panel(num_panels, total, getkey, keep_at_most):
     counted = Counted()
     mlp = eqx.nn.MLP(4, 3, 8, 2, key=getkey())
     model = lambda mlp, x: mlp(counted.fun(x))
@@ -87,7 +85,7 @@ def test_each_example_runs_once_a_panel(num_panels, total, getkey):
     rows = total if num_panels == 1 else 2 * -(-blocks // num_panels)
     if num_panels > 1:
         # What is kept of an example: 4 inputs, 16 activations, cotangents of 3 outputs.
-        ntk = with_room(ntk, rows * 4 * (4 + 16 + 3 * 16))
+        keep_at_most(rows * 4 * (4 + 16 + 3 * 16))
     jac1, jac2 = [np.asarray(jacobians(mlp, x)) for x in (x1, x2)]
     result = jax.block_until_ready(ntk(x1, x2))
     # Columns are taken in 5 blocks of 2.
@@ -103,11 +101,12 @@ def test_each_example_runs_once_a_panel(num_panels, total, getkey):
     assert (np.asarray(result) == np.asarray(result).T).all()
 
 
-def test_memory_is_flat(getkey):
+def test_memory_is_flat(getkey, keep_at_most):
     model = eqx.nn.MLP(16, 10, 256, 2, key=getkey())
 
     def temporaries(total, block_size, room):
-        ntk = with_room(EmpiricalNTK(model, block_size=block_size), room)
+        keep_at_most(room)
+        ntk = EmpiricalNTK(model, block_size=block_size)
         struct = jax.ShapeDtypeStruct((total, 16), jnp.float32)
         arrays, static = eqx.partition(ntk, eqx.is_array)
         run = lambda arrays, x1, x2: eqx.combine(arrays, static)(x1, x2)
@@ -372,7 +371,7 @@ def test_an_equal_call_traces_nothing(getkey):
         kernel(2 * x1, x2)
         kernel(x2 * 2 if block_size is None else x1)
         changed = eqx.tree_at(
-            lambda k: k._kernels.model.args[0].layers[0].bias, kernel, jnp.ones(5)
+            lambda k: k.model.args[0].layers[0].bias, kernel, jnp.ones(5)
         )
         changed(x1, x2)
         assert call.num <= 3
@@ -388,7 +387,7 @@ class Scalar(eqx.Module):
 ERRORS = [
     ({"trace_axes": (3,)}, ValueError, r"`trace_axes` has the axis 3, which is out of"),
     ({"trace_axes": (1, -2)}, ValueError, r"`trace_axes` has axis 1 of output twice"),
-    ({"trace_axes": (-3,)}, ValueError, r"the examples .* or `trace_axes=0` for"),
+    ({"trace_axes": (-3,)}, ValueError, r"the batch axis .* or `trace_axes=0` for"),
     ({"diagonal_axes": (-1,)}, ValueError, "is both in `trace_axes`"),
     ({"trace_axes": 1.0}, TypeError, "`trace_axes` must be an int or a tuple"),
     ({"implementation": "fast"}, ValueError, "`implementation` must be one of"),
@@ -431,7 +430,7 @@ def test_wrong_calls(getkey):
     with pytest.raises(ValueError, match="must return arrays of an inexact dtype"):
         EmpiricalNTK(partial, trace_axes=())(jnp.ones((2, 4)))
     partial = eqx.Partial(lambda m, x: x * m.linear.weight[0, 0], scalar)
-    with pytest.raises(ValueError, match="must be as long for `x1` as for `x2`"):
+    with pytest.raises(ValueError, match="must have the same sizes for `x1` and `x2`"):
         EmpiricalNTK(partial)(jnp.ones((2, 4)), jnp.ones((2, 5)))
     with pytest.raises(ValueError, match="the same structure, rank and dtype"):
         EmpiricalNTK(partial)(jnp.ones((2, 4)), jnp.ones((2, 4, 4)))

@@ -11,8 +11,13 @@ import pytest
 from eqxbatch import RowSums
 from eqxbatch._batch.rows import Rows
 from eqxbatch._pairs.engine import make_collectors, on_device
-from eqxbatch._pairs.grid import balanced, Grid
-from eqxbatch._pairs.kernel import AbstractBlockKernel, KernelLeaf, Plan
+from eqxbatch._pairs.kernel import (
+    AbstractBlockKernel,
+    balanced,
+    Grid,
+    KernelLeaf,
+    Plan,
+)
 
 
 class Lopsided(AbstractBlockKernel):

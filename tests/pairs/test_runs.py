@@ -277,7 +277,7 @@ def test_another_kernel_is_not_mixed_in(getkey, tmp_path):
             Model(model), x, y, size=3
         ),
         "arrays is .*'float16'": lambda: run(Model(model, dtype="float16"), x, y),
-        "Delete it, or give another path": lambda: run(Model(model), y, x),
+        "Delete it, or pass another path": lambda: run(Model(model), y, x),
     }
     for match, again in changed.items():
         with pytest.raises(ValueError, match=match) as e:

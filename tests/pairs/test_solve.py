@@ -319,7 +319,7 @@ def test_a_finished_solve_of_another_kernel(tmp_path):
         checkpoint=tmp_path,
     )
     run(matrix)
-    with pytest.raises(ValueError, match="`checkpoint` is of another kernel"):
+    with pytest.raises(ValueError, match="`checkpoint` belongs to another kernel"):
         run(other)
 
 
@@ -440,9 +440,9 @@ def test_checkpoints_of_other_problems(tmp_path):
     numpy = {"preconditioner_rank": np.int64(2), "rtol": np.float32(1e-4)}
     run(make(), checkpoint=tmp_path / "numpy", **numpy)
     for settings in ({"ridge": 0.2}, {"rtol": 1e-5}, {"y": 2 * y}):
-        with pytest.raises(ValueError, match="`checkpoint` is of another problem"):
+        with pytest.raises(ValueError, match="`checkpoint` belongs to another problem"):
             run(make(), **settings)
-    with pytest.raises(ValueError, match="`checkpoint` is of another kernel"):
+    with pytest.raises(ValueError, match="`checkpoint` belongs to another kernel"):
         run(make(scale=1.001))
     (tmp_path / "state.npz").write_bytes(b"half of it")
     with pytest.raises(ValueError, match="`checkpoint` has a damaged file"):

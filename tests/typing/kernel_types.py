@@ -65,7 +65,7 @@ def on_host(x1: Array, x2: Array) -> Array:
 assert_type(on_host(x, y), Any)
 
 
-# The kernel of a model has the type of what the model returns.
+# The kernel of a model depends on settings, such as `store`, `reduce` and `get`.
 class TwoHeads(eqx.Module):
     first: eqx.nn.Linear
     second: eqx.nn.Linear
@@ -77,14 +77,14 @@ class TwoHeads(eqx.Module):
 key = jax.random.key(0)
 mlp = eqx.nn.MLP(3, 2, 4, 1, key=key)
 heads = TwoHeads(eqx.nn.Linear(3, 2, key=key), eqx.nn.Linear(3, 1, key=key))
-assert_type(EmpiricalNTK(mlp, block_size=2)(x, y), Array)
-assert_type(EmpiricalNTK(heads, trace_axes=())(x), dict[str, Array])
-assert_type(EmpiricalNNGP(mlp)(x), Array)
-assert_type(EmpiricalKernel(mlp)(x, get="ntk"), Array)
-assert_type(EmpiricalKernel(mlp)(x, None, "nngp"), Array)
-assert_type(EmpiricalKernel(mlp)(x).nngp, Array)
+assert_type(EmpiricalNTK(mlp, block_size=2)(x, y), Any)
+assert_type(EmpiricalNTK(heads, trace_axes=())(x), Any)
+assert_type(EmpiricalNNGP(mlp)(x), Any)
+assert_type(EmpiricalKernel(mlp)(x, get="ntk"), Any)
+assert_type(EmpiricalKernel(mlp)(x, None, "nngp"), Any)
+assert_type(EmpiricalKernel(mlp)(x).nngp, Any)
 assert_type(EmpiricalKernel(mlp)(x, get=("ntk",)), Any)
 assert_type(EmpiricalNTK(mlp, block_size=2, store=eqxbatch.HostStore())(x), Any)
 assert_type(EmpiricalNTK(mlp, reduce=eqxbatch.RowSums())(x), Any)
 assert_type(ProbedNTK(mlp, num_probes=2, key=key)(x), KernelEstimate)
-assert_type(filter_batch_kernel(EmpiricalNTK(mlp), block_size=2)(x, y), Array)
+assert_type(filter_batch_kernel(EmpiricalNTK(mlp), block_size=2)(x, y), Any)

@@ -100,15 +100,15 @@ filter_hessian(loss, num_blocks=2.0)  # pyright: ignore[reportArgumentType, repo
 filter_grid_vmap(scaled)  # pyright: ignore[reportCallIssue]
 filter_batch_kernel(kernel)  # pyright: ignore[reportCallIssue]
 filter_batch_kernel(kernel, block_size=2.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
-filter_batch_kernel(kernel, block_size=2, store="disk")  # pyright: ignore[reportArgumentType, reportCallIssue]
+filter_batch_kernel(kernel, block_size=2, store="disk")  # pyright: ignore[reportArgumentType]
 
 
-EmpiricalNTK(model, block_size=2.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
-EmpiricalNTK(model, trace_axes="all")  # pyright: ignore[reportArgumentType, reportCallIssue]
+EmpiricalNTK(model, block_size=2.0)  # pyright: ignore[reportArgumentType]
+EmpiricalNTK(model, trace_axes="all")  # pyright: ignore[reportArgumentType]
 
 
 # Functions that do not fit.
-EmpiricalNTK(x)  # pyright: ignore[reportArgumentType, reportCallIssue]
+EmpiricalNTK(x)  # pyright: ignore[reportArgumentType]
 filter_micro_vmap(2)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_ggn(outputs, jnp.sum, fisher="exact")  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_ggn(outputs, lambda out: "loss")  # pyright: ignore[reportArgumentType, reportCallIssue]

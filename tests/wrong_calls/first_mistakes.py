@@ -1,6 +1,7 @@
 """What new users do first: a batch for an example, lists, one key, and the like."""
 
 import functools
+import warnings
 
 import equinox as eqx
 import jax
@@ -81,7 +82,7 @@ WHOLE += [
         "EmpiricalNTK",
         lambda: eqxbatch.EmpiricalNTK(eqx.filter_vmap(net))(x),
         ValueError,
-        r"one example, `x1` of shape \(2,\), .*batch. Say `vmap_axes=None`, or give",
+        r"one example, `x1` of shape \(2,\), .*batch. Pass `vmap_axes=None`",
     ),
 ]
 
@@ -255,6 +256,13 @@ SETTINGS += [
     ),
 ]
 
+
+def quietly(call):
+    """Equinox warns of a function of JAX in a module, too."""
+    with warnings.catch_warnings(action="ignore"):
+        return call()
+
+
 # What JAX itself does not take, or what hides the arrays of a module.
 HIDDEN = [
     Case(name, call, TypeError, "is a MLP in `jax.jit` .*Give the MLP itself.*Mesh`")
@@ -270,7 +278,7 @@ HIDDEN += [
             "filter_micro_grad",
             lambda: eqxbatch.filter_micro_grad(of_one)(jax.jit(net), x, y),
         ),
-        ("EmpiricalNTK", lambda: eqxbatch.EmpiricalNTK(jax.jit(net))(x)),
+        ("EmpiricalNTK", lambda: quietly(lambda: eqxbatch.EmpiricalNTK(jax.jit(net)))),
         (
             "MonteCarloKernel",
             lambda: eqxbatch.MonteCarloKernel(

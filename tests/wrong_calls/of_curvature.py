@@ -432,31 +432,31 @@ SITES = [
         "SitesReport",
         lambda: eqxbatch.SitesReport([], "auto", 0.0, 0.0, 0.0, 0.0),
         TypeError,
-        "`leaves` of `SitesReport` must be",
+        "`leaves` must be",
     ),
     Case(
         "SitesReport",
         lambda: eqxbatch.SitesReport((), "auto", "many", 0.0, 0.0, 0.0),
         TypeError,
-        "`flops` of `SitesReport` must be float; got 'many'",
+        "`flops` must be float; got 'many'",
     ),
     Case(
         "LeafReport",
         lambda: eqxbatch.LeafReport("a", 3, (), "factors", 0.0, 0.0, None, "", None),
         TypeError,
-        "`shape` of `LeafReport` must be",
+        "`shape` must be",
     ),
     Case(
         "LeafReport",
         lambda: eqxbatch.LeafReport("a", (3,), (), 1, 0.0, 0.0, None, "", None),
         TypeError,
-        "`contraction` of `LeafReport` must be str",
+        "`contraction` must be str",
     ),
     Case(
         "SitesCheck",
         lambda: eqxbatch.SitesCheck((), None, 3, "float64", None),
         TypeError,
-        "`whole` of `SitesCheck` must be LeafCheck",
+        "`whole` must be LeafCheck",
     ),
     Case(
         "SitesCheck",
@@ -464,18 +464,18 @@ SITES = [
             (), eqxbatch.LeafCheck("all"), "3", "float64", None
         ),
         TypeError,
-        "`num_examples` of `SitesCheck` must be int",
+        "`num_examples` must be int",
     ),
     Case(
         "LeafCheck",
         lambda: eqxbatch.LeafCheck(3),
         TypeError,
-        "`path` of `LeafCheck` must be str; got 3",
+        "`path` must be str; got 3",
     ),
     Case(
         "LeafCheck",
         lambda: eqxbatch.LeafCheck("a", gradient="large"),
         TypeError,
-        "`gradient` of `LeafCheck` must be float",
+        "`gradient` must be float",
     ),
 ]
