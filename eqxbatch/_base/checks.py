@@ -120,13 +120,6 @@ def fits(value: Any, hint: Any) -> bool:
     return any(_is_bearable(value, option) for option in options)
 
 
-def as_jax(x: Any) -> Any:
-    """Converts NumPy arrays to JAX arrays, and leaves everything else to checks."""
-    # JAX reads NumPy arrays later, when their owner may have changed them. A copy for
-    # that would stay until then, and may be as large as all examples.
-    return jax.block_until_ready(jnp.array(x)) if isinstance(x, np.ndarray) else x
-
-
 _UNIONS = (Union, types.UnionType)
 
 

@@ -15,7 +15,6 @@ from .._base.mistakes import no_arrays_remedy
 from .._base.trees import shown
 from .accumulators import Concat
 from .cut import Batch, Blocks, unbatched
-from .declare import AbstractAutoSharded, AbstractMicrobatched, AbstractTransform
 from .loop import run_blocks
 from .moments import Mean, OfTotals, Sum
 from .objective import (
@@ -26,6 +25,7 @@ from .objective import (
     weighted_totals,
 )
 from .slots import array_structs, match_accumulators, Slots
+from .transform import AbstractAutoSharded, AbstractMicrobatched, AbstractTransform
 from .weights import check_real, check_weights
 
 
@@ -39,7 +39,6 @@ class AbstractDerivative(AbstractTransform):
         transform has no such setting.
     """
 
-    fun: eqx.AbstractVar[Callable]
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any] | None = None
     filter_spec: PyTree = eqx.is_inexact_array

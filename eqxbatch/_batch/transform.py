@@ -1,46 +1,201 @@
-"""The Module that every transform returns, and its settings."""
+"""A transform: a Module whose fields are a function and how to transform it.
+
+Each setting of a transform is declared once, as a field. `also_decorator` makes the
+public function from the Module. Signature, types, checks, `repr` and documentation
+follow from the fields.
+"""
 
 import abc
+import collections
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import (
+    Any,
+    cast,
+    ClassVar,
+    Concatenate,
+    overload,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+)
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Integer, PyTree
 
+from .._base.checks import check_callable, check_types
 from .._base.jaxprs import compiled, text_of_numbers
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
 from .._base.mistakes import bound_arguments, check_not_jitted
-from .._base.shapes import checked
-from .._base.trees import as_int, described, shown
+from .._base.trees import shown
 from .accumulators import Last
 from .cut import Batch, Blocks
 from .loop import run_blocks
-from .memory import check_size, MemoryBudget, resolve_size, resolved
+from .memory import check_size, resolve_size, resolved, Size
 from .slots import Slots
 
 
-class AbstractTransform(eqx.Module):
-    """The settings of a transform, and what it does with a call.
+P = ParamSpec("P")
 
-    - `is_compiled`: whether calls are compiled as a whole. If not, `apply` itself
-        decides what to compile.
-    - `takes_instance`: whether the instance of a method is an ordinary argument. If
-        not, it is part of the function.
+
+# Bound to `Any`, so that a lambda without annotations can use its model freely.
+Model = TypeVar("Model", bound=Any)
+
+
+Out = TypeVar("Out")
+
+
+_Settings = ParamSpec("_Settings")
+
+
+_Plain = ParamSpec("_Plain")
+
+
+_Fun = TypeVar("_Fun")
+
+
+_Made = TypeVar("_Made")
+
+
+_MadePlain = TypeVar("_MadePlain")
+
+
+_FunPlain = TypeVar("_FunPlain")
+
+
+_Fun_contra = TypeVar("_Fun_contra", contravariant=True)
+
+
+_FunPlain_contra = TypeVar("_FunPlain_contra", contravariant=True)
+
+
+_Made_co = TypeVar("_Made_co", covariant=True)
+
+
+_MadePlain_co = TypeVar("_MadePlain_co", covariant=True)
+
+
+class AbstractTransform(eqx.Module):
+    """A function, the first field, and how to transform it.
+
+    It is a PyTree whose leaves are those of the function and of the settings. It has
+    the name and signature of the function, and works as a method, whose instance is the
+    first argument. Subclasses define `__call__` with its types.
+
+    - `public_name`, `public_signature`: those of the function that makes it, from
+        `also_decorator`.
+    - `second_argument`: the name of an argument after the first that the function does
+        not have.
     """
 
-    is_compiled: ClassVar[bool]
-    takes_instance: ClassVar[bool]
+    public_name: ClassVar[str]
+    public_signature: ClassVar[inspect.Signature]
+    second_argument: ClassVar[str | None] = None
+
+    # Unlike `__check_init__`, this comes before the checks of subclasses, which rely on
+    # the types.
+    def __post_init__(self) -> None:
+        check_callable(self._first, self.__wrapped__)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == self._first or value is field.default:
+                continue
+            if field.type == Size:
+                check_size(field.name, value)
+            else:
+                hints = {field.name: field.type}
+                check_types({field.name: value}, hints, always=True)
 
     @abc.abstractmethod
-    def apply(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of calling the transformed `fun`."""
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of calling the transformed function."""
+
+    def __hash__(self) -> int:
+        # Fields can be dicts, such as `in_axes`, which have no hash. The structure of a
+        # PyTree has one.
+        leaves, treedef = jtu.tree_flatten(self)
+        if any(map(eqx.is_array, leaves)):
+            raise TypeError(
+                f"A function that `{self.public_name}` returns has no hash if it "
+                "contains arrays, as a module does, so that `jax.jit` and `jax.pmap` "
+                "do not take it. Call it directly: it is already compiled. For several "
+                "devices, put the examples on a `jax.sharding.Mesh`."
+            )
+        return hash((treedef, *leaves))
+
+    def __eq__(self, other: object) -> Any:
+        # `jax.jit` compiles equal functions only once.
+        if isinstance(other, AbstractTransform):
+            leaves, others = jtu.tree_leaves(self), jtu.tree_leaves(other)
+            if text_of_numbers(leaves) != text_of_numbers(others):
+                return False
+        return super().__eq__(other)
+
+    @property
+    def _first(self) -> str:
+        """The name of the field that is the function."""
+        fields = dataclasses.fields(self)
+        return next(field.name for field in fields if not field.kw_only)
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return getattr(self, self._first)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = _signature(self.__wrapped__)
+        if self.second_argument is None:
+            return signature
+        return with_second(signature, self.second_argument)
+
+    def __repr__(self) -> str:
+        settings = [f"{name}={text}" for name, text in _settings(self)]
+        texts = [_of_function(self.__wrapped__), *settings]
+        return f"{self.public_name}({', '.join(texts)})"
+
+    @overload
+    def __get__(self, instance: None, owner: Any) -> Self: ...
+    @overload
+    def __get__(
+        self: Callable[Concatenate[Any, P], Out], instance: Any, owner: Any
+    ) -> Callable[P, Out]: ...
+    def __get__(self: Any, instance: Any, owner: Any) -> Any:
+        del owner
+        return self if instance is None else BoundMethod(self, instance)
+
+
+class BoundMethod(eqx.Module):
+    """A transformed method and its instance, which is the first argument."""
+
+    transform: Callable
+    instance: Any
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self.transform
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.transform)
+        parameters = [*signature.parameters.values()]
+        is_open = parameters and parameters[0].kind == inspect.Parameter.VAR_POSITIONAL
+        return signature.replace(parameters=parameters[0 if is_open else 1 :])
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__).replace(
+            "(", f"({type(self.instance).__name__}(...).", 1
+        )
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        return self.transform(self.instance, *args, **kwargs)
 
 
 class AbstractAutoSharded(AbstractTransform):
@@ -50,302 +205,50 @@ class AbstractAutoSharded(AbstractTransform):
     """
 
     @abc.abstractmethod
-    def specs(
-        self, call: tuple[Callable, tuple, dict[str, Any]], out: PyTree
-    ) -> PyTree:
+    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
         """The sharding of the results of a call: a prefix of `PartitionSpec`s."""
 
 
-class AbstractOtherArguments(AbstractTransform):
-    """A transform that changes the arguments of the function."""
+class AbstractMicrobatched(AbstractTransform):
+    """A transform that cuts a batch into microbatches of `microbatch_size`."""
 
-    @abc.abstractmethod
-    def signature(self, own: inspect.Signature) -> inspect.Signature:
-        """The signature of a transformed function; `own` is that of the original."""
-
-
-def with_second(own: inspect.Signature, name: str) -> inspect.Signature:
-    """A signature with one more argument after the first.
-
-    `equinox.filter_jit` binds arguments by signature and needs to find it there.
-    """
-    parameters = [*own.parameters.values()]
-    kinds = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    if not parameters or parameters[0].kind not in kinds:
-        return own
-    first, *rest = parameters
-    while name in own.parameters:
-        name += "_"
-    second = first.replace(name=name, annotation=first.empty)
-    return own.replace(parameters=[first, second, *rest])
-
-
-class Transformed(eqx.Module):
-    """A transformed function.
-
-    It is a PyTree whose leaves are those of the wrapped function and of the transform's
-    settings. It works as a method and has the name and signature of the wrapped
-    function. For a method whose instance is an ordinary argument, `_bound` holds the
-    instance.
-    """
-
-    _transform: AbstractTransform
-    _fun: Callable
-    _name: str = eqx.field(static=True)
-    _bound: tuple = ()
-
-    def __hash__(self) -> int:
-        # Fields can be dicts, such as `in_axes`, which have no hash. The structure of a
-        # PyTree has one.
-        leaves, treedef = jtu.tree_flatten(self)
-        if any(map(eqx.is_array, leaves)):
-            raise TypeError(
-                f"A function that `{self._name}` returns has no hash if there are "
-                "arrays in it, as in a module, so that `jax.jit` and `jax.pmap` do not "
-                "take it. Call it directly: it is already compiled. For several "
-                "devices, put the examples on a `jax.sharding.Mesh`."
-            )
-        return hash((treedef, *leaves))
-
-    def __eq__(self, other: object) -> Any:
-        # `jax.jit` compiles equal functions only once.
-        if isinstance(other, Transformed):
-            own, others = jtu.tree_leaves(self), jtu.tree_leaves(other)
-            if text_of_numbers(own) != text_of_numbers(others):
-                return False
-        return super().__eq__(other)
-
-    @property
-    def __wrapped__(self) -> Callable:
-        return self._fun
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        own = _signature(self._fun)
-        if isinstance(self._transform, AbstractOtherArguments):
-            own = self._transform.signature(own)
-        parameters = [*own.parameters.values()]
-        is_open = parameters and parameters[0].kind == inspect.Parameter.VAR_POSITIONAL
-        num = 0 if is_open else len(self._bound)
-        return own.replace(parameters=parameters[num:])
-
-    def __repr__(self) -> str:
-        owners = [f"{type(instance).__name__}(...)." for instance in self._bound]
-        fun = "".join([*owners, _of_function(self._fun)])
-        settings = _settings(self._transform, _PUBLIC[self._name])
-        return f"{self._name}({', '.join([fun, *settings])})"
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        args = (*self._bound, *args)
-        if self._transform.is_compiled:
-            return _apply(resolved(self._transform), self._fun, args, kwargs)
-        return self._transform.apply(self._fun, args, kwargs)
-
-    def __get__(self, instance: Any, owner: Any) -> Callable:
-        del owner
-        if instance is None:
-            return self
-        if self._transform.takes_instance:
-            return Transformed(self._transform, self._fun, self._name, (instance,))
-        method = eqx.Partial(self._fun, instance)
-        return Transformed(self._transform, method, self._name)
-
-
-def _signature(fun: Callable) -> inspect.Signature:
-    if isinstance(fun, eqx.Partial):
-        fun = functools.partial(fun.func, *fun.args, **fun.keywords)
-    return inspect.signature(fun)
-
-
-# The parameters of the public functions that make transforms.
-_PUBLIC: dict[str, Mapping[str, inspect.Parameter]] = {}
-
-
-def _of_function(fun: Callable) -> str:
-    """How a function is displayed."""
-    if isinstance(fun, Transformed):
-        return repr(fun)
-    if isinstance(fun, (functools.partial, eqx.Partial)):
-        return f"Partial({_of_function(fun.func)}, ...)"
-    own = getattr(fun, "__name__", None)
-    return own if isinstance(own, str) else f"{type(fun).__name__}(...)"
-
-
-def _settings(
-    module: eqx.Module, parameters: Mapping[str, inspect.Parameter]
-) -> Iterator[str]:
-    """The settings of a transform that differ from their defaults.
-
-    Fields that are not settings themselves contain settings.
-    """
-    for field in dataclasses.fields(module):
-        value = getattr(module, field.name)
-        parameter = parameters.get(field.name)
-        if parameter is None:
-            if isinstance(value, eqx.Module):
-                yield from _settings(value, parameters)
-            continue
-        text, default = _of_setting(value), _of_setting(parameter.default)
-        # `store="device"` is stored as None.
-        is_device = value is None and isinstance(parameter.default, str)
-        if text != default and not is_device:
-            yield f"{field.name}={text}"
-
-
-def _of_setting(value: Any) -> str:
-    if isinstance(value, Transformed) or inspect.isroutine(value):
-        return _of_function(value)
-    if eqx.is_array(value):
-        return f"{value.dtype}{[*value.shape]}"
-    has_arrays = any(map(eqx.is_array, jtu.tree_leaves(value)))
-    return f"{type(value).__name__}(...)" if has_arrays else shown(value)
-
-
-# One compiled function serves all transforms. The called function is an argument of it,
-# so that arrays of modules are arguments of the program, and repeated calls with the
-# same function and shapes are not retraced.
-@compiled
-def _apply(
-    transform: AbstractTransform, fun: Callable, args: tuple, kwargs: dict[str, Any]
-) -> Any:
-    operands = on_one_mesh((transform, fun, args, kwargs))
-    apply = lambda transform, *call: transform.apply(*call)
-    with within_mesh(operands):
-        spread = operands[0]
-        if not isinstance(spread, AbstractAutoSharded):
-            return apply(*operands)
-        specs = functools.partial(spread.specs, operands[1:])
-        return auto_sharded(apply, operands, (), specs)()
-
-
-def transformed(transform: AbstractTransform, fun: Any, name: str) -> Transformed:
-    """Wraps `fun`; `name` is the public function that does so.
-
-    Raises `TypeError` if it is not callable.
-    """
-    if not callable(fun):
-        raise TypeError(f"`fun` must be callable; got {described(fun)}.")
-    check_not_jitted(fun)
-    wrapper: Any = eqx.module_update_wrapper(Transformed(transform, fun, name))
-    return wrapper
-
-
-# Settings that transforms convert; the conversion checks their types.
-_CONVERTED = (
-    "accumulator",
-    "block_size",
-    "damping",
-    "fun",
-    "kernel_fn",
-    "loss",
-    "mesh",
-    "mesh_axis",
-    "method",
-    "metrics",
-    "microbatch_size",
-    "mode",
-    "momentum",
-    "num_blocks",
-    "num_real_microbatches",
-    "out_axes",
-    "progress",
-    "residual",
-    "return",
-    "solver",
-    "space",
-    "store",
-    "symmetric",
-    "transform",
-    "weights",
-)
-
-
-def also_decorator(public: Callable) -> Callable[..., Any]:
-    """Makes the first argument of `public`, a function, optional.
-
-    Without it, `public` returns a decorator. For type checkers, a Protocol in a file of
-    `*signature*`s describes both forms. It is not imported at run time: transforms are
-    decorated by `cast("Typed[TheProtocol]", also_decorator)`.
-    """
-    public = checked(public, but=_CONVERTED)
-    signature = inspect.signature(public)
-    name = next(iter(signature.parameters))
-    _PUBLIC[public.__name__] = signature.parameters
-
-    @functools.wraps(public)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: python_settings(value) for name, value in kwargs.items()}
-        if (args[0] if args else kwargs.get(name)) is not None:
-            return public(*args, **kwargs)
-        settings = bound_arguments(public.__name__, signature, args, kwargs)
-        settings.pop(name, None)
-        return functools.partial(wrapper, **settings)
-
-    return wrapper
-
-
-def python_settings(settings: PyTree) -> PyTree:
-    """Converts bools and ints of NumPy, which count as arrays, to those of Python."""
-    is_setting = lambda x: isinstance(x, (np.bool_, np.integer))
-    is_module = lambda x: isinstance(x, eqx.Module)
-    if not any(map(is_setting, jtu.tree_leaves(settings, is_leaf=is_module))):
-        return settings
-    convert = lambda x: x.item() if is_setting(x) else x
-    return jtu.tree_map(convert, settings, is_leaf=is_module)
-
-
-class Blocking(eqx.Module):
-    """How a batch is cut into microbatches, and how many of them run."""
-
-    microbatch_size: int | MemoryBudget | None
-    num_real_microbatches: int | Int[Array, ""] | None
-    checkpoint: bool
-
-    def __init__(
-        self, microbatch_size: Any, num_real_microbatches: Any, checkpoint: bool
-    ):
-        self.microbatch_size = check_size("microbatch_size", microbatch_size)
-        self.num_real_microbatches = _check_count(num_real_microbatches)
-        self.checkpoint = checkpoint
+    _: dataclasses.KW_ONLY
+    microbatch_size: Size = None
 
     def blocks(
-        self,
-        batch: Batch,
-        total: int,
-        transform: AbstractTransform,
-        call: tuple[Callable, tuple, dict[str, Any]],
+        self, batch: Batch, args: tuple, kwargs: dict[str, Any], total: int
     ) -> Blocks:
-        """How a batch of `total` examples is cut.
-
-        A budget measures the program of `transform`, which has this `blocking`, applied
-        to `call`.
-        """
+        """How a batch of `total` examples is cut."""
 
         def run_with(size: int) -> Callable[[tuple], Any]:
             def run(operands: tuple) -> Any:
                 transform, *call = operands
-                blocking = dataclasses.replace(transform.blocking, microbatch_size=size)
-                return dataclasses.replace(transform, blocking=blocking).apply(*call)
+                return dataclasses.replace(transform, microbatch_size=size).apply(*call)
 
             return run
 
         # The transform is one of the operands because memory depends on its settings.
-        operands = (transform, *call)
+        operands = (self, args, kwargs)
         size = resolve_size(self.microbatch_size, total, run_with, operands)
         parts = num_parts(batch.arrays, batch.axes, total)
         # Each part contributes the same share.
         return Blocks(total, min(-(-size // parts) * parts, max(total, 1)), parts)
 
+
+class AbstractEarlyStop(AbstractMicrobatched):
+    """A transform that can stop after some microbatches."""
+
+    _: dataclasses.KW_ONLY
+    num_real_microbatches: int | Integer[Array, ""] | None = None
+
     def num_examples(self, blocks: Blocks) -> int | Array:
         """The number of examples that run."""
-        count = self.num_real_microbatches
-        if count is None:
-            return blocks.total
-        return jnp.minimum(count * blocks.size, blocks.total)
+        count = _as_index(self.num_real_microbatches)
+        return (
+            blocks.total
+            if count is None
+            else jnp.minimum(count * blocks.size, blocks.total)
+        )
 
     def run(
         self,
@@ -354,9 +257,10 @@ class Blocking(eqx.Module):
         blocks: Blocks,
         fun: Callable[[list, int], tuple[PyTree, Any]],
         make_slots: Callable[[PyTree, Any], Slots],
+        checkpoint: bool = False,
     ) -> PyTree:
         """Runs `fun` over the microbatches of a batch; see `run_blocks`."""
-        limit = _check_limit(self.num_real_microbatches, blocks.num)
+        limit = _check_limit(_as_index(self.num_real_microbatches), blocks.num)
 
         def slots(output: PyTree, aux: Any) -> Slots:
             found = make_slots(output, aux).with_states(output)
@@ -364,27 +268,13 @@ class Blocking(eqx.Module):
                 _check_needs_none(found)
             return found
 
-        return run_blocks(fun, arrays, axes, blocks, slots, limit, self.checkpoint)
+        return run_blocks(fun, arrays, axes, blocks, slots, limit, checkpoint)
 
 
-def _check_count(count: Any) -> int | Array | None:
-    if count is None:
-        return None
-    if isinstance(count, jax.Array):
-        if count.shape == () and jnp.issubdtype(count.dtype, jnp.integer):
-            # The numbers of microbatches and examples may need more bits.
-            is_narrow = jnp.iinfo(count.dtype).bits < 32
-            return count.astype(jnp.int32) if is_narrow else count
-        got = f"an array of shape {count.shape} and dtype {count.dtype}"
-    else:
-        number = as_int(count)
-        if number is not None:
-            return number
-        got = f"{described(count)}"
-    raise TypeError(
-        "`num_real_microbatches` must be an int, an integer array of shape (), or "
-        f"None; got {got}."
-    )
+def _as_index(count: Any) -> int | Array | None:
+    """A number of microbatches in at least 32 bits, which numbers of examples need."""
+    is_narrow = eqx.is_array(count) and jnp.iinfo(count.dtype).bits < 32
+    return count.astype(jnp.int32) if is_narrow else count
 
 
 def _check_limit(count: int | Array | None, num: int) -> int | Array | None:
@@ -410,3 +300,164 @@ def _check_needs_none(slots: Slots) -> None:
                 "`Last` or None in `out_axes`, but `num_real_microbatches` is 0, so "
                 "that none runs. Run at least one microbatch."
             )
+
+
+def _signature(fun: Callable) -> inspect.Signature:
+    if isinstance(fun, eqx.Partial):
+        fun = functools.partial(fun.func, *fun.args, **fun.keywords)
+    return inspect.signature(fun)
+
+
+def with_second(signature: inspect.Signature, name: str) -> inspect.Signature:
+    """A signature with one more argument after the first.
+
+    `equinox.filter_jit` binds arguments by signature and needs to find it there.
+    """
+    parameters = [*signature.parameters.values()]
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    if not parameters or parameters[0].kind not in kinds:
+        return signature
+    first, *rest = parameters
+    while name in signature.parameters:
+        name += "_"
+    second = first.replace(name=name, annotation=first.empty)
+    return signature.replace(parameters=[first, second, *rest])
+
+
+def _of_function(fun: Any) -> str:
+    """How a function is displayed."""
+    if isinstance(fun, (AbstractTransform, BoundMethod)):
+        return repr(fun)
+    if isinstance(fun, (functools.partial, eqx.Partial)):
+        return f"Partial({_of_function(fun.func)}, ...)"
+    name = getattr(fun, "__name__", None)
+    return name if isinstance(name, str) else f"{type(fun).__name__}(...)"
+
+
+def _settings(transform: AbstractTransform) -> Iterator[tuple[str, str]]:
+    """The settings that differ from their defaults."""
+    _, *parameters = transform.public_signature.parameters.values()
+    for parameter in parameters:
+        text = _of_setting(getattr(transform, parameter.name))
+        if text != _of_setting(parameter.default):
+            yield parameter.name, text
+
+
+def _of_setting(value: Any) -> str:
+    if isinstance(value, AbstractTransform) or inspect.isroutine(value):
+        return _of_function(value)
+    if eqx.is_array(value):
+        return f"{value.dtype}{[*value.shape]}"
+    has_arrays = any(map(eqx.is_array, jtu.tree_leaves(value)))
+    if isinstance(value, collections.OrderedDict):
+        value = dict(value)
+    return f"{type(value).__name__}(...)" if has_arrays else shown(value)
+
+
+def run_compiled(transform: AbstractTransform, /, *args: Any, **kwargs: Any) -> Any:
+    """Compiles and runs a call of a transformed function."""
+    __tracebackhide__ = True
+    return _apply(resolved(transform), args, kwargs)
+
+
+# One compiled function serves all transforms. The transform is an argument of it, so
+# that arrays of modules are arguments of the program, and repeated calls with the same
+# function and shapes are not retraced.
+@compiled
+def _apply(transform: AbstractTransform, args: tuple, kwargs: dict[str, Any]) -> Any:
+    operands = on_one_mesh((transform, args, kwargs))
+    apply = lambda transform, *call: transform.apply(*call)
+    with within_mesh(operands):
+        spread, *call = operands
+        if not isinstance(spread, AbstractAutoSharded):
+            return apply(*operands)
+        specs = functools.partial(spread.specs, *call)
+        return auto_sharded(apply, operands, (), specs)()
+
+
+class Transform(
+    Protocol[_FunPlain_contra, _Plain, _MadePlain_co, _Fun_contra, _Settings, _Made_co]
+):
+    """A transform in both forms: called with a function, and with settings only."""
+
+    @overload
+    def __call__(
+        self, fun: _FunPlain_contra, /, *args: _Plain.args, **settings: _Plain.kwargs
+    ) -> _MadePlain_co: ...
+    @overload
+    def __call__(
+        self, fun: _Fun_contra, /, *args: _Settings.args, **settings: _Settings.kwargs
+    ) -> _Made_co: ...
+    @overload
+    def __call__(
+        self, *args: _Plain.args, **settings: _Plain.kwargs
+    ) -> Callable[[_FunPlain_contra], _MadePlain_co]: ...
+    @overload
+    def __call__(
+        self, *args: _Settings.args, **settings: _Settings.kwargs
+    ) -> Callable[[_Fun_contra], _Made_co]: ...
+
+
+@overload
+def also_decorator(
+    name: str, cls: Callable[Concatenate[_Fun, _Settings], _Made]
+) -> Transform[_Fun, _Settings, _Made, _Fun, _Settings, _Made]: ...
+@overload
+def also_decorator(
+    name: str,
+    cls: Callable[Concatenate[_Fun, _Settings], _Made],
+    plain: Callable[Concatenate[_FunPlain, _Plain], _MadePlain],
+) -> Transform[_FunPlain, _Plain, _MadePlain, _Fun, _Settings, _Made]: ...
+def also_decorator(name: str, cls: Any, plain: Any = None) -> Any:
+    """The public function `name` that makes transforms of class `cls`.
+
+    Without a function, it returns a decorator. `plain` is the base class without the
+    settings that change the type of the result, for type checkers.
+    """
+    del plain
+    signature = inspect.signature(cls)
+    first, *rest = signature.parameters.values()
+
+    @functools.wraps(cls, updated=())
+    def make(*args: Any, **settings: Any) -> Any:
+        settings = {key: _python_setting(value) for key, value in settings.items()}
+        if not args and first.name not in settings:
+            arguments = bound_arguments(name, public, args, settings)
+            return functools.partial(make, **arguments)
+        arguments = bound_arguments(name, signature, args, settings)
+        if arguments[first.name] is None:
+            del arguments[first.name]
+            return functools.partial(make, **arguments)
+        # Before Equinox warns of it.
+        check_not_jitted(arguments[first.name])
+        return eqx.module_update_wrapper(cls(**arguments))
+
+    # Settings of the class itself come before those of its bases. A decorator takes
+    # settings only.
+    bases = [inspect.get_annotations(base) for base in cls.__mro__]
+    level = lambda x: next(i for i, base in enumerate(bases) if x.name in base)
+    rest = sorted(rest, key=lambda x: (x.kind, level(x)))
+    optional = [x.replace(default=None) if x.default is x.empty else x for x in rest]
+    parameters = [first.replace(default=None), *optional]
+    public = signature.replace(parameters=parameters, return_annotation=Any)
+    wrapper = cast(Any, make)
+    wrapper.__name__ = wrapper.__qualname__ = name
+    wrapper.__signature__ = public
+    cls.public_name, cls.public_signature = name, public
+    return make
+
+
+def _python_setting(value: PyTree) -> PyTree:
+    """Converts bools and ints of NumPy, which count as arrays, to those of Python."""
+    is_setting = lambda x: (
+        isinstance(x, (np.bool_, np.integer))
+        or (isinstance(x, np.ndarray) and x.shape == () and x.dtype.kind in "biu")
+    )
+    is_module = lambda x: isinstance(x, eqx.Module)
+    if not any(map(is_setting, jtu.tree_leaves(value, is_leaf=is_module))):
+        return value
+    convert = lambda x: x.item() if is_setting(x) else x
+    return jtu.tree_map(convert, value, is_leaf=is_module)

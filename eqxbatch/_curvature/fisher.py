@@ -20,8 +20,8 @@ from jaxtyping import Array, Inexact, Key, PRNGKeyArray, Real, UInt32
 from .._base.checks import check_at_least
 from .._base.dtypes import widened
 from .._base.mesh import error_if
-from .._batch.declare import Model, Out, P
 from .._batch.derivative import AbstractOverExamples, Microbatches
+from .._batch.transform import Model, Out, P
 from .pytree import Unravel
 
 

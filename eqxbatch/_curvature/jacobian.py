@@ -16,8 +16,8 @@ from .._base.jaxprs import PerExample
 from .._base.mistakes import warn_user
 from .._base.modes import derivative_of, without_forward_mode, without_reverse_mode
 from .._base.trees import log
-from .._batch.declare import AbstractAutoSharded, also_decorator, P, run_compiled
 from .._batch.derivative import AbstractDerivative
+from .._batch.transform import AbstractAutoSharded, also_decorator, P, run_compiled
 from .by_one_mode import by_columns, by_rows
 from .by_products import AbstractColumns, Mode
 from .curvature_of import check_outputs

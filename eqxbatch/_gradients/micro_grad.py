@@ -26,7 +26,6 @@ from .._base.mesh import (
 from .._base.trees import shown
 from .._batch.accumulators import Concat
 from .._batch.cut import Blocks
-from .._batch.declare import AbstractEarlyStop, also_decorator, Model, P, run_compiled
 from .._batch.derivative import AbstractDerivative
 from .._batch.moments import Mean, OfTotals, RunningMean, Sum, Variance
 from .._batch.objective import Example, Loss, MicrobatchResult
@@ -38,6 +37,7 @@ from .._batch.slots import (
     match_accumulators,
     Slots,
 )
+from .._batch.transform import AbstractEarlyStop, also_decorator, Model, P, run_compiled
 from .._batch.weights import check_real, check_weights
 from .._sites.cost import Method
 from .per_example import (

@@ -17,7 +17,9 @@ from .._base.mistakes import has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.trees import described, match_prefix
 from .._batch.accumulators import Concat
 from .._batch.cut import argument_specs, leaf_name, positional_names
-from .._batch.declare import (
+from .._batch.memory import resolve_size
+from .._batch.slots import canonicalise, is_accumulator
+from .._batch.transform import (
     AbstractAutoSharded,
     also_decorator,
     Out,
@@ -25,8 +27,6 @@ from .._batch.declare import (
     run_compiled,
     Size,
 )
-from .._batch.memory import resolve_size
-from .._batch.slots import canonicalise, is_accumulator
 from .micro_vmap import MicroVmap
 
 

@@ -15,8 +15,8 @@ from jaxtyping import PyTree
 
 from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
-from .._batch.declare import AbstractTransform, also_decorator, Out, P
 from .._batch.memory import MemoryBudget, resolve_size
+from .._batch.transform import AbstractTransform, also_decorator, Out, P
 from .calls import (
     BlockSize,
     check_block_size,
