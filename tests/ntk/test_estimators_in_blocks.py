@@ -244,5 +244,5 @@ def test_wrong_settings(getkey):
     for settings in ({"n_samples": (2, 4)}, {"n_samples": 20, "tol": 0.1}):
         with pytest.raises(ValueError, match="averaged over all samples once"):
             MonteCarloKernel(init, **settings, **options)
-    with pytest.raises(ValueError, match="no standard error is known"):
+    with pytest.raises(ValueError, match="has no standard error"):
         MonteCarloKernel(init, n_samples=2, **options).estimate(x)
