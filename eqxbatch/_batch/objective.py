@@ -14,7 +14,7 @@ from .._base.dtypes import finite_sums, normalised, widened
 from .._base.jaxprs import PerExample, uses_dtype
 from .._base.mistakes import called, no_arrays_remedy
 from .._base.trees import described, shown
-from .cut import Batch, positional_names, split_batch, unbatched
+from .cut import Batch, positional_names, split_batch
 from .example_or_batch import told_apart
 
 
@@ -111,65 +111,6 @@ def _not_a_part(what: str) -> ValueError:
         "`where` must return parts of the model, whose arrays it must not look at; "
         f"{what}. Select by dtype or shape with `filter_spec`."
     )
-
-
-class Objective(eqx.Module):
-    """What is differentiated: with respect to which parameters, over which examples.
-
-    - `where`, `filter_spec`: which leaves of the first argument are parameters.
-    - `in_axes`: the batch axes of all other arguments; None if there is no batch.
-    - `has_aux`: whether the function returns `(value, aux)`.
-    - `holomorphic`: whether it is a holomorphic function of complex arrays; None if the
-        transform has no such setting.
-    """
-
-    where: Callable | None = None
-    filter_spec: PyTree = eqx.is_inexact_array
-    in_axes: PyTree = None
-    has_aux: bool = False
-    holomorphic: bool | None = None
-
-    def batch(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Batch:
-        """The arguments of a call; the first one is not batched."""
-        if self.in_axes is None:
-            return unbatched(args, kwargs)
-        return split_examples(fun, self.in_axes, args, kwargs)
-
-    def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
-        """The differentiated part of the first argument, and the rest of it."""
-        if not args:
-            raise ValueError(
-                "The argument that is differentiated comes first, by position; got "
-                f"only keyword arguments, {tuple(kwargs)}."
-            )
-        first = args[0]
-        if isinstance(first, (float, complex)):
-            first = jnp.asarray(first)  # A number counts as a scalar array.
-        if not jtu.tree_leaves(eqx.filter(first, eqx.is_inexact_array)):
-            raise ValueError(
-                "The first argument has no arrays of an inexact dtype, so that there "
-                f"is nothing to differentiate; got {shown(args[0])}. Give what the "
-                "derivative is with respect to as the first argument."
-                f"{no_arrays_remedy(args[0])}"
-            )
-        return Selection(first, self.where, self.filter_spec).partition(first)
-
-    def real_parameters(
-        self, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[PyTree, PyTree]:
-        """Like `parameters`, for real arrays, or complex ones if `holomorphic`.
-
-        Raises `TypeError` for other dtypes.
-        """
-        diff, nondiff = self.parameters(args, kwargs)
-        _check_complex(diff, self.holomorphic)
-        return diff, nondiff
-
-    def loss(
-        self, fun: Callable, batch: Batch, diff: PyTree, nondiff: PyTree
-    ) -> "Loss":
-        """The loss as a function of the parameters and of the rows of a batch."""
-        return Loss(fun, batch, diff, nondiff, self.has_aux, bool(self.holomorphic))
 
 
 def split_examples(
