@@ -117,7 +117,7 @@ def test_linearized(getkey):
     # The kernel does not change with the parameters.
     ntk = EmpiricalNTK(eqx.Partial(linear, model), where=lambda f: f.args)
     assert_same(ntk(x), EmpiricalNTK(centre)(x), 1e-4)
-    with pytest.raises(ValueError, match="must have the structure of the model"):
+    with pytest.raises(ValueError, match="must have the structure and shapes"):
         linear(mlp(getkey(), 6).layers[0], x[0])
     with pytest.raises(ValueError, match="`degree` must be at least 0"):
         filter_taylor_expand(centre, -1)
