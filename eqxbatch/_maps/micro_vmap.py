@@ -206,7 +206,9 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             return jtu.tree_unflatten(treedef, of_arrays), PartitionSpec()
 
         like = (batch.arrays, total)
-        return auto_sharded(vmap, (self, batch), like, specs)
+        # The state of an accumulator is not part of the program of a microbatch.
+        stateless = dataclasses.replace(self, accumulator=Concat())
+        return auto_sharded(vmap, (stateless, batch), like, specs)
 
     def vmap(
         self, batch: Batch, rows: list, size: int, if_whole: str | None
