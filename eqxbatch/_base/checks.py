@@ -215,12 +215,16 @@ _SCALARS = ("ndarray", "generic")
 
 
 def checked(
-    fun: _Function, remedies: dict[str, str] | None = None, but: Sequence[str] = ()
+    fun: _Function,
+    remedies: dict[str, str] | None = None,
+    but: Sequence[str] = (),
+    *,
+    always: bool = False,
 ) -> _Function:
     """Wraps a function that users call to check its arguments' types.
 
     `remedies` are appended to messages about arguments. Arguments named in `but` are
-    not checked.
+    not checked. `always` is as for `check_types`.
     """
     signature = inspect.signature(fun)
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -237,9 +241,8 @@ def checked(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         values = bound_arguments(public, signature, args, kwargs)
-        check_types(
-            {name: values[name] for name in hints if name in values}, hints, remedies
-        )
+        known = {name: values[name] for name in hints if name in values}
+        check_types(known, hints, remedies, always=always)
         return fun(*args, **kwargs)
 
     return wrapper  # pyright: ignore[reportReturnType]

@@ -46,7 +46,8 @@ def checked_constructor(cls: _Class) -> _Class:
     """Checks the arguments of a constructor; converters of fields check their own."""
     fields = dataclasses.fields(cls)
     converted = [field.name for field in fields if "converter" in field.metadata]
-    cls.__init__ = checked(cls.__init__, KEY_REMEDY, [*converted, "model", "init"])
+    others = [*converted, "model", "init"]
+    cls.__init__ = checked(cls.__init__, KEY_REMEDY, others, always=True)
     return cls
 
 

@@ -383,8 +383,12 @@ def test_budget(stored, unchecked, getkey):
 def test_wrong_settings(unchecked):
     wrong = [
         ({"block_size": 0}, ValueError, "`block_size` must be at least 1; got 0"),
-        ({"block_size": (2, 3, 4)}, ValueError, "`block_size` must be one size, or"),
-        ({"block_size": 1.5}, TypeError, "`block_size` must be an int"),
+        ({"block_size": (2, 3, 4)}, TypeError, "`block_size` must be int | tuple"),
+        ({"block_size": 1.5}, TypeError, "`block_size` must be int"),
+        ({"symmetric": 1}, TypeError, "`symmetric` must be bool"),
+        ({"store": "disk"}, TypeError, "`store` must be AbstractStore"),
+        ({"progress": True}, TypeError, "`progress` must be AbstractProgressMeter"),
+        ({"mesh": 4}, TypeError, "`mesh` must be Mesh"),
         ({"mesh_axis": "data"}, ValueError, "`mesh_axis` is 'data', but there is no"),
         (
             {"mesh": make_mesh(AxisType.Auto), "mesh_axis": "rows"},

@@ -91,7 +91,7 @@ FUNCTIONS = [
         "filter_batch_kernel",
         lambda: kernel(block_size=2.5),
         TypeError,
-        "`block_size` must be an int",
+        "`block_size` must be int",
     ),
     Case(
         "filter_batch_kernel",
