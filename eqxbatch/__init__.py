@@ -14,9 +14,9 @@ from ._batch.accumulators import (
     Min as Min,
 )
 from ._batch.cut import Block as Block, Blocks as Blocks
-from ._batch.log_sums import LogSumExp as LogSumExp
 from ._batch.memory import MemoryBudget as MemoryBudget
 from ._batch.moments import (
+    LogSumExp as LogSumExp,
     Mean as Mean,
     MeanAndVariance as MeanAndVariance,
     RunningMean as RunningMean,

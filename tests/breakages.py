@@ -80,7 +80,7 @@ BREAKAGES = [
     ),
     Breakage(
         "weights are added in the dtype of the result",
-        "_batch/weights.py",
+        "_batch/moments.py",
         "jnp.sum(block.take(weights).astype(widest(dtype)))",
         "jnp.sum(block.take(weights).astype(dtype))",
         "tests/batch -k 'weights or half'",
@@ -327,7 +327,7 @@ BREAKAGES = [
     ),
     Breakage(
         "`where` overrides `filter_spec`",
-        "_batch/objective.py",
+        "_batch/derivative.py",
         "chosen = [is_chosen and i in numbers for i, is_chosen in enumerate(chosen)]",
         "chosen = [i in numbers for i, _ in enumerate(chosen)]",
         "tests/curvature -k 'where or filter_spec'",

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,23 +11,323 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
-from .._base.jaxprs import uses_dtype
-from .._base.mistakes import no_arrays_remedy
-from .._base.trees import shown
+from .._base.dtypes import finite_sums, normalised, widened
+from .._base.jaxprs import PerExample, uses_dtype
+from .._base.mistakes import called, no_arrays_remedy
+from .._base.trees import described, shown
 from .accumulators import Concat
-from .cut import Batch, Blocks, unbatched
+from .cut import Batch, Blocks, positional_names, split_batch, told_apart, unbatched
 from .loop import run_blocks
-from .moments import Mean, OfTotals, Sum
-from .objective import (
-    _check_complex,
-    Loss,
-    Selection,
-    split_examples,
-    weighted_totals,
-)
+from .moments import check_real, check_weights, Mean, OfTotals, Sum
 from .slots import array_structs, match_accumulators, Slots
 from .transform import AbstractAutoSharded, AbstractMicrobatched, AbstractTransform
-from .weights import check_real, check_weights
+
+
+class Selection(eqx.Module):
+    """Which leaves of a model are its parameters."""
+
+    _is_parameter: tuple[bool, ...] = eqx.field(static=True)
+    _paths: tuple[str, ...] = eqx.field(static=True)
+
+    def __init__(self, model: PyTree, where: Callable | None, filter_spec: PyTree):
+        self._paths = _paths(model)
+        selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
+        leaves = jtu.tree_leaves(model)
+        chosen = [x is not _OTHER for x in selected]
+        if where is not None:
+            numbers = _numbers(model, where)
+            chosen = [is_chosen and i in numbers for i, is_chosen in enumerate(chosen)]
+        self._is_parameter = tuple(
+            is_chosen and eqx.is_inexact_array(leaf)
+            for is_chosen, leaf in zip(chosen, leaves, strict=True)
+        )
+        if not any(self._is_parameter):
+            raise ValueError(
+                "`where` and `filter_spec` leave no parameters: no array of an inexact "
+                "dtype is selected. Select the arrays that the derivative is to be "
+                f"with respect to.{no_arrays_remedy(model)}"
+            )
+
+    def partition(self, model: PyTree) -> tuple[PyTree, PyTree]:
+        """Splits a model into its parameters and the rest, as `eqx.partition` does.
+
+        Raises `ValueError` for another structure, or if a parameter is no array of an
+        inexact dtype any more. Shapes may differ, as within `jax.vmap`.
+        """
+        leaves, treedef = jtu.tree_flatten(model)
+        paths = _paths(model)
+        dtypes = [getattr(x, "dtype", bool) for x in leaves]
+        wrong = sorted({*paths} ^ {*self._paths})
+        if paths == self._paths:
+            triples = zip(paths, dtypes, self._is_parameter, strict=True)
+            is_inexact = lambda dtype: jnp.issubdtype(dtype, jnp.inexact)
+            wrong = [path for path, x, y in triples if y and not is_inexact(x)]
+        if wrong or paths != self._paths:
+            raise ValueError(
+                "The model has a different structure than when the kernel was created, "
+                f"or parameters of no inexact dtype: see its leaves {wrong or paths}. "
+                "Create a new kernel."
+            )
+        return eqx.partition(model, jtu.tree_unflatten(treedef, self._is_parameter))
+
+    def split(self, model: PyTree) -> tuple[list[Array], Callable[[list], PyTree]]:
+        """The parameters, and a function that replaces them in the model."""
+        parameters, rest = self.partition(model)
+        leaves, treedef = jtu.tree_flatten(parameters)
+        combine = lambda leaves: eqx.combine(jtu.tree_unflatten(treedef, leaves), rest)
+        return leaves, combine
+
+
+def _paths(model: PyTree) -> tuple[str, ...]:
+    return tuple(jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(model))
+
+
+_OTHER = object()
+
+
+class _Number:
+    """Stands for a leaf of a model while `where` picks parts of it."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _not_a_part("it takes a part of one")
+
+
+def _numbers(model: PyTree, where: Callable) -> set[int]:
+    """The indices of the leaves that `where` picks."""
+    leaves, treedef = jtu.tree_flatten(model)
+    marked = jtu.tree_unflatten(treedef, [_Number(i) for i, _ in enumerate(leaves)])
+    try:
+        found = jtu.tree_leaves(where(marked))
+    except AttributeError as e:
+        if not isinstance(e.obj, _Number):
+            raise
+        raise _not_a_part(f"it uses `.{e.name}` of one") from e
+    for x in found:
+        if not isinstance(x, _Number):
+            raise _not_a_part(f"got {described(x)}")
+    return {x.number for x in found}
+
+
+def _not_a_part(what: str) -> ValueError:
+    return ValueError(
+        "`where` must return parts of the model, whose arrays it must not look at; "
+        f"{what}. Select by dtype or shape with `filter_spec`."
+    )
+
+
+def split_examples(
+    fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
+) -> Batch:
+    """The arguments of a call, with `in_axes` for those after the first."""
+    return split_batch(fun, _axes_of_all(fun, in_axes, args), args, kwargs)
+
+
+def _axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
+    """`in_axes` for all arguments, from `in_axes` for all but the first."""
+    if isinstance(in_axes, dict):
+        (first,) = positional_names(fun, 1)
+        if in_axes.get(first) is not None:
+            raise ValueError(
+                f"`in_axes` gives `{first}` the batch axis {shown(in_axes[first])}, "
+                "but the first argument is the one that is differentiated, and is the "
+                "same for all examples. Leave it out."
+            )
+        return {**in_axes, first: None}
+    num = len(args) - 1
+    if isinstance(in_axes, (tuple, list)):
+        if len(in_axes) != num:
+            raise ValueError(
+                "`in_axes` is for the arguments after the first, which is never "
+                f"batched: it must have {num} entries for {len(args)} positional "
+                f"arguments; got {shown(in_axes)}."
+            )
+        return (None, *in_axes)
+    return (None, *[in_axes] * num)
+
+
+def _check_complex(diff: PyTree, holomorphic: bool | None) -> None:
+    """Raises `TypeError` if `holomorphic` does not fit the parameters."""
+    are_complex = [jnp.iscomplexobj(x) for x in jtu.tree_leaves(diff)]
+    if holomorphic and not all(are_complex):
+        raise TypeError(
+            "With `holomorphic=True`, all arrays that are differentiated must be "
+            f"complex; got {_dtypes(diff)}."
+        )
+    if any(are_complex) and not holomorphic:
+        or_else = "; or, if `fun` is holomorphic, say `holomorphic=True`"
+        raise TypeError(
+            "Complex arrays are only differentiated through their real and imaginary "
+            f"parts; got {_dtypes(diff)}. Give these as two real arrays and combine "
+            f"them inside `fun`{or_else if holomorphic is False else ''}."
+        )
+
+
+def _dtypes(diff: PyTree) -> list[str]:
+    return [str(x.dtype) for x in jtu.tree_leaves(diff)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A function whose first argument is differentiated, and a call of it.
+
+    `diff` and `nondiff` are the two parts of that argument, and `batch` splits all
+    arguments. With `holomorphic`, values are complex.
+    """
+
+    fun: Callable
+    batch: Batch
+    diff: PyTree
+    nondiff: PyTree
+    has_aux: bool
+    holomorphic: bool = False
+
+    def __call__(self, diff: PyTree, rows: list) -> tuple[Array, PyTree]:
+        """Value and aux for one example, or for a microbatch."""
+        value, aux = self.outputs(diff, rows)
+        return check_value(value, self.holomorphic), aux
+
+    def outputs(self, diff: PyTree, rows: list) -> tuple[PyTree, PyTree]:
+        """The output of the function, of any type, and aux."""
+        (_, *rest), kwargs = self.batch.arguments(rows)
+        first = eqx.combine(diff, self.nondiff)
+        out = called(self.fun, (first, *rest), kwargs)
+        if not self.has_aux:
+            return out, None
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ValueError(
+                "With `has_aux=True`, `fun` must return a pair `(value, aux)`; "
+                f"got {described(out)}."
+            )
+        return out
+
+
+def check_value(value: Any, holomorphic: bool = False, what: str = "fun") -> Array:
+    kind = jnp.complexfloating if holomorphic else jnp.floating
+    if eqx.is_array_like(value):
+        value = jnp.asarray(value)
+        if value.shape == () and jnp.issubdtype(value.dtype, kind):
+            return value
+    if holomorphic:
+        raise ValueError(
+            "With `holomorphic=True`, the value must be a complex scalar; "
+            f"`{what}` returned {described(value)}."
+        )
+    # The loss of an output has no `has_aux`.
+    more = ", or use `has_aux=True` to return more than the value"
+    more = "" if what == "loss" else more
+    raise ValueError(
+        "The value that is differentiated must be a real floating-point scalar; "
+        f"`{what}` returned {described(value)}. Take the sum, the mean or the real "
+        f"part of it{more}."
+    )
+
+
+def weighted_totals(
+    sums: Callable[[Array | None, float], list],
+    num: int,
+    weights: Array | None,
+    is_narrow: bool,
+) -> list[Array]:
+    """`sums(weights, 1.0)` of `num` terms, in at least float32 and without overflow.
+
+    Weights are scaled first, so that the range of the dtype of the loss does not
+    matter.
+    """
+    scale = None
+    if weights is not None:
+        weights, scale = normalised(weights)
+    total = finite_sums(
+        sums(weights, 1.0), lambda share: sums(weights, share), num, is_narrow
+    )
+    if scale is None:
+        return total
+    return [x * scale.astype(x.dtype) for x in total]
+
+
+class MicrobatchResult(eqx.Module):
+    """The results of a microbatch, by name.
+
+    - `whole`: results of the microbatch as a whole.
+    - `total`: sums over its examples.
+    - `each`: one result for each example, along axis 0.
+    """
+
+    whole: dict[str, PyTree] = eqx.field(default_factory=dict)
+    total: dict[str, PyTree] = eqx.field(default_factory=dict)
+    each: dict[str, PyTree] = eqx.field(default_factory=dict)
+
+    def merged(self) -> dict[str, PyTree]:
+        return {**self.whole, **self.total, **self.each}
+
+
+class Example:
+    """The traced loss of one example.
+
+    `if_whole` is the remedy if it turns out to be the loss of a whole batch.
+    """
+
+    def __init__(self, loss: Loss, if_whole: str):
+        batch = loss.batch
+        self.has_aux = loss.has_aux
+        self._treedef = jtu.tree_structure(loss.diff)
+        try:
+            whole = functools.partial(loss, loss.diff)
+            with told_apart(whole, batch, "example", if_whole):
+                self.program = PerExample(loss, loss.diff, batch.arrays, batch.axes)
+        except NameError as e:
+            if "unbound axis name" in str(e):
+                e.add_note(
+                    "`fun` is the loss of one example, but it uses a named axis, as "
+                    "BatchNorm does in training mode. Per-example gradients are not "
+                    "defined if the loss couples examples: switch such layers to "
+                    "inference mode. Or, if nothing per-example is needed, give the "
+                    "loss of a whole microbatch, which calls `jax.vmap` with this "
+                    "`axis_name` itself, and say `batched=True`."
+                )
+            raise
+        # Whether sums over examples can overflow where their mean does not.
+        self.is_narrow = uses_dtype(self.program.closed.jaxpr, jnp.float16)
+
+    @property
+    def leaves(self) -> list[Array]:
+        """The differentiated leaves."""
+        return self.program.leaves
+
+    def vmap(self, one: Callable, rows: list) -> Any:
+        """Maps `one(*rows)` over some examples; it may return more than arrays."""
+        return eqx.filter_vmap(one, in_axes=tuple(self.program.axes))(*rows)
+
+    def outputs(self, arrays: list) -> dict[str, PyTree]:
+        """Value and aux, from the arrays that the loss returns."""
+        value, aux = self.program.output(arrays)
+        return {"value": value, "aux": aux}
+
+    def gradient(self, leaves: list) -> PyTree:
+        """Arrays for the leaves, as a PyTree with the structure of the gradient."""
+        return jtu.tree_unflatten(self._treedef, leaves)
+
+    def totals(
+        self,
+        sums: Callable[[Array | None, float], list],
+        num: int,
+        weights: Array | None,
+        is_mean: bool,
+    ) -> MicrobatchResult:
+        """The gradient of a microbatch of `num` examples: their sum or mean.
+
+        `sums(weights, share)` are the weighted sums over the examples, times a number.
+        """
+        if is_mean and not self.is_narrow:
+            mean = [widened(x) for x in sums(None, 1 / num)]
+            return MicrobatchResult(whole={"gradient": self.gradient(mean)})
+        total = weighted_totals(sums, num, weights, self.is_narrow)
+        if is_mean:
+            mean = [x / num for x in total]
+            return MicrobatchResult(whole={"gradient": self.gradient(mean)})
+        return MicrobatchResult(total={"gradient": self.gradient(total)})
 
 
 class AbstractDerivative(AbstractTransform):

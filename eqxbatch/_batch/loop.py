@@ -1,7 +1,7 @@
 """The loop over microbatches: one body for all full ones, then the remainder."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.cpu import evaluate_in_loop
 from .._base.jaxprs import axis_names, evaluate_jaxpr
-from .._base.mesh import is_on_mesh, with_type_of, zeros_like
+from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
 from .._base.trees import is_none
 from .accumulators import Concat, Max, Min
 from .cut import (
@@ -26,9 +26,8 @@ from .cut import (
     remainder_block,
     split_parts,
 )
-from .log_sums import LogSumExp
-from .moments import Mean, RunningMean, Sum, Variance
-from .slots import array_structs, is_struct, Slot, Slots
+from .moments import LogSumExp, Mean, RunningMean, Sum, Variance
+from .slots import array_structs, is_struct, match_accumulators, Slot, Slots
 
 
 class _Operands(eqx.Module):
@@ -497,3 +496,70 @@ def _as_weak(x: Array) -> Array:
     for _ in x.shape:
         fill = jax.vmap(fill)
     return fill(x)
+
+
+class Rows(eqx.Module):
+    """The arrays of some examples, and the batch axis of each.
+
+    The axis is None for an array that all examples share.
+    """
+
+    arrays: list
+    axes: tuple[Any, ...] = eqx.field(static=True)
+    total: int = eqx.field(static=True)
+
+    def at(self, start: Any, size: int) -> "Rows":
+        """A number of rows, starting at a given one."""
+        if size == self.total:
+            return self
+        cut = [
+            x if axis is None else lax.dynamic_slice_in_dim(x, start, size, axis)
+            for x, axis in zip(self.arrays, self.axes, strict=True)
+        ]
+        return Rows(cut, self.axes, size)
+
+    def one(self) -> list:
+        """An example of zeros, for computations that do not depend on its values."""
+        return [
+            x
+            if axis is None
+            else vary_as(
+                [x], jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
+            )
+            for x, axis in zip(self.arrays, self.axes, strict=True)
+        ]
+
+
+def accumulated_sums(
+    sums: Callable[[list, Any], Any],
+    arrays: list,
+    axes: Sequence[int],
+    weights: Array | None,
+    size: int,
+) -> Any:
+    """Adds up what `sums(arrays, weights)` returns for blocks of examples.
+
+    `axes` are the batch axes; `weights` has one weight for each example, or is None.
+    """
+    num, total = len(arrays), arrays[0].shape[axes[0]]
+    if weights is None:
+        run = lambda arrays, _: sums(arrays, None)
+        return accumulated(run, Rows(arrays, tuple(axes), total), size, Sum())
+    run = lambda arrays, _: sums(arrays[:num], arrays[num])
+    rows = Rows([*arrays, weights], (*axes, 0), total)
+    return accumulated(run, rows, size, Sum())
+
+
+def accumulated(
+    fun: Callable[[list, int], Any],
+    rows: Rows,
+    size: int | None,
+    accumulator: Sum | Concat,
+) -> Any:
+    """Results of `fun` for blocks of rows, summed or concatenated."""
+    if size is None or size >= rows.total > 0:
+        return fun(rows.arrays, rows.total)
+    blocks = Blocks(rows.total, max(1, min(size, rows.total)))
+    run = lambda arrays, size: (fun(arrays, size), None)
+    slots = lambda output, _: match_accumulators(accumulator, output)
+    return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)

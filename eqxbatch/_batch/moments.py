@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, Real, Shaped
 
@@ -21,8 +22,6 @@ from .._base.dtypes import (
 from .._base.trees import is_none
 from .accumulators import AbstractAccumulator
 from .cut import Block, Blocks, full_block
-from .long_sums import complete, nothing_lost, plus
-from .weights import block_weight, check_weights, weighted_sum
 
 
 _Value = Shaped[Array, "*r"]
@@ -480,3 +479,202 @@ def _mean_or_nan(state: VarianceState) -> Array:
 
 def _abs_squared(x: Array) -> Array:
     return jnp.real(x * jnp.conj(x))
+
+
+def check_weights(name: str, weights: Any, blocks: Blocks | Block) -> None:
+    if weights is not None and blocks.total not in (None, weights.shape[0]):
+        raise ValueError(
+            f"{name}(weights=...) needs one weight for each example, shape "
+            f"({blocks.total},); got shape {weights.shape}."
+        )
+
+
+def check_real(name: str, weights: Any) -> None:
+    if weights is not None and not any(
+        jnp.issubdtype(weights.dtype, kind)
+        for kind in (jnp.floating, jnp.integer, jnp.bool_)
+    ):
+        raise TypeError(
+            f"{name}(weights=...) needs real numbers or bools here; got dtype "
+            f"{weights.dtype}. For complex weights, use `Sum` over the results of "
+            "`filter_micro_vmap`."
+        )
+
+
+def weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
+    if weights is not None:
+        rows = block.take(weights).astype(values.dtype)
+        values = values * jnp.expand_dims(rows, tuple(range(1, values.ndim)))
+    return jnp.sum(values, axis=0, dtype=values.dtype)
+
+
+def block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
+    if weights is None:
+        return jnp.asarray(block.size, jnp.int32)
+    check_weights("Mean", weights, block)
+    check_real("Mean", weights)
+    return jnp.sum(block.take(weights).astype(widest(dtype)))
+
+
+# Sums of at most this many parts are within 1e-6 in float32 as they are.
+_MANY = 128
+
+
+def nothing_lost(total: Any, num: int) -> Array | None:
+    """What rounding took from a sum so far, or None if it is not kept.
+
+    `num` is the largest number of its parts.
+    """
+    if total is None or num <= _MANY:
+        return None
+    is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
+    return jnp.zeros_like(total) if is_inexact else None
+
+
+def plus(
+    total: Shaped[Array, "*r"], lost: Inexact[Array, "*r"] | None, part: Array
+) -> tuple[Shaped[Array, "*r"], Inexact[Array, "*r"] | None]:
+    """A sum with one more part, and what rounding took from it.
+
+    This is the summation of Kahan, with an error that is exact for parts of any size.
+    """
+    return (total + part, None) if lost is None else _sum_and_rest(total, part + lost)
+
+
+def complete(total: Any, lost: Any) -> Any:
+    """The sum, with what rounding took from it."""
+    return total if lost is None else total + lost
+
+
+@jax.custom_jvp
+def _sum_and_rest(x: Array, y: Array) -> tuple[Array, Array]:
+    """A rounded sum, and its rounding error; 0 for sums that are not finite."""
+    total, rest = _two_sum(x, y)
+    return total, jnp.where(jnp.isfinite(rest), rest, jnp.zeros_like(rest))
+
+
+@_sum_and_rest.defjvp
+def _sum_and_rest_jvp(primals: tuple, tangents: tuple) -> tuple:
+    # Without the condition, reverse mode has nothing to save.
+    return _sum_and_rest(*primals), _two_sum(*tangents)
+
+
+def _two_sum(x: Array, y: Array) -> tuple[Array, Array]:
+    """Knuth's exact addition: the sum of both results is that of the arguments."""
+    total = x + y
+    of_y = total - x
+    return total, (x - (total - of_y)) + (y - of_y)
+
+
+# How far results may exceed the shift. Each new shift rounds the sum.
+_MARGIN = 8.0
+
+
+class _LogTotal(eqx.Module):
+    log_total: Any
+    dtype: Any = eqx.field(static=True)
+
+
+class _Exponentials(eqx.Module):
+    """A sum of `exp(x - shift)`, what rounding took from it, and the dtype of results.
+
+    A sum of logarithms would lose as much with each microbatch as their size allows.
+    The shift is `-inf` before the first finite number; then nothing is subtracted.
+    """
+
+    shift: Any
+    total: Any
+    lost: Any
+    dtype: Any = eqx.field(static=True)
+
+
+class LogSumExp(AbstractAccumulator[_Exponentials]):
+    """`log(sum(exp(...)))` over all examples, without overflow.
+
+    **Arguments:**
+
+    - `dtype`: the dtype to compute in. The default is float32 for bfloat16 and float16
+        results, and the dtype of the results otherwise. Integer results need one. The
+        output has this dtype for integer results, and that of the results otherwise.
+
+    For an empty batch, the result is `-inf`. Raises `TypeError` for integer results
+    without a `dtype`.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> f = eqxbatch.filter_micro_vmap(
+        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.LogSumExp()
+        ... )
+        >>> print(f(jnp.arange(5.0)).round(3))
+        8.145
+
+        ```
+    """
+
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        check_fields(self)
+
+    def init(self, value: Any, blocks: Blocks) -> _Exponentials:
+        value = jax.eval_shape(self._whole, value)
+        # Not even in half precision do sums overflow.
+        total = widened(jnp.zeros(value.log_total.shape, value.log_total.dtype))
+        shift = jnp.full_like(total.real, -jnp.inf)
+        return _Exponentials(shift, total, nothing_lost(total, blocks.num), value.dtype)
+
+    def update(
+        self,
+        state: _Exponentials,
+        value: _LogTotal | Shaped[Array, "*r"],
+        block: Block,
+    ) -> _Exponentials:
+        x = widened(self._whole(value).log_total)
+        size = lax.stop_gradient(x.real)
+        finite = jnp.where(jnp.isfinite(size), size, -jnp.inf)
+        shift = jnp.where(finite > state.shift + _MARGIN, finite, state.shift)
+        base = _finite(shift)
+        # Without a shift, the sum is 0 or not finite.
+        has_shift = state.shift != -jnp.inf
+        scale = jnp.where(has_shift, jnp.exp(_finite(state.shift) - base), 1)
+        scale = scale.astype(state.total.dtype)
+        lost = None if state.lost is None else state.lost * scale
+        part = jnp.exp(x - base.astype(x.dtype))
+        total, lost = plus(state.total * scale, lost, part)
+        return _Exponentials(shift, total, lost, state.dtype)
+
+    def finalize(self, state: _Exponentials) -> Inexact[Array, "*r"]:
+        log_total = _log(complete(state.total, state.lost), _finite(state.shift))
+        is_real = not jnp.issubdtype(state.dtype, jnp.complexfloating)
+        return (log_total.real if is_real else log_total).astype(state.dtype)
+
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _LogTotal:
+        whole = self._whole(values)
+        return _LogTotal(_log_sum_exp(whole.log_total), whole.dtype)
+
+    def _whole(self, value: Any) -> _LogTotal:
+        if isinstance(value, _LogTotal):
+            return value
+        dtype = accumulation_dtype("LogSumExp", value.dtype, self.dtype, inexact=True)
+        is_integer = not jnp.issubdtype(value.dtype, jnp.inexact)
+        return _LogTotal(value.astype(dtype), dtype if is_integer else value.dtype)
+
+
+def _log_sum_exp(x: Inexact[Array, "n ..."]) -> Inexact[Array, "..."]:
+    """`jax.nn.logsumexp` along axis 0, with derivative zero if all are `-inf`."""
+    shift = _finite(lax.stop_gradient(jnp.max(jnp.real(x), axis=0)))
+    return _log(jnp.sum(jnp.exp(x - shift.astype(x.dtype)[None]), axis=0), shift)
+
+
+def _finite(shift: Array) -> Array:
+    return jnp.where(jnp.isfinite(shift), shift, 0)
+
+
+def _log(total: Inexact[Array, "*r"], shift: Array) -> Inexact[Array, "*r"]:
+    """`log(total) + shift`, with derivative zero if the total is zero."""
+    is_empty = total == 0
+    log_total = jnp.log(jnp.where(is_empty, jnp.ones_like(total), total))
+    log_total = log_total + shift.astype(total.dtype)
+    return jnp.where(is_empty, jnp.asarray(-jnp.inf, total.dtype), log_total)

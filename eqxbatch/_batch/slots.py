@@ -16,8 +16,7 @@ from .._base.checks import check_types
 from .._base.trees import described, match_prefix
 from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
 from .cut import Block, Blocks
-from .log_sums import LogSumExp
-from .moments import Mean, RunningMean, Sum, Variance
+from .moments import LogSumExp, Mean, RunningMean, Sum, Variance
 
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from jaxtyping import PyTree
 from .._base.checks import checked
 from .._base.mistakes import no_arrays_remedy
 from .._base.trees import shown
-from .._batch.cut import Batch, split_batch
-from .._batch.example_or_batch import told_apart
-from .._batch.objective import Selection, split_examples
+from .._batch.cut import Batch, split_batch, told_apart
+from .._batch.derivative import Selection, split_examples
 from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
 from .first_order import first_order
 from .second_order import second_order

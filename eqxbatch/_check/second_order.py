@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._batch.cut import split_batch
-from .._batch.objective import Loss
+from .._batch.derivative import Loss
 from .._curvature.by_products import replaced
 from .._curvature.by_sites import is_covered
 from .._curvature.curvature_of import (

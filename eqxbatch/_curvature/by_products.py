@@ -21,8 +21,8 @@ from .._base.mesh import vary, varying
 from .._base.modes import Derivative, pushforward
 from .._base.trees import consecutive_groups
 from .._batch.accumulators import Concat
+from .._batch.loop import accumulated, Rows
 from .._batch.memory import resolve_size, Size
-from .._batch.rows import accumulated, Rows
 from .._batch.transform import AbstractTransform
 from .._sites.cost import pushed_cost
 from .site_blocks import Pair, RequestedBlocks

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from .._base.mesh import sum_varying, varying
-from .._batch.derivative import Microbatches
+from .._batch.derivative import Loss, Microbatches
 from .._batch.memory import MemoryBudget
-from .._batch.objective import Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .by_products import AbstractColumns
 from .curvature_of import (

@@ -27,10 +27,9 @@ from .._base.modes import (
     without_reverse_mode,
 )
 from .._base.trees import described, log
-from .._batch.derivative import AbstractOverExamples
-from .._batch.example_or_batch import told_apart
-from .._batch.objective import check_value, Example, Loss
-from .._batch.rows import accumulated_sums
+from .._batch.cut import told_apart
+from .._batch.derivative import AbstractOverExamples, check_value, Example, Loss
+from .._batch.loop import accumulated_sums
 from .._batch.slots import is_struct
 from .._sites.trace import Program
 from .by_one_mode import expanded, Expansion, expansion, with_both_modes

@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.mesh import spec_of, sum_varying, vary, varying
 from .._base.trees import shown
-from .._batch.objective import Loss
+from .._batch.derivative import Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .curvature_of import (
     AbstractCurvature,

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.mesh import sum_varying, varying
 from .._batch.derivative import Microbatches
-from .._batch.rows import accumulated_sums
+from .._batch.loop import accumulated_sums
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.einsum import Labels
 from .._sites.factors import Factors

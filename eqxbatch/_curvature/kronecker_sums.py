@@ -16,8 +16,8 @@ from jaxtyping import Array, Inexact, Real, Shaped
 
 from .._base.dtypes import common_dtype, widened, widest
 from .._base.mesh import is_on_mesh, vary, varying
+from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum
-from .._batch.rows import accumulated, Rows
 from .._sites.einsum import contract, EXAMPLE, Labels
 from .._sites.factors import Factors, gradients
 from .._sites.kronecker import Layout, Operands, Part, uses_of

@@ -26,9 +26,16 @@ from .._base.mesh import (
 from .._base.trees import shown
 from .._batch.accumulators import Concat
 from .._batch.cut import Blocks
-from .._batch.derivative import AbstractDerivative
-from .._batch.moments import Mean, OfTotals, RunningMean, Sum, Variance
-from .._batch.objective import Example, Loss, MicrobatchResult
+from .._batch.derivative import AbstractDerivative, Example, Loss, MicrobatchResult
+from .._batch.moments import (
+    check_real,
+    check_weights,
+    Mean,
+    OfTotals,
+    RunningMean,
+    Sum,
+    Variance,
+)
 from .._batch.slots import (
     canonicalise,
     is_accumulator,
@@ -38,7 +45,6 @@ from .._batch.slots import (
     Slots,
 )
 from .._batch.transform import AbstractEarlyStop, also_decorator, Model, P, run_compiled
-from .._batch.weights import check_real, check_weights
 from .._sites.cost import Method
 from .per_example import (
     BlockGradients,

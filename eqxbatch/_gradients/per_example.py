@@ -31,8 +31,8 @@ from .._base.dtypes import (
 )
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.trees import described, is_none, match_prefix
-from .._batch.example_or_batch import told_apart
-from .._batch.objective import Example, Loss, MicrobatchResult
+from .._batch.cut import told_apart
+from .._batch.derivative import Example, Loss, MicrobatchResult
 from .._sites.cancellation import OfLeaf, squared_norms, with_own_factors
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (

@@ -16,8 +16,14 @@ from jaxtyping import Array, PyTree
 from .._base.jaxprs import evaluate_jaxpr
 from .._base.mesh import auto_sharded
 from .._batch.accumulators import Concat, Last
-from .._batch.cut import Batch, Blocks, broadcast_axes, spec_of_rows, split_batch
-from .._batch.example_or_batch import told_apart
+from .._batch.cut import (
+    Batch,
+    Blocks,
+    broadcast_axes,
+    spec_of_rows,
+    split_batch,
+    told_apart,
+)
 from .._batch.slots import array_structs, match_accumulators, of_state, Slot, Slots
 from .._batch.transform import (
     AbstractEarlyStop,

@@ -12,10 +12,8 @@ from jaxtyping import PyTree
 
 from .._base.mesh import auto_sharded, examples_spec
 from .._batch.accumulators import Concat, Last, Max, Min
-from .._batch.cut import Batch, split_batch
-from .._batch.example_or_batch import told_apart
-from .._batch.log_sums import LogSumExp
-from .._batch.moments import Mean, RunningMean, Sum
+from .._batch.cut import Batch, split_batch, told_apart
+from .._batch.moments import LogSumExp, Mean, RunningMean, Sum
 from .._batch.slots import is_struct, match_accumulators, Slots
 from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_compiled
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Inexact
 from .._base.jaxprs import PerExample
 from .._base.mesh import explicit_mesh, vary, varying
 from .._batch.accumulators import Concat
-from .._batch.rows import accumulated, Rows
+from .._batch.loop import accumulated, Rows
 from .._sites.cancellation import cancels, grams, OfLeaf
 from .._sites.cost import contraction_cost, Cost, forming_cost, total_cost
 from .._sites.factors import Factor, Factors, gradients

@@ -8,8 +8,8 @@ from jaxtyping import Array, Inexact, PyTree
 from .._base.mesh import vary_as
 from .._base.modes import derivative_of_program, pushed
 from .._batch.accumulators import Concat
+from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum
-from .._batch.rows import accumulated, Rows
 from .request import AbstractTask, TracedModel
 
 

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, PyTree
 
 from .._batch.accumulators import Concat
-from .._batch.rows import accumulated, Rows
+from .._batch.loop import accumulated, Rows
 from .._pairs.kernel import AbstractBlockKernel, KernelLeaf, Plan, SAMPLE
 from .._sites.factors import Factor
 from .pairings import AbstractPairing

@@ -10,7 +10,7 @@ from jaxtyping import Array, Inexact
 
 from .._base.dtypes import widened
 from .._base.jaxprs import evaluate_jaxpr, PerExample
-from .._batch.rows import Rows
+from .._batch.loop import Rows
 from .._sites.einsum import contract
 from .._sites.factors import Factor
 from .output_axes import OutputAxes

@@ -15,7 +15,7 @@ from .._base.cpu import as_own_program, true_of
 from .._base.jaxprs import evaluate_jaxpr
 from .._base.mistakes import no_arrays_remedy
 from .._base.trees import described, shown, type_of
-from .._batch.objective import Selection
+from .._batch.derivative import Selection
 
 
 class RandomModel(eqx.Module):

@@ -19,9 +19,9 @@ from jaxtyping import Array, PyTree
 from .._base.jaxprs import compiled, PerExample
 from .._base.mesh import gathered, vary_as, within_mesh
 from .._base.trees import type_of
+from .._batch.derivative import Selection
+from .._batch.loop import Rows
 from .._batch.memory import MemoryBudget, resolve_size, resolved
-from .._batch.objective import Selection
-from .._batch.rows import Rows
 from .._pairs.calls import (
     BlockSize,
     Call,

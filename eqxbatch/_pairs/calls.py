@@ -17,10 +17,9 @@ from jaxtyping import Array, Key, PyTree, UInt32
 
 from .._base.checks import AnyArray, check_types
 from .._base.trees import shown
-from .._batch.cut import broadcast_axes, split_batch
-from .._batch.example_or_batch import told_apart
+from .._batch.cut import broadcast_axes, split_batch, told_apart
+from .._batch.loop import Rows
 from .._batch.memory import check_size, MemoryBudget
-from .._batch.rows import Rows
 
 
 # The axis of the examples, or those of inputs, outputs and keyword arguments.

@@ -23,7 +23,7 @@ from .._base.mesh import (
 )
 from .._base.primitives import constants
 from .._base.trees import match_prefix, shown
-from .._batch.rows import Rows
+from .._batch.loop import Rows
 from .._batch.slots import is_struct
 from .calls import is_pair, Side, VmapAxes
 from .kernel import (

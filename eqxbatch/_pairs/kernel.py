@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._base.cpu import with_mirror_image
 from .._batch.cut import block_struct
+from .._batch.loop import Rows
 from .._batch.memory import free_bytes
-from .._batch.rows import Rows
 from .._batch.slots import is_struct
 from .calls import Call
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
-from .._batch.rows import Rows
+from .._batch.loop import Rows
 from .calls import MeshAxis
 from .engine import finalized, make_collectors, Tiles
 from .function import block_kernel, on_mesh_of_results

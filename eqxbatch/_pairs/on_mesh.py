@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from .._base.cpu import written_first
 from .._base.mesh import is_explicit, replicated
 from .._base.primitives import constants
-from .._batch.rows import Rows
+from .._batch.loop import Rows
 from .calls import MeshAxis
 from .engine import (
     AbstractCollector,

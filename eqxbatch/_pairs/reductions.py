@@ -16,7 +16,7 @@ from jaxtyping import Array, Inexact, Shaped
 from .._base.checks import as_jax, check_equal, check_fields
 from .._base.dtypes import common_dtype, power_of_two, widened
 from .._batch.cut import Block
-from .._batch.long_sums import complete, nothing_lost, plus
+from .._batch.moments import complete, nothing_lost, plus
 
 
 _State = TypeVar("_State")

@@ -18,9 +18,8 @@ from .._base.dtypes import widened
 from .._base.mesh import error_if, spec_of, vary_as
 from .._base.trees import described, log, shown
 from .._batch.cut import Blocks
-from .._batch.derivative import AbstractDerivative
-from .._batch.moments import Mean, Sum
-from .._batch.objective import split_examples
+from .._batch.derivative import AbstractDerivative, split_examples
+from .._batch.moments import check_real, check_weights, Mean, Sum
 from .._batch.transform import (
     AbstractAutoSharded,
     also_decorator,
@@ -29,7 +28,6 @@ from .._batch.transform import (
     run_compiled,
     with_second,
 )
-from .._batch.weights import check_real, check_weights
 from .._curvature.hvp import like_parameters
 from .linear_system import System
 from .terms import Residuals, shares, Term, Terms

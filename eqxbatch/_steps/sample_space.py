@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Inexact
 
 from .._base.dtypes import finite_sums, widened
 from .._base.jaxprs import uses_dtype
-from .._batch.rows import Rows
+from .._batch.loop import Rows
 from .._ntk.example_factors import (
     choose_formed,
     ExampleFactors,

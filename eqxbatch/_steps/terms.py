@@ -18,8 +18,8 @@ from .._base.modes import Derivative, derivative_of_program, pushed
 from .._base.trees import described
 from .._batch.accumulators import Concat
 from .._batch.cut import Batch
+from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum
-from .._batch.rows import accumulated, Rows
 from .._curvature.by_one_mode import with_both_modes
 
 

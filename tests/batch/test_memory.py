@@ -30,8 +30,7 @@ from eqxbatch import (
     Sum,
 )
 from eqxbatch._batch import memory as memory_module
-from eqxbatch._batch.machine import available_bytes
-from eqxbatch._batch.memory import CompiledBytes, fit_size
+from eqxbatch._batch.memory import available_bytes, CompiledBytes, fit_size
 from eqxbatch._ntk import model_kernel
 from ..helpers import assert_same, CountTraces, memory, normal
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqxbatch import RowSums
-from eqxbatch._batch.rows import Rows
+from eqxbatch._batch.loop import Rows
 from eqxbatch._pairs.engine import make_collectors, on_device
 from eqxbatch._pairs.kernel import (
     AbstractBlockKernel,
