@@ -27,10 +27,12 @@ from jaxtyping import Array, Inexact, Real
 from .._base.dtypes import widened
 from .._base.jaxprs import depends, evaluate_jaxpr
 from .._base.mesh import full_varying_as, vary, varying
+from .._sites.cancellation import cancels, OfLeaf
 from .._sites.cost import pushed_cost
 from .._sites.einsum import EXAMPLE, Labels, Term
+from .._sites.factors import Factors
 from .._sites.shared import evaluate, Node
-from .._sites.site import is_allowed, Label, Site
+from .._sites.site import is_allowed, is_sum, Label, Site
 from .._sites.trace import Program
 from .by_products import replaced
 from .site_blocks import (
@@ -423,6 +425,32 @@ class SiteHessian:
         derivatives = _Derivatives(self._gradient, *found, are_stacked=are_stacked)
         blocks = self.blocks.sums(derivatives.terms, self.program.values(leaves))
         return with_curved(self.blocks, leaves, derivatives.of_sources(), blocks)
+
+    @property
+    def summed(self) -> list[int]:
+        """The leaves whose gradient is a sum of terms, which may nearly cancel."""
+        program, leaves = self.program, sorted(self.blocks.requested.leaves)
+        return [i for i in leaves if is_sum(program.sites_of(i))]
+
+    def num_cancelled(
+        self, leaves: list, rows: list, axes: Sequence[int]
+    ) -> Real[Array, ""]:
+        """The number of examples for which the terms of gradients nearly cancel.
+
+        The blocks are sums over pairs of these terms, which keep no digits then.
+        """
+
+        def one(rows: list, _: Array | None) -> tuple[list, list]:
+            point, run = self._gradient.at(leaves, rows, None)
+            outs = run(point)
+            return outs[: len(point)], outs[len(point) :]
+
+        cotangents, operands = of_examples(one, rows, axes, None)
+        factors = Factors(operands, cotangents, values=self.program.values(leaves))
+        sites = self.program.sites_of
+        found = cancels([OfLeaf(sites(i), factors, leaves[i]) for i in self.summed])
+        assert found is not None
+        return jnp.sum(found.array, dtype=jnp.float32)
 
     @property
     def bytes(self) -> int:

@@ -144,8 +144,9 @@ class Hessian(AbstractHessian, Generic[P]):
         entry. `"sites"` differentiates each example with respect to the outputs of
         layers, which have fewer entries than the parameters, and contracts the result
         with the layers' inputs. Parameters without a rule use products. `"auto"`
-        chooses the cheaper one for each parameter. Without `in_axes`, for a function of
-        many examples, this is mostly products.
+        chooses the cheaper one for each parameter, and products where uses or positions
+        of a parameter nearly cancel. Without `in_axes`, for a function of many
+        examples, this is mostly products.
     - `mode`: how Hessian-vector products differentiate the gradient: in forward mode
         with `"fwd"`, in reverse mode with `"rev"`. Some functions with custom
         derivatives need the latter. `"auto"` uses forward mode; if JAX cannot do that,

@@ -31,6 +31,7 @@ from .._batch.cut import told_apart
 from .._batch.derivative import AbstractOverExamples, check_value, Example, Loss
 from .._batch.loop import accumulated_sums
 from .._batch.slots import is_struct
+from .._sites.cancellation import unless_cancelled
 from .._sites.trace import Program
 from .by_one_mode import expanded, Expansion, expansion, with_both_modes
 from .by_products import (
@@ -558,12 +559,49 @@ class CurvatureBlocks:
         rest = self.requested.leaves
         if self._sites is not None:
             sums += self._by_sites(self._sites, rows, weights)
+            if self._may_cancel:
+                *sums, num_cancelled = sums
+                sums = self._unless_cancelled(num_cancelled, sums, rows, weights)
             rest -= self._sites.blocks.requested.leaves
         others = [pair for (pair,) in self.groups[len(sums) :]]
         if others:
-            by_products = self._by_products(others, rest, rows, weights)
+            by_products = self._by_products(others, rest, rows, weights, self.size)
             sums += (by_products[pair][None] for pair in others)
         return sums
+
+    @property
+    def _may_cancel(self) -> bool:
+        """Whether blocks from sites may lose digits that products keep."""
+        sites = self._sites
+        is_hessian = isinstance(sites, SiteHessian)
+        return self.method == "auto" and is_hessian and len(sites.summed) > 0
+
+    def _unless_cancelled(
+        self,
+        num_cancelled: Array,
+        sums: list[Array],
+        rows: list,
+        weights: Array | None,
+    ) -> list[Array]:
+        """The blocks from sites, or from products if terms cancel for some examples."""
+        assert self._sites is not None
+        groups, program = self._sites.blocks.groups, self._sites.program
+        leaves = self._sites.blocks.requested.leaves
+        total = rows[0].shape[self.curvature.axes[0]] if rows else 1
+        kept = sum(
+            x.size * x.dtype.itemsize
+            for x in (*program.perturbations, *program.operands)
+        )
+        size = max(1, _LEAST_BYTES // max(total * kept, 1))
+        size = size if self.size is None else min(size, self.size)
+
+        def products() -> list[Array]:
+            pairs = [pair for pairs in groups for pair in pairs]
+            blocks = self._by_products(pairs, leaves, rows, weights, size)
+            return [jnp.stack([blocks[pair] for pair in pairs]) for pairs in groups]
+
+        arrays = [*self.curvature.leaves, *rows]
+        return unless_cancelled(num_cancelled[None] > 0, arrays, sums, products)
 
     def by_pairs(self, sums: list[Array]) -> dict[Pair, Inexact[Array, "..."]]:
         """The requested blocks, from what `sums` returns."""
@@ -591,13 +629,19 @@ class CurvatureBlocks:
     ) -> list[Array]:
         """Computes sums from sites, in blocks of examples whose factors are small."""
         leaves, axes = self.curvature.leaves, self.curvature.axes
+
+        def sums(rows: list, weights: Array | None) -> list[Array]:
+            blocks = sites.sums(leaves, rows, axes, weights)
+            if isinstance(sites, SiteHessian) and self._may_cancel:
+                blocks.append(sites.num_cancelled(leaves, rows, axes))
+            return blocks
+
         if not axes:
-            return sites.sums(leaves, rows, axes, weights)
+            return sums(rows, weights)
         total = rows[0].shape[axes[0]]
         result = sum(self._num_bytes(pair) for pair in self.requested.pairs)
         most = max(result // 4, _LEAST_BYTES)
         size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
-        sums = lambda rows, weights: sites.sums(leaves, rows, axes, weights)
         return accumulated_sums(sums, rows, axes, weights, size)
 
     def _num_bytes(self, pair: Pair) -> int:
@@ -612,11 +656,12 @@ class CurvatureBlocks:
         columns: set[int],
         rows: list,
         weights: Array | None,
+        size: int | None,
     ) -> dict[Pair, Array]:
         products = self.curvature.products(rows, weights)
         requested = RequestedBlocks(pairs, self.requested.is_diagonal)
         order, leaves = self._in_order(columns), self.curvature.leaves
-        return ProductBlocks(products, leaves, order, requested, self.size).blocks()
+        return ProductBlocks(products, leaves, order, requested, size).blocks()
 
     def _in_order(self, leaves: set[int]) -> list[int]:
         """The leaves in the order in which the function uses them."""

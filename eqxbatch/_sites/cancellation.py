@@ -64,7 +64,7 @@ def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
     own = [leaves[i] for i in summed]
     totals = [norms[i] for i in summed]
     formed = lambda: _for_each_formed(own, totals[0].shape[0], norms_of)
-    chosen = _unless_cancelled(jnp.stack(separate), own, totals, formed)
+    chosen = unless_cancelled(jnp.stack(separate), _arrays(own), totals, formed)
     for i, norm in zip(summed, chosen, strict=True):
         norms[i] = norm
     return norms
@@ -143,24 +143,27 @@ def grams(
     own = [*sides[0], *sides[1]]
     flags = jnp.stack([jnp.any(x.array) for x in cancelled if x is not None])
     totals = [found[i] for i in summed]
-    chosen = _unless_cancelled(flags, own, totals, formed)
+    chosen = unless_cancelled(flags, _arrays(own), totals, formed)
     for i, x in zip(summed, chosen, strict=True):
         found[i] = x
     return found
 
 
-def _unless_cancelled(
+def _arrays(leaves: Sequence[OfLeaf]) -> list[Array]:
+    factors = [[*x.factors.operands, *x.factors.cotangents] for x in leaves]
+    return [x.array for own in factors for x in own if x.array is not None]
+
+
+def unless_cancelled(
     flags: Bool[Array, " _"],
-    leaves: Sequence[OfLeaf],
+    arrays: list[Array],
     totals: list[Array],
     formed: Callable[[], list[Array]],
 ) -> list[Array]:
-    """The totals, or what `formed` returns if any of the flags is set.
+    """The totals, or what `formed` returns from some arrays if any flag is set.
 
     One branch decides for all, because the host of a GPU may wait for each.
     """
-    factors = [[*x.factors.operands, *x.factors.cotangents] for x in leaves]
-    arrays = [x.array for own in factors for x in own if x.array is not None]
     totals = vary_as(arrays, totals)
 
     def other() -> list[Array]:

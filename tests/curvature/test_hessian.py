@@ -433,3 +433,35 @@ def test_scaled_parameters(getkey):
     x, y = batch(getkey(), 5)
     got = filter_hessian(loss, in_axes=0, method="sites")(parameters, x, y)
     close(got, dense(loss, parameters, x, y))
+
+
+@pytest.mark.parametrize("transform", (filter_hessian, filter_hessian_diagonal))
+@pytest.mark.parametrize("are_positions", (False, True))
+def test_terms_that_cancel_in_float32(transform, are_positions, x64):
+    """Pairs of uses, or of positions, are much larger than their sum."""
+    net = eqx.nn.MLP(4, 3, 5, 1, jnp.tanh, key=jr.key(0))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 1, 4)) + 1e-3 * rng.normal(size=(6, 2, 4))
+    y = 1e-3 * rng.normal(size=(6, 3))
+
+    def loss(net, x, y):
+        rows = jax.vmap(net)(x) if are_positions else (net(x[0]), net(x[1]))
+        return jnp.sum((rows[0] - rows[1] - y) ** 2) / 2
+
+    def plain(net, x, y):
+        params, static = eqx.partition(net, eqx.is_inexact_array)
+        flat, unravel = ravel_pytree(params)
+        of_one = lambda flat, *row: loss(eqx.combine(unravel(flat), static), *row)
+        value = lambda flat: jnp.mean(jax.vmap(of_one, (None, 0, 0))(flat, x, y))
+        matrix = jax.hessian(value)(flat)
+        return matrix if transform is filter_hessian else jnp.diagonal(matrix)
+
+    def cast(dtype):
+        arrays, rest = eqx.partition((net, x, y), eqx.is_inexact_array_like)
+        short = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
+        return eqx.combine(jax.tree.map(lambda x: x.astype(dtype), short), rest)
+
+    truth = np.asarray(eqx.filter_jit(plain)(*cast(float)))
+    found, _ = transform(loss, in_axes=0, flat=True)(*cast(jnp.float32))
+    error = lambda got: np.max(np.abs(np.asarray(got) - truth))
+    assert error(found) <= 10 * error(eqx.filter_jit(plain)(*cast(jnp.float32)))
