@@ -13,7 +13,7 @@ from ._batch.accumulators import (
     Max as Max,
     Min as Min,
 )
-from ._batch.cut import Block as Block, Blocks as Blocks
+from ._batch.batch import Block as Block, Blocks as Blocks
 from ._batch.memory import MemoryBudget as MemoryBudget
 from ._batch.moments import (
     LogSumExp as LogSumExp,
@@ -51,6 +51,27 @@ from ._gradients.micro_grad import (
     GradientMoments as GradientMoments,
     GradientStatistics as GradientStatistics,
 )
+from ._kernels.batch_kernel import filter_batch_kernel as filter_batch_kernel
+from ._kernels.progress import (
+    AbstractProgressMeter as AbstractProgressMeter,
+    NoProgressMeter as NoProgressMeter,
+    TqdmProgressMeter as TqdmProgressMeter,
+)
+from ._kernels.reductions import (
+    AbstractReduction as AbstractReduction,
+    FrobeniusNorm as FrobeniusNorm,
+    KernelAlignment as KernelAlignment,
+    KernelProduct as KernelProduct,
+    RowSums as RowSums,
+)
+from ._kernels.solve import (
+    kernel_solve as kernel_solve,
+    KernelSolution as KernelSolution,
+)
+from ._kernels.stores import HostStore as HostStore
+from ._kernels.symmetric_array import SymmetricArray as SymmetricArray
+from ._kernels.top_k import Neighbours as Neighbours, TopK as TopK
+from ._kernels.zarr_store import ZarrStore as ZarrStore
 from ._maps.grid_vmap import (
     filter_grid_vmap as filter_grid_vmap,
     grid as grid,
@@ -76,27 +97,6 @@ from ._ntk.parameterise import (
     ntk_parameterise as ntk_parameterise,
     NTKLayer as NTKLayer,
 )
-from ._pairs.batch import filter_batch_kernel as filter_batch_kernel
-from ._pairs.progress import (
-    AbstractProgressMeter as AbstractProgressMeter,
-    NoProgressMeter as NoProgressMeter,
-    TqdmProgressMeter as TqdmProgressMeter,
-)
-from ._pairs.reductions import (
-    AbstractReduction as AbstractReduction,
-    FrobeniusNorm as FrobeniusNorm,
-    KernelAlignment as KernelAlignment,
-    KernelProduct as KernelProduct,
-    RowSums as RowSums,
-)
-from ._pairs.solve import (
-    kernel_solve as kernel_solve,
-    KernelSolution as KernelSolution,
-)
-from ._pairs.stores import HostStore as HostStore
-from ._pairs.symmetric_array import SymmetricArray as SymmetricArray
-from ._pairs.top_k import Neighbours as Neighbours, TopK as TopK
-from ._pairs.zarr_store import ZarrStore as ZarrStore
 from ._sites.report import (
     LeafCheck as LeafCheck,
     LeafReport as LeafReport,
@@ -115,7 +115,7 @@ __version__ = _metadata.version("equinox-batch")
 _OPERATORS = {
     "GGNOperator": "eqxbatch._curvature.operators",
     "HessianOperator": "eqxbatch._curvature.operators",
-    "KernelOperator": "eqxbatch._pairs.operator",
+    "KernelOperator": "eqxbatch._kernels.operator",
     "KroneckerOperator": "eqxbatch._curvature.kronecker_operator",
 }
 
@@ -126,7 +126,7 @@ if _typing.TYPE_CHECKING:
         GGNOperator as GGNOperator,
         HessianOperator as HessianOperator,
     )
-    from ._pairs.operator import KernelOperator as KernelOperator
+    from ._kernels.operator import KernelOperator as KernelOperator
 
 
 __all__ = [name for name in vars() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.quick
 ROOT = pathlib.Path(eqxbatch.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Which folders each folder may import from.
-FEATURES = ("_maps", "_gradients", "_curvature", "_pairs")
+FEATURES = ("_maps", "_gradients", "_curvature", "_kernels")
 BELOW = {"_base": (), "_batch": ("_base",), "_sites": ("_base", "_batch")}
 BELOW |= dict.fromkeys(FEATURES, ("_base", "_batch", "_sites"))
-BELOW["_ntk"] = ("_base", "_batch", "_sites", "_maps", "_pairs")
+BELOW["_ntk"] = ("_base", "_batch", "_sites", "_maps", "_kernels")
 # Steps take the kernel of a model, and its Gauss-Newton matrix.
 BELOW["_steps"] = tuple(BELOW)
 BELOW["_check"] = tuple(BELOW)

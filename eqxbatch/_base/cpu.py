@@ -17,7 +17,7 @@ from .mesh import vary, varying, where_it_is, zeros_like
 from .primitives import as_remat, callee, is_remat, name_of, parameters
 
 
-def as_own_program(
+def in_opaque_branch(
     run: Callable[..., list[Array]], always: Bool[Array, ""]
 ) -> Callable[..., list[Array]]:
     """Makes `run` a separate program, as far as XLA for CPUs can tell.
@@ -40,7 +40,7 @@ def as_own_program(
     return run_apart
 
 
-def written_first(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
+def materialised(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
     """`arrays`, written completely before anything reads them.
 
     XLA for CPUs writes rows of an array in place while it reads their inputs from the
@@ -50,19 +50,21 @@ def written_first(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
     """
     is_number = [not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
     numbers = list(itertools.compress(arrays, is_number))
-    numbers = as_own_program(lambda *numbers: list(numbers), always)(*numbers)
+    numbers = in_opaque_branch(lambda *numbers: list(numbers), always)(*numbers)
     return [
         numbers.pop(0) if is_one else x
         for x, is_one in zip(arrays, is_number, strict=True)
     ]
 
 
-def true_of(x: Inexact[Array, "..."]) -> Bool[Array, ""]:
+def opaque_true(x: Inexact[Array, "..."]) -> Bool[Array, ""]:
     """True, but not known to be true at compile time."""
     return jnp.all((x == x) | (x != x))
 
 
-def places(numbers: Sequence[int], x: Inexact[Array, "..."]) -> list[Int[Array, ""]]:
+def runtime_indices(
+    numbers: Sequence[int], x: Inexact[Array, "..."]
+) -> list[Int[Array, ""]]:
     """Start indices that are not known at compile time.
 
     XLA for CPUs compiles reads and writes at constant indices separately for each
@@ -70,10 +72,10 @@ def places(numbers: Sequence[int], x: Inexact[Array, "..."]) -> list[Int[Array, 
     small one.
     """
     known = lambda: [jnp.asarray(i, "int32") for i in numbers]
-    return as_own_program(known, true_of(x))()
+    return in_opaque_branch(known, opaque_true(x))()
 
 
-def separate(arrays: list[Array], like: Sequence[Array]) -> list[list[Array]]:
+def unstack(arrays: list[Array], like: Sequence[Array]) -> list[list[Array]]:
     """The entries of each array along its axis 0; `like` are arguments of the program.
 
     (Results may be constants although `like` is not, such as the Hessian of a square.)
@@ -81,7 +83,7 @@ def separate(arrays: list[Array], like: Sequence[Array]) -> list[list[Array]]:
     most = max((x.shape[0] for x in arrays), default=0)
     indices = []
     if most > 1:
-        indices = places(range(most), min(like, key=lambda x: x.size))
+        indices = runtime_indices(range(most), min(like, key=lambda x: x.size))
 
     def entries(x: Array) -> list[Array]:
         if x.shape[0] == 1:

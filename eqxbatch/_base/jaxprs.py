@@ -26,7 +26,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _NUMBERS = frozenset((bool, int, float, complex))
 
 
-def text_of_numbers(leaves: Sequence[Any]) -> str:
+def number_types(leaves: Sequence[Any]) -> str:
     """What tells numbers apart that are equal: `2 == 2.0 == True`, and `0.0 == -0.0`.
 
     Programs differ for these, so that caches of them need it as a part of their keys.
@@ -51,7 +51,7 @@ def compiled(
         __tracebackhide__ = True
         leaves, of_first = jtu.tree_flatten(first)
         others, of_rest = jtu.tree_flatten(rest)
-        static = of_first, of_rest, text_of_numbers(leaves + others)
+        static = of_first, of_rest, number_types(leaves + others)
         try:
             return jitted(leaves, others, static)
         except Exception as e:
@@ -282,7 +282,7 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return len(consts.vals), len(carry.vals)
 
 
-class PerExample:
+class TracedFunction:
     """A function of leaves and of one example of a batch, traced.
 
     - `leaves`: the list of arrays that it was traced with.

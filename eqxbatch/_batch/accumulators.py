@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from .._base.checks import check_fields
 from .._base.mesh import spec_of, with_type_of
-from .cut import are_split, Block, Blocks, merge_parts, split_parts
+from .batch import are_split, Block, Blocks, merge_parts, split_parts
 
 
 _State = TypeVar("_State")

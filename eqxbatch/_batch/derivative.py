@@ -12,11 +12,18 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
 from .._base.dtypes import finite_sums, normalised, widened
-from .._base.jaxprs import PerExample, uses_dtype
+from .._base.jaxprs import TracedFunction, uses_dtype
 from .._base.mistakes import called, no_arrays_remedy
 from .._base.trees import described, shown
 from .accumulators import Concat
-from .cut import Batch, Blocks, positional_names, split_batch, told_apart, unbatched
+from .batch import (
+    Batch,
+    Blocks,
+    explained_failure,
+    positional_names,
+    split_batch,
+    unbatched,
+)
 from .loop import run_blocks
 from .moments import check_real, check_weights, Mean, OfTotals, Sum
 from .slots import array_structs, match_accumulators, Slots
@@ -263,7 +270,7 @@ class MicrobatchResult(eqx.Module):
         return {**self.whole, **self.total, **self.each}
 
 
-class Example:
+class TracedLoss:
     """The traced loss of one example.
 
     `if_whole` is the remedy if it turns out to be the loss of a whole batch.
@@ -275,8 +282,8 @@ class Example:
         self._treedef = jtu.tree_structure(loss.diff)
         try:
             whole = functools.partial(loss, loss.diff)
-            with told_apart(whole, batch, "example", if_whole):
-                self.program = PerExample(loss, loss.diff, batch.arrays, batch.axes)
+            with explained_failure(whole, batch, "example", if_whole):
+                self.program = TracedFunction(loss, loss.diff, batch.arrays, batch.axes)
         except NameError as e:
             if "unbound axis name" in str(e):
                 e.add_note(

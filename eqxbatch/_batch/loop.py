@@ -16,7 +16,7 @@ from .._base.jaxprs import axis_names, evaluate_jaxpr
 from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
 from .._base.trees import is_none
 from .accumulators import Concat, Max, Min
-from .cut import (
+from .batch import (
     are_split,
     Block,
     block_struct,
@@ -27,7 +27,13 @@ from .cut import (
     split_parts,
 )
 from .moments import LogSumExp, Mean, RunningMean, Sum, Variance
-from .slots import array_structs, is_struct, match_accumulators, Slot, Slots
+from .slots import (
+    array_structs,
+    is_struct,
+    match_accumulators,
+    OutputAccumulator,
+    Slots,
+)
 
 
 class _Operands(eqx.Module):
@@ -48,7 +54,7 @@ class _Program(eqx.Module):
     remainder: Any = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
     blocks: Blocks
-    slots: list[Slot]
+    slots: list[OutputAccumulator]
     checkpoint: bool = eqx.field(static=True)
 
 
@@ -142,7 +148,7 @@ def _at_once(
     leaves = jtu.tree_leaves(outs)
     strong = [_as_strong(x) for x in leaves]
 
-    def result(slot: Slot) -> PyTree:
+    def result(slot: OutputAccumulator) -> PyTree:
         value = slot.value(strong, block)
         if isinstance(slot.accumulator, Concat):
             jax.eval_shape(lambda: slot.init(value, blocks))
@@ -182,7 +188,7 @@ def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
 
 
 def _check_rows(
-    slots: list[Slot], output: PyTree, remainder: PyTree, blocks: Blocks
+    slots: list[OutputAccumulator], output: PyTree, remainder: PyTree, blocks: Blocks
 ) -> None:
     full, rest = array_structs(output), array_structs(remainder)
     for slot in slots:
@@ -212,7 +218,9 @@ def _check_rows(
 _OF_ONE_SHAPE = (LogSumExp, Max, Mean, Min, RunningMean, Sum, Variance)
 
 
-def _check_shape(slot: Slot, output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
+def _check_shape(
+    slot: OutputAccumulator, output: PyTree, remainder: PyTree, blocks: Blocks
+) -> None:
     (index,) = slot.indices
     shapes = [array_structs(x)[index].shape for x in (output, remainder)]
     if shapes[0] != shapes[1]:
@@ -324,7 +332,7 @@ class _Run:
             for x, slot in zip(results, self.slots, strict=True)
         ]
 
-    def initial_state(self, slot: Slot, value: PyTree) -> Any:
+    def initial_state(self, slot: OutputAccumulator, value: PyTree) -> Any:
         """The state before the first microbatch, with its type after the first.
 
         The result of a microbatch may be sharded over a mesh, or vary over the devices
@@ -341,7 +349,7 @@ class _Run:
         slot.check_state(before, after)
         return jtu.tree_map(with_type_of, after, state)
 
-    def is_collected(self, slot: Slot) -> bool:
+    def is_collected(self, slot: OutputAccumulator) -> bool:
         """Whether values are outputs of the scan instead of parts of its carry.
 
         Only outputs transpose in place; see `_loop_jvp`.
@@ -446,7 +454,7 @@ class _Run:
             new_states.append(new)
         return new_states
 
-    def merged(self, slot: Slot, stacked: Array) -> Array:
+    def merged(self, slot: OutputAccumulator, stacked: Array) -> Array:
         """Undoes `cut`: merges the new axis 0 of microbatches with their rows."""
         value = jax.eval_shape(lambda x: x[0], stacked)
         axis, parts = self.rows_of(slot, value)
@@ -457,7 +465,7 @@ class _Run:
             x = jnp.moveaxis(stacked, 0, axis)
         return merge_parts(x, axis)
 
-    def joined(self, slot: Slot, value: Any, pieces: list) -> Array:
+    def joined(self, slot: OutputAccumulator, value: Any, pieces: list) -> Array:
         """The result of a collected slot; rows that did not run are zero."""
         axis, parts = self.rows_of(slot, value)
         whole = jax.eval_shape(lambda: slot.accumulator.init(value, self.blocks))
@@ -471,7 +479,7 @@ class _Run:
         pieces = [split_parts(piece, axis, parts) for piece in pieces]
         return merge_parts(jnp.concatenate(pieces, axis + 1), axis)
 
-    def rows_of(self, slot: Slot, value: Any) -> tuple[int, int]:
+    def rows_of(self, slot: OutputAccumulator, value: Any) -> tuple[int, int]:
         """The axis of the rows in the value of a full microbatch, and their parts."""
         concat = slot.accumulator
         assert isinstance(concat, Concat)

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from .._base.checks import check_at_least, check_types
-from .._base.jaxprs import axis_names, text_of_numbers
+from .._base.jaxprs import axis_names, number_types
 from .._base.mesh import (
     explicit_mesh,
     manual_axes,
@@ -114,7 +114,7 @@ class MemoryBudget(eqx.Module):
 
     def resolve(self) -> int:
         """The budget in bytes."""
-        return free_bytes() if self.max_bytes is None else self.max_bytes
+        return available_bytes() if self.max_bytes is None else self.max_bytes
 
 
 # A number of rows that are processed at a time. A budget chooses it; None means all.
@@ -138,7 +138,7 @@ def _parse_bytes(value: int | str) -> int:
     return number
 
 
-def free_bytes(digits: int = 5) -> int:
+def available_bytes(digits: int = 5) -> int:
     """The free memory, rounded down to this many binary digits.
 
     It is a static argument of programs, so small changes must not recompile them.
@@ -146,7 +146,7 @@ def free_bytes(digits: int = 5) -> int:
     """
     stats = jax.local_devices()[0].memory_stats()
     if stats is None or "bytes_limit" not in stats:
-        free, digits = available_bytes(), 1
+        free, digits = machine_bytes(), 1
     else:
         free = max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
     shift = max(free.bit_length() - digits, 0)
@@ -250,7 +250,7 @@ def _structure(operands: PyTree) -> tuple:
     dynamic, static = eqx.partition(operands, eqx.is_array)
     leaves, treedef = jtu.tree_flatten(jtu.tree_map(jax.typeof, dynamic))
     static_leaves, static_treedef = jtu.tree_flatten(static)
-    numbers = text_of_numbers(static_leaves)
+    numbers = number_types(static_leaves)
     return tuple(leaves), treedef, tuple(static_leaves), static_treedef, numbers
 
 
@@ -405,7 +405,7 @@ def _useful(size: int, largest: int) -> int:
 _UNKNOWN = 2**32
 
 
-def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
+def machine_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
     """The memory that this process can allocate, as far as the system says.
 
     Linux says what is available, and containers (control groups) limit it. Elsewhere,

@@ -21,7 +21,7 @@ from .._base.dtypes import (
 )
 from .._base.trees import is_none
 from .accumulators import AbstractAccumulator
-from .cut import Block, Blocks, full_block
+from .batch import Block, Blocks, full_block
 
 
 _Value = Shaped[Array, "*r"]

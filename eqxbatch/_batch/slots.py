@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree, Shaped
 from .._base.checks import check_types
 from .._base.trees import described, match_prefix
 from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
-from .cut import Block, Blocks
+from .batch import Block, Blocks
 from .moments import LogSumExp, Mean, RunningMean, Sum, Variance
 
 
@@ -63,7 +63,7 @@ _NOT_OF_STATES = (Concat, LogSumExp, Max, Mean, Min, RunningMean, Sum, Variance)
 _State = PyTree[Shaped[ArrayLike, "..."]]
 
 
-class Slot(eqx.Module):
+class OutputAccumulator(eqx.Module):
     """One accumulator and the arrays of the output that it handles.
 
     `indices` are positions in the flat list of the output's arrays, and `treedef`
@@ -160,7 +160,7 @@ def canonicalise(accumulator: Any) -> AbstractAccumulator | None:
 class Slots:
     """The accumulators of an output: one slot for each place that has arrays."""
 
-    slots: list[Slot]
+    slots: list[OutputAccumulator]
     _parts: list[tuple[AbstractAccumulator | None, PyTree]]
     _treedef: Any
 
@@ -174,7 +174,7 @@ class Slots:
         """
         arrays = array_structs(output)
 
-        def merged(slot: Slot) -> Slot:
+        def merged(slot: OutputAccumulator) -> OutputAccumulator:
             is_each = slot.per_example and isinstance(slot.accumulator, Concat)
             if not slot.in_state or is_each:
                 return slot
@@ -228,7 +228,7 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
         is_accumulator,
     )
 
-    slots: list[Slot] = []
+    slots: list[OutputAccumulator] = []
     for path, acc, part in places:
         _check_numbers(path, acc, part)
         arrays = eqx.filter(part, is_struct)
@@ -247,10 +247,12 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
             for i, (sub, _) in enumerate(paths):
                 name = jtu.keystr((*path, *sub))
                 at = (first + i,)
-                slots.append(Slot(acc, at, leaf, name, in_state=are_in_states[i]))
+                slots.append(
+                    OutputAccumulator(acc, at, leaf, name, in_state=are_in_states[i])
+                )
         else:
             indices = tuple(range(first, first + len(paths)))
-            slots.append(Slot(acc, indices, treedef, jtu.keystr(path)))
+            slots.append(OutputAccumulator(acc, indices, treedef, jtu.keystr(path)))
     parts = [(acc, part) for _, acc, part in places]
     treedef = jtu.tree_structure(accumulator, is_leaf=is_accumulator)
     return Slots(slots, parts, treedef)

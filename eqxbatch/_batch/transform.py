@@ -31,12 +31,12 @@ import numpy as np
 from jaxtyping import Array, Integer, PyTree
 
 from .._base.checks import check_callable, check_types
-from .._base.jaxprs import compiled, text_of_numbers
+from .._base.jaxprs import compiled, number_types
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
 from .._base.mistakes import bound_arguments, check_not_jitted
 from .._base.trees import shown
 from .accumulators import Last
-from .cut import Batch, Blocks
+from .batch import Batch, Blocks
 from .loop import run_blocks
 from .memory import check_size, resolve_size, resolved, Size
 from .slots import Slots
@@ -134,7 +134,7 @@ class AbstractTransform(eqx.Module):
         # `jax.jit` compiles equal functions only once.
         if isinstance(other, AbstractTransform):
             leaves, others = jtu.tree_leaves(self), jtu.tree_leaves(other)
-            if text_of_numbers(leaves) != text_of_numbers(others):
+            if number_types(leaves) != number_types(others):
                 return False
         return super().__eq__(other)
 

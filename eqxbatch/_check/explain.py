@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from .._base.checks import checked
 from .._base.mistakes import no_arrays_remedy
 from .._base.trees import shown
-from .._batch.cut import Batch, split_batch, told_apart
+from .._batch.batch import Batch, explained_failure, split_batch
 from .._batch.derivative import Selection, split_examples
 from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
 from .first_order import first_order
@@ -164,7 +164,7 @@ def _told_apart(
     split = lambda args, kwargs: split_examples(fun, in_axes, (model, *args), kwargs)
     batch = eqx.filter_eval_shape(split, *_as_arrays((args, kwargs)))
     whole = lambda _: eqx.filter_eval_shape(fun, model, *args, **kwargs)
-    return told_apart(whole, batch, "example", _IF_WHOLE)
+    return explained_failure(whole, batch, "example", _IF_WHOLE)
 
 
 _IF_WHOLE = "Give the function of one example."

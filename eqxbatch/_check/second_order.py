@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._batch.cut import split_batch
+from .._batch.batch import split_batch
 from .._batch.derivative import Loss
 from .._curvature.by_products import replaced
 from .._curvature.by_sites import is_covered
@@ -121,11 +121,11 @@ def _requested(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Requeste
             if subject.leaves[leaf].size <= _MOST_COLUMNS:
                 chosen.append(leaf)
             continue
-        is_small = all(
+        has_few_directions = all(
             sizes[perturbation] <= _MOST_OF_PERTURBATION for perturbation in perturbed
         )
         if (
-            is_small
+            has_few_directions
             and sum(sizes[perturbation] for perturbation in perturbations | perturbed)
             <= _MOST_PERTURBED
         ):

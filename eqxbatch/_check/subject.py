@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._base.dtypes import as_real, common_dtype, is_complex
-from .._batch.cut import Batch
+from .._batch.batch import Batch
 
 
 # The number of examples, and the number of outputs. Larger outputs are projected to

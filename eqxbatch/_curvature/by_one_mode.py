@@ -14,9 +14,9 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array
 
+from .._base.differentiable import Derivative
 from .._base.dtypes import as_complex, as_real, is_complex
-from .._base.jaxprs import PerExample
-from .._base.modes import Derivative
+from .._base.jaxprs import TracedFunction
 from .._base.trees import consecutive_groups
 from .by_products import columns, images, LEAST_COLUMNS, Linear, replaced
 
@@ -116,8 +116,8 @@ def expanded(found: Expansion, point: list[Array], leaves: list[Array]) -> list[
 
 
 def with_both_modes(
-    program: PerExample, arrays: list, derivative: Derivative
-) -> PerExample:
+    program: TracedFunction, arrays: list, derivative: Derivative
+) -> TracedFunction:
     """A program that has the derivatives of another one, in both modes.
 
     `arrays` are those of a batch.
@@ -130,4 +130,4 @@ def with_both_modes(
         one = lambda leaves: program.one(leaves, rows)
         return expanded(expansion(one, point, derivative), point, leaves)
 
-    return PerExample(run, point, arrays, program.axes)
+    return TracedFunction(run, point, arrays, program.axes)

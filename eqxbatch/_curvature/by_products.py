@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.checks import check_at_least, check_exclusive
+from .._base.differentiable import Derivative, pushforward
 from .._base.dtypes import common_dtype
 from .._base.mesh import vary, varying
-from .._base.modes import Derivative, pushforward
 from .._base.trees import consecutive_groups
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows

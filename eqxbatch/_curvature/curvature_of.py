@@ -15,20 +15,20 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Real
 
-from .._base.cpu import separate
-from .._base.dtypes import as_complex, as_real, common_dtype
-from .._base.jaxprs import at_example, first_use, PerExample
-from .._base.mesh import full_varying_as, vary_as
-from .._base.mistakes import warn_user
-from .._base.modes import (
+from .._base.cpu import unstack
+from .._base.differentiable import (
     Derivative,
     derivative_of_program,
     without_forward_mode,
     without_reverse_mode,
 )
+from .._base.dtypes import as_complex, as_real, common_dtype
+from .._base.jaxprs import at_example, first_use, TracedFunction
+from .._base.mesh import full_varying_as, vary_as
+from .._base.mistakes import warn_user
 from .._base.trees import described, log
-from .._batch.cut import told_apart
-from .._batch.derivative import AbstractOverExamples, check_value, Example, Loss
+from .._batch.batch import explained_failure
+from .._batch.derivative import AbstractOverExamples, check_value, Loss, TracedLoss
 from .._batch.loop import accumulated_sums
 from .._batch.slots import is_struct
 from .._sites.cancellation import unless_cancelled
@@ -61,7 +61,7 @@ class AbstractCurvature(abc.ABC):
         Jacobian, because products would form it, too.
     """
 
-    program: PerExample
+    program: TracedFunction
     num_outputs: int
     allows_sites: bool
     forms_rest: bool
@@ -150,7 +150,7 @@ class LossCurvature(AbstractCurvature):
 
     def __init__(self, loss: Loss, mode: Mode = "auto", checkpoint: bool = False):
         loss = _varying(loss)
-        self.example = Example(loss, _IF_WHOLE)
+        self.example = TracedLoss(loss, _IF_WHOLE)
         self.program = self.example.program
         self._mode: Mode = mode
         self._checkpoint = checkpoint
@@ -267,8 +267,10 @@ class GaussNewtonCurvature(AbstractCurvature):
         # Complex outputs count as their real and imaginary parts.
         run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
         batch = model.batch
-        with told_apart(functools.partial(run, model.diff), batch, "example", if_whole):
-            self._traced = PerExample(run, model.diff, batch.arrays, batch.axes)
+        with explained_failure(
+            functools.partial(run, model.diff), batch, "example", if_whole
+        ):
+            self._traced = TracedFunction(run, model.diff, batch.arrays, batch.axes)
         self._structs = check_outputs(self._traced.out)
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
@@ -606,7 +608,7 @@ class CurvatureBlocks:
     def by_pairs(self, sums: list[Array]) -> dict[Pair, Inexact[Array, "..."]]:
         """The requested blocks, from what `sums` returns."""
         result = {}
-        separated = separate(sums, self.curvature.leaves)
+        separated = unstack(sums, self.curvature.leaves)
         for pairs, blocks in zip(self.groups, separated, strict=True):
             result.update(zip(pairs, blocks, strict=True))
         return {pair: result[pair] for pair in self.requested.pairs}

@@ -11,10 +11,14 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from .._base.differentiable import (
+    derivative_of,
+    without_forward_mode,
+    without_reverse_mode,
+)
 from .._base.dtypes import is_complex
-from .._base.jaxprs import PerExample
+from .._base.jaxprs import TracedFunction
 from .._base.mistakes import warn_user
-from .._base.modes import derivative_of, without_forward_mode, without_reverse_mode
 from .._base.trees import log
 from .._batch.derivative import AbstractDerivative
 from .._batch.transform import AbstractAutoSharded, also_decorator, P, run_compiled
@@ -124,7 +128,7 @@ class Jacobian(AbstractDerivative, AbstractColumns, AbstractAutoSharded, Generic
             as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
             return jtu.tree_map(as_array, out), aux
 
-        program = PerExample(run, leaves, [], ())
+        program = TracedFunction(run, leaves, [], ())
         out, _ = program.out
         structs = check_outputs(out)
         values = lambda leaves: program.one(leaves, [])[: len(structs)]

@@ -20,7 +20,7 @@ from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum
 from .._sites.einsum import contract, EXAMPLE, Labels
 from .._sites.factors import Factors, gradients
-from .._sites.kronecker import Layout, Operands, Part, uses_of
+from .._sites.kronecker import AxisRoles, Layout, Part, uses_of
 from .._sites.site import Label
 from .._sites.trace import Program
 
@@ -79,7 +79,7 @@ class _Use(NamedTuple):
     is_swapped: bool
 
 
-def _flat(use: Operands, factors: Factors, layout: Layout) -> _Use:
+def _flat(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
     (a, of_a), (d, of_d), shared = use.terms(factors)
     sides = (layout.inputs, layout.outputs)
     into, out = sides[::-1] if use.is_swapped else sides

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .._base.checks import AnyArray, check_types, checked
-from .._base.cpu import mirrored, places
+from .._base.cpu import mirrored, runtime_indices
 from .._base.dtypes import common_dtype, is_complex
 from .._base.trees import shown
 from .site_blocks import Pair
@@ -140,7 +140,7 @@ def flat_square(
         return matrix if is_whole else mirrored(matrix)
     matrix = jnp.zeros((starts[-1], starts[-1]), dtype)
     first = next(iter(blocks.values()))
-    at_run_time = places(starts, first.ravel()[:1])
+    at_run_time = runtime_indices(starts, first.ravel()[:1])
     for (row, column), block in blocks.items():
         block = block.reshape(sizes[row], sizes[column]).astype(dtype)
         corner = (at_run_time[row], at_run_time[column])

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, Int
 
-from .._base.cpu import as_own_program, true_of
+from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import varying
 from .._base.trees import consecutive_groups
@@ -21,7 +21,7 @@ from .._sites.cost import contraction_cost, total_cost
 from .._sites.einsum import contract, EXAMPLE, Labels, Term
 from .._sites.factors import scale_of, weight_terms
 from .._sites.rules import Axes
-from .._sites.site import is_lettered, Label, labels_of, Site
+from .._sites.site import has_named_axes, Label, labels_of, Site
 from .._sites.trace import Program
 
 
@@ -214,7 +214,7 @@ class Blocks:
             # XLA for CPUs would compute the terms of all pairs before it adds any. So
             # each group depends on a number from the previous one.
             before = found[-1] if found else self.leaves[0]
-            found += as_own_program(run, true_of(before.ravel()[:1]))()
+            found += in_opaque_branch(run, opaque_true(before.ravel()[:1]))()
         return found
 
     def _num_bytes(self, pairs: list[Pair]) -> int:
@@ -286,14 +286,14 @@ class Blocks:
         if self.requested.is_diagonal:
             return _diagonal_of(block, (site, other), structs[0], values)
         views = [
-            struct if is_lettered(use) else use.view.struct(struct, values)
+            struct if has_named_axes(use) else use.view.struct(struct, values)
             for use, struct in zip((site, other), structs, strict=True)
         ]
-        if not is_lettered(site):
+        if not has_named_axes(site):
             block = block.reshape(*views[0].shape, math.prod(views[1].shape))
             back = _transposed(site, structs[0], views[0], values)
             block = jax.vmap(back, -1, -1)(block)
-        if not is_lettered(other):
+        if not has_named_axes(other):
             block = block.reshape(math.prod(structs[0].shape), *views[1].shape)
             block = jax.vmap(_transposed(other, structs[1], views[1], values))(block)
         return block.reshape(*structs[0].shape, *structs[1].shape)
@@ -307,7 +307,8 @@ def _diagonal_of(
     Along the axes of a small view, the block is multiplied with the view's Jacobian.
     """
     views = [
-        None if is_lettered(use) else use.view.struct(struct, values) for use in sites
+        None if has_named_axes(use) else use.view.struct(struct, values)
+        for use in sites
     ]
     nums = [1 if view is None else math.prod(view.shape) for view in views]
     are_small = all(view is not None for view in views)

@@ -25,8 +25,8 @@ from .._base.mesh import (
 )
 from .._base.trees import shown
 from .._batch.accumulators import Concat
-from .._batch.cut import Blocks
-from .._batch.derivative import AbstractDerivative, Example, Loss, MicrobatchResult
+from .._batch.batch import Blocks
+from .._batch.derivative import AbstractDerivative, Loss, MicrobatchResult, TracedLoss
 from .._batch.moments import (
     check_real,
     check_weights,
@@ -268,7 +268,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         """The function that computes the gradients of a microbatch."""
         if self.batched:
             return gradient_of_microbatch(loss)
-        example = Example(loss, _IF_WHOLE)
+        example = TracedLoss(loss, _IF_WHOLE)
         # A `RunningMean` is chosen to avoid sums, so no sum is formed.
         is_mean = isinstance(self.gradient_accumulator, RunningMean)
         functions = {"transform": self.transform, "metrics": self.metrics}

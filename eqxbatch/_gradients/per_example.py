@@ -31,8 +31,8 @@ from .._base.dtypes import (
 )
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.trees import described, is_none, match_prefix
-from .._batch.cut import told_apart
-from .._batch.derivative import Example, Loss, MicrobatchResult
+from .._batch.batch import explained_failure
+from .._batch.derivative import Loss, MicrobatchResult, TracedLoss
 from .._sites.cancellation import OfLeaf, squared_norms, with_own_factors
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
@@ -63,7 +63,7 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
 
     def of_rows(diff: PyTree, rows: list) -> tuple[Array, PyTree]:
         call = functools.partial(loss, diff)
-        with told_apart(call, loss.batch, "microbatch", _IF_ONE, rows):
+        with explained_failure(call, loss.batch, "microbatch", _IF_ONE, rows):
             return call(rows)
 
     value_and_grad = eqx.filter_value_and_grad(of_rows, has_aux=True)
@@ -75,7 +75,7 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
     return gradients
 
 
-def gradient_of_sum(example: Example, is_mean: bool) -> BlockGradients:
+def gradient_of_sum(example: TracedLoss, is_mean: bool) -> BlockGradients:
     """The gradient of the sum over the examples, in one backward pass.
 
     With `is_mean`, it is the gradient of the mean, without forming a sum.
@@ -101,7 +101,7 @@ def gradient_of_sum(example: Example, is_mean: bool) -> BlockGradients:
 
 
 def materialised_gradients(
-    example: Example,
+    example: TracedLoss,
     groups_of: Callable[[PyTree], "Groups"] | None,
     functions: dict[str, Callable[[PyTree], PyTree]],
 ) -> BlockGradients:
@@ -168,7 +168,7 @@ def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
 
 
 def clipped_by_norms(
-    example: Example,
+    example: TracedLoss,
     groups_of: Callable[[PyTree], "Groups"],
     method: Method,
     is_mean: bool,

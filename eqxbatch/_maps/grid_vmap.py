@@ -16,7 +16,7 @@ from .._base.mesh import spec_of
 from .._base.mistakes import has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.trees import described, match_prefix
 from .._batch.accumulators import Concat
-from .._batch.cut import argument_specs, leaf_name, positional_names
+from .._batch.batch import argument_specs, leaf_name, positional_names
 from .._batch.memory import resolve_size
 from .._batch.slots import canonicalise, is_accumulator
 from .._batch.transform import (

@@ -16,15 +16,21 @@ from jaxtyping import Array, PyTree
 from .._base.jaxprs import evaluate_jaxpr
 from .._base.mesh import auto_sharded
 from .._batch.accumulators import Concat, Last
-from .._batch.cut import (
+from .._batch.batch import (
     Batch,
     Blocks,
     broadcast_axes,
+    explained_failure,
     spec_of_rows,
     split_batch,
-    told_apart,
 )
-from .._batch.slots import array_structs, match_accumulators, of_state, Slot, Slots
+from .._batch.slots import (
+    array_structs,
+    match_accumulators,
+    of_state,
+    OutputAccumulator,
+    Slots,
+)
 from .._batch.transform import (
     AbstractEarlyStop,
     also_decorator,
@@ -232,7 +238,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             if if_whole is None:
                 out = call(rows)
             else:
-                with told_apart(call, batch, "example", if_whole):
+                with explained_failure(call, batch, "example", if_whole):
                     out = call(rows)
             axes = broadcast_axes("out_axes", self.out_axes, out)
             leaves, traced["treedef"] = jtu.tree_flatten(out)
@@ -299,7 +305,9 @@ def _as_array(leaf: Any, axis: int) -> Array:
     return jnp.asarray(leaf)
 
 
-def _per_example(slot: Slot, leaves: list, axes: tuple, blocks: Blocks) -> Slot:
+def _per_example(
+    slot: OutputAccumulator, leaves: list, axes: tuple, blocks: Blocks
+) -> OutputAccumulator:
     """The slot of a per-example output, with its examples at `out_axes`."""
     for i in slot.indices:
         ndim = leaves[i].ndim

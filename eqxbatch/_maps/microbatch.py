@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from .._base.mesh import auto_sharded, examples_spec
 from .._batch.accumulators import Concat, Last, Max, Min
-from .._batch.cut import Batch, split_batch, told_apart
+from .._batch.batch import Batch, explained_failure, split_batch
 from .._batch.moments import LogSumExp, Mean, RunningMean, Sum
 from .._batch.slots import is_struct, match_accumulators, Slots
 from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_compiled
@@ -139,7 +139,7 @@ class Microbatch(AbstractMicrobatch[P, Out]):
 
         def call(fun: Callable, batch: Batch, rows: list) -> PyTree:
             call = functools.partial(batch.call, fun)
-            with told_apart(call, batch, "microbatch", _IF_ONE, rows):
+            with explained_failure(call, batch, "microbatch", _IF_ONE, rows):
                 return call(rows)
 
         specs = lambda out: self._specs(out, batch)

@@ -7,7 +7,7 @@ import equinox as eqx
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
 from .._base.checks import check_at_least
-from .._pairs.calls import Keys
+from .._kernels.calls import Keys
 from .estimator import AbstractEstimator, checked_constructor, KernelTask, Probes
 from .request import AbstractParameterKernel
 

@@ -22,9 +22,9 @@ from .._base.trees import described
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.moments import RunningMean, Variance, VarianceState
+from .._kernels.batch_kernel import settings_of
+from .._kernels.calls import MeshAxis
 from .._maps.micro_vmap import MicroVmap
-from .._pairs.batch import settings_of
-from .._pairs.calls import MeshAxis
 from .estimator import in_blocks, KernelTask, TaskKernel
 from .output_axes import Mirror
 from .random_model import RandomModels

@@ -7,8 +7,8 @@ from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .._base.checks import AnyArray
 from .._base.trees import import_extra
-from .._pairs.batch import AbstractStored
-from .._pairs.calls import Keys, make_calls
+from .._kernels.batch_kernel import AbstractStored
+from .._kernels.calls import Keys, make_calls
 from .estimator import AbstractEstimator, checked_constructor, KernelTask
 from .matvec import ProductTask, StructTask
 from .request import AbstractJacobianKernel, Get, named, names_of

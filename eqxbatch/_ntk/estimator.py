@@ -18,12 +18,12 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.checks import checked
 from .._base.trees import match_prefix
-from .._batch.cut import broadcast_axes
-from .._pairs.batch import AbstractStored, BatchKernel, settings_of
-from .._pairs.calls import KEY_REMEDY, VmapAxes
-from .._pairs.engine import make_collectors, on_device
-from .._pairs.function import is_axes
-from .._pairs.kernel import AbstractKernelFunction, KernelCall, Plan
+from .._batch.batch import broadcast_axes
+from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
+from .._kernels.calls import KEY_REMEDY, VmapAxes
+from .._kernels.engine import make_collectors, on_device
+from .._kernels.function import is_axes
+from .._kernels.kernel import AbstractKernelFunction, KernelCall, Plan
 from .model_kernel import by_name, each, Found, ModelKernel, whole
 from .output_axes import Mirror, OutputAxes
 from .pairings import AbstractPairing, choose_pairing

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._base.jaxprs import PerExample
+from .._base.jaxprs import TracedFunction
 from .._base.mesh import explicit_mesh, vary, varying
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
@@ -93,7 +93,7 @@ class Linearization:
                 pulled.append([d.reshape(*lead, *d.shape[1:]) for d in found])
             return outs, a, pulled, program.values(leaves)
 
-        self._run = PerExample(run, [leaves, cotangents], arrays, axes)
+        self._run = TracedFunction(run, [leaves, cotangents], arrays, axes)
 
     def structs(self, num: int) -> tuple[list, list, list[list], list]:
         """The shapes of what `run` returns for `num` examples."""

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
+from .._base.differentiable import derivative_of_program, pushed
 from .._base.mesh import vary_as
-from .._base.modes import derivative_of_program, pushed
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum

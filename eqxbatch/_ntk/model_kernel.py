@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
-from .._pairs.kernel import AbstractBlockKernel, KernelLeaf, Plan, SAMPLE
+from .._kernels.kernel import AbstractBlockKernel, KernelLeaf, Plan, SAMPLE
 from .._sites.factors import Factor
 from .pairings import AbstractPairing
 from .request import TracedModel

@@ -12,11 +12,11 @@ from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 from .._base.mesh import gathered
 from .._base.trees import as_int, described
 from .._batch.memory import check_size, MemoryBudget, resolved
-from .._pairs.batch import AbstractStored, BatchKernel, settings_of
-from .._pairs.calls import check_mesh, Keys, MeshAxis
-from .._pairs.on_host import check_concrete, Metered
-from .._pairs.progress import NoProgressMeter
-from .._pairs.stores import HostStore
+from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
+from .._kernels.calls import check_mesh, Keys, MeshAxis
+from .._kernels.on_host import check_concrete, Metered
+from .._kernels.progress import NoProgressMeter
+from .._kernels.stores import HostStore
 from .averages import (
     Average,
     check_tol,

@@ -10,9 +10,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
+from .._base.differentiable import without_forward_mode
 from .._base.dtypes import widened
 from .._base.mesh import full_varying_as
-from .._base.modes import without_forward_mode
 from .._base.trees import log
 from .._sites.cost import Cost, num_products
 from .._sites.einsum import contract, EXAMPLE, OTHER_EXAMPLE

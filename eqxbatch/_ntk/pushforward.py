@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._base.dtypes import widened
-from .._base.jaxprs import evaluate_jaxpr, PerExample
+from .._base.jaxprs import evaluate_jaxpr, TracedFunction
 from .._batch.loop import Rows
 from .._sites.einsum import contract
 from .._sites.factors import Factor
@@ -35,14 +35,14 @@ class Pushforward:
     Residuals are computed once, not again for each tangent.
     """
 
-    def __init__(self, program: PerExample, batch: Rows):
+    def __init__(self, program: TracedFunction, batch: Rows):
         def factors(leaves: list, rows: list) -> tuple[list, "_Push"]:
             outs, push = jax.linearize(lambda leaves: program.one(leaves, rows), leaves)
             pushed = jax.make_jaxpr(push)(leaves)
             return [*outs, *pushed.consts], _Push(pushed.jaxpr)
 
         leaves, self._num = program.leaves, len(program.structs)
-        self._program = PerExample(factors, leaves, batch.arrays, batch.axes)
+        self._program = TracedFunction(factors, leaves, batch.arrays, batch.axes)
         self._push = self._program.out[1].jaxpr
 
     def of(self, rows: list) -> PushedFactors:

@@ -11,7 +11,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
-from .._base.cpu import as_own_program, true_of
+from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.jaxprs import evaluate_jaxpr
 from .._base.mistakes import no_arrays_remedy
 from .._base.trees import described, shown, type_of
@@ -99,7 +99,7 @@ class RandomModels(eqx.Module):
         pick = lambda leaves: list(itertools.compress(leaves, is_random))
         run = lambda key: pick(evaluate([key]))
         bits = jr.key_data(self.key).astype(jnp.float32)
-        numbers = as_own_program(run, true_of(bits))(key)
+        numbers = in_opaque_branch(run, opaque_true(bits))(key)
         leaves = [
             numbers.pop(0) if is_number else x
             for x, is_number in zip(evaluate([key]), is_random, strict=True)

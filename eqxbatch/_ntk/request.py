@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
-from .._base.jaxprs import compiled, PerExample
+from .._base.jaxprs import compiled, TracedFunction
 from .._base.mesh import gathered, vary_as, within_mesh
 from .._base.trees import type_of
 from .._batch.derivative import Selection
 from .._batch.loop import Rows
 from .._batch.memory import MemoryBudget, resolve_size, resolved
-from .._pairs.calls import (
+from .._kernels.calls import (
     BlockSize,
     Call,
     check_block_size,
@@ -32,7 +32,7 @@ from .._pairs.calls import (
     Side,
     VmapAxes,
 )
-from .._pairs.kernel import room_to_keep, SHARE
+from .._kernels.kernel import room_to_keep, SHARE
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
 
 
@@ -216,15 +216,15 @@ class TracedModel:
         if request.selection is not None:
             self.leaves, combine = request.selection.split(model)
         self.leaves = vary_as(arrays, self.leaves)
-        self.programs: list[PerExample] = []
+        self.programs: list[TracedFunction] = []
         for side in self.sides:
             if self.programs and side.type == self.sides[0].type:
                 self.programs.append(self.programs[0])
                 continue
             run = lambda leaves, rows, side=side: side.call(combine(leaves), rows)
             rows = side.rows
-            with side.told_apart(model):
-                program = PerExample(run, self.leaves, rows.arrays, rows.axes)
+            with side.explained_failure(model):
+                program = TracedFunction(run, self.leaves, rows.arrays, rows.axes)
             self.programs.append(program)
         self.out = self.programs[0].out
         self.axes = self._output_axes(is_diagonal)

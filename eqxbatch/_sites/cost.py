@@ -20,7 +20,7 @@ from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .factors import Factors, site_terms
 from .gram import has_gram, norm_terms
-from .site import is_lettered, Site
+from .site import has_named_axes, Site
 from .trace import Program
 
 
@@ -281,7 +281,7 @@ def _num_factors(site: Site) -> float:
 
 def _num_viewed(site: Site) -> float:
     """The number of entries of a site's view, if they are not entries of the leaf."""
-    if is_lettered(site):
+    if has_named_axes(site):
         return 0.0
     steps = [loop.length for loop in site.loops if loop.is_sliced]
     return float(math.prod((*steps, *site.view.shape)))

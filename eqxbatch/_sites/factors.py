@@ -19,7 +19,7 @@ from .._base.dtypes import widened
 from .._base.mesh import full_varying_as, is_on_mesh
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .rules import Axes
-from .site import is_lettered, Label, labels_of, Site
+from .site import has_named_axes, Label, labels_of, Site
 
 
 _Leaf = Array | jax.ShapeDtypeStruct  # Only the type matters.
@@ -173,7 +173,7 @@ def _without_dropped(cotangent: Term, tokens: Term, site: Site) -> Term:
 
 def scale_of(site: Site) -> Any:
     """The number that multiplies the terms of a site."""
-    is_in_terms = site.view.is_weighted or not is_lettered(site)
+    is_in_terms = site.view.is_weighted or not has_named_axes(site)
     return site.rule.scale * (1.0 if is_in_terms else site.view.scale)
 
 
@@ -182,7 +182,7 @@ def has_weights(site: Site) -> bool:
 
     If the axes of the view are not those of the leaf, this is part of the view.
     """
-    return site.view.is_weighted and is_lettered(site)
+    return site.view.is_weighted and has_named_axes(site)
 
 
 def weights_of(site: Site, values: list) -> Array:
@@ -285,7 +285,7 @@ def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     of_leaf = sorted(label for label in present if label[0] in ("leaf", "view"))
     product = contract(terms, (*lead, *of_leaf))
     shape = product.shape[: len(lead)]
-    if is_lettered(site):
+    if has_named_axes(site):
         product = (product * scale_of(site)).reshape(*shape, *leaf.shape)
         return _in_dtype(product, leaf.dtype)
     view = site.view.struct(leaf, factors.values)

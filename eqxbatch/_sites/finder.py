@@ -41,10 +41,10 @@ from .plan import (
     Called,
     Equation,
     Linearized,
-    Moved,
     Perturbed,
     Plan,
     Shared,
+    SharedPerturbation,
     Switched,
 )
 from .rules import find_rule, unknown_parameters
@@ -367,7 +367,9 @@ class Finder:
                 plan.operands.append(jax.eval_shape(rule.operand, structs))
             add(position, number, operand)
         shape = out.aval.shape
-        plan.perturbed_by[out] = Moved(number, shape, tuple(range(len(shape))))
+        plan.perturbed_by[out] = SharedPerturbation(
+            number, shape, tuple(range(len(shape)))
+        )
         plan.perturbations.append(_Struct(out.aval.shape, out.aval.dtype))
         plan.steps[own.index] = Perturbed(operands)
 

@@ -25,9 +25,9 @@ from .factors import (
     weight_terms,
 )
 from .site import (
+    has_few_directions,
     is_allowed,
     is_outer_product,
-    is_small,
     Label,
     labels_of,
     Site,
@@ -64,7 +64,7 @@ def _groups(sites: Sequence[Site]) -> list[list[Site]]:
         view, rule = site.view, site.rule
         key = (view.key, view.windows, rule.kind, rule.key, site.loops)
         # A small site is no longer small once it is merged into a loop.
-        key = (number,) if is_small(site) else key
+        key = (number,) if has_few_directions(site) else key
         groups.setdefault(key, []).append(site)
     return [*groups.values()]
 
@@ -200,7 +200,7 @@ def pair_terms(
             [(site, factors, EXAMPLE), (other, other_factors, example)]
         )
     )
-    if is_small(site) or is_small(other):
+    if has_few_directions(site) or has_few_directions(other):
         return _small_terms(first, second)
     terms = [first.terms, second.terms]
     tokens = [first.token, second.token]
@@ -218,13 +218,13 @@ def pair_terms(
 def _small_terms(first: _Side, second: _Side) -> tuple[list[Term], Any]:
     """Like `pair_terms`, if one of the sites is small, such as that of a penalty."""
     scale = first.site.rule.scale * second.site.rule.scale
-    if is_small(first.site) and is_small(second.site):
+    if has_few_directions(first.site) and has_few_directions(second.site):
         flat = ("flat", 0)
         directions = [
             (_flat(side.directions), (side.small, flat)) for side in (first, second)
         ]
         return [first.coefficients, *directions, second.coefficients], scale
-    if is_small(first.site):
+    if has_few_directions(first.site):
         terms = second.along(first.directions, first.small)
         return [first.coefficients, *terms], scale
     terms = first.along(second.directions, second.small)
@@ -323,7 +323,7 @@ def norm_terms(
 
 def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
     """The arrays whose contraction is the squared norm of a site's gradient."""
-    if not is_outer_product([site]) or is_small(site):
+    if not is_outer_product([site]) or has_few_directions(site):
         return pair_terms(site, factors, site, factors, EXAMPLE)
     # The norm of an outer product is the product of the norms.
     terms = [
@@ -358,7 +358,7 @@ def _separate_squares(site: Site, factors: Factors) -> Array:
     """The squared norms of the gradients at a site if no two positions met."""
     side = _Side(site, factors, EXAMPLE, labels_of(site, 0), ("small", 0))
     terms, scale = side.terms, _scale(site)
-    if is_small(site):
+    if has_few_directions(site):
         directions = _flat(side.directions), (side.small, ("flat", 0))
         terms, scale = [side.coefficients, directions], site.rule.scale
     terms = [(jnp.real(x * jnp.conj(x)), labels) for x, labels in terms]

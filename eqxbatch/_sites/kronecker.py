@@ -19,7 +19,7 @@ from .einsum import EXAMPLE, Labels, Term
 from .factors import Factors, has_weights, labelled_terms, scale_of
 from .rules import Axes, SUMS
 from .shared import Node, Slope, Value
-from .site import is_lettered, Label, Site
+from .site import has_named_axes, Label, Site
 from .trace import Program
 
 
@@ -90,7 +90,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Operands:
+class AxisRoles:
     """How the axes of a site correspond to the layout of its weight.
 
     - `labels`: the role of each axis that the site names.
@@ -222,8 +222,8 @@ def _without_factors(
     (leaf,) = leaves
     reason = layouts[leaf]
     assert isinstance(reason, str)
-    is_small = program.leaves[leaf].size <= _LARGEST
-    kind: Structure = "block" if is_small else "diagonal"
+    has_few_directions = program.leaves[leaf].size <= _LARGEST
+    kind: Structure = "block" if has_few_directions else "diagonal"
     return Part((leaf,), shapes, kind, reason=reason)
 
 
@@ -253,7 +253,7 @@ def _leaves_of(value: Value) -> set[int]:
     return found
 
 
-def uses_of(program: Program, part: Part) -> list[Operands]:
+def uses_of(program: Program, part: Part) -> list[AxisRoles]:
     """The sites of a weight with Kronecker factors."""
     assert part.layout is not None
     uses = []
@@ -264,7 +264,7 @@ def uses_of(program: Program, part: Part) -> list[Operands]:
         is_swapped = _present(kinds[1], part.layout.shape) != _present(
             part.layout.outputs, part.layout.shape
         )
-        uses.append(Operands(site, labels, is_swapped))
+        uses.append(AxisRoles(site, labels, is_swapped))
     return uses
 
 
@@ -359,7 +359,7 @@ def _reason(site: Site) -> str | None:
         return "it is used in a branch, which not all examples take"
     if site.is_complex or view.is_complex:
         return "it meets complex numbers"
-    is_named = is_lettered(site) or (site.rule.splits and view.is_whole)
+    is_named = has_named_axes(site) or (site.rule.splits and view.is_whole)
     if not is_named or view.place is not None:
         names = dict.fromkeys(key.split("[")[0].split(" ")[0] for key in view.key)
         steps = ", ".join(f"`{name}`" for name in names)

@@ -49,7 +49,7 @@ class Shared:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class SharedPerturbation:
     """A perturbed value, after steps that only move its axes.
 
     - `perturbation`, `shape`: the index and shape of the perturbation.
@@ -70,7 +70,7 @@ class Moved:
     def _new(self) -> tuple[int, ...]:
         return tuple(i for i, axis in enumerate(self.axes) if axis is None)
 
-    def after(self, eqn: Any) -> "Moved | None":
+    def after(self, eqn: Any) -> "SharedPerturbation | None":
         """The value after an equation; None if that does more than move axes."""
         name, params = eqn.primitive.name, eqn.params
         if len(eqn.invars) != 1:  # A dynamic shape may be an input.
@@ -182,7 +182,7 @@ class Plan:
         self.operands: list[_Struct] = []
         self.outs: list[Shared | None] = []
         # Values that have a perturbation and are used only once.
-        self.perturbed_by: dict[Any, Moved] = {}
+        self.perturbed_by: dict[Any, SharedPerturbation] = {}
 
     def follow(self, eqn: Any, uses: collections.Counter) -> None:
         """Follows a perturbed value through an equation that moves its axes.
@@ -209,7 +209,9 @@ class Plan:
                     before, perturbation=number
                 )
 
-    def perturbed_before(self, eqn: Any, rules: dict[int, Rule]) -> Moved | None:
+    def perturbed_before(
+        self, eqn: Any, rules: dict[int, Rule]
+    ) -> SharedPerturbation | None:
         """The summand of a parameter, if it is perturbed and as large as the sum."""
         name = eqn.primitive.name
         if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._base.differentiable import Derivative, derivative_of, pushed
 from .._base.jaxprs import literal, run_equation
 from .._base.mesh import full_varying_as
-from .._base.modes import Derivative, derivative_of, pushed
 from .._base.primitives import (
     callee,
     inner_jaxprs,

@@ -192,17 +192,19 @@ def is_allowed(form: Form, site: Site, other: Site) -> bool:
     if form == "gram":
         if site.takes_real_part or other.takes_real_part:
             return False
-        if is_small(site) or is_small(other):
+        if has_few_directions(site) or has_few_directions(other):
             return not (site.is_complex or other.is_complex)
-        have_axes = is_lettered(site) and is_lettered(other)
+        have_axes = has_named_axes(site) and has_named_axes(other)
         return (have_axes or _same_isometry(site, other)) and not _cross(site, other)
     if site.is_complex or other.is_complex:
         return False
     sites = (site, other)
-    return form == "hessian" or all(is_lettered(x) or is_small(x) for x in sites)
+    return form == "hessian" or all(
+        has_named_axes(x) or has_few_directions(x) for x in sites
+    )
 
 
-def is_lettered(site: Site) -> bool:
+def has_named_axes(site: Site) -> bool:
     """Whether the axes of `w` at the site are distinct axes of the leaf."""
     axes = site.view.axes
     if axes is None or site.rule.splits:
@@ -211,10 +213,10 @@ def is_lettered(site: Site) -> bool:
     return len(known) == len(set(known))
 
 
-def is_small(site: Site) -> bool:
+def has_few_directions(site: Site) -> bool:
     """Whether a site has only a few real numbers, computed from a whole leaf."""
     view = site.view
-    is_plain = not (is_lettered(site) or site.loops or site.rule.token)
+    is_plain = not (has_named_axes(site) or site.loops or site.rule.token)
     is_real = not (site.is_complex or view.is_complex)
     return is_plain and is_real and math.prod(view.shape) <= _MOST_DIRECTIONS
 
@@ -222,7 +224,7 @@ def is_small(site: Site) -> bool:
 def labels_of(site: Site, side: int) -> dict[str, Label]:
     """The labels of the named axes of a site; two sites share labels of common axes."""
     labels: dict[str, Label] = {name: (side, name) for name in site.sizes}
-    if is_lettered(site):
+    if has_named_axes(site):
         assert site.view.axes is not None
         for name, axis in zip(site.w_axes, site.view.axes, strict=True):
             if axis is not None:
@@ -244,7 +246,7 @@ def is_sum(sites: Sequence[Site], apart: Collection[str] = ()) -> bool:
 
     These may nearly cancel. Positions along the axes in `apart` are not summed.
     """
-    keeps_apart = lambda site: is_lettered(site) or site.view.is_isometry
+    keeps_apart = lambda site: has_named_axes(site) or site.view.is_isometry
     sums = lambda site: {*positions(site)}.difference(apart) or not keeps_apart(site)
     return len(sites) > 1 or any(map(sums, sites))
 
@@ -262,7 +264,7 @@ def _same_isometry(site: Site, other: Site) -> bool:
 def _identity(site: Site) -> tuple:
     shape = tuple(site.sizes[name] for name in site.w_axes)
     view = site.view
-    return (is_lettered(site), view.key, view.windows, site.rule.splits, shape)
+    return (has_named_axes(site), view.key, view.windows, site.rule.splits, shape)
 
 
 def _cross(site: Site, other: Site) -> bool:

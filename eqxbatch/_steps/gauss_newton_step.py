@@ -17,7 +17,7 @@ from .._base.checks import AnyArray, as_jax, check_at_least, check_callable
 from .._base.dtypes import widened
 from .._base.mesh import error_if, spec_of, vary_as
 from .._base.trees import described, log, shown
-from .._batch.cut import Blocks
+from .._batch.batch import Blocks
 from .._batch.derivative import AbstractDerivative, split_examples
 from .._batch.moments import check_real, check_weights, Mean, Sum
 from .._batch.transform import (

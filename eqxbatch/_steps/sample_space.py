@@ -9,6 +9,8 @@ from jaxtyping import Array, Float, Inexact
 from .._base.dtypes import finite_sums, widened
 from .._base.jaxprs import uses_dtype
 from .._batch.loop import Rows
+from .._kernels.engine import make_collectors, on_device
+from .._kernels.kernel import Plan, room_to_keep
 from .._ntk.example_factors import (
     choose_formed,
     ExampleFactors,
@@ -19,8 +21,6 @@ from .._ntk.example_factors import (
 from .._ntk.model_kernel import ModelKernel
 from .._ntk.output_axes import Mirror, OutputAxes
 from .._ntk.pairings import Sites
-from .._pairs.engine import make_collectors, on_device
-from .._pairs.kernel import Plan, room_to_keep
 from .._sites.factors import Factors, weighted_sum
 from .._sites.site import Site
 from .._sites.trace import Program

@@ -11,13 +11,13 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 from .._base.checks import check_equal
+from .._base.differentiable import Derivative, derivative_of_program, pushed
 from .._base.dtypes import finite_sums, is_complex, power_of_two, widened, widest
-from .._base.jaxprs import PerExample, uses_dtype
+from .._base.jaxprs import TracedFunction, uses_dtype
 from .._base.mesh import vary_as
-from .._base.modes import Derivative, derivative_of_program, pushed
 from .._base.trees import described
 from .._batch.accumulators import Concat
-from .._batch.cut import Batch
+from .._batch.batch import Batch
 from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum
 from .._curvature.by_one_mode import with_both_modes
@@ -196,7 +196,7 @@ class Residuals:
         return range(len(self.terms))
 
     @functools.cached_property
-    def centred_programs(self) -> list[PerExample]:
+    def centred_programs(self) -> list[TracedFunction]:
         """Like `programs`, with centred derivatives if required."""
         if not self.centre:
             return self.programs
@@ -206,13 +206,13 @@ class Residuals:
             for i in self.numbers
         ]
 
-    def _traced(self, fun: Callable, rows: Rows) -> PerExample:
+    def _traced(self, fun: Callable, rows: Rows) -> TracedFunction:
         of_row = lambda leaves, row: fun(leaves, *row)
-        return PerExample(of_row, self.leaves, rows.arrays, rows.axes)
+        return TracedFunction(of_row, self.leaves, rows.arrays, rows.axes)
 
     def _with(
-        self, number: int, derivative: Derivative, program: PerExample
-    ) -> PerExample:
+        self, number: int, derivative: Derivative, program: TracedFunction
+    ) -> TracedFunction:
         """The program of a term, with its Jacobian if that is its only derivative."""
         if self._derivatives[number] != derivative:
             return program
@@ -247,7 +247,10 @@ class Residuals:
             program = self._with(number, "rows", self._one_mode[number])
 
             def push(
-                arrays: list, _: int, number: int = number, term: PerExample = program
+                arrays: list,
+                _: int,
+                number: int = number,
+                term: TracedFunction = program,
             ) -> Array:
                 values = lambda leaves: term.many(leaves, arrays)
                 derivative = self._derivatives[number]
@@ -276,7 +279,7 @@ class Residuals:
         triples = zip(self.centred_programs, self.rows, scaled, strict=True)
         for program, rows, vector in triples:
 
-            def of_one(*both: Array, term: PerExample = program) -> list[Array]:
+            def of_one(*both: Array, term: TracedFunction = program) -> list[Array]:
                 *row, vector = both
                 values = lambda leaves: term.one(leaves, row)[0]
                 out, pullback = jax.vjp(values, self.leaves)
@@ -304,7 +307,7 @@ class Residuals:
             program, rows = self.programs[number], self.rows[number]
 
             def pulled(
-                arrays: list, size: int, term: PerExample = program
+                arrays: list, size: int, term: TracedFunction = program
             ) -> list[Array]:
                 *arrays, seeds = arrays
                 outs, pullback = jax.vjp(

@@ -17,13 +17,13 @@ from eqxbatch import (
     MonteCarloKernel,
 )
 from eqxbatch._base.cpu import (
-    as_own_program,
     evaluate_in_loop,
+    in_opaque_branch,
     mirrored,
     with_mirror_image,
 )
+from eqxbatch._kernels import function
 from eqxbatch._ntk import random_model
-from eqxbatch._pairs import function
 from ..helpers import assert_same, memory, normal, thinned
 
 
@@ -249,7 +249,9 @@ def test_large_tiles_are_made_symmetric_in_pieces_on_cpus_only(getkey):
 
 def test_programs_are_kept_apart_on_cpus_only():
     # Elsewhere, the condition is true as the compiler can see.
-    apart = jax.jit(lambda x, always: as_own_program(lambda x: [jnp.sin(x)], always)(x))
+    apart = jax.jit(
+        lambda x, always: in_opaque_branch(lambda x: [jnp.sin(x)], always)(x)
+    )
     traced = apart.trace(jnp.ones(3), jnp.array(True))
     for platform, is_apart in (("cpu", True), ("cuda", False)):
         text = traced.lower(lowering_platforms=(platform,)).as_text()

@@ -30,7 +30,7 @@ from eqxbatch import (
     Sum,
 )
 from eqxbatch._batch import memory as memory_module
-from eqxbatch._batch.memory import available_bytes, CompiledBytes, fit_size
+from eqxbatch._batch.memory import CompiledBytes, fit_size, machine_bytes
 from eqxbatch._ntk import model_kernel
 from ..helpers import assert_same, CountTraces, memory, normal
 
@@ -191,7 +191,7 @@ def machine_of(folder, files):
     for name, text in files.items():
         folder.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
         folder.joinpath(name).write_text(text)
-    return available_bytes(folder)
+    return machine_bytes(folder)
 
 
 def test_what_is_available(tmp_path, monkeypatch):
@@ -222,14 +222,14 @@ def test_what_is_available(tmp_path, monkeypatch):
     first[f"{group}.usage_in_bytes"] = "9000000\n"
     assert machine_of(tmp_path / "full", first) == 0
     # Elsewhere than on Linux; Windows has no `sysconf` either.
-    assert available_bytes(tmp_path / "none") > 2**28
+    assert machine_bytes(tmp_path / "none") > 2**28
     monkeypatch.delattr(os, "sysconf")
-    assert available_bytes(tmp_path / "none") == 2**32
+    assert machine_bytes(tmp_path / "none") == 2**32
 
 
 def test_a_cpu_has_what_is_available(monkeypatch):
     free = 3 * 2**30
-    monkeypatch.setattr(memory_module, "available_bytes", lambda: free)
+    monkeypatch.setattr(memory_module, "machine_bytes", lambda: free)
     assert MemoryBudget().resolve() == 2**31
 
 

@@ -120,9 +120,9 @@ def test_blocks_of_examples(name, y, monkeypatch):
 @pytest.mark.parametrize(
     ("fisher", "is_small"), thinned(("type-2", "empirical"), (False, True))
 )
-def test_shard_map(fisher, is_small, monkeypatch):
+def test_shard_map(fisher, has_few_directions, monkeypatch):
     """A sum over the examples of all devices, as a gradient is."""
-    if is_small:
+    if has_few_directions:
         monkeypatch.setattr(kronecker_sums, "_MOST_BYTES", 2 * 16 * 8)
     known = KNOWN["pooled"](jr.key(1), 16)
     y = jr.normal(jr.key(2), (16, 2))

@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from eqxbatch import filter_kfac
 from eqxbatch._base import primitives
-from eqxbatch._base.modes import without_forward_mode, without_reverse_mode
-from eqxbatch._pairs import stores
+from eqxbatch._base.differentiable import without_forward_mode, without_reverse_mode
+from eqxbatch._kernels import stores
 from eqxbatch._sites.trace import Program
 from ..layers import Case, vectors, weight
 from .oracle import compare

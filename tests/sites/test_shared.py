@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites, filter_hessian, filter_hessian_diagonal
-from eqxbatch._sites.site import is_lettered
+from eqxbatch._sites.site import has_named_axes
 from eqxbatch._sites.trace import Program
 from ..layers import Case, vectors, weight
 from .oracle import compare
@@ -50,7 +50,7 @@ def test_custom_rules_are_elementwise_as_their_derivative_is(name):
     loss = lambda w, x: fun(w) @ x
     program, _ = compare(Case(weight(4, 4), loss, vectors(4)))
     assert not program.fallbacks
-    assert [is_lettered(site) for site in program.sites] == [is_elementwise]
+    assert [has_named_axes(site) for site in program.sites] == [is_elementwise]
 
 
 @pytest.mark.flags

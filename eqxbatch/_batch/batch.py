@@ -442,7 +442,7 @@ def block_struct(
 
 
 @contextlib.contextmanager
-def told_apart(
+def explained_failure(
     call: Callable[[list], Any],
     batch: Batch,
     given: Literal["example", "microbatch"],

@@ -13,9 +13,9 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._base.cpu import with_mirror_image
-from .._batch.cut import block_struct
+from .._batch.batch import block_struct
 from .._batch.loop import Rows
-from .._batch.memory import free_bytes
+from .._batch.memory import available_bytes
 from .._batch.slots import is_struct
 from .calls import Call
 
@@ -173,7 +173,7 @@ def room_to_keep() -> int:
     It is a power of two, so that it changes rarely; it only decides the number of
     panels.
     """
-    return free_bytes(1) // SHARE
+    return available_bytes(1) // SHARE
 
 
 class Plan(eqx.Module):

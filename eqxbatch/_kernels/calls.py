@@ -17,7 +17,7 @@ from jaxtyping import Array, Key, PyTree, UInt32
 
 from .._base.checks import AnyArray, check_types
 from .._base.trees import shown
-from .._batch.cut import broadcast_axes, split_batch, told_apart
+from .._batch.batch import broadcast_axes, explained_failure, split_batch
 from .._batch.loop import Rows
 from .._batch.memory import check_size, MemoryBudget
 
@@ -245,16 +245,16 @@ class Side:
         x, kwargs = self.arguments(rows)
         return model(x, **kwargs)
 
-    def told_apart(self, model: Callable) -> AbstractContextManager:
+    def explained_failure(self, model: Callable) -> AbstractContextManager:
         """A context that tells models of a batch from models of one example."""
         call, batch = functools.partial(self.call, model), self._batch
         if self._is_batched:
-            return told_apart(call, batch, "example", _IF_WHOLE)
+            return explained_failure(call, batch, "example", _IF_WHOLE)
         # The whole batch is the single row of a batch.
         whole = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batch.arrays]
         has_examples = all(x.shape for x in whole)
         batch = dataclasses.replace(batch, arrays=whole if has_examples else [])
-        return told_apart(call, batch, "microbatch", _IF_ONE)
+        return explained_failure(call, batch, "microbatch", _IF_ONE)
 
 
 _IF_WHOLE = "Pass `vmap_axes=None`, or a model of one example."

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 from .._base.checks import check_types
 from .._base.mesh import on_mesh_around, with_type_of
 from .._base.trees import match_prefix, shown
-from .._batch.cut import Block
+from .._batch.batch import Block
 from .._batch.loop import Rows
 from .._batch.slots import types_of
 from .kernel import AbstractBlockKernel, Grid, KernelLeaf

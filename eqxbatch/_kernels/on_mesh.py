@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.cpu import written_first
+from .._base.cpu import materialised
 from .._base.mesh import is_explicit, replicated
 from .._base.primitives import constants
 from .._batch.loop import Rows
@@ -138,7 +138,7 @@ def _reduced(
                 always = at[0, 0] >= 0
         leaves, treedef = jtu.tree_flatten(states)
         # XLA removes a scan of one step, and then mixes its writes with what follows.
-        leaves = [x[None] for x in written_first(leaves, always)]
+        leaves = [x[None] for x in materialised(leaves, always)]
         return jtu.tree_unflatten(treedef, leaves)
 
     spread = PartitionSpec(mesh_axis.name)

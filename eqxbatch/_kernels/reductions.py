@@ -15,7 +15,7 @@ from jaxtyping import Array, Inexact, Shaped
 
 from .._base.checks import as_jax, check_equal, check_fields
 from .._base.dtypes import common_dtype, power_of_two, widened
-from .._batch.cut import Block
+from .._batch.batch import Block
 from .._batch.moments import complete, nothing_lost, plus
 
 

@@ -17,8 +17,8 @@ from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 from .._base.checks import as_jax
 from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
-from .._batch.cut import Block
-from .batch import BatchKernel
+from .._batch.batch import Block
+from .batch_kernel import BatchKernel
 from .calls import without_twins
 from .engine import run_tiles, Tiles, Written
 from .function import block_kernel, CalledKernel, on_mesh_of_results

@@ -9,7 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .jaxprs import at_example, PerExample
+from .jaxprs import at_example, TracedFunction
 from .primitives import inner_jaxprs, is_unknown_object, name_of
 
 
@@ -60,7 +60,9 @@ def derivative_of(
     return "transposed" if _has_transpose(fun, point) else "rows"
 
 
-def derivative_of_program(name: str, program: PerExample, arrays: list) -> Derivative:
+def derivative_of_program(
+    name: str, program: TracedFunction, arrays: list
+) -> Derivative:
     """How JAX can differentiate a program of one example of a batch in its leaves."""
 
     def ask(rows: list) -> Derivative:

@@ -10,8 +10,8 @@ import pytest
 
 from eqxbatch import RowSums
 from eqxbatch._batch.loop import Rows
-from eqxbatch._pairs.engine import make_collectors, on_device
-from eqxbatch._pairs.kernel import (
+from eqxbatch._kernels.engine import make_collectors, on_device
+from eqxbatch._kernels.kernel import (
     AbstractBlockKernel,
     balanced,
     Grid,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.checks import AnyArray, checked
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
-from .batch import BatchKernel
+from .batch_kernel import BatchKernel
 from .matrix import (
     AbstractMatrix,
     ComputedMatrix,

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from .._base.checks import check_at_least, check_fields
-from .._batch.cut import Block
+from .._batch.batch import Block
 from .reductions import AbstractReduction, MatrixTile
 
 

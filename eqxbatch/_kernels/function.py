@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
-from .._base.cpu import as_own_program, evaluate_in_loop
+from .._base.cpu import evaluate_in_loop, in_opaque_branch
 from .._base.jaxprs import compiled
 from .._base.mesh import (
     explicit_mesh,
@@ -148,7 +148,9 @@ class CalledKernel(AbstractBlockKernel):
         closed = self._programs[key]
         # As its own program, it is in a branch, where convolutions are as slow as in a
         # loop.
-        run = as_own_program(functools.partial(evaluate_in_loop, closed.jaxpr), always)
+        run = in_opaque_branch(
+            functools.partial(evaluate_in_loop, closed.jaxpr), always
+        )
         return run(list(closed.consts), jtu.tree_leaves(arrays))
 
     def tile(self, first: list, second: list | None) -> list[Array]:
