@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.jaxprs import evaluate_jaxpr
-from .._base.mesh import auto_sharded
+from .._base.mesh import auto_sharded, explicit_mesh
 from .._batch.accumulators import Concat, Last
 from .._batch.batch import (
     Batch,
@@ -206,7 +206,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         """Maps `fun` over the examples of a microbatch, on any devices."""
         vmap = functools.partial(MicroVmap.vmap, if_whole=if_whole)
         total = batch.total(self.axis_size)
-        if total == 0:
+        if total == 0 or explicit_mesh((self, batch)) is None:
             return functools.partial(vmap, self, batch)
 
         def specs(out: tuple[PyTree, tuple]) -> tuple[PyTree, PartitionSpec]:
