@@ -19,7 +19,6 @@ from typing import (
     overload,
     ParamSpec,
     Protocol,
-    Self,
     TypeVar,
 )
 
@@ -161,7 +160,7 @@ class AbstractTransform(eqx.Module):
         return f"{self.public_name}({', '.join(texts)})"
 
     @overload
-    def __get__(self, instance: None, owner: Any) -> Self: ...
+    def __get__(self: _Made, instance: None, owner: Any) -> _Made: ...
     @overload
     def __get__(
         self: Callable[Concatenate[Any, P], Out], instance: Any, owner: Any
