@@ -254,7 +254,7 @@ def check_one_of(name: str, value: Any, options: Sequence[Any]) -> None:
         raise ValueError(f"`{name}` must be one of {tuple(options)}; got {value!r}.")
 
 
-def check_at_least(name: str, value: Any, least: float, remedy: str = "") -> None:
+def check_at_least(name: str, value: Any, least: int | float, remedy: str = "") -> None:
     """Raises `ValueError` if a number is too small."""
     if not value >= least:
         message = f"`{name}` must be at least {least}; got {shown(value)}. {remedy}"

@@ -19,6 +19,7 @@ from typing import (
     overload,
     ParamSpec,
     Protocol,
+    TYPE_CHECKING,
     TypeVar,
 )
 
@@ -400,17 +401,7 @@ class Transform(
     ) -> Callable[[_Fun_contra], _Made_co]: ...
 
 
-@overload
-def also_decorator(
-    name: str, cls: Callable[Concatenate[_Fun, _Settings], _Made]
-) -> Transform[_Fun, _Settings, _Made, _Fun, _Settings, _Made]: ...
-@overload
-def also_decorator(
-    name: str,
-    cls: Callable[Concatenate[_Fun, _Settings], _Made],
-    plain: Callable[Concatenate[_FunPlain, _Plain], _MadePlain],
-) -> Transform[_FunPlain, _Plain, _MadePlain, _Fun, _Settings, _Made]: ...
-def also_decorator(name: str, cls: Any, plain: Any = None) -> Any:
+def _public_function(name: str, cls: Any, plain: Any = None) -> Any:
     """The public function `name` that makes transforms of class `cls`.
 
     Without a function, it returns a decorator. `plain` is the base class without the
@@ -460,3 +451,22 @@ def _python_setting(value: PyTree) -> PyTree:
         return value
     convert = lambda x: x.item() if is_setting(x) else x
     return jtu.tree_map(convert, value, is_leaf=is_module)
+
+
+# beartype, which tests use, does not know classes with several `ParamSpec`s.
+if TYPE_CHECKING:
+
+    @overload
+    def also_decorator(
+        name: str, cls: Callable[Concatenate[_Fun, _Settings], _Made]
+    ) -> Transform[_Fun, _Settings, _Made, _Fun, _Settings, _Made]: ...
+    @overload
+    def also_decorator(
+        name: str,
+        cls: Callable[Concatenate[_Fun, _Settings], _Made],
+        plain: Callable[Concatenate[_FunPlain, _Plain], _MadePlain],
+    ) -> Transform[_FunPlain, _Plain, _MadePlain, _Fun, _Settings, _Made]: ...
+    def also_decorator(name: str, cls: Any, plain: Any = None) -> Any: ...
+
+else:
+    also_decorator = _public_function

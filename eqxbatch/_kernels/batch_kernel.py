@@ -38,7 +38,7 @@ from .stores import AbstractStore
 _X1 = TypeVar("_X1", bound=Any)
 
 
-_X2 = TypeVar("_X2", bound=Any)
+_X2 = TypeVar("_X2")
 
 
 def settings_of(module: Any, cls: type[eqx.Module]) -> dict[str, Any]:

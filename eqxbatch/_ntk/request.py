@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, Literal, Self
+from typing import Any, get_args, Literal
 
 import equinox as eqx
 import jax
@@ -169,7 +169,7 @@ class AbstractRequest(AbstractKernelSettings):
     implementation: Implementation = eqx.field(static=True, default="auto")
     room: int | None = eqx.field(static=True, default=None)
 
-    def in_bytes(self) -> Self:
+    def in_bytes(self) -> Any:
         """The request with memory budgets resolved to bytes."""
         if self.block_size is None or self.room is not None:
             return self
