@@ -129,7 +129,8 @@ if _typing.TYPE_CHECKING:
     from ._kernels.operator import KernelOperator as KernelOperator
 
 
-__all__ = [name for name in vars() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
+_public = [name for name, x in [*vars().items()] if hasattr(x, "__module__")]
+__all__ = [name for name in _public if name[0] != "_"]  # pyright: ignore[reportUnsupportedDunderAll]
 if _util.find_spec("lineax") is not None:
     __all__ += _OPERATORS  # pyright: ignore[reportUnsupportedDunderAll]
 
