@@ -264,7 +264,7 @@ def test_programs_are_kept_apart_on_cpus_only():
 
 def merged(monkeypatch, module):
     """From here on, what is kept apart in a module is not."""
-    monkeypatch.setattr(module, "as_own_program", lambda run, always: run)
+    monkeypatch.setattr(module, "in_opaque_branch", lambda run, always: run)
 
 
 def test_blocks_of_kernels_are_kept_apart(monkeypatch):
