@@ -104,7 +104,7 @@ def test_wrong_calls_of_a_checked_function(kwargs, error, match):
 @ONE_SCOPE
 @pytest.mark.parametrize("like", ([X], {"a": X.T}))
 def test_trees_have_one_structure_and_equal_shapes(like):
-    with pytest.raises(ValueError, match="`like` must be PyTree.*, with `x` of shape"):
+    with pytest.raises(ValueError, match=r"`like` must be PyTree.*, with `x` of shape"):
         everything(X, tree={"a": X}, like=like)
 
 
