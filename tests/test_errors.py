@@ -432,7 +432,8 @@ def test_tracebacks_show_the_frames_of_users(filtering):
             call()
     finally:
         jax.config.update("jax_traceback_filtering", "off")
-    frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-    assert (frames[1], frames[-1]) == ("call", "wrong")
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert (frames[1].name, frames[-1].name) == ("call", "wrong")
+    num = sum("eqxbatch/_" in frame.filename for frame in frames)
     # The call of the transform, and what compiles it.
-    assert len(frames) == 6 if filtering == "auto" else len(frames) > 15
+    assert num == 3 if filtering == "auto" else num > 10
