@@ -19,6 +19,7 @@ from jaxtyping import Array, Inexact, PyTree
 from .._base.checks import checked
 from .._base.trees import match_prefix
 from .._batch.batch import broadcast_axes
+from .._batch.derivative import Selection
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
 from .._kernels.calls import KEY_REMEDY, VmapAxes
 from .._kernels.engine import make_collectors, on_device
@@ -27,7 +28,7 @@ from .._kernels.kernel import AbstractKernelFunction, KernelCall, Plan
 from .model_kernel import by_name, each, Found, ModelKernel, whole
 from .output_axes import Mirror, OutputAxes
 from .pairings import AbstractPairing, choose_pairing
-from .random_model import as_callable, selected
+from .random_model import as_callable, selection_of
 from .request import (
     AbstractJacobianKernel,
     AbstractKernelSettings,
@@ -219,9 +220,17 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
     """An empirical kernel: a kernel function with a model."""
 
     model: Callable | tuple[Callable, eqx.nn.State]
+    _selection: Selection | None = eqx.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Once, and not in each call: it looks at all leaves. Later, the model may have
+        # other arrays, but not another structure.
+        self._selection = None
+        if isinstance(self, AbstractParameterKernel):
+            self._selection = selection_of(self.model, self.where, self.filter_spec)
 
     def __check_init__(self) -> None:
-        request = self._request  # It checks the model and its parameters.
+        request = self._request  # It checks the model.
         if not self._is_plain:
             self._in_blocks(request)
             check_is_batched(self.vmap_axes)
@@ -233,15 +242,11 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
     @property
     def _request(self) -> ModelRequest:
         """The model and its parameters, and how its kernel is computed."""
-        model, selection, implementation = as_callable(self.model), None, "auto"
-        if isinstance(self, AbstractParameterKernel):
-            model, selection = selected(self.model, self.where, self.filter_spec)
-        if isinstance(self, AbstractJacobianKernel):
-            implementation = self.implementation
+        is_jacobian = isinstance(self, AbstractJacobianKernel)
         return ModelRequest(
-            model,
-            selection,
-            implementation=implementation,
+            as_callable(self.model),
+            self._selection,
+            implementation=self.implementation if is_jacobian else "auto",
             **settings_of(self, AbstractKernelSettings),
         )
 

@@ -58,17 +58,15 @@ def as_callable(model: Any) -> Any:
     return ModelWithState(*model) if _has_state(model) else model
 
 
-def selected(
-    model: Any, where: Callable | None, filter_spec: PyTree
-) -> tuple[Any, Selection]:
-    """A callable model and its parameters; those of the state do not count."""
+def selection_of(model: Any, where: Callable | None, filter_spec: PyTree) -> Selection:
+    """The parameters of a model as a callable; those of its state do not count."""
     both = as_callable(model)
     if both is model:
-        return model, Selection(model, where, filter_spec)
+        return Selection(model, where, filter_spec)
     of_model = lambda both: both.model if where is None else where(both.model)
     # A callable is a valid prefix, too.
     spec = ModelWithState(filter_spec, False)
-    return both, Selection(both, of_model, spec)
+    return Selection(both, of_model, spec)
 
 
 class RandomModels(eqx.Module):
