@@ -408,8 +408,15 @@ class SiteHessian:
         rows: list,
         axes: Sequence[int],
         weights: Real[Array, " n"] | None,
+        *,
+        counts_cancelled: bool = False,
     ) -> list[Inexact[Array, "pairs ..."]]:
-        """The blocks of each group, of the (weighted) sum over the examples."""
+        """The blocks of each group, of the (weighted) sum over the examples.
+
+        With `counts_cancelled`, the number of examples for which the terms of gradients
+        nearly cancel comes last. Blocks are sums over pairs of these terms, which keep
+        no digits then.
+        """
 
         def one(rows: list, weight: Array | None) -> tuple[list, list, list]:
             point, run = self._gradient.at(leaves, rows, weight)
@@ -423,8 +430,14 @@ class SiteHessian:
         found = of_examples(one, rows, axes, weights)
         are_stacked = self.blocks.are_stacked
         derivatives = _Derivatives(self._gradient, *found, are_stacked=are_stacked)
-        blocks = self.blocks.sums(derivatives.terms, self.program.values(leaves))
-        return with_curved(self.blocks, leaves, derivatives.of_sources(), blocks)
+        values = self.program.values(leaves)
+        blocks = self.blocks.sums(derivatives.terms, values)
+        blocks = with_curved(self.blocks, leaves, derivatives.of_sources(), blocks)
+        if counts_cancelled:
+            cotangents, operands, _ = found
+            factors = Factors(operands, cotangents, values=values)
+            blocks.append(self._num_cancelled(leaves, factors))
+        return blocks
 
     @property
     def summed(self) -> list[int]:
@@ -432,25 +445,11 @@ class SiteHessian:
         program, leaves = self.program, sorted(self.blocks.requested.leaves)
         return [i for i in leaves if is_sum(program.sites_of(i))]
 
-    def num_cancelled(
-        self, leaves: list, rows: list, axes: Sequence[int]
-    ) -> Real[Array, ""]:
-        """The number of examples for which the terms of gradients nearly cancel.
-
-        The blocks are sums over pairs of these terms, which keep no digits then.
-        """
-
-        def one(rows: list, _: Array | None) -> tuple[list, list]:
-            point, run = self._gradient.at(leaves, rows, None)
-            outs = run(point)
-            return outs[: len(point)], outs[len(point) :]
-
-        cotangents, operands = of_examples(one, rows, axes, None)
-        factors = Factors(operands, cotangents, values=self.program.values(leaves))
+    def _num_cancelled(self, leaves: list, factors: Factors) -> Real[Array, ""]:
         sites = self.program.sites_of
-        found = cancels([OfLeaf(sites(i), factors, leaves[i]) for i in self.summed])
-        assert found is not None
-        return jnp.sum(found.array, dtype=jnp.float32)
+        flags = cancels([OfLeaf(sites(i), factors, leaves[i]) for i in self.summed])
+        assert flags is not None
+        return jnp.sum(flags.array, dtype=jnp.float32)
 
     @property
     def bytes(self) -> int:

@@ -633,10 +633,10 @@ class CurvatureBlocks:
         leaves, axes = self.curvature.leaves, self.curvature.axes
 
         def sums(rows: list, weights: Array | None) -> list[Array]:
-            blocks = sites.sums(leaves, rows, axes, weights)
-            if isinstance(sites, SiteHessian) and self._may_cancel:
-                blocks.append(sites.num_cancelled(leaves, rows, axes))
-            return blocks
+            if isinstance(sites, SiteHessian):
+                counts = self._may_cancel
+                return sites.sums(leaves, rows, axes, weights, counts_cancelled=counts)
+            return sites.sums(leaves, rows, axes, weights)
 
         if not axes:
             return sums(rows, weights)
