@@ -101,9 +101,9 @@ def as_jax(x: Any) -> Any:
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value matches an annotation."""
-    if hint is Any:
-        return True
     options = _options(hint)
+    if Any in options:
+        return True
     if {*options} >= {*get_args(DTypeLike)}:
         return _is_dtype(value) or (value is None and type(None) in options)
     # `beartype` takes a bool for an int.
@@ -168,12 +168,6 @@ def _is_dtype(value: Any) -> bool:
 
 def _is_array_hint(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, AbstractArray)
-
-
-def _are_array_hints(hint: Any) -> bool:
-    """Whether an annotation is for arrays, or for None, and nothing else."""
-    options = get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
-    return all(map(_is_array_hint, {*options} - {type(None)}))
 
 
 def _are_numbers(value: Any) -> bool:

@@ -165,18 +165,13 @@ def resolved(settings: _Settings) -> _Settings:
     changes = {}
     for name in _NAMES:
         value = getattr(settings, name, None)
-        new = value
         if isinstance(value, MemoryBudget) and value.max_bytes is None:
-            new = MemoryBudget(value.resolve())
-        elif isinstance(value, eqx.Module):
-            new = resolved(value)
-        if new is not value:
-            changes[name] = new
+            changes[name] = MemoryBudget(value.resolve())
     return dataclasses.replace(settings, **changes) if changes else settings
 
 
-# The names of settings that are sizes, or that contain sizes.
-_NAMES = ("blocking", "block_size", "column_size", "microbatch_size", "per_batch")
+# The names of settings that are sizes.
+_NAMES = ("block_size", "microbatch_size", "per_batch")
 
 
 def check_size(name: str, size: Any) -> Any:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact, Real, Shaped
+from jaxtyping import Array, Inexact, Shaped
 
-from .._base.checks import AnyArray, as_jax, check_fields
+from .._base.checks import as_jax, check_fields
 from .._base.dtypes import (
     accumulation_dtype,
     check_holds,
@@ -182,9 +182,6 @@ class Mean(AbstractAccumulator[_Total]):
         mean, dtype = _cast("Mean", value, self.dtype, self.weights, inexact=True)
         weight = block_weight(mean.dtype, self.weights, block)
         return _Total(mean * weight.astype(mean.dtype), weight, dtype)
-
-
-_Squares = Real[AnyArray, "*r"] | None
 
 
 class VarianceState(eqx.Module):

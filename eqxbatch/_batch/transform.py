@@ -244,11 +244,9 @@ class AbstractEarlyStop(AbstractMicrobatched):
     def num_examples(self, blocks: Blocks) -> int | Array:
         """The number of examples that run."""
         count = _as_index(self.num_real_microbatches)
-        return (
-            blocks.total
-            if count is None
-            else jnp.minimum(count * blocks.size, blocks.total)
-        )
+        if count is None:
+            return blocks.total
+        return jnp.minimum(count * blocks.size, blocks.total)
 
     def run(
         self,
@@ -401,7 +399,22 @@ class Transform(
     ) -> Callable[[_Fun_contra], _Made_co]: ...
 
 
-def _public_function(name: str, cls: Any, plain: Any = None) -> Any:
+# beartype, which tests use, does not know classes with several `ParamSpec`s.
+if TYPE_CHECKING:
+
+    @overload
+    def also_decorator(
+        name: str, cls: Callable[Concatenate[_Fun, _Settings], _Made]
+    ) -> Transform[_Fun, _Settings, _Made, _Fun, _Settings, _Made]: ...
+    @overload
+    def also_decorator(
+        name: str,
+        cls: Callable[Concatenate[_Fun, _Settings], _Made],
+        plain: Callable[Concatenate[_FunPlain, _Plain], _MadePlain],
+    ) -> Transform[_FunPlain, _Plain, _MadePlain, _Fun, _Settings, _Made]: ...
+
+
+def also_decorator(name: str, cls: Any, plain: Any = None) -> Any:
     """The public function `name` that makes transforms of class `cls`.
 
     Without a function, it returns a decorator. `plain` is the base class without the
@@ -414,15 +427,14 @@ def _public_function(name: str, cls: Any, plain: Any = None) -> Any:
     @functools.wraps(cls, updated=())
     def make(*args: Any, **settings: Any) -> Any:
         settings = {key: _python_setting(value) for key, value in settings.items()}
-        if not args and first.name not in settings:
-            arguments = bound_arguments(name, public, args, settings)
-            return functools.partial(make, **arguments)
-        arguments = bound_arguments(name, signature, args, settings)
-        if arguments[first.name] is None:
-            del arguments[first.name]
+        fun = args[0] if args else settings.get(first.name)
+        expected = public if fun is None else signature
+        arguments = bound_arguments(name, expected, args, settings)
+        if fun is None:
+            arguments.pop(first.name, None)
             return functools.partial(make, **arguments)
         # Before Equinox warns of it.
-        check_not_jitted(arguments[first.name])
+        check_not_jitted(fun)
         return eqx.module_update_wrapper(cls(**arguments))
 
     # Settings of the class itself come before those of its bases. A decorator takes
@@ -451,22 +463,3 @@ def _python_setting(value: PyTree) -> PyTree:
         return value
     convert = lambda x: x.item() if is_setting(x) else x
     return jtu.tree_map(convert, value, is_leaf=is_module)
-
-
-# beartype, which tests use, does not know classes with several `ParamSpec`s.
-if TYPE_CHECKING:
-
-    @overload
-    def also_decorator(
-        name: str, cls: Callable[Concatenate[_Fun, _Settings], _Made]
-    ) -> Transform[_Fun, _Settings, _Made, _Fun, _Settings, _Made]: ...
-    @overload
-    def also_decorator(
-        name: str,
-        cls: Callable[Concatenate[_Fun, _Settings], _Made],
-        plain: Callable[Concatenate[_FunPlain, _Plain], _MadePlain],
-    ) -> Transform[_FunPlain, _Plain, _MadePlain, _Fun, _Settings, _Made]: ...
-    def also_decorator(name: str, cls: Any, plain: Any = None) -> Any: ...
-
-else:
-    also_decorator = _public_function
