@@ -594,7 +594,10 @@ class CurvatureBlocks:
             x.size * x.dtype.itemsize
             for x in (*program.perturbations, *program.operands)
         )
-        size = max(1, _LEAST_BYTES // max(total * kept, 1))
+        # The branch takes no more memory than the blocks from sites. A column keeps the
+        # tangents of values and of their cotangents.
+        most = min(total * self._sites.bytes, _LEAST_BYTES)
+        size = max(1, most // max(2 * total * kept, 1))
         size = size if self.size is None else min(size, self.size)
 
         def products() -> list[Array]:
