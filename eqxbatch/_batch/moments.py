@@ -245,9 +245,7 @@ class RunningMean(AbstractAccumulator[VarianceState]):
     def update(
         self, state: VarianceState, value: VarianceState | _Value, block: Block
     ) -> VarianceState:
-        value = self._whole(value, block)
-        mean, _, count = _merge_means(state, value)
-        return VarianceState(mean, None, count, None, state.dtype)
+        return merged(state, self._whole(value, block))
 
     def finalize(self, state: VarianceState) -> Inexact[Array, "*r"]:
         return _mean_or_nan(state)
@@ -323,19 +321,7 @@ class Variance(AbstractAccumulator[VarianceState]):
     def update(
         self, state: VarianceState, value: VarianceState | _Value, block: Block
     ) -> VarianceState:
-        value = self._whole(value, block)
-        mean, delta, count = _merge_means(state, value)
-        real = widest(state.squares.dtype)
-        # In floating point, because the product of two counts can overflow int32.
-        harmonic = state.count.astype(real) * (
-            value.count.astype(real) / count.astype(real)
-        )
-        # Scaled before squaring: the square alone may overflow.
-        distance = delta * jnp.sqrt(harmonic).astype(delta.dtype)
-        part = value.squares + _abs_squared(distance)
-        squares, lost = plus(state.squares, state.lost, part)
-        observations = state.observations + value.observations
-        return VarianceState(mean, squares, count, observations, state.dtype, lost)
+        return merged(state, self._whole(value, block))
 
     def finalize(self, state: VarianceState) -> MeanAndVariance:
         state = state.whole()
@@ -450,24 +436,29 @@ def _mean(values: Inexact[Array, "b ..."]) -> Inexact[Array, "..."]:
     return jnp.sum(wide / values.shape[0], axis=0).astype(values.dtype)
 
 
-def _merge_means(
-    state: VarianceState, value: VarianceState
-) -> tuple[Array, Array, Array]:
-    count = state.count + value.count
+def merged(state: VarianceState, value: VarianceState, xp: Any = jnp) -> VarianceState:
+    """The moments of two sets of examples. `xp` is the library of their arrays."""
+    counts = state.count, value.count, state.count + value.count
+    # In floating point, because the product of two counts can overflow int32.
     real = widest(state.mean.dtype)
-    shares = [
-        (x.count.astype(real) / count.astype(real)).astype(state.mean.dtype)
-        for x in (state, value)
-    ]
+    of_state, of_value, of_both = (xp.asarray(count).astype(real) for count in counts)
+    shares = [(x / of_both).astype(state.mean.dtype) for x in (of_state, of_value)]
     delta = value.mean - state.mean
     # The difference is more accurate, unless it is infinite: then a mean is infinite,
     # or both are huge with opposite signs.
-    mean = jnp.where(
-        jnp.isfinite(delta),
+    mean = xp.where(
+        xp.isfinite(delta),
         state.mean + delta * shares[1],
         state.mean * shares[0] + value.mean * shares[1],
     )
-    return mean, delta, count
+    if state.squares is None:
+        return VarianceState(mean, None, counts[-1], None, state.dtype)
+    # Scaled before squaring: the square alone may overflow.
+    distance = delta * xp.sqrt(of_state * (of_value / of_both)).astype(delta.dtype)
+    part = value.squares + _abs_squared(distance)
+    squares, lost = plus(state.squares, state.lost, part)
+    observations = state.observations + value.observations
+    return VarianceState(mean, squares, counts[-1], observations, state.dtype, lost)
 
 
 def _mean_or_nan(state: VarianceState) -> Array:
@@ -475,7 +466,7 @@ def _mean_or_nan(state: VarianceState) -> Array:
 
 
 def _abs_squared(x: Array) -> Array:
-    return jnp.real(x * jnp.conj(x))
+    return (x * x.conj()).real
 
 
 def check_weights(name: str, weights: Any, blocks: Blocks | Block) -> None:

@@ -21,7 +21,7 @@ from .._base.mesh import is_explicit
 from .._base.trees import described
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size
-from .._batch.moments import RunningMean, Variance, VarianceState
+from .._batch.moments import merged, RunningMean, Variance, VarianceState
 from .._kernels.batch_kernel import settings_of
 from .._kernels.calls import MeshAxis
 from .._maps.micro_vmap import MicroVmap
@@ -201,19 +201,36 @@ def _start(samples: Samples, request: Request) -> PyTree[VarianceState]:
 @compiled
 def estimated(state: PyTree[VarianceState], with_error: bool) -> tuple[list, list]:
     """The means, and their standard errors if requested."""
-    spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)
-    means, errors = [], []
-    for spread in spreads:
-        mean = RunningMean().finalize(spread)
-        means.append(mean)
-        if with_error:
-            # The variance may be out of the range of the mean's dtype.
-            count = spread.count.astype(spread.squares.dtype)
-            error = jnp.sqrt(spread.squares / count / (count - 1))
-            errors.append(error.astype(mean.real.dtype))
-    return jtu.tree_unflatten(treedef, means), (
-        jtu.tree_unflatten(treedef, errors) if with_error else []
-    )
+    return _estimated(state, with_error, jnp)
+
+
+def _estimated(state: PyTree, with_error: bool, xp: Any) -> tuple[list, list]:
+    """As `estimated`, with the library of the arrays."""
+
+    def error(spread: VarianceState) -> Any:
+        # The variance may be out of the range of the mean's dtype.
+        count = xp.asarray(spread.count).astype(spread.squares.dtype)
+        found = xp.sqrt(spread.squares / count / (count - 1))
+        return found.astype(jnp.finfo(spread.dtype).dtype)
+
+    mean = lambda spread: spread.mean.astype(spread.dtype)
+    means = jtu.tree_map(mean, state, is_leaf=_is_spread)
+    errors = jtu.tree_map(error, state, is_leaf=_is_spread) if with_error else []
+    return means, errors
+
+
+def _resumed(mean: Any, error: Any, num: int, dtype: Any, xp: Any) -> VarianceState:
+    """The moments of an earlier estimate.
+
+    `dtype` is that of the kernels; moments are accumulated in a wider one.
+    """
+    wide = accumulation_dtype("Mean", dtype, None, inexact=True)
+    real = jnp.finfo(wide).dtype
+    squares = xp.zeros(mean.shape, real)
+    if num > 1:
+        squares = xp.asarray(error).astype(real) ** 2 * (num * (num - 1.0))
+    # A copy: the state is donated, but the estimate is the user's.
+    return VarianceState(xp.array(mean, wide), squares, num, num, dtype)
 
 
 def check_tol(tol: float | None) -> float | None:
@@ -353,14 +370,10 @@ class OnDevice:
 
         def moments(spread: VarianceState, mean: Any, error: Any) -> VarianceState:
             _check_previous(mean, error, spread.mean.shape)
-            # A copy: the state is donated, but the estimate is the user's.
-            mean = jnp.array(mean, spread.mean.dtype)
-            squares = jnp.zeros_like(spread.squares)
-            if num > 1:
-                squares = jnp.asarray(error).astype(squares.dtype) ** 2
-                squares = squares * (num * (num - 1.0))
-            count = jnp.asarray(num, jnp.int32)
-            return VarianceState(mean, squares, count, jnp.array(count), spread.dtype)
+            found = _resumed(mean, error, num, spread.dtype, jnp)
+            count = jnp.array(num, jnp.int32)
+            again = jnp.array(count)
+            return VarianceState(found.mean, found.squares, count, again, found.dtype)
 
         state = self.start()
         spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)
@@ -413,12 +426,7 @@ class OnHost:
 
         def moments(mean: Any, error: Any) -> VarianceState:
             _check_previous(mean, error, None)
-            dtype = accumulation_dtype("Mean", mean.dtype, None, inexact=True)
-            wide, real = np.asarray(mean, dtype), jnp.finfo(dtype).dtype
-            squares = np.zeros(wide.shape, real)
-            if num > 1:
-                squares = np.asarray(error, real) ** 2 * (num * (num - 1.0))
-            return VarianceState(wide, squares.astype(real), num, num, mean.dtype)
+            return _resumed(mean, error, num, mean.dtype, np)
 
         return jtu.tree_map(moments, means, errors)
 
@@ -429,38 +437,21 @@ class OnHost:
     def advanced(self, state: Any, start: int, num: int) -> list[PyTree]:
         average = self.request.average(self.samples, start, num, is_final=False)
         more = self.run(average, self.request)
+        counted = lambda x: VarianceState(x.mean, x.squares, num, num, x.dtype)
+        more = jtu.tree_map(counted, more, is_leaf=_is_spread)
         if state is None:
-            return jtu.tree_map(
-                lambda x: VarianceState(x.mean, x.squares, num, num, x.dtype),
-                more,
-                is_leaf=_is_spread,
-            )
-        merge = functools.partial(_merged, num=num)
-        return jtu.tree_map(merge, state, more, is_leaf=_is_spread)
+            return more
+        return jtu.tree_map(_merged_on_host, state, more, is_leaf=_is_spread)
 
     def estimated(self, state: list[PyTree]) -> tuple[list, list]:
-        mean = lambda x: x.mean.astype(x.dtype)
-        means = jtu.tree_map(mean, state, is_leaf=_is_spread)
-        if not self.request.with_error:
-            return means, []
-        with np.errstate(invalid="ignore"):
-            error = lambda x: np.sqrt(
-                x.squares / np.float64(x.count - 1) / x.count
-            ).astype(mean(x).real.dtype)
-            return means, jtu.tree_map(error, state, is_leaf=_is_spread)
+        with np.errstate(all="ignore"):
+            return _estimated(state, self.request.with_error, np)
 
 
-def _merged(old: VarianceState, more: VarianceState, num: int) -> VarianceState:
-    """The moments of two sets of samples, as `Variance` merges those of blocks."""
-    count = old.count + num
-    _check_previous(old.mean, old.mean, more.mean.shape)
-    delta = more.mean - old.mean
-    squares = None
-    if old.squares is not None:
-        part = np.abs(delta) ** 2 * (old.count * (num / count))
-        squares = (old.squares + more.squares + part).astype(old.squares.dtype)
-    mean = (old.mean + delta * (num / count)).astype(old.mean.dtype)
-    return VarianceState(mean, squares, count, count, old.dtype)
+def _merged_on_host(state: VarianceState, more: VarianceState) -> VarianceState:
+    _check_previous(state.mean, state.mean, more.mean.shape)
+    with np.errstate(all="ignore"):
+        return merged(state, more, np)
 
 
 def fitted(samples: Samples, request: Request, num: int) -> Samples:

@@ -227,6 +227,17 @@ class TestCounts:
         assert_same(jnp.asarray(found[1].kernel), sampled(x, y)[0].ntk)
 
     @pytest.mark.parametrize("store", ("device", HostStore()))
+    def test_infinite_kernels(self, store):
+        """Infinity minus infinity is no part of a mean."""
+        of_one = lambda key: eqx.Partial(lambda scale, x: x * scale, jnp.ones(()))
+        kernels = MonteCarloKernel(
+            of_one, key=KEY, n_samples=(1, 3), get="nngp", store=store
+        )
+        x = jnp.array([1.0, 2.0**100], jnp.float32)
+        for found in kernels(x):
+            np.testing.assert_array_equal(found, [[1, 2.0**100], [2.0**100, np.inf]])
+
+    @pytest.mark.parametrize("store", ("device", HostStore()))
     def test_tolerance(self, store, getkey):
         x = normal(getkey(), (5, 3))
         loose = kernel(1_000, tol=10.0, store=store).estimate(x)
