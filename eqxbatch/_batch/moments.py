@@ -465,7 +465,7 @@ def _mean_or_nan(state: VarianceState) -> Array:
     return jnp.where(state.count > 0, state.mean, jnp.nan).astype(state.dtype)
 
 
-def _abs_squared(x: Array) -> Array:
+def _abs_squared(x: Any) -> Any:
     return (x * x.conj()).real
 
 
@@ -519,9 +519,7 @@ def nothing_lost(total: Any, num: int) -> Array | None:
     return jnp.zeros_like(total) if is_inexact else None
 
 
-def plus(
-    total: Shaped[Array, "*r"], lost: Inexact[Array, "*r"] | None, part: Array
-) -> tuple[Shaped[Array, "*r"], Inexact[Array, "*r"] | None]:
+def plus(total: Any, lost: Any, part: Any) -> tuple[Any, Any]:
     """A sum with one more part, and what rounding took from it.
 
     This is the summation of Kahan, with an error that is exact for parts of any size.
