@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Real
 
-from .._base.dtypes import squared_norm
+from .._base.dtypes import (
+    largest_of_each,
+    power_of_two,
+    squared_norm,
+    widened,
+    widest,
+)
 from .._base.mesh import is_on_mesh, vary, vary_as, varying
 from .einsum import Labels
 from .factors import Factor, Factors, gradients
@@ -79,6 +85,7 @@ def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:
     summed = [own for own in leaves if is_sum(own.sites)]
     if not summed:
         return None
+    summed = _in_range(summed)
     pairs = (squares(sites, factors) for sites, factors, _ in summed)
     total, apart = (functools.reduce(jnp.add, x) for x in zip(*pairs, strict=True))
     flags = apart > _MOST_CANCELLED * total
@@ -86,6 +93,34 @@ def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:
     if any(factors.has_examples(sites) for sites, factors, _ in summed):
         return Factor(found)
     return Factor(found[0], has_examples=False)
+
+
+def _in_range(leaves: Sequence[OfLeaf]) -> list[OfLeaf]:
+    """The same leaves, with all gradients divided by one number: squares fit then.
+
+    Only cotangents can be that small or large: second derivatives and kernels have
+    squares of operands, too.
+    """
+    factors = [x.factors.of(site)[1] for x in leaves for site in x.sites]
+    largest = [jnp.max(largest_of_each(x.array), initial=0) for x in factors]
+    dtype = widest(*(x.dtype for x in largest))
+    largest = (x.astype(dtype) for x in largest)
+    power = power_of_two(functools.reduce(jnp.maximum, largest))
+
+    def scaled(x: Factor) -> Factor:
+        wide = widened(x.array)
+        return x.of(wide * (1 / power).astype(wide.dtype))
+
+    found = []
+    for sites, factors, leaf in leaves:
+        used = {site.perturbation for site in sites}
+        cotangents = [
+            scaled(x) if i in used else x for i, x in enumerate(factors.cotangents)
+        ]
+        found.append(
+            OfLeaf(sites, factors.replaced(factors.operands, cotangents), leaf)
+        )
+    return found
 
 
 def grams(
