@@ -229,8 +229,7 @@ def _resumed(mean: Any, error: Any, num: int, dtype: Any, xp: Any) -> VarianceSt
     squares = xp.zeros(mean.shape, real)
     if num > 1:
         squares = xp.asarray(error).astype(real) ** 2 * (num * (num - 1.0))
-    # A copy: the state is donated, but the estimate is the user's.
-    return VarianceState(xp.array(mean, wide), squares, num, num, dtype)
+    return VarianceState(xp.asarray(mean, wide), squares, num, num, dtype)
 
 
 def check_tol(tol: float | None) -> float | None:
@@ -372,8 +371,9 @@ class OnDevice:
             _check_previous(mean, error, spread.mean.shape)
             found = _resumed(mean, error, num, spread.dtype, jnp)
             count = jnp.array(num, jnp.int32)
-            again = jnp.array(count)
-            return VarianceState(found.mean, found.squares, count, again, found.dtype)
+            # Copies: the state is donated, but the estimate is the user's.
+            mean, again = jnp.array(found.mean), jnp.array(count)
+            return VarianceState(mean, found.squares, count, again, found.dtype)
 
         state = self.start()
         spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)
