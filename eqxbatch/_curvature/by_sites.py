@@ -410,7 +410,7 @@ class SiteHessian:
         weights: Real[Array, " n"] | None,
         *,
         counts_cancelled: bool = False,
-    ) -> list[Inexact[Array, "pairs ..."]]:
+    ) -> list[Inexact[Array, "..."]]:
         """The blocks of each group, of the (weighted) sum over the examples.
 
         With `counts_cancelled`, the number of examples for which the terms of gradients
