@@ -14,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
-from .._base.checks import as_jax
+from .._base.checks import AnyArray, as_jax
 from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
 from .._batch.batch import Block
@@ -42,15 +42,13 @@ class AbstractMatrix(eqx.Module):
 
     @abc.abstractmethod
     def product(
-        self, vectors: Shaped[Array, "n2 k"], *, is_transposed: bool = False
-    ) -> Shaped[Array, "n1 k"]:
-        """The product with vectors, or that of the transpose."""
+        self, vectors: Shaped[AnyArray, "n2 k"], *, is_transposed: bool = False
+    ) -> Shaped[AnyArray, "n1 k"]:
+        """The product with vectors, or that of the transpose.
 
-    @abc.abstractmethod
-    def product_on_host(
-        self, vectors: Shaped[np.ndarray, "n2 k"], *, is_transposed: bool = False
-    ) -> Shaped[np.ndarray, "n1 k"]:
-        """The same for NumPy arrays, in their dtype if JAX need not compute it."""
+        For NumPy arrays, it is a NumPy array, in their dtype if JAX need not compute
+        it.
+        """
 
     @abc.abstractmethod
     def whole(self) -> Shaped[Array, "n1 n2"]:
@@ -150,15 +148,12 @@ class ComputedMatrix(AbstractMatrix):
         transform = dataclasses.replace(self.transform, **settings)
         return transform.apply(self._args, self.kwargs)
 
-    def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
+    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
+        if isinstance(vectors, np.ndarray):
+            return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
         reduce: AbstractReduction = KernelProduct(vectors)
         reduce = _OfTranspose(reduce) if is_transposed else reduce
         return self.apply(reduce=reduce)
-
-    def product_on_host(
-        self, vectors: np.ndarray, *, is_transposed: bool = False
-    ) -> np.ndarray:
-        return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
 
     def whole(self) -> Array:
         return self.apply()
@@ -241,18 +236,15 @@ class StoredMatrix(AbstractMatrix):
     def is_hermitian(self) -> bool:
         return self.reader.is_hermitian
 
-    def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
+    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
+        if isinstance(vectors, np.ndarray):
+            return self.reader.product(vectors, is_transposed=is_transposed)
         dtype = jnp.result_type(self.struct.dtype, vectors.dtype)
         vectors = vectors.astype(dtype)
         if isinstance(vectors, Tracer):
             return self._traced_product(vectors, is_transposed)
-        found = self.product_on_host(np.asarray(vectors), is_transposed=is_transposed)
+        found = self.product(np.asarray(vectors), is_transposed=is_transposed)
         return jnp.asarray(found.astype(dtype))
-
-    def product_on_host(
-        self, vectors: np.ndarray, *, is_transposed: bool = False
-    ) -> np.ndarray:
-        return self.reader.product(vectors, is_transposed=is_transposed)
 
     def _traced_product(
         self, vectors: Inexact[Array, "n2 k"], is_transposed: bool
@@ -313,68 +305,48 @@ class StoredMatrix(AbstractMatrix):
         return jax.pure_callback(read, shape, index, vmap_method="sequential")
 
 
-class TransposedMatrix(AbstractMatrix):
-    """The transpose of another matrix."""
+class MatrixView(AbstractMatrix):
+    """The transpose of another matrix, its complex conjugate, or both."""
 
     original: AbstractMatrix
+    is_transposed: bool = eqx.field(static=True, default=False)
+    is_conjugate: bool = eqx.field(static=True, default=False)
+
+    @staticmethod
+    def of(matrix: AbstractMatrix, change: str) -> AbstractMatrix:
+        """A matrix with one of the two changes more, or less if it has it already."""
+        view = matrix if isinstance(matrix, MatrixView) else MatrixView(matrix)
+        view = dataclasses.replace(view, **{change: not getattr(view, change)})
+        return view if view.is_transposed or view.is_conjugate else view.original
+
+    def _conj(self, x: Any) -> Any:
+        return x.conj() if self.is_conjugate else x
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
         struct = self.original.struct
-        return jax.ShapeDtypeStruct(struct.shape[::-1], struct.dtype)
+        shape = struct.shape[::-1] if self.is_transposed else struct.shape
+        return jax.ShapeDtypeStruct(shape, struct.dtype)
 
     @property
     def is_hermitian(self) -> bool:
         return self.original.is_hermitian
 
-    def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
-        return self.original.product(vectors, is_transposed=not is_transposed)
-
-    def product_on_host(
-        self, vectors: np.ndarray, *, is_transposed: bool = False
-    ) -> np.ndarray:
-        return self.original.product_on_host(vectors, is_transposed=not is_transposed)
+    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
+        is_transposed ^= self.is_transposed
+        run = self.original.product
+        return self._conj(run(self._conj(vectors), is_transposed=is_transposed))
 
     def whole(self) -> Array:
-        return self.original.whole().T
+        whole = self._conj(self.original.whole())
+        return whole.T if self.is_transposed else whole
 
     def diagonal(self) -> Array:
-        return self.original.diagonal()
+        return self._conj(self.original.diagonal())
 
     def column(self, index: Int[Array, ""]) -> Array:
+        if not self.is_transposed:
+            return self._conj(self.original.column(index))
         num = self.struct.shape[1]
         unit = jnp.zeros((num, 1), self.struct.dtype).at[index, 0].set(1)
         return self.product(unit)[:, 0]
-
-
-class ConjugatedMatrix(AbstractMatrix):
-    """The complex conjugate of another matrix."""
-
-    original: AbstractMatrix
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        return self.original.struct
-
-    @property
-    def is_hermitian(self) -> bool:
-        return self.original.is_hermitian
-
-    def product(self, vectors: Array, *, is_transposed: bool = False) -> Array:
-        vectors = jnp.conj(vectors)
-        return jnp.conj(self.original.product(vectors, is_transposed=is_transposed))
-
-    def product_on_host(
-        self, vectors: np.ndarray, *, is_transposed: bool = False
-    ) -> np.ndarray:
-        vectors, run = np.conj(vectors), self.original.product_on_host
-        return np.conj(run(vectors, is_transposed=is_transposed))
-
-    def whole(self) -> Array:
-        return jnp.conj(self.original.whole())
-
-    def diagonal(self) -> Array:
-        return jnp.conj(self.original.diagonal())
-
-    def column(self, index: Int[Array, ""]) -> Array:
-        return jnp.conj(self.original.column(index))

@@ -13,13 +13,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 from .._base.checks import AnyArray, checked
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .batch_kernel import BatchKernel
-from .matrix import (
-    AbstractMatrix,
-    ComputedMatrix,
-    ConjugatedMatrix,
-    StoredMatrix,
-    TransposedMatrix,
-)
+from .matrix import AbstractMatrix, ComputedMatrix, MatrixView, StoredMatrix
 from .progress import AbstractProgressMeter
 from .reader import check_stored, Reader
 from .stores import AbstractStore
@@ -188,9 +182,7 @@ class KernelOperator(AbstractTaggedOperator):
     def transpose(self) -> "KernelOperator":
         if lineax.is_symmetric(self):
             return self
-        matrix = self.matrix
-        is_back = isinstance(matrix, TransposedMatrix)
-        transposed = matrix.original if is_back else TransposedMatrix(matrix)
+        transposed = MatrixView.of(self.matrix, "is_transposed")
         return eqx.tree_at(lambda x: x.matrix, self, transposed)
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
@@ -232,9 +224,7 @@ def _materialise(operator: KernelOperator) -> lineax.AbstractLinearOperator:
 
 @lineax.conj.register(KernelOperator)
 def _conj(operator: KernelOperator) -> lineax.AbstractLinearOperator:
-    matrix = operator.matrix
-    if not jnp.issubdtype(matrix.struct.dtype, jnp.complexfloating):
+    if not jnp.issubdtype(operator.matrix.struct.dtype, jnp.complexfloating):
         return operator
-    is_back = isinstance(matrix, ConjugatedMatrix)
-    conjugated = matrix.original if is_back else ConjugatedMatrix(matrix)
+    conjugated = MatrixView.of(operator.matrix, "is_conjugate")
     return eqx.tree_at(lambda x: x.matrix, operator, conjugated)

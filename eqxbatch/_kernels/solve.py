@@ -349,7 +349,7 @@ def _probe(matrix: AbstractMatrix) -> tuple[np.ndarray, float]:
     vector = np.random.default_rng(0).standard_normal((struct.shape[0], 1))
     short = np.result_type(struct.dtype, np.float32)
     with standard_promotion():
-        image = matrix.product_on_host(vector.astype(short))
+        image = matrix.product(vector.astype(short))
     is_inexact = jnp.issubdtype(struct.dtype, jnp.inexact)
     eps = float(jnp.finfo(struct.dtype if is_inexact else short).eps)
     # Half of the digits are left to roundings, for long sums and steep kernels.
@@ -448,7 +448,7 @@ def _product(operator: "KernelOperator", ridge: float) -> Product:
         fast = np.result_type(short, np.complex64) if is_complex else short
         dtype = vectors.dtype if is_exact else fast
         with standard_promotion():
-            found = matrix.product_on_host(vectors.astype(dtype))
+            found = matrix.product(vectors.astype(dtype))
         return found.astype(vectors.dtype) + ridge * vectors
 
     return product

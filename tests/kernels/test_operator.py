@@ -380,7 +380,7 @@ def test_examples_that_are_given_twice(array, has_pair):
     for got in (
         operator.mv(vectors),
         run(operator, vectors),
-        operator.matrix.product_on_host(vectors),
+        operator.matrix.product(vectors),
     ):
         close(got, matrix @ vectors)
     if array is np.array:
