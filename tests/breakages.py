@@ -321,8 +321,8 @@ BREAKAGES = [
     Breakage(
         "a remainder counts as a whole microbatch",
         "_batch/transform.py",
-        "else jnp.minimum(count * blocks.size, blocks.total)",
-        "else count * blocks.size",
+        "return jnp.minimum(count * blocks.size, blocks.total)",
+        "return count * blocks.size",
         "tests/gradients -k 'moments or early_stop or noise'",
     ),
     Breakage(
@@ -434,8 +434,8 @@ BREAKAGES = [
     Breakage(
         "a standard error that is resumed is one of n in place of n - 1",
         "_ntk/averages.py",
-        "squares = squares * (num * (num - 1.0))",
-        "squares = squares * (num * (num - 0.0))",
+        "squares = xp.asarray(error).astype(real) ** 2 * (num * (num - 1.0))",
+        "squares = xp.asarray(error).astype(real) ** 2 * (num * (num - 0.0))",
         "tests/ntk -k previous",
     ),
     # Kronecker factors.

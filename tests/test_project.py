@@ -14,7 +14,7 @@ import pytest
 
 import eqxbatch
 from benchmarks import chart
-from . import patterns
+from . import breakages, patterns
 from .layers import table
 
 
@@ -128,6 +128,12 @@ def test_contributing_names_what_there_is():
     assert sorted(listed) == sorted(folders)
     for path in re.findall(r"`((?:\.ci|tests|benchmarks)/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("breakage", breakages.BREAKAGES, ids=lambda x: x.name)
+def test_breakages_are_of_the_code_as_it_is(breakage):
+    broken = breakages.broken(breakage, ROOT)
+    assert broken != (ROOT / "eqxbatch" / breakage.file).read_text()
 
 
 def test_examples_are_in_the_docs():
