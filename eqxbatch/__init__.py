@@ -62,16 +62,19 @@ from ._kernels.reductions import (
     FrobeniusNorm as FrobeniusNorm,
     KernelAlignment as KernelAlignment,
     KernelProduct as KernelProduct,
+    Neighbours as Neighbours,
     RowSums as RowSums,
+    TopK as TopK,
 )
 from ._kernels.solve import (
     kernel_solve as kernel_solve,
     KernelSolution as KernelSolution,
 )
 from ._kernels.stores import HostStore as HostStore
-from ._kernels.symmetric_array import SymmetricArray as SymmetricArray
-from ._kernels.top_k import Neighbours as Neighbours, TopK as TopK
-from ._kernels.zarr_store import ZarrStore as ZarrStore
+from ._kernels.zarr_store import (
+    SymmetricArray as SymmetricArray,
+    ZarrStore as ZarrStore,
+)
 from ._maps.grid_vmap import (
     filter_grid_vmap as filter_grid_vmap,
     grid as grid,

@@ -13,11 +13,17 @@ from jaxtyping import Array, Int, PyTree, Shaped
 from .._base.checks import AnyArray, checked
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .batch_kernel import BatchKernel
-from .matrix import AbstractMatrix, ComputedMatrix, MatrixView, StoredMatrix
+from .matrix import (
+    AbstractMatrix,
+    check_stored,
+    ComputedMatrix,
+    MatrixView,
+    Reader,
+    StoredMatrix,
+)
 from .progress import AbstractProgressMeter
-from .reader import check_stored, Reader
 from .stores import AbstractStore
-from .symmetric_array import SymmetricArray
+from .zarr_store import SymmetricArray
 
 
 # The settings of `filter_batch_kernel` that an operator takes, too.
