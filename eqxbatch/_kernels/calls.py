@@ -100,11 +100,11 @@ def check_vmap_axes(axes: VmapSpec | VmapAxes) -> VmapAxes:
 
 
 class Call(eqx.Module):
-    """The arguments of the model; `own` are the keyword arguments of one side."""
+    """The arguments of the model on one side."""
 
     x: PyTree
     key: Array | None
-    own: dict[str, Any]
+    kwargs: dict[str, Any]
 
 
 def make_calls(
@@ -128,11 +128,8 @@ def make_calls(
     )
     calls = [Call(x1, keys[0], {name: pair[0] for name, pair in pairs.items()})]
     if not is_same:
-        own = {
-            name: first if second is None else second
-            for name, (first, second) in pairs.items()
-        }
-        calls.append(Call(x1 if x2 is None else x2, keys[1], own))
+        second = {name: x if y is None else y for name, (x, y) in pairs.items()}
+        calls.append(Call(x1 if x2 is None else x2, keys[1], second))
     return calls, shared
 
 
@@ -202,17 +199,16 @@ class Side:
         axes: VmapAxes,
         note: str = "`in_axes` is what `vmap_axes` says of the inputs.",
     ):
-        x, key, own = call.x, call.key, call.own
-        name = _CALLS[position]
+        x, key, mapped = call.x, call.key, call.kwargs
+        name, default = _CALLS[position], eqx.if_array(0)
         if not axes.is_batched:
             # The whole batch is treated as one example; its output has a batch axis.
-            x, own = jtu.tree_map(_with_axis, (x, own))
+            x, mapped = jtu.tree_map(_with_axis, (x, mapped))
             key = None if key is None else key[None]
-            x_axes, own_axes = eqx.if_array(0), dict.fromkeys(own, eqx.if_array(0))
-        else:
-            x_axes = axes.inputs
-            own_axes = {n: axes.kwargs.get(n, eqx.if_array(0)) for n in own}
-        kwargs, kwargs_axes = {**own, **shared}, {**own_axes, **dict.fromkeys(shared)}
+        kwargs = {**mapped, **shared}
+        kwargs_axes = {n: axes.kwargs.get(n, default) for n in mapped}
+        kwargs_axes |= dict.fromkeys(shared)
+        x_axes = axes.inputs if axes.is_batched else default
         try:
             if key is not None:
                 if axes.is_batched and _is_single(key):
@@ -226,10 +222,10 @@ class Side:
             raise
         self._batch, self._is_batched = batch, axes.is_batched
         # Two sides with equal static parts are traced once.
-        static = eqx.filter((x, own), eqx.is_array, inverse=True)
+        static = eqx.filter((x, mapped), eqx.is_array, inverse=True)
         arrays = zip(batch.arrays, batch.axes, strict=True)
         self.type = (
-            jtu.tree_structure((x, own)),
+            jtu.tree_structure((x, mapped)),
             jtu.tree_leaves(static),
             batch.axes,
             [(x.shape[:axis] + x.shape[axis + 1 :], x.dtype) for x, axis in arrays],
@@ -276,9 +272,9 @@ def output_axis(axes: VmapAxes, out: PyTree) -> list[int | None]:
     leaves = jtu.tree_leaves(out)
     if not axes.is_batched:
         return [None] * len(leaves)
-    found = broadcast_axes("vmap_axes", axes.outputs, out)
     resolved = []
-    for leaf, axis in zip(leaves, found, strict=True):
+    specs = broadcast_axes("vmap_axes", axes.outputs, out)
+    for leaf, axis in zip(leaves, specs, strict=True):
         ndim = len(leaf.shape) + 1
         if axis is None or not -ndim <= axis < ndim:
             raise ValueError(

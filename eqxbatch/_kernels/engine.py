@@ -105,11 +105,11 @@ class Written(AbstractCollector):
     def update(self, state: Array, tile: Array, rows: Span, columns: Span) -> Array:
         if tile.shape == state.shape:
             return tile
-        at = [jnp.zeros((), jnp.int32) for _ in tile.shape]
+        starts = [jnp.zeros((), jnp.int32) for _ in tile.shape]
         for axis, span in zip(self.leaf.axes, (rows, columns), strict=True):
             if axis is not None:
-                at[axis] = jnp.asarray(span.block.start, jnp.int32)
-        return lax.dynamic_update_slice(state, tile, at)
+                starts[axis] = jnp.asarray(span.block.start, jnp.int32)
+        return lax.dynamic_update_slice(state, tile, starts)
 
     def finalize(self, state: Array, totals: tuple[int, int]) -> Array:
         del totals
@@ -202,7 +202,7 @@ def make_collectors(
         "part",
         is_leaf=lambda x: x is None or isinstance(x, AbstractReduction),
     )
-    found: list[AbstractCollector] = []
+    collectors: list[AbstractCollector] = []
     for _, reduction, part in places:
         for leaf in jtu.tree_leaves(part):
             if not isinstance(leaf, KernelLeaf):
@@ -218,8 +218,8 @@ def make_collectors(
                     f"{leaf.path} has the axes {leaf.axes}. Compute it "
                     "separately."
                 )
-            found.append(Reduced(leaf, reduction))
-    return found
+            collectors.append(Reduced(leaf, reduction))
+    return collectors
 
 
 class Tiles:
@@ -234,8 +234,9 @@ class Tiles:
         self.kernel, self.grid, self.collectors = kernel, grid, collectors
         kernel.prepare()
 
-    def _at(self, at: Int[Array, "2"], counts: Any = None) -> tuple[Span, Span]:
-        return span(self.grid, 0, at[0], counts), span(self.grid, 1, at[1], counts)
+    def _spans(self, pair: Int[Array, "2"], counts: Any = None) -> tuple[Span, Span]:
+        first, second = (span(self.grid, i, pair[i], counts) for i in (0, 1))
+        return first, second
 
     def tile(
         self,
@@ -266,7 +267,7 @@ class Tiles:
 
     def tile_of(
         self,
-        at: Int[Array, "2"],
+        pair: Int[Array, "2"],
         is_diagonal: bool,
         is_loop: bool = False,
         kept: Sequence[Rows | None] = (None, None),
@@ -280,17 +281,19 @@ class Tiles:
             if of_side is None and is_diagonal and side == 1:
                 of_side = sides[0]
             if of_side is None:
-                start, size = self.grid.start(side, at[side]), self.grid.sizes[side]
+                size = self.grid.sizes[side]
+                start = self.grid.start(side, pair[side])
                 rows = self.kernel.rows[side].at(start, size)
                 of_side = self.kernel.keep(side, rows, size)
             sides.append(of_side)
-        return self.tile((sides[0], sides[1]), (at[0], at[1]), is_diagonal, is_loop)
+        first, second = sides
+        return self.tile((first, second), (pair[0], pair[1]), is_diagonal, is_loop)
 
     def update(
         self,
         states: list[PyTree[Array]],
         tile: list[Array],
-        at: Int[Array, "2"],
+        pair: Int[Array, "2"],
         is_diagonal: bool,
         counts: Any = None,
     ) -> list[PyTree[Array]]:
@@ -298,10 +301,10 @@ class Tiles:
 
         `counts` is False if the tile is only padding.
         """
-        spans = self._at(at, counts)
+        spans = self._spans(pair, counts)
         states = self._collected(states, tile, spans)
         if self.grid.is_symmetric and not is_diagonal:
-            mirrored = self.kernel.mirrored(tile)
+            mirrored = self.kernel.mirror(tile)
             spans = (spans[1], spans[0])
             states = self._collected(states, mirrored, spans, is_mirror=True)
         return states
@@ -324,10 +327,10 @@ class Tiles:
         ]
 
     def num_nans(
-        self, tile: list[Array], at: Int[Array, "2"], is_diagonal: bool
+        self, tile: list[Array], pair: Int[Array, "2"], is_diagonal: bool
     ) -> Int[Array, ""]:
         """The number of NaNs that a tile adds to the kernel."""
-        num = count_nans(self.kernel, tile, *self._at(at))
+        num = count_nans(self.kernel, tile, *self._spans(pair))
         return 2 * num if self.grid.is_symmetric and not is_diagonal else num
 
     def initial(self, first: Rows, second: Rows) -> list[PyTree[Array]]:
@@ -336,21 +339,21 @@ class Tiles:
         states = on_mesh_around(states)
         if self.grid.is_empty:
             return states
-        at = jnp.zeros(2, jnp.int32)
+        pair = jnp.zeros(2, jnp.int32)
 
-        def step(states: list, first: Rows, second: Rows, at: Array) -> list:
+        def step(states: list, first: Rows, second: Rows, pair: Array) -> list:
             kept = [
                 self.kernel.keep(side, rows.at(0, size), size)
                 for side, rows, size in zip(
                     (0, 1), (first, second), self.grid.sizes, strict=True
                 )
             ]
-            tile = self.tile((kept[0], kept[1]), (at[0], at[1]), self.grid.is_same)
-            return self.update(states, tile, at, True)
+            tile = self.tile_of(pair, self.grid.is_same, kept=kept)
+            return self.update(states, tile, pair, True)
 
         before, after = (
             jax.eval_shape(lambda x: x, states),
-            jax.eval_shape(step, states, first, second, at),
+            jax.eval_shape(step, states, first, second, pair),
         )
         if types_of(before) != types_of(after):
             raise TypeError(
@@ -420,11 +423,11 @@ class Tiles:
                 is_diagonal: bool = is_diagonal,
                 is_loop: bool = is_loop,
             ) -> list:
-                at = index * self.grid.height + local
-                places = [self.grid.start(0, number) - begin for number in at]
+                pair = index * self.grid.height + local
+                places = [self.grid.start(0, number) - begin for number in pair]
                 kept, both = (panel, panel), (places[0], places[1])
                 tile = self.tile(kept, both, is_diagonal, is_loop)
-                return self.update(states, tile, at, is_diagonal)
+                return self.update(states, tile, pair, is_diagonal)
 
             states = _loop(step, states, tiles)
         return states
@@ -442,10 +445,10 @@ class Tiles:
             kept = self.kernel.keep(1, rows, size)
 
             def step(states: list, local: Array) -> list:
-                at = jnp.stack([index * grid.height + local, column])
-                places = grid.start(0, at[0]) - begin, jnp.zeros_like(local)
+                pair = jnp.stack([index * grid.height + local, column])
+                places = grid.start(0, pair[0]) - begin, jnp.zeros_like(local)
                 tile = self.tile((panel, kept), places, False, True)
-                return self.update(states, tile, at, False)
+                return self.update(states, tile, pair, False)
 
             return _loop(step, states, range(grid.height))
 

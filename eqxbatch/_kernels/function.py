@@ -40,10 +40,10 @@ _ROWS, _COLUMNS = SAMPLE
 
 def block_kernel(call: KernelCall) -> AbstractBlockKernel:
     """The kernel of a call; kernels of this package keep factors of examples."""
-    found = None
+    kernel = None
     if isinstance(call.kernel_fn, AbstractKernelFunction):
-        found = call.kernel_fn.in_blocks(call)
-    kernel = CalledKernel(call) if found is None else found
+        kernel = call.kernel_fn.in_blocks(call)
+    kernel = CalledKernel(call) if kernel is None else kernel
     if kernel.is_same and kernel.mirror.is_transpose:
         _check_transpose(kernel.leaves)
     return kernel
@@ -116,18 +116,18 @@ class CalledKernel(AbstractBlockKernel):
             "in place of one, for each part",
             is_leaf=is_axes,
         )
-        found = []
+        leaves = []
         for path, axes, part in places:
             for sub, leaf in jtu.tree_leaves_with_path(part):
                 if is_struct(leaf):
                     path_of_leaf = jtu.keystr((*path, *sub))
-                    found.append(_make_leaf(path_of_leaf, axes, leaf))
-        if not found:
+                    leaves.append(_make_leaf(path_of_leaf, axes, leaf))
+        if not leaves:
             raise ValueError(
                 "`kernel_fn` must return at least one array; got "
                 f"{shown(self.out)}. Return the kernel of `x1` with `x2`."
             )
-        return found
+        return leaves
 
     def prepare(self) -> None:
         """There is nothing to prepare."""
@@ -184,14 +184,14 @@ class CalledKernel(AbstractBlockKernel):
             raise
         arrays = [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
         expected = [leaf.shape_for((sizes[0], sizes[1])) for leaf in self.leaves]
-        found = [x.shape for x in arrays]
+        shapes = [x.shape for x in arrays]
         dtypes = [leaf.dtype for leaf in self.leaves]
-        if found != expected or [x.dtype for x in arrays] != dtypes:
+        if shapes != expected or [x.dtype for x in arrays] != dtypes:
             raise ValueError(
                 "`kernel_fn` must return arrays of the same structure, rank and dtype "
                 "for all blocks, whose other axes have the same sizes for all of them; "
                 f"expected {_shown(expected, dtypes)} for {sizes[0]} rows and "
-                f"{sizes[1]} columns, got {_shown(found, [x.dtype for x in arrays])}."
+                f"{sizes[1]} columns, got {_shown(shapes, [x.dtype for x in arrays])}."
             )
         # Blocks can start anywhere, which a mesh with explicit axes does not allow.
         return gathered([jnp.asarray(x, x.dtype) for x in arrays])
@@ -216,8 +216,8 @@ class PairwiseKernel(eqx.Module):
         axes = (self.in_axes, eqx.if_array(0))
 
         def one(x: PyTree, of_x: dict, y: PyTree, of_y: dict) -> Any:
-            own = {name: (of_x[name], of_y[name]) for name in pairs}
-            out = self.fun(x, y, *args, **own, **shared)
+            of_both = {name: (of_x[name], of_y[name]) for name in pairs}
+            out = self.fun(x, y, *args, **of_both, **shared)
             as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
             return jtu.tree_map(as_array, out)
 

@@ -139,6 +139,10 @@ class Grid:
         """The tiles of a panel's blocks with themselves, if both sides are the same."""
         return [Tile(i, i) for i in range(self.height)] if self.is_same else []
 
+    def is_diagonal(self, tile: Tile) -> bool:
+        """Whether a tile is of a block with itself."""
+        return self.is_same and tile.row == tile.column
+
     def part_of(self, tile: Tile, num_parts: int) -> int:
         """The part that a tile belongs to, if rows are divided into equal parts.
 
@@ -313,12 +317,12 @@ def _filled(out: PyTree, arrays: list) -> PyTree:
 
 def _sizes(leaves: list[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
     """The numbers of rows and columns of a tile."""
-    found = [0, 0]
+    sizes = [0, 0]
     for leaf, x in zip(leaves, tile, strict=True):
         for side, axis in enumerate(leaf.axes):
             if axis is not None:
-                found[side] = x.shape[axis]
-    return found[0], found[1]
+                sizes[side] = x.shape[axis]
+    return sizes[0], sizes[1]
 
 
 class AbstractBlockKernel(abc.ABC):
@@ -380,8 +384,8 @@ class AbstractBlockKernel(abc.ABC):
         sizes = self.plan.sizes
         if self.is_same:
             # The mirror image of a square tile is a tile, too.
-            found = [size for size in sizes if size is not None]
-            sizes = (min(found), min(found)) if found else (None, None)
+            limits = [size for size in sizes if size is not None]
+            sizes = (min(limits), min(limits)) if limits else (None, None)
         rows, columns = map(balanced, self.totals, sizes)
         if any(not leaf.is_pairwise for leaf in self.leaves) and any(self.totals):
             rows, columns = (
@@ -413,10 +417,6 @@ class AbstractBlockKernel(abc.ABC):
     def mirror(self) -> TileMirror:
         return TileMirror(self.plan.mirror, self.leaves, self.out)
 
-    def mirrored(self, tile: list[Array]) -> list[Array]:
-        """The tile with rows and columns exchanged."""
-        return self.mirror(tile)
-
     def symmetrised(self, tile: list[Array]) -> list[Array]:
         """A tile on the diagonal, made exactly symmetric."""
         if self.plan.mirror is True:
@@ -426,7 +426,7 @@ class AbstractBlockKernel(abc.ABC):
             ]
         return [
             _common(x, y) if leaf.is_pairwise else x
-            for leaf, x, y in zip(self.leaves, tile, self.mirrored(tile), strict=True)
+            for leaf, x, y in zip(self.leaves, tile, self.mirror(tile), strict=True)
         ]
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
-from .._base.checks import AnyArray, as_jax
+from .._base.checks import as_jax
 from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
 from .._base.trees import described
@@ -45,10 +45,8 @@ class AbstractMatrix(eqx.Module):
         """Whether it is known to be its own conjugate transpose."""
 
     @abc.abstractmethod
-    def product(
-        self, vectors: Shaped[AnyArray, "n2 k"], *, is_transposed: bool = False
-    ) -> Shaped[AnyArray, "n1 k"]:
-        """The product with vectors, or that of the transpose.
+    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
+        """The product with vectors, of shape `(n2, k)`, or that of the transpose.
 
         For NumPy arrays, it is a NumPy array, in their dtype if JAX need not compute
         it.
@@ -196,8 +194,8 @@ def _diagonal(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
     tiles = Tiles(kernel, grid, [])
 
     def step(diagonal: Array, number: Array) -> tuple[Array, None]:
-        at = jnp.stack([number, number])
-        tile = tiles.tile_of(at, grid.is_same, is_loop=True)[0]
+        both = jnp.stack([number, number])
+        tile = tiles.tile_of(both, grid.is_same, is_loop=True)[0]
         start = jnp.asarray(grid.start(0, number), jnp.int32)
         return lax.dynamic_update_slice(diagonal, jnp.diagonal(tile), (start,)), None
 
@@ -215,145 +213,9 @@ def _column(kernel: AbstractBlockKernel, index: Int[Array, ""]) -> Shaped[Array,
         return column
     # Without `x2`, the function may add noise to the diagonal.
     one = Grid(kernel.totals, (1, 1), True, kernel.grid().is_symmetric)
-    at = jnp.stack([index, index])
-    entry = Tiles(kernel, one, []).tile_of(at, is_diagonal=True)[0]
+    both = jnp.stack([index, index])
+    entry = Tiles(kernel, one, []).tile_of(both, is_diagonal=True)[0]
     return lax.dynamic_update_slice(column, entry[:, 0], (index,))
-
-
-class StoredMatrix(AbstractMatrix):
-    """A stored matrix, which the host reads in blocks and multiplies.
-
-    - `source`: the matrix that it was computed from, if that is known. Columns are
-        computed from it, because reading one takes as long as reading all the blocks
-        that contain a part of it.
-    """
-
-    reader: Reader = eqx.field(static=True)
-    source: ComputedMatrix | None = None
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(self.reader.dtype)
-        return jax.ShapeDtypeStruct(self.reader.shape, dtype)
-
-    @property
-    def is_hermitian(self) -> bool:
-        return self.reader.is_hermitian
-
-    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
-        if isinstance(vectors, np.ndarray):
-            return self.reader.product(vectors, is_transposed=is_transposed)
-        dtype = jnp.result_type(self.struct.dtype, vectors.dtype)
-        vectors = vectors.astype(dtype)
-        if isinstance(vectors, Tracer):
-            return self._traced_product(vectors, is_transposed)
-        found = self.product(np.asarray(vectors), is_transposed=is_transposed)
-        return jnp.asarray(found.astype(dtype))
-
-    def _traced_product(
-        self, vectors: Inexact[Array, "n2 k"], is_transposed: bool
-    ) -> Inexact[Array, "n1 k"]:
-        rows, columns = (
-            reversed(self.reader.shape) if is_transposed else self.reader.shape
-        )
-        size = max(rows, columns)
-        padded = jnp.pad(vectors, [(0, size - columns), (0, 0)])
-        # A callback has no derivative. In JAX, the linear function that accepts its own
-        # transpose and works under `jax.vmap` is a linear solve, so the product is
-        # declared to be one. Systems are square, so the shorter side is padded.
-        found = lax.custom_linear_solve(
-            lambda x: x,
-            padded,
-            lambda _, b: self._callback(b, is_transposed),
-            lambda _, b: self._callback(b, not is_transposed),
-        )
-        return found[:rows]
-
-    def _callback(self, vectors: Array, is_transposed: bool) -> Array:
-        """The product with padded vectors, padded to the same size."""
-        height = self.reader.shape[0 if is_transposed else 1]
-        dtype = np.dtype(vectors.dtype)
-
-        def run(vectors: Any) -> np.ndarray:
-            vectors = np.asarray(vectors)
-            if vectors.dtype != dtype:
-                raise TypeError(
-                    f"JAX gives vectors of dtype {dtype} as {vectors.dtype} to the "
-                    "thread that multiplies them with a stored kernel. Enable 64-bit "
-                    "types in all threads: `jax.config.update('jax_enable_x64', True)`."
-                )
-            *batch, size, k = vectors.shape
-            flat = np.moveaxis(vectors, -2, 0).reshape(size, -1)[:height]
-            found = self.reader.product(flat, is_transposed=is_transposed)
-            found = np.pad(found, [(0, size - len(found)), (0, 0)])
-            found = np.moveaxis(found.reshape(size, *batch, k), 0, -2)
-            return found.astype(dtype)
-
-        struct = jax.ShapeDtypeStruct(vectors.shape, vectors.dtype)
-        return jax.pure_callback(run, struct, vectors, vmap_method="expand_dims")
-
-    def whole(self) -> Array:
-        return jnp.asarray(self.reader.whole(), self.struct.dtype)
-
-    def diagonal(self) -> Array:
-        return jnp.asarray(self.reader.diagonal(), self.struct.dtype)
-
-    def column(self, index: Int[Array, ""]) -> Array:
-        if self.source is not None:
-            return self.source.column(index)
-        struct = self.struct
-        read = lambda index: self.reader.column(int(index)).astype(struct.dtype)
-        if not isinstance(index, Tracer):
-            return jnp.asarray(read(index))
-        shape = jax.ShapeDtypeStruct(struct.shape[:1], struct.dtype)
-        return jax.pure_callback(read, shape, index, vmap_method="sequential")
-
-
-class MatrixView(AbstractMatrix):
-    """The transpose of another matrix, its complex conjugate, or both."""
-
-    original: AbstractMatrix
-    is_transposed: bool = eqx.field(static=True, default=False)
-    is_conjugate: bool = eqx.field(static=True, default=False)
-
-    @staticmethod
-    def of(matrix: AbstractMatrix, change: str) -> AbstractMatrix:
-        """A matrix with one of the two changes more, or less if it has it already."""
-        view = matrix if isinstance(matrix, MatrixView) else MatrixView(matrix)
-        view = dataclasses.replace(view, **{change: not getattr(view, change)})
-        return view if view.is_transposed or view.is_conjugate else view.original
-
-    def _conj(self, x: Any) -> Any:
-        return x.conj() if self.is_conjugate else x
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        struct = self.original.struct
-        shape = struct.shape[::-1] if self.is_transposed else struct.shape
-        return jax.ShapeDtypeStruct(shape, struct.dtype)
-
-    @property
-    def is_hermitian(self) -> bool:
-        return self.original.is_hermitian
-
-    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
-        is_transposed ^= self.is_transposed
-        run = self.original.product
-        return self._conj(run(self._conj(vectors), is_transposed=is_transposed))
-
-    def whole(self) -> Array:
-        whole = self._conj(self.original.whole())
-        return whole.T if self.is_transposed else whole
-
-    def diagonal(self) -> Array:
-        return self._conj(self.original.diagonal())
-
-    def column(self, index: Int[Array, ""]) -> Array:
-        if not self.is_transposed:
-            return self._conj(self.original.column(index))
-        num = self.struct.shape[1]
-        unit = jnp.zeros((num, 1), self.struct.dtype).at[index, 0].set(1)
-        return self.product(unit)[:, 0]
 
 
 # The bytes of a tile of an array without chunks: a few tiles fit into a cache.
@@ -491,13 +353,13 @@ class Reader:
     def column(self, index: int) -> Shaped[np.ndarray, " n"]:
         """One column; for a Hermitian matrix, from the upper triangle."""
         result = np.empty(self.shape[0], self.dtype)
-        size, at = self._sizes[0], slice(index, index + 1)
+        size, column = self._sizes[0], slice(index, index + 1)
         for start in range(0, self.shape[0], size):
             rows = slice(start, min(start + size, self.shape[0]))
             if self.is_hermitian and start > index:
-                result[rows] = np.conj(self._read(_Piece(at, rows))[0])
+                result[rows] = np.conj(self._read(_Piece(column, rows))[0])
             else:
-                result[rows] = self._read(_Piece(rows, at))[:, 0]
+                result[rows] = self._read(_Piece(rows, column))[:, 0]
         if self.is_hermitian:
             start = index // size * size
             rows = slice(start, min(start + size, self.shape[0]))
@@ -536,3 +398,139 @@ def check_stored(array: Any) -> None:
             "a kernel of several outputs, take the one of a pair of outputs, or trace "
             "over them with `trace_axes`."
         )
+
+
+class StoredMatrix(AbstractMatrix):
+    """A stored matrix, which the host reads in blocks and multiplies.
+
+    - `source`: the matrix that it was computed from, if that is known. Columns are
+        computed from it, because reading one takes as long as reading all the blocks
+        that contain a part of it.
+    """
+
+    reader: Reader = eqx.field(static=True)
+    source: ComputedMatrix | None = None
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(self.reader.dtype)
+        return jax.ShapeDtypeStruct(self.reader.shape, dtype)
+
+    @property
+    def is_hermitian(self) -> bool:
+        return self.reader.is_hermitian
+
+    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
+        if isinstance(vectors, np.ndarray):
+            return self.reader.product(vectors, is_transposed=is_transposed)
+        dtype = jnp.result_type(self.struct.dtype, vectors.dtype)
+        vectors = vectors.astype(dtype)
+        if isinstance(vectors, Tracer):
+            return self._traced_product(vectors, is_transposed)
+        product = self.product(np.asarray(vectors), is_transposed=is_transposed)
+        return jnp.asarray(product.astype(dtype))
+
+    def _traced_product(
+        self, vectors: Inexact[Array, "n2 k"], is_transposed: bool
+    ) -> Inexact[Array, "n1 k"]:
+        rows, columns = (
+            reversed(self.reader.shape) if is_transposed else self.reader.shape
+        )
+        size = max(rows, columns)
+        padded = jnp.pad(vectors, [(0, size - columns), (0, 0)])
+        # A callback has no derivative. In JAX, the linear function that accepts its own
+        # transpose and works under `jax.vmap` is a linear solve, so the product is
+        # declared to be one. Systems are square, so the shorter side is padded.
+        product = lax.custom_linear_solve(
+            lambda x: x,
+            padded,
+            lambda _, b: self._callback(b, is_transposed),
+            lambda _, b: self._callback(b, not is_transposed),
+        )
+        return product[:rows]
+
+    def _callback(self, vectors: Array, is_transposed: bool) -> Array:
+        """The product with padded vectors, padded to the same size."""
+        height = self.reader.shape[0 if is_transposed else 1]
+        dtype = np.dtype(vectors.dtype)
+
+        def run(vectors: Any) -> np.ndarray:
+            vectors = np.asarray(vectors)
+            if vectors.dtype != dtype:
+                raise TypeError(
+                    f"JAX gives vectors of dtype {dtype} as {vectors.dtype} to the "
+                    "thread that multiplies them with a stored kernel. Enable 64-bit "
+                    "types in all threads: `jax.config.update('jax_enable_x64', True)`."
+                )
+            *batch, size, k = vectors.shape
+            flat = np.moveaxis(vectors, -2, 0).reshape(size, -1)[:height]
+            product = self.reader.product(flat, is_transposed=is_transposed)
+            product = np.pad(product, [(0, size - len(product)), (0, 0)])
+            product = np.moveaxis(product.reshape(size, *batch, k), 0, -2)
+            return product.astype(dtype)
+
+        struct = jax.ShapeDtypeStruct(vectors.shape, vectors.dtype)
+        return jax.pure_callback(run, struct, vectors, vmap_method="expand_dims")
+
+    def whole(self) -> Array:
+        return jnp.asarray(self.reader.whole(), self.struct.dtype)
+
+    def diagonal(self) -> Array:
+        return jnp.asarray(self.reader.diagonal(), self.struct.dtype)
+
+    def column(self, index: Int[Array, ""]) -> Array:
+        if self.source is not None:
+            return self.source.column(index)
+        struct = self.struct
+        read = lambda index: self.reader.column(int(index)).astype(struct.dtype)
+        if not isinstance(index, Tracer):
+            return jnp.asarray(read(index))
+        shape = jax.ShapeDtypeStruct(struct.shape[:1], struct.dtype)
+        return jax.pure_callback(read, shape, index, vmap_method="sequential")
+
+
+class MatrixView(AbstractMatrix):
+    """The transpose of another matrix, its complex conjugate, or both."""
+
+    original: AbstractMatrix
+    is_transposed: bool = eqx.field(static=True, default=False)
+    is_conjugate: bool = eqx.field(static=True, default=False)
+
+    @staticmethod
+    def of(matrix: AbstractMatrix, change: str) -> AbstractMatrix:
+        """A matrix with one of the two changes more, or less if it has it already."""
+        view = matrix if isinstance(matrix, MatrixView) else MatrixView(matrix)
+        view = dataclasses.replace(view, **{change: not getattr(view, change)})
+        return view if view.is_transposed or view.is_conjugate else view.original
+
+    def _conj(self, x: Any) -> Any:
+        return x.conj() if self.is_conjugate else x
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        struct = self.original.struct
+        shape = struct.shape[::-1] if self.is_transposed else struct.shape
+        return jax.ShapeDtypeStruct(shape, struct.dtype)
+
+    @property
+    def is_hermitian(self) -> bool:
+        return self.original.is_hermitian
+
+    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
+        is_transposed ^= self.is_transposed
+        run = self.original.product
+        return self._conj(run(self._conj(vectors), is_transposed=is_transposed))
+
+    def whole(self) -> Array:
+        whole = self._conj(self.original.whole())
+        return whole.T if self.is_transposed else whole
+
+    def diagonal(self) -> Array:
+        return self._conj(self.original.diagonal())
+
+    def column(self, index: Int[Array, ""]) -> Array:
+        if not self.is_transposed:
+            return self._conj(self.original.column(index))
+        num = self.struct.shape[1]
+        unit = jnp.zeros((num, 1), self.struct.dtype).at[index, 0].set(1)
+        return self.product(unit)[:, 0]

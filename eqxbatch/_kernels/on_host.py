@@ -82,8 +82,8 @@ class _Blocks:
         if key not in self._blocks:
             if len(self._blocks) >= self._most:
                 self._blocks.popitem(last=False)
-            at = jnp.asarray(number, jnp.int32)
-            self._blocks[key] = _kept((self.call, self.grid, side), at)
+            index = jnp.asarray(number, jnp.int32)
+            self._blocks[key] = _kept((self.call, self.grid, side), index)
         self._blocks.move_to_end(key)
         return self._blocks[key]
 
@@ -120,9 +120,9 @@ def with_progress(
     with Metered(meter, len(tiles), 0) as metered:
         waiting: collections.deque = collections.deque()
         for tile in tiles:
-            at = jnp.array(tile, jnp.int32)
-            is_diagonal = grid.is_same and tile.row == tile.column
-            operands = (call, reduce, grid, is_diagonal, at, blocks.of(tile))
+            pair = jnp.array(tile, jnp.int32)
+            is_diagonal = grid.is_diagonal(tile)
+            operands = (call, reduce, grid, is_diagonal, pair, blocks.of(tile))
             states, num_nans = _step(operands, states)
             # The count of the previous tile is available by now, so this does not wait.
             waiting.append(num_nans)
@@ -150,12 +150,12 @@ def _initial(call: KernelCall, reduce: PyTree, grid: Grid) -> tuple[list, Array]
 @functools.partial(compiled, donate="all-except-first")
 def _step(operands: tuple, states: list) -> tuple[list, Array]:
     """The states after a tile, updated in place, and its number of NaNs."""
-    call, reduce, grid, is_diagonal, at, kept = operands
+    call, reduce, grid, is_diagonal, pair, kept = operands
     tiles = _tiles(call, grid, reduce)
-    tile = tiles.tile_of(at, is_diagonal, kept=kept)
-    num_nans = tiles.num_nans(tile, at, is_diagonal)
+    tile = tiles.tile_of(pair, is_diagonal, kept=kept)
+    num_nans = tiles.num_nans(tile, pair, is_diagonal)
     with within_mesh(tile):
-        return tiles.update(states, tile, at, is_diagonal), num_nans
+        return tiles.update(states, tile, pair, is_diagonal), num_nans
 
 
 class _Team:
@@ -273,64 +273,51 @@ def _write(
     counts_nans: bool,
 ) -> None:
     """Computes the tiles that the store lacks, and writes them."""
-    wanted_of_team: list[dict[Tile, list[Patch]]] = []
-    for tiles in (grid.pairs(), grid.diagonal()):
-        wanted_of_team.append({})
-        for tile in tiles:
-            if grid.part_of(tile, team.num) == team.rank:
-                found = patches(kernel.leaves, grid, tile)
-                wanted = [p for p in found if not (store.upper_only and p.is_mirror)]
-                wanted_of_team[-1][tile] = wanted
-    missing: list[dict[Tile, list[Patch]]] = []
-    for some in wanted_of_team:
-        missing.append({})
-        for tile, wanted in some.items():
-            # All patches are checked, because this removes damaged ones.
-            there = [writer.has(patch) for patch in wanted]
-            if not all(there):
-                missing[-1][tile] = wanted
-    writer.prepare([p for some in missing for wanted in some.values() for p in wanted])
-    num_tiles, num_missing = (sum(map(len, some)) for some in (wanted_of_team, missing))
+    tiles = [
+        tile
+        for tile in (*grid.pairs(), *grid.diagonal())
+        if grid.part_of(tile, team.num) == team.rank
+    ]
+    wanted = {
+        tile: [
+            patch
+            for patch in patches(kernel.leaves, grid, tile)
+            if not (store.upper_only and patch.is_mirror)
+        ]
+        for tile in tiles
+    }
+    # All patches are checked, because this removes damaged ones.
+    missing = [tile for tile in tiles if not all([*map(writer.has, wanted[tile])])]
+    writer.prepare([patch for tile in missing for patch in wanted[tile]])
     blocks = _Blocks(call, kernel, grid)
     with (
-        Metered(meter, num_tiles, num_tiles - num_missing) as metered,
+        Metered(meter, len(tiles), len(tiles) - len(missing)) as metered,
         _Pipeline(metered) as pipeline,
     ):
-        for some, is_diagonal in zip(missing, (False, True), strict=True):
-            for group in team.groups(blocks.ordered(list(some))):
-                has_mirror = any(p.is_mirror for tile in group for p in some[tile])
+        for is_diagonal in (False, True):
+            alike = [tile for tile in missing if grid.is_diagonal(tile) == is_diagonal]
+            for group in team.groups(blocks.ordered(alike)):
+                parts = [wanted[tile] for tile in group]
+                has_mirror = any(patch.is_mirror for part in parts for patch in part)
                 task = _Task(call, grid, is_diagonal, has_mirror, counts_nans)
                 results = _computed(task, group, team.devices, blocks)
-                wanted = [some[tile] for tile in group]
-                pipeline.submit(_Job(writer, len(kernel.leaves), wanted, results))
+                for x in jtu.tree_leaves(results):
+                    x.copy_to_host_async()
+                pipeline.submit(_written, writer, len(kernel.leaves), parts, results)
 
 
-class _Job:
-    """Some tiles, computed or pending, and the patches to write."""
-
-    def __init__(
-        self,
-        writer: AbstractWriter,
-        num_leaves: int,
-        wanted: list[list[Patch]],
-        results: list[list[Array]],
-    ):
-        self.writer, self.num_leaves = writer, num_leaves
-        self.wanted, self.results = wanted, results
-        for arrays in results:
-            for x in arrays:
-                x.copy_to_host_async()
-
-    def run(self) -> list[int]:
-        """Writes the patches, and returns the number of NaNs of each tile."""
-        nans = []
-        for wanted, arrays in zip(self.wanted, self.results, strict=True):
-            for patch in wanted:
-                index = patch.leaf + self.num_leaves * patch.is_mirror
-                values = np.asarray(arrays[index])
-                self.writer.write(patch, values[patch.part])
-            nans.append(int(np.asarray(arrays[-1])))
-        return nans
+def _written(
+    writer: AbstractWriter,
+    num_leaves: int,
+    wanted: list[list[Patch]],
+    results: list[list[Array]],
+) -> list[int]:
+    """Writes the wanted patches of some tiles; returns the NaNs in each tile."""
+    for part, arrays in zip(wanted, results, strict=True):
+        for patch in part:
+            index = patch.leaf + num_leaves * patch.is_mirror
+            writer.write(patch, np.asarray(arrays[index])[patch.part])
+    return [int(np.asarray(arrays[-1])) for arrays in results]
 
 
 class _Pipeline:
@@ -341,8 +328,8 @@ class _Pipeline:
         self.pool = concurrent.futures.ThreadPoolExecutor(IN_FLIGHT)
         self.futures: collections.deque = collections.deque()
 
-    def submit(self, job: _Job) -> None:
-        self.futures.append(self.pool.submit(job.run))
+    def submit(self, write: Callable[..., list[int]], *args: Any) -> None:
+        self.futures.append(self.pool.submit(write, *args))
         self._drain(IN_FLIGHT)
 
     def _drain(self, remaining: int) -> None:
@@ -371,40 +358,42 @@ class _Task(eqx.Module):
     has_mirror: bool = eqx.field(static=True)
     counts_nans: bool = eqx.field(static=True)
 
-    def run(self, at: Array, kept: Sequence[Rows | None] = (None, None)) -> list[Array]:
+    def run(
+        self, pair: Array, kept: Sequence[Rows | None] = (None, None)
+    ) -> list[Array]:
         """The arrays of a tile and of its mirror image, and the number of NaNs."""
         tiles = _tiles(self.call, self.grid, None)
-        tile = tiles.tile_of(at, self.is_diagonal, kept=kept)
-        mirrored = tiles.kernel.mirrored(tile) if self.has_mirror else []
+        tile = tiles.tile_of(pair, self.is_diagonal, kept=kept)
+        mirrored = tiles.kernel.mirror(tile) if self.has_mirror else []
         num_nans = jnp.zeros((), jnp.int32)
         if self.counts_nans:
-            num_nans = tiles.num_nans(tile, at, self.is_diagonal)
+            num_nans = tiles.num_nans(tile, pair, self.is_diagonal)
         return [*tile, *mirrored, num_nans]
 
 
 def tile_program(call: KernelCall) -> list[Array]:
     """The program for one tile, to measure its memory."""
     grid = block_kernel(call).grid()
-    at = jnp.zeros(2, jnp.int32)
-    return _Task(call, grid, grid.is_same, grid.is_symmetric, False).run(at)
+    pair = jnp.zeros(2, jnp.int32)
+    return _Task(call, grid, grid.is_same, grid.is_symmetric, False).run(pair)
 
 
 @compiled
-def _tile(task: _Task, at: Array, kept: Sequence[Rows | None]) -> list[Array]:
-    return task.run(at, kept)
+def _tile(task: _Task, pair: Array, kept: Sequence[Rows | None]) -> list[Array]:
+    return task.run(pair, kept)
 
 
 @compiled
-def _tiles_on_devices(task: _Task, at: Array, mesh_axis: MeshAxis) -> list[Array]:
+def _tiles_on_devices(task: _Task, pair: Array, mesh_axis: MeshAxis) -> list[Array]:
     """Like `_tile`, for one tile on each device, along a new first axis."""
     check_closed_over(task.call, block_kernel(task.call))
 
     def run(operands: tuple) -> list[Array]:
-        task, at = operands
-        tile = at[lax.axis_index(mesh_axis.name)]
+        task, pair = operands
+        tile = pair[lax.axis_index(mesh_axis.name)]
         return [x[None] for x in task.run(tile)]
 
-    return on_devices(run, (task, at), mesh_axis, PartitionSpec(mesh_axis.name))
+    return on_devices(run, (task, pair), mesh_axis, PartitionSpec(mesh_axis.name))
 
 
 def _computed(
@@ -413,8 +402,8 @@ def _computed(
     """The results for each tile of a group, one for each device."""
     if len(devices) < 2:
         with jax.default_device(devices[0] if devices else None):
-            at = jnp.array(group[0], jnp.int32)
-            return [_tile(task, at, blocks.of(group[0]))]
+            pair = jnp.array(group[0], jnp.int32)
+            return [_tile(task, pair, blocks.of(group[0]))]
     mesh_axis = MeshAxis(Mesh(np.array(devices), ("devices",)), "devices")
     # Devices without a tile repeat the work of another one.
     padded = [*group, *[group[0]] * (len(devices) - len(group))]

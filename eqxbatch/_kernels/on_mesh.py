@@ -111,31 +111,31 @@ def _reduced(
         padded = [*tiles, *[Tile(0, 0)] * missing]
         counts = [True] * len(tiles) + [False] * missing
         index = lax.axis_index(mesh_axis.name)
-        at = jnp.array(padded, jnp.int32).reshape(-1, num, 2)
-        return at[:, index], jnp.array(counts, bool).reshape(-1, num)[:, index]
+        pair = jnp.array(padded, jnp.int32).reshape(-1, num, 2)
+        return pair[:, index], jnp.array(counts, bool).reshape(-1, num)[:, index]
 
     def run(operands: tuple[KernelCall, PyTree]) -> list[PyTree[Array]]:
         kernel = block_kernel(operands[0])
         tiles = Tiles(kernel, grid, make_collectors(kernel, operands[1]))
         states, always = tiles.initial(*kernel.rows), jnp.array(True)
         kept = _all_kept(kernel, grid)
-        for some, is_diagonal in ((grid.pairs(), False), (grid.diagonal(), True)):
+        for places, is_diagonal in ((grid.pairs(), False), (grid.diagonal(), True)):
 
             def step(
                 states: list, now: tuple, is_diagonal: bool = is_diagonal
             ) -> tuple[list, None]:
-                at, counts = now
+                pair, counts = now
                 if kept is None:
-                    tile = tiles.tile_of(at, is_diagonal, is_loop=True)
+                    tile = tiles.tile_of(pair, is_diagonal, is_loop=True)
                 else:
-                    places = grid.start(0, at[0]), grid.start(1, at[1])
+                    places = grid.start(0, pair[0]), grid.start(1, pair[1])
                     tile = tiles.tile(kept, places, is_diagonal, is_loop=True)
-                return tiles.update(states, tile, at, is_diagonal, counts), None
+                return tiles.update(states, tile, pair, is_diagonal, counts), None
 
-            if some:
-                at, counts = share(some)
-                states, _ = lax.scan(step, states, (at, counts))
-                always = at[0, 0] >= 0
+            if places:
+                pair, counts = share(places)
+                states, _ = lax.scan(step, states, (pair, counts))
+                always = pair[0, 0] >= 0
         leaves, treedef = jtu.tree_flatten(states)
         # XLA removes a scan of one step, and then mixes its writes with what follows.
         leaves = [x[None] for x in materialised(leaves, always)]
@@ -222,9 +222,9 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
         return run_tiles(kernel, cut, collectors, first, second, kept)
 
     def panel(number: Any, start: Any = 0, size: int = height) -> Rows:
-        at = number * height + start + jnp.arange(size, dtype=jnp.int32)
+        indices = number * height + start + jnp.arange(size, dtype=jnp.int32)
         # If there are too few examples, the last one is repeated.
-        return _taken(rows, jnp.minimum(at, total - 1))
+        return _taken(rows, jnp.minimum(indices, total - 1))
 
     if not grid.is_same:
         results = block(panel(index), others, False)
@@ -251,7 +251,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
         if grid.is_symmetric:
             # The other device lacks the mirror image.
             pairs = [(i, (i + distance) % num) for i in range(num)]
-            sent = _sent(kernel.mirrored(part), mesh_axis, pairs)
+            sent = _sent(kernel.mirror(part), mesh_axis, pairs)
             results = place(results, sent, (index - distance) % num)
     if grid.is_symmetric and num % 2 == 0:
         part = _opposite(kernel, block, panel, mesh_axis, height)
@@ -290,7 +290,7 @@ def _opposite(
             rest = lax.slice_in_dim(y, 2 * half - height, half, 1, row)
             x = lax.concatenate([x, rest], row)
         whole.append(x)
-    mirrored = kernel.mirrored(whole)
+    mirrored = kernel.mirror(whole)
     return [jnp.where(is_first, x, y) for x, y in _pairwise(kernel, whole, mirrored)]
 
 
@@ -318,10 +318,10 @@ def _placed(
     placed = []
     for leaf, whole, x in zip(leaves, results, part, strict=True):
         if leaf.is_pairwise:
-            at = [jnp.zeros((), jnp.int32) for _ in x.shape]
+            starts = [jnp.zeros((), jnp.int32) for _ in x.shape]
             assert leaf.axes[1] is not None
-            at[leaf.axes[1]] = jnp.asarray(number * height, jnp.int32)
-            whole = lax.dynamic_update_slice(whole, x, at)
+            starts[leaf.axes[1]] = jnp.asarray(number * height, jnp.int32)
+            whole = lax.dynamic_update_slice(whole, x, starts)
         placed.append(whole)
     return placed
 

@@ -224,9 +224,9 @@ class Checkpoint:
         self._path.mkdir(parents=True, exist_ok=True)
         self._replace(about, lambda file: file.write(text))
 
-    def _check(self, found: dict[str, Any]) -> None:
-        names = {*found, *self._problem}
-        pairs = {name: (found.get(name), self._problem.get(name)) for name in names}
+    def _check(self, saved: dict[str, Any]) -> None:
+        names = {*saved, *self._problem}
+        pairs = {name: (saved.get(name), self._problem.get(name)) for name in names}
         different = [name for name, (old, new) in sorted(pairs.items()) if old != new]
         if different:
             shown = {name: tuple(map(_short, pairs[name])) for name in different}
@@ -285,16 +285,16 @@ class Checkpoint:
 
 def _read(about: pathlib.Path) -> dict[str, Any]:
     try:
-        found = json.loads(about.read_text())
-        if not isinstance(found, dict):
-            raise ValueError(f"got a {type(found).__name__}")
+        problem = json.loads(about.read_text())
+        if not isinstance(problem, dict):
+            raise ValueError(f"got a {type(problem).__name__}")
     except ValueError as e:
         raise ValueError(
             f"`checkpoint` has a damaged file: {about} must be a JSON object ({e}). "
             "The saved state is kept. Restore this file, or delete the folder to begin "
             "anew."
         ) from e
-    return found
+    return problem
 
 
 def _short(value: Any) -> str:
@@ -317,10 +317,10 @@ def _solved(
     """
     image = np.zeros(0)
     if saved is not None:
-        (image, tolerance), found = probe(), saved.load("state")
-        if found is not None:
-            _check_same(found.pop("probe"), image, tolerance)
-            state = method.verified(State.from_arrays(found))
+        (image, tolerance), arrays = probe(), saved.load("state")
+        if arrays is not None:
+            _check_same(arrays.pop("probe"), image, tolerance)
+            state = method.verified(State.from_arrays(arrays))
     steps = method.steps(state)
     with Metered(meter, max_steps, state.num_products) as metered:
         for state in steps:
@@ -448,8 +448,8 @@ def _product(operator: "KernelOperator", ridge: float) -> Product:
         fast = np.result_type(short, np.complex64) if is_complex else short
         dtype = vectors.dtype if is_exact else fast
         with standard_promotion():
-            found = matrix.product(vectors.astype(dtype))
-        return found.astype(vectors.dtype) + ridge * vectors
+            image = matrix.product(vectors.astype(dtype))
+        return image.astype(vectors.dtype) + ridge * vectors
 
     return product
 
@@ -470,8 +470,8 @@ def _preconditioner(
 
     def run(columns: np.ndarray) -> np.ndarray:
         with standard_promotion():
-            found = apply(array, jnp.asarray(columns, array.dtype))
-        return np.asarray(found, columns.dtype)
+            solution = apply(array, jnp.asarray(columns, array.dtype))
+        return np.asarray(solution, columns.dtype)
 
     def solve(residual: np.ndarray) -> np.ndarray:
         if np.iscomplexobj(residual):
@@ -487,12 +487,12 @@ def _factor(
     """A partial Cholesky decomposition, of shape (n, rank)."""
     if rank == 0 or operator.matrix.struct.shape[0] == 0:
         return None
-    found = None if saved is None else saved.load("preconditioner")
-    if found is None:
-        found = {"factor": np.asarray(_decomposed(operator.matrix, rank))}
+    arrays = None if saved is None else saved.load("preconditioner")
+    if arrays is None:
+        arrays = {"factor": np.asarray(_decomposed(operator.matrix, rank))}
         if saved is not None:
-            saved.save("preconditioner", found, even_if_slow=True)
-    factor = found["factor"]
+            saved.save("preconditioner", arrays, even_if_slow=True)
+    factor = arrays["factor"]
     # Beyond the numerical rank of the kernel, the decomposition is not finite.
     is_finite = np.all(np.isfinite(factor), axis=0)
     num = rank if is_finite.all() else int(np.argmin(is_finite))
@@ -554,8 +554,12 @@ def _factor_of(
             x if batched else jnp.broadcast_to(x, (size,))
             for x, batched in zip((rows, indices), is_batched, strict=True)
         )
-        each = lambda: lax.map(lambda at: column(at[1])[at[0]], (rows, indices))
-        return lax.cond(jnp.all(rows == indices), lambda: diagonal[rows], each), True
+        one_by_one = lambda: lax.map(
+            lambda pair: column(pair[1])[pair[0]], (rows, indices)
+        )
+        return lax.cond(
+            jnp.all(rows == indices), lambda: diagonal[rows], one_by_one
+        ), True
 
     with standard_promotion():
         num = matrix.struct.shape[0]

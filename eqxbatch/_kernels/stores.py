@@ -254,22 +254,22 @@ def _program_of_mirror(kernel: AbstractBlockKernel, grid: Grid) -> Any:
 
 def digest(tree: PyTree) -> str:
     """A digest of all arrays of a PyTree."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for path, leaf in jtu.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)):
-        found.update(jtu.keystr(path).encode())
-        add_array(found, leaf)
-    return found.hexdigest()
+        sha.update(jtu.keystr(path).encode())
+        add_array(sha, leaf)
+    return sha.hexdigest()
 
 
-def add_array(found: Any, x: Any) -> None:
+def add_array(sha: Any, x: Any) -> None:
     """Adds an array to a digest, without a copy if it is contiguous."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        found.update(str(x.dtype).encode())
+        sha.update(str(x.dtype).encode())
         x = jr.key_data(x)
     x = np.asarray(x)
-    found.update(f"{x.dtype}{x.shape}".encode())
+    sha.update(f"{x.dtype}{x.shape}".encode())
     # As bytes: Python has no buffers of dtypes such as bfloat16.
-    found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    sha.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
 def _program(fun: Any, *args: Any) -> Any:
@@ -278,16 +278,16 @@ def _program(fun: Any, *args: Any) -> Any:
 
 def _of_program(closed: Any) -> str:
     """A digest of a program, and of what it closes over."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     # Some equations are printed without the programs that they run.
     texts = (str(x) for part in programs_in(closed) for x in _programs_of_objects(part))
     for text in (str(closed), *texts):
         # Functions are printed with their addresses, which change in every run.
-        found.update(re.sub(r"0x[0-9a-f]+", "", text).encode())
+        sha.update(re.sub(r"0x[0-9a-f]+", "", text).encode())
     # These include the arrays of the kernel function, which are digested again.
     for x in constants(closed):
-        add_array(found, x)
-    return found.hexdigest()
+        add_array(sha, x)
+    return sha.hexdigest()
 
 
 def _programs_of_objects(closed: Any) -> Iterator[Any]:

@@ -149,8 +149,8 @@ class ZarrStore(AbstractStore):
                     "`upper_only` needs rows and columns along axes 0 and 1; got "
                     f"{leaf.axes} for output{leaf.path}."
                 )
-        own = {"upper_only": self.upper_only, "version": self.version}
-        expected = {**fingerprint(), **own}
+        settings = {"upper_only": self.upper_only, "version": self.version}
+        expected = {**fingerprint(), **settings}
         if expected["callbacks"] and self.version is None:
             raise ValueError(
                 f"The kernel calls functions on the host, by {expected['callbacks']}, "
@@ -188,10 +188,10 @@ def _names(leaves: list[KernelLeaf]) -> list[str]:
 
 
 def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None:
-    found = {x.name for x in path.iterdir()} if path.exists() else set()
-    if _METADATA in found:
+    names = {x.name for x in path.iterdir()} if path.exists() else set()
+    if _METADATA in names:
         return
-    if any(not _PARTIAL.fullmatch(name) for name in found):
+    if any(not _PARTIAL.fullmatch(name) for name in names):
         raise ValueError(
             f"`path` is a folder that contains something other than a kernel: {path}. "
             "Pass one that is empty or does not exist."
@@ -212,20 +212,19 @@ def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
             "deleted. Restore this file, or pass another path."
         ) from e
     try:
-        found = node["attributes"][_ATTRIBUTE]
+        saved = node["attributes"][_ATTRIBUTE]
     except (KeyError, TypeError):
-        found = None
-    if not isinstance(found, dict):
+        saved = None
+    if not isinstance(saved, dict):
         raise ValueError(
             f"`path` has zarr arrays that are not a kernel of eqxbatch: {path}. Pass a "
             "folder that is empty or does not exist."
         )
-    different = [
-        name for name in {**expected, **found} if expected.get(name) != found.get(name)
-    ]
+    names = {**expected, **saved}
+    different = [name for name in names if expected.get(name) != saved.get(name)]
     if different:
         parts = "; ".join(
-            f"{name} is {_shown(found.get(name))} there and "
+            f"{name} is {_shown(saved.get(name))} there and "
             f"{_shown(expected.get(name))} now"
             for name in different
         )
@@ -281,9 +280,9 @@ def _make_array(group: Any, name: str, leaf: KernelLeaf, grid: Grid) -> Any:
 
 def _seal(patch: Patch, values: np.ndarray) -> str:
     """A digest of the entries of a chunk and of its place."""
-    found = hashlib.blake2b(f"{patch.chunk}".encode(), digest_size=16)
-    add_array(found, values)
-    return found.hexdigest()
+    seal = hashlib.blake2b(f"{patch.chunk}".encode(), digest_size=16)
+    add_array(seal, values)
+    return seal.hexdigest()
 
 
 class _ZarrWriter(AbstractWriter):
@@ -324,7 +323,7 @@ class _ZarrWriter(AbstractWriter):
         for name in names:
             files = sorted((path / name / _PLACES).glob("*"))
             lines = [file.read_text(errors="replace").split() for file in files]
-            self.seals.append({line for some in lines for line in some})
+            self.seals.append({line for words in lines for line in words})
 
     def lock(self, *, clean: bool) -> None:
         """Tells other runs that this one writes, until it is closed or killed.
@@ -345,8 +344,8 @@ class _ZarrWriter(AbstractWriter):
 
     def _clean(self) -> None:
         folders = [self.path / name / "c" for name in self.names]
-        found = [self.path.glob("*"), *(folder.rglob("*") for folder in folders)]
-        for file in itertools.chain.from_iterable(found):
+        files = [self.path.glob("*"), *(folder.rglob("*") for folder in folders)]
+        for file in itertools.chain.from_iterable(files):
             if _PARTIAL.fullmatch(file.name):
                 file.unlink(missing_ok=True)
 
@@ -363,12 +362,12 @@ class _ZarrWriter(AbstractWriter):
             expected = _make_array(memory, name, leaf, self.grid).metadata.to_dict()
             place = self.path / name
             array = _opened(self.zarr.open_array, place, mode=mode)
-            found = array.metadata.to_dict()
+            saved = array.metadata.to_dict()
             # Users may add attributes.
             different = [
                 part
-                for part in sorted({*expected, *found} - {"attributes"})
-                if found.get(part) != expected.get(part)
+                for part in sorted({*expected, *saved} - {"attributes"})
+                if saved.get(part) != expected.get(part)
             ]
             if different:
                 raise ValueError(
@@ -529,10 +528,10 @@ class SymmetricArray:
     def __getitem__(self, key: Any) -> np.ndarray:
         key = key if isinstance(key, tuple) else (key,)
         # By identity: arrays do not compare to a truth value.
-        dots = [at for at, index in enumerate(key) if index is Ellipsis]
+        dots = [i for i, index in enumerate(key) if index is Ellipsis]
         if dots:
-            at = dots[0]
-            key = key[:at] + (slice(None),) * (self.ndim - len(key) + 1) + key[at + 1 :]
+            i, missing = dots[0], self.ndim - len(key) + 1
+            key = (*key[:i], *[slice(None)] * missing, *key[i + 1 :])
         if len(key) > self.ndim:
             raise IndexError(
                 f"There are {len(key)} indices for the {self.ndim} axes of an array of "
@@ -546,11 +545,11 @@ class SymmetricArray:
             )
         ]
         bounds = [_bounds(x) for x in ranges]
-        found = self._read(*bounds)
+        entries = self._read(*bounds)
         for axis, (wanted, (low, _)) in enumerate(zip(ranges, bounds, strict=True)):
-            found = np.take(found, [x - low for x in wanted], axis)
+            entries = np.take(entries, [x - low for x in wanted], axis)
         drop = [0 if not isinstance(i, slice) else slice(None) for i in key[:2]]
-        return found[(*drop, *key[2:])]
+        return entries[(*drop, *key[2:])]
 
     def _read(self, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
         """Reads a rectangle, block by block."""
@@ -602,8 +601,8 @@ def _range(name: str, index: Any, size: int) -> range:
         raise IndexError(
             f"The {name} {index} is out of range: there are {size} {name}s."
         )
-    at = range(size)[int(index)]
-    return range(at, at + 1)
+    start = range(size)[int(index)]
+    return range(start, start + 1)
 
 
 def _bounds(x: range) -> tuple[int, int]:

@@ -327,7 +327,7 @@ def _has_axes_of(request: ModelRequest, call: KernelCall) -> bool:
     default = eqx.if_array(0)
     for one in call.calls:
         trees = [(one.x, call.in_axes, axes.inputs)]
-        for name, x in one.own.items():
+        for name, x in one.kwargs.items():
             specs = (x.get(name, default) for x in (call.kwargs_axes, axes.kwargs))
             trees.append((x, *specs))
         for tree, of_call, of_model in trees:
