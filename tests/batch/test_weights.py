@@ -172,9 +172,12 @@ def test_counts_beyond_half_precision():
         assert_same(micro(x), jnp.asarray(2**-10, jnp.float16), tol=1e-2)
 
 
-def test_weights_beyond_half_precision():
-    # In float16, 2048 + 1 is 2048.
+@pytest.mark.parametrize("size", (1, 4096))
+def test_weights_beyond_half_precision(size):
+    # In float16, 2048 + 1 is 2048, and the sum of these weights is infinite.
     x = jnp.zeros(4096, jnp.float16).at[0].set(1024)
-    accumulator = Mean(jnp.ones(4096), jnp.float16)
-    micro = filter_micro_vmap(lambda x: x, microbatch_size=1, accumulator=accumulator)
+    accumulator = Mean(jnp.full(4096, 32.0), jnp.float16)
+    micro = filter_micro_vmap(
+        lambda x: x, microbatch_size=size, accumulator=accumulator
+    )
     assert_same(micro(x), jnp.asarray(0.25, jnp.float16))
