@@ -1,5 +1,6 @@
 """Sums and moments over examples, exact with a remainder and after an early stop."""
 
+import abc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,14 +39,6 @@ class _Total(eqx.Module):
     dtype: Any = eqx.field(static=True)
     lost: tuple[Any, Any] = (None, None)
 
-    @staticmethod
-    def begun(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
-        """The sum over no examples yet."""
-        zero = _zeros_of(whole, value, blocks)
-        num = blocks.num
-        lost = nothing_lost(zero.total, num), nothing_lost(zero.weight, num)
-        return _Total(zero.total, zero.weight, zero.dtype, lost)
-
     def plus(self, value: "_Total") -> "_Total":
         total, lost = plus(self.total, self.lost[0], value.total)
         if self.weight is None:
@@ -54,7 +47,29 @@ class _Total(eqx.Module):
         return _Total(total, weight, self.dtype, (lost, lost_weight))
 
 
-class Sum(AbstractAccumulator[_Total]):
+class AbstractTotal(AbstractAccumulator[_Total]):
+    """A sum over examples, as it is or divided by their weight."""
+
+    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        check_fields(self)
+
+    @abc.abstractmethod
+    def whole(self, value: Any, block: Block) -> _Total:
+        """The value of a microbatch, which is a total if it comes from `aggregate`."""
+
+    def init(self, value: Any, blocks: Blocks) -> _Total:
+        zero, num = _zeros_of(self.whole, value, blocks), blocks.num
+        lost = nothing_lost(zero.total, num), nothing_lost(zero.weight, num)
+        return _Total(zero.total, zero.weight, zero.dtype, lost)
+
+    def update(self, state: _Total, value: _Total | _Value, block: Block) -> _Total:
+        return state.plus(self.whole(value, block))
+
+
+class Sum(AbstractTotal):
     """The sum over all examples: `jnp.sum(..., axis=0)` of what `vmap` returns.
 
     **Arguments:**
@@ -87,41 +102,28 @@ class Sum(AbstractAccumulator[_Total]):
         ```
     """
 
-    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
-    dtype: DTypeLike | None = eqx.field(static=True, default=None)
-
-    def __check_init__(self) -> None:
-        check_fields(self)
-
-    def init(self, value: Any, blocks: Blocks) -> _Total:
-        if self.weights is not None and not isinstance(value, _Total):
-            raise ValueError(
-                "Sum(weights=...) weights single examples, but here `fun` returns one "
-                "result for a whole microbatch. Pass the weights to `fun` as a batched "
-                "argument, and return the weighted sum."
-            )
-        return _Total.begun(lambda value, _: self._whole(value), value, blocks)
-
-    def update(self, state: _Total, value: _Total | _Value, block: Block) -> _Total:
-        return state.plus(self._whole(value))
-
     def finalize(self, state: _Total) -> Shaped[Array, "*r"]:
         return complete(state.total, state.lost[0]).astype(state.dtype)
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
         check_weights("Sum", self.weights, block)
-        whole = self._whole(values)
-        total = weighted_sum(whole.total, self.weights, block)
-        return _Total(total, None, whole.dtype)
+        total, dtype = _cast("Sum", values, self.dtype, self.weights, inexact=False)
+        return _Total(weighted_sum(total, self.weights, block), None, dtype)
 
-    def _whole(self, value: Any) -> _Total:
+    def whole(self, value: Any, block: Block) -> _Total:
         if isinstance(value, _Total):
             return value
-        total, dtype = _cast("Sum", value, self.dtype, self.weights, inexact=False)
+        if self.weights is not None:
+            raise ValueError(
+                "Sum(weights=...) weights single examples, but here `fun` returns one "
+                "result for a whole microbatch. Pass the weights to `fun` as a batched "
+                "argument, and return the weighted sum."
+            )
+        total, dtype = _cast("Sum", value, self.dtype, None, inexact=False)
         return _Total(total, None, dtype)
 
 
-class Mean(AbstractAccumulator[_Total]):
+class Mean(AbstractTotal):
     """The mean over all examples: `jnp.mean(..., axis=0)` of what `vmap` returns.
 
     The mean is exact even if the microbatch size does not divide the batch: each
@@ -154,18 +156,6 @@ class Mean(AbstractAccumulator[_Total]):
         ```
     """
 
-    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
-    dtype: DTypeLike | None = eqx.field(static=True, default=None)
-
-    def __check_init__(self) -> None:
-        check_fields(self)
-
-    def init(self, value: Any, blocks: Blocks) -> _Total:
-        return _Total.begun(self._whole, value, blocks)
-
-    def update(self, state: _Total, value: _Total | _Value, block: Block) -> _Total:
-        return state.plus(self._whole(value, block))
-
     def finalize(self, state: _Total) -> Inexact[Array, "*r"]:
         total = widened(complete(state.total, state.lost[0]))
         weight = complete(state.weight, state.lost[1])
@@ -176,7 +166,7 @@ class Mean(AbstractAccumulator[_Total]):
         weight = block_weight(total.dtype, self.weights, block)
         return _Total(weighted_sum(total, self.weights, block), weight, dtype)
 
-    def _whole(self, value: Any, block: Block) -> _Total:
+    def whole(self, value: Any, block: Block) -> _Total:
         if isinstance(value, _Total):
             return value
         mean, dtype = _cast("Mean", value, self.dtype, self.weights, inexact=True)
@@ -206,7 +196,25 @@ class VarianceState(eqx.Module):
         )
 
 
-class RunningMean(AbstractAccumulator[VarianceState]):
+class AbstractMoments(AbstractAccumulator[VarianceState]):
+    """A mean over examples, with or without a variance, merged without a sum."""
+
+    @abc.abstractmethod
+    def whole(self, value: Any, block: Block) -> VarianceState:
+        """The value of a microbatch, which has moments if it is from `aggregate`."""
+
+    def init(self, value: Any, blocks: Blocks) -> VarianceState:
+        state = _zeros_of(self.whole, value, blocks)
+        lost = nothing_lost(state.squares, blocks.num)
+        return eqx.tree_at(lambda s: s.lost, state, lost, is_leaf=is_none)
+
+    def update(
+        self, state: VarianceState, value: VarianceState | _Value, block: Block
+    ) -> VarianceState:
+        return merged(state, self.whole(value, block))
+
+
+class RunningMean(AbstractMoments):
     """The mean over all examples, updated as a running mean after every microbatch.
 
     Like [`eqxbatch.Mean`][] without weights, but for results whose sum would overflow:
@@ -239,22 +247,14 @@ class RunningMean(AbstractAccumulator[VarianceState]):
     def __check_init__(self) -> None:
         check_fields(self)
 
-    def init(self, value: Any, blocks: Blocks) -> VarianceState:
-        return _zeros_of(self._whole, value, blocks)
-
-    def update(
-        self, state: VarianceState, value: VarianceState | _Value, block: Block
-    ) -> VarianceState:
-        return merged(state, self._whole(value, block))
-
     def finalize(self, state: VarianceState) -> Inexact[Array, "*r"]:
         return _mean_or_nan(state)
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> VarianceState:
-        whole = self._whole(values, block)
+        whole = self.whole(values, block)
         return VarianceState(_mean(whole.mean), None, whole.count, None, whole.dtype)
 
-    def _whole(self, value: Any, block: Block) -> VarianceState:
+    def whole(self, value: Any, block: Block) -> VarianceState:
         if isinstance(value, VarianceState):
             return value
         mean, dtype = _cast("RunningMean", value, self.dtype, None, inexact=True)
@@ -270,7 +270,7 @@ class MeanAndVariance(NamedTuple):
     variance: Inexact[Array, "*r"]
 
 
-class Variance(AbstractAccumulator[VarianceState]):
+class Variance(AbstractMoments):
     """Mean and variance over all examples, in one numerically stable pass.
 
     Each array of the output becomes a [`eqxbatch.MeanAndVariance`][], whose fields are
@@ -313,16 +313,6 @@ class Variance(AbstractAccumulator[VarianceState]):
     def __check_init__(self) -> None:
         check_fields(self)
 
-    def init(self, value: Any, blocks: Blocks) -> VarianceState:
-        state = _zeros_of(self._whole, value, blocks)
-        lost = nothing_lost(state.squares, blocks.num)
-        return eqx.tree_at(lambda s: s.lost, state, lost, is_leaf=is_none)
-
-    def update(
-        self, state: VarianceState, value: VarianceState | _Value, block: Block
-    ) -> VarianceState:
-        return merged(state, self._whole(value, block))
-
     def finalize(self, state: VarianceState) -> MeanAndVariance:
         state = state.whole()
         real = widest(state.squares.dtype)
@@ -333,12 +323,12 @@ class Variance(AbstractAccumulator[VarianceState]):
         return MeanAndVariance(mean, variance.astype(mean.real.dtype))
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> VarianceState:
-        whole = self._whole(values, block)
+        whole = self.whole(values, block)
         mean = _mean(whole.mean)
         squares = jnp.sum(_abs_squared(whole.mean - mean[None]), axis=0)
         return VarianceState(mean, squares, whole.count, whole.count, whole.dtype)
 
-    def _whole(self, value: Any, block: Block) -> VarianceState:
+    def whole(self, value: Any, block: Block) -> VarianceState:
         if isinstance(value, VarianceState):
             return value
         mean, dtype = _cast("Variance", value, self.dtype, None, inexact=True)
