@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from .._base.checks import AnyArray, check_types
-from .._base.trees import shown
+from .._base.trees import is_none, shown
 from .._batch.batch import broadcast_axes, explained_failure, split_batch
 from .._batch.loop import Rows
 from .._batch.memory import check_size, MemoryBudget
@@ -37,35 +37,22 @@ Keys = OneKey | tuple[OneKey, ...] | list[OneKey]
 KEY_REMEDY = {"key": "`jax.random.key(seed)` makes one."}
 
 
-class VmapAxes(eqx.Module):
+@dataclasses.dataclass(frozen=True)
+class VmapAxes:
     """The batch axes of the inputs, the outputs, and keyword arguments.
 
     `inputs` is None if the model takes a whole batch at once.
     """
 
-    _leaves: tuple = eqx.field(static=True)
-    _treedef: Any = eqx.field(static=True)
+    inputs: PyTree
+    outputs: PyTree
+    kwargs: dict[str, Any]
 
-    def __init__(self, inputs: PyTree, outputs: PyTree, kwargs: dict[str, Any]):
-        tree = (inputs, outputs, kwargs)
-        leaves, self._treedef = jtu.tree_flatten(tree, is_leaf=lambda x: x is None)
-        self._leaves = tuple(leaves)
-
-    @property
-    def _all(self) -> tuple:
-        return jtu.tree_unflatten(self._treedef, self._leaves)
-
-    @property
-    def inputs(self) -> PyTree:
-        return self._all[0]
-
-    @property
-    def outputs(self) -> PyTree:
-        return self._all[1]
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        return self._all[2]
+    def __hash__(self) -> int:
+        # A dict has no hash, but its structure has one.
+        tree = self.inputs, self.outputs, self.kwargs
+        leaves, treedef = jtu.tree_flatten(tree, is_leaf=is_none)
+        return hash((*leaves, treedef))
 
     @property
     def is_batched(self) -> bool:

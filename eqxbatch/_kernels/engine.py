@@ -59,20 +59,12 @@ def _both(rows: Span, columns: Span) -> Bool[Array, "rows columns"] | None:
     return counts[0][:, None] & counts[1][None, :]
 
 
-def count_nans(
-    kernel: AbstractBlockKernel, tile: list[Array], rows: Span, columns: Span
-) -> Array:
-    """The number of NaNs among the entries of a tile that count."""
-    num = jnp.zeros((), jnp.int32)
-    for leaf, x in zip(kernel.leaves, tile, strict=True):
-        if not leaf.is_pairwise or not jnp.issubdtype(x.dtype, jnp.inexact):
-            continue
-        nans = jnp.isnan(leaf.front(x))
-        counts = _both(rows, columns)
-        if counts is not None:
-            nans = nans & counts.reshape(*counts.shape, *(1 for _ in x.shape[2:]))
-        num += jnp.sum(nans, dtype=jnp.int32)
-    return num
+def _where(counts: Bool[Array, "rows columns"] | None, x: Array, other: Any) -> Array:
+    """A tile with rows and columns first, and `other` for entries that do not count."""
+    if counts is None:
+        return x
+    counts = jnp.expand_dims(counts, range(2, x.ndim))
+    return jnp.where(counts, x, jnp.asarray(other).astype(x.dtype))
 
 
 class AbstractCollector(abc.ABC):
@@ -142,12 +134,8 @@ class Reduced(AbstractCollector):
     def update(
         self, state: PyTree[Array], tile: Array, rows: Span, columns: Span
     ) -> PyTree[Array]:
-        tile = self.leaf.front(tile)
-        counts = _both(rows, columns)
-        if counts is not None:
-            counts = counts.reshape(*counts.shape, *(1 for _ in tile.shape[2:]))
-            neutral = jnp.asarray(self.reduction.neutral).astype(tile.dtype)
-            tile = jnp.where(counts, tile, neutral)
+        neutral = self.reduction.neutral
+        tile = _where(_both(rows, columns), self.leaf.front(tile), neutral)
         state = self.reduction.update(state, tile, rows.block, columns.block)
         self._check({"update(...)": state}, _State)
         return state
@@ -330,7 +318,12 @@ class Tiles:
         self, tile: list[Array], pair: Int[Array, "2"], is_diagonal: bool
     ) -> Int[Array, ""]:
         """The number of NaNs that a tile adds to the kernel."""
-        num = count_nans(self.kernel, tile, *self._spans(pair))
+        num = jnp.zeros((), jnp.int32)
+        counts = _both(*self._spans(pair))
+        for leaf, x in zip(self.kernel.leaves, tile, strict=True):
+            if leaf.is_pairwise and jnp.issubdtype(x.dtype, jnp.inexact):
+                nans = jnp.isnan(leaf.front(x))
+                num += jnp.sum(_where(counts, nans, False), dtype=jnp.int32)
         return 2 * num if self.grid.is_symmetric and not is_diagonal else num
 
     def initial(self, first: Rows, second: Rows) -> list[PyTree[Array]]:

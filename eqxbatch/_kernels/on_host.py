@@ -241,15 +241,8 @@ def to_store(
             "`upper_only` is for symmetric kernels of examples with themselves: leave "
             "out `x2`, and pass `symmetric=True` if the kernel does not declare it."
         )
-    writer = team.begin(
-        lambda is_first: store.begin(
-            kernel.leaves,
-            grid,
-            lambda: fingerprint(call, kernel, grid),
-            mirror=kernel.mirror,
-            is_first=is_first,
-        )
-    )
+    mark = lambda: fingerprint(call, kernel, grid)
+    writer = team.begin(functools.partial(store.begin, kernel, grid, mark))
     with contextlib.closing(writer):
         error = None
         try:

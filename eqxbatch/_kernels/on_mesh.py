@@ -291,14 +291,10 @@ def _opposite(
             x = lax.concatenate([x, rest], row)
         whole.append(x)
     mirrored = kernel.mirror(whole)
-    return [jnp.where(is_first, x, y) for x, y in _pairwise(kernel, whole, mirrored)]
-
-
-def _pairwise(kernel: AbstractBlockKernel, first: list, second: list) -> list[tuple]:
-    """The arrays of two tiles; per-example arrays are taken from the first."""
     return [
-        (x, y if leaf.is_pairwise else x)
-        for leaf, x, y in zip(kernel.leaves, first, second, strict=True)
+        # Per-example arrays have no mirror image.
+        jnp.where(is_first, x, y) if leaf.is_pairwise else x
+        for leaf, x, y in zip(kernel.leaves, whole, mirrored, strict=True)
     ]
 
 

@@ -145,7 +145,21 @@ class _Sums(eqx.Module):
         return complete(self.values, self.lost).astype(self.dtype)
 
 
-class RowSums(AbstractReduction[_Sums]):
+class AbstractSums(AbstractReduction[_Sums]):
+    """Sums over the columns."""
+
+    @property
+    def neutral(self) -> float:
+        return 0.0
+
+    def merge(self, first: _Sums, second: _Sums) -> _Sums:
+        return first.merged(second)
+
+    def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
+        return state.result()
+
+
+class RowSums(AbstractSums):
     """The sum of each row of the kernel, of shape `(n1, ...)`.
 
     The dtype is that of `jax.numpy.sum`: the dtype of the kernel, or a longer integer.
@@ -164,10 +178,6 @@ class RowSums(AbstractReduction[_Sums]):
         ```
     """
 
-    @property
-    def neutral(self) -> float:
-        return 0.0
-
     def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
         sums = jax.eval_shape(_row_sums, kernel)
         is_inexact = jnp.issubdtype(kernel.dtype, jnp.inexact)
@@ -180,18 +190,12 @@ class RowSums(AbstractReduction[_Sums]):
         del columns
         return state.plus(_row_sums(tile), rows)
 
-    def merge(self, first: _Sums, second: _Sums) -> _Sums:
-        return first.merged(second)
-
-    def finalize(self, state: _Sums) -> Shaped[Array, "n1 *out"]:
-        return state.result()
-
 
 def _row_sums(tile: MatrixTile) -> Shaped[Array, "rows ..."]:
     return jnp.sum(widened(tile), axis=1)
 
 
-class KernelProduct(AbstractReduction[_Sums]):
+class KernelProduct(AbstractSums):
     """The product of the kernel with `vectors`, of shape `(n1, ...)` or `(n1, ..., k)`.
 
     Half precision is accumulated in float32. The result has the dtype to which kernel
@@ -222,10 +226,6 @@ class KernelProduct(AbstractReduction[_Sums]):
     def __check_init__(self) -> None:
         check_fields(self)
 
-    @property
-    def neutral(self) -> float:
-        return 0.0
-
     def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
         vectors = self.vectors
         what = "The number of rows of `vectors`"
@@ -247,12 +247,6 @@ class KernelProduct(AbstractReduction[_Sums]):
             preferred_element_type=state.values.dtype,
         )
         return state.plus(part, rows)
-
-    def merge(self, first: _Sums, second: _Sums) -> _Sums:
-        return first.merged(second)
-
-    def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
-        return state.result()
 
 
 class Norm(eqx.Module):

@@ -27,7 +27,7 @@ from .conjugate_gradients import ConjugateGradients, initial, Product, State
 from .matrix import AbstractMatrix, StoredMatrix
 from .on_host import check_concrete, Metered
 from .progress import AbstractProgressMeter, NoProgressMeter
-from .stores import digest
+from .stores import check_record, digest, read_json
 
 
 if TYPE_CHECKING:
@@ -190,6 +190,11 @@ _PARTIAL = ".partial"
 _CHECKSUM = 32
 
 
+_KEPT = (
+    "The saved state is kept. Restore this file, or delete the folder to begin anew."
+)
+
+
 # Saving takes at most about this fraction of the time.
 _SHARE = 0.05
 
@@ -210,7 +215,9 @@ class Checkpoint:
             )
         about = self._path / "problem.json"
         if about.exists():
-            self._check(_read(about))
+            saved = read_json("checkpoint", about, _KEPT)
+            what = "belongs to another problem"
+            check_record("checkpoint", self._path, saved, self._problem, what)
             return
         # A run that was killed may have left a part of a file.
         if self._path.exists() and any(
@@ -223,21 +230,6 @@ class Checkpoint:
         text = json.dumps(self._problem).encode()
         self._path.mkdir(parents=True, exist_ok=True)
         self._replace(about, lambda file: file.write(text))
-
-    def _check(self, saved: dict[str, Any]) -> None:
-        names = {*saved, *self._problem}
-        pairs = {name: (saved.get(name), self._problem.get(name)) for name in names}
-        different = [name for name, (old, new) in sorted(pairs.items()) if old != new]
-        if different:
-            shown = {name: tuple(map(_short, pairs[name])) for name in different}
-            text = "; ".join(
-                f"{name} is {old} there and {new} now"
-                for name, (old, new) in shown.items()
-            )
-            raise ValueError(
-                f"`checkpoint` belongs to another problem: {self._path}. {text}. "
-                "Delete it, or pass another path."
-            )
 
     def load(self, name: str) -> dict[str, np.ndarray] | None:
         """The arrays that were saved under a name; None if there are none."""
@@ -281,25 +273,6 @@ class Checkpoint:
             out.flush()
             os.fsync(out.fileno())
         partial.replace(file)
-
-
-def _read(about: pathlib.Path) -> dict[str, Any]:
-    try:
-        problem = json.loads(about.read_text())
-        if not isinstance(problem, dict):
-            raise ValueError(f"got a {type(problem).__name__}")
-    except ValueError as e:
-        raise ValueError(
-            f"`checkpoint` has a damaged file: {about} must be a JSON object ({e}). "
-            "The saved state is kept. Restore this file, or delete the folder to begin "
-            "anew."
-        ) from e
-    return problem
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return f"{text[:9]}...'" if len(text) > 60 else text
 
 
 def _solved(

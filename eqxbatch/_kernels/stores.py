@@ -4,6 +4,8 @@ import abc
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
+import pathlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._base.primitives import constants, inner_programs, parameters, programs_in
-from .kernel import AbstractBlockKernel, Grid, KernelCall, KernelLeaf, Tile, TileMirror
+from .kernel import AbstractBlockKernel, Grid, KernelCall, KernelLeaf, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,18 +102,15 @@ class AbstractStore(eqx.Module):
     @abc.abstractmethod
     def begin(
         self,
-        leaves: list[KernelLeaf],
+        kernel: AbstractBlockKernel,
         grid: Grid,
         fingerprint: Callable[[], dict[str, Any]],
-        *,
-        mirror: TileMirror,
         is_first: bool,
     ) -> AbstractWriter:
         """The writer for the patches of a kernel.
 
-        `fingerprint` identifies the kernel, `mirror` exchanges the sides of a symmetric
-        kernel, and `is_first` says whether this is the first of the processes that
-        compute it.
+        `fingerprint` identifies the kernel, and `is_first` says whether this is the
+        first of the processes that compute it.
         """
 
     @property
@@ -145,15 +144,13 @@ class HostStore(AbstractStore):
 
     def begin(
         self,
-        leaves: list[KernelLeaf],
+        kernel: AbstractBlockKernel,
         grid: Grid,
         fingerprint: Callable[[], dict[str, Any]],
-        *,
-        mirror: TileMirror,
         is_first: bool,
     ) -> AbstractWriter:
-        del fingerprint, mirror, is_first
-        return _HostWriter(leaves, grid)
+        del fingerprint, is_first
+        return _HostWriter(kernel.leaves, grid)
 
     @property
     def is_shared(self) -> bool:
@@ -314,3 +311,38 @@ def _has_no_result(eqn: Any) -> bool:
         return True
     fun = getattr(eqn.params.get("callback"), "callback_func", None)
     return getattr(fun, "__module__", None) == "equinox._errors"
+
+
+def read_json(name: str, file: pathlib.Path, remedy: str) -> dict[str, Any]:
+    """The object in a file. Raises `ValueError` if the file is damaged."""
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"got a {type(found).__name__}")
+    except ValueError as e:
+        raise ValueError(
+            f"`{name}` has a damaged file: {file} is not a JSON object ({e}). {remedy}"
+        ) from e
+    return found
+
+
+def check_record(
+    name: str, path: pathlib.Path, saved: dict, expected: dict, what: str
+) -> None:
+    """Raises `ValueError` if a folder belongs to something else than expected."""
+    parts = [
+        f"{part} is {_short(saved.get(part))} there and {_short(expected.get(part))} "
+        "now"
+        for part in {**expected, **saved}
+        if saved.get(part) != expected.get(part)
+    ]
+    if parts:
+        raise ValueError(
+            f"`{name}` {what}: {path}. {'; '.join(parts)}. Delete it, or pass another "
+            "path."
+        )
+
+
+def _short(value: Any) -> str:
+    """A part of a record, with a few digits of each digest."""
+    return re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1...", repr(value))

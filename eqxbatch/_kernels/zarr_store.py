@@ -5,7 +5,6 @@ import errno
 import hashlib
 import importlib
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -21,8 +20,16 @@ import numpy as np
 
 from .._base.checks import checked
 from .._base.trees import import_extra, log, shown
-from .kernel import Grid, KernelLeaf, TileMirror
-from .stores import AbstractStore, AbstractWriter, add_array, Patch, patches
+from .kernel import AbstractBlockKernel, Grid, KernelLeaf, TileMirror
+from .stores import (
+    AbstractStore,
+    AbstractWriter,
+    add_array,
+    check_record,
+    Patch,
+    patches,
+    read_json,
+)
 
 
 _ATTRIBUTE = "eqxbatch"
@@ -130,14 +137,13 @@ class ZarrStore(AbstractStore):
 
     def begin(
         self,
-        leaves: list[KernelLeaf],
+        kernel: AbstractBlockKernel,
         grid: Grid,
         fingerprint: Callable[[], dict[str, Any]],
-        *,
-        mirror: TileMirror,
         is_first: bool,
     ) -> AbstractWriter:
         zarr = import_extra("zarr", "ZarrStore", "store")
+        leaves = kernel.leaves
         for leaf in leaves:
             if np.dtype(leaf.dtype).kind not in "biufc":
                 raise TypeError(
@@ -168,8 +174,8 @@ class ZarrStore(AbstractStore):
                 if not (path / name / _METADATA).exists():
                     with contextlib.suppress(zarr.errors.ContainsArrayError):
                         _make_array(group, name, leaf, grid)
-        writer = _ZarrWriter(zarr, path, names, leaves, grid)
-        writer.mirror = mirror if self.upper_only else None
+        mirror = kernel.mirror if self.upper_only else None
+        writer = _ZarrWriter(zarr, path, names, leaves, grid, mirror)
         writer.lock(clean=is_first)
         return writer
 
@@ -203,14 +209,11 @@ def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None
 
 
 def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
-    file = path / _METADATA
-    try:
-        node = json.loads(file.read_text())
-    except ValueError as e:
-        raise ValueError(
-            f"`path` has damaged metadata: {file} is not JSON ({e}). Nothing is "
-            "deleted. Restore this file, or pass another path."
-        ) from e
+    node = read_json(
+        "path",
+        path / _METADATA,
+        "Nothing is deleted. Restore this file, or pass another path.",
+    )
     try:
         saved = node["attributes"][_ATTRIBUTE]
     except (KeyError, TypeError):
@@ -220,24 +223,7 @@ def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
             f"`path` has zarr arrays that are not a kernel of eqxbatch: {path}. Pass a "
             "folder that is empty or does not exist."
         )
-    names = {**expected, **saved}
-    different = [name for name in names if expected.get(name) != saved.get(name)]
-    if different:
-        parts = "; ".join(
-            f"{name} is {_shown(saved.get(name))} there and "
-            f"{_shown(expected.get(name))} now"
-            for name in different
-        )
-        raise ValueError(
-            f"`path` has another kernel than this one: {path}. {parts}. Delete it, or "
-            "pass another path."
-        )
-
-
-def _shown(value: Any) -> str:
-    """A part of a fingerprint, in readable form."""
-    text = repr(value)
-    return re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1...", text)
+    check_record("path", path, saved, expected, "has another kernel than this one")
 
 
 def _opened(open_node: Callable[..., Any], path: pathlib.Path, **settings: Any) -> Any:
@@ -294,7 +280,6 @@ class _ZarrWriter(AbstractWriter):
     - `mirror`: exchanges the sides, if chunks below the diagonal are omitted.
     """
 
-    mirror: TileMirror | None = None
     _lock: int | None = None
 
     def __init__(
@@ -304,9 +289,10 @@ class _ZarrWriter(AbstractWriter):
         names: list[str],
         leaves: list[KernelLeaf],
         grid: Grid,
+        mirror: TileMirror | None,
     ):
         self.zarr, self.path, self.names = zarr, path, names
-        self.leaves, self.grid = leaves, grid
+        self.leaves, self.grid, self.mirror = leaves, grid, mirror
         # Chunks of zeros are written, too, so that they are not missing.
         self.arrays = [
             zarr.Array(
@@ -457,7 +443,7 @@ class _ZarrWriter(AbstractWriter):
             SymmetricArray(arrays, i, self.grid.sizes[0], self.mirror)
             if leaf.is_pairwise
             else arrays[i]
-            for i, leaf in enumerate(self.mirror.leaves)
+            for i, leaf in enumerate(self.leaves)
         ]
 
 

@@ -395,7 +395,7 @@ def test_folders_with_something_else(getkey, tmp_path):
     for name in ("group", "array"):
         with pytest.raises(ValueError, match="`path` has zarr arrays that are not a k"):
             run(tmp_path / name)
-    with pytest.raises(ValueError, match=r"damaged/zarr\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"damaged/zarr\.json is not a JSON object"):
         run(tmp_path / "damaged")
 
 
