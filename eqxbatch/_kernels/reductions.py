@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, Shaped
 
 from .._base.checks import as_jax, check_at_least, check_equal, check_fields
-from .._base.dtypes import common_dtype, power_of_two, widened
+from .._base.dtypes import common_dtype, exact_products, power_of_two, widened
 from .._batch.batch import Block
 from .._batch.moments import complete, nothing_lost, plus
 
@@ -199,7 +199,8 @@ class KernelProduct(AbstractSums):
     """The product of the kernel with `vectors`, of shape `(n1, ...)` or `(n1, ..., k)`.
 
     Half precision is accumulated in float32. The result has the dtype to which kernel
-    and vectors promote.
+    and vectors promote. On GPUs and TPUs, products of float32 keep all digits unless
+    `jax.default_matmul_precision` is set.
 
     **Arguments:**
 
@@ -240,12 +241,11 @@ class KernelProduct(AbstractSums):
         self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
     ) -> _Sums:
         vectors = columns.take(self.vectors).astype(state.dtype)
-        part = jnp.tensordot(
-            tile.astype(state.dtype),
-            vectors,
-            ((1,), (0,)),
-            preferred_element_type=state.values.dtype,
-        )
+        tile, wide = tile.astype(state.dtype), state.values.dtype
+        with exact_products():
+            part = jnp.tensordot(
+                tile, vectors, ((1,), (0,)), preferred_element_type=wide
+            )
         return state.plus(part, rows)
 
 
@@ -463,7 +463,8 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         scales = [power_of_two(top).astype(zero.dtype) for top in tops]
         # The norm of y1 y2^T, from matrices that are only as large as a label.
         flat = [_columns(y, scale) for y, scale in zip(wide, scales, strict=True)]
-        gram = [y.T @ y for y in flat]
+        with exact_products():
+            gram = [y.T @ y for y in flat]
         labels = jnp.sqrt(jnp.sum(gram[0] * gram[1]))
         lost, norm = nothing_lost(zero, most_blocks(kernel)), Norm.begun(kernel)
         return _Alignment(zero, lost, norm, labels, jnp.stack(scales), kernel.dtype)
@@ -482,7 +483,9 @@ class KernelAlignment(AbstractReduction[_Alignment]):
                 self._sides, (rows, columns), state.scales, strict=True
             )
         )
-        inner = jnp.sum((wide @ (second / root)) * (first / (norm.scale / root)))
+        with exact_products():
+            product = wide @ (second / root)
+        inner = jnp.sum(product * (first / (norm.scale / root)))
         return state.plus(inner, norm)
 
     def merge(self, first: _Alignment, second: _Alignment) -> _Alignment:

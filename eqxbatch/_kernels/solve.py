@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Shaped
 
 from .._base.checks import AnyArray, check_at_least, checked
+from .._base.dtypes import exact_products
 from .._base.jaxprs import compiled
 from .._base.trees import described, import_extra, log
 from .conjugate_gradients import ConjugateGradients, initial, Product, State
@@ -442,7 +443,7 @@ def _preconditioner(
         return jax.vmap(lambda column: inverse(column, ridge)[0], 1, 1)(columns)
 
     def run(columns: np.ndarray) -> np.ndarray:
-        with standard_promotion():
+        with standard_promotion(), exact_products():
             solution = apply(array, jnp.asarray(columns, array.dtype))
         return np.asarray(solution, columns.dtype)
 
@@ -506,7 +507,12 @@ def _factor_of(
     low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
     dtype = jnp.zeros(()).dtype
     diagonal = diagonal.astype(dtype)
-    column = lambda index: matrix.column(index).astype(dtype)
+    chosen = jax.config.jax_default_matmul_precision
+
+    def column(index: Array) -> Array:
+        # The user's kernel has the user's precision.
+        with jax.default_matmul_precision(chosen):
+            return matrix.column(index).astype(dtype)
 
     # matfree evaluates single entries on the diagonal, all of these at once, and the
     # entries of a column. A block kernel has fast functions for each of these.
@@ -534,7 +540,7 @@ def _factor_of(
             jnp.all(rows == indices), lambda: diagonal[rows], one_by_one
         ), True
 
-    with standard_promotion():
+    with standard_promotion(), exact_products():
         num = matrix.struct.shape[0]
         cholesky = low_rank.cholesky_partial_pivot(entry, nrows=num, rank=rank)
         return cholesky()[0]
