@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Inexact, PyTree, Real, Shaped
 
 from .._base.checks import check_types
 from .._base.dtypes import (
+    exact_products,
     into_range,
     is_in_range,
     largest_of_each,
@@ -430,9 +431,9 @@ class SiteGradients:
             powers[leaf] = power
             requested.append(OfLeaf(sites, factors, self._leaves[leaf]))
         norms: dict[int, tuple[Array | None, Array]] = {}
-        for (leaf, power), squares in zip(
-            powers.items(), squared_norms(requested), strict=True
-        ):
+        with exact_products():  # Bounds rest on these norms.
+            squared = squared_norms(requested)
+        for (leaf, power), squares in zip(powers.items(), squared, strict=True):
             power = None if power is None else jnp.where(squares > 0, power, 1)
             norms[leaf] = power, squares
         if not is_scaled:
@@ -503,7 +504,10 @@ class SiteGradients:
                 # mesh even if `formed`, which is flat then, was not.
                 weights = jnp.expand_dims(weights, range(1, formed.ndim))
                 return jnp.sum(weights * formed, axis=0).reshape(struct.shape)
-            return jnp.tensordot(weights, formed, 1).reshape(struct.shape)
+            # Adding scaled gradients rounds nothing, unlike products by default.
+            whole = jax.lax.Precision.HIGHEST
+            total = jnp.tensordot(weights, formed, 1, precision=whole)
+            return total.reshape(struct.shape)
         sites = self._program.sites_of(leaf)
         if self._factors.of(sites[0])[1].array.dtype == jnp.float16:
             factors, weights = _balanced(sites, factors, weights)
