@@ -34,8 +34,10 @@ from ._curvature.curvature_matrices import (
 )
 from ._curvature.hvp import filter_ggnvp as filter_ggnvp, filter_hvp as filter_hvp
 from ._curvature.jacobian import filter_jacobian as filter_jacobian
-from ._curvature.kfac import filter_kfac as filter_kfac
-from ._curvature.kronecker_factors import KroneckerFactors as KroneckerFactors
+from ._curvature.kfac import (
+    filter_kfac as filter_kfac,
+    KroneckerFactors as KroneckerFactors,
+)
 from ._curvature.pytree import (
     hessian_to_pytree as hessian_to_pytree,
     Unravel as Unravel,
@@ -119,15 +121,15 @@ _OPERATORS = {
     "GGNOperator": "eqxbatch._curvature.operators",
     "HessianOperator": "eqxbatch._curvature.operators",
     "KernelOperator": "eqxbatch._kernels.operator",
-    "KroneckerOperator": "eqxbatch._curvature.kronecker_operator",
+    "KroneckerOperator": "eqxbatch._curvature.operators",
 }
 
 
 if _typing.TYPE_CHECKING:
-    from ._curvature.kronecker_operator import KroneckerOperator as KroneckerOperator
     from ._curvature.operators import (
         GGNOperator as GGNOperator,
         HessianOperator as HessianOperator,
+        KroneckerOperator as KroneckerOperator,
     )
     from ._kernels.operator import KernelOperator as KernelOperator
 

@@ -476,7 +476,7 @@ BREAKAGES = [
     ),
     Breakage(
         "roots are inverses",
-        "_curvature/kronecker_operator.py",
+        "_curvature/operators.py",
         "return self._with(lambda spectrum: 1 / self._positive(spectrum))",
         "return self._with(lambda spectrum: 1 / self._positive(spectrum) ** 0.5)",
         "tests/curvature/test_kronecker_operator.py",

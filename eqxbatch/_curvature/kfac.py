@@ -1,14 +1,17 @@
 """`filter_kfac`: Kronecker factors of Gauss-Newton and Fisher matrices."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._base.mesh import sum_varying, varying
 from .._batch.derivative import Microbatches
@@ -16,30 +19,26 @@ from .._batch.loop import accumulated_sums
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.einsum import Labels
 from .._sites.factors import Factors
-from .._sites.kronecker import multiplied, Part, parts_of
+from .._sites.kronecker import multiplied, Part, parts_of, Structure
 from .._sites.trace import Program
 from .by_sites import of_examples
 from .curvature_of import GaussNewtonCurvature
 from .fisher import AbstractFisher
 from .gauss_newton import linearized
-from .kronecker_factors import (
-    DenseBlock,
-    DiagonalBlock,
-    FactorBlock,
-    KroneckerBlock,
-    KroneckerFactors,
-)
 from .kronecker_sums import (
     finished,
     moment_sums,
     num_sums,
     part_sums,
-    symmetric,
     VECTOR,
     Weighing,
     WeightSharing,
 )
 from .pytree import part_starts, Unravel
+
+
+if TYPE_CHECKING:
+    from .operators import KroneckerOperator
 
 
 # The factors of the examples that are processed at a time take about this many bytes.
@@ -48,6 +47,143 @@ _KEPT_BYTES = 2**26
 
 # `in_axes` is required here.
 _IF_WHOLE = "Give the function of one example."
+
+
+class KroneckerBlock(eqx.Module):
+    """A block that is a Kronecker product, or a block diagonal of several.
+
+    - `part`: names the parameters, and says why the block has this structure.
+    - `outputs`, `inputs`: the second moments of the cotangents and of the operands, of
+        shapes `(batch, outputs, outputs)` and `(batch, inputs, inputs)`, or
+        `(batch, inputs)` if the latter is diagonal. An exact or diagonal block is a
+        single factor, `inputs`, over all entries.
+    - `moments`: with `corrected=True`, the eigenvalues, of shape
+        `(batch, outputs, inputs)`. The eigenvectors are in `output_basis` and
+        `input_basis`.
+    """
+
+    part: Part = eqx.field(static=True)
+    outputs: Inexact[Array, "batch outputs outputs"] | None
+    inputs: Inexact[Array, "batch inputs *inputs"]
+    moments: Inexact[Array, "batch outputs inputs"] | None = None
+    output_basis: Inexact[Array, "batch outputs outputs"] | None = None
+    input_basis: Inexact[Array, "batch inputs inputs"] | None = None
+
+    @property
+    def matrix(self) -> Inexact[Array, "entries entries"]:
+        """An exact block."""
+        return self._only("block")
+
+    @property
+    def diagonal(self) -> Inexact[Array, " entries"]:
+        """The entries of a diagonal block."""
+        return self._only("diagonal")
+
+    def _only(self, structure: Structure) -> Array:
+        if self.part.structure != structure:
+            raise AttributeError(f"The structure of this block is {self.part}.")
+        return self.inputs[0]
+
+    def eigenvectors(self) -> list[tuple[Array, Array | None]]:
+        """Eigenvalues and eigenvectors of the factors of outputs and inputs.
+
+        For a diagonal factor, or for one that is missing, eigenvalues are in the order
+        of the entries, and there is no array of eigenvectors.
+        """
+        outputs = jnp.ones((1, 1), self.inputs.dtype)
+        outputs = outputs if self.outputs is None else self.outputs
+        factors = (outputs, self.inputs)
+        return [(x, None) if x.ndim == 2 else jnp.linalg.eigh(x) for x in factors]
+
+
+class KroneckerFactors(eqx.Module):
+    """A Gauss-Newton or Fisher matrix in blocks, most of them Kronecker products.
+
+    This is what [`eqxbatch.filter_kfac`][] returns. It is a PyTree of arrays: it can be
+    averaged over steps with `optax.incremental_update` (unless `corrected=True`), saved
+    with `equinox.tree_serialise_leaves`, sharded, and passed to functions under
+    `jax.jit`.
+
+    - `blocks`: one block for each weight (together with its bias if that counts as one
+        more input), and one for each other array. A Kronecker block has two factors:
+        `outputs`, the second moments of the output cotangents, of shape
+        `(batch, rows, rows)`, and `inputs`, the second moments of the inputs, of shape
+        `(batch, columns, columns)`, or `(batch, columns)` if they are diagonal, as for
+        an embedding. `batch` is the number of stacked matrices, such as the groups of a
+        convolution. With `corrected=True`, `moments` are the eigenvalues, of shape
+        `(batch, rows, columns)`. An exact block has a `matrix`, and a diagonal block a
+        `diagonal`. The `part` of each block says which structure it has, and why, if it
+        is not a Kronecker product.
+    - `unravel`: an [`eqxbatch.Unravel`][], which turns vectors into PyTrees of
+        parameters.
+    - `is_semidefinite`: whether the matrix is known to be positive semidefinite, as it
+        is with `fisher="mc"` or `"empirical"` and without `weights`.
+
+    `print` shows a table of the blocks with the sizes of their factors.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(2, 3, 8, 1, key=jax.random.key(0))
+        >>> factors = eqxbatch.filter_kfac(
+        ...     lambda model, x, label: model(x),
+        ...     lambda logits, x, label: -jax.nn.log_softmax(logits)[label],
+        ...     in_axes=0,
+        ... )(model, jnp.ones((10, 2)), jnp.arange(10) % 3)
+        >>> print(factors)
+        leaves                              structure
+        .layers[0].weight, .layers[0].bias  8 (x) 3
+        .layers[1].weight, .layers[1].bias  3 (x) 9
+        >>> factors.blocks[0].outputs.shape
+        (1, 8, 8)
+
+        ```
+    """
+
+    blocks: tuple[KroneckerBlock, ...]
+    unravel: Unravel
+    is_semidefinite: bool = eqx.field(static=True, default=False)
+
+    def operator(
+        self, *, damping: Real[Array, ""] | float = 0.0
+    ) -> "KroneckerOperator":
+        """The matrix plus `damping` times the identity, as a lineax linear operator.
+
+        Returns an [`eqxbatch.KroneckerOperator`][], from an eigendecomposition of each
+        factor. Raises `ValueError` for negative damping, and `ImportError` if lineax is
+        not installed. Raises `RuntimeError` at run time if the eigenvectors of a
+        `corrected` block are not orthogonal because they were averaged.
+        """
+        from .operators import KroneckerOperator
+
+        return KroneckerOperator(self, damping)
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The paths of the parameters in each block."""
+        structs = self.unravel.structs
+        numbered = jtu.tree_unflatten(self.unravel.treedef, range(len(structs)))
+        paths = {
+            number: jtu.keystr(path)
+            for path, number in jtu.tree_leaves_with_path(numbered)
+        }
+        return tuple(
+            tuple(paths[leaf] for leaf in block.part.leaves) for block in self.blocks
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            (", ".join(names), str(block.part), block.part.reason or "")
+            for names, block in zip(self.names, self.blocks, strict=True)
+        ]
+        rows = [("leaves", "structure", ""), *rows]
+        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        lines = (
+            f"{first:{widths[0]}}  {second:{widths[1]}}  {third}"
+            for first, second, third in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
 
 
 class KFAC(AbstractFisher[Model, P, Out]):
@@ -227,6 +363,7 @@ def _check_not_multiplied(program: Program, diff: PyTree) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True)
 class _BlockSums:
     """The blocks of a Gauss-Newton matrix, in passes over the examples.
 
@@ -234,65 +371,47 @@ class _BlockSums:
     - `mesh_axes`: the mesh axes that parameters vary over inside `jax.shard_map`.
     """
 
-    def __init__(
-        self,
-        curvature: GaussNewtonCurvature,
-        program: Program,
-        parts: list[Part],
-        weight_sharing: WeightSharing,
-        mesh_axes: frozenset,
-    ):
-        self._curvature, self._program, self._parts = curvature, program, parts
-        self._mesh_axes = mesh_axes
-        self._weight_sharing: WeightSharing = weight_sharing
+    curvature: GaussNewtonCurvature
+    program: Program
+    parts: list[Part]
+    weight_sharing: WeightSharing
+    mesh_axes: frozenset
 
-    def factors(self, microbatches: Microbatches) -> list[FactorBlock]:
+    def factors(self, microbatches: Microbatches) -> list[KroneckerBlock]:
         def sums(part: Part, factors: Factors, weighing: Weighing) -> list[Array]:
-            return part_sums(
-                self._program, part, factors, weighing, self._weight_sharing
-            )
+            return part_sums(self.program, part, factors, weighing, self.weight_sharing)
 
-        totals = self._totals(microbatches, sums)
-        blocks: list[FactorBlock] = []
-        for part in self._parts:
-            num = num_sums(self._program, part)
-            of_part, totals = totals[:num], totals[num:]
-            if part.structure == "kronecker":
-                inputs, outputs = finished(part, of_part)
-                blocks.append(KroneckerBlock(part, outputs, inputs))
-            elif part.structure == "block":
-                blocks.append(DenseBlock(part, symmetric(of_part[0])))
-            else:
-                blocks.append(DiagonalBlock(part, of_part[0]))
+        totals = iter(self._totals(microbatches, sums))
+        blocks: list[KroneckerBlock] = []
+        for part in self.parts:
+            of_part = [*itertools.islice(totals, num_sums(self.program, part))]
+            blocks.append(KroneckerBlock(part, *finished(part, of_part)))
         return blocks
 
     def corrected(
-        self, microbatches: Microbatches, blocks: list[FactorBlock]
-    ) -> list[FactorBlock]:
+        self, microbatches: Microbatches, blocks: list[KroneckerBlock]
+    ) -> list[KroneckerBlock]:
         """The factors with second moments along their eigenvectors."""
-        bases = {}
-        for block in blocks:
-            if isinstance(block, KroneckerBlock):
-                _, outputs, _, inputs = block.eigenvectors()
-                bases[block.part] = (inputs, outputs)
+        bases = {
+            block.part: [basis for _, basis in block.eigenvectors()]
+            for block in blocks
+            if block.part.structure == "kronecker"
+        }
 
         def sums(part: Part, factors: Factors, weighing: Weighing) -> list[Array]:
             if part not in bases:
                 return []
-            program = self._program
-            return [moment_sums(program, part, factors, weighing, bases[part])]
+            return [moment_sums(self.program, part, factors, weighing, bases[part])]
 
         totals = iter(self._totals(microbatches, sums))
-        corrected: list[FactorBlock] = []
-        for block in blocks:
-            if isinstance(block, KroneckerBlock):
-                inputs, outputs = bases[block.part]
-                moments = next(totals)
-                block = KroneckerBlock(
-                    block.part, block.outputs, block.inputs, moments, outputs, inputs
-                )
-            corrected.append(block)
-        return corrected
+        return [
+            KroneckerBlock(
+                part, block.outputs, block.inputs, next(totals), *bases[part]
+            )
+            if (part := block.part) in bases
+            else block
+            for block in blocks
+        ]
 
     def _totals(
         self,
@@ -300,7 +419,7 @@ class _BlockSums:
         of_part: Callable[[Part, Factors, Weighing], list[Array]],
     ) -> list[Array]:
         """The sums over all examples for each part."""
-        curvature = self._curvature
+        curvature = self.curvature
 
         def sums(rows: list, weights: Array | None) -> list[Array]:
             of_rows = lambda rows, weights: self._sums(rows, weights, of_part)
@@ -310,7 +429,7 @@ class _BlockSums:
         totals, _ = microbatches.total(sums, curvature.aux, curvature.program.closed)
         # A sum over examples, like a gradient. It also sums over devices, which have
         # different examples but the same parameters.
-        return [sum_varying(x, self._mesh_axes) for x in totals]
+        return [sum_varying(x, self.mesh_axes) for x in totals]
 
     def _sums(
         self,
@@ -318,7 +437,7 @@ class _BlockSums:
         weights: Array | None,
         of_part: Callable[[Part, Factors, Weighing], list[Array]],
     ) -> list[Array]:
-        curvature, program = self._curvature, self._program
+        curvature, program = self.curvature, self.program
         leaves = curvature.leaves
 
         def one(rows: list, _: Array | None) -> tuple[Array | None, list, list]:
@@ -333,14 +452,14 @@ class _BlockSums:
         values = program.values(leaves)
         factors = Factors(operands, cotangents, labels, num, values)
         weighing = Weighing(num, weights, curve)
-        return [x for part in self._parts for x in of_part(part, factors, weighing)]
+        return [x for part in self.parts for x in of_part(part, factors, weighing)]
 
     def _bytes(self) -> int:
         """The bytes kept for one example, with the largest operand as its site uses it.
 
         The patches of a convolution are several times as large as its input.
         """
-        program, num = self._program, self._curvature.num_vectors
+        program, num = self.program, self.curvature.num_vectors
         structs = [*program.operands, *(num * [*program.perturbations])]
         expanded = (
             math.prod(site.sizes[name] for name in site.a_axes)

@@ -247,38 +247,33 @@ def _exact_sum(
     return _gram(_merged(gradient, 2)[:, None], _merged(second, 2)[:, None])[0]
 
 
-def finished(part: Part, sums: list[Array]) -> tuple[Array, Array]:
-    """The two factors of a block, from the sums of all examples.
+def finished(part: Part, sums: list[Array]) -> tuple[Array | None, Array]:
+    """The factors of outputs and inputs, from the sums of all examples.
 
     If a weight has two roles, they give the Kronecker product with the same partial
     traces as the sum of both.
     """
+    if part.structure != "kronecker":
+        (total,) = sums
+        is_diagonal = part.structure == "diagonal"
+        return None, (total if is_diagonal else symmetric(total))[None]
     layout = part.layout
     assert layout is not None
-    roles = [sums[start : start + 4] for start in range(0, len(sums), 4)]
     pairs = []
-    for gram, total, outputs, count in roles:
+    for start in range(0, len(sums), 4):
+        gram, total, outputs, count = sums[start : start + 4]
         safe = jnp.where(count == 0, 1, count)
         inputs = gram / safe
         if layout.bias is not None:
             mean = total / safe
             ones = jnp.where(count == 0, 0, jnp.ones((len(mean), 1, 1), mean.dtype))
-            column, corner = mean[:, :, None], ones
-            inputs = jnp.concatenate(
-                [
-                    jnp.concatenate([inputs, column], axis=2),
-                    jnp.concatenate([jnp.swapaxes(column, 1, 2), corner], axis=2),
-                ],
-                axis=1,
-            )
-        pairs.append((inputs, outputs))
-    pairs = [
-        (inputs if part.is_counted else symmetric(inputs), symmetric(outputs))
-        for inputs, outputs in pairs
-    ]
+            column = mean[:, :, None]
+            inputs = jnp.block([[inputs, column], [jnp.swapaxes(column, 1, 2), ones]])
+        inputs = inputs if part.is_counted else symmetric(inputs)
+        pairs.append((symmetric(outputs), inputs))
     if len(pairs) == 1:
         return pairs[0]
-    (first, second), (outputs, inputs) = pairs
+    (second, first), (inputs, outputs) = pairs
     traces = [
         jnp.trace(x, axis1=1, axis2=2)[:, None, None]
         for x in (first, second, inputs, outputs)
@@ -286,8 +281,8 @@ def finished(part: Part, sums: list[Array]) -> tuple[Array, Array]:
     total = traces[0] * traces[1] + traces[2] * traces[3]
     safe = jnp.where(total == 0, 1, total)
     return (
-        (traces[1] * first + traces[3] * inputs) / safe,
         traces[0] * second + traces[2] * outputs,
+        (traces[1] * first + traces[3] * inputs) / safe,
     )
 
 
@@ -296,7 +291,7 @@ def moment_sums(
     part: Part,
     factors: Factors,
     weighing: Weighing,
-    bases: tuple[Array | None, Array],
+    bases: Sequence[Array | None],
 ) -> Inexact[Array, "batch outputs inputs"]:
     """Second moments of the gradients of examples, along products of eigenvectors."""
     layout = part.layout
@@ -334,10 +329,10 @@ def moment_sums(
 
 
 def _rotated(
-    use: _Use, layout: Layout, bases: tuple[Array | None, Array]
+    use: _Use, layout: Layout, bases: Sequence[Array | None]
 ) -> tuple[Array, Array]:
     """Operand and cotangent in the eigenbases of the factors."""
-    into, out = bases[::-1] if use.is_swapped else bases
+    out, into = bases[::-1] if use.is_swapped else bases
     if use.tokens is not None:
         side = layout.outputs if use.is_swapped else layout.inputs
         a = jax.nn.one_hot(use.tokens, layout.size(side), dtype=use.d.dtype)[:, :, None]
@@ -353,7 +348,7 @@ def _rotated(
 
 
 def _formed(
-    use: _Use, layout: Layout, bases: tuple[Array | None, Array]
+    use: _Use, layout: Layout, bases: Sequence[Array | None]
 ) -> Inexact[Array, "n vectors batch outputs inputs"]:
     a, d = _rotated(use, layout, bases)
     formed = jnp.einsum("npbi,nvpbo->nvboi", a, d)

@@ -1,24 +1,38 @@
-"""Hessians and Gauss-Newton matrices as lineax linear operators."""
+"""Curvature matrices as lineax linear operators.
+
+Hessians and Gauss-Newton matrices multiply by products, and Kronecker factors by their
+eigenvectors.
+"""
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import lineax
-from jaxtyping import Array, Inexact, PyTree
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 from .._base.checks import checked
+from .._base.dtypes import common_dtype
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
+from .._base.mesh import error_if
+from .._base.trees import shown
+from .._sites.kronecker import Part
 from .curvature_matrices import (
     filter_ggn,
     filter_ggn_diagonal,
     filter_hessian,
     filter_hessian_diagonal,
 )
-from .hvp import AbstractHVP, AbstractProduct, filter_ggnvp, filter_hvp, GGNVP
+from .hvp import AbstractHVP, filter_ggnvp, filter_hvp, GGNVP
+from .kfac import KroneckerBlock, KroneckerFactors
+from .pytree import hessian_to_pytree, Unravel
 
 
 class AbstractSymmetricOperator(AbstractTaggedOperator):
@@ -28,14 +42,40 @@ class AbstractSymmetricOperator(AbstractTaggedOperator):
     def as_pytree(self) -> PyTree:
         """The matrix as a PyTree of PyTrees."""
 
+    def transpose(self) -> "AbstractSymmetricOperator":
+        return self
+
+    def out_structure(self) -> PyTree:
+        return self.in_structure()
+
 
 class _AbstractCurvatureOperator(AbstractSymmetricOperator):
-    """The matrix of a function, at the parameters in its first argument."""
+    """The matrix of a function, at the parameters in its first argument.
 
-    args: eqx.AbstractVar[tuple]
-    kwargs: eqx.AbstractVar[dict[str, Any]]
-    _product: eqx.AbstractVar[Any]
-    _parameters: eqx.AbstractVar[PyTree]
+    - `args`, `kwargs`: those of the function.
+    - `_product`: the transform for products with the matrix.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    tags: frozenset = eqx.field(static=True)
+    _product: Any
+    _parameters: PyTree = eqx.field(static=True)
+
+    def _bind(
+        self, make: Callable, cls: type, funs: tuple, args: tuple, kwargs: dict
+    ) -> None:
+        """Sets all fields but the tags.
+
+        `cls` is the class of the transform for products, which `make` returns. Of
+        `kwargs`, some are its settings, and some are arguments of the function.
+        """
+        names = {field.name for field in dataclasses.fields(cls) if field.kw_only}
+        settings = {name: x for name, x in kwargs.items() if name in names}
+        self._product, self.args = make(*funs, **settings), args
+        self.kwargs = {name: x for name, x in kwargs.items() if name not in names}
+        diff, _ = self._product.real_parameters(args, self.kwargs)
+        self._parameters = jax.eval_shape(lambda: diff)
 
     @property
     @abc.abstractmethod
@@ -61,32 +101,8 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
     def diagonal(self) -> Inexact[Array, " n"]:
         return self._evaluated(self._transforms[1], flat=True)[0]
 
-    def transpose(self) -> "_AbstractCurvatureOperator":
-        return self
-
     def in_structure(self) -> PyTree:
         return self._parameters
-
-    def out_structure(self) -> PyTree:
-        return self._parameters
-
-
-_Operator = AbstractSymmetricOperator
-
-
-def _split(
-    transform: Any, kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of a transform, and the arguments of its function."""
-    names = {field.name for field in dataclasses.fields(transform) if field.kw_only}
-    settings = {name: x for name, x in kwargs.items() if name in names}
-    return settings, {name: x for name, x in kwargs.items() if name not in names}
-
-
-def _parameters(product: AbstractProduct, args: tuple, kwargs: dict) -> PyTree:
-    """The shapes and dtypes of the differentiated leaves."""
-    diff, _ = product.real_parameters(args, kwargs)
-    return jax.eval_shape(lambda: diff)
 
 
 class HessianOperator(_AbstractCurvatureOperator):
@@ -131,17 +147,9 @@ class HessianOperator(_AbstractCurvatureOperator):
         ```
     """
 
-    args: tuple
-    kwargs: dict[str, Any]
-    tags: frozenset = eqx.field(static=True)
-    _product: Any
-    _parameters: PyTree = eqx.field(static=True)
-
     @checked
     def __init__(self, fun: Callable, /, *args: Any, tags: Any = (), **kwargs: Any):
-        settings, self.kwargs = _split(AbstractHVP, kwargs)
-        self._product, self.args = filter_hvp(fun, **settings), args
-        self._parameters = _parameters(self._product, args, self.kwargs)
+        self._bind(filter_hvp, AbstractHVP, (fun,), args, kwargs)
         self.tags = as_tags(tags)
 
     @property
@@ -180,12 +188,6 @@ class GGNOperator(_AbstractCurvatureOperator):
         ```
     """
 
-    args: tuple
-    kwargs: dict[str, Any]
-    tags: frozenset = eqx.field(static=True)
-    _product: Any
-    _parameters: PyTree = eqx.field(static=True)
-
     @checked
     def __init__(
         self,
@@ -197,9 +199,7 @@ class GGNOperator(_AbstractCurvatureOperator):
         tags: Any = (),
         **kwargs: Any,
     ):
-        settings, self.kwargs = _split(GGNVP, kwargs)
-        self._product, self.args = filter_ggnvp(fun, loss, **settings), args
-        self._parameters = _parameters(self._product, args, self.kwargs)
+        self._bind(filter_ggnvp, GGNVP, (fun, loss), args, kwargs)
         convex = {lineax.positive_semidefinite_tag} if is_convex else set()
         self.tags = as_tags(tags) | convex
 
@@ -208,8 +208,328 @@ class GGNOperator(_AbstractCurvatureOperator):
         return filter_ggn, filter_ggn_diagonal
 
 
-@lineax.materialise.register(_Operator)
-def _materialise(operator: _Operator) -> lineax.AbstractLinearOperator:
+class _Spectrum(eqx.Module):
+    """The eigenvalues and eigenvectors of a block.
+
+    Coordinates along the eigenvectors are arrays of the shape of `values`. If there is
+    no array of eigenvectors for a factor, these are one-hot. `is_semidefinite` says
+    whether no eigenvalue is known to be negative.
+    """
+
+    part: Part = eqx.field(static=True)
+    values: Inexact[Array, "batch outputs inputs"]
+    outputs: Inexact[Array, "batch outputs outputs"] | None
+    inputs: Inexact[Array, "batch inputs inputs"] | None
+    is_semidefinite: bool = eqx.field(static=True, default=False)
+
+    @property
+    def rounding(self) -> Inexact[Array, "..."]:
+        """The size below which an eigenvalue is zero up to rounding."""
+        bases = ((1, self.outputs), (2, self.inputs))
+        axes = tuple(axis for axis, basis in bases if basis is not None)
+        if not axes:
+            return jnp.zeros((), self.values.dtype)
+        size = sum(self.values.shape[axis] for axis in axes)
+        return _rounding(self.values, size, axes)
+
+    def coordinates(self, leaves: list[Array]) -> Array:
+        """The coordinates of the parameters of the block."""
+        dtype, layout = self.values.dtype, self.part.layout
+        if layout is None:
+            return self._rotated(_joined(leaves, dtype)[None, None], back=False)
+        return self._rotated(layout.matrices(leaves).astype(dtype), back=False)
+
+    def leaves(self, coordinates: Array) -> list[Array]:
+        """The parameters with these coordinates."""
+        return self._split(self._rotated(coordinates, back=True))
+
+    def diagonal(self) -> list[Array]:
+        """The diagonal of the block, in the shapes of its parameters."""
+        product = self.values
+        if self.outputs is not None:
+            product = jnp.einsum("boq,bqi->boi", self.outputs**2, product)
+        if self.inputs is not None:
+            product = jnp.einsum("boj,bij->boi", product, self.inputs**2)
+        return self._split(product)
+
+    def _rotated(self, matrices: Array, *, back: bool) -> Array:
+        turned = lambda basis: jnp.swapaxes(basis, -1, -2) if back else basis
+        if self.outputs is not None:
+            matrices = jnp.einsum("boq,boi->bqi", turned(self.outputs), matrices)
+        if self.inputs is not None:
+            matrices = jnp.einsum("bqi,bij->bqj", matrices, turned(self.inputs))
+        return matrices
+
+    def _split(self, matrices: Array) -> list[Array]:
+        if self.part.layout is not None:
+            return self.part.layout.leaves(matrices)
+        ends = np.cumsum([math.prod(shape) for shape in self.part.shapes])
+        pairs = zip(
+            jnp.split(matrices.ravel(), ends[:-1]), self.part.shapes, strict=True
+        )
+        return [x.reshape(shape) for x, shape in pairs]
+
+
+def _joined(leaves: list[Array], dtype: Any) -> Array:
+    return jnp.concatenate([x.ravel().astype(dtype) for x in leaves])
+
+
+def _spectrum(block: KroneckerBlock) -> _Spectrum:
+    """Eigenvalues and eigenvectors of a block."""
+    if block.moments is None:
+        factors = block.eigenvectors()
+        # Each entry of a diagonal factor is computed by itself.
+        of_outputs, of_inputs = (
+            _without_rounding(values, 8 if basis is None else values.shape[-1])
+            for values, basis in factors
+        )
+        values = of_outputs[:, :, None] * of_inputs[:, None, :]
+        (_, outputs), (_, inputs) = factors
+        return _Spectrum(block.part, values, outputs, inputs)
+    bases = block.output_basis, block.input_basis
+    moments = error_if(
+        block.moments,
+        jnp.stack([_is_askew(basis) for basis in bases if basis is not None]),
+        "The eigenvectors of `KroneckerFactors` are not orthogonal: factors with "
+        "`corrected=True` cannot be averaged, as their eigenvectors differ. Average "
+        "factors without it, or compute them again.",
+    )
+    return _Spectrum(block.part, moments, *bases)
+
+
+def _rounding(values: Array, size: int, axes: tuple[int, ...] = (-1,)) -> Array:
+    """The rounding errors of eigenvalues of matrices, or of products of some.
+
+    - `size`: the number of rows of a matrix, or the sum of these.
+    """
+    largest = jnp.max(jnp.abs(values), axis=axes, keepdims=True, initial=0)
+    return size * float(jnp.finfo(values.dtype).eps) * largest
+
+
+def _without_rounding(
+    values: Inexact[Array, "*batch k"], size: int
+) -> Inexact[Array, "*batch k"]:
+    """Replaces values that are negative because of rounding by zero."""
+    is_zero = (values < 0) & (values >= -_rounding(values, size))
+    return jnp.where(is_zero, 0, values)
+
+
+def _is_askew(basis: Inexact[Array, "batch k k"]) -> Bool[Array, ""]:
+    """Whether eigenvectors are not orthogonal, as averages of them are not."""
+    size = basis.shape[-1]
+    product = jnp.einsum("bki,bkj->bij", basis, basis)
+    error = jnp.abs(product - jnp.eye(size, dtype=basis.dtype)[None])
+    limit = 100 * max(size, 10) * float(jnp.finfo(basis.dtype).eps)
+    return jnp.max(error, initial=0) > limit
+
+
+class KroneckerOperator(AbstractSymmetricOperator):
+    """Kronecker factors plus damping, as a `lineax.AbstractLinearOperator`.
+
+    This is what [`eqxbatch.KroneckerFactors`][]`.operator` returns. Vectors are PyTrees
+    of parameters. All methods work on the eigenvalues and eigenvectors of the blocks;
+    only `as_matrix` materialises a matrix over all parameters. The eigenvalues of a
+    Kronecker product are the products of the eigenvalues of its factors or, with
+    `corrected=True`, the second moments along its eigenvectors. `damping` is added to
+    each eigenvalue.
+
+    - `mv(vector)`: the product with a vector.
+    - `inverse()`: the inverse, as another `KroneckerOperator`.
+    - `sqrt()`: the symmetric square root. `inverse().sqrt().mv(noise)` samples from a
+        Gaussian whose precision is this operator.
+    - `logdet()`, `trace()`: scalars.
+    - `diagonal()`: a vector of shape `(n,)`, in the order of
+        `jax.flatten_util.ravel_pytree`.
+    - `eigh()`: all `n` eigenvalues, and a lineax operator whose columns are the
+        eigenvectors: it takes vectors of shape `(n,)` to PyTrees of parameters. They
+        are in the order of the blocks, not sorted.
+    - `as_matrix()`: the matrix, of shape `(n, n)`.
+    - `as_pytree()`: the matrix as a PyTree of PyTrees, as for
+        [`eqxbatch.hessian_to_pytree`][].
+
+    It is known to lineax as positive semidefinite, which `lineax.CG` requires, if
+    `factors` are known to be. So are `inverse()` and `sqrt()`, whose eigenvalues are
+    checked. If you know that the loss is convex, wrap it in a
+    `lineax.TaggedLinearOperator`.
+
+    **Arguments:**
+
+    - `factors`: the [`eqxbatch.KroneckerFactors`][].
+    - `damping`: a number that is added to the diagonal, at least 0.
+
+    Raises `ValueError` for negative damping, and for vectors that do not have the
+    structure of the parameters. At run time, `inverse` and `logdet` raise a
+    `RuntimeError` if an eigenvalue is not positive, up to rounding; without damping,
+    factors computed from fewer examples than they have columns are singular. `sqrt`
+    raises one if an eigenvalue is negative. Inside `jax.shard_map`, with factors that
+    differ between devices, the result is NaN instead.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> model = lambda w, x, y: w["weight"] @ x
+        >>> loss = lambda out, x, y: jnp.sum((out - y) ** 2) / 2
+        >>> w = {"weight": jnp.zeros((1, 2))}
+        >>> x, y = jnp.array([[1.0, 0.0], [0.0, 2.0]]), jnp.ones((2, 1))
+        >>> factors = eqxbatch.filter_kfac(model, loss, in_axes=0)(w, x, y)
+        >>> operator = factors.operator(damping=1.0)
+        >>> step = operator.inverse().mv({"weight": jnp.ones((1, 2))})
+        >>> [f"{x:.3f}" for x in step["weight"][0]]
+        ['0.667', '0.333']
+        >>> f"{operator.logdet():.3f}", f"{operator.trace():.3f}"
+        ('1.504', '4.500')
+
+        ```
+    """
+
+    tags: frozenset = eqx.field(static=True)
+    unravel: Unravel
+    _spectra: tuple[_Spectrum, ...]
+    _is_damped: Bool[Array, ""]
+
+    @checked
+    def __init__(
+        self, factors: KroneckerFactors, damping: Real[Array, ""] | float = 0.0
+    ):
+        if not isinstance(damping, Tracer) and not damping >= 0:
+            raise ValueError(
+                f"`damping` must be at least 0; got {damping}. It is added to the "
+                "eigenvalues of a matrix that is positive semidefinite."
+            )
+        added = jnp.asarray(damping)
+        added = error_if(
+            added, ~(added >= 0), "`damping` must be at least 0, and no NaN."
+        )
+        self.tags = frozenset()
+        self.unravel, self._is_damped = factors.unravel, added > 0
+        damped = lambda spectrum: spectrum.values + added.astype(spectrum.values.dtype)
+        self._spectra = tuple(map(_spectrum, factors.blocks))
+        self._spectra = self._changed(damped, factors.is_semidefinite)
+
+    def _changed(
+        self, change: Callable[[_Spectrum], Array], is_semidefinite: bool
+    ) -> tuple[_Spectrum, ...]:
+        """The spectra, with other eigenvalues."""
+        known = {"is_semidefinite": is_semidefinite}
+        return tuple(
+            dataclasses.replace(spectrum, values=change(spectrum), **known)
+            for spectrum in self._spectra
+        )
+
+    def _with(self, change: Callable[[_Spectrum], Array]) -> "KroneckerOperator":
+        """An operator with the same eigenvectors and eigenvalues that are checked."""
+        spectra = self._changed(change, True)
+        return eqx.tree_at(lambda x: x._spectra, self, spectra)
+
+    def mv(self, vector: PyTree) -> PyTree:
+        leaves, treedef = jax.tree.flatten(vector)
+        shapes = [getattr(x, "shape", None) for x in leaves]
+        expected_shapes = [struct.shape for struct in self.unravel.structs]
+        if treedef != self.unravel.treedef or shapes != expected_shapes:
+            raise ValueError(
+                "`vector` must have the structure and shapes of the parameters that "
+                f"the factors belong to, {shown(self.in_structure())}; got "
+                f"{shown(vector)}. Take the parameters of the same model, such as with "
+                "`equinox.filter(model, equinox.is_inexact_array)`."
+            )
+
+        def product(spectrum: _Spectrum) -> list[Array]:
+            own = [leaves[leaf] for leaf in spectrum.part.leaves]
+            return spectrum.leaves(spectrum.values * spectrum.coordinates(own))
+
+        return self._tree(product)
+
+    def _tree(self, of_block: Callable[[_Spectrum], list[Array]]) -> PyTree:
+        """A PyTree like the parameters, from the leaves of each block."""
+        values: dict[int, Array] = {}
+        for spectrum in self._spectra:
+            values.update(zip(spectrum.part.leaves, of_block(spectrum), strict=True))
+        structs = self.unravel.structs
+        leaves = [values[i].astype(struct.dtype) for i, struct in enumerate(structs)]
+        return jax.tree.unflatten(self.unravel.treedef, leaves)
+
+    def inverse(self) -> "KroneckerOperator":
+        return self._with(lambda spectrum: 1 / self._positive(spectrum))
+
+    def sqrt(self) -> "KroneckerOperator":
+        def root(spectrum: _Spectrum) -> Array:
+            values = error_if(
+                spectrum.values,
+                spectrum.values < -spectrum.rounding,
+                "`sqrt` needs a positive semidefinite matrix, but an eigenvalue is "
+                "negative: the loss is not convex in what the model returns. Give "
+                "`damping` that exceeds it.",
+            )
+            return jnp.sqrt(jnp.maximum(values, 0))
+
+        return self._with(root)
+
+    def logdet(self) -> Real[Array, ""]:
+        return self._sum(lambda spectrum: jnp.sum(jnp.log(self._positive(spectrum))))
+
+    def trace(self) -> Real[Array, ""]:
+        return self._sum(lambda spectrum: jnp.sum(spectrum.values))
+
+    def diagonal(self) -> Inexact[Array, " n"]:
+        leaves = jax.tree.leaves(self._tree(lambda spectrum: spectrum.diagonal()))
+        return _joined(leaves, self.unravel.dtype)
+
+    def eigh(self) -> tuple[Inexact[Array, " n"], lineax.AbstractLinearOperator]:
+        dtype = common_dtype(*(spectrum.values.dtype for spectrum in self._spectra))
+        values = _joined([spectrum.values for spectrum in self._spectra], dtype)
+        ends = np.cumsum([spectrum.values.size for spectrum in self._spectra])
+
+        def vectors(coordinates: Inexact[Array, " n"]) -> PyTree:
+            pieces = iter(jnp.split(coordinates, ends[:-1]))
+            return self._tree(
+                lambda spectrum: spectrum.leaves(
+                    next(pieces).reshape(spectrum.values.shape)
+                )
+            )
+
+        struct = jax.ShapeDtypeStruct(values.shape, dtype)
+        return values, lineax.FunctionLinearOperator(vectors, struct)
+
+    def as_matrix(self) -> Inexact[Array, "n n"]:
+        every = jnp.eye(sum(self.unravel.sizes), dtype=self.unravel.dtype)
+        columns = jax.vmap(lambda x: self.mv(self.unravel(x)))(every)
+        columns = jax.tree.leaves(columns)
+        flat = [x.reshape(x.shape[0], -1).astype(every.dtype) for x in columns]
+        matrix = jnp.concatenate(flat, axis=1)
+        return (matrix + matrix.T) / 2
+
+    def as_pytree(self) -> PyTree:
+        zeros = self.unravel(jnp.zeros(sum(self.unravel.sizes), self.unravel.dtype))
+        return hessian_to_pytree(self.as_matrix(), zeros)
+
+    def in_structure(self) -> PyTree:
+        return jax.tree.unflatten(self.unravel.treedef, self.unravel.structs)
+
+    def _sum(self, fun: Callable[[_Spectrum], Array]) -> Array:
+        terms = [fun(spectrum) for spectrum in self._spectra]
+        dtype = common_dtype(*(x.dtype for x in terms))
+        return sum((x.astype(dtype) for x in terms), jnp.zeros((), dtype))
+
+    def _positive(self, spectrum: _Spectrum) -> Array:
+        # With damping, an eigenvalue of zero up to rounding is no longer zero.
+        rounding = jnp.where(self._is_damped, 0, spectrum.rounding)
+        return error_if(
+            spectrum.values,
+            spectrum.values <= rounding,
+            "`inverse` and `logdet` need a positive definite matrix, but an eigenvalue "
+            "is not positive: the factors are singular, or the loss is not convex in "
+            "what the model returns. Give `operator(damping=...)` more damping.",
+        )
+
+
+@lineax.is_positive_semidefinite.register(KroneckerOperator)
+def _is_positive_semidefinite(operator: KroneckerOperator) -> bool:
+    return all(spectrum.is_semidefinite for spectrum in operator._spectra)
+
+
+@lineax.materialise.register(AbstractSymmetricOperator)
+def _materialise(operator: AbstractSymmetricOperator) -> lineax.AbstractLinearOperator:
     tags = operator.tags | {lineax.symmetric_tag}
     if lineax.is_positive_semidefinite(operator):
         tags |= {lineax.positive_semidefinite_tag}
@@ -217,12 +537,12 @@ def _materialise(operator: _Operator) -> lineax.AbstractLinearOperator:
     return lineax.PyTreeLinearOperator(operator.as_pytree(), structure, tags)
 
 
-@lineax.conj.register(_Operator)
-def _conj(operator: _Operator) -> _Operator:
+@lineax.conj.register(AbstractSymmetricOperator)
+def _conj(operator: AbstractSymmetricOperator) -> AbstractSymmetricOperator:
     return operator
 
 
-@lineax.is_symmetric.register(_Operator)
-def _is_symmetric(operator: _Operator) -> bool:
+@lineax.is_symmetric.register(AbstractSymmetricOperator)
+def _is_symmetric(operator: AbstractSymmetricOperator) -> bool:
     del operator
     return True
