@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,14 +35,17 @@ from .._sites.site import is_allowed, is_sum, Label, Site
 from .._sites.trace import Program
 from .by_products import replaced
 from .site_blocks import (
-    Blocks,
+    AbstractSiteMatrix,
+    cotangent_term,
     for_each,
     named_labels,
+    of_examples,
     operand_term,
     PAIR,
     Pair,
     RequestedBlocks,
     Stacks,
+    Terms,
     Use,
 )
 
@@ -84,6 +86,11 @@ class Push:
         """The number of directions."""
         return sum(self.sizes)
 
+    def results(self, cotangents: list, operands: list) -> list:
+        """What depends on the perturbations."""
+        of_cotangents = (cotangents[i] for i in self.cotangents)
+        return [*of_cotangents, *(operands[i] for i in self.operands)]
+
     def directions(self, perturbations: Sequence[int]) -> tuple[int, int]:
         """The range of directions of some adjacent perturbations."""
         first = self.perturbations.index(perturbations[0])
@@ -91,75 +98,52 @@ class Push:
         return start, start + sum(self.sizes[first : first + len(perturbations)])
 
 
-class PerturbedGradient:
-    """The cotangents and operands of one example, as a function of perturbations.
+class SiteHessian(AbstractSiteMatrix):
+    """Blocks of the Hessian of a sum over examples, from the sites of its leaves.
 
-    This is traced once. The trace shows which values depend on which perturbation and
-    what their derivatives cost, and it is what runs.
+    The first output of the `program` is summed. The cotangents and operands of one
+    example are a function of perturbations, which is traced once. The trace shows which
+    values depend on which perturbation and what their derivatives cost, and it is what
+    runs.
 
     - `of_cotangents`, `of_operands`: pairs of a perturbation and a cotangent or operand
         that depends on it, among those that sites need.
+    - `pushes`: the programs for derivatives.
     """
 
     def __init__(
-        self, program: Program, leaves: list, requested: RequestedBlocks, remat: bool
+        self,
+        program: Program,
+        leaves: list,
+        requested: RequestedBlocks,
+        *,
+        checkpoint: bool,
+        counts_cancelled: bool,
     ):
-        self.program = program
-        num = len(program.perturbations)
-        avals = [var.aval for var in program.jaxpr.invars]
-        zeros = [full_varying_as(aval, 0) for aval in avals]
-        own, rows = zeros[: len(leaves)], zeros[len(leaves) :]
-
-        def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
-            def value(point: list) -> tuple[Array, list]:
-                outs, operands = program.perturbed(leaves, rows, point)
-                return outs[0], operands
-
-            value = jax.checkpoint(value) if remat else value
-            _, pull, operands = jax.vjp(value, point, has_aux=True)
-            return [*pull(weight)[0], *operands]
-
-        point = program.zeros(own, rows)
-        weight = full_varying_as(program.jaxpr.outvars[0].aval, 1)
-        self.closed = jax.make_jaxpr(gradient)(point, own, rows, weight)
-        marks = [False for _ in self.closed.jaxpr.invars]
-        needs = _Needs(program, requested)
-        self.of_cotangents: set[tuple[int, int]] = set()
-        self.of_operands: set[tuple[int, int]] = set()
-        for z in sorted({*needs.cotangents, *needs.operands}):
-            depend = depends(self.closed.jaxpr, [*marks[:z], True, *marks[z + 1 :]])
-            cotangents = needs.cotangents.get(z, ())
-            self.of_cotangents |= {(z, i) for i in cotangents if depend[i]}
-            operands = needs.operands.get(z, ())
-            self.of_operands |= {(z, i) for i in operands if depend[num + i]}
-
-    def at(
-        self, leaves: list, rows: list, weight: Array | None
-    ) -> tuple[list, Callable[[list], list]]:
-        """The point to differentiate at, and the function to differentiate."""
-        point = self.program.zeros(leaves, rows)
-        aval = self.program.jaxpr.outvars[0].aval
-        seed = full_varying_as(aval, 1)
-        seed = seed if weight is None else seed * weight.astype(aval.dtype)
-        closed = self.closed
-
-        def run(point: list) -> list:
-            args = [*point, *leaves, *rows, seed]
-            return evaluate_jaxpr(closed.jaxpr, list(closed.consts), args)
-
-        return point, run
-
-    def pushes(self) -> list[Push]:
-        """The programs for derivatives."""
-        every = sorted({z for z, _ in (*self.of_cotangents, *self.of_operands)})
+        self._closed = _perturbed_gradient(program, len(leaves), checkpoint)
+        jaxpr, num = self._closed.jaxpr, len(program.perturbations)
+        cotangents, operands = _needed(program, requested)
+        depend = {
+            z: depends(jaxpr, [i == z for i, _ in enumerate(jaxpr.invars)])
+            for z in sorted({z for z, _ in cotangents | operands})
+        }
+        self.of_cotangents = {(z, i) for z, i in cotangents if depend[z][i]}
+        self.of_operands = {(z, i) for z, i in operands if depend[z][num + i]}
+        every = sorted({z for z, _ in self.of_cotangents | self.of_operands})
         size = -(-len(every) // _MOST_PUSHES) or 1
-        return [
-            self._push(every[start : start + size])
+        self.pushes = [
+            self._push(program, every[start : start + size])
             for start in range(0, len(every), size)
         ]
+        super().__init__(program, program, leaves, requested)
+        # The leaves whose gradient is a sum of terms, which may nearly cancel.
+        self._summed = [
+            i for i in sorted(requested.leaves) if is_sum(program.sites_of(i))
+        ]
+        self.counts_cancelled = counts_cancelled and len(self._summed) > 0
 
-    def _push(self, perturbations: list[int]) -> Push:
-        structs = self.program.perturbations
+    def _push(self, program: Program, perturbations: list[int]) -> Push:
+        structs = program.perturbations
         alike: dict[tuple, list[int]] = {}
         for z in perturbations:
             key = (structs[z].shape, structs[z].dtype)
@@ -174,7 +158,6 @@ class PerturbedGradient:
         )
 
     def kind(self, site: Site, other: Site) -> tuple:
-        """A key that is equal for pairs of sites with the same terms."""
         z, y = site.perturbation, other.perturbation
         return (
             (z > y) - (z < y),
@@ -183,24 +166,117 @@ class PerturbedGradient:
             (z, other.operand) in self.of_operands,
         )
 
+    def sums(
+        self, rows: list, axes: Sequence[int], weights: Real[Array, " n"] | None
+    ) -> list[Inexact[Array, "..."]]:
+        factors = of_examples(self._of_example, rows, axes, weights)
+        values = self.program.values(self.leaves)
+        cotangents, operands, _ = factors
+        sources = _sources(self.program, cotangents, operands)
+        blocks = _with_curved(self, sources, self.blocks_of(factors, values))
+        if self.counts_cancelled:
+            # Blocks are sums over pairs of the terms of gradients, which keep no digits
+            # if these terms nearly cancel.
+            own, sites = Factors(operands, cotangents, values=values), self.program
+            flags = cancels(
+                [OfLeaf(sites.sites_of(i), own, self.leaves[i]) for i in self._summed]
+            )
+            assert flags is not None
+            blocks.append(jnp.sum(flags.array, dtype=jnp.float32))
+        return blocks
 
-class _Needs:
-    """What sites need, so that each derivative is computed once."""
+    def _of_example(self, rows: list, weight: Array | None) -> tuple[list, list, list]:
+        """The cotangents, the operands, and the derivatives of each push."""
+        program, closed = self.program, self._closed
+        point = program.zeros(self.leaves, rows)
+        aval = program.jaxpr.outvars[0].aval
+        seed = full_varying_as(aval, 1)
+        seed = seed if weight is None else seed * weight.astype(aval.dtype)
 
-    def __init__(self, program: Program, requested: RequestedBlocks):
-        self.cotangents: dict[int, set[int]] = {}
-        self.operands: dict[int, set[int]] = {}
-        pairs = itertools.chain.from_iterable(
-            itertools.product(*map(program.sites_of, pair)) for pair in requested.pairs
-        )
-        for site, other in pairs:
+        def run(point: list) -> list:
+            args = [*point, *self.leaves, *rows, seed]
+            return evaluate_jaxpr(closed.jaxpr, list(closed.consts), args)
+
+        def pushed(push: Push) -> list[Array]:
+            def at(zs: list) -> list:
+                outs = run(replaced(point, push.perturbations, zs))
+                return push.results(outs[: len(point)], outs[len(point) :])
+
+            own = [point[z] for z in push.perturbations]
+            return jax.vmap(lambda change: jax.jvp(at, [own], [change])[1])(
+                _basis_of(point, push)
+            )
+
+        outs = run(point)
+        changes = [pushed(push) for push in self.pushes]
+        return outs[: len(point)], outs[len(point) :], changes
+
+    def structs(self) -> tuple[list, list, list]:
+        program = self.program
+        cotangents, operands = [
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in structs]
+            for structs in (program.perturbations, program.operands)
+        ]
+        changes = [
+            [
+                jax.ShapeDtypeStruct((push.num, *x.shape), x.dtype)
+                for x in push.results(cotangents, operands)
+            ]
+            for push in self.pushes
+        ]
+        return cotangents, operands, changes
+
+    def terms(
+        self, factors: tuple[list, list, list], values: list, *, are_stacked: bool
+    ) -> Terms:
+        del values
+        return _Derivatives(self, *factors, are_stacked=are_stacked).terms
+
+    def costs_of_factors(
+        self, num: int, factors: tuple[list, list, list], values: list
+    ) -> dict[int, float]:
+        del factors, values
+        jaxpr, costs = self._closed.jaxpr, dict[int, float]()
+        for push in self.pushes:
+            marks = [i in push.perturbations for i, _ in enumerate(jaxpr.invars)]
+            of_one = num * pushed_cost(jaxpr, marks).time
+            for z in push.perturbations:
+                costs[z] = of_one * self.program.perturbations[z].size
+        return costs
+
+
+def _perturbed_gradient(program: Program, num_leaves: int, remat: bool) -> Any:
+    """The jaxpr of cotangents and operands, from perturbations and one example."""
+    avals = [var.aval for var in program.jaxpr.invars]
+    zeros = [full_varying_as(aval, 0) for aval in avals]
+    leaves, rows = zeros[:num_leaves], zeros[num_leaves:]
+
+    def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
+        def value(point: list) -> tuple[Array, list]:
+            outs, operands = program.perturbed(leaves, rows, point)
+            return outs[0], operands
+
+        value = jax.checkpoint(value) if remat else value
+        _, pull, operands = jax.vjp(value, point, has_aux=True)
+        return [*pull(weight)[0], *operands]
+
+    weight = full_varying_as(program.jaxpr.outvars[0].aval, 1)
+    return jax.make_jaxpr(gradient)(program.zeros(leaves, rows), leaves, rows, weight)
+
+
+def _needed(
+    program: Program, requested: RequestedBlocks
+) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Pairs of a perturbation and of a cotangent, or operand, to differentiate."""
+    cotangents, operands = set[tuple[int, int]](), set[tuple[int, int]]()
+    for pair in requested.pairs:
+        for site, other in itertools.product(*map(program.sites_of, pair)):
             first, last = sorted((site.perturbation, other.perturbation))
-            self.cotangents.setdefault(first, set()).add(last)
+            cotangents.add((first, last))
             for changed, by in ((site, other), (other, site)):
                 if changed.operand is not None and changed.rule.token is None:
-                    self.operands.setdefault(by.perturbation, set()).add(
-                        changed.operand
-                    )
+                    operands.add((by.perturbation, changed.operand))
+    return cotangents, operands
 
 
 class _Derivatives:
@@ -212,61 +288,136 @@ class _Derivatives:
 
     def __init__(
         self,
-        gradient: PerturbedGradient,
+        hessian: SiteHessian,
         cotangents: list,
         operands: list,
-        changes: list[tuple[Push, list]],
+        changes: list[list],
         *,
         are_stacked: bool,
     ):
-        self.program, self._gradient = gradient.program, gradient
+        self._hessian, self._perturbations = hessian, hessian.program.perturbations
         stacks = functools.partial(Stacks, are_stacked=are_stacked)
         self._cotangents = stacks(dict(enumerate(cotangents)))
         self._operands = stacks(dict(enumerate(operands)))
-        self._pushes: dict[int, int] = {}
-        self._of_cotangents: list[tuple[Push, Stacks]] = []
-        self._of_operands: list[tuple[Push, Stacks]] = []
-        for i, (push, found) in enumerate(changes):
-            self._pushes.update(dict.fromkeys(push.perturbations, i))
+        self._pushes = {
+            z: i for i, push in enumerate(hessian.pushes) for z in push.perturbations
+        }
+        self._of_cotangents: list[Stacks] = []
+        self._of_operands: list[Stacks] = []
+        for push, arrays in zip(hessian.pushes, changes, strict=True):
             num = len(push.cotangents)
-            known = stacks(dict(zip(push.cotangents, found[:num], strict=True)))
-            self._of_cotangents.append((push, known))
-            known = stacks(dict(zip(push.operands, found[num:], strict=True)))
-            self._of_operands.append((push, known))
+            known = dict(zip(push.cotangents, arrays[:num], strict=True))
+            self._of_cotangents.append(stacks(known))
+            known = dict(zip(push.operands, arrays[num:], strict=True))
+            self._of_operands.append(stacks(known))
 
     def terms(
         self, uses: Sequence[Use], labels: list[dict[str, Label]]
     ) -> Iterator[list[Term]]:
         """Arrays to contract; the block of two sites is the sum of the contractions."""
-        curvature = self._curvature(uses, labels)
         sites, others = zip(*uses, strict=True)
-        sides = ((sites, labels[0]), (others, labels[1]))
-        operands = [self._operand(*side) for side in sides]
+        sides = [(sites, labels[0]), (others, labels[1])]
+        operands = [
+            [] if own[0].operand is None else [operand_term(own, self._operands, names)]
+            for own, names in sides
+        ]
+        is_first = sites[0].perturbation < others[0].perturbation
+        changed, by = sides[::-1] if is_first else sides
+        curvature = self._change(*changed, *by, is_operand=False)
         if curvature is not None:
             yield [curvature, *operands[0], *operands[1]]
         for index in (0, 1):
             changed, by = sides[index], sides[1 - index]
-            change = self._change(*changed, *by)
+            change = self._change(*changed, *by, is_operand=True)
             if change is not None:
-                yield [self._cotangent(*changed), change, *operands[1 - index]]
+                cotangent = cotangent_term(changed[0], self._cotangents, changed[1])
+                yield [cotangent, change, *operands[1 - index]]
 
-    def of_sources(self) -> list[tuple[Node, Array]]:
-        """The values that are not linear in leaves, and their gradients.
+    def _change(
+        self,
+        changed: Sequence[Site],
+        names: dict[str, Label],
+        by: Sequence[Site],
+        other_names: dict[str, Label],
+        *,
+        is_operand: bool,
+    ) -> Term | None:
+        """How cotangents or operands of sites change with perturbations of others."""
+        own, other = changed[0], by[0]
+        keys = [
+            (y.perturbation, x.operand if is_operand else x.perturbation)
+            for x, y in zip(changed, by, strict=True)
+        ]
+        hessian = self._hessian
+        if keys[0] not in (
+            hessian.of_operands if is_operand else hessian.of_cotangents
+        ):
+            return None
+        known = self._of_operands if is_operand else self._of_cotangents
+        arrange = own.expand if is_operand else own.arrange
+        axes = own.a_axes if is_operand else own.d_axes
 
-        The gradients are those of the sum over the examples.
+        def arranged(x: Array) -> Array:
+            x = jax.vmap(jax.vmap(arrange))(own.at_steps(x, 2))
+            return self._arranged(other, x)
+
+        x, lead = self._changes(known, keys)
+        labels = named_labels(other_names, other.d_axes), named_labels(names, axes)
+        x = widened(for_each(arranged, x, lead))
+        return x, (*lead, EXAMPLE, *labels[0], *labels[1])
+
+    def _changes(
+        self, known: list[Stacks], keys: list[tuple[int, Any]]
+    ) -> tuple[Array, Labels]:
+        """Derivatives with respect to perturbations, for one pair or for several.
+
+        The entries of a pair's perturbation are along axis 1.
         """
-        uses: dict[tuple, Site] = {}
-        for site in self.program.sites:
-            if site.source is not None:
-                key = (site.source, site.perturbation, site.operand, id(site.rule))
-                uses.setdefault(key, site)
-        return [(key[0], self._of_source(site)) for key, site in uses.items()]
+        pushes = self._hessian.pushes
+        if len(keys) == 1:
+            ((z, number),) = keys
+            push = self._pushes[z]
+            start, stop = pushes[push].directions([z])
+            return known[push][number][:, start:stop], ()
+        size = self._perturbations[keys[0][0]].size
+        parts = []
+        of_key = lambda key: self._pushes[key[0]]
+        for push, own in [(i, [*own]) for i, own in itertools.groupby(keys, of_key)]:
+            x, positions = known[push].stack([number for _, number in own])
+            # Perturbations of the same shape are adjacent.
+            alike = pushes[push].alike[own[0][0]]
+            start, stop = pushes[push].directions(alike)
+            x = x[:, :, start:stop]
+            x = x.reshape(*x.shape[:2], len(alike), size, *x.shape[3:])
+            parts.append(x[positions, :, np.array([alike.index(z) for z, _ in own])])
+        return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
 
-    def _of_source(self, site: Site) -> Array:
-        d = self._cotangents[site.perturbation]
-        a = None if site.operand is None else self._operands[site.operand]
-        source = site.source
-        assert source is not None
+    def _arranged(self, by: Site, x: Array) -> Array:
+        """The axes of the perturbation in a derivative, as its site names them."""
+        num, rest = x.shape[0], x.shape[2:]
+        shape = self._perturbations[by.perturbation].shape
+        split = x.reshape(num, *shape, math.prod(rest))
+        arrange = jax.vmap(by.arrange, in_axes=-1, out_axes=-1)
+        arranged = jax.vmap(arrange)(by.at_steps(split, 1))
+        return arranged.reshape(*arranged.shape[:-1], *rest)
+
+
+def _sources(
+    program: Program, cotangents: list, operands: list
+) -> list[tuple[Node, Array]]:
+    """The values that are not linear in leaves, and their gradients.
+
+    The gradients are those of the sum over the examples.
+    """
+    uses: dict[tuple, Site] = {}
+    for site in program.sites:
+        if site.source is not None:
+            key = (site.source, site.perturbation, site.operand, id(site.rule))
+            uses.setdefault(key, site)
+
+    def gradient(site: Site, source: Node) -> Array:
+        d = cotangents[site.perturbation]
+        a = None if site.operand is None else operands[site.operand]
         shape = (*(length for _, length in source.loops), *source.shape)
 
         def outputs(value: Array) -> Array:
@@ -277,238 +428,7 @@ class _Derivatives:
         zeros = vary(jnp.zeros(shape, source.dtype), varying(jax.typeof(d)))
         return jax.linear_transpose(outputs, zeros)(d)[0]
 
-    def _cotangent(self, sites: Sequence[Site], labels: dict[str, Label]) -> Term:
-        site = sites[0]
-        d, lead = self._cotangents.take([each.perturbation for each in sites])
-        arrange = lambda d: jax.vmap(site.arrange)(site.at_steps(d, 1))
-        d = widened(for_each(arrange, d, lead))
-        return d, (*lead, EXAMPLE, *named_labels(labels, site.d_axes))
-
-    def _operand(self, sites: Sequence[Site], labels: dict[str, Label]) -> list[Term]:
-        if sites[0].operand is None:
-            return []
-        return [operand_term(sites, self._operands, labels)]
-
-    def _curvature(
-        self, uses: Sequence[Use], labels: list[dict[str, Label]]
-    ) -> Term | None:
-        """How the cotangents of sites change with the perturbations of others."""
-        sites, others = zip(*uses, strict=True)
-        sides = [(sites, labels[0]), (others, labels[1])]
-        if sites[0].perturbation < others[0].perturbation:
-            sides.reverse()
-        (changed, names), (by, other_names) = sides
-        keys = [
-            (second.perturbation, first.perturbation)
-            for first, second in zip(changed, by, strict=True)
-        ]
-        if keys[0] not in self._gradient.of_cotangents:
-            return None
-        x = self._changes(self._of_cotangents, keys)
-        own = changed[0]
-        named = named_labels(names, own.d_axes)
-        return self._changed(x, own, own.arrange, named, by[0], other_names)
-
-    def _change(
-        self,
-        changed: Sequence[Site],
-        names: dict[str, Label],
-        by: Sequence[Site],
-        other_names: dict[str, Label],
-    ) -> Term | None:
-        """How the operands of sites change with the perturbations of others."""
-        keys = [
-            (second.perturbation, first.operand)
-            for first, second in zip(changed, by, strict=True)
-        ]
-        if keys[0] not in self._gradient.of_operands:
-            return None
-        x = self._changes(self._of_operands, keys)
-        own = changed[0]
-        named = named_labels(names, own.a_axes)
-        return self._changed(x, own, own.expand, named, by[0], other_names)
-
-    def _changed(
-        self,
-        changes: tuple[Array, Labels],
-        own: Site,
-        arrange: Callable[[Array], Array],
-        named: Labels,
-        by: Site,
-        other_names: dict[str, Label],
-    ) -> Term:
-        """Changes of an array that `arrange` gives the axes of a site."""
-        x, lead = changes
-
-        def arranged(x: Array) -> Array:
-            return self._arranged(by, jax.vmap(jax.vmap(arrange))(own.at_steps(x, 2)))
-
-        axes = (*named_labels(other_names, by.d_axes), *named)
-        return widened(for_each(arranged, x, lead)), (*lead, EXAMPLE, *axes)
-
-    def _changes(
-        self, known: list[tuple[Push, Stacks]], keys: list[tuple[int, Any]]
-    ) -> tuple[Array, Labels]:
-        """Derivatives with respect to perturbations, for one pair or for several.
-
-        The entries of a pair's perturbation are along axis 1.
-        """
-        if len(keys) == 1:
-            ((z, number),) = keys
-            push, stacks = known[self._pushes[z]]
-            start, stop = push.directions([z])
-            return stacks[number][:, start:stop], ()
-        size = self.program.perturbations[keys[0][0]].size
-        parts = []
-        of_key = lambda key: self._pushes[key[0]]
-        for i, own in [(i, [*own]) for i, own in itertools.groupby(keys, of_key)]:
-            push, stacks = known[i]
-            x, positions = stacks.stack([number for _, number in own])
-            # Perturbations of the same shape are adjacent.
-            alike = push.alike[own[0][0]]
-            start, stop = push.directions(alike)
-            x = x[:, :, start:stop]
-            x = x.reshape(*x.shape[:2], len(alike), size, *x.shape[3:])
-            parts.append(x[positions, :, np.array([alike.index(z) for z, _ in own])])
-        return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
-
-    def _arranged(self, by: Site, x: Array) -> Array:
-        """The axes of the perturbation in a derivative, as its site names them."""
-        num, rest = x.shape[0], x.shape[2:]
-        split = x.reshape(
-            num, *self.program.perturbations[by.perturbation].shape, math.prod(rest)
-        )
-        arrange = jax.vmap(by.arrange, in_axes=-1, out_axes=-1)
-        arranged = jax.vmap(arrange)(by.at_steps(split, 1))
-        return arranged.reshape(*arranged.shape[:-1], *rest)
-
-
-class SiteHessian:
-    """Blocks of the Hessian of a sum over examples, from the sites of its leaves.
-
-    The first output of the `program` is summed.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        leaves: list,
-        requested: RequestedBlocks,
-        *,
-        checkpoint: bool = False,
-    ):
-        self.program = program
-        self._gradient = PerturbedGradient(program, leaves, requested, checkpoint)
-        self._pushes = self._gradient.pushes()
-        self.blocks = Blocks(program, leaves, requested, self._gradient.kind)
-
-    def sums(
-        self,
-        leaves: list,
-        rows: list,
-        axes: Sequence[int],
-        weights: Real[Array, " n"] | None,
-        *,
-        counts_cancelled: bool = False,
-    ) -> list[Inexact[Array, "..."]]:
-        """The blocks of each group, of the (weighted) sum over the examples.
-
-        With `counts_cancelled`, the number of examples for which the terms of gradients
-        nearly cancel comes last. Blocks are sums over pairs of these terms, which keep
-        no digits then.
-        """
-
-        def one(rows: list, weight: Array | None) -> tuple[list, list, list]:
-            point, run = self._gradient.at(leaves, rows, weight)
-            outs = run(point)
-            changes = [
-                (push, jax.vmap(self._pushed(point, run, push))(_basis_of(point, push)))
-                for push in self._pushes
-            ]
-            return outs[: len(point)], outs[len(point) :], changes
-
-        found = of_examples(one, rows, axes, weights)
-        are_stacked = self.blocks.are_stacked
-        derivatives = _Derivatives(self._gradient, *found, are_stacked=are_stacked)
-        values = self.program.values(leaves)
-        blocks = self.blocks.sums(derivatives.terms, values)
-        blocks = with_curved(self.blocks, leaves, derivatives.of_sources(), blocks)
-        if counts_cancelled:
-            cotangents, operands, _ = found
-            factors = Factors(operands, cotangents, values=values)
-            blocks.append(self._num_cancelled(leaves, factors))
-        return blocks
-
-    @property
-    def summed(self) -> list[int]:
-        """The leaves whose gradient is a sum of terms, which may nearly cancel."""
-        program, leaves = self.program, sorted(self.blocks.requested.leaves)
-        return [i for i in leaves if is_sum(program.sites_of(i))]
-
-    def _num_cancelled(self, leaves: list, factors: Factors) -> Real[Array, ""]:
-        sites = self.program.sites_of
-        flags = cancels([OfLeaf(sites(i), factors, leaves[i]) for i in self.summed])
-        assert flags is not None
-        return jnp.sum(flags.array, dtype=jnp.float32)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes kept for one example."""
-        program = self.program
-        structs = [*program.perturbations, *program.operands]
-        kept = [(x, 1) for x in structs]
-        for push in self._pushes:
-            kept += ((program.perturbations[i], push.num) for i in push.cotangents)
-            kept += ((program.operands[i], push.num) for i in push.operands)
-        return sum(num * x.size * x.dtype.itemsize for x, num in kept)
-
-    def estimate(self, num: int) -> "Estimate":
-        """The cost of the sums over `num` examples. It depends on shapes only."""
-        program, jaxpr = self.program, self._gradient.closed.jaxpr
-        costs: dict[int, float] = {}
-        for push in self._pushes:
-            marks = [i in push.perturbations for i, _ in enumerate(jaxpr.invars)]
-            of_one = num * pushed_cost(jaxpr, marks).time
-            for z in push.perturbations:
-                costs[z] = of_one * program.perturbations[z].size
-        of = lambda x, *lead: jax.ShapeDtypeStruct((num, *lead, *x.shape), x.dtype)
-        cotangents = [*map(of, program.perturbations)]
-        operands = [*map(of, program.operands)]
-        changes = [
-            [
-                *(of(program.perturbations[i], push.num) for i in push.cotangents),
-                *(of(program.operands[i], push.num) for i in push.operands),
-            ]
-            for push in self._pushes
-        ]
-
-        def count(
-            cotangents: list, operands: list, changes: list, values: list
-        ) -> dict:
-            pairs = [*zip(self._pushes, changes, strict=True)]
-            known = (cotangents, operands, pairs)
-            derivatives = _Derivatives(self._gradient, *known, are_stacked=False)
-            return self.blocks.costs(derivatives.terms, values)
-
-        values = program.value_structs()
-        args = (cotangents, operands, changes, values)
-        return Estimate(costs, eqx.filter_eval_shape(count, *args))
-
-    def _pushed(
-        self, point: list, run: Callable[[list], list], push: Push
-    ) -> Callable[[list], list]:
-        """The derivative with respect to some perturbations, as a linear function."""
-        num = len(point)
-
-        def at(zs: list) -> list:
-            outs = run(replaced(point, push.perturbations, zs))
-            return [
-                *(outs[i] for i in push.cotangents),
-                *(outs[num + i] for i in push.operands),
-            ]
-
-        own = [point[z] for z in push.perturbations]
-        return lambda change: jax.jvp(at, [own], [change])[1]
+    return [(key[0], gradient(site, key[0])) for key, site in uses.items()]
 
 
 def _basis_of(point: list, push: Push) -> list[Array]:
@@ -521,11 +441,8 @@ def _basis_of(point: list, push: Push) -> list[Array]:
     return seeds
 
 
-def with_curved(
-    blocks: Blocks,
-    leaves: list,
-    sources: list[tuple[Node, Array]],
-    found: list[Array],
+def _with_curved(
+    hessian: SiteHessian, sources: list[tuple[Node, Array]], found: list[Array]
 ) -> list[Array]:
     """Adds the second derivatives of values that are computed from leaves alone.
 
@@ -534,16 +451,14 @@ def with_curved(
     """
     if not sources:
         return found
-    program, requested = blocks.program, blocks.requested
+    program, requested, leaves = hessian.program, hessian.requested, hessian.leaves
     curved = {s.leaf: False for s in program.sites if s.source is not None}
     curved |= {s.leaf: True for s in program.sites if s.is_coupled}
     numbers = sorted(curved)
 
     def gradient(own: list) -> list:
         def value(own: list) -> Array:
-            every = [*leaves]
-            for number, x in zip(numbers, own, strict=True):
-                every[number] = x
+            every = replaced(leaves, numbers, own)
             values = evaluate([node for node, _ in sources], every)
             pairs = zip(values, sources, strict=True)
             terms = (jnp.sum(x * weight) for x, (_, weight) in pairs)
@@ -562,7 +477,7 @@ def with_curved(
         second: pushed(second) for _, second in requested.pairs if second in curved
     }
     result = []
-    for pairs, block in zip(blocks.groups, found, strict=True):
+    for pairs, block in zip(hessian.groups, found, strict=True):
         first, second = pairs[0]
         if first in curved and second in curved:
             # Such leaves are unlike all others, so this is the block of a single pair.
@@ -587,43 +502,19 @@ def _plus_diagonal(block: Array, diagonal: Array, is_diagonal: bool) -> Array:
     return flat.at[entries, entries].add(diagonal.ravel()).reshape(block.shape)
 
 
-def of_examples(
-    one: Callable[[list, Array | None], Any],
-    rows: list,
-    axes: Sequence[int],
-    weights: Array | None,
-) -> Any:
-    """`one(rows, weight)` for each example, along axis 0; there may be only one."""
-    if rows:
-        in_axes = ([*axes], None if weights is None else 0)
-        return eqx.filter_vmap(one, in_axes=in_axes)(rows, weights)
-    with_axis = lambda x: x[None] if eqx.is_array(x) else x
-    return jax.tree.map(with_axis, one(rows, weights))
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """The number of floating-point operations for blocks of a Hessian.
-
-    - `perturbations`: for each perturbation, its derivatives.
-    - `pairs`: for each pair of leaves, the contraction of these derivatives.
-    """
-
-    perturbations: dict[int, float]
-    pairs: dict[Pair, float]
-
-
 def cheapest(
     program: Program,
     covered: set[int],
-    estimate: Estimate,
+    estimate: tuple[dict[int, float], dict[Pair, float]],
     columns: dict[int, float],
 ) -> set[int]:
     """The leaves to compute from sites, so that the total cost is minimal.
 
-    Leaves that share a perturbation, such as a weight and its bias, are chosen
-    together.
+    `estimate` has the costs of perturbations and of pairs of leaves by sites, and
+    `columns` those of leaves by products. Leaves that share a perturbation, such as a
+    weight and its bias, are chosen together.
     """
+    of_factors, of_pairs = estimate
     met = {
         leaf: {site.perturbation for site in program.sites_of(leaf)} for leaf in covered
     }
@@ -635,9 +526,9 @@ def cheapest(
 
     def cost(leaves: set[int]) -> float:
         used = set().union(*(met[leaf] for leaf in leaves))
-        by_sites = sum(estimate.perturbations.get(number, 0.0) for number in used)
+        by_sites = sum(of_factors.get(number, 0.0) for number in used)
         by_sites += sum(
-            flops for pair, flops in estimate.pairs.items() if leaves.issuperset(pair)
+            flops for pair, flops in of_pairs.items() if leaves.issuperset(pair)
         )
         return by_sites + sum(columns[i] for i in columns if i not in leaves)
 

@@ -48,7 +48,7 @@ from .by_sites import cheapest, is_covered, SiteHessian
 from .fisher import AbstractFisher
 from .gauss_newton import Curve, SiteGaussNewton
 from .pytree import Unravel
-from .site_blocks import Pair, RequestedBlocks
+from .site_blocks import AbstractSiteMatrix, Pair, RequestedBlocks
 
 
 class AbstractCurvature(abc.ABC):
@@ -82,8 +82,8 @@ class AbstractCurvature(abc.ABC):
 
     @abc.abstractmethod
     def of_sites(
-        self, program: Program, requested: RequestedBlocks
-    ) -> SiteHessian | SiteGaussNewton:
+        self, program: Program, requested: RequestedBlocks, counts_cancelled: bool
+    ) -> AbstractSiteMatrix:
         """The requested blocks, from sites."""
 
     @abc.abstractmethod
@@ -163,8 +163,16 @@ class LossCurvature(AbstractCurvature):
         # Whatever depends on a leaf with sites depends on their outputs.
         return self._without_forward_mode(leaves) is not None
 
-    def of_sites(self, program: Program, requested: RequestedBlocks) -> SiteHessian:
-        return SiteHessian(program, self.leaves, requested, checkpoint=self._checkpoint)
+    def of_sites(
+        self, program: Program, requested: RequestedBlocks, counts_cancelled: bool
+    ) -> AbstractSiteMatrix:
+        return SiteHessian(
+            program,
+            self.leaves,
+            requested,
+            checkpoint=self._checkpoint,
+            counts_cancelled=counts_cancelled,
+        )
 
     def aux(self, rows: list) -> PyTree:
         if not self.example.has_aux:
@@ -317,7 +325,10 @@ class GaussNewtonCurvature(AbstractCurvature):
     def excludes_sites(self, leaves: set[int]) -> bool:
         return False
 
-    def of_sites(self, program: Program, requested: RequestedBlocks) -> SiteGaussNewton:
+    def of_sites(
+        self, program: Program, requested: RequestedBlocks, counts_cancelled: bool
+    ) -> AbstractSiteMatrix:
+        del counts_cancelled  # Jacobians whose terms may cancel are formed.
         return SiteGaussNewton(
             program,
             self.leaves,
@@ -535,7 +546,7 @@ class CurvatureBlocks:
         self.curvature, self.requested = curvature, requested
         self.method, self.size = method, size
         self._sites = self._choose()
-        by_sites = self._sites.blocks.requested.leaves if self._sites else ()
+        by_sites = self._sites.requested.leaves if self._sites else ()
         log.debug(
             "Second derivatives: method=%r takes %d of %d arrays by sites.",
             *(method, len(by_sites), len(requested.leaves)),
@@ -561,22 +572,15 @@ class CurvatureBlocks:
         rest = self.requested.leaves
         if self._sites is not None:
             sums += self._by_sites(self._sites, rows, weights)
-            if self._may_cancel:
+            if self._sites.counts_cancelled:
                 *sums, num_cancelled = sums
                 sums = self._unless_cancelled(num_cancelled, sums, rows, weights)
-            rest -= self._sites.blocks.requested.leaves
+            rest -= self._sites.requested.leaves
         others = [pair for (pair,) in self.groups[len(sums) :]]
         if others:
             by_products = self._by_products(others, rest, rows, weights, self.size)
             sums += (by_products[pair][None] for pair in others)
         return sums
-
-    @property
-    def _may_cancel(self) -> bool:
-        """Whether blocks from sites may lose digits that products keep."""
-        sites = self._sites
-        is_hessian = isinstance(sites, SiteHessian)
-        return self.method == "auto" and is_hessian and len(sites.summed) > 0
 
     def _unless_cancelled(
         self,
@@ -587,8 +591,8 @@ class CurvatureBlocks:
     ) -> list[Array]:
         """The blocks from sites, or from products if terms cancel for some examples."""
         assert self._sites is not None
-        groups, program = self._sites.blocks.groups, self._sites.program
-        leaves = self._sites.blocks.requested.leaves
+        groups, program = self._sites.groups, self._sites.program
+        leaves = self._sites.requested.leaves
         total = rows[0].shape[self.curvature.axes[0]] if rows else 1
         kept = sum(
             x.size * x.dtype.itemsize
@@ -619,7 +623,7 @@ class CurvatureBlocks:
     @property
     def groups(self) -> list[list[Pair]]:
         """The requested pairs of leaves, in the groups that `sums` uses."""
-        groups = [] if self._sites is None else self._sites.blocks.groups
+        groups = [] if self._sites is None else self._sites.groups
         known = {pair for pairs in groups for pair in pairs}
         return [
             *groups,
@@ -627,33 +631,18 @@ class CurvatureBlocks:
         ]
 
     def _by_sites(
-        self,
-        sites: SiteHessian | SiteGaussNewton,
-        rows: list,
-        weights: Array | None,
+        self, sites: AbstractSiteMatrix, rows: list, weights: Array | None
     ) -> list[Array]:
         """Computes sums from sites, in blocks of examples whose factors are small."""
-        leaves, axes = self.curvature.leaves, self.curvature.axes
-
-        def sums(rows: list, weights: Array | None) -> list[Array]:
-            if isinstance(sites, SiteHessian):
-                counts = self._may_cancel
-                return sites.sums(leaves, rows, axes, weights, counts_cancelled=counts)
-            return sites.sums(leaves, rows, axes, weights)
-
+        requested, axes = self.requested, self.curvature.axes
         if not axes:
-            return sums(rows, weights)
+            return sites.sums(rows, axes, weights)
+        sums = lambda rows, weights: sites.sums(rows, axes, weights)
         total = rows[0].shape[axes[0]]
-        result = sum(self._num_bytes(pair) for pair in self.requested.pairs)
-        most = max(result // 4, _LEAST_BYTES)
+        sizes = (requested.num_bytes(x, sites.leaves) for x in requested.pairs)
+        most = max(sum(sizes) // 4, _LEAST_BYTES)
         size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
         return accumulated_sums(sums, rows, axes, weights, size)
-
-    def _num_bytes(self, pair: Pair) -> int:
-        """The size of the block of a pair, or of its diagonal."""
-        first, second = (self.curvature.leaves[i] for i in pair)
-        entries = first.size * (1 if self.requested.is_diagonal else second.size)
-        return entries * first.dtype.itemsize
 
     def _by_products(
         self,
@@ -673,17 +662,22 @@ class CurvatureBlocks:
         jaxpr = self.curvature.program.closed.jaxpr
         return sorted(leaves, key=lambda i: first_use(jaxpr, jaxpr.invars[i]))
 
-    def _choose(self) -> SiteHessian | SiteGaussNewton | None:
+    def _choose(self) -> AbstractSiteMatrix | None:
         """The leaves that are computed from sites."""
         curvature, num = self.curvature, len(self.curvature.leaves)
         if self.method == "products" or not curvature.allows_sites:
             return None
+
+        def of_sites(program: Program, leaves: set[int]) -> AbstractSiteMatrix:
+            requested = self.requested.among(leaves)
+            return curvature.of_sites(program, requested, self.method == "auto")
+
         program, covered = self._program(set(range(num)))
         if not self.requested.among(covered).pairs:
             return None
         if self.method == "auto" and curvature.excludes_sites(covered):
             return None
-        sites = curvature.of_sites(program, self.requested.among(covered))
+        sites = of_sites(program, covered)
         if self.method == "sites" or curvature.forms_rest:
             return sites
         counted = _COUNTED if curvature.axes else 1
@@ -702,8 +696,7 @@ class CurvatureBlocks:
             return sites
         if not self.requested.among(chosen).pairs:
             return None
-        program, covered = self._program(chosen)
-        return curvature.of_sites(program, self.requested.among(covered))
+        return of_sites(*self._program(chosen))
 
     def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
         """The function with the sites of some leaves, and the leaves that have rules.

@@ -7,37 +7,45 @@ with `d (∂²loss/∂o∂p) d'` instead of second derivatives.
 
 If the Jacobian is a sum over uses of a parameter or over positions, it is formed first:
 its terms may nearly cancel, and products of pairs of them would be much larger than
-their sum. Along an axis that outputs share with a site, as in the last layer, `d` is
-zero unless both indices are the same, and nothing is summed. So it is stored for one of
-the two only.
+their sum.
+
+Where an output is computed entry by entry from the output of a layer, or for each
+position by itself, both share an axis, and `d` is zero unless both indices along it are
+the same. All other entries are found with a vector of ones along this axis, in place of
+one vector for each index, and `d` is stored for one of the two only.
 """
 
+import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import common_dtype, widened
-from .._base.mesh import vary, varying
+from .._base.mesh import full_varying_as, vary, varying
+from .._base.primitives import callee, LINEAR_IN_ALL, name_of, with_trait
 from .._sites.cost import forming_cost, num_products
 from .._sites.einsum import EXAMPLE, Term
 from .._sites.factors import Factors, gradients
+from .._sites.rules import Axes
 from .._sites.site import is_sum, Label, Site
 from .._sites.trace import Program
-from .by_sites import Estimate, of_examples
-from .paired_axes import Paired, paired_outputs
 from .site_blocks import (
-    Blocks,
-    for_each,
+    AbstractSiteMatrix,
+    cotangent_term,
     named_labels,
+    of_examples,
     operand_term,
     RequestedBlocks,
     Stacks,
+    Terms,
     Use,
 )
 
@@ -51,7 +59,7 @@ Curve = Inexact[Array, "vectors vectors"] | None
 OfOutputs = Callable[[list, list], tuple[list, Curve]]
 
 
-class SiteGaussNewton:
+class SiteGaussNewton(AbstractSiteMatrix):
     """Blocks of a Gauss-Newton matrix, summed over examples, from sites.
 
     - `program`: the function; its first `num_outputs` outputs are differentiated.
@@ -65,147 +73,182 @@ class SiteGaussNewton:
         leaves: list,
         requested: RequestedBlocks,
         of_outputs: OfOutputs,
+        *,
         num_outputs: int,
         num_vectors: int,
         has_curve: bool,
     ):
-        self.program = program
-        self._of_outputs, self._num_outputs = of_outputs, num_outputs
-        self._num_vectors, self._has_curve = num_vectors, has_curve
+        self._of_outputs, self._num_vectors = of_outputs, num_vectors
+        self._has_curve = has_curve
+        self._outputs = [var.aval for var in program.jaxpr.outvars[:num_outputs]]
+        self._dtype = common_dtype(*(x.dtype for x in self._outputs))
         self._paired: list[Paired | None] = [None for _ in program.perturbations]
         if has_curve and num_vectors > 1:
             self._paired = paired_outputs(program, num_outputs)
         for i in sorted(requested.leaves):
-            if self._is_sum(i):
+            if self._is_sum(program, i):
                 for site in program.sites_of(i):
                     self._paired[site.perturbation] = None
-        self._formed = [i for i in sorted(requested.leaves) if self._is_sum(i)]
+        self._formed = [i for i in sorted(requested.leaves) if self._is_sum(program, i)]
         self._paired += (None for _ in self._formed)
-        own = program.with_jacobians(self._formed)
-        self.blocks = Blocks(own, leaves, requested, self._kind)
+        with_jacobians = program.with_jacobians(self._formed)
+        super().__init__(program, with_jacobians, leaves, requested)
 
-    def _is_sum(self, leaf: int) -> bool:
+    def _is_sum(self, program: Program, leaf: int) -> bool:
         """Whether a row of the Jacobian of a leaf is a sum of terms."""
-        sites = self.program.sites_of(leaf)
+        sites = program.sites_of(leaf)
         paired = [(site, self._paired[site.perturbation]) for site in sites]
         names = (own.names(site) for site, own in paired if own is not None)
         # Each output is computed from one position.
         apart = {name for axes in itertools.chain(*names) for name in axes or ()}
         return is_sum(sites, apart)
 
-    def _kind(self, site: Site, other: Site) -> tuple:
-        """A key that is equal for pairs of sites with the same terms."""
+    def kind(self, site: Site, other: Site) -> tuple:
         return tuple(self._paired[x.perturbation] for x in (site, other))
 
     def sums(
-        self,
-        leaves: list,
-        rows: list,
-        axes: Sequence[int],
-        weights: Real[Array, " n"] | None,
+        self, rows: list, axes: Sequence[int], weights: Real[Array, " n"] | None
     ) -> list[Inexact[Array, "pairs ..."]]:
-        """The blocks of each group, of the (weighted) sum over the examples."""
+        factors = of_examples(self._of_example, rows, axes, weights)
+        return self.blocks_of(factors, self.program.values(self.leaves))
 
-        def one(rows: list, weight: Array | None) -> tuple[Array | None, list, list]:
-            scale, operands, cotangents = self._at(leaves, rows)
-            if weight is not None:
-                weight = weight.astype(self._dtype)
-                scale = weight if scale is None else scale * weight
-            return scale, operands, cotangents
+    def _of_example(
+        self, rows: list, weight: Array | None
+    ) -> tuple[list, list, Array | None]:
+        """The cotangents, the operands, and the curvature or weight of an example."""
+        num_outputs = len(self._outputs)
+        scale, operands, cotangents = linearized(
+            self.program, self.leaves, rows, self._of_outputs, num_outputs, self._paired
+        )
+        if weight is not None:
+            weight = weight.astype(self._dtype)
+            scale = weight if scale is None else scale * weight
+        return cotangents, operands, scale
 
-        scale, operands, cotangents = of_examples(one, rows, axes, weights)
-        values = self.program.values(leaves)
-        cotangents = self._with_jacobians(operands, cotangents, values)
-        are_stacked = self.blocks.are_stacked
-        factors = self._factors(scale, operands, cotangents, are_stacked=are_stacked)
-        return self.blocks.sums(factors.terms, values)
+    def structs(self) -> tuple[list, list, Any]:
+        nums = self._nums
+        # Jacobians that are formed come after the cotangents.
+        cotangents = [
+            jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
+            for num, x in zip(nums, self.contracted.perturbations, strict=True)
+        ]
+        operands = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.program.operands
+        ]
+        square = (self._num_vectors, self._num_vectors)
+        curve = jax.ShapeDtypeStruct(square, self._dtype) if self._has_curve else None
+        return cotangents, operands, curve
 
-    @property
-    def bytes(self) -> int:
-        """The bytes kept for one example."""
-        program, num = self.program, self._num_vectors
-        kept = [(x, 1) for x in program.operands]
-        structs = self.blocks.program.perturbations
-        kept += zip(structs, self._nums, strict=True)
-        of_sites = sum(times * x.size * x.dtype.itemsize for x, times in kept)
-        return of_sites + self._has_curve * num**2 * self._dtype.itemsize
-
-    def estimate(self, num: int) -> Estimate:
-        """The cost of the sums over `num` examples. It depends on shapes only."""
-        program, vectors = self.program, self._num_vectors
+    def costs_of_factors(
+        self, num: int, factors: tuple[list, list, Array | None], values: list
+    ) -> dict[int, float]:
+        costs: dict[int, float] = {}
         # One backward pass for each vector.
-        perturbations: dict[int, float] = {}
-        for site in program.sites:
-            cost = num * self._nums[site.perturbation] * num_products(site)
-            perturbations[site.perturbation] = (
-                perturbations.get(site.perturbation, 0.0) + cost
-            )
-        of = lambda x, *lead: jax.ShapeDtypeStruct((num, *lead, *x.shape), x.dtype)
-        curve = None
-        if self._has_curve:
-            curve = jax.ShapeDtypeStruct((num, vectors, vectors), self._dtype)
-        operands = [*map(of, program.operands)]
-        # Jacobians come after these.
-        nums = self._nums[: len(program.perturbations)]
-        cotangents = [*map(of, program.perturbations, nums)]
+        for site in self.program.sites:
+            z = site.perturbation
+            cost = num * self._nums[z] * num_products(site)
+            costs[z] = costs.get(z, 0.0) + cost
+        for leaf in self._formed:
+            sites = self.program.sites_of(leaf)
+            cost = forming_cost(sites, self._unformed(factors, values))
+            costs[sites[0].perturbation] += cost.time
+        return costs
 
-        def count(
-            curve: Array | None, operands: list, cotangents: list, values: list
-        ) -> tuple[dict, dict]:
-            factors = Factors(operands, cotangents, (_vectors(0),), values=values)
-            of_leaves = {i: program.sites_of(i) for i in self._formed}
-            forming = {i: forming_cost(x, factors).time for i, x in of_leaves.items()}
-            cotangents = self._with_jacobians(operands, cotangents, values)
-            own = self._factors(curve, operands, cotangents, are_stacked=False)
-            return forming, self.blocks.costs(own.terms, values)
-
-        args = (curve, operands, cotangents, program.value_structs())
-        forming, pairs = eqx.filter_eval_shape(count, *args)
-        for leaf, cost in forming.items():
-            perturbations[program.sites_of(leaf)[0].perturbation] += cost
-        return Estimate(perturbations, pairs)
-
-    def _with_jacobians(self, operands: list, cotangents: list, values: list) -> list:
-        """The cotangents of some examples, then the Jacobians that are formed."""
-        factors = Factors(operands, cotangents, (_vectors(0),), values=values)
-        of = lambda i: (self.program.sites_of(i), factors, self.program.leaves[i])
-        return [*cotangents, *(gradients(*of(i)) for i in self._formed)]
-
-    @property
-    def _outputs(self) -> list:
-        return [var.aval for var in self.program.jaxpr.outvars[: self._num_outputs]]
-
-    @property
-    def _dtype(self) -> Any:
-        return common_dtype(*(x.dtype for x in self._outputs))
+    def _unformed(
+        self, factors: tuple[list, list, Array | None], values: list
+    ) -> Factors:
+        """The factors that Jacobians are formed from."""
+        cotangents, operands, _ = factors
+        cotangents = cotangents[: len(self.program.perturbations)]
+        return Factors(operands, cotangents, (_vectors(0),), values=values)
 
     @property
     def _nums(self) -> list[int]:
         """The number of vectors that are pulled back to each perturbation."""
         return [self._num_vectors if x is None else x.num for x in self._paired]
 
-    def _at(self, leaves: list, rows: list) -> tuple[Array | None, list, list]:
-        """The curvature of the loss, the operands, and a cotangent for each vector."""
-        return linearized(
-            self.program,
-            leaves,
-            rows,
-            self._of_outputs,
-            self._num_outputs,
-            self._paired,
-        )
-
-    def _factors(
+    def terms(
         self,
-        scale: Array | None,
-        operands: list,
-        cotangents: list,
+        factors: tuple[list, list, Array | None],
+        values: list,
         *,
         are_stacked: bool,
-    ) -> "_Factors":
-        starts = [0, *itertools.accumulate(x.size for x in self._outputs)]
-        arrays = scale, operands, cotangents
-        return _Factors(*arrays, self._paired, starts, are_stacked=are_stacked)
+    ) -> Terms:
+        cotangents, operands, scale = factors
+        program, unformed = self.program, self._unformed(factors, values)
+        cotangents = [
+            *cotangents[: len(program.perturbations)],
+            *(
+                gradients(program.sites_of(i), unformed, program.leaves[i])
+                for i in self._formed
+            ),
+        ]
+        stacks = lambda x: Stacks(dict(enumerate(x)), are_stacked=are_stacked)
+        arrays = stacks(cotangents), stacks(operands)
+        return functools.partial(self._terms, scale, *arrays)
+
+    def _terms(
+        self,
+        scale: Array | None,
+        cotangents: Stacks,
+        operands: Stacks,
+        uses: Sequence[Use],
+        labels: list[dict[str, Label]],
+    ) -> Iterator[list[Term]]:
+        terms: list[Term] = []
+        # The scale is a curvature, or the weight of each example.
+        has_curve = scale is not None and scale.ndim == 3
+        sides = (0, 1) if has_curve else (0, 0)
+        if scale is not None:
+            vectors = [_vectors(side) for side in sides] if has_curve else []
+            scaled: Term = (widened(scale), (EXAMPLE, *vectors))
+            if has_curve:
+                for side, names in enumerate(labels):
+                    scaled = self._of_site(scaled, uses[0][side], names, side)
+            terms.append(scaled)
+        for sites, names, side in zip(
+            zip(*uses, strict=True), labels, sides, strict=True
+        ):
+            d, axes = cotangent_term(sites, cotangents, names, _vectors(side))
+            own = self._paired[sites[0].perturbation]
+            if own is not None:
+                at = axes.index(_vectors(side))
+                d = d.reshape(*d.shape[:at], *own.left, *d.shape[at + 1 :])
+                vectors = (_vectors(side, axis) for axis in own.axes_left)
+                axes = (*axes[:at], *vectors, *axes[at + 1 :])
+            terms.append((d, axes))
+            if sites[0].operand is not None:
+                terms.append(operand_term(sites, operands, names))
+        yield terms
+
+    def _of_site(
+        self, curve: Term, site: Site, names: dict[str, Label], side: int
+    ) -> Term:
+        """The curvature in the outputs that a site is paired with.
+
+        Paired axes get the names that they have at the site.
+        """
+        own = self._paired[site.perturbation]
+        if own is None:
+            return curve
+        x, labels = curve
+        at, start = labels.index(_vectors(side)), self._start(own.output)
+        x = lax.slice_in_dim(x, start, start + math.prod(own.shape), axis=at)
+        sizes: list[int] = []
+        axes: list[Label] = []
+        for i, named in enumerate(own.names(site)):
+            if named is None:
+                sizes.append(own.shape[i])
+                axes.append(_vectors(side, i))
+            else:
+                sizes += (site.sizes[name] for name in named)
+                axes += named_labels(names, named)
+        x = x.reshape(*x.shape[:at], *sizes, *x.shape[at + 1 :])
+        return x, (*labels[:at], *axes, *labels[at + 1 :])
+
+    def _start(self, output: int) -> int:
+        """Where an output starts among the vectors."""
+        return sum(x.size for x in self._outputs[:output])
 
 
 def linearized(
@@ -214,7 +257,7 @@ def linearized(
     rows: list,
     of_outputs: OfOutputs,
     num_outputs: int,
-    paired: Sequence[Paired | None] = (),
+    paired: "Sequence[Paired | None]" = (),
 ) -> tuple[Curve, list, list]:
     """For one example: the curvature along vectors, operands and cotangents.
 
@@ -239,87 +282,197 @@ def linearized(
     return curve, operands, cotangents
 
 
-class _Factors:
-    """The factors of some examples.
-
-    - `paired`: how the cotangents of each perturbation are stored.
-    - `starts`: where each output starts among the vectors.
-    """
-
-    def __init__(
-        self,
-        scale: Array | None,
-        operands: list,
-        cotangents: list,
-        paired: Sequence[Paired | None],
-        starts: Sequence[int],
-        *,
-        are_stacked: bool,
-    ):
-        self._scale, self._paired, self._starts = scale, paired, starts
-        stacks = lambda x: Stacks(dict(enumerate(x)), are_stacked=are_stacked)
-        self._operands, self._cotangents = stacks(operands), stacks(cotangents)
-
-    def terms(
-        self, uses: Sequence[Use], labels: list[dict[str, Label]]
-    ) -> Iterator[list[Term]]:
-        terms: list[Term] = []
-        # The scale is a curvature, or the weight of each example.
-        has_curve = self._scale is not None and self._scale.ndim == 3
-        sides = (0, 1) if has_curve else (0, 0)
-        if self._scale is not None:
-            vectors = [_vectors(side) for side in sides] if has_curve else []
-            scale: Term = (widened(self._scale), (EXAMPLE, *vectors))
-            if has_curve:
-                for side, names in enumerate(labels):
-                    scale = self._of_site(scale, uses[0][side], names, side)
-            terms.append(scale)
-        for sites, names, side in zip(
-            zip(*uses, strict=True), labels, sides, strict=True
-        ):
-            use = sites[0]
-            d, lead = self._cotangents.take([site.perturbation for site in sites])
-            arrange = lambda d, use=use: jax.vmap(jax.vmap(use.arrange))(
-                use.at_steps(d, 2)
-            )
-            named = named_labels(names, use.d_axes)
-            d = widened(for_each(arrange, d, lead))
-            own, vectors = self._paired[use.perturbation], (_vectors(side),)
-            if own is not None:
-                start = len(lead) + 1
-                d = d.reshape(*d.shape[:start], *own.left, *d.shape[start + 1 :])
-                vectors = tuple(_vectors(side, axis) for axis in own.axes_left)
-            terms.append((d, (*lead, EXAMPLE, *vectors, *named)))
-            if use.operand is not None:
-                terms.append(operand_term(sites, self._operands, names))
-        yield terms
-
-    def _of_site(
-        self, curve: Term, site: Site, names: dict[str, Label], side: int
-    ) -> Term:
-        """The curvature in the outputs that a site is paired with.
-
-        Paired axes get the names that they have at the site.
-        """
-        own = self._paired[site.perturbation]
-        if own is None:
-            return curve
-        x, labels = curve
-        at, start = labels.index(_vectors(side)), self._starts[own.output]
-        x = lax.slice_in_dim(x, start, start + math.prod(own.shape), axis=at)
-        sizes: list[int] = []
-        axes: list[Label] = []
-        for i, named in enumerate(own.names(site)):
-            if named is None:
-                sizes.append(own.shape[i])
-                axes.append(_vectors(side, i))
-            else:
-                sizes += (site.sizes[name] for name in named)
-                axes += named_labels(names, named)
-        x = x.reshape(*x.shape[:at], *sizes, *x.shape[at + 1 :])
-        return x, (*labels[:at], *axes, *labels[at + 1 :])
-
-
 def _vectors(side: int, axis: int | None = None) -> Label:
     """The label of the vectors of one side, or of those along an axis of an output."""
     return "output", (side if axis is None else (side, axis))
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired:
+    """The only output on which the cotangent of a perturbation depends.
+
+    - `output`, `shape`: the index of the output, and its shape.
+    - `axes`: for each of its axes, the axis of the perturbation that it is paired with,
+        or None: entries whose indices differ along both have a derivative of zero.
+    """
+
+    output: int
+    shape: tuple[int, ...]
+    axes: tuple[int | None, ...]
+
+    @property
+    def axes_left(self) -> tuple[int, ...]:
+        """The axes that are not paired."""
+        return tuple(i for i, axis in enumerate(self.axes) if axis is None)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The sizes of the axes that are not paired."""
+        return tuple(self.shape[i] for i in self.axes_left)
+
+    @property
+    def num(self) -> int:
+        """The number of vectors that find all entries of the Jacobian."""
+        return math.prod(self.left)
+
+    @property
+    def key(self) -> tuple:
+        """Equal for those that take the same vectors."""
+        return self.output, self.axes_left
+
+    def seeds(self, outs: Sequence[Array]) -> list[Array]:
+        """These vectors: one-hot along axes that are not paired, ones along others."""
+        seeds = []
+        for i, out in enumerate(outs):
+            seed = jnp.zeros((self.num, *out.shape), out.dtype)
+            if i == self.output:
+                pairs = zip(self.shape, self.axes, strict=True)
+                sizes = [size if axis is None else 1 for size, axis in pairs]
+                every = jnp.eye(self.num, dtype=out.dtype).reshape(self.num, *sizes)
+                seed = jnp.broadcast_to(every, seed.shape)
+            seeds.append(vary(seed, varying(jax.typeof(out))))
+        return seeds
+
+    def names(self, site: Site) -> list[Axes | None]:
+        """For each axis of the output, its names at a site of the perturbation."""
+        named = site.rule.y_axes
+        return [None if axis is None else named[axis] for axis in self.axes]
+
+
+def paired_outputs(program: Program, num_outputs: int) -> list[Paired | None]:
+    """For each perturbation, the only output that its cotangent depends on.
+
+    It is None if there are several, or if nothing would be gained by it. Everything is
+    read off the jaxpr of the pullback, which has the derivative of every custom rule.
+    """
+    avals = [var.aval for var in program.jaxpr.invars]
+    num_leaves = len(program.leaves)
+
+    def pulled(seeds: list, args: list) -> list:
+        leaves, rows = args[:num_leaves], args[num_leaves:]
+        return program.linearize(leaves, rows, num_outputs)[2](seeds)
+
+    outs = [var.aval for var in program.jaxpr.outvars[:num_outputs]]
+    zeros = [[full_varying_as(aval, 0) for aval in own] for own in (outs, avals)]
+    jaxpr = jax.make_jaxpr(pulled)(*zeros).jaxpr
+    states: list[_State] = [
+        {i: frozenset((axis, axis) for axis in range(out.ndim))}
+        for i, out in enumerate(outs)
+    ]
+    found = _followed(jaxpr, [*states, *({} for _ in avals)])
+    sites: dict[int, list[Site]] = {}
+    for site in program.sites:
+        sites.setdefault(site.perturbation, []).append(site)
+    total = sum(math.prod(out.shape) for out in outs)
+    result: list[Paired | None] = []
+    for number, state in enumerate(found):
+        own = None
+        if len(state) == 1:
+            ((output, pairs),) = state.items()
+            struct = program.perturbations[number]
+            of_sites = sites.get(number, [])
+            axes = {
+                axis: other
+                for axis, other in sorted(pairs)
+                if all(_has_axis(site, struct, other) for site in of_sites)
+            }
+            shape = tuple(outs[output].shape)
+            own = Paired(output, shape, tuple(axes.get(i) for i, _ in enumerate(shape)))
+        result.append(own if own is not None and own.num < total else None)
+    return result
+
+
+def _has_axis(site: Site, struct: Any, axis: int) -> bool:
+    """Whether the factor `d` of a site has all of an axis of its perturbation."""
+    named = site.rule.y_axes
+    if site.loops or len(named) != len(struct.shape):
+        return False
+    return math.prod(site.sizes[name] for name in named[axis]) == struct.shape[axis]
+
+
+# For each input that a value depends on, pairs of an axis of the input and an axis of
+# the value: entries depend only on those entries of the input with the same index.
+_State = Mapping[int, frozenset[tuple[int, int]]]
+
+# Entry by entry, and linear in all inputs together, or in a single one.
+_ADDED = LINEAR_IN_ALL & with_trait("entries")
+_MULTIPLIED = frozenset(("mul", "div"))
+
+
+def _followed(jaxpr: Any, inputs: Sequence[_State]) -> list[_State]:
+    """The states of a jaxpr's outputs, from those of its inputs."""
+    states = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(atom: Any) -> _State:
+        return {} if isinstance(atom, jex.Literal) else states.get(atom, {})
+
+    for eqn in jaxpr.eqns:
+        ins = [of(atom) for atom in eqn.invars]
+        if any(ins):
+            states.update(zip(eqn.outvars, _after(eqn, ins), strict=True))
+    return [of(var) for var in jaxpr.outvars]
+
+
+def _after(eqn: Any, ins: list[_State]) -> list[_State]:
+    closed = callee(eqn)
+    if closed is not None:
+        return _followed(closed.jaxpr, ins)
+    moved: list[_State] = []
+    for i, state in enumerate(ins):
+        moves = dict(_moves(eqn, i, [bool(x) for x in ins]))
+        moved.append(
+            {
+                number: frozenset((axis, moves[x]) for axis, x in pairs if x in moves)
+                for number, pairs in state.items()
+            }
+        )
+    joined = {
+        number: frozenset.intersection(*(x[number] for x in moved if number in x))
+        for number in itertools.chain(*moved)
+    }
+    return [joined for _ in eqn.outvars]
+
+
+def _moves(eqn: Any, index: int, depend: list[bool]) -> Iterator[tuple[int, int]]:
+    """Pairs of an axis of an equation's input and the same axis of its output.
+
+    There are none if the equation is not known to keep entries apart, or to be linear.
+    `depend` marks the inputs that depend on what is followed.
+    """
+    name, params = name_of(eqn), eqn.params
+    before, after = eqn.invars[index].aval.shape, eqn.outvars[0].aval.shape
+    is_only = sum(depend) == 1
+    if name == "transpose":
+        yield from ((axis, i) for i, axis in enumerate(params["permutation"]))
+    elif name == "broadcast_in_dim":
+        axes = enumerate(params["broadcast_dimensions"])
+        yield from ((i, axis) for i, axis in axes if before[i] == after[axis])
+    elif name == "reduce_sum":
+        kept = [axis for axis, _ in enumerate(before) if axis not in params["axes"]]
+        yield from zip(kept, range(len(kept)), strict=True)
+    elif name == "squeeze" or (name == "reshape" and params["dimensions"] is None):
+        # An axis is kept if equally many entries are before it.
+        at = {(math.prod(after[:i]), size): i for i, size in enumerate(after)}
+        keys = [(math.prod(before[:i]), size) for i, size in enumerate(before)]
+        yield from ((i, at[key]) for i, key in enumerate(keys) if key in at)
+    elif name == "dot_general" and is_only:
+        contracted, batched = params["dimension_numbers"]
+        free = [
+            [
+                axis
+                for axis, _ in enumerate(atom.aval.shape)
+                if axis not in (*contracted[side], *batched[side])
+            ]
+            for side, atom in enumerate(eqn.invars[:2])
+        ]
+        start = len(batched[0])
+        yield from zip(batched[index], range(start), strict=True)
+        start += len(free[0]) if index == 1 else 0
+        yield from zip(free[index], itertools.count(start), strict=False)
+    elif (
+        (name in _ADDED and all(depend))
+        or (name in _MULTIPLIED and is_only and (name == "mul" or index == 0))
+        or (name == "select_n" and not depend[0])
+    ) and len(before) == len(after):
+        axes = enumerate(zip(before, after, strict=True))
+        yield from ((i, i) for i, (size, other) in axes if size == other)

@@ -21,7 +21,6 @@ from .._sites.einsum import Labels
 from .._sites.factors import Factors
 from .._sites.kronecker import multiplied, Part, parts_of, Structure
 from .._sites.trace import Program
-from .by_sites import of_examples
 from .curvature_of import GaussNewtonCurvature
 from .fisher import AbstractFisher
 from .gauss_newton import linearized
@@ -35,6 +34,7 @@ from .kronecker_sums import (
     WeightSharing,
 )
 from .pytree import part_starts, Unravel
+from .site_blocks import of_examples
 
 
 if TYPE_CHECKING:

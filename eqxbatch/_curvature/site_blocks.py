@@ -1,5 +1,6 @@
 """The blocks of a matrix of second derivatives, from pairs of sites."""
 
+import abc
 import dataclasses
 import functools
 import itertools
@@ -7,11 +8,13 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Int
+from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import common_dtype, widened
@@ -54,6 +57,12 @@ class RequestedBlocks:
         chosen = set(leaves)
         pairs = [pair for pair in self.pairs if chosen.issuperset(pair)]
         return RequestedBlocks(pairs, self.is_diagonal)
+
+    def num_bytes(self, pair: Pair, leaves: list) -> int:
+        """The size of the block of a pair, or of its diagonal."""
+        first, second = (leaves[leaf] for leaf in pair)
+        entries = first.size * (1 if self.is_diagonal else second.size)
+        return entries * first.dtype.itemsize
 
 
 # Pairs of leaves that are alike are contracted together if there are at least this
@@ -109,6 +118,30 @@ def for_each(fun: Callable[[Array], Array], x: Array, lead: Labels) -> Array:
     return jax.vmap(fun)(x) if lead else fun(x)
 
 
+def cotangent_term(
+    sites: Sequence[Site],
+    cotangents: Stacks,
+    labels: dict[str, Label],
+    *vectors: Label,
+) -> Term:
+    """The cotangents of sites that are alike, with their named axes.
+
+    - `vectors`: the label of the axis after that of examples, if there is one.
+    """
+    site = sites[0]
+    d, lead = cotangents.take([x.perturbation for x in sites])
+    axes = (EXAMPLE, *vectors)
+
+    def arrange(d: Array) -> Array:
+        mapped = functools.reduce(lambda fun, _: jax.vmap(fun), axes, site.arrange)
+        return mapped(site.at_steps(d, len(axes)))
+
+    return widened(for_each(arrange, d, lead)), (
+        *(*lead, *axes),
+        *named_labels(labels, site.d_axes),
+    )
+
+
 def operand_term(
     sites: Sequence[Site], operands: Stacks, labels: dict[str, Label]
 ) -> Term:
@@ -135,28 +168,34 @@ Use = tuple[Site, Site]
 Terms = Callable[[Sequence[Use], list[dict[str, Label]]], Iterable[list[Term]]]
 
 
-class Blocks:
-    """Blocks of second derivatives with respect to leaves, from those of their sites.
+class AbstractSiteMatrix(abc.ABC):
+    """Blocks of a sum over examples of second derivatives, from those of sites.
 
-    `leaves` gives shapes and dtypes. `terms` gives the arrays to contract. `kind` says
-    which terms a pair of sites has.
+    The factors of an example are cotangents, operands, and what else the terms need.
 
-    - `groups`: the requested pairs, grouped with those that are alike.
+    - `program`: the function with its sites, and `leaves` its differentiated leaves.
+    - `contracted`: the sites that are contracted, if these are others.
+    - `groups`: the requested pairs of leaves, grouped with those that are alike.
+    - `counts_cancelled`: whether `sums` ends with a count of examples for which blocks
+        lose digits.
     """
+
+    counts_cancelled: bool = False
 
     def __init__(
         self,
         program: Program,
+        contracted: Program,
         leaves: list,
         requested: RequestedBlocks,
-        kind: Callable[[Site, Site], Hashable],
     ):
-        self.program, self.leaves, self.requested = program, leaves, requested
+        self.program, self.contracted = program, contracted
+        self.leaves, self.requested = leaves, requested
         families = {leaf: self._family(leaf) for leaf in requested.leaves}
         alike: dict[Hashable, list[Pair]] = {}
         for pair in requested.pairs:
             first, second = pair
-            kinds = tuple(itertools.starmap(kind, self._uses(pair)))
+            kinds = tuple(itertools.starmap(self.kind, self._uses(pair)))
             key = (families[first], families[second], kinds)
             alike.setdefault(key, []).append(pair)
         self.groups: list[list[Pair]] = []
@@ -170,9 +209,62 @@ class Blocks:
                 pairs[start : start + size] for start in range(0, len(pairs), size)
             )
 
+    @abc.abstractmethod
+    def kind(self, site: Site, other: Site) -> Hashable:
+        """A key that is equal for pairs of sites with the same terms."""
+
+    @abc.abstractmethod
+    def sums(
+        self, rows: list, axes: Sequence[int], weights: Real[Array, " n"] | None
+    ) -> list[Inexact[Array, "..."]]:
+        """The blocks of each group, of the (weighted) sum over the examples."""
+
+    @abc.abstractmethod
+    def structs(self) -> tuple[list, list, PyTree]:
+        """The types of the factors of one example."""
+
+    @abc.abstractmethod
+    def terms(
+        self, factors: tuple[list, list, PyTree], values: list, *, are_stacked: bool
+    ) -> Terms:
+        """The arrays to contract, from the factors of some examples.
+
+        `values` are those of the program. With `are_stacked`, the pairs of a group are
+        contracted together.
+        """
+
+    @abc.abstractmethod
+    def costs_of_factors(
+        self, num: int, factors: tuple[list, list, PyTree], values: list
+    ) -> dict[int, float]:
+        """The cost of what `num` examples need of each perturbation."""
+
+    @property
+    def bytes(self) -> int:
+        """The bytes kept for one example."""
+        structs = jtu.tree_leaves(self.structs())
+        return sum(x.size * x.dtype.itemsize for x in structs)
+
+    def estimate(self, num: int) -> tuple[dict[int, float], dict[Pair, float]]:
+        """The cost of the sums over `num` examples, which depends on shapes only.
+
+        These are the numbers of floating-point operations for the factors of each
+        perturbation, and for the contraction of each pair of leaves.
+        """
+        of_all = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
+        factors = jtu.tree_map(of_all, self.structs())
+
+        def count(factors: Any, values: list) -> tuple[dict, dict]:
+            terms = self.terms(factors, values, are_stacked=False)
+            of_factors = self.costs_of_factors(num, factors, values)
+            return of_factors, self._costs(terms, values)
+
+        values = self.program.value_structs()
+        return eqx.filter_eval_shape(count, factors, values)
+
     def _family(self, leaf: int) -> Hashable:
         """A key that is equal for leaves whose sites are equal functions."""
-        struct, program = self.leaves[leaf], self.program
+        struct, program = self.leaves[leaf], self.contracted
         key = [struct.shape, struct.dtype, varying(jax.typeof(struct))]
         for site in program.sites_of(leaf):
             view, rule, own = site.view, site.rule, (site.perturbation, site.operand)
@@ -186,23 +278,19 @@ class Blocks:
         return tuple(key)
 
     def _uses(self, pair: Pair) -> list[Use]:
-        first, second = map(self.program.sites_of, pair)
+        first, second = map(self.contracted.sites_of, pair)
         return [*itertools.product(first, second)]
 
     def _place(self, pair: Pair) -> list[int]:
         """Sorts pairs by the first perturbation of each."""
         return [min(s.perturbation, t.perturbation) for s, t in self._uses(pair)]
 
-    @property
-    def are_stacked(self) -> bool:
-        """Whether the pairs of a group are contracted together."""
-        return any(len(pairs) > 1 for pairs in self.groups)
-
-    def sums(self, terms: Terms, values: list) -> list[Inexact[Array, "pairs ..."]]:
-        """The blocks of each group, summed over the examples.
-
-        `values` are the values of the program.
-        """
+    def blocks_of(
+        self, factors: tuple[list, list, PyTree], values: list
+    ) -> list[Inexact[Array, "pairs ..."]]:
+        """The blocks of each group, from the factors of all examples."""
+        are_stacked = any(len(pairs) > 1 for pairs in self.groups)
+        terms = self.terms(factors, values, are_stacked=are_stacked)
         sizes = [self._num_bytes(pairs) for pairs in self.groups]
         if sum(sizes) <= _LEAST_BYTES:
             return [self._sum(pairs, terms, values) for pairs in self.groups]
@@ -218,9 +306,7 @@ class Blocks:
         return found
 
     def _num_bytes(self, pairs: list[Pair]) -> int:
-        first, second = (self.leaves[leaf] for leaf in pairs[0])
-        entries = first.size * (1 if self.requested.is_diagonal else second.size)
-        return len(pairs) * entries * first.dtype.itemsize
+        return len(pairs) * self.requested.num_bytes(pairs[0], self.leaves)
 
     def _sum(self, pairs: list[Pair], terms: Terms, values: list) -> Array:
         first, second = (self.leaves[leaf] for leaf in pairs[0])
@@ -236,8 +322,7 @@ class Blocks:
             total += block.astype(dtype)
         return total
 
-    def costs(self, terms: Terms, values: list) -> dict[Pair, float]:
-        """The cost of the blocks of pairs, in floating-point operations."""
+    def _costs(self, terms: Terms, values: list) -> dict[Pair, float]:
         found = {}
         for pairs in self.groups:
             # Pairs that are alike have the same cost.
@@ -297,6 +382,20 @@ class Blocks:
             block = block.reshape(math.prod(structs[0].shape), *views[1].shape)
             block = jax.vmap(_transposed(other, structs[1], views[1], values))(block)
         return block.reshape(*structs[0].shape, *structs[1].shape)
+
+
+def of_examples(
+    one: Callable[[list, Array | None], Any],
+    rows: list,
+    axes: Sequence[int],
+    weights: Array | None,
+) -> Any:
+    """`one(rows, weight)` for each example, along axis 0; there may be only one."""
+    if rows:
+        in_axes = ([*axes], None if weights is None else 0)
+        return eqx.filter_vmap(one, in_axes=in_axes)(rows, weights)
+    with_axis = lambda x: x[None] if eqx.is_array(x) else x
+    return jax.tree.map(with_axis, one(rows, weights))
 
 
 def _diagonal_of(

@@ -13,7 +13,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from eqxbatch import filter_ggn, filter_ggn_diagonal, Mean
-from eqxbatch._curvature.paired_axes import paired_outputs
+from eqxbatch._curvature.gauss_newton import paired_outputs
 from eqxbatch._sites.trace import Program
 from ..helpers import memory
 from .oracle import close
