@@ -2,29 +2,39 @@
 
 import abc
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, Generic, Literal
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, Inexact, PyTree, Real
 
-from .._base.mesh import sum_varying, varying
+from .._base.cpu import unstack
+from .._base.jaxprs import first_use
+from .._base.mesh import full_varying_as, sum_varying, varying
+from .._base.trees import log
 from .._batch.derivative import Loss, Microbatches
+from .._batch.loop import accumulated_sums
 from .._batch.memory import MemoryBudget
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
-from .by_products import AbstractColumns
+from .._sites.cancellation import unless_cancelled
+from .._sites.trace import Program
+from .by_products import AbstractColumns, ProductBlocks
+from .by_sites import cheapest, is_covered
 from .curvature_of import (
     AbstractCurvature,
+    AbstractFisher,
     AbstractOfLoss,
     AbstractSecondOrder,
-    CurvatureBlocks,
     GaussNewtonCurvature,
+    LossCurvature,
 )
-from .fisher import AbstractFisher
-from .pytree import all_pairs, arranged, MatrixPart, part_starts
-from .site_blocks import RequestedBlocks
+from .pytree import arranged, leaves_of_parts
+from .site_blocks import AbstractSiteMatrix, Pair, RequestedBlocks
 
 
 _LEAST_COLUMNS = 32
@@ -39,7 +49,7 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
 
     _: dataclasses.KW_ONLY
     method: Literal["auto", "sites", "products"] = "auto"
-    part: ClassVar[MatrixPart]
+    part: ClassVar[Literal["full", "diagonal", "blocks"]]
 
     @property
     @abc.abstractmethod
@@ -62,16 +72,28 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
             sum(x.size for x in leaves), args, kwargs, microbatch_size=microbatches.size
         )
         curvature = self.curvature(self.loss_of(microbatches.batch, diff, nondiff))
-        blocks = CurvatureBlocks(curvature, self._requested(diff), self.method, size)
+        # The whole matrix has a single part.
+        is_block = (lambda _: True) if self.part == "full" else self.is_block
+        parts = leaves_of_parts(diff, is_block)
+        is_diagonal = self.part == "diagonal"
+        all_pairs = functools.partial(itertools.combinations_with_replacement, r=2)
+        pairs = itertools.chain.from_iterable(map(all_pairs, parts))
+        requested = RequestedBlocks([*pairs], is_diagonal)
+        blocks = CurvatureBlocks(curvature, requested, self.method, size)
         closed = curvature.program.closed
         sums, aux = microbatches.total(blocks.sums, curvature.aux, closed)
         sums = [
             sum_varying(x, varying(jax.typeof(leaves[pairs[0][0]])))
             for pairs, x in zip(blocks.groups, sums, strict=True)
         ]
-        form = self.part, self.is_block, self.flat
-        by_pairs = blocks.by_pairs(sums)
-        matrix = arranged(diff, by_pairs, *form, is_whole=blocks.is_whole)
+        matrix = arranged(
+            diff,
+            blocks.by_pairs(sums),
+            is_block,
+            flat=self.flat,
+            is_diagonal=is_diagonal,
+            is_whole=self.part == "full" and blocks.is_whole,
+        )
         return (matrix, aux) if self.has_aux else matrix
 
     def _microbatches(self, args: tuple, kwargs: dict[str, Any]) -> Microbatches:
@@ -83,21 +105,6 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
         microbatches = sized.microbatches(args, kwargs, args)
         is_drawn = isinstance(self, AbstractFisher)
         return self.with_keys(microbatches) if is_drawn else microbatches
-
-    def _requested(self, diff: PyTree) -> RequestedBlocks:
-        leaves = jtu.tree_leaves(diff)
-        if self.part == "full":
-            return RequestedBlocks(all_pairs(leaves))
-        if self.part == "diagonal":
-            return RequestedBlocks([(i, i) for i, _ in enumerate(leaves)], True)
-        parts = jtu.tree_leaves(diff, is_leaf=self.is_block)
-        return RequestedBlocks(
-            [
-                (first + start, second + start)
-                for start, part in zip(part_starts(parts), parts, strict=True)
-                for first, second in all_pairs(jtu.tree_leaves(part))
-            ]
-        )
 
 
 class AbstractHessian(AbstractOfLoss, AbstractMatrix):
@@ -230,7 +237,7 @@ class Hessian(AbstractHessian, Generic[P]):
     has_aux: bool = False
     flat: bool = False
     is_block: ClassVar[None] = None
-    part: ClassVar[MatrixPart] = "full"
+    part: ClassVar = "full"
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         return run_compiled(self, *args, **kwargs)
@@ -241,7 +248,7 @@ class AbstractHessianDiagonal(AbstractHessian, Generic[Model, P]):
 
     fun: Callable[Concatenate[Model, P], Any]
     is_block: ClassVar[None] = None
-    part: ClassVar[MatrixPart] = "diagonal"
+    part: ClassVar = "diagonal"
 
     @abc.abstractmethod
     def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Model: ...
@@ -331,7 +338,7 @@ class HessianBlocks(AbstractHessian, Generic[P]):
     is_block: Callable[[Any], bool] | None = None
     has_aux: bool = False
     flat: bool = False
-    part: ClassVar[MatrixPart] = "blocks"
+    part: ClassVar = "blocks"
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         return run_compiled(self, *args, **kwargs)
@@ -435,7 +442,7 @@ class GGN(AbstractGGN[Model, P, Out]):
     _: dataclasses.KW_ONLY
     flat: bool = False
     is_block: ClassVar[None] = None
-    part: ClassVar[MatrixPart] = "full"
+    part: ClassVar = "full"
 
     def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         return run_compiled(self, x, *args, **kwargs)
@@ -445,7 +452,7 @@ class AbstractGGNDiagonal(AbstractGGN[Model, P, Out]):
     """`filter_ggn_diagonal` with results of the type of the first argument."""
 
     is_block: ClassVar[None] = None
-    part: ClassVar[MatrixPart] = "diagonal"
+    part: ClassVar = "diagonal"
 
     @abc.abstractmethod
     def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Model: ...
@@ -544,10 +551,226 @@ class GGNBlocks(AbstractGGN[Model, P, Out]):
     _: dataclasses.KW_ONLY
     is_block: Callable[[Any], bool] | None = None
     flat: bool = False
-    part: ClassVar[MatrixPart] = "blocks"
+    part: ClassVar = "blocks"
 
     def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         return run_compiled(self, x, *args, **kwargs)
+
+
+# The number of examples for which contractions are estimated, and the number of bytes
+# that factors of examples may take if the result is smaller.
+_COUNTED = 32
+
+
+_LEAST_BYTES = 2**24
+
+
+class CurvatureBlocks:
+    """Blocks of a matrix of second derivatives.
+
+    - `method`: `"sites"` for all leaves that have rules, `"products"` for none, or
+        `"auto"` for those where that is cheaper.
+    - `size`: the number of columns that products compute at a time.
+    """
+
+    def __init__(
+        self,
+        curvature: AbstractCurvature,
+        requested: RequestedBlocks,
+        method: Literal["auto", "sites", "products"],
+        size: int | None,
+    ):
+        self.curvature, self.requested = curvature, requested
+        self.method, self.size = method, size
+        self._sites = self._choose()
+        by_sites = self._sites.requested.leaves if self._sites else ()
+        log.debug(
+            "Second derivatives: method=%r takes %d of %d arrays by sites.",
+            *(method, len(by_sites), len(requested.leaves)),
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is a Hessian of one array, with all columns at once.
+
+        There is nothing to gain by symmetry then: a copy of all entries above the
+        diagonal would only come on top.
+        """
+        if self._sites is not None or not isinstance(self.curvature, LossCurvature):
+            return False
+        sizes = [x.size for x in self.curvature.leaves]
+        return len(sizes) == 1 and (self.size is None or self.size >= sizes[0])
+
+    def sums(
+        self, rows: list, weights: Real[Array, " n"] | None
+    ) -> list[Inexact[Array, "pairs ..."]]:
+        """The blocks of each group of pairs, summed over some examples."""
+        sums: list[Array] = []
+        rest = self.requested.leaves
+        if self._sites is not None:
+            sums += self._by_sites(self._sites, rows, weights)
+            if self._sites.counts_cancelled:
+                *sums, num_cancelled = sums
+                sums = self._unless_cancelled(num_cancelled, sums, rows, weights)
+            rest -= self._sites.requested.leaves
+        others = [pair for (pair,) in self.groups[len(sums) :]]
+        if others:
+            by_products = self._by_products(others, rest, rows, weights, self.size)
+            sums += (by_products[pair][None] for pair in others)
+        return sums
+
+    def _unless_cancelled(
+        self,
+        num_cancelled: Array,
+        sums: list[Array],
+        rows: list,
+        weights: Array | None,
+    ) -> list[Array]:
+        """The blocks from sites, or from products if terms cancel for some examples."""
+        assert self._sites is not None
+        groups, program = self._sites.groups, self._sites.program
+        leaves = self._sites.requested.leaves
+        total = rows[0].shape[self.curvature.axes[0]] if rows else 1
+        kept = sum(
+            x.size * x.dtype.itemsize
+            for x in (*program.perturbations, *program.operands)
+        )
+        # The branch takes no more memory than the blocks from sites. A column keeps the
+        # tangents of values and of their cotangents.
+        most = min(total * self._sites.bytes, _LEAST_BYTES)
+        size = max(1, most // max(2 * total * kept, 1))
+        size = size if self.size is None else min(size, self.size)
+
+        def products() -> list[Array]:
+            pairs = [pair for pairs in groups for pair in pairs]
+            blocks = self._by_products(pairs, leaves, rows, weights, size)
+            return [jnp.stack([blocks[pair] for pair in pairs]) for pairs in groups]
+
+        arrays = [*self.curvature.leaves, *rows]
+        return unless_cancelled(num_cancelled[None] > 0, arrays, sums, products)
+
+    def by_pairs(self, sums: list[Array]) -> dict[Pair, Inexact[Array, "..."]]:
+        """The requested blocks, from what `sums` returns."""
+        result = {}
+        separated = unstack(sums, self.curvature.leaves)
+        for pairs, blocks in zip(self.groups, separated, strict=True):
+            result.update(zip(pairs, blocks, strict=True))
+        return {pair: result[pair] for pair in self.requested.pairs}
+
+    @property
+    def groups(self) -> list[list[Pair]]:
+        """The requested pairs of leaves, in the groups that `sums` uses."""
+        groups = [] if self._sites is None else self._sites.groups
+        known = {pair for pairs in groups for pair in pairs}
+        return [
+            *groups,
+            *([pair] for pair in self.requested.pairs if pair not in known),
+        ]
+
+    def _by_sites(
+        self, sites: AbstractSiteMatrix, rows: list, weights: Array | None
+    ) -> list[Array]:
+        """Computes sums from sites, in blocks of examples whose factors are small."""
+        requested, axes = self.requested, self.curvature.axes
+        if not axes:
+            return sites.sums(rows, axes, weights)
+        sums = lambda rows, weights: sites.sums(rows, axes, weights)
+        total = rows[0].shape[axes[0]]
+        sizes = (requested.num_bytes(x, sites.leaves) for x in requested.pairs)
+        most = max(sum(sizes) // 4, _LEAST_BYTES)
+        size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
+        return accumulated_sums(sums, rows, axes, weights, size)
+
+    def _by_products(
+        self,
+        pairs: list[Pair],
+        columns: set[int],
+        rows: list,
+        weights: Array | None,
+        size: int | None,
+    ) -> dict[Pair, Array]:
+        products = self.curvature.products(rows, weights, self.curvature.axes)
+        requested = RequestedBlocks(pairs, self.requested.is_diagonal)
+        order, leaves = self._in_order(columns), self.curvature.leaves
+        return ProductBlocks(products, leaves, order, requested, size).blocks()
+
+    def _in_order(self, leaves: set[int]) -> list[int]:
+        """The leaves in the order in which the function uses them."""
+        jaxpr = self.curvature.program.closed.jaxpr
+        return sorted(leaves, key=lambda i: first_use(jaxpr, jaxpr.invars[i]))
+
+    def _choose(self) -> AbstractSiteMatrix | None:
+        """The leaves that are computed from sites."""
+        curvature, num = self.curvature, len(self.curvature.leaves)
+        if self.method == "products" or not curvature.allows_sites:
+            return None
+
+        def of_sites(program: Program, leaves: set[int]) -> AbstractSiteMatrix:
+            requested = self.requested.among(leaves)
+            return curvature.of_sites(program, requested, self.method == "auto")
+
+        program, covered = self._program(set(range(num)))
+        if not self.requested.among(covered).pairs:
+            return None
+        if self.method == "auto" and curvature.excludes_sites(covered):
+            return None
+        sites = of_sites(program, covered)
+        if self.method == "sites" or curvature.forms_rest:
+            return sites
+        counted = _COUNTED if curvature.axes else 1
+        zeros = [
+            full_varying_as(var.aval, 0)
+            for var in curvature.program.closed.jaxpr.invars[num:]
+        ]
+        products = curvature.products(zeros)
+        order = self._in_order(self.requested.leaves)
+        columns = ProductBlocks(
+            products, curvature.leaves, order, self.requested, self.size
+        ).estimate()
+        columns = {leaf: counted * cost for leaf, cost in columns.items()}
+        chosen = cheapest(program, covered, sites.estimate(counted), columns)
+        if chosen == covered:
+            return sites
+        if not self.requested.among(chosen).pairs:
+            return None
+        return of_sites(*self._program(chosen))
+
+    def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
+        """The function with the sites of some leaves, and the leaves that have rules.
+
+        Leaves without a rule are not perturbed, or their Jacobian is formed.
+        """
+        curvature, num = self.curvature, len(self.curvature.leaves)
+        formed: set[int] = set()
+        while True:
+            program = Program(
+                curvature.program.closed,
+                num,
+                constant=set(range(num)) - leaves,
+                formed=formed,
+                num_outputs=curvature.num_outputs,
+                order=2,
+            )
+            covered = {
+                i
+                for i in leaves
+                if i in formed or is_covered(program, i, self.requested)
+            }
+            if covered == leaves:
+                return program, covered
+            if curvature.forms_rest:
+                formed |= leaves - covered
+            else:
+                leaves = covered
+
+
+def _even(total: int, size: int) -> int:
+    """A size without a remainder, if one is at least half as large.
+
+    A remainder would need a program of its own.
+    """
+    divisors = (i for i in range(size, size // 2, -1) if total % i == 0)
+    return next(divisors, size)
 
 
 filter_hessian = also_decorator("filter_hessian", Hessian)

@@ -1,54 +1,64 @@
 """Matrices of second derivatives of a loss, or of a loss of a model's output.
 
-`CurvatureBlocks` computes their blocks, with the cheaper method for each leaf.
+For a loss of an output, the matrix is a Gauss-Newton matrix: `J^T C J` for each
+example, with `C` the Hessian of the loss in the output. It takes one backward pass for
+each output. What replaces `C`, such as a product of random vectors, takes fewer.
 """
 
 import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Concatenate, Generic, Literal
 
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Inexact, PyTree, Real
+from jax.typing import ArrayLike
+from jaxtyping import Array, Inexact, Key, PRNGKeyArray, PyTree, Real, UInt32
 
-from .._base.cpu import unstack
+from .._base.checks import check_at_least
 from .._base.differentiable import (
     Derivative,
     derivative_of_program,
     without_forward_mode,
     without_reverse_mode,
 )
-from .._base.dtypes import as_complex, as_real, common_dtype
-from .._base.jaxprs import at_example, first_use, TracedFunction
-from .._base.mesh import full_varying_as, vary_as
+from .._base.dtypes import as_complex, as_real, common_dtype, widened
+from .._base.jaxprs import at_example, TracedFunction
+from .._base.mesh import error_if, vary_as
 from .._base.mistakes import warn_user
-from .._base.trees import described, log
+from .._base.trees import described
 from .._batch.batch import explained_failure
-from .._batch.derivative import AbstractOverExamples, check_value, Loss, TracedLoss
-from .._batch.loop import accumulated_sums
+from .._batch.derivative import (
+    AbstractOverExamples,
+    check_value,
+    Loss,
+    Microbatches,
+    TracedLoss,
+)
 from .._batch.slots import is_struct
-from .._sites.cancellation import unless_cancelled
+from .._batch.transform import Model, Out, P
 from .._sites.trace import Program
-from .by_one_mode import expanded, Expansion, expansion, with_both_modes
 from .by_products import (
+    expanded,
+    Expansion,
+    expansion,
     gauss_newton_products,
     Gradient,
     hessian_products,
     Linear,
     Mode,
-    ProductBlocks,
     Products,
     replaced,
+    with_both_modes,
 )
-from .by_sites import cheapest, is_covered, SiteHessian
-from .fisher import AbstractFisher
+from .by_sites import SiteHessian
 from .gauss_newton import Curve, SiteGaussNewton
 from .pytree import Unravel
-from .site_blocks import AbstractSiteMatrix, Pair, RequestedBlocks
+from .site_blocks import AbstractSiteMatrix, RequestedBlocks
 
 
 class AbstractCurvature(abc.ABC):
@@ -91,22 +101,26 @@ class AbstractCurvature(abc.ABC):
         """The auxiliary output of the function for some examples."""
 
     @abc.abstractmethod
-    def products(self, rows: list, weights: Real[Array, " n"] | None) -> Products:
-        """Products with the matrix of some examples."""
+    def products(
+        self,
+        rows: list,
+        weights: Real[Array, " n"] | None = None,
+        axes: Sequence[int] = (),
+        *,
+        is_single: bool = False,
+    ) -> Products:
+        """Products with the matrix of some examples; of one, if there are no `axes`.
 
-    @abc.abstractmethod
+        With `is_single`, there is one product only.
+        """
+
     def product(
         self, rows: list, weights: Real[Array, " n"] | None, vector: list
     ) -> list[Array]:
         """The product of the matrix of some examples with one vector."""
-
-    def _by_linear(self, products: Products, vector: list) -> list[Array]:
+        products = self.products(rows, weights, self.axes, is_single=True)
         everything = list(range(len(self.leaves)))
         return products(self.leaves, everything, everything)(vector)
-
-    @abc.abstractmethod
-    def products_of_one(self, rows: list) -> Products:
-        """Products with the matrix of one example."""
 
 
 _IF_WHOLE = (
@@ -140,6 +154,85 @@ class AbstractOfLoss(AbstractSecondOrder):
 
     def curvature(self, fun: Loss) -> AbstractCurvature:
         return LossCurvature(fun, self.mode, self.checkpoint)
+
+
+class AbstractOfOutputs(AbstractOverExamples, Generic[Model, P, Out]):
+    """A transform of a model and a `loss` of its outputs."""
+
+    fun: Callable[Concatenate[Model, P], Out]
+    loss: Callable[Concatenate[Out, ...], ArrayLike]
+
+    @property
+    def has_aux(self) -> bool:
+        return False
+
+    @property
+    def holomorphic(self) -> None:
+        return None
+
+
+class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
+    """A transform with a choice of what replaces the Hessian of the loss.
+
+    - `fisher`: `"type-2"` uses this Hessian. `"mc"` uses its square root times random
+        vectors, or gradients for drawn labels. `"empirical"` uses the gradient.
+    - `key`, `num_samples`: settings for random draws, shared by all examples.
+    - `sampler`: draws labels, as `sampler(key, out)`.
+    """
+
+    _: dataclasses.KW_ONLY
+    fisher: Literal["type-2", "mc", "empirical"] = "type-2"
+    key: PRNGKeyArray | UInt32[Array, "2"] | None = None
+    num_samples: int = 1
+    sampler: Callable[..., Any] | None = None
+
+    def __check_init__(self) -> None:
+        check_at_least("num_samples", self.num_samples, 1)
+        is_mc = self.fisher == "mc"
+        if is_mc and self.key is None:
+            raise ValueError(
+                "`fisher='mc'` draws random vectors: give it a `key`, such as "
+                "`jax.random.key(0)`; got `key=None`."
+            )
+        for name, is_passed in (
+            ("key", self.key is not None),
+            ("sampler", self.sampler is not None),
+            ("num_samples", self.num_samples != 1),
+        ):
+            if is_passed and not is_mc:
+                raise ValueError(
+                    f"`{name}` is for `fisher='mc'`, as nothing is drawn otherwise; "
+                    f"got it with `fisher={self.fisher!r}`. Leave it out."
+                )
+
+    def with_keys(self, microbatches: Microbatches) -> Microbatches:
+        """Appends keys as the last of the rows if anything is drawn at random."""
+        batch, blocks = microbatches.batch, microbatches.blocks
+        if self.key is None or blocks is None:
+            return microbatches
+        # The numbers that the key of each example is made from.
+        keys = jr.key_data(jr.split(self._typed_key, blocks.total))
+        batch = dataclasses.replace(
+            batch,
+            arrays=[*batch.arrays, keys],
+            axes=(*batch.axes, 0),
+            names=(*batch.names, "`key`"),
+        )
+        return dataclasses.replace(microbatches, batch=batch)
+
+    @property
+    def _typed_key(self) -> Key[Array, ""]:
+        key = self.key
+        assert key is not None
+        is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        return key if is_typed else jr.wrap_key_data(key)
+
+    def keys(self, row: UInt32[Array, " words"] | None) -> Key[Array, " samples"]:
+        """The keys of all samples of an example, from its `row`."""
+        key = self._typed_key
+        if row is not None:
+            key = jr.wrap_key_data(row, impl=jr.key_impl(key))
+        return jr.split(key, self.num_samples)
 
 
 class LossCurvature(AbstractCurvature):
@@ -180,23 +273,17 @@ class LossCurvature(AbstractCurvature):
         run = self.program.many if self.axes else self.program.one
         return self.example.outputs(run(self.leaves, rows))["aux"]
 
-    def products(self, rows: list, weights: Array | None) -> Products:
-        return self._products_of(self._value(rows, weights))
-
-    def products_of_one(self, rows: list) -> Products:
-        return self._products_of(self._value_of_one(rows))
-
-    def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
-        if self._is_reverse():
-            return self._by_linear(self.products(rows, weights), vector)
-        # A single product needs no linear function that can be run again.
-        gradient = self._gradient_of(self._value(rows, weights))
-        whole = lambda leaves: gradient(leaves, range(len(leaves)))
-        return jax.jvp(whole, (self.leaves,), (vector,))[1]
-
-    def _products_of(self, value: Callable[[list], Array]) -> Products:
-        gradient = self._gradient_of(value)
-        return hessian_products(gradient, is_reverse=self._is_reverse())
+    def products(
+        self,
+        rows: list,
+        weights: Array | None = None,
+        axes: Sequence[int] = (),
+        *,
+        is_single: bool = False,
+    ) -> Products:
+        gradient = self._gradient(rows, weights, axes)
+        is_reverse = self._is_reverse()
+        return hessian_products(gradient, is_reverse=is_reverse, is_single=is_single)
 
     def _is_reverse(self) -> bool:
         """Whether the gradient is differentiated in reverse mode as well."""
@@ -213,7 +300,18 @@ class LossCurvature(AbstractCurvature):
                 )
         return is_reverse
 
-    def _gradient_of(self, value: Callable[[list], Array]) -> Gradient:
+    def _gradient(
+        self, rows: list, weights: Array | None = None, axes: Sequence[int] = ()
+    ) -> Gradient:
+        """The gradient of the weighted sum of some examples, or of one."""
+
+        def value(leaves: list) -> Array:
+            if not axes:
+                return self.program.one(leaves, rows)[0]
+            return weighted_sum(self.program.many(leaves, rows)[0], weights)
+
+        value = jax.checkpoint(value) if self._checkpoint else value
+
         def gradient(leaves: list, which: Sequence[int]) -> list:
             changed = lambda values: value(replaced(leaves, which, values))
             point = [leaves[i] for i in which]
@@ -229,7 +327,7 @@ class LossCurvature(AbstractCurvature):
             point = [self.leaves[i] for i in which]
 
             def ask(rows: list) -> str | None:
-                gradient = self._gradient_of(self._value_of_one(rows))
+                gradient = self._gradient(rows)
                 changed = lambda values: replaced(self.leaves, which, values)
                 return without_forward_mode(
                     lambda values: gradient(changed(values), which), point
@@ -237,19 +335,6 @@ class LossCurvature(AbstractCurvature):
 
             self._answers[key] = at_example(ask, self._batch.arrays, self.axes)
         return self._answers[key]
-
-    def _value(self, rows: list, weights: Array | None) -> Callable[[list], Array]:
-        if not self.axes:
-            return self._value_of_one(rows)
-
-        def value(leaves: list) -> Array:
-            return weighted_sum(self.program.many(leaves, rows)[0], weights)
-
-        return jax.checkpoint(value) if self._checkpoint else value
-
-    def _value_of_one(self, rows: list) -> Callable[[list], Array]:
-        value = lambda leaves: self.program.one(leaves, rows)[0]
-        return jax.checkpoint(value) if self._checkpoint else value
 
 
 class GaussNewtonCurvature(AbstractCurvature):
@@ -357,18 +442,15 @@ class GaussNewtonCurvature(AbstractCurvature):
     def aux(self, rows: list) -> PyTree:
         return None
 
-    def products(self, rows: list, weights: Array | None) -> Products:
-        return self._products(rows, weights, self.axes)
-
-    def product(self, rows: list, weights: Array | None, vector: list) -> list[Array]:
-        return self._by_linear(self.products(rows, weights), vector)
-
-    def products_of_one(self, rows: list) -> Products:
-        return self._products(rows, None, [])
-
-    def _products(
-        self, rows: list, weights: Array | None, axes: Sequence[int]
+    def products(
+        self,
+        rows: list,
+        weights: Array | None = None,
+        axes: Sequence[int] = (),
+        *,
+        is_single: bool = False,
     ) -> Products:
+        del is_single
         outputs = self._outputs(rows, axes)
         curvature = lambda outs: self._curvature(outs, rows, weights, axes)
         return gauss_newton_products(outputs, curvature, self._derivative)
@@ -417,25 +499,37 @@ class GaussNewtonCurvature(AbstractCurvature):
 
         return lambda seeds: _over(product, axes, rows, (seeds, *vectors, weights))
 
-    def _seeds(self, fisher: AbstractFisher, outs: list, rows: list) -> list[Array]:
-        row = rows[-1] if fisher.key is not None and self.axes else None
-        sampler = fisher.sampler
-        loss = lambda outs, key=None: self._loss_of(outs, rows, key, sampler)
-        curve = lambda outs: self._curve(outs, rows)
-        return fisher.seeds(self._gradient(loss), curve, outs, row)
+    def _seeds(
+        self, fisher: AbstractFisher, outs: list, rows: list
+    ) -> list[Inexact[Array, "samples *out"]]:
+        """For each output of an example, vectors whose outer products give the matrix.
 
-    def _loss_of(
-        self,
-        outs: list,
-        rows: list,
-        key: Array | None = None,
-        sampler: Callable | None = None,
-    ) -> Array:
-        """The loss of an example, or of a label drawn for it."""
+        For random vectors `s` with covariance `C`, the mean of `(J^T s) (J^T s)^T` is
+        `J^T C J`.
+        """
+        loss = lambda outs, key=None: self._loss_of(outs, rows, key)
+        gradient, outs = self._gradient(loss), lax.stop_gradient(outs)
+        row = rows[-1] if fisher.key is not None and self.axes else None
+        if fisher.fisher == "empirical":
+            vectors = [x[None] for x in gradient(outs)]
+        elif fisher.sampler is None:
+            # Terms that cancel where a classifier is confident do not cancel at zero.
+            terms = jnp.abs(self._curve([jnp.zeros_like(x) for x in outs], rows))
+            terms = jnp.where(jnp.isfinite(terms), terms, 0)
+            factor = root(self._curve(outs, rows), terms)
+            signs = lambda key: jr.rademacher(key, factor.shape[:1], factor.dtype)
+            vectors = Unravel(outs)(jax.vmap(signs)(fisher.keys(row)) @ factor)
+        else:
+            vectors = jax.vmap(lambda key: gradient(outs, key))(fisher.keys(row))
+        scale = fisher.num_samples**-0.5
+        return [lax.stop_gradient(x * scale) for x in vectors]
+
+    def _loss_of(self, outs: list, rows: list, key: Array | None = None) -> Array:
+        """The loss of an example, or of a label that is drawn for it with a key."""
         (_, *rest), kwargs = self._model.batch.arguments(rows)
         out = as_complex(self._traced.output(outs))
-        if key is not None and sampler is not None:
-            draw = functools.partial(sampler, key)
+        if key is not None and self._fisher is not None and self._fisher.sampler:
+            draw = functools.partial(self._fisher.sampler, key)
             rest = [*rest[:-1], _drawn(draw, out, rest, kwargs)]
         return check_value(self._loss(out, *rest, **kwargs), what="loss")
 
@@ -445,6 +539,44 @@ class GaussNewtonCurvature(AbstractCurvature):
         value = lambda flat: self._loss_of(unravel(flat), rows)
         jacobian = jax.jacrev if self._is_reverse else jax.jacfwd
         return jacobian(self._gradient(value))(flat)
+
+
+# How far below zero eigenvalues may be, in units of the rounding error.
+_ROUNDING = 8.0
+
+
+def root(
+    matrix: Real[Array, "outputs outputs"], terms: Real[Array, "outputs outputs"]
+) -> Real[Array, "outputs outputs"]:
+    """An array `x` with `x.T @ x` equal to a positive semidefinite matrix.
+
+    `terms` is as large as what was subtracted to form the matrix: eigenvalues below
+    zero by its rounding count as zero.
+    """
+    eps = float(jnp.finfo(matrix.dtype).eps)
+    matrix, terms = widened(matrix), widened(terms)
+    lowest = jnp.min(jnp.linalg.eigvalsh(matrix), initial=0)
+    largest = jnp.max(jnp.maximum(jnp.abs(matrix), terms), initial=0)
+    # Each row is judged by its own size, so that small curvatures beside large ones
+    # keep their digits. It is that of the diagonal, which is bounded below by the other
+    # entries, as its own digits may have cancelled.
+    sizes = jnp.diagonal(matrix)
+    sizes = matrix / jnp.where(sizes > 0, sizes, jnp.inf)[None] * matrix
+    sizes = jnp.max(sizes, axis=1, initial=0)
+    scales = jnp.sqrt(jnp.where(sizes == 0, 1, sizes))
+    values, vectors = jnp.linalg.eigh(matrix / scales[:, None] / scales[None])
+    values = error_if(
+        values,
+        lowest < -_ROUNDING * matrix.shape[0] * eps * largest,
+        "`fisher='mc'` takes the square root of the loss's Hessian in what `fun` "
+        "returns, but that has a negative eigenvalue: the loss is not convex there. "
+        "Use `fisher='type-2'`, which needs no root, or pass a `sampler`.",
+    )
+    # The root of an eigenvalue that is zero up to rounding would be as large as that of
+    # eps. The symmetric root does not depend on the choice of eigenvectors.
+    least = 4 * eps * jnp.max(values, initial=0)
+    roots = jnp.where(values <= least, 0, jnp.sqrt(jnp.maximum(values, 0)))
+    return (vectors * roots[None]) @ vectors.T * scales[None]
 
 
 def _varying(loss: Loss) -> Loss:
@@ -518,219 +650,3 @@ def check_outputs(out: PyTree) -> list[jax.ShapeDtypeStruct]:
     if not structs:
         raise ValueError("`fun` must return at least one array; got none.")
     return structs
-
-
-# The number of examples for which contractions are estimated, and the number of bytes
-# that factors of examples may take if the result is smaller.
-_COUNTED = 32
-
-
-_LEAST_BYTES = 2**24
-
-
-class CurvatureBlocks:
-    """Blocks of a matrix of second derivatives.
-
-    - `method`: `"sites"` for all leaves that have rules, `"products"` for none, or
-        `"auto"` for those where that is cheaper.
-    - `size`: the number of columns that products compute at a time.
-    """
-
-    def __init__(
-        self,
-        curvature: AbstractCurvature,
-        requested: RequestedBlocks,
-        method: Literal["auto", "sites", "products"],
-        size: int | None,
-    ):
-        self.curvature, self.requested = curvature, requested
-        self.method, self.size = method, size
-        self._sites = self._choose()
-        by_sites = self._sites.requested.leaves if self._sites else ()
-        log.debug(
-            "Second derivatives: method=%r takes %d of %d arrays by sites.",
-            *(method, len(by_sites), len(requested.leaves)),
-        )
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this is a Hessian of one array, with all columns at once.
-
-        There is nothing to gain by symmetry then: a copy of all entries above the
-        diagonal would only come on top.
-        """
-        if self._sites is not None or not isinstance(self.curvature, LossCurvature):
-            return False
-        sizes = [x.size for x in self.curvature.leaves]
-        return len(sizes) == 1 and (self.size is None or self.size >= sizes[0])
-
-    def sums(
-        self, rows: list, weights: Real[Array, " n"] | None
-    ) -> list[Inexact[Array, "pairs ..."]]:
-        """The blocks of each group of pairs, summed over some examples."""
-        sums: list[Array] = []
-        rest = self.requested.leaves
-        if self._sites is not None:
-            sums += self._by_sites(self._sites, rows, weights)
-            if self._sites.counts_cancelled:
-                *sums, num_cancelled = sums
-                sums = self._unless_cancelled(num_cancelled, sums, rows, weights)
-            rest -= self._sites.requested.leaves
-        others = [pair for (pair,) in self.groups[len(sums) :]]
-        if others:
-            by_products = self._by_products(others, rest, rows, weights, self.size)
-            sums += (by_products[pair][None] for pair in others)
-        return sums
-
-    def _unless_cancelled(
-        self,
-        num_cancelled: Array,
-        sums: list[Array],
-        rows: list,
-        weights: Array | None,
-    ) -> list[Array]:
-        """The blocks from sites, or from products if terms cancel for some examples."""
-        assert self._sites is not None
-        groups, program = self._sites.groups, self._sites.program
-        leaves = self._sites.requested.leaves
-        total = rows[0].shape[self.curvature.axes[0]] if rows else 1
-        kept = sum(
-            x.size * x.dtype.itemsize
-            for x in (*program.perturbations, *program.operands)
-        )
-        # The branch takes no more memory than the blocks from sites. A column keeps the
-        # tangents of values and of their cotangents.
-        most = min(total * self._sites.bytes, _LEAST_BYTES)
-        size = max(1, most // max(2 * total * kept, 1))
-        size = size if self.size is None else min(size, self.size)
-
-        def products() -> list[Array]:
-            pairs = [pair for pairs in groups for pair in pairs]
-            blocks = self._by_products(pairs, leaves, rows, weights, size)
-            return [jnp.stack([blocks[pair] for pair in pairs]) for pairs in groups]
-
-        arrays = [*self.curvature.leaves, *rows]
-        return unless_cancelled(num_cancelled[None] > 0, arrays, sums, products)
-
-    def by_pairs(self, sums: list[Array]) -> dict[Pair, Inexact[Array, "..."]]:
-        """The requested blocks, from what `sums` returns."""
-        result = {}
-        separated = unstack(sums, self.curvature.leaves)
-        for pairs, blocks in zip(self.groups, separated, strict=True):
-            result.update(zip(pairs, blocks, strict=True))
-        return {pair: result[pair] for pair in self.requested.pairs}
-
-    @property
-    def groups(self) -> list[list[Pair]]:
-        """The requested pairs of leaves, in the groups that `sums` uses."""
-        groups = [] if self._sites is None else self._sites.groups
-        known = {pair for pairs in groups for pair in pairs}
-        return [
-            *groups,
-            *([pair] for pair in self.requested.pairs if pair not in known),
-        ]
-
-    def _by_sites(
-        self, sites: AbstractSiteMatrix, rows: list, weights: Array | None
-    ) -> list[Array]:
-        """Computes sums from sites, in blocks of examples whose factors are small."""
-        requested, axes = self.requested, self.curvature.axes
-        if not axes:
-            return sites.sums(rows, axes, weights)
-        sums = lambda rows, weights: sites.sums(rows, axes, weights)
-        total = rows[0].shape[axes[0]]
-        sizes = (requested.num_bytes(x, sites.leaves) for x in requested.pairs)
-        most = max(sum(sizes) // 4, _LEAST_BYTES)
-        size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
-        return accumulated_sums(sums, rows, axes, weights, size)
-
-    def _by_products(
-        self,
-        pairs: list[Pair],
-        columns: set[int],
-        rows: list,
-        weights: Array | None,
-        size: int | None,
-    ) -> dict[Pair, Array]:
-        products = self.curvature.products(rows, weights)
-        requested = RequestedBlocks(pairs, self.requested.is_diagonal)
-        order, leaves = self._in_order(columns), self.curvature.leaves
-        return ProductBlocks(products, leaves, order, requested, size).blocks()
-
-    def _in_order(self, leaves: set[int]) -> list[int]:
-        """The leaves in the order in which the function uses them."""
-        jaxpr = self.curvature.program.closed.jaxpr
-        return sorted(leaves, key=lambda i: first_use(jaxpr, jaxpr.invars[i]))
-
-    def _choose(self) -> AbstractSiteMatrix | None:
-        """The leaves that are computed from sites."""
-        curvature, num = self.curvature, len(self.curvature.leaves)
-        if self.method == "products" or not curvature.allows_sites:
-            return None
-
-        def of_sites(program: Program, leaves: set[int]) -> AbstractSiteMatrix:
-            requested = self.requested.among(leaves)
-            return curvature.of_sites(program, requested, self.method == "auto")
-
-        program, covered = self._program(set(range(num)))
-        if not self.requested.among(covered).pairs:
-            return None
-        if self.method == "auto" and curvature.excludes_sites(covered):
-            return None
-        sites = of_sites(program, covered)
-        if self.method == "sites" or curvature.forms_rest:
-            return sites
-        counted = _COUNTED if curvature.axes else 1
-        zeros = [
-            full_varying_as(var.aval, 0)
-            for var in curvature.program.closed.jaxpr.invars[num:]
-        ]
-        products = curvature.products_of_one(zeros)
-        order = self._in_order(self.requested.leaves)
-        columns = ProductBlocks(
-            products, curvature.leaves, order, self.requested, self.size
-        ).estimate()
-        columns = {leaf: counted * cost for leaf, cost in columns.items()}
-        chosen = cheapest(program, covered, sites.estimate(counted), columns)
-        if chosen == covered:
-            return sites
-        if not self.requested.among(chosen).pairs:
-            return None
-        return of_sites(*self._program(chosen))
-
-    def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
-        """The function with the sites of some leaves, and the leaves that have rules.
-
-        Leaves without a rule are not perturbed, or their Jacobian is formed.
-        """
-        curvature, num = self.curvature, len(self.curvature.leaves)
-        formed: set[int] = set()
-        while True:
-            program = Program(
-                curvature.program.closed,
-                num,
-                constant=set(range(num)) - leaves,
-                formed=formed,
-                num_outputs=curvature.num_outputs,
-                order=2,
-            )
-            covered = {
-                i
-                for i in leaves
-                if i in formed or is_covered(program, i, self.requested)
-            }
-            if covered == leaves:
-                return program, covered
-            if curvature.forms_rest:
-                formed |= leaves - covered
-            else:
-                leaves = covered
-
-
-def _even(total: int, size: int) -> int:
-    """A size without a remainder, if one is at least half as large.
-
-    A remainder would need a program of its own.
-    """
-    divisors = (i for i in range(size, size // 2, -1) if total % i == 0)
-    return next(divisors, size)

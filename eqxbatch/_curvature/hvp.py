@@ -19,10 +19,10 @@ from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .curvature_of import (
     AbstractCurvature,
     AbstractOfLoss,
+    AbstractOfOutputs,
     AbstractSecondOrder,
     GaussNewtonCurvature,
 )
-from .fisher import AbstractOfOutputs
 
 
 class AbstractProduct(AbstractSecondOrder):

@@ -22,8 +22,7 @@ from .._base.mistakes import warn_user
 from .._base.trees import log
 from .._batch.derivative import AbstractDerivative
 from .._batch.transform import AbstractAutoSharded, also_decorator, P, run_compiled
-from .by_one_mode import by_columns, by_rows
-from .by_products import AbstractColumns, Mode
+from .by_products import AbstractColumns, by_columns, by_rows, Mode
 from .curvature_of import check_outputs
 from .pytree import Unravel
 

@@ -21,8 +21,7 @@ from .._sites.einsum import Labels
 from .._sites.factors import Factors
 from .._sites.kronecker import multiplied, Part, parts_of, Structure
 from .._sites.trace import Program
-from .curvature_of import GaussNewtonCurvature
-from .fisher import AbstractFisher
+from .curvature_of import AbstractFisher, GaussNewtonCurvature
 from .gauss_newton import linearized
 from .kronecker_sums import (
     finished,
@@ -33,7 +32,7 @@ from .kronecker_sums import (
     Weighing,
     WeightSharing,
 )
-from .pytree import part_starts, Unravel
+from .pytree import leaves_of_parts, Unravel
 from .site_blocks import of_examples
 
 
@@ -335,16 +334,10 @@ class KFAC(AbstractFisher[Model, P, Out]):
 
     def _parts(self, program: Program, diff: PyTree) -> list[Part]:
         chosen = None
-        if self.is_block is not None:
-            parts = jtu.tree_leaves(diff, is_leaf=self.is_block)
-            sizes = [len(jtu.tree_leaves(part)) for part in parts]
-            chosen = [
-                range(start, start + size)
-                for start, size in zip(part_starts(parts), sizes, strict=True)
-                if size
-            ]
-        else:
+        if self.is_block is None:
             _check_not_multiplied(program, diff)
+        else:
+            chosen = [x for x in leaves_of_parts(diff, self.is_block) if x]
         return parts_of(program, chosen)
 
 

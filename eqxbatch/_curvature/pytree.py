@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -96,16 +96,10 @@ class Unravel(eqx.Module, Generic[_Tree]):
         ]
 
 
-def all_pairs(leaves: Sequence) -> list[Pair]:
-    """A pair of leaves for each block on and above the diagonal."""
-    num = len(leaves)
-    return [*itertools.combinations_with_replacement(range(num), 2)]
-
-
 def square(
     blocks: dict[Pair, Array], leaves: Sequence, treedef: Any, *, is_whole: bool = False
 ) -> PyTree:
-    """A symmetric matrix as a PyTree of PyTrees, from the blocks of `all_pairs`.
+    """A symmetric matrix as a PyTree of PyTrees, from blocks on and above the diagonal.
 
     With `is_whole`, it stays as it is below the diagonal.
     """
@@ -128,7 +122,7 @@ def square(
 def flat_square(
     blocks: dict[Pair, Array], leaves: Sequence, *, is_whole: bool = False
 ) -> Inexact[Array, "n n"]:
-    """A symmetric matrix, from the blocks of `all_pairs`.
+    """A symmetric matrix, from its blocks on and above the diagonal.
 
     With `is_whole`, there is a single block, which stays as it is below the diagonal.
     """
@@ -212,16 +206,13 @@ def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTre
     return jtu.tree_unflatten(unravel.treedef, rows)
 
 
-MatrixPart = Literal["full", "diagonal", "blocks"]
-
-
 def arranged(
     diff: PyTree,
     pairs: dict[Pair, Array],
-    part: MatrixPart,
     is_block: Callable[[Any], bool] | None,
-    flat: bool,
     *,
+    flat: bool,
+    is_diagonal: bool,
     is_whole: bool,
 ) -> Any:
     """The return value for a matrix, from its blocks.
@@ -229,13 +220,9 @@ def arranged(
     With `is_whole`, nothing was gained by symmetry, so that a full matrix stays as it
     is below the diagonal.
     """
-    leaves, treedef = jtu.tree_flatten(diff)
-    unravel = Unravel(diff)
-    if part == "full":
-        if flat:
-            return flat_square(pairs, leaves, is_whole=is_whole), unravel
-        return square(pairs, leaves, treedef, is_whole=is_whole)
-    if part == "diagonal":
+    if is_diagonal:
+        leaves, treedef = jtu.tree_flatten(diff)
+        unravel = Unravel(diff)
         entries = [
             pairs[i, i].astype(unravel.dtype if flat else x.dtype)
             for i, x in enumerate(leaves)
@@ -243,30 +230,29 @@ def arranged(
         if flat:
             return jnp.concatenate([x.ravel() for x in entries]), unravel
         return jtu.tree_unflatten(treedef, entries)
-    parts, outer = jtu.tree_flatten(diff, is_leaf=is_block)
-    results = []
-    for start, tree in zip(part_starts(parts), parts, strict=True):
-        leaves_of_part, inner = jtu.tree_flatten(tree)
+
+    def block(part: PyTree, numbers: range) -> Any:
+        leaves, treedef = jtu.tree_flatten(part)
         blocks = {
-            pair: pairs[pair[0] + start, pair[1] + start]
-            for pair in all_pairs(leaves_of_part)
+            (first - numbers.start, second - numbers.start): pairs[first, second]
+            for first, second in itertools.combinations_with_replacement(numbers, 2)
         }
-        if flat:
-            # A part without differentiated leaves has no matrix.
-            pair = (
-                (flat_square(blocks, leaves_of_part), Unravel(tree))
-                if leaves_of_part
-                else None
-            )
-            results.append(pair)
-        else:
-            results.append(square(blocks, leaves_of_part, inner))
-    return jtu.tree_unflatten(outer, results)
+        if not flat:
+            return square(blocks, leaves, treedef, is_whole=is_whole)
+        # A part without differentiated leaves has no matrix.
+        if not leaves:
+            return None
+        return flat_square(blocks, leaves, is_whole=is_whole), Unravel(part)
+
+    parts, treedef = jtu.tree_flatten(diff, is_leaf=is_block)
+    numbers = leaves_of_parts(diff, is_block)
+    return jtu.tree_unflatten(treedef, [*map(block, parts, numbers)])
 
 
-def part_starts(parts: list) -> list[int]:
-    """The index of the first leaf of each part."""
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + len(jtu.tree_leaves(part)))
-    return starts[:-1]
+def leaves_of_parts(
+    tree: PyTree, is_block: Callable[[Any], bool] | None
+) -> list[range]:
+    """The indices of the leaves in each part of a PyTree."""
+    parts = jtu.tree_leaves(tree, is_leaf=is_block)
+    ends = itertools.accumulate(len(jtu.tree_leaves(part)) for part in parts)
+    return [*itertools.starmap(range, itertools.pairwise((0, *ends)))]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqxbatch
-from eqxbatch._curvature import curvature_of, site_blocks
+from eqxbatch._curvature import curvature_matrices, site_blocks
 from eqxbatch._gradients.per_example import SiteGradients
 from eqxbatch._ntk import example_factors, pairings
 from eqxbatch._sites import cost
@@ -112,9 +112,9 @@ def forced_mixture(seed: int) -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))
-        patch(curvature_of, "cheapest", some)
+        patch(curvature_matrices, "cheapest", some)
         if seed % 4 == 0:
-            patch(curvature_of, "_LEAST_BYTES", 0)
+            patch(curvature_matrices, "_LEAST_BYTES", 0)
             patch(site_blocks, "_LEAST_BYTES", 0)
         yield
 
