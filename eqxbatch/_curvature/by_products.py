@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.checks import check_at_least, check_exclusive
@@ -30,7 +31,7 @@ from .._base.trees import consecutive_groups
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
 from .._batch.memory import resolve_size, Size
-from .._batch.transform import AbstractTransform
+from .._batch.transform import AbstractAutoSharded
 from .._sites.cost import pushed_cost
 from .site_blocks import Pair, RequestedBlocks
 
@@ -361,7 +362,7 @@ def with_both_modes(
     return TracedFunction(run, point, arrays, program.axes)
 
 
-class AbstractColumns(AbstractTransform):
+class AbstractColumns(AbstractAutoSharded):
     """A transform that computes some columns (or rows) of a matrix at a time."""
 
     _: dataclasses.KW_ONLY
@@ -373,6 +374,11 @@ class AbstractColumns(AbstractTransform):
         check_exclusive("Pass one of them.", **sizes)
         if self.num_blocks is not None:
             check_at_least("num_blocks", self.num_blocks, 1)
+
+    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+        # Blocks have the axes of two arrays, so they are replicated on all devices.
+        del args, kwargs, out
+        return PartitionSpec()
 
     def num_columns(
         self, total: int, args: tuple, kwargs: dict[str, Any], **settings: Any

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,11 +33,12 @@ from .._sites.factors import Factors
 from .._sites.shared import evaluate, Node
 from .._sites.site import is_allowed, is_sum, Label, Site
 from .._sites.trace import Program
-from .by_products import replaced
+from .by_products import columns, hessian_products, replaced
 from .site_blocks import (
     AbstractSiteMatrix,
     cotangent_term,
     for_each,
+    Kept,
     named_labels,
     of_examples,
     operand_term,
@@ -45,6 +46,7 @@ from .site_blocks import (
     Pair,
     RequestedBlocks,
     Stacks,
+    struct_of,
     Terms,
     Use,
 )
@@ -185,7 +187,7 @@ class SiteHessian(AbstractSiteMatrix):
             blocks.append(jnp.sum(flags.array, dtype=jnp.float32))
         return blocks
 
-    def _of_example(self, rows: list, weight: Array | None) -> tuple[list, list, list]:
+    def _of_example(self, rows: list, weight: Array | None) -> Kept:
         """The cotangents, the operands, and the derivatives of each push."""
         program, closed = self.program, self._closed
         point = program.zeros(self.leaves, rows)
@@ -211,29 +213,21 @@ class SiteHessian(AbstractSiteMatrix):
         changes = [pushed(push) for push in self.pushes]
         return outs[: len(point)], outs[len(point) :], changes
 
-    def structs(self) -> tuple[list, list, list]:
-        program = self.program
-        cotangents, operands = [
-            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in structs]
-            for structs in (program.perturbations, program.operands)
-        ]
+    def structs(self) -> Kept:
+        cotangents = [*map(struct_of, self.program.perturbations)]
+        operands = [*map(struct_of, self.program.operands)]
         changes = [
-            [
-                jax.ShapeDtypeStruct((push.num, *x.shape), x.dtype)
-                for x in push.results(cotangents, operands)
-            ]
+            [struct_of(x, push.num) for x in push.results(cotangents, operands)]
             for push in self.pushes
         ]
         return cotangents, operands, changes
 
-    def terms(
-        self, factors: tuple[list, list, list], values: list, *, are_stacked: bool
-    ) -> Terms:
+    def terms(self, factors: Kept, values: list, *, are_stacked: bool) -> Terms:
         del values
         return _Derivatives(self, *factors, are_stacked=are_stacked).terms
 
     def costs_of_factors(
-        self, num: int, factors: tuple[list, list, list], values: list
+        self, num: int, factors: Kept, values: list
     ) -> dict[int, float]:
         del factors, values
         jaxpr, costs = self._closed.jaxpr, dict[int, float]()
@@ -454,41 +448,29 @@ def _with_curved(
     program, requested, leaves = hessian.program, hessian.requested, hessian.leaves
     curved = {s.leaf: False for s in program.sites if s.source is not None}
     curved |= {s.leaf: True for s in program.sites if s.is_coupled}
-    numbers = sorted(curved)
 
-    def gradient(own: list) -> list:
-        def value(own: list) -> Array:
-            every = replaced(leaves, numbers, own)
-            values = evaluate([node for node, _ in sources], every)
+    def gradient(leaves: list, which: Sequence[int]) -> list:
+        def value(point: list) -> Array:
+            values = evaluate([x for x, _ in sources], replaced(leaves, which, point))
             pairs = zip(values, sources, strict=True)
             terms = (jnp.sum(x * weight) for x, (_, weight) in pairs)
             return functools.reduce(jnp.add, terms)
 
-        return jax.grad(value)(own)
+        return jax.grad(value)([leaves[i] for i in which])
 
-    point = [leaves[number] for number in numbers]
-
-    def pushed(second: int) -> Callable[[Array], list]:
-        position = numbers.index(second)
-        at = lambda x: gradient([*point[:position], x, *point[position + 1 :]])
-        return jax.linearize(at, point[position])[1]
-
-    pushes = {
-        second: pushed(second) for _, second in requested.pairs if second in curved
-    }
+    products = hessian_products(gradient, is_reverse=False, is_single=False)
     result = []
     for pairs, block in zip(hessian.groups, found, strict=True):
         first, second = pairs[0]
         if first in curved and second in curved:
             # Such leaves are unlike all others, so this is the block of a single pair.
-            push = lambda x, first=first, second=second: pushes[second](x)[
-                numbers.index(first)
-            ].astype(block.dtype)
+            product = products(leaves, [second], [first])
             if curved[first] and curved[second]:
-                columns = jax.vmap(push, 0, -1)(basis(leaves[second]))
-                block = block + columns.reshape(block.shape)
+                (of_pair,) = columns(product, [leaves[second]], None)
+                block = block + of_pair.astype(block.dtype).reshape(block.shape)
             elif first == second:
-                diagonal = push(jnp.ones_like(leaves[first]))
+                (diagonal,) = product([jnp.ones_like(leaves[first])])
+                diagonal = diagonal.astype(block.dtype)
                 block = _plus_diagonal(block, diagonal, requested.is_diagonal)
         result.append(block)
     return result
@@ -540,9 +522,3 @@ def cheapest(
             break
         best = better
     return best
-
-
-def basis(x: Array) -> Array:
-    """All one-hot directions of `x`, along a new axis 0."""
-    seeds = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
-    return vary(seeds, varying(jax.typeof(x)))

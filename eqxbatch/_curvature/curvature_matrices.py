@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Concatenate, Generic, Literal
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Inexact, PyTree, Real
+from jaxtyping import Array, Inexact, Real
 
 from .._base.cpu import unstack
 from .._base.jaxprs import first_use
@@ -56,13 +55,8 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
     def flat(self) -> bool: ...
 
     @property
-    @abc.abstractmethod
-    def is_block(self) -> Callable[[Any], bool] | None: ...
-
-    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
-        # Blocks have the axes of two arrays, so they are replicated on all devices.
-        del args, kwargs, out
-        return PartitionSpec()
+    def is_block(self) -> Callable[[Any], bool] | None:
+        return None
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         diff, nondiff = self.real_parameters(args, kwargs)
@@ -236,7 +230,6 @@ class Hessian(AbstractHessian, Generic[P]):
     _: dataclasses.KW_ONLY
     has_aux: bool = False
     flat: bool = False
-    is_block: ClassVar[None] = None
     part: ClassVar = "full"
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -247,7 +240,6 @@ class AbstractHessianDiagonal(AbstractHessian, Generic[Model, P]):
     """`filter_hessian_diagonal` with results of the type of the first argument."""
 
     fun: Callable[Concatenate[Model, P], Any]
-    is_block: ClassVar[None] = None
     part: ClassVar = "diagonal"
 
     @abc.abstractmethod
@@ -441,7 +433,6 @@ class GGN(AbstractGGN[Model, P, Out]):
 
     _: dataclasses.KW_ONLY
     flat: bool = False
-    is_block: ClassVar[None] = None
     part: ClassVar = "full"
 
     def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -451,7 +442,6 @@ class GGN(AbstractGGN[Model, P, Out]):
 class AbstractGGNDiagonal(AbstractGGN[Model, P, Out]):
     """`filter_ggn_diagonal` with results of the type of the first argument."""
 
-    is_block: ClassVar[None] = None
     part: ClassVar = "diagonal"
 
     @abc.abstractmethod
@@ -689,7 +679,7 @@ class CurvatureBlocks:
         weights: Array | None,
         size: int | None,
     ) -> dict[Pair, Array]:
-        products = self.curvature.products(rows, weights, self.curvature.axes)
+        products = self.curvature.products(rows, weights, self.curvature.axes, False)
         requested = RequestedBlocks(pairs, self.requested.is_diagonal)
         order, leaves = self._in_order(columns), self.curvature.leaves
         return ProductBlocks(products, leaves, order, requested, size).blocks()
@@ -722,7 +712,7 @@ class CurvatureBlocks:
             full_varying_as(var.aval, 0)
             for var in curvature.program.closed.jaxpr.invars[num:]
         ]
-        products = curvature.products(zeros)
+        products = curvature.products(zeros, None, (), False)
         order = self._in_order(self.requested.leaves)
         columns = ProductBlocks(
             products, curvature.leaves, order, self.requested, self.size

@@ -61,10 +61,15 @@ from .pytree import Unravel
 from .site_blocks import AbstractSiteMatrix, RequestedBlocks
 
 
+# The weights of some examples; None for ones.
+Weights = Real[Array, " n"] | None
+
+
 class AbstractCurvature(abc.ABC):
     """A sum over examples that has a matrix of second derivatives.
 
     - `program`: a program of the differentiated leaves and of one example.
+    - `example`: the loss that it is traced from, if it is one.
     - `num_outputs`: the number of differentiated outputs, which come first.
     - `allows_sites`: whether sites may be used at all.
     - `forms_rest`: whether leaves without a rule are left to sites, which form their
@@ -72,6 +77,7 @@ class AbstractCurvature(abc.ABC):
     """
 
     program: TracedFunction
+    example: TracedLoss | None = None
     num_outputs: int
     allows_sites: bool
     forms_rest: bool
@@ -96,29 +102,25 @@ class AbstractCurvature(abc.ABC):
     ) -> AbstractSiteMatrix:
         """The requested blocks, from sites."""
 
-    @abc.abstractmethod
     def aux(self, rows: list) -> PyTree:
         """The auxiliary output of the function for some examples."""
+        if self.example is None or not self.example.has_aux:
+            return None
+        run = self.program.many if self.axes else self.program.one
+        return self.example.outputs(run(self.leaves, rows))["aux"]
 
     @abc.abstractmethod
     def products(
-        self,
-        rows: list,
-        weights: Real[Array, " n"] | None = None,
-        axes: Sequence[int] = (),
-        *,
-        is_single: bool = False,
+        self, rows: list, weights: Weights, axes: Sequence[int], is_single: bool
     ) -> Products:
         """Products with the matrix of some examples; of one, if there are no `axes`.
 
         With `is_single`, there is one product only.
         """
 
-    def product(
-        self, rows: list, weights: Real[Array, " n"] | None, vector: list
-    ) -> list[Array]:
+    def product(self, rows: list, weights: Weights, vector: list) -> list[Array]:
         """The product of the matrix of some examples with one vector."""
-        products = self.products(rows, weights, self.axes, is_single=True)
+        products = self.products(rows, weights, self.axes, True)
         everything = list(range(len(self.leaves)))
         return products(self.leaves, everything, everything)(vector)
 
@@ -267,19 +269,8 @@ class LossCurvature(AbstractCurvature):
             counts_cancelled=counts_cancelled,
         )
 
-    def aux(self, rows: list) -> PyTree:
-        if not self.example.has_aux:
-            return None
-        run = self.program.many if self.axes else self.program.one
-        return self.example.outputs(run(self.leaves, rows))["aux"]
-
     def products(
-        self,
-        rows: list,
-        weights: Array | None = None,
-        axes: Sequence[int] = (),
-        *,
-        is_single: bool = False,
+        self, rows: list, weights: Weights, axes: Sequence[int], is_single: bool
     ) -> Products:
         gradient = self._gradient(rows, weights, axes)
         is_reverse = self._is_reverse()
@@ -419,7 +410,6 @@ class GaussNewtonCurvature(AbstractCurvature):
             self.leaves,
             requested,
             self.of_outputs,
-            num_outputs=self.num_outputs,
             num_vectors=self.num_vectors,
             has_curve=self._fisher is None,
         )
@@ -439,16 +429,8 @@ class GaussNewtonCurvature(AbstractCurvature):
         every = jnp.eye(sum(unravel.sizes), dtype=unravel.dtype)
         return unravel(every), self._curve(outs, rows)
 
-    def aux(self, rows: list) -> PyTree:
-        return None
-
     def products(
-        self,
-        rows: list,
-        weights: Array | None = None,
-        axes: Sequence[int] = (),
-        *,
-        is_single: bool = False,
+        self, rows: list, weights: Weights, axes: Sequence[int], is_single: bool
     ) -> Products:
         del is_single
         outputs = self._outputs(rows, axes)

@@ -40,11 +40,13 @@ from .._sites.trace import Program
 from .site_blocks import (
     AbstractSiteMatrix,
     cotangent_term,
+    Kept,
     named_labels,
     of_examples,
     operand_term,
     RequestedBlocks,
     Stacks,
+    struct_of,
     Terms,
     Use,
 )
@@ -62,7 +64,7 @@ OfOutputs = Callable[[list, list], tuple[list, Curve]]
 class SiteGaussNewton(AbstractSiteMatrix):
     """Blocks of a Gauss-Newton matrix, summed over examples, from sites.
 
-    - `program`: the function; its first `num_outputs` outputs are differentiated.
+    - `program`: the function, all outputs of which are differentiated.
     - `of_outputs`: the curvature of the loss of one example in these outputs, in the
         directions of `num_vectors` vectors.
     """
@@ -74,17 +76,16 @@ class SiteGaussNewton(AbstractSiteMatrix):
         requested: RequestedBlocks,
         of_outputs: OfOutputs,
         *,
-        num_outputs: int,
         num_vectors: int,
         has_curve: bool,
     ):
         self._of_outputs, self._num_vectors = of_outputs, num_vectors
         self._has_curve = has_curve
-        self._outputs = [var.aval for var in program.jaxpr.outvars[:num_outputs]]
+        self._outputs = [var.aval for var in program.jaxpr.outvars]
         self._dtype = common_dtype(*(x.dtype for x in self._outputs))
         self._paired: list[Paired | None] = [None for _ in program.perturbations]
         if has_curve and num_vectors > 1:
-            self._paired = paired_outputs(program, num_outputs)
+            self._paired = paired_outputs(program)
         for i in sorted(requested.leaves):
             if self._is_sum(program, i):
                 for site in program.sites_of(i):
@@ -112,35 +113,26 @@ class SiteGaussNewton(AbstractSiteMatrix):
         factors = of_examples(self._of_example, rows, axes, weights)
         return self.blocks_of(factors, self.program.values(self.leaves))
 
-    def _of_example(
-        self, rows: list, weight: Array | None
-    ) -> tuple[list, list, Array | None]:
+    def _of_example(self, rows: list, weight: Array | None) -> Kept:
         """The cotangents, the operands, and the curvature or weight of an example."""
-        num_outputs = len(self._outputs)
         scale, operands, cotangents = linearized(
-            self.program, self.leaves, rows, self._of_outputs, num_outputs, self._paired
+            self.program, self.leaves, rows, self._of_outputs, self._paired
         )
         if weight is not None:
             weight = weight.astype(self._dtype)
             scale = weight if scale is None else scale * weight
         return cotangents, operands, scale
 
-    def structs(self) -> tuple[list, list, Any]:
-        nums = self._nums
+    def structs(self) -> Kept:
         # Jacobians that are formed come after the cotangents.
-        cotangents = [
-            jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
-            for num, x in zip(nums, self.contracted.perturbations, strict=True)
-        ]
-        operands = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.program.operands
-        ]
+        cotangents = [*map(struct_of, self.contracted.perturbations, self._nums)]
+        operands = [*map(struct_of, self.program.operands)]
         square = (self._num_vectors, self._num_vectors)
         curve = jax.ShapeDtypeStruct(square, self._dtype) if self._has_curve else None
         return cotangents, operands, curve
 
     def costs_of_factors(
-        self, num: int, factors: tuple[list, list, Array | None], values: list
+        self, num: int, factors: Kept, values: list
     ) -> dict[int, float]:
         costs: dict[int, float] = {}
         # One backward pass for each vector.
@@ -154,9 +146,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
             costs[sites[0].perturbation] += cost.time
         return costs
 
-    def _unformed(
-        self, factors: tuple[list, list, Array | None], values: list
-    ) -> Factors:
+    def _unformed(self, factors: Kept, values: list) -> Factors:
         """The factors that Jacobians are formed from."""
         cotangents, operands, _ = factors
         cotangents = cotangents[: len(self.program.perturbations)]
@@ -167,13 +157,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
         """The number of vectors that are pulled back to each perturbation."""
         return [self._num_vectors if x is None else x.num for x in self._paired]
 
-    def terms(
-        self,
-        factors: tuple[list, list, Array | None],
-        values: list,
-        *,
-        are_stacked: bool,
-    ) -> Terms:
+    def terms(self, factors: Kept, values: list, *, are_stacked: bool) -> Terms:
         cotangents, operands, scale = factors
         program, unformed = self.program, self._unformed(factors, values)
         cotangents = [
@@ -256,15 +240,14 @@ def linearized(
     leaves: list,
     rows: list,
     of_outputs: OfOutputs,
-    num_outputs: int,
     paired: "Sequence[Paired | None]" = (),
 ) -> tuple[Curve, list, list]:
     """For one example: the curvature along vectors, operands and cotangents.
 
     The cotangents of perturbations that are `paired` are those of fewer vectors.
     """
+    num_outputs = len(program.jaxpr.outvars)
     outs, operands, pullback = program.linearize(leaves, rows, num_outputs)
-    outs = outs[:num_outputs]
     seeds, curve = of_outputs(outs, rows)
     # These may be the same for all examples and devices.
     seeds = [
@@ -339,7 +322,7 @@ class Paired:
         return [None if axis is None else named[axis] for axis in self.axes]
 
 
-def paired_outputs(program: Program, num_outputs: int) -> list[Paired | None]:
+def paired_outputs(program: Program) -> list[Paired | None]:
     """For each perturbation, the only output that its cotangent depends on.
 
     It is None if there are several, or if nothing would be gained by it. Everything is
@@ -350,9 +333,9 @@ def paired_outputs(program: Program, num_outputs: int) -> list[Paired | None]:
 
     def pulled(seeds: list, args: list) -> list:
         leaves, rows = args[:num_leaves], args[num_leaves:]
-        return program.linearize(leaves, rows, num_outputs)[2](seeds)
+        return program.linearize(leaves, rows, len(outs))[2](seeds)
 
-    outs = [var.aval for var in program.jaxpr.outvars[:num_outputs]]
+    outs = [var.aval for var in program.jaxpr.outvars]
     zeros = [[full_varying_as(aval, 0) for aval in own] for own in (outs, avals)]
     jaxpr = jax.make_jaxpr(pulled)(*zeros).jaxpr
     states: list[_State] = [

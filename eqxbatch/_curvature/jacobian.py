@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.differentiable import (
@@ -21,13 +20,13 @@ from .._base.jaxprs import TracedFunction
 from .._base.mistakes import warn_user
 from .._base.trees import log
 from .._batch.derivative import AbstractDerivative
-from .._batch.transform import AbstractAutoSharded, also_decorator, P, run_compiled
+from .._batch.transform import also_decorator, P, run_compiled
 from .by_products import AbstractColumns, by_columns, by_rows, Mode
 from .curvature_of import check_outputs
 from .pytree import Unravel
 
 
-class Jacobian(AbstractDerivative, AbstractColumns, AbstractAutoSharded, Generic[P]):
+class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
     """The Jacobian of a function of a PyTree, in blocks of columns or rows.
 
     Like `equinox.filter_jacfwd` and `equinox.filter_jacrev`, but peak temporary memory
@@ -111,11 +110,6 @@ class Jacobian(AbstractDerivative, AbstractColumns, AbstractAutoSharded, Generic
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         return run_compiled(self, *args, **kwargs)
-
-    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
-        # Blocks have the axes of two arrays, so they are replicated on all devices.
-        del args, kwargs, out
-        return PartitionSpec()
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         diff, nondiff = self.real_parameters(args, kwargs)

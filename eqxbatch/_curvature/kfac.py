@@ -315,7 +315,6 @@ class KFAC(AbstractFisher[Model, P, Out]):
             curvature.program.closed,
             len(curvature.leaves),
             formed=curvature.formed,
-            num_outputs=curvature.num_outputs,
         )
         axes = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
         sums = _BlockSums(
@@ -434,9 +433,7 @@ class _BlockSums:
         leaves = curvature.leaves
 
         def one(rows: list, _: Array | None) -> tuple[Array | None, list, list]:
-            return linearized(
-                program, leaves, rows, curvature.of_outputs, curvature.num_outputs
-            )
+            return linearized(program, leaves, rows, curvature.of_outputs)
 
         of_rows = of_examples(one, rows, curvature.axes, weights)
         curve, operands, cotangents = of_rows

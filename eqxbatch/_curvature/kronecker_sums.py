@@ -8,7 +8,7 @@ Kronecker product of the second moments of `d` and of `a`.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,9 +105,10 @@ def _in_order(
 
 
 def _gram(
-    x: Inexact[Array, "z batch k"], y: Inexact[Array, "z batch k"]
+    x: Inexact[Array, "*sum batch k"], y: Inexact[Array, "*sum batch k"]
 ) -> Inexact[Array, "batch k k"]:
     """The sum of outer products, as a single matrix product if possible."""
+    x, y = (z.reshape(math.prod(z.shape[:-2]), *z.shape[-2:]) for z in (x, y))
     if x.shape[1] == 1:
         return jnp.einsum("zi,zj->ij", x[:, 0], y[:, 0])[None]
     return jnp.einsum("zbi,zbj->bij", x, y)
@@ -116,35 +117,6 @@ def _gram(
 def symmetric(x: Inexact[Array, "*batch k k"]) -> Inexact[Array, "*batch k k"]:
     """Makes a matrix that is symmetric up to rounding exactly symmetric."""
     return (x + jnp.swapaxes(x, -1, -2)) / 2
-
-
-def _merged(x: Array, num: int) -> Array:
-    """Merges the first axes into one."""
-    return x.reshape(-1, *x.shape[num:]) if x.size else x.reshape(0, *x.shape[num:])
-
-
-def _grams_of_operand(
-    a: Inexact[Array, "n positions batch inputs"], weighing: Weighing
-) -> tuple[Inexact[Array, "batch inputs inputs"], Inexact[Array, "batch inputs"]]:
-    weighted = weighing.times(a)
-    gram = _gram(_merged(a, 2), _merged(weighted, 2))
-    return gram, jnp.sum(weighted, (0, 1))
-
-
-def _gram_of_cotangent(
-    d: Inexact[Array, "n vectors positions batch outputs"], weighing: Weighing
-) -> Inexact[Array, "batch outputs outputs"]:
-    return _gram(_merged(d, 3), _merged(weighing.seconds(d), 3))
-
-
-def _counts(
-    tokens: Shaped[Array, "n positions"], weighing: Weighing, num_rows: int, dtype: Any
-) -> Inexact[Array, " rows"]:
-    """How often each row of a table is looked up."""
-    take = lambda table: jnp.take(table, tokens, mode="fill", fill_value=0)
-    ones = weighing.times(jnp.ones(tokens.shape, dtype))
-    table = jnp.zeros(num_rows, dtype)
-    return jax.linear_transpose(take, table)(ones)[0]
 
 
 def part_sums(
@@ -195,17 +167,21 @@ def _role_sums(
 
 
 def _use_sums(use: _Use, part: Part, weighing: Weighing) -> tuple[Array, Array, Array]:
-    outputs = _gram_of_cotangent(use.d, weighing)
+    outputs = _gram(use.d, weighing.seconds(use.d))
     if use.tokens is None:
         assert use.a is not None
-        return *_grams_of_operand(use.a, weighing), outputs
+        weighted = weighing.times(use.a)
+        return _gram(use.a, weighted), jnp.sum(weighted, (0, 1)), outputs
     assert part.layout is not None
     side = part.layout.outputs if use.is_swapped else part.layout.inputs
-    num = part.layout.size(side)
-    counts = _counts(use.tokens, weighing, num, outputs.dtype)
-    if part.is_counted:
-        return counts[None], counts[None], outputs
-    return jnp.diag(counts)[None], counts[None], outputs
+    table = jnp.zeros(part.layout.size(side), outputs.dtype)
+    tokens = use.tokens
+    take = lambda table: jnp.take(table, tokens, mode="fill", fill_value=0)
+    ones = weighing.times(jnp.ones(tokens.shape, table.dtype))
+    # How often each row of the table is looked up.
+    counts = jax.linear_transpose(take, table)(ones)[0]
+    gram = counts if part.is_counted else jnp.diag(counts)
+    return gram[None], counts[None], outputs
 
 
 def num_sums(program: Program, part: Part) -> int:
@@ -244,7 +220,7 @@ def _exact_sum(
     second = weighing.seconds(gradient)
     if part.structure == "diagonal":
         return jnp.sum(gradient * second, (0, 1))
-    return _gram(_merged(gradient, 2)[:, None], _merged(second, 2)[:, None])[0]
+    return _gram(gradient[..., None, :], second[..., None, :])[0]
 
 
 def finished(part: Part, sums: list[Array]) -> tuple[Array | None, Array]:

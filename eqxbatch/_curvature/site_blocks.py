@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Inexact, Int, Real
 
 from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import common_dtype, widened
@@ -168,10 +168,17 @@ Use = tuple[Site, Site]
 Terms = Callable[[Sequence[Use], list[dict[str, Label]]], Iterable[list[Term]]]
 
 
+# Cotangents and operands of one example, or of several, and what else terms need.
+Kept = tuple[list, list, Any]
+
+
+def struct_of(x: Any, *lead: int) -> jax.ShapeDtypeStruct:
+    """The type of several arrays like `x`."""
+    return jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype)
+
+
 class AbstractSiteMatrix(abc.ABC):
     """Blocks of a sum over examples of second derivatives, from those of sites.
-
-    The factors of an example are cotangents, operands, and what else the terms need.
 
     - `program`: the function with its sites, and `leaves` its differentiated leaves.
     - `contracted`: the sites that are contracted, if these are others.
@@ -220,13 +227,11 @@ class AbstractSiteMatrix(abc.ABC):
         """The blocks of each group, of the (weighted) sum over the examples."""
 
     @abc.abstractmethod
-    def structs(self) -> tuple[list, list, PyTree]:
+    def structs(self) -> Kept:
         """The types of the factors of one example."""
 
     @abc.abstractmethod
-    def terms(
-        self, factors: tuple[list, list, PyTree], values: list, *, are_stacked: bool
-    ) -> Terms:
+    def terms(self, factors: Kept, values: list, *, are_stacked: bool) -> Terms:
         """The arrays to contract, from the factors of some examples.
 
         `values` are those of the program. With `are_stacked`, the pairs of a group are
@@ -235,7 +240,7 @@ class AbstractSiteMatrix(abc.ABC):
 
     @abc.abstractmethod
     def costs_of_factors(
-        self, num: int, factors: tuple[list, list, PyTree], values: list
+        self, num: int, factors: Kept, values: list
     ) -> dict[int, float]:
         """The cost of what `num` examples need of each perturbation."""
 
@@ -251,8 +256,7 @@ class AbstractSiteMatrix(abc.ABC):
         These are the numbers of floating-point operations for the factors of each
         perturbation, and for the contraction of each pair of leaves.
         """
-        of_all = lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype)
-        factors = jtu.tree_map(of_all, self.structs())
+        factors = jtu.tree_map(lambda x: struct_of(x, num), self.structs())
 
         def count(factors: Any, values: list) -> tuple[dict, dict]:
             terms = self.terms(factors, values, are_stacked=False)
@@ -286,7 +290,7 @@ class AbstractSiteMatrix(abc.ABC):
         return [min(s.perturbation, t.perturbation) for s, t in self._uses(pair)]
 
     def blocks_of(
-        self, factors: tuple[list, list, PyTree], values: list
+        self, factors: Kept, values: list
     ) -> list[Inexact[Array, "pairs ..."]]:
         """The blocks of each group, from the factors of all examples."""
         are_stacked = any(len(pairs) > 1 for pairs in self.groups)

@@ -194,9 +194,7 @@ def test_drawn_programs(seed, x64):
 def nums(fun, *leaves, x):
     """The number of vectors for each place where parameters enter; None for all."""
     closed = jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)))(*leaves, x)
-    num = len(closed.jaxpr.outvars)
-    program = Program(closed, len(leaves), num_outputs=num, order=2)
-    found = paired_outputs(program, num)
+    found = paired_outputs(Program(closed, len(leaves), order=2))
     return [None if own is None else own.num for own in found]
 
 
