@@ -56,83 +56,68 @@ Products = Callable[[list, list[int], list[int]], Linear]
 Gradient = Callable[[list, Sequence[int]], list]
 
 
-@dataclasses.dataclass(frozen=True)
-class ProductBlocks:
+def product_blocks(
+    products: Products,
+    leaves: list,
+    order: list[int],
+    requested: RequestedBlocks,
+    size: int | None,
+) -> dict[Pair, Inexact[Array, "..."]]:
     """Blocks of a symmetric matrix over `leaves`, from products with it.
 
     - `order`: the indices of the leaves that columns are computed for, in the order in
         which the function uses them. Each requested pair contains one of them.
     - `size`: the number of columns that are computed at a time; None for a whole group.
     """
-
-    products: Products
-    leaves: list
-    order: list[int]
-    requested: RequestedBlocks
-    size: int | None
-
-    def blocks(self) -> dict[Pair, Inexact[Array, "..."]]:
-        """The requested blocks."""
-        result: dict[Pair, Array] = {}
-        for group in self._groups():
-            pairs = self._pairs(group)
-            if not pairs:
-                continue
-            point = [self.leaves[leaf] for leaf in group]
-            others = sorted({row for _, row in pairs.values()})
-            if self.requested.is_diagonal:
-                # Rows and columns have the same entries in the same order.
-                others = group
-            linear = self.products(self.leaves, group, others)
-            compute = own_entries if self.requested.is_diagonal else images
-            rows = compute(linear, point, self.size)
-            start = 0
-            for leaf, x in zip(group, point, strict=True):
-                of_leaf = [row[start : start + x.size] for row in rows]
-                start += x.size
-                if self.requested.is_diagonal:
-                    result[leaf, leaf] = of_leaf[0].reshape(x.shape)
-                    continue
-                for pair, (column, other) in pairs.items():
-                    if column == leaf:
-                        block = of_leaf[others.index(other)]
-                        block = block.reshape(*x.shape, *block.shape[1:])
-                        is_first = pair[0] == leaf
-                        result[pair] = block if is_first else swapped(block, x.ndim)
-        return result
-
-    def estimate(self) -> dict[int, float]:
-        """The number of floating-point operations for all columns of each leaf."""
-        everything = list(range(len(self.leaves)))
-
-        def count(leaves: list) -> dict[int, float]:
-            point = [leaves[i] for i in self.order]
-            linear = self.products(leaves, self.order, everything)
-            jaxpr = jax.make_jaxpr(linear)(point).jaxpr
-            costs = {}
-            for k, leaf in enumerate(self.order):
-                marks = [i == k for i, _ in enumerate(self.order)]
-                cost = pushed_cost(jaxpr, marks)
-                costs[leaf] = leaves[leaf].size * cost.time
-            return costs
-
-        return eqx.filter_eval_shape(count, self.leaves)
-
-    def _pairs(self, group: list[int]) -> dict[Pair, tuple[int, int]]:
-        """The pairs that a group covers: the leaf of the columns, and the other one."""
-        done = self.order[: self.order.index(group[0])]
-        result: dict[Pair, tuple[int, int]] = {}
-        for pair in self.requested.pairs:
+    result: dict[Pair, Array] = {}
+    done: list[int] = []
+    # Columns of small leaves are computed together.
+    for numbers in consecutive_groups([leaves[i].size for i in order], LEAST_COLUMNS):
+        group = [order[i] for i in numbers]
+        # For each pair, the leaf of the columns and the other one.
+        pairs: dict[Pair, tuple[int, int]] = {}
+        for pair in requested.pairs:
             for column, row in (pair, pair[::-1]):
                 if column in group and row not in done:
-                    result.setdefault(pair, (column, row))
-        return result
+                    pairs.setdefault(pair, (column, row))
+        done += group
+        if not pairs:
+            continue
+        point = [leaves[leaf] for leaf in group]
+        # Rows and columns of a diagonal have the same entries in the same order.
+        rows = sorted({row for _, row in pairs.values()})
+        rows = group if requested.is_diagonal else rows
+        compute = own_entries if requested.is_diagonal else images
+        images_of_rows = compute(products(leaves, group, rows), point, size)
+        start = 0
+        for leaf, x in zip(group, point, strict=True):
+            of_leaf = [image[start : start + x.size] for image in images_of_rows]
+            start += x.size
+            if requested.is_diagonal:
+                result[leaf, leaf] = of_leaf[0].reshape(x.shape)
+                continue
+            for pair, (column, row) in pairs.items():
+                if column == leaf:
+                    block = of_leaf[rows.index(row)]
+                    block = block.reshape(*x.shape, *block.shape[1:])
+                    is_first = pair[0] == leaf
+                    result[pair] = block if is_first else swapped(block, x.ndim)
+    return result
 
-    def _groups(self) -> list[list[int]]:
-        """Groups of leaves whose columns are computed together, as small ones are."""
-        sizes = [self.leaves[leaf].size for leaf in self.order]
-        groups = consecutive_groups(sizes, LEAST_COLUMNS)
-        return [[self.order[i] for i in group] for group in groups]
+
+def product_costs(
+    products: Products, leaves: list, order: list[int]
+) -> dict[int, float]:
+    """The number of floating-point operations for all columns of each leaf."""
+
+    def count(leaves: list) -> dict[int, float]:
+        point = [leaves[i] for i in order]
+        linear = products(leaves, order, [*range(len(leaves))])
+        jaxpr = jax.make_jaxpr(linear)(point).jaxpr
+        cost = lambda leaf: pushed_cost(jaxpr, [i == leaf for i in order])
+        return {leaf: leaves[leaf].size * cost(leaf).time for leaf in order}
+
+    return eqx.filter_eval_shape(count, leaves)
 
 
 def hessian_products(

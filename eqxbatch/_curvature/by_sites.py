@@ -73,13 +73,11 @@ _MOST_PUSHES = 3
 class Push:
     """Some perturbations, and the cotangents and operands that depend on them.
 
-    - `sizes`: the sizes of the perturbations. Perturbations of equal shapes are
-        adjacent; `alike` lists them for each.
+    - `sizes`: the sizes of the perturbations. Those of equal types are adjacent.
     """
 
     perturbations: tuple[int, ...]
     sizes: tuple[int, ...]
-    alike: dict[int, list[int]]
     cotangents: tuple[int, ...]
     operands: tuple[int, ...]
 
@@ -146,15 +144,10 @@ class SiteHessian(AbstractSiteMatrix):
 
     def _push(self, program: Program, perturbations: list[int]) -> Push:
         structs = program.perturbations
-        alike: dict[tuple, list[int]] = {}
-        for z in perturbations:
-            key = (structs[z].shape, structs[z].dtype)
-            alike.setdefault(key, []).append(z)
-        ordered = [z for own in alike.values() for z in own]
+        ordered = sorted(perturbations, key=lambda z: _type_of(structs[z]))
         return Push(
             tuple(ordered),
             tuple(structs[z].size for z in ordered),
-            {z: own for own in alike.values() for z in own},
             tuple(sorted({i for z, i in self.of_cotangents if z in perturbations})),
             tuple(sorted({i for z, i in self.of_operands if z in perturbations})),
         )
@@ -222,9 +215,9 @@ class SiteHessian(AbstractSiteMatrix):
         ]
         return cotangents, operands, changes
 
-    def terms(self, factors: Kept, values: list, *, are_stacked: bool) -> Terms:
+    def terms(self, factors: Kept, values: list) -> Terms:
         del values
-        return _Derivatives(self, *factors, are_stacked=are_stacked).terms
+        return _Derivatives(self, *factors).terms
 
     def costs_of_factors(
         self, num: int, factors: Kept, values: list
@@ -237,6 +230,10 @@ class SiteHessian(AbstractSiteMatrix):
             for z in push.perturbations:
                 costs[z] = of_one * self.program.perturbations[z].size
         return costs
+
+
+def _type_of(struct: Any) -> tuple:
+    return struct.shape, struct.dtype.name
 
 
 def _perturbed_gradient(program: Program, num_leaves: int, remat: bool) -> Any:
@@ -281,29 +278,22 @@ class _Derivatives:
     """
 
     def __init__(
-        self,
-        hessian: SiteHessian,
-        cotangents: list,
-        operands: list,
-        changes: list[list],
-        *,
-        are_stacked: bool,
+        self, hessian: SiteHessian, cotangents: list, operands: list, changes: list
     ):
         self._hessian, self._perturbations = hessian, hessian.program.perturbations
-        stacks = functools.partial(Stacks, are_stacked=are_stacked)
-        self._cotangents = stacks(dict(enumerate(cotangents)))
-        self._operands = stacks(dict(enumerate(operands)))
+        self._cotangents = hessian.stacks(dict(enumerate(cotangents)))
+        self._operands = hessian.stacks(dict(enumerate(operands)))
         self._pushes = {
             z: i for i, push in enumerate(hessian.pushes) for z in push.perturbations
         }
         self._of_cotangents: list[Stacks] = []
         self._of_operands: list[Stacks] = []
         for push, arrays in zip(hessian.pushes, changes, strict=True):
-            num = len(push.cotangents)
-            known = dict(zip(push.cotangents, arrays[:num], strict=True))
-            self._of_cotangents.append(stacks(known))
-            known = dict(zip(push.operands, arrays[num:], strict=True))
-            self._of_operands.append(stacks(known))
+            # The derivatives of cotangents come before those of operands.
+            pairs = zip((*push.cotangents, *push.operands), arrays, strict=True)
+            known = dict(itertools.islice(pairs, len(push.cotangents)))
+            self._of_cotangents.append(hessian.stacks(known))
+            self._of_operands.append(hessian.stacks(dict(pairs)))
 
     def terms(
         self, uses: Sequence[Use], labels: list[dict[str, Label]]
@@ -373,16 +363,17 @@ class _Derivatives:
             push = self._pushes[z]
             start, stop = pushes[push].directions([z])
             return known[push][number][:, start:stop], ()
-        size = self._perturbations[keys[0][0]].size
+        structs, struct = self._perturbations, self._perturbations[keys[0][0]]
+        is_alike = lambda z: _type_of(structs[z]) == _type_of(struct)
         parts = []
         of_key = lambda key: self._pushes[key[0]]
         for push, own in [(i, [*own]) for i, own in itertools.groupby(keys, of_key)]:
             x, positions = known[push].stack([number for _, number in own])
-            # Perturbations of the same shape are adjacent.
-            alike = pushes[push].alike[own[0][0]]
+            # Perturbations of the same type are adjacent.
+            alike = [z for z in pushes[push].perturbations if is_alike(z)]
             start, stop = pushes[push].directions(alike)
             x = x[:, :, start:stop]
-            x = x.reshape(*x.shape[:2], len(alike), size, *x.shape[3:])
+            x = x.reshape(*x.shape[:2], len(alike), struct.size, *x.shape[3:])
             parts.append(x[positions, :, np.array([alike.index(z) for z, _ in own])])
         return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
 

@@ -22,7 +22,7 @@ from .._batch.memory import MemoryBudget
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.cancellation import unless_cancelled
 from .._sites.trace import Program
-from .by_products import AbstractColumns, ProductBlocks
+from .by_products import AbstractColumns, product_blocks, product_costs
 from .by_sites import cheapest, is_covered
 from .curvature_of import (
     AbstractCurvature,
@@ -682,7 +682,7 @@ class CurvatureBlocks:
         products = self.curvature.products(rows, weights, self.curvature.axes, False)
         requested = RequestedBlocks(pairs, self.requested.is_diagonal)
         order, leaves = self._in_order(columns), self.curvature.leaves
-        return ProductBlocks(products, leaves, order, requested, size).blocks()
+        return product_blocks(products, leaves, order, requested, size)
 
     def _in_order(self, leaves: set[int]) -> list[int]:
         """The leaves in the order in which the function uses them."""
@@ -714,10 +714,10 @@ class CurvatureBlocks:
         ]
         products = curvature.products(zeros, None, (), False)
         order = self._in_order(self.requested.leaves)
-        columns = ProductBlocks(
-            products, curvature.leaves, order, self.requested, self.size
-        ).estimate()
-        columns = {leaf: counted * cost for leaf, cost in columns.items()}
+        columns = {
+            leaf: counted * cost
+            for leaf, cost in product_costs(products, curvature.leaves, order).items()
+        }
         chosen = cheapest(program, covered, sites.estimate(counted), columns)
         if chosen == covered:
             return sites

@@ -157,7 +157,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
         """The number of vectors that are pulled back to each perturbation."""
         return [self._num_vectors if x is None else x.num for x in self._paired]
 
-    def terms(self, factors: Kept, values: list, *, are_stacked: bool) -> Terms:
+    def terms(self, factors: Kept, values: list) -> Terms:
         cotangents, operands, scale = factors
         program, unformed = self.program, self._unformed(factors, values)
         cotangents = [
@@ -167,8 +167,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
                 for i in self._formed
             ),
         ]
-        stacks = lambda x: Stacks(dict(enumerate(x)), are_stacked=are_stacked)
-        arrays = stacks(cotangents), stacks(operands)
+        arrays = (self.stacks(dict(enumerate(x))) for x in (cotangents, operands))
         return functools.partial(self._terms, scale, *arrays)
 
     def _terms(

@@ -82,7 +82,7 @@ class Stacks:
     compiles to the same code.
     """
 
-    def __init__(self, arrays: dict[int, Array], *, are_stacked: bool):
+    def __init__(self, arrays: dict[int, Array], are_stacked: bool):
         self._arrays = arrays
         alike: dict[Hashable, list[int]] = {}
         for i, x in arrays.items():
@@ -231,12 +231,15 @@ class AbstractSiteMatrix(abc.ABC):
         """The types of the factors of one example."""
 
     @abc.abstractmethod
-    def terms(self, factors: Kept, values: list, *, are_stacked: bool) -> Terms:
+    def terms(self, factors: Kept, values: list) -> Terms:
         """The arrays to contract, from the factors of some examples.
 
-        `values` are those of the program. With `are_stacked`, the pairs of a group are
-        contracted together.
+        `values` are those of the program.
         """
+
+    def stacks(self, arrays: dict[int, Array]) -> Stacks:
+        """Cotangents or operands; stacked if a group has pairs to contract at once."""
+        return Stacks(arrays, any(len(pairs) > 1 for pairs in self.groups))
 
     @abc.abstractmethod
     def costs_of_factors(
@@ -259,9 +262,8 @@ class AbstractSiteMatrix(abc.ABC):
         factors = jtu.tree_map(lambda x: struct_of(x, num), self.structs())
 
         def count(factors: Any, values: list) -> tuple[dict, dict]:
-            terms = self.terms(factors, values, are_stacked=False)
             of_factors = self.costs_of_factors(num, factors, values)
-            return of_factors, self._costs(terms, values)
+            return of_factors, self._costs(self.terms(factors, values), values)
 
         values = self.program.value_structs()
         return eqx.filter_eval_shape(count, factors, values)
@@ -293,8 +295,7 @@ class AbstractSiteMatrix(abc.ABC):
         self, factors: Kept, values: list
     ) -> list[Inexact[Array, "pairs ..."]]:
         """The blocks of each group, from the factors of all examples."""
-        are_stacked = any(len(pairs) > 1 for pairs in self.groups)
-        terms = self.terms(factors, values, are_stacked=are_stacked)
+        terms = self.terms(factors, values)
         sizes = [self._num_bytes(pairs) for pairs in self.groups]
         if sum(sizes) <= _LEAST_BYTES:
             return [self._sum(pairs, terms, values) for pairs in self.groups]
