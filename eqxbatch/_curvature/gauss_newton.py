@@ -342,9 +342,6 @@ def paired_outputs(program: Program) -> list[Paired | None]:
         for i, out in enumerate(outs)
     ]
     found = _followed(jaxpr, [*states, *({} for _ in avals)])
-    sites: dict[int, list[Site]] = {}
-    for site in program.sites:
-        sites.setdefault(site.perturbation, []).append(site)
     total = sum(math.prod(out.shape) for out in outs)
     result: list[Paired | None] = []
     for number, state in enumerate(found):
@@ -352,11 +349,11 @@ def paired_outputs(program: Program) -> list[Paired | None]:
         if len(state) == 1:
             ((output, pairs),) = state.items()
             struct = program.perturbations[number]
-            of_sites = sites.get(number, [])
+            sites = [x for x in program.sites if x.perturbation == number]
             axes = {
                 axis: other
                 for axis, other in sorted(pairs)
-                if all(_has_axis(site, struct, other) for site in of_sites)
+                if all(_has_axis(site, struct, other) for site in sites)
             }
             shape = tuple(outs[output].shape)
             own = Paired(output, shape, tuple(axes.get(i) for i, _ in enumerate(shape)))

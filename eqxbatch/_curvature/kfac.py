@@ -1,6 +1,7 @@
 """`filter_kfac`: Kronecker factors of Gauss-Newton and Fisher matrices."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._base.mesh import sum_varying, varying
-from .._batch.derivative import Microbatches
 from .._batch.loop import accumulated_sums
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.einsum import Labels
@@ -311,22 +311,52 @@ class KFAC(AbstractFisher[Model, P, Out]):
         curvature = GaussNewtonCurvature(
             fun, self.loss, fisher=self, if_whole=_IF_WHOLE
         )
-        program = Program(
-            curvature.program.closed,
-            len(curvature.leaves),
-            formed=curvature.formed,
-        )
+        num_leaves, formed = len(curvature.leaves), curvature.formed
+        program = Program(curvature.program.closed, num_leaves, formed=formed)
+        parts = self._parts(program, diff)
         axes = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
-        sums = _BlockSums(
-            curvature,
-            program,
-            self._parts(program, diff),
-            self.weight_sharing,
-            frozenset.intersection(*axes),
-        )
-        blocks = sums.factors(microbatches)
+        mesh_axes = frozenset.intersection(*axes)
+
+        def totals(sums: Callable[[Factors, Weighing], list[Array]]) -> list[Array]:
+            of_rows = functools.partial(_sums, curvature, program, sums)
+            closed = curvature.program.closed
+            found, _ = microbatches.total(of_rows, curvature.aux, closed)
+            # A sum over examples, like a gradient. It also sums over devices, which
+            # have different examples but the same parameters.
+            return [sum_varying(x, mesh_axes) for x in found]
+
+        def sums(factors: Factors, weighing: Weighing) -> list[Array]:
+            sums_of = functools.partial(part_sums, sharing=self.weight_sharing)
+            every = (sums_of(program, part, factors, weighing) for part in parts)
+            return [*itertools.chain(*every)]
+
+        found = iter(totals(sums))
+        numbers = [num_sums(program, part) for part in parts]
+        of_parts = [[*itertools.islice(found, num)] for num in numbers]
+        blocks = [
+            KroneckerBlock(part, *finished(part, of_part))
+            for part, of_part in zip(parts, of_parts, strict=True)
+        ]
         if self.corrected:
-            blocks = sums.corrected(microbatches, blocks)
+            bases = {
+                block.part: [basis for _, basis in block.eigenvectors()]
+                for block in blocks
+                if block.part.structure == "kronecker"
+            }
+            # Second moments along the eigenvectors.
+            moments = totals(
+                lambda factors, weighing: [
+                    moment_sums(program, part, factors, weighing, own)
+                    for part, own in bases.items()
+                ]
+            )
+            known = dict(zip(bases, moments, strict=True))
+            blocks = [
+                KroneckerBlock(part, x.outputs, x.inputs, known[part], *bases[part])
+                if (part := x.part) in bases
+                else x
+                for x in blocks
+            ]
         is_squared = self.fisher != "type-2"
         is_semidefinite = is_squared and self.accumulator.weights is None
         return KroneckerFactors(tuple(blocks), Unravel(diff), is_semidefinite)
@@ -355,110 +385,44 @@ def _check_not_multiplied(program: Program, diff: PyTree) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _BlockSums:
-    """The blocks of a Gauss-Newton matrix, in passes over the examples.
+def _sums(
+    curvature: GaussNewtonCurvature,
+    program: Program,
+    sums: Callable[[Factors, Weighing], list[Array]],
+    rows: list,
+    weights: Array | None,
+) -> list[Array]:
+    """Adds up what `sums` returns for the factors of some examples at a time."""
+    leaves, axes = curvature.leaves, curvature.axes
 
-    - `program`: the function with the sites of all leaves.
-    - `mesh_axes`: the mesh axes that parameters vary over inside `jax.shard_map`.
-    """
+    def one(rows: list, _: Array | None) -> tuple[Array | None, list, list]:
+        return linearized(program, leaves, rows, curvature.of_outputs)
 
-    curvature: GaussNewtonCurvature
-    program: Program
-    parts: list[Part]
-    weight_sharing: WeightSharing
-    mesh_axes: frozenset
-
-    def factors(self, microbatches: Microbatches) -> list[KroneckerBlock]:
-        def sums(part: Part, factors: Factors, weighing: Weighing) -> list[Array]:
-            return part_sums(self.program, part, factors, weighing, self.weight_sharing)
-
-        totals = iter(self._totals(microbatches, sums))
-        blocks: list[KroneckerBlock] = []
-        for part in self.parts:
-            of_part = [*itertools.islice(totals, num_sums(self.program, part))]
-            blocks.append(KroneckerBlock(part, *finished(part, of_part)))
-        return blocks
-
-    def corrected(
-        self, microbatches: Microbatches, blocks: list[KroneckerBlock]
-    ) -> list[KroneckerBlock]:
-        """The factors with second moments along their eigenvectors."""
-        bases = {
-            block.part: [basis for _, basis in block.eigenvectors()]
-            for block in blocks
-            if block.part.structure == "kronecker"
-        }
-
-        def sums(part: Part, factors: Factors, weighing: Weighing) -> list[Array]:
-            if part not in bases:
-                return []
-            return [moment_sums(self.program, part, factors, weighing, bases[part])]
-
-        totals = iter(self._totals(microbatches, sums))
-        return [
-            KroneckerBlock(
-                part, block.outputs, block.inputs, next(totals), *bases[part]
-            )
-            if (part := block.part) in bases
-            else block
-            for block in blocks
-        ]
-
-    def _totals(
-        self,
-        microbatches: Microbatches,
-        of_part: Callable[[Part, Factors, Weighing], list[Array]],
-    ) -> list[Array]:
-        """The sums over all examples for each part."""
-        curvature = self.curvature
-
-        def sums(rows: list, weights: Array | None) -> list[Array]:
-            of_rows = lambda rows, weights: self._sums(rows, weights, of_part)
-            size = max(1, _KEPT_BYTES // max(self._bytes(), 1))
-            return accumulated_sums(of_rows, rows, curvature.axes, weights, size)
-
-        totals, _ = microbatches.total(sums, curvature.aux, curvature.program.closed)
-        # A sum over examples, like a gradient. It also sums over devices, which have
-        # different examples but the same parameters.
-        return [sum_varying(x, self.mesh_axes) for x in totals]
-
-    def _sums(
-        self,
-        rows: list,
-        weights: Array | None,
-        of_part: Callable[[Part, Factors, Weighing], list[Array]],
-    ) -> list[Array]:
-        curvature, program = self.curvature, self.program
-        leaves = curvature.leaves
-
-        def one(rows: list, _: Array | None) -> tuple[Array | None, list, list]:
-            return linearized(program, leaves, rows, curvature.of_outputs)
-
-        of_rows = of_examples(one, rows, curvature.axes, weights)
-        curve, operands, cotangents = of_rows
+    def of_rows(rows: list, weights: Array | None) -> list[Array]:
+        curve, operands, cotangents = of_examples(one, rows, axes, weights)
         labels: Labels = (VECTOR,)
-        num = rows[0].shape[curvature.axes[0]]
-        values = program.values(leaves)
+        num, values = rows[0].shape[axes[0]], program.values(leaves)
         factors = Factors(operands, cotangents, labels, num, values)
-        weighing = Weighing(num, weights, curve)
-        return [x for part in self.parts for x in of_part(part, factors, weighing)]
+        return sums(factors, Weighing(num, weights, curve))
 
-    def _bytes(self) -> int:
-        """The bytes kept for one example, with the largest operand as its site uses it.
+    size = max(1, _KEPT_BYTES // max(_bytes(program, curvature.num_vectors), 1))
+    return accumulated_sums(of_rows, rows, axes, weights, size)
 
-        The patches of a convolution are several times as large as its input.
-        """
-        program, num = self.program, self.curvature.num_vectors
-        structs = [*program.operands, *(num * [*program.perturbations])]
-        expanded = (
-            math.prod(site.sizes[name] for name in site.a_axes)
-            * program.operands[site.operand].dtype.itemsize
-            for site in program.sites
-            if site.operand is not None
-        )
-        kept = sum(math.prod(x.shape) * x.dtype.itemsize for x in structs)
-        return kept + max(expanded, default=0)
+
+def _bytes(program: Program, num_vectors: int) -> int:
+    """The bytes kept for one example, with the largest operand as its site uses it.
+
+    The patches of a convolution are several times as large as its input.
+    """
+    structs = [*program.operands, *(num_vectors * [*program.perturbations])]
+    expanded = (
+        math.prod(site.sizes[name] for name in site.a_axes)
+        * program.operands[site.operand].dtype.itemsize
+        for site in program.sites
+        if site.operand is not None
+    )
+    kept = sum(x.size * x.dtype.itemsize for x in structs)
+    return kept + max(expanded, default=0)
 
 
 filter_kfac = also_decorator("filter_kfac", KFAC)

@@ -8,8 +8,9 @@ Kronecker product of the second moments of `d` and of `a`.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real, Shaped
@@ -35,13 +36,13 @@ VECTOR: Label = ("output", 0)
 _MOST_BYTES = 2**22
 
 
-class Weighing(NamedTuple):
+class Weighing(eqx.Module):
     """How examples, and the vectors that were pulled back, are weighted.
 
     - `curve`: the curvature between the vectors of an example; None for the identity.
     """
 
-    num: int
+    num: int = eqx.field(static=True)
     weights: Real[Array, " n"] | None
     curve: Inexact[Array, "n vectors vectors"] | None
 
@@ -67,7 +68,7 @@ class Weighing(NamedTuple):
         return self.times(x)
 
 
-class _Use(NamedTuple):
+class _Use(eqx.Module):
     """The factors at one site, flat, with examples along axis 0.
 
     - `tokens`: the indices that an embedding looks up, instead of an operand.
@@ -76,7 +77,7 @@ class _Use(NamedTuple):
     a: Inexact[Array, "n positions batch inputs"] | None
     d: Inexact[Array, "n vectors positions batch outputs"]
     tokens: Shaped[Array, "n positions"] | None
-    is_swapped: bool
+    is_swapped: bool = eqx.field(static=True)
 
 
 def _flat(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
@@ -191,23 +192,6 @@ def num_sums(program: Program, part: Part) -> int:
     return 4 * len({use.is_swapped for use in uses_of(program, part)})
 
 
-def _of_leaves(
-    program: Program, part: Part, factors: Factors
-) -> Inexact[Array, "n vectors entries"]:
-    """The flattened gradient of each example along each vector."""
-    found = []
-    for leaf in part.leaves:
-        struct, sites = program.leaves[leaf], program.sites_of(leaf)
-        if sites:
-            own = widened(gradients(sites, factors, struct))
-            found.append(own.reshape(*own.shape[:2], struct.size))
-        else:
-            lead = factors.cotangents[0].array.shape[:2]
-            found.append(jnp.zeros((*lead, struct.size), struct.dtype))
-    dtype = common_dtype(*(x.dtype for x in found))
-    return jnp.concatenate([x.astype(dtype) for x in found], axis=-1)
-
-
 def _exact_sum(
     program: Program, part: Part, factors: Factors, weighing: Weighing
 ) -> Array:
@@ -216,7 +200,16 @@ def _exact_sum(
         size = sum(struct.size for struct in structs)
         shape = (size,) if part.structure == "diagonal" else (size, size)
         return jnp.zeros(shape, widest(*(struct.dtype for struct in structs)))
-    gradient = _of_leaves(program, part, factors)
+    # The flattened gradient of each example along each vector.
+    lead = factors.cotangents[0].array.shape[:2]
+    parts = []
+    for leaf in part.leaves:
+        struct, sites = program.leaves[leaf], program.sites_of(leaf)
+        x = jnp.zeros((*lead, *struct.shape), struct.dtype)
+        x = widened(gradients(sites, factors, struct)) if sites else x
+        parts.append(x.reshape(*lead, struct.size))
+    dtype = common_dtype(*(x.dtype for x in parts))
+    gradient = jnp.concatenate([x.astype(dtype) for x in parts], axis=-1)
     second = weighing.seconds(gradient)
     if part.structure == "diagonal":
         return jnp.sum(gradient * second, (0, 1))
@@ -285,17 +278,10 @@ def moment_sums(
         formed = functools.reduce(jnp.add, (_formed(x, layout, bases) for x in uses))
         return jnp.sum(formed * weighing.seconds(formed), 1)
 
-    arrays, treedef = jax.tree.flatten(
-        ([(x.a, x.d, x.tokens) for x in uses], weighing.weights, weighing.curve)
-    )
+    arrays, treedef = jax.tree.flatten((uses, weighing))
 
-    def of_block(arrays: list, num: int) -> Array:
-        own, weights, curve = jax.tree.unflatten(treedef, arrays)
-        some = [
-            use._replace(a=a, d=d, tokens=tokens)
-            for (a, d, tokens), use in zip(own, uses, strict=True)
-        ]
-        return jnp.sum(moments(some, Weighing(num, weights, curve)), 0)
+    def of_block(arrays: list, _: int) -> Array:
+        return jnp.sum(moments(*jax.tree.unflatten(treedef, arrays)), 0)
 
     entries = math.prod(layout.sizes) * use.d.shape[1] * use.d.dtype.itemsize
     # On a mesh, cutting would gather the same examples from all devices.

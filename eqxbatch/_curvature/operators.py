@@ -32,7 +32,7 @@ from .curvature_matrices import (
 )
 from .hvp import AbstractHVP, filter_ggnvp, filter_hvp, GGNVP
 from .kfac import KroneckerBlock, KroneckerFactors
-from .pytree import hessian_to_pytree, Unravel
+from .pytree import form_of, hessian_to_pytree, Unravel
 
 
 class AbstractSymmetricOperator(AbstractTaggedOperator):
@@ -423,10 +423,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
         return eqx.tree_at(lambda x: x._spectra, self, spectra)
 
     def mv(self, vector: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(vector)
-        shapes = [getattr(x, "shape", None) for x in leaves]
-        expected_shapes = [struct.shape for struct in self.unravel.structs]
-        if treedef != self.unravel.treedef or shapes != expected_shapes:
+        leaves = jax.tree.leaves(vector)
+        if form_of(vector) != form_of(self.in_structure()):
             raise ValueError(
                 "`vector` must have the structure and shapes of the parameters that "
                 f"the factors belong to, {shown(self.in_structure())}; got "

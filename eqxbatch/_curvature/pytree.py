@@ -142,6 +142,12 @@ def flat_square(
     return mirrored(matrix)
 
 
+def form_of(tree: PyTree) -> tuple[Any, list[tuple[int, ...] | None]]:
+    """The structure of a PyTree, and the shapes of its leaves; None for no array."""
+    leaves, treedef = jtu.tree_flatten(tree)
+    return treedef, [getattr(x, "shape", None) for x in leaves]
+
+
 @checked
 def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTree:
     """Turns a matrix over all parameters into a PyTree of PyTrees.

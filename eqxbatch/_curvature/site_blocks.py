@@ -343,24 +343,25 @@ class AbstractSiteMatrix(abc.ABC):
     ) -> Iterator[tuple[Use, list[Term], Labels]]:
         """The arrays to contract, the resulting axes, and two sites with these axes."""
         for uses in zip(*map(self._uses, pairs), strict=True):
-            site, other = uses[0]
-            labels = [labels_of(site, 0), labels_of(other, 1)]
             labels = [
                 {
                     name: _of_side(label, side)
                     if label[0] == "view" or not self.requested.is_diagonal
                     else label
-                    for name, label in names.items()
+                    for name, label in labels_of(site, side).items()
                 }
-                for side, names in enumerate(labels)
+                for side, site in enumerate(uses[0])
             ]
+            pairs_of_sides = zip(uses[0], labels, strict=True)
             weights = [
-                weight_terms(use, values, names)
-                for use, names in zip((site, other), labels, strict=True)
+                term
+                for site, names in pairs_of_sides
+                for term in weight_terms(site, values, names)
             ]
             for arrays in terms(uses, labels):
-                arrays = [*arrays, *weights[0], *weights[1]]
-                arrays = [_without_repeats(term) for term in _alike(arrays)]
+                arrays = [*arrays, *weights]
+                dtype = common_dtype(*(x.dtype for x, _ in arrays))
+                arrays = [_without_repeats(x.astype(dtype), y) for x, y in arrays]
                 present = {label for _, axes in arrays for label in axes}
                 lead = (PAIR,) if PAIR in present else ()
                 # An axis of size 1 may be missing from all arrays; a reshape restores
@@ -438,12 +439,6 @@ def _transposed(
     return lambda x: widened(back(x.astype(view.dtype)))
 
 
-def _alike(terms: list[Term]) -> list[Term]:
-    """Casts arrays to their widest dtype."""
-    dtype = common_dtype(*(x.dtype for x, _ in terms))
-    return [(x.astype(dtype), labels) for x, labels in terms]
-
-
 def _of_side(label: Label, side: int) -> Label:
     return ((label[0], side), label[1]) if label[0] in ("leaf", "view") else label
 
@@ -458,9 +453,8 @@ def _key(label: Label) -> tuple[int, int]:
     return (kind[1] if isinstance(kind, tuple) else -1), axis
 
 
-def _without_repeats(term: Term) -> Term:
+def _without_repeats(x: Array, labels: Labels) -> Term:
     """The diagonal of axes that have the same label."""
-    x, labels = term
     while len({*labels}) < len(labels):
         first, second = next(
             pair

@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.checks import check_at_least, check_callable, check_types
 from .._base.trees import shown
+from .pytree import form_of
 
 
 _Out = TypeVar("_Out")
@@ -40,7 +41,7 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
         """
         start, static = eqx.partition(self._centre, eqx.is_inexact_array)
         end = eqx.filter(model, eqx.is_inexact_array)
-        if _form(start) != _form(end):
+        if form_of(start) != form_of(end):
             raise ValueError(
                 "`model` must have the structure and shapes of the model that was "
                 f"expanded, {shown(start)}; got {shown(end)}."
@@ -74,10 +75,6 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
         ]
         total = functools.reduce(lambda a, b: jtu.tree_map(jnp.add, a, b), terms)
         return eqx.combine(total, rest)
-
-
-def _form(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
-    return jtu.tree_structure(tree), [x.shape for x in jtu.tree_leaves(tree)]
 
 
 def filter_taylor_expand(
