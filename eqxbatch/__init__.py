@@ -24,6 +24,7 @@ from ._batch.moments import (
     Variance as Variance,
 )
 from ._check.explain import explain_sites as explain_sites
+from ._curvature.columns import filter_jacobian as filter_jacobian
 from ._curvature.curvature_matrices import (
     filter_ggn as filter_ggn,
     filter_ggn_blocks as filter_ggn_blocks,
@@ -32,8 +33,13 @@ from ._curvature.curvature_matrices import (
     filter_hessian_blocks as filter_hessian_blocks,
     filter_hessian_diagonal as filter_hessian_diagonal,
 )
-from ._curvature.hvp import filter_ggnvp as filter_ggnvp, filter_hvp as filter_hvp
-from ._curvature.jacobian import filter_jacobian as filter_jacobian
+from ._curvature.directional import (
+    filter_ggnvp as filter_ggnvp,
+    filter_hvp as filter_hvp,
+    filter_linearize as filter_linearize,
+    filter_taylor_expand as filter_taylor_expand,
+    TaylorExpansion as TaylorExpansion,
+)
 from ._curvature.kfac import (
     filter_kfac as filter_kfac,
     KroneckerFactors as KroneckerFactors,
@@ -41,11 +47,6 @@ from ._curvature.kfac import (
 from ._curvature.pytree import (
     hessian_to_pytree as hessian_to_pytree,
     Unravel as Unravel,
-)
-from ._curvature.taylor import (
-    filter_linearize as filter_linearize,
-    filter_taylor_expand as filter_taylor_expand,
-    TaylorExpansion as TaylorExpansion,
 )
 from ._gradients.micro_grad import (
     filter_micro_grad as filter_micro_grad,

@@ -334,7 +334,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a Taylor expansion has k in place of its factorial",
-        "_curvature/taylor.py",
+        "_curvature/directional.py",
         "x / float(math.factorial(k))",
         "x / max(k, 1)",
         "tests/ntk/test_approximate.py -k taylor",

@@ -16,8 +16,8 @@ from jaxtyping import Array
 
 from .._batch.batch import split_batch
 from .._batch.derivative import Loss
-from .._curvature.by_products import replaced
 from .._curvature.by_sites import is_covered
+from .._curvature.columns import replaced
 from .._curvature.curvature_matrices import CurvatureBlocks
 from .._curvature.curvature_of import (
     AbstractCurvature,

@@ -33,7 +33,7 @@ from .._sites.factors import Factors
 from .._sites.shared import evaluate, Node
 from .._sites.site import is_allowed, is_sum, Label, Site
 from .._sites.trace import Program
-from .by_products import columns, hessian_products, replaced
+from .columns import columns, hessian_products, replaced
 from .site_blocks import (
     AbstractSiteMatrix,
     cotangent_term,

@@ -22,8 +22,8 @@ from .._batch.memory import MemoryBudget
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.cancellation import unless_cancelled
 from .._sites.trace import Program
-from .by_products import AbstractColumns, product_blocks, product_costs
 from .by_sites import cheapest, is_covered
+from .columns import AbstractColumns, product_blocks, product_costs
 from .curvature_of import (
     AbstractCurvature,
     AbstractFisher,

@@ -39,10 +39,11 @@ from .._batch.derivative import (
     Microbatches,
     TracedLoss,
 )
-from .._batch.slots import is_struct
 from .._batch.transform import Model, Out, P
 from .._sites.trace import Program
-from .by_products import (
+from .by_sites import SiteHessian
+from .columns import (
+    check_outputs,
     expanded,
     Expansion,
     expansion,
@@ -55,7 +56,6 @@ from .by_products import (
     replaced,
     with_both_modes,
 )
-from .by_sites import SiteHessian
 from .gauss_newton import Curve, SiteGaussNewton
 from .pytree import Unravel
 from .site_blocks import AbstractSiteMatrix, RequestedBlocks
@@ -615,20 +615,3 @@ def weighted_sum(values: Array, weights: Array | None) -> Array:
     if weights is not None:
         values = values * weights.astype(values.dtype)
     return jnp.sum(values)
-
-
-def check_outputs(out: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of an output; raises `ValueError` for anything else in it."""
-    structs = []
-    for path, x in jtu.tree_leaves_with_path(out):
-        if not is_struct(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
-            got = f"dtype {x.dtype}" if is_struct(x) else f"{x!r}"
-            raise ValueError(
-                "`fun` must return arrays of an inexact dtype, as only these have a "
-                f"derivative; got {got} for output{jtu.keystr(path)}. Return only "
-                "what is to be differentiated."
-            )
-        structs.append(x)
-    if not structs:
-        raise ValueError("`fun` must return at least one array; got none.")
-    return structs

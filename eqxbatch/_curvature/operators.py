@@ -30,7 +30,7 @@ from .curvature_matrices import (
     filter_hessian,
     filter_hessian_diagonal,
 )
-from .hvp import AbstractHVP, filter_ggnvp, filter_hvp, GGNVP
+from .directional import AbstractHVP, filter_ggnvp, filter_hvp, GGNVP
 from .kfac import KroneckerBlock, KroneckerFactors
 from .pytree import form_of, hessian_to_pytree, Unravel
 

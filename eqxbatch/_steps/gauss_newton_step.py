@@ -31,7 +31,7 @@ from .._batch.transform import (
     with_second,
 )
 from .._curvature.curvature_matrices import filter_ggn
-from .._curvature.hvp import like_parameters
+from .._curvature.directional import like_parameters
 from .residuals import (
     CentredTerm,
     in_range,

@@ -24,7 +24,7 @@ from .._batch.accumulators import Concat
 from .._batch.batch import Batch
 from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum
-from .._curvature.by_products import with_both_modes
+from .._curvature.columns import with_both_modes
 from .._kernels.engine import make_collectors, on_device
 from .._kernels.kernel import Plan, room_to_keep
 from .._ntk.example_factors import (

@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-import eqxbatch._curvature.by_products as jacobian_module
+import eqxbatch._curvature.columns as jacobian_module
 from eqxbatch import filter_jacobian, MemoryBudget
 from ..helpers import assert_same, CountTraces, memory, normal, only_backwards, thinned
 from .oracle import close, FAILURES
