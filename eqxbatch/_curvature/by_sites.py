@@ -172,9 +172,9 @@ class SiteHessian(AbstractSiteMatrix):
         if self.counts_cancelled:
             # Blocks are sums over pairs of the terms of gradients, which keep no digits
             # if these terms nearly cancel.
-            own, sites = Factors(operands, cotangents, values=values), self.program
+            kept, sites = Factors(operands, cotangents, values=values), self.program
             flags = cancels(
-                [OfLeaf(sites.sites_of(i), own, self.leaves[i]) for i in self._summed]
+                [OfLeaf(sites.sites_of(i), kept, self.leaves[i]) for i in self._summed]
             )
             assert flags is not None
             blocks.append(jnp.sum(flags.array, dtype=jnp.float32))
@@ -193,12 +193,12 @@ class SiteHessian(AbstractSiteMatrix):
             return evaluate_jaxpr(closed.jaxpr, list(closed.consts), args)
 
         def pushed(push: Push) -> list[Array]:
-            def at(zs: list) -> list:
+            def results(zs: list) -> list:
                 outs = run(replaced(point, push.perturbations, zs))
                 return push.results(outs[: len(point)], outs[len(point) :])
 
-            own = [point[z] for z in push.perturbations]
-            return jax.vmap(lambda change: jax.jvp(at, [own], [change])[1])(
+            zeros = [point[z] for z in push.perturbations]
+            return jax.vmap(lambda change: jax.jvp(results, [zeros], [change])[1])(
                 _basis_of(point, push)
             )
 
@@ -302,8 +302,10 @@ class _Derivatives:
         sites, others = zip(*uses, strict=True)
         sides = [(sites, labels[0]), (others, labels[1])]
         operands = [
-            [] if own[0].operand is None else [operand_term(own, self._operands, names)]
-            for own, names in sides
+            [operand_term(alike, self._operands, names)]
+            if alike[0].operand is not None
+            else []
+            for alike, names in sides
         ]
         is_first = sites[0].perturbation < others[0].perturbation
         changed, by = sides[::-1] if is_first else sides
@@ -327,7 +329,7 @@ class _Derivatives:
         is_operand: bool,
     ) -> Term | None:
         """How cotangents or operands of sites change with perturbations of others."""
-        own, other = changed[0], by[0]
+        site, other = changed[0], by[0]
         keys = [
             (y.perturbation, x.operand if is_operand else x.perturbation)
             for x, y in zip(changed, by, strict=True)
@@ -338,11 +340,11 @@ class _Derivatives:
         ):
             return None
         known = self._of_operands if is_operand else self._of_cotangents
-        arrange = own.expand if is_operand else own.arrange
-        axes = own.a_axes if is_operand else own.d_axes
+        arrange = site.expand if is_operand else site.arrange
+        axes = site.a_axes if is_operand else site.d_axes
 
         def arranged(x: Array) -> Array:
-            x = jax.vmap(jax.vmap(arrange))(own.at_steps(x, 2))
+            x = jax.vmap(jax.vmap(arrange))(site.at_steps(x, 2))
             return self._arranged(other, x)
 
         x, lead = self._changes(known, keys)
@@ -366,15 +368,15 @@ class _Derivatives:
         structs, struct = self._perturbations, self._perturbations[keys[0][0]]
         is_alike = lambda z: _type_of(structs[z]) == _type_of(struct)
         parts = []
-        of_key = lambda key: self._pushes[key[0]]
-        for push, own in [(i, [*own]) for i, own in itertools.groupby(keys, of_key)]:
-            x, positions = known[push].stack([number for _, number in own])
+        groups = itertools.groupby(keys, lambda key: self._pushes[key[0]])
+        for push, group in [(i, [*pairs]) for i, pairs in groups]:
+            x, positions = known[push].stack([number for _, number in group])
             # Perturbations of the same type are adjacent.
             alike = [z for z in pushes[push].perturbations if is_alike(z)]
             start, stop = pushes[push].directions(alike)
             x = x[:, :, start:stop]
             x = x.reshape(*x.shape[:2], len(alike), struct.size, *x.shape[3:])
-            parts.append(x[positions, :, np.array([alike.index(z) for z, _ in own])])
+            parts.append(x[positions, :, np.array([alike.index(z) for z, _ in group])])
         return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
 
     def _arranged(self, by: Site, x: Array) -> Array:
@@ -421,13 +423,13 @@ def _basis_of(point: list, push: Push) -> list[Array]:
     seeds = []
     for z in push.perturbations:
         x, (start, _) = point[z], push.directions([z])
-        own = jnp.eye(push.num, x.size, -start, dtype=x.dtype)
-        seeds.append(vary(own.reshape(push.num, *x.shape), varying(jax.typeof(x))))
+        seed = jnp.eye(push.num, x.size, -start, dtype=x.dtype)
+        seeds.append(vary(seed.reshape(push.num, *x.shape), varying(jax.typeof(x))))
     return seeds
 
 
 def _with_curved(
-    hessian: SiteHessian, sources: list[tuple[Node, Array]], found: list[Array]
+    hessian: SiteHessian, sources: list[tuple[Node, Array]], blocks: list[Array]
 ) -> list[Array]:
     """Adds the second derivatives of values that are computed from leaves alone.
 
@@ -435,7 +437,7 @@ def _with_curved(
     elementwise function of a leaf has a diagonal Hessian, which takes one product.
     """
     if not sources:
-        return found
+        return blocks
     program, requested, leaves = hessian.program, hessian.requested, hessian.leaves
     curved = {s.leaf: False for s in program.sites if s.source is not None}
     curved |= {s.leaf: True for s in program.sites if s.is_coupled}
@@ -451,7 +453,7 @@ def _with_curved(
 
     products = hessian_products(gradient, is_reverse=False, is_single=False)
     result = []
-    for pairs, block in zip(hessian.groups, found, strict=True):
+    for pairs, block in zip(hessian.groups, blocks, strict=True):
         first, second = pairs[0]
         if first in curved and second in curved:
             # Such leaves are unlike all others, so this is the block of a single pair.

@@ -257,10 +257,10 @@ def by_columns(
     result: list[list[Array]] = [[] for _ in structs]
     for group in consecutive_groups([x.size for x in leaves], LEAST_COLUMNS):
         point = [leaves[i] for i in group]
-        at = lambda some, group=group: values(replaced(leaves, group, some))
-        found = columns(jax.linearize(at, point)[1], point, size)
+        outputs = lambda changed, group=group: values(replaced(leaves, group, changed))
+        blocks = columns(jax.linearize(outputs, point)[1], point, size)
         ends = [*itertools.accumulate(x.size for x in point)]
-        for of_output, x in zip(result, found, strict=True):
+        for of_output, x in zip(result, blocks, strict=True):
             of_output += jnp.split(x, ends[:-1], axis=-1)
     return result
 
@@ -277,11 +277,11 @@ def by_rows(
         return _pulled_back(values, leaves, structs, size)
     parts, treedef = jtu.tree_flatten(jax.eval_shape(as_real, structs))
     of_parts = lambda leaves: jtu.tree_leaves(as_real(values(leaves)))
-    found = _pulled_back(of_parts, leaves, parts, size)
+    pulled = _pulled_back(of_parts, leaves, parts, size)
     # One list for each leaf, with an entry for each output.
     joined = [
         as_complex(jtu.tree_unflatten(treedef, of_leaf))
-        for of_leaf in zip(*found, strict=True)
+        for of_leaf in zip(*pulled, strict=True)
     ]
     return [[*of_output] for of_output in zip(*joined, strict=True)]
 
@@ -292,12 +292,12 @@ def _pulled_back(
     """Like `by_rows`, for outputs that are complex only if the leaves are."""
     result: list[list[Array]] = []
     for group in consecutive_groups([x.size for x in structs], LEAST_COLUMNS):
-        at = lambda leaves, group=group: [values(leaves)[i] for i in group]
-        outs, pull = jax.vjp(at, leaves)
-        found = images(lambda seeds, pull=pull: pull(seeds)[0], outs, size)
+        outputs = lambda leaves, group=group: [values(leaves)[i] for i in group]
+        outs, pull = jax.vjp(outputs, leaves)
+        pulled = images(lambda seeds, pull=pull: pull(seeds)[0], outs, size)
         ends = [*itertools.accumulate(x.size for x in outs)]
         for out, end in zip(outs, ends, strict=True):
-            rows = [x[end - out.size : end] for x in found]
+            rows = [x[end - out.size : end] for x in pulled]
             result.append(
                 [
                     x.reshape(*out.shape, leaf.size).astype(out.dtype)
@@ -319,20 +319,20 @@ def expansion(fun: Linear, point: list[Array], derivative: Derivative) -> Expans
     `derivative` of the function, else columns.
     """
     real, treedef = jtu.tree_flatten(as_real(point))
-    at = lambda real: fun(as_complex(jtu.tree_unflatten(treedef, real)))
-    outs = at(real)
+    of_real = lambda real: fun(as_complex(jtu.tree_unflatten(treedef, real)))
+    outs = of_real(real)
     compute = by_rows if derivative == "rows" else by_columns
-    return outs, compute(at, real, outs, LEAST_COLUMNS)
+    return outs, compute(of_real, real, outs, LEAST_COLUMNS)
 
 
-def expanded(found: Expansion, point: list[Array], leaves: list[Array]) -> list[Array]:
+def expanded(known: Expansion, point: list[Array], leaves: list[Array]) -> list[Array]:
     """The linear expansion of a function at `point`, evaluated for some leaves."""
     pairs = zip(*(jtu.tree_leaves(as_real(x)) for x in (leaves, point)), strict=True)
     changes = [(x - start).reshape(-1) for x, start in pairs]
     # On GPUs and TPUs, the default would round the Jacobian.
     whole = lax.Precision.HIGHEST
     result = []
-    for out, jacobian in zip(*found, strict=True):
+    for out, jacobian in zip(*known, strict=True):
         for part, change in zip(jacobian, changes, strict=True):
             change = change.astype(part.dtype)
             out = out + jnp.tensordot(part, change, 1, precision=whole)

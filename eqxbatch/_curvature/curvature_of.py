@@ -57,7 +57,7 @@ from .columns import (
     with_both_modes,
 )
 from .gauss_newton import Curve, SiteGaussNewton
-from .pytree import Unravel
+from .pytree import joined, Unravel
 from .site_blocks import AbstractSiteMatrix, RequestedBlocks
 
 
@@ -517,7 +517,7 @@ class GaussNewtonCurvature(AbstractCurvature):
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
         unravel = Unravel(outs)
-        flat = jnp.concatenate([x.ravel().astype(unravel.dtype) for x in outs])
+        flat = joined(outs, unravel.dtype)
         value = lambda flat: self._loss_of(unravel(flat), rows)
         jacobian = jax.jacrev if self._is_reverse else jax.jacfwd
         return jacobian(self._gradient(value))(flat)

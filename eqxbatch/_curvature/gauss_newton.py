@@ -99,7 +99,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
         """Whether a row of the Jacobian of a leaf is a sum of terms."""
         sites = program.sites_of(leaf)
         paired = [(site, self._paired[site.perturbation]) for site in sites]
-        names = (own.names(site) for site, own in paired if own is not None)
+        names = (pairing.names(site) for site, pairing in paired if pairing is not None)
         # Each output is computed from one position.
         apart = {name for axes in itertools.chain(*names) for name in axes or ()}
         return is_sum(sites, apart)
@@ -193,12 +193,12 @@ class SiteGaussNewton(AbstractSiteMatrix):
             zip(*uses, strict=True), labels, sides, strict=True
         ):
             d, axes = cotangent_term(sites, cotangents, names, _vectors(side))
-            own = self._paired[sites[0].perturbation]
-            if own is not None:
-                at = axes.index(_vectors(side))
-                d = d.reshape(*d.shape[:at], *own.left, *d.shape[at + 1 :])
-                vectors = (_vectors(side, axis) for axis in own.axes_left)
-                axes = (*axes[:at], *vectors, *axes[at + 1 :])
+            pairing = self._paired[sites[0].perturbation]
+            if pairing is not None:
+                i = axes.index(_vectors(side))
+                d = d.reshape(*d.shape[:i], *pairing.left, *d.shape[i + 1 :])
+                vectors = (_vectors(side, axis) for axis in pairing.axes_left)
+                axes = (*axes[:i], *vectors, *axes[i + 1 :])
             terms.append((d, axes))
             if sites[0].operand is not None:
                 terms.append(operand_term(sites, operands, names))
@@ -211,23 +211,23 @@ class SiteGaussNewton(AbstractSiteMatrix):
 
         Paired axes get the names that they have at the site.
         """
-        own = self._paired[site.perturbation]
-        if own is None:
+        pairing = self._paired[site.perturbation]
+        if pairing is None:
             return curve
         x, labels = curve
-        at, start = labels.index(_vectors(side)), self._start(own.output)
-        x = lax.slice_in_dim(x, start, start + math.prod(own.shape), axis=at)
+        position, start = labels.index(_vectors(side)), self._start(pairing.output)
+        x = lax.slice_in_dim(x, start, start + math.prod(pairing.shape), axis=position)
         sizes: list[int] = []
         axes: list[Label] = []
-        for i, named in enumerate(own.names(site)):
+        for i, named in enumerate(pairing.names(site)):
             if named is None:
-                sizes.append(own.shape[i])
+                sizes.append(pairing.shape[i])
                 axes.append(_vectors(side, i))
             else:
                 sizes += (site.sizes[name] for name in named)
                 axes += named_labels(names, named)
-        x = x.reshape(*x.shape[:at], *sizes, *x.shape[at + 1 :])
-        return x, (*labels[:at], *axes, *labels[at + 1 :])
+        x = x.reshape(*x.shape[:position], *sizes, *x.shape[position + 1 :])
+        return x, (*labels[:position], *axes, *labels[position + 1 :])
 
     def _start(self, output: int) -> int:
         """Where an output starts among the vectors."""
@@ -255,12 +255,12 @@ def linearized(
     ]
     # What is not used of the result of a pullback is not computed.
     cotangents = jax.vmap(pullback)(seeds)
-    found: dict[tuple, list] = {}
-    for i, own in enumerate(paired):
-        if own is not None:
-            if own.key not in found:
-                found[own.key] = jax.vmap(pullback)(own.seeds(outs))
-            cotangents[i] = found[own.key][i]
+    pulled: dict[tuple, list] = {}
+    for i, pairing in enumerate(paired):
+        if pairing is not None:
+            if pairing.key not in pulled:
+                pulled[pairing.key] = jax.vmap(pullback)(pairing.seeds(outs))
+            cotangents[i] = pulled[pairing.key][i]
     return curve, operands, cotangents
 
 
@@ -335,29 +335,28 @@ def paired_outputs(program: Program) -> list[Paired | None]:
         return program.linearize(leaves, rows, len(outs))[2](seeds)
 
     outs = [var.aval for var in program.jaxpr.outvars]
-    zeros = [[full_varying_as(aval, 0) for aval in own] for own in (outs, avals)]
+    zeros = [[full_varying_as(aval, 0) for aval in group] for group in (outs, avals)]
     jaxpr = jax.make_jaxpr(pulled)(*zeros).jaxpr
     states: list[_State] = [
         {i: frozenset((axis, axis) for axis in range(out.ndim))}
         for i, out in enumerate(outs)
     ]
-    found = _followed(jaxpr, [*states, *({} for _ in avals)])
+    of_cotangents = _followed(jaxpr, [*states, *({} for _ in avals)])
     total = sum(math.prod(out.shape) for out in outs)
     result: list[Paired | None] = []
-    for number, state in enumerate(found):
-        own = None
+    for number, state in enumerate(of_cotangents):
+        pairing = None
         if len(state) == 1:
             ((output, pairs),) = state.items()
-            struct = program.perturbations[number]
+            struct, shape = program.perturbations[number], tuple(outs[output].shape)
             sites = [x for x in program.sites if x.perturbation == number]
             axes = {
                 axis: other
                 for axis, other in sorted(pairs)
                 if all(_has_axis(site, struct, other) for site in sites)
             }
-            shape = tuple(outs[output].shape)
-            own = Paired(output, shape, tuple(axes.get(i) for i, _ in enumerate(shape)))
-        result.append(own if own is not None and own.num < total else None)
+            pairing = Paired(output, shape, tuple(map(axes.get, range(len(shape)))))
+        result.append(pairing if pairing is not None and pairing.num < total else None)
     return result
 
 
@@ -431,9 +430,9 @@ def _moves(eqn: Any, index: int, depend: list[bool]) -> Iterator[tuple[int, int]
         yield from zip(kept, range(len(kept)), strict=True)
     elif name == "squeeze" or (name == "reshape" and params["dimensions"] is None):
         # An axis is kept if equally many entries are before it.
-        at = {(math.prod(after[:i]), size): i for i, size in enumerate(after)}
+        places = {(math.prod(after[:i]), size): i for i, size in enumerate(after)}
         keys = [(math.prod(before[:i]), size) for i, size in enumerate(before)]
-        yield from ((i, at[key]) for i, key in enumerate(keys) if key in at)
+        yield from ((i, places[key]) for i, key in enumerate(keys) if key in places)
     elif name == "dot_general" and is_only:
         contracted, batched = params["dimension_numbers"]
         free = [

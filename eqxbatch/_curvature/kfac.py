@@ -320,19 +320,19 @@ class KFAC(AbstractFisher[Model, P, Out]):
         def totals(sums: Callable[[Factors, Weighing], list[Array]]) -> list[Array]:
             of_rows = functools.partial(_sums, curvature, program, sums)
             closed = curvature.program.closed
-            found, _ = microbatches.total(of_rows, curvature.aux, closed)
+            of_all, _ = microbatches.total(of_rows, curvature.aux, closed)
             # A sum over examples, like a gradient. It also sums over devices, which
             # have different examples but the same parameters.
-            return [sum_varying(x, mesh_axes) for x in found]
+            return [sum_varying(x, mesh_axes) for x in of_all]
 
         def sums(factors: Factors, weighing: Weighing) -> list[Array]:
             sums_of = functools.partial(part_sums, sharing=self.weight_sharing)
             every = (sums_of(program, part, factors, weighing) for part in parts)
             return [*itertools.chain(*every)]
 
-        found = iter(totals(sums))
+        of_all = iter(totals(sums))
         numbers = [num_sums(program, part) for part in parts]
-        of_parts = [[*itertools.islice(found, num)] for num in numbers]
+        of_parts = [[*itertools.islice(of_all, num)] for num in numbers]
         blocks = [
             KroneckerBlock(part, *finished(part, of_part))
             for part, of_part in zip(parts, of_parts, strict=True)
@@ -346,8 +346,8 @@ class KFAC(AbstractFisher[Model, P, Out]):
             # Second moments along the eigenvectors.
             moments = totals(
                 lambda factors, weighing: [
-                    moment_sums(program, part, factors, weighing, own)
-                    for part, own in bases.items()
+                    moment_sums(program, part, factors, weighing, basis)
+                    for part, basis in bases.items()
                 ]
             )
             known = dict(zip(bases, moments, strict=True))

@@ -98,11 +98,11 @@ def _flat(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
 
 
 def _in_order(
-    x: Array, own: Labels, lead: Labels, shared: Labels, *axes: Sequence[int]
+    x: Array, labels: Labels, lead: Labels, shared: Labels, *axes: Sequence[int]
 ) -> Array:
     of_leaf = [("leaf", axis) for group in axes for axis in group]
-    wanted = (*lead, *shared, *(label for label in of_leaf if label in own))
-    return contract([(x, own)], wanted)
+    wanted = (*lead, *shared, *(label for label in of_leaf if label in labels))
+    return contract([(x, labels)], wanted)
 
 
 def _gram(
@@ -137,13 +137,13 @@ def part_sums(
         return [_exact_sum(program, part, factors, weighing)]
     layout = part.layout
     assert layout is not None
-    found: list[Array] = []
+    sums: list[Array] = []
     uses = [_flat(use, factors, layout) for use in uses_of(program, part)]
     for is_swapped in (False, True):
-        own = [use for use in uses if use.is_swapped is is_swapped]
-        if own:
-            found += _role_sums(own, part, weighing, sharing)
-    return found
+        of_role = [use for use in uses if use.is_swapped is is_swapped]
+        if of_role:
+            sums += _role_sums(of_role, part, weighing, sharing)
+    return sums
 
 
 def _role_sums(

@@ -96,6 +96,11 @@ class Unravel(eqx.Module, Generic[_Tree]):
         ]
 
 
+def joined(leaves: Sequence[Array], dtype: Any) -> Inexact[Array, " n"]:
+    """All entries of some arrays, in one vector."""
+    return jnp.concatenate([x.ravel().astype(dtype) for x in leaves])
+
+
 def square(
     blocks: dict[Pair, Array], leaves: Sequence, treedef: Any, *, is_whole: bool = False
 ) -> PyTree:

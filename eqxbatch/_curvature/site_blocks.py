@@ -273,10 +273,10 @@ class AbstractSiteMatrix(abc.ABC):
         struct, program = self.leaves[leaf], self.contracted
         key = [struct.shape, struct.dtype, varying(jax.typeof(struct))]
         for site in program.sites_of(leaf):
-            view, rule, own = site.view, site.rule, (site.perturbation, site.operand)
-            structs = [program.perturbations[own[0]]]
-            if own[1] is not None:
-                structs.append(program.operands[own[1]])
+            view, rule, operand = site.view, site.rule, site.operand
+            structs = [program.perturbations[site.perturbation]]
+            if operand is not None:
+                structs.append(program.operands[operand])
             key += [view.key, view.windows, rule.kind, rule.key, site.loops]
             key += [(struct.shape, struct.dtype) for struct in structs]
             if site.source is not None or any(step.values for step in view.steps):
@@ -299,16 +299,16 @@ class AbstractSiteMatrix(abc.ABC):
         sizes = [self._num_bytes(pairs) for pairs in self.groups]
         if sum(sizes) <= _LEAST_BYTES:
             return [self._sum(pairs, terms, values) for pairs in self.groups]
-        found: list[Array] = []
+        blocks: list[Array] = []
         for group in consecutive_groups(sizes, least=0):
             run = lambda group=group: [
                 self._sum(self.groups[i], terms, values) for i in group
             ]
             # XLA for CPUs would compute the terms of all pairs before it adds any. So
             # each group depends on a number from the previous one.
-            before = found[-1] if found else self.leaves[0]
-            found += in_opaque_branch(run, opaque_true(before.ravel()[:1]))()
-        return found
+            before = blocks[-1] if blocks else self.leaves[0]
+            blocks += in_opaque_branch(run, opaque_true(before.ravel()[:1]))()
+        return blocks
 
     def _num_bytes(self, pairs: list[Pair]) -> int:
         return len(pairs) * self.requested.num_bytes(pairs[0], self.leaves)
@@ -328,15 +328,15 @@ class AbstractSiteMatrix(abc.ABC):
         return total
 
     def _costs(self, terms: Terms, values: list) -> dict[Pair, float]:
-        found = {}
+        costs = {}
         for pairs in self.groups:
             # Pairs that are alike have the same cost.
             cost = total_cost(
                 contraction_cost(arrays, out)
                 for _, arrays, out in self._labelled(pairs[:1], terms, values)
             )
-            found.update(dict.fromkeys(pairs, cost.time))
-        return found
+            costs.update(dict.fromkeys(pairs, cost.time))
+        return costs
 
     def _labelled(
         self, pairs: list[Pair], terms: Terms, values: list
@@ -466,6 +466,6 @@ def _without_repeats(x: Array, labels: Labels) -> Term:
         x = x.reshape(*x.shape[:-2], size**2)
         # On CPUs, this is several times faster than `jnp.einsum`.
         x = lax.slice_in_dim(x, 0, size**2, size + 1, axis=-1)
-        rest = [own for i, own in enumerate(labels) if i not in (first, second)]
+        rest = [label for i, label in enumerate(labels) if i not in (first, second)]
         labels = (*rest, labels[first])
     return x, labels

@@ -32,6 +32,7 @@ from .._batch.transform import (
 )
 from .._curvature.curvature_matrices import filter_ggn
 from .._curvature.directional import like_parameters
+from .._curvature.pytree import joined, Unravel
 from .residuals import (
     CentredTerm,
     in_range,
@@ -357,22 +358,19 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
 
     def _in_parameters(self, residuals: Residuals, gradient: list) -> list[Array]:
         """`(J^T W J + damping)^-1 gradient`, with weights `W`."""
-        real, treedef = jtu.tree_flatten(as_real(gradient))
-        vector = jnp.concatenate([x.reshape(-1).astype(residuals.dtype) for x in real])
+        unravel = Unravel(as_real(gradient))
+        flat = lambda leaves: joined(jtu.tree_leaves(as_real(leaves)), residuals.dtype)
+        vector = flat(gradient)
 
         def split(vector: Array) -> list[Array]:
-            leaves, start = [], 0
-            for x in real:
-                leaves.append(vector[start : start + x.size].reshape(x.shape))
-                start += x.size
-            return as_complex(jtu.tree_unflatten(treedef, leaves))
+            real = unravel.split(vector)
+            return as_complex(jtu.tree_unflatten(unravel.treedef, real))
 
         def product(vector: Array) -> Array:
             pairs = zip(split(vector), residuals.leaves, strict=True)
             tangents = [x.astype(leaf.dtype) for x, leaf in pairs]
             pushed = residuals.weighted(residuals.push(tangents))
-            pulled = jtu.tree_leaves(as_real(residuals.pull(pushed)))
-            return jnp.concatenate([x.reshape(-1).astype(vector.dtype) for x in pulled])
+            return flat(residuals.pull(pushed))
 
         if isinstance(self.solver, str):
             return split(self._solved(self._matrix(residuals), vector))

@@ -250,32 +250,31 @@ class Residuals:
 
     def values(self) -> Vectors:
         """The residuals, centred if required."""
-        vectors = []
-        triples = zip(self.terms, self._one_mode, self.rows, strict=True)
-        for term, program, rows in triples:
-            if term.has_residual:
-                program = self._traced(term.residual, rows)
-            of_rows = lambda arrays, _, run=program.many: run(self.leaves, arrays)[0]
-            vectors.append(accumulated(of_rows, rows, self._size, Concat()))
-        return self.centred(vectors)
+        programs = [
+            self._traced(term.residual, rows) if term.has_residual else program
+            for term, program, rows in zip(
+                self.terms, self._one_mode, self.rows, strict=True
+            )
+        ]
+        return self._of_all(lambda i, rows: programs[i].many(self.leaves, rows)[0])
 
     def push(self, tangents: list[Array]) -> Vectors:
         """The product of the Jacobian with a vector, centred if required."""
+        programs = [self._with(i, "rows", self._one_mode[i]) for i in self.numbers]
+
+        def push(number: int, rows: list) -> Array:
+            values = lambda leaves: programs[number].many(leaves, rows)
+            derivative = self._derivatives[number]
+            return pushed(values, self.leaves, tangents, derivative)[0]
+
+        return self._of_all(push)
+
+    def _of_all(self, fun: Callable[[int, list], Array]) -> Vectors:
+        """What `fun(number, rows)` returns for all rows of each term."""
         vectors = []
-        for number, rows in enumerate(self.rows):
-            program = self._with(number, "rows", self._one_mode[number])
-
-            def push(
-                arrays: list,
-                _: int,
-                number: int = number,
-                term: TracedFunction = program,
-            ) -> Array:
-                values = lambda leaves: term.many(leaves, arrays)
-                derivative = self._derivatives[number]
-                return pushed(values, self.leaves, tangents, derivative)[0]
-
-            vectors.append(accumulated(push, rows, self._size, Concat()))
+        for i, rows in enumerate(self.rows):
+            of_rows = lambda arrays, _, i=i: fun(i, arrays)
+            vectors.append(accumulated(of_rows, rows, self._size, Concat()))
         return self.centred(vectors)
 
     def pull(self, vectors: Vectors) -> list[Array]:
