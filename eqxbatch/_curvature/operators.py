@@ -32,7 +32,7 @@ from .curvature_matrices import (
 )
 from .directional import AbstractHVP, filter_ggnvp, filter_hvp, GGNVP
 from .kfac import KroneckerBlock, KroneckerFactors
-from .pytree import form_of, hessian_to_pytree, Unravel
+from .pytree import form_of, hessian_to_pytree, joined, Unravel
 
 
 class AbstractSymmetricOperator(AbstractTaggedOperator):
@@ -236,7 +236,7 @@ class _Spectrum(eqx.Module):
         """The coordinates of the parameters of the block."""
         dtype, layout = self.values.dtype, self.part.layout
         if layout is None:
-            return self._rotated(_joined(leaves, dtype)[None, None], back=False)
+            return self._rotated(joined(leaves, dtype)[None, None], back=False)
         return self._rotated(layout.matrices(leaves).astype(dtype), back=False)
 
     def leaves(self, coordinates: Array) -> list[Array]:
@@ -268,10 +268,6 @@ class _Spectrum(eqx.Module):
             jnp.split(matrices.ravel(), ends[:-1]), self.part.shapes, strict=True
         )
         return [x.reshape(shape) for x, shape in pairs]
-
-
-def _joined(leaves: list[Array], dtype: Any) -> Array:
-    return jnp.concatenate([x.ravel().astype(dtype) for x in leaves])
 
 
 def _spectrum(block: KroneckerBlock) -> _Spectrum:
@@ -471,11 +467,11 @@ class KroneckerOperator(AbstractSymmetricOperator):
 
     def diagonal(self) -> Inexact[Array, " n"]:
         leaves = jax.tree.leaves(self._tree(lambda spectrum: spectrum.diagonal()))
-        return _joined(leaves, self.unravel.dtype)
+        return joined(leaves, self.unravel.dtype)
 
     def eigh(self) -> tuple[Inexact[Array, " n"], lineax.AbstractLinearOperator]:
         dtype = common_dtype(*(spectrum.values.dtype for spectrum in self._spectra))
-        values = _joined([spectrum.values for spectrum in self._spectra], dtype)
+        values = joined([spectrum.values for spectrum in self._spectra], dtype)
         ends = np.cumsum([spectrum.values.size for spectrum in self._spectra])
 
         def vectors(coordinates: Inexact[Array, " n"]) -> PyTree:

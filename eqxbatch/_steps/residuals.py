@@ -428,11 +428,8 @@ class SampleKernel:
             return {*range(len(self._residuals.leaves))}
         formed: set[int] = set()
         for i, j in self._pairs():
-            pair, schedule = (
-                (linearizations[i], linearizations[j]),
-                self._schedule(i, j),
-            )
-            formed |= {*choose_formed(*pair, 0, schedule)[0]}
+            pair = linearizations[i], linearizations[j]
+            formed |= {*choose_formed(*pair, 0, self._schedule(i, j))[0]}
         return formed
 
     def _axes(self, first: int, second: int, dtype: Any = None) -> OutputAxes:
@@ -480,16 +477,10 @@ class SampleKernel:
         else:
             for pair, kernel in self._kernels.items():
                 (blocks[pair],) = on_device(kernel, make_collectors(kernel, None))
-        block_rows: list[Array] = []
-        for i in self._residuals.numbers:
-            of_row = [
-                self._arranged(blocks[i, j], i, j)
-                if j <= i
-                else self._arranged(blocks[j, i], j, i).T
-                for j in self._residuals.numbers
-            ]
-            block_rows.append(jnp.concatenate(of_row, axis=1))
-        return jnp.concatenate(block_rows, axis=0)
+        arranged = {pair: self._arranged(x, *pair) for pair, x in blocks.items()}
+        numbers = self._residuals.numbers
+        of_pair = lambda i, j: arranged[i, j] if j <= i else arranged[j, i].T
+        return jnp.block([[of_pair(i, j) for j in numbers] for i in numbers])
 
     def pull(self, vectors: Vectors) -> list[Array]:
         """Like `Residuals.pull`, from the factors that were kept for the kernel."""
