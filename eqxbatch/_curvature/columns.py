@@ -202,9 +202,7 @@ def columns(
     linear: Linear, point: Sequence[Array], size: int | None
 ) -> list[Inexact[Array, "..."]]:
     """Like `images`, with the directions along the last axis."""
-    return _in_blocks(
-        lambda seeds: jax.vmap(linear, out_axes=-1)(seeds), point, size, -1
-    )
+    return _in_blocks(jax.vmap(linear, out_axes=-1), point, size, -1)
 
 
 def own_entries(

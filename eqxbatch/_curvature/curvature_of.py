@@ -375,9 +375,8 @@ class GaussNewtonCurvature(AbstractCurvature):
 
         def ask(rows: list) -> bool:
             loss = lambda outs: self._loss_of(outs, rows)
-            return (
-                without_reverse_mode(loss, self._traced.one(self.leaves, rows)) is None
-            )
+            outs = self._traced.one(self.leaves, rows)
+            return without_reverse_mode(loss, outs) is None
 
         has_reverse = at_example(ask, self._model.batch.arrays, self.axes)
         return jax.grad if has_reverse else jax.jacfwd

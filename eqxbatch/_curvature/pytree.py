@@ -233,13 +233,11 @@ def arranged(
     """
     if is_diagonal:
         leaves, treedef = jtu.tree_flatten(diff)
-        unravel = Unravel(diff)
-        entries = [
-            pairs[i, i].astype(unravel.dtype if flat else x.dtype)
-            for i, x in enumerate(leaves)
-        ]
         if flat:
-            return jnp.concatenate([x.ravel() for x in entries]), unravel
+            unravel = Unravel(diff)
+            entries = [pairs[i, i] for i, _ in enumerate(leaves)]
+            return joined(entries, unravel.dtype), unravel
+        entries = [pairs[i, i].astype(x.dtype) for i, x in enumerate(leaves)]
         return jtu.tree_unflatten(treedef, entries)
 
     def block(part: PyTree, numbers: range) -> Any:

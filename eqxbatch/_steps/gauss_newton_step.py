@@ -345,11 +345,8 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             return residuals.weighted(residuals.split(vector), 0.5)
 
         def product(vector: Array) -> Array:
-            pulled = residuals.pull(spread(vector))
-            pairs = zip(pulled, residuals.leaves, strict=True)
-            tangents = [x.astype(leaf.dtype) for x, leaf in pairs]
-            pushed = residuals.weighted(residuals.push(tangents), 0.5)
-            return residuals.join(pushed)
+            pushed = residuals.push(residuals.pull(spread(vector)))
+            return residuals.join(residuals.weighted(pushed, 0.5))
 
         if isinstance(self.solver, str):
             kernel = SampleKernel(residuals, self.block_size, self.microbatch_size)
@@ -367,9 +364,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             return as_complex(jtu.tree_unflatten(unravel.treedef, real))
 
         def product(vector: Array) -> Array:
-            pairs = zip(split(vector), residuals.leaves, strict=True)
-            tangents = [x.astype(leaf.dtype) for x, leaf in pairs]
-            pushed = residuals.weighted(residuals.push(tangents))
+            pushed = residuals.weighted(residuals.push(split(vector)))
             return flat(residuals.pull(pushed))
 
         if isinstance(self.solver, str):
@@ -419,15 +414,15 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             inverse = jnp.where(is_zero, 0, 1 / jnp.where(is_zero, 1, damped))
             times = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
             solve = lambda inverse, x: times(vectors, inverse * times(vectors.T, x))
-            found = solve(inverse, vector)
+            solution = solve(inverse, vector)
             # All eigenvalues are as inexact as the largest one: what they leave of the
             # right-hand side is solved for, too. It would grow where a value is far
             # below zero.
             inverse = jnp.where(2 * values > -damping, inverse, 0)
             for _ in range(3):
-                rest = vector - times(matrix, found) - damping * found
-                found += solve(inverse, rest)
-            return found
+                rest = vector - times(matrix, solution) - damping * solution
+                solution += solve(inverse, rest)
+            return solution
         shifted = matrix + damping * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
         factor = jnp.linalg.cholesky(shifted)
         solution = jsl.cho_solve((factor, True), vector)

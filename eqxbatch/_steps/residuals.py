@@ -260,6 +260,8 @@ class Residuals:
 
     def push(self, tangents: list[Array]) -> Vectors:
         """The product of the Jacobian with a vector, centred if required."""
+        pairs = zip(tangents, self.leaves, strict=True)
+        tangents = [x.astype(leaf.dtype) for x, leaf in pairs]
         programs = [self._with(i, "rows", self._one_mode[i]) for i in self.numbers]
 
         def push(number: int, rows: list) -> Array:
