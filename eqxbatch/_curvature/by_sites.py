@@ -344,8 +344,14 @@ class _Derivatives:
         axes = site.a_axes if is_operand else site.d_axes
 
         def arranged(x: Array) -> Array:
+            # Each site names the axes of its own array.
             x = jax.vmap(jax.vmap(arrange))(site.at_steps(x, 2))
-            return self._arranged(other, x)
+            num, rest = x.shape[0], x.shape[2:]
+            shape = self._perturbations[other.perturbation].shape
+            split = other.at_steps(x.reshape(num, *shape, math.prod(rest)), 1)
+            arrange_other = jax.vmap(other.arrange, in_axes=-1, out_axes=-1)
+            x = jax.vmap(arrange_other)(split)
+            return x.reshape(*x.shape[:-1], *rest)
 
         x, lead = self._changes(known, keys)
         labels = named_labels(other_names, other.d_axes), named_labels(names, axes)
@@ -378,15 +384,6 @@ class _Derivatives:
             x = x.reshape(*x.shape[:2], len(alike), struct.size, *x.shape[3:])
             parts.append(x[positions, :, np.array([alike.index(z) for z, _ in group])])
         return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
-
-    def _arranged(self, by: Site, x: Array) -> Array:
-        """The axes of the perturbation in a derivative, as its site names them."""
-        num, rest = x.shape[0], x.shape[2:]
-        shape = self._perturbations[by.perturbation].shape
-        split = x.reshape(num, *shape, math.prod(rest))
-        arrange = jax.vmap(by.arrange, in_axes=-1, out_axes=-1)
-        arranged = jax.vmap(arrange)(by.at_steps(split, 1))
-        return arranged.reshape(*arranged.shape[:-1], *rest)
 
 
 def _sources(

@@ -115,7 +115,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
 
     def _of_example(self, rows: list, weight: Array | None) -> Kept:
         """The cotangents, the operands, and the curvature or weight of an example."""
-        scale, operands, cotangents = linearized(
+        cotangents, operands, scale = linearized(
             self.program, self.leaves, rows, self._of_outputs, self._paired
         )
         if weight is not None:
@@ -240,8 +240,8 @@ def linearized(
     rows: list,
     of_outputs: OfOutputs,
     paired: "Sequence[Paired | None]" = (),
-) -> tuple[Curve, list, list]:
-    """For one example: the curvature along vectors, operands and cotangents.
+) -> Kept:
+    """For one example: cotangents, operands, and the curvature along vectors.
 
     The cotangents of perturbations that are `paired` are those of fewer vectors.
     """
@@ -261,7 +261,7 @@ def linearized(
             if pairing.key not in pulled:
                 pulled[pairing.key] = jax.vmap(pullback)(pairing.seeds(outs))
             cotangents[i] = pulled[pairing.key][i]
-    return curve, operands, cotangents
+    return cotangents, operands, curve
 
 
 def _vectors(side: int, axis: int | None = None) -> Label:

@@ -33,7 +33,7 @@ from .kronecker_sums import (
     WeightSharing,
 )
 from .pytree import leaves_of_parts, Unravel
-from .site_blocks import of_examples
+from .site_blocks import Kept, of_examples
 
 
 if TYPE_CHECKING:
@@ -395,11 +395,11 @@ def _sums(
     """Adds up what `sums` returns for the factors of some examples at a time."""
     leaves, axes = curvature.leaves, curvature.axes
 
-    def one(rows: list, _: Array | None) -> tuple[Array | None, list, list]:
+    def one(rows: list, _: Array | None) -> Kept:
         return linearized(program, leaves, rows, curvature.of_outputs)
 
     def of_rows(rows: list, weights: Array | None) -> list[Array]:
-        curve, operands, cotangents = of_examples(one, rows, axes, weights)
+        cotangents, operands, curve = of_examples(one, rows, axes, weights)
         labels: Labels = (VECTOR,)
         num, values = rows[0].shape[axes[0]], program.values(leaves)
         factors = Factors(operands, cotangents, labels, num, values)
