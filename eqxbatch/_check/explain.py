@@ -1,6 +1,5 @@
 """`explain_sites`: the sites of a function, and a check of derivatives against JAX."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +15,10 @@ from jaxtyping import PyTree
 from .._base.checks import checked
 from .._base.mistakes import no_arrays_remedy
 from .._base.trees import shown
-from .._batch.batch import Batch, explained_failure, split_batch
+from .._batch.batch import Batch, explained_failure, unbatched
 from .._batch.derivative import Selection, split_examples
-from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
-from .first_order import first_order
-from .second_order import second_order
-from .subject import Call, double_precision, make_subject
+from .._sites.report import report_of, SitesReport
+from .compare import Call, check_of
 
 
 @checked
@@ -45,8 +42,8 @@ def explain_sites(
     [`eqxbatch.filter_micro_value_and_grad`][] uses this, and so do kernels, Hessians
     and Gauss-Newton matrices.
 
-    With `check=True`, results from sites are compared with those of JAX for your
-    function.
+    With `check=True`, results from sites are compared for your function with those of
+    the methods without them, which JAX's derivatives form entry by entry.
 
     **Arguments:**
 
@@ -57,8 +54,8 @@ def explain_sites(
         `check`, anything with a shape and a dtype is accepted as an array, such as a
         `jax.ShapeDtypeStruct`.
     - `check`: whether to compare gradients, norms, kernels, Hessians, their diagonals
-        and Gauss-Newton matrices with those of JAX, leaf by leaf. This compiles and
-        runs the function, which takes seconds to minutes.
+        and Gauss-Newton matrices with those without sites. This compiles and runs the
+        function, which takes seconds to minutes.
     - `where`: a function from `model` to the part (or parts) of it to differentiate
         with respect to, such as the last layer. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
@@ -76,18 +73,17 @@ def explain_sites(
 
     A check uses float64: the arrays of the model and the arguments are cast to it. If
     the function then raises an exception, the check uses the original dtypes, and the
-    report gives the reason. All contractions that are exact for a parameter are
-    compared, not only the cheapest one. If `fun` returns a real scalar, this is
-    differentiated. Otherwise, gradients and Hessians are those of a quadratic function
-    of the output, and outputs with more than eight numbers are first projected randomly
-    to eight.
+    report gives the reason. If `fun` returns a real scalar, this is differentiated.
+    Otherwise, gradients and Hessians are those of a quadratic function of the output,
+    and outputs with more than eight numbers are first projected randomly to eight.
 
-    The memory of a check is bounded. For each example, it is that of eight gradients,
-    and of at most 128 Hessian blocks with eight million entries in total. Larger
-    blocks, blocks of parameters whose sites return more than a thousand numbers, and
-    Hessians in complex parameters are not compared. For parameters with more than 64
-    entries, blocks are compared by products with random directions, and diagonals at
-    some of their entries. The table has a `-` for everything that is not compared.
+    Gradients and norms are compared leaf by leaf: sums of gradients that are clipped
+    for each leaf. For all leaves together, these are clipped as one, and the kernel is
+    compared, too. Second derivatives are those of the smallest leaves, which have at
+    most 2,048 entries together and whose sites return at most as many numbers. So the
+    memory for each example is that of eight gradients and of a few matrices of this
+    size. Hessians in complex parameters are not compared. The table has a `-` for
+    everything that is not compared; select a part of the model to compare that.
 
     **Raises:**
 
@@ -134,9 +130,11 @@ def explain_sites(
         )
     diff, nondiff = Selection(model, where, filter_spec).partition(model)
     leaves, treedef = jtu.tree_flatten(diff)
-    one = (args, kwargs)
+    split = lambda axes, args, kwargs: split_examples(fun, axes, (model, *args), kwargs)
+    batch, one = unbatched(args, kwargs), (args, kwargs)
     if in_axes is not None:
-        one = _first_example(fun, model, in_axes, args, kwargs)
+        batch = eqx.filter_eval_shape(split, in_axes, *_as_arrays((args, kwargs)))
+        one = _first_example(batch)
     dynamic, static = eqx.partition(one, _has_shape)
 
     def flat(leaves: list, dynamic: PyTree) -> PyTree:
@@ -144,54 +142,38 @@ def explain_sites(
         model = eqx.combine(jtu.tree_unflatten(treedef, leaves), nondiff)
         return fun(model, *args, **kwargs)
 
-    with _told_apart(fun, model, in_axes, args, kwargs):
+    whole = lambda _: eqx.filter_eval_shape(fun, model, *args, **kwargs)
+    remedy = "Give the function of one example."
+    with explained_failure(whole, batch, "example", remedy):
         closed, _, _ = eqx.filter_make_jaxpr(flat)(leaves, dynamic)
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
     report = report_of(closed, paths)
     if not check:
         return report
-    batch = _batch(fun, model, in_axes, args, kwargs)
-    compared = _checked(Call(fun, diff, nondiff, batch), paths)
-    return dataclasses.replace(report, check=compared)
-
-
-def _told_apart(
-    fun: Callable, model: PyTree, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
-) -> contextlib.AbstractContextManager:
-    """A context that names the mistake if the function takes a whole batch."""
-    if in_axes is None:
-        return contextlib.nullcontext()
-    split = lambda args, kwargs: split_examples(fun, in_axes, (model, *args), kwargs)
-    batch = eqx.filter_eval_shape(split, *_as_arrays((args, kwargs)))
-    whole = lambda _: eqx.filter_eval_shape(fun, model, *args, **kwargs)
-    return explained_failure(whole, batch, "example", _IF_WHOLE)
-
-
-_IF_WHOLE = "Give the function of one example."
+    args, kwargs = _with_values(args, kwargs)
+    if in_axes is None:  # One example is a batch of one.
+        expand = lambda x: x[None] if eqx.is_array(x) else x
+        args, kwargs = jtu.tree_map(expand, (args, kwargs))
+        in_axes = eqx.if_array(0)
+    call = Call(fun, diff, nondiff, split(in_axes, args, kwargs))
+    return dataclasses.replace(report, check=check_of(call, paths))
 
 
 def _has_shape(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _first_example(
-    fun: Callable, model: PyTree, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
+def _first_example(batch: Batch) -> tuple[tuple, dict[str, Any]]:
     """The types of the arguments of one example of a batch."""
-
-    def first(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        all_args = (model, *args)
-        batch = split_examples(fun, in_axes, all_args, kwargs)
-        if batch.total() == 0:
-            raise ValueError("There are no examples to look at: the batch is empty.")
-        rows = [
-            lax.index_in_dim(x, 0, axis, keepdims=False)
-            for x, axis in zip(batch.arrays, batch.axes, strict=True)
-        ]
-        (_, *args_of_one), kwargs_of_one = batch.arguments(rows)
-        return tuple(args_of_one), kwargs_of_one
-
-    return eqx.filter_eval_shape(first, *_as_arrays((args, kwargs)))
+    if batch.total() == 0:
+        raise ValueError("There are no examples to look at: the batch is empty.")
+    first = lambda arrays: [
+        lax.index_in_dim(x, 0, axis, keepdims=False)
+        for x, axis in zip(arrays, batch.axes, strict=True)
+    ]
+    rows = eqx.filter_eval_shape(first, batch.arrays)
+    (_, *args), kwargs = batch.arguments(rows)
+    return tuple(args), kwargs
 
 
 def _as_arrays(tree: PyTree) -> PyTree:
@@ -200,48 +182,15 @@ def _as_arrays(tree: PyTree) -> PyTree:
     return jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, tree)
 
 
-def _batch(
-    fun: Callable, model: PyTree, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
-) -> Batch:
-    """The arguments of a call; one example is a batch of one."""
-    args, kwargs = _as_arrays((args, kwargs))
+def _with_values(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments as JAX arrays; raises `ValueError` if one has no values."""
     for path, x in jtu.tree_leaves_with_path((args, kwargs)):
-        is_traced = isinstance(x, Tracer)
-        if _has_shape(x) and (is_traced or not eqx.is_array(x)):
+        has_values = eqx.is_array_like(x) and not isinstance(x, Tracer)
+        if _has_shape(x) and not has_values:
             in_kwargs, *rest = path
             name = ("args", "kwargs")[in_kwargs.idx] + jtu.keystr(tuple(rest))
             raise ValueError(
                 "`check=True` runs the function, so that it needs arrays with values; "
                 f"got {x} for `{name}`. Give arrays, or leave out `check`."
             )
-    if in_axes is not None:
-        return split_examples(fun, in_axes, (model, *args), kwargs)
-    expand = lambda x: x[None] if eqx.is_array(x) else x
-    args, kwargs = jtu.tree_map(expand, (args, kwargs))
-    in_all = (None, *(eqx.if_array(0) for _ in args))
-    return split_batch(fun, in_all, (model, *args), kwargs)
-
-
-def _checked(call: Call, paths: list[str]) -> SitesCheck:
-    """Runs the check in float64 if the function can be differentiated there."""
-    with double_precision():
-        wide = call.widened()
-        reason = wide.refusal()
-        if reason is None:
-            return _compared(wide, paths, "float64", None)
-    dtypes = sorted({str(x.dtype) for x in call.leaves})
-    return _compared(call, paths, ", ".join(dtypes), reason)
-
-
-def _compared(
-    call: Call, paths: list[str], dtype: str, reason: str | None
-) -> SitesCheck:
-    subject = make_subject(call)
-    errors, whole, jacobians = first_order(subject)
-    curvature = second_order(subject, jacobians)
-    leaves = [
-        LeafCheck(path, **first, **second)
-        for path, first, second in zip(paths, errors, curvature, strict=True)
-    ]
-    together = LeafCheck("all together", **whole)
-    return SitesCheck(tuple(leaves), together, subject.num, dtype, reason)
+    return _as_arrays((args, kwargs))

@@ -76,16 +76,16 @@ _HEADINGS = ("gradient", "norm", "kernel", "Hessian", "diagonal", "Gauss-Newton"
 
 @dataclasses.dataclass(frozen=True)
 class LeafCheck:
-    """One leaf of an [`eqxbatch.SitesCheck`][]: differences between sites and JAX.
+    """One leaf of an [`eqxbatch.SitesCheck`][]: differences between two methods.
 
-    Each error is the largest difference, relative to the largest entry of JAX's result,
-    or None if it was not compared.
+    Each error is the largest difference between results from sites and without them,
+    relative to the largest entry; or, if that is below a ten-thousandth of another
+    leaf's, to this. It is None if it was not compared.
 
     - `path`: the path of the leaf in the model.
-    - `gradient`: the error of per-example gradients and Jacobians, and of weighted
-        sums.
+    - `gradient`: the error of a weighted sum of clipped gradients.
     - `norm`: the error of per-example gradient norms.
-    - `kernel`: the error of the leaf's share in the kernel.
+    - `kernel`: the error of the kernel, for all leaves together only.
     - `hessian`: the error of the leaf's Hessian blocks, with itself and with others.
     - `diagonal`: the error of its share in the diagonal of the Hessian.
     - `gauss_newton`: the error of its blocks in the Gauss-Newton matrix.

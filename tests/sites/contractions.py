@@ -1,23 +1,19 @@
-"""Compares gradients, norms and kernels from sites with those of JAX."""
+"""Compares every contraction that is exact for a leaf with what JAX says."""
 
-from collections.abc import Callable
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._base.dtypes import common_dtype, squared_norm
-from .._gradients.micro_grad import filter_micro_value_and_grad
-from .._ntk.empirical import EmpiricalNTK
-from .._sites.cancellation import OfLeaf, squared_norms
-from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
-from .._sites.factors import Factors, gradients, weighted_sum
-from .._sites.gram import gram, has_gram
-from .._sites.site import Label, Site
-from .._sites.trace import Program
-from .subject import as_numpy, largest_entry, largest_error, Subject
+from eqxbatch._base.dtypes import common_dtype, squared_norm
+from eqxbatch._sites.cancellation import OfLeaf, squared_norms
+from eqxbatch._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
+from eqxbatch._sites.factors import Factors, gradients, weighted_sum
+from eqxbatch._sites.gram import gram, has_gram
+from eqxbatch._sites.site import Label, Site
+from eqxbatch._sites.trace import Program
+from .second_order import second_order
+from .subject import as_numpy, largest_entry, largest_error, make_subject, Subject
 
 
 _OUTPUTS: tuple[Label, Label] = (("output", 0), ("output", 1))
@@ -29,18 +25,22 @@ _KERNEL: Labels = (EXAMPLE, _OUTPUTS[0], OTHER_EXAMPLE, _OUTPUTS[1])
 Errors = dict[str, float]
 
 
-def first_order(subject: Subject) -> tuple[list[Errors], Errors, list[np.ndarray]]:
-    """The errors of each leaf and of all together, and the Jacobians of JAX."""
+def contraction_errors(fun, model, xs) -> list[Errors]:
+    """The largest relative errors for each leaf, by quantity.
+
+    Second derivatives that are too large to compare are missing. `fun(model, x)` is
+    called in double precision, which must be enabled, with examples `xs`.
+    """
+    subject = make_subject(fun, model, xs)
     each, jacobians = _truth(subject)
-    truth = [*zip(each, jacobians, strict=True)]
-    found = _by_sites(subject)
     floor = _floor(subject, max(map(largest_entry, each), default=0.0))
-    errors = [
+    truth = zip(each, jacobians, strict=True)
+    first = [
         _leaf_errors(*by_sites, *true, _weights(subject), floor)
-        for by_sites, true in zip(found, truth, strict=True)
+        for by_sites, true in zip(_by_sites(subject), truth, strict=True)
     ]
-    whole = _whole_errors(subject, each, jacobians)
-    return errors, whole, jacobians
+    second = second_order(subject, jacobians)
+    return [{**a, **b} for a, b in zip(first, second, strict=True)]
 
 
 def _floor(subject: Subject, largest: float) -> float:
@@ -167,47 +167,3 @@ def _kernel(jacobian: np.ndarray) -> np.ndarray:
     """A leaf's share in the kernel, from its Jacobian; complex counts as two real."""
     flat = jacobian.reshape(*jacobian.shape[:2], -1)
     return np.real(np.einsum("iap,jbp->iajb", flat, flat.conj(), optimize=True))
-
-
-class _Model(eqx.Module):
-    leaves: list
-    outputs: Callable = eqx.field(static=True)
-
-    def __call__(self, rows: list) -> Array:
-        return self.outputs(self.leaves, rows)
-
-
-def _whole_errors(
-    subject: Subject,
-    each: list[np.ndarray],
-    jacobians: list[np.ndarray],
-) -> Errors:
-    """The errors of clipped gradients, of norms, and of kernels."""
-    norms = _norms(each)
-    bound = float(np.median(norms)) / 2 or 1.0
-    clipped = filter_micro_value_and_grad(
-        lambda leaves, rows: subject.value(leaves, rows),
-        clip_norm=bound,
-        return_norms=True,
-        method="sites",
-    )
-    _, gradient, statistics = clipped(subject.leaves, subject.rows)
-    scales = np.minimum(1.0, bound / np.maximum(norms, bound)) / subject.num
-    worst = max(map(largest_entry, each), default=0.0)
-    errors = [
-        largest_error(
-            found,
-            np.tensordot(scales, true, 1),
-            max(largest_entry(true) * float(scales.max()), _floor(subject, worst)),
-        )
-        for found, true in zip(gradient, each, strict=True)
-    ]
-    ntk = EmpiricalNTK(
-        _Model(subject.leaves, subject.outputs), trace_axes=(), implementation="sites"
-    )
-    kernel = as_numpy(ntk(subject.rows)).transpose(0, 2, 1, 3)
-    return {
-        "gradient": max(errors),
-        "norm": largest_error(statistics.norms, norms),
-        "kernel": largest_error(kernel, sum(map(_kernel, jacobians))),
-    }

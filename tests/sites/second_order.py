@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._batch.batch import split_batch
-from .._batch.derivative import Loss
-from .._curvature.by_sites import is_covered
-from .._curvature.columns import replaced
-from .._curvature.curvature_matrices import CurvatureBlocks
-from .._curvature.curvature_of import (
+from eqxbatch._batch.batch import split_batch
+from eqxbatch._batch.derivative import Loss
+from eqxbatch._curvature.by_sites import is_covered
+from eqxbatch._curvature.columns import replaced
+from eqxbatch._curvature.curvature_matrices import CurvatureBlocks
+from eqxbatch._curvature.curvature_of import (
     AbstractCurvature,
     GaussNewtonCurvature,
     LossCurvature,
 )
-from .._curvature.site_blocks import Pair, RequestedBlocks
-from .._sites.trace import Program
+from eqxbatch._curvature.site_blocks import Pair, RequestedBlocks
+from eqxbatch._sites.trace import Program
 from .subject import as_numpy, largest_entry, largest_error, Subject
 
 
@@ -192,7 +192,7 @@ def _products(
     def hessian(vector: list) -> list:
         return jax.jvp(jax.grad(total), (point,), (vector,))[1]
 
-    one = jnp.zeros(jacobians[0].shape[1], subject.rows[-1].dtype)
+    one = jnp.zeros(jacobians[0].shape[1], subject.leaves[0].dtype)
     curve = as_numpy(jax.hessian(subject.loss)(one))
     for leaf, entry, direction in _directions(subject, leaves):
         products: dict[int, np.ndarray] = {}

@@ -1,0 +1,102 @@
+"""What compares all contractions finds what is wrong in any of them."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from eqxbatch._curvature import site_blocks
+from eqxbatch._sites import finder, gram
+from ..layers import LAYERS
+from .contractions import contraction_errors
+
+
+pytestmark = pytest.mark.usefixtures("x64")
+FIRST = ("gradient", "norm", "kernel")
+SECOND = ("hessian", "diagonal", "gauss_newton")
+
+
+def of_linear(rows=3, columns=2, fun=lambda model, x: model(x)):
+    model = eqx.nn.Linear(columns, rows, key=jr.key(0))
+    return contraction_errors(fun, model, jnp.ones((1, columns)))
+
+
+def of_layer(name, num=2):
+    model, fun, example = LAYERS[name]()
+    return contraction_errors(fun, model, jax.vmap(example)(jr.split(jr.key(1), num)))
+
+
+def break_products(monkeypatch, **changes):
+    """Gives the rule of products other fields."""
+
+    def find_broken(eqn, position):
+        rule = find_rule(eqn, position)
+        if rule is None or rule.kind != "dot_general":
+            return rule
+        return dataclasses.replace(
+            rule, **{name: change(rule) for name, change in changes.items()}
+        )
+
+    find_rule = finder.find_rule
+    monkeypatch.setattr(finder, "find_rule", find_broken)
+
+
+@pytest.mark.parametrize("name", ("Conv2d, in groups", "Embedding, of a sequence"))
+def test_good_models(name):
+    for leaf in of_layer(name):
+        # Nothing is left out of what is as small as that.
+        assert [*leaf] == [*FIRST, *SECOND]
+        assert max(leaf.values()) < 1e-12
+
+
+def test_broken_rule(monkeypatch):
+    break_products(monkeypatch, scale=lambda _: 1.01)
+    weight, bias = of_linear()
+    for error in weight.values():
+        assert 5e-3 < error < 5e-2
+    # Blocks with the weight are the bias's, too.
+    assert max(bias[name] for name in (*FIRST, "diagonal")) < 1e-12
+
+
+def test_broken_sums(monkeypatch):
+    # What a sum over examples is the transpose of.
+    break_products(monkeypatch, op=lambda rule: lambda a, w: 2 * rule.op(a, w))
+    weight, bias = of_linear()
+    assert weight["gradient"] > 0.1
+    assert max(weight["norm"], weight["kernel"], bias["gradient"]) < 1e-12
+
+
+def test_what_is_not_finite_is_an_error(monkeypatch):
+    break_products(monkeypatch, scale=lambda _: float("nan"))
+    weight, bias = of_linear()
+    assert {*weight.values()} == {np.inf}
+    assert bias["gradient"] < 1e-12
+
+
+def test_contractions_that_are_not_chosen(monkeypatch):
+    terms = gram.norm_terms
+    broken = lambda *args: [(x, 2 * scale) for x, scale in terms(*args)]
+    monkeypatch.setattr(gram, "norm_terms", broken)
+    weight = of_layer("Conv2d, in groups", num=1)[0]
+    assert weight["norm"] == pytest.approx(2**0.5 - 1)
+    assert weight["gradient"] < 1e-12
+
+
+def test_broken_curvature_of_large_leaves(monkeypatch):
+    # So large that it is compared along random directions.
+    contracted = site_blocks.contract
+
+    def broken(terms, out):
+        block = contracted(terms, out)
+        return block.at[(0,) * block.ndim].multiply(1.5)
+
+    monkeypatch.setattr(site_blocks, "contract", broken)
+    fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
+    weight, bias = of_linear(15, 20, fun)
+    assert max(weight[name] for name in FIRST) < 1e-12
+    assert min(weight["hessian"], weight["gauss_newton"]) > 1e-3
+    assert min(bias[name] for name in SECOND) > 1e-3
