@@ -33,7 +33,6 @@ from .._base.primitives import (
     LINEAR_IN_EACH,
     LINEAR_IN_SOME,
     name_of,
-    SUMS,
     with_trait,
 )
 from .custom import linearized, unique_inputs
@@ -50,7 +49,7 @@ from .plan import (
 from .rules import find_rule, unknown_parameters
 from .shared import Graph, Loop, Node, pushforward_of, Slope, Value
 from .site import Site, SiteLoop
-from .view import extend_sum, extend_view, leaf_view, View
+from .view import extend_view, leaf_view, View
 
 
 _Struct = jax.ShapeDtypeStruct
@@ -187,14 +186,6 @@ class Finder:
 
     def _linear(self, eqn: Any, inputs: list[Shared]) -> list[list[View]] | None:
         """The views of each output, if the equation is linear in all its inputs."""
-        is_known = not unknown_parameters(eqn)
-        if name_of(eqn) in SUMS and is_known:
-            sums = [
-                extend_sum(view, eqn, position)
-                for position, own in enumerate(inputs)
-                for view in own.views
-            ]
-            return [sums]
         results: list[list[View]] = [[] for _ in eqn.outvars]
         for position, own in enumerate(inputs):
             for view in own.views:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Inexact
 from .einsum import EXAMPLE, Labels, Term
 from .factors import Factors, has_weights, labelled_terms, scale_of
 from .rules import Axes, SUMS
-from .shared import Node, Slope, Value
+from .shared import nodes_up_to, Slope, Value
 from .site import has_named_axes, Label, Site
 from .trace import Program
 
@@ -240,17 +240,9 @@ def multiplied(program: Program, leaf: int) -> int | None:
 
 def _leaves_of(value: Value) -> set[int]:
     """The leaves that a value depends on and has derivatives in."""
-    nodes: list[Node] = [value.node if isinstance(value, Slope) else value]
-    found, seen = set(), set()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if node.leaf is not None and node.varies:
-            found.add(node.leaf)
-        nodes += node.inputs
-    return found
+    last = value.node if isinstance(value, Slope) else value
+    nodes = nodes_up_to([last])
+    return {x.leaf for x in nodes if x.leaf is not None and x.varies}
 
 
 def uses_of(program: Program, part: Part) -> list[AxisRoles]:

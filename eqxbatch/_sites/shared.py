@@ -296,76 +296,63 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
 def evaluate(values: Iterable[Value], leaves: list) -> list[Array]:
     """Computes values at these leaves."""
     values = list(values)
-    wanted = [own for value in values for own in _nodes_of(value)]
-    known = _evaluated(wanted, leaves, {})
+    known = _evaluated([node for value in values for node in _inputs(value)], leaves)
     return [
         known[value] if isinstance(value, Node) else _slope(value, known)
         for value in values
     ]
 
 
-def _nodes_of(value: Value) -> Iterable[Node]:
-    """The nodes that a value depends on."""
-    if isinstance(value, Node):
-        return (value,)
-    return (value.base, *_constants(value))
+def nodes_up_to(
+    last: Iterable[Node], is_known: Callable[[Node], bool] = lambda _: False
+) -> list[Node]:
+    """All nodes that some nodes are computed from, in order, except known ones."""
+    found: dict[Node, None] = {}
+    stack = [*last]
+    while stack:
+        node = stack.pop()
+        if node not in found and not is_known(node):
+            found[node] = None
+            stack += node.inputs
+    return sorted(found, key=lambda node: node.order)
 
 
 def _between(slope: Slope) -> list[Node]:
     """The nodes on the way from the base to the node, in order."""
-    found: dict[Node, None] = {}
-    stack = [slope.node]
-    while stack:
-        node = stack.pop()
-        if node is slope.base or node in found or slope.base not in node.bases:
-            continue
-        found[node] = None
-        stack += node.inputs
-    return sorted(found, key=lambda node: node.order)
+    is_before = lambda node: node is slope.base or slope.base not in node.bases
+    return nodes_up_to([slope.node], is_before)
 
 
-def _constants(slope: Slope) -> list[Node]:
-    """The other inputs of these nodes."""
-    between = {*_between(slope), slope.base}
-    inputs = itertools.chain(*(node.inputs for node in between - {slope.base}))
-    return [node for node in inputs if node not in between]
+def _inputs(value: Value) -> list[Node]:
+    """The nodes that a value is computed from, apart from those on the way to it."""
+    if isinstance(value, Node):
+        return [value]
+    between = _between(value)
+    inputs = itertools.chain(*(node.inputs for node in between))
+    return [value.base, *(node for node in inputs if node not in between)]
 
 
 def _slope(slope: Slope, known: dict[Node, Array]) -> Array:
-    def along(x: Array) -> Array:
-        own = {**known, slope.base: x}
-        for node in _between(slope):
-            assert node.run is not None
-            own[node] = node.run(*(own[each] for each in node.inputs))[node.output]
-        return own[slope.node]
-
-    base = known[slope.base]
+    inputs = {node: known[node] for node in _inputs(slope)}
+    base = inputs[slope.base]
+    along = lambda x: _evaluated([slope.node], [], {**inputs, slope.base: x})[
+        slope.node
+    ]
     return jax.jvp(along, (base,), (jnp.ones_like(base),))[1]
 
 
 def _evaluated(
-    wanted: Iterable[Node], leaves: list, known: dict[Node, Array]
+    wanted: Iterable[Node], leaves: list, known: dict[Node, Array] | None = None
 ) -> dict[Node, Array]:
-    needed: dict[Node, None] = {}
-    stack = [*wanted]
-    while stack:
-        node = stack.pop()
-        if node not in needed and node not in known:
-            needed[node] = None
-            stack += node.inputs
+    known = {} if known is None else known
     made: dict[int, list] = {}
-    for node in sorted(needed, key=lambda node: node.order):
+    for node in nodes_up_to(wanted, known.__contains__):
         if node.leaf is not None:
             known[node] = leaves[node.leaf]
         elif node.run is None:
             known[node] = node.constant
         else:
             if node.order not in made:
-                made[node.order] = node.run(*(known[each] for each in node.inputs))
+                made[node.order] = node.run(*(known[x] for x in node.inputs))
             known[node] = made[node.order][node.output]
     return known
-
-
-def value_of(node: Node) -> Callable[[list], Array]:
-    """A node as a differentiable function of the leaves."""
-    return lambda leaves: _evaluated([node], leaves, {})[node]

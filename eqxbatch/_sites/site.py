@@ -66,12 +66,8 @@ class SiteLoop:
     @classmethod
     def of(cls, view: View, loop: Loop) -> "SiteLoop":
         """A loop around the site of a view."""
-        if loop not in view.loops:
-            return cls(loop, False, loop[1])
-        window = view.windows[view.loops.index(loop)]
-        if window is None:
-            return cls(loop, True, loop[1])
-        return cls(loop, True, window[1], window[0])
+        start, length = dict(view.windows).get(loop, (None, loop[1]))
+        return cls(loop, loop in view.loops, length, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +260,8 @@ def _same_isometry(site: Site, other: Site) -> bool:
 def _identity(site: Site) -> tuple:
     shape = tuple(site.sizes[name] for name in site.w_axes)
     view = site.view
-    return (has_named_axes(site), view.key, view.windows, site.rule.splits, shape)
+    windows = tuple(map(dict(view.windows).get, view.loops))
+    return (has_named_axes(site), view.key, windows, site.rule.splits, shape)
 
 
 def _cross(site: Site, other: Site) -> bool:

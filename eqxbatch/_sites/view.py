@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from .._base.dtypes import is_complex
 from .._base.jaxprs import literal
+from .._base.primitives import SUMS
 from .rules import unknown_parameters
 from .shared import Loop, merged_loops
 
@@ -42,8 +43,8 @@ class View:
     - `leaf`, `type_of_leaf`: the index of the leaf, and its shape, dtype and so on.
     - `shape`: the shape of the view. The result of `apply` has leading axes for
         `loops`: the loops in which the view differs between steps, outermost first.
-    - `windows`: for each of these loops, the steps for which the view is not zero, as
-        the first one and their number; None for all.
+    - `windows`: the loops in some of whose steps the view is zero, with the first of
+        the others and their number.
     - `key`: equal for two views that are the same function.
     - `axes`: for each axis of the view, including leading ones, the corresponding axis
         of the leaf, or None if the leaf is repeated along it. None if some axis is
@@ -60,7 +61,7 @@ class View:
     shape: tuple[int, ...]
     axes: tuple[int | None, ...] | None
     loops: tuple[Loop, ...] = ()
-    windows: tuple[tuple[int, int] | None, ...] = ()
+    windows: tuple[tuple[Loop, tuple[int, int]], ...] = ()
     steps: tuple[_Step, ...] = ()
     key: tuple[str, ...] = ()
     scale: float | complex = 1.0
@@ -95,10 +96,11 @@ class View:
     def scanned(self, loop: Loop) -> "View":
         """A slice along axis 0, as in the body of a scan."""
         place = self.place
+        window = () if place is None else ((loop, (place.start, place.size)),)
         return dataclasses.replace(
             self,
             loops=(*self.loops, loop),
-            windows=(*self.windows, place and (place.start, place.size)),
+            windows=(*self.windows, *window),
             shape=self.shape[1:],
             place=None,
         )
@@ -130,64 +132,47 @@ class View:
         result, `axes` has the axis that it was, or None for a new one. `values` are the
         indices of further values that `step` takes, and their loops.
         """
-        if self.place is not None:
-            view = self.in_zeros()
-            return view.then(
-                key,
-                step,
-                shape,
-                axes,
-                is_isometry=is_isometry,
-                is_weighted=is_weighted,
-                scale=scale,
-                values=values,
-            )
+        view = self.in_zeros()
         of_values = [loops for _, loops in values]
-        loops = merged_loops(self.loops, *of_values)
-        window_of = dict(zip(self.loops, self.windows, strict=True))
-        windows = tuple(window_of.get(loop) for loop in loops)
-        fun = _in_loops(step, self.loops, of_values, loops, windows)
-        own = self.axes
+        loops = merged_loops(view.loops, *of_values)
+        own, composed = view.axes, None
         if own is not None and axes is not None:
-            num = len(self.loops)
-            lead = dict(zip(self.loops, own[:num], strict=True))
+            num = len(view.loops)
+            lead = dict(zip(view.loops, own[:num], strict=True))
             new = (None if axis is None else own[num + axis] for axis in axes)
             composed = (*map(lead.get, loops), *new)
-        else:
-            composed = None
+        fun = _in_loops(step, view, of_values, loops)
         return dataclasses.replace(
-            self,
+            view,
             shape=tuple(shape),
             axes=composed,
             loops=loops,
-            windows=windows,
-            steps=(*self.steps, _Step(fun, tuple(number for number, _ in values))),
-            key=(*self.key, key),
-            scale=self.scale * scale,
-            is_weighted=self.is_weighted or is_weighted,
-            is_isometry=self.is_isometry and is_isometry and loops == self.loops,
+            steps=(*view.steps, _Step(fun, tuple(number for number, _ in values))),
+            key=(*view.key, key),
+            scale=view.scale * scale,
+            is_weighted=view.is_weighted or is_weighted,
+            is_isometry=view.is_isometry and is_isometry and loops == view.loops,
         )
 
 
 def _in_loops(
     step: Callable[..., Array],
-    own: tuple[Loop, ...],
+    view: View,
     of_values: list[tuple[Loop, ...]],
     loops: tuple[Loop, ...],
-    windows: Sequence[tuple[int, int] | None],
 ) -> Callable[[Array, list], Array]:
     """Maps a step over the loops of the view and of the values."""
-    run = lambda x, values: step(x, *values)
-    for loop, window in reversed([*zip(loops, windows, strict=True)]):
+    run, windows = lambda x, values: step(x, *values), dict(view.windows)
+    for loop in reversed(loops):
         axes = [0 if loop in each else None for each in of_values]
-        length = loop[1] if window is None else window[1]
-        run = jax.vmap(run, (0 if loop in own else None, axes), axis_size=length)
+        _, length = windows.get(loop, loop)
+        run = jax.vmap(run, (0 if loop in view.loops else None, axes), axis_size=length)
 
     def cut(x: Array, values: list) -> Array:
         values = [*values]
-        for loop, window in zip(loops, windows, strict=True):
+        for loop, window in windows.items():
             for i, each in enumerate(of_values):
-                if window is not None and loop in each:
+                if loop in each:
                     values[i] = jax.lax.slice_in_dim(
                         values[i], window[0], sum(window), axis=each.index(loop)
                     )
@@ -216,6 +201,8 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
 
     if unknown_parameters(eqn):
         return None
+    if name in SUMS:
+        return [_summand(view, eqn, index)]
     if name in ("transpose", "squeeze", "broadcast_in_dim", "reshape"):
         if len(eqn.invars) > 1:  # A dynamic shape.
             return None
@@ -313,7 +300,7 @@ def _scaled(view: View, eqn: Any, index: int, key: str) -> View | None:
     return view.then(key, scale, out.shape, axes, scale=factor)
 
 
-def extend_sum(view: View, eqn: Any, index: int) -> View:
+def _summand(view: View, eqn: Any, index: int) -> View:
     """The contribution of a view to `add` or `sub`, as the input with this `index`."""
     shape = eqn.outvars[0].aval.shape
     if view.shape != shape:
