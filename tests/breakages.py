@@ -179,14 +179,14 @@ BREAKAGES = [
     ),
     Breakage(
         "the order of axes in a reshape is ignored",
-        "_sites/view.py",
+        "_sites/shared.py",
         "order = range(len(old)) if order is None else order",
         "order = range(len(old))",
         "tests/sites -k use_by",
     ),
     Breakage(
         "axes of a view inside of a scan are those of the whole leaf",
-        "_sites/view.py",
+        "_sites/shared.py",
         "(None if axis is None else own[num + axis] for axis in axes)",
         "(None if axis is None else own[axis] for axis in axes)",
         "tests/sites -k use_by",
@@ -200,7 +200,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a reversed scan runs forwards",
-        "_sites/trace.py",
+        "_sites/plan.py",
         'reverse=params["reverse"],',
         "reverse=False,",
         "tests/sites -k 'use_by or layer'",
@@ -228,7 +228,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a custom derivative is followed into second derivatives",
-        "_sites/finder.py",
+        "_sites/trace.py",
         "if self.order == 1 else reason",
         "if self.order else reason",
         "tests/sites/test_custom.py -k second",

@@ -26,10 +26,10 @@ from jaxtyping import Array, Inexact, Real
 from .._base.dtypes import widened
 from .._base.jaxprs import depends, evaluate_jaxpr
 from .._base.mesh import full_varying_as, vary, varying
-from .._sites.cancellation import cancels, OfLeaf
 from .._sites.cost import pushed_cost
 from .._sites.einsum import EXAMPLE, Labels, Term
 from .._sites.factors import Factors
+from .._sites.gram import cancels, OfLeaf
 from .._sites.shared import evaluate, Node
 from .._sites.site import is_allowed, is_sum, Label, Site
 from .._sites.trace import Program

@@ -34,7 +34,6 @@ from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.trees import described, is_none, match_prefix
 from .._batch.batch import explained_failure
 from .._batch.derivative import Loss, MicrobatchResult, TracedLoss
-from .._sites.cancellation import OfLeaf, squared_norms, with_own_factors
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
     Factor,
@@ -45,6 +44,7 @@ from .._sites.factors import (
     weighted_sum,
     weights_of,
 )
+from .._sites.gram import OfLeaf, squared_norms, with_own_factors
 from .._sites.site import is_outer_product, Site
 from .._sites.trace import Program
 

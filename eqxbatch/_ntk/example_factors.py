@@ -24,10 +24,9 @@ from .._base.jaxprs import TracedFunction
 from .._base.mesh import explicit_mesh, vary, varying
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
-from .._sites.cancellation import cancels, grams, OfLeaf
 from .._sites.cost import contraction_cost, Cost, forming_cost, total_cost
 from .._sites.factors import Factor, Factors, gradients
-from .._sites.gram import gram_terms, has_gram
+from .._sites.gram import cancels, gram_terms, grams, has_gram, OfLeaf
 from .._sites.site import leaf_site, positions, Site
 from .._sites.trace import Program
 from .output_axes import OutputAxes

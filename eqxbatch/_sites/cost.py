@@ -7,13 +7,13 @@ import collections
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 
 from .._base.primitives import callee, inner_jaxprs, name_of, PRODUCTS
 from .._base.trees import log
@@ -109,24 +109,19 @@ def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
 
 def _cost_of(eqn: Any) -> Cost:
     name = name_of(eqn)
-    shapes = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
-    widths = [getattr(var.aval, "dtype", jnp.dtype("float32")) for var in eqn.outvars]
-    written = float(
-        sum(
-            math.prod(shape) * getattr(dtype, "itemsize", 4)
-            for shape, dtype in zip(shapes, widths, strict=True)
-        )
-    )
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        lhs = eqn.invars[0].aval.shape
-        products = math.prod(lhs[axis] for axis in contracted)
-        return Cost(2.0 * products * math.prod(shapes[0]), written)
-    if name == "conv_general_dilated":
+    # Some types have neither a shape nor a dtype.
+    sizes = [math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars]
+    dtypes = [getattr(var.aval, "dtype", None) for var in eqn.outvars]
+    widths = (getattr(dtype, "itemsize", 4) for dtype in dtypes)
+    written = float(sum(map(operator.mul, sizes, widths)))
+    if name in PRODUCTS:
         numbers = eqn.params["dimension_numbers"]
-        rhs = eqn.invars[1].aval.shape
-        products = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)
-        return Cost(2.0 * products * math.prod(shapes[0]), written)
+        lhs, rhs = (atom.aval.shape for atom in eqn.invars)
+        if name == "dot_general":
+            products = math.prod(lhs[axis] for axis in numbers[0][0])
+        else:
+            products = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)
+        return Cost(2.0 * products * sizes[0], written)
     inner = [program_cost(sub) for sub in inner_jaxprs(eqn)]
     if not inner:
         return Cost(0.0, written)
@@ -188,20 +183,14 @@ def _say(chosen: str, method: Method, contractions: list[Contraction]) -> None:
 
 def choose(program: Program) -> list[Contraction]:
     """The cheapest contraction for each leaf."""
-    one = lambda structs: jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype), structs
-    )
-    operands, cotangents = one(program.operands), one(program.perturbations)
-    values = program.value_structs()
-    return [
-        _choose(program, leaf, operands, cotangents, values)
-        for leaf in range(len(program.leaves))
-    ]
+    one = lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype)
+    factors = [*map(one, program.operands)], [*map(one, program.perturbations)]
+    structs = *factors, program.value_structs()
+    return [_choose(program, leaf, structs) for leaf in range(len(program.leaves))]
 
 
-def _choose(
-    program: Program, leaf: int, operands: list, cotangents: list, values: list
-) -> Contraction:
+def _choose(program: Program, leaf: int, structs: tuple) -> Contraction:
+    """The cheapest contraction; operands, cotangents and values have these types."""
     struct = program.leaves[leaf]
     sites = program.sites_of(leaf)
     if not sites:
@@ -211,16 +200,12 @@ def _choose(
     if leaf in program.fallbacks:
         # The gradient is written once and read twice: for the norm and for the sum.
         return Contraction(leaf, "leaf", True, Cost(4 * size, 3 * width * size))
-    factors = sum(_num_factors(site) for site in sites)
-    products = sum(num_products(site) for site in sites)
-
-    once = Cost(products + 4 * size, width * (factors + (2 + len(sites)) * size))
-    twice = Cost(
-        2 * products + 2 * size, width * (2 * factors + (1 + len(sites)) * size)
-    )
+    factors = sum(map(_num_factors, sites))
+    reading = Cost(sum(map(num_products, sites)), width * factors)
     # It is computed from the gradients with respect to the views of sites.
-    formed = Cost(0.0, 2 * width * sum(_num_viewed(site) for site in sites))
-    once, twice = once + formed, twice + formed
+    num_moved = len(sites) * size + 2 * sum(map(_num_viewed, sites))
+    once = reading + Cost(4 * size, width * (num_moved + 2 * size))
+    twice = reading * 2 + Cost(2 * size, width * (num_moved + size))
     candidates = [Contraction(leaf, "gradient", False, twice)]
     # Gradients are kept for all leaves at the same time, so they must not be much
     # larger than what a backward pass stores anyway.
@@ -232,10 +217,9 @@ def _choose(
             terms = norm_terms(sites, Factors(operands, cotangents, values=values))
             return total_cost(contraction_cost(own, (EXAMPLE,)) for own, _ in terms)
 
-        cost = eqx.filter_eval_shape(norms, operands, cotangents, values)
+        cost = eqx.filter_eval_shape(norms, *structs)
         # The sum reads the factors once more.
-        cost += Cost(products, width * factors)
-        candidates.append(Contraction(leaf, "gram", False, cost))
+        candidates.append(Contraction(leaf, "gram", False, cost + reading))
     return min(candidates, key=lambda contraction: contraction.cost.time)
 
 
@@ -274,21 +258,20 @@ def vmapped_cost(program: Program) -> Cost:
 
 def _num_factors(site: Site) -> float:
     """The number of entries of a site's factors in contractions."""
-    sizes = site.sizes
-    both = (site.a_axes, site.d_axes)
-    return float(sum(math.prod(sizes[name] for name in axes) for axes in both))
+    return float(_size(site, site.a_axes) + _size(site, site.d_axes))
 
 
 def _num_viewed(site: Site) -> float:
     """The number of entries of a site's view, if they are not entries of the leaf."""
     if has_named_axes(site):
         return 0.0
-    steps = [loop.length for loop in site.loops if loop.is_sliced]
-    return float(math.prod((*steps, *site.view.shape)))
+    return float(math.prod(site.view_shape))
 
 
 def num_products(site: Site) -> float:
     """The FLOPs of a site's gradient for one example, or of its share in a sum."""
-    sizes = site.sizes
-    axes = {*site.a_axes, *site.d_axes}
-    return 2.0 * math.prod(sizes[name] for name in axes)
+    return 2.0 * _size(site, {*site.a_axes, *site.d_axes})
+
+
+def _size(site: Site, axes: Iterable[str]) -> int:
+    return math.prod(site.sizes[name] for name in axes)

@@ -66,35 +66,43 @@ def linearized(
     atoms, results = [eqn.invars[i] for i in given], [eqn.outvars[i] for i in outs]
     numbers = [given.index(i) for i in moved]
 
-    def at(ins: Sequence[Any], own: Sequence[Any]) -> list:
+    def at(ins: list) -> tuple[Callable[..., list], list]:
+        """The equation as a function of the inputs in `moved`, and their values."""
         values = dict(zip(atoms, ins, strict=True))
-        values.update(zip((eqn.invars[i] for i in moved), own, strict=True))
-        return run_equations(jaxpr, [eqn], results, values)
 
-    def push(*args: Any) -> list:
-        ins, tangents = args[: len(given)], args[len(given) :]
-        own = [ins[i] for i in numbers]
-        return jax.jvp(lambda *own: at(ins, own), own, [*tangents])[1]
+        def run(*point: Any) -> list:
+            changed = zip((atoms[i] for i in numbers), point, strict=True)
+            return run_equations(jaxpr, [eqn], results, {**values, **dict(changed)})
 
-    def pull(*args: Any) -> tuple:
-        ins, cotangents = args[: len(given)], args[len(given) :]
-        own = [ins[i] for i in numbers]
-        return jax.vjp(lambda *own: at(ins, own), *own)[1]([*cotangents])
+        return run, [ins[i] for i in numbers]
+
+    def push(ins: list, tangents: list) -> list:
+        run, point = at(ins)
+        return jax.jvp(run, point, tangents)[1]
+
+    def pull(ins: list, cotangents: list) -> tuple:
+        run, point = at(ins)
+        return jax.vjp(run, *point)[1](cotangents)
 
     avals = [atom.aval for atom in atoms]
     tangents = [avals[i] for i in numbers]
     if name.startswith("custom_jvp"):
-        closed = jax.make_jaxpr(push)(*avals, *tangents)
+        closed = jax.make_jaxpr(push)(avals, tangents)
     else:
         cotangents = [var.aval for var in results]
-        backward = jax.make_jaxpr(pull)(*avals, *cotangents)
+        backward = jax.make_jaxpr(pull)(avals, cotangents)
         reason = _not_linear(backward.jaxpr, len(avals))
         if backward.jaxpr.effects:
             reason = "side effects"
         if reason:
             return f"the backward pass of a `{name}` has {reason}"
-        transpose = _transposed(backward, len(avals), cotangents)
-        closed = jax.make_jaxpr(transpose)(*avals, *tangents)
+
+        def transpose(ins: list, tangents: list) -> tuple:
+            # Only what the outputs need, because only that was checked.
+            run = lambda *cotangents: _evaluate_needed(backward, [*ins, *cotangents])
+            return jax.linear_transpose(run, *cotangents)(tangents)
+
+        closed = jax.make_jaxpr(transpose)(avals, tangents)
     if closed.jaxpr.effects:
         return f"the derivative of a `{name}` has side effects"
     return closed
@@ -102,20 +110,6 @@ def linearized(
 
 def _is_explicit(aval: Any) -> bool:
     return AxisType.Explicit in [kind for _, kind in mesh_axes(aval).values()]
-
-
-def _transposed(backward: jex.ClosedJaxpr, num: int, cotangents: list) -> Any:
-    """The transpose of a backward pass, a function of tangents.
-
-    Only what the outputs need is transposed, because only that was checked.
-    """
-
-    def transpose(*args: Any) -> list:
-        ins, tangents = args[:num], args[num:]
-        run = lambda *cotangents: _evaluate_needed(backward, [*ins, *cotangents])
-        return [*jax.linear_transpose(run, *cotangents)([*tangents])]
-
-    return transpose
 
 
 def _evaluate_needed(closed: Any, args: list) -> list:

@@ -5,6 +5,7 @@ leaf is the sum over the leaf's sites of `einsum(a, d)`, pulled back from the vi
 the leaf. It is only formed if that is cheaper.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -46,39 +47,32 @@ class Factor(eqx.Module):
         return Factor(array, self.has_examples)
 
 
+@dataclasses.dataclass(eq=False)
 class Factors:
     """The operands and cotangents of all sites, for some examples.
 
-    `outputs` labels the axes of the cotangents after the examples: those of the
-    differentiated output, if it is not a scalar. `num` is the number of examples, in
-    case there are no factors. `values` are the values of the program, and `unit` is a
-    divisor of weights.
+    - `operands`, `cotangents`: a `Factor`, or an array of examples, for each.
+    - `outputs`: labels of the axes of the cotangents after the examples: those of the
+        differentiated output, if it is not a scalar.
+    - `num`: the number of examples, in case there are no factors.
+    - `values`: the values of the program; `unit`: a divisor of weights.
     """
 
-    def __init__(
-        self,
-        operands: list,
-        cotangents: list,
-        outputs: Labels = (),
-        num: int | None = None,
-        values: Sequence[Any] = (),
-        unit: Array | None = None,
-    ):
-        as_factor = lambda x: x if isinstance(x, Factor) else Factor(x)
-        self.operands = [*map(as_factor, operands)]
-        self.cotangents = [*map(as_factor, cotangents)]
-        self.outputs = outputs
-        self.values = list(values)
-        self.unit = unit
-        self._num = num
+    operands: list
+    cotangents: list
+    outputs: Labels = ()
+    num: Any = None
+    values: list = dataclasses.field(default_factory=list)
+    unit: Array | None = None
 
-    @property
-    def num(self) -> int:
-        """The number of examples."""
-        if self._num is not None:
-            return self._num
-        factors = [*self.operands, *self.cotangents]
-        return next(x.array.shape[0] for x in factors if x.has_examples)
+    def __post_init__(self) -> None:
+        as_factor = lambda x: x if isinstance(x, Factor) else Factor(x)
+        self.operands = [*map(as_factor, self.operands)]
+        self.cotangents = [*map(as_factor, self.cotangents)]
+        if self.num is None:
+            factors = [*self.operands, *self.cotangents]
+            arrays = (x.array for x in factors if x.has_examples)
+            self.num = next((x.shape[0] for x in arrays if x is not None), None)
 
     def where(self, is_kept: Bool[Array, " n"]) -> "Factors":
         """Zeros in place of the factors of the examples that are not kept."""
@@ -87,15 +81,15 @@ class Factors:
             is_inexact = jnp.issubdtype(x.array.dtype, jnp.inexact)
             return Factor(kept_examples(x.array, is_kept)) if is_inexact else x
 
-        operands, cotangents = map(keep, self.operands), map(keep, self.cotangents)
-        return self.replaced([*operands], [*cotangents])
+        return self.replaced([*map(keep, self.operands)], [*map(keep, self.cotangents)])
 
     def replaced(
         self, operands: list, cotangents: list, unit: Array | None = None
     ) -> "Factors":
         """Other factors of the same examples."""
         unit = self.unit if unit is None else unit
-        return Factors(operands, cotangents, self.outputs, self._num, self.values, unit)
+        factors = {"operands": operands, "cotangents": cotangents}
+        return dataclasses.replace(self, unit=unit, **factors)
 
     def of(self, site: Site) -> tuple[Factor | None, Factor]:
         """The factors `a` and `d` of a site."""

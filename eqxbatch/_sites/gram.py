@@ -1,24 +1,37 @@
 """Inner products and norms of gradients, from the factors of pairs of sites.
 
 No gradient is formed. See `site.py` for the sites where this is exact.
+
+A gradient may be a sum of terms which nearly cancel: uses of a leaf, or positions.
+Products of pairs of them are much larger than their sum then, and so are their errors.
+Such gradients are formed, a few at a time: the error of a formed gradient is that of
+plain JAX.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, Real
 
-from .._base.dtypes import widened
-from .._base.mesh import full_varying_as, vary, varying
+from .._base.dtypes import (
+    largest_of_each,
+    power_of_two,
+    squared_norm,
+    widened,
+    widest,
+)
+from .._base.mesh import full_varying_as, is_on_mesh, vary, vary_as, varying
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .factors import (
     Factor,
     Factors,
+    gradients,
     has_weights,
     labelled_terms,
     site_terms,
@@ -28,8 +41,10 @@ from .site import (
     has_few_directions,
     is_allowed,
     is_outer_product,
+    is_sum,
     Label,
     labels_of,
+    leaf_site,
     Site,
     SiteLoop,
 )
@@ -38,6 +53,16 @@ from .site import (
 # A leaf with more sites, as in an unrolled loop, has so many pairs of sites that
 # tracing their products takes seconds.
 MOST_SITES = 16
+
+
+# How much larger than the squared norm of a gradient the sum of the squares of its
+# terms may be. The error of products of pairs grows with this ratio, that of the
+# gradient with its root.
+_MOST_CANCELLED = 64.0
+
+
+# The number of bytes that the gradients which are formed at a time may take.
+_FORMED_BYTES = 2**20
 
 
 def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> bool:
@@ -74,26 +99,36 @@ def _merged(sites: Sequence[Site], factors: Factors) -> tuple[list[Site], Factor
     groups = _groups(sites)
     if len(groups) == len(sites):
         return [*sites], factors
-    no_factor = Factor(None, False)
+    return _with_own_factors(groups, factors)
+
+
+def with_own_factors(
+    sites: Sequence[Site], factors: Factors
+) -> tuple[list[Site], Factors]:
+    """Sites in order, and the factors of these only."""
+    return _with_own_factors([[site] for site in sites], factors)
+
+
+def _with_own_factors(
+    groups: Sequence[Sequence[Site]], factors: Factors
+) -> tuple[list[Site], Factors]:
+    """A site for each group, and the factors of these only."""
     merged, operands, cotangents = [], [], []
     for number, group in enumerate(groups):
-        pairs = [factors.of(site) for site in group]
-        own = group[0].with_own(number, None if pairs[0][0] is None else number)
+        of_a, of_d = zip(*map(factors.of, group), strict=True)
+        site = group[0].with_own(number, None if of_a[0] is None else number)
         if len(group) > 1:
             loop = SiteLoop((-1, len(group)), False, len(group))
-            own = dataclasses.replace(own, loops=(loop, *own.loops))
-            stacked = _stacked([d for _, d in pairs], len(factors.outputs))
-            cotangents.append(stacked)
-            found = [a for a, _ in pairs if a is not None]
-            operands.append(_stacked(found, 0) if found else no_factor)
-        else:
-            operands.append(pairs[0][0] or no_factor)
-            cotangents.append(pairs[0][1])
-        merged.append(own)
+            site = dataclasses.replace(site, loops=(loop, *site.loops))
+            of_d = [_stacked(of_d, len(factors.outputs))]
+            of_a = [None if of_a[0] is None else _stacked(of_a, 0)]
+        merged.append(site)
+        operands.append(of_a[0] or Factor(None, has_examples=False))
+        cotangents.append(of_d[0])
     return merged, factors.replaced(operands, cotangents)
 
 
-def _stacked(parts: list[Factor], num_outputs: int) -> Factor:
+def _stacked(parts: Sequence[Factor], num_outputs: int) -> Factor:
     """Stacks factors of several sites on a new axis after examples and outputs."""
     arrays = [x.array for x in parts]
     has_examples = any(x.has_examples for x in parts)
@@ -178,6 +213,11 @@ class _Side(NamedTuple):
         return [cotangent, *operand, term]
 
 
+def _side(site: Site, factors: Factors, example: Label, number: int) -> _Side:
+    labels = labels_of(site, number)
+    return _Side(site, factors, example, labels, ("small", number))
+
+
 def _scale(site: Site) -> Any:
     """The number that multiplies the terms of a site; no view is transposed here."""
     return site.rule.scale * (1.0 if has_weights(site) else site.view.scale)
@@ -194,12 +234,8 @@ def pair_terms(
 
     Also returns a factor for it. `example` is the label of the other side's examples.
     """
-    first, second = (
-        _Side(s, f, lead, labels_of(s, side), ("small", side))
-        for side, (s, f, lead) in enumerate(
-            [(site, factors, EXAMPLE), (other, other_factors, example)]
-        )
-    )
+    first = _side(site, factors, EXAMPLE, 0)
+    second = _side(other, other_factors, example, 1)
     if has_few_directions(site) or has_few_directions(other):
         return _small_terms(first, second)
     terms = [first.terms, second.terms]
@@ -284,11 +320,15 @@ def gram(
     """
     total = 0
     for terms, scale in gram_terms(sites, factors, others, other_factors, example):
-        present = {label for _, labels in terms for label in labels}
-        product = contract(terms, tuple(label for label in out if label in present))
-        missing = [axis for axis, label in enumerate(out) if label not in present]
-        total += jnp.expand_dims(jnp.real(product * scale), missing)
+        total += jnp.real(_contracted(terms, out, scale))
     return jnp.asarray(total)
+
+
+def _contracted(terms: list[Term], out: Labels, scale: Any) -> Array:
+    """The scaled product of terms, with axes of size 1 for labels that none has."""
+    present = {label for _, labels in terms for label in labels}
+    product = contract(terms, tuple(label for label in out if label in present)) * scale
+    return jnp.expand_dims(product, [i for i, x in enumerate(out) if x not in present])
 
 
 def gram_terms(
@@ -340,26 +380,242 @@ def squares(
     An axis along which no factor differs has size 1.
     """
     sites, factors = _merged(sites, factors)
-    total: Any = 0
+    total, out = 0, (EXAMPLE, *factors.outputs)
     for terms, scale in norm_terms(sites, factors):
-        total += jnp.real(_for_each(terms, factors) * scale)
+        total += jnp.real(_contracted(terms, out, scale))
     separate = [_separate_squares(site, factors) for site in sites]
     return jnp.maximum(total, 0), functools.reduce(jnp.add, separate)
 
 
-def _for_each(terms: list[Term], factors: Factors) -> Array:
-    out = EXAMPLE, *factors.outputs
-    present = {label for _, labels in terms for label in labels}
-    found = contract(terms, tuple(label for label in out if label in present))
-    return jnp.expand_dims(found, [i for i, x in enumerate(out) if x not in present])
-
-
 def _separate_squares(site: Site, factors: Factors) -> Array:
     """The squared norms of the gradients at a site if no two positions met."""
-    side = _Side(site, factors, EXAMPLE, labels_of(site, 0), ("small", 0))
+    side = _side(site, factors, EXAMPLE, 0)
     terms, scale = side.terms, _scale(site)
     if has_few_directions(site):
         directions = _flat(side.directions), (side.small, ("flat", 0))
         terms, scale = [side.coefficients, directions], site.rule.scale
     terms = [(jnp.real(x * jnp.conj(x)), labels) for x, labels in terms]
-    return _for_each(terms, factors) * abs(scale) ** 2
+    return _contracted(terms, (EXAMPLE, *factors.outputs), abs(scale) ** 2)
+
+
+class OfLeaf(NamedTuple):
+    """A leaf, its sites, and their factors."""
+
+    sites: Sequence[Site]
+    factors: Factors
+    leaf: Any
+
+
+def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
+    """Squared norms of gradients with respect to each leaf, from its sites' factors."""
+    norms, summed, separate = [], [], []
+    for i, own in enumerate(leaves):
+        total, apart = squares(own.sites, own.factors)
+        norms.append(total)
+        if not is_outer_product(own.sites):
+            summed.append(i)
+            separate.append(jnp.any(apart > _MOST_CANCELLED * total))
+    if not summed:
+        return norms
+
+    def norms_of(formed: list[Array]) -> list[Array]:
+        found = []
+        for i, x in zip(summed, formed, strict=True):
+            unit = leaves[i].factors.unit
+            x = x if unit is None else x / unit.astype(x.real.dtype)
+            found.append(squared_norm(x)[0])
+        return found
+
+    own = [leaves[i] for i in summed]
+    totals = [norms[i] for i in summed]
+    formed = lambda: _for_each_formed(own, totals[0].shape[0], norms_of)
+    chosen = unless_cancelled(jnp.stack(separate), _arrays(own), totals, formed)
+    for i, norm in zip(summed, chosen, strict=True):
+        norms[i] = norm
+    return norms
+
+
+def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:
+    """For each example, whether terms of the gradient of all leaves nearly cancel.
+
+    Returns None if this cannot be. The gradient of a single leaf may be zero, as that
+    of a bias of attention keys.
+    """
+    summed = [own for own in leaves if is_sum(own.sites)]
+    if not summed:
+        return None
+    summed = _in_range(summed)
+    pairs = (squares(sites, factors) for sites, factors, _ in summed)
+    total, apart = (functools.reduce(jnp.add, x) for x in zip(*pairs, strict=True))
+    flags = apart > _MOST_CANCELLED * total
+    found = jnp.any(flags, axis=tuple(range(1, flags.ndim)))
+    if any(factors.has_examples(sites) for sites, factors, _ in summed):
+        return Factor(found)
+    return Factor(found[0], has_examples=False)
+
+
+def _in_range(leaves: Sequence[OfLeaf]) -> list[OfLeaf]:
+    """The same leaves, with all gradients divided by one number: squares fit then.
+
+    Only cotangents can be that small or large: second derivatives and kernels have
+    squares of operands, too.
+    """
+    factors = [x.factors.of(site)[1] for x in leaves for site in x.sites]
+    largest = [jnp.max(largest_of_each(x.array), initial=0) for x in factors]
+    dtype = widest(*(x.dtype for x in largest))
+    largest = (x.astype(dtype) for x in largest)
+    power = power_of_two(functools.reduce(jnp.maximum, largest))
+
+    def scaled(x: Factor) -> Factor:
+        wide = widened(x.array)
+        return x.of(wide * (1 / power).astype(wide.dtype))
+
+    found = []
+    for sites, factors, leaf in leaves:
+        used = {site.perturbation for site in sites}
+        cotangents = [
+            scaled(x) if i in used else x for i, x in enumerate(factors.cotangents)
+        ]
+        found.append(
+            OfLeaf(sites, factors.replaced(factors.operands, cotangents), leaf)
+        )
+    return found
+
+
+def grams(
+    leaves: Sequence[tuple[OfLeaf, OfLeaf]],
+    cancelled: Sequence[Factor | None],
+    examples: Labels,
+    out: Labels,
+    sizes: dict[Label, int],
+) -> list[Array]:
+    """The inner products of gradients with respect to each leaf, for two sides.
+
+    - `cancelled`: the results of `cancels`.
+    - `examples`: the labels of the examples of both sides, which may be the same.
+    - `out`: the labels of the result, whose axes have these `sizes`.
+    """
+    found, summed = [], []
+    shape = [sizes[label] for label in out]
+    for i, (own, other) in enumerate(leaves):
+        pair = own.sites, own.factors, other.sites, other.factors
+        found.append(gram(*pair, examples[-1], out))
+        if is_sum(own.sites) or is_sum(other.sites):
+            found[-1] = jnp.broadcast_to(found[-1], shape)
+            summed.append(i)
+    if not summed:
+        return found
+    sides = [*zip(*(leaves[i] for i in summed), strict=True)]
+    nums = [sizes[label] for label in examples]
+    axes = [out.index(label) for label in examples]
+
+    def products(first: list[Array], second: list[Array]) -> list[Array]:
+        result = []
+        for own, other, x, y in zip(*sides, first, second, strict=True):
+            site = [leaf_site(0, own.leaf, 0)]
+            x, y = (
+                Factors([], [Factor(jacobian)], of_side.factors.outputs)
+                for jacobian, of_side in ((x, own), (y, other))
+            )
+            one = gram(site, x, site, y, examples[-1], out)
+            full = [1 if label in examples else sizes[label] for label in out]
+            result.append(jnp.squeeze(jnp.broadcast_to(one, full), axes))
+        return result
+
+    def formed() -> list[Array]:
+        num = len(summed)
+        if len(examples) == 1:
+            each = lambda formed: products(formed[:num], formed[num:])
+            stacked = _for_each_formed([*sides[0], *sides[1]], nums[0], each)
+        else:
+            row = lambda first: _for_each_formed(
+                sides[1], nums[1], lambda second: products(first, second)
+            )
+            stacked = _for_each_formed(sides[0], nums[0], row)
+        return [jnp.moveaxis(x, [*range(len(axes))], axes) for x in stacked]
+
+    own = [*sides[0], *sides[1]]
+    flags = jnp.stack([jnp.any(x.array) for x in cancelled if x is not None])
+    totals = [found[i] for i in summed]
+    chosen = unless_cancelled(flags, _arrays(own), totals, formed)
+    for i, x in zip(summed, chosen, strict=True):
+        found[i] = x
+    return found
+
+
+def _arrays(leaves: Sequence[OfLeaf]) -> list[Array]:
+    factors = [[*x.factors.operands, *x.factors.cotangents] for x in leaves]
+    return [x.array for own in factors for x in own if x.array is not None]
+
+
+def unless_cancelled(
+    flags: Bool[Array, " _"],
+    arrays: list[Array],
+    totals: list[Array],
+    formed: Callable[[], list[Array]],
+) -> list[Array]:
+    """The totals, or what `formed` returns from some arrays if any flag is set.
+
+    One branch decides for all, because the host of a GPU may wait for each.
+    """
+    totals = vary_as(arrays, totals)
+
+    def other() -> list[Array]:
+        return [
+            vary(x.astype(y.dtype), varying(jax.typeof(y)))
+            for x, y in zip(formed(), totals, strict=True)
+        ]
+
+    return lax.cond(_any(lax.stop_gradient(flags)), other, lambda: totals)
+
+
+@jax.custom_batching.custom_vmap
+def _any(x: Bool[Array, "..."]) -> Bool[Array, ""]:
+    """Whether there is a True; under `jax.vmap`, whether there is one in the batch.
+
+    A branch that differs between the entries of a batch would always run.
+    """
+    return jnp.any(x)
+
+
+@_any.def_vmap
+def _any_of_batch(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
+    return _any(x), False
+
+
+def _for_each_formed(
+    leaves: Sequence[OfLeaf], num: int, fun: Callable[[list[Array]], list[Array]]
+) -> list[Array]:
+    """`fun` of the gradients of each example, which are formed a few at a time.
+
+    It takes one gradient with an axis of size 1 in front for each leaf.
+    """
+    own = [OfLeaf(*with_own_factors(x.sites, x.factors), x.leaf) for x in leaves]
+    every = [[*x.factors.operands, *x.factors.cotangents] for x in own]
+
+    def gradient(of_leaf: OfLeaf, kept: list[Factor], arrays: list) -> Array:
+        sites, factors, leaf = of_leaf
+        arrays = [*arrays]
+        of_one = [x.of(arrays.pop(0)[None]) if x.has_examples else x for x in kept]
+        operands, cotangents = of_one[: len(sites)], of_one[len(sites) :]
+        outputs, values = factors.outputs, factors.values
+        parts = Factors(operands, cotangents, outputs, values=values)
+        formed = gradients(sites, parts, leaf)
+        return formed if parts.has_examples(sites) else formed[None]
+
+    arrays = [[x.array for x in kept if x.has_examples] for kept in every]
+    one = lambda args: fun([*map(gradient, own, every, args[1])])
+    # There may be no arrays that differ between examples.
+    args = jnp.arange(num), arrays
+    if any(map(is_on_mesh, jax.tree.leaves(arrays))):
+        return jax.vmap(one)(args)  # A loop would gather examples on all devices.
+    size = _FORMED_BYTES // max(sum(_bytes_of_gradient(*x) for x in own), 1)
+    # Without a remainder, which would be compiled separately.
+    size = next(i for i in range(max(min(size, num), 1), 0, -1) if num % i == 0)
+    return lax.map(one, args, batch_size=size)
+
+
+def _bytes_of_gradient(sites: Sequence[Site], factors: Factors, leaf: Any) -> int:
+    _, d = factors.of(sites[0])
+    outputs = d.array.shape[d.has_examples :][: len(factors.outputs)]
+    return math.prod([*outputs, *leaf.shape]) * leaf.dtype.itemsize

@@ -51,14 +51,18 @@ class Layout:
         num = self.size(self.inputs) + (self.bias is not None)
         return self.size(self.batch), self.size(self.outputs), num
 
+    @property
+    def _order(self) -> tuple[int, ...]:
+        """All axes, those of no kind first."""
+        order = (*self.batch, *self.outputs, *self.inputs)
+        return (*(i for i, _ in enumerate(self.shape) if i not in order), *order)
+
     def matrices(
         self, leaves: Sequence[Inexact[Array, "..."]]
     ) -> Inexact[Array, "batch outputs inputs"]:
         """The weight as matrices, with the bias as the last column."""
         weight, *bias = leaves
-        order = (*self.batch, *self.outputs, *self.inputs)
-        units = tuple(i for i, _ in enumerate(self.shape) if i not in order)
-        weight = jnp.transpose(weight.reshape(self.shape), (*units, *order))
+        weight = jnp.transpose(weight.reshape(self.shape), self._order)
         num, rows, _ = self.sizes
         weight = weight.reshape(num, rows, self.size(self.inputs))
         if self.bias is None:
@@ -73,9 +77,7 @@ class Layout:
         self, matrices: Inexact[Array, "batch outputs inputs"]
     ) -> list[Inexact[Array, "..."]]:
         """The arrays of weight and bias: the inverse of `matrices`."""
-        order = (*self.batch, *self.outputs, *self.inputs)
-        units = tuple(i for i, _ in enumerate(self.shape) if i not in order)
-        order = (*units, *order)
+        order = self._order
         weight = matrices[..., : self.size(self.inputs)]
         weight = weight.reshape([self.shape[axis] for axis in order])
         weight = jnp.transpose(weight, [order.index(i) for i, _ in enumerate(order)])
@@ -181,61 +183,42 @@ def parts_of(program: Program, chosen: Sequence[Sequence[int]] | None) -> list[P
                 joined[weight] = (bias, found)
                 break
     if chosen is None:
-        biases = {bias: weight for weight, (bias, _) in joined.items()}
         # A bias that is added to the products of two weights belongs to neither.
         counts = collections.Counter(bias for bias, _ in joined.values())
-        biases = {bias: own for bias, own in biases.items() if counts[bias] == 1}
-        chosen = [
-            (leaf, *(bias for bias, weight in biases.items() if weight == leaf))
-            for leaf in range(num)
-            if leaf not in biases
-        ]
-    parts = []
-    for leaves in chosen:
-        shapes = tuple(program.leaves[leaf].shape for leaf in leaves)
-        own = next((x for x in leaves if not isinstance(layouts[x], str)), None)
-        layout = None if own is None else layouts[own]
-        if len(leaves) == 2 and own in joined and joined[own][0] in leaves:
-            bias, layout = joined[own]
-            leaves, order = (own, bias), [leaves.index(x) for x in (own, bias)]
-            shapes = tuple(shapes[i] for i in order)
-        elif len(leaves) > 1:
-            layout = None
-        if isinstance(layout, Layout):
-            is_counted = _is_counted(program, leaves[0])
-            part = Part(tuple(leaves), shapes, "kronecker", layout, is_counted)
-        else:
-            part = _without_factors(program, leaves, shapes, layouts)
-        parts.append(part)
-    return parts
+        biases = {w: (bias,) for w, (bias, _) in joined.items() if counts[bias] == 1}
+        others = {*range(num)}.difference(*biases.values())
+        chosen = [(leaf, *biases.get(leaf, ())) for leaf in sorted(others)]
+    return [_part(program, leaves, layouts, joined) for leaves in chosen]
 
 
-def _without_factors(
+def _part(
     program: Program,
     leaves: Sequence[int],
-    shapes: tuple[tuple[int, ...], ...],
     layouts: dict[int, Layout | str],
+    joined: dict[int, tuple[int, Layout]],
 ) -> Part:
+    layout = layouts[leaves[0]]
     if len(leaves) > 1:
-        reason = "several arrays are one block"
-        return Part(tuple(leaves), shapes, "block", reason=reason)
-    (leaf,) = leaves
-    reason = layouts[leaf]
-    assert isinstance(reason, str)
-    has_few_directions = program.leaves[leaf].size <= _LARGEST
-    kind: Structure = "block" if has_few_directions else "diagonal"
-    return Part((leaf,), shapes, kind, reason=reason)
+        layout = "several arrays are one block"
+    for weight in leaves if len(leaves) == 2 else ():
+        if weight in joined and joined[weight][0] in leaves:
+            bias, layout = joined[weight]
+            leaves = weight, bias
+    shapes = tuple(program.leaves[leaf].shape for leaf in leaves)
+    if isinstance(layout, Layout):
+        sites = program.sites_of(leaves[0])
+        is_counted = all(site.rule.token is not None for site in sites)
+        return Part(tuple(leaves), shapes, "kronecker", layout, is_counted)
+    is_small = len(leaves) > 1 or program.leaves[leaves[0]].size <= _LARGEST
+    structure: Structure = "block" if is_small else "diagonal"
+    return Part(tuple(leaves), shapes, structure, reason=layout)
 
 
 def multiplied(program: Program, leaf: int) -> int | None:
     """Another leaf that a leaf is multiplied with, or None."""
-    for site in program.sites_of(leaf):
-        for step in site.view.steps:
-            for number in step.values:
-                others = _leaves_of(program.value_of(number)) - {leaf}
-                if others:
-                    return min(others)
-    return None
+    reads = (i for site in program.sites_of(leaf) for i in site.view.reads)
+    found = (_leaves_of(program.value_of(i)) - {leaf} for i in reads)
+    return next((min(others) for others in found if others), None)
 
 
 def _leaves_of(value: Value) -> set[int]:
@@ -271,7 +254,7 @@ def _labels(program: Program, site: Site) -> tuple[dict[str, Label], tuple[int, 
     assert axes is not None
     names = iter(site.w_axes)
     of_axes: dict[int, list[str]] = {}
-    for axis, length in zip(axes, _view_shape(site), strict=True):
+    for axis, length in zip(axes, site.view_shape, strict=True):
         own = [next(names)]
         while math.prod(sizes[name] for name in own) != length:
             own.append(next(names))
@@ -281,17 +264,9 @@ def _labels(program: Program, site: Site) -> tuple[dict[str, Label], tuple[int, 
     labels: dict[str, Label] = {name: (0, name) for name in sizes}
     for axis, length in enumerate(program.leaves[site.leaf].shape):
         own = of_axes.get(axis, [])
-        for name in own:
-            labels[name] = ("leaf", len(shape))
-            shape.append(sizes[name])
-        if not own:
-            shape.append(length)
+        labels.update((x, ("leaf", i)) for i, x in enumerate(own, len(shape)))
+        shape += [sizes[x] for x in own] or [length]
     return labels, tuple(shape)
-
-
-def _view_shape(site: Site) -> tuple[int, ...]:
-    steps = [loop.length for loop in site.loops if loop.is_sliced]
-    return (*steps, *site.view.shape)
 
 
 _Kinds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -302,19 +277,14 @@ def _kinds(site: Site, labels: dict[str, Label]) -> _Kinds | None:
 
     None if the site is not a matrix product.
     """
-    of_a = {labels[name] for name in site.a_axes}
-    if site.rule.token is not None:
-        of_a.add(labels[site.rule.token])
+    token = () if site.rule.token is None else (site.rule.token,)
+    of_a = {labels[name] for name in (*site.a_axes, *token)}
     of_d = {labels[name] for name in site.d_axes}
-    both = [x for x in of_a & of_d if not _is_position(x)]
-    out = [x for x in of_d - of_a if not _is_position(x)]
-    into = [x for x in of_a - of_d if not _is_position(x)]
-    if not into or site.operand is None:
-        return None
     batch, outputs, inputs = (
-        tuple(sorted(axis for _, axis in found)) for found in (both, out, into)
+        tuple(sorted(label[1] for label in found if not _is_position(label)))
+        for found in (of_a & of_d, of_d - of_a, of_a - of_d)
     )
-    return batch, outputs, inputs
+    return (batch, outputs, inputs) if inputs and site.operand is not None else None
 
 
 def _layout(program: Program, leaf: int) -> Layout | str:
@@ -324,7 +294,7 @@ def _layout(program: Program, leaf: int) -> Layout | str:
     sites, shape = program.sites_of(leaf), program.leaves[leaf].shape
     if not sites:
         return "the function does not use it"
-    layout = None
+    layouts: list[Layout] = []
     for site in sites:
         reason = _reason(site)
         if reason is not None:
@@ -336,12 +306,10 @@ def _layout(program: Program, leaf: int) -> Layout | str:
         kinds = _kinds(site, labels)
         if kinds is None:
             return "it is added, or multiplied entry by entry"
-        own = Layout(shape, split, *kinds)
-        layout = own if layout is None else layout
-        if not _fits(own, layout):
+        layouts.append(Layout(shape, split, *kinds))
+        if not _fits(layouts[-1], layouts[0]):
             return "it is used in products along several axes"
-    assert layout is not None
-    return layout
+    return layouts[0]
 
 
 def _reason(site: Site) -> str | None:
@@ -367,17 +335,9 @@ def _fits(own: Layout, other: Layout) -> bool:
     """Whether two uses have the same axes, possibly with inputs and outputs swapped."""
     if own.shape != other.shape:
         return False
-    shape = own.shape
-    kinds = [
-        [_present(axes, shape) for axes in (x.batch, x.outputs, x.inputs)]
-        for x in (own, other)
-    ]
-    (batch, outputs, inputs), expected = kinds
-    return expected in ([batch, outputs, inputs], [batch, inputs, outputs])
-
-
-def _is_counted(program: Program, leaf: int) -> bool:
-    return all(site.rule.token is not None for site in program.sites_of(leaf))
+    of = lambda x: [_present(y, x.shape) for y in (x.batch, x.outputs, x.inputs)]
+    batch, outputs, inputs = of(own)
+    return of(other) in ([batch, outputs, inputs], [batch, inputs, outputs])
 
 
 def _with_bias(
@@ -418,7 +378,8 @@ def _bias_axes(
         return None
     if _reason(other) is not None or scale_of(site) != scale_of(other):
         return None
-    if site.loops != other.loops and not _alike_loops(site, other):
+    steps = lambda x: [(loop.loop, loop.length, loop.start) for loop in x.loops]
+    if steps(site) != steps(other):
         return None
     labels, _ = _labels(program, site)
     of_bias, shape = _labels(program, other)
@@ -438,12 +399,3 @@ def _bias_axes(
         return None
     numbers = tuple(label[1] for label in of_leaf)
     return numbers if len({*numbers}) == len(numbers) else None
-
-
-def _alike_loops(site: Site, other: Site) -> bool:
-    """Whether two sites are in the same steps of the same loops."""
-    steps = [
-        [(loop.loop, loop.length, loop.start) for loop in x.loops]
-        for x in (site, other)
-    ]
-    return steps[0] == steps[1]

@@ -2,36 +2,25 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
-from .._base.primitives import SUMS
+from .._base.jaxprs import evaluate_with, run_equation, scan_sizes
+from .._base.mesh import full_varying_as, zeros_like
+from .._base.primitives import as_remat, is_remat, SUMS
 from .rules import Axes, Rule
-from .shared import Node
+from .shared import Node, View
 from .site import Site
-from .view import View
 
 
 _Struct = jax.ShapeDtypeStruct
-
-
-@dataclasses.dataclass(frozen=True)
-class Equation:
-    """An equation of a jaxpr, and which of its outputs are differentiated.
-
-    `uses` counts how often variables are used.
-    """
-
-    jaxpr: Any
-    index: int
-    eqn: Any
-    live: list[bool]
-    uses: collections.Counter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,58 +114,170 @@ class SharedPerturbation:
         )
 
 
+# Outputs, operands and, without perturbations, the values to perturb.
+Run = tuple[list, list, list]
+
+
 @dataclasses.dataclass(frozen=True)
 class Perturbed:
     """An equation with sites: the functions from its inputs to the operands."""
 
     operands: list[Callable[[list], Array]]
 
+    def run(self, jaxpr: Any, eqn: Any, ins: list, perturbations: list | None) -> Run:
+        # A constant may be a NumPy array.
+        operands = [jnp.asarray(operand(ins)) for operand in self.operands]
+        out = eqn.primitive.bind(*ins, **eqn.params)
+        if perturbations is None:
+            return [out], operands, [out]
+        return [out + perturbations[0]], operands, []
+
 
 @dataclasses.dataclass(frozen=True)
 class Called:
     """An equation that calls a jaxpr with sites in it."""
 
-    jaxpr: Any
-    consts: list
     plan: "Plan"
+
+    def run(self, jaxpr: Any, eqn: Any, ins: list, perturbations: list | None) -> Run:
+        run = lambda *args: self.plan.run([*args[:-1]], args[-1])
+        run = as_remat(eqn, run, 1) if is_remat(eqn) else run
+        return run(*ins, perturbations)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scanned:
+    """A `scan` with sites in its body."""
+
+    plan: "Plan"
+
+    def run(self, jaxpr: Any, eqn: Any, ins: list, perturbations: list | None) -> Run:
+        params = eqn.params
+        num_consts, num_carry = scan_sizes(eqn)
+        consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+
+        def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
+            xs, perturbations = slices
+            outs, *found = self.plan.run([*consts, *carry, *xs], perturbations)
+            return outs[:num_carry], (outs[num_carry:], *found)
+
+        carry, (ys, operands, perturbed) = lax.scan(
+            body,
+            carry,
+            (ins[num_consts + num_carry :], perturbations),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *ys], operands, perturbed
 
 
 @dataclasses.dataclass(frozen=True)
 class Switched:
     """A `cond` with sites in its branches; each branch has its own perturbations."""
 
-    branches: list[Called]
+    branches: list["Plan"]
+
+    def run(self, jaxpr: Any, eqn: Any, ins: list, perturbations: list | None) -> Run:
+        index, *args = ins
+        nums = [len(plan.perturbations) for plan in self.branches]
+        starts = [0, *itertools.accumulate(nums)]
+
+        def branch(number: int) -> Callable[[list, list | None], Run]:
+            plan, start = self.branches[number], starts[number]
+            part = slice(start, start + nums[number])
+            return lambda args, perturbations: plan.run(
+                args, None if perturbations is None else perturbations[part]
+            )
+
+        runs = [branch(number) for number, _ in enumerate(nums)]
+        structs = [jax.eval_shape(run, args, perturbations)[1:] for run in runs]
+
+        def with_zeros(number: int) -> Callable[[list, list | None], Run]:
+            """A branch that returns zeros for the operands of the others."""
+
+            def run(args: list, perturbations: list | None) -> Run:
+                outs, *own = runs[number](args, perturbations)
+                every = [
+                    own if i == number else jax.tree.map(zeros_like, [*found])
+                    for i, found in enumerate(structs)
+                ]
+                operands, perturbed = zip(*every, strict=True)
+                chain = itertools.chain.from_iterable
+                return outs, [*chain(operands)], [*chain(perturbed)]
+
+            return run
+
+        branches = [with_zeros(number) for number, _ in enumerate(runs)]
+        return lax.switch(index, branches, args, perturbations)
 
 
 @dataclasses.dataclass(frozen=True)
 class Linearized:
     """An equation with a custom derivative that contains sites.
 
-    - `called`: the derivative, linear in tangents.
+    - `plan`: that of the derivative, which is linear in tangents.
     - `given`: the inputs of the equation that the derivative takes first.
     - `tangents`: the types of the tangents, which it takes next.
     - `outs`: the outputs of the equation that are used.
     - `live`: the outputs whose tangents it returns.
     """
 
-    called: Called
+    plan: "Plan"
     given: list[int]
     tangents: list[Any]
     outs: list[int]
     live: list[int]
 
+    def run(self, jaxpr: Any, eqn: Any, ins: list, perturbations: list | None) -> Run:
+        """Runs the equation unchanged; perturbations only enter its derivative.
 
-Step = Perturbed | Called | Switched | Linearized
+        They only matter for derivatives with respect to them: they are zero, and so is
+        their contribution, even if a derivative is infinite.
+        """
+        given = [self.plan.consts, [ins[i] for i in self.given]]
+
+        def run(given: list, perturbations: list | None) -> Run:
+            consts, args = given
+            zeros = [full_varying_as(aval, 0) for aval in self.tangents]
+            return self.plan.run([*args, *zeros], perturbations, consts)
+
+        @jax.custom_jvp
+        def perturbed_by(outs: list, given: list, perturbations: list) -> list:
+            return outs
+
+        @perturbed_by.defjvp
+        def _jvp(primals: tuple, tangents: tuple) -> tuple[list, list]:
+            outs, given, _ = primals
+            moved, _, perturbations = tangents
+            added = run(given, perturbations)[0]
+            return outs, [x + y for x, y in zip(moved, added, strict=True)]
+
+        every: list = [None for _ in eqn.outvars]
+        used = run_equation(jaxpr, eqn, [eqn.outvars[i] for i in self.outs])(*ins)
+        for i, out in zip(self.outs, used, strict=True):
+            every[i] = out
+        _, operands, perturbed = run(given, None)
+        if perturbations is not None:
+            live = perturbed_by([every[i] for i in self.live], given, perturbations)
+            for i, out in zip(self.live, live, strict=True):
+                every[i] = out
+        return every, operands, perturbed
+
+
+Step = Perturbed | Called | Scanned | Switched | Linearized
 
 
 class Plan:
-    """The plan of one jaxpr, built by going through its equations.
+    """The plan of a jaxpr, built by going through its equations.
 
+    - `steps`: how to run the equations with sites, and their numbers of perturbations.
     - `outs`: the outputs that are the same for all examples.
     """
 
-    def __init__(self) -> None:
-        self.steps: dict[int, Step] = {}
+    def __init__(self, jaxpr: Any, consts: Sequence[Any]) -> None:
+        self.jaxpr, self.consts = jaxpr, list(consts)
+        self.steps: dict[int, tuple[Step, int]] = {}
         self.sites: list[Site] = []
         self.perturbations: list[_Struct] = []
         self.operands: list[_Struct] = []
@@ -184,25 +285,50 @@ class Plan:
         # Values that have a perturbation and are used only once.
         self.perturbed_by: dict[Any, SharedPerturbation] = {}
 
+    def run(
+        self, args: list, perturbations: list | None, consts: list | None = None
+    ) -> Run:
+        """Evaluates the jaxpr with perturbations added to the outputs of its sites."""
+        operands: list = []
+        perturbed: list = []
+        remaining = iter(perturbations or ())
+
+        def replace(index: int, eqn: Any) -> Callable[[list], list] | None:
+            if index not in self.steps:
+                return None
+            step, num = self.steps[index]
+
+            def run(ins: list) -> list:
+                own = None
+                if perturbations is not None:
+                    own = [*itertools.islice(remaining, num)]
+                outs, *found = step.run(self.jaxpr, eqn, ins, own)
+                operands.extend(found[0])
+                perturbed.extend(found[1])
+                return outs
+
+            return run
+
+        consts = self.consts if consts is None else consts
+        outs = evaluate_with(self.jaxpr, consts, args, replace)
+        return outs, operands, perturbed
+
     def follow(self, eqn: Any, uses: collections.Counter) -> None:
         """Follows a perturbed value through an equation that moves its axes.
 
         A value that is used more than once has more than one cotangent.
         """
-        for var in eqn.invars:
-            before = (
-                None if isinstance(var, jex.Literal) else self.perturbed_by.get(var)
-            )
+        for atom in eqn.invars:
+            before = self._perturbed(atom)
             moved = None if before is None else before.after(eqn)
             if moved is not None:
                 self.perturbed_by[eqn.outvars[0]] = moved
         self.perturbed_by = {v: x for v, x in self.perturbed_by.items() if uses[v] == 1}
 
-    def follow_out(self, inner: "Plan", inner_outs: list, outs: list) -> None:
+    def follow_out(self, inner: "Plan", outs: list) -> None:
         """Follows a perturbed value out of a call that is about to be included."""
-        for var, out in zip(inner_outs, outs, strict=True):
-            is_literal = isinstance(var, jex.Literal)
-            before = None if is_literal else inner.perturbed_by.get(var)
+        for var, out in zip(inner.jaxpr.outvars, outs, strict=True):
+            before = inner._perturbed(var)
             if before is not None:
                 number = before.perturbation + len(self.perturbations)
                 self.perturbed_by[out] = dataclasses.replace(
@@ -218,21 +344,30 @@ class Plan:
             return None
         (position,) = rules
         other, out = eqn.invars[1 - position], eqn.outvars[0]
-        if isinstance(other, jex.Literal) or other.aval.shape != out.aval.shape:
-            return None
-        return self.perturbed_by.get(other)
+        return self._perturbed(other) if other.aval.shape == out.aval.shape else None
 
-    def include(self, inner: "Plan", steps: tuple[int, ...] = ()) -> None:
-        """Includes the plan of a call, or of the `steps` of a loop."""
-        for site in inner.sites:
-            operand = site.operand
-            self.sites.append(
-                dataclasses.replace(
-                    site,
-                    perturbation=site.perturbation + len(self.perturbations),
-                    operand=None if operand is None else operand + len(self.operands),
-                )
-            )
+    def _perturbed(self, atom: Any) -> SharedPerturbation | None:
+        return None if isinstance(atom, jex.Literal) else self.perturbed_by.get(atom)
+
+    def include(
+        self,
+        index: int,
+        step: Step,
+        plans: Sequence["Plan"],
+        steps: tuple[int, ...] = (),
+    ) -> None:
+        """Includes the plans of a call, or of `steps` of a loop, if it has sites."""
+        if not any(plan.steps for plan in plans):
+            return
+        self.steps[index] = step, sum(len(plan.perturbations) for plan in plans)
         stacked = lambda s: _Struct((*steps, *s.shape), s.dtype)
-        self.perturbations += map(stacked, inner.perturbations)
-        self.operands += map(stacked, inner.operands)
+        for plan in plans:
+            for site in plan.sites:
+                operand = site.operand
+                operand = None if operand is None else operand + len(self.operands)
+                number = site.perturbation + len(self.perturbations)
+                self.sites.append(
+                    dataclasses.replace(site, perturbation=number, operand=operand)
+                )
+            self.perturbations += map(stacked, plan.perturbations)
+            self.operands += map(stacked, plan.operands)

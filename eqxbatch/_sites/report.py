@@ -7,7 +7,6 @@ from typing import Any
 from .._base.checks import check_fields
 from .cost import (
     choose,
-    Contraction,
     Method,
     prefers_sites,
     total_cost,
@@ -60,18 +59,6 @@ class LeafReport:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-
-def _shown(error: float | None) -> str:
-    if error is None:
-        return "-"
-    return f"{error:.0e}" if error else "0"
-
-
-QUANTITIES = ("gradient", "norm", "kernel", "hessian", "diagonal", "gauss_newton")
-
-
-_HEADINGS = ("gradient", "norm", "kernel", "Hessian", "diagonal", "Gauss-Newton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +116,19 @@ class SitesCheck:
     @property
     def max_error(self) -> float:
         """The largest of all errors."""
-        checks = (*self.leaves, self.whole)
-        found = (getattr(check, name) for check in checks for name in QUANTITIES)
-        return max((error for error in found if error is not None), default=0.0)
+        errors = [x for _, *row in self._rows for x in row if x is not None]
+        return max(errors, default=0.0)
+
+    @property
+    def _rows(self) -> list[tuple]:
+        """The path and all errors, for each leaf and for all together."""
+        return [dataclasses.astuple(x) for x in (*self.leaves, self.whole)]
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("largest error", *_HEADINGS)]
-        for check in (*self.leaves, self.whole):
-            errors = [getattr(check, name) for name in QUANTITIES]
-            rows.append((check.path, *map(_shown, errors)))
-        lines = _table(rows, num_sums=1, num_texts=1)
+        heading = ("gradient", "norm", "kernel", "Hessian", "diagonal", "Gauss-Newton")
+        shown = lambda x: "-" if x is None else f"{x:.0e}" if x else "0"
+        rows = [(path, *map(shown, errors)) for path, *errors in self._rows]
+        lines = _table([("largest error", *heading), *rows], num_sums=1, num_texts=1)
         plural = "" if self.num_examples == 1 else "s"
         lines.append(f"{self.num_examples} example{plural}, in {self.dtype}")
         if self.reason is not None:
@@ -172,30 +162,18 @@ class SitesReport:
         check_fields(self)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")
-        ]
+        rows = [("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")]
         for leaf in self.leaves:
-            counts = collections.Counter(leaf.sites)
-            sites = [
-                f"{num} x {name}" if num > 1 else name for name, num in counts.items()
-            ]
+            counts = collections.Counter(leaf.sites).items()
+            sites = [f"{num} x {name}" if num > 1 else name for name, num in counts]
             shape = "x".join(map(str, leaf.shape)) or "()"
-            rows.append(
-                (
-                    leaf.path,
-                    shape,
-                    ", ".join(sites) or "-",
-                    leaf.contraction,
-                    leaf.kfac,
-                    *_thousands(leaf.flops, leaf.bytes),
-                )
-            )
-        sums = [
+            texts = (leaf.path, shape, ", ".join(sites) or "-", leaf.contraction)
+            rows.append((*texts, leaf.kfac, *_thousands(leaf.flops, leaf.bytes)))
+        for name, *cost in (
             ("by sites", self.flops, self.bytes),
             ("materialised", self.materialised_flops, self.materialised_bytes),
-        ]
-        rows += [(name, "", "", "", "", *_thousands(*cost)) for name, *cost in sums]
+        ):
+            rows.append((name, "", "", "", "", *_thousands(*cost)))
         lines = _table(rows, num_sums=2, num_texts=5)
         lines.append(f'method="auto" is "{self.method}"')
         lines += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
@@ -218,14 +196,11 @@ def _table(rows: list[tuple[str, ...]], *, num_sums: int, num_texts: int) -> lis
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [
-            cell.ljust(width) if column < num_texts else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells))
+        cells = [*map(str.rjust, row, widths)]
+        texts = [*map(str.ljust, row[:num_texts], widths)]
+        lines.append("  ".join([*texts, *cells[num_texts:]]))
     rule = "-" * len(lines[0])
-    ends = -num_sums
-    lines = [lines[0], rule, *lines[1:ends], rule, *lines[ends:]]
+    lines = [lines[0], rule, *lines[1:-num_sums], rule, *lines[-num_sums:]]
     return [line.rstrip() for line in lines]
 
 
@@ -236,11 +211,25 @@ def report_of(closed: Any, paths: list[str]) -> SitesReport:
     by_sites = total_cost(contraction.cost for contraction in contractions)
     materialised = vmapped_cost(program)
     kfac = _kfac(program, paths)
+    leaves = []
+    for contraction, path in zip(contractions, paths, strict=True):
+        leaf = contraction.leaf
+        reason = program.fallbacks.get(leaf)
+        leaves.append(
+            LeafReport(
+                path=path,
+                shape=program.leaves[leaf].shape,
+                sites=() if reason else tuple(map(_name, program.sites_of(leaf))),
+                contraction=_CONTRACTIONS[contraction.form],
+                flops=contraction.cost.flops,
+                bytes=contraction.cost.bytes,
+                reason=reason,
+                kfac=kfac[leaf][0],
+                kfac_reason=kfac[leaf][1],
+            )
+        )
     return SitesReport(
-        leaves=tuple(
-            _report(program, contraction, path, *kfac[contraction.leaf])
-            for contraction, path in zip(contractions, paths, strict=True)
-        ),
+        leaves=tuple(leaves),
         method="sites" if prefers_sites(program, contractions) else "materialise",
         flops=by_sites.flops,
         bytes=by_sites.bytes,
@@ -261,29 +250,6 @@ def _kfac(program: Program, paths: list[str]) -> dict[int, tuple[str, str | None
         if other is not None:
             found[leaf] = "refused", f"it is multiplied with {paths[other]}"
     return found
-
-
-def _report(
-    program: Program,
-    contraction: Contraction,
-    path: str,
-    kfac: str,
-    kfac_reason: str | None,
-) -> LeafReport:
-    leaf = contraction.leaf
-    reason = program.fallbacks.get(leaf)
-    sites = () if reason else tuple(map(_name, program.sites_of(leaf)))
-    return LeafReport(
-        path=path,
-        shape=program.leaves[leaf].shape,
-        sites=sites,
-        contraction=_CONTRACTIONS[contraction.form],
-        flops=contraction.cost.flops,
-        bytes=contraction.cost.bytes,
-        reason=reason,
-        kfac=kfac,
-        kfac_reason=kfac_reason,
-    )
 
 
 def _name(site: Site) -> str:

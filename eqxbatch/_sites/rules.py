@@ -106,12 +106,15 @@ def find_rule(eqn: Any, index: int) -> Rule | None:
 def leaf_rule(shape: tuple[int, ...]) -> Rule:
     """The rule of a leaf that is perturbed itself: `d` is its gradient."""
     axes = _numbered("w", len(shape))
-    sizes = dict(zip(axes, shape, strict=True))
-    return Rule("leaf", lambda _, w: w, None, (), axes, axes, sizes)
+    return Rule("leaf", lambda _, w: w, None, (), axes, axes, _sizes(axes, shape))
 
 
 def _numbered(name: str, num: int) -> Axes:
     return tuple(f"{name}{i}" for i in range(num))
+
+
+def _sizes(axes: Axes, shape: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(axes, shape, strict=True))
 
 
 def _shapes(eqn: Any) -> list[tuple[int, ...]]:
@@ -128,33 +131,22 @@ def _binary_op(eqn: Any, index: int) -> Callable[[Array, Array], Array]:
 
 def _dot_general(eqn: Any, index: int) -> Rule:
     contracted, batched = eqn.params["dimension_numbers"]
-    shapes = _shapes(eqn)
-    names: list[list[str]] = []
-    free: list[str] = []
-    for side in (0, 1):
-        axes = [""] * len(shapes[side])
-        for i, axis in enumerate(batched[side]):
-            axes[axis] = f"b{i}"
-        for i, axis in enumerate(contracted[side]):
-            axes[axis] = f"c{i}"
-        for axis, name in enumerate(axes):
-            if not name:
-                axes[axis] = f"{'lr'[side]}{axis}"
-                free.append(axes[axis])
-        names.append(axes)
-    sizes = {
-        name: size
-        for axes, shape in zip(names, shapes[:2], strict=True)
-        for name, size in zip(axes, shape, strict=True)
-    }
+    left, right, _ = _shapes(eqn)
+    names: list[Axes] = []
+    for side, shape in enumerate((left, right)):
+        known = {axis: f"b{i}" for i, axis in enumerate(batched[side])}
+        known.update((axis, f"c{i}") for i, axis in enumerate(contracted[side]))
+        axes = range(len(shape))
+        names.append(tuple(known.get(axis, f"{'lr'[side]}{axis}") for axis in axes))
+    free = (name for axes in names for name in axes if name[0] in "lr")
     return Rule(
         kind="dot_general",
         op=_binary_op(eqn, index),
         operand=lambda ins: ins[1 - index],
-        a_axes=tuple(names[1 - index]),
+        a_axes=names[1 - index],
         d_axes=(*_numbered("b", len(batched[0])), *free),
-        w_axes=tuple(names[index]),
-        sizes=sizes,
+        w_axes=names[index],
+        sizes=_sizes(names[0], left) | _sizes(names[1], right),
     )
 
 
@@ -162,38 +154,32 @@ def _elementwise(eqn: Any, index: int) -> Rule | None:
     name = eqn.primitive.name
     shapes = _shapes(eqn)
     out = shapes[-1]
-    sizes = dict(zip(_numbered("m", len(out)), out, strict=True))
+    sizes = _sizes(_numbered("m", len(out)), out)
     # An input may be a scalar, or have axes of size 1 that are broadcast.
     named = []
     for shape in shapes[:2]:
-        axes = [
-            f"m{i}" if size == out[i] else f"one{i}" for i, size in enumerate(shape)
-        ]
-        sizes.update(zip(axes, shape, strict=True))
-        named.append(tuple(axes))
+        axis = lambda i, size: f"m{i}" if size == out[i] else f"one{i}"
+        named.append(tuple(axis(i, size) for i, size in enumerate(shape)))
+        sizes |= _sizes(named[-1], shape)
     d_axes, w_axes, a_axes = _numbered("m", len(out)), named[index], named[1 - index]
     if name in SUMS:
         scale = -1.0 if name == "sub" and index == 1 else 1.0
         repeat = lambda _, w: jnp.broadcast_to(-w if scale < 0 else w, out)
         return Rule(name, repeat, None, (), d_axes, w_axes, sizes, scale=scale)
+    op, operand = _binary_op(eqn, index), lambda ins: ins[1 - index]
+    is_of_inverse = name == "div" and index == 1
+    if is_of_inverse and is_complex(eqn.outvars[0].aval):
+        return None
     if name == "div":
-        multiply = lambda a, w: w * a
-        if index == 1:
-            if is_complex(eqn.outvars[0].aval):
-                return None
-            numerator = lambda ins: ins[0]
-            rule = Rule(name, multiply, numerator, a_axes, d_axes, w_axes, sizes)
-            return dataclasses.replace(rule, is_of_inverse=True)
-        invert = lambda ins: 1 / ins[1]
-        return Rule(name, multiply, invert, a_axes, d_axes, w_axes, sizes)
-    op = _binary_op(eqn, index)
-    return Rule(name, op, lambda ins: ins[1 - index], a_axes, d_axes, w_axes, sizes)
+        op = lambda a, w: w * a
+        operand = operand if is_of_inverse else lambda ins: 1 / ins[1]
+    rule = Rule(name, op, operand, a_axes, d_axes, w_axes, sizes)
+    return dataclasses.replace(rule, is_of_inverse=is_of_inverse)
 
 
 def _placed(kind: str, put: Callable[[Array], Array], aval: Any) -> Rule:
     """The rule of a value that is copied into another array."""
     axes = _numbered("w", len(aval.shape))
-
     take = lambda d: jax.linear_transpose(put, full_varying_as(aval, 0))(d)[0]
     return Rule(
         kind=kind,
@@ -202,7 +188,7 @@ def _placed(kind: str, put: Callable[[Array], Array], aval: Any) -> Rule:
         a_axes=(),
         d_axes=axes,
         w_axes=axes,
-        sizes=dict(zip(axes, aval.shape, strict=True)),
+        sizes=_sizes(axes, aval.shape),
         arrange=take,
         outputs=(),
     )
@@ -244,7 +230,7 @@ def _select(eqn: Any, index: int) -> Rule | None:
         a_axes=axes if which.shape else (),
         d_axes=axes,
         w_axes=axes,
-        sizes=dict(zip(axes, out.shape, strict=True)),
+        sizes=_sizes(axes, out.shape),
     )
 
 
@@ -263,41 +249,32 @@ def _convolution(eqn: Any, index: int) -> Rule | None:
     features = lhs_shape[lhs_spec[1]] // groups
     outputs = rhs_shape[rhs_spec[0]] // groups
     batch = lhs_shape[lhs_spec[0]]
-
-    w_axes: list[tuple[str, ...]] = [()] * len(rhs_shape)
-    w_axes[rhs_spec[0]] = (*grouped, "o")
-    w_axes[rhs_spec[1]] = ("i",)
-    for axis, name in zip(rhs_spec[2:], kernel_axes, strict=True):
-        w_axes[axis] = (name,)
+    named = lambda spec, *names: [names[spec.index(axis)] for axis in range(len(spec))]
+    of_w = named(rhs_spec, (*grouped, "o"), ("i",), *zip(kernel_axes, strict=True))
+    of_y = named(out_spec, ("n",), (*grouped, "o"), *zip(out_axes, strict=True))
+    lead = (batch, groups) if groups > 1 else (batch,)
 
     def expand(lhs: Array) -> Array:
-        lhs = jnp.transpose(lhs, lhs_spec)
-        seen = patches(lhs, kernel, out, params)
-        lead = (batch, groups, features) if groups > 1 else (batch, features)
-        return seen.reshape(*lead, *kernel, *out)
+        seen = patches(jnp.transpose(lhs, lhs_spec), kernel, out, params)
+        return seen.reshape(*lead, features, *kernel, *out)
 
     def arrange(d: Array) -> Array:
-        d = jnp.transpose(d, out_spec)
-        lead = (batch, groups, outputs) if groups > 1 else (batch, outputs)
-        return d.reshape(*lead, *out)
+        return jnp.transpose(d, out_spec).reshape(*lead, outputs, *out)
 
-    named: dict[int, Axes] = {out_spec[0]: ("n",), out_spec[1]: (*grouped, "o")}
-    named.update((out_spec[2 + i], (name,)) for i, name in enumerate(out_axes))
     sizes = {"n": batch, "g": groups, "i": features, "o": outputs}
-    sizes.update(zip(kernel_axes, kernel, strict=True))
-    sizes.update(zip(out_axes, out, strict=True))
+    sizes |= _sizes(kernel_axes, kernel) | _sizes(out_axes, out)
     return Rule(
         kind="conv_general_dilated",
         op=_binary_op(eqn, index),
         operand=lambda ins: ins[0],
         a_axes=("n", *grouped, "i", *kernel_axes, *out_axes),
         d_axes=("n", *grouped, "o", *out_axes),
-        w_axes=tuple(itertools.chain.from_iterable(w_axes)),
+        w_axes=tuple(itertools.chain.from_iterable(of_w)),
         sizes=sizes,
         expand=expand,
         arrange=arrange,
         splits=groups > 1,
-        outputs=tuple(named[axis] for axis in range(len(out_spec))),
+        outputs=tuple(of_y),
     )
 
 
@@ -335,19 +312,17 @@ def _gather(eqn: Any, index: int) -> Rule | None:
             mode=dropping if is_dropping else lax.GatherScatterMode.CLIP,
         )
 
-    w_axes = tuple("v" if axis == token else f"w{axis}" for axis in range(len(table)))
+    w_axes = _axes_of_table(table, token)
     batch_axes = _numbered("t", len(indices) - 1)
     collapsed = numbers.collapsed_slice_dims
     offsets = iter(axis for axis in range(len(table)) if axis not in collapsed)
     batch = iter(batch_axes)
+    row_axes = _axes_of_table(table, token, "one")
     d_axes = tuple(
-        _one_or_same(next(offsets), token)
-        if position in numbers.offset_dims
-        else next(batch)
+        row_axes[next(offsets)] if position in numbers.offset_dims else next(batch)
         for position in range(len(eqn.outvars[0].aval.shape))
     )
-    named = dict(zip(w_axes, table, strict=True))
-    named.update(zip(batch_axes, indices[:-1], strict=True))
+    named = _sizes(w_axes, table) | _sizes(batch_axes, indices[:-1])
     return Rule(
         kind="gather",
         op=op,
@@ -395,8 +370,9 @@ def _rows(
     return jnp.where(is_in, rows, num_rows)
 
 
-def _one_or_same(axis: int, token: int) -> str:
-    return "one" if axis == token else f"w{axis}"
+def _axes_of_table(table: tuple[int, ...], token: int, name: str = "v") -> Axes:
+    """The axes of a table, with a `name` for the one that tokens index."""
+    return tuple(name if axis == token else f"w{axis}" for axis in range(len(table)))
 
 
 def _dynamic_slice(eqn: Any, index: int) -> Rule | None:
@@ -416,15 +392,15 @@ def _dynamic_slice(eqn: Any, index: int) -> Rule | None:
     def op(row: Array, w: Array) -> Array:
         return lax.dynamic_slice_in_dim(w, row, 1, token)
 
-    w_axes = tuple("v" if axis == token else f"w{axis}" for axis in range(len(table)))
+    w_axes = _axes_of_table(table, token)
     return Rule(
         kind="dynamic_slice",
         op=op,
         operand=operand,
         a_axes=(),
-        d_axes=tuple(_one_or_same(axis, token) for axis in range(len(table))),
+        d_axes=_axes_of_table(table, token, "one"),
         w_axes=w_axes,
-        sizes={"one": 1, **dict(zip(w_axes, table, strict=True))},
+        sizes={"one": 1, **_sizes(w_axes, table)},
         token="v",
     )
 

@@ -2,19 +2,25 @@
 
 Examples are penalties, masks, weight normalisation and reparametrisations. Their values
 and derivatives do not depend on an example, so they are computed once. A `Node` is such
-a value. JAX runs it as written in the program, with all custom derivatives.
+a value. JAX runs it as written in the program, with all custom derivatives. Its
+derivative is a sum of views: a `View` is a linear function of one parameter, as a
+program applies it.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from .._base.differentiable import Derivative, derivative_of, pushed
+from .._base.dtypes import is_complex
 from .._base.jaxprs import literal, run_equation
 from .._base.mesh import full_varying_as
 from .._base.primitives import (
@@ -23,13 +29,16 @@ from .._base.primitives import (
     is_flat,
     LINEAR_IN_ALL,
     name_of,
+    SUMS,
     with_trait,
 )
+from .rules import unknown_parameters
 
 
 # A `scan` around an equation: its index, which grows inwards, and its length.
 Loop = tuple[int, int]
 
+_ORDERS = itertools.count()
 _ELEMENTWISE = with_trait("entries")
 _LINEAR = _ELEMENTWISE & (LINEAR_IN_ALL | with_trait("straight"))
 
@@ -38,7 +47,6 @@ _LINEAR = _ELEMENTWISE & (LINEAR_IN_ALL | with_trait("straight"))
 class Node:
     """A value computed from leaves and constants alone.
 
-    - `order`: the position of the node among those of the program.
     - `loops`: the loops in whose steps the value differs, outermost first. The value
         has a leading axis for each.
     - `run`: computes the outputs of an equation from `inputs`; `output` is the index of
@@ -48,9 +56,9 @@ class Node:
         between.
     - `is_linear`: whether it is linear in these.
     - `is_reverse`: whether JAX has its derivative in reverse mode only.
+    - `order`: larger than that of all inputs.
     """
 
-    order: int
     loops: tuple[Loop, ...]
     shape: tuple[int, ...]
     dtype: Any
@@ -63,6 +71,42 @@ class Node:
     bases: tuple["Node", ...] = ()
     is_linear: bool = True
     is_reverse: bool = False
+    order: int = dataclasses.field(init=False, default_factory=_ORDERS.__next__)
+
+    @classmethod
+    def of(cls, aval: Any, varies: bool, **settings: Any) -> "Node":
+        """A node of this type that is computed from no other one."""
+        return cls((), aval.shape, aval.dtype, varies, **settings)
+
+    @classmethod
+    def constant_of(cls, aval: Any, value: Any) -> "Node":
+        value = value if isinstance(value, jax.Array) else jnp.asarray(value)
+        return cls.of(aval, False, constant=value)
+
+    @classmethod
+    def tangent(cls, aval: Any) -> "Node":
+        """A node that is linear in a leaf, so its derivatives may be taken at zero."""
+        return cls.of(aval, True, run=lambda: [full_varying_as(aval, 0)])
+
+    def sliced(self, loop: Loop) -> "Node":
+        """Its slices along the first axis, for the body of a scan."""
+        loops, shape = (*self.loops, loop), self.shape[1:]
+        return self._then(lambda x: [x], loops=loops, shape=shape)
+
+    def frozen(self) -> "Node":
+        """Its value without the derivative."""
+        return self._then(lambda x: [x], varies=False)
+
+    def inverse(self) -> "Node":
+        """One over it, elementwise."""
+        bases = self.bases or (self,)
+        return self._then(lambda x: [1 / x], bases=bases, is_linear=False)
+
+    def _then(self, run: Callable[..., list], **changes: Any) -> "Node":
+        """A node that `run` computes from this one, with the same type."""
+        reset = {"leaf": None, "constant": None, "bases": (), "is_linear": True}
+        reset |= {"inputs": (self,), "run": run, "output": 0}
+        return dataclasses.replace(self, **{**reset, **changes})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,77 +124,30 @@ class Slope:
 Value = Node | Slope
 
 
-class Graph:
-    """The nodes of a program."""
-
-    def __init__(self) -> None:
-        self._order = itertools.count()
-
-    def leaf(self, number: int, aval: Any, *, varies: bool) -> Node:
-        order = next(self._order)
-        return Node(order, (), aval.shape, aval.dtype, varies, leaf=number)
-
-    def constant(self, aval: Any, value: Any) -> Node:
-        value = value if isinstance(value, jax.Array) else jnp.asarray(value)
-        order = next(self._order)
-        return Node(order, (), aval.shape, aval.dtype, False, constant=value)
-
-    def literal(self, atom: Any) -> Node:
-        return self.constant(atom.aval, literal(atom))
-
-    def sliced(self, node: Node, loop: Loop) -> Node:
-        """The slices of a node along its first axis, for the body of a scan."""
-        loops, shape = (*node.loops, loop), node.shape[1:]
-        return self._made_of(node, lambda x: [x], loops=loops, shape=shape)
-
-    def frozen(self, node: Node) -> Node:
-        """The value of a node without its derivative."""
-        return self._made_of(node, lambda x: [x], varies=False)
-
-    def tangent(self, aval: Any) -> Node:
-        """A node that is linear in a leaf, so its derivatives may be taken at zero."""
-        order, run = next(self._order), lambda: [full_varying_as(aval, 0)]
-        return Node(order, (), aval.shape, aval.dtype, True, run=run)
-
-    def inverse(self, node: Node) -> Node:
-        """One over a node, elementwise."""
-        bases = node.bases or (node,)
-        return self._made_of(node, lambda x: [1 / x], bases=bases, is_linear=False)
-
-    def _made_of(self, node: Node, run: Callable[..., list], **changes: Any) -> Node:
-        """A node that `run` computes from another one, with the same type."""
-        order = next(self._order)
-        own = {"bases": (), "is_linear": True, **changes}
-        made = {"inputs": (node,), "run": run, "output": 0}
-        is_none = {"leaf": None, "constant": None}
-        return dataclasses.replace(node, order=order, **made, **is_none, **own)
-
-    def outputs(
-        self, jaxpr: Any, eqn: Any, inputs: tuple[Node, ...], outs: list
-    ) -> list[Node]:
-        """Some of the outputs of an equation whose inputs are nodes."""
-        loops = merged_loops(*(node.loops for node in inputs))
-        run = _in_loops(run_equation(jaxpr, eqn, outs), loops, inputs)
-        order = next(self._order)
-        varies = any(node.varies for node in inputs) and not is_flat(eqn)
-        is_reverse = any(node.is_reverse for node in inputs) or _is_reverse(eqn)
-        bases, is_linear = _bases(jaxpr, eqn, inputs) if varies else ((), True)
-        return [
-            Node(
-                order,
-                loops,
-                var.aval.shape,
-                var.aval.dtype,
-                varies and jnp.issubdtype(var.aval.dtype, jnp.inexact),
-                inputs,
-                run,
-                output,
-                bases=bases,
-                is_linear=is_linear,
-                is_reverse=is_reverse,
-            )
-            for output, var in enumerate(outs)
-        ]
+def output_nodes(
+    jaxpr: Any, eqn: Any, inputs: tuple[Node, ...], outs: list
+) -> list[Node]:
+    """Some of the outputs of an equation whose inputs are nodes."""
+    loops = merged_loops(*(node.loops for node in inputs))
+    run = _in_loops(run_equation(jaxpr, eqn, outs), loops, inputs)
+    varies = any(node.varies for node in inputs) and not is_flat(eqn)
+    is_reverse = any(node.is_reverse for node in inputs) or _is_reverse(eqn)
+    bases, is_linear = _bases(jaxpr, eqn, inputs) if varies else ((), True)
+    return [
+        Node(
+            loops,
+            var.aval.shape,
+            var.aval.dtype,
+            varies and jnp.issubdtype(var.aval.dtype, jnp.inexact),
+            inputs,
+            run,
+            output,
+            bases=bases,
+            is_linear=is_linear,
+            is_reverse=is_reverse,
+        )
+        for output, var in enumerate(outs)
+    ]
 
 
 def merged_loops(*loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
@@ -345,14 +342,340 @@ def _evaluated(
     wanted: Iterable[Node], leaves: list, known: dict[Node, Array] | None = None
 ) -> dict[Node, Array]:
     known = {} if known is None else known
-    made: dict[int, list] = {}
+    made: dict[Callable, list] = {}
     for node in nodes_up_to(wanted, known.__contains__):
         if node.leaf is not None:
             known[node] = leaves[node.leaf]
         elif node.run is None:
             known[node] = node.constant
         else:
-            if node.order not in made:
-                made[node.order] = node.run(*(known[x] for x in node.inputs))
-            known[node] = made[node.order][node.output]
+            # The outputs of one equation.
+            if node.run not in made:
+                made[node.run] = node.run(*(known[x] for x in node.inputs))
+            known[node] = made[node.run][node.output]
     return known
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A linear function of an array; `values` are indices of values that it reads."""
+
+    fun: Callable[[Array, list], Array]
+    values: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The position of an array in zeros, along its first axis."""
+
+    start: int
+    size: int
+    key: str
+    put: Callable[[Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A linear function of one leaf, built from steps such as a transpose.
+
+    - `leaf`, `type_of_leaf`: the index of the leaf, and its shape, dtype and so on.
+    - `shape`: the shape of the view. The result of `apply` has leading axes for
+        `loops`: the loops in which the view differs between steps, outermost first.
+    - `windows`: the loops in some of whose steps the view is zero, with the first of
+        the others and their number.
+    - `key`: equal for two views that are the same function.
+    - `axes`: for each axis of the view, including leading ones, the corresponding axis
+        of the leaf, or None if the leaf is repeated along it. None if some axis is
+        neither, for example after a reshape or a slice.
+    - `scale`: a factor of the leaf.
+    - `is_weighted`: whether each entry is multiplied by its own weight.
+    - `is_isometry`: whether the transpose of the view keeps the norm, up to `scale`.
+    - `place`: the position of the view in an array of zeros, which gives it its shape.
+        This comes last, so that a loop over the array uses the leaf in some steps only.
+    """
+
+    leaf: int
+    type_of_leaf: Any
+    shape: tuple[int, ...]
+    axes: tuple[int | None, ...] | None
+    loops: tuple[Loop, ...] = ()
+    windows: tuple[tuple[Loop, tuple[int, int]], ...] = ()
+    steps: tuple[_Step, ...] = ()
+    key: tuple[str, ...] = ()
+    scale: float | complex = 1.0
+    is_weighted: bool = False
+    is_isometry: bool = True
+    place: _Place | None = None
+
+    @property
+    def is_complex(self) -> bool:
+        return is_complex(self.type_of_leaf)
+
+    @property
+    def reads(self) -> list[int]:
+        """The indices of the values that it reads."""
+        return [i for step in self.steps for i in step.values]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether entries are distinct entries of the leaf, times a number."""
+        return self.axes is not None and None not in self.axes and self.place is None
+
+    def apply(self, x: Array, values: list) -> Array:
+        """Applies the view to a leaf `x`; `values` are those of the program."""
+        for step in self.steps:
+            x = step.fun(x, [values[i] for i in step.values])
+        return x
+
+    def transposed(self, leaf: Any, values: list) -> Callable[[Array], Array]:
+        """Pulls an array back from the view to a leaf of the given type."""
+        transpose = jax.linear_transpose(lambda x: self.apply(x, values), leaf)
+        return lambda x: transpose(x)[0]
+
+    def struct(self, leaf: Any, values: list) -> jax.ShapeDtypeStruct:
+        """The type of the view for a leaf of the given type."""
+        return jax.eval_shape(self.apply, leaf, values)
+
+    def scanned(self, loop: Loop) -> "View":
+        """A slice along axis 0, as in the body of a scan."""
+        place = self.place
+        window = () if place is None else ((loop, (place.start, place.size)),)
+        return dataclasses.replace(
+            self,
+            loops=(*self.loops, loop),
+            windows=(*self.windows, *window),
+            shape=self.shape[1:],
+            place=None,
+        )
+
+    def in_zeros(self) -> "View":
+        """The view with the zeros around it."""
+        place = self.place
+        if place is None:
+            return self
+        shape = (place.size, *self.shape[1:])
+        own = dataclasses.replace(self, place=None, shape=shape)
+        return own.then(place.key, place.put, self.shape, None, is_isometry=False)
+
+    def then(
+        self,
+        key: str,
+        step: Callable[..., Array],
+        shape: tuple[int, ...],
+        axes: tuple[int | None, ...] | None,
+        *,
+        is_isometry: bool = True,
+        is_weighted: bool = False,
+        scale: float | complex = 1.0,
+        values: Sequence[tuple[int, tuple[Loop, ...]]] = (),
+    ) -> "View":
+        """The view after one more step.
+
+        `step` and `axes` refer to the input without leading axes. For each axis of the
+        result, `axes` has the axis that it was, or None for a new one. `values` are the
+        indices of further values that `step` takes, and their loops.
+        """
+        view = self.in_zeros()
+        of_values = [loops for _, loops in values]
+        loops = merged_loops(view.loops, *of_values)
+        own, composed = view.axes, None
+        if own is not None and axes is not None:
+            num = len(view.loops)
+            lead = dict(zip(view.loops, own[:num], strict=True))
+            new = (None if axis is None else own[num + axis] for axis in axes)
+            composed = (*map(lead.get, loops), *new)
+        fun = _mapped(step, view, of_values, loops)
+        return dataclasses.replace(
+            view,
+            shape=tuple(shape),
+            axes=composed,
+            loops=loops,
+            steps=(*view.steps, _Step(fun, tuple(number for number, _ in values))),
+            key=(*view.key, key),
+            scale=view.scale * scale,
+            is_weighted=view.is_weighted or is_weighted,
+            is_isometry=view.is_isometry and is_isometry and loops == view.loops,
+        )
+
+
+def _mapped(
+    step: Callable[..., Array],
+    view: View,
+    of_values: list[tuple[Loop, ...]],
+    loops: tuple[Loop, ...],
+) -> Callable[[Array, list], Array]:
+    """Maps a step over the loops of the view and of the values."""
+    run, windows = lambda x, values: step(x, *values), dict(view.windows)
+    for loop in reversed(loops):
+        axes = [0 if loop in each else None for each in of_values]
+        _, length = windows.get(loop, loop)
+        run = jax.vmap(run, (0 if loop in view.loops else None, axes), axis_size=length)
+
+    def cut(x: Array, values: list) -> Array:
+        values = [*values]
+        for loop, window in windows.items():
+            for i, each in enumerate(of_values):
+                if loop in each:
+                    values[i] = jax.lax.slice_in_dim(
+                        values[i], window[0], sum(window), axis=each.index(loop)
+                    )
+        return run(x, values)
+
+    return cut
+
+
+def leaf_view(index: int, aval: Any) -> View:
+    """The leaf itself."""
+    return View(index, aval, aval.shape, tuple(range(len(aval.shape))))
+
+
+def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
+    """The views after an equation, whose input with the given `index` is a view.
+
+    There is one for each output of the equation. None if the equation is not known to
+    be linear in this input.
+    """
+    name = eqn.primitive.name
+    shapes = [var.aval.shape for var in eqn.outvars]
+    shape = shapes[0]
+    given = [var.aval.shape for var in eqn.invars]
+    key = f"{name}[{index}]({view.loops}, {given}, {eqn.params})"
+    bind = lambda x: eqn.primitive.bind(x, **eqn.params)
+    all_axes = tuple(range(len(shape)))
+
+    if unknown_parameters(eqn):
+        return None
+    if name in SUMS:
+        return [_summand(view, eqn, index)]
+    if name in ("transpose", "squeeze", "broadcast_in_dim", "reshape"):
+        if len(eqn.invars) > 1:  # A dynamic shape.
+            return None
+        axes = _kept_axes(name, view.shape, shape, eqn.params)
+        # Broadcasting is not an isometry: its transpose is a sum.
+        same = math.prod(shape) == math.prod(view.shape)
+        return [view.then(key, bind, shape, axes, is_isometry=same)]
+    if name in ("convert_element_type", "copy", "copy_p"):
+        if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+            return None
+        # The real part of a complex array is not a view of the same dimension.
+        old, new = (is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        if old and not new:
+            return None
+        if new and not old:
+            # Its transpose takes the real part.
+            return [view.then(key, bind, shape, None, is_isometry=False)]
+        return [view.then(key, bind, shape, all_axes)]
+    if name == "neg":
+        return [view.then(key, bind, shape, all_axes, scale=-1.0)]
+    if name == "slice" and shape == view.shape:
+        # The whole array, for example if an axis of size 1 is indexed.
+        return [view.then(key, bind, shape, all_axes)]
+    if name in ("slice", "rev", "reduce_sum"):
+        return [view.then(key, bind, shape, None, is_isometry=name != "reduce_sum")]
+    if name == "split":
+        return [
+            view.then(
+                f"{key}[{i}]",
+                lambda x, i=i: eqn.primitive.bind(x, **eqn.params)[i],
+                shape,
+                None,
+            )
+            for i, shape in enumerate(shapes)
+        ]
+    if name == "concatenate":
+        axis = eqn.params["dimension"]
+        start = sum(shape[axis] for shape in given[:index])
+        return [_placed(view, eqn, start, axis, key)]
+    if name == "stack":
+        axis = eqn.params["axis"]
+        axes = (*range(axis), None, *range(axis, len(view.shape)))
+        expand = lambda x: jnp.expand_dims(x, axis)
+        one = (*view.shape[:axis], 1, *view.shape[axis:])
+        view = view.then(f"expand({axis})", expand, one, axes)
+        return [_placed(view, eqn, index, axis, key)]
+    if name in ("mul", "div"):
+        scaled = _scaled(view, eqn, index, key)
+        return None if scaled is None else [scaled]
+    return None
+
+
+def _placed(view: View, eqn: Any, start: int, axis: int, key: str) -> View:
+    """A view as a part of the output of an equation, from `start` on along an axis."""
+    view = view.in_zeros()
+    shape, size = eqn.outvars[0].aval.shape, view.shape[axis]
+    sizes = (start, shape[axis] - start - size)
+    key = f"{key} at {start}"
+
+    def put(x: Array) -> Array:
+        return jnp.pad(x, [sizes if i == axis else (0, 0) for i in range(x.ndim)])
+
+    if axis:
+        return view.then(key, put, shape, None, is_isometry=False)
+    return dataclasses.replace(view, shape=shape, place=_Place(start, size, key, put))
+
+
+def _scaled(view: View, eqn: Any, index: int, key: str) -> View | None:
+    """A view multiplied or divided by a number; None for anything else."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    other = eqn.invars[1 - index] if len(eqn.invars) == 2 else None
+    if not isinstance(other, jex.Literal) or out.shape != view.shape:
+        return None
+    if np.ndim(other.val):  # With flags of JAX, an array is a literal, too.
+        return None
+    if name == "div" and index == 1:
+        return None
+    value = complex(np.asarray(other.val).astype(out.dtype).item())
+    factor = value if name == "mul" else 1 / value if value else math.inf
+    if not math.isfinite(abs(factor)):
+        return None
+
+    def scale(x: Array) -> Array:
+        ins = [literal(other), literal(other)]
+        return eqn.primitive.bind(*ins[:index], x, *ins[index + 1 :], **eqn.params)
+
+    key, axes = f"{key} {other.val}", tuple(range(len(out.shape)))
+    factor = factor if factor.imag else factor.real
+    return view.then(key, scale, out.shape, axes, scale=factor)
+
+
+def _summand(view: View, eqn: Any, index: int) -> View:
+    """The contribution of a view to `add` or `sub`, as the input with this `index`."""
+    shape = eqn.outvars[0].aval.shape
+    if view.shape != shape:
+        repeat = lambda x: jnp.broadcast_to(x, shape)
+        kept = (
+            axis if size == shape[axis] else None
+            for axis, size in enumerate(view.shape)
+        )
+        axes = tuple(kept) if view.shape else (None,) * len(shape)
+        key = f"repeat({view.loops}, {view.shape}, {shape})"
+        view = view.then(key, repeat, shape, axes, is_isometry=False)
+    if eqn.primitive.name == "sub" and index == 1:
+        axes = tuple(range(len(shape)))
+        view = view.then("neg", lambda x: -x, shape, axes, scale=-1.0)
+    return view
+
+
+def _kept_axes(
+    name: str, old: tuple[int, ...], new: tuple[int, ...], params: dict[str, Any]
+) -> tuple[int | None, ...] | None:
+    """For each axis of the result, the axis that it was; None if there is none."""
+    if name == "transpose":
+        return tuple(params["permutation"])
+    if name == "squeeze":
+        removed = {axis % len(old) for axis in params["dimensions"]}
+        return tuple(axis for axis in range(len(old)) if axis not in removed)
+    if name == "broadcast_in_dim":
+        axes: list[int | None] = [None] * len(new)
+        for axis, target in enumerate(params["broadcast_dimensions"]):
+            if old[axis] == new[target]:
+                axes[target] = axis
+        return tuple(axes)
+    # A reshape that only moves axes of size 1 keeps all others. It may follow a
+    # transpose.
+    order = params["dimensions"]
+    order = range(len(old)) if order is None else order
+    kept = [axis for axis in order if old[axis] != 1]
+    if [old[axis] for axis in kept] != [size for size in new if size != 1]:
+        return None
+    return tuple(None if size == 1 else kept.pop(0) for size in new)

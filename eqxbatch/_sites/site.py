@@ -31,8 +31,7 @@ from jaxtyping import Array
 
 from .._base.dtypes import is_complex
 from .rules import Axes, leaf_rule, Rule
-from .shared import Loop, Node
-from .view import leaf_view, View
+from .shared import leaf_view, Loop, Node, View
 
 
 # Gradients with at most this many fixed directions are not formed.
@@ -104,6 +103,12 @@ class Site:
     def takes_real_part(self) -> bool:
         """Whether the leaf is real, and its gradient a real part."""
         return self.is_complex and not self.view.is_complex
+
+    @property
+    def view_shape(self) -> tuple[int, ...]:
+        """The shape of the view at all steps in which it differs."""
+        steps = (loop.length for loop in self.loops if loop.is_sliced)
+        return (*steps, *self.view.shape)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -271,13 +276,8 @@ def _cross(site: Site, other: Site) -> bool:
     """
     if site.rule.token is None or other.rule.token is None:
         return False
-    sides = [(own, labels_of(own, side)) for side, own in enumerate((site, other))]
-    chosen = [labels[str(own.rule.token)] for own, labels in sides]
-    return any(
-        choice in _labelled(own.a_axes, labels)
-        for choice, (own, labels) in zip(chosen, sides[::-1], strict=True)
-    )
-
-
-def _labelled(names: Axes, labels: dict[str, Label]) -> list[Label]:
-    return [labels[name] for name in names]
+    sides = site, other
+    labels = [labels_of(x, number) for number, x in enumerate(sides)]
+    tokens = [own[str(x.rule.token)] for x, own in zip(sides, labels, strict=True)]
+    is_index = lambda i: tokens[1 - i] in [labels[i][name] for name in sides[i].a_axes]
+    return is_index(0) or is_index(1)

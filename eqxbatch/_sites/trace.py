@@ -1,30 +1,86 @@
 """A function with its sites: where its parameters enter the computation.
 
+A `Finder` goes through the equations of a program one by one. Values of leaves and
+constants alone are the same for all examples: their derivatives are known as sums of
+views of leaves. Where such a value meets an example, there is a site.
+
 A zero perturbation is added to the output of each site. The derivative with respect to
 it is the cotangent `d` in the gradient of the parameter. `jax.vjp` computes it, so no
 derivative rules of our own are needed.
 """
 
+import collections
 import copy
+import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
+import jax.extend.core as jex
 from jaxtyping import Array
 
-from .._base.jaxprs import evaluate_jaxpr, evaluate_with, run_equation, scan_sizes
-from .._base.mesh import full_varying_as, is_on_mesh, zeros_like
-from .._base.primitives import as_remat, is_remat
-from .finder import Finder
-from .plan import Called, Linearized, Perturbed, Plan, Switched
-from .shared import evaluate, Value
-from .site import leaf_site, Site
+from .._base.dtypes import is_complex
+from .._base.jaxprs import (
+    evaluate_jaxpr,
+    literal,
+    live_in_scan,
+    live_variables,
+    scan_sizes,
+    source_line,
+)
+from .._base.mesh import full_varying_as, in_this_mesh, is_on_mesh, zeros_like
+from .._base.primitives import (
+    callee,
+    CUSTOM,
+    IDENTITIES,
+    is_unknown_object,
+    LINEAR_IN_ALL,
+    LINEAR_IN_EACH,
+    LINEAR_IN_SOME,
+    name_of,
+    with_trait,
+)
+from .custom import linearized, unique_inputs
+from .plan import (
+    Called,
+    Linearized,
+    Perturbed,
+    Plan,
+    Scanned,
+    Shared,
+    SharedPerturbation,
+    Switched,
+)
+from .rules import find_rule, unknown_parameters
+from .shared import (
+    evaluate,
+    extend_view,
+    leaf_view,
+    Loop,
+    Node,
+    output_nodes,
+    pushforward_of,
+    Slope,
+    Value,
+    View,
+)
+from .site import leaf_site, Site, SiteLoop
 
 
 _Struct = jax.ShapeDtypeStruct
+
+
+# The largest number of ways from a leaf to a value that are followed.
+_MOST_VIEWS = 16
+
+
+# Linear in all inputs together, as far as second derivatives are concerned.
+_JOINTLY_LINEAR = LINEAR_IN_ALL | {*LINEAR_IN_SOME} | with_trait("straight")
+
+
+_Inputs = list[Shared | None]
 
 
 class Program:
@@ -55,7 +111,7 @@ class Program:
         num_outputs: int | None = None,
         order: int = 1,
     ):
-        self.jaxpr, self.consts = closed.jaxpr, list(closed.consts)
+        self.jaxpr, self._consts = closed.jaxpr, list(closed.consts)
         avals = [var.aval for var in self.jaxpr.invars]
         self.leaves = [_Struct(a.shape, a.dtype) for a in avals[:num_leaves]]
         self.fallbacks = dict.fromkeys(formed, "its gradient is formed")
@@ -65,34 +121,32 @@ class Program:
         if reason is not None:
             leaves = (leaf for leaf in range(num_leaves) if leaf not in constant)
             self.fallbacks = dict.fromkeys(leaves, reason)
-        live = [
-            num_outputs is None or i < num_outputs
-            for i, _ in enumerate(self.jaxpr.outvars)
-        ]
+        num = len(self.jaxpr.outvars)
+        live = [num_outputs is None or i < num_outputs for i in range(num)]
         while True:
             finder = Finder(order)
-            inputs = [
-                finder.leaf(
-                    i, aval, is_followed=not (i in self.fallbacks or i in constant)
-                )
-                for i, aval in enumerate(avals[:num_leaves])
-            ]
-            inputs += [None for _ in avals[num_leaves:]]
-            self.plan = finder.plan(self.jaxpr, self.consts, inputs, live)
-            for out, is_live in zip(self.plan.outs, live, strict=True):
-                for view in out.views if out is not None and is_live else ():
-                    reason = "the function returns the parameter itself"
-                    finder.failed.setdefault(view.leaf, reason)
+            inputs: _Inputs = [None for _ in avals]
+            for i, aval in enumerate(avals[:num_leaves]):
+                is_followed = i not in self.fallbacks and i not in constant
+                inputs[i] = finder.leaf(i, aval, is_followed=is_followed)
+            self._plan = finder.plan(self.jaxpr, self._consts, inputs, live)
+            for view in _views(itertools.compress(self._plan.outs, live)):
+                reason = "the function returns the parameter itself"
+                finder.failed.setdefault(view.leaf, reason)
             if not finder.failed:
                 break
             # Leaves that are no longer followed cannot block others.
             self.fallbacks.update(finder.failed)
         self._values = finder.values
-        self.sites = list(self.plan.sites)
-        self.perturbations = list(self.plan.perturbations)
-        self.operands = list(self.plan.operands)
+        self.sites = list(self._plan.sites)
+        self.perturbations = list(self._plan.perturbations)
+        self.operands = list(self._plan.operands)
         self._perturbed = sorted(self.fallbacks)
-        for leaf in self._perturbed:
+        self._add_leaves(self._perturbed)
+
+    def _add_leaves(self, leaves: Iterable[int]) -> None:
+        """Adds sites of leaves that are perturbed themselves."""
+        for leaf in leaves:
             struct = self.leaves[leaf]
             self.sites.append(leaf_site(leaf, struct, len(self.perturbations)))
             self.perturbations.append(struct)
@@ -105,14 +159,11 @@ class Program:
 
         It has the same values and operands. Do not run it.
         """
-        own = copy.copy(self)
-        own.sites = [site for site in self.sites if site.leaf not in leaves]
-        own.perturbations = [*self.perturbations]
-        for leaf in leaves:
-            struct = self.leaves[leaf]
-            own.sites.append(leaf_site(leaf, struct, len(own.perturbations)))
-            own.perturbations.append(struct)
-        return own
+        other = copy.copy(self)
+        other.sites = [site for site in self.sites if site.leaf not in leaves]
+        other.perturbations = [*self.perturbations]
+        other._add_leaves(leaves)
+        return other
 
     def value_of(self, number: int) -> Value:
         """A value that a view reads, by its index."""
@@ -123,9 +174,7 @@ class Program:
 
         They are the same for all examples. Values that no view reads are None.
         """
-        steps = [step for site in self.sites for step in site.view.steps]
-        read = {i for step in steps for i in step.values}
-        numbers = sorted(read)
+        numbers = sorted({i for site in self.sites for i in site.view.reads})
         found = evaluate([self._values[i] for i in numbers], leaves)
         by_number = dict(zip(numbers, found, strict=True))
         return [by_number.get(i) for i, _ in enumerate(self._values)]
@@ -162,17 +211,11 @@ class Program:
     def zeros(self, leaves: list, example: list) -> list[Array]:
         """Perturbations of zero."""
         # On a mesh, a perturbation must have the type of the value that it perturbs.
-        typed = any(map(is_on_mesh, [*leaves, *example]))
-        structs = (
-            self._perturbed_types(leaves, example) if typed else self.perturbations
-        )
-        return [zeros_like(struct) for struct in structs]
-
-    def _perturbed_types(self, leaves: list, example: list) -> list:
-        def run(leaves: list, example: list) -> list:
-            return self._evaluate(leaves, example, None)[2]
-
-        return jax.eval_shape(run, leaves, example)
+        structs = self.perturbations
+        if any(map(is_on_mesh, [*leaves, *example])):
+            perturbed = lambda leaves, example: self._evaluate(leaves, example, None)[2]
+            structs = jax.eval_shape(perturbed, leaves, example)
+        return [*map(zeros_like, structs)]
 
     def _evaluate(
         self, leaves: list, example: list, perturbations: list | None
@@ -186,177 +229,406 @@ class Program:
                 leaves[leaf] = leaves[leaf] + perturbations.pop()
         args = [*leaves, *example]
         if self.jaxpr.effects:
-            return evaluate_jaxpr(self.jaxpr, self.consts, args), [], of_leaves
-        outs, operands, perturbed = _run(
-            self.plan, self.jaxpr, self.consts, args, perturbations
-        )
+            return evaluate_jaxpr(self.jaxpr, self._consts, args), [], of_leaves
+        outs, operands, perturbed = self._plan.run(args, perturbations)
         return outs, operands, perturbed + of_leaves
 
 
-_Run = tuple[list, list, list]
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """An equation of a plan, and which of its outputs are differentiated.
 
-
-def _run(
-    plan: Plan, jaxpr: Any, consts: list, args: list, perturbations: list | None
-) -> _Run:
-    """Evaluates a jaxpr with perturbations added to the outputs of its sites.
-
-    Returns its outputs, the operands and, without perturbations, the values to perturb.
+    `uses` counts how often variables are used.
     """
-    remaining = None if perturbations is None else list(perturbations)
-    operands: list = []
-    perturbed: list = []
 
-    def take(num: int) -> list | None:
-        if remaining is None:
-            return None
-        taken = remaining[:num]
-        del remaining[:num]
-        return taken
+    plan: Plan
+    index: int
+    eqn: Any
+    live: list[bool]
+    uses: collections.Counter
 
-    def replace(index: int, eqn: Any) -> Callable[[list], list] | None:
-        step = plan.steps.get(index)
-        if step is None:
-            return None
-        if isinstance(step, Perturbed):
-
-            def perturb(ins: list) -> list:
-                # A constant may be a NumPy array.
-                operands.extend(jnp.asarray(operand(ins)) for operand in step.operands)
-                out = eqn.primitive.bind(*ins, **eqn.params)
-                own = take(1)
-                if own is None:
-                    perturbed.append(out)
-                    return [out]
-                return [out + own[0]]
-
-            return perturb
-
-        def call(ins: list) -> list:
-            outs, *found = _run_step(jaxpr, eqn, step, ins, take)
-            operands.extend(found[0])
-            perturbed.extend(found[1])
-            return outs
-
-        return call
-
-    return evaluate_with(jaxpr, consts, args, replace), operands, perturbed
+    @property
+    def jaxpr(self) -> Any:
+        return self.plan.jaxpr
 
 
-def _run_step(
-    jaxpr: Any,
-    eqn: Any,
-    step: Called | Switched | Linearized,
-    ins: list,
-    take: Callable[[int], list | None],
-) -> _Run:
-    """Runs an equation with sites inside of it; `take` gives its perturbations."""
-    if isinstance(step, Switched):
-        own = [take(len(branch.plan.perturbations)) for branch in step.branches]
-        return _run_cond(step, ins, own)
-    if isinstance(step, Linearized):
-        own = take(len(step.called.plan.perturbations))
-        return _run_linearized(jaxpr, eqn, step, ins, own)
-    run = _run_scan if eqn.primitive.name == "scan" else _run_call
-    return run(eqn, step, ins, take(len(step.plan.perturbations)))
+class Finder:
+    """Goes through a jaxpr and the jaxprs that it calls.
 
+    - `order`: the highest derivative that will be taken with the sites.
+    - `failed`: the leaves without a rule, with reasons.
+    - `values`: the values that views read.
+    """
 
-def _run_call(eqn: Any, step: Called, ins: list, perturbations: list | None) -> _Run:
-    def run(*args: Any) -> _Run:
-        *ins, perturbations = args
-        return _run(step.plan, step.jaxpr, step.consts, ins, perturbations)
+    def __init__(self, order: int = 1) -> None:
+        self.order = order
+        self.failed: dict[int, str] = {}
+        self.values: list[Value] = []
+        self._numbers: dict[Any, int] = {}
+        self._of_nodes: dict[Node, Shared] = {}
+        self._num_loops = 0
 
-    run = as_remat(eqn, run, 1) if is_remat(eqn) else run
-    return run(*ins, perturbations)
+    def leaf(self, number: int, aval: Any, *, is_followed: bool) -> Shared:
+        """Adds a leaf; a leaf that is not followed has no sites."""
+        node = Node.of(aval, is_followed, leaf=number)
+        return self._known(node, (leaf_view(number, aval),) if is_followed else ())
 
+    def plan(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: _Inputs, live: Sequence[bool]
+    ) -> Plan:
+        """The plan of a jaxpr, of which some outputs are differentiated."""
+        plan = Plan(jaxpr, consts)
+        atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+        uses = collections.Counter(x for x in atoms if not isinstance(x, jex.Literal))
+        needed = live_variables(jaxpr, live)
+        shared = {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if x}
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            shared[var] = self._known(Node.constant_of(var.aval, value))
 
-def _run_scan(eqn: Any, step: Called, ins: list, perturbations: list | None) -> _Run:
-    params = eqn.params
-    num_consts, num_carry = scan_sizes(eqn)
-    consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+        def of(atom: Any) -> Shared | None:
+            if isinstance(atom, jex.Literal):
+                return Shared(Node.constant_of(atom.aval, literal(atom)))
+            return shared.get(atom)
 
-    def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
-        xs, perturbations = slices
-        args = [*consts, *carry, *xs]
-        outs, *found = _run(step.plan, step.jaxpr, step.consts, args, perturbations)
-        return outs[:num_carry], (outs[num_carry:], *found)
+        for index, eqn in enumerate(jaxpr.eqns):
+            ins = [of(atom) for atom in eqn.invars]
+            is_needed = [v in needed for v in eqn.outvars]
+            equation = Equation(plan, index, eqn, is_needed, uses)
+            outs = self.step(equation, ins)
+            pairs = zip(eqn.outvars, outs, strict=True)
+            shared.update((var, x) for var, x in pairs if x is not None)
+            plan.follow(eqn, uses)
+        plan.outs = [of(atom) for atom in jaxpr.outvars]
+        return plan
 
-    carry, (ys, operands, perturbed) = lax.scan(
-        body,
-        carry,
-        (ins[num_consts + num_carry :], perturbations),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*carry, *ys], operands, perturbed
+    def step(self, equation: Equation, inputs: _Inputs) -> _Inputs:
+        """Adds one equation to the plan, and returns its outputs that are shared."""
+        eqn = equation.eqn
+        name = name_of(eqn)
+        none: _Inputs = [None for _ in eqn.outvars]
+        found = [x for x in inputs if x is not None]
+        has_views = any(x.views for x in found)
+        is_shared, is_live = len(found) == len(inputs), any(equation.live)
+        if not eqn.outvars or not (is_shared or (has_views and is_live)):
+            return none
+        closed = callee(eqn)
+        if closed is not None:
+            return self.call(equation, closed, inputs)
+        if name in IDENTITIES:
+            return inputs
+        is_lookup = name in ("gather", "dynamic_slice") and has_views and is_live
+        if is_shared and not (is_lookup and find_rule(eqn, 0) is not None):
+            if is_unknown_object(eqn) and is_live:
+                self.fail(_views(inputs), equation, f"no rule for `{name}`")
+            return self.shared(equation, found)
+        unknown = unknown_parameters(eqn)
+        if unknown:
+            reason = f"`{name}` with {unknown}, which no rule knows"
+            self.fail(_views(inputs), equation, reason)
+        elif name == "scan":
+            self.scan(equation, inputs)
+        elif name == "cond":
+            self.cond(equation, inputs)
+        elif name in CUSTOM:
+            self.custom(equation, inputs)
+        else:
+            self.meet(equation, inputs)
+        return none
 
+    # Values that are the same for all examples.
 
-def _run_cond(step: Switched, ins: list, perturbations: list[list | None]) -> _Run:
-    index, *args = ins
+    def shared(self, equation: Equation, inputs: list[Shared]) -> _Inputs:
+        """The outputs of an equation whose inputs are the same for all examples."""
+        eqn = equation.eqn
+        used = [var for var in eqn.outvars if equation.uses[var]]
+        nodes = output_nodes(equation.jaxpr, eqn, tuple(x.node for x in inputs), used)
+        linear = self._linear(eqn, inputs)
+        by_var: dict[Any, Shared] = {}
+        for var, node in zip(used, nodes, strict=True):
+            output = eqn.outvars.index(var)
+            views: tuple[View, ...] = ()
+            if node.varies:
+                views = self._views_of(equation, inputs, output, node, linear)
+            counts = collections.Counter(view.leaf for view in views)
+            many = [view for view in views if counts[view.leaf] > _MOST_VIEWS]
+            reason = f"`{name_of(eqn)}` makes too much of a parameter"
+            self.fail(many, equation, reason)
+            views = tuple(view for view in views if view.leaf not in self.failed)
+            by_var[var] = self._known(node, views, *self._curved(eqn, inputs, node))
+        return [by_var.get(var) for var in eqn.outvars]
 
-    def branch(number: int) -> Callable[[list, list], _Run]:
-        own = step.branches[number]
-        return lambda args, perturbations: _run(
-            own.plan, own.jaxpr, own.consts, args, perturbations[number]
+    def _inverse(self, equation: Equation, x: Shared) -> Shared:
+        """One over a value that is the same for all examples."""
+        node = x.node.inverse()
+        views = self._views_of(equation, [x], 0, node, None)
+        return self._known(node, views, *self._curved(equation.eqn, [x], node))
+
+    def _known(self, node: Node, *rest: Any) -> Shared:
+        self._of_nodes[node] = Shared(node, *rest)
+        return self._of_nodes[node]
+
+    def _linear(self, eqn: Any, inputs: list[Shared]) -> list[list[View]] | None:
+        """The views of each output, if the equation is linear in all its inputs."""
+        results: list[list[View]] = [[] for _ in eqn.outvars]
+        for position, x in enumerate(inputs):
+            for view in x.views:
+                extended = extend_view(view, eqn, position)
+                if extended is None:
+                    return None
+                for result, new in zip(results, extended, strict=True):
+                    result.append(new)
+        return results
+
+    def _views_of(
+        self,
+        equation: Equation,
+        inputs: list[Shared],
+        output: int,
+        node: Node,
+        linear: list[list[View]] | None,
+    ) -> tuple[View, ...]:
+        """The derivative of an output of an equation, as a sum of views."""
+        bases = [self._of_nodes[base] for base in node.bases]
+        by_slopes = sum(len(x.views) for x in bases)
+        # Two ways from the same array are merged, with the sum of their slopes.
+        if linear is not None and (not bases or len(linear[output]) <= by_slopes):
+            return tuple(linear[output])
+        if bases:
+            return tuple(
+                self._times(view, Slope(node, base.node))
+                for base in bases
+                for view in base.views
+            )
+        views: list[View] = []
+        for position, x in enumerate(inputs):
+            if x.views:
+                views += self._pushed(x.views, equation, inputs, position, output)
+        return tuple(views)
+
+    def _times(self, view: View, slope: Slope) -> View:
+        """A view times the derivative of an elementwise function."""
+        value = self._number(slope, (slope.node, slope.base))
+        place = view.place
+        if place is not None:
+            view = dataclasses.replace(
+                view, place=None, shape=(place.size, *view.shape[1:])
+            )
+
+        def times(x: Array, slope: Array) -> Array:
+            if place is not None:
+                slope = slope[place.start : place.start + place.size]
+            return x.astype(slope.dtype) * slope
+
+        view = view.then(
+            f"times {value[0]}" + (f" at {place.start}" if place else ""),
+            times,
+            view.shape,
+            tuple(range(len(view.shape))),
+            is_isometry=False,
+            is_weighted=True,
+            values=[value],
         )
+        return dataclasses.replace(view, place=place, shape=slope.node.shape)
 
-    runs = [branch(number) for number, _ in enumerate(step.branches)]
-    structs = [jax.eval_shape(run, args, perturbations)[1:] for run in runs]
+    def _pushed(
+        self,
+        views: tuple[View, ...],
+        equation: Equation,
+        inputs: list[Shared],
+        position: int,
+        output: int,
+    ) -> list[View]:
+        """Views pushed through the derivative of an equation at the values there."""
+        eqn = equation.eqn
+        var = eqn.outvars[output]
+        push = pushforward_of(equation.jaxpr, eqn, position, var)
+        if push is None:
+            reason = f"`{name_of(eqn)}` has no derivative in forward mode"
+            self.fail(views, equation, reason)
+            return []
+        values = [self._number(x.node, x.node) for x in inputs]
+        numbers = [number for number, _ in values]
+        key = f"{name_of(eqn)}[{position}, {output}]{numbers}"
+        settings = {"is_isometry": False, "values": values}
+        shape, push = var.aval.shape, in_this_mesh(push)
+        return [view.then(key, push, shape, None, **settings) for view in views]
 
-    def with_zeros(number: int) -> Callable[[list, list], _Run]:
-        """A branch that returns zeros for the operands of the others."""
+    def _number(self, value: Value, key: Any) -> tuple[int, tuple[Loop, ...]]:
+        """The index of a value, and its loops."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self.values)
+            self.values.append(value)
+        return self._numbers[key], value.loops
 
-        def run(args: list, perturbations: list) -> _Run:
-            outs, *own = runs[number](args, perturbations)
-            every = [
-                own if i == number else jax.tree.map(zeros_like, [*found])
-                for i, found in enumerate(structs)
+    def _curved(
+        self, eqn: Any, inputs: list[Shared], node: Node
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """The leaves in which a node is nonlinear, and those that it couples."""
+        bases = [self._of_nodes[base] for base in node.bases]
+        made_of = bases or inputs
+        curved = frozenset[int]().union(*(x.curved for x in made_of))
+        coupled = frozenset[int]().union(*(x.coupled for x in made_of))
+        if not node.varies or self._is_linear(eqn, inputs, node):
+            return curved, coupled
+        leaves = frozenset(view.leaf for x in made_of for view in x.views)
+        views = [view for x in made_of for view in x.views]
+        if bases and len(views) == 1 and not curved and views[0].is_whole:
+            return leaves, frozenset()
+        return curved | leaves, coupled | leaves
+
+    def _is_linear(self, eqn: Any, inputs: list[Shared], node: Node) -> bool:
+        if node.bases:
+            return node.is_linear
+        name, num = name_of(eqn), sum(x.node.varies for x in inputs)
+        return name in _JOINTLY_LINEAR or (name in LINEAR_IN_EACH and num == 1)
+
+    # Where values meet an example.
+
+    def meet(self, equation: Equation, inputs: _Inputs) -> None:
+        """Adds an equation in which views meet other values, using their rules."""
+        eqn, plan = equation.eqn, equation.plan
+        name = name_of(eqn)
+        of_views = {i: x for i, x in enumerate(inputs) if x is not None and x.views}
+        found = {i: find_rule(eqn, i) for i in of_views}
+        rules = {i: rule for i, rule in found.items() if rule is not None}
+        reason = f"no rule for `{name}` with a parameter in this place"
+        for i, x in of_views.items():
+            if i not in rules:
+                self.fail(x.views, equation, reason)
+        if len(rules) < len(found):
+            return
+        of_views.update(
+            (i, self._inverse(equation, of_views[i]))
+            for i, rule in rules.items()
+            if rule.is_of_inverse
+        )
+        out = eqn.outvars[0]
+        operands: list[Callable[[list], Array]] = []
+        # A summand has the cotangent of the sum, if there is one.
+        perturbed = plan.perturbed_before(eqn, rules)
+        if perturbed is None:
+            number, shape = len(plan.perturbations), out.aval.shape
+            perturbed = SharedPerturbation(number, shape, tuple(range(len(shape))))
+            plan.perturbations.append(_Struct(shape, out.aval.dtype))
+            plan.steps[equation.index] = Perturbed(operands), 1
+        plan.perturbed_by[out] = perturbed
+        structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+        for position, rule in rules.items():
+            x, operand = of_views[position], None
+            if rule.operand is not None:
+                operand = len(plan.operands)
+                operands.append(rule.operand)
+                plan.operands.append(jax.eval_shape(rule.operand, structs))
+            plan.sites += [
+                Site(
+                    view.in_zeros(),
+                    perturbed.rule(rule),
+                    perturbed.perturbation,
+                    operand,
+                    is_complex(out.aval),
+                    source=x.node if view.leaf in x.curved else None,
+                    is_coupled=view.leaf in x.coupled,
+                    is_reverse=x.node.is_reverse,
+                )
+                for view in x.views
             ]
-            operands, perturbed = zip(*every, strict=True)
-            chain = itertools.chain.from_iterable
-            return outs, [*chain(operands)], [*chain(perturbed)]
 
-        return run
+    def call(self, equation: Equation, closed: Any, inputs: _Inputs) -> _Inputs:
+        inner = self.plan(closed.jaxpr, closed.consts, inputs, equation.live)
+        equation.plan.follow_out(inner, equation.eqn.outvars)
+        equation.plan.include(equation.index, Called(inner), [inner])
+        return inner.outs
 
-    branches = [with_zeros(number) for number, _ in enumerate(runs)]
-    return lax.switch(index, branches, args, perturbations)
+    def scan(self, equation: Equation, inputs: _Inputs) -> None:
+        params = equation.eqn.params
+        closed, length = params["jaxpr"], params["length"]
+        num_consts, num_carry = scan_sizes(equation.eqn)
+        first_x = num_consts + num_carry
+        carried = [*_views(inputs[num_consts:first_x])]
+        self.fail(carried, equation, "a parameter is carried through a `scan`")
+        if carried:
+            return
+        loop = (self._num_loops, length)
+        self._num_loops += 1
+        inner_inputs: _Inputs = []
+        for position, x in enumerate(inputs):
+            if x is None or num_consts <= position < first_x:
+                # A carry differs between steps, even if its initial value is shared.
+                inner_inputs.append(None)
+            elif position < first_x:
+                inner_inputs.append(x)
+            else:
+                node = x.node.sliced(loop)
+                views = tuple(view.scanned(loop) for view in x.views)
+                inner_inputs.append(self._known(node, views, x.curved, x.coupled))
+        live = live_in_scan(equation.eqn, equation.live)[0]
+        inner = self.plan(closed.jaxpr, closed.consts, inner_inputs, live)
+        returned = _views(itertools.compress(inner.outs, live))
+        self.fail(returned, equation, "a `scan` returns a parameter")
+        inner.sites = [
+            dataclasses.replace(site, loops=(SiteLoop.of(site.view, loop), *site.loops))
+            for site in inner.sites
+        ]
+        equation.plan.include(equation.index, Scanned(inner), [inner], (length,))
+
+    def cond(self, equation: Equation, inputs: _Inputs) -> None:
+        """Adds the sites of all branches; those of branches not taken give zero."""
+        branches, start = [], len(self.values)
+        for closed in equation.eqn.params["branches"]:
+            inner = self.plan(closed.jaxpr, closed.consts, inputs[1:], equation.live)
+            returned = _views(itertools.compress(inner.outs, equation.live))
+            self.fail(returned, equation, "a `cond` returns a parameter")
+            for site in inner.sites:
+                # The values of a view are computed before the branch is known. They may
+                # be infinite, and a zero cotangent does not remove that.
+                if any(i >= start for i in site.view.reads):
+                    reason = "a branch of a `cond` has a function of a parameter"
+                    self.fail([site.view], equation, reason)
+            inner.sites = [
+                dataclasses.replace(x, is_in_branch=True) for x in inner.sites
+            ]
+            branches.append(inner)
+        equation.plan.include(equation.index, Switched(branches), branches)
+
+    def custom(self, equation: Equation, inputs: _Inputs) -> None:
+        """Adds the sites in the custom derivative of an equation.
+
+        Only tangents of parameters are followed in it. All other inputs, including the
+        parameters themselves, are values.
+        """
+        eqn, given = equation.eqn, unique_inputs(equation.eqn)
+        shared = [inputs[i] for i in given]
+        moved = [i for i, x in zip(given, shared, strict=True) if x and x.views]
+        used = [i for i, var in enumerate(eqn.outvars) if equation.uses[var]]
+        live = [i for i in used if equation.live[i]]
+        reason = f"`{name_of(eqn)}` has a first derivative of its own, and no second"
+        found = (
+            linearized(equation.jaxpr, eqn, moved, live) if self.order == 1 else reason
+        )
+        if isinstance(found, str):
+            self.fail(_views(inputs), equation, found)
+            return
+        known: _Inputs = [
+            None if x is None else self._known(x.node.frozen()) for x in shared
+        ]
+        for i in moved:
+            x = inputs[i]
+            assert x is not None
+            known.append(self._known(Node.tangent(eqn.invars[i].aval), x.views))
+        inner = self.plan(found.jaxpr, found.consts, known, [True for _ in live])
+        self.fail(_views(inner.outs), equation, f"`{name_of(eqn)}` returns a parameter")
+        tangents = [eqn.invars[i].aval for i in moved]
+        step = Linearized(inner, given, tangents, used, live)
+        equation.plan.include(equation.index, step, [inner])
+
+    def fail(self, views: Iterable[View], equation: Equation, reason: str) -> None:
+        """Marks the leaves of some views as not covered, because of an equation."""
+        line = source_line(equation.eqn)
+        for view in views:
+            led = [f"`{re.split(r'[^a-z_]', key)[0]}`" for key in view.key]
+            parts = [reason, line and f"at {line}", led and f"after {', '.join(led)}"]
+            self.failed.setdefault(view.leaf, ", ".join(filter(None, parts)))
 
 
-def _run_linearized(
-    jaxpr: Any, eqn: Any, step: Linearized, ins: list, perturbations: list | None
-) -> _Run:
-    """Runs an equation unchanged; perturbations only enter its derivative.
-
-    They only matter for derivatives with respect to them: they are zero, and so is
-    their contribution, even if a derivative is infinite.
-    """
-    own = step.called
-    given = [own.consts, [ins[i] for i in step.given]]
-
-    def run(given: list, perturbations: list | None) -> _Run:
-        consts, args = given
-        zeros = [full_varying_as(aval, 0) for aval in step.tangents]
-        return _run(own.plan, own.jaxpr, consts, [*args, *zeros], perturbations)
-
-    @jax.custom_jvp
-    def perturbed_by(outs: list, given: list, perturbations: list) -> list:
-        return outs
-
-    @perturbed_by.defjvp
-    def _jvp(primals: tuple, tangents: tuple) -> tuple[list, list]:
-        outs, given, _ = primals
-        moved, _, perturbations = tangents
-        added = run(given, perturbations)[0]
-        return outs, [x + y for x, y in zip(moved, added, strict=True)]
-
-    every: list = [None for _ in eqn.outvars]
-    used = run_equation(jaxpr, eqn, [eqn.outvars[i] for i in step.outs])(*ins)
-    for i, out in zip(step.outs, used, strict=True):
-        every[i] = out
-    _, operands, perturbed = run(given, None)
-    if perturbations is not None:
-        live = perturbed_by([every[i] for i in step.live], given, perturbations)
-        for i, out in zip(step.live, live, strict=True):
-            every[i] = out
-    return every, operands, perturbed
+def _views(inputs: Iterable[Shared | None]) -> "itertools.chain[View]":
+    return itertools.chain(*(x.views for x in inputs if x is not None))

@@ -12,7 +12,7 @@ from jax import lax
 
 from eqxbatch import explain_sites
 from eqxbatch._curvature import site_blocks
-from eqxbatch._sites import finder
+from eqxbatch._sites import trace
 from ..helpers import normal, only_backwards
 from ..layers import LAYERS
 
@@ -63,8 +63,8 @@ def broken_products(monkeypatch, **changes):
         own = {name: change(rule) for name, change in changes.items() if is_product}
         return dataclasses.replace(rule, **own) if is_product else rule
 
-    find_rule = finder.find_rule
-    monkeypatch.setattr(finder, "find_rule", find_broken)
+    find_rule = trace.find_rule
+    monkeypatch.setattr(trace, "find_rule", find_broken)
     model = eqx.nn.Linear(2, 3, key=jr.key(0))
     fun = lambda model, x: model(x)
     return explain_sites(fun, model, jnp.ones(2), check=True).check

@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqxbatch import EmpiricalNTK
-from eqxbatch._sites import cancellation
+from eqxbatch._sites import gram
 from ..conftest import enable_x64
 from .models import cast
 
@@ -90,8 +90,8 @@ def test_examples_on_a_mesh_whose_terms_cancel(kind):
 
 def test_jacobians_are_formed_only_where_the_kernel_cancels(monkeypatch):
     # The bias of the last layer has a Jacobian of zero in any case.
-    formed = cancellation._for_each_formed
+    formed = gram._for_each_formed
     is_nan = lambda *args: [jnp.full_like(x, jnp.nan) for x in formed(*args)]
-    monkeypatch.setattr(cancellation, "_for_each_formed", is_nan)
+    monkeypatch.setattr(gram, "_for_each_formed", is_nan)
     assert np.all(np.isfinite(kernel(MODEL, pairs(6, 1.0))))
     assert np.any(np.isnan(kernel(MODEL, pairs(6, 1e-3))))

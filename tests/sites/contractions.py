@@ -6,10 +6,9 @@ import numpy as np
 from jaxtyping import Array
 
 from eqxbatch._base.dtypes import common_dtype, squared_norm
-from eqxbatch._sites.cancellation import OfLeaf, squared_norms
 from eqxbatch._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
 from eqxbatch._sites.factors import Factors, gradients, weighted_sum
-from eqxbatch._sites.gram import gram, has_gram
+from eqxbatch._sites.gram import gram, has_gram, OfLeaf, squared_norms
 from eqxbatch._sites.site import Label, Site
 from eqxbatch._sites.trace import Program
 from .second_order import second_order

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from eqxbatch._sites.cancellation import OfLeaf, squared_norms
 from eqxbatch._sites.einsum import EXAMPLE, OTHER_EXAMPLE
 from eqxbatch._sites.factors import Factors, gradients, weighted_sum
-from eqxbatch._sites.gram import gram
+from eqxbatch._sites.gram import gram, OfLeaf, squared_norms
 from eqxbatch._sites.site import is_allowed
 from eqxbatch._sites.trace import Program
 from ..flags import compiler_options

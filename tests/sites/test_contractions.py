@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eqxbatch._curvature import site_blocks
-from eqxbatch._sites import finder, gram
+from eqxbatch._sites import gram, trace
 from ..layers import LAYERS
 from .contractions import contraction_errors
 
@@ -41,8 +41,8 @@ def break_products(monkeypatch, **changes):
             rule, **{name: change(rule) for name, change in changes.items()}
         )
 
-    find_rule = finder.find_rule
-    monkeypatch.setattr(finder, "find_rule", find_broken)
+    find_rule = trace.find_rule
+    monkeypatch.setattr(trace, "find_rule", find_broken)
 
 
 @pytest.mark.parametrize("name", ("Conv2d, in groups", "Embedding, of a sequence"))
