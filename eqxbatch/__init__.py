@@ -85,15 +85,13 @@ from ._maps.grid_vmap import (
 )
 from ._maps.micro_vmap import filter_micro_vmap as filter_micro_vmap
 from ._maps.microbatch import filter_microbatch as filter_microbatch
-from ._ntk.approximate import (
-    KernelEstimate as KernelEstimate,
-    ProbedNTK as ProbedNTK,
-    PseudoNTK as PseudoNTK,
-)
 from ._ntk.empirical import (
     EmpiricalKernel as EmpiricalKernel,
     EmpiricalNNGP as EmpiricalNNGP,
     EmpiricalNTK as EmpiricalNTK,
+    KernelEstimate as KernelEstimate,
+    ProbedNTK as ProbedNTK,
+    PseudoNTK as PseudoNTK,
 )
 from ._ntk.monte_carlo import (
     MonteCarloEstimate as MonteCarloEstimate,

@@ -1,34 +1,42 @@
-"""Running averages of kernels of random models, on devices and on the host."""
+"""Random models, and running averages of their kernels, on devices and on the host."""
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.checks import check_equal
+from .._base.checks import check_callable, check_equal
+from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import accumulation_dtype
-from .._base.jaxprs import compiled
+from .._base.jaxprs import compiled, evaluate_jaxpr
 from .._base.mesh import is_explicit
-from .._base.trees import described
+from .._base.mistakes import no_arrays_remedy
+from .._base.trees import described, shown, type_of
 from .._batch.accumulators import AbstractAccumulator
-from .._batch.memory import MemoryBudget, resolve_size
+from .._batch.memory import MemoryBudget, resolve_size, resolved
 from .._batch.moments import merged, RunningMean, Variance, VarianceState
-from .._kernels.batch_kernel import settings_of
 from .._kernels.calls import MeshAxis
 from .._maps.micro_vmap import MicroVmap
-from .estimator import in_blocks, KernelTask, TaskKernel
+from .estimator import (
+    has_state,
+    in_blocks,
+    named,
+    names_of,
+    Request,
+    selection_of,
+    StatefulModel,
+)
 from .output_axes import Mirror
-from .random_model import RandomModels
-from .request import AbstractRequest, ModelRequest, named
 
 
 class _Resumed(AbstractAccumulator[VarianceState]):
@@ -54,48 +62,79 @@ def _is_spread(x: Any) -> bool:
     return isinstance(x, VarianceState)
 
 
-class Request(eqx.Module):
-    """The requested kernels, and their examples."""
-
-    names: tuple[str, ...] = eqx.field(static=True)
-    with_error: bool = eqx.field(static=True)
-    x1: PyTree
-    x2: PyTree
-    key: Any
-    kwargs: dict[str, Any]
-
-    @property
-    def moments(self) -> RunningMean | Variance:
-        return Variance(ddof=1) if self.with_error else RunningMean()
-
-    def average(
-        self, samples: "Samples", start: int, num: int, *, is_final: bool
-    ) -> "Average":
-        """The average of `num` samples from index `start`, for any block."""
-        at = jnp.asarray(start, jnp.int32)
-        of_block = samples.of_block()
-        return Average(of_block, self.names, self.with_error, at, num, is_final)
+# `x1`, `x2`, the key and keyword arguments of a call.
+Examples = tuple[PyTree, PyTree, Any, dict[str, Any]]
 
 
-def _in_a_list(*kernels: PyTree) -> list[PyTree]:
-    return [*kernels]
+class Average(eqx.Module):
+    """The average of the kernels of random models, as a kernel function.
 
+    - `request`: the kernels, and how they are computed for one model.
+    - `init`, `key`, `where`, `filter_spec`: the models, and which of their leaves are
+        parameters.
+    - `per_batch`: the number of samples that are computed at a time, on each device.
+    - `rows`, `samples`: the axes of the mesh over which rows of kernels and samples are
+        distributed.
+    - `with_error`: whether standard errors are computed, too.
+    - `start`, `num`: the index of the first sample, and the number of samples.
+    - `form`: what a call returns: "moments" to merge with others, the means and errors
+        of an "estimate", or the "mean" in the form in which estimators return kernels.
+    """
 
-class Samples(AbstractRequest):
-    """Random models, and how many of their kernels are computed at once, and how."""
-
-    models: RandomModels
-    per_batch: int | MemoryBudget | None = eqx.field(static=True)
+    request: Request
+    init: Callable
+    key: Array
+    where: Callable | None
+    filter_spec: PyTree
+    per_batch: int | MemoryBudget = eqx.field(static=True)
     rows: MeshAxis | None
     samples: MeshAxis | None
+    with_error: bool = eqx.field(static=True)
+    start: Array | int = 0
+    num: int = eqx.field(static=True, default=1)
+    form: Literal["moments", "estimate", "mean"] = eqx.field(
+        static=True, default="estimate"
+    )
+
+    @property
+    def symmetric(self) -> Mirror:
+        return self.request.symmetric
+
+    @property
+    def kwargs_axes(self) -> dict[str, PyTree]:
+        return self.request.kwargs_axes
 
     @property
     def num_devices(self) -> int:
         return 1 if self.samples is None else self.samples.num
 
-    def of_block(self) -> "Samples":
-        """The same samples for a block of a kernel, which is computed as a whole."""
-        return dataclasses.replace(self, rows=None, block_size=None)
+    def of(self, start: int, num: int, **changes: Any) -> "Average":
+        """The average of `num` samples from index `start`."""
+        at = jnp.asarray(start, jnp.int32)
+        return dataclasses.replace(self, start=at, num=num, **changes)
+
+    def of_blocks(self, start: int, num: int, form: str) -> "Average":
+        """As `of`, for blocks of a kernel, each of which is computed as a whole."""
+        request = dataclasses.replace(self.request, block_size=None)
+        return self.of(start, num, request=request, rows=None, form=form)
+
+    def in_bytes(self) -> "Average":
+        """The average with memory budgets resolved to bytes."""
+        request = self.request.in_bytes()
+        return dataclasses.replace(resolved(self), request=request)
+
+    def fitted(self, examples: Examples) -> "Average":
+        """With the largest batches of samples that fit into a budget."""
+        if not isinstance(self.per_batch, MemoryBudget):
+            return self
+
+        of = lambda average, size: dataclasses.replace(average, per_batch=size)
+        run = lambda size: (
+            lambda operands: of(operands[0], size).advanced(operands[1], None)
+        )
+        largest = -(-self.num // self.num_devices)
+        size = resolve_size(self.per_batch, largest, run, (self, examples))
+        return of(self, size)
 
     def sizes(self, num: int) -> list[int]:
         """The batch sizes of samples, so that all devices have equally many."""
@@ -105,16 +144,56 @@ class Samples(AbstractRequest):
         shared = rest - rest % self.num_devices
         return [*[step] * (num // step), *filter(None, (shared, rest - shared))]
 
-    def __call__(self, request: Request, index: Array) -> list[PyTree[Array]]:
+    def __call__(
+        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
+    ) -> PyTree:
+        examples = x1, x2, key, kwargs
+        # With a budget, the program of a block is the one that must fit.
+        state = self.fitted(examples).advanced(examples, None)
+        if self.form == "moments":
+            # Counts have no rows or columns.
+            without = lambda x: dataclasses.replace(x, count=None, observations=None)
+            return jtu.tree_map(without, state, is_leaf=_is_spread)
+        means, errors = estimated(state, self.with_error)
+        return (
+            named(self.request.get, means) if self.form == "mean" else (means, errors)
+        )
+
+    def advanced(self, examples: Examples, state: PyTree) -> PyTree[VarianceState]:
+        """The moments after the samples, from those of earlier ones, or None."""
+        moments = Variance(ddof=1) if self.with_error else RunningMean()
+        accumulator: PyTree = _Resumed(moments, None)
+        if state is not None:
+            accumulator = jtu.tree_map(
+                lambda spread: _Resumed(moments, spread), state, is_leaf=_is_spread
+            )
+        size = self.per_batch
+        if isinstance(size, int):
+            size *= self.num_devices
+        vmap_fn = jax.vmap
+        if self.samples is not None:
+            vmap_fn = functools.partial(_spread_vmap, self.samples)
+        transform = MicroVmap(
+            functools.partial(self._of_one, examples),
+            in_axes=(0,),
+            out_axes=eqx.if_array(0),
+            accumulator=accumulator,
+            microbatch_size=size,
+            vmap_fn=vmap_fn,
+        )
+        index = self.start + jnp.arange(self.num, dtype=jnp.int32)
+        return transform.apply((index,), {})
+
+    def _of_one(self, examples: Examples, index: Array) -> list[PyTree[Array]]:
         """The kernels of one sample."""
         if self.rows is None and self.samples is not None:
             # `vmap` gives each device its own samples.
-            of_one = dataclasses.replace(self, samples=None)
-            dynamic, static = eqx.partition((of_one, request), eqx.is_array)
+            own = dataclasses.replace(self, samples=None)
+            dynamic, static = eqx.partition((own, examples), eqx.is_array)
 
             def body(dynamic: PyTree, index: Array) -> list:
-                of_one, request = eqx.combine(dynamic, static)
-                return of_one(request, index)
+                own, examples = eqx.combine(dynamic, static)
+                return own._of_one(examples, index)
 
             everywhere = PartitionSpec()
             return jax.shard_map(
@@ -126,75 +205,82 @@ class Samples(AbstractRequest):
                 check_vma=False,
             )(dynamic, index)
 
-        model = self.models.draw(index)
-        selection = self.models.selection(model) if "ntk" in request.names else None
-        of_kernel = self if self.rows is None else self.of_block()
-        settings = settings_of(of_kernel, AbstractRequest)
-        model_request = ModelRequest(model, selection, **settings)
-        task = KernelTask(request.names)
-        kernel_fn = TaskKernel(model_request, task, _in_a_list)
+        model, selection, request = self._drawn(index), None, self.request
+        if "ntk" in names_of(request.get):
+            selection = selection_of(model, self.where, self.filter_spec)
+        size = request.block_size if self.rows is None else None
+        kernel_fn = dataclasses.replace(
+            request, model=model, selection=selection, block_size=size
+        )
         if self.rows is not None:
             mesh, name = self.rows.mesh, self.rows.name
             kernel_fn = in_blocks(
-                self, kernel_fn, out_axes=None, mesh=mesh, mesh_axis=name
+                request, kernel_fn, out_axes=None, mesh=mesh, mesh_axis=name
             )
-        return kernel_fn(request.x1, request.x2, key=request.key, **request.kwargs)
+        x1, x2, key, kwargs = examples
+        kernels = kernel_fn(x1, x2, key=key, **kwargs)
+        return [kernels] if isinstance(request.get, str) else [*kernels]
 
-    def advanced(
-        self, request: Request, state: PyTree, start: Any, num: int
-    ) -> PyTree[VarianceState]:
-        """The moments after `num` more samples, from index `start`."""
-        moments = request.moments
-        accumulator: PyTree = _Resumed(moments, None)
-        if state is not None:
-            accumulator = jtu.tree_map(
-                lambda spread: _Resumed(moments, spread), state, is_leaf=_is_spread
-            )
-        size = self.per_batch
-        if isinstance(size, int):
-            size *= self.num_devices
-        transform = MicroVmap(
-            functools.partial(self, request),
-            in_axes=(0,),
-            out_axes=eqx.if_array(0),
-            accumulator=accumulator,
-            microbatch_size=size,
-            vmap_fn=jax.vmap if self.samples is None else _spread_vmap(self.samples),
-        )
-        index = start + jnp.arange(num, dtype=jnp.int32)
-        return transform.apply((index,), {})
+    def _drawn(self, index: Array) -> StatefulModel:
+        """The model with this index.
+
+        It is drawn in a separate step: otherwise, XLA for CPUs would draw its numbers
+        on one core, and again for each use.
+        """
+        # Outside of the condition: in JAX 0.7, its derivative would raise because only
+        # one of the keys is batched.
+        key = jr.fold_in(self.key, index)
+        closed, structs, static = eqx.filter_make_jaxpr(self.init)(key)
+        evaluate = functools.partial(evaluate_jaxpr, closed.jaxpr, closed.consts)
+        # Keys and weakly typed numbers cannot be passed through a condition.
+        avals: list[Any] = list(closed.out_avals)
+        is_random = [
+            jnp.issubdtype(aval.dtype, jnp.inexact) and not aval.weak_type
+            for aval in avals
+        ]
+        pick = lambda leaves: list(itertools.compress(leaves, is_random))
+        run = lambda key: pick(evaluate([key]))
+        bits = jr.key_data(self.key).astype(jnp.float32)
+        numbers = in_opaque_branch(run, opaque_true(bits))(key)
+        leaves = [
+            numbers.pop(0) if is_number else x
+            for x, is_number in zip(evaluate([key]), is_random, strict=True)
+        ]
+        treedef = jtu.tree_structure(structs)
+        found = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
+        model, state = found if has_state(found) else (found, None)
+        return StatefulModel(model, state, index)
 
 
-def _spread_vmap(axis: MeshAxis) -> Callable[..., Callable[[list], Any]]:
+def _spread_vmap(
+    axis: MeshAxis, fun: Callable, in_axes: Any, out_axes: Any
+) -> Callable[[list], Any]:
     """`jax.vmap` over samples, which are distributed over devices if possible."""
 
-    def vmap(fun: Callable, in_axes: Any, out_axes: Any) -> Callable[[list], Any]:
-        def run(rows: list) -> Any:
-            (num,) = {x.shape[0] for x in rows}
-            name = axis.name if num % axis.num == 0 else None
-            if name is not None:
-                # With JAX 0.12, types on a mesh with Explicit axes must say so, too.
-                along = NamedSharding(axis.mesh, PartitionSpec(name))
-                to = lambda x: jax.sharding.reshard(x, along) if is_explicit(x) else x
-                rows = [*map(to, rows)]
-            return jax.vmap(fun, in_axes, out_axes, spmd_axis_name=name)(rows)
+    def run(rows: list) -> Any:
+        (num,) = {x.shape[0] for x in rows}
+        name = axis.name if num % axis.num == 0 else None
+        if name is not None:
+            # With JAX 0.12, types on a mesh with Explicit axes must say so, too.
+            along = NamedSharding(axis.mesh, PartitionSpec(name))
+            to = lambda x: jax.sharding.reshard(x, along) if is_explicit(x) else x
+            rows = [*map(to, rows)]
+        return jax.vmap(fun, in_axes, out_axes, spmd_axis_name=name)(rows)
 
-        return run
-
-    return vmap
+    return run
 
 
 # Everything that changes between batches of samples is donated, or is a number.
 @functools.partial(compiled, donate="all-except-first")
-def _advanced(call: tuple, state: PyTree) -> PyTree[VarianceState]:
-    samples, request, start, num = call
-    return samples.advanced(request, state, start, num)
+def _advanced(call: tuple[Average, Examples], state: PyTree) -> PyTree[VarianceState]:
+    average, examples = call
+    return average.advanced(examples, state)
 
 
 @compiled
-def _start(samples: Samples, request: Request) -> PyTree[VarianceState]:
+def _start(average: Average, examples: Examples) -> PyTree[VarianceState]:
     """The moments of zero samples."""
-    structs = eqx.filter_eval_shape(samples.advanced, request, None, 0, 1)
+    structs = eqx.filter_eval_shape(average.advanced, examples, None)
     return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
@@ -219,16 +305,17 @@ def _estimated(state: PyTree, with_error: bool, xp: Any) -> tuple[list, list]:
     return means, errors
 
 
-def _resumed(mean: Any, error: Any, num: int, dtype: Any, xp: Any) -> VarianceState:
-    """The moments of an earlier estimate.
-
-    `dtype` is that of the kernels; moments are accumulated in a wider one.
-    """
+def _resumed(
+    mean: Any, error: Any, num: int, spread: VarianceState | None, xp: Any
+) -> VarianceState:
+    """The moments of an earlier estimate, like those in `spread` if they are known."""
+    _check_previous(mean, error, None if spread is None else spread.mean.shape)
+    # Moments are accumulated in a wider dtype than that of the kernels.
+    dtype = mean.dtype if spread is None else spread.dtype
     wide = accumulation_dtype("Mean", dtype, None, inexact=True)
-    real = jnp.finfo(wide).dtype
-    squares = xp.zeros(mean.shape, real)
+    squares = xp.zeros(mean.shape, jnp.finfo(wide).dtype)
     if num > 1:
-        squares = xp.asarray(error).astype(real) ** 2 * (num * (num - 1.0))
+        squares = xp.asarray(error).astype(squares.dtype) ** 2 * (num * (num - 1.0))
     return VarianceState(xp.asarray(mean, wide), squares, num, num, dtype)
 
 
@@ -264,62 +351,6 @@ def count_nans(means: list) -> int:
     return sum(int(jnp.sum(jnp.isnan(x))) for x in jtu.tree_leaves(means))
 
 
-class Average(eqx.Module):
-    """The average of some samples over a block of examples, as a kernel function.
-
-    `is_final` says whether it returns means and errors, or moments to merge.
-    """
-
-    samples: Samples
-    names: tuple[str, ...] = eqx.field(static=True)
-    with_error: bool = eqx.field(static=True)
-    start: Array
-    num: int = eqx.field(static=True)
-    is_final: bool = eqx.field(static=True)
-
-    @property
-    def symmetric(self) -> Mirror:
-        return self.samples.symmetric
-
-    @property
-    def kwargs_axes(self) -> dict[str, PyTree]:
-        return self.samples.vmap_axes.kwargs
-
-    def __call__(
-        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
-    ) -> PyTree:
-        request = Request(self.names, self.with_error, x1, x2, key, kwargs)
-        samples = self.samples
-        if isinstance(samples.per_batch, MemoryBudget):
-            # The program of a block is the one that must fit.
-            samples = fitted(samples, request, self.num)
-        state = samples.advanced(request, None, self.start, self.num)
-        if self.is_final:
-            return estimated(state, self.with_error)
-        # Counts have no rows or columns.
-        without = lambda x: VarianceState(x.mean, x.squares, None, None, x.dtype)
-        return jtu.tree_map(without, state, is_leaf=_is_spread)
-
-
-class Mean(eqx.Module):
-    """Only the means of an average, in the form in which estimators return kernels."""
-
-    average: Average
-    get: Any = eqx.field(static=True)
-
-    @property
-    def symmetric(self) -> Mirror:
-        return self.average.symmetric
-
-    @property
-    def kwargs_axes(self) -> dict[str, PyTree]:
-        return self.average.kwargs_axes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-        means, _ = self.average(*args, **kwargs)
-        return named(self.get, self.average.names, means)
-
-
 def _check_previous(mean: Any, error: Any, shape: tuple[int, ...] | None) -> None:
     """Raises if the moments of an earlier estimate do not fit this one.
 
@@ -338,9 +369,9 @@ def _check_previous(mean: Any, error: Any, shape: tuple[int, ...] | None) -> Non
         check_equal(f"The shape of {what}", x.shape, shape, remedy)
 
 
-def parts_of(previous: Any, get: Any, names: tuple[str, ...]) -> tuple[list, list]:
+def parts_of(previous: Any, get: Any) -> tuple[list, list]:
     """The kernels of an earlier estimate, and their standard errors."""
-    parts = previous.kernel, previous.standard_error
+    parts, names = (previous.kernel, previous.standard_error), names_of(get)
     if isinstance(get, str):
         return [parts[0]], [parts[1]]
     if not all(isinstance(x, tuple) and len(x) == len(names) for x in parts):
@@ -351,32 +382,41 @@ def parts_of(previous: Any, get: Any, names: tuple[str, ...]) -> tuple[list, lis
     return [*parts[0]], [*parts[1]]
 
 
-class OnDevice:
-    """Moments on the devices, updated by one compiled batch of samples at a time."""
+@dataclasses.dataclass
+class Moments:
+    """Running moments, updated by one batch of samples at a time.
 
-    def __init__(self, samples: Samples, request: Request):
-        self.samples = samples
-        self.request = request
-        self.is_traced = any(
-            isinstance(x, Tracer) for x in jtu.tree_leaves((samples, request))
-        )
+    They are on the devices; or in NumPy, for kernels that do not fit there, if
+    `run_blocks` computes averages block by block. With `at_once`, all samples are one
+    batch.
+    """
 
-    def start(self) -> PyTree[VarianceState]:
-        return _start(self.samples, self.request)
+    average: Average
+    examples: Examples
+    run_blocks: Callable[[Average, Examples], PyTree] | None
+    at_once: bool
+    state: PyTree = None
 
-    def resumed(self, means: list, errors: list, num: int) -> PyTree[VarianceState]:
-        """The moments of an earlier estimate."""
+    def __post_init__(self) -> None:
+        if self.run_blocks is None:
+            self.state = _start(self.average.of(0, 1), self.examples)
+
+    def resume(self, means: list, errors: list, num: int) -> None:
+        """Starts from the moments of an earlier estimate."""
+        if self.run_blocks is not None:
+            of_host = lambda mean, error: _resumed(mean, error, num, None, np)
+            self.state = jtu.tree_map(of_host, means, errors)
+            return
 
         def moments(spread: VarianceState, mean: Any, error: Any) -> VarianceState:
-            _check_previous(mean, error, spread.mean.shape)
-            found = _resumed(mean, error, num, spread.dtype, jnp)
-            count = jnp.array(num, jnp.int32)
+            found = _resumed(mean, error, num, spread, jnp)
             # Copies: the state is donated, but the estimate is the user's.
-            mean, again = jnp.array(found.mean), jnp.array(count)
-            return VarianceState(mean, found.squares, count, again, found.dtype)
+            counts = {
+                name: jnp.array(num, jnp.int32) for name in ("count", "observations")
+            }
+            return dataclasses.replace(found, mean=jnp.array(found.mean), **counts)
 
-        state = self.start()
-        spreads, treedef = jtu.tree_flatten(state, is_leaf=_is_spread)
+        spreads, treedef = jtu.tree_flatten(self.state, is_leaf=_is_spread)
         try:
             found = [treedef.flatten_up_to(part) for part in (means, errors)]
         except ValueError as e:
@@ -385,67 +425,33 @@ class OnDevice:
                 f"{jtu.tree_structure(means)} for {treedef}. Pass an estimate from the "
                 "same model."
             ) from e
-        return jtu.tree_unflatten(treedef, [*map(moments, spreads, *found)])
+        self.state = jtu.tree_unflatten(treedef, [*map(moments, spreads, *found)])
 
     def sizes(self, num: int) -> list[int]:
         """The sizes of batches of samples; the estimate is inspected after each."""
-        # A traced call is one program, in which this loop would be unrolled.
-        return [num] if self.is_traced else self.samples.sizes(num)
+        return [num] if self.at_once else self.average.sizes(num)
 
-    def advanced(
-        self, state: PyTree[VarianceState], start: int, num: int
-    ) -> PyTree[VarianceState]:
-        at = jnp.asarray(start, jnp.int32)
-        return _advanced((self.samples, self.request, at, num), state)
-
-    def estimated(self, state: PyTree[VarianceState]) -> tuple[list, list]:
-        return estimated(state, self.request.with_error)
-
-
-class OnHost:
-    """Moments in NumPy, for kernels that do not fit on a device."""
-
-    def __init__(
-        self,
-        samples: Samples,
-        request: Request,
-        run: Callable[[Average, Request], PyTree],
-        *,
-        in_batches: bool,
-    ):
-        self.samples = samples
-        self.request = request
-        self.run = run
-        self.in_batches = in_batches
-
-    def start(self) -> None:
-        return None
-
-    def resumed(self, means: list, errors: list, num: int) -> list[PyTree]:
-        """The moments of an earlier estimate."""
-
-        def moments(mean: Any, error: Any) -> VarianceState:
-            _check_previous(mean, error, None)
-            return _resumed(mean, error, num, mean.dtype, np)
-
-        return jtu.tree_map(moments, means, errors)
-
-    def sizes(self, num: int) -> list[int]:
-        # If possible, each block is copied to the host only once, for all samples.
-        return self.samples.sizes(num) if self.in_batches else [num]
-
-    def advanced(self, state: Any, start: int, num: int) -> list[PyTree]:
-        average = self.request.average(self.samples, start, num, is_final=False)
-        more = self.run(average, self.request)
-        counted = lambda x: VarianceState(x.mean, x.squares, num, num, x.dtype)
+    def advance(self, start: int, num: int) -> None:
+        """Includes `num` more samples, from index `start`."""
+        if self.run_blocks is None:
+            call = self.average.of(start, num), self.examples
+            self.state = _advanced(call, self.state)
+            return
+        average = self.average.of_blocks(start, num, "moments")
+        more = self.run_blocks(average, self.examples)
+        counted = lambda x: dataclasses.replace(x, count=num, observations=num)
         more = jtu.tree_map(counted, more, is_leaf=_is_spread)
-        if state is None:
-            return more
-        return jtu.tree_map(_merged_on_host, state, more, is_leaf=_is_spread)
+        if self.state is not None:
+            more = jtu.tree_map(_merged_on_host, self.state, more, is_leaf=_is_spread)
+        self.state = more
 
-    def estimated(self, state: list[PyTree]) -> tuple[list, list]:
+    def estimated(self) -> tuple[list, list]:
+        """The means, and their standard errors if requested."""
+        with_error = self.average.with_error
+        if self.run_blocks is None:
+            return estimated(self.state, with_error)
         with np.errstate(all="ignore"):
-            return _estimated(state, self.request.with_error, np)
+            return _estimated(self.state, with_error, np)
 
 
 def _merged_on_host(state: VarianceState, more: VarianceState) -> VarianceState:
@@ -454,18 +460,37 @@ def _merged_on_host(state: VarianceState, more: VarianceState) -> VarianceState:
         return merged(state, more, np)
 
 
-def fitted(samples: Samples, request: Request, num: int) -> Samples:
-    """With the largest batches of samples that fit into a budget."""
-
-    def run(size: int) -> Callable[[tuple], PyTree]:
-        def program(operands: tuple) -> PyTree:
-            samples, request = operands
-            samples = dataclasses.replace(samples, per_batch=size)
-            return samples.advanced(request, None, 0, num)
-
-        return program
-
-    assert isinstance(samples.per_batch, MemoryBudget)
-    largest = -(-num // samples.num_devices)
-    size = resolve_size(samples.per_batch, largest, run, (samples, request))
-    return dataclasses.replace(samples, per_batch=size)
+def check_models(init: Callable, key: Any) -> None:
+    """Raises if `init` returns no models, or models of different structures."""
+    check_callable("init", init, "a function from a key to a model")
+    drawn = [eqx.filter_eval_shape(init, key) for _ in range(2)]
+    model = drawn[0][0] if has_state(drawn[0]) else drawn[0]
+    if not callable(model):
+        raise TypeError(
+            "`init` must return a callable model, or a pair of it and an "
+            f"`equinox.nn.State`; got {described(model)}."
+        )
+    first, second = (
+        {
+            jtu.keystr(path): type_of(x)
+            for path, x in jtu.tree_leaves_with_path(one)
+            if hasattr(x, "dtype")
+        }
+        for one in drawn
+    )
+    if not first:
+        raise ValueError(
+            f"`init` must return a model with arrays in it; got {shown(drawn[0])}, "
+            f"which is the same for all keys.{no_arrays_remedy(drawn[0])}"
+        )
+    differing = [
+        f"{path}: {first.get(path)} and {second.get(path)}"
+        for path in {**first, **second}
+        if first.get(path) != second.get(path)
+    ]
+    if differing:
+        raise ValueError(
+            "`init` must return models of the same structure for all keys; got "
+            f"different arrays for two keys at {'; '.join(differing)}. Only the values "
+            "of arrays may depend on the key, and nothing on earlier calls."
+        )

@@ -1,17 +1,28 @@
-"""Empirical kernels of a model: NTK, NNGP, and both."""
+"""Empirical kernels of a model: NTK, NNGP, both, and estimates of the NTK."""
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import equinox as eqx
-from jaxtyping import Array, Inexact, PyTree, Shaped
+from jaxtyping import Array, Inexact, Key, PyTree, Shaped, UInt32
 
-from .._base.checks import AnyArray
+from .._base.checks import AnyArray, check_at_least
 from .._base.trees import import_extra
 from .._kernels.batch_kernel import AbstractStored
 from .._kernels.calls import Keys, make_calls
-from .estimator import AbstractEstimator, checked_constructor, KernelTask
-from .matvec import ProductTask, StructTask
-from .request import AbstractJacobianKernel, Get, named, names_of
+from .estimator import (
+    AbstractEstimator,
+    check_get,
+    checked_constructor,
+    Get,
+    Request,
+)
+from .traced_model import (
+    AbstractJacobianKernel,
+    AbstractParameterKernel,
+    kernel_product,
+    zero_outputs,
+)
 
 
 _Inputs = PyTree[Shaped[AnyArray, "..."]]
@@ -128,8 +139,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
         [Novak, Sohl-Dickstein and Schoenholz, 2022](https://arxiv.org/abs/2206.08720).
     """
 
-    def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
-        return KernelTask(("ntk",)), "ntk", kwargs
+    def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
+        return self._request("ntk"), kwargs
 
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
@@ -144,8 +155,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
 
         This is the result of a call with the batch axis among the `diagonal_axes`.
         """
-        task = KernelTask(("ntk",))
-        return self._request(task, x1, x2, key, kwargs, is_diagonal=True)[0]
+        request = dataclasses.replace(self._request("ntk"), is_diagonal=True)
+        return request(x1, x2, key=key, **kwargs)
 
     def matvec(
         self,
@@ -164,7 +175,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
         included. Raises `ValueError` if `v` does not match the output, and `TypeError`
         if JAX has neither forward mode for the model nor the transpose of reverse mode.
         """
-        return self._request(ProductTask(v), x1, x2, key, kwargs)
+        product = eqx.Partial(kernel_product, v)
+        return self._request("ntk").computed(x1, x2, key, kwargs, product)
 
     def operator(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
@@ -176,8 +188,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
         """
         lineax = import_extra("lineax", "operator", "linalg")
         product = lambda v: self.matvec(x1, x2, v, key=key, **kwargs)
-        call = x1, x2, key, kwargs
-        structs = eqx.filter_eval_shape(lambda: self._request(StructTask(), *call))
+        call, request = (x1, x2, key, kwargs), self._request("ntk")
+        structs = eqx.filter_eval_shape(lambda: request.computed(*call, zero_outputs))
         is_same = len(make_calls(*call)[0]) == 1
         tags = lineax.positive_semidefinite_tag if is_same else ()
         return lineax.FunctionLinearOperator(product, structs, tags)
@@ -214,8 +226,8 @@ class EmpiricalNNGP(AbstractEstimator, AbstractStored):
         [Lee et al., 2018](https://arxiv.org/abs/1711.00165).
     """
 
-    def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
-        return KernelTask(("nngp",)), "nngp", kwargs
+    def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
+        return self._request("nngp"), kwargs
 
     def __call__(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
@@ -227,8 +239,8 @@ class EmpiricalNNGP(AbstractEstimator, AbstractStored):
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> _Result:
         """The kernel of each example of `x1` with the same example of `x2`."""
-        task = KernelTask(("nngp",))
-        return self._request(task, x1, x2, key, kwargs, is_diagonal=True)[0]
+        request = dataclasses.replace(self._request("nngp"), is_diagonal=True)
+        return request(x1, x2, key=key, **kwargs)
 
 
 @checked_constructor
@@ -261,11 +273,8 @@ class EmpiricalKernel(AbstractEstimator, AbstractJacobianKernel, AbstractStored)
         ```
     """
 
-    def _asked(
-        self, get: Get = None, **kwargs: Any
-    ) -> tuple[KernelTask, Any, dict[str, Any]]:
-        get = tuple(get) if isinstance(get, list) else get
-        return KernelTask(names_of(get)), get, kwargs
+    def _asked(self, get: Get = None, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
+        return self._request(check_get(get)), kwargs
 
     def __call__(
         self,
@@ -289,7 +298,125 @@ class EmpiricalKernel(AbstractEstimator, AbstractJacobianKernel, AbstractStored)
         **kwargs: Any,
     ) -> Any:
         """The kernels of each example of `x1` with the same example of `x2`."""
-        names = names_of(get)
-        task = KernelTask(names)
-        results = self._request(task, x1, x2, key, kwargs, is_diagonal=True)
-        return named(get, names, results)
+        request, kwargs = self._asked(get, **kwargs)
+        request = dataclasses.replace(request, is_diagonal=True)
+        return request(x1, x2, key=key, **kwargs)
+
+
+@checked_constructor
+class PseudoNTK(AbstractEstimator, AbstractParameterKernel):
+    """The NTK of the sum of a model's outputs: one backward pass per example.
+
+    For `k` outputs along the `trace_axes`, this is the kernel of their sum divided by
+    `sqrt(k)`. For wide models at initialisation, it is close to the result of
+    [`eqxbatch.EmpiricalNTK`][]. It is biased, because it includes products between
+    different outputs.
+
+    It is called like an [`eqxbatch.EmpiricalNTK`][], and its results have the same
+    shapes.
+
+    **Arguments:**
+
+    - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `where`,
+        `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][].
+
+    Raises the errors of [`eqxbatch.EmpiricalNTK`][], and `ValueError` when called if
+    `trace_axes=()`.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(2, 10, 32, 2, key=jax.random.key(0))
+        >>> eqxbatch.PseudoNTK(model)(jnp.ones((5, 2))).shape
+        (5, 5)
+
+        ```
+
+    ??? cite
+
+        The pseudo-NTK of
+        [Mohamadi, Bae and Sutherland, 2023](https://arxiv.org/abs/2206.12543).
+    """
+
+    def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
+        return self._request("ntk", num_probes=1), kwargs
+
+    def __call__(
+        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
+    ) -> PyTree[Inexact[Array, "..."]]:
+        """The kernel of all examples of `x1` with all of `x2`."""
+        return self._computed(x1, x2, key, self._asked(**kwargs))
+
+
+class KernelEstimate(NamedTuple):
+    """What [`eqxbatch.ProbedNTK`][] returns.
+
+    - `kernel`: the mean over the probes.
+    - `standard_error`: the standard error of each entry; NaN for a single probe.
+    """
+
+    kernel: PyTree[Inexact[Array, "..."]]
+    standard_error: PyTree[Inexact[Array, "..."]]
+
+
+@checked_constructor
+class ProbedNTK(AbstractEstimator, AbstractParameterKernel):
+    """An unbiased estimate of a traced NTK, from random directions of the outputs.
+
+    Instead of every output entry along the `trace_axes`, `num_probes` sums of these
+    entries with random signs are pulled back, with the same signs for all examples. The
+    mean of the kernels of the sums is an unbiased estimate of the kernel of
+    [`eqxbatch.EmpiricalNTK`][]. It is positive semidefinite and comes with a standard
+    error. It saves time if there are more outputs than probes.
+
+    **Arguments:**
+
+    - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `where`,
+        `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][]. Calls take the same
+        arguments, too.
+    - `num_probes`: the number of random directions, at least 1.
+    - `key`: the random key for the directions.
+
+    **Returns:**
+
+    A call returns an [`eqxbatch.KernelEstimate`][].
+
+    **Raises:**
+
+    The errors of [`eqxbatch.EmpiricalNTK`][], and `ValueError` if `num_probes` is below
+    1 and, when called, if `trace_axes` is empty or names the axis of the examples.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(2, 1_000, 32, 2, key=jax.random.key(0))
+        >>> ntk = eqxbatch.ProbedNTK(model, num_probes=16, key=jax.random.key(1))
+        >>> estimate = ntk(jnp.ones((5, 2)))
+        >>> estimate.kernel.shape, estimate.standard_error.shape
+        ((5, 5), (5, 5))
+
+        ```
+
+    ??? cite
+
+        The estimator of the trace is that of [Hutchinson,
+        1989](https://doi.org/10.1080/03610918908812806).
+    """
+
+    _: dataclasses.KW_ONLY
+    num_probes: int = eqx.field(static=True)
+    key: Key[Array, ""] | UInt32[Array, "2"]
+
+    def __check_init__(self) -> None:
+        check_at_least("num_probes", self.num_probes, 1)
+
+    def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
+        return self._request(KernelEstimate, self.num_probes, self.key), kwargs
+
+    def __call__(
+        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
+    ) -> KernelEstimate:
+        """The estimated kernel of all examples of `x1` with all of `x2`."""
+        return self._computed(x1, x2, key, self._asked(**kwargs))

@@ -4,38 +4,52 @@ A kernel function of this package keeps factors of examples for all blocks.
 """
 
 import abc
+import collections
 import dataclasses
+import functools
 import itertools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Bool, PyTree
 
-from .._base.checks import checked
+from .._base.checks import check_callable, checked
+from .._base.jaxprs import compiled
+from .._base.mesh import gathered, within_mesh
 from .._base.trees import match_prefix
+from .._batch.accumulators import Concat
 from .._batch.batch import broadcast_axes
 from .._batch.derivative import Selection
+from .._batch.loop import accumulated, Rows
+from .._batch.memory import MemoryBudget, resolve_size, resolved
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
-from .._kernels.calls import KEY_REMEDY, VmapAxes
+from .._kernels.calls import Call, KEY_REMEDY, make_calls, VmapAxes
 from .._kernels.engine import make_collectors, on_device
 from .._kernels.function import is_axes
-from .._kernels.kernel import AbstractKernelFunction, KernelCall, Plan
-from .model_kernel import by_name, each, Found, ModelKernel, whole
-from .output_axes import Mirror, OutputAxes
-from .pairings import AbstractPairing, choose_pairing
-from .random_model import as_callable, selection_of
-from .request import (
+from .._kernels.kernel import (
+    AbstractBlockKernel,
+    AbstractKernelFunction,
+    KernelCall,
+    KernelLeaf,
+    Plan,
+    room_to_keep,
+    SAMPLE,
+    SHARE,
+)
+from .._sites.factors import Factor
+from .example_factors import arrays_of, bytes_of_examples, filled, is_factor
+from .output_axes import OutputAxes
+from .pairings import AbstractPairing, choose_pairing, Name
+from .traced_model import (
     AbstractJacobianKernel,
     AbstractKernelSettings,
     AbstractParameterKernel,
-    AbstractTask,
-    ModelRequest,
-    named,
+    AbstractRequest,
     TracedModel,
 )
 
@@ -52,17 +66,163 @@ def checked_constructor(cls: _Class) -> _Class:
     return cls
 
 
-class Probes(eqx.Module):
-    """The directions that traced axes are projected on: random signs or ones."""
+# The requested kernels.
+Get = str | Sequence[str] | None
 
-    num: int = eqx.field(static=True)
-    key: Array | None
 
-    def along(
-        self, axes: OutputAxes, request: ModelRequest
-    ) -> Inexact[Array, "probes ..."]:
+_KINDS = ("nngp", "ntk")
+
+
+def names_of(get: Any) -> tuple[str, ...]:
+    """The kinds of kernels to compute."""
+    names = _KINDS if get is None else (get,) if isinstance(get, str) else get
+    if isinstance(names, (tuple, list)) and all(isinstance(n, str) for n in names):
+        names = tuple(name.lower() for name in names)
+        if names and len({*names}) == len(names) and {*names} <= {*_KINDS}:
+            return names
+    raise ValueError(
+        "`get` must be 'nngp', 'ntk', a tuple with one or both of them, each once, or "
+        f"None for both; got {get!r}."
+    )
+
+
+def check_get(get: Get) -> str | tuple[str, ...] | None:
+    names_of(get)
+    return get if get is None or isinstance(get, str) else tuple(get)
+
+
+def named(get: Any, results: list) -> Any:
+    """The kernel itself if it was requested by name, and otherwise a named tuple."""
+    return results[0] if isinstance(get, str) else _kernel_type(names_of(get))(*results)
+
+
+@functools.cache
+def _kernel_type(names: tuple[str, ...]) -> Any:
+    return collections.namedtuple("Kernel", names)
+
+
+class Request(AbstractRequest, AbstractKernelFunction):
+    """What is asked of a model, as a kernel function.
+
+    - `get`: which kernels, as for `EmpiricalKernel`; or the type of an estimate and its
+        standard error.
+    - `num_probes`, `key`: how many directions traced axes are projected on, and the key
+        for random signs; without it, the directions are ones.
+    - `room`: the number of bytes for factors of examples; None if not known yet.
+    """
+
+    get: Any = eqx.field(static=True)
+    num_probes: int | None = eqx.field(static=True, default=None)
+    key: Array | None = None
+    _: dataclasses.KW_ONLY
+    room: int | None = eqx.field(static=True, default=None)
+
+    @property
+    def kwargs_axes(self) -> dict[str, PyTree]:
+        return self.vmap_axes.kwargs
+
+    def __call__(
+        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
+    ) -> Any:
+        return self.computed(x1, x2, key, kwargs)
+
+    def computed(
+        self,
+        x1: PyTree,
+        x2: PyTree,
+        key: Any,
+        kwargs: dict[str, Any],
+        task: Callable[[TracedModel], Any] | None = None,
+    ) -> Any:
+        """The kernels, or the result of another task for the traced model."""
+        calls, shared = make_calls(x1, x2, key, kwargs)
+        return _computed(self.in_bytes(), calls, shared, task)
+
+    def in_bytes(self) -> "Request":
+        """The request with memory budgets resolved to bytes."""
+        if self.block_size is None or self.room is not None:
+            return self
+        if isinstance(self.block_size, MemoryBudget):
+            return resolved(self)
+        return dataclasses.replace(self, room=room_to_keep())
+
+    def run(
+        self,
+        calls: list[Call],
+        shared: dict[str, Any],
+        task: Callable[[TracedModel], Any] | None,
+    ) -> Any:
+        model = TracedModel(self, calls, shared)
+        budget = self.block_size
+        if not isinstance(budget, MemoryBudget):
+            return self._kernels(model) if task is None else task(model)
+
+        def run_with(size: int, room: int) -> Callable[[tuple], Any]:
+            changes = {"block_size": size, "room": room}
+            replaced = lambda request: dataclasses.replace(request, **changes)
+            return lambda operands: replaced(operands[0]).run(*operands[1])
+
+        # The memory that the kernels leave is for factors of the rows and for blocks.
+        operands = (self, (calls, shared, task))
+        structs = eqx.filter_eval_shape(run_with(1, 0), operands)
+        outputs = sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(structs))
+        room = max(budget.resolve() - outputs, 0) // SHARE
+        run = lambda size: run_with(size, room)
+        size = resolve_size(budget, max(model.totals), run, operands)
+        return run(size)(operands)
+
+    def _kernels(self, model: TracedModel) -> Any:
+        found: dict[Name, Array] = {}
+        empty = [axes for axes in model.axes if axes.is_empty]
+        for kind, axes in itertools.product(self._kinds, empty):
+            found[kind, axes.index] = axes.arranged(axes.nothing(model.totals))
+        for pairs_examples in (True, False):
+            some = [
+                axes
+                for axes in model.axes
+                if axes.pairs_examples == pairs_examples and not axes.is_empty
+            ]
+            if some:
+                found |= self._found(model, some)
+        return self._assembled(model, found)
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return ("ntk", "error") if callable(self.get) else names_of(self.get)
+
+    def _assembled(self, model: TracedModel, found: dict[Name, Any]) -> Any:
+        """The output, from the kernels of all outputs of the model."""
+        kernels = [
+            model.output([found[kind, axes.index] for axes in model.axes])
+            for kind in self._kinds
+        ]
+        return self.get(*kernels) if callable(self.get) else named(self.get, kernels)
+
+    def _found(self, model: TracedModel, some: list[OutputAxes]) -> dict[Name, Array]:
+        """The kernels of outputs that all have all pairs of examples, or none has."""
+        pairing = self._pairing(model, some)
+        rows, columns = model.block_sizes()
+        of_sides = [side.rows for side in model.sides]
+        if not some[0].pairs_examples:
+            return pairing.each(of_sides, rows)
+        sizes = zip((rows, columns), model.totals, strict=True)
+        if 0 in model.totals or all(size is None or size >= n for size, n in sizes):
+            return pairing.whole(of_sides, self.symmetric)
+        plan = Plan(self.symmetric, (rows, columns), self.room or 0)
+        kernel = ModelKernel(plan, model.rows, pairing, lambda found: found)
+        return kernel.output(on_device(kernel, make_collectors(kernel, None)))
+
+    def _pairing(self, model: TracedModel, some: list[OutputAxes]) -> AbstractPairing:
+        values = some if "nngp" in self._kinds else []
+        ntk = some if "ntk" in self._kinds else []
+        if self.num_probes is not None:
+            ntk = [self._probed(axes, self.num_probes) for axes in ntk]
+        return choose_pairing(model, values, ntk)
+
+    def _probed(self, axes: OutputAxes, num: int) -> OutputAxes:
+        """The output with directions that traced axes are projected on."""
         traced = [axes.shape[axis] for axis in axes.axes_with("trace")]
-        if not traced and not request.traces_last:
+        if not traced and not self.traces_last:
             raise ValueError(
                 "`trace_axes` must name the axes of the output that are projected; got "
                 f"none for an output of shape {axes.shape} for one example."
@@ -73,130 +233,19 @@ class Probes(eqx.Module):
                 "single examples do not give that of their mean. Name it in "
                 "`diagonal_axes`, and average the returned `kernel`."
             )
-        shape = (self.num, *traced)
-        if self.key is None:
-            return jnp.ones(shape, axes.dtype)
-        return jr.rademacher(jr.fold_in(self.key, axes.index), shape, axes.dtype)
+        probes = jnp.ones((num, *traced), axes.dtype)
+        if self.key is not None:
+            key = jr.fold_in(self.key, axes.index)
+            probes = jr.rademacher(key, probes.shape, axes.dtype)
+        return dataclasses.replace(axes, probes=probes)
 
-
-class KernelTask(AbstractTask):
-    """Kernels, one for each array that the model returns.
-
-    - `get`: the kinds of kernels.
-    - `probes`: directions to project traced axes on, for an estimate with standard
-        error.
-    """
-
-    get: tuple[str, ...] = eqx.field(static=True)
-    probes: Probes | None = None
-
-    def run(self, model: TracedModel) -> list[PyTree[Inexact[Array, "..."]]]:
-        """Kernels of all kinds; an estimate is followed by its standard error."""
-        found: Found = {}
-        num = (model.sides[0].rows.total, model.sides[-1].rows.total)
-        empty = [axes for axes in model.axes if axes.is_empty]
-        for name, axes in itertools.product(self.get, empty):
-            nothing = axes.arranged(axes.nothing(num))
-            found[name, axes.index] = [nothing] * (1 if self.probes is None else 2)
-        for pairs_examples in (True, False):
-            some = [
-                axes
-                for axes in model.axes
-                if axes.pairs_examples == pairs_examples and not axes.is_empty
-            ]
-            if some:
-                found |= self._found(model, some)
-        return self.assembled(model, found)
-
-    def assembled(self, model: TracedModel, found: Found) -> list[PyTree]:
-        """Assembles the output from the kernels of all outputs of the model."""
-        treedef = jtu.tree_structure(model.out)
-        return [
-            jtu.tree_unflatten(treedef, kernels)
-            for name in self.get
-            for kernels in zip(
-                *(found[name, axes.index] for axes in model.axes), strict=True
-            )
-        ]
-
-    def _found(self, model: TracedModel, some: list[OutputAxes]) -> Found:
-        """The kernels of outputs that all have all pairs of examples, or none has."""
-        pairing, names = self.pairing(model, some)
-        rows, columns = model.block_sizes()
-        if not some[0].pairs_examples:
-            return by_name(names, each(model, pairing, rows))
-        totals = model.sides[0].rows.total, model.sides[-1].rows.total
-        sizes = zip((rows, columns), totals, strict=True)
-        if 0 in totals or all(size is None or size >= n for size, n in sizes):
-            return by_name(names, whole(model, pairing))
-        room = model.request.room
-        plan = Plan(
-            mirror=model.request.symmetric,
-            sizes=(rows, columns),
-            room=sys.maxsize if room is None else room,
-        )
-        kernel = ModelKernel(plan, model.rows, pairing, names, lambda found: found)
-        return kernel.output(on_device(kernel, make_collectors(kernel, None)))
-
-    def pairing(
-        self, model: TracedModel, some: list[OutputAxes]
-    ) -> tuple[AbstractPairing, list[tuple[str, int]]]:
-        """The pairing for some outputs, and the names of its kernels."""
-        values = some if "nngp" in self.get else []
-        ntk: list[OutputAxes] = []
-        directions: tuple[list[Array], list[Array]] = ([], [])
-        for axes in some if "ntk" in self.get else []:
-            vectors, num = None, None
-            if self.probes is not None:
-                vectors = self.probes.along(axes, model.request)
-                num = self.probes.num
-            axes = dataclasses.replace(axes, probes=num)
-            ntk.append(axes)
-            for side, of_side in enumerate(directions):
-                of_side.append(axes.cotangents(vectors, side))
-        pairing = choose_pairing(model, values, ntk, directions)
-        names = [
-            ("nngp" if i < len(values) else "ntk", axes.index)
-            for i, axes in enumerate(pairing.axes)
-        ]
-        return pairing, names
-
-
-class TaskKernel(AbstractKernelFunction):
-    """A task for a model, as a kernel function.
-
-    - `get`: as for `named`.
-    """
-
-    request: ModelRequest
-    task: KernelTask
-    get: Any = eqx.field(static=True)
-
-    @property
-    def symmetric(self) -> Mirror:
-        return self.request.symmetric
-
-    @property
-    def kwargs_axes(self) -> dict[str, PyTree]:
-        return self.request.vmap_axes.kwargs
-
-    def __call__(
-        self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
-    ) -> Any:
-        return self._named(self.request(self.task, x1, x2, key, kwargs))
-
-    def _named(self, kernels: list[PyTree]) -> Any:
-        return named(self.get, self.task.get, kernels)
-
-    def in_blocks(self, call: KernelCall) -> ModelKernel | None:
+    def in_blocks(self, call: KernelCall) -> "ModelKernel | None":
         is_asymmetric = len(call.calls) == 1 and call.plan.mirror is None
-        if is_asymmetric or not _has_axes_of(self.request, call):
+        if is_asymmetric or not _has_axes_of(self, call):
             return None
         # Without a size, there is a single block.
         sizes = None if call.plan.sizes == (None, None) else call.plan.sizes
-        request = dataclasses.replace(
-            self.request, block_size=sizes, room=call.plan.room
-        )
+        request = dataclasses.replace(self, block_size=sizes, room=call.plan.room)
         model = TracedModel(request, call.calls, call.shared)
         for axes in model.axes:
             if axes.pairs_examples and not axes.is_empty:
@@ -210,10 +259,148 @@ class TaskKernel(AbstractKernelFunction):
                 f"{axes.shape} for one example, {what}. Leave them out, or remove the "
                 "batch axis from `trace_axes` and `diagonal_axes`."
             )
-        pairing, names = self.task.pairing(model, model.axes)
-        assemble = lambda found: self._named(self.task.assembled(model, found))
-        kernel = ModelKernel(call.plan, model.rows, pairing, names, assemble)
+        pairing = request._pairing(model, model.axes)
+        assemble = lambda found: self._assembled(model, found)
+        kernel = ModelKernel(call.plan, model.rows, pairing, assemble)
         return kernel if _returns_axes_of(kernel, call) else None
+
+
+# The called object is an argument of the one compiled function, so repeated calls with
+# the same shapes are not retraced.
+@compiled
+def _computed(request: Request, *call: Any) -> Any:
+    request, call = gathered((request, call))
+    with within_mesh((request, call)):
+        return request.run(*call)
+
+
+class ModelKernel(AbstractBlockKernel):
+    """Kernels of a model, in blocks.
+
+    `assemble` makes the output from the kernels of a pairing, by name.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rows: tuple[Rows, Rows],
+        pairing: AbstractPairing,
+        assemble: Callable[[dict[Name, Any]], PyTree],
+    ):
+        self.plan, self.rows, self.pairing = plan, rows, pairing
+        self._assemble = assemble
+        axes = assemble(pairing.axes)
+        struct = lambda x: jax.ShapeDtypeStruct(x.arranged_shape(SAMPLE), x.dtype)
+        self.out = jtu.tree_map(struct, axes)
+        self.leaves = [
+            KernelLeaf(
+                jtu.keystr(path), x.example_axes, x.arranged_shape(SAMPLE), x.dtype
+            )
+            for path, x in jtu.tree_leaves_with_path(axes)
+        ]
+        structs = self.structs((1, 1))[: 1 if self.is_same else 2]
+        # The factors of an example of each side.
+        self._kept: list[PyTree[Factor]] = [
+            eqx.filter_eval_shape(pairing.factors, side, of_side)
+            for side, of_side in enumerate(structs)
+        ]
+        self._shared: list[list[Array]] = []
+        sizes = [*map(bytes_of_examples, self._kept)]
+        self.bytes_kept = sizes[0], sizes[-1]
+
+    def prepare(self) -> None:
+        self._shared = [self._shared_by(side) for side, _ in enumerate(self._kept)]
+
+    def _shared_by(self, side: int) -> list[Array]:
+        """The factors that all examples of a side share."""
+        if not arrays_of(self._kept[side], has_examples=False):
+            return []
+        factors = self.pairing.factors(side, self.rows[side].one())
+        return arrays_of(factors, has_examples=False)
+
+    def keep(self, side: int, rows: Rows, size: int) -> Rows:
+        side = min(side, len(self._kept) - 1)
+
+        def run(arrays: list, num: int) -> list[Array]:
+            factors = self.pairing.factors(side, arrays)
+            # A dummy array, because a loop needs at least one.
+            return arrays_of(factors, has_examples=True) or [jnp.zeros(num)]
+
+        of_examples = accumulated(run, rows, size, Concat())
+        shared = self._shared[side] if self._shared else self._shared_by(side)
+        kept = filled(self._kept[side], of_examples, shared)
+        factors = jtu.tree_leaves(kept, is_leaf=is_factor)
+        axes = tuple(0 if x.has_examples else None for x in factors)
+        return Rows([x.array for x in factors], axes, rows.total)
+
+    def factors(self, side: int, rows: Rows) -> PyTree[Factor]:
+        """The factors that `keep` returns, in the form that the pairing uses."""
+        kept, arrays = self._kept[min(side, len(self._kept) - 1)], [*rows.arrays]
+        return jtu.tree_map(lambda x: x.of(arrays.pop(0)), kept, is_leaf=is_factor)
+
+    def block(
+        self, first: Rows, second: Rows | None, always: Bool[Array, ""] | bool = True
+    ) -> list[Array]:
+        del always
+        second = first if second is None else second
+        sides = self.factors(0, first), self.factors(1, second)
+        kernels = self.pairing.kernels(*sides, (first.total, second.total))
+        return jtu.tree_leaves(self._assemble(self.pairing.arranged(kernels)))
+
+    def tile(self, first: list, second: list | None) -> list[Array]:
+        kept = []
+        for side, arrays in enumerate((first, second)):
+            if arrays is not None:
+                axes = self.rows[side].axes
+                size = arrays[0].shape[axes[0]]
+                kept.append(self.keep(side, Rows(arrays, axes, size), size))
+        return self.block(kept[0], kept[1] if second is not None else None)
+
+
+class StatefulModel(eqx.Module):
+    """A model with state, or a random model, as a function of an example.
+
+    - `state`: its `equinox.nn.State`, or None.
+    - `index`: the index of a sample, which is folded into the keys of calls; or None.
+    """
+
+    model: Any
+    state: Any
+    index: Any = None
+
+    def __call__(self, x: PyTree, **kwargs: Any) -> PyTree:
+        key = kwargs.get("key")
+        if key is not None and self.index is not None:
+            kwargs["key"] = jr.fold_in(key, self.index)
+        if self.state is None:
+            return self.model(x, **kwargs)
+        return self.model(x, self.state, **kwargs)[0]
+
+
+def has_state(model: Any) -> bool:
+    """Whether this is a pair of a model and its state."""
+    return (
+        isinstance(model, tuple)
+        and len(model) == 2
+        and isinstance(model[1], eqx.nn.State)
+    )
+
+
+def as_callable(model: Any) -> Any:
+    """A model, or a pair of a model and its state, as a function of an example."""
+    own = model[0] if has_state(model) else model
+    what = "callable, or a pair of that and an `equinox.nn.State`"
+    check_callable("model", own, what)
+    return StatefulModel(*model) if has_state(model) else model
+
+
+def selection_of(model: Any, where: Callable | None, filter_spec: PyTree) -> Selection:
+    """The parameters of a model as a callable; those of its state do not count."""
+    if not isinstance(model, StatefulModel):
+        return Selection(model, where, filter_spec)
+    of_model = lambda both: both.model if where is None else where(both.model)
+    # A callable is a valid prefix, too.
+    return Selection(model, of_model, StatefulModel(filter_spec, False, False))
 
 
 class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
@@ -227,25 +414,29 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         # other arrays, but not another structure.
         self._selection = None
         if isinstance(self, AbstractParameterKernel):
-            self._selection = selection_of(self.model, self.where, self.filter_spec)
+            model = as_callable(self.model)
+            self._selection = selection_of(model, self.where, self.filter_spec)
 
     def __check_init__(self) -> None:
-        request = self._request  # It checks the model.
+        request = self._request(None)  # It checks the model.
         if not self._is_plain:
-            self._in_blocks(request)
+            in_blocks(self, request, out_axes=None)
             check_is_batched(self.vmap_axes)
 
     @abc.abstractmethod
-    def _asked(self, **kwargs: Any) -> tuple[KernelTask, Any, dict[str, Any]]:
-        """The requested kernels of a call, their names, and arguments for the model."""
+    def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
+        """What a call asks of the model, and arguments for the model."""
 
-    @property
-    def _request(self) -> ModelRequest:
-        """The model and its parameters, and how its kernel is computed."""
+    def _request(
+        self, get: Any, num_probes: int | None = None, key: Array | None = None
+    ) -> Request:
         is_jacobian = isinstance(self, AbstractJacobianKernel)
-        return ModelRequest(
+        return Request(
             as_callable(self.model),
             self._selection,
+            get,
+            num_probes,
+            key,
             implementation=self.implementation if is_jacobian else "auto",
             **settings_of(self, AbstractKernelSettings),
         )
@@ -261,22 +452,18 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
     def in_blocks(self, call: KernelCall) -> ModelKernel | None:
         if not self._is_plain:
             return None
-        task, get, kwargs = self._asked(*call.args, **call.shared)
-        kernel = TaskKernel(self._request, task, get)
-        return kernel.in_blocks(dataclasses.replace(call, args=(), shared=kwargs))
+        request, kwargs = self._asked(*call.args, **call.shared)
+        return request.in_blocks(dataclasses.replace(call, args=(), shared=kwargs))
 
-    def _computed(self, x1: PyTree, x2: PyTree, key: Any, asked: tuple) -> Any:
+    def _computed(
+        self, x1: PyTree, x2: PyTree, key: Any, asked: tuple[Request, dict[str, Any]]
+    ) -> Any:
         """The kernels, after they are stored or reduced."""
-        task, get, kwargs = asked
-        kernel_fn = TaskKernel(self._request, task, get)
+        request, kwargs = asked
         if self._is_plain:
-            return kernel_fn(x1, x2, key=key, **kwargs)
-        request = dataclasses.replace(self._request, block_size=None)
-        kernel_fn = dataclasses.replace(kernel_fn, request=request)
-        return self._in_blocks(kernel_fn)(x1, x2, key=key, **kwargs)
-
-    def _in_blocks(self, kernel_fn: Callable) -> BatchKernel:
-        return in_blocks(self, kernel_fn, out_axes=None)
+            return request(x1, x2, key=key, **kwargs)
+        kernel_fn = dataclasses.replace(request, block_size=None)
+        return in_blocks(self, kernel_fn, out_axes=None)(x1, x2, key=key, **kwargs)
 
 
 def in_blocks(
@@ -319,21 +506,22 @@ def check_axes_of_blocks(settings: AbstractKernelSettings) -> None:
         )
 
 
-def _has_axes_of(request: ModelRequest, call: KernelCall) -> bool:
+def _has_axes_of(request: Request, call: KernelCall) -> bool:
     """Whether the model and the kernel function have the same input batch axes."""
     axes = request.vmap_axes
     if request.block_size is not None or not axes.is_batched:
         return False
     default = eqx.if_array(0)
-    for one in call.calls:
-        trees = [(one.x, call.in_axes, axes.inputs)]
-        for name, x in one.kwargs.items():
-            specs = (x.get(name, default) for x in (call.kwargs_axes, axes.kwargs))
-            trees.append((x, *specs))
-        for tree, of_call, of_model in trees:
-            if _axes(of_call, tree) != _axes(of_model, tree):
-                return False
-    return True
+
+    def found(one: Call, inputs: PyTree, kwargs: dict[str, PyTree]) -> list[int | None]:
+        of_own = {name: kwargs.get(name, default) for name in one.kwargs}
+        return _axes((inputs, of_own), (one.x, one.kwargs))
+
+    return all(
+        found(one, call.in_axes, call.kwargs_axes)
+        == found(one, axes.inputs, axes.kwargs)
+        for one in call.calls
+    )
 
 
 def _axes(spec: PyTree, tree: PyTree) -> list[int | None]:

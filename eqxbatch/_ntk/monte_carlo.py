@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, SupportsIndex
 
 import equinox as eqx
+import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
 from .._base.mesh import gathered
 from .._base.trees import as_int, described
-from .._batch.memory import check_size, MemoryBudget, resolved
+from .._batch.memory import check_size, MemoryBudget
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
 from .._kernels.calls import check_mesh, Keys, MeshAxis
 from .._kernels.on_host import check_concrete, Metered
@@ -19,31 +21,25 @@ from .._kernels.progress import NoProgressMeter
 from .._kernels.stores import HostStore
 from .averages import (
     Average,
+    check_models,
     check_tol,
     count_nans,
-    fitted,
-    Mean,
-    OnDevice,
-    OnHost,
+    Examples,
+    Moments,
     parts_of,
     relative_error,
-    Request,
-    Samples,
 )
 from .estimator import (
     check_axes_of_blocks,
+    check_get,
     check_is_batched,
     checked_constructor,
-    in_blocks,
-)
-from .random_model import check_models, RandomModels
-from .request import (
-    AbstractJacobianKernel,
-    AbstractKernelSettings,
     Get,
+    in_blocks,
     named,
-    names_of,
+    Request,
 )
+from .traced_model import AbstractJacobianKernel, AbstractKernelSettings
 
 
 # With fewer samples, a standard error is unreliable.
@@ -69,34 +65,26 @@ def _check_counts(
     """The number of samples, or several of them in increasing order."""
     is_several = isinstance(n_samples, Iterable) and not isinstance(n_samples, str)
     several: Any = n_samples if is_several else [n_samples]
-    counts: set[int] = set()
-    for count in several:
-        number = as_int(count)
-        if number is None:
-            raise TypeError(
-                "`n_samples` must be an int or an iterable of ints; got "
-                f"{described(n_samples)}."
-            )
-        counts.add(number)
-    if not counts or min(counts) < 1:
+    counts = {as_int(count) for count in several}
+    if None in counts:
+        raise TypeError(
+            "`n_samples` must be an int or an iterable of ints; got "
+            f"{described(n_samples)}."
+        )
+    found = sorted(count for count in counts if count is not None)
+    if not found or found[0] < 1:
         raise ValueError(
             f"`n_samples` must be at least 1, and at least one number; got {n_samples}."
         )
-    return tuple(sorted(counts)) if is_several else counts.pop()
-
-
-def _check_get(get: Get) -> str | tuple[str, ...] | None:
-    names_of(get)
-    return get if get is None or isinstance(get, str) else tuple(get)
+    return tuple(found) if is_several else found[0]
 
 
 def _check_per_batch(size: int | MemoryBudget) -> int | MemoryBudget:
-    size_or_budget = check_size("samples_per_batch", size)
-    if size_or_budget is None:
+    if size is None:
         raise TypeError(
             "`samples_per_batch` must be an int or a `MemoryBudget`; got None."
         )
-    return size_or_budget
+    return check_size("samples_per_batch", size)
 
 
 @checked_constructor
@@ -218,7 +206,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     key: Key[Array, ""] | UInt32[Array, "2"]
     n_samples: int | tuple[int, ...] = eqx.field(static=True, converter=_check_counts)
     get: str | tuple[str, ...] | None = eqx.field(
-        static=True, converter=_check_get, default=None
+        static=True, converter=check_get, default=None
     )
     samples_per_batch: int | MemoryBudget = eqx.field(
         static=True, converter=_check_per_batch, default=1
@@ -227,9 +215,19 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     sample_axis: str | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
-        samples = self._samples
-        check_models(samples.models)
-        self._check_axes()
+        average = self._average(None, with_error=False)
+        check_models(self.init, self.key)
+        if self.sample_axis is not None and self.sample_axis == self.mesh_axis:
+            raise ValueError(
+                "`mesh_axis` and `sample_axis` must be different axes of the mesh; got "
+                f"{self.mesh_axis!r} for both."
+            )
+        if average.samples is not None and average.rows is not None and self.is_stored:
+            raise ValueError(
+                "With a `store`, devices share the rows of a block or the samples, and "
+                f"not both; got `mesh_axis={self.mesh_axis!r}` and "
+                f"`sample_axis={self.sample_axis!r}`. Leave one of them out."
+            )
         needs_several = self._is_generator or self.tol is not None
         if self._is_on_disk and needs_several:
             _raise_on_disk("several `n_samples` or `tol`")
@@ -239,7 +237,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
                 "kept for several `n_samples` or for `tol`. Leave them out."
             )
         is_in_blocks = self.is_stored or self.reduce is not None
-        if is_in_blocks or samples.rows is not None:
+        if is_in_blocks or average.rows is not None:
             check_is_batched(self.vmap_axes)
         is_budget = isinstance(self.samples_per_batch, MemoryBudget)
         if is_budget and is_in_blocks and self.tol is not None:
@@ -251,22 +249,6 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
             check_axes_of_blocks(self)
         if self.reduce is not None:
             self._in_blocks(self.init)
-
-    def _check_axes(self) -> None:
-        """Raises for combinations of axes of the mesh that are not supported."""
-        if self.sample_axis is None or self.mesh_axis is None:
-            return
-        if self.sample_axis == self.mesh_axis:
-            raise ValueError(
-                "`mesh_axis` and `sample_axis` must be different axes of the mesh; got "
-                f"{self.mesh_axis!r} for both."
-            )
-        if self.is_stored:
-            raise ValueError(
-                "With a `store`, devices share the rows of a block or the samples, and "
-                f"not both; got `mesh_axis={self.mesh_axis!r}` and "
-                f"`sample_axis={self.sample_axis!r}`. Leave one of them out."
-            )
 
     @property
     def _counts(self) -> tuple[int, ...]:
@@ -288,16 +270,20 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         has_rows = self.sample_axis is None or self.mesh_axis is not None
         return self.row_axis if has_rows else None
 
-    @property
-    def _samples(self) -> Samples:
+    def _average(self, get: Get, *, with_error: bool) -> Average:
+        get = self.get if get is None else check_get(get)
+        settings = settings_of(self, AbstractKernelSettings)
         is_spread = self.sample_axis is not None
-        return Samples(
-            RandomModels(self.init, self.key, self.where, self.filter_spec),
+        return Average(
+            Request(None, None, get, implementation=self.implementation, **settings),
+            self.init,
+            self.key,
+            self.where,
+            self.filter_spec,
             self.samples_per_batch,
             self._row_axis,
             check_mesh(self.mesh, self.sample_axis) if is_spread else None,
-            implementation=self.implementation,
-            **settings_of(self, AbstractKernelSettings),
+            with_error,
         )
 
     def _in_blocks(self, kernel_fn: Callable) -> BatchKernel:
@@ -314,14 +300,15 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         **kwargs: Any,
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`, averaged."""
-        get = self.get if get is None else get
-        with_error = self.tol is not None
+        average = self._average(get, with_error=self.tol is not None)
         # Compiled functions do not see that two arguments are the same object.
-        x2 = None if x2 is x1 else x2
-        request = Request(names_of(get), with_error, x1, x2, key, kwargs)
+        examples = x1, None if x2 is x1 else x2, key, kwargs
         if self.reduce is not None:
-            return self._reduced(request, get)
-        estimates = self._estimates(request, get, None)
+            # Each block is averaged over all samples first.
+            num = self._counts[0]
+            average, examples = self._ready(average, examples, num)
+            return self._run_blocks(average.of_blocks(0, num, "mean"), examples)
+        estimates = self._estimates(average, examples, None)
         kernels = (estimate.kernel for estimate in estimates)
         return kernels if self._is_generator else next(kernels)
 
@@ -346,14 +333,13 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
                 "A kernel with `reduce` has no standard error. Call it, or make a "
                 "kernel without `reduce`."
             )
-        get = self.get if get is None else get
-        x2 = None if x2 is x1 else x2
-        request = Request(names_of(get), True, x1, x2, key, kwargs)
-        estimates = self._estimates(request, get, previous)
+        average = self._average(get, with_error=True)
+        examples = x1, None if x2 is x1 else x2, key, kwargs
+        estimates = self._estimates(average, examples, previous)
         return estimates if self._is_generator else next(estimates)
 
     def _estimates(
-        self, request: Request, get: Any, previous: MonteCarloEstimate | None
+        self, average: Average, examples: Examples, previous: MonteCarloEstimate | None
     ) -> Iterator[MonteCarloEstimate]:
         """Estimates for all numbers of samples; invalid arguments raise immediately."""
         counts = _remaining(self._counts, previous, self._is_generator)
@@ -363,91 +349,87 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
             ("`tol`", self.tol is not None),
         ):
             if is_set:
-                check_concrete((self._samples, request), what)
-        samples, request = self._ready(request, counts[-1])
+                check_concrete((average, examples), what)
+        average, examples = self._ready(average, examples, counts[-1])
         if not self.is_stored:
-            return self._run(OnDevice(samples, request), request, get, counts, previous)
-        is_one_run = not self._is_generator and self.tol is None and previous is None
-        if is_one_run:
-            return self._stored(samples, request, get, counts[0])
+            # A traced call is one program, in which the loop over batches would be
+            # unrolled.
+            arrays = jtu.tree_leaves((average, examples))
+            at_once = any(isinstance(x, Tracer) for x in arrays)
+            moments = Moments(average, examples, None, at_once=at_once)
+            return self._run(moments, counts, previous)
+        if not self._is_generator and self.tol is None and previous is None:
+            return self._stored(average, examples, counts[0])
         if self._is_on_disk:
             _raise_on_disk("`previous`")
-        in_batches = self.tol is not None
-        engine = OnHost(samples, request, self._run_blocks, in_batches=in_batches)
-        return self._run(engine, request, get, counts, previous)
+        # If possible, each block is copied to the host only once, for all samples.
+        at_once = self.tol is None
+        moments = Moments(average, examples, self._run_blocks, at_once=at_once)
+        return self._run(moments, counts, previous)
 
-    def _ready(self, request: Request, num: int) -> tuple[Samples, Request]:
-        """The request with all sizes resolved, for the given number of samples."""
+    def _ready(
+        self, average: Average, examples: Examples, num: int
+    ) -> tuple[Average, Examples]:
+        """The average with all sizes resolved, for the given number of samples."""
         # The free memory is looked up before tracing.
-        samples, request = gathered((resolved(self._samples).in_bytes(), request))
-        is_whole = not self.is_stored and self.reduce is None
-        if isinstance(samples.per_batch, MemoryBudget) and is_whole:
-            samples = fitted(samples, request, num)
-        return samples, request
+        average, examples = gathered((average.in_bytes(), examples))
+        if self.is_stored or self.reduce is not None:
+            return average, examples
+        return average.of(0, num).fitted(examples), examples
 
-    def _reduced(self, request: Request, get: Any) -> PyTree:
-        """The reduced kernel; each block is averaged over all samples first."""
-        num = self._counts[0]
-        samples, request = self._ready(request, num)
-        average = request.average(samples, 0, num, is_final=True)
-        return self._run_blocks(Mean(average, get), request)
-
-    def _run_blocks(self, average: Average | Mean, request: Request) -> PyTree:
+    def _run_blocks(self, average: Average, examples: Examples) -> PyTree:
         """Averages the kernel block by block, into its store or reduction."""
-        x1, x2, key = request.x1, request.x2, request.key
-        return self._in_blocks(average)(x1, x2, key=key, **request.kwargs)
+        x1, x2, key, kwargs = examples
+        return self._in_blocks(average)(x1, x2, key=key, **kwargs)
 
     def _stored(
-        self, samples: Samples, request: Request, get: Any, num: int
+        self, average: Average, examples: Examples, num: int
     ) -> Iterator[MonteCarloEstimate]:
         """The estimate, averaged one block after the other."""
-        average = request.average(samples, 0, num, is_final=True)
-        means, errors = self._run_blocks(average, request)
-        yield _estimate(request, get, means, errors, num)
+        own = average.of_blocks(0, num, "estimate")
+        means, errors = self._run_blocks(own, examples)
+        yield _estimate(average, means, errors, num)
 
     def _run(
         self,
-        engine: Any,
-        request: Request,
-        get: Any,
+        moments: Moments,
         counts: list[int],
         previous: MonteCarloEstimate | None,
     ) -> Iterator[MonteCarloEstimate]:
-        num, state = 0, engine.start()
+        num = 0
         if previous is not None:
             num = previous.num_samples
-            means, errors = parts_of(previous, get, request.names)
-            state = engine.resumed(means, errors, num)
+            moments.resume(*parts_of(previous, moments.average.request.get), num)
         meter = NoProgressMeter() if self.is_stored else self.meter
         has_meter = not isinstance(meter, NoProgressMeter)
         spans = itertools.pairwise((num, *counts))
-        total = sum(len(engine.sizes(end - start)) for start, end in spans)
+        total = sum(len(moments.sizes(end - start)) for start, end in spans)
         num_nans, is_done = 0, False
         with Metered(meter, total, 0) as metered:
             for count in counts:
-                for size in engine.sizes(count - num):
-                    state = engine.advanced(state, num, size)
+                for size in moments.sizes(count - num):
+                    moments.advance(num, size)
                     num += size
                     if has_meter:
-                        found = count_nans(engine.estimated(state)[0])
+                        found = count_nans(moments.estimated()[0])
                         metered.step(found - num_nans)
                         num_nans = found
                     if self.tol is not None and num >= _LEAST_SAMPLES:
-                        is_done = relative_error(*engine.estimated(state)) <= self.tol
+                        is_done = relative_error(*moments.estimated()) <= self.tol
                         if is_done:
                             break
-                means, errors = engine.estimated(state)
-                yield _estimate(request, get, means, errors, num)
+                means, errors = moments.estimated()
+                yield _estimate(moments.average, means, errors, num)
                 if is_done:
                     return
 
 
 def _estimate(
-    request: Request, get: Any, means: list, errors: list, num: int
+    average: Average, means: list, errors: list, num: int
 ) -> MonteCarloEstimate:
-    kernel = named(get, request.names, means)
-    error = named(get, request.names, errors) if request.with_error else None
-    return MonteCarloEstimate(kernel, error, num)
+    get = average.request.get
+    error = named(get, errors) if average.with_error else None
+    return MonteCarloEstimate(named(get, means), error, num)
 
 
 def _remaining(

@@ -1,8 +1,8 @@
 """How the axes of a model's output appear in a kernel."""
 
 import dataclasses
-import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -12,11 +12,15 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._base.trees import as_int, described
-from .._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
+from .._sites.einsum import contract, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .._sites.site import Label
 
 
 Role = Literal["full", "diagonal", "trace"]
+
+
+# How often the kernel has an axis.
+_TIMES: dict[Role, int] = {"full": 2, "diagonal": 1, "trace": 0}
 
 
 _PROBE: Label = ("probe", 0)
@@ -37,8 +41,8 @@ class OutputAxes:
         separately.
     - `roles`: the role of each axis of the whole output. In the kernel, a `"full"` axis
         appears twice, a `"diagonal"` axis once, and a `"trace"` axis not at all.
-    - `probes`: the number of directions that traced axes are projected on; None for no
-        projection.
+    - `probes`: the directions that traced axes are projected on, along its first axis;
+        None for no projection.
     """
 
     index: int
@@ -46,7 +50,7 @@ class OutputAxes:
     dtype: Any
     batch: int | None
     roles: tuple[Role, ...]
-    probes: int | None = None
+    probes: Inexact[Array, "probes ..."] | None = None
 
     @property
     def is_complex(self) -> bool:
@@ -69,8 +73,7 @@ class OutputAxes:
 
     def nothing(self, num: tuple[int, int]) -> Inexact[Array, "..."]:
         """The kernel of outputs without entries, before its axes are arranged."""
-        sizes = {**self.sizes, EXAMPLE: num[0], OTHER_EXAMPLE: num[1]}
-        return jnp.zeros([sizes[label] for label in self.out], self.dtype)
+        return jnp.zeros(self._shape(self.out, num), self.dtype)
 
     @property
     def examples(self) -> Labels:
@@ -106,54 +109,39 @@ class OutputAxes:
         """The labels of the first axes of `cotangents`."""
         labels = self.values(side)
         if self.probes is not None:
-            kept = (labels[i] for i in range(len(labels)) if not self._is_traced(i))
+            traced = self.axes_with("trace")
+            kept = (label for i, label in enumerate(labels) if i not in traced)
             labels = (_PROBE, *kept)
         return (_PARTS[side], *labels) if self.is_complex else labels
 
-    def _is_traced(self, axis: int) -> bool:
-        return self._own_roles[axis] == "trace"
-
-    def cotangents(
-        self, probes: Inexact[Array, "probes ..."] | None, side: int
-    ) -> Inexact[Array, "..."]:
+    def cotangents(self, side: int) -> Inexact[Array, "..."]:
         """The directions to pull back, along new first axes.
 
         These are the identity or, along traced axes, the `probes`. The real and the
         imaginary part of a complex output are pulled back separately, because each has
         a real derivative.
         """
-        ndim = len(self.shape)
-        sizes = self.shapes[side]
-        lead: list[int] = []
-        result: Array = jnp.ones((), self.dtype)
-        if probes is not None:
-            traced = self.axes_with("trace")
-            lead.append(probes.shape[0])
-            shape = [self.shape[i] if i in traced else 1 for i in range(ndim)]
-            result = probes.astype(self.dtype).reshape(lead[0], *shape)
-        for axis, size in enumerate(sizes):
-            if probes is not None and self._is_traced(axis):
-                continue
-            shape = [size if i == axis else 1 for i in range(ndim)]
-            eye = jnp.eye(size, dtype=self.dtype)
-            eye = eye.reshape(*(1 for _ in lead), size, *shape)
-            result = jnp.expand_dims(result, len(lead)) if result.ndim else result
-            result = result * eye
-            lead.append(size)
-        if not self.is_complex:
-            return result
-        parts = jnp.array([1.0, -1.0j], self.dtype)
-        return parts.reshape(2, *(1 for _ in range(result.ndim))) * result[None]
+        labels, traced = self.values(side), self.axes_with("trace")
+        entries: list[Label] = [("entry", axis) for axis, _ in enumerate(labels)]
+        terms: list[Term] = [
+            (jnp.eye(size, dtype=self.dtype), (labels[axis], entries[axis]))
+            for axis, size in enumerate(self.shapes[side])
+            if self.probes is None or axis not in traced
+        ]
+        if self.probes is not None:
+            own = (entries[axis] for axis in traced)
+            terms.append((self.probes.astype(self.dtype), (_PROBE, *own)))
+        if self.is_complex:
+            terms.append((jnp.array([1.0, -1.0j], self.dtype), (_PARTS[side],)))
+        terms = terms or [(jnp.ones((), self.dtype), ())]
+        return contract(terms, (*self.directions(side), *entries))
 
     @property
     def out(self) -> Labels:
         """The labels of a kernel before its axes are arranged."""
         labels = [*self.examples, *([_PROBE] if self.probes is not None else [])]
         for axis, role in enumerate(self._own_roles):
-            if role != "trace":
-                labels.append(("output", axis))
-            if role == "full":
-                labels.append(("other", axis))
+            labels += (("output", axis), ("other", axis))[: _TIMES[role]]
         return tuple(labels)
 
     @property
@@ -161,7 +149,7 @@ class OutputAxes:
         """The sizes of the axes of a kernel, except those of the examples."""
         sizes: dict[Label, int] = dict.fromkeys(_PARTS, 2)
         if self.probes is not None:
-            sizes[_PROBE] = self.probes
+            sizes[_PROBE] = self.probes.shape[0]
         for axis, (size, other) in enumerate(zip(*self.shapes, strict=True)):
             sizes |= {("output", axis): size, ("other", axis): other}
         return sizes
@@ -178,29 +166,13 @@ class OutputAxes:
         real = kernel[..., 0, 0] + kernel[..., 1, 1]
         return lax.complex(real, kernel[..., 1, 0] - kernel[..., 0, 1])
 
-    def mirrored(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-        """The kernel with its two sides exchanged, before its axes are arranged."""
-        other = {EXAMPLE: OTHER_EXAMPLE, OTHER_EXAMPLE: EXAMPLE}
-        for axis in self.axes_with("full"):
-            pair: Labels = (("output", axis), ("other", axis))
-            other |= {pair[0]: pair[1], pair[1]: pair[0]}
-        if not self.pairs_examples:
-            del other[EXAMPLE]
-        order = [self.out.index(other.get(label, label)) for label in self.out]
-        return jnp.conj(jnp.transpose(kernel, order))
-
     @property
     def _arranged_labels(self) -> list[Label]:
-        numbers = itertools.count()
-        labels: list[Label] = [_PROBE] if self.probes is not None else []
-        for axis, role in enumerate(self.roles):
-            if axis == self.batch:
-                pair: Labels = (EXAMPLE, OTHER_EXAMPLE)
-            else:
-                i = next(numbers)
-                pair = (("output", i), ("other", i))
-            labels += {"full": pair, "diagonal": pair[:1], "trace": ()}[role]
-        return labels
+        pairs = [(("output", i), ("other", i)) for i, _ in enumerate(self._own_roles)]
+        if self.batch is not None:
+            pairs.insert(self.batch, (EXAMPLE, OTHER_EXAMPLE))
+        both = zip(pairs, self.roles, strict=True)
+        return [label for pair, role in both for label in pair[: _TIMES[role]]]
 
     @property
     def example_axes(self) -> tuple[int, int]:
@@ -210,11 +182,14 @@ class OutputAxes:
 
     def arranged_shape(self, num: tuple[int, int]) -> tuple[int, ...]:
         """The shape of an arranged kernel, given the numbers of examples."""
+        return self._shape(self._arranged_labels, num)
+
+    def _shape(self, labels: Sequence[Label], num: tuple[int, int]) -> tuple[int, ...]:
         sizes = {**self.sizes, EXAMPLE: num[0], OTHER_EXAMPLE: num[1]}
-        return tuple(sizes[label] for label in self._arranged_labels)
+        return tuple(sizes[label] for label in labels)
 
     def arranged(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-        """The kernel with its axes in their final order, in the dtype of the output.
+        """The kernel with its axes in their final order, in the dtype that it has.
 
         It is divided by the sizes of the traced axes.
         """
@@ -226,9 +201,7 @@ class OutputAxes:
         order = [labels.index(label) for label in self._arranged_labels]
         kernel = jnp.transpose(kernel, order)
         size = math.prod(self.shape[axis] for axis in self.axes_with("trace"))
-        if size != 1:
-            kernel = kernel / size
-        return kernel.astype(self.dtype)
+        return kernel if size == 1 else kernel / size
 
 
 class Mirror(eqx.Module):
@@ -281,14 +254,15 @@ def axis_roles(
     batch: int | None,
     trace_axes: tuple[int, ...],
     diagonal_axes: tuple[int, ...],
-) -> tuple[Role, ...]:
+) -> list[Role]:
     """The role of each axis of an output with `ndim` axes, including `batch`."""
     roles: list[Role] = ["full"] * ndim
-    named: tuple[tuple[str, Role, tuple[int, ...]], ...] = (
-        ("trace_axes", "trace", trace_axes),
-        ("diagonal_axes", "diagonal", diagonal_axes),
-    )
-    for name, role, axes in named:
+    with_roles: dict[Role, tuple[int, ...]] = {
+        "trace": trace_axes,
+        "diagonal": diagonal_axes,
+    }
+    for role, axes in with_roles.items():
+        name = f"{role}_axes"
         for axis in axes:
             if not -ndim <= axis < ndim:
                 raise ValueError(
@@ -316,4 +290,4 @@ def axis_roles(
                     "over the examples."
                 )
             roles[axis] = role
-    return tuple(roles)
+    return roles

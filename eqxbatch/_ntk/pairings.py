@@ -3,17 +3,21 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
 from .._base.differentiable import without_forward_mode
 from .._base.dtypes import widened
+from .._base.jaxprs import evaluate_jaxpr, TracedFunction
 from .._base.mesh import full_varying_as
 from .._base.trees import log
+from .._batch.accumulators import Concat
+from .._batch.loop import accumulated, Rows
 from .._sites.cost import Cost, num_products
 from .._sites.einsum import contract, EXAMPLE, OTHER_EXAMPLE
 from .._sites.factors import Factor
@@ -23,136 +27,231 @@ from .example_factors import (
     ExampleFactors,
     KeptFactors,
     kernel,
-    Linearization,
-    output_factors,
     Schedule,
 )
-from .output_axes import OutputAxes
-from .pushforward import pushed_kernel, PushedFactors, Pushforward
-from .request import TracedModel
+from .output_axes import Mirror, OutputAxes
+from .traced_model import TracedModel
 
 
+# The kind of a kernel ("nngp", "ntk", or "error" for a standard error), and the index
+# of the output.
+Name = tuple[str, int]
+
+
+@dataclasses.dataclass(eq=False)
 class AbstractPairing(abc.ABC):
-    """Factors of examples, and the kernels of two sets of examples."""
+    """Factors of examples, and the kernels of two sets of examples.
 
-    axes: list[OutputAxes]  # For all kernels.
+    `values` are the outputs whose NNGP is computed, and `ntk` those whose NTK is.
+    """
+
+    values: list[OutputAxes]
+    ntk: list[OutputAxes]
+
+    @property
+    def axes(self) -> dict[Name, OutputAxes]:
+        """The axes of all kernels."""
+        found = {("nngp", axes.index): axes for axes in self.values}
+        for axes in self.ntk:
+            kinds = ("ntk",) if axes.probes is None else ("ntk", "error")
+            own = dataclasses.replace(axes, probes=None)
+            found |= {(kind, axes.index): own for kind in kinds}
+        return found
 
     @abc.abstractmethod
     def factors(self, side: int, rows: list) -> Any:
-        """The factors of the examples of a side: a PyTree of `Factor`s."""
+        """The factors of the examples of a side: a PyTree of `Factor`s.
+
+        The `values` of a side are the outputs.
+        """
 
     @abc.abstractmethod
-    def kernels(self, first: Any, second: Any, num: tuple[int, int]) -> list[Array]:
+    def of_jacobian(
+        self, which: int, first: Any, second: Any, num: tuple[int, int]
+    ) -> Inexact[Array, "..."]:
+        """An NTK of `num` examples, with real and imaginary parts on its last axes."""
+
+    def kernels(
+        self, first: Any, second: Any, num: tuple[int, int]
+    ) -> dict[Name, Array]:
         """All kernels of `num` examples, before their axes are arranged."""
+        found = {
+            ("nngp", axes.index): _moment(
+                axes, first.values[axes.index], second.values[axes.index], num
+            )
+            for axes in self.values
+        }
+        for which, axes in enumerate(self.ntk):
+            joined = axes.join(self.of_jacobian(which, first, second, num))
+            if axes.probes is not None:
+                joined, error = _estimate(axes, joined)
+                found["error", axes.index] = error
+            found["ntk", axes.index] = joined
+        return found
 
+    def arranged(
+        self, kernels: dict[Name, Array], mirror: Mirror | None = None
+    ) -> dict[Name, Array]:
+        """The kernels with their axes in the final order, and made symmetric."""
+        found = {name: axes.arranged(kernels[name]) for name, axes in self.axes.items()}
+        if mirror is not None:
+            found = jtu.tree_map(lambda x, y: (x + y) / 2, found, mirror(found))
+        return {name: x.astype(self.axes[name].dtype) for name, x in found.items()}
 
-class Values(AbstractPairing):
-    """The second moments of the model's outputs: an NNGP without an NTK."""
+    def whole(self, rows: list[Rows], mirror: Mirror) -> dict[Name, Array]:
+        """All kernels at once. They are exactly symmetric if both sides are the same.
 
-    def __init__(self, forwards: list, axes: list[OutputAxes]):
-        self._forwards, self.axes = forwards, axes
+        `rows` are the examples of both sides, or of one if they are the same.
+        """
+        factors = [self.factors(side, x.arrays) for side, x in enumerate(rows)]
+        num = rows[0].total, rows[-1].total
+        kernels = self.kernels(factors[0], factors[-1], num)
+        return self.arranged(kernels, mirror if len(rows) == 1 else None)
 
-    def factors(self, side: int, rows: list) -> list[Factor]:
-        return self._forwards[side](rows)
+    def each(self, rows: list[Rows], size: int | None) -> dict[Name, Array]:
+        """The kernels of each example of one side with the same one of the other."""
+        first, *others = rows
+        num = len(first.arrays)
 
-    def kernels(
-        self, first: list[Factor], second: list[Factor], num: tuple[int, int]
-    ) -> list[Array]:
-        return [
-            moment(axes, first[axes.index], second[axes.index], num)
-            for axes in self.axes
-        ]
+        def run(arrays: list, size: int) -> dict[Name, Array]:
+            factors = [self.factors(0, arrays[:num])]
+            if others:
+                factors.append(self.factors(1, arrays[num:]))
+            return self.kernels(factors[0], factors[-1], (size, size))
 
-
-class Sites(AbstractPairing):
-    """Kernels from the factors of the parameters' sites."""
-
-    def __init__(
-        self,
-        example_factors: list[ExampleFactors],
-        values: list[OutputAxes],
-        ntk: list[OutputAxes],
-    ):
-        self._example_factors, self._values, self._ntk = example_factors, values, ntk
-        self.axes = [*values]
-        for axes in ntk:
-            unprobed = dataclasses.replace(axes, probes=None)
-            self.axes += [unprobed] if axes.probes is None else [unprobed, unprobed]
-
-    def factors(self, side: int, rows: list) -> KeptFactors:
-        return self._example_factors[side].of(rows)
-
-    def kernels(
-        self, first: KeptFactors, second: KeptFactors, num: tuple[int, int]
-    ) -> list[Array]:
-        pair = self._example_factors[0], self._example_factors[-1]
-        factors, others = pair[0].of_outputs(first, 0), pair[1].of_outputs(second, 1)
-        kernels = [
-            moment(axes, first.values[axes.index], second.values[axes.index], num)
-            for axes in self._values
-        ]
-        leaves = pair[0].linearization.program.leaves
-        for i, axes in enumerate(self._ntk):
-            kept = pair[0].kept[i], pair[1].kept[i]
-            cancelled = first.cancelled[i], second.cancelled[i]
-            own = factors[i], others[i]
-            found = kernel(axes, leaves, kept, own, cancelled, num)
-            joined = axes.join(found)
-            kernels += [joined] if axes.probes is None else _estimates(axes, joined)
-        return kernels
+        arrays = [x for own in rows for x in own.arrays]
+        axes = tuple(axis for own in rows for axis in own.axes)
+        both = Rows(arrays, axes, first.total)
+        return self.arranged(accumulated(run, both, size, Concat()))
 
 
 class _Sided(eqx.Module):
-    """Factors of examples as rows and as columns; None if not needed."""
+    """The outputs of some examples, and their factors as rows and as columns.
 
-    pushed: PushedFactors | None
+    - `residuals`: those of the model's derivative, which are only needed for rows.
+    - `pulled`: the Jacobians, or None if they are not needed.
+    """
+
+    values: list[Factor]
+    residuals: list[Factor]
     pulled: KeptFactors | None
 
 
+@dataclasses.dataclass(eq=False)
+class Values(AbstractPairing):
+    """The second moments of the model's outputs: an NNGP without an NTK."""
+
+    programs: list[TracedFunction]
+
+    def factors(self, side: int, rows: list) -> _Sided:
+        program = self.programs[side]
+        values = [*map(Factor, program.run(rows), program.has_examples)]
+        return _Sided(values, [], None)
+
+    def of_jacobian(
+        self, which: int, first: Any, second: Any, num: tuple[int, int]
+    ) -> Inexact[Array, "..."]:
+        raise NotImplementedError("There are no Jacobians.")
+
+
+@dataclasses.dataclass(eq=False)
+class Sites(AbstractPairing):
+    """Kernels from the factors of the parameters' sites."""
+
+    sides: list[ExampleFactors]
+
+    def factors(self, side: int, rows: list) -> KeptFactors:
+        return self.sides[side].of(rows)
+
+    def of_jacobian(
+        self, which: int, first: Any, second: Any, num: tuple[int, int]
+    ) -> Inexact[Array, "..."]:
+        sides = self.sides[0], self.sides[-1]
+        return kernel(self.ntk[which], which, sides, (first, second), num)
+
+
 class Products(AbstractPairing):
-    """Kernels from Jacobians of one side, pushed through the model at the other."""
+    """Kernels from Jacobians of one side, pushed through the model at the other.
+
+    Residuals of the derivative are computed once, not again for each tangent.
+    """
 
     def __init__(
         self,
-        pushforward: Pushforward,
-        example_factors: ExampleFactors,
         values: list[OutputAxes],
         ntk: list[OutputAxes],
-        *,
-        is_symmetric: bool,
+        model: TracedModel,
+        example_factors: ExampleFactors,
     ):
-        self._pushforward, self._example_factors = pushforward, example_factors
-        self._values, self._ntk = values, ntk
-        self._is_symmetric = is_symmetric
-        self.axes = [*values, *ntk]
+        super().__init__(values, ntk)
+        self._example_factors = example_factors
+        self._is_symmetric = len(model.sides) == 1
+        program, rows = model.programs[0], model.sides[0].rows
 
-    def factors(self, side: int, rows: list) -> _Sided:
-        return _Sided(
-            self._pushforward.of(rows) if side == 0 else None,
-            self._example_factors.of(rows) if side or self._is_symmetric else None,
+        def residuals(leaves: list, rows: list) -> tuple[list, Any]:
+            outs, push = jax.linearize(lambda leaves: program.one(leaves, rows), leaves)
+            pushed = jax.make_jaxpr(push)(leaves)
+            return [*outs, *pushed.consts], pushed.jaxpr
+
+        self._num = len(program.structs)
+        self._program = TracedFunction(
+            residuals, program.leaves, rows.arrays, rows.axes
         )
 
-    def kernels(
-        self, first: _Sided, second: _Sided, num: tuple[int, int]
-    ) -> list[Array]:
-        pushed, pulled = first.pushed, second.pulled
-        assert pushed is not None
+    def factors(self, side: int, rows: list) -> _Sided:
+        is_pulled = side or self._is_symmetric
+        pulled = self._example_factors.of(rows) if is_pulled else None
+        if side == 0:
+            program = self._program
+            found = [*map(Factor, program.run(rows), program.has_examples)]
+            return _Sided(found[: self._num], found[self._num :], pulled)
         assert pulled is not None
-        kernels = [
-            moment(axes, pushed.values[axes.index], pulled.values[axes.index], num)
-            for axes in self._values
-        ]
-        others = self._example_factors.of_outputs(pulled, 1)
-        for axes, factors in zip(self._ntk, others, strict=True):
-            jacobians = factors.cotangents
-            found = pushed_kernel(
-                self._pushforward, axes, pushed.factors, jacobians, num
-            )
-            kernels.append(axes.join(found))
-        return kernels
+        return _Sided(pulled.values, [], pulled)
+
+    def of_jacobian(
+        self, which: int, first: Any, second: Any, num: tuple[int, int]
+    ) -> Inexact[Array, "..."]:
+        output = self.ntk[which]
+        # Without rules, the cotangents are the Jacobians of all leaves.
+        jacobians = self._example_factors.factors(second.pulled, which, 1).cotangents
+        labels = output.directions(1)
+        lead = [output.sizes[label] for label in labels]
+        tangents = []
+        for jacobian in jacobians:
+            x = jacobian.array
+            shape = x.shape[jacobian.has_examples :][len(labels) :]
+            if not jacobian.has_examples:
+                x = jnp.broadcast_to(x, (num[1], *x.shape))
+            x = jnp.conj(x.reshape(num[1], math.prod(lead), *shape))
+            if output.is_complex and jnp.iscomplexobj(x):
+                x = x / 2  # As for Gram matrices; see `example_factors.kernel`.
+            tangents.append(x)
+        arrays = [x.array for x in first.residuals]
+        has_examples = [0 if x.has_examples else None for x in first.residuals]
+
+        def push(arrays: list, tangents: list) -> Array:
+            _, jaxpr = self._program.out
+            # A derivative that is zero everywhere is a NumPy constant.
+            return jnp.asarray(evaluate_jaxpr(jaxpr, arrays, tangents)[output.index])
+
+        along = jax.vmap(push, (None, 0))
+        if output.pairs_examples:
+            along = jax.vmap(along, (None, 0))
+            along = jax.vmap(along, (has_examples, None), axis_size=num[0])
+        else:
+            along = jax.vmap(along, (has_examples, 0), axis_size=num[0])
+        pushed = widened(along(arrays, tangents))
+        examples = pushed.shape[: len(output.examples)]
+        values = pushed.shape[len(examples) + 1 :]
+        pushed = pushed.reshape(*examples, *lead, *values)
+        names = (*output.examples, *labels, *output.values(0))
+        if output.is_complex:
+            pushed = jnp.stack([jnp.real(pushed), jnp.imag(pushed)], axis=-1)
+            names = (*names, output.parts[0])
+        return contract([(pushed, names)], (*output.out, *output.parts))
 
 
-def moment(
+def _moment(
     axes: OutputAxes, first: Factor, second: Factor, num: tuple[int, int]
 ) -> Inexact[Array, "..."]:
     """The products of the outputs of two sides, before axes are arranged."""
@@ -167,44 +266,78 @@ def moment(
     return contract(terms, axes.out)
 
 
-def _estimates(axes: OutputAxes, kernel: Inexact[Array, "..."]) -> list[Array]:
+def _estimate(axes: OutputAxes, kernel: Inexact[Array, "..."]) -> tuple[Array, Array]:
     """The mean over probes, and its standard error."""
     axis = len(axes.examples)
     num = kernel.shape[axis]
     mean = jnp.mean(kernel, axis=axis)
     if num == 1:
-        return [mean, jnp.full(mean.shape, jnp.nan, mean.dtype)]
+        return mean, jnp.full(mean.shape, jnp.nan, mean.dtype)
     deviation = jnp.std(kernel, axis=axis, ddof=1).astype(mean.dtype)
-    return [mean, deviation / jnp.sqrt(jnp.asarray(num, mean.real.dtype))]
+    return mean, deviation / jnp.sqrt(jnp.asarray(num, mean.real.dtype))
 
 
 def choose_pairing(
     model: TracedModel,
     values: list[OutputAxes],
     ntk: list[OutputAxes],
-    directions: tuple[list[Array], list[Array]],
 ) -> AbstractPairing:
     """The pairing for the NNGPs of outputs in `values` and the NTKs of those in `ntk`.
 
-    Either all of them have all pairs of examples, or none has. `directions` are pulled
-    back for the NTKs, on each side.
+    Either all of them have all pairs of examples, or none has.
     """
     if not ntk:
-        return Values([_forward(model, i) for i in range(len(model.sides))], values)
-    name = model.request.implementation
-    if name == "jacobian_contraction":
-        return _by_sites(model, values, ntk, directions, use_rules=False)[0]
-    is_probed = any(axes.probes is not None for axes in ntk)
-    if name != "ntk_vector_products":
-        pairing, cost = _by_sites(model, values, ntk, directions, use_rules=True)
-        if name == "sites" or is_probed:
+        return Values(values, [], model.programs)
+    rows, columns = model.block_sizes()
+    pairs_examples = ntk[0].pairs_examples
+    schedule = Schedule(
+        model.totals,
+        (rows, columns if pairs_examples else rows),
+        is_symmetric=len(model.sides) == 1,
+        pairs_examples=pairs_examples,
+    )
+
+    def factors(position: int, **settings: Any) -> ExampleFactors:
+        return ExampleFactors(
+            model.programs[position],
+            model.sides[position].rows,
+            ntk,
+            num_outputs=len(model.axes),
+            side=position,
+            keeps_values=bool(values),
+            **settings,
+        )
+
+    implementation = model.request.implementation
+    if implementation != "ntk_vector_products":
+        # Two sides of the same type have the same program.
+        first = [model.programs.index(program) for program in model.programs]
+        settings = {
+            "use_rules": implementation != "jacobian_contraction",
+            "are_all": schedule.num_pairs == 1,
+        }
+        made = {position: factors(position, **settings) for position in {*first}}
+        sides = [made[position] for position in first]
+        formed, costs = zip(
+            *(
+                choose_formed(sides[0], sides[-1], which, schedule)
+                for which, _ in enumerate(ntk)
+            ),
+            strict=True,
+        )
+        for side in made.values():
+            side.form(formed)
+        pairing = Sites(values, ntk, sides)
+        if implementation != "auto" or any(axes.probes is not None for axes in ntk):
             return pairing
-        cost_of_products = _cost_of_products(model, ntk)
-        is_by_sites = cost <= cost_of_products or _without_products(model) is not None
+        cost_of_products = _cost_of_products(sides[0].program, ntk, schedule)
+        is_by_sites = (
+            sum(costs) <= cost_of_products or _without_products(model) is not None
+        )
         log.debug(
             "NTK: implementation='auto' is %r; about %.2g operations by sites, and "
             "%.2g by products.",
-            *("sites" if is_by_sites else "ntk_vector_products", cost),
+            *("sites" if is_by_sites else "ntk_vector_products", sum(costs)),
             cost_of_products,
         )
         if is_by_sites:
@@ -215,83 +348,8 @@ def choose_pairing(
             "forward mode, which JAX does not have. Use 'auto' or 'sites', which need "
             f"reverse mode only. ({reason})"
         )
-    return _by_products(model, values, ntk, directions)
-
-
-def _forward(model: TracedModel, position: int) -> Callable[[list], list[Factor]]:
-    program = model.programs[position]
-    return lambda arrays: [*map(Factor, program.run(arrays), program.has_examples)]
-
-
-def _linearization(
-    model: TracedModel,
-    position: int,
-    program: Program,
-    ntk: list[OutputAxes],
-    directions: tuple[list[Array], list[Array]],
-) -> Linearization:
-    rows = model.sides[position].rows
-    of_side, num = directions[position], len(model.axes)
-    return Linearization(
-        program, model.leaves, ntk, of_side, rows.arrays, rows.axes, num
-    )
-
-
-def _by_sites(
-    model: TracedModel,
-    values: list[OutputAxes],
-    ntk: list[OutputAxes],
-    directions: tuple[list[Array], list[Array]],
-    *,
-    use_rules: bool,
-) -> tuple[Sites, float]:
-    """The pairing, and its cost in floating-point operations."""
-    linearizations: list[Linearization] = []
-    for position, one in enumerate(model.programs):
-        if position and one is model.programs[0]:
-            linearizations.append(linearizations[0])
-            continue
-        program = Program(
-            one.closed,
-            len(model.leaves),
-            use_rules=use_rules,
-            num_outputs=len(model.axes),
-        )
-        linearizations.append(_linearization(model, position, program, ntk, directions))
-    schedule = _schedule(model, ntk)
-    pair = linearizations[0], linearizations[-1]
-    formed, costs = zip(
-        *(choose_formed(*pair, i, schedule) for i in range(len(ntk))), strict=True
-    )
-    example_factors = [
-        ExampleFactors(
-            side,
-            [output_factors(side.program, leaves) for leaves in formed],
-            keeps_values=bool(values),
-            are_all=schedule.num_pairs == 1,
-        )
-        for side in linearizations
-    ]
-    return Sites(example_factors, values, ntk), sum(costs)
-
-
-def _by_products(
-    model: TracedModel,
-    values: list[OutputAxes],
-    ntk: list[OutputAxes],
-    directions: tuple[list[Array], list[Array]],
-) -> Products:
-    pushforward = Pushforward(model.programs[0], model.sides[0].rows)
     last = len(model.sides) - 1
-    closed = model.programs[last].closed
-    program = Program(closed, len(model.leaves), use_rules=False)
-    linearization = _linearization(model, last, program, ntk, directions)
-    example_factors = ExampleFactors(
-        linearization,
-        [output_factors(program, []) for _ in ntk],
-        keeps_values=bool(values),
-    )
-    return Products(pushforward, example_factors, values, ntk, is_symmetric=last == 0)
+    return Products(values, ntk, model, factors(last, use_rules=False))
 
 
 def _without_products(model: TracedModel) -> str | None:
@@ -302,37 +360,17 @@ def _without_products(model: TracedModel) -> str | None:
     return without_forward_mode(of_leaves, model.leaves)
 
 
-def _cost_of_products(model: TracedModel, ntk: list[OutputAxes]) -> float:
+def _cost_of_products(
+    program: Program, ntk: list[OutputAxes], schedule: Schedule
+) -> float:
     """The cost of pushing Jacobians through the model, in operations."""
-    program = Program(model.programs[0].closed, len(model.leaves))
-    schedule = _schedule(model, ntk)
     products = sum(map(num_products, program.sites))
     size = sum(math.prod(leaf.shape) for leaf in program.leaves)
     directions = sum(
         math.prod(axes.sizes[label] for label in axes.directions(1)) for axes in ntk
     )
-    pairs = schedule.num_pairs * schedule.blocks[0]
-    if ntk[0].pairs_examples:
-        pairs *= schedule.blocks[1]
+    rows, columns = schedule.blocks
+    pairs = schedule.num_pairs * rows * (columns if schedule.pairs_examples else 1)
     # Each product reads a tangent.
     each = Cost(2.0 * products, 4.0 * size)
     return (each * (pairs * directions)).time
-
-
-def _schedule(model: TracedModel, ntk: list[OutputAxes]) -> Schedule:
-    """The numbers of examples that are combined at a time."""
-    is_each = not ntk[0].pairs_examples
-    totals = [model.sides[0].rows.total, model.sides[-1].rows.total]
-    rows, columns = model.block_sizes()
-    sizes = (rows, rows) if is_each else (rows, columns)
-    blocks = [
-        total if size is None else min(size, total)
-        for size, total in zip(sizes, totals, strict=True)
-    ]
-    num = [
-        math.ceil(total / max(size, 1))
-        for size, total in zip(blocks, totals, strict=True)
-    ]
-    pairs = num[0] if is_each else num[0] * num[1]
-    is_symmetric = len(model.sides) == 1
-    return Schedule((blocks[0], blocks[1]), (num[0], num[1]), pairs, is_symmetric)

@@ -41,12 +41,14 @@ class NTKLayer(eqx.Module):
     @property
     def scaled(self) -> Callable:
         """The layer with scales multiplied into its weight and bias."""
-        layer: Any = self.layer
-        parameters = [layer.weight * self.weight_scale]
-        if layer.bias is None:
-            return eqx.tree_at(lambda layer: [layer.weight], layer, parameters)
-        parameters.append(layer.bias * self.bias_scale)
-        return eqx.tree_at(lambda layer: [layer.weight, layer.bias], layer, parameters)
+        scales = self.weight_scale, self.bias_scale
+        pairs = zip(_parameters(self.layer), scales, strict=False)
+        return eqx.tree_at(_parameters, self.layer, [x * scale for x, scale in pairs])
+
+
+def _parameters(layer: Any) -> list[Array]:
+    """The weight and the bias, if there is one."""
+    return [x for x in (layer.weight, layer.bias) if x is not None]
 
 
 @checked
@@ -132,11 +134,7 @@ def ntk_parameterise(
 def _drawn(layer: Any, weight_std: float, bias_std: float, key: Any) -> NTKLayer:
     keys = jr.split(key)
     fan_in = math.prod(layer.weight.shape[1:])
-    parameters = [
-        jr.normal(key, x.shape, x.dtype)
-        for key, x in zip(keys, (layer.weight, layer.bias), strict=True)
-        if x is not None
-    ]
-    where = lambda layer: [x for x in (layer.weight, layer.bias) if x is not None]
-    drawn = eqx.tree_at(where, layer, parameters)
+    pairs = zip(keys, _parameters(layer), strict=False)
+    parameters = [jr.normal(key, x.shape, x.dtype) for key, x in pairs]
+    drawn = eqx.tree_at(_parameters, layer, parameters)
     return NTKLayer(drawn, weight_std / math.sqrt(max(fan_in, 1)), bias_std)

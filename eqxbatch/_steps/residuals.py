@@ -27,14 +27,8 @@ from .._batch.moments import Sum
 from .._curvature.columns import with_both_modes
 from .._kernels.engine import make_collectors, on_device
 from .._kernels.kernel import Plan, room_to_keep
-from .._ntk.example_factors import (
-    choose_formed,
-    ExampleFactors,
-    Linearization,
-    output_factors,
-    Schedule,
-)
-from .._ntk.model_kernel import ModelKernel
+from .._ntk.estimator import ModelKernel
+from .._ntk.example_factors import choose_formed, ExampleFactors, Schedule
 from .._ntk.output_axes import Mirror, OutputAxes
 from .._ntk.pairings import Sites
 from .._sites.factors import Factors, weighted_sum
@@ -397,41 +391,27 @@ class SampleKernel:
         self._residuals, self._size = residuals, block_size
         self._microbatch_size = microbatch_size
         self._programs = residuals.centred_programs
-        formed = self._formed([self._linearization(i, ()) for i in residuals.numbers])
+        formed = self._formed([self._factors_of(i, ()) for i in residuals.numbers])
         # One backward pass computes all gradients of a leaf. That is faster than
         # contracting the factors of its sites.
-        linearizations = [self._linearization(i, formed) for i in residuals.numbers]
-        self._factors = [
-            ExampleFactors(x, [output_factors(x.program, ())], keeps_values=False)
-            for x in linearizations
-        ]
+        self._factors = [self._factors_of(i, formed) for i in residuals.numbers]
         self._kernels = {pair: self._kernel(*pair) for pair in self._pairs()}
         self._kept: list[Rows] = []
 
-    def _linearization(self, number: int, formed: Collection[int]) -> Linearization:
-        residuals = self._residuals
-        rows, program = residuals.rows[number], self._programs[number]
+    def _factors_of(self, number: int, formed: Collection[int]) -> ExampleFactors:
+        rows, program = self._residuals.rows[number], self._programs[number]
         axes = self._axes(number, number, program.structs[0].dtype)
-        return Linearization(
-            Program(
-                program.closed, len(residuals.leaves), formed=formed, num_outputs=1
-            ),
-            residuals.leaves,
-            [axes],
-            [axes.cotangents(None, 0)],
-            rows.arrays,
-            rows.axes,
-            num_outputs=1,
-        )
+        return ExampleFactors(program, rows, [axes], num_outputs=1, formed=formed)
 
-    def _formed(self, linearizations: list[Linearization]) -> set[int]:
+    def _formed(self, factors: list[ExampleFactors]) -> set[int]:
         """The leaves whose gradients are formed, for all terms."""
         if self._residuals.centre:  # Products would cancel.
             return {*range(len(self._residuals.leaves))}
         formed: set[int] = set()
         for i, j in self._pairs():
-            pair = linearizations[i], linearizations[j]
-            formed |= {*choose_formed(*pair, 0, self._schedule(i, j))[0]}
+            totals = self._residuals.rows[i].total, self._residuals.rows[j].total
+            schedule = Schedule(totals, (self._size, self._size), is_symmetric=i == j)
+            formed |= {*choose_formed(factors[i], factors[j], 0, schedule)[0]}
         return formed
 
     def _axes(self, first: int, second: int, dtype: Any = None) -> OutputAxes:
@@ -439,15 +419,6 @@ class SampleKernel:
         shapes = (entries[first],), (entries[second],)
         dtype = self._residuals.dtype if dtype is None else dtype
         return OutputAxes(0, shapes, dtype, batch=0, roles=("full", "full"))
-
-    def _schedule(self, first: int, second: int) -> Schedule:
-        totals = [self._residuals.rows[i].total for i in (first, second)]
-        sizes = [min(self._size or total, total) for total in totals]
-        rows, columns = (
-            -(-total // max(size, 1)) for total, size in zip(totals, sizes, strict=True)
-        )
-        pairs = (sizes[0], sizes[1]), (rows, columns), rows * columns
-        return Schedule(*pairs, is_symmetric=first == second)
 
     def _kernel(self, first: int, second: int) -> ModelKernel:
         """The kernel of two terms, which may be the same."""
@@ -460,8 +431,7 @@ class SampleKernel:
                 0 if self._size is None else room_to_keep(),
             ),
             (rows[first], rows[second]),
-            Sites(factors, [], [self._axes(first, second)]),
-            [("ntk", 0)],
+            Sites([], [self._axes(first, second)], factors),
             lambda blocks: blocks["ntk", 0],
         )
 
@@ -496,11 +466,12 @@ class SampleKernel:
             closed = self._programs[number].closed
             is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
             kept = self._kernels[number, number].factors(0, self._kept[number])
-            (sites,), (factors,) = of_term.kept, of_term.of_outputs(kept, 0)
-            for leaf, of_leaf in sites.sites.items():
-                gradient = _product(
-                    of_leaf, factors, residuals.leaves[leaf], vector, is_narrow
-                )
+            factors = of_term.factors(kept, 0, 0)
+            for leaf, array in enumerate(residuals.leaves):
+                sites = of_term.program.sites_of(leaf)
+                if not sites:
+                    continue
+                gradient = _product(sites, factors, array, vector, is_narrow)
                 totals[leaf] += jnp.conj(gradient).astype(totals[leaf].dtype)
         return [x * size.astype(x.dtype) for x in totals]
 

@@ -23,7 +23,7 @@ from eqxbatch._base.cpu import (
     with_mirror_image,
 )
 from eqxbatch._kernels import function
-from eqxbatch._ntk import random_model
+from eqxbatch._ntk import averages
 from ..helpers import assert_same, memory, normal, thinned
 
 
@@ -298,5 +298,5 @@ def test_random_models_are_drawn_apart(monkeypatch):
         return memory(run, arrays, jnp.ones((4, 8))).temp_size_in_bytes
 
     apart = temporaries()
-    merged(monkeypatch, random_model)
+    merged(monkeypatch, averages)
     assert 1.2 * apart < temporaries()

@@ -31,7 +31,7 @@ from eqxbatch import (
 )
 from eqxbatch._batch import memory as memory_module
 from eqxbatch._batch.memory import CompiledBytes, fit_size, machine_bytes
-from eqxbatch._ntk import model_kernel
+from eqxbatch._ntk import estimator
 from ..helpers import assert_same, CountTraces, memory, normal
 
 
@@ -304,13 +304,13 @@ def test_no_transform_looks_up_what_is_free_while_traced(monkeypatch, getkey):
 
 def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
     rooms = []
-    original = model_kernel.ModelKernel.prepare
+    original = estimator.ModelKernel.prepare
 
     def spy(kernel):
         rooms.append(kernel.plan.room)
         return original(kernel)
 
-    monkeypatch.setattr(model_kernel.ModelKernel, "prepare", spy)
+    monkeypatch.setattr(estimator.ModelKernel, "prepare", spy)
     x = normal(getkey(), (16, 4))
     model = eqx.nn.MLP(4, 2, 8, 1, key=getkey())
     for kernel in (

@@ -22,7 +22,7 @@ from eqxbatch import (
     ProbedNTK,
     TopK,
 )
-from eqxbatch._ntk import request
+from eqxbatch._ntk import estimator
 from ..helpers import assert_same, BLOCK, CountTraces, thinned, TOTALS
 from .models import (
     cast,
@@ -69,7 +69,7 @@ def test_any_size_and_exact_symmetry(total, implementation, getkey):
 @pytest.fixture
 def keep_at_most(monkeypatch):
     """Kernels may keep only so much of their examples."""
-    patch = functools.partial(monkeypatch.setattr, request, "room_to_keep")
+    patch = functools.partial(monkeypatch.setattr, estimator, "room_to_keep")
     return lambda num_bytes: patch(lambda: num_bytes)
 
 
@@ -278,9 +278,9 @@ def test_matvec_and_operator(getkey):
     for size in (None, (2, 2), 4):
         ntk = EmpiricalNTK(model, block_size=size)
         assert_same(ntk.matvec(x1, x2, vector), expected)
-    with pytest.raises(ValueError, match="`v` must be like what the model returns"):
+    with pytest.raises(ValueError, match="The shape and dtype of `v` must be"):
         ntk.matvec(x1, None, vector)
-    with pytest.raises(ValueError, match="`v` must have the structure"):
+    with pytest.raises(ValueError, match="The structure of `v` must be"):
         ntk.matvec(x1, x2, vector["sum"])
 
     lineax = pytest.importorskip("lineax")

@@ -84,15 +84,12 @@ def forced_kernel(form: str) -> Iterator[None]:
     ) -> tuple[list[int], float]:
         if form == "auto":
             return real(first, second, which, schedule)
-        leaves = range(len(first.program.leaves))
-        costs = [
-            example_factors._costs(first, second, leaf, which, schedule)
-            for leaf in leaves
-        ]
+        costs = example_factors.leaf_costs(first, second, which, schedule)
         wanted = {
             "gram": lambda gram, own: math.isinf(gram),
             "formed": lambda _, own: not math.isinf(own),
         }
+        leaves = range(len(costs))
         used = [leaf for leaf in leaves if first.program.sites_of(leaf)]
         return [leaf for leaf in used if wanted[form](*costs[leaf])], 0.0
 

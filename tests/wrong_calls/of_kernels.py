@@ -404,13 +404,13 @@ MODELS = [
         "EmpiricalNTK",
         lambda: ntk().matvec(x, None, x),
         ValueError,
-        r"`v` must be .*got .*shape \(5, 2\)",
+        r"dtype of `v` must be .*got \(\(5, 2\), .*like what the model returns",
     ),
     Case(
         "EmpiricalNTK",
         lambda: ntk().matvec(x, None, [1.0]),
         ValueError,
-        "`v` must have the structure",
+        "structure of `v` must be .*like what the model returns",
     ),
     Case("EmpiricalNTK", lambda: ntk().diagonal(x, x[:3]), ValueError, "got 5 and 3"),
     Case(

@@ -1,74 +1,38 @@
-"""What is requested: a model, its parameters, and how its kernel is computed.
+"""A model traced on the two sides of its kernel, and products with this kernel.
 
-For a call, the model is traced on the two sides of the kernel.
+The settings of all kernels of models are declared here, too.
 """
 
 import abc
-import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, get_args, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Inexact, PyTree
 
-from .._base.jaxprs import compiled, TracedFunction
-from .._base.mesh import gathered, vary_as, within_mesh
+from .._base.checks import check_equal
+from .._base.differentiable import derivative_of_program, pushed
+from .._base.jaxprs import TracedFunction
+from .._base.mesh import vary_as
 from .._base.trees import type_of
+from .._batch.accumulators import Concat
 from .._batch.derivative import Selection
-from .._batch.loop import Rows
-from .._batch.memory import MemoryBudget, resolve_size, resolved
+from .._batch.loop import accumulated, Rows
+from .._batch.moments import Sum
 from .._kernels.calls import (
     BlockSize,
     Call,
     check_block_size,
     check_vmap_axes,
-    make_calls,
     output_axis,
     Side,
     VmapAxes,
 )
-from .._kernels.kernel import room_to_keep, SHARE
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
-
-
-# The requested kernels.
-Get = str | Sequence[str] | None
-
-
-_KINDS = ("nngp", "ntk")
-
-
-def names_of(get: Any) -> tuple[str, ...]:
-    """The kinds of kernels to compute."""
-    names = _KINDS if get is None else (get,) if isinstance(get, str) else get
-    if isinstance(names, (tuple, list)) and all(isinstance(n, str) for n in names):
-        names = tuple(name.lower() for name in names)
-        if names and len({*names}) == len(names) and {*names} <= {*_KINDS}:
-            return names
-    raise ValueError(
-        "`get` must be 'nngp', 'ntk', a tuple with one or both of them, each once, or "
-        f"None for both; got {get!r}."
-    )
-
-
-def named(get: Any, names: tuple[str, ...], results: list) -> Any:
-    """The kernel itself if it was requested by name, and otherwise a named tuple.
-
-    `get` can also be a function of the kernels.
-    """
-    if isinstance(get, str):
-        return results[0]
-    return (get if callable(get) else _kernel_type(names))(*results)
-
-
-@functools.cache
-def _kernel_type(names: tuple[str, ...]) -> Any:
-    return collections.namedtuple("Kernel", names)
 
 
 Implementation = Literal["auto", "jacobian_contraction", "ntk_vector_products", "sites"]
@@ -160,22 +124,17 @@ class AbstractJacobianKernel(AbstractParameterKernel):
 
 
 class AbstractRequest(AbstractKernelSettings):
-    """How a requested kernel is computed.
+    """A model, its parameters if they matter, and how its kernel is computed.
 
-    `room` is the number of bytes for factors of examples; None for no limit.
+    `is_diagonal` says whether each example is only combined with the same example of
+    the other side.
     """
 
+    model: Any
+    selection: Selection | None
     _: dataclasses.KW_ONLY
     implementation: Implementation = eqx.field(static=True, default="auto")
-    room: int | None = eqx.field(static=True, default=None)
-
-    def in_bytes(self) -> Any:
-        """The request with memory budgets resolved to bytes."""
-        if self.block_size is None or self.room is not None:
-            return self
-        if isinstance(self.block_size, MemoryBudget):
-            return resolved(self)
-        return dataclasses.replace(self, room=room_to_keep())
+    is_diagonal: bool = eqx.field(static=True, default=False)
 
 
 class TracedModel:
@@ -187,16 +146,11 @@ class TracedModel:
     """
 
     def __init__(
-        self,
-        request: "ModelRequest",
-        calls: list[Call],
-        shared: dict[str, Any],
-        *,
-        is_diagonal: bool = False,
+        self, request: AbstractRequest, calls: list[Call], shared: dict[str, Any]
     ):
         self.request, model = request, request.model
         axes = request.vmap_axes
-        if is_diagonal and not axes.is_batched:
+        if request.is_diagonal and not axes.is_batched:
             raise ValueError(
                 "With `vmap_axes=None`, the axis of the examples is not known. Name it "
                 "in `diagonal_axes`."
@@ -227,16 +181,15 @@ class TracedModel:
                 program = TracedFunction(run, self.leaves, rows.arrays, rows.axes)
             self.programs.append(program)
         self.out = self.programs[0].out
-        self.axes = self._output_axes(is_diagonal)
-        if not all(axes.pairs_examples for axes in self.axes):
-            totals = [side.rows.total for side in self.sides]
-            if totals[0] != totals[-1]:
-                raise ValueError(
-                    "Examples are compared one by one, so that `x1` and `x2` must have "
-                    f"the same number of them; got {totals[0]} and {totals[-1]}."
-                )
+        self.axes = self._output_axes()
+        first, second = self.totals
+        if first != second and not all(axes.pairs_examples for axes in self.axes):
+            raise ValueError(
+                "Examples are compared one by one, so that `x1` and `x2` must have the "
+                f"same number of them; got {first} and {second}."
+            )
 
-    def _output_axes(self, is_diagonal: bool) -> list[OutputAxes]:
+    def _output_axes(self) -> list[OutputAxes]:
         request = self.request
         leaves = jtu.tree_leaves_with_path(self.out)
         for path, leaf in leaves:
@@ -248,21 +201,29 @@ class TracedModel:
                     f"output{jtu.keystr(path)}. Return only outputs that have a "
                     "kernel."
                 )
+        if not leaves:
+            raise ValueError("The model must return at least one array; got none.")
+        outs = [self.out, self.programs[-1].out]
+        of = lambda x: (len(x.shape), str(x.dtype))
+        found = [jtu.tree_map(of, out) for out in outs]
+        if found[0] != found[1]:
+            types = [jtu.tree_map(type_of, out) for out in outs]
+            raise ValueError(
+                "The model must return arrays of the same structure, rank and dtype "
+                f"for an example of `x1` and for one of `x2`; got {types[0]} and "
+                f"{types[1]}."
+            )
         result = []
-        others = self._others()
         batch_axes = output_axis(request.vmap_axes, self.out)
         for index, ((path, leaf), other, batch) in enumerate(
-            zip(leaves, others, batch_axes, strict=True)
+            zip(leaves, jtu.tree_leaves(outs[1]), batch_axes, strict=True)
         ):
             ndim = len(leaf.shape) + (batch is not None)
             is_scalar = request.traces_last and len(leaf.shape) == 0
             trace_axes = () if is_scalar else request.traced_axes
-            roles = list(
-                axis_roles(
-                    jtu.keystr(path), ndim, batch, trace_axes, request.diagonal_axes
-                )
-            )
-            if is_diagonal and batch is not None:
+            name, diagonal_axes = jtu.keystr(path), request.diagonal_axes
+            roles = axis_roles(name, ndim, batch, trace_axes, diagonal_axes)
+            if request.is_diagonal and batch is not None:
                 if roles[batch] == "trace":
                     raise ValueError(
                         f"`trace_axes` has the axis {batch} of the examples, over "
@@ -272,38 +233,23 @@ class TracedModel:
                 roles[batch] = "diagonal"
             shapes = tuple(leaf.shape), tuple(other.shape)
             axes = OutputAxes(index, shapes, leaf.dtype, batch, tuple(roles))
-            full = axes.axes_with("full")
-            for axis, sizes in enumerate(zip(*shapes, strict=True)):
-                if axis not in full and sizes[0] != sizes[1]:
-                    raise ValueError(
-                        "`trace_axes` and `diagonal_axes` must have the same sizes for "
-                        f"`x1` and `x2`; got outputs of shapes {shapes[0]} and "
-                        f"{shapes[1]}."
-                    )
+            full, pairs = axes.axes_with("full"), enumerate(zip(*shapes, strict=True))
+            if any(axis not in full and n != other for axis, (n, other) in pairs):
+                raise ValueError(
+                    "`trace_axes` and `diagonal_axes` must have the same sizes for "
+                    f"`x1` and `x2`; got outputs of shapes {shapes[0]} and {shapes[1]}."
+                )
             result.append(axes)
-        if not result:
-            raise ValueError("The model must return at least one array; got none.")
         return result
-
-    def _others(self) -> list:
-        """The model's outputs on the second side, which must match the first."""
-        found = [self.out, self.programs[-1].out]
-        types = [
-            jtu.tree_map(lambda x: (len(x.shape), str(x.dtype)), out) for out in found
-        ]
-        if types[0] != types[1]:
-            types = [jtu.tree_map(type_of, out) for out in found]
-            raise ValueError(
-                "The model must return arrays of the same structure, rank and dtype "
-                f"for an example of `x1` and for one of `x2`; got {types[0]} and "
-                f"{types[1]}."
-            )
-        return jtu.tree_leaves(found[1])
 
     @property
     def rows(self) -> tuple[Rows, Rows]:
         """The examples of both sides; a single object if they are the same."""
         return self.sides[0].rows, self.sides[-1].rows
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        return self.rows[0].total, self.rows[1].total
 
     def block_sizes(self) -> tuple[int | None, int | None]:
         """The sizes of blocks of rows and of columns; None for a single block."""
@@ -317,80 +263,86 @@ class TracedModel:
             rows = columns = min(rows, columns)
         return rows, columns
 
-
-class AbstractTask(eqx.Module):
-    """A task for a model."""
-
-    @abc.abstractmethod
-    def run(self, model: TracedModel) -> Any:
-        """The result of the task."""
+    def output(self, arrays: list) -> PyTree:
+        """What the model returns, with other arrays."""
+        return jtu.tree_unflatten(jtu.tree_structure(self.out), arrays)
 
 
-class ModelRequest(AbstractRequest):
-    """A model, which of its leaves are parameters, and how kernels are computed.
+def zero_outputs(model: TracedModel) -> PyTree[Array]:
+    """Zeros like the model's output for all examples of the second side."""
+    total = model.totals[1]
+    return model.output([jnp.zeros(x.whole_shape(total), x.dtype) for x in model.axes])
 
-    `selection` is None if only the outputs of the model matter.
+
+def kernel_product(vector: PyTree, model: TracedModel) -> PyTree[Inexact[Array, "..."]]:
+    """`J1 (J2^H vector)`, for the Jacobians of a model on its two sides.
+
+    No axis is traced, and entries between different outputs are included. The kernel is
+    not materialised.
     """
-
-    model: Callable
-    selection: Selection | None
-
-    def __call__(
-        self,
-        task: AbstractTask,
-        x1: PyTree,
-        x2: PyTree,
-        key: Any,
-        kwargs: dict[str, Any],
-        *,
-        is_diagonal: bool = False,
-    ) -> Any:
-        """Runs the task for the model on two sides.
-
-        `is_diagonal` says whether each example is only combined with the same example
-        of the other side.
-        """
-        calls, shared = make_calls(x1, x2, key, kwargs)
-        return _run(self.in_bytes(), task, calls, shared, is_diagonal)
-
-    def run(
-        self,
-        task: AbstractTask,
-        calls: list[Call],
-        shared: dict[str, Any],
-        is_diagonal: bool,
-    ) -> Any:
-        model = TracedModel(self, calls, shared, is_diagonal=is_diagonal)
-        if isinstance(self.block_size, MemoryBudget):
-            total = max(side.rows.total for side in model.sides)
-            call = (task, calls, shared, is_diagonal)
-            return self._fitted(self.block_size, total, call)
-        return task.run(model)
-
-    def _fitted(self, budget: MemoryBudget, total: int, call: tuple) -> Any:
-        """The result of the task with the largest blocks that fit into a budget."""
-
-        def run_with(size: int, room: int) -> Callable[[tuple], Any]:
-            def run(operands: tuple) -> Any:
-                request, call = operands
-                request = dataclasses.replace(request, block_size=size, room=room)
-                return request.run(*call)
-
-            return run
-
-        # The memory that the kernels leave is for factors of the rows and for blocks.
-        operands = (self, call)
-        structs = eqx.filter_eval_shape(run_with(1, 0), operands)
-        outputs = sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(structs))
-        room = max(budget.resolve() - outputs, 0) // SHARE
-        run = lambda size: run_with(size, room)
-        return run(resolve_size(budget, total, run, operands))(operands)
+    vectors = _checked(vector, model)
+    are_complex = [axes.is_complex for axes in model.axes]
+    result = _real_product(model, vectors)
+    if all(are_complex):
+        # The product above treats the kernel as a real-linear map of real and
+        # imaginary parts.
+        turned = _real_product(model, [x * jnp.asarray(-1j, x.dtype) for x in vectors])
+        pairs = zip(result, turned, strict=True)
+        result = [a + b * jnp.asarray(1j, b.dtype) for a, b in pairs]
+    elif any(are_complex):
+        raise ValueError(
+            "The outputs must be all real or all complex; got the dtypes "
+            f"{[str(axes.dtype) for axes in model.axes]}. Take them one by one."
+        )
+    return model.output(result)
 
 
-# The called object is an argument of the one compiled function, so repeated calls with
-# the same shapes are not retraced.
-@compiled
-def _run(request: ModelRequest, *call: Any) -> Any:
-    request, call = gathered((request, call))
-    with within_mesh((request, call)):
-        return request.run(*call)
+def _checked(vector: PyTree, model: TracedModel) -> list[Array]:
+    """The arrays of the vector, with the examples along axis 0."""
+    structure = jtu.tree_structure(model.out)
+    remedy = "It must be like what the model returns for `x2` (`x1`, without `x2`)."
+    check_equal("The structure of `v`", jtu.tree_structure(vector), structure, remedy)
+    result = []
+    for axes, x in zip(model.axes, jtu.tree_leaves(vector), strict=True):
+        expected = jax.ShapeDtypeStruct(axes.whole_shape(model.totals[1]), axes.dtype)
+        check_equal("The shape and dtype of `v`", type_of(x), type_of(expected), remedy)
+        lead = x[None] if axes.batch is None else jnp.moveaxis(x, axes.batch, 0)
+        result.append(lead)
+    return vary_as([x for side in model.sides for x in side.rows.arrays], result)
+
+
+def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
+    """The real-linear product with a kernel of real numbers."""
+    first, second = model.rows
+    rows, columns = model.block_sizes()
+    num = len(second.arrays)
+
+    def pull(arrays: list, _: int) -> list[Array]:
+        values = lambda leaves: model.programs[-1].many(leaves, arrays[:num])
+        pullback = jax.vjp(values, model.leaves)[1]
+        (gradients,) = pullback([jnp.conj(x) for x in arrays[num:]])
+        return [jnp.conj(x) for x in gradients]
+
+    arrays, axes = [*second.arrays, *vectors], (*second.axes, *(0 for _ in vectors))
+    tangents = accumulated(pull, Rows(arrays, axes, second.total), columns, Sum())
+    if model.axes[0].is_complex:
+        # As in `example_factors.kernel`: a complex parameter counts as two real ones.
+        tangents = [x / 2 if jnp.iscomplexobj(x) else x for x in tangents]
+    derivative = derivative_of_program("the model", model.programs[0], first.arrays)
+    if derivative == "rows":
+        raise TypeError(
+            "A product with the kernel needs the model's derivative in forward mode, "
+            "but JAX has neither that nor the transpose of its backward pass. Use the "
+            "kernel itself, which needs reverse mode only: call the `EmpiricalNTK` on "
+            "the examples. A `jax.custom_jvp` instead of a `jax.custom_vjp` has both."
+        )
+
+    def push(arrays: list, _: int) -> list[Array]:
+        values = lambda leaves: model.programs[0].many(leaves, arrays)
+        return pushed(values, model.leaves, tangents, derivative)
+
+    products = accumulated(push, first, rows, Concat())
+    return [
+        x[0] if axes.batch is None else jnp.moveaxis(x, 0, axes.batch)
+        for axes, x in zip(model.axes, products, strict=True)
+    ]
