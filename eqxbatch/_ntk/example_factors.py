@@ -96,8 +96,8 @@ def is_factor(x: Any) -> bool:
     return isinstance(x, Factor)
 
 
-def arrays_of(factors: PyTree[Factor], *, has_examples: bool) -> list[Array]:
-    """The arrays that differ between examples, or those that do not."""
+def arrays_of(factors: PyTree[Factor], *, has_examples: bool) -> list:
+    """The arrays or structs that differ between examples, or those that do not."""
     found = jtu.tree_leaves(factors, is_leaf=is_factor)
     return [x.array for x in found if x.has_examples is has_examples]
 
