@@ -20,7 +20,7 @@ from .._batch.derivative import Loss, Microbatches
 from .._batch.loop import accumulated_sums
 from .._batch.memory import MemoryBudget
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
-from .._sites.cancellation import unless_cancelled
+from .._sites.gram import unless_cancelled
 from .._sites.trace import Program
 from .by_sites import cheapest, is_covered
 from .columns import AbstractColumns, product_blocks, product_costs

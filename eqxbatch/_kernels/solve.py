@@ -507,7 +507,7 @@ def _factor_of(
     low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
     dtype = jnp.zeros(()).dtype
     diagonal = diagonal.astype(dtype)
-    chosen = jax.config.jax_default_matmul_precision
+    chosen = getattr(jax.config, "jax_default_matmul_precision", None)
 
     def column(index: Array) -> Array:
         # The user's kernel has the user's precision.

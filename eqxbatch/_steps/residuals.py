@@ -33,7 +33,6 @@ from .._ntk.output_axes import Mirror, OutputAxes
 from .._ntk.pairings import Sites
 from .._sites.factors import Factors, weighted_sum
 from .._sites.site import Site
-from .._sites.trace import Program
 
 
 class Terms(eqx.Module):
