@@ -434,8 +434,8 @@ BREAKAGES = [
     Breakage(
         "a standard error that is resumed is one of n in place of n - 1",
         "_ntk/averages.py",
-        ".astype(real) ** 2 * (num * (num - 1.0))",
-        ".astype(real) ** 2 * (num * (num - 0.0))",
+        "** 2 * (num * (num - 1.0))",
+        "** 2 * (num * (num - 0.0))",
         "tests/ntk -k previous",
     ),
     # Kronecker factors.
