@@ -1,15 +1,102 @@
-"""Products keep the precision that a model asks for, and digits that results need."""
+"""Products keep the precision that a model asks for, and digits that results need.
 
+On CPUs, all float32 products have all digits, so the programs are read.
+"""
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from eqxbatch import filter_batch_kernel, KernelAlignment, KernelProduct
+from eqxbatch import (
+    EmpiricalNNGP,
+    EmpiricalNTK,
+    filter_batch_kernel,
+    filter_gauss_newton_step,
+    filter_ggn,
+    filter_ggn_diagonal,
+    filter_hessian,
+    filter_hessian_diagonal,
+    filter_kfac,
+    filter_micro_grad,
+    KernelAlignment,
+    KernelProduct,
+)
 
 
+DEFAULT, HIGH, HIGHEST = lax.Precision
 PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+class Net(eqx.Module):
+    """A convolution, a layer at several positions, an embedding and a last layer."""
+
+    kernel: jax.Array
+    weight: jax.Array
+    bias: jax.Array
+    table: jax.Array
+    last: jax.Array
+    precision: lax.Precision | None = eqx.field(static=True)
+
+    def __init__(self, precision):
+        shapes = (4, 2, 3), (8, 4), (8,), (7, 8), (3, 8)
+        rng = np.random.default_rng(0)
+        arrays = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes]
+        self.kernel, self.weight, self.bias, self.table, self.last = arrays
+        self.precision = precision
+
+    def __call__(self, x):
+        times = lambda x, y: jnp.matmul(x, y, precision=self.precision)
+        convolve = lax.conv_general_dilated
+        h = convolve(x[None], self.kernel, (1,), "SAME", precision=self.precision)
+        h = jnp.tanh(times(jnp.tanh(h[0]).T, self.weight.T) + self.bias[None])
+        h = h + self.table[jnp.arange(len(h)) % 7]
+        return times(h.mean(0), self.last.T)
+
+
+def loss(net, x, y):
+    return -jax.nn.log_softmax(net(x))[y]
+
+
+def outputs(net, x, y):
+    return net(x)
+
+
+def loss_of_outputs(out, x, y):
+    return -jax.nn.log_softmax(out)[y]
+
+
+ROWS = np.random.default_rng(1)
+X = jnp.asarray(ROWS.normal(size=(5, 2, 5)), jnp.float32)
+Y = jnp.arange(5) % 3
+
+clip = {"microbatch_size": 2, "clip_norm": 1.0}
+of_outputs = {"in_axes": 0, "microbatch_size": 2}
+DERIVATIVES = {
+    "clipped by sites": filter_micro_grad(loss, **clip, method="sites"),
+    "clipped": filter_micro_grad(loss, **clip, method="materialise"),
+    "hessian": filter_hessian(loss, in_axes=0, method="sites"),
+    "hessian by products": filter_hessian(loss, in_axes=0, method="products"),
+    "diagonal": filter_hessian_diagonal(loss, in_axes=0),
+    "ggn": filter_ggn(outputs, loss_of_outputs, **of_outputs),
+    "ggn diagonal": filter_ggn_diagonal(outputs, loss_of_outputs, **of_outputs),
+    "kfac": filter_kfac(outputs, loss_of_outputs, **of_outputs, corrected=True),
+    "ntk": lambda net, x, y: EmpiricalNTK(net)(x),
+    "ntk in blocks": lambda net, x, y: EmpiricalNTK(net, block_size=2)(x, x[:3]),
+    "ntk in a kernel": lambda net, x, y: filter_batch_kernel(
+        EmpiricalNTK(net), block_size=2
+    )(x),
+    "ntk, diagonal": lambda net, x, y: EmpiricalNTK(net).diagonal(x),
+    "nngp": lambda net, x, y: EmpiricalNNGP(net)(x),
+}
+STEPS = {
+    space: filter_gauss_newton_step(
+        outputs, in_axes=0, damping=1e-3, space=space, microbatch_size=2
+    )
+    for space in ("sample", "parameter")
+}
 
 
 def programs(jaxpr):
@@ -24,7 +111,7 @@ def programs(jaxpr):
 
 def precisions(fun, *args):
     """The precisions of all products of a program."""
-    closed = jax.make_jaxpr(fun)(*args)
+    closed, _, _ = eqx.filter_make_jaxpr(fun)(*args)
     found = [
         eqn.params["precision"]
         for jaxpr in programs(closed.jaxpr)
@@ -34,6 +121,39 @@ def precisions(fun, *args):
     return {x[0] if isinstance(x, tuple) else x for x in found}
 
 
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_contractions_have_the_precision_of_the_model(name):
+    assert precisions(DERIVATIVES[name], Net(HIGHEST), X, Y) == {HIGHEST}
+
+
+def test_a_model_without_a_precision_leaves_that_of_jax():
+    run = DERIVATIVES["ntk"]
+    assert precisions(run, Net(None), X, Y) == {None}
+    assert precisions(run, Net(HIGH), X, Y) == {HIGH}
+    with jax.default_matmul_precision("high"):
+        assert precisions(run, Net(None), X, Y) == {HIGH}
+        # What the model says itself comes first.
+        assert precisions(run, Net(HIGHEST), X, Y) == {HIGHEST}
+
+
+def test_norms_of_clipping_keep_digits():
+    # A Gram matrix of two positions is smaller than a gradient.
+    run = filter_micro_grad(
+        lambda w, x: jnp.sum(jnp.tanh(x @ w)), **clip, method="sites"
+    )
+    w, x = jnp.ones((32, 32)), jnp.ones((3, 2, 32))
+    assert precisions(run, w, x) == {None, HIGHEST}
+    with jax.default_matmul_precision("default"):
+        assert precisions(run, w, x) == {DEFAULT}
+
+
+@pytest.mark.parametrize("space", STEPS)
+def test_steps_keep_digits(space):
+    step = lambda net, x, y: STEPS[space](net, x, y)
+    assert precisions(step, Net(HIGHEST), X, Y) == {HIGHEST}
+    assert HIGHEST in precisions(step, Net(None), X, Y)
+
+
 @pytest.mark.parametrize("reduce", (KernelProduct, KernelAlignment))
 def test_reductions_of_kernels_keep_digits(reduce):
     x = jnp.asarray(np.linspace(0.0, 1.0, 12, dtype=np.float32)[:, None])
@@ -41,6 +161,6 @@ def test_reductions_of_kernels_keep_digits(reduce):
     kernel = filter_batch_kernel(
         lambda x, y: jnp.exp(-jnp.abs(x - y.T)), block_size=5, reduce=reduce(x[:, 0])
     )
-    assert precisions(kernel, x, x) == {lax.Precision.HIGHEST}
+    assert precisions(kernel, x, x) == {HIGHEST}
     with jax.default_matmul_precision("default"):
-        assert precisions(kernel, x, x) == {lax.Precision.DEFAULT}
+        assert precisions(kernel, x, x) == {DEFAULT}

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Real
 
 from .._base.cpu import unstack
-from .._base.jaxprs import first_use
+from .._base.jaxprs import first_use, products_of
 from .._base.mesh import full_varying_as, sum_varying, varying
 from .._base.trees import log
 from .._batch.derivative import Loss, Microbatches
@@ -75,7 +75,8 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
         requested = RequestedBlocks([*pairs], is_diagonal)
         blocks = CurvatureBlocks(curvature, requested, self.method, size)
         closed = curvature.program.closed
-        sums, aux = microbatches.total(blocks.sums, curvature.aux, closed)
+        with products_of(closed.jaxpr):
+            sums, aux = microbatches.total(blocks.sums, curvature.aux, closed)
         sums = [
             sum_varying(x, varying(jax.typeof(leaves[pairs[0][0]])))
             for pairs, x in zip(blocks.groups, sums, strict=True)

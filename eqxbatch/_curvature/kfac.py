@@ -14,6 +14,8 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, PyTree, Real
 
+from .._base.dtypes import exact_products
+from .._base.jaxprs import products_of
 from .._base.mesh import sum_varying, varying
 from .._batch.loop import accumulated_sums
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
@@ -320,7 +322,8 @@ class KFAC(AbstractFisher[Model, P, Out]):
         def totals(sums: Callable[[Factors, Weighing], list[Array]]) -> list[Array]:
             of_rows = functools.partial(_sums, curvature, program, sums)
             closed = curvature.program.closed
-            of_all, _ = microbatches.total(of_rows, curvature.aux, closed)
+            with products_of(closed.jaxpr), exact_products():
+                of_all, _ = microbatches.total(of_rows, curvature.aux, closed)
             # A sum over examples, like a gradient. It also sums over devices, which
             # have different examples but the same parameters.
             return [sum_varying(x, mesh_axes) for x in of_all]

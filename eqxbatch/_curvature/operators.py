@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import lineax
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 from .._base.checks import checked
-from .._base.dtypes import common_dtype
+from .._base.dtypes import common_dtype, exact_products
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.mesh import error_if
 from .._base.trees import shown
@@ -246,18 +247,20 @@ class _Spectrum(eqx.Module):
     def diagonal(self) -> list[Array]:
         """The diagonal of the block, in the shapes of its parameters."""
         product = self.values
-        if self.outputs is not None:
-            product = jnp.einsum("boq,bqi->boi", self.outputs**2, product)
-        if self.inputs is not None:
-            product = jnp.einsum("boj,bij->boi", product, self.inputs**2)
+        with exact_products():
+            if self.outputs is not None:
+                product = jnp.einsum("boq,bqi->boi", self.outputs**2, product)
+            if self.inputs is not None:
+                product = jnp.einsum("boj,bij->boi", product, self.inputs**2)
         return self._split(product)
 
     def _rotated(self, matrices: Array, *, back: bool) -> Array:
         turned = lambda basis: jnp.swapaxes(basis, -1, -2) if back else basis
-        if self.outputs is not None:
-            matrices = jnp.einsum("boq,boi->bqi", turned(self.outputs), matrices)
-        if self.inputs is not None:
-            matrices = jnp.einsum("bqi,bij->bqj", matrices, turned(self.inputs))
+        with exact_products():
+            if self.outputs is not None:
+                matrices = jnp.einsum("boq,boi->bqi", turned(self.outputs), matrices)
+            if self.inputs is not None:
+                matrices = jnp.einsum("bqi,bij->bqj", matrices, turned(self.inputs))
         return matrices
 
     def _split(self, matrices: Array) -> list[Array]:
@@ -313,7 +316,8 @@ def _without_rounding(
 def _is_askew(basis: Inexact[Array, "batch k k"]) -> Bool[Array, ""]:
     """Whether eigenvectors are not orthogonal, as averages of them are not."""
     size = basis.shape[-1]
-    product = jnp.einsum("bki,bkj->bij", basis, basis)
+    whole = lax.Precision.HIGHEST
+    product = jnp.einsum("bki,bkj->bij", basis, basis, precision=whole)
     error = jnp.abs(product - jnp.eye(size, dtype=basis.dtype)[None])
     limit = 100 * max(size, 10) * float(jnp.finfo(basis.dtype).eps)
     return jnp.max(error, initial=0) > limit

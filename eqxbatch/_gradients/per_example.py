@@ -30,6 +30,7 @@ from .._base.dtypes import (
     widened,
     widest,
 )
+from .._base.jaxprs import products_of
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.trees import described, is_none, match_prefix
 from .._batch.batch import explained_failure
@@ -228,7 +229,8 @@ def clipped_by_norms(
         values = program.values(example.leaves)
         num = outs[0].shape[0]
         operands = (groups.bounds, example.leaves, factors, values, weights, num)
-        gradient, norms = with_auto_axes(clipped_total, operands, specs)
+        with products_of(example.program.closed.jaxpr):
+            gradient, norms = with_auto_axes(clipped_total, operands, specs)
         per_example = {**example.outputs(outs), "norms": norms}
         return dataclasses.replace(gradient, each=per_example)
 

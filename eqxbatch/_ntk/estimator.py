@@ -5,10 +5,12 @@ A kernel function of this package keeps factors of examples for all blocks.
 
 import abc
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -155,7 +157,8 @@ class Request(AbstractRequest, AbstractKernelFunction):
         model = TracedModel(self, calls, shared)
         budget = self.block_size
         if not isinstance(budget, MemoryBudget):
-            return self._kernels(model) if task is None else task(model)
+            with model.products():
+                return self._kernels(model) if task is None else task(model)
 
         def run_with(size: int, room: int) -> Callable[[tuple], Any]:
             changes = {"block_size": size, "room": room}
@@ -261,7 +264,9 @@ class Request(AbstractRequest, AbstractKernelFunction):
             )
         pairing = request._pairing(model, model.axes)
         assemble = lambda found: self._assembled(model, found)
-        kernel = ModelKernel(call.plan, model.rows, pairing, assemble)
+        kernel = ModelKernel(
+            call.plan, model.rows, pairing, assemble, products=model.products
+        )
         return kernel if _returns_axes_of(kernel, call) else None
 
 
@@ -277,7 +282,8 @@ def _computed(request: Request, *call: Any) -> Any:
 class ModelKernel(AbstractBlockKernel):
     """Kernels of a model, in blocks.
 
-    `assemble` makes the output from the kernels of a pairing, by name.
+    `assemble` makes the output from the kernels of a pairing, by name, and `products`
+    is a context in which products have the precision of the model's.
     """
 
     def __init__(
@@ -286,9 +292,10 @@ class ModelKernel(AbstractBlockKernel):
         rows: tuple[Rows, Rows],
         pairing: AbstractPairing,
         assemble: Callable[[dict[Name, Any]], PyTree],
+        products: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ):
         self.plan, self.rows, self.pairing = plan, rows, pairing
-        self._assemble = assemble
+        self._assemble, self._products = assemble, products
         axes = assemble(pairing.axes)
         struct = lambda x: jax.ShapeDtypeStruct(x.arranged_shape(SAMPLE), x.dtype)
         self.out = jtu.tree_map(struct, axes)
@@ -315,14 +322,18 @@ class ModelKernel(AbstractBlockKernel):
         """The factors that all examples of a side share."""
         if not arrays_of(self._kept[side], has_examples=False):
             return []
-        factors = self.pairing.factors(side, self.rows[side].one())
+        factors = self._factors(side, self.rows[side].one())
         return arrays_of(factors, has_examples=False)
+
+    def _factors(self, side: int, arrays: list) -> PyTree[Factor]:
+        with self._products():
+            return self.pairing.factors(side, arrays)
 
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
         side = min(side, len(self._kept) - 1)
 
         def run(arrays: list, num: int) -> list[Array]:
-            factors = self.pairing.factors(side, arrays)
+            factors = self._factors(side, arrays)
             # A dummy array, because a loop needs at least one.
             return arrays_of(factors, has_examples=True) or [jnp.zeros(num)]
 
@@ -344,7 +355,8 @@ class ModelKernel(AbstractBlockKernel):
         del always
         second = first if second is None else second
         sides = self.factors(0, first), self.factors(1, second)
-        kernels = self.pairing.kernels(*sides, (first.total, second.total))
+        with self._products():
+            kernels = self.pairing.kernels(*sides, (first.total, second.total))
         return jtu.tree_leaves(self._assemble(self.pairing.arranged(kernels)))
 
     def tile(self, first: list, second: list | None) -> list[Array]:

@@ -6,6 +6,7 @@ The settings of all kernels of models are declared here, too.
 import abc
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, get_args, Literal
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.checks import check_equal
 from .._base.differentiable import derivative_of_program, pushed
-from .._base.jaxprs import TracedFunction
+from .._base.jaxprs import products_of, TracedFunction
 from .._base.mesh import vary_as
 from .._base.trees import type_of
 from .._batch.accumulators import Concat
@@ -188,6 +189,10 @@ class TracedModel:
                 "Examples are compared one by one, so that `x1` and `x2` must have the "
                 f"same number of them; got {first} and {second}."
             )
+
+    def products(self) -> AbstractContextManager:
+        """A context in which products have the precision of the model's."""
+        return products_of(*(program.closed.jaxpr for program in self.programs))
 
     def _output_axes(self) -> list[OutputAxes]:
         request = self.request

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from .._base.checks import AnyArray, as_jax, check_at_least, check_callable
-from .._base.dtypes import as_complex, as_real, widened
+from .._base.dtypes import as_complex, as_real, exact_products, widened
 from .._base.mesh import error_if, spec_of, vary_as
 from .._base.trees import described, import_extra, log, shown
 from .._batch.batch import Blocks
@@ -298,7 +298,10 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         last = None
         if previous is not None:
             last = like_parameters("The previous step", previous, diff)
-        pairs = zip(self._step(residuals, last), leaves, strict=True)
+        # A system is solved to more digits than products have by default.
+        with exact_products():
+            step = self._step(residuals, last)
+        pairs = zip(step, leaves, strict=True)
         return jtu.tree_unflatten(treedef, [x.astype(leaf.dtype) for x, leaf in pairs])
 
     def _step(self, residuals: Residuals, previous: list | None) -> list[Array]:
