@@ -104,30 +104,8 @@ class CalledKernel(AbstractBlockKernel):
                 f"{_COLUMNS}. For a kernel of single examples, pass `pairwise=True`."
             )
             raise
-        self.leaves = self._find_leaves()
+        self.leaves = leaves_at(call.out_axes, self.out)
         self._programs: dict[Any, Any] = {}
-
-    def _find_leaves(self) -> list[KernelLeaf]:
-        places = match_prefix(
-            "out_axes",
-            self.call.out_axes,
-            self.out,
-            "a PyTree prefix of what `kernel_fn` returns, with a pair of axes, or None "
-            "in place of one, for each part",
-            is_leaf=is_axes,
-        )
-        leaves = []
-        for path, axes, part in places:
-            for sub, leaf in jtu.tree_leaves_with_path(part):
-                if is_struct(leaf):
-                    path_of_leaf = jtu.keystr((*path, *sub))
-                    leaves.append(_make_leaf(path_of_leaf, axes, leaf))
-        if not leaves:
-            raise ValueError(
-                "`kernel_fn` must return at least one array; got "
-                f"{shown(self.out)}. Return the kernel of `x1` with `x2`."
-            )
-        return leaves
 
     def prepare(self) -> None:
         """There is nothing to prepare."""
@@ -195,6 +173,34 @@ class CalledKernel(AbstractBlockKernel):
             )
         # Blocks can start anywhere, which a mesh with explicit axes does not allow.
         return gathered([jnp.asarray(x, x.dtype) for x in arrays])
+
+
+def leaves_at(out_axes: PyTree, out: PyTree) -> list[KernelLeaf]:
+    """The arrays that a kernel function returns, with rows and columns on these axes.
+
+    `out` has their shapes for a sample. Raises `ValueError` or `TypeError` for axes
+    that do not fit.
+    """
+    places = match_prefix(
+        "out_axes",
+        out_axes,
+        out,
+        "a PyTree prefix of what `kernel_fn` returns, with a pair of axes, or None in "
+        "place of one, for each part",
+        is_leaf=is_axes,
+    )
+    leaves = [
+        _make_leaf(jtu.keystr((*path, *sub)), axes, leaf)
+        for path, axes, part in places
+        for sub, leaf in jtu.tree_leaves_with_path(part)
+        if is_struct(leaf)
+    ]
+    if not leaves:
+        raise ValueError(
+            f"`kernel_fn` must return at least one array; got {shown(out)}. Return the "
+            "kernel of `x1` with `x2`."
+        )
+    return leaves
 
 
 class PairwiseKernel(eqx.Module):

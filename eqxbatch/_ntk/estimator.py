@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, PyTree
 from .._base.checks import check_callable, checked
 from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
-from .._base.trees import match_prefix
 from .._batch.accumulators import Concat
 from .._batch.batch import broadcast_axes
 from .._batch.derivative import Selection
@@ -32,7 +31,7 @@ from .._batch.memory import MemoryBudget, resolve_size, resolved
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
 from .._kernels.calls import Call, KEY_REMEDY, make_calls, VmapAxes
 from .._kernels.engine import make_collectors, on_device
-from .._kernels.function import is_axes
+from .._kernels.function import leaves_at
 from .._kernels.kernel import (
     AbstractBlockKernel,
     AbstractKernelFunction,
@@ -548,14 +547,5 @@ def _returns_axes_of(kernel: ModelKernel, call: KernelCall) -> bool:
     """Whether rows and columns are on the axes that the call expects."""
     if call.out_axes is None:
         return True
-    places = match_prefix(
-        "out_axes", call.out_axes, kernel.out, "a PyTree prefix", is_leaf=is_axes
-    )
-    expected = [
-        tuple(axis if axis is None else axis % len(x.shape) for axis in axes)
-        if is_axes(axes)
-        else axes
-        for _, axes, part in places
-        for x in jtu.tree_leaves(part)
-    ]
-    return expected == [leaf.axes for leaf in kernel.leaves]
+    expected = leaves_at(call.out_axes, kernel.out)
+    return [x.axes for x in expected] == [x.axes for x in kernel.leaves]
