@@ -34,21 +34,20 @@ from .stores import AbstractStore, AbstractWriter, fingerprint, Patch, patches
 IN_FLIGHT = 2
 
 
-class Metered:
-    """A meter that is closed even if the loop raises an error."""
+@contextlib.contextmanager
+def metered(
+    meter: AbstractProgressMeter, num_tiles: int, num_done: int
+) -> Iterator[Callable[..., None]]:
+    """The step of a meter that is closed even if the loop raises an error."""
+    states = [meter.start(num_tiles, num_done)]
 
-    def __init__(self, meter: AbstractProgressMeter, num_tiles: int, num_done: int):
-        self.meter = meter
-        self.state = meter.start(num_tiles, num_done)
+    def step(num_nans: Any, *residual: float) -> None:
+        states[0] = meter.step(states[0], int(num_nans), *residual)
 
-    def step(self, num_nans: Any, *residual: float) -> None:
-        self.state = self.meter.step(self.state, int(num_nans), *residual)
-
-    def __enter__(self) -> "Metered":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.meter.close(self.state)
+    try:
+        yield step
+    finally:
+        meter.close(states[0])
 
 
 def check_concrete(call: PyTree, what: str) -> None:
@@ -117,7 +116,7 @@ def with_progress(
     states, _ = _initial(call, reduce, grid)
     blocks = _Blocks(call, kernel, grid)
     tiles = [*blocks.ordered(grid.pairs()), *grid.diagonal()]
-    with Metered(meter, len(tiles), 0) as metered:
+    with metered(meter, len(tiles), 0) as step:
         waiting: collections.deque = collections.deque()
         for tile in tiles:
             pair = jnp.array(tile, jnp.int32)
@@ -127,9 +126,9 @@ def with_progress(
             # The count of the previous tile is available by now, so this does not wait.
             waiting.append(num_nans)
             if len(waiting) > 1:
-                metered.step(waiting.popleft())
+                step(waiting.popleft())
         for num_nans in waiting:
-            metered.step(num_nans)
+            step(num_nans)
     return kernel.output(finalized(collectors, states, kernel.totals))
 
 
@@ -284,8 +283,8 @@ def _write(
     writer.prepare([patch for tile in missing for patch in wanted[tile]])
     blocks = _Blocks(call, kernel, grid)
     with (
-        Metered(meter, len(tiles), len(tiles) - len(missing)) as metered,
-        _Pipeline(metered) as pipeline,
+        metered(meter, len(tiles), len(tiles) - len(missing)) as step,
+        _pipeline(step) as submit,
     ):
         for is_diagonal in (False, True):
             alike = [tile for tile in missing if grid.is_diagonal(tile) == is_diagonal]
@@ -296,7 +295,7 @@ def _write(
                 results = _computed(task, group, team.devices, blocks)
                 for x in jtu.tree_leaves(results):
                     x.copy_to_host_async()
-                pipeline.submit(_written, writer, len(kernel.leaves), parts, results)
+                submit(_written, writer, len(kernel.leaves), parts, results)
 
 
 def _written(
@@ -313,33 +312,30 @@ def _written(
     return [int(np.asarray(arrays[-1])) for arrays in results]
 
 
-class _Pipeline:
-    """Writes in separate threads, with a bound on the pending work."""
+@contextlib.contextmanager
+def _pipeline(step: Callable[[int], None]) -> Iterator[Callable[..., None]]:
+    """Submits writes to separate threads, with a bound on the pending work.
 
-    def __init__(self, metered: Metered):
-        self.metered = metered
-        self.pool = concurrent.futures.ThreadPoolExecutor(IN_FLIGHT)
-        self.futures: collections.deque = collections.deque()
+    `step` is called with each number of NaNs that a write returns.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(IN_FLIGHT)
+    futures: collections.deque = collections.deque()
 
-    def submit(self, write: Callable[..., list[int]], *args: Any) -> None:
-        self.futures.append(self.pool.submit(write, *args))
-        self._drain(IN_FLIGHT)
+    def drain(remaining: int) -> None:
+        while len(futures) > remaining:
+            for num_nans in futures.popleft().result():
+                step(num_nans)
 
-    def _drain(self, remaining: int) -> None:
-        while len(self.futures) > remaining:
-            for num_nans in self.futures.popleft().result():
-                self.metered.step(num_nans)
+    def submit(write: Callable[..., list[int]], *args: Any) -> None:
+        futures.append(pool.submit(write, *args))
+        drain(IN_FLIGHT)
 
-    def __enter__(self) -> "_Pipeline":
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        try:
-            if kind is None:
-                self._drain(0)
-        finally:
-            # Writes that have begun are finished, even after an error.
-            self.pool.shutdown(wait=True, cancel_futures=True)
+    try:
+        yield submit
+        drain(0)
+    finally:
+        # Writes that have begun are finished, even after an error.
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _Task(eqx.Module):

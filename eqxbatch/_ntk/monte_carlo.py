@@ -16,7 +16,7 @@ from .._base.trees import as_int, described
 from .._batch.memory import check_size, MemoryBudget
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
 from .._kernels.calls import check_mesh, Keys, MeshAxis
-from .._kernels.on_host import check_concrete, Metered
+from .._kernels.on_host import check_concrete, metered
 from .._kernels.progress import NoProgressMeter
 from .._kernels.stores import HostStore
 from .averages import (
@@ -405,14 +405,14 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         spans = itertools.pairwise((num, *counts))
         total = sum(len(moments.sizes(end - start)) for start, end in spans)
         num_nans, is_done = 0, False
-        with Metered(meter, total, 0) as metered:
+        with metered(meter, total, 0) as step:
             for count in counts:
                 for size in moments.sizes(count - num):
                     moments.advance(num, size)
                     num += size
                     if has_meter:
                         found = count_nans(moments.estimated()[0])
-                        metered.step(found - num_nans)
+                        step(found - num_nans)
                         num_nans = found
                     if self.tol is not None and num >= _LEAST_SAMPLES:
                         is_done = relative_error(*moments.estimated()) <= self.tol

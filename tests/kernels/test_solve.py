@@ -24,7 +24,7 @@ from eqxbatch import (
     TqdmProgressMeter,
     ZarrStore,
 )
-from eqxbatch._kernels.conjugate_gradients import ConjugateGradients, initial
+from eqxbatch._kernels.solve import ConjugateGradients, initial
 from ..flags import COMPILE_FAST
 from ..helpers import thinned
 from .kernel_functions import rbf, white
