@@ -54,6 +54,19 @@ def kronecker(found):
     return [(block.inputs[0], block.outputs[0]) for block in found.blocks]
 
 
+@pytest.mark.parametrize("shape", ((3, 4), (4,), (3, 1), ()))
+def test_a_bias_is_joined_if_each_output_has_its_own(shape):
+    params = {"w": jr.normal(jr.key(0), (3, 4, 2)), "b": jnp.ones(shape)}
+    bias = lambda b: jnp.broadcast_to(b, (3, 4))
+    found = filter_kfac(
+        lambda params, x: params["w"] @ x + bias(params["b"]),
+        lambda out, x: jnp.sum(out**2) / 2,
+        in_axes=0,
+    )(params, jr.normal(jr.key(1), (NUM, 2)))
+    joined = [("['b']", "['w']")] if shape == (3, 4) else [("['b']",), ("['w']",)]
+    assert sorted(tuple(sorted(names)) for names in found.names) == joined
+
+
 class TestDefinition:
     @pytest.mark.flags
     @pytest.mark.versions
