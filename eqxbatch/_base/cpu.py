@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -48,13 +49,9 @@ def materialised(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
     the array is reshaped afterwards: `lax.dynamic_update_slice(x, y, at)[None]` is
     wrong if `y` permutes a slice of `x` (https://github.com/openxla/xla/issues/49176).
     """
-    is_number = [not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
-    numbers = list(itertools.compress(arrays, is_number))
-    numbers = in_opaque_branch(lambda *numbers: list(numbers), always)(*numbers)
-    return [
-        numbers.pop(0) if is_one else x
-        for x, is_one in zip(arrays, is_number, strict=True)
-    ]
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    keys, numbers = eqx.partition(arrays, is_key)
+    return eqx.combine(keys, in_opaque_branch(lambda x: x, always)(numbers))
 
 
 def opaque_true(x: Inexact[Array, "..."]) -> Bool[Array, ""]:
@@ -117,33 +114,19 @@ def _mirrored_at_once(x: Array) -> Array:
 
 
 def _mirrored_in_pieces(x: Array) -> Array:
-    n = x.shape[0]
-    num = n // _PIECE
-    rest = n - num * _PIECE
-
-    def run(x: Array, places: Array, read: Callable[[Array, Array], Array]) -> Array:
+    def run(x: Array, places: Array, mirror: Callable[[Array], Array]) -> Array:
         def step(x: Array, at: Array) -> tuple[Array, None]:
-            return lax.dynamic_update_slice(x, read(x, at), at[::-1]), None
+            piece = lax.dynamic_slice(x, at, (_PIECE, _PIECE))
+            return lax.dynamic_update_slice(x, mirror(piece), at[::-1]), None
 
-        return lax.scan(step, x, places * _PIECE)[0] if places.size else x
+        return lax.scan(step, x, places)[0]
 
-    def diagonal(size: int) -> Callable[[Array, Array], Array]:
-        index = jnp.arange(size)
-
-        def read(x: Array, at: Array) -> Array:
-            piece = lax.dynamic_slice(x, at, (size, size))
-            return jnp.where(index[:, None] <= index[None], piece, piece.T)
-
-        return read
-
-    above = lambda size: lambda x, at: lax.dynamic_slice(x, at, (_PIECE, size)).T
-    rows = jnp.arange(num)
-    x = run(x, jnp.stack(jnp.triu_indices(num, 1), -1), above(_PIECE))
-    x = run(x, jnp.stack([rows, rows], -1), diagonal(_PIECE))
-    if rest:
-        x = run(x, jnp.stack([rows, jnp.full_like(rows, num)], -1), above(rest))
-        x = run(x, jnp.full((1, 2), num), diagonal(rest))
-    return x
+    starts = _starts(x.shape[0])
+    # The last two pieces may overlap. What the other pieces then have below the
+    # diagonal is symmetric by the time they are read.
+    x = run(x, jnp.stack([starts, starts], -1), _mirrored_at_once)
+    above = jnp.triu_indices(len(starts), 1)
+    return run(x, jnp.stack([starts[i] for i in above], -1), jnp.transpose)
 
 
 def with_mirror_image(
@@ -206,7 +189,7 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
 
     def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
         if _is_convolution(eqn) and not _is_narrow(eqn):
-            return lambda ins: [_convolution(eqn)(*ins)]
+            return lambda ins: [_convolution(eqn, *ins)]
         closed = callee(eqn)
         if closed is None or not _has_convolution(closed.jaxpr):
             return None
@@ -240,7 +223,7 @@ def _has_convolution(jaxpr: Any) -> bool:
     )
 
 
-def _convolution(eqn: Any) -> Callable[[Array, Array], Array]:
+def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Array:
     """The convolution of an equation, in the layout that is fast on its device."""
     bind = functools.partial(eqn.primitive.bind, **eqn.params)
     last = functools.partial(_channels_last, eqn)
@@ -248,13 +231,9 @@ def _convolution(eqn: Any) -> Callable[[Array, Array], Array]:
     # For its derivative, a choice stores the residuals of all its branches. With
     # rematerialisation it stores its inputs, as a convolution does.
     checkpointed = jax.checkpoint(choose, prevent_cse=False)
-
-    def run(lhs: Array, rhs: Array) -> Array:
-        # Mesh axes can have been automatic while this was traced.
-        with where_it_is(lhs, rhs):
-            return checkpointed(lhs, rhs)
-
-    return run
+    # Mesh axes can have been automatic while this was traced.
+    with where_it_is(lhs, rhs):
+        return checkpointed(lhs, rhs)
 
 
 def _channels_last(eqn: Any, lhs: Array, rhs: Array) -> Array:

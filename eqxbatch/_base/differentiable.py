@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .jaxprs import at_example, TracedFunction
-from .primitives import inner_jaxprs, is_unknown_object, name_of
+from .primitives import equations_in, is_unknown_object, name_of
 
 
 _Statement = tuple[type[Exception], str]
@@ -57,7 +57,8 @@ def derivative_of(
             "or a `lax.while_loop` by a `lax.scan`. (Forward mode: "
             f"{no_forward} Reverse mode: {no_reverse})"
         )
-    return "transposed" if _has_transpose(fun, point) else "rows"
+    no_transpose = without_reverse_mode(fun, point, is_transposed=True)
+    return "transposed" if no_transpose is None else "rows"
 
 
 def derivative_of_program(
@@ -100,7 +101,9 @@ def without_forward_mode(
 ) -> str | None:
     """Why a function of arrays has no forward-mode derivative; None if it has one."""
     closed = _traced(fun, point)
-    if not _has_reverse_rules(closed.jaxpr):
+    # Rules that may be for reverse mode only.
+    is_one = lambda eqn: name_of(eqn).startswith("custom_vjp") or is_unknown_object(eqn)
+    if not any(map(is_one, equations_in(closed))):
         return None
     run = jex.jaxpr_as_fun(closed)
     push = lambda *seeds: jax.jvp(run, tuple(point), seeds)[1]
@@ -110,41 +113,24 @@ def without_forward_mode(
 
 
 def without_reverse_mode(
-    fun: Callable[[list], PyTree], point: list[Array]
+    fun: Callable[[list], PyTree], point: list[Array], *, is_transposed: bool = False
 ) -> str | None:
-    """Why a function of arrays has no reverse-mode derivative; None if it has one."""
+    """Why a function of arrays has no reverse-mode derivative; None if it has one.
+
+    With `is_transposed`, this is about the transpose of this derivative.
+    """
     run = jex.jaxpr_as_fun(_traced(fun, point))
 
     def pulled(*point: Array) -> Any:
         outs, pull = jax.vjp(run, *point)
-        return pull(outs)
+        return jax.linear_transpose(pull, outs)(point) if is_transposed else pull(outs)
 
     return _stated(lambda: jax.eval_shape(pulled, *point), _NO_REVERSE)
-
-
-def _has_transpose(fun: Callable[[list], PyTree], point: list[Array]) -> bool:
-    """Whether the reverse-mode derivative of a function can be transposed."""
-    run = jex.jaxpr_as_fun(_traced(fun, point))
-
-    def pushed(*point: Array) -> Any:
-        outs, pull = jax.vjp(run, *point)
-        return jax.linear_transpose(pull, outs)(point)
-
-    return _stated(lambda: jax.eval_shape(pushed, *point), _NO_REVERSE) is None
 
 
 def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> jex.ClosedJaxpr:
     """A function as its jaxpr, so that only JAX and custom rules run any code."""
     return jax.make_jaxpr(lambda *point: fun([*point]))(*point)
-
-
-def _has_reverse_rules(jaxpr: Any) -> bool:
-    """Whether a jaxpr has a rule that may be for reverse mode only."""
-    is_one = lambda eqn: name_of(eqn).startswith("custom_vjp") or is_unknown_object(eqn)
-    if any(map(is_one, jaxpr.eqns)):
-        return True
-    inner = (sub for eqn in jaxpr.eqns for sub in inner_jaxprs(eqn))
-    return any(map(_has_reverse_rules, inner))
 
 
 def _stated(ask: Callable[[], Any], statements: list[_Statement]) -> str | None:

@@ -68,12 +68,11 @@ def accumulation_dtype(
 def check_holds(name: str, requested: Any, dtype: Any, what: str) -> None:
     """Raises `TypeError` if a requested dtype cannot hold numbers of `dtype`."""
     kinds = {
-        "the imaginary part": (jnp.complexfloating, jnp.complexfloating),
-        "the fractional part": (jnp.inexact, jnp.inexact),
+        "the imaginary part": (jnp.complexfloating, (jnp.complexfloating,)),
+        "the fractional part": (jnp.inexact, (jnp.inexact,)),
         "the sign": (jnp.signedinteger, (jnp.signedinteger, jnp.inexact)),
     }
-    for part, (kind, needed) in kinds.items():
-        holds = needed if isinstance(needed, tuple) else (needed,)
+    for part, (kind, holds) in kinds.items():
         if jnp.issubdtype(dtype, kind) and not any(
             jnp.issubdtype(requested, other) for other in holds
         ):

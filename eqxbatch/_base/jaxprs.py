@@ -100,8 +100,7 @@ def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
 
     The result may include outputs that do not, because inner jaxprs are not inspected.
     """
-    pairs = zip(jaxpr.invars, inputs, strict=True)
-    dependent = {var for var, is_marked in pairs if is_marked}
+    dependent = _marked(jaxpr.invars, inputs)
     is_dependent = lambda x: not isinstance(x, jex.Literal) and x in dependent
     for eqn in jaxpr.eqns:
         if any(map(is_dependent, eqn.invars)):
@@ -230,22 +229,18 @@ def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
 
 def live_variables(jaxpr: Any, outs: Sequence[bool]) -> set:
     """The variables in which some outputs have a derivative, as far as is known."""
-    live = {
-        var
-        for var, is_live in zip(jaxpr.outvars, outs, strict=True)
-        if is_live and not isinstance(var, jex.Literal)
-    }
+    live = _marked(jaxpr.outvars, outs)
     for eqn in reversed(jaxpr.eqns):
         of_outs = [var in live for var in eqn.outvars]
-        if not any(of_outs):
-            continue
-        pairs = zip(eqn.invars, _live_inputs(eqn, of_outs), strict=True)
-        live |= {
-            atom
-            for atom, is_live in pairs
-            if is_live and not isinstance(atom, jex.Literal)
-        }
+        if any(of_outs):
+            live |= _marked(eqn.invars, _live_inputs(eqn, of_outs))
     return live
+
+
+def _marked(atoms: list, marks: Sequence[bool]) -> set:
+    """The marked variables; literals are none."""
+    pairs = zip(atoms, marks, strict=True)
+    return {x for x, is_one in pairs if is_one and not isinstance(x, jex.Literal)}
 
 
 def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:

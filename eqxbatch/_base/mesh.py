@@ -25,7 +25,7 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
-from .primitives import constants, inner_jaxprs, parameters
+from .primitives import constants, equations_in, parameters
 
 
 def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
@@ -161,10 +161,9 @@ def manual_axes() -> frozenset:
 
 def where_it_is(*arrays: Array) -> contextlib.AbstractContextManager:
     """A context in which the mesh of some arrays is set, if there is one."""
-    for x in arrays:
-        if is_on_mesh(x):
-            return use_abstract_mesh(jax.typeof(x).sharding.mesh)
-    return contextlib.nullcontext()
+    meshes = (jax.typeof(x).sharding.mesh for x in filter(is_on_mesh, arrays))
+    mesh = next(meshes, None)
+    return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh)
 
 
 def outside_of_mesh() -> contextlib.AbstractContextManager:
@@ -201,14 +200,13 @@ def on_all_devices(
     # Arrays that vary over the devices get a new first axis.
     spread = lambda x: tuple(name for name in order if name in varying(jax.typeof(x)))
     num = lambda names: math.prod(mesh.shape[name] for name in names)
-    names = [spread(x) for x in args]
     specs_of = lambda xs: [PartitionSpec(spread(x) or None) for x in xs]
     specs = specs_of(args)
     structs = [
         jax.ShapeDtypeStruct(
-            (num(spread_over), *x.shape), x.dtype, sharding=NamedSharding(mesh, spec)
+            (num(spread(x)), *x.shape), x.dtype, sharding=NamedSharding(mesh, spec)
         )
-        for x, spread_over, spec in zip(args, names, specs, strict=True)
+        for x, spec in zip(args, specs, strict=True)
     ]
     out_specs = eqx.filter_eval_shape(lambda *xs: specs_of(program(*xs)), *args)
 
@@ -237,10 +235,8 @@ def replicated(x: Array, mesh: Mesh) -> Array:
 
 def explicit_mesh(tree: PyTree) -> AbstractMesh | None:
     """The mesh with explicit axes that any array is on, if there is one."""
-    for x in jtu.tree_leaves(tree):
-        if eqx.is_array(x) and is_explicit(x):
-            return jax.typeof(x).sharding.mesh
-    return None
+    arrays = filter(eqx.is_array, jtu.tree_leaves(tree))
+    return next((jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x)), None)
 
 
 def examples_spec(arrays: list[Array], axes: Sequence[int]) -> PartitionSpec:
@@ -326,7 +322,7 @@ def mesh_of_results(closed: Any, arrays: list) -> Mesh | None:
     if not found:
         return None
     shardings = [x.sharding for x in arrays if eqx.is_array(x) and is_explicit(x)]
-    for sharding in [*shardings, *_shardings(closed.jaxpr)]:
+    for sharding in [*shardings, *_shardings(closed)]:
         if isinstance(sharding.mesh, Mesh) and sharding.mesh.abstract_mesh == found[0]:
             return sharding.mesh
     return on_devices(found[0])
@@ -369,24 +365,19 @@ def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
     structs = [struct(x) if explicit_mesh(x) else jax.typeof(x) for x in leaves]
     closed = jax.make_jaxpr(arrays_to_arrays)(*structs)
-    return explicit_mesh([*constants(closed)]) is not None or _names_axes(closed.jaxpr)
-
-
-def _names_axes(jaxpr: Any) -> bool:
-    return any(
+    names_axes = any(
         AxisType.Explicit in x.mesh.axis_types and any(x.spec)
-        for x in _shardings(jaxpr)
+        for x in _shardings(closed)
     )
+    return names_axes or explicit_mesh([*constants(closed)]) is not None
 
 
-def _shardings(jaxpr: Any) -> Iterator[NamedSharding]:
+def _shardings(closed: Any) -> Iterator[NamedSharding]:
     """The shardings that a program names."""
     is_sharding = lambda x: isinstance(x, NamedSharding)
-    for eqn in jaxpr.eqns:
+    for eqn in equations_in(closed):
         leaves = jtu.tree_leaves([*parameters(eqn).values()], is_leaf=is_sharding)
         yield from filter(is_sharding, leaves)
-        for inner in inner_jaxprs(eqn):
-            yield from _shardings(inner)
 
 
 def with_auto_axes(

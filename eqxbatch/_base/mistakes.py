@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .trees import described
+from .trees import as_int, described
 
 
 # The names of block sizes, one of which is meant by `batch_size` and the like.
@@ -91,7 +91,8 @@ def _wrong_arguments(
         extra = args[len(positional)]
         first = [f"`{key}`" for key in positional if key != "self"]
         sizes = [key for key in _SIZES if key in names]
-        example = f", as in `{sizes[0]}={extra}`" if sizes and _is_size(extra) else ""
+        is_size = as_int(extra) is not None
+        example = f", as in `{sizes[0]}={extra}`" if sizes and is_size else ""
         return (
             f"`{name}` takes {' and '.join(first) or 'nothing'} by position, and got "
             f"{described(extra)} as well. Give settings by keyword{example}."
@@ -112,10 +113,6 @@ def _meant(key: str, names: list[str]) -> str:
     if "size" in key or key in ("batch", "chunk"):
         found = [other for other in _SIZES if other in names][:1] or found
     return f"Did you mean `{found[0]}`? " if found else ""
-
-
-def _is_size(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def hidden_module(x: Any) -> eqx.Module | None:

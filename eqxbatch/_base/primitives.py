@@ -320,6 +320,11 @@ def programs_in(closed: Any) -> Iterator[Any]:
             yield from programs_in(inner)
 
 
+def equations_in(closed: Any) -> Iterator[Any]:
+    """The equations of a closed jaxpr, and of all in it."""
+    return (eqn for part in programs_in(closed) for eqn in part.jaxpr.eqns)
+
+
 def constants(closed: Any) -> Iterator[Any]:
     """All arrays that are part of a closed jaxpr."""
     for part in programs_in(closed):
