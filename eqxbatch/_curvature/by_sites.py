@@ -25,7 +25,8 @@ from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import widened
 from .._base.jaxprs import depends, evaluate_jaxpr
-from .._base.mesh import full_varying_as, vary, varying
+from .._base.mesh import full_varying_as, vary_as
+from .._base.trees import type_of
 from .._sites.cost import pushed_cost
 from .._sites.einsum import EXAMPLE, Labels, Term
 from .._sites.factors import Factors
@@ -33,7 +34,7 @@ from .._sites.gram import cancels, OfLeaf
 from .._sites.shared import evaluate, Node
 from .._sites.site import is_allowed, is_sum, Label, Site
 from .._sites.trace import Program
-from .columns import columns, hessian_products, replaced
+from .columns import hessian_products, images, replaced
 from .site_blocks import (
     AbstractSiteMatrix,
     cotangent_term,
@@ -135,6 +136,9 @@ class SiteHessian(AbstractSiteMatrix):
             self._push(program, every[start : start + size])
             for start in range(0, len(every), size)
         ]
+        self._pushes = {
+            z: i for i, x in enumerate(self.pushes) for z in x.perturbations
+        }
         super().__init__(program, program, leaves, requested)
         # The leaves whose gradient is a sum of terms, which may nearly cancel.
         self._summed = [
@@ -144,7 +148,7 @@ class SiteHessian(AbstractSiteMatrix):
 
     def _push(self, program: Program, perturbations: list[int]) -> Push:
         structs = program.perturbations
-        ordered = sorted(perturbations, key=lambda z: _type_of(structs[z]))
+        ordered = sorted(perturbations, key=lambda z: type_of(structs[z]))
         return Push(
             tuple(ordered),
             tuple(structs[z].size for z in ordered),
@@ -217,7 +221,17 @@ class SiteHessian(AbstractSiteMatrix):
 
     def terms(self, factors: Kept, values: list) -> Terms:
         del values
-        return _Derivatives(self, *factors).terms
+        cotangents, operands, changes = factors
+        of_cotangents: list[Stacks] = []
+        of_operands: list[Stacks] = []
+        for push, arrays in zip(self.pushes, changes, strict=True):
+            # The derivatives of cotangents come before those of operands.
+            pairs = zip((*push.cotangents, *push.operands), arrays, strict=True)
+            known = dict(itertools.islice(pairs, len(push.cotangents)))
+            of_cotangents.append(self.stacks(known))
+            of_operands.append(self.stacks(dict(pairs)))
+        stacks = (self.stacks(dict(enumerate(x))) for x in (cotangents, operands))
+        return functools.partial(self._terms, *stacks, of_cotangents, of_operands)
 
     def costs_of_factors(
         self, num: int, factors: Kept, values: list
@@ -231,9 +245,103 @@ class SiteHessian(AbstractSiteMatrix):
                 costs[z] = of_one * self.program.perturbations[z].size
         return costs
 
+    def _terms(
+        self,
+        cotangents: Stacks,
+        operands: Stacks,
+        of_cotangents: list[Stacks],
+        of_operands: list[Stacks],
+        uses: Sequence[Use],
+        labels: list[dict[str, Label]],
+    ) -> Iterator[list[Term]]:
+        """Arrays to contract; the block of two sites is the sum of the contractions.
 
-def _type_of(struct: Any) -> tuple:
-    return struct.shape, struct.dtype.name
+        All arrays have the examples along axis 0. `of_cotangents` and `of_operands` are
+        derivatives with respect to perturbations, for each `Push`. These have its
+        directions along axis 1.
+        """
+        sites, others = zip(*uses, strict=True)
+        sides = [(sites, labels[0]), (others, labels[1])]
+        terms_of_operands = [
+            [operand_term(alike, operands, names)]
+            if alike[0].operand is not None
+            else []
+            for alike, names in sides
+        ]
+        is_first = sites[0].perturbation < others[0].perturbation
+        changed, by = sides[::-1] if is_first else sides
+        curvature = self._change(of_cotangents, *changed, *by, is_operand=False)
+        if curvature is not None:
+            yield [curvature, *itertools.chain(*terms_of_operands)]
+        for index in (0, 1):
+            changed, by = sides[index], sides[1 - index]
+            change = self._change(of_operands, *changed, *by, is_operand=True)
+            if change is not None:
+                cotangent = cotangent_term(changed[0], cotangents, changed[1])
+                yield [cotangent, change, *terms_of_operands[1 - index]]
+
+    def _change(
+        self,
+        known: list[Stacks],
+        changed: Sequence[Site],
+        names: dict[str, Label],
+        by: Sequence[Site],
+        other_names: dict[str, Label],
+        *,
+        is_operand: bool,
+    ) -> Term | None:
+        """How cotangents or operands of sites change with perturbations of others."""
+        site, other = changed[0], by[0]
+        keys = [
+            (y.perturbation, x.operand if is_operand else x.perturbation)
+            for x, y in zip(changed, by, strict=True)
+        ]
+        if keys[0] not in (self.of_operands if is_operand else self.of_cotangents):
+            return None
+        arrange = site.expand if is_operand else site.arrange
+        axes = site.a_axes if is_operand else site.d_axes
+
+        def arranged(x: Array) -> Array:
+            # Each site names the axes of its own array.
+            x = jax.vmap(jax.vmap(arrange))(site.at_steps(x, 2))
+            num, rest = x.shape[0], x.shape[2:]
+            shape = self.program.perturbations[other.perturbation].shape
+            split = other.at_steps(x.reshape(num, *shape, math.prod(rest)), 1)
+            arrange_other = jax.vmap(other.arrange, in_axes=-1, out_axes=-1)
+            x = jax.vmap(arrange_other)(split)
+            return x.reshape(*x.shape[:-1], *rest)
+
+        x, lead = self._changes(known, keys)
+        labels = named_labels(other_names, other.d_axes), named_labels(names, axes)
+        x = widened(for_each(arranged, x, lead))
+        return x, (*lead, EXAMPLE, *labels[0], *labels[1])
+
+    def _changes(
+        self, known: list[Stacks], keys: list[tuple[int, Any]]
+    ) -> tuple[Array, Labels]:
+        """Derivatives with respect to perturbations, for one pair or for several.
+
+        The entries of a pair's perturbation are along axis 1.
+        """
+        pushes, structs = self.pushes, self.program.perturbations
+        if len(keys) == 1:
+            ((z, number),) = keys
+            push = self._pushes[z]
+            start, stop = pushes[push].directions([z])
+            return known[push][number][:, start:stop], ()
+        struct = structs[keys[0][0]]
+        is_alike = lambda z: type_of(structs[z]) == type_of(struct)
+        parts = []
+        groups = itertools.groupby(keys, lambda key: self._pushes[key[0]])
+        for push, group in [(i, [*pairs]) for i, pairs in groups]:
+            x, positions = known[push].stack([number for _, number in group])
+            # Perturbations of the same type are adjacent.
+            alike = [z for z in pushes[push].perturbations if is_alike(z)]
+            start, stop = pushes[push].directions(alike)
+            x = x[:, :, start:stop]
+            x = x.reshape(*x.shape[:2], len(alike), struct.size, *x.shape[3:])
+            parts.append(x[positions, :, np.array([alike.index(z) for z, _ in group])])
+        return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
 
 
 def _perturbed_gradient(program: Program, num_leaves: int, remat: bool) -> Any:
@@ -270,122 +378,6 @@ def _needed(
     return cotangents, operands
 
 
-class _Derivatives:
-    """Cotangents and operands of some examples, and their derivatives.
-
-    Derivatives are with respect to perturbations. All arrays have the examples along
-    axis 0. A derivative has the directions of its `Push` along axis 1.
-    """
-
-    def __init__(
-        self, hessian: SiteHessian, cotangents: list, operands: list, changes: list
-    ):
-        self._hessian, self._perturbations = hessian, hessian.program.perturbations
-        self._cotangents = hessian.stacks(dict(enumerate(cotangents)))
-        self._operands = hessian.stacks(dict(enumerate(operands)))
-        self._pushes = {
-            z: i for i, push in enumerate(hessian.pushes) for z in push.perturbations
-        }
-        self._of_cotangents: list[Stacks] = []
-        self._of_operands: list[Stacks] = []
-        for push, arrays in zip(hessian.pushes, changes, strict=True):
-            # The derivatives of cotangents come before those of operands.
-            pairs = zip((*push.cotangents, *push.operands), arrays, strict=True)
-            known = dict(itertools.islice(pairs, len(push.cotangents)))
-            self._of_cotangents.append(hessian.stacks(known))
-            self._of_operands.append(hessian.stacks(dict(pairs)))
-
-    def terms(
-        self, uses: Sequence[Use], labels: list[dict[str, Label]]
-    ) -> Iterator[list[Term]]:
-        """Arrays to contract; the block of two sites is the sum of the contractions."""
-        sites, others = zip(*uses, strict=True)
-        sides = [(sites, labels[0]), (others, labels[1])]
-        operands = [
-            [operand_term(alike, self._operands, names)]
-            if alike[0].operand is not None
-            else []
-            for alike, names in sides
-        ]
-        is_first = sites[0].perturbation < others[0].perturbation
-        changed, by = sides[::-1] if is_first else sides
-        curvature = self._change(*changed, *by, is_operand=False)
-        if curvature is not None:
-            yield [curvature, *operands[0], *operands[1]]
-        for index in (0, 1):
-            changed, by = sides[index], sides[1 - index]
-            change = self._change(*changed, *by, is_operand=True)
-            if change is not None:
-                cotangent = cotangent_term(changed[0], self._cotangents, changed[1])
-                yield [cotangent, change, *operands[1 - index]]
-
-    def _change(
-        self,
-        changed: Sequence[Site],
-        names: dict[str, Label],
-        by: Sequence[Site],
-        other_names: dict[str, Label],
-        *,
-        is_operand: bool,
-    ) -> Term | None:
-        """How cotangents or operands of sites change with perturbations of others."""
-        site, other = changed[0], by[0]
-        keys = [
-            (y.perturbation, x.operand if is_operand else x.perturbation)
-            for x, y in zip(changed, by, strict=True)
-        ]
-        hessian = self._hessian
-        if keys[0] not in (
-            hessian.of_operands if is_operand else hessian.of_cotangents
-        ):
-            return None
-        known = self._of_operands if is_operand else self._of_cotangents
-        arrange = site.expand if is_operand else site.arrange
-        axes = site.a_axes if is_operand else site.d_axes
-
-        def arranged(x: Array) -> Array:
-            # Each site names the axes of its own array.
-            x = jax.vmap(jax.vmap(arrange))(site.at_steps(x, 2))
-            num, rest = x.shape[0], x.shape[2:]
-            shape = self._perturbations[other.perturbation].shape
-            split = other.at_steps(x.reshape(num, *shape, math.prod(rest)), 1)
-            arrange_other = jax.vmap(other.arrange, in_axes=-1, out_axes=-1)
-            x = jax.vmap(arrange_other)(split)
-            return x.reshape(*x.shape[:-1], *rest)
-
-        x, lead = self._changes(known, keys)
-        labels = named_labels(other_names, other.d_axes), named_labels(names, axes)
-        x = widened(for_each(arranged, x, lead))
-        return x, (*lead, EXAMPLE, *labels[0], *labels[1])
-
-    def _changes(
-        self, known: list[Stacks], keys: list[tuple[int, Any]]
-    ) -> tuple[Array, Labels]:
-        """Derivatives with respect to perturbations, for one pair or for several.
-
-        The entries of a pair's perturbation are along axis 1.
-        """
-        pushes = self._hessian.pushes
-        if len(keys) == 1:
-            ((z, number),) = keys
-            push = self._pushes[z]
-            start, stop = pushes[push].directions([z])
-            return known[push][number][:, start:stop], ()
-        structs, struct = self._perturbations, self._perturbations[keys[0][0]]
-        is_alike = lambda z: _type_of(structs[z]) == _type_of(struct)
-        parts = []
-        groups = itertools.groupby(keys, lambda key: self._pushes[key[0]])
-        for push, group in [(i, [*pairs]) for i, pairs in groups]:
-            x, positions = known[push].stack([number for _, number in group])
-            # Perturbations of the same type are adjacent.
-            alike = [z for z in pushes[push].perturbations if is_alike(z)]
-            start, stop = pushes[push].directions(alike)
-            x = x[:, :, start:stop]
-            x = x.reshape(*x.shape[:2], len(alike), struct.size, *x.shape[3:])
-            parts.append(x[positions, :, np.array([alike.index(z) for z, _ in group])])
-        return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
-
-
 def _sources(
     program: Program, cotangents: list, operands: list
 ) -> list[tuple[Node, Array]]:
@@ -409,7 +401,7 @@ def _sources(
             each = jax.vmap(site.output_of_source, in_axes, axis_size=d.shape[0])
             return each(a, value)
 
-        zeros = vary(jnp.zeros(shape, source.dtype), varying(jax.typeof(d)))
+        zeros = vary_as([d], jnp.zeros(shape, source.dtype))
         return jax.linear_transpose(outputs, zeros)(d)[0]
 
     return [(key[0], gradient(site, key[0])) for key, site in uses.items()]
@@ -421,7 +413,7 @@ def _basis_of(point: list, push: Push) -> list[Array]:
     for z in push.perturbations:
         x, (start, _) = point[z], push.directions([z])
         seed = jnp.eye(push.num, x.size, -start, dtype=x.dtype)
-        seeds.append(vary(seed.reshape(push.num, *x.shape), varying(jax.typeof(x))))
+        seeds.append(vary_as([x], seed.reshape(push.num, *x.shape)))
     return seeds
 
 
@@ -456,7 +448,7 @@ def _with_curved(
             # Such leaves are unlike all others, so this is the block of a single pair.
             product = products(leaves, [second], [first])
             if curved[first] and curved[second]:
-                (of_pair,) = columns(product, [leaves[second]], None)
+                (of_pair,) = images(product, [leaves[second]], None, -1)
                 block = block + of_pair.astype(block.dtype).reshape(block.shape)
             elif first == second:
                 (diagonal,) = product([jnp.ones_like(leaves[first])])

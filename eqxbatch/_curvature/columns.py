@@ -27,15 +27,14 @@ from .._base.checks import check_at_least, check_exclusive
 from .._base.differentiable import (
     Derivative,
     derivative_of,
-    pushforward,
     without_forward_mode,
     without_reverse_mode,
 )
 from .._base.dtypes import as_complex, as_real, common_dtype, is_complex
 from .._base.jaxprs import TracedFunction
-from .._base.mesh import vary, varying
+from .._base.mesh import vary_as
 from .._base.mistakes import warn_user
-from .._base.trees import consecutive_groups, log
+from .._base.trees import consecutive_groups, described, log
 from .._batch.accumulators import Concat
 from .._batch.derivative import AbstractDerivative
 from .._batch.loop import accumulated, Rows
@@ -112,7 +111,9 @@ def product_blocks(
                     block = of_leaf[rows.index(row)]
                     block = block.reshape(*x.shape, *block.shape[1:])
                     is_first = pair[0] == leaf
-                    result[pair] = block if is_first else swapped(block, x.ndim)
+                    last = range(-x.ndim, 0)
+                    moved = jnp.moveaxis(block, range(x.ndim), last)
+                    result[pair] = block if is_first else moved
     return result
 
 
@@ -155,26 +156,6 @@ def hessian_products(
     return reverse if is_reverse else forward
 
 
-def gauss_newton_products(
-    outputs: Linear, curvature: Callable[[list], Linear], derivative: Derivative
-) -> Products:
-    """Products with `J^T C J`, for the Jacobian of outputs and a matrix for them.
-
-    `curvature` takes outputs, and returns the function that multiplies by this matrix.
-    """
-
-    def products(leaves: list, group: list[int], rows: list[int]) -> Linear:
-        changed = lambda values: outputs(replaced(leaves, group, values))
-        point = [leaves[i] for i in group]
-        outs, push = pushforward(changed, point, derivative)
-        curve = curvature(outs)
-        changed = lambda values: outputs(replaced(leaves, rows, values))
-        pull = jax.vjp(changed, [leaves[i] for i in rows])[1]
-        return lambda seeds: pull(curve(push(seeds)))[0]
-
-    return products
-
-
 def replaced(leaves: Sequence, which: Sequence[int], values: Sequence) -> list:
     result = list(leaves)
     for i, value in zip(which, values, strict=True):
@@ -182,27 +163,15 @@ def replaced(leaves: Sequence, which: Sequence[int], values: Sequence) -> list:
     return result
 
 
-def swapped(block: Array, num: int) -> Array:
-    """Exchanges the first `num` axes of an array with all others."""
-    return jnp.transpose(block, (*range(num, block.ndim), *range(num)))
-
-
 def images(
-    linear: Linear, point: Sequence[Array], size: int | None
+    linear: Linear, point: Sequence[Array], size: int | None, axis: int = 0
 ) -> list[Inexact[Array, "..."]]:
     """The images of all one-hot directions under a linear function.
 
-    `point` is like the argument of the function. The directions are along axis 0 of all
-    results, and `size` of them are computed at a time.
+    `point` is like the argument of the function. The directions are along an `axis` of
+    all results, and `size` of them are computed at a time.
     """
-    return _in_blocks(jax.vmap(linear), point, size, 0)
-
-
-def columns(
-    linear: Linear, point: Sequence[Array], size: int | None
-) -> list[Inexact[Array, "..."]]:
-    """Like `images`, with the directions along the last axis."""
-    return _in_blocks(jax.vmap(linear, out_axes=-1), point, size, -1)
+    return _in_blocks(jax.vmap(linear, out_axes=axis), point, size, axis)
 
 
 def own_entries(
@@ -233,15 +202,12 @@ def _in_blocks(
 
 def _seeds(index: Int[Array, " b"], point: Sequence[Array]) -> list[Array]:
     """One-hot directions for entries, numbered over all arrays together."""
-    ends = itertools.accumulate(x.size for x in point)
-    seeds = [
-        jax.nn.one_hot(index - (end - x.size), x.size, dtype=x.dtype)
-        for x, end in zip(point, ends, strict=True)
-    ]
-    return [
-        vary(seed.reshape(index.size, *x.shape), varying(jax.typeof(x)))
-        for seed, x in zip(seeds, point, strict=True)
-    ]
+    seeds, start = [], 0
+    for x in point:
+        seed = jax.nn.one_hot(index - start, x.size, dtype=x.dtype)
+        seeds.append(vary_as([x], seed.reshape(index.size, *x.shape)))
+        start += x.size
+    return seeds
 
 
 def by_columns(
@@ -256,7 +222,7 @@ def by_columns(
     for group in consecutive_groups([x.size for x in leaves], LEAST_COLUMNS):
         point = [leaves[i] for i in group]
         outputs = lambda changed, group=group: values(replaced(leaves, group, changed))
-        blocks = columns(jax.linearize(outputs, point)[1], point, size)
+        blocks = images(jax.linearize(outputs, point)[1], point, size, -1)
         ends = [*itertools.accumulate(x.size for x in point)]
         for of_output, x in zip(result, blocks, strict=True):
             of_output += jnp.split(x, ends[:-1], axis=-1)
@@ -343,10 +309,8 @@ def with_both_modes(
 ) -> TracedFunction:
     """A program that has the derivatives of another one, in both modes.
 
-    `arrays` are those of a batch.
+    The latter has rows or columns only. `arrays` are those of a batch.
     """
-    if derivative not in ("rows", "columns"):
-        return program
     point = program.leaves
 
     def run(leaves: list, rows: list) -> list[Array]:
@@ -397,21 +361,27 @@ class AbstractColumns(AbstractAutoSharded):
         return resolve_size(self.block_size, total, run_with, (self, args, kwargs))
 
 
-def check_outputs(out: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of an output; raises `ValueError` for anything else in it."""
-    structs = []
+def check_outputs(
+    out: PyTree, name: str = "fun", what: str = "what is to be differentiated"
+) -> list:
+    """The arrays or structs of an output.
+
+    Raises `ValueError` for anything else in it.
+    """
+    found = []
     for path, x in jtu.tree_leaves_with_path(out):
-        if not is_struct(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
-            got = f"dtype {x.dtype}" if is_struct(x) else f"{x!r}"
+        is_array = is_struct(x) or eqx.is_array(x)
+        if not is_array or not jnp.issubdtype(x.dtype, jnp.inexact):
+            got = f"dtype {x.dtype}" if is_array else described(x)
             raise ValueError(
-                "`fun` must return arrays of an inexact dtype, as only these have a "
-                f"derivative; got {got} for output{jtu.keystr(path)}. Return only "
-                "what is to be differentiated."
+                f"`{name}` must return arrays of an inexact dtype, as only these have "
+                f"a derivative; got {got} for output{jtu.keystr(path)}. Return only "
+                f"{what}."
             )
-        structs.append(x)
-    if not structs:
-        raise ValueError("`fun` must return at least one array; got none.")
-    return structs
+        found.append(x)
+    if not found:
+        raise ValueError(f"`{name}` must return at least one array; got none.")
+    return found
 
 
 class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):

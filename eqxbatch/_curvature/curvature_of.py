@@ -23,6 +23,7 @@ from .._base.checks import check_at_least
 from .._base.differentiable import (
     Derivative,
     derivative_of_program,
+    pushforward,
     without_forward_mode,
     without_reverse_mode,
 )
@@ -47,7 +48,6 @@ from .columns import (
     expanded,
     Expansion,
     expansion,
-    gauss_newton_products,
     Gradient,
     hessian_products,
     Linear,
@@ -433,8 +433,18 @@ class GaussNewtonCurvature(AbstractCurvature):
     ) -> Products:
         del is_single
         outputs = self._outputs(rows, axes)
-        curvature = lambda outs: self._curvature(outs, rows, weights, axes)
-        return gauss_newton_products(outputs, curvature, self._derivative)
+
+        def products(leaves: list, group: list[int], of: list[int]) -> Linear:
+            """`J^T C J`, for the Jacobian of outputs and a matrix for them."""
+            changed = lambda values: outputs(replaced(leaves, group, values))
+            point = [leaves[i] for i in group]
+            outs, push = pushforward(changed, point, self._derivative)
+            curve = self._curvature(outs, rows, weights, axes)
+            changed = lambda values: outputs(replaced(leaves, of, values))
+            pull = jax.vjp(changed, [leaves[i] for i in of])[1]
+            return lambda seeds: pull(curve(push(seeds)))[0]
+
+        return products
 
     def _outputs(self, rows: list, axes: Sequence[int]) -> Linear:
         """The outputs of some examples as a function of all leaves."""

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.checks import check_at_least, check_callable, check_types
-from .._base.mesh import spec_of, sum_varying, vary, varying
+from .._base.mesh import spec_of, sum_varying, vary_as, varying
 from .._base.trees import shown
 from .._batch.derivative import Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
@@ -49,10 +49,8 @@ class AbstractProduct(AbstractSecondOrder):
         curvature = self.curvature(self.loss_of(microbatches.batch, diff, nondiff))
 
         def products(rows: list, weights: Array | None) -> list[Array]:
-            local = [
-                vary(tangent, varying(jax.typeof(x)))
-                for tangent, x in zip(tangents, curvature.leaves, strict=True)
-            ]
+            pairs = zip(curvature.leaves, tangents, strict=True)
+            local = [vary_as([x], tangent) for x, tangent in pairs]
             return curvature.product(rows, weights, local)
 
         closed = curvature.program.closed

@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import common_dtype, widened
-from .._base.mesh import full_varying_as, vary, varying
+from .._base.mesh import full_varying_as, vary_as
 from .._base.primitives import callee, LINEAR_IN_ALL, name_of, with_trait
 from .._sites.cost import forming_cost, num_products
 from .._sites.einsum import EXAMPLE, Term
@@ -215,7 +215,9 @@ class SiteGaussNewton(AbstractSiteMatrix):
         if pairing is None:
             return curve
         x, labels = curve
-        position, start = labels.index(_vectors(side)), self._start(pairing.output)
+        position = labels.index(_vectors(side))
+        # Where the output starts among the vectors.
+        start = sum(x.size for x in self._outputs[: pairing.output])
         x = lax.slice_in_dim(x, start, start + math.prod(pairing.shape), axis=position)
         sizes: list[int] = []
         axes: list[Label] = []
@@ -228,10 +230,6 @@ class SiteGaussNewton(AbstractSiteMatrix):
                 axes += named_labels(names, named)
         x = x.reshape(*x.shape[:position], *sizes, *x.shape[position + 1 :])
         return x, (*labels[:position], *axes, *labels[position + 1 :])
-
-    def _start(self, output: int) -> int:
-        """Where an output starts among the vectors."""
-        return sum(x.size for x in self._outputs[:output])
 
 
 def linearized(
@@ -249,18 +247,17 @@ def linearized(
     outs, operands, pullback = program.linearize(leaves, rows, num_outputs)
     seeds, curve = of_outputs(outs, rows)
     # These may be the same for all examples and devices.
-    seeds = [
-        vary(seed, varying(jax.typeof(out)))
-        for seed, out in zip(seeds, outs, strict=True)
-    ]
+    seeds = [vary_as([out], seed) for seed, out in zip(seeds, outs, strict=True)]
     # What is not used of the result of a pullback is not computed.
     cotangents = jax.vmap(pullback)(seeds)
     pulled: dict[tuple, list] = {}
     for i, pairing in enumerate(paired):
         if pairing is not None:
-            if pairing.key not in pulled:
-                pulled[pairing.key] = jax.vmap(pullback)(pairing.seeds(outs))
-            cotangents[i] = pulled[pairing.key][i]
+            # Equal for those that take the same vectors.
+            key = pairing.output, pairing.axes_left
+            if key not in pulled:
+                pulled[key] = jax.vmap(pullback)(pairing.seeds(outs))
+            cotangents[i] = pulled[key][i]
     return cotangents, operands, curve
 
 
@@ -297,11 +294,6 @@ class Paired:
         """The number of vectors that find all entries of the Jacobian."""
         return math.prod(self.left)
 
-    @property
-    def key(self) -> tuple:
-        """Equal for those that take the same vectors."""
-        return self.output, self.axes_left
-
     def seeds(self, outs: Sequence[Array]) -> list[Array]:
         """These vectors: one-hot along axes that are not paired, ones along others."""
         seeds = []
@@ -312,7 +304,7 @@ class Paired:
                 sizes = [size if axis is None else 1 for size, axis in pairs]
                 every = jnp.eye(self.num, dtype=out.dtype).reshape(self.num, *sizes)
                 seed = jnp.broadcast_to(every, seed.shape)
-            seeds.append(vary(seed, varying(jax.typeof(out))))
+            seeds.append(vary_as([out], seed))
         return seeds
 
     def names(self, site: Site) -> list[Axes | None]:
@@ -423,7 +415,8 @@ def _moves(eqn: Any, index: int, depend: list[bool]) -> Iterator[tuple[int, int]
     if name == "transpose":
         yield from ((axis, i) for i, axis in enumerate(params["permutation"]))
     elif name == "broadcast_in_dim":
-        axes = enumerate(params["broadcast_dimensions"])
+        # These may be NumPy's integers.
+        axes = enumerate(map(int, params["broadcast_dimensions"]))
         yield from ((i, axis) for i, axis in axes if before[i] == after[axis])
     elif name == "reduce_sum":
         kept = [axis for axis, _ in enumerate(before) if axis not in params["axes"]]

@@ -163,12 +163,8 @@ class KroneckerFactors(eqx.Module):
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """The paths of the parameters in each block."""
-        structs = self.unravel.structs
-        numbered = jtu.tree_unflatten(self.unravel.treedef, range(len(structs)))
-        paths = {
-            number: jtu.keystr(path)
-            for path, number in jtu.tree_leaves_with_path(numbered)
-        }
+        tree = jtu.tree_unflatten(self.unravel.treedef, self.unravel.structs)
+        paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(tree)]
         return tuple(
             tuple(paths[leaf] for leaf in block.part.leaves) for block in self.blocks
         )
@@ -315,7 +311,12 @@ class KFAC(AbstractFisher[Model, P, Out]):
         )
         num_leaves, formed = len(curvature.leaves), curvature.formed
         program = Program(curvature.program.closed, num_leaves, formed=formed)
-        parts = self._parts(program, diff)
+        chosen = None
+        if self.is_block is None:
+            _check_not_multiplied(program, diff)
+        else:
+            chosen = [x for x in leaves_of_parts(diff, self.is_block) if x]
+        parts = parts_of(program, chosen)
         axes = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
         mesh_axes = frozenset.intersection(*axes)
 
@@ -363,14 +364,6 @@ class KFAC(AbstractFisher[Model, P, Out]):
         is_squared = self.fisher != "type-2"
         is_semidefinite = is_squared and self.accumulator.weights is None
         return KroneckerFactors(tuple(blocks), Unravel(diff), is_semidefinite)
-
-    def _parts(self, program: Program, diff: PyTree) -> list[Part]:
-        chosen = None
-        if self.is_block is None:
-            _check_not_multiplied(program, diff)
-        else:
-            chosen = [x for x in leaves_of_parts(diff, self.is_block) if x]
-        return parts_of(program, chosen)
 
 
 def _check_not_multiplied(program: Program, diff: PyTree) -> None:

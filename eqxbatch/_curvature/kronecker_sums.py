@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real, Shaped
 
 from .._base.dtypes import common_dtype, widened, widest
-from .._base.mesh import is_on_mesh, vary, varying
+from .._base.mesh import is_on_mesh, vary_as
 from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum
 from .._sites.einsum import contract, EXAMPLE, Labels
@@ -163,7 +163,7 @@ def _role_sums(
     add = functools.partial(functools.reduce, jnp.add)
     gram, count = add(grams), weighing.sum() * positions
     # If the sums vary over devices in `jax.shard_map`, so must the count.
-    count = vary(count.astype(outputs[0].dtype), varying(jax.typeof(gram)))
+    count = vary_as([gram], count.astype(outputs[0].dtype))
     return [gram, add(sums), add(outputs), count]
 
 

@@ -6,7 +6,6 @@ eigenvectors.
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
@@ -246,13 +244,9 @@ class _Spectrum(eqx.Module):
 
     def diagonal(self) -> list[Array]:
         """The diagonal of the block, in the shapes of its parameters."""
-        product = self.values
-        with exact_products():
-            if self.outputs is not None:
-                product = jnp.einsum("boq,bqi->boi", self.outputs**2, product)
-            if self.inputs is not None:
-                product = jnp.einsum("boj,bij->boi", product, self.inputs**2)
-        return self._split(product)
+        outputs, inputs = jax.tree.map(jnp.square, (self.outputs, self.inputs))
+        squared = dataclasses.replace(self, outputs=outputs, inputs=inputs)
+        return squared.leaves(self.values)
 
     def _rotated(self, matrices: Array, *, back: bool) -> Array:
         turned = lambda basis: jnp.swapaxes(basis, -1, -2) if back else basis
@@ -266,11 +260,8 @@ class _Spectrum(eqx.Module):
     def _split(self, matrices: Array) -> list[Array]:
         if self.part.layout is not None:
             return self.part.layout.leaves(matrices)
-        ends = np.cumsum([math.prod(shape) for shape in self.part.shapes])
-        pairs = zip(
-            jnp.split(matrices.ravel(), ends[:-1]), self.part.shapes, strict=True
-        )
-        return [x.reshape(shape) for x, shape in pairs]
+        like = [jax.ShapeDtypeStruct(x, matrices.dtype) for x in self.part.shapes]
+        return Unravel(like).split(matrices.ravel())
 
 
 def _spectrum(block: KroneckerBlock) -> _Spectrum:
@@ -470,31 +461,25 @@ class KroneckerOperator(AbstractSymmetricOperator):
         return self._sum(lambda spectrum: jnp.sum(spectrum.values))
 
     def diagonal(self) -> Inexact[Array, " n"]:
-        leaves = jax.tree.leaves(self._tree(lambda spectrum: spectrum.diagonal()))
+        leaves = jax.tree.leaves(self._tree(_Spectrum.diagonal))
         return joined(leaves, self.unravel.dtype)
 
     def eigh(self) -> tuple[Inexact[Array, " n"], lineax.AbstractLinearOperator]:
-        dtype = common_dtype(*(spectrum.values.dtype for spectrum in self._spectra))
-        values = joined([spectrum.values for spectrum in self._spectra], dtype)
-        ends = np.cumsum([spectrum.values.size for spectrum in self._spectra])
+        of_blocks = [spectrum.values for spectrum in self._spectra]
+        unravel = Unravel(of_blocks)
+        values = joined(of_blocks, unravel.dtype)
 
         def vectors(coordinates: Inexact[Array, " n"]) -> PyTree:
-            pieces = iter(jnp.split(coordinates, ends[:-1]))
-            return self._tree(
-                lambda spectrum: spectrum.leaves(
-                    next(pieces).reshape(spectrum.values.shape)
-                )
-            )
+            pieces = iter(unravel.split(coordinates))
+            return self._tree(lambda spectrum: spectrum.leaves(next(pieces)))
 
-        struct = jax.ShapeDtypeStruct(values.shape, dtype)
+        struct = jax.ShapeDtypeStruct(values.shape, values.dtype)
         return values, lineax.FunctionLinearOperator(vectors, struct)
 
     def as_matrix(self) -> Inexact[Array, "n n"]:
         every = jnp.eye(sum(self.unravel.sizes), dtype=self.unravel.dtype)
-        columns = jax.vmap(lambda x: self.mv(self.unravel(x)))(every)
-        columns = jax.tree.leaves(columns)
-        flat = [x.reshape(x.shape[0], -1).astype(every.dtype) for x in columns]
-        matrix = jnp.concatenate(flat, axis=1)
+        flat = lambda tree: joined(jax.tree.leaves(tree), every.dtype)
+        matrix = jax.vmap(lambda x: flat(self.mv(self.unravel(x))))(every)
         return (matrix + matrix.T) / 2
 
     def as_pytree(self) -> PyTree:

@@ -194,8 +194,8 @@ class TestTruth:
         broken.defvjp(lambda x: (jnp.sin(x), x), fail)
         with pytest.raises(error, match="on purpose"):
             filter_jacobian(lambda x: jnp.sum(broken(x)))(jnp.ones(3))
-        for name, fun in (("columns", jnp.sin), ("images", jnp.sum)):
-            monkeypatch.setattr(jacobian_module, name, fail)
+        monkeypatch.setattr(jacobian_module, "images", fail)
+        for fun in (jnp.sin, jnp.sum):
             with pytest.raises(error, match="on purpose"):
                 filter_jacobian(lambda x, fun=fun: fun(x))(jnp.ones(3))
 
