@@ -456,9 +456,11 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         self, args: tuple, kwargs: dict[str, Any], nondiff: PyTree, treedef: Any
     ) -> list[Term]:
         fun = self.__wrapped__
+        term = functools.partial(
+            Term, nondiff=nondiff, treedef=treedef, has_residual=self.has_residual
+        )
         if not isinstance(fun, Terms):
-            batch = self.batch(args, kwargs)
-            return [Term(fun, batch, nondiff, treedef, self.has_residual)]
+            return [term(fun, self.batch(args, kwargs))]
         model, *batches = args
         num = len(fun.functions)
         if kwargs or len(batches) != num:
@@ -475,13 +477,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         in_axes = _for_terms("in_axes", self.in_axes, num)
         triples = zip(fun.functions, in_axes, batches, strict=True)
         return [
-            Term(
-                function,
-                split_examples(function, (axes,), (model, batch), {}),
-                nondiff,
-                treedef,
-                self.has_residual,
-            )
+            term(function, split_examples(function, (axes,), (model, batch), {}))
             for function, axes, batch in triples
         ]
 

@@ -24,7 +24,7 @@ from .._batch.accumulators import Concat
 from .._batch.batch import Batch
 from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum
-from .._curvature.columns import with_both_modes
+from .._curvature.columns import check_outputs, with_both_modes
 from .._kernels.engine import make_collectors, on_device
 from .._kernels.kernel import Plan, room_to_keep
 from .._ntk.estimator import ModelKernel
@@ -110,22 +110,10 @@ class CentredTerm(eqx.Module):
 
 def _checked(out: PyTree) -> PyTree:
     """The outputs of a residual function, as arrays."""
-
-    def check(path: tuple, x: Any) -> Array:
-        if eqx.is_array_like(x):
-            array = jnp.asarray(x)
-            if jnp.issubdtype(array.dtype, jnp.inexact):
-                return array
-        got = f"dtype {x.dtype}" if eqx.is_array(x) else described(x)
-        raise ValueError(
-            "`residual` must return arrays of an inexact dtype, as only these have a "
-            f"derivative; got {got} for output{jtu.keystr(path)}. Return only the "
-            "residuals, whose squares are summed."
-        )
-
-    if not jtu.tree_leaves(out):
-        raise ValueError("`residual` must return at least one array; got none.")
-    return jtu.tree_map_with_path(check, out)
+    is_number = lambda x: eqx.is_array_like(x) and not isinstance(x, int)
+    out = jtu.tree_map(lambda x: jnp.asarray(x) if is_number(x) else x, out)
+    check_outputs(out, "residual", "the residuals, whose squares are summed")
+    return out
 
 
 def _flat(tree: PyTree[Array], like: PyTree[Array] = None) -> Float[Array, " entries"]:
@@ -165,15 +153,13 @@ class Residuals:
         microbatch_size: int | None,
     ):
         self.terms, self.centre, self._size = terms, centre, microbatch_size
+        batches = [term.batch for term in terms]
         # Inside `jax.shard_map`, JAX sums a derivative over devices if its input is the
         # same on all of them. A step uses the examples of its device only.
-        arrays = [x for term in terms for x in term.batch.arrays]
+        arrays = [x for batch in batches for x in batch.arrays]
         self.leaves = vary_as(arrays, leaves)
-        self.rows = [_rows(term.batch) for term in terms]
-        self._one_mode = [
-            self._traced(term, rows)
-            for term, rows in zip(terms, self.rows, strict=True)
-        ]
+        self.rows = [Rows(x.arrays, x.axes, x.total()) for x in batches]
+        self._one_mode = [self._traced(term, i) for i, term in enumerate(terms)]
         self._derivatives: list[Derivative] = [
             derivative_of_program("`residual`", program, rows.arrays)
             for program, rows in zip(self._one_mode, self.rows, strict=True)
@@ -212,14 +198,13 @@ class Residuals:
         """Like `programs`, with centred derivatives if required."""
         if not self.centre:
             return self.programs
-        terms = self.centred_terms
         return [
-            self._with(i, "columns", self._traced(terms[i], self.rows[i]))
-            for i in self.numbers
+            self._with(i, "columns", self._traced(term, i))
+            for i, term in enumerate(self.centred_terms)
         ]
 
-    def _traced(self, fun: Callable, rows: Rows) -> TracedFunction:
-        of_row = lambda leaves, row: fun(leaves, *row)
+    def _traced(self, fun: Callable, number: int) -> TracedFunction:
+        rows, of_row = self.rows[number], lambda leaves, row: fun(leaves, *row)
         return TracedFunction(of_row, self.leaves, rows.arrays, rows.axes)
 
     def _with(
@@ -244,10 +229,8 @@ class Residuals:
     def values(self) -> Vectors:
         """The residuals, centred if required."""
         programs = [
-            self._traced(term.residual, rows) if term.has_residual else program
-            for term, program, rows in zip(
-                self.terms, self._one_mode, self.rows, strict=True
-            )
+            self._traced(term.residual, i) if term.has_residual else self._one_mode[i]
+            for i, term in enumerate(self.terms)
         ]
         return self._of_all(lambda i, rows: programs[i].many(self.leaves, rows)[0])
 
@@ -354,8 +337,10 @@ class Residuals:
         vectors = [x.astype(self.dtype) for x in vectors]
         if not self.centre:
             return vectors
-        pairs = zip(vectors, self.weights, strict=True)
-        return [_centred(x, weights, is_transpose) for x, weights in pairs]
+        pairs = zip(vectors, map(shares, self.weights), strict=True)
+        if is_transpose:
+            return [x - jnp.outer(mean, jnp.sum(x, axis=0)) for x, mean in pairs]
+        return [_centred(x, mean, 0) for x, mean in pairs]
 
     def weighted(self, vectors: Vectors, power: float = 1.0) -> Vectors:
         """Multiplies by the weights of the examples, or by a power of them."""
@@ -485,16 +470,16 @@ class SampleKernel:
         weights = residuals.weights[first], residuals.weights[second]
         if residuals.centre:
             for axis, of_side in enumerate(weights):
-                kernel = _centred_along(kernel, shares(of_side), axis)
+                kernel = _centred(kernel, shares(of_side), axis)
         roots = [jnp.sqrt(x) for x in weights]
         kernel = kernel * jnp.expand_dims(jnp.outer(roots[0], roots[1]), (2, 3))
         n1, n2, out1, out2 = kernel.shape
         return jnp.swapaxes(kernel, 1, 2).reshape(n1 * out1, n2 * out2)
 
 
-def _centred_along(kernel: Array, weights: Array, axis: int) -> Array:
-    mean = jnp.tensordot(weights, kernel, axes=(0, axis))
-    return kernel - jnp.expand_dims(mean, axis)
+def _centred(x: Float[Array, "..."], weights: Array, axis: int) -> Array:
+    mean = jnp.tensordot(weights, x, axes=(0, axis))
+    return x - jnp.expand_dims(mean, axis)
 
 
 def _product(
@@ -520,10 +505,6 @@ def _product(
     return jnp.tensordot(vector.astype(wide.dtype), wide, vector.ndim)
 
 
-def _rows(batch: Batch) -> Rows:
-    return Rows(batch.arrays, batch.axes, batch.total())
-
-
 def in_range(vectors: Vectors) -> tuple[Vectors, Float[Array, ""]]:
     """Vectors scaled to the range of half precision, and their scale.
 
@@ -538,12 +519,3 @@ def shares(weights: Float[Array, " n"]) -> Float[Array, " n"]:
     """The weights of a mean."""
     total = jnp.sum(weights)
     return weights / jnp.where(total > 0, total, jnp.ones_like(total))
-
-
-def _centred(
-    x: Float[Array, "n entries"], weights: Float[Array, " n"], is_transpose: bool
-) -> Float[Array, "n entries"]:
-    weights = shares(weights)
-    if is_transpose:
-        return x - jnp.outer(weights, jnp.sum(x, axis=0))
-    return x - (weights @ x)[None]
