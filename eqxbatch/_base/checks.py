@@ -62,6 +62,7 @@ def _mismatch(
     name: str, values: Mapping[str, Any], hint: Any, remedy: str
 ) -> TypeError | ValueError:
     value = values[name]
+    are_numbers = isinstance(value, (list, tuple, int, float, complex))
     what = name if " " in name else f"`{name}`"
     message = f"{what} must be {text_of(hint)}; got {described(value)}"
     is_shape = any(fits(value, wide) for wide in _of_any_shape(hint))
@@ -70,9 +71,7 @@ def _mismatch(
         shapes = [f"`{key}` of shape {x.shape}" for key, x in arrays.items()]
         others = shapes[: [*arrays].index(name)] if name in arrays else shapes
         message += f", with {' and '.join(others)}" * bool(others)
-    elif (
-        not remedy and any(map(_is_array_hint, _options(hint))) and _are_numbers(value)
-    ):
+    elif not remedy and any(map(_is_array_hint, _options(hint))) and are_numbers:
         remedy = "Make an array of it with `jax.numpy.asarray`."
     error = ValueError if is_shape else TypeError
     return error(f"{message}. {remedy}".rstrip())
@@ -168,10 +167,6 @@ def _is_dtype(value: Any) -> bool:
 
 def _is_array_hint(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, AbstractArray)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, (list, tuple, int, float, complex))
 
 
 def _of_any_shape(hint: Any) -> list[Any]:

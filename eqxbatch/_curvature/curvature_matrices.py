@@ -601,8 +601,7 @@ class CurvatureBlocks:
         if self._sites is not None:
             sums += self._by_sites(self._sites, rows, weights)
             if self._sites.counts_cancelled:
-                *sums, num_cancelled = sums
-                sums = self._unless_cancelled(num_cancelled, sums, rows, weights)
+                sums = self._unless_cancelled(sums, rows, weights)
             rest -= self._sites.requested.leaves
         others = [pair for (pair,) in self.groups[len(sums) :]]
         if others:
@@ -611,14 +610,11 @@ class CurvatureBlocks:
         return sums
 
     def _unless_cancelled(
-        self,
-        num_cancelled: Array,
-        sums: list[Array],
-        rows: list,
-        weights: Array | None,
+        self, sums: list[Array], rows: list, weights: Array | None
     ) -> list[Array]:
         """The blocks from sites, or from products if terms cancel for some examples."""
         assert self._sites is not None
+        *sums, num_cancelled = sums
         groups, program = self._sites.groups, self._sites.program
         leaves = self._sites.requested.leaves
         total = rows[0].shape[self.curvature.axes[0]] if rows else 1

@@ -272,12 +272,6 @@ class LossCurvature(AbstractCurvature):
     def products(
         self, rows: list, weights: Weights, axes: Sequence[int], is_single: bool
     ) -> Products:
-        gradient = self._gradient(rows, weights, axes)
-        is_reverse = self._is_reverse()
-        return hessian_products(gradient, is_reverse=is_reverse, is_single=is_single)
-
-    def _is_reverse(self) -> bool:
-        """Whether the gradient is differentiated in reverse mode as well."""
         is_reverse = self._mode == "rev"
         if self._mode == "auto":
             reason = self._without_forward_mode(range(len(self.leaves)))
@@ -289,7 +283,8 @@ class LossCurvature(AbstractCurvature):
                     "memory. Set `mode='rev'` to do so without a warning. "
                     f"({reason})"
                 )
-        return is_reverse
+        gradient = self._gradient(rows, weights, axes)
+        return hessian_products(gradient, is_reverse=is_reverse, is_single=is_single)
 
     def _gradient(
         self, rows: list, weights: Array | None = None, axes: Sequence[int] = ()

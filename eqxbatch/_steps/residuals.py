@@ -398,16 +398,16 @@ class SampleKernel:
             formed |= {*choose_formed(factors[i], factors[j], 0, schedule)[0]}
         return formed
 
-    def _axes(self, first: int, second: int, dtype: Any = None) -> OutputAxes:
+    def _axes(self, first: int, second: int, dtype: Any) -> OutputAxes:
         entries = self._residuals.entries
         shapes = (entries[first],), (entries[second],)
-        dtype = self._residuals.dtype if dtype is None else dtype
         return OutputAxes(0, shapes, dtype, batch=0, roles=("full", "full"))
 
     def _kernel(self, first: int, second: int) -> ModelKernel:
         """The kernel of two terms, which may be the same."""
         rows, is_same = self._residuals.rows, first == second
         factors = [self._factors[first], self._factors[second]][: 1 if is_same else 2]
+        axes = self._axes(first, second, self._residuals.dtype)
         return ModelKernel(
             Plan(
                 Mirror((), ()) if is_same else None,
@@ -415,7 +415,7 @@ class SampleKernel:
                 0 if self._size is None else room_to_keep(),
             ),
             (rows[first], rows[second]),
-            Sites([], [self._axes(first, second)], factors),
+            Sites([], [axes], factors),
             lambda blocks: blocks["ntk", 0],
         )
 
