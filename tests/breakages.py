@@ -95,8 +95,8 @@ BREAKAGES = [
     Breakage(
         "only the remainder is checkpointed",
         "_batch/loop.py",
-        "if self.program.checkpoint:",
-        "if self.program.checkpoint and block.is_remainder:",
+        "if self.checkpoint:",
+        "if self.checkpoint and block.is_remainder:",
         "tests/maps/test_derivatives.py -k checkpoint",
     ),
     Breakage(

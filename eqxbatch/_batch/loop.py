@@ -1,5 +1,6 @@
 """The loop over microbatches: one body for all full ones, then the remainder."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from jaxtyping import Array, PyTree
 from .._base.cpu import evaluate_in_loop
 from .._base.jaxprs import axis_names, evaluate_jaxpr
 from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
-from .._base.trees import is_none
 from .accumulators import Concat, Max, Min
 from .batch import (
     are_split,
@@ -34,28 +34,6 @@ from .slots import (
     OutputAccumulator,
     Slots,
 )
-
-
-class _Operands(eqx.Module):
-    """All arrays of a run, including those that it may be differentiated in."""
-
-    arrays: list
-    full_consts: list
-    remainder_consts: list
-    accumulators: list
-    limit: Any
-
-
-class _Program(eqx.Module):
-    """What is known of a run at trace time; it holds no arrays."""
-
-    full: Any = eqx.field(static=True)
-    outs: list[jax.ShapeDtypeStruct] = eqx.field(static=True)
-    remainder: Any = eqx.field(static=True)
-    axes: tuple[int, ...] = eqx.field(static=True)
-    blocks: Blocks
-    slots: list[OutputAccumulator]
-    checkpoint: bool = eqx.field(static=True)
 
 
 def run_blocks(
@@ -111,26 +89,27 @@ def run_blocks(
         evaluate = functools.partial(evaluate_jaxpr, full.jaxpr, full.consts)
         outs = jax.eval_shape(evaluate, structs(blocks.size))
 
-    operands = _Operands(
+    run = _Run(
         arrays=arrays,
         full_consts=list(full.consts),
         remainder_consts=list(remainder.consts),
-        accumulators=[slot.accumulator for slot in slots.slots],
+        slots=slots.slots,
         limit=limit,
-    )
-    program = _Program(
         full=full.jaxpr,
         outs=outs,
         remainder=remainder.jaxpr,
         axes=axes,
         blocks=blocks,
-        slots=[eqx.tree_at(lambda s: s.accumulator, s, None) for s in slots.slots],
         checkpoint=checkpoint,
     )
     # JAX would call a derivative rule again after these axis names are unbound.
-    has_names = any(axis_names(jaxpr) for jaxpr in (full.jaxpr, remainder.jaxpr))
-    run = _loop_without_rule if has_names else _loop
-    return slots.combine(run(operands, program=program))
+    if any(axis_names(jaxpr) for jaxpr in (full.jaxpr, remainder.jaxpr)):
+        # The loop whose transpose is efficient, differentiated or not.
+        are_inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
+        results = dataclasses.replace(run, differentiated=are_inexact).results()
+    else:
+        results = _loop(run)
+    return slots.combine(results)
 
 
 def _at_once(
@@ -232,77 +211,52 @@ def _check_shape(
         )
 
 
-@eqx.filter_custom_jvp
-def _loop(operands: _Operands, *, program: _Program) -> list[PyTree]:
-    return _Run(operands, program, None).results()
+class _Run(eqx.Module):
+    """A run over microbatches, with all arrays that it may be differentiated in.
 
-
-@_loop.def_jvp
-def _loop_jvp(primals: tuple, tangents: tuple, *, program: _Program) -> tuple:
-    """The derivative, through a loop whose transpose is efficient, too.
-
-    Microbatches are read with a dynamic slice and written with a dynamic update slice,
-    which needs no copy of the batch. In reverse mode, each such slice becomes a sum
-    over an array as large as the batch. `lax.scan` over the microbatches transposes in
-    place, so differentiated arrays are scanned over.
+    - `full`, `remainder`: the jaxprs of a microbatch; the former returns `outs`.
+    - `differentiated`: which of the `arrays` are, in a derivative; otherwise None.
     """
-    (operands,), (tangents,) = primals, tangents
-    perturbed = jtu.tree_map(lambda _, t: t is not None, operands, tangents)
-    diff, nondiff = eqx.partition(operands, perturbed)
 
-    def run(diff: _Operands) -> list[PyTree]:
-        operands = eqx.combine(diff, nondiff)
-        return _Run(operands, program, perturbed.arrays).results()
+    arrays: list
+    full_consts: list
+    remainder_consts: list
+    slots: list[OutputAccumulator]
+    limit: Any
+    full: Any = eqx.field(static=True)
+    remainder: Any = eqx.field(static=True)
+    outs: list[jax.ShapeDtypeStruct] = eqx.field(static=True)
+    axes: tuple[int, ...] = eqx.field(static=True)
+    blocks: Blocks
+    checkpoint: bool = eqx.field(static=True)
+    differentiated: list[bool] | None = eqx.field(static=True, default=None)
 
-    out, t_out = jax.jvp(run, (diff,), (tangents,))
-    return out, jtu.tree_map(_none_if_integer, out, t_out)
+    @property
+    def is_limit_traced(self) -> bool:
+        return eqx.is_array(self.limit)
 
+    @property
+    def num_steps(self) -> int:
+        """The number of full microbatches that run, or at most run."""
+        num = self.blocks.num_full
+        has_number = self.limit is not None and not self.is_limit_traced
+        return min(self.limit, num) if has_number else num
 
-def _loop_without_rule(operands: _Operands, *, program: _Program) -> list[PyTree]:
-    """Runs the loop whose transpose is efficient, differentiated or not."""
-    are_inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands.arrays]
-    return _Run(operands, program, are_inexact).results()
+    @property
+    def runs_remainder(self) -> bool:
+        is_reached = self.is_limit_traced or self.limit in (None, self.blocks.num)
+        return self.blocks.remainder > 0 and is_reached
 
-
-def _none_if_integer(out: Array, t_out: Any) -> Any:
-    return t_out if jnp.issubdtype(out.dtype, jnp.inexact) else None
-
-
-class _Run:
-    """One run of a program; `differentiated` says which arrays are, if any."""
-
-    def __init__(
-        self,
-        operands: _Operands,
-        program: _Program,
-        differentiated: list[bool] | None,
-    ):
-        self.operands = operands
-        self.program = program
-        self.blocks = program.blocks
-        self.is_derivative = differentiated is not None
-        self.threaded = differentiated or [False] * len(operands.arrays)
-        self.slots = [
-            eqx.tree_at(lambda s: s.accumulator, slot, accumulator, is_leaf=is_none)
-            for slot, accumulator in zip(
-                program.slots, operands.accumulators, strict=True
-            )
-        ]
-        self.limit = operands.limit
-        self.is_limit_traced = eqx.is_array(self.limit)
-        self.num_steps = self.blocks.num_full
-        self.runs_remainder = self.blocks.remainder > 0
-        if self.limit is not None and not self.is_limit_traced:
-            self.num_steps = min(self.limit, self.num_steps)
-            self.runs_remainder &= self.limit == self.blocks.num
+    @property
+    def is_loop(self) -> bool:
         # One step needs no loop, and XLA optimises code outside of loops better.
-        self.is_loop = self.num_steps > 1
+        return self.num_steps > 1
 
     def results(self) -> list[PyTree]:
         first = full_block(self.blocks, 0)
         values = jax.eval_shape(
             lambda outs: [slot.value(outs, first) for slot in self.slots],
-            self.program.outs,
+            self.outs,
         )
         states = [
             None if self.is_collected(slot) else self.initial_state(slot, value)
@@ -311,7 +265,7 @@ class _Run:
         states, pieces, num_ran = self.full_blocks(states)
         if self.runs_remainder:
             block = remainder_block(self.blocks)
-            rows = [None] * len(self.operands.arrays)
+            rows = [None] * len(self.arrays)
             # Always true, but XLA cannot know that ahead of the loop. As a branch, the
             # remainder reuses memory of the loop; otherwise XLA allocates more.
             after_loop = num_ran == self.num_steps if self.is_loop else None
@@ -326,7 +280,7 @@ class _Run:
                 zip(self.slots, values, states, strict=True)
             )
         ]
-        outs = [var.aval for var in self.program.full.outvars]
+        outs = [var.aval for var in self.full.outvars]
         return [
             _as_weak(x) if slot.is_weak(outs) else x
             for x, slot in zip(results, self.slots, strict=True)
@@ -354,7 +308,7 @@ class _Run:
 
         Only outputs transpose in place; see `_loop_jvp`.
         """
-        return self.is_derivative and isinstance(slot.accumulator, Concat)
+        return self.differentiated is not None and isinstance(slot.accumulator, Concat)
 
     def full_blocks(self, states: list) -> tuple[list, list[list], Any]:
         """The states after all full microbatches, the collected values, and a count."""
@@ -362,7 +316,7 @@ class _Run:
             return states, [], 0
         if not self.is_loop:
             block = full_block(self.blocks, 0)
-            values = self.values(block, [None] * len(self.operands.arrays), None)
+            values = self.values(block, [None] * len(self.arrays), None)
             return self.updated(states, values, block), [values], 1
 
         def step(carry: tuple, rows: list) -> tuple[tuple, list]:
@@ -375,10 +329,11 @@ class _Run:
             ]
             return (self.updated(states, values, block), index + 1), collected
 
+        threaded = self.differentiated or [False] * len(self.arrays)
         rows = [
-            self.cut(x, axis) if threaded else None
-            for x, axis, threaded in zip(
-                self.operands.arrays, self.program.axes, self.threaded, strict=True
+            self.cut(x, axis) if is_threaded else None
+            for x, axis, is_threaded in zip(
+                self.arrays, self.axes, threaded, strict=True
             )
         ]
         carry = (states, jnp.zeros((), jnp.int32))
@@ -414,21 +369,19 @@ class _Run:
         def compute(rows: list) -> list[PyTree]:
             arrays = [
                 block.take(x, axis) if given is None else given
-                for x, axis, given in zip(
-                    self.operands.arrays, self.program.axes, rows, strict=True
-                )
+                for x, axis, given in zip(self.arrays, self.axes, rows, strict=True)
             ]
             if block.is_remainder:
-                jaxpr, consts = self.program.remainder, self.operands.remainder_consts
+                jaxpr, consts = self.remainder, self.remainder_consts
             else:
-                jaxpr, consts = self.program.full, self.operands.full_consts
+                jaxpr, consts = self.full, self.full_consts
             # Convolutions are as slow in a branch as in a loop.
             is_inside = self.is_loop or condition is not None
             evaluate = evaluate_in_loop if is_inside else evaluate_jaxpr
             outs = [_as_strong(x) for x in evaluate(jaxpr, consts, arrays)]
             return [slot.value(outs, block) for slot in self.slots]
 
-        if self.program.checkpoint:
+        if self.checkpoint:
             is_in_loop = self.is_loop and not block.is_remainder
             compute = jax.checkpoint(compute, prevent_cse=not is_in_loop)
         with jax.named_scope("microbatch"):
@@ -484,6 +437,34 @@ class _Run:
         concat = slot.accumulator
         assert isinstance(concat, Concat)
         return concat.axis_of(value), concat.parts_of(value, full_block(self.blocks, 0))
+
+
+@eqx.filter_custom_jvp
+def _loop(run: _Run) -> list[PyTree]:
+    return run.results()
+
+
+@_loop.def_jvp
+def _loop_jvp(primals: tuple, tangents: tuple) -> tuple:
+    """The derivative, through a loop whose transpose is efficient, too.
+
+    Microbatches are read with a dynamic slice and written with a dynamic update slice,
+    which needs no copy of the batch. In reverse mode, each such slice becomes a sum
+    over an array as large as the batch. `lax.scan` over the microbatches transposes in
+    place, so differentiated arrays are scanned over.
+    """
+    (run,), (tangents,) = primals, tangents
+    perturbed = jtu.tree_map(lambda _, t: t is not None, run, tangents)
+    diff, nondiff = eqx.partition(run, perturbed)
+
+    def results(diff: _Run) -> list[PyTree]:
+        run = eqx.combine(diff, nondiff)
+        return dataclasses.replace(run, differentiated=perturbed.arrays).results()
+
+    out, t_out = jax.jvp(results, (diff,), (tangents,))
+    # There are no tangents of integers.
+    is_inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    return out, jtu.tree_map(lambda x, t: t if is_inexact(x) else None, out, t_out)
 
 
 def _as_strong(x: Any) -> Array:
