@@ -25,7 +25,7 @@ from .batch import (
     unbatched,
 )
 from .loop import run_blocks
-from .moments import check_real, check_weights, Mean, OfTotals, Sum
+from .moments import Mean, OfTotals, rows_and_weights, Sum
 from .slots import array_structs, match_accumulators, Slots
 from .transform import AbstractAutoSharded, AbstractMicrobatched, AbstractTransform
 
@@ -129,11 +129,7 @@ def split_examples(
     fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
 ) -> Batch:
     """The arguments of a call, with `in_axes` for those after the first."""
-    return split_batch(fun, _axes_of_all(fun, in_axes, args), args, kwargs)
-
-
-def _axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
-    """`in_axes` for all arguments, from `in_axes` for all but the first."""
+    num = len(args) - 1
     if isinstance(in_axes, dict):
         (first,) = positional_names(fun, 1)
         if in_axes.get(first) is not None:
@@ -142,17 +138,18 @@ def _axes_of_all(fun: Callable, in_axes: PyTree, args: tuple) -> PyTree:
                 "but the first argument is the one that is differentiated, and is the "
                 "same for all examples. Leave it out."
             )
-        return {**in_axes, first: None}
-    num = len(args) - 1
-    if isinstance(in_axes, (tuple, list)):
+        in_axes = {**in_axes, first: None}
+    elif isinstance(in_axes, (tuple, list)):
         if len(in_axes) != num:
             raise ValueError(
                 "`in_axes` is for the arguments after the first, which is never "
                 f"batched: it must have {num} entries for {len(args)} positional "
                 f"arguments; got {shown(in_axes)}."
             )
-        return (None, *in_axes)
-    return (None, *[in_axes] * num)
+        in_axes = (None, *in_axes)
+    else:
+        in_axes = (None, *[in_axes] * num)
+    return split_batch(fun, in_axes, args, kwargs)
 
 
 def _check_complex(diff: PyTree, holomorphic: bool | None) -> None:
@@ -176,8 +173,7 @@ def _dtypes(diff: PyTree) -> list[str]:
     return [str(x.dtype) for x in jtu.tree_leaves(diff)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Loss:
+class Loss(eqx.Module):
     """A function whose first argument is differentiated, and a call of it.
 
     `diff` and `nondiff` are the two parts of that argument, and `batch` splits all
@@ -328,13 +324,12 @@ class TracedLoss:
         `sums(weights, share)` are the weighted sums over the examples, times a number.
         """
         if is_mean and not self.is_narrow:
-            mean = [widened(x) for x in sums(None, 1 / num)]
-            return MicrobatchResult(whole={"gradient": self.gradient(mean)})
-        total = weighted_totals(sums, num, weights, self.is_narrow)
-        if is_mean:
-            mean = [x / num for x in total]
-            return MicrobatchResult(whole={"gradient": self.gradient(mean)})
-        return MicrobatchResult(total={"gradient": self.gradient(total)})
+            found = [widened(x) for x in sums(None, 1 / num)]
+        else:
+            found = weighted_totals(sums, num, weights, self.is_narrow)
+            found = [x / num for x in found] if is_mean else found
+        part = "whole" if is_mean else "total"
+        return MicrobatchResult(**{part: {"gradient": self.gradient(found)}})
 
 
 class AbstractDerivative(AbstractTransform):
@@ -434,14 +429,8 @@ class Microbatches:
         """
         if self.blocks is None:
             return sums([], None), per_example([])
-        arrays, axes = self.batch.arrays, self.batch.axes
-        num, weights = len(arrays), self.accumulator.weights
-        if weights is not None:
-            name = type(self.accumulator).__name__
-            check_weights(name, weights, self.blocks)
-            check_real(name, weights)
-            arrays, axes = [*arrays, weights], (*axes, 0)
-
+        arrays, axes = rows_and_weights(self.accumulator, self.batch, self.blocks)
+        num, weights = len(self.batch.arrays), self.accumulator.weights
         is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
 
         def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
@@ -499,8 +488,7 @@ class AbstractOverExamples(
         self, args: tuple, kwargs: dict[str, Any], args_of_fun: tuple
     ) -> Microbatches:
         """The examples of a call; `fun` may take fewer arguments."""
-        batch = self.batch(args_of_fun, kwargs)
-        if self.in_axes is None:
-            return Microbatches(batch, None, self.accumulator)
-        blocks = self.blocks(batch, args, kwargs, batch.total())
+        batch, blocks = self.batch(args_of_fun, kwargs), None
+        if self.in_axes is not None:
+            blocks = self.blocks(batch, args, kwargs, batch.total())
         return Microbatches(batch, blocks, self.accumulator)

@@ -1,8 +1,8 @@
 """Sums and moments over examples, exact with a remainder and after an early stop."""
 
 import abc
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -20,9 +20,8 @@ from .._base.dtypes import (
     widened,
     widest,
 )
-from .._base.trees import is_none
 from .accumulators import AbstractAccumulator
-from .batch import Block, Blocks, full_block
+from .batch import Batch, Block, Blocks, full_block
 
 
 _Value = Shaped[Array, "*r"]
@@ -46,27 +45,95 @@ class _Total(eqx.Module):
         weight, lost_weight = plus(self.weight, self.lost[1], value.weight)
         return _Total(total, weight, self.dtype, (lost, lost_weight))
 
+    def before(self, num: int) -> "_Total":
+        """The state before the first of `num` microbatches, from zeros."""
+        lost = nothing_lost(self.total, num), nothing_lost(self.weight, num)
+        return dataclasses.replace(self, lost=lost)
 
-class AbstractTotal(AbstractAccumulator[_Total]):
-    """A sum over examples, as it is or divided by their weight."""
 
-    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
-    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+class VarianceState(eqx.Module):
+    """The mean over some examples, and the sum of squared distances to it.
+
+    `count` is the number of examples and `observations` the number of results. `lost`
+    is what rounding took from `squares`, if there are many microbatches.
+    """
+
+    mean: Any
+    squares: Any
+    count: Any
+    observations: Any
+    dtype: Any = eqx.field(static=True)
+    lost: Any = None
+
+    def whole(self) -> "VarianceState":
+        """The same, with `squares` in one number."""
+        squares = complete(self.squares, self.lost)
+        return dataclasses.replace(self, squares=squares, lost=None)
+
+    def plus(self, value: "VarianceState", xp: Any = jnp) -> "VarianceState":
+        """The moments of both sets of examples. `xp` is the library of their arrays."""
+        counts = self.count, value.count, self.count + value.count
+        # In floating point, because the product of two counts can overflow int32.
+        real = widest(self.mean.dtype)
+        of_self, of_value, of_both = (xp.asarray(x).astype(real) for x in counts)
+        shares = [(x / of_both).astype(self.mean.dtype) for x in (of_self, of_value)]
+        delta = value.mean - self.mean
+        # The difference is more accurate, unless it is infinite: then a mean is
+        # infinite, or both are huge with opposite signs.
+        mean = xp.where(
+            xp.isfinite(delta),
+            self.mean + delta * shares[1],
+            self.mean * shares[0] + value.mean * shares[1],
+        )
+        if self.squares is None:
+            return VarianceState(mean, None, counts[-1], None, self.dtype)
+        # Scaled before squaring: the square alone may overflow.
+        distance = delta * xp.sqrt(of_self * (of_value / of_both)).astype(delta.dtype)
+        part = value.squares + _abs_squared(distance)
+        squares, lost = plus(self.squares, self.lost, part)
+        observations = self.observations + value.observations
+        return VarianceState(mean, squares, counts[-1], observations, self.dtype, lost)
+
+    def before(self, num: int) -> "VarianceState":
+        """The state before the first of `num` microbatches, from zeros."""
+        return dataclasses.replace(self, lost=nothing_lost(self.squares, num))
+
+
+_Summary = TypeVar("_Summary", _Total, VarianceState)
+
+
+class AbstractSummary(AbstractAccumulator[_Summary]):
+    """Adds up summaries of examples, such as their total and number."""
 
     def __check_init__(self) -> None:
         check_fields(self)
 
     @abc.abstractmethod
-    def whole(self, value: Any, block: Block) -> _Total:
-        """The value of a microbatch, which is a total if it comes from `aggregate`."""
+    def whole(self, value: Any, block: Block) -> _Summary:
+        """The summary of a microbatch, from its result as a whole."""
 
-    def init(self, value: Any, blocks: Blocks) -> _Total:
-        zero, num = _zeros_of(self.whole, value, blocks), blocks.num
-        lost = nothing_lost(zero.total, num), nothing_lost(zero.weight, num)
-        return _Total(zero.total, zero.weight, zero.dtype, lost)
+    def init(self, value: Any, blocks: Blocks) -> _Summary:
+        block = full_block(blocks, 0)
+        struct = jax.eval_shape(lambda value: self._summary(value, block), value)
+        zeros = jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
+        return zeros.before(blocks.num)
 
-    def update(self, state: _Total, value: _Total | _Value, block: Block) -> _Total:
-        return state.plus(self.whole(value, block))
+    def update(
+        self, state: _Summary, value: _Summary | _Value, block: Block
+    ) -> _Summary:
+        return state.plus(self._summary(value, block))
+
+    def _summary(self, value: Any, block: Block) -> Any:
+        # It is one already if it comes from `aggregate`.
+        is_summary = isinstance(value, (_Total, VarianceState))
+        return value if is_summary else self.whole(value, block)
+
+
+class AbstractTotal(AbstractSummary[_Total]):
+    """A sum over examples, as it is or divided by their weight."""
+
+    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
 
 class Sum(AbstractTotal):
@@ -111,8 +178,6 @@ class Sum(AbstractTotal):
         return _Total(weighted_sum(total, self.weights, block), None, dtype)
 
     def whole(self, value: Any, block: Block) -> _Total:
-        if isinstance(value, _Total):
-            return value
         if self.weights is not None:
             raise ValueError(
                 "Sum(weights=...) weights single examples, but here `fun` returns one "
@@ -167,54 +232,12 @@ class Mean(AbstractTotal):
         return _Total(weighted_sum(total, self.weights, block), weight, dtype)
 
     def whole(self, value: Any, block: Block) -> _Total:
-        if isinstance(value, _Total):
-            return value
         mean, dtype = _cast("Mean", value, self.dtype, self.weights, inexact=True)
         weight = block_weight(mean.dtype, self.weights, block)
         return _Total(mean * weight.astype(mean.dtype), weight, dtype)
 
 
-class VarianceState(eqx.Module):
-    """The mean over some examples, and the sum of squared distances to it.
-
-    `count` is the number of examples and `observations` the number of results. `lost`
-    is what rounding took from `squares`, if there are many microbatches.
-    """
-
-    mean: Any
-    squares: Any
-    count: Any
-    observations: Any
-    dtype: Any = eqx.field(static=True)
-    lost: Any = None
-
-    def whole(self) -> "VarianceState":
-        """The same, with `squares` in one number."""
-        squares = complete(self.squares, self.lost)
-        return VarianceState(
-            self.mean, squares, self.count, self.observations, self.dtype
-        )
-
-
-class AbstractMoments(AbstractAccumulator[VarianceState]):
-    """A mean over examples, with or without a variance, merged without a sum."""
-
-    @abc.abstractmethod
-    def whole(self, value: Any, block: Block) -> VarianceState:
-        """The value of a microbatch, which has moments if it is from `aggregate`."""
-
-    def init(self, value: Any, blocks: Blocks) -> VarianceState:
-        state = _zeros_of(self.whole, value, blocks)
-        lost = nothing_lost(state.squares, blocks.num)
-        return eqx.tree_at(lambda s: s.lost, state, lost, is_leaf=is_none)
-
-    def update(
-        self, state: VarianceState, value: VarianceState | _Value, block: Block
-    ) -> VarianceState:
-        return merged(state, self.whole(value, block))
-
-
-class RunningMean(AbstractMoments):
+class RunningMean(AbstractSummary[VarianceState]):
     """The mean over all examples, updated as a running mean after every microbatch.
 
     Like [`eqxbatch.Mean`][] without weights, but for results whose sum would overflow:
@@ -244,9 +267,6 @@ class RunningMean(AbstractMoments):
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
-    def __check_init__(self) -> None:
-        check_fields(self)
-
     def finalize(self, state: VarianceState) -> Inexact[Array, "*r"]:
         return _mean_or_nan(state)
 
@@ -255,8 +275,6 @@ class RunningMean(AbstractMoments):
         return VarianceState(_mean(whole.mean), None, whole.count, None, whole.dtype)
 
     def whole(self, value: Any, block: Block) -> VarianceState:
-        if isinstance(value, VarianceState):
-            return value
         mean, dtype = _cast("RunningMean", value, self.dtype, None, inexact=True)
         return VarianceState(
             mean, None, jnp.asarray(block.size, jnp.int32), None, dtype
@@ -270,7 +288,7 @@ class MeanAndVariance(NamedTuple):
     variance: Inexact[Array, "*r"]
 
 
-class Variance(AbstractMoments):
+class Variance(AbstractSummary[VarianceState]):
     """Mean and variance over all examples, in one numerically stable pass.
 
     Each array of the output becomes a [`eqxbatch.MeanAndVariance`][], whose fields are
@@ -310,9 +328,6 @@ class Variance(AbstractMoments):
     ddof: int = eqx.field(static=True, default=0)
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
-    def __check_init__(self) -> None:
-        check_fields(self)
-
     def finalize(self, state: VarianceState) -> MeanAndVariance:
         state = state.whole()
         real = widest(state.squares.dtype)
@@ -329,8 +344,6 @@ class Variance(AbstractMoments):
         return VarianceState(mean, squares, whole.count, whole.count, whole.dtype)
 
     def whole(self, value: Any, block: Block) -> VarianceState:
-        if isinstance(value, VarianceState):
-            return value
         mean, dtype = _cast("Variance", value, self.dtype, None, inexact=True)
         count = jnp.asarray(block.size, jnp.int32)
         return VarianceState(
@@ -338,39 +351,24 @@ class Variance(AbstractMoments):
         )
 
 
-class OfTotals(AbstractAccumulator[Any]):
+class OfTotals(AbstractSummary[_Total]):
     """A sum or mean over examples, whose values are sums over a microbatch."""
 
     accumulator: Sum | Mean
 
-    def init(self, value: Any, blocks: Blocks) -> Any:
-        block = full_block(blocks, 0)
-        value = jax.eval_shape(lambda value: self._value(value, block), value)
-        return self.accumulator.init(value, blocks)
-
-    def update(self, state: Any, value: Any, block: Block) -> Any:
-        return self.accumulator.update(state, self._value(value, block), block)
-
-    def finalize(self, state: Any) -> Shaped[Array, "..."]:
-        return self.accumulator.finalize(state)
-
-    def aggregate(self, values: Any, block: Block) -> Any:
-        return self.accumulator.aggregate(values, block)
-
-    def _value(self, total: Array, block: Block) -> Any:
+    def whole(self, value: Any, block: Block) -> _Total:
         accumulator = self.accumulator
         name, weights = type(accumulator).__name__, accumulator.weights
-        wide, dtype = _cast(name, total, accumulator.dtype, None, inexact=True)
+        wide, dtype = _cast(name, value, accumulator.dtype, None, inexact=True)
         if isinstance(accumulator, Sum):
             return _Total(wide, None, dtype)
         return _Total(wide, block_weight(wide.dtype, weights, block), dtype)
 
+    def finalize(self, state: _Total) -> Shaped[Array, "..."]:
+        return self.accumulator.finalize(state)
 
-def _zeros_of(whole: Callable[[Any, Block], Any], value: Any, blocks: Blocks) -> Any:
-    """Zeros with the structure that `whole` gives the value of a microbatch."""
-    block = full_block(blocks, 0)
-    struct = jax.eval_shape(lambda value: whole(value, block), value)
-    return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
+    def aggregate(self, values: Any, block: Block) -> Any:
+        return self.accumulator.aggregate(values, block)
 
 
 def _cast(
@@ -426,31 +424,6 @@ def _mean(values: Inexact[Array, "b ..."]) -> Inexact[Array, "..."]:
     return jnp.sum(wide / values.shape[0], axis=0).astype(values.dtype)
 
 
-def merged(state: VarianceState, value: VarianceState, xp: Any = jnp) -> VarianceState:
-    """The moments of two sets of examples. `xp` is the library of their arrays."""
-    counts = state.count, value.count, state.count + value.count
-    # In floating point, because the product of two counts can overflow int32.
-    real = widest(state.mean.dtype)
-    of_state, of_value, of_both = (xp.asarray(count).astype(real) for count in counts)
-    shares = [(x / of_both).astype(state.mean.dtype) for x in (of_state, of_value)]
-    delta = value.mean - state.mean
-    # The difference is more accurate, unless it is infinite: then a mean is infinite,
-    # or both are huge with opposite signs.
-    mean = xp.where(
-        xp.isfinite(delta),
-        state.mean + delta * shares[1],
-        state.mean * shares[0] + value.mean * shares[1],
-    )
-    if state.squares is None:
-        return VarianceState(mean, None, counts[-1], None, state.dtype)
-    # Scaled before squaring: the square alone may overflow.
-    distance = delta * xp.sqrt(of_state * (of_value / of_both)).astype(delta.dtype)
-    part = value.squares + _abs_squared(distance)
-    squares, lost = plus(state.squares, state.lost, part)
-    observations = state.observations + value.observations
-    return VarianceState(mean, squares, counts[-1], observations, state.dtype, lost)
-
-
 def _mean_or_nan(state: VarianceState) -> Array:
     return jnp.where(state.count > 0, state.mean, jnp.nan).astype(state.dtype)
 
@@ -477,6 +450,19 @@ def check_real(name: str, weights: Any) -> None:
             f"{weights.dtype}. For complex weights, use `Sum` over the results of "
             "`filter_micro_vmap`."
         )
+
+
+def rows_and_weights(
+    accumulator: Sum | Mean, batch: Batch, blocks: Blocks
+) -> tuple[list, tuple[int, ...]]:
+    """The arrays of a batch and their axes; weights, if there are any, come last."""
+    weights = accumulator.weights
+    if weights is None:
+        return batch.arrays, batch.axes
+    name = type(accumulator).__name__
+    check_weights(name, weights, blocks)
+    check_real(name, weights)
+    return [*batch.arrays, weights], (*batch.axes, 0)
 
 
 def weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:

@@ -28,15 +28,15 @@ from .._batch.accumulators import Concat
 from .._batch.batch import Blocks
 from .._batch.derivative import AbstractDerivative, Loss, MicrobatchResult, TracedLoss
 from .._batch.moments import (
-    check_real,
-    check_weights,
     Mean,
     OfTotals,
+    rows_and_weights,
     RunningMean,
     Sum,
     Variance,
 )
 from .._batch.slots import (
+    array_structs,
     canonicalise,
     is_accumulator,
     is_number,
@@ -218,10 +218,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         blocks = self.blocks(batch, args, kwargs, batch.total())
         arrays, axes = batch.arrays, batch.axes
         if self.weights is not None:
-            name = type(self.gradient_accumulator).__name__
-            check_weights(name, self.weights, blocks)
-            check_real(name, self.weights)
-            arrays, axes = [*arrays, self.weights], (*axes, 0)
+            accumulator = self.gradient_accumulator
+            arrays, axes = rows_and_weights(accumulator, batch, blocks)
         # Inside `jax.shard_map`, JAX sums a derivative over devices if the parameters
         # do not vary over them. Making the parameters vary as the examples do delays
         # this sum, so that it happens once instead of for each example.
@@ -244,14 +242,13 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
 
     def _gradients_on_mesh(self, loss: Loss) -> BlockGradients:
         """The function that computes the gradients of a microbatch, on any devices."""
-        call = tuple(getattr(loss, field.name) for field in dataclasses.fields(loss))
-        if explicit_mesh(call) is None:
+        if explicit_mesh(loss) is None:
             return self.block_gradients(loss)
 
         def run(
-            transform: Any, call: tuple, rows: list, weights: Array | None
+            transform: Any, loss: Loss, rows: list, weights: Array | None
         ) -> MicrobatchResult:
-            return transform.block_gradients(Loss(*call))(rows, weights)
+            return transform.block_gradients(loss)(rows, weights)
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
@@ -262,7 +259,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             of_names(out.whole), of_names(out.total), dict.fromkeys(out.each, examples)
         )
         like = (loss.batch.arrays, self.weights)
-        return auto_sharded(run, (self, call), like, specs)
+        return auto_sharded(run, (self, loss), like, specs)
 
     def block_gradients(self, loss: Loss) -> BlockGradients:
         """The function that computes the gradients of a microbatch."""
@@ -306,23 +303,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             of_parts(output.whole), of_totals, of_parts(output.each)
         )
         slots = match_accumulators(spec, output)
-        # Flags replace the arrays, so they have the same order.
-        flagged = lambda parts, flag: jtu.tree_map(
-            lambda _: flag, eqx.filter(parts, is_struct)
-        )
-        flags = MicrobatchResult(
-            flagged(output.whole, False),
-            flagged(output.total, False),
-            flagged(output.each, True),
-        )
-        is_each = jtu.tree_leaves(flags)
-        return dataclasses.replace(
-            slots,
-            slots=[
-                dataclasses.replace(slot, per_example=is_each[slot.indices[0]])
-                for slot in slots.slots
-            ],
-        )
+        # Results for each example come last.
+        first = len(array_structs((output.whole, output.total)))
+        flagged = lambda s: dataclasses.replace(s, per_example=s.indices[0] >= first)
+        return dataclasses.replace(slots, slots=[*map(flagged, slots.slots)])
 
     def returned(self, diff: PyTree, results: dict[str, Any], blocks: Blocks) -> Any:
         """The return value of the transformed function."""

@@ -24,7 +24,7 @@ from .._base.mistakes import no_arrays_remedy
 from .._base.trees import described, shown, type_of
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size, resolved
-from .._batch.moments import merged, RunningMean, Variance, VarianceState
+from .._batch.moments import RunningMean, Variance, VarianceState
 from .._kernels.calls import MeshAxis
 from .._maps.micro_vmap import MicroVmap
 from .estimator import (
@@ -457,7 +457,7 @@ class Moments:
 def _merged_on_host(state: VarianceState, more: VarianceState) -> VarianceState:
     _check_previous(state.mean, state.mean, more.mean.shape)
     with np.errstate(all="ignore"):
-        return merged(state, more, np)
+        return state.plus(more, np)
 
 
 def check_models(init: Callable, key: Any) -> None:
