@@ -117,6 +117,25 @@ class AbstractTransform(eqx.Module):
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of calling the transformed function."""
 
+    def fitting_size(
+        self, name: str, total: int, args: tuple, kwargs: dict, **settings: Any
+    ) -> int:
+        """The setting of this name as a number of at most `total` rows.
+
+        A budget measures a call with these other `settings`.
+        """
+
+        def run_with(size: int) -> Callable[[tuple], Any]:
+            def run(operands: tuple) -> Any:
+                transform, *call = operands
+                sized = dataclasses.replace(transform, **{name: size}, **settings)
+                return sized.apply(*call)
+
+            return run
+
+        # The transform is one of the operands because memory depends on its settings.
+        return resolve_size(getattr(self, name), total, run_with, (self, args, kwargs))
+
     def __hash__(self) -> int:
         # Fields can be dicts, such as `in_axes`, which have no hash. The structure of a
         # PyTree has one.
@@ -219,17 +238,7 @@ class AbstractMicrobatched(AbstractTransform):
         self, batch: Batch, args: tuple, kwargs: dict[str, Any], total: int
     ) -> Blocks:
         """How a batch of `total` examples is cut."""
-
-        def run_with(size: int) -> Callable[[tuple], Any]:
-            def run(operands: tuple) -> Any:
-                transform, *call = operands
-                return dataclasses.replace(transform, microbatch_size=size).apply(*call)
-
-            return run
-
-        # The transform is one of the operands because memory depends on its settings.
-        operands = (self, args, kwargs)
-        size = resolve_size(self.microbatch_size, total, run_with, operands)
+        size = self.fitting_size("microbatch_size", total, args, kwargs)
         parts = num_parts(batch.arrays, batch.axes, total)
         # Each part contributes the same share.
         return Blocks(total, min(-(-size // parts) * parts, max(total, 1)), parts)

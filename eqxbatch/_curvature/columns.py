@@ -38,7 +38,7 @@ from .._base.trees import consecutive_groups, described, log
 from .._batch.accumulators import Concat
 from .._batch.derivative import AbstractDerivative
 from .._batch.loop import accumulated, Rows
-from .._batch.memory import resolve_size, Size
+from .._batch.memory import Size
 from .._batch.slots import is_struct
 from .._batch.transform import AbstractAutoSharded, also_decorator, P, run_compiled
 from .._sites.cost import pushed_cost
@@ -349,16 +349,7 @@ class AbstractColumns(AbstractAutoSharded):
             return max(1, -(-total // self.num_blocks))
         if self.block_size is None:
             return None
-
-        def run_with(size: int) -> Callable[[PyTree], Any]:
-            def run(operands: PyTree) -> Any:
-                transform, *call = operands
-                sized = dataclasses.replace(transform, block_size=size, **settings)
-                return sized.apply(*call)
-
-            return run
-
-        return resolve_size(self.block_size, total, run_with, (self, args, kwargs))
+        return self.fitting_size("block_size", total, args, kwargs, **settings)
 
 
 def check_outputs(

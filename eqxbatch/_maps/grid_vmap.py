@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
@@ -17,7 +18,6 @@ from .._base.mistakes import has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.trees import described, match_prefix
 from .._batch.accumulators import Concat
 from .._batch.batch import argument_specs, leaf_name, positional_names
-from .._batch.memory import resolve_size
 from .._batch.slots import canonicalise, is_accumulator
 from .._batch.transform import (
     AbstractAutoSharded,
@@ -225,16 +225,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
                     )
         levels = self._levels(sizes)
 
-        def run_with(size: int) -> Callable[[tuple], Any]:
-            def run(operands: tuple) -> Any:
-                transform, *call = operands
-                return dataclasses.replace(transform, block_size=size).apply(*call)
-
-            return run
-
-        operands = (self, *call)
-        total = math.prod(sizes.values())
-        room = resolve_size(self.block_size, total, run_with, operands)
+        room = self.fitting_size("block_size", math.prod(sizes.values()), args, kwargs)
         leaves, treedef = jtu.tree_flatten(call)
         mapped = [x for x, place in zip(leaves, places, strict=True) if place]
         axes = [place for place in places if place]
@@ -251,25 +242,25 @@ class GridVmap(AbstractGridVmap[P, Out]):
         # A block contains the innermost axes as a whole, so that what depends only on
         # the others is computed once for all of them.
         over = of_one
-        for level in reversed(levels):
+        for i, level in reversed([*enumerate(levels)]):
             number = max(min(level.size, room), 1)
             room //= number
-            over = self._mapped(over, level, axes, levels, number)
+            over = self._mapped(over, level, levels[:i], axes, number)
         return over(mapped)
 
     def _mapped(
         self,
         fun: Callable[[list], Any],
         level: "_Level",
+        outer: "list[_Level]",
         axes: list[dict[str, int]],
-        levels: "list[_Level]",
         size: int,
     ) -> Callable[[list], Any]:
-        outer = {other.name for other in levels[: levels.index(level)]}
+        """Maps a function of arrays over one of their axes, within the outer loops."""
         transform = MicroVmap(
             fun,
-            in_axes=([_axis_within(place, level.name, outer) for place in axes],),
-            out_axes=level.out_axis,
+            in_axes=([_axis_within(place, level, outer) for place in axes],),
+            out_axes=functools.partial(_out_axis, level, outer),
             accumulator=level.accumulator,
             microbatch_size=size,
             checkpoint=self.checkpoint and size < level.size,
@@ -313,19 +304,10 @@ class GridVmap(AbstractGridVmap[P, Out]):
         kept = [name for name in sizes if name not in reduced]
         positions = _positions(self.out_axes, kept, sizes)
         kept.sort(key=lambda name: (positions[name] < 0, positions[name]))
-        levels = [
-            _Level(
-                name,
-                sizes[name],
-                Concat(),
-                positions[name],
-                tuple(positions[outer] for outer in kept[:number]),
-            )
-            for number, name in enumerate(kept)
-        ]
+        levels = [_Level(x, sizes[x], Concat(), positions[x]) for x in kept]
         # The first name is accumulated first.
         for name, accumulator in reversed(reduced.items()):
-            levels.append(_Level(name, sizes[name], accumulator, None, ()))
+            levels.append(_Level(name, sizes[name], accumulator, None))
         return levels
 
 
@@ -333,37 +315,33 @@ class GridVmap(AbstractGridVmap[P, Out]):
 class _Level:
     """One of the nested loops.
 
-    - `position`: the position of its axis in the results; None if it is reduced.
-    - `outer`: the positions of the enclosing loops' axes that are kept.
+    `position` is that of its axis in the results; None if it is reduced.
     """
 
     name: str
     size: int
     accumulator: PyTree
     position: int | None
-    outer: tuple[int, ...]
-
-    def out_axis(self, leaf: Any) -> int | None:
-        """The position of the axis in the results of this loop; `leaf` lacks it."""
-        if not eqx.is_array(leaf):
-            return None
-        if self.position is None:
-            return 0
-        ndim = leaf.ndim + 1 + len(self.outer)
-        positions = [
-            _in_range(position, ndim, leaf.shape)
-            for position in (self.position, *self.outer)
-        ]
-        if len({*positions}) < len(positions):
-            raise ValueError(
-                f"`out_axes` puts two grid axes, '{self.name}' among them, at one "
-                f"place of an output that has {ndim} axes."
-            )
-        position, *outer = positions
-        return position - sum(other < position for other in outer)
 
 
-def _in_range(position: int, ndim: int, shape: tuple[int, ...]) -> int:
+def _out_axis(level: _Level, outer: list[_Level], leaf: Any) -> int | None:
+    """The position of the axis in the results of a loop; `leaf` lacks it."""
+    if not eqx.is_array(leaf):
+        return None
+    if level.position is None:
+        return 0
+    ndim = leaf.ndim + 1 + len(outer)
+    positions = [_in_range(x.position, ndim, leaf.shape) for x in (level, *outer)]
+    if len({*positions}) < len(positions):
+        raise ValueError(
+            f"`out_axes` puts two grid axes, '{level.name}' among them, at one place "
+            f"of an output that has {ndim} axes."
+        )
+    position, *others = positions
+    return position - sum(other < position for other in others)
+
+
+def _in_range(position: Any, ndim: int, shape: tuple[int, ...]) -> int:
     if not -ndim <= position < ndim:
         raise ValueError(
             f"`out_axes` puts a grid axis at {position}, which is out of range: with "
@@ -390,12 +368,14 @@ def _place_of(name: str, axes: GridAxis, leaf: Any) -> dict[str, int]:
     return place
 
 
-def _axis_within(place: dict[str, int], name: str, outer: set[str]) -> int | None:
+def _axis_within(
+    place: dict[str, int], level: _Level, outer: list[_Level]
+) -> int | None:
     """The axis of an array from which the outer loops have removed theirs."""
-    if name not in place:
+    axis = place.get(level.name)
+    if axis is None:
         return None
-    axis = place[name]
-    return axis - sum(place.get(other, axis) < axis for other in outer)
+    return axis - sum(place.get(other.name, axis) < axis for other in outer)
 
 
 def _sizes(
