@@ -31,7 +31,7 @@ from .._sites.cost import pushed_cost
 from .._sites.einsum import EXAMPLE, Labels, Term
 from .._sites.factors import Factors
 from .._sites.gram import cancels, OfLeaf
-from .._sites.shared import evaluate, Node
+from .._sites.shared import evaluated, Node
 from .._sites.site import is_allowed, is_sum, Label, Site
 from .._sites.trace import Program
 from .columns import hessian_products, images, replaced
@@ -433,9 +433,9 @@ def _with_curved(
 
     def gradient(leaves: list, which: Sequence[int]) -> list:
         def value(point: list) -> Array:
-            values = evaluate([x for x, _ in sources], replaced(leaves, which, point))
-            pairs = zip(values, sources, strict=True)
-            terms = (jnp.sum(x * weight) for x, (_, weight) in pairs)
+            nodes = [x for x, _ in sources]
+            values = evaluated(nodes, replaced(leaves, which, point))
+            terms = (jnp.sum(values[x] * weight) for x, weight in sources)
             return functools.reduce(jnp.add, terms)
 
         return jax.grad(value)([leaves[i] for i in which])

@@ -279,7 +279,7 @@ class AbstractSiteMatrix(abc.ABC):
                 structs.append(program.operands[operand])
             key += [view.key, view.windows, rule.kind, rule.key, site.loops]
             key += [(struct.shape, struct.dtype) for struct in structs]
-            if site.source is not None or any(step.values for step in view.steps):
+            if site.source is not None or view.reads:
                 key.append(leaf)
         return tuple(key)
 

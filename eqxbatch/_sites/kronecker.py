@@ -18,7 +18,7 @@ from jaxtyping import Array, Inexact
 from .einsum import EXAMPLE, Labels, Term
 from .factors import Factors, has_weights, labelled_terms, scale_of
 from .rules import Axes, SUMS
-from .shared import nodes_up_to, Slope, Value
+from .shared import nodes_up_to
 from .site import has_named_axes, Label, Site
 from .trace import Program
 
@@ -216,16 +216,12 @@ def _part(
 
 def multiplied(program: Program, leaf: int) -> int | None:
     """Another leaf that a leaf is multiplied with, or None."""
-    reads = (i for site in program.sites_of(leaf) for i in site.view.reads)
-    found = (_leaves_of(program.value_of(i)) - {leaf} for i in reads)
-    return next((min(others) for others in found if others), None)
-
-
-def _leaves_of(value: Value) -> set[int]:
-    """The leaves that a value depends on and has derivatives in."""
-    last = value.node if isinstance(value, Slope) else value
-    nodes = nodes_up_to([last])
-    return {x.leaf for x in nodes if x.leaf is not None and x.varies}
+    for i in (i for site in program.sites_of(leaf) for i in site.view.reads):
+        nodes = nodes_up_to([program.value_of(i)])
+        leaves = {x.leaf for x in nodes if x.leaf is not None and x.varies} - {leaf}
+        if leaves:
+            return min(leaves)
+    return None
 
 
 def uses_of(program: Program, part: Part) -> list[AxisRoles]:

@@ -109,21 +109,6 @@ class Node:
         return dataclasses.replace(self, **{**reset, **changes})
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Slope:
-    """The elementwise derivative of a node with respect to `base`."""
-
-    node: Node
-    base: Node
-
-    @property
-    def loops(self) -> tuple[Loop, ...]:
-        return self.node.loops
-
-
-Value = Node | Slope
-
-
 def output_nodes(
     jaxpr: Any, eqn: Any, inputs: tuple[Node, ...], outs: list
 ) -> list[Node]:
@@ -290,16 +275,6 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def evaluate(values: Iterable[Value], leaves: list) -> list[Array]:
-    """Computes values at these leaves."""
-    values = list(values)
-    known = _evaluated([node for value in values for node in _inputs(value)], leaves)
-    return [
-        known[value] if isinstance(value, Node) else _slope(value, known)
-        for value in values
-    ]
-
-
 def nodes_up_to(
     last: Iterable[Node], is_known: Callable[[Node], bool] = lambda _: False
 ) -> list[Node]:
@@ -314,33 +289,25 @@ def nodes_up_to(
     return sorted(found, key=lambda node: node.order)
 
 
-def _between(slope: Slope) -> list[Node]:
-    """The nodes on the way from the base to the node, in order."""
-    is_before = lambda node: node is slope.base or slope.base not in node.bases
-    return nodes_up_to([slope.node], is_before)
+def slope_of(node: Node, base: Node) -> Node:
+    """The elementwise derivative of a node with respect to one of its bases."""
+    is_before = lambda x: x is base or base not in x.bases
+    between = nodes_up_to([node], is_before)
+    others = itertools.chain(*(x.inputs for x in between))
+    inputs = tuple(dict.fromkeys([base, *(x for x in others if x not in between)]))
+
+    def run(*values: Array) -> list:
+        known = dict(zip(inputs, values, strict=True))
+        along = lambda x: evaluated([node], [], {**known, base: x})[node]
+        return [jax.jvp(along, (known[base],), (jnp.ones_like(known[base]),))[1]]
+
+    return node._then(run, inputs=inputs, varies=False)
 
 
-def _inputs(value: Value) -> list[Node]:
-    """The nodes that a value is computed from, apart from those on the way to it."""
-    if isinstance(value, Node):
-        return [value]
-    between = _between(value)
-    inputs = itertools.chain(*(node.inputs for node in between))
-    return [value.base, *(node for node in inputs if node not in between)]
-
-
-def _slope(slope: Slope, known: dict[Node, Array]) -> Array:
-    inputs = {node: known[node] for node in _inputs(slope)}
-    base = inputs[slope.base]
-    along = lambda x: _evaluated([slope.node], [], {**inputs, slope.base: x})[
-        slope.node
-    ]
-    return jax.jvp(along, (base,), (jnp.ones_like(base),))[1]
-
-
-def _evaluated(
+def evaluated(
     wanted: Iterable[Node], leaves: list, known: dict[Node, Array] | None = None
 ) -> dict[Node, Array]:
+    """The values of nodes and of all that they are computed from, at these leaves."""
     known = {} if known is None else known
     made: dict[Callable, list] = {}
     for node in nodes_up_to(wanted, known.__contains__):
@@ -354,14 +321,6 @@ def _evaluated(
                 made[node.run] = node.run(*(known[x] for x in node.inputs))
             known[node] = made[node.run][node.output]
     return known
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A linear function of an array; `values` are indices of values that it reads."""
-
-    fun: Callable[[Array, list], Array]
-    values: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,6 +342,7 @@ class View:
         `loops`: the loops in which the view differs between steps, outermost first.
     - `windows`: the loops in some of whose steps the view is zero, with the first of
         the others and their number.
+    - `steps`: linear functions of an array, with the indices of values that they read.
     - `key`: equal for two views that are the same function.
     - `axes`: for each axis of the view, including leading ones, the corresponding axis
         of the leaf, or None if the leaf is repeated along it. None if some axis is
@@ -400,7 +360,7 @@ class View:
     axes: tuple[int | None, ...] | None
     loops: tuple[Loop, ...] = ()
     windows: tuple[tuple[Loop, tuple[int, int]], ...] = ()
-    steps: tuple[_Step, ...] = ()
+    steps: tuple[tuple[Callable[[Array, list], Array], tuple[int, ...]], ...] = ()
     key: tuple[str, ...] = ()
     scale: float | complex = 1.0
     is_weighted: bool = False
@@ -414,7 +374,7 @@ class View:
     @property
     def reads(self) -> list[int]:
         """The indices of the values that it reads."""
-        return [i for step in self.steps for i in step.values]
+        return [i for _, numbers in self.steps for i in numbers]
 
     @property
     def is_whole(self) -> bool:
@@ -423,8 +383,8 @@ class View:
 
     def apply(self, x: Array, values: list) -> Array:
         """Applies the view to a leaf `x`; `values` are those of the program."""
-        for step in self.steps:
-            x = step.fun(x, [values[i] for i in step.values])
+        for fun, numbers in self.steps:
+            x = fun(x, [values[i] for i in numbers])
         return x
 
     def transposed(self, leaf: Any, values: list) -> Callable[[Array], Array]:
@@ -490,7 +450,7 @@ class View:
             shape=tuple(shape),
             axes=composed,
             loops=loops,
-            steps=(*view.steps, _Step(fun, tuple(number for number, _ in values))),
+            steps=(*view.steps, (fun, tuple(number for number, _ in values))),
             key=(*view.key, key),
             scale=view.scale * scale,
             is_weighted=view.is_weighted or is_weighted,

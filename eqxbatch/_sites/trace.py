@@ -55,15 +55,14 @@ from .plan import (
 )
 from .rules import find_rule, unknown_parameters
 from .shared import (
-    evaluate,
+    evaluated,
     extend_view,
     leaf_view,
     Loop,
     Node,
     output_nodes,
     pushforward_of,
-    Slope,
-    Value,
+    slope_of,
     View,
 )
 from .site import leaf_site, Site, SiteLoop
@@ -165,7 +164,7 @@ class Program:
         other._add_leaves(leaves)
         return other
 
-    def value_of(self, number: int) -> Value:
+    def value_of(self, number: int) -> Node:
         """A value that a view reads, by its index."""
         return self._values[number]
 
@@ -174,10 +173,9 @@ class Program:
 
         They are the same for all examples. Values that no view reads are None.
         """
-        numbers = sorted({i for site in self.sites for i in site.view.reads})
-        found = evaluate([self._values[i] for i in numbers], leaves)
-        by_number = dict(zip(numbers, found, strict=True))
-        return [by_number.get(i) for i, _ in enumerate(self._values)]
+        read = {self._values[i] for site in self.sites for i in site.view.reads}
+        found = evaluated(read, leaves)
+        return [found[x] if x in read else None for x in self._values]
 
     def value_structs(self) -> list:
         """The types of the values."""
@@ -263,7 +261,7 @@ class Finder:
     def __init__(self, order: int = 1) -> None:
         self.order = order
         self.failed: dict[int, str] = {}
-        self.values: list[Value] = []
+        self.values: list[Node] = []
         self._numbers: dict[Any, int] = {}
         self._of_nodes: dict[Node, Shared] = {}
         self._num_loops = 0
@@ -395,7 +393,7 @@ class Finder:
             return tuple(linear[output])
         if bases:
             return tuple(
-                self._times(view, Slope(node, base.node))
+                self._times(view, node, base.node)
                 for base in bases
                 for view in base.views
             )
@@ -405,9 +403,9 @@ class Finder:
                 views += self._pushed(x.views, equation, inputs, position, output)
         return tuple(views)
 
-    def _times(self, view: View, slope: Slope) -> View:
+    def _times(self, view: View, node: Node, base: Node) -> View:
         """A view times the derivative of an elementwise function."""
-        value = self._number(slope, (slope.node, slope.base))
+        value = self._number(slope_of(node, base), (node, base))
         place = view.place
         if place is not None:
             view = dataclasses.replace(
@@ -428,7 +426,7 @@ class Finder:
             is_weighted=True,
             values=[value],
         )
-        return dataclasses.replace(view, place=place, shape=slope.node.shape)
+        return dataclasses.replace(view, place=place, shape=node.shape)
 
     def _pushed(
         self,
@@ -453,7 +451,7 @@ class Finder:
         shape, push = var.aval.shape, in_this_mesh(push)
         return [view.then(key, push, shape, None, **settings) for view in views]
 
-    def _number(self, value: Value, key: Any) -> tuple[int, tuple[Loop, ...]]:
+    def _number(self, value: Node, key: Any) -> tuple[int, tuple[Loop, ...]]:
         """The index of a value, and its loops."""
         if key not in self._numbers:
             self._numbers[key] = len(self.values)
