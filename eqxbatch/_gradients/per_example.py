@@ -45,7 +45,7 @@ from .._sites.factors import (
     weighted_sum,
     weights_of,
 )
-from .._sites.gram import OfLeaf, squared_norms, with_own_factors
+from .._sites.gram import OfLeaf, squared_norms
 from .._sites.site import is_outer_product, Site
 from .._sites.trace import Program
 
@@ -425,13 +425,13 @@ class SiteGradients:
             leaf = contraction.leaf
             if contraction.form != "gram" or leaf in self._scaled:
                 continue
-            sites, factors, power = self._program.sites_of(leaf), self._factors, None
+            sites, powers[leaf] = self._program.sites_of(leaf), None
+            of_leaf = OfLeaf(sites, self._factors, self._leaves[leaf])
             # If scaling is cheap, it is always used: another way would take time to
             # compile.
             if is_scaled or self._is_product(contraction):
-                power, sites, factors = _scaled(sites, factors)
-            powers[leaf] = power
-            requested.append(OfLeaf(sites, factors, self._leaves[leaf]))
+                powers[leaf], of_leaf = _scaled(of_leaf)
+            requested.append(of_leaf)
         norms: dict[int, tuple[Array | None, Array]] = {}
         with exact_products():  # Bounds rest on these norms.
             squared = squared_norms(requested)
@@ -516,12 +516,11 @@ class SiteGradients:
         return weighted_sum(sites, factors, struct, weights)
 
 
-def _scaled(
-    sites: Sequence[Site], factors: Factors
-) -> tuple[Real[Array, " n"], list[Site], Factors]:
-    """Sites and factors with squares in range, for norms divided by a power of two."""
-    separate_sites, separate = with_own_factors(sites, factors)
-    operands, cotangents = zip(*map(separate.of, separate_sites), strict=True)
+def _scaled(own: OfLeaf) -> tuple[Real[Array, " n"], OfLeaf]:
+    """Factors with squares in range, for norms divided by a power of two."""
+    (sites, factors, _), separate = own, own.with_own_factors()
+    each = map(separate.factors.of, separate.sites)
+    operands, cotangents = zip(*each, strict=True)
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
     if _have_size(sites, factors):
@@ -535,7 +534,7 @@ def _scaled(
         unit = power_of_two(functools.reduce(jnp.maximum, largest))
         power = power * unit.astype(power.dtype)
     scaled = factors.replaced([*operands], cotangents, unit)
-    return power, separate_sites, scaled
+    return power, separate._replace(factors=scaled)
 
 
 def _balanced(

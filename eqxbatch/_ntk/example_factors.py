@@ -27,7 +27,7 @@ from .._batch.loop import accumulated, Rows
 from .._sites.cost import contraction_cost, Cost, forming_cost, total_cost
 from .._sites.factors import Factor, Factors, gradients
 from .._sites.gram import cancels, gram_terms, grams, has_gram, OfLeaf
-from .._sites.site import leaf_site, positions, Site
+from .._sites.site import leaf_site, positions
 from .._sites.trace import Program
 from .output_axes import OutputAxes
 
@@ -362,18 +362,20 @@ def leaf_costs(
     both, output = (first, second), first.outputs[which]
     example, out = output.examples[-1], (*output.out, *output.parts)
 
-    def products(first: list[Site], x: Factors, second: list[Site], y: Factors) -> Cost:
-        pairs = gram_terms(first, x, second, y, example)
+    def products(first: OfLeaf, second: OfLeaf) -> Cost:
+        pairs = gram_terms(first, second, example)
         total = total_cost(contraction_cost(terms, out) for terms, _ in pairs)
         return total * schedule.num_pairs
 
     def of_leaf(leaf: int, sides: list[Factors]) -> tuple[float, float]:
-        sites = [side.program.sites_of(leaf) for side in both]
+        pairs = zip(both, sides, strict=True)
+        own = [_of_leaf(side.program, factors, leaf) for side, factors in pairs]
+        sites = [x.sites for x in own]
         if not all(sites):
             return 0.0, math.inf
         by_gram = math.inf
         if has_gram(*sites):
-            by_gram = products(sites[0], sides[0], sites[1], sides[1]).time
+            by_gram = products(*own).time
             # The Jacobian of a leaf that is only added to something is the cotangent
             # there. It is shared with the array that the leaf is added to, and kept
             # once.
@@ -383,15 +385,16 @@ def leaf_costs(
             ):
                 return by_gram, math.inf
         forms, jacobians, struct = Cost(), [], first.program.leaves[leaf]
-        triples = zip(sites, sides, schedule.num_blocks, strict=True)
-        for side, (uses, factors, num) in enumerate(triples):
+        site = [leaf_site(leaf, struct, 0)]
+        pairs = zip(own, schedule.num_blocks, strict=True)
+        for side, ((uses, factors, _), num) in enumerate(pairs):
             if side == 0 or not schedule.is_symmetric:
                 forms += forming_cost(uses, factors) * num
             jacobian = gradients(uses, factors, struct)
             factor = Factor(jacobian, factors.has_examples(uses))
-            jacobians.append(Factors([], [factor], factors.outputs))
-        site = [leaf_site(leaf, struct, 0)]
-        return by_gram, (forms + products(site, jacobians[0], site, jacobians[1])).time
+            formed = Factors([], [factor], factors.outputs)
+            jacobians.append(OfLeaf(site, formed, struct))
+        return by_gram, (forms + products(*jacobians)).time
 
     def count(structs: list) -> list[tuple[float, float]]:
         sides = [

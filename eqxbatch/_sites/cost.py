@@ -19,7 +19,7 @@ from .._base.primitives import callee, inner_jaxprs, name_of, PRODUCTS
 from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .factors import Factors, site_terms
-from .gram import has_gram, norm_terms
+from .gram import has_gram, norm_terms, OfLeaf
 from .site import has_named_axes, Site
 from .trace import Program
 
@@ -214,7 +214,8 @@ def _choose(program: Program, leaf: int, structs: tuple) -> Contraction:
     if has_gram(sites):
 
         def norms(operands: list, cotangents: list, values: list) -> Cost:
-            terms = norm_terms(sites, Factors(operands, cotangents, values=values))
+            factors = Factors(operands, cotangents, values=values)
+            terms = norm_terms(OfLeaf(sites, factors, struct))
             return total_cost(contraction_cost(own, (EXAMPLE,)) for own, _ in terms)
 
         cost = eqx.filter_eval_shape(norms, *structs)

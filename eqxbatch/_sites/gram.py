@@ -94,38 +94,39 @@ def _groups(sites: Sequence[Site]) -> list[list[Site]]:
     return [*groups.values()]
 
 
-def _merged(sites: Sequence[Site], factors: Factors) -> tuple[list[Site], Factors]:
-    """Merges sites that are alike into the steps of a loop."""
-    groups = _groups(sites)
-    if len(groups) == len(sites):
-        return [*sites], factors
-    return _with_own_factors(groups, factors)
+class OfLeaf(NamedTuple):
+    """A leaf, its sites, and their factors."""
 
+    sites: Sequence[Site]
+    factors: Factors
+    leaf: Any
 
-def with_own_factors(
-    sites: Sequence[Site], factors: Factors
-) -> tuple[list[Site], Factors]:
-    """Sites in order, and the factors of these only."""
-    return _with_own_factors([[site] for site in sites], factors)
+    def with_own_factors(self) -> "OfLeaf":
+        """The sites in order, and the factors of these only."""
+        return self._grouped([[site] for site in self.sites])
 
+    def merged(self) -> "OfLeaf":
+        """Merges sites that are alike into the steps of a loop."""
+        groups = _groups(self.sites)
+        return self if len(groups) == len(self.sites) else self._grouped(groups)
 
-def _with_own_factors(
-    groups: Sequence[Sequence[Site]], factors: Factors
-) -> tuple[list[Site], Factors]:
-    """A site for each group, and the factors of these only."""
-    merged, operands, cotangents = [], [], []
-    for number, group in enumerate(groups):
-        of_a, of_d = zip(*map(factors.of, group), strict=True)
-        site = group[0].with_own(number, None if of_a[0] is None else number)
-        if len(group) > 1:
-            loop = SiteLoop((-1, len(group)), False, len(group))
-            site = dataclasses.replace(site, loops=(loop, *site.loops))
-            of_d = [_stacked(of_d, len(factors.outputs))]
-            of_a = [None if of_a[0] is None else _stacked(of_a, 0)]
-        merged.append(site)
-        operands.append(of_a[0] or Factor(None, has_examples=False))
-        cotangents.append(of_d[0])
-    return merged, factors.replaced(operands, cotangents)
+    def _grouped(self, groups: Sequence[Sequence[Site]]) -> "OfLeaf":
+        """A site for each group, and the factors of these only."""
+        factors = self.factors
+        merged, operands, cotangents = [], [], []
+        for number, group in enumerate(groups):
+            of_a, of_d = zip(*map(factors.of, group), strict=True)
+            site = group[0].with_own(number, None if of_a[0] is None else number)
+            if len(group) > 1:
+                loop = SiteLoop((-1, len(group)), False, len(group))
+                site = dataclasses.replace(site, loops=(loop, *site.loops))
+                of_d = [_stacked(of_d, len(factors.outputs))]
+                of_a = [None if of_a[0] is None else _stacked(of_a, 0)]
+            merged.append(site)
+            operands.append(of_a[0] or Factor(None, has_examples=False))
+            cotangents.append(of_d[0])
+        factors = factors.replaced(operands, cotangents)
+        return OfLeaf(merged, factors, self.leaf)
 
 
 def _stacked(parts: Sequence[Factor], num_outputs: int) -> Factor:
@@ -144,13 +145,22 @@ def _stacked(parts: Sequence[Factor], num_outputs: int) -> Factor:
 
 
 class _Side(NamedTuple):
-    """A site in a pair: its factors, and the labels of the examples and its axes."""
+    """The site with a `number` in a pair, its factors, and the label of examples."""
 
     site: Site
     factors: Factors
-    example: Label
-    labels: dict[str, Label]
-    small: Label
+    example: Label = EXAMPLE
+    number: int = 0
+
+    @property
+    def labels(self) -> dict[str, Label]:
+        """The labels of its axes."""
+        return labels_of(self.site, self.number)
+
+    @property
+    def small(self) -> Label:
+        """The label of the entries of a small view."""
+        return "small", self.number
 
     @property
     def token(self) -> tuple[Array, Labels, Label] | None:
@@ -213,11 +223,6 @@ class _Side(NamedTuple):
         return [cotangent, *operand, term]
 
 
-def _side(site: Site, factors: Factors, example: Label, number: int) -> _Side:
-    labels = labels_of(site, number)
-    return _Side(site, factors, example, labels, ("small", number))
-
-
 def _scale(site: Site) -> Any:
     """The number that multiplies the terms of a site; no view is transposed here."""
     return site.rule.scale * (1.0 if has_weights(site) else site.view.scale)
@@ -227,16 +232,12 @@ def _flat(x: Array) -> Array:
     return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
-def pair_terms(
-    site: Site, factors: Factors, other: Site, other_factors: Factors, example: Label
-) -> tuple[list[Term], Any]:
+def _pair_terms(first: _Side, second: _Side) -> tuple[list[Term], Any]:
     """The arrays whose contraction is the inner product of two sites' gradients.
 
-    Also returns a factor for it. `example` is the label of the other side's examples.
+    Also returns a factor for it.
     """
-    first = _side(site, factors, EXAMPLE, 0)
-    second = _side(other, other_factors, example, 1)
-    if has_few_directions(site) or has_few_directions(other):
+    if has_few_directions(first.site) or has_few_directions(second.site):
         return _small_terms(first, second)
     terms = [first.terms, second.terms]
     tokens = [first.token, second.token]
@@ -248,11 +249,12 @@ def pair_terms(
             if token is not None:
                 terms[1 - side] = [_taken(term, token) for term in terms[1 - side]]
     conjugated = [(jnp.conj(x), labels) for x, labels in terms[1]]
-    return [*terms[0], *conjugated], _scale(site) * _scale(other).conjugate()
+    scale = _scale(first.site) * _scale(second.site).conjugate()
+    return [*terms[0], *conjugated], scale
 
 
 def _small_terms(first: _Side, second: _Side) -> tuple[list[Term], Any]:
-    """Like `pair_terms`, if one of the sites is small, such as that of a penalty."""
+    """Like `_pair_terms`, if one of the sites is small, such as that of a penalty."""
     scale = first.site.rule.scale * second.site.rule.scale
     if has_few_directions(first.site) and has_few_directions(second.site):
         flat = ("flat", 0)
@@ -305,12 +307,7 @@ def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
 
 
 def gram(
-    sites: Sequence[Site],
-    factors: Factors,
-    others: Sequence[Site],
-    other_factors: Factors,
-    example: Label,
-    out: Labels,
+    own: OfLeaf, other: OfLeaf, example: Label, out: Labels
 ) -> Inexact[Array, "..."]:
     """Inner products of gradients with respect to a leaf, from its sites' factors.
 
@@ -319,7 +316,7 @@ def gram(
     its imaginary part.
     """
     total = 0
-    for terms, scale in gram_terms(sites, factors, others, other_factors, example):
+    for terms, scale in gram_terms(own, other, example):
         total += jnp.real(_contracted(terms, out, scale))
     return jnp.asarray(total)
 
@@ -332,39 +329,34 @@ def _contracted(terms: list[Term], out: Labels, scale: Any) -> Array:
 
 
 def gram_terms(
-    sites: Sequence[Site],
-    factors: Factors,
-    others: Sequence[Site],
-    other_factors: Factors,
-    example: Label,
+    own: OfLeaf, other: OfLeaf, example: Label
 ) -> Iterator[tuple[list[Term], Any]]:
     """The arrays to contract for `gram`, each with a factor."""
-    sites, factors = _merged(sites, factors)
-    others, other_factors = _merged(others, other_factors)
-    for site in sites:
-        for other in others:
-            yield pair_terms(site, factors, other, other_factors, example)
+    own, other = own.merged(), other.merged()
+    for site in own.sites:
+        first = _Side(site, own.factors)
+        for second in other.sites:
+            yield _pair_terms(first, _Side(second, other.factors, example, 1))
 
 
-def norm_terms(
-    sites: Sequence[Site], factors: Factors
-) -> Iterator[tuple[list[Term], Any]]:
+def norm_terms(own: OfLeaf) -> Iterator[tuple[list[Term], Any]]:
     """The arrays to contract for a squared norm, each with a factor.
 
     The squared norm is the sum of the real parts, for each site and each pair of sites.
     """
-    sites, factors = _merged(sites, factors)
+    sites, factors, _ = own.merged()
     for i, site in enumerate(sites):
         yield _own_terms(site, factors)
         for other in sites[i + 1 :]:
-            terms, scale = pair_terms(site, factors, other, factors, EXAMPLE)
+            second = _Side(other, factors, number=1)
+            terms, scale = _pair_terms(_Side(site, factors), second)
             yield terms, 2 * scale
 
 
 def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
     """The arrays whose contraction is the squared norm of a site's gradient."""
     if not is_outer_product([site]) or has_few_directions(site):
-        return pair_terms(site, factors, site, factors, EXAMPLE)
+        return _pair_terms(_Side(site, factors), _Side(site, factors, number=1))
     # The norm of an outer product is the product of the norms.
     terms = [
         (jnp.real(x * jnp.conj(x)), labels) for x, labels in site_terms(site, factors)
@@ -373,23 +365,23 @@ def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
 
 
 def squares(
-    sites: Sequence[Site], factors: Factors
+    own: OfLeaf,
 ) -> tuple[Real[Array, "n *outputs"], Real[Array, "n *outputs"]]:
     """The squared norms of gradients, and what they would be if no two terms met.
 
     An axis along which no factor differs has size 1.
     """
-    sites, factors = _merged(sites, factors)
-    total, out = 0, (EXAMPLE, *factors.outputs)
-    for terms, scale in norm_terms(sites, factors):
+    own = own.merged()
+    total, out = 0, (EXAMPLE, *own.factors.outputs)
+    for terms, scale in norm_terms(own):
         total += jnp.real(_contracted(terms, out, scale))
-    separate = [_separate_squares(site, factors) for site in sites]
+    separate = [_separate_squares(site, own.factors) for site in own.sites]
     return jnp.maximum(total, 0), functools.reduce(jnp.add, separate)
 
 
 def _separate_squares(site: Site, factors: Factors) -> Array:
     """The squared norms of the gradients at a site if no two positions met."""
-    side = _side(site, factors, EXAMPLE, 0)
+    side = _Side(site, factors)
     terms, scale = side.terms, _scale(site)
     if has_few_directions(site):
         directions = _flat(side.directions), (side.small, ("flat", 0))
@@ -398,19 +390,11 @@ def _separate_squares(site: Site, factors: Factors) -> Array:
     return _contracted(terms, (EXAMPLE, *factors.outputs), abs(scale) ** 2)
 
 
-class OfLeaf(NamedTuple):
-    """A leaf, its sites, and their factors."""
-
-    sites: Sequence[Site]
-    factors: Factors
-    leaf: Any
-
-
 def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
     """Squared norms of gradients with respect to each leaf, from its sites' factors."""
     norms, summed, separate = [], [], []
     for i, own in enumerate(leaves):
-        total, apart = squares(own.sites, own.factors)
+        total, apart = squares(own)
         norms.append(total)
         if not is_outer_product(own.sites):
             summed.append(i)
@@ -445,8 +429,8 @@ def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:
     if not summed:
         return None
     summed = _in_range(summed)
-    pairs = (squares(sites, factors) for sites, factors, _ in summed)
-    total, apart = (functools.reduce(jnp.add, x) for x in zip(*pairs, strict=True))
+    pairs = zip(*map(squares, summed), strict=True)
+    total, apart = (functools.reduce(jnp.add, x) for x in pairs)
     flags = apart > _MOST_CANCELLED * total
     found = jnp.any(flags, axis=tuple(range(1, flags.ndim)))
     if any(factors.has_examples(sites) for sites, factors, _ in summed):
@@ -498,8 +482,7 @@ def grams(
     found, summed = [], []
     shape = [sizes[label] for label in out]
     for i, (own, other) in enumerate(leaves):
-        pair = own.sites, own.factors, other.sites, other.factors
-        found.append(gram(*pair, examples[-1], out))
+        found.append(gram(own, other, examples[-1], out))
         if is_sum(own.sites) or is_sum(other.sites):
             found[-1] = jnp.broadcast_to(found[-1], shape)
             summed.append(i)
@@ -514,10 +497,10 @@ def grams(
         for own, other, x, y in zip(*sides, first, second, strict=True):
             site = [leaf_site(0, own.leaf, 0)]
             x, y = (
-                Factors([], [Factor(jacobian)], of_side.factors.outputs)
-                for jacobian, of_side in ((x, own), (y, other))
+                OfLeaf(site, Factors([], [Factor(z)], side.factors.outputs), own.leaf)
+                for z, side in ((x, own), (y, other))
             )
-            one = gram(site, x, site, y, examples[-1], out)
+            one = gram(x, y, examples[-1], out)
             full = [1 if label in examples else sizes[label] for label in out]
             result.append(jnp.squeeze(jnp.broadcast_to(one, full), axes))
         return result
@@ -590,7 +573,7 @@ def _for_each_formed(
 
     It takes one gradient with an axis of size 1 in front for each leaf.
     """
-    own = [OfLeaf(*with_own_factors(x.sites, x.factors), x.leaf) for x in leaves]
+    own = [x.with_own_factors() for x in leaves]
     every = [[*x.factors.operands, *x.factors.cotangents] for x in own]
 
     def gradient(of_leaf: OfLeaf, kept: list[Factor], arrays: list) -> Array:

@@ -120,7 +120,8 @@ def _contracted(
     }
     if has_gram(sites):
         found["norms"] += squared_norms([OfLeaf(sites, factors, struct)])
-        kernel = gram(sites, sides[0], sites, sides[1], OTHER_EXAMPLE, _KERNEL)
+        pair = (OfLeaf(sites, side, struct) for side in sides)
+        kernel = gram(*pair, OTHER_EXAMPLE, _KERNEL)
         found["kernels"].append(kernel)
     return found, gradients(sites, sides[0], struct)
 

@@ -82,10 +82,11 @@ def compare(case, key=None):
             expected.append(jnp.tensordot(weights.astype(true.dtype), true, 1))
             if can:
                 flat = true.reshape(NUM, -1)
-                got += squared_norms([OfLeaf(own, factors, leaf)])
+                of_leaf = OfLeaf(own, factors, leaf)
+                got += squared_norms([of_leaf])
                 expected.append(jnp.sum(jnp.abs(flat) ** 2, 1))
                 out = (EXAMPLE, OTHER_EXAMPLE)
-                got.append(gram(own, factors, own, factors, OTHER_EXAMPLE, out))
+                got.append(gram(of_leaf, of_leaf, OTHER_EXAMPLE, out))
                 expected.append((flat @ flat.conj().T).real)
         return got, expected
 
