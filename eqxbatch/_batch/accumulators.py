@@ -251,7 +251,7 @@ class AbstractExtreme(AbstractAccumulator[_Extreme]):
 
     @staticmethod
     @abc.abstractmethod
-    def pick(x: Array, y: Array) -> Array:
+    def pick(x: Array, y: Array, /) -> Array:
         """The elementwise larger or smaller of two results."""
 
     def init(self, value: Any, blocks: Blocks) -> _Extreme:
@@ -263,7 +263,17 @@ class AbstractExtreme(AbstractAccumulator[_Extreme]):
     def update(
         self, state: _Extreme, value: _Extreme | Shaped[Array, "*r"], block: Block
     ) -> _Extreme:
-        return _merge_extremes(self.pick, state, value)
+        if not isinstance(value, _Extreme):
+            value = _Extreme(value, jnp.ones(value.shape, jnp.int32))
+        picked = self.pick(state.value, value.value)
+        counts = [jnp.where(x.value == picked, x.count, 0) for x in (state, value)]
+        count = counts[0] + counts[1]
+        if jnp.issubdtype(picked.dtype, jnp.inexact):
+            share = counts[0].astype(jnp.float32) / count.astype(jnp.float32)
+            picked = _shared(
+                self.pick, state.value, value.value, share.astype(picked.dtype)
+            )
+        return _Extreme(picked, count)
 
     def finalize(self, state: _Extreme) -> Shaped[Array, "*r"]:
         return state.value
@@ -298,10 +308,7 @@ class Max(AbstractExtreme):
     """
 
     sign: ClassVar[int] = -1
-
-    @staticmethod
-    def pick(x: Array, y: Array) -> Array:
-        return jnp.maximum(x, y)
+    pick = staticmethod(jnp.maximum)
 
 
 class Min(AbstractExtreme):
@@ -327,22 +334,7 @@ class Min(AbstractExtreme):
     """
 
     sign: ClassVar[int] = 1
-
-    @staticmethod
-    def pick(x: Array, y: Array) -> Array:
-        return jnp.minimum(x, y)
-
-
-def _merge_extremes(pick: Callable, state: _Extreme, value: Any) -> _Extreme:
-    if not isinstance(value, _Extreme):
-        value = _Extreme(value, jnp.ones(value.shape, jnp.int32))
-    picked = pick(state.value, value.value)
-    counts = [jnp.where(x.value == picked, x.count, 0) for x in (state, value)]
-    count = counts[0] + counts[1]
-    if jnp.issubdtype(picked.dtype, jnp.inexact):
-        share = counts[0].astype(jnp.float32) / count.astype(jnp.float32)
-        picked = _shared(pick, state.value, value.value, share.astype(picked.dtype))
-    return _Extreme(picked, count)
+    pick = staticmethod(jnp.minimum)
 
 
 def _shared(pick: Callable, x: Array, y: Array, share: Array) -> Array:

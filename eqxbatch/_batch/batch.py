@@ -459,38 +459,32 @@ def explained_failure(
     try:
         yield
     except Exception as e:
-        if batch.arrays and _works(call, batch, given):
-            other = "a whole batch" if given == "example" else "a single example"
-            what = "one example" if given == "example" else "a microbatch"
+        rows = batch.arrays if rows is None else rows
+        pairs = zip(batch.arrays, batch.axes, strict=True)
+        example = [
+            jax.ShapeDtypeStruct((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
+            for x, axis in pairs
+        ]
+        what, other = "a microbatch", "a single example"
+        given_rows, other_rows = rows, example
+        if given == "example":
+            what, other = "one example", "a whole batch"
+            given_rows, other_rows = example, batch.arrays
+        if batch.arrays and _works(call, other_rows):
+            shapes = (
+                f"{name} of shape {x.shape}"
+                for name, x in zip(batch.names, given_rows, strict=True)
+            )
             e.add_note(
-                f"`fun` is called with {what}, {_shapes(batch, given, rows)}, and "
-                f"raises this error. It works for {other}. {remedy}"
+                f"`fun` is called with {what}, {', '.join(shapes)}, and raises this "
+                f"error. It works for {other}. {remedy}"
             )
         raise
 
 
-def _works(call: Callable[[list], Any], batch: Batch, given: str) -> bool:
-    rows = batch.arrays
-    if given == "microbatch":
-        pairs = zip(rows, batch.axes, strict=True)
-        rows = [_without(x, axis) for x, axis in pairs]
+def _works(call: Callable[[list], Any], rows: list) -> bool:
     try:
         eqx.filter_eval_shape(call, rows)
     except Exception:
         return False
     return True
-
-
-def _without(x: Any, axis: int) -> jax.ShapeDtypeStruct:
-    shape = (*x.shape[:axis], *x.shape[axis + 1 :])
-    return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def _shapes(batch: Batch, given: str, rows: list | None) -> str:
-    """Names and shapes of the batched arrays, as the function was given them."""
-    if given == "example":
-        pairs = zip(batch.arrays, batch.axes, strict=True)
-        rows = [_without(x, axis) for x, axis in pairs]
-    shapes = [x.shape for x in rows or batch.arrays]
-    pairs = zip(batch.names, shapes, strict=True)
-    return ", ".join(f"{name} of shape {shape}" for name, shape in pairs)

@@ -171,17 +171,25 @@ def _check_rows(
 ) -> None:
     full, rest = array_structs(output), array_structs(remainder)
     for slot in slots:
-        concat = slot.accumulator
-        if slot.per_example:
-            continue
-        if isinstance(concat, _OF_ONE_SHAPE):
-            _check_shape(slot, output, remainder, blocks)
-        if not isinstance(concat, Concat):
+        accumulator = slot.accumulator
+        is_known = isinstance(accumulator, (Concat, *_OF_ONE_SHAPE))
+        if slot.per_example or not is_known:
             continue
         (index,) = slot.indices
-        axis = concat.axis_of(full[index])
-        rows, rest_rows = full[index].shape[axis], rest[index].shape[axis]
-        expected = concat.extent(full[index], blocks) - blocks.num_full * rows
+        shape, rest_shape = full[index].shape, rest[index].shape
+        if not isinstance(accumulator, Concat):
+            if shape != rest_shape:
+                raise ValueError(
+                    f"{type(accumulator).__name__} needs results of one shape, but "
+                    f"output{slot.path} has shape {shape} for a microbatch of "
+                    f"{blocks.size} examples and {rest_shape} for the remainder of "
+                    f"{blocks.remainder}. Reduce it over the examples in `fun`, or use "
+                    "`Concat()`."
+                )
+            continue
+        axis = accumulator.axis_of(full[index])
+        rows, rest_rows = shape[axis], rest_shape[axis]
+        expected = accumulator.extent(full[index], blocks) - blocks.num_full * rows
         if rest_rows != expected:
             raise ValueError(
                 f"Concat cannot join the parts of output{slot.path}: it has {rows} "
@@ -195,20 +203,6 @@ def _check_rows(
 
 # These would broadcast the result of a remainder of one example.
 _OF_ONE_SHAPE = (LogSumExp, Max, Mean, Min, RunningMean, Sum, Variance)
-
-
-def _check_shape(
-    slot: OutputAccumulator, output: PyTree, remainder: PyTree, blocks: Blocks
-) -> None:
-    (index,) = slot.indices
-    shapes = [array_structs(x)[index].shape for x in (output, remainder)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"{type(slot.accumulator).__name__} needs results of one shape, but output"
-            f"{slot.path} has shape {shapes[0]} for a microbatch of {blocks.size} "
-            f"examples and {shapes[1]} for the remainder of {blocks.remainder}. Reduce "
-            "it over the examples in `fun`, or use `Concat()`."
-        )
 
 
 class _Run(eqx.Module):
@@ -238,9 +232,8 @@ class _Run(eqx.Module):
     @property
     def num_steps(self) -> int:
         """The number of full microbatches that run, or at most run."""
-        num = self.blocks.num_full
-        has_number = self.limit is not None and not self.is_limit_traced
-        return min(self.limit, num) if has_number else num
+        num, limit = self.blocks.num_full, self.limit
+        return num if limit is None or self.is_limit_traced else min(limit, num)
 
     @property
     def runs_remainder(self) -> bool:

@@ -301,18 +301,16 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> CompiledBy
 
 def _within_vmaps(program: Callable[..., list], names: set) -> Callable[..., list]:
     """`program` inside `jax.vmap`s that bind the same axis names as here."""
-    for name in names:
-        program = _within_vmap(program, name, int(lax.psum(1, name)))
-    return program
+    if not names:
+        return program
+    sizes = {name: int(lax.psum(1, name)) for name in names}
 
-
-def _within_vmap(
-    program: Callable[..., list], name: Any, size: int
-) -> Callable[..., list]:
     def run(*args: Any) -> list:
-        # Mapped as here: only what varies along the axis varies in the program.
-        mapped = jax.vmap(lambda: program(*args), axis_name=name, axis_size=size)
-        return [x[0] for x in mapped()]
+        # Mapped as here: only what varies along the axes varies in the program.
+        mapped = lambda: program(*args)
+        for name, size in sizes.items():
+            mapped = jax.vmap(mapped, axis_name=name, axis_size=size)
+        return [x[(0,) * len(sizes)] for x in mapped()]
 
     return run
 

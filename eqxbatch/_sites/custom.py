@@ -91,11 +91,12 @@ def linearized(
     else:
         cotangents = [var.aval for var in results]
         backward = jax.make_jaxpr(pull)(avals, cotangents)
-        reason = _not_linear(backward.jaxpr, len(avals))
+        kinds = [_OTHER] * len(avals) + [_LINEAR] * len(cotangents)
+        found = _kinds(backward.jaxpr, kinds)
         if backward.jaxpr.effects:
-            reason = "side effects"
-        if reason:
-            return f"the backward pass of a `{name}` has {reason}"
+            found = "side effects"
+        if isinstance(found, str):
+            return f"the backward pass of a `{name}` has {found}"
 
         def transpose(ins: list, tangents: list) -> tuple:
             # Only what the outputs need, because only that was checked.
@@ -161,19 +162,11 @@ def _needed(jaxpr: Any) -> list:
     return eqns[::-1]
 
 
-def _not_linear(jaxpr: Any, num: int) -> str:
-    """The reason why a jaxpr is not linear in its inputs from `num` on, if any.
-
-    A constant that is added to something linear is a reason, unless it is known to be
-    zero.
-    """
-    kinds = [_OTHER] * num + [_LINEAR] * (len(jaxpr.invars) - num)
-    found = _kinds(jaxpr, kinds)
-    return found if isinstance(found, str) else ""
-
-
 def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
-    """The kinds of a jaxpr's outputs, or the equation that is not linear."""
+    """The kinds of a jaxpr's outputs, or the equation that is not linear.
+
+    A constant that is added to something linear is not, unless it is known to be zero.
+    """
     known = dict.fromkeys(jaxpr.constvars, _OTHER)
     known.update(zip(jaxpr.invars, inputs, strict=True))
 
