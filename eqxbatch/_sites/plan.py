@@ -16,7 +16,7 @@ from .._base.jaxprs import evaluate_with, run_equation, scan_sizes
 from .._base.mesh import full_varying_as, zeros_like
 from .._base.primitives import as_remat, is_remat, SUMS
 from .rules import Axes, Rule
-from .shared import Node, View
+from .shared import kept_axes, MOVES, Node, View
 from .site import Site
 
 
@@ -61,25 +61,16 @@ class SharedPerturbation:
 
     def after(self, eqn: Any) -> "SharedPerturbation | None":
         """The value after an equation; None if that does more than move axes."""
-        name, params = eqn.primitive.name, eqn.params
-        if len(eqn.invars) != 1:  # A dynamic shape may be an input.
+        name = eqn.primitive.name
+        # A dynamic shape may be an input.
+        if len(eqn.invars) != 1 or name not in MOVES:
             return None
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        if name == "transpose":
-            axes = tuple(self.axes[axis] for axis in params["permutation"])
-        elif name in ("reshape", "squeeze", "broadcast_in_dim"):
-            kept = [n for n in before if n != 1]
-            if kept != [n for n in after if n != 1]:
-                return None
-            if name == "reshape" and params["dimensions"] is not None:
-                return None
-            dims = params.get("broadcast_dimensions", ())
-            if any(before[i] != after[axis] for i, axis in enumerate(dims)):
-                return None
-            rest = iter(own for own, n in zip(self.axes, before, strict=True) if n != 1)
-            axes = tuple(next(rest) if n != 1 else None for n in after)
-        else:
+        moved = kept_axes(name, before, after, eqn.params)
+        sizes = lambda shape: sorted(size for size in shape if size != 1)
+        if moved is None or sizes(before) != sizes(after):
             return None
+        axes = tuple(None if axis is None else self.axes[axis] for axis in moved)
         return dataclasses.replace(self, axes=axes)
 
     def apply(self, x: Array) -> Array:

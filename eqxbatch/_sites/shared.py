@@ -507,10 +507,10 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
         return None
     if name in SUMS:
         return [_summand(view, eqn, index)]
-    if name in ("transpose", "squeeze", "broadcast_in_dim", "reshape"):
+    if name in MOVES:
         if len(eqn.invars) > 1:  # A dynamic shape.
             return None
-        axes = _kept_axes(name, view.shape, shape, eqn.params)
+        axes = kept_axes(name, view.shape, shape, eqn.params)
         # Broadcasting is not an isometry: its transpose is a sum.
         same = math.prod(shape) == math.prod(view.shape)
         return [view.then(key, bind, shape, axes, is_isometry=same)]
@@ -616,7 +616,11 @@ def _summand(view: View, eqn: Any, index: int) -> View:
     return view
 
 
-def _kept_axes(
+# What may move axes, remove or insert those of size 1, or repeat an array.
+MOVES = ("transpose", "squeeze", "broadcast_in_dim", "reshape")
+
+
+def kept_axes(
     name: str, old: tuple[int, ...], new: tuple[int, ...], params: dict[str, Any]
 ) -> tuple[int | None, ...] | None:
     """For each axis of the result, the axis that it was; None if there is none."""
