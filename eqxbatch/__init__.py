@@ -83,8 +83,10 @@ from ._maps.grid_vmap import (
     grid as grid,
     GridAxis as GridAxis,
 )
-from ._maps.micro_vmap import filter_micro_vmap as filter_micro_vmap
-from ._maps.microbatch import filter_microbatch as filter_microbatch
+from ._maps.micro_vmap import (
+    filter_micro_vmap as filter_micro_vmap,
+    filter_microbatch as filter_microbatch,
+)
 from ._ntk.empirical import (
     EmpiricalKernel as EmpiricalKernel,
     EmpiricalNNGP as EmpiricalNNGP,

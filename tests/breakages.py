@@ -441,14 +441,14 @@ BREAKAGES = [
     # Kronecker factors.
     Breakage(
         "Kronecker factors are not divided by the positions",
-        "_curvature/kronecker_sums.py",
+        "_curvature/kfac.py",
         "gram, count = add(grams), weighing.sum() * positions",
         "gram, count = add(grams), weighing.sum()",
         "tests/curvature/test_kfac.py -k Definition",
     ),
     Breakage(
         "reduced cotangents are a mean",
-        "_curvature/kronecker_sums.py",
+        "_curvature/kfac.py",
         "(jnp.sum(use.d, 2) for use in uses)",
         "(jnp.mean(use.d, 2) for use in uses)",
         "tests/curvature/test_kfac.py -k Definition",

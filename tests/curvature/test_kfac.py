@@ -20,7 +20,7 @@ from eqxbatch import (
     Sum,
     Unravel,
 )
-from eqxbatch._curvature import kronecker_sums
+from eqxbatch._curvature import kfac as kfac_module
 from ..helpers import forwards_only, rows_only, spread, thinned
 from .kfac_models import (
     factors,
@@ -114,15 +114,15 @@ def test_blocks_of_examples(name, y, monkeypatch):
     known = KNOWN[name](jr.key(1), NUM)
     expected = kfac(known, y, corrected=True)
     # A gradient has 12 to 20 entries, and there are two vectors: for two examples.
-    monkeypatch.setattr(kronecker_sums, "_MOST_BYTES", 2 * 2 * 20 * 8)
+    monkeypatch.setattr(kfac_module, "_MOST_BYTES", 2 * 2 * 20 * 8)
     blocks = []
-    accumulated = kronecker_sums.accumulated
+    accumulated = kfac_module.accumulated
 
     def counted(run, rows, size, accumulator):
         blocks.append((rows.total, size))
         return accumulated(run, rows, size, accumulator)
 
-    monkeypatch.setattr(kronecker_sums, "accumulated", counted)
+    monkeypatch.setattr(kfac_module, "accumulated", counted)
     weights = jnp.ones(NUM)
     close(kfac(known, y, corrected=True), expected)
     close(kfac(known, y, corrected=True, accumulator=Mean(weights=weights)), expected)
@@ -136,7 +136,7 @@ def test_blocks_of_examples(name, y, monkeypatch):
 def test_shard_map(fisher, has_few_directions, monkeypatch):
     """A sum over the examples of all devices, as a gradient is."""
     if has_few_directions:
-        monkeypatch.setattr(kronecker_sums, "_MOST_BYTES", 2 * 16 * 8)
+        monkeypatch.setattr(kfac_module, "_MOST_BYTES", 2 * 16 * 8)
     known = KNOWN["pooled"](jr.key(1), 16)
     y = jr.normal(jr.key(2), (16, 2))
     mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
