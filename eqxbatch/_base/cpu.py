@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Inexact, Int, Shaped
 from .jaxprs import evaluate_jaxpr, evaluate_with
 from .mesh import vary, varying, where_it_is, zeros_like
 from .primitives import as_remat, callee, is_remat, name_of, parameters
+from .trees import safe_zip
 
 
 def in_opaque_branch(
@@ -274,16 +275,16 @@ def patches(
     if 0 in out:
         return jnp.zeros((*lhs.shape[:2], *kernel, *out), lhs.dtype)
     zero = jnp.zeros((), lhs.dtype)
-    padding = zip(params["padding"], params["lhs_dilation"], strict=True)
+    padding = safe_zip(params["padding"], params["lhs_dilation"])
     config = [(0, 0, 0), (0, 0, 0), *((lo, hi, dil - 1) for (lo, hi), dil in padding)]
     lhs = lax.pad(lhs, zero, config)
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     slices = []
     for offset in itertools.product(*map(range, kernel)):
-        start = [k * step for k, step in zip(offset, dilation, strict=True)]
+        start = [k * step for k, step in safe_zip(offset, dilation)]
         limit = [
             first + (num - 1) * stride + 1
-            for first, num, stride in zip(start, out, strides, strict=True)
+            for first, num, stride in safe_zip(start, out, strides)
         ]
         slices.append(
             lax.slice(lhs, (0, 0, *start), (*lhs.shape[:2], *limit), (1, 1, *strides))

@@ -13,6 +13,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
+from .trees import safe_zip
+
 
 def widened(x: Array) -> Array:
     """`x` in the dtype in which its sums are accumulated."""
@@ -180,8 +182,7 @@ def finite_sums(
     def smaller() -> list[Array]:
         others = [widened(x) * most for x in sums_of(1 / most)]
         return [
-            jnp.where(jnp.isfinite(x), x, other)
-            for x, other in zip(wide, others, strict=True)
+            jnp.where(jnp.isfinite(x), x, other) for x, other in safe_zip(wide, others)
         ]
 
     are_finite = [jnp.all(jnp.isfinite(x)) for x in wide]

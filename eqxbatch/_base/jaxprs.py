@@ -24,6 +24,7 @@ from .primitives import (
     name_of,
     parameters,
 )
+from .trees import safe_zip
 
 
 _T = TypeVar("_T")
@@ -127,8 +128,8 @@ def evaluate_with(
 
     The jaxpr must have no effects, because these belong to the whole jaxpr.
     """
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
+    values = dict(safe_zip(jaxpr.constvars, consts))
+    values.update(safe_zip(jaxpr.invars, args))
 
     def read(var: Any) -> Any:
         return literal(var) if isinstance(var, jex.Literal) else values[var]
@@ -141,7 +142,7 @@ def evaluate_with(
         if pending:
             outs = [var for eqn in pending for var in eqn.outvars if var in used]
             results = run_equations(jaxpr, pending, outs, values)
-            values.update(zip(outs, results, strict=True))
+            values.update(safe_zip(outs, results))
             pending.clear()
 
     for index, eqn in enumerate(jaxpr.eqns):
@@ -151,7 +152,7 @@ def evaluate_with(
             continue
         flush()
         results = run([read(var) for var in eqn.invars])
-        values.update(zip(eqn.outvars, results, strict=True))
+        values.update(safe_zip(eqn.outvars, results))
     flush()
     return [read(var) for var in jaxpr.outvars]
 
@@ -180,7 +181,7 @@ def run_equation(jaxpr: Any, eqn: Any, outs: list) -> Callable[..., list]:
             found = eqn.primitive.bind(*ins, **eqn.params)
             found = found if eqn.primitive.multiple_results else [found]
             return [found[eqn.outvars.index(var)] for var in outs]
-        pairs = zip(eqn.invars, ins, strict=True)
+        pairs = safe_zip(eqn.invars, ins)
         values = {atom: x for atom, x in pairs if not isinstance(atom, jex.Literal)}
         return run_equations(jaxpr, [eqn], outs, values)
 
@@ -239,7 +240,7 @@ def live_variables(jaxpr: Any, outs: Sequence[bool]) -> set:
 
 def _marked(atoms: list, marks: Sequence[bool]) -> set:
     """The marked variables; literals are none."""
-    pairs = zip(atoms, marks, strict=True)
+    pairs = safe_zip(atoms, marks)
     return {x for x, is_one in pairs if is_one and not isinstance(x, jex.Literal)}
 
 
@@ -255,7 +256,7 @@ def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
     if name == "cond":
         jaxprs = [closed.jaxpr for closed in eqn.params["branches"]]
         found = [(jaxpr.invars, live_variables(jaxpr, outs)) for jaxpr in jaxprs]
-        each = zip(*([v in live for v in ins] for ins, live in found), strict=True)
+        each = safe_zip(*([v in live for v in ins] for ins, live in found))
         return [False, *map(any, each)]
     if name in IDENTITIES:
         return outs

@@ -26,6 +26,7 @@ from jax.sharding import (
 from jaxtyping import Array, PyTree
 
 from .primitives import constants, equations_in, parameters
+from .trees import safe_zip
 
 
 def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
@@ -35,7 +36,7 @@ def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
         return {}
     return {
         name: (mesh.shape[name], kind)
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        for name, kind in safe_zip(mesh.axis_names, mesh.axis_types)
     }
 
 
@@ -79,7 +80,7 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
     only the rows of one device, and therefore one part.)
     """
     devices, needed = 1, 1
-    for x, axis in zip(arrays, axes, strict=True):
+    for x, axis in safe_zip(arrays, axes):
         struct = jax.typeof(x)
         named = mesh_axes(struct)
         sizes = [size for size, kind in named.values() if kind != AxisType.Manual]
@@ -155,7 +156,7 @@ def error_if(x: Array, is_wrong: Array, message: str) -> Array:
 def manual_axes() -> frozenset:
     """The mesh axes of the enclosing `jax.shard_map`s."""
     mesh = get_abstract_mesh()
-    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    pairs = safe_zip(mesh.axis_names, mesh.axis_types)
     return frozenset(name for name, kind in pairs if kind == AxisType.Manual)
 
 
@@ -206,7 +207,7 @@ def on_all_devices(
         jax.ShapeDtypeStruct(
             (num(spread(x)), *x.shape), x.dtype, sharding=NamedSharding(mesh, spec)
         )
-        for x, spec in zip(args, specs, strict=True)
+        for x, spec in safe_zip(args, specs)
     ]
     out_specs = eqx.filter_eval_shape(lambda *xs: specs_of(program(*xs)), *args)
 
@@ -241,7 +242,7 @@ def explicit_mesh(tree: PyTree) -> AbstractMesh | None:
 
 def examples_spec(arrays: list[Array], axes: Sequence[int]) -> PartitionSpec:
     """The sharding of the examples, for arrays that have them along axis 0."""
-    for x, axis in zip(arrays, axes, strict=True):
+    for x, axis in safe_zip(arrays, axes):
         entry = [*spec_of(x), *[None] * x.ndim][axis]
         if entry is not None:
             return PartitionSpec(entry)

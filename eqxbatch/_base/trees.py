@@ -1,11 +1,12 @@
 """PyTrees, and descriptions of arguments in messages."""
 
+import functools
 import importlib
 import inspect
 import logging
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import jax.tree_util as jtu
 import numpy as np
@@ -14,6 +15,13 @@ from jaxtyping import PyTree
 
 # Logs slow steps and automatic choices.
 log = logging.getLogger("eqxbatch")
+
+
+# Arguments of different lengths are an error.
+if TYPE_CHECKING:
+    safe_zip = zip
+else:
+    safe_zip = functools.partial(zip, strict=True)
 
 
 def is_none(x: Any) -> bool:

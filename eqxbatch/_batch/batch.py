@@ -20,7 +20,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.mesh import examples_spec, is_explicit, mesh_axes, names_of, spec_of
 from .._base.mistakes import called, has_numbers, is_one_key, key_remedy, NUMBERS
-from .._base.trees import described, match_prefix
+from .._base.trees import described, match_prefix, safe_zip
 
 
 def broadcast_axes(name: str, spec: PyTree, tree: PyTree) -> list[int | None]:
@@ -117,7 +117,7 @@ class Batch(eqx.Module):
 
     def total(self, axis_size: int | None = None) -> int:
         """The number of examples; all batched arrays must agree on it."""
-        sizes = [x.shape[a] for x, a in zip(self.arrays, self.axes, strict=True)]
+        sizes = [x.shape[a] for x, a in safe_zip(self.arrays, self.axes)]
         if axis_size is None and not sizes:
             raise ValueError(
                 "Nothing is batched: `in_axes` gives no array a batch axis, so the "
@@ -128,14 +128,14 @@ class Batch(eqx.Module):
         if len(found) > 1:
             listing = [
                 f"{name} has {size} (axis {axis} of shape {x.shape})"
-                for name, size, axis, x in zip(
-                    self.names, sizes, self.axes, self.arrays, strict=True
+                for name, size, axis, x in safe_zip(
+                    self.names, sizes, self.axes, self.arrays
                 )
             ]
             if axis_size is not None:
                 listing.append(f"`axis_size` is {axis_size}")
             remedy = "Fix the shapes, or use `in_axes` to name another axis or None."
-            for name, x in zip(self.names, self.arrays, strict=True):
+            for name, x in safe_zip(self.names, self.arrays):
                 if is_one_key(x):
                     num = max(found) if len(found) == 2 else None
                     remedy = key_remedy(name, num)
@@ -200,7 +200,7 @@ def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Ba
     _check_lists(kwargs_spec, kwargs, [*kwargs])
 
     arrays, batch_axes, names, shared = [], [], [], []
-    for (path, leaf), axis in zip(paths, axes, strict=True):
+    for (path, leaf), axis in safe_zip(paths, axes):
         if axis is None:
             shared.append(leaf)
             continue
@@ -238,7 +238,7 @@ def _check_lists(spec: PyTree, arguments: Any, names: list[str]) -> None:
     for path, axis, part in match_prefix("in_axes", spec, arguments, "a prefix"):
         if not callable(axis) or len(path) > 1:
             continue
-        for key, name in zip(keys, names, strict=True):
+        for key, name in safe_zip(keys, names):
             if path and key != getattr(path[0], "key", getattr(path[0], "idx", None)):
                 continue
             x = part if path else part[key]
@@ -269,7 +269,7 @@ def spec_of_rows(shape: tuple[int, ...], batch: Batch) -> PartitionSpec:
     If the examples of an argument have this shape, its sharding is used. Otherwise the
     results are sharded along their examples only.
     """
-    for x, axis in zip(batch.arrays, batch.axes, strict=True):
+    for x, axis in safe_zip(batch.arrays, batch.axes):
         if (*x.shape[:axis], *x.shape[axis + 1 :]) == shape:
             spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
             return PartitionSpec(spec.pop(axis), *spec)
@@ -460,7 +460,7 @@ def explained_failure(
         yield
     except Exception as e:
         rows = batch.arrays if rows is None else rows
-        pairs = zip(batch.arrays, batch.axes, strict=True)
+        pairs = safe_zip(batch.arrays, batch.axes)
         example = [
             jax.ShapeDtypeStruct((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
             for x, axis in pairs
@@ -473,7 +473,7 @@ def explained_failure(
         if batch.arrays and _works(call, other_rows):
             shapes = (
                 f"{name} of shape {x.shape}"
-                for name, x in zip(batch.names, given_rows, strict=True)
+                for name, x in safe_zip(batch.names, given_rows)
             )
             e.add_note(
                 f"`fun` is called with {what}, {', '.join(shapes)}, and raises this "

@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree, Real
 from .._base.dtypes import finite_sums, normalised, widened
 from .._base.jaxprs import TracedFunction, uses_dtype
 from .._base.mistakes import called, no_arrays_remedy
-from .._base.trees import described, shown
+from .._base.trees import described, safe_zip, shown
 from .accumulators import Concat
 from .batch import (
     Batch,
@@ -46,7 +46,7 @@ class Selection(eqx.Module):
             chosen = [is_chosen and i in numbers for i, is_chosen in enumerate(chosen)]
         self._is_parameter = tuple(
             is_chosen and eqx.is_inexact_array(leaf)
-            for is_chosen, leaf in zip(chosen, leaves, strict=True)
+            for is_chosen, leaf in safe_zip(chosen, leaves)
         )
         if not any(self._is_parameter):
             raise ValueError(
@@ -66,7 +66,7 @@ class Selection(eqx.Module):
         dtypes = [getattr(x, "dtype", bool) for x in leaves]
         wrong = sorted({*paths} ^ {*self._paths})
         if paths == self._paths:
-            triples = zip(paths, dtypes, self._is_parameter, strict=True)
+            triples = safe_zip(paths, dtypes, self._is_parameter)
             is_inexact = lambda dtype: jnp.issubdtype(dtype, jnp.inexact)
             wrong = [path for path, x, y in triples if y and not is_inexact(x)]
         if wrong or paths != self._paths:

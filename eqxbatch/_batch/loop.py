@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from .._base.cpu import evaluate_in_loop
 from .._base.jaxprs import axis_names, evaluate_jaxpr
 from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
+from .._base.trees import safe_zip
 from .accumulators import Concat, Max, Min
 from .batch import (
     are_split,
@@ -64,7 +65,7 @@ def run_blocks(
     """
 
     def structs(size: int) -> list[jax.ShapeDtypeStruct]:
-        pairs = zip(arrays, axes, strict=True)
+        pairs = safe_zip(arrays, axes)
         return [block_struct(x, axis, size) for x, axis in pairs]
 
     def trace(size: int) -> tuple[Any, PyTree, Any]:
@@ -253,7 +254,7 @@ class _Run(eqx.Module):
         )
         states = [
             None if self.is_collected(slot) else self.initial_state(slot, value)
-            for slot, value in zip(self.slots, values, strict=True)
+            for slot, value in safe_zip(self.slots, values)
         ]
         states, pieces, num_ran = self.full_blocks(states)
         if self.runs_remainder:
@@ -270,13 +271,13 @@ class _Run(eqx.Module):
             if self.is_collected(slot)
             else slot.accumulator.finalize(state)
             for i, (slot, value, state) in enumerate(
-                zip(self.slots, values, states, strict=True)
+                safe_zip(self.slots, values, states)
             )
         ]
         outs = [var.aval for var in self.full.outvars]
         return [
             _as_weak(x) if slot.is_weak(outs) else x
-            for x, slot in zip(results, self.slots, strict=True)
+            for x, slot in safe_zip(results, self.slots)
         ]
 
     def initial_state(self, slot: OutputAccumulator, value: PyTree) -> Any:
@@ -318,22 +319,20 @@ class _Run(eqx.Module):
             values = self.values(block, rows, None)
             collected = [
                 value if self.is_collected(slot) else None
-                for slot, value in zip(self.slots, values, strict=True)
+                for slot, value in safe_zip(self.slots, values)
             ]
             return (self.updated(states, values, block), index + 1), collected
 
         threaded = self.differentiated or [False] * len(self.arrays)
         rows = [
             self.cut(x, axis) if is_threaded else None
-            for x, axis, is_threaded in zip(
-                self.arrays, self.axes, threaded, strict=True
-            )
+            for x, axis, is_threaded in safe_zip(self.arrays, self.axes, threaded)
         ]
         carry = (states, jnp.zeros((), jnp.int32))
         (states, num_ran), collected = lax.scan(step, carry, rows, self.num_steps)
         merged = [
             None if value is None else self.merged(slot, value)
-            for slot, value in zip(self.slots, collected, strict=True)
+            for slot, value in safe_zip(self.slots, collected)
         ]
         return states, [merged], num_ran
 
@@ -362,7 +361,7 @@ class _Run(eqx.Module):
         def compute(rows: list) -> list[PyTree]:
             arrays = [
                 block.take(x, axis) if given is None else given
-                for x, axis, given in zip(self.arrays, self.axes, rows, strict=True)
+                for x, axis, given in safe_zip(self.arrays, self.axes, rows)
             ]
             if block.is_remainder:
                 jaxpr, consts = self.remainder, self.remainder_consts
@@ -387,7 +386,7 @@ class _Run(eqx.Module):
     def updated(self, states: list, values: list, block: Block) -> list:
         """The states after one more microbatch."""
         new_states = []
-        for slot, state, value in zip(self.slots, states, values, strict=True):
+        for slot, state, value in safe_zip(self.slots, states, values):
             if self.is_collected(slot):
                 new_states.append(None)
                 continue
@@ -496,7 +495,7 @@ class Rows(eqx.Module):
             return self
         cut = [
             x if axis is None else lax.dynamic_slice_in_dim(x, start, size, axis)
-            for x, axis in zip(self.arrays, self.axes, strict=True)
+            for x, axis in safe_zip(self.arrays, self.axes)
         ]
         return Rows(cut, self.axes, size)
 
@@ -508,7 +507,7 @@ class Rows(eqx.Module):
             else vary_as(
                 [x], jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
             )
-            for x, axis in zip(self.arrays, self.axes, strict=True)
+            for x, axis in safe_zip(self.arrays, self.axes)
         ]
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree, Real
 
 from .._base.differentiable import without_forward_mode
 from .._base.dtypes import as_real, common_dtype, is_complex
+from .._base.trees import safe_zip
 from .._batch.batch import Batch
 from .._batch.moments import Sum
 from .._curvature.curvature_matrices import (
@@ -65,7 +66,7 @@ class Call:
         """Some examples. The last array is for functions without batched arguments."""
         moved = [
             jnp.moveaxis(x, axis, 0)[:_NUM_EXAMPLES]
-            for x, axis in zip(self.batch.arrays, self.batch.axes, strict=True)
+            for x, axis in safe_zip(self.batch.arrays, self.batch.axes)
         ]
         return [*moved, jnp.zeros(self.num)]
 
@@ -168,7 +169,7 @@ def _compared(
     by_sites, expected = (_derivatives(call, x) for x in (True, False))
     leaves, whole = (
         {name: _errors(found[name], true[name]) for name in true}
-        for found, true in zip(by_sites, expected, strict=True)
+        for found, true in safe_zip(by_sites, expected)
     )
     checks = tuple(
         LeafCheck(path, **{name: errors[i] for name, errors in leaves.items()})
@@ -252,14 +253,14 @@ def _small_leaves(call: Call) -> list[bool]:
 
 def _errors(found: list, expected: list) -> list[float | None]:
     """The largest error of each entry of a list; None if there is nothing in it."""
-    pairs = [(_flat(x), _flat(y)) for x, y in zip(found, expected, strict=True)]
+    pairs = [(_flat(x), _flat(y)) for x, y in safe_zip(found, expected)]
     scales = [np.max(np.abs(y), initial=0.0, where=np.isfinite(y)) for _, y in pairs]
     # What is tiny beside the other entries is rounding error, as the gradient of a bias
     # of attention keys is.
     eps = jnp.finfo(jtu.tree_leaves(expected)[0].dtype).eps
     least = float(eps) ** 0.25 * max(scales)
     errors: list[float | None] = []
-    for (x, y), scale in zip(pairs, scales, strict=True):
+    for (x, y), scale in safe_zip(pairs, scales):
         with np.errstate(invalid="ignore"):
             differ = np.abs(x - y)
         differ[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .._base.checks import checked
 from .._base.mistakes import no_arrays_remedy
-from .._base.trees import shown
+from .._base.trees import safe_zip, shown
 from .._batch.batch import Batch, explained_failure, unbatched
 from .._batch.derivative import Selection, split_examples
 from .._sites.report import report_of, SitesReport
@@ -169,7 +169,7 @@ def _first_example(batch: Batch) -> tuple[tuple, dict[str, Any]]:
         raise ValueError("There are no examples to look at: the batch is empty.")
     first = lambda arrays: [
         lax.index_in_dim(x, 0, axis, keepdims=False)
-        for x, axis in zip(arrays, batch.axes, strict=True)
+        for x, axis in safe_zip(arrays, batch.axes)
     ]
     rows = eqx.filter_eval_shape(first, batch.arrays)
     (_, *args), kwargs = batch.arguments(rows)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Inexact, Real
 from .._base.dtypes import widened
 from .._base.jaxprs import depends, evaluate_jaxpr
 from .._base.mesh import full_varying_as, vary_as
-from .._base.trees import type_of
+from .._base.trees import safe_zip, type_of
 from .._sites.cost import pushed_cost
 from .._sites.einsum import EXAMPLE, Labels, Term
 from .._sites.factors import Factors
@@ -224,9 +224,9 @@ class SiteHessian(AbstractSiteMatrix):
         cotangents, operands, changes = factors
         of_cotangents: list[Stacks] = []
         of_operands: list[Stacks] = []
-        for push, arrays in zip(self.pushes, changes, strict=True):
+        for push, arrays in safe_zip(self.pushes, changes):
             # The derivatives of cotangents come before those of operands.
-            pairs = zip((*push.cotangents, *push.operands), arrays, strict=True)
+            pairs = safe_zip((*push.cotangents, *push.operands), arrays)
             known = dict(itertools.islice(pairs, len(push.cotangents)))
             of_cotangents.append(self.stacks(known))
             of_operands.append(self.stacks(dict(pairs)))
@@ -260,7 +260,7 @@ class SiteHessian(AbstractSiteMatrix):
         derivatives with respect to perturbations, for each `Push`. These have its
         directions along axis 1.
         """
-        sites, others = zip(*uses, strict=True)
+        sites, others = safe_zip(*uses)
         sides = [(sites, labels[0]), (others, labels[1])]
         terms_of_operands = [
             [operand_term(alike, operands, names)]
@@ -294,7 +294,7 @@ class SiteHessian(AbstractSiteMatrix):
         site, other = changed[0], by[0]
         keys = [
             (y.perturbation, x.operand if is_operand else x.perturbation)
-            for x, y in zip(changed, by, strict=True)
+            for x, y in safe_zip(changed, by)
         ]
         if keys[0] not in (self.of_operands if is_operand else self.of_cotangents):
             return None
@@ -442,7 +442,7 @@ def _with_curved(
 
     products = hessian_products(gradient, is_reverse=False, is_single=False)
     result = []
-    for pairs, block in zip(hessian.groups, blocks, strict=True):
+    for pairs, block in safe_zip(hessian.groups, blocks):
         first, second = pairs[0]
         if first in curved and second in curved:
             # Such leaves are unlike all others, so this is the block of a single pair.

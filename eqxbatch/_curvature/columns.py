@@ -34,7 +34,7 @@ from .._base.dtypes import as_complex, as_real, common_dtype, is_complex
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
 from .._base.mistakes import warn_user
-from .._base.trees import consecutive_groups, described, log
+from .._base.trees import consecutive_groups, described, log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.derivative import AbstractDerivative
 from .._batch.loop import accumulated, Rows
@@ -100,7 +100,7 @@ def product_blocks(
         compute = own_entries if requested.is_diagonal else images
         images_of_rows = compute(products(leaves, group, rows), point, size)
         start = 0
-        for leaf, x in zip(group, point, strict=True):
+        for leaf, x in safe_zip(group, point):
             of_leaf = [image[start : start + x.size] for image in images_of_rows]
             start += x.size
             if requested.is_diagonal:
@@ -158,7 +158,7 @@ def hessian_products(
 
 def replaced(leaves: Sequence, which: Sequence[int], values: Sequence) -> list:
     result = list(leaves)
-    for i, value in zip(which, values, strict=True):
+    for i, value in safe_zip(which, values):
         result[i] = value
     return result
 
@@ -184,7 +184,7 @@ def own_entries(
         dtype = common_dtype(*(out.dtype for out in outs))
         parts = [
             jnp.sum((seed * out).reshape(seed.shape[0], -1), 1).astype(dtype)
-            for seed, out in zip(seeds, outs, strict=True)
+            for seed, out in safe_zip(seeds, outs)
         ]
         return [sum(parts[1:], parts[0])]
 
@@ -224,7 +224,7 @@ def by_columns(
         outputs = lambda changed, group=group: values(replaced(leaves, group, changed))
         blocks = images(jax.linearize(outputs, point)[1], point, size, -1)
         ends = [*itertools.accumulate(x.size for x in point)]
-        for of_output, x in zip(result, blocks, strict=True):
+        for of_output, x in safe_zip(result, blocks):
             of_output += jnp.split(x, ends[:-1], axis=-1)
     return result
 
@@ -245,9 +245,9 @@ def by_rows(
     # One list for each leaf, with an entry for each output.
     joined = [
         as_complex(jtu.tree_unflatten(treedef, of_leaf))
-        for of_leaf in zip(*pulled, strict=True)
+        for of_leaf in safe_zip(*pulled)
     ]
-    return [[*of_output] for of_output in zip(*joined, strict=True)]
+    return [[*of_output] for of_output in safe_zip(*joined)]
 
 
 def _pulled_back(
@@ -260,12 +260,12 @@ def _pulled_back(
         outs, pull = jax.vjp(outputs, leaves)
         pulled = images(lambda seeds, pull=pull: pull(seeds)[0], outs, size)
         ends = [*itertools.accumulate(x.size for x in outs)]
-        for out, end in zip(outs, ends, strict=True):
+        for out, end in safe_zip(outs, ends):
             rows = [x[end - out.size : end] for x in pulled]
             result.append(
                 [
                     x.reshape(*out.shape, leaf.size).astype(out.dtype)
-                    for x, leaf in zip(rows, leaves, strict=True)
+                    for x, leaf in safe_zip(rows, leaves)
                 ]
             )
     return result
@@ -291,13 +291,13 @@ def expansion(fun: Linear, point: list[Array], derivative: Derivative) -> Expans
 
 def expanded(known: Expansion, point: list[Array], leaves: list[Array]) -> list[Array]:
     """The linear expansion of a function at `point`, evaluated for some leaves."""
-    pairs = zip(*(jtu.tree_leaves(as_real(x)) for x in (leaves, point)), strict=True)
+    pairs = safe_zip(*(jtu.tree_leaves(as_real(x)) for x in (leaves, point)))
     changes = [(x - start).reshape(-1) for x, start in pairs]
     # On GPUs and TPUs, the default would round the Jacobian.
     whole = lax.Precision.HIGHEST
     result = []
-    for out, jacobian in zip(*known, strict=True):
-        for part, change in zip(jacobian, changes, strict=True):
+    for out, jacobian in safe_zip(*known):
+        for part, change in safe_zip(jacobian, changes):
             change = change.astype(part.dtype)
             out = out + jnp.tensordot(part, change, 1, precision=whole)
         result.append(out)
@@ -539,7 +539,7 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
                 continue
             split = [
                 part.reshape(*part.shape[:-1], *leaf.shape)
-                for part, leaf in zip(parts, leaves, strict=True)
+                for part, leaf in safe_zip(parts, leaves)
             ]
             trees.append(jtu.tree_unflatten(unravel.treedef, split))
         tree = jtu.tree_unflatten(jtu.tree_structure(out), trees)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Inexact, Real
 from .._base.cpu import unstack
 from .._base.jaxprs import first_use, products_of
 from .._base.mesh import full_varying_as, sum_varying, varying
-from .._base.trees import log
+from .._base.trees import log, safe_zip
 from .._batch.derivative import Loss, Microbatches
 from .._batch.loop import accumulated_sums
 from .._batch.memory import MemoryBudget
@@ -79,7 +79,7 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
             sums, aux = microbatches.total(blocks.sums, curvature.aux, closed)
         sums = [
             sum_varying(x, varying(jax.typeof(leaves[pairs[0][0]])))
-            for pairs, x in zip(blocks.groups, sums, strict=True)
+            for pairs, x in safe_zip(blocks.groups, sums)
         ]
         matrix = arranged(
             diff,
@@ -640,8 +640,8 @@ class CurvatureBlocks:
         """The requested blocks, from what `sums` returns."""
         result = {}
         separated = unstack(sums, self.curvature.leaves)
-        for pairs, blocks in zip(self.groups, separated, strict=True):
-            result.update(zip(pairs, blocks, strict=True))
+        for pairs, blocks in safe_zip(self.groups, separated):
+            result.update(safe_zip(pairs, blocks))
         return {pair: result[pair] for pair in self.requested.pairs}
 
     @property

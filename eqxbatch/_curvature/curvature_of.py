@@ -31,7 +31,7 @@ from .._base.dtypes import as_complex, as_real, common_dtype, widened
 from .._base.jaxprs import at_example, TracedFunction
 from .._base.mesh import error_if, vary_as
 from .._base.mistakes import warn_user
-from .._base.trees import described
+from .._base.trees import described, safe_zip
 from .._batch.batch import explained_failure
 from .._batch.derivative import (
     AbstractOverExamples,
@@ -476,7 +476,7 @@ class GaussNewtonCurvature(AbstractCurvature):
             dtype = common_dtype(*(seed.dtype for seed in seeds))
             parts = [
                 jnp.tensordot(x, seed, seed.ndim).astype(dtype)
-                for x, seed in zip(vectors, seeds, strict=True)
+                for x, seed in safe_zip(vectors, seeds)
             ]
             along = functools.reduce(jnp.add, parts)
             along = along if curve is None else curve @ along

@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.checks import check_at_least, check_callable, check_types
 from .._base.mesh import spec_of, sum_varying, vary_as, varying
-from .._base.trees import shown
+from .._base.trees import safe_zip, shown
 from .._batch.derivative import Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .curvature_of import (
@@ -49,7 +49,7 @@ class AbstractProduct(AbstractSecondOrder):
         curvature = self.curvature(self.loss_of(microbatches.batch, diff, nondiff))
 
         def products(rows: list, weights: Array | None) -> list[Array]:
-            pairs = zip(curvature.leaves, tangents, strict=True)
+            pairs = safe_zip(curvature.leaves, tangents)
             local = [vary_as([x], tangent) for x, tangent in pairs]
             return curvature.product(rows, weights, local)
 
@@ -58,7 +58,7 @@ class AbstractProduct(AbstractSecondOrder):
         leaves, treedef = jtu.tree_flatten(diff)
         totals = [
             sum_varying(x.astype(leaf.dtype), varying(jax.typeof(leaf)))
-            for x, leaf in zip(totals, leaves, strict=True)
+            for x, leaf in safe_zip(totals, leaves)
         ]
         product = jtu.tree_unflatten(treedef, totals)
         return (product, aux) if self.has_aux else product

@@ -31,6 +31,7 @@ from jaxtyping import Array, Inexact, Real
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import full_varying_as, vary_as
 from .._base.primitives import callee, LINEAR_IN_ALL, name_of, with_trait
+from .._base.trees import safe_zip
 from .._sites.cost import forming_cost, num_products
 from .._sites.einsum import EXAMPLE, Term
 from .._sites.factors import Factors, gradients
@@ -189,9 +190,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
                 for side, names in enumerate(labels):
                     scaled = self._of_site(scaled, uses[0][side], names, side)
             terms.append(scaled)
-        for sites, names, side in zip(
-            zip(*uses, strict=True), labels, sides, strict=True
-        ):
+        for sites, names, side in safe_zip(safe_zip(*uses), labels, sides):
             d, axes = cotangent_term(sites, cotangents, names, _vectors(side))
             pairing = self._paired[sites[0].perturbation]
             if pairing is not None:
@@ -247,7 +246,7 @@ def linearized(
     outs, operands, pullback = program.linearize(leaves, rows, num_outputs)
     seeds, curve = of_outputs(outs, rows)
     # These may be the same for all examples and devices.
-    seeds = [vary_as([out], seed) for seed, out in zip(seeds, outs, strict=True)]
+    seeds = [vary_as([out], seed) for seed, out in safe_zip(seeds, outs)]
     # What is not used of the result of a pullback is not computed.
     cotangents = jax.vmap(pullback)(seeds)
     pulled: dict[tuple, list] = {}
@@ -300,7 +299,7 @@ class Paired:
         for i, out in enumerate(outs):
             seed = jnp.zeros((self.num, *out.shape), out.dtype)
             if i == self.output:
-                pairs = zip(self.shape, self.axes, strict=True)
+                pairs = safe_zip(self.shape, self.axes)
                 sizes = [size if axis is None else 1 for size, axis in pairs]
                 every = jnp.eye(self.num, dtype=out.dtype).reshape(self.num, *sizes)
                 seed = jnp.broadcast_to(every, seed.shape)
@@ -371,7 +370,7 @@ _MULTIPLIED = frozenset(("mul", "div"))
 
 def _followed(jaxpr: Any, inputs: Sequence[_State]) -> list[_State]:
     """The states of a jaxpr's outputs, from those of its inputs."""
-    states = dict(zip(jaxpr.invars, inputs, strict=True))
+    states = dict(safe_zip(jaxpr.invars, inputs))
 
     def of(atom: Any) -> _State:
         return {} if isinstance(atom, jex.Literal) else states.get(atom, {})
@@ -379,7 +378,7 @@ def _followed(jaxpr: Any, inputs: Sequence[_State]) -> list[_State]:
     for eqn in jaxpr.eqns:
         ins = [of(atom) for atom in eqn.invars]
         if any(ins):
-            states.update(zip(eqn.outvars, _after(eqn, ins), strict=True))
+            states.update(safe_zip(eqn.outvars, _after(eqn, ins)))
     return [of(var) for var in jaxpr.outvars]
 
 
@@ -420,7 +419,7 @@ def _moves(eqn: Any, index: int, depend: list[bool]) -> Iterator[tuple[int, int]
         yield from ((i, axis) for i, axis in axes if before[i] == after[axis])
     elif name == "reduce_sum":
         kept = [axis for axis, _ in enumerate(before) if axis not in params["axes"]]
-        yield from zip(kept, range(len(kept)), strict=True)
+        yield from safe_zip(kept, range(len(kept)))
     elif name == "squeeze" or (name == "reshape" and params["dimensions"] is None):
         # An axis is kept if equally many entries are before it.
         places = {(math.prod(after[:i]), size): i for i, size in enumerate(after)}
@@ -437,7 +436,7 @@ def _moves(eqn: Any, index: int, depend: list[bool]) -> Iterator[tuple[int, int]
             for side, atom in enumerate(eqn.invars[:2])
         ]
         start = len(batched[0])
-        yield from zip(batched[index], range(start), strict=True)
+        yield from safe_zip(batched[index], range(start))
         start += len(free[0]) if index == 1 else 0
         yield from zip(free[index], itertools.count(start), strict=False)
     elif (
@@ -445,5 +444,5 @@ def _moves(eqn: Any, index: int, depend: list[bool]) -> Iterator[tuple[int, int]
         or (name in _MULTIPLIED and is_only and (name == "mul" or index == 0))
         or (name == "select_n" and not depend[0])
     ) and len(before) == len(after):
-        axes = enumerate(zip(before, after, strict=True))
+        axes = enumerate(safe_zip(before, after))
         yield from ((i, i) for i, (size, other) in axes if size == other)

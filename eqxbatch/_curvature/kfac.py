@@ -17,6 +17,7 @@ from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 from .._base.dtypes import common_dtype, exact_products, widened, widest
 from .._base.jaxprs import products_of
 from .._base.mesh import is_on_mesh, sum_varying, vary_as, varying
+from .._base.trees import safe_zip
 from .._batch.loop import accumulated, accumulated_sums, Rows
 from .._batch.moments import Sum
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
@@ -176,7 +177,7 @@ class KroneckerFactors(eqx.Module):
     def __str__(self) -> str:
         rows = [
             (", ".join(names), str(block.part), block.part.reason or "")
-            for names, block in zip(self.names, self.blocks, strict=True)
+            for names, block in safe_zip(self.names, self.blocks)
         ]
         rows = [("leaves", "structure", ""), *rows]
         widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
@@ -343,7 +344,7 @@ class KFAC(AbstractFisher[Model, P, Out]):
         of_parts = [[*itertools.islice(of_all, num)] for num in numbers]
         blocks = [
             KroneckerBlock(part, *finished(part, of_part))
-            for part, of_part in zip(parts, of_parts, strict=True)
+            for part, of_part in safe_zip(parts, of_parts)
         ]
         if self.corrected:
             bases = {
@@ -358,7 +359,7 @@ class KFAC(AbstractFisher[Model, P, Out]):
                     for part, basis in bases.items()
                 ]
             )
-            known = dict(zip(bases, moments, strict=True))
+            known = dict(safe_zip(bases, moments))
             blocks = [
                 KroneckerBlock(part, x.outputs, x.inputs, known[part], *bases[part])
                 if (part := x.part) in bases
@@ -553,9 +554,7 @@ def _role_sums(
         d = functools.reduce(jnp.add, (jnp.sum(use.d, 2) for use in uses))
         uses = [_Use(a[:, None], d[:, :, None], None, uses[0].is_swapped)]
         positions = 1
-    grams, sums, outputs = zip(
-        *(_use_sums(use, part, weighing) for use in uses), strict=True
-    )
+    grams, sums, outputs = safe_zip(*(_use_sums(use, part, weighing) for use in uses))
     add = functools.partial(functools.reduce, jnp.add)
     gram, count = add(grams), weighing.sum() * positions
     # If the sums vary over devices in `jax.shard_map`, so must the count.

@@ -21,7 +21,7 @@ from .._base.checks import checked
 from .._base.dtypes import common_dtype, exact_products
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.mesh import error_if
-from .._base.trees import shown
+from .._base.trees import safe_zip, shown
 from .._sites.kronecker import Part
 from .curvature_matrices import (
     filter_ggn,
@@ -433,7 +433,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         """A PyTree like the parameters, from the leaves of each block."""
         values: dict[int, Array] = {}
         for spectrum in self._spectra:
-            values.update(zip(spectrum.part.leaves, of_block(spectrum), strict=True))
+            values.update(safe_zip(spectrum.part.leaves, of_block(spectrum)))
         structs = self.unravel.structs
         leaves = [values[i].astype(struct.dtype) for i, struct in enumerate(structs)]
         return jax.tree.unflatten(self.unravel.treedef, leaves)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Inexact, PyTree, Shaped
 from .._base.checks import AnyArray, check_types, checked
 from .._base.cpu import mirrored, runtime_indices
 from .._base.dtypes import common_dtype, is_complex
-from .._base.trees import shown
+from .._base.trees import safe_zip, shown
 from .site_blocks import Pair
 
 
@@ -82,7 +82,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
             )
         leaves = [
             part.astype(struct.dtype)
-            for part, struct in zip(self.split(vector), self.structs, strict=True)
+            for part, struct in safe_zip(self.split(vector), self.structs)
         ]
         return jtu.tree_unflatten(self.treedef, leaves)
 
@@ -92,7 +92,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
         lead = vector.shape[:-1]
         return [
             vector[..., end - struct.size : end].reshape((*lead, *struct.shape))
-            for end, struct in zip(ends, self.structs, strict=True)
+            for end, struct in safe_zip(ends, self.structs)
         ]
 
 
@@ -212,7 +212,7 @@ def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTre
             unravel.treedef,
             unravel.split(H[end - struct.size : end].reshape(*struct.shape, n)),
         )
-        for end, struct in zip(ends, unravel.structs, strict=True)
+        for end, struct in safe_zip(ends, unravel.structs)
     ]
     return jtu.tree_unflatten(unravel.treedef, rows)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Inexact, Int, Real
 from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import varying
-from .._base.trees import consecutive_groups
+from .._base.trees import consecutive_groups, safe_zip
 from .._sites.cost import contraction_cost, total_cost
 from .._sites.einsum import contract, EXAMPLE, Labels, Term
 from .._sites.factors import scale_of, weight_terms
@@ -342,7 +342,7 @@ class AbstractSiteMatrix(abc.ABC):
         self, pairs: list[Pair], terms: Terms, values: list
     ) -> Iterator[tuple[Use, list[Term], Labels]]:
         """The arrays to contract, the resulting axes, and two sites with these axes."""
-        for uses in zip(*map(self._uses, pairs), strict=True):
+        for uses in safe_zip(*map(self._uses, pairs)):
             labels = [
                 {
                     name: _of_side(label, side)
@@ -352,7 +352,7 @@ class AbstractSiteMatrix(abc.ABC):
                 }
                 for side, site in enumerate(uses[0])
             ]
-            pairs_of_sides = zip(uses[0], labels, strict=True)
+            pairs_of_sides = safe_zip(uses[0], labels)
             weights = [
                 term
                 for site, names in pairs_of_sides
@@ -378,7 +378,7 @@ class AbstractSiteMatrix(abc.ABC):
             return _diagonal_of(block, (site, other), structs[0], values)
         views = [
             struct if has_named_axes(use) else use.view.struct(struct, values)
-            for use, struct in zip((site, other), structs, strict=True)
+            for use, struct in safe_zip((site, other), structs)
         ]
         if not has_named_axes(site):
             block = block.reshape(*views[0].shape, math.prod(views[1].shape))

@@ -23,7 +23,7 @@ from .._base.mesh import (
     vary_as,
     varying,
 )
-from .._base.trees import shown
+from .._base.trees import safe_zip, shown
 from .._batch.accumulators import Concat
 from .._batch.batch import Blocks
 from .._batch.derivative import AbstractDerivative, Loss, MicrobatchResult, TracedLoss
@@ -332,7 +332,7 @@ def _has_results(part: PyTree) -> bool:
 def moments_of(diff: PyTree, moments: PyTree, num: int | Array) -> GradientMoments:
     """The moments of gradients with respect to `diff`, from those in a wider dtype."""
     leaves, treedef = jtu.tree_flatten(diff)
-    means, variances = zip(*treedef.flatten_up_to(moments), strict=True)
+    means, variances = safe_zip(*treedef.flatten_up_to(moments))
     dtype = widest(*(x.dtype for x in variances))
     total = lambda xs: sum(jnp.sum(x).astype(dtype) for x in xs)
     noise = total(variances)
@@ -340,7 +340,7 @@ def moments_of(diff: PyTree, moments: PyTree, num: int | Array) -> GradientMomen
     # The squared mean overestimates by the variance of the mean.
     signal = signal - noise / jnp.asarray(num).astype(dtype)
     mean, variance = (
-        treedef.unflatten(x.astype(d) for x, d in zip(xs, dtypes, strict=True))
+        treedef.unflatten(x.astype(d) for x, d in safe_zip(xs, dtypes))
         for xs, dtypes in (
             (means, [x.dtype for x in leaves]),
             (variances, [x.real.dtype for x in leaves]),

@@ -32,7 +32,7 @@ from .._base.dtypes import (
 )
 from .._base.jaxprs import products_of
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
-from .._base.trees import described, is_none, match_prefix
+from .._base.trees import described, is_none, match_prefix, safe_zip
 from .._batch.batch import explained_failure
 from .._batch.derivative import Loss, MicrobatchResult, TracedLoss
 from .._sites.cost import Contraction, Method, plan
@@ -162,7 +162,7 @@ def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
     clipped = groups.clip(squared_norms, are_cheap=False)
     scaled = [
         scaled_examples(x, scale).astype(x.dtype)
-        for x, scale in zip(leaves, clipped.scales, strict=True)
+        for x, scale in safe_zip(leaves, clipped.scales)
     ]
     if clipped.is_kept is not None:
         scaled = [kept_examples(x, clipped.is_kept) for x in scaled]
@@ -204,7 +204,7 @@ def clipped_by_norms(
         if example.is_narrow:
             # If all gradients are long or the bound is small, all scales are small.
             powers = [power_of_two(jnp.max(scale)) for scale in scales]
-            scales = [s / power for s, power in zip(scales, powers, strict=True)]
+            scales = [s / power for s, power in safe_zip(scales, powers)]
 
         def sums(weights: Array | None, share: float) -> list:
             factors = [scale * share for scale in scales]
@@ -214,7 +214,7 @@ def clipped_by_norms(
             if not example.is_narrow:
                 return totals
             wide = map(widened, totals)
-            return [x * p.astype(x.dtype) for x, p in zip(wide, powers, strict=True)]
+            return [x * p.astype(x.dtype) for x, p in safe_zip(wide, powers)]
 
         return example.totals(sums, num, weights, is_mean), clipped.norms
 
@@ -314,17 +314,17 @@ class Groups:
         def scaled() -> list[tuple[Array, Array]]:
             factors = [into_range(total) for total in totals(squared)]
             scales = [zeros] * len(squared)
-            for factor, members in zip(factors, self.members, strict=True):
+            for factor, members in safe_zip(factors, self.members):
                 for i in members:
                     scales[i] = factor
             again = totals(squared_norms(scales))
-            return [*zip(factors, again, strict=True)]
+            return [*safe_zip(factors, again)]
 
         if are_cheap:
             return self._scales(scaled())
         are_in_range = [
             is_in_range(total)
-            for total, members in zip(totals(squared), self.members, strict=True)
+            for total, members in safe_zip(totals(squared), self.members)
             if members
         ]
         norms = jax.lax.cond(jnp.all(jnp.stack(are_in_range)), plain, scaled)
@@ -334,8 +334,8 @@ class Groups:
         """Factors from norms, which are `sqrt(square) / power` for each group."""
         scales, norms = [], []
         is_kept: Bool[Array, "..."] | None = None
-        for bound, members, (power, square) in zip(
-            self.bounds, self.members, powers_and_squares, strict=True
+        for bound, members, (power, square) in safe_zip(
+            self.bounds, self.members, powers_and_squares
         ):
             # The derivative of a norm at zero is defined as zero instead of NaN.
             is_positive = square > 0
@@ -409,7 +409,7 @@ class SiteGradients:
         grams = self._of_grams(is_scaled=scales is not None)
         return [
             self._squared_norm(contraction, scale, grams)
-            for contraction, scale in zip(self._contractions, factors, strict=True)
+            for contraction, scale in safe_zip(self._contractions, factors)
         ]
 
     def _of_grams(
@@ -435,7 +435,7 @@ class SiteGradients:
         norms: dict[int, tuple[Array | None, Array]] = {}
         with exact_products():  # Bounds rest on these norms.
             squared = squared_norms(requested)
-        for (leaf, power), squares in zip(powers.items(), squared, strict=True):
+        for (leaf, power), squares in safe_zip(powers.items(), squared):
             power = None if power is None else jnp.where(squares > 0, power, 1)
             norms[leaf] = power, squares
         if not is_scaled:
@@ -480,7 +480,7 @@ class SiteGradients:
         factors = self._factors if is_kept is None else self._factors.where(is_kept)
         return [
             self._weighted_sum(c, factors, weight, is_kept)
-            for c, weight in zip(self._contractions, weights, strict=True)
+            for c, weight in safe_zip(self._contractions, weights)
         ]
 
     def _weighted_sum(
@@ -520,7 +520,7 @@ def _scaled(own: OfLeaf) -> tuple[Real[Array, " n"], OfLeaf]:
     """Factors with squares in range, for norms divided by a power of two."""
     (sites, factors, _), separate = own, own.with_own_factors()
     each = map(separate.factors.of, separate.sites)
-    operands, cotangents = zip(*each, strict=True)
+    operands, cotangents = safe_zip(*each)
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
     if _have_size(sites, factors):

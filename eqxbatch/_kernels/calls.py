@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from .._base.checks import AnyArray, check_types
-from .._base.trees import is_none, shown
+from .._base.trees import is_none, safe_zip, shown
 from .._batch.batch import broadcast_axes, explained_failure, split_batch
 from .._batch.loop import Rows
 from .._batch.memory import check_size, MemoryBudget
@@ -210,7 +210,7 @@ class Side:
         self._batch, self._is_batched = batch, axes.is_batched
         # Two sides with equal static parts are traced once.
         static = eqx.filter((x, mapped), eqx.is_array, inverse=True)
-        arrays = zip(batch.arrays, batch.axes, strict=True)
+        arrays = safe_zip(batch.arrays, batch.axes)
         self.type = (
             jtu.tree_structure((x, mapped)),
             jtu.tree_leaves(static),
@@ -261,7 +261,7 @@ def output_axis(axes: VmapAxes, out: PyTree) -> list[int | None]:
         return [None] * len(leaves)
     resolved = []
     specs = broadcast_axes("vmap_axes", axes.outputs, out)
-    for leaf, axis in zip(leaves, specs, strict=True):
+    for leaf, axis in safe_zip(leaves, specs):
         ndim = len(leaf.shape) + 1
         if axis is None or not -ndim <= axis < ndim:
             raise ValueError(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from .._base.checks import check_types
 from .._base.mesh import on_mesh_around, with_type_of
-from .._base.trees import match_prefix, shown
+from .._base.trees import match_prefix, safe_zip, shown
 from .._batch.batch import Block
 from .._batch.loop import Rows
 from .._batch.slots import types_of
@@ -98,7 +98,7 @@ class Written(AbstractCollector):
         if tile.shape == state.shape:
             return tile
         starts = [jnp.zeros((), jnp.int32) for _ in tile.shape]
-        for axis, span in zip(self.leaf.axes, (rows, columns), strict=True):
+        for axis, span in safe_zip(self.leaf.axes, (rows, columns)):
             if axis is not None:
                 starts[axis] = jnp.asarray(span.block.start, jnp.int32)
         return lax.dynamic_update_slice(state, tile, starts)
@@ -172,7 +172,7 @@ def finalized(
     """The results, from the states after the last tile."""
     return [
         collector.finalize(state, totals)
-        for collector, state in zip(collectors, states, strict=True)
+        for collector, state in safe_zip(collectors, states)
     ]
 
 
@@ -241,7 +241,7 @@ class Tiles:
         def run(kept: tuple[Rows, Rows], places: tuple[Any, Any]) -> list[Array]:
             first, second = (
                 rows.at(place, size)
-                for rows, place, size in zip(kept, places, self.grid.sizes, strict=True)
+                for rows, place, size in safe_zip(kept, places, self.grid.sizes)
             )
             always = jnp.asarray(places[0]) >= 0
             return self.kernel.block(first, None if is_diagonal else second, always)
@@ -309,8 +309,8 @@ class Tiles:
             state
             if is_mirror and not leaf.is_pairwise
             else collector.update(state, x, *spans)
-            for collector, leaf, state, x in zip(
-                self.collectors, self.kernel.leaves, states, tile, strict=True
+            for collector, leaf, state, x in safe_zip(
+                self.collectors, self.kernel.leaves, states, tile
             )
         ]
 
@@ -320,7 +320,7 @@ class Tiles:
         """The number of NaNs that a tile adds to the kernel."""
         num = jnp.zeros((), jnp.int32)
         counts = _both(*self._spans(pair))
-        for leaf, x in zip(self.kernel.leaves, tile, strict=True):
+        for leaf, x in safe_zip(self.kernel.leaves, tile):
             if leaf.is_pairwise and jnp.issubdtype(x.dtype, jnp.inexact):
                 nans = jnp.isnan(leaf.front(x))
                 num += jnp.sum(_where(counts, nans, False), dtype=jnp.int32)
@@ -337,8 +337,8 @@ class Tiles:
         def step(states: list, first: Rows, second: Rows, pair: Array) -> list:
             kept = [
                 self.kernel.keep(side, rows.at(0, size), size)
-                for side, rows, size in zip(
-                    (0, 1), (first, second), self.grid.sizes, strict=True
+                for side, rows, size in safe_zip(
+                    (0, 1), (first, second), self.grid.sizes
                 )
             ]
             tile = self.tile_of(pair, self.grid.is_same, kept=kept)

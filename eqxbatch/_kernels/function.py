@@ -22,7 +22,7 @@ from .._base.mesh import (
     put_on,
 )
 from .._base.primitives import constants
-from .._base.trees import match_prefix, shown
+from .._base.trees import match_prefix, safe_zip, shown
 from .._batch.loop import Rows
 from .._batch.slots import is_struct
 from .calls import is_pair, Side, VmapAxes
@@ -138,8 +138,8 @@ class CalledKernel(AbstractBlockKernel):
         """
         sizes = [
             x.shape[axis]
-            for rows, arrays in zip(
-                self.rows, (first, first if second is None else second), strict=True
+            for rows, arrays in safe_zip(
+                self.rows, (first, first if second is None else second)
             )
             for x, axis in [(arrays[0], rows.axes[0])]
         ]
@@ -299,7 +299,7 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
         )
     resolved: list[int | None] = []
     sizes = {"rows": _ROWS, "columns": _COLUMNS}
-    for (name, size), axis in zip(sizes.items(), axes, strict=True):
+    for (name, size), axis in safe_zip(sizes.items(), axes):
         if axis is None:
             resolved.append(None)
             continue
@@ -324,5 +324,5 @@ def _takes_none(fun: Callable) -> bool:
 
 
 def _shown(shapes: list, dtypes: list) -> str:
-    pairs = zip(shapes, dtypes, strict=True)
+    pairs = safe_zip(shapes, dtypes)
     return ", ".join(f"{shape} {dtype}" for shape, dtype in pairs)

@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._base.cpu import with_mirror_image
+from .._base.trees import safe_zip
 from .._batch.batch import block_struct
 from .._batch.loop import Rows
 from .._batch.memory import available_bytes
@@ -251,7 +252,7 @@ class KernelLeaf:
     def shape_for(self, sizes: tuple[int, int]) -> tuple[int, ...]:
         """Its shape for given numbers of rows and columns."""
         shape = list(self.sample)
-        for axis, size in zip(self.axes, sizes, strict=True):
+        for axis, size in safe_zip(self.axes, sizes):
             if axis is not None:
                 shape[axis] = size
         return tuple(shape)
@@ -293,14 +294,14 @@ class TileMirror:
                 leaf.back(jnp.conj(jnp.swapaxes(leaf.front(x), 0, 1)))
                 if leaf.is_pairwise
                 else x
-                for leaf, x in zip(self.leaves, tile, strict=True)
+                for leaf, x in safe_zip(self.leaves, tile)
             ]
         arrays = jtu.tree_leaves(self.mirror(_filled(self.out, tile)))
         mirrored = [x for x in arrays if eqx.is_array(x)]
         sizes = _sizes(self.leaves, tile)
         expected = [leaf.shape_for((sizes[1], sizes[0])) for leaf in self.leaves]
         pairwise = [leaf.is_pairwise for leaf in self.leaves]
-        for is_pairwise, x, shape in zip(pairwise, mirrored, expected, strict=True):
+        for is_pairwise, x, shape in safe_zip(pairwise, mirrored, expected):
             if is_pairwise and x.shape != shape:
                 raise ValueError(
                     "`symmetric` must return the block with rows and columns "
@@ -318,7 +319,7 @@ def _filled(out: PyTree, arrays: list) -> PyTree:
 def _sizes(leaves: list[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
     """The numbers of rows and columns of a tile."""
     sizes = [0, 0]
-    for leaf, x in zip(leaves, tile, strict=True):
+    for leaf, x in safe_zip(leaves, tile):
         for side, axis in enumerate(leaf.axes):
             if axis is not None:
                 sizes[side] = x.shape[axis]
@@ -388,9 +389,7 @@ class AbstractBlockKernel(abc.ABC):
             sizes = (min(limits), min(limits)) if limits else (None, None)
         rows, columns = map(balanced, self.totals, sizes)
         if any(not leaf.is_pairwise for leaf in self.leaves) and any(self.totals):
-            rows, columns = (
-                min(x) for x in zip((rows, columns), self.totals, strict=True)
-            )
+            rows, columns = (min(x) for x in safe_zip((rows, columns), self.totals))
         is_symmetric = self.is_same and self.plan.mirror is not None
         return Grid(self.totals, (rows, columns), self.is_same, is_symmetric)
 
@@ -403,10 +402,10 @@ class AbstractBlockKernel(abc.ABC):
         return [
             [
                 block_struct(x, axis, size)
-                for x, axis in zip(rows.arrays, rows.axes, strict=True)
+                for x, axis in safe_zip(rows.arrays, rows.axes)
                 if axis is not None
             ]
-            for rows, size in zip(self.rows, sizes, strict=True)
+            for rows, size in safe_zip(self.rows, sizes)
         ]
 
     def output(self, arrays: list) -> PyTree:
@@ -422,11 +421,11 @@ class AbstractBlockKernel(abc.ABC):
         if self.plan.mirror is True:
             return [
                 leaf.back(_symmetrised(leaf.front(x))) if leaf.is_pairwise else x
-                for leaf, x in zip(self.leaves, tile, strict=True)
+                for leaf, x in safe_zip(self.leaves, tile)
             ]
         return [
             _common(x, y) if leaf.is_pairwise else x
-            for leaf, x, y in zip(self.leaves, tile, self.mirror(tile), strict=True)
+            for leaf, x, y in safe_zip(self.leaves, tile, self.mirror(tile))
         ]
 
 

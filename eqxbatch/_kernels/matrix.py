@@ -20,7 +20,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 from .._base.checks import as_jax
 from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
-from .._base.trees import described
+from .._base.trees import described, safe_zip
 from .._batch.batch import Block
 from .batch_kernel import BatchKernel
 from .calls import without_twins
@@ -271,7 +271,7 @@ class Reader:
     def _pieces(self) -> list[_Piece]:
         cuts = [
             [slice(start, min(start + size, total)) for start in range(0, total, size)]
-            for total, size in zip(self.shape, self._sizes, strict=True)
+            for total, size in safe_zip(self.shape, self._sizes)
         ]
         return [
             _Piece(rows, columns)

@@ -20,6 +20,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
+from .._base.trees import safe_zip
 from .._batch.loop import Rows
 from .calls import MeshAxis
 from .engine import finalized, make_collectors, Tiles
@@ -67,7 +68,7 @@ class _Blocks:
         self.call, self.grid = call, grid
         self.is_used = any(kernel.bytes_kept)
         self._blocks: collections.OrderedDict = collections.OrderedDict()
-        sizes = zip(kernel.bytes_kept, grid.sizes, strict=True)
+        sizes = safe_zip(kernel.bytes_kept, grid.sizes)
         self._most = max(kernel.num_kept(max(n * size for n, size in sizes)), 2)
 
     def of(self, tile: Tile) -> tuple[Rows | None, Rows | None]:
@@ -305,7 +306,7 @@ def _written(
     results: list[list[Array]],
 ) -> list[int]:
     """Writes the wanted patches of some tiles; returns the NaNs in each tile."""
-    for part, arrays in zip(wanted, results, strict=True):
+    for part, arrays in safe_zip(wanted, results):
         for patch in part:
             index = patch.leaf + num_leaves * patch.is_mirror
             writer.write(patch, np.asarray(arrays[index])[patch.part])

@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from .._base.cpu import materialised
 from .._base.mesh import is_explicit, replicated
 from .._base.primitives import constants
+from .._base.trees import safe_zip
 from .._batch.loop import Rows
 from .calls import MeshAxis
 from .engine import (
@@ -145,7 +146,7 @@ def _reduced(
     parts = on_devices(run, (call, reduce), mesh_axis, spread)
     parts = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), parts)
     merged = []
-    for collector, part in zip(collectors, parts, strict=True):
+    for collector, part in safe_zip(collectors, parts):
         assert isinstance(collector, Reduced)
         states = [jtu.tree_map(lambda x, i=i: x[i], part) for i in range(num)]
         merged.append(functools.reduce(collector.reduction.merge, states))
@@ -185,7 +186,7 @@ def _written(
     arrays = on_devices(run, call, mesh_axis, specs)
     size = -(-grid.totals[0] // num) * num
     results = []
-    for leaf, x in zip(kernel.leaves, arrays, strict=True):
+    for leaf, x in safe_zip(kernel.leaves, arrays):
         if leaf.axes[0] is None and not grid.is_same:
             results.append(replicated(x, mesh_axis.mesh)[0])
             continue
@@ -230,7 +231,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
         results = block(panel(index), others, False)
         return [
             x[None] if leaf.axes[0] is None else x
-            for leaf, x in zip(kernel.leaves, results, strict=True)
+            for leaf, x in safe_zip(kernel.leaves, results)
         ]
 
     results = [
@@ -259,7 +260,7 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
     return [
         # Per-example arrays come from the diagonal.
         whole if leaf.is_pairwise else part
-        for leaf, whole, part in zip(kernel.leaves, results, diagonal, strict=True)
+        for leaf, whole, part in safe_zip(kernel.leaves, results, diagonal)
     ]
 
 
@@ -281,10 +282,10 @@ def _opposite(
     pairs = [(i, (i + num // 2) % num) for i in range(num)]
     other = _sent(computed, mesh_axis, pairs)
     # If the number of rows is odd, the halves overlap in one row, computed by both.
-    first = [jnp.where(is_first, x, y) for x, y in zip(computed, other, strict=True)]
-    second = [jnp.where(is_first, y, x) for x, y in zip(computed, other, strict=True)]
+    first = [jnp.where(is_first, x, y) for x, y in safe_zip(computed, other)]
+    second = [jnp.where(is_first, y, x) for x, y in safe_zip(computed, other)]
     whole = []
-    for leaf, x, y in zip(kernel.leaves, first, second, strict=True):
+    for leaf, x, y in safe_zip(kernel.leaves, first, second):
         row = leaf.axes[0]
         if row is not None and leaf.is_pairwise:
             rest = lax.slice_in_dim(y, 2 * half - height, half, 1, row)
@@ -294,7 +295,7 @@ def _opposite(
     return [
         # Per-example arrays have no mirror image.
         jnp.where(is_first, x, y) if leaf.is_pairwise else x
-        for leaf, x, y in zip(kernel.leaves, whole, mirrored, strict=True)
+        for leaf, x, y in safe_zip(kernel.leaves, whole, mirrored)
     ]
 
 
@@ -312,7 +313,7 @@ def _placed(
 ) -> list[Array]:
     """The rows of a device, in the columns of the panel of some device."""
     placed = []
-    for leaf, whole, x in zip(leaves, results, part, strict=True):
+    for leaf, whole, x in safe_zip(leaves, results, part):
         if leaf.is_pairwise:
             starts = [jnp.zeros((), jnp.int32) for _ in x.shape]
             assert leaf.axes[1] is not None
@@ -325,6 +326,6 @@ def _placed(
 def _taken(rows: Rows, index: Array) -> Rows:
     arrays = [
         x[(*[slice(None)] * axis, index)]
-        for x, axis in zip(rows.arrays, rows.axes, strict=True)
+        for x, axis in safe_zip(rows.arrays, rows.axes)
     ]
     return Rows(arrays, rows.axes, index.shape[0])

@@ -15,6 +15,7 @@ from jaxtyping import Array, Inexact, Int, Shaped
 
 from .._base.checks import as_jax, check_at_least, check_equal, check_fields
 from .._base.dtypes import common_dtype, exact_products, power_of_two, widened
+from .._base.trees import safe_zip
 from .._batch.batch import Block
 from .._batch.moments import complete, nothing_lost, plus
 
@@ -418,7 +419,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
 
     def __check_init__(self) -> None:
         check_fields(self)
-        for name, y in zip(("labels", "other_labels"), self._sides, strict=True):
+        for name, y in safe_zip(("labels", "other_labels"), self._sides):
             if jnp.issubdtype(y.dtype, jnp.complexfloating):
                 raise TypeError(
                     f"`{name}` must be real numbers; got dtype {y.dtype}. Pass their "
@@ -462,7 +463,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         tops = [jnp.max(jnp.abs(lax.stop_gradient(y)), initial=0) for y in wide]
         scales = [power_of_two(top).astype(zero.dtype) for top in tops]
         # The norm of y1 y2^T, from matrices that are only as large as a label.
-        flat = [_columns(y, scale) for y, scale in zip(wide, scales, strict=True)]
+        flat = [_columns(y, scale) for y, scale in safe_zip(wide, scales)]
         with exact_products():
             gram = [y.T @ y for y in flat]
         labels = jnp.sqrt(jnp.sum(gram[0] * gram[1]))
@@ -479,9 +480,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         root = power_of_two(jnp.sqrt(norm.scale))
         first, second = (
             _columns(block.take(y), scale)
-            for y, block, scale in zip(
-                self._sides, (rows, columns), state.scales, strict=True
-            )
+            for y, block, scale in safe_zip(self._sides, (rows, columns), state.scales)
         )
         with exact_products():
             product = wide @ (second / root)

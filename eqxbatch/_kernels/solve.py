@@ -24,7 +24,7 @@ from jaxtyping import Array, Inexact, Shaped
 from .._base.checks import AnyArray, check_at_least, checked
 from .._base.dtypes import exact_products
 from .._base.jaxprs import compiled
-from .._base.trees import described, import_extra, log
+from .._base.trees import described, import_extra, log, safe_zip
 from .matrix import AbstractMatrix, StoredMatrix
 from .on_host import check_concrete, metered
 from .progress import AbstractProgressMeter, NoProgressMeter
@@ -719,7 +719,7 @@ def _factor_of(
             return column(indices)[rows], True
         rows, indices = (
             x if batched else jnp.broadcast_to(x, (size,))
-            for x, batched in zip((rows, indices), is_batched, strict=True)
+            for x, batched in safe_zip((rows, indices), is_batched)
         )
         one_by_one = lambda: lax.map(
             lambda pair: column(pair[1])[pair[0]], (rows, indices)

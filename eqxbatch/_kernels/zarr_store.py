@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.checks import checked
-from .._base.trees import import_extra, log, shown
+from .._base.trees import import_extra, log, safe_zip, shown
 from .kernel import AbstractBlockKernel, Grid, KernelLeaf, TileMirror
 from .stores import (
     AbstractStore,
@@ -170,7 +170,7 @@ class ZarrStore(AbstractStore):
         names = _names(leaves)
         if is_first:
             group = _opened(zarr.open_group, path, mode="r+")
-            for name, leaf in zip(names, leaves, strict=True):
+            for name, leaf in safe_zip(names, leaves):
                 if not (path / name / _METADATA).exists():
                     with contextlib.suppress(zarr.errors.ContainsArrayError):
                         _make_array(group, name, leaf, grid)
@@ -344,7 +344,7 @@ class _ZarrWriter(AbstractWriter):
         """The arrays, after their metadata have been compared with the kernel."""
         memory = self.zarr.create_group(self.zarr.storage.MemoryStore(), zarr_format=3)
         arrays = []
-        for name, leaf in zip(self.names, self.leaves, strict=True):
+        for name, leaf in safe_zip(self.names, self.leaves):
             expected = _make_array(memory, name, leaf, self.grid).metadata.to_dict()
             place = self.path / name
             array = _opened(self.zarr.open_array, place, mode=mode)
@@ -526,13 +526,13 @@ class SymmetricArray:
         key = (*key, *[slice(None)] * (2 - len(key)))
         ranges = [
             _range(name, index, size)
-            for name, index, size in zip(
-                ("row", "column"), key[:2], self.shape[:2], strict=True
+            for name, index, size in safe_zip(
+                ("row", "column"), key[:2], self.shape[:2]
             )
         ]
         bounds = [_bounds(x) for x in ranges]
         entries = self._read(*bounds)
-        for axis, (wanted, (low, _)) in enumerate(zip(ranges, bounds, strict=True)):
+        for axis, (wanted, (low, _)) in enumerate(safe_zip(ranges, bounds)):
             entries = np.take(entries, [x - low for x in wanted], axis)
         drop = [0 if not isinstance(i, slice) else slice(None) for i in key[:2]]
         return entries[(*drop, *key[2:])]
@@ -559,9 +559,9 @@ class SymmetricArray:
         if self.is_transpose:
             return np.conj(np.swapaxes(self.stored[rows, columns], 0, 1))
         tile = []
-        for leaf, x in zip(self._mirror.leaves, self._arrays, strict=True):
+        for leaf, x in safe_zip(self._mirror.leaves, self._arrays):
             key = [slice(None)] * x.ndim
-            for axis, part in zip(leaf.axes, (rows, columns), strict=True):
+            for axis, part in safe_zip(leaf.axes, (rows, columns)):
                 if axis is not None:
                     key[axis] = part
             tile.append(jnp.asarray(x[tuple(key)]))

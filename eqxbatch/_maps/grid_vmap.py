@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from .._base.checks import check_fields, checked
 from .._base.mesh import spec_of
 from .._base.mistakes import has_numbers, is_one_key, key_remedy, NUMBERS
-from .._base.trees import described, match_prefix
+from .._base.trees import described, match_prefix, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import argument_specs, leaf_name, positional_names
 from .._batch.slots import canonicalise, is_accumulator
@@ -197,7 +197,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
         sizes = _sizes(self.fun, (args, kwargs), places)
         spread = {
             name: entry
-            for leaf, place in zip(jtu.tree_leaves((args, kwargs)), places, strict=True)
+            for leaf, place in safe_zip(jtu.tree_leaves((args, kwargs)), places)
             for name, axis in place.items()
             for entry in [*spec_of(leaf)][axis : axis + 1]
             if entry is not None
@@ -227,14 +227,14 @@ class GridVmap(AbstractGridVmap[P, Out]):
 
         room = self.fitting_size("block_size", math.prod(sizes.values()), args, kwargs)
         leaves, treedef = jtu.tree_flatten(call)
-        mapped = [x for x, place in zip(leaves, places, strict=True) if place]
+        mapped = [x for x, place in safe_zip(leaves, places) if place]
         axes = [place for place in places if place]
 
         fun: Callable = self.fun
 
         def of_one(arrays: list) -> Any:
             remaining = list(arrays)
-            pairs = zip(leaves, places, strict=True)
+            pairs = safe_zip(leaves, places)
             filled = [remaining.pop(0) if place else x for x, place in pairs]
             args, kwargs = jtu.tree_unflatten(treedef, filled)
             return fun(*args, **kwargs)
@@ -353,7 +353,7 @@ def _in_range(position: Any, ndim: int, shape: tuple[int, ...]) -> int:
 
 def _place_of(name: str, axes: GridAxis, leaf: Any) -> dict[str, int]:
     place = {}
-    for grid_axis, axis in zip(axes.names, axes.axes, strict=True):
+    for grid_axis, axis in safe_zip(axes.names, axes.axes):
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ValueError(
                 f"`in_axes` says that axis {axis} of {name} is the grid axis "
@@ -385,7 +385,7 @@ def _sizes(
     names = positional_names(fun, len(call[0]))
     leaves = jtu.tree_leaves_with_path(call)
     listing: dict[str, dict[str, int]] = {}
-    for (path, leaf), place in zip(leaves, places, strict=True):
+    for (path, leaf), place in safe_zip(leaves, places):
         for name, axis in place.items():
             where = f"axis {axis} of {leaf_name(path, names)}, shape {leaf.shape}"
             listing.setdefault(name, {})[where] = leaf.shape[axis]

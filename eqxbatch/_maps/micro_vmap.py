@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.jaxprs import evaluate_jaxpr
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
+from .._base.trees import safe_zip
 from .._batch.accumulators import Concat, Last, Max, Min
 from .._batch.batch import (
     Batch,
@@ -215,7 +216,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             arrays, treedef = jtu.tree_flatten(eqx.filter(out[0], eqx.is_array))
             of_arrays = [
                 PartitionSpec() if axis is None else spec_of_rows(x.shape[1:], batch)
-                for x, axis in zip(arrays, out[1], strict=True)
+                for x, axis in safe_zip(arrays, out[1])
             ]
             return jtu.tree_unflatten(treedef, of_arrays), PartitionSpec()
 
@@ -245,7 +246,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             axes = broadcast_axes("out_axes", self.out_axes, out)
             leaves, traced["treedef"] = jtu.tree_flatten(out)
             traced["leaves"], traced["axes"] = leaves, axes
-            pairs = list(zip(leaves, axes, strict=True))
+            pairs = list(safe_zip(leaves, axes))
             mapped = [_as_array(x, axis) for x, axis in pairs if axis is not None]
             unmapped = [x for x, axis in pairs if axis is None and eqx.is_array(x)]
             return mapped, unmapped
@@ -262,7 +263,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             vmapped = self.vmap_fn(one, (list(batch.axes),), (0, None), **kwargs)
             mapped, unmapped = vmapped(rows)
         leaves, axes = [], []
-        for leaf, axis in zip(traced["leaves"], traced["axes"], strict=True):
+        for leaf, axis in safe_zip(traced["leaves"], traced["axes"]):
             if axis is not None:
                 leaf = mapped.pop(0)
             elif eqx.is_array(leaf):
@@ -281,7 +282,7 @@ def _of_one(
     Raises as `jax.vmap` does if an unmapped output differs between examples.
     """
     in_axes = [*axes]
-    pairs = zip(rows, axes, strict=True)
+    pairs = safe_zip(rows, axes)
     row = [lax.index_in_dim(x, 0, axis, keepdims=False) for x, axis in pairs]
     closed, structs = jax.make_jaxpr(one, return_shape=True)(row)
     treedef = jtu.tree_structure(structs)

@@ -21,7 +21,7 @@ from .._base.dtypes import accumulation_dtype
 from .._base.jaxprs import compiled, evaluate_jaxpr
 from .._base.mesh import is_explicit
 from .._base.mistakes import no_arrays_remedy
-from .._base.trees import described, shown, type_of
+from .._base.trees import described, safe_zip, shown, type_of
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size, resolved
 from .._batch.moments import RunningMean, Variance, VarianceState
@@ -244,7 +244,7 @@ class Average(eqx.Module):
         numbers = in_opaque_branch(run, opaque_true(bits))(key)
         leaves = [
             numbers.pop(0) if is_number else x
-            for x, is_number in zip(evaluate([key]), is_random, strict=True)
+            for x, is_number in safe_zip(evaluate([key]), is_random)
         ]
         treedef = jtu.tree_structure(structs)
         found = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
@@ -336,7 +336,7 @@ def check_tol(tol: float | None) -> float | None:
 def relative_error(means: list, errors: list) -> float:
     """The norm of the errors divided by that of the kernel, for the worst kernel."""
     norm = lambda tree: float(np.linalg.norm([*map(_norm, jtu.tree_leaves(tree))]))
-    pairs = [(norm(e), norm(m)) for m, e in zip(means, errors, strict=True)]
+    pairs = [(norm(e), norm(m)) for m, e in safe_zip(means, errors)]
     return max(error / mean if mean else float(error > 0) for error, mean in pairs)
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, PyTree
 from .._base.checks import check_callable, checked
 from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
+from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import broadcast_axes
 from .._batch.derivative import Selection
@@ -207,7 +208,7 @@ class Request(AbstractRequest, AbstractKernelFunction):
         of_sides = [side.rows for side in model.sides]
         if not some[0].pairs_examples:
             return pairing.each(of_sides, rows)
-        sizes = zip((rows, columns), model.totals, strict=True)
+        sizes = safe_zip((rows, columns), model.totals)
         if 0 in model.totals or all(size is None or size >= n for size, n in sizes):
             return pairing.whole(of_sides, self.symmetric)
         plan = Plan(self.symmetric, (rows, columns), self.room or 0)
@@ -539,7 +540,7 @@ def _axes(spec: PyTree, tree: PyTree) -> list[int | None]:
     found = broadcast_axes("in_axes", spec, tree)
     return [
         axis % x.ndim if axis is not None and eqx.is_array(x) and x.ndim else axis
-        for axis, x in zip(found, jtu.tree_leaves(tree), strict=True)
+        for axis, x in safe_zip(found, jtu.tree_leaves(tree))
     ]
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import explicit_mesh, vary, varying
+from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
 from .._sites.cost import contraction_cost, Cost, forming_cost, total_cost
@@ -51,12 +52,12 @@ class Schedule:
     @property
     def blocks(self) -> tuple[int, ...]:
         """The block sizes of the two sides."""
-        pairs = zip(self.totals, self.sizes, strict=True)
+        pairs = safe_zip(self.totals, self.sizes)
         return tuple(n if size is None else min(size, n) for n, size in pairs)
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        pairs = zip(self.totals, self.blocks, strict=True)
+        pairs = safe_zip(self.totals, self.blocks)
         return tuple(math.ceil(total / max(size, 1)) for total, size in pairs)
 
     @property
@@ -172,7 +173,7 @@ class ExampleFactors:
             leaves, cotangents = operands
             outs, a, pullback = program.linearize(leaves, rows, num_outputs)
             pulled = []
-            for output, directions in zip(outputs, cotangents, strict=True):
+            for output, directions in safe_zip(outputs, cotangents):
                 num = len(output.directions(0))
                 lead, shape = directions.shape[:num], directions.shape[num:]
 
@@ -201,7 +202,7 @@ class ExampleFactors:
         """The shapes of what `_computed` returns for `num` examples."""
         return self._output(
             jax.ShapeDtypeStruct((num,) * has + x.shape, x.dtype)
-            for x, has in zip(self._run.structs, self._run.has_examples, strict=True)
+            for x, has in safe_zip(self._run.structs, self._run.has_examples)
         )
 
     def _computed(self, rows: list) -> tuple[list, list, list[list], list]:
@@ -257,9 +258,7 @@ class ExampleFactors:
         program, num = self.program, len(self.program.perturbations)
         kept: list[dict[int, Factor]] = []
         cancelled: list[Factor | None] = []
-        for output, own, pulled in zip(
-            self.outputs, self.kept, cotangents, strict=True
-        ):
+        for output, own, pulled in safe_zip(self.outputs, self.kept, cotangents):
             factors = Factors(
                 operands, pulled, output.directions(0), values=_arrays(of_views)
             )
@@ -321,7 +320,7 @@ def kernel(
     total: Array = jnp.zeros((1,) * len(labels), jnp.float32)
     sizes = {**output.sizes, **dict(zip(output.examples, num, strict=False))}
     of_sides: list[dict[int, OfLeaf]] = []
-    for side, (own, of_side) in enumerate(zip(sides, kept, strict=True)):
+    for side, (own, of_side) in enumerate(safe_zip(sides, kept)):
         program, factors = own.kept[which], own.factors(of_side, which, side)
         leaves = {site.leaf for site in program.sites}
         of_sides.append({i: _of_leaf(program, factors, i) for i in leaves})
@@ -330,7 +329,7 @@ def kernel(
     pairs = [(of_sides[0][leaf], of_sides[1][leaf]) for leaf in both]
     cancelled = [of_side.cancelled[which] for of_side in kept]
     products = grams(pairs, cancelled, output.examples, labels, sizes)
-    for leaf, product in zip(both, products, strict=True):
+    for leaf, product in safe_zip(both, products):
         is_complex = jnp.issubdtype(leaves[leaf].dtype, jnp.complexfloating)
         # A complex parameter counts as two real ones. If there is a complex derivative,
         # each of them contributes its square.
@@ -368,7 +367,7 @@ def leaf_costs(
         return total * schedule.num_pairs
 
     def of_leaf(leaf: int, sides: list[Factors]) -> tuple[float, float]:
-        pairs = zip(both, sides, strict=True)
+        pairs = safe_zip(both, sides)
         own = [_of_leaf(side.program, factors, leaf) for side, factors in pairs]
         sites = [x.sites for x in own]
         if not all(sites):
@@ -386,7 +385,7 @@ def leaf_costs(
                 return by_gram, math.inf
         forms, jacobians, struct = Cost(), [], first.program.leaves[leaf]
         site = [leaf_site(leaf, struct, 0)]
-        pairs = zip(own, schedule.num_blocks, strict=True)
+        pairs = safe_zip(own, schedule.num_blocks)
         for side, ((uses, factors, _), num) in enumerate(pairs):
             if side == 0 or not schedule.is_symmetric:
                 forms += forming_cost(uses, factors) * num
@@ -408,5 +407,5 @@ def leaf_costs(
         ]
         return [of_leaf(leaf, sides) for leaf, _ in enumerate(first.program.leaves)]
 
-    pairs = zip(both, schedule.blocks, strict=True)
+    pairs = safe_zip(both, schedule.blocks)
     return eqx.filter_eval_shape(count, [side.structs(num) for side, num in pairs])

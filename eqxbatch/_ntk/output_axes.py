@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
-from .._base.trees import as_int, described
+from .._base.trees import as_int, described, safe_zip
 from .._sites.einsum import contract, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .._sites.site import Label
 
@@ -150,7 +150,7 @@ class OutputAxes:
         sizes: dict[Label, int] = dict.fromkeys(_PARTS, 2)
         if self.probes is not None:
             sizes[_PROBE] = self.probes.shape[0]
-        for axis, (size, other) in enumerate(zip(*self.shapes, strict=True)):
+        for axis, (size, other) in enumerate(safe_zip(*self.shapes)):
             sizes |= {("output", axis): size, ("other", axis): other}
         return sizes
 
@@ -171,7 +171,7 @@ class OutputAxes:
         pairs = [(("output", i), ("other", i)) for i, _ in enumerate(self._own_roles)]
         if self.batch is not None:
             pairs.insert(self.batch, (EXAMPLE, OTHER_EXAMPLE))
-        both = zip(pairs, self.roles, strict=True)
+        both = safe_zip(pairs, self.roles)
         return [label for pair, role in both for label in pair[: _TIMES[role]]]
 
     @property

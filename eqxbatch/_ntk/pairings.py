@@ -15,7 +15,7 @@ from .._base.differentiable import without_forward_mode
 from .._base.dtypes import widened
 from .._base.jaxprs import evaluate_jaxpr, TracedFunction
 from .._base.mesh import full_varying_as
-from .._base.trees import log
+from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
 from .._sites.cost import Cost, num_products
@@ -256,7 +256,7 @@ def _moment(
 ) -> Inexact[Array, "..."]:
     """The products of the outputs of two sides, before axes are arranged."""
     terms = []
-    sides = zip((first, second), num, (EXAMPLE, OTHER_EXAMPLE), strict=True)
+    sides = safe_zip((first, second), num, (EXAMPLE, OTHER_EXAMPLE))
     for side, (factor, size, example) in enumerate(sides):
         x = widened(factor.array)
         if not factor.has_examples:
@@ -318,12 +318,11 @@ def choose_pairing(
         }
         made = {position: factors(position, **settings) for position in {*first}}
         sides = [made[position] for position in first]
-        formed, costs = zip(
+        formed, costs = safe_zip(
             *(
                 choose_formed(sides[0], sides[-1], which, schedule)
                 for which, _ in enumerate(ntk)
             ),
-            strict=True,
         )
         for side in made.values():
             side.form(formed)

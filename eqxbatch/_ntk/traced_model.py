@@ -19,7 +19,7 @@ from .._base.checks import check_equal
 from .._base.differentiable import derivative_of_program, pushed
 from .._base.jaxprs import products_of, TracedFunction
 from .._base.mesh import vary_as
-from .._base.trees import type_of
+from .._base.trees import safe_zip, type_of
 from .._batch.accumulators import Concat
 from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
@@ -221,7 +221,7 @@ class TracedModel:
         result = []
         batch_axes = output_axis(request.vmap_axes, self.out)
         for index, ((path, leaf), other, batch) in enumerate(
-            zip(leaves, jtu.tree_leaves(outs[1]), batch_axes, strict=True)
+            safe_zip(leaves, jtu.tree_leaves(outs[1]), batch_axes)
         ):
             ndim = len(leaf.shape) + (batch is not None)
             is_scalar = request.traces_last and len(leaf.shape) == 0
@@ -238,7 +238,7 @@ class TracedModel:
                 roles[batch] = "diagonal"
             shapes = tuple(leaf.shape), tuple(other.shape)
             axes = OutputAxes(index, shapes, leaf.dtype, batch, tuple(roles))
-            full, pairs = axes.axes_with("full"), enumerate(zip(*shapes, strict=True))
+            full, pairs = axes.axes_with("full"), enumerate(safe_zip(*shapes))
             if any(axis not in full and n != other for axis, (n, other) in pairs):
                 raise ValueError(
                     "`trace_axes` and `diagonal_axes` must have the same sizes for "
@@ -292,7 +292,7 @@ def kernel_product(vector: PyTree, model: TracedModel) -> PyTree[Inexact[Array, 
         # The product above treats the kernel as a real-linear map of real and
         # imaginary parts.
         turned = _real_product(model, [x * jnp.asarray(-1j, x.dtype) for x in vectors])
-        pairs = zip(result, turned, strict=True)
+        pairs = safe_zip(result, turned)
         result = [a + b * jnp.asarray(1j, b.dtype) for a, b in pairs]
     elif any(are_complex):
         raise ValueError(
@@ -308,7 +308,7 @@ def _checked(vector: PyTree, model: TracedModel) -> list[Array]:
     remedy = "It must be like what the model returns for `x2` (`x1`, without `x2`)."
     check_equal("The structure of `v`", jtu.tree_structure(vector), structure, remedy)
     result = []
-    for axes, x in zip(model.axes, jtu.tree_leaves(vector), strict=True):
+    for axes, x in safe_zip(model.axes, jtu.tree_leaves(vector)):
         expected = jax.ShapeDtypeStruct(axes.whole_shape(model.totals[1]), axes.dtype)
         check_equal("The shape and dtype of `v`", type_of(x), type_of(expected), remedy)
         lead = x[None] if axes.batch is None else jnp.moveaxis(x, axes.batch, 0)
@@ -349,5 +349,5 @@ def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
     products = accumulated(push, first, rows, Concat())
     return [
         x[0] if axes.batch is None else jnp.moveaxis(x, 0, axes.batch)
-        for axes, x in zip(model.axes, products, strict=True)
+        for axes, x in safe_zip(model.axes, products)
     ]

@@ -31,6 +31,7 @@ from .._base.primitives import (
     name_of,
     parameters,
 )
+from .._base.trees import safe_zip
 
 
 # The kind of an input of an equation with respect to the cotangents.
@@ -68,10 +69,10 @@ def linearized(
 
     def at(ins: list) -> tuple[Callable[..., list], list]:
         """The equation as a function of the inputs in `moved`, and their values."""
-        values = dict(zip(atoms, ins, strict=True))
+        values = dict(safe_zip(atoms, ins))
 
         def run(*point: Any) -> list:
-            changed = zip((atoms[i] for i in numbers), point, strict=True)
+            changed = safe_zip((atoms[i] for i in numbers), point)
             return run_equations(jaxpr, [eqn], results, {**values, **dict(changed)})
 
         return run, [ins[i] for i in numbers]
@@ -137,10 +138,7 @@ def _to_transpose(_: int, eqn: Any) -> Callable[[list], list] | None:
     out = eqn.outvars[0].aval.shape
 
     def multiply(ins: list) -> list:
-        x, y = (
-            jnp.reshape(x, [out[i] for i in own])
-            for x, own in zip(ins, axes, strict=True)
-        )
+        x, y = (jnp.reshape(x, [out[i] for i in own]) for x, own in safe_zip(ins, axes))
         # Elementwise products are not rounded as matrix products may be.
         whole = lax.Precision.HIGHEST
         product = jnp.einsum(
@@ -168,7 +166,7 @@ def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
     A constant that is added to something linear is not, unless it is known to be zero.
     """
     known = dict.fromkeys(jaxpr.constvars, _OTHER)
-    known.update(zip(jaxpr.invars, inputs, strict=True))
+    known.update(safe_zip(jaxpr.invars, inputs))
 
     def kind_of(atom: Any) -> str:
         if isinstance(atom, jex.Literal):
@@ -190,7 +188,7 @@ def _kinds(jaxpr: Any, inputs: Sequence[str]) -> list[str] | str:
             outs = [_LINEAR for _ in eqn.outvars]
         else:
             outs = [_ZERO if _is_zero(eqn, kinds) else _OTHER for _ in eqn.outvars]
-        known.update(zip(eqn.outvars, outs, strict=True))
+        known.update(safe_zip(eqn.outvars, outs))
     return [kind_of(atom) for atom in jaxpr.outvars]
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import opt_einsum
 from jaxtyping import Array
 
+from .._base.trees import safe_zip
 from .site import Label
 
 
@@ -103,9 +104,7 @@ def contract_cost(terms: Sequence[Term], out: Labels) -> tuple[float, float]:
 
 def _sizes(terms: Sequence[Term]) -> dict[Label, int]:
     return {
-        label: size
-        for x, labels in terms
-        for label, size in zip(labels, x.shape, strict=True)
+        label: size for x, labels in terms for label, size in safe_zip(labels, x.shape)
     }
 
 
@@ -140,7 +139,7 @@ def _fused(terms: Sequence[Term], out: Labels) -> tuple[list[Term], Labels]:
             sizes[label] *= sizes[other]
     fused = [
         (x.reshape([sizes[label] for label in own]), tuple(own))
-        for (x, _), own in zip(terms, lists[:-1], strict=True)
+        for (x, _), own in safe_zip(terms, lists[:-1])
     ]
     return fused, tuple(lists[-1])
 
@@ -168,8 +167,8 @@ def _optimal_path(
     # of a Gram matrix and a gradient.
     sizes = {
         label: size
-        for term, shape in zip(labels, shapes, strict=True)
-        for label, size in zip(term, shape, strict=True)
+        for term, shape in safe_zip(labels, shapes)
+        for label, size in safe_zip(term, shape)
     }
     everywhere = set.intersection(*map(set, labels))
     of_leaf = {label for label in sizes if label[0] in ("leaf", "view")}

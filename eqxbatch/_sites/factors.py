@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Inexact
 
 from .._base.dtypes import widened
 from .._base.mesh import full_varying_as, is_on_mesh
+from .._base.trees import safe_zip
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .rules import Axes
 from .site import has_named_axes, Label, labels_of, Site
@@ -261,7 +262,7 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     def one(rows: tuple) -> Array:
         row = [
             Factor(x[None]) if factor.has_examples else factor
-            for factor, x in zip((a, d), rows, strict=True)
+            for factor, x in safe_zip((a, d), rows)
         ]
         return form(*row)[0]
 
@@ -339,7 +340,7 @@ def _transposed(
 
     def outputs(leaf: Array) -> list[Array]:
         outs = []
-        for site, a in zip(sites, operands, strict=True):
+        for site, a in safe_zip(sites, operands):
             output = site.output
             if num is not None:
                 in_axes = (None if a is None else 0, None)

@@ -27,6 +27,7 @@ from .._base.dtypes import (
     widest,
 )
 from .._base.mesh import full_varying_as, is_on_mesh, vary, vary_as, varying
+from .._base.trees import safe_zip
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .factors import (
     Factor,
@@ -115,7 +116,7 @@ class OfLeaf(NamedTuple):
         factors = self.factors
         merged, operands, cotangents = [], [], []
         for number, group in enumerate(groups):
-            of_a, of_d = zip(*map(factors.of, group), strict=True)
+            of_a, of_d = safe_zip(*map(factors.of, group))
             site = group[0].with_own(number, None if of_a[0] is None else number)
             if len(group) > 1:
                 loop = SiteLoop((-1, len(group)), False, len(group))
@@ -404,7 +405,7 @@ def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
 
     def norms_of(formed: list[Array]) -> list[Array]:
         found = []
-        for i, x in zip(summed, formed, strict=True):
+        for i, x in safe_zip(summed, formed):
             unit = leaves[i].factors.unit
             x = x if unit is None else x / unit.astype(x.real.dtype)
             found.append(squared_norm(x)[0])
@@ -414,7 +415,7 @@ def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
     totals = [norms[i] for i in summed]
     formed = lambda: _for_each_formed(own, totals[0].shape[0], norms_of)
     chosen = unless_cancelled(jnp.stack(separate), _arrays(own), totals, formed)
-    for i, norm in zip(summed, chosen, strict=True):
+    for i, norm in safe_zip(summed, chosen):
         norms[i] = norm
     return norms
 
@@ -429,7 +430,7 @@ def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:
     if not summed:
         return None
     summed = _in_range(summed)
-    pairs = zip(*map(squares, summed), strict=True)
+    pairs = safe_zip(*map(squares, summed))
     total, apart = (functools.reduce(jnp.add, x) for x in pairs)
     flags = apart > _MOST_CANCELLED * total
     found = jnp.any(flags, axis=tuple(range(1, flags.ndim)))
@@ -488,13 +489,13 @@ def grams(
             summed.append(i)
     if not summed:
         return found
-    sides = [*zip(*(leaves[i] for i in summed), strict=True)]
+    sides = [*safe_zip(*(leaves[i] for i in summed))]
     nums = [sizes[label] for label in examples]
     axes = [out.index(label) for label in examples]
 
     def products(first: list[Array], second: list[Array]) -> list[Array]:
         result = []
-        for own, other, x, y in zip(*sides, first, second, strict=True):
+        for own, other, x, y in safe_zip(*sides, first, second):
             site = [leaf_site(0, own.leaf, 0)]
             x, y = (
                 OfLeaf(site, Factors([], [Factor(z)], side.factors.outputs), own.leaf)
@@ -521,7 +522,7 @@ def grams(
     flags = jnp.stack([jnp.any(x.array) for x in cancelled if x is not None])
     totals = [found[i] for i in summed]
     chosen = unless_cancelled(flags, _arrays(own), totals, formed)
-    for i, x in zip(summed, chosen, strict=True):
+    for i, x in safe_zip(summed, chosen):
         found[i] = x
     return found
 
@@ -546,7 +547,7 @@ def unless_cancelled(
     def other() -> list[Array]:
         return [
             vary(x.astype(y.dtype), varying(jax.typeof(y)))
-            for x, y in zip(formed(), totals, strict=True)
+            for x, y in safe_zip(formed(), totals)
         ]
 
     return lax.cond(_any(lax.stop_gradient(flags)), other, lambda: totals)

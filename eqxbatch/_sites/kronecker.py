@@ -15,6 +15,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
+from .._base.trees import safe_zip
 from .einsum import EXAMPLE, Labels, Term
 from .factors import Factors, has_weights, labelled_terms, scale_of
 from .rules import Axes, SUMS
@@ -250,7 +251,7 @@ def _labels(program: Program, site: Site) -> tuple[dict[str, Label], tuple[int, 
     assert axes is not None
     names = iter(site.w_axes)
     of_axes: dict[int, list[str]] = {}
-    for axis, length in zip(axes, site.view_shape, strict=True):
+    for axis, length in safe_zip(axes, site.view_shape):
         own = [next(names)]
         while math.prod(sizes[name] for name in own) != length:
             own.append(next(names))
@@ -384,7 +385,7 @@ def _bias_axes(
     names: dict[str, Axes] = {
         f"loop{i}": (f"loop{i}",) for i, _ in enumerate(site.loops)
     }
-    for own, of_other in zip(site.rule.y_axes, other.rule.y_axes, strict=True):
+    for own, of_other in safe_zip(site.rule.y_axes, other.rule.y_axes):
         names.update((name, own) for name in of_other)
     axes: dict[int, list[Label]] = {}
     for name, label in of_bias.items():

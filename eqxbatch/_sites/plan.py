@@ -15,6 +15,7 @@ from jaxtyping import Array
 from .._base.jaxprs import evaluate_with, run_equation, scan_sizes
 from .._base.mesh import full_varying_as, zeros_like
 from .._base.primitives import as_remat, is_remat, SUMS
+from .._base.trees import safe_zip
 from .rules import Axes, Rule
 from .shared import kept_axes, MOVES, Node, View
 from .site import Site
@@ -93,7 +94,7 @@ class SharedPerturbation:
         if self.is_whole:
             return rule
         named: list[Axes] = [() for _ in self.shape]
-        for axis, names in zip(self.axes, rule.y_axes, strict=True):
+        for axis, names in safe_zip(self.axes, rule.y_axes):
             if axis is not None:
                 named[axis] = names
         return dataclasses.replace(
@@ -193,7 +194,7 @@ class Switched:
                     own if i == number else jax.tree.map(zeros_like, [*found])
                     for i, found in enumerate(structs)
                 ]
-                operands, perturbed = zip(*every, strict=True)
+                operands, perturbed = safe_zip(*every)
                 chain = itertools.chain.from_iterable
                 return outs, [*chain(operands)], [*chain(perturbed)]
 
@@ -242,16 +243,16 @@ class Linearized:
             outs, given, _ = primals
             moved, _, perturbations = tangents
             added = run(given, perturbations)[0]
-            return outs, [x + y for x, y in zip(moved, added, strict=True)]
+            return outs, [x + y for x, y in safe_zip(moved, added)]
 
         every: list = [None for _ in eqn.outvars]
         used = run_equation(jaxpr, eqn, [eqn.outvars[i] for i in self.outs])(*ins)
-        for i, out in zip(self.outs, used, strict=True):
+        for i, out in safe_zip(self.outs, used):
             every[i] = out
         _, operands, perturbed = run(given, None)
         if perturbations is not None:
             live = perturbed_by([every[i] for i in self.live], given, perturbations)
-            for i, out in zip(self.live, live, strict=True):
+            for i, out in safe_zip(self.live, live):
                 every[i] = out
         return every, operands, perturbed
 
@@ -318,7 +319,7 @@ class Plan:
 
     def follow_out(self, inner: "Plan", outs: list) -> None:
         """Follows a perturbed value out of a call that is about to be included."""
-        for var, out in zip(inner.jaxpr.outvars, outs, strict=True):
+        for var, out in safe_zip(inner.jaxpr.outvars, outs):
             before = inner._perturbed(var)
             if before is not None:
                 number = before.perturbation + len(self.perturbations)

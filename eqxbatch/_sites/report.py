@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 from .._base.checks import check_fields
+from .._base.trees import safe_zip
 from .cost import (
     choose,
     Method,
@@ -193,7 +194,7 @@ def _thousands(flops: float, traffic: float) -> tuple[str, str]:
 
 def _table(rows: list[tuple[str, ...]], *, num_sums: int, num_texts: int) -> list[str]:
     """The lines of a table: columns of text, then columns of numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in safe_zip(*rows)]
     lines = []
     for row in rows:
         cells = [*map(str.rjust, row, widths)]
@@ -212,7 +213,7 @@ def report_of(closed: Any, paths: list[str]) -> SitesReport:
     materialised = vmapped_cost(program)
     kfac = _kfac(program, paths)
     leaves = []
-    for contraction, path in zip(contractions, paths, strict=True):
+    for contraction, path in safe_zip(contractions, paths):
         leaf = contraction.leaf
         reason = program.fallbacks.get(leaf)
         leaves.append(

@@ -22,6 +22,7 @@ from .._base.dtypes import is_complex
 from .._base.jaxprs import literal
 from .._base.mesh import full_varying_as
 from .._base.primitives import known_parameters, SUMS
+from .._base.trees import safe_zip
 
 
 Axes = tuple[str, ...]
@@ -114,7 +115,7 @@ def _numbered(name: str, num: int) -> Axes:
 
 
 def _sizes(axes: Axes, shape: tuple[int, ...]) -> dict[str, int]:
-    return dict(zip(axes, shape, strict=True))
+    return dict(safe_zip(axes, shape))
 
 
 def _shapes(eqn: Any) -> list[tuple[int, ...]]:
@@ -250,8 +251,8 @@ def _convolution(eqn: Any, index: int) -> Rule | None:
     outputs = rhs_shape[rhs_spec[0]] // groups
     batch = lhs_shape[lhs_spec[0]]
     named = lambda spec, *names: [names[spec.index(axis)] for axis in range(len(spec))]
-    of_w = named(rhs_spec, (*grouped, "o"), ("i",), *zip(kernel_axes, strict=True))
-    of_y = named(out_spec, ("n",), (*grouped, "o"), *zip(out_axes, strict=True))
+    of_w = named(rhs_spec, (*grouped, "o"), ("i",), *safe_zip(kernel_axes))
+    of_y = named(out_spec, ("n",), (*grouped, "o"), *safe_zip(out_axes))
     lead = (batch, groups) if groups > 1 else (batch,)
 
     def expand(lhs: Array) -> Array:

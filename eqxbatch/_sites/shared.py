@@ -32,6 +32,7 @@ from .._base.primitives import (
     SUMS,
     with_trait,
 )
+from .._base.trees import safe_zip
 from .rules import unknown_parameters
 
 
@@ -297,7 +298,7 @@ def slope_of(node: Node, base: Node) -> Node:
     inputs = tuple(dict.fromkeys([base, *(x for x in others if x not in between)]))
 
     def run(*values: Array) -> list:
-        known = dict(zip(inputs, values, strict=True))
+        known = dict(safe_zip(inputs, values))
         along = lambda x: evaluated([node], [], {**known, base: x})[node]
         return [jax.jvp(along, (known[base],), (jnp.ones_like(known[base]),))[1]]
 
@@ -441,7 +442,7 @@ class View:
         own, composed = view.axes, None
         if own is not None and axes is not None:
             num = len(view.loops)
-            lead = dict(zip(view.loops, own[:num], strict=True))
+            lead = dict(safe_zip(view.loops, own[:num]))
             new = (None if axis is None else own[num + axis] for axis in axes)
             composed = (*map(lead.get, loops), *new)
         fun = _mapped(step, view, of_values, loops)

@@ -30,6 +30,7 @@ import jax
 from jaxtyping import Array
 
 from .._base.dtypes import is_complex
+from .._base.trees import safe_zip
 from .rules import Axes, leaf_rule, Rule
 from .shared import leaf_view, Loop, Node, View
 
@@ -227,7 +228,7 @@ def labels_of(site: Site, side: int) -> dict[str, Label]:
     labels: dict[str, Label] = {name: (side, name) for name in site.sizes}
     if has_named_axes(site):
         assert site.view.axes is not None
-        for name, axis in zip(site.w_axes, site.view.axes, strict=True):
+        for name, axis in safe_zip(site.w_axes, site.view.axes):
             if axis is not None:
                 labels[name] = ("leaf", axis)
     else:
@@ -278,6 +279,6 @@ def _cross(site: Site, other: Site) -> bool:
         return False
     sides = site, other
     labels = [labels_of(x, number) for number, x in enumerate(sides)]
-    tokens = [own[str(x.rule.token)] for x, own in zip(sides, labels, strict=True)]
+    tokens = [own[str(x.rule.token)] for x, own in safe_zip(sides, labels)]
     is_index = lambda i: tokens[1 - i] in [labels[i][name] for name in sides[i].a_axes]
     return is_index(0) or is_index(1)

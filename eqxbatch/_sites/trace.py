@@ -42,6 +42,7 @@ from .._base.primitives import (
     name_of,
     with_trait,
 )
+from .._base.trees import safe_zip
 from .custom import linearized, unique_inputs
 from .plan import (
     Called,
@@ -279,8 +280,8 @@ class Finder:
         atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
         uses = collections.Counter(x for x in atoms if not isinstance(x, jex.Literal))
         needed = live_variables(jaxpr, live)
-        shared = {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if x}
-        for var, value in zip(jaxpr.constvars, consts, strict=True):
+        shared = {v: x for v, x in safe_zip(jaxpr.invars, inputs) if x}
+        for var, value in safe_zip(jaxpr.constvars, consts):
             shared[var] = self._known(Node.constant_of(var.aval, value))
 
         def of(atom: Any) -> Shared | None:
@@ -293,7 +294,7 @@ class Finder:
             is_needed = [v in needed for v in eqn.outvars]
             equation = Equation(plan, index, eqn, is_needed, uses)
             outs = self.step(equation, ins)
-            pairs = zip(eqn.outvars, outs, strict=True)
+            pairs = safe_zip(eqn.outvars, outs)
             shared.update((var, x) for var, x in pairs if x is not None)
             plan.follow(eqn, uses)
         plan.outs = [of(atom) for atom in jaxpr.outvars]
@@ -342,7 +343,7 @@ class Finder:
         nodes = output_nodes(equation.jaxpr, eqn, tuple(x.node for x in inputs), used)
         linear = self._linear(eqn, inputs)
         by_var: dict[Any, Shared] = {}
-        for var, node in zip(used, nodes, strict=True):
+        for var, node in safe_zip(used, nodes):
             output = eqn.outvars.index(var)
             views: tuple[View, ...] = ()
             if node.varies:
@@ -373,7 +374,7 @@ class Finder:
                 extended = extend_view(view, eqn, position)
                 if extended is None:
                     return None
-                for result, new in zip(results, extended, strict=True):
+                for result, new in safe_zip(results, extended):
                     result.append(new)
         return results
 
@@ -596,7 +597,7 @@ class Finder:
         """
         eqn, given = equation.eqn, unique_inputs(equation.eqn)
         shared = [inputs[i] for i in given]
-        moved = [i for i, x in zip(given, shared, strict=True) if x and x.views]
+        moved = [i for i, x in safe_zip(given, shared) if x and x.views]
         used = [i for i, var in enumerate(eqn.outvars) if equation.uses[var]]
         live = [i for i in used if equation.live[i]]
         reason = f"`{name_of(eqn)}` has a first derivative of its own, and no second"

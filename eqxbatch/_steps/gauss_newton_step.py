@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PyTree
 from .._base.checks import AnyArray, as_jax, check_at_least, check_callable
 from .._base.dtypes import as_complex, as_real, exact_products, widened
 from .._base.mesh import error_if, spec_of, vary_as
-from .._base.trees import described, import_extra, log, shown
+from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.batch import Blocks
 from .._batch.derivative import AbstractDerivative, split_examples
 from .._batch.moments import check_real, check_weights, Mean, Sum
@@ -301,7 +301,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         # A system is solved to more digits than products have by default.
         with exact_products():
             step = self._step(residuals, last)
-        pairs = zip(step, leaves, strict=True)
+        pairs = safe_zip(step, leaves)
         return jtu.tree_unflatten(treedef, [x.astype(leaf.dtype) for x, leaf in pairs])
 
     def _step(self, residuals: Residuals, previous: list | None) -> list[Array]:
@@ -313,7 +313,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             momentum = _at_run_time("momentum", self.momentum)
             momentum = jnp.asarray(momentum, residuals.dtype)
             tangents = vary_as(residuals.leaves, previous)
-            pairs = zip(values, residuals.push(tangents), strict=True)
+            pairs = safe_zip(values, residuals.push(tangents))
             values = [x - momentum * y for x, y in pairs]
         if self._is_in_samples(residuals):
             step = self._in_samples(residuals, values)
@@ -322,7 +322,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             step = self._in_parameters(residuals, gradient)
         if previous is None:
             return step
-        pairs = zip(step, self._kept(previous), strict=True)
+        pairs = safe_zip(step, self._kept(previous))
         return [x + y.astype(x.dtype) for x, y in pairs]
 
     def _kept(self, previous: list) -> list[Array]:
@@ -381,9 +381,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         wide = jtu.tree_map(widened, as_real(residuals.leaves))
         dtypes = tuple(x.dtype for x in residuals.leaves)
         terms = residuals.centred_terms
-        for term, rows, weights in zip(
-            terms, residuals.rows, residuals.weights, strict=True
-        ):
+        for term, rows, weights in safe_zip(terms, residuals.rows, residuals.weights):
             if rows.total == 0:
                 continue
             matrix = filter_ggn(
@@ -475,7 +473,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
                 f"batch of each, or one prefix for all; got {shown(self.in_axes)}."
             )
         in_axes = _for_terms("in_axes", self.in_axes, num)
-        triples = zip(fun.functions, in_axes, batches, strict=True)
+        triples = safe_zip(fun.functions, in_axes, batches)
         return [
             term(function, split_examples(function, (axes,), (model, batch), {}))
             for function, axes, batch in triples
@@ -485,7 +483,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         """For each term, the weights of its examples' squared residuals."""
         factors = _for_terms("weights", self.weights, len(terms))
         accumulators = _for_terms("accumulator", self.accumulator, len(terms))
-        triples = zip(terms, factors, accumulators, strict=True)
+        triples = safe_zip(terms, factors, accumulators)
         return [_weights_of_term(*triple, dtype) for triple in triples]
 
 
@@ -502,7 +500,7 @@ class _OfReal(eqx.Module):
     dtypes: tuple = eqx.field(static=True)
 
     def __call__(self, leaves: PyTree, *rows: Array) -> Float[Array, " entries"]:
-        pairs = zip(as_complex(leaves), self.dtypes, strict=True)
+        pairs = safe_zip(as_complex(leaves), self.dtypes)
         return self.term([x.astype(dtype) for x, dtype in pairs], *rows)
 
 

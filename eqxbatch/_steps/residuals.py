@@ -19,7 +19,7 @@ from .._base.differentiable import Derivative, derivative_of_program, pushed
 from .._base.dtypes import finite_sums, is_complex, power_of_two, widened, widest
 from .._base.jaxprs import TracedFunction, uses_dtype
 from .._base.mesh import vary_as
-from .._base.trees import described
+from .._base.trees import described, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import Batch
 from .._batch.loop import accumulated, Rows
@@ -41,7 +41,7 @@ class Terms(eqx.Module):
     functions: tuple[Callable, ...]
 
     def __call__(self, model: PyTree, /, *batches: PyTree) -> tuple:
-        pairs = zip(self.functions, batches, strict=True)
+        pairs = safe_zip(self.functions, batches)
         return tuple(function(model, batch) for function, batch in pairs)
 
 
@@ -101,7 +101,7 @@ class CentredTerm(eqx.Module):
 
     def __call__(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
         out = self.term(leaves, *rows)
-        for mean, leaf in zip(self.means, leaves, strict=True):
+        for mean, leaf in safe_zip(self.means, leaves):
             product = jnp.conj(mean) * leaf.astype(mean.dtype)[None]
             total = jnp.sum(product, axis=tuple(range(1, mean.ndim)))
             out -= total.real.astype(out.dtype)
@@ -121,7 +121,7 @@ def _flat(tree: PyTree[Array], like: PyTree[Array] = None) -> Float[Array, " ent
     leaves = jtu.tree_leaves(tree)
     parts = []
     others = leaves if like is None else jtu.tree_leaves(like)
-    for x, y in zip(leaves, others, strict=True):
+    for x, y in safe_zip(leaves, others):
         x = widened(x).reshape(-1)
         parts += [x.real, x.imag] if is_complex(y) else [x.real]
     dtype = widest(*(x.dtype for x in parts))
@@ -162,7 +162,7 @@ class Residuals:
         self._one_mode = [self._traced(term, i) for i, term in enumerate(terms)]
         self._derivatives: list[Derivative] = [
             derivative_of_program("`residual`", program, rows.arrays)
-            for program, rows in zip(self._one_mode, self.rows, strict=True)
+            for program, rows in safe_zip(self._one_mode, self.rows)
         ]
         self.programs = [
             self._with(i, "columns", self._one_mode[i]) for i in self.numbers
@@ -218,7 +218,7 @@ class Residuals:
     @property
     def num(self) -> int:
         """The number of real residuals."""
-        pairs = zip(self.rows, self.entries, strict=True)
+        pairs = safe_zip(self.rows, self.entries)
         return sum(rows.total * entries for rows, entries in pairs)
 
     @property
@@ -236,7 +236,7 @@ class Residuals:
 
     def push(self, tangents: list[Array]) -> Vectors:
         """The product of the Jacobian with a vector, centred if required."""
-        pairs = zip(tangents, self.leaves, strict=True)
+        pairs = safe_zip(tangents, self.leaves)
         tangents = [x.astype(leaf.dtype) for x, leaf in pairs]
         programs = [self._with(i, "rows", self._one_mode[i]) for i in self.numbers]
 
@@ -318,13 +318,13 @@ class Residuals:
         """Adds up gradients of terms by index, from sums over some examples of each."""
         totals = self.zeros()
         scaled, scale = in_range([*vectors.values()])
-        for number, vector in zip(vectors, scaled, strict=True):
+        for number, vector in safe_zip(vectors, scaled):
             rows = self.rows[number]
             both = Rows([*rows.arrays, vector], (*rows.axes, 0), rows.total)
             gradient = accumulated(sums(number), both, size, Sum())
             totals = [
                 total + jnp.conj(x).astype(total.dtype)
-                for total, x in zip(totals, gradient, strict=True)
+                for total, x in safe_zip(totals, gradient)
             ]
         return [x * scale.astype(x.dtype) for x in totals]
 
@@ -337,14 +337,14 @@ class Residuals:
         vectors = [x.astype(self.dtype) for x in vectors]
         if not self.centre:
             return vectors
-        pairs = zip(vectors, map(shares, self.weights), strict=True)
+        pairs = safe_zip(vectors, map(shares, self.weights))
         if is_transpose:
             return [x - jnp.outer(mean, jnp.sum(x, axis=0)) for x, mean in pairs]
         return [_centred(x, mean, 0) for x, mean in pairs]
 
     def weighted(self, vectors: Vectors, power: float = 1.0) -> Vectors:
         """Multiplies by the weights of the examples, or by a power of them."""
-        pairs = zip(vectors, self.weights, strict=True)
+        pairs = safe_zip(vectors, self.weights)
         return [x * (weights**power)[:, None] for x, weights in pairs]
 
     def join(self, vectors: Vectors) -> Float[Array, " num"]:
@@ -354,7 +354,7 @@ class Residuals:
     def split(self, vector: Float[Array, " num"]) -> Vectors:
         """Splits a vector into those of the terms: the inverse of `join`."""
         vectors, start = [], 0
-        for rows, entries in zip(self.rows, self.entries, strict=True):
+        for rows, entries in safe_zip(self.rows, self.entries):
             end = start + rows.total * entries
             vectors.append(vector[start:end].reshape(rows.total, entries))
             start = end
