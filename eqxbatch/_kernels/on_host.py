@@ -65,7 +65,7 @@ class _Blocks:
     """The factors of blocks of examples on the device, for as many as fit."""
 
     def __init__(self, call: KernelCall, kernel: AbstractBlockKernel, grid: Grid):
-        self.call, self.grid = call, grid
+        self.call, self.grid, self.leaves = call, grid, kernel.leaves
         self.is_used = any(kernel.bytes_kept)
         self._blocks: collections.OrderedDict = collections.OrderedDict()
         sizes = safe_zip(kernel.bytes_kept, grid.sizes)
@@ -243,12 +243,13 @@ def to_store(
         )
     mark = lambda: fingerprint(call, kernel, grid)
     writer = team.begin(functools.partial(store.begin, kernel, grid, mark))
+    blocks = _Blocks(call, kernel, grid)
     with contextlib.closing(writer):
         error = None
         try:
             # Devices compute tiles on a mesh of their own, or alone.
             with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
-                _write(call, kernel, grid, store, writer, meter, team, counts_nans)
+                _write(blocks, store, writer, meter, team, counts_nans)
         except Exception as e:
             error = e
         team.agree(error)
@@ -256,9 +257,7 @@ def to_store(
 
 
 def _write(
-    call: KernelCall,
-    kernel: AbstractBlockKernel,
-    grid: Grid,
+    blocks: _Blocks,
     store: AbstractStore,
     writer: AbstractWriter,
     meter: AbstractProgressMeter,
@@ -266,6 +265,7 @@ def _write(
     counts_nans: bool,
 ) -> None:
     """Computes the tiles that the store lacks, and writes them."""
+    leaves, grid = blocks.leaves, blocks.grid
     tiles = [
         tile
         for tile in (*grid.pairs(), *grid.diagonal())
@@ -274,7 +274,7 @@ def _write(
     wanted = {
         tile: [
             patch
-            for patch in patches(kernel.leaves, grid, tile)
+            for patch in patches(leaves, grid, tile)
             if not (store.upper_only and patch.is_mirror)
         ]
         for tile in tiles
@@ -282,7 +282,6 @@ def _write(
     # All patches are checked, because this removes damaged ones.
     missing = [tile for tile in tiles if not all([*map(writer.has, wanted[tile])])]
     writer.prepare([patch for tile in missing for patch in wanted[tile]])
-    blocks = _Blocks(call, kernel, grid)
     with (
         metered(meter, len(tiles), len(tiles) - len(missing)) as step,
         _pipeline(step) as submit,
@@ -292,11 +291,11 @@ def _write(
             for group in team.groups(blocks.ordered(alike)):
                 parts = [wanted[tile] for tile in group]
                 has_mirror = any(patch.is_mirror for part in parts for patch in part)
-                task = _Task(call, grid, is_diagonal, has_mirror, counts_nans)
+                task = _Task(blocks.call, grid, is_diagonal, has_mirror, counts_nans)
                 results = _computed(task, group, team.devices, blocks)
                 for x in jtu.tree_leaves(results):
                     x.copy_to_host_async()
-                submit(_written, writer, len(kernel.leaves), parts, results)
+                submit(_written, writer, len(leaves), parts, results)
 
 
 def _written(

@@ -44,12 +44,14 @@ def on_mesh(
 ) -> list[PyTree[Array]]:
     """The collected arrays of the kernel of a call, on the devices of a mesh."""
     check_closed_over(call, kernel)
-    grid, collectors = kernel.grid(), make_collectors(kernel, reduce)
-    if reduce is None:
-        arrays = _written(call, kernel, grid, collectors, mesh_axis)
+    collectors = make_collectors(kernel, reduce)
+    if kernel.grid().is_empty:
+        states = [collector.init(kernel.totals) for collector in collectors]
+    elif reduce is None:
+        states = _written(call, kernel, mesh_axis)
     else:
-        arrays = _reduced(call, kernel, grid, reduce, collectors, mesh_axis)
-    return finalized(collectors, arrays, kernel.totals)
+        states = _reduced((call, reduce), collectors, kernel.grid(), mesh_axis)
+    return finalized(collectors, states, kernel.totals)
 
 
 def check_closed_over(call: KernelCall, kernel: AbstractBlockKernel) -> None:
@@ -94,16 +96,12 @@ def on_devices(
 
 
 def _reduced(
-    call: KernelCall,
-    kernel: AbstractBlockKernel,
-    grid: Grid,
-    reduce: PyTree,
+    operands: tuple[KernelCall, PyTree],
     collectors: Sequence[AbstractCollector],
+    grid: Grid,
     mesh_axis: MeshAxis,
 ) -> list[PyTree[Array]]:
-    """Each device reduces a share of the tiles."""
-    if grid.is_empty:
-        return [collector.init(grid.totals) for collector in collectors]
+    """Each device reduces a share of the tiles of a call."""
     num = mesh_axis.num
 
     def share(tiles: list[Tile]) -> tuple[Array, Array]:
@@ -143,7 +141,7 @@ def _reduced(
         return jtu.tree_unflatten(treedef, leaves)
 
     spread = PartitionSpec(mesh_axis.name)
-    parts = on_devices(run, (call, reduce), mesh_axis, spread)
+    parts = on_devices(run, operands, mesh_axis, spread)
     parts = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), parts)
     merged = []
     for collector, part in safe_zip(collectors, parts):
@@ -164,16 +162,10 @@ def _all_kept(kernel: AbstractBlockKernel, grid: Grid) -> tuple[Rows, Rows] | No
 
 
 def _written(
-    call: KernelCall,
-    kernel: AbstractBlockKernel,
-    grid: Grid,
-    collectors: Sequence[AbstractCollector],
-    mesh_axis: MeshAxis,
+    call: KernelCall, kernel: AbstractBlockKernel, mesh_axis: MeshAxis
 ) -> list[Array]:
     """Each device has a panel of rows; in the last one, some may not count."""
-    if grid.is_empty:
-        return [collector.init(grid.totals) for collector in collectors]
-    num = mesh_axis.num
+    grid, num = kernel.grid(), mesh_axis.num
     run = functools.partial(_panel, grid=grid, mesh_axis=mesh_axis)
     specs = []
     for leaf in kernel.leaves:
