@@ -187,8 +187,8 @@ BREAKAGES = [
     Breakage(
         "axes of a view inside of a scan are those of the whole leaf",
         "_sites/shared.py",
-        "(None if axis is None else own[num + axis] for axis in axes)",
-        "(None if axis is None else own[axis] for axis in axes)",
+        "(None if axis is None else kept[num + axis] for axis in axes)",
+        "(None if axis is None else kept[axis] for axis in axes)",
         "tests/sites -k use_by",
     ),
     Breakage(
@@ -463,8 +463,8 @@ BREAKAGES = [
     Breakage(
         "a bias has the axes of its weight in their order",
         "_sites/kronecker.py",
-        "of_leaf = [label for _, found in sorted(axes.items()) for label in found]",
-        "of_leaf = sorted(label for found in axes.values() for label in found)",
+        "of_leaf = [label for _, labels in sorted(axes.items()) for label in labels]",
+        "of_leaf = sorted(label for labels in axes.values() for label in labels)",
         "tests/curvature/test_kfac.py -k random",
     ),
     Breakage(

@@ -94,16 +94,16 @@ def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
     dependent = set(itertools.compress(jaxpr.invars, inputs))
     total = Cost()
     for eqn in jaxpr.eqns:
-        own = [not isinstance(x, jex.Literal) and x in dependent for x in eqn.invars]
-        if not any(own):
+        live = [not isinstance(x, jex.Literal) and x in dependent for x in eqn.invars]
+        if not any(live):
             continue
         dependent.update(eqn.outvars)
         closed = callee(eqn)
         if closed is not None:
-            total += pushed_cost(closed.jaxpr, own)
+            total += pushed_cost(closed.jaxpr, live)
         else:
             is_product = name_of(eqn) in PRODUCTS
-            total += _cost_of(eqn) * (sum(own) if is_product else 1)
+            total += _cost_of(eqn) * (sum(live) if is_product else 1)
     return total
 
 
@@ -216,7 +216,7 @@ def _choose(program: Program, leaf: int, structs: tuple) -> Contraction:
         def norms(operands: list, cotangents: list, values: list) -> Cost:
             factors = Factors(operands, cotangents, values=values)
             terms = norm_terms(OfLeaf(sites, factors, struct))
-            return total_cost(contraction_cost(own, (EXAMPLE,)) for own, _ in terms)
+            return total_cost(contraction_cost(x, (EXAMPLE,)) for x, _ in terms)
 
         cost = eqx.filter_eval_shape(norms, *structs)
         # The sum reads the factors once more.

@@ -63,11 +63,11 @@ def linearized(
     if any(_is_explicit(atom.aval) for atom in eqn.invars):
         # The derivative names mesh axes, which are automatic in contractions.
         return f"`{name}` on a mesh with explicit axes"
-    given = unique_inputs(eqn)
-    atoms, results = [eqn.invars[i] for i in given], [eqn.outvars[i] for i in outs]
-    numbers = [given.index(i) for i in moved]
+    unique = unique_inputs(eqn)
+    atoms, results = [eqn.invars[i] for i in unique], [eqn.outvars[i] for i in outs]
+    numbers = [unique.index(i) for i in moved]
 
-    def at(ins: list) -> tuple[Callable[..., list], list]:
+    def along(ins: list) -> tuple[Callable[..., list], list]:
         """The equation as a function of the inputs in `moved`, and their values."""
         values = dict(safe_zip(atoms, ins))
 
@@ -78,11 +78,11 @@ def linearized(
         return run, [ins[i] for i in numbers]
 
     def push(ins: list, tangents: list) -> list:
-        run, point = at(ins)
+        run, point = along(ins)
         return jax.jvp(run, point, tangents)[1]
 
     def pull(ins: list, cotangents: list) -> tuple:
-        run, point = at(ins)
+        run, point = along(ins)
         return jax.vjp(run, *point)[1](cotangents)
 
     avals = [atom.aval for atom in atoms]
@@ -93,11 +93,11 @@ def linearized(
         cotangents = [var.aval for var in results]
         backward = jax.make_jaxpr(pull)(avals, cotangents)
         kinds = [_OTHER] * len(avals) + [_LINEAR] * len(cotangents)
-        found = _kinds(backward.jaxpr, kinds)
+        reason = _kinds(backward.jaxpr, kinds)
         if backward.jaxpr.effects:
-            found = "side effects"
-        if isinstance(found, str):
-            return f"the backward pass of a `{name}` has {found}"
+            reason = "side effects"
+        if isinstance(reason, str):
+            return f"the backward pass of a `{name}` has {reason}"
 
         def transpose(ins: list, tangents: list) -> tuple:
             # Only what the outputs need, because only that was checked.
@@ -138,7 +138,9 @@ def _to_transpose(_: int, eqn: Any) -> Callable[[list], list] | None:
     out = eqn.outvars[0].aval.shape
 
     def multiply(ins: list) -> list:
-        x, y = (jnp.reshape(x, [out[i] for i in own]) for x, own in safe_zip(ins, axes))
+        x, y = (
+            jnp.reshape(x, [out[i] for i in names]) for x, names in safe_zip(ins, axes)
+        )
         # Elementwise products are not rounded as matrix products may be.
         whole = lax.Precision.HIGHEST
         product = jnp.einsum(

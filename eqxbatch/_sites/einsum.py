@@ -37,9 +37,9 @@ def contract(terms: Sequence[Term], out: Labels) -> Array:
     for step in path:
         chosen = sorted((items[i] for i in step), key=lambda item: item[0])
         items = [item for i, item in enumerate(items) if i not in step]
-        needed = {*out, *(label for _, _, own in items for label in own)}
+        needed = {*out, *(label for _, _, labels in items for label in labels)}
         wanted = None if items else out
-        product = _product([(x, own) for _, x, own in chosen], needed, wanted)
+        product = _product([(x, labels) for _, x, labels in chosen], needed, wanted)
         items.append((chosen[0][0], *product))
     ((_, product, _),) = items
     return product
@@ -50,32 +50,32 @@ def _product(terms: list[Term], needed: set[Label], wanted: Labels | None) -> Te
 
     Its axes are in the order of `wanted`, or in any order.
     """
-    (x, own), *rest = terms
+    (x, labels), *rest = terms
     others: Labels = rest[0][1] if rest else ()
-    if rest and needed.issuperset({*own, *others}):
+    if rest and needed.issuperset({*labels, *others}):
         # Nothing is summed over. The axes of the larger term are kept.
         (y, _) = rest[0]
         if wanted is None:
-            first, second = (own, others) if x.size >= y.size else (others, own)
+            first, second = (labels, others) if x.size >= y.size else (others, labels)
             wanted = (*first, *(label for label in second if label not in first))
-        return aligned(x, own, wanted) * aligned(y, others, wanted), wanted
+        return aligned(x, labels, wanted) * aligned(y, others, wanted), wanted
     if wanted is None:
         wanted = (
-            *(label for label in own if label in others and label in needed),
-            *(label for label in own if label not in others and label in needed),
-            *(label for label in others if label not in own and label in needed),
+            *(label for label in labels if label in others and label in needed),
+            *(label for label in labels if label not in others and label in needed),
+            *(label for label in others if label not in labels and label in needed),
         )
     sizes = _sizes(terms)
     terms, out = _fused(terms, wanted)
-    expression = _expression([own for _, own in terms], out)
+    expression = _expression([labels for _, labels in terms], out)
     product = jnp.einsum(expression, *(x for x, _ in terms))
     return product.reshape([sizes[label] for label in wanted]), wanted
 
 
-def aligned(x: Array, own: Labels, labels: Labels) -> Array:
+def aligned(x: Array, axes: Labels, labels: Labels) -> Array:
     """`x` with axes for all `labels`, of size 1 for missing ones."""
-    order = sorted(range(len(own)), key=lambda axis: labels.index(own[axis]))
-    missing = [axis for axis, label in enumerate(labels) if label not in own]
+    order = sorted(range(len(axes)), key=lambda axis: labels.index(axes[axis]))
+    missing = [axis for axis, label in enumerate(labels) if label not in axes]
     return jnp.expand_dims(jnp.transpose(x, order), missing)
 
 
@@ -122,24 +122,24 @@ def _fused(terms: Sequence[Term], out: Labels) -> tuple[list[Term], Labels]:
         while True:
             # Wherever one of the two appears, they must be adjacent.
             following = {
-                own[own.index(label) + 1] if own[-1] != label else None
-                for own in lists
-                if label in own
+                names[names.index(label) + 1] if names[-1] != label else None
+                for names in lists
+                if label in names
             }
             other = following.pop() if len(following) == 1 else None
             if other is None or other == label:
                 break
-            if any(label not in own for own in lists if other in own):
+            if any(label not in names for names in lists if other in names):
                 break
-            if any(own.count(x) > 1 for own in lists for x in (label, other)):
+            if any(names.count(x) > 1 for names in lists for x in (label, other)):
                 break
-            for own in lists:
-                if other in own:
-                    own.remove(other)
+            for names in lists:
+                if other in names:
+                    names.remove(other)
             sizes[label] *= sizes[other]
     fused = [
-        (x.reshape([sizes[label] for label in own]), tuple(own))
-        for (x, _), own in safe_zip(terms, lists[:-1])
+        (x.reshape([sizes[label] for label in names]), tuple(names))
+        for (x, _), names in safe_zip(terms, lists[:-1])
     ]
     return fused, tuple(lists[-1])
 
@@ -149,9 +149,9 @@ def _summed(terms: Sequence[Term], out: Labels) -> list[Term]:
     counts = collections.Counter(label for _, labels in terms for label in labels)
     summed = []
     for x, labels in terms:
-        own = [i for i, n in enumerate(labels) if counts[n] == 1 and n not in out]
-        kept = tuple(label for i, label in enumerate(labels) if i not in own)
-        summed.append((jnp.sum(x, axis=tuple(own)), kept))
+        alone = [i for i, n in enumerate(labels) if counts[n] == 1 and n not in out]
+        kept = tuple(label for i, label in enumerate(labels) if i not in alone)
+        summed.append((jnp.sum(x, axis=tuple(alone)), kept))
     return summed
 
 

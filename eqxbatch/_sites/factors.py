@@ -242,8 +242,8 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
         return transposed(a.array, d.array)
 
     def form(a: Factor | None, d: Factor) -> Array:
-        own = Factors([a], [d], factors.outputs, values=factors.values)
-        return _formed(site, own, leaf)
+        part = Factors([a], [d], factors.outputs, values=factors.values)
+        return _formed(site, part, leaf)
 
     if a is None or not a.has_examples or is_on_mesh(a.array):
         return form(a, d)
@@ -274,7 +274,7 @@ def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     """The gradients at a site from its own factors, for the steps that it has."""
     site = site.with_own(0, None if site.operand is None else 0)
     terms = site_terms(site, factors)
-    present = {label for _, own in terms for label in own}
+    present = {label for _, labels in terms for label in labels}
     lead = (EXAMPLE, *factors.outputs) if EXAMPLE in present else factors.outputs
     # An axis of size 1 may be missing from both; the reshape restores it.
     of_leaf = sorted(label for label in present if label[0] in ("leaf", "view"))

@@ -71,8 +71,8 @@ def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> boo
 
     All sites are those of one leaf, and so are the `others`.
     """
-    first = [own for own, *_ in _groups(sites)]
-    second = first if others is None else [own for own, *_ in _groups(others)]
+    first = [group for group, *_ in _groups(sites)]
+    second = first if others is None else [group for group, *_ in _groups(others)]
     if len(first) * len(second) > MOST_SITES**2:
         return False
     return all(is_allowed("gram", site, other) for site in first for other in second)
@@ -188,7 +188,7 @@ class _Side(NamedTuple):
     @property
     def coefficients(self) -> Term:
         """The gradient with respect to a small view, flattened."""
-        present = {label for _, own in self.site_terms for label in own}
+        present = {label for _, labels in self.site_terms for label in labels}
         lead = (self.example, *self.factors.outputs)
         lead = tuple(label for label in lead if label in present)
         of_view = [self.labels[name] for name in self.site.w_axes]
@@ -288,7 +288,7 @@ def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
         return term
     shared = [label for label in token_labels if label in labels]
     rest = tuple(label for label in labels if label not in shared)
-    own = tuple(label for label in token_labels if label not in shared)
+    free = tuple(label for label in token_labels if label not in shared)
     axis = rest.index(chosen)
 
     def take(x: Array, tokens: Array) -> Array:
@@ -304,11 +304,11 @@ def _taken(term: Term, token: tuple[Array, Labels, Label]) -> Term:
             for names in (labels, token_labels)
         ]
         take = jax.vmap(take, tuple(in_axes))
-    return take(x, tokens), (*shared, *rest[:axis], *own, *rest[axis + 1 :])
+    return take(x, tokens), (*shared, *rest[:axis], *free, *rest[axis + 1 :])
 
 
 def gram(
-    own: OfLeaf, other: OfLeaf, example: Label, out: Labels
+    uses: OfLeaf, other: OfLeaf, example: Label, out: Labels
 ) -> Inexact[Array, "..."]:
     """Inner products of gradients with respect to a leaf, from its sites' factors.
 
@@ -317,7 +317,7 @@ def gram(
     its imaginary part.
     """
     total = 0
-    for terms, scale in gram_terms(own, other, example):
+    for terms, scale in gram_terms(uses, other, example):
         total += jnp.real(_contracted(terms, out, scale))
     return jnp.asarray(total)
 
@@ -330,22 +330,22 @@ def _contracted(terms: list[Term], out: Labels, scale: Any) -> Array:
 
 
 def gram_terms(
-    own: OfLeaf, other: OfLeaf, example: Label
+    uses: OfLeaf, other: OfLeaf, example: Label
 ) -> Iterator[tuple[list[Term], Any]]:
     """The arrays to contract for `gram`, each with a factor."""
-    own, other = own.merged(), other.merged()
-    for site in own.sites:
-        first = _Side(site, own.factors)
+    uses, other = uses.merged(), other.merged()
+    for site in uses.sites:
+        first = _Side(site, uses.factors)
         for second in other.sites:
             yield _pair_terms(first, _Side(second, other.factors, example, 1))
 
 
-def norm_terms(own: OfLeaf) -> Iterator[tuple[list[Term], Any]]:
+def norm_terms(uses: OfLeaf) -> Iterator[tuple[list[Term], Any]]:
     """The arrays to contract for a squared norm, each with a factor.
 
     The squared norm is the sum of the real parts, for each site and each pair of sites.
     """
-    sites, factors, _ = own.merged()
+    sites, factors, _ = uses.merged()
     for i, site in enumerate(sites):
         yield _own_terms(site, factors)
         for other in sites[i + 1 :]:
@@ -366,17 +366,17 @@ def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
 
 
 def squares(
-    own: OfLeaf,
+    uses: OfLeaf,
 ) -> tuple[Real[Array, "n *outputs"], Real[Array, "n *outputs"]]:
     """The squared norms of gradients, and what they would be if no two terms met.
 
     An axis along which no factor differs has size 1.
     """
-    own = own.merged()
-    total, out = 0, (EXAMPLE, *own.factors.outputs)
-    for terms, scale in norm_terms(own):
+    uses = uses.merged()
+    total, out = 0, (EXAMPLE, *uses.factors.outputs)
+    for terms, scale in norm_terms(uses):
         total += jnp.real(_contracted(terms, out, scale))
-    separate = [_separate_squares(site, own.factors) for site in own.sites]
+    separate = [_separate_squares(site, uses.factors) for site in uses.sites]
     return jnp.maximum(total, 0), functools.reduce(jnp.add, separate)
 
 
@@ -394,27 +394,27 @@ def _separate_squares(site: Site, factors: Factors) -> Array:
 def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
     """Squared norms of gradients with respect to each leaf, from its sites' factors."""
     norms, summed, separate = [], [], []
-    for i, own in enumerate(leaves):
-        total, apart = squares(own)
+    for i, uses in enumerate(leaves):
+        total, apart = squares(uses)
         norms.append(total)
-        if not is_outer_product(own.sites):
+        if not is_outer_product(uses.sites):
             summed.append(i)
             separate.append(jnp.any(apart > _MOST_CANCELLED * total))
     if not summed:
         return norms
 
     def norms_of(formed: list[Array]) -> list[Array]:
-        found = []
+        results = []
         for i, x in safe_zip(summed, formed):
             unit = leaves[i].factors.unit
             x = x if unit is None else x / unit.astype(x.real.dtype)
-            found.append(squared_norm(x)[0])
-        return found
+            results.append(squared_norm(x)[0])
+        return results
 
-    own = [leaves[i] for i in summed]
+    parts = [leaves[i] for i in summed]
     totals = [norms[i] for i in summed]
-    formed = lambda: _for_each_formed(own, totals[0].shape[0], norms_of)
-    chosen = unless_cancelled(jnp.stack(separate), _arrays(own), totals, formed)
+    formed = lambda: _for_each_formed(parts, totals[0].shape[0], norms_of)
+    chosen = unless_cancelled(jnp.stack(separate), _arrays(parts), totals, formed)
     for i, norm in safe_zip(summed, chosen):
         norms[i] = norm
     return norms
@@ -426,17 +426,17 @@ def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:
     Returns None if this cannot be. The gradient of a single leaf may be zero, as that
     of a bias of attention keys.
     """
-    summed = [own for own in leaves if is_sum(own.sites)]
+    summed = [uses for uses in leaves if is_sum(uses.sites)]
     if not summed:
         return None
     summed = _in_range(summed)
     pairs = safe_zip(*map(squares, summed))
     total, apart = (functools.reduce(jnp.add, x) for x in pairs)
     flags = apart > _MOST_CANCELLED * total
-    found = jnp.any(flags, axis=tuple(range(1, flags.ndim)))
+    cancelled = jnp.any(flags, axis=tuple(range(1, flags.ndim)))
     if any(factors.has_examples(sites) for sites, factors, _ in summed):
-        return Factor(found)
-    return Factor(found[0], has_examples=False)
+        return Factor(cancelled)
+    return Factor(cancelled[0], has_examples=False)
 
 
 def _in_range(leaves: Sequence[OfLeaf]) -> list[OfLeaf]:
@@ -455,16 +455,16 @@ def _in_range(leaves: Sequence[OfLeaf]) -> list[OfLeaf]:
         wide = widened(x.array)
         return x.of(wide * (1 / power).astype(wide.dtype))
 
-    found = []
+    replaced = []
     for sites, factors, leaf in leaves:
         used = {site.perturbation for site in sites}
         cotangents = [
             scaled(x) if i in used else x for i, x in enumerate(factors.cotangents)
         ]
-        found.append(
+        replaced.append(
             OfLeaf(sites, factors.replaced(factors.operands, cotangents), leaf)
         )
-    return found
+    return replaced
 
 
 def grams(
@@ -480,26 +480,26 @@ def grams(
     - `examples`: the labels of the examples of both sides, which may be the same.
     - `out`: the labels of the result, whose axes have these `sizes`.
     """
-    found, summed = [], []
+    kernels, summed = [], []
     shape = [sizes[label] for label in out]
-    for i, (own, other) in enumerate(leaves):
-        found.append(gram(own, other, examples[-1], out))
-        if is_sum(own.sites) or is_sum(other.sites):
-            found[-1] = jnp.broadcast_to(found[-1], shape)
+    for i, (uses, other) in enumerate(leaves):
+        kernels.append(gram(uses, other, examples[-1], out))
+        if is_sum(uses.sites) or is_sum(other.sites):
+            kernels[-1] = jnp.broadcast_to(kernels[-1], shape)
             summed.append(i)
     if not summed:
-        return found
+        return kernels
     sides = [*safe_zip(*(leaves[i] for i in summed))]
     nums = [sizes[label] for label in examples]
     axes = [out.index(label) for label in examples]
 
     def products(first: list[Array], second: list[Array]) -> list[Array]:
         result = []
-        for own, other, x, y in safe_zip(*sides, first, second):
-            site = [leaf_site(0, own.leaf, 0)]
+        for uses, other, x, y in safe_zip(*sides, first, second):
+            site = [leaf_site(0, uses.leaf, 0)]
             x, y = (
-                OfLeaf(site, Factors([], [Factor(z)], side.factors.outputs), own.leaf)
-                for z, side in ((x, own), (y, other))
+                OfLeaf(site, Factors([], [Factor(z)], side.factors.outputs), uses.leaf)
+                for z, side in ((x, uses), (y, other))
             )
             one = gram(x, y, examples[-1], out)
             full = [1 if label in examples else sizes[label] for label in out]
@@ -509,8 +509,8 @@ def grams(
     def formed() -> list[Array]:
         num = len(summed)
         if len(examples) == 1:
-            each = lambda formed: products(formed[:num], formed[num:])
-            stacked = _for_each_formed([*sides[0], *sides[1]], nums[0], each)
+            pair = lambda formed: products(formed[:num], formed[num:])
+            stacked = _for_each_formed([*sides[0], *sides[1]], nums[0], pair)
         else:
             row = lambda first: _for_each_formed(
                 sides[1], nums[1], lambda second: products(first, second)
@@ -518,18 +518,18 @@ def grams(
             stacked = _for_each_formed(sides[0], nums[0], row)
         return [jnp.moveaxis(x, [*range(len(axes))], axes) for x in stacked]
 
-    own = [*sides[0], *sides[1]]
+    both = [*sides[0], *sides[1]]
     flags = jnp.stack([jnp.any(x.array) for x in cancelled if x is not None])
-    totals = [found[i] for i in summed]
-    chosen = unless_cancelled(flags, _arrays(own), totals, formed)
+    totals = [kernels[i] for i in summed]
+    chosen = unless_cancelled(flags, _arrays(both), totals, formed)
     for i, x in safe_zip(summed, chosen):
-        found[i] = x
-    return found
+        kernels[i] = x
+    return kernels
 
 
 def _arrays(leaves: Sequence[OfLeaf]) -> list[Array]:
     factors = [[*x.factors.operands, *x.factors.cotangents] for x in leaves]
-    return [x.array for own in factors for x in own if x.array is not None]
+    return [x.array for arrays in factors for x in arrays if x.array is not None]
 
 
 def unless_cancelled(
@@ -574,8 +574,8 @@ def _for_each_formed(
 
     It takes one gradient with an axis of size 1 in front for each leaf.
     """
-    own = [x.with_own_factors() for x in leaves]
-    every = [[*x.factors.operands, *x.factors.cotangents] for x in own]
+    parts = [x.with_own_factors() for x in leaves]
+    every = [[*x.factors.operands, *x.factors.cotangents] for x in parts]
 
     def gradient(of_leaf: OfLeaf, kept: list[Factor], arrays: list) -> Array:
         sites, factors, leaf = of_leaf
@@ -588,12 +588,12 @@ def _for_each_formed(
         return formed if parts.has_examples(sites) else formed[None]
 
     arrays = [[x.array for x in kept if x.has_examples] for kept in every]
-    one = lambda args: fun([*map(gradient, own, every, args[1])])
+    one = lambda args: fun([*map(gradient, parts, every, args[1])])
     # There may be no arrays that differ between examples.
     args = jnp.arange(num), arrays
     if any(map(is_on_mesh, jax.tree.leaves(arrays))):
         return jax.vmap(one)(args)  # A loop would gather examples on all devices.
-    size = _FORMED_BYTES // max(sum(_bytes_of_gradient(*x) for x in own), 1)
+    size = _FORMED_BYTES // max(sum(_bytes_of_gradient(*x) for x in parts), 1)
     # Without a remainder, which would be compiled separately.
     size = next(i for i in range(max(min(size, num), 1), 0, -1) if num % i == 0)
     return lax.map(one, args, batch_size=size)

@@ -115,14 +115,14 @@ class AxisRoles:
         shared = [label for label in of_a if label in of_d and _is_position(label)]
         sums: list[Term] = []
         for x, labels in ((a, of_a), (d, of_d)):
-            own = [
+            alone = [
                 axis
                 for axis, label in enumerate(labels)
                 if _is_position(label) and label not in shared
             ]
-            kept = tuple(label for i, label in enumerate(labels) if i not in own)
+            kept = tuple(label for i, label in enumerate(labels) if i not in alone)
             is_tokens = x is a and self.site.rule.token is not None
-            sums.append((x if is_tokens else jnp.sum(x, axis=tuple(own)), kept))
+            sums.append((x if is_tokens else jnp.sum(x, axis=tuple(alone)), kept))
         (d, of_d) = sums[1]
         return sums[0], (d * scale_of(self.site), of_d), tuple(shared)
 
@@ -179,9 +179,9 @@ def parts_of(program: Program, chosen: Sequence[Sequence[int]] | None) -> list[P
         met = {site.perturbation for site in program.sites_of(weight)}
         sharing = {x.leaf for x in program.sites if x.perturbation in met} - {weight}
         for bias in sorted(sharing):
-            found = _with_bias(program, weight, layout, bias)
-            if found is not None:
-                joined[weight] = (bias, found)
+            extended = _with_bias(program, weight, layout, bias)
+            if extended is not None:
+                joined[weight] = (bias, extended)
                 break
     if chosen is None:
         # A bias that is added to the products of two weights belongs to neither.
@@ -252,17 +252,17 @@ def _labels(program: Program, site: Site) -> tuple[dict[str, Label], tuple[int, 
     names = iter(site.w_axes)
     of_axes: dict[int, list[str]] = {}
     for axis, length in safe_zip(axes, site.view_shape):
-        own = [next(names)]
-        while math.prod(sizes[name] for name in own) != length:
-            own.append(next(names))
+        split = [next(names)]
+        while math.prod(sizes[name] for name in split) != length:
+            split.append(next(names))
         if axis is not None:
-            of_axes[axis] = own
+            of_axes[axis] = split
     shape: list[int] = []
     labels: dict[str, Label] = {name: (0, name) for name in sizes}
     for axis, length in enumerate(program.leaves[site.leaf].shape):
-        own = of_axes.get(axis, [])
-        labels.update((x, ("leaf", i)) for i, x in enumerate(own, len(shape)))
-        shape += [sizes[x] for x in own] or [length]
+        split = of_axes.get(axis, [])
+        labels.update((x, ("leaf", i)) for i, x in enumerate(split, len(shape)))
+        shape += [sizes[x] for x in split] or [length]
     return labels, tuple(shape)
 
 
@@ -278,8 +278,8 @@ def _kinds(site: Site, labels: dict[str, Label]) -> _Kinds | None:
     of_a = {labels[name] for name in (*site.a_axes, *token)}
     of_d = {labels[name] for name in site.d_axes}
     batch, outputs, inputs = (
-        tuple(sorted(label[1] for label in found if not _is_position(label)))
-        for found in (of_a & of_d, of_d - of_a, of_a - of_d)
+        tuple(sorted(label[1] for label in part if not _is_position(label)))
+        for part in (of_a & of_d, of_d - of_a, of_a - of_d)
     )
     return (batch, outputs, inputs) if inputs and site.operand is not None else None
 
@@ -328,12 +328,12 @@ def _reason(site: Site) -> str | None:
     return None
 
 
-def _fits(own: Layout, other: Layout) -> bool:
+def _fits(layout: Layout, other: Layout) -> bool:
     """Whether two uses have the same axes, possibly with inputs and outputs swapped."""
-    if own.shape != other.shape:
+    if layout.shape != other.shape:
         return False
     of = lambda x: [_present(y, x.shape) for y in (x.batch, x.outputs, x.inputs)]
-    batch, outputs, inputs = of(own)
+    batch, outputs, inputs = of(layout)
     return of(other) in ([batch, outputs, inputs], [batch, inputs, outputs])
 
 
@@ -348,15 +348,15 @@ def _with_bias(
     if bias in program.fallbacks or len(sites) != len(others):
         return None
     by_perturbation = {site.perturbation: site for site in sites}
-    found = {
+    matches = {
         _bias_axes(program, by_perturbation.get(other.perturbation), other)
         for other in others
     }
-    if len(by_perturbation) != len(sites) or len(found) != 1:
+    if len(by_perturbation) != len(sites) or len(matches) != 1:
         return None
     if len({other.perturbation for other in others}) != len(others):
         return None
-    (axes,) = found
+    (axes,) = matches
     wanted = _present((*layout.batch, *layout.outputs), layout.shape)
     if axes is None or _present(axes, layout.shape) != wanted:
         return None
@@ -385,13 +385,13 @@ def _bias_axes(
     names: dict[str, Axes] = {
         f"loop{i}": (f"loop{i}",) for i, _ in enumerate(site.loops)
     }
-    for own, of_other in safe_zip(site.rule.y_axes, other.rule.y_axes):
-        names.update((name, own) for name in of_other)
+    for of_site, of_other in safe_zip(site.rule.y_axes, other.rule.y_axes):
+        names.update((name, of_site) for name in of_other)
     axes: dict[int, list[Label]] = {}
     for name, label in of_bias.items():
         if label[0] == "leaf" and name in names and other.sizes[name] != 1:
             axes[label[1]] = [labels[x] for x in names[name]]
-    of_leaf = [label for _, found in sorted(axes.items()) for label in found]
+    of_leaf = [label for _, labels in sorted(axes.items()) for label in labels]
     if any(_is_position(label) for label in of_leaf):
         return None
     numbers = tuple(label[1] for label in of_leaf)

@@ -150,8 +150,8 @@ class Scanned:
 
         def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
             xs, perturbations = slices
-            outs, *found = self.plan.run([*consts, *carry, *xs], perturbations)
-            return outs[:num_carry], (outs[num_carry:], *found)
+            outs, *rest = self.plan.run([*consts, *carry, *xs], perturbations)
+            return outs[:num_carry], (outs[num_carry:], *rest)
 
         carry, (ys, operands, perturbed) = lax.scan(
             body,
@@ -189,10 +189,10 @@ class Switched:
             """A branch that returns zeros for the operands of the others."""
 
             def run(args: list, perturbations: list | None) -> Run:
-                outs, *own = runs[number](args, perturbations)
+                outs, *rest = runs[number](args, perturbations)
                 every = [
-                    own if i == number else jax.tree.map(zeros_like, [*found])
-                    for i, found in enumerate(structs)
+                    rest if i == number else jax.tree.map(zeros_like, [*skipped])
+                    for i, skipped in enumerate(structs)
                 ]
                 operands, perturbed = safe_zip(*every)
                 chain = itertools.chain.from_iterable
@@ -216,7 +216,7 @@ class Linearized:
     """
 
     plan: "Plan"
-    given: list[int]
+    numbers: list[int]
     tangents: list[Any]
     outs: list[int]
     live: list[int]
@@ -227,31 +227,31 @@ class Linearized:
         They only matter for derivatives with respect to them: they are zero, and so is
         their contribution, even if a derivative is infinite.
         """
-        given = [self.plan.consts, [ins[i] for i in self.given]]
+        known = [self.plan.consts, [ins[i] for i in self.numbers]]
 
-        def run(given: list, perturbations: list | None) -> Run:
-            consts, args = given
+        def run(known: list, perturbations: list | None) -> Run:
+            consts, args = known
             zeros = [full_varying_as(aval, 0) for aval in self.tangents]
             return self.plan.run([*args, *zeros], perturbations, consts)
 
         @jax.custom_jvp
-        def perturbed_by(outs: list, given: list, perturbations: list) -> list:
+        def perturbed_by(outs: list, known: list, perturbations: list) -> list:
             return outs
 
         @perturbed_by.defjvp
         def _jvp(primals: tuple, tangents: tuple) -> tuple[list, list]:
-            outs, given, _ = primals
+            outs, known, _ = primals
             moved, _, perturbations = tangents
-            added = run(given, perturbations)[0]
+            added = run(known, perturbations)[0]
             return outs, [x + y for x, y in safe_zip(moved, added)]
 
         every: list = [None for _ in eqn.outvars]
         used = run_equation(jaxpr, eqn, [eqn.outvars[i] for i in self.outs])(*ins)
         for i, out in safe_zip(self.outs, used):
             every[i] = out
-        _, operands, perturbed = run(given, None)
+        _, operands, perturbed = run(known, None)
         if perturbations is not None:
-            live = perturbed_by([every[i] for i in self.live], given, perturbations)
+            live = perturbed_by([every[i] for i in self.live], known, perturbations)
             for i, out in safe_zip(self.live, live):
                 every[i] = out
         return every, operands, perturbed
@@ -291,12 +291,12 @@ class Plan:
             step, num = self.steps[index]
 
             def run(ins: list) -> list:
-                own = None
+                part = None
                 if perturbations is not None:
-                    own = [*itertools.islice(remaining, num)]
-                outs, *found = step.run(self.jaxpr, eqn, ins, own)
-                operands.extend(found[0])
-                perturbed.extend(found[1])
+                    part = [*itertools.islice(remaining, num)]
+                outs, *rest = step.run(self.jaxpr, eqn, ins, part)
+                operands.extend(rest[0])
+                perturbed.extend(rest[1])
                 return outs
 
             return run

@@ -241,16 +241,16 @@ def report_of(closed: Any, paths: list[str]) -> SitesReport:
 
 def _kfac(program: Program, paths: list[str]) -> dict[int, tuple[str, str | None]]:
     """The block of each leaf in `filter_kfac`, and why it has no factors, if so."""
-    found: dict[int, tuple[str, str | None]] = {}
+    rows: dict[int, tuple[str, str | None]] = {}
     for part in parts_of(program, None):
         first, *rest = part.leaves
-        found[first] = str(part), part.reason
-        found.update((leaf, (f"with {paths[first]}", None)) for leaf in rest)
+        rows[first] = str(part), part.reason
+        rows.update((leaf, (f"with {paths[first]}", None)) for leaf in rest)
     for leaf, _ in enumerate(paths):
         other = multiplied(program, leaf)
         if other is not None:
-            found[leaf] = "refused", f"it is multiplied with {paths[other]}"
-    return found
+            rows[leaf] = "refused", f"it is multiplied with {paths[other]}"
+    return rows
 
 
 def _name(site: Site) -> str:

@@ -154,7 +154,7 @@ def _in_loops(
 def _is_reverse(eqn: Any) -> bool:
     if name_of(eqn).startswith("custom_vjp"):
         return True
-    return any(_is_reverse(own) for sub in inner_jaxprs(eqn) for own in sub.eqns)
+    return any(_is_reverse(inner) for sub in inner_jaxprs(eqn) for inner in sub.eqns)
 
 
 def pushforward_of(
@@ -166,16 +166,16 @@ def pushforward_of(
     reverse mode, and no transpose of that.
     """
     run = run_equation(jaxpr, eqn, [var])
-    at = lambda values: lambda x: run(*values[:position], *x, *values[position + 1 :])
+    put = lambda values: lambda x: run(*values[:position], *x, *values[position + 1 :])
     derivative: Derivative = "both"
     if _is_reverse(eqn):
         zeros = [full_varying_as(atom.aval, 0) for atom in eqn.invars]
         name, point = f"`{name_of(eqn)}`", [zeros[position]]
-        derivative = derivative_of(name, at(zeros), point)
+        derivative = derivative_of(name, put(zeros), point)
 
     def push(tangent: Array, *values: Array) -> Array:
         tangents = [tangent.astype(values[position].dtype)]
-        (out,) = pushed(at(values), [values[position]], tangents, derivative)
+        (out,) = pushed(put(values), [values[position]], tangents, derivative)
         return out
 
     return None if derivative == "rows" else push
@@ -195,11 +195,11 @@ def _bases(
         is_known = name in _ELEMENTWISE and _is_real(eqn)
     if not is_known:
         return (), True
-    found: dict[Node, None] = {}
+    bases: dict[Node, None] = {}
     for node in varying:
-        found.update(dict.fromkeys(node.bases or (node,)))
+        bases.update(dict.fromkeys(node.bases or (node,)))
     is_linear = all(node.is_linear for node in varying) and _is_linear(eqn, inputs)
-    return tuple(found), is_linear
+    return tuple(bases), is_linear
 
 
 def _is_linear(eqn: Any, inputs: tuple[Node, ...]) -> bool:
@@ -225,7 +225,9 @@ def _are_alike(eqn: Any, shape: tuple[int, ...]) -> bool:
     """Whether all inputs and outputs of an equation have one shape or are scalars."""
     outs = [var.aval.shape for var in eqn.outvars]
     ins = [atom.aval.shape for atom in eqn.invars]
-    return all(own == shape for own in outs) and all(own in (shape, ()) for own in ins)
+    return all(size == shape for size in outs) and all(
+        size in (shape, ()) for size in ins
+    )
 
 
 def _has_elementwise_rule(jaxpr: Any, eqn: Any) -> bool:
@@ -269,7 +271,7 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
             if not _is_elementwise(closed.jaxpr, shape):
                 return False
         elif name == "custom_jvp_call":
-            if not all(_is_elementwise(own, shape) for own in inner_jaxprs(eqn)):
+            if not all(_is_elementwise(inner, shape) for inner in inner_jaxprs(eqn)):
                 return False
         elif name not in _ELEMENTWISE or not (_is_real(eqn) and _are_alike(eqn, shape)):
             return False
@@ -280,14 +282,14 @@ def nodes_up_to(
     last: Iterable[Node], is_known: Callable[[Node], bool] = lambda _: False
 ) -> list[Node]:
     """All nodes that some nodes are computed from, in order, except known ones."""
-    found: dict[Node, None] = {}
+    needed: dict[Node, None] = {}
     stack = [*last]
     while stack:
         node = stack.pop()
-        if node not in found and not is_known(node):
-            found[node] = None
+        if node not in needed and not is_known(node):
+            needed[node] = None
             stack += node.inputs
-    return sorted(found, key=lambda node: node.order)
+    return sorted(needed, key=lambda node: node.order)
 
 
 def slope_of(node: Node, base: Node) -> Node:
@@ -415,8 +417,8 @@ class View:
         if place is None:
             return self
         shape = (place.size, *self.shape[1:])
-        own = dataclasses.replace(self, place=None, shape=shape)
-        return own.then(place.key, place.put, self.shape, None, is_isometry=False)
+        whole = dataclasses.replace(self, place=None, shape=shape)
+        return whole.then(place.key, place.put, self.shape, None, is_isometry=False)
 
     def then(
         self,
@@ -439,11 +441,11 @@ class View:
         view = self.in_zeros()
         of_values = [loops for _, loops in values]
         loops = merged_loops(view.loops, *of_values)
-        own, composed = view.axes, None
-        if own is not None and axes is not None:
+        kept, composed = view.axes, None
+        if kept is not None and axes is not None:
             num = len(view.loops)
-            lead = dict(safe_zip(view.loops, own[:num]))
-            new = (None if axis is None else own[num + axis] for axis in axes)
+            lead = dict(safe_zip(view.loops, kept[:num]))
+            new = (None if axis is None else kept[num + axis] for axis in axes)
             composed = (*map(lead.get, loops), *new)
         fun = _mapped(step, view, of_values, loops)
         return dataclasses.replace(
@@ -468,17 +470,17 @@ def _mapped(
     """Maps a step over the loops of the view and of the values."""
     run, windows = lambda x, values: step(x, *values), dict(view.windows)
     for loop in reversed(loops):
-        axes = [0 if loop in each else None for each in of_values]
+        axes = [0 if loop in loops else None for loops in of_values]
         _, length = windows.get(loop, loop)
         run = jax.vmap(run, (0 if loop in view.loops else None, axes), axis_size=length)
 
     def cut(x: Array, values: list) -> Array:
         values = [*values]
         for loop, window in windows.items():
-            for i, each in enumerate(of_values):
-                if loop in each:
+            for i, loops in enumerate(of_values):
+                if loop in loops:
                     values[i] = jax.lax.slice_in_dim(
-                        values[i], window[0], sum(window), axis=each.index(loop)
+                        values[i], window[0], sum(window), axis=loops.index(loop)
                     )
         return run(x, values)
 
@@ -499,8 +501,8 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
     name = eqn.primitive.name
     shapes = [var.aval.shape for var in eqn.outvars]
     shape = shapes[0]
-    given = [var.aval.shape for var in eqn.invars]
-    key = f"{name}[{index}]({view.loops}, {given}, {eqn.params})"
+    before = [var.aval.shape for var in eqn.invars]
+    key = f"{name}[{index}]({view.loops}, {before}, {eqn.params})"
     bind = lambda x: eqn.primitive.bind(x, **eqn.params)
     all_axes = tuple(range(len(shape)))
 
@@ -545,7 +547,7 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
         ]
     if name == "concatenate":
         axis = eqn.params["dimension"]
-        start = sum(shape[axis] for shape in given[:index])
+        start = sum(shape[axis] for shape in before[:index])
         return [_placed(view, eqn, start, axis, key)]
     if name == "stack":
         axis = eqn.params["axis"]

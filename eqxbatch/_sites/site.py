@@ -147,10 +147,10 @@ class Site:
         """The output for the value of `source`, at all steps of all loops."""
         assert self.source is not None
         op = self.rule.op
-        for own in reversed(self.loops):
-            axis = 0 if own.loop in self.source.loops else None
+        for around in reversed(self.loops):
+            axis = 0 if around.loop in self.source.loops else None
             in_axes = (None if a is None else 0, axis)
-            op = jax.vmap(op, in_axes, axis_size=own.loop[1])
+            op = jax.vmap(op, in_axes, axis_size=around.loop[1])
         return op(a, source)
 
     def at_steps(self, x: Array, axis: int) -> Array:
@@ -279,6 +279,6 @@ def _cross(site: Site, other: Site) -> bool:
         return False
     sides = site, other
     labels = [labels_of(x, number) for number, x in enumerate(sides)]
-    tokens = [own[str(x.rule.token)] for x, own in safe_zip(sides, labels)]
+    tokens = [names[str(x.rule.token)] for x, names in safe_zip(sides, labels)]
     is_index = lambda i: tokens[1 - i] in [labels[i][name] for name in sides[i].a_axes]
     return is_index(0) or is_index(1)

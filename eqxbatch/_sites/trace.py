@@ -175,8 +175,8 @@ class Program:
         They are the same for all examples. Values that no view reads are None.
         """
         read = {self._values[i] for site in self.sites for i in site.view.reads}
-        found = evaluated(read, leaves)
-        return [found[x] if x in read else None for x in self._values]
+        values = evaluated(read, leaves)
+        return [values[x] if x in read else None for x in self._values]
 
     def value_structs(self) -> list:
         """The types of the values."""
@@ -305,9 +305,9 @@ class Finder:
         eqn = equation.eqn
         name = name_of(eqn)
         none: _Inputs = [None for _ in eqn.outvars]
-        found = [x for x in inputs if x is not None]
-        has_views = any(x.views for x in found)
-        is_shared, is_live = len(found) == len(inputs), any(equation.live)
+        nodes = [x for x in inputs if x is not None]
+        has_views = any(x.views for x in nodes)
+        is_shared, is_live = len(nodes) == len(inputs), any(equation.live)
         if not eqn.outvars or not (is_shared or (has_views and is_live)):
             return none
         closed = callee(eqn)
@@ -319,7 +319,7 @@ class Finder:
         if is_shared and not (is_lookup and find_rule(eqn, 0) is not None):
             if is_unknown_object(eqn) and is_live:
                 self.fail(_views(inputs), equation, f"no rule for `{name}`")
-            return self.shared(equation, found)
+            return self.shared(equation, nodes)
         unknown = unknown_parameters(eqn)
         if unknown:
             reason = f"`{name}` with {unknown}, which no rule knows"
@@ -488,13 +488,13 @@ class Finder:
         eqn, plan = equation.eqn, equation.plan
         name = name_of(eqn)
         of_views = {i: x for i, x in enumerate(inputs) if x is not None and x.views}
-        found = {i: find_rule(eqn, i) for i in of_views}
-        rules = {i: rule for i, rule in found.items() if rule is not None}
+        tried = {i: find_rule(eqn, i) for i in of_views}
+        rules = {i: rule for i, rule in tried.items() if rule is not None}
         reason = f"no rule for `{name}` with a parameter in this place"
         for i, x in of_views.items():
             if i not in rules:
                 self.fail(x.views, equation, reason)
-        if len(rules) < len(found):
+        if len(rules) < len(tried):
             return
         of_views.update(
             (i, self._inverse(equation, of_views[i]))
@@ -595,17 +595,17 @@ class Finder:
         Only tangents of parameters are followed in it. All other inputs, including the
         parameters themselves, are values.
         """
-        eqn, given = equation.eqn, unique_inputs(equation.eqn)
-        shared = [inputs[i] for i in given]
-        moved = [i for i, x in safe_zip(given, shared) if x and x.views]
+        eqn, numbers = equation.eqn, unique_inputs(equation.eqn)
+        shared = [inputs[i] for i in numbers]
+        moved = [i for i, x in safe_zip(numbers, shared) if x and x.views]
         used = [i for i, var in enumerate(eqn.outvars) if equation.uses[var]]
         live = [i for i in used if equation.live[i]]
         reason = f"`{name_of(eqn)}` has a first derivative of its own, and no second"
-        found = (
+        traced = (
             linearized(equation.jaxpr, eqn, moved, live) if self.order == 1 else reason
         )
-        if isinstance(found, str):
-            self.fail(_views(inputs), equation, found)
+        if isinstance(traced, str):
+            self.fail(_views(inputs), equation, traced)
             return
         known: _Inputs = [
             None if x is None else self._known(x.node.frozen()) for x in shared
@@ -614,10 +614,10 @@ class Finder:
             x = inputs[i]
             assert x is not None
             known.append(self._known(Node.tangent(eqn.invars[i].aval), x.views))
-        inner = self.plan(found.jaxpr, found.consts, known, [True for _ in live])
+        inner = self.plan(traced.jaxpr, traced.consts, known, [True for _ in live])
         self.fail(_views(inner.outs), equation, f"`{name_of(eqn)}` returns a parameter")
         tangents = [eqn.invars[i].aval for i in moved]
-        step = Linearized(inner, given, tangents, used, live)
+        step = Linearized(inner, numbers, tangents, used, live)
         equation.plan.include(equation.index, step, [inner])
 
     def fail(self, views: Iterable[View], equation: Equation, reason: str) -> None:
