@@ -116,8 +116,8 @@ BREAKAGES = [
     Breakage(
         "an error names the memory of another block size",
         "_batch/memory.py",
-        "the program needs {sum(found[1]):,} bytes",
-        "the program needs {sum(found[min(16, largest)]):,} bytes",
+        "the program needs {sum(measured[1]):,} bytes",
+        "the program needs {sum(measured[min(16, largest)]):,} bytes",
         "tests/batch/test_memory.py -k impossible",
     ),
     Breakage(
@@ -208,8 +208,8 @@ BREAKAGES = [
     Breakage(
         "what one branch has no derivative in, no branch has",
         "_base/jaxprs.py",
-        "return [False, *map(any, each)]",
-        "return [False, *map(all, each)]",
+        "return [False, *map(any, by_input)]",
+        "return [False, *map(all, by_input)]",
         "tests/sites/test_custom.py -k derivatives",
     ),
     Breakage(
@@ -427,8 +427,8 @@ BREAKAGES = [
     Breakage(
         "each batch of samples is traced anew",
         "_ntk/averages.py",
-        "at = jnp.asarray(start, jnp.int32)",
-        "at = start",
+        "first = jnp.asarray(start, jnp.int32)",
+        "first = start",
         "tests/ntk -k traces",
     ),
     Breakage(

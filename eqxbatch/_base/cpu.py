@@ -86,8 +86,8 @@ def unstack(arrays: list[Array], like: Sequence[Array]) -> list[list[Array]]:
     def entries(x: Array) -> list[Array]:
         if x.shape[0] == 1:
             return [lax.squeeze(x, [0])]
-        own = indices[: x.shape[0]]
-        return [lax.dynamic_index_in_dim(x, i, keepdims=False) for i in own]
+        first = indices[: x.shape[0]]
+        return [lax.dynamic_index_in_dim(x, i, keepdims=False) for i in first]
 
     return [entries(x) for x in arrays]
 
@@ -116,9 +116,9 @@ def _mirrored_at_once(x: Array) -> Array:
 
 def _mirrored_in_pieces(x: Array) -> Array:
     def run(x: Array, places: Array, mirror: Callable[[Array], Array]) -> Array:
-        def step(x: Array, at: Array) -> tuple[Array, None]:
-            piece = lax.dynamic_slice(x, at, (_PIECE, _PIECE))
-            return lax.dynamic_update_slice(x, mirror(piece), at[::-1]), None
+        def step(x: Array, corner: Array) -> tuple[Array, None]:
+            piece = lax.dynamic_slice(x, corner, (_PIECE, _PIECE))
+            return lax.dynamic_update_slice(x, mirror(piece), corner[::-1]), None
 
         return lax.scan(step, x, places)[0]
 
@@ -148,17 +148,19 @@ def with_mirror_image(
     starts = _starts(x.shape[0]).astype(jnp.int32)
     row, column = jnp.triu_indices(len(starts))
 
-    def step(result: Array, at: Array) -> tuple[Array, None]:
-        here, there = [*at, *zeros], [*at[::-1], *zeros]
+    def step(result: Array, corner: Array) -> tuple[Array, None]:
+        here, there = [*corner, *zeros], [*corner[::-1], *zeros]
         size = (_PIECE, _PIECE, *x.shape[2:])
-        pieces = [lax.dynamic_slice(x, place, size) for place in (here, there)]
+        pieces = [lax.dynamic_slice(x, corner, size) for corner in (here, there)]
         piece = combine(pieces[0], exchanged(pieces[1]))
         result = lax.dynamic_update_slice(result, piece, here)
         return lax.dynamic_update_slice(result, exchanged(piece), there), None
 
     def in_pieces(x: Array) -> Array:
-        at = jnp.stack([starts[row], starts[column]], axis=-1)
-        return lax.scan(step, vary(jnp.zeros_like(x), varying(jax.typeof(x))), at)[0]
+        corner = jnp.stack([starts[row], starts[column]], axis=-1)
+        return lax.scan(step, vary(jnp.zeros_like(x), varying(jax.typeof(x))), corner)[
+            0
+        ]
 
     return lax.platform_dependent(x, cpu=in_pieces, default=at_once)
 

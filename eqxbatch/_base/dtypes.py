@@ -162,19 +162,19 @@ def is_inexact(x: Any) -> bool:
 
 
 def finite_sums(
-    found: Sequence[Inexact[Array, "..."]],
+    sums: Sequence[Inexact[Array, "..."]],
     sums_of: Callable[[float], Sequence[Inexact[Array, "..."]]],
     num: int,
     is_narrow: bool,
 ) -> list[Inexact[Array, "..."]]:
     """Sums of `num` terms, in at least float32.
 
-    `found` are the sums, and `sums_of(share)` the sums of scaled terms. If the program
+    `sums` are these sums, and `sums_of(share)` the sums of scaled terms. If the program
     `is_narrow`, which means that it uses float16, a sum can overflow although the mean
     does not. The terms are then scaled down first. This is not always done, because
     small terms would underflow.
     """
-    wide = [widened(x) for x in found]
+    wide = [widened(x) for x in sums]
     if not is_narrow or num == 1:
         return wide
     most = 2.0 ** (num - 1).bit_length()

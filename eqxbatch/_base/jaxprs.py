@@ -178,9 +178,9 @@ def run_equation(jaxpr: Any, eqn: Any, outs: list) -> Callable[..., list]:
 
     def run(*ins: Any) -> list:
         if not any(inner_jaxprs(eqn)) and not name_of(eqn).startswith("custom"):
-            found = eqn.primitive.bind(*ins, **eqn.params)
-            found = found if eqn.primitive.multiple_results else [found]
-            return [found[eqn.outvars.index(var)] for var in outs]
+            results = eqn.primitive.bind(*ins, **eqn.params)
+            results = results if eqn.primitive.multiple_results else [results]
+            return [results[eqn.outvars.index(var)] for var in outs]
         pairs = safe_zip(eqn.invars, ins)
         values = {atom: x for atom, x in pairs if not isinstance(atom, jex.Literal)}
         return run_equations(jaxpr, [eqn], outs, values)
@@ -255,9 +255,9 @@ def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
         return live_in_scan(eqn, outs)[1]
     if name == "cond":
         jaxprs = [closed.jaxpr for closed in eqn.params["branches"]]
-        found = [(jaxpr.invars, live_variables(jaxpr, outs)) for jaxpr in jaxprs]
-        each = safe_zip(*([v in live for v in ins] for ins, live in found))
-        return [False, *map(any, each)]
+        marked = [(jaxpr.invars, live_variables(jaxpr, outs)) for jaxpr in jaxprs]
+        by_input = safe_zip(*([v in live for v in ins] for ins, live in marked))
+        return [False, *map(any, by_input)]
     if name in IDENTITIES:
         return outs
     return [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars]
@@ -362,12 +362,12 @@ def products_of(*jaxprs: Any) -> contextlib.AbstractContextManager:
     for a derivative of `jnp.dot(x, y, precision="highest")` would be rounded on GPUs
     and TPUs. A program that asks for none leaves JAX's own setting.
     """
-    found = {x for jaxpr in jaxprs for x in _precisions(jaxpr)}
-    if not found:
+    named = {x for jaxpr in jaxprs for x in _precisions(jaxpr)}
+    if not named:
         return contextlib.nullcontext()
-    if len(found) > 1 and not found.issubset(_PRECISIONS):
+    if len(named) > 1 and not named.issubset(_PRECISIONS):
         return jax.default_matmul_precision("highest")
-    highest = max(found, key=_PRECISIONS.index) if len(found) > 1 else found.pop()
+    highest = max(named, key=_PRECISIONS.index) if len(named) > 1 else named.pop()
     is_preset = highest not in _PRECISIONS
     name = highest.name if is_preset else highest.name.lower()
     return jax.default_matmul_precision(name)

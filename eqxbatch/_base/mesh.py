@@ -319,14 +319,14 @@ def mesh_of_results(closed: Any, arrays: list) -> Mesh | None:
     `arrays` are those that the program closes over. They know the devices of the mesh,
     as do the shardings that the program names.
     """
-    found = [x.sharding.mesh for x in closed.out_avals if has_explicit_axes(x)]
-    if not found:
+    meshes = [x.sharding.mesh for x in closed.out_avals if has_explicit_axes(x)]
+    if not meshes:
         return None
     shardings = [x.sharding for x in arrays if eqx.is_array(x) and is_explicit(x)]
     for sharding in [*shardings, *_shardings(closed)]:
-        if isinstance(sharding.mesh, Mesh) and sharding.mesh.abstract_mesh == found[0]:
+        if isinstance(sharding.mesh, Mesh) and sharding.mesh.abstract_mesh == meshes[0]:
             return sharding.mesh
-    return on_devices(found[0])
+    return on_devices(meshes[0])
 
 
 def structs_on_devices(arrays: list) -> list[jax.ShapeDtypeStruct]:

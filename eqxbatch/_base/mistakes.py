@@ -109,10 +109,10 @@ def _wrong_arguments(
 
 def _meant(key: str, names: list[str]) -> str:
     """The argument that was probably meant by an unknown one."""
-    found = difflib.get_close_matches(key, names, 1)
+    names_alike = difflib.get_close_matches(key, names, 1)
     if "size" in key or key in ("batch", "chunk"):
-        found = [other for other in _SIZES if other in names][:1] or found
-    return f"Did you mean `{found[0]}`? " if found else ""
+        names_alike = [other for other in _SIZES if other in names][:1] or names_alike
+    return f"Did you mean `{names_alike[0]}`? " if names_alike else ""
 
 
 def hidden_module(x: Any) -> eqx.Module | None:

@@ -124,8 +124,8 @@ class Batch(eqx.Module):
                 "number of examples is not known. Mark an array argument as batched "
                 "in `in_axes` (or pass `axis_size` where the transform has it)."
             )
-        found = {*sizes} if axis_size is None else {*sizes, axis_size}
-        if len(found) > 1:
+        totals = {*sizes} if axis_size is None else {*sizes, axis_size}
+        if len(totals) > 1:
             listing = [
                 f"{name} has {size} (axis {axis} of shape {x.shape})"
                 for name, size, axis, x in safe_zip(
@@ -137,13 +137,13 @@ class Batch(eqx.Module):
             remedy = "Fix the shapes, or use `in_axes` to name another axis or None."
             for name, x in safe_zip(self.names, self.arrays):
                 if is_one_key(x):
-                    num = max(found) if len(found) == 2 else None
+                    num = max(totals) if len(totals) == 2 else None
                     remedy = key_remedy(name, num)
             raise ValueError(
                 "Batched arguments must agree on the number of examples, but "
                 f"{'; '.join(listing)}. {remedy}"
             )
-        return found.pop()
+        return totals.pop()
 
 
 def _with_own_shapes(tree: PyTree) -> PyTree:

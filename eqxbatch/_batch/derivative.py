@@ -107,15 +107,15 @@ def _numbers(model: PyTree, where: Callable) -> set[int]:
     leaves, treedef = jtu.tree_flatten(model)
     marked = jtu.tree_unflatten(treedef, [_Number(i) for i, _ in enumerate(leaves)])
     try:
-        found = jtu.tree_leaves(where(marked))
+        picked = jtu.tree_leaves(where(marked))
     except AttributeError as e:
         if not isinstance(e.obj, _Number):
             raise
         raise _not_a_part(f"it uses `.{e.name}` of one") from e
-    for x in found:
+    for x in picked:
         if not isinstance(x, _Number):
             raise _not_a_part(f"got {described(x)}")
-    return {x.number for x in found}
+    return {x.number for x in picked}
 
 
 def _not_a_part(what: str) -> ValueError:
@@ -324,12 +324,12 @@ class TracedLoss:
         `sums(weights, share)` are the weighted sums over the examples, times a number.
         """
         if is_mean and not self.is_narrow:
-            found = [widened(x) for x in sums(None, 1 / num)]
+            leaves = [widened(x) for x in sums(None, 1 / num)]
         else:
-            found = weighted_totals(sums, num, weights, self.is_narrow)
-            found = [x / num for x in found] if is_mean else found
+            leaves = weighted_totals(sums, num, weights, self.is_narrow)
+            leaves = [x / num for x in leaves] if is_mean else leaves
         part = "whole" if is_mean else "total"
-        return MicrobatchResult(**{part: {"gradient": self.gradient(found)}})
+        return MicrobatchResult(**{part: {"gradient": self.gradient(leaves)}})
 
 
 class AbstractDerivative(AbstractTransform):

@@ -207,14 +207,14 @@ def resolve_size(
 
     def bytes_at(size: int) -> CompiledBytes:
         start = time.perf_counter()
-        found = compiled_bytes(run(size), operands)
+        used = compiled_bytes(run(size), operands)
         seconds = time.perf_counter() - start
         log.debug(
             "MemoryBudget(%d): compiled blocks of %d in %.2f s; %d bytes for "
             "temporaries and %d for outputs.",
-            *(budget, size, seconds, found.temporaries, found.outputs),
+            *(budget, size, seconds, used.temporaries, used.outputs),
         )
-        return found
+        return used
 
     def choose() -> int:
         size = fit_size(budget, largest, bytes_at)
@@ -326,54 +326,54 @@ def fit_size(
 
     Raises `ValueError` if not even size 1 fits.
     """
-    found: dict[int, CompiledBytes] = {}
+    measured: dict[int, CompiledBytes] = {}
 
     def fits(size: int) -> bool:
-        if size not in found:
-            found[size] = bytes_at(size)
-        return sum(found[size]) <= budget
+        if size not in measured:
+            measured[size] = bytes_at(size)
+        return sum(measured[size]) <= budget
 
     if not fits(min(16, largest)) and not fits(1):
         raise ValueError(
             f"A memory budget of {budget:,} bytes is too small: with blocks of one "
-            f"example, the program needs {sum(found[1]):,} bytes for temporaries and "
-            "outputs. Raise the budget, or reduce the memory of the function: "
+            f"example, the program needs {sum(measured[1]):,} bytes for temporaries "
+            "and outputs. Raise the budget, or reduce the memory of the function: "
             "`jax.checkpoint` keeps fewer intermediate values, and where there is a "
             "result for each example, an accumulator such as `Sum` keeps only one."
         )
-    while len(found) < _MAX_COMPILATIONS:
-        predicted = _predict(budget, largest, found)
+    while len(measured) < _MAX_COMPILATIONS:
+        predicted = _predict(budget, largest, measured)
         exact, lower = (
             _useful(size, largest) for size in (predicted, int(_CAUTION * predicted))
         )
-        best = max((size for size in found if fits(size)), default=0)
-        if len(found) > 1 and best >= _ENOUGH * (exact + 1):
+        best = max((size for size in measured if fits(size)), default=0)
+        if len(measured) > 1 and best >= _ENOUGH * (exact + 1):
             break
         # Guesses are low, so that one fits even if memory is not affine. If the last
         # one fitted and is far from the new prediction, trust the prediction.
-        has_room = len(found) > 2 and fits(list(found)[-1])
+        has_room = len(measured) > 2 and fits(list(measured)[-1])
         cautious = exact if has_room or exact == largest else lower
-        if len(found) == 1 and exact < largest:
+        if len(measured) == 1 and exact < largest:
             # Far enough from the first one to estimate the slope.
             cautious = max(cautious, min(best + best // 2, largest))
-        guesses = [guess for guess in (cautious, exact) if guess not in found]
+        guesses = [guess for guess in (cautious, exact) if guess not in measured]
         if not guesses or guesses[0] < 1:
             break
         fits(guesses[0])
-    return max(filter(fits, found))
+    return max(filter(fits, measured))
 
 
-def _predict(budget: int, largest: int, found: dict[int, CompiledBytes]) -> int:
+def _predict(budget: int, largest: int, measured: dict[int, CompiledBytes]) -> int:
     """Predicts the largest size by a line through the two sizes nearest to the budget.
 
     With one size only, temporaries are assumed to be proportional to it.
     """
-    totals = {size: sum(bytes) for size, bytes in found.items()}
+    totals = {size: sum(bytes) for size, bytes in measured.items()}
     below = sorted(size for size in totals if totals[size] <= budget)
     above = [size for size in totals if totals[size] > budget]
     most = min(above) - 1 if above else largest
-    if len(found) == 1:
-        ((size, (temporaries, outputs)),) = found.items()
+    if len(measured) == 1:
+        ((size, (temporaries, outputs)),) = measured.items()
         guess = size * (budget - outputs) // max(temporaries, 1)
     elif above or totals[below[-1]] > totals[below[-2]]:
         low, high = (below[-1], min(above)) if above else below[-2:]
@@ -405,8 +405,8 @@ def machine_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
     or if that cannot be read, it is the physical memory of the machine. `root` is where
     `proc` and `sys` are.
     """
-    found = [*_of_machine(root), *_of_groups(root)]
-    return max(min(found), 0) if found else _physical_bytes()
+    limits = [*_of_machine(root), *_of_groups(root)]
+    return max(min(limits), 0) if limits else _physical_bytes()
 
 
 def _physical_bytes() -> int:
@@ -439,8 +439,8 @@ def _of_groups(root: pathlib.Path) -> Iterator[int]:
             use, cache = "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
-        own = pathlib.PurePosixPath(path.lstrip("/"))
-        for group in (own, *own.parents):
+        path_of_group = pathlib.PurePosixPath(path.lstrip("/"))
+        for group in (path_of_group, *path_of_group.parents):
             folder = root / top / group
             numbers = [*_lines(folder / limit), *_lines(folder / use)]
             if len(numbers) == 2 and all(map(str.isdecimal, numbers)):

@@ -270,10 +270,10 @@ class AbstractEarlyStop(AbstractMicrobatched):
         limit = _check_limit(_as_index(self.num_real_microbatches), blocks.num)
 
         def slots(output: PyTree, aux: Any) -> Slots:
-            found = make_slots(output, aux).with_states(output)
+            slots_of = make_slots(output, aux).with_states(output)
             if isinstance(limit, int) and limit == 0:
-                _check_needs_none(found)
-            return found
+                _check_needs_none(slots_of)
+            return slots_of
 
         return run_blocks(fun, arrays, axes, blocks, slots, limit, checkpoint)
 

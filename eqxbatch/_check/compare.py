@@ -94,9 +94,9 @@ class Call:
 
     def value(self, leaves: list, rows: list) -> Real[Array, ""]:
         """The scalar that has the gradients and Hessians."""
-        found = self.returned(leaves, rows)
-        if [x.shape for x in found] == [()] and not is_complex(found[0]):
-            return found[0]
+        outs = self.returned(leaves, rows)
+        if [x.shape for x in outs] == [()] and not is_complex(outs[0]):
+            return outs[0]
         outs = self.outputs(leaves, rows)
         weights = jnp.linspace(0.5, 1.5, outs.size, dtype=outs.dtype)
         return jnp.sum(weights * outs) + jnp.sum(outs**2) / 2
@@ -168,8 +168,8 @@ def _compared(
         )
     by_sites, expected = (_derivatives(call, x) for x in (True, False))
     leaves, whole = (
-        {name: _errors(found[name], true[name]) for name in true}
-        for found, true in safe_zip(by_sites, expected)
+        {name: _errors(results[name], true[name]) for name in true}
+        for results, true in safe_zip(by_sites, expected)
     )
     checks = tuple(
         LeafCheck(path, **{name: errors[i] for name, errors in leaves.items()})
@@ -251,9 +251,9 @@ def _small_leaves(call: Call) -> list[bool]:
     return chosen
 
 
-def _errors(found: list, expected: list) -> list[float | None]:
+def _errors(results: list, expected: list) -> list[float | None]:
     """The largest error of each entry of a list; None if there is nothing in it."""
-    pairs = [(_flat(x), _flat(y)) for x, y in safe_zip(found, expected)]
+    pairs = [(_flat(x), _flat(y)) for x, y in safe_zip(results, expected)]
     scales = [np.max(np.abs(y), initial=0.0, where=np.isfinite(y)) for _, y in pairs]
     # What is tiny beside the other entries is rounding error, as the gradient of a bias
     # of attention keys is.

@@ -398,8 +398,8 @@ def _sources(
 
         def outputs(value: Array) -> Array:
             in_axes = (None if a is None else 0, None)
-            each = jax.vmap(site.output_of_source, in_axes, axis_size=d.shape[0])
-            return each(a, value)
+            output = jax.vmap(site.output_of_source, in_axes, axis_size=d.shape[0])
+            return output(a, value)
 
         zeros = vary_as([d], jnp.zeros(shape, source.dtype))
         return jax.linear_transpose(outputs, zeros)(d)[0]

@@ -359,7 +359,7 @@ def check_outputs(
 
     Raises `ValueError` for anything else in it.
     """
-    found = []
+    arrays = []
     for path, x in jtu.tree_leaves_with_path(out):
         is_array = is_struct(x) or eqx.is_array(x)
         if not is_array or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -369,10 +369,10 @@ def check_outputs(
                 f"a derivative; got {got} for output{jtu.keystr(path)}. Return only "
                 f"{what}."
             )
-        found.append(x)
-    if not found:
+        arrays.append(x)
+    if not arrays:
         raise ValueError(f"`{name}` must return at least one array; got none.")
-    return found
+    return arrays
 
 
 class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):

@@ -424,8 +424,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
             )
 
         def product(spectrum: _Spectrum) -> list[Array]:
-            own = [leaves[leaf] for leaf in spectrum.part.leaves]
-            return spectrum.leaves(spectrum.values * spectrum.coordinates(own))
+            parameters = [leaves[leaf] for leaf in spectrum.part.leaves]
+            return spectrum.leaves(spectrum.values * spectrum.coordinates(parameters))
 
         return self._tree(product)
 

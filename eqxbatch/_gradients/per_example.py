@@ -516,11 +516,11 @@ class SiteGradients:
         return weighted_sum(sites, factors, struct, weights)
 
 
-def _scaled(own: OfLeaf) -> tuple[Real[Array, " n"], OfLeaf]:
+def _scaled(uses: OfLeaf) -> tuple[Real[Array, " n"], OfLeaf]:
     """Factors with squares in range, for norms divided by a power of two."""
-    (sites, factors, _), separate = own, own.with_own_factors()
-    each = map(separate.factors.of, separate.sites)
-    operands, cotangents = safe_zip(*each)
+    (sites, factors, _), separate = uses, uses.with_own_factors()
+    pairs = map(separate.factors.of, separate.sites)
+    operands, cotangents = safe_zip(*pairs)
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
     if _have_size(sites, factors):

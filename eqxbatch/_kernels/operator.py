@@ -178,12 +178,12 @@ class KernelOperator(AbstractTaggedOperator):
             raise ValueError(
                 f"`index` must be the index of one of the {num} columns; got {index}."
             )
-        at = eqx.error_if(
+        column = eqx.error_if(
             jnp.asarray(index, jnp.int32),
             (jnp.asarray(index) < 0) | (jnp.asarray(index) >= num),
             f"`index` must be the index of one of the {num} columns.",
         )
-        return self.matrix.column(at)
+        return self.matrix.column(column)
 
     def transpose(self) -> "KernelOperator":
         if lineax.is_symmetric(self):

@@ -316,14 +316,14 @@ def _has_no_result(eqn: Any) -> bool:
 def read_json(name: str, file: pathlib.Path, remedy: str) -> dict[str, Any]:
     """The object in a file. Raises `ValueError` if the file is damaged."""
     try:
-        found = json.loads(file.read_text())
-        if not isinstance(found, dict):
-            raise ValueError(f"got a {type(found).__name__}")
+        record = json.loads(file.read_text())
+        if not isinstance(record, dict):
+            raise ValueError(f"got a {type(record).__name__}")
     except ValueError as e:
         raise ValueError(
             f"`{name}` has a damaged file: {file} is not a JSON object ({e}). {remedy}"
         ) from e
-    return found
+    return record
 
 
 def check_record(

@@ -110,8 +110,8 @@ class Average(eqx.Module):
 
     def of(self, start: int, num: int, **changes: Any) -> "Average":
         """The average of `num` samples from index `start`."""
-        at = jnp.asarray(start, jnp.int32)
-        return dataclasses.replace(self, start=at, num=num, **changes)
+        first = jnp.asarray(start, jnp.int32)
+        return dataclasses.replace(self, start=first, num=num, **changes)
 
     def of_blocks(self, start: int, num: int, form: str) -> "Average":
         """As `of`, for blocks of a kernel, each of which is computed as a whole."""
@@ -188,12 +188,12 @@ class Average(eqx.Module):
         """The kernels of one sample."""
         if self.rows is None and self.samples is not None:
             # `vmap` gives each device its own samples.
-            own = dataclasses.replace(self, samples=None)
-            dynamic, static = eqx.partition((own, examples), eqx.is_array)
+            alone = dataclasses.replace(self, samples=None)
+            dynamic, static = eqx.partition((alone, examples), eqx.is_array)
 
             def body(dynamic: PyTree, index: Array) -> list:
-                own, examples = eqx.combine(dynamic, static)
-                return own._of_one(examples, index)
+                alone, examples = eqx.combine(dynamic, static)
+                return alone._of_one(examples, index)
 
             everywhere = PartitionSpec()
             return jax.shard_map(
@@ -247,8 +247,8 @@ class Average(eqx.Module):
             for x, is_number in safe_zip(evaluate([key]), is_random)
         ]
         treedef = jtu.tree_structure(structs)
-        found = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
-        model, state = found if has_state(found) else (found, None)
+        drawn = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
+        model, state = drawn if has_state(drawn) else (drawn, None)
         return StatefulModel(model, state, index)
 
 
@@ -296,8 +296,8 @@ def _estimated(state: PyTree, with_error: bool, xp: Any) -> tuple[list, list]:
     def error(spread: VarianceState) -> Any:
         # The variance may be out of the range of the mean's dtype.
         count = xp.asarray(spread.count).astype(spread.squares.dtype)
-        found = xp.sqrt(spread.squares / count / (count - 1))
-        return found.astype(jnp.finfo(spread.dtype).dtype)
+        deviation = xp.sqrt(spread.squares / count / (count - 1))
+        return deviation.astype(jnp.finfo(spread.dtype).dtype)
 
     mean = lambda spread: spread.mean.astype(spread.dtype)
     means = jtu.tree_map(mean, state, is_leaf=_is_spread)
@@ -409,23 +409,23 @@ class Moments:
             return
 
         def moments(spread: VarianceState, mean: Any, error: Any) -> VarianceState:
-            found = _resumed(mean, error, num, spread, jnp)
+            resumed = _resumed(mean, error, num, spread, jnp)
             # Copies: the state is donated, but the estimate is the user's.
             counts = {
                 name: jnp.array(num, jnp.int32) for name in ("count", "observations")
             }
-            return dataclasses.replace(found, mean=jnp.array(found.mean), **counts)
+            return dataclasses.replace(resumed, mean=jnp.array(resumed.mean), **counts)
 
         spreads, treedef = jtu.tree_flatten(self.state, is_leaf=_is_spread)
         try:
-            found = [treedef.flatten_up_to(part) for part in (means, errors)]
+            moments_of = [treedef.flatten_up_to(part) for part in (means, errors)]
         except ValueError as e:
             raise ValueError(
                 "`previous` must have the structure of what the model returns; got "
                 f"{jtu.tree_structure(means)} for {treedef}. Pass an estimate from the "
                 "same model."
             ) from e
-        self.state = jtu.tree_unflatten(treedef, [*map(moments, spreads, *found)])
+        self.state = jtu.tree_unflatten(treedef, [*map(moments, spreads, *moments_of)])
 
     def sizes(self, num: int) -> list[int]:
         """The sizes of batches of samples; the estimate is inspected after each."""

@@ -175,49 +175,49 @@ class Request(AbstractRequest, AbstractKernelFunction):
         return run(size)(operands)
 
     def _kernels(self, model: TracedModel) -> Any:
-        found: dict[Name, Array] = {}
+        kernels: dict[Name, Array] = {}
         empty = [axes for axes in model.axes if axes.is_empty]
         for kind, axes in itertools.product(self._kinds, empty):
-            found[kind, axes.index] = axes.arranged(axes.nothing(model.totals))
+            kernels[kind, axes.index] = axes.arranged(axes.nothing(model.totals))
         for pairs_examples in (True, False):
-            some = [
+            group = [
                 axes
                 for axes in model.axes
                 if axes.pairs_examples == pairs_examples and not axes.is_empty
             ]
-            if some:
-                found |= self._found(model, some)
-        return self._assembled(model, found)
+            if group:
+                kernels |= self._found(model, group)
+        return self._assembled(model, kernels)
 
     @property
     def _kinds(self) -> tuple[str, ...]:
         return ("ntk", "error") if callable(self.get) else names_of(self.get)
 
-    def _assembled(self, model: TracedModel, found: dict[Name, Any]) -> Any:
+    def _assembled(self, model: TracedModel, by_name: dict[Name, Any]) -> Any:
         """The output, from the kernels of all outputs of the model."""
         kernels = [
-            model.output([found[kind, axes.index] for axes in model.axes])
+            model.output([by_name[kind, axes.index] for axes in model.axes])
             for kind in self._kinds
         ]
         return self.get(*kernels) if callable(self.get) else named(self.get, kernels)
 
-    def _found(self, model: TracedModel, some: list[OutputAxes]) -> dict[Name, Array]:
+    def _found(self, model: TracedModel, group: list[OutputAxes]) -> dict[Name, Array]:
         """The kernels of outputs that all have all pairs of examples, or none has."""
-        pairing = self._pairing(model, some)
+        pairing = self._pairing(model, group)
         rows, columns = model.block_sizes()
         of_sides = [side.rows for side in model.sides]
-        if not some[0].pairs_examples:
+        if not group[0].pairs_examples:
             return pairing.each(of_sides, rows)
         sizes = safe_zip((rows, columns), model.totals)
         if 0 in model.totals or all(size is None or size >= n for size, n in sizes):
             return pairing.whole(of_sides, self.symmetric)
         plan = Plan(self.symmetric, (rows, columns), self.room or 0)
-        kernel = ModelKernel(plan, model.rows, pairing, lambda found: found)
+        kernel = ModelKernel(plan, model.rows, pairing, lambda kernels: kernels)
         return kernel.output(on_device(kernel, make_collectors(kernel, None)))
 
-    def _pairing(self, model: TracedModel, some: list[OutputAxes]) -> AbstractPairing:
-        values = some if "nngp" in self._kinds else []
-        ntk = some if "ntk" in self._kinds else []
+    def _pairing(self, model: TracedModel, group: list[OutputAxes]) -> AbstractPairing:
+        values = group if "nngp" in self._kinds else []
+        ntk = group if "ntk" in self._kinds else []
         if self.num_probes is not None:
             ntk = [self._probed(axes, self.num_probes) for axes in ntk]
         return choose_pairing(model, values, ntk)
@@ -263,7 +263,7 @@ class Request(AbstractRequest, AbstractKernelFunction):
                 "batch axis from `trace_axes` and `diagonal_axes`."
             )
         pairing = request._pairing(model, model.axes)
-        assemble = lambda found: self._assembled(model, found)
+        assemble = lambda kernels: self._assembled(model, kernels)
         kernel = ModelKernel(
             call.plan, model.rows, pairing, assemble, products=model.products
         )
@@ -400,9 +400,9 @@ def has_state(model: Any) -> bool:
 
 def as_callable(model: Any) -> Any:
     """A model, or a pair of a model and its state, as a function of an example."""
-    own = model[0] if has_state(model) else model
+    alone = model[0] if has_state(model) else model
     what = "callable, or a pair of that and an `equinox.nn.State`"
-    check_callable("model", own, what)
+    check_callable("model", alone, what)
     return StatefulModel(*model) if has_state(model) else model
 
 
@@ -525,22 +525,24 @@ def _has_axes_of(request: Request, call: KernelCall) -> bool:
         return False
     default = eqx.if_array(0)
 
-    def found(one: Call, inputs: PyTree, kwargs: dict[str, PyTree]) -> list[int | None]:
+    def resolved(
+        one: Call, inputs: PyTree, kwargs: dict[str, PyTree]
+    ) -> list[int | None]:
         of_own = {name: kwargs.get(name, default) for name in one.kwargs}
         return _axes((inputs, of_own), (one.x, one.kwargs))
 
     return all(
-        found(one, call.in_axes, call.kwargs_axes)
-        == found(one, axes.inputs, axes.kwargs)
+        resolved(one, call.in_axes, call.kwargs_axes)
+        == resolved(one, axes.inputs, axes.kwargs)
         for one in call.calls
     )
 
 
 def _axes(spec: PyTree, tree: PyTree) -> list[int | None]:
-    found = broadcast_axes("in_axes", spec, tree)
+    resolved = broadcast_axes("in_axes", spec, tree)
     return [
         axis % x.ndim if axis is not None and eqx.is_array(x) and x.ndim else axis
-        for axis, x in safe_zip(found, jtu.tree_leaves(tree))
+        for axis, x in safe_zip(resolved, jtu.tree_leaves(tree))
     ]
 
 

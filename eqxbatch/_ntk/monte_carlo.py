@@ -71,12 +71,12 @@ def _check_counts(
             "`n_samples` must be an int or an iterable of ints; got "
             f"{described(n_samples)}."
         )
-    found = sorted(count for count in counts if count is not None)
-    if not found or found[0] < 1:
+    ordered = sorted(count for count in counts if count is not None)
+    if not ordered or ordered[0] < 1:
         raise ValueError(
             f"`n_samples` must be at least 1, and at least one number; got {n_samples}."
         )
-    return tuple(found) if is_several else found[0]
+    return tuple(ordered) if is_several else ordered[0]
 
 
 def _check_per_batch(size: int | MemoryBudget) -> int | MemoryBudget:
@@ -386,8 +386,8 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         self, average: Average, examples: Examples, num: int
     ) -> Iterator[MonteCarloEstimate]:
         """The estimate, averaged one block after the other."""
-        own = average.of_blocks(0, num, "estimate")
-        means, errors = self._run_blocks(own, examples)
+        whole = average.of_blocks(0, num, "estimate")
+        means, errors = self._run_blocks(whole, examples)
         yield _estimate(average, means, errors, num)
 
     def _run(
@@ -411,9 +411,9 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
                     moments.advance(num, size)
                     num += size
                     if has_meter:
-                        found = count_nans(moments.estimated()[0])
-                        step(found - num_nans)
-                        num_nans = found
+                        total_nans = count_nans(moments.estimated()[0])
+                        step(total_nans - num_nans)
+                        num_nans = total_nans
                     if self.tol is not None and num >= _LEAST_SAMPLES:
                         is_done = relative_error(*moments.estimated()) <= self.tol
                         if is_done:

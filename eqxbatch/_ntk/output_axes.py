@@ -129,8 +129,8 @@ class OutputAxes:
             if self.probes is None or axis not in traced
         ]
         if self.probes is not None:
-            own = (entries[axis] for axis in traced)
-            terms.append((self.probes.astype(self.dtype), (_PROBE, *own)))
+            labels_of_probes = (entries[axis] for axis in traced)
+            terms.append((self.probes.astype(self.dtype), (_PROBE, *labels_of_probes)))
         if self.is_complex:
             terms.append((jnp.array([1.0, -1.0j], self.dtype), (_PARTS[side],)))
         terms = terms or [(jnp.ones((), self.dtype), ())]

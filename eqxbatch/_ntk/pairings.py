@@ -51,12 +51,12 @@ class AbstractPairing(abc.ABC):
     @property
     def axes(self) -> dict[Name, OutputAxes]:
         """The axes of all kernels."""
-        found = {("nngp", axes.index): axes for axes in self.values}
+        axes_of = {("nngp", axes.index): axes for axes in self.values}
         for axes in self.ntk:
             kinds = ("ntk",) if axes.probes is None else ("ntk", "error")
-            own = dataclasses.replace(axes, probes=None)
-            found |= {(kind, axes.index): own for kind in kinds}
-        return found
+            whole = dataclasses.replace(axes, probes=None)
+            axes_of |= {(kind, axes.index): whole for kind in kinds}
+        return axes_of
 
     @abc.abstractmethod
     def factors(self, side: int, rows: list) -> Any:
@@ -75,7 +75,7 @@ class AbstractPairing(abc.ABC):
         self, first: Any, second: Any, num: tuple[int, int]
     ) -> dict[Name, Array]:
         """All kernels of `num` examples, before their axes are arranged."""
-        found = {
+        kernels = {
             ("nngp", axes.index): _moment(
                 axes, first.values[axes.index], second.values[axes.index], num
             )
@@ -85,18 +85,22 @@ class AbstractPairing(abc.ABC):
             joined = axes.join(self.of_jacobian(which, first, second, num))
             if axes.probes is not None:
                 joined, error = _estimate(axes, joined)
-                found["error", axes.index] = error
-            found["ntk", axes.index] = joined
-        return found
+                kernels["error", axes.index] = error
+            kernels["ntk", axes.index] = joined
+        return kernels
 
     def arranged(
         self, kernels: dict[Name, Array], mirror: Mirror | None = None
     ) -> dict[Name, Array]:
         """The kernels with their axes in the final order, and made symmetric."""
-        found = {name: axes.arranged(kernels[name]) for name, axes in self.axes.items()}
+        arranged = {
+            name: axes.arranged(kernels[name]) for name, axes in self.axes.items()
+        }
         if mirror is not None:
-            found = jtu.tree_map(lambda x, y: (x + y) / 2, found, mirror(found))
-        return {name: x.astype(self.axes[name].dtype) for name, x in found.items()}
+            arranged = jtu.tree_map(
+                lambda x, y: (x + y) / 2, arranged, mirror(arranged)
+            )
+        return {name: x.astype(self.axes[name].dtype) for name, x in arranged.items()}
 
     def whole(self, rows: list[Rows], mirror: Mirror) -> dict[Name, Array]:
         """All kernels at once. They are exactly symmetric if both sides are the same.
@@ -119,8 +123,8 @@ class AbstractPairing(abc.ABC):
                 factors.append(self.factors(1, arrays[num:]))
             return self.kernels(factors[0], factors[-1], (size, size))
 
-        arrays = [x for own in rows for x in own.arrays]
-        axes = tuple(axis for own in rows for axis in own.axes)
+        arrays = [x for side in rows for x in side.arrays]
+        axes = tuple(axis for side in rows for axis in side.axes)
         both = Rows(arrays, axes, first.total)
         return self.arranged(accumulated(run, both, size, Concat()))
 
@@ -203,8 +207,8 @@ class Products(AbstractPairing):
         pulled = self._example_factors.of(rows) if is_pulled else None
         if side == 0:
             program = self._program
-            found = [*map(Factor, program.run(rows), program.has_examples)]
-            return _Sided(found[: self._num], found[self._num :], pulled)
+            factors = [*map(Factor, program.run(rows), program.has_examples)]
+            return _Sided(factors[: self._num], factors[self._num :], pulled)
         assert pulled is not None
         return _Sided(pulled.values, [], pulled)
 
@@ -371,5 +375,5 @@ def _cost_of_products(
     rows, columns = schedule.blocks
     pairs = schedule.num_pairs * rows * (columns if schedule.pairs_examples else 1)
     # Each product reads a tangent.
-    each = Cost(2.0 * products, 4.0 * size)
-    return (each * (pairs * directions)).time
+    one = Cost(2.0 * products, 4.0 * size)
+    return (one * (pairs * directions)).time

@@ -210,8 +210,8 @@ class TracedModel:
             raise ValueError("The model must return at least one array; got none.")
         outs = [self.out, self.programs[-1].out]
         of = lambda x: (len(x.shape), str(x.dtype))
-        found = [jtu.tree_map(of, out) for out in outs]
-        if found[0] != found[1]:
+        kinds = [jtu.tree_map(of, out) for out in outs]
+        if kinds[0] != kinds[1]:
             types = [jtu.tree_map(type_of, out) for out in outs]
             raise ValueError(
                 "The model must return arrays of the same structure, rank and dtype "
