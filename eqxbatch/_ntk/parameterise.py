@@ -46,7 +46,7 @@ class NTKLayer(eqx.Module):
         return eqx.tree_at(_parameters, self.layer, [x * scale for x, scale in pairs])
 
 
-def _parameters(layer: Any) -> list[Array]:
+def _parameters(layer: Any) -> list:
     """The weight and the bias, if there is one."""
     return [x for x in (layer.weight, layer.bias) if x is not None]
 
