@@ -459,6 +459,8 @@ def explained_failure(
     try:
         yield
     except Exception as e:
+        if not batch.arrays:
+            raise
         rows = batch.arrays if rows is None else rows
         pairs = safe_zip(batch.arrays, batch.axes)
         example = [
@@ -470,7 +472,7 @@ def explained_failure(
         if given == "example":
             what, other = "one example", "a whole batch"
             given_rows, other_rows = example, batch.arrays
-        if batch.arrays and _works(call, other_rows):
+        if _works(call, other_rows):
             shapes = (
                 f"{name} of shape {x.shape}"
                 for name, x in safe_zip(batch.names, given_rows)

@@ -48,6 +48,20 @@ def test_scalars_are_traced_over_nothing(kernel):
         assert_same(kernel(SCALAR)(X, X[:5]), kernel(VECTOR)(X, X[:5]))
 
 
+class Failing(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        raise NotImplementedError("no value at this input")
+
+
+@pytest.mark.parametrize("vmap_axes", (None, 0))
+def test_a_model_of_scalars_keeps_its_exception(vmap_axes):
+    kernel = EmpiricalNTK(Failing(jnp.ones(2)), vmap_axes=vmap_axes)
+    with pytest.raises(NotImplementedError, match="no value at this input"):
+        kernel(X[0] if vmap_axes == 0 else X[0, 0])
+
+
 def test_averages_of_scalars():
     def init(shape):
         return lambda key: eqx.nn.MLP(2, shape, 4, 1, key=key)
