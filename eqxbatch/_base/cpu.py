@@ -151,16 +151,15 @@ def with_mirror_image(
     def step(result: Array, corner: Array) -> tuple[Array, None]:
         here, there = [*corner, *zeros], [*corner[::-1], *zeros]
         size = (_PIECE, _PIECE, *x.shape[2:])
-        pieces = [lax.dynamic_slice(x, corner, size) for corner in (here, there)]
+        pieces = [lax.dynamic_slice(x, place, size) for place in (here, there)]
         piece = combine(pieces[0], exchanged(pieces[1]))
         result = lax.dynamic_update_slice(result, piece, here)
         return lax.dynamic_update_slice(result, exchanged(piece), there), None
 
     def in_pieces(x: Array) -> Array:
-        corner = jnp.stack([starts[row], starts[column]], axis=-1)
-        return lax.scan(step, vary(jnp.zeros_like(x), varying(jax.typeof(x))), corner)[
-            0
-        ]
+        corners = jnp.stack([starts[row], starts[column]], axis=-1)
+        zero = vary(jnp.zeros_like(x), varying(jax.typeof(x)))
+        return lax.scan(step, zero, corners)[0]
 
     return lax.platform_dependent(x, cpu=in_pieces, default=at_once)
 
