@@ -270,9 +270,10 @@ class Residuals:
         if not self.centre:
             return self.pull(vectors)
         most = max(1, self.num_parameters // max(*self.entries, 1))
+        programs = self.centred_programs
 
         def sums(number: int) -> Callable[[list, int], list]:
-            term, axes = self.centred_programs[number], self.rows[number].axes
+            term, axes = programs[number], self.rows[number].axes
 
             def of_one(*both: Array) -> list[Array]:
                 *row, vector = both
