@@ -147,11 +147,32 @@ def test_norms_of_clipping_keep_digits():
         assert precisions(run, w, x) == {DEFAULT}
 
 
+NAMED = (DEFAULT, HIGH, lax.DotAlgorithmPreset.BF16_BF16_F32)
+
+
+@pytest.mark.parametrize("precision", NAMED)
+def test_norms_of_clipping_keep_digits_that_the_model_does_not(precision):
+    run = filter_micro_grad(
+        lambda w, x: jnp.sum(jnp.tanh(lax.dot(x, w, precision=precision))),
+        **clip,
+        method="sites",
+    )
+    w, x = jnp.ones((32, 32)), jnp.ones((3, 2, 32))
+    assert precisions(run, w, x) == {precision, HIGHEST}
+    with jax.default_matmul_precision("default"):
+        # Nothing is raised above what the model says.
+        assert precisions(run, w, x) == {precision}
+
+
 @pytest.mark.parametrize("space", STEPS)
 def test_steps_keep_digits(space):
     step = lambda net, x, y: STEPS[space](net, x, y)
     assert precisions(step, Net(HIGHEST), X, Y) == {HIGHEST}
     assert HIGHEST in precisions(step, Net(None), X, Y)
+    # What the model says of itself lowers nothing else.
+    assert HIGHEST in precisions(step, Net(HIGH), X, Y)
+    with jax.default_matmul_precision("default"):
+        assert precisions(step, Net(HIGHEST), X, Y) == {HIGHEST}
 
 
 @pytest.mark.parametrize("reduce", (KernelProduct, KernelAlignment))

@@ -1,6 +1,5 @@
-"""Dtypes of sums, digits of products, scaling against overflow, complex numbers."""
+"""Dtypes of sums, scaling against overflow, and complex numbers as pairs."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,18 +81,6 @@ def check_holds(name: str, requested: Any, dtype: Any, what: str) -> None:
                 f"{name}(dtype={requested}) would drop {part} of the {dtype} {what}. "
                 "Ask for a dtype that has it, or for none."
             )
-
-
-def exact_products() -> contextlib.AbstractContextManager:
-    """A context in which products of float32 arrays keep their digits.
-
-    On GPUs and TPUs, JAX rounds the factors of products to 10 or 7 bits by default.
-    This is for results that are judged to more digits. The user's own context
-    `jax.default_matmul_precision` has the last word.
-    """
-    if getattr(jax.config, "jax_default_matmul_precision", None) is not None:
-        return contextlib.nullcontext()
-    return jax.default_matmul_precision("highest")
 
 
 def power_of_two(x: Real[Array, "*s"]) -> Real[Array, "*s"]:

@@ -1,9 +1,8 @@
 """Programs of leaves and one example, and evaluation of jaxprs with replacements."""
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast, Literal, TypeVar
 
 import equinox as eqx
@@ -12,18 +11,10 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import jaxlib
-from jax import lax
 from jaxtyping import Array, PyTree
 
 from .mistakes import without_layers
-from .primitives import (
-    callee,
-    IDENTITIES,
-    inner_jaxprs,
-    is_flat,
-    name_of,
-    parameters,
-)
+from .primitives import callee, IDENTITIES, inner_jaxprs, is_flat, name_of
 from .trees import safe_zip
 
 
@@ -350,34 +341,3 @@ class TracedFunction:
         remaining = list(arrays)
         is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)
         return jtu.tree_map(lambda x: remaining.pop(0) if is_struct(x) else x, self.out)
-
-
-_PRECISIONS = (lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)
-
-
-def products_of(*jaxprs: Any) -> contextlib.AbstractContextManager:
-    """A context in which products have the precision that some programs ask for.
-
-    If they ask for several, it is the highest. Without it, a contraction that stands
-    for a derivative of `jnp.dot(x, y, precision="highest")` would be rounded on GPUs
-    and TPUs. A program that asks for none leaves JAX's own setting.
-    """
-    named = {x for jaxpr in jaxprs for x in _precisions(jaxpr)}
-    if not named:
-        return contextlib.nullcontext()
-    if len(named) > 1 and not named.issubset(_PRECISIONS):
-        return jax.default_matmul_precision("highest")
-    highest = max(named, key=_PRECISIONS.index) if len(named) > 1 else named.pop()
-    is_preset = highest not in _PRECISIONS
-    name = highest.name if is_preset else highest.name.lower()
-    return jax.default_matmul_precision(name)
-
-
-def _precisions(jaxpr: Any) -> Iterator[Any]:
-    """The precisions that the equations of a program name."""
-    for eqn in jaxpr.eqns:
-        precision = parameters(eqn).get("precision")
-        of_factors = precision if isinstance(precision, tuple) else (precision,)
-        yield from (x for x in of_factors if x is not None)
-        for inner in inner_jaxprs(eqn):
-            yield from _precisions(inner)

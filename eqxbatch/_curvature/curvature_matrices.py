@@ -13,8 +13,9 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Real
 
 from .._base.cpu import unstack
-from .._base.jaxprs import first_use, products_of
+from .._base.jaxprs import first_use
 from .._base.mesh import full_varying_as, sum_varying, varying
+from .._base.precision import products_of
 from .._base.trees import log, safe_zip
 from .._batch.derivative import Loss, Microbatches
 from .._batch.loop import accumulated_sums
@@ -75,7 +76,7 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
         requested = RequestedBlocks([*pairs], is_diagonal)
         blocks = CurvatureBlocks(curvature, requested, self.method, size)
         closed = curvature.program.closed
-        with products_of(closed.jaxpr):
+        with products_of(closed):
             sums, aux = microbatches.total(blocks.sums, curvature.aux, closed)
         sums = [
             sum_varying(x, varying(jax.typeof(leaves[pairs[0][0]])))

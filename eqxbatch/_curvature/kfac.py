@@ -14,9 +14,9 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
-from .._base.dtypes import common_dtype, exact_products, widened, widest
-from .._base.jaxprs import products_of
+from .._base.dtypes import common_dtype, widened, widest
 from .._base.mesh import is_on_mesh, sum_varying, vary_as, varying
+from .._base.precision import exact_products, products_of
 from .._base.trees import safe_zip
 from .._batch.loop import accumulated, accumulated_sums, Rows
 from .._batch.moments import Sum
@@ -328,7 +328,7 @@ class KFAC(AbstractFisher[Model, P, Out]):
         def totals(sums: Callable[[Factors, Weighing], list[Array]]) -> list[Array]:
             of_rows = functools.partial(_sums, curvature, program, sums)
             closed = curvature.program.closed
-            with products_of(closed.jaxpr), exact_products():
+            with exact_products(), products_of(closed):
                 of_all, _ = microbatches.total(of_rows, curvature.aux, closed)
             # A sum over examples, like a gradient. It also sums over devices, which
             # have different examples but the same parameters.

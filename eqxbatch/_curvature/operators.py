@@ -18,9 +18,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 from .._base.checks import checked
-from .._base.dtypes import common_dtype, exact_products
+from .._base.dtypes import common_dtype
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.mesh import error_if
+from .._base.precision import exact_products
 from .._base.trees import safe_zip, shown
 from .._sites.kronecker import Part
 from .curvature_matrices import (

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Inexact, PyTree, Real, Shaped
 
 from .._base.checks import check_types
 from .._base.dtypes import (
-    exact_products,
     into_range,
     is_in_range,
     largest_of_each,
@@ -30,8 +29,8 @@ from .._base.dtypes import (
     widened,
     widest,
 )
-from .._base.jaxprs import products_of
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
+from .._base.precision import exact_products, products_of
 from .._base.trees import described, is_none, match_prefix, safe_zip
 from .._batch.batch import explained_failure
 from .._batch.derivative import Loss, MicrobatchResult, TracedLoss
@@ -229,7 +228,7 @@ def clipped_by_norms(
         values = program.values(example.leaves)
         num = outs[0].shape[0]
         operands = (groups.bounds, example.leaves, factors, values, weights, num)
-        with products_of(example.program.closed.jaxpr):
+        with products_of(example.program.closed):
             gradient, norms = with_auto_axes(clipped_total, operands, specs)
         per_example = {**example.outputs(outs), "norms": norms}
         return dataclasses.replace(gradient, each=per_example)

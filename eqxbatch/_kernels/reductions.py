@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, Shaped
 
 from .._base.checks import as_jax, check_at_least, check_equal, check_fields
-from .._base.dtypes import common_dtype, exact_products, power_of_two, widened
+from .._base.dtypes import common_dtype, power_of_two, widened
+from .._base.precision import exact_products
 from .._base.trees import safe_zip
 from .._batch.batch import Block
 from .._batch.moments import complete, nothing_lost, plus

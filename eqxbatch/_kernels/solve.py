@@ -22,8 +22,8 @@ from jax import lax
 from jaxtyping import Array, Inexact, Shaped
 
 from .._base.checks import AnyArray, check_at_least, checked
-from .._base.dtypes import exact_products
 from .._base.jaxprs import compiled
+from .._base.precision import exact_products, user_precision
 from .._base.trees import described, import_extra, log, safe_zip
 from .matrix import AbstractMatrix, StoredMatrix
 from .on_host import check_concrete, metered
@@ -695,7 +695,7 @@ def _factor_of(
     low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
     dtype = jnp.zeros(()).dtype
     diagonal = diagonal.astype(dtype)
-    chosen = getattr(jax.config, "jax_default_matmul_precision", None)
+    chosen = user_precision()
 
     def column(index: Array) -> Array:
         # The user's kernel has the user's precision.

@@ -17,8 +17,9 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.checks import check_equal
 from .._base.differentiable import derivative_of_program, pushed
-from .._base.jaxprs import products_of, TracedFunction
+from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
+from .._base.precision import products_of
 from .._base.trees import safe_zip, type_of
 from .._batch.accumulators import Concat
 from .._batch.derivative import Selection
@@ -192,7 +193,7 @@ class TracedModel:
 
     def products(self) -> AbstractContextManager:
         """A context in which products have the precision of the model's."""
-        return products_of(*(program.closed.jaxpr for program in self.programs))
+        return products_of(*(program.closed for program in self.programs))
 
     def _output_axes(self) -> list[OutputAxes]:
         request = self.request

@@ -16,8 +16,9 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from .._base.checks import AnyArray, as_jax, check_at_least, check_callable
-from .._base.dtypes import as_complex, as_real, exact_products, widened
+from .._base.dtypes import as_complex, as_real, widened
 from .._base.mesh import error_if, spec_of, vary_as
+from .._base.precision import exact_products
 from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.batch import Blocks
 from .._batch.derivative import AbstractDerivative, split_examples

@@ -19,6 +19,7 @@ from .._base.differentiable import Derivative, derivative_of_program, pushed
 from .._base.dtypes import finite_sums, is_complex, power_of_two, widened, widest
 from .._base.jaxprs import TracedFunction, uses_dtype
 from .._base.mesh import vary_as
+from .._base.precision import products_of
 from .._base.trees import described, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import Batch
@@ -282,7 +283,8 @@ class Residuals:
                 # Means cancel exactly only before anything is multiplied.
                 (jacobian,) = jax.vmap(pullback)(jnp.eye(out.size, dtype=out.dtype))
                 wide = map(widened, jacobian)
-                return [jnp.tensordot(vector.astype(x.dtype), x, 1) for x in wide]
+                with products_of(term.closed):
+                    return [jnp.tensordot(vector.astype(x.dtype), x, 1) for x in wide]
 
             of_each = jax.vmap(of_one, (*axes, 0))
             return lambda arrays, _: [jnp.sum(x, axis=0) for x in of_each(*arrays)]
@@ -418,6 +420,7 @@ class SampleKernel:
             (rows[first], rows[second]),
             Sites([], [axes], factors),
             lambda blocks: blocks["ntk", 0],
+            lambda: products_of(*(program.closed for program in self._programs)),
         )
 
     def matrix(self) -> Float[Array, "num num"]:
@@ -456,7 +459,8 @@ class SampleKernel:
                 sites = of_term.program.sites_of(leaf)
                 if not sites:
                     continue
-                gradient = _product(sites, factors, array, vector, is_narrow)
+                with products_of(closed):
+                    gradient = _product(sites, factors, array, vector, is_narrow)
                 totals[leaf] += jnp.conj(gradient).astype(totals[leaf].dtype)
         return [x * size.astype(x.dtype) for x in totals]
 
