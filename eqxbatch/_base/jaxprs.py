@@ -73,9 +73,12 @@ class _Static(eqx.Module):
 
 
 def at_example(fun: Callable[[list], _T], arrays: list, axes: Sequence[int]) -> _T:
-    """The untraced output of `fun(rows)` for one example of a batch."""
-    if not arrays:
-        return fun([])
+    """The untraced output of `fun(rows)` for one example of a batch.
+
+    Without `axes`, the arrays are those of one example.
+    """
+    if not axes:
+        return fun(arrays)
     # Inside `jax.vmap`, an example has the type that it will have there, also on a
     # mesh.
     run = jax.vmap(lambda *rows: _Static(fun([*rows])), [*axes])
@@ -282,7 +285,7 @@ class TracedFunction:
     """A function of leaves and of one example of a batch, traced.
 
     - `leaves`: the list of arrays that it was traced with.
-    - `axes`: the batch axes of the arrays of a batch; empty without a batch.
+    - `axes`: the batch axes of the `arrays`; empty if they are those of one example.
     - `closed`: its jaxpr, whose first inputs are the leaves.
     - `out`: its output, with a `jax.ShapeDtypeStruct` for each array.
     """
@@ -292,7 +295,7 @@ class TracedFunction:
         fun: Callable[[Any, list], PyTree],
         leaves: PyTree[Array],
         arrays: list,
-        axes: Sequence[int],
+        axes: Sequence[int] = (),
     ):
         self.leaves, treedef = jtu.tree_flatten(leaves)
         self.axes = list(axes)

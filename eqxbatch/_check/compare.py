@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree, Real
 
 from .._base.differentiable import without_forward_mode
 from .._base.dtypes import as_real, common_dtype, is_complex
+from .._base.jaxprs import TracedFunction
 from .._base.trees import safe_zip
 from .._batch.batch import Batch
 from .._batch.moments import Sum
@@ -240,8 +241,7 @@ def _small_leaves(call: Call) -> list[bool]:
     chosen, columns, perturbed = [False for _ in call.leaves], 0, set()
     if any(map(is_complex, call.leaves)):
         return chosen
-    closed = jax.make_jaxpr(call.value)(call.leaves, call.one)
-    program = Program(closed, len(call.leaves), order=2)
+    program = Program(TracedFunction(call.value, call.leaves, call.one), order=2)
     for leaf in sorted(range(len(chosen)), key=lambda i: call.leaves[i].size):
         num = columns + call.leaves[leaf].size
         more = perturbed | {site.perturbation for site in program.sites_of(leaf)}

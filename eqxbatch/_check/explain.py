@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._base.checks import checked
+from .._base.jaxprs import TracedFunction
 from .._base.mistakes import no_arrays_remedy
 from .._base.trees import safe_zip, shown
 from .._batch.batch import Batch, explained_failure, unbatched
@@ -129,7 +130,6 @@ def explain_sites(
             f"{shown(model)}.{no_arrays_remedy(model)}"
         )
     diff, nondiff = Selection(model, where, filter_spec).partition(model)
-    leaves, treedef = jtu.tree_flatten(diff)
     split = lambda axes, args, kwargs: split_examples(fun, axes, (model, *args), kwargs)
     batch, one = unbatched(args, kwargs), (args, kwargs)
     if in_axes is not None:
@@ -137,17 +137,16 @@ def explain_sites(
         one = _first_example(batch)
     dynamic, static = eqx.partition(one, _has_shape)
 
-    def flat(leaves: list, dynamic: PyTree) -> PyTree:
-        args, kwargs = eqx.combine(dynamic, static)
-        model = eqx.combine(jtu.tree_unflatten(treedef, leaves), nondiff)
-        return fun(model, *args, **kwargs)
+    def of_one(diff: PyTree, dynamic: list) -> PyTree:
+        args, kwargs = eqx.combine(dynamic[0], static)
+        return fun(eqx.combine(diff, nondiff), *args, **kwargs)
 
     whole = lambda _: eqx.filter_eval_shape(fun, model, *args, **kwargs)
     remedy = "Give the function of one example."
     with explained_failure(whole, batch, "example", remedy):
-        closed, _, _ = eqx.filter_make_jaxpr(flat)(leaves, dynamic)
+        traced = TracedFunction(of_one, diff, [dynamic])
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
-    report = report_of(closed, paths)
+    report = report_of(traced, paths)
     if not check:
         return report
     args, kwargs = _with_values(args, kwargs)

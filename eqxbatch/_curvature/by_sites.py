@@ -115,13 +115,12 @@ class SiteHessian(AbstractSiteMatrix):
     def __init__(
         self,
         program: Program,
-        leaves: list,
         requested: RequestedBlocks,
         *,
         checkpoint: bool,
         counts_cancelled: bool,
     ):
-        self._closed = _perturbed_gradient(program, len(leaves), checkpoint)
+        self._closed = _perturbed_gradient(program, checkpoint)
         jaxpr, num = self._closed.jaxpr, len(program.perturbations)
         cotangents, operands = _needed(program, requested)
         depend = {
@@ -139,7 +138,7 @@ class SiteHessian(AbstractSiteMatrix):
         self._pushes = {
             z: i for i, x in enumerate(self.pushes) for z in x.perturbations
         }
-        super().__init__(program, program, leaves, requested)
+        super().__init__(program, program, requested)
         # The leaves whose gradient is a sum of terms, which may nearly cancel.
         self._summed = [
             i for i in sorted(requested.leaves) if is_sum(program.sites_of(i))
@@ -169,7 +168,7 @@ class SiteHessian(AbstractSiteMatrix):
         self, rows: list, axes: Sequence[int], weights: Real[Array, " n"] | None
     ) -> list[Inexact[Array, "..."]]:
         factors = of_examples(self._of_example, rows, axes, weights)
-        values = self.program.values(self.leaves)
+        values = self.program.values()
         cotangents, operands, _ = factors
         sources = _sources(self.program, cotangents, operands)
         blocks = _with_curved(self, sources, self.blocks_of(factors, values))
@@ -344,11 +343,12 @@ class SiteHessian(AbstractSiteMatrix):
         return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
 
 
-def _perturbed_gradient(program: Program, num_leaves: int, remat: bool) -> Any:
+def _perturbed_gradient(program: Program, remat: bool) -> Any:
     """The jaxpr of cotangents and operands, from perturbations and one example."""
     avals = [var.aval for var in program.jaxpr.invars]
     zeros = [full_varying_as(aval, 0) for aval in avals]
-    leaves, rows = zeros[:num_leaves], zeros[num_leaves:]
+    num = len(program.leaves)
+    leaves, rows = zeros[:num], zeros[num:]
 
     def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
         def value(point: list) -> tuple[Array, list]:

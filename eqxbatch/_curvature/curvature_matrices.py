@@ -732,8 +732,7 @@ class CurvatureBlocks:
         formed: set[int] = set()
         while True:
             program = Program(
-                curvature.program.closed,
-                num,
+                curvature.program,
                 constant=set(range(num)) - leaves,
                 formed=formed,
                 num_outputs=curvature.num_outputs,

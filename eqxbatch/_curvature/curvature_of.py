@@ -263,7 +263,6 @@ class LossCurvature(AbstractCurvature):
     ) -> AbstractSiteMatrix:
         return SiteHessian(
             program,
-            self.leaves,
             requested,
             checkpoint=self._checkpoint,
             counts_cancelled=counts_cancelled,
@@ -401,7 +400,6 @@ class GaussNewtonCurvature(AbstractCurvature):
         del counts_cancelled  # Jacobians whose terms may cancel are formed.
         return SiteGaussNewton(
             program,
-            self.leaves,
             requested,
             self.of_outputs,
             num_vectors=self.num_vectors,

@@ -73,7 +73,6 @@ class SiteGaussNewton(AbstractSiteMatrix):
     def __init__(
         self,
         program: Program,
-        leaves: list,
         requested: RequestedBlocks,
         of_outputs: OfOutputs,
         *,
@@ -94,7 +93,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
         self._formed = [i for i in sorted(requested.leaves) if self._is_sum(program, i)]
         self._paired += (None for _ in self._formed)
         with_jacobians = program.with_jacobians(self._formed)
-        super().__init__(program, with_jacobians, leaves, requested)
+        super().__init__(program, with_jacobians, requested)
 
     def _is_sum(self, program: Program, leaf: int) -> bool:
         """Whether a row of the Jacobian of a leaf is a sum of terms."""
@@ -112,12 +111,12 @@ class SiteGaussNewton(AbstractSiteMatrix):
         self, rows: list, axes: Sequence[int], weights: Real[Array, " n"] | None
     ) -> list[Inexact[Array, "pairs ..."]]:
         factors = of_examples(self._of_example, rows, axes, weights)
-        return self.blocks_of(factors, self.program.values(self.leaves))
+        return self.blocks_of(factors, self.program.values())
 
     def _of_example(self, rows: list, weight: Array | None) -> Kept:
         """The cotangents, the operands, and the curvature or weight of an example."""
         cotangents, operands, scale = linearized(
-            self.program, self.leaves, rows, self._of_outputs, self._paired
+            self.program, rows, self._of_outputs, self._paired
         )
         if weight is not None:
             weight = weight.astype(self._dtype)
@@ -233,7 +232,6 @@ class SiteGaussNewton(AbstractSiteMatrix):
 
 def linearized(
     program: Program,
-    leaves: list,
     rows: list,
     of_outputs: OfOutputs,
     paired: "Sequence[Paired | None]" = (),
@@ -243,7 +241,7 @@ def linearized(
     The cotangents of perturbations that are `paired` are those of fewer vectors.
     """
     num_outputs = len(program.jaxpr.outvars)
-    outs, operands, pullback = program.linearize(leaves, rows, num_outputs)
+    outs, operands, pullback = program.linearize(program.leaves, rows, num_outputs)
     seeds, curve = of_outputs(outs, rows)
     # These may be the same for all examples and devices.
     seeds = [vary_as([out], seed) for seed, out in safe_zip(seeds, outs)]

@@ -314,8 +314,7 @@ class KFAC(AbstractFisher[Model, P, Out]):
         curvature = GaussNewtonCurvature(
             fun, self.loss, fisher=self, if_whole=_IF_WHOLE
         )
-        num_leaves, formed = len(curvature.leaves), curvature.formed
-        program = Program(curvature.program.closed, num_leaves, formed=formed)
+        program = Program(curvature.program, formed=curvature.formed)
         chosen = None
         if self.is_block is None:
             _check_not_multiplied(program, diff)
@@ -426,15 +425,15 @@ def _sums(
     weights: Array | None,
 ) -> list[Array]:
     """Adds up what `sums` returns for the factors of some examples at a time."""
-    leaves, axes = curvature.leaves, curvature.axes
+    axes = curvature.axes
 
     def one(rows: list, _: Array | None) -> Kept:
-        return linearized(program, leaves, rows, curvature.of_outputs)
+        return linearized(program, rows, curvature.of_outputs)
 
     def of_rows(rows: list, weights: Array | None) -> list[Array]:
         cotangents, operands, curve = of_examples(one, rows, axes, weights)
         labels: Labels = (VECTOR,)
-        num, values = rows[0].shape[axes[0]], program.values(leaves)
+        num, values = rows[0].shape[axes[0]], program.values()
         factors = Factors(operands, cotangents, labels, num, values)
         return sums(factors, Weighing(num, weights, curve))
 

@@ -180,7 +180,7 @@ def struct_of(x: Any, *lead: int) -> jax.ShapeDtypeStruct:
 class AbstractSiteMatrix(abc.ABC):
     """Blocks of a sum over examples of second derivatives, from those of sites.
 
-    - `program`: the function with its sites, and `leaves` its differentiated leaves.
+    - `program`: the function with its sites, and `leaves` its leaves.
     - `contracted`: the sites that are contracted, if these are others.
     - `groups`: the requested pairs of leaves, grouped with those that are alike.
     - `counts_cancelled`: whether `sums` ends with a count of examples for which blocks
@@ -193,11 +193,10 @@ class AbstractSiteMatrix(abc.ABC):
         self,
         program: Program,
         contracted: Program,
-        leaves: list,
         requested: RequestedBlocks,
     ):
         self.program, self.contracted = program, contracted
-        self.leaves, self.requested = leaves, requested
+        self.leaves, self.requested = program.leaves, requested
         families = {leaf: self._family(leaf) for leaf in requested.leaves}
         alike: dict[Hashable, list[Pair]] = {}
         for pair in requested.pairs:

@@ -179,7 +179,7 @@ def clipped_by_norms(
     Materialised gradients are contracted with weights, as the factors of sites are.
     Scaling them and adding them up would read them twice more.
     """
-    program, contractions = plan(example.program.closed, len(example.leaves), method)
+    program, contractions = plan(example.program, method)
     groups = groups_of(example.gradient(example.leaves))
 
     def one(*rows: Array) -> tuple[list, list, list]:
@@ -225,7 +225,7 @@ def clipped_by_norms(
             MicrobatchResult(of_names(out[0].whole), of_names(out[0].total)),
             spec_of(outs[0]),
         )
-        values = program.values(example.leaves)
+        values = program.values()
         num = outs[0].shape[0]
         operands = (groups.bounds, example.leaves, factors, values, weights, num)
         with products_of(example.program.closed):

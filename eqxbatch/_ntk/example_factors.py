@@ -158,11 +158,7 @@ class ExampleFactors:
         blocks. `use_rules` and `formed` are as for `Program`.
         """
         program = Program(
-            traced.closed,
-            len(traced.leaves),
-            use_rules=use_rules,
-            formed=formed,
-            num_outputs=num_outputs,
+            traced, use_rules=use_rules, formed=formed, num_outputs=num_outputs
         )
         self.program, self.outputs = program, outputs
         self.kept = [program for _ in outputs]

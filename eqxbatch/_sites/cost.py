@@ -15,6 +15,7 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex
 
+from .._base.jaxprs import TracedFunction
 from .._base.primitives import callee, inner_jaxprs, name_of, PRODUCTS
 from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
@@ -155,21 +156,19 @@ class Contraction:
     cost: Cost
 
 
-def plan(
-    closed: Any, num_leaves: int, method: Method
-) -> tuple[Program, list[Contraction]]:
-    """A function's program, and how each leaf is contracted.
+def plan(traced: TracedFunction, method: Method) -> tuple[Program, list[Contraction]]:
+    """A function with its sites, and how each leaf is contracted.
 
     `"sites"` chooses the cheapest contraction for each leaf, `"materialise"` leaves all
     of them to automatic differentiation, and `"auto"` chooses the cheaper of the two.
     """
     if method != "materialise":
-        program = Program(closed, num_leaves, num_outputs=1)
+        program = Program(traced, num_outputs=1)
         contractions = choose(program)
         if method == "sites" or prefers_sites(program, contractions):
             _say("sites", method, contractions)
             return program, contractions
-    program = Program(closed, num_leaves, use_rules=False)
+    program = Program(traced, use_rules=False)
     contractions = choose(program)
     _say("materialise", method, contractions)
     return program, contractions

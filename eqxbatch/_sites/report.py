@@ -2,9 +2,9 @@
 
 import collections
 import dataclasses
-from typing import Any
 
 from .._base.checks import check_fields
+from .._base.jaxprs import TracedFunction
 from .._base.trees import safe_zip
 from .cost import (
     choose,
@@ -205,9 +205,9 @@ def _table(rows: list[tuple[str, ...]], *, num_sums: int, num_texts: int) -> lis
     return [line.rstrip() for line in lines]
 
 
-def report_of(closed: Any, paths: list[str]) -> SitesReport:
-    """The report on a function whose first inputs are the leaves at these paths."""
-    program = Program(closed, len(paths))
+def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
+    """The report on a function of leaves at these paths."""
+    program = Program(traced)
     contractions = choose(program)
     by_sites = total_cost(contraction.cost for contraction in contractions)
     materialised = vmapped_cost(program)

@@ -29,6 +29,7 @@ from .._base.jaxprs import (
     live_variables,
     scan_sizes,
     source_line,
+    TracedFunction,
 )
 from .._base.mesh import full_varying_as, in_this_mesh, is_on_mesh, zeros_like
 from .._base.primitives import (
@@ -84,16 +85,14 @@ _Inputs = list[Shared | None]
 
 
 class Program:
-    """A function of some leaves and one example, with its sites.
+    """A traced function with its sites.
 
-    `closed` is its jaxpr, whose first `num_leaves` inputs are the leaves. All other
-    inputs belong to the example; constants are shared by all examples. With
-    `use_rules=False`, all leaves are treated as if no rule covered them. Leaves in
+    With `use_rules=False`, all leaves are treated as if no rule covered them. Leaves in
     `constant` are not differentiated. For leaves in `formed`, the gradient itself is
     requested, as if no rule covered them. The first `num_outputs` outputs are
     differentiated; None for all of them. `order` is 2 if second derivatives are needed.
 
-    - `leaves`: shapes and dtypes of the leaves.
+    - `leaves`, `jaxpr`: those of the traced function.
     - `sites`: all sites; every leaf that the function uses has at least one.
     - `perturbations`, `operands`: shapes and dtypes of the cotangents and operands.
     - `fallbacks`: the leaves that no rule covers, by index, with reasons. Their only
@@ -102,8 +101,7 @@ class Program:
 
     def __init__(
         self,
-        closed: Any,
-        num_leaves: int,
+        traced: TracedFunction,
         *,
         use_rules: bool = True,
         constant: Collection[int] = (),
@@ -111,9 +109,9 @@ class Program:
         num_outputs: int | None = None,
         order: int = 1,
     ):
+        self.leaves, closed = traced.leaves, traced.closed
         self.jaxpr, self._consts = closed.jaxpr, list(closed.consts)
-        avals = [var.aval for var in self.jaxpr.invars]
-        self.leaves = [_Struct(a.shape, a.dtype) for a in avals[:num_leaves]]
+        avals, num_leaves = [var.aval for var in self.jaxpr.invars], len(self.leaves)
         self.fallbacks = dict.fromkeys(formed, "its gradient is formed")
         reason = None if use_rules else "no rules are used"
         if self.jaxpr.effects:
@@ -147,9 +145,9 @@ class Program:
     def _add_leaves(self, leaves: Iterable[int]) -> None:
         """Adds sites of leaves that are perturbed themselves."""
         for leaf in leaves:
-            struct = self.leaves[leaf]
-            self.sites.append(leaf_site(leaf, struct, len(self.perturbations)))
-            self.perturbations.append(struct)
+            x = self.leaves[leaf]
+            self.sites.append(leaf_site(leaf, x, len(self.perturbations)))
+            self.perturbations.append(_Struct(x.shape, x.dtype))
 
     def sites_of(self, leaf: int) -> list[Site]:
         return [site for site in self.sites if site.leaf == leaf]
@@ -169,13 +167,13 @@ class Program:
         """A value that a view reads, by its index."""
         return self._values[number]
 
-    def values(self, leaves: list) -> list:
-        """The values that views of sites read, besides their leaf.
+    def values(self, leaves: list | None = None) -> list:
+        """The values that views of sites read, besides their leaf, at some `leaves`.
 
         They are the same for all examples. Values that no view reads are None.
         """
         read = {self._values[i] for site in self.sites for i in site.view.reads}
-        values = evaluated(read, leaves)
+        values = evaluated(read, self.leaves if leaves is None else leaves)
         return [values[x] if x in read else None for x in self._values]
 
     def value_structs(self) -> list:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from eqxbatch import filter_ggn, filter_ggn_diagonal, Mean
+from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._curvature.gauss_newton import paired_outputs
 from eqxbatch._sites.trace import Program
 from ..helpers import memory
@@ -193,8 +194,8 @@ def test_drawn_programs(seed, x64):
 
 def nums(fun, *leaves, x):
     """The number of vectors for each place where parameters enter; None for all."""
-    closed = jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)))(*leaves, x)
-    found = paired_outputs(Program(closed, len(leaves), order=2))
+    traced = TracedFunction(lambda leaves, rows: fun(*leaves, *rows), leaves, [x])
+    found = paired_outputs(Program(traced, order=2))
     return [None if own is None else own.num for own in found]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array
 
 from eqxbatch._base.dtypes import common_dtype, squared_norm
+from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
 from eqxbatch._sites.factors import Factors, gradients, weighted_sum
 from eqxbatch._sites.gram import gram, has_gram, OfLeaf, squared_norms
@@ -72,8 +73,7 @@ def _by_sites(subject: Subject) -> list[tuple[dict[str, list[Array]], Array]]:
     Jacobians.
     """
     one = [row[0] for row in subject.rows]
-    closed = jax.make_jaxpr(subject.outputs)(subject.leaves, one)
-    program = Program(closed, len(subject.leaves))
+    program = Program(TracedFunction(subject.outputs, subject.leaves, one))
 
     @jax.jit
     def run(leaves: list, rows: list) -> list:

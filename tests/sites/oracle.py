@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
+from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._sites.einsum import EXAMPLE, OTHER_EXAMPLE
 from eqxbatch._sites.factors import Factors, gradients, weighted_sum
 from eqxbatch._sites.gram import gram, OfLeaf, squared_norms
@@ -50,8 +51,8 @@ def compare(case, key=None):
         ravelled = [real(x).reshape(-1) for x in outs]
         return sum(jnp.sum(jnp.sin(x) * jnp.arange(1.0, 1 + x.size)) for x in ravelled)
 
-    closed = jax.make_jaxpr(loss)(leaves, jax.tree.map(lambda x: x[0], xs))
-    program = Program(closed, len(leaves))
+    one = jax.tree.map(lambda x: x[0], xs)
+    program = Program(TracedFunction(lambda ws, rows: loss(ws, *rows), leaves, [one]))
     sites = [program.sites_of(i) for i in range(len(leaves))]
     comparable = [
         all(is_allowed("gram", site, other) for site in own for other in own)

@@ -96,12 +96,7 @@ def _curvature(subject: Subject, leaves: list, *, is_ggn: bool) -> AbstractCurva
 def _requested(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> RequestedBlocks:
     """The blocks that are small enough, of leaves whose sites return few numbers."""
     curvature = _curvature(subject, subject.leaves, is_ggn=is_ggn)
-    program = Program(
-        curvature.program.closed,
-        len(subject.leaves),
-        num_outputs=curvature.num_outputs,
-        order=2,
-    )
+    program = Program(curvature.program, num_outputs=curvature.num_outputs, order=2)
     all_own = RequestedBlocks(
         [(i, i) for i, _ in enumerate(subject.leaves)], is_diagonal
     )

@@ -9,6 +9,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqxbatch import explain_sites, filter_hessian, filter_micro_grad, Sum
+from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._sites.factors import Factors, gradients
 from eqxbatch._sites.trace import Program
 from ..helpers import KINDS, make_mesh, put, rows_only
@@ -187,8 +188,8 @@ def test_what_the_backward_pass_does_for_data_is_its_own():
 
 
 def program_of(fun, *ws, order=1):
-    closed = jax.make_jaxpr(lambda ws, x: fun(*ws, x))(ws, jnp.ones(4))
-    return Program(closed, len(ws), order=order)
+    run = lambda ws, rows: fun(*ws, *rows)
+    return Program(TracedFunction(run, ws, [jnp.ones(4)]), order=order)
 
 
 def test_asks_which_inputs_are_differentiated():
@@ -302,7 +303,7 @@ def test_second_derivatives():
 
     report = explain_sites(loss, ws, xs, in_axes=0)
     assert not [leaf.reason for leaf in report.leaves if leaf.reason]
-    program = Program(jax.make_jaxpr(loss)(ws, xs[0]), 2, order=2)
+    program = program_of(lambda *args: loss(args[:-1], args[-1]), *ws, order=2)
     assert all("and no second" in program.fallbacks[i] for i in (0, 1))
     flat, unravel = ravel_pytree(ws)
     total = lambda v: jnp.mean(jax.vmap(loss, (None, 0))(unravel(v), xs))
@@ -362,7 +363,8 @@ def test_infinite_derivatives_do_not_reach_the_value():
     product.defjvp(lambda p, t: (product(*p), t[0] / p[1] + p[0] * t[1]))
     fun = lambda ws, x: jnp.sum(ws[0] * product(ws[1], jnp.sin(ws[2] * x)))
     ws, x = [jnp.ones(3) for _ in range(3)], jnp.arange(3.0)
-    program = Program(jax.make_jaxpr(fun)(ws, x), 3)
+    traced = TracedFunction(lambda ws, rows: fun(ws, *rows), ws, [x])
+    program = Program(traced)
     outs, operands, pull = program.linearize(ws, [x], 1)
     np.testing.assert_allclose(outs[0], fun(ws, x), rtol=1e-10)
     found = jax.tree.map(lambda x: x[None], (operands, pull([jnp.ones(())])))

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from eqxbatch import filter_kfac
 from eqxbatch._base import primitives
 from eqxbatch._base.differentiable import without_forward_mode, without_reverse_mode
+from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._kernels import stores
 from eqxbatch._sites.trace import Program
 from ..layers import Case, vectors, weight
@@ -155,9 +156,8 @@ def weights():
 
 
 def sites_of(fun):
-    ws, treedef = jax.tree.flatten(weights())
-    closed = jax.make_jaxpr(lambda ws, x: fun(treedef.unflatten(ws), x))(ws, weight(4))
-    program = Program(closed, len(ws))
+    run = lambda ws, rows: fun(ws, *rows)
+    program = Program(TracedFunction(run, weights(), [weight(4)]))
     assert program.fallbacks == {}
     return [(site.leaf, site.rule.kind, site.view.axes) for site in program.sites]
 

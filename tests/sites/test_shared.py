@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites, filter_hessian, filter_hessian_diagonal
+from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._sites.site import has_named_axes
 from eqxbatch._sites.trace import Program
 from ..layers import Case, vectors, weight
@@ -70,8 +71,8 @@ def test_custom_rule_whose_second_derivative_is_not_elementwise():
 
 
 def program_of(fun, *ws, num_outputs=None):
-    closed = jax.make_jaxpr(lambda ws, x: fun(*ws, x))(ws, jnp.ones(4))
-    return Program(closed, len(ws), num_outputs=num_outputs)
+    run = lambda ws, rows: fun(*ws, *rows)
+    return Program(TracedFunction(run, ws, [jnp.ones(4)]), num_outputs=num_outputs)
 
 
 def test_sites_are_of_what_is_differentiated():

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites
+from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._gradients.per_example import SiteGradients
 from eqxbatch._sites import cost
 from eqxbatch._sites.factors import Factors
@@ -459,8 +460,8 @@ def test_all_contractions_agree(name, form):
     loss = lambda leaves, x: jnp.sum(
         jnp.sin(fun(eqx.combine(treedef.unflatten(leaves), static), x))
     )
-    closed = jax.make_jaxpr(loss)(leaves, xs[0])
-    program = Program(closed, len(leaves), use_rules=form != "leaf")
+    traced = TracedFunction(lambda ws, rows: loss(ws, *rows), leaves, [xs[0]])
+    program = Program(traced, use_rules=form != "leaf")
     kind = {"once": "gradient", "twice": "gradient"}.get(form, form)
     contractions = [
         cost.Contraction(i, kind, form in ("once", "leaf"), cost.Cost())
@@ -562,12 +563,11 @@ def test_report_of_nothing():
 
 def test_what_is_added_shares_the_cotangent_of_what_it_is_added_to():
     model = eqx.nn.MLP(4, 3, 5, 2, key=jr.key(0))
-    leaves, treedef = jax.tree.flatten(eqx.filter(model, eqx.is_array))
-    static = eqx.filter(model, eqx.is_array, inverse=True)
+    diff, static = eqx.partition(model, eqx.is_array)
 
     def perturbations(call):
-        fun = lambda leaves, x: call(eqx.combine(treedef.unflatten(leaves), static), x)
-        program = Program(jax.make_jaxpr(fun)(leaves, jnp.ones(4)), len(leaves))
+        fun = lambda diff, rows: call(eqx.combine(diff, static), *rows)
+        program = Program(TracedFunction(fun, diff, [jnp.ones(4)]))
         assert not program.fallbacks
         return len(program.perturbations)
 
