@@ -297,11 +297,11 @@ class TracedFunction:
         arrays: list,
         axes: Sequence[int] = (),
     ):
-        self.leaves, treedef = jtu.tree_flatten(leaves)
+        self.leaves, self._treedef = jtu.tree_flatten(leaves)
         self.axes = list(axes)
 
         def flat(leaves: list, rows: list) -> PyTree:
-            return fun(jtu.tree_unflatten(treedef, leaves), rows)
+            return fun(self.tree(leaves), rows)
 
         trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)
         self.closed, structs, static = at_example(trace, arrays, axes)
@@ -314,11 +314,20 @@ class TracedFunction:
         return [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
 
     @functools.cached_property
+    def is_narrow(self) -> bool:
+        """Whether it uses float16: sums can overflow where their mean does not."""
+        return uses_dtype(self.closed.jaxpr, jnp.float16)
+
+    @functools.cached_property
     def has_examples(self) -> list[bool]:
         """Which of the arrays that it returns depend on the example."""
         num = len(self.leaves)
         is_example = [False] * num + [True] * (len(self.closed.jaxpr.invars) - num)
         return depends(self.closed.jaxpr, is_example)
+
+    def tree(self, leaves: Sequence[Any]) -> PyTree:
+        """A list with an entry for each leaf, as the PyTree that the leaves were."""
+        return jtu.tree_unflatten(self._treedef, leaves)
 
     def one(self, leaves: list, rows: Sequence[Array]) -> list[Array]:
         """The arrays that it returns for one example."""

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
-from .._base.dtypes import finite_sums, normalised, widened
-from .._base.jaxprs import TracedFunction, uses_dtype
+from .._base.dtypes import finite_sums, normalised
+from .._base.jaxprs import TracedFunction
 from .._base.mistakes import called, no_arrays_remedy
 from .._base.trees import described, safe_zip, shown
 from .accumulators import Concat
@@ -250,86 +250,27 @@ def weighted_totals(
     return [x * scale.astype(x.dtype) for x in total]
 
 
-class MicrobatchResult(eqx.Module):
-    """The results of a microbatch, by name.
-
-    - `whole`: results of the microbatch as a whole.
-    - `total`: sums over its examples.
-    - `each`: one result for each example, along axis 0.
-    """
-
-    whole: dict[str, PyTree] = eqx.field(default_factory=dict)
-    total: dict[str, PyTree] = eqx.field(default_factory=dict)
-    each: dict[str, PyTree] = eqx.field(default_factory=dict)
-
-    def merged(self) -> dict[str, PyTree]:
-        return {**self.whole, **self.total, **self.each}
-
-
-class TracedLoss:
-    """The traced loss of one example.
+def traced_loss(loss: Loss, if_whole: str) -> TracedFunction:
+    """The loss of one example, with its value and aux as the output.
 
     `if_whole` is the remedy if it turns out to be the loss of a whole batch.
     """
-
-    def __init__(self, loss: Loss, if_whole: str):
-        batch = loss.batch
-        self.has_aux = loss.has_aux
-        self._treedef = jtu.tree_structure(loss.diff)
-        try:
-            whole = functools.partial(loss, loss.diff)
-            with explained_failure(whole, batch, "example", if_whole):
-                self.program = TracedFunction(loss, loss.diff, batch.arrays, batch.axes)
-        except NameError as e:
-            if "unbound axis name" in str(e):
-                e.add_note(
-                    "`fun` is the loss of one example, but it uses a named axis, as "
-                    "BatchNorm does in training mode. Per-example gradients are not "
-                    "defined if the loss couples examples: switch such layers to "
-                    "inference mode. Or, if nothing per-example is needed, give the "
-                    "loss of a whole microbatch, which calls `jax.vmap` with this "
-                    "`axis_name` itself, and say `batched=True`."
-                )
-            raise
-        # Whether sums over examples can overflow where their mean does not.
-        self.is_narrow = uses_dtype(self.program.closed.jaxpr, jnp.float16)
-
-    @property
-    def leaves(self) -> list[Array]:
-        """The differentiated leaves."""
-        return self.program.leaves
-
-    def vmap(self, one: Callable, rows: list) -> Any:
-        """Maps `one(*rows)` over some examples; it may return more than arrays."""
-        return eqx.filter_vmap(one, in_axes=tuple(self.program.axes))(*rows)
-
-    def outputs(self, arrays: list) -> dict[str, PyTree]:
-        """Value and aux, from the arrays that the loss returns."""
-        value, aux = self.program.output(arrays)
-        return {"value": value, "aux": aux}
-
-    def gradient(self, leaves: list) -> PyTree:
-        """Arrays for the leaves, as a PyTree with the structure of the gradient."""
-        return jtu.tree_unflatten(self._treedef, leaves)
-
-    def totals(
-        self,
-        sums: Callable[[Array | None, float], list],
-        num: int,
-        weights: Array | None,
-        is_mean: bool,
-    ) -> MicrobatchResult:
-        """The gradient of a microbatch of `num` examples: their sum or mean.
-
-        `sums(weights, share)` are the weighted sums over the examples, times a number.
-        """
-        if is_mean and not self.is_narrow:
-            leaves = [widened(x) for x in sums(None, 1 / num)]
-        else:
-            leaves = weighted_totals(sums, num, weights, self.is_narrow)
-            leaves = [x / num for x in leaves] if is_mean else leaves
-        part = "whole" if is_mean else "total"
-        return MicrobatchResult(**{part: {"gradient": self.gradient(leaves)}})
+    batch = loss.batch
+    try:
+        whole = functools.partial(loss, loss.diff)
+        with explained_failure(whole, batch, "example", if_whole):
+            return TracedFunction(loss, loss.diff, batch.arrays, batch.axes)
+    except NameError as e:
+        if "unbound axis name" in str(e):
+            e.add_note(
+                "`fun` is the loss of one example, but it uses a named axis, as "
+                "BatchNorm does in training mode. Per-example gradients are not "
+                "defined if the loss couples examples: switch such layers to "
+                "inference mode. Or, if nothing per-example is needed, give the "
+                "loss of a whole microbatch, which calls `jax.vmap` with this "
+                "`axis_name` itself, and say `batched=True`."
+            )
+        raise
 
 
 class AbstractDerivative(AbstractTransform):
@@ -419,19 +360,18 @@ class Microbatches:
         self,
         sums: Callable[[list, Real[Array, " n"] | None], list],
         per_example: Callable[[list], PyTree],
-        closed: Any,
+        is_narrow: bool,
     ) -> tuple[list, PyTree]:
         """Accumulates results over all microbatches.
 
         `sums(rows, weights)` returns (weighted) sums over a microbatch, and
         `per_example(rows)` results along axis 0. The results are in at least float32.
-        The jaxpr `closed` is that of one example.
+        `is_narrow` says whether float16 is used.
         """
         if self.blocks is None:
             return sums([], None), per_example([])
         arrays, axes = rows_and_weights(self.accumulator, self.batch, self.blocks)
         num, weights = len(self.batch.arrays), self.accumulator.weights
-        is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
 
         def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
             batch, weights_of_rows = rows[:num], None if weights is None else rows[num]

@@ -75,9 +75,11 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
         pairs = itertools.chain.from_iterable(map(all_pairs, parts))
         requested = RequestedBlocks([*pairs], is_diagonal)
         blocks = CurvatureBlocks(curvature, requested, self.method, size)
-        closed = curvature.program.closed
-        with products_of(closed):
-            sums, aux = microbatches.total(blocks.sums, curvature.aux, closed)
+        program = curvature.program
+        with products_of(program.closed):
+            sums, aux = microbatches.total(
+                blocks.sums, curvature.aux, program.is_narrow
+            )
         sums = [
             sum_varying(x, varying(jax.typeof(leaves[pairs[0][0]])))
             for pairs, x in safe_zip(blocks.groups, sums)

@@ -38,7 +38,7 @@ from .._batch.derivative import (
     check_value,
     Loss,
     Microbatches,
-    TracedLoss,
+    traced_loss,
 )
 from .._batch.transform import Model, Out, P
 from .._sites.trace import Program
@@ -69,7 +69,6 @@ class AbstractCurvature(abc.ABC):
     """A sum over examples that has a matrix of second derivatives.
 
     - `program`: a program of the differentiated leaves and of one example.
-    - `example`: the loss that it is traced from, if it is one.
     - `num_outputs`: the number of differentiated outputs, which come first.
     - `allows_sites`: whether sites may be used at all.
     - `forms_rest`: whether leaves without a rule are left to sites, which form their
@@ -77,7 +76,6 @@ class AbstractCurvature(abc.ABC):
     """
 
     program: TracedFunction
-    example: TracedLoss | None = None
     num_outputs: int
     allows_sites: bool
     forms_rest: bool
@@ -103,11 +101,9 @@ class AbstractCurvature(abc.ABC):
         """The requested blocks, from sites."""
 
     def aux(self, rows: list) -> PyTree:
-        """The auxiliary output of the function for some examples."""
-        if self.example is None or not self.example.has_aux:
-            return None
-        run = self.program.many if self.axes else self.program.one
-        return self.example.outputs(run(self.leaves, rows))["aux"]
+        """The auxiliary output of the function for some examples, if it has one."""
+        del rows
+        return None
 
     @abc.abstractmethod
     def products(
@@ -245,14 +241,19 @@ class LossCurvature(AbstractCurvature):
 
     def __init__(self, loss: Loss, mode: Mode = "auto", checkpoint: bool = False):
         loss = _varying(loss)
-        self.example = TracedLoss(loss, _IF_WHOLE)
-        self.program = self.example.program
+        self.program = traced_loss(loss, _IF_WHOLE)
         self._mode: Mode = mode
         self._checkpoint = checkpoint
         self._holomorphic = loss.holomorphic
         self.allows_sites = mode != "rev" and not loss.holomorphic
-        self._batch = loss.batch
+        self._batch, self._has_aux = loss.batch, loss.has_aux
         self._answers: dict[frozenset[int], str | None] = {}
+
+    def aux(self, rows: list) -> PyTree:
+        if not self._has_aux:
+            return None
+        run = self.program.many if self.axes else self.program.one
+        return self.program.output(run(self.leaves, rows))[1]
 
     def excludes_sites(self, leaves: set[int]) -> bool:
         # Whatever depends on a leaf with sites depends on their outputs.

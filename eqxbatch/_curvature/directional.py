@@ -53,8 +53,8 @@ class AbstractProduct(AbstractSecondOrder):
             local = [vary_as([x], tangent) for x, tangent in pairs]
             return curvature.product(rows, weights, local)
 
-        closed = curvature.program.closed
-        totals, aux = microbatches.total(products, curvature.aux, closed)
+        is_narrow = curvature.program.is_narrow
+        totals, aux = microbatches.total(products, curvature.aux, is_narrow)
         leaves, treedef = jtu.tree_flatten(diff)
         totals = [
             sum_varying(x.astype(leaf.dtype), varying(jax.typeof(leaf)))

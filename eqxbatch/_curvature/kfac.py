@@ -326,9 +326,9 @@ class KFAC(AbstractFisher[Model, P, Out]):
 
         def totals(sums: Callable[[Factors, Weighing], list[Array]]) -> list[Array]:
             of_rows = functools.partial(_sums, curvature, program, sums)
-            closed = curvature.program.closed
-            with exact_products(), products_of(closed):
-                of_all, _ = microbatches.total(of_rows, curvature.aux, closed)
+            traced = curvature.program
+            with exact_products(), products_of(traced.closed):
+                of_all, _ = microbatches.total(of_rows, curvature.aux, traced.is_narrow)
             # A sum over examples, like a gradient. It also sums over devices, which
             # have different examples but the same parameters.
             return [sum_varying(x, mesh_axes) for x in of_all]

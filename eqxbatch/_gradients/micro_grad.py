@@ -26,7 +26,7 @@ from .._base.mesh import (
 from .._base.trees import safe_zip, shown
 from .._batch.accumulators import Concat
 from .._batch.batch import Blocks
-from .._batch.derivative import AbstractDerivative, Loss, MicrobatchResult, TracedLoss
+from .._batch.derivative import AbstractDerivative, Loss, traced_loss
 from .._batch.moments import (
     Mean,
     OfTotals,
@@ -53,6 +53,7 @@ from .per_example import (
     gradient_of_microbatch,
     gradient_of_sum,
     materialised_gradients,
+    Results,
 )
 
 
@@ -227,11 +228,12 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         loss = Loss(self.fun, batch, local, nondiff, self.has_aux)
         gradients = self._gradients_on_mesh(loss)
 
-        def run(rows: list, _: int) -> tuple[MicrobatchResult, None]:
+        def run(rows: list, _: int) -> tuple[Results, None]:
             weights = None if self.weights is None else rows[-1]
             return gradients(rows[: len(batch.arrays)], weights), None
 
-        results = self.run(arrays, axes, blocks, run, self.slots).merged()
+        of_whole, of_each = self.run(arrays, axes, blocks, run, self.slots)
+        results = {**of_whole, **of_each}
         if self.transform is None:
             results["gradient"] = jtu.tree_map(
                 lambda x, d: sum_varying(d.astype(x.dtype), varying(jax.typeof(x))),
@@ -247,16 +249,14 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
 
         def run(
             transform: Any, loss: Loss, rows: list, weights: Array | None
-        ) -> MicrobatchResult:
+        ) -> Results:
             return transform.block_gradients(loss)(rows, weights)
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
-        of_names = lambda names: {
-            name: gradient if name == "gradient" else examples for name in names
-        }
-        specs = lambda out: MicrobatchResult(
-            of_names(out.whole), of_names(out.total), dict.fromkeys(out.each, examples)
+        specs = lambda out: (
+            {name: gradient if name == "gradient" else examples for name in out[0]},
+            examples,
         )
         like = (loss.batch.arrays, self.weights)
         return auto_sharded(run, (self, loss), like, specs)
@@ -265,7 +265,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         """The function that computes the gradients of a microbatch."""
         if self.batched:
             return gradient_of_microbatch(loss)
-        example = TracedLoss(loss, _IF_WHOLE)
+        example = traced_loss(loss, _IF_WHOLE)
         # A `RunningMean` is chosen to avoid sums, so no sum is formed.
         is_mean = isinstance(self.gradient_accumulator, RunningMean)
         functions = {"transform": self.transform, "metrics": self.metrics}
@@ -281,7 +281,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             return clipped_by_norms(example, groups_of, self.method, is_mean)
         return gradient_of_sum(example, is_mean)
 
-    def slots(self, output: MicrobatchResult, _: None) -> Slots:
+    def slots(self, output: Results, _: None) -> Slots:
         """The accumulators for the results of a microbatch."""
         accumulator, of_values = self.gradient_accumulator, self.value_accumulator
         if of_values is None:
@@ -294,17 +294,18 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             "metrics": Concat(),
             "moments": Variance(ddof=1),
         }
-        of_parts = lambda parts: {
-            name: accumulators[name] if _has_results(part) else None
-            for name, part in parts.items()
-        }
-        of_totals = {name: OfTotals(accumulators[name]) for name in output.total}
-        spec = MicrobatchResult(
-            of_parts(output.whole), of_totals, of_parts(output.each)
+        of_whole, of_each = (
+            {
+                name: accumulators[name] if _has_results(part) else None
+                for name, part in parts.items()
+            }
+            for parts in output
         )
-        slots = match_accumulators(spec, output)
+        if of_whole and not (self.batched or isinstance(accumulator, RunningMean)):
+            of_whole["gradient"] = OfTotals(accumulator)
+        slots = match_accumulators((of_whole, of_each), output)
         # Results for each example come last.
-        first = len(array_structs((output.whole, output.total)))
+        first = len(array_structs(output[0]))
         flagged = lambda s: dataclasses.replace(s, per_example=s.indices[0] >= first)
         return dataclasses.replace(slots, slots=[*map(flagged, slots.slots)])
 

@@ -1,9 +1,9 @@
 """The gradients of a microbatch: of a whole, of a sum, or one for each example.
 
 Each function here that computes them returns a function of the rows of a microbatch and
-of optional weights of its examples, with a `MicrobatchResult` of gradients, values, aux
-and norms. `SiteGradients` gives norms and weighted sums of per-example gradients
-without materialising them.
+of optional weights of its examples. It returns gradients, values, aux and norms by
+name: those of the microbatch, and those of its examples. `SiteGradients` gives norms
+and weighted sums of per-example gradients without materialising them.
 """
 
 import dataclasses
@@ -29,11 +29,12 @@ from .._base.dtypes import (
     widened,
     widest,
 )
+from .._base.jaxprs import TracedFunction
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.precision import exact_products, products_of
 from .._base.trees import described, is_none, match_prefix, safe_zip
 from .._batch.batch import explained_failure
-from .._batch.derivative import Loss, MicrobatchResult, TracedLoss
+from .._batch.derivative import Loss, weighted_totals
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
     Factor,
@@ -49,7 +50,11 @@ from .._sites.site import is_outer_product, Site
 from .._sites.trace import Program
 
 
-BlockGradients = Callable[[list, Array | None], MicrobatchResult]
+# The results of a microbatch, and those of its examples along axis 0.
+Results = tuple[dict[str, PyTree], dict[str, PyTree]]
+
+
+BlockGradients = Callable[[list, Array | None], Results]
 
 
 _IF_ONE = "If it is the loss of one example, leave out `batched=True`."
@@ -69,22 +74,45 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
 
     value_and_grad = eqx.filter_value_and_grad(of_rows, has_aux=True)
 
-    def gradients(rows: list, _: Array | None) -> MicrobatchResult:
+    def gradients(rows: list, _: Array | None) -> Results:
         (value, aux), gradient = value_and_grad(loss.diff, rows)
-        return MicrobatchResult({"value": value, "aux": aux, "gradient": gradient})
+        return {"value": value, "aux": aux, "gradient": gradient}, {}
 
     return gradients
 
 
-def gradient_of_sum(example: TracedLoss, is_mean: bool) -> BlockGradients:
+def _outputs(example: TracedFunction, arrays: list) -> dict[str, PyTree]:
+    """Value and aux, from the arrays that the loss returns."""
+    value, aux = example.output(arrays)
+    return {"value": value, "aux": aux}
+
+
+def _total(
+    example: TracedFunction,
+    sums: Callable[[Array | None, float], list],
+    num: int,
+    weights: Array | None,
+    is_mean: bool,
+) -> PyTree:
+    """The gradient of a microbatch of `num` examples: their sum or mean.
+
+    `sums(weights, share)` are the weighted sums over the examples, times a number.
+    """
+    if is_mean and not example.is_narrow:
+        return example.tree([widened(x) for x in sums(None, 1 / num)])
+    leaves = weighted_totals(sums, num, weights, example.is_narrow)
+    return example.tree([x / num for x in leaves] if is_mean else leaves)
+
+
+def gradient_of_sum(example: TracedFunction, is_mean: bool) -> BlockGradients:
     """The gradient of the sum over the examples, in one backward pass.
 
     With `is_mean`, it is the gradient of the mean, without forming a sum.
     """
 
-    def gradients(rows: list, weights: Array | None) -> MicrobatchResult:
+    def gradients(rows: list, weights: Array | None) -> Results:
         def values(leaves: list) -> tuple[Array, list]:
-            outs = example.program.many(leaves, rows)
+            outs = example.many(leaves, rows)
             return outs[0], outs
 
         value, pullback, outs = jax.vjp(values, example.leaves, has_aux=True)
@@ -95,14 +123,14 @@ def gradient_of_sum(example: TracedLoss, is_mean: bool) -> BlockGradients:
                 seeds = seeds * weights.astype(seeds.dtype)
             return pullback(seeds)[0]
 
-        gradient = example.totals(sums, value.shape[0], weights, is_mean)
-        return dataclasses.replace(gradient, each=example.outputs(outs))
+        gradient = _total(example, sums, value.shape[0], weights, is_mean)
+        return {"gradient": gradient}, _outputs(example, outs)
 
     return gradients
 
 
 def materialised_gradients(
-    example: TracedLoss,
+    example: TracedFunction,
     groups_of: Callable[[PyTree], "Groups"] | None,
     functions: dict[str, Callable[[PyTree], PyTree]],
 ) -> BlockGradients:
@@ -116,11 +144,11 @@ def materialised_gradients(
 
     def one(*rows: Array) -> dict[str, PyTree]:
         def value(leaves: list) -> tuple[Array, list]:
-            outs = example.program.one(leaves, rows)
+            outs = example.one(leaves, rows)
             return outs[0], outs
 
         leaves, outs = jax.grad(value, has_aux=True)(example.leaves)
-        gradient = example.gradient(leaves)
+        gradient = example.tree(leaves)
         results = {
             name: _called(name, function, gradient)
             for name, function in functions.items()
@@ -129,14 +157,14 @@ def materialised_gradients(
             gradient = _called("transform", transform, gradient)
         return {**results, "gradient": gradient, "outs": outs}
 
-    def gradients(rows: list, _: Array | None) -> MicrobatchResult:
-        results = example.vmap(one, rows)
+    def gradients(rows: list, _: Array | None) -> Results:
+        results = eqx.filter_vmap(one, in_axes=tuple(example.axes))(*rows)
         outs = results.pop("outs")
         if groups_of is not None:
             groups = groups_of(results["gradient"])
             clipped = _clipped(results["gradient"], groups)
             results["gradient"], results["norms"] = clipped
-        return MicrobatchResult(each={**results, **example.outputs(outs)})
+        return {}, {**results, **_outputs(example, outs)}
 
     return gradients
 
@@ -169,7 +197,7 @@ def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
 
 
 def clipped_by_norms(
-    example: TracedLoss,
+    example: TracedFunction,
     groups_of: Callable[[PyTree], "Groups"],
     method: Method,
     is_mean: bool,
@@ -179,8 +207,8 @@ def clipped_by_norms(
     Materialised gradients are contracted with weights, as the factors of sites are.
     Scaling them and adding them up would read them twice more.
     """
-    program, contractions = plan(example.program, method)
-    groups = groups_of(example.gradient(example.leaves))
+    program, contractions = plan(example, method)
+    groups = groups_of(example.tree(example.leaves))
 
     def one(*rows: Array) -> tuple[list, list, list]:
         outs, operands, pullback = program.linearize(example.leaves, list(rows), 1)
@@ -193,7 +221,7 @@ def clipped_by_norms(
         values: list,
         weights: Array | None,
         num: int,
-    ) -> tuple[MicrobatchResult, PyTree]:
+    ) -> tuple[PyTree, PyTree]:
         of_sites = Factors(*factors, num=num, values=values)
         gradients = SiteGradients(program, contractions, of_sites, leaves)
         clipped = dataclasses.replace(groups, bounds=bounds).clip(
@@ -215,23 +243,17 @@ def clipped_by_norms(
             wide = map(widened, totals)
             return [x * p.astype(x.dtype) for x, p in safe_zip(wide, powers)]
 
-        return example.totals(sums, num, weights, is_mean), clipped.norms
+        return _total(example, sums, num, weights, is_mean), clipped.norms
 
-    def gradients(rows: list, weights: Array | None) -> MicrobatchResult:
-        outs, *factors = example.vmap(one, rows)
-        of_leaves = example.gradient([spec_of(x) for x in example.leaves])
-        of_names = lambda names: dict.fromkeys(names, of_leaves)
-        specs = lambda out: (
-            MicrobatchResult(of_names(out[0].whole), of_names(out[0].total)),
-            spec_of(outs[0]),
-        )
+    def gradients(rows: list, weights: Array | None) -> Results:
+        outs, *factors = jax.vmap(one, example.axes)(*rows)
+        specs = example.tree([*map(spec_of, example.leaves)]), spec_of(outs[0])
         values = program.values()
         num = outs[0].shape[0]
         operands = (groups.bounds, example.leaves, factors, values, weights, num)
-        with products_of(example.program.closed):
-            gradient, norms = with_auto_axes(clipped_total, operands, specs)
-        per_example = {**example.outputs(outs), "norms": norms}
-        return dataclasses.replace(gradient, each=per_example)
+        with products_of(example.closed):
+            gradient, norms = with_auto_axes(clipped_total, operands, lambda _: specs)
+        return {"gradient": gradient}, {**_outputs(example, outs), "norms": norms}
 
     return gradients
 

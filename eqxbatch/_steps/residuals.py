@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 from .._base.checks import check_equal
 from .._base.differentiable import Derivative, derivative_of_program, pushed
 from .._base.dtypes import finite_sums, is_complex, power_of_two, widened, widest
-from .._base.jaxprs import TracedFunction, uses_dtype
+from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
 from .._base.precision import products_of
 from .._base.trees import described, safe_zip
@@ -298,7 +298,6 @@ class Residuals:
 
         def sums(number: int) -> Callable[[list, int], list]:
             term = self.programs[number]
-            is_narrow = uses_dtype(term.closed.jaxpr, jnp.float16)
 
             def pulled(arrays: list, size: int) -> list[Array]:
                 *arrays, seeds = arrays
@@ -306,7 +305,7 @@ class Residuals:
                     lambda leaves: term.many(leaves, arrays)[0], self.leaves
                 )
                 sums = lambda share: pullback((share * seeds).astype(outs.dtype))[0]
-                return finite_sums(sums(1.0), sums, size, is_narrow)
+                return finite_sums(sums(1.0), sums, size, term.is_narrow)
 
             return pulled
 
@@ -450,17 +449,15 @@ class SampleKernel:
         totals = residuals.zeros()
         vectors, size = in_range(residuals.centred(vectors, is_transpose=True))
         for number, vector in enumerate(vectors):
-            of_term = self._factors[number]
-            closed = self._programs[number].closed
-            is_narrow = uses_dtype(closed.jaxpr, jnp.float16)
+            of_term, traced = self._factors[number], self._programs[number]
             kept = self._kernels[number, number].factors(0, self._kept[number])
             factors = of_term.factors(kept, 0, 0)
             for leaf, array in enumerate(residuals.leaves):
                 sites = of_term.program.sites_of(leaf)
                 if not sites:
                     continue
-                with products_of(closed):
-                    gradient = _product(sites, factors, array, vector, is_narrow)
+                with products_of(traced.closed):
+                    gradient = _product(sites, factors, array, vector, traced.is_narrow)
                 totals[leaf] += jnp.conj(gradient).astype(totals[leaf].dtype)
         return [x * size.astype(x.dtype) for x in totals]
 
