@@ -470,8 +470,8 @@ BREAKAGES = [
     Breakage(
         "perturbations are moved back as they were moved",
         "_sites/plan.py",
-        "x = jnp.transpose(x, sorted(range(len(kept)), key=lambda i: kept[i]))",
-        "x = jnp.transpose(x, kept)",
+        "jnp.transpose(y, sorted(range(len(order)), key=order.__getitem__))",
+        "jnp.transpose(y, order)",
         "tests/curvature/test_kfac.py tests/sites",
     ),
     Breakage(

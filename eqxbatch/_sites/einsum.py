@@ -3,7 +3,7 @@
 import collections
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def _product(terms: list[Term], needed: set[Label], wanted: Labels | None) -> Te
             *(label for label in labels if label not in others and label in needed),
             *(label for label in others if label not in labels and label in needed),
         )
-    sizes = _sizes(terms)
+    sizes = _sizes((labels, x.shape) for x, labels in terms)
     terms, out = _fused(terms, wanted)
     expression = _expression([labels for _, labels in terms], out)
     product = jnp.einsum(expression, *(x for x, _ in terms))
@@ -102,10 +102,8 @@ def contract_cost(terms: Sequence[Term], out: Labels) -> tuple[float, float]:
     return flops + float(info.opt_cost), float(info.largest_intermediate)
 
 
-def _sizes(terms: Sequence[Term]) -> dict[Label, int]:
-    return {
-        label: size for x, labels in terms for label, size in safe_zip(labels, x.shape)
-    }
+def _sizes(axes: Iterable[tuple[Labels, tuple[int, ...]]]) -> dict[Label, int]:
+    return {x: size for labels, shape in axes for x, size in safe_zip(labels, shape)}
 
 
 def _fused(terms: Sequence[Term], out: Labels) -> tuple[list[Term], Labels]:
@@ -113,7 +111,7 @@ def _fused(terms: Sequence[Term], out: Labels) -> tuple[list[Term], Labels]:
 
     A matrix product runs faster than the same product over many axes.
     """
-    sizes = _sizes(terms)
+    sizes = _sizes((labels, x.shape) for x, labels in terms)
     lists = [
         [label for label in labels if sizes[label] != 1]
         for labels in (*(labels for _, labels in terms), out)
@@ -165,11 +163,7 @@ def _optimal_path(
     expression = _expression(labels, out)
     # No intermediate may be larger than the existing arrays, or else than the smaller
     # of a Gram matrix and a gradient.
-    sizes = {
-        label: size
-        for term, shape in safe_zip(labels, shapes)
-        for label, size in safe_zip(term, shape)
-    }
+    sizes = _sizes(safe_zip(labels, shapes))
     everywhere = set.intersection(*map(set, labels))
     of_leaf = {label for label in sizes if label[0] in ("leaf", "view")}
     num = lambda labels: math.prod(sizes[label] for label in labels)

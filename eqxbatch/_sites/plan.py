@@ -17,211 +17,148 @@ from .._base.mesh import full_varying_as, zeros_like
 from .._base.primitives import as_remat, is_remat, SUMS
 from .._base.trees import safe_zip
 from .rules import Axes, Rule
-from .shared import kept_axes, MOVES, Node, View
+from .shared import extend_view, MOVES, Node, View
 from .site import Site
 
 
 _Struct = jax.ShapeDtypeStruct
 
 
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """A value that is the same for all examples, and its derivative as views.
+def moved_rule(rule: Rule, value: View) -> Rule:
+    """Converts a rule for a perturbed value, after moves of its axes, to one before.
 
-    - `curved`: the leaves in which it is nonlinear. For those also in `coupled`, some
-        entry has a mixed second derivative with another entry of this or another leaf.
+    `value` is the perturbed value after the moves. For each axis, it has the axis that
+    it was; None for an inserted axis of size 1. Axes of size 1 may have been removed.
     """
+    shape, axes = value.type_of_leaf.shape, value.axes or ()
+    if axes == tuple(range(len(shape))):
+        return rule
+    kept = [axis for axis in axes if axis is not None]
+    order = [*(i for i, _ in enumerate(shape) if i not in kept), *kept]
+    named: list[Axes] = [() for _ in shape]
+    for axis, names in safe_zip(axes, rule.y_axes):
+        if axis is not None:
+            named[axis] = names
 
-    node: Node
-    views: tuple[View, ...] = ()
-    curved: frozenset[int] = frozenset()
-    coupled: frozenset[int] = frozenset()
+    def op(a: Any, w: Array) -> Array:
+        y = rule.op(a, w).reshape([shape[i] for i in order])
+        return jnp.transpose(y, sorted(range(len(order)), key=order.__getitem__))
 
-
-@dataclasses.dataclass(frozen=True)
-class SharedPerturbation:
-    """A perturbed value, after steps that only move its axes.
-
-    - `perturbation`, `shape`: the index and shape of the perturbation.
-    - `axes`: for each current axis, the axis that it was; None for an inserted axis of
-        size 1. Axes of size 1 may have been removed.
-    """
-
-    perturbation: int
-    shape: tuple[int, ...]
-    axes: tuple[int | None, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no axis has moved."""
-        return self.axes == tuple(range(len(self.shape)))
-
-    @property
-    def _new(self) -> tuple[int, ...]:
-        return tuple(i for i, axis in enumerate(self.axes) if axis is None)
-
-    def after(self, eqn: Any) -> "SharedPerturbation | None":
-        """The value after an equation; None if that does more than move axes."""
-        name = eqn.primitive.name
-        # A dynamic shape may be an input.
-        if len(eqn.invars) != 1 or name not in MOVES:
-            return None
-        before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        moved = kept_axes(name, before, after, eqn.params)
-        sizes = lambda shape: sorted(size for size in shape if size != 1)
-        if moved is None or sizes(before) != sizes(after):
-            return None
-        axes = tuple(None if axis is None else self.axes[axis] for axis in moved)
-        return dataclasses.replace(self, axes=axes)
-
-    def apply(self, x: Array) -> Array:
-        """Moves the axes of an array with the shape of the perturbation."""
-        kept = [axis for axis in self.axes if axis is not None]
-        gone = [axis for axis in range(x.ndim) if axis not in kept]
-        x = jnp.squeeze(jnp.transpose(x, [*gone, *kept]), tuple(range(len(gone))))
-        return jnp.expand_dims(x, self._new)
-
-    def undo(self, x: Array) -> Array:
-        """Moves the axes back."""
-        kept = [axis for axis in self.axes if axis is not None]
-        x = jnp.squeeze(x, self._new)
-        x = jnp.transpose(x, sorted(range(len(kept)), key=lambda i: kept[i]))
-        gone = [axis for axis, _ in enumerate(self.shape) if axis not in kept]
-        return jnp.expand_dims(x, gone)
-
-    def rule(self, rule: Rule) -> Rule:
-        """Converts a rule for the current value to one for the perturbed value."""
-        if self.is_whole:
-            return rule
-        named: list[Axes] = [() for _ in self.shape]
-        for axis, names in safe_zip(self.axes, rule.y_axes):
-            if axis is not None:
-                named[axis] = names
-        return dataclasses.replace(
-            rule,
-            op=lambda a, w: self.undo(rule.op(a, w)),
-            arrange=lambda d: rule.arrange(self.apply(d)),
-            outputs=tuple(named),
-            key=f"{rule.key} moved by {self.axes} of {self.shape}",
-        )
+    return dataclasses.replace(
+        rule,
+        op=op,
+        arrange=lambda d: rule.arrange(jnp.transpose(d, order).reshape(value.shape)),
+        outputs=tuple(named),
+        key=f"{rule.key} moved by {axes} of {shape}",
+    )
 
 
 # Outputs, operands and, without perturbations, the values to perturb.
 Run = tuple[list, list, list]
 
 
-@dataclasses.dataclass(frozen=True)
-class Perturbed:
-    """An equation with sites: the functions from its inputs to the operands."""
-
-    operands: list[Callable[[list], Array]]
-
-    def run(self, jaxpr: Any, eqn: Any, ins: list, perturbations: list | None) -> Run:
-        # A constant may be a NumPy array.
-        operands = [jnp.asarray(operand(ins)) for operand in self.operands]
-        out = eqn.primitive.bind(*ins, **eqn.params)
-        if perturbations is None:
-            return [out], operands, [out]
-        return [out + perturbations[0]], operands, []
+# Runs an equation with sites for some inputs, and with perturbations if there are any.
+Step = Callable[[list, list | None], Run]
 
 
-@dataclasses.dataclass(frozen=True)
-class Called:
-    """An equation that calls a jaxpr with sites in it."""
+def perturbed(
+    eqn: Any,
+    operands: list[Callable[[list], Array]],
+    ins: list,
+    perturbations: list | None,
+) -> Run:
+    """Runs an equation with sites, whose `operands` are functions of its inputs."""
+    # A constant may be a NumPy array.
+    values = [jnp.asarray(operand(ins)) for operand in operands]
+    out = eqn.primitive.bind(*ins, **eqn.params)
+    if perturbations is None:
+        return [out], values, [out]
+    return [out + perturbations[0]], values, []
 
-    plan: "Plan"
 
-    def run(self, jaxpr: Any, eqn: Any, ins: list, perturbations: list | None) -> Run:
-        run = lambda *args: self.plan.run([*args[:-1]], args[-1])
-        run = as_remat(eqn, run, 1) if is_remat(eqn) else run
-        return run(*ins, perturbations)
+def run_call(eqn: Any, plan: "Plan", ins: list, perturbations: list | None) -> Run:
+    """Runs an equation that calls a jaxpr with sites in it."""
+    run = lambda *args: plan.run([*args[:-1]], args[-1])
+    run = as_remat(eqn, run, 1) if is_remat(eqn) else run
+    return run(*ins, perturbations)
 
 
-@dataclasses.dataclass(frozen=True)
-class Scanned:
-    """A `scan` with sites in its body."""
+def run_scan(eqn: Any, plan: "Plan", ins: list, perturbations: list | None) -> Run:
+    """Runs a `scan` with sites in its body."""
+    params = eqn.params
+    num_consts, num_carry = scan_sizes(eqn)
+    consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
 
-    plan: "Plan"
+    def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
+        xs, perturbations = slices
+        outs, *rest = plan.run([*consts, *carry, *xs], perturbations)
+        return outs[:num_carry], (outs[num_carry:], *rest)
 
-    def run(self, jaxpr: Any, eqn: Any, ins: list, perturbations: list | None) -> Run:
-        params = eqn.params
-        num_consts, num_carry = scan_sizes(eqn)
-        consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+    carry, (ys, operands, values) = lax.scan(
+        body,
+        carry,
+        (ins[num_consts + num_carry :], perturbations),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys], operands, values
 
-        def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
-            xs, perturbations = slices
-            outs, *rest = self.plan.run([*consts, *carry, *xs], perturbations)
-            return outs[:num_carry], (outs[num_carry:], *rest)
 
-        carry, (ys, operands, perturbed) = lax.scan(
-            body,
-            carry,
-            (ins[num_consts + num_carry :], perturbations),
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
+def run_cond(plans: list["Plan"], ins: list, perturbations: list | None) -> Run:
+    """Runs a `cond` with sites in its branches, which have separate perturbations."""
+    index, *args = ins
+    nums = [len(plan.perturbations) for plan in plans]
+    starts = [0, *itertools.accumulate(nums)]
+
+    def branch(number: int) -> Callable[[list, list | None], Run]:
+        part = slice(starts[number], starts[number + 1])
+        return lambda args, perturbations: plans[number].run(
+            args, None if perturbations is None else perturbations[part]
         )
-        return [*carry, *ys], operands, perturbed
+
+    runs = [branch(number) for number, _ in enumerate(nums)]
+    structs = [jax.eval_shape(run, args, perturbations)[1:] for run in runs]
+
+    def with_zeros(number: int) -> Callable[[list, list | None], Run]:
+        """A branch that returns zeros for the operands of the others."""
+
+        def run(args: list, perturbations: list | None) -> Run:
+            outs, *rest = runs[number](args, perturbations)
+            every = [
+                rest if i == number else jax.tree.map(zeros_like, [*skipped])
+                for i, skipped in enumerate(structs)
+            ]
+            operands, values = safe_zip(*every)
+            chain = itertools.chain.from_iterable
+            return outs, [*chain(operands)], [*chain(values)]
+
+        return run
+
+    branches = [with_zeros(number) for number, _ in enumerate(runs)]
+    return lax.switch(index, branches, args, perturbations)
 
 
 @dataclasses.dataclass(frozen=True)
-class Switched:
-    """A `cond` with sites in its branches; each branch has its own perturbations."""
-
-    branches: list["Plan"]
-
-    def run(self, jaxpr: Any, eqn: Any, ins: list, perturbations: list | None) -> Run:
-        index, *args = ins
-        nums = [len(plan.perturbations) for plan in self.branches]
-        starts = [0, *itertools.accumulate(nums)]
-
-        def branch(number: int) -> Callable[[list, list | None], Run]:
-            plan, start = self.branches[number], starts[number]
-            part = slice(start, start + nums[number])
-            return lambda args, perturbations: plan.run(
-                args, None if perturbations is None else perturbations[part]
-            )
-
-        runs = [branch(number) for number, _ in enumerate(nums)]
-        structs = [jax.eval_shape(run, args, perturbations)[1:] for run in runs]
-
-        def with_zeros(number: int) -> Callable[[list, list | None], Run]:
-            """A branch that returns zeros for the operands of the others."""
-
-            def run(args: list, perturbations: list | None) -> Run:
-                outs, *rest = runs[number](args, perturbations)
-                every = [
-                    rest if i == number else jax.tree.map(zeros_like, [*skipped])
-                    for i, skipped in enumerate(structs)
-                ]
-                operands, perturbed = safe_zip(*every)
-                chain = itertools.chain.from_iterable
-                return outs, [*chain(operands)], [*chain(perturbed)]
-
-            return run
-
-        branches = [with_zeros(number) for number, _ in enumerate(runs)]
-        return lax.switch(index, branches, args, perturbations)
-
-
-@dataclasses.dataclass(frozen=True)
-class Linearized:
+class CustomDerivative:
     """An equation with a custom derivative that contains sites.
 
     - `plan`: that of the derivative, which is linear in tangents.
-    - `given`: the inputs of the equation that the derivative takes first.
+    - `numbers`: the inputs of the equation that the derivative takes first.
     - `tangents`: the types of the tangents, which it takes next.
     - `outs`: the outputs of the equation that are used.
     - `live`: the outputs whose tangents it returns.
     """
 
+    jaxpr: Any
+    eqn: Any
     plan: "Plan"
     numbers: list[int]
     tangents: list[Any]
     outs: list[int]
     live: list[int]
 
-    def run(self, jaxpr: Any, eqn: Any, ins: list, perturbations: list | None) -> Run:
+    def __call__(self, ins: list, perturbations: list | None) -> Run:
         """Runs the equation unchanged; perturbations only enter its derivative.
 
         They only matter for derivatives with respect to them: they are zero, and so is
@@ -245,19 +182,17 @@ class Linearized:
             added = run(known, perturbations)[0]
             return outs, [x + y for x, y in safe_zip(moved, added)]
 
-        every: list = [None for _ in eqn.outvars]
-        used = run_equation(jaxpr, eqn, [eqn.outvars[i] for i in self.outs])(*ins)
+        every: list = [None for _ in self.eqn.outvars]
+        outs = [self.eqn.outvars[i] for i in self.outs]
+        used = run_equation(self.jaxpr, self.eqn, outs)(*ins)
         for i, out in safe_zip(self.outs, used):
             every[i] = out
-        _, operands, perturbed = run(known, None)
+        _, operands, values = run(known, None)
         if perturbations is not None:
             live = perturbed_by([every[i] for i in self.live], known, perturbations)
             for i, out in safe_zip(self.live, live):
                 every[i] = out
-        return every, operands, perturbed
-
-
-Step = Perturbed | Called | Scanned | Switched | Linearized
+        return every, operands, values
 
 
 class Plan:
@@ -273,9 +208,9 @@ class Plan:
         self.sites: list[Site] = []
         self.perturbations: list[_Struct] = []
         self.operands: list[_Struct] = []
-        self.outs: list[Shared | None] = []
-        # Values that have a perturbation and are used only once.
-        self.perturbed_by: dict[Any, SharedPerturbation] = {}
+        self.outs: list[Node | None] = []
+        # Values that have a perturbation and are used only once, as views of it.
+        self.perturbed_by: dict[Any, View] = {}
 
     def run(
         self, args: list, perturbations: list | None, consts: list | None = None
@@ -294,7 +229,7 @@ class Plan:
                 part = None
                 if perturbations is not None:
                     part = [*itertools.islice(remaining, num)]
-                outs, *rest = step.run(self.jaxpr, eqn, ins, part)
+                outs, *rest = step(ins, part)
                 operands.extend(rest[0])
                 perturbed.extend(rest[1])
                 return outs
@@ -312,9 +247,11 @@ class Plan:
         """
         for atom in eqn.invars:
             before = self._perturbed(atom)
-            moved = None if before is None else before.after(eqn)
-            if moved is not None:
-                self.perturbed_by[eqn.outvars[0]] = moved
+            if before is None or eqn.primitive.name not in MOVES:
+                continue
+            for moved in extend_view(before, eqn, 0) or ():
+                if moved.axes is not None and moved.is_isometry:
+                    self.perturbed_by[eqn.outvars[0]] = moved
         self.perturbed_by = {v: x for v, x in self.perturbed_by.items() if uses[v] == 1}
 
     def follow_out(self, inner: "Plan", outs: list) -> None:
@@ -322,14 +259,10 @@ class Plan:
         for var, out in safe_zip(inner.jaxpr.outvars, outs):
             before = inner._perturbed(var)
             if before is not None:
-                number = before.perturbation + len(self.perturbations)
-                self.perturbed_by[out] = dataclasses.replace(
-                    before, perturbation=number
-                )
+                number = before.leaf + len(self.perturbations)
+                self.perturbed_by[out] = dataclasses.replace(before, leaf=number)
 
-    def perturbed_before(
-        self, eqn: Any, rules: dict[int, Rule]
-    ) -> SharedPerturbation | None:
+    def perturbed_before(self, eqn: Any, rules: dict[int, Rule]) -> View | None:
         """The summand of a parameter, if it is perturbed and as large as the sum."""
         name = eqn.primitive.name
         if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):
@@ -338,7 +271,7 @@ class Plan:
         other, out = eqn.invars[1 - position], eqn.outvars[0]
         return self._perturbed(other) if other.aval.shape == out.aval.shape else None
 
-    def _perturbed(self, atom: Any) -> SharedPerturbation | None:
+    def _perturbed(self, atom: Any) -> View | None:
         return None if isinstance(atom, jex.Literal) else self.perturbed_by.get(atom)
 
     def include(

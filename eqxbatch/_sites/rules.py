@@ -105,7 +105,10 @@ def find_rule(eqn: Any, index: int) -> Rule | None:
 
 
 def leaf_rule(shape: tuple[int, ...]) -> Rule:
-    """The rule of a leaf that is perturbed itself: `d` is its gradient."""
+    """The rule of a leaf that is perturbed itself: `d` is its gradient.
+
+    Other rules for which `w` has the axes of `d` are changes of this one.
+    """
     axes = _numbered("w", len(shape))
     return Rule("leaf", lambda _, w: w, None, (), axes, axes, _sizes(axes, shape))
 
@@ -178,23 +181,6 @@ def _elementwise(eqn: Any, index: int) -> Rule | None:
     return dataclasses.replace(rule, is_of_inverse=is_of_inverse)
 
 
-def _placed(kind: str, put: Callable[[Array], Array], aval: Any) -> Rule:
-    """The rule of a value that is copied into another array."""
-    axes = _numbered("w", len(aval.shape))
-    take = lambda d: jax.linear_transpose(put, full_varying_as(aval, 0))(d)[0]
-    return Rule(
-        kind=kind,
-        op=lambda _, w: put(w),
-        operand=None,
-        a_axes=(),
-        d_axes=axes,
-        w_axes=axes,
-        sizes=_sizes(axes, aval.shape),
-        arrange=take,
-        outputs=(),
-    )
-
-
 def _in_place(eqn: Any, index: int) -> Rule | None:
     """Concatenation, where one of the parts is a parameter."""
     name = eqn.primitive.name
@@ -210,7 +196,10 @@ def _in_place(eqn: Any, index: int) -> Rule | None:
         ins[index] = w
         return eqn.primitive.bind(*ins, **eqn.params)
 
-    return _placed(name, put, eqn.invars[index].aval)
+    aval = eqn.invars[index].aval
+    take = lambda d: jax.linear_transpose(put, full_varying_as(aval, 0))(d)[0]
+    changes = {"op": lambda _, w: put(w), "arrange": take, "outputs": ()}
+    return dataclasses.replace(leaf_rule(aval.shape), kind=name, **changes)
 
 
 def _select(eqn: Any, index: int) -> Rule | None:
@@ -218,20 +207,18 @@ def _select(eqn: Any, index: int) -> Rule | None:
     if index == 0:
         return None
     which, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    axes = _numbered("m", len(out.shape))
+    rule = leaf_rule(out.shape)
 
     def operand(ins: list) -> Array:
         case = ins[0].astype(jnp.int32)
         return (case == index - 1).astype(out.dtype)
 
-    return Rule(
+    return dataclasses.replace(
+        rule,
         kind=eqn.primitive.name,
         op=lambda a, w: a * w,
         operand=operand,
-        a_axes=axes if which.shape else (),
-        d_axes=axes,
-        w_axes=axes,
-        sizes=_sizes(axes, out.shape),
+        a_axes=rule.d_axes if which.shape else (),
     )
 
 
@@ -313,26 +300,20 @@ def _gather(eqn: Any, index: int) -> Rule | None:
             mode=dropping if is_dropping else lax.GatherScatterMode.CLIP,
         )
 
-    w_axes = _axes_of_table(table, token)
+    rule = _row_rule("gather", op, operand, table, token)
     batch_axes = _numbered("t", len(indices) - 1)
     collapsed = numbers.collapsed_slice_dims
     offsets = iter(axis for axis in range(len(table)) if axis not in collapsed)
     batch = iter(batch_axes)
-    row_axes = _axes_of_table(table, token, "one")
     d_axes = tuple(
-        row_axes[next(offsets)] if position in numbers.offset_dims else next(batch)
+        rule.d_axes[next(offsets)] if position in numbers.offset_dims else next(batch)
         for position in range(len(eqn.outvars[0].aval.shape))
     )
-    named = _sizes(w_axes, table) | _sizes(batch_axes, indices[:-1])
-    return Rule(
-        kind="gather",
-        op=op,
-        operand=operand,
+    return dataclasses.replace(
+        rule,
         a_axes=batch_axes,
         d_axes=d_axes,
-        w_axes=w_axes,
-        sizes={"one": 1, **named},
-        token="v",
+        sizes=rule.sizes | _sizes(batch_axes, indices[:-1]),
         drops=is_dropping,
     )
 
@@ -371,9 +352,22 @@ def _rows(
     return jnp.where(is_in, rows, num_rows)
 
 
-def _axes_of_table(table: tuple[int, ...], token: int, name: str = "v") -> Axes:
-    """The axes of a table, with a `name` for the one that tokens index."""
-    return tuple(name if axis == token else f"w{axis}" for axis in range(len(table)))
+def _row_rule(
+    kind: str, op: Callable, operand: Callable, table: tuple[int, ...], token: int
+) -> Rule:
+    """The rule for one row of a table, which a token selects along an axis."""
+    axes = _numbered("w", len(table))
+    named = lambda name: (*axes[:token], name, *axes[token + 1 :])
+    return Rule(
+        kind=kind,
+        op=op,
+        operand=operand,
+        a_axes=(),
+        d_axes=named("one"),
+        w_axes=named("v"),
+        sizes={"one": 1, **_sizes(named("v"), table)},
+        token="v",
+    )
 
 
 def _dynamic_slice(eqn: Any, index: int) -> Rule | None:
@@ -393,17 +387,7 @@ def _dynamic_slice(eqn: Any, index: int) -> Rule | None:
     def op(row: Array, w: Array) -> Array:
         return lax.dynamic_slice_in_dim(w, row, 1, token)
 
-    w_axes = _axes_of_table(table, token)
-    return Rule(
-        kind="dynamic_slice",
-        op=op,
-        operand=operand,
-        a_axes=(),
-        d_axes=_axes_of_table(table, token, "one"),
-        w_axes=w_axes,
-        sizes={"one": 1, **_sizes(w_axes, table)},
-        token="v",
-    )
+    return _row_rule("dynamic_slice", op, operand, table, token)
 
 
 _RULES: dict[str, Callable[[Any, int], Rule | None]] = {

@@ -28,6 +28,8 @@ from .._base.primitives import (
     inner_jaxprs,
     is_flat,
     LINEAR_IN_ALL,
+    LINEAR_IN_EACH,
+    LINEAR_IN_SOME,
     name_of,
     SUMS,
     with_trait,
@@ -41,12 +43,13 @@ Loop = tuple[int, int]
 
 _ORDERS = itertools.count()
 _ELEMENTWISE = with_trait("entries")
-_LINEAR = _ELEMENTWISE & (LINEAR_IN_ALL | with_trait("straight"))
+# Linear in all inputs together, as far as second derivatives are concerned.
+_JOINTLY_LINEAR = LINEAR_IN_ALL | {*LINEAR_IN_SOME} | with_trait("straight")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Node:
-    """A value computed from leaves and constants alone.
+    """A value computed from leaves and constants alone, the same for all examples.
 
     - `loops`: the loops in whose steps the value differs, outermost first. The value
         has a leading axis for each.
@@ -55,8 +58,11 @@ class Node:
     - `varies`: whether its derivative may be nonzero.
     - `bases`: the nodes in which it is elementwise, if any; so is everything in
         between.
-    - `is_linear`: whether it is linear in these.
+    - `is_linear`: whether it is linear in these, or else in `inputs`.
     - `is_reverse`: whether JAX has its derivative in reverse mode only.
+    - `views`: its derivative.
+    - `curved`: the leaves in which it is nonlinear. For those also in `coupled`, some
+        entry has a mixed second derivative with another entry of this or another leaf.
     - `order`: larger than that of all inputs.
     """
 
@@ -72,6 +78,9 @@ class Node:
     bases: tuple["Node", ...] = ()
     is_linear: bool = True
     is_reverse: bool = False
+    views: tuple["View", ...] = ()
+    curved: frozenset[int] = frozenset()
+    coupled: frozenset[int] = frozenset()
     order: int = dataclasses.field(init=False, default_factory=_ORDERS.__next__)
 
     @classmethod
@@ -85,14 +94,16 @@ class Node:
         return cls.of(aval, False, constant=value)
 
     @classmethod
-    def tangent(cls, aval: Any) -> "Node":
+    def tangent(cls, aval: Any, views: tuple["View", ...]) -> "Node":
         """A node that is linear in a leaf, so its derivatives may be taken at zero."""
-        return cls.of(aval, True, run=lambda: [full_varying_as(aval, 0)])
+        return cls.of(aval, True, run=lambda: [full_varying_as(aval, 0)], views=views)
 
     def sliced(self, loop: Loop) -> "Node":
         """Its slices along the first axis, for the body of a scan."""
-        loops, shape = (*self.loops, loop), self.shape[1:]
-        return self._then(lambda x: [x], loops=loops, shape=shape)
+        changes = {"loops": (*self.loops, loop), "shape": self.shape[1:]}
+        changes |= {"views": tuple(view.scanned(loop) for view in self.views)}
+        changes |= {"curved": self.curved, "coupled": self.coupled}
+        return self._then(lambda x: [x], **changes)
 
     def frozen(self) -> "Node":
         """Its value without the derivative."""
@@ -106,6 +117,7 @@ class Node:
     def _then(self, run: Callable[..., list], **changes: Any) -> "Node":
         """A node that `run` computes from this one, with the same type."""
         reset = {"leaf": None, "constant": None, "bases": (), "is_linear": True}
+        reset |= {"views": (), "curved": frozenset(), "coupled": frozenset()}
         reset |= {"inputs": (self,), "run": run, "output": 0}
         return dataclasses.replace(self, **{**reset, **changes})
 
@@ -184,35 +196,36 @@ def pushforward_of(
 def _bases(
     jaxpr: Any, eqn: Any, inputs: tuple[Node, ...]
 ) -> tuple[tuple[Node, ...], bool]:
-    """The nodes in which an equation's outputs are elementwise, and if linearly so."""
+    """The nodes in which an equation's outputs are elementwise, and if linearly so.
+
+    Without such nodes, whether the equation is linear in its inputs.
+    """
     name, shape = name_of(eqn), eqn.outvars[0].aval.shape
     varying = [node for node in inputs if node.varies]
+    is_linear = _is_linear(eqn, [node.varies for node in inputs])
     if any(node.shape != shape for node in varying):
-        return (), True
+        return (), is_linear
     if name == "custom_jvp_call":
         is_known = len(eqn.outvars) == 1 and _has_elementwise_rule(jaxpr, eqn)
     else:
         is_known = name in _ELEMENTWISE and _is_real(eqn)
     if not is_known:
-        return (), True
+        return (), is_linear
     bases: dict[Node, None] = {}
     for node in varying:
         bases.update(dict.fromkeys(node.bases or (node,)))
-    is_linear = all(node.is_linear for node in varying) and _is_linear(eqn, inputs)
-    return tuple(bases), is_linear
+    are_linear = all(node.is_linear for node in varying if node.bases)
+    return tuple(bases), is_linear and are_linear
 
 
-def _is_linear(eqn: Any, inputs: tuple[Node, ...]) -> bool:
-    """Whether an elementwise equation is linear in all inputs that depend on leaves."""
+def _is_linear(eqn: Any, varying: list[bool]) -> bool:
+    """Whether an equation is linear in all inputs that depend on leaves."""
     name = name_of(eqn)
-    varying = [node.varies for node in inputs]
-    if name in _LINEAR:
-        return True
-    if name == "mul":
+    if name in LINEAR_IN_EACH:
         return sum(varying) == 1
     if name == "div":
         return not varying[1]
-    return name == "select_n" and not varying[0]
+    return name in _JOINTLY_LINEAR or (name == "select_n" and not varying[0])
 
 
 def _is_real(eqn: Any) -> bool:

@@ -12,6 +12,7 @@ derivative rules of our own are needed.
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -37,23 +38,18 @@ from .._base.primitives import (
     CUSTOM,
     IDENTITIES,
     is_unknown_object,
-    LINEAR_IN_ALL,
-    LINEAR_IN_EACH,
-    LINEAR_IN_SOME,
     name_of,
-    with_trait,
 )
 from .._base.trees import safe_zip
 from .custom import linearized, unique_inputs
 from .plan import (
-    Called,
-    Linearized,
-    Perturbed,
+    CustomDerivative,
+    moved_rule,
+    perturbed,
     Plan,
-    Scanned,
-    Shared,
-    SharedPerturbation,
-    Switched,
+    run_call,
+    run_cond,
+    run_scan,
 )
 from .rules import find_rule, unknown_parameters
 from .shared import (
@@ -77,11 +73,7 @@ _Struct = jax.ShapeDtypeStruct
 _MOST_VIEWS = 16
 
 
-# Linear in all inputs together, as far as second derivatives are concerned.
-_JOINTLY_LINEAR = LINEAR_IN_ALL | {*LINEAR_IN_SOME} | with_trait("straight")
-
-
-_Inputs = list[Shared | None]
+_Inputs = list[Node | None]
 
 
 class Program:
@@ -125,8 +117,10 @@ class Program:
             finder = Finder(order)
             inputs: _Inputs = [None for _ in avals]
             for i, aval in enumerate(avals[:num_leaves]):
+                # A leaf that is not followed has no sites.
                 is_followed = i not in self.fallbacks and i not in constant
-                inputs[i] = finder.leaf(i, aval, is_followed=is_followed)
+                views = (leaf_view(i, aval),) if is_followed else ()
+                inputs[i] = Node.of(aval, is_followed, leaf=i, views=views)
             self._plan = finder.plan(self.jaxpr, self._consts, inputs, live)
             for view in _views(itertools.compress(self._plan.outs, live)):
                 reason = "the function returns the parameter itself"
@@ -262,13 +256,7 @@ class Finder:
         self.failed: dict[int, str] = {}
         self.values: list[Node] = []
         self._numbers: dict[Any, int] = {}
-        self._of_nodes: dict[Node, Shared] = {}
         self._num_loops = 0
-
-    def leaf(self, number: int, aval: Any, *, is_followed: bool) -> Shared:
-        """Adds a leaf; a leaf that is not followed has no sites."""
-        node = Node.of(aval, is_followed, leaf=number)
-        return self._known(node, (leaf_view(number, aval),) if is_followed else ())
 
     def plan(
         self, jaxpr: Any, consts: Sequence[Any], inputs: _Inputs, live: Sequence[bool]
@@ -280,11 +268,11 @@ class Finder:
         needed = live_variables(jaxpr, live)
         shared = {v: x for v, x in safe_zip(jaxpr.invars, inputs) if x}
         for var, value in safe_zip(jaxpr.constvars, consts):
-            shared[var] = self._known(Node.constant_of(var.aval, value))
+            shared[var] = Node.constant_of(var.aval, value)
 
-        def of(atom: Any) -> Shared | None:
+        def of(atom: Any) -> Node | None:
             if isinstance(atom, jex.Literal):
-                return Shared(Node.constant_of(atom.aval, literal(atom)))
+                return Node.constant_of(atom.aval, literal(atom))
             return shared.get(atom)
 
         for index, eqn in enumerate(jaxpr.eqns):
@@ -334,13 +322,12 @@ class Finder:
 
     # Values that are the same for all examples.
 
-    def shared(self, equation: Equation, inputs: list[Shared]) -> _Inputs:
+    def shared(self, equation: Equation, inputs: list[Node]) -> _Inputs:
         """The outputs of an equation whose inputs are the same for all examples."""
         eqn = equation.eqn
         used = [var for var in eqn.outvars if equation.uses[var]]
-        nodes = output_nodes(equation.jaxpr, eqn, tuple(x.node for x in inputs), used)
+        nodes = output_nodes(equation.jaxpr, eqn, tuple(inputs), used)
         linear = self._linear(eqn, inputs)
-        by_var: dict[Any, Shared] = {}
         for var, node in safe_zip(used, nodes):
             output = eqn.outvars.index(var)
             views: tuple[View, ...] = ()
@@ -350,21 +337,18 @@ class Finder:
             many = [view for view in views if counts[view.leaf] > _MOST_VIEWS]
             reason = f"`{name_of(eqn)}` makes too much of a parameter"
             self.fail(many, equation, reason)
-            views = tuple(view for view in views if view.leaf not in self.failed)
-            by_var[var] = self._known(node, views, *self._curved(eqn, inputs, node))
-        return [by_var.get(var) for var in eqn.outvars]
+            node.views = tuple(view for view in views if view.leaf not in self.failed)
+            node.curved, node.coupled = _curved(inputs, node)
+        return [*map(dict(safe_zip(used, nodes)).get, eqn.outvars)]
 
-    def _inverse(self, equation: Equation, x: Shared) -> Shared:
+    def _inverse(self, equation: Equation, x: Node) -> Node:
         """One over a value that is the same for all examples."""
-        node = x.node.inverse()
-        views = self._views_of(equation, [x], 0, node, None)
-        return self._known(node, views, *self._curved(equation.eqn, [x], node))
+        node = x.inverse()
+        node.views = self._views_of(equation, [x], 0, node, None)
+        node.curved, node.coupled = _curved([x], node)
+        return node
 
-    def _known(self, node: Node, *rest: Any) -> Shared:
-        self._of_nodes[node] = Shared(node, *rest)
-        return self._of_nodes[node]
-
-    def _linear(self, eqn: Any, inputs: list[Shared]) -> list[list[View]] | None:
+    def _linear(self, eqn: Any, inputs: list[Node]) -> list[list[View]] | None:
         """The views of each output, if the equation is linear in all its inputs."""
         results: list[list[View]] = [[] for _ in eqn.outvars]
         for position, x in enumerate(inputs):
@@ -379,22 +363,20 @@ class Finder:
     def _views_of(
         self,
         equation: Equation,
-        inputs: list[Shared],
+        inputs: list[Node],
         output: int,
         node: Node,
         linear: list[list[View]] | None,
     ) -> tuple[View, ...]:
         """The derivative of an output of an equation, as a sum of views."""
-        bases = [self._of_nodes[base] for base in node.bases]
+        bases = node.bases
         by_slopes = sum(len(x.views) for x in bases)
         # Two ways from the same array are merged, with the sum of their slopes.
         if linear is not None and (not bases or len(linear[output]) <= by_slopes):
             return tuple(linear[output])
         if bases:
             return tuple(
-                self._times(view, node, base.node)
-                for base in bases
-                for view in base.views
+                self._times(view, node, base) for base in bases for view in base.views
             )
         views: list[View] = []
         for position, x in enumerate(inputs):
@@ -431,7 +413,7 @@ class Finder:
         self,
         views: tuple[View, ...],
         equation: Equation,
-        inputs: list[Shared],
+        inputs: list[Node],
         position: int,
         output: int,
     ) -> list[View]:
@@ -443,7 +425,7 @@ class Finder:
             reason = f"`{name_of(eqn)}` has no derivative in forward mode"
             self.fail(views, equation, reason)
             return []
-        values = [self._number(x.node, x.node) for x in inputs]
+        values = [self._number(x, x) for x in inputs]
         numbers = [number for number, _ in values]
         key = f"{name_of(eqn)}[{position}, {output}]{numbers}"
         settings = {"is_isometry": False, "values": values}
@@ -456,28 +438,6 @@ class Finder:
             self._numbers[key] = len(self.values)
             self.values.append(value)
         return self._numbers[key], value.loops
-
-    def _curved(
-        self, eqn: Any, inputs: list[Shared], node: Node
-    ) -> tuple[frozenset[int], frozenset[int]]:
-        """The leaves in which a node is nonlinear, and those that it couples."""
-        bases = [self._of_nodes[base] for base in node.bases]
-        made_of = bases or inputs
-        curved = frozenset[int]().union(*(x.curved for x in made_of))
-        coupled = frozenset[int]().union(*(x.coupled for x in made_of))
-        if not node.varies or self._is_linear(eqn, inputs, node):
-            return curved, coupled
-        leaves = frozenset(view.leaf for x in made_of for view in x.views)
-        views = [view for x in made_of for view in x.views]
-        if bases and len(views) == 1 and not curved and views[0].is_whole:
-            return leaves, frozenset()
-        return curved | leaves, coupled | leaves
-
-    def _is_linear(self, eqn: Any, inputs: list[Shared], node: Node) -> bool:
-        if node.bases:
-            return node.is_linear
-        name, num = name_of(eqn), sum(x.node.varies for x in inputs)
-        return name in _JOINTLY_LINEAR or (name in LINEAR_IN_EACH and num == 1)
 
     # Where values meet an example.
 
@@ -502,13 +462,13 @@ class Finder:
         out = eqn.outvars[0]
         operands: list[Callable[[list], Array]] = []
         # A summand has the cotangent of the sum, if there is one.
-        perturbed = plan.perturbed_before(eqn, rules)
-        if perturbed is None:
-            number, shape = len(plan.perturbations), out.aval.shape
-            perturbed = SharedPerturbation(number, shape, tuple(range(len(shape))))
-            plan.perturbations.append(_Struct(shape, out.aval.dtype))
-            plan.steps[equation.index] = Perturbed(operands), 1
-        plan.perturbed_by[out] = perturbed
+        value = plan.perturbed_before(eqn, rules)
+        if value is None:
+            value = leaf_view(len(plan.perturbations), out.aval)
+            plan.perturbations.append(_Struct(out.aval.shape, out.aval.dtype))
+            step = functools.partial(perturbed, eqn, operands)
+            plan.steps[equation.index] = step, 1
+        plan.perturbed_by[out] = value
         structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
         for position, rule in rules.items():
             x, operand = of_views[position], None
@@ -519,13 +479,13 @@ class Finder:
             plan.sites += [
                 Site(
                     view.in_zeros(),
-                    perturbed.rule(rule),
-                    perturbed.perturbation,
+                    moved_rule(rule, value),
+                    value.leaf,
                     operand,
                     is_complex(out.aval),
-                    source=x.node if view.leaf in x.curved else None,
+                    source=x if view.leaf in x.curved else None,
                     is_coupled=view.leaf in x.coupled,
-                    is_reverse=x.node.is_reverse,
+                    is_reverse=x.is_reverse,
                 )
                 for view in x.views
             ]
@@ -533,7 +493,8 @@ class Finder:
     def call(self, equation: Equation, closed: Any, inputs: _Inputs) -> _Inputs:
         inner = self.plan(closed.jaxpr, closed.consts, inputs, equation.live)
         equation.plan.follow_out(inner, equation.eqn.outvars)
-        equation.plan.include(equation.index, Called(inner), [inner])
+        step = functools.partial(run_call, equation.eqn, inner)
+        equation.plan.include(equation.index, step, [inner])
         return inner.outs
 
     def scan(self, equation: Equation, inputs: _Inputs) -> None:
@@ -555,9 +516,7 @@ class Finder:
             elif position < first_x:
                 inner_inputs.append(x)
             else:
-                node = x.node.sliced(loop)
-                views = tuple(view.scanned(loop) for view in x.views)
-                inner_inputs.append(self._known(node, views, x.curved, x.coupled))
+                inner_inputs.append(x.sliced(loop))
         live = live_in_scan(equation.eqn, equation.live)[0]
         inner = self.plan(closed.jaxpr, closed.consts, inner_inputs, live)
         returned = _views(itertools.compress(inner.outs, live))
@@ -566,7 +525,8 @@ class Finder:
             dataclasses.replace(site, loops=(SiteLoop.of(site.view, loop), *site.loops))
             for site in inner.sites
         ]
-        equation.plan.include(equation.index, Scanned(inner), [inner], (length,))
+        step = functools.partial(run_scan, equation.eqn, inner)
+        equation.plan.include(equation.index, step, [inner], (length,))
 
     def cond(self, equation: Equation, inputs: _Inputs) -> None:
         """Adds the sites of all branches; those of branches not taken give zero."""
@@ -585,7 +545,8 @@ class Finder:
                 dataclasses.replace(x, is_in_branch=True) for x in inner.sites
             ]
             branches.append(inner)
-        equation.plan.include(equation.index, Switched(branches), branches)
+        step = functools.partial(run_cond, branches)
+        equation.plan.include(equation.index, step, branches)
 
     def custom(self, equation: Equation, inputs: _Inputs) -> None:
         """Adds the sites in the custom derivative of an equation.
@@ -605,17 +566,17 @@ class Finder:
         if isinstance(traced, str):
             self.fail(_views(inputs), equation, traced)
             return
-        known: _Inputs = [
-            None if x is None else self._known(x.node.frozen()) for x in shared
-        ]
+        known: _Inputs = [None if x is None else x.frozen() for x in shared]
         for i in moved:
             x = inputs[i]
             assert x is not None
-            known.append(self._known(Node.tangent(eqn.invars[i].aval), x.views))
+            known.append(Node.tangent(eqn.invars[i].aval, x.views))
         inner = self.plan(traced.jaxpr, traced.consts, known, [True for _ in live])
         self.fail(_views(inner.outs), equation, f"`{name_of(eqn)}` returns a parameter")
         tangents = [eqn.invars[i].aval for i in moved]
-        step = Linearized(inner, numbers, tangents, used, live)
+        step = CustomDerivative(
+            equation.jaxpr, eqn, inner, numbers, tangents, used, live
+        )
         equation.plan.include(equation.index, step, [inner])
 
     def fail(self, views: Iterable[View], equation: Equation, reason: str) -> None:
@@ -627,5 +588,19 @@ class Finder:
             self.failed.setdefault(view.leaf, ", ".join(filter(None, parts)))
 
 
-def _views(inputs: Iterable[Shared | None]) -> "itertools.chain[View]":
+def _curved(inputs: list[Node], node: Node) -> tuple[frozenset[int], frozenset[int]]:
+    """The leaves in which a node is nonlinear, and those that it couples."""
+    made_of = node.bases or inputs
+    curved = frozenset[int]().union(*(x.curved for x in made_of))
+    coupled = frozenset[int]().union(*(x.coupled for x in made_of))
+    if not node.varies or node.is_linear:
+        return curved, coupled
+    views = [view for x in made_of for view in x.views]
+    leaves = frozenset(view.leaf for view in views)
+    if node.bases and len(views) == 1 and not curved and views[0].is_whole:
+        return leaves, frozenset()
+    return curved | leaves, coupled | leaves
+
+
+def _views(inputs: Iterable[Node | None]) -> "itertools.chain[View]":
     return itertools.chain(*(x.views for x in inputs if x is not None))
