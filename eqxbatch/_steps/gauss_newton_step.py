@@ -35,7 +35,6 @@ from .._curvature.curvature_matrices import filter_ggn
 from .._curvature.directional import like_parameters
 from .._curvature.pytree import joined, Unravel
 from .residuals import (
-    CentredTerm,
     in_range,
     Residuals,
     SampleKernel,
@@ -343,14 +342,14 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
 
     def _in_samples(self, residuals: Residuals, values: list) -> list[Array]:
         """`J^T W (J J^T W + damping)^-1 values`, with weights `W`."""
-        vector = residuals.join(residuals.weighted(values, 0.5))
+        vector = joined(residuals.weighted(values, 0.5), residuals.dtype)
 
         def spread(vector: Array) -> list[Array]:
-            return residuals.weighted(residuals.split(vector), 0.5)
+            return residuals.weighted(residuals.unravel.split(vector), 0.5)
 
         def product(vector: Array) -> Array:
             pushed = residuals.push(residuals.pull(spread(vector)))
-            return residuals.join(residuals.weighted(pushed, 0.5))
+            return joined(residuals.weighted(pushed, 0.5), residuals.dtype)
 
         if isinstance(self.solver, str):
             kernel = SampleKernel(residuals, self.block_size, self.microbatch_size)
@@ -497,7 +496,7 @@ class _OfReal(eqx.Module):
     - `dtypes`: the dtypes in which the term takes its parameters.
     """
 
-    term: Term | CentredTerm
+    term: Term
     dtypes: tuple = eqx.field(static=True)
 
     def __call__(self, leaves: PyTree, *rows: Array) -> Float[Array, " entries"]:

@@ -4,6 +4,7 @@
 itself.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from .._batch.batch import Batch
 from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum
 from .._curvature.columns import check_outputs, with_both_modes
+from .._curvature.pytree import Unravel
 from .._kernels.engine import make_collectors, on_device
 from .._kernels.kernel import Plan, room_to_keep
 from .._ntk.estimator import ModelKernel
@@ -56,6 +58,10 @@ class Term(eqx.Module):
         the structure of the parameters.
     - `has_residual`: whether the function returns a pair of the differentiated output
         and the residual.
+    - `means`: for a centred term, the mean over the examples of the derivative in each
+        leaf. A linear function with this derivative is subtracted, so the Jacobian is
+        centred entry by entry, before any products. Centring products would lose all
+        digits where the mean is much larger than the spread.
     """
 
     fun: Callable
@@ -63,9 +69,15 @@ class Term(eqx.Module):
     nondiff: PyTree
     treedef: Any = eqx.field(static=True)
     has_residual: bool = eqx.field(static=True)
+    means: list | None = None
 
     def __call__(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
-        return _flat(self._returned(leaves, rows)[0])
+        out = _flat(self._returned(leaves, rows)[0])
+        for mean, leaf in safe_zip(self.means, leaves) if self.means else ():
+            product = jnp.conj(mean) * leaf.astype(mean.dtype)[None]
+            total = jnp.sum(product, axis=tuple(range(1, mean.ndim)))
+            out -= total.real.astype(out.dtype)
+        return out
 
     def residual(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
         """The same term with the residual in place of the differentiated output."""
@@ -88,25 +100,6 @@ class Term(eqx.Module):
         what = "With `has_residual=True`, the shapes of the second output of `residual`"
         check_equal(what, *shapes)
         return out, residual
-
-
-class CentredTerm(eqx.Module):
-    """A term minus a linear function whose derivative is the mean over the examples.
-
-    Its Jacobian is centred entry by entry, before any products. Centring products would
-    lose all digits where the mean is much larger than the spread.
-    """
-
-    term: Term
-    means: list
-
-    def __call__(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
-        out = self.term(leaves, *rows)
-        for mean, leaf in safe_zip(self.means, leaves):
-            product = jnp.conj(mean) * leaf.astype(mean.dtype)[None]
-            total = jnp.sum(product, axis=tuple(range(1, mean.ndim)))
-            out -= total.real.astype(out.dtype)
-        return out
 
 
 def _checked(out: PyTree) -> PyTree:
@@ -172,14 +165,18 @@ class Residuals:
         dtypes = [program.structs[0].dtype for program in self.programs]
         self.dtype = widest(*dtypes, *(x.dtype for x in leaves))
         self.weights = vary_as(arrays, weights(self.dtype))
+        pairs = safe_zip(self.rows, self.entries)
+        shapes = [(rows.total, entries) for rows, entries in pairs]
+        # From one vector of all residuals to those of the terms.
+        self.unravel = Unravel([jax.ShapeDtypeStruct(x, self.dtype) for x in shapes])
 
     @functools.cached_property
-    def centred_terms(self) -> list[Term | CentredTerm]:
+    def centred_terms(self) -> list[Term]:
         """The terms with centred derivatives, if required."""
         if not self.centre:
-            return [*self.terms]
+            return self.terms
         return [
-            CentredTerm(term, self._means(number))
+            dataclasses.replace(term, means=self._means(number))
             for number, term in enumerate(self.terms)
         ]
 
@@ -219,8 +216,7 @@ class Residuals:
     @property
     def num(self) -> int:
         """The number of real residuals."""
-        pairs = safe_zip(self.rows, self.entries)
-        return sum(rows.total * entries for rows, entries in pairs)
+        return sum(self.unravel.sizes)
 
     @property
     def num_parameters(self) -> int:
@@ -348,19 +344,6 @@ class Residuals:
         """Multiplies by the weights of the examples, or by a power of them."""
         pairs = safe_zip(vectors, self.weights)
         return [x * (weights**power)[:, None] for x, weights in pairs]
-
-    def join(self, vectors: Vectors) -> Float[Array, " num"]:
-        """Concatenates the vectors of all terms."""
-        return jnp.concatenate([x.reshape(-1) for x in vectors])
-
-    def split(self, vector: Float[Array, " num"]) -> Vectors:
-        """Splits a vector into those of the terms: the inverse of `join`."""
-        vectors, start = [], 0
-        for rows, entries in safe_zip(self.rows, self.entries):
-            end = start + rows.total * entries
-            vectors.append(vector[start:end].reshape(rows.total, entries))
-            start = end
-        return vectors
 
 
 class SampleKernel:
