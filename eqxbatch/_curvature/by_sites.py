@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact
 
 from .._base.dtypes import widened
 from .._base.jaxprs import depends, evaluate_jaxpr
@@ -34,14 +34,13 @@ from .._sites.gram import cancels, OfLeaf
 from .._sites.shared import evaluated, Node
 from .._sites.site import is_allowed, is_sum, Label, Site
 from .._sites.trace import Program
-from .columns import hessian_products, images, replaced
+from .columns import hessian_products, images, one_hot_seeds, replaced
 from .site_blocks import (
     AbstractSiteMatrix,
     cotangent_term,
     for_each,
     Kept,
     named_labels,
-    of_examples,
     operand_term,
     PAIR,
     Pair,
@@ -75,22 +74,18 @@ class Push:
     """Some perturbations, and the cotangents and operands that depend on them.
 
     - `sizes`: the sizes of the perturbations. Those of equal types are adjacent.
+    - `outputs`: the indices of the cotangents; those of operands come after all of
+        them.
     """
 
     perturbations: tuple[int, ...]
     sizes: tuple[int, ...]
-    cotangents: tuple[int, ...]
-    operands: tuple[int, ...]
+    outputs: tuple[int, ...]
 
     @property
     def num(self) -> int:
         """The number of directions."""
         return sum(self.sizes)
-
-    def results(self, cotangents: list, operands: list) -> list:
-        """What depends on the perturbations."""
-        of_cotangents = (cotangents[i] for i in self.cotangents)
-        return [*of_cotangents, *(operands[i] for i in self.operands)]
 
     def directions(self, perturbations: Sequence[int]) -> tuple[int, int]:
         """The range of directions of some adjacent perturbations."""
@@ -107,8 +102,8 @@ class SiteHessian(AbstractSiteMatrix):
     values depend on which perturbation and what their derivatives cost, and it is what
     runs.
 
-    - `of_cotangents`, `of_operands`: pairs of a perturbation and a cotangent or operand
-        that depends on it, among those that sites need.
+    - `changes`: pairs of a perturbation and a cotangent or operand that depends on it,
+        among those that sites need.
     - `pushes`: the programs for derivatives.
     """
 
@@ -121,15 +116,13 @@ class SiteHessian(AbstractSiteMatrix):
         counts_cancelled: bool,
     ):
         self._closed = _perturbed_gradient(program, checkpoint)
-        jaxpr, num = self._closed.jaxpr, len(program.perturbations)
-        cotangents, operands = _needed(program, requested)
+        jaxpr, needed = self._closed.jaxpr, _needed(program, requested)
         depend = {
             z: depends(jaxpr, [i == z for i, _ in enumerate(jaxpr.invars)])
-            for z in sorted({z for z, _ in cotangents | operands})
+            for z in sorted({z for z, _ in needed})
         }
-        self.of_cotangents = {(z, i) for z, i in cotangents if depend[z][i]}
-        self.of_operands = {(z, i) for z, i in operands if depend[z][num + i]}
-        every = sorted({z for z, _ in self.of_cotangents | self.of_operands})
+        self.changes = {(z, i) for z, i in needed if depend[z][i]}
+        every = sorted({z for z, _ in self.changes})
         size = -(-len(every) // _MOST_PUSHES) or 1
         self.pushes = [
             self._push(program, every[start : start + size])
@@ -151,27 +144,22 @@ class SiteHessian(AbstractSiteMatrix):
         return Push(
             tuple(ordered),
             tuple(structs[z].size for z in ordered),
-            tuple(sorted({i for z, i in self.of_cotangents if z in perturbations})),
-            tuple(sorted({i for z, i in self.of_operands if z in perturbations})),
+            tuple(sorted({i for z, i in self.changes if z in perturbations})),
         )
 
     def kind(self, site: Site, other: Site) -> tuple:
         z, y = site.perturbation, other.perturbation
         return (
             (z > y) - (z < y),
-            (min(z, y), max(z, y)) in self.of_cotangents,
-            (y, site.operand) in self.of_operands,
-            (z, other.operand) in self.of_operands,
+            (min(z, y), max(z, y)) in self.changes,
+            (y, _operand_of(self.program, site)) in self.changes,
+            (z, _operand_of(self.program, other)) in self.changes,
         )
 
-    def sums(
-        self, rows: list, axes: Sequence[int], weights: Real[Array, " n"] | None
-    ) -> list[Inexact[Array, "..."]]:
-        factors = of_examples(self._of_example, rows, axes, weights)
-        values = self.program.values()
+    def blocks_of(self, factors: Kept, values: list) -> list[Inexact[Array, "..."]]:
         cotangents, operands, _ = factors
         sources = _sources(self.program, cotangents, operands)
-        blocks = _with_curved(self, sources, self.blocks_of(factors, values))
+        blocks = _with_curved(self, sources, self.contracted_blocks(factors, values))
         if self.counts_cancelled:
             # Blocks are sums over pairs of the terms of gradients, which keep no digits
             # if these terms nearly cancel.
@@ -183,7 +171,7 @@ class SiteHessian(AbstractSiteMatrix):
             blocks.append(jnp.sum(flags.array, dtype=jnp.float32))
         return blocks
 
-    def _of_example(self, rows: list, weight: Array | None) -> Kept:
+    def of_example(self, rows: list, weight: Array | None) -> Kept:
         """The cotangents, the operands, and the derivatives of each push."""
         program, closed = self.program, self._closed
         point = program.zeros(self.leaves, rows)
@@ -198,11 +186,11 @@ class SiteHessian(AbstractSiteMatrix):
         def pushed(push: Push) -> list[Array]:
             def results(zs: list) -> list:
                 outs = run(replaced(point, push.perturbations, zs))
-                return push.results(outs[: len(point)], outs[len(point) :])
+                return [outs[i] for i in push.outputs]
 
             zeros = [point[z] for z in push.perturbations]
             return jax.vmap(lambda change: jax.jvp(results, [zeros], [change])[1])(
-                _basis_of(point, push)
+                one_hot_seeds(jnp.arange(push.num), zeros)
             )
 
         outs = run(point)
@@ -213,7 +201,7 @@ class SiteHessian(AbstractSiteMatrix):
         cotangents = [*map(struct_of, self.program.perturbations)]
         operands = [*map(struct_of, self.program.operands)]
         changes = [
-            [struct_of(x, push.num) for x in push.results(cotangents, operands)]
+            [struct_of([*cotangents, *operands][i], push.num) for i in push.outputs]
             for push in self.pushes
         ]
         return cotangents, operands, changes
@@ -221,16 +209,12 @@ class SiteHessian(AbstractSiteMatrix):
     def terms(self, factors: Kept, values: list) -> Terms:
         del values
         cotangents, operands, changes = factors
-        of_cotangents: list[Stacks] = []
-        of_operands: list[Stacks] = []
-        for push, arrays in safe_zip(self.pushes, changes):
-            # The derivatives of cotangents come before those of operands.
-            pairs = safe_zip((*push.cotangents, *push.operands), arrays)
-            known = dict(itertools.islice(pairs, len(push.cotangents)))
-            of_cotangents.append(self.stacks(known))
-            of_operands.append(self.stacks(dict(pairs)))
+        known = [
+            self.stacks(dict(safe_zip(push.outputs, arrays)))
+            for push, arrays in safe_zip(self.pushes, changes)
+        ]
         stacks = (self.stacks(dict(enumerate(x))) for x in (cotangents, operands))
-        return functools.partial(self._terms, *stacks, of_cotangents, of_operands)
+        return functools.partial(self._terms, *stacks, known)
 
     def costs_of_factors(
         self, num: int, factors: Kept, values: list
@@ -248,16 +232,15 @@ class SiteHessian(AbstractSiteMatrix):
         self,
         cotangents: Stacks,
         operands: Stacks,
-        of_cotangents: list[Stacks],
-        of_operands: list[Stacks],
+        changes: list[Stacks],
         uses: Sequence[Use],
         labels: list[dict[str, Label]],
     ) -> Iterator[list[Term]]:
         """Arrays to contract; the block of two sites is the sum of the contractions.
 
-        All arrays have the examples along axis 0. `of_cotangents` and `of_operands` are
-        derivatives with respect to perturbations, for each `Push`. These have its
-        directions along axis 1.
+        All arrays have the examples along axis 0. `changes` are derivatives with
+        respect to perturbations, for each `Push`. These have its directions along axis
+        1.
         """
         sites, others = safe_zip(*uses)
         sides = [(sites, labels[0]), (others, labels[1])]
@@ -269,12 +252,12 @@ class SiteHessian(AbstractSiteMatrix):
         ]
         is_first = sites[0].perturbation < others[0].perturbation
         changed, by = sides[::-1] if is_first else sides
-        curvature = self._change(of_cotangents, *changed, *by, is_operand=False)
+        curvature = self._change(changes, *changed, *by, is_operand=False)
         if curvature is not None:
             yield [curvature, *itertools.chain(*terms_of_operands)]
         for index in (0, 1):
             changed, by = sides[index], sides[1 - index]
-            change = self._change(of_operands, *changed, *by, is_operand=True)
+            change = self._change(changes, *changed, *by, is_operand=True)
             if change is not None:
                 cotangent = cotangent_term(changed[0], cotangents, changed[1])
                 yield [cotangent, change, *terms_of_operands[1 - index]]
@@ -291,11 +274,11 @@ class SiteHessian(AbstractSiteMatrix):
     ) -> Term | None:
         """How cotangents or operands of sites change with perturbations of others."""
         site, other = changed[0], by[0]
-        keys = [
-            (y.perturbation, x.operand if is_operand else x.perturbation)
-            for x, y in safe_zip(changed, by)
-        ]
-        if keys[0] not in (self.of_operands if is_operand else self.of_cotangents):
+        number = lambda x: (
+            _operand_of(self.program, x) if is_operand else x.perturbation
+        )
+        keys = [(y.perturbation, number(x)) for x, y in safe_zip(changed, by)]
+        if keys[0] not in self.changes:
             return None
         arrange = site.expand if is_operand else site.arrange
         axes = site.a_axes if is_operand else site.d_axes
@@ -363,19 +346,23 @@ def _perturbed_gradient(program: Program, remat: bool) -> Any:
     return jax.make_jaxpr(gradient)(program.zeros(leaves, rows), leaves, rows, weight)
 
 
-def _needed(
-    program: Program, requested: RequestedBlocks
-) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+def _needed(program: Program, requested: RequestedBlocks) -> set[tuple[int, int]]:
     """Pairs of a perturbation and of a cotangent, or operand, to differentiate."""
-    cotangents, operands = set[tuple[int, int]](), set[tuple[int, int]]()
+    needed = set[tuple[int, int]]()
     for pair in requested.pairs:
         for site, other in itertools.product(*map(program.sites_of, pair)):
             first, last = sorted((site.perturbation, other.perturbation))
-            cotangents.add((first, last))
+            needed.add((first, last))
             for changed, by in ((site, other), (other, site)):
-                if changed.operand is not None and changed.rule.token is None:
-                    operands.add((by.perturbation, changed.operand))
-    return cotangents, operands
+                operand = _operand_of(program, changed)
+                if operand is not None and changed.rule.token is None:
+                    needed.add((by.perturbation, operand))
+    return needed
+
+
+def _operand_of(program: Program, site: Site) -> int | None:
+    """The index of a site's operand, after all cotangents; None without one."""
+    return None if site.operand is None else len(program.perturbations) + site.operand
 
 
 def _sources(
@@ -405,16 +392,6 @@ def _sources(
         return jax.linear_transpose(outputs, zeros)(d)[0]
 
     return [(key[0], gradient(site, key[0])) for key, site in uses.items()]
-
-
-def _basis_of(point: list, push: Push) -> list[Array]:
-    """All one-hot directions of the perturbations of a push."""
-    seeds = []
-    for z in push.perturbations:
-        x, (start, _) = point[z], push.directions([z])
-        seed = jnp.eye(push.num, x.size, -start, dtype=x.dtype)
-        seeds.append(vary_as([x], seed.reshape(push.num, *x.shape)))
-    return seeds
 
 
 def _with_curved(

@@ -195,12 +195,12 @@ def _in_blocks(
     fun: Linear, point: Sequence[Array], size: int | None, axis: int
 ) -> list[Array]:
     total = sum(x.size for x in point)
-    run = lambda arrays, _: fun(_seeds(arrays[0], point))
+    run = lambda arrays, _: fun(one_hot_seeds(arrays[0], point))
     rows = Rows([jnp.arange(total)], (0,), total)
     return accumulated(run, rows, size, Concat(axis=axis))
 
 
-def _seeds(index: Int[Array, " b"], point: Sequence[Array]) -> list[Array]:
+def one_hot_seeds(index: Int[Array, " b"], point: Sequence[Array]) -> list[Array]:
     """One-hot directions for entries, numbered over all arrays together."""
     seeds, start = [], 0
     for x in point:

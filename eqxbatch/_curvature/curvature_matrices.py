@@ -17,7 +17,7 @@ from .._base.jaxprs import first_use
 from .._base.mesh import full_varying_as, sum_varying, varying
 from .._base.precision import products_of
 from .._base.trees import log, safe_zip
-from .._batch.derivative import Loss, Microbatches
+from .._batch.derivative import Loss
 from .._batch.loop import accumulated_sums
 from .._batch.memory import MemoryBudget
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
@@ -40,7 +40,14 @@ from .site_blocks import AbstractSiteMatrix, Pair, RequestedBlocks
 _LEAST_COLUMNS = 32
 
 
-class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
+class AbstractBySites(AbstractSecondOrder, AbstractColumns):
+    """A transform that computes second derivatives by sites or by products."""
+
+    _: dataclasses.KW_ONLY
+    method: Literal["auto", "sites", "products"] = "auto"
+
+
+class AbstractMatrix(AbstractBySites, Generic[P]):
     """A part of a matrix of second derivatives.
 
     - `flat`: whether it is returned as an array.
@@ -48,12 +55,11 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
     """
 
     _: dataclasses.KW_ONLY
-    method: Literal["auto", "sites", "products"] = "auto"
+    flat: bool = False
     part: ClassVar[Literal["full", "diagonal", "blocks"]]
 
-    @property
-    @abc.abstractmethod
-    def flat(self) -> bool: ...
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return run_compiled(self, *args, **kwargs)
 
     @property
     def is_block(self) -> Callable[[Any], bool] | None:
@@ -62,7 +68,14 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         diff, nondiff = self.real_parameters(args, kwargs)
         leaves = jtu.tree_leaves(diff)
-        microbatches = self._microbatches(args, kwargs)
+        sized = self
+        if isinstance(self.block_size, MemoryBudget):
+            # The batch is cut first, so that the two sizes are chosen one after the
+            # other.
+            sized = dataclasses.replace(self, block_size=_LEAST_COLUMNS)
+        microbatches = sized.microbatches(args, kwargs, args)
+        if isinstance(self, AbstractFisher):
+            microbatches = self.with_keys(microbatches)
         size = self.num_columns(
             sum(x.size for x in leaves), args, kwargs, microbatch_size=microbatches.size
         )
@@ -94,18 +107,8 @@ class AbstractMatrix(AbstractSecondOrder, AbstractColumns):
         )
         return (matrix, aux) if self.has_aux else matrix
 
-    def _microbatches(self, args: tuple, kwargs: dict[str, Any]) -> Microbatches:
-        sized = self
-        if isinstance(self.block_size, MemoryBudget):
-            # The batch is cut first, so that the two sizes are chosen one after the
-            # other.
-            sized = dataclasses.replace(self, block_size=_LEAST_COLUMNS)
-        microbatches = sized.microbatches(args, kwargs, args)
-        is_drawn = isinstance(self, AbstractFisher)
-        return self.with_keys(microbatches) if is_drawn else microbatches
 
-
-class AbstractHessian(AbstractOfLoss, AbstractMatrix):
+class AbstractHessian(AbstractOfLoss, AbstractBySites):
     """A part of the Hessian of a loss."""
 
     _: dataclasses.KW_ONLY
@@ -119,7 +122,7 @@ class AbstractHessian(AbstractOfLoss, AbstractMatrix):
             )
 
 
-class Hessian(AbstractHessian, Generic[P]):
+class Hessian(AbstractMatrix[P], AbstractHessian):
     """The Hessian of a function of a PyTree, in blocks.
 
     Like `equinox.filter_hessian`, with less time and memory: by symmetry, only the
@@ -233,24 +236,21 @@ class Hessian(AbstractHessian, Generic[P]):
     fun: Callable[P, Any]
     _: dataclasses.KW_ONLY
     has_aux: bool = False
-    flat: bool = False
     part: ClassVar = "full"
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        return run_compiled(self, *args, **kwargs)
 
 
 class AbstractHessianDiagonal(AbstractHessian, Generic[Model, P]):
     """`filter_hessian_diagonal` with results of the type of the first argument."""
 
     fun: Callable[Concatenate[Model, P], Any]
-    part: ClassVar = "diagonal"
 
     @abc.abstractmethod
     def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Model: ...
 
 
-class HessianDiagonal(AbstractHessianDiagonal[Model, P]):
+class HessianDiagonal(
+    AbstractMatrix[Concatenate[Model, P]], AbstractHessianDiagonal[Model, P]
+):
     """The diagonal of the Hessian of a function of a PyTree, exactly.
 
     Like [`eqxbatch.filter_hessian`][], with the same errors, but the Hessian is never
@@ -280,13 +280,10 @@ class HessianDiagonal(AbstractHessianDiagonal[Model, P]):
 
     _: dataclasses.KW_ONLY
     has_aux: bool = False
-    flat: bool = False
-
-    def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        return run_compiled(self, x, *args, **kwargs)
+    part: ClassVar = "diagonal"
 
 
-class HessianBlocks(AbstractHessian, Generic[P]):
+class HessianBlocks(AbstractMatrix[P], AbstractHessian):
     """The block diagonal of the Hessian of a function of a PyTree.
 
     Like [`eqxbatch.filter_hessian`][], with the same errors, but only the blocks on the
@@ -333,21 +330,17 @@ class HessianBlocks(AbstractHessian, Generic[P]):
     _: dataclasses.KW_ONLY
     is_block: Callable[[Any], bool] | None = None
     has_aux: bool = False
-    flat: bool = False
     part: ClassVar = "blocks"
 
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        return run_compiled(self, *args, **kwargs)
 
-
-class AbstractGGN(AbstractFisher[Model, P, Out], AbstractMatrix):
+class AbstractGGN(AbstractFisher[Model, P, Out], AbstractBySites):
     """A part of a Gauss-Newton matrix."""
 
     def curvature(self, fun: Loss) -> AbstractCurvature:
         return GaussNewtonCurvature(fun, self.loss, self.checkpoint, self)
 
 
-class GGN(AbstractGGN[Model, P, Out]):
+class GGN(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out]):
     r"""The generalised Gauss-Newton matrix of a function of a PyTree, in blocks.
 
     Let `J` be the Jacobian of the outputs of `fun` and `H` the Hessian of `loss` with
@@ -435,24 +428,19 @@ class GGN(AbstractGGN[Model, P, Out]):
         approximation", [arXiv:1905.12558](https://arxiv.org/abs/1905.12558).
     """
 
-    _: dataclasses.KW_ONLY
-    flat: bool = False
     part: ClassVar = "full"
-
-    def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        return run_compiled(self, x, *args, **kwargs)
 
 
 class AbstractGGNDiagonal(AbstractGGN[Model, P, Out]):
     """`filter_ggn_diagonal` with results of the type of the first argument."""
 
-    part: ClassVar = "diagonal"
-
     @abc.abstractmethod
     def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Model: ...
 
 
-class GGNDiagonal(AbstractGGNDiagonal[Model, P, Out]):
+class GGNDiagonal(
+    AbstractMatrix[Concatenate[Model, P]], AbstractGGNDiagonal[Model, P, Out]
+):
     """The diagonal of the generalised Gauss-Newton matrix of a function of a PyTree.
 
     Like [`eqxbatch.filter_ggn`][], with the same errors, but the matrix is never
@@ -494,14 +482,10 @@ class GGNDiagonal(AbstractGGNDiagonal[Model, P, Out]):
         its Monte-Carlo estimate.
     """
 
-    _: dataclasses.KW_ONLY
-    flat: bool = False
-
-    def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        return run_compiled(self, x, *args, **kwargs)
+    part: ClassVar = "diagonal"
 
 
-class GGNBlocks(AbstractGGN[Model, P, Out]):
+class GGNBlocks(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out]):
     """The block diagonal of the generalised Gauss-Newton matrix.
 
     Like [`eqxbatch.filter_ggn`][], with the same errors, but only the blocks on the
@@ -544,11 +528,7 @@ class GGNBlocks(AbstractGGN[Model, P, Out]):
 
     _: dataclasses.KW_ONLY
     is_block: Callable[[Any], bool] | None = None
-    flat: bool = False
     part: ClassVar = "blocks"
-
-    def __call__(self, x: Model, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        return run_compiled(self, x, *args, **kwargs)
 
 
 # The number of examples for which contractions are estimated, and the number of bytes

@@ -26,7 +26,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact
 
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import full_varying_as, vary_as
@@ -36,6 +36,7 @@ from .._sites.cost import forming_cost, num_products
 from .._sites.einsum import EXAMPLE, Term
 from .._sites.factors import Factors, gradients
 from .._sites.rules import Axes
+from .._sites.shared import kept_axes
 from .._sites.site import is_sum, Label, Site
 from .._sites.trace import Program
 from .site_blocks import (
@@ -43,7 +44,6 @@ from .site_blocks import (
     cotangent_term,
     Kept,
     named_labels,
-    of_examples,
     operand_term,
     RequestedBlocks,
     Stacks,
@@ -107,13 +107,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
     def kind(self, site: Site, other: Site) -> tuple:
         return tuple(self._paired[x.perturbation] for x in (site, other))
 
-    def sums(
-        self, rows: list, axes: Sequence[int], weights: Real[Array, " n"] | None
-    ) -> list[Inexact[Array, "pairs ..."]]:
-        factors = of_examples(self._of_example, rows, axes, weights)
-        return self.blocks_of(factors, self.program.values())
-
-    def _of_example(self, rows: list, weight: Array | None) -> Kept:
+    def of_example(self, rows: list, weight: Array | None) -> Kept:
         """The cotangents, the operands, and the curvature or weight of an example."""
         cotangents, operands, scale = linearized(
             self.program, rows, self._of_outputs, self._paired
@@ -122,6 +116,9 @@ class SiteGaussNewton(AbstractSiteMatrix):
             weight = weight.astype(self._dtype)
             scale = weight if scale is None else scale * weight
         return cotangents, operands, scale
+
+    def blocks_of(self, factors: Kept, values: list) -> list[Inexact[Array, "..."]]:
+        return self.contracted_blocks(factors, values)
 
     def structs(self) -> Kept:
         # Jacobians that are formed come after the cotangents.
@@ -409,12 +406,9 @@ def _moves(eqn: Any, index: int, depend: list[bool]) -> Iterator[tuple[int, int]
     name, params = name_of(eqn), eqn.params
     before, after = eqn.invars[index].aval.shape, eqn.outvars[0].aval.shape
     is_only = sum(depend) == 1
-    if name == "transpose":
-        yield from ((axis, i) for i, axis in enumerate(params["permutation"]))
-    elif name == "broadcast_in_dim":
-        # These may be NumPy's integers.
-        axes = enumerate(map(int, params["broadcast_dimensions"]))
-        yield from ((i, axis) for i, axis in axes if before[i] == after[axis])
+    if name in ("transpose", "broadcast_in_dim"):
+        axes = enumerate(kept_axes(name, before, after, params) or ())
+        yield from ((axis, i) for i, axis in axes if axis is not None)
     elif name == "reduce_sum":
         kept = [axis for axis, _ in enumerate(before) if axis not in params["axes"]]
         yield from safe_zip(kept, range(len(kept)))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TYPE_CHECKING
@@ -14,7 +13,7 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
-from .._base.dtypes import common_dtype, widened, widest
+from .._base.dtypes import common_dtype, widened
 from .._base.mesh import is_on_mesh, sum_varying, vary_as, varying
 from .._base.precision import exact_products, products_of
 from .._base.trees import safe_zip
@@ -324,23 +323,29 @@ class KFAC(AbstractFisher[Model, P, Out]):
         axes = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
         mesh_axes = frozenset.intersection(*axes)
 
-        def totals(sums: Callable[[Factors, Weighing], list[Array]]) -> list[Array]:
-            of_rows = functools.partial(_sums, curvature, program, sums)
+        def totals(sums: Callable[[Factors, Weighing], list]) -> list:
+            treedefs: list = []
+
+            def flat(factors: Factors, weighing: Weighing) -> list[Array]:
+                arrays, treedef = jtu.tree_flatten(sums(factors, weighing))
+                treedefs.append(treedef)
+                return arrays
+
+            of_rows = functools.partial(_sums, curvature, program, flat)
             traced = curvature.program
             with exact_products(), products_of(traced.closed):
                 of_all, _ = microbatches.total(of_rows, curvature.aux, traced.is_narrow)
             # A sum over examples, like a gradient. It also sums over devices, which
             # have different examples but the same parameters.
-            return [sum_varying(x, mesh_axes) for x in of_all]
+            of_all = [sum_varying(x, mesh_axes) for x in of_all]
+            return jtu.tree_unflatten(treedefs[0], of_all)
 
-        def sums(factors: Factors, weighing: Weighing) -> list[Array]:
-            sums_of = functools.partial(part_sums, sharing=self.weight_sharing)
-            every = (sums_of(program, part, factors, weighing) for part in parts)
-            return [*itertools.chain(*every)]
-
-        of_all = iter(totals(sums))
-        numbers = [num_sums(program, part) for part in parts]
-        of_parts = [[*itertools.islice(of_all, num)] for num in numbers]
+        of_parts = totals(
+            lambda factors, weighing: [
+                part_sums(program, part, factors, weighing, self.weight_sharing)
+                for part in parts
+            ]
+        )
         blocks = [
             KroneckerBlock(part, *finished(part, of_part))
             for part, of_part in safe_zip(parts, of_parts)
@@ -392,6 +397,7 @@ class Weighing(eqx.Module):
     """
 
     num: int = eqx.field(static=True)
+    num_vectors: int = eqx.field(static=True)
     weights: Real[Array, " n"] | None
     curve: Inexact[Array, "n vectors vectors"] | None
 
@@ -425,7 +431,7 @@ def _sums(
     weights: Array | None,
 ) -> list[Array]:
     """Adds up what `sums` returns for the factors of some examples at a time."""
-    axes = curvature.axes
+    axes, num_vectors = curvature.axes, curvature.num_vectors
 
     def one(rows: list, _: Array | None) -> Kept:
         return linearized(program, rows, curvature.of_outputs)
@@ -435,9 +441,9 @@ def _sums(
         labels: Labels = (VECTOR,)
         num, values = rows[0].shape[axes[0]], program.values()
         factors = Factors(operands, cotangents, labels, num, values)
-        return sums(factors, Weighing(num, weights, curve))
+        return sums(factors, Weighing(num, num_vectors, weights, curve))
 
-    size = max(1, _KEPT_BYTES // max(_bytes(program, curvature.num_vectors), 1))
+    size = max(1, _KEPT_BYTES // max(_bytes(program, num_vectors), 1))
     return accumulated_sums(of_rows, rows, axes, weights, size)
 
 
@@ -529,10 +535,9 @@ def part_sums(
     the weight has: the second moment of the operands, their sum, the second moment of
     the cotangents, and the number of positions.
     """
-    if part.structure != "kronecker":
-        return [_exact_sum(program, part, factors, weighing)]
     layout = part.layout
-    assert layout is not None
+    if layout is None:
+        return [_exact_sum(program, part, factors, weighing)]
     sums: list[Array] = []
     uses = [_flat(use, factors, layout) for use in uses_of(program, part)]
     for is_swapped in (False, True):
@@ -579,23 +584,11 @@ def _use_sums(use: _Use, part: Part, weighing: Weighing) -> tuple[Array, Array, 
     return gram[None], counts[None], outputs
 
 
-def num_sums(program: Program, part: Part) -> int:
-    """The number of arrays that `part_sums` returns."""
-    if part.structure != "kronecker":
-        return 1
-    return 4 * len({use.is_swapped for use in uses_of(program, part)})
-
-
 def _exact_sum(
     program: Program, part: Part, factors: Factors, weighing: Weighing
 ) -> Array:
-    if not factors.cotangents:  # The function uses no parameter.
-        structs = [program.leaves[leaf] for leaf in part.leaves]
-        size = sum(struct.size for struct in structs)
-        shape = (size,) if part.structure == "diagonal" else (size, size)
-        return jnp.zeros(shape, widest(*(struct.dtype for struct in structs)))
     # The flattened gradient of each example along each vector.
-    lead = factors.cotangents[0].array.shape[:2]
+    lead = weighing.num, weighing.num_vectors
     parts = []
     for leaf in part.leaves:
         struct, sites = program.leaves[leaf], program.sites_of(leaf)
@@ -616,12 +609,11 @@ def finished(part: Part, sums: list[Array]) -> tuple[Array | None, Array]:
     If a weight has two roles, they give the Kronecker product with the same partial
     traces as the sum of both.
     """
-    if part.structure != "kronecker":
+    layout = part.layout
+    if layout is None:
         (total,) = sums
         is_diagonal = part.structure == "diagonal"
         return None, (total if is_diagonal else symmetric(total))[None]
-    layout = part.layout
-    assert layout is not None
     pairs = []
     for start in range(0, len(sums), 4):
         gram, total, outputs, count = sums[start : start + 4]

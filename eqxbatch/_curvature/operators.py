@@ -150,7 +150,7 @@ class HessianOperator(_AbstractCurvatureOperator):
     @checked
     def __init__(self, fun: Callable, /, *args: Any, tags: Any = (), **kwargs: Any):
         self._bind(filter_hvp, AbstractHVP, (fun,), args, kwargs)
-        self.tags = as_tags(tags)
+        self.tags = as_tags(tags) | {lineax.symmetric_tag}
 
     @property
     def _transforms(self) -> tuple[Callable, Callable]:
@@ -201,7 +201,7 @@ class GGNOperator(_AbstractCurvatureOperator):
     ):
         self._bind(filter_ggnvp, GGNVP, (fun, loss), args, kwargs)
         convex = {lineax.positive_semidefinite_tag} if is_convex else set()
-        self.tags = as_tags(tags) | convex
+        self.tags = as_tags(tags) | {lineax.symmetric_tag} | convex
 
     @property
     def _transforms(self) -> tuple[Callable, Callable]:
@@ -393,7 +393,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         added = error_if(
             added, ~(added >= 0), "`damping` must be at least 0, and no NaN."
         )
-        self.tags = frozenset()
+        self.tags = frozenset({lineax.symmetric_tag})
         self.unravel, self._is_damped = factors.unravel, added > 0
         damped = lambda spectrum: spectrum.values + added.astype(spectrum.values.dtype)
         self._spectra = tuple(map(_spectrum, factors.blocks))
@@ -514,9 +514,8 @@ def _is_positive_semidefinite(operator: KroneckerOperator) -> bool:
 
 @lineax.materialise.register(AbstractSymmetricOperator)
 def _materialise(operator: AbstractSymmetricOperator) -> lineax.AbstractLinearOperator:
-    tags = operator.tags | {lineax.symmetric_tag}
-    if lineax.is_positive_semidefinite(operator):
-        tags |= {lineax.positive_semidefinite_tag}
+    is_known = lineax.is_positive_semidefinite(operator)
+    tags = operator.tags | ({lineax.positive_semidefinite_tag} if is_known else set())
     structure = operator.out_structure()
     return lineax.PyTreeLinearOperator(operator.as_pytree(), structure, tags)
 
@@ -524,9 +523,3 @@ def _materialise(operator: AbstractSymmetricOperator) -> lineax.AbstractLinearOp
 @lineax.conj.register(AbstractSymmetricOperator)
 def _conj(operator: AbstractSymmetricOperator) -> AbstractSymmetricOperator:
     return operator
-
-
-@lineax.is_symmetric.register(AbstractSymmetricOperator)
-def _is_symmetric(operator: AbstractSymmetricOperator) -> bool:
-    del operator
-    return True

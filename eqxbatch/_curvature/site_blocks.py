@@ -220,10 +220,19 @@ class AbstractSiteMatrix(abc.ABC):
         """A key that is equal for pairs of sites with the same terms."""
 
     @abc.abstractmethod
+    def of_example(self, rows: list, weight: Array | None) -> Kept:
+        """The cotangents, the operands, and what else terms need of an example."""
+
     def sums(
         self, rows: list, axes: Sequence[int], weights: Real[Array, " n"] | None
     ) -> list[Inexact[Array, "..."]]:
         """The blocks of each group, of the (weighted) sum over the examples."""
+        factors = of_examples(self.of_example, rows, axes, weights)
+        return self.blocks_of(factors, self.program.values())
+
+    @abc.abstractmethod
+    def blocks_of(self, factors: Kept, values: list) -> list[Inexact[Array, "..."]]:
+        """The blocks of each group, from the factors of all examples."""
 
     @abc.abstractmethod
     def structs(self) -> Kept:
@@ -290,10 +299,10 @@ class AbstractSiteMatrix(abc.ABC):
         """Sorts pairs by the first perturbation of each."""
         return [min(s.perturbation, t.perturbation) for s, t in self._uses(pair)]
 
-    def blocks_of(
+    def contracted_blocks(
         self, factors: Kept, values: list
     ) -> list[Inexact[Array, "pairs ..."]]:
-        """The blocks of each group, from the factors of all examples."""
+        """The sum of the contractions of `terms`, for each group."""
         terms = self.terms(factors, values)
         sizes = [self._num_bytes(pairs) for pairs in self.groups]
         if sum(sizes) <= _LEAST_BYTES:
