@@ -1,6 +1,7 @@
 """The constants of the cost model, measured on this machine.
 
-`eqxbatch/_sites/cost.py` has them, rounded, and chooses the cheaper method with them.
+`eqxbatch/_base/platforms.py` has them, rounded, for CPUs. With those of its platform, a
+program chooses the cheaper method.
 """
 
 import statistics
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from eqxbatch._sites.cost import FLOPS_PER_BYTE, GROUPED_CONVOLUTION
+from eqxbatch._base.platforms import platform
 from . import harness
 from .harness import Bar
 from .kernels import timed
@@ -75,14 +76,11 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     rounds = 5 if quick else 25
     flops, moved = flops_per_second(rounds), bytes_per_second(rounds)
     rate = statistics.median(flops.values())
-    used = {
-        "FLOPS_PER_BYTE": FLOPS_PER_BYTE,
-        "GROUPED_CONVOLUTION": GROUPED_CONVOLUTION,
-    }
     found = {
-        "FLOPS_PER_BYTE": rate / moved,
-        "GROUPED_CONVOLUTION": grouped_convolution(rounds),
+        "flops_per_byte": rate / moved,
+        "grouped_convolution": grouped_convolution(rounds),
     }
+    used = {name: getattr(platform(), name) for name in found}
     lines = ["| constant | measured | used |", "|---|---:|---:|"]
     lines += [f"| `{name}` | {x:.1f} | {used[name]:.1f} |" for name, x in found.items()]
     lines += ["", "| contraction | of the rate of the median |", "|---|---:|"]

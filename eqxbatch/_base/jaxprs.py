@@ -14,6 +14,7 @@ import jaxlib
 from jaxtyping import Array, PyTree
 
 from .mistakes import without_layers
+from .platforms import for_platform, platform
 from .primitives import callee, IDENTITIES, inner_jaxprs, is_flat, name_of
 from .trees import safe_zip
 
@@ -38,11 +39,15 @@ def number_types(leaves: Sequence[Any]) -> str:
 def compiled(
     fun: _Function, *, donate: Literal["none", "all-except-first"] = "none"
 ) -> _Function:
-    """`equinox.filter_jit`, which gives equal numbers of other types other programs."""
+    """`equinox.filter_jit`, which gives equal numbers of other types other programs.
+
+    So it does for arrays on another platform.
+    """
 
     def run(first: list, rest: list, static: tuple) -> Any:
-        of_first, of_rest, _ = static
-        return fun(of_first.unflatten(first), *of_rest.unflatten(rest))
+        of_first, of_rest, _, chosen = static
+        with for_platform(chosen):
+            return fun(of_first.unflatten(first), *of_rest.unflatten(rest))
 
     run.__name__, run.__qualname__ = fun.__name__, fun.__qualname__
     jitted = eqx.filter_jit(run, donate=donate)
@@ -52,7 +57,8 @@ def compiled(
         __tracebackhide__ = True
         leaves, of_first = jtu.tree_flatten(first)
         others, of_rest = jtu.tree_flatten(rest)
-        static = of_first, of_rest, number_types(leaves + others)
+        every = leaves + others
+        static = of_first, of_rest, number_types(every), platform(every)
         try:
             return jitted(leaves, others, static)
         except Exception as e:

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from .._base.checks import checked
 from .._base.jaxprs import TracedFunction
 from .._base.mistakes import no_arrays_remedy
+from .._base.platforms import for_platform, platform
 from .._base.trees import safe_zip, shown
 from .._batch.batch import Batch, explained_failure, unbatched
 from .._batch.derivative import Selection, split_examples
@@ -146,7 +147,8 @@ def explain_sites(
     with explained_failure(whole, batch, "example", remedy):
         traced = TracedFunction(of_one, diff, [dynamic])
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
-    report = report_of(traced, paths)
+    with for_platform(platform([*leaves, *jtu.tree_leaves(one)])):
+        report = report_of(traced, paths)
     if not check:
         return report
     args, kwargs = _with_values(args, kwargs)

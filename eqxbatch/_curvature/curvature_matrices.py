@@ -15,6 +15,7 @@ from jaxtyping import Array, Inexact, Real
 from .._base.cpu import unstack
 from .._base.jaxprs import first_use
 from .._base.mesh import full_varying_as, sum_varying, varying
+from .._base.platforms import platform
 from .._base.precision import products_of
 from .._base.trees import log, safe_zip
 from .._batch.derivative import Loss
@@ -531,12 +532,8 @@ class GGNBlocks(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out
     part: ClassVar = "blocks"
 
 
-# The number of examples for which contractions are estimated, and the number of bytes
-# that factors of examples may take if the result is smaller.
+# The number of examples for which contractions are estimated.
 _COUNTED = 32
-
-
-_LEAST_BYTES = 2**24
 
 
 class CurvatureBlocks:
@@ -607,7 +604,7 @@ class CurvatureBlocks:
         )
         # The branch takes no more memory than the blocks from sites. A column keeps the
         # tangents of values and of their cotangents.
-        most = min(total * self._sites.bytes, _LEAST_BYTES)
+        most = min(total * self._sites.bytes, platform().factor_bytes)
         size = max(1, most // max(2 * total * kept, 1))
         size = size if self.size is None else min(size, self.size)
 
@@ -647,7 +644,7 @@ class CurvatureBlocks:
         sums = lambda rows, weights: sites.sums(rows, axes, weights)
         total = rows[0].shape[axes[0]]
         sizes = (requested.num_bytes(x, sites.leaves) for x in requested.pairs)
-        most = max(sum(sizes) // 4, _LEAST_BYTES)
+        most = max(sum(sizes) // 4, platform().factor_bytes)
         size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
         return accumulated_sums(sums, rows, axes, weights, size)
 

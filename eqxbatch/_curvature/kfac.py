@@ -15,6 +15,7 @@ from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import is_on_mesh, sum_varying, vary_as, varying
+from .._base.platforms import platform
 from .._base.precision import exact_products, products_of
 from .._base.trees import safe_zip
 from .._batch.loop import accumulated, accumulated_sums, Rows
@@ -41,10 +42,6 @@ from .site_blocks import Kept, of_examples
 
 if TYPE_CHECKING:
     from .operators import KroneckerOperator
-
-
-# The factors of the examples that are processed at a time take about this many bytes.
-_KEPT_BYTES = 2**26
 
 
 # `in_axes` is required here.
@@ -443,7 +440,8 @@ def _sums(
         factors = Factors(operands, cotangents, labels, num, values)
         return sums(factors, Weighing(num, num_vectors, weights, curve))
 
-    size = max(1, _KEPT_BYTES // max(_bytes(program, num_vectors), 1))
+    kept = _bytes(program, num_vectors)
+    size = max(1, 4 * platform().factor_bytes // max(kept, 1))
     return accumulated_sums(of_rows, rows, axes, weights, size)
 
 
@@ -464,10 +462,6 @@ def _bytes(program: Program, num_vectors: int) -> int:
 
 
 VECTOR: Label = ("output", 0)
-
-
-# Materialised per-example gradients take at most this many bytes.
-_MOST_BYTES = 2**22
 
 
 class _Use(eqx.Module):
@@ -671,7 +665,8 @@ def moment_sums(
 
     entries = math.prod(layout.sizes) * use.d.shape[1] * use.d.dtype.itemsize
     # On a mesh, cutting would gather the same examples from all devices.
-    size = None if is_on_mesh(use.d) else max(1, _MOST_BYTES // max(entries, 1))
+    most = platform().block_bytes // max(entries, 1)
+    size = None if is_on_mesh(use.d) else max(1, most)
     rows = Rows(arrays, (0,) * len(arrays), use.d.shape[0])
     return accumulated(of_block, rows, size, Sum())
 

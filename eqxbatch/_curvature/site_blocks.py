@@ -19,6 +19,7 @@ from jaxtyping import Array, Inexact, Int, Real
 from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import varying
+from .._base.platforms import platform
 from .._base.trees import consecutive_groups, safe_zip
 from .._sites.cost import contraction_cost, total_cost
 from .._sites.einsum import contract, EXAMPLE, Labels, Term
@@ -29,10 +30,6 @@ from .._sites.trace import Program
 
 
 Pair = tuple[int, int]
-
-# Smaller sums need not be computed one after the other: their terms are small compared
-# to the arrays they are computed from, which are all live until the last sum is done.
-_LEAST_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +63,8 @@ class RequestedBlocks:
 
 
 # Pairs of leaves that are alike are contracted together if there are at least this
-# many, and if their blocks are at most this large together. This compiles faster.
+# many. This compiles faster.
 _FEWEST_ALIKE = 3
-
-_MOST_BYTES_ALIKE = 2**22
 
 
 PAIR: Label = ("pair", 0)
@@ -206,7 +201,7 @@ class AbstractSiteMatrix(abc.ABC):
             alike.setdefault(key, []).append(pair)
         self.groups: list[list[Pair]] = []
         for pairs in alike.values():
-            most = _MOST_BYTES_ALIKE * len(pairs) // max(self._num_bytes(pairs), 1)
+            most = platform().block_bytes * len(pairs) // max(self._num_bytes(pairs), 1)
             num = -(-len(pairs) // max(min(most, len(pairs)), 1))
             size = -(-len(pairs) // num)
             size = size if size >= _FEWEST_ALIKE else 1
@@ -305,7 +300,10 @@ class AbstractSiteMatrix(abc.ABC):
         """The sum of the contractions of `terms`, for each group."""
         terms = self.terms(factors, values)
         sizes = [self._num_bytes(pairs) for pairs in self.groups]
-        if sum(sizes) <= _LEAST_BYTES:
+        # Smaller sums need not be computed one after the other: their terms are small
+        # compared to the arrays they are computed from, which are all live until the
+        # last sum is done.
+        if sum(sizes) <= platform().factor_bytes:
             return [self._sum(pairs, terms, values) for pairs in self.groups]
         blocks: list[Array] = []
         for group in consecutive_groups(sizes, least=0):

@@ -20,6 +20,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 from .._base.checks import as_jax
 from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
+from .._base.platforms import platform
 from .._base.trees import described, safe_zip
 from .._batch.batch import Block
 from .batch_kernel import BatchKernel
@@ -218,10 +219,6 @@ def _column(kernel: AbstractBlockKernel, index: Int[Array, ""]) -> Shaped[Array,
     return lax.dynamic_update_slice(column, entry[:, 0], (index,))
 
 
-# The bytes of a tile of an array without chunks: a few tiles fit into a cache.
-_TILE_BYTES = 2**22
-
-
 # The number of tiles that are read ahead while one is multiplied.
 _AHEAD = 2
 
@@ -262,7 +259,8 @@ class Reader:
     def _tile_sizes(self) -> tuple[int, int]:
         chunks = getattr(self.array, "chunks", None)
         if chunks is None:
-            size = max(math.isqrt(_TILE_BYTES // max(self.dtype.itemsize, 1)), 1)
+            entries = platform().block_bytes // max(self.dtype.itemsize, 1)
+            size = max(math.isqrt(entries), 1)
             return size, size
         rows, columns = (max(size, 1) for size in chunks)
         # The mirror image of a square tile is a tile, too.

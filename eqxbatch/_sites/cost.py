@@ -1,6 +1,6 @@
 """The cost of computations, and the cheapest way to gradients and their norms.
 
-Costs depend on shapes only.
+Costs depend on shapes and on the platform only.
 """
 
 import collections
@@ -16,6 +16,7 @@ import jax
 import jax.extend.core as jex
 
 from .._base.jaxprs import TracedFunction
+from .._base.platforms import platform
 from .._base.primitives import callee, inner_jaxprs, name_of, PRODUCTS
 from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
@@ -25,16 +26,8 @@ from .site import has_named_axes, Site
 from .trace import Program
 
 
-# The constants of the cost model, rounded from the measurements of
-# `python -m benchmarks --suite costs` on 2 cores of an AMD EPYC; only orders of
-# magnitude matter.
-# - The number of floating-point operations that take as long as moving a byte.
-FLOPS_PER_BYTE = 8.0
-# - How much slower per-example gradients of a convolution are than matrix products,
-#   because `vmap` turns them into grouped convolutions.
-GROUPED_CONVOLUTION = 4.0
-# - The relative cost below which sites are used: they must be cheaper, because they
-#   take longer to compile.
+# The relative cost below which sites are used: they must be cheaper, because they take
+# longer to compile.
 SITES_AT_MOST = 0.95
 
 
@@ -56,7 +49,7 @@ class Cost(eqx.Module):
     @property
     def time(self) -> float:
         """The time that it takes, in floating-point operations."""
-        return self.flops + FLOPS_PER_BYTE * self.bytes
+        return self.flops + platform().flops_per_byte * self.bytes
 
 
 def total_cost(costs: Iterable[Cost]) -> Cost:
@@ -215,7 +208,9 @@ def _choose(program: Program, leaf: int, structs: tuple) -> Contraction:
         def norms(operands: list, cotangents: list, values: list) -> Cost:
             factors = Factors(operands, cotangents, values=values)
             terms = norm_terms(OfLeaf(sites, factors, struct))
-            return total_cost(contraction_cost(x, (EXAMPLE,)) for x, _ in terms)
+            cost = total_cost(contraction_cost(x, (EXAMPLE,)) for x, _ in terms)
+            # Bounds rest on these norms, so they keep all digits.
+            return Cost(platform().exact_product * cost.flops, cost.bytes)
 
         cost = eqx.filter_eval_shape(norms, *structs)
         # The sum reads the factors once more.
@@ -251,7 +246,7 @@ def vmapped_cost(program: Program) -> Cost:
                 viewed.add(key)
                 total += Cost(0.0, 2 * width * _num_viewed(site))
             slow = site.rule.kind == "conv_general_dilated"
-            factor = GROUPED_CONVOLUTION if slow else 1.0
+            factor = platform().grouped_convolution if slow else 1.0
             total += Cost(factor * num_products(site), width * _num_factors(site))
     return total
 

@@ -27,6 +27,7 @@ from .._base.dtypes import (
     widest,
 )
 from .._base.mesh import full_varying_as, is_on_mesh, vary, vary_as, varying
+from .._base.platforms import platform
 from .._base.trees import safe_zip
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .factors import (
@@ -60,10 +61,6 @@ MOST_SITES = 16
 # terms may be. The error of products of pairs grows with this ratio, that of the
 # gradient with its root.
 _MOST_CANCELLED = 64.0
-
-
-# The number of bytes that the gradients which are formed at a time may take.
-_FORMED_BYTES = 2**20
 
 
 def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> bool:
@@ -593,7 +590,8 @@ def _for_each_formed(
     args = jnp.arange(num), arrays
     if any(map(is_on_mesh, jax.tree.leaves(arrays))):
         return jax.vmap(one)(args)  # A loop would gather examples on all devices.
-    size = _FORMED_BYTES // max(sum(_bytes_of_gradient(*x) for x in parts), 1)
+    formed = sum(_bytes_of_gradient(*x) for x in parts)
+    size = platform().block_bytes // max(4 * formed, 1)
     # Without a remainder, which would be compiled separately.
     size = next(i for i in range(max(min(size, num), 1), 0, -1) if num % i == 0)
     return lax.map(one, args, batch_size=size)

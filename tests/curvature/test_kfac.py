@@ -1,5 +1,6 @@
 """Kronecker factors against their definition, and against exact matrices."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -20,6 +21,7 @@ from eqxbatch import (
     Sum,
     Unravel,
 )
+from eqxbatch._base import platforms
 from eqxbatch._curvature import kfac as kfac_module
 from ..helpers import forwards_only, rows_only, spread, thinned
 from .kfac_models import (
@@ -114,7 +116,7 @@ def test_blocks_of_examples(name, y, monkeypatch):
     known = KNOWN[name](jr.key(1), NUM)
     expected = kfac(known, y, corrected=True)
     # A gradient has 12 to 20 entries, and there are two vectors: for two examples.
-    monkeypatch.setattr(kfac_module, "_MOST_BYTES", 2 * 2 * 20 * 8)
+    small = dataclasses.replace(platforms.CPU, block_bytes=2 * 2 * 20 * 8)
     blocks = []
     accumulated = kfac_module.accumulated
 
@@ -123,9 +125,10 @@ def test_blocks_of_examples(name, y, monkeypatch):
         return accumulated(run, rows, size, accumulator)
 
     monkeypatch.setattr(kfac_module, "accumulated", counted)
-    weights = jnp.ones(NUM)
-    close(kfac(known, y, corrected=True), expected)
-    close(kfac(known, y, corrected=True, accumulator=Mean(weights=weights)), expected)
+    weighted = {"corrected": True, "accumulator": Mean(weights=jnp.ones(NUM))}
+    with platforms.for_platform(small):
+        close(kfac(known, y, corrected=True), expected)
+        close(kfac(known, y, **weighted), expected)
     assert all(size < num for num, size in blocks)
     assert len(blocks) >= 2
 
@@ -136,7 +139,8 @@ def test_blocks_of_examples(name, y, monkeypatch):
 def test_shard_map(fisher, has_few_directions, monkeypatch):
     """A sum over the examples of all devices, as a gradient is."""
     if has_few_directions:
-        monkeypatch.setattr(kfac_module, "_MOST_BYTES", 2 * 16 * 8)
+        small = dataclasses.replace(platforms.CPU, block_bytes=2 * 16 * 8)
+        monkeypatch.setattr(kfac_module, "platform", lambda: small)
     known = KNOWN["pooled"](jr.key(1), 16)
     y = jr.normal(jr.key(2), (16, 2))
     mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))

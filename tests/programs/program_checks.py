@@ -7,6 +7,7 @@ estimated to be cheapest.
 
 import collections
 import contextlib
+import dataclasses
 import math
 import random
 import re
@@ -21,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqxbatch
-from eqxbatch._curvature import curvature_matrices, site_blocks
+from eqxbatch._base import platforms
+from eqxbatch._curvature import curvature_matrices
 from eqxbatch._gradients.per_example import SiteGradients
 from eqxbatch._ntk import example_factors, pairings
 from eqxbatch._sites import cost
@@ -111,8 +113,8 @@ def forced_mixture(seed: int) -> Iterator[None]:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))
         patch(curvature_matrices, "cheapest", some)
         if seed % 4 == 0:
-            patch(curvature_matrices, "_LEAST_BYTES", 0)
-            patch(site_blocks, "_LEAST_BYTES", 0)
+            small = dataclasses.replace(platforms.CPU, factor_bytes=0)
+            stack.enter_context(platforms.for_platform(small))
         yield
 
 

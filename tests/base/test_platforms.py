@@ -1,0 +1,75 @@
+"""Choices among programs are those of the platform that a program is for."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqxbatch import explain_sites, filter_ggn_diagonal, filter_micro_grad
+from eqxbatch._base.platforms import CPU, for_platform, GPU, platform, TPU
+
+
+def test_arguments_come_before_the_default_device():
+    x = jnp.ones(3)
+    here = jax.device_put(x, jax.devices()[0])
+    assert platform([x, here]) == CPU
+    for name, expected in (("gpu", GPU), ("tpu", TPU)):
+        with jax.default_device(name):
+            assert platform([x, "a setting"]) == platform() == expected
+            assert platform([x, here]) == CPU
+    with jax.default_device(jax.devices()[0]):
+        assert platform() == CPU
+    with for_platform(TPU):
+        assert platform([here]) == TPU
+    assert platform() == CPU
+
+
+def loss(w, x):
+    return jnp.sum(jnp.tanh(x @ w))
+
+
+CHOSEN = ((CPU, "materialise"), (GPU, "sites"), (TPU, "sites"))
+
+
+@pytest.mark.parametrize(("chosen", "method"), CHOSEN)
+def test_a_layer_of_a_vision_transformer_is_clipped(chosen, method, caplog):
+    w, x = jnp.ones((768, 3072)), jax.ShapeDtypeStruct((2, 197, 768), jnp.float32)
+    grad = filter_micro_grad(loss, microbatch_size=1, clip_norm=1.0)
+    one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    with for_platform(chosen), caplog.at_level("DEBUG", "eqxbatch"):
+        assert eqx.filter_eval_shape(grad, w, x).shape == w.shape
+        assert explain_sites(loss, w, one).method == method
+    assert f"method='auto' is '{method}'" in caplog.text
+
+
+def test_examples_are_processed_at_once_where_memory_allows():
+    w, x = jnp.ones((3, 8)), jnp.ones((16, 4, 8))
+    ggn = filter_ggn_diagonal(
+        lambda w, x: jnp.sum(jnp.tanh(x @ w.T), axis=0),
+        lambda out, x: jnp.sum(out**2),
+        in_axes=0,
+        method="sites",
+    )
+    small = dataclasses.replace(CPU, factor_bytes=2**10)
+    for chosen, is_loop in ((CPU, False), (small, True)):
+        with for_platform(chosen):
+            program = str(eqx.filter_make_jaxpr(ggn)(w, x)[0])
+        assert ("scan" in program) is is_loop
+
+
+def test_programs_are_compiled_for_each_platform():
+    traced = []
+
+    def count(w, x):
+        traced.append(platform())
+        return loss(w, x)
+
+    grad = filter_micro_grad(count)
+    w, x = jnp.ones((2, 2)), jnp.ones((3, 1, 2))
+    for chosen in (CPU, CPU, GPU, CPU):
+        with for_platform(chosen):
+            grad(w, x)
+    assert {*traced} == {CPU, GPU}
+    assert traced == sorted(traced, key=(CPU, GPU).index)
