@@ -1,6 +1,7 @@
 """Runs all benchmarks: `python -m benchmarks`, with `--help` for options."""
 
 import argparse
+import json
 import pathlib
 import sys
 from typing import Any
@@ -70,6 +71,12 @@ def main() -> int:
         help=f"for which device {accelerators.NAME} compiles; {accelerators.HERE} also "
         "runs its programs; by default, the first one whose plug-in is installed",
     )
+    parser.add_argument(
+        "--jobs",
+        default="",
+        help=f"of {accelerators.NAME}, measure only the jobs again whose titles start "
+        "with this, such as `micro_grad`",
+    )
     options = parser.parse_args()
     if options.no_time_bars:
         harness.judge_no_times()
@@ -79,13 +86,19 @@ def main() -> int:
         if device is None:
             print(accelerators.how_to_use())
             return 2
-        found = accelerators.run(options.quick, device)
-        return 1 if report(root, f"{accelerators.NAME}_{device}", *found) else 0
+        name = f"{accelerators.NAME}_{device}"
+        earlier = root / f"{name}.json"
+        is_there = options.jobs and earlier.exists()
+        before = json.loads(earlier.read_text()) if is_there else {}
+        found = accelerators.run(options.quick, device, options.jobs, before)
+        return 1 if report(root, name, *found) else 0
     missed = 0
     for suite in SUITES:
         if options.suite in (None, suite.NAME):
             found = suite.run(options.quick)
-            missed += report(root, suite.NAME, *found, not options.no_time_bars)
+            missed += report(
+                root, suite.NAME, *found, judges_times=not options.no_time_bars
+            )
     if not options.quick:
         chart.main()
     return 1 if missed else 0

@@ -7,6 +7,7 @@ JAX finds, and measures their time.
 
 import dataclasses
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ def find(name: str | None) -> str | None:
         return name if jax.default_backend() in ("gpu", "tpu") else None
     names = ACCELERATORS if name is None else (name,)
     there = [name for name in names if ACCELERATORS[name].is_installed]
-    return there[0] if there and jax.config.jax_platforms == "cpu" else None
+    return there[0] if there and os.environ.get("JAX_PLATFORMS") == "cpu" else None
 
 
 def how_to_use() -> str:
@@ -198,19 +199,20 @@ QUICK = {
 
 def cases(quick: bool) -> Iterator[Case]:
     """All jobs; few and small ones if `quick`."""
-    yield from [] if quick else large_cases()
-    suites: dict[str, list[Case]] = {
-        "micro_grad": micro_grad.cases(quick),
-        "micro_vmap": micro_vmap.cases(quick),
-        "curvature": [
+    suites: dict[str, Callable[[], list[Case]]] = {
+        "micro_grad": lambda: micro_grad.cases(quick),
+        "micro_vmap": lambda: micro_vmap.cases(quick),
+        "curvature": lambda: [
             case for job in curvature.jobs(quick) for case in curvature.cases(job)
         ],
-        "kernels": kernel_cases(quick),
-        "kfac": kfac.make_cases(quick),
+        "kernels": lambda: kernel_cases(quick),
+        "kfac": lambda: kfac.make_cases(quick),
     }
-    for name, found in suites.items():
-        some = [x for x in found if not quick or x.name in QUICK[name]]
+    for name, make in suites.items():
+        some = [x for x in make() if not quick or x.name in QUICK[name]]
         yield from with_jobs_of(name, some)
+    # These take minutes to compile.
+    yield from [] if quick else with_jobs_of("large", large_cases())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +224,11 @@ class Reading:
     cost: Cost
     seconds: float
     is_alternative: bool
+
+    @classmethod
+    def of(cls, cost: dict[str, Any], **fields: Any) -> "Reading":
+        """What `dataclasses.asdict` made of one."""
+        return cls(cost=Cost(**cost), **fields)
 
     @property
     def cells(self) -> list[str]:
@@ -337,10 +344,22 @@ def describe(device: str) -> str:
     return f"Compiled for {ACCELERATORS[device].name} with {versions}, and not run."
 
 
-def run(quick: bool, device: str) -> tuple[dict[str, Any], str, list[Bar]]:
-    """The figures as JSON, the tables for the docs, and the bars."""
-    found: dict[str, list[Reading]] = {}
+def run(
+    quick: bool, device: str, only: str, before: dict[str, Any]
+) -> tuple[dict[str, Any], str, list[Bar]]:
+    """The figures as JSON, the tables for the docs, and the bars.
+
+    `before` are the figures of an earlier run: the jobs whose titles do not start with
+    `only` are taken from there, if the versions are the same.
+    """
+    same = before.get("device") == describe(device)
+    found = {
+        title: [Reading.of(**x) for x in readings]
+        for title, readings in (before["jobs"] if same else {}).items()
+    }
     for case in cases(quick):
+        if not case.title.startswith(only):
+            continue
         found[case.title] = read(case, device)
         for x in found[case.title]:
             print(f"{case.title}: {x.way}: {', '.join(x.cells)}", flush=True)

@@ -87,7 +87,7 @@ def _topology(accelerator: Accelerator, num: int) -> Any:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    if jax.config.jax_platforms != "cpu":
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
         raise ValueError("Set JAX_PLATFORMS=cpu, or plug-ins look for their devices.")
     return topologies.get_topology_desc(
         accelerator.topology, accelerator.platform, **accelerator.settings(num)
@@ -136,24 +136,25 @@ class Cost:
     kernels: float = 0.0
     bytes: float = 0.0
     seconds: float = 0.0
-    flops: tuple[tuple[str, float], ...] = ()
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)
     per_trip: float = 0.0
     is_known: bool = True
 
     def __add__(self, other: "Cost") -> "Cost":
-        flops = collections.Counter(dict(self.flops))
-        flops.update(dict(other.flops))
+        names = {**self.flops, **other.flops}
+        get = lambda cost, name: cost.flops.get(name, 0.0)
+        flops = {name: get(self, name) + get(other, name) for name in names}
         return Cost(
             self.kernels + other.kernels,
             self.bytes + other.bytes,
             self.seconds + other.seconds,
-            tuple(sorted(flops.items())),
+            flops,
             max(self.per_trip, other.per_trip),
             self.is_known and other.is_known,
         )
 
     def __mul__(self, trips: int) -> "Cost":
-        flops = tuple((name, trips * num) for name, num in self.flops)
+        flops = {name: trips * num for name, num in self.flops.items()}
         seconds = trips * self.seconds
         kernels, moved = trips * self.kernels, trips * self.bytes
         return Cost(kernels, moved, seconds, flops, self.kernels, self.is_known)
@@ -161,9 +162,8 @@ class Cost:
     @property
     def lower_precision(self) -> float:
         """The share of products that keep fewer digits than float32."""
-        flops = dict(self.flops)
-        most = sum(num for name, num in flops.items() if name in ("f32", "f64"))
-        return 1 - most / sum(flops.values()) if flops else 0.0
+        most = self.flops.get("f32", 0.0) + self.flops.get("f64", 0.0)
+        return 1 - most / sum(self.flops.values()) if self.flops else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +304,7 @@ class Program:
         self, x: Instruction, lines: dict[str, Instruction], target: str
     ) -> Cost:
         inside = list(self._inside(x, lines))
-        flops: collections.Counter[str] = collections.Counter()
+        flops: dict[str, float] = collections.defaultdict(float)
         others = 0
         for y, near in inside:
             num = self._flops(y, near, target)
@@ -321,7 +321,7 @@ class Program:
         cycles = x.setting(r'estimated_cycles":"(\d+)"')
         if device.clock and cycles:
             seconds = int(cycles) / device.clock
-        return Cost(1, moved, seconds, tuple(flops.items()))
+        return Cost(1, moved, seconds, dict(flops))
 
     def _inside(
         self, x: Instruction, lines: dict[str, Instruction]

@@ -1,0 +1,319 @@
+"""Programs for GPUs and TPUs, which are read and not run.
+
+JAX lowers for a GPU anywhere. What XLA makes of it needs a plug-in, and no device: the
+tests marked `accelerators` run in an environment that has one, as `.ci/run` says.
+"""
+
+import functools
+import os
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+from benchmarks.programs import ACCELERATORS, Program
+from .helpers import KINDS
+from .test_meshes import FEATURES, MODELS
+from .test_precision import DERIVATIVES, HIGHEST, Net, X, Y
+
+
+# Two microbatches and a remainder, which four devices divide.
+TOTAL = 20
+DTYPES = (jnp.float32, jnp.bfloat16)
+# These run a program on the device, or compile one themselves.
+NO_PROGRAM = ("store", "MemoryBudget")
+TRACED = [x for x in FEATURES if not any(word in x for word in NO_PROGRAM)]
+
+# The host reads these predicates while a program runs, outside of its loops.
+CHECKS = {
+    # A bound that is an array must be positive.
+    "filter_micro_grad clip_norm": 1,
+    # A step must be finite.
+    "filter_gauss_newton_step": 1,
+    "filter_gauss_newton_step blocks": 1,
+    "filter_gauss_newton_step parameter": 1,
+}
+# What is to be mended.
+DECIDED = "the remainder of a batch is in a conditional that is always taken"
+ONCE = "patches and Gram matrices are made in loops of one trip"
+WITHOUT_REMAINDER = (
+    *("filter_micro_vmap of one", "PseudoNTK", "ProbedNTK"),
+    *("EmpiricalNTK", "EmpiricalNTK two sides", "EmpiricalNTK diagonal"),
+    *("EmpiricalNTK matvec", "EmpiricalNNGP", "EmpiricalKernel"),
+)
+RUN_ONCE = ("filter_micro_grad sites, attention", "filter_ggn, conv")
+
+
+def of_arrays(feature, name="dense", dtype=jnp.float32):
+    """A feature as a function of arrays, and these as shapes."""
+    make, examples = MODELS[name]
+    arrays, static = eqx.partition(make(), eqx.is_array)
+
+    def run(arrays, x):
+        return eqx.filter(
+            FEATURES[feature](eqx.combine(arrays, static), x), eqx.is_array
+        )
+
+    def shape(x):
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        return jax.ShapeDtypeStruct(x.shape, dtype if inexact else x.dtype)
+
+    return run, jax.tree.map(shape, (arrays, examples(TOTAL)))
+
+
+def programs_of(eqn):
+    """The jaxprs that an equation runs."""
+    is_program = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    for x in jax.tree.leaves([*eqn.params.values()], is_leaf=is_program):
+        if is_program(x):
+            yield getattr(x, "jaxpr", x)
+
+
+def checks(jaxpr, within=""):
+    """For each check by the host, the loop that it is in."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = [*programs_of(eqn)]
+        if any("callback" in x.primitive.name for j in inner for x in j.eqns):
+            yield within
+            continue
+        for program in inner:
+            yield from checks(program, name if name in ("scan", "while") else within)
+
+
+# What XLA is given.
+
+
+def operations(op):
+    for region in op.regions:
+        for block in region:
+            for inner in block:
+                yield inner.operation
+                yield from operations(inner.operation)
+
+
+def returned(op, region=0):
+    """What a region of an operation returns."""
+    *_, last = op.regions[region].blocks[0]
+    return last.operation.operands
+
+
+class Dependencies:
+    """On which values each value of a program depends, through functions and loops."""
+
+    def __init__(self, ops):
+        name = lambda op, key: str(op.attributes[key]).strip('@"')
+        self.functions = {
+            name(op, "sym_name"): op for op in ops if op.name == "func.func"
+        }
+        self.calls = {}
+        for op in ops:
+            if op.name == "func.call":
+                self.calls.setdefault(name(op, "callee"), []).append(op)
+
+    def of(self, value):
+        """Those of a value; None for an argument of the program."""
+        op, place = value.owner, getattr(value, "arg_number", None)
+        if place is not None:
+            op = op.owner.operation
+            if op.name == "func.func":
+                calls = self.calls.get(str(op.attributes["sym_name"]).strip('"'))
+                return calls and [call.operands[place] for call in calls]
+            if op.name == "stablehlo.while":
+                return [op.operands[place], returned(op, 1)[place]]
+            return [*op.operands]
+        place = [*op.results].index(value)
+        if op.name == "stablehlo.while":
+            parts = op.operands[place], returned(op, 1)[place], returned(op, 0)[0]
+            return [*parts]
+        if op.name in ("stablehlo.case", "stablehlo.if"):
+            branches = [returned(op, i)[place] for i in range(len(op.regions))]
+            return [op.operands[0], *branches]
+        if op.name == "func.call":
+            callee = str(op.attributes["callee"]).strip("@")
+            return [returned(self.functions[callee])[place]]
+        return [*op.operands]
+
+    def is_known(self, value):
+        """Whether a value depends on no argument of the program."""
+        todo, seen = [value], set()
+        while todo:
+            value = todo.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            parts = self.of(value)
+            if parts is None:
+                return False
+            todo += parts
+        return True
+
+
+def is_decided(op, dependencies):
+    """Whether a conditional always takes the same branch, but not by its platform.
+
+    XLA removes it, so that its branch runs before a loop that it seems to depend on.
+    """
+    if op.name not in ("stablehlo.case", "stablehlo.if"):
+        return False
+    is_platform = getattr(op.operands[0].owner, "name", "") == "stablehlo.constant"
+    return not is_platform and dependencies.is_known(op.operands[0])
+
+
+def number(value):
+    """The number that a constant is; None for everything else."""
+    if getattr(value.owner, "name", None) != "stablehlo.constant":
+        return None
+    found = re.match(r"dense<(-?\d+)>", str(value.owner.attributes["value"]))
+    return found and int(found[1])
+
+
+def runs_once(op):
+    """Whether a loop has one trip, from one constant to another."""
+    if op.name != "stablehlo.while":
+        return False
+    compared = returned(op)[0].owner
+    if getattr(compared, "name", None) != "stablehlo.compare":
+        return False
+    counter, limit = compared.operands
+    place = getattr(counter, "arg_number", None)
+    start = None if place is None else number(op.operands[place])
+    return start is not None and number(limit) == start + 1
+
+
+@functools.cache
+def lowered(subject):
+    """The checks of a program by the host, and the operations that a GPU is given."""
+    run, shapes = of_arrays(*subject.split(", "))
+    traced = jax.jit(run).trace(*shapes)
+    found = tuple(checks(traced.jaxpr.jaxpr))
+    if found:
+        # JAX lowers callbacks only for a device that is here.
+        return found, None
+    module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    # Operations are valid as long as their module.
+    return found, (module, [*operations(module.operation)])
+
+
+def unless(subjects, reason, is_wrong):
+    """Values for `parametrize`, of which some must fail until they are mended."""
+    fails = pytest.mark.xfail(reason=reason)
+    marks = lambda subject: [fails] if is_wrong(subject) else []
+    return [pytest.param(x, marks=marks(x)) for x in subjects]
+
+
+where = lambda ops: [str(op.location)[:1000] for op in ops]
+DENSE = [f"{feature}, dense" for feature in TRACED]
+UNCHECKED = [f"{feature}, dense" for feature in TRACED if feature not in CHECKS]
+OTHERS = [*RUN_ONCE, "filter_micro_grad sites, conv"]
+
+
+@pytest.mark.parametrize("subject", DENSE)
+def test_the_host_checks_what_users_give_and_no_more(subject):
+    found, _ = lowered(subject)
+    assert found == ("",) * CHECKS.get(subject.split(", ")[0], 0)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    unless(
+        [*UNCHECKED, *OTHERS],
+        DECIDED,
+        lambda subject: subject.split(", ")[0] not in WITHOUT_REMAINDER,
+    ),
+)
+def test_no_conditional_is_decided(subject):
+    _, (_, ops) = lowered(subject)
+    dependencies = Dependencies(ops)
+    assert where(op for op in ops if is_decided(op, dependencies)) == []
+
+
+@pytest.mark.parametrize(
+    "subject", unless([*UNCHECKED, *OTHERS], ONCE, lambda x: x in RUN_ONCE)
+)
+def test_no_loop_runs_once(subject):
+    _, (_, ops) = lowered(subject)
+    assert where(filter(runs_once, ops)) == []
+
+
+# What XLA makes of it.
+
+
+@pytest.fixture(params=ACCELERATORS)
+def accelerator(request):
+    found = ACCELERATORS[request.param]
+    if not found.is_installed:
+        pytest.skip(f"no plug-in for {found.name}")
+    # Otherwise, JAX lowers callbacks only for a device that is here.
+    assert os.environ.get("EQX_ON_ERROR") == "nan", "set EQX_ON_ERROR=nan"
+    return found
+
+
+def program(run, shapes, accelerator):
+    """`run` compiled for shapes that are on devices, as XLA's program."""
+    traced = jax.jit(run).trace(*shapes)
+    compiled = traced.lower(lowering_platforms=(accelerator.platform,)).compile()
+    return Program(compiled.as_text(), accelerator)
+
+
+def one_device(shapes, accelerator):
+    sharding = SingleDeviceSharding(accelerator.devices()[0])
+    put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(put, shapes)
+
+
+def on_mesh(shapes, accelerator, kind):
+    """Parameters on each of four devices, and examples spread over these."""
+    devices = np.array(accelerator.devices(4))
+    mesh = Mesh(devices, ("data",), axis_types=(kind,))
+
+    def put(x, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    arrays, x = shapes
+    return jax.tree.map(put, arrays), put(x, "data")
+
+
+def check_program(found):
+    """No callback, no loop of one trip, and no conditional without a choice."""
+    for lines in found.computations.values():
+        for x in lines.values():
+            assert "callback" not in x.setting(r'custom_call_target="([^"]*)"')
+            assert x.op != "while" or found.trips(x) != 1, x.rest
+            if x.op == "conditional" and x.operands[0] in lines:
+                assert lines[x.operands[0]].op != "constant", x.rest
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("feature", TRACED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiles(feature, dtype, accelerator):
+    run, shapes = of_arrays(feature, dtype=dtype)
+    check_program(program(run, one_device(shapes, accelerator), accelerator))
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("feature", TRACED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_for_four_devices(feature, kind, accelerator):
+    run, shapes = of_arrays(feature)
+    check_program(program(run, on_mesh(shapes, accelerator, kind), accelerator))
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_model_at_the_highest_precision_stays_there(name, accelerator):
+    arrays, static = eqx.partition(Net(HIGHEST), eqx.is_array)
+
+    def run(arrays, x, y):
+        return eqx.filter(
+            DERIVATIVES[name](eqx.combine(arrays, static), x, y), eqx.is_array
+        )
+
+    shapes = one_device((arrays, X, Y), accelerator)
+    assert program(run, shapes, accelerator).cost().lower_precision == 0
