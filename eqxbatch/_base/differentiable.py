@@ -9,7 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .jaxprs import at_example, TracedFunction
+from .jaxprs import TracedFunction
 from .primitives import equations_in, is_unknown_object, name_of
 
 
@@ -61,16 +61,14 @@ def derivative_of(
     return "transposed" if no_transpose is None else "rows"
 
 
-def derivative_of_program(
-    name: str, program: TracedFunction, arrays: list
-) -> Derivative:
-    """How JAX can differentiate a program of one example of a batch in its leaves."""
+def derivative_of_program(name: str, program: TracedFunction) -> Derivative:
+    """How JAX can differentiate a program of one example in its leaves."""
 
     def ask(rows: list) -> Derivative:
         one = lambda leaves: program.one(leaves, rows)
         return derivative_of(name, one, program.leaves)
 
-    return at_example(ask, arrays, program.axes)
+    return program.at_example(ask)
 
 
 def pushforward(

@@ -78,19 +78,6 @@ class _Static(eqx.Module):
     value: Any = eqx.field(static=True)
 
 
-def at_example(fun: Callable[[list], _T], arrays: list, axes: Sequence[int]) -> _T:
-    """The untraced output of `fun(rows)` for one example of a batch.
-
-    Without `axes`, the arrays are those of one example.
-    """
-    if not axes:
-        return fun(arrays)
-    # Inside `jax.vmap`, an example has the type that it will have there, also on a
-    # mesh.
-    run = jax.vmap(lambda *rows: _Static(fun([*rows])), [*axes])
-    return jax.eval_shape(run, *arrays).value
-
-
 def axis_names(jaxpr: Any) -> set:
     """The axis names that a jaxpr uses, of an enclosing `vmap` or mesh."""
     return {effect.name for effect in jaxpr.effects if hasattr(effect, "name")}
@@ -291,7 +278,8 @@ class TracedFunction:
     """A function of leaves and of one example of a batch, traced.
 
     - `leaves`: the list of arrays that it was traced with.
-    - `axes`: the batch axes of the `arrays`; empty if they are those of one example.
+    - `arrays`, `axes`: the arrays of a batch, of which only types matter, and their
+        batch axes; these are empty if the arrays are those of one example.
     - `closed`: its jaxpr, whose first inputs are the leaves.
     - `out`: its output, with a `jax.ShapeDtypeStruct` for each array.
     """
@@ -304,14 +292,23 @@ class TracedFunction:
         axes: Sequence[int] = (),
     ):
         self.leaves, self._treedef = jtu.tree_flatten(leaves)
-        self.axes = list(axes)
+        self.arrays, self.axes = arrays, list(axes)
 
         def flat(leaves: list, rows: list) -> PyTree:
             return fun(self.tree(leaves), rows)
 
         trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)
-        self.closed, structs, static = at_example(trace, arrays, axes)
+        self.closed, structs, static = self.at_example(trace)
         self.out = eqx.combine(structs, static)
+
+    def at_example(self, ask: Callable[[list], _T]) -> _T:
+        """The untraced output of `ask(rows)` for one example."""
+        if not self.axes:
+            return ask(self.arrays)
+        # Inside `jax.vmap`, an example has the type that it will have there, also on a
+        # mesh.
+        run = jax.vmap(lambda *rows: _Static(ask([*rows])), self.axes)
+        return jax.eval_shape(run, *self.arrays).value
 
     @property
     def structs(self) -> list[jax.ShapeDtypeStruct]:

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree, Real
 
 from .._base.dtypes import finite_sums, normalised
 from .._base.jaxprs import TracedFunction
+from .._base.mesh import vary_as
 from .._base.mistakes import called, no_arrays_remedy
 from .._base.trees import described, safe_zip, shown
 from .accumulators import Concat
@@ -177,7 +178,8 @@ class Loss(eqx.Module):
     """A function whose first argument is differentiated, and a call of it.
 
     `diff` and `nondiff` are the two parts of that argument, and `batch` splits all
-    arguments. With `holomorphic`, values are complex.
+    arguments. With `holomorphic`, values are complex. `blocks` says how the batch is
+    cut into microbatches; it is None for a single call.
     """
 
     fun: Callable
@@ -186,6 +188,17 @@ class Loss(eqx.Module):
     nondiff: PyTree
     has_aux: bool
     holomorphic: bool = False
+    blocks: Blocks | None = None
+
+    @property
+    def parameters(self) -> PyTree:
+        """The differentiated part, varying over devices as the examples do.
+
+        Inside `jax.shard_map`, JAX sums a derivative over devices if the parameters do
+        not vary over them. Making them vary delays this sum, so that it happens once
+        instead of for each example.
+        """
+        return vary_as(self.batch.arrays, self.diff)
 
     def __call__(self, diff: PyTree, rows: list) -> tuple[Array, PyTree]:
         """Value and aux for one example, or for a microbatch."""
@@ -205,6 +218,30 @@ class Loss(eqx.Module):
                 f"got {described(out)}."
             )
         return out
+
+    def traced(
+        self, if_whole: str, fun: Callable[[PyTree, list], PyTree] | None = None
+    ) -> TracedFunction:
+        """Value and aux of one example; or what `fun` returns, as this is called.
+
+        `if_whole` is the remedy if it turns out to be a function of a whole batch.
+        """
+        run, diff, batch = fun or self, self.parameters, self.batch
+        try:
+            whole = functools.partial(run, diff)
+            with explained_failure(whole, batch, "example", if_whole):
+                return TracedFunction(run, diff, batch.arrays, batch.axes)
+        except NameError as e:
+            if "unbound axis name" in str(e):
+                e.add_note(
+                    "`fun` is called with one example, but it uses a named axis, as "
+                    "BatchNorm does in training mode. Per-example gradients are not "
+                    "defined if the loss couples examples: switch such layers to "
+                    "inference mode. Or, if nothing per-example is needed, give the "
+                    "loss of a whole microbatch, which calls `jax.vmap` with this "
+                    "`axis_name` itself, and say `batched=True`."
+                )
+            raise
 
 
 def check_value(value: Any, holomorphic: bool = False, what: str = "fun") -> Array:
@@ -250,29 +287,6 @@ def weighted_totals(
     return [x * scale.astype(x.dtype) for x in total]
 
 
-def traced_loss(loss: Loss, if_whole: str) -> TracedFunction:
-    """The loss of one example, with its value and aux as the output.
-
-    `if_whole` is the remedy if it turns out to be the loss of a whole batch.
-    """
-    batch = loss.batch
-    try:
-        whole = functools.partial(loss, loss.diff)
-        with explained_failure(whole, batch, "example", if_whole):
-            return TracedFunction(loss, loss.diff, batch.arrays, batch.axes)
-    except NameError as e:
-        if "unbound axis name" in str(e):
-            e.add_note(
-                "`fun` is the loss of one example, but it uses a named axis, as "
-                "BatchNorm does in training mode. Per-example gradients are not "
-                "defined if the loss couples examples: switch such layers to "
-                "inference mode. Or, if nothing per-example is needed, give the "
-                "loss of a whole microbatch, which calls `jax.vmap` with this "
-                "`axis_name` itself, and say `batched=True`."
-            )
-        raise
-
-
 class AbstractDerivative(AbstractTransform):
     """A derivative with respect to parameters in the first argument.
 
@@ -281,7 +295,10 @@ class AbstractDerivative(AbstractTransform):
     - `has_aux`: whether the function returns `(value, aux)`.
     - `holomorphic`: whether it is a holomorphic function of complex arrays; None if the
         transform has no such setting.
+    - `allows_complex`: whether complex parameters need no `holomorphic`.
     """
+
+    allows_complex: ClassVar[bool] = False
 
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any] | None = None
@@ -307,7 +324,10 @@ class AbstractDerivative(AbstractTransform):
         return split_examples(self.__wrapped__, self.in_axes, args, kwargs)
 
     def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
-        """The differentiated part of the first argument, and the rest of it."""
+        """The differentiated part of the first argument, and the rest of it.
+
+        Raises `TypeError` for dtypes that do not fit `holomorphic`.
+        """
         if not args:
             raise ValueError(
                 "The argument that is differentiated comes first, by position; got "
@@ -323,74 +343,20 @@ class AbstractDerivative(AbstractTransform):
                 "derivative is with respect to as the first argument."
                 f"{no_arrays_remedy(args[0])}"
             )
-        return Selection(first, self.where, self.filter_spec).partition(first)
-
-    def real_parameters(
-        self, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[PyTree, PyTree]:
-        """Like `parameters`, for real arrays, or complex ones if `holomorphic`.
-
-        Raises `TypeError` for other dtypes.
-        """
-        diff, nondiff = self.parameters(args, kwargs)
-        _check_complex(diff, self.holomorphic)
+        selection = Selection(first, self.where, self.filter_spec)
+        diff, nondiff = selection.partition(first)
+        if not self.allows_complex:
+            _check_complex(diff, self.holomorphic)
         return diff, nondiff
 
-    def loss_of(self, batch: Batch, diff: PyTree, nondiff: PyTree) -> Loss:
-        """The function of the parameters and of the rows of a batch."""
-        holomorphic = bool(self.holomorphic)
+    def loss_of(self, args: tuple, kwargs: dict[str, Any]) -> Loss:
+        """The function and its arguments in a call of the transformed function."""
+        if self.second_argument is not None:
+            args = (*args[:1], *args[2:])
+        diff, nondiff = self.parameters(args, kwargs)
+        batch, holomorphic = self.batch(args, kwargs), bool(self.holomorphic)
         fun = self.__wrapped__
         return Loss(fun, batch, diff, nondiff, self.has_aux, holomorphic)
-
-
-@dataclasses.dataclass(frozen=True)
-class Microbatches:
-    """The examples of a call, in microbatches; `blocks` is None for a single call."""
-
-    batch: Batch
-    blocks: Blocks | None
-    accumulator: Sum | Mean
-
-    @property
-    def size(self) -> int | None:
-        """The number of examples that are processed at a time."""
-        return None if self.blocks is None else self.blocks.size
-
-    def total(
-        self,
-        sums: Callable[[list, Real[Array, " n"] | None], list],
-        per_example: Callable[[list], PyTree],
-        is_narrow: bool,
-    ) -> tuple[list, PyTree]:
-        """Accumulates results over all microbatches.
-
-        `sums(rows, weights)` returns (weighted) sums over a microbatch, and
-        `per_example(rows)` results along axis 0. The results are in at least float32.
-        `is_narrow` says whether float16 is used.
-        """
-        if self.blocks is None:
-            return sums([], None), per_example([])
-        arrays, axes = rows_and_weights(self.accumulator, self.batch, self.blocks)
-        num, weights = len(self.batch.arrays), self.accumulator.weights
-
-        def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
-            batch, weights_of_rows = rows[:num], None if weights is None else rows[num]
-
-            def shares(weights: Array | None, share: float) -> list:
-                if share != 1:
-                    ones = jnp.ones(size) if weights is None else weights
-                    weights = ones * share
-                return sums(batch, weights)
-
-            totals = weighted_totals(shares, size, weights_of_rows, is_narrow)
-            return (totals, per_example(batch)), None
-
-        def slots(output: tuple, _: Any) -> Slots:
-            of_each = Concat() if array_structs(output[1]) else None
-            slots = match_accumulators((OfTotals(self.accumulator), of_each), output)
-            return slots.with_states(output)
-
-        return run_blocks(run, arrays, axes, self.blocks, slots, None, False)
 
 
 class AbstractOverExamples(
@@ -424,11 +390,48 @@ class AbstractOverExamples(
                 "`weights`."
             )
 
-    def microbatches(
-        self, args: tuple, kwargs: dict[str, Any], args_of_fun: tuple
-    ) -> Microbatches:
-        """The examples of a call; `fun` may take fewer arguments."""
-        batch, blocks = self.batch(args_of_fun, kwargs), None
-        if self.in_axes is not None:
-            blocks = self.blocks(batch, args, kwargs, batch.total())
-        return Microbatches(batch, blocks, self.accumulator)
+    def in_microbatches(self, args: tuple, kwargs: dict[str, Any]) -> Loss:
+        """Like `loss_of`, with the batch cut into microbatches."""
+        loss = self.loss_of(args, kwargs)
+        if self.in_axes is None:
+            return loss
+        blocks = self.blocks(loss.batch, args, kwargs, loss.batch.total())
+        return dataclasses.replace(loss, blocks=blocks)
+
+    def total(
+        self,
+        loss: Loss,
+        program: TracedFunction,
+        sums: Callable[[list, Real[Array, " n"] | None], list],
+        per_example: Callable[[list], PyTree],
+    ) -> tuple[list, PyTree]:
+        """Accumulates results over all microbatches.
+
+        `sums(rows, weights)` returns (weighted) sums over a microbatch, and
+        `per_example(rows)` results along axis 0. The results are in at least float32.
+        The `program` is that of one example.
+        """
+        blocks, accumulator = loss.blocks, self.accumulator
+        if blocks is None:
+            return sums([], None), per_example([])
+        arrays, axes = rows_and_weights(accumulator, loss.batch, blocks)
+        num, weights = len(loss.batch.arrays), accumulator.weights
+
+        def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
+            batch, weights_of_rows = rows[:num], None if weights is None else rows[num]
+
+            def shares(weights: Array | None, share: float) -> list:
+                if share != 1:
+                    ones = jnp.ones(size) if weights is None else weights
+                    weights = ones * share
+                return sums(batch, weights)
+
+            totals = weighted_totals(shares, size, weights_of_rows, program.is_narrow)
+            return (totals, per_example(batch)), None
+
+        def slots(output: tuple, _: Any) -> Slots:
+            of_each = Concat() if array_structs(output[1]) else None
+            slots = match_accumulators((OfTotals(accumulator), of_each), output)
+            return slots.with_states(output)
+
+        return run_blocks(run, arrays, axes, blocks, slots, None, False)

@@ -18,7 +18,7 @@ from .._base.differentiable import without_forward_mode
 from .._base.dtypes import as_real, common_dtype, is_complex
 from .._base.jaxprs import TracedFunction
 from .._base.trees import safe_zip
-from .._batch.batch import Batch
+from .._batch.derivative import Loss
 from .._batch.moments import Sum
 from .._curvature.curvature_matrices import (
     filter_ggn,
@@ -43,31 +43,29 @@ _MOST_COLUMNS, _COLUMNS_AT_A_TIME = 2048, 32
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A function and its arguments.
+    """A function called with some examples.
 
-    `batch` splits all arguments; `diff` and `nondiff` are the parts of the first one.
+    The batch of `fun` has all of them.
     """
 
-    fun: Callable
-    diff: PyTree
-    nondiff: PyTree
-    batch: Batch
+    fun: Loss
 
     @property
     def leaves(self) -> list[Array]:
-        return jtu.tree_leaves(self.diff)
+        return jtu.tree_leaves(self.fun.diff)
 
     @property
     def num(self) -> int:
         """The number of examples that are used."""
-        return min(self.batch.total(), _NUM_EXAMPLES) if self.batch.arrays else 1
+        batch = self.fun.batch
+        return min(batch.total(), _NUM_EXAMPLES) if batch.arrays else 1
 
     @property
     def rows(self) -> list[Array]:
         """Some examples. The last array is for functions without batched arguments."""
         moved = [
             jnp.moveaxis(x, axis, 0)[:_NUM_EXAMPLES]
-            for x, axis in safe_zip(self.batch.arrays, self.batch.axes)
+            for x, axis in safe_zip(self.fun.batch.arrays, self.fun.batch.axes)
         ]
         return [*moved, jnp.zeros(self.num)]
 
@@ -78,9 +76,8 @@ class Call:
 
     def returned(self, leaves: list, rows: list) -> list[Array]:
         """The arrays of inexact dtypes that the function returns for one example."""
-        (_, *args), kwargs = self.batch.arguments(rows[:-1])
-        diff = jtu.tree_unflatten(jtu.tree_structure(self.diff), leaves)
-        out = self.fun(eqx.combine(diff, self.nondiff), *args, **kwargs)
+        diff = jtu.tree_unflatten(jtu.tree_structure(self.fun.diff), leaves)
+        out, _ = self.fun.outputs(diff, rows[:-1])
         return jtu.tree_leaves(eqx.filter(out, eqx.is_inexact_array))
 
     def outputs(self, leaves: list, rows: list) -> Real[Array, " k"]:
@@ -115,9 +112,8 @@ class Call:
                 return x
             return x.astype(jnp.complex128 if is_complex(x) else jnp.float64)
 
-        names = ("diff", "nondiff", "batch")
-        wide = {name: jtu.tree_map(widen, getattr(self, name)) for name in names}
-        return dataclasses.replace(self, **wide)
+        wide = jtu.tree_map(widen, self.fun)
+        return Call(dataclasses.replace(wide, fun=self.fun.fun))
 
     def refusal(self) -> str | None:
         """Why the function cannot be differentiated as it is called; None if it can.

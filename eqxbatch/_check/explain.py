@@ -18,7 +18,7 @@ from .._base.mistakes import no_arrays_remedy
 from .._base.platforms import for_platform, platform
 from .._base.trees import safe_zip, shown
 from .._batch.batch import Batch, explained_failure, unbatched
-from .._batch.derivative import Selection, split_examples
+from .._batch.derivative import Loss, Selection, split_examples
 from .._sites.report import report_of, SitesReport
 from .compare import Call, check_of
 
@@ -156,7 +156,8 @@ def explain_sites(
         expand = lambda x: x[None] if eqx.is_array(x) else x
         args, kwargs = jtu.tree_map(expand, (args, kwargs))
         in_axes = eqx.if_array(0)
-    call = Call(fun, diff, nondiff, split(in_axes, args, kwargs))
+    batch = split(in_axes, args, kwargs)
+    call = Call(Loss(fun, batch, diff, nondiff, has_aux=False))
     return dataclasses.replace(report, check=check_of(call, paths))
 
 

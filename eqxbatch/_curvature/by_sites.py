@@ -335,7 +335,7 @@ def _perturbed_gradient(program: Program, remat: bool) -> Any:
 
     def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
         def value(point: list) -> tuple[Array, list]:
-            outs, operands = program.perturbed(leaves, rows, point)
+            outs, operands, _ = program.evaluate(leaves, rows, point)
             return outs[0], operands
 
         value = jax.checkpoint(value) if remat else value

@@ -304,12 +304,10 @@ def expanded(known: Expansion, point: list[Array], leaves: list[Array]) -> list[
     return result
 
 
-def with_both_modes(
-    program: TracedFunction, arrays: list, derivative: Derivative
-) -> TracedFunction:
+def with_both_modes(program: TracedFunction, derivative: Derivative) -> TracedFunction:
     """A program that has the derivatives of another one, in both modes.
 
-    The latter has rows or columns only. `arrays` are those of a batch.
+    The latter has rows or columns only.
     """
     point = program.leaves
 
@@ -317,7 +315,7 @@ def with_both_modes(
         one = lambda leaves: program.one(leaves, rows)
         return expanded(expansion(one, point, derivative), point, leaves)
 
-    return TracedFunction(run, point, arrays, program.axes)
+    return TracedFunction(run, point, program.arrays, program.axes)
 
 
 class AbstractColumns(AbstractAutoSharded):
@@ -461,17 +459,16 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
         return run_compiled(self, *args, **kwargs)
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        diff, nondiff = self.real_parameters(args, kwargs)
-        leaves, treedef = jtu.tree_flatten(diff)
-        fun = self.loss_of(self.batch(args, kwargs), diff, nondiff)
+        fun = self.loss_of(args, kwargs)
+        diff = fun.diff
 
-        def run(leaves: list, _: list) -> PyTree:
-            out, aux = fun.outputs(jtu.tree_unflatten(treedef, leaves), [])
+        def run(diff: PyTree, _: list) -> PyTree:
+            out, aux = fun.outputs(diff, [])
             as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
             return jtu.tree_map(as_array, out), aux
 
-        program = TracedFunction(run, leaves, [], ())
-        out, _ = program.out
+        program = TracedFunction(run, diff, [])
+        leaves, (out, _) = program.leaves, program.out
         structs = check_outputs(out)
         values = lambda leaves: program.one(leaves, [])[: len(structs)]
         if self.checkpoint:

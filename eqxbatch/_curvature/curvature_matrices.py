@@ -67,20 +67,19 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
         return None
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        diff, nondiff = self.real_parameters(args, kwargs)
-        leaves = jtu.tree_leaves(diff)
         sized = self
         if isinstance(self.block_size, MemoryBudget):
             # The batch is cut first, so that the two sizes are chosen one after the
             # other.
             sized = dataclasses.replace(self, block_size=_LEAST_COLUMNS)
-        microbatches = sized.microbatches(args, kwargs, args)
+        fun = sized.in_microbatches(args, kwargs)
         if isinstance(self, AbstractFisher):
-            microbatches = self.with_keys(microbatches)
-        size = self.num_columns(
-            sum(x.size for x in leaves), args, kwargs, microbatch_size=microbatches.size
-        )
-        curvature = self.curvature(self.loss_of(microbatches.batch, diff, nondiff))
+            fun = self.with_keys(fun)
+        diff, leaves = fun.diff, jtu.tree_leaves(fun.diff)
+        num = sum(x.size for x in leaves)
+        of_fun = None if fun.blocks is None else fun.blocks.size
+        size = self.num_columns(num, args, kwargs, microbatch_size=of_fun)
+        curvature = self.curvature(fun)
         # The whole matrix has a single part.
         is_block = (lambda _: True) if self.part == "full" else self.is_block
         parts = leaves_of_parts(diff, is_block)
@@ -91,9 +90,7 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
         blocks = CurvatureBlocks(curvature, requested, self.method, size)
         program = curvature.program
         with products_of(program.closed):
-            sums, aux = microbatches.total(
-                blocks.sums, curvature.aux, program.is_narrow
-            )
+            sums, aux = self.total(fun, program, blocks.sums, curvature.aux)
         sums = [
             sum_varying(x, varying(jax.typeof(leaves[pairs[0][0]])))
             for pairs, x in safe_zip(blocks.groups, sums)

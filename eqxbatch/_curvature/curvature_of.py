@@ -28,17 +28,14 @@ from .._base.differentiable import (
     without_reverse_mode,
 )
 from .._base.dtypes import as_complex, as_real, common_dtype, widened
-from .._base.jaxprs import at_example, TracedFunction
-from .._base.mesh import error_if, vary_as
+from .._base.jaxprs import TracedFunction
+from .._base.mesh import error_if
 from .._base.mistakes import warn_user
 from .._base.trees import described, safe_zip
-from .._batch.batch import explained_failure
 from .._batch.derivative import (
     AbstractOverExamples,
     check_value,
     Loss,
-    Microbatches,
-    traced_loss,
 )
 from .._batch.transform import Model, Out, P
 from .._sites.trace import Program
@@ -69,6 +66,7 @@ class AbstractCurvature(abc.ABC):
     """A sum over examples that has a matrix of second derivatives.
 
     - `program`: a program of the differentiated leaves and of one example.
+    - `has_aux`: whether it returns a pair of values and an auxiliary output.
     - `num_outputs`: the number of differentiated outputs, which come first.
     - `allows_sites`: whether sites may be used at all.
     - `forms_rest`: whether leaves without a rule are left to sites, which form their
@@ -76,6 +74,7 @@ class AbstractCurvature(abc.ABC):
     """
 
     program: TracedFunction
+    has_aux: bool = False
     num_outputs: int
     allows_sites: bool
     forms_rest: bool
@@ -102,8 +101,10 @@ class AbstractCurvature(abc.ABC):
 
     def aux(self, rows: list) -> PyTree:
         """The auxiliary output of the function for some examples, if it has one."""
-        del rows
-        return None
+        if not self.has_aux:
+            return None
+        run = self.program.many if self.axes else self.program.one
+        return self.program.output(run(self.leaves, rows))[1]
 
     @abc.abstractmethod
     def products(
@@ -203,11 +204,11 @@ class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
                     f"got it with `fisher={self.fisher!r}`. Leave it out."
                 )
 
-    def with_keys(self, microbatches: Microbatches) -> Microbatches:
+    def with_keys(self, loss: Loss) -> Loss:
         """Appends keys as the last of the rows if anything is drawn at random."""
-        batch, blocks = microbatches.batch, microbatches.blocks
+        batch, blocks = loss.batch, loss.blocks
         if self.key is None or blocks is None:
-            return microbatches
+            return loss
         # The numbers that the key of each example is made from.
         keys = jr.key_data(jr.split(self._typed_key, blocks.total))
         batch = dataclasses.replace(
@@ -216,7 +217,7 @@ class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
             axes=(*batch.axes, 0),
             names=(*batch.names, "`key`"),
         )
-        return dataclasses.replace(microbatches, batch=batch)
+        return dataclasses.replace(loss, batch=batch)
 
     @property
     def _typed_key(self) -> Key[Array, ""]:
@@ -240,20 +241,13 @@ class LossCurvature(AbstractCurvature):
     forms_rest = False
 
     def __init__(self, loss: Loss, mode: Mode = "auto", checkpoint: bool = False):
-        loss = _varying(loss)
-        self.program = traced_loss(loss, _IF_WHOLE)
+        self.program = loss.traced(_IF_WHOLE)
         self._mode: Mode = mode
         self._checkpoint = checkpoint
         self._holomorphic = loss.holomorphic
         self.allows_sites = mode != "rev" and not loss.holomorphic
-        self._batch, self._has_aux = loss.batch, loss.has_aux
+        self.has_aux = loss.has_aux
         self._answers: dict[frozenset[int], str | None] = {}
-
-    def aux(self, rows: list) -> PyTree:
-        if not self._has_aux:
-            return None
-        run = self.program.many if self.axes else self.program.one
-        return self.program.output(run(self.leaves, rows))[1]
 
     def excludes_sites(self, leaves: set[int]) -> bool:
         # Whatever depends on a leaf with sites depends on their outputs.
@@ -319,7 +313,7 @@ class LossCurvature(AbstractCurvature):
                     lambda values: gradient(changed(values), which), point
                 )
 
-            self._answers[key] = at_example(ask, self._batch.arrays, self.axes)
+            self._answers[key] = self.program.at_example(ask)
         return self._answers[key]
 
 
@@ -342,27 +336,20 @@ class GaussNewtonCurvature(AbstractCurvature):
         fisher: AbstractFisher | None = None,
         if_whole: str = _IF_WHOLE,
     ):
-        model = _varying(model)
         # Complex outputs count as their real and imaginary parts.
         run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
-        batch = model.batch
-        with explained_failure(
-            functools.partial(run, model.diff), batch, "example", if_whole
-        ):
-            self._traced = TracedFunction(run, model.diff, batch.arrays, batch.axes)
+        self._traced = model.traced(if_whole, run)
         self._structs = check_outputs(self._traced.out)
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
         is_exact = fisher is None or fisher.fisher == "type-2"
         self._fisher = None if is_exact else fisher
-        self._derivative: Derivative = derivative_of_program(
-            "`fun`", self._traced, batch.arrays
-        )
+        self._derivative: Derivative = derivative_of_program("`fun`", self._traced)
         self.forms_rest = self._derivative in ("rows", "columns")
         # Sites need reverse mode only.
         self.program = self._traced
         if self._derivative == "columns":
-            self.program = with_both_modes(self._traced, batch.arrays, "columns")
+            self.program = with_both_modes(self._traced, "columns")
 
     @functools.cached_property
     def _gradient(self) -> Callable[[Callable[..., Array]], Callable[..., list]]:
@@ -373,8 +360,7 @@ class GaussNewtonCurvature(AbstractCurvature):
             outs = self._traced.one(self.leaves, rows)
             return without_reverse_mode(loss, outs) is None
 
-        has_reverse = at_example(ask, self._model.batch.arrays, self.axes)
-        return jax.grad if has_reverse else jax.jacfwd
+        return jax.grad if self._traced.at_example(ask) else jax.jacfwd
 
     @functools.cached_property
     def _is_reverse(self) -> bool:
@@ -385,7 +371,7 @@ class GaussNewtonCurvature(AbstractCurvature):
             outs = self._traced.one(self.leaves, rows)
             return without_forward_mode(gradient, outs) is not None
 
-        return at_example(ask, self._model.batch.arrays, self.axes)
+        return self._traced.at_example(ask)
 
     @property
     def formed(self) -> Sequence[int]:
@@ -562,15 +548,6 @@ def root(
     least = 4 * eps * jnp.max(values, initial=0)
     roots = jnp.where(values <= least, 0, jnp.sqrt(jnp.maximum(values, 0)))
     return (vectors * roots[None]) @ vectors.T * scales[None]
-
-
-def _varying(loss: Loss) -> Loss:
-    """The same, with parameters that vary over the devices that examples vary over.
-
-    Inside `jax.shard_map`, JAX sums a derivative over devices if the parameters do not
-    vary over them. Making them vary delays this sum until the end.
-    """
-    return dataclasses.replace(loss, diff=vary_as(loss.batch.arrays, loss.diff))
 
 
 def _drawn(

@@ -41,21 +41,17 @@ class AbstractProduct(AbstractSecondOrder):
         return (like, PartitionSpec()) if self.has_aux else like
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        first, vector, *rest = args
-        args_of_fun = (first, *rest)
-        diff, nondiff = self.real_parameters(args_of_fun, kwargs)
-        tangents = like_parameters("The vector", vector, diff)
-        microbatches = self.microbatches(args, kwargs, args_of_fun)
-        curvature = self.curvature(self.loss_of(microbatches.batch, diff, nondiff))
+        loss = self.in_microbatches(args, kwargs)
+        tangents = like_parameters("The vector", args[1], loss.diff)
+        curvature = self.curvature(loss)
 
         def products(rows: list, weights: Array | None) -> list[Array]:
             pairs = safe_zip(curvature.leaves, tangents)
             local = [vary_as([x], tangent) for x, tangent in pairs]
             return curvature.product(rows, weights, local)
 
-        is_narrow = curvature.program.is_narrow
-        totals, aux = microbatches.total(products, curvature.aux, is_narrow)
-        leaves, treedef = jtu.tree_flatten(diff)
+        totals, aux = self.total(loss, curvature.program, products, curvature.aux)
+        leaves, treedef = jtu.tree_flatten(loss.diff)
         totals = [
             sum_varying(x.astype(leaf.dtype), varying(jax.typeof(leaf)))
             for x, leaf in safe_zip(totals, leaves)

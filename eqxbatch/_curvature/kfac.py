@@ -304,9 +304,8 @@ class KFAC(AbstractFisher[Model, P, Out]):
         return PartitionSpec()
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        diff, nondiff = self.real_parameters(args, kwargs)
-        microbatches = self.with_keys(self.microbatches(args, kwargs, args))
-        fun = self.loss_of(microbatches.batch, diff, nondiff)
+        fun = self.with_keys(self.in_microbatches(args, kwargs))
+        diff = fun.diff
         curvature = GaussNewtonCurvature(
             fun, self.loss, fisher=self, if_whole=_IF_WHOLE
         )
@@ -331,7 +330,7 @@ class KFAC(AbstractFisher[Model, P, Out]):
             of_rows = functools.partial(_sums, curvature, program, flat)
             traced = curvature.program
             with exact_products(), products_of(traced.closed):
-                of_all, _ = microbatches.total(of_rows, curvature.aux, traced.is_narrow)
+                of_all, _ = self.total(fun, traced, of_rows, curvature.aux)
             # A sum over examples, like a gradient. It also sums over devices, which
             # have different examples but the same parameters.
             of_all = [sum_varying(x, mesh_axes) for x in of_all]

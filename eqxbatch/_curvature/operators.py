@@ -74,7 +74,7 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
         settings = {name: x for name, x in kwargs.items() if name in names}
         self._product, self.args = make(*funs, **settings), args
         self.kwargs = {name: x for name, x in kwargs.items() if name not in names}
-        diff, _ = self._product.real_parameters(args, self.kwargs)
+        diff, _ = self._product.parameters(args, self.kwargs)
         self._parameters = jax.eval_shape(lambda: diff)
 
     @property

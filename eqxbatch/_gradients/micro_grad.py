@@ -20,13 +20,12 @@ from .._base.mesh import (
     explicit_mesh,
     spec_of,
     sum_varying,
-    vary_as,
     varying,
 )
 from .._base.trees import safe_zip, shown
 from .._batch.accumulators import Concat
 from .._batch.batch import Blocks
-from .._batch.derivative import AbstractDerivative, Loss, traced_loss
+from .._batch.derivative import AbstractDerivative, Loss
 from .._batch.moments import (
     Mean,
     OfTotals,
@@ -111,6 +110,7 @@ class AbstractMicroGradient(AbstractDerivative, AbstractEarlyStop, Generic[Model
 
     fun: Callable[Concatenate[Model, P], Any]
     holomorphic: ClassVar[None] = None
+    allows_complex: ClassVar[bool] = True
     _: dataclasses.KW_ONLY
     in_axes: PyTree = eqx.if_array(0)
     batched: bool = False
@@ -214,18 +214,13 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         return self.clip_norm is not None or self.nan_safe or self.return_norms
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        diff, nondiff = self.parameters(args, kwargs)
-        batch = self.batch(args, kwargs)
+        loss = self.loss_of(args, kwargs)
+        diff, batch = loss.diff, loss.batch
         blocks = self.blocks(batch, args, kwargs, batch.total())
         arrays, axes = batch.arrays, batch.axes
         if self.weights is not None:
             accumulator = self.gradient_accumulator
             arrays, axes = rows_and_weights(accumulator, batch, blocks)
-        # Inside `jax.shard_map`, JAX sums a derivative over devices if the parameters
-        # do not vary over them. Making the parameters vary as the examples do delays
-        # this sum, so that it happens once instead of for each example.
-        local = vary_as(batch.arrays, diff)
-        loss = Loss(self.fun, batch, local, nondiff, self.has_aux)
         gradients = self._gradients_on_mesh(loss)
 
         def run(rows: list, _: int) -> tuple[Results, None]:
@@ -265,7 +260,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         """The function that computes the gradients of a microbatch."""
         if self.batched:
             return gradient_of_microbatch(loss)
-        example = traced_loss(loss, _IF_WHOLE)
+        example = loss.traced(_IF_WHOLE)
         # A `RunningMean` is chosen to avoid sums, so no sum is formed.
         is_mean = isinstance(self.gradient_accumulator, RunningMean)
         functions = {"transform": self.transform, "metrics": self.metrics}

@@ -75,7 +75,7 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
     value_and_grad = eqx.filter_value_and_grad(of_rows, has_aux=True)
 
     def gradients(rows: list, _: Array | None) -> Results:
-        (value, aux), gradient = value_and_grad(loss.diff, rows)
+        (value, aux), gradient = value_and_grad(loss.parameters, rows)
         return {"value": value, "aux": aux, "gradient": gradient}, {}
 
     return gradients

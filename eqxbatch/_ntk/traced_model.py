@@ -334,7 +334,7 @@ def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
     if model.axes[0].is_complex:
         # As in `example_factors.kernel`: a complex parameter counts as two real ones.
         tangents = [x / 2 if jnp.iscomplexobj(x) else x for x in tangents]
-    derivative = derivative_of_program("the model", model.programs[0], first.arrays)
+    derivative = derivative_of_program("the model", model.programs[0])
     if derivative == "rows":
         raise TypeError(
             "A product with the kernel needs the model's derivative in forward mode, "

@@ -186,29 +186,23 @@ class Program:
         """
 
         def run(perturbations: list) -> tuple[list, tuple[list, list]]:
-            outs, operands, _ = self._evaluate(leaves, example, perturbations)
+            outs, operands, _ = self.evaluate(leaves, example, perturbations)
             return outs[:num_outputs], (outs[num_outputs:], operands)
 
         zeros = self.zeros(leaves, example)
         outs, pullback, (rest, operands) = jax.vjp(run, zeros, has_aux=True)
         return [*outs, *rest], operands, lambda cotangents: pullback(cotangents)[0]
 
-    def perturbed(
-        self, leaves: list, example: list, perturbations: list
-    ) -> tuple[list, list]:
-        """The outputs and operands of one example, with perturbations."""
-        return self._evaluate(leaves, example, perturbations)[:2]
-
     def zeros(self, leaves: list, example: list) -> list[Array]:
         """Perturbations of zero."""
         # On a mesh, a perturbation must have the type of the value that it perturbs.
         structs = self.perturbations
         if any(map(is_on_mesh, [*leaves, *example])):
-            perturbed = lambda leaves, example: self._evaluate(leaves, example, None)[2]
+            perturbed = lambda leaves, example: self.evaluate(leaves, example, None)[2]
             structs = jax.eval_shape(perturbed, leaves, example)
         return [*map(zeros_like, structs)]
 
-    def _evaluate(
+    def evaluate(
         self, leaves: list, example: list, perturbations: list | None
     ) -> tuple[list, list, list]:
         """Outputs, operands and, without perturbations, the values to perturb."""

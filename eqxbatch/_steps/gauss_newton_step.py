@@ -55,6 +55,7 @@ class AbstractGaussNewtonStep(
     residual: Callable[Concatenate[Model, P], Any]
     has_aux: ClassVar[bool] = False
     holomorphic: ClassVar[None] = None
+    allows_complex: ClassVar[bool] = True
     _: dataclasses.KW_ONLY
     damping: Number = eqx.field(converter=as_jax)
     space: Literal["auto", "sample", "parameter"] = "auto"

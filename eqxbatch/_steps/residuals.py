@@ -155,8 +155,7 @@ class Residuals:
         self.rows = [Rows(x.arrays, x.axes, x.total()) for x in batches]
         self._one_mode = [self._traced(term, i) for i, term in enumerate(terms)]
         self._derivatives: list[Derivative] = [
-            derivative_of_program("`residual`", program, rows.arrays)
-            for program, rows in safe_zip(self._one_mode, self.rows)
+            derivative_of_program("`residual`", program) for program in self._one_mode
         ]
         self.programs = [
             self._with(i, "columns", self._one_mode[i]) for i in self.numbers
@@ -211,7 +210,7 @@ class Residuals:
         """The program of a term, with its Jacobian if that is its only derivative."""
         if self._derivatives[number] != derivative:
             return program
-        return with_both_modes(program, self.rows[number].arrays, derivative)
+        return with_both_modes(program, derivative)
 
     @property
     def num(self) -> int:
