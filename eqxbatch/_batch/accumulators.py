@@ -129,8 +129,7 @@ class Concat(AbstractAccumulator[Array]):
 
     axis: int = eqx.field(static=True, default=0)
 
-    def __check_init__(self) -> None:
-        check_fields(self)
+    __check_init__ = check_fields
 
     def init(self, value: _Struct, blocks: Blocks) -> Shaped[Array, "..."]:
         axis = self.axis_of(value)

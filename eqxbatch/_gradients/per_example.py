@@ -385,38 +385,33 @@ def _factor(bound: Any, power: Array, root: Array) -> Array:
     return jnp.where(is_longer, limit * power / jnp.where(is_longer, root, 1), 1)
 
 
+@dataclasses.dataclass(frozen=True)
 class SiteGradients:
     """Per-example gradients, represented by the factors of their sites.
 
     Only the types of the `leaves` matter.
+
+    - `formed`: gradients that were formed for their norms, by leaf.
+    - `scaled`: norms that are always computed with scaling, by leaf.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        contractions: list[Contraction],
-        factors: Factors,
-        leaves: list,
-    ):
-        self._program = program
-        self._leaves = leaves
-        self._contractions = contractions
-        self._factors = factors
-        self._formed: dict[int, Array] = {}
-        self._scaled: dict[int, tuple[Array | None, Array]] = {}
+    program: Program
+    contractions: list[Contraction]
+    factors: Factors
+    leaves: list
+    formed: dict[int, Array] = dataclasses.field(default_factory=dict)
+    scaled: dict[int, tuple] = dataclasses.field(default_factory=dict)
 
     @property
     def are_cheap(self) -> bool:
         """Whether passing `scales` costs nothing extra."""
-        return all(
-            c.form == "unused" or self._is_product(c) for c in self._contractions
-        )
+        return all(c.form == "none" or self._is_product(c) for c in self.contractions)
 
     def _is_product(self, contraction: Contraction) -> bool:
         """Whether the norm of a leaf's gradient is a product of two norms."""
-        if contraction.form != "gram":
+        if contraction.form != "factors":
             return False
-        return is_outer_product(self._program.sites_of(contraction.leaf))
+        return is_outer_product(self.program.sites_of(contraction.leaf))
 
     def squared_norms(
         self, scales: Sequence[Real[Array, " n"]] | None = None
@@ -426,11 +421,11 @@ class SiteGradients:
         With `scales`, one for each leaf, gradients are multiplied by these first, so
         that their squares are in range.
         """
-        factors = scales or [None] * len(self._contractions)
+        factors = scales or [None] * len(self.contractions)
         grams = self._of_grams(is_scaled=scales is not None)
         return [
             self._squared_norm(contraction, scale, grams)
-            for contraction, scale in safe_zip(self._contractions, factors)
+            for contraction, scale in safe_zip(self.contractions, factors)
         ]
 
     def _of_grams(
@@ -442,12 +437,12 @@ class SiteGradients:
         """
         powers: dict[int, Array | None] = {}
         requested = []
-        for contraction in self._contractions:
+        for contraction in self.contractions:
             leaf = contraction.leaf
-            if contraction.form != "gram" or leaf in self._scaled:
+            if contraction.form != "factors" or leaf in self.scaled:
                 continue
-            sites, powers[leaf] = self._program.sites_of(leaf), None
-            of_leaf = OfLeaf(sites, self._factors, self._leaves[leaf])
+            sites, powers[leaf] = self.program.sites_of(leaf), None
+            of_leaf = OfLeaf(sites, self.factors, self.leaves[leaf])
             # If scaling is cheap, it is always used: another way would take time to
             # compile.
             if is_scaled or self._is_product(contraction):
@@ -460,17 +455,17 @@ class SiteGradients:
             power = None if power is None else jnp.where(squares > 0, power, 1)
             norms[leaf] = power, squares
         if not is_scaled:
-            self._scaled = {i: x for i, x in norms.items() if x[0] is not None}
-        return {**self._scaled, **norms}
+            self.scaled.update((i, x) for i, x in norms.items() if x[0] is not None)
+        return {**self.scaled, **norms}
 
     def _squared_norm(
         self, contraction: Contraction, scale: Array | None, grams: dict
     ) -> Array:
         leaf = contraction.leaf
-        if contraction.form == "unused":
-            return jnp.zeros(self._factors.num, widest(self._leaves[leaf].dtype))
-        sites = self._program.sites_of(leaf)
-        if contraction.form == "gram":
+        if contraction.form == "none":
+            return jnp.zeros(self.factors.num, widest(self.leaves[leaf].dtype))
+        sites = self.program.sites_of(leaf)
+        if contraction.form == "factors":
             power, squares = grams[leaf]
             if power is None:
                 return squares
@@ -478,15 +473,15 @@ class SiteGradients:
                 power = power.astype(scale.dtype) * scale
             # Multiplied one after the other: the square of `power` alone may overflow.
             return squares.astype(power.dtype) * power * power
-        formed = self._formed.get(leaf)
+        formed = self.formed.get(leaf)
         if formed is None:
-            formed = gradients(sites, self._factors, self._leaves[leaf])
+            formed = gradients(sites, self.factors, self.leaves[leaf])
             if not is_on_mesh(formed):
                 formed = formed.reshape(formed.shape[0], -1)
         if scale is not None:
             return squared_norm(scaled_examples(formed, scale))
         if contraction.keeps:
-            self._formed[leaf] = formed
+            self.formed[leaf] = formed
         return squared_norm(formed)
 
     def weighted_sums(
@@ -498,10 +493,10 @@ class SiteGradients:
         left out, even if their gradient is not finite. Call `squared_norms` first:
         gradients that it materialised are reused.
         """
-        factors = self._factors if is_kept is None else self._factors.where(is_kept)
+        factors = self.factors if is_kept is None else self.factors.where(is_kept)
         return [
             self._weighted_sum(c, factors, weight, is_kept)
-            for c, weight in safe_zip(self._contractions, weights)
+            for c, weight in safe_zip(self.contractions, weights)
         ]
 
     def _weighted_sum(
@@ -512,11 +507,11 @@ class SiteGradients:
         is_kept: Array | None,
     ) -> Array:
         leaf = contraction.leaf
-        struct = self._leaves[leaf]
-        if contraction.form == "unused":
+        struct = self.leaves[leaf]
+        if contraction.form == "none":
             return jnp.zeros(struct.shape, struct.dtype)
-        if leaf in self._formed:
-            formed = self._formed[leaf]
+        if leaf in self.formed:
+            formed = self.formed[leaf]
             if is_kept is not None:
                 formed = kept_examples(formed, is_kept)
             if formed.dtype == jnp.float16:  # Their sum may overflow.
@@ -531,8 +526,8 @@ class SiteGradients:
             whole = jax.lax.Precision.HIGHEST
             total = jnp.tensordot(weights, formed, 1, precision=whole)
             return total.reshape(struct.shape)
-        sites = self._program.sites_of(leaf)
-        if self._factors.of(sites[0])[1].array.dtype == jnp.float16:
+        sites = self.program.sites_of(leaf)
+        if self.factors.of(sites[0])[1].array.dtype == jnp.float16:
             factors, weights = _balanced(sites, factors, weights)
         return weighted_sum(sites, factors, struct, weights)
 

@@ -40,8 +40,7 @@ class GridAxis(eqx.Module):
     names: tuple[str, ...] = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
 
-    def __check_init__(self) -> None:
-        check_fields(self)
+    __check_init__ = check_fields
 
 
 @checked

@@ -127,17 +127,17 @@ def _cost_of(eqn: Any) -> Cost:
 Method = Literal["auto", "sites", "materialise"]
 
 
-Form = Literal["gram", "gradient", "leaf", "unused"]
+Form = Literal["factors", "gradient", "derivative", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
     """How per-example gradients with respect to one leaf are handled.
 
-    - `form`: `"gram"` works with the factors of sites without forming gradients.
-        `"gradient"` forms each per-example gradient from its factors. `"leaf"` leaves
-        this to automatic differentiation, if there is no rule. `"unused"` is for a leaf
-        that the function does not use.
+    - `form`: `"factors"` works with the factors of sites without forming gradients.
+        `"gradient"` forms each per-example gradient from its factors. `"derivative"`
+        leaves this to automatic differentiation, if there is no rule. `"none"` is for a
+        leaf that the function does not use.
     - `keeps`: whether gradients of a microbatch that were formed for the norms are kept
         for the sum. Otherwise the sum takes another pass over the factors.
     - `cost`: the cost of the norm and of the share in the sum, for one example.
@@ -186,12 +186,12 @@ def _choose(program: Program, leaf: int, structs: tuple) -> Contraction:
     struct = program.leaves[leaf]
     sites = program.sites_of(leaf)
     if not sites:
-        return Contraction(leaf, "unused", False, Cost())
+        return Contraction(leaf, "none", False, Cost())
     size = float(math.prod(struct.shape))
     width = struct.dtype.itemsize
     if leaf in program.fallbacks:
         # The gradient is written once and read twice: for the norm and for the sum.
-        return Contraction(leaf, "leaf", True, Cost(4 * size, 3 * width * size))
+        return Contraction(leaf, "derivative", True, Cost(4 * size, 3 * width * size))
     factors = sum(map(_num_factors, sites))
     reading = Cost(sum(map(num_products, sites)), width * factors)
     # It is computed from the gradients with respect to the views of sites.
@@ -214,7 +214,7 @@ def _choose(program: Program, leaf: int, structs: tuple) -> Contraction:
 
         cost = eqx.filter_eval_shape(norms, *structs)
         # The sum reads the factors once more.
-        candidates.append(Contraction(leaf, "gram", False, cost + reading))
+        candidates.append(Contraction(leaf, "factors", False, cost + reading))
     return min(candidates, key=lambda contraction: contraction.cost.time)
 
 

@@ -18,14 +18,6 @@ from .site import Site
 from .trace import Program
 
 
-_CONTRACTIONS = {
-    "gram": "factors",
-    "gradient": "gradient",
-    "leaf": "derivative",
-    "unused": "none",
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
     """One leaf of an [`eqxbatch.SitesReport`][].
@@ -58,8 +50,7 @@ class LeafReport:
     kfac: str
     kfac_reason: str | None
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +78,7 @@ class LeafCheck:
     diagonal: float | None = None
     gauss_newton: float | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +101,7 @@ class SitesCheck:
     dtype: str
     reason: str | None
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    __post_init__ = check_fields
 
     @property
     def max_error(self) -> float:
@@ -159,8 +148,7 @@ class SitesReport:
     materialised_bytes: float
     check: SitesCheck | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    __post_init__ = check_fields
 
     def __str__(self) -> str:
         rows = [("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")]
@@ -221,7 +209,7 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
                 path=path,
                 shape=program.leaves[leaf].shape,
                 sites=() if reason else tuple(map(_name, program.sites_of(leaf))),
-                contraction=_CONTRACTIONS[contraction.form],
+                contraction=contraction.form,
                 flops=contraction.cost.flops,
                 bytes=contraction.cost.bytes,
                 reason=reason,

@@ -23,6 +23,7 @@ import numpy as np
 
 import eqxbatch
 from eqxbatch._base import platforms
+from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._curvature import curvature_matrices
 from eqxbatch._gradients.per_example import SiteGradients
 from eqxbatch._ntk import example_factors, pairings
@@ -64,10 +65,10 @@ def forced(sites: Sites, form: str) -> list[cost.Contraction]:
         own = sites.sites_of(leaf)
         chosen, keeps = kind, form == "once"
         if not own:
-            chosen = "unused"
+            chosen = "none"
         elif leaf in sites.fallbacks:
-            chosen, keeps = "leaf", True
-        elif kind == "gram" and not all(
+            chosen, keeps = "derivative", True
+        elif kind == "factors" and not all(
             is_allowed("gram", a, b) for a in own for b in own
         ):
             chosen = "gradient"
@@ -140,13 +141,15 @@ def check(fun: Callable[[Subject], Triples]) -> Callable:
 @check
 def norms_and_sums(s: Subject) -> Triples:
     """Each contraction, of all leaves for which it may be used."""
-    closed = jax.make_jaxpr(s.loss)(s.leaves, *(x[0] for x in s.examples))
+    one_example = [x[0] for x in s.examples]
+    traced = TracedFunction(lambda ws, rows: s.loss(ws, *rows), s.leaves, one_example)
     truth = s.gradients
     num = s.examples[0].shape[0]
     is_kept = jnp.arange(num) != 1
     weights = jnp.arange(1.0, num + 1)
-    for rules, forms in ((True, ("gram", "once", "twice")), (False, ("leaf",))):
-        sites = Sites(closed, len(s.leaves), use_rules=rules)
+    all_forms = {True: ("factors", "once", "twice"), False: ("derivative",)}
+    for rules, forms in all_forms.items():
+        sites = Sites(traced, use_rules=rules)
 
         def one(x: Any, t: Any, sites: Sites = sites) -> tuple[list, list]:
             outs, operands, pull = sites.linearize(s.leaves, [x, t], 1)

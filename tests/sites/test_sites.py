@@ -448,7 +448,7 @@ CONTRACTED = ("Conv2d, in groups", "Embedding, of a sequence")
 @pytest.mark.parametrize(
     ("form", "name"),
     thinned(
-        ("gram", "once", "twice", "leaf"),
+        ("factors", "once", "twice", "derivative"),
         ("Conv2d, in groups", "MultiheadAttention", "Embedding, of a sequence"),
     ),
 )
@@ -461,10 +461,10 @@ def test_all_contractions_agree(name, form):
         jnp.sin(fun(eqx.combine(treedef.unflatten(leaves), static), x))
     )
     traced = TracedFunction(lambda ws, rows: loss(ws, *rows), leaves, [xs[0]])
-    program = Program(traced, use_rules=form != "leaf")
+    program = Program(traced, use_rules=form != "derivative")
     kind = {"once": "gradient", "twice": "gradient"}.get(form, form)
     contractions = [
-        cost.Contraction(i, kind, form in ("once", "leaf"), cost.Cost())
+        cost.Contraction(i, kind, form in ("once", "derivative"), cost.Cost())
         for i in range(len(leaves))
     ]
     is_kept = jnp.array([True, False, True])
