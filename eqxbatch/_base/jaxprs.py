@@ -13,10 +13,11 @@ import jax.tree_util as jtu
 import jaxlib
 from jaxtyping import Array, PyTree
 
+from .mesh import full_varying_as
 from .mistakes import without_layers
 from .platforms import for_platform, platform
 from .primitives import callee, IDENTITIES, inner_jaxprs, is_flat, name_of
-from .trees import safe_zip
+from .trees import array_structs, safe_zip, with_arrays
 
 
 _T = TypeVar("_T")
@@ -310,11 +311,15 @@ class TracedFunction:
         run = jax.vmap(lambda *rows: _Static(ask([*rows])), self.axes)
         return jax.eval_shape(run, *self.arrays).value
 
+    def zeros(self) -> tuple[list[Array], list[Array]]:
+        """Leaves and an example of zeros, of the types that it was traced with."""
+        zeros = [full_varying_as(var.aval, 0) for var in self.closed.jaxpr.invars]
+        return zeros[: len(self.leaves)], zeros[len(self.leaves) :]
+
     @property
     def structs(self) -> list[jax.ShapeDtypeStruct]:
         """The arrays that it returns for one example."""
-        leaves = jtu.tree_leaves(self.out)
-        return [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+        return array_structs(self.out)
 
     @functools.cached_property
     def is_narrow(self) -> bool:
@@ -353,6 +358,4 @@ class TracedFunction:
 
     def output(self, arrays: Sequence[Any]) -> PyTree:
         """The output of the function, with these as its arrays."""
-        remaining = list(arrays)
-        is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-        return jtu.tree_map(lambda x: remaining.pop(0) if is_struct(x) else x, self.out)
+        return with_arrays(self.out, arrays)

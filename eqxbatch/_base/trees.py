@@ -5,9 +5,10 @@ import importlib
 import inspect
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TYPE_CHECKING
 
+import jax
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
@@ -26,6 +27,21 @@ else:
 
 def is_none(x: Any) -> bool:
     return x is None
+
+
+def is_struct(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def array_structs(output: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of an output, as shapes and dtypes."""
+    return [x for x in jtu.tree_leaves(output) if is_struct(x)]
+
+
+def with_arrays(output: PyTree, arrays: Iterable[Any]) -> PyTree:
+    """An output with these in place of shapes and dtypes, in their order."""
+    remaining = iter(arrays)
+    return jtu.tree_map(lambda x: next(remaining) if is_struct(x) else x, output)
 
 
 def match_prefix(

@@ -446,7 +446,7 @@ def explained_failure(
     call: Callable[[list], Any],
     batch: Batch,
     given: Literal["example", "microbatch"],
-    remedy: str,
+    remedy: str | None,
     rows: list | None = None,
 ) -> Iterator[None]:
     """Adds a note if a function fails here, but works for the other kind.
@@ -454,12 +454,12 @@ def explained_failure(
     The two kinds are one example and a microbatch. `call(rows)` calls the function with
     these as the batched arrays. `given` is the kind that it is called with here, `rows`
     are the arrays of a microbatch, and `remedy` says what to do if the other kind was
-    meant. The exception is still the user's.
+    meant; without it, there is no note. The exception is still the user's.
     """
     try:
         yield
     except Exception as e:
-        if not batch.arrays:
+        if remedy is None or not batch.arrays:
             raise
         rows = batch.arrays if rows is None else rows
         pairs = safe_zip(batch.arrays, batch.axes)

@@ -15,7 +15,7 @@ from .._base.dtypes import finite_sums, normalised
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
 from .._base.mistakes import called, no_arrays_remedy
-from .._base.trees import described, safe_zip, shown
+from .._base.trees import array_structs, described, safe_zip, shown
 from .accumulators import Concat
 from .batch import (
     Batch,
@@ -27,7 +27,7 @@ from .batch import (
 )
 from .loop import run_blocks
 from .moments import Mean, OfTotals, rows_and_weights, Sum
-from .slots import array_structs, match_accumulators, Slots
+from .slots import match_accumulators, Slots
 from .transform import AbstractAutoSharded, AbstractMicrobatched, AbstractTransform
 
 
@@ -155,23 +155,21 @@ def split_examples(
 
 def _check_complex(diff: PyTree, holomorphic: bool | None) -> None:
     """Raises `TypeError` if `holomorphic` does not fit the parameters."""
-    are_complex = [jnp.iscomplexobj(x) for x in jtu.tree_leaves(diff)]
+    leaves = jtu.tree_leaves(diff)
+    are_complex = [jnp.iscomplexobj(x) for x in leaves]
+    dtypes = [str(x.dtype) for x in leaves]
     if holomorphic and not all(are_complex):
         raise TypeError(
             "With `holomorphic=True`, all arrays that are differentiated must be "
-            f"complex; got {_dtypes(diff)}."
+            f"complex; got {dtypes}."
         )
     if any(are_complex) and not holomorphic:
         or_else = "; or, if `fun` is holomorphic, say `holomorphic=True`"
         raise TypeError(
             "Complex arrays are only differentiated through their real and imaginary "
-            f"parts; got {_dtypes(diff)}. Give these as two real arrays and combine "
+            f"parts; got {dtypes}. Give these as two real arrays and combine "
             f"them inside `fun`{or_else if holomorphic is False else ''}."
         )
-
-
-def _dtypes(diff: PyTree) -> list[str]:
-    return [str(x.dtype) for x in jtu.tree_leaves(diff)]
 
 
 class Loss(eqx.Module):
@@ -414,11 +412,11 @@ class AbstractOverExamples(
         blocks, accumulator = loss.blocks, self.accumulator
         if blocks is None:
             return sums([], None), per_example([])
-        arrays, axes = rows_and_weights(accumulator, loss.batch, blocks)
-        num, weights = len(loss.batch.arrays), accumulator.weights
+        name, weights = type(accumulator).__name__, accumulator.weights
+        arrays, axes, split = rows_and_weights(name, weights, loss.batch, blocks)
 
         def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
-            batch, weights_of_rows = rows[:num], None if weights is None else rows[num]
+            batch, weights_of_rows = split(rows)
 
             def shares(weights: Array | None, share: float) -> list:
                 if share != 1:

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from .._base.cpu import evaluate_in_loop
 from .._base.jaxprs import axis_names, evaluate_jaxpr
 from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
-from .._base.trees import safe_zip
+from .._base.trees import array_structs, is_struct, safe_zip
 from .accumulators import Concat, Max, Min
 from .batch import (
     are_split,
@@ -27,14 +27,8 @@ from .batch import (
     remainder_block,
     split_parts,
 )
-from .moments import LogSumExp, Mean, RunningMean, Sum, Variance
-from .slots import (
-    array_structs,
-    is_struct,
-    match_accumulators,
-    OutputAccumulator,
-    Slots,
-)
+from .moments import LogSumExp, Mean, RunningMean, Sum, Variance, with_weights
+from .slots import match_accumulators, OutputAccumulator, Slots
 
 
 def run_blocks(
@@ -522,13 +516,10 @@ def accumulated_sums(
 
     `axes` are the batch axes; `weights` has one weight for each example, or is None.
     """
-    num, total = len(arrays), arrays[0].shape[axes[0]]
-    if weights is None:
-        run = lambda arrays, _: sums(arrays, None)
-        return accumulated(run, Rows(arrays, tuple(axes), total), size, Sum())
-    run = lambda arrays, _: sums(arrays[:num], arrays[num])
-    rows = Rows([*arrays, weights], (*axes, 0), total)
-    return accumulated(run, rows, size, Sum())
+    total = arrays[0].shape[axes[0]]
+    arrays, both_axes, split = with_weights(arrays, axes, weights)
+    run = lambda arrays, _: sums(*split(arrays))
+    return accumulated(run, Rows(arrays, both_axes, total), size, Sum())
 
 
 def accumulated(

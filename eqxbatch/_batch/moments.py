@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -105,8 +106,7 @@ _Summary = TypeVar("_Summary", _Total, VarianceState)
 class AbstractSummary(AbstractAccumulator[_Summary]):
     """Adds up summaries of examples, such as their total and number."""
 
-    def __check_init__(self) -> None:
-        check_fields(self)
+    __check_init__ = check_fields
 
     @abc.abstractmethod
     def whole(self, value: Any, block: Block) -> _Summary:
@@ -452,17 +452,25 @@ def check_real(name: str, weights: Any) -> None:
         )
 
 
-def rows_and_weights(
-    accumulator: Sum | Mean, batch: Batch, blocks: Blocks
-) -> tuple[list, tuple[int, ...]]:
-    """The arrays of a batch and their axes; weights, if there are any, come last."""
-    weights = accumulator.weights
+# Rows with the weights of their examples as the last of them, their axes, and what
+# separates both again.
+_Weighted = tuple[list, tuple[int, ...], Callable[[list], tuple[list, Array | None]]]
+
+
+def with_weights(arrays: list, axes: Sequence[int], weights: Array | None) -> _Weighted:
+    """Appends weights to rows, if there are any."""
     if weights is None:
-        return batch.arrays, batch.axes
-    name = type(accumulator).__name__
+        return arrays, tuple(axes), lambda rows: (rows, None)
+    return [*arrays, weights], (*axes, 0), lambda rows: (rows[:-1], rows[-1])
+
+
+def rows_and_weights(
+    name: str, weights: Array | None, batch: Batch, blocks: Blocks
+) -> _Weighted:
+    """The rows of a batch and the weights of an accumulator of this name."""
     check_weights(name, weights, blocks)
     check_real(name, weights)
-    return [*batch.arrays, weights], (*batch.axes, 0)
+    return with_weights(batch.arrays, batch.axes, weights)
 
 
 def weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
@@ -577,8 +585,7 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 
-    def __check_init__(self) -> None:
-        check_fields(self)
+    __check_init__ = check_fields
 
     def init(self, value: Any, blocks: Blocks) -> _Exponentials:
         value = jax.eval_shape(self._whole, value)

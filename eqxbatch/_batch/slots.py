@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree, Shaped
 
 from .._base.checks import check_types
-from .._base.trees import described, match_prefix
+from .._base.trees import array_structs, described, is_struct, match_prefix, with_arrays
 from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
 from .batch import Block, Blocks
 from .moments import LogSumExp, Mean, RunningMean, Sum, Variance
@@ -188,21 +188,17 @@ class Slots:
 
     def combine(self, results: list[PyTree]) -> PyTree:
         """The output, from the results of the slots in their order."""
-        remaining = list(results)
-
-        def place(leaf: Any) -> PyTree:
-            return remaining.pop(0) if is_struct(leaf) else leaf
-
+        remaining = iter(results)
         parts = []
         for accumulator, part in self._parts:
             if accumulator is None or accumulator.leafwise:
-                parts.append(jtu.tree_map(place, part))
+                parts.append(with_arrays(part, remaining))
             else:
                 arrays, static = eqx.partition(part, is_struct)
                 if not jtu.tree_leaves(arrays):
                     parts.append(part)
                     continue
-                result = remaining.pop(0)
+                result = next(remaining)
                 same = jtu.tree_structure(result) == jtu.tree_structure(arrays)
                 parts.append(eqx.combine(result, static) if same else result)
         return jtu.tree_unflatten(self._treedef, parts)
@@ -294,15 +290,6 @@ def _check_numbers(path: tuple, accumulator: Any, part: PyTree) -> None:
 def is_number(x: Any) -> bool:
     """Whether `x` is a Python number. A bool is a flag instead."""
     return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
-
-
-def is_struct(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)
-
-
-def array_structs(output: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of an output, in the order in which slots number them."""
-    return [x for x in jtu.tree_leaves(output) if is_struct(x)]
 
 
 def types_of(struct: PyTree) -> tuple:

@@ -328,10 +328,7 @@ class SiteHessian(AbstractSiteMatrix):
 
 def _perturbed_gradient(program: Program, remat: bool) -> Any:
     """The jaxpr of cotangents and operands, from perturbations and one example."""
-    avals = [var.aval for var in program.jaxpr.invars]
-    zeros = [full_varying_as(aval, 0) for aval in avals]
-    num = len(program.leaves)
-    leaves, rows = zeros[:num], zeros[num:]
+    leaves, rows = program.traced.zeros()
 
     def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
         def value(point: list) -> tuple[Array, list]:

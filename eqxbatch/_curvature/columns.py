@@ -34,12 +34,11 @@ from .._base.dtypes import as_complex, as_real, common_dtype, is_complex
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
 from .._base.mistakes import warn_user
-from .._base.trees import consecutive_groups, described, log, safe_zip
+from .._base.trees import consecutive_groups, described, is_struct, log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.derivative import AbstractDerivative
 from .._batch.loop import accumulated, Rows
 from .._batch.memory import Size
-from .._batch.slots import is_struct
 from .._batch.transform import AbstractAutoSharded, also_decorator, P, run_compiled
 from .._sites.cost import pushed_cost
 from .pytree import Unravel

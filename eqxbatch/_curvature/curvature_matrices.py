@@ -682,10 +682,8 @@ class CurvatureBlocks:
         if self.method == "sites" or curvature.forms_rest:
             return sites
         counted = _COUNTED if curvature.axes else 1
-        zeros = [
-            full_varying_as(var.aval, 0)
-            for var in curvature.program.closed.jaxpr.invars[num:]
-        ]
+        of_example = curvature.program.closed.jaxpr.invars[num:]
+        zeros = [full_varying_as(var.aval, 0) for var in of_example]
         products = curvature.products(zeros, None, (), False)
         order = self._in_order(self.requested.leaves)
         columns = {

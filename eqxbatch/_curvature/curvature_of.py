@@ -242,11 +242,9 @@ class LossCurvature(AbstractCurvature):
 
     def __init__(self, loss: Loss, mode: Mode = "auto", checkpoint: bool = False):
         self.program = loss.traced(_IF_WHOLE)
-        self._mode: Mode = mode
-        self._checkpoint = checkpoint
-        self._holomorphic = loss.holomorphic
+        self._checkpoint, self._mode = checkpoint, mode
+        self._holomorphic, self.has_aux = loss.holomorphic, loss.has_aux
         self.allows_sites = mode != "rev" and not loss.holomorphic
-        self.has_aux = loss.has_aux
         self._answers: dict[frozenset[int], str | None] = {}
 
     def excludes_sites(self, leaves: set[int]) -> bool:

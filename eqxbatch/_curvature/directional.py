@@ -19,6 +19,7 @@ from .._base.checks import check_at_least, check_callable, check_types
 from .._base.mesh import spec_of, sum_varying, vary_as, varying
 from .._base.trees import safe_zip, shown
 from .._batch.derivative import Loss
+from .._batch.slots import types_of
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .curvature_of import (
     AbstractCurvature,
@@ -185,16 +186,13 @@ def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
 
     if jtu.tree_structure(vector) == jtu.tree_structure(diff):
         vector = jtu.tree_map(as_array, vector, diff)
-    types = [
-        (jtu.tree_structure(tree), [(x.shape, x.dtype) for x in jtu.tree_leaves(tree)])
-        for tree in (eqx.filter(vector, eqx.is_inexact_array), diff)
-    ]
-    if types[0] != types[1]:
+    arrays = eqx.filter(vector, eqx.is_inexact_array)
+    if types_of(arrays) != types_of(diff):
         raise ValueError(
             f"{what} must have the structure, shapes and dtypes of what is "
             f"differentiated, {shown(diff)}; got {shown(vector)}."
         )
-    return jtu.tree_leaves(eqx.filter(vector, eqx.is_inexact_array))
+    return jtu.tree_leaves(arrays)
 
 
 filter_hvp = also_decorator("filter_hvp", HVP, AbstractHVP)

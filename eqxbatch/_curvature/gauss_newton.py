@@ -313,21 +313,18 @@ def paired_outputs(program: Program) -> list[Paired | None]:
     It is None if there are several, or if nothing would be gained by it. Everything is
     read off the jaxpr of the pullback, which has the derivative of every custom rule.
     """
-    avals = [var.aval for var in program.jaxpr.invars]
-    num_leaves = len(program.leaves)
 
-    def pulled(seeds: list, args: list) -> list:
-        leaves, rows = args[:num_leaves], args[num_leaves:]
+    def pulled(seeds: list, leaves: list, rows: list) -> list:
         return program.linearize(leaves, rows, len(outs))[2](seeds)
 
     outs = [var.aval for var in program.jaxpr.outvars]
-    zeros = [[full_varying_as(aval, 0) for aval in group] for group in (outs, avals)]
-    jaxpr = jax.make_jaxpr(pulled)(*zeros).jaxpr
+    seeds = [full_varying_as(out, 0) for out in outs]
+    jaxpr = jax.make_jaxpr(pulled)(seeds, *program.traced.zeros()).jaxpr
     states: list[_State] = [
         {i: frozenset((axis, axis) for axis in range(out.ndim))}
         for i, out in enumerate(outs)
     ]
-    of_cotangents = _followed(jaxpr, [*states, *({} for _ in avals)])
+    of_cotangents = _followed(jaxpr, [*states, *({} for _ in program.jaxpr.invars)])
     total = sum(math.prod(out.shape) for out in outs)
     result: list[Paired | None] = []
     for number, state in enumerate(of_cotangents):

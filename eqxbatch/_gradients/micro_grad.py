@@ -22,7 +22,7 @@ from .._base.mesh import (
     sum_varying,
     varying,
 )
-from .._base.trees import safe_zip, shown
+from .._base.trees import array_structs, is_struct, safe_zip, shown
 from .._batch.accumulators import Concat
 from .._batch.batch import Blocks
 from .._batch.derivative import AbstractDerivative, Loss
@@ -35,11 +35,9 @@ from .._batch.moments import (
     Variance,
 )
 from .._batch.slots import (
-    array_structs,
     canonicalise,
     is_accumulator,
     is_number,
-    is_struct,
     match_accumulators,
     Slots,
 )
@@ -217,15 +215,12 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         loss = self.loss_of(args, kwargs)
         diff, batch = loss.diff, loss.batch
         blocks = self.blocks(batch, args, kwargs, batch.total())
-        arrays, axes = batch.arrays, batch.axes
-        if self.weights is not None:
-            accumulator = self.gradient_accumulator
-            arrays, axes = rows_and_weights(accumulator, batch, blocks)
+        name = type(self.gradient_accumulator).__name__
+        arrays, axes, split = rows_and_weights(name, self.weights, batch, blocks)
         gradients = self._gradients_on_mesh(loss)
 
         def run(rows: list, _: int) -> tuple[Results, None]:
-            weights = None if self.weights is None else rows[-1]
-            return gradients(rows[: len(batch.arrays)], weights), None
+            return gradients(*split(rows)), None
 
         of_whole, of_each = self.run(arrays, axes, blocks, run, self.slots)
         results = {**of_whole, **of_each}

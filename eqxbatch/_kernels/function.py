@@ -22,9 +22,8 @@ from .._base.mesh import (
     put_on,
 )
 from .._base.primitives import constants
-from .._base.trees import match_prefix, safe_zip, shown
+from .._base.trees import is_struct, match_prefix, safe_zip, shown
 from .._batch.loop import Rows
-from .._batch.slots import is_struct
 from .calls import is_pair, Side, VmapAxes
 from .kernel import (
     AbstractBlockKernel,

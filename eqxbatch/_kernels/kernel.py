@@ -13,11 +13,10 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._base.cpu import with_mirror_image
-from .._base.trees import safe_zip
+from .._base.trees import safe_zip, with_arrays
 from .._batch.batch import block_struct
 from .._batch.loop import Rows
 from .._batch.memory import available_bytes
-from .._batch.slots import is_struct
 from .calls import Call
 
 
@@ -296,7 +295,7 @@ class TileMirror:
                 else x
                 for leaf, x in safe_zip(self.leaves, tile)
             ]
-        arrays = jtu.tree_leaves(self.mirror(_filled(self.out, tile)))
+        arrays = jtu.tree_leaves(self.mirror(with_arrays(self.out, tile)))
         mirrored = [x for x in arrays if eqx.is_array(x)]
         sizes = _sizes(self.leaves, tile)
         expected = [leaf.shape_for((sizes[1], sizes[0])) for leaf in self.leaves]
@@ -308,12 +307,6 @@ class TileMirror:
                     f"exchanged, of shape {shape}; got {x.shape}."
                 )
         return mirrored
-
-
-def _filled(out: PyTree, arrays: list) -> PyTree:
-    """The output of the kernel function, with arrays in place of shapes."""
-    remaining = list(arrays)
-    return jtu.tree_map(lambda x: remaining.pop(0) if is_struct(x) else x, out)
 
 
 def _sizes(leaves: list[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
@@ -410,7 +403,7 @@ class AbstractBlockKernel(abc.ABC):
 
     def output(self, arrays: list) -> PyTree:
         """The output of the kernel function, with these arrays."""
-        return _filled(self.out, arrays)
+        return with_arrays(self.out, arrays)
 
     @property
     def mirror(self) -> TileMirror:

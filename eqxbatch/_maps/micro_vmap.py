@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.jaxprs import evaluate_jaxpr
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
-from .._base.trees import safe_zip
+from .._base.trees import array_structs, is_struct, safe_zip
 from .._batch.accumulators import Concat, Last, Max, Min
 from .._batch.batch import (
     Batch,
@@ -26,14 +26,7 @@ from .._batch.batch import (
     split_batch,
 )
 from .._batch.moments import LogSumExp, Mean, RunningMean, Sum
-from .._batch.slots import (
-    array_structs,
-    is_struct,
-    match_accumulators,
-    of_state,
-    OutputAccumulator,
-    Slots,
-)
+from .._batch.slots import match_accumulators, of_state, OutputAccumulator, Slots
 from .._batch.transform import (
     AbstractEarlyStop,
     also_decorator,
@@ -238,11 +231,8 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         call = functools.partial(batch.call, self.fun)
 
         def one(rows: list) -> tuple[list, list]:
-            if if_whole is None:
+            with explained_failure(call, batch, "example", if_whole):
                 out = call(rows)
-            else:
-                with explained_failure(call, batch, "example", if_whole):
-                    out = call(rows)
             axes = broadcast_axes("out_axes", self.out_axes, out)
             leaves, traced["treedef"] = jtu.tree_flatten(out)
             traced["leaves"], traced["axes"] = leaves, axes

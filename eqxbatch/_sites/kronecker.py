@@ -218,7 +218,7 @@ def _part(
 def multiplied(program: Program, leaf: int) -> int | None:
     """Another leaf that a leaf is multiplied with, or None."""
     for i in (i for site in program.sites_of(leaf) for i in site.view.reads):
-        nodes = nodes_up_to([program.value_of(i)])
+        nodes = nodes_up_to([program.nodes[i]])
         leaves = {x.leaf for x in nodes if x.leaf is not None and x.varies} - {leaf}
         if leaves:
             return min(leaves)

@@ -32,7 +32,7 @@ from .._base.jaxprs import (
     source_line,
     TracedFunction,
 )
-from .._base.mesh import full_varying_as, in_this_mesh, is_on_mesh, zeros_like
+from .._base.mesh import in_this_mesh, is_on_mesh, zeros_like
 from .._base.primitives import (
     callee,
     CUSTOM,
@@ -84,7 +84,8 @@ class Program:
     requested, as if no rule covered them. The first `num_outputs` outputs are
     differentiated; None for all of them. `order` is 2 if second derivatives are needed.
 
-    - `leaves`, `jaxpr`: those of the traced function.
+    - `traced`, `leaves`, `jaxpr`: the traced function, its leaves and jaxpr.
+    - `nodes`: the values that views of sites read, by index.
     - `sites`: all sites; every leaf that the function uses has at least one.
     - `perturbations`, `operands`: shapes and dtypes of the cotangents and operands.
     - `fallbacks`: the leaves that no rule covers, by index, with reasons. Their only
@@ -101,7 +102,7 @@ class Program:
         num_outputs: int | None = None,
         order: int = 1,
     ):
-        self.leaves, closed = traced.leaves, traced.closed
+        self.traced, self.leaves, closed = traced, traced.leaves, traced.closed
         self.jaxpr, self._consts = closed.jaxpr, list(closed.consts)
         avals, num_leaves = [var.aval for var in self.jaxpr.invars], len(self.leaves)
         self.fallbacks = dict.fromkeys(formed, "its gradient is formed")
@@ -129,7 +130,7 @@ class Program:
                 break
             # Leaves that are no longer followed cannot block others.
             self.fallbacks.update(finder.failed)
-        self._values = finder.values
+        self.nodes = finder.values
         self.sites = list(self._plan.sites)
         self.perturbations = list(self._plan.perturbations)
         self.operands = list(self._plan.operands)
@@ -157,24 +158,18 @@ class Program:
         other._add_leaves(leaves)
         return other
 
-    def value_of(self, number: int) -> Node:
-        """A value that a view reads, by its index."""
-        return self._values[number]
-
     def values(self, leaves: list | None = None) -> list:
         """The values that views of sites read, besides their leaf, at some `leaves`.
 
         They are the same for all examples. Values that no view reads are None.
         """
-        read = {self._values[i] for site in self.sites for i in site.view.reads}
+        read = {self.nodes[i] for site in self.sites for i in site.view.reads}
         values = evaluated(read, self.leaves if leaves is None else leaves)
-        return [values[x] if x in read else None for x in self._values]
+        return [values[x] if x in read else None for x in self.nodes]
 
     def value_structs(self) -> list:
         """The types of the values."""
-        avals = [var.aval for var in self.jaxpr.invars[: len(self.leaves)]]
-        zeros = lambda: [full_varying_as(aval, 0) for aval in avals]
-        return jax.eval_shape(lambda: self.values(zeros()))
+        return jax.eval_shape(lambda: self.values(self.traced.zeros()[0]))
 
     def linearize(
         self, leaves: list, example: list, num_outputs: int
@@ -231,10 +226,6 @@ class Equation:
     eqn: Any
     live: list[bool]
     uses: collections.Counter
-
-    @property
-    def jaxpr(self) -> Any:
-        return self.plan.jaxpr
 
 
 class Finder:
@@ -318,9 +309,9 @@ class Finder:
 
     def shared(self, equation: Equation, inputs: list[Node]) -> _Inputs:
         """The outputs of an equation whose inputs are the same for all examples."""
-        eqn = equation.eqn
+        eqn, jaxpr = equation.eqn, equation.plan.jaxpr
         used = [var for var in eqn.outvars if equation.uses[var]]
-        nodes = output_nodes(equation.jaxpr, eqn, tuple(inputs), used)
+        nodes = output_nodes(jaxpr, eqn, tuple(inputs), used)
         linear = self._linear(eqn, inputs)
         for var, node in safe_zip(used, nodes):
             output = eqn.outvars.index(var)
@@ -414,7 +405,7 @@ class Finder:
         """Views pushed through the derivative of an equation at the values there."""
         eqn = equation.eqn
         var = eqn.outvars[output]
-        push = pushforward_of(equation.jaxpr, eqn, position, var)
+        push = pushforward_of(equation.plan.jaxpr, eqn, position, var)
         if push is None:
             reason = f"`{name_of(eqn)}` has no derivative in forward mode"
             self.fail(views, equation, reason)
@@ -554,9 +545,8 @@ class Finder:
         used = [i for i, var in enumerate(eqn.outvars) if equation.uses[var]]
         live = [i for i in used if equation.live[i]]
         reason = f"`{name_of(eqn)}` has a first derivative of its own, and no second"
-        traced = (
-            linearized(equation.jaxpr, eqn, moved, live) if self.order == 1 else reason
-        )
+        jaxpr = equation.plan.jaxpr
+        traced = linearized(jaxpr, eqn, moved, live) if self.order == 1 else reason
         if isinstance(traced, str):
             self.fail(_views(inputs), equation, traced)
             return
@@ -568,9 +558,7 @@ class Finder:
         inner = self.plan(traced.jaxpr, traced.consts, known, [True for _ in live])
         self.fail(_views(inner.outs), equation, f"`{name_of(eqn)}` returns a parameter")
         tangents = [eqn.invars[i].aval for i in moved]
-        step = CustomDerivative(
-            equation.jaxpr, eqn, inner, numbers, tangents, used, live
-        )
+        step = CustomDerivative(jaxpr, eqn, inner, numbers, tangents, used, live)
         equation.plan.include(equation.index, step, [inner])
 
     def fail(self, views: Iterable[View], equation: Equation, reason: str) -> None:
