@@ -183,8 +183,9 @@ class Site:
         return fun
 
 
-def leaf_site(leaf: int, struct: _Struct, perturbation: int) -> Site:
+def leaf_site(leaf: int, like: Array | _Struct, perturbation: int) -> Site:
     """The site of a leaf that is perturbed itself."""
+    struct = _Struct(like.shape, like.dtype)
     view, rule = leaf_view(leaf, struct), leaf_rule(struct.shape)
     return Site(view, rule, perturbation, None, is_complex(struct))
 
