@@ -147,7 +147,7 @@ def explain_sites(
     with explained_failure(whole, batch, "example", remedy):
         traced = TracedFunction(of_one, diff, [dynamic])
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
-    with for_platform(platform([*leaves, *jtu.tree_leaves(one)])):
+    with for_platform(platform([*traced.leaves, *jtu.tree_leaves(one)])):
         report = report_of(traced, paths)
     if not check:
         return report
