@@ -144,6 +144,11 @@ def normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
     return wide / scale, scale
 
 
+def num_bytes(tree: PyTree) -> int:
+    """The number of bytes of some arrays or structs."""
+    return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
+
+
 def is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 

@@ -317,7 +317,18 @@ def with_both_modes(program: TracedFunction, derivative: Derivative) -> TracedFu
     return TracedFunction(run, point, program.arrays, program.axes)
 
 
-class AbstractColumns(AbstractAutoSharded):
+class AbstractReplicated(AbstractAutoSharded):
+    """A transform whose results have the axes of one or of two arrays.
+
+    They are replicated on all devices.
+    """
+
+    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+        del args, kwargs, out
+        return PartitionSpec()
+
+
+class AbstractColumns(AbstractReplicated):
     """A transform that computes some columns (or rows) of a matrix at a time."""
 
     _: dataclasses.KW_ONLY
@@ -329,11 +340,6 @@ class AbstractColumns(AbstractAutoSharded):
         check_exclusive("Pass one of them.", **sizes)
         if self.num_blocks is not None:
             check_at_least("num_blocks", self.num_blocks, 1)
-
-    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
-        # Blocks have the axes of two arrays, so they are replicated on all devices.
-        del args, kwargs, out
-        return PartitionSpec()
 
     def num_columns(
         self, total: int, args: tuple, kwargs: dict[str, Any], **settings: Any

@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Real
 
 from .._base.cpu import unstack
+from .._base.dtypes import num_bytes
 from .._base.jaxprs import first_use
 from .._base.mesh import full_varying_as, sum_varying, varying
 from .._base.platforms import platform
@@ -595,10 +596,7 @@ class CurvatureBlocks:
         groups, program = self._sites.groups, self._sites.program
         leaves = self._sites.requested.leaves
         total = rows[0].shape[self.curvature.axes[0]] if rows else 1
-        kept = sum(
-            x.size * x.dtype.itemsize
-            for x in (*program.perturbations, *program.operands)
-        )
+        kept = num_bytes([program.perturbations, program.operands])
         # The branch takes no more memory than the blocks from sites. A column keeps the
         # tangents of values and of their cotangents.
         most = min(total * self._sites.bytes, platform().factor_bytes)
@@ -682,8 +680,8 @@ class CurvatureBlocks:
         if self.method == "sites" or curvature.forms_rest:
             return sites
         counted = _COUNTED if curvature.axes else 1
-        of_example = curvature.program.closed.jaxpr.invars[num:]
-        zeros = [full_varying_as(var.aval, 0) for var in of_example]
+        invars = curvature.program.closed.jaxpr.invars
+        zeros = [full_varying_as(var.aval, 0) for var in invars[num:]]
         products = curvature.products(zeros, None, (), False)
         order = self._in_order(self.requested.leaves)
         columns = {

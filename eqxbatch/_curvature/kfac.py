@@ -10,10 +10,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
-from .._base.dtypes import common_dtype, widened
+from .._base.dtypes import common_dtype, num_bytes, widened
 from .._base.mesh import is_on_mesh, sum_varying, vary_as, varying
 from .._base.platforms import platform
 from .._base.precision import exact_products, products_of
@@ -32,8 +31,10 @@ from .._sites.kronecker import (
     Structure,
     uses_of,
 )
+from .._sites.report import table
 from .._sites.site import Label
 from .._sites.trace import Program
+from .columns import AbstractReplicated
 from .curvature_of import AbstractFisher, GaussNewtonCurvature
 from .gauss_newton import linearized
 from .pytree import leaves_of_parts, Unravel
@@ -171,20 +172,14 @@ class KroneckerFactors(eqx.Module):
         )
 
     def __str__(self) -> str:
-        rows = [
-            (", ".join(names), str(block.part), block.part.reason or "")
-            for names, block in safe_zip(self.names, self.blocks)
-        ]
-        rows = [("leaves", "structure", ""), *rows]
-        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        lines = (
-            f"{first:{widths[0]}}  {second:{widths[1]}}  {third}"
-            for first, second, third in rows
-        )
-        return "\n".join(line.rstrip() for line in lines)
+        rows = [("leaves", "structure", "")]
+        for names, block in safe_zip(self.names, self.blocks):
+            part = block.part
+            rows.append((", ".join(names), str(part), part.reason or ""))
+        return "\n".join(table(rows, num_texts=3))
 
 
-class KFAC(AbstractFisher[Model, P, Out]):
+class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
     """Kronecker factors (K-FAC) of a Gauss-Newton or Fisher matrix.
 
     The block of a weight in [`eqxbatch.filter_ggn`][] is the second moment of `d a^T`,
@@ -297,11 +292,6 @@ class KFAC(AbstractFisher[Model, P, Out]):
                 "the batch, as Kronecker factors are means over examples; got None. "
                 "Use `in_axes=0`, with `x[None]` for a single example."
             )
-
-    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
-        # Blocks have the axes of arrays, so they are replicated on all devices.
-        del args, kwargs, out
-        return PartitionSpec()
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         fun = self.with_keys(self.in_microbatches(args, kwargs))
@@ -456,8 +446,7 @@ def _bytes(program: Program, num_vectors: int) -> int:
         for site in program.sites
         if site.operand is not None
     )
-    kept = sum(x.size * x.dtype.itemsize for x in structs)
-    return kept + max(expanded, default=0)
+    return num_bytes(structs) + max(expanded, default=0)
 
 
 VECTOR: Label = ("output", 0)

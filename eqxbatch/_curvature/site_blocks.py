@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._base.cpu import in_opaque_branch, opaque_true
-from .._base.dtypes import common_dtype, widened
+from .._base.dtypes import common_dtype, num_bytes, widened
 from .._base.mesh import varying
 from .._base.platforms import platform
 from .._base.trees import consecutive_groups, safe_zip
@@ -253,8 +253,7 @@ class AbstractSiteMatrix(abc.ABC):
     @property
     def bytes(self) -> int:
         """The bytes kept for one example."""
-        structs = jtu.tree_leaves(self.structs())
-        return sum(x.size * x.dtype.itemsize for x in structs)
+        return num_bytes(self.structs())
 
     def estimate(self, num: int) -> tuple[dict[int, float], dict[Pair, float]]:
         """The cost of the sums over `num` examples, which depends on shapes only.
@@ -380,12 +379,12 @@ class AbstractSiteMatrix(abc.ABC):
         site, other = use
         block = block * (scale_of(site) * scale_of(other))
         structs = [self.leaves[site.leaf], self.leaves[other.leaf]]
-        if self.requested.is_diagonal:
-            return _diagonal_of(block, (site, other), structs[0], values)
         views = [
-            struct if has_named_axes(use) else use.view.struct(struct, values)
-            for use, struct in safe_zip((site, other), structs)
+            struct if has_named_axes(x) else x.view.struct(struct, values)
+            for x, struct in safe_zip(use, structs)
         ]
+        if self.requested.is_diagonal:
+            return _diagonal_of(block, use, structs[0], views, values)
         if not has_named_axes(site):
             block = block.reshape(*views[0].shape, math.prod(views[1].shape))
             back = _transposed(site, structs[0], views[0], values)
@@ -411,24 +410,20 @@ def of_examples(
 
 
 def _diagonal_of(
-    block: Array, sites: tuple[Site, Site], struct: Any, values: list
+    block: Array, use: Use, struct: Any, views: list, values: list
 ) -> Array:
     """The diagonal of a block of two sites of a leaf, in the shape of the leaf.
 
     Along the axes of a small view, the block is multiplied with the view's Jacobian.
     """
-    views = [
-        None if has_named_axes(use) else use.view.struct(struct, values)
-        for use in sites
-    ]
-    nums = [1 if view is None else math.prod(view.shape) for view in views]
-    are_small = all(view is not None for view in views)
-    of_leaf = 1 if are_small else math.prod(struct.shape)
+    is_small = [not has_named_axes(x) for x in use]
+    nums = [math.prod(x.shape) if y else 1 for x, y in safe_zip(views, is_small)]
+    of_leaf = 1 if all(is_small) else math.prod(struct.shape)
     block = block.reshape(of_leaf, *nums)
     for side in (1, 0):
         view, axis = views[side], side + 1
-        if view is not None:
-            back = _transposed(sites[side], struct, view, values)
+        if is_small[side]:
+            back = _transposed(use[side], struct, view, values)
             seeds = jnp.eye(nums[side], dtype=view.dtype)
             directions = jax.vmap(back)(seeds.reshape(nums[side], *view.shape))
             directions = directions.reshape(nums[side], math.prod(struct.shape)).T

@@ -17,11 +17,10 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
 from .._base.dtypes import is_complex
 from .._base.jaxprs import evaluate_with, run_equations
-from .._base.mesh import mesh_axes
+from .._base.mesh import has_explicit_axes
 from .._base.primitives import (
     callee,
     IDENTITIES,
@@ -60,7 +59,7 @@ def linearized(
         return f"the rule of a `{name}` asks which inputs are differentiated"
     if any(is_complex(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
         return f"`{name}` with complex numbers"
-    if any(_is_explicit(atom.aval) for atom in eqn.invars):
+    if any(has_explicit_axes(atom.aval) for atom in eqn.invars):
         # The derivative names mesh axes, which are automatic in contractions.
         return f"`{name}` on a mesh with explicit axes"
     unique = unique_inputs(eqn)
@@ -108,10 +107,6 @@ def linearized(
     if closed.jaxpr.effects:
         return f"the derivative of a `{name}` has side effects"
     return closed
-
-
-def _is_explicit(aval: Any) -> bool:
-    return AxisType.Explicit in [kind for _, kind in mesh_axes(aval).values()]
 
 
 def _evaluate_needed(closed: Any, args: list) -> list:

@@ -118,7 +118,7 @@ class SitesCheck:
         heading = ("gradient", "norm", "kernel", "Hessian", "diagonal", "Gauss-Newton")
         shown = lambda x: "-" if x is None else f"{x:.0e}" if x else "0"
         rows = [(path, *map(shown, errors)) for path, *errors in self._rows]
-        lines = _table([("largest error", *heading), *rows], num_sums=1, num_texts=1)
+        lines = table([("largest error", *heading), *rows], num_sums=1, num_texts=1)
         plural = "" if self.num_examples == 1 else "s"
         lines.append(f"{self.num_examples} example{plural}, in {self.dtype}")
         if self.reason is not None:
@@ -163,7 +163,7 @@ class SitesReport:
             ("materialised", self.materialised_flops, self.materialised_bytes),
         ):
             rows.append((name, "", "", "", "", *_thousands(*cost)))
-        lines = _table(rows, num_sums=2, num_texts=5)
+        lines = table(rows, num_sums=2, num_texts=5)
         lines.append(f'method="auto" is "{self.method}"')
         lines += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
         lines += [
@@ -180,16 +180,22 @@ def _thousands(flops: float, traffic: float) -> tuple[str, str]:
     return f"{flops / 1e3:,.1f}", f"{traffic / 1e3:,.1f}"
 
 
-def _table(rows: list[tuple[str, ...]], *, num_sums: int, num_texts: int) -> list[str]:
-    """The lines of a table: columns of text, then columns of numbers."""
+def table(
+    rows: list[tuple[str, ...]], *, num_sums: int = 0, num_texts: int
+) -> list[str]:
+    """The lines of a table: columns of text, then columns of numbers.
+
+    If the last rows are sums, there are rules below the heading and above them.
+    """
     widths = [max(map(len, column)) for column in safe_zip(*rows)]
     lines = []
     for row in rows:
         cells = [*map(str.rjust, row, widths)]
         texts = [*map(str.ljust, row[:num_texts], widths)]
         lines.append("  ".join([*texts, *cells[num_texts:]]))
-    rule = "-" * len(lines[0])
-    lines = [lines[0], rule, *lines[1:-num_sums], rule, *lines[-num_sums:]]
+    if num_sums:
+        rule = "-" * len(lines[0])
+        lines = [lines[0], rule, *lines[1:-num_sums], rule, *lines[-num_sums:]]
     return [line.rstrip() for line in lines]
 
 
