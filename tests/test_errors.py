@@ -18,6 +18,7 @@ from eqxbatch import (
     MemoryBudget,
     Sum,
 )
+from eqxbatch._base.primitives import equations_in
 
 
 pytestmark = pytest.mark.quick
@@ -416,6 +417,32 @@ def test_exceptions_of_users_get_notes():
         for call in calls:
             with pytest.raises(TheirError, match=f"(?s)theirs.*works for a {other}"):
                 call(fun)
+
+
+def test_a_call_has_one_condition_for_all_numbers():
+    """The host of a GPU waits for each."""
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    x, number = jnp.ones((3, 2)), jnp.asarray(0.1)
+    weighted = eqxbatch.Mean(weights=jnp.ones(3))
+
+    def step(number, x):
+        take = eqxbatch.filter_gauss_newton_step(
+            lambda model, x: model(x),
+            damping=number,
+            weights=number,
+            accumulator=weighted,
+        )
+        return take(model, x)
+
+    square = lambda out, x: jnp.sum(out**2)
+    factors = eqxbatch.filter_kfac(
+        lambda model, x: model(x), square, in_axes=0, corrected=True
+    )(model, x)
+    inverse = lambda number: factors.operator(damping=number).inverse()
+    for num_calls, fun, args in ((1, step, (number, x)), (2, inverse, (number,))):
+        closed, _, _ = eqx.filter_make_jaxpr(fun)(*args)
+        names = [eqn.primitive.name for eqn in equations_in(closed)]
+        assert names.count("cond") == num_calls
 
 
 @pytest.mark.parametrize("filtering", ("auto", "off"))

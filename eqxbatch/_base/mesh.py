@@ -143,14 +143,21 @@ def varying(x: Any) -> frozenset:
     return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
 
 
-def error_if(x: Array, is_wrong: Array, message: str) -> Array:
-    """`equinox.error_if`, except that the result is NaN if devices may disagree.
+def error_if(x: Array, *checks: tuple[Array, str]) -> Array:
+    """`equinox.error_if` for several checks, or NaN if devices may disagree.
 
-    Inside `jax.shard_map`, errors cannot be raised on some devices only.
+    A check is whether something is wrong, and the message; the first wrong one counts.
+    The host of a GPU waits for each condition, so there is one for all. Inside
+    `jax.shard_map`, errors cannot be raised on some devices only.
     """
-    if varying(jax.typeof(is_wrong)):
-        return jnp.where(jnp.any(is_wrong), jnp.nan, x)
-    return eqx.error_if(x, is_wrong, message)
+    if not checks:
+        return x
+    flags = [jnp.any(is_wrong) for is_wrong, _ in checks]
+    are_wrong = jnp.stack(vary_as(flags, flags))
+    if varying(jax.typeof(are_wrong)):
+        return jnp.where(jnp.any(are_wrong), jnp.nan, x)
+    messages = [message for _, message in checks]
+    return eqx.branched_error_if(x, are_wrong, jnp.argmax(are_wrong), messages)
 
 
 def manual_axes() -> frozenset:

@@ -534,13 +534,13 @@ def root(
     sizes = jnp.max(sizes, axis=1, initial=0)
     scales = jnp.sqrt(jnp.where(sizes == 0, 1, sizes))
     values, vectors = jnp.linalg.eigh(matrix / scales[:, None] / scales[None])
-    values = error_if(
-        values,
-        lowest < -_ROUNDING * matrix.shape[0] * eps * largest,
+    message = (
         "`fisher='mc'` takes the square root of the loss's Hessian in what `fun` "
         "returns, but that has a negative eigenvalue: the loss is not convex there. "
-        "Use `fisher='type-2'`, which needs no root, or pass a `sampler`.",
+        "Use `fisher='type-2'`, which needs no root, or pass a `sampler`."
     )
+    is_negative = lowest < -_ROUNDING * matrix.shape[0] * eps * largest
+    values = error_if(values, (is_negative, message))
     # The root of an eigenvalue that is zero up to rounding would be as large as that of
     # eps. The symmetric root does not depend on the choice of eigenvectors.
     least = 4 * eps * jnp.max(values, initial=0)

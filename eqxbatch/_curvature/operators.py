@@ -277,15 +277,9 @@ def _spectrum(block: KroneckerBlock) -> _Spectrum:
         values = of_outputs[:, :, None] * of_inputs[:, None, :]
         (_, outputs), (_, inputs) = factors
         return _Spectrum(block.part, values, outputs, inputs)
-    bases = block.output_basis, block.input_basis
-    moments = error_if(
-        block.moments,
-        jnp.stack([_is_askew(basis) for basis in bases if basis is not None]),
-        "The eigenvectors of `KroneckerFactors` are not orthogonal: factors with "
-        "`corrected=True` cannot be averaged, as their eigenvectors differ. Average "
-        "factors without it, or compute them again.",
+    return _Spectrum(
+        block.part, block.moments, block.output_basis, block.input_basis
     )
-    return _Spectrum(block.part, moments, *bases)
 
 
 def _rounding(values: Array, size: int, axes: tuple[int, ...] = (-1,)) -> Array:
@@ -303,6 +297,13 @@ def _without_rounding(
     """Replaces values that are negative because of rounding by zero."""
     is_zero = (values < 0) & (values >= -_rounding(values, size))
     return jnp.where(is_zero, 0, values)
+
+
+_ASKEW = (
+    "The eigenvectors of `KroneckerFactors` are not orthogonal: factors with "
+    "`corrected=True` cannot be averaged, as their eigenvectors differ. Average "
+    "factors without it, or compute them again."
+)
 
 
 def _is_askew(basis: Inexact[Array, "batch k k"]) -> Bool[Array, ""]:
@@ -384,15 +385,24 @@ class KroneckerOperator(AbstractSymmetricOperator):
     def __init__(
         self, factors: KroneckerFactors, damping: Real[Array, ""] | float = 0.0
     ):
-        if not isinstance(damping, Tracer) and not damping >= 0:
+        is_traced = isinstance(damping, Tracer)
+        if not is_traced and not damping >= 0:
             raise ValueError(
                 f"`damping` must be at least 0; got {damping}. It is added to the "
                 "eigenvalues of a matrix that is positive semidefinite."
             )
         added = jnp.asarray(damping)
-        added = error_if(
-            added, ~(added >= 0), "`damping` must be at least 0, and no NaN."
-        )
+        checks = [
+            (_is_askew(basis), _ASKEW)
+            for block in factors.blocks
+            for basis in (block.output_basis, block.input_basis)
+            if basis is not None
+        ]
+        if is_traced:
+            message = "`damping` must be at least 0, and no NaN."
+            checks.append((~(added >= 0), message))
+        # All eigenvalues depend on it.
+        added = error_if(added, *checks)
         self.tags = frozenset({lineax.symmetric_tag})
         self.unravel, self._is_damped = factors.unravel, added > 0
         damped = lambda spectrum: spectrum.values + added.astype(spectrum.values.dtype)
@@ -409,10 +419,18 @@ class KroneckerOperator(AbstractSymmetricOperator):
             for spectrum in self._spectra
         )
 
-    def _with(self, change: Callable[[_Spectrum], Array]) -> "KroneckerOperator":
+    def _with(self, change: Callable[[Array], Array]) -> "KroneckerOperator":
         """An operator with the same eigenvectors and eigenvalues that are checked."""
-        spectra = self._changed(change, True)
+        spectra = self._changed(lambda spectrum: change(spectrum.values), True)
         return eqx.tree_at(lambda x: x._spectra, self, spectra)
+
+    def _unless(
+        self, is_wrong: Callable[[_Spectrum], Array], message: str
+    ) -> "KroneckerOperator":
+        """The same; raises an error if an eigenvalue is wrong."""
+        checks = ((is_wrong(spectrum), message) for spectrum in self._spectra)
+        zero = error_if(jnp.zeros((), jnp.float32), *checks)
+        return self._with(lambda values: values + zero.astype(values.dtype))
 
     def mv(self, vector: PyTree) -> PyTree:
         leaves = jax.tree.leaves(vector)
@@ -440,23 +458,20 @@ class KroneckerOperator(AbstractSymmetricOperator):
         return jax.tree.unflatten(self.unravel.treedef, leaves)
 
     def inverse(self) -> "KroneckerOperator":
-        return self._with(lambda spectrum: 1 / self._positive(spectrum))
+        return self._positive()._with(lambda values: 1 / values)
 
     def sqrt(self) -> "KroneckerOperator":
-        def root(spectrum: _Spectrum) -> Array:
-            values = error_if(
-                spectrum.values,
-                spectrum.values < -spectrum.rounding,
-                "`sqrt` needs a positive semidefinite matrix, but an eigenvalue is "
-                "negative: the loss is not convex in what the model returns. Give "
-                "`damping` that exceeds it.",
-            )
-            return jnp.sqrt(jnp.maximum(values, 0))
-
-        return self._with(root)
+        checked = self._unless(
+            lambda spectrum: spectrum.values < -spectrum.rounding,
+            "`sqrt` needs a positive semidefinite matrix, but an eigenvalue is "
+            "negative: the loss is not convex in what the model returns. Give "
+            "`damping` that exceeds it.",
+        )
+        return checked._with(lambda values: jnp.sqrt(jnp.maximum(values, 0)))
 
     def logdet(self) -> Real[Array, ""]:
-        return self._sum(lambda spectrum: jnp.sum(jnp.log(self._positive(spectrum))))
+        log_of = lambda spectrum: jnp.sum(jnp.log(spectrum.values))
+        return self._positive()._sum(log_of)
 
     def trace(self) -> Real[Array, ""]:
         return self._sum(lambda spectrum: jnp.sum(spectrum.values))
@@ -495,12 +510,14 @@ class KroneckerOperator(AbstractSymmetricOperator):
         dtype = common_dtype(*(x.dtype for x in terms))
         return sum((x.astype(dtype) for x in terms), jnp.zeros((), dtype))
 
-    def _positive(self, spectrum: _Spectrum) -> Array:
-        # With damping, an eigenvalue of zero up to rounding is no longer zero.
-        rounding = jnp.where(self._is_damped, 0, spectrum.rounding)
-        return error_if(
-            spectrum.values,
-            spectrum.values <= rounding,
+    def _positive(self) -> "KroneckerOperator":
+        def is_wrong(spectrum: _Spectrum) -> Array:
+            # With damping, an eigenvalue of zero up to rounding is no longer zero.
+            rounding = jnp.where(self._is_damped, 0, spectrum.rounding)
+            return spectrum.values <= rounding
+
+        return self._unless(
+            is_wrong,
             "`inverse` and `logdet` need a positive definite matrix, but an eigenvalue "
             "is not positive: the factors are singular, or the loss is not convex in "
             "what the model returns. Give `operator(damping=...)` more damping.",

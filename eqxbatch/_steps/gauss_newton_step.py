@@ -311,8 +311,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             return zeros if previous is None else self._kept(previous)
         values = residuals.values()
         if previous is not None:
-            momentum = _at_run_time("momentum", self.momentum)
-            momentum = jnp.asarray(momentum, residuals.dtype)
+            momentum = jnp.asarray(self.momentum, residuals.dtype)
             tangents = vary_as(residuals.leaves, previous)
             pairs = safe_zip(values, residuals.push(tangents))
             values = [x - momentum * y for x, y in pairs]
@@ -403,7 +402,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
     def _solved(
         self, matrix: Float[Array, "n n"], vector: Float[Array, " n"]
     ) -> Float[Array, " n"]:
-        damping = jnp.asarray(_at_run_time("damping", self.damping), matrix.dtype)
+        damping = jnp.asarray(self.damping, matrix.dtype)
         if self.solver == "eigh":
             values, vectors = jnp.linalg.eigh(matrix)
             # Without damping, eigenvalues that are zero up to rounding do not count.
@@ -424,24 +423,26 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             for _ in range(3):
                 rest = vector - times(matrix, solution) - damping * solution
                 solution += solve(inverse, rest)
-            return solution
+            return error_if(solution, *self._wrong_numbers())
         shifted = matrix + damping * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
         factor = jnp.linalg.cholesky(shifted)
         solution = jsl.cho_solve((factor, True), vector)
         is_finite = jnp.all(jnp.isfinite(shifted)) & jnp.all(jnp.isfinite(vector))
-        return error_if(
-            solution,
-            is_finite & ~jnp.all(jnp.isfinite(solution)),
+        is_indefinite = is_finite & ~jnp.all(jnp.isfinite(solution))
+        message = (
             "The matrix of the step, with `damping` on its diagonal, is not positive "
             f"definite in {matrix.dtype}. Use more `damping`, `solver='eigh'`, or "
-            "64-bit mode.",
+            "64-bit mode."
         )
+        return error_if(solution, *self._wrong_numbers(), (is_indefinite, message))
 
     def _solved_by_products(
         self, product: Callable[[Array], Array], vector: Float[Array, " n"]
     ) -> Float[Array, " n"]:
         lineax = import_extra("lineax", "solver", "linalg")
-        damping = jnp.asarray(_at_run_time("damping", self.damping), vector.dtype)
+        damping = jnp.asarray(self.damping, vector.dtype)
+        # Before the solver says that it did not converge.
+        vector = error_if(vector, *self._wrong_numbers())
         # Absolute tolerances are then relative to the largest entry.
         (scaled,), size = in_range([vector])
         operator = lineax.FunctionLinearOperator(
@@ -487,6 +488,23 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         triples = safe_zip(terms, factors, accumulators)
         return [_weights_of_term(*triple, dtype) for triple in triples]
 
+    def _wrong_numbers(self) -> list[tuple[Array, str]]:
+        """For numbers known at run time: whether one is wrong, and the error."""
+        checks = []
+        for name in ("damping", "momentum", "weights"):
+            message = f"`{name}` must not be negative, NaN or infinite."
+            numbers = filter(eqx.is_array, jtu.tree_leaves(getattr(self, name)))
+            checks += ((~((x >= 0) & jnp.isfinite(x)), message) for x in numbers)
+        accumulators = self.accumulator
+        if isinstance(accumulators, (Sum, Mean)):
+            accumulators = (accumulators,)
+        for accumulator in accumulators:
+            name, weights = type(accumulator).__name__, accumulator.weights
+            if weights is not None:
+                message = f"{name}(weights=...) must not be negative or NaN here."
+                checks.append((~(weights >= 0), message))
+        return checks
+
 
 _SOLVERS = ("cholesky", "eigh")
 
@@ -519,11 +537,9 @@ def _weights_of_term(
         check_weights(name, accumulator.weights, Blocks(total, max(total, 1)))
         check_real(name, accumulator.weights)
         weights = accumulator.weights.astype(dtype)
-        message = f"{name}(weights=...) must not be negative or NaN here."
-        weights = error_if(weights, ~jnp.all(weights >= 0), message)
     if isinstance(accumulator, Mean):
         weights = shares(weights)
-    return weights * jnp.asarray(_at_run_time("weights", factor), dtype)
+    return weights * jnp.asarray(factor, dtype)
 
 
 def _for_terms(name: str, value: Any, num: int) -> Sequence[Any]:
@@ -535,14 +551,6 @@ def _for_terms(name: str, value: Any, num: int) -> Sequence[Any]:
             f"`{name}` must have one entry for each of {num} terms; got {len(value)}."
         )
     return value
-
-
-def _at_run_time(name: str, value: Any) -> Any:
-    """Checks a number at run time if it is traced."""
-    if not isinstance(value, jax.Array):
-        return value
-    message = f"`{name}` must not be negative, NaN or infinite."
-    return error_if(value, ~((value >= 0) & jnp.isfinite(value)), message)
 
 
 filter_gauss_newton_step = also_decorator(
