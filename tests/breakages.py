@@ -477,8 +477,8 @@ BREAKAGES = [
     Breakage(
         "roots are inverses",
         "_curvature/operators.py",
-        "return self._with(lambda spectrum: 1 / self._positive(spectrum))",
-        "return self._with(lambda spectrum: 1 / self._positive(spectrum) ** 0.5)",
+        "return self._positive()._with(lambda values: 1 / values)",
+        "return self._positive()._with(lambda values: 1 / values**0.5)",
         "tests/curvature/test_kronecker_operator.py",
     ),
     # The check of rules.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Inexact, Int, Shaped
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Shaped
 
 from .jaxprs import evaluate_jaxpr, evaluate_with
 from .mesh import vary, varying, where_it_is, zeros_like
@@ -40,6 +40,23 @@ def in_opaque_branch(
         return lax.cond(known, run, skip, *args)
 
     return run_apart
+
+
+def after_loop(
+    always: Bool[Array, ""], results: PyTree, later: PyTree
+) -> tuple[Bool[Array, ""], PyTree, PyTree]:
+    """Condition, results of a loop and what comes later, so that it does come later.
+
+    What does not depend on a loop may run before it, and then shares no memory with it.
+    As a branch, it does in XLA for CPUs, which does not know that a count of steps is
+    `always` as large. Other devices know, and have a barrier instead.
+    """
+    later, static = eqx.partition(later, eqx.is_array)
+    in_order = lambda x, *trees: (x | True, *lax.optimization_barrier(trees))
+    always, results, later = lax.platform_dependent(
+        *(always, results, later), cpu=lambda *trees: trees, default=in_order
+    )
+    return always, results, eqx.combine(later, static)
 
 
 def materialised(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:

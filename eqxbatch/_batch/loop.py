@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from .._base.cpu import evaluate_in_loop
+from .._base.cpu import after_loop, evaluate_in_loop
 from .._base.jaxprs import axis_names, evaluate_jaxpr
 from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
 from .._base.trees import array_structs, is_struct, safe_zip
@@ -253,11 +253,12 @@ class _Run(eqx.Module):
         states, pieces, num_ran = self.full_blocks(states)
         if self.runs_remainder:
             block = remainder_block(self.blocks)
-            rows = [None] * len(self.arrays)
-            # Always true, but XLA cannot know that ahead of the loop. As a branch, the
-            # remainder reuses memory of the loop; otherwise XLA allocates more.
-            after_loop = num_ran == self.num_steps if self.is_loop else None
-            rest = self.values(block, rows, after_loop)
+            run, rows, is_after = self, [None] * len(self.arrays), None
+            if self.is_loop:
+                is_after, states, run = after_loop(
+                    num_ran == self.num_steps, states, self
+                )
+            rest = run.values(block, rows, is_after)
             states = self.updated(states, rest, block)
             pieces.append(rest)
         results = [

@@ -277,9 +277,7 @@ def _spectrum(block: KroneckerBlock) -> _Spectrum:
         values = of_outputs[:, :, None] * of_inputs[:, None, :]
         (_, outputs), (_, inputs) = factors
         return _Spectrum(block.part, values, outputs, inputs)
-    return _Spectrum(
-        block.part, block.moments, block.output_basis, block.input_basis
-    )
+    return _Spectrum(block.part, block.moments, block.output_basis, block.input_basis)
 
 
 def _rounding(values: Array, size: int, axes: tuple[int, ...] = (-1,)) -> Array:

@@ -259,6 +259,16 @@ def test_programs_are_kept_apart_on_cpus_only():
         assert ("stablehlo.or" not in text) is is_apart
 
 
+def test_a_remainder_comes_after_the_loop(getkey):
+    mean = filter_microbatch(jnp.sum, microbatch_size=3, accumulator=Mean())
+    traced = jax.jit(lambda x: mean(x)).trace(normal(getkey(), (11,)))
+    for platform, has_barrier in (("cpu", False), ("cuda", True)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("optimization_barrier" in text) is has_barrier
+        # It is a branch on CPUs only, as the condition is known elsewhere.
+        assert ("stablehlo.or" in text) is has_barrier
+
+
 # Where the next two fail because both are equal, XLA has learned to do without.
 
 
