@@ -243,21 +243,30 @@ CHECKS = {
 }
 
 
-def make(name: str) -> pathlib.Path:
-    """A fresh environment with the package and one extra; returns its Python."""
+def make(name: str, extra: str = "") -> pathlib.Path:
+    """A fresh environment with the package and one extra; returns its Python.
+
+    The extra is that of the same name, unless another one is named.
+    """
     where = ENVIRONMENTS / name
     shutil.rmtree(where, ignore_errors=True)
-    uv = [sys.executable, "-m", "uv"]
-    what = str(ROOT) if name == NONE else f"{ROOT}[{name}]"
+    what = str(ROOT) if name == NONE else f"{ROOT}[{extra or name}]"
     python = where / "bin" / "python"
+    run_uv("venv", "--quiet", "--python", sys.executable, str(where))
+    install(str(python), "--editable", what)
+    return python
+
+
+def install(python: str, *packages: str) -> None:
+    """Installs packages in an environment."""
+    run_uv("pip", "install", "--quiet", "--python", python, *packages)
+
+
+def run_uv(*arguments: str) -> None:
     # uv leaves the environment that it runs in alone.
     variables = {key: x for key, x in os.environ.items() if key != "VIRTUAL_ENV"}
-    for command in (
-        [*uv, "venv", "--quiet", "--python", sys.executable, str(where)],
-        [*uv, "pip", "install", "--quiet", "--python", str(python), "--editable", what],
-    ):
-        subprocess.run(command, check=True, env=variables)
-    return python
+    command = [sys.executable, "-m", "uv", *arguments]
+    subprocess.run(command, check=True, env=variables)
 
 
 def main(names: list[str]) -> None:

@@ -20,6 +20,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from eqxbatch._base.platforms import for_platform, GPU, Platform, TPU
+
 
 # The data sheet of an H100 SXM, as XLA reads it.
 H100 = """
@@ -42,6 +44,7 @@ class Accelerator:
     """A device, and the public numbers of a roofline.
 
     - `platform`, `topology`, `settings`: what `topologies.get_topology_desc` needs.
+    - `choices`: what eqxbatch assumes to be cheaper there.
     - `plugin`: the module of the plug-in; `packages` are those to install.
     - `bandwidth`: bytes per second to and from its memory.
     - `peaks`: the operations per second of products, by precision.
@@ -54,6 +57,7 @@ class Accelerator:
     platform: str
     topology: str
     settings: Callable[[int], dict[str, str]]
+    choices: Platform
     plugin: str
     packages: tuple[str, ...]
     bandwidth: float
@@ -77,8 +81,13 @@ class Accelerator:
         """`fun` compiled for arrays or shapes, which are on one device."""
         one = SingleDeviceSharding(self.devices()[0])
         on_it = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
-        traced = jax.jit(fun).trace(*jax.tree.map(on_it, args))
-        return traced.lower(lowering_platforms=(self.platform,)).compile()
+        return self.compile_placed(fun, *jax.tree.map(on_it, args))
+
+    def compile_placed(self, fun: Callable, *args: Any) -> Any:
+        """`fun` compiled for shapes that say on which devices they are."""
+        with for_platform(self.choices):
+            traced = jax.jit(fun).trace(*args)
+            return traced.lower(lowering_platforms=(self.platform,)).compile()
 
 
 @functools.cache
@@ -100,6 +109,7 @@ ACCELERATORS = {
         "cuda",
         "h100",
         lambda num: {"target_config": H100, "topology": f"1x1x{num}"},
+        GPU,
         "jax_plugins.xla_cuda12",
         ("jax", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"),
         bandwidth=3.35e12,
@@ -112,6 +122,7 @@ ACCELERATORS = {
         "tpu",
         "v5e:2x2",
         lambda num: {},
+        TPU,
         "libtpu",
         ("jax[tpu]",),
         bandwidth=819e9,
@@ -128,6 +139,7 @@ ACCELERATORS = {
 class Cost:
     """What a program does, or a part of it.
 
+    - `transposed`: the bytes of arrays that kernels copy or transpose.
     - `flops`: those of products, by precision.
     - `per_trip`: the kernels of one trip of the loop that runs the most of them.
     - `is_known`: whether the trips of all loops are.
@@ -135,6 +147,7 @@ class Cost:
 
     kernels: float = 0.0
     bytes: float = 0.0
+    transposed: float = 0.0
     seconds: float = 0.0
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
     per_trip: float = 0.0
@@ -147,6 +160,7 @@ class Cost:
         return Cost(
             self.kernels + other.kernels,
             self.bytes + other.bytes,
+            self.transposed + other.transposed,
             self.seconds + other.seconds,
             flops,
             max(self.per_trip, other.per_trip),
@@ -154,10 +168,15 @@ class Cost:
         )
 
     def __mul__(self, trips: int) -> "Cost":
-        flops = {name: trips * num for name, num in self.flops.items()}
-        seconds = trips * self.seconds
-        kernels, moved = trips * self.kernels, trips * self.bytes
-        return Cost(kernels, moved, seconds, flops, self.kernels, self.is_known)
+        return Cost(
+            trips * self.kernels,
+            trips * self.bytes,
+            trips * self.transposed,
+            trips * self.seconds,
+            {name: trips * num for name, num in self.flops.items()},
+            self.kernels,
+            self.is_known,
+        )
 
     @property
     def lower_precision(self) -> float:
@@ -305,12 +324,16 @@ class Program:
     ) -> Cost:
         inside = list(self._inside(x, lines))
         flops: dict[str, float] = collections.defaultdict(float)
-        others = 0
+        others = transposed = 0
+        # Those of a custom fusion are products, which read their factors in any order.
+        is_product = "kind=kCustom" in x.rest
         for y, near in inside:
             num = self._flops(y, near, target)
             if num:
                 dtype = self._shape(y.operands[0], near)[0]
                 flops[self._precision(dtype, y.precision)] += num
+            if y.op in ("transpose", "copy") and not is_product:
+                transposed += num_bytes(y.shape)
             if not MOVES.fullmatch(y.op):
                 is_sum = y.op.startswith("reduce") and y.operands[0] in near
                 others += num_elements((near[y.operands[0]] if is_sum else y).shape)
@@ -321,7 +344,7 @@ class Program:
         cycles = x.setting(r'estimated_cycles":"(\d+)"')
         if device.clock and cycles:
             seconds = int(cycles) / device.clock
-        return Cost(1, moved, seconds, dict(flops))
+        return Cost(1, moved, transposed, seconds, dict(flops))
 
     def _inside(
         self, x: Instruction, lines: dict[str, Instruction]

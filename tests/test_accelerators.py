@@ -16,9 +16,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from benchmarks.programs import ACCELERATORS, Program
+from eqxbatch._base.platforms import for_platform, GPU
+from .derivatives import DERIVATIVES, Net, X, Y
+from .features import FEATURES, MODELS
 from .helpers import KINDS
-from .test_meshes import FEATURES, MODELS
-from .test_precision import DERIVATIVES, HIGHEST, Net, X, Y
 
 
 # Two microbatches and a remainder, which four devices divide.
@@ -189,7 +190,8 @@ def runs_once(op):
 def lowered(subject):
     """The checks of a program by the host, and the operations that a GPU is given."""
     run, shapes = of_arrays(*subject.split(", "))
-    traced = jax.jit(run).trace(*shapes)
+    with for_platform(GPU):
+        traced = jax.jit(run).trace(*shapes)
     found = tuple(checks(traced.jaxpr.jaxpr))
     if found:
         # JAX lowers callbacks only for a device that is here.
@@ -199,42 +201,46 @@ def lowered(subject):
     return found, (module, [*operations(module.operation)])
 
 
-def unless(subjects, reason, is_wrong):
-    """Values for `parametrize`, of which some must fail until they are mended."""
-    fails = pytest.mark.xfail(reason=reason)
-    marks = lambda subject: [fails] if is_wrong(subject) else []
-    return [pytest.param(x, marks=marks(x)) for x in subjects]
+SUBJECTS = [f"{feature}, dense" for feature in TRACED]
+SUBJECTS += [*RUN_ONCE, "filter_micro_grad sites, conv"]
+
+
+def subjects(reason="", is_wrong=lambda _: False, without=()):
+    """Values for `parametrize`, of which some must fail until they are mended.
+
+    By default, those of public names are tried.
+    """
+    params = []
+    for subject in SUBJECTS:
+        feature, _ = subject.split(", ")
+        marks = [pytest.mark.matrix] if " " in feature else []
+        marks += [pytest.mark.xfail(reason=reason)] if is_wrong(subject) else []
+        if feature not in without:
+            params.append(pytest.param(subject, marks=marks))
+    return params
+
+
+def has_remainder(subject):
+    return subject.split(", ")[0] not in WITHOUT_REMAINDER
 
 
 where = lambda ops: [str(op.location)[:1000] for op in ops]
-DENSE = [f"{feature}, dense" for feature in TRACED]
-UNCHECKED = [f"{feature}, dense" for feature in TRACED if feature not in CHECKS]
-OTHERS = [*RUN_ONCE, "filter_micro_grad sites, conv"]
 
 
-@pytest.mark.parametrize("subject", DENSE)
+@pytest.mark.parametrize("subject", subjects())
 def test_the_host_checks_what_users_give_and_no_more(subject):
     found, _ = lowered(subject)
     assert found == ("",) * CHECKS.get(subject.split(", ")[0], 0)
 
 
-@pytest.mark.parametrize(
-    "subject",
-    unless(
-        [*UNCHECKED, *OTHERS],
-        DECIDED,
-        lambda subject: subject.split(", ")[0] not in WITHOUT_REMAINDER,
-    ),
-)
+@pytest.mark.parametrize("subject", subjects(DECIDED, has_remainder, CHECKS))
 def test_no_conditional_is_decided(subject):
     _, (_, ops) = lowered(subject)
     dependencies = Dependencies(ops)
     assert where(op for op in ops if is_decided(op, dependencies)) == []
 
 
-@pytest.mark.parametrize(
-    "subject", unless([*UNCHECKED, *OTHERS], ONCE, lambda x: x in RUN_ONCE)
-)
+@pytest.mark.parametrize("subject", subjects(ONCE, RUN_ONCE.__contains__, CHECKS))
 def test_no_loop_runs_once(subject):
     _, (_, ops) = lowered(subject)
     assert where(filter(runs_once, ops)) == []
@@ -255,8 +261,7 @@ def accelerator(request):
 
 def program(run, shapes, accelerator):
     """`run` compiled for shapes that are on devices, as XLA's program."""
-    traced = jax.jit(run).trace(*shapes)
-    compiled = traced.lower(lowering_platforms=(accelerator.platform,)).compile()
+    compiled = accelerator.compile_placed(run, *shapes)
     return Program(compiled.as_text(), accelerator)
 
 
@@ -280,40 +285,43 @@ def on_mesh(shapes, accelerator, kind):
 
 
 def check_program(found):
-    """No callback, no loop of one trip, and no conditional without a choice."""
-    for lines in found.computations.values():
-        for x in lines.values():
-            assert "callback" not in x.setting(r'custom_call_target="([^"]*)"')
-            assert x.op != "while" or found.trips(x) != 1, x.rest
-            if x.op == "conditional" and x.operands[0] in lines:
-                assert lines[x.operands[0]].op != "constant", x.rest
+    """The host has no part in it, and no loop runs once."""
+    for x in found.instructions():
+        assert "callback" not in x.setting(r'custom_call_target="([^"]*)"')
+        assert x.op != "while" or found.trips(x) != 1, x.rest
+
+
+# One data type and one kind of mesh in turn, and all of them for some.
+SETTINGS = (*DTYPES, *KINDS)
+MOST = ("filter_micro_vmap", "filter_micro_grad sites", "EmpiricalNTK")
+TRIED = [
+    (feature, setting)
+    for i, feature in enumerate(TRACED)
+    for j, setting in enumerate(SETTINGS)
+    if j % 2 == i % 2 or feature in MOST
+]
 
 
 @pytest.mark.accelerators
-@pytest.mark.parametrize("feature", TRACED)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_compiles(feature, dtype, accelerator):
-    run, shapes = of_arrays(feature, dtype=dtype)
-    check_program(program(run, one_device(shapes, accelerator), accelerator))
-
-
-@pytest.mark.accelerators
-@pytest.mark.parametrize("feature", TRACED)
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiles_for_four_devices(feature, kind, accelerator):
-    run, shapes = of_arrays(feature)
-    check_program(program(run, on_mesh(shapes, accelerator, kind), accelerator))
+@pytest.mark.parametrize(("feature", "setting"), TRIED)
+def test_compiles(feature, setting, accelerator):
+    if setting in KINDS:
+        run, shapes = of_arrays(feature)
+        shapes = on_mesh(shapes, accelerator, setting)
+    else:
+        run, shapes = of_arrays(feature, dtype=setting)
+        shapes = one_device(shapes, accelerator)
+    check_program(program(run, shapes, accelerator))
 
 
 @pytest.mark.accelerators
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_a_model_at_the_highest_precision_stays_there(name, accelerator):
-    arrays, static = eqx.partition(Net(HIGHEST), eqx.is_array)
+    arrays, static = eqx.partition(Net(jax.lax.Precision.HIGHEST), eqx.is_array)
 
     def run(arrays, x, y):
-        return eqx.filter(
-            DERIVATIVES[name](eqx.combine(arrays, static), x, y), eqx.is_array
-        )
+        result = DERIVATIVES[name](eqx.combine(arrays, static), x, y)
+        return eqx.filter(result, eqx.is_array)
 
     shapes = one_device((arrays, X, Y), accelerator)
     assert program(run, shapes, accelerator).cost().lower_precision == 0
