@@ -90,7 +90,11 @@ def main() -> int:
         earlier = root / f"{name}.json"
         is_there = options.jobs and earlier.exists()
         before = json.loads(earlier.read_text()) if is_there else {}
-        found = accelerators.run(options.quick, device, options.jobs, before)
+        found = None
+        for found in accelerators.run(options.quick, device, options.jobs, before):
+            harness.write(root, name, *found[:2])
+        if found is None:
+            parser.error(f"no job starts with {options.jobs!r}")
         return 1 if report(root, name, *found) else 0
     missed = 0
     for suite in SUITES:

@@ -197,8 +197,8 @@ QUICK = {
 }
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """All jobs; few and small ones if `quick`."""
+def cases(quick: bool, only: str = "") -> Iterator[Case]:
+    """The jobs whose titles start with `only`; few and small ones if `quick`."""
     suites: dict[str, Callable[[], list[Case]]] = {
         "micro_grad": lambda: micro_grad.cases(quick),
         "micro_vmap": lambda: micro_vmap.cases(quick),
@@ -207,12 +207,17 @@ def cases(quick: bool) -> Iterator[Case]:
         ],
         "kernels": lambda: kernel_cases(quick),
         "kfac": lambda: kfac.make_cases(quick),
+        # These take minutes to compile.
+        "large": large_cases,
     }
     for name, make in suites.items():
-        some = [x for x in make() if not quick or x.name in QUICK[name]]
-        yield from with_jobs_of(name, some)
-    # These take minutes to compile.
-    yield from [] if quick else with_jobs_of("large", large_cases())
+        chosen = QUICK.get(name, ()) if quick else None
+        if chosen == () or not (name.startswith(only) or only.startswith(name)):
+            continue
+        for case in with_jobs_of(name, make()):
+            is_chosen = chosen is None or case.name in chosen
+            if is_chosen and case.title.startswith(only):
+                yield case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,8 +351,8 @@ def describe(device: str) -> str:
 
 def run(
     quick: bool, device: str, only: str, before: dict[str, Any]
-) -> tuple[dict[str, Any], str, list[Bar]]:
-    """The figures as JSON, the tables for the docs, and the bars.
+) -> Iterator[tuple[dict[str, Any], str, list[Bar]]]:
+    """After each job: the figures as JSON, the tables for the docs, and the bars.
 
     `before` are the figures of an earlier run: the jobs whose titles do not start with
     `only` are taken from there, if the versions are the same.
@@ -357,13 +362,17 @@ def run(
         title: [Reading.of(**x) for x in readings]
         for title, readings in (before["jobs"] if same else {}).items()
     }
-    for case in cases(quick):
-        if not case.title.startswith(only):
-            continue
+    for case in cases(quick, only):
         found[case.title] = read(case, device)
         for x in found[case.title]:
             print(f"{case.title}: {x.way}: {', '.join(x.cells)}", flush=True)
         jax.clear_caches()
+        yield results(found, device)
+
+
+def results(
+    found: dict[str, list[Reading]], device: str
+) -> tuple[dict[str, Any], str, list[Bar]]:
     limits = bars(found, device)
     figures = {
         "machine": machine(),
