@@ -72,6 +72,14 @@ def thinned(*settings, quick=0):
     return params
 
 
+def variants(values, *names):
+    """Values for `parametrize`, of which these are marked `matrix`."""
+    assert {*names} <= {*values}, {*names} - {*values}
+    return [
+        pytest.param(x, marks=pytest.mark.matrix) if x in names else x for x in values
+    ]
+
+
 def spread(values, num):
     """Values for `parametrize`, of which all but `num` are marked `matrix`."""
     kept = {len(values) * i // num for i in range(num)}

@@ -82,6 +82,7 @@ def test_broken_rule(monkeypatch):
     assert check.max_error == max(both)
 
 
+@pytest.mark.matrix
 def test_broken_sums(monkeypatch):
     # What a sum over examples is the transpose of.
     op = lambda rule: lambda a, w: 2 * rule.op(a, w)
@@ -115,6 +116,7 @@ def test_broken_curvature(monkeypatch):
     assert max(everything(check.whole)) < 1e-12
 
 
+@pytest.mark.matrix
 def test_second_derivatives_of_small_leaves_only():
     # The convolution returns more numbers than are differentiated twice.
     shapes = {"kernel": (1, 1, 3, 3), "table": (60, 40), "bias": (60,), "scale": ()}
@@ -137,6 +139,7 @@ def test_second_derivatives_of_small_leaves_only():
     assert all(None not in (leaf.gradient, leaf.norm) for leaf in check.leaves)
 
 
+@pytest.mark.matrix
 def test_gradients_that_are_zero():
     # Keys shifted by one vector change no attention: its gradient is rounding error.
     model = {"query": normal(jr.key(0), (4, 4)), "shift": jnp.ones(4)}
@@ -164,6 +167,7 @@ def test_functions_that_refuse_float64():
     assert 1e-12 < report.check.max_error < 1e-5
 
 
+@pytest.mark.matrix
 def test_errors_without_a_text():
     def fun(model, x):
         if x.dtype == jnp.float64:

@@ -15,7 +15,8 @@ from ..layers import LAYERS
 from .contractions import contraction_errors
 
 
-pytestmark = pytest.mark.usefixtures("x64")
+# What it tests, other tests use.
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.matrix]
 FIRST = ("gradient", "norm", "kernel")
 SECOND = ("hessian", "diagonal", "gauss_newton")
 

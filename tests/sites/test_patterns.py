@@ -8,13 +8,13 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites, filter_hessian, filter_micro_grad
-from ..helpers import memory, normal
+from ..helpers import memory, normal, spread
 from ..patterns import PATTERNS, squares
 from .contractions import contraction_errors
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", spread([*PATTERNS], 10))
 def test_pattern(name):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         model, fun, example = PATTERNS[name]()
@@ -84,12 +84,15 @@ def test_memory_of_what_is_frozen():
 
 @pytest.mark.parametrize(
     "used",
-    (
-        lambda w: w * jnp.tri(SIZE),
-        jnp.tril,
-        lambda w: jnp.where(jnp.tri(SIZE) > 0, 0, w),
-        jax.nn.softplus,
-        lambda w: w + lax.stop_gradient(jnp.sign(w) - w),
+    spread(
+        (
+            lambda w: w * jnp.tri(SIZE),
+            jnp.tril,
+            lambda w: jnp.where(jnp.tri(SIZE) > 0, 0, w),
+            jax.nn.softplus,
+            lambda w: w + lax.stop_gradient(jnp.sign(w) - w),
+        ),
+        2,
     ),
     ids=("product", "triangle", "where", "softplus", "straight_through"),
 )

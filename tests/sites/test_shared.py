@@ -61,13 +61,14 @@ def test_custom_rule_whose_second_derivative_is_not_elementwise():
     w, x = weight(4), jnp.arange(12.0).reshape(3, 4) / 7
     # With equal cotangents, the second derivatives of this rule are symmetric.
     loss = lambda w, x: jnp.sum(fun(w)) * jnp.sum(jnp.sin(x))
-    truth = jax.hessian(lambda w: jnp.mean(jax.vmap(loss, (None, 0))(w, x)))(w)
+    mean = lambda w: jnp.mean(jax.vmap(loss, (None, 0))(w, x))
+    truth = jax.jit(jax.hessian(mean))(w)
     settings = {"in_axes": 0, "flat": True}
     for method in ("sites", "auto"):
         hessian, _ = filter_hessian(loss, method=method, **settings)(w, x)
         np.testing.assert_allclose(hessian, truth, rtol=1e-10, atol=1e-12)
         diagonal, _ = filter_hessian_diagonal(loss, method=method, **settings)(w, x)
-        np.testing.assert_allclose(diagonal, jnp.diag(truth), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(diagonal, np.diag(truth), rtol=1e-10, atol=1e-12)
 
 
 def program_of(fun, *ws, num_outputs=None):
