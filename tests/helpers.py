@@ -27,7 +27,10 @@ TOLERANCES = {
 
 
 def assert_same(got, expected, tol=None):
-    """Checks structure, static leaves, shapes, dtypes, and values up to rounding."""
+    """Checks structure, static leaves, shapes, dtypes, and values up to rounding.
+
+    What is expected can be arrays of NumPy, for which nothing is compiled.
+    """
     got_arrays, got_static = eqx.partition(got, eqx.is_array)
     arrays, static = eqx.partition(expected, eqx.is_array)
     assert eqx.tree_equal(got_static, static)
@@ -73,20 +76,23 @@ def thinned(*settings, quick=0):
 
 
 def variants(values, *names):
-    """Values for `parametrize`, of which these are marked `matrix`."""
+    """Values for `parametrize`, of which these are marked `matrix`.
+
+    Here and in `spread`, tuples are values of several arguments.
+    """
     assert {*names} <= {*values}, {*names} - {*values}
-    return [
-        pytest.param(x, marks=pytest.mark.matrix) if x in names else x for x in values
-    ]
+    return [_left_to_matrix(x) if x in names else x for x in values]
+
+
+def _left_to_matrix(x):
+    values = x if isinstance(x, tuple) else (x,)
+    return pytest.param(*values, marks=pytest.mark.matrix)
 
 
 def spread(values, num):
     """Values for `parametrize`, of which all but `num` are marked `matrix`."""
     kept = {len(values) * i // num for i in range(num)}
-    return [
-        x if i in kept else pytest.param(x, marks=pytest.mark.matrix)
-        for i, x in enumerate(values)
-    ]
+    return [x if i in kept else _left_to_matrix(x) for i, x in enumerate(values)]
 
 
 def normal(key, shape, dtype=jnp.float32):

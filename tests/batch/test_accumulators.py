@@ -24,7 +24,16 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from ..helpers import assert_same, BLOCK, memory, normal, thinned, TOTALS
+from ..helpers import (
+    assert_same,
+    BLOCK,
+    memory,
+    normal,
+    spread,
+    thinned,
+    TOTALS,
+    variants,
+)
 
 
 def variance(x, axis, ddof=0):
@@ -82,15 +91,17 @@ def test_dtypes(name, dtype, getkey):
     assert_same(micro(x), expected)
 
 
-@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("name", spread([*ORACLES], 3))
 def test_float64(name, getkey, x64):
     accumulator, oracle = ORACLES[name]
-    x = jr.normal(getkey(), (13, 3), jnp.float64)
+    x = normal(getkey(), (13, 3), jnp.float64)
     micro = filter_micro_vmap(lambda x: x, microbatch_size=4, accumulator=accumulator)
     assert_same(micro(x), oracle(x))
 
 
-@pytest.mark.parametrize("dtype", (jnp.int8, jnp.uint8, jnp.int32, jnp.bool_))
+@pytest.mark.parametrize(
+    "dtype", spread((jnp.int8, jnp.uint8, jnp.bool_, jnp.int32), 2)
+)
 def test_integers(dtype):
     x = (jnp.arange(13) * 7 % 127).astype(dtype)
     micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=4)
@@ -396,7 +407,7 @@ class Norm(eqxbatch.AbstractAccumulator):
         return jnp.sum(abs(values) ** self.power, axis=0)
 
 
-@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("total", variants(TOTALS, 3, 4, 8))
 def test_custom(total, getkey):
     x = normal(getkey(), (total,))
     micro = filter_micro_vmap(
@@ -506,7 +517,7 @@ def test_optax_accumulator_objects(getkey):
 # Memory
 
 
-@pytest.mark.parametrize("name", sorted(set(ORACLES) - {"concat"}))
+@pytest.mark.parametrize("name", spread(sorted(set(ORACLES) - {"concat"}), 3))
 def test_temporaries_do_not_grow_with_the_batch(name):
     accumulator, _ = ORACLES[name]
     run = lambda x: filter_micro_vmap(

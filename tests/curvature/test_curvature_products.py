@@ -24,13 +24,13 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from ..helpers import BLOCK, CountTraces
-from .oracle import batch, CHOICES, close, error, mean_of, METHODS, network
+from ..helpers import BLOCK, CountTraces, variants
+from .oracle import batch, CHOICES, close, error, mean_of, network
 
 
 @pytest.mark.usefixtures("x64")
 class TestProducts:
-    @pytest.mark.parametrize("total", (1, 5, 13))
+    @pytest.mark.parametrize("total", variants((1, 5, 13), 1, 13))
     def test_hvp(self, total, getkey):
         model, (x, y) = network(getkey()), batch(getkey(), total)
         diff = eqx.filter(model, eqx.is_inexact_array)
@@ -70,7 +70,12 @@ class TestProducts:
         close(got, unravel(matrix @ vector))
 
     @pytest.mark.parametrize(
-        ("method", "num_outputs"), (*((method, 3) for method in METHODS), ("sites", 1))
+        ("method", "num_outputs"),
+        variants(
+            (("products", 3), ("sites", 1), ("sites", 3), ("auto", 3)),
+            ("sites", 3),
+            ("auto", 3),
+        ),
     )
     def test_ggn(self, method, num_outputs, getkey):
         model = eqx.nn.MLP(2, num_outputs, 4, 1, jnp.tanh, key=getkey())
@@ -117,7 +122,7 @@ class TestProducts:
             close(got, J.T @ J)
             np.testing.assert_array_equal(got, got.T)
 
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", CHOICES)
     def test_ggn_of_complex_outputs(self, method, getkey):
         w, x = jr.normal(getkey(), (2, 3)), jr.normal(getkey(), (4, 3))
 
@@ -144,7 +149,7 @@ class TestProducts:
         got = filter_ggnvp(model, loss, in_axes=0)(w, vector, x)
         close(got.reshape(-1), expected @ vector.reshape(-1))
 
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", CHOICES)
     def test_ggn_with_weights(self, method, getkey):
         w, x = jr.normal(getkey(), (2, 3)), jr.normal(getkey(), (4, 3))
         model = lambda w, x: jnp.tanh(w @ x)

@@ -19,7 +19,7 @@ from eqxbatch import (
 )
 from eqxbatch._base.mesh import vary_as
 from eqxbatch._curvature.curvature_of import root
-from ..helpers import KINDS, make_mesh, put, spread
+from ..helpers import KINDS, make_mesh, put, spread, thinned
 from .oracle import CHOICES, close
 
 
@@ -72,14 +72,13 @@ def matrix(job, transform=filter_ggn, **settings):
     return transform(apply, cross_entropy, **settings)(*job)
 
 
-EVERY = pytest.mark.parametrize("settings", ALL, ids=NAMES)
 # A drawn and an exact one.
 SOME = pytest.mark.parametrize("settings", spread(ALL, 2), ids=NAMES)
 
 
 class TestEveryKind:
-    @EVERY
-    def test_parts(self, job, settings):
+    @pytest.mark.parametrize(("settings", "method"), thinned(ALL, CHOICES))
+    def test_parts(self, job, settings, method):
         whole, _ = matrix(job, **settings)
         expected, _ = matrix(job, **settings, method="products")
         close(whole, expected)
@@ -87,22 +86,22 @@ class TestEveryKind:
         sizes = [
             job[0].layers[i].weight.size + len(job[0].layers[i].bias) for i in (0, 1)
         ]
-        for method in CHOICES:
-            diagonal, _ = matrix(job, filter_ggn_diagonal, method=method, **settings)
-            close(diagonal, jnp.diagonal(whole))
-            blocks = matrix(
-                job, filter_ggn_blocks, is_block=is_block, method=method, **settings
-            )
-            start = 0
-            for (block, _), size in zip(blocks.layers, sizes, strict=True):
-                own = slice(start, start + size)
-                close(block, whole[own, own])
-                start += size
+        whole = np.asarray(whole)
+        diagonal, _ = matrix(job, filter_ggn_diagonal, method=method, **settings)
+        close(diagonal, np.diagonal(whole))
+        blocks = matrix(
+            job, filter_ggn_blocks, is_block=is_block, method=method, **settings
+        )
+        start = 0
+        for (block, _), size in zip(blocks.layers, sizes, strict=True):
+            own = slice(start, start + size)
+            close(block, whole[own, own])
+            start += size
 
     @SOME
     def test_microbatches_make_no_difference(self, job, settings):
         expected, _ = matrix(job, filter_ggn_diagonal, **settings)
-        for size in (1, 3, MemoryBudget(2**24)):
+        for size in (3, MemoryBudget(2**24)):
             got, _ = matrix(job, filter_ggn_diagonal, microbatch_size=size, **settings)
             close(got, expected)
 
@@ -127,7 +126,7 @@ class TestEveryKind:
         got = matrix((model, *spread), filter_ggn_diagonal, **settings)[0]
         close(jax.device_get(got), jax.device_get(expected))
 
-    @EVERY
+    @SOME
     def test_within_jit_and_vmap(self, job, settings):
         model, x, labels = job
         run = lambda x: matrix((model, x, labels), filter_ggn_diagonal, **settings)[0]
@@ -182,15 +181,13 @@ def test_keys_are_of_examples(job):
     )
 
 
-def test_one_example(job):
+@SOME
+def test_one_example(job, settings):
     model, x, labels = job
-    for settings in ALL:
-        ggn = filter_ggn(apply, cross_entropy, flat=True, **settings)
-        got = ggn(model, x[0], labels[0])[0]
-        other = filter_ggn(
-            apply, cross_entropy, flat=True, method="products", **settings
-        )
-        close(got, other(model, x[0], labels[0])[0])
+    ggn = filter_ggn(apply, cross_entropy, flat=True, **settings)
+    got = ggn(model, x[0], labels[0])[0]
+    other = filter_ggn(apply, cross_entropy, flat=True, method="products", **settings)
+    close(got, other(model, x[0], labels[0])[0])
 
 
 def test_several_outputs():
@@ -206,7 +203,7 @@ def test_several_outputs():
     np.testing.assert_allclose(jnp.mean(found, 0), exact, rtol=0, atol=0.05 * scale)
 
 
-@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
+@pytest.mark.parametrize("dtype", spread((jnp.float16, jnp.bfloat16), 1))
 def test_half_precision(job, dtype):
     model, x, labels = job
     cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
@@ -224,6 +221,7 @@ def test_half_precision(job, dtype):
         )
 
 
+@pytest.mark.matrix
 def test_roots_on_each_device(job):
     """Where devices may disagree, there are NaNs in place of errors."""
     model, x, labels = job
@@ -350,6 +348,7 @@ def losses():
             yield entropy, logits / scale, scale
 
 
+@pytest.mark.matrix
 def test_mean_of_estimates_in_float32():
     """Each entry is judged by its row and column, as curvatures differ by 1e12."""
     hessian = jax.jit(jax.hessian(lambda out, loss, x: loss(out, x)), static_argnums=1)

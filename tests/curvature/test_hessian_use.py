@@ -34,6 +34,7 @@ from ..helpers import (
     memory,
     only_backwards,
     rows_only,
+    spread,
     thinned,
 )
 from .oracle import (
@@ -214,6 +215,7 @@ class TestModes:
         vector = jnp.arange(3.0)
         close(filter_ggnvp(model, loss, in_axes=0)(w, vector, x), expected @ vector)
 
+    @pytest.mark.matrix
     def test_gauss_newton_of_a_loss_without_forward_mode(self, getkey):
         w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
         model = lambda w, x: jnp.tanh(w * x)
@@ -225,8 +227,10 @@ class TestModes:
             ggn = filter_ggn(model, loss, in_axes=0, flat=True, method=method)
             close(ggn(w, x)[0], expected)
 
-    @pytest.mark.parametrize("fisher", ("type-2", "mc", "empirical"))
-    @pytest.mark.parametrize("activation", (forwards_only, rows_only))
+    @pytest.mark.parametrize(
+        ("fisher", "activation"),
+        thinned(("type-2", "mc", "empirical"), (forwards_only, rows_only)),
+    )
     def test_gauss_newton_of_models_with_one_mode(self, activation, fisher, getkey):
         w = {"a": jr.normal(getkey(), (2, 3)), "b": jr.normal(getkey(), (2,))}
         x, y = jr.normal(getkey(), (5, 3)), jr.normal(getkey(), (5, 2))
@@ -242,15 +246,15 @@ class TestModes:
             # Of the same labels; that is compared with a dense matrix elsewhere.
             expected, _ = filter_ggn(model(jnp.sin), loss, **settings)(w, x, y)
         else:
-            outs = lambda w: jax.vmap(model(jnp.sin), (None, 0, 0))(w, x, y)
-            parts = jax.tree.leaves(jax.jacfwd(outs)(w))
+            outs = jax.jit(lambda w: jax.vmap(model(jnp.sin), (None, 0, 0))(w, x, y))
+            parts = jax.tree.leaves(jax.device_get(jax.jit(jax.jacfwd(outs))(w)))
             rows = np.concatenate([part.reshape(5, 2, -1) for part in parts], axis=-1)
             if fisher == "empirical":
-                slopes = jax.vmap(jax.grad(loss))(outs(w), x, y)
+                slopes = jax.jit(jax.vmap(jax.grad(loss)))(outs(w), x, y)
                 gradients = np.einsum("nop,no->np", rows, slopes)
                 expected = gradients.T @ gradients / 5
             else:
-                curves = jax.vmap(jax.hessian(loss))(outs(w), x, y)
+                curves = jax.jit(jax.vmap(jax.hessian(loss)))(outs(w), x, y)
                 expected = np.einsum("nop,noq,nqr->pr", rows, curves, rows) / 5
         expected = jnp.asarray(expected)
         for method in METHODS:
@@ -266,7 +270,7 @@ class TestModes:
             flat, _ = ravel_pytree(vector)
             close(ravel_pytree(product)[0], expected @ flat)
 
-    @pytest.mark.parametrize("fun", (forwards_only, rows_only))
+    @pytest.mark.parametrize("fun", spread((forwards_only, rows_only), 1))
     def test_gauss_newton_of_losses_with_one_mode(self, fun, getkey):
         w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
         model, vector = lambda w, x: jnp.tanh(w * x), jnp.arange(3.0)
@@ -287,6 +291,7 @@ class TestModes:
         with pytest.raises(TypeError, match="`fun` neither in forward nor in reverse"):
             ggn(jnp.ones(3), jnp.ones((4, 3)))
 
+    @pytest.mark.matrix
     def test_only_parameters_without_forward_mode_are_left_to_products(self, getkey):
         w = {"a": jr.normal(getkey(), (3,)), "b": jr.normal(getkey(), (4, 3))}
         x = jr.normal(getkey(), (5, 3))
@@ -370,7 +375,7 @@ class TestModes:
         model, (x, y) = network(getkey()), batch(getkey(), 5)
         expected = dense(error, model, x, y)
         settings = {"checkpoint": True, "block_size": 3}
-        for method in METHODS:
+        for method in CHOICES:
             hessian = filter_hessian(error, in_axes=0, method=method, **settings)
             close(hessian(model, x, y), expected)
         hessian = filter_hessian(mean_of(error), method="products", **settings)
@@ -391,7 +396,7 @@ class TestMemory:
         model = network(getkey(), width, depth)
         return eqx.partition(model, eqx.is_inexact_array)
 
-    @pytest.mark.parametrize("method", ("sites", "products"))
+    @pytest.mark.parametrize("method", spread(("sites", "products"), 1))
     def test_flat_in_the_number_of_examples(self, method, getkey):
         diff, static = self.model(getkey)
         sizes = [
@@ -404,6 +409,7 @@ class TestMemory:
         ]
         assert sizes[1] <= 1.02 * sizes[0]
 
+    @pytest.mark.matrix
     def test_sites_take_blocks_of_examples_themselves(self, getkey):
         diff, static = self.model(getkey)
         sizes = [
@@ -414,6 +420,7 @@ class TestMemory:
         ]
         assert sizes[1] <= 1.1 * sizes[0]
 
+    @pytest.mark.matrix
     def test_terms_of_few_pairs_are_there_at_once(self, getkey):
         model = eqx.nn.MLP(32, "scalar", 32, 3, jnp.tanh, key=getkey())
         diff, static = eqx.partition(model, eqx.is_inexact_array)
@@ -460,6 +467,7 @@ class TestMemory:
         expected = self.of(1_024, static, method="products")(*args)
         assert_same(run(*args), expected, tol=1e-4)
 
+    @pytest.mark.matrix
     def test_auto_takes_what_costs_less(self, getkey):
         diff, static = self.model(getkey)
         args = (diff, *batch(getkey(), 64))
@@ -481,8 +489,9 @@ class TestMemory:
 class TestRangeOfFloat16:
     """Sums over examples that float16 does not hold, of means that it does."""
 
-    @pytest.mark.parametrize("method", ("sites", "products"))
-    @pytest.mark.parametrize("weight", (None, 1e-9))
+    @pytest.mark.parametrize(
+        ("method", "weight"), thinned(("sites", "products"), (None, 1e-9))
+    )
     def test_hessian(self, method, weight):
         w, x = jnp.ones(2, jnp.float16), jnp.array([[150.0, 1.0]] * 40, jnp.float16)
         weights = None if weight is None else jnp.full(40, weight)
@@ -515,6 +524,7 @@ class TestRangeOfFloat16:
         np.testing.assert_allclose(np.asarray(got, np.float64), [22500, 150], rtol=2e-3)
 
 
+@pytest.mark.matrix
 def test_one_array_is_differentiated_as_by_jax(getkey):
     def chain(x):
         steps = 100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2

@@ -72,7 +72,11 @@ def test_a_bias_is_joined_if_each_output_has_its_own(shape):
 class TestDefinition:
     @pytest.mark.flags
     @pytest.mark.versions
-    @pytest.mark.parametrize("sharing", ("expand", "reduce"))
+    @pytest.mark.parametrize(
+        ("known", "sharing"),
+        thinned([*KNOWN], ("expand", "reduce")),
+        indirect=["known"],
+    )
     def test_factors(self, known, y, sharing):
         found = kfac(known, y, weight_sharing=sharing)
         expected = factors(known, y, sharing=sharing)
@@ -110,7 +114,7 @@ class TestDefinition:
         assert error(found.operator().as_matrix()) <= error(plain) * (1 + 1e-10)
 
 
-@pytest.mark.parametrize("name", ("pooled", "scanned"))
+@pytest.mark.parametrize("name", spread(("pooled", "scanned"), 1))
 def test_blocks_of_examples(name, y, monkeypatch):
     """Gradients are formed for some examples at a time, also in `jax.shard_map`."""
     known = KNOWN[name](jr.key(1), NUM)
@@ -174,7 +178,7 @@ def test_shard_map(fisher, has_few_directions, monkeypatch):
     close(got, (kronecker(expected), diagonal, exact))
 
 
-@pytest.mark.parametrize("seed", spread(range(16), 4))
+@pytest.mark.parametrize("seed", spread(range(16), 2))
 def test_random_products(seed):
     fun, parameters, x, matrix = product(seed)
     of_value = lambda out, x, y: jnp.sum((out - y) ** 2)
@@ -319,7 +323,7 @@ class TestOtherBlocks:
         hidden = lambda w, x: jnp.tanh(w @ x)
         apply = lambda w, x, y: w.T @ hidden(w, x)
         found = filter_kfac(apply, square, in_axes=0)(weight, x, y)
-        h = jax.vmap(lambda x: hidden(weight, x))(x)
+        h = jax.jit(jax.vmap(lambda x: hidden(weight, x)))(x)
         back = weight.T[None] * (1 - h**2)[:, None]  # Outputs, and what is hidden.
         first = (2 * np.einsum("nci,ncj->ij", back, back) / NUM, x.T @ x / NUM)
         second = (np.asarray(h.T @ h) / NUM, 2 * np.eye(3))
@@ -374,7 +378,7 @@ class TestOtherBlocks:
         apply = lambda table, x, y: table @ hidden(table, x)
         found = filter_kfac(apply, square, in_axes=0)(table, tokens, y)
         first = np.diag(np.bincount(tokens, minlength=4) / 3)
-        h = jax.vmap(lambda x: hidden(table, x))(tokens)
+        h = jax.jit(jax.vmap(lambda x: hidden(table, x)))(tokens)
         back = (1 - h**2)[:, None] * table[None]  # Outputs, and the entries of a row.
         second = 2 * np.einsum("nci,ncj->ij", back, back) / 3
         of_head, of_hidden = 2 * np.eye(4), np.asarray(h.T @ h) / 3
@@ -529,7 +533,7 @@ class TestExamples:
             close(got, jax.tree.map(lambda *x: jnp.stack(x), *expected))
         # The factors have derivatives.
         trace = lambda x: sum(jnp.trace(g) for _, g in run(x, y))
-        slope = jax.grad(trace)(known.x)
+        slope = jax.jit(jax.grad(trace))(known.x)
         step = 1e-5 * slope
         change = (trace(known.x + step) - trace(known.x - step)) / 2
         close(change, jnp.sum(slope * step), tol=1e-6)

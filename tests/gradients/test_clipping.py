@@ -15,13 +15,20 @@ from eqxbatch import (
     filter_micro_value_and_grad,
     Sum,
 )
-from ..helpers import assert_same, BLOCK, CountTraces, memory, normal, thinned
+from ..helpers import (
+    assert_same,
+    BLOCK,
+    CountTraces,
+    memory,
+    normal,
+    thinned,
+    variants,
+)
 from .models import combined, data, each, loss, METHODS, mlp, norms_of, program
 
 
 @pytest.mark.flags
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("total", (1, 13))
+@pytest.mark.parametrize(("method", "total"), thinned(METHODS, (13, 1)))
 @pytest.mark.usefixtures("x64")
 def test_clips_the_gradient_of_each_example(getkey, total, method):
     model, x, y = data(getkey(), total, jnp.float64)
@@ -43,7 +50,7 @@ def test_clips_the_gradient_of_each_example(getkey, total, method):
     assert statistics.moments is None
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
 def test_clips_groups(getkey, method):
     model, x, y = data(getkey(), 7)
     grads = each(model, x, y)
@@ -129,7 +136,7 @@ def test_nan_safe_without_clipping(getkey):
     assert_same(gradient, combined(grads, jnp.where(jnp.arange(6) == 4, 0, 1 / 6)))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
 def test_nan_safe_in_groups(method):
     # Of the first example, the gradient is not finite in the first group only.
     x = jnp.array([[jnp.nan, 1.0], [2.0, 3.0]])
@@ -215,7 +222,7 @@ def test_norms_whose_squares_are_out_of_range(getkey, method, is_grouped):
             np.testing.assert_allclose(got.ravel(), total, rtol=1e-4, atol=atol)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
 def test_inputs_whose_squares_are_out_of_range(method):
     w, x = jnp.ones(2), jnp.array([[3e25, 4e25], [3e-25, 4e-25], [3e30, 4e30]])
     grad = filter_micro_grad(
@@ -229,7 +236,7 @@ def test_inputs_whose_squares_are_out_of_range(method):
     assert_same(gradient, jnp.array([0.2, 0.8 / 3]))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
 def test_slopes_whose_squares_are_out_of_range(method):
     # The same parameters by their logarithms, so that the slopes are large or small.
     x = np.arange(16.0).reshape(2, 8) / 8
@@ -255,7 +262,7 @@ def test_slopes_whose_squares_are_out_of_range(method):
             np.testing.assert_allclose(gradient, np.mean(clipped, axis=0), rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
 def test_one_infinite_entry_makes_all_of_a_gradient_infinite(method):
     w, x = (jnp.ones(2), jnp.ones(2)), jnp.array([[1.0, jnp.inf], [1.0, 1.0]])
     loss = lambda w, x: w[0] @ x + w[1].sum()

@@ -22,7 +22,7 @@ from eqxbatch import (
     MemoryBudget,
     Variance,
 )
-from ..helpers import assert_same, CountTraces, memory, normal
+from ..helpers import assert_same, CountTraces, memory, normal, spread
 
 
 BLOCKS = (None, 1, 2, 5, 6, 13, 1_000)
@@ -129,7 +129,7 @@ class TestTruth:
 
 
 class TestAccumulators:
-    @pytest.mark.parametrize("block", BLOCKS)
+    @pytest.mark.parametrize("block", spread(BLOCKS, 3))
     def test_along_either_axis(self, block, getkey):
         x, y = normal(getkey(), (7,)), normal(getkey(), (3,))
         over = {"x": grid("i"), "y": grid("j")}

@@ -12,11 +12,15 @@ from ..helpers import assert_same, CountTraces, memory, normal, thinned
 pytestmark = pytest.mark.versions
 
 
-@pytest.mark.parametrize("accumulator", (Concat(), Sum(), (Concat(), Mean())))
 @pytest.mark.parametrize(
-    ("total", "traces"), ((3, 1), (4, 1), (8, 1), (5, 2), (9, 2), (0, 1))
+    ("case", "accumulator"),
+    thinned(
+        ((3, 1), (4, 1), (8, 1), (5, 2), (9, 2), (0, 1)),
+        (Concat(), Sum(), (Concat(), Mean())),
+    ),
 )
-def test_one_trace_for_the_loop_and_one_for_a_remainder(total, traces, accumulator):
+def test_one_trace_for_the_loop_and_one_for_a_remainder(case, accumulator):
+    total, traces = case
     fun = CountTraces(lambda x: (x, 2 * x))
     micro = filter_micro_vmap(fun, microbatch_size=4, accumulator=accumulator)
     for i in range(3):

@@ -17,7 +17,7 @@ from eqxbatch import (
     ProbedNTK,
 )
 from eqxbatch._ntk.pairings import Products, Sites
-from ..helpers import assert_same, rows_only
+from ..helpers import assert_same, rows_only, spread
 from ..layers import LAYERS
 from .models import cast, Dict, float64, jacobians, Matrices, outputs, pairs, truth
 
@@ -40,7 +40,7 @@ AXES = [
 
 
 @float64
-@pytest.mark.parametrize(("trace", "diagonal", "block_size"), AXES)
+@pytest.mark.parametrize(("trace", "diagonal", "block_size"), spread(AXES, 5))
 def test_axes(trace, diagonal, block_size, getkey):
     model = Matrices(getkey())
     x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (5, 4))

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqxbatch import EmpiricalKernel, EmpiricalNTK
 from eqxbatch._ntk import example_factors
+from ..helpers import spread
 from .models import cast, float64
 
 
@@ -64,7 +65,7 @@ def jacobians(model, x):
 
 
 @float64
-@pytest.mark.parametrize("num", (4, 5, 8))
+@pytest.mark.parametrize("num", spread((4, 5, 8), 2))
 def test_kernels(num, sizes, getkey):
     model = cast(Net(getkey()))
     x, y = (jr.normal(getkey(), (n, 100), jnp.float64) for n in (num, 3))

@@ -15,7 +15,7 @@ from eqxbatch import (
     RowSums,
     ZarrStore,
 )
-from ..helpers import CountTraces, normal
+from ..helpers import CountTraces, normal, spread
 from .random_kernels import as_jax, assert_same, each, init, kernel, KEY, sampled
 
 
@@ -143,7 +143,7 @@ class TestTruth:
 
 
 class TestTypes:
-    @pytest.mark.parametrize("store", ("device", HostStore()))
+    @pytest.mark.parametrize("store", spread(("device", HostStore()), 1))
     def test_bfloat16(self, store, getkey):
         make = in_bfloat16
         x = normal(getkey(), (4, 3), jnp.bfloat16)
@@ -155,7 +155,7 @@ class TestTypes:
         wide = np.asarray(got.kernel).astype(np.float64)
         np.testing.assert_allclose(wide, expected, rtol=2**-8)
 
-    @pytest.mark.parametrize("store", ("device", HostStore()))
+    @pytest.mark.parametrize("store", spread(("device", HostStore()), 1))
     def test_float16(self, store, getkey):
         """The variance is out of range, and so are the squares of errors."""
         x = jnp.array([[40.0], [3e-2]], jnp.float16)
@@ -187,7 +187,7 @@ class TestTypes:
 
 
 class TestCounts:
-    @pytest.mark.parametrize("store", ("device", HostStore()))
+    @pytest.mark.parametrize("store", spread(("device", HostStore()), 1))
     def test_generator(self, store, getkey):
         x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
         kernels = kernel((5, 2, 7, 5), samples_per_batch=2, store=store)
@@ -226,7 +226,7 @@ class TestCounts:
         assert [estimate.num_samples for estimate in found] == [5, 7]
         assert_same(jnp.asarray(found[1].kernel), sampled(x, y)[0].ntk)
 
-    @pytest.mark.parametrize("store", ("device", HostStore()))
+    @pytest.mark.parametrize("store", spread(("device", HostStore()), 1))
     def test_infinite_kernels(self, store):
         """Infinity minus infinity is no part of a mean."""
         of_one = lambda key: eqx.Partial(lambda scale, x: x * scale, jnp.ones(()))
@@ -237,7 +237,7 @@ class TestCounts:
         for found in kernels(x):
             np.testing.assert_array_equal(found, [[1, 2.0**100], [2.0**100, np.inf]])
 
-    @pytest.mark.parametrize("store", ("device", HostStore()))
+    @pytest.mark.parametrize("store", spread(("device", HostStore()), 1))
     def test_tolerance(self, store, getkey):
         x = normal(getkey(), (5, 3))
         loose = kernel(1_000, tol=10.0, store=store).estimate(x)

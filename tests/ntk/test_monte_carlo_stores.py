@@ -23,9 +23,15 @@ class TestDevices:
         ("axes", "types"),
         (
             ({"sample_axis": "s"}, AxisType.Auto),
-            ({"mesh_axis": "r"}, AxisType.Explicit),
-            ({"sample_axis": "s", "mesh_axis": "r"}, AxisType.Auto),
             ({"sample_axis": "s", "mesh_axis": "r"}, AxisType.Explicit),
+            pytest.param(
+                {"mesh_axis": "r"}, AxisType.Explicit, marks=pytest.mark.matrix
+            ),
+            pytest.param(
+                {"sample_axis": "s", "mesh_axis": "r"},
+                AxisType.Auto,
+                marks=pytest.mark.matrix,
+            ),
         ),
     )
     def test_meshes(self, axes, types, getkey):
@@ -85,6 +91,7 @@ class TestDevices:
 
 
 class TestStores:
+    @pytest.mark.matrix
     def test_disk(self, tmp_path, getkey):
         x = normal(getkey(), (5, 3))
         store = ZarrStore(tmp_path / "kernel")
@@ -162,6 +169,7 @@ class TestMemory:
         sizes = [self.program(n).temp_size_in_bytes for n in (10, 1_000)]
         assert sizes[1] <= 1.01 * sizes[0] + 4 * 1_000
 
+    @pytest.mark.matrix
     def test_grows_with_the_samples_of_a_batch(self):
         sizes = [
             self.program(32, samples_per_batch=n).temp_size_in_bytes for n in (1, 32)

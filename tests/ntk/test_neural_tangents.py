@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 from eqxbatch import EmpiricalKernel
+from ..helpers import thinned
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -119,20 +120,20 @@ def test_all_files_are_replayed():
     assert {path.stem for path in FOLDER.glob("*.npz")} == {*MODELS}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_kernels(name):
+@pytest.mark.parametrize(("name", "kind"), thinned([*MODELS], [*AXES]))
+def test_kernels(name, kind):
     file = np.load(FOLDER / f"{name}.npz")
     num = sum(key.startswith("w") for key in file)
     model = MODELS[name]([jnp.asarray(file[f"w{i}"]) for i in range(num)])
-    for kind, (trace, diagonal) in AXES.items():
-        kernel = EmpiricalKernel(
-            model,
-            trace_axes=trace,
-            diagonal_axes=diagonal,
-            block_size=2 if kind == "traced" else None,
-        )
-        found = kernel(file["x1"], file["x2"])
-        for got, what in zip(found, ("nngp", "ntk"), strict=True):
-            expected = file[f"{what}_{kind}"]
-            scale = np.abs(expected).max()
-            np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12 * scale)
+    trace, diagonal = AXES[kind]
+    kernel = EmpiricalKernel(
+        model,
+        trace_axes=trace,
+        diagonal_axes=diagonal,
+        block_size=2 if kind == "traced" else None,
+    )
+    found = kernel(file["x1"], file["x2"])
+    for got, what in zip(found, ("nngp", "ntk"), strict=True):
+        expected = file[f"{what}_{kind}"]
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12 * scale)

@@ -17,7 +17,7 @@ from eqxbatch import (
     filter_micro_grad,
 )
 from eqxbatch._base import primitives
-from ..helpers import thinned
+from ..helpers import thinned, variants
 from ..layers import Case, vectors, weight
 from .oracle import cast, compare
 
@@ -177,7 +177,17 @@ BY_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", BY_FACTORS)
+@pytest.mark.parametrize(
+    "name",
+    variants(
+        BY_FACTORS,
+        "in_two_places",
+        "tied_layers_and_all",
+        "dropped_from_repeated_rows",
+        "axes_dropped_in_another_order",
+        "rows_and_columns",
+    ),
+)
 def test_use_by_factors(name):
     program, comparable = compare(Case(*BY_FACTORS[name]))
     assert all(comparable)
@@ -246,7 +256,10 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    variants(LOSSES, "used_in_another_order", "complex_by_a_cast", "with_both_signs"),
+)
 def test_curvature_and_clipping(name):
     model, fun = LOSSES[name]
     model = cast(model)

@@ -56,8 +56,10 @@ def system(terms, model, batches, shares, *, centre=False, has_residual=False):
             out, residual = out if has_residual else (out, out)
             return real_rows(out, out), real_rows(residual, out)
 
-        own = np.asarray(jax.jacfwd(lambda flat: values(flat)[0])(flat))
-        of_term = np.asarray(values(flat)[1])
+        def of_all(flat, values=values):
+            return jax.jacfwd(lambda flat: values(flat)[0])(flat), values(flat)[1]
+
+        own, of_term = jax.device_get(jax.jit(of_all)(flat))
         weights = np.asarray(share)
         if centre:
             mean = weights / weights.sum()

@@ -15,7 +15,22 @@ CASES = [*MAPS, *GRADIENTS, *ACCUMULATORS, *CURVATURE, *SITES, *FUNCTIONS, *MODE
 CASES += FIRST
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def is_more_than_two():
+    """Whether a public name has two wrong calls before."""
+    counts = collections.Counter()
+    for case in CASES:
+        counts[case.name] += 1
+        yield counts[case.name] > 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.matrix] if is_more else [])
+        for case, is_more in zip(CASES, is_more_than_two(), strict=True)
+    ],
+    ids=lambda case: case.name,
+)
 def test_wrong_calls(case, pytestconfig):
     if pytestconfig.getoption("--jaxtyping-packages", default=None):
         pytest.skip("what checks the package's own functions speaks first")
