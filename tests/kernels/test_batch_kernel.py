@@ -353,7 +353,7 @@ def test_memory_is_flat():
     assert found[4096][1].output_size_in_bytes < 20_000
 
 
-@pytest.mark.parametrize("stored", (True, False))
+@pytest.mark.parametrize("stored", spread((True, False), 1))
 def test_budget(stored, unchecked, getkey):
     x = normal(getkey(), (600, 3))
     sizes = []

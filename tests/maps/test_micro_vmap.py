@@ -165,7 +165,7 @@ def test_vmap_fn_with_keywords(getkey):
 # Modules
 
 
-@pytest.mark.parametrize("num", spread((1, 3, 4, 5, 9), 3))
+@pytest.mark.parametrize("num", spread((5, 1, 3, 4, 9), 2))
 def test_modules_in_and_out(num, getkey):
     make = lambda key: eqx.nn.MLP(2, 3, 4, 1, activation=jnp.tanh, key=key)
     keys = jr.split(getkey(), num)
@@ -491,13 +491,13 @@ def test_weak_types_stay_weak(size):
     assert shifted == 5
 
 
-@pytest.mark.parametrize("kind", (sparse.BCOO, sparse.BCSR))
+@pytest.mark.parametrize("kind", spread((sparse.BCOO, sparse.BCSR), 1))
 def test_batches_of_sparse_arrays(kind):
     """One example of them is a sparse array with the shape of one example."""
     numbers = np.random.default_rng(0)
     dense = numbers.integers(-2, 3, (7, 4, 3)).astype(np.float32)
     x, w = kind.fromdense(jnp.asarray(dense), n_batch=1), jnp.arange(3.0)
-    for size in (1, 3, None):
+    for size in (3, None):
         map_ = functools.partial(filter_micro_vmap, microbatch_size=size)
         np.testing.assert_array_equal(map_(lambda x: x @ w)(x), dense @ np.arange(3))
         np.testing.assert_array_equal(map_(lambda x: x.todense())(x), dense)

@@ -14,7 +14,7 @@ from eqxbatch import (
     MemoryBudget,
     ZarrStore,
 )
-from ..helpers import memory, normal
+from ..helpers import memory, normal, spread
 from .random_kernels import as_jax, assert_same, init, kernel, sampled
 
 
@@ -64,7 +64,7 @@ class TestDevices:
         shared = program(samples_per_batch=2, mesh=mesh, sample_axis="s")
         assert shared < 0.4 * alone
 
-    @pytest.mark.parametrize("axis", ("mesh_axis", "sample_axis"))
+    @pytest.mark.parametrize("axis", spread(("mesh_axis", "sample_axis"), 1))
     def test_stores(self, axis, getkey):
         mesh = jax.make_mesh((4,), ("r",))
         x = normal(getkey(), (9, 3))
@@ -182,6 +182,7 @@ class TestMemory:
         used = stats.temp_size_in_bytes + stats.output_size_in_bytes
         assert 300_000 < used <= 3_000_000
 
+    @pytest.mark.matrix
     def test_budget_of_a_block(self, getkey):
         """The whole kernel need not fit."""
         x = normal(getkey(), (300, 3))
