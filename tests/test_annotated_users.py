@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, jaxtyped
 
 import eqxbatch
 from eqxbatch import grid
+from .helpers import variants
 
 
 typed = jaxtyped(typechecker=beartype)
@@ -180,7 +181,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", variants(CALLS, *(x for x in CALLS if x not in eqxbatch.__all__))
+)
 def test_annotated_functions_see_one_example(name):
     CALLS[name](X)
     with pytest.raises(jaxtyping.TypeCheckError) as e:

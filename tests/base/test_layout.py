@@ -24,7 +24,7 @@ from eqxbatch._base.cpu import (
 )
 from eqxbatch._kernels import function
 from eqxbatch._ntk import averages
-from ..helpers import assert_same, memory, normal, thinned
+from ..helpers import assert_same, memory, normal, spread, thinned
 
 
 pytestmark = pytest.mark.versions
@@ -67,7 +67,7 @@ def test_equals_dense(dims, case, getkey):
     assert_same(grad(arrays, x, True), grad(arrays, x, False), tol=1e-4)
 
 
-@pytest.mark.parametrize("case", ("plain", "stride", "groups"))
+@pytest.mark.parametrize("case", spread(("stride", "plain", "groups"), 1))
 def test_transposed_convolutions(case, getkey):
     kwargs = dict(CASES[case].items())
     conv = eqx.nn.ConvTranspose2d(2, 4, 3, key=getkey(), **kwargs)
@@ -76,7 +76,7 @@ def test_transposed_convolutions(case, getkey):
     assert_same(micro(x), jax.vmap(conv)(x))
 
 
-@pytest.mark.parametrize("dtype", (jnp.float16, jnp.bfloat16))
+@pytest.mark.parametrize("dtype", spread((jnp.bfloat16, jnp.float16), 1))
 def test_other_dtypes(dtype, getkey):
     conv = eqx.nn.Conv2d(2, 4, 3, key=getkey(), dtype=dtype)
     x = normal(getkey(), (9, 2, 7, 6), dtype)
@@ -85,7 +85,7 @@ def test_other_dtypes(dtype, getkey):
     assert conv_layouts(lambda x: micro(x), x) == [CHANNELS_LAST]
 
 
-@pytest.mark.parametrize("dtype", (jnp.int32, jnp.complex64))
+@pytest.mark.parametrize("dtype", spread((jnp.complex64, jnp.int32), 1))
 def test_dtypes_that_layers_do_not_have(dtype, getkey):
     w = jax.random.randint(getkey(), (3, 2, 3, 3), -9, 9).astype(dtype)
     x = jax.random.randint(getkey(), (9, 2, 7, 6), -9, 9).astype(dtype)

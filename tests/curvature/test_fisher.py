@@ -74,6 +74,7 @@ def matrix(job, transform=filter_ggn, **settings):
 
 # A drawn and an exact one.
 SOME = pytest.mark.parametrize("settings", spread(ALL, 2), ids=NAMES)
+EXACT = pytest.mark.parametrize("settings", spread(ALL, 1), ids=NAMES)
 
 
 class TestEveryKind:
@@ -105,7 +106,7 @@ class TestEveryKind:
             got, _ = matrix(job, filter_ggn_diagonal, microbatch_size=size, **settings)
             close(got, expected)
 
-    @SOME
+    @EXACT
     def test_weights(self, job, settings):
         weights = jnp.array([1.0, 0, 2, -1, 0.5, 3, 1])
         whole = lambda **more: matrix(job, accumulator=Sum(weights), **settings, **more)
@@ -114,7 +115,7 @@ class TestEveryKind:
         one_by_one = [weights[i] * run(jnp.eye(NUM)[i]) for i in range(NUM)]
         close(whole()[0], sum(one_by_one))
 
-    @SOME
+    @EXACT
     @pytest.mark.parametrize("kind", spread(KINDS, 1))
     def test_on_a_mesh(self, job, settings, kind):
         model, x, labels = job

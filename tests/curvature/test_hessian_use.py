@@ -98,7 +98,7 @@ class TestUse:
         expected = eqx.filter_jit(eqx.filter_vmap(truth, in_axes=over))(models, x, y)
         close(got, expected)
 
-    @pytest.mark.parametrize("method", ("sites", "products"))
+    @pytest.mark.parametrize("method", spread(CHOICES, 1))
     def test_derivative(self, method, getkey, x64):
         whole = functools.partial(dense, error)
         model, (x, y) = network(getkey(), 2, 1), batch(getkey(), 3)
@@ -118,7 +118,7 @@ class TestUse:
         expected = 2 * jnp.mean(jnp.sum(x**2, 1))
         np.testing.assert_allclose(jax.grad(curvature)(3.0), expected, rtol=1e-5)
 
-    @pytest.mark.parametrize("method", ("sites", "products"))
+    @pytest.mark.parametrize("method", spread(CHOICES, 1))
     def test_shard_map(self, method, getkey, x64):
         mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
         model, (x, y) = network(getkey()), batch(getkey(), 8)
@@ -441,6 +441,7 @@ class TestMemory:
         assert 2 * sizes[0] < sizes[1]
         assert 3 * sizes[1] < sizes[2]
 
+    @pytest.mark.matrix
     def test_less_than_jax(self, getkey):
         diff, static = self.model(getkey)
         args = (diff, *batch(getkey(), 256))

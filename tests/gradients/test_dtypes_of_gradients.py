@@ -15,11 +15,11 @@ from eqxbatch import (
     RunningMean,
     Sum,
 )
-from ..helpers import assert_same, normal, thinned
+from ..helpers import assert_same, normal, thinned, variants
 from .models import combined, data, each, loss, METHODS, norms_of
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
 def test_bfloat16(getkey, method):
     model, x, y = data(getkey(), 64, jnp.bfloat16)
     fun = filter_micro_value_and_grad(
@@ -42,7 +42,7 @@ def test_bfloat16(getkey, method):
         np.testing.assert_allclose(got.astype(jnp.float32), wanted, 0.1, atol)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
 def test_complex_parameters(getkey, method):
     model, x, y = data(getkey(), 7, jnp.complex64)
     fun = lambda model, x, y: jnp.sum(jnp.abs(model(x) - y))

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqxbatch import filter_micro_grad, filter_micro_value_and_grad, Mean, Sum
-from ..helpers import assert_same, KINDS, make_mesh, memory, put
+from ..helpers import assert_same, KINDS, make_mesh, memory, put, variants
 from .models import combined, data, loss, METHODS, norms_of
 
 
@@ -60,7 +60,7 @@ def test_gradients_of_a_selection(getkey, name):
     assert len(jax.tree.leaves(gradient)) == len(parts(model))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
 def test_norms_are_those_of_the_selection(getkey, method):
     model, x, y = data(getkey(), 7)
     settings, parts = SELECTIONS["where"]

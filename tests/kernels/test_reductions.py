@@ -15,11 +15,7 @@ from eqxbatch import (
     RowSums,
     TopK,
 )
-from ..helpers import (
-    assert_same,
-    make_mesh,
-    normal,
-)
+from ..helpers import assert_same, make_mesh, normal, variants
 from .kernel_functions import lopsided, rbf
 
 
@@ -112,7 +108,9 @@ class Turned(AbstractReduction):
         return state
 
 
-@pytest.mark.parametrize(("total", "size"), ((4, 2), (5, 3), (8, 2)))
+@pytest.mark.parametrize(
+    ("total", "size"), variants(((4, 2), (5, 3), (8, 2)), (4, 2), (8, 2))
+)
 def test_reductions_that_permute_their_state_on_a_mesh(total, size, getkey):
     x, mesh = normal(getkey(), (total, 3)), make_mesh(AxisType.Auto, (2,))
     settings = {"block_size": size, "mesh": mesh}

@@ -106,6 +106,7 @@ def test_memory_of_masks_and_parametrisations(used):
     assert plain < FORMED / 10
 
 
+@pytest.mark.matrix
 def test_memory_of_stacked_layers():
     ws = [normal(key, (SIZE, SIZE), jnp.float32) for key in jr.split(jr.key(0), 4)]
     step = lambda x, w: (jnp.tanh(w @ x), None)
@@ -117,6 +118,7 @@ def test_memory_of_stacked_layers():
     assert before < FORMED
 
 
+@pytest.mark.matrix
 def test_hessian_of_a_penalty_is_no_dearer():
     small = eqx.nn.MLP(8, 4, 16, 1, key=jr.key(0))
     arrays, static = eqx.partition(small, eqx.is_array)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import eqxbatch
-from ..helpers import forwards_only, only_backwards, rows_only, thinned, TOTALS
+from ..helpers import forwards_only, only_backwards, rows_only, thinned
 from .oracle import as_numbers, close, step, system
 
 
@@ -59,7 +59,7 @@ def even(num):
 @pytest.mark.parametrize(("way", "centre"), thinned([*WAYS], (False, True), quick=2))
 def test_equals_dense(way, centre):
     model = network()
-    for num in TOTALS if way == "sample in blocks" else (5,):
+    for num in (1, 5, 8) if way == "sample in blocks" else (5,):
         x, y = draw(num, 3), draw(num, 2, seed=1)
         found = eqxbatch.filter_gauss_newton_step(
             fits, damping=0.1, centre=centre, **WAYS[way]
