@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from .._base.mesh import examples_spec, is_explicit, mesh_axes, names_of, spec_of
 from .._base.mistakes import called, has_numbers, is_one_key, key_remedy, NUMBERS
@@ -287,6 +287,10 @@ class Blocks(eqx.Module):
     the examples `[i * size / parts, (i + 1) * size / parts)` of each. All devices work
     on every microbatch, and no example leaves its device.
 
+    With `overlaps`, the last microbatch has `size` examples instead, of which the first
+    ones are those of the one before. It is the same program then, and counts the
+    examples that are new.
+
     `num` is the number of all microbatches, and `num_full` of those with `size`
     examples.
     """
@@ -294,6 +298,7 @@ class Blocks(eqx.Module):
     total: int = eqx.field(static=True)
     size: int = eqx.field(static=True)
     parts: int = eqx.field(static=True, default=1)
+    overlaps: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         for name in ("size", "parts"):
@@ -325,6 +330,7 @@ class Block(eqx.Module):
     - `is_remainder`: whether it is the shorter microbatch at the end.
     - `parts`: as in [`eqxbatch.Blocks`][].
     - `total`: the number of all examples, or None if it is not known.
+    - `repeated`: how many examples of the microbatch before it are in it, too.
     """
 
     index: int | Int[Array, ""]
@@ -333,6 +339,26 @@ class Block(eqx.Module):
     is_remainder: bool = eqx.field(static=True)
     parts: int = eqx.field(static=True)
     total: int | None = eqx.field(static=True, default=None)
+    repeated: int | Int[Array, ""] = 0
+
+    @property
+    def num_new(self) -> Int[Array, ""]:
+        """The number of examples that no microbatch before it has."""
+        return jnp.asarray(self.size - self.repeated, jnp.int32)
+
+    def is_new(self) -> Bool[Array, " size"]:
+        """Whether each of its examples is in no microbatch before it."""
+        numbers = jnp.arange(self.size, dtype=jnp.int32) % (self.size // self.parts)
+        return numbers >= self.repeated // self.parts
+
+    def new(
+        self, values: Shaped[Array, "size ..."], other: Any = 0
+    ) -> Shaped[Array, "size ..."]:
+        """`values` of its new examples, and `other` in place of the repeated ones."""
+        if isinstance(self.repeated, int) and self.repeated == 0:
+            return values
+        is_new = jnp.expand_dims(self.is_new(), range(1, values.ndim))
+        return jnp.where(is_new, values, jnp.asarray(other, values.dtype))
 
     def take(self, array: Shaped[Array, "..."], axis: int = 0) -> Shaped[Array, "..."]:
         """Returns the rows of this microbatch from an array over all examples.
@@ -417,15 +443,20 @@ def _reshape(
 
 def full_block(blocks: Blocks, index: int | Int[Array, ""]) -> Block:
     """The full microbatch number `index`."""
-    start, size = index * blocks.size, blocks.size
-    return Block(index, start, size, False, blocks.parts, blocks.total)
+    first, size = index * blocks.size, blocks.size
+    start, repeated = first, 0
+    if blocks.overlaps and not isinstance(index, int):
+        start = jnp.minimum(first, blocks.total - size)
+        repeated = first - start
+    return Block(index, start, size, False, blocks.parts, blocks.total, repeated)
 
 
 def remainder_block(blocks: Blocks) -> Block:
-    """The shorter microbatch that comes after the full ones."""
-    index, size = blocks.num_full, blocks.remainder
-    start = index * blocks.size
-    return Block(index, start, size, True, blocks.parts, blocks.total)
+    """The microbatch that comes after the full ones."""
+    repeated = blocks.size - blocks.remainder if blocks.overlaps else 0
+    index, size = blocks.num_full, blocks.remainder + repeated
+    start = index * blocks.size - repeated
+    return Block(index, start, size, True, blocks.parts, blocks.total, repeated)
 
 
 def block_struct(

@@ -370,6 +370,10 @@ class AbstractOverExamples(
     in_axes: PyTree = None
     accumulator: Sum | Mean = Mean()
 
+    @property
+    def overlaps(self) -> bool:
+        return True
+
     def __check_init__(self) -> None:
         if self.in_axes is not None:
             return
@@ -415,8 +419,10 @@ class AbstractOverExamples(
         name, weights = type(accumulator).__name__, accumulator.weights
         arrays, axes, split = rows_and_weights(name, weights, loss.batch, blocks)
 
-        def run(rows: list, size: int) -> tuple[tuple[list, PyTree], None]:
-            batch, weights_of_rows = split(rows)
+        def run(
+            rows: list, size: int, is_new: Array | None
+        ) -> tuple[tuple[list, PyTree], None]:
+            batch, weights_of_rows = split(rows, is_new)
 
             def shares(weights: Array | None, share: float) -> list:
                 if share != 1:

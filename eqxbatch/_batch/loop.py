@@ -1,4 +1,4 @@
-"""The loop over microbatches: one body for all full ones, then the remainder."""
+"""The loop over microbatches: one body for all, or for full ones before a remainder."""
 
 import dataclasses
 import functools
@@ -31,8 +31,12 @@ from .moments import LogSumExp, Mean, RunningMean, Sum, Variance, with_weights
 from .slots import match_accumulators, OutputAccumulator, Slots
 
 
+# A function of the rows of a microbatch, of their number, and of which are new.
+Microbatch = Callable[[list, int, Array | None], tuple[PyTree, Any]]
+
+
 def run_blocks(
-    fun: Callable[[list, int], tuple[PyTree, Any]],
+    fun: Microbatch,
     arrays: list,
     axes: tuple[int, ...],
     blocks: Blocks,
@@ -44,9 +48,10 @@ def run_blocks(
 
     **Arguments:**
 
-    - `fun`: takes the rows of one microbatch (a list parallel to `arrays`) and their
-        number, and returns `(output, static)`. It is traced once for the full
-        microbatches and once for the remainder.
+    - `fun`: takes the rows of one microbatch (a list parallel to `arrays`), their
+        number, and which of them are new if microbatches overlap, else None. It returns
+        `(output, static)`. It is traced once for the full microbatches and, unless they
+        overlap, once for the remainder.
     - `arrays`, `axes`: the batched arrays and the axis along which each is cut.
     - `blocks`: how they are cut.
     - `make_slots`: takes the shapes of a full microbatch's output, and `static`.
@@ -58,20 +63,26 @@ def run_blocks(
     The output, in which each array is replaced by the result of its accumulator.
     """
 
-    def structs(size: int) -> list[jax.ShapeDtypeStruct]:
+    def structs(size: int) -> tuple[list, int, jax.ShapeDtypeStruct | None]:
         pairs = safe_zip(arrays, axes)
-        return [block_struct(x, axis, size) for x, axis in pairs]
+        rows = [block_struct(x, axis, size) for x, axis in pairs]
+        is_new = jax.ShapeDtypeStruct((size,), bool) if blocks.overlaps else None
+        return rows, size, is_new
 
     def trace(size: int) -> tuple[Any, PyTree, Any]:
-        jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(structs(size), size)
+        jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(*structs(size))
         output, aux = eqx.combine(struct, static)
         return jaxpr, output, aux
 
     if blocks.num_full == blocks.num == 1 and limit is None and not checkpoint:
         return _at_once(fun, arrays, blocks, make_slots)
     full, output, aux = trace(blocks.size)
+    if blocks.overlaps and len(full.effects) > len(axis_names(full.jaxpr)):
+        # Effects must not happen twice for an example.
+        blocks = dataclasses.replace(blocks, overlaps=False)
+        full, output, aux = trace(blocks.size)
     slots = make_slots(output, aux)
-    if blocks.num_full > 0 and blocks.remainder > 0:
+    if blocks.num_full > 0 and blocks.remainder > 0 and not blocks.overlaps:
         remainder, remainder_output, _ = trace(blocks.remainder)
         _check_same(output, remainder_output, blocks)
         _check_rows(slots.slots, output, remainder_output, blocks)
@@ -82,7 +93,7 @@ def run_blocks(
     if any(is_on_mesh(x) for x in [*arrays, *full.consts]):
         # Not all versions of JAX include the sharding of the arrays in these shapes.
         evaluate = functools.partial(evaluate_jaxpr, full.jaxpr, full.consts)
-        outs = jax.eval_shape(evaluate, structs(blocks.size))
+        outs = jax.eval_shape(evaluate, array_structs(structs(blocks.size)))
 
     run = _Run(
         arrays=arrays,
@@ -108,7 +119,7 @@ def run_blocks(
 
 
 def _at_once(
-    fun: Callable[[list, int], tuple[PyTree, Any]],
+    fun: Microbatch,
     arrays: list,
     blocks: Blocks,
     make_slots: Callable[[PyTree, Any], Slots],
@@ -116,7 +127,7 @@ def _at_once(
     """Runs a single microbatch, without tracing a loop body first."""
     block = full_block(blocks, 0)
     with jax.named_scope("microbatch"):
-        output, aux = fun(arrays, blocks.size)
+        output, aux = fun(arrays, blocks.size, None)
     outs, static = eqx.partition(output, eqx.is_array)
     slots = make_slots(eqx.combine(jax.eval_shape(lambda x: x, outs), static), aux)
     leaves = jtu.tree_leaves(outs)
@@ -226,14 +237,17 @@ class _Run(eqx.Module):
 
     @property
     def num_steps(self) -> int:
-        """The number of full microbatches that run, or at most run."""
-        num, limit = self.blocks.num_full, self.limit
+        """The number of microbatches in the loop, or at most in it."""
+        blocks, limit = self.blocks, self.limit
+        # Arrays that are scanned over have no overlapping parts.
+        is_one_loop = blocks.overlaps and self.differentiated is None
+        num = blocks.num if is_one_loop else blocks.num_full
         return num if limit is None or self.is_limit_traced else min(limit, num)
 
     @property
     def runs_remainder(self) -> bool:
         is_reached = self.is_limit_traced or self.limit in (None, self.blocks.num)
-        return self.blocks.remainder > 0 and is_reached
+        return self.num_steps < self.blocks.num and is_reached
 
     @property
     def is_loop(self) -> bool:
@@ -260,7 +274,14 @@ class _Run(eqx.Module):
                 )
             rest = run.values(block, rows, is_after)
             states = self.updated(states, rest, block)
-            pieces.append(rest)
+            pieces.append(
+                [
+                    self.new_rows(value, slot, block)
+                    if self.is_collected(slot)
+                    else None
+                    for slot, value in safe_zip(self.slots, rest)
+                ]
+            )
         results = [
             self.joined(slot, value, [piece[i] for piece in pieces])
             if self.is_collected(slot)
@@ -362,6 +383,8 @@ class _Run(eqx.Module):
                 jaxpr, consts = self.remainder, self.remainder_consts
             else:
                 jaxpr, consts = self.full, self.full_consts
+            if self.blocks.overlaps:
+                arrays.append(block.is_new())
             # Convolutions are as slow in a branch as in a loop.
             is_inside = self.is_loop or condition is not None
             evaluate = evaluate_in_loop if is_inside else evaluate_jaxpr
@@ -418,6 +441,18 @@ class _Run(eqx.Module):
             return jnp.concatenate(pieces, axis)
         pieces = [split_parts(piece, axis, parts) for piece in pieces]
         return merge_parts(jnp.concatenate(pieces, axis + 1), axis)
+
+    def new_rows(self, value: Array, slot: OutputAccumulator, block: Block) -> Array:
+        """The rows of a collected value that no microbatch before has."""
+        if not self.blocks.overlaps:
+            return value
+        axis, parts = self.rows_of(slot, value)
+        is_split = are_split(value, axis, parts)
+        x = split_parts(value, axis, parts) if is_split else value
+        along = axis + 1 if is_split else axis
+        repeated = x.shape[along] * block.repeated // block.size
+        x = lax.slice_in_dim(x, repeated, None, 1, along)
+        return merge_parts(x, axis) if is_split else x
 
     def rows_of(self, slot: OutputAccumulator, value: Any) -> tuple[int, int]:
         """The axis of the rows in the value of a full microbatch, and their parts."""
@@ -533,6 +568,6 @@ def accumulated(
     if size is None or size >= rows.total > 0:
         return fun(rows.arrays, rows.total)
     blocks = Blocks(rows.total, max(1, min(size, rows.total)))
-    run = lambda arrays, size: (fun(arrays, size), None)
+    run = lambda arrays, size, _: (fun(arrays, size), None)
     slots = lambda output, _: match_accumulators(accumulator, output)
     return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)

@@ -272,13 +272,12 @@ class RunningMean(AbstractSummary[VarianceState]):
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> VarianceState:
         whole = self.whole(values, block)
-        return VarianceState(_mean(whole.mean), None, whole.count, None, whole.dtype)
+        mean = _mean(whole.mean, block)
+        return VarianceState(mean, None, whole.count, None, whole.dtype)
 
     def whole(self, value: Any, block: Block) -> VarianceState:
         mean, dtype = _cast("RunningMean", value, self.dtype, None, inexact=True)
-        return VarianceState(
-            mean, None, jnp.asarray(block.size, jnp.int32), None, dtype
-        )
+        return VarianceState(mean, None, block.num_new, None, dtype)
 
 
 class MeanAndVariance(NamedTuple):
@@ -339,13 +338,14 @@ class Variance(AbstractSummary[VarianceState]):
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> VarianceState:
         whole = self.whole(values, block)
-        mean = _mean(whole.mean)
-        squares = jnp.sum(_abs_squared(whole.mean - mean[None]), axis=0)
+        mean = _mean(whole.mean, block)
+        distances = block.new(whole.mean - mean[None])
+        squares = jnp.sum(_abs_squared(distances), axis=0)
         return VarianceState(mean, squares, whole.count, whole.count, whole.dtype)
 
     def whole(self, value: Any, block: Block) -> VarianceState:
         mean, dtype = _cast("Variance", value, self.dtype, None, inexact=True)
-        count = jnp.asarray(block.size, jnp.int32)
+        count = block.num_new
         return VarianceState(
             mean, jnp.zeros_like(mean.real), count, jnp.ones_like(count), dtype
         )
@@ -418,10 +418,10 @@ def _holds(dtype: Any, other: Any) -> bool:
     return are_complex[0] or not are_complex[1]
 
 
-def _mean(values: Inexact[Array, "b ..."]) -> Inexact[Array, "..."]:
+def _mean(values: Inexact[Array, "b ..."], block: Block) -> Inexact[Array, "..."]:
     """The mean along axis 0, without a sum that may overflow."""
-    wide = widened(values)
-    return jnp.sum(wide / values.shape[0], axis=0).astype(values.dtype)
+    wide = block.new(widened(values))
+    return jnp.sum(wide / block.num_new.astype(wide.dtype), axis=0).astype(values.dtype)
 
 
 def _mean_or_nan(state: VarianceState) -> Array:
@@ -453,15 +453,25 @@ def check_real(name: str, weights: Any) -> None:
 
 
 # Rows with the weights of their examples as the last of them, their axes, and what
-# separates both again.
-_Weighted = tuple[list, tuple[int, ...], Callable[[list], tuple[list, Array | None]]]
+# separates both again. It gives examples of a microbatch that are not new no weight.
+_Weighted = tuple[list, tuple[int, ...], Callable[..., tuple[list, Array | None]]]
 
 
 def with_weights(arrays: list, axes: Sequence[int], weights: Array | None) -> _Weighted:
     """Appends weights to rows, if there are any."""
+
+    def split(rows: list, is_new: Array | None = None) -> tuple[list, Array | None]:
+        of_rows = None
+        if weights is not None:
+            *rows, of_rows = rows
+        if is_new is not None:
+            of_rows = jnp.ones(is_new.shape) if of_rows is None else of_rows
+            of_rows = jnp.where(is_new, of_rows, jnp.zeros_like(of_rows))
+        return rows, of_rows
+
     if weights is None:
-        return arrays, tuple(axes), lambda rows: (rows, None)
-    return [*arrays, weights], (*axes, 0), lambda rows: (rows[:-1], rows[-1])
+        return arrays, tuple(axes), split
+    return [*arrays, weights], (*axes, 0), split
 
 
 def rows_and_weights(
@@ -477,15 +487,15 @@ def weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
     if weights is not None:
         rows = block.take(weights).astype(values.dtype)
         values = values * jnp.expand_dims(rows, tuple(range(1, values.ndim)))
-    return jnp.sum(values, axis=0, dtype=values.dtype)
+    return jnp.sum(block.new(values), axis=0, dtype=values.dtype)
 
 
 def block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
     if weights is None:
-        return jnp.asarray(block.size, jnp.int32)
+        return block.num_new
     check_weights("Mean", weights, block)
     check_real("Mean", weights)
-    return jnp.sum(block.take(weights).astype(widest(dtype)))
+    return jnp.sum(block.new(block.take(weights).astype(widest(dtype))))
 
 
 # Sums of at most this many parts are within 1e-6 in float32 as they are.
@@ -621,7 +631,8 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _LogTotal:
         whole = self._whole(values)
-        return _LogTotal(_log_sum_exp(whole.log_total), whole.dtype)
+        log_totals = block.new(whole.log_total, -jnp.inf)
+        return _LogTotal(_log_sum_exp(log_totals), whole.dtype)
 
     def _whole(self, value: Any) -> _LogTotal:
         if isinstance(value, _LogTotal):

@@ -37,7 +37,7 @@ from .._base.mistakes import bound_arguments, check_not_jitted
 from .._base.trees import shown
 from .accumulators import Last
 from .batch import Batch, Blocks
-from .loop import run_blocks
+from .loop import Microbatch, run_blocks
 from .memory import check_size, resolve_size, resolved, Size
 from .slots import Slots
 
@@ -217,6 +217,10 @@ class BoundMethod(eqx.Module):
         return self.transform(self.instance, *args, **kwargs)
 
 
+# The share of examples that may run twice. Otherwise, microbatches are made smaller.
+_MOST_REPEATED = 0.1
+
+
 class AbstractAutoSharded(AbstractTransform):
     """A transform in which the compiler decides how arrays are sharded over a mesh.
 
@@ -234,6 +238,14 @@ class AbstractMicrobatched(AbstractTransform):
     _: dataclasses.KW_ONLY
     microbatch_size: Size = None
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the last microbatch may have examples of the one before it again.
+
+        Examples must be independent, and accumulators must count new ones only.
+        """
+        return False
+
     def blocks(
         self, batch: Batch, args: tuple, kwargs: dict[str, Any], total: int
     ) -> Blocks:
@@ -241,7 +253,13 @@ class AbstractMicrobatched(AbstractTransform):
         size = self.fitting_size("microbatch_size", total, args, kwargs)
         parts = num_parts(batch.arrays, batch.axes, total)
         # Each part contributes the same share.
-        return Blocks(total, min(-(-size // parts) * parts, max(total, 1)), parts)
+        size = min(-(-size // parts) * parts, max(total, 1))
+        blocks = Blocks(total, size, parts)
+        if not self.overlaps or blocks.remainder == 0:
+            return blocks
+        if _MOST_REPEATED * total < blocks.num * size - total:
+            size = -(-total // (blocks.num * parts)) * parts
+        return Blocks(total, size, parts, overlaps=total % size > 0)
 
 
 class AbstractEarlyStop(AbstractMicrobatched):
@@ -262,7 +280,7 @@ class AbstractEarlyStop(AbstractMicrobatched):
         arrays: list,
         axes: tuple[int, ...],
         blocks: Blocks,
-        fun: Callable[[list, int], tuple[PyTree, Any]],
+        fun: Microbatch,
         make_slots: Callable[[PyTree, Any], Slots],
         checkpoint: bool = False,
     ) -> PyTree:

@@ -35,6 +35,7 @@ from .._batch.moments import (
     Variance,
 )
 from .._batch.slots import (
+    all_count_new,
     canonicalise,
     is_accumulator,
     is_number,
@@ -207,6 +208,15 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         return accumulator.weights if isinstance(accumulator, (Sum, Mean)) else None
 
     @property
+    def overlaps(self) -> bool:
+        accumulators = self.gradient_accumulator, self.value_accumulator
+        is_known = all_count_new((*accumulators, self.aux_accumulator))
+        # A running mean forms no sums, so that it has no weights.
+        has_sums = not isinstance(accumulators[0], RunningMean)
+        is_whole = self.num_real_microbatches is None
+        return is_known and has_sums and is_whole and not self.batched
+
+    @property
     def needs_norms(self) -> bool:
         """Whether the norms of per-example gradients are computed."""
         return self.clip_norm is not None or self.nan_safe or self.return_norms
@@ -219,8 +229,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         arrays, axes, split = rows_and_weights(name, self.weights, batch, blocks)
         gradients = self._gradients_on_mesh(loss)
 
-        def run(rows: list, _: int) -> tuple[Results, None]:
-            return gradients(*split(rows)), None
+        def run(rows: list, _: int, is_new: Array | None) -> tuple[Results, None]:
+            return gradients(*split(rows, is_new)), None
 
         of_whole, of_each = self.run(arrays, axes, blocks, run, self.slots)
         results = {**of_whole, **of_each}

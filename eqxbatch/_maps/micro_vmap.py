@@ -26,7 +26,13 @@ from .._batch.batch import (
     split_batch,
 )
 from .._batch.moments import LogSumExp, Mean, RunningMean, Sum
-from .._batch.slots import match_accumulators, of_state, OutputAccumulator, Slots
+from .._batch.slots import (
+    all_count_new,
+    match_accumulators,
+    of_state,
+    OutputAccumulator,
+    Slots,
+)
 from .._batch.transform import (
     AbstractEarlyStop,
     also_decorator,
@@ -182,7 +188,8 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         batch = split_batch(self.fun, self.in_axes, args, kwargs)
         total = batch.total(self.axis_size)
         blocks = self.blocks(batch, args, kwargs, total)
-        run = self._run_on_mesh(batch, if_whole)
+        mapped = self._run_on_mesh(batch, if_whole)
+        run = lambda rows, size, _: mapped(rows, size)
 
         def make_slots(output: PyTree, axes: tuple) -> Slots:
             slots = match_accumulators(self.accumulator, output)
@@ -195,6 +202,11 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         return self.run(
             batch.arrays, batch.axes, blocks, run, make_slots, self.checkpoint
         )
+
+    @property
+    def overlaps(self) -> bool:
+        is_whole = self.num_real_microbatches is None
+        return is_whole and self.axis_name is None and all_count_new(self.accumulator)
 
     def _run_on_mesh(
         self, batch: Batch, if_whole: str | None
@@ -471,7 +483,7 @@ class Microbatch(AbstractMicrobatch[P, Out]):
         specs = lambda out: self._specs(out, batch)
         call_on_mesh = auto_sharded(call, (self.fun, batch), (batch.arrays,), specs)
 
-        def run(rows: list, _: int) -> tuple[PyTree, None]:
+        def run(rows: list, _: int, __: None) -> tuple[PyTree, None]:
             return call_on_mesh(rows), None
 
         def make_slots(output: PyTree, _: None) -> Slots:

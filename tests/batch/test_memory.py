@@ -85,7 +85,8 @@ def test_is_the_largest_that_fits(budget, compilations, caplog):
     # It fits, and one that it is less than nine tenths of does not, if that has fewer
     # blocks.
     assert used(run(chosen), X) <= budget.max_bytes
-    larger = int(chosen / 0.9) + 2 if chosen < 2048 else 4096
+    num = -(-4096 // chosen)
+    larger = max(int(chosen / 0.9) + 2, -(-4096 // (num - 1))) if num > 2 else 4096
     assert used(run(larger), X) > budget.max_bytes
     *compiled, choice = (record.message for record in caplog.records)
     pattern = r"blocks of (\d+) in \d+\.\d\d s; \d+ bytes"

@@ -1,11 +1,21 @@
 """How often functions are traced and compiled, and what stays out of programs."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
-from eqxbatch import Concat, filter_micro_vmap, filter_microbatch, Mean, Sum
+from eqxbatch import (
+    Concat,
+    filter_micro_grad,
+    filter_micro_vmap,
+    filter_microbatch,
+    Max,
+    Mean,
+    Sum,
+)
 from ..helpers import assert_same, CountTraces, memory, normal, thinned
 
 
@@ -13,21 +23,47 @@ pytestmark = pytest.mark.versions
 
 
 @pytest.mark.parametrize(
-    ("case", "accumulator"),
-    thinned(
-        ((3, 1), (4, 1), (8, 1), (5, 2), (9, 2), (0, 1)),
-        (Concat(), Sum(), (Concat(), Mean())),
-    ),
+    ("accumulator", "of_remainder"),
+    ((Concat(), 0), ((Concat(), Mean()), 0), (Max(), 1), ((Sum(), Max()), 1)),
 )
-def test_one_trace_for_the_loop_and_one_for_a_remainder(case, accumulator):
-    total, traces = case
+@pytest.mark.parametrize("total", (0, 3, 4, 8, 5, 9))
+def test_one_trace_and_one_for_a_remainder(total, accumulator, of_remainder):
+    """Microbatches overlap if the accumulators count the examples that are new."""
     fun = CountTraces(lambda x: (x, 2 * x))
     micro = filter_micro_vmap(fun, microbatch_size=4, accumulator=accumulator)
+    traces = 1 + of_remainder * (total in (5, 9))
     for i in range(3):
         micro(jnp.full(total, float(i)))
     assert fun.num == traces
     micro(jnp.ones((total, 2)))
     assert fun.num == 2 * traces
+
+
+@pytest.mark.parametrize("total", (5, 23, 24))
+def test_effects_happen_once_for_an_example(total):
+    seen = []
+
+    def fun(x):
+        jax.debug.callback(lambda x: seen.append(float(x)), x)
+        return x
+
+    filter_micro_vmap(fun, microbatch_size=4)(jnp.arange(1.0 * total))
+    jax.effects_barrier()
+    assert sorted(seen) == [*range(total)]
+
+
+@pytest.mark.parametrize("total", (5, 101))
+def test_a_remainder_is_no_program_of_its_own(total):
+    """A product of each example is in the program once, whatever the size."""
+    gradient = filter_micro_grad(lambda w, x: jnp.sum(jnp.sin(w @ x)))
+    settings = ({}, {"clip_norm": 1.0, "method": "sites"}, {"moments": True})
+    for more in settings:
+        count = lambda size, more=more: str(
+            jax.make_jaxpr(dataclasses.replace(gradient, microbatch_size=size, **more))(
+                jnp.ones((3, 3)), jnp.ones((total, 3))
+            )
+        ).count(" sin ")
+        assert count(4) == count(total)
 
 
 def test_eager_calls_are_cached_by_structure(getkey):
