@@ -72,7 +72,7 @@ def platform(arrays: Sequence[Any] = ()) -> Platform:
         isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed
     )
     placed = next(filter(is_placed, arrays), None)
-    device: Any = jax.config.jax_default_device
+    device: Any = jax.config.values["jax_default_device"]
     if placed is not None:
         device = next(iter(placed.devices()))
     name = getattr(device, "platform", device) or jax.default_backend()

@@ -32,7 +32,7 @@ from .slots import match_accumulators, OutputAccumulator, Slots
 
 
 # A function of the rows of a microbatch, of their number, and of which are new.
-Microbatch = Callable[[list, int, Array | None], tuple[PyTree, Any]]
+Microbatch = Callable[[list, int, Any], tuple[PyTree, Any]]
 
 
 def run_blocks(
@@ -450,7 +450,8 @@ class _Run(eqx.Module):
         is_split = are_split(value, axis, parts)
         x = split_parts(value, axis, parts) if is_split else value
         along = axis + 1 if is_split else axis
-        repeated = x.shape[along] * block.repeated // block.size
+        num_repeated = block.size - self.blocks.remainder
+        repeated = x.shape[along] * num_repeated // block.size
         x = lax.slice_in_dim(x, repeated, None, 1, along)
         return merge_parts(x, axis) if is_split else x
 

@@ -483,7 +483,7 @@ class Microbatch(AbstractMicrobatch[P, Out]):
         specs = lambda out: self._specs(out, batch)
         call_on_mesh = auto_sharded(call, (self.fun, batch), (batch.arrays,), specs)
 
-        def run(rows: list, _: int, __: None) -> tuple[PyTree, None]:
+        def run(rows: list, _: int, __: Any) -> tuple[PyTree, None]:
             return call_on_mesh(rows), None
 
         def make_slots(output: PyTree, _: None) -> Slots:
