@@ -233,11 +233,12 @@ class Loss(eqx.Module):
             if "unbound axis name" in str(e):
                 e.add_note(
                     "`fun` is called with one example, but it uses a named axis, as "
-                    "BatchNorm does in training mode. Per-example gradients are not "
-                    "defined if the loss couples examples: switch such layers to "
-                    "inference mode. Or, if nothing per-example is needed, give the "
-                    "loss of a whole microbatch, which calls `jax.vmap` with this "
-                    "`axis_name` itself, and say `batched=True`."
+                    "BatchNorm does in training mode. Derivatives for examples are not "
+                    "defined if `fun` couples examples: switch such layers to "
+                    "inference mode. Or, for a gradient of which nothing per-example "
+                    "is needed, pass the loss of a whole microbatch, which calls "
+                    "`jax.vmap` with this `axis_name` itself, to `filter_micro_grad` "
+                    "with `batched=True`."
                 )
             raise
 
