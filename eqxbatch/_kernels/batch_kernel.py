@@ -23,11 +23,17 @@ from .calls import (
     check_mesh,
     make_calls,
     MeshAxis,
-    without_twins,
+    VmapAxes,
 )
-from .engine import make_collectors, on_device
-from .function import block_kernel, on_mesh_of_results, PairwiseKernel
-from .kernel import AbstractKernelFunction, KernelCall, Plan, room_to_keep, SHARE, Sizes
+from .engine import on_device
+from .function import (
+    AbstractKernelFunction,
+    block_kernel,
+    CalledKernel,
+    on_mesh_of_results,
+    PairwiseKernel,
+)
+from .kernel import room_to_keep, SHARE, Sizes
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
 from .on_mesh import on_mesh
 from .progress import AbstractProgressMeter, NoProgressMeter
@@ -67,12 +73,8 @@ class AbstractOnMesh(eqx.Module):
         return check_mesh(self.mesh, self.mesh_axis)
 
     @property
-    def meter(self) -> AbstractProgressMeter:
-        return NoProgressMeter() if self.progress is None else self.progress
-
-    @property
     def has_meter(self) -> bool:
-        return not isinstance(self.meter, NoProgressMeter)
+        return not isinstance(self.progress, NoProgressMeter | None)
 
 
 class AbstractStored(AbstractOnMesh):
@@ -260,35 +262,22 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         )
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # Blocks can start anywhere, which a mesh with explicit axes does not allow.
-        operands = (self._call(*args, **kwargs), self.reduce)
-        call, reduce = gathered(operands, self.mesh)
-        block_size, call = _with_room(self.block_size, call)
-        if isinstance(self.store, AbstractStore):
-            call = _sized(block_size, call, None, None, is_stored=True)
-            return to_store(call, self.store, self.meter, self.row_axis, self.has_meter)
-        if self.has_meter:
-            call = _sized(block_size, call, reduce, None)
-            return with_progress(call, reduce, self.meter)
-        return _run(call, block_size, reduce, self.row_axis)
+        call = self.called(_as_array, *args, **kwargs)
+        meter = self.progress if self.has_meter else None
+        return computed(call, self.row_axis, self.reduce, self.store, meter)
 
-    def on_one_device(self, args: tuple, kwargs: dict[str, Any]) -> KernelCall:
-        """The call with sizes of blocks, as one device computes it."""
-        call = gathered(self._call(*args, **kwargs), None)
-        block_size, call = _with_room(self.block_size, call)
-        # A budget is for a reduction, because the whole kernel may not fit.
-        return _sized(block_size, call, RowSums(), None)
-
-    def _call(
+    def called(
         self,
+        as_array: Callable[[Any], Any],
         x1: PyTree,
         x2: PyTree = None,
         /,
         *args: Any,
         key: Any = None,
         **kwargs: Any,
-    ) -> KernelCall:
-        fun = self.kernel_fn
+    ) -> CalledKernel:
+        """The kernel of these examples, after NumPy arrays are converted."""
+        fun: Any = self.kernel_fn
         symmetric = self.symmetric
         if symmetric is None:
             symmetric = getattr(fun, "symmetric", False)
@@ -296,69 +285,93 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
             fun = PairwiseKernel(fun, self.in_axes)
         is_alone = x2 is None
         x2 = None if x2 is x1 else x2
-        key, kwargs = without_twins(key, kwargs, x2 is None)
-        x1, x2, args, key, kwargs = jtu.tree_map(_as_array, (x1, x2, args, key, kwargs))
-        calls, shared = make_calls(x1, x2, key, kwargs)
-        return KernelCall(
-            kernel_fn=fun,
-            args=args,
-            calls=calls,
-            shared=shared,
-            in_axes=self.in_axes,
-            kwargs_axes=getattr(fun, "kwargs_axes", {}),
-            out_axes=self.out_axes,
-            is_alone=is_alone,
-            plan=Plan(None if symmetric is False else symmetric),
+        x1, x2, args = jtu.tree_map(as_array, (x1, x2, args))
+        # Pairs of one object are found before each of them is converted.
+        calls, shared = jtu.tree_map(as_array, make_calls(x1, x2, key, kwargs))
+        # The free memory is looked up before tracing.
+        sizes, room = _sizes_of(self.block_size), 0
+        is_ours = isinstance(self.kernel_fn, AbstractKernelFunction)
+        if is_ours and not isinstance(sizes, MemoryBudget):
+            room = room_to_keep()
+        return CalledKernel(
+            fun,
+            args,
+            calls,
+            shared,
+            VmapAxes(self.in_axes, 0, getattr(fun, "kwargs_axes", {})),
+            self.out_axes,
+            is_alone,
+            symmetric=None if symmetric is False else symmetric,
+            sizes=sizes,
+            room=room,
         )
 
 
-def _with_room(size: BlockSize, call: KernelCall) -> tuple[BlockSize, KernelCall]:
-    """The block size, and the call with what may be kept of examples.
-
-    The free memory is looked up before tracing.
-    """
+def _sizes_of(size: BlockSize) -> Sizes | MemoryBudget:
     if isinstance(size, MemoryBudget):
-        return MemoryBudget(size.resolve()), call
-    if isinstance(call.kernel_fn, AbstractKernelFunction):
-        return size, call.planned(room=room_to_keep())
-    return size, call
+        return MemoryBudget(size.resolve())
+    return size if isinstance(size, tuple) else (size, size)
 
 
 def _as_array(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
-@compiled
-def _run(
-    call: KernelCall, block_size: BlockSize, reduce: PyTree, mesh_axis: MeshAxis | None
+def computed(
+    call: CalledKernel,
+    mesh_axis: MeshAxis | None,
+    reduce: PyTree = None,
+    store: Any = "device",
+    meter: AbstractProgressMeter | None = None,
 ) -> PyTree:
+    """The kernel of a call, with settings as for `BatchKernel`."""
+    # Blocks can start anywhere, which a mesh with explicit axes does not allow.
+    mesh = None if mesh_axis is None else mesh_axis.mesh
+    call, reduce = gathered((call, reduce), mesh)
+    if isinstance(store, AbstractStore):
+        call = _sized(call, None, None, is_stored=True)
+        return to_store(call, store, meter, mesh_axis)
+    if meter is not None:
+        return with_progress(_sized(call, reduce, None), reduce, meter)
+    return _run(call, reduce, mesh_axis)
+
+
+def on_one_device(call: CalledKernel) -> CalledKernel:
+    """The kernel with sizes of blocks, as one device computes it."""
+    # A budget is for a reduction, because the whole kernel may not fit.
+    return _sized(gathered(call), RowSums(), None)
+
+
+@compiled
+def _run(call: CalledKernel, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
     with within_mesh((call, reduce)):
-        call = _sized(block_size, call, reduce, mesh_axis)
+        call = _sized(call, reduce, mesh_axis)
         return _on_devices(call, reduce, mesh_axis)
 
 
-def _on_devices(call: KernelCall, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
+def _on_devices(
+    call: CalledKernel, reduce: PyTree, mesh_axis: MeshAxis | None
+) -> PyTree:
+    kernel = block_kernel(call)
     if mesh_axis is not None:
-        kernel = block_kernel(call)
-        return kernel.output(on_mesh(call, kernel, reduce, mesh_axis))
-    kernel, call, reduce = on_mesh_of_results(call, reduce)
-    with within_mesh((call, reduce)):
-        return kernel.output(on_device(kernel, make_collectors(kernel, reduce)))
+        return on_mesh(kernel, reduce, mesh_axis)
+    kernel, reduce = on_mesh_of_results(kernel, reduce)
+    with within_mesh((kernel, reduce)):
+        return on_device(kernel, reduce)
 
 
 def _sized(
-    size: BlockSize,
-    call: KernelCall,
+    call: CalledKernel,
     reduce: PyTree,
     mesh_axis: MeshAxis | None,
     *,
     is_stored: bool = False,
-) -> KernelCall:
-    """The call, with the largest numbers of rows and columns of a block."""
+) -> CalledKernel:
+    """The kernel, with the largest numbers of rows and columns of a block."""
+    size = call.sizes
     if not isinstance(size, MemoryBudget):
-        sizes = size if isinstance(size, tuple) else (size, size)
-        return call.planned(sizes=sizes)
-    kernel = block_kernel(call)
+        return call
+    kernel = block_kernel(dataclasses.replace(call, sizes=(None, None)))
     budget = size.resolve()
     if is_stored:
         # Some blocks are being copied while the next one is computed.
@@ -370,16 +383,20 @@ def _sized(
             for leaf in kernel.leaves
         ]
         left = budget if reduce is not None else budget - sum(shapes)
-        call = call.planned(room=max(left, 0) // SHARE)
+        call = dataclasses.replace(call, room=max(left, 0) // SHARE)
+    if isinstance(kernel, CalledKernel):
+        call = kernel
+    square = lambda area: (math.isqrt(area), math.isqrt(area))
+    with_area = lambda call, area: dataclasses.replace(call, sizes=square(area))
     operands = (call, reduce, mesh_axis, is_stored)
 
     # Memory is affine in the area of a block.
     def run(area: int) -> Callable[[tuple], Any]:
         def program(operands: tuple) -> Any:
             call, reduce, mesh_axis, is_stored = operands
-            call = call.planned(sizes=_square(area))
+            call = with_area(call, area)
             if is_stored:
-                return tile_program(call)
+                return tile_program(block_kernel(call))
             return _on_devices(call, reduce, mesh_axis)
 
         return program
@@ -389,12 +406,7 @@ def _sized(
     except ValueError as e:
         e.add_note("A kernel that is too large itself can go to `store=HostStore()`.")
         raise
-    return call.planned(sizes=_square(area))
-
-
-def _square(area: int) -> Sizes:
-    size = math.isqrt(area)
-    return size, size
+    return with_area(call, area)
 
 
 filter_batch_kernel = also_decorator(

@@ -127,23 +127,6 @@ def is_pair(x: Any) -> bool:
     return is_two and any(map(is_array, jtu.tree_leaves(x)))
 
 
-def without_twins(
-    key: Any, kwargs: dict[str, Any], is_one: bool
-) -> tuple[Any, dict[str, Any]]:
-    """The arguments of calls without `x2`, with pairs of one object named once.
-
-    This is known before a conversion or a compiled function makes two of them.
-    """
-    if not is_one:
-        return key, kwargs
-    is_twin = lambda x: isinstance(x, tuple) and len(x) == 2 and x[0] is x[1]
-    kwargs = {
-        name: (x[0], None) if is_pair(x) and is_twin(x) else x
-        for name, x in kwargs.items()
-    }
-    return key[0] if is_twin(key) else key, kwargs
-
-
 def _key_pair(key: Any, is_one: bool) -> tuple:
     check_types({"key": key}, {"key": Keys}, KEY_REMEDY)
     if isinstance(key, (tuple, list)):
@@ -155,7 +138,7 @@ def _key_pair(key: Any, is_one: bool) -> tuple:
         return tuple(key)
     if key is None:
         return None, None
-    is_single = eqx.is_array(key) and _is_single(key)
+    is_single = isinstance(key, (jax.Array, np.ndarray)) and _is_single(key)
     if is_one and not is_single:
         return key, key
     if not is_single:
@@ -168,7 +151,7 @@ def _key_pair(key: Any, is_one: bool) -> tuple:
     return first, first if is_one else second
 
 
-def _is_single(key: Array) -> bool:
+def _is_single(key: AnyArray) -> bool:
     return key.ndim == (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1)
 
 
@@ -208,6 +191,8 @@ class Side:
             e.add_note(note)
             raise
         self._batch, self._is_batched = batch, axes.is_batched
+        # What is batched, along which axes.
+        self.places = batch.names, batch.axes
         # Two sides with equal static parts are traced once.
         static = eqx.filter((x, mapped), eqx.is_array, inverse=True)
         arrays = safe_zip(batch.arrays, batch.axes)

@@ -6,7 +6,6 @@ a panel is combined with itself and with half of the other panels. Blocks are st
 reduced.
 """
 
-import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,60 +66,22 @@ def _where(counts: Bool[Array, "rows columns"] | None, x: Array, other: Any) -> 
     return jnp.where(counts, x, jnp.asarray(other).astype(x.dtype))
 
 
-class AbstractCollector(abc.ABC):
-    """Collects one array that the kernel function returns."""
-
-    @abc.abstractmethod
-    def init(self, totals: tuple[int, int]) -> PyTree[Array]:
-        """The state before the first tile."""
-
-    @abc.abstractmethod
-    def update(
-        self, state: PyTree[Array], tile: Array, rows: Span, columns: Span
-    ) -> PyTree[Array]:
-        """The state after one more tile."""
-
-    @abc.abstractmethod
-    def finalize(self, state: PyTree[Array], totals: tuple[int, int]) -> Any:
-        """The result."""
-
-
-class Written(AbstractCollector):
-    """Writes tiles to their places in the result."""
-
-    def __init__(self, leaf: KernelLeaf):
-        self.leaf = leaf
-
-    def init(self, totals: tuple[int, int]) -> Array:
-        return jnp.zeros(self.leaf.shape_for(totals), self.leaf.dtype)
-
-    def update(self, state: Array, tile: Array, rows: Span, columns: Span) -> Array:
-        if tile.shape == state.shape:
-            return tile
-        starts = [jnp.zeros((), jnp.int32) for _ in tile.shape]
-        for axis, span in safe_zip(self.leaf.axes, (rows, columns)):
-            if axis is not None:
-                starts[axis] = jnp.asarray(span.block.start, jnp.int32)
-        return lax.dynamic_update_slice(state, tile, starts)
-
-    def finalize(self, state: Array, totals: tuple[int, int]) -> Array:
-        del totals
-        return state
-
-
 _KERNEL = Shaped[jax.ShapeDtypeStruct, "n1 n2 *out"]
 
 
 _State = PyTree[Shaped[ArrayLike, "..."]]
 
 
-class Reduced(AbstractCollector):
-    """Reduces the tiles."""
+class Collector:
+    """Collects the tiles of one array of a kernel, or reduces them."""
 
-    def __init__(self, leaf: KernelLeaf, reduction: AbstractReduction):
+    def __init__(self, leaf: KernelLeaf, reduction: AbstractReduction | None = None):
         self.leaf, self.reduction = leaf, reduction
 
     def init(self, totals: tuple[int, int]) -> PyTree[Array]:
+        """The state before the first tile."""
+        if self.reduction is None:
+            return jnp.zeros(self.leaf.shape_for(totals), self.leaf.dtype)
         try:
             neutral = {"neutral": self.reduction.neutral}
             self._check(neutral, float | Shaped[ArrayLike, ""])
@@ -134,13 +95,20 @@ class Reduced(AbstractCollector):
     def update(
         self, state: PyTree[Array], tile: Array, rows: Span, columns: Span
     ) -> PyTree[Array]:
-        neutral = self.reduction.neutral
-        tile = _where(_both(rows, columns), self.leaf.front(tile), neutral)
-        state = self.reduction.update(state, tile, rows.block, columns.block)
+        """The state after one more tile."""
+        reduction = self.reduction
+        if reduction is None:
+            starts = rows.block.start, columns.block.start
+            return self.leaf.written(state, tile, *starts)
+        tile = _where(_both(rows, columns), self.leaf.front(tile), reduction.neutral)
+        state = reduction.update(state, tile, rows.block, columns.block)
         self._check({"update(...)": state}, _State)
         return state
 
     def finalize(self, state: PyTree[Array], totals: tuple[int, int]) -> Any:
+        """The result."""
+        if self.reduction is None:
+            return state
         result = self.reduction.finalize(state)
         annotations = getattr(type(self.reduction).finalize, "__annotations__", {})
         struct = self._struct(totals)
@@ -165,23 +133,20 @@ class Reduced(AbstractCollector):
 
 
 def finalized(
-    collectors: Sequence[AbstractCollector],
+    kernel: AbstractBlockKernel,
+    collectors: Sequence[Collector],
     states: list[PyTree[Array]],
-    totals: tuple[int, int],
-) -> list[Any]:
-    """The results, from the states after the last tile."""
-    return [
-        collector.finalize(state, totals)
-        for collector, state in safe_zip(collectors, states)
-    ]
+) -> PyTree:
+    """The output of the kernel function, from the states after the last tile."""
+    pairs = safe_zip(collectors, states)
+    results = [one.finalize(state, kernel.totals) for one, state in pairs]
+    return kernel.output(results)
 
 
-def make_collectors(
-    kernel: AbstractBlockKernel, reduce: PyTree
-) -> list[AbstractCollector]:
+def make_collectors(kernel: AbstractBlockKernel, reduce: PyTree) -> list[Collector]:
     """One collector for each array, from a PyTree prefix of reductions or None."""
     if reduce is None:
-        return [Written(leaf) for leaf in kernel.leaves]
+        return [*map(Collector, kernel.leaves)]
     places = match_prefix(
         "reduce",
         reduce,
@@ -190,7 +155,7 @@ def make_collectors(
         "part",
         is_leaf=lambda x: x is None or isinstance(x, AbstractReduction),
     )
-    collectors: list[AbstractCollector] = []
+    collectors: list[Collector] = []
     for _, reduction, part in places:
         for leaf in jtu.tree_leaves(part):
             if not isinstance(leaf, KernelLeaf):
@@ -206,7 +171,7 @@ def make_collectors(
                     f"{leaf.path} has the axes {leaf.axes}. Compute it "
                     "separately."
                 )
-            collectors.append(Reduced(leaf, reduction))
+            collectors.append(Collector(leaf, reduction))
     return collectors
 
 
@@ -217,7 +182,7 @@ class Tiles:
         self,
         kernel: AbstractBlockKernel,
         grid: Grid,
-        collectors: Sequence[AbstractCollector],
+        collectors: Sequence[Collector],
     ):
         self.kernel, self.grid, self.collectors = kernel, grid, collectors
         kernel.prepare()
@@ -464,7 +429,7 @@ def _loop(
 def run_tiles(
     kernel: AbstractBlockKernel,
     grid: Grid,
-    collectors: Sequence[AbstractCollector],
+    collectors: Sequence[Collector],
     first: Rows,
     second: Rows,
     panel: Rows | None = None,
@@ -478,9 +443,8 @@ def run_tiles(
     return Tiles(kernel, grid, collectors).run(first, second, panel)
 
 
-def on_device(
-    kernel: AbstractBlockKernel, collectors: Sequence[AbstractCollector]
-) -> list[PyTree[Array]]:
-    """The collected arrays of a kernel, on one device."""
-    states = run_tiles(kernel, kernel.grid(), collectors, *kernel.rows)
-    return finalized(collectors, states, kernel.totals)
+def on_device(kernel: AbstractBlockKernel, reduce: PyTree = None) -> PyTree:
+    """The output of a kernel function on one device, reduced if requested."""
+    collectors = make_collectors(kernel, reduce)
+    states = run_tiles(kernel, kernel.grid, collectors, *kernel.rows)
+    return finalized(kernel, collectors, states)

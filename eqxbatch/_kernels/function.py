@@ -1,8 +1,10 @@
 """Kernel functions that are called for blocks of rows and columns."""
 
+import abc
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -24,31 +26,28 @@ from .._base.mesh import (
 from .._base.primitives import constants
 from .._base.trees import is_struct, match_prefix, safe_zip, shown
 from .._batch.loop import Rows
-from .calls import is_pair, Side, VmapAxes
-from .kernel import (
-    AbstractBlockKernel,
-    AbstractKernelFunction,
-    KernelCall,
-    KernelLeaf,
-    SAMPLE,
-)
+from .calls import Call, is_pair, Side, VmapAxes
+from .kernel import AbstractBlockKernel, flattened, KernelLeaf, SAMPLE
 
 
 _ROWS, _COLUMNS = SAMPLE
 
 
-def block_kernel(call: KernelCall) -> AbstractBlockKernel:
-    """The kernel of a call; kernels of this package keep factors of examples."""
+def block_kernel(call: "CalledKernel") -> AbstractBlockKernel:
+    """The kernel of a call, with its `leaves`.
+
+    Kernels of this package keep factors of examples.
+    """
     kernel = None
     if isinstance(call.kernel_fn, AbstractKernelFunction):
         kernel = call.kernel_fn.in_blocks(call)
-    kernel = CalledKernel(call) if kernel is None else kernel
+    kernel = call.evaluated() if kernel is None else kernel
     if kernel.is_same and kernel.mirror.is_transpose:
         _check_transpose(kernel.leaves)
     return kernel
 
 
-def _check_transpose(leaves: list[KernelLeaf]) -> None:
+def _check_transpose(leaves: Sequence[KernelLeaf]) -> None:
     """Raises if exchanging the examples may exchange further axes of the kernel."""
     for leaf in leaves:
         sizes = leaf.further
@@ -66,45 +65,76 @@ def _check_transpose(leaves: list[KernelLeaf]) -> None:
 
 
 def on_mesh_of_results(
-    call: KernelCall, reduce: PyTree
-) -> tuple[AbstractBlockKernel, KernelCall, PyTree]:
-    """The kernel of a call, on the mesh with explicit axes where its results are.
+    kernel: AbstractBlockKernel, reduce: PyTree
+) -> tuple[AbstractBlockKernel, PyTree]:
+    """A kernel on the mesh with explicit axes where its results are.
 
     `kernel_fn` may close over arrays there, or move arrays itself. What is on no mesh
-    could not be combined with its blocks, so the call and `reduce` are moved, too.
+    could not be combined with its blocks, so the kernel and `reduce` are moved.
     """
-    kernel = block_kernel(call)
-    is_on_mesh = explicit_mesh((call, reduce)) is not None
+    is_on_mesh = explicit_mesh((kernel, reduce)) is not None
     if is_on_mesh or not isinstance(kernel, CalledKernel):
-        return kernel, call, reduce
-    if not any(map(has_explicit_axes, jtu.tree_leaves(kernel.out))):
-        return kernel, call, reduce
-    closed = eqx.filter_make_jaxpr(_out)(call, *kernel.structs(SAMPLE))[0]
+        return kernel, reduce
+    if not any(map(has_explicit_axes, kernel.out[0])):
+        return kernel, reduce
+    closed = eqx.filter_make_jaxpr(_out)(kernel, *kernel.structs(SAMPLE))[0]
     mesh = mesh_of_results(closed, list(constants(closed)))
-    if mesh is None:
-        return kernel, call, reduce
-    call, reduce = put_on((call, reduce), mesh)
-    return block_kernel(call), call, reduce
+    return (kernel, reduce) if mesh is None else put_on((kernel, reduce), mesh)
 
 
 class CalledKernel(AbstractBlockKernel):
-    """Any other kernel function, which is called for each block."""
+    """Any kernel function, which is called for each block, and its arguments.
 
-    def __init__(self, call: KernelCall):
-        self.call, self.plan = call, call.plan
-        self.sides = _sides(call)
-        self.rows = self.sides[0].rows, self.sides[-1].rows
-        self.bytes_kept = 0, 0
+    - `calls`: one for each side, or one for both if they are the same examples.
+    - `axes`: the batch axes of the calls; those of outputs do not matter.
+    - `is_alone`: whether the second argument was omitted.
+    """
+
+    kernel_fn: Callable
+    args: tuple
+    calls: list[Call]
+    shared: dict[str, Any]
+    axes: VmapAxes
+    out_axes: PyTree
+    is_alone: bool
+
+    @functools.cached_property
+    def sides(self) -> list[Side]:
+        note = "Keyword arguments for the examples come in pairs, batched along axis 0."
+        sides = enumerate(self.calls)
+        return [Side(position, one, {}, self.axes, note) for position, one in sides]
+
+    @property
+    def rows(self) -> tuple[Rows, Rows]:
+        return self.sides[0].rows, self.sides[-1].rows
+
+    def evaluated(self) -> "CalledKernel":
+        """The same kernel, with its `leaves`."""
+        if self.leaves:
+            return self
         try:
-            self.out = eqx.filter_eval_shape(_out, call, *self.structs(SAMPLE))
+            out = eqx.filter_eval_shape(_out, self, *self.structs(SAMPLE))
         except Exception as e:
             e.add_note(
                 f"`kernel_fn` is called with blocks of examples, here with {_ROWS} and "
                 f"{_COLUMNS}. For a kernel of single examples, pass `pairwise=True`."
             )
             raise
-        self.leaves = leaves_at(call.out_axes, self.out)
-        self._programs: dict[Any, Any] = {}
+        leaves = tuple(leaves_at(self.out_axes, out))
+        return dataclasses.replace(self, leaves=leaves, out=flattened(out))
+
+    def called(self, first: list, second: list | None) -> PyTree:
+        """The output of the function for a block of rows and one of columns."""
+        x1, first_kwargs = self.sides[0].arguments(first)
+        x2, other = None, first_kwargs
+        if second is not None:
+            x2, other = self.sides[-1].arguments(second)
+        elif not self.is_alone or not _takes_none(self.kernel_fn):
+            x2 = x1
+        pairs = {name: (first_kwargs[name], other[name]) for name in first_kwargs}
+        out = self.kernel_fn(x1, x2, *self.args, **pairs, **self.shared)
+        as_jax = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        return jtu.tree_map(as_jax, out)
 
     def prepare(self) -> None:
         """There is nothing to prepare."""
@@ -113,6 +143,10 @@ class CalledKernel(AbstractBlockKernel):
         del side, size
         return rows
 
+    @functools.cached_property
+    def _programs(self) -> dict[Any, Any]:
+        return {}
+
     def block(
         self, first: Rows, second: Rows | None, always: Bool[Array, ""]
     ) -> list[Array]:
@@ -120,7 +154,8 @@ class CalledKernel(AbstractBlockKernel):
         key = tuple(x.shape for x in jtu.tree_leaves(arrays)), second is None
         if key not in self._programs:
             none = [None] if second is None else []
-            make = eqx.filter_make_jaxpr(self.tile)
+            tile = lambda first, second: self.tile(first, second)
+            make = eqx.filter_make_jaxpr(tile)
             self._programs[key] = make(*arrays, *none)[0]
         closed = self._programs[key]
         # As its own program, it is in a branch, where convolutions are as slow as in a
@@ -142,7 +177,7 @@ class CalledKernel(AbstractBlockKernel):
             )
             for x, axis in [(arrays[0], rows.axes[0])]
         ]
-        takes_blocks = getattr(self.call.kernel_fn, "takes_blocks", True)
+        takes_blocks = getattr(self.kernel_fn, "takes_blocks", True)
         if not takes_blocks and (sizes[0], sizes[1]) != self.totals:
             raise ValueError(
                 "A kernel with `vmap_axes=None` cannot be computed in blocks, or by "
@@ -151,7 +186,7 @@ class CalledKernel(AbstractBlockKernel):
                 "`block_size=None`, without a `mesh`."
             )
         try:
-            out = _run(self.call, self.sides, first, second)
+            out = self.called(first, second)
         except Exception as e:
             if second is None:
                 e.add_note(
@@ -172,6 +207,20 @@ class CalledKernel(AbstractBlockKernel):
             )
         # Blocks can start anywhere, which a mesh with explicit axes does not allow.
         return gathered([jnp.asarray(x, x.dtype) for x in arrays])
+
+
+# Compiled, so that repeated requests for shapes do not trace it again.
+@compiled
+def _out(kernel: CalledKernel, first: list, second: list) -> PyTree:
+    return kernel.called(first, second)
+
+
+class AbstractKernelFunction(eqx.Module):
+    """A kernel function that computes factors of examples once for all blocks."""
+
+    @abc.abstractmethod
+    def in_blocks(self, call: CalledKernel) -> AbstractBlockKernel | None:
+        """The kernel of a call; None if the function is to be called for each block."""
 
 
 def leaves_at(out_axes: PyTree, out: PyTree) -> list[KernelLeaf]:
@@ -231,37 +280,6 @@ class PairwiseKernel(eqx.Module):
             return eqx.filter_vmap(of_one, in_axes=axes)(x2, second)
 
         return eqx.filter_vmap(row, in_axes=axes)(x1, first)
-
-
-def _sides(call: KernelCall) -> list[Side]:
-    axes = VmapAxes(call.in_axes, 0, call.kwargs_axes)
-    note = "Keyword arguments for the examples come in pairs, batched along axis 0."
-    return [
-        Side(position, one, {}, axes, note) for position, one in enumerate(call.calls)
-    ]
-
-
-def _run(
-    call: KernelCall, sides: list[Side], first: list, second: list | None
-) -> PyTree:
-    """The output of the kernel function for a block of rows and one of columns."""
-    x1, first_kwargs = sides[0].arguments(first)
-    x2, other = None, first_kwargs
-    if second is not None:
-        x2, other = sides[-1].arguments(second)
-    elif not call.is_alone or not _takes_none(call.kernel_fn):
-        x2 = x1
-    pairs = {name: (first_kwargs[name], other[name]) for name in first_kwargs}
-    out = call.kernel_fn(x1, x2, *call.args, **pairs, **call.shared)
-    return jtu.tree_map(
-        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, out
-    )
-
-
-# Compiled, so that repeated requests for shapes do not trace it again.
-@compiled
-def _out(call: KernelCall, first: list, second: list) -> PyTree:
-    return _run(call, _sides(call), first, second)
 
 
 def is_axes(x: Any) -> bool:

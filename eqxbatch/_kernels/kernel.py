@@ -3,21 +3,21 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax import lax
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._base.cpu import with_mirror_image
 from .._base.trees import safe_zip, with_arrays
 from .._batch.batch import block_struct
 from .._batch.loop import Rows
-from .._batch.memory import available_bytes
-from .calls import Call
+from .._batch.memory import available_bytes, MemoryBudget
 
 
 class Tile(NamedTuple):
@@ -34,6 +34,10 @@ def balanced(total: int, size: int | None) -> int:
     if size is None or size >= total:
         return total
     return math.ceil(total / math.ceil(total / size))
+
+
+# The largest numbers of rows and of columns of a tile; None for all.
+Sizes = tuple[int | None, int | None]
 
 
 def _least(x: Any, y: int) -> Any:
@@ -61,6 +65,18 @@ class Grid:
     is_same: bool
     is_symmetric: bool
     num_panels: int = 1
+
+    @staticmethod
+    def of(
+        totals: tuple[int, int], sizes: Sizes, is_same: bool, is_symmetric: bool = False
+    ) -> "Grid":
+        """A grid of balanced tiles of at most these sizes."""
+        if is_same:
+            # The mirror image of a square tile is a tile, too.
+            limits = [size for size in sizes if size is not None]
+            sizes = (min(limits), min(limits)) if limits else (None, None)
+        rows, columns = map(balanced, totals, sizes)
+        return Grid(totals, (rows, columns), is_same, is_symmetric)
 
     def num(self, side: int) -> int:
         """The number of blocks of a side."""
@@ -161,9 +177,6 @@ class Grid:
 SAMPLE = 2, 3
 
 
-Sizes = tuple[int | None, int | None]
-
-
 _LEADING = (0, 1)
 
 
@@ -180,50 +193,8 @@ def room_to_keep() -> int:
     return available_bytes(1) // SHARE
 
 
-class Plan(eqx.Module):
-    """How a kernel is computed in blocks.
-
-    - `mirror`: None if the kernel is not known to be symmetric; True if it is symmetric
-        under exchange of its two axes; or a function from a block to its mirror image.
-    - `sizes`: the largest number of rows and of columns in a block; None for all.
-    - `room`: the number of bytes for factors of examples.
-    """
-
-    mirror: Any
-    sizes: Sizes = eqx.field(static=True, default=(None, None))
-    room: int = eqx.field(static=True, default=0)
-
-
-class KernelCall(eqx.Module):
-    """A kernel function and its arguments.
-
-    - `calls`: one for each side, or one for both if they are the same examples.
-    - `in_axes`, `kwargs_axes`: the batch axes of the calls.
-    - `is_alone`: whether the second argument was omitted.
-    """
-
-    kernel_fn: Callable
-    args: tuple
-    calls: list[Call]
-    shared: dict[str, Any]
-    in_axes: PyTree
-    kwargs_axes: dict[str, PyTree]
-    out_axes: PyTree
-    is_alone: bool
-    plan: Plan
-
-    def planned(self, **changes: Any) -> "KernelCall":
-        """The call with a changed plan."""
-        plan = dataclasses.replace(self.plan, **changes)
-        return dataclasses.replace(self, plan=plan)
-
-
-class AbstractKernelFunction(eqx.Module):
-    """A kernel function that computes factors of examples once for all blocks."""
-
-    @abc.abstractmethod
-    def in_blocks(self, call: KernelCall) -> "AbstractBlockKernel | None":
-        """The kernel of a call; None if the function is to be called for each block."""
+# The leaves and the structure of an output, with shapes for its arrays.
+Flat = tuple[tuple[Any, ...], jtu.PyTreeDef]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +234,18 @@ class KernelLeaf:
         assert column is not None
         return jnp.moveaxis(tile, (row, column), _LEADING)
 
+    def written(
+        self, whole: Shaped[Array, "..."], tile: Shaped[Array, "..."], *starts: Any
+    ) -> Shaped[Array, "..."]:
+        """The array with a tile whose rows and columns start at these places."""
+        if tile.shape == whole.shape:
+            return tile
+        place = [jnp.zeros((), jnp.int32) for _ in tile.shape]
+        for axis, start in safe_zip(self.axes, starts):
+            if axis is not None:
+                place[axis] = jnp.asarray(start, jnp.int32)
+        return lax.dynamic_update_slice(whole, tile, place)
+
     def back(self, tile: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         row, column = self.axes
         assert row is not None
@@ -274,17 +257,16 @@ class KernelLeaf:
 class TileMirror:
     """Exchanges rows and columns of tiles, without holding arrays of the kernel.
 
-    - `mirror`: as in `Plan`, but not None.
-    - `out`: what the kernel function returns, with shapes for its arrays.
+    - `symmetric`, `leaves`, `out`: as in `AbstractBlockKernel`, but not None.
     """
 
-    mirror: Any
-    leaves: list[KernelLeaf]
-    out: PyTree
+    symmetric: Any
+    leaves: tuple[KernelLeaf, ...]
+    out: Flat
 
     @property
     def is_transpose(self) -> bool:
-        return self.mirror is True
+        return self.symmetric is True
 
     def __call__(self, tile: list[Array]) -> list[Array]:
         """The arrays of the mirror image of a tile."""
@@ -295,7 +277,7 @@ class TileMirror:
                 else x
                 for leaf, x in safe_zip(self.leaves, tile)
             ]
-        arrays = jtu.tree_leaves(self.mirror(with_arrays(self.out, tile)))
+        arrays = jtu.tree_leaves(self.symmetric(_filled(self.out, tile)))
         mirrored = [x for x in arrays if eqx.is_array(x)]
         sizes = _sizes(self.leaves, tile)
         expected = [leaf.shape_for((sizes[1], sizes[0])) for leaf in self.leaves]
@@ -309,7 +291,18 @@ class TileMirror:
         return mirrored
 
 
-def _sizes(leaves: list[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
+def flattened(out: PyTree) -> Flat:
+    leaves, treedef = jtu.tree_flatten(out)
+    return tuple(leaves), treedef
+
+
+def _filled(out: Flat, arrays: Sequence) -> PyTree:
+    """The output of the kernel function, with arrays in place of shapes."""
+    leaves, treedef = out
+    return with_arrays(jtu.tree_unflatten(treedef, leaves), arrays)
+
+
+def _sizes(leaves: Sequence[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
     """The numbers of rows and columns of a tile."""
     sizes = [0, 0]
     for leaf, x in safe_zip(leaves, tile):
@@ -319,22 +312,35 @@ def _sizes(leaves: list[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-class AbstractBlockKernel(abc.ABC):
+class AbstractBlockKernel(eqx.Module):
     """A kernel: factors of blocks of examples, and tiles from two such blocks.
 
-    - `plan`: how it is computed.
-    - `rows`: the examples of both sides; a single object if they are the same.
+    It can be passed to compiled functions. They need not find out again what is static.
+
+    - `symmetric`: None if the kernel is not known to be symmetric; True if it is
+        symmetric under exchange of its two axes; or a function from a block to its
+        mirror image.
+    - `sizes`: the largest number of rows and of columns in a block, None for all; or a
+        budget, which becomes such a pair before there are blocks.
+    - `room`: the number of bytes for factors of examples.
     - `leaves`: the arrays of the kernel, in the order of its blocks.
-    - `out`: the output of the kernel function, with shapes for its arrays.
+    - `out`: the output of the kernel function.
     - `bytes_kept`: the bytes kept for an example of each side; 0 if tiles are computed
         from the examples themselves.
     """
 
-    plan: Plan
-    rows: tuple[Rows, Rows]
-    leaves: list[KernelLeaf]
-    out: PyTree
-    bytes_kept: tuple[int, int]
+    _: dataclasses.KW_ONLY
+    symmetric: Any = None
+    sizes: Sizes | MemoryBudget = eqx.field(static=True, default=(None, None))
+    room: int = eqx.field(static=True, default=0)
+    leaves: tuple[KernelLeaf, ...] = eqx.field(static=True, default=())
+    out: Flat = eqx.field(static=True, default=((), None))
+    bytes_kept: tuple[int, int] = eqx.field(static=True, default=(0, 0))
+
+    @property
+    @abc.abstractmethod
+    def rows(self) -> tuple[Rows, Rows]:
+        """The examples of both sides; a single object if they are the same."""
 
     @abc.abstractmethod
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
@@ -373,22 +379,20 @@ class AbstractBlockKernel(abc.ABC):
     def totals(self) -> tuple[int, int]:
         return self.rows[0].total, self.rows[1].total
 
+    @property
     def grid(self) -> Grid:
-        """How the kernel is cut into tiles of at most the sizes of the plan."""
-        sizes = self.plan.sizes
-        if self.is_same:
-            # The mirror image of a square tile is a tile, too.
-            limits = [size for size in sizes if size is not None]
-            sizes = (min(limits), min(limits)) if limits else (None, None)
-        rows, columns = map(balanced, self.totals, sizes)
+        """How the kernel is cut into tiles."""
+        assert isinstance(self.sizes, tuple)
+        is_symmetric = self.is_same and self.symmetric is not None
+        grid = Grid.of(self.totals, self.sizes, self.is_same, is_symmetric)
         if any(not leaf.is_pairwise for leaf in self.leaves) and any(self.totals):
-            rows, columns = (min(x) for x in safe_zip((rows, columns), self.totals))
-        is_symmetric = self.is_same and self.plan.mirror is not None
-        return Grid(self.totals, (rows, columns), self.is_same, is_symmetric)
+            rows, columns = map(min, grid.sizes, self.totals)
+            return dataclasses.replace(grid, sizes=(rows, columns))
+        return grid
 
     def num_kept(self, bytes_of_one: int) -> int:
         """The number of examples whose factors can be kept."""
-        return max(self.totals) if not bytes_of_one else self.plan.room // bytes_of_one
+        return max(self.totals) if not bytes_of_one else self.room // bytes_of_one
 
     def structs(self, sizes: tuple[int, int]) -> list[list[jax.ShapeDtypeStruct]]:
         """The shapes of blocks of both sides."""
@@ -401,17 +405,17 @@ class AbstractBlockKernel(abc.ABC):
             for rows, size in safe_zip(self.rows, sizes)
         ]
 
-    def output(self, arrays: list) -> PyTree:
+    def output(self, arrays: Sequence) -> PyTree:
         """The output of the kernel function, with these arrays."""
-        return with_arrays(self.out, arrays)
+        return _filled(self.out, arrays)
 
     @property
     def mirror(self) -> TileMirror:
-        return TileMirror(self.plan.mirror, self.leaves, self.out)
+        return TileMirror(self.symmetric, self.leaves, self.out)
 
     def symmetrised(self, tile: list[Array]) -> list[Array]:
         """A tile on the diagonal, made exactly symmetric."""
-        if self.plan.mirror is True:
+        if self.symmetric is True:
             return [
                 leaf.back(_symmetrised(leaf.front(x))) if leaf.is_pairwise else x
                 for leaf, x in safe_zip(self.leaves, tile)

@@ -11,11 +11,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Inexact, Int, PyTree, Shaped
+from jaxtyping import Array, Inexact, Int, Shaped
 
 from .._base.checks import as_jax
 from .._base.jaxprs import compiled
@@ -23,11 +22,17 @@ from .._base.mesh import within_mesh
 from .._base.platforms import platform
 from .._base.trees import described, safe_zip
 from .._batch.batch import Block
-from .batch_kernel import BatchKernel
-from .calls import without_twins
-from .engine import run_tiles, Tiles, Written
-from .function import block_kernel, CalledKernel, on_mesh_of_results
-from .kernel import AbstractBlockKernel, AbstractKernelFunction, Grid, KernelCall
+from .batch_kernel import BatchKernel, computed, on_one_device
+from .calls import MeshAxis
+from .engine import make_collectors, run_tiles, Tiles
+from .function import (
+    AbstractKernelFunction,
+    block_kernel,
+    CalledKernel,
+    on_mesh_of_results,
+)
+from .kernel import AbstractBlockKernel, Grid
+from .progress import AbstractProgressMeter
 from .reductions import AbstractReduction, KernelProduct
 from .zarr_store import SymmetricArray
 
@@ -92,27 +97,19 @@ class _OfTranspose(AbstractReduction):
 class ComputedMatrix(AbstractMatrix):
     """The matrix of a kernel function; each product computes its blocks anew.
 
-    - `x1`, `x2`, `kwargs`: the arguments of the kernel function. `_is_twice` stands for
-        an `x2` that is `x1`, which a compiled function would see as two.
+    - `call`, `mesh_axis`: as for `computed`.
     """
 
-    transform: BatchKernel
-    x1: PyTree
-    x2: PyTree
-    kwargs: dict[str, Any]
-    _is_twice: bool = eqx.field(static=True)
+    call: CalledKernel
+    mesh_axis: MeshAxis | None
     _struct: jax.ShapeDtypeStruct = eqx.field(static=True)
     _is_hermitian: bool = eqx.field(static=True)
 
     def __init__(self, transform: BatchKernel, x1: Any, x2: Any, kwargs: dict):
-        self.transform = transform
-        self._is_twice = x2 is x1
-        x2 = None if self._is_twice else x2
-        key, kwargs = without_twins(kwargs.get("key"), kwargs, x2 is None)
-        kwargs = kwargs if key is None else {**kwargs, "key": key}
+        self.mesh_axis = transform.row_axis
         # Copies, as the caller may change NumPy arrays later.
-        self.x1, self.x2, self.kwargs = jtu.tree_map(as_jax, (x1, x2, kwargs))
-        kernel = block_kernel(self._call())
+        self.call = transform.called(as_jax, x1, x2, **kwargs)
+        kernel = block_kernel(on_one_device(self.call))
         if [leaf.axes for leaf in kernel.leaves] != [(0, 1)] or any(
             len(leaf.sample) != 2 for leaf in kernel.leaves
         ):
@@ -126,7 +123,7 @@ class ComputedMatrix(AbstractMatrix):
         self._struct = jax.ShapeDtypeStruct(leaf.shape_for(kernel.totals), leaf.dtype)
         # With two axes, the function that exchanges the sides of our estimators is a
         # transpose. A user's function can do anything.
-        mirror = kernel.plan.mirror
+        mirror = kernel.symmetric
         is_ours = isinstance(transform.kernel_fn, AbstractKernelFunction)
         is_known = mirror is True or (mirror is not None and is_ours)
         self._is_hermitian = kernel.is_same and is_known
@@ -139,36 +136,27 @@ class ComputedMatrix(AbstractMatrix):
     def is_hermitian(self) -> bool:
         return self._is_hermitian
 
-    @property
-    def _args(self) -> tuple[PyTree, PyTree]:
-        return self.x1, self.x1 if self._is_twice else self.x2
-
-    def _call(self) -> KernelCall:
-        return self.transform.on_one_device(self._args, self.kwargs)
-
-    def apply(self, **settings: Any) -> Any:
-        """The kernel with other settings."""
-        transform = dataclasses.replace(self.transform, **settings)
-        return transform.apply(self._args, self.kwargs)
+    def stored(self, store: Any, meter: AbstractProgressMeter | None) -> Any:
+        """The matrix in a store."""
+        symmetric = True if self.is_hermitian else None
+        call = dataclasses.replace(self.call, symmetric=symmetric)
+        return computed(call, self.mesh_axis, None, store, meter)
 
     def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
         if isinstance(vectors, np.ndarray):
             return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
         reduce: AbstractReduction = KernelProduct(vectors)
         reduce = _OfTranspose(reduce) if is_transposed else reduce
-        return self.apply(reduce=reduce)
+        return computed(self.call, self.mesh_axis, reduce)
 
     def whole(self) -> Array:
-        return self.apply()
+        return computed(self.call, self.mesh_axis)
 
     def diagonal(self) -> Array:
-        call = self._call()
-        sizes = [size for size in call.plan.sizes if size is not None]
-        square = (min(sizes),) * 2 if sizes else (None, None)
-        return _in_one_program(_diagonal, call.planned(sizes=square))
+        return _in_one_program(_diagonal, on_one_device(self.call))
 
     def column(self, index: Int[Array, ""]) -> Array:
-        return _in_one_program(_column, self._call(), index)
+        return _in_one_program(_column, on_one_device(self.call), index)
 
 
 @compiled
@@ -177,15 +165,17 @@ def _product(matrix: ComputedMatrix, vectors: Array, is_transposed: bool) -> Arr
 
 
 @compiled
-def _in_one_program(run: Callable[..., Array], call: KernelCall, *args: Array) -> Array:
+def _in_one_program(
+    run: Callable[..., Array], call: CalledKernel, *args: Array
+) -> Array:
     with within_mesh(call):
-        kernel, call, _ = on_mesh_of_results(call, None)
-    with within_mesh(call):
+        kernel, _ = on_mesh_of_results(block_kernel(call), None)
+    with within_mesh(kernel):
         return run(kernel, *args)
 
 
 def _diagonal(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
-    grid, leaf = kernel.grid(), kernel.leaves[0]
+    grid, leaf = kernel.grid, kernel.leaves[0]
     num = min(grid.totals)
     if num == 0:
         return jnp.zeros(0, leaf.dtype)
@@ -206,14 +196,14 @@ def _diagonal(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
 
 def _column(kernel: AbstractBlockKernel, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
     rows, columns = kernel.rows
-    grid = Grid((rows.total, 1), (kernel.grid().sizes[0], 1), False, False)
-    written = [Written(kernel.leaves[0])]
-    column = run_tiles(kernel, grid, written, rows, columns.at(index, 1))[0][:, 0]
-    is_alone = isinstance(kernel, CalledKernel) and kernel.call.is_alone
+    grid = Grid((rows.total, 1), (kernel.grid.sizes[0], 1), False, False)
+    collectors, one = make_collectors(kernel, None), columns.at(index, 1)
+    column = run_tiles(kernel, grid, collectors, rows, one)[0][:, 0]
+    is_alone = isinstance(kernel, CalledKernel) and kernel.is_alone
     if not (is_alone and kernel.is_same):
         return column
     # Without `x2`, the function may add noise to the diagonal.
-    one = Grid(kernel.totals, (1, 1), True, kernel.grid().is_symmetric)
+    one = Grid(kernel.totals, (1, 1), True, kernel.grid.is_symmetric)
     both = jnp.stack([index, index])
     entry = Tiles(kernel, one, []).tile_of(both, is_diagonal=True)[0]
     return lax.dynamic_update_slice(column, entry[:, 0], (index,))
@@ -223,16 +213,8 @@ def _column(kernel: AbstractBlockKernel, index: Int[Array, ""]) -> Shaped[Array,
 _AHEAD = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """A tile, by its rows and columns."""
-
-    rows: slice
-    columns: slice
-
-    @property
-    def is_diagonal(self) -> bool:
-        return self.rows == self.columns
+# A tile, by its rows and columns.
+_Piece = tuple[slice, slice]
 
 
 class Reader:
@@ -272,14 +254,14 @@ class Reader:
             for total, size in safe_zip(self.shape, self._sizes)
         ]
         return [
-            _Piece(rows, columns)
+            (rows, columns)
             for rows in cuts[0]
             for columns in cuts[1]
             if not self.is_hermitian or rows.start <= columns.start
         ]
 
     def _read(self, piece: _Piece) -> Shaped[np.ndarray, "rows columns"]:
-        return np.asarray(self.array[piece.rows, piece.columns])
+        return np.asarray(self.array[piece])
 
     def _tiles(self) -> Iterator[tuple[_Piece, np.ndarray]]:
         """The tiles; the next ones are read ahead."""
@@ -315,37 +297,32 @@ class Reader:
         vectors = vectors.astype(dtype, copy=False)
         wide = np.result_type(dtype, np.float64)
         total = np.zeros((num, vectors.shape[1]), wide)
-        for piece, tile in self._tiles():
+        for (rows, columns), tile in self._tiles():
             tile = tile.astype(dtype, copy=False)
-            # The transpose of a Hermitian matrix is its conjugate.
-            if self.is_hermitian:
-                tile = _conj(tile) if is_transposed else tile
-                total[piece.rows] += tile @ vectors[piece.columns]
-                if not piece.is_diagonal:
-                    total[piece.columns] += _conj(tile).T @ vectors[piece.rows]
+            if is_transposed and self.is_hermitian:
+                # The transpose of a Hermitian matrix is its conjugate.
+                tile = _conj(tile)
             elif is_transposed:
-                total[piece.columns] += tile.T @ vectors[piece.rows]
-            else:
-                total[piece.rows] += tile @ vectors[piece.columns]
+                rows, columns, tile = columns, rows, tile.T
+            total[rows] += tile @ vectors[columns]
+            if self.is_hermitian and rows != columns:
+                total[columns] += _conj(tile).T @ vectors[rows]
         return total
 
     def whole(self) -> Shaped[np.ndarray, "n m"]:
         """The whole matrix, in memory."""
         result = np.empty(self.shape, self.dtype)
-        for piece, tile in self._tiles():
-            result[piece.rows, piece.columns] = tile
-            if self.is_hermitian and not piece.is_diagonal:
-                result[piece.columns, piece.rows] = _conj(tile).T
+        for (rows, columns), tile in self._tiles():
+            result[rows, columns] = tile
+            if self.is_hermitian and rows != columns:
+                result[columns, rows] = _conj(tile).T
         return result
 
     def diagonal(self) -> Shaped[np.ndarray, " n"]:
         """The diagonal, from the tiles that contain it."""
         size, num = self._sizes[0], min(self.shape)
-        parts = [
-            np.diagonal(self._read(_Piece(slice(start, stop), slice(start, stop))))
-            for start in range(0, num, size)
-            for stop in [min(start + size, num)]
-        ]
+        cuts = [slice(i, min(i + size, num)) for i in range(0, num, size)]
+        parts = [np.diagonal(self._read((cut, cut))) for cut in cuts]
         return np.concatenate([np.zeros(0, self.dtype), *parts])
 
     def column(self, index: int) -> Shaped[np.ndarray, " n"]:
@@ -355,13 +332,13 @@ class Reader:
         for start in range(0, self.shape[0], size):
             rows = slice(start, min(start + size, self.shape[0]))
             if self.is_hermitian and start > index:
-                result[rows] = np.conj(self._read(_Piece(column, rows))[0])
+                result[rows] = np.conj(self._read((column, rows))[0])
             else:
-                result[rows] = self._read(_Piece(rows, column))[:, 0]
+                result[rows] = self._read((rows, column))[:, 0]
         if self.is_hermitian:
             start = index // size * size
             rows = slice(start, min(start + size, self.shape[0]))
-            result[rows] = self._read(_Piece(rows, rows))[:, index - start]
+            result[rows] = self._read((rows, rows))[:, index - start]
         return result
 
 

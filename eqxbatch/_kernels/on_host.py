@@ -24,10 +24,10 @@ from .._base.trees import safe_zip
 from .._batch.loop import Rows
 from .calls import MeshAxis
 from .engine import finalized, make_collectors, Tiles
-from .function import block_kernel, on_mesh_of_results
-from .kernel import AbstractBlockKernel, Grid, KernelCall, Tile
+from .function import block_kernel, CalledKernel, on_mesh_of_results
+from .kernel import AbstractBlockKernel, Tile
 from .on_mesh import check_closed_over, on_devices
-from .progress import AbstractProgressMeter
+from .progress import AbstractProgressMeter, NoProgressMeter
 from .stores import AbstractStore, AbstractWriter, fingerprint, Patch, patches
 
 
@@ -37,9 +37,10 @@ IN_FLIGHT = 2
 
 @contextlib.contextmanager
 def metered(
-    meter: AbstractProgressMeter, num_tiles: int, num_done: int
+    meter: AbstractProgressMeter | None, num_tiles: int, num_done: int
 ) -> Iterator[Callable[..., None]]:
     """The step of a meter that is closed even if the loop raises an error."""
+    meter = NoProgressMeter() if meter is None else meter
     states = [meter.start(num_tiles, num_done)]
 
     def step(num_nans: Any, *residual: float) -> None:
@@ -64,11 +65,11 @@ def check_concrete(call: PyTree, what: str) -> None:
 class _Blocks:
     """The factors of blocks of examples on the device, for as many as fit."""
 
-    def __init__(self, call: KernelCall, kernel: AbstractBlockKernel, grid: Grid):
-        self.call, self.grid, self.leaves = call, grid, kernel.leaves
+    def __init__(self, kernel: AbstractBlockKernel):
+        self.kernel, self.grid = kernel, kernel.grid
         self.is_used = any(kernel.bytes_kept)
         self._blocks: collections.OrderedDict = collections.OrderedDict()
-        sizes = safe_zip(kernel.bytes_kept, grid.sizes)
+        sizes = safe_zip(kernel.bytes_kept, self.grid.sizes)
         self._most = max(kernel.num_kept(max(n * size for n, size in sizes)), 2)
 
     def of(self, tile: Tile) -> tuple[Rows | None, Rows | None]:
@@ -83,7 +84,7 @@ class _Blocks:
             if len(self._blocks) >= self._most:
                 self._blocks.popitem(last=False)
             index = jnp.asarray(number, jnp.int32)
-            self._blocks[key] = _kept((self.call, self.grid, side), index)
+            self._blocks[key] = _kept((self.kernel, side), index)
         self._blocks.move_to_end(key)
         return self._blocks[key]
 
@@ -100,29 +101,29 @@ class _Blocks:
 
 @compiled
 def _kept(operands: tuple, number: Array) -> Rows:
-    call, grid, side = operands
-    kernel, size = block_kernel(call), grid.sizes[side]
+    kernel, side = operands
+    grid, size = kernel.grid, kernel.grid.sizes[side]
     rows = kernel.rows[side].at(grid.start(side, number), size)
     return kernel.keep(side, rows, size)
 
 
 def with_progress(
-    call: KernelCall, reduce: PyTree, meter: AbstractProgressMeter
+    call: CalledKernel, reduce: PyTree, meter: AbstractProgressMeter
 ) -> PyTree:
     """The collected arrays of a kernel on one device, one tile at a time."""
     check_concrete(call, "`progress`")
     kernel = block_kernel(call)
-    grid = kernel.grid()
+    grid = kernel.grid
     collectors = make_collectors(kernel, reduce)
-    states, _ = _initial(call, reduce, grid)
-    blocks = _Blocks(call, kernel, grid)
+    states, _ = _initial(kernel, reduce)
+    blocks = _Blocks(kernel)
     tiles = [*blocks.ordered(grid.pairs()), *grid.diagonal()]
     with metered(meter, len(tiles), 0) as step:
         waiting: collections.deque = collections.deque()
         for tile in tiles:
             pair = jnp.array(tile, jnp.int32)
             is_diagonal = grid.is_diagonal(tile)
-            operands = (call, reduce, grid, is_diagonal, pair, blocks.of(tile))
+            operands = (kernel, reduce, is_diagonal, pair, blocks.of(tile))
             states, num_nans = _step(operands, states)
             # The count of the previous tile is available by now, so this does not wait.
             waiting.append(num_nans)
@@ -130,17 +131,17 @@ def with_progress(
                 step(waiting.popleft())
         for num_nans in waiting:
             step(num_nans)
-    return kernel.output(finalized(collectors, states, kernel.totals))
+    return finalized(kernel, collectors, states)
 
 
-def _tiles(call: KernelCall, grid: Grid, reduce: PyTree) -> Tiles:
-    kernel, _, reduce = on_mesh_of_results(call, reduce)
-    return Tiles(kernel, grid, make_collectors(kernel, reduce))
+def _tiles(kernel: AbstractBlockKernel, reduce: PyTree) -> Tiles:
+    kernel, reduce = on_mesh_of_results(kernel, reduce)
+    return Tiles(kernel, kernel.grid, make_collectors(kernel, reduce))
 
 
 @compiled
-def _initial(call: KernelCall, reduce: PyTree, grid: Grid) -> tuple[list, Array]:
-    tiles = _tiles(call, grid, reduce)
+def _initial(kernel: AbstractBlockKernel, reduce: PyTree) -> tuple[list, Array]:
+    tiles = _tiles(kernel, reduce)
     rows = tiles.kernel.rows
     with within_mesh(rows):
         # JAX finds the devices of the states by the examples, if some result has any.
@@ -150,8 +151,8 @@ def _initial(call: KernelCall, reduce: PyTree, grid: Grid) -> tuple[list, Array]
 @functools.partial(compiled, donate="all-except-first")
 def _step(operands: tuple, states: list) -> tuple[list, Array]:
     """The states after a tile, updated in place, and its number of NaNs."""
-    call, reduce, grid, is_diagonal, pair, kept = operands
-    tiles = _tiles(call, grid, reduce)
+    kernel, reduce, is_diagonal, pair, kept = operands
+    tiles = _tiles(kernel, reduce)
     tile = tiles.tile_of(pair, is_diagonal, kept=kept)
     num_nans = tiles.num_nans(tile, pair, is_diagonal)
     with within_mesh(tile):
@@ -225,31 +226,28 @@ class _Team:
 
 
 def to_store(
-    call: KernelCall,
+    call: CalledKernel,
     store: AbstractStore,
-    meter: AbstractProgressMeter,
+    meter: AbstractProgressMeter | None,
     mesh_axis: MeshAxis | None,
-    counts_nans: bool,
 ) -> PyTree:
     """The arrays of a kernel, in a store."""
     check_concrete(call, "a `store`")
     team = _Team(mesh_axis, store)
     kernel = block_kernel(call)
-    grid = kernel.grid()
-    if store.upper_only and not grid.is_symmetric:
+    if store.upper_only and not kernel.grid.is_symmetric:
         raise ValueError(
             "`upper_only` is for symmetric kernels of examples with themselves: leave "
             "out `x2`, and pass `symmetric=True` if the kernel does not declare it."
         )
-    mark = lambda: fingerprint(call, kernel, grid)
-    writer = team.begin(functools.partial(store.begin, kernel, grid, mark))
-    blocks = _Blocks(call, kernel, grid)
+    mark = lambda: fingerprint(call, kernel)
+    writer = team.begin(functools.partial(store.begin, kernel, mark))
     with contextlib.closing(writer):
         error = None
         try:
             # Devices compute tiles on a mesh of their own, or alone.
             with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
-                _write(blocks, store, writer, meter, team, counts_nans)
+                _write(kernel, store, writer, meter, team)
         except Exception as e:
             error = e
         team.agree(error)
@@ -257,15 +255,14 @@ def to_store(
 
 
 def _write(
-    blocks: _Blocks,
+    kernel: AbstractBlockKernel,
     store: AbstractStore,
     writer: AbstractWriter,
-    meter: AbstractProgressMeter,
+    meter: AbstractProgressMeter | None,
     team: _Team,
-    counts_nans: bool,
 ) -> None:
     """Computes the tiles that the store lacks, and writes them."""
-    leaves, grid = blocks.leaves, blocks.grid
+    leaves, grid, blocks = kernel.leaves, kernel.grid, _Blocks(kernel)
     tiles = [
         tile
         for tile in (*grid.pairs(), *grid.diagonal())
@@ -291,7 +288,7 @@ def _write(
             for group in team.groups(blocks.ordered(alike)):
                 parts = [wanted[tile] for tile in group]
                 has_mirror = any(patch.is_mirror for part in parts for patch in part)
-                task = _Task(blocks.call, grid, is_diagonal, has_mirror, counts_nans)
+                task = _Task(kernel, is_diagonal, has_mirror, meter is not None)
                 results = _computed(task, group, team.devices, blocks)
                 for x in jtu.tree_leaves(results):
                     x.copy_to_host_async()
@@ -341,8 +338,7 @@ def _pipeline(step: Callable[[int], None]) -> Iterator[Callable[..., None]]:
 class _Task(eqx.Module):
     """How to compute a tile."""
 
-    call: KernelCall
-    grid: Grid = eqx.field(static=True)
+    kernel: AbstractBlockKernel
     is_diagonal: bool = eqx.field(static=True)
     has_mirror: bool = eqx.field(static=True)
     counts_nans: bool = eqx.field(static=True)
@@ -351,7 +347,7 @@ class _Task(eqx.Module):
         self, pair: Array, kept: Sequence[Rows | None] = (None, None)
     ) -> list[Array]:
         """The arrays of a tile and of its mirror image, and the number of NaNs."""
-        tiles = _tiles(self.call, self.grid, None)
+        tiles = _tiles(self.kernel, None)
         tile = tiles.tile_of(pair, self.is_diagonal, kept=kept)
         mirrored = tiles.kernel.mirror(tile) if self.has_mirror else []
         num_nans = jnp.zeros((), jnp.int32)
@@ -360,11 +356,10 @@ class _Task(eqx.Module):
         return [*tile, *mirrored, num_nans]
 
 
-def tile_program(call: KernelCall) -> list[Array]:
+def tile_program(kernel: AbstractBlockKernel) -> list[Array]:
     """The program for one tile, to measure its memory."""
-    grid = block_kernel(call).grid()
-    pair = jnp.zeros(2, jnp.int32)
-    return _Task(call, grid, grid.is_same, grid.is_symmetric, False).run(pair)
+    grid, pair = kernel.grid, jnp.zeros(2, jnp.int32)
+    return _Task(kernel, grid.is_same, grid.is_symmetric, False).run(pair)
 
 
 @compiled
@@ -375,7 +370,7 @@ def _tile(task: _Task, pair: Array, kept: Sequence[Rows | None]) -> list[Array]:
 @compiled
 def _tiles_on_devices(task: _Task, pair: Array, mesh_axis: MeshAxis) -> list[Array]:
     """Like `_tile`, for one tile on each device, along a new first axis."""
-    check_closed_over(task.call, block_kernel(task.call))
+    check_closed_over(task.kernel)
 
     def run(operands: tuple) -> list[Array]:
         task, pair = operands

@@ -19,51 +19,43 @@ from .._base.trees import safe_zip
 from .._batch.loop import Rows
 from .calls import MeshAxis
 from .engine import (
-    AbstractCollector,
+    Collector,
     finalized,
     make_collectors,
-    Reduced,
     run_tiles,
     Tiles,
-    Written,
 )
-from .function import block_kernel
 from .kernel import (
     AbstractBlockKernel,
     balanced,
     Grid,
-    KernelCall,
-    KernelLeaf,
     SAMPLE,
     Tile,
 )
 
 
-def on_mesh(
-    call: KernelCall, kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis
-) -> list[PyTree[Array]]:
-    """The collected arrays of the kernel of a call, on the devices of a mesh."""
-    check_closed_over(call, kernel)
+def on_mesh(kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis) -> PyTree:
+    """The output of a kernel function on the devices of a mesh."""
+    check_closed_over(kernel)
     collectors = make_collectors(kernel, reduce)
-    if kernel.grid().is_empty:
+    if kernel.grid.is_empty:
         states = [collector.init(kernel.totals) for collector in collectors]
     elif reduce is None:
-        states = _written(call, kernel, mesh_axis)
+        states = _written(kernel, mesh_axis)
     else:
-        states = _reduced((call, reduce), collectors, kernel.grid(), mesh_axis)
-    return finalized(collectors, states, kernel.totals)
+        states = _reduced((kernel, reduce), collectors, mesh_axis)
+    return finalized(kernel, collectors, states)
 
 
-def check_closed_over(call: KernelCall, kernel: AbstractBlockKernel) -> None:
+def check_closed_over(kernel: AbstractBlockKernel) -> None:
     """Raises `ValueError` if `kernel_fn` closes over arrays on an Explicit mesh.
 
     `jax.shard_map` cannot close over such arrays.
     """
-    structs = kernel.structs(SAMPLE)
-    # Arrays that the kernel itself computes from the call are no constants of this.
-    tile = lambda *sides: block_kernel(call).tile(*sides)
-    closed = eqx.filter_make_jaxpr(tile)(*structs)[0]
-    operands = {id(x) for x in jtu.tree_leaves(call)}
+    # Arrays that a copy computes from those of the kernel are no constants of this.
+    tile = lambda *sides: jtu.tree_map(lambda x: x, kernel).tile(*sides)
+    closed = eqx.filter_make_jaxpr(tile)(*kernel.structs(SAMPLE))[0]
+    operands = {id(x) for x in jtu.tree_leaves(kernel)}
     for x in constants(closed):
         if id(x) not in operands and is_explicit(x):
             raise ValueError(
@@ -96,13 +88,12 @@ def on_devices(
 
 
 def _reduced(
-    operands: tuple[KernelCall, PyTree],
-    collectors: Sequence[AbstractCollector],
-    grid: Grid,
+    operands: tuple[AbstractBlockKernel, PyTree],
+    collectors: Sequence[Collector],
     mesh_axis: MeshAxis,
 ) -> list[PyTree[Array]]:
-    """Each device reduces a share of the tiles of a call."""
-    num = mesh_axis.num
+    """Each device reduces a share of the tiles of a kernel."""
+    num, grid = mesh_axis.num, operands[0].grid
 
     def share(tiles: list[Tile]) -> tuple[Array, Array]:
         """An equal share of tiles; the last one may not count."""
@@ -113,9 +104,9 @@ def _reduced(
         pair = jnp.array(padded, jnp.int32).reshape(-1, num, 2)
         return pair[:, index], jnp.array(counts, bool).reshape(-1, num)[:, index]
 
-    def run(operands: tuple[KernelCall, PyTree]) -> list[PyTree[Array]]:
-        kernel = block_kernel(operands[0])
-        tiles = Tiles(kernel, grid, make_collectors(kernel, operands[1]))
+    def run(operands: tuple[AbstractBlockKernel, PyTree]) -> list[PyTree[Array]]:
+        kernel, reduce = operands
+        tiles = Tiles(kernel, grid, make_collectors(kernel, reduce))
         states, always = tiles.initial(*kernel.rows), jnp.array(True)
         kept = _all_kept(kernel, grid)
         for places, is_diagonal in ((grid.pairs(), False), (grid.diagonal(), True)):
@@ -145,7 +136,7 @@ def _reduced(
     parts = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), parts)
     merged = []
     for collector, part in safe_zip(collectors, parts):
-        assert isinstance(collector, Reduced)
+        assert collector.reduction is not None
         states = [jtu.tree_map(lambda x, i=i: x[i], part) for i in range(num)]
         merged.append(functools.reduce(collector.reduction.merge, states))
     return merged
@@ -155,18 +146,16 @@ def _all_kept(kernel: AbstractBlockKernel, grid: Grid) -> tuple[Rows, Rows] | No
     """The factors of all examples, since a device may need any; None if too large."""
     sides = (0,) if kernel.is_same else (0, 1)
     size = sum(kernel.bytes_kept[side] * kernel.totals[side] for side in sides)
-    if size > kernel.plan.room:
+    if size > kernel.room:
         return None
     kept = [kernel.keep(side, kernel.rows[side], grid.sizes[side]) for side in sides]
     return kept[0], kept[-1]
 
 
-def _written(
-    call: KernelCall, kernel: AbstractBlockKernel, mesh_axis: MeshAxis
-) -> list[Array]:
+def _written(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> list[Array]:
     """Each device has a panel of rows; in the last one, some may not count."""
-    grid, num = kernel.grid(), mesh_axis.num
-    run = functools.partial(_panel, grid=grid, mesh_axis=mesh_axis)
+    grid, num = kernel.grid, mesh_axis.num
+    run = functools.partial(_panel, mesh_axis)
     specs = []
     for leaf in kernel.leaves:
         row, column = leaf.axes
@@ -175,7 +164,7 @@ def _written(
         if row is None:
             row = 0  # All devices have the same, along a new first axis.
         specs.append(PartitionSpec(*[None] * row, mesh_axis.name))
-    arrays = on_devices(run, call, mesh_axis, specs)
+    arrays = on_devices(run, kernel, mesh_axis, specs)
     size = -(-grid.totals[0] // num) * num
     results = []
     for leaf, x in safe_zip(kernel.leaves, arrays):
@@ -194,14 +183,13 @@ def _written(
     return results
 
 
-def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
+def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
     """The rows of one device."""
-    kernel = block_kernel(call)
+    grid, (rows, others) = kernel.grid, kernel.rows
     num, total = mesh_axis.num, grid.totals[0]
-    rows, others = kernel.rows
     height = -(-total // num)
     index = lax.axis_index(mesh_axis.name)
-    collectors = [Written(leaf) for leaf in kernel.leaves]
+    collectors = make_collectors(kernel, None)
     size = balanced(height, grid.sizes[0])
     sizes = (size, size if grid.is_same else grid.sizes[1])
 
@@ -235,20 +223,27 @@ def _panel(call: KernelCall, *, grid: Grid, mesh_axis: MeshAxis) -> list[Array]:
     if kernel.num_kept(kernel.bytes_kept[0]) >= height:
         kept = kernel.keep(0, mine, size)
     diagonal = block(mine, mine, True, kept)
-    place = functools.partial(_placed, kernel.leaves, height=height)
-    results = place(results, diagonal, index)
+
+    def placed(results: list[Array], part: list[Array], number: Any) -> list[Array]:
+        """The rows of this device, with the columns of the panel of some device."""
+        return [
+            leaf.written(whole, x, 0, number * height) if leaf.is_pairwise else whole
+            for leaf, whole, x in safe_zip(kernel.leaves, results, part)
+        ]
+
+    results = placed(results, diagonal, index)
     for distance in range(1, num if not grid.is_symmetric else (num + 1) // 2):
         other = (index + distance) % num
         part = block(mine, panel(other), False, kept)
-        results = place(results, part, other)
+        results = placed(results, part, other)
         if grid.is_symmetric:
             # The other device lacks the mirror image.
             pairs = [(i, (i + distance) % num) for i in range(num)]
             sent = _sent(kernel.mirror(part), mesh_axis, pairs)
-            results = place(results, sent, (index - distance) % num)
+            results = placed(results, sent, (index - distance) % num)
     if grid.is_symmetric and num % 2 == 0:
         part = _opposite(kernel, block, panel, mesh_axis, height)
-        results = place(results, part, (index + num // 2) % num)
+        results = placed(results, part, (index + num // 2) % num)
     return [
         # Per-example arrays come from the diagonal.
         whole if leaf.is_pairwise else part
@@ -293,26 +288,6 @@ def _opposite(
 
 def _sent(tile: list[Array], mesh_axis: MeshAxis, pairs: list) -> list[Array]:
     return [lax.ppermute(x, mesh_axis.name, pairs) for x in tile]
-
-
-def _placed(
-    leaves: list[KernelLeaf],
-    results: list[Array],
-    part: list[Array],
-    number: Any,
-    *,
-    height: int,
-) -> list[Array]:
-    """The rows of a device, in the columns of the panel of some device."""
-    placed = []
-    for leaf, whole, x in safe_zip(leaves, results, part):
-        if leaf.is_pairwise:
-            starts = [jnp.zeros((), jnp.int32) for _ in x.shape]
-            assert leaf.axes[1] is not None
-            starts[leaf.axes[1]] = jnp.asarray(number * height, jnp.int32)
-            whole = lax.dynamic_update_slice(whole, x, starts)
-        placed.append(whole)
-    return placed
 
 
 def _taken(rows: Rows, index: Array) -> Rows:

@@ -135,11 +135,8 @@ class KernelOperator(AbstractTaggedOperator):
             computed = ComputedMatrix(transform, x1, x2, kwargs)
             self.matrix = computed
             if is_stored:
-                symmetric = computed.is_hermitian
-                stored = computed.apply(
-                    symmetric=symmetric, store=store, progress=progress
-                )
-                self.matrix = StoredMatrix(Reader(stored, symmetric), computed)
+                reader = Reader(computed.stored(store, progress), computed.is_hermitian)
+                self.matrix = StoredMatrix(reader, computed)
         self.tags = as_tags(tags)
         triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}
         if self.tags & triangular:

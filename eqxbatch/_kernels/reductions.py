@@ -117,6 +117,12 @@ def most_blocks(kernel: jax.ShapeDtypeStruct) -> int:
     return math.prod(kernel.shape[:2])
 
 
+def _with_rows(whole: _State, part: _State, rows: Block) -> _State:
+    """Arrays with other rows in place of those of a block."""
+    put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, rows.start, 0)
+    return jtu.tree_map(put, whole, part)
+
+
 class _Sums(eqx.Module):
     """Sums over the columns in a wide dtype, and the dtype of the result.
 
@@ -135,8 +141,7 @@ class _Sums(eqx.Module):
         """The sums with a part for the rows of a block."""
         whole = self.values, self.lost
         old, lost = jtu.tree_map(rows.take, whole)
-        put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, rows.start, 0)
-        values, lost = jtu.tree_map(put, whole, plus(old, lost, part))
+        values, lost = _with_rows(whole, plus(old, lost, part), rows)
         return _Sums(values, lost, self.dtype)
 
     def merged(self, other: "_Sums") -> "_Sums":
@@ -604,14 +609,8 @@ class TopK(AbstractReduction[_Nearest]):
         # At most `k` entries of a tile can be among the largest of all.
         values, index = lax.top_k(tile, min(self.k, columns.size))
         new = _Nearest(values, column[index], state.num_columns)
-        old = rows.take(state.values), rows.take(state.indices)
-        merged = self.merge(_Nearest(*old, state.num_columns), new)
-        write = lambda x, part: lax.dynamic_update_slice_in_dim(x, part, rows.start, 0)
-        return _Nearest(
-            write(state.values, merged.values),
-            write(state.indices, merged.indices),
-            state.num_columns,
-        )
+        merged = self.merge(jtu.tree_map(rows.take, state), new)
+        return _with_rows(state, merged, rows)
 
     def merge(self, first: _Nearest, second: _Nearest) -> _Nearest:
         values = jnp.concatenate([first.values, second.values], axis=1)

@@ -27,7 +27,7 @@ from .._base.precision import exact_products, user_precision
 from .._base.trees import described, import_extra, log, safe_zip
 from .matrix import AbstractMatrix, StoredMatrix
 from .on_host import check_concrete, metered
-from .progress import AbstractProgressMeter, NoProgressMeter
+from .progress import AbstractProgressMeter
 from .stores import check_record, digest, read_json
 
 
@@ -153,7 +153,8 @@ def kernel_solve(
     if not 0 < rtol < 1:
         raise ValueError(f"`rtol` must be between 0 and 1; got {rtol}.")
     check_at_least("max_steps", max_steps, 1)
-    meter = _checked_meter(progress)
+    if progress is not None:
+        _check_meter(progress)
     saved = None
     if checkpoint is not None:
         problem = {
@@ -172,7 +173,7 @@ def kernel_solve(
         _product(operator, ridge), _preconditioner(factor, ridge), right, rtol
     )
     probe = lambda: _probe(operator.matrix)
-    state = _solved(method, initial(right), max_steps, meter, saved, probe)
+    state = _solved(method, initial(right), max_steps, progress, saved, probe)
     solution = state.solution * sizes
     weights = jnp.asarray(solution.astype(dtype)).reshape(y.shape)
     residuals = method.residuals(state).astype(weights.real.dtype)
@@ -434,15 +435,9 @@ class ConjugateGradients:
                 "exact enough. Pass a larger `rtol` or `ridge`, store the kernel "
                 "(`store=HostStore()`), or use float64."
             )
-        return State(
-            state.solution,
-            residual,
-            state.direction,
-            state.energy,
-            norms,
-            state.num_products + 1,
-            True,
-        )
+        num = state.num_products + 1
+        changes = {"residual": residual, "start": norms, "num_products": num}
+        return dataclasses.replace(state, **changes, is_exact=True)
 
 
 def _check_finite(numbers: np.ndarray) -> None:
@@ -468,7 +463,7 @@ def _solved(
     method: ConjugateGradients,
     state: State,
     max_steps: int,
-    meter: AbstractProgressMeter,
+    meter: AbstractProgressMeter | None,
     saved: Checkpoint | None,
     probe: Callable[[], tuple[np.ndarray, float]],
 ) -> State:
@@ -589,8 +584,7 @@ def _sizes(columns: Inexact[np.ndarray, "n k"]) -> Inexact[np.ndarray, " k"]:
     return np.ldexp(1.0, exponents - 1)
 
 
-def _checked_meter(progress: AbstractProgressMeter | None) -> AbstractProgressMeter:
-    meter = NoProgressMeter() if progress is None else progress
+def _check_meter(meter: AbstractProgressMeter) -> None:
     try:
         inspect.signature(meter.step).bind(None, 0, 1.0)
     except TypeError:
@@ -598,7 +592,6 @@ def _checked_meter(progress: AbstractProgressMeter | None) -> AbstractProgressMe
             f"`step` of `{type(meter).__name__}` must take a third argument, the "
             "residual, to be used by `kernel_solve`."
         ) from None
-    return meter
 
 
 def _product(operator: "KernelOperator", ridge: float) -> Product:
@@ -668,30 +661,19 @@ def _decomposed(matrix: AbstractMatrix, rank: int) -> Inexact[Array, "n rank"]:
     diagonal = matrix.diagonal()
     if isinstance(matrix, StoredMatrix) and matrix.source is not None:
         matrix = matrix.source
-    if isinstance(matrix, StoredMatrix):
-        return _factor_of_reader(weakref.ref(matrix.reader), diagonal, rank)
-    return _factor_of_computed(matrix, diagonal, rank)
-
-
-@compiled
-def _factor_of_computed(
-    matrix: AbstractMatrix, diagonal: Shaped[Array, " n"], rank: int
-) -> Inexact[Array, "n rank"]:
-    return _factor_of(matrix, diagonal, rank)
-
-
-@compiled
-def _factor_of_reader(
-    reader: weakref.ref, diagonal: Shaped[Array, " n"], rank: int
-) -> Inexact[Array, "n rank"]:
     # Compiled programs are kept. They must not keep the kernels that they read.
-    matrix = StoredMatrix(weakref.proxy(reader()))
-    return _factor_of(matrix, diagonal, rank)
+    is_stored = isinstance(matrix, StoredMatrix)
+    source = weakref.ref(matrix.reader) if is_stored else matrix
+    return _factor_of(source, diagonal, rank)
 
 
+@compiled
 def _factor_of(
-    matrix: AbstractMatrix, diagonal: Shaped[Array, " n"], rank: int
+    source: AbstractMatrix | weakref.ref, diagonal: Shaped[Array, " n"], rank: int
 ) -> Inexact[Array, "n rank"]:
+    matrix: Any = source
+    if isinstance(source, weakref.ref):
+        matrix = StoredMatrix(weakref.proxy(source()))
     low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
     dtype = jnp.zeros(()).dtype
     diagonal = diagonal.astype(dtype)

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._base.primitives import constants, inner_programs, parameters, programs_in
-from .kernel import AbstractBlockKernel, Grid, KernelCall, KernelLeaf, Tile
+from .function import CalledKernel
+from .kernel import AbstractBlockKernel, Grid, KernelLeaf, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Patch:
     is_mirror: bool
 
 
-def patches(leaves: list[KernelLeaf], grid: Grid, tile: Tile) -> Iterator[Patch]:
+def patches(leaves: Sequence[KernelLeaf], grid: Grid, tile: Tile) -> Iterator[Patch]:
     """The patches of a tile, for the arrays of a kernel."""
     for index, leaf in enumerate(leaves):
         if leaf.is_pairwise:
@@ -103,7 +104,6 @@ class AbstractStore(eqx.Module):
     def begin(
         self,
         kernel: AbstractBlockKernel,
-        grid: Grid,
         fingerprint: Callable[[], dict[str, Any]],
         is_first: bool,
     ) -> AbstractWriter:
@@ -145,12 +145,11 @@ class HostStore(AbstractStore):
     def begin(
         self,
         kernel: AbstractBlockKernel,
-        grid: Grid,
         fingerprint: Callable[[], dict[str, Any]],
         is_first: bool,
     ) -> AbstractWriter:
         del fingerprint, is_first
-        return _HostWriter(kernel.leaves, grid)
+        return _HostWriter(kernel.leaves, kernel.grid)
 
     @property
     def is_shared(self) -> bool:
@@ -158,7 +157,7 @@ class HostStore(AbstractStore):
 
 
 class _HostWriter(AbstractWriter):
-    def __init__(self, leaves: list[KernelLeaf], grid: Grid):
+    def __init__(self, leaves: Sequence[KernelLeaf], grid: Grid):
         self.arrays = [
             np.zeros(leaf.shape_for(grid.totals), leaf.dtype) for leaf in leaves
         ]
@@ -194,19 +193,20 @@ _SETTINGS = (
 )
 
 
-def fingerprint(
-    call: KernelCall, kernel: AbstractBlockKernel, grid: Grid
-) -> dict[str, Any]:
+def fingerprint(call: CalledKernel, kernel: AbstractBlockKernel) -> dict[str, Any]:
     """The parts that identify the kernel of a call, as JSON data."""
+    grid = kernel.grid
     first, second = kernel.structs(grid.sizes)
-    programs = [_program(kernel.tile, first, second)]
+    # Not the method, whose arrays would be arguments of the program.
+    tile = lambda first, second: kernel.tile(first, second)
+    programs = [_program(tile, first, second)]
     if grid.is_same:
-        programs.append(_program(kernel.tile, first, None))
+        programs.append(_program(tile, first, None))
     symmetric = None
     if grid.is_symmetric:
         symmetric = "transpose"
         if not kernel.mirror.is_transpose:
-            exchange = _program_of_mirror(kernel, grid)
+            exchange = _program_of_mirror(kernel)
             programs.append(exchange)
             symmetric = _of_program(exchange)
     return {
@@ -239,11 +239,11 @@ def fingerprint(
     }
 
 
-def _program_of_mirror(kernel: AbstractBlockKernel, grid: Grid) -> Any:
+def _program_of_mirror(kernel: AbstractBlockKernel) -> Any:
     """How blocks below the diagonal follow from those above it."""
     mirror = kernel.mirror
     tile = [
-        jax.ShapeDtypeStruct(leaf.shape_for(grid.sizes), leaf.dtype)
+        jax.ShapeDtypeStruct(leaf.shape_for(kernel.grid.sizes), leaf.dtype)
         for leaf in kernel.leaves
     ]
     return _program(lambda tile: mirror(tile), tile)

@@ -11,7 +11,7 @@ import pathlib
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -138,12 +138,11 @@ class ZarrStore(AbstractStore):
     def begin(
         self,
         kernel: AbstractBlockKernel,
-        grid: Grid,
         fingerprint: Callable[[], dict[str, Any]],
         is_first: bool,
     ) -> AbstractWriter:
         zarr = import_extra("zarr", "ZarrStore", "store")
-        leaves = kernel.leaves
+        leaves, grid = kernel.leaves, kernel.grid
         for leaf in leaves:
             if np.dtype(leaf.dtype).kind not in "biufc":
                 raise TypeError(
@@ -180,7 +179,7 @@ class ZarrStore(AbstractStore):
         return writer
 
 
-def _names(leaves: list[KernelLeaf]) -> list[str]:
+def _names(leaves: Sequence[KernelLeaf]) -> list[str]:
     """The names of the arrays, which are names of folders."""
     if len(leaves) == 1:
         return ["kernel"]
@@ -287,7 +286,7 @@ class _ZarrWriter(AbstractWriter):
         zarr: Any,
         path: pathlib.Path,
         names: list[str],
-        leaves: list[KernelLeaf],
+        leaves: Sequence[KernelLeaf],
         grid: Grid,
         mirror: TileMirror | None,
     ):

@@ -26,6 +26,7 @@ from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size, resolved
 from .._batch.moments import RunningMean, Variance, VarianceState
 from .._kernels.calls import MeshAxis
+from .._kernels.on_mesh import on_devices
 from .._maps.micro_vmap import MicroVmap
 from .estimator import (
     has_state,
@@ -188,22 +189,9 @@ class Average(eqx.Module):
         """The kernels of one sample."""
         if self.rows is None and self.samples is not None:
             # `vmap` gives each device its own samples.
-            alone = dataclasses.replace(self, samples=None)
-            dynamic, static = eqx.partition((alone, examples), eqx.is_array)
-
-            def body(dynamic: PyTree, index: Array) -> list:
-                alone, examples = eqx.combine(dynamic, static)
-                return alone._of_one(examples, index)
-
-            everywhere = PartitionSpec()
-            return jax.shard_map(
-                body,
-                mesh=self.samples.mesh,
-                in_specs=everywhere,
-                out_specs=everywhere,
-                # As in `on_devices`. Besides, only `vmap` knows what varies.
-                check_vma=False,
-            )(dynamic, index)
+            operands = dataclasses.replace(self, samples=None), examples, index
+            run = lambda operands: operands[0]._of_one(*operands[1:])
+            return on_devices(run, operands, self.samples, PartitionSpec())
 
         model, selection, request = self._drawn(index), None, self.request
         if "ntk" in names_of(request.get):

@@ -142,12 +142,6 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
     def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
         return self._request("ntk"), kwargs
 
-    def __call__(
-        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
-    ) -> Any:
-        """The kernel of all examples of `x1` with all of `x2`."""
-        return self._computed(x1, x2, key, self._asked(**kwargs))
-
     def diagonal(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> _Result:
@@ -228,12 +222,6 @@ class EmpiricalNNGP(AbstractEstimator, AbstractStored):
 
     def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
         return self._request("nngp"), kwargs
-
-    def __call__(
-        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
-    ) -> Any:
-        """The kernel of all examples of `x1` with all of `x2`."""
-        return self._computed(x1, x2, key, self._asked(**kwargs))
 
     def diagonal(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
@@ -341,12 +329,6 @@ class PseudoNTK(AbstractEstimator, AbstractParameterKernel):
 
     def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
         return self._request("ntk", num_probes=1), kwargs
-
-    def __call__(
-        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
-    ) -> PyTree[Inexact[Array, "..."]]:
-        """The kernel of all examples of `x1` with all of `x2`."""
-        return self._computed(x1, x2, key, self._asked(**kwargs))
 
 
 class KernelEstimate(NamedTuple):

@@ -25,20 +25,17 @@ from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
 from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
-from .._batch.batch import broadcast_axes
 from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
 from .._batch.memory import MemoryBudget, resolve_size, resolved
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
-from .._kernels.calls import Call, KEY_REMEDY, make_calls, VmapAxes
-from .._kernels.engine import make_collectors, on_device
-from .._kernels.function import leaves_at
+from .._kernels.calls import Call, KEY_REMEDY, Keys, make_calls, VmapAxes
+from .._kernels.engine import on_device
+from .._kernels.function import AbstractKernelFunction, CalledKernel, leaves_at
 from .._kernels.kernel import (
     AbstractBlockKernel,
-    AbstractKernelFunction,
-    KernelCall,
+    flattened,
     KernelLeaf,
-    Plan,
     room_to_keep,
     SAMPLE,
     SHARE,
@@ -196,7 +193,7 @@ class Request(AbstractRequest, AbstractKernelFunction):
     def _assembled(self, model: TracedModel, by_name: dict[Name, Any]) -> Any:
         """The output, from the kernels of all outputs of the model."""
         kernels = [
-            model.output([by_name[kind, axes.index] for axes in model.axes])
+            model.programs[0].output([by_name[kind, x.index] for x in model.axes])
             for kind in self._kinds
         ]
         return self.get(*kernels) if callable(self.get) else named(self.get, kernels)
@@ -204,16 +201,14 @@ class Request(AbstractRequest, AbstractKernelFunction):
     def _found(self, model: TracedModel, group: list[OutputAxes]) -> dict[Name, Array]:
         """The kernels of outputs that all have all pairs of examples, or none has."""
         pairing = self._pairing(model, group)
-        rows, columns = model.block_sizes()
-        of_sides = [side.rows for side in model.sides]
+        grid, of_sides = model.grid, [side.rows for side in model.sides]
         if not group[0].pairs_examples:
-            return pairing.each(of_sides, rows)
-        sizes = safe_zip((rows, columns), model.totals)
-        if 0 in model.totals or all(size is None or size >= n for size, n in sizes):
+            return pairing.each(of_sides, grid.sizes[0])
+        if grid.num(0) * grid.num(1) <= 1:
             return pairing.whole(of_sides, self.symmetric)
-        plan = Plan(self.symmetric, (rows, columns), self.room or 0)
-        kernel = ModelKernel(plan, model.rows, pairing, lambda kernels: kernels)
-        return kernel.output(on_device(kernel, make_collectors(kernel, None)))
+        parts = Parts(model.rows, pairing, lambda kernels: kernels)
+        kernel = ModelKernel(lambda: parts, self.symmetric, grid.sizes, self.room or 0)
+        return on_device(kernel)
 
     def _pairing(self, model: TracedModel, group: list[OutputAxes]) -> AbstractPairing:
         values = group if "nngp" in self._kinds else []
@@ -242,14 +237,18 @@ class Request(AbstractRequest, AbstractKernelFunction):
             probes = jr.rademacher(key, probes.shape, axes.dtype)
         return dataclasses.replace(axes, probes=probes)
 
-    def in_blocks(self, call: KernelCall) -> "ModelKernel | None":
-        is_asymmetric = len(call.calls) == 1 and call.plan.mirror is None
-        if is_asymmetric or not _has_axes_of(self, call):
+    def in_blocks(self, call: CalledKernel) -> "ModelKernel | None":
+        is_asymmetric = len(call.calls) == 1 and call.symmetric is None
+        is_whole = self.block_size is not None or not self.takes_blocks
+        if is_asymmetric or is_whole:
             return None
         # Without a size, there is a single block.
-        sizes = None if call.plan.sizes == (None, None) else call.plan.sizes
-        request = dataclasses.replace(self, block_size=sizes, room=call.plan.room)
+        sizes = None if call.sizes == (None, None) else call.sizes
+        request = dataclasses.replace(self, block_size=sizes, room=call.room)
         model = TracedModel(request, call.calls, call.shared)
+        sides = safe_zip(call.sides, model.sides)
+        if any(side.places != other.places for side, other in sides):
+            return None
         for axes in model.axes:
             if axes.pairs_examples and not axes.is_empty:
                 continue
@@ -262,12 +261,18 @@ class Request(AbstractRequest, AbstractKernelFunction):
                 f"{axes.shape} for one example, {what}. Leave them out, or remove the "
                 "batch axis from `trace_axes` and `diagonal_axes`."
             )
-        pairing = request._pairing(model, model.axes)
-        assemble = lambda kernels: self._assembled(model, kernels)
-        kernel = ModelKernel(
-            call.plan, model.rows, pairing, assemble, products=model.products
-        )
+        make = eqx.Partial(Request.parts, model)
+        kernel = ModelKernel(make, call.symmetric, call.sizes, call.room)
         return kernel if _returns_axes_of(kernel, call) else None
+
+    @staticmethod
+    def parts(model: TracedModel) -> "Parts":
+        """The parts of the kernel of all outputs of a model."""
+        request = model.request
+        assert isinstance(request, Request)
+        pairing = request._pairing(model, model.axes)
+        assemble = functools.partial(request._assembled, model)
+        return Parts(model.rows, pairing, assemble, model.products)
 
 
 # The called object is an argument of the one compiled function, so repeated calls with
@@ -279,44 +284,72 @@ def _computed(request: Request, *call: Any) -> Any:
         return request.run(*call)
 
 
+@dataclasses.dataclass
+class Parts:
+    """What kernels of a model are computed from.
+
+    - `rows`: the examples of both sides; a single object if they are the same.
+    - `assemble`: makes the output from the kernels of the pairing, by name.
+    - `products`: a context in which products have the precision of the model's.
+    - `shared`: for each side, the factors that all examples share, once computed.
+    """
+
+    rows: tuple[Rows, Rows]
+    pairing: AbstractPairing
+    assemble: Callable[[dict[Name, Any]], PyTree]
+    products: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    shared: list[list[Array]] = dataclasses.field(default_factory=list)
+
+
 class ModelKernel(AbstractBlockKernel):
     """Kernels of a model, in blocks.
 
-    `assemble` makes the output from the kernels of a pairing, by name, and `products`
-    is a context in which products have the precision of the model's.
+    `make` is called once in each compiled function, because parts have traced programs.
     """
+
+    make: Callable[[], Parts]
 
     def __init__(
         self,
-        plan: Plan,
-        rows: tuple[Rows, Rows],
-        pairing: AbstractPairing,
-        assemble: Callable[[dict[Name, Any]], PyTree],
-        products: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        make: Callable[[], Parts],
+        symmetric: Any,
+        sizes: Any,
+        room: int,
     ):
-        self.plan, self.rows, self.pairing = plan, rows, pairing
-        self._assemble, self._products = assemble, products
-        axes = assemble(pairing.axes)
+        self.make = make
+        self.symmetric, self.sizes, self.room = symmetric, sizes, room
+        axes = self.parts.assemble(self.parts.pairing.axes)
         struct = lambda x: jax.ShapeDtypeStruct(x.arranged_shape(SAMPLE), x.dtype)
-        self.out = jtu.tree_map(struct, axes)
-        self.leaves = [
+        self.out = flattened(jtu.tree_map(struct, axes))
+        self.leaves = tuple(
             KernelLeaf(
                 jtu.keystr(path), x.example_axes, x.arranged_shape(SAMPLE), x.dtype
             )
             for path, x in jtu.tree_leaves_with_path(axes)
-        ]
+        )
+        of_examples = [*map(bytes_of_examples, self._kept)]
+        self.bytes_kept = of_examples[0], of_examples[-1]
+
+    @functools.cached_property
+    def parts(self) -> Parts:
+        return self.make()
+
+    @property
+    def rows(self) -> tuple[Rows, Rows]:
+        return self.parts.rows
+
+    @functools.cached_property
+    def _kept(self) -> list[PyTree[Factor]]:
+        """The factors of an example of each side."""
         structs = self.structs((1, 1))[: 1 if self.is_same else 2]
-        # The factors of an example of each side.
-        self._kept: list[PyTree[Factor]] = [
-            eqx.filter_eval_shape(pairing.factors, side, of_side)
+        return [
+            eqx.filter_eval_shape(self.parts.pairing.factors, side, of_side)
             for side, of_side in enumerate(structs)
         ]
-        self._shared: list[list[Array]] = []
-        sizes = [*map(bytes_of_examples, self._kept)]
-        self.bytes_kept = sizes[0], sizes[-1]
 
     def prepare(self) -> None:
-        self._shared = [self._shared_by(side) for side, _ in enumerate(self._kept)]
+        sides = range(len(self._kept))
+        self.parts.shared = [self._shared_by(side) for side in sides]
 
     def _shared_by(self, side: int) -> list[Array]:
         """The factors that all examples of a side share."""
@@ -326,8 +359,8 @@ class ModelKernel(AbstractBlockKernel):
         return arrays_of(factors, has_examples=False)
 
     def _factors(self, side: int, arrays: list) -> PyTree[Factor]:
-        with self._products():
-            return self.pairing.factors(side, arrays)
+        with self.parts.products():
+            return self.parts.pairing.factors(side, arrays)
 
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
         side = min(side, len(self._kept) - 1)
@@ -338,7 +371,8 @@ class ModelKernel(AbstractBlockKernel):
             return arrays_of(factors, has_examples=True) or [jnp.zeros(num)]
 
         of_examples = accumulated(run, rows, size, Concat())
-        shared = self._shared[side] if self._shared else self._shared_by(side)
+        shared = self.parts.shared
+        shared = shared[side] if shared else self._shared_by(side)
         kept = filled(self._kept[side], of_examples, shared)
         factors = jtu.tree_leaves(kept, is_leaf=is_factor)
         axes = tuple(0 if x.has_examples else None for x in factors)
@@ -355,9 +389,10 @@ class ModelKernel(AbstractBlockKernel):
         del always
         second = first if second is None else second
         sides = self.factors(0, first), self.factors(1, second)
-        with self._products():
-            kernels = self.pairing.kernels(*sides, (first.total, second.total))
-        return jtu.tree_leaves(self._assemble(self.pairing.arranged(kernels)))
+        pairing = self.parts.pairing
+        with self.parts.products():
+            kernels = pairing.kernels(*sides, (first.total, second.total))
+        return jtu.tree_leaves(self.parts.assemble(pairing.arranged(kernels)))
 
     def tile(self, first: list, second: list | None) -> list[Array]:
         kept = []
@@ -461,7 +496,13 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         others = (self.mesh, self.mesh_axis, self.progress, self.reduce)
         return not self.is_stored and all(x is None for x in others)
 
-    def in_blocks(self, call: KernelCall) -> ModelKernel | None:
+    def __call__(
+        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
+    ) -> Any:
+        """The kernel of all examples of `x1` with all of `x2`."""
+        return self._computed(x1, x2, key, self._asked(**kwargs))
+
+    def in_blocks(self, call: CalledKernel) -> ModelKernel | None:
         if not self._is_plain:
             return None
         request, kwargs = self._asked(*call.args, **call.shared)
@@ -518,37 +559,9 @@ def check_axes_of_blocks(settings: AbstractKernelSettings) -> None:
         )
 
 
-def _has_axes_of(request: Request, call: KernelCall) -> bool:
-    """Whether the model and the kernel function have the same input batch axes."""
-    axes = request.vmap_axes
-    if request.block_size is not None or not axes.is_batched:
-        return False
-    default = eqx.if_array(0)
-
-    def resolved(
-        one: Call, inputs: PyTree, kwargs: dict[str, PyTree]
-    ) -> list[int | None]:
-        of_own = {name: kwargs.get(name, default) for name in one.kwargs}
-        return _axes((inputs, of_own), (one.x, one.kwargs))
-
-    return all(
-        resolved(one, call.in_axes, call.kwargs_axes)
-        == resolved(one, axes.inputs, axes.kwargs)
-        for one in call.calls
-    )
-
-
-def _axes(spec: PyTree, tree: PyTree) -> list[int | None]:
-    resolved = broadcast_axes("in_axes", spec, tree)
-    return [
-        axis % x.ndim if axis is not None and eqx.is_array(x) and x.ndim else axis
-        for axis, x in safe_zip(resolved, jtu.tree_leaves(tree))
-    ]
-
-
-def _returns_axes_of(kernel: ModelKernel, call: KernelCall) -> bool:
+def _returns_axes_of(kernel: ModelKernel, call: CalledKernel) -> bool:
     """Whether rows and columns are on the axes that the call expects."""
     if call.out_axes is None:
         return True
-    expected = leaves_at(call.out_axes, kernel.out)
+    expected = leaves_at(call.out_axes, jtu.tree_unflatten(*reversed(kernel.out)))
     return [x.axes for x in expected] == [x.axes for x in kernel.leaves]

@@ -6,7 +6,6 @@ cheaper for large weights that are used at few positions, the latter for small w
 that are used at many positions, such as those of convolutions.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -25,6 +24,7 @@ from .._base.mesh import explicit_mesh, vary, varying
 from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
+from .._kernels.kernel import Grid
 from .._sites.cost import contraction_cost, Cost, forming_cost, total_cost
 from .._sites.factors import Factor, Factors, gradients
 from .._sites.gram import cancels, gram_terms, grams, has_gram, OfLeaf
@@ -33,38 +33,9 @@ from .._sites.trace import Program
 from .output_axes import OutputAxes
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """The number of examples that are processed at a time, and how often.
-
-    - `totals`: the numbers of examples of the two sides.
-    - `sizes`: the most of them that are processed at a time; None for all.
-    - `is_symmetric`: whether the two sides are the same.
-    - `pairs_examples`: whether all pairs of examples are combined, and not only each
-        example with the same one of the other side.
-    """
-
-    totals: tuple[int, int]
-    sizes: tuple[int | None, int | None]
-    is_symmetric: bool
-    pairs_examples: bool = True
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """The block sizes of the two sides."""
-        pairs = safe_zip(self.totals, self.sizes)
-        return tuple(n if size is None else min(size, n) for n, size in pairs)
-
-    @property
-    def num_blocks(self) -> tuple[int, ...]:
-        pairs = safe_zip(self.totals, self.blocks)
-        return tuple(math.ceil(total / max(size, 1)) for total, size in pairs)
-
-    @property
-    def num_pairs(self) -> int:
-        """The number of pairs of blocks that are computed."""
-        rows, columns = self.num_blocks
-        return rows * columns if self.pairs_examples else rows
+def num_pairs(grid: Grid, output: OutputAxes) -> int:
+    """The number of pairs of blocks that are combined."""
+    return grid.num(0) * (grid.num(1) if output.pairs_examples else 1)
 
 
 class KeptFactors(eqx.Module):
@@ -337,13 +308,13 @@ def kernel(
 
 
 def choose_formed(
-    first: ExampleFactors, second: ExampleFactors, which: int, schedule: Schedule
+    first: ExampleFactors, second: ExampleFactors, which: int, grid: Grid
 ) -> tuple[list[int], float]:
     """The leaves whose Jacobian is kept, for the output with index `which`.
 
     Also returns the cost of all contractions, in floating-point operations.
     """
-    costs = leaf_costs(first, second, which, schedule)
+    costs = leaf_costs(first, second, which, grid)
     # If a product of factors would start by forming the Jacobians, it is better to form
     # them separately.
     formed = [leaf for leaf, (gram, own) in enumerate(costs) if own < 1.2 * gram]
@@ -351,7 +322,7 @@ def choose_formed(
 
 
 def leaf_costs(
-    first: ExampleFactors, second: ExampleFactors, which: int, schedule: Schedule
+    first: ExampleFactors, second: ExampleFactors, which: int, grid: Grid
 ) -> list[tuple[float, float]]:
     """For each leaf, the cost with its factors, and that with its Jacobian."""
     both, output = (first, second), first.outputs[which]
@@ -360,7 +331,7 @@ def leaf_costs(
     def products(first: OfLeaf, second: OfLeaf) -> Cost:
         pairs = gram_terms(first, second, example)
         total = total_cost(contraction_cost(terms, out) for terms, _ in pairs)
-        return total * schedule.num_pairs
+        return total * num_pairs(grid, output)
 
     def of_leaf(leaf: int, sides: list[Factors]) -> tuple[float, float]:
         pairs = safe_zip(both, sides)
@@ -381,10 +352,9 @@ def leaf_costs(
                 return by_gram, math.inf
         forms, jacobians, struct = Cost(), [], first.program.leaves[leaf]
         site = [leaf_site(leaf, struct, 0)]
-        pairs = safe_zip(own, schedule.num_blocks)
-        for side, ((uses, factors, _), num) in enumerate(pairs):
-            if side == 0 or not schedule.is_symmetric:
-                forms += forming_cost(uses, factors) * num
+        for side, (uses, factors, _) in enumerate(own):
+            if side == 0 or not grid.is_same:
+                forms += forming_cost(uses, factors) * grid.num(side)
             jacobian = gradients(uses, factors, struct)
             factor = Factor(jacobian, factors.has_examples(uses))
             formed = Factors([], [factor], factors.outputs)
@@ -403,5 +373,5 @@ def leaf_costs(
         ]
         return [of_leaf(leaf, sides) for leaf, _ in enumerate(first.program.leaves)]
 
-    pairs = safe_zip(both, schedule.blocks)
+    pairs = safe_zip(both, grid.sizes)
     return eqx.filter_eval_shape(count, [side.structs(num) for side, num in pairs])

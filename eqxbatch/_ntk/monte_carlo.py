@@ -17,7 +17,6 @@ from .._batch.memory import check_size, MemoryBudget
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
 from .._kernels.calls import check_mesh, Keys, MeshAxis
 from .._kernels.on_host import check_concrete, metered
-from .._kernels.progress import NoProgressMeter
 from .._kernels.stores import HostStore
 from .averages import (
     Average,
@@ -400,8 +399,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         if previous is not None:
             num = previous.num_samples
             moments.resume(*parts_of(previous, moments.average.request.get), num)
-        meter = NoProgressMeter() if self.is_stored else self.meter
-        has_meter = not isinstance(meter, NoProgressMeter)
+        meter = self.progress if self.has_meter and not self.is_stored else None
         spans = itertools.pairwise((num, *counts))
         total = sum(len(moments.sizes(end - start)) for start, end in spans)
         num_nans, is_done = 0, False
@@ -410,7 +408,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
                 for size in moments.sizes(count - num):
                     moments.advance(num, size)
                     num += size
-                    if has_meter:
+                    if meter is not None:
                         total_nans = count_nans(moments.estimated()[0])
                         step(total_nans - num_nans)
                         num_nans = total_nans

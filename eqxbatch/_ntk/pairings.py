@@ -18,6 +18,7 @@ from .._base.mesh import full_varying_as
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
+from .._kernels.kernel import Grid
 from .._sites.cost import Cost, num_products
 from .._sites.einsum import contract, EXAMPLE, OTHER_EXAMPLE
 from .._sites.factors import Factor
@@ -27,7 +28,7 @@ from .example_factors import (
     ExampleFactors,
     KeptFactors,
     kernel,
-    Schedule,
+    num_pairs,
 )
 from .output_axes import Mirror, OutputAxes
 from .traced_model import TracedModel
@@ -292,14 +293,9 @@ def choose_pairing(
     """
     if not ntk:
         return Values(values, [], model.programs)
-    rows, columns = model.block_sizes()
-    pairs_examples = ntk[0].pairs_examples
-    schedule = Schedule(
-        model.totals,
-        (rows, columns if pairs_examples else rows),
-        is_symmetric=len(model.sides) == 1,
-        pairs_examples=pairs_examples,
-    )
+    grid = model.grid
+    if not ntk[0].pairs_examples:
+        grid = dataclasses.replace(grid, sizes=(grid.sizes[0], grid.sizes[0]))
 
     def factors(position: int, **settings: Any) -> ExampleFactors:
         return ExampleFactors(
@@ -318,13 +314,13 @@ def choose_pairing(
         first = [model.programs.index(program) for program in model.programs]
         settings = {
             "use_rules": implementation != "jacobian_contraction",
-            "are_all": schedule.num_pairs == 1,
+            "are_all": num_pairs(grid, ntk[0]) == 1,
         }
         made = {position: factors(position, **settings) for position in {*first}}
         sides = [made[position] for position in first]
         formed, costs = safe_zip(
             *(
-                choose_formed(sides[0], sides[-1], which, schedule)
+                choose_formed(sides[0], sides[-1], which, grid)
                 for which, _ in enumerate(ntk)
             ),
         )
@@ -333,7 +329,7 @@ def choose_pairing(
         pairing = Sites(values, ntk, sides)
         if implementation != "auto" or any(axes.probes is not None for axes in ntk):
             return pairing
-        cost_of_products = _cost_of_products(sides[0].program, ntk, schedule)
+        cost_of_products = _cost_of_products(sides[0].program, ntk, grid)
         is_by_sites = (
             sum(costs) <= cost_of_products or _without_products(model) is not None
         )
@@ -363,17 +359,16 @@ def _without_products(model: TracedModel) -> str | None:
     return without_forward_mode(of_leaves, model.leaves)
 
 
-def _cost_of_products(
-    program: Program, ntk: list[OutputAxes], schedule: Schedule
-) -> float:
+def _cost_of_products(program: Program, ntk: list[OutputAxes], grid: Grid) -> float:
     """The cost of pushing Jacobians through the model, in operations."""
     products = sum(map(num_products, program.sites))
     size = sum(math.prod(leaf.shape) for leaf in program.leaves)
     directions = sum(
         math.prod(axes.sizes[label] for label in axes.directions(1)) for axes in ntk
     )
-    rows, columns = schedule.blocks
-    pairs = schedule.num_pairs * rows * (columns if schedule.pairs_examples else 1)
+    rows, columns = grid.sizes
+    pairs = num_pairs(grid, ntk[0]) * rows
+    pairs *= columns if ntk[0].pairs_examples else 1
     # Each product reads a tangent.
     one = Cost(2.0 * products, 4.0 * size)
     return (one * (pairs * directions)).time

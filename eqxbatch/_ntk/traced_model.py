@@ -5,6 +5,7 @@ The settings of all kernels of models are declared here, too.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, get_args, Literal
@@ -24,6 +25,7 @@ from .._base.trees import safe_zip, type_of
 from .._batch.accumulators import Concat
 from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
+from .._batch.memory import MemoryBudget
 from .._batch.moments import Sum
 from .._kernels.calls import (
     BlockSize,
@@ -34,6 +36,7 @@ from .._kernels.calls import (
     Side,
     VmapAxes,
 )
+from .._kernels.kernel import Grid
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
 
 
@@ -139,20 +142,21 @@ class AbstractRequest(AbstractKernelSettings):
     is_diagonal: bool = eqx.field(static=True, default=False)
 
 
-class TracedModel:
+class TracedModel(eqx.Module):
     """A model and its calls on the two sides, or on one if they are the same.
 
-    - `sides`, `programs`: for each side, its examples and the program of one.
-    - `leaves`: the parameters, which are the first inputs of the jaxprs.
-    - `axes`: the axes of each output and their roles in the kernel.
+    It is traced on demand, once in each compiled function that it is passed to.
     """
 
-    def __init__(
-        self, request: AbstractRequest, calls: list[Call], shared: dict[str, Any]
-    ):
-        self.request, model = request, request.model
-        axes = request.vmap_axes
-        if request.is_diagonal and not axes.is_batched:
+    request: AbstractRequest
+    calls: list[Call]
+    shared: dict[str, Any]
+
+    @functools.cached_property
+    def sides(self) -> list[Side]:
+        """The examples of each side."""
+        axes = self.request.vmap_axes
+        if self.request.is_diagonal and not axes.is_batched:
             raise ValueError(
                 "With `vmap_axes=None`, the axis of the examples is not known. Name it "
                 "in `diagonal_axes`."
@@ -160,42 +164,49 @@ class TracedModel:
         # Inside `jax.shard_map`, JAX sums a derivative over devices if its input is the
         # same on all of them. A kernel is that of the examples on its device, and both
         # sides have the same program.
-        arrays, static = eqx.partition(calls, eqx.is_array)
-        arrays = vary_as(jtu.tree_leaves(arrays), arrays)
-        calls = eqx.combine(arrays, static)
-        arrays = jtu.tree_leaves(arrays)
-        self.sides = [
-            Side(position, call, shared, axes) for position, call in enumerate(calls)
-        ]
-        self.leaves: list[Array] = []
+        arrays, static = eqx.partition(self.calls, eqx.is_array)
+        calls = eqx.combine(vary_as(jtu.tree_leaves(arrays), arrays), static)
+        sides = enumerate(calls)
+        return [Side(position, call, self.shared, axes) for position, call in sides]
+
+    @functools.cached_property
+    def programs(self) -> list[TracedFunction]:
+        """The program of an example of each side."""
+        sides, model = self.sides, self.request.model
+        selection = self.request.selection
+        leaves: list[Array] = []
         combine: Callable[[list], PyTree] = lambda _: model
-        if request.selection is not None:
-            self.leaves, combine = request.selection.split(model)
-        self.leaves = vary_as(arrays, self.leaves)
-        self.programs: list[TracedFunction] = []
-        for side in self.sides:
-            if self.programs and side.type == self.sides[0].type:
-                self.programs.append(self.programs[0])
+        if selection is not None:
+            leaves, combine = selection.split(model)
+        leaves = vary_as(jtu.tree_leaves(eqx.filter(self.calls, eqx.is_array)), leaves)
+        programs: list[TracedFunction] = []
+        for side in sides:
+            if programs and side.type == sides[0].type:
+                programs.append(programs[0])
                 continue
             run = lambda leaves, rows, side=side: side.call(combine(leaves), rows)
             rows = side.rows
             with side.explained_failure(model):
-                program = TracedFunction(run, self.leaves, rows.arrays, rows.axes)
-            self.programs.append(program)
-        self.out = self.programs[0].out
-        self.axes = self._output_axes()
-        first, second = self.totals
-        if first != second and not all(axes.pairs_examples for axes in self.axes):
-            raise ValueError(
-                "Examples are compared one by one, so that `x1` and `x2` must have the "
-                f"same number of them; got {first} and {second}."
-            )
+                program = TracedFunction(run, leaves, rows.arrays, rows.axes)
+            programs.append(program)
+        return programs
+
+    @property
+    def leaves(self) -> list[Array]:
+        """The parameters, which are the first inputs of the jaxprs."""
+        return self.programs[0].leaves
+
+    @property
+    def out(self) -> PyTree:
+        return self.programs[0].out
 
     def products(self) -> AbstractContextManager:
         """A context in which products have the precision of the model's."""
         return products_of(*(program.closed for program in self.programs))
 
-    def _output_axes(self) -> list[OutputAxes]:
+    @functools.cached_property
+    def axes(self) -> list[OutputAxes]:
+        """The axes of each output and their roles in the kernel."""
         request = self.request
         leaves = jtu.tree_leaves_with_path(self.out)
         for path, leaf in leaves:
@@ -246,6 +257,12 @@ class TracedModel:
                     f"`x1` and `x2`; got outputs of shapes {shapes[0]} and {shapes[1]}."
                 )
             result.append(axes)
+        first, second = self.totals
+        if first != second and not all(axes.pairs_examples for axes in result):
+            raise ValueError(
+                "Examples are compared one by one, so that `x1` and `x2` must have the "
+                f"same number of them; got {first} and {second}."
+            )
         return result
 
     @property
@@ -257,27 +274,20 @@ class TracedModel:
     def totals(self) -> tuple[int, int]:
         return self.rows[0].total, self.rows[1].total
 
-    def block_sizes(self) -> tuple[int | None, int | None]:
-        """The sizes of blocks of rows and of columns; None for a single block."""
+    @property
+    def grid(self) -> Grid:
+        """How a kernel of all pairs of examples is cut into tiles."""
         size = self.request.block_size
-        if not isinstance(size, tuple):
-            assert size is None or isinstance(size, int)
-            size = (size, size)
-        rows, columns = size
-        if len(self.sides) == 1 and rows is not None and columns is not None:
-            # The mirror image of a square tile is a tile, too.
-            rows = columns = min(rows, columns)
-        return rows, columns
-
-    def output(self, arrays: list) -> PyTree:
-        """What the model returns, with other arrays."""
-        return jtu.tree_unflatten(jtu.tree_structure(self.out), arrays)
+        assert not isinstance(size, MemoryBudget)
+        sizes = size if isinstance(size, tuple) else (size, size)
+        return Grid.of(self.totals, sizes, len(self.sides) == 1)
 
 
 def zero_outputs(model: TracedModel) -> PyTree[Array]:
     """Zeros like the model's output for all examples of the second side."""
     total = model.totals[1]
-    return model.output([jnp.zeros(x.whole_shape(total), x.dtype) for x in model.axes])
+    zeros = [jnp.zeros(x.whole_shape(total), x.dtype) for x in model.axes]
+    return model.programs[0].output(zeros)
 
 
 def kernel_product(vector: PyTree, model: TracedModel) -> PyTree[Inexact[Array, "..."]]:
@@ -300,7 +310,7 @@ def kernel_product(vector: PyTree, model: TracedModel) -> PyTree[Inexact[Array, 
             "The outputs must be all real or all complex; got the dtypes "
             f"{[str(axes.dtype) for axes in model.axes]}. Take them one by one."
         )
-    return model.output(result)
+    return model.programs[0].output(result)
 
 
 def _checked(vector: PyTree, model: TracedModel) -> list[Array]:
@@ -320,7 +330,7 @@ def _checked(vector: PyTree, model: TracedModel) -> list[Array]:
 def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
     """The real-linear product with a kernel of real numbers."""
     first, second = model.rows
-    rows, columns = model.block_sizes()
+    rows, columns = model.grid.sizes
     num = len(second.arrays)
 
     def pull(arrays: list, _: int) -> list[Array]:

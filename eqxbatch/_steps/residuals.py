@@ -28,10 +28,10 @@ from .._batch.loop import accumulated, Rows
 from .._batch.moments import Sum
 from .._curvature.columns import check_outputs, with_both_modes
 from .._curvature.pytree import Unravel
-from .._kernels.engine import make_collectors, on_device
-from .._kernels.kernel import Plan, room_to_keep
-from .._ntk.estimator import ModelKernel
-from .._ntk.example_factors import choose_formed, ExampleFactors, Schedule
+from .._kernels.engine import on_device
+from .._kernels.kernel import Grid, room_to_keep
+from .._ntk.estimator import ModelKernel, Parts
+from .._ntk.example_factors import choose_formed, ExampleFactors
 from .._ntk.output_axes import Mirror, OutputAxes
 from .._ntk.pairings import Sites
 from .._sites.factors import Factors, weighted_sum
@@ -378,8 +378,8 @@ class SampleKernel:
         formed: set[int] = set()
         for i, j in self._pairs():
             totals = self._residuals.rows[i].total, self._residuals.rows[j].total
-            schedule = Schedule(totals, (self._size, self._size), is_symmetric=i == j)
-            formed |= {*choose_formed(factors[i], factors[j], 0, schedule)[0]}
+            grid = Grid.of(totals, (self._size, self._size), i == j)
+            formed |= {*choose_formed(factors[i], factors[j], 0, grid)[0]}
         return formed
 
     def _axes(self, first: int, second: int, dtype: Any) -> OutputAxes:
@@ -392,16 +392,17 @@ class SampleKernel:
         rows, is_same = self._residuals.rows, first == second
         factors = [self._factors[first], self._factors[second]][: 1 if is_same else 2]
         axes = self._axes(first, second, self._residuals.dtype)
-        return ModelKernel(
-            Plan(
-                Mirror((), ()) if is_same else None,
-                (self._size, self._size),
-                0 if self._size is None else room_to_keep(),
-            ),
+        parts = Parts(
             (rows[first], rows[second]),
             Sites([], [axes], factors),
             lambda blocks: blocks["ntk", 0],
             lambda: products_of(*(program.closed for program in self._programs)),
+        )
+        return ModelKernel(
+            lambda: parts,
+            Mirror((), ()) if is_same else None,
+            (self._size, self._size),
+            0 if self._size is None else room_to_keep(),
         )
 
     def matrix(self) -> Float[Array, "num num"]:
@@ -417,7 +418,7 @@ class SampleKernel:
                 (blocks[i, j],) = kernel.block(self._kept[i], second)
         else:
             for pair, kernel in self._kernels.items():
-                (blocks[pair],) = on_device(kernel, make_collectors(kernel, None))
+                blocks[pair] = on_device(kernel)
         arranged = {pair: self._arranged(x, *pair) for pair, x in blocks.items()}
         numbers = self._residuals.numbers
         of_pair = lambda i, j: arranged[i, j] if j <= i else arranged[j, i].T

@@ -309,7 +309,7 @@ def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
     original = estimator.ModelKernel.prepare
 
     def spy(kernel):
-        rooms.append(kernel.plan.room)
+        rooms.append(kernel.room)
         return original(kernel)
 
     monkeypatch.setattr(estimator.ModelKernel, "prepare", spy)

@@ -103,7 +103,7 @@ def test_examples_on_disk_are_copied_once(tmp_path):
     assert peak < x.nbytes / 2
     # The owner may change them.
     x[:] = 2.0
-    close(operator.matrix.x1, np.ones((1000, 1000)))
+    close(operator.matrix.call.calls[0].x, np.ones((1000, 1000)))
 
 
 # Each kernel and each place at least once.

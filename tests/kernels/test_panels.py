@@ -10,13 +10,13 @@ import pytest
 
 from eqxbatch import RowSums
 from eqxbatch._batch.loop import Rows
-from eqxbatch._kernels.engine import make_collectors, on_device
+from eqxbatch._kernels.engine import on_device
 from eqxbatch._kernels.kernel import (
     AbstractBlockKernel,
     balanced,
+    flattened,
     Grid,
     KernelLeaf,
-    Plan,
 )
 from ..helpers import thinned
 
@@ -27,13 +27,27 @@ class Lopsided(AbstractBlockKernel):
     What is kept of an example takes four bytes.
     """
 
-    def __init__(self, x, y, size, room):
-        self.plan = Plan(True, (size, size), room)
+    first: Rows
+    second: Rows
+
+    @classmethod
+    def of(cls, x, y, size, room):
         first = Rows([x], (0,), len(x))
-        self.rows = (first, first if y is x else Rows([y], (0,), len(y)))
-        self.leaves = [KernelLeaf("", (0, 1), (2, 3), x.dtype)]
-        self.out = jax.ShapeDtypeStruct((2, 3), x.dtype)
-        self.bytes_kept = 4, 4
+        second = first if y is x else Rows([y], (0,), len(y))
+        return cls(
+            first,
+            second,
+            symmetric=True,
+            sizes=(size, size),
+            room=room,
+            leaves=(KernelLeaf("", (0, 1), (2, 3), x.dtype),),
+            out=flattened(jax.ShapeDtypeStruct((2, 3), x.dtype)),
+            bytes_kept=(4, 4),
+        )
+
+    @property
+    def rows(self):
+        return self.first, self.second
 
     def prepare(self):
         pass
@@ -57,9 +71,9 @@ def test_panels(total, room):
     def run(x, y):
         both = []
         for second in (x, y):
-            kernel = Lopsided(x, second, 4, room)
-            both.append(on_device(kernel, make_collectors(kernel, None))[0])
-            both.append(on_device(kernel, make_collectors(kernel, RowSums()))[0])
+            kernel = Lopsided.of(x, second, 4, room)
+            both.append(on_device(kernel))
+            both.append(on_device(kernel, RowSums()))
         return both
 
     square, sums, rectangle, others = run(x, y)
@@ -79,8 +93,8 @@ def test_derivatives_through_panels(room):
     x, y = jnp.linspace(0.0, 1.0, 10), jnp.linspace(1.0, 2.0, 7)
 
     def run(x, y):
-        kernel = Lopsided(x, y, 2, room)
-        return on_device(kernel, make_collectors(kernel, None))[0]
+        kernel = Lopsided.of(x, y, 2, room)
+        return on_device(kernel)
 
     def dense(x, y):
         return jnp.sin(x)[:, None] * jnp.sin(y)[None] + 1e-3 * jnp.sin(x)[:, None]
