@@ -81,9 +81,23 @@ BREAKAGES = [
     Breakage(
         "weights are added in the dtype of the result",
         "_batch/moments.py",
-        "jnp.sum(block.take(weights).astype(widest(dtype)))",
-        "jnp.sum(block.take(weights).astype(dtype))",
+        "jnp.sum(block.new(block.take(weights).astype(widest(dtype))))",
+        "jnp.sum(block.new(block.take(weights).astype(dtype)))",
         "tests/batch -k 'weights or half'",
+    ),
+    Breakage(
+        "an example of two microbatches counts twice",
+        "_batch/batch.py",
+        "return jnp.where(is_new, values, jnp.asarray(other, values.dtype))",
+        "return values",
+        "tests/batch tests/maps",
+    ),
+    Breakage(
+        "an example of two microbatches has its weight twice",
+        "_batch/moments.py",
+        "jnp.where(is_new, of_rows, jnp.zeros_like(of_rows))",
+        "of_rows",
+        "tests/gradients",
     ),
     Breakage(
         "an accumulator sees one block past the stop",
