@@ -40,6 +40,7 @@ CHECKS = {
 }
 # What is to be mended.
 ONCE = "patches and Gram matrices are made in loops of one trip"
+TRANSPOSED = "patches of images are transposed"
 RUN_ONCE = ("filter_micro_grad sites, attention", "filter_ggn, conv")
 
 
@@ -254,7 +255,7 @@ def test_no_loop_runs_once(subject):
 # What XLA makes of it.
 
 
-@pytest.fixture(params=ACCELERATORS)
+@pytest.fixture(params=[*ACCELERATORS])
 def accelerator(request):
     found = ACCELERATORS[request.param]
     if not found.is_installed:
@@ -330,3 +331,22 @@ def test_a_model_at_the_highest_precision_stays_there(name, accelerator):
 
     shapes = one_device((arrays, X, Y), accelerator)
     assert program(run, shapes, accelerator).cost().lower_precision == 0
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize(
+    "name",
+    (
+        "dense",
+        "attention",
+        pytest.param("conv", marks=pytest.mark.xfail(reason=TRANSPOSED)),
+    ),
+)
+def test_clipping_by_sites_transposes_no_more_than_a_gradient(name, accelerator):
+    def transposed(feature):
+        run, shapes = of_arrays(feature, name)
+        found = program(run, one_device(shapes, accelerator), accelerator)
+        return found.cost().transposed
+
+    plain = transposed("filter_micro_value_and_grad")
+    assert transposed("filter_micro_grad sites") <= plain
