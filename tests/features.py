@@ -125,7 +125,9 @@ def expanded(expand):
 
 def sampled(model):
     factor = lambda key: 1 + jax.random.uniform(key)
-    scale = lambda key, x: factor(key) * x if eqx.is_inexact_array(x) else x
+    scale = lambda key, x: (
+        factor(key).astype(x.dtype) * x if eqx.is_inexact_array(x) else x
+    )
     return lambda key: jax.tree.map(lambda x: scale(key, x), model)
 
 
