@@ -255,7 +255,7 @@ FEATURES = {
     )(x),
     "filter_batch_kernel": kernel,
     "filter_batch_kernel reduce": lambda model, x: kernel(
-        model, x, reduce=eb.KernelProduct(jnp.ones(len(x)))
+        model, x, reduce=eb.KernelProduct(jnp.ones(len(x), x.dtype))
     ),
     "filter_batch_kernel store": lambda model, x: kernel(
         model, x, store=eb.HostStore()
