@@ -7,6 +7,7 @@ JAX finds, and measures their time.
 
 import dataclasses
 import importlib.metadata
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -291,8 +292,9 @@ def ratios(ours: Reading, other: Reading) -> dict[str, float]:
         "time": (ours.seconds, other.seconds),
     }
     # A TPU may need no temporaries in its main memory.
+    divided = lambda mine, theirs: mine / theirs if theirs else math.inf
     return {
-        name: 1.0 if mine == theirs else mine / max(theirs, 1e-12)
+        name: 1.0 if mine == theirs else divided(mine, theirs)
         for name, (mine, theirs) in pairs.items()
     }
 
@@ -315,6 +317,7 @@ def tables(found: dict[str, list[Reading]], device: str) -> str:
         if others:
             best = min(others, key=lambda x: x.seconds)
             cells = [f"{x:.2f}" for x in ratios(ours, best).values()]
+            cells = ["of none" if x == "inf" else x for x in cells]
             lines.append(f"| {' | '.join([title, best.way, *cells])} |")
         for x in readings:
             ways.append(f"| {' | '.join([title, x.way, *x.cells])} |")
