@@ -274,14 +274,7 @@ class _Run(eqx.Module):
                 )
             rest = run.values(block, rows, is_after)
             states = self.updated(states, rest, block)
-            pieces.append(
-                [
-                    self.new_rows(value, slot, block)
-                    if self.is_collected(slot)
-                    else None
-                    for slot, value in safe_zip(self.slots, rest)
-                ]
-            )
+            pieces.append(rest)
         results = [
             self.joined(slot, value, [piece[i] for piece in pieces])
             if self.is_collected(slot)
@@ -433,26 +426,18 @@ class _Run(eqx.Module):
         axis, parts = self.rows_of(slot, value)
         whole = jax.eval_shape(lambda: slot.accumulator.init(value, self.blocks))
         missing = whole.shape[axis] - sum(piece.shape[axis] for piece in pieces)
-        if missing or not pieces:
+        if missing > 0 or not pieces:
             pieces = [*pieces, zeros_like(block_struct(whole, axis, missing))]
         if len(pieces) == 1:
             return pieces[0]
-        if not are_split(pieces[0], axis, parts):
-            return jnp.concatenate(pieces, axis)
-        pieces = [split_parts(piece, axis, parts) for piece in pieces]
-        return merge_parts(jnp.concatenate(pieces, axis + 1), axis)
-
-    def new_rows(self, value: Array, slot: OutputAccumulator, block: Block) -> Array:
-        """The rows of a collected value that no microbatch before has."""
-        if not self.blocks.overlaps:
-            return value
-        axis, parts = self.rows_of(slot, value)
-        is_split = are_split(value, axis, parts)
-        x = split_parts(value, axis, parts) if is_split else value
-        along = axis + 1 if is_split else axis
-        num_repeated = block.size - self.blocks.remainder
-        repeated = x.shape[along] * num_repeated // block.size
-        x = lax.slice_in_dim(x, repeated, None, 1, along)
+        along, is_split = axis, are_split(pieces[0], axis, parts)
+        if is_split:
+            pieces = [split_parts(piece, axis, parts) for piece in pieces]
+            along, missing = axis + 1, missing // parts
+        if missing < 0:  # The first rows of the last piece are not new.
+            *pieces, last = pieces
+            pieces.append(lax.slice_in_dim(last, -missing, None, 1, along))
+        x = jnp.concatenate(pieces, along)
         return merge_parts(x, axis) if is_split else x
 
     def rows_of(self, slot: OutputAccumulator, value: Any) -> tuple[int, int]:

@@ -32,11 +32,7 @@ from .._base.jaxprs import TracedFunction
 from .._base.mesh import error_if
 from .._base.mistakes import warn_user
 from .._base.trees import described, safe_zip
-from .._batch.derivative import (
-    AbstractOverExamples,
-    check_value,
-    Loss,
-)
+from .._batch.derivative import AbstractOverExamples, check_value, Loss
 from .._batch.transform import Model, Out, P
 from .._sites.trace import Program
 from .by_sites import SiteHessian

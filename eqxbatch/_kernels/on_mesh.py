@@ -18,20 +18,8 @@ from .._base.primitives import constants
 from .._base.trees import safe_zip
 from .._batch.loop import Rows
 from .calls import MeshAxis
-from .engine import (
-    Collector,
-    finalized,
-    make_collectors,
-    run_tiles,
-    Tiles,
-)
-from .kernel import (
-    AbstractBlockKernel,
-    balanced,
-    Grid,
-    SAMPLE,
-    Tile,
-)
+from .engine import Collector, finalized, make_collectors, run_tiles, Tiles
+from .kernel import AbstractBlockKernel, balanced, Grid, SAMPLE, Tile
 
 
 def on_mesh(kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis) -> PyTree:

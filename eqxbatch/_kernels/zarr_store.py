@@ -529,7 +529,7 @@ class SymmetricArray:
                 ("row", "column"), key[:2], self.shape[:2]
             )
         ]
-        bounds = [_bounds(x) for x in ranges]
+        bounds = [(min(x), max(x) + 1) if len(x) else (0, 0) for x in ranges]
         entries = self._read(*bounds)
         for axis, (wanted, (low, _)) in enumerate(safe_zip(ranges, bounds)):
             entries = np.take(entries, [x - low for x in wanted], axis)
@@ -588,10 +588,6 @@ def _range(name: str, index: Any, size: int) -> range:
         )
     start = range(size)[int(index)]
     return range(start, start + 1)
-
-
-def _bounds(x: range) -> tuple[int, int]:
-    return (min(x), max(x) + 1) if len(x) else (0, 0)
 
 
 def _pieces(start: int, stop: int, block: int) -> list[tuple[int, int]]:

@@ -33,13 +33,7 @@ from .._batch.slots import (
     OutputAccumulator,
     Slots,
 )
-from .._batch.transform import (
-    AbstractEarlyStop,
-    also_decorator,
-    Out,
-    P,
-    run_compiled,
-)
+from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_compiled
 
 
 _IF_WHOLE = "Give the function of one example, or use `filter_microbatch`."

@@ -10,13 +10,7 @@ from .._base.checks import AnyArray, check_at_least
 from .._base.trees import import_extra
 from .._kernels.batch_kernel import AbstractStored
 from .._kernels.calls import Keys, make_calls
-from .estimator import (
-    AbstractEstimator,
-    check_get,
-    checked_constructor,
-    Get,
-    Request,
-)
+from .estimator import AbstractEstimator, check_get, checked_constructor, Get, Request
 from .traced_model import (
     AbstractJacobianKernel,
     AbstractParameterKernel,

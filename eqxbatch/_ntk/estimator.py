@@ -92,12 +92,12 @@ def check_get(get: Get) -> str | tuple[str, ...] | None:
 
 def named(get: Any, results: list) -> Any:
     """The kernel itself if it was requested by name, and otherwise a named tuple."""
-    return results[0] if isinstance(get, str) else _kernel_type(names_of(get))(*results)
+    if isinstance(get, str):
+        return results[0]
+    return _named_tuple("Kernel", names_of(get))(*results)
 
 
-@functools.cache
-def _kernel_type(names: tuple[str, ...]) -> Any:
-    return collections.namedtuple("Kernel", names)
+_named_tuple = functools.cache(collections.namedtuple)
 
 
 class Request(AbstractRequest, AbstractKernelFunction):

@@ -19,13 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
-from .._base.dtypes import (
-    largest_of_each,
-    power_of_two,
-    squared_norm,
-    widened,
-    widest,
-)
+from .._base.dtypes import largest_of_each, power_of_two, squared_norm, widened, widest
 from .._base.mesh import full_varying_as, is_on_mesh, vary, vary_as, varying
 from .._base.platforms import platform
 from .._base.trees import safe_zip

@@ -33,13 +33,7 @@ from .._base.jaxprs import (
     TracedFunction,
 )
 from .._base.mesh import in_this_mesh, is_on_mesh, zeros_like
-from .._base.primitives import (
-    callee,
-    CUSTOM,
-    IDENTITIES,
-    is_unknown_object,
-    name_of,
-)
+from .._base.primitives import callee, CUSTOM, IDENTITIES, is_unknown_object, name_of
 from .._base.trees import safe_zip
 from .custom import linearized, unique_inputs
 from .plan import (

@@ -34,14 +34,7 @@ from .._batch.transform import (
 from .._curvature.curvature_matrices import filter_ggn
 from .._curvature.directional import like_parameters
 from .._curvature.pytree import joined, Unravel
-from .residuals import (
-    in_range,
-    Residuals,
-    SampleKernel,
-    shares,
-    Term,
-    Terms,
-)
+from .residuals import in_range, Residuals, SampleKernel, shares, Term, Terms
 
 
 Number = float | Float[AnyArray, ""]
