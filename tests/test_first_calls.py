@@ -27,13 +27,13 @@ def loss(model, x):
     (
         (
             lambda: filter_micro_grad(loss, clip_norm=1.0)(MODEL, X),
-            "Clipping: method='auto' is 'sites' (gram: 4).",
+            "Clipping: method='auto' is 'sites' (factors: 4).",
         ),
         (
             lambda: filter_micro_grad(loss, clip_norm=1.0, method="materialise")(
                 MODEL, X
             ),
-            "Clipping: method='materialise' is 'materialise' (leaf: 4).",
+            "Clipping: method='materialise' is 'materialise' (derivative: 4).",
         ),
         (
             lambda: filter_hessian(loss, in_axes=0, method="sites")(MODEL, X),
