@@ -52,11 +52,26 @@ def after_loop(
     `always` as large. Other devices know, and have a barrier instead.
     """
     later, static = eqx.partition(later, eqx.is_array)
-    in_order = lambda x, *trees: (x | True, *lax.optimization_barrier(trees))
+    in_order = lambda x, *trees: (x | True, *_in_order(trees))
     always, results, later = lax.platform_dependent(
         *(always, results, later), cpu=lambda *trees: trees, default=in_order
     )
     return always, results, eqx.combine(later, static)
+
+
+def _in_order(trees: PyTree) -> PyTree:
+    """An optimisation barrier for arrays that vary over the same devices.
+
+    In JAX 0.7, all that passes a barrier varies over the devices that any of it does.
+    """
+    leaves, treedef = jtu.tree_flatten(trees)
+    kinds = [varying(jax.typeof(x)) for x in leaves]
+    for kind in dict.fromkeys(kinds):
+        which = [i for i, other in enumerate(kinds) if other == kind]
+        barred = lax.optimization_barrier([leaves[i] for i in which])
+        for i, x in safe_zip(which, barred):
+            leaves[i] = x
+    return jtu.tree_unflatten(treedef, leaves)
 
 
 def materialised(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:

@@ -288,7 +288,7 @@ class TracedFunction:
     def __init__(
         self,
         fun: Callable[[Any, list], PyTree],
-        leaves: PyTree[Array],
+        leaves: PyTree,
         arrays: list,
         axes: Sequence[int] = (),
     ):

@@ -334,7 +334,7 @@ class AbstractBlockKernel(eqx.Module):
     sizes: Sizes | MemoryBudget = eqx.field(static=True, default=(None, None))
     room: int = eqx.field(static=True, default=0)
     leaves: tuple[KernelLeaf, ...] = eqx.field(static=True, default=())
-    out: Flat = eqx.field(static=True, default=((), None))
+    out: Flat = eqx.field(static=True, default=((), jtu.tree_structure(())))
     bytes_kept: tuple[int, int] = eqx.field(static=True, default=(0, 0))
 
     @property

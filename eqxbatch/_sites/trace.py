@@ -97,7 +97,8 @@ class Program:
         order: int = 1,
     ):
         self.traced, self.leaves, closed = traced, traced.leaves, traced.closed
-        self.jaxpr, self._consts = closed.jaxpr, list(closed.consts)
+        self.jaxpr: Any = closed.jaxpr
+        self._consts = list(closed.consts)
         avals, num_leaves = [var.aval for var in self.jaxpr.invars], len(self.leaves)
         self.fallbacks = dict.fromkeys(formed, "its gradient is formed")
         reason = None if use_rules else "no rules are used"
