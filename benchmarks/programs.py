@@ -87,7 +87,15 @@ class Accelerator:
         """`fun` compiled for shapes that say on which devices they are."""
         with for_platform(self.choices):
             traced = jax.jit(fun).trace(*args)
-            return traced.lower(lowering_platforms=(self.platform,)).compile()
+            lowered = traced.lower(lowering_platforms=(self.platform,))
+            try:
+                return lowered.compile()
+            except jax.errors.JaxRuntimeError as e:
+                # XLA for GPUs cannot tile some products for Triton. It compiles them
+                # otherwise, if it does not try.
+                if "output tile sizes" not in str(e):
+                    raise
+                return lowered.compile({"xla_gpu_enable_triton_gemm": False})
 
 
 @functools.cache

@@ -62,7 +62,7 @@ def after_loop(
 def _in_order(trees: PyTree) -> PyTree:
     """An optimisation barrier for arrays that vary over the same devices.
 
-    In JAX 0.7, all that passes a barrier varies over the devices that any of it does.
+    In some versions of JAX, all of it varies over the devices that any of it does.
     """
     leaves, treedef = jtu.tree_flatten(trees)
     kinds = [varying(jax.typeof(x)) for x in leaves]
