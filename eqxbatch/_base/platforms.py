@@ -68,13 +68,12 @@ def platform(arrays: Sequence[Any] = ()) -> Platform:
     chosen = _CHOSEN.get()
     if chosen is not None:
         return chosen
-    is_placed = lambda x: (
-        isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed
-    )
-    placed = next(filter(is_placed, arrays), None)
-    device: Any = jax.config.values["jax_default_device"]
-    if placed is not None:
-        device = next(iter(placed.devices()))
+    config: Any = jax.config  # Type checkers do not know its settings.
+    device = config.jax_default_device
+    for x in arrays:
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed:
+            device = next(iter(x.devices()))
+            break
     name = getattr(device, "platform", device) or jax.default_backend()
     return _PLATFORMS.get(name, GPU)
 
