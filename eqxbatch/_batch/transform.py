@@ -255,7 +255,7 @@ class AbstractMicrobatched(AbstractTransform):
         # Each part contributes the same share.
         size = min(-(-size // parts) * parts, max(total, 1))
         blocks = Blocks(total, size, parts)
-        if not self.overlaps or blocks.remainder == 0:
+        if blocks.remainder == 0 or not self.overlaps:
             return blocks
         if _MOST_REPEATED * total < blocks.num * size - total:
             size = -(-total // (blocks.num * parts)) * parts

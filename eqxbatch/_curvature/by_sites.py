@@ -30,7 +30,7 @@ from .._base.trees import safe_zip, type_of
 from .._sites.cost import pushed_cost
 from .._sites.einsum import EXAMPLE, Labels, Term
 from .._sites.factors import Factors
-from .._sites.gram import cancels, OfLeaf
+from .._sites.gram import cancels, has_products, OfLeaf
 from .._sites.shared import evaluated, Node
 from .._sites.site import is_allowed, is_sum, Label, Site
 from .._sites.trace import Program
@@ -52,10 +52,17 @@ from .site_blocks import (
 )
 
 
-def is_covered(program: Program, leaf: int, requested: RequestedBlocks) -> bool:
-    """Whether the requested blocks of a leaf can be computed from sites."""
+def is_covered(
+    program: Program, leaf: int, requested: RequestedBlocks, counts_cancelled: bool
+) -> bool:
+    """Whether the requested blocks of a leaf can be computed from sites.
+
+    With `counts_cancelled`, it must be known whether terms of its gradient cancel.
+    """
     sites = program.sites_of(leaf)
     if leaf in program.fallbacks or any(site.is_reverse for site in sites):
+        return False
+    if counts_cancelled and is_sum(sites) and not has_products(sites, sites):
         return False
     if requested.is_diagonal and any(site.is_coupled for site in sites):
         return False

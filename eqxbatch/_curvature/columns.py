@@ -182,7 +182,7 @@ def own_entries(
         outs = jax.vmap(linear)(seeds)
         dtype = common_dtype(*(out.dtype for out in outs))
         parts = [
-            jnp.sum((seed * out).reshape(seed.shape[0], -1), 1).astype(dtype)
+            jnp.sum(seed * out, axis=tuple(range(1, seed.ndim))).astype(dtype)
             for seed, out in safe_zip(seeds, outs)
         ]
         return [sum(parts[1:], parts[0])]

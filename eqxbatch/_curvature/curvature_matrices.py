@@ -15,7 +15,7 @@ from jaxtyping import Array, Inexact, Real
 from .._base.cpu import unstack
 from .._base.dtypes import num_bytes
 from .._base.jaxprs import first_use
-from .._base.mesh import full_varying_as, sum_varying, varying
+from .._base.mesh import sum_varying, varying
 from .._base.platforms import platform
 from .._base.precision import products_of
 from .._base.trees import log, safe_zip
@@ -680,9 +680,7 @@ class CurvatureBlocks:
         if self.method == "sites" or curvature.forms_rest:
             return sites
         counted = _COUNTED if curvature.axes else 1
-        invars = curvature.program.closed.jaxpr.invars
-        zeros = [full_varying_as(var.aval, 0) for var in invars[num:]]
-        products = curvature.products(zeros, None, (), False)
+        products = curvature.products(curvature.program.zeros()[1], None, (), False)
         order = self._in_order(self.requested.leaves)
         columns = {
             leaf: counted * cost
@@ -702,6 +700,12 @@ class CurvatureBlocks:
         """
         curvature, num = self.curvature, len(self.curvature.leaves)
         formed: set[int] = set()
+        # Gauss-Newton matrices form the Jacobians whose terms may cancel.
+        is_of_loss = isinstance(curvature, LossCurvature)
+        counts_cancelled = self.method == "auto" and is_of_loss
+        is_known = functools.partial(
+            is_covered, requested=self.requested, counts_cancelled=counts_cancelled
+        )
         while True:
             program = Program(
                 curvature.program,
@@ -710,11 +714,7 @@ class CurvatureBlocks:
                 num_outputs=curvature.num_outputs,
                 order=2,
             )
-            covered = {
-                i
-                for i in leaves
-                if i in formed or is_covered(program, i, self.requested)
-            }
+            covered = {i for i in leaves if i in formed or is_known(program, i)}
             if covered == leaves:
                 return program, covered
             if curvature.forms_rest:

@@ -62,10 +62,15 @@ def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> boo
 
     All sites are those of one leaf, and so are the `others`.
     """
-    first = [group for group, *_ in _groups(sites)]
-    second = first if others is None else [group for group, *_ in _groups(others)]
-    if len(first) * len(second) > MOST_SITES**2:
+    others = sites if others is None else others
+    if len(_groups(sites)) * len(_groups(others)) > MOST_SITES**2:
         return False
+    return has_products(sites, others)
+
+
+def has_products(sites: Sequence[Site], others: Sequence[Site]) -> bool:
+    """Whether inner products of the gradients at sites follow from their factors."""
+    first, second = ([group for group, *_ in _groups(x)] for x in (sites, others))
     return all(is_allowed("gram", site, other) for site in first for other in second)
 
 

@@ -565,6 +565,16 @@ def test_parts_without_parameters():
     assert blocks["b"] is None
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_arrays_of_size_0(method):
+    loss = lambda p, x: jnp.sum(p["a"]) + x**2
+    p, x = {"a": jnp.zeros((2, 0))}, jnp.ones(3)
+    diagonal = filter_hessian_diagonal(loss, in_axes=0, method=method)(p, x)
+    assert diagonal["a"].shape == (2, 0)
+    matrix, _ = filter_hessian(loss, in_axes=0, method=method, flat=True)(p, x)
+    assert matrix.shape == (0, 0)
+
+
 def test_where_looks_at_structure_only():
     where = lambda model: [x for x in model if x.ndim == 1]
     with pytest.raises(ValueError, match=r"it uses `.ndim` of one"):

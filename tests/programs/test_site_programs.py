@@ -58,6 +58,8 @@ OF_OWN_DERIVATIVES = (
     *((seed, OF_RULES) for seed in (5002, 5004, 5006, 5007, 5008, 5012, 5013)),
     *((seed, OF_BIASES) for seed in (5111, 5208)),
 )
+# Uses whose views have no inner products, so that nobody knows whether terms cancel.
+OF_OTHER_VIEWS = (800014, 700057)
 # The one of these that a program is compared by, besides all contractions of gradients.
 IN_TURN = ("hessian_by_sites", "kernels_by_factors", "gauss_newton_by_sites")
 
@@ -99,6 +101,13 @@ def test_random_program_of_branches_and_rules(seed, uses):
     with settings():
         program = draw(seed, uses)
     compare(program, IN_TURN[seed % len(IN_TURN)])
+
+
+@pytest.mark.parametrize("seed", quickly(OF_OTHER_VIEWS, 1, pytest.mark.matrix))
+def test_random_program_of_views_without_inner_products(seed):
+    with settings():
+        program = draw(seed)
+    compare(program, "hessian_by_both")
 
 
 def test_a_program_follows_from_its_seed():
