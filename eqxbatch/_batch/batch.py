@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from .._base.mesh import examples_spec, is_explicit, mesh_axes, names_of, spec_of
 from .._base.mistakes import called, has_numbers, is_one_key, key_remedy, NUMBERS
@@ -288,8 +288,8 @@ class Blocks(eqx.Module):
     on every microbatch, and no example leaves its device.
 
     With `overlaps`, the last microbatch has `size` examples instead, of which the first
-    ones are those of the one before. It is the same program then, and counts the
-    examples that are new.
+    ones are those of the one before. It is the same program then, and no example counts
+    twice.
 
     `num` is the number of all microbatches, and `num_full` of those with `size`
     examples.
@@ -346,10 +346,26 @@ class Block(eqx.Module):
         """The number of examples that no microbatch before it has."""
         return jnp.asarray(self.size - self.repeated, jnp.int32)
 
+    @property
+    def _numbers(self) -> Int[Array, " size"]:
+        """The number of each of its examples, within its part."""
+        return jnp.arange(self.size, dtype=jnp.int32) % (self.size // self.parts)
+
     def is_new(self) -> Bool[Array, " size"]:
         """Whether each of its examples is in no microbatch before it."""
-        numbers = jnp.arange(self.size, dtype=jnp.int32) % (self.size // self.parts)
-        return numbers >= self.repeated // self.parts
+        return self._numbers >= self.repeated // self.parts
+
+    def shares(self) -> Float[Array, " size"]:
+        """The weight of each of its examples: a half for those of two microbatches.
+
+        A weight of zero would turn an infinite derivative into NaN.
+        """
+        assert self.total is not None
+        numbers = self._numbers + self.start // self.parts
+        last, full = self.total - self.size, self.total // self.size * self.size
+        is_first = numbers < last // self.parts
+        is_both = ~is_first & (numbers < full // self.parts)
+        return jnp.where(is_both, 0.5, 1.0).astype(jnp.result_type(float))
 
     def new(
         self, values: Shaped[Array, "size ..."], other: Any = 0

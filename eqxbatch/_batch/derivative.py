@@ -421,9 +421,9 @@ class AbstractOverExamples(
         arrays, axes, split = rows_and_weights(name, weights, loss.batch, blocks)
 
         def run(
-            rows: list, size: int, is_new: Array | None
+            rows: list, size: int, of_rows: Array | None
         ) -> tuple[tuple[list, PyTree], None]:
-            batch, weights_of_rows = split(rows, is_new)
+            batch, weights_of_rows = split(rows, of_rows)
 
             def shares(weights: Array | None, share: float) -> list:
                 if share != 1:

@@ -31,7 +31,7 @@ from .moments import LogSumExp, Mean, RunningMean, Sum, Variance, with_weights
 from .slots import match_accumulators, OutputAccumulator, Slots
 
 
-# A function of the rows of a microbatch, of their number, and of which are new.
+# A function of the rows of a microbatch, of their number, and of their shares.
 Microbatch = Callable[[list, int, Any], tuple[PyTree, Any]]
 
 
@@ -49,7 +49,7 @@ def run_blocks(
     **Arguments:**
 
     - `fun`: takes the rows of one microbatch (a list parallel to `arrays`), their
-        number, and which of them are new if microbatches overlap, else None. It returns
+        number, and their `Block.shares` if microbatches overlap, else None. It returns
         `(output, static)`. It is traced once for the full microbatches and, unless they
         overlap, once for the remainder.
     - `arrays`, `axes`: the batched arrays and the axis along which each is cut.
@@ -66,8 +66,9 @@ def run_blocks(
     def structs(size: int) -> tuple[list, int, jax.ShapeDtypeStruct | None]:
         pairs = safe_zip(arrays, axes)
         rows = [block_struct(x, axis, size) for x, axis in pairs]
-        is_new = jax.ShapeDtypeStruct((size,), bool) if blocks.overlaps else None
-        return rows, size, is_new
+        dtype = jnp.result_type(float)
+        shares = jax.ShapeDtypeStruct((size,), dtype) if blocks.overlaps else None
+        return rows, size, shares
 
     def trace(size: int) -> tuple[Any, PyTree, Any]:
         jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(*structs(size))
@@ -377,7 +378,7 @@ class _Run(eqx.Module):
             else:
                 jaxpr, consts = self.full, self.full_consts
             if self.blocks.overlaps:
-                arrays.append(block.is_new())
+                arrays.append(block.shares())
             # Convolutions are as slow in a branch as in a loop.
             is_inside = self.is_loop or condition is not None
             evaluate = evaluate_in_loop if is_inside else evaluate_jaxpr

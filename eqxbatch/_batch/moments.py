@@ -453,20 +453,19 @@ def check_real(name: str, weights: Any) -> None:
 
 
 # Rows with the weights of their examples as the last of them, their axes, and what
-# separates both again. It gives examples of a microbatch that are not new no weight.
+# separates both again, times the shares that the examples have in a microbatch.
 _Weighted = tuple[list, tuple[int, ...], Callable[..., tuple[list, Array | None]]]
 
 
 def with_weights(arrays: list, axes: Sequence[int], weights: Array | None) -> _Weighted:
     """Appends weights to rows, if there are any."""
 
-    def split(rows: list, is_new: Array | None = None) -> tuple[list, Array | None]:
-        of_rows = None
-        if weights is not None:
-            *rows, of_rows = rows
-        if is_new is not None:
-            of_rows = jnp.ones(is_new.shape) if of_rows is None else of_rows
-            of_rows = jnp.where(is_new, of_rows, jnp.zeros_like(of_rows))
+    def split(rows: list, shares: Array | None = None) -> tuple[list, Array | None]:
+        if weights is None:
+            return rows, shares
+        *rows, of_rows = rows
+        if shares is not None:
+            of_rows = of_rows.astype(shares.dtype) * shares
         return rows, of_rows
 
     if weights is None:

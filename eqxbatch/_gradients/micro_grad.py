@@ -229,8 +229,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         arrays, axes, split = rows_and_weights(name, self.weights, batch, blocks)
         gradients = self._gradients_on_mesh(loss)
 
-        def run(rows: list, _: int, is_new: Array | None) -> tuple[Results, None]:
-            return gradients(*split(rows, is_new)), None
+        def run(rows: list, _: int, of_rows: Array | None) -> tuple[Results, None]:
+            return gradients(*split(rows, of_rows)), None
 
         of_whole, of_each = self.run(arrays, axes, blocks, run, self.slots)
         results = {**of_whole, **of_each}

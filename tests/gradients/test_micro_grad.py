@@ -567,3 +567,18 @@ def test_aux_that_differs_between_microbatches(getkey):
 def test_public_names():
     assert eqxbatch.GradientStatistics._fields == ("norms", "metrics", "moments")
     assert eqxbatch.GradientMoments._fields == ("mean", "variance", "noise_scale")
+
+
+def test_infinite_derivatives_of_examples_of_two_microbatches_stay_infinite(x64):
+    loss = lambda w, x: (w + x) ** 1.5
+    w, x = jnp.array(0.0), jnp.arange(7.0).at[4].set(0)
+    for size in (1, 2, 3, 5, 7):
+        blocked = {"in_axes": 0, "accumulator": Sum(), "microbatch_size": size}
+        hessian = eqxbatch.filter_hessian(loss, **blocked)(w, x)
+        assert jax.tree.leaves(hessian) == [jnp.inf], size
+    root = lambda w, x: jnp.sqrt(w + x)
+    for size, weights in ((3, None), (3, jnp.ones(7)), (5, None), (7, None)):
+        gradient = filter_micro_grad(
+            root, accumulator=Sum(weights=weights), microbatch_size=size
+        )(w, x)
+        assert gradient == jnp.inf, size

@@ -112,7 +112,7 @@ def _requested(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Requeste
         key=lambda i: sum(sizes[t] for t in perturbations_of(i)),
     ):
         perturbed = perturbations_of(leaf)
-        if not is_covered(program, leaf, all_own):
+        if not is_covered(program, leaf, all_own, counts_cancelled=False):
             if subject.leaves[leaf].size <= _MOST_COLUMNS:
                 chosen.append(leaf)
             continue
