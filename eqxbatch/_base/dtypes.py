@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Inexact, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
 from .trees import safe_zip
 
@@ -89,13 +89,33 @@ def power_of_two(x: Real[Array, "*s"]) -> Real[Array, "*s"]:
     Division by it is exact, and it has no derivative.
     """
     info = jnp.finfo(x.dtype)
-    bits = lax.bitcast_convert_type(x, f"uint{info.bits}")
-    shift = jnp.asarray(info.nmant, bits.dtype)
-    bits = lax.shift_left(lax.shift_right_logical(bits, shift), shift)
-    power = lax.bitcast_convert_type(bits, x.dtype)
     # Compilers divide by multiplying with the inverse, which must not underflow.
-    power = jnp.minimum(power, 2.0 ** (info.maxexp - 2))
-    return jnp.where((x > 0) & jnp.isfinite(x) & (power > 0), power, 1)
+    exponent = jnp.minimum(exponent_of(x), int(info.maxexp) - 2)
+    return jnp.where((x >= info.tiny) & jnp.isfinite(x), _two_to(exponent, x.dtype), 1)
+
+
+def exponent_of(x: Real[Array, "*s"]) -> Int[Array, "*s"]:
+    """The exponent of the largest power of two up to `x`, which is not negative."""
+    info = jnp.finfo(x.dtype)
+    bits = lax.bitcast_convert_type(x, f"uint{info.bits}")
+    bits = lax.shift_right_logical(bits, jnp.asarray(info.nmant, bits.dtype))
+    return bits.astype("int32") - (int(info.maxexp) - 1)
+
+
+def _two_to(exponent: Int[Array, "*s"], dtype: Any) -> Real[Array, "*s"]:
+    """`2**exponent`, or the nearest power of two that is a number of the dtype."""
+    info = jnp.finfo(dtype)
+    most = int(info.maxexp) - 1
+    exponent = jnp.clip(exponent, int(info.minexp), most)
+    bits = (exponent + most).astype(f"uint{info.bits}")
+    bits = lax.shift_left(bits, jnp.asarray(info.nmant, bits.dtype))
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+def times_two_to(x: Real[Array, "*s"], exponent: Int[Array, "*s"]) -> Real[Array, "*s"]:
+    """`x * 2**exponent`, also if the power of two is no number of the dtype."""
+    half = exponent // 2
+    return x * _two_to(half, x.dtype) * _two_to(exponent - half, x.dtype)
 
 
 def largest_of_each(x: Inexact[Array, "n ..."]) -> Real[Array, " n"]:
@@ -117,6 +137,18 @@ def squared_norm(gradient: Inexact[Array, "n ..."]) -> Real[Array, " n"]:
     return jnp.sum(squares, axis=tuple(range(1, squares.ndim)))
 
 
+class Squares(NamedTuple):
+    """The squares `value * 4**exponent`, of numbers of any size."""
+
+    value: Real[Array, "*s"]
+    exponent: Int[Array, "*s"]
+
+    @property
+    def number(self) -> Real[Array, "*s"]:
+        """The squares as numbers of the dtype, some of which may be out of range."""
+        return times_two_to(self.value, 2 * self.exponent)
+
+
 def is_in_range(square: Real[Array, "*s"]) -> Bool[Array, "*s"]:
     """Whether no relevant square in these sums has underflowed or overflowed."""
     info = jnp.finfo(square.dtype)
@@ -126,11 +158,60 @@ def is_in_range(square: Real[Array, "*s"]) -> Bool[Array, "*s"]:
 
 def into_range(square: Real[Array, "*s"]) -> Real[Array, "*s"]:
     """The factor of numbers that brings the sum of their squares into range."""
-    most = jnp.finfo(square.dtype).maxexp
-    # Compilers may square the first one separately, so this must not overflow.
-    small, large = 2.0 ** (most // 2 - 1), 2.0 ** -(5 * most // 8)
+    small, large = _factors_into_range(square.dtype)
     factor = jnp.where(square < 1, small, large)
     return jnp.where(is_in_range(square), 1, factor).astype(square.dtype)
+
+
+def _factors_into_range(dtype: Any) -> tuple[float, float]:
+    most = int(jnp.finfo(dtype).maxexp)
+    # Compilers may square the first one separately, so this must not overflow.
+    return 2.0 ** (most // 2 - 1), 2.0 ** -(5 * most // 8)
+
+
+def scaled_squares(x: Inexact[Array, "n ..."], factor: Real[Array, " n"]) -> Squares:
+    """The squared norm of each example, from numbers times a power of two."""
+    return Squares(squared_norm(scaled_examples(x, factor)), -exponent_of(factor))
+
+
+def squares_in_range(x: Inexact[Array, "n ..."]) -> Squares:
+    """The squared norm of each example, whatever its size, in one pass.
+
+    The entries are squared as they are, scaled up, and scaled down.
+    """
+    x, plain = widened(x), squared_norm(x)
+    up, down = _factors_into_range(plain.dtype)
+    # Derivatives multiply what is not chosen by zero, so it must be finite.
+    small = jnp.where(jnp.abs(x) < 1, x, jnp.zeros_like(x))
+    small, large = squared_norm(small * up), squared_norm(x * down)
+    factor = into_range(plain)
+    value = jnp.where(factor > 1, small, jnp.where(factor < 1, large, plain))
+    return Squares(value, -exponent_of(factor))
+
+
+def sum_of_squares(terms: Sequence[Squares]) -> Squares:
+    value, exponent = _normalised(terms)
+    exponent = jnp.where(value > 0, exponent, -(2**20))  # Zero is small.
+    largest = jnp.max(exponent, axis=0, keepdims=True)
+    value = times_two_to(value, 2 * (exponent - largest))
+    return Squares(jnp.sum(value, axis=0), jnp.squeeze(largest, 0))
+
+
+def product_of_squares(terms: Sequence[Squares]) -> Squares:
+    value, exponent = _normalised(terms)
+    return Squares(
+        jnp.prod(value, axis=0), jnp.sum(exponent, axis=0, dtype=exponent.dtype)
+    )
+
+
+def _normalised(terms: Sequence[Squares]) -> Squares:
+    """Stacks squares, with values from 1 to 4."""
+    values, exponents = safe_zip(*terms)
+    dtype = widest(*(x.dtype for x in values))
+    values = jnp.stack(jnp.broadcast_arrays(*(x.astype(dtype) for x in values)))
+    half = exponent_of(values) // 2
+    exponents = jnp.stack(jnp.broadcast_arrays(*exponents))
+    return Squares(times_two_to(values, -2 * half), exponents + half)
 
 
 def normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:

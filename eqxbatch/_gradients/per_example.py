@@ -16,16 +16,22 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Inexact, PyTree, Real, Shaped
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
 from .._base.checks import check_types
 from .._base.dtypes import (
+    exponent_of,
     into_range,
     is_in_range,
     largest_of_each,
     power_of_two,
     scaled_examples,
+    scaled_squares,
     squared_norm,
+    Squares,
+    squares_in_range,
+    sum_of_squares,
+    times_two_to,
     widened,
     widest,
 )
@@ -45,8 +51,15 @@ from .._sites.factors import (
     weighted_sum,
     weights_of,
 )
-from .._sites.gram import OfLeaf, squared_norms
-from .._sites.site import is_outer_product, Site
+from .._sites.gram import (
+    has_norms_of_factors,
+    norms_unless_cancelled,
+    OfLeaf,
+    squared_norms,
+    squares_of_factors,
+    unless_cancelled,
+)
+from .._sites.site import Site
 from .._sites.trace import Program
 
 
@@ -181,12 +194,8 @@ def _called(name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree) -> PyT
 def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
     """Clipped per-example gradients, and their norms."""
     leaves, treedef = jtu.tree_flatten(gradients)
-
-    def squared_norms(scales: list[Array] | None) -> list[Array]:
-        xs = leaves if scales is None else [*map(scaled_examples, leaves, scales)]
-        return [squared_norm(x) for x in xs]
-
-    clipped = groups.clip(squared_norms, are_cheap=False)
+    scaled = lambda factors: [*map(scaled_squares, leaves, factors)]
+    clipped = groups.clip([*map(squared_norm, leaves)], [], scaled)
     scaled = [
         scaled_examples(x, scale).astype(x.dtype)
         for x, scale in safe_zip(leaves, clipped.scales)
@@ -225,7 +234,7 @@ def clipped_by_norms(
         of_sites = Factors(*factors, num=num, values=values)
         gradients = SiteGradients(program, contractions, of_sites, leaves)
         clipped = dataclasses.replace(groups, bounds=bounds).clip(
-            gradients.squared_norms, gradients.are_cheap
+            *gradients.plain_squares(), gradients.squares
         )
         scales, powers = clipped.scales, []
         if example.is_narrow:
@@ -311,78 +320,68 @@ class Groups:
 
     def clip(
         self,
-        squared_norms: Callable[[list[Array] | None], list[Real[Array, " n"]]],
-        are_cheap: bool,
+        plain: list[Real[Array, " n"]] | None,
+        flags: list[Bool[Array, ""]],
+        scaled: Callable[[list[Array]], list[Squares]],
     ) -> Clipped:
         """The factors of each leaf, for some examples.
 
-        `squared_norms(scales)` returns the squared norms of each leaf's gradients,
-        scaled first if `scales` is not None. If scaling is not cheap (`are_cheap`), it
-        is used only if some square is out of range.
+        `plain` are the squared norms of each leaf's gradients, and wrong if a flag is
+        set or a sum out of range; None if scaling is cheap. `scaled(factors)` are
+        always right. The factors bring those gradients that are formed into range.
         """
-        squared = squared_norms(None)
-        dtype = widest(*(x.dtype for x in squared))
-        zeros = jnp.zeros(squared[0].shape, dtype)
+        if plain is None:
+            return self._scales(self._added(scaled([])))
+        dtypes = sorted((x.dtype for x in plain), key=lambda dtype: dtype.itemsize)
+        wide = [x.astype(dtypes[-1]) for x in plain]
+        zeros = jnp.zeros_like(wide[0])
+        totals, factors = [], []
+        for members in self.members:
+            total = sum((wide[i] for i in members), zeros)
+            totals.append(Squares(total, jnp.zeros_like(total, "int32")))
+            factors += [into_range(total)] * len(members)
+            if members:
+                flags.append(~jnp.all(is_in_range(total.astype(dtypes[0]))))
+        arrays, treedef = jtu.tree_flatten(totals)
+        others = lambda: jtu.tree_leaves(self._added(scaled(factors)))
+        # One branch for all, because the host of a GPU may wait for each.
+        chosen = unless_cancelled(jnp.stack(flags), arrays, arrays, others)
+        return self._scales(jtu.tree_unflatten(treedef, chosen))
 
-        def totals(squared: list[Array]) -> list[Array]:
-            wide = [x.astype(dtype) for x in squared]
-            of_group = lambda members: (wide[i] for i in members)
-            return [sum(of_group(members), zeros) for members in self.members]
+    def _added(self, squares: list[Squares]) -> list[Squares]:
+        """The squared norm of each group."""
+        zeros = jax.tree.map(jnp.zeros_like, squares[0])
+        groups = ([squares[i] for i in members] for members in self.members)
+        return [sum_of_squares(group) if group else zeros for group in groups]
 
-        def plain() -> list[tuple[Array, Array]]:
-            return [(jnp.ones_like(total), total) for total in totals(squared)]
-
-        def scaled() -> list[tuple[Array, Array]]:
-            factors = [into_range(total) for total in totals(squared)]
-            scales = [zeros] * len(squared)
-            for factor, members in safe_zip(factors, self.members):
-                for i in members:
-                    scales[i] = factor
-            again = totals(squared_norms(scales))
-            return [*safe_zip(factors, again)]
-
-        if are_cheap:
-            return self._scales(scaled())
-        are_in_range = [
-            is_in_range(total)
-            for total, members in safe_zip(totals(squared), self.members)
-            if members
-        ]
-        norms = jax.lax.cond(jnp.all(jnp.stack(are_in_range)), plain, scaled)
-        return self._scales(norms)
-
-    def _scales(self, powers_and_squares: list[tuple[Array, Array]]) -> Clipped:
-        """Factors from norms, which are `sqrt(square) / power` for each group."""
+    def _scales(self, totals: list[Squares]) -> Clipped:
+        """Factors from the squared norm of each group."""
         scales, norms = [], []
         is_kept: Bool[Array, "..."] | None = None
-        for bound, members, (power, square) in safe_zip(
-            self.bounds, self.members, powers_and_squares
+        for bound, members, (square, exponent) in safe_zip(
+            self.bounds, self.members, totals
         ):
             # The derivative of a norm at zero is defined as zero instead of NaN.
             is_positive = square > 0
             root = jnp.sqrt(jnp.where(is_positive, square, 1))
             root = jnp.where(is_positive, root, square)
-            norm = root / power
+            norm = times_two_to(root, exponent)
             if self.nan_safe:
                 is_finite = jnp.isfinite(norm)
                 is_kept = is_finite if is_kept is None else is_kept & is_finite
-            factor = _factor(bound, power, root)
-            if not self.nan_safe and bound is not None:
-                # One non-finite entry makes the whole gradient non-finite.
-                factor = jnp.where(jnp.isfinite(root), factor, jnp.nan)
+            factor = jnp.ones_like(root)
+            if bound is not None:
+                limit = jnp.asarray(bound, root.dtype)
+                is_longer = norm > limit  # The norm itself may overflow.
+                divisor = jnp.where(is_longer, root, 1)
+                shorter = times_two_to(limit / divisor, -exponent)
+                factor = jnp.where(is_longer, shorter, 1)
+                if not self.nan_safe:
+                    # One non-finite entry makes the whole gradient non-finite.
+                    factor = jnp.where(jnp.isfinite(root), factor, jnp.nan)
             scales += [factor] * len(members)
             norms.append(norm)
         return Clipped(scales, is_kept, jtu.tree_unflatten(self.treedef, norms))
-
-
-def _factor(bound: Any, power: Array, root: Array) -> Array:
-    """The factor that clips gradients of norm `root / power` to a bound."""
-    if bound is None:
-        return jnp.ones_like(root)
-    limit = jnp.asarray(bound, root.dtype)
-    # The norm itself may overflow.
-    is_longer = root / power > limit
-    return jnp.where(is_longer, limit * power / jnp.where(is_longer, root, 1), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,99 +389,90 @@ class SiteGradients:
     """Per-example gradients, represented by the factors of their sites.
 
     Only the types of the `leaves` matter.
-
-    - `formed`: gradients that were formed for their norms, by leaf.
-    - `scaled`: norms that are always computed with scaling, by leaf.
     """
 
     program: Program
     contractions: list[Contraction]
     factors: Factors
     leaves: list
-    formed: dict[int, Array] = dataclasses.field(default_factory=dict)
-    scaled: dict[int, tuple] = dataclasses.field(default_factory=dict)
 
-    @property
-    def are_cheap(self) -> bool:
-        """Whether passing `scales` costs nothing extra."""
-        return all(c.form == "none" or self._is_product(c) for c in self.contractions)
+    @functools.cached_property
+    def formed(self) -> dict[int, Array]:
+        """The gradients that are formed for their norms and kept, by leaf."""
+        return {c.leaf: self._gradients(c.leaf) for c in self.contractions if c.keeps}
 
-    def _is_product(self, contraction: Contraction) -> bool:
-        """Whether the norm of a leaf's gradient is a product of two norms."""
-        if contraction.form != "factors":
-            return False
-        return is_outer_product(self.program.sites_of(contraction.leaf))
+    @functools.cached_property
+    def products(self) -> dict[int, Squares]:
+        """The norms that follow from those of factors, by leaf."""
+        leaves = (c.leaf for c in self.contractions if c.form == "factors")
+        return {
+            i: squares_of_factors(self._of_leaf(i))
+            for i in leaves
+            if has_norms_of_factors(self.program.sites_of(i))
+        }
 
-    def squared_norms(
-        self, scales: Sequence[Real[Array, " n"]] | None = None
-    ) -> list[Real[Array, " n"]]:
+    def _of_leaf(self, leaf: int) -> OfLeaf:
+        sites = self.program.sites_of(leaf)
+        return OfLeaf(sites, self.factors, self.leaves[leaf])
+
+    def _gradients(self, leaf: int) -> Array:
+        return gradients(*self._of_leaf(leaf))
+
+    def plain_squares(
+        self,
+    ) -> tuple[list[Real[Array, " n"]] | None, list[Bool[Array, ""]]]:
+        """For each leaf, the squared norms, and flags, of which none must be set.
+
+        The norms are None if all follow from those of factors.
+        """
+        forms = {c.form for c in self.contractions if c.leaf not in self.products}
+        if forms <= {"none"}:
+            return None, []
+        with exact_products():  # Bounds rest on these norms.
+            norms, flags = norms_unless_cancelled([*self._sums.values()])
+        products = {leaf: x.number for leaf, x in self.products.items()}
+        squares = self._of_leaves(lambda x, _: squared_norm(x), norms, products)
+        return squares, [*flags.values()]
+
+    def squares(self, factors: Sequence[Real[Array, " n"]] = ()) -> list[Squares]:
         """For each leaf, the squared norms of the per-example gradients.
 
-        With `scales`, one for each leaf, gradients are multiplied by these first, so
-        that their squares are in range.
+        Gradients that are formed are multiplied by the factors for their leaves first,
+        so that their squares are in range.
         """
-        factors = scales or [None] * len(self.contractions)
-        grams = self._of_grams(is_scaled=scales is not None)
-        return [
-            self._squared_norm(contraction, scale, grams)
-            for contraction, scale in safe_zip(self.contractions, factors)
-        ]
+        powers, scaled = [], []
+        for uses in self._sums.values():
+            power, of_leaf = _scaled(uses)
+            powers.append(power)
+            scaled.append(of_leaf)
+        with exact_products():
+            norms = squared_norms(scaled)
 
-    def _of_grams(
-        self, *, is_scaled: bool
-    ) -> dict[int, tuple[Array | None, Real[Array, " n"]]]:
-        """For leaves without formed gradients, norms as `power * sqrt(squares)`.
+        def square(x: Array, leaf: int) -> Squares:
+            return scaled_squares(x, factors[leaf]) if factors else squares_in_range(x)
 
-        The power is None if nothing is scaled.
-        """
-        powers: dict[int, Array | None] = {}
-        requested = []
+        sums = [*map(Squares, norms, powers)]
+        return self._of_leaves(square, sums, self.products)
+
+    @property
+    def _sums(self) -> dict[int, OfLeaf]:
+        """The leaves whose gradients are not formed, and are no products."""
+        leaves = (c.leaf for c in self.contractions if c.form == "factors")
+        return {i: self._of_leaf(i) for i in leaves if i not in self.products}
+
+    def _of_leaves(
+        self, square: Callable[[Array, int], Any], sums: list, products: dict[int, Any]
+    ) -> list:
+        """Squared norms for each leaf, from `square` where gradients are formed."""
+        known = {**products, **dict(safe_zip(self._sums, sums))}
         for contraction in self.contractions:
-            leaf = contraction.leaf
-            if contraction.form != "factors" or leaf in self.scaled:
-                continue
-            sites, powers[leaf] = self.program.sites_of(leaf), None
-            of_leaf = OfLeaf(sites, self.factors, self.leaves[leaf])
-            # If scaling is cheap, it is always used: another way would take time to
-            # compile.
-            if is_scaled or self._is_product(contraction):
-                powers[leaf], of_leaf = _scaled(of_leaf)
-            requested.append(of_leaf)
-        norms: dict[int, tuple[Array | None, Array]] = {}
-        with exact_products():  # Bounds rest on these norms.
-            squared = squared_norms(requested)
-        for (leaf, power), squares in safe_zip(powers.items(), squared):
-            power = None if power is None else jnp.where(squares > 0, power, 1)
-            norms[leaf] = power, squares
-        if not is_scaled:
-            self.scaled.update((i, x) for i, x in norms.items() if x[0] is not None)
-        return {**self.scaled, **norms}
-
-    def _squared_norm(
-        self, contraction: Contraction, scale: Array | None, grams: dict
-    ) -> Array:
-        leaf = contraction.leaf
-        if contraction.form == "none":
-            return jnp.zeros(self.factors.num, widest(self.leaves[leaf].dtype))
-        sites = self.program.sites_of(leaf)
-        if contraction.form == "factors":
-            power, squares = grams[leaf]
-            if power is None:
-                return squares
-            if scale is not None:
-                power = power.astype(scale.dtype) * scale
-            # Multiplied one after the other: the square of `power` alone may overflow.
-            return squares.astype(power.dtype) * power * power
-        formed = self.formed.get(leaf)
-        if formed is None:
-            formed = gradients(sites, self.factors, self.leaves[leaf])
-            if not is_on_mesh(formed):
-                formed = formed.reshape(formed.shape[0], -1)
-        if scale is not None:
-            return squared_norm(scaled_examples(formed, scale))
-        if contraction.keeps:
-            self.formed[leaf] = formed
-        return squared_norm(formed)
+            leaf, struct = contraction.leaf, self.leaves[contraction.leaf]
+            if contraction.form == "none":
+                known[leaf] = square(jnp.zeros(self.factors.num, struct.dtype), leaf)
+            elif contraction.form != "factors":
+                x = self.formed.get(leaf)
+                known[leaf] = square(self._gradients(leaf) if x is None else x, leaf)
+        return [known[c.leaf] for c in self.contractions]
 
     def weighted_sums(
         self, weights: Sequence[Real[Array, " n"]], is_kept: Array | None
@@ -490,8 +480,7 @@ class SiteGradients:
         """For each leaf, the weighted sum of the per-example gradients.
 
         The `weights` are given for each leaf. Examples where `is_kept` is False are
-        left out, even if their gradient is not finite. Call `squared_norms` first:
-        gradients that it materialised are reused.
+        left out, even if their gradient is not finite.
         """
         factors = self.factors if is_kept is None else self.factors.where(is_kept)
         return [
@@ -532,25 +521,29 @@ class SiteGradients:
         return weighted_sum(sites, factors, struct, weights)
 
 
-def _scaled(uses: OfLeaf) -> tuple[Real[Array, " n"], OfLeaf]:
-    """Factors with squares in range, for norms divided by a power of two."""
+def _scaled(uses: OfLeaf) -> tuple[Int[Array, " n"], OfLeaf]:
+    """Factors with squares in range, for norms divided by a power of two.
+
+    Its exponent comes first.
+    """
     (sites, factors, _), separate = uses, uses.with_own_factors()
     pairs = map(separate.factors.of, separate.sites)
     operands, cotangents = safe_zip(*pairs)
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
+    exponent = exponent_of(power)
     if _have_size(sites, factors):
-        of_operands = _common_power(operands)
-        operands = [_over(a, of_operands) for a in operands]
-        power = power * of_operands.astype(power.dtype)
+        power = _common_power(operands)
+        operands = [_over(a, power) for a in operands]
+        exponent += exponent_of(power)
     unit = None
     if all(map(has_weights, sites)):
         weights = [weights_of(site, factors.values) for site in sites]
         largest = [jnp.max(jnp.abs(x), initial=0) for x in weights]
         unit = power_of_two(functools.reduce(jnp.maximum, largest))
-        power = power * unit.astype(power.dtype)
+        exponent += exponent_of(unit)
     scaled = factors.replaced([*operands], cotangents, unit)
-    return power, separate._replace(factors=scaled)
+    return exponent, separate._replace(factors=scaled)
 
 
 def _balanced(

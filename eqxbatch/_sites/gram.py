@@ -19,7 +19,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
-from .._base.dtypes import largest_of_each, power_of_two, squared_norm, widened, widest
+from .._base.dtypes import (
+    largest_of_each,
+    power_of_two,
+    product_of_squares,
+    squared_norm,
+    Squares,
+    squares_in_range,
+    widened,
+    widest,
+)
 from .._base.mesh import full_varying_as, is_on_mesh, vary, vary_as, varying
 from .._base.platforms import platform
 from .._base.trees import safe_zip
@@ -389,31 +398,70 @@ def _separate_squares(site: Site, factors: Factors) -> Array:
 
 def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
     """Squared norms of gradients with respect to each leaf, from its sites' factors."""
-    norms, summed, separate = [], [], []
-    for i, uses in enumerate(leaves):
-        total, apart = squares(uses)
-        norms.append(total)
-        if not is_outer_product(uses.sites):
-            summed.append(i)
-            separate.append(jnp.any(apart > _MOST_CANCELLED * total))
-    if not summed:
+    norms, separate = norms_unless_cancelled(leaves)
+    if not separate:
         return norms
+    parts = [leaves[i] for i in separate]
 
     def norms_of(formed: list[Array]) -> list[Array]:
         results = []
-        for i, x in safe_zip(summed, formed):
-            unit = leaves[i].factors.unit
+        for (_, factors, _), x in safe_zip(parts, formed):
+            unit = factors.unit
             x = x if unit is None else x / unit.astype(x.real.dtype)
             results.append(squared_norm(x)[0])
         return results
 
-    parts = [leaves[i] for i in summed]
-    totals = [norms[i] for i in summed]
+    totals = [norms[i] for i in separate]
     formed = lambda: _for_each_formed(parts, totals[0].shape[0], norms_of)
-    chosen = unless_cancelled(jnp.stack(separate), _arrays(parts), totals, formed)
-    for i, norm in safe_zip(summed, chosen):
+    flags = jnp.stack([*separate.values()])
+    chosen = unless_cancelled(flags, _arrays(parts), totals, formed)
+    for i, norm in safe_zip(separate, chosen):
         norms[i] = norm
     return norms
+
+
+def norms_unless_cancelled(
+    leaves: Sequence[OfLeaf],
+) -> tuple[list[Real[Array, " n"]], dict[int, Bool[Array, ""]]]:
+    """Squared norms of gradients with respect to each leaf.
+
+    Also returns for each leaf whose terms may cancel whether they nearly do: the norm
+    is not exact then.
+    """
+    norms, separate = [], {}
+    for i, uses in enumerate(leaves):
+        total, apart = squares(uses)
+        norms.append(total)
+        if not is_outer_product(uses.sites):
+            separate[i] = jnp.any(apart > _MOST_CANCELLED * total)
+    return norms, separate
+
+
+def has_norms_of_factors(sites: Sequence[Site]) -> bool:
+    """Whether a gradient is a product whose norm follows from those of its factors.
+
+    They have no axes in common, or one of them has all axes.
+    """
+    if not is_outer_product(sites) or any(map(has_weights, sites)):
+        return False
+    (site,) = sites
+    axes = [
+        {x for x in names if site.sizes[x] != 1} for names in (site.a_axes, site.d_axes)
+    ]
+    common = set.intersection(*axes)
+    return not has_few_directions(site) and (not common or common in axes)
+
+
+def squares_of_factors(uses: OfLeaf) -> Squares:
+    """The squared norms of gradients, if `has_norms_of_factors`."""
+    (site,) = uses.sites
+    terms = site_terms(site, uses.factors)
+    if not set(site.a_axes).isdisjoint(site.d_axes):
+        labels = tuple(dict.fromkeys(x for _, labels in terms for x in labels))
+        terms = [(contract(terms, labels), labels)]
+    arrays = (x if EXAMPLE in labels else x[None] for x, labels in terms)
+    value, exponent = product_of_squares([*map(squares_in_range, arrays)])
+    return Squares(value * abs(_scale(site)) ** 2, exponent)
 
 
 def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:

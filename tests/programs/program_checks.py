@@ -161,7 +161,7 @@ def norms_and_sums(s: Subject) -> Triples:
             contractions = forced(sites, form)
             count(sites, contractions)
             found = SiteGradients(sites, contractions, factors, s.leaves)
-            norms = found.squared_norms()
+            norms = [x.number for x in found.squares()]
             sums = found.weighted_sums([weights] * len(s.leaves), is_kept)
             for i, true in enumerate(truth):
                 square = jnp.sum(jnp.abs(true.reshape(num, -1)) ** 2, 1)
