@@ -331,7 +331,7 @@ def bars(found: dict[str, list[Reading]], device: str) -> list[Bar]:
     limits = []
     for title, readings in found.items():
         by_way = {x.way: x for x in readings}
-        if device != "h100" or HAND not in by_way or "accumulated" in title:
+        if device == "v5e" or HAND not in by_way or "accumulated" in title:
             continue
         for name, value in ratios(by_way[OURS], by_way[HAND]).items():
             if name != "time":

@@ -318,7 +318,8 @@ class Program:
         if x.op == "conditional":
             branches = x.called("branch_computations")
             branches += x.called("true_computation") + x.called("false_computation")
-            return max(map(self.cost, branches), key=lambda cost: cost.seconds)
+            # Others are for numbers that are out of range, or that nearly cancel.
+            return min(map(self.cost, branches), key=lambda cost: cost.seconds)
         inner = x.called("calls", "to_apply")
         if x.op == "call" or (x.op == "async-start" and inner):
             return self.cost(*inner)

@@ -25,6 +25,8 @@ class Platform:
         that are formed for some examples, tiles, and blocks contracted together.
     - `factor_bytes`: what the factors of some examples may take, whatever the size of
         the result.
+    - `patch_bytes`: what the patches of some images may take, whatever the size of the
+        images.
     """
 
     flops_per_byte: float
@@ -32,24 +34,24 @@ class Platform:
     grouped_convolution: float
     block_bytes: int
     factor_bytes: int
+    patch_bytes: int
 
 
 # Rounded from `python -m benchmarks --suite costs` on 2 cores of an AMD EPYC. Blocks
 # stay in the caches.
-CPU = Platform(8.0, 1.0, 4.0, 2**22, 2**24)
+CPU = Platform(8.0, 1.0, 4.0, 2**22, 2**24, 0)
 
 
-# From the data sheet of an H100: 494 TFLOP/s for float32 in TF32, JAX's default, and
-# 3.35 TB/s. (It is 300 FLOP a byte in bfloat16.) With all digits it is 67 TFLOP/s; in
-# norms of a ViT-B/16, where both wait for memory, too, 5 predicts the cheaper program.
-# Grouped convolutions were not measured. Blocks are so large that their kernels take
-# longer than to launch these, and small beside the memory of the device.
-GPU = Platform(150.0, 5.0, 4.0, 2**28, 2**28)
+# Measured on an H100: 408 TFLOP/s for float32 in TF32, JAX's default, 52 with all digits,
+# and 3.0 TB/s. (It is 300 FLOP a byte in bfloat16.) Grouped convolutions were not
+# measured. Blocks are so large that their kernels take longer than to launch these, and
+# small beside the memory of the device.
+GPU = Platform(136.0, 8.0, 4.0, 2**28, 2**28, 2**28)
 
 
 # From the data sheet of a v5e: 197 TFLOP/s in bfloat16, JAX's default, and 819 GB/s.
 # All digits of float32 take six passes.
-TPU = Platform(240.0, 6.0, 4.0, 2**27, 2**27)
+TPU = Platform(240.0, 6.0, 4.0, 2**27, 2**27, 2**27)
 
 
 _PLATFORMS = {"cpu": CPU, "tpu": TPU}

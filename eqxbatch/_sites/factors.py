@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Inexact
 
 from .._base.dtypes import widened
 from .._base.mesh import full_varying_as, is_on_mesh
+from .._base.platforms import platform
 from .._base.trees import safe_zip
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .rules import Axes
@@ -248,15 +249,14 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     if a is None or not a.has_examples or is_on_mesh(a.array):
         return form(a, d)
     # Patches are several times as large as their input, so they are computed for some
-    # examples at a time: as many as keep them no larger than the input, or the
-    # cotangents of several outputs. It is also faster, because they stay in the caches.
-    # (On a mesh, this would gather the same examples from all devices, so all patches
-    # are computed at once.)
-    num = factors.num
+    # examples at a time: as many as keep them no larger than the input, the cotangents
+    # of several outputs, or what the platform allows. (On a mesh, this would gather the
+    # same examples from all devices, so all patches are computed at once.)
+    num, patches = factors.num, math.prod(site.sizes[name] for name in site.a_axes)
     outputs = math.prod(d.array.shape[d.has_examples :][:num_outputs])
-    size = max(a.array.size * outputs, 1)
-    growth = math.prod(site.sizes[name] for name in site.a_axes) * num / size
-    if growth <= 1:
+    allowed = platform().patch_bytes / a.array.dtype.itemsize
+    at_a_time = int(max(a.array.size * outputs, allowed) / max(patches, 1))
+    if at_a_time >= num:
         return form(a, d)
 
     def one(rows: tuple) -> Array:
@@ -267,7 +267,7 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
         return form(*row)[0]
 
     rows = tuple(factor.array if factor.has_examples else None for factor in (a, d))
-    return jax.lax.map(one, rows, batch_size=max(1, int(num / growth)))
+    return jax.lax.map(one, rows, batch_size=max(1, at_a_time))
 
 
 def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:

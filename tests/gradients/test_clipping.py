@@ -15,6 +15,7 @@ from eqxbatch import (
     filter_micro_value_and_grad,
     Sum,
 )
+from eqxbatch._base.platforms import for_platform, GPU
 from ..helpers import (
     assert_same,
     BLOCK,
@@ -290,3 +291,66 @@ def test_norms_where_no_parameter_is_used(method):
     value, gradient, statistics = micro(jnp.ones(3), jnp.ones((4, 2)))
     assert_same((value, gradient), (jnp.asarray(2.0), jnp.zeros(3)))
     assert_same(statistics.norms, jnp.zeros(4))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_factors_whose_squares_are_out_of_range(method):
+    # The gradient is of order one, or nothing but its norm is out of range.
+    x = jnp.array([[3e30, 4e30], [3e-30, 4e-30], [0.0, 0.0], [3e38, 3e38]])
+    scale = jnp.array([1e-30, 1e30, 1e30, 1.0])
+    loss = lambda w, x, scale: jnp.sum(w @ x) * scale
+    for rows, bound, norms, expected in (
+        (slice(0, 3), 1.0, [50**0.5, 50**0.5, 0], [1.2, 1.6]),
+        (slice(3, 4), 1e30, [jnp.inf], [1e30 / 2**0.5, 1e30 / 2**0.5]),
+    ):
+        grad = filter_micro_grad(
+            loss, clip_norm=bound, return_norms=True, method=method, accumulator=Sum()
+        )
+        gradient, statistics = grad(jnp.ones((2, 2)), x[rows], scale[rows])
+        assert_same(statistics.norms, jnp.array(norms))
+        assert_same(gradient, jnp.array([expected] * 2) / 2**0.5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_derivatives_of_norms_whose_squares_are_out_of_range(method):
+    def norm(x):
+        grad = filter_micro_grad(
+            lambda w, x: w @ x, clip_norm=1.0, return_norms=True, method=method
+        )
+        return jnp.sum(grad(jnp.ones(2), x)[1].norms)
+
+    x = jnp.array([[3e25, 4e25], [3e-25, 4e-25], [3.0, 4.0], [0.0, 0.0]])
+    slopes = jnp.array([[0.6, 0.8]] * 3 + [[0.0, 0.0]])
+    assert_same(jax.grad(norm)(x), slopes)
+
+
+class Convolution(eqx.Module):
+    """A convolution whose patches are larger than its input."""
+
+    conv: eqx.nn.Conv2d
+
+    def __init__(self, key):
+        self.conv = eqx.nn.Conv2d(3, 2, 3, padding=1, key=key)
+
+    def __call__(self, x):
+        return jnp.sum(jnp.tanh(self.conv(x)))
+
+
+def test_programs_for_gpus_have_neither_loops_for_caches_nor_many_conditionals(getkey):
+    mapped = lambda m, x: jnp.sum(jnp.tanh(jax.vmap(m)(x)))
+    wide = eqx.nn.Linear(16, 16, key=getkey())
+    cases = {
+        # The model, loss, input, and the numbers of loops and of conditionals.
+        "products": (wide, lambda m, x: jnp.sum(jnp.tanh(m(x))), (4, 16), 0, 0),
+        "positions": (wide, mapped, (4, 2, 16), None, 1),
+        "patches": (Convolution(getkey()), lambda m, x: m(x), (4, 3, 8, 8), 0, None),
+    }
+    for name, (model, fun, shape, loops, conditionals) in cases.items():
+        grad = filter_micro_grad(fun, clip_norm=1.0, method="sites")
+        with for_platform(GPU):
+            text = jax.jit(grad).lower(model, jnp.ones(shape)).as_text()
+        if loops is not None:
+            assert text.count("stablehlo.while") == loops, name
+        if conditionals is not None:
+            # The branch for terms that cancel has another one.
+            assert text.count("stablehlo.case") <= 2 * conditionals, name
