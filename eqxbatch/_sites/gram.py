@@ -445,18 +445,22 @@ def has_norms_of_factors(sites: Sequence[Site]) -> bool:
     if not is_outer_product(sites) or any(map(has_weights, sites)):
         return False
     (site,) = sites
-    axes = [
-        {x for x in names if site.sizes[x] != 1} for names in (site.a_axes, site.d_axes)
-    ]
+    axes = _axes_of_factors(site)
     common = set.intersection(*axes)
     return not has_few_directions(site) and (not common or common in axes)
+
+
+def _axes_of_factors(site: Site) -> list[set[str]]:
+    """The axes of each factor that are longer than 1."""
+    names = site.a_axes, site.d_axes
+    return [{x for x in axes if site.sizes[x] != 1} for axes in names]
 
 
 def squares_of_factors(uses: OfLeaf) -> Squares:
     """The squared norms of gradients, if `has_norms_of_factors`."""
     (site,) = uses.sites
     terms = site_terms(site, uses.factors)
-    if not set(site.a_axes).isdisjoint(site.d_axes):
+    if set.intersection(*_axes_of_factors(site)):
         labels = tuple(dict.fromkeys(x for _, labels in terms for x in labels))
         terms = [(contract(terms, labels), labels)]
     arrays = (x if EXAMPLE in labels else x[None] for x, labels in terms)

@@ -65,7 +65,7 @@ def forced(sites: Sites, form: str) -> list[cost.Contraction]:
         own = sites.sites_of(leaf)
         chosen, keeps = kind, form == "once"
         if not own:
-            chosen = "none"
+            chosen, keeps = "none", False
         elif leaf in sites.fallbacks:
             chosen, keeps = "derivative", True
         elif kind == "factors" and not all(

@@ -114,7 +114,8 @@ def test_memory_of_stacked_layers():
     before = temporaries(scanned, jnp.stack(ws), XS)
     for stack in (jnp.stack, lambda ws: jnp.concatenate([w[None] for w in ws])):
         after = temporaries(lambda ws, x, stack=stack: scanned(stack(ws), x), ws, XS)
-        assert after <= before + 2 * 4 * 4 * SIZE**2
+        # The stack, its gradient, and the factors of each layer.
+        assert after <= before + 3 * 4 * 4 * SIZE**2
     assert before < FORMED
 
 
