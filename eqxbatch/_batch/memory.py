@@ -25,6 +25,7 @@ from .._base.mesh import (
     outside_of_mesh,
     structs_on_devices,
 )
+from .._base.platforms import platform
 from .._base.trees import as_int, log
 
 
@@ -223,7 +224,7 @@ def resolve_size(
 
     # Only a key. `compiled_bytes` compiles for the default backend, because its structs
     # are on no device.
-    key = (budget, jax.default_backend(), total, *_structure(operands))
+    key = (budget, jax.default_backend(), platform(), total, *_structure(operands))
     try:
         hash(key)
     except TypeError:  # A static argument has no hash.

@@ -30,6 +30,7 @@ from eqxbatch import (
     MonteCarloKernel,
     Sum,
 )
+from eqxbatch._base.platforms import for_platform, GPU
 from eqxbatch._batch import memory as memory_module
 from eqxbatch._batch.memory import CompiledBytes, fit_size, machine_bytes
 from eqxbatch._ntk import estimator
@@ -134,6 +135,10 @@ def test_is_cached(compilations):
     assert len(compilations) == num
     assert fun.num <= traces + 2  # For the loop and for the remainder.
     run(X[:1000])
+    assert len(compilations) > num
+    num = len(compilations)
+    with for_platform(GPU):  # Its programs may be others.
+        run(X)
     assert len(compilations) > num
 
 
