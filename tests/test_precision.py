@@ -108,14 +108,6 @@ def test_steps_keep_digits(space):
         assert precisions(step, Net(HIGHEST), X, Y) == {HIGHEST}
 
 
-def test_kronecker_factors_keep_digits_that_the_model_does_not():
-    run = DERIVATIVES["kfac"]
-    assert precisions(run, Net(None), X, Y) == {None, HIGHEST}
-    assert precisions(run, Net(HIGH), X, Y) == {HIGH, HIGHEST}
-    with jax.default_matmul_precision("default"):
-        assert precisions(run, Net(HIGH), X, Y) == {HIGH}
-
-
 @pytest.mark.parametrize("reduce", (KernelProduct, KernelAlignment))
 def test_reductions_of_kernels_keep_digits(reduce):
     x = jnp.asarray(np.linspace(0.0, 1.0, 12, dtype=np.float32)[:, None])

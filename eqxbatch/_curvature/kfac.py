@@ -309,20 +309,18 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         axes = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
         mesh_axes = frozenset.intersection(*axes)
 
-        traced = curvature.program
-
         def totals(sums: Callable[[Factors, Weighing], list]) -> list:
             treedefs: list = []
 
             def flat(factors: Factors, weighing: Weighing) -> list[Array]:
-                # Not the products of the model itself.
-                with exact_products(), products_of(traced.closed):
-                    arrays, treedef = jtu.tree_flatten(sums(factors, weighing))
+                arrays, treedef = jtu.tree_flatten(sums(factors, weighing))
                 treedefs.append(treedef)
                 return arrays
 
             of_rows = functools.partial(_sums, curvature, program, flat)
-            of_all, _ = self.total(fun, traced, of_rows, curvature.aux)
+            traced = curvature.program
+            with exact_products(), products_of(traced.closed):
+                of_all, _ = self.total(fun, traced, of_rows, curvature.aux)
             # A sum over examples, like a gradient. It also sums over devices, which
             # have different examples but the same parameters.
             of_all = [sum_varying(x, mesh_axes) for x in of_all]
