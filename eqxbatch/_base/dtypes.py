@@ -190,28 +190,30 @@ def squares_in_range(x: Inexact[Array, "n ..."]) -> Squares:
 
 
 def sum_of_squares(terms: Sequence[Squares]) -> Squares:
-    value, exponent = _normalised(terms)
-    exponent = jnp.where(value > 0, exponent, -(2**20))  # Zero is small.
-    largest = jnp.max(exponent, axis=0, keepdims=True)
-    value = times_two_to(value, 2 * (exponent - largest))
-    return Squares(jnp.sum(value, axis=0), jnp.squeeze(largest, 0))
+    values, exponents = safe_zip(*_normalised(terms))
+    small = jnp.asarray(-(2**20), "int32")  # So is zero.
+    exponents = [jnp.where(x > 0, n, small) for x, n in safe_zip(values, exponents)]
+    largest = functools.reduce(jnp.maximum, exponents)
+    pairs = safe_zip(values, exponents)
+    parts = [times_two_to(x, 2 * (n - largest)) for x, n in pairs]
+    return Squares(functools.reduce(jnp.add, parts), largest)
 
 
 def product_of_squares(terms: Sequence[Squares]) -> Squares:
-    value, exponent = _normalised(terms)
-    return Squares(
-        jnp.prod(value, axis=0), jnp.sum(exponent, axis=0, dtype=exponent.dtype)
-    )
+    values, exponents = safe_zip(*_normalised(terms))
+    multiply, add = jnp.multiply, jnp.add
+    return Squares(functools.reduce(multiply, values), functools.reduce(add, exponents))
 
 
-def _normalised(terms: Sequence[Squares]) -> Squares:
-    """Stacks squares, with values from 1 to 4."""
-    values, exponents = safe_zip(*terms)
-    dtype = widest(*(x.dtype for x in values))
-    values = jnp.stack(jnp.broadcast_arrays(*(x.astype(dtype) for x in values)))
-    half = exponent_of(values) // 2
-    exponents = jnp.stack(jnp.broadcast_arrays(*exponents))
-    return Squares(times_two_to(values, -2 * half), exponents + half)
+def _normalised(terms: Sequence[Squares]) -> list[Squares]:
+    """Squares of one dtype, with values from 1 to 4."""
+    dtype = widest(*(x.value.dtype for x in terms))
+    found = []
+    for value, exponent in terms:
+        value = value.astype(dtype)
+        half = exponent_of(value) // 2
+        found.append(Squares(times_two_to(value, -2 * half), exponent + half))
+    return found
 
 
 def normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
