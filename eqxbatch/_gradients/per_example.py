@@ -454,7 +454,7 @@ class SiteGradients:
         sums = [*map(Squares, norms, powers)]
         return self._of_leaves(square, sums, self.products)
 
-    @property
+    @functools.cached_property
     def _sums(self) -> dict[int, OfLeaf]:
         """The leaves whose gradients are not formed, and are no products."""
         leaves = (c.leaf for c in self.contractions if c.form == "factors")

@@ -590,6 +590,11 @@ def _placed(view: View, eqn: Any, start: int, axis: int, key: str) -> View:
     return dataclasses.replace(view, shape=shape, place=_Place(start, size, key, put))
 
 
+# Norms and kernels of factors are multiplied by the square of a scale at the end: those
+# of 1 must stay in range, and those that are still in range must have had all digits.
+_SCALES = 2.0**-24, 2.0**12
+
+
 def _scaled(view: View, eqn: Any, index: int, key: str) -> View | None:
     """A view multiplied or divided by a number; None for anything else."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
@@ -602,7 +607,8 @@ def _scaled(view: View, eqn: Any, index: int, key: str) -> View | None:
         return None
     value = complex(np.asarray(other.val).astype(out.dtype).item())
     factor = value if name == "mul" else 1 / value if value else math.inf
-    if not math.isfinite(abs(factor)):
+    least, most = _SCALES
+    if not least <= abs(factor * view.scale) <= most:
         return None
 
     def scale(x: Array) -> Array:

@@ -312,6 +312,23 @@ def test_factors_whose_squares_are_out_of_range(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", (1e25, 1e-25))
+def test_parameters_times_numbers_whose_squares_are_out_of_range(scale, method):
+    x = jnp.array([[3.0, 4.0], [0.3, 0.4]]) / scale
+    grad = filter_micro_grad(
+        lambda w, x: jnp.sum((w * scale) @ x),
+        clip_norm=1.0,
+        return_norms=True,
+        method=method,
+        accumulator=Sum(),
+    )
+    gradient, statistics = grad(jnp.ones((2, 2)), x)
+    assert_same(statistics.norms, jnp.array([50.0, 0.5]) ** 0.5)
+    one = jnp.array([0.6, 0.8]) / 2**0.5
+    assert_same(gradient, jnp.stack([one + jnp.array([0.3, 0.4])] * 2))
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_derivatives_of_norms_whose_squares_are_out_of_range(method):
     def norm(x):
         grad = filter_micro_grad(
