@@ -1,6 +1,7 @@
 """Dtypes of sums, scaling against overflow, and complex numbers as pairs."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -106,16 +107,23 @@ def _two_to(exponent: Int[Array, "*s"], dtype: Any) -> Real[Array, "*s"]:
     """`2**exponent`, or the nearest power of two that is a number of the dtype."""
     info = jnp.finfo(dtype)
     most = int(info.maxexp) - 1
-    exponent = jnp.clip(exponent, int(info.minexp), most)
-    bits = (exponent + most).astype(f"uint{info.bits}")
+    least, largest = (jnp.asarray(x, exponent.dtype) for x in (info.minexp, most))
+    bits = (lax.clamp(least, exponent, largest) + most).astype(f"uint{info.bits}")
     bits = lax.shift_left(bits, jnp.asarray(info.nmant, bits.dtype))
     return lax.bitcast_convert_type(bits, dtype)
 
 
 def times_two_to(x: Real[Array, "*s"], exponent: Int[Array, "*s"]) -> Real[Array, "*s"]:
     """`x * 2**exponent`, also if the power of two is no number of the dtype."""
-    half = exponent // 2
+    half = exponent >> 1
     return x * _two_to(half, x.dtype) * _two_to(exponent - half, x.dtype)
+
+
+def _times_four_to(
+    x: Real[Array, "*s"], exponent: Int[Array, "*s"]
+) -> Real[Array, "*s"]:
+    root = _two_to(exponent, x.dtype)
+    return x * root * root
 
 
 def largest_of_each(x: Inexact[Array, "n ..."]) -> Real[Array, " n"]:
@@ -146,7 +154,7 @@ class Squares(NamedTuple):
     @property
     def number(self) -> Real[Array, "*s"]:
         """The squares as numbers of the dtype, some of which may be out of range."""
-        return times_two_to(self.value, 2 * self.exponent)
+        return _times_four_to(self.value, self.exponent)
 
 
 def is_in_range(square: Real[Array, "*s"]) -> Bool[Array, "*s"]:
@@ -184,36 +192,40 @@ def squares_in_range(x: Inexact[Array, "n ..."]) -> Squares:
     # Derivatives multiply what is not chosen by zero, so it must be finite.
     small = jnp.where(jnp.abs(x) < 1, x, jnp.zeros_like(x))
     small, large = squared_norm(small * up), squared_norm(x * down)
-    factor = into_range(plain)
-    value = jnp.where(factor > 1, small, jnp.where(factor < 1, large, plain))
-    return Squares(value, -exponent_of(factor))
+    is_plain, is_small = is_in_range(plain), plain < 1
+    value = jnp.where(is_plain, plain, jnp.where(is_small, small, large))
+    scaled = jnp.where(is_small, -int(math.log2(up)), -int(math.log2(down)))
+    return Squares(value, jnp.where(is_plain, 0, scaled).astype("int32"))
 
 
 def sum_of_squares(terms: Sequence[Squares]) -> Squares:
-    values, exponents = safe_zip(*_normalised(terms))
+    dtype = widest(*(x.value.dtype for x in terms))
+    terms = [Squares(x.astype(dtype), exponent) for x, exponent in terms]
     small = jnp.asarray(-(2**20), "int32")  # So is zero.
-    exponents = [jnp.where(x > 0, n, small) for x, n in safe_zip(values, exponents)]
-    largest = functools.reduce(jnp.maximum, exponents)
-    pairs = safe_zip(values, exponents)
-    parts = [times_two_to(x, 2 * (n - largest)) for x, n in pairs]
+    sizes = [
+        jnp.where(x > 0, exponent + _half_exponent(x), small) for x, exponent in terms
+    ]
+    largest = functools.reduce(jnp.maximum, sizes)
+    parts = [_times_four_to(x, exponent - largest) for x, exponent in terms]
     return Squares(functools.reduce(jnp.add, parts), largest)
 
 
 def product_of_squares(terms: Sequence[Squares]) -> Squares:
-    values, exponents = safe_zip(*_normalised(terms))
+    if len(terms) == 1:
+        return terms[0]
+    dtype = widest(*(x.value.dtype for x in terms))
+    values, exponents = [], []
+    for value, exponent in terms:
+        half = _half_exponent(value)
+        # From 1 to 4.
+        values.append(_times_four_to(value, -half).astype(dtype))
+        exponents.append(exponent + half)
     multiply, add = jnp.multiply, jnp.add
     return Squares(functools.reduce(multiply, values), functools.reduce(add, exponents))
 
 
-def _normalised(terms: Sequence[Squares]) -> list[Squares]:
-    """Squares of one dtype, with values from 1 to 4."""
-    dtype = widest(*(x.value.dtype for x in terms))
-    found = []
-    for value, exponent in terms:
-        value = value.astype(dtype)
-        half = exponent_of(value) // 2
-        found.append(Squares(times_two_to(value, -2 * half), exponent + half))
-    return found
+def _half_exponent(x: Real[Array, "*s"]) -> Int[Array, "*s"]:
+    return exponent_of(x) >> 1
 
 
 def normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:

@@ -27,7 +27,15 @@ from .batch import (
     remainder_block,
     split_parts,
 )
-from .moments import LogSumExp, Mean, RunningMean, Sum, Variance, with_weights
+from .moments import (
+    AbstractSummary,
+    LogSumExp,
+    Mean,
+    RunningMean,
+    Sum,
+    Variance,
+    with_weights,
+)
 from .slots import match_accumulators, OutputAccumulator, Slots
 
 
@@ -139,6 +147,10 @@ def _at_once(
         if isinstance(slot.accumulator, Concat):
             jax.eval_shape(lambda: slot.init(value, blocks))
             return value
+        if isinstance(slot.accumulator, AbstractSummary):
+            # Nothing is added to the summary of the only microbatch.
+            with slot.named():
+                return slot.accumulator.finalize(slot.accumulator.summary(value, block))
         state = slot.init(value, blocks)
         new = slot.update(state, value, block)
         slot.check_state(state, new)

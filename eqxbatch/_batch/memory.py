@@ -42,11 +42,13 @@ _UNITS = {
 }
 
 
-_MAX_COMPILATIONS = 4
+# The program that runs is one more.
+_MAX_COMPILATIONS = 3
 
 
-# A size is large enough if it is this fraction of the largest that should fit.
-_ENOUGH = 0.9
+# A size is large enough if it is this fraction of the largest that should fit: a few
+# more microbatches cost less than another compilation.
+_ENOUGH = 0.6
 
 
 # A first guess assumes that memory is proportional to the size. It is a little low
@@ -70,8 +72,8 @@ class MemoryBudget(eqx.Module):
     Candidates are compiled, but not run, and XLA's reported memory is read. The first
     candidate is a small size; the second one should need slightly less than the budget.
     Memory is roughly `fixed + slope * size`, so these two predict the largest size that
-    fits; if the second one is less than 90% of it, a larger one is tried. This takes at
-    most four compilations, once for each function and shapes of its arguments. The
+    fits; if the second one is less than 60% of it, a larger one is tried. This takes at
+    most three compilations, once for each function and shapes of its arguments. The
     chosen size is always one that was compiled and found to fit. If the whole batch
     does not fit, at most half of it is chosen: a larger size needs two blocks as well,
     and XLA may allocate memory for both at once.
@@ -193,10 +195,12 @@ def resolve_size(
     total: int,
     run: Callable[[int], Callable[[PyTree], Any]],
     operands: PyTree,
+    first: int = 16,
 ) -> int:
     """The block size, between 1 and `total` (1 if there are no examples).
 
-    For a [`eqxbatch.MemoryBudget`][], `run(size)(operands)` is the program to fit.
+    For a [`eqxbatch.MemoryBudget`][], `run(size)(operands)` is the program to fit, and
+    `first` the first size to try.
     """
     largest = max(total, 1)
     if size is None:
@@ -218,7 +222,7 @@ def resolve_size(
         return used
 
     def choose() -> int:
-        size = fit_size(budget, largest, bytes_at)
+        size = fit_size(budget, largest, bytes_at, first)
         log.debug("MemoryBudget(%d): chose blocks of %d of %d.", budget, size, largest)
         return size
 
@@ -317,12 +321,15 @@ def _within_vmaps(program: Callable[..., list], names: set) -> Callable[..., lis
 
 
 def fit_size(
-    budget: int, largest: int, bytes_at: Callable[[int], CompiledBytes]
+    budget: int,
+    largest: int,
+    bytes_at: Callable[[int], CompiledBytes],
+    first: int = 16,
 ) -> int:
     """A size in `[1, largest]` that fits into `budget`, close to the largest such size.
 
     Assumes that the sum of `bytes_at(size)` is roughly affine and increasing, and calls
-    it at most four times. If it is not, the returned size still fits, but much larger
+    it at most three times. If it is not, the returned size still fits, but much larger
     ones may fit, too.
 
     Raises `ValueError` if not even size 1 fits.
@@ -334,7 +341,7 @@ def fit_size(
             measured[size] = bytes_at(size)
         return sum(measured[size]) <= budget
 
-    if not fits(min(16, largest)) and not fits(1):
+    if not fits(min(first, largest)) and not fits(1):
         raise ValueError(
             f"A memory budget of {budget:,} bytes is too small: with blocks of one "
             f"example, the program needs {sum(measured[1]):,} bytes for temporaries "
@@ -350,10 +357,9 @@ def fit_size(
         best = max((size for size in measured if fits(size)), default=0)
         if len(measured) > 1 and best >= _ENOUGH * (exact + 1):
             break
-        # Guesses are low, so that one fits even if memory is not affine. If the last
-        # one fitted and is far from the new prediction, trust the prediction.
-        has_room = len(measured) > 2 and fits(list(measured)[-1])
-        cautious = exact if has_room or exact == largest else lower
+        # Guesses are low, so that one fits even if memory is not affine.
+        is_last = len(measured) == _MAX_COMPILATIONS - 1
+        cautious = exact if exact == largest and not is_last else lower
         if len(measured) == 1 and exact < largest:
             # Far enough from the first one to estimate the slope.
             cautious = max(cautious, min(best + best // 2, largest))

@@ -114,16 +114,17 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
 
     def init(self, value: Any, blocks: Blocks) -> _Summary:
         block = full_block(blocks, 0)
-        struct = jax.eval_shape(lambda value: self._summary(value, block), value)
+        struct = jax.eval_shape(lambda value: self.summary(value, block), value)
         zeros = jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
         return zeros.before(blocks.num)
 
     def update(
         self, state: _Summary, value: _Summary | _Value, block: Block
     ) -> _Summary:
-        return state.plus(self._summary(value, block))
+        return state.plus(self.summary(value, block))
 
-    def _summary(self, value: Any, block: Block) -> Any:
+    def summary(self, value: Any, block: Block) -> Any:
+        """The summary of a microbatch, from its value."""
         # It is one already if it comes from `aggregate`.
         is_summary = isinstance(value, (_Total, VarianceState))
         return value if is_summary else self.whole(value, block)

@@ -402,7 +402,7 @@ def _sized(
         return program
 
     try:
-        area = resolve_size(size, max(kernel.totals) ** 2, run, operands)
+        area = resolve_size(size, max(kernel.totals) ** 2, run, operands, first=16**2)
     except ValueError as e:
         e.add_note("A kernel that is too large itself can go to `store=HostStore()`.")
         raise

@@ -456,15 +456,24 @@ def _axes_of_factors(site: Site) -> list[set[str]]:
     return [{x for x in axes if site.sizes[x] != 1} for axes in names]
 
 
-def squares_of_factors(uses: OfLeaf) -> Squares:
-    """The squared norms of gradients, if `has_norms_of_factors`."""
+def squares_of_factors(uses: OfLeaf, of_array: dict[int, Any]) -> Squares:
+    """The squared norms of gradients, if `has_norms_of_factors`.
+
+    `of_array` has the factors of other leaves with their squared norms, by `id`: a
+    weight and a bias share cotangents.
+    """
     (site,) = uses.sites
     terms = site_terms(site, uses.factors)
     if set.intersection(*_axes_of_factors(site)):
         labels = tuple(dict.fromkeys(x for _, labels in terms for x in labels))
         terms = [(contract(terms, labels), labels)]
-    arrays = (x if EXAMPLE in labels else x[None] for x, labels in terms)
-    value, exponent = product_of_squares([*map(squares_in_range, arrays)])
+    squares = []
+    for x, labels in terms:
+        if id(x) not in of_array:
+            rows = x if EXAMPLE in labels else x[None]
+            of_array[id(x)] = x, squares_in_range(rows)
+        squares.append(of_array[id(x)][1])
+    value, exponent = product_of_squares(squares)
     return Squares(value * abs(_scale(site)) ** 2, exponent)
 
 

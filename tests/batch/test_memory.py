@@ -48,7 +48,7 @@ def compilations(monkeypatch):
     sizes = []
     original = memory_module.fit_size
 
-    def spy(budget, largest, bytes_at):
+    def spy(budget, largest, bytes_at, first):
         def counted(size):
             sizes.append(size)
             return bytes_at(size)
@@ -355,7 +355,7 @@ def fit(budget, largest, bytes_at):
     """The size that is found, and the sizes that it took."""
     calls = []
     got = fit_size(budget, largest, lambda size: calls.append(size) or bytes_at(size))
-    assert len(calls) <= 4
+    assert len(calls) <= 3
     assert len(set(calls)) == len(calls)
     assert got in calls
     assert sum(bytes_at(got)) <= budget
@@ -374,10 +374,10 @@ def test_fit_of_affine_programs(fixed, slope, outputs):
         budget = sum(bytes_at(expected))
         got, calls = fit(budget, largest, bytes_at)
         best = max(s for s in range(1, largest + 1) if sum(bytes_at(s)) <= budget)
-        # Between a half and all, there is nothing to win.
-        assert got >= 0.9 * best or 2 * got >= largest > best, case
+        # Between a half and all, there is little to win.
+        assert got >= 0.6 * best or 2 * got >= largest, case
         # What has nothing but outputs beside what grows is found at once.
-        assert len(calls) <= (2 if not fixed and best > 24 else 4), case
+        assert len(calls) <= (2 if not fixed and best > 24 else 3), case
 
 
 @pytest.mark.parametrize("step", (10, 100, 1000))
