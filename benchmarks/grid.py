@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from eqxbatch import filter_grid_vmap, grid, Mean
+from eqxbatch import filter_grid_vmap, Mean
 from .harness import Bar, bars_of, Case, measure, OURS, results
 
 
@@ -28,7 +28,7 @@ def cells(size: int) -> Case:
     """The 50 x 50 grid of the docs, but larger."""
     x, y = jr.normal(KEY, (2, size))
     fun = lambda x, y: jnp.sin(x) * y
-    ours = filter_grid_vmap(fun, in_axes=(grid("i"), grid("j")))
+    ours = filter_grid_vmap(fun, in_axes=("i", "j"))
     return Case(
         name="cells",
         title=f"sin(x) y, {size:,} x {size:,}, at once",
@@ -50,9 +50,7 @@ def ensemble(models: int, inputs: int, block: int | None) -> Case:
     def predict(arrays: Any, x: jax.Array) -> jax.Array:
         return eqx.combine(arrays, static)(x)
 
-    ours = filter_grid_vmap(
-        predict, in_axes=(grid("model"), grid("x")), block_size=block
-    )
+    ours = filter_grid_vmap(predict, in_axes=("model", "x"), block_size=block)
     ways = {OURS: ours, NESTED: nested(predict, (0, None), (None, 0))}
     if block is not None:
 
@@ -87,7 +85,7 @@ def landscape(points: int, inputs: int) -> Case:
 
     ours = filter_grid_vmap(
         loss,
-        in_axes={"a": grid("i"), "b": grid("j"), "x": grid("x")},
+        in_axes={"a": "i", "b": "j", "x": "x"},
         accumulator={"x": Mean()},
         block_size=inputs,
     )

@@ -19,7 +19,6 @@ from ._batch.moments import (
     LogSumExp as LogSumExp,
     Mean as Mean,
     MeanAndVariance as MeanAndVariance,
-    RunningMean as RunningMean,
     Sum as Sum,
     Variance as Variance,
 )
@@ -57,7 +56,6 @@ from ._gradients.micro_grad import (
 from ._kernels.batch_kernel import filter_batch_kernel as filter_batch_kernel
 from ._kernels.progress import (
     AbstractProgressMeter as AbstractProgressMeter,
-    NoProgressMeter as NoProgressMeter,
     TqdmProgressMeter as TqdmProgressMeter,
 )
 from ._kernels.reductions import (
@@ -66,7 +64,6 @@ from ._kernels.reductions import (
     KernelAlignment as KernelAlignment,
     KernelProduct as KernelProduct,
     Neighbours as Neighbours,
-    RowSums as RowSums,
     TopK as TopK,
 )
 from ._kernels.solve import (
@@ -81,7 +78,6 @@ from ._kernels.zarr_store import (
 from ._maps.grid_vmap import (
     filter_grid_vmap as filter_grid_vmap,
     grid as grid,
-    GridAxis as GridAxis,
 )
 from ._maps.micro_vmap import (
     filter_micro_vmap as filter_micro_vmap,

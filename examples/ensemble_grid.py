@@ -20,7 +20,6 @@ import numpy as np
 import optax
 
 import eqxbatch
-from eqxbatch import grid
 
 
 NOISE = 0.2
@@ -99,7 +98,7 @@ def predict(model, x):
 points = jnp.linspace(-5, 5, 401)
 mean, variance = eqxbatch.filter_grid_vmap(
     predict,
-    in_axes={"model": grid("model"), "x": grid("x")},
+    in_axes={"model": "model", "x": "x"},
     accumulator={"model": eqxbatch.Variance()},
     block_size=1_000,
 )(ensemble, points)
@@ -129,7 +128,7 @@ decays = jnp.geomspace(1e-3, 1e1, 5)
 
 
 @eqxbatch.filter_grid_vmap(
-    in_axes={"model": grid("model"), "rate": grid("rate"), "decay": grid("decay")},
+    in_axes={"model": "model", "rate": "rate", "decay": "decay"},
     accumulator={"model": eqxbatch.Mean()},
     block_size=30,
 )

@@ -23,12 +23,11 @@ import optax
 from sklearn.datasets import load_digits
 
 import eqxbatch
-from eqxbatch import grid
 
 
 horizontal, vertical = jnp.linspace(0, 6, 50), jnp.linspace(-1, 1, 50)
 on_grid = eqxbatch.filter_grid_vmap(
-    lambda x, y: jnp.sin(x) * y, in_axes={"x": grid("i"), "y": grid("j")}
+    lambda x, y: jnp.sin(x) * y, in_axes={"x": "i", "y": "j"}
 )
 values = on_grid(horizontal, vertical)
 np.testing.assert_allclose(values, np.outer(np.sin(horizontal), vertical), atol=1e-6)
@@ -123,7 +122,7 @@ def loss_at(model, first, second, a, b, image, label):
 
 landscape = eqxbatch.filter_grid_vmap(
     loss_at,
-    in_axes={"a": grid("i"), "b": grid("j"), "image": grid("k"), "label": grid("k")},
+    in_axes={"a": "i", "b": "j", "image": "k", "label": "k"},
     accumulator={"k": eqxbatch.Mean()},
     block_size=20_000,
 )

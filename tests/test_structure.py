@@ -123,7 +123,6 @@ def test_public_names_are_documented():
             "Blocks",
             "GradientMoments",
             "GradientStatistics",
-            "GridAxis",
             "KernelEstimate",
             "KernelSolution",
             "LeafCheck",

@@ -27,15 +27,7 @@ from .batch import (
     remainder_block,
     split_parts,
 )
-from .moments import (
-    AbstractSummary,
-    LogSumExp,
-    Mean,
-    RunningMean,
-    Sum,
-    Variance,
-    with_weights,
-)
+from .moments import AbstractSummary, LogSumExp, Mean, Sum, Variance, with_weights
 from .slots import match_accumulators, OutputAccumulator, Slots
 
 
@@ -221,7 +213,7 @@ def _check_rows(
 
 
 # These would broadcast the result of a remainder of one example.
-_OF_ONE_SHAPE = (LogSumExp, Max, Mean, Min, RunningMean, Sum, Variance)
+_OF_ONE_SHAPE = (LogSumExp, Max, Mean, Min, Sum, Variance)
 
 
 class _Run(eqx.Module):

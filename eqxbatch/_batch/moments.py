@@ -100,7 +100,7 @@ class VarianceState(eqx.Module):
         return dataclasses.replace(self, lost=nothing_lost(self.squares, num))
 
 
-_Summary = TypeVar("_Summary", _Total, VarianceState)
+_Summary = TypeVar("_Summary", bound=Any)
 
 
 class AbstractSummary(AbstractAccumulator[_Summary]):
@@ -130,14 +130,7 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
         return value if is_summary else self.whole(value, block)
 
 
-class AbstractTotal(AbstractSummary[_Total]):
-    """A sum over examples, as it is or divided by their weight."""
-
-    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
-    dtype: DTypeLike | None = eqx.field(static=True, default=None)
-
-
-class Sum(AbstractTotal):
+class Sum(AbstractSummary[_Total]):
     """The sum over all examples: `jnp.sum(..., axis=0)` of what `vmap` returns.
 
     **Arguments:**
@@ -170,6 +163,9 @@ class Sum(AbstractTotal):
         ```
     """
 
+    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
     def finalize(self, state: _Total) -> Shaped[Array, "*r"]:
         return complete(state.total, state.lost[0]).astype(state.dtype)
 
@@ -189,7 +185,7 @@ class Sum(AbstractTotal):
         return _Total(total, None, dtype)
 
 
-class Mean(AbstractTotal):
+class Mean(AbstractSummary[_Total | VarianceState]):
     """The mean over all examples: `jnp.mean(..., axis=0)` of what `vmap` returns.
 
     The mean is exact even if the microbatch size does not divide the batch: each
@@ -204,10 +200,14 @@ class Mean(AbstractTotal):
         is `sum(weights[i] * result[i]) / sum(weights)`.
     - `dtype`: the dtype to accumulate in. The default is float32 for bfloat16 and
         float16, and the dtype of the results otherwise.
+    - `running`: whether to update the mean after every microbatch, instead of dividing
+        a sum at the end: for results whose sum would overflow. No intermediate value is
+        larger than the results themselves. Over many microbatches, a sum keeps more
+        digits, because it keeps what rounding takes from it.
 
     The mean has the dtype of the results. It is NaN for an empty batch and if the
     weights sum to zero. Raises `TypeError` for integer results unless `dtype` is given;
-    the mean then has that `dtype`.
+    the mean then has that `dtype`. Raises `ValueError` for `weights` with `running`.
 
     !!! example
 
@@ -220,65 +220,47 @@ class Mean(AbstractTotal):
         4.0
 
         ```
+
+    ??? cite
+
+        The running update is that of Welford, "Note on a method for calculating
+        corrected sums of squares and products", Technometrics 4(3), 1962.
     """
 
-    def finalize(self, state: _Total) -> Inexact[Array, "*r"]:
+    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+    running: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self) -> None:
+        if self.running and self.weights is not None:
+            raise ValueError(
+                "Mean(running=True) takes no `weights`, because weighted results can "
+                "be larger than the results. Leave one of them out."
+            )
+
+    def finalize(self, state: _Total | VarianceState) -> Inexact[Array, "*r"]:
+        if isinstance(state, VarianceState):
+            return _mean_or_nan(state)
         total = widened(complete(state.total, state.lost[0]))
         weight = complete(state.weight, state.lost[1])
         return (total / weight.astype(total.dtype)).astype(state.dtype)
 
-    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
+    def aggregate(
+        self, values: Shaped[Array, "b *r"], block: Block
+    ) -> _Total | VarianceState:
+        if self.running:
+            whole = self.whole(values, block)
+            return dataclasses.replace(whole, mean=_mean(whole.mean, block))
         total, dtype = _cast("Mean", values, self.dtype, self.weights, inexact=True)
         weight = block_weight(total.dtype, self.weights, block)
         return _Total(weighted_sum(total, self.weights, block), weight, dtype)
 
-    def whole(self, value: Any, block: Block) -> _Total:
+    def whole(self, value: Any, block: Block) -> Any:
         mean, dtype = _cast("Mean", value, self.dtype, self.weights, inexact=True)
+        if self.running:
+            return VarianceState(mean, None, block.num_new, None, dtype)
         weight = block_weight(mean.dtype, self.weights, block)
         return _Total(mean * weight.astype(mean.dtype), weight, dtype)
-
-
-class RunningMean(AbstractSummary[VarianceState]):
-    """The mean over all examples, updated as a running mean after every microbatch.
-
-    Like [`eqxbatch.Mean`][] without weights, but for results whose sum would overflow:
-    no intermediate value is larger than the results themselves.
-
-    **Arguments:**
-
-    - `dtype`: the dtype to compute in, as for [`eqxbatch.Mean`][].
-
-    !!! example
-
-        ```python
-        >>> import eqxbatch, jax.numpy as jnp
-        >>> f = eqxbatch.filter_micro_vmap(
-        ...     lambda x: 2 * x, microbatch_size=2, accumulator=eqxbatch.RunningMean()
-        ... )
-        >>> print(f(jnp.arange(5.0)))
-        4.0
-
-        ```
-
-    ??? cite
-
-        The update is that of Welford, "Note on a method for calculating corrected sums
-        of squares and products", Technometrics 4(3), 1962.
-    """
-
-    dtype: DTypeLike | None = eqx.field(static=True, default=None)
-
-    def finalize(self, state: VarianceState) -> Inexact[Array, "*r"]:
-        return _mean_or_nan(state)
-
-    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> VarianceState:
-        whole = self.whole(values, block)
-        mean = _mean(whole.mean, block)
-        return VarianceState(mean, None, whole.count, None, whole.dtype)
-
-    def whole(self, value: Any, block: Block) -> VarianceState:
-        mean, dtype = _cast("RunningMean", value, self.dtype, None, inexact=True)
-        return VarianceState(mean, None, block.num_new, None, dtype)
 
 
 class MeanAndVariance(NamedTuple):

@@ -16,7 +16,7 @@ from .._base.checks import check_types
 from .._base.trees import array_structs, described, is_struct, match_prefix, with_arrays
 from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
 from .batch import Block, Blocks
-from .moments import LogSumExp, Mean, RunningMean, Sum, Variance
+from .moments import LogSumExp, Mean, Sum, Variance
 
 
 if TYPE_CHECKING:
@@ -48,16 +48,16 @@ _FROM_OPTAX: dict[str, Callable[[], AbstractAccumulator]] = {
     "CONCAT": Concat,
     "SUM": Sum,
     "MEAN": Mean,
-    "RUNNING_MEAN": RunningMean,
+    "RUNNING_MEAN": lambda: Mean(running=True),
 }
 
 
 # With these, the result of equal numbers is that number.
-_OF_EQUAL = (Concat, Last, Max, Mean, Min, RunningMean)
+_OF_EQUAL = (Concat, Last, Max, Mean, Min)
 
 
 # An `equinox.nn.State` is none of what these reduce or join.
-_NOT_OF_STATES = (Concat, LogSumExp, Max, Mean, Min, RunningMean, Sum, Variance)
+_NOT_OF_STATES = (Concat, LogSumExp, Max, Mean, Min, Sum, Variance)
 
 
 _State = PyTree[Shaped[ArrayLike, "..."]]
@@ -117,7 +117,7 @@ class OutputAccumulator(eqx.Module):
 
         `outs` is what a microbatch returns.
         """
-        is_state = self.in_state and isinstance(self.accumulator, (Mean, RunningMean))
+        is_state = self.in_state and isinstance(self.accumulator, Mean)
         if not isinstance(self.accumulator, (Concat, Last)) and not is_state:
             return False
         (index,) = self.indices
@@ -139,7 +139,7 @@ def is_accumulator(x: Any) -> bool:
 
 # These count an example of two microbatches once. Extremes share derivatives among all
 # examples that attain them, and accumulators of users know nothing of it.
-_COUNTING = (Concat, Last, LogSumExp, Mean, RunningMean, Sum, Variance)
+_COUNTING = (Concat, Last, LogSumExp, Mean, Sum, Variance)
 
 
 def all_count_new(accumulators: PyTree) -> bool:
@@ -280,7 +280,7 @@ def of_state(accumulator: AbstractAccumulator, dtype: Any) -> AbstractAccumulato
     if not jnp.issubdtype(dtype, jnp.inexact):
         return Last()
     # The running mean of equal numbers is that number.
-    return accumulator if isinstance(accumulator, Mean) else RunningMean()
+    return accumulator if isinstance(accumulator, Mean) else Mean(running=True)
 
 
 def _check_numbers(path: tuple, accumulator: Any, part: PyTree) -> None:

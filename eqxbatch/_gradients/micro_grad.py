@@ -30,7 +30,6 @@ from .._batch.moments import (
     Mean,
     OfTotals,
     rows_and_weights,
-    RunningMean,
     Sum,
     Variance,
 )
@@ -89,7 +88,7 @@ class GradientStatistics(NamedTuple):
     moments: GradientMoments | None
 
 
-_TOTALS = (Sum, Mean, RunningMean)
+_TOTALS = (Sum, Mean)
 
 
 _ACCUMULATORS = (
@@ -178,7 +177,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         accumulator = self.gradient_accumulator
         if self.transform is None and not isinstance(accumulator, _TOTALS):
             raise TypeError(
-                "`accumulator` must be a Sum, a Mean or a RunningMean, as it is for "
+                "`accumulator` must be a Sum or a Mean, as it is for "
                 f"gradients; got {shown(accumulator)}. With a `transform`, it can be "
                 "any accumulator, or a PyTree prefix of them."
             )
@@ -208,11 +207,17 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         return accumulator.weights if isinstance(accumulator, (Sum, Mean)) else None
 
     @property
+    def is_running(self) -> bool:
+        """Whether gradients are averaged by a running mean."""
+        accumulator = self.gradient_accumulator
+        return isinstance(accumulator, Mean) and accumulator.running
+
+    @property
     def overlaps(self) -> bool:
         accumulators = self.gradient_accumulator, self.value_accumulator
         is_known = all_count_new((*accumulators, self.aux_accumulator))
         # A running mean forms no sums, so that it has no weights.
-        has_sums = not isinstance(accumulators[0], RunningMean)
+        has_sums = not self.is_running
         is_whole = self.num_real_microbatches is None
         return is_known and has_sums and is_whole and not self.batched
 
@@ -266,8 +271,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         if self.batched:
             return gradient_of_microbatch(loss)
         example = loss.traced(_IF_WHOLE)
-        # A `RunningMean` is chosen to avoid sums, so no sum is formed.
-        is_mean = isinstance(self.gradient_accumulator, RunningMean)
+        # A running mean is chosen to avoid sums, so no sum is formed.
+        is_mean = self.is_running
         functions = {"transform": self.transform, "metrics": self.metrics}
         if self.moments:
             # The squares of numbers in half precision would be out of range.
@@ -301,7 +306,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             }
             for parts in output
         )
-        if of_whole and not (self.batched or isinstance(accumulator, RunningMean)):
+        if of_whole and not (self.batched or self.is_running):
             of_whole["gradient"] = OfTotals(accumulator)
         slots = match_accumulators((of_whole, of_each), output)
         # Results for each example come last.
@@ -383,12 +388,11 @@ class MicroValueAndGrad(
         divide the batch size `n`. An [`eqxbatch.MemoryBudget`][] chooses the largest
         size that fits; `None` means `n`.
     - `accumulator`: how gradients are combined: [`eqxbatch.Mean`][] (the default for a
-        loss of one example), [`eqxbatch.Sum`][] or [`eqxbatch.RunningMean`][]. The
-        `weights` of the first two weight the examples. With a `transform`, it can be
-        any [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of what `transform`
-        returns with accumulators as leaves.
+        loss of one example) or [`eqxbatch.Sum`][]. Their `weights` weight the examples.
+        With a `transform`, it can be any [`eqxbatch.AbstractAccumulator`][], or a
+        PyTree prefix of what `transform` returns with accumulators as leaves.
     - `value_accumulator`: the same for the values. The default is `accumulator`, or a
-        mean if that is not one of the three.
+        mean if that is neither of them.
     - `aux_accumulator`: the same for `aux`, a PyTree prefix. The default is
         [`eqxbatch.Concat`][], which returns `aux` for all examples along axis 0. With
         `batched`, an `equinox.nn.State` is merged as [`eqxbatch.filter_microbatch`][]

@@ -36,8 +36,7 @@ from .function import (
 from .kernel import room_to_keep, SHARE, Sizes
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
 from .on_mesh import on_mesh
-from .progress import AbstractProgressMeter, NoProgressMeter
-from .reductions import RowSums
+from .progress import AbstractProgressMeter
 from .stores import AbstractStore
 
 
@@ -71,10 +70,6 @@ class AbstractOnMesh(eqx.Module):
     def row_axis(self) -> MeshAxis | None:
         """The axis of the mesh over which rows are distributed."""
         return check_mesh(self.mesh, self.mesh_axis)
-
-    @property
-    def has_meter(self) -> bool:
-        return not isinstance(self.progress, NoProgressMeter | None)
 
 
 class AbstractStored(AbstractOnMesh):
@@ -158,9 +153,8 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         keys as `key`, and keyword arguments that are pairs have one element for each of
         the two examples. Rows and columns are the first axes of the result.
     - `reduce`: reduces the kernel on the fly instead of storing it: an
-        [`eqxbatch.AbstractReduction`][] such as [`eqxbatch.RowSums`][],
-        [`eqxbatch.KernelProduct`][] or [`eqxbatch.TopK`][], or a PyTree prefix of the
-        result with reductions as leaves.
+        [`eqxbatch.AbstractReduction`][] such as [`eqxbatch.KernelProduct`][] or
+        [`eqxbatch.TopK`][], or a PyTree prefix of the result with reductions as leaves.
     - `mesh`: a `jax.sharding.Mesh` to distribute the rows over; each device computes
         its own blocks. The number of devices need not divide the number of examples,
         but if it does not divide the number of rows, the result is replicated on all
@@ -240,7 +234,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
                 f"result; got `out_axes={self.out_axes!r}`. Leave it out."
             )
         on_mesh = self.row_axis is not None
-        if on_mesh and not self.is_stored and self.has_meter:
+        if on_mesh and not self.is_stored and self.progress is not None:
             raise ValueError(
                 "`progress` on a `mesh` needs a `store`: on the devices, the kernel is "
                 "one program. Use `store=HostStore()`, or leave one of them out."
@@ -263,8 +257,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         call = self.called(_as_array, *args, **kwargs)
-        meter = self.progress if self.has_meter else None
-        return computed(call, self.row_axis, self.reduce, self.store, meter)
+        return computed(call, self.row_axis, self.reduce, self.store, self.progress)
 
     def called(
         self,
@@ -338,8 +331,8 @@ def computed(
 
 def on_one_device(call: CalledKernel) -> CalledKernel:
     """The kernel with sizes of blocks, as one device computes it."""
-    # A budget is for a reduction, because the whole kernel may not fit.
-    return _sized(gathered(call), RowSums(), None)
+    # As for a store, because the whole kernel may not fit.
+    return _sized(gathered(call), None, None, is_stored=True)
 
 
 @compiled

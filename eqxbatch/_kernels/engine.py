@@ -163,7 +163,7 @@ def make_collectors(kernel: AbstractBlockKernel, reduce: PyTree) -> list[Collect
             if not isinstance(reduction, AbstractReduction):
                 raise TypeError(
                     "`reduce` must consist of `eqxbatch.AbstractReduction`s, such as "
-                    f"`RowSums()`; got {shown(reduction)} for output{leaf.path}."
+                    f"`TopK(10)`; got {shown(reduction)} for output{leaf.path}."
                 )
             if not leaf.is_pairwise:
                 raise ValueError(

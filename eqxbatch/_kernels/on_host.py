@@ -27,7 +27,7 @@ from .engine import finalized, make_collectors, Tiles
 from .function import block_kernel, CalledKernel, on_mesh_of_results
 from .kernel import AbstractBlockKernel, Tile
 from .on_mesh import check_closed_over, on_devices
-from .progress import AbstractProgressMeter, NoProgressMeter
+from .progress import AbstractProgressMeter
 from .stores import AbstractStore, AbstractWriter, fingerprint, Patch, patches
 
 
@@ -40,7 +40,9 @@ def metered(
     meter: AbstractProgressMeter | None, num_tiles: int, num_done: int
 ) -> Iterator[Callable[..., None]]:
     """The step of a meter that is closed even if the loop raises an error."""
-    meter = NoProgressMeter() if meter is None else meter
+    if meter is None:
+        yield lambda *_: None
+        return
     states = [meter.start(num_tiles, num_done)]
 
     def step(num_nans: Any, *residual: float) -> None:

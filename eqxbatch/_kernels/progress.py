@@ -68,32 +68,6 @@ class AbstractProgressMeter(eqx.Module, Generic[_State]):
         """Called once when the loop ends, whether all blocks are done or not."""
 
 
-class NoProgressMeter(AbstractProgressMeter[None]):
-    """Reports nothing.
-
-    !!! example
-
-        ```python
-        >>> import eqxbatch, jax.numpy as jnp
-        >>> kernel = eqxbatch.filter_batch_kernel(
-        ...     lambda x, y: x @ y.T, block_size=2, progress=eqxbatch.NoProgressMeter()
-        ... )
-        >>> kernel(jnp.ones((6, 3)), jnp.ones((4, 3))).shape
-        (6, 4)
-
-        ```
-    """
-
-    def start(self, num_blocks: int, num_done: int) -> None:
-        del num_blocks, num_done
-
-    def step(self, state: None, num_nans: int, residual: float | None = None) -> None:
-        del state, num_nans, residual
-
-    def close(self, state: None) -> None:
-        del state
-
-
 class _Bar:
     """A tqdm bar, and the number of NaNs so far."""
 
@@ -151,3 +125,8 @@ class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
 
     def close(self, state: _Bar) -> None:
         state.bar.close()
+
+
+def as_meter(progress: Any) -> Any:
+    """The meter that `progress` stands for; anything else is left to checks."""
+    return TqdmProgressMeter() if progress is True else progress or None

@@ -152,62 +152,13 @@ class _Sums(eqx.Module):
         return complete(self.values, self.lost).astype(self.dtype)
 
 
-class AbstractSums(AbstractReduction[_Sums]):
-    """Sums over the columns."""
-
-    @property
-    def neutral(self) -> float:
-        return 0.0
-
-    def merge(self, first: _Sums, second: _Sums) -> _Sums:
-        return first.merged(second)
-
-    def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
-        return state.result()
-
-
-class RowSums(AbstractSums):
-    """The sum of each row of the kernel, of shape `(n1, ...)`.
-
-    The dtype is that of `jax.numpy.sum`: the dtype of the kernel, or a longer integer.
-    Half precision is accumulated in float32.
-
-    !!! example
-
-        ```python
-        >>> import eqxbatch, jax.numpy as jnp
-        >>> kernel = eqxbatch.filter_batch_kernel(
-        ...     lambda x, y: x @ y.T, block_size=2, reduce=eqxbatch.RowSums()
-        ... )
-        >>> print(kernel(jnp.ones((3, 4)), jnp.ones((5, 4))))
-        [20. 20. 20.]
-
-        ```
-    """
-
-    def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
-        sums = jax.eval_shape(_row_sums, kernel)
-        is_inexact = jnp.issubdtype(kernel.dtype, jnp.inexact)
-        dtype = kernel.dtype if is_inexact else sums.dtype
-        return _Sums.begun(jnp.zeros(sums.shape, sums.dtype), kernel, dtype)
-
-    def update(
-        self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
-    ) -> _Sums:
-        del columns
-        return state.plus(_row_sums(tile), rows)
-
-
-def _row_sums(tile: MatrixTile) -> Shaped[Array, "rows ..."]:
-    return jnp.sum(widened(tile), axis=1)
-
-
-class KernelProduct(AbstractSums):
+class KernelProduct(AbstractReduction[_Sums]):
     """The product of the kernel with `vectors`, of shape `(n1, ...)` or `(n1, ..., k)`.
 
     Half precision is accumulated in float32. The result has the dtype to which kernel
     and vectors promote. On GPUs and TPUs, products of float32 keep all digits unless
-    `jax.default_matmul_precision` is set.
+    `jax.default_matmul_precision` is set. `KernelProduct(jnp.ones(n2))` is the sum of
+    each row.
 
     **Arguments:**
 
@@ -234,6 +185,10 @@ class KernelProduct(AbstractSums):
     def __check_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def neutral(self) -> float:
+        return 0.0
+
     def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
         vectors = self.vectors
         what = "The number of rows of `vectors`"
@@ -254,6 +209,12 @@ class KernelProduct(AbstractSums):
                 tile, vectors, ((1,), (0,)), preferred_element_type=wide
             )
         return state.plus(part, rows)
+
+    def merge(self, first: _Sums, second: _Sums) -> _Sums:
+        return first.merged(second)
+
+    def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
+        return state.result()
 
 
 class Norm(eqx.Module):

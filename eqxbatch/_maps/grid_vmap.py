@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.checks import check_fields, checked
+from .._base.checks import checked
 from .._base.mesh import spec_of
 from .._base.mistakes import has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.trees import described, match_prefix, safe_zip
@@ -31,16 +31,13 @@ from .micro_vmap import MicroVmap
 
 
 class GridAxis(eqx.Module):
-    """What [`eqxbatch.grid`][] returns.
-
-    - `names`: the names of the grid axes.
-    - `axes`: for each name, the axis of the argument's arrays.
-    """
+    """What `grid` returns: names of grid axes, and for each the axis of the arrays."""
 
     names: tuple[str, ...] = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
 
-    __check_init__ = check_fields
+    def __repr__(self) -> str:
+        return f"grid({self.names}, {self.axes})"
 
 
 @checked
@@ -54,6 +51,8 @@ def grid(name: str | Sequence[str], axis: int | Sequence[int] = 0) -> GridAxis:
     - `axis`: the axis of the argument's arrays that is mapped: an int, or one for each
         name. Leaves that are not arrays are not mapped.
 
+    `"i"` alone is short for `grid("i")`.
+
     Raises `TypeError` for names that are not strings and axes that are not ints. Raises
     `ValueError` for repeated names or axes, and for different numbers of names and
     axes.
@@ -64,7 +63,7 @@ def grid(name: str | Sequence[str], axis: int | Sequence[int] = 0) -> GridAxis:
         >>> import eqxbatch, jax.numpy as jnp
         >>> f = eqxbatch.filter_grid_vmap(
         ...     lambda weight, x: weight * x,
-        ...     in_axes=(eqxbatch.grid(("i", "j"), (0, 1)), eqxbatch.grid("j")),
+        ...     in_axes=(eqxbatch.grid(("i", "j"), (0, 1)), "j"),
         ... )
         >>> print(f(jnp.ones((2, 3)), jnp.arange(3.0)))
         [[0. 1. 2.]
@@ -86,12 +85,18 @@ def _is_grid_axis(x: Any) -> bool:
     return isinstance(x, GridAxis)
 
 
+def _as_grid_axes(in_axes: PyTree) -> PyTree:
+    """The axes with `grid(name)` for each name."""
+    as_axis = lambda x: grid(x) if isinstance(x, str) else x
+    return jtu.tree_map(as_axis, in_axes, is_leaf=_is_grid_axis)
+
+
 class AbstractGridVmap(AbstractAutoSharded, Generic[P, Out]):
     """`filter_grid_vmap` with results of the type of the function's."""
 
     fun: Callable[P, Out]
     _: dataclasses.KW_ONLY
-    in_axes: PyTree
+    in_axes: PyTree = eqx.field(converter=_as_grid_axes)
     out_axes: int | str | Sequence[str] | dict[str, int] | None = None
     block_size: Size = None
     checkpoint: bool = False
@@ -120,7 +125,8 @@ class GridVmap(AbstractGridVmap[P, Out]):
         any PyTrees, including modules.
     - `in_axes`: which arguments are on which grid axis: a PyTree prefix of the tuple of
         positional arguments, or a dict from argument names to such prefixes. The leaves
-        are results of [`eqxbatch.grid`][], or None for unmapped arguments. Arguments
+        are names of grid axes, for axis 0 of the arrays, or results of
+        [`eqxbatch.grid`][] for other axes, or None for unmapped arguments. Arguments
         that a dict does not name are not mapped.
     - `out_axes`: the positions of the grid axes in the results: a tuple of names for
         the leading axes, a dict from names to positions, or a name or an int if there
@@ -156,10 +162,9 @@ class GridVmap(AbstractGridVmap[P, Out]):
 
         ```python
         >>> import eqxbatch, jax.numpy as jnp
-        >>> from eqxbatch import grid
         >>> f = lambda x, y: jnp.sin(x) * y
         >>> x, y = jnp.linspace(0.0, 1.0, 50), jnp.linspace(0.0, 2.0, 40)
-        >>> surface = eqxbatch.filter_grid_vmap(f, in_axes=(grid("i"), grid("j")))
+        >>> surface = eqxbatch.filter_grid_vmap(f, in_axes=("i", "j"))
         >>> surface(x, y).shape
         (50, 40)
 
@@ -170,7 +175,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
         ```python
         >>> mean = eqxbatch.filter_grid_vmap(
         ...     f,
-        ...     in_axes={"x": grid("i"), "y": grid("j")},
+        ...     in_axes={"x": "i", "y": "j"},
         ...     accumulator={"j": eqxbatch.Mean()},
         ...     block_size=500,
         ... )
@@ -273,8 +278,8 @@ class GridVmap(AbstractGridVmap[P, Out]):
             "in_axes",
             specs,
             (args, kwargs),
-            "a PyTree prefix of the arguments, with `grid(name, axis)` or None for "
-            "each part",
+            "a PyTree prefix of the arguments, with the name of a grid axis, "
+            "`grid(name, axis)` or None for each part",
             is_leaf=lambda x: x is None or _is_grid_axis(x),
         )
         names = positional_names(self.fun, len(args))
@@ -282,8 +287,8 @@ class GridVmap(AbstractGridVmap[P, Out]):
         for path, axes, part in prefix:
             if axes is not None and not _is_grid_axis(axes):
                 raise TypeError(
-                    "`in_axes` must consist of `grid(name, axis)` and None; got "
-                    f"{described(axes)}."
+                    "`in_axes` must consist of names of grid axes, `grid(name, axis)` "
+                    f"and None; got {described(axes)}."
                 )
             for sub, leaf in jtu.tree_leaves_with_path(part):
                 if axes is None or not eqx.is_array(leaf):
@@ -394,7 +399,7 @@ def _sizes(
             remedy = f" {NUMBERS}"
         raise ValueError(
             "`in_axes` gives no array an axis of the grid, so there is nothing to map "
-            'over. Mark an argument that has arrays, as in `in_axes={"x": grid("i")}`.'
+            'over. Mark an argument that has arrays, as in `in_axes={"x": "i"}`.'
             f"{remedy}"
         )
     for name, lengths in listing.items():

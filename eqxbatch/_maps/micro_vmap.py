@@ -25,7 +25,7 @@ from .._batch.batch import (
     spec_of_rows,
     split_batch,
 )
-from .._batch.moments import LogSumExp, Mean, RunningMean, Sum
+from .._batch.moments import LogSumExp, Mean, Sum
 from .._batch.slots import (
     all_count_new,
     match_accumulators,
@@ -354,7 +354,7 @@ _IF_ONE = "Use `filter_micro_vmap` for a function of one example."
 
 
 # For an array these return an array. Others, such as `Variance`, do not.
-ArrayAccumulator = Concat | Last | LogSumExp | Max | Mean | Min | RunningMean | Sum
+ArrayAccumulator = Concat | Last | LogSumExp | Max | Mean | Min | Sum
 
 
 class AbstractMicrobatch(AbstractEarlyStop, Generic[P, Out]):

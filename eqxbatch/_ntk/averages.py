@@ -24,7 +24,7 @@ from .._base.mistakes import no_arrays_remedy
 from .._base.trees import described, safe_zip, shown, type_of
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size, resolved
-from .._batch.moments import RunningMean, Variance, VarianceState
+from .._batch.moments import AbstractSummary, Mean, Variance, VarianceState
 from .._kernels.calls import MeshAxis
 from .._kernels.on_mesh import on_devices
 from .._maps.micro_vmap import MicroVmap
@@ -43,7 +43,7 @@ from .output_axes import Mirror
 class _Resumed(AbstractAccumulator[VarianceState]):
     """Accumulates moments starting from earlier ones, without finalizing them."""
 
-    moments: RunningMean | Variance
+    moments: AbstractSummary
     state: VarianceState | None
 
     def init(self, value: Any, blocks: Any) -> VarianceState:
@@ -162,7 +162,7 @@ class Average(eqx.Module):
 
     def advanced(self, examples: Examples, state: PyTree) -> PyTree[VarianceState]:
         """The moments after the samples, from those of earlier ones, or None."""
-        moments = Variance(ddof=1) if self.with_error else RunningMean()
+        moments = Variance(ddof=1) if self.with_error else Mean(running=True)
         accumulator: PyTree = _Resumed(moments, None)
         if state is not None:
             accumulator = jtu.tree_map(

@@ -344,7 +344,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         counts = _remaining(self._counts, previous, self._is_generator)
         for what, is_set in (
             ("a `store`", self.is_stored),
-            ("`progress`", self.has_meter),
+            ("`progress`", self.progress is not None),
             ("`tol`", self.tol is not None),
         ):
             if is_set:
@@ -399,7 +399,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         if previous is not None:
             num = previous.num_samples
             moments.resume(*parts_of(previous, moments.average.request.get), num)
-        meter = self.progress if self.has_meter and not self.is_stored else None
+        meter = None if self.is_stored else self.progress
         spans = itertools.pairwise((num, *counts))
         total = sum(len(moments.sizes(end - start)) for start, end in spans)
         num_nans, is_done = 0, False

@@ -20,7 +20,6 @@ from eqxbatch import (
     Mean,
     MeanAndVariance,
     Min,
-    RunningMean,
     Sum,
     Variance,
 )
@@ -45,7 +44,7 @@ ORACLES = {
     "concat": (Concat(), lambda x: x),
     "sum": (Sum(), lambda x: jnp.sum(x, 0)),
     "mean": (Mean(), lambda x: jnp.mean(x, 0)),
-    "running_mean": (RunningMean(), lambda x: jnp.mean(x, 0)),
+    "running_mean": (Mean(running=True), lambda x: jnp.mean(x, 0)),
     "max": (Max(), lambda x: jnp.max(x, 0)),
     "min": (Min(), lambda x: jnp.min(x, 0)),
     "logsumexp": (LogSumExp(), lambda x: jax.nn.logsumexp(x, 0)),
@@ -111,7 +110,7 @@ def test_integers(dtype):
     assert_same(micro(accumulator=Sum())(x), jnp.sum(x))
     for accumulator, oracle in (ORACLES[n] for n in ("max", "min", "last", "concat")):
         assert_same(micro(accumulator=accumulator)(x), oracle(x))
-    for name in (Mean, RunningMean, Variance, LogSumExp):
+    for name in (Mean, Variance, LogSumExp):
         with pytest.raises(TypeError, match=f"{name.__name__} needs floating-point"):
             micro(accumulator=name())(x)
     mean = micro(accumulator=Mean(dtype=jnp.float32))(x)
@@ -190,7 +189,7 @@ def test_identities_of_integers_and_bools():
 
 def test_nan_propagates():
     x = jnp.array([1.0, jnp.nan, 2.0, 3.0, 4.0])
-    for accumulator in (Max(), Min(), Mean(), Sum(), LogSumExp(), RunningMean()):
+    for accumulator in (Max(), Min(), Mean(), Sum(), LogSumExp(), Mean(running=True)):
         micro = filter_micro_vmap(
             lambda x: x, microbatch_size=2, accumulator=accumulator
         )
@@ -201,7 +200,7 @@ def test_running_mean_does_not_overflow():
     x = jnp.full(100, 3e38, jnp.float32)
     micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=7)
     assert jnp.isinf(micro(accumulator=Mean())(x))
-    assert_same(micro(accumulator=RunningMean())(x), jnp.array(3e38))
+    assert_same(micro(accumulator=Mean(running=True))(x), jnp.array(3e38))
 
 
 def test_logsumexp_of_reals_in_complex_numbers(recwarn):
@@ -239,7 +238,7 @@ def test_infinite_and_huge_values_do_not_depend_on_the_size(size):
     )
     expected = jnp.array([jnp.inf, jnp.nan, largest, 0.0])
     micro = functools.partial(filter_micro_vmap, in_axes=1, microbatch_size=size)
-    mean = micro(lambda x: x, accumulator=RunningMean())(x)
+    mean = micro(lambda x: x, accumulator=Mean(running=True))(x)
     assert_same(mean / largest, expected / largest)
     spread = micro(lambda x: x, accumulator=Variance())(x)
     assert_same(spread.mean / largest, expected / largest)

@@ -13,7 +13,6 @@ from eqxbatch import (
     filter_micro_vmap,
     filter_microbatch,
     Mean,
-    RunningMean,
     Sum,
 )
 from ..helpers import assert_same, BLOCK, normal, thinned, TOTALS
@@ -165,7 +164,7 @@ def test_weights_of_no_examples(size):
 def test_counts_beyond_half_precision():
     # A count of 70,000 is infinite in float16.
     x = jnp.full(70_000, 2**-10, jnp.float16)
-    for accumulator in (RunningMean(jnp.float16), Mean(dtype=jnp.float16)):
+    for accumulator in (Mean(None, jnp.float16, running=True), Mean(dtype=jnp.float16)):
         micro = filter_micro_vmap(
             lambda x: x, microbatch_size=35_000, accumulator=accumulator
         )

@@ -12,7 +12,6 @@ from eqxbatch import (
     filter_micro_grad,
     filter_micro_value_and_grad,
     Mean,
-    RunningMean,
     Sum,
 )
 from ..helpers import assert_same, normal, thinned, variants
@@ -83,7 +82,7 @@ def test_gradients_of_float16_are_added_in_float32(kind, clip_norm, metrics):
         "sum": Sum(jnp.full(300, 1 / 300)),
         "mean": Mean(),
         "weighted": Mean(jnp.full(300, 1e-9)),
-        "running_mean": RunningMean(),
+        "running_mean": Mean(running=True),
     }[kind]
     wide = np.asarray(x, np.float64)
     norms = np.linalg.norm(wide, axis=1, keepdims=True)
@@ -157,7 +156,7 @@ def test_clipped_gradients_of_float16_of_any_length():
 def test_running_mean_of_huge_gradients():
     x = jnp.full((9, 2), 3e38)
     grad = functools.partial(
-        filter_micro_grad, lambda w, x: w @ x, accumulator=RunningMean()
+        filter_micro_grad, lambda w, x: w @ x, accumulator=Mean(running=True)
     )
     for options in ({}, {"microbatch_size": 4}, {"clip_norm": jnp.inf}):
         assert_same(grad(**options)(jnp.zeros(2), x), x[0])

@@ -16,7 +16,6 @@ from eqxbatch import (
     Max,
     Mean,
     MemoryBudget,
-    RunningMean,
     Sum,
 )
 from ..helpers import (
@@ -35,7 +34,7 @@ from .models import combined, data, each, loss, mlp, Model, norms_of, program
 ACCUMULATORS = {
     "sum": Sum,
     "mean": Mean,
-    "running_mean": RunningMean,
+    "running_mean": functools.partial(Mean, running=True),
 }
 
 
@@ -513,7 +512,7 @@ SETTINGS = {
         ValueError,
         "`metrics` is about single examples",
     ),
-    "accumulator": ({"accumulator": Concat()}, TypeError, "must be a Sum, a Mean"),
+    "accumulator": ({"accumulator": Concat()}, TypeError, "must be a Sum or a Mean"),
     "no accumulator": (
         {"accumulator": "mean"},
         TypeError,

@@ -1,5 +1,7 @@
 """`filter_batch_kernel` on devices, against the kernel function itself."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,6 @@ from eqxbatch import (
     MemoryBudget,
     ProbedNTK,
     PseudoNTK,
-    RowSums,
     TopK,
 )
 from ..helpers import (
@@ -341,7 +342,10 @@ def test_traces(unchecked, getkey):
 
 def test_memory_is_flat():
     batched = filter_batch_kernel(rbf, block_size=64, symmetric=True)
-    sums = filter_batch_kernel(rbf, block_size=64, symmetric=True, reduce=RowSums())
+    reduced = lambda x: dataclasses.replace(
+        batched, reduce=KernelProduct(jnp.ones(len(x)))
+    )
+    sums = lambda x: reduced(x)(x)
     found = {}
     for n in (1024, 4096):
         x = jax.ShapeDtypeStruct((n, 8), jnp.float32)
@@ -402,7 +406,7 @@ def test_wrong_settings(unchecked):
             "`mesh_axis` must name one of the axes",
         ),
         (
-            {"reduce": RowSums(), "store": HostStore()},
+            {"reduce": FrobeniusNorm(), "store": HostStore()},
             ValueError,
             "With `reduce`, no kernel is kept",
         ),
@@ -480,7 +484,7 @@ def test_wrong_kernels(unchecked, getkey):
         ),
         (
             lambda x, y: x[:, 0],
-            {"reduce": RowSums(), "out_axes": (0, None)},
+            {"reduce": FrobeniusNorm(), "out_axes": (0, None)},
             ValueError,
             "`reduce` is for kernels with rows and columns",
         ),

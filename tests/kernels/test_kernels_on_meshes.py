@@ -15,8 +15,8 @@ from eqxbatch import (
     HostStore,
     KernelAlignment,
     KernelOperator,
+    KernelProduct,
     MemoryBudget,
-    RowSums,
     TopK,
     TqdmProgressMeter,
 )
@@ -41,7 +41,7 @@ def test_mesh_equals_one_device(kind, total, getkey):
         (white, (x,), {"symmetric": True}),
         (lopsided, (x,), {}),
         (lopsided, (x, y), {}),
-        (rbf, (x,), {"symmetric": True, "reduce": RowSums()}),
+        (rbf, (x,), {"symmetric": True, "reduce": KernelProduct(jnp.ones(total))}),
         (lopsided, (x, y), {"reduce": TopK(2)}),
         (rbf, (x,), {"symmetric": True, "reduce": KernelAlignment(labels)}),
     ]
@@ -82,7 +82,7 @@ def test_what_a_kernel_function_closes_over_on_a_mesh(kind, getkey):
     for settings, result in (
         ({"symmetric": True}, expected),
         ({"store": HostStore()}, expected),
-        ({"reduce": RowSums()}, expected.sum(1)),
+        ({"reduce": KernelProduct(jnp.ones(7))}, expected.sum(1)),
     ):
         got = filter_batch_kernel(closure, block_size=2, mesh=mesh, **settings)(x)
         assert_same(jax.device_get(got), result)

@@ -16,7 +16,7 @@ from eqxbatch import (
     filter_jacobian,
     filter_micro_grad,
     HostStore,
-    RowSums,
+    KernelProduct,
 )
 from ..helpers import assert_same, thinned
 
@@ -60,7 +60,8 @@ def test_to_a_store_and_reduced():
         KERNEL, block_size=2, pairwise=True, store=HostStore()
     )(X, Y)
     assert_same(jnp.asarray(stored), rbf(X, Y))
-    sums = filter_batch_kernel(KERNEL, block_size=2, pairwise=True, reduce=RowSums())
+    reduce = KernelProduct(jnp.ones(7))
+    sums = filter_batch_kernel(KERNEL, block_size=2, pairwise=True, reduce=reduce)
     assert_same(sums(X, Y), rbf(X, Y).sum(1))
 
 
@@ -136,7 +137,7 @@ def test_numbers_are_scalar_arrays(number):
 
 
 @pytest.mark.parametrize(
-    "settings", ({}, {"store": HostStore()}, {"reduce": RowSums()})
+    "settings", ({}, {"store": HostStore()}, {"reduce": KernelProduct(jnp.ones(5))})
 )
 def test_what_is_transposed_where_each_pair_has_a_matrix(settings):
     """`symmetric=True` does not say whether the small matrices are transposed."""

@@ -12,7 +12,6 @@ from eqxbatch import (
     FrobeniusNorm,
     KernelAlignment,
     KernelProduct,
-    RowSums,
     TopK,
 )
 from ..helpers import assert_same, make_mesh, normal, variants
@@ -33,7 +32,7 @@ def test_reductions(size, symmetric, getkey):
     alignment = np.sum(dense * target)
     alignment /= np.linalg.norm(dense) * np.linalg.norm(target)
     expected = [
-        (RowSums(), dense.sum(1)),
+        (KernelProduct(jnp.ones(13)), dense.sum(1)),
         (KernelProduct(v), dense @ np.asarray(v)),
         (KernelProduct(v[:, 0]), dense @ np.asarray(v[:, 0])),
         (FrobeniusNorm(), np.linalg.norm(dense)),
@@ -69,7 +68,7 @@ def test_reductions_of_rectangles_and_pytrees(getkey):
 
     dense = kernel(x, y)
     reduce = {
-        "sum": RowSums(),
+        "sum": KernelProduct(jnp.ones(10)),
         "norm": FrobeniusNorm(),
         "stack": KernelProduct(y[:, 0]),
     }
@@ -80,8 +79,10 @@ def test_reductions_of_rectangles_and_pytrees(getkey):
     product = jnp.einsum("ijk,j->ik", dense["stack"], y[:, 0])
     np.testing.assert_allclose(got["stack"], product, rtol=1e-4, atol=1e-5)
     halves = lambda x, y=None: rbf(x, y).astype(jnp.bfloat16)
-    ones = jnp.zeros((1000, 1))
-    sums = filter_batch_kernel(halves, block_size=7, reduce=RowSums())(ones)
+    reduce = KernelProduct(jnp.ones(1000, jnp.bfloat16))
+    sums = filter_batch_kernel(halves, block_size=7, reduce=reduce)(
+        jnp.zeros((1000, 1))
+    )
     assert sums.dtype == jnp.bfloat16
     np.testing.assert_array_equal(sums.astype(jnp.float32), 1000)
 
@@ -125,7 +126,8 @@ def test_reductions_that_permute_their_state_on_a_mesh(total, size, getkey):
 
 def test_reductions_whose_tiles_devices_cannot_share_equally(getkey):
     x, y, mesh = *normal(getkey(), (2, 6, 3)), make_mesh(AxisType.Auto, (2,))
-    sums = filter_batch_kernel(lopsided, block_size=2, reduce=RowSums(), mesh=mesh)
+    reduce = KernelProduct(jnp.ones(6))
+    sums = filter_batch_kernel(lopsided, block_size=2, reduce=reduce, mesh=mesh)
     assert_same(sums(x), lopsided(x).sum(1))
     assert_same(sums(x, y), lopsided(x, y).sum(1))
 
@@ -162,8 +164,9 @@ def test_sums_of_rows_of_integers(dtype):
     x = jnp.arange(5)
     dense = (x[:, None] + jnp.full((1, 7), 60)).astype(dtype)
     kernel = lambda i, j: dense[i[:, None], j[None, :]]
-    got = filter_batch_kernel(kernel, block_size=3, reduce=RowSums())(x, jnp.arange(7))
-    assert_same(got, jnp.sum(dense, axis=1))
+    reduce = KernelProduct(jnp.ones(7, dtype))
+    got = filter_batch_kernel(kernel, block_size=3, reduce=reduce)(x, jnp.arange(7))
+    assert_same(got, dense @ jnp.ones(7, dtype))
 
 
 @pytest.mark.parametrize("on_mesh", (True, False))
@@ -175,9 +178,9 @@ def test_many_blocks_of_equal_values(on_mesh):
     reduce = {
         "norm": FrobeniusNorm(),
         "alignment": KernelAlignment(jnp.ones(1), jnp.ones(num)),
-        "rows": RowSums(),
+        "rows": KernelProduct(jnp.ones(num)),
         "product": KernelProduct(jnp.ones((num, 2))),
-        "complex": RowSums(),
+        "complex": KernelProduct(jnp.ones(num, complex)),
     }
 
     def kernel(x, y):

@@ -511,7 +511,8 @@ TOGETHER = """
     np.testing.assert_allclose(
         np.asarray(odd.addressable_shards[0].data), dense, atol=1e-6
     )
-    sums = filter_batch_kernel(kernel, reduce=eqxbatch.RowSums(), **settings)(x)
+    reduce = eqxbatch.KernelProduct(jnp.ones(n))
+    sums = filter_batch_kernel(kernel, reduce=reduce, **settings)(x)
     np.testing.assert_allclose(
         np.asarray(sums.addressable_shards[0].data), dense.sum(1), atol=1e-5
     )

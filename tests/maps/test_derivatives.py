@@ -15,7 +15,6 @@ from eqxbatch import (
     LogSumExp,
     Max,
     Mean,
-    RunningMean,
     Sum,
     Variance,
 )
@@ -26,7 +25,7 @@ REDUCE = {
     "concat": (Concat(), lambda y: y),
     "sum": (Sum(), lambda y: y.sum(0)),
     "mean": (Mean(), lambda y: y.mean(0)),
-    "running_mean": (RunningMean(), lambda y: y.mean(0)),
+    "running_mean": (Mean(running=True), lambda y: y.mean(0)),
     "max": (Max(), lambda y: y.max(0)),
     "logsumexp": (LogSumExp(), lambda y: jax.nn.logsumexp(y, 0)),
     "variance": (Variance(), lambda y: (y.mean(0), y.var(0))),

@@ -51,12 +51,13 @@ class TestTruth:
 
     def test_zipped(self, getkey):
         x, y = normal(getkey(), (5,)), normal(getkey(), (5,))
-        got = filter_grid_vmap(product, in_axes=(grid("i"), grid("i")))(x, y)
-        assert_same(got, product(x, y))
+        for over in ((grid("i"), grid("i")), ("i", grid("i")), "i"):
+            got = filter_grid_vmap(product, in_axes=over)(x, y)
+            assert_same(got, product(x, y))
 
     def test_not_batched(self, getkey):
         y = normal(getkey(), (5,))
-        for over in ({"y": grid("i")}, (None, grid("i"))):
+        for over in ({"y": "i"}, (None, "i")):
             assert_same(
                 filter_grid_vmap(product, in_axes=over)(2.0, y), product(2.0, y)
             )
@@ -349,6 +350,7 @@ class TestBadInput:
             ({"in_axes": {"x": grid("i"), "scale": grid("j")}}, "has no arrays"),
             ({"accumulator": {"i": Concat(1)}}, r"Concat\(axis=1\) is for"),
             ({"in_axes": (grid("i"),)}, "a PyTree prefix of the arguments"),
+            ({"in_axes": {"x": ("i", "j")}}, "with the name of a grid axis, `grid"),
             ({"in_axes": (grid(("i", "j"), (0, -1)), None)}, "one axis of `x` to two"),
         ),
     )
@@ -359,7 +361,9 @@ class TestBadInput:
             filter_grid_vmap(fun, **settings)(jnp.ones(3), jnp.ones(4), scale=2.0)
 
     def test_types(self):
-        with pytest.raises(TypeError, match=r"must consist of `grid\(name, axis\)`"):
+        with pytest.raises(
+            TypeError, match=r"names of grid axes, `grid\(name, axis\)` and"
+        ):
             filter_grid_vmap(product, in_axes=(0, None))(jnp.ones(3), 1.0)
         with pytest.raises(TypeError, match="`accumulator` must be dict"):
             filter_grid_vmap(product, in_axes=(grid("i"), None), accumulator=Mean())

@@ -16,11 +16,11 @@ from eqxbatch import (
     EmpiricalNNGP,
     EmpiricalNTK,
     filter_batch_kernel,
+    FrobeniusNorm,
     HostStore,
     KernelProduct,
     MemoryBudget,
     MonteCarloKernel,
-    RowSums,
     TopK,
     ZarrStore,
 )
@@ -107,7 +107,8 @@ def test_reductions(name, getkey):
         dense = jax.tree.map(lambda x: x.sum(1), make(model)(*args))
         is_full = name == "ntk" and len(args) == 1
         for settings in ({}, *(others if is_full else ())):
-            kernel = make(model, block_size=3, reduce=RowSums(), **settings)
+            reduce = KernelProduct(jnp.ones(len(args[-1])))
+            kernel = make(model, block_size=3, reduce=reduce, **settings)
             assert_close(kernel(*args), dense)
 
 
@@ -136,7 +137,7 @@ def test_blocks_of_a_model_run_once(getkey):
         (filter_batch_kernel(ntk, block_size=3), (x,)),
         (filter_batch_kernel(ntk, block_size=3, store=HostStore()), (x, y)),
         (filter_batch_kernel(ntk, block_size=3, progress=Count()), (x,)),
-        (filter_batch_kernel(ntk, block_size=3, reduce=RowSums()), (x, y)),
+        (filter_batch_kernel(ntk, block_size=3, reduce=FrobeniusNorm()), (x, y)),
         (EmpiricalNTK(model, block_size=3, store=HostStore()), (x,)),
     ):
         counted.num = 0
@@ -228,7 +229,7 @@ def test_wrong_settings(getkey):
     x = jr.normal(getkey(), (5, 3))
     host = {"store": HostStore()}
     for settings, message in (
-        ({"reduce": RowSums(), **host}, "With `reduce`, no kernel is kept"),
+        ({"reduce": FrobeniusNorm(), **host}, "With `reduce`, no kernel is kept"),
         ({"mesh_axis": "data"}, "`mesh_axis` is 'data', but there is no `mesh`"),
         ({"vmap_axes": None, **host}, "With `vmap_axes=None`, a kernel cannot go to"),
     ):
@@ -240,7 +241,7 @@ def test_wrong_settings(getkey):
             EmpiricalNTK(model, **{"trace_axes": (), **settings}, **host)(x)
     with pytest.raises(TypeError, match=r"cannot be within `jax\.jit`"):
         eqx.filter_jit(EmpiricalNTK(model, **host))(x)
-    options = {"key": getkey(), "reduce": RowSums()}
+    options = {"key": getkey(), "reduce": FrobeniusNorm()}
     for settings in ({"n_samples": (2, 4)}, {"n_samples": 20, "tol": 0.1}):
         with pytest.raises(ValueError, match="averaged over all samples once"):
             MonteCarloKernel(init, **settings, **options)

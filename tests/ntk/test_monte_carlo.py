@@ -12,7 +12,7 @@ from eqxbatch import (
     MemoryBudget,
     MonteCarloEstimate,
     MonteCarloKernel,
-    RowSums,
+    TopK,
     ZarrStore,
 )
 from ..helpers import CountTraces, normal, spread
@@ -426,7 +426,11 @@ class TestBadInput:
                 ValueError,
                 "a model of a whole batch cannot",
             ),
-            ({"vmap_axes": None, "reduce": RowSums()}, ValueError, "cannot go to"),
+            (
+                {"vmap_axes": None, "reduce": TopK(1)},
+                ValueError,
+                "cannot go to",
+            ),
             ({"vmap_axes": 1, **disk}, ValueError, "give outputs the batch axis 0"),
             (
                 {

@@ -18,7 +18,6 @@ from eqxbatch import (
     Mean,
     MeanAndVariance,
     Min,
-    RunningMean,
     Sum,
     Variance,
 )
@@ -227,7 +226,7 @@ def _running_mean(draw: Draw, total: int, dtypes: list) -> Reduced:
 
     dense = lambda y: jnp.mean(y, axis=0)
     refusal = functools.partial(_needs_floats, None)
-    return Reduced(RunningMean(), "RunningMean()", numpy, dense, refusal)
+    return Reduced(Mean(running=True), "Mean(running=True)", numpy, dense, refusal)
 
 
 def _variance(draw: Draw, total: int, dtypes: list) -> Reduced:
@@ -307,7 +306,7 @@ def _last(draw: Draw, total: int, dtypes: list) -> Reduced:
 
 def _of_optax(draw: Draw, total: int, dtypes: list) -> Reduced:
     name = draw.one_of("SUM", "MEAN", "RUNNING_MEAN")
-    of = {"SUM": Sum(), "MEAN": Mean(), "RUNNING_MEAN": RunningMean()}
+    of = {"SUM": Sum(), "MEAN": Mean(), "RUNNING_MEAN": Mean(running=True)}
     plain = Draw(0, [0] * 5)
     makers = {"SUM": draw_sum, "MEAN": _mean, "RUNNING_MEAN": _running_mean}
     reduced = makers[name](plain, total, dtypes)

@@ -15,7 +15,6 @@ from eqxbatch import (
     GradientMoments,
     GradientStatistics,
     Mean,
-    RunningMean,
     Sum,
 )
 from .map_draw import (
@@ -83,10 +82,10 @@ def _model(rng: Any, dtype: str, scale: float) -> Model:
 
 def _draw_accumulator(draw: Draw, total: int) -> tuple[Any, str, Any]:
     """An accumulator, its description, and its weights as NumPy has them."""
-    kind = draw.one_of("Mean", "Sum", "RunningMean", "weights", "weights", "weights")
+    kind = draw.one_of("Mean", "Sum", "running", "weights", "weights", "weights")
     if kind != "weights":
         return (
-            {"Mean": Mean, "Sum": Sum, "RunningMean": RunningMean}[kind](),
+            Sum() if kind == "Sum" else Mean(running=kind == "running"),
             kind,
             None,
         )

@@ -18,7 +18,6 @@ from eqxbatch import (
     HostStore,
     KernelAlignment,
     KernelProduct,
-    RowSums,
     TopK,
     ZarrStore,
 )
@@ -273,7 +272,7 @@ def _draw_reduction(draw: Draw, sides: Sides, dtype: str, kernel: Kernel) -> tup
     n1, n2 = sides.totals
     rng = draw.numbers()
     real = "float32" if dtype == "int32" else dtype
-    options = ["RowSums", "KernelProduct"]
+    options = ["KernelProduct", "KernelProduct"]
     if dtype != "int32":
         options.append("FrobeniusNorm")
         if kind_of(jnp.dtype(dtype)) == "float" and kernel.out_axes == (0, 1):
@@ -287,8 +286,6 @@ def _draw_reduction(draw: Draw, sides: Sides, dtype: str, kernel: Kernel) -> tup
     if kernel.text != "masked" and min(n1, n2) == 0:
         options = [option for option in options if option != "TopK"]
     name = draw.one_of(*options)
-    if name == "RowSums":
-        return RowSums(), lambda k: (k.sum(axis=1), np.abs(k).sum(axis=1)), name
     if name == "FrobeniusNorm":
         norm = lambda k: np.sqrt((np.abs(k) ** 2).sum())
         return FrobeniusNorm(), lambda k: (norm(k), norm(k)), name
@@ -392,8 +389,6 @@ def _reduced(draw: Draw) -> Case:
         kind = None if kernel.is_real and "complex" in dtype else dtype
         if isinstance(reduction, FrobeniusNorm):
             kind = None
-        if isinstance(reduction, RowSums) and dtype == "int32":
-            kind = jax.eval_shape(jnp.sum, jnp.zeros(1, dtype)).dtype
         top = float(np.max(np.abs(scale), initial=0))
         return Expected(np.asarray(result), kind, scale=top, tolerance=64.0, eps=eps)
 

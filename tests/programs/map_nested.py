@@ -18,7 +18,6 @@ from eqxbatch import (
     Mean,
     MeanAndVariance,
     Min,
-    RunningMean,
     Sum,
     Variance,
 )
@@ -41,7 +40,7 @@ _ACCUMULATORS: dict[str, tuple[Any, Callable]] = {
     "Concat": (Concat(), lambda y: y),
     "Sum": (Sum(), lambda y: jnp.sum(y, axis=0)),
     "Mean": (Mean(), lambda y: jnp.mean(y, axis=0)),
-    "RunningMean": (RunningMean(), lambda y: jnp.mean(y, axis=0)),
+    "RunningMean": (Mean(running=True), lambda y: jnp.mean(y, axis=0)),
     "Max": (Max(), lambda y: jnp.max(y, axis=0)),
     "LogSumExp": (LogSumExp(), lambda y: jax.nn.logsumexp(y, axis=0)),
 }
@@ -182,7 +181,7 @@ def draw_microbatch(draw: Draw) -> Case:
         ),
         "sum": (Sum(), lambda x: _rows(x).sum(0), lambda ps, _: _stack(ps).sum(0)),
         "mean": (Mean(), lambda x: _rows(x).mean(0), _weighted),
-        "running": (RunningMean(), lambda x: _rows(x).mean(0), _weighted),
+        "running": (Mean(running=True), lambda x: _rows(x).mean(0), _weighted),
         "max": (Max(), lambda x: _rows(x).max(0), lambda ps, _: _stack(ps).max(0)),
         "min": (Min(), lambda x: _rows(x).min(0), lambda ps, _: _stack(ps).min(0)),
         "last": (Last(), lambda x: _rows(x)[-1], lambda ps, _: ps[-1]),

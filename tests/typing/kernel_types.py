@@ -53,7 +53,7 @@ assert_type(both(x, y), Both)
 # What a store or a reduction returns depends on the kernel.
 host = filter_batch_kernel(linear, block_size=2, store=eqxbatch.HostStore())
 assert_type(host(x), Any)
-sums = filter_batch_kernel(linear, block_size=2, reduce=eqxbatch.RowSums())
+sums = filter_batch_kernel(linear, block_size=2, reduce=eqxbatch.FrobeniusNorm())
 assert_type(sums(x, y), Any)
 
 
@@ -85,6 +85,6 @@ assert_type(EmpiricalKernel(mlp)(x, None, "nngp"), Any)
 assert_type(EmpiricalKernel(mlp)(x).nngp, Any)
 assert_type(EmpiricalKernel(mlp)(x, get=("ntk",)), Any)
 assert_type(EmpiricalNTK(mlp, block_size=2, store=eqxbatch.HostStore())(x), Any)
-assert_type(EmpiricalNTK(mlp, reduce=eqxbatch.RowSums())(x), Any)
+assert_type(EmpiricalNTK(mlp, reduce=eqxbatch.FrobeniusNorm())(x), Any)
 assert_type(ProbedNTK(mlp, num_probes=2, key=key)(x), KernelEstimate)
 assert_type(filter_batch_kernel(EmpiricalNTK(mlp), block_size=2)(x, y), Any)

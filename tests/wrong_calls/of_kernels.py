@@ -155,7 +155,7 @@ FUNCTIONS = [
     ),
     Case(
         "HostStore",
-        lambda: kernel(store=eqxbatch.HostStore(), reduce=eqxbatch.RowSums()),
+        lambda: kernel(store=eqxbatch.HostStore(), reduce=eqxbatch.FrobeniusNorm()),
         ValueError,
         "With `reduce`",
     ),
@@ -195,18 +195,6 @@ FUNCTIONS = [
         "`progress` must be",
     ),
     Case(
-        "NoProgressMeter",
-        lambda: kernel(progress=eqxbatch.NoProgressMeter),
-        TypeError,
-        "`progress` must be",
-    ),
-    Case(
-        "NoProgressMeter",
-        lambda: ntk(progress=eqxbatch.NoProgressMeter),
-        TypeError,
-        "`progress` must be",
-    ),
-    Case(
         "TqdmProgressMeter",
         lambda: eqxbatch.TqdmProgressMeter(3),
         TypeError,
@@ -242,10 +230,9 @@ FUNCTIONS = [
         TypeError,
         "`Wrong.neutral` must be .*got 'nothing'",
     ),
-    Case("RowSums", reduced(eqxbatch.RowSums), TypeError, "`reduce` must consist of"),
     Case(
-        "RowSums",
-        reduced([eqxbatch.RowSums()]),
+        "FrobeniusNorm",
+        reduced([eqxbatch.FrobeniusNorm()]),
         ValueError,
         "`reduce` must be a reduction, or a PyTree prefix",
     ),
@@ -522,7 +509,7 @@ MODELS = [
     ),
     Case(
         "MonteCarloKernel",
-        lambda: carlo(vmap_axes=None, reduce=eqxbatch.RowSums()),
+        lambda: carlo(vmap_axes=None, reduce=eqxbatch.FrobeniusNorm()),
         ValueError,
         "a model of a whole batch cannot be evaluated for blocks",
     ),

@@ -155,18 +155,6 @@ MAPS = [
     ),
     Case("grid", lambda: grid("i", (0, 1)), ValueError, "an axis for each of them"),
     Case(
-        "GridAxis",
-        lambda: eqxbatch.GridAxis("i", (0,)),
-        TypeError,
-        r"`names` must be tuple\[str, ...\]; got 'i'",
-    ),
-    Case(
-        "GridAxis",
-        lambda: eqxbatch.GridAxis(("i",), (0.5,)),
-        TypeError,
-        r"`axes` must be tuple\[int, ...\]; got \(0.5,",
-    ),
-    Case(
         "MemoryBudget",
         lambda: eqxbatch.MemoryBudget("much"),
         ValueError,
@@ -199,7 +187,7 @@ MAPS += [
     for accumulator in (
         eqxbatch.Sum(),
         eqxbatch.Mean(),
-        eqxbatch.RunningMean(),
+        eqxbatch.Mean(running=True),
         eqxbatch.Variance(),
         eqxbatch.Max(),
         eqxbatch.Min(),
@@ -452,16 +440,16 @@ ACCUMULATORS = [
         "`dtype` must be a dtype",
     ),
     Case(
-        "RunningMean",
-        lambda: eqxbatch.RunningMean("mean"),
+        "Mean",
+        lambda: eqxbatch.Mean(running="yes"),
         TypeError,
-        "`dtype` must be a dtype",
+        "`running` must be bool; got 'yes'",
     ),
     Case(
-        "RunningMean",
-        lambda: eqxbatch.RunningMean([32]),
-        TypeError,
-        "`dtype` must be a dtype",
+        "Mean",
+        lambda: eqxbatch.Mean(y, running=True),
+        ValueError,
+        r"Mean\(running=True\) takes no `weights`",
     ),
     Case(
         "Variance",
