@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from eqxbatch import explain_sites, filter_micro_grad, SitesReport
+from eqxbatch import explain_sites, filter_micro_grad
+from eqxbatch.results import SitesReport
 from . import zoo
 from .harness import Bar, bars_of, Case, measure, OURS, results, Row
 

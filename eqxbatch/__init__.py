@@ -5,6 +5,7 @@ import importlib.metadata as _metadata
 import importlib.util as _util
 import typing as _typing
 
+from . import results as results
 from ._base.trees import import_extra as _import_extra
 from ._batch.accumulators import (
     AbstractAccumulator as AbstractAccumulator,
@@ -18,7 +19,6 @@ from ._batch.memory import MemoryBudget as MemoryBudget
 from ._batch.moments import (
     LogSumExp as LogSumExp,
     Mean as Mean,
-    MeanAndVariance as MeanAndVariance,
     Sum as Sum,
     Variance as Variance,
 )
@@ -37,21 +37,12 @@ from ._curvature.directional import (
     filter_hvp as filter_hvp,
     filter_linearize as filter_linearize,
     filter_taylor_expand as filter_taylor_expand,
-    TaylorExpansion as TaylorExpansion,
 )
-from ._curvature.kfac import (
-    filter_kfac as filter_kfac,
-    KroneckerFactors as KroneckerFactors,
-)
-from ._curvature.pytree import (
-    hessian_to_pytree as hessian_to_pytree,
-    Unravel as Unravel,
-)
+from ._curvature.kfac import filter_kfac as filter_kfac
+from ._curvature.pytree import hessian_to_pytree as hessian_to_pytree
 from ._gradients.micro_grad import (
     filter_micro_grad as filter_micro_grad,
     filter_micro_value_and_grad as filter_micro_value_and_grad,
-    GradientMoments as GradientMoments,
-    GradientStatistics as GradientStatistics,
 )
 from ._kernels.batch_kernel import filter_batch_kernel as filter_batch_kernel
 from ._kernels.progress import (
@@ -63,18 +54,11 @@ from ._kernels.reductions import (
     FrobeniusNorm as FrobeniusNorm,
     KernelAlignment as KernelAlignment,
     KernelProduct as KernelProduct,
-    Neighbours as Neighbours,
     TopK as TopK,
 )
-from ._kernels.solve import (
-    kernel_solve as kernel_solve,
-    KernelSolution as KernelSolution,
-)
+from ._kernels.solve import kernel_solve as kernel_solve
 from ._kernels.stores import HostStore as HostStore
-from ._kernels.zarr_store import (
-    SymmetricArray as SymmetricArray,
-    ZarrStore as ZarrStore,
-)
+from ._kernels.zarr_store import ZarrStore as ZarrStore
 from ._maps.grid_vmap import (
     filter_grid_vmap as filter_grid_vmap,
     grid as grid,
@@ -87,24 +71,11 @@ from ._ntk.empirical import (
     EmpiricalKernel as EmpiricalKernel,
     EmpiricalNNGP as EmpiricalNNGP,
     EmpiricalNTK as EmpiricalNTK,
-    KernelEstimate as KernelEstimate,
     ProbedNTK as ProbedNTK,
     PseudoNTK as PseudoNTK,
 )
-from ._ntk.monte_carlo import (
-    MonteCarloEstimate as MonteCarloEstimate,
-    MonteCarloKernel as MonteCarloKernel,
-)
-from ._ntk.parameterise import (
-    ntk_parameterise as ntk_parameterise,
-    NTKLayer as NTKLayer,
-)
-from ._sites.report import (
-    LeafCheck as LeafCheck,
-    LeafReport as LeafReport,
-    SitesCheck as SitesCheck,
-    SitesReport as SitesReport,
-)
+from ._ntk.monte_carlo import MonteCarloKernel as MonteCarloKernel
+from ._ntk.parameterise import ntk_parameterise as ntk_parameterise
 from ._steps.gauss_newton_step import (
     filter_gauss_newton_step as filter_gauss_newton_step,
 )
@@ -138,7 +109,8 @@ if _util.find_spec("lineax") is not None:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name[:2] == "__")})
+    special = (name for name in globals() if name[:2] == "__")
+    return sorted({*__all__, "results", *special})
 
 
 def __getattr__(name: str) -> _typing.Any:

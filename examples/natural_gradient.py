@@ -100,7 +100,7 @@ DAMPING, MEMORY, EVERY = 3e-3, 0.95, 5
 
 class KFACState(NamedTuple):
     count: jax.Array
-    average: eqxbatch.KroneckerFactors
+    average: eqxbatch.results.KroneckerFactors
     inverse: eqxbatch.KroneckerOperator
 
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from eqxbatch import explain_sites, SitesReport
+from eqxbatch import explain_sites
+from eqxbatch.results import SitesReport
 from .helpers import normal
 
 

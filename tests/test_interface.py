@@ -41,8 +41,7 @@ OPERATORS = {
     "KernelOperator",
     "KroneckerOperator",
 }
-# Users receive these, and do not make them.
-RECEIVED = {"SymmetricArray", "TaylorExpansion"}
+RESULTS = [name for name in vars(eqxbatch.results) if not name.startswith("_")]
 MODEL = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0))
 
 
@@ -57,7 +56,13 @@ def test_all_public_names_are_listed():
     assert {*eqxbatch.__all__} == names | OPERATORS
     assert len(eqxbatch.__all__) == len({*eqxbatch.__all__})
     assert {*eqxbatch.__all__} <= {*dir(eqxbatch)}
-    assert {name for name in dir(eqxbatch) if name[0] != "_"} == {*eqxbatch.__all__}
+    found = {name for name in dir(eqxbatch) if name[0] != "_"}
+    assert found == {*eqxbatch.__all__, "results"}
+
+
+def test_results_are_not_at_the_top():
+    assert "GradientStatistics" in RESULTS
+    assert not {*RESULTS} & {*eqxbatch.__all__}
 
 
 def test_all_names_can_be_imported():
@@ -80,11 +85,12 @@ def test_names_without_lineax():
     assert importlib.util.find_spec("lineax") is not None
 
 
-@pytest.mark.parametrize("name", eqxbatch.__all__)
+@pytest.mark.parametrize("name", (*eqxbatch.__all__, *RESULTS))
 def test_help_lists_the_arguments(name):
-    public = getattr(eqxbatch, name)
-    if name in RECEIVED:
-        return
+    is_result = name in RESULTS
+    public = getattr(eqxbatch.results if is_result else eqxbatch, name)
+    if name in ("SymmetricArray", "TaylorExpansion"):
+        return  # They are shown without the arguments of their constructors.
     shown = pydoc.plain(pydoc.render_doc(public))
     doc = inspect.getdoc(public)
     assert doc.splitlines()[0] in shown

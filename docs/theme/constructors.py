@@ -31,10 +31,12 @@ class Constructors(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         package = importlib.import_module(pkg.name)
+        both = (package, pkg), (package.results, pkg["results"])
         public = {
-            name: (member.final_target, getattr(package, name))
-            for name, member in pkg.members.items()
-            if member.is_alias and inspect.isclass(getattr(package, name, None))
+            name: (member.final_target, getattr(module, name))
+            for module, source in both
+            for name, member in source.members.items()
+            if member.is_alias and inspect.isclass(getattr(module, name, None))
         }
         # All that have none of their own, before the first is added: it is inherited.
         without = [

@@ -273,9 +273,9 @@ class MeanAndVariance(NamedTuple):
 class Variance(AbstractSummary[VarianceState]):
     """Mean and variance over all examples, in one numerically stable pass.
 
-    Each array of the output becomes a [`eqxbatch.MeanAndVariance`][], whose fields are
-    `jnp.mean(..., axis=0)` and `jnp.var(..., axis=0, ddof=ddof)` of what `vmap`
-    returns. The variance of complex results is real.
+    Each array of the output becomes a [`eqxbatch.results.MeanAndVariance`][], whose
+    fields are `jnp.mean(..., axis=0)` and `jnp.var(..., axis=0, ddof=ddof)` of what
+    `vmap` returns. The variance of complex results is real.
 
     In [`eqxbatch.filter_microbatch`][], each result is one observation, weighted by the
     number of examples in its microbatch, and the variance is between microbatches.

@@ -67,7 +67,7 @@ def explain_sites(
 
     **Returns:**
 
-    An [`eqxbatch.SitesReport`][]. Printed, it is a table with the sites of each
+    An [`eqxbatch.results.SitesReport`][]. Printed, it is a table with the sites of each
     parameter, the contraction that is cheapest by an estimate of operations and memory
     traffic, its block in [`eqxbatch.filter_kfac`][] of a model and, for parameters
     without a rule, the reason. With `check`, a table of the largest errors follows;

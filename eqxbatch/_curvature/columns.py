@@ -419,8 +419,8 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
     then those of the parameter.
 
     With `flat`, the Jacobian is a pair: the output of `fun`, where each array is
-    replaced by one of shape `(*output, n)`, and `unravel` (an [`eqxbatch.Unravel`][]),
-    which turns vectors of shape `(n,)` into PyTrees.
+    replaced by one of shape `(*output, n)`, and `unravel` (an
+    [`eqxbatch.results.Unravel`][]), which turns vectors of shape `(n,)` into PyTrees.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced.

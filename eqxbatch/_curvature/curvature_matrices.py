@@ -183,9 +183,9 @@ class Hessian(AbstractMatrix[P], AbstractHessian):
     those of the second. With `in_axes`, `aux` has the examples along axis 0.
 
     With `flat`, the Hessian is a pair of a matrix of shape `(n, n)`, in the order of
-    `jax.flatten_util.ravel_pytree`, and `unravel` (an [`eqxbatch.Unravel`][]), which
-    turns vectors of shape `(n,)` into PyTrees. [`eqxbatch.hessian_to_pytree`][] turns
-    matrices into PyTrees of PyTrees.
+    `jax.flatten_util.ravel_pytree`, and `unravel` (an [`eqxbatch.results.Unravel`][]),
+    which turns vectors of shape `(n,)` into PyTrees. [`eqxbatch.hessian_to_pytree`][]
+    turns matrices into PyTrees of PyTrees.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced.

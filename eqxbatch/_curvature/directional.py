@@ -266,7 +266,7 @@ def filter_taylor_expand(
 ) -> TaylorExpansion[_Out]:
     """The Taylor polynomial of a model in its parameters, around their current values.
 
-    Returns an [`eqxbatch.TaylorExpansion`][]: a function
+    Returns an [`eqxbatch.results.TaylorExpansion`][]: a function
     `expansion(model, *args, **kwargs)` of a model with the same structure, whose
     inexact arrays are the parameters. Outputs of inexact dtypes are expanded; others
     are those of the original model.

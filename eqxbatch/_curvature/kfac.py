@@ -117,7 +117,7 @@ class KroneckerFactors(eqx.Module):
         `(batch, rows, columns)`. An exact block has a `matrix`, and a diagonal block a
         `diagonal`. The `part` of each block says which structure it has, and why, if it
         is not a Kronecker product.
-    - `unravel`: an [`eqxbatch.Unravel`][], which turns vectors into PyTrees of
+    - `unravel`: an [`eqxbatch.results.Unravel`][], which turns vectors into PyTrees of
         parameters.
     - `is_semidefinite`: whether the matrix is known to be positive semidefinite, as it
         is with `fisher="mc"` or `"empirical"` and without `weights`.
@@ -218,12 +218,13 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
 
     **Returns:**
 
-    A function with the arguments of `fun` that returns [`eqxbatch.KroneckerFactors`][].
-    Arrays that do not enter by a matrix product, such as the scales of a normalisation
-    layer, have an exact block if they have at most 512 entries, and a diagonal block
-    otherwise. So do arrays that are reshaped, sliced or masked first, and all arrays if
-    JAX can differentiate `fun` in forward mode only. To see the structure of each
-    block, print the factors or an [`eqxbatch.explain_sites`][] report.
+    A function with the arguments of `fun` that returns
+    [`eqxbatch.results.KroneckerFactors`][]. Arrays that do not enter by a matrix
+    product, such as the scales of a normalisation layer, have an exact block if they
+    have at most 512 entries, and a diagonal block otherwise. So do arrays that are
+    reshaped, sliced or masked first, and all arrays if JAX can differentiate `fun` in
+    forward mode only. To see the structure of each block, print the factors or an
+    [`eqxbatch.explain_sites`][] report.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced.

@@ -317,10 +317,10 @@ def _is_askew(basis: Inexact[Array, "batch k k"]) -> Bool[Array, ""]:
 class KroneckerOperator(AbstractSymmetricOperator):
     """Kronecker factors plus damping, as a `lineax.AbstractLinearOperator`.
 
-    This is what [`eqxbatch.KroneckerFactors`][]`.operator` returns. Vectors are PyTrees
-    of parameters. All methods work on the eigenvalues and eigenvectors of the blocks;
-    only `as_matrix` materialises a matrix over all parameters. The eigenvalues of a
-    Kronecker product are the products of the eigenvalues of its factors or, with
+    This is what [`eqxbatch.results.KroneckerFactors`][]`.operator` returns. Vectors are
+    PyTrees of parameters. All methods work on the eigenvalues and eigenvectors of the
+    blocks; only `as_matrix` materialises a matrix over all parameters. The eigenvalues
+    of a Kronecker product are the products of the eigenvalues of its factors or, with
     `corrected=True`, the second moments along its eigenvectors. `damping` is added to
     each eigenvalue.
 
@@ -345,7 +345,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
 
     **Arguments:**
 
-    - `factors`: the [`eqxbatch.KroneckerFactors`][].
+    - `factors`: the [`eqxbatch.results.KroneckerFactors`][].
     - `damping`: a number that is added to the diagonal, at least 0.
 
     Raises `ValueError` for negative damping, and for vectors that do not have the

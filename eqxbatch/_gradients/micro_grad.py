@@ -78,7 +78,7 @@ class GradientStatistics(NamedTuple):
         `clip_norm` is a PyTree of bounds, a PyTree with one such array for each. With a
         `transform`, these are the norms of its results.
     - `metrics`: the results of `metrics`, with the examples along axis 0.
-    - `moments`: an [`eqxbatch.GradientMoments`][].
+    - `moments`: an [`eqxbatch.results.GradientMoments`][].
 
     Statistics that were not requested are None.
     """
@@ -429,7 +429,7 @@ class MicroValueAndGrad(
     first argument, with `None` for everything that is not differentiated, as optax and
     `equinox.apply_updates` expect. With a `transform`, its accumulated results are
     returned instead. With `return_norms`, `metrics` or `moments`, an
-    [`eqxbatch.GradientStatistics`][] follows as the last element.
+    [`eqxbatch.results.GradientStatistics`][] follows as the last element.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced.
@@ -493,8 +493,8 @@ class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P])
 
     Like [`eqxbatch.filter_micro_value_and_grad`][], but the value is not returned: the
     result is the gradient, or `(gradient, aux)` with `has_aux`. With `return_norms`,
-    `metrics` or `moments`, an [`eqxbatch.GradientStatistics`][] follows. The arguments
-    are the same:
+    `metrics` or `moments`, an [`eqxbatch.results.GradientStatistics`][] follows. The
+    arguments are the same:
 
     - `fun`, `has_aux`, `where`, `filter_spec`, `in_axes`, `batched`: what is
         differentiated.

@@ -53,7 +53,7 @@ class KernelOperator(AbstractTaggedOperator):
     - `kernel`: a kernel function, as for [`eqxbatch.filter_batch_kernel`][], or an
         estimator such as [`eqxbatch.EmpiricalNTK`][], that returns one array of shape
         `(n1, n2)`. Or, without `x1`, a stored kernel: a NumPy array, a zarr array or an
-        [`eqxbatch.SymmetricArray`][].
+        [`eqxbatch.results.SymmetricArray`][].
     - `x1`, `x2`: the examples of rows and columns. Without `x2`, both are `x1`. NumPy
         arrays are copied.
     - `block_size`, `pairwise`, `in_axes`, `mesh`, `mesh_axis`: as for

@@ -505,7 +505,7 @@ class TopK(AbstractReduction[_Nearest]):
 
     **Returns:**
 
-    An [`eqxbatch.Neighbours`][].
+    An [`eqxbatch.results.Neighbours`][].
 
     Raises `ValueError` if a row has fewer than `k` entries, or for a kernel with more
     than two axes. Raises `TypeError` unless the kernel has a real floating-point dtype.

@@ -99,8 +99,8 @@ def kernel_solve(
 
     **Returns:**
 
-    An [`eqxbatch.KernelSolution`][] with the weights, the residuals and the number of
-    products.
+    An [`eqxbatch.results.KernelSolution`][] with the weights, the residuals and the
+    number of products.
 
     **Raises:**
 

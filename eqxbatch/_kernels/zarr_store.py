@@ -76,7 +76,8 @@ class ZarrStore(AbstractStore):
     - `path`: a folder, which is created if it does not exist.
     - `upper_only`: whether to omit the blocks below the diagonal of a symmetric kernel,
         which halves the space on disk. The result is then an
-        [`eqxbatch.SymmetricArray`][], which reads the omitted blocks as mirror images.
+        [`eqxbatch.results.SymmetricArray`][], which reads the omitted blocks as mirror
+        images.
     - `version`: a name for what the fingerprint cannot contain: the functions that a
         kernel calls on the host, by `jax.pure_callback` for instance, and what they
         read. Such kernels need one. Pass another name when these functions change.

@@ -356,7 +356,7 @@ class ProbedNTK(AbstractEstimator, AbstractParameterKernel):
 
     **Returns:**
 
-    A call returns an [`eqxbatch.KernelEstimate`][].
+    A call returns an [`eqxbatch.results.KernelEstimate`][].
 
     **Raises:**
 

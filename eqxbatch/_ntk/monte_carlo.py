@@ -138,8 +138,9 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
 
     A call returns the same as an [`eqxbatch.EmpiricalKernel`][], averaged over the
     samples, or a generator of such results for several `n_samples`. The method
-    `estimate` returns an [`eqxbatch.MonteCarloEstimate`][] with standard errors. An
-    estimate can be resumed: pass it as `previous` to a later call of `estimate`.
+    `estimate` returns an [`eqxbatch.results.MonteCarloEstimate`][] with standard
+    errors. An estimate can be resumed: pass it as `previous` to a later call of
+    `estimate`.
 
     **Raises:**
 
@@ -321,7 +322,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         key: Keys = None,
         **kwargs: Any,
     ) -> Any:
-        """The kernels and their errors, as an [`eqxbatch.MonteCarloEstimate`][].
+        """The kernels and errors, as an [`eqxbatch.results.MonteCarloEstimate`][].
 
         `previous` is an earlier estimate for the same examples, `init`, `key` and
         `get`. It is extended to a total of `n_samples`, with the same result as an

@@ -62,8 +62,8 @@ def ntk_parameterise(
     """Re-initialises a model in the NTK parameterisation.
 
     Every `equinox.nn.Linear`, `equinox.nn.Conv` and `equinox.nn.ConvTranspose` of the
-    model becomes an [`eqxbatch.NTKLayer`][], whose weights `W` and biases `b` are
-    standard normal and whose forward pass is
+    model becomes an [`eqxbatch.results.NTKLayer`][], whose weights `W` and biases `b`
+    are standard normal and whose forward pass is
 
     ```
     weight_std / sqrt(fan_in) * (W @ x) + bias_std * b

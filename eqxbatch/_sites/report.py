@@ -14,7 +14,7 @@ from .trace import Program
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
-    """One leaf of an [`eqxbatch.SitesReport`][].
+    """One leaf of an [`eqxbatch.results.SitesReport`][].
 
     - `path`, `shape`: the path and shape of the leaf in the model.
     - `sites`: the operations that the leaf enters; inside a `scan`, with its length, as
@@ -49,7 +49,7 @@ class LeafReport:
 
 @dataclasses.dataclass(frozen=True)
 class LeafCheck:
-    """One leaf of an [`eqxbatch.SitesCheck`][]: differences between two methods.
+    """A leaf of an [`eqxbatch.results.SitesCheck`][]: differences between two methods.
 
     Each error is the largest difference between results from sites and without them,
     relative to the largest entry; or, if that is below a ten-thousandth of another
@@ -79,10 +79,10 @@ class LeafCheck:
 class SitesCheck:
     """The result of [`eqxbatch.explain_sites`][] with `check=True`; prints as a table.
 
-    - `leaves`: an [`eqxbatch.LeafCheck`][] for each differentiated array.
-    - `whole`: an [`eqxbatch.LeafCheck`][] for all arrays together: clipped gradients
-        and norms of [`eqxbatch.filter_micro_value_and_grad`][], and the kernel of
-        [`eqxbatch.EmpiricalNTK`][].
+    - `leaves`: an [`eqxbatch.results.LeafCheck`][] for each differentiated array.
+    - `whole`: an [`eqxbatch.results.LeafCheck`][] for all arrays together: clipped
+        gradients and norms of [`eqxbatch.filter_micro_value_and_grad`][], and the
+        kernel of [`eqxbatch.EmpiricalNTK`][].
     - `num_examples`: the number of examples.
     - `dtype`: `"float64"`, or the dtypes of the model.
     - `reason`: why the check did not use float64; None if it did.
@@ -124,14 +124,14 @@ class SitesCheck:
 class SitesReport:
     """The result of [`eqxbatch.explain_sites`][]; prints as a table.
 
-    - `leaves`: an [`eqxbatch.LeafReport`][] for each differentiated array.
+    - `leaves`: an [`eqxbatch.results.LeafReport`][] for each differentiated array.
     - `method`: what `method="auto"` chooses for this function, `"sites"` or
         `"materialise"`.
     - `flops`, `bytes`: the cost for one example with sites, in addition to the forward
         and backward pass.
     - `materialised_flops`, `materialised_bytes`: the same cost if `jax.vmap`
         materialises per-example gradients.
-    - `check`: an [`eqxbatch.SitesCheck`][] with `check=True`, otherwise None.
+    - `check`: an [`eqxbatch.results.SitesCheck`][] with `check=True`, otherwise None.
     """
 
     leaves: tuple[LeafReport, ...]

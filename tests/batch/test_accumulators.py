@@ -18,11 +18,11 @@ from eqxbatch import (
     LogSumExp,
     Max,
     Mean,
-    MeanAndVariance,
     Min,
     Sum,
     Variance,
 )
+from eqxbatch.results import MeanAndVariance
 from ..helpers import (
     assert_same,
     BLOCK,

@@ -19,10 +19,10 @@ from eqxbatch import (
     Mean,
     MemoryBudget,
     Sum,
-    Unravel,
 )
 from eqxbatch._base import platforms
 from eqxbatch._curvature import kfac as kfac_module
+from eqxbatch.results import Unravel
 from ..helpers import forwards_only, rows_only, spread, thinned
 from .kfac_models import (
     factors,

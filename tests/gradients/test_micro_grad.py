@@ -18,6 +18,7 @@ from eqxbatch import (
     MemoryBudget,
     Sum,
 )
+from eqxbatch.results import GradientMoments, GradientStatistics
 from ..helpers import (
     assert_same,
     BLOCK,
@@ -564,8 +565,8 @@ def test_aux_that_differs_between_microbatches(getkey):
 
 
 def test_public_names():
-    assert eqxbatch.GradientStatistics._fields == ("norms", "metrics", "moments")
-    assert eqxbatch.GradientMoments._fields == ("mean", "variance", "noise_scale")
+    assert GradientStatistics._fields == ("norms", "metrics", "moments")
+    assert GradientMoments._fields == ("mean", "variance", "noise_scale")
 
 
 def test_infinite_derivatives_of_examples_of_two_microbatches_stay_infinite(x64):

@@ -19,10 +19,10 @@ from eqxbatch import (
     EmpiricalKernel,
     filter_batch_kernel,
     HostStore,
-    SymmetricArray,
     TqdmProgressMeter,
     ZarrStore,
 )
+from eqxbatch.results import SymmetricArray
 from ..conftest import enable_x64
 from ..helpers import make_mesh, normal, thinned
 from .kernel_functions import AXES, lopsided, rbf, Structured, white

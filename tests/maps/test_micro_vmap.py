@@ -18,10 +18,10 @@ from eqxbatch import (
     LogSumExp,
     Max,
     Mean,
-    MeanAndVariance,
     Sum,
     Variance,
 )
+from eqxbatch.results import MeanAndVariance
 from ..helpers import assert_same, BLOCK, CountTraces, normal, spread, thinned, TOTALS
 
 

@@ -16,10 +16,10 @@ from eqxbatch import (
     Last,
     Max,
     Mean,
-    MeanAndVariance,
     Sum,
     Variance,
 )
+from eqxbatch.results import MeanAndVariance
 from ..helpers import assert_same, BLOCK, CountTraces, normal, thinned, TOTALS
 
 

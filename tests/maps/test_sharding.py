@@ -14,13 +14,13 @@ from eqxbatch import (
     filter_micro_grad,
     filter_micro_vmap,
     filter_microbatch,
-    GradientStatistics,
     Last,
     Max,
     Mean,
     Sum,
     Variance,
 )
+from eqxbatch.results import GradientStatistics
 from ..helpers import assert_same, KINDS, make_mesh, normal, put, thinned
 
 

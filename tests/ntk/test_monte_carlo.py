@@ -10,11 +10,11 @@ import pytest
 from eqxbatch import (
     HostStore,
     MemoryBudget,
-    MonteCarloEstimate,
     MonteCarloKernel,
     TopK,
     ZarrStore,
 )
+from eqxbatch.results import MonteCarloEstimate
 from ..helpers import CountTraces, normal, spread
 from .random_kernels import as_jax, assert_same, each, init, kernel, KEY, sampled
 

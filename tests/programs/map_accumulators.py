@@ -16,11 +16,11 @@ from eqxbatch import (
     LogSumExp,
     Max,
     Mean,
-    MeanAndVariance,
     Min,
     Sum,
     Variance,
 )
+from eqxbatch.results import MeanAndVariance
 from .map_draw import Draw, expect, Expected, kind_of, Skip, widen
 
 

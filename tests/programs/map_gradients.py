@@ -12,11 +12,10 @@ import numpy as np
 from eqxbatch import (
     filter_micro_grad,
     filter_micro_value_and_grad,
-    GradientMoments,
-    GradientStatistics,
     Mean,
     Sum,
 )
+from eqxbatch.results import GradientMoments, GradientStatistics
 from .map_draw import (
     Case,
     Draw,

@@ -16,11 +16,11 @@ from eqxbatch import (
     LogSumExp,
     Max,
     Mean,
-    MeanAndVariance,
     Min,
     Sum,
     Variance,
 )
+from eqxbatch.results import MeanAndVariance
 from .map_accumulators import draw_accumulator, draw_sum
 from .map_derivatives import differentiated
 from .map_draw import (

@@ -23,9 +23,8 @@ from eqxbatch import (
     filter_kfac,
     filter_linearize,
     filter_taylor_expand,
-    KroneckerFactors,
-    TaylorExpansion,
 )
+from eqxbatch.results import KroneckerFactors, TaylorExpansion
 
 
 def loss(model: MLP, x: Array) -> Array:

@@ -14,9 +14,9 @@ from eqxbatch import (
     EmpiricalNNGP,
     EmpiricalNTK,
     filter_batch_kernel,
-    KernelEstimate,
     ProbedNTK,
 )
+from eqxbatch.results import KernelEstimate
 
 
 def linear(

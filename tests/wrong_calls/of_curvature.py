@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 import eqxbatch
+from eqxbatch.results import LeafCheck, LeafReport, SitesCheck, SitesReport, Unravel
 from .cases import Case, key, loss, model, w, x, y
 
 
@@ -27,7 +28,7 @@ step = functools.partial(eqxbatch.filter_gauss_newton_step, damping=0.1)
 ggnvp = functools.partial(eqxbatch.filter_ggnvp, outputs, of_output)
 kfac = functools.partial(eqxbatch.filter_kfac, outputs, of_output)
 factors = lambda: kfac(in_axes=0)(w, x)
-unravel = eqxbatch.Unravel({"a": w, "b": y})
+unravel = Unravel({"a": w, "b": y})
 expansion = eqxbatch.filter_linearize(model)
 explain = functools.partial(eqxbatch.explain_sites, loss)
 z = w.astype(complex)
@@ -324,7 +325,7 @@ CURVATURE = [
     ),
     Case(
         "Unravel",
-        lambda: eqxbatch.Unravel([1.0, 2.0]),
+        lambda: Unravel([1.0, 2.0]),
         TypeError,
         "`tree` must be PyTree",
     ),
@@ -430,51 +431,49 @@ SITES = [
     ),
     Case(
         "SitesReport",
-        lambda: eqxbatch.SitesReport([], "auto", 0.0, 0.0, 0.0, 0.0),
+        lambda: SitesReport([], "auto", 0.0, 0.0, 0.0, 0.0),
         TypeError,
         "`leaves` must be",
     ),
     Case(
         "SitesReport",
-        lambda: eqxbatch.SitesReport((), "auto", "many", 0.0, 0.0, 0.0),
+        lambda: SitesReport((), "auto", "many", 0.0, 0.0, 0.0),
         TypeError,
         "`flops` must be float; got 'many'",
     ),
     Case(
         "LeafReport",
-        lambda: eqxbatch.LeafReport("a", 3, (), "factors", 0.0, 0.0, None, "", None),
+        lambda: LeafReport("a", 3, (), "factors", 0.0, 0.0, None, "", None),
         TypeError,
         "`shape` must be",
     ),
     Case(
         "LeafReport",
-        lambda: eqxbatch.LeafReport("a", (3,), (), 1, 0.0, 0.0, None, "", None),
+        lambda: LeafReport("a", (3,), (), 1, 0.0, 0.0, None, "", None),
         TypeError,
         "`contraction` must be str",
     ),
     Case(
         "SitesCheck",
-        lambda: eqxbatch.SitesCheck((), None, 3, "float64", None),
+        lambda: SitesCheck((), None, 3, "float64", None),
         TypeError,
         "`whole` must be LeafCheck",
     ),
     Case(
         "SitesCheck",
-        lambda: eqxbatch.SitesCheck(
-            (), eqxbatch.LeafCheck("all"), "3", "float64", None
-        ),
+        lambda: SitesCheck((), LeafCheck("all"), "3", "float64", None),
         TypeError,
         "`num_examples` must be int",
     ),
     Case(
         "LeafCheck",
-        lambda: eqxbatch.LeafCheck(3),
+        lambda: LeafCheck(3),
         TypeError,
         "`path` must be str; got 3",
     ),
     Case(
         "LeafCheck",
-        lambda: eqxbatch.LeafCheck("a", gradient="large"),
+        lambda: LeafCheck("a", gradient="large"),
         TypeError,
         "`gradient` must be float",
     ),

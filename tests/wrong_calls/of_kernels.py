@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import eqxbatch
+from eqxbatch.results import MonteCarloEstimate, NTKLayer
 from .cases import Case, key, linear, model, w, x, y
 
 
@@ -563,7 +564,7 @@ MODELS = [
         lambda: carlo().estimate(
             x,
             get="ntk",
-            previous=eqxbatch.MonteCarloEstimate(jnp.ones((3, 3)), jnp.ones((3, 3)), 1),
+            previous=MonteCarloEstimate(jnp.ones((3, 3)), jnp.ones((3, 3)), 1),
         ),
         ValueError,
         r"`kernel` of `previous` must be \(5, 5\); got \(3, 3\)",
@@ -571,7 +572,7 @@ MODELS = [
     Case(
         "MonteCarloEstimate",
         lambda: carlo().estimate(
-            x, get="ntk", previous=eqxbatch.MonteCarloEstimate([1.0], [1.0], 1)
+            x, get="ntk", previous=MonteCarloEstimate([1.0], [1.0], 1)
         ),
         TypeError,
         "`kernel` of `previous` must be an array of an inexact dtype",
@@ -602,13 +603,13 @@ MODELS = [
     ),
     Case(
         "NTKLayer",
-        lambda: eqxbatch.NTKLayer(3, 1.0, 1.0),
+        lambda: NTKLayer(3, 1.0, 1.0),
         TypeError,
         "`layer` must be Callable; got 3",
     ),
     Case(
         "NTKLayer",
-        lambda: eqxbatch.NTKLayer(layer, "1", 1.0),
+        lambda: NTKLayer(layer, "1", 1.0),
         TypeError,
         "`weight_scale` must be float; got '1'",
     ),

@@ -1,0 +1,22 @@
+"""What functions of this package return: for annotations and `isinstance`."""
+
+from ._batch.moments import MeanAndVariance as MeanAndVariance
+from ._curvature.directional import TaylorExpansion as TaylorExpansion
+from ._curvature.kfac import KroneckerFactors as KroneckerFactors
+from ._curvature.pytree import Unravel as Unravel
+from ._gradients.micro_grad import (
+    GradientMoments as GradientMoments,
+    GradientStatistics as GradientStatistics,
+)
+from ._kernels.reductions import Neighbours as Neighbours
+from ._kernels.solve import KernelSolution as KernelSolution
+from ._kernels.zarr_store import SymmetricArray as SymmetricArray
+from ._ntk.empirical import KernelEstimate as KernelEstimate
+from ._ntk.monte_carlo import MonteCarloEstimate as MonteCarloEstimate
+from ._ntk.parameterise import NTKLayer as NTKLayer
+from ._sites.report import (
+    LeafCheck as LeafCheck,
+    LeafReport as LeafReport,
+    SitesCheck as SitesCheck,
+    SitesReport as SitesReport,
+)
