@@ -122,7 +122,7 @@ def by_samples(
         kernel = MonteCarloKernel(
             init,
             key=jr.fold_in(KEY, repeat),
-            n_samples=counts,
+            num_samples=counts,
             samples_per_batch=min(counts),
         )
         for i, found in enumerate(kernel.estimate(x)):
@@ -154,7 +154,7 @@ def by_width(
         kernel = MonteCarloKernel(
             network.init(x, width),
             key=KEY,
-            n_samples=per_width * width,
+            num_samples=per_width * width,
             samples_per_batch=min(per_width * width, 2**15 // width),
             get="ntk",
         )

@@ -201,12 +201,10 @@ def compiled(fun: Callable, model: Any, x: jax.Array) -> tuple[Callable, float]:
     return lambda: jax.block_until_ready(program(arrays, x)), analysis["flops"]
 
 
-def ours(job: Job, implementation: str = "auto") -> tuple[Callable, float]:
+def ours(job: Job, method: str = "auto") -> tuple[Callable, float]:
     model, x = build(job.spec)
     axes = (-1,) if job.traced else ()
-    ntk = EmpiricalNTK(
-        model, trace_axes=axes, block_size=job.block, implementation=implementation
-    )
+    ntk = EmpiricalNTK(model, trace_axes=axes, block_size=job.block, method=method)
     return compiled(lambda ntk, x: ntk(x), ntk, x)
 
 

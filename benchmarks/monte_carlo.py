@@ -88,7 +88,7 @@ def make_kernel(
     init: Callable, num: int | Iterable[int], per_batch: int = 1
 ) -> MonteCarloKernel:
     return MonteCarloKernel(
-        init, key=KEY, n_samples=num, get=KINDS, samples_per_batch=per_batch
+        init, key=KEY, num_samples=num, get=KINDS, samples_per_batch=per_batch
     )
 
 

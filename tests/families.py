@@ -73,7 +73,7 @@ def calls():
         "NTK": lambda: eqxbatch.EmpiricalNTK(model, block_size=2)(X),
         "both kernels": lambda: eqxbatch.EmpiricalKernel(model)(X),
         "random models": lambda: eqxbatch.MonteCarloKernel(
-            linear, key=KEY, n_samples=2
+            linear, key=KEY, num_samples=2
         )(X),
         "grids": lambda: eqxbatch.filter_grid_vmap(
             jnp.vdot, in_axes=(eqxbatch.grid("i"), eqxbatch.grid("j")), block_size=3

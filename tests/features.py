@@ -251,7 +251,7 @@ FEATURES = {
     "PseudoNTK": lambda model, x: eb.PseudoNTK(model)(x),
     "ProbedNTK": lambda model, x: eb.ProbedNTK(model, num_probes=2, key=KEY)(x),
     "MonteCarloKernel": lambda model, x: eb.MonteCarloKernel(
-        sampled(model), key=KEY, n_samples=2, block_size=3
+        sampled(model), key=KEY, num_samples=2, block_size=3
     )(x),
     "filter_batch_kernel": kernel,
     "filter_batch_kernel reduce": lambda model, x: kernel(

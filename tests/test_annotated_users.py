@@ -166,7 +166,7 @@ CALLS = {
     "reduce": lambda x: in_blocks(kernel, reduce=Total())(X, x),
     "EmpiricalNTK": lambda x: eqxbatch.EmpiricalNTK(MODEL, block_size=2)(x),
     "implementations": lambda x: eqxbatch.EmpiricalNTK(
-        MODEL, implementation="jacobian_contraction"
+        MODEL, method="jacobian_contraction"
     )(x),
     "matvec": lambda x: eqxbatch.EmpiricalNTK(MODEL).matvec(x, None, jnp.ones((5, 3))),
     "EmpiricalNNGP": lambda x: eqxbatch.EmpiricalNNGP(MODEL)(x),
@@ -176,7 +176,7 @@ CALLS = {
         MODEL, num_probes=2, key=jax.random.key(0)
     )(x),
     "MonteCarloKernel": lambda x: eqxbatch.MonteCarloKernel(
-        init, key=jax.random.key(0), n_samples=2
+        init, key=jax.random.key(0), num_samples=2
     )(x),
 }
 

@@ -380,7 +380,7 @@ def test_exceptions_of_users_stay_their_own():
         lambda: kernel(linear, store=host, progress=FailingMeter())(x),
         lambda: eqxbatch.KernelOperator(fails, x),
         lambda: eqxbatch.EmpiricalNTK(eqx.Partial(fails, w))(x),
-        lambda: eqxbatch.MonteCarloKernel(fails, key=key, n_samples=1)(x),
+        lambda: eqxbatch.MonteCarloKernel(fails, key=key, num_samples=1)(x),
     ]
     for call in calls:
         with pytest.raises(TheirError, match="theirs"):
@@ -410,7 +410,7 @@ def test_exceptions_of_users_get_notes():
             (
                 lambda f: filter_microbatch(f, accumulator=Sum())(x),
                 lambda f: grad(f, batched=True)(w, x),
-                lambda f: eqxbatch.EmpiricalNTK(eqx.Partial(f, w), vmap_axes=None)(x),
+                lambda f: eqxbatch.EmpiricalNTK(eqx.Partial(f, w), in_axes=None)(x),
             ),
         ),
     ):

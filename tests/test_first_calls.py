@@ -49,7 +49,7 @@ def loss(model, x):
         ),
         (
             lambda: EmpiricalNTK(MODEL)(X),
-            "NTK: implementation='auto' is 'sites'; about ",
+            "NTK: method='auto' is 'sites'; about ",
         ),
     ),
 )

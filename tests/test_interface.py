@@ -186,6 +186,10 @@ def test_bound_methods_that_take_anything():
         (filter_hvp(eqx.filter_jit(loss)), "filter_hvp(loss)"),
         (filter_ggn(MODEL, jnp.sum), "filter_ggn(MLP(...), loss=sum)"),
         (
+            filter_ggn(MODEL, jnp.sum, fisher="type-2"),
+            "filter_ggn(MLP(...), loss=sum)",
+        ),
+        (
             filter_ggnvp(MODEL, jnp.sum, in_axes=0),
             "filter_ggnvp(MLP(...), loss=sum, in_axes=0)",
         ),

@@ -18,6 +18,10 @@ from .trees import as_int, described
 _SIZES = ("microbatch_size", "block_size", "samples_per_batch")
 
 
+# What `neural_tangents` calls settings.
+_NAMESAKES = {"vmap_axes": "in_axes", "implementation": "method"}
+
+
 # What may lie between a line of a user and this package.
 _LIBRARIES = (
     *("beartype", "contextlib", "eqxbatch", "equinox", "functools", "jax", "jaxlib"),
@@ -109,6 +113,7 @@ def _wrong_arguments(
 
 def _meant(key: str, names: list[str]) -> str:
     """The argument that was probably meant by an unknown one."""
+    key = _NAMESAKES.get(key, key)
     names_alike = difflib.get_close_matches(key, names, 1)
     if "size" in key or key in ("batch", "chunk"):
         names_alike = [other for other in _SIZES if other in names][:1] or names_alike

@@ -188,7 +188,7 @@ def _derivatives(call: Call, by_sites: bool) -> tuple[dict[str, list], dict[str,
     gradient, norms = _clipped(call, by_sites, 1.0)
     model = eqx.Partial(call.outputs, call.leaves)
     name = "sites" if by_sites else "jacobian_contraction"
-    kernel = EmpiricalNTK(model, trace_axes=(), implementation=name)(call.rows)
+    kernel = EmpiricalNTK(model, trace_axes=(), method=name)(call.rows)
     return of_leaves, {"gradient": gradient, "norm": [norms], "kernel": [kernel]}
 
 

@@ -357,14 +357,14 @@ class GGN(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out]):
     - `loss`: a function of the output of `fun` and of all arguments of `fun` after the
         first. It returns a real scalar. Pass it by keyword if you use this as a
         decorator.
-    - `fisher`: `"type-2"` computes the matrix itself, with one backward pass for each
-        output of an example. It is a single one for the last layer, each entry of which
-        is one output, and one for each class where positions do not mix. `"mc"` is an
-        unbiased Monte-Carlo estimate, with one backward pass for each sample. It uses
-        the gradients for labels drawn by a `sampler` or, without one, pulls back random
-        vectors with covariance `H`. `"empirical"` (the empirical Fisher) uses the
-        gradients for the given labels. It is a different matrix, not an estimate of
-        this one.
+    - `fisher`: `"exact"` (or `"type-2"`) computes the matrix itself, with one backward
+        pass for each output of an example. It is a single one for the last layer, each
+        entry of which is one output, and one for each class where positions do not mix.
+        `"mc"` is an unbiased Monte-Carlo estimate, with one backward pass for each
+        sample. It uses the gradients for labels drawn by a `sampler` or, without one,
+        pulls back random vectors with covariance `H`. `"empirical"` (the empirical
+        Fisher) uses the gradients for the given labels. It is a different matrix, not
+        an estimate of this one.
     - `key`: the random key, which `fisher="mc"` requires. Samples of an example do not
         depend on the microbatch size.
     - `num_samples`: how many samples to draw for each example with `fisher="mc"`, at

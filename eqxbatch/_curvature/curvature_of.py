@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, Generic, Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -166,17 +167,26 @@ class AbstractOfOutputs(AbstractOverExamples, Generic[Model, P, Out]):
         return None
 
 
+def _as_fisher(
+    fisher: Literal["exact", "type-2", "mc", "empirical"],
+) -> Literal["exact", "mc", "empirical"]:
+    return "exact" if isinstance(fisher, str) and fisher == "type-2" else fisher
+
+
 class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
     """A transform with a choice of what replaces the Hessian of the loss.
 
-    - `fisher`: `"type-2"` uses this Hessian. `"mc"` uses its square root times random
-        vectors, or gradients for drawn labels. `"empirical"` uses the gradient.
+    - `fisher`: `"exact"` (or `"type-2"`) uses this Hessian. `"mc"` uses its square root
+        times random vectors, or gradients for drawn labels. `"empirical"` uses the
+        gradient.
     - `key`, `num_samples`: settings for random draws, shared by all examples.
     - `sampler`: draws labels, as `sampler(key, out)`.
     """
 
     _: dataclasses.KW_ONLY
-    fisher: Literal["type-2", "mc", "empirical"] = "type-2"
+    fisher: Literal["exact", "mc", "empirical"] = eqx.field(
+        converter=_as_fisher, default="exact"
+    )
     key: PRNGKeyArray | UInt32[Array, "2"] | None = None
     num_samples: int = 1
     sampler: Callable[..., Any] | None = None
@@ -336,7 +346,7 @@ class GaussNewtonCurvature(AbstractCurvature):
         self._structs = check_outputs(self._traced.out)
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
-        is_exact = fisher is None or fisher.fisher == "type-2"
+        is_exact = fisher is None or fisher.fisher == "exact"
         self._fisher = None if is_exact else fisher
         self._derivative: Derivative = derivative_of_program("`fun`", self._traced)
         self.forms_rest = self._derivative in ("rows", "columns")
@@ -533,7 +543,7 @@ def root(
     message = (
         "`fisher='mc'` takes the square root of the loss's Hessian in what `fun` "
         "returns, but that has a negative eigenvalue: the loss is not convex there. "
-        "Use `fisher='type-2'`, which needs no root, or pass a `sampler`."
+        "Use `fisher='exact'`, which needs no root, or pass a `sampler`."
     )
     is_negative = lowest < -_ROUNDING * matrix.shape[0] * eps * largest
     values = error_if(values, (is_negative, message))

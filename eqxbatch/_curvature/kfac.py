@@ -357,7 +357,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
                 else x
                 for x in blocks
             ]
-        is_squared = self.fisher != "type-2"
+        is_squared = self.fisher != "exact"
         is_semidefinite = is_squared and self.accumulator.weights is None
         return KroneckerFactors(tuple(blocks), Unravel(diff), is_semidefinite)
 

@@ -18,12 +18,12 @@ from .._base.mesh import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.transform import AbstractTransform, also_decorator, Out, P
 from .calls import (
+    BatchAxes,
     BlockSize,
     check_block_size,
     check_mesh,
     make_calls,
     MeshAxis,
-    VmapAxes,
 )
 from .engine import on_device
 from .function import (
@@ -291,7 +291,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
             args,
             calls,
             shared,
-            VmapAxes(self.in_axes, 0, getattr(fun, "kwargs_axes", {})),
+            BatchAxes(self.in_axes, 0, getattr(fun, "kwargs_axes", {})),
             self.out_axes,
             is_alone,
             symmetric=None if symmetric is False else symmetric,

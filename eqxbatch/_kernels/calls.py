@@ -16,14 +16,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from .._base.checks import AnyArray, check_types
-from .._base.trees import is_none, safe_zip, shown
+from .._base.trees import safe_zip, shown
 from .._batch.batch import broadcast_axes, explained_failure, split_batch
 from .._batch.loop import Rows
 from .._batch.memory import check_size, MemoryBudget
-
-
-# The axis of the examples, or those of inputs, outputs and keyword arguments.
-VmapSpec = int | tuple[PyTree, PyTree, dict[str, PyTree]] | None
 
 
 # One key, or one for each example.
@@ -37,8 +33,7 @@ Keys = OneKey | tuple[OneKey, ...] | list[OneKey]
 KEY_REMEDY = {"key": "`jax.random.key(seed)` makes one."}
 
 
-@dataclasses.dataclass(frozen=True)
-class VmapAxes:
+class BatchAxes(eqx.Module):
     """The batch axes of the inputs, the outputs, and keyword arguments.
 
     `inputs` is None if the model takes a whole batch at once.
@@ -46,44 +41,11 @@ class VmapAxes:
 
     inputs: PyTree
     outputs: PyTree
-    kwargs: dict[str, Any]
-
-    def __hash__(self) -> int:
-        # A dict has no hash, but its structure has one.
-        tree = self.inputs, self.outputs, self.kwargs
-        leaves, treedef = jtu.tree_flatten(tree, is_leaf=is_none)
-        return hash((*leaves, treedef))
+    kwargs: dict[str, PyTree]
 
     @property
     def is_batched(self) -> bool:
         return self.inputs is not None
-
-
-def check_vmap_axes(axes: VmapSpec | VmapAxes) -> VmapAxes:
-    """Raises `TypeError` or `ValueError` for invalid `vmap_axes`."""
-    if isinstance(axes, VmapAxes):
-        return axes
-    if axes is None:
-        return VmapAxes(None, None, {})
-    if isinstance(axes, int) and not isinstance(axes, bool):
-        return VmapAxes(axes, axes, {})
-    if not isinstance(axes, tuple) or len(axes) != 3:
-        raise ValueError(
-            "`vmap_axes` must be an int, None, or a tuple `(inputs, outputs, kwargs)`; "
-            f"got {shown(axes)}."
-        )
-    inputs, outputs, kwargs = axes
-    if not isinstance(kwargs, dict):
-        raise TypeError(
-            "The third entry of `vmap_axes` must be a dict from the names of keyword "
-            f"arguments to their batch axes; got {shown(kwargs)}."
-        )
-    if inputs is None or outputs is None:
-        raise ValueError(
-            "`vmap_axes` must give inputs and outputs a batch axis, or be None "
-            f"altogether; got {shown(axes)}."
-        )
-    return VmapAxes(inputs, outputs, kwargs)
 
 
 class Call(eqx.Module):
@@ -158,18 +120,14 @@ def _is_single(key: AnyArray) -> bool:
 
 
 class Side:
-    """The examples of one side, and how to call the model with one of them.
-
-    `note` is appended to errors about axes.
-    """
+    """The examples of one side, and how to call the model with one of them."""
 
     def __init__(
         self,
         position: int,
         call: Call,
         shared: dict[str, Any],
-        axes: VmapAxes,
-        note: str = "`in_axes` is what `vmap_axes` says of the inputs.",
+        axes: BatchAxes,
     ):
         x, key, mapped = call.x, call.key, call.kwargs
         name, default = _CALLS[position], eqx.if_array(0)
@@ -190,7 +148,10 @@ class Side:
             batch = split_batch(name, (x_axes, kwargs_axes), (x, kwargs), {})
             self.rows = Rows(batch.arrays, batch.axes, batch.total())
         except ValueError as e:
-            e.add_note(note)
+            e.add_note(
+                "Keyword arguments for the examples come in pairs, batched along axis "
+                "0 unless `kwargs_axes` names another one."
+            )
             raise
         self._batch, self._is_batched = batch, axes.is_batched
         # What is batched, along which axes.
@@ -227,10 +188,10 @@ class Side:
         return explained_failure(call, batch, "microbatch", _IF_ONE)
 
 
-_IF_WHOLE = "Pass `vmap_axes=None`, or a model of one example."
+_IF_WHOLE = "Pass `in_axes=None`, or a model of one example."
 
 
-_IF_ONE = "If it is a model of one example, leave out `vmap_axes=None`."
+_IF_ONE = "If it is a model of one example, leave out `in_axes=None`."
 
 
 # The names of the arguments of a side, for error messages.
@@ -241,18 +202,18 @@ def _with_axis(x: Any) -> Any:
     return x[None] if eqx.is_array(x) else x
 
 
-def output_axis(axes: VmapAxes, out: PyTree) -> list[int | None]:
+def output_axis(axes: BatchAxes, out: PyTree) -> list[int | None]:
     """The batch axis of each output array, for the whole batch."""
     leaves = jtu.tree_leaves(out)
     if not axes.is_batched:
         return [None] * len(leaves)
     resolved = []
-    specs = broadcast_axes("vmap_axes", axes.outputs, out)
+    specs = broadcast_axes("out_axes", axes.outputs, out)
     for leaf, axis in safe_zip(leaves, specs):
         ndim = len(leaf.shape) + 1
         if axis is None or not -ndim <= axis < ndim:
             raise ValueError(
-                f"`vmap_axes` gives an output of shape {leaf.shape} for one example "
+                f"`out_axes` gives an output of shape {leaf.shape} for one example "
                 f"the batch axis {axis}, which is none of the {ndim} that it has then."
             )
         resolved.append(axis % ndim)

@@ -26,7 +26,7 @@ from .._base.mesh import (
 from .._base.primitives import constants
 from .._base.trees import is_struct, match_prefix, safe_zip, shown
 from .._batch.loop import Rows
-from .calls import Call, is_pair, Side, VmapAxes
+from .calls import BatchAxes, Call, is_pair, Side
 from .kernel import AbstractBlockKernel, flattened, KernelLeaf, SAMPLE
 
 
@@ -94,15 +94,14 @@ class CalledKernel(AbstractBlockKernel):
     args: tuple
     calls: list[Call]
     shared: dict[str, Any]
-    axes: VmapAxes
+    axes: BatchAxes
     out_axes: PyTree
     is_alone: bool
 
     @functools.cached_property
     def sides(self) -> list[Side]:
-        note = "Keyword arguments for the examples come in pairs, batched along axis 0."
         sides = enumerate(self.calls)
-        return [Side(position, one, {}, self.axes, note) for position, one in sides]
+        return [Side(position, one, {}, self.axes) for position, one in sides]
 
     @property
     def rows(self) -> tuple[Rows, Rows]:
@@ -180,9 +179,9 @@ class CalledKernel(AbstractBlockKernel):
         takes_blocks = getattr(self.kernel_fn, "takes_blocks", True)
         if not takes_blocks and (sizes[0], sizes[1]) != self.totals:
             raise ValueError(
-                "A kernel with `vmap_axes=None` cannot be computed in blocks, or by "
+                "A kernel with `in_axes=None` cannot be computed in blocks, or by "
                 "columns: a model of a whole batch cannot be evaluated for parts of "
-                "it. Use `vmap_axes=0` if examples do not interact; otherwise, "
+                "it. Use `in_axes=0` if examples do not interact; otherwise, "
                 "`block_size=None`, without a `mesh`."
             )
         try:

@@ -55,11 +55,15 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
         than a scalar for each example. Count the batch axis from the front.
     - `diagonal_axes`: axes along which only the diagonal is computed. The batch axis is
         allowed.
-    - `vmap_axes`: the batch axis of inputs, outputs and paired keyword arguments: an
-        int for all, or a triple of PyTree prefixes of ints,
-        `(inputs, outputs, {name: axis})`. Use None for a model that takes a whole batch
-        at once, as it must if examples interact. Its kernel has no blocks.
-    - `implementation`: `"sites"` uses structured derivatives (layer inputs and output
+    - `in_axes`: the axes of the examples, which are the same in `x1` and `x2`: an int,
+        or a PyTree prefix of either with ints as leaves. Use None for a model that
+        takes a whole batch at once, as it must if examples interact. Its kernel has no
+        blocks.
+    - `out_axes`: the axes of the examples in the whole output: an int, or a PyTree
+        prefix of the output.
+    - `kwargs_axes`: a dict from names of paired keyword arguments to their axes of the
+        examples, for those that are not batched along axis 0.
+    - `method`: `"sites"` uses structured derivatives (layer inputs and output
         cotangents), with the cheaper of two contractions for each parameter.
         `"jacobian_contraction"` materialises the Jacobian. `"ntk_vector_products"`
         pushes the Jacobian of one input through the linearised model at the other.
@@ -84,7 +88,7 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
     **Raises:**
 
     `ValueError` for axes that are out of range or repeated, a model without parameters,
-    an unknown `implementation`, and inputs that do not match each other. `TypeError`
+    an unknown `method`, and inputs that do not match each other. `TypeError`
     for settings of the wrong type. Errors of the model are passed on.
 
     **Inputs and keys:** without `x2` (or if it is `x1` itself), the kernel is exactly
@@ -196,8 +200,9 @@ class EmpiricalNNGP(AbstractEstimator, AbstractStored):
 
     **Arguments:**
 
-    - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `store`,
-        `mesh`, `mesh_axis`, `reduce`, `progress`: as for [`eqxbatch.EmpiricalNTK`][].
+    - `model`, `trace_axes`, `diagonal_axes`, `in_axes`, `out_axes`, `kwargs_axes`,
+        `block_size`, `store`, `mesh`, `mesh_axis`, `reduce`, `progress`: as for
+        [`eqxbatch.EmpiricalNTK`][].
 
     !!! example
 
@@ -236,9 +241,9 @@ class EmpiricalKernel(AbstractEstimator, AbstractJacobianKernel, AbstractStored)
 
     **Arguments:**
 
-    - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `implementation`,
-        `block_size`, `where`, `filter_spec`, `store`, `mesh`, `mesh_axis`, `reduce`,
-        `progress`: as for [`eqxbatch.EmpiricalNTK`][].
+    - `model`, `trace_axes`, `diagonal_axes`, `in_axes`, `out_axes`, `kwargs_axes`,
+        `method`, `block_size`, `where`, `filter_spec`, `store`, `mesh`, `mesh_axis`,
+        `reduce`, `progress`: as for [`eqxbatch.EmpiricalNTK`][].
 
     !!! example
 
@@ -299,8 +304,8 @@ class PseudoNTK(AbstractEstimator, AbstractParameterKernel):
 
     **Arguments:**
 
-    - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `where`,
-        `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][].
+    - `model`, `trace_axes`, `diagonal_axes`, `in_axes`, `out_axes`, `kwargs_axes`,
+        `block_size`, `where`, `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][].
 
     Raises the errors of [`eqxbatch.EmpiricalNTK`][], and `ValueError` when called if
     `trace_axes=()`.
@@ -348,9 +353,9 @@ class ProbedNTK(AbstractEstimator, AbstractParameterKernel):
 
     **Arguments:**
 
-    - `model`, `trace_axes`, `diagonal_axes`, `vmap_axes`, `block_size`, `where`,
-        `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][]. Calls take the same
-        arguments, too.
+    - `model`, `trace_axes`, `diagonal_axes`, `in_axes`, `out_axes`, `kwargs_axes`,
+        `block_size`, `where`, `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][]. Calls
+        take the same arguments, too.
     - `num_probes`: the number of random directions, at least 1.
     - `key`: the random key for the directions.
 

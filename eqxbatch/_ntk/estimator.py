@@ -29,7 +29,7 @@ from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
 from .._batch.memory import MemoryBudget, resolve_size, resolved
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
-from .._kernels.calls import Call, KEY_REMEDY, Keys, make_calls, VmapAxes
+from .._kernels.calls import Call, KEY_REMEDY, Keys, make_calls
 from .._kernels.engine import on_device
 from .._kernels.function import AbstractKernelFunction, CalledKernel, leaves_at
 from .._kernels.kernel import (
@@ -115,10 +115,6 @@ class Request(AbstractRequest, AbstractKernelFunction):
     key: Array | None = None
     _: dataclasses.KW_ONLY
     room: int | None = eqx.field(static=True, default=None)
-
-    @property
-    def kwargs_axes(self) -> dict[str, PyTree]:
-        return self.vmap_axes.kwargs
 
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
@@ -468,7 +464,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         request = self._request(None)  # It checks the model.
         if not self._is_plain:
             in_blocks(self, request, out_axes=None)
-            check_is_batched(self.vmap_axes)
+            check_is_batched(self)
 
     @abc.abstractmethod
     def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
@@ -484,7 +480,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
             get,
             num_probes,
             key,
-            implementation=self.implementation if is_jacobian else "auto",
+            method=self.method if is_jacobian else "auto",
             **settings_of(self, AbstractKernelSettings),
         )
 
@@ -525,31 +521,28 @@ def in_blocks(
     """A kernel function in blocks, by the settings of a kernel."""
     if isinstance(kernel, AbstractStored):
         settings = {**settings_of(kernel, AbstractStored), **settings}
-    axes = kernel.vmap_axes.inputs
-    return BatchKernel(
-        kernel_fn, block_size=kernel.block_size, in_axes=axes, **settings
-    )
+    axes, size = kernel.in_axes, kernel.block_size
+    return BatchKernel(kernel_fn, block_size=size, in_axes=axes, **settings)
 
 
-def check_is_batched(axes: VmapAxes) -> None:
+def check_is_batched(kernel: AbstractKernelSettings) -> None:
     """Raises for a model of a whole batch."""
-    if not axes.is_batched:
+    if kernel.in_axes is None:
         raise ValueError(
-            "With `vmap_axes=None`, a kernel cannot go to a `store` or a `mesh`, be "
+            "With `in_axes=None`, a kernel cannot go to a `store` or a `mesh`, be "
             "reduced, be computed in blocks, or show its `progress`: a model of a "
-            "whole batch cannot be evaluated for blocks of it. Use `vmap_axes=0` if "
+            "whole batch cannot be evaluated for blocks of it. Use `in_axes=0` if "
             "examples do not interact."
         )
 
 
 def check_axes_of_blocks(settings: AbstractKernelSettings) -> None:
     """Raises unless rows and columns are the first axes of a block."""
-    outputs = settings.vmap_axes.outputs
-    if any(axis != 0 for axis in jtu.tree_leaves(outputs)):
+    if any(axis != 0 for axis in jtu.tree_leaves(settings.out_axes)):
         raise ValueError(
-            "With a `store` or `reduce`, `vmap_axes` must give outputs the batch axis "
-            f"0; got {outputs}. Use `vmap_axes=(inputs, 0, kwargs)`, and move axes of "
-            "the kernel afterwards."
+            "With a `store` or `reduce`, `out_axes` must be 0; got "
+            f"{settings.out_axes}. Leave it out, and move axes of the kernel "
+            "afterwards."
         )
     if 0 in (*settings.traced_axes, *settings.diagonal_axes):
         raise ValueError(

@@ -59,21 +59,22 @@ class MonteCarloEstimate(NamedTuple):
 
 
 def _check_counts(
-    n_samples: SupportsIndex | Iterable[SupportsIndex],
+    num_samples: SupportsIndex | Iterable[SupportsIndex],
 ) -> int | tuple[int, ...]:
     """The number of samples, or several of them in increasing order."""
-    is_several = isinstance(n_samples, Iterable) and not isinstance(n_samples, str)
-    several: Any = n_samples if is_several else [n_samples]
+    is_several = isinstance(num_samples, Iterable) and not isinstance(num_samples, str)
+    several: Any = num_samples if is_several else [num_samples]
     counts = {as_int(count) for count in several}
     if None in counts:
         raise TypeError(
-            "`n_samples` must be an int or an iterable of ints; got "
-            f"{described(n_samples)}."
+            "`num_samples` must be an int or an iterable of ints; got "
+            f"{described(num_samples)}."
         )
     ordered = sorted(count for count in counts if count is not None)
     if not ordered or ordered[0] < 1:
         raise ValueError(
-            f"`n_samples` must be at least 1, and at least one number; got {n_samples}."
+            "`num_samples` must be at least 1, and at least one number; got "
+            f"{num_samples}."
         )
     return tuple(ordered) if is_several else ordered[0]
 
@@ -106,7 +107,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     - `key`: the random key. Sample `i` is `init(jax.random.fold_in(key, i))`, so a
         larger number of samples extends a smaller one, independent of batches, blocks
         and devices.
-    - `n_samples`: the number of samples. If several numbers are given, calls return a
+    - `num_samples`: the number of samples. If several numbers are given, calls return a
         generator that yields an estimate for each of them, in increasing order. All of
         these share their samples.
     - `get`: which kernels to return if a call does not specify `get`, as for
@@ -115,12 +116,12 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         device of the `sample_axis`): an int, or an [`eqxbatch.MemoryBudget`][]. With a
         `store` or `reduce`, the budget is for one block, and cannot be used with `tol`.
     - `tol`: stops as soon as the relative standard error is at most `tol`, after at
-        least 8 and at most `n_samples` samples. The relative standard error is the norm
-        of all standard errors divided by the norm of the kernel; of several kernels,
-        the worst one counts.
-    - `trace_axes`, `diagonal_axes`, `vmap_axes`, `implementation`, `where`,
-        `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][]; `where` takes a model and
-        `filter_spec` is a prefix of one.
+        least 8 and at most `num_samples` samples. The relative standard error is the
+        norm of all standard errors divided by the norm of the kernel; of several
+        kernels, the worst one counts.
+    - `trace_axes`, `diagonal_axes`, `in_axes`, `out_axes`, `kwargs_axes`, `method`,
+        `where`, `filter_spec`: as for [`eqxbatch.EmpiricalNTK`][]; `where` takes a
+        model and `filter_spec` is a prefix of one.
     - `block_size`: the number of rows and columns of the kernel that are computed at a
         time, as for [`eqxbatch.EmpiricalNTK`][]; with `mesh_axis` or a `store`, as for
         [`eqxbatch.filter_batch_kernel`][].
@@ -137,22 +138,23 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     **Returns:**
 
     A call returns the same as an [`eqxbatch.EmpiricalKernel`][], averaged over the
-    samples, or a generator of such results for several `n_samples`. The method
+    samples, or a generator of such results for several `num_samples`. The method
     `estimate` returns an [`eqxbatch.results.MonteCarloEstimate`][] with standard
     errors. An estimate can be resumed: pass it as `previous` to a later call of
     `estimate`.
 
     **Raises:**
 
-    - `ValueError` if `n_samples` is empty or below 1, if `tol` is not positive, if
+    - `ValueError` if `num_samples` is empty or below 1, if `tol` is not positive, if
         `init` returns no arrays or a different structure for different keys, for an
         axis that the mesh does not have, for a store on disk or `reduce` together with
-        several `n_samples` or `tol`, for `previous` with a store on disk, for
-        `vmap_axes=None` with `mesh_axis`, `store` or `reduce`, and for `estimate` with
+        several `num_samples` or `tol`, for `previous` with a store on disk, for
+        `in_axes=None` with `mesh_axis`, `store` or `reduce`, and for `estimate` with
         `reduce`. With a `store` or `reduce`, outputs must have batch axis 0, and it
         must be in neither `trace_axes` nor `diagonal_axes`.
-    - `TypeError` for `n_samples` that are not ints, if `init` does not return a model,
-        and for `tol`, stores or `progress` inside `jax.jit` and other transforms.
+    - `TypeError` for `num_samples` that are not ints, if `init` does not return a
+        model, and for `tol`, stores or `progress` inside `jax.jit` and other
+        transforms.
 
     **Keys:** the `key` of a call is split into one key for each example, as for
     [`eqxbatch.EmpiricalNTK`][], and the index of the sample is folded in: dropout
@@ -169,7 +171,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         ...     mlp = eqx.nn.MLP(2, 1, 64, 2, key=key)
         ...     return eqxbatch.ntk_parameterise(mlp, key=key)
         >>> kernel = eqxbatch.MonteCarloKernel(
-        ...     init, key=jax.random.key(0), n_samples=20
+        ...     init, key=jax.random.key(0), num_samples=20
         ... )
         >>> both = kernel(jnp.ones((5, 2)))
         >>> both.nngp.shape, both.ntk.shape
@@ -184,7 +186,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
 
         ```python
         >>> kernels = eqxbatch.MonteCarloKernel(
-        ...     init, key=jax.random.key(0), n_samples=(1, 10, 20), get="nngp"
+        ...     init, key=jax.random.key(0), num_samples=(1, 10, 20), get="nngp"
         ... )
         >>> [nngp.shape for nngp in kernels(jnp.ones((5, 2)))]
         [(5, 5), (5, 5), (5, 5)]
@@ -204,7 +206,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     init: Callable[[Any], Any]
     _: dataclasses.KW_ONLY
     key: Key[Array, ""] | UInt32[Array, "2"]
-    n_samples: int | tuple[int, ...] = eqx.field(static=True, converter=_check_counts)
+    num_samples: int | tuple[int, ...] = eqx.field(static=True, converter=_check_counts)
     get: str | tuple[str, ...] | None = eqx.field(
         static=True, converter=check_get, default=None
     )
@@ -230,15 +232,15 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
             )
         needs_several = self._is_generator or self.tol is not None
         if self._is_on_disk and needs_several:
-            _raise_on_disk("several `n_samples` or `tol`")
+            _raise_on_disk("several `num_samples` or `tol`")
         if self.reduce is not None and needs_several:
             raise ValueError(
                 "With `reduce`, each block is averaged over all samples once, and not "
-                "kept for several `n_samples` or for `tol`. Leave them out."
+                "kept for several `num_samples` or for `tol`. Leave them out."
             )
         is_in_blocks = self.is_stored or self.reduce is not None
         if is_in_blocks or average.rows is not None:
-            check_is_batched(self.vmap_axes)
+            check_is_batched(self)
         is_budget = isinstance(self.samples_per_batch, MemoryBudget)
         if is_budget and is_in_blocks and self.tol is not None:
             raise ValueError(
@@ -253,12 +255,12 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     @property
     def _counts(self) -> tuple[int, ...]:
         """The numbers of samples, in increasing order."""
-        counts = self.n_samples
+        counts = self.num_samples
         return counts if isinstance(counts, tuple) else (counts,)
 
     @property
     def _is_generator(self) -> bool:
-        return isinstance(self.n_samples, tuple)
+        return isinstance(self.num_samples, tuple)
 
     @property
     def _is_on_disk(self) -> bool:
@@ -275,7 +277,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         settings = settings_of(self, AbstractKernelSettings)
         is_spread = self.sample_axis is not None
         return Average(
-            Request(None, None, get, implementation=self.implementation, **settings),
+            Request(None, None, get, method=self.method, **settings),
             self.init,
             self.key,
             self.where,
@@ -325,7 +327,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         """The kernels and errors, as an [`eqxbatch.results.MonteCarloEstimate`][].
 
         `previous` is an earlier estimate for the same examples, `init`, `key` and
-        `get`. It is extended to a total of `n_samples`, with the same result as an
+        `get`. It is extended to a total of `num_samples`, with the same result as an
         uninterrupted run, up to rounding.
         """
         if self.reduce is not None:
@@ -445,7 +447,7 @@ def _remaining(
     remaining = [count for count in counts if count >= previous.num_samples]
     if not remaining:
         raise ValueError(
-            f"`previous` has {previous.num_samples} samples, more than `n_samples`, "
+            f"`previous` has {previous.num_samples} samples, more than `num_samples`, "
             f"{counts if is_generator else counts[0]}. Make a kernel with more."
         )
     return remaining

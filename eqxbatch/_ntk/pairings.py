@@ -308,12 +308,12 @@ def choose_pairing(
             **settings,
         )
 
-    implementation = model.request.implementation
-    if implementation != "ntk_vector_products":
+    method = model.request.method
+    if method != "ntk_vector_products":
         # Two sides of the same type have the same program.
         first = [model.programs.index(program) for program in model.programs]
         settings = {
-            "use_rules": implementation != "jacobian_contraction",
+            "use_rules": method != "jacobian_contraction",
             "are_all": num_pairs(grid, ntk[0]) == 1,
         }
         made = {position: factors(position, **settings) for position in {*first}}
@@ -327,14 +327,14 @@ def choose_pairing(
         for side in made.values():
             side.form(formed)
         pairing = Sites(values, ntk, sides)
-        if implementation != "auto" or any(axes.probes is not None for axes in ntk):
+        if method != "auto" or any(axes.probes is not None for axes in ntk):
             return pairing
         cost_of_products = _cost_of_products(sides[0].program, ntk, grid)
         is_by_sites = (
             sum(costs) <= cost_of_products or _without_products(model) is not None
         )
         log.debug(
-            "NTK: implementation='auto' is %r; about %.2g operations by sites, and "
+            "NTK: method='auto' is %r; about %.2g operations by sites, and "
             "%.2g by products.",
             *("sites" if is_by_sites else "ntk_vector_products", sum(costs)),
             cost_of_products,
@@ -343,7 +343,7 @@ def choose_pairing(
             return pairing
     elif (reason := _without_products(model)) is not None:
         raise TypeError(
-            "`implementation='ntk_vector_products'` needs the model's derivative in "
+            "`method='ntk_vector_products'` needs the model's derivative in "
             "forward mode, which JAX does not have. Use 'auto' or 'sites', which need "
             f"reverse mode only. ({reason})"
         )

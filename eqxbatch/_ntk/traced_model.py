@@ -28,31 +28,29 @@ from .._batch.loop import accumulated, Rows
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Sum
 from .._kernels.calls import (
+    BatchAxes,
     BlockSize,
     Call,
     check_block_size,
-    check_vmap_axes,
     output_axis,
     Side,
-    VmapAxes,
 )
 from .._kernels.kernel import Grid
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
 
 
-Implementation = Literal["auto", "jacobian_contraction", "ntk_vector_products", "sites"]
+KernelMethod = Literal["auto", "jacobian_contraction", "ntk_vector_products", "sites"]
 
 
-def check_implementation(implementation: str | int) -> Implementation:
-    """The name of an implementation; numbers are those of `neural_tangents`."""
-    names: tuple[Implementation, ...] = get_args(Implementation)
+def check_method(method: str | int) -> KernelMethod:
+    """The name of a method; numbers are those of `neural_tangents`."""
+    names: tuple[KernelMethod, ...] = get_args(KernelMethod)
     for number, name in enumerate(names):
-        is_number = implementation == number and not isinstance(implementation, bool)
-        if is_number or str(implementation).lower() == name:
+        is_number = method == number and not isinstance(method, bool)
+        if is_number or str(method).lower() == name:
             return name
     raise ValueError(
-        f"`implementation` must be one of {names}, or 0, 1, 2 or 3 for them; got "
-        f"{implementation!r}."
+        f"`method` must be one of {names}, or 0, 1, 2 or 3 for them; got {method!r}."
     )
 
 
@@ -74,17 +72,26 @@ class AbstractKernelSettings(eqx.Module):
     diagonal_axes: tuple[int, ...] = eqx.field(
         static=True, converter=_check_diagonal_axes, default=()
     )
-    vmap_axes: VmapAxes = eqx.field(converter=check_vmap_axes, default=0)
+    in_axes: PyTree = 0
+    out_axes: PyTree = 0
+    kwargs_axes: dict[str, PyTree] = eqx.field(default_factory=dict)
     block_size: BlockSize = eqx.field(
         static=True, converter=check_block_size, default=None
     )
 
     def __check_init__(self) -> None:
-        if self.block_size is not None and not self.vmap_axes.is_batched:
+        if self.in_axes is not None:
+            return
+        if self.block_size is not None:
             raise ValueError(
-                "`block_size` must be None with `vmap_axes=None`: a model of a whole "
-                "batch cannot be evaluated for blocks of it. Use `vmap_axes=0` if "
+                "`block_size` must be None with `in_axes=None`: a model of a whole "
+                "batch cannot be evaluated for blocks of it. Use `in_axes=0` if "
                 "examples do not interact."
+            )
+        if self.out_axes != 0 or self.kwargs_axes:
+            raise ValueError(
+                "`out_axes` and `kwargs_axes` are for a model of one example, but with "
+                "`in_axes=None` it takes a whole batch. Leave them out."
             )
 
     @abc.abstractmethod
@@ -108,7 +115,11 @@ class AbstractKernelSettings(eqx.Module):
     @property
     def takes_blocks(self) -> bool:
         """Whether blocks of a kernel are kernels of blocks of the examples."""
-        return self.vmap_axes.is_batched
+        return self.in_axes is not None
+
+    @property
+    def axes(self) -> BatchAxes:
+        return BatchAxes(self.in_axes, self.out_axes, self.kwargs_axes)
 
 
 class AbstractParameterKernel(AbstractKernelSettings):
@@ -123,8 +134,8 @@ class AbstractJacobianKernel(AbstractParameterKernel):
     """A kernel of Jacobians, which can be multiplied in several ways."""
 
     _: dataclasses.KW_ONLY
-    implementation: Implementation = eqx.field(
-        static=True, converter=check_implementation, default="auto"
+    method: KernelMethod = eqx.field(
+        static=True, converter=check_method, default="auto"
     )
 
 
@@ -138,7 +149,7 @@ class AbstractRequest(AbstractKernelSettings):
     model: Any
     selection: Selection | None
     _: dataclasses.KW_ONLY
-    implementation: Implementation = eqx.field(static=True, default="auto")
+    method: KernelMethod = eqx.field(static=True, default="auto")
     is_diagonal: bool = eqx.field(static=True, default=False)
 
 
@@ -155,10 +166,10 @@ class TracedModel(eqx.Module):
     @functools.cached_property
     def sides(self) -> list[Side]:
         """The examples of each side."""
-        axes = self.request.vmap_axes
+        axes = self.request.axes
         if self.request.is_diagonal and not axes.is_batched:
             raise ValueError(
-                "With `vmap_axes=None`, the axis of the examples is not known. Name it "
+                "With `in_axes=None`, the axis of the examples is not known. Name it "
                 "in `diagonal_axes`."
             )
         # Inside `jax.shard_map`, JAX sums a derivative over devices if its input is the
@@ -231,7 +242,7 @@ class TracedModel(eqx.Module):
                 f"{types[1]}."
             )
         result = []
-        batch_axes = output_axis(request.vmap_axes, self.out)
+        batch_axes = output_axis(request.axes, self.out)
         for index, ((path, leaf), other, batch) in enumerate(
             safe_zip(leaves, jtu.tree_leaves(outs[1]), batch_axes)
         ):

@@ -303,7 +303,7 @@ def test_blocks_of_kernels_are_kept_apart(monkeypatch):
 def test_random_models_are_drawn_apart(monkeypatch):
     def temporaries():
         init = lambda key: eqx.nn.MLP(8, 4, 128, 2, key=key)
-        kernel = MonteCarloKernel(init, key=jax.random.key(0), n_samples=4)
+        kernel = MonteCarloKernel(init, key=jax.random.key(0), num_samples=4)
         arrays, static = eqx.partition(kernel, eqx.is_array)
         run = lambda arrays, x: eqx.combine(arrays, static)(x)
         return memory(run, arrays, jnp.ones((4, 8))).temp_size_in_bytes

@@ -291,7 +291,7 @@ def test_no_transform_looks_up_what_is_free_while_traced(monkeypatch, getkey):
     budget, x, key = MemoryBudget(), jnp.ones((2, 1)), getkey()
     linear = lambda key: eqx.nn.Linear(1, 1, key=key)
     model, product = linear(key), lambda x, y: x @ y.T
-    settings = {"n_samples": 1, "key": key, "get": "nngp"}
+    settings = {"num_samples": 1, "key": key, "get": "nngp"}
     for call in (
         lambda: filter_micro_vmap(jnp.sin, microbatch_size=budget)(x),
         lambda: filter_micro_grad(jnp.vdot, microbatch_size=budget)(x[0], x),

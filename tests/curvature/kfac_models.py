@@ -66,7 +66,7 @@ def per_example(known, y):
     return jax.jit(jax.vmap(one))(known.x, y)
 
 
-def factors(known, y, *, sharing="expand", fisher="type-2", weights=None):
+def factors(known, y, *, sharing="expand", fisher="exact", weights=None):
     """For each layer the two factors, by loops over examples and positions."""
     inputs, jacobians, curves, gradients = jax.tree.map(
         np.asarray, per_example(known, y)

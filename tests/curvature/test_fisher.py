@@ -64,7 +64,7 @@ DRAWN = (
     {"fisher": "mc", "key": jr.key(3), "num_samples": 2, "sampler": jr.categorical},
 )
 ALL = ({}, {"fisher": "empirical"}, *DRAWN)
-NAMES = ("type-2", "empirical", "probes", "labels")
+NAMES = ("exact", "empirical", "probes", "labels")
 
 
 def matrix(job, transform=filter_ggn, **settings):
@@ -268,7 +268,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("settings", "error", "message"),
         (
-            ({"fisher": "exact"}, ValueError, "`fisher` must be one of"),
+            ({"fisher": "type-1"}, ValueError, "`fisher` must be one of"),
             ({"fisher": "mc"}, ValueError, "give it a `key`"),
             ({"fisher": "mc", "key": 0}, TypeError, "`key` must be Key"),
             (

@@ -229,7 +229,7 @@ class TestModes:
 
     @pytest.mark.parametrize(
         ("fisher", "activation"),
-        thinned(("type-2", "mc", "empirical"), (forwards_only, rows_only)),
+        thinned(("exact", "mc", "empirical"), (forwards_only, rows_only)),
     )
     def test_gauss_newton_of_models_with_one_mode(self, activation, fisher, getkey):
         w = {"a": jr.normal(getkey(), (2, 3)), "b": jr.normal(getkey(), (2,))}
@@ -262,7 +262,7 @@ class TestModes:
             close(ggn(w, x, y)[0], expected)
         diagonal = filter_ggn_diagonal(model(activation), loss, **settings)
         close(diagonal(w, x, y)[0], jnp.diagonal(expected))
-        if fisher == "type-2":
+        if fisher == "exact":
             vector = jax.tree.map(lambda x: jnp.arange(x.size).reshape(x.shape) / 2, w)
             product = filter_ggnvp(
                 model(activation), loss, in_axes=0, microbatch_size=2
@@ -275,7 +275,7 @@ class TestModes:
         w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
         model, vector = lambda w, x: jnp.tanh(w * x), jnp.arange(3.0)
         of = lambda fun: lambda out, x: jnp.sum(fun(out))
-        for fisher in ("type-2", "empirical"):
+        for fisher in ("exact", "empirical"):
             settings = {"in_axes": 0, "flat": True, "fisher": fisher}
             expected, _ = filter_ggn(model, of(jnp.sin), **settings)(w, x)
             for method in CHOICES:

@@ -138,7 +138,7 @@ def test_blocks_of_examples(name, y, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fisher", "has_few_directions"), thinned(("type-2", "empirical"), (False, True))
+    ("fisher", "has_few_directions"), thinned(("exact", "empirical"), (False, True))
 )
 def test_shard_map(fisher, has_few_directions, monkeypatch):
     """A sum over the examples of all devices, as a gradient is."""

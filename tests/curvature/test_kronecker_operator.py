@@ -109,7 +109,7 @@ class TestOperator:
         found, model = mixed
         operator = found.operator(damping=0.3)
         assert lineax.is_symmetric(operator)
-        # With `fisher="type-2"`, nothing says that the loss is convex.
+        # With `fisher="exact"`, nothing says that the loss is convex.
         assert not lineax.is_positive_semidefinite(operator)
         assert lineax.is_positive_semidefinite(operator.inverse())
         assert lineax.is_positive_semidefinite(operator.sqrt())

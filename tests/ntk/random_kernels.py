@@ -81,4 +81,4 @@ def as_jax(tree):
 
 
 def kernel(num=7, init=init, **settings):
-    return MonteCarloKernel(init, key=KEY, n_samples=num, **settings)
+    return MonteCarloKernel(init, key=KEY, num_samples=num, **settings)

@@ -35,7 +35,7 @@ def pairs(num, distance, seed=0):
 
 
 def kernel(model, x1, x2=None, **settings):
-    return EmpiricalNTK(model, implementation="sites", **settings)(x1, x2)
+    return EmpiricalNTK(model, method="sites", **settings)(x1, x2)
 
 
 def dense(model, x1, x2):
@@ -58,7 +58,7 @@ def test_blocks_diagonals_and_maps_whose_terms_cancel():
         square = np.asarray(dense(model, x1, x1))
         np.testing.assert_allclose(kernel(model, x1), square, **close)
         np.testing.assert_allclose(
-            EmpiricalNTK(model, implementation="sites").diagonal(x1),
+            EmpiricalNTK(model, method="sites").diagonal(x1),
             np.diagonal(square),
             **close,
         )

@@ -22,7 +22,7 @@ from ..layers import LAYERS
 from .models import cast, Dict, float64, jacobians, Matrices, outputs, pairs, truth
 
 
-IMPLEMENTATIONS = ("jacobian_contraction", "ntk_vector_products", "sites")
+METHODS = ("jacobian_contraction", "ntk_vector_products", "sites")
 
 
 AXES = [
@@ -65,8 +65,8 @@ def test_examples_are_paired_in_some_outputs(getkey):
         lambda mlp, x: {"a": mlp(x)[:2], "b": mlp(x)}, Dict(getkey()).mlp
     )
     x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (3, 4))
-    vmap_axes = (0, {"a": 0, "b": 1}, {})
-    settings = {"vmap_axes": vmap_axes, "trace_axes": (), "diagonal_axes": (0,)}
+    out_axes = {"a": 0, "b": 1}
+    settings = {"out_axes": out_axes, "trace_axes": (), "diagonal_axes": (0,)}
     jacs = [jacobians(model, x) for x in (x1, x2)]
     expected = {
         "a": pairs(jacs[0]["a"], jacs[1]["a"], (), (0,)),
@@ -104,18 +104,16 @@ def test_outputs_without_entries(getkey):
     ("axes", "block_size"), (((), (2, 3)), ((-1,), None), ((1, 2), 2))
 )
 @pytest.mark.parametrize("number", (1, 2, 3))
-def test_implementations(number, axes, block_size, getkey):
+def test_methods(number, axes, block_size, getkey):
     model = Matrices(getkey())
     x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (4, 4))
-    name = IMPLEMENTATIONS[number - 1]
-    ntk = EmpiricalNTK(
-        model, trace_axes=axes, implementation=name, block_size=block_size
-    )
+    name = METHODS[number - 1]
+    ntk = EmpiricalNTK(model, trace_axes=axes, method=name, block_size=block_size)
     assert_same(ntk(x1, x2), truth(model, x1, x2, axes))
     assert_same(ntk(x1), truth(model, x1, x1, axes))
     assert_same(ntk.diagonal(x1), truth(model, x1, x1, axes, (0,)))
-    by_number = EmpiricalNTK(model, implementation=number)
-    assert by_number.implementation == name
+    by_number = EmpiricalNTK(model, method=number)
+    assert by_number.method == name
 
 
 class Applied(eqx.Module):
@@ -194,7 +192,7 @@ def test_networks(name, getkey):
     model, example = network(name)
     model = cast(model)
     x = examples(example, getkey(), 5)
-    kernel = EmpiricalNTK(model, trace_axes=(), implementation="sites")(x)
+    kernel = EmpiricalNTK(model, trace_axes=(), method="sites")(x)
     jac = np.asarray(jacobians(model, x))
     assert_same(kernel, pairs(jac, jac))
     traced = EmpiricalNTK(model, block_size=2)(x, jnp.asarray(np.asarray(x)[:3]))
@@ -228,10 +226,10 @@ def test_auto_takes_products_for_many_outputs(monkeypatch, getkey):
     x = jr.normal(getkey(), (5, 4))
     for num, expected in ((64, Products), (2, Sites)):
         odd = Odd(jr.normal(getkey(), (num, 4)))
-        for implementation in ("auto", "sites"):
-            ntk = EmpiricalNTK(odd, trace_axes=(), implementation=implementation)
+        for method in ("auto", "sites"):
+            ntk = EmpiricalNTK(odd, trace_axes=(), method=method)
             assert_same(ntk(x), truth(odd, x, x), 1e-4)
-            is_auto = implementation == "auto"
+            is_auto = method == "auto"
             assert {*chosen} == {expected if is_auto else Sites}
             chosen.clear()
 
@@ -293,7 +291,7 @@ def test_outputs_and_kinds(getkey):
     assert_same(blocked(x1, x2, get="NTK"), both.ntk)
     assert_same(blocked(x1, x2, get="nngp"), both.nngp)
     assert type(blocked(x1, x2)) is type(both)
-    kernel = EmpiricalKernel(model, trace_axes=(), implementation=2)
+    kernel = EmpiricalKernel(model, trace_axes=(), method=2)
     assert_same(tuple(kernel(x1, x2)), tuple(both), 1e-4)
     assert_same(blocked.diagonal(x1, get="ntk"), blocked.diagonal(x1)[1])
     for get in ((), ("ntk", "ntk"), "cov", ("ntk", "x"), 3, {"ntk"}):
@@ -309,8 +307,8 @@ def applied(kernel, vector):
 
 @pytest.mark.matrix
 @float64
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_complex(implementation, getkey):
+@pytest.mark.parametrize("method", METHODS)
+def test_complex(method, getkey):
     class Model(eqx.Module):
         w: jax.Array
         v: jax.Array
@@ -324,9 +322,7 @@ def test_complex(implementation, getkey):
     w = jr.normal(getkey(), (5, 4), jnp.complex128)
     v = jr.normal(getkey(), (3, 5), jnp.complex128)
     x1, x2 = jr.normal(getkey(), (4, 4)), jr.normal(getkey(), (3, 4))
-    make = lambda model: EmpiricalNTK(
-        model, trace_axes=(), implementation=implementation, block_size=2
-    )
+    make = lambda model: EmpiricalNTK(model, trace_axes=(), method=method, block_size=2)
 
     @jax.jit
     def holomorphic(weights, x):
@@ -459,8 +455,8 @@ def test_inputs_that_are_pytrees(getkey):
     ntk = EmpiricalNTK(model, block_size=2)
     expected = (a * b[:, None]) @ (a * b[:, None]).T
     assert_same(ntk({"a": a, "b": (b,)}), expected)
-    axes = ({"a": 1, "b": 0}, 0, {})
-    assert_same(EmpiricalNTK(model, vmap_axes=axes)({"a": a.T, "b": (b,)}), expected)
+    axes = {"a": 1, "b": 0}
+    assert_same(EmpiricalNTK(model, in_axes=axes)({"a": a.T, "b": (b,)}), expected)
     # Numpy arrays are taken, too.
     assert_same(ntk({"a": np.asarray(a), "b": (np.asarray(b),)}), expected)
 
@@ -484,7 +480,7 @@ def test_models_without_forward_mode(getkey):
     assert_same(EmpiricalNTK(model)(x), expected)
     assert_same(EmpiricalNTK(model).matvec(x, None, x[:, :1]), expected @ x[:, :1])
     with pytest.raises(TypeError, match="needs the model's derivative in forward mode"):
-        EmpiricalNTK(model, implementation="ntk_vector_products")(x)
+        EmpiricalNTK(model, method="ntk_vector_products")(x)
     layers[1] = eqx.nn.Lambda(rows_only)
     model = eqx.nn.Sequential(layers)
     assert_same(EmpiricalNTK(model)(x), truth(model, x, x, (-1,), ()))

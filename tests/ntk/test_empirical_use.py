@@ -40,10 +40,10 @@ from .models import (
 @pytest.mark.matrix
 @float64
 @pytest.mark.parametrize(
-    ("total", "implementation"),
+    ("total", "method"),
     (*((total, "auto") for total in (0, *TOTALS)), (5, "ntk_vector_products")),
 )
-def test_any_size_and_exact_symmetry(total, implementation, getkey):
+def test_any_size_and_exact_symmetry(total, method, getkey):
     model = Matrices(getkey())
     x = jr.normal(getkey(), (max(TOTALS) + BLOCK - 1, 4))
     jac, x = np.asarray(jacobians(model, x)), np.asarray(x)
@@ -51,7 +51,7 @@ def test_any_size_and_exact_symmetry(total, implementation, getkey):
     other, jac_other = jnp.asarray(x[-BLOCK + 1 :]), jac[-BLOCK + 1 :]
     x, jac = jnp.asarray(x[:total]), jac[:total]
     ntk = lambda size, axes=(): EmpiricalNTK(
-        model, trace_axes=axes, block_size=size, implementation=implementation
+        model, trace_axes=axes, block_size=size, method=method
     )
     kernel = ntk(BLOCK)(x)
     assert_same(kernel, pairs(jac, jac))
@@ -198,7 +198,7 @@ def test_keyword_arguments(getkey):
     both = (s1[:, None] * x1) @ (s1[:, None] * x1).T
     assert_same(ntk(x1, scale=(s1, None)), both)
     assert_same(ntk(x1, scale=(s1, 2 * s1)), 2 * both)
-    last = EmpiricalNTK(model, vmap_axes=(-1, 0, {"scale": 1}))
+    last = EmpiricalNTK(model, in_axes=-1, kwargs_axes={"scale": 1})
     got = last(x1.T, x2.T, scale=(s1[None], s2[None]))
     assert_same(got, expected[:, :])
 
@@ -231,23 +231,23 @@ def test_keyword_arguments_that_are_no_arrays(getkey):
 
 
 @float64
-def test_vmap_axes(getkey):
+def test_axes_of_examples(getkey):
     model = Matrices(getkey())
     x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (2, 4))
     expected = truth(model, x1, x2)
     # The examples in the middle of the outputs: (2, n, 3).
-    ntk = EmpiricalNTK(model, trace_axes=(), vmap_axes=(1, 1, {}), block_size=2)
+    ntk = EmpiricalNTK(model, trace_axes=(), in_axes=1, out_axes=1, block_size=2)
     assert_same(ntk(x1.T, x2.T), jnp.transpose(expected, (2, 3, 0, 1, 4, 5)))
     ntk = EmpiricalNTK(
-        model, trace_axes=(0,), diagonal_axes=(-1,), vmap_axes=(1, 1, {})
+        model, trace_axes=(0,), diagonal_axes=(-1,), in_axes=1, out_axes=1
     )
     traced = jnp.einsum("nmaabb->nmb", expected) / 2
     assert_same(ntk(x1.T, x2.T), traced)
     # A whole batch at once, first where examples do not interact.
-    whole = EmpiricalNTK(eqx.filter_vmap(model), vmap_axes=None, trace_axes=())
+    whole = EmpiricalNTK(eqx.filter_vmap(model), in_axes=None, trace_axes=())
     assert_same(whole(x1, x2), expected)
     diagonal = EmpiricalNTK(
-        eqx.filter_vmap(model), vmap_axes=None, trace_axes=(), diagonal_axes=(0,)
+        eqx.filter_vmap(model), in_axes=None, trace_axes=(), diagonal_axes=(0,)
     )
     assert_same(diagonal(x1), truth(model, x1, x1, (), (0,)))
 
@@ -259,7 +259,7 @@ def test_vmap_axes(getkey):
             return y - y.mean(axis=0, keepdims=True)
 
     interacting = Interacting(model)
-    kernel = EmpiricalNTK(interacting, vmap_axes=None, trace_axes=())(x1, x2)
+    kernel = EmpiricalNTK(interacting, in_axes=None, trace_axes=())(x1, x2)
     jac1, jac2 = [jacobians(model, x) for x in (x1, x2)]
     jac1, jac2 = [jac - jac.mean(axis=0, keepdims=True) for jac in (jac1, jac2)]
     assert_same(kernel, pairs(jac1, jac2))
@@ -335,7 +335,7 @@ def test_derivatives(block_size, getkey):
     expected, in_x = grad(dense)((model, x))
     got = grad(lambda ntk: alignment(ntk(x)))(ntk)
     assert_same(jax.tree.leaves(got), jax.tree.leaves(expected))
-    other = EmpiricalNTK(model, block_size=block_size, implementation=2)
+    other = EmpiricalNTK(model, block_size=block_size, method=2)
     got = grad(lambda ntk: alignment(ntk(x, x + 0.0)))(other)
     assert_same(jax.tree.leaves(got), jax.tree.leaves(expected))
     assert_same(grad(lambda x: alignment(ntk(x)))(x), in_x)
@@ -392,16 +392,19 @@ ERRORS = [
     ({"trace_axes": (-3,)}, ValueError, r"the batch axis .* or `trace_axes=0` for"),
     ({"diagonal_axes": (-1,)}, ValueError, "is both in `trace_axes`"),
     ({"trace_axes": 1.0}, TypeError, "`trace_axes` must be an int or a tuple"),
-    ({"implementation": "fast"}, ValueError, "`implementation` must be one of"),
-    ({"implementation": 4}, ValueError, "`implementation` must be one of"),
+    ({"method": "fast"}, ValueError, "`method` must be one of"),
+    ({"method": 4}, ValueError, "`method` must be one of"),
     ({"block_size": 0}, ValueError, "`block_size` must be at least 1"),
     ({"block_size": (1, 2, 3)}, ValueError, "`block_size` must be one size, or a pair"),
     ({"block_size": (1, None)}, TypeError, "A pair of sizes must consist of ints"),
-    ({"block_size": 2, "vmap_axes": None}, ValueError, "`block_size` must be None"),
-    ({"vmap_axes": (0, 0)}, ValueError, "`vmap_axes` must be an int, None, or"),
-    ({"vmap_axes": (0, None, {})}, ValueError, "must give inputs and outputs"),
-    ({"vmap_axes": (0, 0, 0)}, TypeError, "third entry of `vmap_axes` must be a dict"),
-    ({"vmap_axes": 5}, ValueError, "`x1` the batch axis 5"),
+    ({"block_size": 2, "in_axes": None}, ValueError, "`block_size` must be None"),
+    ({"in_axes": (0, 0)}, ValueError, "`in_axes` must be a PyTree prefix"),
+    ({"out_axes": None}, ValueError, "`out_axes` gives an output .* batch axis None"),
+    ({"kwargs_axes": 0}, TypeError, "`kwargs_axes` must be dict"),
+    ({"in_axes": None, "out_axes": 1}, ValueError, "are for a model of one example"),
+    ({"vmap_axes": 0}, TypeError, "Did you mean `in_axes`"),
+    ({"implementation": 0}, TypeError, "Did you mean `method`"),
+    ({"in_axes": 5}, ValueError, "`x1` the batch axis 5"),
 ]
 
 
@@ -436,8 +439,8 @@ def test_wrong_calls(getkey):
         EmpiricalNTK(partial)(jnp.ones((2, 4)), jnp.ones((2, 5)))
     with pytest.raises(ValueError, match="the same structure, rank and dtype"):
         EmpiricalNTK(partial)(jnp.ones((2, 4)), jnp.ones((2, 4, 4)))
-    with pytest.raises(ValueError, match="With `vmap_axes=None`"):
-        EmpiricalNTK(partial, vmap_axes=None).diagonal(jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match="With `in_axes=None`"):
+        EmpiricalNTK(partial, in_axes=None).diagonal(jnp.ones((2, 4)))
     # Data is checked for every user; some versions of jaxtyping leave it to us.
     with pytest.raises((jaxtyping.TypeCheckError, ValueError), match="x1"):
         EmpiricalNTK(scalar)("not data")
@@ -460,7 +463,7 @@ def test_blocks_of_what_is_the_same_for_all_examples(is_used, symmetric):
     second = x if symmetric else y
     expected = jnp.full((5, len(second)), 3 * jnp.cos(3.0) ** 2 * float(is_used))
     for name in ("sites", "jacobian_contraction", "ntk_vector_products"):
-        ntk = EmpiricalNTK(model, trace_axes=(), implementation=name, block_size=2)
+        ntk = EmpiricalNTK(model, trace_axes=(), method=name, block_size=2)
         assert_same(ntk(x, None if symmetric else y), expected)
 
 

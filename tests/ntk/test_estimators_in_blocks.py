@@ -65,12 +65,12 @@ def places(folder):
 
 ESTIMATORS = {
     "ntk": lambda model, **kw: EmpiricalNTK(model, **kw),
-    "products": lambda model, **kw: EmpiricalNTK(model, implementation=1, **kw),
+    "products": lambda model, **kw: EmpiricalNTK(model, method=1, **kw),
     "full": lambda model, **kw: EmpiricalNTK(model, trace_axes=(), **kw),
     "nngp": lambda model, **kw: EmpiricalNNGP(model, **kw),
     "both": lambda model, **kw: EmpiricalKernel(model, **kw),
     "random": lambda model, **kw: MonteCarloKernel(
-        init, key=jr.key(3), n_samples=2, **kw
+        init, key=jr.key(3), num_samples=2, **kw
     ),
 }
 
@@ -118,7 +118,7 @@ def test_reductions_of_estimates(getkey):
     model = eqx.nn.MLP(3, 1, 4, 1, key=getkey())
     ntk = EmpiricalKernel(model, block_size=3, reduce=KernelProduct(v))
     assert_close(ntk(x, get="ntk"), EmpiricalNTK(model)(x) @ v)
-    options = {"key": getkey(), "n_samples": 3, "get": "nngp"}
+    options = {"key": getkey(), "num_samples": 3, "get": "nngp"}
     nearest = MonteCarloKernel(init, block_size=3, reduce=TopK(2), **options)(x)
     dense = MonteCarloKernel(init, **options)(x)
     assert_close(nearest.values, jax.lax.top_k(dense, 2)[0])
@@ -154,12 +154,12 @@ def test_estimators_as_kernel_functions(getkey):
         "inner blocks": (EmpiricalNTK(model, block_size=2), {}, (x, y)),
         "named": (EmpiricalKernel(model), {}, (x, y, "ntk")),
         "examples last": (
-            EmpiricalNTK(model, vmap_axes=(1, 0, {})),
+            EmpiricalNTK(model, in_axes=1),
             {"in_axes": 1},
             (x.T, y.T),
         ),
         "outputs last": (
-            EmpiricalNTK(model, vmap_axes=(0, 1, {}), trace_axes=()),
+            EmpiricalNTK(model, out_axes=1, trace_axes=()),
             {"out_axes": (2, 3)},
             (x, y),
         ),
@@ -177,12 +177,12 @@ def test_estimators_as_kernel_functions(getkey):
     batched = filter_batch_kernel(ntk, block_size=MemoryBudget("1MB"))
     assert_close(batched(x), ntk(x))
     # A model of a whole batch is not one of its blocks.
-    whole = EmpiricalNNGP(eqx.filter_vmap(model), vmap_axes=None)
+    whole = EmpiricalNNGP(eqx.filter_vmap(model), in_axes=None)
     batched = filter_batch_kernel(whole, block_size=None)
     assert_close(batched(x, y), whole(x, y))
     mesh = {"block_size": None, "mesh": make_mesh(AxisType.Auto, (2,))}
     make = lambda key: eqx.filter_vmap(init(key))
-    carlo = MonteCarloKernel(make, key=getkey(), n_samples=2, vmap_axes=None)
+    carlo = MonteCarloKernel(make, key=getkey(), num_samples=2, in_axes=None)
     for kernel, settings in ((whole, {"block_size": 2}), (whole, mesh), (carlo, mesh)):
         batched = filter_batch_kernel(kernel, **settings)
         with pytest.raises(ValueError, match="a model of a whole batch cannot"):
@@ -231,7 +231,7 @@ def test_wrong_settings(getkey):
     for settings, message in (
         ({"reduce": FrobeniusNorm(), **host}, "With `reduce`, no kernel is kept"),
         ({"mesh_axis": "data"}, "`mesh_axis` is 'data', but there is no `mesh`"),
-        ({"vmap_axes": None, **host}, "With `vmap_axes=None`, a kernel cannot go to"),
+        ({"in_axes": None, **host}, "With `in_axes=None`, a kernel cannot go to"),
     ):
         for cls in (EmpiricalNTK, EmpiricalNNGP, EmpiricalKernel):
             with pytest.raises(ValueError, match=message):
@@ -242,8 +242,8 @@ def test_wrong_settings(getkey):
     with pytest.raises(TypeError, match=r"cannot be within `jax\.jit`"):
         eqx.filter_jit(EmpiricalNTK(model, **host))(x)
     options = {"key": getkey(), "reduce": FrobeniusNorm()}
-    for settings in ({"n_samples": (2, 4)}, {"n_samples": 20, "tol": 0.1}):
+    for settings in ({"num_samples": (2, 4)}, {"num_samples": 20, "tol": 0.1}):
         with pytest.raises(ValueError, match="averaged over all samples once"):
             MonteCarloKernel(init, **settings, **options)
     with pytest.raises(ValueError, match="has no standard error"):
-        MonteCarloKernel(init, n_samples=2, **options).estimate(x)
+        MonteCarloKernel(init, num_samples=2, **options).estimate(x)

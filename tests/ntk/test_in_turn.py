@@ -16,7 +16,7 @@ from ..helpers import spread
 from .models import cast, float64
 
 
-ntk_of = functools.partial(EmpiricalNTK, implementation="sites")
+ntk_of = functools.partial(EmpiricalNTK, method="sites")
 
 
 class Net(eqx.Module):
@@ -73,7 +73,7 @@ def test_kernels(num, sizes, getkey):
     full = ntk_of(model, trace_axes=())
     np.testing.assert_allclose(full(x, y), np.einsum("aip,bjp->abij", j, k), atol=1e-12)
     expected = np.einsum("aip,bip->ab", j, j) / 3
-    both = EmpiricalKernel(model, implementation="sites")(x)
+    both = EmpiricalKernel(model, method="sites")(x)
     np.testing.assert_allclose(both.ntk, expected, atol=1e-12)
     np.testing.assert_array_equal(both.ntk, both.ntk.T)
     outs = np.asarray(jax.vmap(model)(x))

@@ -131,7 +131,7 @@ class TestLimits:
 
         def errors(key):
             kernels = MonteCarloKernel(
-                init, key=key, n_samples=counts, get="ntk", samples_per_batch=4
+                init, key=key, num_samples=counts, get="ntk", samples_per_batch=4
             )
             return jnp.stack([jnp.sum((k - expected) ** 2) for k in kernels(self.x)])
 

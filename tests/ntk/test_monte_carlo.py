@@ -65,15 +65,15 @@ class TestTruth:
             {"trace_axes": ()},
             {"trace_axes": (), "diagonal_axes": (-1,)},
             {"trace_axes": (), "diagonal_axes": (0,)},
-            {"implementation": "jacobian_contraction"},
-            {"implementation": "ntk_vector_products"},
-            {"implementation": "sites"},
-            {"vmap_axes": 1},
+            {"method": "jacobian_contraction"},
+            {"method": "ntk_vector_products"},
+            {"method": "sites"},
+            {"in_axes": 1, "out_axes": 1},
         ),
     )
     def test_settings_of_kernels(self, settings, getkey):
         (x,) = data(getkey, 5)
-        if settings.get("vmap_axes") == 1:
+        if "in_axes" in settings:
             x = x.T
             settings = {**settings, "trace_axes": (0,)}
         means, _ = sampled(x, **settings)
@@ -85,7 +85,7 @@ class TestTruth:
         got = kernel(block_size=block)(x, get="ntk")
         assert_same(got, sampled(x)[0].ntk)
         assert (got == got.T).all()
-        blocks = MonteCarloKernel(init, key=KEY, n_samples=7, store=HostStore())
+        blocks = MonteCarloKernel(init, key=KEY, num_samples=7, store=HostStore())
         assert (blocks(x, get="ntk") == blocks(x, get="ntk").T).all()
 
     def test_get(self, getkey):
@@ -231,7 +231,7 @@ class TestCounts:
         """Infinity minus infinity is no part of a mean."""
         of_one = lambda key: eqx.Partial(lambda scale, x: x * scale, jnp.ones(()))
         kernels = MonteCarloKernel(
-            of_one, key=KEY, n_samples=(1, 3), get="nngp", store=store
+            of_one, key=KEY, num_samples=(1, 3), get="nngp", store=store
         )
         x = jnp.array([1.0, 2.0**100], jnp.float32)
         for found in kernels(x):
@@ -346,7 +346,7 @@ class TestCalls:
         assert_same(jax.jit(jax.grad(total))(x), jax.jit(jax.grad(dense))(x))
 
         keys = jr.split(KEY, 3)
-        of_key = lambda key: MonteCarloKernel(init, key=key, n_samples=3)(x, y).nngp
+        of_key = lambda key: MonteCarloKernel(init, key=key, num_samples=3)(x, y).nngp
         got = jax.jit(jax.vmap(of_key))(keys)
         one_by_one = jax.jit(lambda keys: jax.lax.map(of_key, keys))
         assert_same(got, one_by_one(keys))
@@ -371,12 +371,12 @@ class TestCalls:
 class TestBadInput:
     @pytest.mark.parametrize("num", (0, -3, (), (3, 0), [2, -1]))
     def test_too_few_samples(self, num):
-        with pytest.raises(ValueError, match="`n_samples` must be at least 1"):
+        with pytest.raises(ValueError, match="`num_samples` must be at least 1"):
             kernel(num)
 
     @pytest.mark.parametrize("num", (1.5, "3", None, True, (2, 3.0), jnp.ones(2)))
     def test_samples_that_are_no_ints(self, num, unchecked):
-        with pytest.raises(TypeError, match="`n_samples` must be an int or"):
+        with pytest.raises(TypeError, match="`num_samples` must be an int or"):
             kernel(num)
 
     def test_models(self, unchecked):
@@ -418,20 +418,20 @@ class TestBadInput:
             ),
             ({"tol": 0.1, **disk}, ValueError, "a store on disk does not support"),
             ({"num": (1, 2), **disk}, ValueError, "a store on disk does not support"),
-            ({"implementation": 7}, ValueError, "`implementation` must be"),
+            ({"method": 7}, ValueError, "`method` must be"),
             ({"trace_axes": 0.5}, TypeError, "`trace_axes`"),
-            ({"vmap_axes": None, **disk, "block_size": None}, ValueError, "cannot go"),
+            ({"in_axes": None, **disk, "block_size": None}, ValueError, "cannot go"),
             (
-                {"vmap_axes": None, "mesh": mesh, "mesh_axis": "r"},
+                {"in_axes": None, "mesh": mesh, "mesh_axis": "r"},
                 ValueError,
                 "a model of a whole batch cannot",
             ),
             (
-                {"vmap_axes": None, "reduce": TopK(1)},
+                {"in_axes": None, "reduce": TopK(1)},
                 ValueError,
                 "cannot go to",
             ),
-            ({"vmap_axes": 1, **disk}, ValueError, "give outputs the batch axis 0"),
+            ({"out_axes": 1, **disk}, ValueError, "`out_axes` must be 0; got 1"),
             (
                 {
                     "tol": 0.1,
@@ -449,7 +449,9 @@ class TestBadInput:
     def test_calls(self, tmp_path, unchecked):
         x = jnp.ones((3, 3))
         start = kernel(5).estimate(x)
-        with pytest.raises(ValueError, match="has 5 samples, more than `n_samples`, 3"):
+        with pytest.raises(
+            ValueError, match="has 5 samples, more than `num_samples`, 3"
+        ):
             kernel(3).estimate(x, previous=start)
         with pytest.raises(TypeError, match="must be a `MonteCarloEstimate`"):
             kernel(9).estimate(x, previous=start.kernel)

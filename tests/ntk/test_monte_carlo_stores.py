@@ -80,7 +80,7 @@ class TestDevices:
         def make(key):
             return eqx.Partial(lambda model, x, own: model(x) * own[0], init(key))
 
-        axes = {"vmap_axes": (1, 0, {"own": 1}), "get": "nngp", "init": make}
+        axes = {"in_axes": 1, "kwargs_axes": {"own": 1}, "get": "nngp", "init": make}
         expected = np.asarray(kernel(2, **axes)(x.T, y.T, own=own))
         mesh = {"mesh": jax.make_mesh((4,), ("r",)), "mesh_axis": "r"}
         for place in ({"store": HostStore(), "block_size": 2}, mesh):

@@ -37,7 +37,7 @@ VECTOR = eqx.nn.MLP(2, 1, 4, 1, key=KEY)
         PseudoNTK,
         lambda model: ProbedNTK(model, num_probes=2, key=KEY),
         lambda model: EmpiricalNTK(model, block_size=2),
-        lambda model: EmpiricalNTK(model, implementation="ntk_vector_products"),
+        lambda model: EmpiricalNTK(model, method="ntk_vector_products"),
         lambda model: EmpiricalNTK(model, diagonal_axes=0),
         lambda model: EmpiricalNTK(model, block_size=2, store=HostStore()),
     ),
@@ -55,18 +55,18 @@ class Failing(eqx.Module):
         raise NotImplementedError("no value at this input")
 
 
-@pytest.mark.parametrize("vmap_axes", (None, 0))
-def test_a_model_of_scalars_keeps_its_exception(vmap_axes):
-    kernel = EmpiricalNTK(Failing(jnp.ones(2)), vmap_axes=vmap_axes)
+@pytest.mark.parametrize("in_axes", (None, 0))
+def test_a_model_of_scalars_keeps_its_exception(in_axes):
+    kernel = EmpiricalNTK(Failing(jnp.ones(2)), in_axes=in_axes)
     with pytest.raises(NotImplementedError, match="no value at this input"):
-        kernel(X[0] if vmap_axes == 0 else X[0, 0])
+        kernel(X[0] if in_axes == 0 else X[0, 0])
 
 
 def test_averages_of_scalars():
     def init(shape):
         return lambda key: eqx.nn.MLP(2, shape, 4, 1, key=key)
 
-    kernels = [MonteCarloKernel(init(s), key=KEY, n_samples=3) for s in ("scalar", 1)]
+    kernels = [MonteCarloKernel(init(s), key=KEY, num_samples=3) for s in ("scalar", 1)]
     assert_same(kernels[0](X), kernels[1](X))
 
 
@@ -85,8 +85,8 @@ def test_each_output_has_the_last_axis_that_it_has():
 
 def test_a_whole_batch_is_traced_over_its_last_axis_as_before():
     whole = eqx.Partial(lambda model, x: jax.vmap(model)(x), SCALAR)
-    found = EmpiricalNTK(whole, vmap_axes=None)(X)
-    assert_same(found, EmpiricalNTK(whole, vmap_axes=None, trace_axes=-1)(X))
+    found = EmpiricalNTK(whole, in_axes=None)(X)
+    assert_same(found, EmpiricalNTK(whole, in_axes=None, trace_axes=-1)(X))
     assert found.shape == ()
 
 

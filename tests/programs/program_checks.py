@@ -241,7 +241,7 @@ def _interleaved(k: Any) -> Any:
 def _ntk(s: Subject, form: str, **settings: Any) -> Any:
     tag = f"{form} {settings}"
     size = (None, None, 2, (1, 2))[s.program.seed % 4]
-    defaults = {"implementation": "sites", "trace_axes": (), "block_size": size}
+    defaults = {"method": "sites", "trace_axes": (), "block_size": size}
     settings = {**defaults, **settings}
     return eqxbatch.EmpiricalNTK(_Model(s.parameters, s.program, tag), **settings)
 
@@ -396,7 +396,7 @@ def of_some_leaves(s: Subject) -> Triples:
     chosen[0] |= not any(chosen)
     model = _Model(s.parameters, s.program, f"some {chosen}")
     ntk = eqxbatch.EmpiricalNTK(
-        model, trace_axes=(), implementation="sites", filter_spec=_marked(model, chosen)
+        model, trace_axes=(), method="sites", filter_spec=_marked(model, chosen)
     )
     for i, got in enumerate(jax.tree.leaves(ntk(s.examples))):
         marked = zip(s.jacobians[i], chosen, strict=True)

@@ -358,8 +358,8 @@ def test_kernel_of_what_is_only_added(way, lengths):
     each = jax.jit(jax.vmap(jax.jacrev(apply), (None, 0)))
     jacobians = [each(model.table, x) for x in (first, second)]
     expected = np.einsum("aivw,bjvw->abij", *jacobians)
-    for implementation in ("sites", "jacobian_contraction"):
-        estimator = EmpiricalNTK(model, trace_axes=(), implementation=implementation)
+    for method in ("sites", "jacobian_contraction"):
+        estimator = EmpiricalNTK(model, trace_axes=(), method=method)
         close(estimator(first, second), expected)
 
 

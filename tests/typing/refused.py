@@ -110,5 +110,5 @@ EmpiricalNTK(model, trace_axes="all")  # pyright: ignore[reportArgumentType]
 # Functions that do not fit.
 EmpiricalNTK(x)  # pyright: ignore[reportArgumentType]
 filter_micro_vmap(2)  # pyright: ignore[reportArgumentType, reportCallIssue]
-filter_ggn(outputs, jnp.sum, fisher="exact")  # pyright: ignore[reportArgumentType, reportCallIssue]
+filter_ggn(outputs, jnp.sum, fisher="type-1")  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_ggn(outputs, lambda out: "loss")  # pyright: ignore[reportArgumentType, reportCallIssue]

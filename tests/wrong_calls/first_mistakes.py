@@ -82,7 +82,7 @@ WHOLE += [
         "EmpiricalNTK",
         lambda: eqxbatch.EmpiricalNTK(eqx.filter_vmap(net))(x),
         ValueError,
-        r"one example, `x1` of shape \(2,\), .*batch. Pass `vmap_axes=None`",
+        r"one example, `x1` of shape \(2,\), .*batch. Pass `in_axes=None`",
     ),
 ]
 
@@ -115,9 +115,9 @@ ONE = [
     ),
     Case(
         "EmpiricalNTK",
-        lambda: eqxbatch.EmpiricalNTK(net, vmap_axes=None)(x),
+        lambda: eqxbatch.EmpiricalNTK(net, in_axes=None)(x),
         TypeError,
-        r"a microbatch, `x1` of shape \(5, 2\), .*example. If it is .*`vmap_axes=None`",
+        r"a microbatch, `x1` of shape \(5, 2\), .*example. If it is .*`in_axes=None`",
     ),
     Case(
         "filter_micro_grad",
@@ -282,7 +282,7 @@ HIDDEN += [
         (
             "MonteCarloKernel",
             lambda: eqxbatch.MonteCarloKernel(
-                lambda key: jax.jit(net), key=key, n_samples=1
+                lambda key: jax.jit(net), key=key, num_samples=1
             )(x),
         ),
         ("explain_sites", lambda: eqxbatch.explain_sites(of_one, jax.jit(net), x, y)),

@@ -192,9 +192,9 @@ CURVATURE = [
     ),
     Case(
         "filter_ggn_diagonal",
-        lambda: ggn_diagonal(fisher="exact"),
+        lambda: ggn_diagonal(fisher="type-1"),
         ValueError,
-        r"`fisher` must be one of \('type-2', 'mc', 'empirical'\); got 'exact'",
+        r"`fisher` must be one of \('exact', 'mc', 'empirical'\); got 'type-1'",
     ),
     Case(
         "filter_ggn_diagonal",

@@ -21,7 +21,7 @@ both = functools.partial(eqxbatch.EmpiricalKernel, model)
 pseudo = functools.partial(eqxbatch.PseudoNTK, model)
 probed = functools.partial(eqxbatch.ProbedNTK, model)
 init = lambda key: eqx.nn.MLP(2, 3, 4, 1, key=key)
-carlo = functools.partial(eqxbatch.MonteCarloKernel, init, key=key, n_samples=2)
+carlo = functools.partial(eqxbatch.MonteCarloKernel, init, key=key, num_samples=2)
 scalar = eqx.nn.MLP(2, "scalar", 4, 1, key=key)
 layer = eqx.nn.Linear(2, 3, key=key)
 struct = jax.ShapeDtypeStruct((5, 3), jnp.float32)
@@ -452,9 +452,9 @@ MODELS = [
     ),
     Case(
         "EmpiricalKernel",
-        lambda: both(implementation="fast"),
+        lambda: both(method="fast"),
         ValueError,
-        "`implementation` must be",
+        "`method` must be",
     ),
     Case(
         "PseudoNTK", lambda: pseudo()([1.0]), ValueError, "it is a float, not an array"
@@ -510,7 +510,7 @@ MODELS = [
     ),
     Case(
         "MonteCarloKernel",
-        lambda: carlo(vmap_axes=None, reduce=eqxbatch.FrobeniusNorm()),
+        lambda: carlo(in_axes=None, reduce=eqxbatch.FrobeniusNorm()),
         ValueError,
         "a model of a whole batch cannot be evaluated for blocks",
     ),
@@ -519,9 +519,9 @@ MODELS = [
     ),
     Case(
         "MonteCarloKernel",
-        lambda: carlo(n_samples=2.5),
+        lambda: carlo(num_samples=2.5),
         TypeError,
-        "`n_samples` must be an int",
+        "`num_samples` must be an int",
     ),
     Case(
         "MonteCarloKernel",
@@ -531,13 +531,13 @@ MODELS = [
     ),
     Case(
         "MonteCarloKernel",
-        lambda: eqxbatch.MonteCarloKernel(lambda key: "model", key=key, n_samples=1),
+        lambda: eqxbatch.MonteCarloKernel(lambda key: "model", key=key, num_samples=1),
         TypeError,
         "`init` must return a callable model",
     ),
     Case(
         "MonteCarloKernel",
-        lambda: eqxbatch.MonteCarloKernel("init", key=key, n_samples=1),
+        lambda: eqxbatch.MonteCarloKernel("init", key=key, num_samples=1),
         TypeError,
         "`init` must be a function",
     ),
