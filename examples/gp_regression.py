@@ -42,8 +42,8 @@ kernel = eqxbatch.filter_batch_kernel(
     rbf,
     block_size=512,
     symmetric=True,
-    store=eqxbatch.ZarrStore(folder.name + "/digits.zarr"),
-    progress=eqxbatch.TqdmProgressMeter("digits"),
+    store=folder.name + "/digits.zarr",
+    progress=True,
 )
 stored = kernel(images, scale=1.5)
 print(stored)

@@ -36,8 +36,9 @@ from .function import (
 from .kernel import room_to_keep, SHARE, Sizes
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
 from .on_mesh import on_mesh
-from .progress import AbstractProgressMeter
+from .progress import AbstractProgressMeter, as_meter
 from .stores import AbstractStore
+from .zarr_store import as_store
 
 
 _X1 = TypeVar("_X1", bound=Any)
@@ -60,7 +61,9 @@ class AbstractOnMesh(eqx.Module):
     mesh: Mesh | None = eqx.field(static=True, default=None)
     mesh_axis: str | None = eqx.field(static=True, default=None)
     # Static, so that the meter stays the same object while it counts.
-    progress: AbstractProgressMeter | None = eqx.field(static=True, default=None)
+    progress: AbstractProgressMeter | None = eqx.field(
+        static=True, converter=as_meter, default=None
+    )
 
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +79,9 @@ class AbstractStored(AbstractOnMesh):
     """A kernel function whose results can be stored elsewhere, or reduced."""
 
     _: dataclasses.KW_ONLY
-    store: AbstractStore | Literal["device"] = "device"
+    store: AbstractStore | Literal["device"] = eqx.field(
+        converter=as_store, default="device"
+    )
     reduce: PyTree = None
 
     @property
@@ -162,12 +167,13 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         must then call the function with the same arguments. With a `store`, it must
         have devices of all processes, or only of the one that calls it.
     - `mesh_axis`: the name of the mesh axis; optional if there is only one.
-    - `store`: where the kernel is stored: `"device"`, an [`eqxbatch.HostStore`][] for
-        NumPy arrays in host memory, or an [`eqxbatch.ZarrStore`][] for arrays on disk.
-        A run that writes to disk can be resumed.
-    - `progress`: an [`eqxbatch.AbstractProgressMeter`][] such as
-        [`eqxbatch.TqdmProgressMeter`][], which also counts NaNs; None for no progress
-        bar. With a `mesh`, it needs a `store`.
+    - `store`: where the kernel is stored: `"device"`, `"host"` for NumPy arrays in host
+        memory, or a path for arrays on disk, where a run can be resumed. Or an
+        [`eqxbatch.HostStore`][] or [`eqxbatch.ZarrStore`][], whose settings a path
+        leaves at their defaults.
+    - `progress`: True for a progress bar, an [`eqxbatch.TqdmProgressMeter`][], which
+        also counts NaNs; another [`eqxbatch.AbstractProgressMeter`][]; None or False
+        for none. With a `mesh`, it needs a `store`.
 
     **Returns:**
 
@@ -237,7 +243,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         if on_mesh and not self.is_stored and self.progress is not None:
             raise ValueError(
                 "`progress` on a `mesh` needs a `store`: on the devices, the kernel is "
-                "one program. Use `store=HostStore()`, or leave one of them out."
+                "one program. Use `store='host'`, or leave one of them out."
             )
 
     def __call__(
@@ -397,7 +403,7 @@ def _sized(
     try:
         area = resolve_size(size, max(kernel.totals) ** 2, run, operands, first=16**2)
     except ValueError as e:
-        e.add_note("A kernel that is too large itself can go to `store=HostStore()`.")
+        e.add_note("A kernel that is too large itself can go to `store='host'`.")
         raise
     return with_area(call, area)
 

@@ -1,6 +1,6 @@
 """`KernelOperator`: a kernel as a linear operator, computed or read in blocks."""
 
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -21,9 +21,9 @@ from .matrix import (
     Reader,
     StoredMatrix,
 )
-from .progress import AbstractProgressMeter
+from .progress import as_meter, Progress
 from .stores import AbstractStore
-from .zarr_store import SymmetricArray
+from .zarr_store import as_store, Store, SymmetricArray
 
 
 # The settings of `filter_batch_kernel` that an operator takes, too.
@@ -60,10 +60,10 @@ class KernelOperator(AbstractTaggedOperator):
         [`eqxbatch.filter_batch_kernel`][]. A stored kernel does not take them.
     - `symmetric`: a bool or None, as for [`eqxbatch.filter_batch_kernel`][]. With
         `True`, only half of a stored kernel is read.
-    - `store`: an [`eqxbatch.HostStore`][] or [`eqxbatch.ZarrStore`][]. The kernel is
-        computed once, right away, and read for each product.
-    - `progress`: an [`eqxbatch.AbstractProgressMeter`][] for computing the kernel into
-        the `store`.
+    - `store`: `"host"`, a path or a store, as for [`eqxbatch.filter_batch_kernel`][].
+        The kernel is computed once, right away, and read for each product.
+    - `progress`: True or an [`eqxbatch.AbstractProgressMeter`][], for computing the
+        kernel into the `store`.
     - `tags`: lineax tags that state properties of the kernel, such as
         `lineax.positive_semidefinite_tag`, which `lineax.CG` requires. A symmetric
         kernel need not be tagged as such.
@@ -113,17 +113,17 @@ class KernelOperator(AbstractTaggedOperator):
         x2: PyTree = None,
         *,
         symmetric: bool | None = None,
-        store: AbstractStore | Literal["device"] | None = None,
-        progress: AbstractProgressMeter | None = None,
+        store: Store = "device",
+        progress: Progress = None,
         tags: Any = (),
         **kwargs: Any,
     ):
-        store = "device" if store is None else store
+        store, meter = as_store(store), as_meter(progress)
         is_stored = isinstance(store, AbstractStore)
-        if progress is not None and not is_stored:
+        if meter is not None and not is_stored:
             raise ValueError(
                 "`progress` is for computing a kernel into a `store`, and there is "
-                "none. Leave it out, or pass `store=HostStore()`."
+                "none. Leave it out, or pass `store='host'`."
             )
         settings = {name: kwargs.pop(name) for name in _SETTINGS if name in kwargs}
         if x1 is None:
@@ -135,7 +135,7 @@ class KernelOperator(AbstractTaggedOperator):
             computed = ComputedMatrix(transform, x1, x2, kwargs)
             self.matrix = computed
             if is_stored:
-                reader = Reader(computed.stored(store, progress), computed.is_hermitian)
+                reader = Reader(computed.stored(store, meter), computed.is_hermitian)
                 self.matrix = StoredMatrix(reader, computed)
         self.tags = as_tags(tags)
         triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}

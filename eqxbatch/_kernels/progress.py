@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 
-from .._base.checks import check_fields
+from .._base.checks import check_fields, check_types
 from .._base.trees import import_extra
 
 
@@ -127,6 +127,13 @@ class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
         state.bar.close()
 
 
-def as_meter(progress: Any) -> Any:
-    """The meter that `progress` stands for; anything else is left to checks."""
-    return TqdmProgressMeter() if progress is True else progress or None
+# What users pass for a meter.
+Progress = AbstractProgressMeter | bool | None
+
+
+def as_meter(progress: Progress) -> AbstractProgressMeter | None:
+    """The meter that `progress` stands for."""
+    check_types({"progress": progress}, {"progress": Progress}, always=True)
+    if isinstance(progress, bool):
+        return TqdmProgressMeter() if progress else None
+    return progress

@@ -27,7 +27,7 @@ from .._base.precision import exact_products, user_precision
 from .._base.trees import described, import_extra, log, safe_zip
 from .matrix import AbstractMatrix, StoredMatrix
 from .on_host import check_concrete, metered
-from .progress import AbstractProgressMeter
+from .progress import AbstractProgressMeter, as_meter, Progress
 from .stores import check_record, digest, read_json
 
 
@@ -60,7 +60,7 @@ def kernel_solve(
     rtol: float = 1e-6,
     max_steps: int = 1_000,
     checkpoint: str | os.PathLike | None = None,
-    progress: AbstractProgressMeter | None = None,
+    progress: Progress = None,
 ) -> KernelSolution:
     """Solves a kernel system, as in kernel ridge regression and Gaussian processes.
 
@@ -94,8 +94,8 @@ def kernel_solve(
         run, where products have the same bits, or else one within `rtol`. The kernel
         is checked by a product with a random vector, and the residual of a finished
         run is computed anew. Saving takes at most about a twentieth of the time.
-    - `progress`: an [`eqxbatch.AbstractProgressMeter`][], which receives the largest
-        relative residual after each product.
+    - `progress`: True for a progress bar, or an [`eqxbatch.AbstractProgressMeter`][],
+        which receives the largest relative residual after each product.
 
     **Returns:**
 
@@ -153,8 +153,9 @@ def kernel_solve(
     if not 0 < rtol < 1:
         raise ValueError(f"`rtol` must be between 0 and 1; got {rtol}.")
     check_at_least("max_steps", max_steps, 1)
-    if progress is not None:
-        _check_meter(progress)
+    meter = as_meter(progress)
+    if meter is not None:
+        _check_meter(meter)
     saved = None
     if checkpoint is not None:
         problem = {
@@ -173,7 +174,7 @@ def kernel_solve(
         _product(operator, ridge), _preconditioner(factor, ridge), right, rtol
     )
     probe = lambda: _probe(operator.matrix)
-    state = _solved(method, initial(right), max_steps, progress, saved, probe)
+    state = _solved(method, initial(right), max_steps, meter, saved, probe)
     solution = state.solution * sizes
     weights = jnp.asarray(solution.astype(dtype)).reshape(y.shape)
     residuals = method.residuals(state).astype(weights.real.dtype)
@@ -433,7 +434,7 @@ class ConjugateGradients:
                 f"The relative residual does not fall below {worst:.1e}, and `rtol` is "
                 f"{self._rtol:.1e}: products with a kernel of its dtype are not "
                 "exact enough. Pass a larger `rtol` or `ridge`, store the kernel "
-                "(`store=HostStore()`), or use float64."
+                "(`store='host'`), or use float64."
             )
         num = state.num_products + 1
         changes = {"residual": residual, "start": norms, "num_products": num}
@@ -444,8 +445,7 @@ def _check_finite(numbers: np.ndarray) -> None:
     if not np.all(np.isfinite(numbers)):
         raise RuntimeError(
             "The product with the kernel has NaNs or infinities. Look for them in the "
-            "examples, and in the kernel with `progress=TqdmProgressMeter()`, which "
-            "counts them."
+            "examples, and in the kernel with `progress=True`, which counts them."
         )
 
 

@@ -122,15 +122,16 @@ class AbstractStore(eqx.Module):
 class HostStore(AbstractStore):
     """Stores a kernel in host memory, as NumPy arrays.
 
-    Pass it as `store` to [`eqxbatch.filter_batch_kernel`][]. Each block is copied while
-    the next one is computed, so the kernel can be larger than device memory.
+    `store="host"` of [`eqxbatch.filter_batch_kernel`][] stands for it. Each block is
+    copied while the next one is computed, so the kernel can be larger than device
+    memory.
 
     !!! example
 
         ```python
         >>> import eqxbatch, jax.numpy as jnp
         >>> kernel = eqxbatch.filter_batch_kernel(
-        ...     lambda x, y: x @ y.T, block_size=2, store=eqxbatch.HostStore()
+        ...     lambda x, y: x @ y.T, block_size=2, store="host"
         ... )
         >>> kernel(jnp.ones((3, 4)), jnp.ones((2, 4)))
         array([[4., 4.],

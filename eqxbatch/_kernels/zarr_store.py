@@ -12,13 +12,13 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.checks import checked
+from .._base.checks import check_types, checked
 from .._base.trees import import_extra, log, safe_zip, shown
 from .kernel import AbstractBlockKernel, Grid, KernelLeaf, TileMirror
 from .stores import (
@@ -26,6 +26,7 @@ from .stores import (
     AbstractWriter,
     add_array,
     check_record,
+    HostStore,
     Patch,
     patches,
     read_json,
@@ -52,11 +53,11 @@ _PARTIAL = re.compile(r".+\.[0-9a-f]{32}\.partial")
 class ZarrStore(AbstractStore):
     """Stores a kernel on disk, as zarr arrays whose chunks are the blocks.
 
-    Pass it as `store` to [`eqxbatch.filter_batch_kernel`][], which then returns zarr
-    arrays that are open for reading. Entries are read from disk only when they are
-    accessed. `path` becomes a zarr group (format version 3) with one array for each
-    array that the kernel function returns. A single array is named `kernel`; several
-    are named by their position in the output.
+    A path as `store` of [`eqxbatch.filter_batch_kernel`][] stands for it; pass a store
+    for other settings. The result is then zarr arrays that are open for reading.
+    Entries are read from disk only when they are accessed. `path` becomes a zarr group
+    (format version 3) with one array for each array that the kernel function returns. A
+    single array is named `kernel`; several are named by their position in the output.
 
     **To resume a run that was stopped or killed, call it again.** Each chunk has a
     checksum. Intact chunks are kept; chunks that are missing, have a wrong size or
@@ -103,7 +104,7 @@ class ZarrStore(AbstractStore):
         >>> kernel = eqxbatch.filter_batch_kernel(
         ...     lambda x, y: x @ y.T,
         ...     block_size=2,
-        ...     store=eqxbatch.ZarrStore(folder.name + "/linear.zarr"),
+        ...     store=folder.name + "/linear.zarr",
         ... )
         >>> stored = kernel(jnp.ones((3, 4)), jnp.ones((2, 4)))
         >>> stored.shape, stored.chunks
@@ -178,6 +179,29 @@ class ZarrStore(AbstractStore):
         writer = _ZarrWriter(zarr, path, names, leaves, grid, mirror)
         writer.lock(clean=is_first)
         return writer
+
+
+# What users pass for a store.
+Store = AbstractStore | str | os.PathLike
+
+
+# What is a mistake rather than the name of a folder.
+_NO_PATHS = ("", "cpu", "gpu", "tpu", "disk", "memory", "zarr")
+
+
+def as_store(store: Store) -> AbstractStore | Literal["device"]:
+    """The store that `store` stands for; a path is that of a `ZarrStore`."""
+    check_types({"store": store}, {"store": Store}, always=True)
+    if isinstance(store, AbstractStore):
+        return store
+    if store == "device":
+        return "device"
+    if store in _NO_PATHS:
+        raise ValueError(
+            f"`store` must be 'device', 'host', a path on disk, or a store; got "
+            f"{store!r}. Write './{store}' for a folder of this name."
+        )
+    return HostStore() if store == "host" else ZarrStore(store)
 
 
 def _names(leaves: Sequence[KernelLeaf]) -> list[str]:

@@ -132,8 +132,8 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     - `store`, `reduce`: where the averaged kernel is stored, or how it is reduced, as
         for [`eqxbatch.filter_batch_kernel`][]. Each block is averaged over all samples
         first.
-    - `progress`: an [`eqxbatch.AbstractProgressMeter`][], which counts batches of
-        samples, or blocks if there is a `store` or `reduce`.
+    - `progress`: True or an [`eqxbatch.AbstractProgressMeter`][], which counts batches
+        of samples, or blocks if there is a `store` or `reduce`.
 
     **Returns:**
 
@@ -456,5 +456,5 @@ def _remaining(
 def _raise_on_disk(what: str) -> None:
     raise ValueError(
         f"With {what}, the kernel is averaged as a whole several times, which a store "
-        "on disk does not support. Use `store=HostStore()`, or one number of samples."
+        "on disk does not support. Use `store='host'`, or one number of samples."
     )

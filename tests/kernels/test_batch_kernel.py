@@ -379,7 +379,7 @@ def test_budget(stored, unchecked, getkey):
         assert stats.temp_size_in_bytes + stats.output_size_in_bytes <= 2_000_000
         with pytest.raises(ValueError, match="budget of 1,000 bytes is too small") as e:
             filter_batch_kernel(rbf, block_size=MemoryBudget(1000))(x)
-        assert "HostStore" in str(e.value.__notes__)
+        assert "`store='host'`" in str(e.value.__notes__)
 
 
 # Bad input.
@@ -391,8 +391,13 @@ def test_wrong_settings(unchecked):
         ({"block_size": (2, 3, 4)}, TypeError, "`block_size` must be int | tuple"),
         ({"block_size": 1.5}, TypeError, "`block_size` must be int"),
         ({"symmetric": 1}, TypeError, "`symmetric` must be bool"),
-        ({"store": "disk"}, TypeError, "`store` must be AbstractStore"),
-        ({"progress": True}, TypeError, "`progress` must be AbstractProgressMeter"),
+        (
+            {"store": 3},
+            TypeError,
+            r"`store` must be .* str \| PathLike; got 3",
+        ),
+        ({"store": "disk"}, ValueError, "'host', a path on disk.*Write './disk'"),
+        ({"progress": "yes"}, TypeError, "`progress` must be AbstractProgressMeter"),
         ({"mesh": 4}, TypeError, "`mesh` must be Mesh"),
         ({"mesh_axis": "data"}, ValueError, "`mesh_axis` is 'data', but there is no"),
         (

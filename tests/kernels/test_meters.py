@@ -1,5 +1,7 @@
 """Progress meters."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,3 +118,8 @@ def test_tqdm(getkey, capsys):
     assert "9/9" in shown
     assert "block/s" in shown
     assert "NaN=25" in shown
+    metered = filter_batch_kernel(rbf, block_size=5, progress=True)
+    assert metered.progress == TqdmProgressMeter()
+    metered(x)
+    assert "9/9" in capsys.readouterr().err
+    assert dataclasses.replace(metered, progress=False).progress is None

@@ -432,7 +432,7 @@ def two_arrays(x1, x2=None):
         ),
         (
             lambda x: KernelOperator(rbf, x, store="disk"),
-            TypeError,
+            ValueError,
             "`store` must be",
         ),
         (

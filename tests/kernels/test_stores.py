@@ -19,6 +19,7 @@ from eqxbatch import (
     EmpiricalKernel,
     filter_batch_kernel,
     HostStore,
+    KernelOperator,
     TqdmProgressMeter,
     ZarrStore,
 )
@@ -47,6 +48,23 @@ def assert_close(got, expected):
             continue
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+def test_names_of_stores(getkey, tmp_path):
+    x = normal(getkey(), (5, 3))
+    for store, expected in (
+        ("host", HostStore()),
+        (tmp_path / "path", ZarrStore(tmp_path / "path")),
+        (str(tmp_path / "text"), ZarrStore(tmp_path / "text")),
+        (f"{tmp_path}/host", ZarrStore(tmp_path / "host")),
+    ):
+        batched = filter_batch_kernel(rbf, block_size=4, store=store)
+        assert batched.store == expected
+        assert_close(numpy(batched(x)), np.asarray(rbf(x)))
+        operator = KernelOperator(rbf, x, block_size=4, store=store)
+        assert_close(operator.as_matrix(), rbf(x))
+    model = eqx.nn.Linear(3, 2, key=getkey())
+    assert EmpiricalKernel(model, store="host").store == HostStore()
 
 
 @pytest.mark.parametrize(("size", "mesh"), thinned(SIZES, (True, False)))

@@ -100,7 +100,7 @@ filter_hessian(loss, num_blocks=2.0)  # pyright: ignore[reportArgumentType, repo
 filter_grid_vmap(scaled)  # pyright: ignore[reportCallIssue]
 filter_batch_kernel(kernel)  # pyright: ignore[reportCallIssue]
 filter_batch_kernel(kernel, block_size=2.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
-filter_batch_kernel(kernel, block_size=2, store="disk")  # pyright: ignore[reportArgumentType]
+filter_batch_kernel(kernel, block_size=2, store=3)  # pyright: ignore[reportArgumentType]
 
 
 EmpiricalNTK(model, block_size=2.0)  # pyright: ignore[reportArgumentType]

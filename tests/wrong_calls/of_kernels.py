@@ -161,6 +161,12 @@ FUNCTIONS = [
         "With `reduce`",
     ),
     Case(
+        "HostStore",
+        lambda: ntk(store="memory"),
+        ValueError,
+        "`store` must be 'device', 'host', a path on disk.*'./memory'",
+    ),
+    Case(
         "ZarrStore",
         lambda: eqxbatch.ZarrStore(3),
         TypeError,
@@ -191,7 +197,7 @@ FUNCTIONS = [
     ),
     Case(
         "AbstractProgressMeter",
-        lambda: kernel(progress=True),
+        lambda: ntk(progress="yes"),
         TypeError,
         "`progress` must be",
     ),
