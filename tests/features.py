@@ -243,7 +243,7 @@ FEATURES = {
     )(x),
     "EmpiricalNTK two sides": lambda model, x: eb.EmpiricalNTK(model)(x, x),
     "EmpiricalNTK diagonal": lambda model, x: eb.EmpiricalNTK(model).diagonal(x),
-    "EmpiricalNTK matvec": lambda model, x: eb.EmpiricalNTK(model).matvec(
+    "EmpiricalNTK matvec": lambda model, x: eb.EmpiricalNTK(model).untraced_matvec(
         x, None, jnp.ones((len(x), 2))
     ),
     "EmpiricalNNGP": lambda model, x: eb.EmpiricalNNGP(model)(x),

@@ -168,7 +168,9 @@ CALLS = {
     "implementations": lambda x: eqxbatch.EmpiricalNTK(
         MODEL, method="jacobian_contraction"
     )(x),
-    "matvec": lambda x: eqxbatch.EmpiricalNTK(MODEL).matvec(x, None, jnp.ones((5, 3))),
+    "matvec": lambda x: eqxbatch.EmpiricalNTK(MODEL).untraced_matvec(
+        x, None, jnp.ones((5, 3))
+    ),
     "EmpiricalNNGP": lambda x: eqxbatch.EmpiricalNNGP(MODEL)(x),
     "EmpiricalKernel": lambda x: eqxbatch.EmpiricalKernel(MODEL)(x),
     "PseudoNTK": lambda x: eqxbatch.PseudoNTK(MODEL)(x),

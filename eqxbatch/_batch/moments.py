@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, Shaped
 
-from .._base.checks import as_jax, check_fields
+from .._base.checks import as_jax, check_exclusive, check_fields
 from .._base.dtypes import (
     accumulation_dtype,
     check_holds,
@@ -130,7 +130,14 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
         return value if is_summary else self.whole(value, block)
 
 
-class Sum(AbstractSummary[_Total]):
+class AbstractTotal(AbstractSummary[Any]):
+    """A sum over examples, as it is or divided by their weight."""
+
+    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
+    dtype: DTypeLike | None = eqx.field(static=True, default=None)
+
+
+class Sum(AbstractTotal):
     """The sum over all examples: `jnp.sum(..., axis=0)` of what `vmap` returns.
 
     **Arguments:**
@@ -163,9 +170,6 @@ class Sum(AbstractSummary[_Total]):
         ```
     """
 
-    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
-    dtype: DTypeLike | None = eqx.field(static=True, default=None)
-
     def finalize(self, state: _Total) -> Shaped[Array, "*r"]:
         return complete(state.total, state.lost[0]).astype(state.dtype)
 
@@ -185,7 +189,7 @@ class Sum(AbstractSummary[_Total]):
         return _Total(total, None, dtype)
 
 
-class Mean(AbstractSummary[_Total | VarianceState]):
+class Mean(AbstractTotal):
     """The mean over all examples: `jnp.mean(..., axis=0)` of what `vmap` returns.
 
     The mean is exact even if the microbatch size does not divide the batch: each
@@ -227,16 +231,11 @@ class Mean(AbstractSummary[_Total | VarianceState]):
         corrected sums of squares and products", Technometrics 4(3), 1962.
     """
 
-    weights: Shaped[Array, " n"] | None = eqx.field(converter=as_jax, default=None)
-    dtype: DTypeLike | None = eqx.field(static=True, default=None)
     running: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
-        if self.running and self.weights is not None:
-            raise ValueError(
-                "Mean(running=True) takes no `weights`, because weighted results can "
-                "be larger than the results. Leave one of them out."
-            )
+        remedy = "Weighted results can be larger than the results. Leave one out."
+        check_exclusive(remedy, weights=self.weights, running=self.running or None)
 
     def finalize(self, state: _Total | VarianceState) -> Inexact[Array, "*r"]:
         if isinstance(state, VarianceState):
@@ -245,9 +244,7 @@ class Mean(AbstractSummary[_Total | VarianceState]):
         weight = complete(state.weight, state.lost[1])
         return (total / weight.astype(total.dtype)).astype(state.dtype)
 
-    def aggregate(
-        self, values: Shaped[Array, "b *r"], block: Block
-    ) -> _Total | VarianceState:
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> Any:
         if self.running:
             whole = self.whole(values, block)
             return dataclasses.replace(whole, mean=_mean(whole.mean, block))

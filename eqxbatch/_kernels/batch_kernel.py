@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._base.checks import check_exclusive
 from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
@@ -89,11 +90,9 @@ class AbstractStored(AbstractOnMesh):
         return isinstance(self.store, AbstractStore)
 
     def __check_init__(self) -> None:
-        if self.is_stored and self.reduce is not None:
-            raise ValueError(
-                "With `reduce`, no kernel is kept, so there is nothing to store. Leave "
-                "one of them out."
-            )
+        remedy = "With `reduce`, no kernel is kept. Leave one of them out."
+        store = self.store if self.is_stored else None
+        check_exclusive(remedy, store=store, reduce=self.reduce)
 
 
 class AbstractBatchKernel(AbstractTransform, AbstractOnMesh, Generic[_X1, _X2, P, Out]):

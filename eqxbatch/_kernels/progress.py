@@ -68,14 +68,7 @@ class AbstractProgressMeter(eqx.Module, Generic[_State]):
         """Called once when the loop ends, whether all blocks are done or not."""
 
 
-class _Bar:
-    """A tqdm bar, and the number of NaNs so far."""
-
-    def __init__(self, bar: Any):
-        self.bar, self.num_nans = bar, 0
-
-
-class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
+class TqdmProgressMeter(AbstractProgressMeter[tuple[Any, int]]):
     """A tqdm progress bar: blocks done, blocks per second, time left, and NaNs.
 
     Needs the extra `progress`: `pip install "equinox-batch[progress]"`.
@@ -103,28 +96,29 @@ class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
 
     description: str = eqx.field(static=True, default="kernel")
 
-    def __check_init__(self) -> None:
-        check_fields(self)
+    __check_init__ = check_fields
 
-    def start(self, num_blocks: int, num_done: int) -> _Bar:
+    def start(self, num_blocks: int, num_done: int) -> tuple[Any, int]:
         tqdm = import_extra("tqdm.auto", "TqdmProgressMeter", "progress").tqdm
         # Blocks of an earlier run do not count for the speed of this one.
         bar = tqdm(
             desc=self.description, total=num_blocks, initial=num_done, unit="block"
         )
-        return _Bar(bar)
+        return bar, 0
 
-    def step(self, state: _Bar, num_nans: int, residual: float | None = None) -> _Bar:
-        state.num_nans += num_nans
+    def step(
+        self, state: tuple[Any, int], num_nans: int, residual: float | None = None
+    ) -> tuple[Any, int]:
+        bar, total = state[0], state[1] + num_nans
         if num_nans:
-            state.bar.set_postfix(NaN=state.num_nans, refresh=False)
+            bar.set_postfix(NaN=total, refresh=False)
         if residual is not None:
-            state.bar.set_postfix(residual=f"{residual:.1e}", refresh=False)
-        state.bar.update()
-        return state
+            bar.set_postfix(residual=f"{residual:.1e}", refresh=False)
+        bar.update()
+        return bar, total
 
-    def close(self, state: _Bar) -> None:
-        state.bar.close()
+    def close(self, state: tuple[Any, int]) -> None:
+        state[0].close()
 
 
 # What users pass for a meter.

@@ -133,24 +133,6 @@ class _Sums(eqx.Module):
     lost: Array | None
     dtype: Any = eqx.field(static=True)
 
-    @staticmethod
-    def begun(values: Array, kernel: jax.ShapeDtypeStruct, dtype: Any) -> "_Sums":
-        return _Sums(values, nothing_lost(values, kernel.shape[1]), dtype)
-
-    def plus(self, part: Array, rows: Block) -> "_Sums":
-        """The sums with a part for the rows of a block."""
-        whole = self.values, self.lost
-        old, lost = jtu.tree_map(rows.take, whole)
-        values, lost = _with_rows(whole, plus(old, lost, part), rows)
-        return _Sums(values, lost, self.dtype)
-
-    def merged(self, other: "_Sums") -> "_Sums":
-        part = complete(other.values, other.lost)
-        return _Sums(*plus(self.values, self.lost, part), self.dtype)
-
-    def result(self) -> Array:
-        return complete(self.values, self.lost).astype(self.dtype)
-
 
 class KernelProduct(AbstractReduction[_Sums]):
     """The product of the kernel with `vectors`, of shape `(n1, ...)` or `(n1, ..., k)`.
@@ -182,8 +164,7 @@ class KernelProduct(AbstractReduction[_Sums]):
 
     vectors: Shaped[Array, " n2"] | Shaped[Array, "n2 k"] = eqx.field(converter=as_jax)
 
-    def __check_init__(self) -> None:
-        check_fields(self)
+    __check_init__ = check_fields
 
     @property
     def neutral(self) -> float:
@@ -197,7 +178,8 @@ class KernelProduct(AbstractReduction[_Sums]):
         dtype = jnp.result_type(kernel.dtype, vectors.dtype)
         shape = (kernel.shape[0], *kernel.shape[2:], *vectors.shape[1:])
         wide = sum_dtype(jax.ShapeDtypeStruct((), dtype))
-        return _Sums.begun(jnp.zeros(shape, wide), kernel, dtype)
+        zeros = jnp.zeros(shape, wide)
+        return _Sums(zeros, nothing_lost(zeros, kernel.shape[1]), dtype)
 
     def update(
         self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
@@ -208,13 +190,17 @@ class KernelProduct(AbstractReduction[_Sums]):
             part = jnp.tensordot(
                 tile, vectors, ((1,), (0,)), preferred_element_type=wide
             )
-        return state.plus(part, rows)
+        whole = state.values, state.lost
+        old, lost = jtu.tree_map(rows.take, whole)
+        values, lost = _with_rows(whole, plus(old, lost, part), rows)
+        return _Sums(values, lost, state.dtype)
 
     def merge(self, first: _Sums, second: _Sums) -> _Sums:
-        return first.merged(second)
+        part = complete(second.values, second.lost)
+        return _Sums(*plus(first.values, first.lost, part), first.dtype)
 
     def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
-        return state.result()
+        return complete(state.values, state.lost).astype(state.dtype)
 
 
 class Norm(eqx.Module):

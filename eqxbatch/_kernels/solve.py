@@ -144,7 +144,8 @@ def kernel_solve(
 
     if not isinstance(operator, KernelOperator):
         raise TypeError(
-            f"`operator` must be a `KernelOperator`; got {described(operator)}."
+            f"`operator` must be a `KernelOperator`; got {described(operator)}. "
+            "`KernelOperator(kernel, x)` makes one of a kernel function or estimator."
         )
     check_concrete((operator, y, ridge), "`kernel_solve`")
     preconditioner_rank, rtol = int(preconditioner_rank), float(rtol)

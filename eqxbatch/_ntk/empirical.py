@@ -140,17 +140,7 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
     def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
         return self._request("ntk"), kwargs
 
-    def diagonal(
-        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
-    ) -> _Result:
-        """The kernel of each example of `x1` with the same example of `x2`.
-
-        This is the result of a call with the batch axis among the `diagonal_axes`.
-        """
-        request = dataclasses.replace(self._request("ntk"), is_diagonal=True)
-        return request(x1, x2, key=key, **kwargs)
-
-    def matvec(
+    def untraced_matvec(
         self,
         x1: _Inputs,
         x2: _Inputs | None,
@@ -159,27 +149,29 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
         key: Keys = None,
         **kwargs: Any,
     ) -> _Result:
-        """The product of the kernel with a vector, without materialising the kernel.
+        """The product of the untraced kernel with a vector, without materialising it.
 
         `v` has the structure and shape of the model's output for `x2` (for `x1`, if
-        `x2` is None), and the result those of the output for `x1`. The product is with
-        the full kernel: no axis is traced, and entries between different outputs are
-        included. Raises `ValueError` if `v` does not match the output, and `TypeError`
-        if JAX has neither forward mode for the model nor the transpose of reverse mode.
+        `x2` is None), and the result those of the output for `x1`. No axis is traced,
+        whatever `trace_axes` and `diagonal_axes` are, and entries between different
+        outputs are included. Raises `ValueError` if `v` does not match the output, and
+        `TypeError` if JAX has neither forward mode for the model nor the transpose of
+        reverse mode.
         """
         product = eqx.Partial(kernel_product, v)
         return self._request("ntk").computed(x1, x2, key, kwargs, product)
 
-    def operator(
+    def untraced_operator(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
     ) -> Any:
-        """`matvec` as a `lineax.AbstractLinearOperator`.
+        """`untraced_matvec` as a `lineax.AbstractLinearOperator`.
 
-        If both sides are the same, as they are without `x2` and without pairs, it is
-        tagged as positive semidefinite. Raises `ImportError` without lineax.
+        For the kernel that a call returns, use [`eqxbatch.KernelOperator`][]. If both
+        sides are the same, as they are without `x2` and without pairs, it is tagged as
+        positive semidefinite. Raises `ImportError` without lineax.
         """
-        lineax = import_extra("lineax", "operator", "linalg")
-        product = lambda v: self.matvec(x1, x2, v, key=key, **kwargs)
+        lineax = import_extra("lineax", "untraced_operator", "linalg")
+        product = lambda v: self.untraced_matvec(x1, x2, v, key=key, **kwargs)
         call, request = (x1, x2, key, kwargs), self._request("ntk")
         structs = eqx.filter_eval_shape(lambda: request.computed(*call, zero_outputs))
         is_same = len(make_calls(*call)[0]) == 1
@@ -221,13 +213,6 @@ class EmpiricalNNGP(AbstractEstimator, AbstractStored):
 
     def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
         return self._request("nngp"), kwargs
-
-    def diagonal(
-        self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
-    ) -> _Result:
-        """The kernel of each example of `x1` with the same example of `x2`."""
-        request = dataclasses.replace(self._request("nngp"), is_diagonal=True)
-        return request(x1, x2, key=key, **kwargs)
 
 
 @checked_constructor
@@ -274,20 +259,6 @@ class EmpiricalKernel(AbstractEstimator, AbstractJacobianKernel, AbstractStored)
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(get, **kwargs))
-
-    def diagonal(
-        self,
-        x1: _Inputs,
-        x2: _Inputs | None = None,
-        get: Get = None,
-        *,
-        key: Keys = None,
-        **kwargs: Any,
-    ) -> Any:
-        """The kernels of each example of `x1` with the same example of `x2`."""
-        request, kwargs = self._asked(get, **kwargs)
-        request = dataclasses.replace(request, is_diagonal=True)
-        return request(x1, x2, key=key, **kwargs)
 
 
 @checked_constructor

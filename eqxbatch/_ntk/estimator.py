@@ -498,6 +498,17 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         """The kernel of all examples of `x1` with all of `x2`."""
         return self._computed(x1, x2, key, self._asked(**kwargs))
 
+    def diagonal(
+        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
+    ) -> Any:
+        """The kernel of each example of `x1` with the same example of `x2`.
+
+        This is the result of a call with the batch axis among the `diagonal_axes`.
+        """
+        request, kwargs = self._asked(**kwargs)
+        request = dataclasses.replace(request, is_diagonal=True)
+        return request(x1, x2, key=key, **kwargs)
+
     def in_blocks(self, call: CalledKernel) -> ModelKernel | None:
         if not self._is_plain:
             return None

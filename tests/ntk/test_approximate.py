@@ -26,6 +26,7 @@ def test_pseudo(getkey):
     x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
     full = EmpiricalNTK(model, trace_axes=())(x1, x2)
     assert_same(PseudoNTK(model)(x1, x2), full.sum(axis=(2, 3)) / 6, 1e-4)
+    assert_same(PseudoNTK(model).diagonal(x1), jnp.diagonal(PseudoNTK(model)(x1)), 1e-4)
     blocked = PseudoNTK(model, block_size=2)(x1)
     assert_same(blocked, PseudoNTK(model)(x1), 1e-4)
     # Some axes are summed over, others are not.
@@ -63,6 +64,9 @@ def test_probes_in_blocks(getkey):
     blocked = ProbedNTK(model, num_probes=3, key=jr.key(1), block_size=2)(x)
     assert_same(tuple(blocked), tuple(whole), 1e-4)
     assert (blocked.kernel == blocked.kernel.T).all()
+    estimator = ProbedNTK(model, num_probes=3, key=jr.key(1))
+    expected = jax.tree.map(jnp.diagonal, estimator(x, 2 * x))
+    assert_same(tuple(estimator.diagonal(x, 2 * x)), tuple(expected), 1e-4)
     other = ProbedNTK(model, num_probes=3, key=jr.key(2))(x)
     assert not jnp.allclose(other.kernel, whole.kernel)
     one = ProbedNTK(model, num_probes=1, key=jr.key(1))(x)

@@ -338,7 +338,7 @@ def test_complex(method, getkey):
     hermitian = np.asarray(hermitian)
     assert (hermitian == np.conj(np.transpose(hermitian, (1, 0, 3, 2)))).all()
     vector = outputs(model, x2)
-    product = make(model).matvec(x1, x2, vector)
+    product = make(model).untraced_matvec(x1, x2, vector)
     assert_same(product, applied(expected, vector))
 
     # A real function of complex parameters is one of their real and imaginary parts.
@@ -372,7 +372,7 @@ def test_complex(method, getkey):
     jac = [(re + 1j * im).reshape(len(re), 5, -1) for re, im in real_imag]
     assert_same(make(wave)(x1, x2), pairs(*jac))
     vector = outputs(wave, x2)
-    product = make(wave).matvec(x1, x2, vector)
+    product = make(wave).untraced_matvec(x1, x2, vector)
     assert_same(product, applied(pairs(*jac), vector))
     values = [np.asarray(outputs(wave, x))[..., None] for x in (x1, x2)]
     assert_same(EmpiricalNNGP(wave, trace_axes=())(x1, x2), pairs(*values))
@@ -478,11 +478,13 @@ def test_models_without_forward_mode(getkey):
     model, x = eqx.nn.Sequential(layers), jr.normal(getkey(), (5, 3))
     expected = truth(model, x, x, (-1,), ())
     assert_same(EmpiricalNTK(model)(x), expected)
-    assert_same(EmpiricalNTK(model).matvec(x, None, x[:, :1]), expected @ x[:, :1])
+    assert_same(
+        EmpiricalNTK(model).untraced_matvec(x, None, x[:, :1]), expected @ x[:, :1]
+    )
     with pytest.raises(TypeError, match="needs the model's derivative in forward mode"):
         EmpiricalNTK(model, method="ntk_vector_products")(x)
     layers[1] = eqx.nn.Lambda(rows_only)
     model = eqx.nn.Sequential(layers)
     assert_same(EmpiricalNTK(model)(x), truth(model, x, x, (-1,), ()))
     with pytest.raises(TypeError, match="nor the transpose of its backward pass"):
-        EmpiricalNTK(model).matvec(x, None, x[:, :1])
+        EmpiricalNTK(model).untraced_matvec(x, None, x[:, :1])

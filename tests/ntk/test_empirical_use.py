@@ -279,20 +279,20 @@ def test_matvec_and_operator(getkey):
     expected = jax.tree.map(lambda jac: jnp.asarray(jac @ pulled), jac1)
     for size in (None, (2, 2), 4):
         ntk = EmpiricalNTK(model, block_size=size)
-        assert_same(ntk.matvec(x1, x2, vector), expected)
+        assert_same(ntk.untraced_matvec(x1, x2, vector), expected)
     with pytest.raises(ValueError, match="The shape and dtype of `v` must be"):
-        ntk.matvec(x1, None, vector)
+        ntk.untraced_matvec(x1, None, vector)
     with pytest.raises(ValueError, match="The structure of `v` must be"):
-        ntk.matvec(x1, x2, vector["sum"])
+        ntk.untraced_matvec(x1, x2, vector["sum"])
 
     lineax = pytest.importorskip("lineax")
     model = Matrices(getkey())
     ntk = EmpiricalNTK(model, block_size=2)
-    operator = ntk.operator(x1)
+    operator = ntk.untraced_operator(x1)
     assert lineax.is_positive_semidefinite(operator)
     full = np.transpose(truth(model, x1, x1), (0, 2, 4, 1, 3, 5)).reshape(30, 30)
     assert_same(operator.as_matrix(), jnp.asarray(full))
-    operator = ntk.operator(x1, x2)
+    operator = ntk.untraced_operator(x1, x2)
     assert operator.in_structure().shape == (3, 2, 3)
     assert operator.out_structure().shape == (5, 2, 3)
     # The sides differ without `x2`, too.
@@ -300,9 +300,9 @@ def test_matvec_and_operator(getkey):
     s1, s2 = jr.normal(getkey(), (2, 5))
     ntk = EmpiricalNTK(model, block_size=2)
     for pair in ((s1, None), (s1, s1)):
-        assert lineax.is_positive_semidefinite(ntk.operator(x1, s=pair))
-    assert not lineax.is_positive_semidefinite(ntk.operator(x1, s=(s1, s2)))
-    operator = ntk.operator(x1, x2, s=(s1, s2[:3]))
+        assert lineax.is_positive_semidefinite(ntk.untraced_operator(x1, s=pair))
+    assert not lineax.is_positive_semidefinite(ntk.untraced_operator(x1, s=(s1, s2)))
+    operator = ntk.untraced_operator(x1, x2, s=(s1, s2[:3]))
     assert operator.in_structure().shape == (3, 2, 3)
     with pytest.raises(ValueError, match=r"`s` must be a pair of arrays .*got None"):
         ntk(x1, x2, s=(s1[:3], None))
@@ -312,7 +312,7 @@ def test_operator_needs_lineax(monkeypatch, getkey):
     monkeypatch.setitem(sys.modules, "lineax", None)
     ntk = EmpiricalNTK(Matrices(getkey(), jnp.float32))
     with pytest.raises(ImportError, match=r"equinox-batch\[linalg\]"):
-        ntk.operator(jnp.ones((2, 4)))
+        ntk.untraced_operator(jnp.ones((2, 4)))
 
 
 @float64

@@ -396,13 +396,13 @@ MODELS = [
     ),
     Case(
         "EmpiricalNTK",
-        lambda: ntk().matvec(x, None, x),
+        lambda: ntk().untraced_matvec(x, None, x),
         ValueError,
         r"dtype of `v` must be .*got \(\(5, 2\), .*like what the model returns",
     ),
     Case(
         "EmpiricalNTK",
-        lambda: ntk().matvec(x, None, [1.0]),
+        lambda: ntk().untraced_matvec(x, None, [1.0]),
         ValueError,
         "structure of `v` must be .*like what the model returns",
     ),

@@ -449,7 +449,7 @@ ACCUMULATORS = [
         "Mean",
         lambda: eqxbatch.Mean(y, running=True),
         ValueError,
-        r"Mean\(running=True\) takes no `weights`",
+        r"`weights=.* and `running=True` exclude each other. Weighted",
     ),
     Case(
         "Variance",
