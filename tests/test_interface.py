@@ -41,7 +41,7 @@ OPERATORS = {
     "KernelOperator",
     "KroneckerOperator",
 }
-RESULTS = [name for name in vars(eqxbatch.results) if not name.startswith("_")]
+RESULTS = [name for name, x in vars(eqxbatch.results).items() if inspect.isclass(x)]
 MODEL = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0))
 
 

@@ -26,7 +26,7 @@ from .batch import (
     unbatched,
 )
 from .loop import run_blocks
-from .moments import Mean, OfTotals, rows_and_weights, Sum
+from .moments import check_adds, Mean, OfTotals, rows_and_weights, Sum
 from .slots import match_accumulators, Slots
 from .transform import AbstractAutoSharded, AbstractMicrobatched, AbstractTransform
 
@@ -376,6 +376,7 @@ class AbstractOverExamples(
         return True
 
     def __check_init__(self) -> None:
+        check_adds(self.accumulator)
         if self.in_axes is not None:
             return
         if self.microbatch_size is not None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact, Shaped
+from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .._base.checks import as_jax, check_exclusive, check_fields
 from .._base.dtypes import (
@@ -100,7 +100,7 @@ class VarianceState(eqx.Module):
         return dataclasses.replace(self, lost=nothing_lost(self.squares, num))
 
 
-_Summary = TypeVar("_Summary", bound=Any)
+_Summary = TypeVar("_Summary", _Total, VarianceState)
 
 
 class AbstractSummary(AbstractAccumulator[_Summary]):
@@ -258,6 +258,19 @@ class Mean(AbstractTotal):
             return VarianceState(mean, None, block.num_new, None, dtype)
         weight = block_weight(mean.dtype, self.weights, block)
         return _Total(mean * weight.astype(mean.dtype), weight, dtype)
+
+
+def is_running(accumulator: Any) -> bool:
+    return isinstance(accumulator, Mean) and accumulator.running
+
+
+def check_adds(accumulators: PyTree) -> None:
+    """Raises for a running mean where results are added up."""
+    if any(map(is_running, jtu.tree_leaves(accumulators, is_leaf=is_running))):
+        raise ValueError(
+            "`accumulator=Mean(running=True)` is for maps and gradients; here, results "
+            "are added up. Use `Mean()`."
+        )
 
 
 class MeanAndVariance(NamedTuple):

@@ -109,9 +109,12 @@ class AbstractTransform(eqx.Module):
                 continue
             if field.type == Size:
                 check_size(field.name, value)
-            else:
-                hints = {field.name: field.type}
-                check_types({field.name: value}, hints, always=True)
+                continue
+            # Not converted yet.
+            converter = field.metadata.get("converter")
+            inputs = next(iter(getattr(converter, "__annotations__", {}).values()), Any)
+            hint = field.type if inputs is Any else inputs
+            check_types({field.name: value}, {field.name: hint}, always=True)
 
     @abc.abstractmethod
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:

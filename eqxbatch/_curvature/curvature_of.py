@@ -170,7 +170,7 @@ class AbstractOfOutputs(AbstractOverExamples, Generic[Model, P, Out]):
 def _as_fisher(
     fisher: Literal["exact", "type-2", "mc", "empirical"],
 ) -> Literal["exact", "mc", "empirical"]:
-    return "exact" if isinstance(fisher, str) and fisher == "type-2" else fisher
+    return "exact" if fisher == "type-2" else fisher
 
 
 class AbstractFisher(AbstractOfOutputs[Model, P, Out]):

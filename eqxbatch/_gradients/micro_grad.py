@@ -27,6 +27,7 @@ from .._batch.accumulators import Concat
 from .._batch.batch import Blocks
 from .._batch.derivative import AbstractDerivative, Loss
 from .._batch.moments import (
+    is_running,
     Mean,
     OfTotals,
     rows_and_weights,
@@ -86,9 +87,6 @@ class GradientStatistics(NamedTuple):
     norms: PyTree[Real[Array, " n"]]
     metrics: PyTree[Shaped[Array, "n ..."]]
     moments: GradientMoments | None
-
-
-_TOTALS = (Sum, Mean)
 
 
 _ACCUMULATORS = (
@@ -175,7 +173,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 "of one example, without `batched`."
             )
         accumulator = self.gradient_accumulator
-        if self.transform is None and not isinstance(accumulator, _TOTALS):
+        if self.transform is None and not isinstance(accumulator, Sum | Mean):
             raise TypeError(
                 "`accumulator` must be a Sum or a Mean, as it is for "
                 f"gradients; got {shown(accumulator)}. With a `transform`, it can be "
@@ -204,20 +202,14 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         """The weights of the examples."""
         # Other accumulators, with a `transform`, can have a field of this name, too.
         accumulator = self.gradient_accumulator
-        return accumulator.weights if isinstance(accumulator, (Sum, Mean)) else None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether gradients are averaged by a running mean."""
-        accumulator = self.gradient_accumulator
-        return isinstance(accumulator, Mean) and accumulator.running
+        return accumulator.weights if isinstance(accumulator, Sum | Mean) else None
 
     @property
     def overlaps(self) -> bool:
         accumulators = self.gradient_accumulator, self.value_accumulator
         is_known = all_count_new((*accumulators, self.aux_accumulator))
         # A running mean forms no sums, so that it has no weights.
-        has_sums = not self.is_running
+        has_sums = not is_running(accumulators[0])
         is_whole = self.num_real_microbatches is None
         return is_known and has_sums and is_whole and not self.batched
 
@@ -272,7 +264,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             return gradient_of_microbatch(loss)
         example = loss.traced(_IF_WHOLE)
         # A running mean is chosen to avoid sums, so no sum is formed.
-        is_mean = self.is_running
+        is_mean = is_running(self.gradient_accumulator)
         functions = {"transform": self.transform, "metrics": self.metrics}
         if self.moments:
             # The squares of numbers in half precision would be out of range.
@@ -290,7 +282,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         """The accumulators for the results of a microbatch."""
         accumulator, of_values = self.gradient_accumulator, self.value_accumulator
         if of_values is None:
-            of_values = accumulator if isinstance(accumulator, _TOTALS) else Mean()
+            of_values = accumulator if isinstance(accumulator, Sum | Mean) else Mean()
         accumulators: dict[str, PyTree] = {
             "gradient": accumulator,
             "value": of_values,
@@ -306,7 +298,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             }
             for parts in output
         )
-        if of_whole and not (self.batched or self.is_running):
+        if of_whole and not (self.batched or is_running(accumulator)):
             of_whole["gradient"] = OfTotals(accumulator)
         slots = match_accumulators((of_whole, of_each), output)
         # Results for each example come last.

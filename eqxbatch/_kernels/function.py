@@ -176,14 +176,10 @@ class CalledKernel(AbstractBlockKernel):
             )
             for x, axis in [(arrays[0], rows.axes[0])]
         ]
-        takes_blocks = getattr(self.kernel_fn, "takes_blocks", True)
-        if not takes_blocks and (sizes[0], sizes[1]) != self.totals:
-            raise ValueError(
-                "A kernel with `in_axes=None` cannot be computed in blocks, or by "
-                "columns: a model of a whole batch cannot be evaluated for parts of "
-                "it. Use `in_axes=0` if examples do not interact; otherwise, "
-                "`block_size=None`, without a `mesh`."
-            )
+        kernel_fn: Any = self.kernel_fn
+        is_part = (sizes[0], sizes[1]) != self.totals
+        if is_part and hasattr(kernel_fn, "check_is_batched"):
+            kernel_fn.check_is_batched()
         try:
             out = self.called(first, second)
         except Exception as e:

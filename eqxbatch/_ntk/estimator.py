@@ -235,7 +235,7 @@ class Request(AbstractRequest, AbstractKernelFunction):
 
     def in_blocks(self, call: CalledKernel) -> "ModelKernel | None":
         is_asymmetric = len(call.calls) == 1 and call.symmetric is None
-        is_whole = self.block_size is not None or not self.takes_blocks
+        is_whole = self.block_size is not None or self.in_axes is None
         if is_asymmetric or is_whole:
             return None
         # Without a size, there is a single block.
@@ -464,7 +464,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         request = self._request(None)  # It checks the model.
         if not self._is_plain:
             in_blocks(self, request, out_axes=None)
-            check_is_batched(self)
+            self.check_is_batched()
 
     @abc.abstractmethod
     def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
@@ -534,17 +534,6 @@ def in_blocks(
         settings = {**settings_of(kernel, AbstractStored), **settings}
     axes, size = kernel.in_axes, kernel.block_size
     return BatchKernel(kernel_fn, block_size=size, in_axes=axes, **settings)
-
-
-def check_is_batched(kernel: AbstractKernelSettings) -> None:
-    """Raises for a model of a whole batch."""
-    if kernel.in_axes is None:
-        raise ValueError(
-            "With `in_axes=None`, a kernel cannot go to a `store` or a `mesh`, be "
-            "reduced, be computed in blocks, or show its `progress`: a model of a "
-            "whole batch cannot be evaluated for blocks of it. Use `in_axes=0` if "
-            "examples do not interact."
-        )
 
 
 def check_axes_of_blocks(settings: AbstractKernelSettings) -> None:

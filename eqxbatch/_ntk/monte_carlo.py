@@ -31,7 +31,6 @@ from .averages import (
 from .estimator import (
     check_axes_of_blocks,
     check_get,
-    check_is_batched,
     checked_constructor,
     Get,
     in_blocks,
@@ -240,7 +239,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
             )
         is_in_blocks = self.is_stored or self.reduce is not None
         if is_in_blocks or average.rows is not None:
-            check_is_batched(self)
+            self.check_is_batched()
         is_budget = isinstance(self.samples_per_batch, MemoryBudget)
         if is_budget and is_in_blocks and self.tol is not None:
             raise ValueError(

@@ -80,15 +80,9 @@ class AbstractKernelSettings(eqx.Module):
     )
 
     def __check_init__(self) -> None:
-        if self.in_axes is not None:
-            return
         if self.block_size is not None:
-            raise ValueError(
-                "`block_size` must be None with `in_axes=None`: a model of a whole "
-                "batch cannot be evaluated for blocks of it. Use `in_axes=0` if "
-                "examples do not interact."
-            )
-        if self.out_axes != 0 or self.kwargs_axes:
+            self.check_is_batched()
+        if self.in_axes is None and (self.out_axes != 0 or self.kwargs_axes):
             raise ValueError(
                 "`out_axes` and `kwargs_axes` are for a model of one example, but with "
                 "`in_axes=None` it takes a whole batch. Leave them out."
@@ -97,6 +91,16 @@ class AbstractKernelSettings(eqx.Module):
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel."""
+
+    def check_is_batched(self) -> None:
+        """Raises for a model of a whole batch, whose kernel has no blocks."""
+        if self.in_axes is None:
+            raise ValueError(
+                "With `in_axes=None`, a kernel cannot go to a `store` or a `mesh`, be "
+                "reduced, be computed by columns or in blocks of a `block_size`, or "
+                "show its `progress`: a model of a whole batch cannot be evaluated for "
+                "blocks of it. Use `in_axes=0` if examples do not interact."
+            )
 
     @property
     def traces_last(self) -> bool:
@@ -111,11 +115,6 @@ class AbstractKernelSettings(eqx.Module):
     def symmetric(self) -> Mirror:
         """A function that exchanges the two sides of a kernel, for symmetry."""
         return Mirror(self.traced_axes, self.diagonal_axes)
-
-    @property
-    def takes_blocks(self) -> bool:
-        """Whether blocks of a kernel are kernels of blocks of the examples."""
-        return self.in_axes is not None
 
     @property
     def axes(self) -> BatchAxes:

@@ -22,7 +22,8 @@ from .._base.precision import exact_products
 from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.batch import Blocks
 from .._batch.derivative import AbstractDerivative, split_examples
-from .._batch.moments import check_real, check_weights, Mean, Sum
+from .._batch.moments import check_adds, check_real, check_weights, Mean, Sum
+from .._batch.slots import is_accumulator
 from .._batch.transform import (
     AbstractAutoSharded,
     also_decorator,
@@ -229,6 +230,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         return run_compiled(self, *args, **kwargs)
 
     def __check_init__(self) -> None:
+        check_adds(self.accumulator)
         if isinstance(self.residual, (tuple, list)):
             if not self.residual:
                 message = "`residual` must have at least one function; got none."
@@ -488,10 +490,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             message = f"`{name}` must not be negative, NaN or infinite."
             numbers = filter(eqx.is_array, jtu.tree_leaves(getattr(self, name)))
             checks += ((~((x >= 0) & jnp.isfinite(x)), message) for x in numbers)
-        accumulators = self.accumulator
-        if isinstance(accumulators, (Sum, Mean)):
-            accumulators = (accumulators,)
-        for accumulator in accumulators:
+        for accumulator in jtu.tree_leaves(self.accumulator, is_leaf=is_accumulator):
             name, weights = type(accumulator).__name__, accumulator.weights
             if weights is not None:
                 message = f"{name}(weights=...) must not be negative or NaN here."

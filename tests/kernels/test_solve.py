@@ -59,7 +59,7 @@ def solution(kernel, y, ridge):
 
 
 @pytest.mark.parametrize(
-    ("rank", "store"), thinned((0, 1, 10, 61), (None, HostStore()))
+    ("rank", "store"), thinned((0, 1, 10, 61), ("device", HostStore()))
 )
 @pytest.mark.usefixtures("x64")
 def test_is_the_solution(store, rank):
@@ -130,7 +130,7 @@ def test_complex_kernels():
         assert found.residuals.dtype == jnp.float64
 
 
-@pytest.mark.parametrize(("rank", "store"), thinned((0, 10), (None, HostStore())))
+@pytest.mark.parametrize(("rank", "store"), thinned((0, 10), ("device", HostStore())))
 @pytest.mark.usefixtures("x64")
 def test_complex_right_hand_sides_of_real_kernels(store, rank):
     y = Y + 1j * numbers(61, 2, seed=2)

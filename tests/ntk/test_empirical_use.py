@@ -397,7 +397,7 @@ ERRORS = [
     ({"block_size": 0}, ValueError, "`block_size` must be at least 1"),
     ({"block_size": (1, 2, 3)}, ValueError, "`block_size` must be one size, or a pair"),
     ({"block_size": (1, None)}, TypeError, "A pair of sizes must consist of ints"),
-    ({"block_size": 2, "in_axes": None}, ValueError, "`block_size` must be None"),
+    ({"block_size": 2, "in_axes": None}, ValueError, "blocks of a `block_size`"),
     ({"in_axes": (0, 0)}, ValueError, "`in_axes` must be a PyTree prefix"),
     ({"out_axes": None}, ValueError, "`out_axes` gives an output .* batch axis None"),
     ({"kwargs_axes": 0}, TypeError, "`kwargs_axes` must be dict"),

@@ -28,6 +28,7 @@ step = functools.partial(eqxbatch.filter_gauss_newton_step, damping=0.1)
 ggnvp = functools.partial(eqxbatch.filter_ggnvp, outputs, of_output)
 kfac = functools.partial(eqxbatch.filter_kfac, outputs, of_output)
 factors = lambda: kfac(in_axes=0)(w, x)
+RUNNING = eqxbatch.Mean(running=True)
 unravel = Unravel({"a": w, "b": y})
 expansion = eqxbatch.filter_linearize(model)
 explain = functools.partial(eqxbatch.explain_sites, loss)
@@ -41,6 +42,17 @@ CURVATURE = [
         lambda: step(outputs, centre="yes"),
         TypeError,
         "`centre` must be bool; got 'yes'",
+    ),
+    *(
+        Case(name, call, ValueError, r"`accumulator=Mean\(running=True\)` is for maps")
+        for name, call in (
+            ("filter_ggn", lambda: ggn(accumulator=RUNNING)),
+            ("filter_gauss_newton_step", lambda: step(outputs, accumulator=RUNNING)),
+            (
+                "filter_gauss_newton_step",
+                lambda: step(outputs, accumulator=(eqxbatch.Sum(), RUNNING)),
+            ),
+        )
     ),
     Case(
         "filter_gauss_newton_step",
@@ -194,7 +206,7 @@ CURVATURE = [
         "filter_ggn_diagonal",
         lambda: ggn_diagonal(fisher="type-1"),
         ValueError,
-        r"`fisher` must be one of \('exact', 'mc', 'empirical'\); got 'type-1'",
+        r"`fisher` must be one of \('exact', 'type-2', 'mc', 'empirical'\); got",
     ),
     Case(
         "filter_ggn_diagonal",
