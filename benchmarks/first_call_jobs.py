@@ -173,7 +173,7 @@ def flow() -> tuple[Any, tuple, Callable]:
 def our_ggn(make: Callable) -> Call:
     model, data, loss = make()
     run = lambda model, x: model(x)
-    return filter_ggn(run, loss, in_axes=0, flat=True), (model, *data)
+    return filter_ggn(run, loss, flat=True), (model, *data)
 
 
 def dense_ggn(make: Callable) -> Call:

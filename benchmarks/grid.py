@@ -85,7 +85,7 @@ def landscape(points: int, inputs: int) -> Case:
 
     ours = filter_grid_vmap(
         loss,
-        in_axes={"a": "i", "b": "j", "x": "x"},
+        in_axes=(None, "i", "j", "x"),
         accumulator={"x": Mean()},
         block_size=inputs,
     )

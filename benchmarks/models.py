@@ -174,11 +174,10 @@ def measure_subject(subject: Subject, quick: bool) -> Measured:
     compiled = compile_distinct(case)
     grads = {name: program(*case.args) for name, program in compiled.items()}
     error = max(relative_error(grads[name], grads[PEER]) for name in grads)
-    example = jax.tree.map(lambda a: a[0], job.data)
     return Measured(
         case,
         measure(case, rounds=2 if quick else 15, compiled=compiled),
-        explain_sites(job.loss, job.model, *example),
+        explain_sites(job.loss, job.model, *job.data),
         error,
     )
 

@@ -53,7 +53,7 @@ def loss(model, image, label):
 
 # %%
 network = eqx.nn.MLP(64, 10, 128, 2, key=jr.key(0))
-print(eqxbatch.explain_sites(loss, network, images[0], labels[0]))
+print(eqxbatch.explain_sites(loss, network, images, labels))
 
 # %% [markdown]
 # Each training step processes the 1,400 images in microbatches of 128; the last one has

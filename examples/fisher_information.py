@@ -147,7 +147,6 @@ total = eqxbatch.Sum()
 ggn, _ = eqxbatch.filter_ggn(
     lambda model, wavelength, flux: model(wavelength),
     lambda predicted, wavelength, flux: (predicted - flux) ** 2 / (2 * NOISE**2),
-    in_axes=0,
     accumulator=total,
     flat=True,
 )(fitted, wavelengths, data)

@@ -98,9 +98,7 @@ print(f"test image: a {question[1]} with loss {loss(model, *question):.3f}")
 # No gradient of a training image is materialised.
 
 # %%
-factors = eqxbatch.filter_kfac(predict, cross_entropy, in_axes=0, corrected=True)(
-    model, x, y
-)
+factors = eqxbatch.filter_kfac(predict, cross_entropy, corrected=True)(model, x, y)
 print(factors)
 gradient = eqx.filter_grad(loss)(model, *question)
 direction = factors.operator(damping=DECAY).inverse().mv(gradient)

@@ -97,7 +97,7 @@ total = eqxbatch.Sum()
 
 def posterior_precision(where):
     ggn, _ = eqxbatch.filter_ggn(
-        predict, loss, where=where, in_axes=0, accumulator=total, flat=True
+        predict, loss, where=where, accumulator=total, flat=True
     )(model, x, y)
     return ggn + PRIOR * jnp.eye(len(ggn))
 

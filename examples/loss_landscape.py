@@ -122,7 +122,7 @@ def loss_at(model, first, second, a, b, image, label):
 
 landscape = eqxbatch.filter_grid_vmap(
     loss_at,
-    in_axes={"a": "i", "b": "j", "image": "k", "label": "k"},
+    in_axes=(None, None, None, "i", "j", "k", "k"),
     accumulator={"k": eqxbatch.Mean()},
     block_size=20_000,
 )

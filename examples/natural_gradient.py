@@ -76,7 +76,6 @@ def factors_of(model, images, labels, key):
     return eqxbatch.filter_kfac(
         predict,
         loss,
-        in_axes=0,
         fisher="mc",
         key=key,
         sampler=jr.categorical,

@@ -225,7 +225,7 @@ def table_of(title: str, cases: dict[str, Callable[[], Case]]) -> str:
     lines = [f"| {title} | sites | without a rule | K-FAC |", "|---|---|---|---|"]
     for name, make in cases.items():
         model, fun, example = make()
-        report = explain_sites(fun, model, example(KEY))
+        report = explain_sites(fun, model, example(KEY), in_axes=None)
         sites = collections.Counter(
             site for leaf in report.leaves for site in leaf.sites
         )

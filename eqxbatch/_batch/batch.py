@@ -122,7 +122,8 @@ class Batch(eqx.Module):
             raise ValueError(
                 "Nothing is batched: `in_axes` gives no array a batch axis, so the "
                 "number of examples is not known. Mark an array argument as batched "
-                "in `in_axes` (or pass `axis_size` where the transform has it)."
+                "in `in_axes`; or pass `axis_size`, or `in_axes=None` for one call "
+                "with all arguments, where the transform has it."
             )
         totals = {*sizes} if axis_size is None else {*sizes, axis_size}
         if len(totals) > 1:

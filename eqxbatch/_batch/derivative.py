@@ -218,19 +218,29 @@ class Loss(eqx.Module):
         return out
 
     def traced(
-        self, if_whole: str, fun: Callable[[PyTree, list], PyTree] | None = None
+        self,
+        if_whole: str | None,
+        fun: Callable[[PyTree, list], PyTree] | None = None,
+        if_one: str = "For the mean over the examples, pass `in_axes=0`.",
     ) -> TracedFunction:
         """Value and aux of one example; or what `fun` returns, as this is called.
 
-        `if_whole` is the remedy if it turns out to be a function of a whole batch.
+        `if_whole` is the remedy if it turns out to be a function of a whole batch, and
+        `if_one` if there is no batch, but it is a function of one example.
         """
         run, diff, batch = fun or self, self.parameters, self.batch
         try:
             whole = functools.partial(run, diff)
             with explained_failure(whole, batch, "example", if_whole):
                 return TracedFunction(run, diff, batch.arrays, batch.axes)
-        except NameError as e:
-            if "unbound axis name" in str(e):
+        except Exception as e:
+            if not batch.arrays and self._is_of_one(is_value=fun is None):
+                e.add_note(
+                    "`fun` is called once with all arguments, as `in_axes` is None, "
+                    "and raises this error. It works for one example at a time, along "
+                    f"axis 0 of all arrays. {if_one}"
+                )
+            if isinstance(e, NameError) and "unbound axis name" in str(e):
                 e.add_note(
                     "`fun` is called with one example, but it uses a named axis, as "
                     "BatchNorm does in training mode. Derivatives for examples are not "
@@ -241,6 +251,18 @@ class Loss(eqx.Module):
                     "with `batched=True`."
                 )
             raise
+
+    def _is_of_one(self, *, is_value: bool) -> bool:
+        """Whether the function works for one example, along axis 0 of all arrays."""
+        try:
+            args, kwargs = self.batch.arguments([])
+            batch = split_examples(self.fun, eqx.if_array(0), args, kwargs)
+            one = dataclasses.replace(self, batch=batch)
+            run = one if is_value else one.outputs
+            TracedFunction(run, self.diff, batch.arrays, batch.axes)
+        except Exception:
+            return False
+        return True
 
 
 def check_value(value: Any, holomorphic: bool = False, what: str = "fun") -> Array:
@@ -368,7 +390,6 @@ class AbstractOverExamples(
     """
 
     _: dataclasses.KW_ONLY
-    in_axes: PyTree = None
     accumulator: Sum | Mean = Mean()
 
     @property

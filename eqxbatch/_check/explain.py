@@ -32,7 +32,7 @@ def explain_sites(
     check: bool = False,
     where: Callable[[Any], Any] | None = None,
     filter_spec: PyTree = eqx.is_inexact_array,
-    in_axes: PyTree = None,
+    in_axes: PyTree = eqx.if_array(0),
     **kwargs: Any,
 ) -> SitesReport:
     """Reports where the parameters of a function enter it (its sites), and their cost.
@@ -52,8 +52,8 @@ def explain_sites(
     - `fun`: a function of one example, such as a loss or a model, called as
         `fun(model, *args, **kwargs)`. It is traced but not run, unless `check=True`.
     - `model`: a PyTree whose arrays of an inexact dtype are the parameters.
-    - `args`, `kwargs`: the arguments for one example, without a batch axis. Without
-        `check`, anything with a shape and a dtype is accepted as an array, such as a
+    - `args`, `kwargs`: the other arguments, for a batch of examples. Without `check`,
+        anything with a shape and a dtype is accepted as an array, such as a
         `jax.ShapeDtypeStruct`.
     - `check`: whether to compare gradients, norms, kernels, Hessians, their diagonals
         and Gauss-Newton matrices with those without sites. This compiles and runs the
@@ -61,9 +61,10 @@ def explain_sites(
     - `where`: a function from `model` to the part (or parts) of it to differentiate
         with respect to, such as the last layer. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
-    - `in_axes`: the batch axes of the arguments, as for [`eqxbatch.filter_hessian`][],
-        if these are a batch and not a single example. A check then uses the first three
-        examples.
+    - `in_axes`: the batch axes of `args`, as for
+        [`eqxbatch.filter_micro_value_and_grad`][]: axis 0 of all arrays by default. A
+        check uses the first three examples. With None, `args` and `kwargs` are those of
+        one example, without a batch axis.
 
     **Returns:**
 
@@ -101,7 +102,7 @@ def explain_sites(
         >>> model = eqx.nn.Linear(256, 128, use_bias=False, key=jax.random.key(0))
         >>> def loss(model, x):
         ...     return jnp.sum(model(x) ** 2)
-        >>> print(eqxbatch.explain_sites(loss, model, jnp.ones(256)))
+        >>> print(eqxbatch.explain_sites(loss, model, jnp.ones((10, 256))))
         leaf          shape    sites        contraction  K-FAC        kFLOP     kB
         --------------------------------------------------------------------------
         .weight       128x256  dot_general  factors      128 (x) 256   65.9    3.1
@@ -118,7 +119,7 @@ def explain_sites(
         >>> model = eqx.nn.MLP(2, 3, 8, 1, key=jax.random.key(0))
         >>> x = jax.random.normal(jax.random.key(1), (3, 2))
         >>> report = eqxbatch.explain_sites(
-        ...     lambda model, x: model(x), model, x, in_axes=0, check=True
+        ...     lambda model, x: model(x), model, x, check=True
         ... )
         >>> report.check.max_error < 1e-10
         True
@@ -143,7 +144,10 @@ def explain_sites(
         return fun(eqx.combine(diff, nondiff), *args, **kwargs)
 
     whole = lambda _: eqx.filter_eval_shape(fun, model, *args, **kwargs)
-    remedy = "Give the function of one example."
+    remedy = (
+        "Give the function of one example; or pass `in_axes=None`, if the arguments "
+        "are those of one example."
+    )
     with explained_failure(whole, batch, "example", remedy):
         traced = TracedFunction(of_one, diff, [dynamic])
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]

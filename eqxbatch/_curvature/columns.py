@@ -378,6 +378,12 @@ def check_outputs(
     return arrays
 
 
+_IF_ONE = (
+    "For the Jacobians of all examples, map over them: "
+    "`filter_micro_vmap(filter_jacobian(fun), in_axes=(None, 0))`."
+)
+
+
 class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
     """The Jacobian of a function of a PyTree, in blocks of columns or rows.
 
@@ -472,7 +478,7 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
             as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
             return jtu.tree_map(as_array, out), aux
 
-        program = TracedFunction(run, diff, [])
+        program = fun.traced(None, run, _IF_ONE)
         leaves, (out, _) = program.leaves, program.out
         structs = check_outputs(out)
         values = lambda leaves: program.one(leaves, [])[: len(structs)]

@@ -167,7 +167,7 @@ class Hessian(AbstractMatrix[P], AbstractHessian):
     - `in_axes`: the batch axes of the arguments after the first, as for
         [`eqxbatch.filter_micro_value_and_grad`][]. The result is then the Hessian of
         the mean of `fun` over all examples. With the default, `None`, there is no
-        batch: `fun` is called once with all arguments.
+        batch, as for `equinox.filter_hessian`: `fun` is called once with all arguments.
     - `microbatch_size`: how many examples are processed at a time, at least 1. An
         [`eqxbatch.MemoryBudget`][] chooses the largest number that fits; `None` means
         all of them.
@@ -378,7 +378,10 @@ class GGN(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out]):
         `"sites"` pulls each output of an example back to the outputs of layers and
         contracts the result with the layers' inputs. `"auto"` chooses the cheaper one
         for each parameter.
-    - `where`, `filter_spec`, `in_axes`, `microbatch_size`, `accumulator`, `block_size`,
+    - `in_axes`: the batch axes of the arguments after the first, as for
+        [`eqxbatch.filter_micro_value_and_grad`][]: axis 0 of all arrays by default.
+        With None, there is no batch: `fun` is called once with all arguments.
+    - `where`, `filter_spec`, `microbatch_size`, `accumulator`, `block_size`,
         `num_blocks`, `checkpoint`, `flat`: as for [`eqxbatch.filter_hessian`][].
 
     **Returns:**
@@ -407,7 +410,6 @@ class GGN(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out]):
         >>> ggn = eqxbatch.filter_ggn(
         ...     lambda model, x, label: model(x),
         ...     lambda logits, x, label: -jax.nn.log_softmax(logits)[label],
-        ...     in_axes=0,
         ...     flat=True,
         ... )
         >>> matrix, unravel = ggn(model, jnp.ones((10, 2)), jnp.arange(10) % 3)
@@ -463,7 +465,6 @@ class GGNDiagonal(
         >>> diagonal = eqxbatch.filter_ggn_diagonal(
         ...     lambda model, x, label: model(x),
         ...     lambda logits, x, label: -jax.nn.log_softmax(logits)[label],
-        ...     in_axes=0,
         ...     fisher="mc",
         ...     key=jax.random.key(1),
         ...     sampler=jax.random.categorical,
@@ -515,7 +516,6 @@ class GGNBlocks(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out
         >>> blocks = eqxbatch.filter_ggn_blocks(
         ...     lambda model, x, y: model(x),
         ...     lambda out, x, y: jnp.sum((out - y) ** 2),
-        ...     in_axes=0,
         ...     is_block=lambda x: isinstance(x, eqx.nn.Linear),
         ...     flat=True,
         ... )(model, jnp.ones((10, 2)), jnp.zeros((10, 3)))

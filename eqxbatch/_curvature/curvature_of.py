@@ -120,7 +120,7 @@ class AbstractCurvature(abc.ABC):
 
 
 _IF_WHOLE = (
-    "Give the function of one example; or leave out `in_axes`, if it is one function "
+    "Give the function of one example; or pass `in_axes=None`, if it is one function "
     "of all its arguments."
 )
 
@@ -146,6 +146,7 @@ class AbstractOfLoss(AbstractSecondOrder):
     """
 
     _: dataclasses.KW_ONLY
+    in_axes: PyTree = None  # As for `equinox.filter_hessian`.
     mode: Mode = "auto"
 
     def curvature(self, fun: Loss) -> AbstractCurvature:
@@ -157,6 +158,8 @@ class AbstractOfOutputs(AbstractOverExamples, Generic[Model, P, Out]):
 
     fun: Callable[Concatenate[Model, P], Out]
     loss: Callable[Concatenate[Out, ...], ArrayLike]
+    _: dataclasses.KW_ONLY
+    in_axes: PyTree = eqx.if_array(0)
 
     @property
     def has_aux(self) -> bool:

@@ -137,8 +137,9 @@ class GGNVP(AbstractOfOutputs[Model, P, Out], AbstractProduct):
     - `fun`, `loss`: as for [`eqxbatch.filter_ggn`][]. Pass `loss` by keyword if you use
         this as a decorator. Without forward mode, a product may take one pass for each
         output of an example; without reverse mode, one for each parameter.
-    - `where`, `filter_spec`, `checkpoint`, `in_axes`, `microbatch_size`, `accumulator`:
-        as for [`eqxbatch.filter_hvp`][].
+    - `in_axes`: as for [`eqxbatch.filter_ggn`][].
+    - `where`, `filter_spec`, `checkpoint`, `microbatch_size`, `accumulator`: as for
+        [`eqxbatch.filter_hvp`][].
 
     The transformed function is called like that of [`eqxbatch.filter_hvp`][]. Raises
     the same errors, and `TypeError` for a `loss` that is not callable.
@@ -150,7 +151,6 @@ class GGNVP(AbstractOfOutputs[Model, P, Out], AbstractProduct):
         >>> ggnvp = eqxbatch.filter_ggnvp(
         ...     lambda w, x, y: jnp.tanh(jnp.dot(w, x)),
         ...     lambda out, x, y: (out - y) ** 2,
-        ...     in_axes=0,
         ... )
         >>> w, vector = jnp.zeros(2), jnp.array([1.0, 0.0])
         >>> print(ggnvp(w, vector, jnp.ones((5, 2)), jnp.ones(5)))

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .operators import KroneckerOperator
 
 
-# `in_axes` is required here.
+# There is always a batch here.
 _IF_WHOLE = "Give the function of one example."
 
 
@@ -132,7 +132,6 @@ class KroneckerFactors(eqx.Module):
         >>> factors = eqxbatch.filter_kfac(
         ...     lambda model, x, label: model(x),
         ...     lambda logits, x, label: -jax.nn.log_softmax(logits)[label],
-        ...     in_axes=0,
         ... )(model, jnp.ones((10, 2)), jnp.arange(10) % 3)
         >>> print(factors)
         leaves                              structure
@@ -211,8 +210,8 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         other part gets its exact block. By default, a bias that is added to the product
         with a weight counts as one more input of the layer, and every other array is a
         block of its own. `is_block=equinox.is_array` separates biases.
-    - `in_axes`: required; the batch axes of the arguments after the first, as for
-        [`eqxbatch.filter_hessian`][].
+    - `in_axes`: the batch axes of the arguments after the first, as for
+        [`eqxbatch.filter_micro_value_and_grad`][]: axis 0 of all arrays by default.
     - `where`, `filter_spec`, `microbatch_size`, `accumulator`: as for
         [`eqxbatch.filter_hessian`][].
 
@@ -233,7 +232,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
 
     The errors of [`eqxbatch.filter_ggn`][], and:
 
-    - `ValueError` without `in_axes`, for an unknown `weight_sharing`, and for
+    - `ValueError` for `in_axes=None`, for an unknown `weight_sharing`, and for
         parameters that are multiplied with each other before they meet an example,
         unless `is_block` is given.
 
@@ -253,7 +252,6 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         ...     fisher="mc",
         ...     key=jax.random.key(1),
         ...     sampler=jax.random.categorical,
-        ...     in_axes=0,
         ... )(model, x, labels)
         >>> gradient = eqxbatch.filter_micro_grad(
         ...     lambda model, x, label: loss(predict(model, x, label), x, label)

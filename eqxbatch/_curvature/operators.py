@@ -169,8 +169,9 @@ class GGNOperator(_AbstractCurvatureOperator):
         squared error and the cross entropy of logits are, and no weight of the
         `accumulator` is negative. This cannot be checked. If so, the operator is tagged
         as positive semidefinite, which `lineax.CG` requires.
-    - `*args`, `**kwargs`, `in_axes`, `microbatch_size`, `accumulator`, `where`,
-        `filter_spec`, `checkpoint`, `tags`: as for [`eqxbatch.HessianOperator`][].
+    - `in_axes`: as for [`eqxbatch.filter_ggn`][].
+    - `*args`, `**kwargs`, `microbatch_size`, `accumulator`, `where`, `filter_spec`,
+        `checkpoint`, `tags`: as for [`eqxbatch.HessianOperator`][].
 
     !!! example
 
@@ -179,7 +180,7 @@ class GGNOperator(_AbstractCurvatureOperator):
         >>> model = lambda w, x, y: jnp.tanh(jnp.dot(w, x))
         >>> loss = lambda out, x, y: (out - y) ** 2
         >>> x, y, w = jnp.eye(3), jnp.ones(3), jnp.zeros(3)
-        >>> ggn = eqxbatch.GGNOperator(model, loss, w, x, y, in_axes=0, is_convex=True)
+        >>> ggn = eqxbatch.GGNOperator(model, loss, w, x, y, is_convex=True)
         >>> print(ggn.mv(jnp.array([3.0, 0.0, 0.0])))
         [2. 0. 0.]
         >>> lineax.is_positive_semidefinite(ggn)
@@ -363,7 +364,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         >>> loss = lambda out, x, y: jnp.sum((out - y) ** 2) / 2
         >>> w = {"weight": jnp.zeros((1, 2))}
         >>> x, y = jnp.array([[1.0, 0.0], [0.0, 2.0]]), jnp.ones((2, 1))
-        >>> factors = eqxbatch.filter_kfac(model, loss, in_axes=0)(w, x, y)
+        >>> factors = eqxbatch.filter_kfac(model, loss)(w, x, y)
         >>> operator = factors.operator(damping=1.0)
         >>> step = operator.inverse().mv({"weight": jnp.ones((1, 2))})
         >>> [f"{x:.3f}" for x in step["weight"][0]]

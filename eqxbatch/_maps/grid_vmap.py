@@ -126,8 +126,9 @@ class GridVmap(AbstractGridVmap[P, Out]):
     - `in_axes`: which arguments are on which grid axis: a PyTree prefix of the tuple of
         positional arguments, or a dict from argument names to such prefixes. The leaves
         are names of grid axes, for axis 0 of the arrays, or results of
-        [`eqxbatch.grid`][] for other axes, or None for unmapped arguments. Arguments
-        that a dict does not name are not mapped.
+        [`eqxbatch.grid`][] for other axes, or None for unmapped arguments. Each
+        argument with arrays needs one of these: in a grid, there is no default for
+        arguments that a dict does not name.
     - `out_axes`: the positions of the grid axes in the results: a tuple of names for
         the leading axes, a dict from names to positions, or a name or an int if there
         is only one axis. By default, grid axes come first, in the order in which they
@@ -153,9 +154,10 @@ class GridVmap(AbstractGridVmap[P, Out]):
 
     - `ValueError` for a size below 1, if no array is on the grid, if arguments on the
         same grid axis have different sizes, for axes out of range, for names that are
-        not in `in_axes`, for names in `in_axes` without an array, for `out_axes` that
-        do not name all axes of the results, and for an axis that is reduced in some
-        outputs and kept in others.
+        not in `in_axes`, for names in `in_axes` without an array, for arrays in
+        arguments that `in_axes` does not name, for `out_axes` that do not name all axes
+        of the results, and for an axis that is reduced in some outputs and kept in
+        others.
     - `TypeError` for settings of the wrong type.
 
     !!! example
@@ -273,7 +275,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
 
     def _places(self, args: tuple, kwargs: dict[str, Any]) -> list[dict[str, int]]:
         """For each leaf, which of its axes are grid axes."""
-        specs = argument_specs(self.fun, self.in_axes, args, kwargs, None)
+        specs = argument_specs(self.fun, self.in_axes, args, kwargs, _UNNAMED)
         prefix = match_prefix(
             "in_axes",
             specs,
@@ -285,7 +287,8 @@ class GridVmap(AbstractGridVmap[P, Out]):
         names = positional_names(self.fun, len(args))
         places: list[dict[str, int]] = []
         for path, axes, part in prefix:
-            if axes is not None and not _is_grid_axis(axes):
+            is_named = axes is not _UNNAMED
+            if axes is not None and is_named and not _is_grid_axis(axes):
                 raise TypeError(
                     "`in_axes` must consist of names of grid axes, `grid(name, axis)` "
                     f"and None; got {described(axes)}."
@@ -295,6 +298,12 @@ class GridVmap(AbstractGridVmap[P, Out]):
                     places.append({})
                     continue
                 name = leaf_name((*path, *sub), names)
+                if not is_named:
+                    raise ValueError(
+                        f"`in_axes` does not say where {name}, an array, lies on the "
+                        "grid. Pass a dict that gives its argument `grid(name, axis)`, "
+                        "or None if it is the same on the whole grid."
+                    )
                 places.append(_place_of(name, axes, leaf))
         return places
 
@@ -313,6 +322,11 @@ class GridVmap(AbstractGridVmap[P, Out]):
         for name, accumulator in reversed(reduced.items()):
             levels.append(_Level(name, sizes[name], accumulator, None))
         return levels
+
+
+# The axes of an argument that `in_axes` does not name. Maps give it axis 0, but in a
+# grid there is no default.
+_UNNAMED: Any = object()
 
 
 @dataclasses.dataclass(frozen=True)

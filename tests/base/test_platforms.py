@@ -40,7 +40,7 @@ def test_a_layer_of_a_vision_transformer_is_clipped(chosen, method, caplog):
     one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
     with for_platform(chosen), caplog.at_level("DEBUG", "eqxbatch"):
         assert eqx.filter_eval_shape(grad, w, x).shape == w.shape
-        assert explain_sites(loss, w, one).method == method
+        assert explain_sites(loss, w, one, in_axes=None).method == method
     assert f"method='auto' is '{method}'" in caplog.text
 
 

@@ -67,7 +67,7 @@ def broken_products(monkeypatch, **changes):
     monkeypatch.setattr(trace, "find_rule", find_broken)
     model = eqx.nn.Linear(2, 3, key=jr.key(0))
     fun = lambda model, x: model(x)
-    return explain_sites(fun, model, jnp.ones(2), check=True).check
+    return explain_sites(fun, model, jnp.ones(2), check=True, in_axes=None).check
 
 
 def test_broken_rule(monkeypatch):
@@ -109,7 +109,7 @@ def test_broken_curvature(monkeypatch):
     monkeypatch.setattr(site_blocks, "contract", broken)
     model = eqx.nn.Linear(20, 15, key=jr.key(0))
     fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
-    check = explain_sites(fun, model, jnp.ones(20), check=True).check
+    check = explain_sites(fun, model, jnp.ones(20), check=True, in_axes=None).check
     for leaf in check.leaves:
         assert max(leaf.gradient, leaf.norm) < 1e-12
         assert min(leaf.hessian, leaf.diagonal, leaf.gauss_newton) > 1e-3
@@ -127,7 +127,9 @@ def test_second_derivatives_of_small_leaves_only():
         z = jnp.tanh(jnp.sum(y[0, 0], 0)[:40])
         return jnp.sum(jnp.tanh(model["table"] @ z + model["bias"]) * model["scale"])
 
-    check = explain_sites(fun, model, normal(jr.key(4), (48, 48)), check=True).check
+    check = explain_sites(
+        fun, model, normal(jr.key(4), (48, 48)), check=True, in_axes=None
+    ).check
     has_hessian = {leaf.path: leaf.hessian is not None for leaf in check.leaves}
     assert has_hessian == {
         "['bias']": True,
@@ -149,7 +151,9 @@ def test_gradients_that_are_zero():
         weights = jax.nn.softmax(queries @ (x + model["shift"][None]).T)
         return jnp.sum(jnp.sin(weights @ x))
 
-    report = explain_sites(fun, model, normal(jr.key(1), (3, 4)), check=True)
+    report = explain_sites(
+        fun, model, normal(jr.key(1), (3, 4)), check=True, in_axes=None
+    )
     assert report.check.max_error < 1e-10
 
 
@@ -160,7 +164,7 @@ def test_functions_that_refuse_float64():
     def fun(model, x):
         return jnp.sum(jnp.tanh(lax.mul(model(x), weights)))
 
-    report = explain_sites(fun, model, jnp.ones(2), check=True)
+    report = explain_sites(fun, model, jnp.ones(2), check=True, in_axes=None)
     assert report.check.dtype == "float32"
     assert report.check.reason.startswith("TypeError: lax.mul requires arguments")
     assert str(report).splitlines()[-1].endswith(report.check.reason)
@@ -175,14 +179,14 @@ def test_errors_without_a_text():
         return jnp.sum(jnp.tanh(model(x)))
 
     model = eqx.nn.Linear(2, 3, key=jr.key(1))
-    report = explain_sites(fun, model, jnp.ones(2), check=True)
+    report = explain_sites(fun, model, jnp.ones(2), check=True, in_axes=None)
     assert report.check.reason == "NotImplementedError"
 
 
 def test_functions_without_arguments_and_with_unused_parameters():
     model = {"a": jnp.arange(1.0, 4.0), "b": jnp.ones(2), "steps": jnp.arange(3)}
     fun = lambda model, name, *, power: jnp.sum(model["a"] ** power)
-    report = explain_sites(fun, model, "name", power=3, check=True)
+    report = explain_sites(fun, model, "name", power=3, check=True, in_axes=None)
     assert report.check.num_examples == 1
     assert report.check.max_error < 1e-12
     unused = report.check.leaves[1]
@@ -192,7 +196,7 @@ def test_functions_without_arguments_and_with_unused_parameters():
 def test_complex_parameters():
     w = normal(jr.key(0), (3,), jnp.complex64)
     fun = lambda w, x: jnp.abs(jnp.sum(jnp.exp(1j * x) * w)) ** 2
-    check = explain_sites(fun, w, jnp.ones(3, complex), check=True).check
+    check = explain_sites(fun, w, jnp.ones(3, complex), check=True, in_axes=None).check
     (leaf,) = check.leaves
     assert max(leaf.gradient, leaf.norm, check.whole.kernel) < 1e-12
     assert leaf.hessian is leaf.diagonal is leaf.gauss_newton is None
@@ -201,7 +205,7 @@ def test_complex_parameters():
 def test_only_where_forward_mode_is():
     w = jnp.arange(1.0, 4.0)
     fun = lambda w, x: jnp.sum(only_backwards(w * x))
-    (leaf,) = explain_sites(fun, w, w, check=True).check.leaves
+    (leaf,) = explain_sites(fun, w, w, check=True, in_axes=None).check.leaves
     assert leaf.hessian is leaf.diagonal is None
     assert leaf.gauss_newton is not None
     assert max(everything(leaf)) < 1e-12
@@ -210,7 +214,7 @@ def test_only_where_forward_mode_is():
 def test_batches_are_explained_as_their_examples():
     model = eqx.nn.Linear(4, 3, key=jr.key(0))
     fun = lambda model, x, y, scale: jnp.sum((model(x) - y) ** 2) * scale
-    of_one = explain_sites(fun, model, jnp.ones(4), jnp.ones(3), 2.0)
+    of_one = explain_sites(fun, model, jnp.ones(4), jnp.ones(3), 2.0, in_axes=None)
     of_many = explain_sites(
         fun, model, np.ones((4, 5), "f4"), jnp.ones((5, 3)), 2.0, in_axes=(1, 0, None)
     )
@@ -229,18 +233,20 @@ def test_selected_parameters():
 
     x = jnp.ones(3)
     spec = {"a": True, "b": False, "c": True}
-    of_two = explain_sites(fun, model, x, filter_spec=spec, check=True)
+    of_two = explain_sites(fun, model, x, filter_spec=spec, check=True, in_axes=None)
     assert [leaf.path for leaf in of_two.leaves] == ["['a']", "['c'][0]"]
     assert [leaf.path for leaf in of_two.check.leaves] == ["['a']", "['c'][0]"]
     assert of_two.check.dtype == "float64"
     assert of_two.check.max_error < 1e-12
     where = lambda model: (model["b"], model["c"])
-    (last,) = explain_sites(fun, model, x, where=where, filter_spec=spec).leaves
+    (last,) = explain_sites(
+        fun, model, x, where=where, filter_spec=spec, in_axes=None
+    ).leaves
     assert last == of_two.leaves[1]
     with pytest.raises(ValueError, match="`where` and `filter_spec` leave no param"):
-        explain_sites(fun, model, x, where=lambda model: ())
+        explain_sites(fun, model, x, where=lambda model: (), in_axes=None)
     with pytest.raises(ValueError, match="`where` must return parts of the model"):
-        explain_sites(fun, model, x, where=lambda model: 1.0)
+        explain_sites(fun, model, x, where=lambda model: 1.0, in_axes=None)
 
 
 def test_wrong_input():
@@ -248,12 +254,18 @@ def test_wrong_input():
     fun = lambda model, x: model(x)
     struct = jax.ShapeDtypeStruct((4,), jnp.float32)
     with pytest.raises(ValueError, match=r"needs arrays .*ShapeDtypeStruct.*args\[0\]"):
-        explain_sites(fun, model, struct, check=True)
+        explain_sites(fun, model, struct, check=True, in_axes=None)
     with pytest.raises(ValueError, match="needs arrays with values"):
-        jax.jit(lambda x: explain_sites(fun, model, x, check=True))(jnp.ones(4))
+        jax.jit(lambda x: explain_sites(fun, model, x, check=True, in_axes=None))(
+            jnp.ones(4)
+        )
     with pytest.raises(ValueError, match="must return an array of an inexact dtype"):
         explain_sites(
-            lambda model, x: jnp.argmax(model(x)), model, jnp.ones(4), check=True
+            lambda model, x: jnp.argmax(model(x)),
+            model,
+            jnp.ones(4),
+            check=True,
+            in_axes=None,
         )
     with pytest.raises(ValueError, match="the batch is empty"):
         explain_sites(fun, model, jnp.ones((0, 4)), in_axes=0)

@@ -117,7 +117,7 @@ class TestProducts:
         loss = lambda out, x: jnp.sum((out - x) ** 2) / 2
         J = np.asarray(jax.jit(jax.jacfwd(curve))(w, x))
         for size in (1, None):
-            ggn = filter_ggn(curve, loss, method=method, block_size=size)
+            ggn = filter_ggn(curve, loss, method=method, block_size=size, in_axes=None)
             got = np.asarray(ggn(w, x))
             close(got, J.T @ J)
             np.testing.assert_array_equal(got, got.T)
@@ -155,7 +155,8 @@ class TestProducts:
         model = lambda w, x: jnp.tanh(w @ x)
         loss = lambda out, x: jnp.sum(jnp.sin(out))
         weights = jnp.arange(4.0)
-        one = jax.vmap(filter_ggn(model, loss, method="products"), (None, 0))
+        one = filter_ggn(model, loss, method="products", in_axes=None)
+        one = jax.vmap(one, (None, 0))
         expected = jnp.tensordot(weights, one(w, x), 1)
         for accumulator, total in ((Sum(weights), 1), (Mean(weights), 6)):
             ggn = filter_ggn(
@@ -217,9 +218,11 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"pair `\(value, aux\)`"):
             self.hessian(jnp.sum, w, has_aux=True)
         with pytest.raises(ValueError, match="real floating-point scalar"):
-            filter_ggn(lambda w: w, lambda out: out)(w)
+            filter_ggn(lambda w: w, lambda out: out, in_axes=None)(w)
         with pytest.raises(ValueError, match="arrays of an inexact dtype"):
-            filter_ggn(lambda w: {"a": w, "b": "no"}, lambda out: jnp.sum(out["a"]))(w)
+            filter_ggn(
+                lambda w, x: {"a": w, "b": "no"}, lambda out, x: jnp.sum(out["a"])
+            )(w, x)
 
     def test_parameters(self):
         total = lambda w: jnp.array(1.0)

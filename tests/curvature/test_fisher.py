@@ -185,9 +185,10 @@ def test_keys_are_of_examples(job):
 @SOME
 def test_one_example(job, settings):
     model, x, labels = job
-    ggn = filter_ggn(apply, cross_entropy, flat=True, **settings)
+    settings = {"in_axes": None, "flat": True, **settings}
+    ggn = filter_ggn(apply, cross_entropy, **settings)
     got = ggn(model, x[0], labels[0])[0]
-    other = filter_ggn(apply, cross_entropy, flat=True, method="products", **settings)
+    other = filter_ggn(apply, cross_entropy, method="products", **settings)
     close(got, other(model, x[0], labels[0])[0])
 
 
@@ -300,7 +301,9 @@ class TestBadInput:
 
     def test_no_label(self, job):
         model, x, _ = job
-        ggn = filter_ggn(lambda m: m(x[0]), lambda out: jnp.sum(out**2), **DRAWN[1])
+        ggn = filter_ggn(
+            lambda m: m(x[0]), lambda out: jnp.sum(out**2), in_axes=None, **DRAWN[1]
+        )
         with pytest.raises(ValueError, match="without arguments after the first"):
             ggn(model)
 
@@ -371,16 +374,13 @@ def test_mean_of_estimates_in_float32():
 def test_roots_keep_small_curvatures_and_confident_classifiers():
     scales = np.array([1.0, 2.5e-9], np.float32)
     quadratic = lambda out: 0.5 * jnp.sum(scales * out**2)
-    ggn = filter_ggn(
-        lambda w: w, quadratic, fisher="mc", key=jr.key(0), num_samples=4, flat=True
-    )
+    settings = {"fisher": "mc", "key": jr.key(0), "num_samples": 4, "flat": True}
+    ggn = filter_ggn(lambda w: w, quadratic, in_axes=None, **settings)
     matrix = ggn(jnp.ones(2, jnp.float32))[0]
     np.testing.assert_allclose(np.diag(matrix), scales, rtol=1e-5)
 
     entropy = lambda out: jax.nn.logsumexp(out) - out[0]
-    ggn = filter_ggn(
-        lambda w: w, entropy, fisher="mc", key=jr.key(0), num_samples=4, flat=True
-    )
+    ggn = filter_ggn(lambda w: w, entropy, in_axes=None, **settings)
     for confidence in (7.0, 12.0, 17.0, 25.0):
         out = np.zeros(10, np.float32)
         out[0] = confidence

@@ -212,7 +212,9 @@ class TestUse:
         class Model(eqx.Module):
             w: jax.Array
 
-            @filter_grid_vmap(in_axes={"x": grid("i"), "y": grid("j")}, block_size=2)
+            over = {"self": None, "x": grid("i"), "y": grid("j")}
+
+            @filter_grid_vmap(in_axes=over, block_size=2)
             def on_grid(self, x, y):
                 return self.w * x + y
 
@@ -346,8 +348,12 @@ class TestBadInput:
             ({"accumulator": {"i": (Mean(), Concat())}}, "in some outputs and not in"),
             ({"in_axes": {"x": grid("i", 1)}}, r"axis 1 of `x` .* its shape \(3,\)"),
             ({"in_axes": {"z": grid("i")}}, "did not correspond to any argument"),
-            ({"in_axes": {}}, "nothing to map over"),
-            ({"in_axes": {"x": grid("i"), "scale": grid("j")}}, "has no arrays"),
+            ({"in_axes": (None, None)}, "nothing to map over"),
+            ({"in_axes": {"x": grid("i")}}, "does not say where `y`, an array, lies"),
+            (
+                {"in_axes": {"x": grid("i"), "y": None, "scale": grid("j")}},
+                "has no arrays",
+            ),
             ({"accumulator": {"i": Concat(1)}}, r"Concat\(axis=1\) is for"),
             ({"in_axes": (grid("i"),)}, "a PyTree prefix of the arguments"),
             ({"in_axes": {"x": ("i", "j")}}, "with the name of a grid axis, `grid"),

@@ -175,7 +175,10 @@ def test_backward_passes_that_take_what_is_out_of_bounds(fill, is_linear):
 def test_a_backward_pass_of_parameters_alone_that_has_no_transpose():
     w, x = jnp.arange(1.0, 4.0), jnp.linspace(-1.0, 2.0, 12).reshape(4, 3)
     loss = lambda fun: lambda w, x: jnp.sum(fun(w) * x) ** 2
-    of, (report,) = loss(rows_only), explain_sites(loss(rows_only), w, x[0]).leaves
+    of, (report,) = (
+        loss(rows_only),
+        explain_sites(loss(rows_only), w, x[0], in_axes=None).leaves,
+    )
     assert "no derivative in forward mode" in report.reason
     clip = lambda loss: filter_micro_grad(loss, clip_norm=0.7)(w, x)
     np.testing.assert_allclose(clip(of), clip(loss(jnp.sin)), rtol=1e-12)

@@ -90,7 +90,7 @@ def test_sites_are_of_what_is_differentiated():
     program = program_of(lambda *args: fun(args[:-1], args[-1]), *ws, num_outputs=1)
     assert {site.leaf for site in program.sites} == {0}
     assert not program.fallbacks
-    report = explain_sites(lambda w, x: fun(w, x)[0], ws, jnp.ones(4))
+    report = explain_sites(lambda w, x: fun(w, x)[0], ws, jnp.ones(4), in_axes=None)
     contractions = [leaf.contraction for leaf in report.leaves]
     assert contractions == ["factors", *["none"] * 6]
 

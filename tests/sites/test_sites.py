@@ -404,7 +404,9 @@ def test_many_uses_are_the_steps_of_a_loop():
 
     _, comparable = compare(Case((weight(4, 4), weight(4)), unrolled, vectors(4)))
     assert comparable == [True, True]
-    leaves = explain_sites(unrolled, (weight(9, 9), weight(9)), weight(9)).leaves
+    leaves = explain_sites(
+        unrolled, (weight(9, 9), weight(9)), weight(9), in_axes=None
+    ).leaves
     assert [leaf.contraction for leaf in leaves] == ["factors", "gradient"]
     assert len(leaves[1].sites) == num
 
@@ -417,7 +419,9 @@ def test_many_uses_of_one_number():
         return x
 
     compare(Case(weight(8), penalised, vectors(4)))
-    report = explain_sites(lambda w, x: jnp.sum(penalised(w, x)), weight(8), weight(4))
+    report = explain_sites(
+        lambda w, x: jnp.sum(penalised(w, x)), weight(8), weight(4), in_axes=None
+    )
     assert [leaf.contraction for leaf in report.leaves] == ["gradient"]
 
 
@@ -429,7 +433,7 @@ def test_many_different_uses_have_no_gram_matrices():
             x = jnp.tanh((w[: 2 + i, : 2 + i] * (1 + i)) @ jnp.resize(x, 2 + i))
         return x
 
-    (leaf,) = explain_sites(unrolled, weight(32, 32), weight(4)).leaves
+    (leaf,) = explain_sites(unrolled, weight(32, 32), weight(4), in_axes=None).leaves
     assert len(leaf.sites) == MOST_SITES + 1
     assert leaf.contraction == "gradient"
 
@@ -450,7 +454,9 @@ def test_unused_leaf():
         Case((weight(2), weight(4)), lambda w, x: w[1] * x, vectors(4))
     )
     assert program.sites_of(0) == []
-    report = explain_sites(lambda w, x: w[1] * x, (weight(2), weight(4)), weight(4))
+    report = explain_sites(
+        lambda w, x: w[1] * x, (weight(2), weight(4)), weight(4), in_axes=None
+    )
     assert [leaf.contraction for leaf in report.leaves] == ["none", "factors"]
 
 
@@ -515,7 +521,7 @@ def test_all_contractions_agree(name, form):
 
 
 def forms(model, fun, x):
-    report = explain_sites(fun, model, x)
+    report = explain_sites(fun, model, x, in_axes=None)
     return {leaf.path: leaf.contraction for leaf in report.leaves}
 
 
@@ -537,24 +543,30 @@ def test_choice_follows_the_shapes():
 
 def test_auto_takes_what_costs_less():
     wide = eqx.nn.Linear(64, 64, key=jr.key(0))
-    report = explain_sites(lambda m, x: jnp.sum(m(x) ** 2), wide, jnp.ones(64))
+    report = explain_sites(
+        lambda m, x: jnp.sum(m(x) ** 2), wide, jnp.ones(64), in_axes=None
+    )
     assert report.method == "sites"
     assert report.bytes < report.materialised_bytes
     # One weight at very many positions: its factors are all that is large.
     scalar = eqx.nn.PReLU()
-    report = explain_sites(lambda m, x: jnp.sum(m(x)), scalar, jnp.ones(10_000))
+    report = explain_sites(
+        lambda m, x: jnp.sum(m(x)), scalar, jnp.ones(10_000), in_axes=None
+    )
     assert report.method == "materialise"
     assert report.bytes >= report.materialised_bytes
     # A norm and a direction are computed from one gradient of the weight together.
     normed = eqx.nn.WeightNorm(wide)
-    report = explain_sites(lambda m, x: jnp.sum(m(x) ** 2), normed, jnp.ones(64))
+    report = explain_sites(
+        lambda m, x: jnp.sum(m(x) ** 2), normed, jnp.ones(64), in_axes=None
+    )
     assert report.method == "materialise"
 
 
 def test_report():
     model = (linear(), weight(3), weight())
     fun = lambda m, x: jnp.sum(m[0](m[0](x))) + jnp.max(m[1]) * jnp.maximum(-m[2], x[0])
-    report = explain_sites(fun, model, jnp.ones(4))
+    report = explain_sites(fun, model, jnp.ones(4), in_axes=None)
     shown = [(leaf.path, leaf.shape, leaf.sites) for leaf in report.leaves]
     assert shown == [
         ("[0].weight", (4, 4), ("dot_general", "dot_general")),
@@ -576,14 +588,14 @@ def test_report():
 
 
 def test_report_of_a_function_that_returns_its_parameter():
-    (leaf,) = explain_sites(lambda w, x: w, weight(2), weight(2)).leaves
+    (leaf,) = explain_sites(lambda w, x: w, weight(2), weight(2), in_axes=None).leaves
     assert leaf.contraction == "derivative"
     assert leaf.reason == "the function returns the parameter itself"
 
 
 def test_report_of_nothing():
     with pytest.raises(ValueError, match="`model` has no arrays of an inexact dtype"):
-        explain_sites(lambda m, x: x, jnp.arange(3), jnp.ones(4))
+        explain_sites(lambda m, x: x, jnp.arange(3), jnp.ones(4), in_axes=None)
 
 
 def test_what_is_added_shares_the_cotangent_of_what_it_is_added_to():

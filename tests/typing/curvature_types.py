@@ -85,16 +85,16 @@ assert_type(diagonal(model, x), Any)
 
 
 # Gauss-Newton matrices.
-assert_type(filter_ggn(outputs, loss_of_outputs)(model, x), Any)
-assert_type(filter_ggn(outputs, lambda out, x: jnp.sum(out**2))(model, x), Any)
-assert_type(filter_ggn(loss=loss_of_outputs)(outputs)(model, x), Any)
-assert_type(filter_ggn_diagonal(outputs, loss_of_outputs)(model, x), MLP)
-assert_type(filter_ggn_diagonal(outputs, loss_of_outputs, flat=True)(model, x), Any)
-assert_type(filter_ggn_diagonal(loss=loss_of_outputs)(outputs)(model, x), MLP)
-assert_type(filter_ggn_blocks(outputs, loss_of_outputs)(model, x), Any)
-kfac = filter_kfac(outputs, loss_of_outputs, in_axes=0)
+assert_type(filter_ggn(outputs, loss_of_outputs)(model, xs), Any)
+assert_type(filter_ggn(outputs, lambda out, x: jnp.sum(out**2))(model, xs), Any)
+assert_type(filter_ggn(loss=loss_of_outputs)(outputs)(model, xs), Any)
+assert_type(filter_ggn_diagonal(outputs, loss_of_outputs)(model, xs), MLP)
+assert_type(filter_ggn_diagonal(outputs, loss_of_outputs, flat=True)(model, xs), Any)
+assert_type(filter_ggn_diagonal(loss=loss_of_outputs)(outputs)(model, xs), MLP)
+assert_type(filter_ggn_blocks(outputs, loss_of_outputs)(model, xs), Any)
+kfac = filter_kfac(outputs, loss_of_outputs)
 assert_type(kfac(model, xs), KroneckerFactors)
-kfac = filter_kfac(loss=loss_of_outputs, in_axes=0)(outputs)
+kfac = filter_kfac(loss=loss_of_outputs)(outputs)
 assert_type(kfac(model, xs), KroneckerFactors)
 
 
@@ -104,7 +104,7 @@ assert_type(filter_hvp(loss)(model, vector, x), MLP)
 assert_type(filter_hvp(loss, in_axes=0)(model, vector, x=xs), MLP)
 assert_type(filter_hvp(loss_with_aux, has_aux=True)(model, vector, x), Any)
 assert_type(filter_hvp(has_aux=True)(loss_with_aux)(model, vector, x), Any)
-assert_type(filter_ggnvp(outputs, loss_of_outputs)(model, vector, x), MLP)
+assert_type(filter_ggnvp(outputs, loss_of_outputs)(model, vector, xs), MLP)
 
 
 @filter_hvp(microbatch_size=2, in_axes=0)
@@ -120,7 +120,7 @@ def ggn_product(model: MLP, x: Array) -> Array:
     return outputs(model, x)
 
 
-assert_type(ggn_product(model, vector, x), MLP)
+assert_type(ggn_product(model, vector, xs), MLP)
 
 
 # Expansions return what the model returns.

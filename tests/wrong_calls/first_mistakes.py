@@ -60,17 +60,17 @@ WHOLE += [
     ),
     Case(
         "filter_ggn",
-        lambda: eqxbatch.filter_ggn(
-            lambda model, x, y: jax.vmap(model)(x), squared, in_axes=0
-        )(net, x, y),
+        lambda: eqxbatch.filter_ggn(lambda model, x, y: jax.vmap(model)(x), squared)(
+            net, x, y
+        ),
         ValueError,
         TOLD,
     ),
     Case(
         "explain_sites",
-        lambda: eqxbatch.explain_sites(of_batch, net, x, y, in_axes=0),
+        lambda: eqxbatch.explain_sites(of_batch, net, x, y),
         ValueError,
-        f"{TOLD}Give the function of one example",
+        f"{TOLD}Give the function of one example; or pass `in_axes=None`",
     ),
     Case(
         "filter_micro_vmap",
@@ -84,6 +84,31 @@ WHOLE += [
         ValueError,
         r"one example, `x1` of shape \(2,\), .*batch. Pass `in_axes=None`",
     ),
+]
+
+# A batch where `in_axes` is None by default, as in Equinox.
+FORGOTTEN = [
+    Case(name, call, error, f"as `in_axes` is None, .*one example .*axis 0 .*{remedy}")
+    for name, call, error, remedy in (
+        (
+            "filter_hessian",
+            lambda: eqxbatch.filter_hessian(of_one)(net, x, y),
+            TypeError,
+            "For the mean over the examples, pass `in_axes=0`",
+        ),
+        (
+            "filter_hvp",
+            lambda: eqxbatch.filter_hvp(lambda w, x: (x @ w) ** 2)(w, w, x),
+            ValueError,
+            "pass `in_axes=0`",
+        ),
+        (
+            "filter_jacobian",
+            lambda: eqxbatch.filter_jacobian(lambda net, x: net(x))(net, x),
+            TypeError,
+            r"`filter_micro_vmap\(filter_jacobian\(fun\), in_axes=\(None, 0\)\)`",
+        ),
+    )
 ]
 
 # The other way round, and what depends on the size of a microbatch.
@@ -313,4 +338,4 @@ HIDDEN += [
     ),
 ]
 
-FIRST = [*WHOLE, *ONE, *ARGUMENTS, *SETTINGS, *HIDDEN]
+FIRST = [*WHOLE, *FORGOTTEN, *ONE, *ARGUMENTS, *SETTINGS, *HIDDEN]

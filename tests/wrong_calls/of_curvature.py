@@ -246,7 +246,12 @@ CURVATURE = [
         ValueError,
         r"works for a whole batch\. Give the function of one example\.(?!.*leave out)",
     ),
-    Case("filter_kfac", kfac, ValueError, "`in_axes` must say which axes.*got None"),
+    Case(
+        "filter_kfac",
+        lambda: kfac(in_axes=None),
+        ValueError,
+        "`in_axes` must say which axes.*got None",
+    ),
     Case(
         "filter_kfac",
         lambda: kfac(in_axes=0, weight_sharing="all"),
