@@ -65,9 +65,10 @@ class MemoryBudget(eqx.Module):
     """A block size chosen from a memory budget: the largest that fits into `max_bytes`.
 
     Pass it in place of a number as `microbatch_size`, `block_size` or
-    `samples_per_batch`, where the function accepts it. The budget bounds what the
-    compiled program allocates: its outputs and its temporaries (intermediate values).
-    Inputs, which exist already, and memory used outside the call are not counted.
+    `samples_per_batch`; a string such as `"500MB"` there is a budget, too. It bounds
+    what the compiled program allocates: its outputs and its temporaries (intermediate
+    values). Inputs, which exist already, and memory used outside the call are not
+    counted.
 
     Candidates are compiled, but not run, and XLA's reported memory is read. The first
     candidate is a small size; the second one should need slightly less than the budget.
@@ -124,7 +125,7 @@ class MemoryBudget(eqx.Module):
 Size = int | MemoryBudget | None
 
 
-def _parse_bytes(value: int | str) -> int:
+def _parse_bytes(value: int | str, name: str = "max_bytes") -> int:
     number: Any = value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, re.I)
@@ -133,11 +134,11 @@ def _parse_bytes(value: int | str) -> int:
     number = None if isinstance(number, jax.Array) else as_int(number)
     if number is None:
         raise ValueError(
-            "`max_bytes` must be an int or a string such as '500MB' or '2GiB'; got "
+            f"`{name}` must be an int or a string such as '500MB' or '2GiB'; got "
             f"{value!r}."
         )
     if number <= 0:
-        raise ValueError(f"`max_bytes` must be positive; got {value!r}.")
+        raise ValueError(f"`{name}` must be positive; got {value!r}.")
     return number
 
 
@@ -177,17 +178,28 @@ def resolved(settings: _Settings) -> _Settings:
 _NAMES = ("block_size", "microbatch_size", "per_batch")
 
 
-def check_size(name: str, size: Any) -> Any:
+def check_size(name: str, size: Size | str) -> Size:
     """The size as a Python int, a budget, or `None`.
 
     Raises `TypeError` for any other type and `ValueError` for a size below 1.
     """
+    # Digits alone are a number of rows by mistake.
+    if isinstance(size, str) and not size.strip().isdecimal():
+        size = MemoryBudget(_parse_bytes(size, name))
     remedy = "It sets the shapes of the compiled program."
     check_types({name: size}, {name: Size}, {name: remedy}, always=True)
     if size is None or isinstance(size, MemoryBudget):
         return size
     check_at_least(name, size, 1, "Use None for one block.")
     return as_int(size)
+
+
+def as_microbatch_size(size: Size | str) -> Size:
+    return check_size("microbatch_size", size)
+
+
+def as_block_size(size: Size | str) -> Size:
+    return check_size("block_size", size)
 
 
 def resolve_size(

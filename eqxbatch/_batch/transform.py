@@ -38,7 +38,7 @@ from .._base.trees import shown
 from .accumulators import Last
 from .batch import Batch, Blocks
 from .loop import Microbatch, run_blocks
-from .memory import check_size, resolve_size, resolved, Size
+from .memory import as_microbatch_size, resolve_size, resolved, Size
 from .slots import Slots
 
 
@@ -107,14 +107,9 @@ class AbstractTransform(eqx.Module):
             value = getattr(self, field.name)
             if field.name == self._first or value is field.default:
                 continue
-            if field.type == Size:
-                check_size(field.name, value)
-                continue
-            # Not converted yet.
-            converter = field.metadata.get("converter")
-            inputs = next(iter(getattr(converter, "__annotations__", {}).values()), Any)
-            hint = field.type if inputs is Any else inputs
-            check_types({field.name: value}, {field.name: hint}, always=True)
+            # Equinox converts fields after this.
+            value = field.metadata.get("converter", lambda x: x)(value)
+            check_types({field.name: value}, {field.name: field.type}, always=True)
 
     @abc.abstractmethod
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -239,7 +234,7 @@ class AbstractMicrobatched(AbstractTransform):
     """A transform that cuts a batch into microbatches of `microbatch_size`."""
 
     _: dataclasses.KW_ONLY
-    microbatch_size: Size = None
+    microbatch_size: Size = eqx.field(default=None, converter=as_microbatch_size)
 
     @property
     def overlaps(self) -> bool:

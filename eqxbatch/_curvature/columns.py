@@ -38,7 +38,7 @@ from .._base.trees import consecutive_groups, described, is_struct, log, safe_zi
 from .._batch.accumulators import Concat
 from .._batch.derivative import AbstractDerivative
 from .._batch.loop import accumulated, Rows
-from .._batch.memory import Size
+from .._batch.memory import as_block_size, Size
 from .._batch.transform import AbstractAutoSharded, also_decorator, P, run_compiled
 from .._sites.cost import pushed_cost
 from .pytree import Unravel
@@ -332,8 +332,12 @@ class AbstractColumns(AbstractReplicated):
     """A transform that computes some columns (or rows) of a matrix at a time."""
 
     _: dataclasses.KW_ONLY
-    block_size: Size = None
-    num_blocks: int | None = None
+    block_size: Size = eqx.field(default=None, converter=as_block_size)
+
+    @property
+    def num_blocks(self) -> int | None:
+        """The number of blocks, if the transform has this setting."""
+        return None
 
     def __check_init__(self) -> None:
         sizes = {"block_size": self.block_size, "num_blocks": self.num_blocks}
@@ -459,6 +463,7 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
 
     fun: Callable[P, Any]
     _: dataclasses.KW_ONLY
+    num_blocks: int | None = None
     mode: Mode = "auto"
     checkpoint: bool = False
     has_aux: bool = False

@@ -111,6 +111,7 @@ class AbstractHessian(AbstractOfLoss, AbstractBySites):
     """A part of the Hessian of a loss."""
 
     _: dataclasses.KW_ONLY
+    num_blocks: int | None = None
     holomorphic: bool = False
 
     def __check_init__(self) -> None:
@@ -382,7 +383,7 @@ class GGN(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out]):
         [`eqxbatch.filter_micro_value_and_grad`][]: axis 0 of all arrays by default.
         With None, there is no batch: `fun` is called once with all arguments.
     - `where`, `filter_spec`, `microbatch_size`, `accumulator`, `block_size`,
-        `num_blocks`, `checkpoint`, `flat`: as for [`eqxbatch.filter_hessian`][].
+        `checkpoint`, `flat`: as for [`eqxbatch.filter_hessian`][].
 
     **Returns:**
 
@@ -451,7 +452,7 @@ class GGNDiagonal(
     - `fun`, `loss`, `where`, `filter_spec`: what is differentiated.
     - `fisher`, `key`, `num_samples`, `sampler`: the exact matrix, or an estimate.
     - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
-    - `block_size`, `num_blocks`, `checkpoint`, `method`: how it is computed.
+    - `block_size`, `checkpoint`, `method`: how it is computed.
 
     The transformed function returns a PyTree with the structure and shapes of the
     parameters. With `flat`, it returns a pair of a vector of shape `(n,)` and
@@ -499,7 +500,7 @@ class GGNBlocks(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out
     - `fun`, `loss`, `where`, `filter_spec`: what is differentiated.
     - `fisher`, `key`, `num_samples`, `sampler`: the exact matrix, or an estimate.
     - `in_axes`, `microbatch_size`, `accumulator`: over which examples.
-    - `block_size`, `num_blocks`, `checkpoint`, `method`: how it is computed.
+    - `block_size`, `checkpoint`, `method`: how it is computed.
     - `is_block`: which parts are one block, as for
         [`eqxbatch.filter_hessian_blocks`][].
 

@@ -100,7 +100,9 @@ class AbstractBatchKernel(AbstractTransform, AbstractOnMesh, Generic[_X1, _X2, P
 
     kernel_fn: Callable[Concatenate[_X1, _X2, P], Out]
     _: dataclasses.KW_ONLY
-    block_size: BlockSize = eqx.field(static=True, converter=check_block_size)
+    block_size: BlockSize = eqx.field(
+        static=True, converter=check_block_size, default=MemoryBudget()
+    )
     in_axes: PyTree = eqx.if_array(0)
     out_axes: PyTree = (0, 1)
     symmetric: bool | Callable[[PyTree], PyTree] | None = None
@@ -134,9 +136,10 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
     - `kernel_fn`: the kernel function, such as an [`eqxbatch.EmpiricalNTK`][].
     - `block_size`: the largest number of rows and columns in a block: an int, a pair of
         ints, an [`eqxbatch.MemoryBudget`][], or None to compute the whole kernel at
-        once. All blocks have the same shape and are balanced. If their size does not
-        divide the number of examples, the last block overlaps with the previous one.
-        Blocks are square without `x2`.
+        once. The default is `MemoryBudget()`, the free memory of the device. All blocks
+        have the same shape and are balanced. If their size does not divide the number
+        of examples, the last block overlaps with the previous one. Blocks are square
+        without `x2`.
     - `in_axes`: the axes of the examples, which are the same in `x1` and `x2`: a PyTree
         prefix of either, as for `equinox.filter_vmap`. The default is axis 0 of all
         arrays.

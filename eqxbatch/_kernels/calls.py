@@ -223,7 +223,7 @@ def output_axis(axes: BatchAxes, out: PyTree) -> list[int | None]:
 BlockSize = int | tuple[int, int] | MemoryBudget | None
 
 
-def check_block_size(size: BlockSize) -> BlockSize:
+def check_block_size(size: BlockSize | str) -> BlockSize:
     if isinstance(size, tuple):
         if len(size) != 2:
             raise ValueError(

@@ -18,6 +18,7 @@ from .._base.mistakes import has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.trees import described, match_prefix, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import argument_specs, leaf_name, positional_names
+from .._batch.memory import as_block_size, Size
 from .._batch.slots import canonicalise, is_accumulator
 from .._batch.transform import (
     AbstractAutoSharded,
@@ -25,7 +26,6 @@ from .._batch.transform import (
     Out,
     P,
     run_compiled,
-    Size,
 )
 from .micro_vmap import MicroVmap
 
@@ -98,7 +98,7 @@ class AbstractGridVmap(AbstractAutoSharded, Generic[P, Out]):
     _: dataclasses.KW_ONLY
     in_axes: PyTree = eqx.field(converter=_as_grid_axes)
     out_axes: int | str | Sequence[str] | dict[str, int] | None = None
-    block_size: Size = None
+    block_size: Size = eqx.field(default=None, converter=as_block_size)
     checkpoint: bool = False
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Out:

@@ -78,12 +78,13 @@ def _check_counts(
     return tuple(ordered) if is_several else ordered[0]
 
 
-def _check_per_batch(size: int | MemoryBudget) -> int | MemoryBudget:
-    if size is None:
+def _check_per_batch(size: int | MemoryBudget | str) -> int | MemoryBudget:
+    checked = check_size("samples_per_batch", size)
+    if checked is None:
         raise TypeError(
             "`samples_per_batch` must be an int or a `MemoryBudget`; got None."
         )
-    return check_size("samples_per_batch", size)
+    return checked
 
 
 @checked_constructor

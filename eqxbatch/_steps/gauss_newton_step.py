@@ -15,13 +15,14 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from .._base.checks import AnyArray, as_jax, check_at_least, check_callable
+from .._base.checks import AnyArray, as_jax, check_callable
 from .._base.dtypes import as_complex, as_real, widened
 from .._base.mesh import error_if, spec_of, vary_as
 from .._base.precision import exact_products
 from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.batch import Blocks
 from .._batch.derivative import AbstractDerivative, split_examples
+from .._batch.memory import as_block_size, as_microbatch_size, MemoryBudget, Size
 from .._batch.moments import check_adds, check_real, check_weights, Mean, Sum
 from .._batch.slots import is_accumulator
 from .._batch.transform import (
@@ -61,8 +62,8 @@ class AbstractGaussNewtonStep(
     accumulator: Sum | Mean | Sequence[Sum | Mean] = Mean()
     solver: Any = "cholesky"
     in_axes: PyTree = eqx.if_array(0)
-    block_size: int | None = None
-    microbatch_size: int | None = None
+    block_size: Size = eqx.field(default=None, converter=as_block_size)
+    microbatch_size: Size = eqx.field(default=None, converter=as_microbatch_size)
 
     def __call__(self, model: Model, /, *args: P.args, **kwargs: P.kwargs) -> Model:
         return run_compiled(self, model, *args, **kwargs)
@@ -130,9 +131,10 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         prefix for the batch of each, or one prefix for all.
     - `block_size`: the number of rows and columns of the matrix that are computed at a
         time: in examples for the kernel, in parameters for the Gauss-Newton matrix. An
-        int, or None for all of them; a memory budget is not supported.
-    - `microbatch_size`: the number of examples that run through the model at a time: an
-        int, or None for all of them.
+        [`eqxbatch.MemoryBudget`][] chooses the largest number that fits, and None means
+        all of them.
+    - `microbatch_size`: the number of examples that run through the model at a time, as
+        for `block_size`.
 
     **Returns:**
 
@@ -166,8 +168,8 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
     - `ValueError` if there are no parameters, for outputs that are not arrays of an
         inexact dtype, for an unknown `space`, for numbers that are negative, NaN or
         infinite, and for settings or batches that do not match the number of terms.
-    - `TypeError` for an unknown `solver`, for a memory budget, for settings of the
-        wrong type, and for a `residual` that JAX can differentiate in neither mode.
+    - `TypeError` for an unknown `solver`, for settings of the wrong type, and for a
+        `residual` that JAX can differentiate in neither mode.
     - `RuntimeError` at run time, for such numbers in JAX arrays, for negative weights
         of an `accumulator` and, with `solver="cholesky"`, for a matrix that is not
         positive definite.
@@ -243,10 +245,6 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
                     raise ValueError(
                         f"`{name}` must not be negative, NaN or infinite; got {number}."
                     )
-        for name in ("block_size", "microbatch_size"):
-            size = getattr(self, name)
-            if size is not None:
-                check_at_least(name, size, 1, "Use None for one block.")
         is_solver = hasattr(self.solver, "compute") and hasattr(self.solver, "init")
         if not is_solver and self.solver not in _SOLVERS:
             raise TypeError(
@@ -272,7 +270,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         return jtu.tree_map(spec_of, diff)
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        previous = None
+        call, previous = (args, kwargs), None
         if self.momentum is not None:
             if len(args) < 2:
                 raise ValueError(
@@ -289,8 +287,10 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             leaves,
             functools.partial(self._weights, terms),
             centre=self.centre,
-            microbatch_size=self.microbatch_size,
+            microbatch_size=_number(self.microbatch_size),
         )
+        if any(isinstance(size, MemoryBudget) for size in self._sizes):
+            return self._sized(residuals, *call).apply(*call)
         last = None
         if previous is not None:
             last = like_parameters("The previous step", previous, diff)
@@ -299,6 +299,26 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             step = self._step(residuals, last)
         pairs = safe_zip(step, leaves)
         return jtu.tree_unflatten(treedef, [x.astype(leaf.dtype) for x, leaf in pairs])
+
+    @property
+    def _sizes(self) -> tuple[Size, Size]:
+        return self.block_size, self.microbatch_size
+
+    def _sized(
+        self, residuals: Residuals, args: tuple, kwargs: dict[str, Any]
+    ) -> "GaussNewtonStep[Model, P]":
+        """The same, with sizes in place of budgets, chosen one after the other."""
+        sized, num = self, max(rows.total for rows in residuals.rows)
+        rows = num if self._is_in_samples(residuals) else residuals.num_parameters
+        if isinstance(self.microbatch_size, MemoryBudget):
+            if isinstance(self.block_size, MemoryBudget):
+                sized = dataclasses.replace(self, block_size=_LEAST_ROWS)
+            size = sized.fitting_size("microbatch_size", num, args, kwargs)
+            sized = dataclasses.replace(self, microbatch_size=size)
+        if isinstance(self.block_size, MemoryBudget):
+            size = sized.fitting_size("block_size", rows, args, kwargs)
+            sized = dataclasses.replace(sized, block_size=size)
+        return sized
 
     def _step(self, residuals: Residuals, previous: list | None) -> list[Array]:
         if residuals.num == 0:
@@ -347,7 +367,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             return joined(residuals.weighted(pushed, 0.5), residuals.dtype)
 
         if isinstance(self.solver, str):
-            kernel = SampleKernel(residuals, self.block_size, self.microbatch_size)
+            kernel = SampleKernel(residuals, *map(_number, self._sizes))
             return kernel.pull(spread(self._solved(kernel.matrix(), vector)))
         return residuals.pull(spread(self._solved_by_products(product, vector)))
 
@@ -498,7 +518,16 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         return checks
 
 
+def _number(size: Size) -> int | None:
+    # No budget is left where a step is computed.
+    return None if isinstance(size, MemoryBudget) else size
+
+
 _SOLVERS = ("cholesky", "eigh")
+
+
+# The size of blocks while examples are fitted into a budget.
+_LEAST_ROWS = 32
 
 
 class _OfReal(eqx.Module):

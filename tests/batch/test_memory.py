@@ -18,6 +18,7 @@ from eqxbatch import (
     EmpiricalNNGP,
     EmpiricalNTK,
     filter_batch_kernel,
+    filter_gauss_newton_step,
     filter_grid_vmap,
     filter_jacobian,
     filter_micro_grad,
@@ -349,6 +350,38 @@ def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
 )
 def test_units(text, expected):
     assert MemoryBudget(text).max_bytes == expected
+
+
+@pytest.mark.quick
+def test_strings_are_budgets(compilations, getkey):
+    model, x = eqx.nn.Linear(3, 1, key=getkey()), normal(getkey(), (8, 3))
+    linear = lambda key: eqx.nn.Linear(3, 1, key=key)
+    product, key = lambda x, y: x @ y.T, getkey()
+    residual = lambda model, x: model(x)
+    step = functools.partial(filter_gauss_newton_step, residual, damping=0.1)
+    for ours, expected in (
+        (filter_micro_vmap(model, microbatch_size="1MB"), jax.vmap(model)),
+        (filter_jacobian(jnp.sin, block_size="1MB"), filter_jacobian(jnp.sin)),
+        (filter_batch_kernel(product, block_size="1MB"), lambda x: x @ x.T),
+        (filter_batch_kernel(product), lambda x: x @ x.T),
+        (EmpiricalNTK(model, block_size="1MB"), EmpiricalNTK(model)),
+        (
+            MonteCarloKernel(linear, n_samples=2, samples_per_batch="1MB", key=key),
+            MonteCarloKernel(linear, n_samples=2, key=key),
+        ),
+    ):
+        assert_same(ours(x), expected(x))
+        assert compilations
+        compilations.clear()
+    for space in ("sample", "parameter"):
+        ours = step(space=space, block_size="100kB", microbatch_size="100kB")
+        assert_same(ours(model, x), step(space=space)(model, x))
+        assert len(compilations) > 1
+        compilations.clear()
+    with pytest.raises(ValueError, match=r"`microbatch_size` must be .*; got 'much'"):
+        filter_micro_vmap(model, microbatch_size="much")
+    with pytest.raises(TypeError, match=r"`block_size` must be int .*; got '4'"):
+        filter_batch_kernel(product, block_size="4")
 
 
 def fit(budget, largest, bytes_at):

@@ -212,9 +212,7 @@ class TestUse:
         class Model(eqx.Module):
             w: jax.Array
 
-            over = {"self": None, "x": grid("i"), "y": grid("j")}
-
-            @filter_grid_vmap(in_axes=over, block_size=2)
+            @filter_grid_vmap(in_axes=(None, grid("i"), grid("j")), block_size=2)
             def on_grid(self, x, y):
                 return self.w * x + y
 

@@ -349,9 +349,9 @@ WRONG = {
         r"`accumulator` must be Sum \| Mean",
     ),
     "block_size": (
-        lambda: take(block_size=eqxbatch.MemoryBudget("1MB")),
+        lambda: take(block_size=1.5),
         TypeError,
-        r"`block_size` must be int \| None; got MemoryBudget",
+        r"`block_size` must be int \| MemoryBudget \| None; got 1.5",
     ),
     "microbatch_size": (
         lambda: take(microbatch_size=0),

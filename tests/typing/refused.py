@@ -87,7 +87,7 @@ value, gradient_of_model, aux = filter_micro_value_and_grad(loss)(model, x, y)  
 
 # Settings of another type, or of another name.
 filter_micro_vmap(scaled, microbatch_size=2.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
-filter_micro_vmap(microbatch_size="2")  # pyright: ignore[reportArgumentType, reportCallIssue]
+filter_micro_vmap(microbatch_size=[2])  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_micro_grad(loss, microbatch_size=2.5)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_micro_grad(loss, microbatch_sizes=2)  # pyright: ignore[reportCallIssue]
 filter_micro_grad(loss, return_norms="yes")  # pyright: ignore[reportArgumentType]
@@ -98,7 +98,6 @@ filter_jacobian(outputs, flat="no")  # pyright: ignore[reportArgumentType, repor
 filter_hessian(loss, accumulator=eqxbatch.Max())  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_hessian(loss, num_blocks=2.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_grid_vmap(scaled)  # pyright: ignore[reportCallIssue]
-filter_batch_kernel(kernel)  # pyright: ignore[reportCallIssue]
 filter_batch_kernel(kernel, block_size=2.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
 filter_batch_kernel(kernel, block_size=2, store=3)  # pyright: ignore[reportArgumentType]
 

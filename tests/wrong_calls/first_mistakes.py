@@ -268,12 +268,6 @@ SETTINGS += [
 ]
 SETTINGS += [
     Case(
-        "filter_batch_kernel",
-        lambda: eqxbatch.filter_batch_kernel(jnp.dot),
-        TypeError,
-        "`filter_batch_kernel` needs `block_size`",
-    ),
-    Case(
         "filter_ggn",
         lambda: eqxbatch.filter_ggn(of_one, 32),
         TypeError,
