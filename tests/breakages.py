@@ -45,7 +45,7 @@ BREAKAGES = [
     Breakage(
         "the annotations of the settings of a transform are not checked",
         "_batch/transform.py",
-        "check_types({field.name: value}, {field.name: hint}, always=True)",
+        "check_types({field.name: value}, {field.name: field.type}, always=True)",
         "check_types({}, {}, always=True)",
         "tests/wrong_calls -k filter_micro_vmap",
     ),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .trees import as_int, described
+from .trees import as_int, described, shown
 
 
 # The names of block sizes, one of which is meant by `batch_size` and the like.
@@ -137,8 +137,18 @@ def no_arrays_remedy(x: Any) -> str:
             f" It is a {name} in `jax.jit`, `jax.vmap` or `jax.pmap`, which hides the "
             f"arrays of the {name}: give the {name} itself. eqxbatch compiles it."
         )
+    if inspect.isroutine(x):
+        return (
+            " It is a function, and the arrays of a module that it calls are constants "
+            "to it: give the module itself, or `equinox.Partial(function, module)`."
+        )
     if has_numbers(x):
         return f" {NUMBERS}"
+    if any(isinstance(leaf, (float, complex)) for leaf in jtu.tree_leaves(x)):
+        return (
+            " Python numbers are constants, as in Equinox: make arrays of them with "
+            "`jax.tree.map(jax.numpy.asarray, ...)`."
+        )
     return ""
 
 
@@ -155,11 +165,11 @@ def check_not_jitted(fun: Any) -> None:
     )
 
 
-def called(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Calls a user's function.
+def called(fun: Any, args: tuple, kwargs: dict[str, Any], what: str = "`fun`") -> Any:
+    """Calls a user's function, which is `what` in messages.
 
-    Adds a note to the error if it is a `jax.jit` function whose arguments only
-    `equinox.filter_jit` accepts.
+    Adds a note to the error if it takes other arguments, or if it is a `jax.jit`
+    function whose arguments only `equinox.filter_jit` accepts.
     """
     try:
         return fun(*args, **kwargs)
@@ -172,7 +182,21 @@ def called(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
                 "and there is more than arrays in its arguments, such as a module. "
                 "Leave `jax.jit` out: eqxbatch compiles `fun`."
             )
+        if not _takes(fun, args, kwargs):
+            given = [shown(x).partition(" with the arrays")[0] for x in args]
+            given += (f"`{name}` by name" for name in kwargs)
+            e.add_note(
+                f"{what} is called with {len(given)} arguments: {'; '.join(given)}."
+            )
         raise
+
+
+def _takes(fun: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 NUMBERS = "Make an array of a list of numbers with `jax.numpy.asarray`."

@@ -135,6 +135,19 @@ def described(x: Any) -> str:
     return text if _is_array(x) else f"{text} of type {type(x).__name__}"
 
 
+def difference(expected: PyTree, got: PyTree) -> str:
+    """A sentence about where a PyTree first differs from what is expected."""
+    arrays = [
+        {jtu.keystr(path): shown(x) for path, x in jtu.tree_leaves_with_path(tree)}
+        for tree in (expected, got)
+    ]
+    for path in {**arrays[0], **arrays[1]}:
+        there, here = (x.get(path, "nothing") for x in arrays)
+        if there != here:
+            return f"The first difference is at `{path}`: {there}; got {here}."
+    return "Only static parts differ: use `jax.tree.map` on what is expected."
+
+
 def as_int(x: Any) -> int | None:
     """Converts an int, or an int-like value, to an int; None for others and bools."""
     if isinstance(x, bool):

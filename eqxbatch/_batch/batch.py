@@ -496,13 +496,15 @@ def explained_failure(
     given: Literal["example", "microbatch"],
     remedy: str | None,
     rows: list | None = None,
+    if_named: str = "Switch such layers to inference mode.",
 ) -> Iterator[None]:
-    """Adds a note if a function fails here, but works for the other kind.
+    """Adds a note if a function fails here: with what, and if it works otherwise.
 
-    The two kinds are one example and a microbatch. `call(rows)` calls the function with
+    It is called with one example or a microbatch. `call(rows)` calls the function with
     these as the batched arrays. `given` is the kind that it is called with here, `rows`
     are the arrays of a microbatch, and `remedy` says what to do if the other kind was
-    meant; without it, there is no note. The exception is still the user's.
+    meant; without it, there is no note. `if_named` is the remedy if the function uses a
+    named axis. The exception is still the user's.
     """
     try:
         yield
@@ -520,16 +522,23 @@ def explained_failure(
         if given == "example":
             what, other = "one example", "a whole batch"
             given_rows, other_rows = example, batch.arrays
-        if _works(call, other_rows):
-            shapes = (
-                f"{name} of shape {x.shape}"
-                for name, x in safe_zip(batch.names, given_rows)
-            )
-            e.add_note(
-                f"`fun` is called with {what}, {', '.join(shapes)}, and raises this "
-                f"error. It works for {other}. {remedy}"
-            )
+        shapes = (
+            f"{name} of shape {x.shape}"
+            for name, x in safe_zip(batch.names, given_rows)
+        )
+        note = (
+            f"`fun` is called with {what}, {', '.join(shapes)}, and raises this error."
+        )
+        if isinstance(e, NameError) and "unbound axis name" in str(e):
+            e.add_note(f"{note} {_NAMED} {if_named}")
+        elif _works(call, other_rows):
+            e.add_note(f"{note} It works for {other}. {remedy}")
+        elif isinstance(e, (TypeError, ValueError)) and not hasattr(e, "__notes__"):
+            e.add_note(note)  # JAX raises these for shapes that do not fit.
         raise
+
+
+_NAMED = "It uses a named axis, as BatchNorm does in training mode."
 
 
 def _works(call: Callable[[list], Any], rows: list) -> bool:

@@ -37,8 +37,19 @@ class Selection(eqx.Module):
     _is_parameter: tuple[bool, ...] = eqx.field(static=True)
     _paths: tuple[str, ...] = eqx.field(static=True)
 
-    def __init__(self, model: PyTree, where: Callable | None, filter_spec: PyTree):
+    def __init__(
+        self,
+        model: PyTree,
+        where: Callable | None,
+        filter_spec: PyTree,
+        name: str = "`model`",
+    ):
         self._paths = _paths(model)
+        if not any(map(eqx.is_inexact_array, jtu.tree_leaves(model))):
+            raise ValueError(
+                f"{name} has no arrays of an inexact dtype, so that there is nothing "
+                f"to differentiate; got {shown(model)}.{no_arrays_remedy(model)}"
+            )
         selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
         leaves = jtu.tree_leaves(model)
         chosen = [x is not _OTHER for x in selected]
@@ -53,7 +64,7 @@ class Selection(eqx.Module):
             raise ValueError(
                 "`where` and `filter_spec` leave no parameters: no array of an inexact "
                 "dtype is selected. Select the arrays that the derivative is to be "
-                f"with respect to.{no_arrays_remedy(model)}"
+                "with respect to."
             )
 
     def partition(self, model: PyTree) -> tuple[PyTree, PyTree]:
@@ -172,6 +183,14 @@ def _check_complex(diff: PyTree, holomorphic: bool | None) -> None:
         )
 
 
+_IF_NAMED = (
+    "Derivatives for examples are not defined if `fun` couples examples: switch such "
+    "layers to inference mode. Or, for a gradient of which nothing per-example is "
+    "needed, pass the loss of a whole microbatch, which calls `jax.vmap` with this "
+    "`axis_name` itself, to `filter_micro_grad` with `batched=True`."
+)
+
+
 class Loss(eqx.Module):
     """A function whose first argument is differentiated, and a call of it.
 
@@ -231,7 +250,7 @@ class Loss(eqx.Module):
         run, diff, batch = fun or self, self.parameters, self.batch
         try:
             whole = functools.partial(run, diff)
-            with explained_failure(whole, batch, "example", if_whole):
+            with explained_failure(whole, batch, "example", if_whole, None, _IF_NAMED):
                 return TracedFunction(run, diff, batch.arrays, batch.axes)
         except Exception as e:
             if not batch.arrays and self._is_of_one(is_value=fun is None):
@@ -239,16 +258,6 @@ class Loss(eqx.Module):
                     "`fun` is called once with all arguments, as `in_axes` is None, "
                     "and raises this error. It works for one example at a time, along "
                     f"axis 0 of all arrays. {if_one}"
-                )
-            if isinstance(e, NameError) and "unbound axis name" in str(e):
-                e.add_note(
-                    "`fun` is called with one example, but it uses a named axis, as "
-                    "BatchNorm does in training mode. Derivatives for examples are not "
-                    "defined if `fun` couples examples: switch such layers to "
-                    "inference mode. Or, for a gradient of which nothing per-example "
-                    "is needed, pass the loss of a whole microbatch, which calls "
-                    "`jax.vmap` with this `axis_name` itself, to `filter_micro_grad` "
-                    "with `batched=True`."
                 )
             raise
 
@@ -357,14 +366,8 @@ class AbstractDerivative(AbstractTransform):
         first = args[0]
         if isinstance(first, (float, complex)):
             first = jnp.asarray(first)  # A number counts as a scalar array.
-        if not jtu.tree_leaves(eqx.filter(first, eqx.is_inexact_array)):
-            raise ValueError(
-                "The first argument has no arrays of an inexact dtype, so that there "
-                f"is nothing to differentiate; got {shown(args[0])}. Pass what the "
-                "derivative is with respect to as the first argument."
-                f"{no_arrays_remedy(args[0])}"
-            )
-        selection = Selection(first, self.where, self.filter_spec)
+        name = "The first argument, which the derivative is with respect to,"
+        selection = Selection(first, self.where, self.filter_spec, name)
         diff, nondiff = selection.partition(first)
         if not self.allows_complex:
             _check_complex(diff, self.holomorphic)
@@ -398,22 +401,19 @@ class AbstractOverExamples(
 
     def __check_init__(self) -> None:
         check_adds(self.accumulator)
-        if self.in_axes is not None:
-            return
-        if self.microbatch_size is not None:
-            raise ValueError(
-                "`microbatch_size` needs a batch of examples, but `in_axes` is None: "
-                "`fun` is one function of all its arguments. Pass the batch axes of "
-                "the arguments after the first, or leave it out."
-            )
-        if self.accumulator.weights is not None:
-            name = type(self.accumulator).__name__
-            raise ValueError(
-                f"`accumulator={name}(weights=...)` weights the examples of a batch, "
-                "but `in_axes` is None: `fun` is one function of all its arguments. "
-                "Pass the batch axes of the arguments after the first, or leave out "
-                "`weights`."
-            )
+        name = f"accumulator={type(self.accumulator).__name__}(weights=...)"
+        of_batch = {
+            "microbatch_size": self.microbatch_size,
+            name: self.accumulator.weights,
+        }
+        for name, value in of_batch.items():
+            if self.in_axes is None and value is not None:
+                raise ValueError(
+                    f"`{name}` is for a batch of examples, but `in_axes` is None: "
+                    "`fun` is one function of all its arguments. Pass the batch axes "
+                    "of the arguments after the first, as in `in_axes=0`, or leave it "
+                    "out."
+                )
 
     def in_microbatches(self, args: tuple, kwargs: dict[str, Any]) -> Loss:
         """Like `loss_of`, with the batch cut into microbatches."""

@@ -14,9 +14,9 @@ from jaxtyping import PyTree
 
 from .._base.checks import checked
 from .._base.jaxprs import TracedFunction
-from .._base.mistakes import no_arrays_remedy
+from .._base.mistakes import called
 from .._base.platforms import for_platform, platform
-from .._base.trees import safe_zip, shown
+from .._base.trees import safe_zip
 from .._batch.batch import Batch, explained_failure, unbatched
 from .._batch.derivative import Loss, Selection, split_examples
 from .._sites.report import report_of, SitesReport
@@ -126,11 +126,6 @@ def explain_sites(
 
         ```
     """
-    if not jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array)):
-        raise ValueError(
-            "`model` has no arrays of an inexact dtype, so it has no parameters; got "
-            f"{shown(model)}.{no_arrays_remedy(model)}"
-        )
     diff, nondiff = Selection(model, where, filter_spec).partition(model)
     split = lambda axes, args, kwargs: split_examples(fun, axes, (model, *args), kwargs)
     batch, one = unbatched(args, kwargs), (args, kwargs)
@@ -141,7 +136,7 @@ def explain_sites(
 
     def of_one(diff: PyTree, dynamic: list) -> PyTree:
         args, kwargs = eqx.combine(dynamic[0], static)
-        return fun(eqx.combine(diff, nondiff), *args, **kwargs)
+        return called(fun, (eqx.combine(diff, nondiff), *args), kwargs)
 
     whole = lambda _: eqx.filter_eval_shape(fun, model, *args, **kwargs)
     remedy = (

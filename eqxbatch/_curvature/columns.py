@@ -382,6 +382,15 @@ def check_outputs(
     return arrays
 
 
+def check_mode(mode: str, what: str, reason: str | None) -> None:
+    """Raises `TypeError` if there is a reason why JAX does not have a chosen mode."""
+    if mode != "auto" and reason is not None:
+        raise TypeError(
+            f"JAX cannot differentiate {what} with `mode={mode!r}`. Use `mode='auto'`, "
+            f"which takes the one that it can. ({reason})"
+        )
+
+
 _IF_ONE = (
     "For the Jacobians of all examples, map over them: "
     "`filter_micro_vmap(filter_jacobian(fun), in_axes=(None, 0))`."
@@ -514,12 +523,13 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
                 "a function that is not holomorphic, pass real and imaginary parts of "
                 "the parameters as two real arrays, without `holomorphic`."
             )
-        if self.mode != "auto":
-            return self.mode
         num_columns, num_rows = sum(x.size for x in leaves), self._num_rows(structs)
         is_forward = num_columns <= num_rows
+        if self.mode != "auto":
+            is_forward = self.mode == "fwd"
         ask = without_forward_mode if is_forward else without_reverse_mode
         reason = ask(values, leaves)
+        check_mode(self.mode, "`fun`", reason)
         if reason is not None:
             is_forward = derivative_of("`fun`", values, leaves) == "columns"
             ways = (

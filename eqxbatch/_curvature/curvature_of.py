@@ -31,13 +31,14 @@ from .._base.differentiable import (
 from .._base.dtypes import as_complex, as_real, common_dtype, widened
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import error_if
-from .._base.mistakes import warn_user
-from .._base.trees import described, safe_zip
+from .._base.mistakes import called, warn_user
+from .._base.trees import described, safe_zip, shown
 from .._batch.derivative import AbstractOverExamples, check_value, Loss
 from .._batch.transform import Model, Out, P
 from .._sites.trace import Program
 from .by_sites import SiteHessian
 from .columns import (
+    check_mode,
     check_outputs,
     expanded,
     Expansion,
@@ -274,9 +275,10 @@ class LossCurvature(AbstractCurvature):
         self, rows: list, weights: Weights, axes: Sequence[int], is_single: bool
     ) -> Products:
         is_reverse = self._mode == "rev"
-        if self._mode == "auto":
+        if not is_reverse:
             reason = self._without_forward_mode(range(len(self.leaves)))
             is_reverse = reason is not None
+            check_mode(self._mode, "the gradient of `fun`", reason)
             if reason is not None:
                 warn_user(
                     "The gradient has no forward-mode derivative, so it is "
@@ -509,7 +511,8 @@ class GaussNewtonCurvature(AbstractCurvature):
         if key is not None and self._fisher is not None and self._fisher.sampler:
             draw = functools.partial(self._fisher.sampler, key)
             rest = [*rest[:-1], _drawn(draw, out, rest, kwargs)]
-        return check_value(self._loss(out, *rest, **kwargs), what="loss")
+        value = called(self._loss, (out, *rest), kwargs, _LOSS)
+        return check_value(value, what="loss")
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
         unravel = Unravel(outs)
@@ -517,6 +520,9 @@ class GaussNewtonCurvature(AbstractCurvature):
         value = lambda flat: self._loss_of(unravel(flat), rows)
         jacobian = jax.jacrev if self._is_reverse else jax.jacfwd
         return jacobian(self._gradient(value))(flat)
+
+
+_LOSS = "`loss`, whose arguments are the output of `fun` and all but its first,"
 
 
 # How far below zero eigenvalues may be, in units of the rounding error.
@@ -572,7 +578,13 @@ def _drawn(
             "`sampler` draws the label, which replaces the last positional argument; "
             "got a call without arguments after the first."
         )
-    label = lax.stop_gradient(draw(out))
+    try:
+        label = lax.stop_gradient(draw(out))
+    except Exception as e:
+        e.add_note(
+            f"`sampler` is called as `sampler(key, out)`; `out` is {shown(out)}."
+        )
+        raise
     forms = [
         (jtu.tree_structure(tree), [jnp.shape(x) for x in jtu.tree_leaves(tree)])
         for tree in (label, args[-1])

@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.checks import check_at_least, check_callable, check_types
 from .._base.mesh import spec_of, sum_varying, vary_as, varying
-from .._base.trees import safe_zip, shown
+from .._base.trees import difference, safe_zip, shown
 from .._batch.derivative import Loss
 from .._batch.slots import types_of
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
@@ -190,7 +190,8 @@ def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
     if types_of(arrays) != types_of(diff):
         raise ValueError(
             f"{what} must have the structure, shapes and dtypes of what is "
-            f"differentiated, {shown(diff)}; got {shown(vector)}."
+            f"differentiated, {shown(diff)}; got {shown(vector)}. "
+            f"{difference(diff, arrays)}"
         )
     return jtu.tree_leaves(arrays)
 

@@ -22,7 +22,7 @@ from .._base.dtypes import common_dtype
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.mesh import error_if
 from .._base.precision import exact_products
-from .._base.trees import safe_zip, shown
+from .._base.trees import difference, safe_zip, shown
 from .._sites.kronecker import Part
 from .curvature_matrices import (
     filter_ggn,
@@ -437,7 +437,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
             raise ValueError(
                 "`vector` must have the structure and shapes of the parameters that "
                 f"the factors belong to, {shown(self.in_structure())}; got "
-                f"{shown(vector)}. Take the parameters of the same model, such as with "
+                f"{shown(vector)}. {difference(self.in_structure(), vector)} Take the "
+                "parameters of the same model, such as with "
                 "`equinox.filter(model, equinox.is_inexact_array)`."
             )
 

@@ -202,7 +202,9 @@ def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTre
     if H.shape != (n, n):
         raise ValueError(
             f"`H` must have shape {(n, n)}, for the {n} entries of the inexact arrays "
-            f"in `x`; got {H.shape}. Give the `x` that `H` was computed with."
+            f"in `x`; got {H.shape}. Give the `x` that `H` was computed with, or, if "
+            "`where` or `filter_spec` selected a part of it, `unravel(H[0])` with the "
+            "`unravel` that came with `H`."
         )
     # Otherwise, the result would change with `H`.
     H = H.copy() if isinstance(H, np.ndarray) else H

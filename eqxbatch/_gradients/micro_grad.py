@@ -364,7 +364,8 @@ class MicroValueAndGrad(
     - `has_aux`: whether `fun` returns a pair `(value, aux)`.
     - `where`: a function from the first argument to the part (or parts) of it to
         differentiate with respect to, such as the last layer. The default is all of it.
-        Norms and statistics are those of the gradient of this part.
+        The gradient is None elsewhere, and norms and statistics are those of this part.
+        Initialise an optax optimiser with the same part.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
     - `in_axes`: the batch axes of the arguments after the first: a tuple with a prefix
         for each argument, or one prefix for all, with ints, `None` (not batched), or

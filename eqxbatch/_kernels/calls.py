@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from .._base.checks import AnyArray, check_types
+from .._base.mistakes import called
 from .._base.trees import safe_zip, shown
 from .._batch.batch import broadcast_axes, explained_failure, split_batch
 from .._batch.loop import Rows
@@ -174,7 +175,7 @@ class Side:
     def call(self, model: Callable, rows: list) -> PyTree:
         """The output of the model for one example."""
         x, kwargs = self.arguments(rows)
-        return model(x, **kwargs)
+        return called(model, (x,), kwargs, "The model")
 
     def explained_failure(self, model: Callable) -> AbstractContextManager:
         """A context that tells models of a batch from models of one example."""

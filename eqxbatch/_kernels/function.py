@@ -23,6 +23,7 @@ from .._base.mesh import (
     mesh_of_results,
     put_on,
 )
+from .._base.mistakes import called
 from .._base.primitives import constants
 from .._base.trees import is_struct, match_prefix, safe_zip, shown
 from .._batch.loop import Rows
@@ -111,12 +112,16 @@ class CalledKernel(AbstractBlockKernel):
         """The same kernel, with its `leaves`."""
         if self.leaves:
             return self
+        structs = self.structs(SAMPLE)
         try:
-            out = eqx.filter_eval_shape(_out, self, *self.structs(SAMPLE))
+            out = eqx.filter_eval_shape(_out, self, *structs)
         except Exception as e:
+            sides = (", ".join(str(x.shape) for x in rows) for rows in structs)
+            remedy = " For a kernel of single examples, pass `pairwise=True`."
+            is_pairwise = isinstance(self.kernel_fn, PairwiseKernel)
             e.add_note(
-                f"`kernel_fn` is called with blocks of examples, here with {_ROWS} and "
-                f"{_COLUMNS}. For a kernel of single examples, pass `pairwise=True`."
+                "`kernel_fn` is called with blocks of examples, here of shape "
+                f"{' and '.join(sides)}.{'' if is_pairwise else remedy}"
             )
             raise
         leaves = tuple(leaves_at(self.out_axes, out))
@@ -131,7 +136,8 @@ class CalledKernel(AbstractBlockKernel):
         elif not self.is_alone or not _takes_none(self.kernel_fn):
             x2 = x1
         pairs = {name: (first_kwargs[name], other[name]) for name in first_kwargs}
-        out = self.kernel_fn(x1, x2, *self.args, **pairs, **self.shared)
+        kwargs = {**pairs, **self.shared}
+        out = called(self.kernel_fn, (x1, x2, *self.args), kwargs, "`kernel_fn`")
         as_jax = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
         return jtu.tree_map(as_jax, out)
 
@@ -266,7 +272,7 @@ class PairwiseKernel(eqx.Module):
 
         def one(x: PyTree, of_x: dict, y: PyTree, of_y: dict) -> Any:
             of_both = {name: (of_x[name], of_y[name]) for name in pairs}
-            out = self.fun(x, y, *args, **of_both, **shared)
+            out = called(self.fun, (x, y, *args), {**of_both, **shared}, "`kernel_fn`")
             as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
             return jtu.tree_map(as_array, out)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.checks import checked
 from .._base.mesh import spec_of
-from .._base.mistakes import has_numbers, is_one_key, key_remedy, NUMBERS
+from .._base.mistakes import called, has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.trees import described, match_prefix, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import argument_specs, leaf_name, positional_names
@@ -243,7 +243,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
             pairs = safe_zip(leaves, places)
             filled = [remaining.pop(0) if place else x for x, place in pairs]
             args, kwargs = jtu.tree_unflatten(treedef, filled)
-            return fun(*args, **kwargs)
+            return called(fun, args, kwargs)
 
         # A block contains the innermost axes as a whole, so that what depends only on
         # the others is computed once for all of them.

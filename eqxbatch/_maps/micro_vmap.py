@@ -39,6 +39,12 @@ from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_co
 _IF_WHOLE = "Give the function of one example, or use `filter_microbatch`."
 
 
+_IF_NAMED = (
+    "Pass this name as `axis_name`: such layers then see one microbatch at a time. Or "
+    "switch them to inference mode."
+)
+
+
 class AbstractMicroVmap(AbstractEarlyStop, Generic[P, Out]):
     """`filter_micro_vmap` with results of the type of the function's."""
 
@@ -237,7 +243,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         call = functools.partial(batch.call, self.fun)
 
         def one(rows: list) -> tuple[list, list]:
-            with explained_failure(call, batch, "example", if_whole):
+            with explained_failure(call, batch, "example", if_whole, None, _IF_NAMED):
                 out = call(rows)
             axes = broadcast_axes("out_axes", self.out_axes, out)
             leaves, traced["treedef"] = jtu.tree_flatten(out)
@@ -348,6 +354,9 @@ def _per_example(
 
 
 filter_micro_vmap = also_decorator("filter_micro_vmap", MicroVmap, AbstractMicroVmap)
+
+
+_INSIDE = "Pass this `axis_name` to the `jax.vmap` inside of `fun`."
 
 
 _IF_ONE = "Use `filter_micro_vmap` for a function of one example."
@@ -471,7 +480,7 @@ class Microbatch(AbstractMicrobatch[P, Out]):
 
         def call(fun: Callable, batch: Batch, rows: list) -> PyTree:
             call = functools.partial(batch.call, fun)
-            with explained_failure(call, batch, "microbatch", _IF_ONE, rows):
+            with explained_failure(call, batch, "microbatch", _IF_ONE, rows, _INSIDE):
                 return call(rows)
 
         specs = lambda out: self._specs(out, batch)

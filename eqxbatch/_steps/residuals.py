@@ -20,6 +20,7 @@ from .._base.differentiable import Derivative, derivative_of_program, pushed
 from .._base.dtypes import finite_sums, is_complex, power_of_two, widened, widest
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
+from .._base.mistakes import called
 from .._base.precision import products_of
 from .._base.trees import described, safe_zip
 from .._batch.accumulators import Concat
@@ -87,7 +88,8 @@ class Term(eqx.Module):
     def _returned(self, leaves: list, rows: Sequence[Array]) -> tuple[PyTree, PyTree]:
         (_, *rest), kwargs = self.batch.arguments([*rows])
         diff = jtu.tree_unflatten(self.treedef, leaves)
-        out = self.fun(eqx.combine(diff, self.nondiff), *rest, **kwargs)
+        args = (eqx.combine(diff, self.nondiff), *rest)
+        out = called(self.fun, args, kwargs, "`residual`")
         if not self.has_residual:
             return _checked(out), None
         if not isinstance(out, tuple) or len(out) != 2:

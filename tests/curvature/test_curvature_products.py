@@ -262,9 +262,9 @@ class TestBadInput:
         with pytest.raises(ValueError, match="forward mode; got `mode='rev'`"):
             filter_hessian(jnp.sum, method="sites", mode="rev")
         for transform in (filter_hessian, filter_hvp):
-            with pytest.raises(ValueError, match="`microbatch_size` needs a batch"):
+            with pytest.raises(ValueError, match="`microbatch_size` is for a batch"):
                 transform(jnp.sum, microbatch_size=2)
-            with pytest.raises(ValueError, match=r"but `in_axes` is None.*`weights`"):
+            with pytest.raises(ValueError, match=r"weights=...\)` is for a batch"):
                 transform(jnp.sum, accumulator=Mean(weights=jnp.ones(1)))
             with pytest.raises(TypeError, match=r"`accumulator` must be Sum . Mean"):
                 transform(jnp.sum, accumulator=Variance())

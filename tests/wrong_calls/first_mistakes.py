@@ -14,6 +14,7 @@ from .cases import Case, key, loss, w, x, y
 
 
 net = eqx.nn.MLP(2, "scalar", 3, 1, key=key)
+deep = eqx.nn.MLP(2, "scalar", 3, 5, key=key)
 
 
 def of_one(model, x, y):
@@ -332,4 +333,159 @@ HIDDEN += [
     ),
 ]
 
-FIRST = [*WHOLE, *FORGOTTEN, *ONE, *ARGUMENTS, *SETTINGS, *HIDDEN]
+
+def cross_entropy(logits, x, label):
+    return -jax.nn.log_softmax(logits)[label]
+
+
+norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "batch", mode="batch")
+of_norm = lambda norm, x: jnp.sum(norm(x, state)[0])
+classifier = eqx.nn.MLP(2, 3, 4, 1, key=key)
+predict = lambda model, x, y: model(x)
+pair = lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))
+
+
+@jax.custom_vjp
+def reverse_only(x):
+    return jnp.sin(x)
+
+
+@jax.custom_vjp
+def its_slope(x):
+    return jnp.cos(x)
+
+
+reverse_only.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * its_slope(x),))
+its_slope.defvjp(lambda x: (jnp.cos(x), x), lambda x, g: (-g * jnp.sin(x),))
+
+
+# What is not said by the exception of JAX, Python or the user alone.
+HINTS = [
+    Case(
+        "filter_batch_kernel",
+        lambda: eqxbatch.filter_batch_kernel(pair, block_size=2)(x, x[:3]),
+        TypeError,
+        r"of shape \(2, 2\) and \(3, 2\)\. For a .* single examples, .*`pairwise=True`",
+    ),
+    Case(
+        "filter_batch_kernel",
+        lambda: eqxbatch.filter_batch_kernel(lambda x: x, pairwise=True)(x),
+        TypeError,
+        r"(?s)`kernel_fn` is called with 2 .*blocks .*\(3, 2\)\.(?!.*pairwise)",
+    ),
+    *(
+        Case(name, call, TypeError, f"{what} is called with 3 arguments: .*; an array")
+        for name, call, what in (
+            (
+                "filter_micro_grad",
+                lambda: eqxbatch.filter_micro_grad(lambda net, x: net(x))(net, x, y),
+                "`fun`",
+            ),
+            (
+                "filter_ggn",
+                lambda: eqxbatch.filter_ggn(predict, lambda out, y: out)(net, x, y),
+                "`loss`, whose arguments are the output of `fun` and all .* first,",
+            ),
+            (
+                "filter_gauss_newton_step",
+                lambda: eqxbatch.filter_gauss_newton_step(
+                    lambda net, x: net(x), damping=1.0
+                )(net, x, y),
+                "`residual`",
+            ),
+        )
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: eqxbatch.EmpiricalNTK(lambda x: net(x), where=lambda f: f.layers)(x),
+        ValueError,
+        r"differentiate; got .*a function, .*module itself, or `equinox.Partial\(func",
+    ),
+    Case(
+        "filter_ggn",
+        lambda: eqxbatch.filter_ggn(
+            predict,
+            cross_entropy,
+            fisher="mc",
+            key=key,
+            sampler=lambda out, key: jax.random.categorical(key, out),
+        )(classifier, x, jnp.arange(5) % 3),
+        TypeError,
+        r"called as `sampler\(key, out\)`; `out` is an array of shape \(3,\)",
+    ),
+    Case(
+        "filter_micro_vmap",
+        lambda: eqxbatch.filter_micro_vmap(lambda x: norm(x, state)[0])(x),
+        NameError,
+        "uses a named axis, as BatchNorm .* Pass this name as `axis_name`: .*inference",
+    ),
+    Case(
+        "filter_microbatch",
+        lambda: eqxbatch.filter_microbatch(
+            lambda x: jax.vmap(lambda x: norm(x, state)[0])(x), accumulator=Sum()
+        )(x),
+        NameError,
+        "Pass this `axis_name` to the `jax.vmap` inside of `fun`",
+    ),
+    Case(
+        "filter_micro_grad",
+        lambda: eqxbatch.filter_micro_grad(of_norm)(norm, x),
+        NameError,
+        "not defined if `fun` couples examples: switch such layers to inference mode",
+    ),
+    *(
+        Case(
+            name,
+            call,
+            TypeError,
+            "JAX cannot .* with `mode='fwd'`.*`mode='auto'`, which takes",
+        )
+        for name, call in (
+            (
+                "filter_jacobian",
+                lambda: eqxbatch.filter_jacobian(reverse_only, mode="fwd")(w),
+            ),
+            (
+                "filter_hessian",
+                lambda: eqxbatch.filter_hessian(
+                    lambda w: jnp.sum(reverse_only(w)), mode="fwd"
+                )(w),
+            ),
+            (
+                "filter_hvp",
+                lambda: eqxbatch.filter_hvp(
+                    lambda w: jnp.sum(reverse_only(w)), mode="fwd"
+                )(w, w),
+            ),
+        )
+    ),
+    Case(
+        "filter_jacobian",
+        lambda: eqxbatch.filter_jacobian(lambda p: p["a"] * w)({"a": 1.0}),
+        ValueError,
+        r"Python numbers are constants, .*`jax.tree.map\(jax.numpy.asarray, ...\)`",
+    ),
+    Case(
+        "hessian_to_pytree",
+        lambda: eqxbatch.hessian_to_pytree(jnp.ones((4, 4)), net),
+        ValueError,
+        r"if `where` or `filter_spec` selected a part of it, `unravel\(H\[0\]\)`",
+    ),
+    *(
+        Case(name, call, TypeError, r"called with one example, `x2` of shape \(7,\)")
+        for name, call in (
+            ("EmpiricalNTK", lambda: eqxbatch.EmpiricalNTK(net)(x, jnp.ones((3, 7)))),
+            ("EmpiricalNNGP", lambda: eqxbatch.EmpiricalNNGP(net)(x, jnp.ones((3, 7)))),
+        )
+    ),
+    Case(
+        "GGNOperator",
+        lambda: eqxbatch.GGNOperator(
+            predict, squared, deep, x, y, where=lambda net: net.layers[:4]
+        ).mv(eqx.filter(deep, eqx.is_inexact_array)),
+        ValueError,
+        r"The first difference is at `.layers\[4\].weight`: nothing; got an ar",
+    ),
+]
+
+FIRST = [*WHOLE, *FORGOTTEN, *ONE, *ARGUMENTS, *SETTINGS, *HIDDEN, *HINTS]
