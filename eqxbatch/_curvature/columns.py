@@ -450,7 +450,8 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
         of an inexact dtype, for an unknown `mode`, for sizes below 1, and if both
         `block_size` and `num_blocks` are given.
     - `TypeError` for complex arrays without `holomorphic`, for real parameters or
-        outputs with it, and for a `fun` that JAX can differentiate in neither mode.
+        outputs with it, and for a `fun` that JAX can differentiate in neither mode, or
+        not in the given `mode`.
 
     !!! example
 
