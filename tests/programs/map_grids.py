@@ -116,9 +116,7 @@ def draw_grids(draw: Draw) -> Case:
     }[len(values)]
     is_dict = draw.flag()
     settings["in_axes"] = (
-        {n: s for n, s in zip(_ARGUMENTS, given, strict=False) if s is not None}
-        if is_dict
-        else tuple(given)
+        dict(zip(_ARGUMENTS, given, strict=False)) if is_dict else tuple(given)
     )
     cells = int(np.prod(list(sizes.values())))
     block = draw.one_of(None, 1, 2, 3, 5, 7, cells - 1, cells, cells + 1)
