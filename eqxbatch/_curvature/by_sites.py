@@ -447,6 +447,10 @@ def _plus_diagonal(block: Array, diagonal: Array, is_diagonal: bool) -> Array:
     return flat.at[entries, entries].add(diagonal.ravel()).reshape(block.shape)
 
 
+# Two ways take two programs. Savings of less than a fifth are not worth compiling both.
+_WORTH_TWO = 0.8
+
+
 def cheapest(
     program: Program,
     covered: set[int],
@@ -477,11 +481,11 @@ def cheapest(
         )
         return by_sites + sum(columns[i] for i in columns if i not in leaves)
 
-    best = min(({*covered}, set[int]()), key=cost)
+    best = simplest = min(({*covered}, set[int]()), key=cost)
     for _ in clusters:
         candidates = [best ^ cluster for cluster in clusters]
         better = min(candidates, key=cost)
         if cost(better) >= cost(best):
             break
         best = better
-    return best
+    return best if cost(best) < _WORTH_TWO * cost(simplest) else simplest
