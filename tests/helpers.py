@@ -98,7 +98,8 @@ def spread(values, num):
 def normal(key, shape, dtype=jnp.float32):
     """Standard normal numbers of any inexact dtype.
 
-    NumPy draws them, because JAX would compile a program for each shape.
+    NumPy draws them, because JAX would compile a program for each shape, as
+    `jnp.asarray` does, too, but not `jax.device_put`.
     """
     if isinstance(key, jax.core.Tracer):
         return jr.normal(key, shape, dtype)
@@ -106,7 +107,15 @@ def normal(key, shape, dtype=jnp.float32):
     values = rng.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         values = (values + 1j * rng.standard_normal(shape)) / np.sqrt(2)
-    return jnp.asarray(np.asarray(values).astype(dtype))
+    return jax.device_put(np.asarray(values).astype(dtype))
+
+
+def integers(key, shape, end):
+    """Numbers from 0, below `end`, by NumPy."""
+    if isinstance(key, jax.core.Tracer):
+        return jr.randint(key, shape, 0, end)
+    rng = np.random.default_rng(np.asarray(jr.key_data(key)).tolist())
+    return jax.device_put(rng.integers(0, end, shape, np.int32))
 
 
 KINDS = (AxisType.Auto, AxisType.Explicit)

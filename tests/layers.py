@@ -13,10 +13,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 
 from eqxbatch import explain_sites
 from eqxbatch.results import SitesReport
-from .helpers import normal
+from .helpers import integers, normal
 
 
 nn = eqx.nn
@@ -32,7 +33,7 @@ class Case(NamedTuple):
 
 
 def vectors(*shape):
-    return lambda key: jr.normal(key, shape)
+    return lambda key: normal(key, shape, jnp.result_type(float))
 
 
 def weight(*shape):
@@ -40,7 +41,13 @@ def weight(*shape):
 
 
 def tokens(*shape):
-    return lambda key: jr.randint(key, shape, 0, 7)
+    return lambda key: integers(key, shape, 7)
+
+
+def examples(case, key, num):
+    """Some examples, for whose shapes nothing is compiled."""
+    drawn = [case.example(key) for key in jr.split(key, num)]
+    return jax.tree.map(lambda *x: jax.device_put(np.stack(x)), *drawn)
 
 
 def apply(model, x):

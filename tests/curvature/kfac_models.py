@@ -5,6 +5,7 @@ each layer of shape `(positions, outputs)`, and returns its output, and the inpu
 its layers, of shape `(positions, inputs)`.
 """
 
+import functools
 from typing import NamedTuple
 
 import equinox as eqx
@@ -14,6 +15,7 @@ import jax.random as jr
 import numpy as np
 
 from eqxbatch import filter_kfac
+from ..helpers import normal
 
 
 class Known(NamedTuple):
@@ -26,16 +28,19 @@ class Known(NamedTuple):
     leaves: object
 
 
-def tapped(known, x):
-    return lambda taps: known.run(known.model, x, taps)
-
-
-def zeros(known):
-    return [jnp.zeros(shape) for shape in known.shapes]
+@functools.cache
+def known_model(name, num):
+    """The same for all tests, so that they share their programs."""
+    return KNOWN[name](jr.key(1), num)
 
 
 def predict(known):
-    return lambda model, x, y: known.run(model, x, zeros(known))[0]
+    return _predict(known.run, tuple(known.shapes))
+
+
+@functools.cache
+def _predict(run, shapes):
+    return lambda model, x, y: run(model, x, list(map(jnp.zeros, shapes)))[0]
 
 
 def loss(out, x, y):
@@ -55,22 +60,25 @@ def kfac(known, y, **settings):
 
 def per_example(known, y):
     """Inputs, cotangents of each output, Hessian and gradient of the loss."""
+    shapes = tuple(known.shapes)
+    return jax.device_get(_per_example(known.run, shapes, known.model, known.x, y))
 
+
+@eqx.filter_jit
+def _per_example(run, shapes, model, x, y):
     def one(x, y):
-        run = tapped(known, x)
-        out, inputs = run(zeros(known))
-        jacobians = jax.jacrev(lambda taps: run(taps)[0])(zeros(known))
+        zeros = list(map(jnp.zeros, shapes))
+        out, inputs = run(model, x, zeros)
+        jacobians = jax.jacrev(lambda taps: run(model, x, taps)[0])(zeros)
         of_loss = lambda out: loss(out, x, y)
         return inputs, jacobians, jax.hessian(of_loss)(out), jax.grad(of_loss)(out)
 
-    return jax.jit(jax.vmap(one))(known.x, y)
+    return jax.vmap(one)(x, y)
 
 
 def factors(known, y, *, sharing="expand", fisher="exact", weights=None):
     """For each layer the two factors, by loops over examples and positions."""
-    inputs, jacobians, curves, gradients = jax.tree.map(
-        np.asarray, per_example(known, y)
-    )
+    inputs, jacobians, curves, gradients = per_example(known, y)
     num = len(y)
     weights = np.ones(num) if weights is None else np.asarray(weights)
     found = []
@@ -93,21 +101,32 @@ def factors(known, y, *, sharing="expand", fisher="exact", weights=None):
     return found
 
 
-def moments(known, y, bases):
-    """The second moments of gradients along the eigenvectors of each layer."""
-    inputs, jacobians, curves, _ = jax.tree.map(np.asarray, per_example(known, y))
+def exact_blocks(known, y):
+    """Those of the Gauss-Newton matrix, of shape `(out, in, out, in)`."""
+    inputs, jacobians, curves, _ = per_example(known, y)
     found = []
-    for layer, (into, out) in enumerate(bases):
+    for layer, leaves in enumerate(known.leaves(known.model)):
         total = 0.0
         for n in range(len(y)):
             a = inputs[layer][n]
-            if a.shape[1] < len(into):
+            if len(leaves) == 2:
                 a = np.concatenate([a, np.ones((len(a), 1))], -1)
             gradient = np.einsum("cto,ti->coi", jacobians[layer][n], a)
-            turned = np.einsum("coi,op,ij->cpj", gradient, out, into)
-            total = total + np.einsum("coi,cd,doi->oi", turned, curves[n], turned)
+            curved = np.einsum("coi,cd->doi", gradient, curves[n])
+            total = total + np.tensordot(curved, gradient, (0, 0))
         found.append(total / len(y))
     return found
+
+
+# One program in place of one for each operation.
+@eqx.filter_jit
+def matrix_of(found):
+    return found.operator().as_matrix()
+
+
+@eqx.filter_jit
+def diagonal_of(found):
+    return found.operator().diagonal()
 
 
 def with_bias(*layers):
@@ -122,7 +141,7 @@ def mlp(key, num):
         hidden = jnp.tanh(first(x) + taps[0][0])
         return second(hidden) + taps[1][0], [x[None], hidden[None]]
 
-    x = jr.normal(key, (num, 3))
+    x = normal(key, (num, 3), float)
     return Known(run, model, x, [(1, 4), (1, 2)], lambda m: with_bias(*m.layers))
 
 
@@ -136,7 +155,7 @@ def pooled(key, num):
         mean = jnp.mean(hidden, 0)
         return model[1](mean) + taps[1][0], [x, mean[None]]
 
-    x = jr.normal(key, (num, 4, 3))
+    x = normal(key, (num, 4, 3), float)
     return Known(run, model, x, [(4, 4), (1, 2)], lambda m: with_bias(*m))
 
 
@@ -158,7 +177,7 @@ def convolution(key, num):
         hidden = jnp.tanh(out).ravel()
         return model[1](hidden) + taps[1][0], [seen, hidden[None]]
 
-    x = jr.normal(key, (num, 2, 5, 5))
+    x = normal(key, (num, 2, 5, 5), float)
     return Known(run, model, x, [(18, 3), (1, 2)], lambda m: with_bias(*m))
 
 
@@ -176,7 +195,7 @@ def scanned(key, num):
         hidden, inputs = jax.lax.scan(step, jnp.zeros(3), (x, taps[0]))
         return hidden[:2], [inputs]
 
-    x = jr.normal(key, (num, 4, 2))
+    x = normal(key, (num, 4, 2), float)
     return Known(run, model, x, [(4, 3)], lambda m: with_bias(*m))
 
 
@@ -191,7 +210,7 @@ def repeated(key, num):
             x = jnp.tanh(model[0](x) + tap)
         return x[:2], [jnp.stack(inputs)]
 
-    x = jr.normal(key, (num, 3))
+    x = normal(key, (num, 3), float)
     return Known(run, model, x, [(3, 3)], lambda m: with_bias(*m))
 
 
@@ -199,8 +218,8 @@ def heads(key, num):
     """Weights with several axes on each side, as attention has, and a vector."""
     keys = jr.split(key, 3)
     model = {
-        "into": jr.normal(keys[0], (2, 3, 4)),  # Heads, entries, inputs.
-        "out": jr.normal(keys[1], (3, 2)),
+        "into": normal(keys[0], (2, 3, 4), float),  # Heads, entries, inputs.
+        "out": normal(keys[1], (3, 2), float),
     }
 
     def run(model, x, taps):
@@ -210,7 +229,7 @@ def heads(key, num):
         into = jnp.swapaxes(hidden, 1, 2).reshape(5, 6)
         return jnp.stack([jnp.sum(out), jnp.prod(out)]), [x, into]
 
-    x = jr.normal(key, (num, 5, 4)) / 2
+    x = normal(key, (num, 5, 4), float) / 2
     leaves = lambda m: [(m["into"],), (m["out"],)]
     return Known(run, model, x, [(5, 6), (5, 1)], leaves)
 
@@ -270,7 +289,7 @@ def product(seed):
     matrix = np.concatenate([belongs(bias), belongs(w)])
     return (
         fun,
-        jax.tree.map(jnp.asarray, parameters),
+        jax.device_put(parameters),
         rng.normal(size=(1, *shape(x))),
         matrix,
     )

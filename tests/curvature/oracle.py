@@ -11,7 +11,8 @@ from eqxbatch import (
     filter_hessian,
     filter_hessian_diagonal,
 )
-from ..layers import Case
+from ..helpers import normal
+from ..layers import Case, examples
 
 
 METHODS = ("sites", "products", "auto")
@@ -59,7 +60,8 @@ def network(key, width=3, depth=1, activation=jnp.tanh):
 
 def batch(key, num):
     key1, key2 = jr.split(key)
-    return jr.normal(key1, (num, 2)), jr.normal(key2, (num,))
+    dtype = jnp.result_type(float)
+    return normal(key1, (num, 2), dtype), normal(key2, (num,), dtype)
 
 
 def count(model):
@@ -87,11 +89,11 @@ def of_each(model, x, y):
 
 def compare(case: Case):
     """The Hessian of a loss by sites, and its diagonal."""
-    model, fun, example = case
-    cast = lambda x: x.astype(jnp.float64) if eqx.is_inexact_array(x) else x
-    cast_all = eqx.filter_jit(lambda tree: jax.tree.map(cast, tree))
-    model = cast_all(model)
-    xs = cast_all(eqx.filter_jit(jax.vmap(example))(jr.split(jr.key(1), 3)))
+    model, fun, _ = case
+    to_64 = lambda x: jax.device_put(np.asarray(x).astype(np.float64))
+    cast = lambda x: to_64(x) if eqx.is_inexact_array(x) else x
+    model = jax.tree.map(cast, model)
+    xs = jax.tree.map(cast, examples(case, jr.key(1), 3))
 
     def loss(model, x):
         outs = jtu.tree_leaves(eqx.filter(fun(model, x), eqx.is_inexact_array))

@@ -18,6 +18,7 @@ from eqxbatch import (
     Mean,
 )
 from eqxbatch._base.primitives import inner_jaxprs
+from ..helpers import normal
 from .oracle import close
 
 
@@ -40,7 +41,7 @@ class Drawn(eqx.Module):
             (rng.choice(kinds), rng.randrange(4), rng.randrange(4)) for _ in range(7)
         )
         keys = iter(jr.split(key, 16))
-        of = lambda *shape: [jr.normal(next(keys), shape) / 2 for _ in range(4)]
+        of = lambda *shape: [normal(next(keys), shape, float) / 2 for _ in range(4)]
         self.matrices, self.shifts = of(WIDTH, WIDTH), of(WIDTH)
         self.scales, self.table = of(WIDTH), of(4, WIDTH)
 
@@ -75,7 +76,10 @@ def error(model, x, token, y):
 
 
 def drawn(seed):
-    x, y = jr.normal(jr.key(1), (NUM, WIDTH)), jr.normal(jr.key(2), (NUM, WIDTH))
+    x, y = (
+        normal(jr.key(1), (NUM, WIDTH), float),
+        normal(jr.key(2), (NUM, WIDTH), float),
+    )
     return Drawn(seed, jr.key(seed)), x, jnp.arange(NUM) % 4, y
 
 
@@ -127,7 +131,7 @@ def test_drawn_steps(seed):
 
 def deep(depth, key):
     model = eqx.nn.MLP(2, "scalar", 4, depth, jnp.tanh, key=key)
-    return model, jr.normal(key, (6, 2)), jr.normal(key, (6,))
+    return model, normal(key, (6, 2), float), normal(key, (6,), float)
 
 
 def squared(model, x, y):
@@ -136,7 +140,7 @@ def squared(model, x, y):
 
 @pytest.mark.usefixtures("x64")
 def test_deep_network():
-    model, x, y = deep(4, jr.key(0))
+    model, x, y = deep(3, jr.key(0))
     mean = lambda model: jnp.mean(jax.vmap(squared, (None, 0, 0))(model, x, y))
     expected = eqx.filter_jit(eqx.filter_hessian(mean))(model)
     settings = {"in_axes": 0, "method": "sites"}
@@ -171,5 +175,5 @@ def names_in(jaxpr):
 
 
 def test_the_program_grows_with_the_depth_and_not_with_its_square():
-    for sizes in zip(*map(num_equations, (6, 12, 24)), strict=True):
+    for sizes in zip(*map(num_equations, (2, 4, 8)), strict=True):
         assert sizes[2] - sizes[1] <= 2.4 * (sizes[1] - sizes[0])

@@ -32,6 +32,7 @@ from ..helpers import (
     CountTraces,
     forwards_only,
     memory,
+    normal,
     only_backwards,
     rows_only,
     spread,
@@ -64,7 +65,7 @@ class TestUse:
             def mean_loss(self, x):
                 return jnp.sum(jnp.sin(self.w) * x)
 
-        model, x = Model(jr.normal(getkey(), (3,))), jr.normal(getkey(), (3,))
+        model, x = Model(normal(getkey(), (3,), float)), normal(getkey(), (3,), float)
         expected = jnp.diag(-jnp.sin(model.w) * x)
         assert_same(model.loss(x).w.w, expected)
         assert_same(model.mean_loss(jnp.stack([x, x]))[0], expected)
@@ -78,15 +79,10 @@ class TestUse:
             hessian(model, x, y)
             num = loss.num
             assert num > 0
+            assert num == 1 or transform is filter_hessian_diagonal
             hessian(jax.tree.map(lambda x: x, model), x + 1, y)
             transform(loss, in_axes=0, microbatch_size=3)(model, x, y)
             assert loss.num == num
-
-    def test_loss_is_traced_once(self, getkey):
-        model, (x, y) = network(getkey()), batch(getkey(), 7)
-        loss = CountTraces(error)
-        filter_hessian(loss, in_axes=0, microbatch_size=3)(model, x, y)
-        assert loss.num == 1
 
     def test_nested(self, getkey, x64):
         x, y = batch(getkey(), 5)
@@ -107,7 +103,7 @@ class TestUse:
 
     def test_closed_over_arrays_are_differentiated(self, getkey):
         x, y = batch(getkey(), 5)
-        w = jr.normal(getkey(), (2,))
+        w = normal(getkey(), (2,), float)
 
         def curvature(scale):
             loss = lambda w, x, y: scale * (jnp.dot(w, x) - y) ** 2
@@ -143,7 +139,7 @@ class TestUse:
             jax.debug.print("seen")
             return jnp.sum(jnp.sin(w) * x)
 
-        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (2, 3))
+        w, x = normal(getkey(), (3,), float), normal(getkey(), (2, 3), float)
         got = filter_hessian(loss, in_axes=0)(w, x)
         jax.effects_barrier()
         assert "seen" in capfd.readouterr().out
@@ -154,7 +150,7 @@ class TestUse:
 class TestModes:
     @pytest.mark.flags
     def test_functions_without_forward_mode(self, getkey):
-        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        w, x = normal(getkey(), (3,), float), normal(getkey(), (4, 3), float)
         loss = lambda w, x: jnp.sum(only_backwards(w * x))
         expected = dense(lambda w, x: jnp.sum(jnp.sin(w * x)), w, x)
         vector = jnp.arange(3.0)
@@ -170,7 +166,7 @@ class TestModes:
             got = filter_hvp(loss, in_axes=0, mode="rev")(w, vector, x)
             close(got, expected @ vector)
             got = filter_hessian_diagonal(loss, in_axes=0, mode="rev")(w, x)
-            close(got, jnp.diagonal(expected))
+            close(got, np.diagonal(expected))
         for settings in ({"mode": "fwd"}, {"method": "sites"}):
             with pytest.raises(TypeError, match="forward-mode"):
                 filter_hessian(loss, in_axes=0, **settings)(w, x)
@@ -203,7 +199,7 @@ class TestModes:
             assert {(x.filename, x.lineno) for x in found} == {(__file__, line)}
 
     def test_gauss_newton_without_forward_mode(self, getkey):
-        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        w, x = normal(getkey(), (3,), float), normal(getkey(), (4, 3), float)
         loss = lambda out, x: jnp.sum(out**2)
         expected, _ = filter_ggn(
             lambda w, x: jnp.sin(w * x), loss, in_axes=0, flat=True
@@ -217,7 +213,7 @@ class TestModes:
 
     @pytest.mark.matrix
     def test_gauss_newton_of_a_loss_without_forward_mode(self, getkey):
-        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        w, x = normal(getkey(), (3,), float), normal(getkey(), (4, 3), float)
         model = lambda w, x: jnp.tanh(w * x)
         expected, _ = filter_ggn(
             model, lambda out, x: jnp.sum(jnp.sin(out)), in_axes=0, flat=True
@@ -232,8 +228,8 @@ class TestModes:
         thinned(("exact", "mc", "empirical"), (forwards_only, rows_only)),
     )
     def test_gauss_newton_of_models_with_one_mode(self, activation, fisher, getkey):
-        w = {"a": jr.normal(getkey(), (2, 3)), "b": jr.normal(getkey(), (2,))}
-        x, y = jr.normal(getkey(), (5, 3)), jr.normal(getkey(), (5, 2))
+        w = {"a": normal(getkey(), (2, 3), float), "b": normal(getkey(), (2,), float)}
+        x, y = normal(getkey(), (5, 3), float), normal(getkey(), (5, 2), float)
 
         def model(fun):
             # Once of parameters and an example, once of parameters alone.
@@ -256,12 +252,12 @@ class TestModes:
             else:
                 curves = jax.jit(jax.vmap(jax.hessian(loss)))(outs(w), x, y)
                 expected = np.einsum("nop,noq,nqr->pr", rows, curves, rows) / 5
-        expected = jnp.asarray(expected)
-        for method in METHODS:
+        expected = np.asarray(expected)
+        for method in METHODS if fisher == "type-2" else CHOICES:
             ggn = filter_ggn(model(activation), loss, method=method, **settings)
             close(ggn(w, x, y)[0], expected)
         diagonal = filter_ggn_diagonal(model(activation), loss, **settings)
-        close(diagonal(w, x, y)[0], jnp.diagonal(expected))
+        close(diagonal(w, x, y)[0], np.diagonal(expected))
         if fisher == "exact":
             vector = jax.tree.map(lambda x: jnp.arange(x.size).reshape(x.shape) / 2, w)
             product = filter_ggnvp(
@@ -272,7 +268,7 @@ class TestModes:
 
     @pytest.mark.parametrize("fun", spread((forwards_only, rows_only), 1))
     def test_gauss_newton_of_losses_with_one_mode(self, fun, getkey):
-        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        w, x = normal(getkey(), (3,), float), normal(getkey(), (4, 3), float)
         model, vector = lambda w, x: jnp.tanh(w * x), jnp.arange(3.0)
         of = lambda fun: lambda out, x: jnp.sum(fun(out))
         for fisher in ("exact", "empirical"):
@@ -293,8 +289,8 @@ class TestModes:
 
     @pytest.mark.matrix
     def test_only_parameters_without_forward_mode_are_left_to_products(self, getkey):
-        w = {"a": jr.normal(getkey(), (3,)), "b": jr.normal(getkey(), (4, 3))}
-        x = jr.normal(getkey(), (5, 3))
+        w = {"a": normal(getkey(), (3,), float), "b": normal(getkey(), (4, 3), float)}
+        x = normal(getkey(), (5, 3), float)
 
         def loss(fun):
             return lambda w, x: jnp.sum(jnp.tanh(w["b"] @ x)) + jnp.sum(fun(w["a"]))
@@ -361,7 +357,7 @@ class TestModes:
 
         strange.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * x**2,))
 
-        w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+        w, x = normal(getkey(), (3,), float), normal(getkey(), (4, 3), float)
         for fun in (odd, strange):
             # Of elementwise functions, so that what they say is symmetric at least.
             loss = lambda w, x: jnp.sum(fun(w * x))
@@ -398,7 +394,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("method", spread(("sites", "products"), 1))
     def test_flat_in_the_number_of_examples(self, method, getkey):
-        diff, static = self.model(getkey)
+        diff, static = self.model(getkey, depth=1)
         sizes = [
             memory(
                 self.of(num, static, method=method, microbatch_size=16, block_size=8),
@@ -424,13 +420,13 @@ class TestMemory:
     def test_terms_of_few_pairs_are_there_at_once(self, getkey):
         model = eqx.nn.MLP(32, "scalar", 32, 3, jnp.tanh, key=getkey())
         diff, static = eqx.partition(model, eqx.is_inexact_array)
-        args = (diff, jr.normal(getkey(), (5, 32)), jr.normal(getkey(), (5,)))
+        args = (diff, normal(getkey(), (5, 32), float), normal(getkey(), (5,), float))
         result = memory(self.of(5, static, method="sites"), *args)
         # With those of all pairs, it is as large as the matrix.
         assert result.temp_size_in_bytes <= 0.7 * result.output_size_in_bytes
 
     def test_flat_in_the_number_of_columns(self, getkey):
-        diff, static = self.model(getkey, depth=3)
+        diff, static = self.model(getkey)
         args = (diff, *batch(getkey(), 256))
         sizes = [
             memory(
@@ -531,7 +527,7 @@ def test_one_array_is_differentiated_as_by_jax(getkey):
         steps = 100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2
         return jnp.sum(steps) + jax.nn.logsumexp(x), x[0]
 
-    x = jr.normal(getkey(), (600,))
+    x = normal(getkey(), (600,), float)
     run = lambda size: filter_hessian(chain, block_size=size, has_aux=True, flat=True)
     ours = lambda x, size=None: run(size)(x)[0][0]
     theirs = jax.jit(jax.hessian(lambda x: chain(x)[0]))

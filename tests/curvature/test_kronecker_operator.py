@@ -1,6 +1,7 @@
 """Kronecker factors as linear operators, against dense matrices."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from eqxbatch import filter_kfac
-from .kfac_models import kfac, KNOWN, loss_of_four, predict
+from ..helpers import normal
+from .kfac_models import kfac, known_model, loss_of_four, predict
 from .oracle import close
 
 
@@ -22,11 +24,16 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 @pytest.fixture
 def y(x64):
-    return jr.normal(jr.key(2), (NUM, 2))
+    return normal(jr.key(2), (NUM, 2), float)
 
 
 @pytest.fixture(params=(False, True))
 def mixed(request, x64):
+    return factors_of_every_kind(request.param)
+
+
+@functools.cache
+def factors_of_every_kind(corrected):
     """Factors of every kind of block."""
     keys = jr.split(jr.key(0), 3)
     model = {
@@ -44,7 +51,7 @@ def mixed(request, x64):
         return hidden * jnp.sum(model["large"].reshape(4, 129) * hidden[:, None], 1)
 
     x, y = jr.randint(jr.key(1), (NUM, 2), 0, 5), jnp.zeros((NUM, 4))
-    settings = {"in_axes": 0, "corrected": request.param}
+    settings = {"in_axes": 0, "corrected": corrected}
     found = filter_kfac(apply, loss_of_four, **settings)(model, x, y)
     kinds = {block.part.structure for block in found.blocks}
     assert kinds == {"kronecker", "block", "diagonal"}
@@ -55,36 +62,48 @@ class TestOperator:
     def test_against_dense(self, mixed):
         found, model = mixed
         damping = 0.3
-        operator = found.operator(damping=damping)
-        matrix = np.asarray(operator.as_matrix())
-        plain = np.asarray(found.operator().as_matrix())
-        close(jnp.asarray(matrix), jnp.asarray(plain + damping * np.eye(len(plain))))
+
+        @eqx.filter_jit
+        def run(found, model):
+            operator = found.operator(damping=damping)
+            operators = {
+                "itself": operator,
+                "inverse": operator.inverse(),
+                "root": operator.sqrt(),
+                "back": operator.inverse().inverse(),
+            }
+            values, vectors = operator.eigh()
+            turned = vectors.transpose().mv(model)
+            eigen = values, vectors.as_matrix(), turned
+            of = lambda x: (ravel(x.mv(model)), x.diagonal(), x.trace(), x.logdet())
+            matrices = operator.as_matrix(), found.operator().as_matrix()
+            return matrices, {k: of(x) for k, x in operators.items()}, eigen
+
         flat, unravel = jax.flatten_util.ravel_pytree(model)
         ravel = lambda tree: jax.flatten_util.ravel_pytree(tree)[0]
+        (matrix, plain), got, eigen = jax.device_get(run(found, model))
+        close(matrix, plain + damping * np.eye(len(plain)))
         inverse = np.linalg.inv(matrix)
         values, vectors = np.linalg.eigh(matrix)
-        for name, own, expected in (
-            ("itself", operator, matrix),
-            ("inverse", operator.inverse(), inverse),
-            ("root", operator.sqrt(), vectors * np.sqrt(values) @ vectors.T),
-            ("back", operator.inverse().inverse(), matrix),
+        for name, expected in (
+            ("itself", matrix),
+            ("inverse", inverse),
+            ("root", vectors * np.sqrt(values) @ vectors.T),
+            ("back", matrix),
         ):
-            got = ravel(own.mv(model))
-            np.testing.assert_allclose(got, expected @ flat, rtol=1e-8, err_msg=name)
-            diagonal = np.diag(expected)
-            np.testing.assert_allclose(own.diagonal(), diagonal, rtol=1e-8)
-            np.testing.assert_allclose(own.trace(), np.sum(diagonal), rtol=1e-8)
-            logdet = np.linalg.slogdet(expected)[1]
-            np.testing.assert_allclose(own.logdet(), logdet, rtol=1e-8)
-        found_values, found_vectors = operator.eigh()
+            product, diagonal, trace, logdet = got[name]
+            np.testing.assert_allclose(
+                product, expected @ flat, rtol=1e-8, err_msg=name
+            )
+            np.testing.assert_allclose(diagonal, np.diag(expected), rtol=1e-8)
+            np.testing.assert_allclose(trace, np.trace(expected), rtol=1e-8)
+            of_expected = np.linalg.slogdet(expected)[1]
+            np.testing.assert_allclose(logdet, of_expected, rtol=1e-8)
+        found_values, basis, turned = eigen
         np.testing.assert_allclose(np.sort(found_values), values, rtol=1e-8)
-        basis = np.asarray(found_vectors.as_matrix())
         np.testing.assert_allclose(basis.T @ basis, np.eye(len(flat)), atol=1e-9)
-        np.testing.assert_allclose(
-            basis * np.asarray(found_values) @ basis.T, matrix, atol=1e-8
-        )
-        back = found_vectors.transpose().mv(model)
-        np.testing.assert_allclose(back, basis.T @ flat, rtol=1e-8)
+        np.testing.assert_allclose(basis * found_values @ basis.T, matrix, atol=1e-8)
+        np.testing.assert_allclose(turned, basis.T @ flat, rtol=1e-8)
         # The blocks are those of the factors.
         for block in found.blocks:
             if block.part.structure == "kronecker" and block.moments is None:
@@ -93,10 +112,17 @@ class TestOperator:
     def _compare(self, block, matrix, unravel):
         """A Kronecker product, entry by entry, at some places."""
         layout = block.part.layout
-        places = jax.tree.leaves(unravel(jnp.arange(float(len(matrix)))))
-        places = [places[leaf] for leaf in block.part.leaves]
-        places = np.asarray(layout.matrices(places)).astype(int)
-        close(layout.leaves(layout.matrices(own := layout_leaves(block))), own)
+
+        @jax.jit
+        def run(numbers, own):
+            places = jax.tree.leaves(unravel(numbers))
+            places = [places[leaf] for leaf in block.part.leaves]
+            return layout.matrices(places), layout.leaves(layout.matrices(own))
+
+        own = layout_leaves(block)
+        places, back = run(np.arange(float(len(matrix))), own)
+        places = np.asarray(places).astype(int)
+        close(back, own)
         for i, own in enumerate(places):
             inputs = np.asarray(block.inputs[i])
             inputs = np.diag(inputs) if inputs.ndim == 1 else inputs
@@ -107,26 +133,33 @@ class TestOperator:
     @pytest.mark.versions
     def test_in_lineax(self, mixed):
         found, model = mixed
-        operator = found.operator(damping=0.3)
-        assert lineax.is_symmetric(operator)
-        # With `fisher="exact"`, nothing says that the loss is convex.
-        assert not lineax.is_positive_semidefinite(operator)
-        assert lineax.is_positive_semidefinite(operator.inverse())
-        assert lineax.is_positive_semidefinite(operator.sqrt())
-        squared = dataclasses.replace(found, is_semidefinite=True)
-        assert lineax.is_positive_semidefinite(squared.operator(damping=0.3))
-        close(lineax.diagonal(operator), operator.diagonal())
-        tagged = lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)
-        solution = lineax.linear_solve(tagged, model, lineax.CG(1e-9, 1e-9)).value
-        close(solution, operator.inverse().mv(model), tol=1e-6)
-        tree = lineax.materialise(operator)
-        close(tree.mv(model), operator.mv(model))
-        run = eqx.filter_jit(lambda found, x: found.operator(damping=0.3).mv(x))
-        close(run(found, model), operator.mv(model))
+
+        @eqx.filter_jit
+        def run(found, model):
+            operator = found.operator(damping=0.3)
+            assert lineax.is_symmetric(operator)
+            # With `fisher="exact"`, nothing says that the loss is convex.
+            assert not lineax.is_positive_semidefinite(operator)
+            assert lineax.is_positive_semidefinite(operator.inverse())
+            assert lineax.is_positive_semidefinite(operator.sqrt())
+            squared = dataclasses.replace(found, is_semidefinite=True)
+            assert lineax.is_positive_semidefinite(squared.operator(damping=0.3))
+            tag = lineax.positive_semidefinite_tag
+            tagged = lineax.TaggedLinearOperator(operator, tag)
+            solution = lineax.linear_solve(tagged, model, lineax.CG(1e-9, 1e-9)).value
+            product = operator.mv(model)
+            return (
+                (lineax.diagonal(operator), operator.diagonal(), 1e-9),
+                (solution, operator.inverse().mv(model), 1e-6),
+                (lineax.materialise(operator).mv(model), product, 1e-9),
+            )
+
+        for got, expected, tol in run(found, model):
+            close(got, expected, tol)
 
     @pytest.mark.quick
     def test_refused(self, y):
-        known = KNOWN["mlp"](jr.key(1), 2)
+        known = known_model("mlp", 2)
         found = kfac(known, y[:2])
         parameters = eqx.filter(known.model, eqx.is_inexact_array)
         with pytest.raises(ValueError, match=r"`damping` must be at least 0; got -0.1"):
@@ -175,4 +208,4 @@ def test_rounding_is_that_of_each_factor():
 
 def layout_leaves(block):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=shape)) for shape in block.part.shapes]
+    return [jax.device_put(rng.normal(size=shape)) for shape in block.part.shapes]

@@ -4,7 +4,6 @@ import importlib
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.random as jr
 import jax.tree_util as jtu
 import lineax
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 import eqxbatch
 from eqxbatch import filter_ggn, filter_hessian, GGNOperator, HessianOperator, Sum
-from ..helpers import only_backwards
+from ..helpers import normal, only_backwards
 from .oracle import batch, close, error, network
 
 
@@ -44,7 +43,7 @@ def test_is_the_matrix(kind, getkey):
     settings = {"in_axes": 0, "microbatch_size": 3, "where": where}
     operator, matrix, unravel = make(kind, model, x, y, **settings)
     num = matrix.shape[0]
-    vector = jr.normal(getkey(), (num,))
+    vector = normal(getkey(), (num,), float)
     close(operator.mv(unravel(vector)), unravel(matrix @ vector))
     close(operator.as_matrix(), matrix)
     materialised = lineax.materialise(operator)
@@ -68,7 +67,7 @@ def test_is_the_matrix_of_a_sum(kind, getkey):
     model, (x, y) = network(getkey()), batch(getkey(), 3)
     settings = {"in_axes": 0, "accumulator": Sum()}
     operator, matrix, unravel = make(kind, model, x, y, **settings)
-    vector = jr.normal(getkey(), (matrix.shape[0],))
+    vector = normal(getkey(), (matrix.shape[0],), float)
     close(operator.mv(unravel(vector)), unravel(matrix @ vector))
     close(operator.as_matrix(), matrix)
 
@@ -77,7 +76,7 @@ def test_is_a_pytree(getkey):
     model, (x, y) = network(getkey()), batch(getkey(), 7)
     settings = {"in_axes": np.int64(0), "checkpoint": np.bool_(True)}
     operator, matrix, unravel = make("hessian", model, x, y, **settings)
-    vector = jr.normal(getkey(), (matrix.shape[0],))
+    vector = normal(getkey(), (matrix.shape[0],), float)
     run = eqx.filter_jit(lambda operator, vector: operator.mv(vector))
     close(run(operator, unravel(vector)), unravel(matrix @ vector))
     scaled = 2.0 * operator + operator
@@ -85,7 +84,7 @@ def test_is_a_pytree(getkey):
 
 
 def test_solve(getkey):
-    x, y = jr.normal(getkey(), (9, 4)), jr.normal(getkey(), (9,))
+    x, y = normal(getkey(), (9, 4), float), normal(getkey(), (9,), float)
     model = lambda w, x, y: jnp.dot(w, x)
     settings = {"in_axes": 0, "microbatch_size": 2, "accumulator": Sum()}
     settings["is_convex"] = True
@@ -123,7 +122,7 @@ def test_keywords(getkey):
 
 
 def test_mode(getkey):
-    w, x = jr.normal(getkey(), (3,)), jr.normal(getkey(), (4, 3))
+    w, x = normal(getkey(), (3,), float), normal(getkey(), (4, 3), float)
     loss = lambda w, x: jnp.sum(only_backwards(w * x))
     operator = HessianOperator(loss, w, x, in_axes=0, mode="rev")
     expected = jnp.diag(-jnp.mean(x**2 * jnp.sin(w[None] * x), 0))

@@ -16,7 +16,7 @@ from eqxbatch import filter_ggn, filter_ggn_diagonal, Mean
 from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._curvature.gauss_newton import paired_outputs
 from eqxbatch._sites.trace import Program
-from ..helpers import memory, spread
+from ..helpers import memory, normal, spread
 from .oracle import close
 
 
@@ -63,7 +63,7 @@ class Drawn(eqx.Module):
         ends = ["all", "last", "mean", "total", "heads", "pair", "transposed"]
         self.steps = (*inner, (rng.choice(ends), rng.randrange(2)))
         keys = iter(jr.split(jr.key(seed), 16))
-        of = lambda *shape: [jr.normal(next(keys), shape) for _ in range(2)]
+        of = lambda *shape: [normal(next(keys), shape, float) for _ in range(2)]
         self.matrices, self.mixers = of(WIDTH, WIDTH), of(LENGTH, LENGTH)
         self.shifts, self.scales = of(WIDTH), of(LENGTH, WIDTH)
         self.tables, self.kernels = of(5, WIDTH), of(WIDTH, WIDTH, 2)
@@ -151,7 +151,7 @@ LOSSES = (poisson, squared, entangled, cross_entropy)
 def drawn(seed):
     """A model, a loss of one example's output, and the arrays of some examples."""
     model, of = Drawn(seed), LOSSES[seed % len(LOSSES)]
-    x, token = jr.normal(jr.key(1), (NUM, LENGTH, WIDTH)), jnp.arange(NUM) + 1
+    x, token = normal(jr.key(1), (NUM, LENGTH, WIDTH), float), jnp.arange(NUM) + 1
 
     def loss(out, x, token):
         parts = [of(part, 0.3) for part in jax.tree.leaves(out)]

@@ -44,10 +44,21 @@ def data(key, total, dtype=jnp.float32):
     return model, normal(key2, (total, 3), dtype), normal(key3, (total, 2), dtype)
 
 
+def fetched(tree):
+    """Arrays of NumPy, with which tests go on without compiling, unless traced."""
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    return tree if is_traced else jax.device_get(tree)
+
+
 def each(model, x, y, fun=loss):
     """The gradient of each example, the truth for all of this."""
     grads = eqx.filter_vmap(eqx.filter_grad(fun), in_axes=(None, 0, 0))
-    return eqx.filter_jit(grads)(model, x, y)
+    return fetched(eqx.filter_jit(grads)(model, x, y))
+
+
+def values_of(model, x, y):
+    values = eqx.filter_vmap(loss, in_axes=(None, 0, 0))
+    return fetched(eqx.filter_jit(values)(model, x, y))
 
 
 @jax.jit
@@ -59,8 +70,12 @@ def combined(grads, weights):
 
 
 @jax.jit
-def norms_of(grads):
+def _norms_of(grads):
     return jax.vmap(optax.tree.norm)(grads)
+
+
+def norms_of(grads):
+    return fetched(_norms_of(grads))
 
 
 def mlp(key):

@@ -93,13 +93,13 @@ def make(rng: Any, shape: tuple, dtype: str, kind: str = "normal", axis: int = 0
     if dtype == "key":
         return jr.split(jr.key(int(rng.integers(1000))), shape)
     if dtype == "bool":
-        return jnp.asarray(rng.integers(0, 2, shape).astype(bool))
+        return jnp.array(rng.integers(0, 2, shape).astype(bool))
     if dtype in EXACT:
         low = 0 if dtype.startswith("u") else -3
-        return jnp.asarray(rng.integers(low, 4, shape).astype(dtype))
+        return jnp.array(rng.integers(low, 4, shape).astype(dtype))
     x = rng.normal(size=shape)
     if dtype in COMPLEX:
-        return jnp.asarray((x + 1j * rng.normal(size=shape)).astype(dtype))
+        return jnp.array((x + 1j * rng.normal(size=shape)).astype(dtype))
     largest = float(jnp.finfo(dtype).max)
     if kind == "zeros":
         x = np.zeros(shape)
@@ -115,7 +115,7 @@ def make(rng: Any, shape: tuple, dtype: str, kind: str = "normal", axis: int = 0
         front = [slice(None)] * len(shape)
         front[axis] = slice(0, (shape[axis] + 1) // 2)
         x[tuple(front)] = -np.inf
-    return jnp.asarray(x).astype(dtype)
+    return jnp.array(x).astype(dtype)
 
 
 def widen(x: Any) -> np.ndarray:

@@ -20,7 +20,7 @@ pytestmark = [
 # Small programs that have most of the rules and views between them, in most of the
 # contractions that these allow.
 SEEDS = (
-    *(290, 208, 230, 140, 246, 243, 167, 266, 275, 244),
+    *(290, 230, 208, 140, 246, 243, 167, 266, 275, 244),
     *(240, 74, 150, 89, 103, 298, 27, 76, 126, 273),
 )
 # Programs of one use, with most of its options: dilations, strides, groups, layouts;
@@ -72,7 +72,7 @@ def compare(program, *turn):
     assert result.num_compared
 
 
-@pytest.mark.parametrize("seed", quickly(SEEDS, 3, pytest.mark.matrix))
+@pytest.mark.parametrize("seed", quickly(SEEDS, 2, pytest.mark.matrix))
 def test_random_program(seed):
     with settings():
         program = draw(seed)

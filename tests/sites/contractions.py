@@ -72,7 +72,7 @@ def _by_sites(subject: Subject) -> list[tuple[dict[str, list[Array]], Array]]:
     These are per-example gradients, their weighted sums, squared norms, kernels and
     Jacobians.
     """
-    one = [row[0] for row in subject.rows]
+    one = [np.asarray(row)[0] for row in subject.rows]
     program = Program(TracedFunction(subject.outputs, subject.leaves, one))
 
     @jax.jit

@@ -15,6 +15,7 @@ from eqxbatch._sites.gram import gram, OfLeaf, squared_norms
 from eqxbatch._sites.site import is_allowed
 from eqxbatch._sites.trace import Program
 from ..flags import compiler_options
+from ..layers import examples
 
 
 NUM = 3
@@ -22,8 +23,9 @@ NUM = 3
 
 def cast(tree):
     def to_64(x):
-        wide = jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64
-        return x.astype(wide)
+        # By NumPy, which needs no program for each shape.
+        wide = np.complex128 if jnp.iscomplexobj(x) else np.float64
+        return jax.device_put(np.asarray(x).astype(wide))
 
     return jax.tree.map(lambda x: to_64(x) if eqx.is_inexact_array(x) else x, tree)
 
@@ -38,10 +40,10 @@ def compare(case, key=None):
     Returns the program and the leaves that could be contracted without a gradient.
     """
     key = jr.key(1) if key is None else key
-    model, fun, example = case
+    model, fun, _ = case
     diff, static = eqx.partition(cast(model), eqx.is_inexact_array)
     leaves, treedef = jax.tree.flatten(diff)
-    xs = cast(jax.vmap(example)(jr.split(key, NUM)))
+    xs = cast(examples(case, key, NUM))
     weights = jnp.arange(1.0, NUM + 1)
 
     def loss(leaves, x):
@@ -51,7 +53,7 @@ def compare(case, key=None):
         ravelled = [real(x).reshape(-1) for x in outs]
         return sum(jnp.sum(jnp.sin(x) * jnp.arange(1.0, 1 + x.size)) for x in ravelled)
 
-    one = jax.tree.map(lambda x: x[0], xs)
+    one = jax.tree.map(lambda x: np.asarray(x)[0], xs)
     program = Program(TracedFunction(lambda ws, rows: loss(ws, *rows), leaves, [one]))
     sites = [program.sites_of(i) for i in range(len(leaves))]
     comparable = [

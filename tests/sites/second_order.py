@@ -187,15 +187,14 @@ def _products(
     def hessian(vector: list) -> list:
         return jax.jvp(jax.grad(total), (point,), (vector,))[1]
 
-    one = jnp.zeros(jacobians[0].shape[1], subject.leaves[0].dtype)
-    curve = as_numpy(jax.hessian(subject.loss)(one))
+    one = np.zeros(jacobians[0].shape[1], subject.leaves[0].dtype)
+    curve = as_numpy(jax.jit(jax.hessian(subject.loss))(one))
     for leaf, entry, direction in _directions(subject, leaves):
         products: dict[int, np.ndarray] = {}
         if leaf in curved:
-            vector = [jnp.zeros_like(x) for x in point]
-            vector[curved.index(leaf)] = jnp.asarray(
-                direction, subject.leaves[leaf].dtype
-            )
+            vector = [np.zeros(x.shape, x.dtype) for x in point]
+            dtype = subject.leaves[leaf].dtype
+            vector[curved.index(leaf)] = np.asarray(direction, dtype)
             found = zip(curved, hessian(vector), strict=True)
             products = {other: as_numpy(x) for other, x in found}
         pushed = jacobians[leaf].reshape(*jacobians[leaf].shape[:2], -1)

@@ -41,7 +41,7 @@ class Subject:
 
     @property
     def num_outputs(self) -> int:
-        one = [row[0] for row in self.rows]
+        one = [np.asarray(row)[0] for row in self.rows]
         return jax.eval_shape(self.outputs, self.leaves, one).size
 
     def scalar(self, outs: Real[Array, " k"]) -> Real[Array, ""]:
@@ -80,7 +80,7 @@ def make_subject(fun: Callable, model: PyTree, xs: PyTree) -> Subject:
         directions = jr.normal(jr.key(0), (_MOST_OUTPUTS, flat.size), flat.dtype)
         return directions @ flat / flat.size**0.5
 
-    structs = jax.eval_shape(returned, leaves, [row[0] for row in rows])
+    structs = jax.eval_shape(returned, leaves, [np.asarray(row)[0] for row in rows])
     is_scalar = [x.shape for x in structs] == [()] and not is_complex(structs[0])
     return Subject(outputs, leaves, rows, is_scalar)
 

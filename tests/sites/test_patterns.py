@@ -9,6 +9,7 @@ from jax import lax
 
 from eqxbatch import explain_sites, filter_hessian, filter_micro_grad
 from ..helpers import memory, normal, spread
+from ..layers import examples
 from ..patterns import PATTERNS, squares
 from .contractions import contraction_errors
 
@@ -17,8 +18,8 @@ from .contractions import contraction_errors
 @pytest.mark.parametrize("name", spread([*PATTERNS], 10))
 def test_pattern(name):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        model, fun, example = PATTERNS[name]()
-        xs = jax.vmap(example)(jr.split(jr.key(1), 3))
+        model, fun, _ = case = PATTERNS[name]()
+        xs = examples(case, jr.key(1), 3)
         report = explain_sites(fun, model, xs, in_axes=0)
         assert not [leaf.reason for leaf in report.leaves if leaf.reason]
         for leaf in contraction_errors(fun, model, xs):

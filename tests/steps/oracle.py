@@ -41,32 +41,38 @@ def real_rows(tree, like):
     return jnp.concatenate(parts, axis=1)
 
 
+@eqx.filter_jit
+def derivatives(fun, model, batch, has_residual):
+    """The Jacobians and the residuals of all examples.
+
+    One program for all calls with the same function and shapes.
+    """
+    make, flat = of_numbers(model)
+
+    def values(flat):
+        model = make(flat)
+        out = jax.vmap(lambda *example: fun(model, *example))(*batch)
+        out, residual = out if has_residual else (out, out)
+        return real_rows(out, out), real_rows(residual, out)
+
+    return jax.jacfwd(values, has_aux=True)(flat)
+
+
 def system(terms, model, batches, shares, *, centre=False, has_residual=False):
     """The Jacobian and the residuals, with roots of weights, all terms together.
 
     `shares` are what the squares of the examples of each term count.
     """
-    make, flat = of_numbers(model)
     jacobians, residuals = [], []
     for fun, batch, share in zip(terms, batches, shares, strict=True):
-
-        def values(flat, fun=fun, batch=batch):
-            model = make(flat)
-            out = jax.vmap(lambda *example: fun(model, *example))(*batch)
-            out, residual = out if has_residual else (out, out)
-            return real_rows(out, out), real_rows(residual, out)
-
-        def of_all(flat, values=values):
-            return jax.jacfwd(lambda flat: values(flat)[0])(flat), values(flat)[1]
-
-        own, of_term = jax.device_get(jax.jit(of_all)(flat))
+        own, of_term = jax.device_get(derivatives(fun, model, batch, has_residual))
         weights = np.asarray(share)
         if centre:
             mean = weights / weights.sum()
             own = own - np.tensordot(mean, own, 1)
             of_term = of_term - mean @ of_term
         roots = np.sqrt(weights)[:, None]
-        jacobians.append((own * roots[..., None]).reshape(-1, flat.size))
+        jacobians.append((own * roots[..., None]).reshape(-1, own.shape[-1]))
         residuals.append((of_term * roots).reshape(-1))
     return np.concatenate(jacobians), np.concatenate(residuals)
 
