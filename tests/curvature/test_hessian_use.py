@@ -426,7 +426,7 @@ class TestMemory:
         assert result.temp_size_in_bytes <= 0.7 * result.output_size_in_bytes
 
     def test_flat_in_the_number_of_columns(self, getkey):
-        diff, static = self.model(getkey)
+        diff, static = self.model(getkey, depth=3)
         args = (diff, *batch(getkey(), 256))
         sizes = [
             memory(
