@@ -253,7 +253,7 @@ class TestModes:
                 curves = jax.jit(jax.vmap(jax.hessian(loss)))(outs(w), x, y)
                 expected = np.einsum("nop,noq,nqr->pr", rows, curves, rows) / 5
         expected = np.asarray(expected)
-        for method in METHODS if fisher == "type-2" else CHOICES:
+        for method in METHODS if fisher == "exact" else CHOICES:
             ggn = filter_ggn(model(activation), loss, method=method, **settings)
             close(ggn(w, x, y)[0], expected)
         diagonal = filter_ggn_diagonal(model(activation), loss, **settings)
