@@ -153,7 +153,8 @@ def in_own_process(
     environment: dict[str, str] | None = None,
 ) -> Any:
     """The JSON that a module prints last when it runs as a script."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags += f" --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, "-m", module, what, *map(str, args)],
         capture_output=True,

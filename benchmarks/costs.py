@@ -26,6 +26,7 @@ def seconds(fun: Callable, *args: Any, rounds: int) -> float:
     run = jax.jit(fun)
     program = lambda: jax.block_until_ready(run(*args))
     program()
+    rounds = harness.rounds_of(rounds)
     return statistics.median(timed(program) for _ in range(rounds))
 
 

@@ -144,8 +144,22 @@ def plot(found: dict[int, dict[str, float]], path: pathlib.Path) -> None:
     plt.close(figure)
 
 
+def trace(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
+    """Traces all calls, where no times are judged: this suite has no other bars."""
+    titles = []
+    for job in jobs():
+        if job.is_quick or not quick:
+            for make in (job.ours, job.theirs):
+                fun, args = make()
+                eqx.filter_jit(fun).lower(*args)
+            titles.append(f"- {job.title}")
+    return {}, "\n".join(["Traced, not measured:", "", *titles]), []
+
+
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     """The figures as JSON, the tables for the docs, and the bars."""
+    if not harness.judges_times():
+        return trace(quick)
     rounds = 1 if quick else 3
     bars, depths, figures = [], {}, {}
     lines = [

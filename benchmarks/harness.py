@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import platform
@@ -21,9 +22,13 @@ _judges_times = True
 
 
 def judge_no_times() -> None:
-    """Each way runs once from now on: its time is shown, and no bar needs it."""
+    """From now on, what only serves to compare times is traced and does not run."""
     global _judges_times
     _judges_times = False
+
+
+def judges_times() -> bool:
+    return _judges_times
 
 
 def rounds_of(rounds: int) -> int:
@@ -81,11 +86,18 @@ class Row:
 
 
 def compile_ways(case: Case) -> dict[str, Any]:
-    """All ways of a case, compiled for its arguments."""
-    return {
-        name: jax.jit(way).lower(*case.args).compile()
-        for name, way in case.ways.items()
-    }
+    """All ways of a case, compiled for its arguments.
+
+    Where times are not judged, these are eqxbatch, and the peers whose memory a bar
+    compares; all other ways are only traced.
+    """
+    compiled = {}
+    for name, way in case.ways.items():
+        lowered = jax.jit(way).lower(*case.args)
+        has_bar = case.best_memory is not None and name not in case.unbounded
+        if _judges_times or name == OURS or has_bar:
+            compiled[name] = lowered.compile()
+    return compiled
 
 
 def measure(
@@ -97,22 +109,23 @@ def measure(
     about equally busy for both within a round. If this misses a bar, as many rounds
     are added, at most twice: some peers compile to the same program as eqxbatch, and
     such ratios vary by a few percent. A way that takes more than 20 times as long as
-    eqxbatch runs in the first two rounds only. Where times are not judged, each way
-    runs once.
+    eqxbatch runs in the first two rounds only. Where times are not judged, only
+    eqxbatch runs, once.
     """
     compiled = compiled or compile_ways(case)
-    for program in compiled.values() if _judges_times else ():
+    if not _judges_times:
+        jax.block_until_ready(compiled[OURS](*case.args))
+        memory = _temporaries(compiled)
+        return summarise(case, {name: [math.nan] for name in compiled}, memory)
+    for program in compiled.values():
         jax.block_until_ready(program(*case.args))
     times: dict[str, list[float]] = {name: [] for name in compiled}
-    memory = {
-        name: program.memory_analysis().temp_size_in_bytes
-        for name, program in compiled.items()
-    }
+    memory = _temporaries(compiled)
     order = list(compiled)
     shuffle = random.Random(0).shuffle
     rows: list[Row] = []
     for _ in range(3):
-        for _ in range(rounds_of(rounds)):
+        for _ in range(rounds):
             # Each one finds the caches as another one left them.
             shuffle(order)
             for name in order:
@@ -122,10 +135,16 @@ def measure(
                 jax.block_until_ready(compiled[name](*case.args))
                 times[name].append(time.perf_counter() - start)
         rows = summarise(case, times, memory)
-        times_hold = all(bar.holds for bar in bars_of(case, rows) if bar.is_time)
-        if times_hold or not _judges_times:
+        if all(bar.holds for bar in bars_of(case, rows) if bar.is_time):
             break
     return rows
+
+
+def _temporaries(compiled: dict[str, Any]) -> dict[str, int]:
+    return {
+        name: program.memory_analysis().temp_size_in_bytes
+        for name, program in compiled.items()
+    }
 
 
 def is_slow(theirs: list[float], ours: list[float]) -> bool:
@@ -159,6 +178,8 @@ def bars_of(case: Case, rows: list[Row]) -> list[Bar]:
         part = 1 / min(row.memory_ratio for row in peers)
         name = f"{case.name}: temporaries, of the best peer's"
         bars.append(Bar(name, part, case.best_memory))
+    if not _judges_times:
+        return bars
     if case.best_time is not None:
         part = 1 / min(row.time_ratio for row in peers)
         name = f"{case.name}: time, of the best peer's"

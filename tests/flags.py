@@ -9,10 +9,12 @@ import jax
 # emitters.
 CAN_TURN_OFF_EMITTERS = jax.__version_info__ < (0, 11, 1)
 # Tests run most programs once or twice. Compiling these takes longer than running them.
-COMPILE_FAST = (
+# These leave it to LLVM to do little, and the programs of XLA as they are.
+LLVM_FAST = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1"
 )
+COMPILE_FAST = LLVM_FAST
 if CAN_TURN_OFF_EMITTERS:
     COMPILE_FAST += " --xla_cpu_use_fusion_emitters=false"
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
