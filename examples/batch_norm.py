@@ -24,8 +24,8 @@ import eqxbatch
 
 # %%
 digits = load_digits()
-images = jnp.asarray(digits.data[:1200] / 16, jnp.float32)
-labels = jnp.asarray(digits.target[:1200], jnp.int32)
+images = jnp.asarray(digits.data[:1024] / 16, jnp.float32)
+labels = jnp.asarray(digits.target[:1024], jnp.int32)
 
 
 class Network(eqx.Module):
@@ -133,11 +133,11 @@ def train(size):
         model, state, opt_state, value = step(model, state, opt_state, jr.key(i))
         values.append(float(value))
     inference = eqx.nn.inference_mode(model)
-    test_images = jnp.asarray(digits.data[1200:] / 16, jnp.float32)
+    test_images = jnp.asarray(digits.data[1024:] / 16, jnp.float32)
     logits, _ = jax.vmap(inference, (0, None, None), (0, None), axis_name="batch")(
         test_images, state, jr.key(0)
     )
-    right = np.asarray(jnp.argmax(logits, axis=1)) == digits.target[1200:]
+    right = np.asarray(jnp.argmax(logits, axis=1)) == digits.target[1024:]
     return values, float(right.mean())
 
 

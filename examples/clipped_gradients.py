@@ -107,7 +107,7 @@ for name, (rate, clip_norm, noise) in runs.items():
     step = make_step(optimiser, clip_norm, noise)
     model, state = network, optimiser.init(eqx.filter(network, eqx.is_inexact_array))
     curve = []
-    for i in range(400):
+    for i in range(300):
         model, state, value, norms = step(model, state, jr.key(i))
         curve.append(float(accuracy(model)))
     curves[name], last_norms[name] = curve, norms

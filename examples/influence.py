@@ -114,13 +114,13 @@ influence = slopes / NUM
 
 # %% [markdown]
 # For comparison, leave out one image at a time: the 20 images with the largest absolute
-# influence, and 40 others. Train the network again each time, starting from the trained
+# influence, and 20 others. Train the network again each time, starting from the trained
 # parameters. `filter_micro_vmap` runs 20 of these trainings at a time. Training again
 # with all images gives the baseline.
 
 # %%
 ranked = jnp.argsort(-jnp.abs(influence))
-left_out = jnp.concatenate([ranked[:20], jr.permutation(jr.key(1), ranked[20:])[:40]])
+left_out = jnp.concatenate([ranked[:20], jr.permutation(jr.key(1), ranked[20:])[:20]])
 
 
 @eqx.filter_jit

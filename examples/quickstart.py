@@ -111,7 +111,7 @@ for name, step in steps.items():
     compiled = step.lower(models[name], states[name]).compile()
     megabytes[name] = compiled.compiled.memory_analysis().temp_size_in_bytes / 1e6
 
-for i in range(41):
+for i in range(31):
     for name, step in steps.items():
         start = time.perf_counter()
         models[name], states[name], (value, accuracy) = jax.block_until_ready(
