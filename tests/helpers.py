@@ -58,16 +58,25 @@ def quickly(values, num, others=()):
 
 
 def thinned(*settings, quick=0):
-    """All combinations of settings, for `parametrize`.
+    """All combinations of each two settings, for `parametrize`.
 
     The default run has each value of each setting at least once, `-m quick` the first
-    few of these, and the others are marked `matrix`.
+    few of these, and the others are marked `matrix`. Of three or more settings, there
+    are as many combinations as it takes to have all values of each two together.
     """
     most = max(map(len, settings))
     # Settings of one length do not go in step with those of another.
     kept = [tuple((i + i // len(x)) % len(x) for x in settings) for i in range(most)]
+    every = [*itertools.product(*(range(len(x)) for x in settings))]
+    pairs = lambda indices: {*itertools.combinations(enumerate(indices), 2)}
+    chosen, missing = {*kept}, set().union(*map(pairs, every))
+    missing -= set().union(*map(pairs, kept))
+    while missing:
+        best = max(every, key=lambda indices: len(pairs(indices) & missing))
+        chosen.add(best)
+        missing -= pairs(best)
     params = []
-    for indices in itertools.product(*(range(len(x)) for x in settings)):
+    for indices in sorted(chosen):
         values = (x[i] for x, i in zip(settings, indices, strict=True))
         mark = () if indices in kept else pytest.mark.matrix
         mark = pytest.mark.quick if indices in kept[:quick] else mark

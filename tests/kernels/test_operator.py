@@ -79,12 +79,27 @@ def stores(where, path):
     }[where]
 
 
+# Each kernel and each place at least once.
+SOME = (
+    ("symmetric", "half"),
+    ("symmetric", "computed"),
+    ("not known to be", "all at once"),
+    ("lopsided", "host"),
+    ("rectangle", "zarr"),
+    ("tall", "computed"),
+    ("Hermitian", "half"),
+    ("noise", "host"),
+)
 CASES = [
     (name, where)
     for name, (_, settings) in KERNELS.items()
     for where in ("all at once", "computed", "host", "zarr", "half")
     # Only symmetric kernels have half of their blocks stored.
     if where != "half" or "symmetric" in settings
+    # Each kernel in blocks; each place with a symmetric kernel, and with another.
+    if where == "computed"
+    or name in ("symmetric", "rectangle")
+    or (name, where) in SOME
 ]
 
 
@@ -104,19 +119,6 @@ def test_examples_on_disk_are_copied_once(tmp_path):
     # The owner may change them.
     x[:] = 2.0
     close(operator.matrix.call.calls[0].x, np.ones((1000, 1000)))
-
-
-# Each kernel and each place at least once.
-SOME = (
-    ("symmetric", "half"),
-    ("symmetric", "computed"),
-    ("not known to be", "all at once"),
-    ("lopsided", "host"),
-    ("rectangle", "zarr"),
-    ("tall", "computed"),
-    ("Hermitian", "half"),
-    ("noise", "host"),
-)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ OF_ONE_USE = (
     *((seed, ("rows_taken", "rows_by_lax_gather")) for seed in (15, 24, 44)),
 )
 # Programs that compute something of their parameters alone: penalties, masks, stacks,
-# what is frozen. Those of the first 62 seeds that compile fast.
+# what is frozen.
 SHARED = (
     "penalised",
     "penalised_in_a_scan",
@@ -40,10 +40,8 @@ SHARED = (
     "linear",
 )
 OF_PARAMETERS_ALONE = (
-    *(1002, 1003, 1004, 1006, 1007, 1008, 1009, 1012, 1014, 1016, 1017, 1018, 1019),
-    *(1024, 1025, 1027, 1028, 1029, 1030, 1031, 1032, 1033, 1034, 1035, 1036, 1037),
-    *(1039, 1040, 1043, 1045, 1046, 1049, 1051, 1053, 1055, 1056, 1057, 1058, 1060),
-    1061,
+    *(1004, 1006, 1009, 1014, 1017, 1019, 1029, 1030),
+    *(1035, 1039, 1043, 1045, 1049, 1051, 1055, 1061),
 )
 # Programs with branches, and derivatives that are not those of the values.
 OF_RULES = (
