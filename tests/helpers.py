@@ -127,6 +127,24 @@ def integers(key, shape, end):
     return jax.device_put(rng.integers(0, end, shape, np.int32))
 
 
+def drawn(make, *args, key, **kwargs):
+    """A model whose parameters NumPy draws.
+
+    JAX would compile a program for each of them.
+    """
+    model = eqx.filter_eval_shape(make, *args, key=key, **kwargs)
+    is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    structs, static = eqx.partition(model, is_struct)
+    leaves, treedef = jax.tree.flatten(structs)
+    ends = np.cumsum([x.size for x in leaves])
+    numbers = np.split(np.asarray(normal(key, ends[-1:], float)), ends[:-1])
+    scaled = [
+        jnp.asarray((x.reshape(y.shape) / y.shape[-1] ** 0.5).astype(y.dtype))
+        for x, y in zip(numbers, leaves, strict=True)
+    ]
+    return eqx.combine(treedef.unflatten(scaled), static)
+
+
 KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
