@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from eqxbatch import EmpiricalNTK
 from eqxbatch._sites import gram
 from ..conftest import enable_x64
+from ..helpers import drawn
 from .models import cast
 
 
@@ -25,19 +26,21 @@ class Difference(eqx.Module):
         return first - second
 
 
-MODEL = Difference(eqx.nn.MLP(3, 2, 24, 2, activation=jnp.tanh, key=jr.key(0)))
+MLP = drawn(eqx.nn.MLP, 3, 2, 24, 2, activation=jnp.tanh, key=jr.key(0))
+MODEL = Difference(MLP)
 
 
 def pairs(num, distance, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(num, 1, 3)) + distance * rng.normal(size=(num, 2, 3))
-    return jnp.asarray(x, jnp.float32)
+    return x.astype(np.float32)
 
 
 def kernel(model, x1, x2=None, **settings):
     return EmpiricalNTK(model, method="sites", **settings)(x1, x2)
 
 
+@eqx.filter_jit
 def dense(model, x1, x2):
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(arrays)
@@ -48,13 +51,15 @@ def dense(model, x1, x2):
 
 def test_blocks_diagonals_and_maps_whose_terms_cancel():
     with enable_x64():
-        model, x1, x2 = cast((MODEL, pairs(5, 1e-3), pairs(4, 1e-3, seed=1)))
-        expected = jax.jit(lambda x1, x2: dense(model, x1, x2))(x1, x2)
+        model = cast(MODEL)
+        x1, x2 = (
+            jnp.asarray(pairs(n, 1e-3, seed), jnp.float64)
+            for seed, n in enumerate((5, 4))
+        )
+        expected = dense(model, x1, x2)
         close = {"rtol": 1e-9, "atol": 1e-10 * np.max(np.abs(expected))}
-        for size in (None, 2):
-            np.testing.assert_allclose(
-                kernel(model, x1, x2, block_size=size), expected, **close
-            )
+        found = kernel(model, x1, x2, block_size=2)
+        np.testing.assert_allclose(found, expected, **close)
         square = np.asarray(dense(model, x1, x1))
         np.testing.assert_allclose(kernel(model, x1), square, **close)
         np.testing.assert_allclose(
@@ -63,9 +68,10 @@ def test_blocks_diagonals_and_maps_whose_terms_cancel():
             **close,
         )
         # The terms of one of the models' examples cancel, those of the other do not.
-        several = jnp.stack([x1, cast(pairs(5, 1.0))])
-        found = jax.vmap(lambda x: kernel(model, x, x2))(several)
-        for got, x in zip(found, several, strict=True):
+        far = pairs(5, 1.0).astype(np.float64)
+        several = jnp.asarray(np.stack([x1, far]))
+        found = np.asarray(jax.vmap(lambda x: kernel(model, x, x2))(several))
+        for got, x in zip(found, (x1, jnp.asarray(far)), strict=True):
             np.testing.assert_allclose(got, dense(model, x, x2), **close)
 
 
@@ -73,7 +79,7 @@ def test_blocks_diagonals_and_maps_whose_terms_cancel():
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
 def test_examples_on_a_mesh_whose_terms_cancel(kind):
     with enable_x64():
-        model, x = cast((MODEL, pairs(8, 1e-3)))
+        model, x = cast(MODEL), jnp.asarray(pairs(8, 1e-3), jnp.float64)
         expected = np.asarray(dense(model, x, x))
         mesh = jax.make_mesh((4,), ("r",), axis_types=(kind,))
         spread = jax.device_put(x, NamedSharding(mesh, PartitionSpec("r")))
@@ -93,5 +99,6 @@ def test_jacobians_are_formed_only_where_the_kernel_cancels(monkeypatch):
     formed = gram._for_each_formed
     is_nan = lambda *args: [jnp.full_like(x, jnp.nan) for x in formed(*args)]
     monkeypatch.setattr(gram, "_for_each_formed", is_nan)
-    assert np.all(np.isfinite(kernel(MODEL, pairs(6, 1.0))))
-    assert np.any(np.isnan(kernel(MODEL, pairs(6, 1e-3))))
+    far, near = (kernel(MODEL, jnp.asarray(pairs(6, d))) for d in (1.0, 1e-3))
+    assert np.all(np.isfinite(far))
+    assert np.any(np.isnan(near))

@@ -17,7 +17,7 @@ from eqxbatch import (
     ProbedNTK,
 )
 from eqxbatch._ntk.pairings import Products, Sites
-from ..helpers import assert_same, rows_only, spread
+from ..helpers import assert_same, drawn, normal, rows_only, spread
 from ..layers import LAYERS
 from .models import cast, Dict, float64, jacobians, Matrices, outputs, pairs, truth
 
@@ -42,60 +42,68 @@ AXES = [
 @float64
 @pytest.mark.parametrize(("trace", "diagonal", "block_size"), spread(AXES, 5))
 def test_axes(trace, diagonal, block_size, getkey):
-    model = Matrices(getkey())
-    x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (5, 4))
-    x2 = x2[:3] if 0 in (*trace, *diagonal) else x2
+    model = drawn(Matrices, key=getkey())
+    x1, x2 = normal(getkey(), (3, 4), float), normal(getkey(), (5, 4), float)
+    first = jnp.asarray(np.asarray(x2)[:3])
+    x2 = first if 0 in (*trace, *diagonal) else x2
     kwargs = {"trace_axes": trace, "diagonal_axes": diagonal, "block_size": block_size}
-    ntk = EmpiricalNTK(model, **kwargs)
-    assert_same(ntk(x1, x2), truth(model, x1, x2, trace, diagonal))
-    nngp = EmpiricalNNGP(model, **kwargs)
+    both = EmpiricalKernel(model, **kwargs)
+    kernel = both(x1, x2)
+    assert_same(kernel.ntk, truth(model, x1, x2, trace, diagonal))
     values = [np.asarray(outputs(model, x))[..., None] for x in (x1, x2)]
-    assert_same(nngp(x1, x2), pairs(*values, trace, diagonal))
-    assert_same(nngp(x1), pairs(values[0], values[0], trace, diagonal))
+    assert_same(kernel.nngp, pairs(*values, trace, diagonal))
+    nngp = EmpiricalNNGP(model, **kwargs)(x1)
+    assert_same(nngp, pairs(values[0], values[0], trace, diagonal))
     if 0 not in (*trace, *diagonal):
-        expected = truth(model, x1, x1, trace, (*diagonal, 0))
-        assert_same(ntk.diagonal(x1), expected)
+        kernel = both.diagonal(x1, first)
+        assert_same(kernel.ntk, truth(model, x1, first, trace, (*diagonal, 0)))
         expected = pairs(values[0], values[1][:3], trace, (*diagonal, 0))
-        assert_same(nngp.diagonal(x1, x2[:3]), expected)
+        assert_same(kernel.nngp, expected)
 
 
 @float64
 def test_examples_are_paired_in_some_outputs(getkey):
     model = eqx.Partial(
-        lambda mlp, x: {"a": mlp(x)[:2], "b": mlp(x)}, Dict(getkey()).mlp
+        lambda mlp, x: {"a": mlp(x)[:2], "b": mlp(x)}, drawn(Dict, key=getkey()).mlp
     )
-    x1, x2 = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (3, 4))
+    x1, x2 = normal(getkey(), (3, 4), float), normal(getkey(), (3, 4), float)
     out_axes = {"a": 0, "b": 1}
     settings = {"out_axes": out_axes, "trace_axes": (), "diagonal_axes": (0,)}
-    jacs = [jacobians(model, x) for x in (x1, x2)]
-    expected = {
-        "a": pairs(jacs[0]["a"], jacs[1]["a"], (), (0,)),
-        "b": pairs(*(jac["b"].swapaxes(0, 1) for jac in jacs), (), (0,)),
-    }
+
+    def paired(*sides):
+        sides = jax.device_get(sides)
+        return {
+            "a": pairs(*(side["a"] for side in sides), (), (0,)),
+            "b": pairs(*(side["b"].swapaxes(0, 1) for side in sides), (), (0,)),
+        }
+
     both = EmpiricalKernel(model, block_size=2, **settings)(x1, x2)
-    assert_same(both.ntk, expected)
-    nngp = EmpiricalNNGP(model, **settings)(x1, x2)
-    assert_same(both.nngp, nngp)
+    assert_same(both.ntk, paired(*(jacobians(model, x) for x in (x1, x2))))
+    values = (outputs(model, x) for x in (x1, x2))
+    single = lambda tree: jax.tree.map(lambda y: np.asarray(y)[..., None], tree)
+    assert_same(both.nngp, paired(*map(single, values)))
     with pytest.raises(ValueError, match="same number of them; got 3 and 2"):
         EmpiricalNTK(model, **settings)(x1, x2[:2])
 
 
 @float64
 def test_outputs_without_entries(getkey):
-    mlp, x = Dict(getkey()).mlp, jr.normal(getkey(), (3, 4))
+    mlp, x = drawn(Dict, key=getkey()).mlp, normal(getkey(), (3, 4), float)
     model = eqx.Partial(lambda mlp, x: {"all": mlp(x), "none": mlp(x)[:0]}, mlp)
     settings = {"block_size": 2}
     both = EmpiricalKernel(model, trace_axes=(), **settings)(x)
-    alone = EmpiricalKernel(mlp, trace_axes=(), **settings)(x)
+    values = np.asarray(outputs(mlp, x))[..., None]
+    alone = pairs(values, values), truth(mlp, x, x)
     for got, expected in zip(both, alone, strict=True):
         assert_same(got["all"], expected)
         assert got["none"].shape == (3, 3, 0, 0)
     # As for `jnp.mean`, the mean of nothing is NaN.
-    traced = EmpiricalNTK(model, **settings)(x, x[:2])["none"]
-    assert_same(traced, jnp.full((3, 2), jnp.nan))
     probed = ProbedNTK(model, num_probes=2, key=getkey(), **settings)(x)
-    assert jnp.isnan(probed.standard_error["none"]).all()
-    assert jnp.isfinite(probed.standard_error["all"]).all()
+    assert np.isnan(probed.kernel["none"]).all()
+    assert np.isnan(probed.standard_error["none"]).all()
+    assert np.isfinite(probed.standard_error["all"]).all()
+    traced = EmpiricalNTK(model, **settings)(x)["none"]
+    assert_same(traced, jnp.asarray(np.full((3, 3), np.nan)))
 
 
 @pytest.mark.matrix
@@ -105,10 +113,12 @@ def test_outputs_without_entries(getkey):
 )
 @pytest.mark.parametrize("number", (1, 2, 3))
 def test_methods(number, axes, block_size, getkey):
-    model = Matrices(getkey())
-    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (4, 4))
+    model = drawn(Matrices, key=getkey())
+    x1, x2 = normal(getkey(), (5, 4), float), normal(getkey(), (4, 4), float)
     name = METHODS[number - 1]
-    ntk = EmpiricalNTK(model, trace_axes=axes, method=name, block_size=block_size)
+    ntk = EmpiricalNTK(
+        model, trace_axes=axes, method=name, block_size=block_size
+    )
     assert_same(ntk(x1, x2), truth(model, x1, x2, axes))
     assert_same(ntk(x1), truth(model, x1, x1, axes))
     assert_same(ntk.diagonal(x1), truth(model, x1, x1, axes, (0,)))
@@ -223,9 +233,9 @@ def test_auto_takes_products_for_many_outputs(monkeypatch, getkey):
             return kernels(self, *args)
 
         monkeypatch.setattr(pairing, "kernels", spy)
-    x = jr.normal(getkey(), (5, 4))
+    x = normal(getkey(), (5, 4), float)
     for num, expected in ((64, Products), (2, Sites)):
-        odd = Odd(jr.normal(getkey(), (num, 4)))
+        odd = Odd(normal(getkey(), (num, 4), float))
         for method in ("auto", "sites"):
             ntk = EmpiricalNTK(odd, trace_axes=(), method=method)
             assert_same(ntk(x), truth(odd, x, x), 1e-4)
@@ -236,13 +246,15 @@ def test_auto_takes_products_for_many_outputs(monkeypatch, getkey):
 
 @float64
 def test_closed_forms(getkey):
-    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
-    linear = eqx.nn.Linear(4, 6, use_bias=False, key=getkey(), dtype=jnp.float64)
-    assert_same(EmpiricalNTK(linear)(x1, x2), x1 @ x2.T)
+    x1, x2 = normal(getkey(), (5, 4), float), normal(getkey(), (3, 4), float)
+    linear = drawn(eqx.nn.Linear, 4, 6, use_bias=False, key=getkey(), dtype=jnp.float64)
+    one, two = np.asarray(x1), np.asarray(x2)
+    assert_same(EmpiricalNTK(linear)(x1, x2), one @ two.T)
     full = EmpiricalNTK(linear, trace_axes=())(x1, x2)
-    assert_same(full, jnp.einsum("nm,op->nmop", x1 @ x2.T, jnp.eye(6)))
+    assert_same(full, np.einsum("nm,op->nmop", one @ two.T, np.eye(6)))
 
-    mlp = eqx.nn.MLP(
+    mlp = drawn(
+        eqx.nn.MLP,
         4,
         1,
         8,
@@ -253,11 +265,10 @@ def test_closed_forms(getkey):
         dtype=jnp.float64,
     )
     w, v = np.asarray(mlp.layers[0].weight), np.asarray(mlp.layers[1].weight)[0]
-    one, two = np.asarray(x1), np.asarray(x2)
     hidden = [np.maximum(x @ w.T, 0) for x in (one, two)]
     slopes = [np.where(x @ w.T > 0, v[None], 0.0) for x in (one, two)]
     expected = hidden[0] @ hidden[1].T + (slopes[0] @ slopes[1].T) * (one @ two.T)
-    assert_same(EmpiricalNTK(mlp)(x1, x2), jnp.asarray(expected))
+    assert_same(EmpiricalNTK(mlp)(x1, x2), expected)
 
     # The kernel of a sum of models with parameters of their own is a sum of kernels.
     class Sum(eqx.Module):
@@ -267,15 +278,13 @@ def test_closed_forms(getkey):
             return self.models[0](x)[:1] + self.models[1](x)
 
     total = EmpiricalNTK(Sum([linear, mlp]), trace_axes=())(x1, x2)
-    parts = [EmpiricalNTK(m, trace_axes=())(x1, x2) for m in (linear, mlp)]
-    assert_same(total, parts[0][:, :, :1, :1] + parts[1])
+    assert_same(total, (one @ two.T + expected)[..., None, None])
 
 
 def test_outputs_and_kinds(getkey):
-    model = Dict(getkey())
-    x1, x2 = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (3, 4))
+    model = drawn(Dict, key=getkey())
+    x1, x2 = normal(getkey(), (5, 4), float), normal(getkey(), (3, 4), float)
     expected = truth(model, x1, x2)
-    assert_same(EmpiricalNTK(model, trace_axes=())(x1, x2), expected, 1e-4)
     blocked = EmpiricalKernel(model, trace_axes=(), block_size=2)
     both = blocked(x1, x2)
     assert both._fields == ("nngp", "ntk")
@@ -293,7 +302,8 @@ def test_outputs_and_kinds(getkey):
     assert type(blocked(x1, x2)) is type(both)
     kernel = EmpiricalKernel(model, trace_axes=(), method=2)
     assert_same(tuple(kernel(x1, x2)), tuple(both), 1e-4)
-    assert_same(blocked.diagonal(x1, get="ntk"), blocked.diagonal(x1)[1])
+    diagonal = truth(model, x1, x1, (), (0,))
+    assert_same(blocked.diagonal(x1, get="ntk"), diagonal, 1e-4)
     for get in ((), ("ntk", "ntk"), "cov", ("ntk", "x"), 3, {"ntk"}):
         with pytest.raises(ValueError, match="`get` must be"):
             blocked(x1, x2, get)
@@ -319,10 +329,12 @@ def test_complex(method, getkey):
             out = self.v @ y
             return jnp.abs(out) ** 2 if self.is_real else out
 
-    w = jr.normal(getkey(), (5, 4), jnp.complex128)
-    v = jr.normal(getkey(), (3, 5), jnp.complex128)
-    x1, x2 = jr.normal(getkey(), (4, 4)), jr.normal(getkey(), (3, 4))
-    make = lambda model: EmpiricalNTK(model, trace_axes=(), method=method, block_size=2)
+    w = normal(getkey(), (5, 4), jnp.complex128)
+    v = normal(getkey(), (3, 5), jnp.complex128)
+    x1, x2 = normal(getkey(), (4, 4), float), normal(getkey(), (3, 4), float)
+    make = lambda model: EmpiricalNTK(
+        model, trace_axes=(), method=method, block_size=2
+    )
 
     @jax.jit
     def holomorphic(weights, x):
@@ -386,18 +398,20 @@ def test_parameters(getkey):
         def __call__(self, x):
             return self.mlp(x) * self.steps.astype(x.dtype)
 
-    model = Model(eqx.nn.MLP(4, 3, 5, 1, key=getkey()), jnp.array(2))
-    x = jr.normal(getkey(), (4, 4))
+    model = Model(drawn(eqx.nn.MLP, 4, 3, 5, 1, key=getkey()), jnp.array(2))
+    x = normal(getkey(), (4, 4), float)
     is_last = jax.tree.map(lambda _: False, model)
     is_last = eqx.tree_at(lambda m: m.mlp.layers[1].weight, is_last, True)
     last = EmpiricalNTK(model, where=lambda m: m.mlp.layers[1].weight)
-    hidden = jax.vmap(lambda x: jax.nn.relu(model.mlp.layers[0](x)))(x)
-    assert_same(last(x), 4 * hidden @ hidden.T)
-    assert_same(EmpiricalNTK(model, filter_spec=is_last)(x), last(x))
+    weight, bias = (np.asarray(y) for y in jax.tree.leaves(model.mlp.layers[0]))
+    hidden = np.maximum(np.asarray(x) @ weight.T + bias, 0)
+    last_kernel = last(x)
+    assert_same(last_kernel, 4 * hidden @ hidden.T)
+    assert_same(EmpiricalNTK(model, filter_spec=is_last)(x), last_kernel)
     whole = EmpiricalNTK(model, where=lambda m: (m.mlp, m.steps))
-    assert_same(whole(x), EmpiricalNTK(model)(x))
-    layers = [EmpiricalNTK(model, where=lambda m, i=i: m.mlp.layers[i]) for i in (0, 1)]
-    assert_same(whole(x), layers[0](x) + layers[1](x))
+    # What a bias adds is the same for all examples.
+    first = EmpiricalNTK(model, where=lambda m: m.mlp.layers[0])
+    assert_same(whole(x), np.asarray(first(x)) + np.asarray(last_kernel) + 4)
     with pytest.raises(ValueError, match="leave no parameters"):
         EmpiricalNTK(model, where=lambda m: m.steps)
     changed = eqx.tree_at(lambda ntk: ntk.model.steps, last, None)
@@ -425,13 +439,13 @@ def test_parameters_that_move_to_other_places(getkey):
     both = lambda ntk: (ntk.model.first, ntk.model.second)
     moved = eqx.tree_at(both, ntk, (weight, None), is_leaf=lambda x: x is None)
     with pytest.raises(ValueError, match=r"structure .*'\.first', '\.second'"):
-        moved(jr.normal(getkey(), (4, 4)))
+        moved(normal(getkey(), (4, 4), float))
 
 
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16, jnp.float32))
 def test_dtypes(dtype, getkey):
-    model = eqx.nn.MLP(4, 3, 64, 1, key=getkey(), dtype=dtype)
-    x = jr.normal(getkey(), (5, 4)).astype(dtype)
+    model = drawn(eqx.nn.MLP, 4, 3, 64, 1, key=getkey(), dtype=dtype)
+    x = normal(getkey(), (5, 4), dtype)
     kernel = EmpiricalKernel(model, block_size=2)(x)
     wide = jax.tree.map(
         lambda y: y.astype(jnp.float32) if eqx.is_inexact_array(y) else y, model
@@ -450,8 +464,8 @@ def test_inputs_that_are_pytrees(getkey):
         def __call__(self, x):
             return self.linear(x["a"]) * x["b"][0]
 
-    model = Model(eqx.nn.Linear(4, 2, use_bias=False, key=getkey()))
-    a, b = jr.normal(getkey(), (5, 4)), jr.normal(getkey(), (5,))
+    model = Model(drawn(eqx.nn.Linear, 4, 2, use_bias=False, key=getkey()))
+    a, b = normal(getkey(), (5, 4), float), normal(getkey(), (5,), float)
     ntk = EmpiricalNTK(model, block_size=2)
     expected = (a * b[:, None]) @ (a * b[:, None]).T
     assert_same(ntk({"a": a, "b": (b,)}), expected)
@@ -475,7 +489,7 @@ def test_models_without_forward_mode(getkey):
     keys = jr.split(getkey(), 2)
     layers = [eqx.nn.Linear(3, 4, key=keys[0]), eqx.nn.Linear(4, 1, key=keys[1])]
     layers.insert(1, eqx.nn.Lambda(no_forward_mode))
-    model, x = eqx.nn.Sequential(layers), jr.normal(getkey(), (5, 3))
+    model, x = eqx.nn.Sequential(layers), normal(getkey(), (5, 3), float)
     expected = truth(model, x, x, (-1,), ())
     assert_same(EmpiricalNTK(model)(x), expected)
     assert_same(

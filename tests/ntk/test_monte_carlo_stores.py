@@ -46,7 +46,6 @@ class TestDevices:
         mesh = jax.make_mesh((4,), ("s",))
         x = normal(getkey(), (5, 3))
         settings = {"mesh": mesh, "sample_axis": "s", "samples_per_batch": 2}
-        assert_same(kernel(15, **settings)(x), sampled(x, num=15)[0])
         jitted = eqx.filter_jit(lambda k, x: k(x))
         assert_same(jitted(kernel(15, **settings), x), sampled(x, num=15)[0])
 
@@ -81,13 +80,14 @@ class TestDevices:
             return eqx.Partial(lambda model, x, own: model(x) * own[0], init(key))
 
         axes = {"in_axes": 1, "kwargs_axes": {"own": 1}, "get": "nngp", "init": make}
-        expected = np.asarray(kernel(2, **axes)(x.T, y.T, own=own))
+        x, y = (jnp.asarray(np.asarray(z).T) for z in (x, y))
+        expected = np.asarray(kernel(2, **axes)(x, y, own=own))
         mesh = {"mesh": jax.make_mesh((4,), ("r",)), "mesh_axis": "r"}
         for place in ({"store": HostStore(), "block_size": 2}, mesh):
-            got = kernel(2, **axes, **place)(x.T, y.T, own=own)
+            got = kernel(2, **axes, **place)(x, y, own=own)
             np.testing.assert_allclose(np.asarray(got), expected, rtol=2e-4, atol=1e-5)
         with pytest.raises(ValueError, match="pairs no examples"):
-            kernel(2, diagonal_axes=0, **mesh)(x)
+            kernel(2, diagonal_axes=0, **mesh)(normal(getkey(), (5, 3)))
 
 
 class TestStores:

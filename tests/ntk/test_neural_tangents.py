@@ -3,6 +3,7 @@
 `python -m benchmarks.neural_tangents.truth` wrote the files.
 """
 
+import functools
 import pathlib
 from collections.abc import Callable
 
@@ -24,7 +25,7 @@ AXES = {"full": ((), ()), "traced": ((-1,), ()), "diagonal": ((), (-1,))}
 
 
 def linear(weight, bias):
-    layer = eqx.nn.Linear(*weight.shape, key=jr.key(0))
+    layer = eqx.filter_eval_shape(eqx.nn.Linear, *weight.shape, key=jr.key(0))
     return eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight.T, bias))
 
 
@@ -49,8 +50,9 @@ class CNN(eqx.Module):
     def __init__(self, weights, *, flatten):
         self.convs = []
         for w, b in zip(weights[:-2:2], weights[1:-2:2], strict=True):
-            conv = eqx.nn.Conv2d(*w.shape[2:], 3, padding=1, key=jr.key(0))
-            new = (jnp.transpose(w, (3, 2, 0, 1)), b[:, None, None])
+            make = functools.partial(eqx.nn.Conv2d, *w.shape[2:], 3, padding=1)
+            conv = eqx.filter_eval_shape(make, key=jr.key(0))
+            new = (np.transpose(w, (3, 2, 0, 1)), b[:, None, None])
             conv = eqx.tree_at(lambda m: (m.weight, m.bias), conv, new)
             self.convs.append(conv)
         self.last, self.flatten = linear(*weights[-2:]), flatten
@@ -124,7 +126,10 @@ def test_all_files_are_replayed():
 def test_kernels(name, kind):
     file = np.load(FOLDER / f"{name}.npz")
     num = sum(key.startswith("w") for key in file)
-    model = MODELS[name]([jnp.asarray(file[f"w{i}"]) for i in range(num)])
+    model = MODELS[name]([file[f"w{i}"] for i in range(num)])
+    model = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, model
+    )
     trace, diagonal = AXES[kind]
     kernel = EmpiricalKernel(
         model,
