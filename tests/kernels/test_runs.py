@@ -27,7 +27,7 @@ from eqxbatch._kernels.calls import MeshAxis
 from eqxbatch._kernels.on_host import _Team
 from ..conftest import enable_x64
 from ..flags import COMPILE_FAST
-from ..helpers import CountTraces, normal, thinned
+from ..helpers import CountTraces, drawn, normal, thinned
 from .kernel_functions import rbf
 from .on_disk import chunks, Stops
 
@@ -241,9 +241,12 @@ def test_runs_that_are_killed_or_interrupted(stops, tmp_path):
     assert (num_chunks[0] == 0) == (stops[0][1] == "start")
     assert sorted(set(num_chunks)) == num_chunks
     assert num_chunks[-1] < 8**2
-    for path in ("stopped", "whole"):
-        with start_run(tmp_path / path) as process:
-            assert process.communicate()[0] == "done\n"
+    with start_run(tmp_path / "stopped") as process:
+        assert process.communicate()[0] == "done\n"
+    whole = filter_batch_kernel(
+        rbf, block_size=4, symmetric=True, store=ZarrStore(tmp_path / "whole")
+    )
+    whole(np.random.default_rng(0).standard_normal((29, 3)).astype(np.float32))
     found = chunks(tmp_path / "stopped")
     assert len(found) == 8**2
     assert found == chunks(tmp_path / "whole")
@@ -254,7 +257,7 @@ def test_runs_that_are_killed_or_interrupted(stops, tmp_path):
 
 def test_another_kernel_is_not_mixed_in(getkey, tmp_path):
     x, y = normal(getkey(), (9, 3)), normal(getkey(), (7, 3))
-    model = eqx.nn.MLP(3, 1, 4, 1, key=getkey())
+    model = drawn(eqx.nn.MLP, 3, 1, 4, 1, key=getkey())
     other = eqx.tree_at(lambda m: m.layers[0].bias, model, replace_fn=lambda b: b + 1)
 
     class Model(eqx.Module):

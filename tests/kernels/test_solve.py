@@ -54,7 +54,7 @@ def make(kernel=rbf, x=X, dtype=jnp.float64, **settings):
 
 
 def solution(kernel, y, ridge):
-    matrix = np.asarray(kernel(jnp.asarray(X)))
+    matrix = np.asarray(jax.jit(kernel)(jnp.asarray(X)))
     return np.linalg.solve(matrix + ridge * np.eye(len(X)), y)
 
 
@@ -191,7 +191,7 @@ def test_computed_in_single_precision_with_double_vectors():
     y = numbers(200)
     with jax.numpy_dtype_promotion("standard"):
         found = kernel_solve(operator, jnp.asarray(y), ridge=1e-2, rtol=1e-9)
-    matrix = np.asarray(rbf(x), np.float64) + 1e-2 * np.eye(200)
+    matrix = np.asarray(jax.jit(rbf)(x), np.float64) + 1e-2 * np.eye(200)
     # Blocks may differ from the whole kernel by rounding in single precision.
     residual = matrix @ np.asarray(found.weights) - y
     assert np.linalg.norm(residual) < 1e-4 * np.linalg.norm(y)
@@ -222,7 +222,7 @@ def test_sizes(num):
     operator = make(x=X[:num])
     for y in (Y[:num], Y[:num, 0], 0 * Y[:num], Y[:num, :0]):
         found = kernel_solve(operator, jnp.asarray(y), ridge=1.0, rtol=1e-12)
-        matrix = np.asarray(rbf(jnp.asarray(X[:num]))) + np.eye(num)
+        matrix = np.asarray(jax.jit(rbf)(jnp.asarray(X[:num]))) + np.eye(num)
         np.testing.assert_allclose(
             found.weights, np.linalg.solve(matrix, y), rtol=1e-9, atol=1e-12
         )
@@ -327,7 +327,7 @@ def test_a_finished_solve_of_another_kernel(tmp_path):
 @pytest.mark.parametrize("num", (4, None))
 def test_a_solve_continues_where_products_round_otherwise(num, tmp_path):
     """And the residual of a finished one is that of the kernel at hand."""
-    matrix, y = np.asarray(rbf(jnp.asarray(X))), jnp.asarray(Y)
+    matrix, y = np.asarray(jax.jit(rbf)(jnp.asarray(X))), jnp.asarray(Y)
     noise = numbers(61, 61, seed=3)
     other = matrix + 1e-9 * (noise + noise.T)
     run = lambda matrix, **settings: kernel_solve(
