@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 import eqxbatch
 from eqxbatch._base import checks
 from eqxbatch._base.checks import AnyArray, check_types, checked
+from ..helpers import drawn
 
 
 pytestmark = pytest.mark.quick
@@ -130,7 +131,7 @@ def test_checks_are_off_by_the_variable():
     assert done.stdout == "0\n", done.stderr
 
 
-MODEL = eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
+MODEL = drawn(eqx.nn.MLP, 2, 3, 4, 1, key=jax.random.key(0))
 SCALAR = lambda model, x: jnp.sum(model(x) ** 2)
 
 

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 import pytest
 
@@ -26,11 +25,15 @@ from ..helpers import assert_same, BLOCK, normal, thinned, TOTALS
 )
 def test_weights(total, dtype, getkey):
     x = normal(getkey(), (total, 2))
-    weights = jnp.arange(1, total + 1).astype(dtype)
-    w = weights.astype(jnp.float32)[:, None]
-    micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=BLOCK)
-    assert_same(micro(accumulator=Sum(weights))(x), jnp.sum(w * x, 0))
-    assert_same(micro(accumulator=Mean(weights))(x), jnp.sum(w * x, 0) / jnp.sum(w))
+    weights = jnp.asarray(np.arange(1, total + 1).astype(dtype))
+    w = np.asarray(weights).astype(np.float32)[:, None]
+    micro = filter_micro_vmap(
+        lambda x: (x, x),
+        microbatch_size=BLOCK,
+        accumulator=(Sum(weights), Mean(weights)),
+    )
+    expected = (w * np.asarray(x)).sum(0)
+    assert_same(micro(x), (expected, expected / w.sum()))
 
 
 def test_weights_of_whole_microbatches_can_be_zero():
@@ -49,7 +52,7 @@ def test_results_that_are_means_with_the_same_weights(size, getkey):
     gradient = filter_micro_grad(
         mean, batched=True, accumulator=Mean(w), microbatch_size=size
     )
-    assert_same(gradient(jnp.ones(()), x, w), mean(1.0, x, w))
+    assert_same(gradient(jnp.ones(()), x, w), jax.jit(mean)(1.0, x, w))
 
 
 def test_weights_of_integers():
@@ -66,16 +69,18 @@ def test_weights_of_numpy_can_change_afterwards(name):
         weights = np.ones(1_000_003, np.float32)
         accumulator = name(weights)
         weights[:] = 0
-        assert jnp.all(accumulator.weights == 1)
+        assert np.min(accumulator.weights) == 1
 
 
 def test_weights_are_differentiable(getkey):
-    x, w = normal(getkey(), (9,)), jr.uniform(getkey(), (9,))
+    x = normal(getkey(), (9,))
+    w = jnp.asarray(np.random.default_rng(0).uniform(size=9), jnp.float32)
     run = lambda w: filter_micro_vmap(
         lambda x: x, microbatch_size=4, accumulator=Mean(w)
     )(x)
-    expected = jax.grad(lambda w: jnp.sum(w * x) / jnp.sum(w))(w)
-    assert_same(jax.grad(run)(w), expected, tol=1e-4)
+    dense = lambda w: jnp.sum(w * x) / jnp.sum(w)
+    both = jax.jit(lambda w: (jax.grad(run)(w), jax.grad(dense)(w)))
+    assert_same(*both(w), tol=1e-4)
 
 
 def test_weights_do_not_retrace():
@@ -120,12 +125,11 @@ WEIGHTED_DTYPES = {
 @pytest.mark.parametrize("name", WEIGHTED_DTYPES)
 def test_dtypes_of_weighted_sums(name):
     dtype, of_weights, weight, expected = WEIGHTED_DTYPES[name]
-    x = (jnp.arange(300) % 100).astype(dtype)
-    accumulator = Sum(jnp.full(300, weight, of_weights))
+    x = (np.arange(300) % 100).astype(dtype)
+    accumulator = Sum(np.full(300, weight).astype(of_weights))
     micro = filter_micro_vmap(lambda x: x, microbatch_size=7, accumulator=accumulator)
-    assert_same(
-        micro(x), jnp.asarray(weight * int(x.astype(expected).real.sum()), expected)
-    )
+    total = weight * int(x.astype(np.complex64).real.sum())
+    assert_same(micro(jnp.asarray(x)), jnp.asarray(total, expected))
 
 
 DROPPED = {

@@ -16,7 +16,7 @@ from eqxbatch import (
     Mean,
     Sum,
 )
-from ..helpers import assert_same, CountTraces, memory, normal, thinned
+from ..helpers import assert_same, CountTraces, drawn, memory, normal, thinned
 
 
 pytestmark = pytest.mark.versions
@@ -76,7 +76,7 @@ def test_eager_calls_are_cached_by_structure(getkey):
 
     x = normal(getkey(), (8, 2))
     for _ in range(3):
-        model = eqx.nn.Linear(2, 2, key=getkey())
+        model = drawn(eqx.nn.Linear, 2, 2, key=getkey())
         assert_same(evaluate(model, x), x @ model.weight.T + model.bias[None])
     assert fun.num == 1
 
@@ -137,7 +137,7 @@ def test_temporaries_are_flat_in_the_batch():
 
 
 def test_microbatch_temporaries_are_flat_in_the_batch(getkey):
-    model = eqx.nn.MLP(16, 1, 64, 3, key=getkey())
+    model = drawn(eqx.nn.MLP, 16, 1, 64, 3, key=getkey())
     arrays, static = eqx.partition(model, eqx.is_array)
 
     def run(arrays, x):
