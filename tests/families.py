@@ -1,7 +1,7 @@
 """One call of each family: `python -m tests.families` counts what they compile.
 
 It prints how many programs were compiled, and how many came from the cache in the
-folder that is its argument.
+folder that is its first argument. The others are the families that it calls.
 """
 
 import collections
@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqxbatch
+from .helpers import drawn
 
 
 KEY = jax.random.key(0)
-MODEL = eqx.nn.MLP(3, 2, 4, 2, jnp.tanh, key=KEY)
+MODEL = drawn(eqx.nn.MLP, 3, 2, 4, 2, jnp.tanh, key=KEY)
 X, Y = np.ones((5, 3), np.float32), np.ones((5, 2), np.float32)
 
 
@@ -81,19 +82,20 @@ def calls():
     }
 
 
-def main(folder: str) -> None:
+def main(folder: str, *names: str) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     counts: collections.Counter = collections.Counter()
     jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
-    for name, call in calls().items():
+    families = calls()
+    for name in names:
         counts.clear()
-        jax.block_until_ready(eqx.filter(call(), eqx.is_array))
+        jax.block_until_ready(eqx.filter(families[name](), eqx.is_array))
         kinds = ("cache_misses", "cache_hits")
         found = (counts[f"/jax/compilation_cache/{kind}"] for kind in kinds)
         print(name, *found, sep="\t")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -30,6 +30,7 @@ from eqxbatch import (
     filter_micro_vmap,
     filter_microbatch,
 )
+from .helpers import drawn
 
 
 pytestmark = pytest.mark.quick
@@ -42,7 +43,7 @@ OPERATORS = {
     "KroneckerOperator",
 }
 RESULTS = [name for name, x in vars(eqxbatch.results).items() if inspect.isclass(x)]
-MODEL = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0))
+MODEL = drawn(eqx.nn.MLP, 2, "scalar", 4, 1, key=jax.random.key(0))
 
 
 def loss(model, x):
