@@ -116,9 +116,7 @@ def test_methods(number, axes, block_size, getkey):
     model = drawn(Matrices, key=getkey())
     x1, x2 = normal(getkey(), (5, 4), float), normal(getkey(), (4, 4), float)
     name = METHODS[number - 1]
-    ntk = EmpiricalNTK(
-        model, trace_axes=axes, method=name, block_size=block_size
-    )
+    ntk = EmpiricalNTK(model, trace_axes=axes, method=name, block_size=block_size)
     assert_same(ntk(x1, x2), truth(model, x1, x2, axes))
     assert_same(ntk(x1), truth(model, x1, x1, axes))
     assert_same(ntk.diagonal(x1), truth(model, x1, x1, axes, (0,)))
@@ -332,9 +330,7 @@ def test_complex(method, getkey):
     w = normal(getkey(), (5, 4), jnp.complex128)
     v = normal(getkey(), (3, 5), jnp.complex128)
     x1, x2 = normal(getkey(), (4, 4), float), normal(getkey(), (3, 4), float)
-    make = lambda model: EmpiricalNTK(
-        model, trace_axes=(), method=method, block_size=2
-    )
+    make = lambda model: EmpiricalNTK(model, trace_axes=(), method=method, block_size=2)
 
     @jax.jit
     def holomorphic(weights, x):
