@@ -188,7 +188,7 @@ class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
     """
 
     _: dataclasses.KW_ONLY
-    fisher: Literal["exact", "mc", "empirical"] = eqx.field(
+    fisher: Literal["exact", "type-2", "mc", "empirical"] = eqx.field(
         converter=_as_fisher, default="exact"
     )
     key: PRNGKeyArray | UInt32[Array, "2"] | None = None
