@@ -15,6 +15,7 @@ from ._batch.accumulators import (
     Min as Min,
 )
 from ._batch.batch import Block as Block, Blocks as Blocks
+from ._batch.derivative import parameters as parameters
 from ._batch.memory import MemoryBudget as MemoryBudget
 from ._batch.moments import (
     LogSumExp as LogSumExp,

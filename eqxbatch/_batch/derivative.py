@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
+from .._base.checks import check_types
 from .._base.dtypes import finite_sums, normalised
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
@@ -28,7 +29,12 @@ from .batch import (
 from .loop import run_blocks
 from .moments import check_adds, Mean, OfTotals, rows_and_weights, Sum
 from .slots import match_accumulators, Slots
-from .transform import AbstractAutoSharded, AbstractMicrobatched, AbstractTransform
+from .transform import (
+    AbstractAutoSharded,
+    AbstractMicrobatched,
+    AbstractTransform,
+    Model,
+)
 
 
 class Selection(eqx.Module):
@@ -135,6 +141,47 @@ def _not_a_part(what: str) -> ValueError:
         "`where` must return parts of the model, whose arrays it must not look at; "
         f"{what}. Select by dtype or shape with `filter_spec`."
     )
+
+
+def parameters(
+    model: Model,
+    *,
+    where: Callable | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
+) -> Model:
+    """The parameters that a transform with these settings differentiates.
+
+    Pass them to the `init` of an optimiser, so that its state has the structure of the
+    gradients. `equinox.combine` with the model puts them back.
+
+    **Arguments:**
+
+    - `model`: any PyTree, such as an `equinox.Module`.
+    - `where`, `filter_spec`: which arrays are parameters, as for
+        [`eqxbatch.filter_micro_value_and_grad`][].
+
+    **Returns:**
+
+    The model with `None` for each leaf that is no parameter, as from `equinox.filter`.
+
+    **Raises:**
+
+    - `ValueError` if no array of an inexact dtype is selected, or if `where` returns
+        anything but parts of the model.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax
+        >>> model = eqx.nn.MLP(2, 3, 8, 1, key=jax.random.key(0))
+        >>> last = eqxbatch.parameters(model, where=lambda model: model.layers[-1])
+        >>> [x.shape for x in jax.tree.leaves(last)]
+        [(3, 8), (3,)]
+
+        ```
+    """
+    check_types({"where": where}, {"where": Callable | None}, always=True)
+    return Selection(model, where, filter_spec).partition(model)[0]
 
 
 def split_examples(

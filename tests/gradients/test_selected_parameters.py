@@ -10,7 +10,13 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from eqxbatch import filter_micro_grad, filter_micro_value_and_grad, Mean, Sum
+from eqxbatch import (
+    filter_micro_grad,
+    filter_micro_value_and_grad,
+    Mean,
+    parameters,
+    Sum,
+)
 from ..helpers import assert_same, KINDS, make_mesh, memory, put, variants
 from .models import combined, data, loss, METHODS, norms_of, values_of
 
@@ -58,6 +64,11 @@ def test_gradients_of_a_selection(getkey, name):
     each = gradients(model, x, y, parts)
     assert_same(gradient, jax.tree.map(lambda g: np.mean(g, 0), each))
     assert len(jax.tree.leaves(gradient)) == len(parts(model))
+    # What an optimiser begins with has the structure of the gradient.
+    selected = parameters(model, **settings)
+    assert jax.tree.structure(selected) == jax.tree.structure(gradient)
+    same = zip(jax.tree.leaves(selected), parts(model), strict=True)
+    assert all(x is y for x, y in same)
 
 
 @pytest.mark.parametrize("method", variants(METHODS, "auto"))
@@ -231,7 +242,7 @@ def test_one_step_of_an_optimiser(getkey):
     model, x, y = data(getkey(), 5)
     spec = jax.tree.map(has_one_axis, model)
     optimiser = optax.sgd(0.1, momentum=0.9)
-    state = optimiser.init(eqx.filter(model, spec))
+    state = optimiser.init(parameters(model, filter_spec=spec))
     gradient = filter_micro_grad(loss, filter_spec=spec)(model, x, y)
     updates, _ = optimiser.update(gradient, state)
     trained = eqx.apply_updates(model, updates)

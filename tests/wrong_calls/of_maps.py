@@ -245,6 +245,18 @@ GRADIENTS = [
         "`moments` must be bool",
     ),
     Case(
+        "parameters",
+        lambda: eqxbatch.parameters([x], where="weight"),
+        TypeError,
+        "`where` must be.*got 'weight'",
+    ),
+    Case(
+        "parameters",
+        lambda: eqxbatch.parameters([1, 2]),
+        ValueError,
+        "`model` has no arrays of an inexact dtype",
+    ),
+    Case(
         "filter_micro_grad",
         lambda: grad(nan_safe="no"),
         TypeError,
