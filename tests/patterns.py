@@ -14,7 +14,7 @@ from .layers import Case, KEY, table_of, tokens, vectors, weight
 
 
 def mlp():
-    return eqx.nn.MLP(4, 4, 6, 2, jnp.tanh, key=jr.key(3))
+    return eqx.nn.MLP(4, 4, 6, 1, jnp.tanh, key=jr.key(3))
 
 
 def arrays_of(model):
