@@ -56,8 +56,8 @@ def kernel_solve(
     y: Inexact[AnyArray, " n"] | Inexact[AnyArray, "n k"],
     *,
     ridge: float | Inexact[AnyArray, ""],
-    preconditioner_rank: int = 0,
-    rtol: float = 1e-6,
+    preconditioner_rank: int | None = None,
+    rtol: float | None = None,
     max_steps: int = 1_000,
     checkpoint: str | os.PathLike | None = None,
     progress: Progress = None,
@@ -85,9 +85,13 @@ def kernel_solve(
     - `preconditioner_rank`: the rank of a partial Cholesky decomposition of the kernel
         that preconditions the system; 0 for none. matfree computes it from one column
         of the kernel for each rank. The larger the rank, the fewer products are needed.
-        It requires a positive `ridge` and a real kernel.
+        It requires a positive `ridge` and a real kernel. The default is 100 there, or
+        the size of a smaller kernel, and 0 otherwise.
     - `rtol`: the norm to reach for each residual, relative to the norm of its
-        right-hand side; between 0 and 1.
+        right-hand side; between 0 and 1. The default is 1e-6 if products are in
+        float64: for a stored kernel, or with 64-bit types enabled. Otherwise it is
+        1,000 times the rounding error of the kernel's dtype (1.2e-4 in float32), and at
+        most 0.01.
     - `max_steps`: the largest number of products with the kernel.
     - `checkpoint`: a folder to save the state in. If the run is stopped or killed, the
         same call continues it and returns bit for bit the result of an uninterrupted
@@ -128,9 +132,9 @@ def kernel_solve(
         ...     symmetric=True,
         ... )
         >>> solution = eqxbatch.kernel_solve(
-        ...     kernel, jnp.sin(x[:, 0]), ridge=0.1, preconditioner_rank=5
+        ...     kernel, jnp.sin(x[:, 0]), ridge=0.1
         ... )
-        >>> solution.weights.shape, bool(solution.residuals < 1e-6)
+        >>> solution.weights.shape, bool(solution.residuals < 1.2e-4)
         ((50,), True)
 
         ```
@@ -148,8 +152,10 @@ def kernel_solve(
             "`KernelOperator(kernel, x)` makes one of a kernel function or estimator."
         )
     check_concrete((operator, y, ridge), "`kernel_solve`")
-    preconditioner_rank, rtol = int(preconditioner_rank), float(rtol)
-    ridge = _checked_ridge(ridge, preconditioner_rank, operator)
+    struct = operator.matrix.struct
+    ridge = _checked_ridge(ridge)
+    rank = _checked_rank(preconditioner_rank, ridge, struct)
+    rtol = _default_rtol(operator.matrix) if rtol is None else float(rtol)
     right, dtype = _checked_right(operator, y)
     if not 0 < rtol < 1:
         raise ValueError(f"`rtol` must be between 0 and 1; got {rtol}.")
@@ -163,12 +169,12 @@ def kernel_solve(
             "shape": list(right.shape),
             "y": digest(right),
             "ridge": ridge,
-            "preconditioner_rank": preconditioner_rank,
+            "preconditioner_rank": rank,
             "rtol": rtol,
             "kernel": f"{operator.matrix.struct.dtype}",
         }
         saved = Checkpoint(checkpoint, problem)
-    factor = _factor(operator, preconditioner_rank, saved)
+    factor = _factor(operator, rank, saved)
     sizes = _sizes(right)
     right = right / sizes
     method = ConjugateGradients(
@@ -182,6 +188,10 @@ def kernel_solve(
     return KernelSolution(
         weights, jnp.asarray(residuals).reshape(y.shape[1:]), state.num_products
     )
+
+
+# The default rank of the preconditioner.
+_RANK = 100
 
 
 _FORMAT = 2
@@ -527,27 +537,42 @@ def _check_same(saved: np.ndarray, image: np.ndarray, tolerance: float) -> None:
         )
 
 
-def _checked_ridge(ridge: Any, rank: int, operator: "KernelOperator") -> float:
+def _default_rtol(matrix: AbstractMatrix) -> float:
+    """What the residuals of products with a kernel can reach, for most kernels."""
+    if isinstance(matrix, StoredMatrix) or jnp.zeros(()).dtype == jnp.float64:
+        return 1e-6
+    return min(1_000 * float(jnp.finfo(matrix.struct.dtype).eps), 0.01)
+
+
+def _checked_ridge(ridge: Any) -> float:
     value = float(ridge)
     if not 0 <= value < math.inf:
         raise ValueError(f"`ridge` must not be negative, NaN or infinite; got {value}.")
-    struct = operator.matrix.struct
+    return value
+
+
+def _checked_rank(rank: int | None, ridge: float, struct: Any) -> int:
+    """The rank of the preconditioner, by default where there can be one."""
+    is_complex = jnp.issubdtype(struct.dtype, jnp.complexfloating)
+    if rank is None:
+        return min(_RANK, struct.shape[0]) if ridge and not is_complex else 0
+    rank = int(rank)
     if not 0 <= rank <= struct.shape[0]:
         raise ValueError(
             f"`preconditioner_rank` must be between 0 and {struct.shape[0]}, the size "
             f"of the kernel; got {rank}."
         )
-    if rank and value == 0:
+    if rank and ridge == 0:
         raise ValueError(
             "A preconditioner needs a `ridge` above 0, as a matrix of low rank has no "
             "inverse. Pass one, or leave `preconditioner_rank` out."
         )
-    if rank and jnp.issubdtype(struct.dtype, jnp.complexfloating):
+    if rank and is_complex:
         raise ValueError(
             f"`preconditioner_rank` is for real kernels; got dtype {struct.dtype}. "
             "Leave it out."
         )
-    return value
+    return rank
 
 
 def _checked_right(operator: "KernelOperator", y: Any) -> tuple[np.ndarray, Any]:

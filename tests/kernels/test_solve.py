@@ -198,6 +198,24 @@ def test_computed_in_single_precision_with_double_vectors():
     assert found.residuals <= 1e-9
 
 
+@pytest.mark.parametrize("block_size", (None, 100))
+def test_defaults_fit_single_precision(block_size):
+    """A wide kernel, which took hundreds of products or failed by default."""
+    x = jnp.asarray(numbers(300, 2) / 3, jnp.float32)
+    y = np.sin(3 * np.asarray(x[:, 0], np.float64))
+    operator = KernelOperator(rbf, x, block_size=block_size, symmetric=True)
+    for ridge in (1e-1, 1e-3):
+        found = kernel_solve(operator, jnp.asarray(y, jnp.float32), ridge=ridge)
+        assert found.residuals <= 1000 * jnp.finfo(jnp.float32).eps
+        assert found.num_products < 20
+        matrix = np.asarray(jax.jit(rbf)(x), np.float64) + ridge * np.eye(300)
+        residual = matrix @ np.asarray(found.weights, np.float64) - y
+        assert np.linalg.norm(residual) < 2e-3 * np.linalg.norm(y)
+    # No preconditioner where there can be none.
+    with pytest.raises(RuntimeError, match=r"After 2 products|not fall below"):
+        kernel_solve(operator, jnp.asarray(y, jnp.float32), ridge=0.0, max_steps=2)
+
+
 class LateNaNs:
     """A matrix whose products have NaNs from the third one on."""
 
@@ -247,7 +265,12 @@ class Residuals(AbstractProgressMeter):
 def test_meters_get_residuals(capsys):
     log = []
     found = kernel_solve(
-        make(), jnp.asarray(Y), ridge=0.1, progress=Residuals(log), max_steps=99
+        make(),
+        jnp.asarray(Y),
+        ridge=0.1,
+        preconditioner_rank=0,
+        progress=Residuals(log),
+        max_steps=99,
     )
     assert log[0] == (99, 0)
     assert log[-1] == "closed"
@@ -335,6 +358,7 @@ def test_a_solve_continues_where_products_round_otherwise(num, tmp_path):
         y,
         ridge=1e-2,
         rtol=1e-10,
+        preconditioner_rank=0,
         checkpoint=tmp_path,
         **settings,
     )
@@ -503,7 +527,12 @@ def broken(x1, x2=None):
     (
         (negative, {}, RuntimeError, "not positive definite: a vector"),
         (broken, {}, RuntimeError, "has NaNs or infinities"),
-        (rbf, {"max_steps": 3}, RuntimeError, "After 3 products, the largest"),
+        (
+            rbf,
+            {"max_steps": 3, "preconditioner_rank": 0},
+            RuntimeError,
+            "After 3 products, the largest",
+        ),
         (rbf, {"max_steps": 0}, ValueError, "`max_steps` must be at least 1; got 0"),
         (rbf, {"ridge": -1.0}, ValueError, "`ridge` must not be negative.*got -1"),
         (rbf, {"ridge": float("nan")}, ValueError, "`ridge` must not be negative"),
