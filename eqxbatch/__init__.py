@@ -59,7 +59,7 @@ from ._kernels.reductions import (
 )
 from ._kernels.solve import kernel_solve as kernel_solve
 from ._kernels.stores import HostStore as HostStore
-from ._kernels.zarr_store import ZarrStore as ZarrStore
+from ._kernels.zarr_store import open_kernel as open_kernel, ZarrStore as ZarrStore
 from ._maps.grid_vmap import (
     filter_grid_vmap as filter_grid_vmap,
     grid as grid,

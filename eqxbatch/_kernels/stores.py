@@ -181,7 +181,7 @@ class _HostWriter(AbstractWriter):
 
 
 # The version of the format, so that later versions recognise earlier ones.
-_FORMAT = 2
+FORMAT = 2
 
 
 # What changes numbers, random ones above all, without changing a program's text.
@@ -211,7 +211,7 @@ def fingerprint(call: CalledKernel, kernel: AbstractBlockKernel) -> dict[str, An
             programs.append(exchange)
             symmetric = _of_program(exchange)
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "package": f"eqxbatch {importlib.metadata.version('equinox-batch')}",
         # Only a record: tiles of another backend have other rounding errors and must
         # not be mixed with these. It does not change any computation.

@@ -20,12 +20,13 @@ import numpy as np
 
 from .._base.checks import check_types, checked
 from .._base.trees import import_extra, log, safe_zip, shown
-from .kernel import AbstractBlockKernel, Grid, KernelLeaf, TileMirror
+from .kernel import AbstractBlockKernel, flattened, Grid, KernelLeaf, TileMirror
 from .stores import (
     AbstractStore,
     AbstractWriter,
     add_array,
     check_record,
+    FORMAT,
     HostStore,
     Patch,
     patches,
@@ -181,6 +182,90 @@ class ZarrStore(AbstractStore):
         return writer
 
 
+def open_kernel(path: str | os.PathLike) -> Any:
+    """Opens a kernel that a [`eqxbatch.ZarrStore`][] has written, in any process.
+
+    The kernel function and the examples are not needed. `zarr.open` alone would read
+    zeros below the diagonal of a kernel with `upper_only`, and in blocks that a stopped
+    run has not written.
+
+    Needs the extra `store`: `pip install "equinox-batch[store]"`.
+
+    **Arguments:**
+
+    - `path`: the folder that the kernel was stored in.
+
+    **Returns:**
+
+    A zarr array that is open for reading or, with `upper_only`, an
+    [`eqxbatch.results.SymmetricArray`][]. If the kernel function returns several
+    arrays, a dict of them by the names of their folders.
+
+    **Raises:**
+
+    - `FileNotFoundError` if there is no kernel.
+    - `ValueError` for an unfinished or damaged kernel, for other zarr arrays, for a
+        kernel that another version of this package stored in another format, and with
+        `upper_only` and a function as `symmetric`, which is not stored.
+    - `ImportError` if zarr is not installed.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T, block_size=2, store=folder.name
+        ... )
+        >>> stored = kernel(jnp.ones((3, 4)), jnp.ones((2, 4)))
+        >>> eqxbatch.open_kernel(folder.name)[2:]
+        array([[4., 4.]], dtype=float32)
+        >>> folder.cleanup()
+
+        ```
+    """
+    check_types({"path": path}, {"path": str | os.PathLike}, always=True)
+    zarr, folder = import_extra("zarr", "open_kernel", "store"), pathlib.Path(path)
+    record = _read_record(folder)
+    if record.get("format") != FORMAT:
+        raise ValueError(
+            f"`path` has a kernel in the format {record.get('format')}, and this "
+            f"version of eqxbatch reads {FORMAT}: {folder}. Open it with "
+            f"{record.get('package')}, which has stored it."
+        )
+    numbers = record["grid"]
+    grid = Grid(
+        tuple(numbers["totals"]),
+        tuple(numbers["sizes"]),
+        numbers["is_same"],
+        numbers["is_symmetric"],
+    )
+    leaves = tuple(
+        KernelLeaf(x["path"], tuple(x["axes"]), tuple(x["shape"]), np.dtype(x["dtype"]))
+        for x in record["arrays"]
+    )
+    mirror = None
+    if record["upper_only"]:
+        if record["symmetric"] != "transpose":
+            raise ValueError(
+                f"`path` has a kernel without the blocks below its diagonal: {folder}. "
+                "The function that exchanges its sides, `symmetric`, is not stored. "
+                "Call the kernel with its store, which returns the arrays."
+            )
+        mirror = TileMirror(True, leaves, flattened(leaves))
+    names = _names(leaves)
+    writer = _ZarrWriter(zarr, folder, names, leaves, grid, mirror, mode="r")
+    missing = writer.missing()
+    if missing:
+        raise ValueError(
+            f"`path` has an unfinished or damaged kernel: {len(missing)} of its files "
+            f"are missing or have a wrong size, such as {missing[0]}. Call the kernel "
+            "with its store again, which computes what is missing."
+        )
+    arrays = writer.results()
+    return arrays[0] if len(arrays) == 1 else dict(safe_zip(names, arrays))
+
+
 # What users pass for a store.
 Store = AbstractStore | str | os.PathLike
 
@@ -233,6 +318,12 @@ def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None
 
 
 def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
+    saved = _read_record(path)
+    check_record("path", path, saved, expected, "has another kernel than this one")
+
+
+def _read_record(path: pathlib.Path) -> dict[str, Any]:
+    """What a folder says about its kernel."""
     node = read_json(
         "path",
         path / _METADATA,
@@ -247,7 +338,7 @@ def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
             f"`path` has zarr arrays that are not a kernel of eqxbatch: {path}. Pass a "
             "folder that is empty or does not exist."
         )
-    check_record("path", path, saved, expected, "has another kernel than this one")
+    return saved
 
 
 def _opened(open_node: Callable[..., Any], path: pathlib.Path, **settings: Any) -> Any:
@@ -314,6 +405,7 @@ class _ZarrWriter(AbstractWriter):
         leaves: Sequence[KernelLeaf],
         grid: Grid,
         mirror: TileMirror | None,
+        mode: Literal["r", "r+"] = "r+",
     ):
         self.zarr, self.path, self.names = zarr, path, names
         self.leaves, self.grid, self.mirror = leaves, grid, mirror
@@ -326,7 +418,7 @@ class _ZarrWriter(AbstractWriter):
                     config={"write_empty_chunks": True},
                 )
             )
-            for array in self._open("r+")
+            for array in self._open(mode)
         ]
         self.own = uuid.uuid4().hex
         self.seals: list[set[str]] = []
@@ -444,22 +536,32 @@ class _ZarrWriter(AbstractWriter):
             file.write(f"{_seal(patch, values)}\n")
         self.arrays[patch.leaf][patch.place] = values
 
-    def finish(self) -> list[Any]:
+    def missing(self) -> list[pathlib.Path]:
+        """The files that are not there, or have a wrong size."""
         nodes = [self.path, *(self.path / name for name in self.names)]
-        lost = [node / _METADATA for node in nodes if not (node / _METADATA).exists()]
+        files = [node / _METADATA for node in nodes if not (node / _METADATA).exists()]
         for tile in (*self.grid.pairs(), *self.grid.diagonal()):
             for patch in patches(self.leaves, self.grid, tile):
                 if self.mirror is not None and patch.is_mirror:
                     continue
                 if not self._has_size(patch):
-                    lost.append(self._file(patch))
-        if lost:
+                    files.append(self._file(patch))
+        return files
+
+    def finish(self) -> list[Any]:
+        missing = self.missing()
+        if missing:
             raise OSError(
                 errno.ENOENT,
-                f"{len(lost)} files of `path` were deleted or damaged while the kernel "
-                "was computed. Call again, which computes what is missing. The first",
-                str(lost[0]),
+                f"{len(missing)} files of `path` were deleted or damaged while the "
+                "kernel was computed. Call again, which computes what is missing. The "
+                "first",
+                str(missing[0]),
             )
+        return self.results()
+
+    def results(self) -> list[Any]:
+        """The arrays, open for reading."""
         arrays = self._open("r")
         if self.mirror is None:
             return arrays

@@ -20,6 +20,7 @@ from eqxbatch import (
     filter_batch_kernel,
     HostStore,
     KernelOperator,
+    open_kernel,
     TqdmProgressMeter,
     ZarrStore,
 )
@@ -146,6 +147,13 @@ def test_upper_only(getkey, tmp_path):
     assert isinstance(half["rows"], zarr.Array)
     assert len(chunks(tmp_path / "a" / "k")) == 10
     assert len(chunks(tmp_path / "b" / "k")) == 16
+    # Any process can open them again.
+    for name, saved in (("a", half), ("b", whole)):
+        opened = open_kernel(tmp_path / name)
+        assert {*opened} == {"k", "rows"}
+        assert type(opened["k"]) is type(saved["k"])
+        for key, x in opened.items():
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(saved[key]))
     half, whole = half["k"], np.asarray(whole["k"])
     assert (half.shape, half.dtype, half.ndim, len(half)) == ((13, 13, 2), "c8", 3, 13)
     assert "SymmetricArray" in repr(half)
@@ -173,6 +181,37 @@ def test_upper_only(getkey, tmp_path):
         np.array(half, copy=False)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("shapes", (((5, 2), (3, 2)), ((4, 2), None), ((0, 2), (3, 2))))
+def test_kernels_are_opened_again(shapes, getkey, tmp_path):
+    args = [None if shape is None else normal(getkey(), shape) for shape in shapes]
+    path = tmp_path / "kernel"
+    stored = filter_batch_kernel(white, block_size=2, store=path)(*args)
+    opened = open_kernel(str(path))
+    assert isinstance(opened, zarr.Array)
+    assert opened.read_only
+    np.testing.assert_array_equal(opened[:], stored[:])
+
+
+def test_what_is_no_whole_kernel_is_not_opened(tmp_path):
+    path = tmp_path / "kernel"
+    filter_batch_kernel(white, block_size=2, store=path)(jnp.ones((5, 2)))
+    # zarr alone would read zeros.
+    (path / "kernel" / [*chunks(path / "kernel")][-1]).unlink()
+    with pytest.raises(
+        ValueError, match="unfinished or damaged kernel: 1 of its files"
+    ):
+        open_kernel(path)
+    record = json.loads((path / "zarr.json").read_text())
+    record["attributes"]["eqxbatch"]["format"] = 1
+    (path / "zarr.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="in the format 1, and this version"):
+        open_kernel(path)
+    zarr.create_group(str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="zarr arrays that are not a kernel"):
+        open_kernel(tmp_path / "other")
+
+
 def test_upper_only_of_kernels_with_output_axes(getkey, tmp_path):
     x = normal(getkey(), (3, 2))
 
@@ -191,6 +230,8 @@ def test_upper_only_of_kernels_with_output_axes(getkey, tmp_path):
     )
     np.testing.assert_array_equal(np.asarray(half), whole)
     np.testing.assert_array_equal(half[2, :2], whole[2, :2])
+    with pytest.raises(ValueError, match="`symmetric`, is not stored"):
+        open_kernel(tmp_path / "outer")
 
     def pair(x, y=None):
         y = x if y is None else y

@@ -179,6 +179,18 @@ FUNCTIONS = [
         "`upper_only` must be bool; got 'no'",
     ),
     Case(
+        "open_kernel",
+        lambda: eqxbatch.open_kernel(3),
+        TypeError,
+        "`path` must be.*got 3",
+    ),
+    Case(
+        "open_kernel",
+        lambda: eqxbatch.open_kernel("no_such_folder"),
+        FileNotFoundError,
+        "no_such_folder",
+    ),
+    Case(
         "SymmetricArray", lambda: stored()[0.5], IndexError, "ints and slices; got 0.5"
     ),
     Case("SymmetricArray", lambda: stored()[5], IndexError, "row 5 .*5 rows"),
