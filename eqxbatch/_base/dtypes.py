@@ -211,13 +211,11 @@ def sum_of_squares(terms: Sequence[Squares]) -> Squares:
 
 
 def product_of_squares(terms: Sequence[Squares]) -> Squares:
-    if len(terms) == 1:
-        return terms[0]
+    """The product, with a value that can be multiplied: from 1 to 4 for each term."""
     dtype = widest(*(x.value.dtype for x in terms))
     values, exponents = [], []
     for value, exponent in terms:
         half = _half_exponent(value)
-        # From 1 to 4.
         values.append(_times_four_to(value, -half).astype(dtype))
         exponents.append(exponent + half)
     multiply, add = jnp.multiply, jnp.add

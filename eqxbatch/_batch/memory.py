@@ -42,6 +42,10 @@ _UNITS = {
 }
 
 
+# The first size to try, if the caller knows no better one.
+_FIRST = 16
+
+
 # The program that runs is one more.
 _MAX_COMPILATIONS = 3
 
@@ -207,7 +211,7 @@ def resolve_size(
     total: int,
     run: Callable[[int], Callable[[PyTree], Any]],
     operands: PyTree,
-    first: int = 16,
+    first: int = _FIRST,
 ) -> int:
     """The block size, between 1 and `total` (1 if there are no examples).
 
@@ -336,7 +340,7 @@ def fit_size(
     budget: int,
     largest: int,
     bytes_at: Callable[[int], CompiledBytes],
-    first: int = 16,
+    first: int = _FIRST,
 ) -> int:
     """A size in `[1, largest]` that fits into `budget`, close to the largest such size.
 
@@ -353,7 +357,8 @@ def fit_size(
             measured[size] = bytes_at(size)
         return sum(measured[size]) <= budget
 
-    if not fits(min(first, largest)) and not fits(1):
+    # Blocks of one row can need more memory than larger ones.
+    if not any(fits(min(size, largest)) for size in (first, _FIRST, 1)):
         raise ValueError(
             f"A memory budget of {budget:,} bytes is too small: with blocks of one "
             f"example, the program needs {sum(measured[1]):,} bytes for temporaries "

@@ -405,7 +405,7 @@ class SiteGradients:
     def products(self) -> dict[int, Squares]:
         """The norms that follow from those of factors, by leaf."""
         leaves = (c.leaf for c in self.contractions if c.form == "factors")
-        of_array: dict[int, Any] = {}
+        of_array: dict[Any, Any] = {}
         return {
             i: squares_of_factors(self._of_leaf(i), of_array)
             for i in leaves

@@ -131,9 +131,7 @@ def kernel_solve(
         ...     pairwise=True,
         ...     symmetric=True,
         ... )
-        >>> solution = eqxbatch.kernel_solve(
-        ...     kernel, jnp.sin(x[:, 0]), ridge=0.1
-        ... )
+        >>> solution = eqxbatch.kernel_solve(kernel, jnp.sin(x[:, 0]), ridge=0.1)
         >>> solution.weights.shape, bool(solution.residuals < 1.2e-4)
         ((50,), True)
 

@@ -456,7 +456,7 @@ def _axes_of_factors(site: Site) -> list[set[str]]:
     return [{x for x in axes if site.sizes[x] != 1} for axes in names]
 
 
-def squares_of_factors(uses: OfLeaf, of_array: dict[int, Any]) -> Squares:
+def squares_of_factors(uses: OfLeaf, of_array: dict[Any, Any]) -> Squares:
     """The squared norms of gradients, if `has_norms_of_factors`.
 
     `of_array` has the factors of other leaves with their squared norms, by `id`: a
@@ -469,10 +469,12 @@ def squares_of_factors(uses: OfLeaf, of_array: dict[int, Any]) -> Squares:
         terms = [(contract(terms, labels), labels)]
     squares = []
     for x, labels in terms:
-        if id(x) not in of_array:
-            rows = x if EXAMPLE in labels else x[None]
-            of_array[id(x)] = x, squares_in_range(rows)
-        squares.append(of_array[id(x)][1])
+        has_examples = EXAMPLE in labels
+        key = id(x), has_examples
+        if key not in of_array:
+            # With `x`, whose `id` no other array has as long as it is kept.
+            of_array[key] = x, squares_in_range(x if has_examples else x[None])
+        squares.append(of_array[key][1])
     value, exponent = product_of_squares(squares)
     return Squares(value * abs(_scale(site)) ** 2, exponent)
 

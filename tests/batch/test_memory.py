@@ -431,6 +431,13 @@ def test_fit_of_programs_that_grow_faster_at_first():
     assert len(calls) == 3
 
 
+def test_fit_where_one_row_needs_more_than_some():
+    # Kernels begin with blocks of 16 by 16, which are too large here.
+    needs = lambda size: 200 if size == 1 else 50 + size
+    got = fit_size(100, 5000, lambda size: CompiledBytes(needs(size), 0), first=256)
+    assert 16 <= got <= 50
+
+
 def test_cache_tells_settings_of_the_transform_apart():
     # Of the same function and arguments: what else the memory depends on.
     budget = MemoryBudget("40kB")

@@ -310,6 +310,23 @@ def test_factors_whose_squares_are_out_of_range(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_squares_in_range_times_a_square_out_of_range(method):
+    # Of a single factor, whose squares are not those of the gradient.
+    for scale, size in ((2.0**-24, 2e-12), (2.0**12, 1e16), (2.0**12, 1e30)):
+        x = jnp.array([[3.0, 4.0], [0.3, 0.4]]) * size
+        grad = filter_micro_grad(
+            lambda b, x, scale=scale: (scale * b + jnp.cos(x)) @ x,
+            clip_norm=scale * size,
+            return_norms=True,
+            method=method,
+            accumulator=Sum(),
+        )
+        gradient, statistics = grad(jnp.ones(2), x)
+        assert_same(statistics.norms / (scale * size), jnp.array([5.0, 0.5]))
+        assert_same(gradient / (scale * size), jnp.array([0.9, 1.2]))
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scale", (1e25, 1e-25))
 def test_parameters_times_numbers_whose_squares_are_out_of_range(scale, method):
     x = jnp.array([[3.0, 4.0], [0.3, 0.4]]) / scale

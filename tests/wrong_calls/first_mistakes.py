@@ -10,6 +10,7 @@ import numpy as np
 
 import eqxbatch
 from eqxbatch import grid, Mean, Sum
+from ..helpers import only_backwards
 from .cases import Case, key, loss, w, x, y
 
 
@@ -345,20 +346,6 @@ predict = lambda model, x, y: model(x)
 pair = lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))
 
 
-@jax.custom_vjp
-def reverse_only(x):
-    return jnp.sin(x)
-
-
-@jax.custom_vjp
-def its_slope(x):
-    return jnp.cos(x)
-
-
-reverse_only.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * its_slope(x),))
-its_slope.defvjp(lambda x: (jnp.cos(x), x), lambda x, g: (-g * jnp.sin(x),))
-
-
 # What is not said by the exception of JAX, Python or the user alone.
 HINTS = [
     Case(
@@ -443,18 +430,18 @@ HINTS = [
         for name, call in (
             (
                 "filter_jacobian",
-                lambda: eqxbatch.filter_jacobian(reverse_only, mode="fwd")(w),
+                lambda: eqxbatch.filter_jacobian(only_backwards, mode="fwd")(w),
             ),
             (
                 "filter_hessian",
                 lambda: eqxbatch.filter_hessian(
-                    lambda w: jnp.sum(reverse_only(w)), mode="fwd"
+                    lambda w: jnp.sum(only_backwards(w)), mode="fwd"
                 )(w),
             ),
             (
                 "filter_hvp",
                 lambda: eqxbatch.filter_hvp(
-                    lambda w: jnp.sum(reverse_only(w)), mode="fwd"
+                    lambda w: jnp.sum(only_backwards(w)), mode="fwd"
                 )(w, w),
             ),
         )
