@@ -506,7 +506,13 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
         total = num_columns if mode == "fwd" else self._num_rows(structs)
         size = self.num_columns(total, args, kwargs)
         compute = by_columns if mode == "fwd" else by_rows
-        blocks = compute(values, leaves, structs, size)
+        try:
+            blocks = compute(values, leaves, structs, size)
+        except Exception:
+            # Asked only here, because it takes another trace of the derivative.
+            ask = without_forward_mode if mode == "fwd" else without_reverse_mode
+            check_mode(self.mode, "`fun`", ask(values, leaves))
+            raise
         jacobian = self._arranged(blocks, leaves, diff, out)
         if not self.has_aux:
             return jacobian
@@ -524,13 +530,12 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
                 "a function that is not holomorphic, pass real and imaginary parts of "
                 "the parameters as two real arrays, without `holomorphic`."
             )
+        if self.mode != "auto":
+            return self.mode
         num_columns, num_rows = sum(x.size for x in leaves), self._num_rows(structs)
         is_forward = num_columns <= num_rows
-        if self.mode != "auto":
-            is_forward = self.mode == "fwd"
         ask = without_forward_mode if is_forward else without_reverse_mode
         reason = ask(values, leaves)
-        check_mode(self.mode, "`fun`", reason)
         if reason is not None:
             is_forward = derivative_of("`fun`", values, leaves) == "columns"
             ways = (
