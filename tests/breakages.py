@@ -486,7 +486,7 @@ BREAKAGES = [
         "_sites/plan.py",
         "jnp.transpose(y, sorted(range(len(order)), key=order.__getitem__))",
         "jnp.transpose(y, order)",
-        "tests/curvature/test_kfac.py tests/sites",
+        "tests/sites/test_sites.py",
     ),
     Breakage(
         "roots are inverses",

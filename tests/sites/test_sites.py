@@ -151,6 +151,12 @@ BY_FACTORS = {
         vectors(5, 2, 4),
     ),
     "reshaped": (weight(4, 4), lambda w, x: w.reshape(2, 2, 4) @ x, vectors(4)),
+    # The parameter that is added has the cotangent of the product, whose axes moved.
+    "moved_and_shifted": (
+        (weight(2, 3, 4), weight(3, 5, 2)),
+        lambda w, x: jnp.einsum("ijk,lk->ijl", w[0], x).transpose(1, 2, 0) + w[1],
+        vectors(5, 4),
+    ),
     "scaled": (weight(4, 4), lambda w, x: (-w * 2 / 3 + 1) @ x, vectors(4)),
     "split": (weight(4, 4), lambda w, x: jnp.split(w, [3])[0] @ x, vectors(4)),
     "cast": (
