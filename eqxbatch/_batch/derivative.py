@@ -16,7 +16,7 @@ from .._base.dtypes import finite_sums, normalised
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
 from .._base.mistakes import called, no_arrays_remedy
-from .._base.trees import array_structs, described, safe_zip, shown
+from .._base.trees import array_structs, described, difference, safe_zip, shown
 from .accumulators import Concat
 from .batch import (
     Batch,
@@ -28,7 +28,7 @@ from .batch import (
 )
 from .loop import run_blocks
 from .moments import check_adds, Mean, OfTotals, rows_and_weights, Sum
-from .slots import match_accumulators, Slots
+from .slots import match_accumulators, Slots, types_of
 from .transform import (
     AbstractAutoSharded,
     AbstractMicrobatched,
@@ -362,6 +362,28 @@ def weighted_totals(
     if scale is None:
         return total
     return [x * scale.astype(x.dtype) for x in total]
+
+
+def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
+    """The arrays of a vector, which must match the differentiated leaves.
+
+    Python numbers are accepted as scalar arrays.
+    """
+
+    def as_array(x: Any, like: Any) -> Any:
+        is_number = isinstance(x, (float, complex)) and getattr(like, "shape", 1) == ()
+        return jnp.asarray(x, like.dtype) if is_number else x
+
+    if jtu.tree_structure(vector) == jtu.tree_structure(diff):
+        vector = jtu.tree_map(as_array, vector, diff)
+    arrays = eqx.filter(vector, eqx.is_inexact_array)
+    if types_of(arrays) != types_of(diff):
+        raise ValueError(
+            f"{what} must have the structure, shapes and dtypes of what is "
+            f"differentiated, {shown(diff)}; got {shown(vector)}. "
+            f"{difference(diff, arrays)}"
+        )
+    return jtu.tree_leaves(arrays)
 
 
 class AbstractDerivative(AbstractTransform):

@@ -364,6 +364,22 @@ class OfTotals(AbstractSummary[_Total]):
         return self.accumulator.aggregate(values, block)
 
 
+class OfMoments(AbstractSummary[VarianceState]):
+    """Mean and variance over examples, from those of each microbatch."""
+
+    leafwise = False
+    accumulator: Variance
+
+    def whole(self, value: Any, block: Block) -> VarianceState:
+        return value
+
+    def finalize(self, state: VarianceState) -> MeanAndVariance:
+        return self.accumulator.finalize(state)
+
+    def aggregate(self, values: Any, block: Block) -> Any:
+        return self.accumulator.aggregate(values, block)
+
+
 def _cast(
     name: str,
     value: Any,

@@ -17,9 +17,8 @@ from jaxtyping import Array, PyTree
 
 from .._base.checks import check_at_least, check_callable, check_types
 from .._base.mesh import spec_of, sum_varying, vary_as, varying
-from .._base.trees import difference, safe_zip, shown
-from .._batch.derivative import Loss
-from .._batch.slots import types_of
+from .._base.trees import safe_zip, shown
+from .._batch.derivative import like_parameters, Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .curvature_of import (
     AbstractCurvature,
@@ -172,28 +171,6 @@ class GGNVP(AbstractOfOutputs[Model, P, Out], AbstractProduct):
 
     def curvature(self, fun: Loss) -> AbstractCurvature:
         return GaussNewtonCurvature(fun, self.loss, self.checkpoint)
-
-
-def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
-    """The arrays of a vector, which must match the differentiated leaves.
-
-    Python numbers are accepted as scalar arrays.
-    """
-
-    def as_array(x: Any, like: Any) -> Any:
-        is_number = isinstance(x, (float, complex)) and getattr(like, "shape", 1) == ()
-        return jnp.asarray(x, like.dtype) if is_number else x
-
-    if jtu.tree_structure(vector) == jtu.tree_structure(diff):
-        vector = jtu.tree_map(as_array, vector, diff)
-    arrays = eqx.filter(vector, eqx.is_inexact_array)
-    if types_of(arrays) != types_of(diff):
-        raise ValueError(
-            f"{what} must have the structure, shapes and dtypes of what is "
-            f"differentiated, {shown(diff)}; got {shown(vector)}. "
-            f"{difference(diff, arrays)}"
-        )
-    return jtu.tree_leaves(arrays)
 
 
 filter_hvp = also_decorator("filter_hvp", HVP, AbstractHVP)

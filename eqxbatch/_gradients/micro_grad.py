@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real, Shaped
 
-from .._base.checks import as_jax, check_at_least, check_types
+from .._base.checks import (
+    as_jax,
+    check_at_least,
+    check_callable,
+    check_exclusive,
+    check_types,
+)
 from .._base.dtypes import widened, widest
 from .._base.mesh import (
     auto_sharded,
@@ -25,14 +31,16 @@ from .._base.mesh import (
 from .._base.trees import array_structs, is_struct, safe_zip, shown
 from .._batch.accumulators import Concat
 from .._batch.batch import Blocks
-from .._batch.derivative import AbstractDerivative, Loss
+from .._batch.derivative import AbstractDerivative, like_parameters, Loss
 from .._batch.moments import (
     is_running,
     Mean,
+    OfMoments,
     OfTotals,
     rows_and_weights,
     Sum,
     Variance,
+    VarianceState,
 )
 from .._batch.slots import (
     all_count_new,
@@ -46,11 +54,13 @@ from .._batch.transform import AbstractEarlyStop, also_decorator, Model, P, run_
 from .._sites.cost import Method
 from .per_example import (
     BlockGradients,
-    clipped_by_norms,
     clipping_groups,
     gradient_of_microbatch,
     gradient_of_sum,
+    gradients_by_sites,
+    inner_product,
     materialised_gradients,
+    Norms,
     Results,
 )
 
@@ -81,12 +91,17 @@ class GradientStatistics(NamedTuple):
     - `metrics`: the results of `metrics`, with the examples along axis 0.
     - `moments`: an [`eqxbatch.results.GradientMoments`][].
 
+    - `inner_products`: the inner product of each per-example gradient with the
+        direction `against`, shape `(n,)`. A complex leaf counts as its real and its
+        imaginary part.
+
     Statistics that were not requested are None.
     """
 
     norms: PyTree[Real[Array, " n"]]
     metrics: PyTree[Shaped[Array, "n ..."]]
     moments: GradientMoments | None
+    inner_products: Real[Array, " n"] | None
 
 
 _ACCUMULATORS = (
@@ -114,6 +129,7 @@ class AbstractMicroGradient(AbstractDerivative, AbstractEarlyStop, Generic[Model
     clip_norm: PyTree = eqx.field(
         default=None, converter=lambda bounds: jtu.tree_map(as_jax, bounds)
     )
+    scale: Callable[[PyTree], PyTree] | None = None
     nan_safe: bool = False
     method: Method = "auto"
 
@@ -141,9 +157,13 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
     value_accumulator: PyTree = None
     aux_accumulator: PyTree = Concat()
     return_norms: bool = False
+    norms: Norms = None
     transform: Callable[[PyTree], PyTree] | None = None
     metrics: Callable[[PyTree], PyTree] | None = None
     moments: bool = False
+    against: PyTree = eqx.field(
+        default=None, converter=lambda tree: jtu.tree_map(as_jax, tree)
+    )
 
     @abc.abstractmethod
     def outputs(self, results: dict[str, Any]) -> list:
@@ -158,19 +178,35 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             if not eqx.is_array(bound):
                 remedy = "Use None for parts that are not clipped."
                 check_at_least("clip_norm", bound, 0, remedy)
-        settings = ("transform", "metrics", "moments")
-        of_gradients = [x for x in settings if getattr(self, x) not in (None, False)]
+        functions = {"transform": self.transform, "metrics": self.metrics}
+        of_gradients = [name for name, x in functions.items() if x is not None]
         if self.method == "sites" and of_gradients:
             raise ValueError(
                 "`method='sites'` does not materialise per-example gradients, but "
                 f"`{of_gradients[0]}` needs them. Use `method='auto'`."
             )
-        norms = ["clip_norm, nan_safe or return_norms"] * self.needs_norms
-        if self.batched and (of_gradients or norms):
+        check_exclusive(
+            "`scale=lambda norm: jnp.minimum(1, bound / norm)` is what `clip_norm` "
+            "does, but for gradients that are zero. Leave one out.",
+            clip_norm=self.clip_norm,
+            scale=self.scale,
+        )
+        if self.norms is not None:
+            if self.norms != "leaf":
+                what = "'leaf' or a function from a path and a leaf to a group"
+                check_callable("norms", self.norms, what)
+            if not (self.return_norms or self.scale is not None):
+                raise ValueError(
+                    "`norms` says which norms `return_norms` returns and `scale` gets, "
+                    "but neither is given. Pass one of them, or leave `norms` out."
+                )
+        norms = ["clip_norm, scale, nan_safe or return_norms"] * self.needs_norms
+        more = ["moments"] * self.moments + ["against"] * (self.against is not None)
+        if self.batched and (of_gradients or norms or more):
             raise ValueError(
-                f"`{[*of_gradients, *norms][0]}` is about single examples, but with "
-                "`batched=True` the loss is that of a whole microbatch. Pass the loss "
-                "of one example, without `batched`."
+                f"`{[*of_gradients, *norms, *more][0]}` is about single examples, but "
+                "with `batched=True` the loss is that of a whole microbatch. Pass the "
+                "loss of one example, without `batched`."
             )
         accumulator = self.gradient_accumulator
         if self.transform is None and not isinstance(accumulator, Sum | Mean):
@@ -216,7 +252,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
     @property
     def needs_norms(self) -> bool:
         """Whether the norms of per-example gradients are computed."""
-        return self.clip_norm is not None or self.nan_safe or self.return_norms
+        settings = self.clip_norm, self.scale
+        is_bounded = any(x is not None for x in settings)
+        return is_bounded or self.nan_safe or self.return_norms
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         loss = self.loss_of(args, kwargs)
@@ -266,17 +304,27 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         # A running mean is chosen to avoid sums, so no sum is formed.
         is_mean = is_running(self.gradient_accumulator)
         functions = {"transform": self.transform, "metrics": self.metrics}
-        if self.moments:
-            # The squares of numbers in half precision would be out of range.
-            functions["moments"] = lambda gradient: jtu.tree_map(widened, gradient)
         functions = {name: f for name, f in functions.items() if f is not None}
-        groups_of = functools.partial(clipping_groups, self.clip_norm, self.nan_safe)
-        if functions:
-            groups = groups_of if self.needs_norms else None
-            return materialised_gradients(example, groups, functions)
+        groups = None
         if self.needs_norms:
-            return clipped_by_norms(example, groups_of, self.method, is_mean)
-        return gradient_of_sum(example, is_mean)
+            settings = self.clip_norm, self.scale, self.norms, self.nan_safe
+            groups = functools.partial(clipping_groups, *settings)
+        direction = self.against
+        if direction is not None:
+            direction = like_parameters("`against`", direction, loss.diff)
+        # Sums over a microbatch in float16 may overflow.
+        if functions or (self.moments and example.is_narrow):
+            if self.moments:
+                # Squares of numbers in half precision would be out of range.
+                functions["moments"] = functools.partial(jtu.tree_map, widened)
+            if direction is not None:
+                functions["inner_products"] = lambda x: inner_product(direction, x)
+            return materialised_gradients(example, groups, functions)
+        if groups is None and direction is None and not self.moments:
+            return gradient_of_sum(example, is_mean)
+        return gradients_by_sites(
+            example, groups, self.method, is_mean, self.moments, direction
+        )
 
     def slots(self, output: Results, _: None) -> Slots:
         """The accumulators for the results of a microbatch."""
@@ -289,6 +337,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             "aux": self.aux_accumulator,
             "norms": Concat(),
             "metrics": Concat(),
+            "inner_products": Concat(),
             "moments": Variance(ddof=1),
         }
         of_whole, of_each = (
@@ -300,6 +349,13 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         )
         if of_whole and not (self.batched or is_running(accumulator)):
             of_whole["gradient"] = OfTotals(accumulator)
+        if "moments" in of_whole:
+            is_summary = lambda x: isinstance(x, VarianceState)
+            of_whole["moments"] = jtu.tree_map(
+                lambda _: OfMoments(accumulators["moments"]),
+                output[0]["moments"],
+                is_leaf=is_summary,
+            )
         slots = match_accumulators((of_whole, of_each), output)
         # Results for each example come last.
         first = len(array_structs(output[0]))
@@ -312,9 +368,11 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         if self.moments:
             moments = moments_of(diff, results["moments"], self.num_examples(blocks))
         norms = results["norms"] if self.return_norms else None
-        statistics = GradientStatistics(norms, results.get("metrics"), moments)
+        others = (results.get(name) for name in ("metrics", "inner_products"))
+        metrics, inner_products = others
+        statistics = GradientStatistics(norms, metrics, moments, inner_products)
         outputs = self.outputs(results)
-        if self.return_norms or self.moments or self.metrics is not None:
+        if any(x is not None for x in statistics):
             outputs.append(statistics)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 

@@ -8,8 +8,8 @@ and weighted sums of per-example gradients without materialising them.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -41,12 +41,14 @@ from .._base.precision import exact_products, products_of
 from .._base.trees import described, is_none, match_prefix, safe_zip
 from .._batch.batch import explained_failure
 from .._batch.derivative import Loss, weighted_totals
+from .._batch.moments import VarianceState
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
     Factor,
     Factors,
     gradients,
     has_weights,
+    inner_products,
     kept_examples,
     weighted_sum,
     weights_of,
@@ -59,6 +61,7 @@ from .._sites.gram import (
     squares_of_factors,
     unless_cancelled,
 )
+from .._sites.moments import squared_distances
 from .._sites.site import Site
 from .._sites.trace import Program
 
@@ -75,6 +78,10 @@ _IF_ONE = "If it is the loss of one example, leave out `batched=True`."
 
 # What a user's function of a gradient returns, without what is no array.
 _Result = PyTree[Shaped[ArrayLike, "..."]]
+
+
+# What a user's function of the norms of an example returns.
+_Factors = PyTree[Real[ArrayLike, ""]]
 
 
 def gradient_of_microbatch(loss: Loss) -> BlockGradients:
@@ -182,6 +189,20 @@ def materialised_gradients(
     return gradients
 
 
+def inner_product(direction: list, gradient: PyTree) -> Real[Array, ""]:
+    """The inner product of a gradient with a direction, a list of leaves.
+
+    A complex leaf counts as its real and its imaginary part.
+    """
+    leaves = [*map(widened, jtu.tree_leaves(gradient))]
+    dtype = widest(*(x.real.dtype for x in leaves))
+    products = (
+        jnp.sum((jnp.conj(widened(x)) * y).real).astype(dtype)
+        for x, y in safe_zip(direction, leaves)
+    )
+    return sum(products, jnp.zeros((), dtype))
+
+
 def _called(name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree) -> PyTree:
     """The result of a user's function of a gradient, which must have an array."""
     out = fun(gradient)
@@ -205,37 +226,50 @@ def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
     return jtu.tree_unflatten(treedef, scaled), clipped.norms
 
 
-def clipped_by_norms(
+def gradients_by_sites(
     example: TracedFunction,
-    groups_of: Callable[[PyTree], "Groups"],
+    groups_of: Callable[[PyTree], "Groups"] | None,
     method: Method,
     is_mean: bool,
+    has_moments: bool,
+    direction: list | None,
 ) -> BlockGradients:
-    """The sum of the clipped gradients from their norms, or their mean if `is_mean`.
+    """The sum of the gradients, clipped by their norms, or their mean if `is_mean`.
 
     Materialised gradients are contracted with weights, as the factors of sites are.
-    Scaling them and adding them up would read them twice more.
+    Scaling them and adding them up would read them twice more. Moments, and inner
+    products with a `direction`, are those of the gradients before clipping.
     """
     program, contractions = plan(example, method)
-    groups = groups_of(example.tree(example.leaves))
+    groups = None if groups_of is None else groups_of(example.tree(example.leaves))
+    bounds = [] if groups is None else groups.bounds
 
     def one(*rows: Array) -> tuple[list, list, list]:
         outs, operands, pullback = program.linearize(example.leaves, list(rows), 1)
         return outs, operands, pullback([jnp.ones_like(outs[0])])
 
-    def clipped_total(
+    def totals(
         bounds: list,
+        direction: list | None,
         leaves: list,
         factors: list,
         values: list,
         weights: Array | None,
         num: int,
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         of_sites = Factors(*factors, num=num, values=values)
         gradients = SiteGradients(program, contractions, of_sites, leaves)
-        clipped = dataclasses.replace(groups, bounds=bounds).clip(
-            *gradients.plain_squares(), gradients.squares
-        )
+        of_whole, of_each = {}, {}
+        if has_moments:
+            of_whole["moments"] = example.tree(gradients.moments(weights))
+        if direction is not None:
+            of_each["inner_products"] = gradients.inner_products(direction)
+        clipped = Clipped([jnp.ones(num)] * len(leaves), None, None)
+        if groups is not None:
+            clipped = dataclasses.replace(groups, bounds=bounds).clip(
+                *gradients.plain_squares(), gradients.squares
+            )
+            of_each["norms"] = clipped.norms
         scales, powers = clipped.scales, []
         if example.is_narrow:
             # If all gradients are long or the bound is small, all scales are small.
@@ -252,32 +286,54 @@ def clipped_by_norms(
             wide = map(widened, totals)
             return [x * p.astype(x.dtype) for x, p in safe_zip(wide, powers)]
 
-        return _total(example, sums, num, weights, is_mean), clipped.norms
+        if has_moments and groups is None:
+            # The mean of the moments is that of the gradients.
+            of_whole["gradient"] = jtu.tree_map(
+                lambda x: x.mean if is_mean else x.mean * x.count.astype(x.mean.dtype),
+                of_whole["moments"],
+                is_leaf=lambda x: isinstance(x, VarianceState),
+            )
+        else:
+            of_whole["gradient"] = _total(example, sums, num, weights, is_mean)
+        return of_whole, of_each
 
     def gradients(rows: list, weights: Array | None) -> Results:
         outs, *factors = jax.vmap(one, example.axes)(*rows)
-        specs = example.tree([*map(spec_of, example.leaves)]), spec_of(outs[0])
+        of_leaves = example.tree([*map(spec_of, example.leaves)])
+        specs = lambda out: (dict.fromkeys(out[0], of_leaves), spec_of(outs[0]))
         values = program.values()
         num = outs[0].shape[0]
-        operands = (groups.bounds, example.leaves, factors, values, weights, num)
+        operands = (bounds, direction, example.leaves, factors, values, weights, num)
         with products_of(example.closed):
-            gradient, norms = with_auto_axes(clipped_total, operands, lambda _: specs)
-        return {"gradient": gradient}, {**_outputs(example, outs), "norms": norms}
+            of_whole, of_each = with_auto_axes(totals, operands, specs)
+        return of_whole, {**_outputs(example, outs), **of_each}
 
     return gradients
 
 
-def clipping_groups(clip_norm: PyTree, nan_safe: bool, gradient: PyTree) -> "Groups":
-    """Groups the leaves of a gradient by `clip_norm`; their values do not matter.
+# The groups of a gradient's leaves whose norms are returned: one for each leaf, or for
+# each result of a function of the path and the leaf.
+Norms = Literal["leaf"] | Callable[[str, Any], Hashable] | None
 
-    Raises `ValueError` if `clip_norm` is not a prefix of it, and `TypeError` for
-    integers, which only a `transform` returns.
+
+def clipping_groups(
+    clip_norm: PyTree,
+    scale: Callable[[PyTree], PyTree] | None,
+    norms: Norms,
+    nan_safe: bool,
+    gradient: PyTree,
+) -> "Groups":
+    """Groups the leaves of a gradient by `clip_norm` and by `norms`.
+
+    The values of the leaves do not matter. Raises `ValueError` if `clip_norm` is not a
+    prefix of the gradient, and `TypeError` for integers, which only a `transform`
+    returns.
     """
     for path, leaf in jtu.tree_leaves_with_path(gradient):
         if not eqx.is_inexact_array(leaf):
             raise TypeError(
-                "`clip_norm`, `nan_safe` and `return_norms` need the norm of what "
-                "`transform` returns, so that it must consist of real or complex "
+                "`clip_norm`, `scale`, `nan_safe` and `return_norms` need the norm of "
+                "what `transform` returns, so that it must consist of real or complex "
                 f"arrays; got {described(leaf)} at transform(...){jtu.keystr(path)}. "
                 "Cast it to a dtype such as float32 in `transform`."
             )
@@ -291,10 +347,21 @@ def clipping_groups(clip_norm: PyTree, nan_safe: bool, gradient: PyTree) -> "Gro
                 bound, ~(bound >= 0), "`clip_norm` must not be negative or NaN."
             )
         bounds.append(bound)
-        members.append(range(first, first + num))
+        members.append([*range(first, first + num)])
         first += num
     treedef = jtu.tree_structure(clip_norm, is_leaf=is_none)
-    return Groups(bounds, members, treedef, nan_safe)
+    if norms is None:
+        return Groups(bounds, members, members, treedef, scale, nan_safe)
+    leaves, treedef = jtu.tree_flatten_with_path(gradient)
+    if norms == "leaf":
+        returned = [[i] for i in range(len(leaves))]
+        return Groups(bounds, members, returned, treedef, scale, nan_safe)
+    by_name: dict[Any, list[int]] = {}
+    for i, (path, leaf) in enumerate(leaves):
+        by_name.setdefault(norms(jtu.keystr(path), leaf), []).append(i)
+    numbers, treedef = jtu.tree_flatten(dict(safe_zip(by_name, range(len(by_name)))))
+    returned = [[*by_name.values()][i] for i in numbers]
+    return Groups(bounds, members, returned, treedef, scale, nan_safe)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,14 +376,45 @@ class Clipped:
     norms: PyTree
 
 
+class _Norm(NamedTuple):
+    """The norms of some examples: `root * 2**exponent`, of numbers of any size."""
+
+    root: Real[Array, " n"]
+    exponent: Int[Array, " n"]
+
+    @property
+    def number(self) -> Real[Array, " n"]:
+        return times_two_to(self.root, self.exponent)
+
+
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The leaves of a gradient in groups, each with its bound."""
+    """The leaves of a gradient in groups, each with its bound.
+
+    - `bounds`, `members`: the bound of each group, and its leaves.
+    - `returned`, `treedef`: the groups of leaves whose norms are returned, and their
+        PyTree.
+    - `scale`: a function from these norms to factors, in place of bounds.
+    """
 
     bounds: list[Any]
-    members: list[range]
+    members: list[list[int]]
+    returned: list[list[int]]
     treedef: Any
+    scale: Callable[[PyTree], PyTree] | None
     nan_safe: bool
+
+    @functools.cached_property
+    def parts(self) -> list[list[int]]:
+        """The leaves that share both groups."""
+        parts: dict[tuple, list[int]] = {}
+        groups = [
+            {i: number for number, group in enumerate(of_all) for i in group}
+            for of_all in (self.members, self.returned)
+        ]
+        for i in sorted(groups[0]):
+            parts.setdefault((groups[0][i], groups[1][i]), []).append(i)
+        return [*parts.values()]
 
     def clip(
         self,
@@ -331,57 +429,93 @@ class Groups:
         always right. The factors bring those gradients that are formed into range.
         """
         if plain is None:
-            return self._scales(self._added(scaled([])))
+            return self._clipped(self._added(scaled([])))
         dtypes = sorted((x.dtype for x in plain), key=lambda dtype: dtype.itemsize)
         wide = [x.astype(dtypes[-1]) for x in plain]
         zeros = jnp.zeros_like(wide[0])
-        totals, factors = [], []
-        for members in self.members:
+        totals, factors = [], [zeros] * len(plain)
+        for members in self.parts:
             total = sum((wide[i] for i in members), zeros)
             totals.append(Squares(total, jnp.zeros_like(total, "int32")))
-            factors += [into_range(total)] * len(members)
-            if members:
-                flags.append(~jnp.all(is_in_range(total.astype(dtypes[0]))))
+            for i in members:
+                factors[i] = into_range(total)
+            flags.append(~jnp.all(is_in_range(total.astype(dtypes[0]))))
         arrays, treedef = jtu.tree_flatten(totals)
         others = lambda: jtu.tree_leaves(self._added(scaled(factors)))
         # One branch for all, because the host of a GPU may wait for each.
         chosen = unless_cancelled(jnp.stack(flags), arrays, arrays, others)
-        return self._scales(jtu.tree_unflatten(treedef, chosen))
+        return self._clipped(jtu.tree_unflatten(treedef, chosen))
 
     def _added(self, squares: list[Squares]) -> list[Squares]:
-        """The squared norm of each group."""
-        zeros = jax.tree.map(jnp.zeros_like, squares[0])
-        groups = ([squares[i] for i in members] for members in self.members)
-        return [sum_of_squares(group) if group else zeros for group in groups]
+        """The squared norm of each part."""
+        return [sum_of_squares([squares[i] for i in part]) for part in self.parts]
 
-    def _scales(self, totals: list[Squares]) -> Clipped:
-        """Factors from the squared norm of each group."""
-        scales, norms = [], []
-        is_kept: Bool[Array, "..."] | None = None
-        for bound, members, (square, exponent) in safe_zip(
-            self.bounds, self.members, totals
-        ):
+    def _norms(self, squares: list[Squares], groups: list[list[int]]) -> list[_Norm]:
+        """The norm of each group, from the squared norm of each part."""
+        norms = []
+        for group in groups:
+            within = [
+                square
+                for square, part in safe_zip(squares, self.parts)
+                if part[0] in group
+            ]
+            zeros = jax.tree.map(jnp.zeros_like, squares[0])
+            one = [*within, zeros][0] if len(within) < 2 else sum_of_squares(within)
             # The derivative of a norm at zero is defined as zero instead of NaN.
-            is_positive = square > 0
-            root = jnp.sqrt(jnp.where(is_positive, square, 1))
-            root = jnp.where(is_positive, root, square)
-            norm = times_two_to(root, exponent)
-            if self.nan_safe:
-                is_finite = jnp.isfinite(norm)
-                is_kept = is_finite if is_kept is None else is_kept & is_finite
+            is_positive = one.value > 0
+            root = jnp.sqrt(jnp.where(is_positive, one.value, 1))
+            norms.append(_Norm(jnp.where(is_positive, root, one.value), one.exponent))
+        return norms
+
+    def _clipped(self, squares: list[Squares]) -> Clipped:
+        """Factors from the squared norm of each part."""
+        of_groups = self._norms(squares, self.members)
+        is_same = self.returned is self.members
+        of_returned = of_groups if is_same else self._norms(squares, self.returned)
+        norms = self.treedef.unflatten([norm.number for norm in of_returned])
+        factors = self._scaled(norms) if self.scale else self._bounded(of_groups)
+        is_kept: Bool[Array, "..."] | None = None
+        if self.nan_safe:
+            finite = [jnp.isfinite(norm.number) for norm in of_groups]
+            is_kept = functools.reduce(jnp.logical_and, finite)
+        return Clipped(factors, is_kept, norms)
+
+    def _bounded(self, norms: list[_Norm]) -> list[Array]:
+        """The factor of each leaf by which no norm is above its bound."""
+        factors = {}
+        for bound, members, norm in safe_zip(self.bounds, self.members, norms):
+            root, exponent = norm
             factor = jnp.ones_like(root)
             if bound is not None:
                 limit = jnp.asarray(bound, root.dtype)
-                is_longer = norm > limit  # The norm itself may overflow.
+                is_longer = norm.number > limit  # The norm itself may overflow.
                 divisor = jnp.where(is_longer, root, 1)
                 shorter = times_two_to(limit / divisor, -exponent)
                 factor = jnp.where(is_longer, shorter, 1)
                 if not self.nan_safe:
                     # One non-finite entry makes the whole gradient non-finite.
                     factor = jnp.where(jnp.isfinite(root), factor, jnp.nan)
-            scales += [factor] * len(members)
-            norms.append(norm)
-        return Clipped(scales, is_kept, jtu.tree_unflatten(self.treedef, norms))
+            factors.update(dict.fromkeys(members, factor))
+        return [factors[i] for i in sorted(factors)]
+
+    def _scaled(self, norms: PyTree) -> list[Array]:
+        """The factor of each leaf from the user's function."""
+        assert self.scale is not None
+        call = functools.partial(_called_scale, self.scale)
+        factors, of_leaf = jax.vmap(call)(norms), {}
+        what = "a function that returns one factor, or one for each norm that it gets"
+        numbers = self.treedef.unflatten(range(len(self.returned)))
+        for _, factor, part in match_prefix("scale", factors, numbers, what):
+            for number in jtu.tree_leaves(part):
+                of_leaf.update(dict.fromkeys(self.returned[number], factor))
+        return [of_leaf[i] for i in sorted(of_leaf)]
+
+
+def _called_scale(scale: Callable[[PyTree], PyTree], norms: PyTree) -> PyTree:
+    factors = scale(norms)
+    what = "What `scale` returns"
+    check_types({what: factors}, {what: _Factors})
+    return jtu.tree_map(jnp.asarray, factors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -474,6 +608,37 @@ class SiteGradients:
                 x = self.formed.get(leaf)
                 known[leaf] = square(self._gradients(leaf) if x is None else x, leaf)
         return [known[c.leaf] for c in self.contractions]
+
+    def moments(self, weights: Array | None) -> list[VarianceState]:
+        """For each leaf, the mean and the squared distances to it, entry by entry.
+
+        The squares of an outer product are the product of the squares of its factors.
+        Where a sum of them nearly cancels with the mean, and for all other gradients,
+        a few gradients are formed at a time.
+        """
+        num, real = self.factors.num, jnp.result_type(float)
+        count = jnp.asarray(num, real) if weights is None else jnp.sum(weights)
+        shares = jnp.ones(num, count.dtype) if weights is None else weights
+        uses = [self._of_leaf(c.leaf) for c in self.contractions]
+        with exact_products():
+            sums = self.weighted_sums([shares / count] * len(uses), None)
+            means = [*map(widened, sums)]
+            squares = squared_distances(uses, means, shares)
+        return [
+            VarianceState(mean, square, count, count, mean.dtype)
+            for mean, square in safe_zip(means, squares)
+        ]
+
+    def inner_products(self, direction: list) -> Real[Array, " n"]:
+        """The inner products of the gradients with a direction, a list of leaves."""
+        parts = [
+            inner_products(self.program.sites_of(c.leaf), self.factors, x)
+            for c, x in safe_zip(self.contractions, direction)
+            if c.form != "none"
+        ]
+        dtype = widest(*(x.dtype for x in parts)) if parts else jnp.result_type(float)
+        zeros = jnp.zeros(self.factors.num, dtype)
+        return sum((x.astype(dtype) for x in parts), zeros)
 
     def weighted_sums(
         self, weights: Sequence[Real[Array, " n"]], is_kept: Array | None

@@ -14,7 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact
+from jaxtyping import Array, Bool, Inexact, Real
 
 from .._base.dtypes import widened
 from .._base.mesh import full_varying_as, is_on_mesh
@@ -328,6 +328,24 @@ def weighted_sum(
     return _transposed(sites, leaf, operands, cotangents, factors.values, num=num)
 
 
+def inner_products(
+    sites: Sequence[Site], factors: Factors, direction: Array
+) -> Real[Array, " n"]:
+    """The inner products of the gradients of some examples with a direction.
+
+    A complex leaf counts as its real and its imaginary part.
+    """
+    num = factors.num
+    pairs = [factors.of(site) for site in sites]
+    operands = [None if a is None else a.array for a, _ in pairs]
+    outs = _outputs(sites, jnp.conj(direction), operands, factors.values, num)
+    products = [
+        jnp.real(widened(d.array) * widened(x)) for (_, d), x in safe_zip(pairs, outs)
+    ]
+    sums = [jnp.sum(x, axis=tuple(range(1, x.ndim))) for x in products]
+    return functools.reduce(jnp.add, sums)
+
+
 def _transposed(
     sites: Sequence[Site],
     leaf: _Leaf,
@@ -337,15 +355,19 @@ def _transposed(
     num: int | None = None,
 ) -> Array:
     """The transpose of the sites of one example, or of `num` of them, in the leaf."""
-
-    def outputs(leaf: Array) -> list[Array]:
-        outs = []
-        for site, a in safe_zip(sites, operands):
-            output = site.output
-            if num is not None:
-                in_axes = (None if a is None else 0, None)
-                output = jax.vmap(output, in_axes, axis_size=num)
-            outs.append(output(a, site.view.apply(leaf, values)))
-        return outs
-
+    outputs = lambda leaf: _outputs(sites, leaf, operands, values, num)
     return jax.linear_transpose(outputs, leaf)(cotangents)[0]
+
+
+def _outputs(
+    sites: Sequence[Site], leaf: Array, operands: list, values: list, num: int | None
+) -> list[Array]:
+    """The outputs of the sites of one example, or of `num` of them."""
+    outs = []
+    for site, a in safe_zip(sites, operands):
+        output = site.output
+        if num is not None:
+            in_axes = (None if a is None else 0, None)
+            output = jax.vmap(output, in_axes, axis_size=num)
+        outs.append(output(a, site.view.apply(leaf, values)))
+    return outs

@@ -63,7 +63,7 @@ MOST_SITES = 16
 # How much larger than the squared norm of a gradient the sum of the squares of its
 # terms may be. The error of products of pairs grows with this ratio, that of the
 # gradient with its root.
-_MOST_CANCELLED = 64.0
+MOST_CANCELLED = 64.0
 
 
 def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> bool:
@@ -433,7 +433,7 @@ def norms_unless_cancelled(
         total, apart = squares(uses)
         norms.append(total)
         if not is_outer_product(uses.sites):
-            separate[i] = jnp.any(apart > _MOST_CANCELLED * total)
+            separate[i] = jnp.any(apart > MOST_CANCELLED * total)
     return norms, separate
 
 
@@ -491,7 +491,7 @@ def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:
     summed = _in_range(summed)
     pairs = safe_zip(*map(squares, summed))
     total, apart = (functools.reduce(jnp.add, x) for x in pairs)
-    flags = apart > _MOST_CANCELLED * total
+    flags = apart > MOST_CANCELLED * total
     cancelled = jnp.any(flags, axis=tuple(range(1, flags.ndim)))
     if any(factors.has_examples(sites) for sites, factors, _ in summed):
         return Factor(cancelled)
@@ -633,6 +633,22 @@ def _for_each_formed(
 
     It takes one gradient with an axis of size 1 in front for each leaf.
     """
+    form, arrays, size = formed_gradients(leaves, num)
+    one = lambda args: fun(form(args[1]))
+    # There may be no arrays that differ between examples.
+    args = jnp.arange(num), arrays
+    return jax.vmap(one)(args) if size == num else lax.map(one, args, batch_size=size)
+
+
+def formed_gradients(
+    leaves: Sequence[OfLeaf], num: int
+) -> tuple[Callable[[list], list[Array]], list, int]:
+    """How to form the gradients of one example.
+
+    Returns a function that takes the arrays of an example, and returns one gradient
+    with an axis of size 1 in front for each leaf; the arrays of all examples; and a
+    number of examples that divides `num`, whose gradients are formed at once.
+    """
     parts = [x.with_own_factors() for x in leaves]
     every = [[*x.factors.operands, *x.factors.cotangents] for x in parts]
 
@@ -647,16 +663,14 @@ def _for_each_formed(
         return formed if parts.has_examples(sites) else formed[None]
 
     arrays = [[x.array for x in kept if x.has_examples] for kept in every]
-    one = lambda args: fun([*map(gradient, parts, every, args[1])])
-    # There may be no arrays that differ between examples.
-    args = jnp.arange(num), arrays
+    form = lambda arrays: [*map(gradient, parts, every, arrays)]
     if any(map(is_on_mesh, jax.tree.leaves(arrays))):
-        return jax.vmap(one)(args)  # A loop would gather examples on all devices.
+        return form, arrays, num  # A loop would gather examples on all devices.
     formed = sum(_bytes_of_gradient(*x) for x in parts)
     size = platform().block_bytes // max(4 * formed, 1)
     # Without a remainder, which would be compiled separately.
     size = next(i for i in range(max(min(size, num), 1), 0, -1) if num % i == 0)
-    return lax.map(one, args, batch_size=size)
+    return form, arrays, size
 
 
 def _bytes_of_gradient(sites: Sequence[Site], factors: Factors, leaf: Any) -> int:

@@ -298,6 +298,8 @@ def _gather(eqn: Any, index: int) -> Rule | None:
             numbers,
             sizes,
             mode=dropping if is_dropping else lax.GatherScatterMode.CLIP,
+            # What is dropped counts for nothing in products with a direction.
+            fill_value=0,
         )
 
     rule = _row_rule("gather", op, operand, table, token)

@@ -21,7 +21,7 @@ from .._base.mesh import error_if, spec_of, vary_as
 from .._base.precision import exact_products
 from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.batch import Blocks
-from .._batch.derivative import AbstractDerivative, split_examples
+from .._batch.derivative import AbstractDerivative, like_parameters, split_examples
 from .._batch.memory import as_block_size, as_microbatch_size, MemoryBudget, Size
 from .._batch.moments import check_adds, check_real, check_weights, Mean, Sum
 from .._batch.slots import is_accumulator
@@ -34,7 +34,6 @@ from .._batch.transform import (
     with_second,
 )
 from .._curvature.curvature_matrices import filter_ggn
-from .._curvature.directional import like_parameters
 from .._curvature.pytree import joined, Unravel
 from .residuals import in_range, Residuals, SampleKernel, shares, Term, Terms
 

@@ -18,7 +18,6 @@ from eqxbatch import (
     MemoryBudget,
     Sum,
 )
-from eqxbatch.results import GradientMoments, GradientStatistics
 from ..helpers import (
     assert_same,
     BLOCK,
@@ -499,15 +498,10 @@ SETTINGS = {
         ValueError,
         "does not materialise per-example gradients, but `transform`",
     ),
-    "sites of moments": (
-        {"moments": True, "method": "sites"},
-        ValueError,
-        "but `moments` needs",
-    ),
     "batched": (
         {"batched": True, "clip_norm": 1.0},
         ValueError,
-        "`clip_norm, nan_safe or return_norms` is about single examples",
+        "`clip_norm, scale, nan_safe or return_norms` is about single examples",
     ),
     "batched metrics": (
         {"batched": True, "metrics": jnp.sum},
@@ -563,11 +557,6 @@ def test_aux_that_differs_between_microbatches(getkey):
     )
     with pytest.raises(ValueError, match="for every microbatch"):
         fun(model, x, y)
-
-
-def test_public_names():
-    assert GradientStatistics._fields == ("norms", "metrics", "moments")
-    assert GradientMoments._fields == ("mean", "variance", "noise_scale")
 
 
 def test_infinite_derivatives_of_examples_of_two_microbatches_stay_infinite(x64):

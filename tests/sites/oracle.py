@@ -10,8 +10,18 @@ import numpy as np
 
 from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._sites.einsum import EXAMPLE, OTHER_EXAMPLE
-from eqxbatch._sites.factors import Factors, gradients, weighted_sum
+from eqxbatch._sites.factors import (
+    Factors,
+    gradients,
+    inner_products,
+    weighted_sum,
+)
 from eqxbatch._sites.gram import gram, OfLeaf, squared_norms
+from eqxbatch._sites.moments import (
+    has_products_of_squares,
+    squared_distances,
+    squared_sum,
+)
 from eqxbatch._sites.site import is_allowed
 from eqxbatch._sites.trace import Program
 from ..flags import compiler_options
@@ -83,9 +93,21 @@ def compare(case, key=None):
             expected.append(true)
             got.append(weighted_sum(own, factors, leaf, weights))
             expected.append(jnp.tensordot(weights.astype(true.dtype), true, 1))
+            of_leaf = OfLeaf(own, factors, leaf)
+            distances = lambda xs, mean: jnp.tensordot(
+                weights, jnp.abs(xs - mean[None]) ** 2, 1
+            )
+            got += squared_distances([of_leaf], [true[0]], weights)
+            expected.append(distances(true, true[0]))
+            if has_products_of_squares(own):
+                got.append(squared_sum(of_leaf, weights)[0])
+                expected.append(distances(true, jnp.zeros_like(true[0])))
+            got.append(inner_products(own, factors, true[1]))
+            expected.append(
+                jnp.real(true.conj() * true[1][None]).reshape(NUM, -1).sum(1)
+            )
             if can:
                 flat = true.reshape(NUM, -1)
-                of_leaf = OfLeaf(own, factors, leaf)
                 got += squared_norms([of_leaf])
                 expected.append(jnp.sum(jnp.abs(flat) ** 2, 1))
                 out = (EXAMPLE, OTHER_EXAMPLE)

@@ -1,0 +1,298 @@
+"""Moments, norms by group, scales and inner products of per-example gradients."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqxbatch
+from eqxbatch import filter_micro_grad, filter_micro_value_and_grad
+from ..helpers import (
+    assert_same,
+    BLOCK,
+    KINDS,
+    make_mesh,
+    memory,
+    normal,
+    put,
+    variants,
+)
+from .models import combined, data, each, loss, METHODS, norms_of
+
+
+class Network(eqx.Module):
+    """Layers whose squares are formed in different ways."""
+
+    first: eqx.nn.Linear
+    conv: eqx.nn.Conv1d
+    norm: eqx.nn.LayerNorm
+    table: jax.Array
+    name: str = "network"
+    nothing: None = None
+
+    def __call__(self, x):
+        hidden = jnp.tanh(self.first(x)) * self.norm(x[:4])[0]
+        rows = self.table[(jnp.abs(x[:3]) * 3).astype(jnp.int32) % 5]
+        return jnp.sum(jnp.sin(self.conv(hidden[None])) ** 2) + jnp.sum(rows @ x[:2])
+
+
+def network(getkey, dtype=jnp.float64):
+    keys = [getkey() for _ in range(2)]
+    return Network(
+        eqx.nn.Linear(8, 6, key=keys[0], dtype=dtype),
+        eqx.nn.Conv1d(1, 2, 3, key=keys[1], dtype=dtype),
+        eqx.nn.LayerNorm(4, dtype=dtype),
+        normal(getkey(), (5, 2), dtype),
+    )
+
+
+def per_example(fun, model, *args):
+    grads = eqx.filter_vmap(eqx.filter_grad(fun), in_axes=(None, *[0] * len(args)))
+    return jax.device_get(eqx.filter_jit(grads)(model, *args))
+
+
+def products(grads, direction):
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True)
+    return sum(
+        np.real(np.conj(x) * np.asarray(v)).reshape(len(x), -1).sum(1) for x, v in pairs
+    )
+
+
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.usefixtures("x64")
+def test_moments_and_inner_products_of_layers(getkey, method):
+    model, total = network(getkey), 37
+    x = normal(getkey(), (total, 8), jnp.float64)
+    direction = eqx.filter(model, eqx.is_inexact_array)
+    grads = per_example(lambda m, x: m(x), model, x)
+    # Products of squares need 16 examples; 18 divides no rest but one that overlaps.
+    for size, clip_norm in ((None, None), (18, 1.0), (1, None)):
+        gradient, found = filter_micro_grad(
+            lambda m, x: m(x),
+            microbatch_size=size,
+            moments=True,
+            against=direction,
+            clip_norm=clip_norm,
+            method=method,
+        )(model, x)
+        mean, variance, noise = found.moments
+        scale = np.ones(total)
+        if clip_norm is not None:
+            scale = np.minimum(1, clip_norm / norms_of(grads))
+        assert_same(gradient, combined(grads, scale / total), tol=1e-12)
+        assert_same(mean, jax.tree.map(lambda g: g.mean(0), grads), tol=1e-12)
+        truth = jax.tree.map(lambda g: g.var(0, ddof=1), grads)
+        assert_same(variance, truth, tol=1e-11)
+        of_all = [sum(np.sum(x) for x in jax.tree.leaves(truth))]
+        squares = [np.sum(g.mean(0) ** 2) for g in jax.tree.leaves(grads)]
+        assert_same(noise, of_all[0] / (sum(squares) - of_all[0] / total), tol=1e-9)
+        assert_same(found.inner_products, products(grads, direction), tol=1e-12)
+        assert found.norms is None
+
+
+def test_moments_of_gradients_that_are_alike():
+    # All squares nearly cancel with those of the mean.
+    rng = np.random.default_rng(0)
+    x = (3 + 1e-3 * rng.normal(size=(64, 8))).astype("float32")
+    w = rng.normal(size=(16, 8)).astype("float32")
+    fun = lambda w, x: jnp.sum(jnp.exp(0.01 * (w @ x)))
+    _, found = filter_micro_grad(fun, moments=True)(w, x)
+    wide = lambda x: np.exp(0.01 * (w.astype(float) @ x))[:, None] * x * 0.01
+    truth = np.stack([wide(row.astype(float)) for row in x]).var(0, ddof=1)
+    np.testing.assert_allclose(found.moments.variance, truth, rtol=1e-3)
+
+
+@pytest.mark.parametrize("power", (-25, -12, 12, 25))
+def test_moments_of_factors_out_of_range(power):
+    # The square of each factor is no number of float32, but that of the gradient is.
+    rng = np.random.default_rng(1)
+    size = np.float32(10.0**power)
+    x = rng.normal(size=(32, 8)).astype("float32") * size
+    x[::2] /= size
+    y = rng.normal(size=(32, 16)).astype("float32")
+    y[1::2] /= size
+    fun = lambda w, x, y: jnp.dot(y, w @ x)
+    _, found = filter_micro_grad(fun, moments=True)(np.zeros((16, 8), "float32"), x, y)
+    truth = np.einsum("ni,nj->nij", y.astype(float), x.astype(float)).var(0, ddof=1)
+    np.testing.assert_allclose(found.moments.variance, truth, rtol=1e-4)
+
+
+def test_moments_take_little_memory(getkey):
+    model = eqx.nn.MLP(64, "scalar", 128, 2, key=getkey())
+    x = normal(getkey(), (256, 64))
+    params, static = eqx.partition(model, eqx.is_array)
+    fun = lambda params, x: eqx.combine(params, static)(x)
+    clipped = filter_micro_grad(fun, clip_norm=1.0, microbatch_size=64)
+    moments = filter_micro_grad(fun, moments=True, microbatch_size=64)
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    # Those of 64 examples would be 64 times the size.
+    sizes = [memory(f, params, x).temp_size_in_bytes for f in (clipped, moments)]
+    assert sizes[1] < sizes[0] + 3 * size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_meshes(getkey, kind):
+    mesh = make_mesh(kind)
+    model, x, y = data(getkey(), 24)
+    direction = eqx.filter(model, eqx.is_inexact_array)
+    fun = filter_micro_grad(
+        loss,
+        microbatch_size=16,
+        moments=True,
+        against=direction,
+        scale=lambda norm: 1 / (1 + norm),
+        norms="leaf",
+        return_norms=True,
+    )
+    scaled = functools.partial(jax.tree.map, lambda norm: 1 / (1 + norm))
+    expected = eqx.tree_at(lambda f: f.scale, fun, scaled)(model, x, y)
+    placed = jax.tree.map(lambda x: put(x, mesh, "data"), (x, y))
+    with jax.set_mesh(mesh):
+        found = eqx.tree_at(lambda f: f.scale, fun, scaled)(model, *placed)
+    assert_same(jax.device_get(found), jax.device_get(expected), tol=1e-5)
+
+
+def test_norms_of_leaves_and_groups(getkey):
+    model, x, y = data(getkey(), 7)
+    grads = each(model, x, y)
+    by_leaf = jax.tree.map(
+        lambda g: np.sqrt(np.sum(g.reshape(len(g), -1) ** 2, 1)), grads
+    )
+    settings = {"return_norms": True, "microbatch_size": BLOCK}
+    bound = float(np.median(norms_of(grads)))
+    fun = filter_micro_grad(loss, norms="leaf", clip_norm=bound, **settings)
+    gradient, found = fun(model, x, y)
+    assert_same(found.norms, by_leaf, tol=1e-5)
+    # All are clipped together.
+    scale = np.minimum(1, bound / norms_of(grads))
+    assert_same(gradient, combined(grads, scale / 7), tol=1e-5)
+
+    def group(path, leaf):
+        return "matrix" if leaf.ndim == 2 else path.split(".")[1]
+
+    _, found = filter_micro_grad(loss, norms=group, **settings)(model, x, y)
+    expected = {
+        "matrix": by_leaf.linear.weight,
+        "linear": by_leaf.linear.bias,
+        "scale": by_leaf.scale,
+        "unused": by_leaf.unused,
+    }
+    assert_same(found.norms, expected, tol=1e-5)
+
+
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+def test_scales(getkey, method):
+    model, x, y = data(getkey(), 7)
+    grads, settings = each(model, x, y), {"method": method, "microbatch_size": BLOCK}
+    norms = norms_of(grads)
+    fun = filter_micro_grad(loss, scale=lambda norm: 1 / (norm + 0.01), **settings)
+    expected = combined(grads, 1 / (norms + 0.01) / 7)
+    assert_same(fun(model, x, y), expected, tol=1e-5)
+    # A factor for each leaf, and one for a group of them.
+    for norms, scale in (
+        ("leaf", lambda norms: jax.tree.map(lambda x: 2 / (1 + x), norms)),
+        ("leaf", lambda norms: 2 / (1 + norms.linear.bias)),
+        (lambda path, leaf: leaf.ndim, lambda norms: {1: 1.0, 2: 2 / (1 + norms[2])}),
+    ):
+        fun = filter_micro_grad(loss, scale=scale, norms=norms, **settings)
+        size = lambda g: np.sqrt(np.sum(g.reshape(len(g), -1) ** 2, 1))
+        if norms == "leaf":
+            factors = jax.vmap(scale)(jax.tree.map(size, grads))
+        else:
+            of_groups = {2: size(grads.linear.weight), 1: np.zeros(7)}
+            of_groups = jax.vmap(scale)(of_groups)
+            factors = jax.tree.map(lambda g: of_groups[g.ndim - 1], grads)
+        if not isinstance(factors, type(grads)):
+            factors = jax.tree.map(lambda g: factors, grads)
+        expected = jax.tree.map(
+            lambda g, f: np.tensordot(np.asarray(f) / 7, g, 1), grads, factors
+        )
+        assert_same(fun(model, x, y), expected, tol=1e-5)
+
+
+def test_direction_is_an_argument_of_the_program(getkey):
+    model, x, y = data(getkey(), 7)
+    traces = []
+
+    def counted(model, x, y):
+        traces.append(None)
+        return loss(model, x, y)
+
+    @eqx.filter_jit
+    def run(direction):
+        fun = filter_micro_value_and_grad(counted, against=direction)
+        return fun(model, x, y)[2].inner_products
+
+    direction = eqx.filter(model, eqx.is_inexact_array)
+    first = run(direction)
+    second = run(jax.tree.map(lambda x: 2 * x, direction))
+    assert_same(second, 2 * first, tol=1e-5)
+    assert len(traces) == 1
+
+
+def test_with_functions_of_gradients(getkey):
+    model, x, y = data(getkey(), 7)
+    direction = eqx.filter(model, eqx.is_inexact_array)
+    _, found = filter_micro_grad(
+        loss, metrics=lambda g: g.scale, moments=True, against=direction
+    )(model, x, y)
+    _, expected = filter_micro_grad(loss, moments=True, against=direction)(model, x, y)
+    assert_same(found.inner_products, expected.inner_products, tol=1e-5)
+    assert_same(found.moments, expected.moments, tol=1e-4)
+
+
+WRONG = {
+    "both": (
+        {"clip_norm": 1.0, "scale": lambda norm: norm},
+        ValueError,
+        "`clip_norm=1.0` and `scale=",
+    ),
+    "norms of nothing": ({"norms": "leaf"}, ValueError, "neither is given"),
+    "norms": ({"norms": "all", "return_norms": True}, TypeError, "`norms` must be"),
+    "scale": (
+        {"scale": lambda norm: jnp.ones(2)},
+        ValueError,
+        "What `scale` returns must be",
+    ),
+    "scales": (
+        {"scale": lambda norm: (norm, norm)},
+        ValueError,
+        "`scale` must be a function that returns one factor",
+    ),
+    "direction": (
+        {"against": jnp.ones(3)},
+        ValueError,
+        "`against` must have the structure, shapes and dtypes",
+    ),
+    "batched": (
+        {"batched": True, "against": jnp.ones(3)},
+        ValueError,
+        "`against` is about single examples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(getkey, name):
+    settings, error, match = WRONG[name]
+    model, x, y = data(getkey(), 3)
+    with pytest.raises(error, match=match):
+        filter_micro_grad(loss, **settings)(model, x, y)
+
+
+@pytest.mark.quick
+def test_public_names():
+    assert eqxbatch.results.GradientStatistics._fields == (
+        "norms",
+        "metrics",
+        "moments",
+        "inner_products",
+    )
+    assert eqxbatch.results.GradientMoments._fields == (
+        "mean",
+        "variance",
+        "noise_scale",
+    )
