@@ -193,6 +193,13 @@ FEATURES = {
     "filter_micro_grad sites": eb.filter_micro_grad(
         loss, microbatch_size=SIZE, clip_norm=0.1, nan_safe=True, method="sites"
     ),
+    "filter_micro_grad statistics": eb.filter_micro_grad(
+        loss,
+        microbatch_size=SIZE,
+        scale=lambda norm: 1 / (1 + norm),
+        moments=True,
+        return_norms=True,
+    ),
     "filter_micro_grad moments": eb.filter_micro_grad(
         loss,
         microbatch_size=SIZE,

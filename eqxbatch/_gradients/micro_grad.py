@@ -10,12 +10,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, PyTree, Real, Shaped
 
 from .._base.checks import (
     as_jax,
     check_at_least,
     check_callable,
+    check_equal,
     check_exclusive,
     check_types,
 )
@@ -54,6 +56,7 @@ from .._batch.transform import AbstractEarlyStop, also_decorator, Model, P, run_
 from .._sites.cost import Method
 from .per_example import (
     BlockGradients,
+    checked_bound,
     clipping_groups,
     gradient_of_microbatch,
     gradient_of_sum,
@@ -262,11 +265,17 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         blocks = self.blocks(batch, args, kwargs, batch.total())
         name = type(self.gradient_accumulator).__name__
         arrays, axes, split = rows_and_weights(name, self.weights, batch, blocks)
-        gradients = self._gradients_on_mesh(loss)
+        bounds, total = self._bounds_of_examples, batch.total()
+        for bound in bounds:
+            what = "The shape of a `clip_norm` with a bound for each example"
+            check_equal(what, bound.shape, (total,))
+        bounds = [*map(checked_bound, bounds)]
+        num, gradients = len(bounds), self._gradients_on_mesh(loss)
 
         def run(rows: list, _: int, of_rows: Array | None) -> tuple[Results, None]:
-            return gradients(*split(rows, of_rows)), None
+            return gradients(*split(rows[num:], of_rows), rows[:num]), None
 
+        arrays, axes = [*bounds, *arrays], (*[0] * num, *axes)
         of_whole, of_each = self.run(arrays, axes, blocks, run, self.slots)
         results = {**of_whole, **of_each}
         if self.transform is None:
@@ -277,15 +286,18 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             )
         return self.returned(diff, results, blocks)
 
+    @property
+    def _bounds_of_examples(self) -> list[Array]:
+        """The bounds of which there is one for each example."""
+        return [x for x in jtu.tree_leaves(self.clip_norm) if np.ndim(x)]
+
     def _gradients_on_mesh(self, loss: Loss) -> BlockGradients:
         """The function that computes the gradients of a microbatch, on any devices."""
         if explicit_mesh(loss) is None:
             return self.block_gradients(loss)
 
-        def run(
-            transform: Any, loss: Loss, rows: list, weights: Array | None
-        ) -> Results:
-            return transform.block_gradients(loss)(rows, weights)
+        def run(transform: Any, loss: Loss, *rows: Any) -> Results:
+            return transform.block_gradients(loss)(*rows)
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
@@ -293,7 +305,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             {name: gradient if name == "gradient" else examples for name in out[0]},
             examples,
         )
-        like = (loss.batch.arrays, self.weights)
+        like = (loss.batch.arrays, self.weights, self._bounds_of_examples)
         return auto_sharded(run, (self, loss), like, specs)
 
     def block_gradients(self, loss: Loss) -> BlockGradients:
@@ -377,8 +389,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-# A bound on the norm of a gradient.
-_Bound = float | Real[Array, ""]
+# A bound on the norm of a gradient, or one for each example.
+_Bound = float | Real[Array, ""] | Real[Array, " n"]
 
 
 def _has_results(part: PyTree) -> bool:
@@ -451,21 +463,35 @@ class MicroValueAndGrad(
     - `clip_norm`: a bound on the norm of each per-example gradient. Longer gradients
         are scaled down to this norm. A number bounds the global norm; a PyTree prefix
         of the gradient, with a number or `None` for each part, bounds the norm of each
-        part. Scalar arrays are allowed, and changing their values does not cause
-        recompilation.
+        part. Arrays of shape `()`, or `(n,)` with a bound for each example, are
+        allowed, and changing their values does not cause recompilation.
+    - `scale`: a function from the norm of a per-example gradient to the factor that it
+        is multiplied by, in place of `clip_norm`: `lambda norm: 1 / (norm + 0.01)` for
+        automatic clipping. With `norms`, it takes the norms of one example as
+        `return_norms` returns them, and returns one factor, or a PyTree prefix of
+        factors. It is traced.
     - `nan_safe`: whether a per-example gradient with a non-finite norm is replaced by
         zero. Otherwise, one non-finite gradient makes the whole result non-finite.
         Values and norms are returned unchanged in both cases.
     - `return_norms`: whether to return the norms of the per-example gradients.
+    - `norms`: which norms `return_norms` returns and `scale` gets. The default is that
+        of the whole gradient, or of each part of a PyTree `clip_norm`. `"leaf"` stands
+        for a PyTree with the norm of each leaf. A function from the path of a leaf,
+        such as `".layers[0].weight"`, and the leaf, to the name of a group stands for a
+        dict with the norm of each group. Bounds are those of `clip_norm` all the same.
     - `transform`: a function of a per-example gradient. Its result takes the place of
         the gradient: it is clipped and accumulated, and norms are those of the result.
     - `metrics`: a function of a per-example gradient (before `transform`). Its results
         are returned for each example.
     - `moments`: whether to return mean, variance and noise scale of the per-example
-        gradients (before `transform`).
+        gradients (before `transform`). Few per-example gradients exist at a time.
+    - `against`: a direction, a PyTree like the gradient. The inner product of each
+        per-example gradient (before `transform`) with it is returned: for cosines,
+        gradient matching, and the influence of an example on a step. It takes no
+        gradients, and changing its values does not cause recompilation.
     - `method`: how per-example gradient norms are computed. `"materialise"`
-        materialises the per-example gradients of a microbatch; `transform`, `metrics`
-        and `moments` always do. `"sites"` computes norms and clipped sums from layer
+        materialises the per-example gradients of a microbatch; `transform` and
+        `metrics` always do. `"sites"` computes norms and clipped sums from layer
         inputs and output cotangents, without materialising gradients, for each
         parameter where this is cheaper. `"auto"` chooses the cheaper of the two;
         [`eqxbatch.explain_sites`][] shows both. If nothing per-example is requested,
@@ -479,7 +505,7 @@ class MicroValueAndGrad(
     `((value, aux), gradient)` with `has_aux`. The gradient has the structure of the
     first argument, with `None` for everything that is not differentiated, as optax and
     `equinox.apply_updates` expect. With a `transform`, its accumulated results are
-    returned instead. With `return_norms`, `metrics` or `moments`, an
+    returned instead. With `return_norms`, `metrics`, `moments` or `against`, an
     [`eqxbatch.results.GradientStatistics`][] follows as the last element.
 
     The function is compiled on the first call; repeated calls with the same function
@@ -489,9 +515,12 @@ class MicroValueAndGrad(
 
     - `ValueError` for a value that is not a real scalar, if there is nothing to
         differentiate, for a `clip_norm` that is negative, NaN, or not a prefix of the
-        gradient, for an unknown `method`, for `method="sites"` with `transform`,
-        `metrics` or `moments`, for `moments` with weights, for `batched` with a
-        per-example setting, and wherever [`eqxbatch.filter_micro_vmap`][] raises it.
+        gradient, for both `clip_norm` and `scale`, for results of `scale` that are no
+        factors, for bounds of another number of examples, for `norms` without
+        `return_norms` or `scale`, for an unknown `method`, for `method="sites"` with
+        `transform` or `metrics`, for `moments` with weights, for an `against` that is
+        not like the gradient, for `batched` with a per-example setting, and wherever
+        [`eqxbatch.filter_micro_vmap`][] raises it.
     - `TypeError` for an accumulator that does not apply to gradients, for `batched`
         without an accumulator, and for settings of the wrong type.
     - `RuntimeError` at run time, for arrays: if `clip_norm` is negative or NaN, or
@@ -529,6 +558,12 @@ class MicroValueAndGrad(
         [arXiv:1607.00133](https://arxiv.org/abs/1607.00133); there is no privacy
         accounting. The noise scale is that of McCandlish et al., "An empirical model of
         large-batch training", [arXiv:1812.06162](https://arxiv.org/abs/1812.06162).
+        Second moments from the squares of both factors follow Dangel et al.,
+        "BackPACK: packing more into backprop",
+        [arXiv:1912.10985](https://arxiv.org/abs/1912.10985), and automatic clipping is
+        that of Bu et al., "Automatic clipping: differentially private deep learning
+        made easier and stronger",
+        [arXiv:2206.07136](https://arxiv.org/abs/2206.07136).
     """
 
     _: dataclasses.KW_ONLY
@@ -544,17 +579,18 @@ class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P])
 
     Like [`eqxbatch.filter_micro_value_and_grad`][], but the value is not returned: the
     result is the gradient, or `(gradient, aux)` with `has_aux`. With `return_norms`,
-    `metrics` or `moments`, an [`eqxbatch.results.GradientStatistics`][] follows. The
-    arguments are the same:
+    `metrics`, `moments` or `against`, an [`eqxbatch.results.GradientStatistics`][]
+    follows. The arguments are the same:
 
     - `fun`, `has_aux`, `where`, `filter_spec`, `in_axes`, `batched`: what is
         differentiated.
     - `microbatch_size`, `num_real_microbatches`: how the batch is cut.
-    - `clip_norm`, `nan_safe`, `transform`, `method`: what happens to each per-example
-        gradient.
+    - `clip_norm`, `scale`, `nan_safe`, `transform`, `method`: what happens to each
+        per-example gradient.
     - `accumulator`, `aux_accumulator`: how results are combined. `value_accumulator`
         has no effect, because no values are returned.
-    - `return_norms`, `metrics`, `moments`: which statistics are returned.
+    - `return_norms`, `norms`, `metrics`, `moments`, `against`: which statistics are
+        returned.
 
     !!! example
 

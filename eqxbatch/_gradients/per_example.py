@@ -15,6 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
@@ -61,7 +62,7 @@ from .._sites.gram import (
     squares_of_factors,
     unless_cancelled,
 )
-from .._sites.moments import squared_distances
+from .._sites.second_moments import squared_distances
 from .._sites.site import Site
 from .._sites.trace import Program
 
@@ -70,7 +71,8 @@ from .._sites.trace import Program
 Results = tuple[dict[str, PyTree], dict[str, PyTree]]
 
 
-BlockGradients = Callable[[list, Array | None], Results]
+# The third argument has the bounds of which there is one for each example.
+BlockGradients = Callable[[list, Array | None, list], Results]
 
 
 _IF_ONE = "If it is the loss of one example, leave out `batched=True`."
@@ -94,7 +96,7 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
 
     value_and_grad = eqx.filter_value_and_grad(of_rows, has_aux=True)
 
-    def gradients(rows: list, _: Array | None) -> Results:
+    def gradients(rows: list, *_: Any) -> Results:
         (value, aux), gradient = value_and_grad(loss.parameters, rows)
         return {"value": value, "aux": aux, "gradient": gradient}, {}
 
@@ -130,7 +132,7 @@ def gradient_of_sum(example: TracedFunction, is_mean: bool) -> BlockGradients:
     With `is_mean`, it is the gradient of the mean, without forming a sum.
     """
 
-    def gradients(rows: list, weights: Array | None) -> Results:
+    def gradients(rows: list, weights: Array | None, _: list) -> Results:
         def values(leaves: list) -> tuple[Array, list]:
             outs = example.many(leaves, rows)
             return outs[0], outs
@@ -177,11 +179,11 @@ def materialised_gradients(
             gradient = _called("transform", transform, gradient)
         return {**results, "gradient": gradient, "outs": outs}
 
-    def gradients(rows: list, _: Array | None) -> Results:
+    def gradients(rows: list, _: Array | None, bounds: list) -> Results:
         results = eqx.filter_vmap(one, in_axes=tuple(example.axes))(*rows)
         outs = results.pop("outs")
         if groups_of is not None:
-            groups = groups_of(results["gradient"])
+            groups = groups_of(results["gradient"]).of_rows(bounds)
             clipped = _clipped(results["gradient"], groups)
             results["gradient"], results["norms"] = clipped
         return {}, {**results, **_outputs(example, outs)}
@@ -242,7 +244,6 @@ def gradients_by_sites(
     """
     program, contractions = plan(example, method)
     groups = None if groups_of is None else groups_of(example.tree(example.leaves))
-    bounds = [] if groups is None else groups.bounds
 
     def one(*rows: Array) -> tuple[list, list, list]:
         outs, operands, pullback = program.linearize(example.leaves, list(rows), 1)
@@ -297,12 +298,13 @@ def gradients_by_sites(
             of_whole["gradient"] = _total(example, sums, num, weights, is_mean)
         return of_whole, of_each
 
-    def gradients(rows: list, weights: Array | None) -> Results:
+    def gradients(rows: list, weights: Array | None, bounds: list) -> Results:
         outs, *factors = jax.vmap(one, example.axes)(*rows)
         of_leaves = example.tree([*map(spec_of, example.leaves)])
         specs = lambda out: (dict.fromkeys(out[0], of_leaves), spec_of(outs[0]))
         values = program.values()
         num = outs[0].shape[0]
+        bounds = [] if groups is None else groups.of_rows(bounds).bounds
         operands = (bounds, direction, example.leaves, factors, values, weights, num)
         with products_of(example.closed):
             of_whole, of_each = with_auto_axes(totals, operands, specs)
@@ -314,6 +316,11 @@ def gradients_by_sites(
 # The groups of a gradient's leaves whose norms are returned: one for each leaf, or for
 # each result of a function of the path and the leaf.
 Norms = Literal["leaf"] | Callable[[str, Any], Hashable] | None
+
+
+def checked_bound(bound: Array) -> Array:
+    is_wrong = ~jnp.all(bound >= 0)
+    return eqx.error_if(bound, is_wrong, "`clip_norm` must not be negative or NaN.")
 
 
 def clipping_groups(
@@ -342,11 +349,9 @@ def clipping_groups(
     bounds, members, first = [], [], 0
     for _, bound, part in match_prefix("clip_norm", clip_norm, gradient, what):
         num = len(jtu.tree_leaves(part))
-        if isinstance(bound, jax.Array):
-            bound = eqx.error_if(
-                bound, ~(bound >= 0), "`clip_norm` must not be negative or NaN."
-            )
-        bounds.append(bound)
+        # Those of the examples are checked before they are cut.
+        is_one = isinstance(bound, jax.Array) and bound.shape == ()
+        bounds.append(checked_bound(bound) if is_one else bound)
         members.append([*range(first, first + num)])
         first += num
     treedef = jtu.tree_structure(clip_norm, is_leaf=is_none)
@@ -403,6 +408,12 @@ class Groups:
     treedef: Any
     scale: Callable[[PyTree], PyTree] | None
     nan_safe: bool
+
+    def of_rows(self, bounds: list[Array]) -> "Groups":
+        """The groups for some examples, with the bounds that each of them has."""
+        rows = iter(bounds)
+        of_rows = [next(rows) if np.ndim(x) else x for x in self.bounds]
+        return dataclasses.replace(self, bounds=of_rows)
 
     @functools.cached_property
     def parts(self) -> list[list[int]]:

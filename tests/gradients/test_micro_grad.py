@@ -486,13 +486,17 @@ SETTINGS = {
         "`clip_norm` must be at least 0; got -1.0",
     ),
     "nan": ({"clip_norm": (1.0, jnp.nan)}, ValueError, "at least 0; got nan"),
-    "vector of NumPy": (
-        {"clip_norm": np.ones(2)},
+    "matrix of NumPy": (
+        {"clip_norm": np.ones((2, 2))},
         ValueError,
-        r"array of shape \(2,\)",
+        r"array of shape \(2, 2\)",
     ),
     "bool": ({"clip_norm": True}, TypeError, "got True of type bool"),
-    "vector": ({"clip_norm": jnp.ones(2)}, ValueError, r"array of shape \(2,\)"),
+    "vector": (
+        {"clip_norm": jnp.ones(9)},
+        ValueError,
+        r"a bound for each example must be .*; got \(9,\)",
+    ),
     "sites": (
         {"transform": jnp.sign, "method": "sites"},
         ValueError,

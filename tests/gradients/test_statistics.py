@@ -213,6 +213,21 @@ def test_scales(getkey, method):
         assert_same(fun(model, x, y), expected, tol=1e-5)
 
 
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+def test_bounds_of_examples(getkey, method):
+    model, x, y = data(getkey(), 7)
+    grads = each(model, x, y)
+    norms = norms_of(grads)
+    bounds = np.linspace(0, 2, 7).astype("float32") * norms
+    fun = filter_micro_grad(
+        loss, clip_norm=bounds, microbatch_size=BLOCK, method=method, return_norms=True
+    )
+    gradient, found = fun(model, x, y)
+    assert_same(found.norms, norms, tol=1e-5)
+    scale = np.minimum(1, np.linspace(0, 2, 7))
+    assert_same(gradient, combined(grads, scale / 7), tol=1e-5)
+
+
 def test_direction_is_an_argument_of_the_program(getkey):
     model, x, y = data(getkey(), 7)
     traces = []
@@ -266,6 +281,16 @@ WRONG = {
         {"against": jnp.ones(3)},
         ValueError,
         "`against` must have the structure, shapes and dtypes",
+    ),
+    "bounds": (
+        {"clip_norm": jnp.ones(4)},
+        ValueError,
+        r"a bound for each example must be \(3,\)",
+    ),
+    "negative bounds": (
+        {"clip_norm": jnp.array([1.0, -1.0, 1.0])},
+        RuntimeError,
+        "must not be negative",
     ),
     "batched": (
         {"batched": True, "against": jnp.ones(3)},

@@ -173,8 +173,9 @@ def draw_gradients(draw: Draw) -> Case:
         "moments": weights is None and total > 2 and power == 0 and draw.flag(often),
         "metrics": (lambda g: jnp.sum(g.w)) if draw.flag(0.15) else None,
         "nan_safe": draw.flag(0.1),
+        "against": eqx.filter(model, eqx.is_array) if draw.flag(0.2) else None,
     }
-    if not (options["moments"] or options["metrics"]):
+    if not options["metrics"]:
         options["method"] = draw.one_of("auto", "sites", "materialise")
     settings |= {k: x for k, x in options.items() if x is not None and x is not False}
     rows = total
@@ -237,21 +238,21 @@ def draw_gradients(draw: Draw) -> Case:
             norm_tree if options["return_norms"] else None,
             metrics[0] if options["metrics"] else None,
             _moments(each, x.dtype, eps) if options["moments"] else None,
+            _inner_products(each, leaves, len(x), wide, eps)
+            if options["against"]
+            else None,
         )
         aux = {"x": _padded(widen(x)[:rows, 0], len(x), x.dtype, eps), "name": "aux"}
         if has_value:
             first = [(value, aux) if options["has_aux"] else value, total]
         else:
             first = [total, aux] if options["has_aux"] else [total]
-        if options["return_norms"] or options["moments"] or options["metrics"]:
+        if any(x is not None for x in statistics):
             first.append(statistics)
         return first[0] if len(first) == 1 else tuple(first)
 
-    asked = [
-        key
-        for key in ("has_aux", "return_norms", "moments", "metrics", "nan_safe")
-        if options[key]
-    ]
+    flags = ("has_aux", "return_norms", "moments", "metrics", "nan_safe", "against")
+    asked = [key for key in flags if options[key]]
     text = (
         f"{name} {dtype} 1e{power} n={total} b={size} {text}{clip_text}{count_text} "
         f"{asked} method={options.get('method')}"
@@ -284,6 +285,18 @@ def _padded(each: np.ndarray, total: int, dtype: Any, eps: float) -> Expected:
     missing = np.zeros((total - len(each), *each.shape[1:]))
     values = np.concatenate([each, missing])
     return Expected(values, dtype, tolerance=64.0, eps=eps)
+
+
+def _inner_products(
+    each: list[np.ndarray], direction: list, total: int, dtype: Any, eps: float
+) -> Expected:
+    products = [
+        (g * widen(v)).reshape(len(g), -1) for g, v in zip(each, direction, strict=True)
+    ]
+    scale = sum(float(np.abs(x).sum(1).max(initial=0)) for x in products)
+    values = np.zeros(total)
+    values[: len(each[0])] = sum(x.sum(1) for x in products)
+    return Expected(values, dtype, scale=scale, tolerance=64.0, eps=eps)
 
 
 def _moments(each: list[np.ndarray], dtype: Any, eps: float) -> GradientMoments:

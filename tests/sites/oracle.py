@@ -17,7 +17,7 @@ from eqxbatch._sites.factors import (
     weighted_sum,
 )
 from eqxbatch._sites.gram import gram, OfLeaf, squared_norms
-from eqxbatch._sites.moments import (
+from eqxbatch._sites.second_moments import (
     has_products_of_squares,
     squared_distances,
     squared_sum,
