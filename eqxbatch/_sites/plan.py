@@ -250,7 +250,7 @@ class Plan:
             if before is None or eqn.primitive.name not in MOVES:
                 continue
             for moved in extend_view(before, eqn, 0) or ():
-                if moved.axes is not None and moved.is_isometry:
+                if moved and moved.axes is not None and moved.is_isometry:
                     self.perturbed_by[eqn.outvars[0]] = moved
         self.perturbed_by = {v: x for v, x in self.perturbed_by.items() if uses[v] == 1}
 

@@ -8,6 +8,7 @@ program applies it.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -505,11 +506,11 @@ def leaf_view(index: int, aval: Any) -> View:
     return View(index, aval, aval.shape, tuple(range(len(aval.shape))))
 
 
-def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
+def extend_view(view: View, eqn: Any, index: int) -> list[View | None] | None:
     """The views after an equation, whose input with the given `index` is a view.
 
-    There is one for each output of the equation. None if the equation is not known to
-    be linear in this input.
+    There is one for each output of the equation, or None where the output is zero. None
+    if the equation is not known to be linear in this input.
     """
     name = eqn.primitive.name
     shapes = [var.aval.shape for var in eqn.outvars]
@@ -546,6 +547,10 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View] | None:
     if name == "slice" and shape == view.shape:
         # The whole array, for example if an axis of size 1 is indexed.
         return [view.then(key, bind, shape, all_axes)]
+    if view.place is not None and name in ("slice", "split"):
+        parts = _taken_back(view, eqn)
+        if parts is not None:
+            return parts
     if name in ("slice", "rev", "reduce_sum"):
         return [view.then(key, bind, shape, None, is_isometry=name != "reduce_sum")]
     if name == "split":
@@ -588,6 +593,43 @@ def _placed(view: View, eqn: Any, start: int, axis: int, key: str) -> View:
     if axis:
         return view.then(key, put, shape, None, is_isometry=False)
     return dataclasses.replace(view, shape=shape, place=_Place(start, size, key, put))
+
+
+def _taken_back(view: View, eqn: Any) -> list[View | None] | None:
+    """Parts along axis 0 of an array in which a view has its place.
+
+    None if a part has only some of the view.
+    """
+    assert view.place is not None
+    first, size = view.place.start, view.place.size
+    shapes = [var.aval.shape for var in eqn.outvars]
+    starts = [*itertools.accumulate((shape[0] for shape in shapes[:-1]), initial=0)]
+    if eqn.primitive.name == "slice":
+        strides = eqn.params["strides"]
+        if strides is not None and any(stride != 1 for stride in strides):
+            return None
+        starts = [eqn.params["start_indices"][0]]
+    if any(shape[1:] != view.shape[1:] for shape in shapes):
+        return None
+    parts: list[View | None] = []
+    for start, shape in safe_zip(starts, shapes):
+        end = start + shape[0]
+        if end <= first or first + size <= start:
+            parts.append(None)
+        elif start <= first and first + size <= end:
+            whole = dataclasses.replace(view, place=None, shape=(size, *shape[1:]))
+            sizes = first - start, end - first - size
+            key = f"pad{sizes}"
+            put = functools.partial(_padded, sizes)
+            place = _Place(first - start, size, key, put) if any(sizes) else None
+            parts.append(dataclasses.replace(whole, shape=shape, place=place))
+        else:
+            return None
+    return parts
+
+
+def _padded(sizes: tuple[int, int], x: Array) -> Array:
+    return jnp.pad(x, [sizes, *[(0, 0)] * (x.ndim - 1)])
 
 
 # Norms and kernels of factors are multiplied by the square of a scale at the end: those

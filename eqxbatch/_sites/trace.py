@@ -337,7 +337,7 @@ class Finder:
                 if extended is None:
                     return None
                 for result, new in safe_zip(results, extended):
-                    result.append(new)
+                    result += [] if new is None else [new]
         return results
 
     def _views_of(

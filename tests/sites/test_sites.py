@@ -207,6 +207,17 @@ BY_FACTORS = {
         ],
         vectors(3),
     ),
+    # What a layer is stacked with has no part in it.
+    "stacked_and_taken_out": (
+        [weight(3, 3), weight(3, 3), weight(2, 3)],
+        lambda ws, x: (
+            jnp.stack([ws[0], jnp.sin(ws[1])])[1] @ x
+            + jnp.concatenate(ws)[3:6].T @ x
+            + jnp.split(jnp.concatenate([ws[2], ws[0], x[None]]), [2, 5])[1] @ x
+            + jnp.concatenate([ws[0], ws[2], ws[1]])[3:][:2].T @ x[:2]
+        ),
+        vectors(3),
+    ),
     "stacked_and_parametrised": (
         [weight(2, 3, 3), weight(1, 3, 3)],
         lambda ws, x: lax.scan(
@@ -284,6 +295,13 @@ BY_GRADIENTS = {
     "product": (
         (weight(4, 2), weight(2, 4)),
         lambda w, x: (w[0] @ w[1]) @ x,
+        vectors(4),
+    ),
+    "parts_of_several": (
+        (weight(4, 4), weight(3, 4)),
+        lambda w, x: (
+            jnp.concatenate(w)[2:] @ x[:, None] * jnp.concatenate([w[1], w[1]])[1:]
+        ),
         vectors(4),
     ),
     "same_in_all_examples": (weight(4, 4), lambda w, x: (w @ w) * x[None], vectors(4)),
