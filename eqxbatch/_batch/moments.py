@@ -494,7 +494,9 @@ def rows_and_weights(
 def weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
     if weights is not None:
         rows = block.take(weights).astype(values.dtype)
-        values = values * jnp.expand_dims(rows, tuple(range(1, values.ndim)))
+        rows = jnp.expand_dims(rows, tuple(range(1, values.ndim)))
+        # What pads a batch counts for nothing, also if it is NaN.
+        values = jnp.where(rows == 0, jnp.zeros_like(values), values) * rows
     return jnp.sum(block.new(values), axis=0, dtype=values.dtype)
 
 

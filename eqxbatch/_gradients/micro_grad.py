@@ -104,7 +104,7 @@ class GradientStatistics(NamedTuple):
     norms: PyTree[Real[Array, " n"]]
     metrics: PyTree[Shaped[Array, "n ..."]]
     moments: GradientMoments | None
-    inner_products: Real[Array, " n"] | None
+    inner_products: Real[Array, " n"] | None = None
 
 
 _ACCUMULATORS = (
@@ -259,6 +259,43 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         is_bounded = any(x is not None for x in settings)
         return is_bounded or self.nan_safe or self.return_norms
 
+    def sensitivity(self, model: Model, /, weight: float | None = None) -> Array:
+        """The largest norm of the share that one example has in a sum of gradients.
+
+        This is what noise for differential privacy is proportional to, where examples
+        are added or removed: the root of the sum of the squares of the bounds in
+        `clip_norm`, times the largest weight that an example can have. `model` is the
+        first argument of the function; its values do not matter. For a mean with
+        a fixed divisor, which random batch sizes need, pass
+        `accumulator=Sum(weights=mask / divisor)` and `weight=1 / divisor`.
+
+        Raises `ValueError` without bounds on the whole gradient, for a
+        [`eqxbatch.Mean`][], whose divisor depends on the examples, and for weights
+        without `weight`.
+        """
+        diff, _ = self.parameters((model,), {})
+        groups = clipping_groups(self.clip_norm, None, None, False, diff)
+        bounds = [x for x, part in safe_zip(groups.bounds, groups.members) if part]
+        if any(bound is None for bound in bounds):
+            raise ValueError(
+                "`sensitivity` needs a bound on the whole gradient, but `clip_norm` is "
+                f"{shown(self.clip_norm)}. Pass a number, or one for each part."
+            )
+        if not isinstance(self.gradient_accumulator, Sum):
+            raise ValueError(
+                "`sensitivity` is that of a sum, but the accumulator is "
+                f"{shown(self.gradient_accumulator)}, which divides by a number that "
+                "depends on the examples. Pass `accumulator=Sum()`, or "
+                "`Sum(weights=mask / divisor)` for a mean with a fixed divisor."
+            )
+        if self.weights is not None and weight is None:
+            raise ValueError(
+                "`weight` must be the largest weight that an example can have, because "
+                "those of this batch may all be smaller; got None."
+            )
+        squares = (jnp.max(jnp.asarray(bound)) ** 2 for bound in bounds)
+        return jnp.sqrt(sum(squares, jnp.zeros(()))) * (1 if weight is None else weight)
+
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         loss = self.loss_of(args, kwargs)
         diff, batch = loss.diff, loss.batch
@@ -335,7 +372,13 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         if groups is None and direction is None and not self.moments:
             return gradient_of_sum(example, is_mean)
         return gradients_by_sites(
-            example, groups, self.method, is_mean, self.moments, direction
+            example,
+            groups,
+            self.method,
+            is_mean,
+            self.moments,
+            direction,
+            has_padding=self.weights is not None,
         )
 
     def slots(self, output: Results, _: None) -> Slots:

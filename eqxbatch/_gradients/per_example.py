@@ -235,12 +235,14 @@ def gradients_by_sites(
     is_mean: bool,
     has_moments: bool,
     direction: list | None,
+    has_padding: bool,
 ) -> BlockGradients:
     """The sum of the gradients, clipped by their norms, or their mean if `is_mean`.
 
     Materialised gradients are contracted with weights, as the factors of sites are.
     Scaling them and adding them up would read them twice more. Moments, and inner
-    products with a `direction`, are those of the gradients before clipping.
+    products with a `direction`, are those of the gradients before clipping. With
+    `has_padding`, an example of weight 0 has no influence, even if it is NaN.
     """
     program, contractions = plan(example, method)
     groups = None if groups_of is None else groups_of(example.tree(example.leaves))
@@ -271,7 +273,11 @@ def gradients_by_sites(
                 *gradients.plain_squares(), gradients.squares
             )
             of_each["norms"] = clipped.norms
-        scales, powers = clipped.scales, []
+        scales, powers, is_kept = clipped.scales, [], clipped.is_kept
+        if has_padding and weights is not None:
+            is_real = weights != 0
+            is_kept = is_real if is_kept is None else is_kept & is_real
+            scales = [jnp.where(is_real, scale, 0) for scale in scales]
         if example.is_narrow:
             # If all gradients are long or the bound is small, all scales are small.
             powers = [power_of_two(jnp.max(scale)) for scale in scales]
@@ -281,7 +287,7 @@ def gradients_by_sites(
             factors = [scale * share for scale in scales]
             if weights is not None:
                 factors = [x * weights.astype(x.dtype) for x in factors]
-            totals = gradients.weighted_sums(factors, clipped.is_kept)
+            totals = gradients.weighted_sums(factors, is_kept)
             if not example.is_narrow:
                 return totals
             wide = map(widened, totals)

@@ -492,11 +492,6 @@ SETTINGS = {
         r"array of shape \(2, 2\)",
     ),
     "bool": ({"clip_norm": True}, TypeError, "got True of type bool"),
-    "vector": (
-        {"clip_norm": jnp.ones(9)},
-        ValueError,
-        r"a bound for each example must be .*; got \(9,\)",
-    ),
     "sites": (
         {"transform": jnp.sign, "method": "sites"},
         ValueError,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqxbatch
-from eqxbatch import filter_micro_grad, filter_micro_value_and_grad
+from eqxbatch import filter_micro_grad, filter_micro_value_and_grad, Mean, Sum
 from ..helpers import (
     assert_same,
     BLOCK,
@@ -226,6 +226,54 @@ def test_bounds_of_examples(getkey, method):
     assert_same(found.norms, norms, tol=1e-5)
     scale = np.minimum(1, np.linspace(0, 2, 7))
     assert_same(gradient, combined(grads, scale / 7), tol=1e-5)
+
+
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+def test_padding_has_no_influence(getkey, method):
+    model, x, y = data(getkey(), 7)
+    mask = np.arange(7) < 5
+    padded = x.at[5:].set(jnp.nan)
+    for accumulator in (Sum(weights=mask / 4), Mean(weights=mask)):
+        fun = filter_micro_value_and_grad(
+            loss,
+            clip_norm=0.5,
+            accumulator=accumulator,
+            microbatch_size=BLOCK,
+            method=method,
+        )
+        expected = fun(model, x, y)
+        results = map(jax.tree.leaves, (fun(model, padded, y), expected))
+        for a, b in zip(*results, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_sensitivity(getkey):
+    model, x, y = data(getkey(), 7)
+    like = eqx.filter(model, eqx.is_inexact_array)
+    bounds = jax.tree.map(lambda x: 0.01, like)
+    for clip_norm, expected in ((0.1, 0.1), (jnp.array(0.1), 0.1), (bounds, 0.02)):
+        fun = filter_micro_grad(loss, clip_norm=clip_norm, accumulator=Sum())
+        np.testing.assert_allclose(fun.sensitivity(model), expected, rtol=1e-6)
+        # All of these gradients are longer than the bound, but that of what is unused.
+        change = jax.tree.map(
+            lambda x, y: np.asarray(x - y), fun(model, x, y), fun(model, x[1:], y[1:])
+        )
+        change = np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(change)))
+        assert 0.8 * expected < change < expected * (1 + 1e-5)
+    weighted = filter_micro_grad(
+        loss, clip_norm=0.1, accumulator=Sum(weights=jnp.full(7, 0.25))
+    )
+    np.testing.assert_allclose(
+        weighted.sensitivity(model, weight=0.25), 0.025, rtol=1e-6
+    )
+    for fun, match in (
+        (weighted, "`weight` must be the largest weight"),
+        (filter_micro_grad(loss, clip_norm=0.1), "the accumulator is"),
+        (filter_micro_grad(loss, accumulator=Sum()), "needs a bound"),
+        (filter_micro_grad(loss, scale=jnp.sin, accumulator=Sum()), "needs a bound"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fun.sensitivity(model)
 
 
 def test_direction_is_an_argument_of_the_program(getkey):
