@@ -210,6 +210,42 @@ def accumulated(model: Any, num: int, size: int) -> dict[str, Callable]:
     }
 
 
+CLIPPED = "eqxbatch, clipped gradient"
+
+
+def moments(model: Any, num: int, size: int) -> dict[str, Callable]:
+    """All ways to compute the moments of gradients, as `way(arrays, x, y)`."""
+    _, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(arrays, x, y):
+        return eqx.combine(arrays, static)(x, y)
+
+    def ours(arrays, x, y):
+        fun = lambda model, x, y: model(x, y)
+        grad = filter_micro_grad(fun, microbatch_size=size, moments=True)
+        found = grad(eqx.combine(arrays, static), x, y)[1].moments
+        return jax.tree.leaves((found.mean, found.variance))
+
+    def by_hand(arrays, x, y):
+        def step(sums, rows):
+            grads = jax.vmap(jax.grad(loss), (None, 0, 0))(arrays, *rows)
+            of_rows = [jax.tree.map(lambda g: jnp.sum(g**k, 0), grads) for k in (1, 2)]
+            return jax.tree.map(jnp.add, sums, of_rows), None
+
+        rows = [a.reshape(-1, size, *a.shape[1:]) for a in (x, y)]
+        zeros = jax.tree.map(jnp.zeros_like, arrays)
+        (total, squares), _ = jax.lax.scan(step, [zeros, zeros], rows)
+        mean = jax.tree.map(lambda t: t / num, total)
+        variance = lambda s, m: (s - num * m**2) / (num - 1)
+        return jax.tree.leaves((mean, jax.tree.map(variance, squares, mean)))
+
+    return {
+        OURS: ours,
+        "lax.scan by hand": by_hand,
+        CLIPPED: clipped(model, num, size)[OURS],
+    }
+
+
 def jobs(quick: bool) -> dict[str, tuple[str, Any, tuple, int]]:
     """By name: title, model, data of all examples, and microbatch size."""
     num = 256 if quick else 2048
@@ -272,6 +308,18 @@ def cases(quick: bool) -> list[Case]:
                 limits=LIMITS.get(name, {}),
             )
         )
+        if name in "bce":
+            found.append(
+                Case(
+                    f"{name}, moments",
+                    f"{title}, moments",
+                    moments(model, num, size),
+                    (arrays, *data),
+                    unbounded=(CLIPPED,),
+                    best_memory=None,
+                    limits={CLIPPED: 1.3},
+                )
+            )
         if name in "ab":
             found.append(
                 Case(
