@@ -3,13 +3,14 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Concatenate, Generic, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Real, Shaped
 
 from .._base.checks import as_jax, check_at_least, check_types
@@ -24,7 +25,7 @@ from .._base.mesh import (
 )
 from .._base.trees import array_structs, is_struct, safe_zip, shown
 from .._batch.accumulators import Concat
-from .._batch.batch import Blocks
+from .._batch.batch import Blocks, is_state
 from .._batch.derivative import AbstractDerivative, Loss
 from .._batch.moments import (
     is_running,
@@ -48,6 +49,7 @@ from .per_example import (
     BlockGradients,
     clipped_by_norms,
     clipping_groups,
+    gradient_of_coupled,
     gradient_of_microbatch,
     gradient_of_sum,
     materialised_gradients,
@@ -138,6 +140,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
     """A gradient with all settings, whose results can be anything."""
 
     _: dataclasses.KW_ONLY
+    axis_name: Hashable | None = None
     value_accumulator: PyTree = None
     aux_accumulator: PyTree = Concat()
     return_norms: bool = False
@@ -166,11 +169,22 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 f"`{of_gradients[0]}` needs them. Use `method='auto'`."
             )
         norms = ["clip_norm, nan_safe or return_norms"] * self.needs_norms
+        what = f"`{[*of_gradients, *norms, ''][0]}` is about single examples, but "
         if self.batched and (of_gradients or norms):
             raise ValueError(
-                f"`{[*of_gradients, *norms][0]}` is about single examples, but with "
-                "`batched=True` the loss is that of a whole microbatch. Pass the loss "
-                "of one example, without `batched`."
+                f"{what}with `batched=True` the loss is that of a whole microbatch. "
+                "Pass the loss of one example, without `batched`."
+            )
+        if self.axis_name is not None and (of_gradients or norms):
+            raise ValueError(
+                f"{what}`axis_name` couples those of a microbatch. Switch layers that "
+                "use it to inference mode, and leave it out."
+            )
+        if self.axis_name is not None and self.batched:
+            raise ValueError(
+                "`axis_name` is for the loss of one example, but with `batched=True` "
+                "the loss is that of a whole microbatch, which calls `jax.vmap` with "
+                "an `axis_name` itself. Leave one of them out."
             )
         accumulator = self.gradient_accumulator
         if self.transform is None and not isinstance(accumulator, Sum | Mean):
@@ -211,12 +225,17 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         # A running mean forms no sums, so that it has no weights.
         has_sums = not is_running(accumulators[0])
         is_whole = self.num_real_microbatches is None
-        return is_known and has_sums and is_whole and not self.batched
+        couples = self.batched or self.axis_name is not None
+        return is_known and has_sums and is_whole and not couples
 
     @property
     def needs_norms(self) -> bool:
         """Whether the norms of per-example gradients are computed."""
         return self.clip_norm is not None or self.nan_safe or self.return_norms
+
+    @property
+    def coupling_axis(self) -> Hashable | None:
+        return self.axis_name
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         loss = self.loss_of(args, kwargs)
@@ -251,9 +270,14 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
+        is_one = lambda x: self.axis_name is not None and is_state(x)
         specs = lambda out: (
             {name: gradient if name == "gradient" else examples for name in out[0]},
-            examples,
+            jtu.tree_map(
+                lambda x: PartitionSpec() if is_one(x) else examples,
+                out[1],
+                is_leaf=is_one,
+            ),
         )
         like = (loss.batch.arrays, self.weights)
         return auto_sharded(run, (self, loss), like, specs)
@@ -262,9 +286,11 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         """The function that computes the gradients of a microbatch."""
         if self.batched:
             return gradient_of_microbatch(loss)
-        example = loss.traced(_IF_WHOLE)
         # A running mean is chosen to avoid sums, so no sum is formed.
         is_mean = is_running(self.gradient_accumulator)
+        if self.axis_name is not None:
+            return gradient_of_coupled(loss, is_mean)
+        example = loss.traced(_IF_WHOLE)
         functions = {"transform": self.transform, "metrics": self.metrics}
         if self.moments:
             # The squares of numbers in half precision would be out of range.
@@ -301,9 +327,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         if of_whole and not (self.batched or is_running(accumulator)):
             of_whole["gradient"] = OfTotals(accumulator)
         slots = match_accumulators((of_whole, of_each), output)
-        # Results for each example come last.
-        first = len(array_structs(output[0]))
-        flagged = lambda s: dataclasses.replace(s, per_example=s.indices[0] >= first)
+        # Results for each example come last. Coupled examples have one state.
+        first, couples = len(array_structs(output[0])), self.axis_name is not None
+        is_row = lambda s: s.indices[0] >= first and not (couples and s.in_state)
+        flagged = lambda s: dataclasses.replace(s, per_example=is_row(s))
         return dataclasses.replace(slots, slots=[*map(flagged, slots.slots)])
 
     def returned(self, diff: PyTree, results: dict[str, Any], blocks: Blocks) -> Any:
@@ -372,6 +399,13 @@ class MicroValueAndGrad(
         callables from a leaf to these; or a dict from argument names to such prefixes.
         The default is axis 0 of all arrays. It also applies to keyword arguments and to
         arguments that a dict does not name.
+    - `axis_name`: a name for the axis of the examples of a microbatch, if layers of the
+        model couple them, as `equinox.nn.BatchNorm` does in training mode. Collectives
+        over it act within a microbatch. An `equinox.nn.State` is then shared by all
+        examples. If `fun` returns it, as in `(value, state)`, this counts as `has_aux`,
+        and those of the microbatches are merged into one: floats are averaged over the
+        examples, and of flags and counters, the last are returned. There are no
+        per-example gradients.
     - `batched`: whether `fun` is the loss of a whole microbatch instead. This requires
         an `accumulator`: `Mean()` if the loss is a mean over its examples, `Sum()` if
         it is a sum. Value and gradient are then exact for any microbatch size, provided
@@ -432,8 +466,9 @@ class MicroValueAndGrad(
     - `ValueError` for a value that is not a real scalar, if there is nothing to
         differentiate, for a `clip_norm` that is negative, NaN, or not a prefix of the
         gradient, for an unknown `method`, for `method="sites"` with `transform`,
-        `metrics` or `moments`, for `moments` with weights, for `batched` with a
-        per-example setting, and wherever [`eqxbatch.filter_micro_vmap`][] raises it.
+        `metrics` or `moments`, for `moments` with weights, for `batched` or `axis_name`
+        with a per-example setting or with each other, and wherever
+        [`eqxbatch.filter_micro_vmap`][] raises it.
     - `TypeError` for an accumulator that does not apply to gradients, for `batched`
         without an accumulator, and for settings of the wrong type.
     - `RuntimeError` at run time, for arrays: if `clip_norm` is negative or NaN, or
@@ -478,7 +513,8 @@ class MicroValueAndGrad(
 
     def outputs(self, results: dict[str, Any]) -> list:
         value, gradient = results["value"], results["gradient"]
-        return [(value, results["aux"]) if self.has_aux else value, gradient]
+        has_aux = self.has_aux or results["aux"] is not None
+        return [(value, results["aux"]) if has_aux else value, gradient]
 
 
 class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P]):
@@ -489,8 +525,8 @@ class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P])
     `metrics` or `moments`, an [`eqxbatch.results.GradientStatistics`][] follows. The
     arguments are the same:
 
-    - `fun`, `has_aux`, `where`, `filter_spec`, `in_axes`, `batched`: what is
-        differentiated.
+    - `fun`, `has_aux`, `where`, `filter_spec`, `in_axes`, `batched`, `axis_name`: what
+        is differentiated.
     - `microbatch_size`, `num_real_microbatches`: how the batch is cut.
     - `clip_norm`, `nan_safe`, `transform`, `method`: what happens to each per-example
         gradient.
@@ -521,7 +557,8 @@ class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P])
     has_aux: bool = False
 
     def outputs(self, results: dict[str, Any]) -> list:
-        return [results["gradient"], *[results["aux"]] * self.has_aux]
+        has_aux = self.has_aux or results["aux"] is not None
+        return [results["gradient"], *[results["aux"]] * has_aux]
 
 
 filter_micro_value_and_grad = also_decorator(
