@@ -42,7 +42,7 @@ def scale_by_kfac(
     *,
     damping: _Number,
     decay: _Number = 0.95,
-    inverse_update_period: int = 5,
+    inverse_update_period: int = 1,
     norm_constraint: _Number | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
     """Natural gradients by K-FAC, as an optax gradient transformation.
@@ -64,8 +64,9 @@ def scale_by_kfac(
     - `damping`: a number that is added to the eigenvalues, at least 0.
     - `decay`: the decay of the exponential average, at least 0 and below 1. The average
         has no bias towards its start: after the first update, it is the first factors.
-    - `inverse_update_period`: the inverse is computed anew in the first of each so many
-        updates. It takes an eigendecomposition of each factor.
+    - `inverse_update_period`: the inverse is computed anew in the first of so many
+        updates, by an eigendecomposition of each factor. With more than 1, bound the
+        step by `norm_constraint`: the factors change fast in the first updates.
     - `norm_constraint`: a bound on the squared norm of the step in the metric of the
         damped matrix: the product of the step and the gradient. A longer step is scaled
         down to it. With a Fisher matrix, half of the squared norm is about the KL
