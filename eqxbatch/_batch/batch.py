@@ -215,11 +215,9 @@ def split_batch(
     """
     default = eqx.if_array(0)
     args_spec, kwargs_spec = argument_specs(fun, in_axes, args, kwargs, default)
-    axes = [
-        axis
-        for spec, part in ((args_spec, args), (kwargs_spec, kwargs))
-        for axis in broadcast_axes("in_axes", spec, part, shares_states=shares_states)
-    ]
+    states = {"shares_states": shares_states}
+    axes = broadcast_axes("in_axes", args_spec, args, **states)
+    axes += broadcast_axes("in_axes", kwargs_spec, kwargs, **states)
     paths, treedef = jtu.tree_flatten_with_path((args, kwargs))
     parameters = positional_names(fun, len(args))
     _check_lists(args_spec, args, parameters)

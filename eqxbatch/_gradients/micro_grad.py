@@ -169,17 +169,16 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 f"`{of_gradients[0]}` needs them. Use `method='auto'`."
             )
         norms = ["clip_norm, nan_safe or return_norms"] * self.needs_norms
-        what = f"`{[*of_gradients, *norms, ''][0]}` is about single examples, but "
-        if self.batched and (of_gradients or norms):
-            raise ValueError(
-                f"{what}with `batched=True` the loss is that of a whole microbatch. "
-                "Pass the loss of one example, without `batched`."
-            )
-        if self.axis_name is not None and (of_gradients or norms):
-            raise ValueError(
-                f"{what}`axis_name` couples those of a microbatch. Switch layers that "
+        per_example = [*of_gradients, *norms]
+        if per_example and (self.batched or self.axis_name is not None):
+            why = (
+                "with `batched=True` the loss is that of a whole microbatch. Pass the "
+                "loss of one example, without `batched`."
+                if self.batched
+                else "`axis_name` couples those of a microbatch. Switch layers that "
                 "use it to inference mode, and leave it out."
             )
+            raise ValueError(f"`{per_example[0]}` is about single examples, but {why}")
         if self.axis_name is not None and self.batched:
             raise ValueError(
                 "`axis_name` is for the loss of one example, but with `batched=True` "
@@ -270,6 +269,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
+        # Coupled examples have one state.
         is_one = lambda x: self.axis_name is not None and is_state(x)
         specs = lambda out: (
             {name: gradient if name == "gradient" else examples for name in out[0]},
@@ -327,7 +327,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         if of_whole and not (self.batched or is_running(accumulator)):
             of_whole["gradient"] = OfTotals(accumulator)
         slots = match_accumulators((of_whole, of_each), output)
-        # Results for each example come last. Coupled examples have one state.
+        # Results for each example come last.
         first, couples = len(array_structs(output[0])), self.axis_name is not None
         is_row = lambda s: s.indices[0] >= first and not (couples and s.in_state)
         flagged = lambda s: dataclasses.replace(s, per_example=is_row(s))

@@ -124,8 +124,8 @@ def kernel_solve(
         of range, for a rank without `ridge` or with a complex kernel, and for a
         checkpoint of another problem.
     - `TypeError` for settings of an operator that is one already, for arguments of
-        another type, and inside `jax.jit` and other
-        transforms; use `lineax.linear_solve` there.
+        another type, and inside `jax.jit` and other transforms; use
+        `lineax.linear_solve` there.
     - `RuntimeError` if the kernel plus `ridge` is not positive definite, if a product
         has NaNs, if the residual stops decreasing, or if it is still too large after
         `max_steps`.

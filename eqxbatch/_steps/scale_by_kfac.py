@@ -82,8 +82,8 @@ def scale_by_kfac(
 
     - `ValueError` for negative `damping`, for a `decay` outside of this range, for an
         `inverse_update_period` below 1, for a `norm_constraint` of at most 0, for
-        factors with `corrected=True`, which cannot
-        be averaged, and for an update with factors of another structure.
+        factors with `corrected=True`, which cannot be averaged, and for an update with
+        factors of another structure.
     - `TypeError` for an update without `factors`.
     - `RuntimeError` at run time if the damped matrix is not positive definite.
     - `ImportError` if lineax is not installed.
