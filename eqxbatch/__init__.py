@@ -80,6 +80,7 @@ from ._ntk.parameterise import ntk_parameterise as ntk_parameterise
 from ._steps.gauss_newton_step import (
     filter_gauss_newton_step as filter_gauss_newton_step,
 )
+from ._steps.scale_by_kfac import scale_by_kfac as scale_by_kfac
 
 
 __version__ = _metadata.version("equinox-batch")

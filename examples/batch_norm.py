@@ -51,35 +51,22 @@ class Network(eqx.Module):
 
 
 # %% [markdown]
-# The loss takes a whole microbatch because the examples are coupled; hence
-# `batched=True` below. All microbatches start from the same state, and each returns a
-# new one.
+# The loss is that of one example. With an `axis_name`, the examples of a microbatch are
+# coupled. All microbatches start from the same state, and the states that they return
+# are merged into one. Running means and variances are averaged, weighted by the number
+# of examples. The counter of batches is the same for all microbatches, so it is taken
+# from the last one.
 
 
 # %%
-def loss(model, state, images, labels, keys):
-    logits, state = jax.vmap(
-        model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None)
-    )(images, state, keys)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.mean(losses), state
+def loss(model, state, image, label, key):
+    logits, state = model(image, state, key)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, label), state
 
 
-# %% [markdown]
-# The states of the microbatches are merged into one. Running means and variances are
-# averaged, weighted by the number of examples. The counter of batches is the same for
-# all microbatches, so it is taken from the last one.
-
-
-# %%
 def gradient_of(model, state, keys, size):
     value_and_grad = eqxbatch.filter_micro_value_and_grad(
-        loss,
-        has_aux=True,
-        batched=True,
-        in_axes=(None, 0, 0, 0),
-        microbatch_size=size,
-        accumulator=eqxbatch.Mean(),
+        loss, axis_name="batch", microbatch_size=size
     )
     return value_and_grad(model, state, images, labels, keys)
 
@@ -134,9 +121,9 @@ def train(size):
         values.append(float(value))
     inference = eqx.nn.inference_mode(model)
     test_images = jnp.asarray(digits.data[1024:] / 16, jnp.float32)
-    logits, _ = jax.vmap(inference, (0, None, None), (0, None), axis_name="batch")(
-        test_images, state, jr.key(0)
-    )
+    logits, _ = eqxbatch.filter_micro_vmap(
+        inference, in_axes=(0, None, None), out_axes=(0, None), microbatch_size=256
+    )(test_images, state, jr.key(0))
     right = np.asarray(jnp.argmax(logits, axis=1)) == digits.target[1024:]
     return values, float(right.mean())
 

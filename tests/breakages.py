@@ -524,6 +524,28 @@ BREAKAGES = [
         "differ[np.isnan(differ)] = 0.0",
         "tests/check/test_check.py",
     ),
+    # Steps and states.
+    Breakage(
+        "the average of factors is biased towards zeros",
+        "_steps/scale_by_kfac.py",
+        "share = (1 - rate) / (1 - rate**num)",
+        "share = (1 - rate) * num**0",
+        "tests/steps/test_scale_by_kfac.py",
+    ),
+    Breakage(
+        "inverses are computed anew in each update",
+        "_steps/scale_by_kfac.py",
+        "state.count % inverse_update_period == 0",
+        "state.count >= 0",
+        "tests/steps/test_scale_by_kfac.py",
+    ),
+    Breakage(
+        "examples of two microbatches of a coupled loss count once",
+        "_gradients/micro_grad.py",
+        "couples = self.batched or self.axis_name is not None",
+        "couples = self.batched",
+        "tests/gradients/test_coupled_examples.py",
+    ),
 ]
 
 # Not imported, as the import hook of the tests must be there before.

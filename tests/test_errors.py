@@ -228,7 +228,7 @@ def test_loss_of_one_example_with_a_named_axis():
     loss = lambda w, x: jnp.sum(w * (x - jax.lax.pmean(x, "batch")))
     for options in ({}, {"clip_norm": 1.0}):
         grad = eqxbatch.filter_micro_grad(loss, **options)
-        with pytest.raises(NameError, match=r"uses a named axis.*with `batched=True`"):
+        with pytest.raises(NameError, match=r"uses a named axis.*grad` as `axis_name`"):
             grad(jnp.ones(2), jnp.ones((3, 2)))
     with pytest.raises(NameError, match="not_there"):
         eqxbatch.filter_micro_grad(lambda w, x: not_there)(

@@ -23,16 +23,30 @@ from .._base.mistakes import called, has_numbers, is_one_key, key_remedy, NUMBER
 from .._base.trees import described, match_prefix, safe_zip
 
 
-def broadcast_axes(name: str, spec: PyTree, tree: PyTree) -> list[int | None]:
+def is_state(x: Any) -> bool:
+    return isinstance(x, eqx.nn.State)
+
+
+def broadcast_axes(
+    name: str, spec: PyTree, tree: PyTree, *, shares_states: bool = False
+) -> list[int | None]:
     """Resolves a prefix of `int | None | callable` to one axis for each leaf.
 
-    Returns the axes in the order of `jax.tree_util.tree_leaves(tree)`.
+    Returns the axes in the order of `jax.tree_util.tree_leaves(tree)`. With
+    `shares_states`, callables do not apply to an `equinox.nn.State`, which has none.
     """
     places = match_prefix(name, spec, tree, "a PyTree prefix of what it describes")
+
+    def axis_of(axis: Any, part: PyTree, leaf: Any) -> Any:
+        if not callable(axis):
+            return axis
+        return None if shares_states and is_state(part) else axis(leaf)
+
     return [
-        _resolve_axis(name, axis(leaf) if callable(axis) else axis)
+        _resolve_axis(name, axis_of(axis, part, leaf))
         for _, axis, subtree in places
-        for leaf in jtu.tree_leaves(subtree)
+        for part in jtu.tree_leaves(subtree, is_leaf=is_state)
+        for leaf in jtu.tree_leaves(part)
     ]
 
 
@@ -182,19 +196,28 @@ class _Batched:
     """Marks the place of a batched leaf."""
 
 
-def split_batch(fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict) -> Batch:
+def split_batch(
+    fun: Callable,
+    in_axes: PyTree,
+    args: tuple,
+    kwargs: dict,
+    *,
+    shares_states: bool = False,
+) -> Batch:
     """Resolves `in_axes` against a call of `fun` as `eqx.filter_vmap` does.
 
     Unlike `eqx.filter_vmap`, keyword arguments are supported: an `in_axes` dict may
-    name them, and all others use `eqx.if_array(0)`.
+    name them, and all others use `eqx.if_array(0)`. `shares_states` is as for
+    `broadcast_axes`.
 
     Raises `ValueError` if `in_axes` does not fit the arguments, if an axis is out of
     range, or if something that is not an array gets a batch axis.
     """
     default = eqx.if_array(0)
     args_spec, kwargs_spec = argument_specs(fun, in_axes, args, kwargs, default)
-    axes = broadcast_axes("in_axes", args_spec, args)
-    axes += broadcast_axes("in_axes", kwargs_spec, kwargs)
+    states = {"shares_states": shares_states}
+    axes = broadcast_axes("in_axes", args_spec, args, **states)
+    axes += broadcast_axes("in_axes", kwargs_spec, kwargs, **states)
     paths, treedef = jtu.tree_flatten_with_path((args, kwargs))
     parameters = positional_names(fun, len(args))
     _check_lists(args_spec, args, parameters)

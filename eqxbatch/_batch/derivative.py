@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -22,6 +22,7 @@ from .batch import (
     Batch,
     Blocks,
     explained_failure,
+    is_state,
     positional_names,
     split_batch,
     unbatched,
@@ -185,9 +186,17 @@ def parameters(
 
 
 def split_examples(
-    fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict[str, Any]
+    fun: Callable,
+    in_axes: PyTree,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    shares_states: bool = False,
 ) -> Batch:
-    """The arguments of a call, with `in_axes` for those after the first."""
+    """The arguments of a call, with `in_axes` for those after the first.
+
+    `shares_states` is as for `split_batch`.
+    """
     num = len(args) - 1
     if isinstance(in_axes, dict):
         (first,) = positional_names(fun, 1)
@@ -208,7 +217,7 @@ def split_examples(
         in_axes = (None, *in_axes)
     else:
         in_axes = (None, *[in_axes] * num)
-    return split_batch(fun, in_axes, args, kwargs)
+    return split_batch(fun, in_axes, args, kwargs, shares_states=shares_states)
 
 
 def _check_complex(diff: PyTree, holomorphic: bool | None) -> None:
@@ -233,9 +242,11 @@ def _check_complex(diff: PyTree, holomorphic: bool | None) -> None:
 _IF_NAMED = (
     "Derivatives for examples are not defined if `fun` couples examples: switch such "
     "layers to inference mode. Or, for a gradient of which nothing per-example is "
-    "needed, pass the loss of a whole microbatch, which calls `jax.vmap` with this "
-    "`axis_name` itself, to `filter_micro_grad` with `batched=True`."
+    "needed, pass this name to `filter_micro_grad` as `axis_name`."
 )
+
+
+_IF_COUPLED = "With an `axis_name`, pass the loss of one example."
 
 
 class Loss(eqx.Module):
@@ -243,7 +254,8 @@ class Loss(eqx.Module):
 
     `diff` and `nondiff` are the two parts of that argument, and `batch` splits all
     arguments. With `holomorphic`, values are complex. `blocks` says how the batch is
-    cut into microbatches; it is None for a single call.
+    cut into microbatches; it is None for a single call. With an `axis_name`, the
+    function couples the examples of a microbatch, and may return `(value, state)`.
     """
 
     fun: Callable
@@ -253,6 +265,7 @@ class Loss(eqx.Module):
     has_aux: bool
     holomorphic: bool = False
     blocks: Blocks | None = None
+    axis_name: Hashable | None = None
 
     @property
     def parameters(self) -> PyTree:
@@ -274,14 +287,43 @@ class Loss(eqx.Module):
         (_, *rest), kwargs = self.batch.arguments(rows)
         first = eqx.combine(diff, self.nondiff)
         out = called(self.fun, (first, *rest), kwargs)
+        is_pair = isinstance(out, tuple) and len(out) == 2
         if not self.has_aux:
-            return out, None
-        if not isinstance(out, tuple) or len(out) != 2:
+            has_state = self.axis_name is not None and is_pair and is_state(out[1])
+            return out if has_state else (out, None)
+        if not is_pair:
             raise ValueError(
                 "With `has_aux=True`, `fun` must return a pair `(value, aux)`; "
                 f"got {described(out)}."
             )
         return out
+
+    def together(self, diff: PyTree, rows: list) -> tuple[Real[Array, " n"], PyTree]:
+        """Values and aux of the examples of a microbatch, along axis 0.
+
+        An `equinox.nn.State` in aux is that of the microbatch.
+        """
+        call = functools.partial(self, diff)
+
+        def one(rows: list) -> tuple[Array, PyTree, PyTree]:
+            with explained_failure(call, self.batch, "example", _IF_COUPLED):
+                value, aux = call(rows)
+            return value, *eqx.partition(aux, is_state, is_leaf=is_state)
+
+        in_axes, out_axes = ([*self.batch.axes],), (0, None, eqx.if_array(0))
+        axes = {"in_axes": in_axes, "out_axes": out_axes, "axis_name": self.axis_name}
+        mapped = eqx.filter_vmap(one, **axes)
+        try:
+            values, states, others = mapped(rows)
+        except ValueError as e:
+            if "out_axes is None" in str(e):
+                e.add_note(
+                    "The `equinox.nn.State` that `fun` returns differs between "
+                    "examples. Update it by means over them, as with `jax.lax.pmean`, "
+                    "or return what is of one example as aux, outside of the state."
+                )
+            raise
+        return values, eqx.combine(states, others, is_leaf=is_state)
 
     def traced(
         self,
@@ -416,11 +458,17 @@ class AbstractDerivative(AbstractTransform):
     @abc.abstractmethod
     def holomorphic(self) -> bool | None: ...
 
+    @property
+    def coupling_axis(self) -> Hashable | None:
+        """The name of an axis that couples the examples of a microbatch, if any."""
+        return None
+
     def batch(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
         """The arguments of a call; the first one is not batched."""
         if self.in_axes is None:
             return unbatched(args, kwargs)
-        return split_examples(self.__wrapped__, self.in_axes, args, kwargs)
+        fun, shares = self.__wrapped__, self.coupling_axis is not None
+        return split_examples(fun, self.in_axes, args, kwargs, shares_states=shares)
 
     def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
         """The differentiated part of the first argument, and the rest of it.
@@ -448,8 +496,8 @@ class AbstractDerivative(AbstractTransform):
             args = (*args[:1], *args[2:])
         diff, nondiff = self.parameters(args, kwargs)
         batch, holomorphic = self.batch(args, kwargs), bool(self.holomorphic)
-        fun = self.__wrapped__
-        return Loss(fun, batch, diff, nondiff, self.has_aux, holomorphic)
+        fun, settings = self.__wrapped__, (self.has_aux, holomorphic)
+        return Loss(fun, batch, diff, nondiff, *settings, axis_name=self.coupling_axis)
 
 
 class AbstractOverExamples(

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree, Shaped
 from .._base.checks import check_types
 from .._base.trees import array_structs, described, is_struct, match_prefix, with_arrays
 from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
-from .batch import Block, Blocks
+from .batch import Block, Blocks, is_state
 from .moments import LogSumExp, Mean, Sum, Variance
 
 
@@ -267,7 +267,6 @@ def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
 
 def _are_in_states(arrays: PyTree) -> list[bool]:
     """For each array, whether it is in an `equinox.nn.State`."""
-    is_state = lambda x: isinstance(x, eqx.nn.State)
     return [
         is_state(part)
         for part in jtu.tree_leaves(arrays, is_leaf=is_state)

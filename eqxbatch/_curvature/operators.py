@@ -385,7 +385,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
         self, factors: KroneckerFactors, damping: Real[Array, ""] | float = 0.0
     ):
         is_traced = isinstance(damping, Tracer)
-        if not is_traced and not damping >= 0:
+        # A comparison of an array would be traced, too, inside `jax.jit`.
+        if not is_traced and not float(damping) >= 0:
             raise ValueError(
                 f"`damping` must be at least 0; got {damping}. It is added to the "
                 "eigenvalues of a matrix that is positive semidefinite."

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Concatenate, Generic, NamedTuple
 
 import equinox as eqx
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Real, Shaped
 
 from .._base.checks import (
@@ -32,7 +33,7 @@ from .._base.mesh import (
 )
 from .._base.trees import array_structs, is_struct, safe_zip, shown
 from .._batch.accumulators import Concat
-from .._batch.batch import Blocks
+from .._batch.batch import Blocks, is_state
 from .._batch.derivative import AbstractDerivative, like_parameters, Loss
 from .._batch.moments import (
     is_running,
@@ -58,6 +59,7 @@ from .per_example import (
     BlockGradients,
     checked_bound,
     clipping_groups,
+    gradient_of_coupled,
     gradient_of_microbatch,
     gradient_of_sum,
     gradients_by_sites,
@@ -157,6 +159,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
     """A gradient with all settings, whose results can be anything."""
 
     _: dataclasses.KW_ONLY
+    axis_name: Hashable | None = None
     value_accumulator: PyTree = None
     aux_accumulator: PyTree = Concat()
     return_norms: bool = False
@@ -205,11 +208,21 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 )
         norms = ["clip_norm, scale, nan_safe or return_norms"] * self.needs_norms
         more = ["moments"] * self.moments + ["against"] * (self.against is not None)
-        if self.batched and (of_gradients or norms or more):
-            raise ValueError(
-                f"`{[*of_gradients, *norms, *more][0]}` is about single examples, but "
+        per_example = [*of_gradients, *norms, *more]
+        if per_example and (self.batched or self.axis_name is not None):
+            why = (
                 "with `batched=True` the loss is that of a whole microbatch. Pass the "
                 "loss of one example, without `batched`."
+                if self.batched
+                else "`axis_name` couples those of a microbatch. Switch layers that "
+                "use it to inference mode, and leave it out."
+            )
+            raise ValueError(f"`{per_example[0]}` is about single examples, but {why}")
+        if self.axis_name is not None and self.batched:
+            raise ValueError(
+                "`axis_name` is for the loss of one example, but with `batched=True` "
+                "the loss is that of a whole microbatch, which calls `jax.vmap` with "
+                "an `axis_name` itself. Leave one of them out."
             )
         accumulator = self.gradient_accumulator
         if self.transform is None and not isinstance(accumulator, Sum | Mean):
@@ -250,7 +263,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         # A running mean forms no sums, so that it has no weights.
         has_sums = not is_running(accumulators[0])
         is_whole = self.num_real_microbatches is None
-        return is_known and has_sums and is_whole and not self.batched
+        couples = self.batched or self.axis_name is not None
+        return is_known and has_sums and is_whole and not couples
 
     @property
     def needs_norms(self) -> bool:
@@ -296,6 +310,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         squares = (jnp.max(jnp.asarray(bound)) ** 2 for bound in bounds)
         return jnp.sqrt(sum(squares, jnp.zeros(()))) * (1 if weight is None else weight)
 
+    @property
+    def coupling_axis(self) -> Hashable | None:
+        return self.axis_name
+
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         loss = self.loss_of(args, kwargs)
         diff, batch = loss.diff, loss.batch
@@ -338,9 +356,15 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
+        # Coupled examples have one state.
+        is_one = lambda x: self.axis_name is not None and is_state(x)
         specs = lambda out: (
             {name: gradient if name == "gradient" else examples for name in out[0]},
-            examples,
+            jtu.tree_map(
+                lambda x: PartitionSpec() if is_one(x) else examples,
+                out[1],
+                is_leaf=is_one,
+            ),
         )
         like = (loss.batch.arrays, self.weights, self._bounds_of_examples)
         return auto_sharded(run, (self, loss), like, specs)
@@ -349,9 +373,11 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         """The function that computes the gradients of a microbatch."""
         if self.batched:
             return gradient_of_microbatch(loss)
-        example = loss.traced(_IF_WHOLE)
         # A running mean is chosen to avoid sums, so no sum is formed.
         is_mean = is_running(self.gradient_accumulator)
+        if self.axis_name is not None:
+            return gradient_of_coupled(loss, is_mean)
+        example = loss.traced(_IF_WHOLE)
         functions = {"transform": self.transform, "metrics": self.metrics}
         functions = {name: f for name, f in functions.items() if f is not None}
         groups = None
@@ -413,8 +439,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             )
         slots = match_accumulators((of_whole, of_each), output)
         # Results for each example come last.
-        first = len(array_structs(output[0]))
-        flagged = lambda s: dataclasses.replace(s, per_example=s.indices[0] >= first)
+        first, couples = len(array_structs(output[0])), self.axis_name is not None
+        is_row = lambda s: s.indices[0] >= first and not (couples and s.in_state)
+        flagged = lambda s: dataclasses.replace(s, per_example=is_row(s))
         return dataclasses.replace(slots, slots=[*map(flagged, slots.slots)])
 
     def returned(self, diff: PyTree, results: dict[str, Any], blocks: Blocks) -> Any:
@@ -485,6 +512,13 @@ class MicroValueAndGrad(
         callables from a leaf to these; or a dict from argument names to such prefixes.
         The default is axis 0 of all arrays. It also applies to keyword arguments and to
         arguments that a dict does not name.
+    - `axis_name`: a name for the axis of the examples of a microbatch, if layers of the
+        model couple them, as `equinox.nn.BatchNorm` does in training mode. Collectives
+        over it act within a microbatch. An `equinox.nn.State` is then shared by all
+        examples. If `fun` returns it, as in `(value, state)`, this counts as `has_aux`,
+        and those of the microbatches are merged into one: floats are averaged over the
+        examples, and of flags and counters, the last are returned. There are no
+        per-example gradients.
     - `batched`: whether `fun` is the loss of a whole microbatch instead. This requires
         an `accumulator`: `Mean()` if the loss is a mean over its examples, `Sum()` if
         it is a sum. Value and gradient are then exact for any microbatch size, provided
@@ -562,7 +596,8 @@ class MicroValueAndGrad(
         factors, for bounds of another number of examples, for `norms` without
         `return_norms` or `scale`, for an unknown `method`, for `method="sites"` with
         `transform` or `metrics`, for `moments` with weights, for an `against` that is
-        not like the gradient, for `batched` with a per-example setting, and wherever
+        not like the gradient, for `batched` or `axis_name` with a per-example setting
+        or with each other, and wherever
         [`eqxbatch.filter_micro_vmap`][] raises it.
     - `TypeError` for an accumulator that does not apply to gradients, for `batched`
         without an accumulator, and for settings of the wrong type.
@@ -614,7 +649,8 @@ class MicroValueAndGrad(
 
     def outputs(self, results: dict[str, Any]) -> list:
         value, gradient = results["value"], results["gradient"]
-        return [(value, results["aux"]) if self.has_aux else value, gradient]
+        has_aux = self.has_aux or results["aux"] is not None
+        return [(value, results["aux"]) if has_aux else value, gradient]
 
 
 class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P]):
@@ -625,8 +661,8 @@ class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P])
     `metrics`, `moments` or `against`, an [`eqxbatch.results.GradientStatistics`][]
     follows. The arguments are the same:
 
-    - `fun`, `has_aux`, `where`, `filter_spec`, `in_axes`, `batched`: what is
-        differentiated.
+    - `fun`, `has_aux`, `where`, `filter_spec`, `in_axes`, `batched`, `axis_name`: what
+        is differentiated.
     - `microbatch_size`, `num_real_microbatches`: how the batch is cut.
     - `clip_norm`, `scale`, `nan_safe`, `transform`, `method`: what happens to each
         per-example gradient.
@@ -658,7 +694,8 @@ class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P])
     has_aux: bool = False
 
     def outputs(self, results: dict[str, Any]) -> list:
-        return [results["gradient"], *[results["aux"]] * self.has_aux]
+        has_aux = self.has_aux or results["aux"] is not None
+        return [results["gradient"], *[results["aux"]] * has_aux]
 
 
 filter_micro_value_and_grad = also_decorator(

@@ -131,24 +131,44 @@ def gradient_of_sum(example: TracedFunction, is_mean: bool) -> BlockGradients:
 
     With `is_mean`, it is the gradient of the mean, without forming a sum.
     """
+    return lambda rows, weights, _: _of_sum(
+        example, example.many, rows, weights, is_mean
+    )
+
+
+def gradient_of_coupled(loss: Loss, is_mean: bool) -> BlockGradients:
+    """Like `gradient_of_sum`, for examples that a named axis couples."""
 
     def gradients(rows: list, weights: Array | None, _: list) -> Results:
-        def values(leaves: list) -> tuple[Array, list]:
-            outs = example.many(leaves, rows)
-            return outs[0], outs
-
-        value, pullback, outs = jax.vjp(values, example.leaves, has_aux=True)
-
-        def sums(weights: Array | None, share: float) -> list:
-            seeds = with_type_of(jax.typeof(value), jnp.full_like(value, share))
-            if weights is not None:
-                seeds = seeds * weights.astype(seeds.dtype)
-            return pullback(seeds)[0]
-
-        gradient = _total(example, sums, value.shape[0], weights, is_mean)
-        return {"gradient": gradient}, _outputs(example, outs)
+        whole = TracedFunction(loss.together, loss.parameters, rows)
+        return _of_sum(whole, whole.one, rows, weights, is_mean)
 
     return gradients
+
+
+def _of_sum(
+    traced: TracedFunction,
+    run: Callable[[list, list], list[Array]],
+    rows: list,
+    weights: Array | None,
+    is_mean: bool,
+) -> Results:
+    """The gradient of the sum of the values that `run` returns first."""
+
+    def values(leaves: list) -> tuple[Array, list]:
+        outs = run(leaves, rows)
+        return outs[0], outs
+
+    value, pullback, outs = jax.vjp(values, traced.leaves, has_aux=True)
+
+    def sums(weights: Array | None, share: float) -> list:
+        seeds = with_type_of(jax.typeof(value), jnp.full_like(value, share))
+        if weights is not None:
+            seeds = seeds * weights.astype(seeds.dtype)
+        return pullback(seeds)[0]
+
+    gradient = _total(traced, sums, value.shape[0], weights, is_mean)
+    return {"gradient": gradient}, _outputs(traced, outs)
 
 
 def materialised_gradients(

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Shaped
+from jaxtyping import Array, Inexact, PyTree, Shaped
 
-from .._base.checks import AnyArray, check_at_least, checked
+from .._base.checks import AnyArray, check_at_least, check_types, checked
 from .._base.jaxprs import compiled
 from .._base.precision import exact_products, user_precision
 from .._base.trees import described, import_extra, log, safe_zip
@@ -50,10 +50,14 @@ class KernelSolution(eqx.Module):
     num_products: int = eqx.field(static=True)
 
 
+_Right = Inexact[AnyArray, " n"] | Inexact[AnyArray, "n k"]
+
+
 @checked
 def kernel_solve(
     operator: Any,
-    y: Inexact[AnyArray, " n"] | Inexact[AnyArray, "n k"],
+    x: PyTree = None,
+    y: PyTree = None,
     *,
     ridge: float | Inexact[AnyArray, ""],
     preconditioner_rank: int | None = None,
@@ -61,6 +65,7 @@ def kernel_solve(
     max_steps: int = 1_000,
     checkpoint: str | os.PathLike | None = None,
     progress: Progress = None,
+    **settings: Any,
 ) -> KernelSolution:
     """Solves a kernel system, as in kernel ridge regression and Gaussian processes.
 
@@ -77,8 +82,11 @@ def kernel_solve(
 
     **Arguments:**
 
-    - `operator`: an [`eqxbatch.KernelOperator`][] of a symmetric kernel of examples
-        with themselves.
+    - `operator`: a symmetric kernel of examples with themselves: an estimator, such as
+        [`eqxbatch.EmpiricalNTK`][], or a kernel function, followed by the examples. Or,
+        without `x`, an [`eqxbatch.KernelOperator`][] or a stored kernel:
+        `kernel_solve(operator, y, ridge=...)`.
+    - `x`: the examples, with the batch along axis 0.
     - `y`: right-hand sides of shape `(n,)` or `(n, k)`.
     - `ridge`: a non-negative number that is added to the diagonal, such as the variance
         of the noise.
@@ -100,6 +108,9 @@ def kernel_solve(
         run is computed anew. Saving takes at most about a twentieth of the time.
     - `progress`: True for a progress bar, or an [`eqxbatch.AbstractProgressMeter`][],
         which receives the largest relative residual after each product.
+    - `**settings`: those of [`eqxbatch.KernelOperator`][] for a kernel with examples,
+        such as `block_size`, `symmetric` and `store`. A kernel function needs
+        `symmetric=True`.
 
     **Returns:**
 
@@ -112,8 +123,9 @@ def kernel_solve(
         rows or with NaNs or infinities, for a `ridge`, rank, `rtol` or `max_steps` out
         of range, for a rank without `ridge` or with a complex kernel, and for a
         checkpoint of another problem.
-    - `TypeError` for an operator of another type, and inside `jax.jit` and other
-        transforms; use `lineax.linear_solve` there.
+    - `TypeError` for settings of an operator that is one already, for arguments of
+        another type, and inside `jax.jit` and other transforms; use
+        `lineax.linear_solve` there.
     - `RuntimeError` if the kernel plus `ridge` is not positive definite, if a product
         has NaNs, if the residual stops decreasing, or if it is still too large after
         `max_steps`.
@@ -123,15 +135,11 @@ def kernel_solve(
 
         ```python
         >>> import eqxbatch, jax.numpy as jnp
+        >>> rbf = lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))
         >>> x = jnp.linspace(0.0, 3.0, 50)[:, None]
-        >>> kernel = eqxbatch.KernelOperator(
-        ...     lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2)),
-        ...     x,
-        ...     block_size=20,
-        ...     pairwise=True,
-        ...     symmetric=True,
+        >>> solution = eqxbatch.kernel_solve(
+        ...     rbf, x, jnp.sin(x[:, 0]), ridge=0.1, pairwise=True, symmetric=True
         ... )
-        >>> solution = eqxbatch.kernel_solve(kernel, jnp.sin(x[:, 0]), ridge=0.1)
         >>> solution.weights.shape, bool(solution.residuals < 1.2e-4)
         ((50,), True)
 
@@ -142,14 +150,10 @@ def kernel_solve(
         Wang et al., "Exact Gaussian processes on a million data points",
         [arXiv:1903.08114](https://arxiv.org/abs/1903.08114).
     """
-    from .operator import KernelOperator
-
-    if not isinstance(operator, KernelOperator):
-        raise TypeError(
-            f"`operator` must be a `KernelOperator`; got {described(operator)}. "
-            "`KernelOperator(kernel, x)` makes one of a kernel function or estimator."
-        )
-    check_concrete((operator, y, ridge), "`kernel_solve`")
+    x, y = (None, x) if y is None else (x, y)
+    check_types({"y": y}, {"y": _Right})
+    check_concrete((operator, x, y, ridge), "`kernel_solve`")
+    operator = _as_operator(operator, x, settings)
     struct = operator.matrix.struct
     ridge = _checked_ridge(ridge)
     rank = _checked_rank(preconditioner_rank, ridge, struct)
@@ -186,6 +190,27 @@ def kernel_solve(
     return KernelSolution(
         weights, jnp.asarray(residuals).reshape(y.shape[1:]), state.num_products
     )
+
+
+def _as_operator(kernel: Any, x: PyTree, settings: dict[str, Any]) -> "KernelOperator":
+    """The operator of a kernel, which may be one already."""
+    from .operator import KernelOperator
+
+    if isinstance(kernel, KernelOperator):
+        if x is not None or settings:
+            names = [*(["x"] if x is not None else []), *settings]
+            raise TypeError(
+                f"`operator` is a `KernelOperator`, which has its examples and "
+                f"settings already; got `{'`, `'.join(names)}`. Call "
+                "`kernel_solve(operator, y, ridge=...)`."
+            )
+        return kernel
+    if x is None and callable(kernel):
+        raise TypeError(
+            f"`operator` is a kernel without its examples: {described(kernel)}. Call "
+            "`kernel_solve(kernel, x, y, ridge=...)`."
+        )
+    return KernelOperator(kernel, x, **settings)
 
 
 # The default rank of the preconditioner.

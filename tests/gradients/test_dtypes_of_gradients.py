@@ -209,3 +209,19 @@ def test_weights_times_whole_numbers(dtype, mask_dtype, getkey):
     for method in ("sites", "materialise"):
         micro = filter_micro_grad(loss, clip_norm=0.5, method=method)
         assert_same(micro(weight, masks), expected.astype(dtype), tol=4e-3)
+
+
+@pytest.mark.parametrize("clip_norm", (None, 10.0))
+def test_bfloat16_inside_of_a_function_in_float32(clip_norm):
+    """Mixed precision: sums over microbatches are those of float32."""
+
+    def loss(w, x):
+        half = w.astype(jnp.bfloat16) * x.astype(jnp.bfloat16)
+        return jnp.sum(half).astype(jnp.float32)
+
+    # In bfloat16, a sum of ones ends at 256.
+    total = filter_micro_grad(
+        loss, clip_norm=clip_norm, accumulator=Sum(), microbatch_size=3
+    )(jnp.zeros(2), jnp.ones((1023, 2)))
+    assert total.dtype == jnp.float32
+    np.testing.assert_array_equal(total, [1023.0, 1023.0])

@@ -507,6 +507,21 @@ SETTINGS = {
         ValueError,
         "`metrics` is about single examples",
     ),
+    "coupled": (
+        {"axis_name": "batch", "nan_safe": True},
+        ValueError,
+        "is about single examples, but `axis_name` couples those of a microbatch",
+    ),
+    "coupled metrics": (
+        {"axis_name": "batch", "metrics": jnp.sum},
+        ValueError,
+        "`metrics` is about single examples, but `axis_name`",
+    ),
+    "coupled batched": (
+        {"axis_name": "batch", "batched": True, "accumulator": Mean()},
+        ValueError,
+        "`axis_name` is for the loss of one example, but with `batched=True`",
+    ),
     "accumulator": ({"accumulator": Concat()}, TypeError, "must be a Sum or a Mean"),
     "no accumulator": (
         {"accumulator": "mean"},

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import weakref
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 
 from eqxbatch import (
     AbstractProgressMeter,
+    EmpiricalNTK,
     HostStore,
     kernel_solve,
     KernelOperator,
@@ -51,6 +53,25 @@ def hermitian(x1, x2=None):
 def make(kernel=rbf, x=X, dtype=jnp.float64, **settings):
     settings = {"block_size": 16, "symmetric": True, **settings}
     return KernelOperator(kernel, jnp.asarray(x, dtype), **settings)
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("x64")
+def test_a_kernel_with_its_examples():
+    x, ridge = jnp.asarray(X), {"ridge": 0.1, "rtol": 1e-12}
+    model = eqx.nn.Linear(3, 2, key=jax.random.key(0), dtype=float)
+    ntk = EmpiricalNTK(model)
+    calls = (
+        ((rbf, x, Y), {"symmetric": True, "block_size": 16}),
+        # An estimator is symmetric, and a stored kernel has its examples.
+        ((ntk, x, Y), {"store": "host"}),
+        ((np.asarray(ntk(x)), Y), {"symmetric": True}),
+    )
+    of_ntk = solution(lambda x: ntk(x), Y, 0.1)
+    expected = solution(rbf, Y, 0.1), of_ntk, of_ntk
+    for (args, settings), weights in zip(calls, expected, strict=True):
+        found = kernel_solve(*args, **ridge, **settings).weights
+        np.testing.assert_allclose(found, weights, rtol=1e-9, atol=1e-10)
 
 
 def solution(kernel, y, ridge):
@@ -567,7 +588,9 @@ def test_solves_are_not_within_transformations():
     run = lambda y: kernel_solve(operator, y, ridge=0.1).weights
     with pytest.raises(TypeError, match="`kernel_solve` runs a loop in Python"):
         jax.jit(run)(jnp.ones(61))
-    with pytest.raises(TypeError, match="must be a `KernelOperator`; got"):
+    with pytest.raises(TypeError, match=r"`kernel` must be a kernel function.*; got 3"):
+        kernel_solve(3, jnp.ones(3), ridge=0.1)
+    with pytest.raises(ValueError, match="must be of a symmetric kernel"):
         kernel_solve(jnp.eye(3), jnp.ones(3), ridge=0.1)
 
 

@@ -28,11 +28,14 @@ step = functools.partial(eqxbatch.filter_gauss_newton_step, damping=0.1)
 ggnvp = functools.partial(eqxbatch.filter_ggnvp, outputs, of_output)
 kfac = functools.partial(eqxbatch.filter_kfac, outputs, of_output)
 factors = lambda: kfac(in_axes=0)(w, x)
+by_kfac = lambda **x: eqxbatch.scale_by_kfac(factors(), **{"damping": 0.1, **x})
+update_kfac = lambda **x: by_kfac().update(w, by_kfac().init(w), **x)
 RUNNING = eqxbatch.Mean(running=True)
 unravel = Unravel({"a": w, "b": y})
 expansion = eqxbatch.filter_linearize(model)
 explain = functools.partial(eqxbatch.explain_sites, loss)
 z = w.astype(complex)
+x3 = jnp.ones((5, 3))
 wide = eqx.tree_at(lambda model: model.layers[0].weight, model, jnp.ones((5, 2)))
 
 
@@ -263,6 +266,48 @@ CURVATURE = [
         lambda: kfac(in_axes=0, corrected="yes"),
         TypeError,
         "`corrected` must be bool; got 'yes'",
+    ),
+    Case(
+        "scale_by_kfac",
+        update_kfac,
+        TypeError,
+        r"pass `factors=kfac\(model, ...\)`.*got None",
+    ),
+    Case(
+        "scale_by_kfac",
+        lambda: update_kfac(factors=kfac(is_block=eqx.is_array)(jnp.ones(3), x3)),
+        ValueError,
+        r"(?s)`factors` must have the structure.*with the same settings",
+    ),
+    Case(
+        "scale_by_kfac",
+        lambda: eqxbatch.scale_by_kfac(kfac(corrected=True)(w, x), damping=0.1),
+        ValueError,
+        "`factors` with `corrected=True` cannot be averaged",
+    ),
+    Case(
+        "scale_by_kfac",
+        lambda: by_kfac(decay=1.0),
+        ValueError,
+        "`decay` must be at least 0 and below 1; got 1.0",
+    ),
+    Case(
+        "scale_by_kfac",
+        lambda: by_kfac(norm_constraint=0.0),
+        ValueError,
+        "`norm_constraint` must be above 0; got 0.0",
+    ),
+    Case(
+        "scale_by_kfac",
+        lambda: by_kfac(inverse_update_period=0),
+        ValueError,
+        "`inverse_update_period` must be at least 1; got 0",
+    ),
+    Case(
+        "scale_by_kfac",
+        lambda: by_kfac(damping=-1.0),
+        ValueError,
+        "`damping` must be at least 0; got -1.0",
     ),
     Case(
         "KroneckerFactors",

@@ -277,7 +277,13 @@ FUNCTIONS = [
         "kernel_solve",
         lambda: eqxbatch.kernel_solve(linear, y, ridge=0.1),
         TypeError,
-        "`operator` must be a `KernelOperator`; got",
+        r"is a kernel without its examples: .*Call `kernel_solve\(kernel, x, y, ridge",
+    ),
+    Case(
+        "kernel_solve",
+        lambda: eqxbatch.kernel_solve(symmetric(), x, y, ridge=0.1, block_size=2),
+        TypeError,
+        "which has its examples and settings already; got `x`, `block_size`. Call",
     ),
     Case(
         "kernel_solve",
