@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eqxbatch import filter_kfac
-from ..helpers import normal
+from ..helpers import drawn, integers, normal, spread
 from .kfac_models import kfac, known_model, loss_of_four, predict
 from .oracle import close
 
@@ -37,11 +37,11 @@ def factors_of_every_kind(corrected):
     """Factors of every kind of block."""
     keys = jr.split(jr.key(0), 3)
     model = {
-        "table": eqx.nn.Embedding(5, 3, key=keys[0]),
+        "table": drawn(eqx.nn.Embedding, 5, 3, key=keys[0]),
         "norm": eqx.nn.LayerNorm(3),
-        "groups": eqx.nn.Conv1d(4, 4, 1, groups=2, key=keys[1]),
-        "layer": eqx.nn.Linear(3, 4, key=keys[2]),
-        "large": jnp.linspace(0.5, 1.5, 516),
+        "groups": drawn(eqx.nn.Conv1d, 4, 4, 1, groups=2, key=keys[1]),
+        "layer": drawn(eqx.nn.Linear, 3, 4, key=keys[2]),
+        "large": jax.device_put(np.linspace(0.5, 1.5, 516)),
     }
 
     def apply(model, x, y):
@@ -50,7 +50,7 @@ def factors_of_every_kind(corrected):
         hidden = jnp.tanh(model["groups"](jnp.tanh(hidden).T)).sum(1)
         return hidden * jnp.sum(model["large"].reshape(4, 129) * hidden[:, None], 1)
 
-    x, y = jr.randint(jr.key(1), (NUM, 2), 0, 5), jnp.zeros((NUM, 4))
+    x, y = integers(jr.key(1), (NUM, 2), 5), np.zeros((NUM, 4))
     settings = {"in_axes": 0, "corrected": corrected}
     found = filter_kfac(apply, loss_of_four, **settings)(model, x, y)
     kinds = {block.part.structure for block in found.blocks}
@@ -131,8 +131,9 @@ class TestOperator:
             np.testing.assert_allclose(got, expected, atol=1e-10)
 
     @pytest.mark.versions
-    def test_in_lineax(self, mixed):
-        found, model = mixed
+    @pytest.mark.parametrize("corrected", spread((False, True), 1))
+    def test_in_lineax(self, corrected):
+        found, model = factors_of_every_kind(corrected)
 
         @eqx.filter_jit
         def run(found, model):
@@ -173,7 +174,7 @@ class TestOperator:
             eqx.filter_jit(lambda x: x.inverse())(singular)
         with pytest.raises(RuntimeError, match=r"singular.*damping"):
             eqx.filter_jit(lambda x: x.logdet())(singular)
-        other = eqx.nn.MLP(3, 2, 5, 1, key=jr.key(0))
+        other = drawn(eqx.nn.MLP, 3, 2, 5, 1, key=jr.key(0))
         with pytest.raises(ValueError, match=r"factors belong to.*got"):
             singular.mv(eqx.filter(other, eqx.is_inexact_array))
         with pytest.raises(ValueError, match=r"factors belong to.*got"):
@@ -187,23 +188,24 @@ class TestOperator:
 
 def test_rounding_is_that_of_each_factor():
     """Large blocks are neither called singular, nor are negative eigenvalues lost."""
-    x = jnp.ones((2, 100), jnp.float32)
-    model = eqx.nn.Linear(100, 100, use_bias=False, dtype=jnp.float32, key=jr.key(0))
+    x, settings = np.ones((2, 100), np.float32), {"use_bias": False, "key": jr.key(0)}
+    model = drawn(eqx.nn.Linear, 100, 100, dtype=jnp.float32, **settings)
     found = filter_kfac(
         lambda model, x: model(x), lambda out, x: jnp.sum(out**2), in_axes=0
     )(model, x)
-    spread = jnp.diag(jnp.geomspace(0.01, 1, 100, dtype=jnp.float32))[None]
+    wide = np.diag(np.geomspace(0.01, 1, 100, dtype=np.float32))[None]
     both = lambda factors: (factors.blocks[0].outputs, factors.blocks[0].inputs)
-    of = lambda *pair: eqx.tree_at(both, found, pair).operator()
+    of = lambda *pair: eqx.tree_at(both, found, jax.device_put(pair)).operator()
     logs = 2 * 100 * np.sum(np.log(np.geomspace(0.01, 1, 100)))
     run = eqx.filter_jit(lambda x: (x.logdet(), x.inverse().trace()))
-    logdet, trace = run(of(spread, spread))
+    logdet, trace = run(of(wide, wide))
     np.testing.assert_allclose(logdet, logs, rtol=1e-5)
     expected = np.sum(1 / np.geomspace(0.01, 1, 100)) ** 2
     np.testing.assert_allclose(trace, expected, rtol=1e-5)
-    negative = jnp.eye(100, dtype=jnp.float32).at[3, 3].set(-5e-4)[None]
+    negative = np.eye(100, dtype=np.float32)[None]
+    negative[0, 3, 3] = -5e-4
     with pytest.raises(RuntimeError, match="`sqrt` needs a positive"):
-        eqx.filter_jit(lambda x: x.sqrt())(of(negative, jnp.abs(negative)))
+        eqx.filter_jit(lambda x: x.sqrt())(of(negative, np.abs(negative)))
 
 
 def layout_leaves(block):
