@@ -10,11 +10,12 @@ import jax.random as jr
 import numpy as np
 from jax import lax
 
+from .helpers import drawn
 from .layers import Case, KEY, table_of, tokens, vectors, weight
 
 
-def mlp():
-    return eqx.nn.MLP(4, 4, 6, 1, jnp.tanh, key=jr.key(3))
+def mlp(**settings):
+    return drawn(eqx.nn.MLP, 4, 4, 6, 1, jnp.tanh, **settings, key=jr.key(3))
 
 
 def arrays_of(model):
@@ -178,7 +179,7 @@ def linears(num):
 
 PATTERNS = {
     "Weight decay": lambda: Case(
-        mlp(), lambda m, x: data(m(x)) + squares(m) / 2, vectors(4)
+        mlp(use_final_bias=False), lambda m, x: data(m(x)) + squares(m) / 2, vectors(4)
     ),
     "Weight decay by group": lambda: Case(mlp(), decayed_by_group, vectors(4)),
     "Log prior": lambda: Case(mlp(), log_prior, vectors(4)),
@@ -190,7 +191,11 @@ PATTERNS = {
     "LoRA with `stop_gradient`": lambda: Case(
         [LoRA(4, 2), LoRA(4, 1)], lora, vectors(4)
     ),
-    "Target network": lambda: Case((mlp(), mlp()), target_network, vectors(4)),
+    "Target network": lambda: Case(
+        (mlp(use_final_bias=False), mlp(use_final_bias=False)),
+        target_network,
+        vectors(4),
+    ),
     "Weight normalisation": lambda: Case(
         (weight(4, 4), weight(4, 1)), weight_normed, vectors(4)
     ),

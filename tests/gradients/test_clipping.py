@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-import optax
 import pytest
 
 from eqxbatch import (
@@ -83,7 +82,8 @@ def test_extreme_bounds(getkey, bound):
     if bound == jnp.inf:
         assert_same(gradient, plain)
     else:
-        assert float(optax.tree.norm(gradient)) <= scale * 1.001
+        squares = [np.sum(np.square(g)) for g in jax.tree.leaves(gradient)]
+        assert np.sqrt(sum(squares)) <= scale * 1.001
     # An example without a gradient is not divided by zero.
     still = filter_micro_grad(lambda w, x: 0.0 * w * x, clip_norm=bound)
     assert still(jnp.array(1.0), x[:, 0]) == 0

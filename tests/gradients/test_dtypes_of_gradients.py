@@ -205,9 +205,9 @@ def test_weights_times_whole_numbers(dtype, mask_dtype, getkey):
 
     wide = weight.astype(jnp.float32)
     dense = lambda w, mask: jnp.sum(jnp.sin(w @ mask.astype(jnp.float32)))
-    each = jax.vmap(jax.grad(dense), (None, 0))(wide, masks)
-    norms = jnp.linalg.norm(each.reshape(3, -1), axis=1)
-    expected = jnp.tensordot(jnp.minimum(1, 0.5 / norms), each, 1) / 3
+    each = np.asarray(jax.jit(jax.vmap(jax.grad(dense), (None, 0)))(wide, masks))
+    norms = np.linalg.norm(each.reshape(3, -1), axis=1)
+    expected = np.tensordot(np.minimum(1, 0.5 / norms), each, 1) / 3
     for method in ("sites", "materialise"):
         micro = filter_micro_grad(loss, clip_norm=0.5, method=method)
         assert_same(micro(weight, masks), expected.astype(dtype), tol=4e-3)

@@ -392,10 +392,12 @@ def test_accumulators_of_optax(getkey):
         loss, microbatch_size=2, accumulator=kind, value_accumulator=Concat()
     )
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
-    theirs = optax.microbatching.micro_grad(
-        lambda arrays, x, y: loss(eqx.combine(arrays, static), x, y),
-        batch_argnums=(1, 2),
-        keep_batch_dim=False,
+    theirs = jax.jit(
+        optax.microbatching.micro_grad(
+            lambda arrays, x, y: loss(eqx.combine(arrays, static), x, y),
+            batch_argnums=(1, 2),
+            keep_batch_dim=False,
+        )
     )
     expected, aux = theirs(arrays, x, y)
     assert_same(values(model, x, y), (aux.values, expected))

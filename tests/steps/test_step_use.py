@@ -207,7 +207,7 @@ def test_products_in_float32(space, damping):
     )
     by_products = of(lineax.CG(rtol=1e-4, atol=1e-4), space)
     exact = of("cholesky", "sample")
-    for size in (1.0, 1e-4):
+    for size in np.array([1.0, 1e-4], np.float32):
         expected = as_numbers(exact(model, x, size))
         close(by_products(model, x, size), expected, 1e-2)
 
