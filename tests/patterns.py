@@ -14,8 +14,8 @@ from .helpers import drawn
 from .layers import Case, KEY, table_of, tokens, vectors, weight
 
 
-def mlp(**settings):
-    return drawn(eqx.nn.MLP, 4, 4, 6, 1, jnp.tanh, **settings, key=jr.key(3))
+def mlp():
+    return drawn(eqx.nn.MLP, 4, 4, 6, 1, jnp.tanh, key=jr.key(3))
 
 
 def arrays_of(model):
@@ -174,12 +174,12 @@ def of_experts(ws, x):
 
 
 def linears(num):
-    return [eqx.nn.Linear(4, 4, key=key) for key in jr.split(jr.key(6), num)]
+    return [drawn(eqx.nn.Linear, 4, 4, key=key) for key in jr.split(jr.key(6), num)]
 
 
 PATTERNS = {
     "Weight decay": lambda: Case(
-        mlp(use_final_bias=False), lambda m, x: data(m(x)) + squares(m) / 2, vectors(4)
+        mlp(), lambda m, x: data(m(x)) + squares(m) / 2, vectors(4)
     ),
     "Weight decay by group": lambda: Case(mlp(), decayed_by_group, vectors(4)),
     "Log prior": lambda: Case(mlp(), log_prior, vectors(4)),
@@ -191,11 +191,7 @@ PATTERNS = {
     "LoRA with `stop_gradient`": lambda: Case(
         [LoRA(4, 2), LoRA(4, 1)], lora, vectors(4)
     ),
-    "Target network": lambda: Case(
-        (mlp(use_final_bias=False), mlp(use_final_bias=False)),
-        target_network,
-        vectors(4),
-    ),
+    "Target network": lambda: Case((mlp(), mlp()), target_network, vectors(4)),
     "Weight normalisation": lambda: Case(
         (weight(4, 4), weight(4, 1)), weight_normed, vectors(4)
     ),
@@ -221,7 +217,7 @@ PATTERNS = {
         [weight(4, 3), weight(3, 4, 5), weight(5, 2)], of_experts, vectors(6, 4)
     ),
     "PINN residual": lambda: Case(
-        eqx.nn.MLP(2, 1, 4, 1, jnp.tanh, key=jr.key(4)), residual, vectors(2)
+        drawn(eqx.nn.MLP, 2, 1, 4, 1, jnp.tanh, key=jr.key(4)), residual, vectors(2)
     ),
 }
 

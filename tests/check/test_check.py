@@ -206,7 +206,7 @@ def test_only_where_forward_mode_is():
 
 
 def test_batches_are_explained_as_their_examples():
-    model = eqx.nn.Linear(4, 3, key=jr.key(0))
+    model = drawn(eqx.nn.Linear, 4, 3, key=jr.key(0))
     fun = lambda model, x, y, scale: jnp.sum((model(x) - y) ** 2) * scale
     of_one = explain_sites(fun, model, jnp.ones(4), jnp.ones(3), 2.0, in_axes=None)
     of_many = explain_sites(
@@ -244,7 +244,7 @@ def test_selected_parameters():
 
 
 def test_wrong_input():
-    model = eqx.nn.Linear(4, 3, key=jr.key(0))
+    model = drawn(eqx.nn.Linear, 4, 3, key=jr.key(0))
     fun = lambda model, x: model(x)
     struct = jax.ShapeDtypeStruct((4,), jnp.float32)
     with pytest.raises(ValueError, match=r"needs arrays .*ShapeDtypeStruct.*args\[0\]"):

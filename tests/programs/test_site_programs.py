@@ -115,6 +115,7 @@ def test_a_program_follows_from_its_seed():
         assert texts != {str(draw(8))}
 
 
+@pytest.mark.matrix
 def test_the_search_finds_what_is_broken():
     with settings():
         program = draw(7, ("linear",))

@@ -373,12 +373,20 @@ def test_infinite_derivatives_do_not_reach_the_value():
     ws, x = [jnp.ones(3) for _ in range(3)], jnp.arange(3.0)
     traced = TracedFunction(lambda ws, rows: fun(ws, *rows), ws, [x])
     program = Program(traced)
-    outs, operands, pull = program.linearize(ws, [x], 1)
-    np.testing.assert_allclose(outs[0], fun(ws, x), rtol=1e-10)
-    found = jax.tree.map(lambda x: x[None], (operands, pull([jnp.ones(())])))
-    factors = Factors(*found, values=program.values(ws))
-    truth = jax.jit(jax.grad(fun))(ws, x)
+
+    @jax.jit
+    def run(ws, x):
+        outs, operands, pull = program.linearize(ws, [x], 1)
+        found = jax.tree.map(lambda x: x[None], (operands, pull([jnp.ones(())])))
+        factors = Factors(*found, values=program.values(ws))
+        return outs[0], [
+            gradients(program.sites_of(i), factors, leaf)[0]
+            for i, leaf in enumerate(program.leaves)
+        ]
+
+    value, truth = jax.jit(jax.value_and_grad(fun))(ws, x)
     assert np.isinf(truth[1][0])
-    for leaf, expected in enumerate(truth):
-        own = gradients(program.sites_of(leaf), factors, program.leaves[leaf])
-        np.testing.assert_allclose(own[0], expected, rtol=1e-10)
+    out, found = run(ws, x)
+    np.testing.assert_allclose(out, value, rtol=1e-10)
+    for got, expected in zip(found, truth, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-10)

@@ -12,32 +12,56 @@ from ..helpers import drawn, memory, normal, spread
 from ..layers import examples
 from ..patterns import PATTERNS, squares
 from .contractions import contraction_errors
+from .oracle import compare
 
 
-# Some of them. A test of the docs asks for the rules of all.
-SOME = (
-    "Weight decay",
+# Curvatures of the others are compared, too, where products of settings are tested.
+WITH_CURVATURE = (
     "Constant masks",
-    "Target network",
     "Positive scales",
     "Stacked layers, in a scan",
+    "Tied embedding",
     "A mixture of experts, one for each token",
 )
 
 
-@pytest.mark.usefixtures("x64")
+@pytest.fixture
+def like_jax():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("x64", "like_jax")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=() if x in SOME else pytest.mark.matrix) for x in PATTERNS],
+    [
+        pytest.param(x, marks=() if x in WITH_CURVATURE else pytest.mark.matrix)
+        for x in PATTERNS
+    ],
 )
 def test_pattern(name):
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        model, fun, _ = case = PATTERNS[name]()
-        xs = examples(case, jr.key(1), 3)
-        report = explain_sites(fun, model, xs, in_axes=0)
-        assert not [leaf.reason for leaf in report.leaves if leaf.reason]
-        for leaf in contraction_errors(fun, model, xs):
-            assert max(leaf.values()) < 1e-10, leaf
+    model, fun, _ = case = PATTERNS[name]()
+    xs = examples(case, jr.key(1), 3)
+    report = explain_sites(fun, model, xs, in_axes=0)
+    assert not [leaf.reason for leaf in report.leaves if leaf.reason]
+    for leaf in contraction_errors(fun, model, xs):
+        assert max(leaf.values()) < 1e-10, leaf
+
+
+@pytest.mark.usefixtures("x64", "like_jax")
+@pytest.mark.parametrize(
+    "name",
+    (
+        "Weight decay",
+        "Weight decay by group",
+        "Spectral penalty",
+        "Target network",
+        "A branch chosen by the data (`lax.cond`)",
+    ),
+)
+def test_gradients_of_pattern(name):
+    program, _ = compare(PATTERNS[name]())
+    assert not program.fallbacks
 
 
 def test_ragged_products_are_not_mapped():

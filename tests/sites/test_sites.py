@@ -535,23 +535,23 @@ def forms(model, fun, x):
 
 
 def test_choice_follows_the_shapes():
-    wide = eqx.nn.Linear(64, 64, use_bias=False, key=jr.key(0))
+    wide = drawn(eqx.nn.Linear, 64, 64, use_bias=False, key=jr.key(0))
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float64)
     mapped = lambda m, x: jnp.sum(jnp.tanh(jax.vmap(m)(x)))
     # Few positions: two small factors. Many: the gradient is smaller than they are.
     assert forms(wide, mapped, struct(2, 64)) == {".weight": "factors"}
     assert forms(wide, mapped, struct(512, 64)) == {".weight": "gradient"}
-    conv = eqx.nn.Conv2d(3, 4, 3, use_bias=False, key=jr.key(0))
+    conv = drawn(eqx.nn.Conv2d, 3, 4, 3, use_bias=False, key=jr.key(0))
     assert forms(conv, lambda m, x: jnp.sum(m(x) ** 2), struct(3, 16, 16)) == {
         ".weight": "gradient"
     }
-    table = eqx.nn.Embedding(1000, 8, key=jr.key(0))
+    table = drawn(eqx.nn.Embedding, 1000, 8, key=jr.key(0))
     ids = jax.ShapeDtypeStruct((16,), jnp.int32)
     assert forms(table, mapped, ids) == {".weight": "factors"}
 
 
 def test_auto_takes_what_costs_less():
-    wide = eqx.nn.Linear(64, 64, key=jr.key(0))
+    wide = drawn(eqx.nn.Linear, 64, 64, key=jr.key(0))
     report = explain_sites(
         lambda m, x: jnp.sum(m(x) ** 2), wide, jnp.ones(64), in_axes=None
     )
@@ -608,7 +608,7 @@ def test_report_of_nothing():
 
 
 def test_what_is_added_shares_the_cotangent_of_what_it_is_added_to():
-    model = eqx.nn.MLP(4, 3, 5, 2, key=jr.key(0))
+    model = drawn(eqx.nn.MLP, 4, 3, 5, 2, key=jr.key(0))
     diff, static = eqx.partition(model, eqx.is_array)
 
     def perturbations(call):
