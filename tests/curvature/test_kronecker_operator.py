@@ -1,7 +1,6 @@
 """Kronecker factors as linear operators, against dense matrices."""
 
 import dataclasses
-import functools
 
 import equinox as eqx
 import jax
@@ -28,12 +27,16 @@ def y(x64):
 
 
 @pytest.fixture(params=(False, True))
-def mixed(request, x64):
-    return factors_of_every_kind(request.param)
+def mixed(request, x64, y):
+    """Factors and their parameters; corrections are of products only."""
+    if not request.param:
+        return factors_of_every_kind()
+    known = known_model("mlp", NUM)
+    found = kfac(known, y, corrected=True)
+    return found, eqx.filter(known.model, eqx.is_inexact_array)
 
 
-@functools.cache
-def factors_of_every_kind(corrected):
+def factors_of_every_kind():
     """Factors of every kind of block."""
     keys = jr.split(jr.key(0), 3)
     model = {
@@ -51,8 +54,7 @@ def factors_of_every_kind(corrected):
         return hidden * jnp.sum(model["large"].reshape(4, 129) * hidden[:, None], 1)
 
     x, y = integers(jr.key(1), (NUM, 2), 5), np.zeros((NUM, 4))
-    settings = {"in_axes": 0, "corrected": corrected}
-    found = filter_kfac(apply, loss_of_four, **settings)(model, x, y)
+    found = filter_kfac(apply, loss_of_four, in_axes=0)(model, x, y)
     kinds = {block.part.structure for block in found.blocks}
     assert kinds == {"kronecker", "block", "diagonal"}
     return found, eqx.filter(model, eqx.is_inexact_array)

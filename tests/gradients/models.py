@@ -79,9 +79,9 @@ def norms_of(grads):
     return fetched(_norms_of(grads))
 
 
-def mlp(key):
+def mlp(key, depth=2):
     settings = {"use_bias": False, "use_final_bias": False}
-    return drawn(eqx.nn.MLP, 8, 4, 64, 2, **settings, key=key)
+    return drawn(eqx.nn.MLP, 8, 4, 64, depth, **settings, key=key)
 
 
 def program(model, size, **options):

@@ -406,7 +406,7 @@ def test_accumulators_of_optax(getkey):
 
 @pytest.mark.parametrize("options", spread(({"clip_norm": 1.0}, {}), 1))
 def test_memory_is_flat_in_the_number_of_examples(getkey, options):
-    arrays, fun = program(mlp(getkey()), 32, **options)
+    arrays, fun = program(mlp(getkey(), 1), 32, **options)
     sizes = [
         memory(
             fun, arrays, np.zeros((n, 8), "f4"), np.zeros((n, 4), "f4")
@@ -417,7 +417,7 @@ def test_memory_is_flat_in_the_number_of_examples(getkey, options):
 
 
 def test_memory_budget(getkey):
-    model = mlp(getkey())
+    model = mlp(getkey(), 1)
     x, y = normal(getkey(), (2000, 8)), normal(getkey(), (2000, 4))
     budget = MemoryBudget("1MB")
     compiled = []

@@ -16,7 +16,7 @@ from .oracle import as_numbers, close, step, system
 
 
 def network(dtype=jnp.float32, key=0):
-    settings = {"dtype": jnp.float32, "key": jr.key(key)}
+    settings = {"dtype": jnp.float32, "use_final_bias": False, "key": jr.key(key)}
     return cast(drawn(eqx.nn.MLP, 3, 2, 6, 1, jnp.tanh, **settings), dtype)
 
 
@@ -195,7 +195,8 @@ def test_no_examples():
 @pytest.mark.parametrize(("space", "damping"), (("sample", 1e-3), ("parameter", 0.1)))
 def test_products_in_float32(space, damping):
     """With the tolerances that the docs recommend, for residuals of any size."""
-    model = drawn(eqx.nn.MLP, 1, 1, 32, 1, key=jr.key(0))
+    settings = {"use_final_bias": False, "key": jr.key(0)}
+    model = drawn(eqx.nn.MLP, 1, 1, 32, 1, **settings)
     x = np.linspace(-1.0, 1.0, 20, dtype=np.float32)[:, None]
     of = lambda solver, space: take(
         lambda model, x, size: (model(x), size * (model(x) - x**2)),
