@@ -20,7 +20,7 @@ WITH_CURVATURE = (
     "Constant masks",
     "Positive scales",
     "Stacked layers, in a scan",
-    "Tied embedding",
+    "Spectral penalty",
 )
 
 
@@ -53,7 +53,7 @@ def test_pattern(name):
     (
         "Weight decay",
         "Weight decay by group",
-        "Spectral penalty",
+        "Tied embedding",
         "Target network",
         "A branch chosen by the data (`lax.cond`)",
         "A mixture of experts, one for each token",
