@@ -139,7 +139,7 @@ def drawn(make, *args, key, **kwargs):
     ends = np.cumsum([x.size for x in leaves])
     numbers = np.split(np.asarray(normal(key, ends[-1:], float)), ends[:-1])
     scaled = [
-        jnp.asarray((x.reshape(y.shape) / y.shape[-1] ** 0.5).astype(y.dtype))
+        jax.device_put((x.reshape(y.shape) / y.shape[-1] ** 0.5).astype(y.dtype))
         for x, y in zip(numbers, leaves, strict=True)
     ]
     return eqx.combine(treedef.unflatten(scaled), static)

@@ -17,7 +17,7 @@ import numpy as np
 
 from eqxbatch import explain_sites
 from eqxbatch.results import SitesReport
-from .helpers import integers, normal
+from .helpers import drawn, integers, normal
 
 
 nn = eqx.nn
@@ -46,8 +46,8 @@ def tokens(*shape):
 
 def examples(case, key, num):
     """Some examples, for whose shapes nothing is compiled."""
-    drawn = [case.example(key) for key in jr.split(key, num)]
-    return jax.tree.map(lambda *x: jax.device_put(np.stack(x)), *drawn)
+    several = [case.example(key) for key in jr.split(key, num)]
+    return jax.tree.map(lambda *x: jax.device_put(np.stack(x)), *several)
 
 
 def apply(model, x):
@@ -89,14 +89,14 @@ def spectral(model, x):
 
 
 def _layers() -> dict[str, Callable[[], Case]]:
-    make = lambda layer, *args, **kwargs: lambda: layer(*args, **kwargs, key=KEY)
+    make = lambda *args, **kwargs: lambda: drawn(*args, **kwargs, key=KEY)
     heads = make(nn.MultiheadAttention, 2, 4, use_query_bias=True)
     conv2d = {"kernel_size": (3, 2), "stride": (2, 1), "padding": ((1, 0), (2, 1))}
     dilated = {"stride": 2, "padding": 1, "dilation": 2}
     up = {"stride": 2, "padding": 1, "output_padding": 1}
     # `make_with_state` creates a layer that has a state.
     norm = lambda: nn.make_with_state(nn.SpectralNorm)(
-        nn.Linear(3, 2, key=KEY), weight_name="weight", key=KEY
+        drawn(nn.Linear, 3, 2, key=KEY), weight_name="weight", key=KEY
     )
     made = {
         "Linear": Case(make(nn.Linear, 2, 3), apply, vectors(2)),
@@ -130,7 +130,7 @@ def _layers() -> dict[str, Callable[[], Case]]:
         "LSTMCell, in a scan": Case(make(nn.LSTMCell, 2, 3), lstm, vectors(4, 2)),
         "MLP": Case(make(nn.MLP, 2, 3, 4, 2), apply, vectors(2)),
         "WeightNorm": Case(
-            lambda: nn.WeightNorm(nn.Linear(3, 2, key=KEY)), apply, vectors(3)
+            lambda: nn.WeightNorm(drawn(nn.Linear, 3, 2, key=KEY)), apply, vectors(3)
         ),
         "SpectralNorm": Case(norm, spectral, vectors(3)),
     }

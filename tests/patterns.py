@@ -10,11 +10,12 @@ import jax.random as jr
 import numpy as np
 from jax import lax
 
+from .helpers import drawn
 from .layers import Case, KEY, table_of, tokens, vectors, weight
 
 
 def mlp():
-    return eqx.nn.MLP(4, 4, 6, 1, jnp.tanh, key=jr.key(3))
+    return drawn(eqx.nn.MLP, 4, 4, 6, 1, jnp.tanh, key=jr.key(3))
 
 
 def arrays_of(model):
@@ -173,7 +174,7 @@ def of_experts(ws, x):
 
 
 def linears(num):
-    return [eqx.nn.Linear(4, 4, key=key) for key in jr.split(jr.key(6), num)]
+    return [drawn(eqx.nn.Linear, 4, 4, key=key) for key in jr.split(jr.key(6), num)]
 
 
 PATTERNS = {
@@ -216,7 +217,7 @@ PATTERNS = {
         [weight(4, 3), weight(3, 4, 5), weight(5, 2)], of_experts, vectors(6, 4)
     ),
     "PINN residual": lambda: Case(
-        eqx.nn.MLP(2, 1, 4, 1, jnp.tanh, key=jr.key(4)), residual, vectors(2)
+        drawn(eqx.nn.MLP, 2, 1, 4, 1, jnp.tanh, key=jr.key(4)), residual, vectors(2)
     ),
 }
 

@@ -15,7 +15,7 @@ import jax.random as jr
 import numpy as np
 
 from eqxbatch import filter_kfac
-from ..helpers import normal
+from ..helpers import drawn, normal
 
 
 class Known(NamedTuple):
@@ -134,7 +134,7 @@ def with_bias(*layers):
 
 
 def mlp(key, num):
-    model = eqx.nn.MLP(3, 2, 4, 1, jnp.tanh, key=key)
+    model = drawn(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, key=key)
 
     def run(model, x, taps):
         first, second = model.layers
@@ -148,7 +148,8 @@ def mlp(key, num):
 def pooled(key, num):
     """A layer at four positions, and another one after their mean."""
     keys = jr.split(key, 2)
-    model = [eqx.nn.Linear(3, 4, key=keys[0]), eqx.nn.Linear(4, 2, key=keys[1])]
+    linear = functools.partial(drawn, eqx.nn.Linear)
+    model = [linear(3, 4, key=keys[0]), linear(4, 2, key=keys[1])]
 
     def run(model, x, taps):
         hidden = jnp.tanh(jax.vmap(model[0])(x) + taps[0])
@@ -161,8 +162,9 @@ def pooled(key, num):
 
 def convolution(key, num):
     keys = jr.split(key, 2)
-    first = eqx.nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=1, key=keys[0])
-    model = [first, eqx.nn.Linear(3 * 3 * 6, 2, key=keys[1])]
+    settings = {"stride": (2, 1), "padding": 1}
+    first = drawn(eqx.nn.Conv2d, 2, 3, (3, 2), **settings, key=keys[0])
+    model = [first, drawn(eqx.nn.Linear, 3 * 3 * 6, 2, key=keys[1])]
 
     def run(model, x, taps):
         out = model[0](x) + taps[0].T.reshape(3, 3, 6)
@@ -183,7 +185,7 @@ def convolution(key, num):
 
 def scanned(key, num):
     """A weight in the steps of a `scan`, and its bias."""
-    model = [eqx.nn.Linear(5, 3, key=key)]
+    model = [drawn(eqx.nn.Linear, 5, 3, key=key)]
 
     def run(model, x, taps):
         def step(hidden, now):
@@ -201,7 +203,7 @@ def scanned(key, num):
 
 def repeated(key, num):
     """A layer that is used three times, one after the other."""
-    model = [eqx.nn.Linear(3, 3, key=key)]
+    model = [drawn(eqx.nn.Linear, 3, 3, key=key)]
 
     def run(model, x, taps):
         inputs = []

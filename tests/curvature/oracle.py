@@ -11,7 +11,7 @@ from eqxbatch import (
     filter_hessian,
     filter_hessian_diagonal,
 )
-from ..helpers import normal
+from ..helpers import drawn, normal
 from ..layers import Case, examples
 
 
@@ -55,7 +55,7 @@ def dense(loss, *args):
 
 
 def network(key, width=3, depth=1, activation=jnp.tanh):
-    return eqx.nn.MLP(2, "scalar", width, depth, activation, key=key)
+    return drawn(eqx.nn.MLP, 2, "scalar", width, depth, activation, key=key)
 
 
 def batch(key, num):

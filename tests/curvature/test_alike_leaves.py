@@ -18,7 +18,7 @@ from eqxbatch import (
     Mean,
 )
 from eqxbatch._base.primitives import inner_jaxprs
-from ..helpers import normal
+from ..helpers import drawn, normal
 from .oracle import close
 
 
@@ -75,7 +75,7 @@ def error(model, x, token, y):
     return loss_of(model(x, token), x, token, y)
 
 
-def drawn(seed):
+def case(seed):
     x, y = (
         normal(jr.key(1), (NUM, WIDTH), float),
         normal(jr.key(2), (NUM, WIDTH), float),
@@ -84,7 +84,7 @@ def drawn(seed):
 
 
 def compare(seed):
-    model, *args = drawn(seed)
+    model, *args = case(seed)
     weights = jnp.arange(1.0, NUM + 1)
     shares = weights / jnp.sum(weights)
     diff, static = eqx.partition(model, eqx.is_inexact_array)
@@ -130,7 +130,8 @@ def test_drawn_steps(seed):
 
 
 def deep(depth, key):
-    model = eqx.nn.MLP(2, "scalar", 4, depth, jnp.tanh, key=key)
+    settings = {"use_bias": False, "use_final_bias": False, "key": key}
+    model = drawn(eqx.nn.MLP, 2, "scalar", 4, depth, jnp.tanh, **settings)
     return model, normal(key, (6, 2), float), normal(key, (6,), float)
 
 

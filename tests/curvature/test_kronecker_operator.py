@@ -1,7 +1,6 @@
 """Kronecker factors as linear operators, against dense matrices."""
 
 import dataclasses
-import functools
 
 import equinox as eqx
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from eqxbatch import filter_kfac
-from ..helpers import normal
+from ..helpers import drawn, integers, normal
 from .kfac_models import kfac, known_model, loss_of_four, predict
 from .oracle import close
 
@@ -28,20 +27,24 @@ def y(x64):
 
 
 @pytest.fixture(params=(False, True))
-def mixed(request, x64):
-    return factors_of_every_kind(request.param)
+def mixed(request, x64, y):
+    """Factors and their parameters; corrections are of products only."""
+    if not request.param:
+        return factors_of_every_kind()
+    known = known_model("mlp", NUM)
+    found = kfac(known, y, corrected=True)
+    return found, eqx.filter(known.model, eqx.is_inexact_array)
 
 
-@functools.cache
-def factors_of_every_kind(corrected):
+def factors_of_every_kind():
     """Factors of every kind of block."""
     keys = jr.split(jr.key(0), 3)
     model = {
-        "table": eqx.nn.Embedding(5, 3, key=keys[0]),
-        "norm": eqx.nn.LayerNorm(3),
-        "groups": eqx.nn.Conv1d(4, 4, 1, groups=2, key=keys[1]),
-        "layer": eqx.nn.Linear(3, 4, key=keys[2]),
-        "large": jnp.linspace(0.5, 1.5, 516),
+        "table": drawn(eqx.nn.Embedding, 5, 3, key=keys[0]),
+        "norm": eqx.nn.LayerNorm(3, use_bias=False),
+        "groups": drawn(eqx.nn.Conv1d, 4, 4, 1, groups=2, key=keys[1]),
+        "layer": drawn(eqx.nn.Linear, 3, 4, key=keys[2]),
+        "large": jax.device_put(np.linspace(0.5, 1.5, 516)),
     }
 
     def apply(model, x, y):
@@ -50,9 +53,8 @@ def factors_of_every_kind(corrected):
         hidden = jnp.tanh(model["groups"](jnp.tanh(hidden).T)).sum(1)
         return hidden * jnp.sum(model["large"].reshape(4, 129) * hidden[:, None], 1)
 
-    x, y = jr.randint(jr.key(1), (NUM, 2), 0, 5), jnp.zeros((NUM, 4))
-    settings = {"in_axes": 0, "corrected": corrected}
-    found = filter_kfac(apply, loss_of_four, **settings)(model, x, y)
+    x, y = integers(jr.key(1), (NUM, 2), 5), np.zeros((NUM, 4))
+    found = filter_kfac(apply, loss_of_four, in_axes=0)(model, x, y)
     kinds = {block.part.structure for block in found.blocks}
     assert kinds == {"kronecker", "block", "diagonal"}
     return found, eqx.filter(model, eqx.is_inexact_array)
@@ -70,26 +72,27 @@ class TestOperator:
                 "itself": operator,
                 "inverse": operator.inverse(),
                 "root": operator.sqrt(),
-                "back": operator.inverse().inverse(),
             }
+            back = operator.inverse().inverse().mv(model)
             values, vectors = operator.eigh()
             turned = vectors.transpose().mv(model)
             eigen = values, vectors.as_matrix(), turned
             of = lambda x: (ravel(x.mv(model)), x.diagonal(), x.trace(), x.logdet())
-            matrices = operator.as_matrix(), found.operator().as_matrix()
-            return matrices, {k: of(x) for k, x in operators.items()}, eigen
+            plain = found.operator().as_matrix()
+            got = {k: of(x) for k, x in operators.items()}
+            return plain, got, ravel(back), eigen
 
         flat, unravel = jax.flatten_util.ravel_pytree(model)
         ravel = lambda tree: jax.flatten_util.ravel_pytree(tree)[0]
-        (matrix, plain), got, eigen = jax.device_get(run(found, model))
-        close(matrix, plain + damping * np.eye(len(plain)))
+        plain, got, back, eigen = jax.device_get(run(found, model))
+        matrix = plain + damping * np.eye(len(plain))
+        np.testing.assert_allclose(back, matrix @ flat, rtol=1e-8)
         inverse = np.linalg.inv(matrix)
         values, vectors = np.linalg.eigh(matrix)
         for name, expected in (
             ("itself", matrix),
             ("inverse", inverse),
             ("root", vectors * np.sqrt(values) @ vectors.T),
-            ("back", matrix),
         ):
             product, diagonal, trace, logdet = got[name]
             np.testing.assert_allclose(
@@ -131,8 +134,10 @@ class TestOperator:
             np.testing.assert_allclose(got, expected, atol=1e-10)
 
     @pytest.mark.versions
-    def test_in_lineax(self, mixed):
-        found, model = mixed
+    def test_in_lineax(self, y):
+        known = known_model("mlp", NUM)
+        found = kfac(known, y)
+        model = eqx.filter(known.model, eqx.is_inexact_array)
 
         @eqx.filter_jit
         def run(found, model):
@@ -168,12 +173,13 @@ class TestOperator:
             eqx.filter_jit(lambda x: found.operator(damping=x).mv(parameters))(
                 jnp.asarray(-1.0)
             )
-        singular = found.operator()
+        operator_of = eqx.filter_jit(lambda found: found.operator())
+        singular = operator_of(found)
         with pytest.raises(RuntimeError, match=r"singular.*damping"):
             eqx.filter_jit(lambda x: x.inverse())(singular)
         with pytest.raises(RuntimeError, match=r"singular.*damping"):
             eqx.filter_jit(lambda x: x.logdet())(singular)
-        other = eqx.nn.MLP(3, 2, 5, 1, key=jr.key(0))
+        other = drawn(eqx.nn.MLP, 3, 2, 5, 1, key=jr.key(0))
         with pytest.raises(ValueError, match=r"factors belong to.*got"):
             singular.mv(eqx.filter(other, eqx.is_inexact_array))
         with pytest.raises(ValueError, match=r"factors belong to.*got"):
@@ -182,28 +188,29 @@ class TestOperator:
             predict(known), lambda out, x, y: -jnp.sum(out**2), in_axes=0
         )(known.model, known.x, y[:2])
         with pytest.raises(RuntimeError, match="`sqrt` needs a positive"):
-            eqx.filter_jit(lambda x: x.sqrt())(concave.operator())
+            eqx.filter_jit(lambda x: x.sqrt())(operator_of(concave))
 
 
 def test_rounding_is_that_of_each_factor():
     """Large blocks are neither called singular, nor are negative eigenvalues lost."""
-    x = jnp.ones((2, 100), jnp.float32)
-    model = eqx.nn.Linear(100, 100, use_bias=False, dtype=jnp.float32, key=jr.key(0))
+    x, settings = np.ones((2, 100), np.float32), {"use_bias": False, "key": jr.key(0)}
+    model = drawn(eqx.nn.Linear, 100, 100, dtype=jnp.float32, **settings)
     found = filter_kfac(
         lambda model, x: model(x), lambda out, x: jnp.sum(out**2), in_axes=0
     )(model, x)
-    spread = jnp.diag(jnp.geomspace(0.01, 1, 100, dtype=jnp.float32))[None]
+    wide = np.diag(np.geomspace(0.01, 1, 100, dtype=np.float32))[None]
     both = lambda factors: (factors.blocks[0].outputs, factors.blocks[0].inputs)
-    of = lambda *pair: eqx.tree_at(both, found, pair).operator()
+    of = lambda *pair: eqx.tree_at(both, found, jax.device_put(pair)).operator()
     logs = 2 * 100 * np.sum(np.log(np.geomspace(0.01, 1, 100)))
     run = eqx.filter_jit(lambda x: (x.logdet(), x.inverse().trace()))
-    logdet, trace = run(of(spread, spread))
+    logdet, trace = run(of(wide, wide))
     np.testing.assert_allclose(logdet, logs, rtol=1e-5)
     expected = np.sum(1 / np.geomspace(0.01, 1, 100)) ** 2
     np.testing.assert_allclose(trace, expected, rtol=1e-5)
-    negative = jnp.eye(100, dtype=jnp.float32).at[3, 3].set(-5e-4)[None]
+    negative = np.eye(100, dtype=np.float32)[None]
+    negative[0, 3, 3] = -5e-4
     with pytest.raises(RuntimeError, match="`sqrt` needs a positive"):
-        eqx.filter_jit(lambda x: x.sqrt())(of(negative, jnp.abs(negative)))
+        eqx.filter_jit(lambda x: x.sqrt())(of(negative, np.abs(negative)))
 
 
 def layout_leaves(block):

@@ -16,7 +16,7 @@ from eqxbatch import filter_ggn, filter_ggn_diagonal, Mean
 from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._curvature.gauss_newton import paired_outputs
 from eqxbatch._sites.trace import Program
-from ..helpers import memory, normal, spread
+from ..helpers import drawn, memory, normal, spread
 from .oracle import close
 
 
@@ -148,7 +148,7 @@ def cross_entropy(out, y):
 LOSSES = (poisson, squared, entangled, cross_entropy)
 
 
-def drawn(seed):
+def case(seed):
     """A model, a loss of one example's output, and the arrays of some examples."""
     model, of = Drawn(seed), LOSSES[seed % len(LOSSES)]
     x, token = normal(jr.key(1), (NUM, LENGTH, WIDTH), float), jnp.arange(NUM) + 1
@@ -161,7 +161,7 @@ def drawn(seed):
 
 
 def compare(seed):
-    model, loss, args = drawn(seed)
+    model, loss, args = case(seed)
     weights = jnp.arange(1.0, NUM + 1)
     diff, static = eqx.partition(model, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(diff)
@@ -224,12 +224,12 @@ def test_number_of_vectors():
 
 def test_memory_is_bounded():
     """It grows neither with the number of examples nor with the square of a leaf."""
-    model = eqx.nn.Linear(64, 256, key=jr.key(0))
+    model = drawn(eqx.nn.Linear, 64, 256, dtype=jnp.float32, key=jr.key(0))
     loss = lambda out, x, y: -jax.nn.log_softmax(out)[y]
     diagonal = filter_ggn_diagonal(lambda m, x, y: m(x), loss, in_axes=0)
 
     def temporaries(num):
-        x, y = jnp.ones((num, 64), jnp.float32), jnp.zeros(num, jnp.int32)
+        x, y = np.ones((num, 64), np.float32), np.zeros(num, np.int32)
         return memory(functools.partial(diagonal, model), x, y).temp_size_in_bytes
 
     assert temporaries(512) < 1.5 * temporaries(128) < 2**25

@@ -4,10 +4,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import optax
 
 from eqxbatch import filter_micro_grad
-from ..helpers import normal
+from ..helpers import drawn, normal
 
 
 METHODS = ("auto", "sites", "materialise")
@@ -25,10 +26,10 @@ class Model(eqx.Module):
 
     def __init__(self, key, dtype=jnp.float32):
         key1, key2 = jr.split(key)
-        self.linear = eqx.nn.Linear(3, 2, key=key1, dtype=dtype)
+        self.linear = drawn(eqx.nn.Linear, 3, 2, key=key1, dtype=dtype)
         self.scale = normal(key2, (2,), dtype)
-        self.unused = jnp.ones(4, dtype)
-        self.count = jnp.arange(3)
+        self.unused = jax.device_put(np.ones(4, dtype))
+        self.count = jax.device_put(np.arange(3, dtype=np.int32))
 
     def __call__(self, x):
         return jnp.tanh(self.linear(x)) * jnp.exp(self.scale)
@@ -78,8 +79,9 @@ def norms_of(grads):
     return fetched(_norms_of(grads))
 
 
-def mlp(key):
-    return eqx.nn.MLP(8, 4, 64, 2, key=key)
+def mlp(key, depth=2):
+    settings = {"use_bias": False, "use_final_bias": False}
+    return drawn(eqx.nn.MLP, 8, 4, 64, depth, **settings, key=key)
 
 
 def program(model, size, **options):

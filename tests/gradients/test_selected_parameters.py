@@ -17,7 +17,7 @@ from eqxbatch import (
     parameters,
     Sum,
 )
-from ..helpers import assert_same, KINDS, make_mesh, memory, put, variants
+from ..helpers import assert_same, KINDS, make_mesh, memory, put, spread, variants
 from .models import combined, data, loss, METHODS, norms_of, values_of
 
 
@@ -167,7 +167,7 @@ def test_batched_methods_in_a_jit(getkey):
     assert_same(Task(model).gradient(x, y)[0], gradient)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", spread(KINDS, 1))
 def test_selections_on_a_mesh(getkey, kind):
     model, x, y = data(getkey(), 8)
     settings, parts = SELECTIONS["where"]
@@ -209,13 +209,18 @@ def test_what_is_constant_has_no_gradient_in_memory(options):
         )
         return fun(model, x)
 
-    model = {"body": jnp.ones((size, size)), "head": jnp.ones((size, 1))}
-    x = jnp.ones((5 * num, size))
+    ones = lambda *shape: jax.device_put(np.ones(shape, np.float32))
+    model = {"body": ones(size, size), "head": ones(size, 1)}
+    x = ones(5 * num, size)
     head = functools.partial(run, where=lambda model: model["head"])
-    few, all_of_it = (memory(fun, model, x) for fun in (head, run))
-    used = lambda stats: stats.temp_size_in_bytes + stats.output_size_in_bytes
-    assert used(few) < model["body"].nbytes / 2
-    assert used(all_of_it) > model["body"].nbytes
+
+    def used(fun):
+        stats = memory(fun, model, x)
+        return stats.temp_size_in_bytes + stats.output_size_in_bytes
+
+    assert used(head) < model["body"].nbytes / 2
+    if not options:
+        assert used(run) > model["body"].nbytes
 
 
 def test_wrong_selections(getkey):

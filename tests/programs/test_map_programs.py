@@ -24,6 +24,7 @@ def test_equals_numpy_and_vmap(seed):
     assert not isinstance(found, Finding), f"{text}\n{choices}\n{found}"
 
 
+@pytest.mark.matrix
 def test_a_seed_is_one_case():
     """The same choices make the same case, without the seed."""
     _, text, choices = run_seed(7)

@@ -218,9 +218,11 @@ def test_branches_that_are_not_followed():
     assert "a branch of a `cond` has a function of a parameter" in program.fallbacks[0]
     assert "a `cond` returns a parameter" in program.fallbacks[1]
     # The slope in the branch that is not taken is infinite.
-    w, v, xs = -jnp.eye(4)[0], jnp.ones(4), jnp.arange(12.0).reshape(3, 4)
+    w, v = jax.device_put((-np.eye(4)[0], np.ones(4)))
+    xs = np.arange(12.0).reshape(3, 4)
     got = filter_micro_grad(lambda ws, x: fun(*ws, x), clip_norm=1e6, method="sites")
-    truth = jax.grad(lambda ws: jnp.mean(jax.vmap(lambda x: fun(*ws, x))(xs)))
+    mean = lambda ws: jnp.mean(jax.vmap(lambda x: fun(*ws, x))(xs))
+    truth = jax.jit(jax.grad(mean))
     for a, b in zip(got([w, v], xs), truth([w, v]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10)
 
@@ -318,7 +320,10 @@ def test_second_derivatives():
 
 def test_derivatives_of_clipped_gradients():
     ws, xs = [weight(4, 4), weight(4, 4) / 2], vectors(3, 4)(jax.random.key(7))
-    loss = lambda ws, x: jnp.sum(jnp.sin(of_rules(ws, x)))
+
+    def loss(ws, x):
+        y, total = matmul(ws[0], jnp.tanh(sine_matmul(ws[1], x)))
+        return jnp.sum(jnp.sin(ws[0].T @ y * total))
 
     def clipped(ws, xs):
         each = jax.vmap(jax.grad(loss), (None, 0))(ws, xs)
@@ -368,12 +373,20 @@ def test_infinite_derivatives_do_not_reach_the_value():
     ws, x = [jnp.ones(3) for _ in range(3)], jnp.arange(3.0)
     traced = TracedFunction(lambda ws, rows: fun(ws, *rows), ws, [x])
     program = Program(traced)
-    outs, operands, pull = program.linearize(ws, [x], 1)
-    np.testing.assert_allclose(outs[0], fun(ws, x), rtol=1e-10)
-    found = jax.tree.map(lambda x: x[None], (operands, pull([jnp.ones(())])))
-    factors = Factors(*found, values=program.values(ws))
-    truth = jax.jit(jax.grad(fun))(ws, x)
+
+    @jax.jit
+    def run(ws, x):
+        outs, operands, pull = program.linearize(ws, [x], 1)
+        found = jax.tree.map(lambda x: x[None], (operands, pull([jnp.ones(())])))
+        factors = Factors(*found, values=program.values(ws))
+        return outs[0], [
+            gradients(program.sites_of(i), factors, leaf)[0]
+            for i, leaf in enumerate(program.leaves)
+        ]
+
+    value, truth = jax.jit(jax.value_and_grad(fun))(ws, x)
     assert np.isinf(truth[1][0])
-    for leaf, expected in enumerate(truth):
-        own = gradients(program.sites_of(leaf), factors, program.leaves[leaf])
-        np.testing.assert_allclose(own[0], expected, rtol=1e-10)
+    out, found = run(ws, x)
+    np.testing.assert_allclose(out, value, rtol=1e-10)
+    for got, expected in zip(found, truth, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-10)

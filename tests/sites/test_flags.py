@@ -18,7 +18,7 @@ from eqxbatch._base.differentiable import without_forward_mode, without_reverse_
 from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._kernels import stores
 from eqxbatch._sites.trace import Program
-from ..helpers import normal
+from ..helpers import drawn, normal
 from ..layers import Case, vectors, weight
 from .oracle import compare
 
@@ -186,7 +186,7 @@ def test_constants_in_programs():
 
 @needs("jax_remat3")
 def test_kronecker_factors_of_a_rematerialised_network():
-    model = eqx.nn.MLP(16, 2, 17, 1, use_bias=False, key=jr.key(0))
+    model = drawn(eqx.nn.MLP, 16, 2, 17, 1, use_bias=False, key=jr.key(0))
     xs, ys = normal(jr.key(1), (3, 16), float), normal(jr.key(2), (3, 2), float)
     loss = lambda out, x, y: jnp.sum((out - y) ** 2)
 

@@ -272,11 +272,10 @@ def test_curvature_and_clipping(name):
     flat, unravel = ravel_pytree(model)
     total = lambda flat: jnp.mean(jax.vmap(lambda x: fun(unravel(flat), x))(xs))
     truth = jax.jit(jax.hessian(total))(flat)
-    for method in ("sites", "products"):
-        settings = {"in_axes": 0, "flat": True, "method": method}
-        close(filter_hessian(fun, **settings)(model, xs)[0], truth)
-        diagonal = filter_hessian_diagonal(fun, **settings)(model, xs)[0]
-        close(diagonal, np.diag(truth))
+    settings = {"in_axes": 0, "flat": True, "method": "sites"}
+    close(filter_hessian(fun, **settings)(model, xs)[0], truth)
+    diagonal = filter_hessian_diagonal(fun, **settings)(model, xs)[0]
+    close(diagonal, np.diag(truth))
 
     each = jax.vmap(jax.grad(lambda flat, x: fun(unravel(flat), x)), (None, 0))
     gradients = np.asarray(jax.jit(each)(flat, xs))
@@ -284,7 +283,8 @@ def test_curvature_and_clipping(name):
     bound = float(np.median(norms)) / 2
     clipped = filter_micro_grad(fun, clip_norm=bound, method="sites")(model, xs)
     expected = np.mean(gradients * np.minimum(1, bound / norms), axis=0)
-    close(ravel_pytree(clipped)[0], expected)
+    clipped = [np.ravel(x) for x in jax.tree.leaves(clipped)]
+    close(np.concatenate(clipped), expected)
 
 
 PREDICTIONS = {

@@ -13,11 +13,10 @@ from jax import lax
 from eqxbatch import explain_sites
 from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._gradients.per_example import SiteGradients
-from eqxbatch._sites import cost
+from eqxbatch._sites import cost, gram
 from eqxbatch._sites.factors import Factors
-from eqxbatch._sites.gram import MOST_SITES
 from eqxbatch._sites.trace import Program
-from ..helpers import thinned, variants
+from ..helpers import drawn, thinned, variants
 from ..layers import Case, examples, LAYERS, random_network, tokens, vectors, weight
 from .oracle import cast, compare, NUM
 
@@ -38,13 +37,13 @@ def test_random_network(seed):
 
 
 def linear():
-    return eqx.nn.Linear(4, 4, key=jr.key(3))
+    return drawn(eqx.nn.Linear, 4, 4, key=jr.key(3))
 
 
 def stacked(num):
-    return eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))(
-        jr.split(jr.key(4), num)
-    )
+    one = lambda key: eqx.nn.Linear(3, 3, key=key)
+    several = lambda key: eqx.filter_vmap(one)(jr.split(key, num))
+    return drawn(several, key=jr.key(4))
 
 
 def scanned(layers, x):
@@ -418,8 +417,9 @@ def test_leaf_without_a_rule_falls_back_alone(name):
     assert comparable == [True, True]
 
 
-def test_many_uses_are_the_steps_of_a_loop():
-    num = MOST_SITES + 1
+def test_many_uses_are_the_steps_of_a_loop(monkeypatch):
+    monkeypatch.setattr(gram, "MOST_SITES", 4)
+    num = gram.MOST_SITES + 1
 
     def unrolled(w, x):
         for i in range(num):
@@ -435,10 +435,12 @@ def test_many_uses_are_the_steps_of_a_loop():
     assert len(leaves[1].sites) == num
 
 
-def test_many_uses_of_one_number():
+def test_many_uses_of_one_number(monkeypatch):
+    monkeypatch.setattr(gram, "MOST_SITES", 2)
+
     def penalised(w, x):
         penalty = jnp.sum(w**2)
-        for _ in range(MOST_SITES + 2):
+        for _ in range(gram.MOST_SITES + 2):
             x = jnp.sin(x + penalty)
         return x
 
@@ -453,12 +455,12 @@ def test_many_uses_of_one_number():
 def test_many_different_uses_have_no_gram_matrices():
     # Their number of pairs is what a trace would take its time for.
     def unrolled(w, x):
-        for i in range(MOST_SITES + 1):
+        for i in range(gram.MOST_SITES + 1):
             x = jnp.tanh((w[: 2 + i, : 2 + i] * (1 + i)) @ jnp.resize(x, 2 + i))
         return x
 
     (leaf,) = explain_sites(unrolled, weight(32, 32), weight(4), in_axes=None).leaves
-    assert len(leaf.sites) == MOST_SITES + 1
+    assert len(leaf.sites) == gram.MOST_SITES + 1
     assert leaf.contraction == "gradient"
 
 
@@ -551,23 +553,23 @@ def forms(model, fun, x):
 
 
 def test_choice_follows_the_shapes():
-    wide = eqx.nn.Linear(64, 64, use_bias=False, key=jr.key(0))
+    wide = drawn(eqx.nn.Linear, 64, 64, use_bias=False, key=jr.key(0))
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float64)
     mapped = lambda m, x: jnp.sum(jnp.tanh(jax.vmap(m)(x)))
     # Few positions: two small factors. Many: the gradient is smaller than they are.
     assert forms(wide, mapped, struct(2, 64)) == {".weight": "factors"}
     assert forms(wide, mapped, struct(512, 64)) == {".weight": "gradient"}
-    conv = eqx.nn.Conv2d(3, 4, 3, use_bias=False, key=jr.key(0))
+    conv = drawn(eqx.nn.Conv2d, 3, 4, 3, use_bias=False, key=jr.key(0))
     assert forms(conv, lambda m, x: jnp.sum(m(x) ** 2), struct(3, 16, 16)) == {
         ".weight": "gradient"
     }
-    table = eqx.nn.Embedding(1000, 8, key=jr.key(0))
+    table = drawn(eqx.nn.Embedding, 1000, 8, key=jr.key(0))
     ids = jax.ShapeDtypeStruct((16,), jnp.int32)
     assert forms(table, mapped, ids) == {".weight": "factors"}
 
 
 def test_auto_takes_what_costs_less():
-    wide = eqx.nn.Linear(64, 64, key=jr.key(0))
+    wide = drawn(eqx.nn.Linear, 64, 64, key=jr.key(0))
     report = explain_sites(
         lambda m, x: jnp.sum(m(x) ** 2), wide, jnp.ones(64), in_axes=None
     )
@@ -624,7 +626,7 @@ def test_report_of_nothing():
 
 
 def test_what_is_added_shares_the_cotangent_of_what_it_is_added_to():
-    model = eqx.nn.MLP(4, 3, 5, 2, key=jr.key(0))
+    model = drawn(eqx.nn.MLP, 4, 3, 5, 2, key=jr.key(0))
     diff, static = eqx.partition(model, eqx.is_array)
 
     def perturbations(call):
