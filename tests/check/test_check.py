@@ -31,11 +31,7 @@ def everything(check):
 
 @pytest.mark.parametrize(
     "name",
-    (
-        "Embedding, of a sequence",
-        pytest.param("Conv2d, in groups", marks=pytest.mark.matrix),
-        pytest.param("GRUCell, in a scan", marks=pytest.mark.matrix),
-    ),
+    ("Linear", pytest.param("GRUCell, in a scan", marks=pytest.mark.matrix)),
 )
 def test_good_models(name):
     report = checked(name)
@@ -90,28 +86,26 @@ def test_broken_sums(monkeypatch):
     assert max(weight.norm, bias.gradient) < 1e-12
 
 
-def test_what_is_not_finite_is_an_error(monkeypatch):
-    check = broken_products(monkeypatch, scale=lambda _: float("nan"))
-    weight, bias = check.leaves
-    assert everything(weight) == [np.inf] * 5
-    assert bias.gradient < 1e-12
-    assert check.max_error == np.inf
-
-
 def test_broken_curvature(monkeypatch):
     contracted = site_blocks.contract
 
     def broken(terms, out):
         block = contracted(terms, out)
-        return block.at[(0,) * block.ndim].multiply(1.5)
+        # What is not finite is an error, too.
+        factor = 1.5 if 4 in block.shape else jnp.nan
+        return block.at[(0,) * block.ndim].multiply(factor)
 
     monkeypatch.setattr(site_blocks, "contract", broken)
-    model = eqx.nn.Linear(20, 15, key=jr.key(0))
+    model = eqx.nn.Linear(4, 3, key=jr.key(0))
     fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
-    check = explain_sites(fun, model, jnp.ones(20), check=True, in_axes=None).check
+    check = explain_sites(fun, model, jnp.ones(4), check=True, in_axes=None).check
+    weight, bias = check.leaves
     for leaf in check.leaves:
         assert max(leaf.gradient, leaf.norm) < 1e-12
-        assert min(leaf.hessian, leaf.diagonal, leaf.gauss_newton) > 1e-3
+    assert min(weight.hessian, weight.diagonal, weight.gauss_newton) > 1e-3
+    assert max(weight.hessian, weight.diagonal, weight.gauss_newton) < 1
+    assert bias.hessian == bias.diagonal == bias.gauss_newton == np.inf
+    assert check.max_error == np.inf
     assert max(everything(check.whole)) < 1e-12
 
 
@@ -157,13 +151,12 @@ def test_gradients_that_are_zero():
 
 
 def test_functions_that_refuse_float64():
-    weights = normal(jr.key(0), (3,))
-    model = eqx.nn.Linear(2, 3, key=jr.key(1))
+    weights, model = (normal(jr.key(i), (3,)) for i in range(2))
 
     def fun(model, x):
-        return jnp.sum(jnp.tanh(lax.mul(model(x), weights)))
+        return jnp.sum(jnp.tanh(lax.mul(model * x, weights)))
 
-    report = explain_sites(fun, model, jnp.ones(2), check=True, in_axes=None)
+    report = explain_sites(fun, model, jnp.ones(3), check=True, in_axes=None)
     assert report.check.dtype == "float32"
     assert report.check.reason.startswith("TypeError: lax.mul requires arguments")
     assert str(report).splitlines()[-1].endswith(report.check.reason)
@@ -175,18 +168,27 @@ def test_errors_without_a_text():
     def fun(model, x):
         if x.dtype == jnp.float64:
             raise NotImplementedError
-        return jnp.sum(jnp.tanh(model(x)))
+        return jnp.sum(jnp.tanh(model * x))
 
-    model = eqx.nn.Linear(2, 3, key=jr.key(1))
-    report = explain_sites(fun, model, jnp.ones(2), check=True, in_axes=None)
+    report = explain_sites(fun, jnp.ones(2), jnp.ones(2), check=True, in_axes=None)
     assert report.check.reason == "NotImplementedError"
 
 
 def test_functions_without_arguments_and_with_unused_parameters():
     model = {"a": jnp.arange(1.0, 4.0), "b": jnp.ones(2), "steps": jnp.arange(3)}
-    fun = lambda model, name, *, power: jnp.sum(model["a"] ** power)
-    report = explain_sites(fun, model, "name", power=3, check=True, in_axes=None)
+    model["chosen"] = jnp.ones(3)
+
+    def fun(model, name, *, power):
+        # In a check, what is constant must be of the dtype of what is not.
+        return jnp.sum(lax.mul(model["chosen"], model["a"]) ** power)
+
+    spec = dict.fromkeys(model, True) | {"chosen": False}
+    report = explain_sites(
+        fun, model, "name", power=3, filter_spec=spec, check=True, in_axes=None
+    )
+    assert [leaf.path for leaf in report.check.leaves] == ["['a']", "['b']"]
     assert report.check.num_examples == 1
+    assert report.check.dtype == "float64"
     assert report.check.max_error < 1e-12
     unused = report.check.leaves[1]
     assert everything(unused) == [0.0] * 5
@@ -227,16 +229,12 @@ def test_selected_parameters():
     model = {"a": jnp.arange(1.0, 4.0), "b": jnp.ones(3), "c": [jnp.ones((2, 3))]}
 
     def fun(model, x):
-        # In a check, what is constant must be of the dtype of what is not.
         return model["c"][0] @ jnp.tanh(lax.mul(model["a"], model["b"]) * x)
 
     x = jnp.ones(3)
     spec = {"a": True, "b": False, "c": True}
-    of_two = explain_sites(fun, model, x, filter_spec=spec, check=True, in_axes=None)
+    of_two = explain_sites(fun, model, x, filter_spec=spec, in_axes=None)
     assert [leaf.path for leaf in of_two.leaves] == ["['a']", "['c'][0]"]
-    assert [leaf.path for leaf in of_two.check.leaves] == ["['a']", "['c'][0]"]
-    assert of_two.check.dtype == "float64"
-    assert of_two.check.max_error < 1e-12
     where = lambda model: (model["b"], model["c"])
     (last,) = explain_sites(
         fun, model, x, where=where, filter_spec=spec, in_axes=None

@@ -114,8 +114,11 @@ class TestEveryKind:
         for method in CHOICES:
             close(whole(method=method)[0], expected)
 
-    @EXACT
-    @pytest.mark.parametrize("kind", spread(KINDS, 1))
+    @pytest.mark.parametrize(
+        ("kind", "settings"),
+        spread([*zip(KINDS + KINDS, ALL, strict=True)], 1),
+        ids=NAMES,
+    )
     def test_on_a_mesh(self, job, settings, kind):
         model, x, labels = job
         mesh = make_mesh(kind)

@@ -74,7 +74,7 @@ def test_derivative_of_no_examples(derivative):
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "checkpoint"), thinned([*REDUCE], (1, 4, 5, 13), (True, False))
+    ("name", "total", "checkpoint"), thinned([*REDUCE], (1, 5, 13), (True, False))
 )
 @pytest.mark.usefixtures("x64")
 def test_reverse_and_forward_mode(name, total, checkpoint, getkey):
@@ -94,9 +94,8 @@ def test_reverse_and_forward_mode(name, total, checkpoint, getkey):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ("concat", "mean"))
-@pytest.mark.parametrize("total", (8, 9))
-def test_second_derivatives(name, total, getkey):
-    blocked, dense, (arrays, x, y) = losses(name, total, getkey)
+def test_second_derivatives(name, getkey):
+    blocked, dense, (arrays, x, y) = losses(name, 9, getkey)
     run = lambda loss: jax.jit(jax.hessian(loss, argnums=2))(arrays, x, y)
     assert_same(run(blocked), run(dense), tol=1e-3)
     mixed = lambda loss: jax.jacrev(jax.grad(loss, argnums=2), argnums=1)

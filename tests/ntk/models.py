@@ -83,7 +83,7 @@ class Dict(eqx.Module):
     mlp: eqx.nn.MLP
 
     def __init__(self, key):
-        self.mlp = eqx.nn.MLP(4, 3, 5, 1, activation=jnp.tanh, key=key)
+        self.mlp = eqx.nn.MLP(4, 3, 1, 0, final_activation=jnp.tanh, key=key)
 
     def __call__(self, x):
         y = self.mlp(x)

@@ -18,14 +18,14 @@ from .. import helpers
 KEY = jr.key(7)
 
 
-def init(key, width=8, depth=1, out=2, activation=jax.nn.relu):
+def network(key, width=8, depth=1, out=2, activation=jax.nn.relu, last=lambda x: x):
     """A model in the NTK parameterisation.
 
     Its parameters are drawn at once, as XLA would compile a program for each of them.
     """
 
     def make(key):
-        mlp = eqx.nn.MLP(3, out, width, depth, activation, key=key)
+        mlp = eqx.nn.MLP(3, out, width, depth, activation, last, key=key)
         return ntk_parameterise(mlp, weight_std=1.3, bias_std=0.2, key=key)
 
     model = eqx.filter_eval_shape(make, key)
@@ -35,6 +35,11 @@ def init(key, width=8, depth=1, out=2, activation=jax.nn.relu):
     numbers = jnp.split(jr.normal(key, (ends[-1],), leaves[0].dtype), ends[:-1])
     drawn = [x.reshape(y.shape) for x, y in zip(numbers, leaves, strict=True)]
     return eqx.combine(treedef.unflatten(drawn), static)
+
+
+def init(key):
+    """One layer, of which less is compiled, with a function behind it."""
+    return network(key, depth=0, last=jnp.tanh)
 
 
 def assert_same(got, expected, tol=None):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import eqxbatch
-from ..helpers import forwards_only, only_backwards, rows_only, thinned
+from ..helpers import forwards_only, only_backwards, rows_only, thinned, variants
 from .oracle import as_numbers, close, step, system
 
 
@@ -77,13 +77,14 @@ def test_equals_dense(way, centre):
         close(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("fun", "case"),
-    thinned(
-        (forwards_only, only_backwards, rows_only),
-        (("sample", False), ("parameter", True), ("auto", True)),
-    ),
-)
+ONE_MODE = [
+    (fun, (("sample", False), ("parameter", True), ("auto", True))[(i + turn) % 3])
+    for turn in range(2)
+    for i, fun in enumerate((forwards_only, only_backwards, rows_only))
+]
+
+
+@pytest.mark.parametrize(("fun", "case"), variants(ONE_MODE, *ONE_MODE[3:]))
 def test_models_with_one_derivative_mode(fun, case):
     way, centre = case
     model = {"a": draw(2, 3), "b": draw(2, seed=1)}
@@ -194,13 +195,16 @@ def programs():
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    thinned(
-        ("tied", "convolution", "attention", "hessian", "nested", "tree", "constant"),
-        ("sample", "sample in blocks", "parameter"),
-    ),
-)
+PROGRAMS = ("tied", "convolution", "attention", "hessian", "nested", "tree", "constant")
+# Each by two ways in turn.
+BY_WAY = [
+    (name, ("sample", "sample in blocks", "parameter")[(i + turn) % 3])
+    for turn in range(2)
+    for i, name in enumerate(PROGRAMS)
+]
+
+
+@pytest.mark.parametrize(("name", "way"), variants(BY_WAY, *BY_WAY[len(PROGRAMS) :]))
 def test_programs_give_the_same_step_in_both_spaces(name, way):
     fun, model, batch = programs()[name]
     num = batch[0].shape[0]
