@@ -65,7 +65,7 @@ def used(fun, x):
     return stats.temp_size_in_bytes + stats.output_size_in_bytes
 
 
-MODEL = drawn(eqx.nn.MLP, 16, 1, 256, 1, key=jax.random.key(0))
+MODEL = drawn(eqx.nn.MLP, 16, 1, 128, 2, key=jax.random.key(0))
 X = jnp.ones((4096, 16))
 
 
