@@ -17,7 +17,7 @@ from eqxbatch._sites import cost
 from eqxbatch._sites.factors import Factors
 from eqxbatch._sites.gram import MOST_SITES
 from eqxbatch._sites.trace import Program
-from ..helpers import thinned, variants
+from ..helpers import drawn, thinned, variants
 from ..layers import Case, examples, LAYERS, random_network, tokens, vectors, weight
 from .oracle import cast, compare, NUM
 
@@ -38,13 +38,15 @@ def test_random_network(seed):
 
 
 def linear():
-    return eqx.nn.Linear(4, 4, key=jr.key(3))
+    return drawn(eqx.nn.Linear, 4, 4, key=jr.key(3))
 
 
 def stacked(num):
-    return eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))(
-        jr.split(jr.key(4), num)
-    )
+    def make(*, key):
+        one = lambda key: eqx.nn.Linear(3, 3, key=key)
+        return eqx.filter_vmap(one)(jr.split(key, num))
+
+    return drawn(make, key=jr.key(4))
 
 
 def scanned(layers, x):
