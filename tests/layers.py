@@ -17,7 +17,7 @@ import numpy as np
 
 from eqxbatch import explain_sites
 from eqxbatch.results import SitesReport
-from .helpers import integers, normal
+from .helpers import drawn, integers, normal
 
 
 nn = eqx.nn
@@ -89,7 +89,7 @@ def spectral(model, x):
 
 
 def _layers() -> dict[str, Callable[[], Case]]:
-    make = lambda layer, *args, **kwargs: lambda: layer(*args, **kwargs, key=KEY)
+    make = lambda *args, **kwargs: lambda: drawn(*args, **kwargs, key=KEY)
     heads = make(nn.MultiheadAttention, 2, 4, use_query_bias=True)
     conv2d = {"kernel_size": (3, 2), "stride": (2, 1), "padding": ((1, 0), (2, 1))}
     dilated = {"stride": 2, "padding": 1, "dilation": 2}

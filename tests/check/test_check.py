@@ -13,7 +13,7 @@ from jax import lax
 from eqxbatch import explain_sites
 from eqxbatch._curvature import site_blocks
 from eqxbatch._sites import trace
-from ..helpers import normal, only_backwards
+from ..helpers import drawn, normal, only_backwards
 from ..layers import examples, LAYERS
 
 
@@ -60,7 +60,7 @@ def broken_products(monkeypatch, **changes):
 
     find_rule = trace.find_rule
     monkeypatch.setattr(trace, "find_rule", find_broken)
-    model = eqx.nn.Linear(2, 3, key=jr.key(0))
+    model = drawn(eqx.nn.Linear, 2, 3, key=jr.key(0))
     fun = lambda model, x: model(x)
     return explain_sites(fun, model, jnp.ones(2), check=True, in_axes=None).check
 
@@ -96,7 +96,7 @@ def test_broken_curvature(monkeypatch):
         return block.at[(0,) * block.ndim].multiply(factor)
 
     monkeypatch.setattr(site_blocks, "contract", broken)
-    model = eqx.nn.Linear(4, 3, key=jr.key(0))
+    model = drawn(eqx.nn.Linear, 4, 3, key=jr.key(0))
     fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
     check = explain_sites(fun, model, jnp.ones(4), check=True, in_axes=None).check
     weight, bias = check.leaves
@@ -213,7 +213,7 @@ def test_only_where_forward_mode_is():
 
 
 def test_batches_are_explained_as_their_examples():
-    model = eqx.nn.Linear(4, 3, key=jr.key(0))
+    model = drawn(eqx.nn.Linear, 4, 3, key=jr.key(0))
     fun = lambda model, x, y, scale: jnp.sum((model(x) - y) ** 2) * scale
     of_one = explain_sites(fun, model, jnp.ones(4), jnp.ones(3), 2.0, in_axes=None)
     of_many = explain_sites(
@@ -247,7 +247,7 @@ def test_selected_parameters():
 
 
 def test_wrong_input():
-    model = eqx.nn.Linear(4, 3, key=jr.key(0))
+    model = drawn(eqx.nn.Linear, 4, 3, key=jr.key(0))
     fun = lambda model, x: model(x)
     struct = jax.ShapeDtypeStruct((4,), jnp.float32)
     with pytest.raises(ValueError, match=r"needs arrays .*ShapeDtypeStruct.*args\[0\]"):

@@ -19,7 +19,7 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from ..helpers import assert_same, BLOCK, drawn, memory, normal, thinned
+from ..helpers import assert_same, bent, BLOCK, memory, normal, thinned
 
 
 REDUCE = {
@@ -36,7 +36,7 @@ REDUCE = {
 def losses(name, total, getkey, dtype=jnp.float32, **kwargs):
     """A loss of a model and data in microbatches, and the dense one."""
     accumulator, reduce = REDUCE[name]
-    model = drawn(eqx.nn.MLP, 3, 2, 5, 1, activation=jnp.tanh, key=getkey())
+    model = bent(3, 2, getkey())
     x, y = (normal(getkey(), shape, dtype) for shape in ((3, total), (total,)))
 
     def fun(model, x, y):

@@ -18,17 +18,17 @@ from .. import helpers
 KEY = jr.key(7)
 
 
-def network(key, width=8, depth=1, out=2, activation=jax.nn.relu, last=lambda x: x):
+def parameterised(make, *args, key):
     """A model in the NTK parameterisation.
 
     Its parameters are drawn at once, as XLA would compile a program for each of them.
     """
 
-    def make(key):
-        mlp = eqx.nn.MLP(3, out, width, depth, activation, last, key=key)
-        return ntk_parameterise(mlp, weight_std=1.3, bias_std=0.2, key=key)
+    def scaled(key):
+        model = make(*args, key=key)
+        return ntk_parameterise(model, weight_std=1.3, bias_std=0.2, key=key)
 
-    model = eqx.filter_eval_shape(make, key)
+    model = eqx.filter_eval_shape(scaled, key)
     structs, static = eqx.partition(model, lambda x: isinstance(x, ShapeDtypeStruct))
     leaves, treedef = jax.tree.flatten(structs)
     ends = np.cumsum([x.size for x in leaves])
@@ -37,9 +37,12 @@ def network(key, width=8, depth=1, out=2, activation=jax.nn.relu, last=lambda x:
     return eqx.combine(treedef.unflatten(drawn), static)
 
 
+def network(key, width=8, depth=1, out=2, activation=jax.nn.relu):
+    return parameterised(eqx.nn.MLP, 3, out, width, depth, activation, key=key)
+
+
 def init(key):
-    """One layer, of which less is compiled, with a function behind it."""
-    return network(key, depth=0, last=jnp.tanh)
+    return parameterised(helpers.Bent, 3, 2, key=key)
 
 
 def assert_same(got, expected, tol=None):

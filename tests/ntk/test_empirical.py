@@ -65,7 +65,7 @@ def test_axes(trace, diagonal, block_size, getkey):
 @float64
 def test_examples_are_paired_in_some_outputs(getkey):
     model = eqx.Partial(
-        lambda mlp, x: {"a": mlp(x)[:2], "b": mlp(x)}, drawn(Dict, key=getkey()).mlp
+        lambda mlp, x: {"a": mlp(x)[:2], "b": mlp(x)}, drawn(Dict, key=getkey()).layer
     )
     x1, x2 = normal(getkey(), (3, 4), float), normal(getkey(), (3, 4), float)
     out_axes = {"a": 0, "b": 1}
@@ -89,7 +89,7 @@ def test_examples_are_paired_in_some_outputs(getkey):
 
 @float64
 def test_outputs_without_entries(getkey):
-    mlp, x = drawn(Dict, key=getkey()).mlp, normal(getkey(), (3, 4), float)
+    mlp, x = drawn(Dict, key=getkey()).layer, normal(getkey(), (3, 4), float)
     model = eqx.Partial(lambda mlp, x: {"all": mlp(x), "none": mlp(x)[:0]}, mlp)
     settings = {"block_size": 2}
     both = EmpiricalKernel(model, trace_axes=(), **settings)(x)

@@ -24,6 +24,7 @@ from eqxbatch import (
 from eqxbatch._ntk import estimator
 from ..helpers import (
     assert_same,
+    Bent,
     bent,
     BLOCK,
     CountTraces,
@@ -351,10 +352,7 @@ def test_derivatives(getkey):
 
 
 def test_as_a_pytree(getkey, tmp_path):
-    def make(key):
-        model = eqx.nn.MLP(4, 3, 1, 0, final_activation=jnp.tanh, key=key)
-        return EmpiricalNTK(model, block_size=2)
-
+    make = lambda key: EmpiricalNTK(Bent(4, 3, key=key), block_size=2)
     x = normal(getkey(), (5, 4), float)
     ensemble = eqx.filter_jit(eqx.filter_vmap(make))(jr.split(getkey(), 3))
     number = lambda leaf, i: jnp.asarray(np.asarray(leaf)[i])

@@ -107,7 +107,7 @@ class TestLimits:
     Keys are fixed: at four standard errors, one in some thousand entries is further.
     """
 
-    x = normal(jr.key(1), (4, 3))
+    x = jr.normal(jr.key(1), (4, 3))
     functions = ((jax.nn.relu, arc_cosine), (jax.lax.erf, arc_sine))
 
     @pytest.mark.parametrize("number", (0, 1))

@@ -16,14 +16,14 @@ from eqxbatch import (
     ProbedNTK,
     PseudoNTK,
 )
-from ..helpers import assert_same, drawn, normal
+from ..helpers import assert_same, bent, normal
 
 
 KEY = jr.key(0)
 X, FEWER = normal(jr.key(1), (5, 2)), normal(jr.key(2), (4, 2))
-SCALAR = drawn(eqx.nn.MLP, 2, "scalar", 1, 0, final_activation=jnp.tanh, key=KEY)
+SCALAR = bent(2, "scalar", KEY)
 # The same function with an axis, which is traced over.
-VECTOR = drawn(eqx.nn.MLP, 2, 1, 1, 0, final_activation=jnp.tanh, key=KEY)
+VECTOR = bent(2, 1, KEY)
 
 
 @pytest.mark.parametrize(
