@@ -29,12 +29,8 @@ def everything(check):
     return [error for error in errors if error is not None]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ("Linear", pytest.param("GRUCell, in a scan", marks=pytest.mark.matrix)),
-)
-def test_good_models(name):
-    report = checked(name)
+def test_a_good_model():
+    report = checked("Linear")
     check = report.check
     assert check.dtype == "float64"
     assert check.reason is None

@@ -272,7 +272,6 @@ def test_keys_do_not_depend_on_blocks(raw):
 def estimators():
     model = bent(3, 4, jr.key(0))
     return {
-        "traced": EmpiricalNTK(model),
         "diagonal": EmpiricalNTK(model, trace_axes=(), diagonal_axes=-1),
         "both": EmpiricalKernel(model, trace_axes=()),
         "pseudo": PseudoNTK(model),
@@ -287,7 +286,7 @@ def test_estimators_are_symmetric_by_themselves(name, getkey):
     kernel = estimators()[name]
     dense = kernel(x, y), kernel(x)
     # Other estimators on meshes: `tests/ntk/test_estimators_in_blocks.py`.
-    on_mesh = name in ("traced", "diagonal", "probed")
+    on_mesh = name in ("diagonal", "probed")
     for mesh in (None, *([make_mesh(AxisType.Auto)] if on_mesh else [])):
         batched = filter_batch_kernel(kernel, block_size=3, mesh=mesh)
         assert_same(batched(x, y), dense[0])

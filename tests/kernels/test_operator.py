@@ -96,10 +96,8 @@ CASES = [
     for where in ("all at once", "computed", "host", "zarr", "half")
     # Only symmetric kernels have half of their blocks stored.
     if where != "half" or "symmetric" in settings
-    # Each kernel in blocks; each place with a symmetric kernel, and with another.
-    if where == "computed"
-    or name in ("symmetric", "rectangle")
-    or (name, where) in SOME
+    # Each kernel in blocks; each place with a symmetric kernel.
+    if where == "computed" or name == "symmetric" or (name, where) in SOME
 ]
 
 
