@@ -6,6 +6,7 @@ import zlib
 
 import jax
 import jaxtyping
+import numpy as np
 import pytest
 
 from .flags import COMPILE_FAST, FOUR_DEVICES, turn_on_coming_defaults
@@ -30,17 +31,18 @@ def getkey(request):
     """Gives new keys; the seed is shown where a test fails.
 
     It follows from the name of the test, or is another one in each run if the variable
-    `EQXBATCH_NEW_SEEDS` is set.
+    `EQXBATCH_NEW_SEEDS` is set. NumPy draws the keys: for JAX to make and split them,
+    programs would be compiled in each module.
     """
     seed = zlib.crc32(request.node.name.encode()) % 2**31
     if os.environ.get("EQXBATCH_NEW_SEEDS"):
         seed = random.SystemRandom().randrange(2**31)
     request.node.add_report_section("setup", "seed", f"getkey seed: {seed}")
-    keys = [jax.random.key(seed)]
+    draw = np.random.default_rng(seed)
 
     def get():
-        keys[0], key = jax.random.split(keys[0])
-        return key
+        numbers = jax.device_put(draw.integers(0, 2**32, 2, np.uint32))
+        return jax.random.wrap_key_data(numbers)
 
     return get
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 import eqxbatch as eb
-from .helpers import normal
+from .helpers import drawn, integers, normal
 
 
 KEY = jax.random.key(0)
@@ -80,15 +80,18 @@ class Parametrised(eqx.Module):
 
 MODELS = {
     "dense": (
-        lambda: eqx.nn.MLP(3, 2, 4, 1, jnp.tanh, key=KEY),
+        lambda: drawn(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, key=KEY),
         lambda n: normal(KEY, (n, 3)),
     ),
-    "conv": (lambda: Convolutional(KEY), lambda n: normal(KEY, (n, 1, 4, 4))),
-    "attention": (
-        lambda: Attentive(KEY),
-        lambda n: jax.random.randint(KEY, (n, 3), 0, 6),
+    "conv": (
+        lambda: drawn(Convolutional, key=KEY),
+        lambda n: normal(KEY, (n, 1, 4, 4)),
     ),
-    "recurrent": (lambda: Recurrent(KEY), lambda n: normal(KEY, (n, 3, 2))),
+    "attention": (
+        lambda: drawn(Attentive, key=KEY),
+        lambda n: integers(KEY, (n, 3), 6),
+    ),
+    "recurrent": (lambda: drawn(Recurrent, key=KEY), lambda n: normal(KEY, (n, 3, 2))),
     "parametrised": (lambda: Parametrised(KEY), lambda n: normal(KEY, (n, 3))),
 }
 

@@ -145,6 +145,25 @@ def drawn(make, *args, key, **kwargs):
     return eqx.combine(treedef.unflatten(scaled), static)
 
 
+class Bent(eqx.Module):
+    """One layer, and a function behind it: the least to compile for a model.
+
+    Equinox leaves out the function behind the last layer of an MLP with no other layer.
+    """
+
+    layers: list[eqx.nn.Linear]
+
+    def __init__(self, num_inputs, num_outputs, *, key):
+        self.layers = [eqx.nn.Linear(num_inputs, num_outputs, key=key)]
+
+    def __call__(self, x):
+        return jnp.tanh(self.layers[0](x))
+
+
+def bent(num_inputs, num_outputs, key):
+    return drawn(Bent, num_inputs, num_outputs, key=key)
+
+
 KINDS = (AxisType.Auto, AxisType.Explicit)
 
 

@@ -78,17 +78,9 @@ def programs_of(names, folder, seed):
     return {name: (int(compiled), int(cached)) for name, compiled, cached in rows}
 
 
-# The others do what these do: a loop, sites, products, blocks.
+# The others do what these do: a loop, sites, blocks.
 FAMILIES = [*calls()]
-SOME = (
-    "maps",
-    "clipped gradients",
-    "Hessians by sites",
-    "products",
-    "kernels",
-    "NTK",
-    "random models",
-)
+SOME = ("clipped gradients", "Hessians by sites", "NTK", "random models")
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,6 @@ from eqxbatch._ntk import averages
 from ..helpers import assert_same, drawn, memory, normal, spread, thinned
 
 
-pytestmark = pytest.mark.versions
-
-
 def conv_layouts(fun, *args, platform="cpu"):
     """The layouts of all convolutions where `fun` is compiled for a platform."""
     lowered = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,))
@@ -98,6 +95,7 @@ def test_dtypes_that_layers_do_not_have(dtype, getkey):
     assert_same(micro(x), jax.jit(jax.vmap(fun))(x))
 
 
+@pytest.mark.versions
 def test_loops_have_channels_last(getkey):
     conv = drawn(eqx.nn.Conv2d, 2, 4, 3, key=getkey())
     x = normal(getkey(), (9, 2, 7, 6))
@@ -113,6 +111,7 @@ def test_loops_have_channels_last(getkey):
     assert CHANNELS_LAST not in conv_layouts(micro, x)
 
 
+@pytest.mark.versions
 def test_checkpoints_have_channels_last(getkey):
     conv = drawn(eqx.nn.Conv2d, 2, 4, 3, key=getkey())
     x = normal(getkey(), (9, 2, 7, 6))
@@ -138,6 +137,7 @@ def test_one_channel_to_a_few_is_left_as_it_is(outputs, getkey):
     assert conv_layouts(micro, x) == [layout]
 
 
+@pytest.mark.versions
 def test_gradients_in_microbatches_have_channels_last(getkey):
     conv = drawn(eqx.nn.Conv2d, 2, 4, 3, key=getkey())
     x = normal(getkey(), (9, 2, 7, 6))
@@ -151,6 +151,7 @@ def test_gradients_in_microbatches_have_channels_last(getkey):
     assert layouts == [CHANNELS_LAST] * 2
 
 
+@pytest.mark.versions
 def test_derivatives_keep_what_those_of_convolutions_keep(getkey):
     # And not what they would on each of the platforms.
     x, w = normal(getkey(), (4, 2, 7, 6)), normal(getkey(), (3, 2, 3, 3))
@@ -166,6 +167,7 @@ def test_derivatives_keep_what_those_of_convolutions_keep(getkey):
     assert kept(in_loop) == kept(fun)
 
 
+@pytest.mark.versions
 def test_branches(getkey):
     conv = drawn(eqx.nn.Conv2d, 2, 3, 2, key=getkey())
     x = normal(getkey(), (4, 2, 5, 4))
@@ -186,6 +188,7 @@ def test_branches(getkey):
     assert_same(jnp.asarray(hosted(x, y)), jax.jit(kernel)(x, y), tol=1e-4)
 
 
+@pytest.mark.versions
 def test_rules_of_functions_around_convolutions_are_kept(getkey):
     conv = drawn(eqx.nn.Conv1d, 1, 1, 1, key=getkey())
 
@@ -203,6 +206,7 @@ def test_rules_of_functions_around_convolutions_are_kept(getkey):
     assert_same(*both(x))
 
 
+@pytest.mark.versions
 def test_effects_are_kept(getkey, capfd):
     conv = drawn(eqx.nn.Conv1d, 1, 1, 1, key=getkey())
 
@@ -217,6 +221,7 @@ def test_effects_are_kept(getkey, capfd):
     assert capfd.readouterr().out.count("sum 0.0") == 4
 
 
+@pytest.mark.versions
 def test_jaxprs_with_literals_constants_and_unused_outputs(getkey):
     conv = drawn(eqx.nn.Conv1d, 1, 1, 1, key=getkey())
     table = normal(getkey(), (3,))
@@ -270,6 +275,7 @@ def test_large_tiles_are_made_symmetric_in_pieces_on_cpus_only(getkey):
         assert ("stablehlo.while" in lowered.as_text()) is is_in_pieces
 
 
+@pytest.mark.versions
 def test_programs_are_kept_apart_on_cpus_only():
     # Elsewhere, the condition is true as the compiler can see.
     apart = jax.jit(
@@ -282,6 +288,7 @@ def test_programs_are_kept_apart_on_cpus_only():
         assert ("stablehlo.or" not in text) is is_apart
 
 
+@pytest.mark.versions
 def test_a_remainder_comes_after_the_loop(getkey):
     mean = filter_microbatch(jnp.sum, microbatch_size=3, accumulator=Mean())
     traced = jax.jit(lambda x: mean(x)).trace(normal(getkey(), (11,)))

@@ -35,7 +35,7 @@ from eqxbatch._base.platforms import for_platform, GPU
 from eqxbatch._batch import memory as memory_module
 from eqxbatch._batch.memory import CompiledBytes, fit_size, machine_bytes
 from eqxbatch._ntk import estimator
-from ..helpers import assert_same, CountTraces, drawn, memory, normal, variants
+from ..helpers import assert_same, bent, CountTraces, drawn, memory, normal
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def used(fun, x):
     return stats.temp_size_in_bytes + stats.output_size_in_bytes
 
 
-MODEL = drawn(eqx.nn.MLP, 16, 1, 128, 3, key=jax.random.key(0))
+MODEL = drawn(eqx.nn.MLP, 16, 1, 128, 2, key=jax.random.key(0))
 X = jnp.ones((4096, 16))
 
 
@@ -73,9 +73,7 @@ def per_example_loss(x):
     return jnp.sum(MODEL(x) ** 2)
 
 
-@pytest.mark.parametrize(
-    "budget", variants(("100kB", "300kB", "1MB", "3MB"), "300kB", "1MB")
-)
+@pytest.mark.parametrize("budget", ("100kB", "3MB"))
 def test_is_the_largest_that_fits(budget, compilations, caplog):
     caplog.set_level(logging.DEBUG, "eqxbatch")
     run = lambda size: filter_micro_vmap(
@@ -99,12 +97,11 @@ def test_is_the_largest_that_fits(budget, compilations, caplog):
     assert choice.endswith(f"chose blocks of {chosen} of 4096.")
 
 
-@pytest.mark.parametrize("size", variants((16, 60), 16))
-def test_figures_are_those_of_optimised_programs(size, monkeypatch):
+def test_figures_are_those_of_optimised_programs(monkeypatch):
     # What is compiled only to be measured is not optimised.
     conv = eqx.nn.Conv2d(1, 8, 3, key=jax.random.key(0))
     loss = lambda conv, x: jnp.sum(jnp.tanh(conv(x)) ** 2)
-    grad = filter_micro_grad(loss, microbatch_size=size, clip_norm=1.0)
+    grad = filter_micro_grad(loss, microbatch_size=60, clip_norm=1.0)
     run = lambda operands: grad(*operands)
     operands = conv, jnp.ones((100, 1, 28, 28))
     found = memory_module.compiled_bytes(run, operands)
@@ -175,7 +172,7 @@ def test_inside_of_other_transformations(getkey):
 
 
 def test_microbatch(getkey):
-    model = drawn(eqx.nn.MLP, 16, 1, 64, 2, key=getkey())
+    model = drawn(eqx.nn.MLP, 16, 1, 64, 1, key=getkey())
     loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
     grad = eqx.filter_grad(loss)
     micro = filter_microbatch(
@@ -322,7 +319,7 @@ def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
 
     monkeypatch.setattr(estimator.ModelKernel, "prepare", spy)
     x = normal(getkey(), (16, 4))
-    model = drawn(eqx.nn.MLP, 4, 2, 8, 1, key=getkey())
+    model = bent(4, 2, getkey())
     for kernel in (
         EmpiricalNTK(model, block_size=4),
         filter_batch_kernel(EmpiricalNTK(model), block_size=4),
@@ -360,7 +357,9 @@ def test_strings_are_budgets(compilations, getkey):
     linear = lambda key: eqx.nn.Linear(3, 1, key=key)
     product, key = lambda x, y: x @ y.T, getkey()
     residual = lambda model, x: model(x)
-    step = functools.partial(filter_gauss_newton_step, residual, damping=0.1)
+    step = functools.partial(
+        filter_gauss_newton_step, residual, damping=0.1, space="sample"
+    )
     for ours, expected in (
         (filter_micro_vmap(model, microbatch_size="1MB"), jax.vmap(model)),
         (filter_jacobian(jnp.sin, block_size="1MB"), filter_jacobian(jnp.sin)),
@@ -375,11 +374,9 @@ def test_strings_are_budgets(compilations, getkey):
         assert_same(ours(x), expected(x))
         assert compilations
         compilations.clear()
-    for space in ("sample", "parameter"):
-        ours = step(space=space, block_size="100kB", microbatch_size="100kB")
-        assert_same(ours(model, x), step(space=space)(model, x))
-        assert len(compilations) > 1
-        compilations.clear()
+    ours = step(block_size="100kB", microbatch_size="100kB")
+    assert_same(ours(model, x), step()(model, x))
+    assert len(compilations) > 1
     with pytest.raises(ValueError, match=r"`microbatch_size` must be .*; got 'much'"):
         filter_micro_vmap(model, microbatch_size="much")
     with pytest.raises(TypeError, match=r"`block_size` must be int .*; got '4'"):

@@ -29,16 +29,8 @@ def everything(check):
     return [error for error in errors if error is not None]
 
 
-@pytest.mark.parametrize(
-    "name",
-    (
-        "Embedding, of a sequence",
-        pytest.param("Conv2d, in groups", marks=pytest.mark.matrix),
-        pytest.param("GRUCell, in a scan", marks=pytest.mark.matrix),
-    ),
-)
-def test_good_models(name):
-    report = checked(name)
+def test_a_good_model():
+    report = checked("Linear")
     check = report.check
     assert check.dtype == "float64"
     assert check.reason is None
@@ -53,7 +45,7 @@ def test_good_models(name):
     assert lines[-2].startswith("all together")
 
 
-def broken_products(monkeypatch, use_bias=True, **changes):
+def broken_products(monkeypatch, **changes):
     """What is found for a layer whose rule of products has other fields."""
 
     def find_broken(eqn, position):
@@ -64,7 +56,7 @@ def broken_products(monkeypatch, use_bias=True, **changes):
 
     find_rule = trace.find_rule
     monkeypatch.setattr(trace, "find_rule", find_broken)
-    model = drawn(eqx.nn.Linear, 2, 3, use_bias=use_bias, key=jr.key(0))
+    model = drawn(eqx.nn.Linear, 2, 3, key=jr.key(0))
     fun = lambda model, x: model(x)
     return explain_sites(fun, model, jnp.ones(2), check=True, in_axes=None).check
 
@@ -90,27 +82,26 @@ def test_broken_sums(monkeypatch):
     assert max(weight.norm, bias.gradient) < 1e-12
 
 
-def test_what_is_not_finite_is_an_error(monkeypatch):
-    scale = lambda _: float("nan")
-    check = broken_products(monkeypatch, use_bias=False, scale=scale)
-    assert everything(check.leaves[0]) == [np.inf] * 5
-    assert check.max_error == np.inf
-
-
 def test_broken_curvature(monkeypatch):
     contracted = site_blocks.contract
 
     def broken(terms, out):
         block = contracted(terms, out)
-        return block.at[(0,) * block.ndim].multiply(1.5)
+        # What is not finite is an error, too.
+        factor = 1.5 if 4 in block.shape else jnp.nan
+        return block.at[(0,) * block.ndim].multiply(factor)
 
     monkeypatch.setattr(site_blocks, "contract", broken)
-    model = drawn(eqx.nn.Linear, 20, 15, use_bias=False, key=jr.key(0))
+    model = drawn(eqx.nn.Linear, 4, 3, key=jr.key(0))
     fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
-    check = explain_sites(fun, model, jnp.ones(20), check=True, in_axes=None).check
+    check = explain_sites(fun, model, jnp.ones(4), check=True, in_axes=None).check
+    weight, bias = check.leaves
     for leaf in check.leaves:
         assert max(leaf.gradient, leaf.norm) < 1e-12
-        assert min(leaf.hessian, leaf.diagonal, leaf.gauss_newton) > 1e-3
+    assert min(weight.hessian, weight.diagonal, weight.gauss_newton) > 1e-3
+    assert max(weight.hessian, weight.diagonal, weight.gauss_newton) < 1
+    assert bias.hessian == bias.diagonal == bias.gauss_newton == np.inf
+    assert check.max_error == np.inf
     assert max(everything(check.whole)) < 1e-12
 
 
@@ -156,9 +147,12 @@ def test_gradients_that_are_zero():
 
 
 def test_functions_that_refuse_float64():
-    weights = normal(jr.key(0), (3,))
-    fun = lambda model, x: jnp.sum(jnp.tanh(lax.mul(model * x, weights)))
-    report = explain_sites(fun, weights, jnp.ones(3), check=True, in_axes=None)
+    weights, model = (normal(jr.key(i), (3,)) for i in range(2))
+
+    def fun(model, x):
+        return jnp.sum(jnp.tanh(lax.mul(model * x, weights)))
+
+    report = explain_sites(fun, model, jnp.ones(3), check=True, in_axes=None)
     assert report.check.dtype == "float32"
     assert report.check.reason.startswith("TypeError: lax.mul requires arguments")
     assert str(report).splitlines()[-1].endswith(report.check.reason)
@@ -170,18 +164,27 @@ def test_errors_without_a_text():
     def fun(model, x):
         if x.dtype == jnp.float64:
             raise NotImplementedError
-        return jnp.sum(jnp.tanh(model(x)))
+        return jnp.sum(jnp.tanh(model * x))
 
-    model = eqx.nn.Linear(2, 3, key=jr.key(1))
-    report = explain_sites(fun, model, jnp.ones(2), check=True, in_axes=None)
+    report = explain_sites(fun, jnp.ones(2), jnp.ones(2), check=True, in_axes=None)
     assert report.check.reason == "NotImplementedError"
 
 
 def test_functions_without_arguments_and_with_unused_parameters():
     model = {"a": jnp.arange(1.0, 4.0), "b": jnp.ones(2), "steps": jnp.arange(3)}
-    fun = lambda model, name, *, power: jnp.sum(model["a"] ** power)
-    report = explain_sites(fun, model, "name", power=3, check=True, in_axes=None)
+    model["chosen"] = jnp.ones(3)
+
+    def fun(model, name, *, power):
+        # In a check, what is constant must be of the dtype of what is not.
+        return jnp.sum(lax.mul(model["chosen"], model["a"]) ** power)
+
+    spec = dict.fromkeys(model, True) | {"chosen": False}
+    report = explain_sites(
+        fun, model, "name", power=3, filter_spec=spec, check=True, in_axes=None
+    )
+    assert [leaf.path for leaf in report.check.leaves] == ["['a']", "['b']"]
     assert report.check.num_examples == 1
+    assert report.check.dtype == "float64"
     assert report.check.max_error < 1e-12
     unused = report.check.leaves[1]
     assert everything(unused) == [0.0] * 5
@@ -222,7 +225,6 @@ def test_selected_parameters():
     model = {"a": jnp.arange(1.0, 4.0), "b": jnp.ones(3), "c": [jnp.ones((2, 3))]}
 
     def fun(model, x):
-        # In a check, what is constant must be of the dtype of what is not.
         return model["c"][0] @ jnp.tanh(lax.mul(model["a"], model["b"]) * x)
 
     x = jnp.ones(3)
@@ -230,13 +232,10 @@ def test_selected_parameters():
     of_two = explain_sites(fun, model, x, filter_spec=spec, in_axes=None)
     assert [leaf.path for leaf in of_two.leaves] == ["['a']", "['c'][0]"]
     where = lambda model: (model["b"], model["c"])
-    of_one = explain_sites(
-        fun, model, x, where=where, filter_spec=spec, check=True, in_axes=None
-    )
-    assert of_one.leaves == of_two.leaves[1:]
-    assert [leaf.path for leaf in of_one.check.leaves] == ["['c'][0]"]
-    assert of_one.check.dtype == "float64"
-    assert of_one.check.max_error < 1e-12
+    (last,) = explain_sites(
+        fun, model, x, where=where, filter_spec=spec, in_axes=None
+    ).leaves
+    assert last == of_two.leaves[1]
     with pytest.raises(ValueError, match="`where` and `filter_spec` leave no param"):
         explain_sites(fun, model, x, where=lambda model: (), in_axes=None)
     with pytest.raises(ValueError, match="`where` must return parts of the model"):

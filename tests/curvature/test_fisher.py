@@ -130,8 +130,11 @@ class TestEveryKind:
             got = matrix(job, accumulator=accumulator, method=method, **settings)[0]
             close(got, np.tensordot(weights, each, 1))
 
-    @EXACT
-    @pytest.mark.parametrize("kind", spread(KINDS, 1))
+    @pytest.mark.parametrize(
+        ("kind", "settings"),
+        spread([*zip(KINDS + KINDS, ALL, strict=True)], 1),
+        ids=NAMES,
+    )
     def test_on_a_mesh(self, job, settings, kind):
         model, x, labels = job
         mesh = make_mesh(kind)

@@ -19,7 +19,7 @@ from eqxbatch import (
     Mean,
     Sum,
 )
-from ..helpers import assert_same, BLOCK, drawn, normal, spread, thinned, TOTALS
+from ..helpers import assert_same, BLOCK, drawn, normal, spread, thinned
 from ..layers import LAYERS
 from .oracle import (
     batch,
@@ -42,10 +42,10 @@ from .oracle import (
 class TestTruth:
     @pytest.mark.parametrize(
         ("method", "total"),
-        (*(("sites", total) for total in TOTALS), ("products", 5), ("products", 13)),
+        (*(("sites", total) for total in (1, BLOCK, 13)), ("products", 13)),
     )
     def test_any_number_of_examples(self, method, total, getkey):
-        model, (x, y) = network(getkey()), batch(getkey(), max(TOTALS))
+        model, (x, y) = network(getkey()), batch(getkey(), 13)
         each = jax.device_get(of_each(model, x, y))
         expected = jax.tree.map(lambda x: np.mean(x[:total], 0), each)
         x, y = [jnp.asarray(np.asarray(a)[:total]) for a in (x, y)]
@@ -63,7 +63,7 @@ class TestTruth:
 
     @pytest.mark.parametrize(
         ("method", "size"),
-        (*(("products", size) for size in (1, 4, 12, 13, 14, None)), ("sites", 4)),
+        (*(("products", size) for size in (1, 4, 13, 14)), ("sites", 4)),
     )
     def test_any_number_of_columns(self, method, size, getkey):
         model, (x, y) = network(getkey()), batch(getkey(), 5)
@@ -75,17 +75,30 @@ class TestTruth:
             hessian = filter_hessian(error, in_axes=0, **settings)
             close(hessian(model, x, y), expected)
 
-    @pytest.mark.parametrize("num", (1, 3, 100))
+    @pytest.mark.parametrize("num", (3, 100))
     def test_number_of_blocks(self, num, getkey):
         model, (x, y) = network(getkey()), batch(getkey(), 5)
         hessian = filter_hessian(mean_of(error), num_blocks=num)
         close(hessian(model, x, y), dense(error, model, x, y))
 
-    @pytest.mark.parametrize("name", LAYERS)
+    # Gradients and products with Hessians of all: `tests/sites/test_sites.py`.
+    @pytest.mark.parametrize(
+        "name",
+        (
+            "Conv2d, in groups",
+            "ConvTranspose2d",
+            "Embedding, of a sequence",
+            "GroupNorm",
+            "PReLU",
+            "MultiheadAttention",
+            "LSTMCell, in a scan",
+            "WeightNorm",
+        ),
+    )
     def test_layer(self, name):
         compare(LAYERS[name]())
 
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", CHOICES)
     def test_rosenbrock(self, method):
         def rosenbrock(x):
             return jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
@@ -100,7 +113,7 @@ class TestTruth:
         diagonal = filter_hessian_diagonal(rosenbrock, method=method)(jnp.asarray(x))
         np.testing.assert_allclose(diagonal, np.diag(expected), rtol=1e-12)
 
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", CHOICES)
     def test_quadratic_form(self, method, getkey):
         matrix = normal(getkey(), (6, 6), float)
         x = {"a": normal(getkey(), (2, 2), float), "b": normal(getkey(), (2,), float)}
@@ -450,13 +463,9 @@ def test_scaled_parameters(getkey):
     spread(
         (
             (filter_hessian, False, 1.0),
-            (filter_hessian_diagonal, False, 1.0),
-            (filter_hessian, True, 1.0),
             (filter_hessian_diagonal, True, 1.0),
             (filter_hessian_diagonal, True, 1e28),
-            (filter_hessian, True, 1e28),
             (filter_hessian, False, 1e-18),
-            (filter_hessian_diagonal, False, 1e-18),
         ),
         2,
     ),

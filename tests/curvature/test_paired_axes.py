@@ -187,7 +187,7 @@ def compare(seed):
 
 
 # Among these are outputs that share all axes with a layer, some, or none.
-@pytest.mark.parametrize("seed", spread((0, 1, 2), 1))
+@pytest.mark.parametrize("seed", spread((0, 1), 1))
 def test_drawn_programs(seed, x64):
     compare(seed)
 

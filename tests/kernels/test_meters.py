@@ -20,9 +20,6 @@ from .kernel_functions import rbf, white
 from .on_disk import Stops
 
 
-pytestmark = pytest.mark.versions
-
-
 # Meters.
 
 

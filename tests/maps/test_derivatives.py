@@ -19,7 +19,7 @@ from eqxbatch import (
     Sum,
     Variance,
 )
-from ..helpers import assert_same, BLOCK, drawn, memory, normal, thinned
+from ..helpers import assert_same, bent, BLOCK, memory, normal, thinned
 
 
 REDUCE = {
@@ -36,7 +36,7 @@ REDUCE = {
 def losses(name, total, getkey, dtype=jnp.float32, **kwargs):
     """A loss of a model and data in microbatches, and the dense one."""
     accumulator, reduce = REDUCE[name]
-    model = drawn(eqx.nn.MLP, 3, 2, 5, 1, activation=jnp.tanh, key=getkey())
+    model = bent(3, 2, getkey())
     x, y = (normal(getkey(), shape, dtype) for shape in ((3, total), (total,)))
 
     def fun(model, x, y):
@@ -74,7 +74,7 @@ def test_derivative_of_no_examples(derivative):
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "checkpoint"), thinned([*REDUCE], (1, 4, 5, 13), (True, False))
+    ("name", "total", "checkpoint"), thinned([*REDUCE], (1, 5, 13), (True, False))
 )
 @pytest.mark.usefixtures("x64")
 def test_reverse_and_forward_mode(name, total, checkpoint, getkey):
@@ -94,9 +94,8 @@ def test_reverse_and_forward_mode(name, total, checkpoint, getkey):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ("concat", "mean"))
-@pytest.mark.parametrize("total", (8, 9))
-def test_second_derivatives(name, total, getkey):
-    blocked, dense, (arrays, x, y) = losses(name, total, getkey)
+def test_second_derivatives(name, getkey):
+    blocked, dense, (arrays, x, y) = losses(name, 9, getkey)
     run = lambda loss: jax.jit(jax.hessian(loss, argnums=2))(arrays, x, y)
     assert_same(run(blocked), run(dense), tol=1e-3)
     mixed = lambda loss: jax.jacrev(jax.grad(loss, argnums=2), argnums=1)
@@ -104,9 +103,8 @@ def test_second_derivatives(name, total, getkey):
     assert_same(*both(arrays, x, y), tol=1e-3)
 
 
-@pytest.mark.parametrize("total", (8, 9))
-def test_under_vmap_of_grad_and_grad_of_vmap(total, getkey):
-    x, w = normal(getkey(), (total, 2)), normal(getkey(), (3, 2))
+def test_under_vmap_of_grad_and_grad_of_vmap(getkey):
+    x, w = normal(getkey(), (9, 2)), normal(getkey(), (3, 2))
     micro = lambda w: filter_micro_vmap(
         lambda x: jnp.sin(x * w), microbatch_size=BLOCK
     )(x)

@@ -43,12 +43,12 @@ def nested(fun, *axes):
 @pytest.mark.matrix
 class TestTruth:
     @pytest.mark.parametrize("block", BLOCKS)
-    @pytest.mark.parametrize("sizes", ((0, 3), (1, 1), (3, 5), (7, 2)))
+    @pytest.mark.parametrize("sizes", ((0, 3), (3, 5), (7, 2)))
     def test_every_combination(self, sizes, block, getkey):
         x, y = (normal(getkey(), (size,)) for size in sizes)
         over = {"x": grid("i"), "y": grid("j")}
         got = filter_grid_vmap(product, in_axes=over, block_size=block)(x, y)
-        assert_same(got, nested(product, (0, None), (None, 0))(x, y))
+        assert_same(got, np.sin(x)[:, None] * np.asarray(y))
 
     def test_zipped(self, getkey):
         x, y = normal(getkey(), (5,)), normal(getkey(), (5,))
@@ -69,8 +69,14 @@ class TestTruth:
         got = filter_grid_vmap(product, in_axes=over, out_axes=1, block_size=2)(x, y)
         assert_same(got, jax.vmap(product, (1, 0), 1)(x, y))
 
-    @pytest.mark.parametrize("block", (None, 1, 4, 11))
-    @pytest.mark.parametrize("order", (*itertools.permutations("ijk"),))
+    @pytest.mark.parametrize(
+        ("order", "block"),
+        [
+            (order, block)
+            for i, order in enumerate(itertools.permutations("ijk"))
+            for block in ((None, 4), (1, 11))[i % 2]
+        ],
+    )
     def test_zipped_and_multiplied(self, order, block, getkey):
         x, y = normal(getkey(), (2, 3)), normal(getkey(), (2, 4))
         z, w = normal(getkey(), (5, 2)), normal(getkey(), (3,))
@@ -96,14 +102,15 @@ class TestTruth:
         arrays = lambda *args: jax.tree.map(
             lambda x: x if eqx.is_array(x) else None, fun(*args)
         )
-        expected = nested(arrays, *(levels[name] for name in order))(x, y, z, w)
+        expected = jax.jit(nested(arrays, *(levels[name] for name in order)))
+        expected = expected(x, y, z, w)
         assert_same(got, {"a": expected["a"], "b": (expected["b"][0], None, "name")})
 
     @pytest.mark.parametrize("block", (None, 1, 4))
     def test_places_in_the_results(self, block, getkey):
         x, y = normal(getkey(), (3, 2)), normal(getkey(), (4, 5))
         fun = lambda x, y: x[:, None] * y[None, :]
-        own = nested(fun, (0, None), (None, 0))(x, y)
+        own = np.einsum("ia,jb->ijab", x, y)
         for i, j in ((0, 1), (1, 0), (-1, 0), (0, -1), (-1, -2), (2, 1), (1, 3)):
             got = filter_grid_vmap(
                 fun,
@@ -111,7 +118,7 @@ class TestTruth:
                 out_axes={"i": i, "j": j},
                 block_size=block,
             )(x, y)
-            assert_same(got, jnp.moveaxis(own, (0, 1), (i, j)))
+            assert_same(got, np.moveaxis(own, (0, 1), (i, j)))
 
     @pytest.mark.parametrize("axes", ((2, 0), (0, 2), (0, 1), (-1, 1)))
     def test_array_on_several_axes(self, axes, getkey):
@@ -120,7 +127,8 @@ class TestTruth:
         w, x = normal(getkey(), tuple(shape)), normal(getkey(), (3,))
         over = (grid(("i", "j"), axes), grid("i"))
         got = filter_grid_vmap(lambda w, x: w * x, in_axes=over, block_size=2)(w, x)
-        assert_same(got, jnp.moveaxis(w, axes, (0, 1)) * x[:, None, None])
+        expected = np.moveaxis(np.asarray(w), axes, (0, 1))
+        assert_same(got, expected * np.asarray(x)[:, None, None])
 
     @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.complex64, jnp.int32))
     def test_dtypes(self, dtype, getkey):

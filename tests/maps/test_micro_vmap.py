@@ -34,7 +34,7 @@ from ..helpers import (
 )
 
 
-SIZES = (1, 2, BLOCK, None, 100)
+SIZES = (1, BLOCK, None, 100)
 
 
 @pytest.mark.parametrize(("size", "total"), thinned(SIZES, (0, *TOTALS)))
@@ -67,7 +67,7 @@ def test_dtypes_64(dtype, getkey, x64):
 
 @pytest.mark.parametrize(
     ("out_axes", "in_axes", "total"),
-    thinned((0, 1, 2, -1, -2, -3), (0, 1, 2, -1, -2), (8, 9)),
+    thinned((0, 1, -1, -3), (0, 2, -2), (8, 9)),
 )
 def test_axes(total, in_axes, out_axes, getkey):
     x = jnp.asarray(np.moveaxis(normal(getkey(), (total, 2, 3)), 0, in_axes))
@@ -174,7 +174,7 @@ def test_vmap_fn_with_keywords(getkey):
 # Modules
 
 
-@pytest.mark.parametrize("num", spread((5, 1, 3, 4, 9), 2))
+@pytest.mark.parametrize("num", spread((5, 1, 4), 1))
 def test_modules_in_and_out(num, getkey):
     make = lambda key: eqx.nn.MLP(2, 3, 4, 1, activation=jnp.tanh, key=key)
     keys = jr.split(getkey(), num)

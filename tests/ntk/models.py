@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ..helpers import Bent
+
 
 float64 = pytest.mark.usefixtures("x64")
 
@@ -80,13 +82,13 @@ class Matrices(eqx.Module):
 class Dict(eqx.Module):
     """Returns a dict of arrays of different shapes, from shared parameters."""
 
-    mlp: eqx.nn.MLP
+    layer: Bent
 
     def __init__(self, key):
-        self.mlp = eqx.nn.MLP(4, 3, 5, 1, activation=jnp.tanh, key=key)
+        self.layer = Bent(4, 3, key=key)
 
     def __call__(self, x):
-        y = self.mlp(x)
+        y = self.layer(x)
         return {"sum": y.sum(keepdims=True), "parts": (y**2, None)}
 
 

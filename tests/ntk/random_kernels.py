@@ -18,23 +18,31 @@ from .. import helpers
 KEY = jr.key(7)
 
 
-def init(key, width=8, depth=1, out=2, activation=jax.nn.relu):
+def parameterised(make, *args, key):
     """A model in the NTK parameterisation.
 
     Its parameters are drawn at once, as XLA would compile a program for each of them.
     """
 
-    def make(key):
-        mlp = eqx.nn.MLP(3, out, width, depth, activation, key=key)
-        return ntk_parameterise(mlp, weight_std=1.3, bias_std=0.2, key=key)
+    def scaled(key):
+        model = make(*args, key=key)
+        return ntk_parameterise(model, weight_std=1.3, bias_std=0.2, key=key)
 
-    model = eqx.filter_eval_shape(make, key)
+    model = eqx.filter_eval_shape(scaled, key)
     structs, static = eqx.partition(model, lambda x: isinstance(x, ShapeDtypeStruct))
     leaves, treedef = jax.tree.flatten(structs)
     ends = np.cumsum([x.size for x in leaves])
     numbers = jnp.split(jr.normal(key, (ends[-1],), leaves[0].dtype), ends[:-1])
     drawn = [x.reshape(y.shape) for x, y in zip(numbers, leaves, strict=True)]
     return eqx.combine(treedef.unflatten(drawn), static)
+
+
+def network(key, width=8, depth=1, out=2, activation=jax.nn.relu):
+    return parameterised(eqx.nn.MLP, 3, out, width, depth, activation, key=key)
+
+
+def init(key):
+    return parameterised(helpers.Bent, 3, 2, key=key)
 
 
 def assert_same(got, expected, tol=None):

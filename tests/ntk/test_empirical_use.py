@@ -15,7 +15,6 @@ from jax.flatten_util import ravel_pytree
 
 from eqxbatch import (
     EmpiricalKernel,
-    EmpiricalNNGP,
     EmpiricalNTK,
     HostStore,
     MemoryBudget,
@@ -25,12 +24,13 @@ from eqxbatch import (
 from eqxbatch._ntk import estimator
 from ..helpers import (
     assert_same,
+    Bent,
+    bent,
     BLOCK,
     CountTraces,
     drawn,
     normal,
     thinned,
-    TOTALS,
     variants,
 )
 from .models import (
@@ -50,11 +50,11 @@ from .models import (
 @float64
 @pytest.mark.parametrize(
     ("total", "method"),
-    (*((total, "auto") for total in (0, *TOTALS)), (5, "ntk_vector_products")),
+    (*((total, "auto") for total in (0, 1, 5, 13)), (5, "ntk_vector_products")),
 )
 def test_any_size_and_exact_symmetry(total, method, getkey):
     model = drawn(Matrices, key=getkey())
-    x = normal(getkey(), (max(TOTALS) + BLOCK - 1, 4), float)
+    x = normal(getkey(), (13 + BLOCK - 1, 4), float)
     jac, x = np.asarray(jacobians(model, x)), np.asarray(x)
     # The same with two sides, one of them a single block.
     other, jac_other = jnp.asarray(x[-BLOCK + 1 :]), jac[-BLOCK + 1 :]
@@ -66,11 +66,11 @@ def test_any_size_and_exact_symmetry(total, method, getkey):
     assert_same(kernel, pairs(jac, jac))
     kernel = np.asarray(kernel)
     assert (kernel == np.transpose(kernel, (1, 0, 3, 2, 5, 4))).all()
-    if total in (0, 5, 13):
+    if total != 1:
         unblocked = np.asarray(ntk(None, (1, 2))(x))
         assert (unblocked == unblocked.T).all()
     assert_same(ntk((3, BLOCK), (-1,))(x, other), pairs(jac, jac_other, (-1,)))
-    if total in (0, 3, 5, 13):
+    if total != 1:
         kernel = ntk((BLOCK, 1), (-1,))(other, x)
         assert_same(kernel, pairs(jac_other, jac, (-1,)))
 
@@ -113,7 +113,7 @@ def test_each_example_runs_once_a_panel(num_panels, total, getkey, keep_at_most)
 
 
 def test_memory_is_flat(getkey, keep_at_most):
-    model = drawn(eqx.nn.MLP, 16, 10, 256, 2, key=getkey())
+    model = drawn(eqx.nn.MLP, 16, 10, 256, 1, key=getkey())
 
     def temporaries(total, block_size, room):
         keep_at_most(room)
@@ -128,11 +128,11 @@ def test_memory_is_flat(getkey, keep_at_most):
     # the numbers of blocks.
     small, large = [temporaries(n, 16, 0) for n in (256, 1024)]
     assert large - small <= 4 * (1024 - 256) // 16
-    assert temporaries(1024, 16, 0) < 0.1 * temporaries(1024, None, None)
+    assert large < 0.1 * temporaries(1024, None, None)
 
 
 def test_memory_budget(getkey):
-    model = drawn(eqx.nn.MLP, 16, 10, 256, 2, key=getkey())
+    model = drawn(eqx.nn.MLP, 16, 10, 256, 1, key=getkey())
     x = normal(getkey(), (150, 16), float)
     budget = MemoryBudget("3MB")
     ntk = EmpiricalNTK(model, block_size=budget)
@@ -142,8 +142,6 @@ def test_memory_budget(getkey):
     stats = run.memory_analysis()
     assert stats.temp_size_in_bytes + stats.output_size_in_bytes <= 3_000_000
     assert_same(run(arrays, x), EmpiricalNTK(model)(x))
-    with pytest.raises(ValueError, match="too small"):
-        EmpiricalNTK(model, block_size=MemoryBudget("10KB"))(x)
 
 
 class Noisy(eqx.Module):
@@ -186,7 +184,7 @@ def test_keys(getkey):
     assert_same(ntk(x1, key=(first, make(4))), product(left, other))
     # Keys that are arrays of integers do as well.
     raw = jr.PRNGKey(3)
-    assert_same(EmpiricalNNGP(model)(x1, key=raw), EmpiricalNNGP(model)(x1, key=key))
+    assert_same(ntk(x1, key=raw), product(left, left))
     # Both sides have the same keys where only a keyword argument differs.
     scales = jnp.ones(5), 2 * jnp.ones(5)
     expected = 2 * ntk(x1, key=key)
@@ -279,7 +277,11 @@ def test_matvec_and_operator(getkey):
     model = cast(drawn(Dict, key=getkey()))
     x1, x2 = normal(getkey(), (5, 4), float), normal(getkey(), (3, 4), float)
     vector = outputs(model, x2)
-    jac1, jac2 = [jax.device_get(jacobians(model, x)) for x in (x1, x2)]
+    jac = jax.device_get(jacobians(model, np.concatenate([x1, x2])))
+    jac1, jac2 = (
+        jax.tree.map(lambda y: y[:5], jac),
+        jax.tree.map(lambda y: y[5:], jac),
+    )
     # Different outputs have something in common.
     pulled = sum(
         np.tensordot(np.asarray(v), jac, v.ndim)
@@ -327,9 +329,7 @@ def test_operator_needs_lineax(monkeypatch, getkey):
 @float64
 def test_derivatives(getkey):
     """Kernel alignment, and its gradient."""
-    model = drawn(
-        eqx.nn.MLP, 4, 3, 5, 2, activation=jnp.tanh, key=getkey(), dtype=jnp.float64
-    )
+    model = cast(bent(4, 3, getkey()))
     x = normal(getkey(), (5, 4), float)
     target = np.sign(normal(getkey(), (5, 5), float))
 
@@ -352,7 +352,7 @@ def test_derivatives(getkey):
 
 
 def test_as_a_pytree(getkey, tmp_path):
-    make = lambda key: EmpiricalNTK(eqx.nn.MLP(4, 3, 5, 1, key=key), block_size=2)
+    make = lambda key: EmpiricalNTK(Bent(4, 3, key=key), block_size=2)
     x = normal(getkey(), (5, 4), float)
     ensemble = eqx.filter_jit(eqx.filter_vmap(make))(jr.split(getkey(), 3))
     number = lambda leaf, i: jnp.asarray(np.asarray(leaf)[i])
@@ -374,7 +374,7 @@ def test_as_a_pytree(getkey, tmp_path):
 
 
 def test_an_equal_call_traces_nothing(getkey):
-    mlp = drawn(eqx.nn.MLP, 4, 3, 5, 1, key=getkey())
+    mlp = bent(4, 3, getkey())
     call = CountTraces(lambda mlp, x: mlp(x))
     for block_size in (None, 2):
         kernel = EmpiricalKernel(eqx.Partial(call, mlp), block_size=block_size)
@@ -387,7 +387,7 @@ def test_an_equal_call_traces_nothing(getkey):
         kernel(2 * x1, x2)
         kernel(x2 * 2 if block_size is None else x1)
         changed = eqx.tree_at(
-            lambda k: k.model.args[0].layers[0].bias, kernel, jnp.ones(5)
+            lambda k: k.model.args[0].layers[0].bias, kernel, jnp.ones(3)
         )
         changed(x1, x2)
         assert call.num <= 3

@@ -12,7 +12,7 @@ from eqxbatch import (
     ntk_parameterise,
 )
 from ..helpers import normal
-from .random_kernels import assert_same, init, kernel, KEY
+from .random_kernels import assert_same, kernel, KEY, network
 
 
 class TestParameterise:
@@ -115,7 +115,7 @@ class TestLimits:
     def test_within_standard_errors(self, width, number):
         """With one hidden layer, there is no bias at any width."""
         activation, analytic = self.functions[number]
-        make = lambda key: init(key, width, activation=activation)
+        make = lambda key: network(key, width, activation=activation)
         expected = limit(self.x, analytic, 1)
         kernels = kernel((100, 1_000), init=make, samples_per_batch=100)
         for estimate in kernels.estimate(self.x):
@@ -131,7 +131,7 @@ class TestLimits:
 
         def errors(key):
             kernels = MonteCarloKernel(
-                init, key=key, num_samples=counts, get="ntk", samples_per_batch=4
+                network, key=key, num_samples=counts, get="ntk", samples_per_batch=4
             )
             return jnp.stack([jnp.sum((k - expected) ** 2) for k in kernels(self.x)])
 
@@ -144,7 +144,7 @@ class TestLimits:
         expected = limit(self.x, arc_sine, 3)["ntk"]
         biases = []
         for width in widths:
-            make = lambda key, width=width: init(key, width, 3, 4, jax.lax.erf)
+            make = lambda key, width=width: network(key, width, 3, 4, jax.lax.erf)
             monte_carlo = kernel(20_000, init=make, get="ntk", samples_per_batch=500)
             got = monte_carlo.estimate(self.x)
             bias = jnp.linalg.norm(got.kernel - expected)

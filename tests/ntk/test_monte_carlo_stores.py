@@ -15,7 +15,7 @@ from eqxbatch import (
     ZarrStore,
 )
 from ..helpers import memory, normal, spread
-from .random_kernels import as_jax, assert_same, init, kernel, sampled
+from .random_kernels import as_jax, assert_same, init, kernel, network, sampled
 
 
 class TestDevices:
@@ -52,7 +52,7 @@ class TestDevices:
     def test_samples_are_shared(self):
         """Each of four devices has a quarter of the models in memory."""
         mesh = jax.make_mesh((4,), ("s",))
-        wide = lambda key: init(key, width=256)
+        wide = lambda key: network(key, width=256)
 
         def program(**settings):
             monte_carlo = kernel(8, init=wide, get="nngp", **settings)
@@ -161,7 +161,7 @@ class TestStores:
 
 class TestMemory:
     def program(self, num, **settings):
-        wide = lambda key: init(key, width=64)
+        wide = lambda key: network(key, width=64)
         monte_carlo = kernel(num, init=wide, **settings)
         return memory(lambda x: monte_carlo(x), jnp.ones((40, 3)))
 

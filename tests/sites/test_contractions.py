@@ -46,9 +46,8 @@ def break_products(monkeypatch, **changes):
     monkeypatch.setattr(trace, "find_rule", find_broken)
 
 
-@pytest.mark.parametrize("name", ("Conv2d, in groups", "Embedding, of a sequence"))
-def test_good_models(name):
-    for leaf in of_layer(name):
+def test_a_good_model():
+    for leaf in of_layer("Embedding, of a sequence"):
         # Nothing is left out of what is as small as that.
         assert [*leaf] == [*FIRST, *SECOND]
         assert max(leaf.values()) < 1e-12

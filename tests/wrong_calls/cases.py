@@ -7,6 +7,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from ..helpers import drawn
+
 
 class Case(NamedTuple):
     """One wrong call of the public `name`."""
@@ -21,7 +23,7 @@ w = jnp.ones(2)
 x = jnp.ones((5, 2))
 y = jnp.ones(5)
 key = jax.random.key(0)
-model = eqx.nn.MLP(2, 3, 4, 1, key=key)
+model = drawn(eqx.nn.MLP, 2, 3, 4, 1, key=key)
 
 
 def loss(w, x):

@@ -10,12 +10,12 @@ import numpy as np
 
 import eqxbatch
 from eqxbatch import grid, Mean, Sum
-from ..helpers import only_backwards
+from ..helpers import drawn, only_backwards
 from .cases import Case, key, loss, w, x, y
 
 
-net = eqx.nn.MLP(2, "scalar", 3, 1, key=key)
-deep = eqx.nn.MLP(2, "scalar", 3, 5, key=key)
+net = drawn(eqx.nn.MLP, 2, "scalar", 3, 1, key=key)
+deep = drawn(eqx.nn.MLP, 2, "scalar", 3, 5, key=key)
 
 
 def of_one(model, x, y):
@@ -341,7 +341,7 @@ def cross_entropy(logits, x, label):
 
 norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "batch", mode="batch")
 of_norm = lambda norm, x: jnp.sum(norm(x, state)[0])
-classifier = eqx.nn.MLP(2, 3, 4, 1, key=key)
+classifier = drawn(eqx.nn.MLP, 2, 3, 4, 1, key=key)
 predict = lambda model, x, y: model(x)
 pair = lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))
 

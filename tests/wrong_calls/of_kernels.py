@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 import eqxbatch
 from eqxbatch.results import MonteCarloEstimate, NTKLayer
+from ..helpers import drawn
 from .cases import Case, key, linear, model, w, x, y
 
 
@@ -22,8 +23,8 @@ pseudo = functools.partial(eqxbatch.PseudoNTK, model)
 probed = functools.partial(eqxbatch.ProbedNTK, model)
 init = lambda key: eqx.nn.MLP(2, 3, 4, 1, key=key)
 carlo = functools.partial(eqxbatch.MonteCarloKernel, init, key=key, num_samples=2)
-scalar = eqx.nn.MLP(2, "scalar", 4, 1, key=key)
-layer = eqx.nn.Linear(2, 3, key=key)
+scalar = drawn(eqx.nn.MLP, 2, "scalar", 4, 1, key=key)
+layer = drawn(eqx.nn.Linear, 2, 3, key=key)
 struct = jax.ShapeDtypeStruct((5, 3), jnp.float32)
 block = eqxbatch.Block(0, 0, 2, False, 1)
 
