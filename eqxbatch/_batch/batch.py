@@ -109,20 +109,21 @@ class Batch(eqx.Module):
     """The arguments of a call, split into batched leaves and everything else.
 
     `arrays` and `axes` (non-negative) list the batched leaves in the same order;
-    `names` says where each of them came from, for error messages.
+    `names` says where each of them came from, for error messages. `shared` has all
+    other leaves, and a mark in place of each batched one.
     """
 
     arrays: list
     axes: tuple[int, ...] = eqx.field(static=True)
     names: tuple[str, ...] = eqx.field(static=True)
-    _shared: list
-    _treedef: Any = eqx.field(static=True)
+    shared: list
+    treedef: Any = eqx.field(static=True)
 
     def arguments(self, arrays: list) -> tuple[tuple, dict]:
         """`(args, kwargs)` of the call, with `arrays` as the batched leaves."""
         arrays = list(arrays)
-        leaves = [arrays.pop(0) if x is _Batched else x for x in self._shared]
-        return _with_own_shapes(jtu.tree_unflatten(self._treedef, leaves))
+        leaves = [arrays.pop(0) if x is _Batched else x for x in self.shared]
+        return _with_own_shapes(jtu.tree_unflatten(self.treedef, leaves))
 
     def call(self, fun: Callable, arrays: list) -> PyTree:
         """Calls `fun` with `arrays` as the batched leaves."""

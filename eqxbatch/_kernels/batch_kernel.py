@@ -18,25 +18,18 @@ from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.transform import AbstractTransform, also_decorator, Out, P
-from .calls import (
-    BatchAxes,
-    BlockSize,
-    check_block_size,
-    check_mesh,
-    make_calls,
-    MeshAxis,
-)
 from .engine import on_device
 from .function import (
     AbstractKernelFunction,
     block_kernel,
     CalledKernel,
+    make_sides,
     on_mesh_of_results,
     PairwiseKernel,
 )
-from .kernel import room_to_keep, SHARE, Sizes
+from .kernel import BlockSize, check_block_size, room_to_keep, SHARE, Sizes
 from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
-from .on_mesh import on_mesh
+from .on_mesh import check_mesh, MeshAxis, on_mesh
 from .progress import AbstractProgressMeter, as_meter
 from .stores import AbstractStore
 from .zarr_store import as_store
@@ -288,7 +281,9 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         x2 = None if x2 is x1 else x2
         x1, x2, args = jtu.tree_map(as_array, (x1, x2, args))
         # Pairs of one object are found before each of them is converted.
-        calls, shared = jtu.tree_map(as_array, make_calls(x1, x2, key, kwargs))
+        axes = self.in_axes, getattr(fun, "kwargs_axes", {})
+        both = make_sides(x1, x2, key, kwargs, *axes)
+        sides, shared = jtu.tree_map(as_array, both)
         # The free memory is looked up before tracing.
         sizes, room = _sizes_of(self.block_size), 0
         is_ours = isinstance(self.kernel_fn, AbstractKernelFunction)
@@ -297,9 +292,8 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         return CalledKernel(
             fun,
             args,
-            calls,
+            sides,
             shared,
-            BatchAxes(self.in_axes, 0, getattr(fun, "kwargs_axes", {})),
             self.out_axes,
             is_alone,
             symmetric=None if symmetric is False else symmetric,

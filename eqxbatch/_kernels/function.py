@@ -1,19 +1,22 @@
-"""Kernel functions that are called for blocks of rows and columns."""
+"""Kernel functions that are called for blocks of rows and columns of two sides."""
 
 import abc
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Key, PyTree, UInt32
 
+from .._base.checks import AnyArray, check_types
 from .._base.cpu import evaluate_in_loop, in_opaque_branch
 from .._base.jaxprs import compiled
 from .._base.mesh import (
@@ -26,12 +29,188 @@ from .._base.mesh import (
 from .._base.mistakes import called
 from .._base.primitives import constants
 from .._base.trees import is_struct, match_prefix, safe_zip, shown
+from .._batch.batch import Batch, explained_failure, split_batch
 from .._batch.loop import Rows
-from .calls import BatchAxes, Call, is_pair, Side
 from .kernel import AbstractBlockKernel, flattened, KernelLeaf, SAMPLE
 
 
-_ROWS, _COLUMNS = SAMPLE
+# One key, or one for each example.
+OneKey = Key[Array, "..."] | UInt32[AnyArray, "... 2"] | None
+
+
+# Keys for both sides, or a pair with those for each side.
+Keys = OneKey | tuple[OneKey, ...] | list[OneKey]
+
+
+KEY_REMEDY = {"key": "`jax.random.key(seed)` makes one."}
+
+
+def make_sides(
+    x1: PyTree,
+    x2: PyTree,
+    key: Any,
+    kwargs: dict[str, Any],
+    in_axes: PyTree,
+    kwargs_axes: dict[str, PyTree],
+) -> tuple[list["Side"], dict[str, Any]]:
+    """The two sides of a call, or one if they are equal, and shared arguments."""
+    pairs = {name: x for name, x in kwargs.items() if is_pair(x)}
+    shared = {name: x for name, x in kwargs.items() if name not in pairs}
+    is_one = x2 is None or x2 is x1
+    for name, (_, second) in pairs.items():
+        if second is None and not is_one:
+            raise ValueError(
+                f"`{name}` must be a pair of arrays for the examples of `x1` and of "
+                "`x2`; got None for those of `x2`, which is for calls without `x2`."
+            )
+    keys = _key_pair(key, is_one)
+    is_same = (
+        is_one
+        and keys[0] is keys[1]
+        and all(second is None or second is first for first, second in pairs.values())
+    )
+    axes = in_axes, kwargs_axes
+    first = {name: pair[0] for name, pair in pairs.items()}
+    sides = [Side(x1, keys[0], first, *axes, is_second=False)]
+    if not is_same:
+        second = {name: x if y is None else y for name, (x, y) in pairs.items()}
+        x2 = x1 if x2 is None else x2
+        sides.append(Side(x2, keys[1], second, *axes, is_second=True))
+    return sides, shared
+
+
+def is_pair(x: Any) -> bool:
+    """Whether a keyword argument has arrays for each of the two sides."""
+    is_two = type(x) is tuple and len(x) == 2
+    is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
+    return is_two and any(map(is_array, jtu.tree_leaves(x)))
+
+
+def _key_pair(key: Any, is_one: bool) -> tuple:
+    check_types({"key": key}, {"key": Keys}, KEY_REMEDY)
+    if isinstance(key, (tuple, list)):
+        if len(key) != 2:
+            raise ValueError(
+                "`key` must be one key, or a pair of them for the two sides; got "
+                f"{len(key)} keys."
+            )
+        if not is_one or key[0] is not key[1]:
+            return tuple(key)
+        key = key[0]
+    if key is None:
+        return None, None
+    is_single = isinstance(key, (jax.Array, np.ndarray)) and _is_single(key)
+    if is_one and not is_single:
+        return key, key
+    if not is_single:
+        raise ValueError(
+            f"`key` must be one key, or a pair of them for the two sides; got "
+            f"{shown(key)}."
+        )
+    # Without `x2`, `x1` has the keys that it has with one.
+    first, second = jr.split(key)
+    return first, first if is_one else second
+
+
+def _is_single(key: AnyArray) -> bool:
+    return key.ndim == (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1)
+
+
+class Side(eqx.Module):
+    """The examples of one side, and how to call a model with one of them.
+
+    - `x`, `key`, `kwargs`: the arguments that have the examples.
+    - `in_axes`, `kwargs_axes`: their batch axes. If `in_axes` is None, the model takes
+        a whole batch at once.
+    """
+
+    x: PyTree
+    key: Array | None
+    kwargs: dict[str, Any]
+    in_axes: PyTree
+    kwargs_axes: dict[str, PyTree]
+    is_second: bool = eqx.field(static=True)
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """The examples as a batch, each of which has a key of its own."""
+        x, key, kwargs = self.x, self.key, self.kwargs
+        default = eqx.if_array(0)
+        axes = default if self.in_axes is None else self.in_axes
+        if self.in_axes is None:
+            # The whole batch is treated as one example; its output has a batch axis.
+            x, key, kwargs = jtu.tree_map(_with_axis, (x, key, kwargs))
+        kwargs_axes = {name: self.kwargs_axes.get(name, default) for name in kwargs}
+        name = _CALLS[self.is_second]
+        try:
+            if key is not None:
+                if self.in_axes is not None and _is_single(key):
+                    key = jr.split(key, split_batch(name, (axes,), (x,), {}).total())
+                kwargs, kwargs_axes = {**kwargs, "key": key}, {**kwargs_axes, "key": 0}
+            batch = split_batch(name, (axes, kwargs_axes), (x, kwargs), {})
+            batch.total()
+        except ValueError as e:
+            e.add_note(
+                "Keyword arguments for the examples come in pairs, batched along axis "
+                "0 unless `kwargs_axes` names another one."
+            )
+            raise
+        return batch
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        return Rows(self.batch.arrays, self.batch.axes, self.batch.total())
+
+    @property
+    def places(self) -> tuple:
+        """What is batched, along which axes."""
+        return self.batch.names, self.batch.axes
+
+    @property
+    def type(self) -> tuple:
+        """What a program depends on: two sides with equal types are traced once."""
+        batch = self.batch
+        shared = [id(x) if eqx.is_array(x) else x for x in batch.shared]
+        rows = safe_zip(batch.arrays, batch.axes)
+        shapes = [(x.shape[:axis] + x.shape[axis + 1 :], x.dtype) for x, axis in rows]
+        return batch.treedef, shared, batch.axes, shapes
+
+    def arguments(self, rows: list) -> tuple[PyTree, dict[str, Any]]:
+        """The input and the keyword arguments, with these arrays for the examples."""
+        (x, kwargs), _ = self.batch.arguments(rows)
+        return x, kwargs
+
+    def call(self, model: Callable, shared: dict[str, Any], rows: list) -> PyTree:
+        """The output of the model for one example."""
+        x, kwargs = self.arguments(rows)
+        return called(model, (x,), {**kwargs, **shared}, "The model")
+
+    def explained_failure(
+        self, model: Callable, shared: dict[str, Any]
+    ) -> AbstractContextManager:
+        """A context that tells models of a batch from models of one example."""
+        call, batch = functools.partial(self.call, model, shared), self.batch
+        if self.in_axes is not None:
+            return explained_failure(call, batch, "example", _IF_WHOLE)
+        # The whole batch is the single row of a batch.
+        whole = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batch.arrays]
+        has_examples = all(x.shape for x in whole)
+        batch = dataclasses.replace(batch, arrays=whole if has_examples else [])
+        return explained_failure(call, batch, "microbatch", _IF_ONE)
+
+
+_IF_WHOLE = "Pass `in_axes=None`, or a model of one example."
+
+
+_IF_ONE = "If it is a model of one example, leave out `in_axes=None`."
+
+
+# The names of the arguments of a side, for error messages.
+_CALLS: tuple[Callable, Callable] = (lambda x1, kwargs: None, lambda x2, kwargs: None)
+
+
+def _with_axis(x: Any) -> Any:
+    return x[None] if eqx.is_array(x) else x
 
 
 def block_kernel(call: "CalledKernel") -> AbstractBlockKernel:
@@ -78,7 +257,7 @@ def on_mesh_of_results(
         return kernel, reduce
     if not any(map(has_explicit_axes, kernel.out[0])):
         return kernel, reduce
-    closed = eqx.filter_make_jaxpr(_out)(kernel, *kernel.structs(SAMPLE))[0]
+    closed = kernel.program(*kernel.structs(SAMPLE))
     mesh = mesh_of_results(closed, list(constants(closed)))
     return (kernel, reduce) if mesh is None else put_on((kernel, reduce), mesh)
 
@@ -86,23 +265,16 @@ def on_mesh_of_results(
 class CalledKernel(AbstractBlockKernel):
     """Any kernel function, which is called for each block, and its arguments.
 
-    - `calls`: one for each side, or one for both if they are the same examples.
-    - `axes`: the batch axes of the calls; those of outputs do not matter.
+    - `sides`: the two sides, or one if they are the same examples.
     - `is_alone`: whether the second argument was omitted.
     """
 
     kernel_fn: Callable
     args: tuple
-    calls: list[Call]
+    sides: list[Side]
     shared: dict[str, Any]
-    axes: BatchAxes
     out_axes: PyTree
     is_alone: bool
-
-    @functools.cached_property
-    def sides(self) -> list[Side]:
-        sides = enumerate(self.calls)
-        return [Side(position, one, {}, self.axes) for position, one in sides]
 
     @property
     def rows(self) -> tuple[Rows, Rows]:
@@ -114,7 +286,7 @@ class CalledKernel(AbstractBlockKernel):
             return self
         structs = self.structs(SAMPLE)
         try:
-            out = eqx.filter_eval_shape(_out, self, *structs)
+            out = eqx.filter_eval_shape(self.called, *structs)
         except Exception as e:
             sides = (", ".join(str(x.shape) for x in rows) for rows in structs)
             remedy = " For a kernel of single examples, pass `pairwise=True`."
@@ -127,19 +299,20 @@ class CalledKernel(AbstractBlockKernel):
         leaves = tuple(leaves_at(self.out_axes, out))
         return dataclasses.replace(self, leaves=leaves, out=flattened(out))
 
+    @functools.cached_property
+    def _takes_none(self) -> bool:
+        """Whether the second argument is omitted for a block with itself."""
+        return self.is_alone and _can_omit_second(self.kernel_fn)
+
     def called(self, first: list, second: list | None) -> PyTree:
         """The output of the function for a block of rows and one of columns."""
-        x1, first_kwargs = self.sides[0].arguments(first)
-        x2, other = None, first_kwargs
-        if second is not None:
-            x2, other = self.sides[-1].arguments(second)
-        elif not self.is_alone or not _takes_none(self.kernel_fn):
-            x2 = x1
-        pairs = {name: (first_kwargs[name], other[name]) for name in first_kwargs}
-        kwargs = {**pairs, **self.shared}
-        out = called(self.kernel_fn, (x1, x2, *self.args), kwargs, "`kernel_fn`")
-        as_jax = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-        return jtu.tree_map(as_jax, out)
+        is_ours = isinstance(self.kernel_fn, AbstractKernelFunction)
+        if second is None and not self._takes_none and not is_ours:
+            # As for other blocks, so that one trace of the function serves all.
+            second = first
+        call = self.kernel_fn, self.args, self.shared, self._takes_none
+        columns = None if second is None else self.sides[-1].arguments(second)
+        return _called(call, self.sides[0].arguments(first), columns)
 
     def prepare(self) -> None:
         """There is nothing to prepare."""
@@ -148,27 +321,17 @@ class CalledKernel(AbstractBlockKernel):
         del side, size
         return rows
 
-    @functools.cached_property
-    def _programs(self) -> dict[Any, Any]:
-        return {}
-
     def block(
         self, first: Rows, second: Rows | None, always: Bool[Array, ""]
     ) -> list[Array]:
-        arrays = [first.arrays, *([] if second is None else [second.arrays])]
-        key = tuple(x.shape for x in jtu.tree_leaves(arrays)), second is None
-        if key not in self._programs:
-            none = [None] if second is None else []
-            tile = lambda first, second: self.tile(first, second)
-            make = eqx.filter_make_jaxpr(tile)
-            self._programs[key] = make(*arrays, *none)[0]
-        closed = self._programs[key]
+        sides = first.arrays, None if second is None else second.arrays
+        closed = self.program(*sides)
         # As its own program, it is in a branch, where convolutions are as slow as in a
         # loop.
         run = in_opaque_branch(
             functools.partial(evaluate_in_loop, closed.jaxpr), always
         )
-        return run(list(closed.consts), jtu.tree_leaves(arrays))
+        return run(list(closed.consts), jtu.tree_leaves(sides))
 
     def tile(self, first: list, second: list | None) -> list[Array]:
         """The arrays for a block of rows and a block of columns.
@@ -210,10 +373,21 @@ class CalledKernel(AbstractBlockKernel):
         return gathered([jnp.asarray(x, x.dtype) for x in arrays])
 
 
-# Compiled, so that repeated requests for shapes do not trace it again.
+# Compiled, so that a function is traced once for each shape of its blocks.
 @compiled
-def _out(kernel: CalledKernel, first: list, second: list) -> PyTree:
-    return kernel.called(first, second)
+def _called(call: tuple, first: tuple, second: tuple | None) -> PyTree:
+    """The output of a kernel function for the arguments of two sides.
+
+    Without the second, both are the same.
+    """
+    kernel_fn, args, shared, takes_none = call
+    (x1, kwargs), (x2, other) = first, second or first
+    if second is None and takes_none:
+        x2 = None
+    pairs = {name: (kwargs[name], other[name]) for name in kwargs}
+    out = called(kernel_fn, (x1, x2, *args), {**pairs, **shared}, "`kernel_fn`")
+    as_jax = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    return jtu.tree_map(as_jax, out)
 
 
 class AbstractKernelFunction(eqx.Module):
@@ -271,8 +445,7 @@ class PairwiseKernel(eqx.Module):
         axes = (self.in_axes, eqx.if_array(0))
 
         def one(x: PyTree, of_x: dict, y: PyTree, of_y: dict) -> Any:
-            of_both = {name: (of_x[name], of_y[name]) for name in pairs}
-            out = called(self.fun, (x, y, *args), {**of_both, **shared}, "`kernel_fn`")
+            out = _called((self.fun, args, shared, True), (x, of_x), (y, of_y))
             as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
             return jtu.tree_map(as_array, out)
 
@@ -302,8 +475,8 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
             f"columns)`, with None for one that is not there; got {shown(axes)}."
         )
     got = (
-        f"`kernel_fn` returned shape {shape} in output{path} for {_ROWS} rows and "
-        f"{_COLUMNS} columns"
+        f"`kernel_fn` returned shape {shape} in output{path} for {SAMPLE[0]} rows and "
+        f"{SAMPLE[1]} columns"
     )
     remedy = (
         "Return an array with these axes, or declare by `out_axes` what there is, with "
@@ -316,8 +489,7 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
             "would be one for each block. Return it separately."
         )
     resolved: list[int | None] = []
-    sizes = {"rows": _ROWS, "columns": _COLUMNS}
-    for (name, size), axis in safe_zip(sizes.items(), axes):
+    for name, size, axis in safe_zip(("rows", "columns"), SAMPLE, axes):
         if axis is None:
             resolved.append(None)
             continue
@@ -329,7 +501,7 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
     return KernelLeaf(path, (resolved[0], resolved[1]), shape, struct.dtype)
 
 
-def _takes_none(fun: Callable) -> bool:
+def _can_omit_second(fun: Callable) -> bool:
     """Whether a kernel function can be called without a second argument."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())

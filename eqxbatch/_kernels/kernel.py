@@ -14,10 +14,10 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._base.cpu import with_mirror_image
-from .._base.trees import safe_zip, with_arrays
+from .._base.trees import safe_zip, shown, with_arrays
 from .._batch.batch import block_struct
 from .._batch.loop import Rows
-from .._batch.memory import available_bytes, MemoryBudget
+from .._batch.memory import available_bytes, check_size, MemoryBudget
 
 
 class Tile(NamedTuple):
@@ -38,6 +38,26 @@ def balanced(total: int, size: int | None) -> int:
 
 # The largest numbers of rows and of columns of a tile; None for all.
 Sizes = tuple[int | None, int | None]
+
+
+BlockSize = int | tuple[int, int] | MemoryBudget | None
+
+
+def check_block_size(size: BlockSize | str) -> BlockSize:
+    if isinstance(size, tuple):
+        if len(size) != 2:
+            raise ValueError(
+                "`block_size` must be one size, or a pair of them for rows and "
+                f"columns; got {len(size)}."
+            )
+        rows, columns = (check_size("block_size", one) for one in size)
+        if not isinstance(rows, int) or not isinstance(columns, int):
+            raise TypeError(
+                f"A pair of sizes must consist of ints; got {shown(size)}. A "
+                "`MemoryBudget` is for both: pass it alone."
+            )
+        return rows, columns
+    return check_size("block_size", size)
 
 
 def _least(x: Any, y: int) -> Any:
@@ -369,6 +389,12 @@ class AbstractBlockKernel(eqx.Module):
 
         Without `second`, both are the same.
         """
+
+    def program(self, first: list, second: list | None) -> Any:
+        """The jaxpr of a tile, as a function of the examples."""
+        # Not of the method, whose arrays would be arguments of the program.
+        tile = lambda first, second: self.tile(first, second)
+        return eqx.filter_make_jaxpr(tile)(first, second)[0]
 
     @property
     def is_same(self) -> bool:

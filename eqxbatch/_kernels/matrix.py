@@ -23,7 +23,6 @@ from .._base.platforms import platform
 from .._base.trees import described, safe_zip
 from .._batch.batch import Block
 from .batch_kernel import BatchKernel, computed, on_one_device
-from .calls import MeshAxis
 from .engine import make_collectors, run_tiles, Tiles
 from .function import (
     AbstractKernelFunction,
@@ -32,6 +31,7 @@ from .function import (
     on_mesh_of_results,
 )
 from .kernel import AbstractBlockKernel, Grid
+from .on_mesh import MeshAxis
 from .progress import AbstractProgressMeter
 from .reductions import AbstractReduction, KernelProduct
 from .zarr_store import SymmetricArray

@@ -22,11 +22,10 @@ from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
 from .._base.trees import safe_zip
 from .._batch.loop import Rows
-from .calls import MeshAxis
 from .engine import finalized, make_collectors, Tiles
 from .function import block_kernel, CalledKernel, on_mesh_of_results
 from .kernel import AbstractBlockKernel, Tile
-from .on_mesh import check_closed_over, on_devices
+from .on_mesh import check_closed_over, MeshAxis, on_devices
 from .progress import AbstractProgressMeter
 from .stores import AbstractStore, AbstractWriter, fingerprint, Patch, patches
 
@@ -81,7 +80,8 @@ class _Blocks:
     def _block(self, side: int, number: int) -> Rows | None:
         if not self.is_used:
             return None
-        key = (0 if self.grid.is_same else side, number)
+        side = 0 if self.grid.is_same else side
+        key = side, number
         if key not in self._blocks:
             if len(self._blocks) >= self._most:
                 self._blocks.popitem(last=False)
@@ -236,24 +236,25 @@ def to_store(
     """The arrays of a kernel, in a store."""
     check_concrete(call, "a `store`")
     team = _Team(mesh_axis, store)
-    kernel = block_kernel(call)
-    if store.upper_only and not kernel.grid.is_symmetric:
-        raise ValueError(
-            "`upper_only` is for symmetric kernels of examples with themselves: leave "
-            "out `x2`, and pass `symmetric=True` if the kernel does not declare it."
-        )
-    mark = lambda: fingerprint(call, kernel)
-    writer = team.begin(functools.partial(store.begin, kernel, mark))
-    with contextlib.closing(writer):
-        error = None
-        try:
-            # Devices compute tiles on a mesh of their own, or alone.
-            with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
+    # Devices compute tiles on a mesh of their own, or alone.
+    with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
+        kernel = block_kernel(call)
+        if store.upper_only and not kernel.grid.is_symmetric:
+            raise ValueError(
+                "`upper_only` is for symmetric kernels of examples with themselves: "
+                "leave out `x2`, and pass `symmetric=True` if the kernel does not "
+                "declare it."
+            )
+        mark = lambda: fingerprint(call, kernel)
+        writer = team.begin(functools.partial(store.begin, kernel, mark))
+        with contextlib.closing(writer):
+            error = None
+            try:
                 _write(kernel, store, writer, meter, team)
-        except Exception as e:
-            error = e
-        team.agree(error)
-        return kernel.output(writer.finish())
+            except Exception as e:
+                error = e
+            team.agree(error)
+            return kernel.output(writer.finish())
 
 
 def _write(

@@ -9,17 +9,53 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from .._base.checks import check_types
 from .._base.cpu import materialised
 from .._base.mesh import is_explicit, replicated
 from .._base.primitives import constants
 from .._base.trees import safe_zip
 from .._batch.loop import Rows
-from .calls import MeshAxis
 from .engine import Collector, finalized, make_collectors, run_tiles, Tiles
 from .kernel import AbstractBlockKernel, balanced, Grid, SAMPLE, Tile
+
+
+class MeshAxis(eqx.Module):
+    """A mesh axis, over which the rows of a kernel are distributed."""
+
+    mesh: Mesh = eqx.field(static=True)
+    name: str = eqx.field(static=True)
+
+    @property
+    def num(self) -> int:
+        return self.mesh.shape[self.name]
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+
+def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
+    """The selected mesh axis, or None without a mesh."""
+    hints = {"mesh": Mesh | None, "mesh_axis": str | None}
+    check_types({"mesh": mesh, "mesh_axis": axis}, hints)
+    if mesh is None:
+        if axis is not None:
+            raise ValueError(
+                f"`mesh_axis` is {axis!r}, but there is no `mesh`. Pass a mesh, or "
+                "leave the axis out."
+            )
+        return None
+    if axis is None and len(mesh.axis_names) == 1:
+        (axis,) = mesh.axis_names
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"`mesh_axis` must name one of the axes of the mesh, {mesh.axis_names}; "
+            f"got {axis!r}."
+        )
+    assert axis is not None
+    return MeshAxis(mesh, axis)
 
 
 def on_mesh(kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis) -> PyTree:
@@ -41,8 +77,8 @@ def check_closed_over(kernel: AbstractBlockKernel) -> None:
     `jax.shard_map` cannot close over such arrays.
     """
     # Arrays that a copy computes from those of the kernel are no constants of this.
-    tile = lambda *sides: jtu.tree_map(lambda x: x, kernel).tile(*sides)
-    closed = eqx.filter_make_jaxpr(tile)(*kernel.structs(SAMPLE))[0]
+    copy = jtu.tree_map(lambda x: x, kernel)
+    closed = copy.program(*kernel.structs(SAMPLE))
     operands = {id(x) for x in jtu.tree_leaves(kernel)}
     for x in constants(closed):
         if id(x) not in operands and is_explicit(x):

@@ -198,11 +198,9 @@ def fingerprint(call: CalledKernel, kernel: AbstractBlockKernel) -> dict[str, An
     """The parts that identify the kernel of a call, as JSON data."""
     grid = kernel.grid
     first, second = kernel.structs(grid.sizes)
-    # Not the method, whose arrays would be arguments of the program.
-    tile = lambda first, second: kernel.tile(first, second)
-    programs = [_program(tile, first, second)]
+    programs = [kernel.program(first, second)]
     if grid.is_same:
-        programs.append(_program(tile, first, None))
+        programs.append(kernel.program(first, None))
     symmetric = None
     if grid.is_symmetric:
         symmetric = "transpose"
@@ -216,7 +214,7 @@ def fingerprint(call: CalledKernel, kernel: AbstractBlockKernel) -> dict[str, An
         # Only a record: tiles of another backend have other rounding errors and must
         # not be mixed with these. It does not change any computation.
         "compiler": f"jax {jax.__version__} {jax.default_backend()}",
-        "inputs": digest((call.calls, call.args, call.shared)),
+        "inputs": digest((call.sides, call.args, call.shared)),
         "settings": {name: getattr(jax.config, name, None) for name in _SETTINGS},
         "kernel_fn": digest(call.kernel_fn),
         "program": [_of_program(x) for x in programs],
@@ -247,7 +245,7 @@ def _program_of_mirror(kernel: AbstractBlockKernel) -> Any:
         jax.ShapeDtypeStruct(leaf.shape_for(kernel.grid.sizes), leaf.dtype)
         for leaf in kernel.leaves
     ]
-    return _program(lambda tile: mirror(tile), tile)
+    return eqx.filter_make_jaxpr(lambda tile: mirror(tile))(tile)[0]
 
 
 def digest(tree: PyTree) -> str:
@@ -268,10 +266,6 @@ def add_array(sha: Any, x: Any) -> None:
     sha.update(f"{x.dtype}{x.shape}".encode())
     # As bytes: Python has no buffers of dtypes such as bfloat16.
     sha.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
-
-
-def _program(fun: Any, *args: Any) -> Any:
-    return eqx.filter_make_jaxpr(fun)(*args)[0]
 
 
 def _of_program(closed: Any) -> str:

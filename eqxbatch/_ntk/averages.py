@@ -25,8 +25,7 @@ from .._base.trees import described, safe_zip, shown, type_of
 from .._batch.accumulators import AbstractAccumulator
 from .._batch.memory import MemoryBudget, resolve_size, resolved
 from .._batch.moments import AbstractSummary, Mean, Variance, VarianceState
-from .._kernels.calls import MeshAxis
-from .._kernels.on_mesh import on_devices
+from .._kernels.on_mesh import MeshAxis, on_devices
 from .._maps.micro_vmap import MicroVmap
 from .estimator import (
     has_state,

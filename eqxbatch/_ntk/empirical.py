@@ -9,7 +9,7 @@ from jaxtyping import Array, Inexact, Key, PyTree, Shaped, UInt32
 from .._base.checks import AnyArray, check_at_least
 from .._base.trees import import_extra
 from .._kernels.batch_kernel import AbstractStored
-from .._kernels.calls import Keys, make_calls
+from .._kernels.function import Keys
 from .estimator import AbstractEstimator, check_get, checked_constructor, Get, Request
 from .traced_model import (
     AbstractJacobianKernel,
@@ -174,7 +174,7 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
         product = lambda v: self.untraced_matvec(x1, x2, v, key=key, **kwargs)
         call, request = (x1, x2, key, kwargs), self._request("ntk")
         structs = eqx.filter_eval_shape(lambda: request.computed(*call, zero_outputs))
-        is_same = len(make_calls(*call)[0]) == 1
+        is_same = len(request.sides(*call)[0]) == 1
         tags = lineax.positive_semidefinite_tag if is_same else ()
         return lineax.FunctionLinearOperator(product, structs, tags)
 

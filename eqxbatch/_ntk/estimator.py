@@ -23,15 +23,21 @@ from jaxtyping import Array, Bool, PyTree
 from .._base.checks import check_callable, checked
 from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
-from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
 from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
 from .._batch.memory import MemoryBudget, resolve_size, resolved
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
-from .._kernels.calls import Call, KEY_REMEDY, Keys, make_calls
 from .._kernels.engine import on_device
-from .._kernels.function import AbstractKernelFunction, CalledKernel, leaves_at
+from .._kernels.function import (
+    AbstractKernelFunction,
+    CalledKernel,
+    KEY_REMEDY,
+    Keys,
+    leaves_at,
+    make_sides,
+    Side,
+)
 from .._kernels.kernel import (
     AbstractBlockKernel,
     flattened,
@@ -130,8 +136,14 @@ class Request(AbstractRequest, AbstractKernelFunction):
         task: Callable[[TracedModel], Any] | None = None,
     ) -> Any:
         """The kernels, or the result of another task for the traced model."""
-        calls, shared = make_calls(x1, x2, key, kwargs)
-        return _computed(self.in_bytes(), calls, shared, task)
+        sides = self.sides(x1, x2, key, kwargs)
+        return _computed(self.in_bytes(), *sides, task)
+
+    def sides(
+        self, x1: PyTree, x2: PyTree, key: Any, kwargs: dict[str, Any]
+    ) -> tuple[list[Side], dict[str, Any]]:
+        """The two sides of a call, and the arguments that they share."""
+        return make_sides(x1, x2, key, kwargs, self.in_axes, self.kwargs_axes)
 
     def in_bytes(self) -> "Request":
         """The request with memory budgets resolved to bytes."""
@@ -143,11 +155,11 @@ class Request(AbstractRequest, AbstractKernelFunction):
 
     def run(
         self,
-        calls: list[Call],
+        sides: list[Side],
         shared: dict[str, Any],
         task: Callable[[TracedModel], Any] | None,
     ) -> Any:
-        model = TracedModel(self, calls, shared)
+        model = TracedModel(self, sides, shared)
         budget = self.block_size
         if not isinstance(budget, MemoryBudget):
             with model.products():
@@ -159,7 +171,7 @@ class Request(AbstractRequest, AbstractKernelFunction):
             return lambda operands: replaced(operands[0]).run(*operands[1])
 
         # The memory that the kernels leave is for factors of the rows and for blocks.
-        operands = (self, (calls, shared, task))
+        operands = (self, (sides, shared, task))
         structs = eqx.filter_eval_shape(run_with(1, 0), operands)
         outputs = sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(structs))
         room = max(budget.resolve() - outputs, 0) // SHARE
@@ -234,17 +246,21 @@ class Request(AbstractRequest, AbstractKernelFunction):
         return dataclasses.replace(axes, probes=probes)
 
     def in_blocks(self, call: CalledKernel) -> "ModelKernel | None":
-        is_asymmetric = len(call.calls) == 1 and call.symmetric is None
+        is_asymmetric = len(call.sides) == 1 and call.symmetric is None
         is_whole = self.block_size is not None or self.in_axes is None
         if is_asymmetric or is_whole:
             return None
         # Without a size, there is a single block.
         sizes = None if call.sizes == (None, None) else call.sizes
         request = dataclasses.replace(self, block_size=sizes, room=call.room)
-        model = TracedModel(request, call.calls, call.shared)
-        sides = safe_zip(call.sides, model.sides)
-        if any(side.places != other.places for side, other in sides):
+        axes_of = {"in_axes": self.in_axes, "kwargs_axes": self.kwargs_axes}
+        sides = [dataclasses.replace(side, **axes_of) for side in call.sides]
+        places = [
+            [(x.batch.names, x.batch.axes) for x in y] for y in (sides, call.sides)
+        ]
+        if places[0] != places[1]:
             return None
+        model = TracedModel(request, sides, call.shared)
         for axes in model.axes:
             if axes.pairs_examples and not axes.is_empty:
                 continue
@@ -505,6 +521,11 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
 
         This is the result of a call with the batch axis among the `diagonal_axes`.
         """
+        if self.in_axes is None:
+            raise ValueError(
+                "With `in_axes=None`, the axis of the examples is not known. Name it "
+                "in `diagonal_axes`."
+            )
         request, kwargs = self._asked(**kwargs)
         request = dataclasses.replace(request, is_diagonal=True)
         return request(x1, x2, key=key, **kwargs)

@@ -15,8 +15,9 @@ from .._base.mesh import gathered
 from .._base.trees import as_int, described
 from .._batch.memory import check_size, MemoryBudget
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
-from .._kernels.calls import check_mesh, Keys, MeshAxis
+from .._kernels.function import Keys
 from .._kernels.on_host import check_concrete, metered
+from .._kernels.on_mesh import check_mesh, MeshAxis
 from .._kernels.stores import HostStore
 from .averages import (
     Average,

@@ -23,19 +23,13 @@ from .._base.mesh import vary_as
 from .._base.precision import products_of
 from .._base.trees import safe_zip, type_of
 from .._batch.accumulators import Concat
+from .._batch.batch import broadcast_axes
 from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
 from .._batch.memory import MemoryBudget
 from .._batch.moments import Sum
-from .._kernels.calls import (
-    BatchAxes,
-    BlockSize,
-    Call,
-    check_block_size,
-    output_axis,
-    Side,
-)
-from .._kernels.kernel import Grid
+from .._kernels.function import Side
+from .._kernels.kernel import BlockSize, check_block_size, Grid
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
 
 
@@ -116,9 +110,23 @@ class AbstractKernelSettings(eqx.Module):
         """A function that exchanges the two sides of a kernel, for symmetry."""
         return Mirror(self.traced_axes, self.diagonal_axes)
 
-    @property
-    def axes(self) -> BatchAxes:
-        return BatchAxes(self.in_axes, self.out_axes, self.kwargs_axes)
+    def batch_axes(self, out: PyTree) -> list[int | None]:
+        """The batch axis of each output array of the model, for the whole batch."""
+        leaves = jtu.tree_leaves(out)
+        if self.in_axes is None:
+            return [None] * len(leaves)
+        resolved = []
+        specs = broadcast_axes("out_axes", self.out_axes, out)
+        for leaf, axis in safe_zip(leaves, specs):
+            ndim = len(leaf.shape) + 1
+            if axis is None or not -ndim <= axis < ndim:
+                raise ValueError(
+                    f"`out_axes` gives an output of shape {leaf.shape} for one example "
+                    f"the batch axis {axis}, which is none of the {ndim} that it has "
+                    "then."
+                )
+            resolved.append(axis % ndim)
+        return resolved
 
 
 class AbstractParameterKernel(AbstractKernelSettings):
@@ -153,31 +161,23 @@ class AbstractRequest(AbstractKernelSettings):
 
 
 class TracedModel(eqx.Module):
-    """A model and its calls on the two sides, or on one if they are the same.
+    """A model on the two sides of its kernel, or on one if they are the same.
 
     It is traced on demand, once in each compiled function that it is passed to.
     """
 
     request: AbstractRequest
-    calls: list[Call]
+    _sides: list[Side]
     shared: dict[str, Any]
 
     @functools.cached_property
     def sides(self) -> list[Side]:
         """The examples of each side."""
-        axes = self.request.axes
-        if self.request.is_diagonal and not axes.is_batched:
-            raise ValueError(
-                "With `in_axes=None`, the axis of the examples is not known. Name it "
-                "in `diagonal_axes`."
-            )
         # Inside `jax.shard_map`, JAX sums a derivative over devices if its input is the
         # same on all of them. A kernel is that of the examples on its device, and both
         # sides have the same program.
-        arrays, static = eqx.partition(self.calls, eqx.is_array)
-        calls = eqx.combine(vary_as(jtu.tree_leaves(arrays), arrays), static)
-        sides = enumerate(calls)
-        return [Side(position, call, self.shared, axes) for position, call in sides]
+        arrays, static = eqx.partition(self._sides, eqx.is_array)
+        return eqx.combine(vary_as(jtu.tree_leaves(arrays), arrays), static)
 
     @functools.cached_property
     def programs(self) -> list[TracedFunction]:
@@ -188,15 +188,18 @@ class TracedModel(eqx.Module):
         combine: Callable[[list], PyTree] = lambda _: model
         if selection is not None:
             leaves, combine = selection.split(model)
-        leaves = vary_as(jtu.tree_leaves(eqx.filter(self.calls, eqx.is_array)), leaves)
+        arrays = jtu.tree_leaves(eqx.filter(self.sides, eqx.is_array))
+        leaves = vary_as(arrays, leaves)
         programs: list[TracedFunction] = []
         for side in sides:
             if programs and side.type == sides[0].type:
                 programs.append(programs[0])
                 continue
-            run = lambda leaves, rows, side=side: side.call(combine(leaves), rows)
+            run = lambda leaves, rows, side=side: side.call(
+                combine(leaves), self.shared, rows
+            )
             rows = side.rows
-            with side.explained_failure(model):
+            with side.explained_failure(model, self.shared):
                 program = TracedFunction(run, leaves, rows.arrays, rows.axes)
             programs.append(program)
         return programs
@@ -241,7 +244,7 @@ class TracedModel(eqx.Module):
                 f"{types[1]}."
             )
         result = []
-        batch_axes = output_axis(request.axes, self.out)
+        batch_axes = request.batch_axes(self.out)
         for index, ((path, leaf), other, batch) in enumerate(
             safe_zip(leaves, jtu.tree_leaves(outs[1]), batch_axes)
         ):

@@ -369,6 +369,32 @@ def test_traces(unchecked, getkey):
     assert kernel.num == num
 
 
+@pytest.mark.parametrize("pairwise", (False, True))
+@pytest.mark.parametrize("how", ("device", "host", "disk", "progress"))
+def test_traces_of_symmetric_kernels(how, pairwise, getkey, tmp_path):
+    """One for the shapes and one for all blocks; or one for a pair of examples.
+
+    A store on disk has a digest of the program, and no trace of its own.
+    """
+    of_pair = lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))
+    kernel = CountTraces(of_pair if pairwise else rbf)
+    batched = filter_batch_kernel(
+        lambda x, y: kernel(x, y),
+        block_size=4,
+        symmetric=True,
+        pairwise=pairwise,
+        progress=how == "progress",
+        store={"host": "host", "disk": tmp_path}.get(how, "device"),
+    )
+    x = normal(getkey(), (13, 3))
+    got = batched(x)
+    np.testing.assert_allclose(got, jax.jit(rbf)(x), rtol=1e-5)
+    num = 1 if pairwise else 2
+    assert kernel.num == num
+    batched(x)
+    assert kernel.num == num
+
+
 def test_memory_is_flat():
     batched = filter_batch_kernel(rbf, block_size=64, symmetric=True)
     reduced = lambda x: dataclasses.replace(

@@ -18,7 +18,15 @@ from eqxbatch import (
     TopK,
     TqdmProgressMeter,
 )
-from ..helpers import assert_same, bent, make_mesh, normal, put, variants
+from ..helpers import (
+    assert_same,
+    bent,
+    CountTraces,
+    make_mesh,
+    normal,
+    put,
+    variants,
+)
 from .kernel_functions import lopsided, rbf, white
 
 
@@ -208,10 +216,10 @@ def test_results_on_a_mesh_with_explicit_axes(how, getkey):
 
 
 def test_how_often_a_kernel_function_is_traced(getkey):
-    """Once for shapes and once for a block, and once more where results are moved."""
+    """Once for shapes and once for a block, also where results are moved."""
     x, y = normal(getkey(), (4, 3)), normal(getkey(), (6, 3))
     scale = put(jnp.array(1.0), make_mesh(AxisType.Explicit, (2,)))
-    for factor, expected in ((np.float32(1), 2), (scale, 3)):
+    for factor in (np.float32(1), scale):
         calls = []
 
         def kernel(x1, x2, factor=factor, calls=calls):
@@ -219,7 +227,15 @@ def test_how_often_a_kernel_function_is_traced(getkey):
             return rbf(x1, x2) * factor
 
         filter_batch_kernel(kernel, block_size=2)(x, y)
-        assert len(calls) == expected
+        assert len(calls) == 2
+
+    # Devices get arrays that are not closed over.
+    for store in ("device", "host"):
+        linear = CountTraces(lambda x, y: x @ y.T)
+        filter_batch_kernel(
+            linear, block_size=2, mesh=make_mesh(AxisType.Auto, (2,)), store=store
+        )(x, y)
+        assert linear.num == 2
 
 
 @pytest.mark.parametrize("trace_axes", (-1, ()))

@@ -210,6 +210,21 @@ def test_keyword_arguments(getkey):
     assert_same(got, expected[:, :])
 
 
+def test_arrays_without_examples_differ_between_the_sides(getkey):
+    class Scaled(eqx.Module):
+        weights: jax.Array
+
+        def __call__(self, inputs):
+            x, scale = inputs
+            return scale * (x @ self.weights)
+
+    ntk = EmpiricalNTK(Scaled(normal(getkey(), (3,))), in_axes=(0, None))
+    x1, x2 = normal(getkey(), (5, 3)), normal(getkey(), (4, 3))
+    got = ntk((x1, jnp.asarray(2.0)), (x2, jnp.asarray(5.0)))
+    assert_same(got, 10 * x1 @ x2.T, 1e-5)
+    assert_same(ntk((x1, jnp.asarray(2.0))), 4 * x1 @ x1.T, 1e-5)
+
+
 class Both(NamedTuple):
     scale: jax.Array
     power: int
