@@ -46,6 +46,7 @@ from ._gradients.micro_grad import (
     filter_micro_value_and_grad as filter_micro_value_and_grad,
 )
 from ._kernels.batch_kernel import filter_batch_kernel as filter_batch_kernel
+from ._kernels.on_host import HostStore as HostStore
 from ._kernels.progress import (
     AbstractProgressMeter as AbstractProgressMeter,
     TqdmProgressMeter as TqdmProgressMeter,
@@ -58,7 +59,6 @@ from ._kernels.reductions import (
     TopK as TopK,
 )
 from ._kernels.solve import kernel_solve as kernel_solve
-from ._kernels.stores import HostStore as HostStore
 from ._kernels.zarr_store import open_kernel as open_kernel, ZarrStore as ZarrStore
 from ._maps.grid_vmap import (
     filter_grid_vmap as filter_grid_vmap,

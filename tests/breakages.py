@@ -433,7 +433,7 @@ BREAKAGES = [
     ),
     Breakage(
         "the fingerprint ignores the second side",
-        "_kernels/stores.py",
+        "_kernels/on_host.py",
         '"inputs": digest((call.sides, call.args, call.shared)),',
         '"inputs": digest((call.sides[:1], call.args, call.shared)),',
         "tests/kernels -k another_kernel",
@@ -454,14 +454,14 @@ BREAKAGES = [
     ),
     Breakage(
         "each batch of samples is traced anew",
-        "_ntk/averages.py",
+        "_ntk/monte_carlo.py",
         "first = jnp.asarray(start, jnp.int32)",
         "first = start",
         "tests/ntk -k traces",
     ),
     Breakage(
         "a standard error that is resumed is one of n in place of n - 1",
-        "_ntk/averages.py",
+        "_ntk/monte_carlo.py",
         "** 2 * (num * (num - 1.0))",
         "** 2 * (num * (num - 0.0))",
         "tests/ntk -k previous",

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, Literal, TypeVar
 
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._base.checks import check_exclusive
+from .._base.checks import check_exclusive, check_types
 from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
@@ -25,20 +26,60 @@ from .function import (
     CalledKernel,
     make_sides,
     on_mesh_of_results,
-    PairwiseKernel,
 )
 from .kernel import BlockSize, check_block_size, room_to_keep, SHARE, Sizes
-from .on_host import IN_FLIGHT, tile_program, to_store, with_progress
+from .on_host import (
+    AbstractStore,
+    HostStore,
+    IN_FLIGHT,
+    tile_program,
+    to_store,
+    with_progress,
+)
 from .on_mesh import check_mesh, MeshAxis, on_mesh
-from .progress import AbstractProgressMeter, as_meter
-from .stores import AbstractStore
-from .zarr_store import as_store
+from .progress import AbstractProgressMeter, TqdmProgressMeter
+from .zarr_store import ZarrStore
 
 
 _X1 = TypeVar("_X1", bound=Any)
 
 
 _X2 = TypeVar("_X2")
+
+
+# What users pass for a store.
+Store = AbstractStore | str | os.PathLike
+
+
+# What is a mistake rather than the name of a folder.
+_NO_PATHS = ("", "cpu", "gpu", "tpu", "disk", "memory", "zarr")
+
+
+def as_store(store: Store) -> AbstractStore | Literal["device"]:
+    """The store that `store` stands for; a path is that of a `ZarrStore`."""
+    check_types({"store": store}, {"store": Store}, always=True)
+    if isinstance(store, AbstractStore):
+        return store
+    if store == "device":
+        return "device"
+    if store in _NO_PATHS:
+        raise ValueError(
+            f"`store` must be 'device', 'host', a path on disk, or a store; got "
+            f"{store!r}. Write './{store}' for a folder of this name."
+        )
+    return HostStore() if store == "host" else ZarrStore(store)
+
+
+# What users pass for a meter.
+Progress = AbstractProgressMeter | bool | None
+
+
+def as_meter(progress: Progress) -> AbstractProgressMeter | None:
+    """The meter that `progress` stands for."""
+    check_types({"progress": progress}, {"progress": Progress}, always=True)
+    if isinstance(progress, bool):
+        return TqdmProgressMeter() if progress else None
+    return progress
 
 
 def settings_of(module: Any, cls: type[eqx.Module]) -> dict[str, Any]:
@@ -275,8 +316,6 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         symmetric = self.symmetric
         if symmetric is None:
             symmetric = getattr(fun, "symmetric", False)
-        if self.pairwise:
-            fun = PairwiseKernel(fun, self.in_axes)
         is_alone = x2 is None
         x2 = None if x2 is x1 else x2
         x1, x2, args = jtu.tree_map(as_array, (x1, x2, args))
@@ -296,6 +335,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
             shared,
             self.out_axes,
             is_alone,
+            self.pairwise,
             symmetric=None if symmetric is False else symmetric,
             sizes=sizes,
             room=room,
@@ -374,15 +414,16 @@ def _sized(
     elif any(kernel.bytes_kept):
         # The memory that the kernel leaves is for factors of examples and for blocks.
         shapes = [
-            math.prod(leaf.shape_for(kernel.totals)) * leaf.dtype.itemsize
+            leaf.struct(kernel.totals).size * leaf.dtype.itemsize
             for leaf in kernel.leaves
         ]
         left = budget if reduce is not None else budget - sum(shapes)
         call = dataclasses.replace(call, room=max(left, 0) // SHARE)
     if isinstance(kernel, CalledKernel):
         call = kernel
-    square = lambda area: (math.isqrt(area), math.isqrt(area))
-    with_area = lambda call, area: dataclasses.replace(call, sizes=square(area))
+    with_area = lambda call, area: dataclasses.replace(
+        call, sizes=(math.isqrt(area), math.isqrt(area))
+    )
     operands = (call, reduce, mesh_axis, is_stored)
 
     # Memory is affine in the area of a block.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
+from jax.sharding import get_abstract_mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
@@ -27,43 +28,29 @@ from .kernel import AbstractBlockKernel, Grid, KernelLeaf
 from .reductions import AbstractReduction
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """A block of rows or columns, and a mask of those that count; None for all."""
+def _new_entries(
+    grid: Grid, pair: Int[Array, "2"], counts: Any
+) -> Bool[Array, "rows columns"] | None:
+    """The entries of a tile that no previous tile contains; None for all.
 
-    block: Block
-    counts: Bool[Array, " size"] | None
-
-
-def span(grid: Grid, side: int, index: Any, counts: Any = None) -> Span:
-    """The block with number `index` of a side; `counts` says whether it counts."""
-    size = grid.sizes[side]
-    start = grid.start(side, index)
-    new = None
-    if grid.is_ragged(side) or counts is not None:
-        # Rows that the previous block contains do not count again.
-        new = start + jnp.arange(size, dtype=jnp.int32) >= index * size
-        if counts is not None:
-            new = new & counts
-    return Span(Block(index, start, size, False, 1, grid.totals[side]), new)
-
-
-def _both(rows: Span, columns: Span) -> Bool[Array, "rows columns"] | None:
-    if rows.counts is None and columns.counts is None:
+    If `counts` is False, there are none.
+    """
+    if counts is None and not any(map(grid.is_ragged, (0, 1))):
         return None
-    counts = [
-        jnp.ones(span.block.size, bool) if span.counts is None else span.counts
-        for span in (rows, columns)
+    are_new = [
+        grid.start(side, index) + jnp.arange(size, dtype=jnp.int32) >= index * size
+        for side, (index, size) in enumerate(safe_zip(pair, grid.sizes))
     ]
-    return counts[0][:, None] & counts[1][None, :]
+    both = are_new[0][:, None] & are_new[1][None, :]
+    return both if counts is None else both & counts
 
 
-def _where(counts: Bool[Array, "rows columns"] | None, x: Array, other: Any) -> Array:
-    """A tile with rows and columns first, and `other` for entries that do not count."""
-    if counts is None:
+def _where(are_new: Bool[Array, "rows columns"] | None, x: Array, other: Any) -> Array:
+    """A tile with rows and columns first, and `other` for entries that are not new."""
+    if are_new is None:
         return x
-    counts = jnp.expand_dims(counts, range(2, x.ndim))
-    return jnp.where(counts, x, jnp.asarray(other).astype(x.dtype))
+    are_new = jnp.expand_dims(are_new, range(2, x.ndim))
+    return jnp.where(are_new, x, jnp.asarray(other).astype(x.dtype))
 
 
 _KERNEL = Shaped[jax.ShapeDtypeStruct, "n1 n2 *out"]
@@ -72,16 +59,17 @@ _KERNEL = Shaped[jax.ShapeDtypeStruct, "n1 n2 *out"]
 _State = PyTree[Shaped[ArrayLike, "..."]]
 
 
+@dataclasses.dataclass(frozen=True)
 class Collector:
     """Collects the tiles of one array of a kernel, or reduces them."""
 
-    def __init__(self, leaf: KernelLeaf, reduction: AbstractReduction | None = None):
-        self.leaf, self.reduction = leaf, reduction
+    leaf: KernelLeaf
+    reduction: AbstractReduction | None = None
 
     def init(self, totals: tuple[int, int]) -> PyTree[Array]:
         """The state before the first tile."""
         if self.reduction is None:
-            return jnp.zeros(self.leaf.shape_for(totals), self.leaf.dtype)
+            return jnp.zeros(self.leaf.struct(totals).shape, self.leaf.dtype)
         try:
             neutral = {"neutral": self.reduction.neutral}
             self._check(neutral, float | Shaped[ArrayLike, ""])
@@ -93,15 +81,19 @@ class Collector:
         return state
 
     def update(
-        self, state: PyTree[Array], tile: Array, rows: Span, columns: Span
+        self,
+        state: PyTree[Array],
+        tile: Array,
+        rows: Block,
+        columns: Block,
+        are_new: Bool[Array, "rows columns"] | None,
     ) -> PyTree[Array]:
-        """The state after one more tile."""
+        """The state after one more tile, of which some entries may not be new."""
         reduction = self.reduction
         if reduction is None:
-            starts = rows.block.start, columns.block.start
-            return self.leaf.written(state, tile, *starts)
-        tile = _where(_both(rows, columns), self.leaf.front(tile), reduction.neutral)
-        state = reduction.update(state, tile, rows.block, columns.block)
+            return self.leaf.written(state, tile, rows.start, columns.start)
+        tile = _where(are_new, self.leaf.front(tile), reduction.neutral)
+        state = reduction.update(state, tile, rows, columns)
         self._check({"update(...)": state}, _State)
         return state
 
@@ -128,8 +120,7 @@ class Collector:
 
     def _struct(self, totals: tuple[int, int]) -> jax.ShapeDtypeStruct:
         """The shape of the kernel, with rows and columns first."""
-        struct = jax.ShapeDtypeStruct(self.leaf.shape_for(totals), self.leaf.dtype)
-        return jax.eval_shape(self.leaf.front, struct)
+        return jax.eval_shape(self.leaf.front, self.leaf.struct(totals))
 
 
 def finalized(
@@ -175,28 +166,22 @@ def make_collectors(kernel: AbstractBlockKernel, reduce: PyTree) -> list[Collect
     return collectors
 
 
+@dataclasses.dataclass(frozen=True)
 class Tiles:
     """The tiles of a kernel, and their collectors."""
 
-    def __init__(
-        self,
-        kernel: AbstractBlockKernel,
-        grid: Grid,
-        collectors: Sequence[Collector],
-    ):
-        self.kernel, self.grid, self.collectors = kernel, grid, collectors
-        kernel.prepare()
+    kernel: AbstractBlockKernel
+    grid: Grid
+    collectors: Sequence[Collector]
 
-    def _spans(self, pair: Int[Array, "2"], counts: Any = None) -> tuple[Span, Span]:
-        first, second = (span(self.grid, i, pair[i], counts) for i in (0, 1))
-        return first, second
+    def __post_init__(self) -> None:
+        self.kernel.prepare()
 
     def tile(
         self,
         kept: tuple[Rows, Rows],
         places: tuple[Any, Any],
         is_diagonal: bool,
-        is_loop: bool = False,
     ) -> list[Array]:
         """The arrays of a tile, from the factors of its blocks.
 
@@ -213,7 +198,7 @@ class Tiles:
 
         with jax.named_scope("tile"):
             # Reverse mode recomputes tiles instead of storing them.
-            tile = jax.checkpoint(run, prevent_cse=not is_loop)(kept, places)
+            tile = jax.checkpoint(run, prevent_cse=False)(kept, places)
             if self.grid.is_symmetric and is_diagonal:
                 return self.kernel.symmetrised(tile)
             return tile
@@ -222,7 +207,6 @@ class Tiles:
         self,
         pair: Int[Array, "2"],
         is_diagonal: bool,
-        is_loop: bool = False,
         kept: Sequence[Rows | None] = (None, None),
     ) -> list[Array]:
         """The arrays of a tile, by the indices of its blocks.
@@ -240,7 +224,7 @@ class Tiles:
                 of_side = self.kernel.keep(side, rows, size)
             sides.append(of_side)
         first, second = sides
-        return self.tile((first, second), (pair[0], pair[1]), is_diagonal, is_loop)
+        return self.tile((first, second), (pair[0], pair[1]), is_diagonal)
 
     def update(
         self,
@@ -254,65 +238,55 @@ class Tiles:
 
         `counts` is False if the tile is only padding.
         """
-        spans = self._spans(pair, counts)
-        states = self._collected(states, tile, spans)
-        if self.grid.is_symmetric and not is_diagonal:
-            mirrored = self.kernel.mirror(tile)
-            spans = (spans[1], spans[0])
-            states = self._collected(states, mirrored, spans, is_mirror=True)
-        return states
-
-    def _collected(
-        self,
-        states: list,
-        tile: list[Array],
-        spans: tuple[Span, Span],
-        is_mirror: bool = False,
-    ) -> list:
-        return [
-            # Arrays with rows only, or columns only, need no mirror image.
-            state
-            if is_mirror and not leaf.is_pairwise
-            else collector.update(state, x, *spans)
-            for collector, leaf, state, x in safe_zip(
-                self.collectors, self.kernel.leaves, states, tile
-            )
+        grid = self.grid
+        blocks = [
+            Block(index, grid.start(side, index), size, False, 1, grid.totals[side])
+            for side, (index, size) in enumerate(safe_zip(pair, grid.sizes))
         ]
+        are_new = _new_entries(grid, pair, counts)
+        images = [(tile, blocks, are_new)]
+        if grid.is_symmetric and not is_diagonal:
+            are_new = None if are_new is None else are_new.T
+            images.append((self.kernel.mirror(tile), blocks[::-1], are_new))
+        updated = []
+        for i, (collector, state) in enumerate(safe_zip(self.collectors, states)):
+            # Arrays with rows only, or columns only, need no mirror image.
+            needed = images if collector.leaf.is_pairwise else images[:1]
+            for image, (rows, columns), are_new in needed:
+                state = collector.update(state, image[i], rows, columns, are_new)
+            updated.append(state)
+        return updated
 
     def num_nans(
         self, tile: list[Array], pair: Int[Array, "2"], is_diagonal: bool
     ) -> Int[Array, ""]:
         """The number of NaNs that a tile adds to the kernel."""
         num = jnp.zeros((), jnp.int32)
-        counts = _both(*self._spans(pair))
+        are_new = _new_entries(self.grid, pair, None)
         for leaf, x in safe_zip(self.kernel.leaves, tile):
             if leaf.is_pairwise and jnp.issubdtype(x.dtype, jnp.inexact):
                 nans = jnp.isnan(leaf.front(x))
-                num += jnp.sum(_where(counts, nans, False), dtype=jnp.int32)
+                num += jnp.sum(_where(are_new, nans, False), dtype=jnp.int32)
         return 2 * num if self.grid.is_symmetric and not is_diagonal else num
 
     def initial(self, first: Rows, second: Rows) -> list[PyTree[Array]]:
         """The states before the first tile."""
         states = [collector.init(self.grid.totals) for collector in self.collectors]
         states = on_mesh_around(states)
-        if self.grid.is_empty:
+        reduces = any(x.reduction is not None for x in self.collectors)
+        # Only on a mesh do tiles have other types than what they are written to.
+        if self.grid.is_empty or (not reduces and get_abstract_mesh().empty):
             return states
         pair = jnp.zeros(2, jnp.int32)
 
         def step(states: list, first: Rows, second: Rows, pair: Array) -> list:
-            kept = [
-                self.kernel.keep(side, rows.at(0, size), size)
-                for side, rows, size in safe_zip(
-                    (0, 1), (first, second), self.grid.sizes
-                )
-            ]
+            sides = enumerate(safe_zip((first, second), self.grid.sizes))
+            kept = [self.kernel.keep(i, x.at(0, size), size) for i, (x, size) in sides]
             tile = self.tile_of(pair, self.grid.is_same, kept=kept)
             return self.update(states, tile, pair, True)
 
-        before, after = (
-            jax.eval_shape(lambda x: x, states),
-            jax.eval_shape(step, states, first, second, pair),
-        )
+        before = jax.eval_shape(lambda x: x, states)
+        after = jax.eval_shape(step, states, first, second, pair)
         if types_of(before) != types_of(after):
             raise TypeError(
                 "`reduce` must keep structure, shapes and dtypes of its state: `init` "
@@ -320,31 +294,8 @@ class Tiles:
             )
         return jtu.tree_map(with_type_of, after, states)
 
-    def run(
-        self, first: Rows, second: Rows, panel: Rows | None = None
-    ) -> list[PyTree[Array]]:
-        """The states after all tiles of some examples with some others.
-
-        `panel` has the factors of all of the first examples, if available already.
-        """
-        states = self.initial(first, second)
-        if self.grid.is_empty:
-            return states
-        if self.grid.num_panels == 1:
-            return self._with_panel(states, first, second, 0, panel)
-
-        def step(states: list, index: Array) -> list:
-            return self._with_panel(states, first, second, index)
-
-        return _loop(step, states, range(self.grid.num_panels))
-
-    def _with_panel(
-        self,
-        states: list,
-        first: Rows,
-        second: Rows,
-        index: Any,
-        panel: Rows | None = None,
+    def with_panel(
+        self, states: list, first: Rows, second: Rows, index: Any, panel: Rows | None
     ) -> list:
         """The states after all tiles of a panel."""
         grid = self.grid
@@ -373,18 +324,14 @@ class Tiles:
             (self.grid.pairs(), False),
             (self.grid.diagonal(), True),
         ):
-            is_loop = len(tiles) > 1
 
             def step(
-                states: list,
-                local: Array,
-                is_diagonal: bool = is_diagonal,
-                is_loop: bool = is_loop,
+                states: list, local: Array, is_diagonal: bool = is_diagonal
             ) -> list:
                 pair = index * self.grid.height + local
                 places = [self.grid.start(0, number) - begin for number in pair]
                 kept, both = (panel, panel), (places[0], places[1])
-                tile = self.tile(kept, both, is_diagonal, is_loop)
+                tile = self.tile(kept, both, is_diagonal)
                 return self.update(states, tile, pair, is_diagonal)
 
             states = _loop(step, states, tiles)
@@ -405,7 +352,7 @@ class Tiles:
             def step(states: list, local: Array) -> list:
                 pair = jnp.stack([index * grid.height + local, column])
                 places = grid.start(0, pair[0]) - begin, jnp.zeros_like(local)
-                tile = self.tile((panel, kept), places, False, True)
+                tile = self.tile((panel, kept), places, False)
                 return self.update(states, tile, pair, False)
 
             return _loop(step, states, range(grid.height))
@@ -440,7 +387,14 @@ def run_tiles(
     """
     if panel is None:
         grid = grid.in_panels(kernel.num_kept(kernel.bytes_kept[0]))
-    return Tiles(kernel, grid, collectors).run(first, second, panel)
+    tiles = Tiles(kernel, grid, collectors)
+    states = tiles.initial(first, second)
+    if grid.is_empty:
+        return states
+    if grid.num_panels == 1:
+        return tiles.with_panel(states, first, second, 0, panel)
+    step = lambda states, index: tiles.with_panel(states, first, second, index, None)
+    return _loop(step, states, range(grid.num_panels))
 
 
 def on_device(kernel: AbstractBlockKernel, reduce: PyTree = None) -> PyTree:

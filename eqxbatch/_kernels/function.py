@@ -162,11 +162,6 @@ class Side(eqx.Module):
         return Rows(self.batch.arrays, self.batch.axes, self.batch.total())
 
     @property
-    def places(self) -> tuple:
-        """What is batched, along which axes."""
-        return self.batch.names, self.batch.axes
-
-    @property
     def type(self) -> tuple:
         """What a program depends on: two sides with equal types are traced once."""
         batch = self.batch
@@ -218,9 +213,8 @@ def block_kernel(call: "CalledKernel") -> AbstractBlockKernel:
 
     Kernels of this package keep factors of examples.
     """
-    kernel = None
-    if isinstance(call.kernel_fn, AbstractKernelFunction):
-        kernel = call.kernel_fn.in_blocks(call)
+    kernel_fn: Any = call.kernel_fn
+    kernel = kernel_fn.in_blocks(call) if call.is_ours else None
     kernel = call.evaluated() if kernel is None else kernel
     if kernel.is_same and kernel.mirror.is_transpose:
         _check_transpose(kernel.leaves)
@@ -267,6 +261,7 @@ class CalledKernel(AbstractBlockKernel):
 
     - `sides`: the two sides, or one if they are the same examples.
     - `is_alone`: whether the second argument was omitted.
+    - `pairwise`: whether it is a function of one example of each side.
     """
 
     kernel_fn: Callable
@@ -275,6 +270,12 @@ class CalledKernel(AbstractBlockKernel):
     shared: dict[str, Any]
     out_axes: PyTree
     is_alone: bool
+    pairwise: bool
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the function may compute factors of examples for all blocks."""
+        return isinstance(self.kernel_fn, AbstractKernelFunction) and not self.pairwise
 
     @property
     def rows(self) -> tuple[Rows, Rows]:
@@ -290,10 +291,9 @@ class CalledKernel(AbstractBlockKernel):
         except Exception as e:
             sides = (", ".join(str(x.shape) for x in rows) for rows in structs)
             remedy = " For a kernel of single examples, pass `pairwise=True`."
-            is_pairwise = isinstance(self.kernel_fn, PairwiseKernel)
             e.add_note(
                 "`kernel_fn` is called with blocks of examples, here of shape "
-                f"{' and '.join(sides)}.{'' if is_pairwise else remedy}"
+                f"{' and '.join(sides)}.{'' if self.pairwise else remedy}"
             )
             raise
         leaves = tuple(leaves_at(self.out_axes, out))
@@ -302,17 +302,29 @@ class CalledKernel(AbstractBlockKernel):
     @functools.cached_property
     def _takes_none(self) -> bool:
         """Whether the second argument is omitted for a block with itself."""
-        return self.is_alone and _can_omit_second(self.kernel_fn)
+        is_alone = self.is_alone and not self.pairwise
+        return is_alone and _can_omit_second(self.kernel_fn)
 
     def called(self, first: list, second: list | None) -> PyTree:
         """The output of the function for a block of rows and one of columns."""
-        is_ours = isinstance(self.kernel_fn, AbstractKernelFunction)
-        if second is None and not self._takes_none and not is_ours:
+        if second is None and not self._takes_none and not self.is_ours:
             # As for other blocks, so that one trace of the function serves all.
             second = first
         call = self.kernel_fn, self.args, self.shared, self._takes_none
-        columns = None if second is None else self.sides[-1].arguments(second)
-        return _called(call, self.sides[0].arguments(first), columns)
+        left, right = self.sides[0], self.sides[-1]
+        if second is None:
+            return _called(call, left.arguments(first), None)
+        both = lambda x, y: _called(call, left.arguments(x), right.arguments(y))
+        if not self.pairwise:
+            return both(first, second)
+
+        def one(x: list, y: list) -> PyTree:
+            as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
+            return jtu.tree_map(as_array, both(x, y))
+
+        rows, columns = ([*rows.axes] for rows in self.rows)
+        row = eqx.filter_vmap(one, in_axes=(None, columns))
+        return eqx.filter_vmap(row, in_axes=(rows, None))(first, second)
 
     def prepare(self) -> None:
         """There is nothing to prepare."""
@@ -359,15 +371,13 @@ class CalledKernel(AbstractBlockKernel):
                 )
             raise
         arrays = [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
-        expected = [leaf.shape_for((sizes[0], sizes[1])) for leaf in self.leaves]
-        shapes = [x.shape for x in arrays]
-        dtypes = [leaf.dtype for leaf in self.leaves]
-        if shapes != expected or [x.dtype for x in arrays] != dtypes:
+        structs = [leaf.struct((sizes[0], sizes[1])) for leaf in self.leaves]
+        if _shown(arrays) != _shown(structs):
             raise ValueError(
                 "`kernel_fn` must return arrays of the same structure, rank and dtype "
                 "for all blocks, whose other axes have the same sizes for all of them; "
-                f"expected {_shown(expected, dtypes)} for {sizes[0]} rows and "
-                f"{sizes[1]} columns, got {_shown(shapes, [x.dtype for x in arrays])}."
+                f"expected {_shown(structs)} for {sizes[0]} rows and {sizes[1]} "
+                f"columns, got {_shown(arrays)}."
             )
         # Blocks can start anywhere, which a mesh with explicit axes does not allow.
         return gathered([jnp.asarray(x, x.dtype) for x in arrays])
@@ -424,36 +434,6 @@ def leaves_at(out_axes: PyTree, out: PyTree) -> list[KernelLeaf]:
             "kernel of `x1` with `x2`."
         )
     return leaves
-
-
-class PairwiseKernel(eqx.Module):
-    """A kernel of one example of each side, mapped over blocks of them.
-
-    - `in_axes`: the batch axes of both sides.
-    """
-
-    fun: Callable
-    in_axes: PyTree
-
-    def __call__(self, x1: PyTree, x2: PyTree = None, *args: Any, **kwargs: Any) -> Any:
-        x2 = x1 if x2 is None else x2
-        pairs = {name: x for name, x in kwargs.items() if is_pair(x)}
-        shared = {name: x for name, x in kwargs.items() if name not in pairs}
-        first, second = (
-            {name: pair[side] for name, pair in pairs.items()} for side in (0, 1)
-        )
-        axes = (self.in_axes, eqx.if_array(0))
-
-        def one(x: PyTree, of_x: dict, y: PyTree, of_y: dict) -> Any:
-            out = _called((self.fun, args, shared, True), (x, of_x), (y, of_y))
-            as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
-            return jtu.tree_map(as_array, out)
-
-        def row(x: PyTree, of_x: dict) -> Any:
-            of_one = lambda y, of_y: one(x, of_x, y, of_y)
-            return eqx.filter_vmap(of_one, in_axes=axes)(x2, second)
-
-        return eqx.filter_vmap(row, in_axes=axes)(x1, first)
 
 
 def is_axes(x: Any) -> bool:
@@ -513,6 +493,5 @@ def _can_omit_second(fun: Callable) -> bool:
     return not is_required or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
 
 
-def _shown(shapes: list, dtypes: list) -> str:
-    pairs = safe_zip(shapes, dtypes)
-    return ", ".join(f"{shape} {dtype}" for shape, dtype in pairs)
+def _shown(arrays: Sequence) -> str:
+    return ", ".join(f"{x.shape} {x.dtype}" for x in arrays)

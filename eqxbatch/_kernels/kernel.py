@@ -239,13 +239,13 @@ class KernelLeaf:
         """The sizes of its axes other than those of the rows and of the columns."""
         return tuple(n for i, n in enumerate(self.sample) if i not in self.axes)
 
-    def shape_for(self, sizes: tuple[int, int]) -> tuple[int, ...]:
-        """Its shape for given numbers of rows and columns."""
+    def struct(self, sizes: tuple[int, int]) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype for given numbers of rows and columns."""
         shape = list(self.sample)
         for axis, size in safe_zip(self.axes, sizes):
             if axis is not None:
                 shape[axis] = size
-        return tuple(shape)
+        return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
 
     def front(self, tile: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """The tile with its rows and columns as its first two axes."""
@@ -300,7 +300,7 @@ class TileMirror:
         arrays = jtu.tree_leaves(self.symmetric(_filled(self.out, tile)))
         mirrored = [x for x in arrays if eqx.is_array(x)]
         sizes = _sizes(self.leaves, tile)
-        expected = [leaf.shape_for((sizes[1], sizes[0])) for leaf in self.leaves]
+        expected = [leaf.struct((sizes[1], sizes[0])).shape for leaf in self.leaves]
         pairwise = [leaf.is_pairwise for leaf in self.leaves]
         for is_pairwise, x, shape in safe_zip(pairwise, mirrored, expected):
             if is_pairwise and x.shape != shape:

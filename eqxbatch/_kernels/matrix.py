@@ -38,17 +38,14 @@ from .zarr_store import SymmetricArray
 
 
 class AbstractMatrix(eqx.Module):
-    """The matrix of a kernel that need not fit in memory."""
+    """The matrix of a kernel that need not fit in memory.
 
-    @property
-    @abc.abstractmethod
-    def struct(self) -> jax.ShapeDtypeStruct:
-        """Its shape and dtype."""
+    - `struct`: its shape and dtype.
+    - `is_hermitian`: whether it is known to be its own conjugate transpose.
+    """
 
-    @property
-    @abc.abstractmethod
-    def is_hermitian(self) -> bool:
-        """Whether it is known to be its own conjugate transpose."""
+    struct: jax.ShapeDtypeStruct = eqx.field(static=True)
+    is_hermitian: bool = eqx.field(static=True)
 
     @abc.abstractmethod
     def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
@@ -102,8 +99,6 @@ class ComputedMatrix(AbstractMatrix):
 
     call: CalledKernel
     mesh_axis: MeshAxis | None
-    _struct: jax.ShapeDtypeStruct = eqx.field(static=True)
-    _is_hermitian: bool = eqx.field(static=True)
 
     def __init__(self, transform: BatchKernel, x1: Any, x2: Any, kwargs: dict):
         self.mesh_axis = transform.row_axis
@@ -113,28 +108,19 @@ class ComputedMatrix(AbstractMatrix):
         if [leaf.axes for leaf in kernel.leaves] != [(0, 1)] or any(
             len(leaf.sample) != 2 for leaf in kernel.leaves
         ):
-            shapes = [leaf.shape_for(kernel.totals) for leaf in kernel.leaves]
+            shapes = [leaf.struct(kernel.totals).shape for leaf in kernel.leaves]
             raise ValueError(
                 "`kernel` must return one array of shape (n1, n2), here "
                 f"{kernel.totals}; got the shapes {shapes}. For several outputs, take "
                 "the trace over them, with `trace_axes`."
             )
-        (leaf,) = kernel.leaves
-        self._struct = jax.ShapeDtypeStruct(leaf.shape_for(kernel.totals), leaf.dtype)
+        self.struct = kernel.leaves[0].struct(kernel.totals)
         # With two axes, the function that exchanges the sides of our estimators is a
         # transpose. A user's function can do anything.
         mirror = kernel.symmetric
         is_ours = isinstance(transform.kernel_fn, AbstractKernelFunction)
         is_known = mirror is True or (mirror is not None and is_ours)
-        self._is_hermitian = kernel.is_same and is_known
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        return self._struct
-
-    @property
-    def is_hermitian(self) -> bool:
-        return self._is_hermitian
+        self.is_hermitian = kernel.is_same and is_known
 
     def stored(self, store: Any, meter: AbstractProgressMeter | None) -> Any:
         """The matrix in a store."""
@@ -186,7 +172,7 @@ def _diagonal(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
 
     def step(diagonal: Array, number: Array) -> tuple[Array, None]:
         both = jnp.stack([number, number])
-        tile = tiles.tile_of(both, grid.is_same, is_loop=True)[0]
+        tile = tiles.tile_of(both, grid.is_same)[0]
         start = jnp.asarray(grid.start(0, number), jnp.int32)
         return lax.dynamic_update_slice(diagonal, jnp.diagonal(tile), (start,)), None
 
@@ -384,16 +370,13 @@ class StoredMatrix(AbstractMatrix):
     """
 
     reader: Reader = eqx.field(static=True)
-    source: ComputedMatrix | None = None
+    source: ComputedMatrix | None
 
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(self.reader.dtype)
-        return jax.ShapeDtypeStruct(self.reader.shape, dtype)
-
-    @property
-    def is_hermitian(self) -> bool:
-        return self.reader.is_hermitian
+    def __init__(self, reader: Reader, source: ComputedMatrix | None = None):
+        self.reader, self.source = reader, source
+        dtype = jax.dtypes.canonicalize_dtype(reader.dtype)
+        self.struct = jax.ShapeDtypeStruct(reader.shape, dtype)
+        self.is_hermitian = reader.is_hermitian
 
     def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
         if isinstance(vectors, np.ndarray):
@@ -468,28 +451,25 @@ class MatrixView(AbstractMatrix):
     """The transpose of another matrix, its complex conjugate, or both."""
 
     original: AbstractMatrix
-    is_transposed: bool = eqx.field(static=True, default=False)
-    is_conjugate: bool = eqx.field(static=True, default=False)
+    is_transposed: bool = eqx.field(static=True)
+    is_conjugate: bool = eqx.field(static=True)
 
     @staticmethod
     def of(matrix: AbstractMatrix, change: str) -> AbstractMatrix:
         """A matrix with one of the two changes more, or less if it has it already."""
-        view = matrix if isinstance(matrix, MatrixView) else MatrixView(matrix)
-        view = dataclasses.replace(view, **{change: not getattr(view, change)})
-        return view if view.is_transposed or view.is_conjugate else view.original
+        changes, struct = {"is_transposed": False, "is_conjugate": False}, matrix.struct
+        if isinstance(matrix, MatrixView):
+            changes = {name: getattr(matrix, name) for name in changes}
+            matrix = matrix.original
+        changes[change] = not changes[change]
+        if not any(changes.values()):
+            return matrix
+        if change == "is_transposed":
+            struct = jax.ShapeDtypeStruct(struct.shape[::-1], struct.dtype)
+        return MatrixView(struct, matrix.is_hermitian, matrix, **changes)
 
     def _conj(self, x: Any) -> Any:
         return x.conj() if self.is_conjugate else x
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        struct = self.original.struct
-        shape = struct.shape[::-1] if self.is_transposed else struct.shape
-        return jax.ShapeDtypeStruct(shape, struct.dtype)
-
-    @property
-    def is_hermitian(self) -> bool:
-        return self.original.is_hermitian
 
     def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
         is_transposed ^= self.is_transposed

@@ -1,15 +1,23 @@
-"""Blocks of a kernel, one call at a time, in a Python loop."""
+"""Kernels outside of the device: a Python loop over blocks, and stores for these."""
 
+import abc
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
@@ -20,14 +28,169 @@ from jaxtyping import Array, PyTree
 
 from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
+from .._base.primitives import constants, inner_programs, parameters, programs_in
 from .._base.trees import safe_zip
 from .._batch.loop import Rows
 from .engine import finalized, make_collectors, Tiles
 from .function import block_kernel, CalledKernel, on_mesh_of_results
-from .kernel import AbstractBlockKernel, Tile
+from .kernel import AbstractBlockKernel, Grid, KernelLeaf, Tile
 from .on_mesh import check_closed_over, MeshAxis, on_devices
 from .progress import AbstractProgressMeter
-from .stores import AbstractStore, AbstractWriter, fingerprint, Patch, patches
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """The part of a tile that is written to one array of a kernel.
+
+    - `leaf`: the index of the array.
+    - `place`: its position in the array; `chunk` is the position in blocks.
+    - `part`: the part of the tile.
+    - `is_mirror`: whether it is from the mirror image of the tile.
+    """
+
+    leaf: int
+    place: tuple[slice, ...]
+    chunk: tuple[int, ...]
+    part: tuple[slice, ...]
+    is_mirror: bool
+
+
+def patches(leaves: Sequence[KernelLeaf], grid: Grid, tile: Tile) -> Iterator[Patch]:
+    """The patches of a tile, for the arrays of a kernel."""
+    for index, leaf in enumerate(leaves):
+        if leaf.is_pairwise:
+            yield _patch(index, leaf, grid, tile, False)
+            if grid.is_symmetric and tile.row != tile.column:
+                yield _patch(index, leaf, grid, Tile(*reversed(tile)), True)
+            continue
+        # A single tile of each row, or of each column, is enough.
+        other = tile.column if leaf.axes[1] is None else tile.row
+        if tile.row == tile.column if grid.is_same else other == 0:
+            yield _patch(index, leaf, grid, tile, False)
+
+
+def _patch(
+    index: int, leaf: KernelLeaf, grid: Grid, tile: Tile, is_mirror: bool
+) -> Patch:
+    ndim = len(leaf.sample)
+    place, part, chunk = [slice(None)] * ndim, [slice(None)] * ndim, [0] * ndim
+    for side, axis in enumerate(leaf.axes):
+        if axis is None:
+            continue
+        new = grid.new(side, tile[side])
+        start = grid.start(side, tile[side])
+        place[axis] = slice(new.start, new.stop)
+        part[axis] = slice(new.start - start, new.stop - start)
+        chunk[axis] = tile[side]
+    return Patch(index, tuple(place), tuple(chunk), tuple(part), is_mirror)
+
+
+class AbstractWriter(abc.ABC):
+    """Writes the patches of one kernel."""
+
+    @abc.abstractmethod
+    def has(self, patch: Patch) -> bool:
+        """Whether a patch is stored already, and intact."""
+
+    @abc.abstractmethod
+    def prepare(self, missing: list[Patch]) -> None:
+        """Announces patches to write. Raises `OSError` without enough space."""
+
+    @abc.abstractmethod
+    def write(self, patch: Patch, values: np.ndarray) -> None:
+        """Writes a patch. Several threads may call it for different patches."""
+
+    @abc.abstractmethod
+    def finish(self) -> list[Any]:
+        """The arrays, once all patches are written."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the writing, also after an error."""
+
+
+# Makes what identifies a kernel, as JSON data.
+Fingerprint = Callable[[], dict[str, Any]]
+
+
+class AbstractStore(eqx.Module):
+    """Where the blocks of a kernel are stored."""
+
+    # Whether to omit patches that are mirror images.
+    upper_only: eqx.AbstractVar[bool]
+
+    @abc.abstractmethod
+    def begin(
+        self, kernel: AbstractBlockKernel, fingerprint: Fingerprint, is_first: bool
+    ) -> AbstractWriter:
+        """The writer for the patches of a kernel.
+
+        `fingerprint` identifies the kernel, and `is_first` says whether this is the
+        first of the processes that compute it.
+        """
+
+    @property
+    @abc.abstractmethod
+    def is_shared(self) -> bool:
+        """Whether several processes can write to it."""
+
+
+class HostStore(AbstractStore):
+    """Stores a kernel in host memory, as NumPy arrays.
+
+    `store="host"` of [`eqxbatch.filter_batch_kernel`][] stands for it. Each block is
+    copied while the next one is computed, so the kernel can be larger than device
+    memory.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T, block_size=2, store="host"
+        ... )
+        >>> kernel(jnp.ones((3, 4)), jnp.ones((2, 4)))
+        array([[4., 4.],
+               [4., 4.],
+               [4., 4.]], dtype=float32)
+
+        ```
+    """
+
+    upper_only: bool = eqx.field(static=True, default=False, init=False)
+
+    def begin(
+        self, kernel: AbstractBlockKernel, fingerprint: Fingerprint, is_first: bool
+    ) -> AbstractWriter:
+        del fingerprint, is_first
+        return _HostWriter(kernel.leaves, kernel.grid)
+
+    @property
+    def is_shared(self) -> bool:
+        return False
+
+
+class _HostWriter(AbstractWriter):
+    def __init__(self, leaves: Sequence[KernelLeaf], grid: Grid):
+        self.arrays = [
+            np.zeros(leaf.struct(grid.totals).shape, leaf.dtype) for leaf in leaves
+        ]
+
+    def has(self, patch: Patch) -> bool:
+        del patch
+        return False
+
+    def prepare(self, missing: list[Patch]) -> None:
+        del missing
+
+    def write(self, patch: Patch, values: np.ndarray) -> None:
+        self.arrays[patch.leaf][patch.place] = values
+
+    def finish(self) -> list[np.ndarray]:
+        return self.arrays
+
+    def close(self) -> None:
+        pass
 
 
 # While one group of tiles is computed, one is copied to the host and one is written.
@@ -220,12 +383,6 @@ class _Team:
         assert made is not None
         return made
 
-    def groups(self, tiles: list[Tile]) -> Iterator[list[Tile]]:
-        """Groups of tiles, one for each device."""
-        num = max(len(self.devices), 1)
-        for start in range(0, len(tiles), num):
-            yield tiles[start : start + num]
-
 
 def to_store(
     call: CalledKernel,
@@ -266,6 +423,7 @@ def _write(
 ) -> None:
     """Computes the tiles that the store lacks, and writes them."""
     leaves, grid, blocks = kernel.leaves, kernel.grid, _Blocks(kernel)
+    num = max(len(team.devices), 1)
     tiles = [
         tile
         for tile in (*grid.pairs(), *grid.diagonal())
@@ -288,10 +446,12 @@ def _write(
     ):
         for is_diagonal in (False, True):
             alike = [tile for tile in missing if grid.is_diagonal(tile) == is_diagonal]
-            for group in team.groups(blocks.ordered(alike)):
+            ordered = blocks.ordered(alike)
+            for start in range(0, len(ordered), num):
+                group = ordered[start : start + num]
                 parts = [wanted[tile] for tile in group]
                 has_mirror = any(patch.is_mirror for part in parts for patch in part)
-                task = _Task(kernel, is_diagonal, has_mirror, meter is not None)
+                task = kernel, is_diagonal, has_mirror, meter is not None
                 results = _computed(task, group, team.devices, blocks)
                 for x in jtu.tree_leaves(results):
                     x.copy_to_host_async()
@@ -338,47 +498,43 @@ def _pipeline(step: Callable[[int], None]) -> Iterator[Callable[..., None]]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _Task(eqx.Module):
-    """How to compute a tile."""
+# A kernel, whether a tile is of a block with itself, whether it has a mirror image, and
+# whether its NaNs are counted.
+_Task = tuple[AbstractBlockKernel, bool, bool, bool]
 
-    kernel: AbstractBlockKernel
-    is_diagonal: bool = eqx.field(static=True)
-    has_mirror: bool = eqx.field(static=True)
-    counts_nans: bool = eqx.field(static=True)
 
-    def run(
-        self, pair: Array, kept: Sequence[Rows | None] = (None, None)
-    ) -> list[Array]:
-        """The arrays of a tile and of its mirror image, and the number of NaNs."""
-        tiles = _tiles(self.kernel, None)
-        tile = tiles.tile_of(pair, self.is_diagonal, kept=kept)
-        mirrored = tiles.kernel.mirror(tile) if self.has_mirror else []
-        num_nans = jnp.zeros((), jnp.int32)
-        if self.counts_nans:
-            num_nans = tiles.num_nans(tile, pair, self.is_diagonal)
-        return [*tile, *mirrored, num_nans]
+def _results(
+    task: _Task, pair: Array, kept: Sequence[Rows | None] = (None, None)
+) -> list[Array]:
+    """The arrays of a tile and of its mirror image, and the number of NaNs."""
+    kernel, is_diagonal, has_mirror, counts_nans = task
+    tiles = _tiles(kernel, None)
+    tile = tiles.tile_of(pair, is_diagonal, kept=kept)
+    mirrored = tiles.kernel.mirror(tile) if has_mirror else []
+    num_nans = jnp.zeros((), jnp.int32)
+    if counts_nans:
+        num_nans = tiles.num_nans(tile, pair, is_diagonal)
+    return [*tile, *mirrored, num_nans]
+
+
+_tile = compiled(_results)
 
 
 def tile_program(kernel: AbstractBlockKernel) -> list[Array]:
     """The program for one tile, to measure its memory."""
     grid, pair = kernel.grid, jnp.zeros(2, jnp.int32)
-    return _Task(kernel, grid.is_same, grid.is_symmetric, False).run(pair)
-
-
-@compiled
-def _tile(task: _Task, pair: Array, kept: Sequence[Rows | None]) -> list[Array]:
-    return task.run(pair, kept)
+    return _results((kernel, grid.is_same, grid.is_symmetric, False), pair)
 
 
 @compiled
 def _tiles_on_devices(task: _Task, pair: Array, mesh_axis: MeshAxis) -> list[Array]:
     """Like `_tile`, for one tile on each device, along a new first axis."""
-    check_closed_over(task.kernel)
+    check_closed_over(task[0])
 
     def run(operands: tuple) -> list[Array]:
         task, pair = operands
         tile = pair[lax.axis_index(mesh_axis.name)]
-        return [x[None] for x in task.run(tile)]
+        return [x[None] for x in _results(task, tile)]
 
     return on_devices(run, (task, pair), mesh_axis, PartitionSpec(mesh_axis.name))
 
@@ -400,3 +556,159 @@ def _computed(
     ]
     pairs = zip(devices, group, strict=False)
     return [[shard[device][0] for shard in shards] for device, _ in pairs]
+
+
+# The version of the format, so that later versions recognise earlier ones.
+FORMAT = 2
+
+
+# What changes numbers, random ones above all, without changing a program's text.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_random_seed_offset",
+    "jax_default_matmul_precision",
+)
+
+
+def fingerprint(call: CalledKernel, kernel: AbstractBlockKernel) -> dict[str, Any]:
+    """The parts that identify the kernel of a call, as JSON data."""
+    grid = kernel.grid
+    first, second = kernel.structs(grid.sizes)
+    programs = [kernel.program(first, second)]
+    if grid.is_same:
+        programs.append(kernel.program(first, None))
+    symmetric = None
+    if grid.is_symmetric:
+        symmetric = "transpose"
+        if not kernel.mirror.is_transpose:
+            # How blocks below the diagonal follow from those above it.
+            tile = [leaf.struct(grid.sizes) for leaf in kernel.leaves]
+            run = lambda tile: kernel.mirror(tile)
+            programs.append(eqx.filter_make_jaxpr(run)(tile)[0])
+            symmetric = _of_program(programs[-1])
+    return {
+        "format": FORMAT,
+        "package": f"eqxbatch {importlib.metadata.version('equinox-batch')}",
+        # Only a record: tiles of another backend have other rounding errors and must
+        # not be mixed with these. It does not change any computation.
+        "compiler": f"jax {jax.__version__} {jax.default_backend()}",
+        "inputs": digest((call.sides, call.args, call.shared)),
+        "settings": {name: getattr(jax.config, name, None) for name in _SETTINGS},
+        "kernel_fn": digest(call.kernel_fn),
+        "program": [_of_program(x) for x in programs],
+        "callbacks": sorted(_callbacks(programs)),
+        "symmetric": symmetric,
+        "grid": {
+            "totals": list(grid.totals),
+            "sizes": list(grid.sizes),
+            "is_same": grid.is_same,
+            "is_symmetric": grid.is_symmetric,
+        },
+        "arrays": [
+            {
+                "path": leaf.path,
+                "axes": list(leaf.axes),
+                "shape": list(leaf.struct(grid.totals).shape),
+                "dtype": str(np.dtype(leaf.dtype)),
+            }
+            for leaf in kernel.leaves
+        ],
+    }
+
+
+def digest(tree: PyTree) -> str:
+    """A digest of all arrays of a PyTree."""
+    sha = hashlib.sha256()
+    for path, leaf in jtu.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)):
+        sha.update(jtu.keystr(path).encode())
+        add_array(sha, leaf)
+    return sha.hexdigest()
+
+
+def add_array(sha: Any, x: Any) -> None:
+    """Adds an array to a digest, without a copy if it is contiguous."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        sha.update(str(x.dtype).encode())
+        x = jr.key_data(x)
+    x = np.asarray(x)
+    sha.update(f"{x.dtype}{x.shape}".encode())
+    # As bytes: Python has no buffers of dtypes such as bfloat16.
+    sha.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+
+
+def _of_program(closed: Any) -> str:
+    """A digest of a program, and of what it closes over."""
+    sha = hashlib.sha256()
+    # Some equations are printed without the programs that they run.
+    texts = (str(x) for part in programs_in(closed) for x in _programs_of_objects(part))
+    for text in (str(closed), *texts):
+        # Functions are printed with their addresses, which change in every run.
+        sha.update(re.sub(r"0x[0-9a-f]+", "", text).encode())
+    # These include the arrays of the kernel function, which are digested again.
+    for x in constants(closed):
+        add_array(sha, x)
+    return sha.hexdigest()
+
+
+def _programs_of_objects(closed: Any) -> Iterator[Any]:
+    """The programs that objects among the parameters of equations have."""
+    for eqn in closed.jaxpr.eqns:
+        if parameters(eqn) is not eqn.params:
+            yield from inner_programs(eqn)
+
+
+def _callbacks(programs: list) -> set[str]:
+    """What programs call on the host, whose results are not part of their text."""
+    return {
+        eqn.primitive.name
+        for program in programs
+        for closed in programs_in(program)
+        for eqn in closed.jaxpr.eqns
+        if "callback" in eqn.primitive.name and not _has_no_result(eqn)
+    }
+
+
+def _has_no_result(eqn: Any) -> bool:
+    """Whether a callback prints, or raises an error of `equinox.error_if`."""
+    if eqn.primitive.name.startswith("debug"):
+        return True
+    fun = getattr(eqn.params.get("callback"), "callback_func", None)
+    return getattr(fun, "__module__", None) == "equinox._errors"
+
+
+def read_json(name: str, file: pathlib.Path, remedy: str) -> dict[str, Any]:
+    """The object in a file. Raises `ValueError` if the file is damaged."""
+    try:
+        record = json.loads(file.read_text())
+        if not isinstance(record, dict):
+            raise ValueError(f"got a {type(record).__name__}")
+    except ValueError as e:
+        raise ValueError(
+            f"`{name}` has a damaged file: {file} is not a JSON object ({e}). {remedy}"
+        ) from e
+    return record
+
+
+def check_record(
+    name: str, path: pathlib.Path, saved: dict, expected: dict, what: str
+) -> None:
+    """Raises `ValueError` if a folder belongs to something else than expected."""
+    parts = [
+        _difference(part, saved.get(part), expected.get(part))
+        for part in {**expected, **saved}
+        if saved.get(part) != expected.get(part)
+    ]
+    if parts:
+        raise ValueError(
+            f"`{name}` {what}: {path}. {'; '.join(parts)}. Delete it, or pass another "
+            "path."
+        )
+
+
+def _difference(part: str, there: Any, now: Any) -> str:
+    # Digits of a digest say nothing to users.
+    if re.search("[0-9a-f]{64}", f"{there}{now}"):
+        return f"the contents of {part} differ"
+    return f"{part} is {there!r} there and {now!r} now"

@@ -140,10 +140,10 @@ def _reduced(
             ) -> tuple[list, None]:
                 pair, counts = now
                 if kept is None:
-                    tile = tiles.tile_of(pair, is_diagonal, is_loop=True)
+                    tile = tiles.tile_of(pair, is_diagonal)
                 else:
                     places = grid.start(0, pair[0]), grid.start(1, pair[1])
-                    tile = tiles.tile(kept, places, is_diagonal, is_loop=True)
+                    tile = tiles.tile(kept, places, is_diagonal)
                 return tiles.update(states, tile, pair, is_diagonal, counts), None
 
             if places:
@@ -195,14 +195,11 @@ def _written(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> list[Array]:
         if leaf.axes[0] is None and not grid.is_same:
             results.append(replicated(x, mesh_axis.mesh)[0])
             continue
-        shape = leaf.shape_for(grid.totals)
-        if x.shape != shape:
-            sharded = leaf.axes[1] if leaf.axes[0] is None else leaf.axes[0]
-            assert sharded is not None
-            if size != grid.totals[0]:
-                # An axis that devices cannot share equally is replicated.
-                x = replicated(x, mesh_axis.mesh)
-            x = x[tuple(slice(0, length) for length in shape)]
+        if size != grid.totals[0]:
+            # An axis that devices cannot share equally is replicated.
+            shape = leaf.struct(grid.totals).shape
+            whole = replicated(x, mesh_axis.mesh)
+            x = whole[tuple(slice(0, length) for length in shape)]
         results.append(x)
     return results
 
@@ -231,6 +228,30 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
         # If there are too few examples, the last one is repeated.
         return _taken(rows, jnp.minimum(indices, total - 1))
 
+    def opposite() -> list[Array]:
+        """The kernel with the opposite panel; the two devices compute a half each."""
+        is_first, low = index < num // 2, index % (num // 2)
+        half = -(-height // 2)
+        start = jnp.where(is_first, 0, height - half)
+        computed = block(panel(low, start, half), panel(low + num // 2), False)
+        pairs = [(i, (i + num // 2) % num) for i in range(num)]
+        other = _sent(computed, mesh_axis, pairs)
+        # If the number of rows is odd, the halves overlap in one row, computed by both.
+        first = [jnp.where(is_first, x, y) for x, y in safe_zip(computed, other)]
+        second = [jnp.where(is_first, y, x) for x, y in safe_zip(computed, other)]
+        whole = []
+        for leaf, x, y in safe_zip(kernel.leaves, first, second):
+            row = leaf.axes[0]
+            if row is not None and leaf.is_pairwise:
+                rest = lax.slice_in_dim(y, 2 * half - height, half, 1, row)
+                x = lax.concatenate([x, rest], row)
+            whole.append(x)
+        return [
+            # Per-example arrays have no mirror image.
+            jnp.where(is_first, x, y) if leaf.is_pairwise else x
+            for leaf, x, y in safe_zip(kernel.leaves, whole, kernel.mirror(whole))
+        ]
+
     if not grid.is_same:
         results = block(panel(index), others, False)
         return [
@@ -239,7 +260,7 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
         ]
 
     results = [
-        jnp.zeros(leaf.shape_for((height, num * height)), leaf.dtype)
+        jnp.zeros(leaf.struct((height, num * height)).shape, leaf.dtype)
         for leaf in kernel.leaves
     ]
     mine = panel(index)
@@ -266,47 +287,11 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
             sent = _sent(kernel.mirror(part), mesh_axis, pairs)
             results = placed(results, sent, (index - distance) % num)
     if grid.is_symmetric and num % 2 == 0:
-        part = _opposite(kernel, block, panel, mesh_axis, height)
-        results = placed(results, part, (index + num // 2) % num)
+        results = placed(results, opposite(), (index + num // 2) % num)
     return [
         # Per-example arrays come from the diagonal.
         whole if leaf.is_pairwise else part
         for leaf, whole, part in safe_zip(kernel.leaves, results, diagonal)
-    ]
-
-
-def _opposite(
-    kernel: AbstractBlockKernel,
-    block: Any,
-    panel: Any,
-    mesh_axis: MeshAxis,
-    height: int,
-) -> list[Array]:
-    """The kernel with the opposite panel; each of the two devices computes a half."""
-    num = mesh_axis.num
-    index = lax.axis_index(mesh_axis.name)
-    is_first = index < num // 2
-    low = index % (num // 2)
-    half = -(-height // 2)
-    starts = jnp.where(jnp.array([True, False]) == is_first, 0, height - half)
-    computed = block(panel(low, starts[0], half), panel(low + num // 2), False)
-    pairs = [(i, (i + num // 2) % num) for i in range(num)]
-    other = _sent(computed, mesh_axis, pairs)
-    # If the number of rows is odd, the halves overlap in one row, computed by both.
-    first = [jnp.where(is_first, x, y) for x, y in safe_zip(computed, other)]
-    second = [jnp.where(is_first, y, x) for x, y in safe_zip(computed, other)]
-    whole = []
-    for leaf, x, y in safe_zip(kernel.leaves, first, second):
-        row = leaf.axes[0]
-        if row is not None and leaf.is_pairwise:
-            rest = lax.slice_in_dim(y, 2 * half - height, half, 1, row)
-            x = lax.concatenate([x, rest], row)
-        whole.append(x)
-    mirrored = kernel.mirror(whole)
-    return [
-        # Per-example arrays have no mirror image.
-        jnp.where(is_first, x, y) if leaf.is_pairwise else x
-        for leaf, x, y in safe_zip(kernel.leaves, whole, mirrored)
     ]
 
 

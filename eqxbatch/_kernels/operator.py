@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.checks import AnyArray, checked
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
-from .batch_kernel import BatchKernel
+from .batch_kernel import as_meter, as_store, BatchKernel, Progress, Store
 from .matrix import (
     AbstractMatrix,
     check_stored,
@@ -21,9 +21,8 @@ from .matrix import (
     Reader,
     StoredMatrix,
 )
-from .progress import as_meter, Progress
-from .stores import AbstractStore
-from .zarr_store import as_store, Store, SymmetricArray
+from .on_host import AbstractStore
+from .zarr_store import SymmetricArray
 
 
 # The settings of `filter_batch_kernel` that an operator takes, too.

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 
-from .._base.checks import check_fields, check_types
+from .._base.checks import check_fields
 from .._base.trees import import_extra
 
 
@@ -119,15 +119,3 @@ class TqdmProgressMeter(AbstractProgressMeter[tuple[Any, int]]):
 
     def close(self, state: tuple[Any, int]) -> None:
         state[0].close()
-
-
-# What users pass for a meter.
-Progress = AbstractProgressMeter | bool | None
-
-
-def as_meter(progress: Progress) -> AbstractProgressMeter | None:
-    """The meter that `progress` stands for."""
-    check_types({"progress": progress}, {"progress": Progress}, always=True)
-    if isinstance(progress, bool):
-        return TqdmProgressMeter() if progress else None
-    return progress

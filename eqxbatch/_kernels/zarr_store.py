@@ -21,13 +21,13 @@ import numpy as np
 from .._base.checks import check_types, checked
 from .._base.trees import import_extra, log, safe_zip, shown
 from .kernel import AbstractBlockKernel, flattened, Grid, KernelLeaf, TileMirror
-from .stores import (
+from .on_host import (
     AbstractStore,
     AbstractWriter,
     add_array,
     check_record,
+    Fingerprint,
     FORMAT,
-    HostStore,
     Patch,
     patches,
     read_json,
@@ -139,10 +139,7 @@ class ZarrStore(AbstractStore):
         return True
 
     def begin(
-        self,
-        kernel: AbstractBlockKernel,
-        fingerprint: Callable[[], dict[str, Any]],
-        is_first: bool,
+        self, kernel: AbstractBlockKernel, fingerprint: Fingerprint, is_first: bool
     ) -> AbstractWriter:
         zarr = import_extra("zarr", "ZarrStore", "store")
         leaves, grid = kernel.leaves, kernel.grid
@@ -168,7 +165,8 @@ class ZarrStore(AbstractStore):
         path = pathlib.Path(self.path)
         if is_first:
             _make_group(zarr, path, expected)
-        _check_same(path, expected)
+        what = "has another kernel than this one"
+        check_record("path", path, _read_record(path), expected, what)
         names = _names(leaves)
         if is_first:
             group = _opened(zarr.open_group, path, mode="r+")
@@ -234,12 +232,8 @@ def open_kernel(path: str | os.PathLike) -> Any:
             f"{record.get('package')}, which has stored it."
         )
     numbers = record["grid"]
-    grid = Grid(
-        tuple(numbers["totals"]),
-        tuple(numbers["sizes"]),
-        numbers["is_same"],
-        numbers["is_symmetric"],
-    )
+    totals, sizes = (tuple(numbers.pop(name)) for name in ("totals", "sizes"))
+    grid = Grid(totals, sizes, **numbers)
     leaves = tuple(
         KernelLeaf(x["path"], tuple(x["axes"]), tuple(x["shape"]), np.dtype(x["dtype"]))
         for x in record["arrays"]
@@ -264,29 +258,6 @@ def open_kernel(path: str | os.PathLike) -> Any:
         )
     arrays = writer.results()
     return arrays[0] if len(arrays) == 1 else dict(safe_zip(names, arrays))
-
-
-# What users pass for a store.
-Store = AbstractStore | str | os.PathLike
-
-
-# What is a mistake rather than the name of a folder.
-_NO_PATHS = ("", "cpu", "gpu", "tpu", "disk", "memory", "zarr")
-
-
-def as_store(store: Store) -> AbstractStore | Literal["device"]:
-    """The store that `store` stands for; a path is that of a `ZarrStore`."""
-    check_types({"store": store}, {"store": Store}, always=True)
-    if isinstance(store, AbstractStore):
-        return store
-    if store == "device":
-        return "device"
-    if store in _NO_PATHS:
-        raise ValueError(
-            f"`store` must be 'device', 'host', a path on disk, or a store; got "
-            f"{store!r}. Write './{store}' for a folder of this name."
-        )
-    return HostStore() if store == "host" else ZarrStore(store)
 
 
 def _names(leaves: Sequence[KernelLeaf]) -> list[str]:
@@ -315,11 +286,6 @@ def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None
     # Another run of the same kernel may have been faster.
     with contextlib.suppress(zarr.errors.ContainsGroupError):
         zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
-
-
-def _check_same(path: pathlib.Path, expected: dict[str, Any]) -> None:
-    saved = _read_record(path)
-    check_record("path", path, saved, expected, "has another kernel than this one")
 
 
 def _read_record(path: pathlib.Path) -> dict[str, Any]:
@@ -364,12 +330,10 @@ _KEPT = (
 
 def _make_array(group: Any, name: str, leaf: KernelLeaf, grid: Grid) -> Any:
     codecs = importlib.import_module("zarr.codecs")
-    shape = leaf.shape_for(grid.totals)
-    chunks = leaf.shape_for(grid.sizes)
     return group.create_array(
         name,
-        shape=shape,
-        chunks=tuple(max(1, size) for size in chunks),
+        shape=leaf.struct(grid.totals).shape,
+        chunks=tuple(max(1, size) for size in leaf.struct(grid.sizes).shape),
         dtype=np.dtype(leaf.dtype),
         # Entries of a kernel are nearly random, so compression is slow and saves
         # little. The checksum tells whether a chunk is intact.

@@ -5,12 +5,10 @@ A kernel function of this package keeps factors of examples for all blocks.
 
 import abc
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -47,9 +45,16 @@ from .._kernels.kernel import (
     SHARE,
 )
 from .._sites.factors import Factor
-from .example_factors import arrays_of, bytes_of_examples, filled, is_factor
 from .output_axes import OutputAxes
-from .pairings import AbstractPairing, choose_pairing, Name
+from .pairings import (
+    AbstractPairing,
+    arrays_of,
+    bytes_of_examples,
+    choose_pairing,
+    filled,
+    is_factor,
+    Name,
+)
 from .traced_model import (
     AbstractJacobianKernel,
     AbstractKernelSettings,
@@ -208,15 +213,13 @@ class Request(AbstractRequest, AbstractKernelFunction):
 
     def _found(self, model: TracedModel, group: list[OutputAxes]) -> dict[Name, Array]:
         """The kernels of outputs that all have all pairs of examples, or none has."""
-        pairing = self._pairing(model, group)
-        grid, of_sides = model.grid, [side.rows for side in model.sides]
+        pairing, grid = self._pairing(model, group), model.grid
         if not group[0].pairs_examples:
-            return pairing.each(of_sides, grid.sizes[0])
+            return pairing.each(grid.sizes[0])
         if grid.num(0) * grid.num(1) <= 1:
-            return pairing.whole(of_sides, self.symmetric)
-        parts = Parts(model.rows, pairing, lambda kernels: kernels)
-        kernel = ModelKernel(lambda: parts, self.symmetric, grid.sizes, self.room or 0)
-        return on_device(kernel)
+            return pairing.whole(self.symmetric)
+        make = lambda: pairing
+        return on_device(ModelKernel(make, self.symmetric, grid.sizes, self.room or 0))
 
     def _pairing(self, model: TracedModel, group: list[OutputAxes]) -> AbstractPairing:
         values = group if "nngp" in self._kinds else []
@@ -273,18 +276,22 @@ class Request(AbstractRequest, AbstractKernelFunction):
                 f"{axes.shape} for one example, {what}. Leave them out, or remove the "
                 "batch axis from `trace_axes` and `diagonal_axes`."
             )
-        make = eqx.Partial(Request.parts, model)
+        make = eqx.Partial(Request.pairing, model)
         kernel = ModelKernel(make, call.symmetric, call.sizes, call.room)
-        return kernel if _returns_axes_of(kernel, call) else None
+        if call.out_axes is None:
+            return kernel
+        expected = leaves_at(call.out_axes, jtu.tree_unflatten(*reversed(kernel.out)))
+        is_as_expected = [x.axes for x in expected] == [x.axes for x in kernel.leaves]
+        return kernel if is_as_expected else None
 
     @staticmethod
-    def parts(model: TracedModel) -> "Parts":
-        """The parts of the kernel of all outputs of a model."""
+    def pairing(model: TracedModel) -> AbstractPairing:
+        """How the kernel of all outputs of a model is computed."""
         request = model.request
         assert isinstance(request, Request)
         pairing = request._pairing(model, model.axes)
-        assemble = functools.partial(request._assembled, model)
-        return Parts(model.rows, pairing, assemble, model.products)
+        pairing.assemble = functools.partial(request._assembled, model)
+        return pairing
 
 
 # The called object is an argument of the one compiled function, so repeated calls with
@@ -296,41 +303,21 @@ def _computed(request: Request, *call: Any) -> Any:
         return request.run(*call)
 
 
-@dataclasses.dataclass
-class Parts:
-    """What kernels of a model are computed from.
-
-    - `rows`: the examples of both sides; a single object if they are the same.
-    - `assemble`: makes the output from the kernels of the pairing, by name.
-    - `products`: a context in which products have the precision of the model's.
-    - `shared`: for each side, the factors that all examples share, once computed.
-    """
-
-    rows: tuple[Rows, Rows]
-    pairing: AbstractPairing
-    assemble: Callable[[dict[Name, Any]], PyTree]
-    products: Callable[[], AbstractContextManager] = contextlib.nullcontext
-    shared: list[list[Array]] = dataclasses.field(default_factory=list)
-
-
 class ModelKernel(AbstractBlockKernel):
     """Kernels of a model, in blocks.
 
-    `make` is called once in each compiled function, because parts have traced programs.
+    `make` is called once in each compiled function, because a pairing has traced
+    programs.
     """
 
-    make: Callable[[], Parts]
+    make: Callable[[], AbstractPairing]
 
     def __init__(
-        self,
-        make: Callable[[], Parts],
-        symmetric: Any,
-        sizes: Any,
-        room: int,
+        self, make: Callable[[], AbstractPairing], symmetric: Any, sizes: Any, room: int
     ):
         self.make = make
         self.symmetric, self.sizes, self.room = symmetric, sizes, room
-        axes = self.parts.assemble(self.parts.pairing.axes)
+        axes = self.pairing.assemble(self.pairing.axes)
         struct = lambda x: jax.ShapeDtypeStruct(x.arranged_shape(SAMPLE), x.dtype)
         self.out = flattened(jtu.tree_map(struct, axes))
         self.leaves = tuple(
@@ -343,25 +330,25 @@ class ModelKernel(AbstractBlockKernel):
         self.bytes_kept = of_examples[0], of_examples[-1]
 
     @functools.cached_property
-    def parts(self) -> Parts:
+    def pairing(self) -> AbstractPairing:
         return self.make()
 
     @property
     def rows(self) -> tuple[Rows, Rows]:
-        return self.parts.rows
+        return self.pairing.rows
 
     @functools.cached_property
     def _kept(self) -> list[PyTree[Factor]]:
         """The factors of an example of each side."""
         structs = self.structs((1, 1))[: 1 if self.is_same else 2]
         return [
-            eqx.filter_eval_shape(self.parts.pairing.factors, side, of_side)
+            eqx.filter_eval_shape(self.pairing.factors, side, of_side)
             for side, of_side in enumerate(structs)
         ]
 
     def prepare(self) -> None:
         sides = range(len(self._kept))
-        self.parts.shared = [self._shared_by(side) for side in sides]
+        self.pairing.shared = [self._shared_by(side) for side in sides]
 
     def _shared_by(self, side: int) -> list[Array]:
         """The factors that all examples of a side share."""
@@ -371,8 +358,8 @@ class ModelKernel(AbstractBlockKernel):
         return arrays_of(factors, has_examples=False)
 
     def _factors(self, side: int, arrays: list) -> PyTree[Factor]:
-        with self.parts.products():
-            return self.parts.pairing.factors(side, arrays)
+        with self.pairing.products():
+            return self.pairing.factors(side, arrays)
 
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
         side = min(side, len(self._kept) - 1)
@@ -383,7 +370,7 @@ class ModelKernel(AbstractBlockKernel):
             return arrays_of(factors, has_examples=True) or [jnp.zeros(num)]
 
         of_examples = accumulated(run, rows, size, Concat())
-        shared = self.parts.shared
+        shared = self.pairing.shared
         shared = shared[side] if shared else self._shared_by(side)
         kept = filled(self._kept[side], of_examples, shared)
         factors = jtu.tree_leaves(kept, is_leaf=is_factor)
@@ -401,10 +388,10 @@ class ModelKernel(AbstractBlockKernel):
         del always
         second = first if second is None else second
         sides = self.factors(0, first), self.factors(1, second)
-        pairing = self.parts.pairing
-        with self.parts.products():
+        pairing = self.pairing
+        with pairing.products():
             kernels = pairing.kernels(*sides, (first.total, second.total))
-        return jtu.tree_leaves(self.parts.assemble(pairing.arranged(kernels)))
+        return jtu.tree_leaves(pairing.assemble(pairing.arranged(kernels)))
 
     def tile(self, first: list, second: list | None) -> list[Array]:
         kept = []
@@ -571,11 +558,3 @@ def check_axes_of_blocks(settings: AbstractKernelSettings) -> None:
             "batch axis 0 in `trace_axes` or `diagonal_axes`. Remove it from them, or "
             "leave out `store` and `reduce`."
         )
-
-
-def _returns_axes_of(kernel: ModelKernel, call: CalledKernel) -> bool:
-    """Whether rows and columns are on the axes that the call expects."""
-    if call.out_axes is None:
-        return True
-    expected = leaves_at(call.out_axes, jtu.tree_unflatten(*reversed(kernel.out)))
-    return [x.axes for x in expected] == [x.axes for x in kernel.leaves]

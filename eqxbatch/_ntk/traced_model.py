@@ -110,24 +110,6 @@ class AbstractKernelSettings(eqx.Module):
         """A function that exchanges the two sides of a kernel, for symmetry."""
         return Mirror(self.traced_axes, self.diagonal_axes)
 
-    def batch_axes(self, out: PyTree) -> list[int | None]:
-        """The batch axis of each output array of the model, for the whole batch."""
-        leaves = jtu.tree_leaves(out)
-        if self.in_axes is None:
-            return [None] * len(leaves)
-        resolved = []
-        specs = broadcast_axes("out_axes", self.out_axes, out)
-        for leaf, axis in safe_zip(leaves, specs):
-            ndim = len(leaf.shape) + 1
-            if axis is None or not -ndim <= axis < ndim:
-                raise ValueError(
-                    f"`out_axes` gives an output of shape {leaf.shape} for one example "
-                    f"the batch axis {axis}, which is none of the {ndim} that it has "
-                    "then."
-                )
-            resolved.append(axis % ndim)
-        return resolved
-
 
 class AbstractParameterKernel(AbstractKernelSettings):
     """A kernel of derivatives with respect to parameters of a model."""
@@ -243,12 +225,22 @@ class TracedModel(eqx.Module):
                 f"for an example of `x1` and for one of `x2`; got {types[0]} and "
                 f"{types[1]}."
             )
-        result = []
-        batch_axes = request.batch_axes(self.out)
+        result, has_batch = [], request.in_axes is not None
+        specs: list[int | None] = [None for _ in leaves]
+        if has_batch:
+            specs = broadcast_axes("out_axes", request.out_axes, self.out)
         for index, ((path, leaf), other, batch) in enumerate(
-            safe_zip(leaves, jtu.tree_leaves(outs[1]), batch_axes)
+            safe_zip(leaves, jtu.tree_leaves(outs[1]), specs)
         ):
-            ndim = len(leaf.shape) + (batch is not None)
+            ndim = len(leaf.shape) + has_batch
+            if has_batch:
+                if batch is None or not -ndim <= batch < ndim:
+                    raise ValueError(
+                        f"`out_axes` gives an output of shape {leaf.shape} for one "
+                        f"example the batch axis {batch}, which is none of the {ndim} "
+                        "that it has then."
+                    )
+                batch %= ndim
             is_scalar = request.traces_last and len(leaf.shape) == 0
             trace_axes = () if is_scalar else request.traced_axes
             name, diagonal_axes = jtu.keystr(path), request.diagonal_axes
@@ -355,7 +347,7 @@ def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
     arrays, axes = [*second.arrays, *vectors], (*second.axes, *(0 for _ in vectors))
     tangents = accumulated(pull, Rows(arrays, axes, second.total), columns, Sum())
     if model.axes[0].is_complex:
-        # As in `example_factors.kernel`: a complex parameter counts as two real ones.
+        # As in `pairings.kernel`: a complex parameter counts as two real ones.
         tangents = [x / 2 if jnp.iscomplexobj(x) else x for x in tangents]
     derivative = derivative_of_program("the model", model.programs[0])
     if derivative == "rows":

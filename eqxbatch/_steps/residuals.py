@@ -31,10 +31,9 @@ from .._curvature.columns import check_outputs, with_both_modes
 from .._curvature.pytree import Unravel
 from .._kernels.engine import on_device
 from .._kernels.kernel import Grid, room_to_keep
-from .._ntk.estimator import ModelKernel, Parts
-from .._ntk.example_factors import choose_formed, ExampleFactors
+from .._ntk.estimator import ModelKernel
 from .._ntk.output_axes import Mirror, OutputAxes
-from .._ntk.pairings import Sites
+from .._ntk.pairings import choose_formed, ExampleFactors, Sites
 from .._sites.factors import Factors, weighted_sum
 from .._sites.site import Site
 
@@ -394,14 +393,16 @@ class SampleKernel:
         rows, is_same = self._residuals.rows, first == second
         factors = [self._factors[first], self._factors[second]][: 1 if is_same else 2]
         axes = self._axes(first, second, self._residuals.dtype)
-        parts = Parts(
+        pairing = Sites(
+            [],
+            [axes],
             (rows[first], rows[second]),
-            Sites([], [axes], factors),
-            lambda blocks: blocks["ntk", 0],
             lambda: products_of(*(program.closed for program in self._programs)),
+            factors,
+            assemble=lambda blocks: blocks["ntk", 0],
         )
         return ModelKernel(
-            lambda: parts,
+            lambda: pairing,
             Mirror((), ()) if is_same else None,
             (self._size, self._size),
             0 if self._size is None else room_to_keep(),

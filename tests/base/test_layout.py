@@ -24,7 +24,7 @@ from eqxbatch._base.cpu import (
     with_mirror_image,
 )
 from eqxbatch._kernels import function
-from eqxbatch._ntk import averages
+from eqxbatch._ntk import monte_carlo
 from ..helpers import assert_same, drawn, memory, normal, spread, thinned
 
 
@@ -338,5 +338,5 @@ def test_random_models_are_drawn_apart(monkeypatch):
         return memory(run, arrays, jnp.ones((4, 8))).temp_size_in_bytes
 
     apart = temporaries()
-    merged(monkeypatch, averages)
+    merged(monkeypatch, monte_carlo)
     assert 1.2 * apart < temporaries()

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqxbatch import EmpiricalKernel, EmpiricalNTK
-from eqxbatch._ntk import example_factors
+from eqxbatch._ntk import pairings
 from ..helpers import normal, spread
 from .models import cast, float64, jacobians, outputs
 
@@ -48,14 +48,14 @@ make = eqx.filter_jit(Net)
 def sizes(monkeypatch):
     """The numbers of examples that are taken in turn, where no example is small."""
     found = []
-    accumulated = example_factors.accumulated
+    accumulated = pairings.accumulated
 
     def counted(run, rows, size, accumulator):
         found.append(rows.total)
         return accumulated(run, rows, size, accumulator)
 
-    monkeypatch.setattr(example_factors, "accumulated", counted)
-    monkeypatch.setattr(example_factors, "_CACHE", 1_000)
+    monkeypatch.setattr(pairings, "accumulated", counted)
+    monkeypatch.setattr(pairings, "_CACHE", 1_000)
     return found
 
 

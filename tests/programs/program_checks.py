@@ -26,7 +26,7 @@ from eqxbatch._base import platforms
 from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._curvature import curvature_matrices
 from eqxbatch._gradients.per_example import SiteGradients
-from eqxbatch._ntk import example_factors, pairings
+from eqxbatch._ntk import pairings
 from eqxbatch._sites import cost
 from eqxbatch._sites.factors import Factors, gradients
 from eqxbatch._sites.site import is_allowed
@@ -87,7 +87,7 @@ def forced_kernel(form: str) -> Iterator[None]:
     ) -> tuple[list[int], float]:
         if form == "auto":
             return real(first, second, which, schedule)
-        costs = example_factors.leaf_costs(first, second, which, schedule)
+        costs = pairings.leaf_costs(first, second, which, schedule)
         wanted = {
             "gram": lambda gram, own: math.isinf(gram),
             "formed": lambda _, own: not math.isinf(own),

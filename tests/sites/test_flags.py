@@ -16,7 +16,7 @@ from eqxbatch import filter_kfac
 from eqxbatch._base import primitives
 from eqxbatch._base.differentiable import without_forward_mode, without_reverse_mode
 from eqxbatch._base.jaxprs import TracedFunction
-from eqxbatch._kernels import stores
+from eqxbatch._kernels import on_host
 from eqxbatch._sites.trace import Program
 from ..helpers import drawn, normal
 from ..layers import Case, vectors, weight
@@ -221,7 +221,7 @@ def test_digests_know_the_programs_of_rules():
             return factor * x
 
         fun.defvjp(lambda x: (fun(x), None), lambda _, d: (d,))
-        return stores._of_program(jax.make_jaxpr(fun)(jnp.ones(3)))
+        return on_host._of_program(jax.make_jaxpr(fun)(jnp.ones(3)))
 
     for names in ((), FLAGS):
         with flags(*names):
