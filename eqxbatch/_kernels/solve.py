@@ -346,10 +346,6 @@ class State:
     num_products: int
     is_exact: bool
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The fields as arrays, which can be saved."""
-        return {name: np.asarray(x) for name, x in dataclasses.asdict(self).items()}
-
     @staticmethod
     def from_arrays(arrays: dict[str, np.ndarray]) -> "State":
         scalars = {
@@ -518,7 +514,7 @@ def _solved(
             step(0, float(np.max(method.residuals(state))))
             is_last = state.num_products >= max_steps or method.is_done(state)
             if saved is not None:
-                arrays = {**state.arrays(), "probe": image}
+                arrays = {**vars(state), "probe": image}
                 saved.save("state", arrays, even_if_slow=is_last)
             if is_last:
                 break

@@ -326,8 +326,8 @@ class ModelKernel(AbstractBlockKernel):
             )
             for path, x in jtu.tree_leaves_with_path(axes)
         )
-        of_examples = [*map(bytes_of_examples, self._kept)]
-        self.bytes_kept = of_examples[0], of_examples[-1]
+        rows, columns = map(bytes_of_examples, self._kept)
+        self.bytes_kept = rows, columns
 
     @functools.cached_property
     def pairing(self) -> AbstractPairing:
@@ -338,16 +338,15 @@ class ModelKernel(AbstractBlockKernel):
         return self.pairing.rows
 
     @functools.cached_property
-    def _kept(self) -> list[PyTree[Factor]]:
+    def _kept(self) -> tuple[PyTree[Factor], PyTree[Factor]]:
         """The factors of an example of each side."""
-        structs = self.structs((1, 1))[: 1 if self.is_same else 2]
-        return [
-            eqx.filter_eval_shape(self.pairing.factors, side, of_side)
-            for side, of_side in enumerate(structs)
-        ]
+        structs, of = self.structs((1, 1)), self.pairing.factors
+        rows = eqx.filter_eval_shape(of, 0, structs[0])
+        same = self.is_same
+        return rows, rows if same else eqx.filter_eval_shape(of, 1, structs[1])
 
     def prepare(self) -> None:
-        sides = range(len(self._kept))
+        sides = (0,) if self.is_same else (0, 1)
         self.pairing.shared = [self._shared_by(side) for side in sides]
 
     def _shared_by(self, side: int) -> list[Array]:
@@ -362,7 +361,7 @@ class ModelKernel(AbstractBlockKernel):
             return self.pairing.factors(side, arrays)
 
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
-        side = min(side, len(self._kept) - 1)
+        side = 0 if self.is_same else side
 
         def run(arrays: list, num: int) -> list[Array]:
             factors = self._factors(side, arrays)
@@ -379,8 +378,9 @@ class ModelKernel(AbstractBlockKernel):
 
     def factors(self, side: int, rows: Rows) -> PyTree[Factor]:
         """The factors that `keep` returns, in the form that the pairing uses."""
-        kept, arrays = self._kept[min(side, len(self._kept) - 1)], [*rows.arrays]
-        return jtu.tree_map(lambda x: x.of(arrays.pop(0)), kept, is_leaf=is_factor)
+        arrays = [*rows.arrays]
+        fill = lambda x: x.of(arrays.pop(0))
+        return jtu.tree_map(fill, self._kept[side], is_leaf=is_factor)
 
     def block(
         self, first: Rows, second: Rows | None, always: Bool[Array, ""] | bool = True
