@@ -137,15 +137,15 @@ def _at_once(
     def result(slot: OutputAccumulator) -> PyTree:
         value = slot.value(strong, block)
         if isinstance(slot.accumulator, Concat):
-            jax.eval_shape(lambda: slot.init(value, blocks))
+            jax.eval_shape(lambda x: slot.init(x, blocks), value)  # For its errors.
             return value
         if isinstance(slot.accumulator, AbstractSummary):
             # Nothing is added to the summary of the only microbatch.
             with slot.named():
                 return slot.accumulator.finalize(slot.accumulator.summary(value, block))
-        state = slot.init(value, blocks)
+        state = slot.init(jax.eval_shape(lambda x: x, value), blocks)
         new = slot.update(state, value, block)
-        slot.check_state(state, new)
+        slot.check_state(*jax.eval_shape(lambda *states: states, state, new))
         return slot.accumulator.finalize(new)
 
     results = [
@@ -265,10 +265,7 @@ class _Run(eqx.Module):
             lambda outs: [slot.value(outs, first) for slot in self.slots],
             self.outs,
         )
-        states = [
-            None if self.is_collected(slot) else self.initial_state(slot, value)
-            for slot, value in safe_zip(self.slots, values)
-        ]
+        states = self.initial_states(values)
         states, pieces, num_ran = self.full_blocks(states)
         if self.runs_remainder:
             block = remainder_block(self.blocks)
@@ -294,22 +291,34 @@ class _Run(eqx.Module):
             for x, slot in safe_zip(results, self.slots)
         ]
 
-    def initial_state(self, slot: OutputAccumulator, value: PyTree) -> Any:
-        """The state before the first microbatch, with its type after the first.
+    def initial_states(self, values: list) -> list:
+        """The states before the first microbatch, with their types after the first.
 
         The result of a microbatch may be sharded over a mesh, or vary over the devices
         of a `jax.shard_map`. The state must have that type from the start, although its
-        values are the same everywhere.
+        values are the same everywhere. It is None for what is collected.
         """
-        state = slot.init(value, self.blocks)
-        if self.blocks.total == 0:
-            return state
+        states = [
+            None if self.is_collected(slot) else slot.init(value, self.blocks)
+            for slot, value in safe_zip(self.slots, values)
+        ]
+        are_known = all(slot.is_known for slot in self.slots)
+        on_mesh = any(map(is_on_mesh, [*self.arrays, *jtu.tree_leaves(values)]))
+        if self.blocks.total == 0 or (are_known and not on_mesh):
+            return states
         block = full_block(self.blocks, 0)
-        update = lambda state, value: slot.update(state, value, block)
-        before = jax.eval_shape(lambda s: s, state)
-        after = jax.eval_shape(update, state, value)
-        slot.check_state(before, after)
-        return jtu.tree_map(with_type_of, after, state)
+
+        def updated(states: list, values: list) -> tuple[list, list]:
+            new = [
+                None if self.is_collected(slot) else slot.update(state, value, block)
+                for slot, state, value in safe_zip(self.slots, states, values)
+            ]
+            return states, new
+
+        every = jax.eval_shape(updated, states, values)
+        for slot, *before_and_after in safe_zip(self.slots, *every):
+            slot.check_state(*before_and_after)
+        return jtu.tree_map(with_type_of, every[1], states)
 
     def is_collected(self, slot: OutputAccumulator) -> bool:
         """Whether values are outputs of the scan instead of parts of its carry.

@@ -575,13 +575,14 @@ class SiteGradients:
     @functools.cached_property
     def products(self) -> dict[int, Squares]:
         """The norms that follow from those of factors, by leaf."""
-        leaves = (c.leaf for c in self.contractions if c.form == "factors")
-        of_array: dict[Any, Any] = {}
-        return {
-            i: squares_of_factors(self._of_leaf(i), of_array)
-            for i in leaves
-            if has_norms_of_factors(self.program.sites_of(i))
-        }
+        leaves = [
+            c.leaf
+            for c in self.contractions
+            if c.form == "factors"
+            and has_norms_of_factors(self.program.sites_of(c.leaf))
+        ]
+        squares = squares_of_factors([*map(self._of_leaf, leaves)])
+        return dict(safe_zip(leaves, squares))
 
     def _of_leaf(self, leaf: int) -> OfLeaf:
         sites = self.program.sites_of(leaf)
@@ -621,7 +622,9 @@ class SiteGradients:
             norms = squared_norms(scaled)
 
         def square(x: Array, leaf: int) -> Squares:
-            return scaled_squares(x, factors[leaf]) if factors else squares_in_range(x)
+            if factors:
+                return scaled_squares(x, factors[leaf])
+            return squares_in_range([x])[0]
 
         sums = [*map(Squares, norms, powers)]
         return self._of_leaves(square, sums, self.products)
