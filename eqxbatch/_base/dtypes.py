@@ -151,6 +151,12 @@ class Squares(NamedTuple):
     value: Real[Array, "*s"]
     exponent: Int[Array, "*s"]
 
+    def plus(self, other: "Squares") -> "Squares":
+        """The sum, if the exponents are equal."""
+        dtype = widest(self.value.dtype, other.value.dtype)
+        value = self.value.astype(dtype) + other.value.astype(dtype)
+        return Squares(value, self.exponent)
+
     @property
     def number(self) -> Real[Array, "*s"]:
         """The squares as numbers of the dtype, some of which may be out of range."""
@@ -164,11 +170,19 @@ def is_in_range(square: Real[Array, "*s"]) -> Bool[Array, "*s"]:
     return (square >= least) & jnp.isfinite(square)
 
 
-def into_range(square: Real[Array, "*s"]) -> Real[Array, "*s"]:
-    """The factor of numbers that brings the sum of their squares into range."""
+class Scale(NamedTuple):
+    """A power of two that numbers are multiplied by, `2**-exponent`."""
+
+    factor: Real[Array, "*s"]
+    exponent: Int[Array, "*s"]
+
+
+def into_range(square: Real[Array, "*s"]) -> Scale:
+    """The scale of numbers that brings the sum of their squares into range."""
     small, large = _factors_into_range(square.dtype)
     factor = jnp.where(square < 1, small, large)
-    return jnp.where(is_in_range(square), 1, factor).astype(square.dtype)
+    factor = jnp.where(is_in_range(square), 1, factor).astype(square.dtype)
+    return Scale(factor, -exponent_of(factor))
 
 
 def _factors_into_range(dtype: Any) -> tuple[float, float]:
@@ -177,9 +191,9 @@ def _factors_into_range(dtype: Any) -> tuple[float, float]:
     return 2.0 ** (most // 2 - 1), 2.0 ** -(5 * most // 8)
 
 
-def scaled_squares(x: Inexact[Array, "n ..."], factor: Real[Array, " n"]) -> Squares:
+def scaled_squares(x: Inexact[Array, "n ..."], scale: Scale) -> Squares:
     """The squared norm of each example, from numbers times a power of two."""
-    return Squares(squared_norm(scaled_examples(x, factor)), -exponent_of(factor))
+    return Squares(squared_norm(scaled_examples(x, scale.factor)), scale.exponent)
 
 
 def squares_in_range(arrays: Sequence[Inexact[Array, "_ ..."]]) -> list[Squares]:
@@ -218,6 +232,12 @@ def _norms_of_scaled(x: Inexact[Array, "n ..."]) -> list[Real[Array, " n"]]:
 
 
 def sum_of_squares(terms: Sequence[Squares]) -> Squares:
+    """The sum. Values whose exponents are the same array must have one in range."""
+    alike: dict[int, Squares] = {}
+    for x in terms:
+        other = alike.get(id(x.exponent))
+        alike[id(x.exponent)] = x if other is None else other.plus(x)
+    terms = [*alike.values()]
     dtype = widest(*(x.value.dtype for x in terms))
     values, exponents = (
         jnp.stack(jnp.broadcast_arrays(*x))
