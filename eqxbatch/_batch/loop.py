@@ -279,10 +279,10 @@ class _Run(eqx.Module):
             pieces.append(rest)
         results = [
             self.joined(slot, value, [piece[i] for piece in pieces])
-            if self.is_collected(slot)
+            if is_collected
             else slot.accumulator.finalize(state)
-            for i, (slot, value, state) in enumerate(
-                safe_zip(self.slots, values, states)
+            for i, (slot, value, state, is_collected) in enumerate(
+                safe_zip(self.slots, values, states, self.collected)
             )
         ]
         outs = [var.aval for var in self.full.outvars]
@@ -299,8 +299,10 @@ class _Run(eqx.Module):
         values are the same everywhere. It is None for what is collected.
         """
         states = [
-            None if self.is_collected(slot) else slot.init(value, self.blocks)
-            for slot, value in safe_zip(self.slots, values)
+            None if is_collected else slot.init(value, self.blocks)
+            for slot, value, is_collected in safe_zip(
+                self.slots, values, self.collected
+            )
         ]
         are_known = all(slot.is_known for slot in self.slots)
         on_mesh = any(map(is_on_mesh, [*self.arrays, *jtu.tree_leaves(values)]))
@@ -310,8 +312,10 @@ class _Run(eqx.Module):
 
         def updated(states: list, values: list) -> tuple[list, list]:
             new = [
-                None if self.is_collected(slot) else slot.update(state, value, block)
-                for slot, state, value in safe_zip(self.slots, states, values)
+                None if is_collected else slot.update(state, value, block)
+                for slot, state, value, is_collected in safe_zip(
+                    self.slots, states, values, self.collected
+                )
             ]
             return states, new
 
@@ -320,12 +324,18 @@ class _Run(eqx.Module):
             slot.check_state(*before_and_after)
         return jtu.tree_map(with_type_of, every[1], states)
 
-    def is_collected(self, slot: OutputAccumulator) -> bool:
-        """Whether values are outputs of the scan instead of parts of its carry.
+    @property
+    def collected(self) -> list[bool]:
+        """For each slot, whether its values are outputs of the scan, and not carried.
 
-        Only outputs transpose in place; see `_loop_jvp`.
+        Only outputs transpose in place; see `_loop_jvp`. This is one list for all,
+        because each access to a method of a Module flattens the Module.
         """
-        return self.differentiated is not None and isinstance(slot.accumulator, Concat)
+        is_differentiated = self.differentiated is not None
+        return [
+            is_differentiated and isinstance(slot.accumulator, Concat)
+            for slot in self.slots
+        ]
 
     def full_blocks(self, states: list) -> tuple[list, list[list], Any]:
         """The states after all full microbatches, the collected values, and a count."""
@@ -341,8 +351,8 @@ class _Run(eqx.Module):
             block = full_block(self.blocks, index)
             values = self.values(block, rows, None)
             collected = [
-                value if self.is_collected(slot) else None
-                for slot, value in safe_zip(self.slots, values)
+                value if is_collected else None
+                for value, is_collected in safe_zip(values, self.collected)
             ]
             return (self.updated(states, values, block), index + 1), collected
 
@@ -411,8 +421,9 @@ class _Run(eqx.Module):
     def updated(self, states: list, values: list, block: Block) -> list:
         """The states after one more microbatch."""
         new_states = []
-        for slot, state, value in safe_zip(self.slots, states, values):
-            if self.is_collected(slot):
+        slots = safe_zip(self.slots, states, values, self.collected)
+        for slot, state, value, is_collected in slots:
+            if is_collected:
                 new_states.append(None)
                 continue
             new = slot.accumulator.update(state, value, block)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.typing import ArrayLike
@@ -99,7 +98,9 @@ class OutputAccumulator(eqx.Module):
     @property
     def is_known(self) -> bool:
         """Whether the accumulator is one of this package, whose states are right."""
-        return isinstance(self.accumulator, (*_NOT_OF_STATES, Last))
+        module, _, _ = type(self.accumulator).__module__.partition(".")
+        is_foreign = isinstance(self.accumulator, _OptaxAccumulator)
+        return module == __name__.partition(".")[0] and not is_foreign
 
     def _checked(self, name: str, state: Any) -> Any:
         if self.is_known:
