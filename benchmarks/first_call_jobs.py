@@ -36,6 +36,7 @@ class Job:
 
     - `depth`: the depth of the network, if the growth with the depth is shown.
     - `is_quick`: whether it compiles fast enough for quick runs.
+    - `compiles`: whether both are compiled, too, or only traced.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Job:
     theirs: Callable[[], Call]
     depth: int | None = None
     is_quick: bool = True
+    compiles: bool = True
 
 
 # Second derivatives.
@@ -207,8 +209,8 @@ def cnn() -> tuple[Any, tuple]:
     return micro_grad.CNN(KEY), (jr.normal(KEY, (64, 1, 28, 28)), labels)
 
 
-def transformer() -> tuple[Any, tuple]:
-    model = micro_grad.Transformer(KEY, embeds=True, depth=4)
+def transformer(depth: int = 4) -> tuple[Any, tuple]:
+    model = micro_grad.Transformer(KEY, embeds=True, depth=depth)
     tokens = jr.randint(KEY, (64, 64), 0, 10_000)
     return model, (tokens, jr.randint(KEY, (64,), 0, 10))
 
@@ -348,9 +350,31 @@ def gradient_jobs() -> list[Job]:
     return found
 
 
+def tracing_jobs() -> list[Job]:
+    """Times that should grow with the number of layers, and no faster."""
+    part = functools.partial
+    return [
+        Job(
+            f"trace of clipped gradients, transformer of {depth} layers",
+            "scan over clipped gradients",
+            2.0,
+            part(gradient, part(transformer, depth), micro_grad.clipped, harness.OURS),
+            part(
+                gradient,
+                part(transformer, depth),
+                micro_grad.clipped,
+                "lax.scan by hand",
+            ),
+            is_quick=False,
+            compiles=False,
+        )
+        for depth in (4, 24, 48)
+    ]
+
+
 def jobs() -> list[Job]:
     part = functools.partial
-    found = [*hessian_jobs(), *gradient_jobs()]
+    found = [*hessian_jobs(), *gradient_jobs(), *tracing_jobs()]
     for title, spec, block in (("MLP", DENSE, 8), ("CNN", CNN, 4)):
         found += [
             Job(

@@ -208,8 +208,8 @@ BREAKAGES = [
     Breakage(
         "a bias shares a cotangent that is not its own",
         "_sites/plan.py",
-        "{v: x for v, x in self.perturbed_by.items() if uses[v] == 1}",
-        "{v: x for v, x in self.perturbed_by.items() if uses[v] >= 1}",
+        "if uses[var] != 1:",
+        "if uses[var] < 1:",
         "tests/sites/test_sites.py -k 'use_by or added or layer'",
     ),
     Breakage(

@@ -151,6 +151,12 @@ class Squares(NamedTuple):
     value: Real[Array, "*s"]
     exponent: Int[Array, "*s"]
 
+    def plus(self, other: "Squares") -> "Squares":
+        """The sum, if the exponents are equal."""
+        dtype = widest(self.value.dtype, other.value.dtype)
+        value = self.value.astype(dtype) + other.value.astype(dtype)
+        return Squares(value, self.exponent)
+
     @property
     def number(self) -> Real[Array, "*s"]:
         """The squares as numbers of the dtype, some of which may be out of range."""
@@ -164,11 +170,19 @@ def is_in_range(square: Real[Array, "*s"]) -> Bool[Array, "*s"]:
     return (square >= least) & jnp.isfinite(square)
 
 
-def into_range(square: Real[Array, "*s"]) -> Real[Array, "*s"]:
-    """The factor of numbers that brings the sum of their squares into range."""
+class Scale(NamedTuple):
+    """A power of two that numbers are multiplied by, `2**-exponent`."""
+
+    factor: Real[Array, "*s"]
+    exponent: Int[Array, "*s"]
+
+
+def into_range(square: Real[Array, "*s"]) -> Scale:
+    """The scale of numbers that brings the sum of their squares into range."""
     small, large = _factors_into_range(square.dtype)
     factor = jnp.where(square < 1, small, large)
-    return jnp.where(is_in_range(square), 1, factor).astype(square.dtype)
+    factor = jnp.where(is_in_range(square), 1, factor).astype(square.dtype)
+    return Scale(factor, -exponent_of(factor))
 
 
 def _factors_into_range(dtype: Any) -> tuple[float, float]:
@@ -177,49 +191,72 @@ def _factors_into_range(dtype: Any) -> tuple[float, float]:
     return 2.0 ** (most // 2 - 1), 2.0 ** -(5 * most // 8)
 
 
-def scaled_squares(x: Inexact[Array, "n ..."], factor: Real[Array, " n"]) -> Squares:
+def scaled_squares(x: Inexact[Array, "n ..."], scale: Scale) -> Squares:
     """The squared norm of each example, from numbers times a power of two."""
-    return Squares(squared_norm(scaled_examples(x, factor)), -exponent_of(factor))
+    return Squares(squared_norm(scaled_examples(x, scale.factor)), scale.exponent)
 
 
-def squares_in_range(x: Inexact[Array, "n ..."]) -> Squares:
-    """The squared norm of each example, whatever its size, in one pass.
+def squares_in_range(arrays: Sequence[Inexact[Array, "_ ..."]]) -> list[Squares]:
+    """The squared norm of each example of some arrays, whatever its size, in one pass.
 
-    The entries are squared as they are, scaled up, and scaled down.
+    The entries are squared as they are, scaled up, and scaled down. Values are from 1
+    to 4, or zero, so that they can be multiplied.
     """
-    x, plain = widened(x), squared_norm(x)
-    up, down = _factors_into_range(plain.dtype)
+    norms = [*map(_norms_of_scaled, arrays)]
+    alike: dict[tuple, list[int]] = {}
+    for i, (plain, *_) in enumerate(norms):
+        alike.setdefault((plain.dtype, plain.shape), []).append(i)
+    squares: dict[int, Squares] = {}
+    # All at once, because programs with many small arrays take long to compile.
+    for members in alike.values():
+        plain, small, large = map(jnp.stack, safe_zip(*(norms[i] for i in members)))
+        up, down = _factors_into_range(plain.dtype)
+        is_plain, is_small = is_in_range(plain), plain < 1
+        value = jnp.where(is_plain, plain, jnp.where(is_small, small, large))
+        scaled = jnp.where(is_small, -int(math.log2(up)), -int(math.log2(down)))
+        half = _half_exponent(value)
+        exponent = half + jnp.where(is_plain, 0, scaled).astype("int32")
+        pairs = map(Squares, _times_four_to(value, -half), exponent)
+        squares.update(safe_zip(members, pairs))
+    return [squares[i] for i, _ in enumerate(norms)]
+
+
+def _norms_of_scaled(x: Inexact[Array, "n ..."]) -> list[Real[Array, " n"]]:
+    """The squared norm of each example as it is, scaled up, and scaled down."""
+    x = widened(x)
+    x = jnp.abs(x) if is_complex(x) else x
+    up, down = _factors_into_range(x.dtype)
     # Derivatives multiply what is not chosen by zero, so it must be finite.
-    small = jnp.where(jnp.abs(x) < 1, x, jnp.zeros_like(x))
-    small, large = squared_norm(small * up), squared_norm(x * down)
-    is_plain, is_small = is_in_range(plain), plain < 1
-    value = jnp.where(is_plain, plain, jnp.where(is_small, small, large))
-    scaled = jnp.where(is_small, -int(math.log2(up)), -int(math.log2(down)))
-    return Squares(value, jnp.where(is_plain, 0, scaled).astype("int32"))
+    small = jnp.clip(x * up, -up, up)
+    return [*map(squared_norm, (x, small, x * down))]
 
 
 def sum_of_squares(terms: Sequence[Squares]) -> Squares:
+    """The sum. Values whose exponents are the same array must have one in range."""
+    alike: dict[int, Squares] = {}
+    for x in terms:
+        other = alike.get(id(x.exponent))
+        alike[id(x.exponent)] = x if other is None else other.plus(x)
+    terms = [*alike.values()]
     dtype = widest(*(x.value.dtype for x in terms))
-    terms = [Squares(x.astype(dtype), exponent) for x, exponent in terms]
+    values, exponents = (
+        jnp.stack(jnp.broadcast_arrays(*x))
+        for x in safe_zip(*((x.astype(dtype), exponent) for x, exponent in terms))
+    )
     small = jnp.asarray(-(2**20), "int32")  # So is zero.
-    sizes = [
-        jnp.where(x > 0, exponent + _half_exponent(x), small) for x, exponent in terms
-    ]
-    largest = functools.reduce(jnp.maximum, sizes)
-    parts = [_times_four_to(x, exponent - largest) for x, exponent in terms]
-    return Squares(functools.reduce(jnp.add, parts), largest)
+    sizes = jnp.where(values > 0, exponents + _half_exponent(values), small)
+    largest = jnp.max(sizes, axis=0)
+    parts = _times_four_to(values, exponents - largest[None])
+    return Squares(jnp.sum(parts, axis=0), largest)
 
 
 def product_of_squares(terms: Sequence[Squares]) -> Squares:
-    """The product, with a value that can be multiplied: from 1 to 4 for each term."""
+    """The product of squares with values from 1 to 4."""
     dtype = widest(*(x.value.dtype for x in terms))
-    values, exponents = [], []
-    for value, exponent in terms:
-        half = _half_exponent(value)
-        values.append(_times_four_to(value, -half).astype(dtype))
-        exponents.append(exponent + half)
+    values, exponents = safe_zip(*terms)
+    wide = (x.astype(dtype) for x in values)
     multiply, add = jnp.multiply, jnp.add
-    return Squares(functools.reduce(multiply, values), functools.reduce(add, exponents))
+    return Squares(functools.reduce(multiply, wide), functools.reduce(add, exponents))
 
 
 def _half_exponent(x: Real[Array, "*s"]) -> Int[Array, "*s"]:

@@ -137,15 +137,15 @@ def _at_once(
     def result(slot: OutputAccumulator) -> PyTree:
         value = slot.value(strong, block)
         if isinstance(slot.accumulator, Concat):
-            jax.eval_shape(lambda: slot.init(value, blocks))
+            jax.eval_shape(lambda x: slot.init(x, blocks), value)  # For its errors.
             return value
         if isinstance(slot.accumulator, AbstractSummary):
             # Nothing is added to the summary of the only microbatch.
             with slot.named():
                 return slot.accumulator.finalize(slot.accumulator.summary(value, block))
-        state = slot.init(value, blocks)
+        state = slot.init(jax.eval_shape(lambda x: x, value), blocks)
         new = slot.update(state, value, block)
-        slot.check_state(state, new)
+        slot.check_state(*jax.eval_shape(lambda *states: states, state, new))
         return slot.accumulator.finalize(new)
 
     results = [
@@ -265,10 +265,7 @@ class _Run(eqx.Module):
             lambda outs: [slot.value(outs, first) for slot in self.slots],
             self.outs,
         )
-        states = [
-            None if self.is_collected(slot) else self.initial_state(slot, value)
-            for slot, value in safe_zip(self.slots, values)
-        ]
+        states = self.initial_states(values)
         states, pieces, num_ran = self.full_blocks(states)
         if self.runs_remainder:
             block = remainder_block(self.blocks)
@@ -282,10 +279,10 @@ class _Run(eqx.Module):
             pieces.append(rest)
         results = [
             self.joined(slot, value, [piece[i] for piece in pieces])
-            if self.is_collected(slot)
+            if is_collected
             else slot.accumulator.finalize(state)
-            for i, (slot, value, state) in enumerate(
-                safe_zip(self.slots, values, states)
+            for i, (slot, value, state, is_collected) in enumerate(
+                safe_zip(self.slots, values, states, self.collected)
             )
         ]
         outs = [var.aval for var in self.full.outvars]
@@ -294,29 +291,51 @@ class _Run(eqx.Module):
             for x, slot in safe_zip(results, self.slots)
         ]
 
-    def initial_state(self, slot: OutputAccumulator, value: PyTree) -> Any:
-        """The state before the first microbatch, with its type after the first.
+    def initial_states(self, values: list) -> list:
+        """The states before the first microbatch, with their types after the first.
 
         The result of a microbatch may be sharded over a mesh, or vary over the devices
         of a `jax.shard_map`. The state must have that type from the start, although its
-        values are the same everywhere.
+        values are the same everywhere. It is None for what is collected.
         """
-        state = slot.init(value, self.blocks)
-        if self.blocks.total == 0:
-            return state
+        states = [
+            None if is_collected else slot.init(value, self.blocks)
+            for slot, value, is_collected in safe_zip(
+                self.slots, values, self.collected
+            )
+        ]
+        are_known = all(slot.is_known for slot in self.slots)
+        on_mesh = any(map(is_on_mesh, [*self.arrays, *jtu.tree_leaves(values)]))
+        if self.blocks.total == 0 or (are_known and not on_mesh):
+            return states
         block = full_block(self.blocks, 0)
-        update = lambda state, value: slot.update(state, value, block)
-        before = jax.eval_shape(lambda s: s, state)
-        after = jax.eval_shape(update, state, value)
-        slot.check_state(before, after)
-        return jtu.tree_map(with_type_of, after, state)
 
-    def is_collected(self, slot: OutputAccumulator) -> bool:
-        """Whether values are outputs of the scan instead of parts of its carry.
+        def updated(states: list, values: list) -> tuple[list, list]:
+            new = [
+                None if is_collected else slot.update(state, value, block)
+                for slot, state, value, is_collected in safe_zip(
+                    self.slots, states, values, self.collected
+                )
+            ]
+            return states, new
 
-        Only outputs transpose in place; see `_loop_jvp`.
+        every = jax.eval_shape(updated, states, values)
+        for slot, *before_and_after in safe_zip(self.slots, *every):
+            slot.check_state(*before_and_after)
+        return jtu.tree_map(with_type_of, every[1], states)
+
+    @property
+    def collected(self) -> list[bool]:
+        """For each slot, whether its values are outputs of the scan, and not carried.
+
+        Only outputs transpose in place; see `_loop_jvp`. This is one list for all,
+        because each access to a method of a Module flattens the Module.
         """
-        return self.differentiated is not None and isinstance(slot.accumulator, Concat)
+        is_differentiated = self.differentiated is not None
+        return [
+            is_differentiated and isinstance(slot.accumulator, Concat)
+            for slot in self.slots
+        ]
 
     def full_blocks(self, states: list) -> tuple[list, list[list], Any]:
         """The states after all full microbatches, the collected values, and a count."""
@@ -332,8 +351,8 @@ class _Run(eqx.Module):
             block = full_block(self.blocks, index)
             values = self.values(block, rows, None)
             collected = [
-                value if self.is_collected(slot) else None
-                for slot, value in safe_zip(self.slots, values)
+                value if is_collected else None
+                for value, is_collected in safe_zip(values, self.collected)
             ]
             return (self.updated(states, values, block), index + 1), collected
 
@@ -402,8 +421,9 @@ class _Run(eqx.Module):
     def updated(self, states: list, values: list, block: Block) -> list:
         """The states after one more microbatch."""
         new_states = []
-        for slot, state, value in safe_zip(self.slots, states, values):
-            if self.is_collected(slot):
+        slots = safe_zip(self.slots, states, values, self.collected)
+        for slot, state, value, is_collected in slots:
+            if is_collected:
                 new_states.append(None)
                 continue
             new = slot.accumulator.update(state, value, block)

@@ -100,6 +100,9 @@ class VarianceState(eqx.Module):
         return dataclasses.replace(self, lost=nothing_lost(self.squares, num))
 
 
+_SUMMARIES = _Total, VarianceState
+
+
 _Summary = TypeVar("_Summary", _Total, VarianceState)
 
 
@@ -113,8 +116,9 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
         """The summary of a microbatch, from its result as a whole."""
 
     def init(self, value: Any, blocks: Blocks) -> _Summary:
-        block = full_block(blocks, 0)
-        struct = jax.eval_shape(lambda value: self.summary(value, block), value)
+        block, struct = full_block(blocks, 0), value
+        if not isinstance(value, _SUMMARIES):
+            struct = jax.eval_shape(lambda value: self.whole(value, block), value)
         zeros = jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
         return zeros.before(blocks.num)
 
@@ -126,8 +130,7 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
     def summary(self, value: Any, block: Block) -> Any:
         """The summary of a microbatch, from its value."""
         # It is one already if it comes from `aggregate`.
-        is_summary = isinstance(value, (_Total, VarianceState))
-        return value if is_summary else self.whole(value, block)
+        return value if isinstance(value, _SUMMARIES) else self.whole(value, block)
 
 
 class AbstractTotal(AbstractSummary[Any]):

@@ -26,6 +26,7 @@ from .._base.dtypes import (
     is_in_range,
     largest_of_each,
     power_of_two,
+    Scale,
     scaled_examples,
     scaled_squares,
     squared_norm,
@@ -237,7 +238,7 @@ def _called(name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree) -> PyT
 def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
     """Clipped per-example gradients, and their norms."""
     leaves, treedef = jtu.tree_flatten(gradients)
-    scaled = lambda factors: [*map(scaled_squares, leaves, factors)]
+    scaled = lambda scales: [*map(scaled_squares, leaves, scales)]
     clipped = groups.clip([*map(squared_norm, leaves)], [], scaled)
     scaled = [
         scaled_examples(x, scale).astype(x.dtype)
@@ -457,28 +458,34 @@ class Groups:
         self,
         plain: list[Real[Array, " n"]] | None,
         flags: list[Bool[Array, ""]],
-        scaled: Callable[[list[Array]], list[Squares]],
+        scaled: Callable[[list[Scale]], list[Squares]],
     ) -> Clipped:
         """The factors of each leaf, for some examples.
 
         `plain` are the squared norms of each leaf's gradients, and wrong if a flag is
-        set or a sum out of range; None if scaling is cheap. `scaled(factors)` are
-        always right. The factors bring those gradients that are formed into range.
+        set or a sum out of range; None if scaling is cheap. `scaled(scales)` are
+        always right. The scales bring those gradients that are formed into range.
         """
         if plain is None:
             return self._clipped(self._added(scaled([])))
         dtypes = sorted((x.dtype for x in plain), key=lambda dtype: dtype.itemsize)
         wide = [x.astype(dtypes[-1]) for x in plain]
         zeros = jnp.zeros_like(wide[0])
-        totals, factors = [], [zeros] * len(plain)
+        totals = []
         for members in self.parts:
             total = sum((wide[i] for i in members), zeros)
             totals.append(Squares(total, jnp.zeros_like(total, "int32")))
-            for i in members:
-                factors[i] = into_range(total)
             flags.append(~jnp.all(is_in_range(total.astype(dtypes[0]))))
         arrays, treedef = jtu.tree_flatten(totals)
-        others = lambda: jtu.tree_leaves(self._added(scaled(factors)))
+
+        def others() -> list[Array]:
+            scales = [into_range(zeros)] * len(plain)
+            for total, members in safe_zip(totals, self.parts):
+                scale = into_range(total.value)
+                for i in members:
+                    scales[i] = scale
+            return jtu.tree_leaves(self._added(scaled(scales)))
+
         # One branch for all, because the host of a GPU may wait for each.
         chosen = unless_cancelled(jnp.stack(flags), arrays, arrays, others)
         return self._clipped(jtu.tree_unflatten(treedef, chosen))
@@ -575,13 +582,14 @@ class SiteGradients:
     @functools.cached_property
     def products(self) -> dict[int, Squares]:
         """The norms that follow from those of factors, by leaf."""
-        leaves = (c.leaf for c in self.contractions if c.form == "factors")
-        of_array: dict[Any, Any] = {}
-        return {
-            i: squares_of_factors(self._of_leaf(i), of_array)
-            for i in leaves
-            if has_norms_of_factors(self.program.sites_of(i))
-        }
+        leaves = [
+            c.leaf
+            for c in self.contractions
+            if c.form == "factors"
+            and has_norms_of_factors(self.program.sites_of(c.leaf))
+        ]
+        squares = squares_of_factors([*map(self._of_leaf, leaves)])
+        return dict(safe_zip(leaves, squares))
 
     def _of_leaf(self, leaf: int) -> OfLeaf:
         sites = self.program.sites_of(leaf)
@@ -606,11 +614,11 @@ class SiteGradients:
         squares = self._of_leaves(lambda x, _: squared_norm(x), norms, products)
         return squares, [*flags.values()]
 
-    def squares(self, factors: Sequence[Real[Array, " n"]] = ()) -> list[Squares]:
+    def squares(self, scales: Sequence[Scale] = ()) -> list[Squares]:
         """For each leaf, the squared norms of the per-example gradients.
 
-        Gradients that are formed are multiplied by the factors for their leaves first,
-        so that their squares are in range.
+        Gradients that are formed are multiplied by the scales of their leaves first, so
+        that their squares are in range.
         """
         powers, scaled = [], []
         for uses in self._sums.values():
@@ -621,7 +629,9 @@ class SiteGradients:
             norms = squared_norms(scaled)
 
         def square(x: Array, leaf: int) -> Squares:
-            return scaled_squares(x, factors[leaf]) if factors else squares_in_range(x)
+            if scales:
+                return scaled_squares(x, scales[leaf])
+            return squares_in_range([x])[0]
 
         sums = [*map(Squares, norms, powers)]
         return self._of_leaves(square, sums, self.products)

@@ -5,6 +5,7 @@ Costs depend on shapes and on the platform only.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -177,12 +178,29 @@ def choose(program: Program) -> list[Contraction]:
     """The cheapest contraction for each leaf."""
     one = lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype)
     factors = [*map(one, program.operands)], [*map(one, program.perturbations)]
-    structs = *factors, program.value_structs()
-    return [_choose(program, leaf, structs) for leaf in range(len(program.leaves))]
+    leaves = range(len(program.leaves))
+
+    def norms(operands: list, cotangents: list, values: list) -> list[Cost | None]:
+        factors = Factors(operands, cotangents, values=values)
+        return [_norm_cost(program, leaf, factors) for leaf in leaves]
+
+    costs = eqx.filter_eval_shape(norms, *factors, program.value_structs())
+    return [*map(functools.partial(_choose, program), leaves, costs)]
 
 
-def _choose(program: Program, leaf: int, structs: tuple) -> Contraction:
-    """The cheapest contraction; operands, cotangents and values have these types."""
+def _norm_cost(program: Program, leaf: int, factors: Factors) -> Cost | None:
+    """The cost of the norm of a gradient without forming it, if it is possible."""
+    sites = program.sites_of(leaf)
+    if not sites or leaf in program.fallbacks or not has_gram(sites):
+        return None
+    terms = norm_terms(OfLeaf(sites, factors, program.leaves[leaf]))
+    cost = total_cost(contraction_cost(x, (EXAMPLE,)) for x, _ in terms)
+    # Bounds rest on these norms, so they keep all digits.
+    return Cost(platform().exact_product * cost.flops, cost.bytes)
+
+
+def _choose(program: Program, leaf: int, norm: Cost | None) -> Contraction:
+    """The cheapest contraction, from the cost of the norm by factors."""
     struct = program.leaves[leaf]
     sites = program.sites_of(leaf)
     if not sites:
@@ -203,18 +221,9 @@ def _choose(program: Program, leaf: int, structs: tuple) -> Contraction:
     # larger than what a backward pass stores anyway.
     if size <= 2 * factors:
         candidates.append(Contraction(leaf, "gradient", True, once))
-    if has_gram(sites):
-
-        def norms(operands: list, cotangents: list, values: list) -> Cost:
-            factors = Factors(operands, cotangents, values=values)
-            terms = norm_terms(OfLeaf(sites, factors, struct))
-            cost = total_cost(contraction_cost(x, (EXAMPLE,)) for x, _ in terms)
-            # Bounds rest on these norms, so they keep all digits.
-            return Cost(platform().exact_product * cost.flops, cost.bytes)
-
-        cost = eqx.filter_eval_shape(norms, *structs)
+    if norm is not None:
         # The sum reads the factors once more.
-        candidates.append(Contraction(leaf, "factors", False, cost + reading))
+        candidates.append(Contraction(leaf, "factors", False, norm + reading))
     return min(candidates, key=lambda contraction: contraction.cost.time)
 
 

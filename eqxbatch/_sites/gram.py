@@ -456,27 +456,27 @@ def _axes_of_factors(site: Site) -> list[set[str]]:
     return [{x for x in axes if site.sizes[x] != 1} for axes in names]
 
 
-def squares_of_factors(uses: OfLeaf, of_array: dict[Any, Any]) -> Squares:
-    """The squared norms of gradients, if `has_norms_of_factors`.
-
-    `of_array` has the factors of other leaves with their squared norms, by `id`: a
-    weight and a bias share cotangents.
-    """
-    (site,) = uses.sites
-    terms = site_terms(site, uses.factors)
-    if set.intersection(*_axes_of_factors(site)):
-        labels = tuple(dict.fromkeys(x for _, labels in terms for x in labels))
-        terms = [(contract(terms, labels), labels)]
-    squares = []
-    for x, labels in terms:
-        has_examples = EXAMPLE in labels
-        key = id(x), has_examples
-        if key not in of_array:
-            # With `x`, whose `id` no other array has as long as it is kept.
-            of_array[key] = x, squares_in_range(x if has_examples else x[None])
-        squares.append(of_array[key][1])
-    value, exponent = product_of_squares(squares)
-    return Squares(value * abs(_scale(site)) ** 2, exponent)
+def squares_of_factors(leaves: Sequence[OfLeaf]) -> list[Squares]:
+    """The squared norms of gradients, if `has_norms_of_factors`."""
+    # A weight and a bias share cotangents.
+    arrays: dict[tuple, Array] = {}
+    by_leaf = []
+    for uses in leaves:
+        (site,) = uses.sites
+        terms = site_terms(site, uses.factors)
+        if set.intersection(*_axes_of_factors(site)):
+            labels = tuple(dict.fromkeys(x for _, labels in terms for x in labels))
+            terms = [(contract(terms, labels), labels)]
+        keys = [(id(x), EXAMPLE in labels) for x, labels in terms]
+        arrays.update(safe_zip(keys, (x for x, _ in terms)))
+        by_leaf.append((keys, abs(_scale(site)) ** 2))
+    every = [x if has_examples else x[None] for (_, has_examples), x in arrays.items()]
+    squares = dict(safe_zip(arrays, squares_in_range(every)))
+    products = []
+    for keys, scale in by_leaf:
+        value, exponent = product_of_squares([squares[key] for key in keys])
+        products.append(Squares(value if scale == 1 else value * scale, exponent))
+    return products
 
 
 def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:

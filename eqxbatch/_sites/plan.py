@@ -252,7 +252,9 @@ class Plan:
             for moved in extend_view(before, eqn, 0) or ():
                 if moved and moved.axes is not None and moved.is_isometry:
                     self.perturbed_by[eqn.outvars[0]] = moved
-        self.perturbed_by = {v: x for v, x in self.perturbed_by.items() if uses[v] == 1}
+        for var in eqn.outvars:
+            if uses[var] != 1:
+                self.perturbed_by.pop(var, None)
 
     def follow_out(self, inner: "Plan", outs: list) -> None:
         """Follows a perturbed value out of a call that is about to be included."""

@@ -139,8 +139,15 @@ class Program:
             self.sites.append(leaf_site(leaf, x, len(self.perturbations)))
             self.perturbations.append(_Struct(x.shape, x.dtype))
 
+    @functools.cached_property
+    def _by_leaf(self) -> dict[int, list[Site]]:
+        sites: dict[int, list[Site]] = collections.defaultdict(list)
+        for site in self.sites:
+            sites[site.leaf].append(site)
+        return sites
+
     def sites_of(self, leaf: int) -> list[Site]:
-        return [site for site in self.sites if site.leaf == leaf]
+        return self._by_leaf.get(leaf, [])
 
     def with_jacobians(self, leaves: Sequence[int]) -> "Program":
         """Jacobians in place of the sites of some leaves, after the cotangents.
@@ -148,6 +155,7 @@ class Program:
         It has the same values and operands. Do not run it.
         """
         other = copy.copy(self)
+        vars(other).pop("_by_leaf", None)
         other.sites = [site for site in self.sites if site.leaf not in leaves]
         other.perturbations = [*self.perturbations]
         other._add_leaves(leaves)
