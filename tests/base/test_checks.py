@@ -135,11 +135,28 @@ MODEL = drawn(eqx.nn.MLP, 2, 3, 4, 1, key=jax.random.key(0))
 SCALAR = lambda model, x: jnp.sum(model(x) ** 2)
 
 
+class Total(eqxbatch.AbstractAccumulator):
+    """An accumulator of a user, whose states are checked."""
+
+    def init(self, value, blocks):
+        return jnp.zeros(value.shape, value.dtype)
+
+    def update(self, state, value, block):
+        return state + value
+
+    def finalize(self, state):
+        return state
+
+    def aggregate(self, values, block):
+        return jnp.sum(values, axis=0)
+
+
 @pytest.mark.parametrize(
     "call",
     (
         functools.partial(
-            eqxbatch.filter_micro_vmap(MODEL, microbatch_size=2), X[:, :2]
+            eqxbatch.filter_micro_vmap(MODEL, microbatch_size=2, accumulator=Total()),
+            X[:, :2],
         ),
         functools.partial(
             eqxbatch.filter_micro_grad(SCALAR, clip_norm=1.0), MODEL, X[:, :2]
