@@ -500,6 +500,17 @@ class AbstractDerivative(AbstractTransform):
         return Loss(fun, batch, diff, nondiff, *settings, axis_name=self.coupling_axis)
 
 
+def check_has_batch(in_axes: PyTree, settings: dict[str, Any]) -> None:
+    """Raises for settings of a batch where there is none."""
+    for name, value in settings.items():
+        if in_axes is None and value is not None:
+            raise ValueError(
+                f"`{name}` is for a batch of examples, but `in_axes` is None: `fun` is "
+                "one function of all its arguments. Pass the batch axes of the "
+                "arguments after the first, as in `in_axes=0`, or leave it out."
+            )
+
+
 class AbstractOverExamples(
     AbstractDerivative, AbstractMicrobatched, AbstractAutoSharded
 ):
@@ -523,14 +534,7 @@ class AbstractOverExamples(
             "microbatch_size": self.microbatch_size,
             name: self.accumulator.weights,
         }
-        for name, value in of_batch.items():
-            if self.in_axes is None and value is not None:
-                raise ValueError(
-                    f"`{name}` is for a batch of examples, but `in_axes` is None: "
-                    "`fun` is one function of all its arguments. Pass the batch axes "
-                    "of the arguments after the first, as in `in_axes=0`, or leave it "
-                    "out."
-                )
+        check_has_batch(self.in_axes, of_batch)
 
     def in_microbatches(self, args: tuple, kwargs: dict[str, Any]) -> Loss:
         """Like `loss_of`, with the batch cut into microbatches."""

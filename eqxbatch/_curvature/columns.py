@@ -13,7 +13,7 @@ Jacobian is known, both modes are: the function is replaced by its linear expans
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, Literal
+from typing import Any, Generic, Literal
 
 import equinox as eqx
 import jax
@@ -36,10 +36,17 @@ from .._base.mesh import vary_as
 from .._base.mistakes import warn_user
 from .._base.trees import consecutive_groups, described, is_struct, log, safe_zip
 from .._batch.accumulators import Concat
-from .._batch.derivative import AbstractDerivative
-from .._batch.loop import accumulated, Rows
+from .._batch.derivative import AbstractDerivative, check_has_batch
+from .._batch.loop import accumulated, Rows, run_blocks
 from .._batch.memory import as_block_size, Size
-from .._batch.transform import AbstractAutoSharded, also_decorator, P, run_compiled
+from .._batch.slots import match_accumulators, Slots
+from .._batch.transform import (
+    AbstractAutoSharded,
+    AbstractMicrobatched,
+    also_decorator,
+    P,
+    run_compiled,
+)
 from .._sites.cost import pushed_cost
 from .pytree import Unravel
 from .site_blocks import Pair, RequestedBlocks
@@ -391,13 +398,10 @@ def check_mode(mode: str, what: str, reason: str | None) -> None:
         )
 
 
-_IF_ONE = (
-    "For the Jacobians of all examples, map over them: "
-    "`filter_micro_vmap(filter_jacobian(fun), in_axes=(None, 0))`."
-)
+_IF_ONE = "For the Jacobian of each example, pass `in_axes=0`."
 
 
-class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
+class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generic[P]):
     """The Jacobian of a function of a PyTree, in blocks of columns or rows.
 
     Like `equinox.filter_jacfwd` and `equinox.filter_jacrev`, but peak temporary memory
@@ -424,6 +428,13 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
     - `where`: a function from the first argument to the part (or parts) of it to
         differentiate with respect to. The default is all of it.
     - `filter_spec`: which leaves are parameters, as for `equinox.filter`.
+    - `in_axes`: the batch axes of the arguments after the first, as for
+        [`eqxbatch.filter_micro_grad`][], if `fun` is a function of one example. The
+        default is None: `fun` is called once with all arguments.
+    - `microbatch_size`: the number of examples whose Jacobians are computed at once.
+    - `accumulator`: how the Jacobians (and `aux`) of the examples are combined, as for
+        [`eqxbatch.filter_micro_vmap`][]. The default, None, is
+        [`eqxbatch.Concat`][]: all of them, along axis 0.
     - `holomorphic`: whether `fun` is a holomorphic function of complex arrays; it must
         return complex arrays. For other functions of complex arrays, pass real and
         imaginary parts as separate arrays. Complex outputs of real parameters need no
@@ -447,8 +458,9 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
     **Raises:**
 
     - `ValueError` if there is nothing to differentiate, for outputs that are not arrays
-        of an inexact dtype, for an unknown `mode`, for sizes below 1, and if both
-        `block_size` and `num_blocks` are given.
+        of an inexact dtype, for an unknown `mode`, for sizes below 1, if both
+        `block_size` and `num_blocks` are given, and for a `microbatch_size` or an
+        `accumulator` without `in_axes`.
     - `TypeError` for complex arrays without `holomorphic`, for real parameters or
         outputs with it, and for a `fun` that JAX can differentiate in neither mode, or
         not in the given `mode`.
@@ -479,12 +491,46 @@ class Jacobian(AbstractDerivative, AbstractColumns, Generic[P]):
     has_aux: bool = False
     flat: bool = False
     holomorphic: bool = False
-    in_axes: ClassVar[None] = None
+    in_axes: PyTree = None
+    accumulator: PyTree = None
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         return run_compiled(self, *args, **kwargs)
 
+    def __check_init__(self) -> None:
+        settings = {
+            "microbatch_size": self.microbatch_size,
+            "accumulator": self.accumulator,
+        }
+        check_has_batch(self.in_axes, settings)
+
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.in_axes is None:
+            return self._of_one(args, kwargs)
+        first, batch = args[:1], self.batch(args, kwargs)
+        one = dataclasses.replace(
+            self, in_axes=None, microbatch_size=None, accumulator=None
+        )
+
+        def of_example(*rows: Array) -> Any:
+            (_, *rest), kwargs = batch.arguments([*rows])
+            return one.apply((*first, *rest), kwargs)
+
+        def run(rows: list, _: int, __: Any) -> tuple[Any, None]:
+            return eqx.filter_vmap(of_example, in_axes=tuple(batch.axes))(*rows), None
+
+        def slots(output: PyTree, _: Any) -> Slots:
+            accumulator = Concat() if self.accumulator is None else self.accumulator
+            slots = match_accumulators(accumulator, output)
+            flagged = (
+                dataclasses.replace(slot, per_example=True) for slot in slots.slots
+            )
+            return dataclasses.replace(slots, slots=[*flagged]).with_states(output)
+
+        blocks = self.blocks(batch, args, kwargs, batch.total())
+        return run_blocks(run, batch.arrays, batch.axes, blocks, slots, None, False)
+
+    def _of_one(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         fun = self.loss_of(args, kwargs)
         diff = fun.diff
 

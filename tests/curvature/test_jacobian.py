@@ -11,9 +11,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import eqxbatch._curvature.columns as jacobian_module
-from eqxbatch import filter_jacobian, MemoryBudget
+from eqxbatch import Concat, filter_jacobian, Mean, MemoryBudget
 from ..helpers import (
     assert_same,
+    BLOCK,
     CountTraces,
     drawn,
     memory,
@@ -394,3 +395,55 @@ class TestBadInput:
             filter_jacobian(jnp.sin, num_blocks=0)
         with pytest.raises(TypeError, match="`block_size` must be int"):
             filter_jacobian(jnp.sin, block_size="2")
+
+    def test_batch(self):
+        for settings in ({"microbatch_size": 2}, {"accumulator": Mean()}):
+            (name,) = settings
+            with pytest.raises(ValueError, match=f"`{name}` is for a batch"):
+                filter_jacobian(jnp.sin, **settings)
+
+
+def of_examples(getkey, total):
+    """A function of one example, a model, examples along axis 1, and all Jacobians."""
+    model = {
+        "w": normal(getkey(), (3, 4), jnp.float64),
+        "b": normal(getkey(), (3,), jnp.float64),
+        "name": "model",
+        "nothing": None,
+    }
+    x = normal(getkey(), (4, total), jnp.float64)
+
+    def fun(model, x):
+        return {"a": jnp.tanh(model["w"] @ x) * model["b"], "c": x[0] * model["b"][:1]}
+
+    def of_one(w, b, x):
+        return jax.jacrev(lambda w, b: fun({"w": w, "b": b}, x), (0, 1))(w, b)
+
+    each = jax.jit(jax.vmap(of_one, (None, None, 1)))(model["w"], model["b"], x)
+    jacobians = {
+        name: {"w": of_w, "b": of_b, "name": None, "nothing": None}
+        for name, (of_w, of_b) in each.items()
+    }
+    return fun, model, x, jacobians
+
+
+@pytest.mark.parametrize("total", (0, 1, BLOCK, BLOCK + 1, 7))
+@pytest.mark.usefixtures("x64")
+def test_of_each_example(getkey, total):
+    fun, model, x, jacobians = of_examples(getkey, total)
+    by_example = filter_jacobian(fun, in_axes=1, microbatch_size=BLOCK)
+    assert_same(by_example(model, x), jacobians, tol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_mean_over_examples(getkey):
+    fun, model, x, jacobians = of_examples(getkey, 7)
+    mean, first = filter_jacobian(
+        lambda model, x: (fun(model, x), x[0]),
+        has_aux=True,
+        in_axes=1,
+        microbatch_size=BLOCK,
+        accumulator=(Mean(), Concat()),
+    )(model, x)
+    assert_same(mean, jax.tree.map(lambda x: np.mean(x, 0), jacobians), tol=1e-12)
+    assert_same(first, x[0], tol=1e-12)

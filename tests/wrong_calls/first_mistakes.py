@@ -108,7 +108,7 @@ FORGOTTEN = [
             "filter_jacobian",
             lambda: eqxbatch.filter_jacobian(lambda net, x: net(x))(net, x),
             TypeError,
-            r"`filter_micro_vmap\(filter_jacobian\(fun\), in_axes=\(None, 0\)\)`",
+            "For the Jacobian of each example, pass `in_axes=0`",
         ),
     )
 ]
