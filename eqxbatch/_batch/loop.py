@@ -137,7 +137,8 @@ def _at_once(
     def result(slot: OutputAccumulator) -> PyTree:
         value = slot.value(strong, block)
         if isinstance(slot.accumulator, Concat):
-            jax.eval_shape(lambda x: slot.init(x, blocks), value)  # For its errors.
+            struct = jax.eval_shape(lambda x: x, value)
+            jax.eval_shape(lambda: slot.init(struct, blocks))  # For its errors.
             return value
         if isinstance(slot.accumulator, AbstractSummary):
             # Nothing is added to the summary of the only microbatch.

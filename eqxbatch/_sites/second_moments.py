@@ -121,7 +121,8 @@ def squared_sum(
     of_leaf = tuple(sorted(label for label in present if label[0] == "leaf"))
     total = contract(squares, of_leaf).reshape(leaf.shape)
     total = total * (2.0 ** (-2 * spare * len(terms)) * abs(scale_of(site)) ** 2)
-    return times_two_to(total, 2 * top), top <= _SPARE // 2
+    exponent = jnp.broadcast_to(2 * top, total.shape)
+    return times_two_to(total, exponent), top <= _SPARE // 2
 
 
 def _formed_distances(

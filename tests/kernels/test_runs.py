@@ -1,6 +1,7 @@
 """Runs that are stopped, continued, damaged or shared."""
 
 import errno
+import functools
 import json
 import os
 import resource
@@ -468,12 +469,13 @@ FULL = """
 
 
 @pytest.mark.versions
-def test_a_disk_that_becomes_full(tmp_path, monkeypatch):
-    command = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path / "kernel")]
+def test_a_disk_that_becomes_full(tmp_path):
     environment = {**os.environ, "XLA_FLAGS": COMPILE_FAST}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=True
+    run = functools.partial(
+        subprocess.run, capture_output=True, text=True, env=environment, check=True
     )
+    code, path = textwrap.dedent(FULL), str(tmp_path / "kernel")
+    done = run([sys.executable, "-c", code, path])
     assert done.stdout == f"{errno.EFBIG}\n"
     found = chunks(tmp_path / "kernel")
     whole = {name for name, data in found.items() if len(data) == 16 * 16 * 4 + 4}
@@ -481,8 +483,8 @@ def test_a_disk_that_becomes_full(tmp_path, monkeypatch):
     assert whole == {name for name in found if name.startswith("a/")}
     assert whole
     # Without the limit, it goes on.
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "kernel")])
-    exec(textwrap.dedent(FULL).split("signal.signal")[0] + "batched(x)", {})
+    code = code.split("signal.signal")[0] + "batched(x)"
+    run([sys.executable, "-c", code, path])
     got = zarr.open_group(str(tmp_path / "kernel"), mode="r")
     x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
     np.testing.assert_allclose(got["a"][:], x @ x.T, rtol=1e-4, atol=1e-4)
