@@ -498,8 +498,10 @@ def weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
     if weights is not None:
         rows = block.take(weights).astype(values.dtype)
         rows = jnp.expand_dims(rows, tuple(range(1, values.ndim)))
-        # What pads a batch counts for nothing, also if it is NaN.
-        values = jnp.where(rows == 0, jnp.zeros_like(values), values) * rows
+        # What pads a batch counts for nothing, also if it is NaN. The mask must be
+        # spread over devices as the values are.
+        zeros = jnp.zeros_like(values)
+        values = jnp.where((rows == 0) | (zeros != 0), zeros, values) * rows
     return jnp.sum(block.new(values), axis=0, dtype=values.dtype)
 
 

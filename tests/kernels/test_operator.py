@@ -116,7 +116,7 @@ def test_examples_on_disk_are_copied_once(tmp_path):
     assert peak < x.nbytes / 2
     # The owner may change them.
     x[:] = 2.0
-    close(operator.matrix.call.calls[0].x, np.ones((1000, 1000)))
+    close(operator.matrix.call.sides[0].x, np.ones((1000, 1000)))
 
 
 @pytest.mark.versions

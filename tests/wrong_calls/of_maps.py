@@ -216,9 +216,9 @@ GRADIENTS = [
     ),
     Case(
         "filter_micro_value_and_grad",
-        lambda: value_and_grad(clip_norm=w),
+        lambda: value_and_grad(clip_norm=w[None]),
         ValueError,
-        r"`clip_norm` .*got an array of shape \(2,\)",
+        r"`clip_norm` .*got an array of shape \(1, 2\)",
     ),
     Case(
         "filter_micro_value_and_grad",
