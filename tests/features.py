@@ -254,7 +254,7 @@ FEATURES = {
     "EmpiricalNTK two sides": lambda model, x: eb.EmpiricalNTK(model)(x, x),
     "EmpiricalNTK diagonal": lambda model, x: eb.EmpiricalNTK(model).diagonal(x),
     "EmpiricalNTK matvec": lambda model, x: eb.EmpiricalNTK(model).untraced_matvec(
-        x, None, jnp.ones((len(x), 2))
+        x, None, jnp.ones((len(x), 2), x.dtype)
     ),
     "EmpiricalNNGP": lambda model, x: eb.EmpiricalNNGP(model)(x),
     "EmpiricalKernel": lambda model, x: eb.EmpiricalKernel(model)(x),
