@@ -237,7 +237,7 @@ SETTINGS = [
         ("filter_microbatch", "fun", "microbatch_size"),
         ("filter_micro_grad", "fun", "microbatch_size"),
         ("filter_hessian", "fun", "microbatch_size"),
-        ("filter_jacobian", "fun", "block_size"),
+        ("filter_jacobian", "fun", "microbatch_size"),
         ("filter_batch_kernel", "kernel_fn", "block_size"),
         ("EmpiricalNTK", "model", "block_size"),
     )
