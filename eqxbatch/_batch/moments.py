@@ -498,10 +498,12 @@ def weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
     if weights is not None:
         rows = block.take(weights).astype(values.dtype)
         rows = jnp.expand_dims(rows, tuple(range(1, values.ndim)))
-        # What pads a batch counts for nothing, also if it is NaN. The mask must be
-        # spread over devices as the values are.
-        zeros = jnp.zeros_like(values)
-        values = jnp.where((rows == 0) | (zeros != 0), zeros, values) * rows
+        if jnp.issubdtype(values.dtype, jnp.inexact):
+            # What pads a batch counts for nothing, also if it is NaN. What is finite
+            # stays: it is the derivative with respect to the weight.
+            is_padding = (rows == 0) & ~jnp.isfinite(values)
+            values = jnp.where(is_padding, jnp.zeros_like(values), values)
+        values = values * rows
     return jnp.sum(block.new(values), axis=0, dtype=values.dtype)
 
 

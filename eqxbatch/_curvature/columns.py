@@ -38,7 +38,7 @@ from .._base.trees import consecutive_groups, described, is_struct, log, safe_zi
 from .._batch.accumulators import Concat
 from .._batch.derivative import AbstractDerivative, check_has_batch
 from .._batch.loop import accumulated, Rows, run_blocks
-from .._batch.memory import as_block_size, Size
+from .._batch.memory import as_block_size, MemoryBudget, Size
 from .._batch.slots import match_accumulators, Slots
 from .._batch.transform import (
     AbstractAutoSharded,
@@ -459,8 +459,8 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
 
     - `ValueError` if there is nothing to differentiate, for outputs that are not arrays
         of an inexact dtype, for an unknown `mode`, for sizes below 1, if both
-        `block_size` and `num_blocks` are given, and for a `microbatch_size` or an
-        `accumulator` without `in_axes`.
+        `block_size` and `num_blocks` are given, for a `microbatch_size` or an
+        `accumulator` without `in_axes`, and with it for a budget as `block_size`.
     - `TypeError` for complex arrays without `holomorphic`, for real parameters or
         outputs with it, and for a `fun` that JAX can differentiate in neither mode, or
         not in the given `mode`.
@@ -503,6 +503,12 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
             "accumulator": self.accumulator,
         }
         check_has_batch(self.in_axes, settings)
+        if self.in_axes is not None and isinstance(self.block_size, MemoryBudget):
+            raise ValueError(
+                "`block_size` is a `MemoryBudget`, which measures one example, but "
+                "with `in_axes` the blocks of a microbatch are computed at once. Pass "
+                "the budget as `microbatch_size`."
+            )
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.in_axes is None:

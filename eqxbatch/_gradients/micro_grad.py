@@ -387,8 +387,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         direction = self.against
         if direction is not None:
             direction = like_parameters("`against`", direction, loss.diff)
-        # Sums over a microbatch in float16 may overflow.
-        if functions or (self.moments and example.is_narrow):
+        # Sums over a microbatch in float16 may overflow, and so may products of a
+        # layer's inputs with a direction.
+        has_sums = self.moments or direction is not None
+        if functions or (has_sums and example.is_narrow):
             if self.moments:
                 # Squares of numbers in half precision would be out of range.
                 functions["moments"] = functools.partial(jtu.tree_map, widened)

@@ -295,8 +295,10 @@ def gradients_by_sites(
             )
             of_each["norms"] = clipped.norms
         scales, powers, is_kept = clipped.scales, [], clipped.is_kept
-        if has_padding and weights is not None:
-            is_real = weights != 0
+        if groups is not None and has_padding and weights is not None:
+            # What is finite stays: it is the derivative with respect to the weight.
+            finite = [*map(jnp.isfinite, jtu.tree_leaves(clipped.norms))]
+            is_real = (weights != 0) | functools.reduce(jnp.logical_and, finite)
             is_kept = is_real if is_kept is None else is_kept & is_real
             scales = [jnp.where(is_real, scale, 0) for scale in scales]
         if example.is_narrow:

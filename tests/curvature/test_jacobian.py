@@ -401,6 +401,8 @@ class TestBadInput:
             (name,) = settings
             with pytest.raises(ValueError, match=f"`{name}` is for a batch"):
                 filter_jacobian(jnp.sin, **settings)
+        with pytest.raises(ValueError, match="the budget as `microbatch_size`"):
+            filter_jacobian(jnp.sin, in_axes=0, block_size="1MB")
 
 
 def of_examples(getkey, total):

@@ -20,7 +20,7 @@ from ..helpers import (
     put,
     variants,
 )
-from .models import combined, data, each, loss, METHODS, norms_of
+from .models import combined, data, each, loss, METHODS, norms_of, values_of
 
 
 class Network(eqx.Module):
@@ -245,6 +245,36 @@ def test_padding_has_no_influence(getkey, method):
         results = map(jax.tree.leaves, (fun(model, padded, y), expected))
         for a, b in zip(*results, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+def test_derivatives_with_respect_to_weights_that_are_zero(getkey, method):
+    model, x, y = data(getkey(), 7)
+    grads = each(model, x, y)
+    direction = eqx.filter(model, eqx.is_inexact_array)
+
+    def product(weights):
+        value, gradient = filter_micro_value_and_grad(
+            loss,
+            clip_norm=1e3,
+            accumulator=Sum(weights=weights),
+            microbatch_size=BLOCK,
+            method=method,
+        )(model, x, y)
+        leaves = zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)
+        return value + sum(jnp.sum(a * b) for a, b in leaves)
+
+    weights = jnp.array([0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 1.0])
+    expected = products(grads, direction) + values_of(model, x, y)
+    assert_same(jax.jit(jax.grad(product))(weights), expected, tol=1e-4)
+
+
+def test_directions_in_float16():
+    # Inputs times the direction are out of range, and the inner products are not.
+    loss = lambda w, x: jnp.sum(w @ x) * jnp.float16(1e-3)
+    w, x = jnp.zeros((2, 8), jnp.float16), jnp.full((3, 8), 1000, jnp.float16)
+    _, found = filter_micro_grad(loss, against=jnp.full_like(w, 100))(w, x)
+    np.testing.assert_allclose(found.inner_products, np.full(3, 1600), rtol=2e-3)
 
 
 def test_sensitivity(getkey):
