@@ -263,7 +263,8 @@ def gradients_by_sites(
     Materialised gradients are contracted with weights, as the factors of sites are.
     Scaling them and adding them up would read them twice more. Moments, and inner
     products with a `direction`, are those of the gradients before clipping. With
-    `has_padding`, an example of weight 0 has no influence, even if it is NaN.
+    `has_padding`, an example of weight 0 has no influence beyond rounding, even if it
+    is NaN.
     """
     program, contractions = plan(example, method)
     groups = None if groups_of is None else groups_of(example.tree(example.leaves))
