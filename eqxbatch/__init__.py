@@ -11,18 +11,16 @@ from ._batch.accumulators import (
     AbstractAccumulator as AbstractAccumulator,
     Concat as Concat,
     Last as Last,
+    LogSumExp as LogSumExp,
     Max as Max,
+    Mean as Mean,
     Min as Min,
+    Sum as Sum,
+    Variance as Variance,
 )
 from ._batch.batch import Block as Block, Blocks as Blocks
 from ._batch.derivative import parameters as parameters
 from ._batch.memory import MemoryBudget as MemoryBudget
-from ._batch.moments import (
-    LogSumExp as LogSumExp,
-    Mean as Mean,
-    Sum as Sum,
-    Variance as Variance,
-)
 from ._check.explain import explain_sites as explain_sites
 from ._curvature.columns import filter_jacobian as filter_jacobian
 from ._curvature.curvature_matrices import (

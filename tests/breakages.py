@@ -80,7 +80,7 @@ BREAKAGES = [
     ),
     Breakage(
         "weights are added in the dtype of the result",
-        "_batch/moments.py",
+        "_batch/accumulators.py",
         "jnp.sum(block.new(block.take(weights).astype(widest(dtype))))",
         "jnp.sum(block.new(block.take(weights).astype(dtype)))",
         "tests/batch -k 'weights or half'",
@@ -94,7 +94,7 @@ BREAKAGES = [
     ),
     Breakage(
         "an example of two microbatches has its weight twice",
-        "_batch/moments.py",
+        "_batch/accumulators.py",
         "return rows, shares",
         "return rows, None",
         "tests/gradients",
@@ -249,7 +249,7 @@ BREAKAGES = [
     ),
     Breakage(
         "of two uses, the sign of the first is taken twice",
-        "_curvature/site_blocks.py",
+        "_curvature/by_sites.py",
         "block = block * (scale_of(site) * scale_of(other))",
         "block = block * (scale_of(site) * scale_of(site))",
         "tests/sites/test_forms.py -k curvature",
@@ -512,14 +512,14 @@ BREAKAGES = [
     # The check of rules.
     Breakage(
         "the check compares both sides without sites",
-        "_check/compare.py",
+        "_check/explain.py",
         'method="sites" if by_sites else "materialise",',
         'method="materialise",',
         "tests/check/test_check.py -k broken",
     ),
     Breakage(
         "the check takes NaN for no error",
-        "_check/compare.py",
+        "_check/explain.py",
         "differ[np.isnan(differ)] = np.inf",
         "differ[np.isnan(differ)] = 0.0",
         "tests/check/test_check.py",

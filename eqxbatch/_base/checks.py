@@ -2,27 +2,31 @@
 
 `check_types` compares arguments with their annotations. The other functions here each
 raise one kind of error. Every message names the argument, what was passed, what was
-expected, and the remedy if there is a known one.
+expected, and the remedy if there is a known one. Common first
+mistakes have messages of their own.
 
 `JAXTYPING_DISABLE=1` switches off the checks of types, except for those of settings.
 """
 
 import collections.abc
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, get_origin, Literal, TypeVar, Union
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import AbstractArray, Array, config, jaxtyped, PyTree
 
-from .mistakes import bound_arguments
 from .trees import as_int, described, shown
 
 
@@ -268,3 +272,218 @@ def check_equal(what: str, value: Any, expected: Any, remedy: str = "") -> None:
     if value != expected:
         message = f"{what} must be {expected}; got {value}. {remedy}"
         raise ValueError(message.rstrip())
+
+
+# The names of block sizes, one of which is meant by `batch_size` and the like.
+_SIZES = ("microbatch_size", "block_size", "samples_per_batch")
+
+
+# What `neural_tangents` calls settings.
+_NAMESAKES = {"vmap_axes": "in_axes", "implementation": "method"}
+
+
+# What may lie between a line of a user and this package.
+_LIBRARIES = (
+    *("beartype", "contextlib", "eqxbatch", "equinox", "functools", "jax", "jaxlib"),
+    *("jaxtyping", "lineax", "optax"),
+)
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line that belongs to no library."""
+    level, frame = 1, inspect.currentframe()
+    name = lambda frame: str(frame.f_globals.get("__name__", ""))
+    while frame is not None and name(frame).partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+# Modules between the call of a transform and the user's function.
+_LAYERS = ("eqxbatch.", "equinox._jit", "equinox._module")
+
+
+def without_layers(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the frames of the package, unless JAX shows its own."""
+    if getattr(jax.config, "jax_traceback_filtering", None) == "off":
+        return trace
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        if not str(frame.tb_frame.f_globals.get("__name__")).startswith(_LAYERS):
+            place = frame.tb_frame, frame.tb_lasti, frame.tb_lineno
+            trace = types.TracebackType(trace, *place)
+    return trace
+
+
+def bound_arguments(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call, by the names of the parameters.
+
+    Raises `TypeError` for arguments that do not fit the signature of the public `name`.
+    """
+    try:
+        return signature.bind(*args, **kwargs).arguments
+    except TypeError as e:
+        text = _wrong_arguments(name, signature, args, kwargs)
+        raise TypeError(text or f"`{name}`: {e}.") from None
+
+
+def _wrong_arguments(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+) -> str | None:
+    parameters = {
+        key: parameter
+        for key, parameter in signature.parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    names = [key for key in parameters if key != "self"]
+    for key in kwargs:
+        if key not in parameters:
+            return (
+                f"`{name}` has no argument `{key}`. {_meant(key, names)}It takes "
+                f"{', '.join(f'`{other}`' for other in names)}."
+            )
+    positional = [
+        key
+        for key, parameter in parameters.items()
+        if parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    if len(args) > len(positional):
+        extra = args[len(positional)]
+        first = [f"`{key}`" for key in positional if key != "self"]
+        sizes = [key for key in _SIZES if key in names]
+        is_size = as_int(extra) is not None
+        example = f", as in `{sizes[0]}={extra}`" if sizes and is_size else ""
+        return (
+            f"`{name}` takes {' and '.join(first) or 'nothing'} by position, and got "
+            f"{described(extra)} as well. Give settings by keyword{example}."
+        )
+    missing = [
+        f"`{key}`"
+        for key, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and key not in kwargs
+        and key not in positional[: len(args)]
+    ]
+    return f"`{name}` needs {' and '.join(missing)}." if missing else None
+
+
+def _meant(key: str, names: list[str]) -> str:
+    """The argument that was probably meant by an unknown one."""
+    key = _NAMESAKES.get(key, key)
+    names_alike = difflib.get_close_matches(key, names, 1)
+    if "size" in key or key in ("batch", "chunk"):
+        names_alike = [other for other in _SIZES if other in names][:1] or names_alike
+    return f"Did you mean `{names_alike[0]}`? " if names_alike else ""
+
+
+def hidden_module(x: Any) -> eqx.Module | None:
+    """The module with arrays that a function such as `jax.jit(model)` wraps."""
+    while not isinstance(x, eqx.Module) and hasattr(x, "__wrapped__"):
+        x = x.__wrapped__
+    has_arrays = any(map(eqx.is_array, jtu.tree_leaves(x)))
+    return x if isinstance(x, eqx.Module) and has_arrays else None
+
+
+def no_arrays_remedy(x: Any) -> str:
+    """A remedy for an argument without arrays; empty if the mistake is not common."""
+    module = hidden_module(x)
+    if module is not None and module is not x:
+        name = type(module).__name__
+        return (
+            f" It is a {name} in `jax.jit`, `jax.vmap` or `jax.pmap`, which hides the "
+            f"arrays of the {name}: give the {name} itself. eqxbatch compiles it."
+        )
+    if inspect.isroutine(x):
+        return (
+            " It is a function, and the arrays of a module that it calls are constants "
+            "to it: give the module itself, or `equinox.Partial(function, module)`."
+        )
+    if has_numbers(x):
+        return f" {NUMBERS}"
+    if any(isinstance(leaf, (float, complex)) for leaf in jtu.tree_leaves(x)):
+        return (
+            " Python numbers are constants, as in Equinox: make arrays of them with "
+            "`jax.tree.map(jax.numpy.asarray, ...)`."
+        )
+    return ""
+
+
+def check_not_jitted(fun: Any) -> None:
+    """Raises for `jax.jit(module)`, which JAX cannot call: it has no hash."""
+    module = hidden_module(fun)
+    if module is None or module is fun or not hasattr(fun, "lower"):
+        return
+    name = type(module).__name__
+    raise TypeError(
+        f"`fun` is a {name} in `jax.jit` or `jax.pmap`, which do not take modules with "
+        f"arrays. Give the {name} itself: eqxbatch compiles it. For several devices, "
+        "put the examples on a `jax.sharding.Mesh`."
+    )
+
+
+def called(fun: Any, args: tuple, kwargs: dict[str, Any], what: str = "`fun`") -> Any:
+    """Calls a user's function, which is `what` in messages.
+
+    Adds a note to the error if it takes other arguments, or if it is a `jax.jit`
+    function whose arguments only `equinox.filter_jit` accepts.
+    """
+    try:
+        return fun(*args, **kwargs)
+    except TypeError as e:
+        is_jitted = hasattr(fun, "lower") and not isinstance(fun, eqx.Module)
+        # The start of JAX's own message.
+        if is_jitted and "Error interpreting argument to" in str(e):
+            e.add_note(
+                "`fun` is in `jax.jit` or `jax.pmap`, which take nothing but arrays, "
+                "and there is more than arrays in its arguments, such as a module. "
+                "Leave `jax.jit` out: eqxbatch compiles `fun`."
+            )
+        if not _takes(fun, args, kwargs):
+            given = [shown(x).partition(" with the arrays")[0] for x in args]
+            given += (f"`{name}` by name" for name in kwargs)
+            e.add_note(
+                f"{what} is called with {len(given)} arguments: {'; '.join(given)}."
+            )
+        raise
+
+
+def _takes(fun: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+NUMBERS = "Make an array of a list of numbers with `jax.numpy.asarray`."
+
+
+def has_numbers(x: Any) -> bool:
+    """Whether `x` is a (possibly nested) list or tuple of numbers only."""
+    leaves = jtu.tree_leaves(x)
+    is_number = lambda leaf: isinstance(leaf, (int, float, complex))
+    return isinstance(x, (list, tuple)) and bool(leaves) and all(map(is_number, leaves))
+
+
+def is_one_key(x: Any) -> bool:
+    """Whether `x` looks like a single PRNG key, typed or not."""
+    if not isinstance(x, jax.Array):
+        return False
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.shape == ()
+    return x.shape == (2,) and x.dtype == jnp.uint32
+
+
+def key_remedy(name: str, num: int | None) -> str:
+    """The remedy for one PRNG key instead of one for each example."""
+    num_keys = "n" if num is None else num
+    of = "" if num is None else f" {num}"
+    return (
+        f"{name} looks like one PRNG key, and each example needs its own: give "
+        f"`jax.random.split(key, {num_keys})` for the{of} examples, or None in "
+        "`in_axes` if all are to have the same."
+    )

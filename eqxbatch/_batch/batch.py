@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
+from .._base.checks import called, has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.mesh import examples_spec, is_explicit, mesh_axes, names_of, spec_of
-from .._base.mistakes import called, has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.trees import described, match_prefix, safe_zip
 
 

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
-from .._base.checks import check_types
+from .._base.checks import called, check_types, no_arrays_remedy
 from .._base.dtypes import finite_sums, normalised
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
-from .._base.mistakes import called, no_arrays_remedy
 from .._base.trees import array_structs, described, difference, safe_zip, shown
-from .accumulators import Concat
+from .accumulators import check_adds, Concat, Mean, OfTotals, rows_and_weights, Sum
 from .batch import (
     Batch,
     Blocks,
@@ -27,9 +26,7 @@ from .batch import (
     split_batch,
     unbatched,
 )
-from .loop import run_blocks
-from .moments import check_adds, Mean, OfTotals, rows_and_weights, Sum
-from .slots import match_accumulators, Slots, types_of
+from .loop import match_accumulators, run_blocks, Slots, types_of
 from .transform import (
     AbstractAutoSharded,
     AbstractMicrobatched,

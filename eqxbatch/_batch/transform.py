@@ -30,16 +30,19 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Integer, PyTree
 
-from .._base.checks import check_callable, check_types
+from .._base.checks import (
+    bound_arguments,
+    check_callable,
+    check_not_jitted,
+    check_types,
+)
 from .._base.jaxprs import compiled, number_types
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
-from .._base.mistakes import bound_arguments, check_not_jitted
 from .._base.trees import shown
 from .accumulators import Last
 from .batch import Batch, Blocks
-from .loop import Microbatch, run_blocks
+from .loop import Microbatch, run_blocks, Slots
 from .memory import as_microbatch_size, resolve_size, resolved, Size
-from .slots import Slots
 
 
 P = ParamSpec("P")

@@ -1,26 +1,279 @@
 """`explain_sites`: the sites of a function, and a check of derivatives against JAX."""
 
+import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree, Real
 
-from .._base.checks import checked
-from .._base.jaxprs import TracedFunction
-from .._base.mistakes import called
+from .._base.checks import called, checked
+from .._base.dtypes import as_real, common_dtype, is_complex
+from .._base.jaxprs import TracedFunction, without_forward_mode
 from .._base.platforms import for_platform, platform
 from .._base.trees import safe_zip
+from .._batch.accumulators import Sum
 from .._batch.batch import Batch, explained_failure, unbatched
 from .._batch.derivative import Loss, Selection, split_examples
-from .._sites.report import report_of, SitesReport
-from .compare import Call, check_of
+from .._curvature.curvature_matrices import (
+    filter_ggn,
+    filter_hessian,
+    filter_hessian_diagonal,
+)
+from .._gradients.micro_grad import filter_micro_value_and_grad
+from .._ntk.empirical import EmpiricalNTK
+from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
+from .._sites.trace import Program
+
+
+# The number of examples, and the number of outputs. Larger outputs are projected to
+# this many numbers, because each of them is pulled back.
+_NUM_EXAMPLES, _MOST_OUTPUTS = 3, 8
+
+
+# Second derivatives are those of leaves with at most this many entries together, whose
+# sites return at most as many numbers, because these are differentiated, too.
+_MOST_COLUMNS, _COLUMNS_AT_A_TIME = 2048, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A function called with some examples.
+
+    The batch of `fun` has all of them.
+    """
+
+    fun: Loss
+
+    @property
+    def leaves(self) -> list[Array]:
+        return jtu.tree_leaves(self.fun.diff)
+
+    @property
+    def num(self) -> int:
+        """The number of examples that are used."""
+        batch = self.fun.batch
+        return min(batch.total(), _NUM_EXAMPLES) if batch.arrays else 1
+
+    @property
+    def rows(self) -> list[Array]:
+        """Some examples. The last array is for functions without batched arguments."""
+        moved = [
+            jnp.moveaxis(x, axis, 0)[:_NUM_EXAMPLES]
+            for x, axis in safe_zip(self.fun.batch.arrays, self.fun.batch.axes)
+        ]
+        return [*moved, jnp.zeros(self.num)]
+
+    @property
+    def one(self) -> list[Array]:
+        """The first example."""
+        return [row[0] for row in self.rows]
+
+    def returned(self, leaves: list, rows: list) -> list[Array]:
+        """The arrays of inexact dtypes that the function returns for one example."""
+        diff = jtu.tree_unflatten(jtu.tree_structure(self.fun.diff), leaves)
+        out, _ = self.fun.outputs(diff, rows[:-1])
+        return jtu.tree_leaves(eqx.filter(out, eqx.is_inexact_array))
+
+    def outputs(self, leaves: list, rows: list) -> Real[Array, " k"]:
+        """A few real numbers that depend on everything that is returned."""
+        parts = jtu.tree_leaves(as_real(self.returned(leaves, rows)))
+        dtype = common_dtype(*(x.dtype for x in parts))
+        flat = jnp.concatenate([x.reshape(-1).astype(dtype) for x in parts])
+        if flat.size <= _MOST_OUTPUTS:
+            return flat
+        directions = jr.normal(jr.key(0), (_MOST_OUTPUTS, flat.size), dtype)
+        return directions @ flat / flat.size**0.5
+
+    def value(self, leaves: list, rows: list) -> Real[Array, ""]:
+        """The scalar that has the gradients and Hessians."""
+        outs = self.returned(leaves, rows)
+        if [x.shape for x in outs] == [()] and not is_complex(outs[0]):
+            return outs[0]
+        outs = self.outputs(leaves, rows)
+        weights = jnp.linspace(0.5, 1.5, outs.size, dtype=outs.dtype)
+        return jnp.sum(weights * outs) + jnp.sum(outs**2) / 2
+
+    def loss(self, outs: Real[Array, " k"], _: list) -> Real[Array, ""]:
+        """The loss of the Gauss-Newton matrix, convex in the outputs."""
+        weights = jnp.linspace(0.5, 1.5, outs.size, dtype=outs.dtype)
+        return (jnp.sum(weights * outs**2) + jnp.sum(outs) ** 2) / 2
+
+    def widened(self) -> "Call":
+        """The call in double precision, which must be enabled."""
+
+        def widen(x: Any) -> Any:
+            if not eqx.is_inexact_array(x):
+                return x
+            return x.astype(jnp.complex128 if is_complex(x) else jnp.float64)
+
+        wide = jtu.tree_map(widen, self.fun)
+        return Call(dataclasses.replace(wide, fun=self.fun.fun))
+
+    def refusal(self) -> str | None:
+        """Why the function cannot be differentiated as it is called; None if it can.
+
+        This only traces the function. If it fails here, it is an error of the function,
+        of any type.
+        """
+
+        def gradients(leaves: list) -> Any:
+            outs, pull = jax.vjp(lambda leaves: self.returned(leaves, self.one), leaves)
+            return pull(outs)
+
+        try:
+            jax.eval_shape(gradients, self.leaves)
+        except Exception as e:
+            name, lines = type(e).__name__, str(e).strip().splitlines()
+            return f"{name}: {lines[0]}" if lines else name
+        return None
+
+
+def check_of(call: Call, paths: list[str]) -> SitesCheck:
+    """Runs the check in float64 if the function can be differentiated there."""
+    with _double_precision():
+        wide = call.widened()
+        reason = wide.refusal()
+        if reason is None:
+            return _compared(wide, paths, "float64", None)
+    dtypes = sorted({str(x.dtype) for x in call.leaves})
+    return _compared(call, paths, ", ".join(dtypes), reason)
+
+
+def _double_precision() -> contextlib.AbstractContextManager:
+    """Enables 64-bit types."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    # Its location in older versions.
+    return importlib.import_module("jax.experimental").enable_x64(True)
+
+
+def _compared(
+    call: Call, paths: list[str], dtype: str, reason: str | None
+) -> SitesCheck:
+    structs = jax.eval_shape(call.returned, call.leaves, call.one)
+    if not sum(struct.size for struct in structs):
+        raise ValueError(
+            "With `check=True`, `fun` must return an array of an inexact dtype, as "
+            "only these have a derivative; it returned none. Return what is to be "
+            "differentiated, or leave out `check`."
+        )
+    by_sites, expected = (_derivatives(call, x) for x in (True, False))
+    leaves, whole = (
+        {name: _errors(results[name], true[name]) for name in true}
+        for results, true in safe_zip(by_sites, expected)
+    )
+    checks = tuple(
+        LeafCheck(path, **{name: errors[i] for name, errors in leaves.items()})
+        for i, path in enumerate(paths)
+    )
+    together = {name: max(filter(None, x), default=0.0) for name, x in whole.items()}
+    return SitesCheck(
+        checks, LeafCheck("all together", **together), call.num, dtype, reason
+    )
+
+
+def _derivatives(call: Call, by_sites: bool) -> tuple[dict[str, list], dict[str, list]]:
+    """The results for each leaf and for all together, from sites or without them.
+
+    There is a list for each quantity.
+    """
+    gradient, norms = _clipped(call, by_sites, [1.0 for _ in call.leaves])
+    of_leaves = {"gradient": gradient, "norm": norms, **_curvature(call, by_sites)}
+    gradient, norms = _clipped(call, by_sites, 1.0)
+    model = eqx.Partial(call.outputs, call.leaves)
+    name = "sites" if by_sites else "jacobian_contraction"
+    kernel = EmpiricalNTK(model, trace_axes=(), method=name)(call.rows)
+    return of_leaves, {"gradient": gradient, "norm": [norms], "kernel": [kernel]}
+
+
+def _clipped(call: Call, by_sites: bool, bounds: PyTree) -> tuple[list, Any]:
+    """The sum of clipped gradients, and the norms before."""
+    # With equal weights, gradients that only differ in sign would cancel.
+    weights = jnp.linspace(0.5, 1.5, call.num)
+    transform = filter_micro_value_and_grad(
+        call.value,
+        accumulator=Sum(weights=weights),
+        clip_norm=bounds,
+        return_norms=True,
+        method="sites" if by_sites else "materialise",
+    )
+    _, gradient, statistics = transform(call.leaves, call.rows)
+    return gradient, statistics.norms
+
+
+def _curvature(call: Call, by_sites: bool) -> dict[str, list]:
+    """Matrices of second derivatives, of the leaves for which they are small."""
+    small = _small_leaves(call)
+    if not any(small):
+        return {}
+    settings: dict[str, Any] = {
+        "filter_spec": small,
+        "in_axes": 0,
+        "accumulator": Sum(),
+        "method": "sites" if by_sites else "products",
+        "block_size": None if by_sites else _COLUMNS_AT_A_TIME,
+    }
+    transforms: dict[str, Callable[..., list]] = {
+        "gauss_newton": filter_ggn(call.outputs, call.loss, **settings)
+    }
+    gradient = lambda leaves: jax.grad(call.value)(leaves, call.one)
+    if without_forward_mode(gradient, call.leaves) is None:
+        transforms["hessian"] = filter_hessian(call.value, **settings)
+        transforms["diagonal"] = filter_hessian_diagonal(call.value, **settings)
+    return {name: run(call.leaves, call.rows) for name, run in transforms.items()}
+
+
+def _small_leaves(call: Call) -> list[bool]:
+    """Which leaves have second derivatives that are small enough to compare.
+
+    Complex parameters have these only in their real and imaginary parts.
+    """
+    chosen, columns, perturbed = [False for _ in call.leaves], 0, set()
+    if any(map(is_complex, call.leaves)):
+        return chosen
+    program = Program(TracedFunction(call.value, call.leaves, call.one), order=2)
+    for leaf in sorted(range(len(chosen)), key=lambda i: call.leaves[i].size):
+        num = columns + call.leaves[leaf].size
+        more = perturbed | {site.perturbation for site in program.sites_of(leaf)}
+        num_at_sites = sum(program.perturbations[i].size for i in more)
+        if max(num, num_at_sites) <= _MOST_COLUMNS:
+            chosen[leaf], columns, perturbed = True, num, more
+    return chosen
+
+
+def _errors(results: list, expected: list) -> list[float | None]:
+    """The largest error of each entry of a list; None if there is nothing in it."""
+    pairs = [(_flat(x), _flat(y)) for x, y in safe_zip(results, expected)]
+    scales = [np.max(np.abs(y), initial=0.0, where=np.isfinite(y)) for _, y in pairs]
+    # What is tiny beside the other entries is rounding error, as the gradient of a bias
+    # of attention keys is.
+    eps = jnp.finfo(jtu.tree_leaves(expected)[0].dtype).eps
+    least = float(eps) ** 0.25 * max(scales)
+    errors: list[float | None] = []
+    for (x, y), scale in safe_zip(pairs, scales):
+        with np.errstate(invalid="ignore"):
+            differ = np.abs(x - y)
+        differ[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
+        differ[np.isnan(differ)] = np.inf
+        error = float(np.max(differ, initial=0.0) / (max(scale, least) or 1.0))
+        errors.append(error if y.size else None)
+    return errors
+
+
+def _flat(tree: PyTree) -> np.ndarray:
+    """All numbers of a PyTree, of any dtype."""
+    arrays = [np.asarray(x).astype(np.complex128) for x in jtu.tree_leaves(tree)]
+    return np.concatenate([np.zeros(0), *(x.reshape(-1) for x in arrays)])
 
 
 @checked

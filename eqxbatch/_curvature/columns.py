@@ -23,23 +23,21 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, Int, PyTree
 
-from .._base.checks import check_at_least, check_exclusive
-from .._base.differentiable import (
+from .._base.checks import check_at_least, check_exclusive, warn_user
+from .._base.dtypes import as_complex, as_real, common_dtype, is_complex
+from .._base.jaxprs import (
     Derivative,
     derivative_of,
+    TracedFunction,
     without_forward_mode,
     without_reverse_mode,
 )
-from .._base.dtypes import as_complex, as_real, common_dtype, is_complex
-from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
-from .._base.mistakes import warn_user
 from .._base.trees import consecutive_groups, described, is_struct, log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.derivative import AbstractDerivative, check_has_batch
-from .._batch.loop import accumulated, Rows, run_blocks
+from .._batch.loop import accumulated, match_accumulators, Rows, run_blocks, Slots
 from .._batch.memory import as_block_size, MemoryBudget, Size
-from .._batch.slots import match_accumulators, Slots
 from .._batch.transform import (
     AbstractAutoSharded,
     AbstractMicrobatched,
@@ -48,8 +46,7 @@ from .._batch.transform import (
     run_compiled,
 )
 from .._sites.cost import pushed_cost
-from .pytree import Unravel
-from .site_blocks import Pair, RequestedBlocks
+from .pytree import Pair, RequestedBlocks, Unravel
 
 
 Linear = Callable[[list], list]

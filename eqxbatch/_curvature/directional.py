@@ -20,7 +20,7 @@ from .._base.mesh import spec_of, sum_varying, vary_as, varying
 from .._base.trees import safe_zip, shown
 from .._batch.derivative import like_parameters, Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
-from .curvature_of import (
+from .curvature_matrices import (
     AbstractCurvature,
     AbstractOfLoss,
     AbstractOfOutputs,

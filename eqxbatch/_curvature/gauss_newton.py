@@ -39,18 +39,18 @@ from .._sites.rules import Axes
 from .._sites.shared import kept_axes
 from .._sites.site import is_sum, Label, Site
 from .._sites.trace import Program
-from .site_blocks import (
+from .by_sites import (
     AbstractSiteMatrix,
     cotangent_term,
     Kept,
     named_labels,
     operand_term,
-    RequestedBlocks,
     Stacks,
     struct_of,
     Terms,
     Use,
 )
+from .pytree import RequestedBlocks
 
 
 # The curvature in the directions of some vectors; None for the identity.

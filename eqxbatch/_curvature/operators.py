@@ -21,7 +21,7 @@ from .._base.checks import checked
 from .._base.dtypes import common_dtype
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.mesh import error_if
-from .._base.precision import exact_products
+from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
 from .._sites.kronecker import Part
 from .curvature_matrices import (

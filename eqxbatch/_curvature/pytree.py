@@ -1,7 +1,8 @@
 """Matrices of second derivatives, as PyTrees of PyTrees and flat."""
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -16,7 +17,6 @@ from .._base.checks import AnyArray, check_types, checked
 from .._base.cpu import mirrored, runtime_indices
 from .._base.dtypes import common_dtype, is_complex
 from .._base.trees import safe_zip, shown
-from .site_blocks import Pair
 
 
 _Tree = TypeVar("_Tree")
@@ -24,6 +24,39 @@ _Tree = TypeVar("_Tree")
 
 # Anything with a shape and a dtype.
 _Arranged = Shaped[AnyArray | jax.ShapeDtypeStruct, "..."]
+
+
+Pair = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestedBlocks:
+    """The requested blocks of a Hessian.
+
+    - `pairs`: pairs of leaf indices. The block of a pair has the axes of its first
+        leaf, then those of its second.
+    - `is_diagonal`: whether only diagonals are requested; each pair is then a leaf with
+        itself.
+    """
+
+    pairs: list[Pair]
+    is_diagonal: bool = False
+
+    @property
+    def leaves(self) -> set[int]:
+        return {leaf for pair in self.pairs for leaf in pair}
+
+    def among(self, leaves: Iterable[int]) -> "RequestedBlocks":
+        """The requested blocks of pairs of these leaves."""
+        chosen = set(leaves)
+        pairs = [pair for pair in self.pairs if chosen.issuperset(pair)]
+        return RequestedBlocks(pairs, self.is_diagonal)
+
+    def num_bytes(self, pair: Pair, leaves: list) -> int:
+        """The size of the block of a pair, or of its diagonal."""
+        first, second = (leaves[leaf] for leaf in pair)
+        entries = first.size * (1 if self.is_diagonal else second.size)
+        return entries * first.dtype.itemsize
 
 
 class Unravel(eqx.Module, Generic[_Tree]):

@@ -32,10 +32,8 @@ from .._base.mesh import (
     varying,
 )
 from .._base.trees import array_structs, is_struct, safe_zip, shown
-from .._batch.accumulators import Concat
-from .._batch.batch import Blocks, is_state
-from .._batch.derivative import AbstractDerivative, like_parameters, Loss
-from .._batch.moments import (
+from .._batch.accumulators import (
+    Concat,
     is_running,
     Mean,
     OfMoments,
@@ -45,7 +43,9 @@ from .._batch.moments import (
     Variance,
     VarianceState,
 )
-from .._batch.slots import (
+from .._batch.batch import Blocks, is_state
+from .._batch.derivative import AbstractDerivative, like_parameters, Loss
+from .._batch.loop import (
     all_count_new,
     canonicalise,
     is_accumulator,

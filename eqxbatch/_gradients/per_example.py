@@ -39,11 +39,11 @@ from .._base.dtypes import (
 )
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
-from .._base.precision import exact_products, products_of
+from .._base.platforms import exact_products, products_of
 from .._base.trees import described, is_none, match_prefix, safe_zip
+from .._batch.accumulators import VarianceState
 from .._batch.batch import explained_failure
 from .._batch.derivative import Loss, weighted_totals
-from .._batch.moments import VarianceState
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
     Factor,

@@ -22,8 +22,7 @@ from .._base.checks import check_types
 from .._base.mesh import on_mesh_around, with_type_of
 from .._base.trees import match_prefix, safe_zip, shown
 from .._batch.batch import Block
-from .._batch.loop import Rows
-from .._batch.slots import types_of
+from .._batch.loop import Rows, types_of
 from .kernel import AbstractBlockKernel, Grid, KernelLeaf
 from .reductions import AbstractReduction
 

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, Key, PyTree, UInt32
 
-from .._base.checks import AnyArray, check_types
+from .._base.checks import AnyArray, called, check_types
 from .._base.cpu import evaluate_in_loop, in_opaque_branch
 from .._base.jaxprs import compiled
 from .._base.mesh import (
@@ -26,7 +26,6 @@ from .._base.mesh import (
     mesh_of_results,
     put_on,
 )
-from .._base.mistakes import called
 from .._base.primitives import constants
 from .._base.trees import is_struct, match_prefix, safe_zip, shown
 from .._batch.batch import Batch, explained_failure, split_batch

@@ -15,10 +15,10 @@ from jaxtyping import Array, Inexact, Int, Shaped
 
 from .._base.checks import as_jax, check_at_least, check_equal, check_fields
 from .._base.dtypes import common_dtype, power_of_two, widened
-from .._base.precision import exact_products
+from .._base.platforms import exact_products
 from .._base.trees import safe_zip
+from .._batch.accumulators import complete, nothing_lost, plus
 from .._batch.batch import Block
-from .._batch.moments import complete, nothing_lost, plus
 
 
 _State = TypeVar("_State")

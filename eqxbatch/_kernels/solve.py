@@ -23,7 +23,7 @@ from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .._base.checks import AnyArray, check_at_least, check_types, checked
 from .._base.jaxprs import compiled
-from .._base.precision import exact_products, user_precision
+from .._base.platforms import exact_products, user_precision
 from .._base.trees import described, import_extra, log, safe_zip
 from .batch_kernel import as_meter, Progress
 from .matrix import AbstractMatrix, StoredMatrix

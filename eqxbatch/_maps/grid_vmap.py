@@ -12,14 +12,13 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.checks import checked
+from .._base.checks import called, checked, has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.mesh import spec_of
-from .._base.mistakes import called, has_numbers, is_one_key, key_remedy, NUMBERS
 from .._base.trees import described, match_prefix, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import argument_specs, leaf_name, positional_names
+from .._batch.loop import canonicalise, is_accumulator
 from .._batch.memory import as_block_size, Size
-from .._batch.slots import canonicalise, is_accumulator
 from .._batch.transform import (
     AbstractAutoSharded,
     also_decorator,

@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree
 from .._base.jaxprs import evaluate_jaxpr
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
 from .._base.trees import array_structs, is_struct, safe_zip
-from .._batch.accumulators import Concat, Last, Max, Min
+from .._batch.accumulators import Concat, Last, LogSumExp, Max, Mean, Min, Sum
 from .._batch.batch import (
     Batch,
     Blocks,
@@ -25,8 +25,7 @@ from .._batch.batch import (
     spec_of_rows,
     split_batch,
 )
-from .._batch.moments import LogSumExp, Mean, Sum
-from .._batch.slots import (
+from .._batch.loop import (
     all_count_new,
     match_accumulators,
     of_state,

@@ -16,16 +16,20 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
-from .._base.checks import check_callable, check_equal
+from .._base.checks import check_callable, check_equal, no_arrays_remedy
 from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import accumulation_dtype
 from .._base.jaxprs import compiled, evaluate_jaxpr
 from .._base.mesh import gathered, is_explicit
-from .._base.mistakes import no_arrays_remedy
 from .._base.trees import as_int, described, safe_zip, shown, type_of
-from .._batch.accumulators import AbstractAccumulator
+from .._batch.accumulators import (
+    AbstractAccumulator,
+    AbstractSummary,
+    Mean,
+    Variance,
+    VarianceState,
+)
 from .._batch.memory import check_size, MemoryBudget, resolve_size, resolved
-from .._batch.moments import AbstractSummary, Mean, Variance, VarianceState
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
 from .._kernels.function import Keys
 from .._kernels.on_host import check_concrete, HostStore, metered

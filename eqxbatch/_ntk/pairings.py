@@ -22,9 +22,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
-from .._base.differentiable import without_forward_mode
 from .._base.dtypes import widened
-from .._base.jaxprs import evaluate_jaxpr, TracedFunction
+from .._base.jaxprs import evaluate_jaxpr, TracedFunction, without_forward_mode
 from .._base.mesh import explicit_mesh, full_varying_as, vary, varying
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat

@@ -9,8 +9,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, Key, UInt32
 
-from .._base.checks import check_fields, checked
-from .._base.mistakes import no_arrays_remedy
+from .._base.checks import check_fields, checked, no_arrays_remedy
 from .._base.trees import shown
 
 

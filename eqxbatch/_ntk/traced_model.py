@@ -17,17 +17,15 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
 from .._base.checks import check_equal
-from .._base.differentiable import derivative_of_program, pushed
-from .._base.jaxprs import TracedFunction
+from .._base.jaxprs import derivative_of_program, pushed, TracedFunction
 from .._base.mesh import vary_as
-from .._base.precision import products_of
+from .._base.platforms import products_of
 from .._base.trees import safe_zip, type_of
-from .._batch.accumulators import Concat
+from .._batch.accumulators import Concat, Sum
 from .._batch.batch import broadcast_axes
 from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
 from .._batch.memory import MemoryBudget
-from .._batch.moments import Sum
 from .._kernels.function import Side
 from .._kernels.kernel import BlockSize, check_block_size, Grid
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes

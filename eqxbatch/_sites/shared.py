@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._base.differentiable import Derivative, derivative_of, pushed
 from .._base.dtypes import is_complex
-from .._base.jaxprs import literal, run_equation
+from .._base.jaxprs import Derivative, derivative_of, literal, pushed, run_equation
 from .._base.mesh import full_varying_as
 from .._base.primitives import (
     callee,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from eqxbatch._base.differentiable import (
+from eqxbatch._base.jaxprs import (
     derivative_of,
     without_forward_mode,
     without_reverse_mode,

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites
-from eqxbatch._curvature import site_blocks
+from eqxbatch._curvature import by_sites
 from eqxbatch._sites import trace
 from ..helpers import drawn, normal, only_backwards
 from ..layers import examples, LAYERS
@@ -83,7 +83,7 @@ def test_broken_sums(monkeypatch):
 
 
 def test_broken_curvature(monkeypatch):
-    contracted = site_blocks.contract
+    contracted = by_sites.contract
 
     def broken(terms, out):
         block = contracted(terms, out)
@@ -91,7 +91,7 @@ def test_broken_curvature(monkeypatch):
         factor = 1.5 if 4 in block.shape else jnp.nan
         return block.at[(0,) * block.ndim].multiply(factor)
 
-    monkeypatch.setattr(site_blocks, "contract", broken)
+    monkeypatch.setattr(by_sites, "contract", broken)
     model = drawn(eqx.nn.Linear, 4, 3, key=jr.key(0))
     fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
     check = explain_sites(fun, model, jnp.ones(4), check=True, in_axes=None).check

@@ -18,7 +18,7 @@ from eqxbatch import (
     Sum,
 )
 from eqxbatch._base.mesh import vary_as
-from eqxbatch._curvature.curvature_of import root
+from eqxbatch._curvature.curvature_matrices import root
 from ..helpers import drawn, integers, KINDS, make_mesh, normal, put, spread
 from .oracle import CHOICES, close
 

@@ -330,11 +330,11 @@ class TestModes:
         thinned(
             FAILURES,
             (
-                "_curvature.curvature_of.replaced",
-                "_curvature.curvature_of.weighted_sum",
+                "_curvature.curvature_matrices.replaced",
+                "_curvature.curvature_matrices.weighted_sum",
                 "_curvature.columns.consecutive_groups",
-                "_curvature.site_blocks.contract",
-                "_curvature.site_blocks.contraction_cost",
+                "_curvature.by_sites.contract",
+                "_curvature.by_sites.contraction_cost",
                 "_curvature.gauss_newton.operand_term",
             ),
         ),
@@ -348,7 +348,7 @@ class TestModes:
         is_ggn = "gauss_newton" in place
         loss = lambda model, x, y: error_of(model(x), x, y)
         error_of = lambda out, x, y: (out - y) ** 2
-        of_products = "curvature_of" in place or "columns" in place
+        of_products = "curvature_matrices" in place or "columns" in place
         settings = {"in_axes": 0, "method": "products" if of_products else "auto"}
         if is_ggn:
             run = filter_ggn(lambda model, x, y: model(x), error_of, **settings)

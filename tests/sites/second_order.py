@@ -16,15 +16,14 @@ from jaxtyping import Array
 
 from eqxbatch._batch.batch import split_batch
 from eqxbatch._batch.derivative import Loss
-from eqxbatch._curvature.by_sites import is_covered
+from eqxbatch._curvature.by_sites import is_covered, Pair, RequestedBlocks
 from eqxbatch._curvature.columns import replaced
-from eqxbatch._curvature.curvature_matrices import CurvatureBlocks
-from eqxbatch._curvature.curvature_of import (
+from eqxbatch._curvature.curvature_matrices import (
     AbstractCurvature,
+    CurvatureBlocks,
     GaussNewtonCurvature,
     LossCurvature,
 )
-from eqxbatch._curvature.site_blocks import Pair, RequestedBlocks
 from eqxbatch._sites.trace import Program
 from .subject import as_numpy, largest_entry, largest_error, Subject
 

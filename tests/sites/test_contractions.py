@@ -9,7 +9,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 
-from eqxbatch._curvature import site_blocks
+from eqxbatch._curvature import by_sites
 from eqxbatch._sites import gram, trace
 from ..layers import LAYERS
 from .contractions import contraction_errors
@@ -88,13 +88,13 @@ def test_contractions_that_are_not_chosen(monkeypatch):
 
 def test_broken_curvature_of_large_leaves(monkeypatch):
     # So large that it is compared along random directions.
-    contracted = site_blocks.contract
+    contracted = by_sites.contract
 
     def broken(terms, out):
         block = contracted(terms, out)
         return block.at[(0,) * block.ndim].multiply(1.5)
 
-    monkeypatch.setattr(site_blocks, "contract", broken)
+    monkeypatch.setattr(by_sites, "contract", broken)
     fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
     weight, bias = of_linear(15, 20, fun)
     assert max(weight[name] for name in FIRST) < 1e-12

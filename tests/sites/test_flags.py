@@ -14,8 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from eqxbatch import filter_kfac
 from eqxbatch._base import primitives
-from eqxbatch._base.differentiable import without_forward_mode, without_reverse_mode
-from eqxbatch._base.jaxprs import TracedFunction
+from eqxbatch._base.jaxprs import (
+    TracedFunction,
+    without_forward_mode,
+    without_reverse_mode,
+)
 from eqxbatch._kernels import on_host
 from eqxbatch._sites.trace import Program
 from ..helpers import drawn, normal
