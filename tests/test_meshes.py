@@ -286,3 +286,13 @@ def test_functions_of_parameters_alone_on_explicit_axes(names_axes):
     scales = np.minimum(1, 0.5 / np.sqrt(s**2 + (w**2).sum(1)))
     np.testing.assert_allclose(got[0], np.mean(scales * s), rtol=1e-5)
     np.testing.assert_allclose(got[1], np.mean(scales[:, None] * w, 0), rtol=1e-5)
+
+
+def test_sites_are_explained_and_checked():
+    model, x = drawn(eqx.nn.Linear, 3, 2, key=KEY), normal(KEY, (TOTAL, 3))
+    fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
+    sharded = put(x, one_axis(AxisType.Explicit, 4), "data")
+    got = eb.explain_sites(fun, model, sharded, check=True)
+    assert got.leaves == eb.explain_sites(fun, model, x).leaves
+    assert got.check.num_examples == 3
+    assert got.check.max_error < 1e-12

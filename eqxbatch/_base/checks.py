@@ -438,15 +438,15 @@ def called(fun: Any, args: tuple, kwargs: dict[str, Any], what: str = "`fun`") -
         # The start of JAX's own message.
         if is_jitted and "Error interpreting argument to" in str(e):
             e.add_note(
-                "`fun` is in `jax.jit` or `jax.pmap`, which take nothing but arrays, "
-                "and there is more than arrays in its arguments, such as a module. "
-                "Leave `jax.jit` out: eqxbatch compiles `fun`."
+                "`fun` is in `jax.jit` or `jax.pmap`, which take only arrays, but its "
+                "arguments contain something else, such as a module. Leave `jax.jit` "
+                "out: eqxbatch compiles `fun`."
             )
         if not _takes(fun, args, kwargs):
-            given = [shown(x).partition(" with the arrays")[0] for x in args]
-            given += (f"`{name}` by name" for name in kwargs)
+            texts = [shown(x).partition(" with the arrays")[0] for x in args]
+            texts += (f"`{name}` by name" for name in kwargs)
             e.add_note(
-                f"{what} is called with {len(given)} arguments: {'; '.join(given)}."
+                f"{what} is called with {len(texts)} arguments: {'; '.join(texts)}."
             )
         raise
 

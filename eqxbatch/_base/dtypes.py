@@ -263,7 +263,7 @@ def _half_exponent(x: Real[Array, "*s"]) -> Int[Array, "*s"]:
     return exponent_of(x) >> 1
 
 
-def normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
+def _normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
     """Weights scaled to at most one, and their divisor.
 
     With these, weights cannot cause overflow of cotangents in a backward pass.
@@ -283,32 +283,35 @@ def is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def finite_sums(
-    sums: Sequence[Inexact[Array, "..."]],
-    sums_of: Callable[[float], Sequence[Inexact[Array, "..."]]],
+def weighted_totals(
+    sums: Callable[[Array | None, float], Sequence[Inexact[Array, "..."]]],
     num: int,
+    weights: Array | None,
     is_narrow: bool,
 ) -> list[Inexact[Array, "..."]]:
-    """Sums of `num` terms, in at least float32.
+    """Sums of `num` terms, in at least float32 and without overflow.
 
-    `sums` are these sums, and `sums_of(share)` the sums of scaled terms. If the program
+    `sums(weights, share)` are the weighted sums, times a number. Weights are scaled
+    first, so that the range of the dtype of the terms does not matter. If the program
     `is_narrow`, which means that it uses float16, a sum can overflow although the mean
     does not. The terms are then scaled down first. This is not always done, because
     small terms would underflow.
     """
-    wide = [widened(x) for x in sums]
-    if not is_narrow or num == 1:
-        return wide
-    most = 2.0 ** (num - 1).bit_length()
+    scale = None
+    if weights is not None:
+        weights, scale = _normalised(weights)
+    totals = [widened(x) for x in sums(weights, 1.0)]
+    if is_narrow and num > 1:
+        wide, most = totals, 2.0 ** (num - 1).bit_length()
 
-    def smaller() -> list[Array]:
-        others = [widened(x) * most for x in sums_of(1 / most)]
-        return [
-            jnp.where(jnp.isfinite(x), x, other) for x, other in safe_zip(wide, others)
-        ]
+        def smaller() -> list[Array]:
+            others = [widened(x) * most for x in sums(weights, 1 / most)]
+            pairs = safe_zip(wide, others)
+            return [jnp.where(jnp.isfinite(x), x, other) for x, other in pairs]
 
-    are_finite = [jnp.all(jnp.isfinite(x)) for x in wide]
-    return lax.cond(jnp.all(jnp.stack(are_finite)), lambda: wide, smaller)
+        are_finite = [jnp.all(jnp.isfinite(x)) for x in wide]
+        totals = lax.cond(jnp.all(jnp.stack(are_finite)), lambda: wide, smaller)
+    return totals if scale is None else [x * scale.astype(x.dtype) for x in totals]
 
 
 class _RealAndImaginary(eqx.Module):

@@ -54,14 +54,13 @@ def has_explicit_axes(struct: Any) -> bool:
 
 
 def spec_of(x: Array) -> PartitionSpec:
-    """The sharding of an array over the explicit axes of a mesh."""
+    """The sharding of each axis of an array over the explicit axes of a mesh."""
     struct = jax.typeof(x)
     axes = mesh_axes(struct)
-    spec = struct.sharding.spec if axes else ()
+    spec = [*(struct.sharding.spec if axes else ()), *[None] * struct.ndim]
     is_explicit = lambda name: axes[name][1] == AxisType.Explicit
-    return PartitionSpec(
-        *(tuple(filter(is_explicit, names_of(entry))) or None for entry in spec)
-    )
+    names = (names_of(entry) for entry in spec[: struct.ndim])
+    return PartitionSpec(*(tuple(filter(is_explicit, x)) or None for x in names))
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
@@ -250,7 +249,7 @@ def explicit_mesh(tree: PyTree) -> AbstractMesh | None:
 def examples_spec(arrays: list[Array], axes: Sequence[int]) -> PartitionSpec:
     """The sharding of the examples, for arrays that have them along axis 0."""
     for x, axis in safe_zip(arrays, axes):
-        entry = [*spec_of(x), *[None] * x.ndim][axis]
+        entry = spec_of(x)[axis]
         if entry is not None:
             return PartitionSpec(entry)
     return PartitionSpec()

@@ -242,7 +242,7 @@ class Last(AbstractAccumulator[Array]):
     def aggregate(
         self, values: Shaped[Array, "b *r"], block: Block
     ) -> Shaped[Array, "*r"]:
-        examples, *others = [*spec_of(values), *[None] * values.ndim][: values.ndim]
+        examples, *others = spec_of(values)
         if examples is not None:
             # JAX cannot slice one row out of an explicitly sharded axis.
             values = reshard(values, PartitionSpec(None, *others))
@@ -546,7 +546,7 @@ class Sum(AbstractTotal):
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
         check_weights("Sum", self.weights, block)
         total, dtype = _cast("Sum", values, self.dtype, self.weights, inexact=False)
-        return _Total(weighted_sum(total, self.weights, block), None, dtype)
+        return _Total(_sum_of_rows(total, self.weights, block), None, dtype)
 
     def whole(self, value: Any, block: Block) -> _Total:
         if self.weights is not None:
@@ -620,7 +620,7 @@ class Mean(AbstractTotal):
             return dataclasses.replace(whole, mean=_mean(whole.mean, block))
         total, dtype = _cast("Mean", values, self.dtype, self.weights, inexact=True)
         weight = block_weight(total.dtype, self.weights, block)
-        return _Total(weighted_sum(total, self.weights, block), weight, dtype)
+        return _Total(_sum_of_rows(total, self.weights, block), weight, dtype)
 
     def whole(self, value: Any, block: Block) -> Any:
         mean, dtype = _cast("Mean", value, self.dtype, self.weights, inexact=True)
@@ -861,7 +861,7 @@ def rows_and_weights(
     return with_weights(batch.arrays, batch.axes, weights)
 
 
-def weighted_sum(values: Array, weights: Array | None, block: Block) -> Array:
+def _sum_of_rows(values: Array, weights: Array | None, block: Block) -> Array:
     if weights is not None:
         rows = block.take(weights).astype(values.dtype)
         rows = jnp.expand_dims(rows, tuple(range(1, values.ndim)))

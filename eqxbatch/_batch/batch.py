@@ -123,12 +123,19 @@ class Batch(eqx.Module):
         """`(args, kwargs)` of the call, with `arrays` as the batched leaves."""
         arrays = list(arrays)
         leaves = [arrays.pop(0) if x is _Batched else x for x in self.shared]
-        return _with_own_shapes(jtu.tree_unflatten(self.treedef, leaves))
+        return _with_example_shapes(jtu.tree_unflatten(self.treedef, leaves))
 
     def call(self, fun: Callable, arrays: list) -> PyTree:
         """Calls `fun` with `arrays` as the batched leaves."""
         args, kwargs = self.arguments(arrays)
         return called(fun, args, kwargs)
+
+    def example(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of the batched leaves of one example."""
+        return [
+            jax.ShapeDtypeStruct((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
+            for x, axis in safe_zip(self.arrays, self.axes)
+        ]
 
     def total(self, axis_size: int | None = None) -> int:
         """The number of examples; all batched arrays must agree on it."""
@@ -162,7 +169,7 @@ class Batch(eqx.Module):
         return totals.pop()
 
 
-def _with_own_shapes(tree: PyTree) -> PyTree:
+def _with_example_shapes(tree: PyTree) -> PyTree:
     """Gives sparse arrays the shapes of the examples whose entries they have.
 
     Unflattened from some examples, they still have the shape of the whole batch.
@@ -296,7 +303,7 @@ def spec_of_rows(shape: tuple[int, ...], batch: Batch) -> PartitionSpec:
     """
     for x, axis in safe_zip(batch.arrays, batch.axes):
         if (*x.shape[:axis], *x.shape[axis + 1 :]) == shape:
-            spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
+            spec = [*spec_of(x)]
             return PartitionSpec(spec.pop(axis), *spec)
     return examples_spec(batch.arrays, batch.axes)
 
@@ -449,7 +456,7 @@ def are_split(x: Shaped[Array, "..."], axis: int, parts: int) -> bool:
     This holds even for a single part if the type of the array says that the axis is
     sharded, although over one device.
     """
-    names = names_of([*spec_of(x), *[None] * x.ndim][axis])
+    names = names_of(spec_of(x)[axis])
     sizes = [mesh_axes(jax.typeof(x))[name][0] for name in names]
     return parts > 1 or (bool(sizes) and max(sizes) == 1)
 
@@ -458,7 +465,7 @@ def split_parts(x: Shaped[Array, "..."], axis: int, parts: int) -> Shaped[Array,
     """Splits an axis into an axis of parts and an axis of rows within a part."""
     rows = x.shape[axis] // parts
     shape = (*x.shape[:axis], parts, rows, *x.shape[axis + 1 :])
-    spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
+    spec = [*spec_of(x)]
     # JAX 0.7 needs a sharding here if another axis has size one.
     return _reshape(x, shape, [*spec[: axis + 1], None, *spec[axis + 1 :]])
 
@@ -467,7 +474,7 @@ def merge_parts(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
     """Merges an axis with the next one."""
     rows = x.shape[axis] * x.shape[axis + 1]
     shape = (*x.shape[:axis], rows, *x.shape[axis + 2 :])
-    spec = [*spec_of(x), *[None] * x.ndim][: x.ndim]
+    spec = [*spec_of(x)]
     # If all parts are on one device, the type may name the axis of the rows.
     merged = spec.pop(axis + 1) or spec[axis]
     return _reshape(x, shape, [*spec[:axis], merged, *spec[axis + 1 :]])
@@ -517,7 +524,7 @@ def block_struct(
 def explained_failure(
     call: Callable[[list], Any],
     batch: Batch,
-    given: Literal["example", "microbatch"],
+    kind: Literal["example", "microbatch"],
     remedy: str | None,
     rows: list | None = None,
     if_named: str = "Switch such layers to inference mode.",
@@ -525,7 +532,7 @@ def explained_failure(
     """Adds a note if a function fails here: with what, and if it works otherwise.
 
     It is called with one example or a microbatch. `call(rows)` calls the function with
-    these as the batched arrays. `given` is the kind that it is called with here, `rows`
+    these as the batched arrays. `kind` is what it is called with here, `rows`
     are the arrays of a microbatch, and `remedy` says what to do if the other kind was
     meant; without it, there is no note. `if_named` is the remedy if the function uses a
     named axis. The exception is still the user's.
@@ -536,19 +543,13 @@ def explained_failure(
         if remedy is None or not batch.arrays:
             raise
         rows = batch.arrays if rows is None else rows
-        pairs = safe_zip(batch.arrays, batch.axes)
-        example = [
-            jax.ShapeDtypeStruct((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
-            for x, axis in pairs
-        ]
-        what, other = "a microbatch", "a single example"
-        given_rows, other_rows = rows, example
-        if given == "example":
-            what, other = "one example", "a whole batch"
-            given_rows, other_rows = example, batch.arrays
+        example = batch.example()
+        calls = ("a microbatch", rows), ("a single example", example)
+        if kind == "example":
+            calls = ("one example", example), ("a whole batch", batch.arrays)
+        (what, rows), (other, other_rows) = calls
         shapes = (
-            f"{name} of shape {x.shape}"
-            for name, x in safe_zip(batch.names, given_rows)
+            f"{name} of shape {x.shape}" for name, x in safe_zip(batch.names, rows)
         )
         note = (
             f"`fun` is called with {what}, {', '.join(shapes)}, and raises this error."

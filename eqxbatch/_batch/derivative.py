@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
 from .._base.checks import called, check_types, no_arrays_remedy
-from .._base.dtypes import finite_sums, normalised
+from .._base.dtypes import weighted_totals
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
 from .._base.trees import array_structs, described, difference, safe_zip, shown
@@ -228,7 +228,7 @@ def _check_complex(diff: PyTree, holomorphic: bool | None) -> None:
             f"complex; got {dtypes}."
         )
     if any(are_complex) and not holomorphic:
-        or_else = "; or, if `fun` is holomorphic, say `holomorphic=True`"
+        or_else = "; or, if `fun` is holomorphic, pass `holomorphic=True`"
         raise TypeError(
             "Complex arrays are only differentiated through their real and imaginary "
             f"parts; got {dtypes}. Give these as two real arrays and combine "
@@ -317,7 +317,7 @@ class Loss(eqx.Module):
                 e.add_note(
                     "The `equinox.nn.State` that `fun` returns differs between "
                     "examples. Update it by means over them, as with `jax.lax.pmean`, "
-                    "or return what is of one example as aux, outside of the state."
+                    "or return the part of each example as aux, outside of the state."
                 )
             raise
         return values, eqx.combine(states, others, is_leaf=is_state)
@@ -379,28 +379,6 @@ def check_value(value: Any, holomorphic: bool = False, what: str = "fun") -> Arr
         f"`{what}` returned {described(value)}. Take the sum, the mean or the real "
         f"part of it{more}."
     )
-
-
-def weighted_totals(
-    sums: Callable[[Array | None, float], list],
-    num: int,
-    weights: Array | None,
-    is_narrow: bool,
-) -> list[Array]:
-    """`sums(weights, 1.0)` of `num` terms, in at least float32 and without overflow.
-
-    Weights are scaled first, so that the range of the dtype of the loss does not
-    matter.
-    """
-    scale = None
-    if weights is not None:
-        weights, scale = normalised(weights)
-    total = finite_sums(
-        sums(weights, 1.0), lambda share: sums(weights, share), num, is_narrow
-    )
-    if scale is None:
-        return total
-    return [x * scale.astype(x.dtype) for x in total]
 
 
 def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
@@ -575,8 +553,8 @@ class AbstractOverExamples(
             return (totals, per_example(batch)), None
 
         def slots(output: tuple, _: Any) -> Slots:
-            of_each = Concat() if array_structs(output[1]) else None
-            slots = match_accumulators((OfTotals(accumulator), of_each), output)
+            of_examples = Concat() if array_structs(output[1]) else None
+            slots = match_accumulators((OfTotals(accumulator), of_examples), output)
             return slots.with_states(output)
 
         return run_blocks(run, arrays, axes, blocks, slots, None, False)

@@ -230,8 +230,8 @@ class Slots:
         arrays = array_structs(output)
 
         def merged(slot: OutputAccumulator) -> OutputAccumulator:
-            is_each = slot.per_example and isinstance(slot.accumulator, Concat)
-            if not slot.in_state or is_each:
+            keeps_examples = slot.per_example and isinstance(slot.accumulator, Concat)
+            if not slot.in_state or keeps_examples:
                 return slot
             if not isinstance(slot.accumulator, _NOT_OF_STATES):
                 return slot
@@ -353,11 +353,11 @@ def types_of(struct: PyTree) -> tuple:
 
 
 # A function of the rows of a microbatch, of their number, and of their shares.
-Microbatch = Callable[[list, int, Any], tuple[PyTree, Any]]
+MicrobatchFunction = Callable[[list, int, Any], tuple[PyTree, Any]]
 
 
 def run_blocks(
-    fun: Microbatch,
+    fun: MicrobatchFunction,
     arrays: list,
     axes: tuple[int, ...],
     blocks: Blocks,
@@ -441,7 +441,7 @@ def run_blocks(
 
 
 def _at_once(
-    fun: Microbatch,
+    fun: MicrobatchFunction,
     arrays: list,
     blocks: Blocks,
     make_slots: Callable[[PyTree, Any], Slots],
@@ -715,8 +715,8 @@ class _Run(eqx.Module):
 
         def compute(rows: list) -> list[PyTree]:
             arrays = [
-                block.take(x, axis) if given is None else given
-                for x, axis, given in safe_zip(self.arrays, self.axes, rows)
+                block.take(x, axis) if row is None else row
+                for x, axis, row in safe_zip(self.arrays, self.axes, rows)
             ]
             if block.is_remainder:
                 jaxpr, consts = self.remainder, self.remainder_consts

@@ -41,7 +41,7 @@ from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
 from .._base.trees import shown
 from .accumulators import Last
 from .batch import Batch, Blocks
-from .loop import Microbatch, run_blocks, Slots
+from .loop import MicrobatchFunction, run_blocks, Slots
 from .memory import as_microbatch_size, resolve_size, resolved, Size
 
 
@@ -281,7 +281,7 @@ class AbstractEarlyStop(AbstractMicrobatched):
         arrays: list,
         axes: tuple[int, ...],
         blocks: Blocks,
-        fun: Microbatch,
+        fun: MicrobatchFunction,
         make_slots: Callable[[PyTree, Any], Slots],
         checkpoint: bool = False,
     ) -> PyTree:
@@ -322,7 +322,7 @@ def _check_needs_none(slots: Slots) -> None:
     for slot in slots.slots:
         if isinstance(slot.accumulator, Last):
             raise ValueError(
-                f"output{slot.path} is that of the last example that runs, because of "
+                f"output{slot.path} comes from the last example that runs, because of "
                 "`Last` or None in `out_axes`, but `num_real_microbatches` is 0, so "
                 "that none runs. Run at least one microbatch."
             )

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, PyTree, Real
 
 from .._base.checks import called, checked
 from .._base.dtypes import as_real, common_dtype, is_complex
 from .._base.jaxprs import TracedFunction, without_forward_mode
+from .._base.mesh import gathered
 from .._base.platforms import for_platform, platform
 from .._base.trees import safe_zip
 from .._batch.accumulators import Sum
@@ -394,7 +394,7 @@ def explain_sites(
     whole = lambda _: eqx.filter_eval_shape(fun, model, *args, **kwargs)
     remedy = (
         "Give the function of one example; or pass `in_axes=None`, if the arguments "
-        "are those of one example."
+        "belong to one example."
     )
     with explained_failure(whole, batch, "example", remedy):
         traced = TracedFunction(of_one, diff, [dynamic])
@@ -403,7 +403,8 @@ def explain_sites(
         report = report_of(traced, paths)
     if not check:
         return report
-    args, kwargs = _with_values(args, kwargs)
+    # The first few examples cannot be taken from explicitly sharded ones.
+    diff, nondiff, args, kwargs = gathered((diff, nondiff, *_with_values(args, kwargs)))
     if in_axes is None:  # One example is a batch of one.
         expand = lambda x: x[None] if eqx.is_array(x) else x
         args, kwargs = jtu.tree_map(expand, (args, kwargs))
@@ -421,12 +422,7 @@ def _first_example(batch: Batch) -> tuple[tuple, dict[str, Any]]:
     """The types of the arguments of one example of a batch."""
     if batch.total() == 0:
         raise ValueError("There are no examples to look at: the batch is empty.")
-    first = lambda arrays: [
-        lax.index_in_dim(x, 0, axis, keepdims=False)
-        for x, axis in safe_zip(arrays, batch.axes)
-    ]
-    rows = eqx.filter_eval_shape(first, batch.arrays)
-    (_, *args), kwargs = batch.arguments(rows)
+    (_, *args), kwargs = batch.arguments(batch.example())
     return tuple(args), kwargs
 
 

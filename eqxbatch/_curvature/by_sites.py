@@ -93,7 +93,7 @@ def _kind_of(x: Array) -> Hashable:
     return x.shape, x.dtype, varying(jax.typeof(x))
 
 
-def for_each(fun: Callable[[Array], Array], x: Array, lead: Labels) -> Array:
+def over_pairs(fun: Callable[[Array], Array], x: Array, lead: Labels) -> Array:
     """Applies `fun` to an array, or to the array of each pair."""
     return jax.vmap(fun)(x) if lead else fun(x)
 
@@ -116,7 +116,7 @@ def cotangent_term(
         mapped = functools.reduce(lambda fun, _: jax.vmap(fun), axes, site.arrange)
         return mapped(site.at_steps(d, len(axes)))
 
-    return widened(for_each(arrange, d, lead)), (
+    return widened(over_pairs(arrange, d, lead)), (
         *(*lead, *axes),
         *named_labels(labels, site.d_axes),
     )
@@ -128,7 +128,7 @@ def operand_term(
     """The operands of sites that are alike, with their named axes."""
     site = sites[0]
     a, lead = operands.take([x.operand for x in sites if x.operand is not None])
-    a = for_each(lambda a: jax.vmap(site.expand)(site.at_steps(a, 1)), a, lead)
+    a = over_pairs(lambda a: jax.vmap(site.expand)(site.at_steps(a, 1)), a, lead)
     names = site.a_axes
     if site.rule.token is not None:
         # An index that is out of range selects no row.
@@ -401,13 +401,13 @@ def _diagonal_of(
 
     Along the axes of a small view, the block is multiplied with the view's Jacobian.
     """
-    is_small = [not has_named_axes(x) for x in use]
-    nums = [math.prod(x.shape) if y else 1 for x, y in safe_zip(views, is_small)]
-    of_leaf = 1 if all(is_small) else math.prod(struct.shape)
+    is_unnamed = [not has_named_axes(x) for x in use]
+    nums = [math.prod(x.shape) if y else 1 for x, y in safe_zip(views, is_unnamed)]
+    of_leaf = 1 if all(is_unnamed) else math.prod(struct.shape)
     block = block.reshape(of_leaf, *nums)
     for side in (1, 0):
         view, axis = views[side], side + 1
-        if is_small[side]:
+        if is_unnamed[side]:
             back = _transposed(use[side], struct, view, values)
             seeds = jnp.eye(nums[side], dtype=view.dtype)
             directions = jax.vmap(back)(seeds.reshape(nums[side], *view.shape))
@@ -707,7 +707,7 @@ class SiteHessian(AbstractSiteMatrix):
 
         x, lead = self._changes(known, keys)
         labels = named_labels(other_names, other.d_axes), named_labels(names, axes)
-        x = widened(for_each(arranged, x, lead))
+        x = widened(over_pairs(arranged, x, lead))
         return x, (*lead, EXAMPLE, *labels[0], *labels[1])
 
     def _changes(

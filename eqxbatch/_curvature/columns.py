@@ -100,7 +100,7 @@ def product_blocks(
         # Rows and columns of a diagonal have the same entries in the same order.
         rows = sorted({row for _, row in pairs.values()})
         rows = group if requested.is_diagonal else rows
-        compute = own_entries if requested.is_diagonal else images
+        compute = diagonal_entries if requested.is_diagonal else images
         images_of_rows = compute(products(leaves, group, rows), point, size)
         start = 0
         for leaf, x in safe_zip(group, point):
@@ -177,7 +177,7 @@ def images(
     return _in_blocks(jax.vmap(linear, out_axes=axis), point, size, axis)
 
 
-def own_entries(
+def diagonal_entries(
     linear: Linear, point: Sequence[Array], size: int | None
 ) -> list[Inexact[Array, " n"]]:
     """The diagonal of a linear function whose result is like its argument."""

@@ -122,12 +122,6 @@ class AbstractCurvature(abc.ABC):
         With `is_single`, there is one product only.
         """
 
-    def product(self, rows: list, weights: Weights, vector: list) -> list[Array]:
-        """The product of the matrix of some examples with one vector."""
-        products = self.products(rows, weights, self.axes, True)
-        everything = list(range(len(self.leaves)))
-        return products(self.leaves, everything, everything)(vector)
-
 
 _IF_WHOLE = (
     "Give the function of one example; or pass `in_axes=None`, if it is one function "
@@ -306,7 +300,7 @@ class LossCurvature(AbstractCurvature):
         def value(leaves: list) -> Array:
             if not axes:
                 return self.program.one(leaves, rows)[0]
-            return weighted_sum(self.program.many(leaves, rows)[0], weights)
+            return total_loss(self.program.many(leaves, rows)[0], weights)
 
         value = jax.checkpoint(value) if self._checkpoint else value
 
@@ -465,7 +459,7 @@ class GaussNewtonCurvature(AbstractCurvature):
         """The product with the Hessian of all losses, or with what replaces it."""
         if self._fisher is None and self._gradient is jax.grad:
             one = lambda rows, outs: self._loss_of(outs, rows)
-            value = lambda outs: weighted_sum(_over(one, axes, rows, outs), weights)
+            value = lambda outs: total_loss(_over(one, axes, rows, outs), weights)
             if self._is_reverse:  # A Hessian is its own transpose.
                 pull = jax.vjp(jax.grad(value), outs)[1]
                 return lambda seeds: pull(seeds)[0]
@@ -619,7 +613,7 @@ def _over(
     return jax.vmap(one, in_axes)(rows, *others)
 
 
-def weighted_sum(values: Array, weights: Array | None) -> Array:
+def total_loss(values: Array, weights: Array | None) -> Array:
     if weights is not None:
         values = values * weights.astype(values.dtype)
     return jnp.sum(values)

@@ -46,9 +46,11 @@ class AbstractProduct(AbstractSecondOrder):
         curvature = self.curvature(loss)
 
         def products(rows: list, weights: Array | None) -> list[Array]:
-            pairs = safe_zip(curvature.leaves, tangents)
+            leaves, every = curvature.leaves, [*range(len(tangents))]
+            pairs = safe_zip(leaves, tangents)
             local = [vary_as([x], tangent) for x, tangent in pairs]
-            return curvature.product(rows, weights, local)
+            products = curvature.products(rows, weights, curvature.axes, True)
+            return products(leaves, every, every)(local)
 
         totals, aux = self.total(loss, curvature.program, products, curvature.aux)
         leaves, treedef = jtu.tree_flatten(loss.diff)

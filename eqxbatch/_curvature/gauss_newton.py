@@ -109,7 +109,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
 
     def of_example(self, rows: list, weight: Array | None) -> Kept:
         """The cotangents, the operands, and the curvature or weight of an example."""
-        cotangents, operands, scale = linearized(
+        cotangents, operands, scale = pulled_back(
             self.program, rows, self._of_outputs, self._paired
         )
         if weight is not None:
@@ -227,7 +227,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
         return x, (*labels[:position], *axes, *labels[position + 1 :])
 
 
-def linearized(
+def pulled_back(
     program: Program,
     rows: list,
     of_outputs: OfOutputs,

@@ -36,7 +36,7 @@ from .._sites.trace import Program
 from .by_sites import Kept, of_examples
 from .columns import AbstractReplicated
 from .curvature_matrices import AbstractFisher, GaussNewtonCurvature
-from .gauss_newton import linearized
+from .gauss_newton import pulled_back
 from .pytree import leaves_of_parts, Unravel
 
 
@@ -418,7 +418,7 @@ def _sums(
     axes, num_vectors = curvature.axes, curvature.num_vectors
 
     def one(rows: list, _: Array | None) -> Kept:
-        return linearized(program, rows, curvature.of_outputs)
+        return pulled_back(program, rows, curvature.of_outputs)
 
     def of_rows(rows: list, weights: Array | None) -> list[Array]:
         cotangents, operands, curve = of_examples(one, rows, axes, weights)

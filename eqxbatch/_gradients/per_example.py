@@ -34,6 +34,7 @@ from .._base.dtypes import (
     squares_in_range,
     sum_of_squares,
     times_two_to,
+    weighted_totals,
     widened,
     widest,
 )
@@ -43,7 +44,7 @@ from .._base.platforms import exact_products, products_of
 from .._base.trees import described, is_none, match_prefix, safe_zip
 from .._batch.accumulators import VarianceState
 from .._batch.batch import explained_failure
-from .._batch.derivative import Loss, weighted_totals
+from .._batch.derivative import Loss
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
     Factor,

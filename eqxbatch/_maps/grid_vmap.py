@@ -26,7 +26,7 @@ from .._batch.transform import (
     P,
     run_compiled,
 )
-from .micro_vmap import MicroVmap
+from .micro_vmap import check_no_axis, MicroVmap
 
 
 class GridAxis(eqx.Module):
@@ -204,8 +204,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
             name: entry
             for leaf, place in safe_zip(jtu.tree_leaves((args, kwargs)), places)
             for name, axis in place.items()
-            for entry in [*spec_of(leaf)][axis : axis + 1]
-            if entry is not None
+            if (entry := spec_of(leaf)[axis]) is not None
         }
 
         def spec(x: Array) -> PartitionSpec:
@@ -436,11 +435,7 @@ def _keeps_rows(name: str, accumulator: PyTree) -> bool:
             "others. Make one call for each, or keep it and reduce afterwards."
         )
     for concat in kept:
-        if concat.axis != 0:
-            raise ValueError(
-                f"Concat(axis={concat.axis}) is for `filter_microbatch`; here the axis "
-                "is set by `out_axes`. Use Concat(), or leave it out."
-            )
+        check_no_axis(concat)
     return bool(kept)
 
 

@@ -342,14 +342,18 @@ def _per_example(
             return dataclasses.replace(slot, accumulator=accumulator)
         return dataclasses.replace(slot, accumulator=Last())
     if isinstance(accumulator, Concat):
-        if accumulator.axis != 0:
-            raise ValueError(
-                f"Concat(axis={accumulator.axis}) is for `filter_microbatch`; here the "
-                f"axis is set by `out_axes`. Use Concat() and `out_axes="
-                f"{accumulator.axis}`."
-            )
+        check_no_axis(accumulator)
         accumulator = Concat(axes[slot.indices[0]])
     return dataclasses.replace(slot, accumulator=accumulator, per_example=True)
+
+
+def check_no_axis(concat: Concat) -> None:
+    """Raises for an axis, which `out_axes` sets in maps of single examples."""
+    if concat.axis != 0:
+        raise ValueError(
+            f"Concat(axis={concat.axis}) is for `filter_microbatch`; here the axis is "
+            f"set by `out_axes`. Use Concat(), and ask for axis {concat.axis} there."
+        )
 
 
 filter_micro_vmap = also_decorator("filter_micro_vmap", MicroVmap, AbstractMicroVmap)

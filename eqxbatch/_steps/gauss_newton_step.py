@@ -23,9 +23,9 @@ from .._base.checks import AnyArray, as_jax, called, check_callable, check_equal
 from .._base.dtypes import (
     as_complex,
     as_real,
-    finite_sums,
     is_complex,
     power_of_two,
+    weighted_totals,
     widened,
     widest,
 )
@@ -65,7 +65,7 @@ from .._sites.factors import Factors, weighted_sum
 from .._sites.site import Site
 
 
-class Terms(eqx.Module):
+class JoinedTerms(eqx.Module):
     """Several functions as one, with an argument for the batch of each."""
 
     functions: tuple[Callable, ...]
@@ -75,7 +75,7 @@ class Terms(eqx.Module):
         return tuple(function(model, batch) for function, batch in pairs)
 
 
-class Term(eqx.Module):
+class ResidualTerm(eqx.Module):
     """A function of one example, as a function of parameters and of a batch's rows.
 
     It returns a real vector in at least float32, which contains all outputs. Complex
@@ -167,7 +167,7 @@ class Residuals:
 
     def __init__(
         self,
-        terms: list[Term],
+        terms: list[ResidualTerm],
         leaves: list[Array],
         weights: Callable[[Any], list[Float[Array, " _"]]],
         *,
@@ -198,7 +198,7 @@ class Residuals:
         self.unravel = Unravel([jax.ShapeDtypeStruct(x, self.dtype) for x in shapes])
 
     @functools.cached_property
-    def centred_terms(self) -> list[Term]:
+    def centred_terms(self) -> list[ResidualTerm]:
         """The terms with centred derivatives, if required."""
         if not self.centre:
             return self.terms
@@ -309,8 +309,8 @@ class Residuals:
                 with products_of(term.closed):
                     return [jnp.tensordot(vector.astype(x.dtype), x, 1) for x in wide]
 
-            of_each = jax.vmap(of_one, (*axes, 0))
-            return lambda arrays, _: [jnp.sum(x, axis=0) for x in of_each(*arrays)]
+            of_rows = jax.vmap(of_one, (*axes, 0))
+            return lambda arrays, _: [jnp.sum(x, axis=0) for x in of_rows(*arrays)]
 
         centred = self.centred(vectors, is_transpose=True)
         size = self._size or size or most
@@ -327,8 +327,8 @@ class Residuals:
                 outs, pullback = jax.vjp(
                     lambda leaves: term.many(leaves, arrays)[0], self.leaves
                 )
-                sums = lambda share: pullback((share * seeds).astype(outs.dtype))[0]
-                return finite_sums(sums(1.0), sums, size, term.is_narrow)
+                sums = lambda _, share: pullback((share * seeds).astype(outs.dtype))[0]
+                return weighted_totals(sums, size, None, term.is_narrow)
 
             return pulled
 
@@ -510,8 +510,8 @@ def _product(
     """
     (site, *_) = sites
     if site.rule.kind != "leaf":
-        sums = lambda share: [weighted_sum(sites, factors, leaf, share * vector)]
-        (total,) = finite_sums(sums(1.0), sums, vector.shape[0], is_narrow)
+        sums = lambda _, share: [weighted_sum(sites, factors, leaf, share * vector)]
+        (total,) = weighted_totals(sums, vector.shape[0], None, is_narrow)
         return total
     _, gradients = factors.of(site)
     if not gradients.has_examples:
@@ -753,7 +753,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
     @property
     def __wrapped__(self) -> Callable:
         is_one = not isinstance(self.residual, (tuple, list))
-        return self.residual if is_one else Terms(tuple(self.residual))
+        return self.residual if is_one else JoinedTerms(tuple(self.residual))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -966,12 +966,15 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
 
     def _terms(
         self, args: tuple, kwargs: dict[str, Any], nondiff: PyTree, treedef: Any
-    ) -> list[Term]:
+    ) -> list[ResidualTerm]:
         fun = self.__wrapped__
         term = functools.partial(
-            Term, nondiff=nondiff, treedef=treedef, has_residual=self.has_residual
+            ResidualTerm,
+            nondiff=nondiff,
+            treedef=treedef,
+            has_residual=self.has_residual,
         )
-        if not isinstance(fun, Terms):
+        if not isinstance(fun, JoinedTerms):
             return [term(fun, self.batch(args, kwargs))]
         model, *batches = args
         num = len(fun.functions)
@@ -993,7 +996,9 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             for function, axes, batch in triples
         ]
 
-    def _weights(self, terms: list[Term], dtype: Any) -> list[Float[Array, " _"]]:
+    def _weights(
+        self, terms: list[ResidualTerm], dtype: Any
+    ) -> list[Float[Array, " _"]]:
         """For each term, the weights of its examples' squared residuals."""
         factors = _for_terms("weights", self.weights, len(terms))
         accumulators = _for_terms("accumulator", self.accumulator, len(terms))
@@ -1033,7 +1038,7 @@ class _OfReal(eqx.Module):
     - `dtypes`: the dtypes in which the term takes its parameters.
     """
 
-    term: Term
+    term: ResidualTerm
     dtypes: tuple = eqx.field(static=True)
 
     def __call__(self, leaves: PyTree, *rows: Array) -> Float[Array, " entries"]:
@@ -1047,7 +1052,7 @@ def _half_of_squares(out: Array, *rows: Array) -> Array:
 
 
 def _weights_of_term(
-    term: Term, factor: Any, accumulator: Sum | Mean, dtype: Any
+    term: ResidualTerm, factor: Any, accumulator: Sum | Mean, dtype: Any
 ) -> Float[Array, " n"]:
     total, name = term.batch.total(), type(accumulator).__name__
     weights = jnp.ones(total, dtype)

@@ -331,7 +331,7 @@ class TestModes:
             FAILURES,
             (
                 "_curvature.curvature_matrices.replaced",
-                "_curvature.curvature_matrices.weighted_sum",
+                "_curvature.curvature_matrices.total_loss",
                 "_curvature.columns.consecutive_groups",
                 "_curvature.by_sites.contract",
                 "_curvature.by_sites.contraction_cost",

@@ -318,7 +318,7 @@ HIDDEN += [
         "filter_micro_grad",
         lambda: eqxbatch.filter_micro_grad(jax.jit(of_one))(net, x, y),
         TypeError,
-        "take nothing but arrays.*Leave `jax.jit` out",
+        "take only arrays.*Leave `jax.jit` out",
     ),
     Case(
         "filter_micro_vmap",

@@ -188,7 +188,7 @@ CURVATURE = [
         "filter_jacobian",
         lambda: jacobian()(z),
         TypeError,
-        "inside `fun`; or, if `fun` is holomorphic, say `holomorphic=True`",
+        "inside `fun`; or, if `fun` is holomorphic, pass `holomorphic=True`",
     ),
     Case(
         "filter_ggn",

@@ -381,7 +381,7 @@ ACCUMULATORS = [
         "Last needs at least one example",
     ),
     *(
-        Case("Last", call, ValueError, "output is that of the last example.* is 0, so")
+        Case("Last", call, ValueError, "output comes from the last example.* is 0, so")
         for call in (
             lambda: batch(accumulator=eqxbatch.Last(), num_real_microbatches=0)(y),
             lambda: vmap(
