@@ -23,6 +23,7 @@ from eqxbatch import (
     filter_micro_value_and_grad,
     filter_micro_vmap,
     filter_microbatch,
+    FrobeniusNorm,
     grid,
     Mean,
     MemoryBudget,
@@ -136,7 +137,24 @@ TWICE = {
     ),
 )
 def test_a_function_is_called_once_to_trace_it(call, expected):
+    # Kernels of a model share the trace of an earlier one.
+    jax.clear_caches()
     CALLS.clear()
     # Only a budget compiles before it is known how often the function is traced.
     eqx.filter_eval_shape(call) if expected == 1 else call()
     assert len(CALLS) == expected
+
+
+@pytest.mark.parametrize("place", ("store", "mesh", "reduce"))
+def test_programs_of_a_kernel_share_the_trace_of_its_model(place):
+    jax.clear_caches()
+    CALLS.clear()
+    mesh = jax.make_mesh((2,), ("rows",))
+    settings = {
+        "store": {"store": "host"},
+        "mesh": {"mesh": mesh},
+        "reduce": {"mesh": mesh, "reduce": FrobeniusNorm()},
+    }
+    EmpiricalNTK(MODEL, block_size=2, **settings[place])(X)
+    # What devices of a mesh run has other types.
+    assert len(CALLS) == (1 if place == "store" else 2)

@@ -50,11 +50,15 @@ def number_types(leaves: Sequence[Any]) -> str:
 
 
 def compiled(
-    fun: _Function, *, donate: Literal["none", "all-except-first"] = "none"
+    fun: _Function,
+    *,
+    donate: Literal["none", "all-except-first"] = "none",
+    inline: bool = False,
 ) -> _Function:
     """`equinox.filter_jit`, which gives equal numbers of other types other programs.
 
-    So it does for arrays on another platform.
+    So it does for arrays on another platform. With `inline`, other programs that call
+    it have its equations in place of a call.
     """
 
     def run(first: list, rest: list, static: tuple) -> Any:
@@ -63,7 +67,7 @@ def compiled(
             return fun(of_first.unflatten(first), *of_rest.unflatten(rest))
 
     run.__name__, run.__qualname__ = fun.__name__, fun.__qualname__
-    jitted = eqx.filter_jit(run, donate=donate)
+    jitted = eqx.filter_jit(run, donate=donate, inline=inline)
 
     @functools.wraps(fun)
     def wrapper(first: Any, *rest: Any) -> Any:

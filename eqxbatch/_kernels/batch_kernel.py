@@ -27,7 +27,14 @@ from .function import (
     make_sides,
     on_mesh_of_results,
 )
-from .kernel import BlockSize, check_block_size, room_to_keep, SHARE, Sizes
+from .kernel import (
+    AbstractBlockKernel,
+    BlockSize,
+    check_block_size,
+    room_of,
+    SHARE,
+    sizes_of,
+)
 from .on_host import (
     AbstractStore,
     HostStore,
@@ -45,6 +52,9 @@ _X1 = TypeVar("_X1", bound=Any)
 
 
 _X2 = TypeVar("_X2")
+
+
+_Kernel = TypeVar("_Kernel", bound=AbstractBlockKernel)
 
 
 # What users pass for a store.
@@ -127,6 +137,21 @@ class AbstractStored(AbstractOnMesh):
         remedy = "With `reduce`, no kernel is kept. Leave one of them out."
         store = self.store if self.is_stored else None
         check_exclusive(remedy, store=store, reduce=self.reduce)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a kernel is returned as a whole, by one program on the device."""
+        others = (self.mesh, self.mesh_axis, self.progress, self.reduce)
+        return not self.is_stored and all(x is None for x in others)
+
+    def check_progress(self) -> None:
+        """Raises for a meter of blocks that one program on several devices computes."""
+        on_mesh = self.row_axis is not None
+        if on_mesh and not self.is_stored and self.progress is not None:
+            raise ValueError(
+                "`progress` on a `mesh` needs a `store`: on the devices, the kernel is "
+                "one program. Use `store='host'`, or leave one of them out."
+            )
 
 
 class AbstractBatchKernel(AbstractTransform, AbstractOnMesh, Generic[_X1, _X2, P, Out]):
@@ -275,12 +300,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
                 "With `pairwise=True`, rows and columns are the first axes of the "
                 f"result; got `out_axes={self.out_axes!r}`. Leave it out."
             )
-        on_mesh = self.row_axis is not None
-        if on_mesh and not self.is_stored and self.progress is not None:
-            raise ValueError(
-                "`progress` on a `mesh` needs a `store`: on the devices, the kernel is "
-                "one program. Use `store='host'`, or leave one of them out."
-            )
+        self.check_progress()
 
     def __call__(
         self, x1: _X1, x2: _X2 | None = None, *args: P.args, **kwargs: P.kwargs
@@ -298,7 +318,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         )
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        call = self.called(_as_array, *args, **kwargs)
+        call = self.called(as_array, *args, **kwargs)
         return computed(call, self.row_axis, self.reduce, self.store, self.progress)
 
     def called(
@@ -324,10 +344,9 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         both = make_sides(x1, x2, key, kwargs, *axes)
         sides, shared = jtu.tree_map(as_array, both)
         # The free memory is looked up before tracing.
-        sizes, room = _sizes_of(self.block_size), 0
+        sizes = sizes_of(self.block_size)
         is_ours = isinstance(self.kernel_fn, AbstractKernelFunction)
-        if is_ours and not isinstance(sizes, MemoryBudget):
-            room = room_to_keep()
+        room = room_of(sizes) if is_ours else 0
         return CalledKernel(
             fun,
             args,
@@ -342,52 +361,48 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         )
 
 
-def _sizes_of(size: BlockSize) -> Sizes | MemoryBudget:
-    if isinstance(size, MemoryBudget):
-        return MemoryBudget(size.resolve())
-    return size if isinstance(size, tuple) else (size, size)
-
-
-def _as_array(x: Any) -> Any:
+def as_array(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def computed(
-    call: CalledKernel,
+    kernel: AbstractBlockKernel,
     mesh_axis: MeshAxis | None,
     reduce: PyTree = None,
     store: Any = "device",
     meter: AbstractProgressMeter | None = None,
 ) -> PyTree:
-    """The kernel of a call, with settings as for `BatchKernel`."""
+    """The arrays of a kernel, with settings as for `BatchKernel`."""
     # Blocks can start anywhere, which a mesh with explicit axes does not allow.
     mesh = None if mesh_axis is None else mesh_axis.mesh
-    call, reduce = gathered((call, reduce), mesh)
+    kernel, reduce = gathered((kernel, reduce), mesh)
     if isinstance(store, AbstractStore):
-        call = _sized(call, None, None, is_stored=True)
-        return to_store(call, store, meter, mesh_axis)
+        kernel = _sized(kernel, None, None, is_stored=True)
+        return to_store(kernel, store, meter, mesh_axis)
     if meter is not None:
-        return with_progress(_sized(call, reduce, None), reduce, meter)
-    return _run(call, reduce, mesh_axis)
+        return with_progress(_sized(kernel, reduce, None), reduce, meter)
+    return _run(kernel, reduce, mesh_axis)
 
 
-def on_one_device(call: CalledKernel) -> CalledKernel:
+def on_one_device(kernel: _Kernel) -> _Kernel:
     """The kernel with sizes of blocks, as one device computes it."""
     # As for a store, because the whole kernel may not fit.
-    return _sized(gathered(call), None, None, is_stored=True)
+    return _sized(gathered(kernel), None, None, is_stored=True)
 
 
 @compiled
-def _run(call: CalledKernel, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
-    with within_mesh((call, reduce)):
-        call = _sized(call, reduce, mesh_axis)
-        return _on_devices(call, reduce, mesh_axis)
+def _run(
+    kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis | None
+) -> PyTree:
+    with within_mesh((kernel, reduce)):
+        kernel = _sized(kernel, reduce, mesh_axis)
+        return _on_devices(kernel, reduce, mesh_axis)
 
 
 def _on_devices(
-    call: CalledKernel, reduce: PyTree, mesh_axis: MeshAxis | None
+    kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis | None
 ) -> PyTree:
-    kernel = block_kernel(call)
+    kernel = block_kernel(kernel)
     if mesh_axis is not None:
         return on_mesh(kernel, reduce, mesh_axis)
     kernel, reduce = on_mesh_of_results(kernel, reduce)
@@ -396,53 +411,51 @@ def _on_devices(
 
 
 def _sized(
-    call: CalledKernel,
+    kernel: _Kernel,
     reduce: PyTree,
     mesh_axis: MeshAxis | None,
     *,
     is_stored: bool = False,
-) -> CalledKernel:
+) -> _Kernel:
     """The kernel, with the largest numbers of rows and columns of a block."""
-    size = call.sizes
+    size = kernel.sizes
     if not isinstance(size, MemoryBudget):
-        return call
-    kernel = block_kernel(dataclasses.replace(call, sizes=(None, None)))
+        return kernel
+    whole = block_kernel(dataclasses.replace(kernel, sizes=(None, None)))
     budget = size.resolve()
     if is_stored:
         # Some blocks are being copied while the next one is computed.
         size = MemoryBudget(max(budget // (IN_FLIGHT + 1), 1))
-    elif any(kernel.bytes_kept):
+    elif any(whole.bytes_kept):
         # The memory that the kernel leaves is for factors of examples and for blocks.
         shapes = [
-            leaf.struct(kernel.totals).size * leaf.dtype.itemsize
-            for leaf in kernel.leaves
+            leaf.struct(whole.totals).size * leaf.dtype.itemsize
+            for leaf in whole.leaves
         ]
         left = budget if reduce is not None else budget - sum(shapes)
-        call = dataclasses.replace(call, room=max(left, 0) // SHARE)
-    if isinstance(kernel, CalledKernel):
-        call = kernel
-    with_area = lambda call, area: dataclasses.replace(
-        call, sizes=(math.isqrt(area), math.isqrt(area))
+        kernel = dataclasses.replace(kernel, room=max(left, 0) // SHARE)
+    with_area = lambda kernel, area: dataclasses.replace(
+        kernel, sizes=(math.isqrt(area), math.isqrt(area))
     )
-    operands = (call, reduce, mesh_axis, is_stored)
+    operands = (kernel, reduce, mesh_axis, is_stored)
 
     # Memory is affine in the area of a block.
     def run(area: int) -> Callable[[tuple], Any]:
         def program(operands: tuple) -> Any:
-            call, reduce, mesh_axis, is_stored = operands
-            call = with_area(call, area)
+            kernel, reduce, mesh_axis, is_stored = operands
+            kernel = with_area(kernel, area)
             if is_stored:
-                return tile_program(block_kernel(call))
-            return _on_devices(call, reduce, mesh_axis)
+                return tile_program(block_kernel(kernel))
+            return _on_devices(kernel, reduce, mesh_axis)
 
         return program
 
     try:
-        area = resolve_size(size, max(kernel.totals) ** 2, run, operands, first=16**2)
+        area = resolve_size(size, max(whole.totals) ** 2, run, operands, first=16**2)
     except ValueError as e:
         e.add_note("A kernel that is too large itself can go to `store='host'`.")
         raise
-    return with_area(call, area)
+    return with_area(kernel, area)
 
 
 filter_batch_kernel = also_decorator(

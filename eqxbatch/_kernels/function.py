@@ -30,7 +30,7 @@ from .._base.primitives import constants
 from .._base.trees import is_struct, match_prefix, safe_zip, shown
 from .._batch.batch import Batch, explained_failure, split_batch
 from .._batch.loop import Rows
-from .kernel import AbstractBlockKernel, flattened, KernelLeaf, SAMPLE
+from .kernel import AbstractBlockKernel, Flat, flattened, KernelLeaf, SAMPLE
 
 
 # One key, or one for each example.
@@ -207,14 +207,15 @@ def _with_axis(x: Any) -> Any:
     return x[None] if eqx.is_array(x) else x
 
 
-def block_kernel(call: "CalledKernel") -> AbstractBlockKernel:
-    """The kernel of a call, with its `leaves`.
+def block_kernel(kernel: AbstractBlockKernel) -> AbstractBlockKernel:
+    """The kernel in the form in which it has blocks.
 
-    Kernels of this package keep factors of examples.
+    Kernel functions of this package keep factors of examples.
     """
-    kernel_fn: Any = call.kernel_fn
-    kernel = kernel_fn.in_blocks(call) if call.is_ours else None
-    kernel = call.evaluated() if kernel is None else kernel
+    if isinstance(kernel, CalledKernel):
+        kernel_fn: Any = kernel.kernel_fn
+        in_blocks = kernel_fn.in_blocks(kernel) if kernel.is_ours else None
+        kernel = in_blocks or dataclasses.replace(kernel, known=kernel.out)
     if kernel.is_same and kernel.mirror.is_transpose:
         _check_transpose(kernel.leaves)
     return kernel
@@ -261,6 +262,7 @@ class CalledKernel(AbstractBlockKernel):
     - `sides`: the two sides, or one if they are the same examples.
     - `is_alone`: whether the second argument was omitted.
     - `pairwise`: whether it is a function of one example of each side.
+    - `known`: its output, once it was called for a sample.
     """
 
     kernel_fn: Callable
@@ -270,6 +272,8 @@ class CalledKernel(AbstractBlockKernel):
     out_axes: PyTree
     is_alone: bool
     pairwise: bool
+    _: dataclasses.KW_ONLY
+    known: Flat | None = eqx.field(static=True, default=None)
 
     @property
     def is_ours(self) -> bool:
@@ -280,10 +284,23 @@ class CalledKernel(AbstractBlockKernel):
     def rows(self) -> tuple[Rows, Rows]:
         return self.sides[0].rows, self.sides[-1].rows
 
-    def evaluated(self) -> "CalledKernel":
-        """The same kernel, with its `leaves`."""
-        if self.leaves:
-            return self
+    @property
+    def parts(self) -> dict[str, PyTree]:
+        inputs = self.sides, self.args, self.shared
+        return {"inputs": inputs, "kernel_fn": self.kernel_fn}
+
+    @property
+    def bytes_kept(self) -> tuple[int, int]:
+        return 0, 0
+
+    @functools.cached_property
+    def leaves(self) -> tuple[KernelLeaf, ...]:
+        return tuple(leaves_at(self.out_axes, jtu.tree_unflatten(*reversed(self.out))))
+
+    @functools.cached_property
+    def out(self) -> Flat:
+        if self.known is not None:
+            return self.known
         structs = self.structs(SAMPLE)
         try:
             out = eqx.filter_eval_shape(self.called, *structs)
@@ -295,8 +312,7 @@ class CalledKernel(AbstractBlockKernel):
                 f"{' and '.join(sides)}.{'' if self.pairwise else remedy}"
             )
             raise
-        leaves = tuple(leaves_at(self.out_axes, out))
-        return dataclasses.replace(self, leaves=leaves, out=flattened(out))
+        return flattened(out)
 
     @functools.cached_property
     def _takes_none(self) -> bool:

@@ -43,6 +43,13 @@ Sizes = tuple[int | None, int | None]
 BlockSize = int | tuple[int, int] | MemoryBudget | None
 
 
+def sizes_of(size: BlockSize) -> Sizes | MemoryBudget:
+    """The sizes that a setting stands for, with a budget in bytes."""
+    if isinstance(size, MemoryBudget):
+        return MemoryBudget(size.resolve())
+    return size if isinstance(size, tuple) else (size, size)
+
+
 def check_block_size(size: BlockSize | str) -> BlockSize:
     if isinstance(size, tuple):
         if len(size) != 2:
@@ -204,13 +211,13 @@ _LEADING = (0, 1)
 SHARE = 2
 
 
-def room_to_keep() -> int:
-    """The number of bytes for factors of examples if there is no budget.
+def room_of(sizes: Sizes | MemoryBudget) -> int:
+    """The number of bytes for factors of examples; 0 if a budget says it later.
 
     It is a power of two, so that it changes rarely; it only decides the number of
     panels.
     """
-    return available_bytes(1) // SHARE
+    return 0 if isinstance(sizes, MemoryBudget) else available_bytes(1) // SHARE
 
 
 # The leaves and the structure of an output, with shapes for its arrays.
@@ -335,7 +342,7 @@ def _sizes(leaves: Sequence[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
 class AbstractBlockKernel(eqx.Module):
     """A kernel: factors of blocks of examples, and tiles from two such blocks.
 
-    It can be passed to compiled functions. They need not find out again what is static.
+    It can be passed to compiled functions, each of which finds out what it returns.
 
     - `symmetric`: None if the kernel is not known to be symmetric; True if it is
         symmetric under exchange of its two axes; or a function from a block to its
@@ -343,19 +350,35 @@ class AbstractBlockKernel(eqx.Module):
     - `sizes`: the largest number of rows and of columns in a block, None for all; or a
         budget, which becomes such a pair before there are blocks.
     - `room`: the number of bytes for factors of examples.
-    - `leaves`: the arrays of the kernel, in the order of its blocks.
-    - `out`: the output of the kernel function.
-    - `bytes_kept`: the bytes kept for an example of each side; 0 if tiles are computed
-        from the examples themselves.
     """
 
     _: dataclasses.KW_ONLY
     symmetric: Any = None
     sizes: Sizes | MemoryBudget = eqx.field(static=True, default=(None, None))
     room: int = eqx.field(static=True, default=0)
-    leaves: tuple[KernelLeaf, ...] = eqx.field(static=True, default=())
-    out: Flat = eqx.field(static=True, default=((), jtu.tree_structure(())))
-    bytes_kept: tuple[int, int] = eqx.field(static=True, default=(0, 0))
+
+    @property
+    @abc.abstractmethod
+    def parts(self) -> dict[str, PyTree]:
+        """What identifies it on disk, by name, besides its program."""
+
+    @property
+    @abc.abstractmethod
+    def leaves(self) -> tuple[KernelLeaf, ...]:
+        """The arrays of the kernel, in the order of its blocks."""
+
+    @property
+    @abc.abstractmethod
+    def out(self) -> Flat:
+        """The output of the kernel function, with shapes for its arrays."""
+
+    @property
+    @abc.abstractmethod
+    def bytes_kept(self) -> tuple[int, int]:
+        """The bytes kept for an example of each side.
+
+        They are 0 if tiles are computed from the examples themselves.
+        """
 
     @property
     @abc.abstractmethod

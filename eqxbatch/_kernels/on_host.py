@@ -32,7 +32,7 @@ from .._base.primitives import constants, inner_programs, parameters, programs_i
 from .._base.trees import safe_zip
 from .._batch.loop import Rows
 from .engine import finalized, make_collectors, Tiles
-from .function import block_kernel, CalledKernel, on_mesh_of_results
+from .function import block_kernel, on_mesh_of_results
 from .kernel import AbstractBlockKernel, Grid, KernelLeaf, Tile
 from .on_mesh import check_closed_over, MeshAxis, on_devices
 from .progress import AbstractProgressMeter
@@ -273,11 +273,11 @@ def _kept(operands: tuple, number: Array) -> Rows:
 
 
 def with_progress(
-    call: CalledKernel, reduce: PyTree, meter: AbstractProgressMeter
+    kernel: AbstractBlockKernel, reduce: PyTree, meter: AbstractProgressMeter
 ) -> PyTree:
     """The collected arrays of a kernel on one device, one tile at a time."""
-    check_concrete(call, "`progress`")
-    kernel = block_kernel(call)
+    check_concrete(kernel, "`progress`")
+    kernel = block_kernel(kernel)
     grid = kernel.grid
     collectors = make_collectors(kernel, reduce)
     states, _ = _initial(kernel, reduce)
@@ -385,24 +385,24 @@ class _Team:
 
 
 def to_store(
-    call: CalledKernel,
+    kernel: AbstractBlockKernel,
     store: AbstractStore,
     meter: AbstractProgressMeter | None,
     mesh_axis: MeshAxis | None,
 ) -> PyTree:
     """The arrays of a kernel, in a store."""
-    check_concrete(call, "a `store`")
+    check_concrete(kernel, "a `store`")
     team = _Team(mesh_axis, store)
     # Devices compute tiles on a mesh of their own, or alone.
     with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
-        kernel = block_kernel(call)
+        kernel = block_kernel(kernel)
         if store.upper_only and not kernel.grid.is_symmetric:
             raise ValueError(
                 "`upper_only` is for symmetric kernels of examples with themselves: "
                 "leave out `x2`, and pass `symmetric=True` if the kernel does not "
                 "declare it."
             )
-        mark = lambda: fingerprint(call, kernel)
+        mark = lambda: fingerprint(kernel)
         writer = team.begin(functools.partial(store.begin, kernel, mark))
         with contextlib.closing(writer):
             error = None
@@ -572,8 +572,8 @@ _SETTINGS = (
 )
 
 
-def fingerprint(call: CalledKernel, kernel: AbstractBlockKernel) -> dict[str, Any]:
-    """The parts that identify the kernel of a call, as JSON data."""
+def fingerprint(kernel: AbstractBlockKernel) -> dict[str, Any]:
+    """The parts that identify a kernel, as JSON data."""
     grid = kernel.grid
     first, second = kernel.structs(grid.sizes)
     programs = [kernel.program(first, second)]
@@ -594,9 +594,8 @@ def fingerprint(call: CalledKernel, kernel: AbstractBlockKernel) -> dict[str, An
         # Only a record: tiles of another backend have other rounding errors and must
         # not be mixed with these. It does not change any computation.
         "compiler": f"jax {jax.__version__} {jax.default_backend()}",
-        "inputs": digest((call.sides, call.args, call.shared)),
+        **{name: digest(part) for name, part in kernel.parts.items()},
         "settings": {name: getattr(jax.config, name, None) for name in _SETTINGS},
-        "kernel_fn": digest(call.kernel_fn),
         "program": [_of_program(x) for x in programs],
         "callbacks": sorted(_callbacks(programs)),
         "symmetric": symmetric,

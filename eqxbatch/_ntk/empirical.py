@@ -1,22 +1,279 @@
-"""Empirical kernels of a model: NTK, NNGP, both, and estimates of the NTK."""
+"""Empirical kernels of a model: NTK, NNGP, both, and estimates of the NTK.
 
+Estimators are kernel functions that keep factors of examples for all blocks.
+"""
+
+import abc
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
+import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Key, PyTree, Shaped, UInt32
 
-from .._base.checks import AnyArray, check_at_least
+from .._base.checks import AnyArray, check_at_least, checked
+from .._base.jaxprs import compiled
+from .._base.mesh import gathered, within_mesh
 from .._base.trees import import_extra
-from .._kernels.batch_kernel import AbstractStored
-from .._kernels.function import Keys
-from .estimator import AbstractEstimator, check_get, checked_constructor, Get, Request
+from .._batch.derivative import Selection
+from .._batch.memory import MemoryBudget, resolve_size
+from .._kernels.batch_kernel import AbstractStored, as_array, computed
+from .._kernels.engine import on_device
+from .._kernels.function import (
+    AbstractKernelFunction,
+    CalledKernel,
+    KEY_REMEDY,
+    Keys,
+    leaves_at,
+    make_sides,
+)
+from .._kernels.kernel import room_of, SHARE, Sizes, sizes_of
+from .pairings import choose_pairing, ModelKernel, pairing_of_all
 from .traced_model import (
     AbstractJacobianKernel,
+    AbstractKernelSettings,
     AbstractParameterKernel,
+    as_callable,
+    check_get,
+    Get,
     kernel_product,
+    Name,
+    Request,
+    selection_of,
+    TracedModel,
     zero_outputs,
 )
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def checked_constructor(cls: _Class) -> _Class:
+    """Checks the arguments of a constructor; converters of fields check their own."""
+    fields = dataclasses.fields(cls)
+    converted = [field.name for field in fields if "converter" in field.metadata]
+    others = [*converted, "model", "init"]
+    cls.__init__ = checked(cls.__init__, KEY_REMEDY, others, always=True)
+    return cls
+
+
+# What is computed of a model, in blocks of at most some sizes, with some bytes of room
+# for factors of examples.
+Task = Callable[[TracedModel, Sizes, int], Any]
+
+
+def kernels_of(model: TracedModel, sizes: Sizes, room: int) -> Any:
+    """The kernels of all outputs, with or without all pairs of examples."""
+    kernels: dict[Name, Array] = {}
+    for axes in model.axes:
+        if axes.is_empty:
+            nothing = axes.arranged(axes.nothing(model.totals))
+            kernels |= {(kind, axes.index): nothing for kind in model.kinds}
+    for pairs_examples in (True, False):
+        group = [
+            axes
+            for axes in model.axes
+            if axes.pairs_examples == pairs_examples and not axes.is_empty
+        ]
+        if not group:
+            continue
+        pairing, grid = choose_pairing(model, group, sizes), model.grid(sizes)
+        if not pairs_examples:
+            kernels |= pairing.each(grid.sizes[0])
+        elif grid.num(0) * grid.num(1) <= 1:
+            kernels |= pairing.whole(model.mirror)
+        else:
+            make = lambda _, pairing=pairing: pairing
+            settings = {"symmetric": model.mirror, "sizes": grid.sizes, "room": room}
+            kernels |= on_device(ModelKernel(make, **settings))
+    return model.assembled(kernels)
+
+
+# The model is an argument of the one compiled function, so that repeated calls with the
+# same shapes are not retraced.
+@compiled
+def _run(model: TracedModel, task: Task, sizes: Sizes | MemoryBudget, room: int) -> Any:
+    model, task = gathered((model, task))
+    with within_mesh((model, task)):
+        return _fitted(model, task, sizes, room)
+
+
+def _fitted(
+    model: TracedModel, task: Task, sizes: Sizes | MemoryBudget, room: int
+) -> Any:
+    """The result of a task, in the largest blocks that fit into a budget."""
+    if not isinstance(sizes, MemoryBudget):
+        with model.products():
+            return task(model, sizes, room)
+
+    def run_with(size: int, room: int) -> Callable[[tuple], Any]:
+        return lambda operands: _fitted(operands[0], operands[1], (size, size), room)
+
+    # The memory that the kernels leave is for factors of the rows and for blocks.
+    operands = (model, task)
+    structs = eqx.filter_eval_shape(run_with(1, 0), operands)
+    outputs = sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(structs))
+    room = max(sizes.resolve() - outputs, 0) // SHARE
+    run = lambda size: run_with(size, room)
+    size = resolve_size(sizes, max(model.totals), run, operands)
+    return run(size)(operands)
+
+
+class Asked(NamedTuple):
+    """What calls of an estimator ask of a model.
+
+    - `get`: as for `TracedModel`; None if each call says it, as for `EmpiricalKernel`.
+    - `num_probes`, `key`: the number of directions that traced axes are projected on,
+        and the key for random signs; None if they are not.
+    """
+
+    get: Any
+    num_probes: int | None = None
+    key: Array | None = None
+
+
+def _split(asked: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Which kernels a call asks for, and the arguments of the model."""
+    of_call = lambda get=None, **kwargs: (check_get(get), kwargs)
+    fixed = lambda **kwargs: (asked, kwargs)
+    return (of_call if asked is None else fixed)(*args, **kwargs)
+
+
+class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
+    """An empirical kernel: a kernel function with a model."""
+
+    model: Callable | tuple[Callable, eqx.nn.State]
+    _selection: Selection | None = eqx.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Once, and not in each call: it looks at all leaves. Later, the model may have
+        # other arrays, but not another structure.
+        model, self._selection = as_callable(self.model), None
+        if isinstance(self, AbstractParameterKernel):
+            self._selection = selection_of(model, self.where, self.filter_spec)
+
+    def __check_init__(self) -> None:
+        if isinstance(self, AbstractStored) and not self.is_plain:
+            self.check_progress()
+            self.check_is_batched()
+
+    @property
+    @abc.abstractmethod
+    def _asked(self) -> Asked:
+        """What calls ask of the model."""
+
+    @functools.cached_property
+    def _request(self) -> Request:
+        return Request(
+            self._selection,
+            self.traced_axes,
+            self.traces_last,
+            self.diagonal_axes,
+            self.in_axes is not None,
+            self.out_axes,
+            self.method if isinstance(self, AbstractJacobianKernel) else "auto",
+            self._asked.num_probes,
+        )
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether kernels are returned as a whole, by one program on the device."""
+        return not isinstance(self, AbstractStored) or self.is_plain
+
+    def __call__(
+        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
+    ) -> Any:
+        """The kernel of all examples of `x1` with all of `x2`."""
+        return _computed(self, self._asked.get, (x1, x2, key, kwargs))
+
+    def diagonal(
+        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
+    ) -> Any:
+        """The kernel of each example of `x1` with the same example of `x2`.
+
+        This is the result of a call with the batch axis among the `diagonal_axes`.
+        """
+        if self.in_axes is None:
+            raise ValueError(
+                "With `in_axes=None`, the axis of the examples is not known. Name it "
+                "in `diagonal_axes`."
+            )
+        get, kwargs = _split(self._asked.get, **kwargs)
+        model = _model_of(self, get, (x1, x2, key, kwargs), is_diagonal=True)
+        return _in_one_program(self, model, kernels_of)
+
+    def in_blocks(self, call: CalledKernel) -> ModelKernel | None:
+        is_asymmetric = len(call.sides) == 1 and call.symmetric is None
+        is_whole = self.block_size is not None or self.in_axes is None
+        if not self._is_plain or is_asymmetric or is_whole:
+            return None
+        get, shared = _split(self._asked.get, *call.args, **call.shared)
+        axes_of = {"in_axes": self.in_axes, "kwargs_axes": self.kwargs_axes}
+        sides = [dataclasses.replace(side, **axes_of) for side in call.sides]
+        places = [
+            [(x.batch.names, x.batch.axes) for x in y] for y in (sides, call.sides)
+        ]
+        if places[0] != places[1]:
+            return None
+        request, key = self._request, self._asked.key
+        model = TracedModel(request, self.model, get, key, sides, shared)
+        if any(axes.is_empty or not axes.pairs_examples for axes in model.axes):
+            return None
+        kernel = _in_blocks(model, call.symmetric, call.sizes, call.room)
+        expected = leaves_at(call.out_axes, jtu.tree_unflatten(*reversed(kernel.out)))
+        is_as_expected = [x.axes for x in expected] == [x.axes for x in kernel.leaves]
+        return kernel if is_as_expected else None
+
+
+# `x1`, `x2`, the key and keyword arguments of a call.
+Examples = tuple[PyTree, PyTree, Any, dict[str, Any]]
+
+
+# A call runs functions: to look up a method of a Module makes another Module.
+def _computed(estimator: AbstractEstimator, get: Any, examples: Examples) -> Any:
+    """The kernels of some examples, after they are stored or reduced."""
+    model = _model_of(estimator, get, examples)
+    if estimator._is_plain:
+        return _in_one_program(estimator, model, kernels_of)
+    assert isinstance(estimator, AbstractStored)
+    sizes = sizes_of(estimator.block_size)
+    kernel = _in_blocks(model, estimator.symmetric, sizes, room_of(sizes))
+    kernel = jtu.tree_map(as_array, kernel)
+    settings = estimator.reduce, estimator.store, estimator.progress
+    return computed(kernel, estimator.row_axis, *settings)
+
+
+def _model_of(
+    estimator: AbstractEstimator,
+    get: Any,
+    examples: Examples,
+    *,
+    is_diagonal: bool = False,
+) -> TracedModel:
+    """The model with the examples of a call."""
+    axes = estimator.in_axes, estimator.kwargs_axes
+    sides, shared = make_sides(*examples, *axes)
+    key, request = estimator._asked.key, estimator._request
+    return TracedModel(request, estimator.model, get, key, sides, shared, is_diagonal)
+
+
+def _in_one_program(
+    estimator: AbstractEstimator, model: TracedModel, task: Task
+) -> Any:
+    if estimator.block_size is None:
+        # There is nothing to keep for other blocks.
+        return _run(model, task, (None, None), 0)
+    sizes = sizes_of(estimator.block_size)
+    return _run(model, task, sizes, room_of(sizes))
+
+
+def _in_blocks(
+    model: TracedModel, symmetric: Any, sizes: Any, room: int
+) -> ModelKernel:
+    make = eqx.Partial(pairing_of_all, model)
+    return ModelKernel(make, symmetric=symmetric, sizes=sizes, room=room)
 
 
 _Inputs = PyTree[Shaped[AnyArray, "..."]]
@@ -137,8 +394,9 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
         [Novak, Sohl-Dickstein and Schoenholz, 2022](https://arxiv.org/abs/2206.08720).
     """
 
-    def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
-        return self._request("ntk"), kwargs
+    @property
+    def _asked(self) -> Asked:
+        return Asked("ntk")
 
     def untraced_matvec(
         self,
@@ -158,8 +416,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
         `TypeError` if JAX has neither forward mode for the model nor the transpose of
         reverse mode.
         """
-        product = eqx.Partial(kernel_product, v)
-        return self._request("ntk").computed(x1, x2, key, kwargs, product)
+        model = _model_of(self, "ntk", (x1, x2, key, kwargs))
+        return _in_one_program(self, model, eqx.Partial(kernel_product, v))
 
     def untraced_operator(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
@@ -172,10 +430,10 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
         """
         lineax = import_extra("lineax", "untraced_operator", "linalg")
         product = lambda v: self.untraced_matvec(x1, x2, v, key=key, **kwargs)
-        call, request = (x1, x2, key, kwargs), self._request("ntk")
-        structs = eqx.filter_eval_shape(lambda: request.computed(*call, zero_outputs))
-        is_same = len(request.sides(*call)[0]) == 1
-        tags = lineax.positive_semidefinite_tag if is_same else ()
+        model = _model_of(self, "ntk", (x1, x2, key, kwargs))
+        run = lambda: _in_one_program(self, model, zero_outputs)
+        structs = eqx.filter_eval_shape(run)
+        tags = lineax.positive_semidefinite_tag if len(model.sides) == 1 else ()
         return lineax.FunctionLinearOperator(product, structs, tags)
 
 
@@ -211,8 +469,9 @@ class EmpiricalNNGP(AbstractEstimator, AbstractStored):
         [Lee et al., 2018](https://arxiv.org/abs/1711.00165).
     """
 
-    def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
-        return self._request("nngp"), kwargs
+    @property
+    def _asked(self) -> Asked:
+        return Asked("nngp")
 
 
 @checked_constructor
@@ -245,8 +504,9 @@ class EmpiricalKernel(AbstractEstimator, AbstractJacobianKernel, AbstractStored)
         ```
     """
 
-    def _asked(self, get: Get = None, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
-        return self._request(check_get(get)), kwargs
+    @property
+    def _asked(self) -> Asked:
+        return Asked(None)
 
     def __call__(
         self,
@@ -258,7 +518,7 @@ class EmpiricalKernel(AbstractEstimator, AbstractJacobianKernel, AbstractStored)
         **kwargs: Any,
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`."""
-        return self._computed(x1, x2, key, self._asked(get, **kwargs))
+        return _computed(self, check_get(get), (x1, x2, key, kwargs))
 
 
 @checked_constructor
@@ -297,8 +557,9 @@ class PseudoNTK(AbstractEstimator, AbstractParameterKernel):
         [Mohamadi, Bae and Sutherland, 2023](https://arxiv.org/abs/2206.12543).
     """
 
-    def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
-        return self._request("ntk", num_probes=1), kwargs
+    @property
+    def _asked(self) -> Asked:
+        return Asked("ntk", num_probes=1)
 
 
 class KernelEstimate(NamedTuple):
@@ -364,11 +625,12 @@ class ProbedNTK(AbstractEstimator, AbstractParameterKernel):
     def __check_init__(self) -> None:
         check_at_least("num_probes", self.num_probes, 1)
 
-    def _asked(self, **kwargs: Any) -> tuple[Request, dict[str, Any]]:
-        return self._request(KernelEstimate, self.num_probes, self.key), kwargs
+    @property
+    def _asked(self) -> Asked:
+        return Asked(KernelEstimate, self.num_probes, self.key)
 
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
     ) -> KernelEstimate:
         """The estimated kernel of all examples of `x1` with all of `x2`."""
-        return self._computed(x1, x2, key, self._asked(**kwargs))
+        return _computed(self, self._asked.get, (x1, x2, key, kwargs))

@@ -32,24 +32,22 @@ from .._batch.accumulators import (
 from .._batch.memory import check_size, MemoryBudget, resolve_size, resolved
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
 from .._kernels.function import Keys
+from .._kernels.kernel import BlockSize
 from .._kernels.on_host import check_concrete, HostStore, metered
 from .._kernels.on_mesh import check_mesh, MeshAxis, on_devices
 from .._maps.micro_vmap import MicroVmap
-from .estimator import (
-    check_axes_of_blocks,
+from .empirical import checked_constructor, EmpiricalKernel, EmpiricalNNGP
+from .output_axes import Mirror
+from .traced_model import (
+    AbstractJacobianKernel,
+    AbstractKernelSettings,
     check_get,
-    checked_constructor,
     Get,
     has_state,
-    in_blocks,
     named,
     names_of,
-    Request,
-    selection_of,
     StatefulModel,
 )
-from .output_axes import Mirror
-from .traced_model import AbstractJacobianKernel, AbstractKernelSettings
 
 
 # With fewer samples, a standard error is unreliable.
@@ -69,14 +67,13 @@ class MonteCarloEstimate(NamedTuple):
     num_samples: int
 
 
-class _Resumed(AbstractAccumulator[VarianceState]):
-    """Accumulates moments starting from earlier ones, without finalizing them."""
+class _Moments(AbstractAccumulator[VarianceState]):
+    """Accumulates moments without finalizing them, to be merged with others."""
 
     moments: AbstractSummary
-    state: VarianceState | None
 
     def init(self, value: Any, blocks: Any) -> VarianceState:
-        return self.moments.init(value, blocks) if self.state is None else self.state
+        return self.moments.init(value, blocks)
 
     def update(self, state: VarianceState, value: Any, block: Any) -> VarianceState:
         return self.moments.update(state, value, block)
@@ -86,6 +83,11 @@ class _Resumed(AbstractAccumulator[VarianceState]):
 
     def aggregate(self, values: Any, block: Any) -> VarianceState:
         return self.moments.aggregate(values, block)
+
+
+def _map(fun: Callable, *states: PyTree[VarianceState]) -> PyTree:
+    """`jax.tree.map`, with moments as leaves."""
+    return jtu.tree_map(fun, *states, is_leaf=_is_spread)
 
 
 def _is_spread(x: Any) -> bool:
@@ -99,9 +101,11 @@ Examples = tuple[PyTree, PyTree, Any, dict[str, Any]]
 class Average(eqx.Module):
     """The average of the kernels of random models, as a kernel function.
 
-    - `request`: the kernels, and how they are computed for one model.
-    - `init`, `key`, `where`, `filter_spec`: the models, and which of their leaves are
-        parameters.
+    - `of_model`: makes the estimator of a model, which has these `symmetric` and
+        `kwargs_axes`.
+    - `get`: the kernels, as for `EmpiricalKernel`.
+    - `init`, `key`: the models.
+    - `block_size`: the sizes of blocks of a kernel.
     - `per_batch`: the number of samples that are computed at a time, on each device.
     - `rows`, `samples`: the axes of the mesh over which rows of kernels and samples are
         distributed.
@@ -111,11 +115,13 @@ class Average(eqx.Module):
         of an "estimate", or the "mean" in the form in which estimators return kernels.
     """
 
-    request: Request
+    of_model: Callable
+    symmetric: Mirror
+    kwargs_axes: dict[str, PyTree]
+    get: Any = eqx.field(static=True)
     init: Callable
     key: Array
-    where: Callable | None
-    filter_spec: PyTree
+    block_size: BlockSize = eqx.field(static=True)
     per_batch: int | MemoryBudget = eqx.field(static=True)
     rows: MeshAxis | None
     samples: MeshAxis | None
@@ -125,14 +131,6 @@ class Average(eqx.Module):
     form: Literal["moments", "estimate", "mean"] = eqx.field(
         static=True, default="estimate"
     )
-
-    @property
-    def symmetric(self) -> Mirror:
-        return self.request.symmetric
-
-    @property
-    def kwargs_axes(self) -> dict[str, PyTree]:
-        return self.request.kwargs_axes
 
     @property
     def num_devices(self) -> int:
@@ -145,21 +143,13 @@ class Average(eqx.Module):
 
     def of_blocks(self, start: int, num: int, form: str, **changes: Any) -> "Average":
         """As `of`, for blocks of a kernel, each of which is computed as a whole."""
-        request = dataclasses.replace(self.request, block_size=None)
-        changes = {"request": request, "rows": None, "form": form, **changes}
+        changes = {"block_size": None, "rows": None, "form": form, **changes}
         return self.of(start, num, **changes)
-
-    def in_bytes(self) -> "Average":
-        """The average with memory budgets resolved to bytes."""
-        request = self.request.in_bytes()
-        return dataclasses.replace(resolved(self), request=request)
 
     def fitted(self, examples: Examples) -> "Average":
         """With the largest batches of samples that fit into a budget."""
         of = lambda average, size: dataclasses.replace(average, per_batch=size)
-        run = lambda size: (
-            lambda operands: of(operands[0], size).advanced(operands[1], None)
-        )
+        run = lambda size: lambda operands: of(operands[0], size).moments(operands[1])
         largest = -(-self.num // self.num_devices)
         size = resolve_size(self.per_batch, largest, run, (self, examples))
         return of(self, size)
@@ -177,24 +167,17 @@ class Average(eqx.Module):
     ) -> PyTree:
         examples = x1, x2, key, kwargs
         # With a budget, the program of a block is the one that must fit.
-        state = self.fitted(examples).advanced(examples, None)
+        state = self.fitted(examples).moments(examples)
         if self.form == "moments":
             # Counts have no rows or columns.
             without = lambda x: dataclasses.replace(x, count=None, observations=None)
-            return jtu.tree_map(without, state, is_leaf=_is_spread)
+            return _map(without, state)
         means, errors = estimated(state, self.with_error)
-        return (
-            named(self.request.get, means) if self.form == "mean" else (means, errors)
-        )
+        return named(self.get, means) if self.form == "mean" else (means, errors)
 
-    def advanced(self, examples: Examples, state: PyTree) -> PyTree[VarianceState]:
-        """The moments after the samples, from those of earlier ones, or None."""
+    def moments(self, examples: Examples) -> PyTree[VarianceState]:
+        """The moments of the samples."""
         moments = Variance(ddof=1) if self.with_error else Mean(running=True)
-        accumulator: PyTree = _Resumed(moments, None)
-        if state is not None:
-            accumulator = jtu.tree_map(
-                lambda spread: _Resumed(moments, spread), state, is_leaf=_is_spread
-            )
         size = self.per_batch
         if isinstance(size, int):
             size *= self.num_devices
@@ -205,7 +188,7 @@ class Average(eqx.Module):
             functools.partial(self._of_one, examples),
             in_axes=(0,),
             out_axes=eqx.if_array(0),
-            accumulator=accumulator,
+            accumulator=_Moments(moments),
             microbatch_size=size,
             vmap_fn=vmap_fn,
         )
@@ -220,21 +203,14 @@ class Average(eqx.Module):
             run = lambda operands: operands[0]._of_one(*operands[1:])
             return on_devices(run, operands, self.samples, PartitionSpec())
 
-        model, selection, request = self._drawn(index), None, self.request
-        if "ntk" in names_of(request.get):
-            selection = selection_of(model, self.where, self.filter_spec)
-        size = request.block_size if self.rows is None else None
-        kernel_fn = dataclasses.replace(
-            request, model=model, selection=selection, block_size=size
-        )
+        settings: dict[str, Any] = {"block_size": self.block_size}
         if self.rows is not None:
-            mesh, name = self.rows.mesh, self.rows.name
-            kernel_fn = in_blocks(
-                request, kernel_fn, out_axes=None, mesh=mesh, mesh_axis=name
-            )
-        x1, x2, key, kwargs = examples
-        kernels = kernel_fn(x1, x2, key=key, **kwargs)
-        return [kernels] if isinstance(request.get, str) else [*kernels]
+            settings |= {"mesh": self.rows.mesh, "mesh_axis": self.rows.name}
+        kernel = self.of_model(self._drawn(index), **settings)
+        (x1, x2, key, kwargs), names = examples, names_of(self.get)
+        if "ntk" in names:
+            return [*kernel(x1, x2, names, key=key, **kwargs)]
+        return [kernel(x1, x2, key=key, **kwargs)]
 
     def _drawn(self, index: Array) -> StatefulModel:
         """The model with this index.
@@ -289,24 +265,21 @@ def _spread_vmap(
 @functools.partial(compiled, donate="all-except-first")
 def _advanced(call: tuple[Average, Examples], state: PyTree) -> PyTree[VarianceState]:
     average, examples = call
-    return average.advanced(examples, state)
+    return _map(lambda old, new: old.plus(new), state, average.moments(examples))
 
 
 @compiled
 def _start(average: Average, examples: Examples) -> PyTree[VarianceState]:
     """The moments of zero samples."""
-    structs = eqx.filter_eval_shape(average.advanced, examples, None)
+    structs = eqx.filter_eval_shape(average.moments, examples)
     return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
-@compiled
-def estimated(state: PyTree[VarianceState], with_error: bool) -> tuple[list, list]:
-    """The means, and their standard errors if requested."""
-    return _estimated(state, with_error, jnp)
+def estimated(state: PyTree, with_error: bool, xp: Any = jnp) -> tuple[list, list]:
+    """The means, and their standard errors if requested.
 
-
-def _estimated(state: PyTree, with_error: bool, xp: Any) -> tuple[list, list]:
-    """As `estimated`, with the library of the arrays."""
+    `xp` is the library of the arrays.
+    """
 
     def error(spread: VarianceState) -> Any:
         # The variance may be out of the range of the mean's dtype.
@@ -314,10 +287,11 @@ def _estimated(state: PyTree, with_error: bool, xp: Any) -> tuple[list, list]:
         deviation = xp.sqrt(spread.squares / count / (count - 1))
         return deviation.astype(jnp.finfo(spread.dtype).dtype)
 
-    mean = lambda spread: spread.mean.astype(spread.dtype)
-    means = jtu.tree_map(mean, state, is_leaf=_is_spread)
-    errors = jtu.tree_map(error, state, is_leaf=_is_spread) if with_error else []
-    return means, errors
+    means = _map(lambda spread: spread.mean.astype(spread.dtype), state)
+    return means, _map(error, state) if with_error else []
+
+
+_estimated = compiled(estimated)
 
 
 def _resumed(
@@ -395,7 +369,7 @@ class Moments:
 
     def resume(self, previous: Any) -> None:
         """Starts from the moments of an earlier estimate."""
-        get = self.average.request.get
+        get = self.average.get
         parts = [previous.kernel, previous.standard_error]
         if isinstance(get, str):
             parts = [(part,) for part in parts]
@@ -408,7 +382,7 @@ class Moments:
         xp, like = jnp, self.state
         if self.run_blocks is not None:
             one = self.average.of_blocks(0, 1, "moments", per_batch=1)
-            xp, like = np, eqx.filter_eval_shape(one.advanced, self.examples, None)
+            xp, like = np, eqx.filter_eval_shape(one.moments, self.examples)
         spreads, treedef = jtu.tree_flatten(like, is_leaf=_is_spread)
         try:
             moments_of = [treedef.flatten_up_to([*part]) for part in parts]
@@ -437,20 +411,19 @@ class Moments:
         average = self.average.of_blocks(start, num, "moments")
         more = self.run_blocks(average, self.examples)
         counted = lambda x: dataclasses.replace(x, count=num, observations=num)
-        more = jtu.tree_map(counted, more, is_leaf=_is_spread)
+        more = _map(counted, more)
         if self.state is not None:
-            plus = lambda state, more: state.plus(more, np)
             with np.errstate(all="ignore"):
-                more = jtu.tree_map(plus, self.state, more, is_leaf=_is_spread)
+                more = _map(lambda old, new: old.plus(new, np), self.state, more)
         self.state = more
 
     def estimated(self) -> tuple[list, list]:
         """The means, and their standard errors if requested."""
         with_error = self.average.with_error
         if self.run_blocks is None:
-            return estimated(self.state, with_error)
+            return _estimated(self.state, with_error)
         with np.errstate(all="ignore"):
-            return _estimated(self.state, with_error, np)
+            return estimated(self.state, with_error, np)
 
 
 def check_models(init: Callable, key: Any) -> None:
@@ -680,9 +653,24 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
                 f"{self.samples_per_batch}."
             )
         if is_in_blocks:
-            check_axes_of_blocks(self)
+            self._check_axes_of_blocks()
         if self.reduce is not None:
             self._in_blocks(self.init)
+
+    def _check_axes_of_blocks(self) -> None:
+        """Raises unless rows and columns are the first axes of a block."""
+        if any(axis != 0 for axis in jtu.tree_leaves(self.out_axes)):
+            raise ValueError(
+                "With a `store` or `reduce`, `out_axes` must be 0; got "
+                f"{self.out_axes}. Leave it out, and move axes of the kernel "
+                "afterwards."
+            )
+        if 0 in (*self.traced_axes, *self.diagonal_axes):
+            raise ValueError(
+                "`store` and `reduce` are for kernels of all pairs of examples; got "
+                "the batch axis 0 in `trace_axes` or `diagonal_axes`. Remove it from "
+                "them, or leave out `store` and `reduce`."
+            )
 
     @property
     def _counts(self) -> tuple[int, ...]:
@@ -706,14 +694,20 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
 
     def _average(self, get: Get, *, with_error: bool) -> Average:
         get = self.get if get is None else check_get(get)
-        settings = settings_of(self, AbstractKernelSettings)
+        settings, of_model = settings_of(self, AbstractKernelSettings), EmpiricalNNGP
+        size = settings.pop("block_size")
+        if "ntk" in names_of(get):
+            names, of_model = ("where", "filter_spec", "method"), EmpiricalKernel
+            settings |= {name: getattr(self, name) for name in names}
         is_spread = self.sample_axis is not None
         return Average(
-            Request(None, None, get, method=self.method, **settings),
+            eqx.Partial(of_model, **settings),
+            self.symmetric,
+            self.kwargs_axes,
+            get,
             self.init,
             self.key,
-            self.where,
-            self.filter_spec,
+            MemoryBudget(size.resolve()) if isinstance(size, MemoryBudget) else size,
             self.samples_per_batch,
             self._row_axis,
             check_mesh(self.mesh, self.sample_axis) if is_spread else None,
@@ -721,8 +715,10 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         )
 
     def _in_blocks(self, kernel_fn: Callable) -> BatchKernel:
-        mesh = None if self._row_axis is None else self.mesh
-        return in_blocks(self, kernel_fn, mesh=mesh)
+        settings = settings_of(self, AbstractStored)
+        settings["mesh"] = None if self._row_axis is None else self.mesh
+        axes, size = self.in_axes, self.block_size
+        return BatchKernel(kernel_fn, block_size=size, in_axes=axes, **settings)
 
     def __call__(
         self,
@@ -808,7 +804,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     ) -> tuple[Average, Examples]:
         """The average with all sizes resolved, for the given number of samples."""
         # The free memory is looked up before tracing.
-        average, examples = gathered((average.in_bytes(), examples))
+        average, examples = gathered((resolved(average), examples))
         if self.is_stored or self.reduce is not None:
             return average, examples
         return average.of(0, num).fitted(examples), examples
@@ -854,7 +850,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
 def _estimate(
     average: Average, means: list, errors: list, num: int
 ) -> MonteCarloEstimate:
-    get = average.request.get
+    get = average.get
     error = named(get, errors) if average.with_error else None
     return MonteCarloEstimate(named(get, means), error, num)
 

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Bool, Inexact, PyTree
 
 from .._base.dtypes import widened
 from .._base.jaxprs import evaluate_jaxpr, TracedFunction, without_forward_mode
@@ -28,7 +28,7 @@ from .._base.mesh import explicit_mesh, full_varying_as, vary, varying
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
-from .._kernels.kernel import Grid
+from .._kernels.kernel import AbstractBlockKernel, Flat, Grid, KernelLeaf, SAMPLE, Sizes
 from .._sites.cost import (
     contraction_cost,
     Cost,
@@ -42,7 +42,7 @@ from .._sites.gram import cancels, gram_terms, grams, has_gram, OfLeaf
 from .._sites.site import leaf_site, positions
 from .._sites.trace import Program
 from .output_axes import Mirror, OutputAxes
-from .traced_model import TracedModel
+from .traced_model import Name, TracedModel
 
 
 def num_pairs(grid: Grid, output: OutputAxes) -> int:
@@ -384,11 +384,6 @@ def leaf_costs(
     return eqx.filter_eval_shape(count, [side.structs(num) for side, num in pairs])
 
 
-# The kind of a kernel ("nngp", "ntk", or "error" for a standard error), and the index
-# of the output.
-Name = tuple[str, int]
-
-
 @dataclasses.dataclass(eq=False)
 class AbstractPairing(abc.ABC):
     """Factors of examples, and the kernels of two sets of examples.
@@ -642,18 +637,18 @@ def _estimate(axes: OutputAxes, kernel: Inexact[Array, "..."]) -> tuple[Array, A
 
 
 def choose_pairing(
-    model: TracedModel,
-    values: list[OutputAxes],
-    ntk: list[OutputAxes],
+    model: TracedModel, outputs: list[OutputAxes], sizes: Sizes
 ) -> AbstractPairing:
-    """The pairing for the NNGPs of outputs in `values` and the NTKs of those in `ntk`.
+    """The pairing for the kernels of some outputs, in blocks of at most these sizes.
 
-    Either all of them have all pairs of examples, or none has.
+    Either all of the outputs have all pairs of examples, or none has.
     """
+    values = outputs if "nngp" in model.kinds else []
+    ntk = [*map(model.probed, outputs)] if "ntk" in model.kinds else []
     of_model = values, ntk, model.rows, model.products
     if not ntk:
         return Values(*of_model, model.programs)
-    grid = model.grid
+    grid = model.grid(sizes)
     if not ntk[0].pairs_examples:
         grid = dataclasses.replace(grid, sizes=(grid.sizes[0], grid.sizes[0]))
 
@@ -732,3 +727,127 @@ def _cost_of_products(program: Program, ntk: list[OutputAxes], grid: Grid) -> fl
     # Each product reads a tangent.
     one = Cost(2.0 * products, 4.0 * size)
     return (one * (pairs * directions)).time
+
+
+def pairing_of_all(model: TracedModel, sizes: Sizes) -> AbstractPairing:
+    """The pairing for all outputs of a model, which must have all pairs of examples."""
+    for axes in model.axes:
+        if axes.is_empty or not axes.pairs_examples:
+            what = "has no entries" if axes.is_empty else "pairs no examples"
+            raise ValueError(
+                "`store`, `mesh`, `reduce` and `progress` are for kernels of all pairs "
+                f"of examples, but that of output number {axes.index}, of shape "
+                f"{axes.shape} for one example, {what}. Leave them out, or remove the "
+                "batch axis from `trace_axes` and `diagonal_axes`."
+            )
+    pairing = choose_pairing(model, model.axes, sizes)
+    pairing.assemble = model.assembled
+    return pairing
+
+
+class ModelKernel(AbstractBlockKernel):
+    """Kernels of a model, in blocks.
+
+    `make` is called once in each compiled function, because a pairing has traced
+    programs.
+    """
+
+    make: Callable[[Any], AbstractPairing]
+
+    @functools.cached_property
+    def pairing(self) -> AbstractPairing:
+        return self.make(self.sizes)
+
+    @property
+    def parts(self) -> dict[str, PyTree]:
+        (model,) = cast(eqx.Partial, self.make).args
+        return model.parts
+
+    @functools.cached_property
+    def leaves(self) -> tuple[KernelLeaf, ...]:
+        axes = self.pairing.assemble(self.pairing.axes)
+        return tuple(
+            KernelLeaf(
+                jtu.keystr(path), x.example_axes, x.arranged_shape(SAMPLE), x.dtype
+            )
+            for path, x in jtu.tree_leaves_with_path(axes)
+        )
+
+    @property
+    def out(self) -> Flat:
+        structs = tuple(leaf.struct(SAMPLE) for leaf in self.leaves)
+        return structs, jtu.tree_structure(self.pairing.assemble(self.pairing.axes))
+
+    @property
+    def rows(self) -> tuple[Rows, Rows]:
+        return self.pairing.rows
+
+    @functools.cached_property
+    def bytes_kept(self) -> tuple[int, int]:
+        rows, columns = map(bytes_of_examples, self._kept)
+        return rows, columns
+
+    @functools.cached_property
+    def _kept(self) -> tuple[PyTree[Factor], PyTree[Factor]]:
+        """The factors of an example of each side."""
+        structs, of = self.structs((1, 1)), self.pairing.factors
+        rows = eqx.filter_eval_shape(of, 0, structs[0])
+        same = self.is_same
+        return rows, rows if same else eqx.filter_eval_shape(of, 1, structs[1])
+
+    def prepare(self) -> None:
+        sides = (0,) if self.is_same else (0, 1)
+        self.pairing.shared = [self._shared_by(side) for side in sides]
+
+    def _shared_by(self, side: int) -> list[Array]:
+        """The factors that all examples of a side share."""
+        if not arrays_of(self._kept[side], has_examples=False):
+            return []
+        factors = self._factors(side, self.rows[side].one())
+        return arrays_of(factors, has_examples=False)
+
+    def _factors(self, side: int, arrays: list) -> PyTree[Factor]:
+        with self.pairing.products():
+            return self.pairing.factors(side, arrays)
+
+    def keep(self, side: int, rows: Rows, size: int) -> Rows:
+        side = 0 if self.is_same else side
+
+        def run(arrays: list, num: int) -> list[Array]:
+            factors = self._factors(side, arrays)
+            # A dummy array, because a loop needs at least one.
+            return arrays_of(factors, has_examples=True) or [jnp.zeros(num)]
+
+        of_examples = accumulated(run, rows, size, Concat())
+        shared = self.pairing.shared
+        shared = shared[side] if shared else self._shared_by(side)
+        kept = filled(self._kept[side], of_examples, shared)
+        factors = jtu.tree_leaves(kept, is_leaf=is_factor)
+        axes = tuple(0 if x.has_examples else None for x in factors)
+        return Rows([x.array for x in factors], axes, rows.total)
+
+    def factors(self, side: int, rows: Rows) -> PyTree[Factor]:
+        """The factors that `keep` returns, in the form that the pairing uses."""
+        arrays = [*rows.arrays]
+        fill = lambda x: x.of(arrays.pop(0))
+        return jtu.tree_map(fill, self._kept[side], is_leaf=is_factor)
+
+    def block(
+        self, first: Rows, second: Rows | None, always: Bool[Array, ""] | bool = True
+    ) -> list[Array]:
+        del always
+        second = first if second is None else second
+        sides = self.factors(0, first), self.factors(1, second)
+        pairing = self.pairing
+        with pairing.products():
+            kernels = pairing.kernels(*sides, (first.total, second.total))
+        return jtu.tree_leaves(pairing.assemble(pairing.arranged(kernels)))
+
+    def tile(self, first: list, second: list | None) -> list[Array]:
+        kept = []
+        for side, arrays in enumerate((first, second)):
+            if arrays is not None:
+                axes = self.rows[side].axes
+                size = arrays[0].shape[axes[0]]
+                kept.append(self.keep(side, Rows(arrays, axes, size), size))
+        return self.block(kept[0], kept[1] if second is not None else None)

@@ -4,30 +4,33 @@ The settings of all kernels of models are declared here, too.
 """
 
 import abc
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, get_args, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
-from .._base.checks import check_equal
-from .._base.jaxprs import derivative_of_program, pushed, TracedFunction
+from .._base.checks import check_callable, check_equal
+from .._base.jaxprs import compiled, derivative_of_program, pushed, TracedFunction
 from .._base.mesh import vary_as
+from .._base.mistakes import called
 from .._base.platforms import products_of
 from .._base.trees import safe_zip, type_of
 from .._batch.accumulators import Concat, Sum
 from .._batch.batch import broadcast_axes
 from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
-from .._batch.memory import MemoryBudget
 from .._kernels.function import Side
-from .._kernels.kernel import BlockSize, check_block_size, Grid
+from .._kernels.kernel import BlockSize, check_block_size, Grid, Sizes
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
 
 
@@ -126,29 +129,84 @@ class AbstractJacobianKernel(AbstractParameterKernel):
     )
 
 
-class AbstractRequest(AbstractKernelSettings):
-    """A model, its parameters if they matter, and how its kernel is computed.
+# The requested kernels.
+Get = str | Sequence[str] | None
 
-    `is_diagonal` says whether each example is only combined with the same example of
-    the other side.
+
+_KINDS = ("nngp", "ntk")
+
+
+def names_of(get: Any) -> tuple[str, ...]:
+    """The kinds of kernels to compute."""
+    names = _KINDS if get is None else (get,) if isinstance(get, str) else get
+    if isinstance(names, (tuple, list)) and all(isinstance(n, str) for n in names):
+        names = tuple(name.lower() for name in names)
+        if names and len({*names}) == len(names) and {*names} <= {*_KINDS}:
+            return names
+    raise ValueError(
+        "`get` must be 'nngp', 'ntk', a tuple with one or both of them, each once, or "
+        f"None for both; got {get!r}."
+    )
+
+
+def check_get(get: Get) -> str | tuple[str, ...] | None:
+    names_of(get)
+    return get if get is None or isinstance(get, str) else tuple(get)
+
+
+def named(get: Any, results: list) -> Any:
+    """The kernel itself if it was requested by name, and otherwise a named tuple."""
+    if isinstance(get, str):
+        return results[0]
+    return _named_tuple("Kernel", names_of(get))(*results)
+
+
+_named_tuple = functools.cache(collections.namedtuple)
+
+
+# The kind of a kernel ("nngp", "ntk", or "error" for a standard error), and the index
+# of the output.
+Name = tuple[str, int]
+
+
+class Request(eqx.Module):
+    """What is asked of a model in each call: the settings of `EmpiricalNTK`.
+
+    - `selection`: the parameters, if they matter.
+    - `traces_last`: whether the last axis is traced if an output has one besides the
+        batch.
+    - `num_probes`: how many directions traced axes are projected on, if they are.
     """
 
-    model: Any
     selection: Selection | None
-    _: dataclasses.KW_ONLY
-    method: KernelMethod = eqx.field(static=True, default="auto")
-    is_diagonal: bool = eqx.field(static=True, default=False)
+    traced_axes: tuple[int, ...] = eqx.field(static=True)
+    traces_last: bool = eqx.field(static=True)
+    diagonal_axes: tuple[int, ...] = eqx.field(static=True)
+    is_batched: bool = eqx.field(static=True)
+    out_axes: PyTree
+    method: KernelMethod = eqx.field(static=True)
+    num_probes: int | None = eqx.field(static=True)
 
 
 class TracedModel(eqx.Module):
     """A model on the two sides of its kernel, or on one if they are the same.
 
     It is traced on demand, once in each compiled function that it is passed to.
+
+    - `get`: which kernels, as for `EmpiricalKernel`; or the type of an estimate and its
+        standard error.
+    - `key`: the key for random signs of probes; without it, these are ones.
+    - `is_diagonal`: whether each example is only combined with the same example of the
+        other side.
     """
 
-    request: AbstractRequest
+    request: Request
+    model: Any
+    get: Any = eqx.field(static=True)
+    key: Array | None
     _sides: list[Side]
     shared: dict[str, Any]
+    is_diagonal: bool = eqx.field(static=True, default=False)
 
     @functools.cached_property
     def sides(self) -> list[Side]:
@@ -162,7 +220,7 @@ class TracedModel(eqx.Module):
     @functools.cached_property
     def programs(self) -> list[TracedFunction]:
         """The program of an example of each side."""
-        sides, model = self.sides, self.request.model
+        sides, model = self.sides, as_callable(self.model)
         selection = self.request.selection
         leaves: list[Array] = []
         combine: Callable[[list], PyTree] = lambda _: model
@@ -175,8 +233,8 @@ class TracedModel(eqx.Module):
             if programs and side.type == sides[0].type:
                 programs.append(programs[0])
                 continue
-            run = lambda leaves, rows, side=side: side.call(
-                combine(leaves), self.shared, rows
+            run = lambda leaves, rows, side=side: _called(
+                combine(leaves), *side.arguments(rows), self.shared
             )
             rows = side.rows
             with side.explained_failure(model, self.shared):
@@ -223,7 +281,7 @@ class TracedModel(eqx.Module):
                 f"for an example of `x1` and for one of `x2`; got {types[0]} and "
                 f"{types[1]}."
             )
-        result, has_batch = [], request.in_axes is not None
+        result, has_batch = [], request.is_batched
         specs: list[int | None] = [None for _ in leaves]
         if has_batch:
             specs = broadcast_axes("out_axes", request.out_axes, self.out)
@@ -243,7 +301,7 @@ class TracedModel(eqx.Module):
             trace_axes = () if is_scalar else request.traced_axes
             name, diagonal_axes = jtu.keystr(path), request.diagonal_axes
             roles = axis_roles(name, ndim, batch, trace_axes, diagonal_axes)
-            if request.is_diagonal and batch is not None:
+            if self.is_diagonal and batch is not None:
                 if roles[batch] == "trace":
                     raise ValueError(
                         f"`trace_axes` has the axis {batch} of the examples, over "
@@ -277,36 +335,140 @@ class TracedModel(eqx.Module):
     def totals(self) -> tuple[int, int]:
         return self.rows[0].total, self.rows[1].total
 
-    @property
-    def grid(self) -> Grid:
+    def grid(self, sizes: Sizes) -> Grid:
         """How a kernel of all pairs of examples is cut into tiles."""
-        size = self.request.block_size
-        assert not isinstance(size, MemoryBudget)
-        sizes = size if isinstance(size, tuple) else (size, size)
         return Grid.of(self.totals, sizes, len(self.sides) == 1)
 
+    @property
+    def parts(self) -> dict[str, PyTree]:
+        """As those of a kernel."""
+        return {
+            "inputs": (self._sides, self.shared),
+            "kernel_fn": (self.model, self.key),
+        }
 
-def zero_outputs(model: TracedModel) -> PyTree[Array]:
+    @property
+    def mirror(self) -> Mirror:
+        """Exchanges the two sides of the kernels."""
+        return Mirror(self.request.traced_axes, self.request.diagonal_axes)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of kernels to compute."""
+        return ("ntk", "error") if callable(self.get) else names_of(self.get)
+
+    def assembled(self, by_name: dict[Name, Any]) -> Any:
+        """The output, from the kernels of all outputs of the model."""
+        kernels = [
+            self.programs[0].output([by_name[kind, x.index] for x in self.axes])
+            for kind in self.kinds
+        ]
+        return self.get(*kernels) if callable(self.get) else named(self.get, kernels)
+
+    def probed(self, axes: OutputAxes) -> OutputAxes:
+        """The output, with directions that traced axes are projected on, if any."""
+        num = self.request.num_probes
+        if num is None:
+            return axes
+        traced = [axes.shape[axis] for axis in axes.axes_with("trace")]
+        if not traced and not self.request.traces_last:
+            raise ValueError(
+                "`trace_axes` must name the axes of the output that are projected; got "
+                f"none for an output of shape {axes.shape} for one example."
+            )
+        if axes.averages_examples and self.key is not None:
+            raise ValueError(
+                "`trace_axes` has the axis of the examples, but standard errors of "
+                "single examples do not give that of their mean. Name it in "
+                "`diagonal_axes`, and average the returned `kernel`."
+            )
+        probes = jnp.ones((num, *traced), axes.dtype)
+        if self.key is not None:
+            key = jr.fold_in(self.key, axes.index)
+            probes = jr.rademacher(key, probes.shape, axes.dtype)
+        return dataclasses.replace(axes, probes=probes)
+
+
+# Compiled, so that a model is traced once for all programs of a kernel.
+@functools.partial(compiled, inline=True)
+def _called(
+    model: Callable, x: PyTree, kwargs: dict[str, Any], shared: dict[str, Any]
+) -> PyTree:
+    out = called(model, (x,), {**kwargs, **shared}, "The model")
+    as_jax = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    return jtu.tree_map(as_jax, out)
+
+
+class StatefulModel(eqx.Module):
+    """A model with state, or a random model, as a function of an example.
+
+    - `state`: its `equinox.nn.State`, or None.
+    - `index`: the index of a sample, which is folded into the keys of calls; or None.
+    """
+
+    model: Any
+    state: Any
+    index: Any = None
+
+    def __call__(self, x: PyTree, **kwargs: Any) -> PyTree:
+        key = kwargs.get("key")
+        if key is not None and self.index is not None:
+            kwargs["key"] = jr.fold_in(key, self.index)
+        if self.state is None:
+            return self.model(x, **kwargs)
+        return self.model(x, self.state, **kwargs)[0]
+
+
+def has_state(model: Any) -> bool:
+    """Whether this is a pair of a model and its state."""
+    return (
+        isinstance(model, tuple)
+        and len(model) == 2
+        and isinstance(model[1], eqx.nn.State)
+    )
+
+
+def as_callable(model: Any) -> Any:
+    """A model, or a pair of a model and its state, as a function of an example."""
+    alone = model[0] if has_state(model) else model
+    what = "callable, or a pair of that and an `equinox.nn.State`"
+    check_callable("model", alone, what)
+    return StatefulModel(*model) if has_state(model) else model
+
+
+def selection_of(model: Any, where: Callable | None, filter_spec: PyTree) -> Selection:
+    """The parameters of a model as a callable; those of its state do not count."""
+    if not isinstance(model, StatefulModel):
+        return Selection(model, where, filter_spec)
+    of_model = lambda both: both.model if where is None else where(both.model)
+    # A callable is a valid prefix, too.
+    return Selection(model, of_model, StatefulModel(filter_spec, False, False))
+
+
+def zero_outputs(model: TracedModel, *_: Any) -> PyTree[Array]:
     """Zeros like the model's output for all examples of the second side."""
     total = model.totals[1]
     zeros = [jnp.zeros(x.whole_shape(total), x.dtype) for x in model.axes]
     return model.programs[0].output(zeros)
 
 
-def kernel_product(vector: PyTree, model: TracedModel) -> PyTree[Inexact[Array, "..."]]:
+def kernel_product(
+    vector: PyTree, model: TracedModel, sizes: Sizes, room: int
+) -> PyTree[Inexact[Array, "..."]]:
     """`J1 (J2^H vector)`, for the Jacobians of a model on its two sides.
 
     No axis is traced, and entries between different outputs are included. The kernel is
     not materialised.
     """
-    vectors = _checked(vector, model)
+    del room
+    vectors, sizes = _checked(vector, model), model.grid(sizes).sizes
     are_complex = [axes.is_complex for axes in model.axes]
-    result = _real_product(model, vectors)
+    result = _real_product(model, sizes, vectors)
     if all(are_complex):
         # The product above treats the kernel as a real-linear map of real and
         # imaginary parts.
-        turned = _real_product(model, [x * jnp.asarray(-1j, x.dtype) for x in vectors])
-        pairs = safe_zip(result, turned)
+        turned = [x * jnp.asarray(-1j, x.dtype) for x in vectors]
+        pairs = safe_zip(result, _real_product(model, sizes, turned))
         result = [a + b * jnp.asarray(1j, b.dtype) for a, b in pairs]
     elif any(are_complex):
         raise ValueError(
@@ -330,10 +492,12 @@ def _checked(vector: PyTree, model: TracedModel) -> list[Array]:
     return vary_as([x for side in model.sides for x in side.rows.arrays], result)
 
 
-def _real_product(model: TracedModel, vectors: list[Array]) -> list[Array]:
+def _real_product(
+    model: TracedModel, sizes: tuple[int, int], vectors: list[Array]
+) -> list[Array]:
     """The real-linear product with a kernel of real numbers."""
     first, second = model.rows
-    rows, columns = model.grid.sizes
+    rows, columns = sizes
     num = len(second.arrays)
 
     def pull(arrays: list, _: int) -> list[Array]:

@@ -57,10 +57,9 @@ from .._curvature.columns import check_outputs, with_both_modes
 from .._curvature.curvature_matrices import filter_ggn
 from .._curvature.pytree import joined, Unravel
 from .._kernels.engine import on_device
-from .._kernels.kernel import Grid, room_to_keep
-from .._ntk.estimator import ModelKernel
+from .._kernels.kernel import Grid, room_of
 from .._ntk.output_axes import Mirror, OutputAxes
-from .._ntk.pairings import choose_formed, ExampleFactors, Sites
+from .._ntk.pairings import choose_formed, ExampleFactors, ModelKernel, Sites
 from .._sites.factors import Factors, weighted_sum
 from .._sites.site import Site
 
@@ -428,11 +427,12 @@ class SampleKernel:
             factors,
             assemble=lambda blocks: blocks["ntk", 0],
         )
+        sizes = self._size, self._size
         return ModelKernel(
-            lambda: pairing,
-            Mirror((), ()) if is_same else None,
-            (self._size, self._size),
-            0 if self._size is None else room_to_keep(),
+            lambda _: pairing,
+            symmetric=Mirror((), ()) if is_same else None,
+            sizes=sizes,
+            room=0 if self._size is None else room_of(sizes),
         )
 
     def matrix(self) -> Float[Array, "num num"]:

@@ -40,10 +40,23 @@ class Lopsided(AbstractBlockKernel):
             symmetric=True,
             sizes=(size, size),
             room=room,
-            leaves=(KernelLeaf("", (0, 1), (2, 3), x.dtype),),
-            out=flattened(jax.ShapeDtypeStruct((2, 3), x.dtype)),
-            bytes_kept=(4, 4),
         )
+
+    @property
+    def leaves(self):
+        return (KernelLeaf("", (0, 1), (2, 3), self.first.arrays[0].dtype),)
+
+    @property
+    def out(self):
+        return flattened(self.leaves[0].struct((2, 3)))
+
+    @property
+    def bytes_kept(self):
+        return 4, 4
+
+    @property
+    def parts(self):
+        return {}
 
     @property
     def rows(self):
