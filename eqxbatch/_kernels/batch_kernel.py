@@ -423,6 +423,8 @@ def _sized(
         return kernel
     whole = block_kernel(dataclasses.replace(kernel, sizes=(None, None)))
     budget = size.resolve()
+    if is_stored and whole.grid.is_empty:
+        return dataclasses.replace(kernel, sizes=(None, None))
     if is_stored:
         # Some blocks are being copied while the next one is computed.
         size = MemoryBudget(max(budget // (IN_FLIGHT + 1), 1))

@@ -93,9 +93,7 @@ def _key_pair(key: Any, is_one: bool) -> tuple:
                 "`key` must be one key, or a pair of them for the two sides; got "
                 f"{len(key)} keys."
             )
-        if not is_one or key[0] is not key[1]:
-            return tuple(key)
-        key = key[0]
+        return tuple(key)
     if key is None:
         return None, None
     is_single = isinstance(key, (jax.Array, np.ndarray)) and _is_single(key)

@@ -332,7 +332,8 @@ def _filled(out: Flat, arrays: Sequence) -> PyTree:
 def _sizes(leaves: Sequence[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
     """The numbers of rows and columns of a tile."""
     sizes = [0, 0]
-    for leaf, x in safe_zip(leaves, tile):
+    # Arrays of rows only may be those of a part of the tile.
+    for leaf, x in sorted(safe_zip(leaves, tile), key=lambda pair: pair[0].is_pairwise):
         for side, axis in enumerate(leaf.axes):
             if axis is not None:
                 sizes[side] = x.shape[axis]

@@ -58,6 +58,8 @@ class Patch:
 def patches(leaves: Sequence[KernelLeaf], grid: Grid, tile: Tile) -> Iterator[Patch]:
     """The patches of a tile, for the arrays of a kernel."""
     for index, leaf in enumerate(leaves):
+        if leaf.struct(grid.totals).size == 0:
+            continue
         if leaf.is_pairwise:
             yield _patch(index, leaf, grid, tile, False)
             if grid.is_symmetric and tile.row != tile.column:

@@ -238,6 +238,21 @@ def test_how_often_a_kernel_function_is_traced(getkey):
         assert linear.num == 2
 
 
+def test_rows_beside_a_kernel_with_a_function_for_its_mirror_image(getkey):
+    """Two devices share the rows of a block, whose number is odd."""
+    x = normal(getkey(), (13, 2))
+    kernel = lambda x, y: (jnp.einsum("na,mb->nmab", x, y), x[:, 0])
+    pairs, rows = filter_batch_kernel(
+        kernel,
+        block_size=1,
+        out_axes=((0, 1), (0, None)),
+        symmetric=lambda out: (out[0].transpose(1, 0, 3, 2), out[1]),
+        mesh=make_mesh(AxisType.Auto, (2,)),
+    )(x)
+    assert_same(pairs, kernel(x, x)[0])
+    assert_same(rows, x[:, 0])
+
+
 @pytest.mark.parametrize("trace_axes", (-1, ()))
 def test_estimators_whose_model_is_on_a_mesh_with_explicit_axes(trace_axes, getkey):
     x, mesh = normal(getkey(), (4, 3)), make_mesh(AxisType.Explicit, (2,))

@@ -407,10 +407,10 @@ def test_examples_that_are_given_twice(array, has_pair):
     """Are one side, also within a compiled function and as NumPy arrays."""
     x, mask, key = {"a": array(X)}, array(X[:, 0]), array(jax.random.PRNGKey(0))
     settings = {"block_size": 4, "symmetric": True}
-    matrix = filter_batch_kernel(random_features, **settings)(
-        x, key=key, mask=(mask, mask)
-    )
     keys = (key, key) if has_pair else key
+    matrix = filter_batch_kernel(random_features, **settings)(
+        x, key=keys, mask=(mask, mask)
+    )
     operator = KernelOperator(
         random_features, x, x, key=keys, mask=(mask, mask), **settings
     )

@@ -20,6 +20,7 @@ from eqxbatch import (
     filter_batch_kernel,
     HostStore,
     KernelOperator,
+    MemoryBudget,
     open_kernel,
     TqdmProgressMeter,
     ZarrStore,
@@ -122,6 +123,23 @@ def test_no_examples(totals, tmp_path):
     for store in (HostStore(), ZarrStore(tmp_path)):
         got = filter_batch_kernel(lopsided, block_size=4, store=store)(x, y)
         assert got.shape == totals
+
+
+@pytest.mark.parametrize("size", (2, MemoryBudget(4_000)))
+def test_arrays_without_entries(size, tmp_path):
+    def kernel(x, y):
+        return {"k": x @ y.T, "rows": x[:, 0], "none": jnp.zeros((len(x), len(y), 0))}
+
+    out_axes = {"k": (0, 1), "rows": (0, None), "none": (0, 1)}
+    for i, totals in enumerate(((0, 5), (5, 0), (0, 0), (3, 5))):
+        x, y = (jnp.ones((total, 2)) for total in totals)
+        stored = filter_batch_kernel(
+            kernel, block_size=size, out_axes=out_axes, store=tmp_path / f"{i}"
+        )(x, y)
+        for got, expected in zip(
+            jax.tree.leaves(numpy(stored)), jax.tree.leaves(kernel(x, y)), strict=True
+        ):
+            np.testing.assert_array_equal(got, expected)
 
 
 # Symmetric arrays.

@@ -182,6 +182,8 @@ def test_keys(getkey):
     assert_same(ntk(x1, x2, key=(first, make(4))), ntk(x1, x2, key=(one, make(4))))
     other = dropped(jr.split(make(4), 5), x1)
     assert_same(ntk(x1, key=(first, make(4))), product(left, other))
+    # Compiled functions do not see that both are one object.
+    assert_same(ntk(x1, key=(first, first)), product(left, left))
     # Keys that are arrays of integers do as well.
     raw = jr.PRNGKey(3)
     assert_same(ntk(x1, key=raw), product(left, left))
