@@ -67,7 +67,9 @@ def compiled(
             return fun(of_first.unflatten(first), *of_rest.unflatten(rest))
 
     run.__name__, run.__qualname__ = fun.__name__, fun.__qualname__
-    jitted = eqx.filter_jit(run, donate=donate, inline=inline)
+    # Its types lack the settings of `jax.jit`.
+    jit: Any = eqx.filter_jit
+    jitted = jit(run, donate=donate, inline=inline)
 
     @functools.wraps(fun)
     def wrapper(first: Any, *rest: Any) -> Any:

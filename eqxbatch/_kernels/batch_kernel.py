@@ -8,9 +8,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Generic, Literal, TypeVar
 
 import equinox as eqx
-import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -22,6 +20,7 @@ from .._batch.transform import AbstractTransform, also_decorator, Out, P
 from .engine import on_device
 from .function import (
     AbstractKernelFunction,
+    as_array,
     block_kernel,
     CalledKernel,
     make_sides,
@@ -359,10 +358,6 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
             sizes=sizes,
             room=room,
         )
-
-
-def as_array(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def computed(

@@ -174,8 +174,7 @@ class Side(eqx.Module):
 
     def call(self, model: Callable, shared: dict[str, Any], rows: list) -> PyTree:
         """The output of the model for one example."""
-        x, kwargs = self.arguments(rows)
-        return called(model, (x,), {**kwargs, **shared}, "The model")
+        return _of_model(model, *self.arguments(rows), shared)
 
     def explained_failure(
         self, model: Callable, shared: dict[str, Any]
@@ -409,8 +408,22 @@ def _called(call: tuple, first: tuple, second: tuple | None) -> PyTree:
         x2 = None
     pairs = {name: (kwargs[name], other[name]) for name in kwargs}
     out = called(kernel_fn, (x1, x2, *args), {**pairs, **shared}, "`kernel_fn`")
-    as_jax = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-    return jtu.tree_map(as_jax, out)
+    return jtu.tree_map(as_array, out)
+
+
+# Compiled, so that a model is traced once for all programs of its kernel.
+@functools.partial(compiled, inline=True)
+def _of_model(
+    model: Callable, x: PyTree, kwargs: dict[str, Any], shared: dict[str, Any]
+) -> PyTree:
+    """The output of a model for one example."""
+    out = called(model, (x,), {**kwargs, **shared}, "The model")
+    return jtu.tree_map(as_array, out)
+
+
+def as_array(x: Any) -> Any:
+    """An array of JAX for one of NumPy."""
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 class AbstractKernelFunction(eqx.Module):

@@ -19,10 +19,11 @@ from .._base.mesh import gathered, within_mesh
 from .._base.trees import import_extra
 from .._batch.derivative import Selection
 from .._batch.memory import MemoryBudget, resolve_size
-from .._kernels.batch_kernel import AbstractStored, as_array, computed
+from .._kernels.batch_kernel import AbstractStored, computed
 from .._kernels.engine import on_device
 from .._kernels.function import (
     AbstractKernelFunction,
+    as_array,
     CalledKernel,
     KEY_REMEDY,
     Keys,
@@ -67,6 +68,7 @@ Task = Callable[[TracedModel, Sizes, int], Any]
 def kernels_of(model: TracedModel, sizes: Sizes, room: int) -> Any:
     """The kernels of all outputs, with or without all pairs of examples."""
     kernels: dict[Name, Array] = {}
+    mirror = model.request.mirror
     for axes in model.axes:
         if axes.is_empty:
             nothing = axes.arranged(axes.nothing(model.totals))
@@ -83,10 +85,10 @@ def kernels_of(model: TracedModel, sizes: Sizes, room: int) -> Any:
         if not pairs_examples:
             kernels |= pairing.each(grid.sizes[0])
         elif grid.num(0) * grid.num(1) <= 1:
-            kernels |= pairing.whole(model.mirror)
+            kernels |= pairing.whole(mirror)
         else:
             make = lambda _, pairing=pairing: pairing
-            settings = {"symmetric": model.mirror, "sizes": grid.sizes, "room": room}
+            settings = {"symmetric": mirror, "sizes": grid.sizes, "room": room}
             kernels |= on_device(ModelKernel(make, **settings))
     return model.assembled(kernels)
 
@@ -168,9 +170,8 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
     def _request(self) -> Request:
         return Request(
             self._selection,
-            self.traced_axes,
+            self.symmetric,
             self.traces_last,
-            self.diagonal_axes,
             self.in_axes is not None,
             self.out_axes,
             self.method if isinstance(self, AbstractJacobianKernel) else "auto",
@@ -239,7 +240,8 @@ def _computed(estimator: AbstractEstimator, get: Any, examples: Examples) -> Any
         return _in_one_program(estimator, model, kernels_of)
     assert isinstance(estimator, AbstractStored)
     sizes = sizes_of(estimator.block_size)
-    kernel = _in_blocks(model, estimator.symmetric, sizes, room_of(sizes))
+    mirror = estimator._request.mirror
+    kernel = _in_blocks(model, mirror, sizes, room_of(sizes))
     kernel = jtu.tree_map(as_array, kernel)
     settings = estimator.reduce, estimator.store, estimator.progress
     return computed(kernel, estimator.row_axis, *settings)

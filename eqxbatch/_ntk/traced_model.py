@@ -16,13 +16,11 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
-import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
 from .._base.checks import check_callable, check_equal
-from .._base.jaxprs import compiled, derivative_of_program, pushed, TracedFunction
+from .._base.jaxprs import derivative_of_program, pushed, TracedFunction
 from .._base.mesh import vary_as
-from .._base.mistakes import called
 from .._base.platforms import products_of
 from .._base.trees import safe_zip, type_of
 from .._batch.accumulators import Concat, Sum
@@ -173,15 +171,15 @@ class Request(eqx.Module):
     """What is asked of a model in each call: the settings of `EmpiricalNTK`.
 
     - `selection`: the parameters, if they matter.
+    - `mirror`: exchanges the two sides of kernels. It has the axes.
     - `traces_last`: whether the last axis is traced if an output has one besides the
         batch.
     - `num_probes`: how many directions traced axes are projected on, if they are.
     """
 
     selection: Selection | None
-    traced_axes: tuple[int, ...] = eqx.field(static=True)
+    mirror: Mirror
     traces_last: bool = eqx.field(static=True)
-    diagonal_axes: tuple[int, ...] = eqx.field(static=True)
     is_batched: bool = eqx.field(static=True)
     out_axes: PyTree
     method: KernelMethod = eqx.field(static=True)
@@ -233,8 +231,8 @@ class TracedModel(eqx.Module):
             if programs and side.type == sides[0].type:
                 programs.append(programs[0])
                 continue
-            run = lambda leaves, rows, side=side: _called(
-                combine(leaves), *side.arguments(rows), self.shared
+            run = lambda leaves, rows, side=side: side.call(
+                combine(leaves), self.shared, rows
             )
             rows = side.rows
             with side.explained_failure(model, self.shared):
@@ -298,8 +296,8 @@ class TracedModel(eqx.Module):
                     )
                 batch %= ndim
             is_scalar = request.traces_last and len(leaf.shape) == 0
-            trace_axes = () if is_scalar else request.traced_axes
-            name, diagonal_axes = jtu.keystr(path), request.diagonal_axes
+            trace_axes = () if is_scalar else request.mirror.trace_axes
+            name, diagonal_axes = jtu.keystr(path), request.mirror.diagonal_axes
             roles = axis_roles(name, ndim, batch, trace_axes, diagonal_axes)
             if self.is_diagonal and batch is not None:
                 if roles[batch] == "trace":
@@ -348,11 +346,6 @@ class TracedModel(eqx.Module):
         }
 
     @property
-    def mirror(self) -> Mirror:
-        """Exchanges the two sides of the kernels."""
-        return Mirror(self.request.traced_axes, self.request.diagonal_axes)
-
-    @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of kernels to compute."""
         return ("ntk", "error") if callable(self.get) else names_of(self.get)
@@ -387,16 +380,6 @@ class TracedModel(eqx.Module):
             key = jr.fold_in(self.key, axes.index)
             probes = jr.rademacher(key, probes.shape, axes.dtype)
         return dataclasses.replace(axes, probes=probes)
-
-
-# Compiled, so that a model is traced once for all programs of a kernel.
-@functools.partial(compiled, inline=True)
-def _called(
-    model: Callable, x: PyTree, kwargs: dict[str, Any], shared: dict[str, Any]
-) -> PyTree:
-    out = called(model, (x,), {**kwargs, **shared}, "The model")
-    as_jax = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-    return jtu.tree_map(as_jax, out)
 
 
 class StatefulModel(eqx.Module):
