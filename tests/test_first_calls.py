@@ -80,7 +80,7 @@ def programs_of(names, folder, seed):
 
 # The others do what these do: a loop, sites, blocks.
 FAMILIES = [*calls()]
-SOME = ("clipped gradients", "Hessians by sites", "NTK", "random models")
+SOME = ("clipped gradients", "NTK", "random models")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqxbatch as eb
+from .helpers import drawn, normal
 
 
 KEY = jr.key(0)
@@ -35,8 +36,8 @@ def _as_users_have_it():
 
 
 def data():
-    x = jr.normal(jr.key(1), (N, DIM))
-    return x, jnp.sin(x[:, 0])
+    x = np.asarray(normal(jr.key(1), (N, DIM)))
+    return jax.device_put((x, np.sin(x[:, 0])))
 
 
 class Network(eqx.Module):
@@ -102,7 +103,7 @@ def accumulation_with_dropout_state_bfloat16_and_donation():
 
 def private_sgd():
     x, y = data()
-    model = eqx.nn.MLP(DIM, "scalar", 16, 1, key=KEY)
+    model = drawn(eqx.nn.MLP, DIM, "scalar", 16, 1, key=KEY)
     optimiser = optax.sgd(0.1)
     state = optimiser.init(eb.parameters(model))
     clipped = eb.filter_micro_grad(
@@ -123,7 +124,7 @@ def private_sgd():
 def ntk_classification():
     x, y = data()
     labels = jax.nn.one_hot((y > 0).astype(int), 2) - 0.5
-    model = eqx.nn.MLP(DIM, 2, 64, 1, key=KEY)
+    model = drawn(eqx.nn.MLP, DIM, 2, 64, 1, key=KEY)
     ntk = eb.EmpiricalNTK(model, block_size=25)
     weights = eb.kernel_solve(ntk, x, labels, ridge=0.1).weights
     predicted = ntk(x[:20], x) @ weights
@@ -153,7 +154,7 @@ def a_kernel_on_disk(folder):
 
 def a_newton_step_and_laplace_in_the_last_layer():
     x, y = data()
-    model = eqx.nn.MLP(DIM, "scalar", 8, 1, jnp.tanh, key=KEY)
+    model = drawn(eqx.nn.MLP, DIM, "scalar", 8, 1, jnp.tanh, key=KEY)
     loss = lambda model, x, y: (model(x) - y) ** 2 / 2
     last = {"where": lambda model: model.layers[-1]}
     grads = eb.filter_micro_grad(loss, **last)(model, x, y)
@@ -177,7 +178,7 @@ def a_newton_step_and_laplace_in_the_last_layer():
 def kfac_training():
     x, y = data()
     labels = (y > 0).astype(int)
-    model = eqx.nn.MLP(DIM, 2, 16, 1, key=KEY)
+    model = drawn(eqx.nn.MLP, DIM, 2, 16, 1, key=KEY)
     predict = lambda model, x, label: model(x)
     loss = lambda logits, x, label: -jax.nn.log_softmax(logits)[label]
     kfac = eb.filter_kfac(predict, loss)
@@ -218,7 +219,7 @@ def an_ensemble_by_data_grid():
 
 def the_jacobian_of_an_ode():
     """The final state by the parameters of the field; the solver has reverse mode."""
-    field = eqx.nn.MLP(2, 2, 8, 1, jnp.tanh, key=KEY)
+    field = drawn(eqx.nn.MLP, 2, 2, 8, 1, jnp.tanh, key=KEY)
 
     def solve(field, start):
         step = lambda y, _: (y + 0.1 * field(y + 0.05 * field(y)), None)
@@ -254,7 +255,7 @@ class LowRank(eqx.Module):
 
 def lora_with_scores():
     x, y = data()
-    base = eqx.nn.MLP(DIM, "scalar", 16, 2, key=KEY)
+    base = drawn(eqx.nn.MLP, DIM, "scalar", 16, 2, key=KEY)
     adapted = lambda linear: LowRank(
         linear, jr.normal(KEY, (2, 16)) / 4, jnp.zeros((16, 2))
     )
@@ -279,7 +280,7 @@ def a_scanned_loop_on_four_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     x, y = (jnp.tile(z, (8, *[1] * z.ndim))[:, :48] for z in data())
     x, y = jax.device_put((x, y), NamedSharding(mesh, P(None, "data")))
-    model = eqx.nn.MLP(DIM, "scalar", 16, 1, key=KEY)
+    model = drawn(eqx.nn.MLP, DIM, "scalar", 16, 1, key=KEY)
     parameters, rest = eqx.partition(model, eqx.is_inexact_array)
     optimiser = optax.adam(3e-2)
     value_and_grad = eb.filter_micro_value_and_grad(

@@ -7,10 +7,9 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
-from jax.flatten_util import ravel_pytree
 
 import eqxbatch
-from ..helpers import normal
+from ..helpers import drawn, normal
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -34,7 +33,7 @@ GRADIENT = eqxbatch.filter_micro_grad(lambda model, x, y: loss(model(x), x, y))
 @pytest.fixture
 def model(x64):
     # An activation and a normalisation without parameters are static.
-    model = eqx.nn.MLP(3, 2, 4, 1, jnp.tanh, key=jr.key(0))
+    model = drawn(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, key=jr.key(0))
     cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
     return jax.tree.map(cast, model)
 
@@ -47,14 +46,20 @@ def batches(x64):
 
 
 def flat(tree):
-    return np.asarray(ravel_pytree(tree)[0])
+    leaves = jax.device_get(jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
+    return np.concatenate([np.ravel(x) for x in leaves])
+
+
+@eqx.filter_jit
+def matrix_of(factors):
+    return factors.operator().as_matrix()
 
 
 def averaged(found, weights):
     """A matrix from the weighted means of factors, in a dense solve."""
     mean = lambda *xs: sum(w * x for w, x in zip(weights, xs, strict=True))
-    matrix = jax.tree.map(mean, *found).operator().as_matrix()
-    return np.asarray(matrix) + DAMPING * np.eye(len(matrix))
+    matrix = np.asarray(matrix_of(jax.tree.map(mean, *jax.device_get(found))))
+    return matrix + DAMPING * np.eye(len(matrix))
 
 
 @pytest.mark.quick
@@ -87,16 +92,22 @@ def test_constraint(model, batches):
     factors, gradient = KFAC(*call), GRADIENT(*call)
     step = np.linalg.solve(averaged([factors], [1.0]), flat(gradient))
     squared = step @ flat(gradient)
-    optimiser = lambda bound: eqxbatch.scale_by_kfac(
-        factors, damping=DAMPING, norm_constraint=bound
-    )
-    for bound, scale in ((squared / 4, 0.5), (2 * squared, 1.0)):
-        of_bound = optimiser(bound)
-        got, _ = of_bound.update(gradient, of_bound.init(None), factors=factors)
+
+    @jax.jit
+    def run(gradient):
+        found = []
+        for bound in (squared / 4, 2 * squared):
+            optimiser = eqxbatch.scale_by_kfac(
+                factors, damping=DAMPING, norm_constraint=bound
+            )
+            state = optimiser.init(None)
+            found.append(optimiser.update(gradient, state, factors=factors)[0])
+        return found
+
+    for got, scale in zip(run(gradient), (0.5, 1.0), strict=True):
         np.testing.assert_allclose(flat(got), scale * step, rtol=1e-8)
-    zero = jax.tree.map(jnp.zeros_like, gradient)
-    got, _ = of_bound.update(zero, of_bound.init(None), factors=factors)
-    assert not np.any(flat(got))
+    for got in run(jax.tree.map(np.zeros_like, jax.device_get(gradient))):
+        assert not np.any(flat(got))
 
 
 @pytest.mark.versions
@@ -110,11 +121,11 @@ def test_training(model, batches, tmp_path):
         lambda model, x, y: loss(model(x), x, y), where=last
     )
     x, y = (x[0] for x in batches)
-    factors = kfac(model, x, y)
+    shapes = eqx.filter_eval_shape(kfac, model, x, y)
 
     @optax.inject_hyperparams
     def scaled(damping):
-        return eqxbatch.scale_by_kfac(factors, damping=damping)
+        return eqxbatch.scale_by_kfac(shapes, damping=damping)
 
     schedule = optax.exponential_decay(1e-2, 1, 0.9)
     optimiser = optax.chain(scaled(schedule), optax.scale_by_learning_rate(0.5))
@@ -130,13 +141,15 @@ def test_training(model, batches, tmp_path):
         return (eqx.apply_updates(parameters, updates), state), value
 
     start = parameters, optimiser.init(parameters)
-    end, values = jax.lax.scan(step, start, length=4)
+    run = jax.jit(lambda start: jax.lax.scan(step, start, length=4))
+    end, values = run(start)
     assert np.all(np.diff(values) < 0)
     path = tmp_path / "state.eqx"
     eqx.tree_serialise_leaves(path, end)
     loaded = eqx.tree_deserialise_leaves(path, start)
-    assert eqx.tree_equal(loaded, end)
-    step(loaded, None)
+    assert eqx.tree_equal(*jax.device_get((loaded, end)))
+    after = run(loaded)[1]
+    assert after[-1] < values[-1]
 
 
 def sampler(key, out):
