@@ -1,5 +1,6 @@
 """First calls: what they say, and what a second process has of them."""
 
+import functools
 import logging
 import os
 import pathlib
@@ -100,3 +101,85 @@ def test_a_second_process_compiles_nothing(names, tmp_path):
     for name, (compiled, cached) in first.items():
         assert compiled > 0, name
         assert second[name] == (0, compiled + cached), name
+
+
+def of_shape(fun, num=3):
+    return filter_micro_grad(fun)(jnp.ones(3), jnp.ones((num, 3)))
+
+
+def made_anew(scale=1.0):
+    return lambda m, x: scale * jnp.sum(m * x)
+
+
+def recursive():
+    def fun(m, x, depth=2):
+        return jnp.sum(m * x) if depth == 0 else fun(m, x, depth - 1)
+
+    return fun
+
+
+def test_functions_made_anew_are_warned_of_once():
+    for make in (made_anew, recursive, lambda: functools.partial(made_anew(2.0))):
+        of_shape(make())
+        of_shape(make())
+        name = "lambda" if make is not recursive else "recursive.<locals>.fun"
+        with pytest.warns(UserWarning, match=f"compiled 3 times, because .*{name}"):
+            of_shape(make())
+        of_shape(make())
+
+
+def over_numbers():
+    for scale in (-2, -1, 0, 1, 1.0):
+        of_shape(made_anew(scale))
+
+
+def over_arrays():
+    for i in range(6):
+        # Each can be where one before was.
+        scale = jnp.ones(()) + i
+        of_shape(lambda m, x: scale * jnp.sum(m * x))
+
+
+def over_lists():
+    scales = []
+    for i in range(4):
+        scales.append(float(i))
+        of_shape(lambda m, x: sum(scales) * jnp.sum(m * x))
+
+
+def over_shapes():
+    for num in range(1, 5):
+        of_shape(made_anew(3.0), num)
+
+
+def over_settings():
+    for size in range(1, 5):
+        fun = filter_micro_grad(made_anew(4.0), microbatch_size=size)
+        fun(jnp.ones(3), jnp.ones((4, 3)))
+
+
+def while_traced():
+    jax.jit(lambda: [of_shape(made_anew(5.0)) for _ in range(4)])()
+
+
+def in_scans():
+    step = lambda carry, _: (carry + of_shape(made_anew(6.0)), None)
+    jax.lax.scan(step, jnp.zeros(3), length=4)
+
+
+def twice_of_one():
+    fun = made_anew(7.0)
+    for _ in range(4):
+        of_shape(fun)
+        jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "calls",
+    (
+        *(over_numbers, over_arrays, over_lists, over_shapes, over_settings),
+        *(while_traced, in_scans, twice_of_one),
+    ),
+)
+def test_other_compilations_are_not_warned_of(calls):
+    calls()

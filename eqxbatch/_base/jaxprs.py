@@ -4,6 +4,7 @@ Jaxprs are evaluated as they are, or with some equations replaced.
 """
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -15,9 +16,11 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import jaxlib
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from .checks import without_layers
+from .checks import warn_of_new_functions, without_layers
 from .mesh import full_varying_as
 from .platforms import for_platform, platform
 from .primitives import (
@@ -41,6 +44,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _NUMBERS = frozenset((bool, int, float, complex))
 
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
 def number_types(leaves: Sequence[Any]) -> str:
     """What tells numbers apart that are equal: `2 == 2.0 == True`, and `0.0 == -0.0`.
 
@@ -60,11 +66,18 @@ def compiled(
     So it does for arrays on another platform. With `inline`, other programs that call
     it have its equations in place of a call.
     """
+    traces = 0
 
-    def run(first: list, rest: list, static: tuple) -> Any:
-        of_first, of_rest, _, chosen = static
+    # `inspect` binds arguments without names faster.
+    def run(*operands: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        *lists, ((treedef, static, _, chosen),) = operands
+        arrays = itertools.chain(*lists)
+        leaves = [next(arrays) if x is None else x for x in static]
+        of_first, of_rest = treedef.unflatten(leaves)
         with for_platform(chosen):
-            return fun(of_first.unflatten(first), *of_rest.unflatten(rest))
+            return fun(of_first, *of_rest)
 
     run.__name__, run.__qualname__ = fun.__name__, fun.__qualname__
     # Its types lack the settings of `jax.jit`.
@@ -74,14 +87,30 @@ def compiled(
     @functools.wraps(fun)
     def wrapper(first: Any, *rest: Any) -> Any:
         __tracebackhide__ = True
-        leaves, of_first = jtu.tree_flatten(first)
-        others, of_rest = jtu.tree_flatten(rest)
-        every = leaves + others
-        static = of_first, of_rest, number_types(every), platform(every)
+        leaves, treedef = jtu.tree_flatten((first, rest))
+        arrays, static = [], []
+        for x in leaves:
+            is_array = isinstance(x, _ARRAYS)
+            static.append(None if is_array else x)
+            if is_array:
+                arrays.append(x)
+        chosen = platform(arrays)
+        # A set is one leaf for JAX, which would go through a tuple in each call.
+        key = frozenset([(treedef, (*static,), number_types(static), chosen)])
+        lists = [arrays]
+        if donate != "none":
+            num = sum(map(eqx.is_array, jtu.tree_leaves(first)))
+            lists = [arrays[:num], arrays[num:]]
+        before = traces
         try:
-            return jitted(leaves, others, static)
+            out = jitted(*lists, key)
         except Exception as e:
             raise e.with_traceback(without_layers(e.__traceback__))  # noqa: B904
+        if traces == before:
+            return out
+        if not any(isinstance(x, Tracer) for x in jtu.tree_leaves(out)):
+            warn_of_new_functions(static, (fun, treedef, *map(jax.typeof, arrays)))
+        return out
 
     return cast(_Function, wrapper)
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -92,10 +93,10 @@ class MemoryBudget(eqx.Module):
         free memory that the device reports or, on a CPU, what the machine has available
         and the limits of containers (control groups) leave. That is read on Linux;
         elsewhere it is the physical memory, and 4 GiB on Windows, which does not tell
-        Python. Free memory is looked up on every call and rounded down, on a device by
-        up to 6% and on a CPU to a power of two, so that small changes do not cause
-        recompilation. Inside `jax.jit` or another
-        transform, it is looked up at trace time; pass a number there.
+        Python. Free memory is looked up on every call, on a CPU at most ten times a
+        second, and rounded down, on a device by up to 6% and on a CPU to a power of
+        two, so that small changes do not cause recompilation. Inside `jax.jit` or
+        another transform, it is looked up at trace time; pass a number there.
 
     Raises `ValueError` if `max_bytes` is not positive or cannot be parsed and, when
     used, if not even a block of one example fits. Raises `RuntimeError`, when used, if
@@ -154,7 +155,7 @@ def available_bytes(digits: int = 5) -> int:
     """
     stats = jax.local_devices()[0].memory_stats()
     if stats is None or "bytes_limit" not in stats:
-        free, digits = machine_bytes(), 1
+        free, digits = _machine_bytes_at(int(10 * time.monotonic())), 1
     else:
         free = max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
     shift = max(free.bit_length() - digits, 0)
@@ -170,10 +171,11 @@ def resolved(settings: _Settings) -> _Settings:
     Call this before tracing: the free memory is then part of the key of the compiled
     program.
     """
-    changes = {}
+    # Neither `getattr` nor `isinstance`: both take Equinox ten times as long.
+    changes, fields = {}, vars(settings)
     for name in _NAMES:
-        value = getattr(settings, name, None)
-        if isinstance(value, MemoryBudget) and value.max_bytes is None:
+        value = fields.get(name)
+        if type(value) is MemoryBudget and value.max_bytes is None:
             changes[name] = MemoryBudget(value.resolve())
     return dataclasses.replace(settings, **changes) if changes else settings
 
@@ -431,6 +433,14 @@ def machine_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
     """
     limits = [*_of_machine(root), *_of_groups(root)]
     return max(min(limits), 0) if limits else _physical_bytes()
+
+
+# To read so many files takes longer than a small kernel.
+@functools.lru_cache(1)
+def _machine_bytes_at(tenth: int) -> int:
+    """The memory in a tenth of a second."""
+    del tenth
+    return machine_bytes()
 
 
 def _physical_bytes() -> int:

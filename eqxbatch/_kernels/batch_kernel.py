@@ -305,7 +305,8 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         self, x1: _X1, x2: _X2 | None = None, *args: P.args, **kwargs: P.kwargs
     ) -> Any:
         __tracebackhide__ = True
-        return self.apply((x1, x2, *args), kwargs)
+        # A method that is read from a Module is a new Module, which takes longer.
+        return BatchKernel.apply(self, (x1, x2, *args), kwargs)
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         # The examples are the first arguments, so the instance belongs to the function.
@@ -317,7 +318,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         )
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        call = self.called(as_array, *args, **kwargs)
+        call = BatchKernel.called(self, as_array, *args, **kwargs)
         return computed(call, self.row_axis, self.reduce, self.store, self.progress)
 
     def called(

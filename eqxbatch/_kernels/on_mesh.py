@@ -38,6 +38,8 @@ class MeshAxis(eqx.Module):
 
 def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
     """The selected mesh axis, or None without a mesh."""
+    if mesh is None and axis is None:
+        return None
     hints = {"mesh": Mesh | None, "mesh_axis": str | None}
     check_types({"mesh": mesh, "mesh_axis": axis}, hints)
     if mesh is None:
