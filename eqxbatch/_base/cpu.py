@@ -119,7 +119,10 @@ def unstack(arrays: list[Array], like: Sequence[Array]) -> list[list[Array]]:
         if x.shape[0] == 1:
             return [lax.squeeze(x, [0])]
         first = indices[: x.shape[0]]
-        return [lax.dynamic_index_in_dim(x, i, keepdims=False) for i in first]
+        take = functools.partial(
+            lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
+        )
+        return [take(x, i) for i in first]
 
     return [entries(x) for x in arrays]
 

@@ -168,7 +168,9 @@ class Concat(AbstractAccumulator[Array]):
             axis += 1
         rows = value.shape[axis]
         start = state.shape[axis] - rows if block.is_remainder else block.index * rows
-        state = lax.dynamic_update_slice_in_dim(state, value, start, axis)
+        state = lax.dynamic_update_slice_in_dim(
+            state, value, start, axis, allow_negative_indices=False
+        )
         return merge_parts(state, axis - 1) if is_split else state
 
     def finalize(self, state: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

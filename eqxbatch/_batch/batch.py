@@ -447,7 +447,9 @@ def _rows(
 ) -> Shaped[Array, "..."]:
     if isinstance(start, int):
         return lax.slice_in_dim(array, start, start + size, 1, axis)
-    return lax.dynamic_slice_in_dim(array, start, size, axis)
+    return lax.dynamic_slice_in_dim(
+        array, start, size, axis, allow_negative_indices=False
+    )
 
 
 def are_split(x: Shaped[Array, "..."], axis: int, parts: int) -> bool:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Int, Real
+from jaxtyping import Array, Inexact, Real, UInt
 
 from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import common_dtype, num_bytes, widened
@@ -76,17 +76,25 @@ class Stacks:
     def __getitem__(self, number: int) -> Array:
         return self._arrays[number]
 
-    def stack(self, numbers: Sequence[int]) -> tuple[Array, Int[np.ndarray, " pairs"]]:
+    def stack(self, numbers: Sequence[int]) -> tuple[Array, UInt[np.ndarray, " pairs"]]:
         """All arrays with the shape of the indexed ones, and the positions of these."""
         x, members = self._stacks[_kind_of(self._arrays[numbers[0]])]
-        return x, np.array([members.index(i) for i in numbers])
+        return x, np.array([members.index(i) for i in numbers], np.uint32)
 
     def take(self, numbers: Sequence[int]) -> tuple[Array, Labels]:
         """One array for each pair along a new axis, or a single array for all."""
         if len({*numbers}) == 1:
             return self._arrays[numbers[0]], ()
         x, positions = self.stack(numbers)
-        return x[positions], (PAIR,)
+        return _entries_at(x, positions), (PAIR,)
+
+
+def _entries_at(x: Array, index: Any) -> Array:
+    """The entries at indices that are known to be in range.
+
+    JAX normalises other indices, also where they are constants, and masks the result.
+    """
+    return x.at[index].get(mode="promise_in_bounds")
 
 
 def _kind_of(x: Array) -> Hashable:
@@ -309,13 +317,16 @@ class AbstractSiteMatrix(abc.ABC):
         if not self.requested.is_diagonal:
             shape = (*shape, *second.shape)
         dtype = common_dtype(jnp.float32, first.dtype, second.dtype)
-        total = jnp.zeros((len(pairs), *shape), dtype)
+        total = None
         for use, arrays, out in self._labelled(pairs, terms, values):
             block = contract(arrays, out)
             back = functools.partial(self._of_leaves, use, values)
             block = jax.vmap(back)(block if PAIR in out else block[None])
-            total += block.astype(dtype)
-        return total
+            block = block.astype(dtype)
+            total = block if total is None else total + block
+        if total is None:
+            return jnp.zeros((len(pairs), *shape), dtype)
+        return jnp.broadcast_to(total, (len(pairs), *shape))
 
     def _costs(self, terms: Terms, values: list) -> dict[Pair, float]:
         costs = {}
@@ -734,7 +745,8 @@ class SiteHessian(AbstractSiteMatrix):
             start, stop = pushes[push].directions(alike)
             x = x[:, :, start:stop]
             x = x.reshape(*x.shape[:2], len(alike), struct.size, *x.shape[3:])
-            parts.append(x[positions, :, np.array([alike.index(z) for z, _ in group])])
+            kinds = np.array([alike.index(z) for z, _ in group], np.uint32)
+            parts.append(_entries_at(x, (positions, slice(None), kinds)))
         return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
 
 

@@ -176,7 +176,9 @@ def flat_square(
     for (row, column), block in blocks.items():
         block = block.reshape(sizes[row], sizes[column]).astype(dtype)
         corner = (at_run_time[row], at_run_time[column])
-        matrix = lax.dynamic_update_slice(matrix, block, corner)
+        matrix = lax.dynamic_update_slice(
+            matrix, block, corner, allow_negative_indices=False
+        )
     return mirrored(matrix)
 
 

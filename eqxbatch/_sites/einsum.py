@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import opt_einsum
 from jaxtyping import Array
 
+from .._base.dtypes import is_inexact
 from .._base.trees import safe_zip
 from .site import Label
 
@@ -149,7 +150,9 @@ def _summed(terms: Sequence[Term], out: Labels) -> list[Term]:
     for x, labels in terms:
         alone = [i for i, n in enumerate(labels) if counts[n] == 1 and n not in out]
         kept = tuple(label for i, label in enumerate(labels) if i not in alone)
-        summed.append((jnp.sum(x, axis=tuple(alone)), kept))
+        # A sum over no axes is an equation, too, and widens integers.
+        is_sum = alone or not is_inexact(x)
+        summed.append((jnp.sum(x, axis=tuple(alone)) if is_sum else x, kept))
     return summed
 
 
