@@ -15,19 +15,54 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
+import eqxbatch as eb
 from benchmarks.programs import ACCELERATORS, Program
 from eqxbatch._base.platforms import for_platform, GPU
 from .derivatives import DERIVATIVES, Net, X, Y
-from .features import FEATURES, MODELS
+from .features import (
+    apply,
+    FEATURES,
+    loss,
+    MODELS,
+    of_outputs,
+    parameters,
+    scaled,
+    SIZE,
+)
 from .helpers import KINDS
 
 
 # Two microbatches and a remainder, which four devices divide.
 TOTAL = 20
 DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def kfac_step(model, x):
+    kfac = eb.filter_kfac(apply, of_outputs, in_axes=0, microbatch_size=SIZE)
+    factors = kfac(model, x)
+    step = eb.scale_by_kfac(factors, damping=0.1, norm_constraint=0.1)
+    state = step.init(parameters(model))
+    return step.update(parameters(scaled(model)), state, factors=factors)
+
+
+# Settings that are those of other features elsewhere.
+PROGRAMS = FEATURES | {
+    "filter_micro_grad against": lambda model, x: eb.filter_micro_grad(
+        loss,
+        microbatch_size=SIZE,
+        scale=lambda norms: jax.tree.map(lambda norm: 1 / (1 + norm), norms),
+        norms="leaf",
+        against=parameters(scaled(model)),
+        return_norms=True,
+    )(model, x),
+    "filter_jacobian in_axes": eb.filter_jacobian(
+        apply, in_axes=0, microbatch_size=SIZE
+    ),
+    "scale_by_kfac": kfac_step,
+}
 # These run a program on the device, or compile one themselves.
 NO_PROGRAM = ("store", "MemoryBudget")
-TRACED = [x for x in FEATURES if not any(word in x for word in NO_PROGRAM)]
+TRACED = [x for x in PROGRAMS if not any(word in x for word in NO_PROGRAM)]
 
 # The host reads these predicates while a program runs, outside of its loops.
 CHECKS = {
@@ -37,6 +72,8 @@ CHECKS = {
     "filter_gauss_newton_step": 1,
     "filter_gauss_newton_step blocks": 1,
     "filter_gauss_newton_step parameter": 1,
+    # Damped factors must have an inverse.
+    "scale_by_kfac": 1,
 }
 # What is to be mended.
 TRANSPOSED = "patches of images are transposed"
@@ -49,7 +86,7 @@ def of_arrays(feature, name="dense", dtype=jnp.float32):
 
     def run(arrays, x):
         return eqx.filter(
-            FEATURES[feature](eqx.combine(arrays, static), x), eqx.is_array
+            PROGRAMS[feature](eqx.combine(arrays, static), x), eqx.is_array
         )
 
     def shape(x):

@@ -52,14 +52,14 @@ def after_loop(
     `always` as large. Other devices know, and have a barrier instead.
     """
     later, static = eqx.partition(later, eqx.is_array)
-    in_order = lambda x, *trees: (x | True, *_in_order(trees))
+    in_order = lambda x, *trees: (x | True, *in_turn(trees))
     always, results, later = lax.platform_dependent(
         *(always, results, later), cpu=lambda *trees: trees, default=in_order
     )
     return always, results, eqx.combine(later, static)
 
 
-def _in_order(trees: PyTree) -> PyTree:
+def in_turn(trees: PyTree) -> PyTree:
     """An optimisation barrier for arrays that vary over the same devices.
 
     In some versions of JAX, all of it varies over the devices that any of it does.

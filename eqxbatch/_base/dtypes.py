@@ -138,11 +138,16 @@ def scaled_examples(x: Inexact[Array, "n ..."], by: Real[Array, " n"]) -> Array:
     return x * jnp.expand_dims(by, range(1, x.ndim)).astype(x.dtype)
 
 
-def squared_norm(gradient: Inexact[Array, "n ..."]) -> Real[Array, " n"]:
-    """The squared norm of each per-example gradient, in at least float32."""
+def squared_norm(
+    gradient: Inexact[Array, "n ..."], first: int = 1
+) -> Real[Array, "n ..."]:
+    """The squared norm of each per-example gradient, in at least float32.
+
+    Squares are summed over the axes from the `first` on.
+    """
     gradient = widened(gradient)
     squares = jnp.real(gradient * jnp.conj(gradient))
-    return jnp.sum(squares, axis=tuple(range(1, squares.ndim)))
+    return jnp.sum(squares, axis=tuple(range(first, squares.ndim)))
 
 
 class Squares(NamedTuple):

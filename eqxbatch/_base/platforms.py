@@ -30,6 +30,7 @@ class Platform:
         the result.
     - `patch_bytes`: what the patches of some images may take, whatever the size of the
         images.
+    - `joins_sums`: whether a kernel takes longer to start than to add up a few numbers.
     """
 
     flops_per_byte: float
@@ -38,11 +39,12 @@ class Platform:
     block_bytes: int
     factor_bytes: int
     patch_bytes: int
+    joins_sums: bool
 
 
 # Rounded from `python -m benchmarks --suite costs` on 2 cores of an AMD EPYC. Blocks
 # stay in the caches.
-CPU = Platform(8.0, 1.0, 4.0, 2**22, 2**24, 0)
+CPU = Platform(8.0, 1.0, 4.0, 2**22, 2**24, 0, False)
 
 
 # Measured on an H100: 408 TFLOP/s for float32 in TF32, JAX's default, and 3.0 TB/s. (It
@@ -50,12 +52,12 @@ CPU = Platform(8.0, 1.0, 4.0, 2**22, 2**24, 0)
 # the benchmarks, 12 predicts the faster program: a branch comes with such norms. Blocks
 # are so large that their kernels take longer than to launch these, and small beside the
 # memory of the device. Grouped convolutions were not measured.
-GPU = Platform(136.0, 12.0, 4.0, 2**28, 2**28, 2**24)
+GPU = Platform(136.0, 12.0, 4.0, 2**28, 2**28, 2**24, True)
 
 
 # From the data sheet of a v5e: 197 TFLOP/s in bfloat16, JAX's default, and 819 GB/s.
 # All digits of float32 take six passes.
-TPU = Platform(240.0, 6.0, 4.0, 2**27, 2**27, 2**24)
+TPU = Platform(240.0, 6.0, 4.0, 2**27, 2**27, 2**24, False)
 
 
 _PLATFORMS = {"cpu": CPU, "tpu": TPU}

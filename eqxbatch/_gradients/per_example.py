@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
 from .._base.checks import check_types
+from .._base.cpu import in_turn
 from .._base.dtypes import (
     exponent_of,
     into_range,
@@ -40,7 +41,7 @@ from .._base.dtypes import (
 )
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
-from .._base.platforms import exact_products, products_of
+from .._base.platforms import exact_products, platform, products_of
 from .._base.trees import described, is_none, match_prefix, safe_zip
 from .._batch.accumulators import VarianceState
 from .._batch.batch import explained_failure
@@ -239,8 +240,8 @@ def _called(name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree) -> PyT
 def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
     """Clipped per-example gradients, and their norms."""
     leaves, treedef = jtu.tree_flatten(gradients)
-    scaled = lambda scales: [*map(scaled_squares, leaves, scales)]
-    clipped = groups.clip([*map(squared_norm, leaves)], [], scaled)
+    scaled = lambda scales: [*map(_one_by_one(), leaves, scales)]
+    clipped = groups.clip([*map(_plain_squares, leaves)], [], scaled)
     scaled = [
         scaled_examples(x, scale).astype(x.dtype)
         for x, scale in safe_zip(leaves, clipped.scales)
@@ -248,6 +249,34 @@ def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
     if clipped.is_kept is not None:
         scaled = [kept_examples(x, clipped.is_kept) for x in scaled]
     return jtu.tree_unflatten(treedef, scaled), clipped.norms
+
+
+def _plain_squares(x: Inexact[Array, "n ..."]) -> Real[Array, "n ..."]:
+    """The squared norm of each example.
+
+    On GPUs, it is the sum of what is returned, of which that of all leaves is one
+    kernel: many sums of a few numbers take longer to start than to read these.
+    """
+    is_joined = platform().joins_sums and not is_on_mesh(x)
+    return squared_norm(x, first=2 if is_joined else 1)
+
+
+def _one_by_one() -> Callable[[Inexact[Array, "n ..."], Scale], Squares]:
+    """`scaled_squares` for one array after the other.
+
+    Otherwise, XLA for GPUs may form all gradients to square them together. XLA also
+    runs a branch whatever its condition is if it only reads numbers and adds them,
+    however many there are, but not with a barrier in it.
+    """
+    last: list[Array] = []
+
+    def square(x: Array, scale: Scale) -> Squares:
+        scale, *_ = in_turn([scale, *last])
+        square = scaled_squares(x, scale)
+        last[:] = [square.value]
+        return square
+
+    return square
 
 
 def gradients_by_sites(
@@ -400,6 +429,15 @@ def clipping_groups(
     return Groups(bounds, members, returned, treedef, scale, nan_safe)
 
 
+def _sum_of(terms: list[Real[Array, "n ..."]]) -> Real[Array, " n"]:
+    """The sum of some terms, and of the numbers that make up some of them."""
+    rows = [x for x in terms if x.ndim > 1]
+    terms = [x for x in terms if x.ndim == 1]
+    if rows:
+        terms.append(jnp.sum(jnp.concatenate(rows, axis=1), axis=1))
+    return functools.reduce(jnp.add, terms)
+
+
 @dataclasses.dataclass(frozen=True)
 class Clipped:
     """The result of clipping for some examples.
@@ -466,29 +504,28 @@ class Groups:
     ) -> Clipped:
         """The factors of each leaf, for some examples.
 
-        `plain` are the squared norms of each leaf's gradients, and wrong if a flag is
-        set or a sum out of range; None if scaling is cheap. `scaled(scales)` are
-        always right. The scales bring those gradients that are formed into range.
+        `plain` are the squared norms of each leaf's gradients, perhaps as sums, and
+        wrong if a flag is set or a sum out of range; None if scaling is cheap.
+        `scaled(scales)` are always right. The scales bring those gradients that are
+        formed into range.
         """
         if plain is None:
             return self._clipped(self._added(scaled([])))
         dtypes = sorted((x.dtype for x in plain), key=lambda dtype: dtype.itemsize)
         wide = [x.astype(dtypes[-1]) for x in plain]
-        zeros = jnp.zeros_like(wide[0])
         totals = []
         for members in self.parts:
-            total = sum((wide[i] for i in members), zeros)
+            total = _sum_of([wide[i] for i in members])
             totals.append(Squares(total, jnp.zeros_like(total, "int32")))
             flags.append(~jnp.all(is_in_range(total.astype(dtypes[0]))))
         arrays, treedef = jtu.tree_flatten(totals)
 
         def others() -> list[Array]:
-            scales = [into_range(zeros)] * len(plain)
+            scales: dict[int, Scale] = {}
             for total, members in safe_zip(totals, self.parts):
-                scale = into_range(total.value)
-                for i in members:
-                    scales[i] = scale
-            return jtu.tree_leaves(self._added(scaled(scales)))
+                scales.update(dict.fromkeys(members, into_range(total.value)))
+            in_order = [scales[i] for i in sorted(scales)]
+            return jtu.tree_leaves(self._added(scaled(in_order)))
 
         # One branch for all, because the host of a GPU may wait for each.
         chosen = unless_cancelled(jnp.stack(flags), arrays, arrays, others)
@@ -615,7 +652,7 @@ class SiteGradients:
         with exact_products():  # Bounds rest on these norms.
             norms, flags = norms_unless_cancelled([*self._sums.values()])
         products = {leaf: x.number for leaf, x in self.products.items()}
-        squares = self._of_leaves(lambda x, _: squared_norm(x), norms, products)
+        squares = self._of_leaves(lambda x, _: _plain_squares(x), norms, products)
         return squares, [*flags.values()]
 
     def squares(self, scales: Sequence[Scale] = ()) -> list[Squares]:
@@ -632,9 +669,11 @@ class SiteGradients:
         with exact_products():
             norms = squared_norms(scaled)
 
+        scaled_square = _one_by_one()
+
         def square(x: Array, leaf: int) -> Squares:
             if scales:
-                return scaled_squares(x, scales[leaf])
+                return scaled_square(x, scales[leaf])
             return squares_in_range([x])[0]
 
         sums = [*map(Squares, norms, powers)]

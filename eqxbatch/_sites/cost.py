@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex
 
+from .._base.dtypes import num_bytes
 from .._base.jaxprs import TracedFunction
 from .._base.platforms import platform
 from .._base.primitives import callee, inner_jaxprs, name_of, PRODUCTS
@@ -28,8 +29,13 @@ from .trace import Program
 
 
 # The relative cost below which sites are used: they must be cheaper, because they take
-# longer to compile.
+# longer to compile, or take less than half of the memory.
 SITES_AT_MOST = 0.95
+SMALL_SITES_AT_MOST = 1.05
+
+
+# The relative cost below which gradients are kept, because they take memory.
+KEPT_AT_MOST = 0.9
 
 
 _EXAMPLES = {EXAMPLE, OTHER_EXAMPLE}
@@ -218,8 +224,8 @@ def _choose(program: Program, leaf: int, norm: Cost | None) -> Contraction:
     twice = reading * 2 + Cost(2 * size, width * (num_moved + size))
     candidates = [Contraction(leaf, "gradient", False, twice)]
     # Gradients are kept for all leaves at the same time, so they must not be much
-    # larger than what a backward pass stores anyway.
-    if size <= 2 * factors:
+    # larger than what a backward pass stores anyway, and save some time.
+    if size <= 2 * factors and once.time <= KEPT_AT_MOST * twice.time:
         candidates.append(Contraction(leaf, "gradient", True, once))
     if norm is not None:
         # The sum reads the factors once more.
@@ -230,7 +236,12 @@ def _choose(program: Program, leaf: int, norm: Cost | None) -> Contraction:
 def prefers_sites(program: Program, contractions: list[Contraction]) -> bool:
     """Whether the contractions are cheaper than forming all gradients by `vmap`."""
     by_sites = total_cost(contraction.cost for contraction in contractions)
-    return by_sites.time <= SITES_AT_MOST * vmapped_cost(program).time
+    formed = num_bytes(program.leaves)
+    kept = num_bytes([program.leaves[x.leaf] for x in contractions if x.keeps])
+    factors = num_bytes([*program.operands, *program.perturbations])
+    is_small = kept + factors <= formed / 2
+    most = SMALL_SITES_AT_MOST if is_small else SITES_AT_MOST
+    return by_sites.time <= most * vmapped_cost(program).time
 
 
 def vmapped_cost(program: Program) -> Cost:

@@ -181,10 +181,14 @@ def scale_by_kfac(
             factors,
             state.average,
         )
-        inverse = jax.lax.cond(
-            state.count % inverse_update_period == 0,
-            lambda: inverse_of(average),
-            lambda: state.inverse,
+        inverse = (
+            inverse_of(average)
+            if inverse_update_period == 1
+            else jax.lax.cond(
+                state.count % inverse_update_period == 0,
+                lambda: inverse_of(average),
+                lambda: state.inverse,
+            )
         )
         state = ScaleByKFACState(count, average, inverse)
         step = inverse.mv(updates)
