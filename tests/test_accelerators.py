@@ -389,3 +389,15 @@ def test_clipping_by_sites_transposes_no_more_than_a_gradient(name, accelerator)
 
     plain = transposed("filter_micro_value_and_grad")
     assert transposed("filter_micro_grad sites") <= plain
+
+
+@pytest.mark.accelerators
+def test_norms_out_of_range_are_a_branch(accelerator):
+    # Without a barrier, XLA always runs a branch that only adds up what it reads.
+    clipped = eb.filter_micro_grad(loss, clip_norm=0.1, method="materialise")
+    arrays, static = eqx.partition(MODELS["dense"][0](), eqx.is_array)
+    run = lambda arrays, x: clipped(eqx.combine(arrays, static), x)
+    _, (_, x) = of_arrays("filter_micro_vmap")
+    shapes = one_device((arrays, x), accelerator)
+    found = program(run, shapes, accelerator)
+    assert any(x.op == "conditional" for x in found.instructions())
