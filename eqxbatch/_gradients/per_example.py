@@ -498,7 +498,7 @@ class Groups:
 
     def clip(
         self,
-        plain: list[Real[Array, " n"]] | None,
+        plain: list[Real[Array, "n ..."]] | None,
         flags: list[Bool[Array, ""]],
         scaled: Callable[[list[Scale]], list[Squares]],
     ) -> Clipped:
@@ -641,7 +641,7 @@ class SiteGradients:
 
     def plain_squares(
         self,
-    ) -> tuple[list[Real[Array, " n"]] | None, list[Bool[Array, ""]]]:
+    ) -> tuple[list[Real[Array, "n ..."]] | None, list[Bool[Array, ""]]]:
         """For each leaf, the squared norms, and flags, of which none must be set.
 
         The norms are None if all follow from those of factors.
