@@ -1,0 +1,1 @@
+../../examples/private_training.py
