@@ -321,10 +321,11 @@ def gram(
     result; axes that no factor has get size 1. A complex leaf counts as its real and
     its imaginary part.
     """
-    total = 0
-    for terms, scale in gram_terms(uses, other, example):
-        total += jnp.real(_contracted(terms, out, scale))
-    return jnp.asarray(total)
+    pairs = gram_terms(uses, other, example)
+    products = [jnp.real(_contracted(terms, out, scale)) for terms, scale in pairs]
+    if not products:
+        return jnp.zeros([1] * len(out), uses.leaf.dtype).real
+    return functools.reduce(jnp.add, products)
 
 
 def _contracted(terms: list[Term], out: Labels, scale: Any) -> Array:
@@ -342,6 +343,8 @@ def gram_terms(
     for site in uses.sites:
         first = _Side(site, uses.factors)
         for second in other.sites:
+            if site.view.is_apart(second.view):
+                continue
             yield _pair_terms(first, _Side(second, other.factors, example, 1))
 
 
@@ -354,6 +357,8 @@ def norm_terms(uses: OfLeaf) -> Iterator[tuple[list[Term], Any]]:
     for i, site in enumerate(sites):
         yield _own_terms(site, factors)
         for other in sites[i + 1 :]:
+            if site.view.is_apart(other.view):
+                continue
             second = _Side(other, factors, number=1)
             terms, scale = _pair_terms(_Side(site, factors), second)
             yield terms, 2 * scale

@@ -368,6 +368,8 @@ class View:
     - `is_isometry`: whether the transpose of the view keeps the norm, up to `scale`.
     - `place`: the position of the view in an array of zeros, which gives it its shape.
         This comes last, so that a loop over the array uses the leaf in some steps only.
+    - `parts`: axes of the leaf of which the view has a part only, each with the indices
+        from which on and up to which it has them.
     """
 
     leaf: int
@@ -382,6 +384,7 @@ class View:
     is_weighted: bool = False
     is_isometry: bool = True
     place: _Place | None = None
+    parts: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def is_complex(self) -> bool:
@@ -396,6 +399,26 @@ class View:
     def is_whole(self) -> bool:
         """Whether entries are distinct entries of the leaf, times a number."""
         return self.axes is not None and None not in self.axes and self.place is None
+
+    def is_apart(self, other: "View") -> bool:
+        """Whether two views of a leaf have no entry in common."""
+        sides = itertools.product(self.parts, other.parts)
+        return any(
+            axis == same and (end <= first or last <= start)
+            for (axis, start, end), (same, first, last) in sides
+        )
+
+    def sliced(
+        self, key: str, step: Callable, start: Sequence[int], shape: Any
+    ) -> "View":
+        """The view after a slice without strides, from `start` on."""
+        view = self.then(key, step, shape, None)
+        if not self.is_whole:
+            return view
+        assert self.axes is not None
+        axes = safe_zip(self.axes[len(self.loops) :], start, shape)
+        parts = [(axis, first, first + size) for axis, first, size in axes]
+        return dataclasses.replace(view, parts=(*self.parts, *parts))
 
     def apply(self, x: Array, values: list) -> Array:
         """Applies the view to a leaf `x`; `values` are those of the program."""
@@ -550,18 +573,18 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View | None] | None:
         parts = _taken_back(view, eqn)
         if parts is not None:
             return parts
+    if name == "slice" and eqn.params["strides"] is None:
+        return [view.sliced(key, bind, eqn.params["start_indices"], shape)]
     if name in ("slice", "rev", "reduce_sum"):
         return [view.then(key, bind, shape, None, is_isometry=name != "reduce_sum")]
     if name == "split":
-        return [
-            view.then(
-                f"{key}[{i}]",
-                lambda x, i=i: eqn.primitive.bind(x, **eqn.params)[i],
-                shape,
-                None,
-            )
-            for i, shape in enumerate(shapes)
-        ]
+        axis, views = eqn.params["axis"], []
+        for i, shape in enumerate(shapes):
+            bind = lambda x, i=i: eqn.primitive.bind(x, **eqn.params)[i]
+            start = [0] * len(shape)
+            start[axis] = sum(x[axis] for x in shapes[:i])
+            views.append(view.sliced(f"{key}[{i}]", bind, start, shape))
+        return views
     if name == "concatenate":
         axis = eqn.params["dimension"]
         start = sum(shape[axis] for shape in before[:index])

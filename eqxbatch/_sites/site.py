@@ -8,7 +8,8 @@ forming the gradient, and each has conditions:
 - `"gram"`: the inner product of the gradients of two sites, and therefore norms. The
     gradient must be the contraction itself, not its real part, and pulling back must
     preserve inner products. It does if both views are the same isometry, or if each
-    axis of both views is known to be an axis of the leaf, or to repeat it. Tokens that
+    axis of both views is known to be an axis of the leaf, or to repeat it. That of two
+    slices which have no entry in common is zero. Tokens that
     select rows must not differ along the axis that the tokens of the other site index.
     A small site, with few numbers that are computed from a whole leaf, such as a
     penalty, needs none of this: its gradients are sums of a few fixed directions.
@@ -197,6 +198,8 @@ def is_allowed(form: Form, site: Site, other: Site) -> bool:
             return False
         if has_few_directions(site) or has_few_directions(other):
             return not (site.is_complex or other.is_complex)
+        if site.view.is_apart(other.view):
+            return True
         have_axes = has_named_axes(site) and has_named_axes(other)
         return (have_axes or _same_isometry(site, other)) and not _cross(site, other)
     if site.is_complex or other.is_complex:

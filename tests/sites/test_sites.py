@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqxbatch import explain_sites
+from eqxbatch import explain_sites, filter_micro_grad
 from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._gradients.per_example import SiteGradients
 from eqxbatch._sites import cost, gram
@@ -462,6 +462,84 @@ def test_many_different_uses_have_no_gram_matrices():
     (leaf,) = explain_sites(unrolled, weight(32, 32), weight(4), in_axes=None).leaves
     assert len(leaf.sites) == gram.MOST_SITES + 1
     assert leaf.contraction == "gradient"
+
+
+def _layers(w, x):
+    for i in range(3):
+        x = jnp.tanh(w[i] @ x)
+    return x
+
+
+def _flat(w, x):
+    x = jnp.tanh(w[:16].reshape(4, 4) @ x + w[32:36])
+    return w[16:32].reshape(4, 4) @ x + w[36:40]
+
+
+def _split(w, x):
+    first, second, last = jnp.split(w, [4, 6])
+    return jnp.tanh(second @ jnp.tanh(first @ x)) * jnp.sum(last, 0)[:2]
+
+
+def _scaled(w, x):
+    x, whole = x.astype(w.dtype), -2.0 * w.T
+    return jnp.tanh(whole[:, :3].T @ x)[0] * (whole[:, 3:].T @ x) + 1.5 * whole[0, 3]
+
+
+def _tables(w, x):
+    rows = jnp.round(4 * x).astype(int) % 5
+    return jnp.take(w[:5], rows, 0) * jnp.take(w[5:], rows, 0)[::-1]
+
+
+def _nested(w, x):
+    rest = w[2:]
+    return jnp.tanh(rest[:3] @ x) * (w[:2] @ x)[0] + rest[3:, 0].sum() * (rest[3:] @ x)
+
+
+def _overlapping(w, x):
+    return jnp.tanh(w[:4] @ x) * (w[2:] @ x) + jnp.tanh(w[::2] @ x)[:1]
+
+
+def _in_steps(w, x):
+    step = lambda x, v: (jnp.tanh(v @ x), None)
+    first, _ = jax.lax.scan(step, x, w[:2])
+    return w[2] @ first + jax.lax.scan(step, x, w[3:])[0]
+
+
+@pytest.mark.parametrize(
+    ("fun", "shape", "dtype", "form"),
+    (
+        pytest.param(_layers, (3, 4, 4), float, "factors"),
+        pytest.param(_flat, (40,), float, "factors"),
+        pytest.param(_split, (9, 4), float, "factors", marks=pytest.mark.matrix),
+        pytest.param(_scaled, (6, 4), float, "factors", marks=pytest.mark.matrix),
+        pytest.param(_scaled, (6, 4), complex, "gradient", marks=pytest.mark.matrix),
+        pytest.param(_tables, (10, 3), float, "factors", marks=pytest.mark.matrix),
+        pytest.param(_nested, (8, 4), float, "gradient", marks=pytest.mark.matrix),
+        pytest.param(_in_steps, (5, 4, 4), float, "factors", marks=pytest.mark.matrix),
+        pytest.param(_overlapping, (6, 4), float, "gradient"),
+    ),
+)
+def test_slices_with_no_entry_in_common(fun, shape, dtype, form):
+    w = jr.normal(jr.key(0), shape, dtype)
+    _, comparable = compare(Case(w, fun, vectors(4)))
+    assert comparable == [form == "factors"]
+
+
+def test_layers_of_one_array_take_the_memory_of_their_factors():
+    w, x = weight(4, 64, 64), jnp.ones((256, 64))
+
+    def loss(w, x):
+        for i in range(4):
+            x = jnp.tanh(w[i] @ x)
+        return jnp.sum(x)
+
+    def temporaries(method):
+        grad = filter_micro_grad(loss, clip_norm=1.0, method=method)
+        program = jax.jit(lambda w, x: grad(w, x)).lower(w, x).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert explain_sites(loss, w, x).method == "sites"
+    assert temporaries("auto") < temporaries("materialise") / 2
 
 
 def test_effects_keep_the_function_whole(capfd):
