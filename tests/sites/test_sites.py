@@ -499,6 +499,10 @@ def _overlapping(w, x):
     return jnp.tanh(w[:4] @ x) * (w[2:] @ x) + jnp.tanh(w[::2] @ x)[:1]
 
 
+def _across(w, x):
+    return jnp.tanh(w[:2] @ x) * (w[:, 2:] @ x[2:])[:2]
+
+
 def _in_steps(w, x):
     step = lambda x, v: (jnp.tanh(v @ x), None)
     first, _ = jax.lax.scan(step, x, w[:2])
@@ -517,6 +521,7 @@ def _in_steps(w, x):
         pytest.param(_nested, (8, 4), float, "gradient", marks=pytest.mark.matrix),
         pytest.param(_in_steps, (5, 4, 4), float, "factors", marks=pytest.mark.matrix),
         pytest.param(_overlapping, (6, 4), float, "gradient"),
+        pytest.param(_across, (6, 4), float, "gradient"),
     ),
 )
 def test_slices_with_no_entry_in_common(fun, shape, dtype, form):
