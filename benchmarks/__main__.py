@@ -22,6 +22,7 @@ from . import (
     micro_vmap,
     models,
     monte_carlo,
+    price,
     solve,
     steps,
 )
@@ -31,6 +32,7 @@ from . import (
 SUITES = (
     micro_vmap,
     grid,
+    price,
     micro_grad,
     models,
     curvature,

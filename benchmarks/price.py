@@ -1,0 +1,161 @@
+"""The price of clipping: times and temporaries over those of accumulated gradients."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from .harness import Bar, bars_of, Case, describe, measure, OURS, results, Row
+from .micro_grad import (
+    accumulated,
+    Block,
+    clipped,
+    CNN,
+    cross_entropy,
+    Dense,
+    Recurrent,
+)
+
+
+NAME = "price"
+KEY = jr.key(0)
+ACCUMULATED = "accumulated"
+
+
+class ViTBlock(eqx.Module):
+    """A block of width 192, for the 65 patches of an image."""
+
+    block: Block
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        key1, key2 = jr.split(key)
+        self.block = Block(192, key1)
+        self.linear = eqx.nn.Linear(192, 10, key=key2)
+
+    def __call__(self, x, label):
+        return cross_entropy(self.linear(self.block(x)[0]), label)
+
+
+class GPT2(eqx.Module):
+    """GPT-2 with 2 layers: causal attention, GELU, and one table for both its ends."""
+
+    tokens: eqx.nn.Embedding
+    positions: eqx.nn.Embedding
+    blocks: list[Block]
+    norm: eqx.nn.LayerNorm
+
+    def __init__(self, key, *, width, words, length):
+        first, second, *keys = jr.split(key, 4)
+        self.tokens = eqx.nn.Embedding(words, width, key=first)
+        self.positions = eqx.nn.Embedding(length, width, key=second)
+        blocks = [Block(width, key, heads=width // 64) for key in keys]
+        self.blocks = eqx.tree_at(
+            lambda blocks: [block.mlp.activation for block in blocks],
+            blocks,
+            [jax.nn.gelu] * len(blocks),
+        )
+        self.norm = eqx.nn.LayerNorm(width)
+
+    def __call__(self, tokens, targets):
+        x = jax.vmap(self.tokens)(tokens)
+        x = x + self.positions.weight
+        mask = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
+        for block in self.blocks:
+            x = block(x, mask)
+        logits = jax.vmap(self.norm)(x) @ self.tokens.weight.T
+        return jnp.mean(cross_entropy(logits, targets))
+
+
+def jobs(quick: bool) -> dict[str, tuple[Any, tuple, int]]:
+    """By title: model, data of all examples, and microbatch size.
+
+    Quick ones leave out what the suite of `micro_grad` has.
+    """
+    labels = lambda num: jr.randint(KEY, (num,), 0, 10)
+    width, words = (128, 100) if quick else (768, 2000)
+    found: dict[str, tuple[Any, tuple, int]] = {}
+    if not quick:
+        dense = jr.normal(KEY, (1024, 256))
+        found = {
+            "MLP, 1,024 examples by 256": (Dense(KEY), (dense, dense), 256),
+            "CNN, 64 images by 16": (
+                CNN(KEY),
+                (jr.normal(KEY, (64, 1, 28, 28)), labels(64)),
+                16,
+            ),
+            "embedding and GRU, 64 times 32 tokens by 16": (
+                Recurrent(KEY),
+                (jr.randint(KEY, (64, 32), 0, 10_000), labels(64)),
+                16,
+            ),
+        }
+    few = 8 if quick else 64
+    found[f"ViT block, {few} times 65 patches by {few // 4}"] = (
+        ViTBlock(KEY),
+        (jr.normal(KEY, (few, 65, 192)), labels(few)),
+        few // 4,
+    )
+    for length in (64,) if quick else (64, 256, 512):
+        num = 8 if length == 64 and not quick else 4
+        tokens = jr.randint(KEY, (num, length + 1), 0, words)
+        title = f"GPT-2 of 2 layers, {num} times {length} tokens by {num // 2}"
+        model = GPT2(KEY, width=width, words=words, length=length)
+        found[title] = model, (tokens[:, :-1], tokens[:, 1:]), num // 2
+    return found
+
+
+def cases(quick: bool) -> list[Case]:
+    found = []
+    for title, (model, data, size) in jobs(quick).items():
+        arrays = eqx.filter(model, eqx.is_inexact_array)
+        num = len(data[0])
+        ways = clipped(model, num, size)
+        del ways["one plain gradient"]
+        ways[ACCUMULATED] = accumulated(model, num, size)[OURS]
+        found.append(
+            Case(
+                title,
+                title,
+                ways,
+                (arrays, *data),
+                unbounded=(ACCUMULATED,),
+                best_memory=None,
+                best_time=None,
+                limits={ACCUMULATED: 1.3},
+            )
+        )
+    return found
+
+
+def table(measured: list[tuple[Case, list[Row]]]) -> str:
+    """Times and temporaries, divided by those of the accumulated gradient."""
+    lines = [
+        "| job | way | time ÷ accumulated | temporaries ÷ accumulated |",
+        "|---|---|---:|---:|",
+    ]
+    for case, rows in measured:
+        title = case.title
+        by_way = {row.way: row for row in rows}
+        base = by_way.pop(ACCUMULATED, None)
+        for row in by_way.values():
+            if base is None:  # Its time is not compared.
+                continue
+            time = row.time_ratio / base.time_ratio
+            memory = row.memory_ratio / base.memory_ratio
+            lines.append(f"| {title} | {row.way} | {time:.2f} | {memory:.2f} |")
+            title = ""
+    return "\n".join(lines)
+
+
+def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
+    """The figures as JSON, the table for the docs, and the bars."""
+    measured, bars = [], []
+    for case in cases(quick):
+        rows = measure(case, rounds=2 if quick else 3)
+        measured.append((case, rows))
+        bars += bars_of(case, rows)
+    figures, _ = results(measured, bars)
+    return figures, f"{table(measured)}\n\n{describe(figures['machine'])}", bars
