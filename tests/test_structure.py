@@ -20,7 +20,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 FEATURES = ("_maps", "_gradients", "_curvature", "_kernels")
 BELOW = {"_base": (), "_batch": ("_base",), "_sites": ("_base", "_batch")}
 BELOW |= dict.fromkeys(FEATURES, ("_base", "_batch", "_sites"))
-BELOW["_ntk"] = ("_base", "_batch", "_sites", "_maps", "_kernels")
+# Kernels in the metric of a curvature matrix.
+BELOW["_ntk"] = ("_base", "_batch", "_sites", "_maps", "_curvature", "_kernels")
 # Steps take the kernel of a model, and its Gauss-Newton matrix.
 BELOW["_steps"] = tuple(BELOW)
 BELOW["_check"] = tuple(BELOW)

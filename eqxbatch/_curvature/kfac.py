@@ -147,18 +147,23 @@ class KroneckerFactors(eqx.Module):
     is_semidefinite: bool = eqx.field(static=True, default=False)
 
     def operator(
-        self, *, damping: Real[Array, ""] | float = 0.0
+        self,
+        *,
+        damping: Real[Array, ""] | float = 0.0,
+        relative: bool = False,
+        factored: bool = False,
     ) -> "KroneckerOperator":
         """The matrix plus `damping` times the identity, as a lineax linear operator.
 
         Returns an [`eqxbatch.KroneckerOperator`][], from an eigendecomposition of each
-        factor. Raises `ValueError` for negative damping, and `ImportError` if lineax is
+        factor; see there for `relative` and `factored`. Raises `ValueError` for
+        negative damping, and `ImportError` if lineax is
         not installed. Raises `RuntimeError` at run time if the eigenvectors of a
         `corrected` block are not orthogonal because they were averaged.
         """
         from .operators import KroneckerOperator
 
-        return KroneckerOperator(self, damping)
+        return KroneckerOperator(self, damping, relative=relative, factored=factored)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -462,7 +467,7 @@ class _Use(eqx.Module):
     is_swapped: bool = eqx.field(static=True)
 
 
-def _flat(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
+def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
     (a, of_a), (d, of_d), shared = use.terms(factors)
     sides = (layout.inputs, layout.outputs)
     into, out = sides[::-1] if use.is_swapped else sides
@@ -519,7 +524,7 @@ def part_sums(
     if layout is None:
         return [_exact_sum(program, part, factors, weighing)]
     sums: list[Array] = []
-    uses = [_flat(use, factors, layout) for use in uses_of(program, part)]
+    uses = [flat_use(use, factors, layout) for use in uses_of(program, part)]
     for is_swapped in (False, True):
         of_role = [use for use in uses if use.is_swapped is is_swapped]
         if of_role:
@@ -631,17 +636,19 @@ def moment_sums(
     """Second moments of the gradients of examples, along products of eigenvectors."""
     layout = part.layout
     assert layout is not None
-    uses = [_flat(use, factors, layout) for use in uses_of(program, part)]
+    uses = [flat_use(use, factors, layout) for use in uses_of(program, part)]
     (use, *rest) = uses
     is_one = not rest and use.d.shape[2] == 1 and use.a is not None
     if is_one:
         # The squares of an outer product are products of squares.
-        a, d = _rotated(use, layout, bases)
+        a, d = rotated(use, layout, bases)
         squares = jnp.sum(d * weighing.seconds(d), (1, 2))
         return jnp.einsum("nbi,nbo->boi", a[:, 0] ** 2, squares)
 
     def moments(uses: list[_Use], weighing: Weighing) -> Array:
-        formed = functools.reduce(jnp.add, (_formed(x, layout, bases) for x in uses))
+        formed = functools.reduce(
+            jnp.add, (product_in_basis(x, layout, bases) for x in uses)
+        )
         return jnp.sum(formed * weighing.seconds(formed), 1)
 
     arrays, treedef = jax.tree.flatten((uses, weighing))
@@ -657,7 +664,7 @@ def moment_sums(
     return accumulated(of_block, rows, size, Sum())
 
 
-def _rotated(
+def rotated(
     use: _Use, layout: Layout, bases: Sequence[Array | None]
 ) -> tuple[Array, Array]:
     """Operand and cotangent in the eigenbases of the factors."""
@@ -676,10 +683,10 @@ def _rotated(
     return a, jnp.einsum("nvpbo,boq->nvpbq", use.d, out.astype(use.d.dtype))
 
 
-def _formed(
+def product_in_basis(
     use: _Use, layout: Layout, bases: Sequence[Array | None]
 ) -> Inexact[Array, "n vectors batch outputs inputs"]:
-    a, d = _rotated(use, layout, bases)
+    a, d = rotated(use, layout, bases)
     formed = jnp.einsum("npbi,nvpbo->nvboi", a, d)
     return jnp.swapaxes(formed, -1, -2) if use.is_swapped else formed
 

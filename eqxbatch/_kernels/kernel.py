@@ -46,7 +46,7 @@ BlockSize = int | tuple[int, int] | MemoryBudget | None
 def sizes_of(size: BlockSize) -> Sizes | MemoryBudget:
     """The sizes that a setting stands for, with a budget in bytes."""
     if isinstance(size, MemoryBudget):
-        return MemoryBudget(size.resolve())
+        return MemoryBudget(MemoryBudget.resolve(size))
     return size if isinstance(size, tuple) else (size, size)
 
 

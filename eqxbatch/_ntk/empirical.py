@@ -31,10 +31,12 @@ from .._kernels.function import (
     make_sides,
 )
 from .._kernels.kernel import room_of, SHARE, Sizes, sizes_of
-from .pairings import choose_pairing, ModelKernel, pairing_of_all
+from .metric import metric_of
+from .pairings import choose_pairing, features, ModelKernel, pairing_of_all
 from .traced_model import (
     AbstractJacobianKernel,
     AbstractKernelSettings,
+    AbstractMetricKernel,
     AbstractParameterKernel,
     as_callable,
     check_get,
@@ -155,6 +157,9 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         model, self._selection = as_callable(self.model), None
         if isinstance(self, AbstractParameterKernel):
             self._selection = selection_of(model, self.where, self.filter_spec)
+            if isinstance(self, AbstractMetricKernel) and self.metric is not None:
+                parameters, _ = self._selection.partition(model)
+                self.metric = metric_of(self.metric, parameters)
 
     def __check_init__(self) -> None:
         if isinstance(self, AbstractStored) and not self.is_plain:
@@ -176,6 +181,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
             self.out_axes,
             self.method if isinstance(self, AbstractJacobianKernel) else "auto",
             self._asked.num_probes,
+            self.metric if isinstance(self, AbstractMetricKernel) else None,
         )
 
     @functools.cached_property
@@ -288,7 +294,7 @@ _Vector = PyTree[Inexact[AnyArray, "..."]]
 
 
 @checked_constructor
-class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
+class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
     """The empirical neural tangent kernel (NTK) of a model: products of its Jacobians.
 
     For examples `x` of `x1` and `y` of `x2`, and entries `o` and `p` of the model's
@@ -334,6 +340,16 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
     - `where`: a function from the model to the part (or parts) of it that contains the
         parameters, as for `eqx.tree_at`. The default is the whole model.
     - `filter_spec`: which leaves are parameters, as for `eqx.filter`.
+    - `metric`: a positive semidefinite matrix `M` over the parameters, for the kernel
+        `J(x1) M J(x2)^T` in place of `J(x1) J(x2)^T`: a PyTree of non-negative arrays
+        like the parameters, which are the diagonal; an [`eqxbatch.KroneckerOperator`][]
+        or its inverse; an [`eqxbatch.Projection`][], for an estimate of the plain
+        kernel; or a matrix of shape `(p, p)` over all `p` parameters, in the
+        order of `jax.flatten_util.ravel_pytree`, or another lineax operator over them,
+        with 8,192 rows at most. With the inverse of a curvature matrix, this is the
+        influence of training examples, or the covariance of the predictions of a
+        Laplace approximation. If `model` adds a loss to another model, the metric may
+        be that of the latter, if it has all parameters. Parameters must be real.
     - `store`, `mesh`, `mesh_axis`, `reduce`, `progress`: where the kernel is computed
         and stored, and how it is reduced, as for [`eqxbatch.filter_batch_kernel`][].
         Derivatives of examples are still shared by all blocks.
@@ -347,8 +363,11 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
     **Raises:**
 
     `ValueError` for axes that are out of range or repeated, a model without parameters,
-    an unknown `method`, and inputs that do not match each other. `TypeError`
-    for settings of the wrong type. Errors of the model are passed on.
+    an unknown `method`, and inputs that do not match each other; for a `metric` of
+    other parameters, with negative entries or NaN, that is singular or not symmetric if
+    it is a dense matrix, or too large for one, and for `"ntk_vector_products"` with a
+    `metric`. `TypeError` for settings of the wrong type. Errors of the model are passed
+    on. If the values of a `metric` are traced, wrong ones give NaN.
 
     **Inputs and keys:** without `x2` (or if it is `x1` itself), the kernel is exactly
     symmetric and only about half of the blocks are computed. A `key` is split
@@ -389,6 +408,19 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
 
         ```
 
+        The variances of the predictions of a Laplace approximation, averaged over the
+        outputs:
+
+        ```python
+        >>> factors = eqxbatch.filter_kfac(
+        ...     lambda model, x: model(x), lambda out, x: jnp.sum(out**2) / 2
+        ... )(model, x)
+        >>> covariance = factors.operator(damping=0.1, factored=True).inverse()
+        >>> eqxbatch.EmpiricalNTK(model, metric=covariance).diagonal(x).shape
+        (5,)
+
+        ```
+
     ??? cite
 
         The kernel is due to [Jacot, Gabriel and Hongler,
@@ -420,6 +452,26 @@ class EmpiricalNTK(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
         """
         model = _model_of(self, "ntk", (x1, x2, key, kwargs))
         return _in_one_program(self, model, eqx.Partial(kernel_product, v))
+
+    def features(
+        self, x: _Inputs, *, key: Keys = None, **kwargs: Any
+    ) -> PyTree[Inexact[Array, "n ..."]]:
+        """The gradients of the outputs of each example, in coordinates of the `metric`.
+
+        The product of those of two examples, along the last axis, is the untraced
+        kernel: of shape `(n, dim)` for a scalar model and a [`eqxbatch.Projection`][],
+        and `(n, *output, dim)` for others. Later kernels are one product, such as
+        `features(x1) @ features(x2).T`. Raises `ValueError` without a `metric`, for
+        complex outputs, and with `in_axes=None`.
+        """
+        if self.metric is None:
+            raise ValueError(
+                "`features` needs a `metric`, as there are as many of them as "
+                "parameters without one. Pass `metric=eqxbatch.Projection(dim, key)`."
+            )
+        self.check_is_batched()
+        model = _model_of(self, "ntk", (x, None, key, kwargs))
+        return _in_one_program(self, model, features)
 
     def untraced_operator(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
@@ -477,7 +529,7 @@ class EmpiricalNNGP(AbstractEstimator, AbstractStored):
 
 
 @checked_constructor
-class EmpiricalKernel(AbstractEstimator, AbstractJacobianKernel, AbstractStored):
+class EmpiricalKernel(AbstractEstimator, AbstractMetricKernel, AbstractStored):
     """NTK and NNGP of a model, from one pass over the examples.
 
     It is called like an [`eqxbatch.EmpiricalNTK`][], with an additional argument `get`
@@ -488,8 +540,8 @@ class EmpiricalKernel(AbstractEstimator, AbstractJacobianKernel, AbstractStored)
     **Arguments:**
 
     - `model`, `trace_axes`, `diagonal_axes`, `in_axes`, `out_axes`, `kwargs_axes`,
-        `method`, `block_size`, `where`, `filter_spec`, `store`, `mesh`, `mesh_axis`,
-        `reduce`, `progress`: as for [`eqxbatch.EmpiricalNTK`][].
+        `method`, `block_size`, `where`, `filter_spec`, `metric` (of the NTK), `store`,
+        `mesh`, `mesh_axis`, `reduce`, `progress`: as for [`eqxbatch.EmpiricalNTK`][].
 
     !!! example
 

@@ -41,6 +41,7 @@ from .._sites.factors import Factor, Factors, gradients
 from .._sites.gram import cancels, gram_terms, grams, has_gram, OfLeaf
 from .._sites.site import leaf_site, positions
 from .._sites.trace import Program
+from .metric import factors_in_metric, in_metric, Metric
 from .output_axes import Mirror, OutputAxes
 from .traced_model import Name, TracedModel
 
@@ -132,29 +133,33 @@ class ExampleFactors:
         are_all: bool = False,
         use_rules: bool = True,
         formed: Collection[int] = (),
+        metric: Metric | None = None,
     ):
         """Makes the program of a function of leaves and an example.
 
         `num_outputs` is the number of all outputs; with `keeps_values`, they are kept,
         too. `side` is the one whose directions are pulled back. Of the `rows`, only
         types matter. `are_all` says whether all examples are processed at once, not in
-        blocks. `use_rules` and `formed` are as for `Program`.
+        blocks. `use_rules` and `formed` are as for `Program`. With a `metric`,
+        Jacobians are kept as its coordinates.
         """
         program = Program(
             traced, use_rules=use_rules, formed=formed, num_outputs=num_outputs
         )
-        self.program, self.outputs = program, outputs
-        self.kept = [program for _ in outputs]
+        self.program = program if metric is None else in_metric(program, metric)
+        self.outputs = outputs
+        self.kept = [self.program for _ in outputs]
         self._rows, self._are_all = rows, are_all
         self._num_values = num_outputs if keeps_values else 0
 
         def run(operands: list, rows: list) -> tuple[list, list, list[list], list]:
             leaves, cotangents = operands
             outs, a, pullback = program.linearize(leaves, rows, num_outputs)
-            pulled = []
+            pulled, leads = [], []
             for output, directions in safe_zip(outputs, cotangents):
                 num = len(output.directions(0))
                 lead, shape = directions.shape[:num], directions.shape[num:]
+                leads.append(lead)
 
                 def pull(direction: Array, index: int = output.index) -> list:
                     zeros = [jnp.zeros_like(out) for out in outs]
@@ -168,7 +173,14 @@ class ExampleFactors:
                 else:
                     found = jax.vmap(pull)(each)
                 pulled.append([d.reshape(*lead, *d.shape[1:]) for d in found])
-            return outs, a, pulled, program.values(leaves)
+            values = program.values(leaves)
+            if metric is None:
+                return outs, a, pulled, values
+            both = [
+                factors_in_metric(program, metric, a, d, lead, values)
+                for d, lead in safe_zip(pulled, leads)
+            ]
+            return outs, both[0][0], [d for _, d in both], []
 
         operands = [traced.leaves, [output.cotangents(side) for output in outputs]]
         self._run = TracedFunction(run, operands, rows.arrays, rows.axes)
@@ -266,6 +278,43 @@ class ExampleFactors:
             output.directions(side),
             values=_arrays(kept.of_views),
         )
+
+
+def features(
+    model: TracedModel, sizes: Sizes, _: int
+) -> PyTree[Inexact[Array, "n ..."]]:
+    """The coordinates of the gradients of all examples, in the metric of the model."""
+    outputs = model.axes
+    if any(output.is_complex for output in outputs):
+        raise ValueError(
+            "`features` are coordinates of real gradients, but the model returns "
+            "complex numbers. Return their real and imaginary parts."
+        )
+    side = ExampleFactors(
+        model.programs[0],
+        model.rows[0],
+        outputs,
+        num_outputs=len(outputs),
+        metric=model.request.metric,
+    )
+    num_leaves, first = len(side.program.leaves), len(side.program.perturbations)
+    side.form([range(num_leaves) for _ in outputs])
+
+    def of_rows(arrays: list, num: int) -> list[Array]:
+        results, kept = [], side.of(arrays)
+        for output, found in safe_zip(outputs, kept.cotangents):
+            lead = [output.sizes[label] for label in output.directions(0)]
+            whole = []
+            for factor in (found[first + leaf] for leaf in range(num_leaves)):
+                x = factor.array if factor.has_examples else factor.array[None]
+                size = math.prod(x.shape[1 + len(lead) :])
+                x = x.reshape(x.shape[0], *lead, size)
+                whole.append(jnp.broadcast_to(x, (num, *lead, size)))
+            results.append(jnp.concatenate(whole, axis=-1))
+        return results
+
+    rows, size = model.rows[0], model.grid(sizes).sizes[0]
+    return model.programs[0].output(accumulated(of_rows, rows, size, Concat()))
 
 
 def _of_leaf(program: Program, factors: Factors, leaf: int) -> OfLeaf:
@@ -660,6 +709,7 @@ def choose_pairing(
             num_outputs=len(model.axes),
             side=position,
             keeps_values=bool(values),
+            metric=model.request.metric,
             **settings,
         )
 
@@ -682,7 +732,8 @@ def choose_pairing(
         for side in made.values():
             side.form(formed)
         pairing = Sites(*of_model, sides)
-        if method != "auto" or any(axes.probes is not None for axes in ntk):
+        is_only = method != "auto" or model.request.metric is not None
+        if is_only or any(axes.probes is not None for axes in ntk):
             return pairing
         cost_of_products = _cost_of_products(sides[0].program, ntk, grid)
         is_by_sites = (

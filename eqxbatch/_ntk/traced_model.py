@@ -29,6 +29,7 @@ from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
 from .._kernels.function import Side
 from .._kernels.kernel import BlockSize, check_block_size, Grid, Sizes
+from .metric import Metric
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
 
 
@@ -127,6 +128,20 @@ class AbstractJacobianKernel(AbstractParameterKernel):
     )
 
 
+class AbstractMetricKernel(AbstractJacobianKernel):
+    """A kernel of Jacobians in a metric of the parameters."""
+
+    _: dataclasses.KW_ONLY
+    metric: Any = None
+
+    def __check_init__(self) -> None:
+        if self.metric is not None and self.method == "ntk_vector_products":
+            raise ValueError(
+                "`method='ntk_vector_products'` has no `metric`, as it pushes "
+                "Jacobians through the model. Use 'auto' or 'sites'."
+            )
+
+
 # The requested kernels.
 Get = str | Sequence[str] | None
 
@@ -175,6 +190,7 @@ class Request(eqx.Module):
     - `traces_last`: whether the last axis is traced if an output has one besides the
         batch.
     - `num_probes`: how many directions traced axes are projected on, if they are.
+    - `metric`: that of the parameters; None for the identity.
     """
 
     selection: Selection | None
@@ -184,6 +200,7 @@ class Request(eqx.Module):
     out_axes: PyTree
     method: KernelMethod = eqx.field(static=True)
     num_probes: int | None = eqx.field(static=True)
+    metric: Metric | None
 
 
 class TracedModel(eqx.Module):
@@ -342,7 +359,7 @@ class TracedModel(eqx.Module):
         """As those of a kernel."""
         return {
             "inputs": (self._sides, self.shared),
-            "kernel_fn": (self.model, self.key),
+            "kernel_fn": (self.model, self.key, self.request.metric),
         }
 
     @property
@@ -494,6 +511,9 @@ def _real_product(
     if model.axes[0].is_complex:
         # As in `pairings.kernel`: a complex parameter counts as two real ones.
         tangents = [x / 2 if jnp.iscomplexobj(x) else x for x in tangents]
+    if model.request.metric is not None:
+        products = model.request.metric.product(tangents)
+        tangents = [x.astype(y.dtype) for x, y in safe_zip(products, tangents)]
     derivative = derivative_of_program("the model", model.programs[0])
     if derivative == "rows":
         raise TypeError(

@@ -161,6 +161,18 @@ class Program:
         other._add_leaves(leaves)
         return other
 
+    def with_factors(
+        self, leaves: list, sites: list[Site], perturbations: list, operands: list
+    ) -> "Program":
+        """Other leaves and sites, with factors that are made of those of this program.
+
+        Do not run it.
+        """
+        other = self.with_jacobians([])
+        other.leaves, other.sites, other.nodes = leaves, sites, []
+        other.perturbations, other.operands = perturbations, operands
+        return other
+
     def values(self, leaves: list | None = None) -> list:
         """The values that views of sites read, besides their leaf, at some `leaves`.
 

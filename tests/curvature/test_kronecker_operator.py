@@ -216,3 +216,27 @@ def test_rounding_is_that_of_each_factor():
 def layout_leaves(block):
     rng = np.random.default_rng(0)
     return [jax.device_put(rng.normal(size=shape)) for shape in block.part.shapes]
+
+
+def test_damping_of_both_factors_and_relative_damping():
+    model = drawn(eqx.nn.Linear, 3, 4, use_bias=False, key=jr.key(0))
+    x = normal(jr.key(1), (NUM, 3), float)
+    fun, loss = lambda model, x: model(x), lambda out, x: jnp.sum(jnp.cosh(out))
+    found = filter_kfac(fun, loss)(model, x)
+    (block,) = found.blocks
+    outputs, inputs = (np.asarray(x[0]) for x in (block.outputs, block.inputs))
+    mean = np.trace(outputs) / 4 * np.trace(inputs) / 3
+    for relative, damping in ((False, 0.3), (True, 0.3 * mean)):
+        settings = {"damping": 0.3, "relative": relative}
+        added = np.kron(outputs, inputs) + damping * np.eye(12)
+        close(found.operator(**settings).as_matrix(), added)
+        ratio = np.sqrt(np.trace(inputs) / 3 / (np.trace(outputs) / 4))
+        first = outputs + np.sqrt(damping) / ratio * np.eye(4)
+        second = inputs + np.sqrt(damping) * ratio * np.eye(3)
+        operator = found.operator(**settings, factored=True)
+        close(operator.as_matrix(), np.kron(first, second))
+        close(operator.inverse().as_matrix(), np.linalg.inv(np.kron(first, second)))
+        close(operator.logdet(), np.linalg.slogdet(np.kron(first, second))[1])
+    corrected = filter_kfac(fun, loss, corrected=True)(model, x)
+    with pytest.raises(ValueError, match="`factored=True` adds damping to two factors"):
+        corrected.operator(damping=0.3, factored=True)

@@ -516,6 +516,24 @@ MODELS = [
         "`num_probes` must be at least 1",
     ),
     Case(
+        "Projection",
+        lambda: ntk(metric=eqxbatch.Projection(0, key)),
+        ValueError,
+        "`dim` must be at least 1; got 0",
+    ),
+    Case(
+        "Projection",
+        lambda: ntk(metric=eqxbatch.Projection(3.0, key)),
+        TypeError,
+        "`dim` must be int; got 3.0",
+    ),
+    Case(
+        "Projection",
+        lambda: ntk(metric=eqxbatch.Projection(3, 0)),
+        TypeError,
+        "`key` must be Key.* got 0",
+    ),
+    Case(
         "KernelEstimate",
         lambda: probed(num_probes=2, key=key, trace_axes=())(x),
         ValueError,

@@ -1,0 +1,198 @@
+"""Kernels in a metric: influence functions and variances of Laplace approximations.
+
+Peers are what others do with Kronecker factors, written in JAX: Jacobians that are
+contracted with the blocks, and gradients of examples that meet preconditioned ones.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+
+from eqxbatch import EmpiricalNTK, filter_kfac
+from .harness import Bar, bars_of, Case, measure, OURS, results
+
+
+NAME = "metric"
+KEY = jr.key(0)
+PLAIN = "`EmpiricalNTK` without a metric"
+DENSE = "Jacobians contracted with dense blocks"
+GRADIENTS = "a gradient at a time, with preconditioned queries"
+
+
+class Loss(eqx.Module):
+    """The cross entropy of one example."""
+
+    model: Callable
+
+    def __call__(self, pair: Any) -> jax.Array:
+        x, label = pair
+        return -jax.nn.log_softmax(self.model(x))[label]
+
+
+class CNN(eqx.Module):
+    """Two convolutions and a linear layer, without biases."""
+
+    convs: list[eqx.nn.Conv2d]
+    last: eqx.nn.Linear
+
+    def __init__(self, key: Any):
+        keys = jr.split(key, 3)
+        self.convs = [
+            eqx.nn.Conv2d(num, out, 3, padding=1, use_bias=False, key=key)
+            for num, out, key in ((1, 8, keys[0]), (8, 16, keys[1]))
+        ]
+        self.last = eqx.nn.Linear(16, 10, use_bias=False, key=keys[2])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for conv in self.convs:
+            x = jax.nn.relu(conv(x))
+        return self.last(x.mean((1, 2)))
+
+
+def covariance(model: Any, x: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
+    """Kronecker factors, and the inverse of their operator."""
+    call = filter_kfac(
+        lambda model, x, label: model(x),
+        lambda logits, x, label: -jax.nn.log_softmax(logits)[label],
+        microbatch_size=100,
+    )
+    factors = call(model, x, labels)
+    return factors, factors.operator(damping=1e-3, factored=True).inverse()
+
+
+def dense_layers(width: int) -> tuple[Any, Any, Any]:
+    """An MLP for images of digits, the images, and labels."""
+    model = eqx.nn.MLP(64, 10, width, 3, key=KEY)
+    x = jr.normal(KEY, (1797, 64))
+    return model, x, jr.randint(KEY, (1797,), 0, 10)
+
+
+def plain(num: int, block: int, width: int) -> Case:
+    model, x, labels = dense_layers(width)
+    _, metric = covariance(model, x[:200], labels[:200])
+    ways = {
+        OURS: lambda model, metric, x: EmpiricalNTK(
+            model, metric=metric, block_size=block
+        )(x),
+        PLAIN: lambda model, metric, x: EmpiricalNTK(model, block_size=block)(x),
+    }
+    arrays, static = eqx.partition(model, eqx.is_array)
+    return Case(
+        "plain",
+        f"kernel of {num} examples by {block}, MLP",
+        {name: with_static(way, static) for name, way in ways.items()},
+        (arrays, metric, x[:num]),
+        unbounded=(),
+        best_memory=None,
+        best_time=None,
+        limits={PLAIN: 1.2},
+    )
+
+
+def with_static(way: Callable, static: Any) -> Callable:
+    return lambda arrays, *args: way(eqx.combine(arrays, static), *args)
+
+
+def variances(num: int) -> Case:
+    model = CNN(KEY)
+    x = jr.normal(KEY, (num, 1, 16, 16))
+    labels = jr.randint(KEY, (num,), 0, 10)
+    _, metric = covariance(model, x[:200], labels[:200])
+    arrays, static = eqx.partition(model, eqx.is_array)
+    # The dense blocks, in the order of the layers.
+    weights = jax.tree.leaves(arrays)
+    ends = np.cumsum([0, *(w.size for w in weights)])
+    whole = np.asarray(metric.as_matrix())
+    blocks = [jnp.asarray(whole[i:j, i:j]) for i, j in itertools.pairwise(ends)]
+
+    def ours(model: Any, metric: Any, blocks: Any, x: jax.Array) -> jax.Array:
+        kernel = EmpiricalNTK(model, metric=metric, trace_axes=(), block_size=50)
+        return kernel.diagonal(x)
+
+    def dense(model: Any, metric: Any, blocks: Any, x: jax.Array) -> jax.Array:
+        arrays, static = eqx.partition(model, eqx.is_array)
+
+        def one(x: jax.Array) -> jax.Array:
+            jac = jax.jacrev(lambda arrays: eqx.combine(arrays, static)(x))(arrays)
+            flat = [j.reshape(10, -1) for j in jax.tree.leaves(jac)]
+            return sum(j @ block @ j.T for j, block in zip(flat, blocks, strict=True))
+
+        return jax.lax.map(one, x, batch_size=50)
+
+    ways = {OURS: ours, DENSE: dense}
+    return Case(
+        "variances",
+        f"covariances of predictions for {num} images, CNN",
+        {name: with_static(way, static) for name, way in ways.items()},
+        (arrays, metric, blocks, x),
+        unbounded=(),
+        best_memory=1.0,
+        best_time=0.2,
+    )
+
+
+def influence(num: int, queries: int, width: int) -> Case:
+    model, x, labels = dense_layers(width)
+    _, metric = covariance(model, x[:200], labels[:200])
+    arrays, static = eqx.partition(model, eqx.is_array)
+    train, test = (x[:num], labels[:num]), (x[-queries:], labels[-queries:])
+
+    def ours(model: Any, metric: Any, test: Any, train: Any) -> jax.Array:
+        kernel = EmpiricalNTK(Loss(model), metric=metric, block_size=(queries, 200))
+        return kernel(test, train)
+
+    def gradients(model: Any, metric: Any, test: Any, train: Any) -> jax.Array:
+        arrays, static = eqx.partition(model, eqx.is_array)
+        of_pair = lambda pair: jax.grad(
+            lambda arrays: Loss(eqx.combine(arrays, static))(pair)
+        )(arrays)
+        parameters = lambda pair: eqx.filter(
+            eqx.combine(of_pair(pair), static), eqx.is_inexact_array
+        )
+        turned = jax.lax.map(lambda pair: metric.mv(parameters(pair)), test)
+
+        def row(pair: Any) -> jax.Array:
+            pairs = zip(*map(jax.tree.leaves, (turned, parameters(pair))), strict=True)
+            return sum(jnp.tensordot(q, g, g.ndim) for q, g in pairs)
+
+        return jax.lax.map(row, train, batch_size=50).T
+
+    ways = {OURS: ours, GRADIENTS: gradients}
+    return Case(
+        "influence",
+        f"influence of {num} examples on {queries} queries, MLP",
+        {name: with_static(way, static) for name, way in ways.items()},
+        (arrays, metric, test, train),
+        unbounded=(),
+        best_memory=None,
+        best_time=0.2,
+    )
+
+
+def error(case: Case) -> Bar:
+    """How far ours is from the peer, in float32."""
+    found, peer = (jax.jit(case.ways[way])(*case.args) for way in (OURS, GRADIENTS))
+    value = jnp.max(jnp.abs(found - peer)) / jnp.max(jnp.abs(peer))
+    return Bar(f"{case.name}: error, of the largest entry", float(value), 1e-5)
+
+
+def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
+    """The figures as JSON, the table for the docs, and the bars."""
+    cases = [
+        plain(64, 16, 64) if quick else plain(512, 64, 512),
+        variances(50 if quick else 1_000),
+        influence(64, 8, 64) if quick else influence(1_797, 100, 256),
+    ]
+    bars = [error(cases[-1])]
+    measured = []
+    for one in cases:
+        rows = measure(one, rounds=3 if quick else 9)
+        measured.append((one, rows))
+        bars += bars_of(one, rows)
+    return *results(measured, bars), bars

@@ -1,0 +1,504 @@
+"""Metrics of kernels: `J1 M J2^T` is a product of coordinates in which `M` is 1.
+
+A metric is `R R^T`, and the coordinates of a gradient `g` are `R^T g`. Each part of a
+metric has its own leaves.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jaxtyping import Array, Inexact, Key, PyTree, UInt32
+
+from .._base.checks import as_jax, check_at_least, check_fields
+from .._base.dtypes import common_dtype, widened
+from .._base.platforms import exact_products
+from .._base.trees import difference, safe_zip, shown
+from .._curvature.kfac import flat_use, product_in_basis, rotated, VECTOR
+from .._curvature.pytree import joined, Unravel
+from .._sites.factors import Factors, gradients
+from .._sites.kronecker import AxisRoles, is_part_of, Layout, Part, parts_of, uses_of
+from .._sites.rules import Rule
+from .._sites.shared import leaf_view
+from .._sites.site import leaf_site, Site
+from .._sites.trace import Program
+
+
+# The largest number of parameters of a metric that is a dense matrix.
+_LARGEST = 8192
+
+
+_KINDS = (
+    "`metric` must be a PyTree of non-negative arrays like the parameters, a "
+    "`KroneckerOperator`, a `Projection`, a matrix over all parameters, or another "
+    "lineax operator over them"
+)
+
+
+class ProductBasis(eqx.Module):
+    """Coordinates of outer products, from those of operands and cotangents.
+
+    - `part`: the axes of the weight, and its bias if there is one.
+    - `outputs`, `inputs`: a matrix for each, whose columns are directions.
+    - `values`: factors of the coordinates of the product; None for one.
+    """
+
+    part: Part = eqx.field(static=True)
+    outputs: Inexact[Array, "batch outputs rows"]
+    inputs: Inexact[Array, "batch inputs columns"]
+    values: Inexact[Array, "batch rows columns"] | None = None
+
+    def pairs(
+        self, uses: list[AxisRoles], factors: Factors
+    ) -> list[tuple[Array | None, Array]]:
+        """Operand and cotangent in the coordinates, for each use or for their sum."""
+        layout, bases = self.part.layout, (self.outputs, self.inputs)
+        assert layout is not None
+        flat = [flat_use(use, factors, layout) for use in uses]
+        if self.values is None:
+            return [rotated(use, layout, bases) for use in flat]
+        products = (product_in_basis(use, layout, bases) for use in flat)
+        total = functools.reduce(jnp.add, products)
+        return [(None, total * self.values.astype(total.dtype)[None, None])]
+
+
+class MetricPart(eqx.Module):
+    """A block of a metric.
+
+    - `leaves`: the indices of its parameters.
+    - `coordinates`: a linear function of their gradients for one output.
+    - `basis`: the same for outer products of operands and cotangents, if it is known.
+    """
+
+    leaves: tuple[int, ...] = eqx.field(static=True)
+    coordinates: Callable[[list[Array]], Inexact[Array, "..."]]
+    basis: "ProductBasis | Projection | None" = None
+
+    def uses(self, program: Program) -> list[AxisRoles]:
+        """The sites where gradients are outer products for this basis."""
+        if not isinstance(self.basis, ProductBasis):
+            return []
+        part = self.basis.part
+        return uses_of(program, part) if is_part_of(program, part) else []
+
+
+class Projection(eqx.Module):
+    """A random projection of gradients, as a `metric` of [`eqxbatch.EmpiricalNTK`][].
+
+    Each gradient becomes `dim` numbers, whose inner products estimate those of the
+    gradients without bias. An entry of a matrix is multiplied by a random sign for its
+    row and one for its column, so that for layers, the projection is one of inputs and
+    one of output cotangents: no gradient is formed, and no large random matrix. The
+    other axes of a weight count as one. The variance falls as `1 / dim`.
+
+    **Arguments:**
+
+    - `dim`: the number of random directions, at least 1.
+    - `key`: the random key. The same key has the same directions for all examples.
+
+    Raises `ValueError` for a `dim` below 1.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(2, "scalar", 32, 2, key=jax.random.key(0))
+        >>> sketch = eqxbatch.Projection(256, jax.random.key(1))
+        >>> eqxbatch.EmpiricalNTK(model, metric=sketch)(jnp.ones((5, 2))).shape
+        (5, 5)
+
+        ```
+
+    ??? cite
+
+        Projected gradients as features of examples are those of Park et al., "TRAK:
+        attributing model behavior at scale",
+        [arXiv:2303.14186](https://arxiv.org/abs/2303.14186), and projections of the
+        two factors of a layer those of Choe et al., "What is your data worth to GPT?",
+        [arXiv:2405.13954](https://arxiv.org/abs/2405.13954). Random directions that
+        are products are due to Rakhshan and Rabusseau, "Tensorized random
+        projections", [arXiv:2003.05101](https://arxiv.org/abs/2003.05101).
+    """
+
+    dim: int = eqx.field(static=True)
+    key: Key[Array, ""] | UInt32[Array, "2"]
+
+    def __check_init__(self) -> None:
+        check_fields(self)
+        check_at_least("dim", self.dim, 1)
+
+    def signs(self, leaf: int, struct: Any) -> list[Array]:
+        """Random signs for the first axis of a leaf, and for all others together.
+
+        The latter are missing for a vector.
+        """
+        first, *rest = struct.shape or (1,)
+        sizes = [first, math.prod(rest)] if rest else [first]
+        keys = jr.split(jr.fold_in(self.key, leaf), 2)
+        dtype = widened(jnp.zeros((), struct.dtype)).dtype
+        pairs = zip(keys, sizes, strict=False)
+        return [jr.rademacher(key, (size, self.dim), dtype) for key, size in pairs]
+
+    def coordinates(
+        self, structs: Sequence[jax.ShapeDtypeStruct], gradients: list[Array]
+    ) -> Inexact[Array, " dim"]:
+        """The coordinates of the gradients for one output."""
+        parts = (
+            self.of_gradient(leaf, struct, x[None])[0]
+            for leaf, (struct, x) in enumerate(safe_zip(structs, gradients))
+        )
+        return functools.reduce(jnp.add, parts) / math.sqrt(self.dim)
+
+    def of_gradient(
+        self, leaf: int, struct: Any, x: Inexact[Array, "vectors ..."]
+    ) -> Inexact[Array, "vectors dim"]:
+        """What a leaf adds, before scaling, from its gradients for several outputs."""
+        signs = self.signs(leaf, struct)
+        wide = widened(x).reshape(x.shape[0], *(y.shape[0] for y in signs))
+        if len(signs) == 1:
+            return wide @ signs[0]
+        return jnp.einsum("vab,aj,bj->vj", wide, *signs)
+
+    def of_product(
+        self, part: Part, uses: list[AxisRoles], factors: Factors
+    ) -> Inexact[Array, "vectors dim"] | None:
+        """The same from the factors of one example.
+
+        None if rows and columns of the leaf are not those of the factors.
+        """
+        if part.layout is None:
+            return None
+        (leaf,), (shape,) = part.leaves, part.shapes
+        struct = jax.ShapeDtypeStruct(shape, jnp.result_type(float))
+        sides = _signs_of_sides(part.layout, self.signs(leaf, struct))
+        if sides is None:
+            return None
+        total: Any = 0
+        for use in uses:
+            flat = flat_use(use, factors, part.layout)
+            out, into = sides[::-1] if use.is_swapped else sides
+            d = jnp.einsum("nvpbo,boj->vpbj", flat.d, out.astype(flat.d.dtype))
+            if flat.tokens is not None:
+                rows = jnp.take(into, flat.tokens[0], 1, mode="fill", fill_value=0)
+                a = jnp.swapaxes(rows, 0, 1)
+            else:
+                assert flat.a is not None
+                a = jnp.einsum("npbi,bij->pbj", flat.a, into.astype(flat.a.dtype))
+            total += jnp.einsum("pbj,vpbj->vj", a.astype(d.dtype), d)
+        return total
+
+
+def _signs_of_sides(layout: Layout, signs: list[Array]) -> tuple[Array, Array] | None:
+    """Signs of shape `(batch, entries, dim)` for outputs and inputs.
+
+    None if one of them is not a product of signs for its entries.
+    """
+    # The pieces of the first axis of the leaf.
+    num = next(
+        num
+        for num in range(1, len(layout.shape) + 1)
+        if math.prod(layout.shape[:num]) == layout.leaf_shape[0]
+    )
+    axes = range(num), range(num, len(layout.shape))
+    size = layout.size
+    sides: list[Array] = []
+    taken: list[int] = []
+    for group in (layout.outputs, layout.inputs):
+        which = [i for i in (0, 1) if all(axis in axes[i] for axis in group)]
+        if len(which) != 1 or len(signs) != 2 or which[0] in taken:
+            return None
+        taken += which
+        pieces = axes[which[0]]
+        batch = tuple(axis for axis in layout.batch if axis in pieces)
+        if size(batch) not in (1, size(layout.batch)):
+            return None
+        rest = tuple(axis for axis in pieces if axis not in (*batch, *group))
+        x = signs[which[0]]
+        x = x.reshape(*(layout.shape[axis] for axis in pieces), x.shape[-1])
+        order = [pieces.index(axis) for axis in (*rest, *batch, *group)]
+        x = jnp.transpose(x, (*order, len(order)))
+        x = x.reshape(size(batch), size(group), x.shape[-1])
+        sides.append(jnp.broadcast_to(x, (size(layout.batch), *x.shape[1:])))
+    return sides[0], sides[1]
+
+
+class Metric(eqx.Module):
+    """A positive semidefinite matrix over the parameters of a model."""
+
+    parts: tuple[MetricPart, ...]
+    unravel: Unravel
+
+    def product(self, leaves: Sequence[Array]) -> list[Array]:
+        """The matrix times a vector of parameters."""
+        results = [*leaves]
+        for part in self.parts:
+            chosen = [leaves[i] for i in part.leaves]
+            coordinates, pullback = jax.vjp(part.coordinates, chosen)
+            (products,) = pullback(coordinates)
+            for i, x in safe_zip(part.leaves, products):
+                results[i] = x
+        return results
+
+
+def factors_in_metric(
+    program: Program,
+    metric: Metric,
+    operands: list[Array],
+    cotangents: list[Array],
+    lead: tuple[int, ...],
+    values: list,
+) -> tuple[list[Array], list[Array]]:
+    """Operands and cotangents of one example in the coordinates of a metric.
+
+    Cotangents have axes of the sizes `lead` first, those of outputs.
+    """
+    pairs = [
+        pair
+        for part in metric.parts
+        for pair in _pairs(program, part, operands, cotangents, lead, values)
+    ]
+    return [a for a, _ in pairs if a is not None], [d for _, d in pairs]
+
+
+def _pairs(
+    program: Program,
+    part: MetricPart,
+    operands: list[Array],
+    cotangents: list[Array],
+    lead: tuple[int, ...],
+    values: list,
+) -> list[tuple[Array | None, Array]]:
+    """Operand and cotangent of each site of a part."""
+    num, vectors = len(lead), math.prod(lead)
+    flat = [x.reshape(1, vectors, *x.shape[num:]) for x in cotangents]
+    factors = Factors([x[None] for x in operands], flat, (VECTOR,), 1, values)
+
+    def jacobian(leaf: int) -> Array:
+        sites, struct = program.sites_of(leaf), program.leaves[leaf]
+        if not sites:
+            return jnp.zeros((vectors, *struct.shape), struct.dtype)
+        return gradients(sites, factors, struct)[0]
+
+    with exact_products():
+        if isinstance(part.basis, Projection):
+            total = _projected(program, part.basis, factors, jacobian)
+            return [(None, total.reshape(*lead, part.basis.dim))]
+        if not (uses := part.uses(program)):
+            jacobians = [jacobian(leaf) for leaf in part.leaves]
+            coordinates = jax.vmap(part.coordinates)(jacobians)
+            return [(None, coordinates.reshape(*lead, *coordinates.shape[1:]))]
+        assert isinstance(part.basis, ProductBasis)
+        return [
+            (None if a is None else a[0], d.reshape(*lead, *d.shape[2:]))
+            for a, d in part.basis.pairs(uses, factors)
+        ]
+
+
+def _projected(
+    program: Program,
+    projection: Projection,
+    factors: Factors,
+    jacobian: Callable[[int], Array],
+) -> Inexact[Array, "vectors dim"]:
+    """The coordinates of the gradients for each output, without them if possible."""
+    results = []
+    for part in parts_of(program, [(i,) for i, _ in enumerate(program.leaves)]):
+        (leaf,) = part.leaves
+        uses = [] if part.layout is None else uses_of(program, part)
+        found = projection.of_product(part, uses, factors)
+        if found is None:
+            struct = program.leaves[leaf]
+            found = projection.of_gradient(leaf, struct, jacobian(leaf))
+        results.append(found)
+    dtype = common_dtype(*(x.dtype for x in results))
+    total = functools.reduce(jnp.add, (x.astype(dtype) for x in results))
+    return total / math.sqrt(projection.dim)
+
+
+def in_metric(program: Program, metric: Metric) -> Program:
+    """A program with the leaves and sites that `factors_in_metric` has factors of."""
+    leaves: list = []
+    sites: list[Site] = []
+    operands: list = []
+    cotangents: list = []
+    structs = program.operands, program.perturbations, program.value_structs()
+    for number, part in enumerate(metric.parts):
+
+        def run(operands: list, cotangents: list, values: list) -> list:
+            return _pairs(program, part, operands, cotangents, (), values)
+
+        pairs = jax.eval_shape(run, *structs)
+        uses = part.uses(program)
+        a, d = pairs[0]
+        if a is None:
+            leaves.append(d)
+            sites.append(leaf_site(number, d, len(cotangents)))
+            cotangents.append(d)
+            continue
+        sides = (a, d) if uses[0].is_swapped else (d, a)
+        rows, columns = (x.shape[-1] for x in sides)
+        leaves.append(jax.ShapeDtypeStruct((a.shape[-2], rows, columns), d.dtype))
+        for use, (a, d) in safe_zip(uses, pairs):
+            rule = _product_rule(a.shape[0], leaves[-1].shape, use.is_swapped)
+            view = leaf_view(number, leaves[-1])
+            sites.append(Site(view, rule, len(cotangents), len(operands), False))
+            operands.append(a)
+            cotangents.append(d)
+    return program.with_factors(leaves, sites, cotangents, operands)
+
+
+def _product_rule(num: int, shape: tuple[int, ...], is_swapped: bool) -> Rule:
+    """A batch of matrices that meets an operand at several positions."""
+    axes = ("batch", "rows", "columns")
+    sides = ("position", "batch", "columns"), ("position", "batch", "rows")
+    of_a, of_d = sides[::-1] if is_swapped else sides
+    sizes = {"position": num, **dict(safe_zip(axes, shape))}
+    names = {"position": "p", "batch": "b", "rows": "r", "columns": "c"}
+    letters = lambda axes: "".join(names[axis] for axis in axes)
+    equation = f"{letters(of_a)},{letters(axes)}->{letters(of_d)}"
+    op = functools.partial(jnp.einsum, equation)
+    return Rule("metric", op, None, of_a, of_d, axes, sizes, key=f"{sizes}{is_swapped}")
+
+
+def metric_of(metric: Any, parameters: PyTree) -> Metric:
+    """The metric of the parameters of a model, from what the user gives."""
+    unravel = Unravel(parameters)
+    structs = unravel.structs
+    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in structs):
+        raise ValueError(
+            "`metric` is for real parameters, but some are complex. Leave them out "
+            "with `where` or `filter_spec`."
+        )
+    # Whoever has such an operator has imported lineax.
+    if "lineax" in sys.modules:
+        import lineax
+
+        from .._curvature.operators import KroneckerOperator
+
+        if isinstance(metric, lineax.AbstractLinearOperator):
+            _check_like(metric.in_structure(), parameters)
+            if isinstance(metric, KroneckerOperator):
+                parts = map(_of_spectrum, metric.sqrt().spectra)
+                return Metric(tuple(parts), unravel)
+            _check_size(unravel)
+            metric = metric.as_matrix()
+    if isinstance(metric, Metric):
+        unravel = metric.unravel
+        like = jtu.tree_unflatten(unravel.treedef, unravel.structs)
+        _check_like(like, parameters)
+        return metric
+    if isinstance(metric, Projection):
+        every = tuple(range(len(structs)))
+        coordinates = eqx.Partial(Projection.coordinates, metric, structs)
+        return Metric((MetricPart(every, coordinates, metric),), unravel)
+    num = sum(unravel.sizes)
+    metric = jtu.tree_map(as_jax, metric)
+    is_array = eqx.is_array(metric) and jnp.issubdtype(metric.dtype, jnp.inexact)
+    is_matrix = is_array and metric.shape == (num, num)
+    if is_matrix:
+        _check_size(unravel)
+        every = tuple(range(len(structs)))
+        return Metric((MetricPart(every, _of_matrix(metric)),), unravel)
+    _check_like(metric, parameters)
+    paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(parameters)]
+    parts = [
+        MetricPart((i,), eqx.Partial(_scaled, _root_of_entries(path, x)))
+        for i, (path, x) in enumerate(safe_zip(paths, jtu.tree_leaves(metric)))
+    ]
+    return Metric(tuple(parts), unravel)
+
+
+def _check_like(metric: PyTree, parameters: PyTree) -> None:
+    """Raises unless a metric has the structure of the parameters, or of their part.
+
+    A model may be a field of another that adds a loss.
+    """
+    paths, others = map(_paths_and_shapes, (metric, parameters))
+    if len(paths) == len(others):
+        (path, _), (other, _) = [*paths, ("", ())][0], [*others, ("", ())][0]
+        prefix = other.removesuffix(path)
+        if [(prefix + path, shape) for path, shape in paths] == others:
+            return
+    raise ValueError(
+        f"{_KINDS}; got {shown(metric)} for the parameters {shown(parameters)}. "
+        f"{difference(parameters, metric)} Select the same parameters with `where` and "
+        "`filter_spec`, and take those of the same model."
+    )
+
+
+def _paths_and_shapes(tree: PyTree) -> list[tuple[str, Any]]:
+    """The paths of the leaves, and their shapes; None for no array."""
+    return [
+        (jtu.keystr(path), getattr(x, "shape", None))
+        for path, x in jtu.tree_leaves_with_path(tree)
+    ]
+
+
+def _check_size(unravel: Unravel) -> None:
+    num = sum(unravel.sizes)
+    if num > _LARGEST:
+        raise ValueError(
+            f"A `metric` that is a dense matrix can have {_LARGEST} rows at most, as "
+            f"it is factorised; got {num}. Use Kronecker factors, or the diagonal."
+        )
+
+
+def _check_values(what: str, is_wrong: Array, remedy: str) -> None:
+    """Raises for values that are known; others give NaN."""
+    if not isinstance(is_wrong, Tracer) and bool(is_wrong):
+        raise ValueError(f"`metric` must be {what}. {remedy}")
+
+
+def _root_of_entries(path: str, entries: Array) -> Array:
+    wide = widened(jnp.asarray(entries))
+    remedy = f"See `{path}`. Only such matrices have an inner product."
+    what = "non-negative and finite"
+    _check_values(what, ~jnp.all((wide >= 0) & jnp.isfinite(wide)), remedy)
+    return jnp.sqrt(wide)
+
+
+def _scaled(root: Array, gradients: list[Array]) -> Array:
+    (gradient,) = gradients
+    wide = widened(gradient)
+    return wide * root.astype(wide.dtype)
+
+
+def _of_matrix(matrix: Inexact[Array, "n n"]) -> Callable[[list[Array]], Array]:
+    """The coordinates of all parameters in a metric that is a dense matrix."""
+    wide = widened(matrix)
+    error = jnp.max(jnp.abs(wide - wide.T), initial=0)
+    limit = 100 * float(jnp.finfo(matrix.dtype).eps) * jnp.max(jnp.abs(wide), initial=0)
+    _check_values("symmetric, without NaN", ~(error <= limit), "Pass `(m + m.T) / 2`.")
+    with exact_products():
+        root = jnp.linalg.cholesky(wide)
+    remedy = "Add a multiple of the identity to a matrix that is singular."
+    is_wrong = ~jnp.all(jnp.isfinite(root))
+    _check_values("positive definite if it is a dense matrix", is_wrong, remedy)
+    return eqx.Partial(_times_root, root)
+
+
+def _of_spectrum(spectrum: Any) -> MetricPart:
+    """The coordinates of a block in a metric whose root has this spectrum."""
+    part, coordinates = spectrum.part, eqx.Partial(type(spectrum).product, spectrum)
+    basis = None
+    if spectrum.outputs is not None and spectrum.inputs is not None:
+        if spectrum.factors is None:
+            bases = spectrum.outputs, spectrum.inputs, spectrum.values
+        else:
+            outputs, inputs = (x[:, None] for x in spectrum.factors)
+            bases = spectrum.outputs * outputs, spectrum.inputs * inputs
+        basis = ProductBasis(part, *bases)
+    return MetricPart(part.leaves, coordinates, basis)
+
+
+def _times_root(root: Array, gradients: list[Array]) -> Array:
+    with exact_products():
+        return joined(gradients, root.dtype) @ root

@@ -1,0 +1,321 @@
+"""Kernels in a metric of the parameters, against the dense `J M J^T`."""
+
+import functools
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax
+import numpy as np
+import pytest
+
+from eqxbatch import (
+    EmpiricalKernel,
+    EmpiricalNTK,
+    filter_kfac,
+    KernelOperator,
+    Projection,
+    TopK,
+)
+from ..helpers import assert_same, drawn, integers, normal
+from .models import float64, jacobians, pairs
+
+
+OUTPUTS = 3
+
+
+class Net(eqx.Module):
+    """Weights with and without biases, shared, and arrays that are no weights."""
+
+    conv: eqx.nn.Conv1d
+    shared: eqx.nn.Linear
+    scale: jax.Array
+    last: eqx.nn.Linear
+    unused: jax.Array
+    name: str = eqx.field(static=True, default="net")
+
+    def __init__(self, key):
+        keys = jr.split(key, 3)
+        self.conv = drawn(eqx.nn.Conv1d, 2, 4, 3, padding=1, key=keys[0])
+        self.shared = drawn(eqx.nn.Linear, 4, 4, key=keys[1])
+        self.scale = normal(keys[2], (4,), float)
+        self.last = drawn(eqx.nn.Linear, 4, OUTPUTS, use_bias=False, key=keys[2])
+        self.unused = jax.device_put(np.ones(2))
+
+    def __call__(self, x):
+        hidden = jnp.tanh(jax.vmap(self.shared)(jnp.tanh(self.conv(x)).T))
+        hidden = jax.vmap(self.shared)(hidden).sum(0) * self.scale
+        return self.last(jnp.tanh(hidden))
+
+
+class Loss(eqx.Module):
+    model: Net
+
+    def __call__(self, x):
+        return jnp.sum(jnp.cosh(self.model(x)))
+
+
+@functools.cache
+def subject():
+    model, x = Net(jr.key(0)), normal(jr.key(1), (7, 2, 5), float)
+    return model, x, np.asarray(jacobians(model, x))
+
+
+@functools.cache
+def factors(corrected):
+    model, x, _ = subject()
+    loss = lambda out, x: jnp.sum(jnp.cosh(out))
+    call = filter_kfac(lambda model, x: model(x), loss, corrected=corrected)
+    return call(model, x)
+
+
+def parameters(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+def diagonal():
+    leaves, treedef = jax.tree.flatten(parameters(subject()[0]))
+    rng = np.random.default_rng(0)
+    entries = [rng.uniform(size=x.shape) * (rng.uniform() < 0.8) for x in leaves]
+    dense = np.diag(np.concatenate([x.ravel() for x in entries]))
+    return jax.tree.unflatten(treedef, entries), dense
+
+
+def matrix():
+    num = subject()[2].shape[-1]
+    root = np.random.default_rng(1).normal(size=(num, num))
+    dense = root @ root.T / num + np.eye(num)
+    return dense, dense
+
+
+def of_operator(corrected=False, is_inverse=True, **settings):
+    operator = factors(corrected).operator(**settings)
+    operator = operator.inverse() if is_inverse else operator
+    return operator, np.asarray(operator.as_matrix())
+
+
+def of_lineax():
+    operator, dense = of_operator(damping=0.1)
+    tags = lineax.positive_semidefinite_tag
+    structure = operator.in_structure()
+    plain = lineax.PyTreeLinearOperator(operator.as_pytree(), structure, tags)
+    return plain, dense
+
+
+METRICS = {
+    "diagonal": diagonal,
+    "matrix": matrix,
+    "lineax": of_lineax,
+    "undamped": functools.partial(of_operator, is_inverse=False),
+    "inverse": functools.partial(of_operator, damping=0.1),
+    "factored": functools.partial(of_operator, damping=0.1, factored=True),
+    "corrected": functools.partial(of_operator, True, damping=0.1),
+}
+
+
+@float64
+@pytest.mark.parametrize("kind", METRICS)
+def test_is_the_dense_product(kind):
+    model, x, jac = subject()
+    metric, dense = METRICS[kind]()
+    other = jax.device_put(np.asarray(x)[:3])
+    right = jac @ dense
+    kernel = EmpiricalNTK(model, trace_axes=(), metric=metric, block_size=3)
+    assert_same(kernel(x, other), pairs(right, jac[:3]))
+    assert_same(kernel.diagonal(x), pairs(right, jac, (), (0,)))
+    both = EmpiricalKernel(model, metric=metric, method="sites")(x)
+    assert_same(both.ntk, pairs(right, jac, (-1,)))
+    assert (np.asarray(both.ntk) == np.asarray(both.ntk).T).all()
+    vector = normal(jr.key(2), (3, OUTPUTS), float)
+    product = kernel.untraced_matvec(x, other, vector)
+    assert_same(product, jax.device_put(pairs_with(right, jac[:3], vector)))
+
+
+def pairs_with(left, right, vector):
+    return np.einsum("aip,bjp,bj->ai", left, right, np.asarray(vector))
+
+
+@float64
+def test_factored_metrics_keep_factors():
+    # Weights keep two factors, so that a pair costs what it does without a metric.
+    metric, _ = METRICS["factored"]()
+    kernel = EmpiricalNTK(subject()[0], metric=metric)
+    bases = {part.leaves: part.basis for part in kernel.metric.parts}
+    products = [x for x in bases.values() if x is not None]
+    assert len(products) == 3
+    assert all(x.values is None for x in products)
+
+
+@float64
+def test_a_loss_around_the_model():
+    model, x, _ = subject()
+    loss = Loss(model)
+    jac = np.asarray(jacobians(loss, x))
+    for kind in ("factored", "diagonal"):
+        metric, dense = METRICS[kind]()
+        kernel = EmpiricalNTK(loss, metric=metric)
+        assert_same(kernel(x), pairs(jac @ dense, jac))
+        top = EmpiricalNTK(loss, metric=metric, block_size=2, reduce=TopK(2))(x)
+        expected = np.sort(np.asarray(pairs(jac @ dense, jac)), axis=1)[:, :-3:-1]
+        assert_same(top.values, jax.device_put(expected))
+        operator = KernelOperator(kernel, x, block_size=3)
+        vector = normal(jr.key(3), (7,), float)
+        assert_same(
+            operator.mv(vector), jax.device_put(expected_product(jac, dense, vector))
+        )
+
+
+def expected_product(jac, dense, vector):
+    return jac @ dense @ (jac.T @ np.asarray(vector))
+
+
+@float64
+def test_selected_parameters_and_derivatives():
+    model, x, _ = subject()
+    where = lambda model: (model.shared, model.last)
+    small = jax.device_put(np.asarray(x)[:2])
+    chosen = eqx.filter(model, eqx.is_inexact_array)
+    chosen = eqx.tree_at(
+        lambda m: (m.conv, m.scale, m.unused), chosen, (None, None, None)
+    )
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**4), where=where)
+    metric = call(model, x).operator(damping=0.1, factored=True).inverse()
+    weights = eqx.filter_jit(metric.as_matrix)()
+
+    @eqx.filter_jit
+    def ours(model, metric):
+        kernel = EmpiricalNTK(model, metric=metric, where=where, trace_axes=())
+        return jnp.sum(jnp.sin(kernel(small)))
+
+    @eqx.filter_jit
+    def dense(model, weights):
+        is_chosen = jax.tree.map(lambda _: True, chosen)
+        spec = eqx.combine(is_chosen, jax.tree.map(lambda _: False, parameters(model)))
+        jac = jacobians(model, small, spec)
+        return jnp.sum(jnp.sin(pairs(jac @ weights, jac)))
+
+    got = eqx.filter_grad(ours)(model, metric)
+    expected = eqx.filter_grad(dense)(model, weights)
+    assert_same(parameters(got), parameters(expected), tol=1e-11)
+
+
+def test_wrong_metrics():
+    model = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0))
+    make = functools.partial(EmpiricalNTK, model)
+    ones = jax.tree.map(np.ones_like, jax.device_get(parameters(model)))
+    with pytest.raises(ValueError, match=r"like the parameters.*of the same model"):
+        make(metric={"weight": np.ones((2, 3), "float32")})
+    with pytest.raises(ValueError, match=r"first difference is at `\.bias`"):
+        make(metric=eqx.tree_at(lambda x: x.bias, ones, np.ones(3, "float32")))
+    for wrong in (-1, np.nan, np.inf):
+        entries = np.array([1, wrong], "float32")
+        with pytest.raises(ValueError, match=r"non-negative and finite. See `\.bias`"):
+            make(metric=eqx.tree_at(lambda x: x.bias, ones, entries))
+    eye = np.eye(8, dtype="float32")
+    with pytest.raises(
+        ValueError, match=r"positive definite.*multiple of the identity"
+    ):
+        make(metric=np.ones_like(eye))
+    with pytest.raises(
+        ValueError, match=r"positive definite.*multiple of the identity"
+    ):
+        make(metric=-eye)
+    with pytest.raises(ValueError, match="symmetric, without NaN"):
+        make(metric=np.triu(np.ones_like(eye)))
+    wide = eqx.nn.Linear(8199, 1, key=jr.key(0))
+    structs = jax.eval_shape(lambda: parameters(wide))
+    with pytest.raises(ValueError, match=r"8192 rows at most.*got 8200"):
+        EmpiricalNTK(wide, metric=lineax.IdentityLinearOperator(structs))
+    waves = eqx.Partial(jnp.multiply, jax.device_put(np.ones(2, "complex64")))
+    with pytest.raises(ValueError, match="real parameters, but some are complex"):
+        EmpiricalNTK(waves, metric=np.eye(2, dtype="float32"))
+    with pytest.raises(ValueError, match=r"no `metric`.*'auto' or 'sites'"):
+        make(metric=ones, method="ntk_vector_products")
+
+
+class Tokens(eqx.Module):
+    """A table, also as a weight; groups; and a weight whose inputs come first."""
+
+    table: jax.Array
+    groups: eqx.nn.Conv1d
+    last: jax.Array
+
+    def __init__(self, key):
+        keys = jr.split(key, 3)
+        self.table = normal(keys[0], (6, 4), float)
+        self.groups = drawn(eqx.nn.Conv1d, 4, 4, 3, groups=2, padding=1, key=keys[1])
+        self.last = normal(keys[2], (4, 1, OUTPUTS), float)
+
+    def __call__(self, tokens):
+        x = self.table[tokens]
+        hidden = jnp.tanh(self.groups(x.T)).sum(1)
+        scores = jnp.tanh(self.table @ hidden)
+        return (hidden @ self.last[:, 0]) * jnp.sum(scores)
+
+
+def projected(projection, model, x):
+    """The features of examples, from their Jacobians."""
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    fun = lambda params, x: eqx.combine(params, static)(x)
+    leaves = jax.tree.leaves(jax.vmap(jax.jacrev(fun), (None, 0))(params, x))
+    total = 0.0
+    for i, (leaf, jac) in enumerate(zip(jax.tree.leaves(params), leaves, strict=True)):
+        signs = projection.signs(i, leaf)
+        jac = jac.reshape(*jac.shape[:2], *(len(y) for y in signs))
+        axes = "ab"[: len(signs)]
+        terms = "".join(f",{axis}j" for axis in axes)
+        total += np.einsum(f"no{axes}{terms}->noj", jac, *signs)
+    return total / np.sqrt(projection.dim)
+
+
+@float64
+@pytest.mark.parametrize("kind", (Net, Tokens))
+def test_projections_are_those_of_gradients(kind):
+    model, projection = kind(jr.key(0)), Projection(8, jr.key(1))
+    x = subject()[1] if kind is Net else integers(jr.key(2), (7, 5), 6)
+    expected = projected(projection, model, x)
+    kernel = EmpiricalNTK(model, metric=projection, trace_axes=(), block_size=3)
+    assert_same(kernel.features(x), jax.device_put(expected))
+    assert_same(kernel(x), pairs(expected, expected))
+
+
+def test_projections_are_unbiased():
+    # For all signs of an outer product of 2 and 3 numbers, and of 2 numbers.
+    rng = np.random.default_rng(0)
+    vectors = [(rng.normal(size=(2, 3)), rng.normal(size=2)) for _ in range(2)]
+    signs = np.array([*itertools.product((-1, 1), repeat=7)])
+    products = [
+        np.einsum("sa,sb,ab->s", signs[:, :2], signs[:, 2:5], weight)
+        + signs[:, 5:] @ bias
+        for weight, bias in vectors
+    ]
+    single = products[0] * products[1]
+    expected = sum(np.sum(x * y) for x, y in zip(*vectors, strict=True))
+    np.testing.assert_allclose(single.mean(), expected)
+
+    dim, num = 4, 400
+
+    @jax.jit
+    @jax.vmap
+    def estimate(key):
+        projection = Projection(dim, key)
+        structs = [jax.ShapeDtypeStruct(x.shape, "float32") for x in vectors[0]]
+        of = lambda pair: projection.coordinates(structs, [*map(jnp.asarray, pair)])
+        return jnp.dot(*(of([y.astype("float32") for y in x]) for x in vectors))
+
+    estimates = np.asarray(estimate(jr.split(jr.key(0), num)))
+    deviation = np.sqrt(single.var() / dim)
+    assert abs(estimates.mean() - expected) < 4 * deviation / np.sqrt(num)
+    assert 0.8 < estimates.std() / deviation < 1.2
+
+
+def test_wrong_features():
+    model, x = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0)), np.ones((4, 3), "float32")
+    with pytest.raises(ValueError, match="`features` needs a `metric`"):
+        EmpiricalNTK(model).features(x)
+    sketch = Projection(4, jr.key(0))
+    waves = eqx.Partial(lambda model, x: jax.lax.complex(model(x), x[:2]), model)
+    with pytest.raises(ValueError, match="coordinates of real gradients"):
+        EmpiricalNTK(waves, metric=sketch).features(x)
