@@ -237,7 +237,9 @@ def test_what_is_available(tmp_path, monkeypatch):
 def test_a_cpu_has_what_is_available(monkeypatch):
     free = 3 * 2**30
     monkeypatch.setattr(memory_module, "machine_bytes", lambda: free)
+    memory_module._machine_bytes_at.cache_clear()
     assert MemoryBudget().resolve() == 2**31
+    memory_module._machine_bytes_at.cache_clear()
 
 
 class Device:
