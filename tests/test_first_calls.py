@@ -181,5 +181,6 @@ def twice_of_one():
         *(while_traced, in_scans, twice_of_one),
     ),
 )
+@pytest.mark.filterwarnings("error")
 def test_other_compilations_are_not_warned_of(calls):
     calls()
