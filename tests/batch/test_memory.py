@@ -34,7 +34,7 @@ from eqxbatch import (
 from eqxbatch._base.platforms import for_platform, GPU
 from eqxbatch._batch import memory as memory_module
 from eqxbatch._batch.memory import CompiledBytes, fit_size, machine_bytes
-from eqxbatch._ntk import estimator
+from eqxbatch._ntk import pairings
 from ..helpers import assert_same, bent, CountTraces, drawn, memory, normal
 
 
@@ -313,13 +313,13 @@ def test_no_transform_looks_up_what_is_free_while_traced(monkeypatch, getkey):
 
 def test_kernels_do_not_look_up_what_is_free_while_traced(monkeypatch, getkey):
     rooms = []
-    original = estimator.ModelKernel.prepare
+    original = pairings.ModelKernel.prepare
 
     def spy(kernel):
         rooms.append(kernel.room)
         return original(kernel)
 
-    monkeypatch.setattr(estimator.ModelKernel, "prepare", spy)
+    monkeypatch.setattr(pairings.ModelKernel, "prepare", spy)
     x = normal(getkey(), (16, 4))
     model = bent(4, 2, getkey())
     for kernel in (

@@ -120,21 +120,23 @@ METRICS = {
 def test_is_the_dense_product(kind):
     model, x, jac = subject()
     metric, dense = METRICS[kind]()
-    other = jax.device_put(np.asarray(x)[:3])
+    other, vector = np.asarray(x)[:3], normal(jr.key(2), (3, OUTPUTS), float)
+
+    @eqx.filter_jit
+    def results(model, metric, x, other, vector):
+        kernel = EmpiricalNTK(model, trace_axes=(), metric=metric, block_size=3)
+        both = EmpiricalKernel(model, metric=metric, method="sites")
+        product = kernel.untraced_matvec(x, other, vector)
+        return kernel(x, other), kernel.diagonal(x), both(x).ntk, product
+
+    blocks, diagonal, traced, product = results(model, metric, x, other, vector)
     right = jac @ dense
-    kernel = EmpiricalNTK(model, trace_axes=(), metric=metric, block_size=3)
-    assert_same(kernel(x, other), pairs(right, jac[:3]))
-    assert_same(kernel.diagonal(x), pairs(right, jac, (), (0,)))
-    both = EmpiricalKernel(model, metric=metric, method="sites")(x)
-    assert_same(both.ntk, pairs(right, jac, (-1,)))
-    assert (np.asarray(both.ntk) == np.asarray(both.ntk).T).all()
-    vector = normal(jr.key(2), (3, OUTPUTS), float)
-    product = kernel.untraced_matvec(x, other, vector)
-    assert_same(product, jax.device_put(pairs_with(right, jac[:3], vector)))
-
-
-def pairs_with(left, right, vector):
-    return np.einsum("aip,bjp,bj->ai", left, right, np.asarray(vector))
+    assert_same(blocks, pairs(right, jac[:3]))
+    assert_same(diagonal, pairs(right, jac, (), (0,)))
+    assert_same(traced, pairs(right, jac, (-1,)))
+    assert (np.asarray(traced) == np.asarray(traced).T).all()
+    expected = np.einsum("aip,bjp,bj->ai", right, jac[:3], np.asarray(vector))
+    assert_same(product, jax.device_put(expected))
 
 
 @float64
