@@ -166,8 +166,8 @@ def measure_subject(subject: Subject, quick: bool) -> Measured:
         ways(job, size, {OURS: "auto"} if quick else METHODS),
         (arrays, *job.data),
         unbounded=(SITES, MATERIALISE),
-        # Scalars need 11 kB, and 3 kB more in case that norms are out of range.
-        best_memory=1.4 if subject.name == "formula" else 1.05,
+        # Scalars need 7 kB, and 10 kB more in case that norms are out of range.
+        best_memory=1.7 if subject.name == "formula" else 1.05,
         best_time=1.05,
         limits={SITES: 1.1, MATERIALISE: 1.1},
     )

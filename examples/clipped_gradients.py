@@ -9,7 +9,8 @@
 # A third run also adds Gaussian noise to the sum of the clipped gradients. The standard
 # deviation of the noise in each entry is the norm to which gradients are clipped. This
 # is the update of DP-SGD ([Abadi et al., 2016](https://arxiv.org/abs/1607.00133)), but
-# without privacy accounting; see [private training](private_training.py) for that.
+# without privacy accounting; see
+# [private training](../private_training/index.html) for that.
 
 # %%
 import pathlib
