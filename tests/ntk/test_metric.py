@@ -1,5 +1,6 @@
 """Kernels in a metric of the parameters, against the dense `J M J^T`."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -19,7 +20,7 @@ from eqxbatch import (
     Projection,
     TopK,
 )
-from ..helpers import assert_same, drawn, integers, normal
+from ..helpers import assert_same, drawn, integers, normal, variants
 from .models import float64, jacobians, pairs
 
 
@@ -116,7 +117,7 @@ METRICS = {
 
 
 @float64
-@pytest.mark.parametrize("kind", METRICS)
+@pytest.mark.parametrize("kind", variants(METRICS, "lineax", "undamped", "inverse"))
 def test_is_the_dense_product(kind):
     model, x, jac = subject()
     metric, dense = METRICS[kind]()
@@ -151,26 +152,25 @@ def test_factored_metrics_keep_factors():
 
 
 @float64
-def test_a_loss_around_the_model():
+def test_a_loss_around_the_model(tmp_path):
     model, x, _ = subject()
     loss = Loss(model)
     jac = np.asarray(jacobians(loss, x))
-    for kind in ("factored", "diagonal"):
-        metric, dense = METRICS[kind]()
-        kernel = EmpiricalNTK(loss, metric=metric)
-        assert_same(kernel(x), pairs(jac @ dense, jac))
-        top = EmpiricalNTK(loss, metric=metric, block_size=2, reduce=TopK(2))(x)
-        expected = np.sort(np.asarray(pairs(jac @ dense, jac)), axis=1)[:, :-3:-1]
-        assert_same(top.values, jax.device_put(expected))
-        operator = KernelOperator(kernel, x, block_size=3)
-        vector = normal(jr.key(3), (7,), float)
-        assert_same(
-            operator.mv(vector), jax.device_put(expected_product(jac, dense, vector))
-        )
-
-
-def expected_product(jac, dense, vector):
-    return jac @ dense @ (jac.T @ np.asarray(vector))
+    (metric, dense), (entries, _) = METRICS["factored"](), METRICS["diagonal"]()
+    expected = jac @ dense @ jac.T
+    settings = {"metric": metric, "block_size": 4}
+    top = EmpiricalNTK(loss, **settings, reduce=TopK(2))(x)
+    largest = np.sort(expected, axis=1)[:, :-3:-1]
+    assert_same(top.values, jax.device_put(largest))
+    operator = KernelOperator(EmpiricalNTK(loss, metric=metric), x, block_size=4)
+    vector = normal(jr.key(3), (7,), float)
+    assert_same(operator.mv(vector), jax.device_put(expected @ np.asarray(vector)))
+    stored = EmpiricalNTK(loss, **settings, store=tmp_path / "kernel")
+    assert_same(jnp.asarray(stored(x)[:]), jax.device_put(expected))
+    # What is stored belongs to its metric.
+    other = dataclasses.replace(stored, metric=entries)
+    with pytest.raises(ValueError, match="kernel_fn"):
+        other(x)
 
 
 @float64
@@ -273,7 +273,7 @@ def projected(projection, model, x):
 
 
 @float64
-@pytest.mark.parametrize("kind", (Net, Tokens))
+@pytest.mark.parametrize("kind", (Tokens, pytest.param(Net, marks=pytest.mark.matrix)))
 def test_projections_are_those_of_gradients(kind):
     model, projection = kind(jr.key(0)), Projection(8, jr.key(1))
     x = subject()[1] if kind is Net else integers(jr.key(2), (7, 5), 6)
