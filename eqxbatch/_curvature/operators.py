@@ -382,11 +382,13 @@ class KroneckerOperator(AbstractSymmetricOperator):
     - `factors`: the [`eqxbatch.results.KroneckerFactors`][].
     - `damping`: a number that is added to the diagonal, at least 0.
     - `relative`: whether `damping` is a multiple of the mean eigenvalue of each block.
-        0.1 is usual for influence functions.
+        0.1 is usual for influence functions (Grosse et al.,
+        [arXiv:2308.03296](https://arxiv.org/abs/2308.03296)).
     - `factored`: whether the damping is added to both factors of a Kronecker product
         instead, so that it stays one: its root, times a ratio of their mean
-        eigenvalues. [`eqxbatch.EmpiricalNTK`][] in such a metric costs as much as the
-        plain one.
+        eigenvalues (Martens and Grosse,
+        [arXiv:1503.05671](https://arxiv.org/abs/1503.05671)). An
+        [`eqxbatch.EmpiricalNTK`][] in such a metric keeps the factors of layers.
 
     Raises `ValueError` for negative damping, and for vectors that do not have the
     structure of the parameters. At run time, `inverse` and `logdet` raise a
@@ -462,15 +464,19 @@ class KroneckerOperator(AbstractSymmetricOperator):
         known = {"is_semidefinite": factors.is_semidefinite}
         self.spectra = tuple(dataclasses.replace(x, **known) for x in spectra)
 
-    def _with(self, change: Callable[[Array], Array]) -> "KroneckerOperator":
+    def _with(
+        self,
+        change: Callable[[Array], Array],
+        of_factor: Callable[[Array], Array] | None = None,
+    ) -> "KroneckerOperator":
         """An operator with the same eigenvectors and eigenvalues that are checked.
 
-        Powers are those of factors, too.
+        Those of factors change by `of_factor`, which is the same if it is None.
         """
         changed = lambda spectrum: dataclasses.replace(
             spectrum,
             values=change(spectrum.values),
-            factors=jax.tree.map(change, spectrum.factors),
+            factors=jax.tree.map(of_factor or change, spectrum.factors),
             is_semidefinite=True,
         )
         spectra = tuple(map(changed, self.spectra))
@@ -520,7 +526,11 @@ class KroneckerOperator(AbstractSymmetricOperator):
             "negative: the loss is not convex in what the model returns. Give "
             "`damping` that exceeds it.",
         )
-        return checked._with(lambda values: jnp.sqrt(jnp.maximum(values, 0)))
+        # Two negative eigenvalues of factors have a positive product.
+        return checked._with(
+            lambda values: jnp.sqrt(jnp.maximum(values, 0)),
+            lambda values: jnp.sqrt(jnp.abs(values)),
+        )
 
     def logdet(self) -> Real[Array, ""]:
         log_of = lambda spectrum: jnp.sum(jnp.log(spectrum.values))

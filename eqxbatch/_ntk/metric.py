@@ -5,6 +5,7 @@ metric has its own leaves.
 """
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from .._base.trees import difference, safe_zip, shown
 from .._curvature.kfac import flat_use, product_in_basis, rotated, VECTOR
 from .._curvature.pytree import joined, Unravel
 from .._sites.factors import Factors, gradients
-from .._sites.kronecker import AxisRoles, is_part_of, Layout, Part, parts_of, uses_of
+from .._sites.kronecker import AxisRoles, Layout, Part, parts_of, uses_of
 from .._sites.rules import Rule
 from .._sites.shared import leaf_view
 from .._sites.site import leaf_site, Site
@@ -81,13 +82,6 @@ class MetricPart(eqx.Module):
     leaves: tuple[int, ...] = eqx.field(static=True)
     coordinates: Callable[[list[Array]], Inexact[Array, "..."]]
     basis: "ProductBasis | Projection | None" = None
-
-    def uses(self, program: Program) -> list[AxisRoles]:
-        """The sites where gradients are outer products for this basis."""
-        if not isinstance(self.basis, ProductBasis):
-            return []
-        part = self.basis.part
-        return uses_of(program, part) if is_part_of(program, part) else []
 
 
 class Projection(eqx.Module):
@@ -147,38 +141,31 @@ class Projection(eqx.Module):
         pairs = zip(keys, sizes, strict=False)
         return [jr.rademacher(key, (size, self.dim), dtype) for key, size in pairs]
 
-    def coordinates(
-        self, structs: Sequence[jax.ShapeDtypeStruct], gradients: list[Array]
-    ) -> Inexact[Array, " dim"]:
+    def coordinates(self, gradients: list[Array]) -> Inexact[Array, " dim"]:
         """The coordinates of the gradients for one output."""
-        parts = (
-            self.of_gradient(leaf, struct, x[None])[0]
-            for leaf, (struct, x) in enumerate(safe_zip(structs, gradients))
-        )
+        parts = (self.of_gradient(i, x[None])[0] for i, x in enumerate(gradients))
         return functools.reduce(jnp.add, parts) / math.sqrt(self.dim)
 
     def of_gradient(
-        self, leaf: int, struct: Any, x: Inexact[Array, "vectors ..."]
+        self, leaf: int, x: Inexact[Array, "vectors ..."]
     ) -> Inexact[Array, "vectors dim"]:
         """What a leaf adds, before scaling, from its gradients for several outputs."""
-        signs = self.signs(leaf, struct)
+        signs = self.signs(leaf, jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
         wide = widened(x).reshape(x.shape[0], *(y.shape[0] for y in signs))
         if len(signs) == 1:
             return wide @ signs[0]
         return jnp.einsum("vab,aj,bj->vj", wide, *signs)
 
     def of_product(
-        self, part: Part, uses: list[AxisRoles], factors: Factors
+        self, part: Part, uses: list[AxisRoles], factors: Factors, like: Any
     ) -> Inexact[Array, "vectors dim"] | None:
-        """The same from the factors of one example.
+        """The same from the factors of one example, for a leaf of the type of `like`.
 
         None if rows and columns of the leaf are not those of the factors.
         """
         if part.layout is None:
             return None
-        (leaf,), (shape,) = part.leaves, part.shapes
-        struct = jax.ShapeDtypeStruct(shape, jnp.result_type(float))
-        sides = _signs_of_sides(part.layout, self.signs(leaf, struct))
+        sides = _signs_of_sides(part.layout, self.signs(part.leaves[0], like))
         if sides is None:
             return None
         total: Any = 0
@@ -248,111 +235,147 @@ class Metric(eqx.Module):
         return results
 
 
-def factors_in_metric(
-    program: Program,
-    metric: Metric,
-    operands: list[Array],
-    cotangents: list[Array],
-    lead: tuple[int, ...],
-    values: list,
-) -> tuple[list[Array], list[Array]]:
-    """Operands and cotangents of one example in the coordinates of a metric.
+class InMetric:
+    """The factors of a program in the coordinates of a metric.
 
-    Cotangents have axes of the sizes `lead` first, those of outputs.
+    - `program`: has the leaves and sites that they belong to.
     """
-    pairs = [
-        pair
-        for part in metric.parts
-        for pair in _pairs(program, part, operands, cotangents, lead, values)
-    ]
-    return [a for a, _ in pairs if a is not None], [d for _, d in pairs]
 
-
-def _pairs(
-    program: Program,
-    part: MetricPart,
-    operands: list[Array],
-    cotangents: list[Array],
-    lead: tuple[int, ...],
-    values: list,
-) -> list[tuple[Array | None, Array]]:
-    """Operand and cotangent of each site of a part."""
-    num, vectors = len(lead), math.prod(lead)
-    flat = [x.reshape(1, vectors, *x.shape[num:]) for x in cotangents]
-    factors = Factors([x[None] for x in operands], flat, (VECTOR,), 1, values)
-
-    def jacobian(leaf: int) -> Array:
-        sites, struct = program.sites_of(leaf), program.leaves[leaf]
-        if not sites:
-            return jnp.zeros((vectors, *struct.shape), struct.dtype)
-        return gradients(sites, factors, struct)[0]
-
-    with exact_products():
-        if isinstance(part.basis, Projection):
-            total = _projected(program, part.basis, factors, jacobian)
-            return [(None, total.reshape(*lead, part.basis.dim))]
-        if not (uses := part.uses(program)):
-            jacobians = [jacobian(leaf) for leaf in part.leaves]
-            coordinates = jax.vmap(part.coordinates)(jacobians)
-            return [(None, coordinates.reshape(*lead, *coordinates.shape[1:]))]
-        assert isinstance(part.basis, ProductBasis)
-        return [
-            (None if a is None else a[0], d.reshape(*lead, *d.shape[2:]))
-            for a, d in part.basis.pairs(uses, factors)
+    def __init__(self, program: Program, metric: Metric):
+        self._original, self._metric = program, metric
+        # Once for all: each looks at all leaves. A projection has its own parts.
+        chosen = [part.leaves for part in metric.parts]
+        self._projects = any(isinstance(x.basis, Projection) for x in metric.parts)
+        if self._projects:
+            chosen = [(leaf,) for leaf, _ in enumerate(program.leaves)]
+        self._parts = parts_of(program, chosen)
+        self._uses = [
+            uses_of(program, part) if part.layout is not None else []
+            for part in self._parts
         ]
+        if not self._projects:
+            both = safe_zip(metric.parts, self._parts, self._uses)
+            self._uses = [
+                uses if _has_products(part, other, uses) else []
+                for part, other, uses in both
+            ]
+        self.program = self._in_coordinates()
+
+    def factors(
+        self,
+        operands: list[Array],
+        cotangents: list[Array],
+        lead: tuple[int, ...],
+        values: list,
+    ) -> tuple[list[Array], list[Array]]:
+        """Operands and cotangents of one example.
+
+        Cotangents have axes of the sizes `lead` first, those of outputs.
+        """
+        of_parts = self._pairs(operands, cotangents, lead, values)
+        pairs = [*itertools.chain(*of_parts)]
+        return [a for a, _ in pairs if a is not None], [d for _, d in pairs]
+
+    def _pairs(
+        self,
+        operands: list[Array],
+        cotangents: list[Array],
+        lead: tuple[int, ...],
+        values: list,
+    ) -> list[list[tuple[Array | None, Array]]]:
+        """Operand and cotangent of each site of each part."""
+        num, vectors = len(lead), math.prod(lead)
+        flat = [x.reshape(1, vectors, *x.shape[num:]) for x in cotangents]
+        one = [x[None] for x in operands]
+        factors = Factors(one, flat, (VECTOR,), 1, values)
+        if self._projects:
+            (part,) = self._metric.parts
+            assert isinstance(part.basis, Projection)
+            total = self._projected(part.basis, factors, vectors)
+            return [[(None, total.reshape(*lead, part.basis.dim))]]
+        results = []
+        for part, uses in safe_zip(self._metric.parts, self._uses):
+            if not uses:
+                jacobians = [self._jacobian(x, factors, vectors) for x in part.leaves]
+                with exact_products():
+                    coordinates = jax.vmap(part.coordinates)(jacobians)
+                pairs = [(None, coordinates[None])]
+            else:
+                assert isinstance(part.basis, ProductBasis)
+                with exact_products():
+                    pairs = part.basis.pairs(uses, factors)
+            results.append(
+                [
+                    (None if a is None else a[0], d.reshape(*lead, *d.shape[2:]))
+                    for a, d in pairs
+                ]
+            )
+        return results
+
+    def _jacobian(
+        self, leaf: int, factors: Factors, vectors: int
+    ) -> Inexact[Array, "vectors ..."]:
+        sites, struct = self._original.sites_of(leaf), self._original.leaves[leaf]
+        if sites:
+            return gradients(sites, factors, struct)[0]
+        return jnp.zeros((vectors, *struct.shape), struct.dtype)
+
+    def _projected(
+        self, projection: Projection, factors: Factors, vectors: int
+    ) -> Inexact[Array, "vectors dim"]:
+        """The coordinates of the gradients, which are not formed if possible."""
+        results = []
+        for part, uses in safe_zip(self._parts, self._uses):
+            (leaf,) = part.leaves
+            like = self._original.leaves[leaf]
+            product = projection.of_product(part, uses, factors, like)
+            if product is None:
+                jacobian = self._jacobian(leaf, factors, vectors)
+                product = projection.of_gradient(leaf, jacobian)
+            results.append(product)
+        dtype = common_dtype(*(x.dtype for x in results))
+        total = functools.reduce(jnp.add, (x.astype(dtype) for x in results))
+        return total / math.sqrt(projection.dim)
+
+    def _in_coordinates(self) -> Program:
+        """A program with the leaves and sites of the coordinates."""
+        leaves: list = []
+        sites: list[Site] = []
+        operands: list = []
+        cotangents: list = []
+        original = self._original
+        structs = original.operands, original.perturbations, original.value_structs()
+        run = lambda operands, cotangents, values: self._pairs(
+            operands, cotangents, (), values
+        )
+        for number, pairs in enumerate(jax.eval_shape(run, *structs)):
+            a, d = pairs[0]
+            if a is None:
+                leaves.append(d)
+                sites.append(leaf_site(number, d, len(cotangents)))
+                cotangents.append(d)
+                continue
+            uses = self._uses[number]
+            sides = (a, d) if uses[0].is_swapped else (d, a)
+            rows, columns = (x.shape[-1] for x in sides)
+            leaves.append(jax.ShapeDtypeStruct((a.shape[-2], rows, columns), d.dtype))
+            for use, (a, d) in safe_zip(uses, pairs):
+                rule = _product_rule(a.shape[0], leaves[-1].shape, use.is_swapped)
+                view = leaf_view(number, leaves[-1])
+                sites.append(Site(view, rule, len(cotangents), len(operands), False))
+                operands.append(a)
+                cotangents.append(d)
+        return original.with_factors(leaves, sites, cotangents, operands)
 
 
-def _projected(
-    program: Program,
-    projection: Projection,
-    factors: Factors,
-    jacobian: Callable[[int], Array],
-) -> Inexact[Array, "vectors dim"]:
-    """The coordinates of the gradients for each output, without them if possible."""
-    results = []
-    for part in parts_of(program, [(i,) for i, _ in enumerate(program.leaves)]):
-        (leaf,) = part.leaves
-        uses = [] if part.layout is None else uses_of(program, part)
-        found = projection.of_product(part, uses, factors)
-        if found is None:
-            struct = program.leaves[leaf]
-            found = projection.of_gradient(leaf, struct, jacobian(leaf))
-        results.append(found)
-    dtype = common_dtype(*(x.dtype for x in results))
-    total = functools.reduce(jnp.add, (x.astype(dtype) for x in results))
-    return total / math.sqrt(projection.dim)
+def _has_products(part: MetricPart, other: Part, uses: list[AxisRoles]) -> bool:
+    """Whether gradients are outer products for the basis of a part of the metric.
 
-
-def in_metric(program: Program, metric: Metric) -> Program:
-    """A program with the leaves and sites that `factors_in_metric` has factors of."""
-    leaves: list = []
-    sites: list[Site] = []
-    operands: list = []
-    cotangents: list = []
-    structs = program.operands, program.perturbations, program.value_structs()
-    for number, part in enumerate(metric.parts):
-
-        def run(operands: list, cotangents: list, values: list) -> list:
-            return _pairs(program, part, operands, cotangents, (), values)
-
-        pairs = jax.eval_shape(run, *structs)
-        uses = part.uses(program)
-        a, d = pairs[0]
-        if a is None:
-            leaves.append(d)
-            sites.append(leaf_site(number, d, len(cotangents)))
-            cotangents.append(d)
-            continue
-        sides = (a, d) if uses[0].is_swapped else (d, a)
-        rows, columns = (x.shape[-1] for x in sides)
-        leaves.append(jax.ShapeDtypeStruct((a.shape[-2], rows, columns), d.dtype))
-        for use, (a, d) in safe_zip(uses, pairs):
-            rule = _product_rule(a.shape[0], leaves[-1].shape, use.is_swapped)
-            view = leaf_view(number, leaves[-1])
-            sites.append(Site(view, rule, len(cotangents), len(operands), False))
-            operands.append(a)
-            cotangents.append(d)
-    return program.with_factors(leaves, sites, cotangents, operands)
+    `other` is the part of the same leaves in the program.
+    """
+    if not isinstance(part.basis, ProductBasis) or part.basis.part != other:
+        return False
+    return not any(use.site.rule.token is not None for use in uses)
 
 
 def _product_rule(num: int, shape: tuple[int, ...], is_swapped: bool) -> Rule:
@@ -397,7 +420,7 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
         return metric
     if isinstance(metric, Projection):
         every = tuple(range(len(structs)))
-        coordinates = eqx.Partial(Projection.coordinates, metric, structs)
+        coordinates = eqx.Partial(Projection.coordinates, metric)
         return Metric((MetricPart(every, coordinates, metric),), unravel)
     num = sum(unravel.sizes)
     metric = jtu.tree_map(as_jax, metric)
@@ -476,9 +499,10 @@ def _of_matrix(matrix: Inexact[Array, "n n"]) -> Callable[[list[Array]], Array]:
     wide = widened(matrix)
     error = jnp.max(jnp.abs(wide - wide.T), initial=0)
     limit = 100 * float(jnp.finfo(matrix.dtype).eps) * jnp.max(jnp.abs(wide), initial=0)
-    _check_values("symmetric, without NaN", ~(error <= limit), "Pass `(m + m.T) / 2`.")
+    is_wrong = ~(error <= limit)
+    _check_values("symmetric, without NaN", is_wrong, "Pass `(m + m.T) / 2`.")
     with exact_products():
-        root = jnp.linalg.cholesky(wide)
+        root = jnp.where(is_wrong, jnp.nan, jnp.linalg.cholesky(wide))
     remedy = "Add a multiple of the identity to a matrix that is singular."
     is_wrong = ~jnp.all(jnp.isfinite(root))
     _check_values("positive definite if it is a dense matrix", is_wrong, remedy)

@@ -41,7 +41,7 @@ from .._sites.factors import Factor, Factors, gradients
 from .._sites.gram import cancels, gram_terms, grams, has_gram, OfLeaf
 from .._sites.site import leaf_site, positions
 from .._sites.trace import Program
-from .metric import factors_in_metric, in_metric, Metric
+from .metric import InMetric, Metric
 from .output_axes import Mirror, OutputAxes
 from .traced_model import Name, TracedModel
 
@@ -146,7 +146,8 @@ class ExampleFactors:
         program = Program(
             traced, use_rules=use_rules, formed=formed, num_outputs=num_outputs
         )
-        self.program = program if metric is None else in_metric(program, metric)
+        in_metric = None if metric is None else InMetric(program, metric)
+        self.program = program if in_metric is None else in_metric.program
         self.outputs = outputs
         self.kept = [self.program for _ in outputs]
         self._rows, self._are_all = rows, are_all
@@ -174,10 +175,10 @@ class ExampleFactors:
                     found = jax.vmap(pull)(each)
                 pulled.append([d.reshape(*lead, *d.shape[1:]) for d in found])
             values = program.values(leaves)
-            if metric is None:
+            if in_metric is None:
                 return outs, a, pulled, values
             both = [
-                factors_in_metric(program, metric, a, d, lead, values)
+                in_metric.factors(a, d, lead, values)
                 for d, lead in safe_zip(pulled, leads)
             ]
             return outs, both[0][0], [d for _, d in both], []

@@ -215,17 +215,6 @@ def _part(
     return Part(tuple(leaves), shapes, structure, reason=layout)
 
 
-def is_part_of(program: Program, part: Part) -> bool:
-    """Whether the gradients of a block are outer products in this program, too."""
-    if part.layout is None or part.is_counted:
-        return False
-    (other,) = parts_of(program, [part.leaves])
-    has_tokens = any(
-        site.rule.token is not None for site in program.sites_of(part.leaves[0])
-    )
-    return other == part and not has_tokens
-
-
 def multiplied(program: Program, leaf: int) -> int | None:
     """Another leaf that a leaf is multiplied with, or None."""
     for i in (i for site in program.sites_of(leaf) for i in site.view.reads):

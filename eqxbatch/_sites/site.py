@@ -9,8 +9,8 @@ forming the gradient, and each has conditions:
     gradient must be the contraction itself, not its real part, and pulling back must
     preserve inner products. It does if both views are the same isometry, or if each
     axis of both views is known to be an axis of the leaf, or to repeat it. That of two
-    slices which have no entry in common is zero. Tokens that
-    select rows must not differ along the axis that the tokens of the other site index.
+    slices which have no entry in common is zero. Tokens that select rows must not
+    differ along the axis that the tokens of the other site index.
     A small site, with few numbers that are computed from a whole leaf, such as a
     penalty, needs none of this: its gradients are sums of a few fixed directions.
 - `"hessian"`: the second derivatives of a pair of sites. Perturbations are real, so

@@ -17,6 +17,7 @@ from eqxbatch import (
     EmpiricalNTK,
     filter_kfac,
     KernelOperator,
+    Mean,
     Projection,
     TopK,
 )
@@ -203,6 +204,23 @@ def test_selected_parameters_and_derivatives():
     assert_same(parameters(got), parameters(expected), tol=1e-11)
 
 
+@float64
+def test_two_negative_factors_have_a_positive_product():
+    layer = drawn(eqx.nn.Linear, 2, 2, use_bias=False, key=jr.key(0))
+    x = np.array([[0.1, 0.2], [0.2, -0.1], [1, 2], [2, -1]])
+    weights = jax.device_put(np.array([30.0, 30, -1, -1]))
+    concave = lambda out, x: -jnp.sum(out**2)
+    call = filter_kfac(lambda m, x: m(x), concave, accumulator=Mean(weights=weights))
+    metric = call(layer, x).operator()
+    (block,) = call(layer, x).blocks
+    for factor in (block.outputs, block.inputs):
+        assert np.linalg.eigvalsh(factor).max() < 0
+    jac = np.asarray(jacobians(layer, x))
+    expected = pairs(jac @ np.asarray(metric.as_matrix()), jac)
+    kernel = EmpiricalNTK(layer, metric=metric, trace_axes=())
+    assert_same(kernel(x), expected)
+
+
 def test_wrong_metrics():
     model = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0))
     make = functools.partial(EmpiricalNTK, model)
@@ -226,6 +244,10 @@ def test_wrong_metrics():
         make(metric=-eye)
     with pytest.raises(ValueError, match="symmetric, without NaN"):
         make(metric=np.triu(np.ones_like(eye)))
+    # Values that are traced cannot raise.
+    of_traced = eqx.filter_jit(lambda metric, x: make(metric=metric)(x))
+    wrong = np.triu(np.ones_like(eye)) + 8 * eye
+    assert np.isnan(of_traced(wrong, np.ones((2, 3), "float32"))).all()
     wide = eqx.nn.Linear(8199, 1, key=jr.key(0))
     structs = jax.eval_shape(lambda: parameters(wide))
     with pytest.raises(ValueError, match=r"8192 rows at most.*got 8200"):
@@ -303,8 +325,7 @@ def test_projections_are_unbiased():
     @jax.vmap
     def estimate(key):
         projection = Projection(dim, key)
-        structs = [jax.ShapeDtypeStruct(x.shape, "float32") for x in vectors[0]]
-        of = lambda pair: projection.coordinates(structs, [*map(jnp.asarray, pair)])
+        of = lambda pair: projection.coordinates([*map(jnp.asarray, pair)])
         return jnp.dot(*(of([y.astype("float32") for y in x]) for x in vectors))
 
     estimates = np.asarray(estimate(jr.split(jr.key(0), num)))
