@@ -21,6 +21,7 @@ from ._batch.accumulators import (
 from ._batch.batch import Block as Block, Blocks as Blocks
 from ._batch.derivative import parameters as parameters
 from ._batch.memory import MemoryBudget as MemoryBudget
+from ._batch.store import HostStore as HostStore, ZarrStore as ZarrStore
 from ._check.explain import explain_sites as explain_sites
 from ._curvature.columns import filter_jacobian as filter_jacobian
 from ._curvature.curvature_matrices import (
@@ -44,7 +45,7 @@ from ._gradients.micro_grad import (
     filter_micro_value_and_grad as filter_micro_value_and_grad,
 )
 from ._kernels.batch_kernel import filter_batch_kernel as filter_batch_kernel
-from ._kernels.on_host import HostStore as HostStore
+from ._kernels.on_host import open_kernel as open_kernel
 from ._kernels.progress import (
     AbstractProgressMeter as AbstractProgressMeter,
     TqdmProgressMeter as TqdmProgressMeter,
@@ -57,7 +58,6 @@ from ._kernels.reductions import (
     TopK as TopK,
 )
 from ._kernels.solve import kernel_solve as kernel_solve
-from ._kernels.zarr_store import open_kernel as open_kernel, ZarrStore as ZarrStore
 from ._maps.grid_vmap import (
     filter_grid_vmap as filter_grid_vmap,
     grid as grid,

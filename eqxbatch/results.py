@@ -8,9 +8,9 @@ from ._gradients.micro_grad import (
     GradientMoments as GradientMoments,
     GradientStatistics as GradientStatistics,
 )
+from ._kernels.on_host import SymmetricArray as SymmetricArray
 from ._kernels.reductions import Neighbours as Neighbours
 from ._kernels.solve import KernelSolution as KernelSolution
-from ._kernels.zarr_store import SymmetricArray as SymmetricArray
 from ._ntk.empirical import KernelEstimate as KernelEstimate
 from ._ntk.monte_carlo import MonteCarloEstimate as MonteCarloEstimate
 from ._ntk.parameterise import NTKLayer as NTKLayer

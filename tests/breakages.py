@@ -433,7 +433,7 @@ BREAKAGES = [
     ),
     Breakage(
         "half of a complex kernel on disk is mirrored without conjugate",
-        "_kernels/zarr_store.py",
+        "_kernels/on_host.py",
         "return np.conj(np.swapaxes(self.stored[rows, columns], 0, 1))",
         "return np.swapaxes(self.stored[rows, columns], 0, 1)",
         "tests/kernels -k upper_only",

@@ -16,6 +16,7 @@ from .._base.checks import check_exclusive, check_types
 from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
+from .._batch.store import AbstractStore, HostStore, IN_FLIGHT, ZarrStore
 from .._batch.transform import AbstractTransform, also_decorator, Out, P
 from .engine import on_device
 from .function import (
@@ -34,17 +35,9 @@ from .kernel import (
     SHARE,
     sizes_of,
 )
-from .on_host import (
-    AbstractStore,
-    HostStore,
-    IN_FLIGHT,
-    tile_program,
-    to_store,
-    with_progress,
-)
+from .on_host import tile_program, to_store, with_progress
 from .on_mesh import check_mesh, MeshAxis, on_mesh
 from .progress import AbstractProgressMeter, TqdmProgressMeter
-from .zarr_store import ZarrStore
 
 
 _X1 = TypeVar("_X1", bound=Any)

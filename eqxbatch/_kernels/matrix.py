@@ -31,10 +31,10 @@ from .function import (
     on_mesh_of_results,
 )
 from .kernel import AbstractBlockKernel, Grid
+from .on_host import SymmetricArray
 from .on_mesh import MeshAxis
 from .progress import AbstractProgressMeter
 from .reductions import AbstractReduction, KernelProduct
-from .zarr_store import SymmetricArray
 
 
 class AbstractMatrix(eqx.Module):

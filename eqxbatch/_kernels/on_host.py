@@ -1,23 +1,16 @@
 """Kernels outside of the device: a Python loop over blocks, and stores for these."""
 
-import abc
 import collections
-import concurrent.futures
 import contextlib
-import dataclasses
 import functools
-import hashlib
-import importlib.metadata
-import json
+import os
 import pathlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
@@ -26,177 +19,29 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from .._base.checks import check_types
 from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
-from .._base.primitives import constants, inner_programs, parameters, programs_in
-from .._base.trees import safe_zip
+from .._base.trees import import_extra, safe_zip, shown
 from .._batch.loop import Rows
+from .._batch.store import (
+    AbstractStore,
+    AbstractWriter,
+    Chunk,
+    digest_of_program,
+    fingerprint,
+    FORMAT,
+    names_of,
+    pipeline,
+    read_record,
+    StoredArray,
+    ZarrWriter,
+)
 from .engine import finalized, make_collectors, Tiles
 from .function import block_kernel, on_mesh_of_results
-from .kernel import AbstractBlockKernel, Grid, KernelLeaf, Tile
+from .kernel import AbstractBlockKernel, flattened, Grid, KernelLeaf, Tile, TileMirror
 from .on_mesh import check_closed_over, MeshAxis, on_devices
 from .progress import AbstractProgressMeter
-
-
-@dataclasses.dataclass(frozen=True)
-class Patch:
-    """The part of a tile that is written to one array of a kernel.
-
-    - `leaf`: the index of the array.
-    - `place`: its position in the array; `chunk` is the position in blocks.
-    - `part`: the part of the tile.
-    - `is_mirror`: whether it is from the mirror image of the tile.
-    """
-
-    leaf: int
-    place: tuple[slice, ...]
-    chunk: tuple[int, ...]
-    part: tuple[slice, ...]
-    is_mirror: bool
-
-
-def patches(leaves: Sequence[KernelLeaf], grid: Grid, tile: Tile) -> Iterator[Patch]:
-    """The patches of a tile, for the arrays of a kernel."""
-    for index, leaf in enumerate(leaves):
-        if leaf.struct(grid.totals).size == 0:
-            continue
-        if leaf.is_pairwise:
-            yield _patch(index, leaf, grid, tile, False)
-            if grid.is_symmetric and tile.row != tile.column:
-                yield _patch(index, leaf, grid, Tile(*reversed(tile)), True)
-            continue
-        # A single tile of each row, or of each column, is enough.
-        other = tile.column if leaf.axes[1] is None else tile.row
-        if tile.row == tile.column if grid.is_same else other == 0:
-            yield _patch(index, leaf, grid, tile, False)
-
-
-def _patch(
-    index: int, leaf: KernelLeaf, grid: Grid, tile: Tile, is_mirror: bool
-) -> Patch:
-    ndim = len(leaf.sample)
-    place, part, chunk = [slice(None)] * ndim, [slice(None)] * ndim, [0] * ndim
-    for side, axis in enumerate(leaf.axes):
-        if axis is None:
-            continue
-        new = grid.new(side, tile[side])
-        start = grid.start(side, tile[side])
-        place[axis] = slice(new.start, new.stop)
-        part[axis] = slice(new.start - start, new.stop - start)
-        chunk[axis] = tile[side]
-    return Patch(index, tuple(place), tuple(chunk), tuple(part), is_mirror)
-
-
-class AbstractWriter(abc.ABC):
-    """Writes the patches of one kernel."""
-
-    @abc.abstractmethod
-    def has(self, patch: Patch) -> bool:
-        """Whether a patch is stored already, and intact."""
-
-    @abc.abstractmethod
-    def prepare(self, missing: list[Patch]) -> None:
-        """Announces patches to write. Raises `OSError` without enough space."""
-
-    @abc.abstractmethod
-    def write(self, patch: Patch, values: np.ndarray) -> None:
-        """Writes a patch. Several threads may call it for different patches."""
-
-    @abc.abstractmethod
-    def finish(self) -> list[Any]:
-        """The arrays, once all patches are written."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Ends the writing, also after an error."""
-
-
-# Makes what identifies a kernel, as JSON data.
-Fingerprint = Callable[[], dict[str, Any]]
-
-
-class AbstractStore(eqx.Module):
-    """Where the blocks of a kernel are stored."""
-
-    # Whether to omit patches that are mirror images.
-    upper_only: eqx.AbstractVar[bool]
-
-    @abc.abstractmethod
-    def begin(
-        self, kernel: AbstractBlockKernel, fingerprint: Fingerprint, is_first: bool
-    ) -> AbstractWriter:
-        """The writer for the patches of a kernel.
-
-        `fingerprint` identifies the kernel, and `is_first` says whether this is the
-        first of the processes that compute it.
-        """
-
-    @property
-    @abc.abstractmethod
-    def is_shared(self) -> bool:
-        """Whether several processes can write to it."""
-
-
-class HostStore(AbstractStore):
-    """Stores a kernel in host memory, as NumPy arrays.
-
-    `store="host"` of [`eqxbatch.filter_batch_kernel`][] stands for it. Each block is
-    copied while the next one is computed, so the kernel can be larger than device
-    memory.
-
-    !!! example
-
-        ```python
-        >>> import eqxbatch, jax.numpy as jnp
-        >>> kernel = eqxbatch.filter_batch_kernel(
-        ...     lambda x, y: x @ y.T, block_size=2, store="host"
-        ... )
-        >>> kernel(jnp.ones((3, 4)), jnp.ones((2, 4)))
-        array([[4., 4.],
-               [4., 4.],
-               [4., 4.]], dtype=float32)
-
-        ```
-    """
-
-    upper_only: bool = eqx.field(static=True, default=False, init=False)
-
-    def begin(
-        self, kernel: AbstractBlockKernel, fingerprint: Fingerprint, is_first: bool
-    ) -> AbstractWriter:
-        del fingerprint, is_first
-        return _HostWriter(kernel.leaves, kernel.grid)
-
-    @property
-    def is_shared(self) -> bool:
-        return False
-
-
-class _HostWriter(AbstractWriter):
-    def __init__(self, leaves: Sequence[KernelLeaf], grid: Grid):
-        self.arrays = [
-            np.zeros(leaf.struct(grid.totals).shape, leaf.dtype) for leaf in leaves
-        ]
-
-    def has(self, patch: Patch) -> bool:
-        del patch
-        return False
-
-    def prepare(self, missing: list[Patch]) -> None:
-        del missing
-
-    def write(self, patch: Patch, values: np.ndarray) -> None:
-        self.arrays[patch.leaf][patch.place] = values
-
-    def finish(self) -> list[np.ndarray]:
-        return self.arrays
-
-    def close(self) -> None:
-        pass
-
-
-# While one group of tiles is computed, one is copied to the host and one is written.
-IN_FLIGHT = 2
 
 
 @contextlib.contextmanager
@@ -398,27 +243,86 @@ def to_store(
     # Devices compute tiles on a mesh of their own, or alone.
     with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
         kernel = block_kernel(kernel)
-        if store.upper_only and not kernel.grid.is_symmetric:
-            raise ValueError(
-                "`upper_only` is for symmetric kernels of examples with themselves: "
-                "leave out `x2`, and pass `symmetric=True` if the kernel does not "
-                "declare it."
-            )
-        mark = lambda: fingerprint(kernel)
-        writer = team.begin(functools.partial(store.begin, kernel, mark))
+        leaves, grid = kernel.leaves, kernel.grid
+        if store.upper_only:
+            _check_upper_only(leaves, grid)
+        arrays = _stored(leaves, grid, store.upper_only)
+        mark = lambda: _fingerprint(kernel)
+        writer = team.begin(functools.partial(store.begin, arrays, mark))
         with contextlib.closing(writer):
             error = None
             try:
-                _write(kernel, store, writer, meter, team)
+                _write(kernel, arrays, writer, meter, team)
             except Exception as e:
                 error = e
             team.agree(error)
-            return kernel.output(writer.finish())
+            results = _opened(writer.finish(), arrays, grid, kernel.mirror)
+            return kernel.output(results)
+
+
+def _check_upper_only(leaves: Sequence[KernelLeaf], grid: Grid) -> None:
+    if not grid.is_symmetric:
+        raise ValueError(
+            "`upper_only` is for symmetric kernels of examples with themselves: leave "
+            "out `x2`, and pass `symmetric=True` if the kernel does not declare it."
+        )
+    for leaf in leaves:
+        if leaf.is_pairwise and leaf.axes != (0, 1):
+            raise ValueError(
+                "`upper_only` needs rows and columns along axes 0 and 1; got "
+                f"{leaf.axes} for output{leaf.path}."
+            )
+
+
+def _stored(
+    leaves: Sequence[KernelLeaf], grid: Grid, upper_only: bool
+) -> list[StoredArray]:
+    """The arrays of a kernel, with tiles as chunks."""
+    return [
+        StoredArray(
+            leaf.path,
+            leaf.struct(grid.totals).shape,
+            tuple(max(1, size) for size in leaf.struct(grid.sizes).shape),
+            leaf.dtype,
+            upper_only and leaf.is_pairwise,
+        )
+        for leaf in leaves
+    ]
+
+
+def _chunks_of_tiles(
+    leaves: Sequence[KernelLeaf], arrays: list[StoredArray], grid: Grid
+) -> dict[Tile, list[tuple[int, Chunk]]]:
+    """The chunks of each tile, each with the index of the result that has its entries.
+
+    Results are the arrays of the tile, followed by those of its mirror image.
+    """
+    chunks = collections.defaultdict(list)
+    for i, (leaf, array) in enumerate(safe_zip(leaves, arrays)):
+        for index in array.indices():
+            # A single tile of each row, or of each column, is enough.
+            numbers = [None if axis is None else index[axis] for axis in leaf.axes]
+            other = max(x for x in numbers if x is not None) if grid.is_same else 0
+            row, column = (other if x is None else x for x in numbers)
+            is_mirror = grid.is_symmetric and row > column
+            tile = Tile(column, row) if is_mirror else Tile(row, column)
+            chunks[tile].append((i + is_mirror * len(leaves), Chunk(i, index)))
+    return chunks
+
+
+def _opened(
+    arrays: list, stored: list[StoredArray], grid: Grid, mirror: TileMirror
+) -> list:
+    """What users receive for the arrays of a store."""
+    return [
+        SymmetricArray(arrays, i, grid.sizes[0], mirror) if part.upper_only else x
+        for i, (x, part) in enumerate(safe_zip(arrays, stored))
+    ]
 
 
 def _write(
     kernel: AbstractBlockKernel,
-    store: AbstractStore,
+    arrays: list[StoredArray],
     writer: AbstractWriter,
     meter: AbstractProgressMeter | None,
     team: _Team,
@@ -431,73 +335,41 @@ def _write(
         for tile in (*grid.pairs(), *grid.diagonal())
         if grid.part_of(tile, team.num) == team.rank
     ]
-    wanted = {
-        tile: [
-            patch
-            for patch in patches(leaves, grid, tile)
-            if not (store.upper_only and patch.is_mirror)
-        ]
-        for tile in tiles
-    }
-    # All patches are checked, because this removes damaged ones.
-    missing = [tile for tile in tiles if not all([*map(writer.has, wanted[tile])])]
-    writer.prepare([patch for tile in missing for patch in wanted[tile]])
+    wanted = _chunks_of_tiles(leaves, arrays, grid)
+    missing = {*writer.missing([x for tile in tiles for _, x in wanted[tile]])}
+    left = [tile for tile in tiles if any(x in missing for _, x in wanted[tile])]
     with (
-        metered(meter, len(tiles), len(tiles) - len(missing)) as step,
-        _pipeline(step) as submit,
+        metered(meter, len(tiles), len(tiles) - len(left)) as step,
+        pipeline(step) as submit,
     ):
         for is_diagonal in (False, True):
-            alike = [tile for tile in missing if grid.is_diagonal(tile) == is_diagonal]
+            alike = [tile for tile in left if grid.is_diagonal(tile) == is_diagonal]
             ordered = blocks.ordered(alike)
             for start in range(0, len(ordered), num):
                 group = ordered[start : start + num]
                 parts = [wanted[tile] for tile in group]
-                has_mirror = any(patch.is_mirror for part in parts for patch in part)
+                has_mirror = any(i >= len(leaves) for part in parts for i, _ in part)
                 task = kernel, is_diagonal, has_mirror, meter is not None
                 results = _computed(task, group, team.devices, blocks)
                 for x in jtu.tree_leaves(results):
                     x.copy_to_host_async()
-                submit(_written, writer, len(leaves), parts, results)
+                submit(_written, writer, arrays, parts, results)
 
 
 def _written(
     writer: AbstractWriter,
-    num_leaves: int,
-    wanted: list[list[Patch]],
+    arrays: list[StoredArray],
+    wanted: list[list[tuple[int, Chunk]]],
     results: list[list[Array]],
 ) -> list[int]:
-    """Writes the wanted patches of some tiles; returns the NaNs in each tile."""
-    for part, arrays in safe_zip(wanted, results):
-        for patch in part:
-            index = patch.leaf + num_leaves * patch.is_mirror
-            writer.write(patch, np.asarray(arrays[index])[patch.part])
-    return [int(np.asarray(arrays[-1])) for arrays in results]
-
-
-@contextlib.contextmanager
-def _pipeline(step: Callable[[int], None]) -> Iterator[Callable[..., None]]:
-    """Submits writes to separate threads, with a bound on the pending work.
-
-    `step` is called with each number of NaNs that a write returns.
-    """
-    pool = concurrent.futures.ThreadPoolExecutor(IN_FLIGHT)
-    futures: collections.deque = collections.deque()
-
-    def drain(remaining: int) -> None:
-        while len(futures) > remaining:
-            for num_nans in futures.popleft().result():
-                step(num_nans)
-
-    def submit(write: Callable[..., list[int]], *args: Any) -> None:
-        futures.append(pool.submit(write, *args))
-        drain(IN_FLIGHT)
-
-    try:
-        yield submit
-        drain(0)
-    finally:
-        # Writes that have begun are finished, even after an error.
-        pool.shutdown(wait=True, cancel_futures=True)
+    """Writes the wanted chunks of some tiles; returns the NaNs in each tile."""
+    for part, tile in safe_zip(wanted, results):
+        for result, chunk in part:
+            place = arrays[chunk.array].place(chunk.index)
+            # The last tile overlaps with the previous one, and only its new rows count.
+            new = tuple(slice(x.start - x.stop, None) for x in place)
+            writer.write(chunk, np.asarray(tile[result])[new])
+    return [int(np.asarray(tile[-1])) for tile in results]
 
 
 # A kernel, whether a tile is of a block with itself, whether it has a mirror image, and
@@ -560,21 +432,7 @@ def _computed(
     return [[shard[device][0] for shard in shards] for device, _ in pairs]
 
 
-# The version of the format, so that later versions recognise earlier ones.
-FORMAT = 2
-
-
-# What changes numbers, random ones above all, without changing a program's text.
-_SETTINGS = (
-    "jax_enable_x64",
-    "jax_threefry_partitionable",
-    "jax_default_prng_impl",
-    "jax_random_seed_offset",
-    "jax_default_matmul_precision",
-)
-
-
-def fingerprint(kernel: AbstractBlockKernel) -> dict[str, Any]:
+def _fingerprint(kernel: AbstractBlockKernel) -> dict[str, Any]:
     """The parts that identify a kernel, as JSON data."""
     grid = kernel.grid
     first, second = kernel.structs(grid.sizes)
@@ -589,17 +447,9 @@ def fingerprint(kernel: AbstractBlockKernel) -> dict[str, Any]:
             tile = [leaf.struct(grid.sizes) for leaf in kernel.leaves]
             run = lambda tile: kernel.mirror(tile)
             programs.append(eqx.filter_make_jaxpr(run)(tile)[0])
-            symmetric = _of_program(programs[-1])
+            symmetric = digest_of_program(programs[-1])
     return {
-        "format": FORMAT,
-        "package": f"eqxbatch {importlib.metadata.version('equinox-batch')}",
-        # Only a record: tiles of another backend have other rounding errors and must
-        # not be mixed with these. It does not change any computation.
-        "compiler": f"jax {jax.__version__} {jax.default_backend()}",
-        **{name: digest(part) for name, part in kernel.parts.items()},
-        "settings": {name: getattr(jax.config, name, None) for name in _SETTINGS},
-        "program": [_of_program(x) for x in programs],
-        "callbacks": sorted(_callbacks(programs)),
+        **fingerprint(kernel.parts, programs),
         "symmetric": symmetric,
         "grid": {
             "totals": list(grid.totals),
@@ -619,97 +469,229 @@ def fingerprint(kernel: AbstractBlockKernel) -> dict[str, Any]:
     }
 
 
-def digest(tree: PyTree) -> str:
-    """A digest of all arrays of a PyTree."""
-    sha = hashlib.sha256()
-    for path, leaf in jtu.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)):
-        sha.update(jtu.keystr(path).encode())
-        add_array(sha, leaf)
-    return sha.hexdigest()
+def open_kernel(path: str | os.PathLike) -> Any:
+    """Opens a kernel that a [`eqxbatch.ZarrStore`][] has written, in any process.
 
+    The kernel function and the examples are not needed. `zarr.open` alone would read
+    zeros below the diagonal of a kernel with `upper_only`, and in blocks that a stopped
+    run has not written.
 
-def add_array(sha: Any, x: Any) -> None:
-    """Adds an array to a digest, without a copy if it is contiguous."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        sha.update(str(x.dtype).encode())
-        x = jr.key_data(x)
-    x = np.asarray(x)
-    sha.update(f"{x.dtype}{x.shape}".encode())
-    # As bytes: Python has no buffers of dtypes such as bfloat16.
-    sha.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    Needs the extra `store`: `pip install "equinox-batch[store]"`.
 
+    **Arguments:**
 
-def _of_program(closed: Any) -> str:
-    """A digest of a program, and of what it closes over."""
-    sha = hashlib.sha256()
-    # Some equations are printed without the programs that they run.
-    texts = (str(x) for part in programs_in(closed) for x in _programs_of_objects(part))
-    for text in (str(closed), *texts):
-        # Functions are printed with their addresses, which change in every run.
-        sha.update(re.sub(r"0x[0-9a-f]+", "", text).encode())
-    # These include the arrays of the kernel function, which are digested again.
-    for x in constants(closed):
-        add_array(sha, x)
-    return sha.hexdigest()
+    - `path`: the folder that the kernel was stored in.
 
+    **Returns:**
 
-def _programs_of_objects(closed: Any) -> Iterator[Any]:
-    """The programs that objects among the parameters of equations have."""
-    for eqn in closed.jaxpr.eqns:
-        if parameters(eqn) is not eqn.params:
-            yield from inner_programs(eqn)
+    A zarr array that is open for reading or, with `upper_only`, an
+    [`eqxbatch.results.SymmetricArray`][]. If the kernel function returns several
+    arrays, a dict of them by the names of their folders.
 
+    **Raises:**
 
-def _callbacks(programs: list) -> set[str]:
-    """What programs call on the host, whose results are not part of their text."""
-    return {
-        eqn.primitive.name
-        for program in programs
-        for closed in programs_in(program)
-        for eqn in closed.jaxpr.eqns
-        if "callback" in eqn.primitive.name and not _has_no_result(eqn)
-    }
+    - `FileNotFoundError` if there is no kernel.
+    - `ValueError` for an unfinished or damaged kernel, for other zarr arrays, for a
+        kernel that another version of this package stored in another format, and with
+        `upper_only` and a function as `symmetric`, which is not stored.
+    - `ImportError` if zarr is not installed.
 
+    !!! example
 
-def _has_no_result(eqn: Any) -> bool:
-    """Whether a callback prints, or raises an error of `equinox.error_if`."""
-    if eqn.primitive.name.startswith("debug"):
-        return True
-    fun = getattr(eqn.params.get("callback"), "callback_func", None)
-    return getattr(fun, "__module__", None) == "equinox._errors"
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T, block_size=2, store=folder.name
+        ... )
+        >>> stored = kernel(jnp.ones((3, 4)), jnp.ones((2, 4)))
+        >>> eqxbatch.open_kernel(folder.name)[2:]
+        array([[4., 4.]], dtype=float32)
+        >>> folder.cleanup()
 
-
-def read_json(name: str, file: pathlib.Path, remedy: str) -> dict[str, Any]:
-    """The object in a file. Raises `ValueError` if the file is damaged."""
-    try:
-        record = json.loads(file.read_text())
-        if not isinstance(record, dict):
-            raise ValueError(f"got a {type(record).__name__}")
-    except ValueError as e:
+        ```
+    """
+    check_types({"path": path}, {"path": str | os.PathLike}, always=True)
+    zarr, folder = import_extra("zarr", "open_kernel", "store"), pathlib.Path(path)
+    record = read_record(folder)
+    if record.get("format") != FORMAT:
         raise ValueError(
-            f"`{name}` has a damaged file: {file} is not a JSON object ({e}). {remedy}"
-        ) from e
-    return record
-
-
-def check_record(
-    name: str, path: pathlib.Path, saved: dict, expected: dict, what: str
-) -> None:
-    """Raises `ValueError` if a folder belongs to something else than expected."""
-    parts = [
-        _difference(part, saved.get(part), expected.get(part))
-        for part in {**expected, **saved}
-        if saved.get(part) != expected.get(part)
-    ]
-    if parts:
-        raise ValueError(
-            f"`{name}` {what}: {path}. {'; '.join(parts)}. Delete it, or pass another "
-            "path."
+            f"`path` has a kernel in the format {record.get('format')}, and this "
+            f"version of eqxbatch reads {FORMAT}: {folder}. Open it with "
+            f"{record.get('package')}, which has stored it."
         )
+    numbers, upper_only = record["grid"], record["upper_only"]
+    totals, sizes = (tuple(numbers.pop(name)) for name in ("totals", "sizes"))
+    grid = Grid(totals, sizes, **numbers)
+    leaves = tuple(
+        KernelLeaf(x["path"], tuple(x["axes"]), tuple(x["shape"]), np.dtype(x["dtype"]))
+        for x in record["arrays"]
+    )
+    if upper_only and record["symmetric"] != "transpose":
+        raise ValueError(
+            f"`path` has a kernel without the blocks below its diagonal: {folder}. "
+            "The function that exchanges its sides, `symmetric`, is not stored. "
+            "Call the kernel with its store, which returns the arrays."
+        )
+    stored = _stored(leaves, grid, upper_only)
+    writer = ZarrWriter(zarr, folder, stored, mode="r")
+    damaged = writer.damaged()
+    if damaged:
+        raise ValueError(
+            f"`path` has an unfinished or damaged kernel: {len(damaged)} of its files "
+            f"are missing or have a wrong size, such as {damaged[0]}. Call the kernel "
+            "with its store again, which computes what is missing."
+        )
+    mirror = TileMirror(True, leaves, flattened(leaves))
+    arrays = _opened(writer.open("r"), stored, grid, mirror)
+    return arrays[0] if len(arrays) == 1 else dict(safe_zip(names_of(stored), arrays))
 
 
-def _difference(part: str, there: Any, now: Any) -> str:
-    # Digits of a digest say nothing to users.
-    if re.search("[0-9a-f]{64}", f"{there}{now}"):
-        return f"the contents of {part} differ"
-    return f"{part} is {there!r} there and {now!r} now"
+class SymmetricArray:
+    """A symmetric array on disk, without the blocks below its diagonal.
+
+    Entries below the diagonal are read from above it, and the two sides are exchanged
+    as `symmetric` of the kernel specifies: complex entries are conjugated, and output
+    axes, if any, are transposed. `array[rows, columns]`, with ints and slices, reads
+    only what it needs; `numpy.asarray` reads everything.
+
+    - `shape`, `dtype`, `ndim`: as for NumPy arrays.
+    - `stored`: the underlying zarr array, with zeros in the omitted blocks.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T,
+        ...     block_size=2,
+        ...     symmetric=True,
+        ...     store=eqxbatch.ZarrStore(folder.name, upper_only=True),
+        ... )
+        >>> stored = kernel(jnp.arange(4.0)[:, None])
+        >>> stored[2:, :3]
+        array([[0., 2., 4.],
+               [0., 3., 6.]], dtype=float32)
+        >>> folder.cleanup()
+
+        ```
+    """
+
+    def __init__(self, arrays: list, index: int, block: int, mirror: TileMirror):
+        self.stored = arrays[index]
+        self._arrays, self._index = arrays, index
+        self._block, self._mirror = block, mirror
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.stored.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.stored.ndim
+
+    @property
+    def is_transpose(self) -> bool:
+        """Whether blocks below the diagonal are conjugate transposes of those above."""
+        return self._mirror.is_transpose
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"SymmetricArray({self.stored!r})"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("The array is on disk: reading it takes a copy.")
+        return np.asarray(self[:, :], dtype)
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        key = key if isinstance(key, tuple) else (key,)
+        # By identity: arrays do not compare to a truth value.
+        dots = [i for i, index in enumerate(key) if index is Ellipsis]
+        if dots:
+            i, missing = dots[0], self.ndim - len(key) + 1
+            key = (*key[:i], *[slice(None)] * missing, *key[i + 1 :])
+        if len(key) > self.ndim:
+            raise IndexError(
+                f"There are {len(key)} indices for the {self.ndim} axes of an array of "
+                f"shape {self.shape}. Pass at most one for each axis."
+            )
+        key = (*key, *[slice(None)] * (2 - len(key)))
+        ranges = [
+            _range(name, index, size)
+            for name, index, size in safe_zip(
+                ("row", "column"), key[:2], self.shape[:2]
+            )
+        ]
+        bounds = [(min(x), max(x) + 1) if len(x) else (0, 0) for x in ranges]
+        entries = self._read(*bounds)
+        for axis, (wanted, (low, _)) in enumerate(safe_zip(ranges, bounds)):
+            entries = np.take(entries, [x - low for x in wanted], axis)
+        drop = [0 if not isinstance(i, slice) else slice(None) for i in key[:2]]
+        return entries[(*drop, *key[2:])]
+
+    def _read(self, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
+        """Reads a rectangle, block by block."""
+        shape = (rows[1] - rows[0], columns[1] - columns[0], *self.shape[2:])
+        result = np.empty(shape, self.dtype)
+        for top, bottom in _pieces(*rows, self._block):
+            for left, right in _pieces(*columns, self._block):
+                if top // self._block <= left // self._block:
+                    part = self.stored[top:bottom, left:right]
+                else:
+                    part = self._mirrored(slice(left, right), slice(top, bottom))
+                place = (
+                    slice(top - rows[0], bottom - rows[0]),
+                    slice(left - columns[0], right - columns[0]),
+                )
+                result[place] = part
+        return result
+
+    def _mirrored(self, rows: slice, columns: slice) -> np.ndarray:
+        """Reads the mirror image of a rectangle above the diagonal."""
+        if self.is_transpose:
+            return np.conj(np.swapaxes(self.stored[rows, columns], 0, 1))
+        tile = []
+        for leaf, x in safe_zip(self._mirror.leaves, self._arrays):
+            key = [slice(None)] * x.ndim
+            for axis, part in safe_zip(leaf.axes, (rows, columns)):
+                if axis is not None:
+                    key[axis] = part
+            tile.append(jnp.asarray(x[tuple(key)]))
+        part = self._mirror(tile)[self._index]
+        if part.dtype != self.dtype:
+            raise ValueError(
+                f"The mirror image of blocks of dtype {self.dtype} has dtype "
+                f"{part.dtype}. If 64-bit mode is off, set "
+                "`jax.config.update('jax_enable_x64', True)`, or read `stored`."
+            )
+        return np.asarray(part)
+
+
+def _range(name: str, index: Any, size: int) -> range:
+    if isinstance(index, slice):
+        return range(size)[index]
+    if isinstance(index, bool) or not isinstance(index, int | np.integer):
+        raise IndexError(
+            f"Rows and columns are named by ints and slices; got {shown(index)}. Read "
+            "a slice, and index that."
+        )
+    if not -size <= index < size:
+        raise IndexError(
+            f"The {name} {index} is out of range: there are {size} {name}s."
+        )
+    start = range(size)[int(index)]
+    return range(start, start + 1)
+
+
+def _pieces(start: int, stop: int, block: int) -> list[tuple[int, int]]:
+    """Splits a range at the boundaries of blocks."""
+    firsts = range(start // block * block, stop, block)
+    return [(max(start, x), min(stop, x + block)) for x in firsts]

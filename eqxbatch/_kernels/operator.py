@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.checks import AnyArray, checked
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
+from .._batch.store import AbstractStore
 from .batch_kernel import as_meter, as_store, BatchKernel, Progress, Store
 from .matrix import (
     AbstractMatrix,
@@ -21,8 +22,7 @@ from .matrix import (
     Reader,
     StoredMatrix,
 )
-from .on_host import AbstractStore
-from .zarr_store import SymmetricArray
+from .on_host import SymmetricArray
 
 
 # The settings of `filter_batch_kernel` that an operator takes, too.

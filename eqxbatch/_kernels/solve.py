@@ -25,9 +25,10 @@ from .._base.checks import AnyArray, check_at_least, check_types, checked
 from .._base.jaxprs import compiled
 from .._base.platforms import exact_products, user_precision
 from .._base.trees import described, import_extra, log, safe_zip
+from .._batch.store import check_record, digest, read_json
 from .batch_kernel import as_meter, Progress
 from .matrix import AbstractMatrix, StoredMatrix
-from .on_host import check_concrete, check_record, digest, metered, read_json
+from .on_host import check_concrete, metered
 from .progress import AbstractProgressMeter
 
 

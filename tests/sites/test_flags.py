@@ -19,7 +19,7 @@ from eqxbatch._base.jaxprs import (
     without_forward_mode,
     without_reverse_mode,
 )
-from eqxbatch._kernels import on_host
+from eqxbatch._batch import store
 from eqxbatch._sites.trace import Program
 from ..helpers import drawn, normal
 from ..layers import Case, vectors, weight
@@ -224,7 +224,7 @@ def test_digests_know_the_programs_of_rules():
             return factor * x
 
         fun.defvjp(lambda x: (fun(x), None), lambda _, d: (d,))
-        return on_host._of_program(jax.make_jaxpr(fun)(jnp.ones(3)))
+        return store.digest_of_program(jax.make_jaxpr(fun)(jnp.ones(3)))
 
     for names in ((), FLAGS):
         with flags(*names):
