@@ -10,7 +10,7 @@
 # deviation of the noise in each entry is the norm to which gradients are clipped. This
 # is the update of DP-SGD ([Abadi et al., 2016](https://arxiv.org/abs/1607.00133)), but
 # without privacy accounting; see
-# [private training](../private_training/index.html) for that.
+# [private training](private_training.md) for that.
 
 # %%
 import pathlib

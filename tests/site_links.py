@@ -12,8 +12,6 @@ import urllib.parse
 
 # Schemes of links that do not lead to a page of the site.
 OUTSIDE = ("http", "https", "mailto", "data", "javascript")
-# The alt texts of pictures without a description; the second one is that of notebooks.
-NO_DESCRIPTION = ("", "No description has been provided for this image")
 LINKS = {"a": "href", "link": "href", "img": "src", "script": "src", "source": "src"}
 
 
@@ -34,7 +32,7 @@ class Page(html.parser.HTMLParser):
         target = found.get(LINKS.get(tag, ""))
         if target is not None:
             self.links.append((line, target))
-        if tag == "img" and found.get("alt", "").strip() in NO_DESCRIPTION:
+        if tag == "img" and not found.get("alt", "").strip():
             self.undescribed.append((line, found.get("src", "")[:60]))
 
 

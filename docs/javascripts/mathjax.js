@@ -7,7 +7,6 @@ window.MathJax = {
   },
   options: {
     ignoreHtmlClass: ".*|",
-    // Formulas of pages, and the text of examples.
-    processHtmlClass: "arithmatex|jp-RenderedMarkdown",
+    processHtmlClass: "arithmatex",
   },
 };

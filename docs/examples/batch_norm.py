@@ -1,1 +1,0 @@
-../../examples/batch_norm.py

@@ -1,1 +1,0 @@
-../../examples/clipped_gradients.py

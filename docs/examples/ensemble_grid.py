@@ -1,1 +1,0 @@
-../../examples/ensemble_grid.py

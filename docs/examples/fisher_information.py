@@ -1,1 +1,0 @@
-../../examples/fisher_information.py

@@ -1,1 +1,0 @@
-../../examples/gp_regression.py

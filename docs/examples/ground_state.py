@@ -1,1 +1,0 @@
-../../examples/ground_state.py

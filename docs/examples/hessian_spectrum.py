@@ -1,1 +1,0 @@
-../../examples/hessian_spectrum.py

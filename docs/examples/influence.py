@@ -1,1 +1,0 @@
-../../examples/influence.py

@@ -1,1 +1,0 @@
-../../examples/influential_examples.py

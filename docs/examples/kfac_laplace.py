@@ -1,1 +1,0 @@
-../../examples/kfac_laplace.py

@@ -1,1 +1,0 @@
-../../examples/laplace.py

@@ -1,1 +1,0 @@
-../../examples/loss_landscape.py

@@ -1,1 +1,0 @@
-../../examples/natural_gradient.py

@@ -1,1 +1,0 @@
-../../examples/ntk_regression.py

@@ -1,1 +1,0 @@
-../../examples/pinn_poisson.py

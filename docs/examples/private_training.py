@@ -1,1 +1,0 @@
-../../examples/private_training.py
