@@ -1,5 +1,7 @@
 """Looks for dangling links, anchors and pictures in the built site.
 
+Also for pictures without alt text, and for what comes from other sites.
+
 Run `mkdocs build`, and then `python -m tests.site_links site`.
 """
 
@@ -16,12 +18,16 @@ LINKS = {"a": "href", "link": "href", "img": "src", "script": "src", "source": "
 
 
 class Page(html.parser.HTMLParser):
-    """The links and anchors of a page, and its pictures without a description."""
+    """The links and anchors of a page, and what it should not have.
+
+    That is pictures without a description, and what it loads from other sites.
+    """
 
     def __init__(self, text: str):
         super().__init__()
         self.links: list[tuple[int, str]] = []
         self.anchors: set[str] = set()
+        self.loaded: list[tuple[int, str]] = []
         self.undescribed: list[tuple[int, str]] = []
         self.feed(text)
 
@@ -32,6 +38,9 @@ class Page(html.parser.HTMLParser):
         target = found.get(LINKS.get(tag, ""))
         if target is not None:
             self.links.append((line, target))
+            is_loaded = tag not in ("a", "link") or found.get("rel") == "stylesheet"
+            if is_loaded and urllib.parse.urlsplit(target).netloc:
+                self.loaded.append((line, target))
         if tag == "img" and not found.get("alt", "").strip():
             self.undescribed.append((line, found.get("src", "")[:60]))
 
@@ -47,6 +56,8 @@ def problems(site: pathlib.Path) -> list[str]:
         name = path.relative_to(site)
         for line, source in page.undescribed:
             found.append(f"{name}:{line}: no alt text: {source}")
+        for line, source in page.loaded:
+            found.append(f"{name}:{line}: loaded from another site: {source}")
         for line, link in page.links:
             problem = problem_of(link, path, site, pages)
             if problem is not None:

@@ -80,6 +80,12 @@ def test_hints_install_this_project():
         assert "`pip install eqxbatch` installs another" in (ROOT / page).read_text()
 
 
+def test_the_readme_and_the_home_page_begin_with_the_same_text():
+    readme = (ROOT / "README.md").read_text().partition("\nAll pages are in")[0]
+    home = (ROOT / "docs" / "index.md").read_text()
+    assert home.startswith(readme.replace("](docs/", "](").rstrip() + "\n\n## What")
+
+
 def test_errors_name_extras_that_help():
     found = []
     for path in (ROOT / "eqxbatch").rglob("*.py"):

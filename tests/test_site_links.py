@@ -39,6 +39,14 @@ def test_nothing_dangles(site):
         ('<img src="../a b.svg">', "a/index.html:1: no alt text: ../a b.svg"),
         ('<img src="../a b.svg" alt="">', "a/index.html:1: no alt text: ../a b.svg"),
         ('<script src="c.js"></script>', "a/index.html:1: no such file: c.js"),
+        (
+            '<script src="https://example.org/c.js"></script>',
+            "a/index.html:1: loaded from another site: https://example.org/c.js",
+        ),
+        (
+            '<link rel="stylesheet" href="//example.org/c.css">',
+            "a/index.html:1: loaded from another site: //example.org/c.css",
+        ),
     ),
 )
 def test_what_dangles(site, html, problem):

@@ -81,7 +81,7 @@ class MemoryBudget(eqx.Module):
     fits; if the second one is less than 60% of it, a larger one is tried. This takes at
     most three compilations, once for each function and shapes of its arguments. The
     chosen size is always one that was compiled and found to fit. If the whole batch
-    does not fit, at most half of it is chosen: a larger size needs two blocks as well,
+    does not fit, it runs in at least two parts: a larger size needs two parts as well,
     and XLA may allocate memory for both at once.
 
     The logger `eqxbatch` reports at `logging.DEBUG` what was compiled, how long it

@@ -921,13 +921,13 @@ class AbstractGGN(AbstractFisher[Model, P, Out], AbstractBySites):
 
 
 class GGN(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out]):
-    r"""The generalised Gauss-Newton matrix of a function of a PyTree, in blocks.
+    """The generalised Gauss-Newton matrix of a function of a PyTree, in blocks.
 
     Let `J` be the Jacobian of the outputs of `fun` and `H` the Hessian of `loss` with
-    respect to these outputs. The matrix is $J^T H J$, accumulated over the examples:
-    the Hessian without the second derivatives of `fun`. It is positive semidefinite if
-    `loss` is convex. It equals the Fisher information if `loss` is the negative
-    log-likelihood of an exponential family in its natural parameters.
+    respect to these outputs. The matrix is `J.T @ H @ J`, accumulated over the
+    examples: the Hessian without the second derivatives of `fun`. It is positive
+    semidefinite if `loss` is convex. It equals the Fisher information if `loss` is the
+    negative log-likelihood of an exponential family in its natural parameters.
 
     **Arguments:**
 

@@ -570,11 +570,12 @@ class MicroValueAndGrad(
         gradients, and changing its values does not cause recompilation.
     - `method`: how per-example gradient norms are computed. `"materialise"`
         materialises the per-example gradients of a microbatch; `transform` and
-        `metrics` always do. `"sites"` computes norms and clipped sums from layer
-        inputs and output cotangents, without materialising gradients, for each
-        parameter where this is cheaper. `"auto"` chooses the cheaper of the two;
-        [`eqxbatch.explain_sites`][] shows both. If nothing per-example is requested,
-        neither is used: each microbatch takes a single backward pass.
+        `metrics` always do. `"sites"` computes norms and clipped sums from the
+        inputs of layers and the gradients of their outputs, without materialising those
+        of parameters, for each parameter where this is cheaper. `"auto"` chooses the
+        cheaper of the two; [`eqxbatch.explain_sites`][] shows both. If nothing
+        per-example is requested, neither is used: each microbatch takes a single
+        backward pass.
     - `num_real_microbatches`: if given, only this many microbatches run: an int or an
         integer array, which may be traced.
 

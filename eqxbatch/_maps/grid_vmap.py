@@ -133,9 +133,9 @@ class GridVmap(AbstractGridVmap[P, Out]):
         is only one axis. By default, grid axes come first, in the order in which they
         appear in the arguments (keyword arguments in alphabetical order).
     - `block_size`: the number of grid cells that are computed at a time, at least 1.
-        Blocks extend along the innermost axes first: reduced axes, then the last grid
-        axes of the results. What does not depend on these axes is computed only once
-        for each block. An [`eqxbatch.MemoryBudget`][] chooses the largest size that
+        Blocks cut the first grid axis of the results, and later ones only if the rest
+        does not fit, so put the costliest argument on the first; reduced axes come
+        last. An [`eqxbatch.MemoryBudget`][] chooses the largest size that
         fits; None computes the whole grid at once.
     - `accumulator`: how to reduce grid axes: a dict from their names to an
         [`eqxbatch.AbstractAccumulator`][] such as [`eqxbatch.Mean`][], or to a PyTree

@@ -315,9 +315,10 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         `model(x, state, **kwargs)`, whose first result is used. If the model returns a
         PyTree of arrays, the result is a PyTree of kernels, one for each array; kernels
         between different arrays are not computed.
-    - `trace_axes`: axes of the whole output (including the batch axis) over which to
-        average the diagonal. The default is the last axis, if the model returns more
-        than a scalar for each example. Count the batch axis from the front.
+    - `trace_axes`: axes of the whole output (including the batch axis) to average over:
+        each output is paired with itself, and the mean is taken, not the sum. The
+        default is the last axis, if the model returns more than a scalar for each
+        example. Count the batch axis from the front.
     - `diagonal_axes`: axes along which only the diagonal is computed. The batch axis is
         allowed.
     - `in_axes`: the axes of the examples, which are the same in `x1` and `x2`: an int,
@@ -328,8 +329,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         prefix of the output.
     - `kwargs_axes`: a dict from names of paired keyword arguments to their axes of the
         examples, for those that are not batched along axis 0.
-    - `method`: `"sites"` uses structured derivatives (layer inputs and output
-        cotangents), with the cheaper of two contractions for each parameter.
+    - `method`: `"sites"` uses structured derivatives (layer inputs, and the gradients
+        of their outputs), with the cheaper of two contractions for each parameter.
         `"jacobian_contraction"` materialises the Jacobian. `"ntk_vector_products"`
         pushes the Jacobian of one input through the linearised model at the other.
         `"auto"` counts operations and chooses the method that should be fastest. The
@@ -375,9 +376,9 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
     Or pass a pair of keys for `x1` and `x2`. Keyword arguments with one value for each
     example are passed as pairs of arrays, for `x1` and for `x2`; all others are shared.
 
-    **Memory:** what blocks need of each example (its factors) is computed once if it
-    fits into half of the free device memory, or of the budget. Otherwise, factors are
-    kept for one panel of rows at a time and recomputed for the columns of each panel.
+    **Memory:** what blocks need of each example is computed once if it fits into half
+    of the free device memory, or of the budget. If memory is short, examples pass
+    through the model several times.
 
     **Complex numbers:** complex parameters of complex outputs are assumed to have a
     complex derivative. If they do not, the kernel is the sum of the kernels of both

@@ -567,23 +567,22 @@ class AbstractGaussNewtonStep(
 
 
 class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
-    r"""Damped Gauss-Newton steps, solved in sample or parameter space.
+    """Damped Gauss-Newton steps, solved in sample or parameter space.
 
     Let `r` be the residuals of all examples and `J` their Jacobian with respect to the
     parameters. The step solves
 
-    $$(J^\top W J + \mathtt{damping}\, I)\, \mathtt{step} = J^\top W r,$$
+        (J.T @ W @ J + damping * I) @ step = J.T @ W @ r
 
     where the diagonal matrix `W` has entries `1 / n` for `n` examples. This is the
     gradient of half the mean squared residual, preconditioned by its damped
     Gauss-Newton matrix. By Woodbury's identity, it equals
 
-    $$\mathtt{step} = J^\top W^{1/2}
-    (W^{1/2} J J^\top W^{1/2} + \mathtt{damping}\, I)^{-1} W^{1/2} r,$$
+        step = J.T @ R @ inverse(R @ J @ J.T @ R + damping * I) @ R @ r
 
-    so the linear system has either one row for each parameter (parameter space) or one
-    for each residual (sample space). The matrix $J J^\top$ of the latter is the neural
-    tangent kernel, computed as in [`eqxbatch.EmpiricalNTK`][].
+    with the root `R` of `W`, so the linear system has either one row for each parameter
+    (parameter space) or one for each residual (sample space). The matrix `J @ J.T` of
+    the latter is the neural tangent kernel, computed as in [`eqxbatch.EmpiricalNTK`][].
 
     **Arguments:**
 
