@@ -16,7 +16,6 @@ one vector for each index, and `d` is stored for one of the two only.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,13 +40,11 @@ from .._sites.site import is_sum, Label, Site
 from .._sites.trace import Program
 from .by_sites import (
     AbstractSiteMatrix,
-    cotangent_term,
     Kept,
+    kept_of,
     named_labels,
-    operand_term,
-    Stacks,
+    site_terms,
     struct_of,
-    Terms,
     Use,
 )
 from .pytree import RequestedBlocks
@@ -118,6 +115,13 @@ class SiteGaussNewton(AbstractSiteMatrix):
         return cotangents, operands, scale
 
     def blocks_of(self, factors: Kept, values: list) -> list[Inexact[Array, "..."]]:
+        cotangents, operands, scale = factors
+        program, unformed = self.program, self._unformed(factors, values)
+        formed = (
+            gradients(program.sites_of(i), unformed, program.leaves[i])
+            for i in self._formed
+        )
+        factors = [*cotangents, *formed], operands, scale
         return self.contracted_blocks(factors, values)
 
     def structs(self) -> Kept:
@@ -154,27 +158,14 @@ class SiteGaussNewton(AbstractSiteMatrix):
         """The number of vectors that are pulled back to each perturbation."""
         return [self._num_vectors if x is None else x.num for x in self._paired]
 
-    def terms(self, factors: Kept, values: list) -> Terms:
+    def arrays(self, use: Use, factors: Kept) -> list[Array | None]:
         cotangents, operands, scale = factors
-        program, unformed = self.program, self._unformed(factors, values)
-        cotangents = [
-            *cotangents[: len(program.perturbations)],
-            *(
-                gradients(program.sites_of(i), unformed, program.leaves[i])
-                for i in self._formed
-            ),
-        ]
-        arrays = (self.stacks(dict(enumerate(x))) for x in (cotangents, operands))
-        return functools.partial(self._terms, scale, *arrays)
+        return [*kept_of(use, cotangents, operands), scale]
 
-    def _terms(
-        self,
-        scale: Array | None,
-        cotangents: Stacks,
-        operands: Stacks,
-        uses: Sequence[Use],
-        labels: list[dict[str, Label]],
+    def terms(
+        self, use: Use, labels: list[dict[str, Label]], arrays: list
     ) -> Iterator[list[Term]]:
+        *kept, scale = arrays
         terms: list[Term] = []
         # The scale is a curvature, or the weight of each example.
         has_curve = scale is not None and scale.ndim == 3
@@ -184,19 +175,18 @@ class SiteGaussNewton(AbstractSiteMatrix):
             scaled: Term = (widened(scale), (EXAMPLE, *vectors))
             if has_curve:
                 for side, names in enumerate(labels):
-                    scaled = self._of_site(scaled, uses[0][side], names, side)
+                    scaled = self._of_site(scaled, use[side], names, side)
             terms.append(scaled)
-        for sites, names, side in safe_zip(safe_zip(*uses), labels, sides):
-            d, axes = cotangent_term(sites, cotangents, names, _vectors(side))
-            pairing = self._paired[sites[0].perturbation]
+        pairs = kept[:2], kept[2:]
+        for site, pair, names, side in safe_zip(use, pairs, labels, sides):
+            (d, axes), operand = site_terms(site, *pair, names, _vectors(side))
+            pairing = self._paired[site.perturbation]
             if pairing is not None:
                 i = axes.index(_vectors(side))
                 d = d.reshape(*d.shape[:i], *pairing.left, *d.shape[i + 1 :])
                 vectors = (_vectors(side, axis) for axis in pairing.axes_left)
                 axes = (*axes[:i], *vectors, *axes[i + 1 :])
-            terms.append((d, axes))
-            if sites[0].operand is not None:
-                terms.append(operand_term(sites, operands, names))
+            terms += [(d, axes), *operand]
         yield terms
 
     def _of_site(
