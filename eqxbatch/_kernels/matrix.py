@@ -18,7 +18,7 @@ from jaxtyping import Array, Inexact, Int, Shaped
 
 from .._base.checks import as_jax
 from .._base.jaxprs import compiled
-from .._base.mesh import within_mesh
+from .._base.mesh import gathered, within_mesh
 from .._base.platforms import platform
 from .._base.trees import described, safe_zip
 from .._batch.batch import Block
@@ -30,7 +30,7 @@ from .function import (
     CalledKernel,
     on_mesh_of_results,
 )
-from .kernel import AbstractBlockKernel, Grid
+from .kernel import AbstractBlockKernel, Grid, Sizes
 from .on_host import SymmetricArray
 from .on_mesh import MeshAxis
 from .progress import AbstractProgressMeter
@@ -95,16 +95,21 @@ class ComputedMatrix(AbstractMatrix):
     """The matrix of a kernel function; each product computes its blocks anew.
 
     - `call`, `mesh_axis`: as for `computed`.
+    - `sizes`: the sizes of its blocks on one device.
     """
 
     call: CalledKernel
     mesh_axis: MeshAxis | None
+    sizes: Sizes = eqx.field(static=True)
 
     def __init__(self, transform: BatchKernel, x1: Any, x2: Any, kwargs: dict):
         self.mesh_axis = transform.row_axis
         # Copies, as the caller may change NumPy arrays later.
         self.call = transform.called(as_jax, x1, x2, **kwargs)
-        kernel = block_kernel(on_one_device(self.call))
+        on_device = on_one_device(self.call)
+        assert isinstance(on_device.sizes, tuple)
+        self.sizes = on_device.sizes
+        kernel = block_kernel(on_device)
         if [leaf.axes for leaf in kernel.leaves] != [(0, 1)] or any(
             len(leaf.sample) != 2 for leaf in kernel.leaves
         ):
@@ -139,10 +144,14 @@ class ComputedMatrix(AbstractMatrix):
         return computed(self.call, self.mesh_axis)
 
     def diagonal(self) -> Array:
-        return _in_one_program(_diagonal, on_one_device(self.call))
+        return _in_one_program(_diagonal, self._on_one_device)
 
     def column(self, index: Int[Array, ""]) -> Array:
-        return _in_one_program(_column, on_one_device(self.call), index)
+        return _in_one_program(_column, self._on_one_device, index)
+
+    @property
+    def _on_one_device(self) -> CalledKernel:
+        return gathered(dataclasses.replace(self.call, sizes=self.sizes))
 
 
 @compiled
