@@ -23,13 +23,12 @@ from .._base.checks import AnyArray, check_at_least, check_types, checked
 from .._base.trees import described, log
 from .._batch.store import check_record, digest, read_json
 from .batch_kernel import as_meter, Progress
-from .matrix import AbstractMatrix, StoredMatrix
 from .on_host import check_concrete, metered
 from .progress import AbstractProgressMeter
 
 
 if TYPE_CHECKING:
-    from .operator import KernelOperator
+    from .operator import AbstractMatrix, KernelOperator
 
 
 class KernelSolution(eqx.Module):
@@ -524,7 +523,7 @@ def _solved(
     return state
 
 
-def _probe(matrix: AbstractMatrix) -> tuple[np.ndarray, float]:
+def _probe(matrix: "AbstractMatrix") -> tuple[np.ndarray, float]:
     """The product of a kernel with a random vector, and how much rounding changes it.
 
     Every entry has a part in it, unlike in products with sparse right-hand sides.
@@ -551,8 +550,10 @@ def _check_same(saved: np.ndarray, image: np.ndarray, tolerance: float) -> None:
         )
 
 
-def _default_rtol(matrix: AbstractMatrix) -> float:
+def _default_rtol(matrix: "AbstractMatrix") -> float:
     """What the residuals of products with a kernel can reach, for most kernels."""
+    from .operator import StoredMatrix
+
     if isinstance(matrix, StoredMatrix) or jnp.zeros(()).dtype == jnp.float64:
         return 1e-6
     return min(1_000 * float(jnp.finfo(matrix.struct.dtype).eps), 0.01)
@@ -685,7 +686,9 @@ def _factor(
     return factor if num else None
 
 
-def _partial_cholesky(matrix: AbstractMatrix, rank: int) -> Float[np.ndarray, "n num"]:
+def _partial_cholesky(
+    matrix: "AbstractMatrix", rank: int
+) -> Float[np.ndarray, "n num"]:
     """A partial Cholesky decomposition, by the largest entries left on the diagonal."""
     left = np.array(matrix.diagonal(), np.float64)
     factor = np.zeros((len(left), rank))
@@ -701,7 +704,7 @@ def _partial_cholesky(matrix: AbstractMatrix, rank: int) -> Float[np.ndarray, "n
     return factor
 
 
-def _eps(matrix: AbstractMatrix) -> float:
+def _eps(matrix: "AbstractMatrix") -> float:
     """The relative rounding error of the entries of a kernel."""
     dtype = matrix.struct.dtype
     is_inexact = jnp.issubdtype(dtype, jnp.inexact)
