@@ -20,7 +20,7 @@ from .._batch.derivative import Selection
 from .._batch.memory import MemoryBudget, resolve_size
 from .._kernels.batch_kernel import AbstractStored, computed
 from .._kernels.engine import on_device
-from .._kernels.function import (
+from .._kernels.kernel import (
     AbstractKernelFunction,
     as_array,
     CalledKernel,
@@ -28,8 +28,11 @@ from .._kernels.function import (
     Keys,
     leaves_at,
     make_sides,
+    room_of,
+    SHARE,
+    Sizes,
+    sizes_of,
 )
-from .._kernels.kernel import room_of, SHARE, Sizes, sizes_of
 from .metric import metric_of
 from .pairings import choose_pairing, features, ModelKernel, pairing_of_all
 from .traced_model import (

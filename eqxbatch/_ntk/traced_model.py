@@ -27,8 +27,7 @@ from .._batch.accumulators import Concat, Sum
 from .._batch.batch import broadcast_axes
 from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
-from .._kernels.function import Side
-from .._kernels.kernel import BlockSize, check_block_size, Grid, Sizes
+from .._kernels.kernel import BlockSize, check_block_size, Grid, Side, Sizes
 from .metric import Metric
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
 
