@@ -43,8 +43,8 @@ class Network(eqx.Module):
 def network(getkey, dtype=jnp.float64):
     keys = [getkey() for _ in range(2)]
     return Network(
-        eqx.nn.Linear(8, 6, key=keys[0], dtype=dtype),
-        eqx.nn.Conv1d(1, 2, 3, key=keys[1], dtype=dtype),
+        drawn(eqx.nn.Linear, 8, 6, key=keys[0], dtype=dtype),
+        drawn(eqx.nn.Conv1d, 1, 2, 3, key=keys[1], dtype=dtype),
         eqx.nn.LayerNorm(4, dtype=dtype),
         normal(getkey(), (5, 2), dtype),
     )
