@@ -82,6 +82,11 @@ Use = tuple[Site, Site]
 Kept = tuple[list, list, Any]
 
 
+def _uses(program: Program, pair: Pair) -> list[Use]:
+    first, second = map(program.sites_of, pair)
+    return [*itertools.product(first, second)]
+
+
 def kept_of(use: Use, cotangents: list, operands: list) -> Iterator[Array | None]:
     """The cotangent and the operand of each site."""
     for site in use:
@@ -118,7 +123,7 @@ class AbstractSiteMatrix(abc.ABC):
         alike: dict[Hashable, list[Pair]] = {}
         for pair in requested.pairs:
             first, second = pair
-            kinds = tuple(itertools.starmap(self.kind, self._uses(pair)))
+            kinds = tuple(itertools.starmap(self.kind, _uses(self.contracted, pair)))
             key = (families[first], families[second], kinds)
             alike.setdefault(key, []).append(pair)
         self.groups: list[list[Pair]] = []
@@ -127,7 +132,6 @@ class AbstractSiteMatrix(abc.ABC):
             num = -(-len(pairs) // max(min(most, len(pairs)), 1))
             size = -(-len(pairs) // num)
             size = size if size >= _FEWEST_ALIKE else 1
-            pairs = sorted(pairs, key=self._place)
             self.groups += (
                 pairs[start : start + size] for start in range(0, len(pairs), size)
             )
@@ -210,14 +214,6 @@ class AbstractSiteMatrix(abc.ABC):
                 key.append(leaf)
         return tuple(key)
 
-    def _uses(self, pair: Pair) -> list[Use]:
-        first, second = map(self.contracted.sites_of, pair)
-        return [*itertools.product(first, second)]
-
-    def _place(self, pair: Pair) -> list[int]:
-        """Sorts pairs by the first perturbation of each."""
-        return [min(s.perturbation, t.perturbation) for s, t in self._uses(pair)]
-
     def contracted_blocks(
         self, factors: Kept, values: list
     ) -> list[Inexact[Array, "pairs ..."]]:
@@ -249,7 +245,7 @@ class AbstractSiteMatrix(abc.ABC):
             shape = (*shape, *second.shape)
         dtype = common_dtype(jnp.float32, first.dtype, second.dtype)
         sums = []
-        for uses in safe_zip(*map(self._uses, pairs)):
+        for uses in safe_zip(*(_uses(self.contracted, pair) for pair in pairs)):
 
             def block(arrays: list, use: Use = uses[0]) -> Array:
                 blocks = (
@@ -268,7 +264,7 @@ class AbstractSiteMatrix(abc.ABC):
             # Pairs that are alike have the same cost.
             cost = total_cost(
                 contraction_cost(*term)
-                for use in self._uses(pairs[0])
+                for use in _uses(self.contracted, pairs[0])
                 for term in self._labelled(use, self.arrays(use, factors), values)
             )
             costs.update(dict.fromkeys(pairs, cost.time))
@@ -435,31 +431,6 @@ def is_covered(
 _MOST_PUSHES = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Push:
-    """Some perturbations, and the cotangents and operands that depend on them.
-
-    - `sizes`: the sizes of the perturbations.
-    - `outputs`: the indices of the cotangents; those of operands come after all of
-        them.
-    """
-
-    perturbations: tuple[int, ...]
-    sizes: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-    @property
-    def num(self) -> int:
-        """The number of directions."""
-        return sum(self.sizes)
-
-    def directions(self, perturbation: int) -> slice:
-        """The range of directions of a perturbation."""
-        number = self.perturbations.index(perturbation)
-        start = sum(self.sizes[:number])
-        return slice(start, start + self.sizes[number])
-
-
 class SiteHessian(AbstractSiteMatrix):
     """Blocks of the Hessian of a sum over examples, from the sites of its leaves.
 
@@ -470,7 +441,7 @@ class SiteHessian(AbstractSiteMatrix):
 
     - `changes`: pairs of a perturbation and a cotangent or operand that depends on it,
         among those that sites need.
-    - `pushes`: the programs for derivatives.
+    - `pushes`: for each program in which derivatives are taken, its perturbations.
     """
 
     def __init__(
@@ -482,7 +453,14 @@ class SiteHessian(AbstractSiteMatrix):
         counts_cancelled: bool,
     ):
         self._closed = _perturbed_gradient(program, checkpoint)
-        jaxpr, needed = self._closed.jaxpr, _needed(program, requested)
+        jaxpr = self._closed.jaxpr
+        needed = {
+            (z, i)
+            for pair in requested.pairs
+            for use in _uses(program, pair)
+            for z, i in _keys(program, use)
+            if i is not None
+        }
         depend = {
             z: depends(jaxpr, [i == z for i, _ in enumerate(jaxpr.invars)])
             for z in sorted({z for z, _ in needed})
@@ -490,13 +468,7 @@ class SiteHessian(AbstractSiteMatrix):
         self.changes = {(z, i) for z, i in needed if depend[z][i]}
         every = sorted({z for z, _ in self.changes})
         size = -(-len(every) // _MOST_PUSHES) or 1
-        self.pushes = [
-            self._push(program, every[start : start + size])
-            for start in range(0, len(every), size)
-        ]
-        self._pushes = {
-            z: i for i, x in enumerate(self.pushes) for z in x.perturbations
-        }
+        self.pushes = [every[i : i + size] for i in range(0, len(every), size)]
         super().__init__(program, program, requested)
         # The leaves whose gradient is a sum of terms, which may nearly cancel.
         self._summed = [
@@ -504,21 +476,14 @@ class SiteHessian(AbstractSiteMatrix):
         ]
         self.counts_cancelled = counts_cancelled and len(self._summed) > 0
 
-    def _push(self, program: Program, perturbations: list[int]) -> Push:
-        return Push(
-            tuple(perturbations),
-            tuple(program.perturbations[z].size for z in perturbations),
-            tuple(sorted({i for z, i in self.changes if z in perturbations})),
-        )
+    def _pushed(self, push: list[int]) -> list[int]:
+        """The indices of the cotangents that change, then those of operands."""
+        return sorted({i for z, i in self.changes if z in push})
 
     def kind(self, site: Site, other: Site) -> tuple:
         z, y = site.perturbation, other.perturbation
-        return (
-            (z > y) - (z < y),
-            (min(z, y), max(z, y)) in self.changes,
-            (y, _operand_of(self.program, site)) in self.changes,
-            (z, _operand_of(self.program, other)) in self.changes,
-        )
+        keys = _keys(self.program, (site, other))
+        return (z > y) - (z < y), *(key in self.changes for key in keys)
 
     def blocks_of(self, factors: Kept, values: list) -> list[Inexact[Array, "..."]]:
         cotangents, operands, _ = factors
@@ -536,7 +501,11 @@ class SiteHessian(AbstractSiteMatrix):
         return blocks
 
     def of_example(self, rows: list, weight: Array | None) -> Kept:
-        """The cotangents, the operands, and the derivatives of each push."""
+        """The cotangents, the operands, and the derivatives of pushes.
+
+        The latter are those of a cotangent or operand in a perturbation, by the indices
+        of both. Axis 0 has the entries of the perturbation.
+        """
         program, closed = self.program, self._closed
         point = program.zeros(self.leaves, rows)
         aval = program.jaxpr.outvars[0].aval
@@ -547,50 +516,40 @@ class SiteHessian(AbstractSiteMatrix):
             args = [*point, *self.leaves, *rows, seed]
             return evaluate_jaxpr(closed.jaxpr, list(closed.consts), args)
 
-        def pushed(push: Push) -> list[Array]:
-            def results(zs: list) -> list:
-                outs = run(replaced(point, push.perturbations, zs))
-                return [outs[i] for i in push.outputs]
+        outs, changes = run(point), dict[tuple[int, int], Array]()
+        for push in self.pushes:
+            numbers, zeros = self._pushed(push), [point[z] for z in push]
 
-            zeros = [point[z] for z in push.perturbations]
-            return jax.vmap(lambda change: jax.jvp(results, [zeros], [change])[1])(
-                one_hot_seeds(jnp.arange(push.num), zeros)
-            )
+            def results(zs: list, push: list = push, numbers: list = numbers) -> list:
+                outs = run(replaced(point, push, zs))
+                return [outs[i] for i in numbers]
 
-        outs = run(point)
-        changes = [pushed(push) for push in self.pushes]
+            product = functools.partial(jax.jvp, results, [zeros])
+            ends = [*itertools.accumulate(x.size for x in zeros)]
+            seeds = one_hot_seeds(jnp.arange(ends[-1]), zeros)
+            arrays = jax.vmap(lambda seed, product=product: product([seed])[1])(seeds)
+            for z, zero, end in safe_zip(push, zeros, ends):
+                of_entries = [x[end - zero.size : end] for x in arrays]
+                changes.update(safe_zip([(z, i) for i in numbers], of_entries))
         return outs[: len(point)], outs[len(point) :], changes
 
     def structs(self) -> Kept:
         cotangents = [*map(struct_of, self.program.perturbations)]
         operands = [*map(struct_of, self.program.operands)]
-        changes = [
-            [struct_of([*cotangents, *operands][i], push.num) for i in push.outputs]
+        every = [*cotangents, *operands]
+        changes = {
+            (z, i): struct_of(every[i], cotangents[z].size)
             for push in self.pushes
-        ]
+            for z, i in itertools.product(push, self._pushed(push))
+        }
         return cotangents, operands, changes
 
     def arrays(self, use: Use, factors: Kept) -> list[Array | None]:
-        """Cotangent and operand of each site, and how these change.
-
-        That is the later cotangent with the earlier perturbation, and each operand with
-        the perturbation of the other site; None where nothing changes.
-        """
+        """Cotangent and operand of each site, and those `changes` that are not zero."""
         cotangents, operands, changes = factors
-
-        def change(z: int, number: int | None) -> Array | None:
-            if (z, number) not in self.changes:
-                return None
-            push, arrays = self.pushes[self._pushes[z]], changes[self._pushes[z]]
-            return arrays[push.outputs.index(number)][:, push.directions(z)]
-
-        pair = [site.perturbation for site in use]
-        numbers = (_operand_of(self.program, site) for site in use)
-        return [
-            *kept_of(use, cotangents, operands),
-            change(*sorted(pair)),
-            *(change(z, number) for z, number in safe_zip(pair[::-1], numbers)),
-        ]
+        keys = _keys(self.program, use)
+        known = (changes[key] if key in self.changes else None for key in keys)
+        return [*kept_of(use, cotangents, operands), *known]
 
     def costs_of_factors(
         self, num: int, factors: Kept, values: list
@@ -598,9 +557,9 @@ class SiteHessian(AbstractSiteMatrix):
         del factors, values
         jaxpr, costs = self._closed.jaxpr, dict[int, float]()
         for push in self.pushes:
-            marks = [i in push.perturbations for i, _ in enumerate(jaxpr.invars)]
+            marks = [i in push for i, _ in enumerate(jaxpr.invars)]
             of_one = num * pushed_cost(jaxpr, marks).time
-            for z in push.perturbations:
+            for z in push:
                 costs[z] = of_one * self.program.perturbations[z].size
         return costs
 
@@ -609,7 +568,7 @@ class SiteHessian(AbstractSiteMatrix):
     ) -> Iterator[list[Term]]:
         *kept, curvature, first, second = arrays
         triples = safe_zip(use, (kept[:2], kept[2:]), labels)
-        sides = [site_terms(site, *pair, names) for site, pair, names in triples]
+        sides = [site_terms(site, d, a, names) for site, (d, a), names in triples]
         if curvature is not None:
             later = 1 if use[0].perturbation < use[1].perturbation else 0
             change = self._change(curvature, use, labels, later, is_operand=False)
@@ -664,23 +623,21 @@ def _perturbed_gradient(program: Program, remat: bool) -> Any:
     return jax.make_jaxpr(gradient)(program.zeros(leaves, rows), leaves, rows, weight)
 
 
-def _needed(program: Program, requested: RequestedBlocks) -> set[tuple[int, int]]:
-    """Pairs of a perturbation and of a cotangent, or operand, to differentiate."""
-    needed = set[tuple[int, int]]()
-    for pair in requested.pairs:
-        for site, other in itertools.product(*map(program.sites_of, pair)):
-            first, last = sorted((site.perturbation, other.perturbation))
-            needed.add((first, last))
-            for changed, by in ((site, other), (other, site)):
-                operand = _operand_of(program, changed)
-                if operand is not None and changed.rule.token is None:
-                    needed.add((by.perturbation, operand))
-    return needed
+def _keys(program: Program, use: Use) -> list[tuple[int, int | None]]:
+    """The derivatives that the terms of two sites need.
 
-
-def _operand_of(program: Program, site: Site) -> int | None:
-    """The index of a site's operand, after all cotangents; None without one."""
-    return None if site.operand is None else len(program.perturbations) + site.operand
+    Each is a pair of a perturbation and of what changes with it: the later of the two
+    cotangents, and each operand with the other site, or None if it has none. Operands
+    come after all cotangents.
+    """
+    pair, first = [site.perturbation for site in use], len(program.perturbations)
+    operands = (
+        None
+        if site.operand is None or site.rule.token is not None
+        else first + site.operand
+        for site in use
+    )
+    return [(min(pair), max(pair)), *safe_zip(pair[::-1], operands)]
 
 
 def _sources(

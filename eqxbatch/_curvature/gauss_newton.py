@@ -175,8 +175,8 @@ class SiteGaussNewton(AbstractSiteMatrix):
                     scaled = self._of_site(scaled, use[side], names, side)
             terms.append(scaled)
         pairs = kept[:2], kept[2:]
-        for site, pair, names, side in safe_zip(use, pairs, labels, sides):
-            cotangent, operand = site_terms(site, *pair, names, _vectors(side))
+        for site, (d, a), names, side in safe_zip(use, pairs, labels, sides):
+            cotangent, operand = site_terms(site, d, a, names, _vectors(side))
             terms += [cotangent, *operand]
         yield terms
 
