@@ -157,7 +157,7 @@ BREAKAGES = [
     ),
     Breakage(
         "arrays are reshaped before they are written",
-        "_kernels/on_mesh.py",
+        "_kernels/engine.py",
         "leaves = [x[None] for x in materialised(leaves, always)]",
         "leaves = [x[None] for x in leaves]",
         "tests/kernels/test_reductions.py -k permute",
@@ -405,14 +405,14 @@ BREAKAGES = [
     ),
     Breakage(
         "arguments in pairs do not make two sides",
-        "_kernels/function.py",
+        "_kernels/kernel.py",
         "second is None or second is first for first, second in pairs.values()",
         "True for _ in pairs",
         "tests/ntk tests/kernels -k 'keyword or pairs'",
     ),
     Breakage(
         "two sides with different static parts share a program",
-        "_kernels/function.py",
+        "_kernels/kernel.py",
         "return batch.treedef, shared, batch.axes, shapes",
         "return batch.treedef, batch.axes, shapes",
         "tests/ntk -k keyword",
@@ -440,14 +440,14 @@ BREAKAGES = [
     ),
     Breakage(
         "the fingerprint ignores the second side",
-        "_kernels/function.py",
+        "_kernels/kernel.py",
         "inputs = self.sides, self.args, self.shared",
         "inputs = self.sides[:1], self.args, self.shared",
         "tests/kernels -k another_kernel",
     ),
     Breakage(
         "devices for which no tile is left count one again",
-        "_kernels/on_mesh.py",
+        "_kernels/engine.py",
         "counts = [True] * len(tiles) + [False] * missing",
         "counts = [True] * (len(tiles) + missing)",
         "tests/kernels -k 'reductions and (mesh or devices)'",

@@ -24,6 +24,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Failing tests show all frames.
 jax.config.update("jax_traceback_filtering", "off")
+# XLA is not told which line each operation is from.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 turn_on_coming_defaults()
 
 
@@ -63,6 +65,12 @@ def enable_x64() -> contextlib.AbstractContextManager:
     return enable_x64(True)
 
 
+def pytest_collection_finish():
+    # What is imported stays, and is not garbage.
+    gc.collect()
+    gc.freeze()
+
+
 _MODULES = itertools.count(1)
 
 
@@ -71,7 +79,7 @@ def _free_compiled_programs():
     # A long run would otherwise keep all programs of all tests. A fifth of the programs
     # of a module are small ones that the module before it has, too.
     yield
-    if next(_MODULES) % 4 == 0:
+    if next(_MODULES) % 8 == 0:
         jax.clear_caches()
         gc.collect()
 

@@ -17,7 +17,7 @@ from .helpers import drawn
 
 
 KEY = jax.random.key(0)
-MODEL = drawn(eqx.nn.MLP, 3, 2, 4, 2, jnp.tanh, key=KEY)
+MODEL = drawn(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, key=KEY)
 X, Y = np.ones((5, 3), np.float32), np.ones((5, 2), np.float32)
 
 

@@ -361,17 +361,16 @@ def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
     mesh = explicit_mesh(operands)
     if mesh is None:
         return False
-    dynamic, static = eqx.partition(operands, eqx.is_array)
-    leaves, treedef = jtu.tree_flatten(dynamic)
-
-    def arrays_to_arrays(*leaves: Array) -> list:
-        arguments = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
-        return jtu.tree_leaves(eqx.filter(fun(*arguments), eqx.is_array))
-
     whole = NamedSharding(mesh, PartitionSpec())
-    struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-    structs = [struct(x) if explicit_mesh(x) else jax.typeof(x) for x in leaves]
-    closed = jax.make_jaxpr(arrays_to_arrays)(*structs)
+
+    def struct(x: Any) -> Any:
+        if explicit_mesh(x) is None:
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+
+    # Not of `fun` itself, whose arrays would be arguments of the program.
+    run = lambda *operands: fun(*operands)
+    closed, *_ = eqx.filter_make_jaxpr(run)(*jtu.tree_map(struct, operands))
     names_axes = any(
         AxisType.Explicit in x.mesh.axis_types and any(x.spec)
         for x in _shardings(closed)

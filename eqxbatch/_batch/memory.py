@@ -30,19 +30,6 @@ from .._base.platforms import platform
 from .._base.trees import as_int, log
 
 
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
-
-
 # The first size to try, if the caller knows no better one.
 _FIRST = 16
 
@@ -133,9 +120,12 @@ Size = int | MemoryBudget | None
 def _parse_bytes(value: int | str, name: str = "max_bytes") -> int:
     number: Any = value
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, re.I)
-        if match is not None and match[2].upper() in _UNITS:
-            number = int(float(match[1]) * _UNITS[match[2].upper()])
+        match = re.fullmatch(
+            r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", value, re.I
+        )
+        if match is not None:
+            power = " kmgt".index((match[2] or " ").lower())
+            number = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     number = None if isinstance(number, jax.Array) else as_int(number)
     if number is None:
         raise ValueError(
@@ -281,22 +271,19 @@ class CompiledBytes(NamedTuple):
 
 def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> CompiledBytes:
     """The temporaries and outputs of the compiled `fun(operands)`, which is not run."""
-    dynamic, static = eqx.partition(operands, eqx.is_array)
-    leaves, treedef = jtu.tree_flatten(dynamic)
-
-    def arrays_to_arrays(*leaves: Any) -> PyTree:
-        out = fun(eqx.combine(jtu.tree_unflatten(treedef, leaves), static))
-        return eqx.filter(out, eqx.is_array)
-
     # The constants of a jaxpr are what `fun` closes over. Inside another transformation
     # they can be tracers; only their types matter here.
+    leaves = jtu.tree_leaves(eqx.filter(operands, eqx.is_array))
+    trace = eqx.filter_make_jaxpr(lambda operands: fun(operands))
     is_manual = bool(manual_axes())
     if is_manual or explicit_mesh(leaves) is not None:
-        closed = jax.make_jaxpr(arrays_to_arrays)(*leaves)
+        closed, *_ = trace(operands)
     else:
         with outside_of_mesh():
-            types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-            closed = jax.make_jaxpr(arrays_to_arrays)(*types)
+            struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+            is_array = eqx.is_array
+            types = jtu.tree_map(lambda x: struct(x) if is_array(x) else x, operands)
+            closed, *_ = trace(types)
     num = len(closed.consts)
 
     def program(*args: Any) -> list:

@@ -16,7 +16,7 @@ import pathlib
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -168,29 +168,23 @@ class _HostWriter(AbstractWriter):
         pass
 
 
-@contextlib.contextmanager
-def pipeline(step: Callable[[int], None]) -> Iterator[Callable[..., None]]:
-    """Submits writes to separate threads, with a bound on the pending work.
+def in_threads(
+    run: Callable[..., Any], arguments: Iterable[tuple], most: int
+) -> Generator[Any, None, None]:
+    """The results of `run(*args)` in order, of which at most `most` are pending.
 
-    `step` is called with each number of NaNs that a write returns.
+    Close it after an error: calls that have begun are then finished.
     """
-    pool = concurrent.futures.ThreadPoolExecutor(IN_FLIGHT)
-    futures: collections.deque = collections.deque()
-
-    def drain(remaining: int) -> None:
-        while len(futures) > remaining:
-            for num_nans in futures.popleft().result():
-                step(num_nans)
-
-    def submit(write: Callable[..., list[int]], *args: Any) -> None:
-        futures.append(pool.submit(write, *args))
-        drain(IN_FLIGHT)
-
+    pool = concurrent.futures.ThreadPoolExecutor(most)
+    pending: collections.deque = collections.deque()
     try:
-        yield submit
-        drain(0)
+        for args in arguments:
+            pending.append(pool.submit(run, *args))
+            if len(pending) > most:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     finally:
-        # Writes that have begun are finished, even after an error.
         pool.shutdown(wait=True, cancel_futures=True)
 
 

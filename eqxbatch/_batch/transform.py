@@ -259,7 +259,10 @@ class AbstractMicrobatched(AbstractTransform):
         if blocks.remainder == 0 or not self.overlaps:
             return blocks
         if _MOST_REPEATED * total < blocks.num * size - total:
-            size = -(-total // (blocks.num * parts)) * parts
+            least = -(-total // (blocks.num * parts))
+            # XLA for GPUs copies factors with a number of rows that 8 does not divide.
+            least = -(-least // 8) * 8 if least >= 128 else least
+            size = min(least * parts, size)
         return Blocks(total, size, parts, overlaps=total % size > 0)
 
 

@@ -18,23 +18,22 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Real, UInt
+from jaxtyping import Array, Inexact, Real
 
 from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import common_dtype, num_bytes, widened
 from .._base.jaxprs import depends, evaluate_jaxpr
 from .._base.mesh import full_varying_as, vary_as, varying
 from .._base.platforms import platform
-from .._base.trees import consecutive_groups, safe_zip, type_of
+from .._base.trees import consecutive_groups, safe_zip
 from .._sites.cost import contraction_cost, pushed_cost, total_cost
 from .._sites.einsum import contract, EXAMPLE, Labels, Term
 from .._sites.factors import Factors, scale_of, weight_terms
@@ -52,97 +51,25 @@ from .pytree import Pair, RequestedBlocks
 _FEWEST_ALIKE = 3
 
 
-PAIR: Label = ("pair", 0)
+def site_terms(
+    site: Site, d: Array, a: Array | None, labels: dict[str, Label], *vectors: Label
+) -> tuple[Term, list[Term]]:
+    """The cotangent of a site, and its operand if it has one, with their named axes.
 
-
-class Stacks:
-    """Arrays by index; arrays of one shape can be taken together.
-
-    Everything that uses some of them takes them from the same stack, so that it
-    compiles to the same code.
+    - `vectors`: the label of the axis of the cotangent after that of examples, if any.
     """
-
-    def __init__(self, arrays: dict[int, Array], are_stacked: bool):
-        self._arrays = arrays
-        alike: dict[Hashable, list[int]] = {}
-        for i, x in arrays.items():
-            alike.setdefault(_kind_of(x), []).append(i)
-        self._stacks = {
-            kind: (jnp.stack([arrays[i] for i in numbers]), numbers)
-            for kind, numbers in alike.items()
-            if are_stacked
-        }
-
-    def __getitem__(self, number: int) -> Array:
-        return self._arrays[number]
-
-    def stack(self, numbers: Sequence[int]) -> tuple[Array, UInt[np.ndarray, " pairs"]]:
-        """All arrays with the shape of the indexed ones, and the positions of these."""
-        x, members = self._stacks[_kind_of(self._arrays[numbers[0]])]
-        return x, np.array([members.index(i) for i in numbers], np.uint32)
-
-    def take(self, numbers: Sequence[int]) -> tuple[Array, Labels]:
-        """One array for each pair along a new axis, or a single array for all."""
-        if len({*numbers}) == 1:
-            return self._arrays[numbers[0]], ()
-        x, positions = self.stack(numbers)
-        return _entries_at(x, positions), (PAIR,)
-
-
-def _entries_at(x: Array, index: Any) -> Array:
-    """The entries at indices that are known to be in range.
-
-    JAX normalises other indices, also where they are constants, and masks the result.
-    """
-    return x.at[index].get(mode="promise_in_bounds")
-
-
-def _kind_of(x: Array) -> Hashable:
-    return x.shape, x.dtype, varying(jax.typeof(x))
-
-
-def over_pairs(fun: Callable[[Array], Array], x: Array, lead: Labels) -> Array:
-    """Applies `fun` to an array, or to the array of each pair."""
-    return jax.vmap(fun)(x) if lead else fun(x)
-
-
-def cotangent_term(
-    sites: Sequence[Site],
-    cotangents: Stacks,
-    labels: dict[str, Label],
-    *vectors: Label,
-) -> Term:
-    """The cotangents of sites that are alike, with their named axes.
-
-    - `vectors`: the label of the axis after that of examples, if there is one.
-    """
-    site = sites[0]
-    d, lead = cotangents.take([x.perturbation for x in sites])
-    axes = (EXAMPLE, *vectors)
-
-    def arrange(d: Array) -> Array:
-        mapped = functools.reduce(lambda fun, _: jax.vmap(fun), axes, site.arrange)
-        return mapped(site.at_steps(d, len(axes)))
-
-    return widened(over_pairs(arrange, d, lead)), (
-        *(*lead, *axes),
-        *named_labels(labels, site.d_axes),
-    )
-
-
-def operand_term(
-    sites: Sequence[Site], operands: Stacks, labels: dict[str, Label]
-) -> Term:
-    """The operands of sites that are alike, with their named axes."""
-    site = sites[0]
-    a, lead = operands.take([x.operand for x in sites if x.operand is not None])
-    a = over_pairs(lambda a: jax.vmap(site.expand)(site.at_steps(a, 1)), a, lead)
-    names = site.a_axes
-    if site.rule.token is not None:
+    alone = dataclasses.replace(site, perturbation=0, operand=None if a is None else 0)
+    operand, cotangent = Factors([a], [d], vectors).expanded(alone)
+    lead = (EXAMPLE, *vectors)
+    of_d = cotangent.array, (*lead, *named_labels(labels, site.d_axes))
+    if operand is None:
+        return of_d, []
+    x, names, token = operand.array, site.a_axes, site.rule.token
+    if token is not None:
         # An index that is out of range selects no row.
-        a = jax.nn.one_hot(a, site.sizes[site.rule.token], dtype=jnp.float32)
-        names = (*names, site.rule.token)
-    return widened(a), (*lead, EXAMPLE, *named_labels(labels, names))
+        x = jax.nn.one_hot(x, site.sizes[token], dtype=jnp.float32)
+        names = (*names, token)
+    return of_d, [(x, (EXAMPLE, *named_labels(labels, names)))]
 
 
 def named_labels(labels: dict[str, Label], names: Axes) -> Labels:
@@ -151,13 +78,20 @@ def named_labels(labels: dict[str, Label], names: Axes) -> Labels:
 
 Use = tuple[Site, Site]
 
-# The arrays to contract for pairs of sites that are alike, and the labels of their
-# axes. Those that differ from pair to pair have the label `PAIR`.
-Terms = Callable[[Sequence[Use], list[dict[str, Label]]], Iterable[list[Term]]]
-
-
 # Cotangents and operands of one example, or of several, and what else terms need.
 Kept = tuple[list, list, Any]
+
+
+def _uses(program: Program, pair: Pair) -> list[Use]:
+    first, second = map(program.sites_of, pair)
+    return [*itertools.product(first, second)]
+
+
+def kept_of(use: Use, cotangents: list, operands: list) -> Iterator[Array | None]:
+    """The cotangent and the operand of each site."""
+    for site in use:
+        yield cotangents[site.perturbation]
+        yield None if site.operand is None else operands[site.operand]
 
 
 def struct_of(x: Any, *lead: int) -> jax.ShapeDtypeStruct:
@@ -189,7 +123,7 @@ class AbstractSiteMatrix(abc.ABC):
         alike: dict[Hashable, list[Pair]] = {}
         for pair in requested.pairs:
             first, second = pair
-            kinds = tuple(itertools.starmap(self.kind, self._uses(pair)))
+            kinds = tuple(itertools.starmap(self.kind, _uses(self.contracted, pair)))
             key = (families[first], families[second], kinds)
             alike.setdefault(key, []).append(pair)
         self.groups: list[list[Pair]] = []
@@ -198,7 +132,6 @@ class AbstractSiteMatrix(abc.ABC):
             num = -(-len(pairs) // max(min(most, len(pairs)), 1))
             size = -(-len(pairs) // num)
             size = size if size >= _FEWEST_ALIKE else 1
-            pairs = sorted(pairs, key=self._place)
             self.groups += (
                 pairs[start : start + size] for start in range(0, len(pairs), size)
             )
@@ -227,15 +160,18 @@ class AbstractSiteMatrix(abc.ABC):
         """The types of the factors of one example."""
 
     @abc.abstractmethod
-    def terms(self, factors: Kept, values: list) -> Terms:
-        """The arrays to contract, from the factors of some examples.
+    def arrays(self, use: Use, factors: Kept) -> list[Array | None]:
+        """What the terms of two sites are computed from, with examples along axis 0."""
 
-        `values` are those of the program.
+    @abc.abstractmethod
+    def terms(
+        self, use: Use, labels: list[dict[str, Label]], arrays: list
+    ) -> Iterator[list[Term]]:
+        """Arrays to contract; the block of two sites is the sum of the contractions.
+
+        `arrays` are those of the same method, for these sites or for any that are
+        alike. `labels` are those of the named axes of each site.
         """
-
-    def stacks(self, arrays: dict[int, Array]) -> Stacks:
-        """Cotangents or operands; stacked if a group has pairs to contract at once."""
-        return Stacks(arrays, any(len(pairs) > 1 for pairs in self.groups))
 
     @abc.abstractmethod
     def costs_of_factors(
@@ -258,7 +194,7 @@ class AbstractSiteMatrix(abc.ABC):
 
         def count(factors: Any, values: list) -> tuple[dict, dict]:
             of_factors = self.costs_of_factors(num, factors, values)
-            return of_factors, self._costs(self.terms(factors, values), values)
+            return of_factors, self._costs(factors, values)
 
         values = self.program.value_structs()
         return eqx.filter_eval_shape(count, factors, values)
@@ -278,29 +214,20 @@ class AbstractSiteMatrix(abc.ABC):
                 key.append(leaf)
         return tuple(key)
 
-    def _uses(self, pair: Pair) -> list[Use]:
-        first, second = map(self.contracted.sites_of, pair)
-        return [*itertools.product(first, second)]
-
-    def _place(self, pair: Pair) -> list[int]:
-        """Sorts pairs by the first perturbation of each."""
-        return [min(s.perturbation, t.perturbation) for s, t in self._uses(pair)]
-
     def contracted_blocks(
         self, factors: Kept, values: list
     ) -> list[Inexact[Array, "pairs ..."]]:
         """The sum of the contractions of `terms`, for each group."""
-        terms = self.terms(factors, values)
         sizes = [self._num_bytes(pairs) for pairs in self.groups]
         # Smaller sums need not be computed one after the other: their terms are small
         # compared to the arrays they are computed from, which are all live until the
         # last sum is done.
         if sum(sizes) <= platform().factor_bytes:
-            return [self._sum(pairs, terms, values) for pairs in self.groups]
+            return [self._sum(pairs, factors, values) for pairs in self.groups]
         blocks: list[Array] = []
         for group in consecutive_groups(sizes, least=0):
             run = lambda group=group: [
-                self._sum(self.groups[i], terms, values) for i in group
+                self._sum(self.groups[i], factors, values) for i in group
             ]
             # XLA for CPUs would compute the terms of all pairs before it adds any. So
             # each group depends on a number from the previous one.
@@ -311,64 +238,63 @@ class AbstractSiteMatrix(abc.ABC):
     def _num_bytes(self, pairs: list[Pair]) -> int:
         return len(pairs) * self.requested.num_bytes(pairs[0], self.leaves)
 
-    def _sum(self, pairs: list[Pair], terms: Terms, values: list) -> Array:
+    def _sum(self, pairs: list[Pair], factors: Kept, values: list) -> Array:
         first, second = (self.leaves[leaf] for leaf in pairs[0])
         shape = first.shape
         if not self.requested.is_diagonal:
             shape = (*shape, *second.shape)
         dtype = common_dtype(jnp.float32, first.dtype, second.dtype)
-        total = None
-        for use, arrays, out in self._labelled(pairs, terms, values):
-            block = contract(arrays, out)
-            back = functools.partial(self._of_leaves, use, values)
-            block = jax.vmap(back)(block if PAIR in out else block[None])
-            block = block.astype(dtype)
-            total = block if total is None else total + block
-        if total is None:
-            return jnp.zeros((len(pairs), *shape), dtype)
+        sums = []
+        for uses in safe_zip(*(_uses(self.contracted, pair) for pair in pairs)):
+
+            def block(arrays: list, use: Use = uses[0]) -> Array:
+                blocks = (
+                    self._of_leaves(use, values, contract(*term)).astype(dtype)
+                    for term in self._labelled(use, arrays, values)
+                )
+                return functools.reduce(jnp.add, blocks, jnp.zeros(shape, dtype))
+
+            sums.append(_over(block, [self.arrays(use, factors) for use in uses]))
+        total = functools.reduce(jnp.add, sums, jnp.zeros((), dtype))
         return jnp.broadcast_to(total, (len(pairs), *shape))
 
-    def _costs(self, terms: Terms, values: list) -> dict[Pair, float]:
+    def _costs(self, factors: Kept, values: list) -> dict[Pair, float]:
         costs = {}
         for pairs in self.groups:
             # Pairs that are alike have the same cost.
             cost = total_cost(
-                contraction_cost(arrays, out)
-                for _, arrays, out in self._labelled(pairs[:1], terms, values)
+                contraction_cost(*term)
+                for use in _uses(self.contracted, pairs[0])
+                for term in self._labelled(use, self.arrays(use, factors), values)
             )
             costs.update(dict.fromkeys(pairs, cost.time))
         return costs
 
     def _labelled(
-        self, pairs: list[Pair], terms: Terms, values: list
-    ) -> Iterator[tuple[Use, list[Term], Labels]]:
-        """The arrays to contract, the resulting axes, and two sites with these axes."""
-        for uses in safe_zip(*map(self._uses, pairs)):
-            labels = [
-                {
-                    name: _of_side(label, side)
-                    if label[0] == "view" or not self.requested.is_diagonal
-                    else label
-                    for name, label in labels_of(site, side).items()
-                }
-                for side, site in enumerate(uses[0])
-            ]
-            pairs_of_sides = safe_zip(uses[0], labels)
-            weights = [
-                term
-                for site, names in pairs_of_sides
-                for term in weight_terms(site, values, names)
-            ]
-            for arrays in terms(uses, labels):
-                arrays = [*arrays, *weights]
-                dtype = common_dtype(*(x.dtype for x, _ in arrays))
-                arrays = [_without_repeats(x.astype(dtype), y) for x, y in arrays]
-                present = {label for _, axes in arrays for label in axes}
-                lead = (PAIR,) if PAIR in present else ()
-                # An axis of size 1 may be missing from all arrays; a reshape restores
-                # it.
-                of_leaves = sorted(filter(_is_of_leaf, present), key=_key)
-                yield uses[0], arrays, (*lead, *of_leaves)
+        self, use: Use, arrays: list, values: list
+    ) -> Iterator[tuple[list[Term], Labels]]:
+        """The arrays to contract for two sites, and the axes of the results."""
+        labels = [
+            {
+                name: _of_side(label, side)
+                if label[0] == "view" or not self.requested.is_diagonal
+                else label
+                for name, label in labels_of(site, side).items()
+            }
+            for side, site in enumerate(use)
+        ]
+        weights = [
+            term
+            for site, names in safe_zip(use, labels)
+            for term in weight_terms(site, values, names)
+        ]
+        for terms in self.terms(use, labels, arrays):
+            terms = [*terms, *weights]
+            dtype = common_dtype(*(x.dtype for x, _ in terms))
+            terms = [_without_repeats(x.astype(dtype), y) for x, y in terms]
+            present = {label for _, axes in terms for label in axes}
+            # An axis of size 1 may be missing from all arrays; a reshape restores it.
+            yield terms, tuple(sorted(filter(_is_of_leaf, present), key=_key))
 
     def _of_leaves(self, use: Use, values: list, block: Array) -> Array:
         """The block of two leaves, from the block of their sites' views."""
@@ -389,6 +315,19 @@ class AbstractSiteMatrix(abc.ABC):
             block = block.reshape(math.prod(structs[0].shape), *views[1].shape)
             block = jax.vmap(_transposed(other, structs[1], views[1], values))(block)
         return block.reshape(*structs[0].shape, *structs[1].shape)
+
+
+def _over(fun: Callable[[list], Array], arrays: list[list]) -> Array:
+    """Maps `fun` over lists of arrays of equal types; what they share is not copied."""
+    columns = [*safe_zip(*arrays)]
+    is_shared = [all(x is column[0] for x in column) for column in columns]
+    if all(is_shared):
+        return fun(arrays[0])[None]
+    stacked = [
+        column[0] if shared else jnp.stack(column)
+        for column, shared in safe_zip(columns, is_shared)
+    ]
+    return jax.vmap(fun, ([None if shared else 0 for shared in is_shared],))(stacked)
 
 
 def of_examples(
@@ -492,31 +431,6 @@ def is_covered(
 _MOST_PUSHES = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Push:
-    """Some perturbations, and the cotangents and operands that depend on them.
-
-    - `sizes`: the sizes of the perturbations. Those of equal types are adjacent.
-    - `outputs`: the indices of the cotangents; those of operands come after all of
-        them.
-    """
-
-    perturbations: tuple[int, ...]
-    sizes: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-    @property
-    def num(self) -> int:
-        """The number of directions."""
-        return sum(self.sizes)
-
-    def directions(self, perturbations: Sequence[int]) -> tuple[int, int]:
-        """The range of directions of some adjacent perturbations."""
-        first = self.perturbations.index(perturbations[0])
-        start = sum(self.sizes[:first])
-        return start, start + sum(self.sizes[first : first + len(perturbations)])
-
-
 class SiteHessian(AbstractSiteMatrix):
     """Blocks of the Hessian of a sum over examples, from the sites of its leaves.
 
@@ -527,7 +441,7 @@ class SiteHessian(AbstractSiteMatrix):
 
     - `changes`: pairs of a perturbation and a cotangent or operand that depends on it,
         among those that sites need.
-    - `pushes`: the programs for derivatives.
+    - `pushes`: for each program in which derivatives are taken, its perturbations.
     """
 
     def __init__(
@@ -539,7 +453,14 @@ class SiteHessian(AbstractSiteMatrix):
         counts_cancelled: bool,
     ):
         self._closed = _perturbed_gradient(program, checkpoint)
-        jaxpr, needed = self._closed.jaxpr, _needed(program, requested)
+        jaxpr = self._closed.jaxpr
+        needed = {
+            (z, i)
+            for pair in requested.pairs
+            for use in _uses(program, pair)
+            for z, i in _keys(program, use)
+            if i is not None
+        }
         depend = {
             z: depends(jaxpr, [i == z for i, _ in enumerate(jaxpr.invars)])
             for z in sorted({z for z, _ in needed})
@@ -547,13 +468,7 @@ class SiteHessian(AbstractSiteMatrix):
         self.changes = {(z, i) for z, i in needed if depend[z][i]}
         every = sorted({z for z, _ in self.changes})
         size = -(-len(every) // _MOST_PUSHES) or 1
-        self.pushes = [
-            self._push(program, every[start : start + size])
-            for start in range(0, len(every), size)
-        ]
-        self._pushes = {
-            z: i for i, x in enumerate(self.pushes) for z in x.perturbations
-        }
+        self.pushes = [every[i : i + size] for i in range(0, len(every), size)]
         super().__init__(program, program, requested)
         # The leaves whose gradient is a sum of terms, which may nearly cancel.
         self._summed = [
@@ -561,23 +476,14 @@ class SiteHessian(AbstractSiteMatrix):
         ]
         self.counts_cancelled = counts_cancelled and len(self._summed) > 0
 
-    def _push(self, program: Program, perturbations: list[int]) -> Push:
-        structs = program.perturbations
-        ordered = sorted(perturbations, key=lambda z: type_of(structs[z]))
-        return Push(
-            tuple(ordered),
-            tuple(structs[z].size for z in ordered),
-            tuple(sorted({i for z, i in self.changes if z in perturbations})),
-        )
+    def _pushed(self, push: list[int]) -> list[int]:
+        """The indices of the cotangents that change, then those of operands."""
+        return sorted({i for z, i in self.changes if z in push})
 
     def kind(self, site: Site, other: Site) -> tuple:
         z, y = site.perturbation, other.perturbation
-        return (
-            (z > y) - (z < y),
-            (min(z, y), max(z, y)) in self.changes,
-            (y, _operand_of(self.program, site)) in self.changes,
-            (z, _operand_of(self.program, other)) in self.changes,
-        )
+        keys = _keys(self.program, (site, other))
+        return (z > y) - (z < y), *(key in self.changes for key in keys)
 
     def blocks_of(self, factors: Kept, values: list) -> list[Inexact[Array, "..."]]:
         cotangents, operands, _ = factors
@@ -595,7 +501,11 @@ class SiteHessian(AbstractSiteMatrix):
         return blocks
 
     def of_example(self, rows: list, weight: Array | None) -> Kept:
-        """The cotangents, the operands, and the derivatives of each push."""
+        """The cotangents, the operands, and the derivatives of pushes.
+
+        The latter are those of a cotangent or operand in a perturbation, by the indices
+        of both. Axis 0 has the entries of the perturbation.
+        """
         program, closed = self.program, self._closed
         point = program.zeros(self.leaves, rows)
         aval = program.jaxpr.outvars[0].aval
@@ -606,38 +516,40 @@ class SiteHessian(AbstractSiteMatrix):
             args = [*point, *self.leaves, *rows, seed]
             return evaluate_jaxpr(closed.jaxpr, list(closed.consts), args)
 
-        def pushed(push: Push) -> list[Array]:
-            def results(zs: list) -> list:
-                outs = run(replaced(point, push.perturbations, zs))
-                return [outs[i] for i in push.outputs]
+        outs, changes = run(point), dict[tuple[int, int], Array]()
+        for push in self.pushes:
+            numbers, zeros = self._pushed(push), [point[z] for z in push]
 
-            zeros = [point[z] for z in push.perturbations]
-            return jax.vmap(lambda change: jax.jvp(results, [zeros], [change])[1])(
-                one_hot_seeds(jnp.arange(push.num), zeros)
-            )
+            def results(zs: list, push: list = push, numbers: list = numbers) -> list:
+                outs = run(replaced(point, push, zs))
+                return [outs[i] for i in numbers]
 
-        outs = run(point)
-        changes = [pushed(push) for push in self.pushes]
+            product = functools.partial(jax.jvp, results, [zeros])
+            ends = [*itertools.accumulate(x.size for x in zeros)]
+            seeds = one_hot_seeds(jnp.arange(ends[-1]), zeros)
+            arrays = jax.vmap(lambda seed, product=product: product([seed])[1])(seeds)
+            for z, zero, end in safe_zip(push, zeros, ends):
+                of_entries = [x[end - zero.size : end] for x in arrays]
+                changes.update(safe_zip([(z, i) for i in numbers], of_entries))
         return outs[: len(point)], outs[len(point) :], changes
 
     def structs(self) -> Kept:
         cotangents = [*map(struct_of, self.program.perturbations)]
         operands = [*map(struct_of, self.program.operands)]
-        changes = [
-            [struct_of([*cotangents, *operands][i], push.num) for i in push.outputs]
+        every = [*cotangents, *operands]
+        changes = {
+            (z, i): struct_of(every[i], cotangents[z].size)
             for push in self.pushes
-        ]
+            for z, i in itertools.product(push, self._pushed(push))
+        }
         return cotangents, operands, changes
 
-    def terms(self, factors: Kept, values: list) -> Terms:
-        del values
+    def arrays(self, use: Use, factors: Kept) -> list[Array | None]:
+        """Cotangent and operand of each site, and those `changes` that are not zero."""
         cotangents, operands, changes = factors
-        known = [
-            self.stacks(dict(safe_zip(push.outputs, arrays)))
-            for push, arrays in safe_zip(self.pushes, changes)
-        ]
-        stacks = (self.stacks(dict(enumerate(x))) for x in (cotangents, operands))
-        return functools.partial(self._terms, *stacks, known)
+        keys = _keys(self.program, use)
+        known = (changes[key] if key in self.changes else None for key in keys)
+        return [*kept_of(use, cotangents, operands), *known]
 
     def costs_of_factors(
         self, num: int, factors: Kept, values: list
@@ -645,109 +557,53 @@ class SiteHessian(AbstractSiteMatrix):
         del factors, values
         jaxpr, costs = self._closed.jaxpr, dict[int, float]()
         for push in self.pushes:
-            marks = [i in push.perturbations for i, _ in enumerate(jaxpr.invars)]
+            marks = [i in push for i, _ in enumerate(jaxpr.invars)]
             of_one = num * pushed_cost(jaxpr, marks).time
-            for z in push.perturbations:
+            for z in push:
                 costs[z] = of_one * self.program.perturbations[z].size
         return costs
 
-    def _terms(
-        self,
-        cotangents: Stacks,
-        operands: Stacks,
-        changes: list[Stacks],
-        uses: Sequence[Use],
-        labels: list[dict[str, Label]],
+    def terms(
+        self, use: Use, labels: list[dict[str, Label]], arrays: list
     ) -> Iterator[list[Term]]:
-        """Arrays to contract; the block of two sites is the sum of the contractions.
-
-        All arrays have the examples along axis 0. `changes` are derivatives with
-        respect to perturbations, for each `Push`. These have its directions along axis
-        1.
-        """
-        sites, others = safe_zip(*uses)
-        sides = [(sites, labels[0]), (others, labels[1])]
-        terms_of_operands = [
-            [operand_term(alike, operands, names)]
-            if alike[0].operand is not None
-            else []
-            for alike, names in sides
-        ]
-        is_first = sites[0].perturbation < others[0].perturbation
-        changed, by = sides[::-1] if is_first else sides
-        curvature = self._change(changes, *changed, *by, is_operand=False)
+        *kept, curvature, first, second = arrays
+        triples = safe_zip(use, (kept[:2], kept[2:]), labels)
+        sides = [site_terms(site, d, a, names) for site, (d, a), names in triples]
         if curvature is not None:
-            yield [curvature, *itertools.chain(*terms_of_operands)]
-        for index in (0, 1):
-            changed, by = sides[index], sides[1 - index]
-            change = self._change(changes, *changed, *by, is_operand=True)
+            later = 1 if use[0].perturbation < use[1].perturbation else 0
+            change = self._change(curvature, use, labels, later, is_operand=False)
+            yield [change, *sides[0][1], *sides[1][1]]
+        for side, change in enumerate((first, second)):
             if change is not None:
-                cotangent = cotangent_term(changed[0], cotangents, changed[1])
-                yield [cotangent, change, *terms_of_operands[1 - index]]
+                change = self._change(change, use, labels, side, is_operand=True)
+                yield [sides[side][0], change, *sides[1 - side][1]]
 
     def _change(
         self,
-        known: list[Stacks],
-        changed: Sequence[Site],
-        names: dict[str, Label],
-        by: Sequence[Site],
-        other_names: dict[str, Label],
+        x: Array,
+        use: Use,
+        labels: list[dict[str, Label]],
+        side: int,
         *,
         is_operand: bool,
-    ) -> Term | None:
-        """How cotangents or operands of sites change with perturbations of others."""
-        site, other = changed[0], by[0]
-        number = lambda x: (
-            _operand_of(self.program, x) if is_operand else x.perturbation
-        )
-        keys = [(y.perturbation, number(x)) for x, y in safe_zip(changed, by)]
-        if keys[0] not in self.changes:
-            return None
+    ) -> Term:
+        """How a site's cotangent or operand changes with the other's perturbation.
+
+        The entries of the latter are along axis 1 of `x`.
+        """
+        site, other = use[side], use[1 - side]
         arrange = site.expand if is_operand else site.arrange
         axes = site.a_axes if is_operand else site.d_axes
-
-        def arranged(x: Array) -> Array:
-            # Each site names the axes of its own array.
-            x = jax.vmap(jax.vmap(arrange))(site.at_steps(x, 2))
-            num, rest = x.shape[0], x.shape[2:]
-            shape = self.program.perturbations[other.perturbation].shape
-            split = other.at_steps(x.reshape(num, *shape, math.prod(rest)), 1)
-            arrange_other = jax.vmap(other.arrange, in_axes=-1, out_axes=-1)
-            x = jax.vmap(arrange_other)(split)
-            return x.reshape(*x.shape[:-1], *rest)
-
-        x, lead = self._changes(known, keys)
-        labels = named_labels(other_names, other.d_axes), named_labels(names, axes)
-        x = widened(over_pairs(arranged, x, lead))
-        return x, (*lead, EXAMPLE, *labels[0], *labels[1])
-
-    def _changes(
-        self, known: list[Stacks], keys: list[tuple[int, Any]]
-    ) -> tuple[Array, Labels]:
-        """Derivatives with respect to perturbations, for one pair or for several.
-
-        The entries of a pair's perturbation are along axis 1.
-        """
-        pushes, structs = self.pushes, self.program.perturbations
-        if len(keys) == 1:
-            ((z, number),) = keys
-            push = self._pushes[z]
-            start, stop = pushes[push].directions([z])
-            return known[push][number][:, start:stop], ()
-        struct = structs[keys[0][0]]
-        is_alike = lambda z: type_of(structs[z]) == type_of(struct)
-        parts = []
-        groups = itertools.groupby(keys, lambda key: self._pushes[key[0]])
-        for push, group in [(i, [*pairs]) for i, pairs in groups]:
-            x, positions = known[push].stack([number for _, number in group])
-            # Perturbations of the same type are adjacent.
-            alike = [z for z in pushes[push].perturbations if is_alike(z)]
-            start, stop = pushes[push].directions(alike)
-            x = x[:, :, start:stop]
-            x = x.reshape(*x.shape[:2], len(alike), struct.size, *x.shape[3:])
-            kinds = np.array([alike.index(z) for z, _ in group], np.uint32)
-            parts.append(_entries_at(x, (positions, slice(None), kinds)))
-        return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), (PAIR,)
+        # Each site names the axes of its own array.
+        x = jax.vmap(jax.vmap(arrange))(site.at_steps(x, 2))
+        num, rest = x.shape[0], x.shape[2:]
+        shape = self.program.perturbations[other.perturbation].shape
+        split = other.at_steps(x.reshape(num, *shape, math.prod(rest)), 1)
+        arrange_other = jax.vmap(other.arrange, in_axes=-1, out_axes=-1)
+        x = jax.vmap(arrange_other)(split)
+        x = widened(x.reshape(*x.shape[:-1], *rest))
+        of_other = named_labels(labels[1 - side], other.d_axes)
+        return x, (EXAMPLE, *of_other, *named_labels(labels[side], axes))
 
 
 def _perturbed_gradient(program: Program, remat: bool) -> Any:
@@ -767,23 +623,21 @@ def _perturbed_gradient(program: Program, remat: bool) -> Any:
     return jax.make_jaxpr(gradient)(program.zeros(leaves, rows), leaves, rows, weight)
 
 
-def _needed(program: Program, requested: RequestedBlocks) -> set[tuple[int, int]]:
-    """Pairs of a perturbation and of a cotangent, or operand, to differentiate."""
-    needed = set[tuple[int, int]]()
-    for pair in requested.pairs:
-        for site, other in itertools.product(*map(program.sites_of, pair)):
-            first, last = sorted((site.perturbation, other.perturbation))
-            needed.add((first, last))
-            for changed, by in ((site, other), (other, site)):
-                operand = _operand_of(program, changed)
-                if operand is not None and changed.rule.token is None:
-                    needed.add((by.perturbation, operand))
-    return needed
+def _keys(program: Program, use: Use) -> list[tuple[int, int | None]]:
+    """The derivatives that the terms of two sites need.
 
-
-def _operand_of(program: Program, site: Site) -> int | None:
-    """The index of a site's operand, after all cotangents; None without one."""
-    return None if site.operand is None else len(program.perturbations) + site.operand
+    Each is a pair of a perturbation and of what changes with it: the later of the two
+    cotangents, and each operand with the other site, or None if it has none. Operands
+    come after all cotangents.
+    """
+    pair, first = [site.perturbation for site in use], len(program.perturbations)
+    operands = (
+        None
+        if site.operand is None or site.rule.token is not None
+        else first + site.operand
+        for site in use
+    )
+    return [(min(pair), max(pair)), *safe_zip(pair[::-1], operands)]
 
 
 def _sources(

@@ -939,8 +939,8 @@ class GGN(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out]):
         first. It returns a real scalar. Pass it by keyword if you use this as a
         decorator.
     - `fisher`: `"exact"` (or `"type-2"`) computes the matrix itself, with one backward
-        pass for each output of an example. It is a single one for the last layer, each
-        entry of which is one output, and one for each class where positions do not mix.
+        pass for each output of an example, and a single one for the last layer, each
+        entry of which is one output.
         `"mc"` is an unbiased Monte-Carlo estimate, with one backward pass for each
         sample. It uses the gradients for labels drawn by a `sampler` or, without one,
         pulls back random vectors with covariance `H`. `"empirical"` (the empirical

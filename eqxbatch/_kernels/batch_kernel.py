@@ -18,25 +18,22 @@ from .._base.mesh import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.store import AbstractStore, HostStore, IN_FLIGHT, ZarrStore
 from .._batch.transform import AbstractTransform, also_decorator, Out, P
-from .engine import on_device
-from .function import (
+from .engine import check_mesh, MeshAxis, on_device, on_mesh
+from .kernel import (
+    AbstractBlockKernel,
     AbstractKernelFunction,
     as_array,
     block_kernel,
+    BlockSize,
     CalledKernel,
+    check_block_size,
     make_sides,
     on_mesh_of_results,
-)
-from .kernel import (
-    AbstractBlockKernel,
-    BlockSize,
-    check_block_size,
     room_of,
     SHARE,
     sizes_of,
 )
 from .on_host import tile_program, to_store, with_progress
-from .on_mesh import check_mesh, MeshAxis, on_mesh
 from .progress import AbstractProgressMeter, TqdmProgressMeter
 
 

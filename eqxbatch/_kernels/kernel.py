@@ -1,21 +1,36 @@
-"""A kernel of two sides of examples, and how it is cut into blocks."""
+"""A kernel of two sides of examples: how it is cut into blocks, and called for them."""
 
 import abc
 import dataclasses
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, PyTree, Shaped
+from jaxtyping import Array, Bool, Key, PyTree, Shaped, UInt32
 
-from .._base.cpu import with_mirror_image
-from .._base.trees import safe_zip, shown, with_arrays
-from .._batch.batch import block_struct
+from .._base.checks import AnyArray, called, check_types
+from .._base.cpu import evaluate_in_loop, in_opaque_branch, with_mirror_image
+from .._base.jaxprs import compiled
+from .._base.mesh import (
+    explicit_mesh,
+    gathered,
+    has_explicit_axes,
+    mesh_of_results,
+    put_on,
+)
+from .._base.primitives import constants
+from .._base.trees import is_struct, match_prefix, safe_zip, shown, with_arrays
+from .._batch.batch import Batch, block_struct, explained_failure, split_batch
 from .._batch.loop import Rows
 from .._batch.memory import available_bytes, check_size, MemoryBudget
 
@@ -160,11 +175,6 @@ class Grid:
         size = self.sizes[side]
         return size != 0 and self.num(side) * size != self.totals[side]
 
-    def new(self, side: int, index: int) -> range:
-        """The examples of a block that no previous block contains."""
-        first = index * self.sizes[side]
-        return range(first, min(first + self.sizes[side], self.totals[side]))
-
     def pairs(self) -> list[Tile]:
         """The tiles of a panel with all columns, except those of a block with itself.
 
@@ -181,6 +191,13 @@ class Grid:
     def diagonal(self) -> list[Tile]:
         """The tiles of a panel's blocks with themselves, if both sides are the same."""
         return [Tile(i, i) for i in range(self.height)] if self.is_same else []
+
+    def groups(self) -> list[tuple[list[Tile], bool]]:
+        """The tiles of a panel with itself, and whether they are diagonal ones.
+
+        These come last: they decide the entries that overlapping blocks share.
+        """
+        return [(self.pairs(), False), (self.diagonal(), True)]
 
     def is_diagonal(self, tile: Tile) -> bool:
         """Whether a tile is of a block with itself."""
@@ -273,6 +290,10 @@ class KernelLeaf:
                 place[axis] = jnp.asarray(start, jnp.int32)
         return lax.dynamic_update_slice(whole, tile, place)
 
+    def transposed(self, tile: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """The tile with its rows and columns exchanged."""
+        return self.back(jnp.swapaxes(self.front(tile), 0, 1))
+
     def back(self, tile: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         row, column = self.axes
         assert row is not None
@@ -284,12 +305,13 @@ class KernelLeaf:
 class TileMirror:
     """Exchanges rows and columns of tiles, without holding arrays of the kernel.
 
-    - `symmetric`, `leaves`, `out`: as in `AbstractBlockKernel`, but not None.
+    - `symmetric`, `leaves`, `out`: as in `AbstractBlockKernel`, but not None. A
+        transpose of NumPy arrays needs no leaves.
     """
 
-    symmetric: Any
-    leaves: tuple[KernelLeaf, ...]
-    out: Flat
+    symmetric: Any = True
+    leaves: tuple[KernelLeaf, ...] = ()
+    out: Flat = dataclasses.field(default_factory=lambda: flattened(()))
 
     @property
     def is_transpose(self) -> bool:
@@ -299,21 +321,19 @@ class TileMirror:
         """The arrays of the mirror image of a tile."""
         if self.is_transpose:
             return [
-                leaf.back(jnp.conj(jnp.swapaxes(leaf.front(x), 0, 1)))
-                if leaf.is_pairwise
-                else x
+                jnp.conj(leaf.transposed(x)) if leaf.is_pairwise else x
                 for leaf, x in safe_zip(self.leaves, tile)
             ]
         arrays = jtu.tree_leaves(self.symmetric(_filled(self.out, tile)))
         mirrored = [x for x in arrays if eqx.is_array(x)]
-        sizes = _sizes(self.leaves, tile)
-        expected = [leaf.struct((sizes[1], sizes[0])).shape for leaf in self.leaves]
-        pairwise = [leaf.is_pairwise for leaf in self.leaves]
-        for is_pairwise, x, shape in safe_zip(pairwise, mirrored, expected):
-            if is_pairwise and x.shape != shape:
+        for leaf, x, y in safe_zip(self.leaves, tile, mirrored):
+            if not leaf.is_pairwise:
+                continue
+            shape = jax.eval_shape(leaf.transposed, x).shape
+            if y.shape != shape:
                 raise ValueError(
                     "`symmetric` must return the block with rows and columns "
-                    f"exchanged, of shape {shape}; got {x.shape}."
+                    f"exchanged, of shape {shape}; got {y.shape}."
                 )
         return mirrored
 
@@ -327,17 +347,6 @@ def _filled(out: Flat, arrays: Sequence) -> PyTree:
     """The output of the kernel function, with arrays in place of shapes."""
     leaves, treedef = out
     return with_arrays(jtu.tree_unflatten(treedef, leaves), arrays)
-
-
-def _sizes(leaves: Sequence[KernelLeaf], tile: list[Array]) -> tuple[int, int]:
-    """The numbers of rows and columns of a tile."""
-    sizes = [0, 0]
-    # Arrays of rows only may be those of a part of the tile.
-    for leaf, x in sorted(safe_zip(leaves, tile), key=lambda pair: pair[0].is_pairwise):
-        for side, axis in enumerate(leaf.axes):
-            if axis is not None:
-                sizes[side] = x.shape[axis]
-    return sizes[0], sizes[1]
 
 
 class AbstractBlockKernel(eqx.Module):
@@ -486,3 +495,493 @@ def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "
 def _symmetrised(x: Shaped[Array, "n n ..."]) -> Shaped[Array, "n n ..."]:
     exchanged = lambda x: jnp.conj(jnp.swapaxes(x, 0, 1))
     return with_mirror_image(x, _common, exchanged)
+
+
+# One key, or one for each example.
+OneKey = Key[Array, "..."] | UInt32[AnyArray, "... 2"] | None
+
+
+# Keys for both sides, or a pair with those for each side.
+Keys = OneKey | tuple[OneKey, ...] | list[OneKey]
+
+
+KEY_REMEDY = {"key": "`jax.random.key(seed)` makes one."}
+
+
+def make_sides(
+    x1: PyTree,
+    x2: PyTree,
+    key: Any,
+    kwargs: dict[str, Any],
+    in_axes: PyTree,
+    kwargs_axes: dict[str, PyTree],
+) -> tuple[list["Side"], dict[str, Any]]:
+    """The two sides of a call, or one if they are equal, and shared arguments."""
+    pairs = {name: x for name, x in kwargs.items() if is_pair(x)}
+    shared = {name: x for name, x in kwargs.items() if name not in pairs}
+    is_one = x2 is None or x2 is x1
+    for name, (_, second) in pairs.items():
+        if second is None and not is_one:
+            raise ValueError(
+                f"`{name}` must be a pair of arrays for the examples of `x1` and of "
+                "`x2`; got None for those of `x2`, which is for calls without `x2`."
+            )
+    keys = _key_pair(key, is_one)
+    is_same = (
+        is_one
+        and keys[0] is keys[1]
+        and all(second is None or second is first for first, second in pairs.values())
+    )
+    axes = in_axes, kwargs_axes
+    first = {name: pair[0] for name, pair in pairs.items()}
+    sides = [Side(x1, keys[0], first, *axes, is_second=False)]
+    if not is_same:
+        second = {name: x if y is None else y for name, (x, y) in pairs.items()}
+        x2 = x1 if x2 is None else x2
+        sides.append(Side(x2, keys[1], second, *axes, is_second=True))
+    return sides, shared
+
+
+def is_pair(x: Any) -> bool:
+    """Whether a keyword argument has arrays for each of the two sides."""
+    is_two = type(x) is tuple and len(x) == 2
+    is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
+    return is_two and any(map(is_array, jtu.tree_leaves(x)))
+
+
+def _key_pair(key: Any, is_one: bool) -> tuple:
+    check_types({"key": key}, {"key": Keys}, KEY_REMEDY)
+    if isinstance(key, (tuple, list)):
+        if len(key) != 2:
+            raise ValueError(
+                "`key` must be one key, or a pair of them for the two sides; got "
+                f"{len(key)} keys."
+            )
+        return tuple(key)
+    if key is None:
+        return None, None
+    is_single = isinstance(key, (jax.Array, np.ndarray)) and _is_single(key)
+    if is_one and not is_single:
+        return key, key
+    if not is_single:
+        raise ValueError(
+            f"`key` must be one key, or a pair of them for the two sides; got "
+            f"{shown(key)}."
+        )
+    # Without `x2`, `x1` has the keys that it has with one.
+    first, second = jr.split(key)
+    return first, first if is_one else second
+
+
+def _is_single(key: AnyArray) -> bool:
+    return key.ndim == (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1)
+
+
+class Side(eqx.Module):
+    """The examples of one side, and how to call a model with one of them.
+
+    - `x`, `key`, `kwargs`: the arguments that have the examples.
+    - `in_axes`, `kwargs_axes`: their batch axes. If `in_axes` is None, the model takes
+        a whole batch at once.
+    """
+
+    x: PyTree
+    key: Array | None
+    kwargs: dict[str, Any]
+    in_axes: PyTree
+    kwargs_axes: dict[str, PyTree]
+    is_second: bool = eqx.field(static=True)
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """The examples as a batch, each of which has a key of its own."""
+        x, key, kwargs = self.x, self.key, self.kwargs
+        default = eqx.if_array(0)
+        axes = default if self.in_axes is None else self.in_axes
+        if self.in_axes is None:
+            # The whole batch is treated as one example; its output has a batch axis.
+            x, key, kwargs = jtu.tree_map(_with_axis, (x, key, kwargs))
+        kwargs_axes = {name: self.kwargs_axes.get(name, default) for name in kwargs}
+        name = _CALLS[self.is_second]
+        try:
+            if key is not None:
+                if self.in_axes is not None and _is_single(key):
+                    key = jr.split(key, split_batch(name, (axes,), (x,), {}).total())
+                kwargs, kwargs_axes = {**kwargs, "key": key}, {**kwargs_axes, "key": 0}
+            batch = split_batch(name, (axes, kwargs_axes), (x, kwargs), {})
+            batch.total()
+        except ValueError as e:
+            e.add_note(
+                "Keyword arguments for the examples come in pairs, batched along axis "
+                "0 unless `kwargs_axes` names another one."
+            )
+            raise
+        return batch
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        return Rows(self.batch.arrays, self.batch.axes, self.batch.total())
+
+    @property
+    def type(self) -> tuple:
+        """What a program depends on: two sides with equal types are traced once."""
+        batch = self.batch
+        shared = [id(x) if eqx.is_array(x) else x for x in batch.shared]
+        rows = safe_zip(batch.arrays, batch.axes)
+        shapes = [(x.shape[:axis] + x.shape[axis + 1 :], x.dtype) for x, axis in rows]
+        return batch.treedef, shared, batch.axes, shapes
+
+    def arguments(self, rows: list) -> tuple[PyTree, dict[str, Any]]:
+        """The input and the keyword arguments, with these arrays for the examples."""
+        (x, kwargs), _ = self.batch.arguments(rows)
+        return x, kwargs
+
+    def call(self, model: Callable, shared: dict[str, Any], rows: list) -> PyTree:
+        """The output of the model for one example."""
+        return _of_model(model, *self.arguments(rows), shared)
+
+    def explained_failure(
+        self, model: Callable, shared: dict[str, Any]
+    ) -> AbstractContextManager:
+        """A context that tells models of a batch from models of one example."""
+        call, batch = functools.partial(self.call, model, shared), self.batch
+        if self.in_axes is not None:
+            return explained_failure(call, batch, "example", _IF_WHOLE)
+        # The whole batch is the single row of a batch.
+        whole = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batch.arrays]
+        has_examples = all(x.shape for x in whole)
+        batch = dataclasses.replace(batch, arrays=whole if has_examples else [])
+        return explained_failure(call, batch, "microbatch", _IF_ONE)
+
+
+_IF_WHOLE = "Pass `in_axes=None`, or a model of one example."
+
+
+_IF_ONE = "If it is a model of one example, leave out `in_axes=None`."
+
+
+# The names of the arguments of a side, for error messages.
+_CALLS: tuple[Callable, Callable] = (lambda x1, kwargs: None, lambda x2, kwargs: None)
+
+
+def _with_axis(x: Any) -> Any:
+    return x[None] if eqx.is_array(x) else x
+
+
+def block_kernel(kernel: AbstractBlockKernel) -> AbstractBlockKernel:
+    """The kernel in the form in which it has blocks.
+
+    Kernel functions of this package keep factors of examples.
+    """
+    if isinstance(kernel, CalledKernel):
+        kernel_fn: Any = kernel.kernel_fn
+        in_blocks = kernel_fn.in_blocks(kernel) if kernel.is_ours else None
+        kernel = in_blocks or dataclasses.replace(kernel, known=kernel.out)
+    if kernel.is_same and kernel.mirror.is_transpose:
+        _check_transpose(kernel.leaves)
+    return kernel
+
+
+def _check_transpose(leaves: Sequence[KernelLeaf]) -> None:
+    """Raises if exchanging the examples may exchange further axes of the kernel."""
+    for leaf in leaves:
+        sizes = leaf.further
+        if leaf.is_pairwise and any(n > 1 and sizes.count(n) > 1 for n in sizes):
+            raise ValueError(
+                "`symmetric=True` exchanges rows and columns only, but output"
+                f"{leaf.path} has the further axes {sizes} for each pair of examples. "
+                "Exchanging two examples may exchange axes of the same size as well. "
+                "Pass a function from a block to its mirror image: `symmetric=lambda "
+                "k: k.transpose(1, 0, 3, 2)` if it transposes the matrix of each pair, "
+                "or `symmetric=lambda k: k.swapaxes(0, 1)` if it does not (and "
+                "conjugate a complex result). Leave `symmetric` out if `kernel_fn` has "
+                "it as an attribute, as the estimators of this package do."
+            )
+
+
+def on_mesh_of_results(
+    kernel: AbstractBlockKernel, reduce: PyTree
+) -> tuple[AbstractBlockKernel, PyTree]:
+    """A kernel on the mesh with explicit axes where its results are.
+
+    `kernel_fn` may close over arrays there, or move arrays itself. What is on no mesh
+    could not be combined with its blocks, so the kernel and `reduce` are moved.
+    """
+    is_on_mesh = explicit_mesh((kernel, reduce)) is not None
+    if is_on_mesh or not isinstance(kernel, CalledKernel):
+        return kernel, reduce
+    if not any(map(has_explicit_axes, kernel.out[0])):
+        return kernel, reduce
+    closed = kernel.program(*kernel.structs(SAMPLE))
+    mesh = mesh_of_results(closed, list(constants(closed)))
+    return (kernel, reduce) if mesh is None else put_on((kernel, reduce), mesh)
+
+
+class CalledKernel(AbstractBlockKernel):
+    """Any kernel function, which is called for each block, and its arguments.
+
+    - `sides`: the two sides, or one if they are the same examples.
+    - `is_alone`: whether the second argument was omitted.
+    - `pairwise`: whether it is a function of one example of each side.
+    - `known`: its output, once it was called for a sample.
+    """
+
+    kernel_fn: Callable
+    args: tuple
+    sides: list[Side]
+    shared: dict[str, Any]
+    out_axes: PyTree
+    is_alone: bool
+    pairwise: bool
+    _: dataclasses.KW_ONLY
+    known: Flat | None = eqx.field(static=True, default=None)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the function may compute factors of examples for all blocks."""
+        return isinstance(self.kernel_fn, AbstractKernelFunction) and not self.pairwise
+
+    @property
+    def rows(self) -> tuple[Rows, Rows]:
+        return self.sides[0].rows, self.sides[-1].rows
+
+    @property
+    def parts(self) -> dict[str, PyTree]:
+        inputs = self.sides, self.args, self.shared
+        return {"inputs": inputs, "kernel_fn": self.kernel_fn}
+
+    @property
+    def bytes_kept(self) -> tuple[int, int]:
+        return 0, 0
+
+    @functools.cached_property
+    def leaves(self) -> tuple[KernelLeaf, ...]:
+        return tuple(leaves_at(self.out_axes, jtu.tree_unflatten(*reversed(self.out))))
+
+    @functools.cached_property
+    def out(self) -> Flat:
+        if self.known is not None:
+            return self.known
+        structs = self.structs(SAMPLE)
+        try:
+            out = eqx.filter_eval_shape(self.called, *structs)
+        except Exception as e:
+            sides = (", ".join(str(x.shape) for x in rows) for rows in structs)
+            remedy = " For a kernel of single examples, pass `pairwise=True`."
+            e.add_note(
+                "`kernel_fn` is called with blocks of examples, here of shape "
+                f"{' and '.join(sides)}.{'' if self.pairwise else remedy}"
+            )
+            raise
+        return flattened(out)
+
+    @functools.cached_property
+    def _takes_none(self) -> bool:
+        """Whether the second argument is omitted for a block with itself."""
+        is_alone = self.is_alone and not self.pairwise
+        return is_alone and _can_omit_second(self.kernel_fn)
+
+    def called(self, first: list, second: list | None) -> PyTree:
+        """The output of the function for a block of rows and one of columns."""
+        if second is None and not self._takes_none and not self.is_ours:
+            # As for other blocks, so that one trace of the function serves all.
+            second = first
+        call = self.kernel_fn, self.args, self.shared, self._takes_none
+        left, right = self.sides[0], self.sides[-1]
+        if second is None:
+            return _called(call, left.arguments(first), None)
+        both = lambda x, y: _called(call, left.arguments(x), right.arguments(y))
+        if not self.pairwise:
+            return both(first, second)
+
+        def one(x: list, y: list) -> PyTree:
+            as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
+            return jtu.tree_map(as_array, both(x, y))
+
+        rows, columns = ([*rows.axes] for rows in self.rows)
+        row = eqx.filter_vmap(one, in_axes=(None, columns))
+        return eqx.filter_vmap(row, in_axes=(rows, None))(first, second)
+
+    def prepare(self) -> None:
+        """There is nothing to prepare."""
+
+    def keep(self, side: int, rows: Rows, size: int) -> Rows:
+        del side, size
+        return rows
+
+    def block(
+        self, first: Rows, second: Rows | None, always: Bool[Array, ""]
+    ) -> list[Array]:
+        sides = first.arrays, None if second is None else second.arrays
+        closed = self.program(*sides)
+        # As its own program, it is in a branch, where convolutions are as slow as in a
+        # loop.
+        run = in_opaque_branch(
+            functools.partial(evaluate_in_loop, closed.jaxpr), always
+        )
+        return run(list(closed.consts), jtu.tree_leaves(sides))
+
+    def tile(self, first: list, second: list | None) -> list[Array]:
+        """The arrays for a block of rows and a block of columns.
+
+        Without `second`, both are the same.
+        """
+        sizes = [
+            x.shape[axis]
+            for rows, arrays in safe_zip(
+                self.rows, (first, first if second is None else second)
+            )
+            for x, axis in [(arrays[0], rows.axes[0])]
+        ]
+        kernel_fn: Any = self.kernel_fn
+        is_part = (sizes[0], sizes[1]) != self.totals
+        if is_part and hasattr(kernel_fn, "check_is_batched"):
+            kernel_fn.check_is_batched()
+        try:
+            out = self.called(first, second)
+        except Exception as e:
+            if second is None:
+                e.add_note(
+                    "This is a block of examples with themselves, for which `x2` is "
+                    "None, as it is in the call."
+                )
+            raise
+        arrays = [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
+        structs = [leaf.struct((sizes[0], sizes[1])) for leaf in self.leaves]
+        if _shown(arrays) != _shown(structs):
+            raise ValueError(
+                "`kernel_fn` must return arrays of the same structure, rank and dtype "
+                "for all blocks, whose other axes have the same sizes for all of them; "
+                f"expected {_shown(structs)} for {sizes[0]} rows and {sizes[1]} "
+                f"columns, got {_shown(arrays)}."
+            )
+        # Blocks can start anywhere, which a mesh with explicit axes does not allow.
+        return gathered([jnp.asarray(x, x.dtype) for x in arrays])
+
+
+# Compiled, so that a function is traced once for each shape of its blocks.
+@compiled
+def _called(call: tuple, first: tuple, second: tuple | None) -> PyTree:
+    """The output of a kernel function for the arguments of two sides.
+
+    Without the second, both are the same.
+    """
+    kernel_fn, args, shared, takes_none = call
+    (x1, kwargs), (x2, other) = first, second or first
+    if second is None and takes_none:
+        x2 = None
+    pairs = {name: (kwargs[name], other[name]) for name in kwargs}
+    out = called(kernel_fn, (x1, x2, *args), {**pairs, **shared}, "`kernel_fn`")
+    return jtu.tree_map(as_array, out)
+
+
+# Compiled, so that a model is traced once for all programs of its kernel.
+@functools.partial(compiled, inline=True)
+def _of_model(
+    model: Callable, x: PyTree, kwargs: dict[str, Any], shared: dict[str, Any]
+) -> PyTree:
+    """The output of a model for one example."""
+    out = called(model, (x,), {**kwargs, **shared}, "The model")
+    return jtu.tree_map(as_array, out)
+
+
+def as_array(x: Any) -> Any:
+    """An array of JAX for one of NumPy."""
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+class AbstractKernelFunction(eqx.Module):
+    """A kernel function that computes factors of examples once for all blocks."""
+
+    @abc.abstractmethod
+    def in_blocks(self, call: CalledKernel) -> AbstractBlockKernel | None:
+        """The kernel of a call; None if the function is to be called for each block."""
+
+
+def leaves_at(out_axes: PyTree, out: PyTree) -> list[KernelLeaf]:
+    """The arrays that a kernel function returns, with rows and columns on these axes.
+
+    `out` has their shapes for a sample. Raises `ValueError` or `TypeError` for axes
+    that do not fit.
+    """
+    places = match_prefix(
+        "out_axes",
+        out_axes,
+        out,
+        "a PyTree prefix of what `kernel_fn` returns, with a pair of axes, or None in "
+        "place of one, for each part",
+        is_leaf=is_axes,
+    )
+    leaves = [
+        _make_leaf(jtu.keystr((*path, *sub)), axes, leaf)
+        for path, axes, part in places
+        for sub, leaf in jtu.tree_leaves_with_path(part)
+        if is_struct(leaf)
+    ]
+    if not leaves:
+        raise ValueError(
+            f"`kernel_fn` must return at least one array; got {shown(out)}. Return the "
+            "kernel of `x1` with `x2`."
+        )
+    return leaves
+
+
+def is_axes(x: Any) -> bool:
+    """Whether `axes` is a pair of axes, not a PyTree of pairs."""
+    return (
+        isinstance(x, tuple)
+        and len(x) == 2
+        and all(
+            a is None or (isinstance(a, int) and not isinstance(a, bool)) for a in x
+        )
+    )
+
+
+def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf:
+    shape = tuple(struct.shape)
+    if not is_axes(axes):
+        raise TypeError(
+            "`out_axes` must consist of pairs `(axis of the rows, axis of the "
+            f"columns)`, with None for one that is not there; got {shown(axes)}."
+        )
+    got = (
+        f"`kernel_fn` returned shape {shape} in output{path} for {SAMPLE[0]} rows and "
+        f"{SAMPLE[1]} columns"
+    )
+    remedy = (
+        "Return an array with these axes, or declare by `out_axes` what there is, with "
+        "None for an axis that is missing, as in `(0, None)` for a value for each row. "
+        "For a kernel of single examples, pass `pairwise=True`."
+    )
+    if axes == (None, None):
+        raise ValueError(
+            f"`out_axes` gives output{path} neither rows nor columns, so that there "
+            "would be one for each block. Return it separately."
+        )
+    resolved: list[int | None] = []
+    for name, size, axis in safe_zip(("rows", "columns"), SAMPLE, axes):
+        if axis is None:
+            resolved.append(None)
+            continue
+        if not -len(shape) <= axis < len(shape) or shape[axis] != size:
+            raise ValueError(
+                f"{got}, whose axis {axis} should be the axis of the {name}. {remedy}"
+            )
+        resolved.append(axis % len(shape))
+    return KernelLeaf(path, (resolved[0], resolved[1]), shape, struct.dtype)
+
+
+def _can_omit_second(fun: Callable) -> bool:
+    """Whether a kernel function can be called without a second argument."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # Some builtins have no signature.
+        return True
+    if len(parameters) < 2:
+        return True
+    is_required = parameters[1].default is inspect.Parameter.empty
+    return not is_required or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
+
+
+def _shown(arrays: Sequence) -> str:
+    return ", ".join(f"{x.shape} {x.dtype}" for x in arrays)

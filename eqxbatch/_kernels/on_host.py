@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -31,16 +32,30 @@ from .._batch.store import (
     digest_of_program,
     fingerprint,
     FORMAT,
+    IN_FLIGHT,
+    in_threads,
     names_of,
-    pipeline,
     read_record,
     StoredArray,
     ZarrWriter,
 )
-from .engine import finalized, make_collectors, Tiles
-from .function import block_kernel, on_mesh_of_results
-from .kernel import AbstractBlockKernel, flattened, Grid, KernelLeaf, Tile, TileMirror
-from .on_mesh import check_closed_over, MeshAxis, on_devices
+from .engine import (
+    check_closed_over,
+    finalized,
+    make_collectors,
+    MeshAxis,
+    on_devices,
+    Tiles,
+)
+from .kernel import (
+    AbstractBlockKernel,
+    block_kernel,
+    Grid,
+    KernelLeaf,
+    on_mesh_of_results,
+    Tile,
+    TileMirror,
+)
 from .progress import AbstractProgressMeter
 
 
@@ -165,7 +180,7 @@ def _step(operands: tuple, states: list) -> tuple[list, Array]:
     """The states after a tile, updated in place, and its number of NaNs."""
     kernel, reduce, is_diagonal, pair, kept = operands
     tiles = _tiles(kernel, reduce)
-    tile = tiles.tile_of(pair, is_diagonal, kept=kept)
+    tile = tiles.tile(pair, is_diagonal, kept)
     num_nans = tiles.num_nans(tile, pair, is_diagonal)
     with within_mesh(tile):
         return tiles.update(states, tile, pair, is_diagonal), num_nans
@@ -337,14 +352,11 @@ def _write(
     ]
     wanted = _chunks_of_tiles(leaves, arrays, grid)
     missing = {*writer.missing([x for tile in tiles for _, x in wanted[tile]])}
-    left = [tile for tile in tiles if any(x in missing for _, x in wanted[tile])]
-    with (
-        metered(meter, len(tiles), len(tiles) - len(left)) as step,
-        pipeline(step) as submit,
-    ):
-        for is_diagonal in (False, True):
-            alike = [tile for tile in left if grid.is_diagonal(tile) == is_diagonal]
-            ordered = blocks.ordered(alike)
+    left = {tile for tile in tiles if any(x in missing for _, x in wanted[tile])}
+
+    def computed() -> Iterator[tuple]:
+        for tiles, is_diagonal in grid.groups():
+            ordered = blocks.ordered([tile for tile in tiles if tile in left])
             for start in range(0, len(ordered), num):
                 group = ordered[start : start + num]
                 parts = [wanted[tile] for tile in group]
@@ -353,7 +365,14 @@ def _write(
                 results = _computed(task, group, team.devices, blocks)
                 for x in jtu.tree_leaves(results):
                     x.copy_to_host_async()
-                submit(_written, writer, arrays, parts, results)
+                yield writer, arrays, parts, results
+
+    with (
+        metered(meter, len(tiles), len(tiles) - len(left)) as step,
+        contextlib.closing(in_threads(_written, computed(), IN_FLIGHT)) as written,
+    ):
+        for num_nans in itertools.chain.from_iterable(written):
+            step(num_nans)
 
 
 def _written(
@@ -383,7 +402,7 @@ def _results(
     """The arrays of a tile and of its mirror image, and the number of NaNs."""
     kernel, is_diagonal, has_mirror, counts_nans = task
     tiles = _tiles(kernel, None)
-    tile = tiles.tile_of(pair, is_diagonal, kept=kept)
+    tile = tiles.tile(pair, is_diagonal, kept)
     mirrored = tiles.kernel.mirror(tile) if has_mirror else []
     num_nans = jnp.zeros((), jnp.int32)
     if counts_nans:
@@ -542,8 +561,7 @@ def open_kernel(path: str | os.PathLike) -> Any:
             f"are missing or have a wrong size, such as {damaged[0]}. Call the kernel "
             "with its store again, which computes what is missing."
         )
-    mirror = TileMirror(True, leaves, flattened(leaves))
-    arrays = _opened(writer.open("r"), stored, grid, mirror)
+    arrays = _opened(writer.open("r"), stored, grid, TileMirror())
     return arrays[0] if len(arrays) == 1 else dict(safe_zip(names_of(stored), arrays))
 
 
@@ -618,24 +636,14 @@ class SymmetricArray:
         if dots:
             i, missing = dots[0], self.ndim - len(key) + 1
             key = (*key[:i], *[slice(None)] * missing, *key[i + 1 :])
-        if len(key) > self.ndim:
-            raise IndexError(
-                f"There are {len(key)} indices for the {self.ndim} axes of an array of "
-                f"shape {self.shape}. Pass at most one for each axis."
-            )
         key = (*key, *[slice(None)] * (2 - len(key)))
-        ranges = [
-            _range(name, index, size)
-            for name, index, size in safe_zip(
-                ("row", "column"), key[:2], self.shape[:2]
-            )
-        ]
-        bounds = [(min(x), max(x) + 1) if len(x) else (0, 0) for x in ranges]
+        # NumPy raises for indices that are out of range, and for too many.
+        numbers = [_numbers(*pair) for pair in safe_zip(key[:2], self.shape[:2])]
+        bounds = [(x.min(), x.max() + 1) if x.size else (0, 0) for x in numbers]
         entries = self._read(*bounds)
-        for axis, (wanted, (low, _)) in enumerate(safe_zip(ranges, bounds)):
-            entries = np.take(entries, [x - low for x in wanted], axis)
-        drop = [0 if not isinstance(i, slice) else slice(None) for i in key[:2]]
-        return entries[(*drop, *key[2:])]
+        rows, columns = (x - low for x, (low, _) in safe_zip(numbers, bounds))
+        entries = np.take(np.take(entries, columns, 1), rows, 0)
+        return entries[(*[slice(None)] * (rows.ndim + columns.ndim), *key[2:])]
 
     def _read(self, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
         """Reads a rectangle, block by block."""
@@ -675,20 +683,15 @@ class SymmetricArray:
         return np.asarray(part)
 
 
-def _range(name: str, index: Any, size: int) -> range:
-    if isinstance(index, slice):
-        return range(size)[index]
-    if isinstance(index, bool) or not isinstance(index, int | np.integer):
+def _numbers(index: Any, size: int) -> np.ndarray:
+    """The rows or columns that an index names."""
+    is_bool = isinstance(index, bool)
+    if is_bool or not isinstance(index, int | np.integer | slice):
         raise IndexError(
             f"Rows and columns are named by ints and slices; got {shown(index)}. Read "
             "a slice, and index that."
         )
-    if not -size <= index < size:
-        raise IndexError(
-            f"The {name} {index} is out of range: there are {size} {name}s."
-        )
-    start = range(size)[int(index)]
-    return range(start, start + 1)
+    return np.asarray(np.arange(size)[index])
 
 
 def _pieces(start: int, stop: int, block: int) -> list[tuple[int, int]]:

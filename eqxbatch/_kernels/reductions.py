@@ -123,18 +123,35 @@ def _with_rows(whole: _State, part: _State, rows: Block) -> _State:
     return jtu.tree_map(put, whole, part)
 
 
-class _Sums(eqx.Module):
-    """Sums over the columns in a wide dtype, and the dtype of the result.
+class _Sum(eqx.Module):
+    """A sum in a wide dtype, and the dtype of the result.
 
-    `lost` is what rounding took from them, if there may be many blocks.
+    `lost` is what rounding took from it, if there may be many parts.
     """
 
-    values: Array
+    total: Array
     lost: Array | None
     dtype: Any = eqx.field(static=True)
 
+    @staticmethod
+    def begun(zeros: Array, num: int, dtype: Any) -> "_Sum":
+        """A sum of at most `num` parts."""
+        return _Sum(zeros, nothing_lost(zeros, num), dtype)
 
-class KernelProduct(AbstractReduction[_Sums]):
+    def plus(self, part: Array, shrinkage: Any = None) -> "_Sum":
+        """The sum with one more part, after a multiplication by `shrinkage`."""
+        total, lost = self.total, self.lost
+        if shrinkage is not None:
+            total, lost = jtu.tree_map(lambda x: x * shrinkage, (total, lost))
+        total, lost = plus(total, lost, part)
+        return _Sum(total, lost, self.dtype)
+
+    @property
+    def whole(self) -> Array:
+        return complete(self.total, self.lost)
+
+
+class KernelProduct(AbstractReduction[_Sum]):
     """The product of the kernel with `vectors`, of shape `(n1, ...)` or `(n1, ..., k)`.
 
     Half precision is accumulated in float32. The result has the dtype to which kernel
@@ -170,7 +187,7 @@ class KernelProduct(AbstractReduction[_Sums]):
     def neutral(self) -> float:
         return 0.0
 
-    def init(self, kernel: jax.ShapeDtypeStruct) -> _Sums:
+    def init(self, kernel: jax.ShapeDtypeStruct) -> _Sum:
         vectors = self.vectors
         what = "The number of rows of `vectors`"
         remedy = "It is the number of columns of the kernel."
@@ -178,29 +195,24 @@ class KernelProduct(AbstractReduction[_Sums]):
         dtype = jnp.result_type(kernel.dtype, vectors.dtype)
         shape = (kernel.shape[0], *kernel.shape[2:], *vectors.shape[1:])
         wide = sum_dtype(jax.ShapeDtypeStruct((), dtype))
-        zeros = jnp.zeros(shape, wide)
-        return _Sums(zeros, nothing_lost(zeros, kernel.shape[1]), dtype)
+        return _Sum.begun(jnp.zeros(shape, wide), kernel.shape[1], dtype)
 
     def update(
-        self, state: _Sums, tile: MatrixTile, rows: Block, columns: Block
-    ) -> _Sums:
+        self, state: _Sum, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _Sum:
         vectors = columns.take(self.vectors).astype(state.dtype)
-        tile, wide = tile.astype(state.dtype), state.values.dtype
+        tile, wide = tile.astype(state.dtype), state.total.dtype
         with exact_products():
             part = jnp.tensordot(
                 tile, vectors, ((1,), (0,)), preferred_element_type=wide
             )
-        whole = state.values, state.lost
-        old, lost = jtu.tree_map(rows.take, whole)
-        values, lost = _with_rows(whole, plus(old, lost, part), rows)
-        return _Sums(values, lost, state.dtype)
+        return _with_rows(state, jtu.tree_map(rows.take, state).plus(part), rows)
 
-    def merge(self, first: _Sums, second: _Sums) -> _Sums:
-        part = complete(second.values, second.lost)
-        return _Sums(*plus(first.values, first.lost, part), first.dtype)
+    def merge(self, first: _Sum, second: _Sum) -> _Sum:
+        return first.plus(second.whole)
 
-    def finalize(self, state: _Sums) -> Shaped[Array, "n1 ..."]:
-        return complete(state.values, state.lost).astype(state.dtype)
+    def finalize(self, state: _Sum) -> Shaped[Array, "n1 ..."]:
+        return state.whole.astype(state.dtype)
 
 
 class Norm(eqx.Module):
@@ -208,17 +220,15 @@ class Norm(eqx.Module):
 
     - `largest`: the largest absolute value of an entry.
     - `squares`: the sum of the squares of entries that are divided by `scale`.
-    - `lost`: what rounding took from it, if there may be many tiles.
     """
 
     largest: Array
-    squares: Array
-    lost: Array | None
+    squares: _Sum
 
     @staticmethod
     def begun(kernel: jax.ShapeDtypeStruct) -> "Norm":
         zero = jnp.zeros((), jnp.finfo(sum_dtype(kernel)).dtype)
-        return Norm(zero, zero, nothing_lost(zero, most_blocks(kernel)))
+        return Norm(zero, _Sum.begun(zero, most_blocks(kernel), zero.dtype))
 
     @property
     def scale(self) -> Inexact[Array, ""]:
@@ -242,18 +252,15 @@ class Norm(eqx.Module):
     def merged(self, other: "Norm") -> "Norm":
         largest = jnp.maximum(self.largest, other.largest)
         new = dataclasses.replace(self, largest=largest)
-        return self._plus(other.total * other.shrinkage(new) ** 2, new)
-
-    @property
-    def total(self) -> Inexact[Array, ""]:
-        """The sum of the squares, with what rounding took from it."""
-        return complete(self.squares, self.lost)
+        return self._plus(other.squares.whole * other.shrinkage(new) ** 2, new)
 
     def _plus(self, squares: Array, new: "Norm") -> "Norm":
-        shrinkage = self.shrinkage(new) ** 2
-        shrink = lambda x: x * shrinkage
-        old, lost = jtu.tree_map(shrink, (self.squares, self.lost))
-        return Norm(new.largest, *plus(old, lost, squares))
+        return Norm(new.largest, self.squares.plus(squares, self.shrinkage(new) ** 2))
+
+    @property
+    def root(self) -> Inexact[Array, ""]:
+        """The norm, divided by `scale`."""
+        return jnp.sqrt(self.squares.whole)
 
 
 class FrobeniusNorm(AbstractReduction[Norm]):
@@ -297,34 +304,28 @@ class FrobeniusNorm(AbstractReduction[Norm]):
         return first.merged(second)
 
     def finalize(self, state: Norm) -> Inexact[Array, ""]:
-        return jnp.sqrt(state.total) * state.scale
+        return state.root * state.scale
 
 
 class _Alignment(eqx.Module):
-    """Sums in a wide dtype, and the dtype of the result.
+    """The sums of an alignment.
 
     - `inner`: the inner product with the kernel of the labels, divided by the scales of
         both kernels.
-    - `lost`: what rounding took from it, if there may be many tiles.
     - `norm`: the norm of the kernel.
     - `labels`: the norm of the kernel of the labels, divided by its scale.
     - `scales`: the largest label of the rows and that of the columns, as powers of two.
     """
 
-    inner: Array
-    lost: Array | None
+    inner: _Sum
     norm: Norm
     labels: Array
     scales: Array
-    dtype: Any = eqx.field(static=True)
 
     def plus(self, inner: Array, norm: Norm) -> "_Alignment":
         """The sums with one more inner product, at the scale of another norm."""
-        shrinkage = self.norm.shrinkage(norm)
-        shrink = lambda x: x * shrinkage
-        old, lost = jtu.tree_map(shrink, (self.inner, self.lost))
-        inner, lost = plus(old, lost, inner)
-        return dataclasses.replace(self, inner=inner, lost=lost, norm=norm)
+        whole = self.inner.plus(inner, self.norm.shrinkage(norm))
+        return dataclasses.replace(self, inner=whole, norm=norm)
 
 
 class KernelAlignment(AbstractReduction[_Alignment]):
@@ -420,8 +421,8 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         with exact_products():
             gram = [y.T @ y for y in flat]
         labels = jnp.sqrt(jnp.sum(gram[0] * gram[1]))
-        lost, norm = nothing_lost(zero, most_blocks(kernel)), Norm.begun(kernel)
-        return _Alignment(zero, lost, norm, labels, jnp.stack(scales), kernel.dtype)
+        inner = _Sum.begun(zero, most_blocks(kernel), kernel.dtype)
+        return _Alignment(inner, Norm.begun(kernel), labels, jnp.stack(scales))
 
     def update(
         self, state: _Alignment, tile: MatrixTile, rows: Block, columns: Block
@@ -442,12 +443,11 @@ class KernelAlignment(AbstractReduction[_Alignment]):
 
     def merge(self, first: _Alignment, second: _Alignment) -> _Alignment:
         norm = first.norm.merged(second.norm)
-        inner = complete(second.inner, second.lost) * second.norm.shrinkage(norm)
-        return first.plus(inner, norm)
+        return first.plus(second.inner.whole * second.norm.shrinkage(norm), norm)
 
     def finalize(self, state: _Alignment) -> Inexact[Array, ""]:
-        norms = jnp.sqrt(state.norm.total) * state.labels
-        return (complete(state.inner, state.lost) / norms).astype(state.dtype)
+        alignment = state.inner.whole / (state.norm.root * state.labels)
+        return alignment.astype(state.inner.dtype)
 
 
 def _columns(labels: Array, scale: Inexact[Array, ""]) -> Inexact[Array, "n k"]:

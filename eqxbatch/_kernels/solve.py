@@ -10,7 +10,6 @@ import math
 import os
 import pathlib
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast, TYPE_CHECKING
 
@@ -18,22 +17,18 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Inexact, PyTree, Shaped
+from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 from .._base.checks import AnyArray, check_at_least, check_types, checked
-from .._base.jaxprs import compiled
-from .._base.platforms import exact_products, user_precision
-from .._base.trees import described, import_extra, log, safe_zip
+from .._base.trees import described, log
 from .._batch.store import check_record, digest, read_json
 from .batch_kernel import as_meter, Progress
-from .matrix import AbstractMatrix, StoredMatrix
 from .on_host import check_concrete, metered
 from .progress import AbstractProgressMeter
 
 
 if TYPE_CHECKING:
-    from .operator import KernelOperator
+    from .operator import AbstractMatrix, KernelOperator
 
 
 class KernelSolution(eqx.Module):
@@ -92,10 +87,10 @@ def kernel_solve(
     - `ridge`: a non-negative number that is added to the diagonal, such as the variance
         of the noise.
     - `preconditioner_rank`: the rank of a partial Cholesky decomposition of the kernel
-        that preconditions the system; 0 for none. matfree computes it from one column
-        of the kernel for each rank. The larger the rank, the fewer products are needed.
-        It requires a positive `ridge` and a real kernel. The default is 100 there, or
-        the size of a smaller kernel, and 0 otherwise.
+        that preconditions the system; 0 for none. It takes one column of the kernel for
+        each rank. The larger the rank, the fewer products are needed. It requires a
+        positive `ridge` and a real kernel. The default is 100 there, or the size of a
+        smaller kernel, and 0 otherwise.
     - `rtol`: the norm to reach for each residual, relative to the norm of its
         right-hand side; between 0 and 1. The default is 1e-6 if products are in
         float64: for a stored kernel, or with 64-bit types enabled. Otherwise it is
@@ -130,7 +125,7 @@ def kernel_solve(
     - `RuntimeError` if the kernel plus `ridge` is not positive definite, if a product
         has NaNs, if the residual stops decreasing, or if it is still too large after
         `max_steps`.
-    - `ImportError` if lineax is not installed or, for a preconditioner, matfree.
+    - `ImportError` if lineax is not installed.
 
     !!! example
 
@@ -218,7 +213,7 @@ def _as_operator(kernel: Any, x: PyTree, settings: dict[str, Any]) -> "KernelOpe
 _RANK = 100
 
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 _PARTIAL = ".partial"
@@ -528,7 +523,7 @@ def _solved(
     return state
 
 
-def _probe(matrix: AbstractMatrix) -> tuple[np.ndarray, float]:
+def _probe(matrix: "AbstractMatrix") -> tuple[np.ndarray, float]:
     """The product of a kernel with a random vector, and how much rounding changes it.
 
     Every entry has a part in it, unlike in products with sparse right-hand sides.
@@ -538,10 +533,8 @@ def _probe(matrix: AbstractMatrix) -> tuple[np.ndarray, float]:
     short = np.result_type(struct.dtype, np.float32)
     with standard_promotion():
         image = matrix.product(vector.astype(short))
-    is_inexact = jnp.issubdtype(struct.dtype, jnp.inexact)
-    eps = float(jnp.finfo(struct.dtype if is_inexact else short).eps)
     # Half of the digits are left to roundings, for long sums and steep kernels.
-    return image, math.sqrt(eps) * float(np.max(np.abs(image), initial=0))
+    return image, math.sqrt(_eps(matrix)) * float(np.max(np.abs(image), initial=0))
 
 
 def _check_same(saved: np.ndarray, image: np.ndarray, tolerance: float) -> None:
@@ -557,8 +550,10 @@ def _check_same(saved: np.ndarray, image: np.ndarray, tolerance: float) -> None:
         )
 
 
-def _default_rtol(matrix: AbstractMatrix) -> float:
+def _default_rtol(matrix: "AbstractMatrix") -> float:
     """What the residuals of products with a kernel can reach, for most kernels."""
+    from .operator import StoredMatrix
+
     if isinstance(matrix, StoredMatrix) or jnp.zeros(()).dtype == jnp.float64:
         return 1e-6
     return min(1_000 * float(jnp.finfo(matrix.struct.dtype).eps), 0.01)
@@ -661,105 +656,60 @@ def _preconditioner(
     """Applies the inverse of `factor @ factor.T + ridge`."""
     if factor is None:
         return lambda residual: residual
-    low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
-    array = jnp.asarray(factor)
+    gram = factor.T @ factor
+    # What is subtracted must not be 1 up to rounding.
+    ridge = max(ridge, _LEAST_RIDGE * np.trace(gram))
+    root = np.linalg.cholesky(gram + ridge * np.eye(len(gram)))
+    half = np.linalg.solve(root, factor.T)
+    return lambda residual: (residual - half.T @ (half @ residual)) / ridge
 
-    @jax.jit
-    def apply(array: Array, columns: Array) -> Array:
-        inverse = low_rank.preconditioner(lambda: (array, {}))
-        return jax.vmap(lambda column: inverse(column, ridge)[0], 1, 1)(columns)
 
-    def run(columns: np.ndarray) -> np.ndarray:
-        with standard_promotion(), exact_products():
-            solution = apply(array, jnp.asarray(columns, array.dtype))
-        return np.asarray(solution, columns.dtype)
-
-    def solve(residual: np.ndarray) -> np.ndarray:
-        if np.iscomplexobj(residual):
-            return run(np.real(residual)) + 1j * run(np.imag(residual))
-        return run(residual)
-
-    return solve
+# The smallest ridge of a preconditioner, relative to the sum of its eigenvalues.
+_LEAST_RIDGE = 1e-12
 
 
 def _factor(
     operator: "KernelOperator", rank: int, saved: Checkpoint | None
 ) -> np.ndarray | None:
-    """A partial Cholesky decomposition, of shape (n, rank)."""
+    """A partial Cholesky decomposition, of shape (n, rank) or less."""
     if rank == 0 or operator.matrix.struct.shape[0] == 0:
         return None
     arrays = None if saved is None else saved.load("preconditioner")
     if arrays is None:
-        arrays = {"factor": np.asarray(_decomposed(operator.matrix, rank))}
+        arrays = {"factor": _partial_cholesky(operator.matrix, rank)}
         if saved is not None:
             saved.save("preconditioner", arrays, even_if_slow=True)
     factor = arrays["factor"]
-    # Beyond the numerical rank of the kernel, the decomposition is not finite.
-    is_finite = np.all(np.isfinite(factor), axis=0)
-    num = rank if is_finite.all() else int(np.argmin(is_finite))
+    num = factor.shape[1]
     if num < rank:
         log.debug("kernel_solve: %d of %d ranks of the preconditioner.", num, rank)
-    return factor[:, :num] if num else None
+    return factor if num else None
 
 
-def _decomposed(matrix: AbstractMatrix, rank: int) -> Inexact[Array, "n rank"]:
-    """A partial Cholesky decomposition, from columns that are computed if possible."""
-    diagonal = matrix.diagonal()
-    if isinstance(matrix, StoredMatrix) and matrix.source is not None:
-        matrix = matrix.source
-    # Compiled programs are kept. They must not keep the kernels that they read.
-    is_stored = isinstance(matrix, StoredMatrix)
-    source = weakref.ref(matrix.reader) if is_stored else matrix
-    return _factor_of(source, diagonal, rank)
+def _partial_cholesky(
+    matrix: "AbstractMatrix", rank: int
+) -> Float[np.ndarray, "n num"]:
+    """A partial Cholesky decomposition, by the largest entries left on the diagonal."""
+    left = np.array(matrix.diagonal(), np.float64)
+    factor = np.zeros((len(left), rank))
+    # Smaller entries are rounding errors, beyond the numerical rank.
+    least = _eps(matrix) * np.max(left)
+    for i in range(rank):
+        pivot = int(np.argmax(left))
+        column = np.asarray(matrix.column(jnp.asarray(pivot, jnp.int32)), np.float64)
+        if not left[pivot] > least or not np.all(np.isfinite(column)):
+            return factor[:, :i]
+        factor[:, i] = (column - factor @ factor[pivot]) / np.sqrt(left[pivot])
+        left -= factor[:, i] ** 2
+    return factor
 
 
-@compiled
-def _factor_of(
-    source: AbstractMatrix | weakref.ref, diagonal: Shaped[Array, " n"], rank: int
-) -> Inexact[Array, "n rank"]:
-    matrix: Any = source
-    if isinstance(source, weakref.ref):
-        matrix = StoredMatrix(weakref.proxy(source()))
-    low_rank = import_extra("matfree.low_rank", "preconditioner_rank", "linalg")
-    dtype = jnp.zeros(()).dtype
-    diagonal = diagonal.astype(dtype)
-    chosen = user_precision()
-
-    def column(index: Array) -> Array:
-        # The user's kernel has the user's precision.
-        with jax.default_matmul_precision(chosen):
-            return matrix.column(index).astype(dtype)
-
-    # matfree evaluates single entries on the diagonal, all of these at once, and the
-    # entries of a column. A block kernel has fast functions for each of these.
-    @jax.custom_batching.custom_vmap
-    def entry(row: Array, index: Array) -> Array:
-        return lax.cond(
-            row == index,
-            lambda: diagonal[row],
-            lambda: column(index)[row],
-        )
-
-    @entry.def_vmap
-    def entries(size: int, are_batched: list, rows: Array, indices: Array) -> tuple:
-        is_batched = tuple(are_batched)
-        if is_batched == (True, False):
-            return column(indices)[rows], True
-        rows, indices = (
-            x if batched else jnp.broadcast_to(x, (size,))
-            for x, batched in safe_zip((rows, indices), is_batched)
-        )
-        one_by_one = lambda: lax.map(
-            lambda pair: column(pair[1])[pair[0]], (rows, indices)
-        )
-        return lax.cond(
-            jnp.all(rows == indices), lambda: diagonal[rows], one_by_one
-        ), True
-
-    with standard_promotion(), exact_products():
-        num = matrix.struct.shape[0]
-        cholesky = low_rank.cholesky_partial_pivot(entry, nrows=num, rank=rank)
-        return cholesky()[0]
+def _eps(matrix: "AbstractMatrix") -> float:
+    """The relative rounding error of the entries of a kernel."""
+    dtype = matrix.struct.dtype
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    dtype = dtype if is_inexact else np.result_type(dtype, np.float32)
+    return float(jnp.finfo(dtype).eps)
 
 
 @contextlib.contextmanager

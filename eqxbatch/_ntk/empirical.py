@@ -3,11 +3,10 @@
 Estimators are kernel functions that keep factors of examples for all blocks.
 """
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -21,7 +20,7 @@ from .._batch.derivative import Selection
 from .._batch.memory import MemoryBudget, resolve_size
 from .._kernels.batch_kernel import AbstractStored, computed
 from .._kernels.engine import on_device
-from .._kernels.function import (
+from .._kernels.kernel import (
     AbstractKernelFunction,
     as_array,
     CalledKernel,
@@ -29,8 +28,11 @@ from .._kernels.function import (
     Keys,
     leaves_at,
     make_sides,
+    room_of,
+    SHARE,
+    Sizes,
+    sizes_of,
 )
-from .._kernels.kernel import room_of, SHARE, Sizes, sizes_of
 from .metric import metric_of
 from .pairings import choose_pairing, features, ModelKernel, pairing_of_all
 from .traced_model import (
@@ -125,19 +127,6 @@ def _fitted(
     return run(size)(operands)
 
 
-class Asked(NamedTuple):
-    """What calls of an estimator ask of a model.
-
-    - `get`: as for `TracedModel`; None if each call says it, as for `EmpiricalKernel`.
-    - `num_probes`, `key`: the number of directions that traced axes are projected on,
-        and the key for random signs; None if they are not.
-    """
-
-    get: Any
-    num_probes: int | None = None
-    key: Array | None = None
-
-
 def _split(asked: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Which kernels a call asks for, and the arguments of the model."""
     of_call = lambda get=None, **kwargs: (check_get(get), kwargs)
@@ -150,6 +139,8 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
 
     model: Callable | tuple[Callable, eqx.nn.State]
     _selection: Selection | None = eqx.field(init=False, repr=False)
+    # Which kernels, as for `TracedModel`; None if each call says it.
+    _get: eqx.AbstractClassVar[Any]
 
     def __post_init__(self) -> None:
         # Once, and not in each call: it looks at all leaves. Later, the model may have
@@ -166,11 +157,6 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
             self.check_progress()
             self.check_is_batched()
 
-    @property
-    @abc.abstractmethod
-    def _asked(self) -> Asked:
-        """What calls ask of the model."""
-
     @functools.cached_property
     def _request(self) -> Request:
         return Request(
@@ -180,7 +166,8 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
             self.in_axes is not None,
             self.out_axes,
             self.method if isinstance(self, AbstractJacobianKernel) else "auto",
-            self._asked.num_probes,
+            getattr(self, "num_probes", None),
+            getattr(self, "key", None),
             self.metric if isinstance(self, AbstractMetricKernel) else None,
         )
 
@@ -193,7 +180,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
     ) -> Any:
         """The kernel of all examples of `x1` with all of `x2`."""
-        return _computed(self, self._asked.get, (x1, x2, key, kwargs))
+        return _computed(self, self._get, (x1, x2, key, kwargs))
 
     def diagonal(
         self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
@@ -207,7 +194,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
                 "With `in_axes=None`, the axis of the examples is not known. Name it "
                 "in `diagonal_axes`."
             )
-        get, kwargs = _split(self._asked.get, **kwargs)
+        get, kwargs = _split(self._get, **kwargs)
         model = _model_of(self, get, (x1, x2, key, kwargs), is_diagonal=True)
         return _in_one_program(self, model, kernels_of)
 
@@ -216,7 +203,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         is_whole = self.block_size is not None or self.in_axes is None
         if not self._is_plain or is_asymmetric or is_whole:
             return None
-        get, shared = _split(self._asked.get, *call.args, **call.shared)
+        get, shared = _split(self._get, *call.args, **call.shared)
         axes_of = {"in_axes": self.in_axes, "kwargs_axes": self.kwargs_axes}
         sides = [dataclasses.replace(side, **axes_of) for side in call.sides]
         places = [
@@ -224,8 +211,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         ]
         if places[0] != places[1]:
             return None
-        request, key = self._request, self._asked.key
-        model = TracedModel(request, self.model, get, key, sides, shared)
+        model = TracedModel(self._request, self.model, get, sides, shared)
         if any(axes.is_empty or not axes.pairs_examples for axes in model.axes):
             return None
         kernel = _in_blocks(model, call.symmetric, call.sizes, call.room)
@@ -263,8 +249,8 @@ def _model_of(
     """The model with the examples of a call."""
     axes = estimator.in_axes, estimator.kwargs_axes
     sides, shared = make_sides(*examples, *axes)
-    key, request = estimator._asked.key, estimator._request
-    return TracedModel(request, estimator.model, get, key, sides, shared, is_diagonal)
+    request = estimator._request
+    return TracedModel(request, estimator.model, get, sides, shared, is_diagonal)
 
 
 def _in_one_program(
@@ -429,9 +415,7 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         [Novak, Sohl-Dickstein and Schoenholz, 2022](https://arxiv.org/abs/2206.08720).
     """
 
-    @property
-    def _asked(self) -> Asked:
-        return Asked("ntk")
+    _get: ClassVar[Any] = "ntk"
 
     def untraced_matvec(
         self,
@@ -524,9 +508,7 @@ class EmpiricalNNGP(AbstractEstimator, AbstractStored):
         [Lee et al., 2018](https://arxiv.org/abs/1711.00165).
     """
 
-    @property
-    def _asked(self) -> Asked:
-        return Asked("nngp")
+    _get: ClassVar[Any] = "nngp"
 
 
 @checked_constructor
@@ -559,9 +541,7 @@ class EmpiricalKernel(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         ```
     """
 
-    @property
-    def _asked(self) -> Asked:
-        return Asked(None)
+    _get: ClassVar[Any] = None
 
     def __call__(
         self,
@@ -612,9 +592,8 @@ class PseudoNTK(AbstractEstimator, AbstractParameterKernel):
         [Mohamadi, Bae and Sutherland, 2023](https://arxiv.org/abs/2206.12543).
     """
 
-    @property
-    def _asked(self) -> Asked:
-        return Asked("ntk", num_probes=1)
+    _get: ClassVar[Any] = "ntk"
+    num_probes: ClassVar[int] = 1
 
 
 class KernelEstimate(NamedTuple):
@@ -673,6 +652,7 @@ class ProbedNTK(AbstractEstimator, AbstractParameterKernel):
         1989](https://doi.org/10.1080/03610918908812806).
     """
 
+    _get: ClassVar[Any] = KernelEstimate
     _: dataclasses.KW_ONLY
     num_probes: int = eqx.field(static=True)
     key: Key[Array, ""] | UInt32[Array, "2"]
@@ -680,12 +660,8 @@ class ProbedNTK(AbstractEstimator, AbstractParameterKernel):
     def __check_init__(self) -> None:
         check_at_least("num_probes", self.num_probes, 1)
 
-    @property
-    def _asked(self) -> Asked:
-        return Asked(KernelEstimate, self.num_probes, self.key)
-
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
     ) -> KernelEstimate:
         """The estimated kernel of all examples of `x1` with all of `x2`."""
-        return _computed(self, self._asked.get, (x1, x2, key, kwargs))
+        return _computed(self, self._get, (x1, x2, key, kwargs))

@@ -32,10 +32,9 @@ from .._batch.accumulators import (
 from .._batch.memory import check_size, MemoryBudget, resolve_size, resolved
 from .._batch.store import HostStore
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
-from .._kernels.function import Keys
-from .._kernels.kernel import BlockSize
+from .._kernels.engine import check_mesh, MeshAxis, on_devices
+from .._kernels.kernel import BlockSize, Keys
 from .._kernels.on_host import check_concrete, metered
-from .._kernels.on_mesh import check_mesh, MeshAxis, on_devices
 from .._maps.micro_vmap import MicroVmap
 from .empirical import checked_constructor, EmpiricalKernel, EmpiricalNNGP
 from .output_axes import Mirror

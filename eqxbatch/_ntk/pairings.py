@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, PyTree
 
-from .._base.dtypes import widened
+from .._base.dtypes import is_complex, widened
 from .._base.jaxprs import evaluate_jaxpr, TracedFunction, without_forward_mode
 from .._base.mesh import explicit_mesh, full_varying_as, vary, varying
 from .._base.trees import log, safe_zip
@@ -60,13 +60,15 @@ class KeptFactors(eqx.Module):
     - `of_views`: the arrays that views of sites read.
     - `cancelled`: for each output, whether terms of a gradient nearly cancel; None if
         this cannot be.
+    - `residuals`: those of the derivative, which `Products` needs for rows.
     """
 
-    values: list[Factor]
-    operands: dict[int, Factor]
-    cotangents: list[dict[int, Factor]]
-    of_views: list[Factor | None]
-    cancelled: list[Factor | None]
+    values: list[Factor] = eqx.field(default_factory=list)
+    operands: dict[int, Factor] = eqx.field(default_factory=dict)
+    cotangents: list[dict[int, Factor]] = eqx.field(default_factory=list)
+    of_views: list[Factor | None] = eqx.field(default_factory=list)
+    cancelled: list[Factor | None] = eqx.field(default_factory=list)
+    residuals: list[Factor] = eqx.field(default_factory=list)
 
 
 # The approximate size of a CPU core's cache, in bytes.
@@ -138,13 +140,18 @@ class ExampleFactors:
         """Makes the program of a function of leaves and an example.
 
         `num_outputs` is the number of all outputs; with `keeps_values`, they are kept,
-        too. `side` is the one whose directions are pulled back. Of the `rows`, only
+        too. `side` is the one whose directions are pulled back; without `outputs`,
+        nothing is differentiated. Of the `rows`, only
         types matter. `are_all` says whether all examples are processed at once, not in
         blocks. `use_rules` and `formed` are as for `Program`. With a `metric`,
         Jacobians are kept as its coordinates.
         """
         program = Program(
-            traced, use_rules=use_rules, formed=formed, num_outputs=num_outputs
+            traced,
+            use_rules=use_rules,
+            constant=() if outputs else range(len(traced.leaves)),
+            formed=formed,
+            num_outputs=num_outputs,
         )
         in_metric = None if metric is None else InMetric(program, metric)
         self.program = program if in_metric is None else in_metric.program
@@ -320,48 +327,6 @@ def features(
 
 def _of_leaf(program: Program, factors: Factors, leaf: int) -> OfLeaf:
     return OfLeaf(program.sites_of(leaf), factors, program.leaves[leaf])
-
-
-def kernel(
-    output: OutputAxes,
-    which: int,
-    sides: tuple[ExampleFactors, ExampleFactors],
-    kept: tuple[KeptFactors, KeptFactors],
-    num: tuple[int, int],
-) -> Inexact[Array, "..."]:
-    """The kernel of the Jacobian of an output, before its axes are arranged.
-
-    `which` is the position among the outputs whose factors are kept, and `num` gives
-    the numbers of examples.
-    """
-    out = (*output.out, *output.parts)
-    # The axes of a matrix product: shared axes, then those of one side, then those of
-    # the other. They are put in order once, at the end.
-    first = {*output.examples[:1], *output.directions(0)}
-    second = {*output.examples[1:], *output.directions(1)}
-    place = lambda label: 0 if label in first & second else 1 if label in first else 2
-    labels = tuple(sorted(out, key=place))
-    total: Array = jnp.zeros((1,) * len(labels), jnp.float32)
-    sizes = {**output.sizes, **dict(zip(output.examples, num, strict=False))}
-    of_sides: list[dict[int, OfLeaf]] = []
-    for side, (own, of_side) in enumerate(safe_zip(sides, kept)):
-        program, factors = own.kept[which], own.factors(of_side, which, side)
-        leaves = {site.leaf for site in program.sites}
-        of_sides.append({i: _of_leaf(program, factors, i) for i in leaves})
-    leaves = sides[0].program.leaves
-    both = sorted(of_sides[0].keys() & of_sides[1].keys())
-    pairs = [(of_sides[0][leaf], of_sides[1][leaf]) for leaf in both]
-    cancelled = [of_side.cancelled[which] for of_side in kept]
-    products = grams(pairs, cancelled, output.examples, labels, sizes)
-    for leaf, product in safe_zip(both, products):
-        is_complex = jnp.issubdtype(leaves[leaf].dtype, jnp.complexfloating)
-        # A complex parameter counts as two real ones. If there is a complex derivative,
-        # each of them contributes its square.
-        product = product * (0.5 if output.is_complex and is_complex else 1.0)
-        dtype = np.promote_types(total.dtype, product.dtype)
-        total = total.astype(dtype) + product.astype(dtype)
-    total = jnp.broadcast_to(total, [sizes[label] for label in labels])
-    return jnp.transpose(total, [labels.index(label) for label in out])
 
 
 def choose_formed(
@@ -541,35 +506,6 @@ class AbstractPairing(abc.ABC):
         return self.kernels(factors[0], factors[-1], num)
 
 
-class _Sided(eqx.Module):
-    """The outputs of some examples, and their factors as rows and as columns.
-
-    - `residuals`: those of the model's derivative, which are only needed for rows.
-    - `pulled`: the Jacobians, or None if they are not needed.
-    """
-
-    values: list[Factor]
-    residuals: list[Factor]
-    pulled: KeptFactors | None
-
-
-@dataclasses.dataclass(eq=False)
-class Values(AbstractPairing):
-    """The second moments of the model's outputs: an NNGP without an NTK."""
-
-    programs: list[TracedFunction]
-
-    def factors(self, side: int, rows: list) -> _Sided:
-        program = self.programs[side]
-        values = [*map(Factor, program.run(rows), program.has_examples)]
-        return _Sided(values, [], None)
-
-    def of_jacobian(
-        self, which: int, first: Any, second: Any, num: tuple[int, int]
-    ) -> Inexact[Array, "..."]:
-        raise NotImplementedError("There are no Jacobians.")
-
-
 @dataclasses.dataclass(eq=False)
 class Sites(AbstractPairing):
     """Kernels from the factors of the parameters' sites."""
@@ -582,8 +518,35 @@ class Sites(AbstractPairing):
     def of_jacobian(
         self, which: int, first: Any, second: Any, num: tuple[int, int]
     ) -> Inexact[Array, "..."]:
+        output = self.ntk[which]
+        out = (*output.out, *output.parts)
+        # The axes of a matrix product: shared axes, then those of one side, then those
+        # of the other. They are put in order once, at the end.
+        rows = {*output.examples[:1], *output.directions(0)}
+        columns = {*output.examples[1:], *output.directions(1)}
+        place = lambda x: 0 if x in rows & columns else 1 if x in rows else 2
+        labels = tuple(sorted(out, key=place))
+        total: Array = jnp.zeros((1,) * len(labels), jnp.float32)
+        sizes = {**output.sizes, **dict(zip(output.examples, num, strict=False))}
+        of_sides: list[dict[int, OfLeaf]] = []
         sides = self.sides[0], self.sides[-1]
-        return kernel(self.ntk[which], which, sides, (first, second), num)
+        for number, (side, kept) in enumerate(safe_zip(sides, (first, second))):
+            program, factors = side.kept[which], side.factors(kept, which, number)
+            leaves = {site.leaf for site in program.sites}
+            of_sides.append({i: _of_leaf(program, factors, i) for i in leaves})
+        both = sorted(of_sides[0].keys() & of_sides[1].keys())
+        pairs = [(of_sides[0][leaf], of_sides[1][leaf]) for leaf in both]
+        cancelled = [kept.cancelled[which] for kept in (first, second)]
+        products = grams(pairs, cancelled, output.examples, labels, sizes)
+        for leaf, product in safe_zip(both, products):
+            # A complex parameter counts as two real ones. If there is a complex
+            # derivative, each of them contributes its square.
+            is_twice = output.is_complex and is_complex(sides[0].program.leaves[leaf])
+            product = product * (0.5 if is_twice else 1.0)
+            dtype = np.promote_types(total.dtype, product.dtype)
+            total = total.astype(dtype) + product.astype(dtype)
+        total = jnp.broadcast_to(total, [sizes[label] for label in labels])
+        return jnp.transpose(total, [labels.index(label) for label in out])
 
 
 @dataclasses.dataclass(eq=False)
@@ -607,22 +570,21 @@ class Products(AbstractPairing):
         args = program.leaves, rows.arrays, rows.axes
         self._residuals = TracedFunction(residuals, *args)
 
-    def factors(self, side: int, rows: list) -> _Sided:
+    def factors(self, side: int, rows: list) -> KeptFactors:
         is_pulled = side or self.is_same
-        pulled = self.example_factors.of(rows) if is_pulled else None
-        if side == 0:
-            program, num = self._residuals, len(self.program.structs)
-            factors = [*map(Factor, program.run(rows), program.has_examples)]
-            return _Sided(factors[:num], factors[num:], pulled)
-        assert pulled is not None
-        return _Sided(pulled.values, [], pulled)
+        kept = self.example_factors.of(rows) if is_pulled else KeptFactors()
+        if side:
+            return kept
+        program, num = self._residuals, len(self.program.structs)
+        factors = [*map(Factor, program.run(rows), program.has_examples)]
+        return dataclasses.replace(kept, values=factors[:num], residuals=factors[num:])
 
     def of_jacobian(
         self, which: int, first: Any, second: Any, num: tuple[int, int]
     ) -> Inexact[Array, "..."]:
         output = self.ntk[which]
         # Without rules, the cotangents are the Jacobians of all leaves.
-        jacobians = self.example_factors.factors(second.pulled, which, 1).cotangents
+        jacobians = self.example_factors.factors(second, which, 1).cotangents
         labels = output.directions(1)
         lead = [output.sizes[label] for label in labels]
         tangents = []
@@ -632,8 +594,8 @@ class Products(AbstractPairing):
             if not jacobian.has_examples:
                 x = jnp.broadcast_to(x, (num[1], *x.shape))
             x = jnp.conj(x.reshape(num[1], math.prod(lead), *shape))
-            if output.is_complex and jnp.iscomplexobj(x):
-                x = x / 2  # As for Gram matrices; see `kernel`.
+            if output.is_complex and is_complex(x):
+                x = x / 2  # As for Gram matrices.
             tangents.append(x)
         arrays = [x.array for x in first.residuals]
         has_examples = [0 if x.has_examples else None for x in first.residuals]
@@ -696,10 +658,8 @@ def choose_pairing(
     values = outputs if "nngp" in model.kinds else []
     ntk = [*map(model.probed, outputs)] if "ntk" in model.kinds else []
     of_model = values, ntk, model.rows, model.products
-    if not ntk:
-        return Values(*of_model, model.programs)
     grid = model.grid(sizes)
-    if not ntk[0].pairs_examples:
+    if not outputs[0].pairs_examples:
         grid = dataclasses.replace(grid, sizes=(grid.sizes[0], grid.sizes[0]))
 
     def factors(position: int, **settings: Any) -> ExampleFactors:
@@ -710,20 +670,23 @@ def choose_pairing(
             num_outputs=len(model.axes),
             side=position,
             keeps_values=bool(values),
-            metric=model.request.metric,
+            metric=model.request.metric if ntk else None,
             **settings,
         )
 
     method = model.request.method
-    if method != "ntk_vector_products":
+    if not ntk or method != "ntk_vector_products":
         # Two sides of the same type have the same program.
         first = [model.programs.index(program) for program in model.programs]
         settings = {
             "use_rules": method != "jacobian_contraction",
-            "are_all": num_pairs(grid, ntk[0]) == 1,
+            "are_all": num_pairs(grid, outputs[0]) == 1,
         }
         made = {position: factors(position, **settings) for position in {*first}}
         sides = [made[position] for position in first]
+        pairing = Sites(*of_model, sides)
+        if not ntk:
+            return pairing
         formed, costs = safe_zip(
             *(
                 choose_formed(sides[0], sides[-1], which, grid)
@@ -732,7 +695,6 @@ def choose_pairing(
         )
         for side in made.values():
             side.form(formed)
-        pairing = Sites(*of_model, sides)
         is_only = method != "auto" or model.request.metric is not None
         if is_only or any(axes.probes is not None for axes in ntk):
             return pairing

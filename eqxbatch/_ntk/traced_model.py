@@ -27,8 +27,7 @@ from .._batch.accumulators import Concat, Sum
 from .._batch.batch import broadcast_axes
 from .._batch.derivative import Selection
 from .._batch.loop import accumulated, Rows
-from .._kernels.function import Side
-from .._kernels.kernel import BlockSize, check_block_size, Grid, Sizes
+from .._kernels.kernel import BlockSize, check_block_size, Grid, Side, Sizes
 from .metric import Metric
 from .output_axes import axis_roles, check_axes, Mirror, OutputAxes
 
@@ -189,7 +188,8 @@ class Request(eqx.Module):
     - `mirror`: exchanges the two sides of kernels. It has the axes.
     - `traces_last`: whether the last axis is traced if an output has one besides the
         batch.
-    - `num_probes`: how many directions traced axes are projected on, if they are.
+    - `num_probes`, `key`: the number of directions that traced axes are projected on,
+        and the key for random signs; None if they are not, or for ones.
     - `metric`: that of the parameters; None for the identity.
     """
 
@@ -200,6 +200,7 @@ class Request(eqx.Module):
     out_axes: PyTree
     method: KernelMethod = eqx.field(static=True)
     num_probes: int | None = eqx.field(static=True)
+    key: Array | None
     metric: Metric | None
 
 
@@ -210,7 +211,6 @@ class TracedModel(eqx.Module):
 
     - `get`: which kernels, as for `EmpiricalKernel`; or the type of an estimate and its
         standard error.
-    - `key`: the key for random signs of probes; without it, these are ones.
     - `is_diagonal`: whether each example is only combined with the same example of the
         other side.
     """
@@ -218,7 +218,6 @@ class TracedModel(eqx.Module):
     request: Request
     model: Any
     get: Any = eqx.field(static=True)
-    key: Array | None
     _sides: list[Side]
     shared: dict[str, Any]
     is_diagonal: bool = eqx.field(static=True, default=False)
@@ -359,7 +358,7 @@ class TracedModel(eqx.Module):
         """As those of a kernel."""
         return {
             "inputs": (self._sides, self.shared),
-            "kernel_fn": (self.model, self.key, self.request.metric),
+            "kernel_fn": (self.model, self.request.key, self.request.metric),
         }
 
     @property
@@ -377,7 +376,7 @@ class TracedModel(eqx.Module):
 
     def probed(self, axes: OutputAxes) -> OutputAxes:
         """The output, with directions that traced axes are projected on, if any."""
-        num = self.request.num_probes
+        num, key = self.request.num_probes, self.request.key
         if num is None:
             return axes
         traced = [axes.shape[axis] for axis in axes.axes_with("trace")]
@@ -386,15 +385,15 @@ class TracedModel(eqx.Module):
                 "`trace_axes` must name the axes of the output that are projected; got "
                 f"none for an output of shape {axes.shape} for one example."
             )
-        if axes.averages_examples and self.key is not None:
+        if axes.averages_examples and key is not None:
             raise ValueError(
                 "`trace_axes` has the axis of the examples, but standard errors of "
                 "single examples do not give that of their mean. Name it in "
                 "`diagonal_axes`, and average the returned `kernel`."
             )
         probes = jnp.ones((num, *traced), axes.dtype)
-        if self.key is not None:
-            key = jr.fold_in(self.key, axes.index)
+        if key is not None:
+            key = jr.fold_in(key, axes.index)
             probes = jr.rademacher(key, probes.shape, axes.dtype)
         return dataclasses.replace(axes, probes=probes)
 
@@ -509,7 +508,7 @@ def _real_product(
     arrays, axes = [*second.arrays, *vectors], (*second.axes, *(0 for _ in vectors))
     tangents = accumulated(pull, Rows(arrays, axes, second.total), columns, Sum())
     if model.axes[0].is_complex:
-        # As in `pairings.kernel`: a complex parameter counts as two real ones.
+        # As in `pairings.Sites`: a complex parameter counts as two real ones.
         tangents = [x / 2 if jnp.iscomplexobj(x) else x for x in tangents]
     if model.request.metric is not None:
         products = model.request.metric.product(tangents)

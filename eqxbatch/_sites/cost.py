@@ -22,7 +22,7 @@ from .._base.platforms import platform
 from .._base.primitives import callee, inner_jaxprs, name_of, PRODUCTS
 from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
-from .factors import Factors, site_terms
+from .factors import Factors, has_rows, site_terms
 from .gram import has_gram, norm_terms, OfLeaf
 from .site import has_named_axes, Site
 from .trace import Program
@@ -199,6 +199,9 @@ def _norm_cost(program: Program, leaf: int, factors: Factors) -> Cost | None:
     sites = program.sites_of(leaf)
     if not sites or leaf in program.fallbacks or not has_gram(sites):
         return None
+    if has_rows(sites):
+        num = 2 * _num_factors(sites[0])
+        return Cost(num, program.leaves[leaf].dtype.itemsize * num)
     terms = norm_terms(OfLeaf(sites, factors, program.leaves[leaf]))
     cost = total_cost(contraction_cost(x, (EXAMPLE,)) for x, _ in terms)
     # Bounds rest on these norms, so they keep all digits.

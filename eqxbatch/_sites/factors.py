@@ -14,7 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, Integer, Real
 
 from .._base.dtypes import widened
 from .._base.mesh import full_varying_as, is_on_mesh
@@ -22,7 +22,7 @@ from .._base.platforms import platform
 from .._base.trees import safe_zip
 from .einsum import aligned, contract, EXAMPLE, Labels, Term
 from .rules import Axes
-from .site import has_named_axes, Label, labels_of, Site
+from .site import has_named_axes, Label, labels_of, positions, Site
 
 
 _Leaf = Array | jax.ShapeDtypeStruct  # Only the type matters.
@@ -212,6 +212,49 @@ def site_terms(site: Site, factors: Factors) -> list[Term]:
     return [*terms, *weight_terms(site, factors.values, labels, factors.unit)]
 
 
+def has_rows(sites: Sequence[Site]) -> bool:
+    """Whether the gradient consists of the rows that tokens select, if at all."""
+    if len(sites) != 1 or sites[0].rule.token is None:
+        return False
+    (site,) = sites
+    labels = labels_of(site, 0)
+    is_plain = has_named_axes(site) and not has_weights(site)
+    are_rows = labels[str(site.rule.token)][0] == "leaf"
+    are_places = {*positions(site)} <= {*site.a_axes}
+    is_sliced = any(loop.is_sliced for loop in site.loops)
+    is_other = is_sliced or site.takes_real_part
+    return is_plain and are_rows and are_places and not is_other
+
+
+def rows_of_tokens(
+    site: Site, factors: Factors
+) -> tuple[Integer[Array, "n tokens"], Inexact[Array, "n tokens row"]]:
+    """The tokens of each example, and the rows of its gradient that they select.
+
+    Of equal tokens, the first has the row. The others have zero, and no token.
+    """
+    labels = labels_of(site, 0)
+    (tokens, places), (d, axes) = labelled_terms(site, factors, EXAMPLE, labels)
+    of_row = sorted(label for label in axes if label[0] == "leaf")
+    lead = (EXAMPLE, *(label for label in places if label != EXAMPLE))
+    rest = (label for label in axes if label not in lead and label not in of_row)
+    d = aligned(d, axes, (*lead, *rest, *of_row))
+    num, total = factors.num, math.prod(site.sizes[name] for name in site.a_axes)
+    d = jnp.broadcast_to(d, (num, *d.shape[1:])).reshape(num, total, -1)
+    tokens = aligned(tokens, places, lead).reshape(-1, total)
+    tokens = jnp.broadcast_to(tokens, (num, total))
+    no_token = site.sizes[str(site.rule.token)]
+
+    def add(tokens: Array, d: Array) -> tuple[Array, Array]:
+        place = jnp.arange(total)
+        is_equal = tokens[:, None] == tokens[None]
+        first = jnp.min(jnp.where(is_equal, place[None], total), axis=1)
+        rows = jax.ops.segment_sum(d, first, total)
+        return jnp.where(first == place, tokens, no_token), rows
+
+    return jax.vmap(add)(tokens, d * scale_of(site))
+
+
 def gradients(
     sites: Sequence[Site], factors: Factors, leaf: _Leaf
 ) -> Inexact[Array, "..."]:
@@ -258,6 +301,9 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     at_a_time = int(max(a.array.size * outputs, allowed) / max(patches, 1))
     if at_a_time >= num:
         return form(a, d)
+    # A remainder would be compiled separately.
+    fitting = (i for i in range(at_a_time, at_a_time // 2, -1) if num % i == 0)
+    at_a_time = next(fitting, max(at_a_time, 1))
 
     def one(rows: tuple) -> Array:
         row = [
@@ -267,7 +313,7 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
         return form(*row)[0]
 
     rows = tuple(factor.array if factor.has_examples else None for factor in (a, d))
-    return jax.lax.map(one, rows, batch_size=max(1, at_a_time))
+    return jax.lax.map(one, rows, batch_size=at_a_time)
 
 
 def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:

@@ -37,8 +37,10 @@ from .factors import (
     Factor,
     Factors,
     gradients,
+    has_rows,
     has_weights,
     labelled_terms,
+    rows_of_tokens,
     site_terms,
     weight_terms,
 )
@@ -435,6 +437,10 @@ def norms_unless_cancelled(
     """
     norms, separate = [], {}
     for i, uses in enumerate(leaves):
+        if has_rows(uses.sites):
+            _, rows = rows_of_tokens(*uses.sites, uses.factors)
+            norms.append(jnp.sum((rows * jnp.conj(rows)).real, axis=(1, 2)))
+            continue
         total, apart = squares(uses)
         norms.append(total)
         if not is_outer_product(uses.sites):

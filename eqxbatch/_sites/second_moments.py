@@ -1,8 +1,8 @@
 """Sums of squares of per-example gradients, entry by entry, from the factors of sites.
 
 The squares of an outer product are the outer product of the squares of its factors, so
-that their sum over examples is one product more. Other gradients are formed, a few at
-a time.
+that their sum over examples is one product more. Gradients of a table are zero but for
+the rows that tokens select. Other gradients are formed, a few at a time.
 """
 
 import math
@@ -24,9 +24,9 @@ from .._base.dtypes import (
 from .._base.mesh import vary_as
 from .._base.trees import safe_zip
 from .einsum import contract, EXAMPLE
-from .factors import scale_of, site_terms
+from .factors import has_rows, rows_of_tokens, scale_of, site_terms
 from .gram import formed_gradients, MOST_CANCELLED, OfLeaf, unless_cancelled
-from .site import has_named_axes, is_outer_product, Site
+from .site import has_named_axes, is_outer_product, labels_of, Site
 
 
 # A sum of fewer squares may be close to the square of their mean by chance.
@@ -57,10 +57,14 @@ def squared_distances(
     mean has more than one in `MOST_CANCELLED` distances: other gradients are formed.
     """
     num = weights.shape[0]
-    products = [num >= _FEWEST and has_products_of_squares(x.sites) for x in leaves]
-    chosen = [i for i, is_product in enumerate(products) if is_product]
-    others = [i for i, x in enumerate(leaves) if x.sites and not products[i]]
     results = [jnp.zeros(x.shape, x.real.dtype) for x in means]
+    chosen, others = [], []
+    for i, x in enumerate(leaves):
+        if has_rows(x.sites):
+            results[i] = _distances_of_rows(x, means[i], weights)
+        elif x.sites:
+            is_product = num >= _FEWEST and has_products_of_squares(x.sites)
+            (chosen if is_product else others).append(i)
 
     def formed(which: Sequence[int]) -> list[Array]:
         return _formed_distances(
@@ -123,6 +127,28 @@ def squared_sum(
     total = total * (2.0 ** (-2 * spare * len(terms)) * abs(scale_of(site)) ** 2)
     exponent = jnp.broadcast_to(2 * top, total.shape)
     return times_two_to(total, exponent), top <= _SPARE // 2
+
+
+def _distances_of_rows(
+    uses: OfLeaf, mean: Array, weights: Real[Array, " n"]
+) -> Real[Array, "..."]:
+    """The sum of squared distances, if `has_rows`.
+
+    The rows of an example that no token selects are as far from the mean as zero is.
+    """
+    (site,), factors, _ = uses
+    tokens, rows = rows_of_tokens(site, factors)
+    _, axis = labels_of(site, 0)[str(site.rule.token)]
+    moved = jnp.moveaxis(mean, axis, 0)
+    mean = moved.reshape(moved.shape[0], -1)
+    square = lambda x: (x * jnp.conj(x)).real
+    shares = jnp.broadcast_to(weights[:, None], tokens.shape).astype(mean.real.dtype)
+    apart = jnp.full(len(mean), jnp.sum(weights), shares.dtype)
+    apart = apart.at[tokens].add(-shares, mode="drop")
+    total = apart[:, None] * square(mean)
+    distances = square(rows - mean.at[tokens].get(mode="clip"))
+    total = total.at[tokens].add(shares[..., None] * distances, mode="drop")
+    return jnp.moveaxis(total.reshape(moved.shape), 0, axis)
 
 
 def _formed_distances(

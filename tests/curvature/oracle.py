@@ -54,8 +54,10 @@ def dense(loss, *args):
     return eqx.filter_hessian(mean_of(loss))(*args)
 
 
-def network(key, width=3, depth=1, activation=jnp.tanh):
-    return drawn(eqx.nn.MLP, 2, "scalar", width, depth, activation, key=key)
+def network(key, width=3, depth=1, activation=jnp.tanh, use_bias=False):
+    """With a bias in the last layer; every array more is a row of blocks to compile."""
+    settings = {"use_bias": use_bias, "key": key}
+    return drawn(eqx.nn.MLP, 2, "scalar", width, depth, activation, **settings)
 
 
 def batch(key, num):

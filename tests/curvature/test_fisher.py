@@ -20,7 +20,7 @@ from eqxbatch import (
 from eqxbatch._base.mesh import vary_as
 from eqxbatch._curvature.curvature_matrices import root
 from ..helpers import drawn, integers, KINDS, make_mesh, normal, put, spread
-from .oracle import CHOICES, close
+from .oracle import CHOICES, close, count
 
 
 NUM = 7
@@ -38,7 +38,8 @@ def cross_entropy(logits, x, label):
 @pytest.fixture
 def job(x64):
     keys = jr.split(jr.key(0), 3)
-    model = drawn(eqx.nn.MLP, 3, 4, 5, 1, jnp.tanh, key=keys[0])
+    settings = {"use_bias": False, "key": keys[0]}
+    model = drawn(eqx.nn.MLP, 3, 4, 5, 1, jnp.tanh, **settings)
     return model, normal(keys[1], (NUM, 3), float), integers(keys[2], (NUM,), 4)
 
 
@@ -89,9 +90,7 @@ class TestEveryKind:
     def test_parts(self, job, settings, method):
         whole, _ = matrix(job, **settings)
         is_block = lambda x: isinstance(x, eqx.nn.Linear)
-        sizes = [
-            job[0].layers[i].weight.size + len(job[0].layers[i].bias) for i in (0, 1)
-        ]
+        sizes = [count(layer) for layer in job[0].layers]
         whole = np.asarray(whole)
         diagonal, _ = matrix(job, filter_ggn_diagonal, method=method, **settings)
         close(diagonal, np.diagonal(whole))

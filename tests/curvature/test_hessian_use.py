@@ -335,7 +335,7 @@ class TestModes:
                 "_curvature.columns.consecutive_groups",
                 "_curvature.by_sites.contract",
                 "_curvature.by_sites.contraction_cost",
-                "_curvature.gauss_newton.operand_term",
+                "_curvature.gauss_newton.site_terms",
             ),
         ),
     )
@@ -411,7 +411,7 @@ class TestMemory:
         return run
 
     def model(self, getkey, width=16, depth=2):
-        model = network(getkey(), width, depth)
+        model = network(getkey(), width, depth, use_bias=True)
         return eqx.partition(model, eqx.is_inexact_array)
 
     @pytest.mark.parametrize("method", spread(("sites", "products"), 1))

@@ -200,9 +200,14 @@ def test_rounding_is_that_of_each_factor():
     )(model, x)
     wide = np.diag(np.geomspace(0.01, 1, 100, dtype=np.float32))[None]
     both = lambda factors: (factors.blocks[0].outputs, factors.blocks[0].inputs)
-    of = lambda *pair: eqx.tree_at(both, found, jax.device_put(pair)).operator()
+    of = lambda *pair: eqx.tree_at(both, found, jax.device_put(pair))
     logs = 2 * 100 * np.sum(np.log(np.geomspace(0.01, 1, 100)))
-    run = eqx.filter_jit(lambda x: (x.logdet(), x.inverse().trace()))
+
+    @eqx.filter_jit
+    def run(found):
+        operator = found.operator()
+        return operator.logdet(), operator.inverse().trace()
+
     logdet, trace = run(of(wide, wide))
     np.testing.assert_allclose(logdet, logs, rtol=1e-5)
     expected = np.sum(1 / np.geomspace(0.01, 1, 100)) ** 2
@@ -210,7 +215,7 @@ def test_rounding_is_that_of_each_factor():
     negative = np.eye(100, dtype=np.float32)[None]
     negative[0, 3, 3] = -5e-4
     with pytest.raises(RuntimeError, match="`sqrt` needs a positive"):
-        eqx.filter_jit(lambda x: x.sqrt())(of(negative, np.abs(negative)))
+        eqx.filter_jit(lambda x: x.operator().sqrt())(of(negative, np.abs(negative)))
 
 
 def layout_leaves(block):
@@ -226,17 +231,27 @@ def test_damping_of_both_factors_and_relative_damping():
     (block,) = found.blocks
     outputs, inputs = (np.asarray(x[0]) for x in (block.outputs, block.inputs))
     mean = np.trace(outputs) / 4 * np.trace(inputs) / 3
-    for relative, damping in ((False, 0.3), (True, 0.3 * mean)):
-        settings = {"damping": 0.3, "relative": relative}
-        added = np.kron(outputs, inputs) + damping * np.eye(12)
-        close(found.operator(**settings).as_matrix(), added)
+
+    @eqx.filter_jit
+    def run(found):
+        results = []
+        for relative in (False, True):
+            settings = {"damping": 0.3, "relative": relative}
+            added = found.operator(**settings)
+            operator = found.operator(**settings, factored=True)
+            matrices = [x.as_matrix() for x in (added, operator, operator.inverse())]
+            results.append((*matrices, operator.logdet()))
+        return results
+
+    for damping, got in zip((0.3, 0.3 * mean), run(found), strict=True):
         ratio = np.sqrt(np.trace(inputs) / 3 / (np.trace(outputs) / 4))
         first = outputs + np.sqrt(damping) / ratio * np.eye(4)
         second = inputs + np.sqrt(damping) * ratio * np.eye(3)
-        operator = found.operator(**settings, factored=True)
-        close(operator.as_matrix(), np.kron(first, second))
-        close(operator.inverse().as_matrix(), np.linalg.inv(np.kron(first, second)))
-        close(operator.logdet(), np.linalg.slogdet(np.kron(first, second))[1])
-    corrected = filter_kfac(fun, loss, corrected=True)(model, x)
+        product = np.kron(first, second)
+        added = np.kron(outputs, inputs) + damping * np.eye(12)
+        logdet = np.linalg.slogdet(product)[1]
+        close(got, (added, product, np.linalg.inv(product), logdet))
+    corrected = eqx.filter_eval_shape(filter_kfac(fun, loss, corrected=True), model, x)
+    factored = lambda found: found.operator(damping=0.3, factored=True)
     with pytest.raises(ValueError, match="`factored=True` adds damping to two factors"):
-        corrected.operator(damping=0.3, factored=True)
+        eqx.filter_eval_shape(factored, corrected)

@@ -14,6 +14,7 @@ from ..helpers import (
     assert_same,
     BLOCK,
     drawn,
+    integers,
     KINDS,
     make_mesh,
     memory,
@@ -43,8 +44,8 @@ class Network(eqx.Module):
 def network(getkey, dtype=jnp.float64):
     keys = [getkey() for _ in range(2)]
     return Network(
-        eqx.nn.Linear(8, 6, key=keys[0], dtype=dtype),
-        eqx.nn.Conv1d(1, 2, 3, key=keys[1], dtype=dtype),
+        drawn(eqx.nn.Linear, 8, 6, key=keys[0], dtype=dtype),
+        drawn(eqx.nn.Conv1d, 1, 2, 3, key=keys[1], dtype=dtype),
         eqx.nn.LayerNorm(4, dtype=dtype),
         normal(getkey(), (5, 2), dtype),
     )
@@ -133,6 +134,50 @@ def test_moments_take_little_memory(getkey):
     # Those of 64 examples would be 64 times the size.
     sizes = [memory(f, params, x).temp_size_in_bytes for f in (clipped, moments)]
     assert sizes[1] < sizes[0] + 3 * size
+
+
+def lookups(tables, tokens):
+    """A loss of tables in which tokens select rows, some of them twice or not at all."""
+    step = lambda total, token: (jnp.tanh(total + tables["scan"][token]), None)
+    total, _ = jax.lax.scan(step, jnp.zeros(3), tokens)
+    rows = [
+        tables["rows"][tokens.reshape(2, 3)],
+        jnp.take(tables["columns"], tokens, axis=1).T,
+        tables["missing"].at[tokens + 3].get(mode="fill", fill_value=0),
+    ]
+    rows = [x.reshape(-1, 3) for x in rows]
+    return jnp.sum(total) + jnp.sum(jnp.sin(jnp.cumsum(jnp.stack(rows), axis=1)))
+
+
+@pytest.mark.usefixtures("x64")
+def test_rows_of_tables(getkey):
+    names = ("scan", "rows", "missing")
+    tables = {name: normal(getkey(), (5, 3), jnp.float64) for name in names}
+    tables["columns"] = normal(getkey(), (3, 5), jnp.float64)
+    tokens = integers(getkey(), (7, 6), 5)
+    fun = filter_micro_grad(
+        lookups, moments=True, return_norms=True, norms="leaf", microbatch_size=BLOCK
+    )
+    _, found = fun(tables, tokens)
+    grads = per_example(lookups, tables, tokens)
+    truth = jax.tree.map(lambda g: g.reshape(7, -1), grads)
+    norms = jax.tree.map(lambda g: np.sqrt(np.sum(g**2, 1)), truth)
+    assert_same(found.norms, norms, tol=1e-12)
+    variance = jax.tree.map(lambda g: g.var(0, ddof=1), grads)
+    assert_same(found.moments.variance, variance, tol=1e-12)
+
+
+def test_no_table_is_formed(getkey):
+    table = drawn(eqx.nn.Embedding, 1000, 32, key=getkey())
+    tokens = integers(getkey(), (16, 8), 1000)
+    fun = lambda table, x: jnp.sum(jnp.tanh(jnp.mean(jax.vmap(table)(x), axis=0)))
+    size = table.weight.nbytes
+    sizes = [
+        memory(filter_micro_grad(fun, **settings), table, tokens).temp_size_in_bytes
+        for settings in ({"clip_norm": 1.0}, {"moments": True})
+    ]
+    assert sizes[0] < size / 2
+    assert sizes[1] < 3 * size
 
 
 def test_meshes(getkey):

@@ -23,8 +23,8 @@ from eqxbatch import (
     filter_batch_kernel,
     ZarrStore,
 )
+from eqxbatch._kernels.engine import MeshAxis
 from eqxbatch._kernels.on_host import _Team
-from eqxbatch._kernels.on_mesh import MeshAxis
 from ..conftest import enable_x64
 from ..flags import COMPILE_FAST
 from ..helpers import CountTraces, drawn, normal, thinned

@@ -92,10 +92,17 @@ def matrix():
     return dense, dense
 
 
-def of_operator(corrected=False, is_inverse=True, **settings):
-    operator = factors(corrected).operator(**settings)
+@eqx.filter_jit
+def operator_of(found, is_inverse, settings):
+    """One program in place of one for each operation."""
+    operator = found.operator(**settings)
     operator = operator.inverse() if is_inverse else operator
-    return operator, np.asarray(operator.as_matrix())
+    return operator, operator.as_matrix()
+
+
+def of_operator(corrected=False, is_inverse=True, **settings):
+    operator, dense = operator_of(factors(corrected), is_inverse, settings)
+    return operator, np.asarray(dense)
 
 
 def of_lineax():
@@ -184,8 +191,8 @@ def test_selected_parameters_and_derivatives():
         lambda m: (m.conv, m.scale, m.unused), chosen, (None, None, None)
     )
     call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**4), where=where)
-    metric = call(model, x).operator(damping=0.1, factored=True).inverse()
-    weights = eqx.filter_jit(metric.as_matrix)()
+    settings = {"damping": 0.1, "factored": True}
+    metric, weights = operator_of(call(model, x), True, settings)
 
     @eqx.filter_jit
     def ours(model, metric):
@@ -211,12 +218,13 @@ def test_two_negative_factors_have_a_positive_product():
     weights = jax.device_put(np.array([30.0, 30, -1, -1]))
     concave = lambda out, x: -jnp.sum(out**2)
     call = filter_kfac(lambda m, x: m(x), concave, accumulator=Mean(weights=weights))
-    metric = call(layer, x).operator()
-    (block,) = call(layer, x).blocks
+    found = call(layer, x)
+    metric, dense = operator_of(found, False, {})
+    (block,) = found.blocks
     for factor in (block.outputs, block.inputs):
         assert np.linalg.eigvalsh(factor).max() < 0
     jac = np.asarray(jacobians(layer, x))
-    expected = pairs(jac @ np.asarray(metric.as_matrix()), jac)
+    expected = pairs(jac @ np.asarray(dense), jac)
     kernel = EmpiricalNTK(layer, metric=metric, trace_axes=())
     assert_same(kernel(x), expected)
 

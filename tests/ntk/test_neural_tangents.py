@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 
 from eqxbatch import EmpiricalKernel
+from ..helpers import variants
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -125,7 +126,8 @@ def test_all_files_are_replayed():
 CASES = [(name, [*AXES][i % 3]) for i, name in enumerate(MODELS)]
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
+# The convolutions of both are the same.
+@pytest.mark.parametrize(("name", "kind"), variants(CASES, ("cnn_flat", "diagonal")))
 def test_kernels(name, kind):
     file = np.load(FOLDER / f"{name}.npz")
     num = sum(key.startswith("w") for key in file)
