@@ -438,7 +438,8 @@ def norms_unless_cancelled(
     norms, separate = [], {}
     for i, uses in enumerate(leaves):
         if has_rows(uses.sites):
-            _, rows = rows_of_tokens(*uses.sites, uses.factors)
+            (site,) = uses.sites
+            _, rows = rows_of_tokens(site, uses.factors)
             norms.append(jnp.sum((rows * jnp.conj(rows)).real, axis=(1, 2)))
             continue
         total, apart = squares(uses)

@@ -137,7 +137,7 @@ def test_moments_take_little_memory(getkey):
 
 
 def lookups(tables, tokens):
-    """A loss of tables in which tokens select rows, some of them twice or not at all."""
+    """A loss of tables whose rows are looked up, some twice or not at all."""
     step = lambda total, token: (jnp.tanh(total + tables["scan"][token]), None)
     total, _ = jax.lax.scan(step, jnp.zeros(3), tokens)
     rows = [
