@@ -669,7 +669,10 @@ def rotated(
 ) -> tuple[Array, Array]:
     """Operand and cotangent in the eigenbases of the factors."""
     out, into = bases[::-1] if use.is_swapped else bases
-    if use.tokens is not None:
+    if use.tokens is not None and into is not None and layout.bias is None:
+        rows = jnp.take(into[0], use.tokens, 0, mode="fill", fill_value=0)
+        a, into = rows[:, :, None], None
+    elif use.tokens is not None:
         side = layout.outputs if use.is_swapped else layout.inputs
         a = jax.nn.one_hot(use.tokens, layout.size(side), dtype=use.d.dtype)[:, :, None]
     else:

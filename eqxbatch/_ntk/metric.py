@@ -171,15 +171,8 @@ class Projection(eqx.Module):
         total: Any = 0
         for use in uses:
             flat = flat_use(use, factors, part.layout)
-            out, into = sides[::-1] if use.is_swapped else sides
-            d = jnp.einsum("nvpbo,boj->vpbj", flat.d, out.astype(flat.d.dtype))
-            if flat.tokens is not None:
-                rows = jnp.take(into, flat.tokens[0], 1, mode="fill", fill_value=0)
-                a = jnp.swapaxes(rows, 0, 1)
-            else:
-                assert flat.a is not None
-                a = jnp.einsum("npbi,bij->pbj", flat.a, into.astype(flat.a.dtype))
-            total += jnp.einsum("pbj,vpbj->vj", a.astype(d.dtype), d)
+            a, d = rotated(flat, part.layout, sides)
+            total += jnp.einsum("npbj,nvpbj->vj", a.astype(d.dtype), d)
         return total
 
 

@@ -19,27 +19,20 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Inexact, PyTree
 
-from .._base.dtypes import is_complex, widened
+from .._base.dtypes import is_complex, num_bytes, widened
 from .._base.jaxprs import evaluate_jaxpr, TracedFunction, without_forward_mode
-from .._base.mesh import explicit_mesh, full_varying_as, vary, varying
+from .._base.mesh import full_varying_as, vary, varying
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
 from .._kernels.kernel import AbstractBlockKernel, Flat, Grid, KernelLeaf, SAMPLE, Sizes
-from .._sites.cost import (
-    contraction_cost,
-    Cost,
-    forming_cost,
-    num_products,
-    total_cost,
-)
+from .._sites.cost import Cost, forming_cost, gram_cost, num_products
 from .._sites.einsum import contract, EXAMPLE, OTHER_EXAMPLE
-from .._sites.factors import Factor, Factors, gradients
-from .._sites.gram import cancels, gram_terms, grams, has_gram, OfLeaf
-from .._sites.site import leaf_site, positions
+from .._sites.factors import Factor, Factors
+from .._sites.gram import cancels, grams, has_gram, OfLeaf
+from .._sites.site import positions
 from .._sites.trace import Program
 from .metric import InMetric, Metric
 from .output_axes import Mirror, OutputAxes
@@ -71,43 +64,14 @@ class KeptFactors(eqx.Module):
     residuals: list[Factor] = eqx.field(default_factory=list)
 
 
-# The approximate size of a CPU core's cache, in bytes.
-_CACHE = 2**19
-
-
-# The number of large examples at a time, which should keep all cores busy.
-_AT_A_TIME = 4
-
-
-def is_factor(x: Any) -> bool:
+def _is_factor(x: Any) -> bool:
     return isinstance(x, Factor)
 
 
-def arrays_of(factors: PyTree[Factor], *, has_examples: bool) -> list:
-    """The arrays or structs that differ between examples, or those that do not."""
-    found = jtu.tree_leaves(factors, is_leaf=is_factor)
-    return [x.array for x in found if x.has_examples is has_examples]
-
-
-def filled(
-    factors: PyTree[Factor], of_examples: Iterable[Array], shared: Iterable[Array]
-) -> PyTree[Factor]:
-    """The same factors with other arrays: those of `arrays_of`."""
-    rest = {True: [*of_examples], False: [*shared]}
-    with_array = lambda x: x.of(rest[x.has_examples].pop(0))
-    return jtu.tree_map(with_array, factors, is_leaf=is_factor)
-
-
-def bytes_of_examples(factors: PyTree[Factor]) -> int:
-    """The bytes of the factors that differ between examples."""
-    arrays = arrays_of(factors, has_examples=True)
-    return sum(x.size * x.dtype.itemsize for x in arrays)
-
-
-def _are_plain(rows: list) -> bool:
-    """Whether these are numeric arrays that are not explicitly sharded."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return not any(map(is_key, rows)) and explicit_mesh(rows) is None
+def _divided(factors: PyTree[Factor]) -> tuple[PyTree, PyTree]:
+    """The factors without the arrays that all examples share, and with these alone."""
+    have_examples = jtu.tree_map(lambda x: x.has_examples, factors, is_leaf=_is_factor)
+    return eqx.partition(factors, have_examples)
 
 
 def _arrays(factors: list[Factor | None]) -> list:
@@ -132,7 +96,6 @@ class ExampleFactors:
         num_outputs: int,
         side: int = 0,
         keeps_values: bool = False,
-        are_all: bool = False,
         use_rules: bool = True,
         formed: Collection[int] = (),
         metric: Metric | None = None,
@@ -142,8 +105,7 @@ class ExampleFactors:
         `num_outputs` is the number of all outputs; with `keeps_values`, they are kept,
         too. `side` is the one whose directions are pulled back; without `outputs`,
         nothing is differentiated. Of the `rows`, only
-        types matter. `are_all` says whether all examples are processed at once, not in
-        blocks. `use_rules` and `formed` are as for `Program`. With a `metric`,
+        types matter. `use_rules` and `formed` are as for `Program`. With a `metric`,
         Jacobians are kept as its coordinates.
         """
         program = Program(
@@ -157,7 +119,6 @@ class ExampleFactors:
         self.program = program if in_metric is None else in_metric.program
         self.outputs = outputs
         self.kept = [self.program for _ in outputs]
-        self._rows, self._are_all = rows, are_all
         self._num_values = num_outputs if keeps_values else 0
 
         def run(operands: list, rows: list) -> tuple[list, list, list[list], list]:
@@ -209,44 +170,7 @@ class ExampleFactors:
         return self._run.output([*map(Factor, arrays, self._run.has_examples)])
 
     def of(self, rows: list) -> KeptFactors:
-        """The factors of some examples.
-
-        XLA for CPUs writes all intermediate values to memory and reads them again. If
-        these are larger than the factors and do not fit into the cache, processing a
-        few examples at a time is faster and takes less memory.
-        """
-        axes = self._rows.axes
-        num = rows[0].shape[axes[0]]
-        if num <= _AT_A_TIME or not self._is_in_turn or not _are_plain(rows):
-            return self._of(rows)
-        arrays = lambda rows: arrays_of(self._of(rows), has_examples=True)
-        in_turn = lambda *rows: [
-            *accumulated(
-                lambda some, _: arrays(some),
-                Rows([*rows], axes, num),
-                _AT_A_TIME,
-                Concat(),
-            )
-        ]
-        at_once = lambda *rows: arrays([*rows])
-        of_examples = lax.platform_dependent(*rows, cpu=in_turn, default=at_once)
-        one = Rows(rows, axes, num).one()
-        structs = eqx.filter_eval_shape(self._of, one)
-        shared = arrays_of(self._of(one), has_examples=False)
-        return filled(structs, of_examples, shared)
-
-    @functools.cached_property
-    def _is_in_turn(self) -> bool:
-        """Whether a CPU processes a few examples at a time."""
-        if not self._are_all:
-            return False
-        made = bytes_of_examples(self.structs(1))
-        if made < _CACHE:
-            return False
-        kept = eqx.filter_eval_shape(self._of, self._rows.one())
-        return made > bytes_of_examples(kept)
-
-    def _of(self, rows: list) -> KeptFactors:
+        """The factors of some examples."""
         # What does not depend on the example is computed once for all of them.
         outs, operands, cotangents, of_views = self._output(self._run.run(rows))
         program, num = self.program, len(self.program.perturbations)
@@ -263,9 +187,7 @@ class ExampleFactors:
                     as_they_are[site.leaf] = of_leaf
                     found[site.perturbation] = pulled[site.perturbation]
                 else:
-                    has_examples = factors.has_examples(of_leaf.sites)
-                    jacobian = Factor(gradients(*of_leaf), has_examples)
-                    found[site.perturbation] = jacobian
+                    found[site.perturbation] = of_leaf.jacobian()
             kept.append(found)
             cancelled.append(
                 cancels([as_they_are[leaf] for leaf in sorted(as_they_are)])
@@ -351,9 +273,7 @@ def leaf_costs(
     example, out = output.examples[-1], (*output.out, *output.parts)
 
     def products(first: OfLeaf, second: OfLeaf) -> Cost:
-        pairs = gram_terms(first, second, example)
-        total = total_cost(contraction_cost(terms, out) for terms, _ in pairs)
-        return total * num_pairs(grid, output)
+        return gram_cost(first, second, example, out) * num_pairs(grid, output)
 
     def of_leaf(leaf: int, sides: list[Factors]) -> tuple[float, float]:
         pairs = safe_zip(both, sides)
@@ -372,15 +292,11 @@ def leaf_costs(
                 for uses in sites
             ):
                 return by_gram, math.inf
-        forms, jacobians, struct = Cost(), [], first.program.leaves[leaf]
-        site = [leaf_site(leaf, struct, 0)]
+        forms = Cost()
         for side, (uses, factors, _) in enumerate(own):
             if side == 0 or not grid.is_same:
                 forms += forming_cost(uses, factors) * grid.num(side)
-            jacobian = gradients(uses, factors, struct)
-            factor = Factor(jacobian, factors.has_examples(uses))
-            formed = Factors([], [factor], factors.outputs)
-            jacobians.append(OfLeaf(site, formed, struct))
+        jacobians = (x.perturbed_itself(x.jacobian()) for x in own)
         return by_gram, (forms + products(*jacobians)).time
 
     def count(structs: list) -> list[tuple[float, float]]:
@@ -416,7 +332,7 @@ class AbstractPairing(abc.ABC):
     products: Callable[[], AbstractContextManager]
     _: dataclasses.KW_ONLY
     assemble: Callable[[dict[Name, Any]], PyTree] = lambda kernels: kernels
-    shared: list[list[Array]] = dataclasses.field(default_factory=list)
+    shared: list[PyTree] = dataclasses.field(default_factory=list)
 
     @property
     def axes(self) -> dict[Name, OutputAxes]:
@@ -662,7 +578,7 @@ def choose_pairing(
     if not outputs[0].pairs_examples:
         grid = dataclasses.replace(grid, sizes=(grid.sizes[0], grid.sizes[0]))
 
-    def factors(position: int, **settings: Any) -> ExampleFactors:
+    def factors(position: int, use_rules: bool) -> ExampleFactors:
         return ExampleFactors(
             model.programs[position],
             model.sides[position].rows,
@@ -671,18 +587,15 @@ def choose_pairing(
             side=position,
             keeps_values=bool(values),
             metric=model.request.metric if ntk else None,
-            **settings,
+            use_rules=use_rules,
         )
 
     method = model.request.method
     if not ntk or method != "ntk_vector_products":
         # Two sides of the same type have the same program.
         first = [model.programs.index(program) for program in model.programs]
-        settings = {
-            "use_rules": method != "jacobian_contraction",
-            "are_all": num_pairs(grid, outputs[0]) == 1,
-        }
-        made = {position: factors(position, **settings) for position in {*first}}
+        use_rules = method != "jacobian_contraction"
+        made = {i: factors(i, use_rules=use_rules) for i in {*first}}
         sides = [made[position] for position in first]
         pairing = Sites(*of_model, sides)
         if not ntk:
@@ -798,7 +711,7 @@ class ModelKernel(AbstractBlockKernel):
 
     @functools.cached_property
     def bytes_kept(self) -> tuple[int, int]:
-        rows, columns = map(bytes_of_examples, self._kept)
+        rows, columns = (num_bytes(_divided(kept)[0]) for kept in self._kept)
         return rows, columns
 
     @functools.cached_property
@@ -813,12 +726,12 @@ class ModelKernel(AbstractBlockKernel):
         sides = (0,) if self.is_same else (0, 1)
         self.pairing.shared = [self._shared_by(side) for side in sides]
 
-    def _shared_by(self, side: int) -> list[Array]:
+    def _shared_by(self, side: int) -> PyTree:
         """The factors that all examples of a side share."""
-        if not arrays_of(self._kept[side], has_examples=False):
-            return []
-        factors = self._factors(side, self.rows[side].one())
-        return arrays_of(factors, has_examples=False)
+        _, structs = _divided(self._kept[side])
+        if not jtu.tree_leaves(structs):
+            return structs
+        return _divided(self._factors(side, self.rows[side].one()))[1]
 
     def _factors(self, side: int, arrays: list) -> PyTree[Factor]:
         with self.pairing.products():
@@ -827,24 +740,21 @@ class ModelKernel(AbstractBlockKernel):
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
         side = 0 if self.is_same else side
 
-        def run(arrays: list, num: int) -> list[Array]:
-            factors = self._factors(side, arrays)
+        def run(arrays: list, num: int) -> tuple[PyTree, Array | None]:
+            of_examples, _ = _divided(self._factors(side, arrays))
             # A dummy array, because a loop needs at least one.
-            return arrays_of(factors, has_examples=True) or [jnp.zeros(num)]
+            return of_examples, None if jtu.tree_leaves(of_examples) else jnp.zeros(num)
 
-        of_examples = accumulated(run, rows, size, Concat())
+        of_examples, _ = accumulated(run, rows, size, Concat())
         shared = self.pairing.shared
         shared = shared[side] if shared else self._shared_by(side)
-        kept = filled(self._kept[side], of_examples, shared)
-        factors = jtu.tree_leaves(kept, is_leaf=is_factor)
+        factors = jtu.tree_leaves(self._kept[side], is_leaf=_is_factor)
         axes = tuple(0 if x.has_examples else None for x in factors)
-        return Rows([x.array for x in factors], axes, rows.total)
+        return Rows(jtu.tree_leaves(eqx.combine(of_examples, shared)), axes, rows.total)
 
     def factors(self, side: int, rows: Rows) -> PyTree[Factor]:
         """The factors that `keep` returns, in the form that the pairing uses."""
-        arrays = [*rows.arrays]
-        fill = lambda x: x.of(arrays.pop(0))
-        return jtu.tree_map(fill, self._kept[side], is_leaf=is_factor)
+        return jtu.tree_unflatten(jtu.tree_structure(self._kept[side]), rows.arrays)
 
     def block(
         self, first: Rows, second: Rows | None, always: Bool[Array, ""] | bool = True

@@ -23,8 +23,8 @@ from .._base.primitives import callee, inner_jaxprs, name_of, PRODUCTS
 from .._base.trees import log
 from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
 from .factors import Factors, has_rows, site_terms
-from .gram import has_gram, norm_terms, OfLeaf
-from .site import has_named_axes, Site
+from .gram import gram_terms, has_gram, OfLeaf
+from .site import has_named_axes, Label, Site
 from .trace import Program
 
 
@@ -72,6 +72,12 @@ def contraction_cost(terms: Sequence[Term], out: Labels) -> Cost:
     of_examples = [x for x, labels in terms if not _EXAMPLES.isdisjoint(labels)]
     entries = sum(math.prod(x.shape) for x in of_examples) + 2 * largest
     return Cost(flops, float(terms[0][0].dtype.itemsize * entries))
+
+
+def gram_cost(uses: OfLeaf, other: OfLeaf, example: Label, out: Labels) -> Cost:
+    """The cost of inner products of gradients by `gram`, or of their squared norms."""
+    pairs = gram_terms(uses, other, example)
+    return total_cost(contraction_cost(terms, out) for terms, _ in pairs)
 
 
 def forming_cost(sites: Sequence[Site], factors: Factors) -> Cost:
@@ -202,8 +208,8 @@ def _norm_cost(program: Program, leaf: int, factors: Factors) -> Cost | None:
     if has_rows(sites):
         num = 2 * _num_factors(sites[0])
         return Cost(num, program.leaves[leaf].dtype.itemsize * num)
-    terms = norm_terms(OfLeaf(sites, factors, program.leaves[leaf]))
-    cost = total_cost(contraction_cost(x, (EXAMPLE,)) for x, _ in terms)
+    uses = OfLeaf(sites, factors, program.leaves[leaf])
+    cost = gram_cost(uses, uses, EXAMPLE, (EXAMPLE,))
     # Bounds rest on these norms, so they keep all digits.
     return Cost(platform().exact_product * cost.flops, cost.bytes)
 

@@ -118,6 +118,15 @@ class OfLeaf(NamedTuple):
         groups = _groups(self.sites)
         return self if len(groups) == len(self.sites) else self._grouped(groups)
 
+    def jacobian(self) -> Factor:
+        """The gradients, which are formed."""
+        return Factor(gradients(*self), self.factors.has_examples(self.sites))
+
+    def perturbed_itself(self, jacobian: Factor) -> "OfLeaf":
+        """The leaf with its gradients as the cotangent of its only site."""
+        factors = Factors([], [jacobian], self.factors.outputs)
+        return OfLeaf([leaf_site(0, self.leaf, 0)], factors, self.leaf)
+
     def _grouped(self, groups: Sequence[Sequence[Site]]) -> "OfLeaf":
         """A site for each group, and the factors of these only."""
         factors = self.factors
@@ -185,9 +194,11 @@ class _Side(NamedTuple):
     @property
     def terms(self) -> list[Term]:
         """The cotangent, weights, and the operand if it does not consist of tokens."""
-        *operand, cotangent = self.site_terms
         values, unit = self.factors.values, self.factors.unit
-        weights = weight_terms(self.site, values, self.labels, unit)
+        return self._times(weight_terms(self.site, values, self.labels, unit))
+
+    def _times(self, weights: list[Term]) -> list[Term]:
+        *operand, cotangent = self.site_terms
         if self.token is not None:
             return [cotangent, *(_taken(term, self.token) for term in weights)]
         return [cotangent, *operand, *weights]
@@ -215,6 +226,13 @@ class _Side(NamedTuple):
         back = view.transposed(leaf, values)
         return widened(jax.vmap(back)(vary(seeds, varying(struct))))
 
+    @property
+    def small_terms(self) -> list[Term]:
+        """The arrays whose contraction is the gradient at a small site, flattened."""
+        num, *shape = self.directions.shape
+        flat = self.directions.reshape(num, math.prod(shape))
+        return [self.coefficients, (flat, (self.small, ("flat", 0)))]
+
     def along(self, directions: Array, small: Label) -> list[Term]:
         """The inner products of the gradients at the site with some directions."""
         view, values = self.site.view, self.factors.values
@@ -224,20 +242,12 @@ class _Side(NamedTuple):
         pushed = widened(jax.vmap(apply)(directions))
         pushed = pushed.reshape(pushed.shape[0], *sizes)
         names = tuple(self.labels[name] for name in self.site.w_axes)
-        term = (pushed, (small, *names))
-        *operand, cotangent = self.site_terms
-        if self.token is not None:
-            return [cotangent, _taken(term, self.token)]
-        return [cotangent, *operand, term]
+        return self._times([(pushed, (small, *names))])
 
 
 def _scale(site: Site) -> Any:
     """The number that multiplies the terms of a site; no view is transposed here."""
     return site.rule.scale * (1.0 if has_weights(site) else site.view.scale)
-
-
-def _flat(x: Array) -> Array:
-    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
 def _pair_terms(first: _Side, second: _Side) -> tuple[list[Term], Any]:
@@ -265,11 +275,7 @@ def _small_terms(first: _Side, second: _Side) -> tuple[list[Term], Any]:
     """Like `_pair_terms`, if one of the sites is small, such as that of a penalty."""
     scale = first.site.rule.scale * second.site.rule.scale
     if has_few_directions(first.site) and has_few_directions(second.site):
-        flat = ("flat", 0)
-        directions = [
-            (_flat(side.directions), (side.small, flat)) for side in (first, second)
-        ]
-        return [first.coefficients, *directions, second.coefficients], scale
+        return [*first.small_terms, *second.small_terms], scale
     if has_few_directions(first.site):
         terms = second.along(first.directions, first.small)
         return [first.coefficients, *terms], scale
@@ -324,13 +330,13 @@ def gram(
     its imaginary part.
     """
     pairs = gram_terms(uses, other, example)
-    products = [jnp.real(_contracted(terms, out, scale)) for terms, scale in pairs]
+    products = [jnp.real(_contracted(*pair, out)) for pair in pairs]
     if not products:
         return jnp.zeros([1] * len(out), uses.leaf.dtype).real
     return functools.reduce(jnp.add, products)
 
 
-def _contracted(terms: list[Term], out: Labels, scale: Any) -> Array:
+def _contracted(terms: list[Term], scale: Any, out: Labels) -> Array:
     """The scaled product of terms, with axes of size 1 for labels that none has."""
     present = {label for _, labels in terms for label in labels}
     product = contract(terms, tuple(label for label in out if label in present)) * scale
@@ -338,43 +344,38 @@ def _contracted(terms: list[Term], out: Labels, scale: Any) -> Array:
 
 
 def gram_terms(
-    uses: OfLeaf, other: OfLeaf, example: Label
+    uses: OfLeaf, other: OfLeaf, example: Label = EXAMPLE
 ) -> Iterator[tuple[list[Term], Any]]:
-    """The arrays to contract for `gram`, each with a factor."""
-    uses, other = uses.merged(), other.merged()
-    for site in uses.sites:
-        first = _Side(site, uses.factors)
-        for second in other.sites:
-            if site.view.is_apart(second.view):
-                continue
-            yield _pair_terms(first, _Side(second, other.factors, example, 1))
+    """The arrays to contract for `gram`, each with a factor.
 
-
-def norm_terms(uses: OfLeaf) -> Iterator[tuple[list[Term], Any]]:
-    """The arrays to contract for a squared norm, each with a factor.
-
-    The squared norm is the sum of the real parts, for each site and each pair of sites.
+    If both are the same object and each example only meets itself, these are for
+    squared norms, the sums of the real parts: each pair of two sites counts twice.
     """
-    sites, factors, _ = uses.merged()
-    for i, site in enumerate(sites):
-        yield _own_terms(site, factors)
-        for other in sites[i + 1 :]:
-            if site.view.is_apart(other.view):
+    is_norm = uses is other and example == EXAMPLE
+    uses = uses.merged()
+    other = uses if is_norm else other.merged()
+    for i, site in enumerate(uses.sites):
+        first = _Side(site, uses.factors)
+        for j, second in enumerate(other.sites):
+            if (is_norm and j < i) or site.view.is_apart(second.view):
                 continue
-            second = _Side(other, factors, number=1)
-            terms, scale = _pair_terms(_Side(site, factors), second)
-            yield terms, 2 * scale
+            if is_norm and i == j and _has_product(site):
+                yield _squared_terms(site_terms(site, uses.factors), _scale(site))
+                continue
+            terms, scale = _pair_terms(
+                first, _Side(second, other.factors, example, number=1)
+            )
+            yield terms, 2 * scale if is_norm and j > i else scale
 
 
-def _own_terms(site: Site, factors: Factors) -> tuple[list[Term], Any]:
-    """The arrays whose contraction is the squared norm of a site's gradient."""
-    if not is_outer_product([site]) or has_few_directions(site):
-        return _pair_terms(_Side(site, factors), _Side(site, factors, number=1))
-    # The norm of an outer product is the product of the norms.
-    terms = [
-        (jnp.real(x * jnp.conj(x)), labels) for x, labels in site_terms(site, factors)
-    ]
-    return terms, abs(_scale(site)) ** 2
+def _has_product(site: Site) -> bool:
+    """Whether the norm of a site's gradient is the product of those of its factors."""
+    return is_outer_product([site]) and not has_few_directions(site)
+
+
+def _squared_terms(terms: list[Term], scale: Any) -> tuple[list[Term], Any]:
+    squares = [(jnp.real(x * jnp.conj(x)), labels) for x, labels in terms]
+    return squares, abs(scale) ** 2
 
 
 def squares(
@@ -386,8 +387,8 @@ def squares(
     """
     uses = uses.merged()
     total, out = 0, (EXAMPLE, *uses.factors.outputs)
-    for terms, scale in norm_terms(uses):
-        total += jnp.real(_contracted(terms, out, scale))
+    for pair in gram_terms(uses, uses):
+        total += jnp.real(_contracted(*pair, out))
     separate = [_separate_squares(site, uses.factors) for site in uses.sites]
     return jnp.maximum(total, 0), functools.reduce(jnp.add, separate)
 
@@ -397,10 +398,8 @@ def _separate_squares(site: Site, factors: Factors) -> Array:
     side = _Side(site, factors)
     terms, scale = side.terms, _scale(site)
     if has_few_directions(site):
-        directions = _flat(side.directions), (side.small, ("flat", 0))
-        terms, scale = [side.coefficients, directions], site.rule.scale
-    terms = [(jnp.real(x * jnp.conj(x)), labels) for x, labels in terms]
-    return _contracted(terms, (EXAMPLE, *factors.outputs), abs(scale) ** 2)
+        terms, scale = side.small_terms, site.rule.scale
+    return _contracted(*_squared_terms(terms, scale), (EXAMPLE, *factors.outputs))
 
 
 def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
@@ -567,12 +566,8 @@ def grams(
     def products(first: list[Array], second: list[Array]) -> list[Array]:
         result = []
         for uses, other, x, y in safe_zip(*sides, first, second):
-            site = [leaf_site(0, uses.leaf, 0)]
-            x, y = (
-                OfLeaf(site, Factors([], [Factor(z)], side.factors.outputs), uses.leaf)
-                for z, side in ((x, uses), (y, other))
-            )
-            one = gram(x, y, examples[-1], out)
+            formed = uses.perturbed_itself(Factor(x)), other.perturbed_itself(Factor(y))
+            one = gram(*formed, examples[-1], out)
             full = [1 if label in examples else sizes[label] for label in out]
             result.append(jnp.squeeze(jnp.broadcast_to(one, full), axes))
         return result

@@ -11,6 +11,7 @@ import pytest
 
 from eqxbatch._curvature import by_sites
 from eqxbatch._sites import gram, trace
+from eqxbatch._sites.einsum import EXAMPLE
 from ..layers import LAYERS
 from .contractions import contraction_errors
 
@@ -78,9 +79,13 @@ def test_what_is_not_finite_is_an_error(monkeypatch):
 
 
 def test_contractions_that_are_not_chosen(monkeypatch):
-    terms = gram.norm_terms
-    broken = lambda *args: [(x, 2 * scale) for x, scale in terms(*args)]
-    monkeypatch.setattr(gram, "norm_terms", broken)
+    terms = gram.gram_terms
+
+    def broken(uses, other, example=EXAMPLE):
+        factor = 2 if uses is other and example == EXAMPLE else 1
+        return [(x, factor * scale) for x, scale in terms(uses, other, example)]
+
+    monkeypatch.setattr(gram, "gram_terms", broken)
     weight = of_layer("Conv2d, in groups", num=1)[0]
     assert weight["norm"] == pytest.approx(2**0.5 - 1)
     assert weight["gradient"] < 1e-12
