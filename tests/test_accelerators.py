@@ -392,6 +392,18 @@ def test_clipping_by_sites_transposes_no_more_than_a_gradient(name, accelerator)
 
 
 @pytest.mark.accelerators
+def test_no_table_is_formed_for_its_norm(accelerator):
+    loss = lambda table, x: jnp.sum(jnp.tanh(jnp.mean(table[x], axis=0)))
+    table = jax.ShapeDtypeStruct((1000, 128), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((16, 8), jnp.int32)
+    shapes = one_device((table, tokens), accelerator)
+    clipped = eb.filter_micro_grad(loss, clip_norm=1.0)
+    compiled = accelerator.compile_placed(clipped, *shapes)
+    size = compiled.memory_analysis().temp_size_in_bytes
+    assert size < table.size * table.dtype.itemsize
+
+
+@pytest.mark.accelerators
 def test_norms_out_of_range_are_a_branch(accelerator):
     # Without a barrier, XLA always runs a branch that only adds up what it reads.
     clipped = eb.filter_micro_grad(loss, clip_norm=0.1, method="materialise")

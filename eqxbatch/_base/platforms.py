@@ -52,7 +52,7 @@ CPU = Platform(8.0, 1.0, 4.0, 2**22, 2**24, 0, False)
 # the benchmarks, 12 predicts the faster program: a branch comes with such norms. Blocks
 # are so large that their kernels take longer than to launch these, and small beside the
 # memory of the device. Grouped convolutions were not measured.
-GPU = Platform(136.0, 12.0, 4.0, 2**28, 2**28, 2**24, True)
+GPU = Platform(136.0, 12.0, 4.0, 2**28, 2**28, 2**28, True)
 
 
 # From the data sheet of a v5e: 197 TFLOP/s in bfloat16, JAX's default, and 819 GB/s.

@@ -439,7 +439,7 @@ def norms_unless_cancelled(
         if has_rows(uses.sites):
             (site,) = uses.sites
             _, rows = rows_of_tokens(site, uses.factors)
-            norms.append(jnp.sum((rows * jnp.conj(rows)).real, axis=(1, 2)))
+            norms.append(squared_norm(rows))
             continue
         total, apart = squares(uses)
         norms.append(total)

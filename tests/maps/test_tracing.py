@@ -66,6 +66,13 @@ def test_a_remainder_is_no_program_of_its_own(total):
         assert count(4) == count(total)
 
 
+def test_rows_of_smaller_microbatches_are_a_multiple_of_eight():
+    """XLA for GPUs copies the factors of products with other numbers of rows."""
+    micro = filter_micro_vmap(lambda x: jnp.sin(x), microbatch_size=512)
+    program = jax.make_jaxpr(micro)(jnp.ones(5 * 461))
+    assert "f32[464] = sin" in str(program)
+
+
 def test_eager_calls_are_cached_by_structure(getkey):
     fun = CountTraces(lambda model, x: model(x))
 
