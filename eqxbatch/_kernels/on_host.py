@@ -636,8 +636,13 @@ class SymmetricArray:
         if dots:
             i, missing = dots[0], self.ndim - len(key) + 1
             key = (*key[:i], *[slice(None)] * missing, *key[i + 1 :])
+        if len(key) > self.ndim:
+            raise IndexError(
+                f"There are {len(key)} indices for the {self.ndim} axes of an array of "
+                f"shape {self.shape}. Pass at most one for each axis."
+            )
         key = (*key, *[slice(None)] * (2 - len(key)))
-        # NumPy raises for indices that are out of range, and for too many.
+        # NumPy raises for indices that are out of range.
         numbers = [_numbers(*pair) for pair in safe_zip(key[:2], self.shape[:2])]
         bounds = [(x.min(), x.max() + 1) if x.size else (0, 0) for x in numbers]
         entries = self._read(*bounds)
