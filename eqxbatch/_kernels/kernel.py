@@ -417,13 +417,13 @@ class AbstractBlockKernel(eqx.Module):
         """
 
     @abc.abstractmethod
-    def tile(self, first: list, second: list | None) -> list[Array]:
+    def tile(self, first: Rows, second: Rows | None) -> list[Array]:
         """The arrays of a tile, from the examples of a block of rows and of columns.
 
         Without `second`, both are the same.
         """
 
-    def program(self, first: list, second: list | None) -> Any:
+    def program(self, first: Rows, second: Rows | None) -> Any:
         """The jaxpr of a tile, as a function of the examples."""
         # Not of the method, whose arrays would be arguments of the program.
         tile = lambda first, second: self.tile(first, second)
@@ -453,14 +453,14 @@ class AbstractBlockKernel(eqx.Module):
         """The number of examples whose factors can be kept."""
         return max(self.totals) if not bytes_of_one else self.room // bytes_of_one
 
-    def structs(self, sizes: tuple[int, int]) -> list[list[jax.ShapeDtypeStruct]]:
+    def structs(self, sizes: tuple[int, int]) -> list[Rows]:
         """The shapes of blocks of both sides."""
         return [
-            [
-                block_struct(x, axis, size)
-                for x, axis in safe_zip(rows.arrays, rows.axes)
-                if axis is not None
-            ]
+            Rows(
+                [block_struct(*x, size) for x in safe_zip(rows.arrays, rows.axes)],
+                rows.axes,
+                size,
+            )
             for rows, size in safe_zip(self.rows, sizes)
         ]
 
@@ -766,7 +766,7 @@ class CalledKernel(AbstractBlockKernel):
         try:
             out = eqx.filter_eval_shape(self.called, *structs)
         except Exception as e:
-            sides = (", ".join(str(x.shape) for x in rows) for rows in structs)
+            sides = (", ".join(str(x.shape) for x in side.arrays) for side in structs)
             remedy = " For a kernel of single examples, pass `pairwise=True`."
             e.add_note(
                 "`kernel_fn` is called with blocks of examples, here of shape "
@@ -781,7 +781,7 @@ class CalledKernel(AbstractBlockKernel):
         is_alone = self.is_alone and not self.pairwise
         return is_alone and _can_omit_second(self.kernel_fn)
 
-    def called(self, first: list, second: list | None) -> PyTree:
+    def called(self, first: Rows, second: Rows | None) -> PyTree:
         """The output of the function for a block of rows and one of columns."""
         if second is None and not self._takes_none and not self.is_ours:
             # As for other blocks, so that one trace of the function serves all.
@@ -789,10 +789,10 @@ class CalledKernel(AbstractBlockKernel):
         call = self.kernel_fn, self.args, self.shared, self._takes_none
         left, right = self.sides[0], self.sides[-1]
         if second is None:
-            return _called(call, left.arguments(first), None)
+            return _called(call, left.arguments(first.arrays), None)
         both = lambda x, y: _called(call, left.arguments(x), right.arguments(y))
         if not self.pairwise:
-            return both(first, second)
+            return both(first.arrays, second.arrays)
 
         def one(x: list, y: list) -> PyTree:
             as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
@@ -800,7 +800,8 @@ class CalledKernel(AbstractBlockKernel):
 
         rows, columns = ([*rows.axes] for rows in self.rows)
         row = eqx.filter_vmap(one, in_axes=(None, columns))
-        return eqx.filter_vmap(row, in_axes=(rows, None))(first, second)
+        run = eqx.filter_vmap(row, in_axes=(rows, None))
+        return run(first.arrays, second.arrays)
 
     def prepare(self) -> None:
         """There is nothing to prepare."""
@@ -812,29 +813,22 @@ class CalledKernel(AbstractBlockKernel):
     def block(
         self, first: Rows, second: Rows | None, always: Bool[Array, ""]
     ) -> list[Array]:
-        sides = first.arrays, None if second is None else second.arrays
-        closed = self.program(*sides)
+        closed = self.program(first, second)
         # As its own program, it is in a branch, where convolutions are as slow as in a
         # loop.
         run = in_opaque_branch(
             functools.partial(evaluate_in_loop, closed.jaxpr), always
         )
-        return run(list(closed.consts), jtu.tree_leaves(sides))
+        return run(list(closed.consts), jtu.tree_leaves((first, second)))
 
-    def tile(self, first: list, second: list | None) -> list[Array]:
+    def tile(self, first: Rows, second: Rows | None) -> list[Array]:
         """The arrays for a block of rows and a block of columns.
 
         Without `second`, both are the same.
         """
-        sizes = [
-            x.shape[axis]
-            for rows, arrays in safe_zip(
-                self.rows, (first, first if second is None else second)
-            )
-            for x, axis in [(arrays[0], rows.axes[0])]
-        ]
+        sizes = first.total, (first if second is None else second).total
         kernel_fn: Any = self.kernel_fn
-        is_part = (sizes[0], sizes[1]) != self.totals
+        is_part = sizes != self.totals
         if is_part and hasattr(kernel_fn, "check_is_batched"):
             kernel_fn.check_is_batched()
         try:
@@ -847,7 +841,7 @@ class CalledKernel(AbstractBlockKernel):
                 )
             raise
         arrays = [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
-        structs = [leaf.struct((sizes[0], sizes[1])) for leaf in self.leaves]
+        structs = [leaf.struct(sizes) for leaf in self.leaves]
         if _shown(arrays) != _shown(structs):
             raise ValueError(
                 "`kernel_fn` must return arrays of the same structure, rank and dtype "

@@ -218,8 +218,16 @@ class _Team:
             )
         self.rank = processes.index(this)
 
-    def agree(self, error: Exception | None) -> None:
-        """Waits for all processes and raises if one of them has failed."""
+    def together(self, run: Callable[[], Any] = lambda: None) -> Any:
+        """The result of a function, once all processes have called theirs.
+
+        Raises in all of them if one has failed.
+        """
+        error = result = None
+        try:
+            result = run()
+        except Exception as e:
+            error = e
         if self.num > 1:
             flags = multihost_utils.process_allgather(np.array(error is not None))
             if error is None and np.any(flags):
@@ -230,19 +238,15 @@ class _Team:
                 )
         if error is not None:
             raise error
+        return result
 
     def begin(self, make: Callable[[bool], AbstractWriter]) -> AbstractWriter:
         """Runs a function in the first process before all others."""
-        made: AbstractWriter | None = None
-        for is_first in (True, False) if self.num > 1 else (True,):
-            error = None
-            if is_first == (self.rank == 0):
-                try:
-                    made = make(is_first)
-                except Exception as e:
-                    error = e
-            self.agree(error)
-        assert made is not None
+        if self.rank > 0:
+            self.together()
+        made = self.together(lambda: make(self.rank == 0))
+        if self.rank == 0 and self.num > 1:
+            self.together()
         return made
 
 
@@ -265,12 +269,7 @@ def to_store(
         mark = lambda: _fingerprint(kernel)
         writer = team.begin(functools.partial(store.begin, arrays, mark))
         with contextlib.closing(writer):
-            error = None
-            try:
-                _write(kernel, arrays, writer, meter, team)
-            except Exception as e:
-                error = e
-            team.agree(error)
+            team.together(lambda: _write(kernel, arrays, writer, meter, team))
             results = _opened(writer.finish(), arrays, grid, kernel.mirror)
             return kernel.output(results)
 
@@ -636,10 +635,17 @@ class SymmetricArray:
         if dots:
             i, missing = dots[0], self.ndim - len(key) + 1
             key = (*key[:i], *[slice(None)] * missing, *key[i + 1 :])
+        if len(key) > self.ndim:
+            raise IndexError(
+                f"There are {len(key)} indices for the {self.ndim} axes of an array of "
+                f"shape {self.shape}. Pass at most one for each axis."
+            )
         key = (*key, *[slice(None)] * (2 - len(key)))
-        # NumPy raises for indices that are out of range, and for too many.
+        # NumPy raises for indices that are out of range.
         numbers = [_numbers(*pair) for pair in safe_zip(key[:2], self.shape[:2])]
-        bounds = [(x.min(), x.max() + 1) if x.size else (0, 0) for x in numbers]
+        bounds = [
+            (int(x.min()), int(x.max()) + 1) if x.size else (0, 0) for x in numbers
+        ]
         entries = self._read(*bounds)
         rows, columns = (x - low for x, (low, _) in safe_zip(numbers, bounds))
         entries = np.take(np.take(entries, columns, 1), rows, 0)

@@ -244,9 +244,6 @@ class Reader:
         self.dtype = np.dtype(array.dtype).newbyteorder("=")
         self.is_hermitian = is_hermitian
         self._sizes = self._tile_sizes()
-        self._view = self.array
-        if is_hermitian:
-            self._view = SymmetricArray([self.array], 0, self._sizes[0], TileMirror())
 
     def _tile_sizes(self) -> tuple[int, int]:
         chunks = getattr(self.array, "chunks", None)
@@ -309,7 +306,12 @@ class Reader:
 
     def whole(self) -> Shaped[np.ndarray, "n m"]:
         """The whole matrix, in memory."""
-        return np.asarray(self._view[:, :], self.dtype)
+        result = np.empty(self.shape, self.dtype)
+        for (rows, columns), tile in self._tiles():
+            result[rows, columns] = tile
+            if self.is_hermitian and rows != columns:
+                result[columns, rows] = _conj(tile).T
+        return result
 
     def diagonal(self) -> Shaped[np.ndarray, " n"]:
         """The diagonal, from the tiles that contain it."""
@@ -320,7 +322,10 @@ class Reader:
 
     def column(self, index: int) -> Shaped[np.ndarray, " n"]:
         """One column; for a Hermitian matrix, from the upper triangle."""
-        return np.asarray(self._view[:, index], self.dtype)
+        array = self.array
+        if self.is_hermitian:
+            array = SymmetricArray([array], 0, self._sizes[0], TileMirror())
+        return np.asarray(array[:, index], self.dtype)
 
 
 def _conj(x: np.ndarray) -> np.ndarray:

@@ -344,11 +344,8 @@ class State:
 
     @staticmethod
     def from_arrays(arrays: dict[str, np.ndarray]) -> "State":
-        scalars = {
-            "num_products": int(arrays["num_products"]),
-            "is_exact": bool(arrays["is_exact"]),
-        }
-        return State(**{**arrays, **scalars})
+        num, is_exact = int(arrays["num_products"]), bool(arrays["is_exact"])
+        return State(**{**arrays, "num_products": num, "is_exact": is_exact})
 
 
 def initial(right: Inexact[np.ndarray, "n k"]) -> State:
@@ -439,32 +436,28 @@ class ConjugateGradients:
 
     def verified(self, state: State) -> State:
         """A saved state whose residual, if it is said to be exact, is computed anew."""
-        if not state.is_exact:
-            return state
-        residual, norms = self._exact(state)
-        return dataclasses.replace(state, residual=residual, start=norms)
+        return self._exact(state) if state.is_exact else state
 
-    def _exact(self, state: State) -> tuple[np.ndarray, np.ndarray]:
-        """The residual from a product in full precision, and its norms."""
+    def _exact(self, state: State) -> State:
+        """The state with a residual from a product in full precision."""
         residual = self._right - self._product(state.solution, True)
-        return residual, np.linalg.norm(residual, axis=0)
+        norms = np.linalg.norm(residual, axis=0)
+        return dataclasses.replace(state, residual=residual, start=norms, is_exact=True)
 
     def _anew(self, state: State) -> State:
-        """The state with a residual in full precision."""
-        residual, norms = self._exact(state)
-        is_open = self._is_open(residual)
-        _check_finite(norms)
-        if np.any(is_open & ~(norms < _STAGNATION * state.start)):
-            worst = np.max(relative_norms(residual, self._right))
+        """The exact state, from which the iteration restarts."""
+        new = self._exact(state)
+        _check_finite(new.start)
+        is_stuck = ~(new.start < _STAGNATION * state.start)
+        if np.any(self._is_open(new.residual) & is_stuck):
+            worst = np.max(self.residuals(new))
             raise RuntimeError(
                 f"The relative residual does not fall below {worst:.1e}, and `rtol` is "
                 f"{self._rtol:.1e}: products with a kernel of its dtype are not "
                 "exact enough. Pass a larger `rtol` or `ridge`, store the kernel "
                 "(`store='host'`), or use float64."
             )
-        num = state.num_products + 1
-        changes = {"residual": residual, "start": norms, "num_products": num}
-        return dataclasses.replace(state, **changes, is_exact=True)
+        return dataclasses.replace(new, num_products=state.num_products + 1)
 
 
 def _check_finite(numbers: np.ndarray) -> None:

@@ -718,9 +718,9 @@ class ModelKernel(AbstractBlockKernel):
     def _kept(self) -> tuple[PyTree[Factor], PyTree[Factor]]:
         """The factors of an example of each side."""
         structs, of = self.structs((1, 1)), self.pairing.factors
-        rows = eqx.filter_eval_shape(of, 0, structs[0])
+        rows = eqx.filter_eval_shape(of, 0, structs[0].arrays)
         same = self.is_same
-        return rows, rows if same else eqx.filter_eval_shape(of, 1, structs[1])
+        return rows, rows if same else eqx.filter_eval_shape(of, 1, structs[1].arrays)
 
     def prepare(self) -> None:
         sides = (0,) if self.is_same else (0, 1)
@@ -767,11 +767,7 @@ class ModelKernel(AbstractBlockKernel):
             kernels = pairing.kernels(*sides, (first.total, second.total))
         return jtu.tree_leaves(pairing.assemble(pairing.arranged(kernels)))
 
-    def tile(self, first: list, second: list | None) -> list[Array]:
-        kept = []
-        for side, arrays in enumerate((first, second)):
-            if arrays is not None:
-                axes = self.rows[side].axes
-                size = arrays[0].shape[axes[0]]
-                kept.append(self.keep(side, Rows(arrays, axes, size), size))
-        return self.block(kept[0], kept[1] if second is not None else None)
+    def tile(self, first: Rows, second: Rows | None) -> list[Array]:
+        rows = self.keep(0, first, first.total)
+        columns = None if second is None else self.keep(1, second, second.total)
+        return self.block(rows, columns)
