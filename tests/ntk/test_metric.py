@@ -40,7 +40,8 @@ class Net(eqx.Module):
 
     def __init__(self, key):
         keys = jr.split(key, 3)
-        self.conv = drawn(eqx.nn.Conv1d, 2, 4, 3, padding=1, key=keys[0])
+        settings = {"padding": 1, "use_bias": False, "key": keys[0]}
+        self.conv = drawn(eqx.nn.Conv1d, 2, 4, 3, **settings)
         self.shared = drawn(eqx.nn.Linear, 4, 4, key=keys[1])
         self.scale = normal(keys[2], (4,), float)
         self.last = drawn(eqx.nn.Linear, 4, OUTPUTS, use_bias=False, key=keys[2])
