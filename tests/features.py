@@ -80,7 +80,7 @@ class Parametrised(eqx.Module):
 
 MODELS = {
     "dense": (
-        lambda: drawn(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, key=KEY),
+        lambda: drawn(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, use_final_bias=False, key=KEY),
         lambda n: normal(KEY, (n, 3)),
     ),
     "conv": (

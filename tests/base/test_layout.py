@@ -23,7 +23,7 @@ from eqxbatch._base.cpu import (
     mirrored,
     with_mirror_image,
 )
-from eqxbatch._kernels import function
+from eqxbatch._kernels import kernel as kernel_module
 from eqxbatch._ntk import monte_carlo
 from ..helpers import assert_same, drawn, memory, normal, spread, thinned
 
@@ -325,7 +325,7 @@ def test_blocks_of_kernels_are_kept_apart(monkeypatch):
         return memory(batched, jnp.ones((512, 8))).temp_size_in_bytes
 
     apart = temporaries()
-    merged(monkeypatch, function)
+    merged(monkeypatch, kernel_module)
     assert 2 * apart < temporaries()
 
 

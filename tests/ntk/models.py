@@ -73,7 +73,8 @@ class Matrices(eqx.Module):
     mlp: eqx.nn.MLP
 
     def __init__(self, key, dtype=jnp.float64):
-        self.mlp = eqx.nn.MLP(4, 6, 5, 1, activation=jnp.tanh, key=key, dtype=dtype)
+        settings = {"use_bias": False, "key": key, "dtype": dtype}
+        self.mlp = eqx.nn.MLP(4, 6, 5, 1, jnp.tanh, **settings)
 
     def __call__(self, x):
         return self.mlp(x).reshape(2, 3)

@@ -51,8 +51,8 @@ WAYS = {
 }
 
 
-def network(out=2, seed=0, width=6):
-    settings = {"use_final_bias": False, "key": jr.key(seed)}
+def network(out=2, seed=0, width=6, use_bias=False):
+    settings = {"use_bias": use_bias, "use_final_bias": False, "key": jr.key(seed)}
     return drawn(eqx.nn.MLP, 3, out, width, 1, jnp.tanh, **settings)
 
 
@@ -194,12 +194,12 @@ def programs():
         "hessian": (laplacian, network(1), (draw(7, 3),)),
         "tree": (
             lambda model, x: {"a": model(x)[0], "b": [model(2 * x)]},
-            network(),
+            network(use_bias=True),
             (draw(5, 3),),
         ),
         "constant": (
             lambda model, x: model.layers[0].bias + 0 * x[0],
-            network(),
+            network(use_bias=True),
             (draw(4, 3),),
         ),
     }
